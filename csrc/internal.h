@@ -1,0 +1,143 @@
+/* What the files of the core share: the plan's and the state's layout, the contract between memory and codec. */
+#ifndef SID_INTERNAL_H
+#define SID_INTERNAL_H
+
+#include <stddef.h>
+
+#include "bits.h"
+#include "sidcomp.h"
+#include "wire.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { SID_TILE = 1024 }; /* elements of a tile: 4 KB of acc and 4 KB of gradient stay in L1 */
+enum { SID_MAX_PARAMS = 12 };
+#define SID_MAX_N (1ull << 40)
+
+/* ---- rule: what was sent of acc --------------------------------------------------------------------------------
+ * Written by the codec at the end of an encode, read by its keep() at the next one. All-zero is valid beside acc == 0. */
+typedef struct sid_rule {
+    uint32_t key;   /* sparse: acc[i] was sent if key(acc[i]) > key, or == key and i < cut; SID_KEY_NONE: nothing */
+    uint32_t flags; /* SID_FLAG_HALF: values were rounded to float16 */
+    uint64_t cut;
+    float scale; /* linear: body = round(acc * scale); 0: nothing was sent */
+    float spare[3];
+} sid_rule;
+
+/* State of a group: this header, then sid_memory_vectors() vectors of sid_state_stride(n) floats. */
+typedef struct sid_state {
+    uint64_t steps; /* encodes so far */
+    sid_rule rule;
+    uint64_t spare[2];
+    uint64_t codec[16]; /* the codec's own statistics */
+} sid_state;
+enum { SID_STATE_BYTES = 256 };
+SID_HD uint64_t sid_state_stride(uint64_t n) { return sid_round_up(n, 16) + 16; } /* slack: vector loads may run over */
+
+/* ---- plan ----------------------------------------------------------------------------------------------------- */
+struct sid_codec;
+struct sid_memory;
+struct sid_simd;
+
+struct sid_plan {
+    const struct sid_codec *codec;
+    const struct sid_memory *memory;
+    const struct sid_simd *simd;
+    uint64_t n, k, cap; /* cap: elements that a sparse payload can hold */
+    sid_dtype dtype;
+    sid_sizes sizes;
+    double codec_param[SID_MAX_PARAMS], memory_param[SID_MAX_PARAMS]; /* in the order of the tables */
+};
+
+/* ---- the tile contract ------------------------------------------------------------------------------------------
+ * Encode walks a group once, a tile at a time:
+ *     codec->keep    acc <- what the last step's rule left of it        (only if the memory keeps a vector)
+ *     memory->tile   acc <- gradient + what is kept
+ *     codec->tile    reads acc, gathers statistics and candidates
+ * and codec->finish settles the rule and writes the payload, or asks for another reading of the same acc. */
+typedef struct sid_walk {
+    const sid_plan *plan;
+    const sid_step *at;
+    sid_state *state;
+    uint8_t *payload; /* header and body; finish fills the body and header.{count, flags, scale} */
+    void *scratch;    /* the codec's part of work */
+    uint64_t nonfinite;
+    uint32_t walks; /* readings so far, this one included */
+    sid_stats stats;
+} sid_walk;
+
+typedef enum sid_verdict { SID_DONE = 0, SID_AGAIN = 1 } sid_verdict;
+
+typedef struct sid_gather { /* decode of W payloads */
+    const sid_plan *plan;
+    const uint8_t *payloads;
+    uint64_t stride;
+    uint32_t count;
+    float scale;
+    void *scratch;
+} sid_gather;
+
+typedef struct sid_codec {
+    sid_info info;
+    /* Resolves parameters: sets p->k, p->cap, sizes.payload, body_*, k; returns the scratch bytes of encode. */
+    sid_status (*plan)(sid_plan *p, uint64_t *scratch, sid_error *err);
+    void (*begin)(sid_walk *w); /* before each reading */
+    void (*tile)(sid_walk *w, const float *acc, uint64_t at, uint32_t len);
+    sid_verdict (*finish)(sid_walk *w);
+    /* In place: acc -> what `rule` left of it. Element i of acc is element at + i of the group. */
+    void (*keep)(const sid_plan *p, const sid_rule *rule, float *acc, uint64_t at, uint32_t len);
+    void (*none)(sid_rule *rule); /* the rule that sent nothing */
+    /* A change of scale; NULL if the statistics in state->codec do not depend on it. */
+    void (*rescale)(const sid_plan *p, sid_state *s, float factor);
+    /* The body of one payload, header already checked. */
+    sid_status (*check)(const sid_plan *p, const uint8_t *payload, sid_error *err);
+    void (*open)(sid_gather *g); /* payloads already checked; places cursors in scratch (64 bytes + 16 a payload) */
+    /* out[0..len) = scale * sum of payloads over elements at .. at + len; called with at ascending, len <= SID_DECODE_TILE */
+    void (*decode)(sid_gather *g, float *out, uint64_t at, uint32_t len);
+} sid_codec;
+
+enum { SID_DECODE_TILE = 4096 };
+
+typedef struct sid_memory {
+    sid_info info;
+    uint32_t vectors; /* floats kept per element; vector 0 is acc */
+    /* vec[0][0..len) <- acc from g and what is kept (vec[0] on entry: kept(acc)); g is finite. */
+    void (*tile)(const sid_plan *p, float *const *vec, const float *g, uint32_t len);
+} sid_memory;
+
+/* ---- primitives, once per instruction set (csrc/isa/simd.c); the base variant is the law -------------------------
+ * Arrays may have any element alignment. Sums run in 16 float lanes (element i in lane i % 16), combined pairwise. */
+typedef struct sid_simd {
+    const char *name;
+    uint32_t (*max_key)(const float *x, uint32_t n);
+    void (*add)(float *acc, const float *g, uint32_t n);                /* acc += g, saturating at +-FLT_MAX */
+    void (*zero_from)(float *acc, uint32_t n, uint32_t key);            /* acc = 0 where key(acc) >= key */
+    uint32_t (*capture)(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val);
+    float (*sum_abs)(const float *x, uint32_t n);
+    uint32_t (*sum_above)(const float *x, uint32_t n, uint32_t key, float *sum); /* count and sum of |x|, key(x) >= key */
+    uint64_t (*count_from)(const float *x, uint64_t n, uint32_t key);   /* elements with key(x) >= key */
+    void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);
+    void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);
+    void (*f16_to_f32)(const uint16_t *x, float *y, uint32_t n);
+    void (*bf16_to_f32)(const uint16_t *x, float *y, uint32_t n);
+    void (*scale)(const float *x, float *y, uint32_t n, float s);       /* y = x * s; may be in place */
+    void (*stream)(const float *x, float *y, uint32_t n);               /* copy past the caches */
+    void (*checksum)(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted);
+} sid_simd;
+
+const sid_simd *sid_simd_for(sid_isa isa); /* NULL: this build or processor has it not */
+extern const sid_simd sid_simd_base, sid_simd_avx2, sid_simd_avx512;
+
+const sid_codec *sid_codec_of(const sid_info *i); /* registry.c */
+const sid_memory *sid_memory_of(const sid_info *i);
+
+sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
+uint64_t sid_bytes_checksum(const sid_simd *v, const uint8_t *p, uint64_t bytes, uint64_t *sum, uint64_t *weighted);
+double sid_param_of(const sid_plan *p, const char *name); /* codec parameter by name; it must exist */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

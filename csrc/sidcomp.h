@@ -1,0 +1,223 @@
+/* sidcomp: gradient compression with error feedback, planned and exchanged elsewhere. This header is the manual.
+ *
+ *     segments -> group -> encode (+ memory) -> payload -> [exchange] -> decode -> segments
+ *
+ * A *group* is a list of segments (pointer, length) seen as one vector of n elements of one dtype. A *codec* turns a
+ * vector into a payload; a *memory* turns this step's gradient and what was kept into `acc`, the vector that the codec
+ * reads. They meet a tile at a time and do not know each other, so m memories and n codecs are m x n compressors.
+ *
+ * Memory.   Nothing here allocates, prints, exits or keeps a global. Three memories, never mixed:
+ *             plan   immutable; a pure function of sid_config
+ *             state  survives steps and goes into checkpoints; all-zero bytes are its valid start
+ *             work   garbage between calls
+ *           Ask the sizes first (sid_plan_make with mem == NULL, then sid_plan_sizes), bring the bytes.
+ *           plan, state, work and payload must start at a multiple of 64 bytes; segments may start at any element.
+ * Errors.   Every function that can fail returns a sid_status and nothing else. Where it takes a sid_error, the text
+ *           names the parameter or field at fault. A failed call leaves segments and state as they were, except that
+ *           SID_E_DEVICE leaves what the device had reached.
+ * Threads.  A call runs on the calling thread. Distinct groups may be encoded and decoded concurrently; one group's
+ *           state and work belong to one call at a time.
+ * Results.  The same input gives the same payload and output bytes on every instruction set, device and thread count.
+ */
+#ifndef SIDCOMP_H
+#define SIDCOMP_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define SID_VERSION 100u /* 0.1.0 */
+
+/* ---- status -------------------------------------------------------------------------------------------------- */
+
+typedef enum sid_status { /* pinned: the values never change meaning */
+    SID_OK = 0,
+    SID_E_ARG = -1,         /* an argument of the call is wrong (NULL, length, misaligned block) */
+    SID_E_PARAM = -2,       /* unknown, missing or out-of-range codec or memory parameter; the text names it */
+    SID_E_SPACE = -3,       /* a block is smaller than what was asked for */
+    SID_E_CORRUPT = -4,     /* payload bytes are not what an encoder writes */
+    SID_E_MISMATCH = -5,    /* a sound payload, but of another plan, group or step */
+    SID_E_UNSUPPORTED = -6, /* this build, device or combination cannot do it */
+    SID_E_DEVICE = -7       /* a CUDA call failed; the text carries CUDA's own */
+} sid_status;
+
+typedef struct sid_error {
+    char text[256]; /* NUL-terminated; empty after SID_OK */
+} sid_error;
+
+/* One line of English for a status; never NULL, also for values that are none. */
+const char *sid_status_text(int status);
+
+/* ---- vectors ------------------------------------------------------------------------------------------------- */
+
+typedef enum sid_dtype { SID_F32 = 0, SID_F16 = 1, SID_BF16 = 2 } sid_dtype;
+
+/* `len` elements of the group's dtype at `ptr`; no alignment beyond the element's own. */
+typedef struct sid_segment {
+    void *ptr;
+    uint64_t len;
+} sid_segment;
+
+/* ---- registry ------------------------------------------------------------------------------------------------ */
+
+typedef enum sid_kind { SID_REAL = 0, SID_INT = 1, SID_CHOICE = 2 } sid_kind;
+
+/* One row of a codec's or memory's parameter table. Values travel as double; a choice is the index into `choices`. */
+typedef struct sid_param {
+    const char *name;
+    sid_kind kind;
+    double dflt, min, max;
+    const char *unit;           /* "" where there is none */
+    const char *const *choices; /* NULL-terminated; NULL unless kind is SID_CHOICE */
+    const char *doc;            /* one line */
+} sid_param;
+
+enum {                    /* traits */
+    SID_LINEAR = 1u,      /* bodies may be summed element by element (all-reduce); else payloads are gathered */
+    SID_LOSSLESS = 2u,    /* decode(encode(x)) == x: a memory would stay zero, so none is kept */
+    SID_STOCHASTIC = 4u,  /* draws counter-based random bits */
+    SID_UNBIASED = 8u     /* E[decode(encode(x))] == x */
+};
+
+typedef struct sid_info {
+    const char *name, *family;
+    const char *paper; /* source: paper, section, equation or algorithm */
+    const char *doc;   /* one or two sentences */
+    const sid_param *params;
+    uint32_t n_params;
+    uint32_t traits;
+    uint16_t wire_id; /* in the payload header; never reused */
+    uint8_t has_cuda; /* 1 where this build carries the CUDA kernels */
+} sid_info;
+
+const sid_info *sid_codec_at(uint32_t i); /* NULL past the end */
+const sid_info *sid_codec_find(const char *name);
+const sid_info *sid_memory_at(uint32_t i);
+const sid_info *sid_memory_find(const char *name);
+
+/* ---- plan ---------------------------------------------------------------------------------------------------- */
+
+typedef enum sid_isa { SID_ISA_AUTO = 0, SID_ISA_BASE = 1, SID_ISA_AVX2 = 2, SID_ISA_AVX512 = 3 } sid_isa;
+
+typedef struct sid_setting {
+    const char *name;
+    double value;
+} sid_setting;
+
+typedef struct sid_config {
+    const char *codec, *memory;  /* names in the registry */
+    uint64_t n;                  /* elements of the group, 0 to 2^40 */
+    sid_dtype dtype;             /* of the segments */
+    sid_isa isa;                 /* SID_ISA_AUTO: the best this processor has */
+    const sid_setting *settings; /* parameters of codec and memory, by name; the rest take their defaults */
+    uint32_t n_settings;
+} sid_config;
+
+typedef struct sid_plan sid_plan;
+
+/* Two-phase: with mem == NULL writes the size to *bytes and checks the configuration all the same; with
+ * mem != NULL (64-byte aligned, *bytes as told) writes the plan there. A plan holds no pointer into `c`.
+ * The names of parameters that neither codec nor memory knows are refused (SID_E_PARAM). */
+sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_error *err);
+
+typedef struct sid_sizes {
+    uint64_t payload;     /* bytes that one rank sends: the same for every step and rank */
+    uint64_t body_offset; /* where the body starts in a payload (64) */
+    uint64_t body_count;  /* linear codecs: elements of the body, to be summed; else 0 */
+    sid_dtype body_dtype; /* linear codecs: their dtype */
+    uint64_t state, work; /* bytes */
+    uint64_t k;           /* elements that are sent, or aimed at; n for dense codecs */
+} sid_sizes;
+
+sid_sizes sid_plan_sizes(const sid_plan *p);
+const sid_info *sid_plan_codec(const sid_plan *p);
+const sid_info *sid_plan_memory(const sid_plan *p);
+/* The instruction set in use: "base", "avx2" or "avx512". */
+const char *sid_plan_isa(const sid_plan *p);
+
+/* ---- step ---------------------------------------------------------------------------------------------------- */
+
+typedef struct sid_step {
+    uint64_t step, seed;
+    uint32_t group, rank, world; /* world >= 1; linear codecs divide by it before they round */
+} sid_step;
+
+typedef struct sid_stats {
+    uint64_t count;     /* elements sent */
+    uint64_t found;     /* elements that the codec's own rule chose before the capacity cut */
+    uint64_t nonfinite; /* NaN and Inf seen in the gradient */
+    float threshold;    /* smallest magnitude sent, or the scale; 0 where it has no meaning */
+    uint32_t stages;    /* SIDCo: stages used in this step; else 0 */
+    uint32_t walks;     /* times that acc was read: 1 in the steady state */
+} sid_stats;
+
+/* Reads the segments once, updates `state`, writes plan-fixed payload bytes (unused ones zero). Segments are not
+ * written. Non-finite gradient elements count as 0 in the memory and raise a flag in the payload (a linear body
+ * carries them instead), which makes the decoded step non-finite on every rank. stats may be NULL. */
+sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
+                      const sid_step *at, void *payload, sid_stats *stats);
+
+typedef struct sid_report {
+    uint32_t nonfinite; /* 1: some rank's gradient was not finite; the output is, everywhere, NaN or its own sum */
+    uint32_t culprit;   /* on SID_E_CORRUPT and SID_E_MISMATCH: which payload, 0 to count - 1 */
+} sid_report;
+
+/* segments = scale * sum over `count` payloads, in payload order, in float32, rounded once to the dtype. Payload i
+ * starts at payloads + i * stride bytes. A linear codec takes one payload whose body was summed (count == 1).
+ * Every byte is checked before anything is written: SID_E_CORRUPT and SID_E_MISMATCH leave the segments alone.
+ * at: step and group that are expected in the headers; NULL accepts any.
+ * state: NULL, or this rank's own. Then, on a non-finite step, the gradient that the segments still hold is taken back
+ * out of the memory (r' = acc - g: within one rounding of what it was, and never farther from it than it was from 0),
+ * before the segments are overwritten. */
+sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
+                      const sid_segment *seg, uint32_t n_seg, void *state, void *work, const sid_step *at,
+                      sid_report *report, sid_error *err);
+
+/* Checks one payload against the plan without decoding it. */
+sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *at, sid_error *err);
+
+/* ---- what is kept -------------------------------------------------------------------------------------------- */
+
+/* The residual is deferred: state holds acc and the rule that was applied to it, and what is kept is computed from
+ * both when it is next read. These calls show it, set it and correct it; with memory "none" they do nothing (out: zeros).
+ * x: n floats, one vector after the other where the memory keeps several (sid_memory_vectors). */
+uint32_t sid_memory_vectors(const sid_plan *p);
+sid_status sid_residual_out(const sid_plan *p, const void *state, float *x);
+sid_status sid_residual_in(const sid_plan *p, void *state, const float *x);
+/* The last step's payload was not used: all of acc counts as kept. */
+sid_status sid_unsend(const sid_plan *p, void *state);
+/* Multiplies what is kept, and the statistics that predict thresholds, by factor > 0 (a change of AMP's loss scale). */
+sid_status sid_rescale(const sid_plan *p, void *state, float factor);
+
+/* ---- helpers ------------------------------------------------------------------------------------------------- */
+
+/* Order-independent 64-bit checksum of the segments' bytes and their positions (docs/wire.md): equal replicas give equal values. */
+uint64_t sid_checksum(const sid_segment *seg, uint32_t n_seg, sid_dtype dtype);
+
+/* Best instruction set of this processor. */
+sid_isa sid_isa_best(void);
+
+/* ---- CUDA (built with nvcc; without it every call returns SID_E_UNSUPPORTED) ------------------------------------ */
+
+int sid_cuda_built(void); /* 1 if the kernels are in this build */
+/* Number of usable devices; a reason in err where it is 0. Calls CUDA only here and below, never at load. */
+sid_status sid_cuda_devices(int *count, sid_error *err);
+/* Sizes on the device: state is the same as on the CPU (a checkpoint moves between them), work differs. */
+sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err);
+/* As sid_encode and sid_decode, on device memory, enqueued on `stream` (a cudaStream_t) of `device`: no host
+ * synchronisation, no allocation. segs is a table in device memory. report_dev: 4 uint32 in device memory
+ * {nonfinite, culprit, status, 0}, zeroed by the caller once; status is sticky. stats_dev: NULL or a sid_stats. */
+sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
+                           const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
+                           sid_error *err);
+sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
+                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *at,
+                           void *report_dev, int device, void *stream, sid_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

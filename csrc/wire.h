@@ -1,0 +1,66 @@
+/* The payload, byte by byte (docs/wire.md). Shared by host and device; little-endian machines only, checked below. */
+#ifndef SID_WIRE_H
+#define SID_WIRE_H
+
+#include <stdint.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "sidcomp's payloads are little-endian and are read in place: big-endian hosts are not supported"
+#endif
+
+#ifdef __CUDACC__
+#define SID_HD static __host__ __device__ __inline__ __attribute__((unused))
+#else
+#define SID_HD static inline __attribute__((unused))
+#endif
+
+#define SID_MAGIC 0x43444953u /* "SIDC" */
+enum { SID_WIRE_VERSION = 1, SID_HEADER_BYTES = 64 };
+
+enum { /* header flags */
+    SID_FLAG_NONFINITE = 1u, /* the gradient held NaN or Inf */
+    SID_FLAG_RAISED = 2u,    /* the threshold was raised to fit the capacity */
+    SID_FLAG_HALF = 4u       /* sparse values are float16 */
+};
+
+typedef struct sid_header {
+    uint32_t magic;     /*  0 */
+    uint16_t version;   /*  4 */
+    uint16_t codec;     /*  6 sid_info.wire_id */
+    uint32_t dtype;     /*  8 of the group's segments */
+    uint32_t flags;     /* 12 */
+    uint64_t n;         /* 16 elements of the group */
+    uint64_t count;     /* 24 elements in the body */
+    uint64_t step;      /* 32 */
+    uint32_t group;     /* 40 */
+    uint32_t rank;      /* 44 */
+    float scale;        /* 48 threshold, or the factor that a linear body was multiplied with */
+    uint32_t reserved;  /* 52 zero */
+    uint64_t checksum;  /* 56 over bytes 0-55 and, unless the codec is linear, the body */
+} sid_header;
+
+/* Sparse body: u32 count[tiles], u16 index[cap], value[cap]; each array starts at a multiple of 8 bytes, what is
+ * unused is zero. A wire tile is 65536 elements of the group; indices count from its start and ascend. */
+#define SID_WIRE_TILE 65536ull
+
+SID_HD uint64_t sid_round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
+SID_HD uint64_t sid_wire_tiles(uint64_t n) { return (n + SID_WIRE_TILE - 1) / SID_WIRE_TILE; }
+SID_HD uint64_t sid_sparse_index_at(uint64_t n) { return SID_HEADER_BYTES + sid_round_up(4 * sid_wire_tiles(n), 8); }
+SID_HD uint64_t sid_sparse_value_at(uint64_t n, uint64_t cap) {
+    return sid_sparse_index_at(n) + sid_round_up(2 * cap, 8);
+}
+SID_HD uint64_t sid_sparse_bytes(uint64_t n, uint64_t cap, unsigned half) {
+    return sid_sparse_value_at(n, cap) + sid_round_up((half ? 2 : 4) * cap, 8);
+}
+
+/* Checksum of `words` little-endian u32, padded with zeros to rows of 8: a plain sum and a sum weighted by place, both
+ * modulo 2^64, so that any order of evaluation gives the same value. Word i of T rows has weight (T - i/8) * (i%8 + 1). */
+SID_HD uint64_t sid_checksum_weight(uint64_t i, uint64_t rows) { return (rows - i / 8) * (i % 8 + 1); }
+SID_HD uint64_t sid_checksum_mix(uint64_t sum, uint64_t weighted) {
+    uint64_t h = sum * 0x9e3779b97f4a7c15ull + weighted;
+    h ^= h >> 29;
+    h *= 0xbf58476d1ce4e5b9ull;
+    return h ^ (h >> 32);
+}
+
+#endif

@@ -1,0 +1,164 @@
+"""The C core (csrc/sidcomp.h) as seen from Python. Pointers and CUDA streams are integers; calls release the GIL."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+version: str
+cuda_built: bool
+cuda_archs: str
+
+class SidcompError(Exception):
+    """Base of every error of the core; `status` is the C status."""
+
+    status: int
+
+class ArgumentError(SidcompError, ValueError): ...
+class ParameterError(SidcompError, ValueError): ...
+class SpaceError(SidcompError, ValueError): ...
+class CorruptPayloadError(SidcompError): ...
+class MismatchError(SidcompError): ...
+class UnsupportedError(SidcompError, NotImplementedError): ...
+class DeviceError(SidcompError, RuntimeError): ...
+
+class ParameterInfo(TypedDict):
+    name: str
+    kind: str  # "real", "int" or "choice"
+    default: float | int | str
+    min: float
+    max: float
+    unit: str
+    choices: list[str]
+    doc: str
+
+class Info(TypedDict):
+    name: str
+    family: str
+    paper: str
+    doc: str
+    wire_id: int
+    traits: list[str]  # "linear", "lossless", "stochastic", "unbiased"
+    cuda: bool
+    parameters: list[ParameterInfo]
+
+def codecs() -> list[Info]: ...
+def memories() -> list[Info]: ...
+def isa_best() -> str: ...
+def cuda_devices() -> tuple[int, str]:
+    """Number of usable devices, and the reason where it is 0."""
+
+class Segments:
+    """A list of (pointer, length in elements): the parts of a group. Build once per bucket layout."""
+
+    def __init__(self, pointers: Sequence[int], lengths: Sequence[int]) -> None: ...
+    n: int
+    def table(self) -> bytes:
+        """The C array of sid_segment, to be copied to a device."""
+
+class Stats:
+    """sid_stats of the last encode."""
+
+    count: int
+    found: int
+    nonfinite: int
+    threshold: float
+    stages: int
+    walks: int
+
+class Plan:
+    def __init__(
+        self,
+        codec: str,
+        memory: str,
+        n: int,
+        dtype: str,  # "float32", "float16" or "bfloat16"
+        settings: Mapping[str, float | int | str] = ...,
+        isa: str = ...,  # "auto", "base", "avx2" or "avx512"
+    ) -> None: ...
+    codec: str
+    memory: str
+    n: int
+    k: int
+    dtype: str
+    isa: str
+    linear: bool
+    lossless: bool
+    payload_bytes: int
+    body_offset: int
+    body_count: int
+    body_dtype: str
+    state_bytes: int
+    work_bytes: int
+    vectors: int
+    def encode(
+        self,
+        segments: Segments,
+        state: int,
+        work: int,
+        payload: int,
+        *,
+        step: int,
+        seed: int,
+        group: int,
+        rank: int,
+        world: int,
+    ) -> Stats: ...
+    def decode(
+        self,
+        payloads: int,
+        stride: int,
+        count: int,
+        scale: float,
+        segments: Segments,
+        state: int,
+        work: int,
+        *,
+        step: int,
+        group: int,
+    ) -> bool:
+        """True if the step was not finite. state 0: none. step < 0 accepts any step and group.
+
+        Raises CorruptPayloadError or MismatchError; their `culprit` is the index of the payload.
+        """
+    def check(self, payload: int, nbytes: int, *, step: int = ..., group: int = ...) -> None: ...
+    def residual_out(self, state: int, out: int) -> None: ...
+    def residual_in(self, state: int, values: int) -> None: ...
+    def unsend(self, state: int) -> None: ...
+    def rescale(self, state: int, factor: float) -> None: ...
+    # CUDA: everything on `stream` of `device`; segments is a device copy of Segments.table()
+    def cuda_work_bytes(self) -> int: ...
+    def cuda_encode(
+        self,
+        segments: int,
+        n_segments: int,
+        state: int,
+        work: int,
+        payload: int,
+        *,
+        step: int,
+        seed: int,
+        group: int,
+        rank: int,
+        world: int,
+        stats: int,
+        device: int,
+        stream: int,
+    ) -> None: ...
+    def cuda_decode(
+        self,
+        payloads: int,
+        stride: int,
+        count: int,
+        scale: float,
+        segments: int,
+        n_segments: int,
+        state: int,
+        work: int,
+        *,
+        step: int,
+        group: int,
+        report: int,
+        device: int,
+        stream: int,
+    ) -> None: ...
+
+def checksum(segments: Segments, dtype: str) -> int: ...
