@@ -47,7 +47,7 @@ SID_HD uint16_t sid_f32_to_f16(float x) {
 SID_HD float sid_f16_to_f32(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
     uint32_t e = (h >> 10) & 0x1fu, m = h & 0x3ffu;
-    if (e == 0x1fu) return sid_bits_f32(sign | 0x7f800000u | (m << 13));
+    if (e == 0x1fu) return sid_bits_f32(sign | 0x7f800000u | (m ? 0x400000u : 0u) | (m << 13));
     if (e == 0) {
         if (m == 0) return sid_bits_f32(sign);
         e = 1;
@@ -58,6 +58,16 @@ SID_HD float sid_f16_to_f32(uint16_t h) {
         m &= 0x3ffu;
     }
     return sid_bits_f32(sign | ((e + 112u) << 23) | (m << 13));
+}
+
+/* As above, but a finite value never becomes Inf: it saturates at the largest finite half. */
+SID_HD uint16_t sid_f32_to_f16_sat(float x) {
+    const uint16_t h = sid_f32_to_f16(x);
+    return (uint16_t)((h & 0x7fffu) == 0x7c00u && sid_key(x) < SID_KEY_INF ? h - 1u : h);
+}
+SID_HD uint16_t sid_f32_to_bf16_sat(float x) {
+    const uint16_t h = sid_f32_to_bf16(x);
+    return (uint16_t)((h & 0x7fffu) == 0x7f80u && sid_key(x) < SID_KEY_INF ? h - 1u : h);
 }
 
 #endif

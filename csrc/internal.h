@@ -22,16 +22,17 @@ typedef struct sid_rule {
     uint32_t key;   /* sparse: acc[i] was sent if key(acc[i]) > key, or == key and i < cut; SID_KEY_NONE: nothing */
     uint32_t flags; /* SID_FLAG_HALF: values were rounded to float16 */
     uint64_t cut;
-    float scale; /* linear: body = round(acc * scale); 0: nothing was sent */
-    float spare[3];
+    float scale;   /* linear: body = round(acc * scale); 0: nothing was sent */
+    float inverse; /* linear: what was sent = body * inverse */
+    float spare[2];
 } sid_rule;
 
 /* State of a group: this header, then sid_memory_vectors() vectors of sid_state_stride(n) floats. */
 typedef struct sid_state {
     uint64_t steps; /* encodes so far */
     sid_rule rule;
-    uint64_t spare[2];
-    uint64_t codec[16]; /* the codec's own statistics */
+    uint64_t spare[3];
+    uint64_t codec[16]; /* bytes 64 to 191: the codec's own statistics */
 } sid_state;
 enum { SID_STATE_BYTES = 256 };
 SID_HD uint64_t sid_state_stride(uint64_t n) { return sid_round_up(n, 16) + 16; } /* slack: vector loads may run over */
@@ -70,13 +71,18 @@ typedef struct sid_walk {
 
 typedef enum sid_verdict { SID_DONE = 0, SID_AGAIN = 1 } sid_verdict;
 
+typedef struct sid_cursor {
+    uint64_t pos; /* entries of the payload consumed */
+    uint32_t left; /* of them left in the current wire tile */
+} sid_cursor;
+
 typedef struct sid_gather { /* decode of W payloads */
     const sid_plan *plan;
     const uint8_t *payloads;
     uint64_t stride;
     uint32_t count;
     float scale;
-    void *scratch;
+    sid_cursor *cursor; /* one a payload */
 } sid_gather;
 
 typedef struct sid_codec {
@@ -93,7 +99,7 @@ typedef struct sid_codec {
     void (*rescale)(const sid_plan *p, sid_state *s, float factor);
     /* The body of one payload, header already checked. */
     sid_status (*check)(const sid_plan *p, const uint8_t *payload, sid_error *err);
-    void (*open)(sid_gather *g); /* payloads already checked; places cursors in scratch (64 bytes + 16 a payload) */
+    void (*open)(sid_gather *g); /* payloads already checked; places its cursors */
     /* out[0..len) = scale * sum of payloads over elements at .. at + len; called with at ascending, len <= SID_DECODE_TILE */
     void (*decode)(sid_gather *g, float *out, uint64_t at, uint32_t len);
 } sid_codec;
@@ -105,6 +111,8 @@ typedef struct sid_memory {
     uint32_t vectors; /* floats kept per element; vector 0 is acc */
     /* vec[0][0..len) <- acc from g and what is kept (vec[0] on entry: kept(acc)); g is finite. */
     void (*tile)(const sid_plan *p, float *const *vec, const float *g, uint32_t len);
+    /* Takes g, as given to tile, out of vec again: the step did not happen. */
+    void (*undo)(const sid_plan *p, float *const *vec, const float *g, uint32_t len);
 } sid_memory;
 
 /* ---- primitives, once per instruction set (csrc/isa/simd.c); the base variant is the law -------------------------
@@ -114,16 +122,22 @@ typedef struct sid_simd {
     uint32_t (*max_key)(const float *x, uint32_t n);
     void (*add)(float *acc, const float *g, uint32_t n);                /* acc += g, saturating at +-FLT_MAX */
     void (*zero_from)(float *acc, uint32_t n, uint32_t key);            /* acc = 0 where key(acc) >= key */
+    /* Appends index (base + i) and value of elements with key(x) >= key; may write up to 16 entries past the last. */
     uint32_t (*capture)(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val);
+    /* The same from pairs to pairs, never writing past `room` entries; in place is allowed. */
+    uint64_t (*filter)(const uint16_t *idx, const float *val, uint64_t n, uint32_t key, uint16_t *idx_out, float *val_out,
+                       uint64_t room);
+    /* Keys in [lo, hi), in order, to out (16 entries of slack); *above: how many are >= hi. */
+    uint64_t (*band)(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uint32_t *out, uint64_t *above);
     float (*sum_abs)(const float *x, uint32_t n);
     uint32_t (*sum_above)(const float *x, uint32_t n, uint32_t key, float *sum); /* count and sum of |x|, key(x) >= key */
-    uint64_t (*count_from)(const float *x, uint64_t n, uint32_t key);   /* elements with key(x) >= key */
-    void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);
+    void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);        /* finite values saturate, as sid_f32_to_f16_sat */
     void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);
     void (*f16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*bf16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*scale)(const float *x, float *y, uint32_t n, float s);       /* y = x * s; may be in place */
-    void (*stream)(const float *x, float *y, uint32_t n);               /* copy past the caches */
+    void (*stream)(const float *x, float *y, uint32_t n);               /* copy past the caches; fence() before use */
+    void (*fence)(void);
     void (*checksum)(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted);
 } sid_simd;
 
@@ -134,8 +148,8 @@ const sid_codec *sid_codec_of(const sid_info *i); /* registry.c */
 const sid_memory *sid_memory_of(const sid_info *i);
 
 sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
-uint64_t sid_bytes_checksum(const sid_simd *v, const uint8_t *p, uint64_t bytes, uint64_t *sum, uint64_t *weighted);
-double sid_param_of(const sid_plan *p, const char *name); /* codec parameter by name; it must exist */
+/* wire.h's checksum of a whole payload (multiple of 8 bytes), its own checksum field counted as zero. */
+uint64_t sid_payload_checksum(const sid_simd *v, const uint8_t *payload, uint64_t bytes);
 
 #ifdef __cplusplus
 }

@@ -90,11 +90,11 @@ typedef struct sid_info {
     uint32_t n_params;
     uint32_t traits;
     uint16_t wire_id; /* in the payload header; never reused */
-    uint8_t has_cuda; /* 1 where this build carries the CUDA kernels */
 } sid_info;
 
 const sid_info *sid_codec_at(uint32_t i); /* NULL past the end */
 const sid_info *sid_codec_find(const char *name);
+int sid_codec_has_cuda(const sid_info *i); /* 1 where this build carries the codec's CUDA kernels */
 const sid_info *sid_memory_at(uint32_t i);
 const sid_info *sid_memory_find(const char *name);
 
@@ -160,21 +160,24 @@ typedef struct sid_stats {
 sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
                       const sid_step *at, void *payload, sid_stats *stats);
 
+enum { SID_MAX_COUNT = 4096 }; /* payloads of one decode */
+
 typedef struct sid_report {
     uint32_t nonfinite; /* 1: some rank's gradient was not finite; the output is, everywhere, NaN or its own sum */
     uint32_t culprit;   /* on SID_E_CORRUPT and SID_E_MISMATCH: which payload, 0 to count - 1 */
 } sid_report;
 
 /* segments = scale * sum over `count` payloads, in payload order, in float32, rounded once to the dtype. Payload i
- * starts at payloads + i * stride bytes. A linear codec takes one payload whose body was summed (count == 1).
+ * starts at payloads + i * stride bytes (stride a multiple of 8, count at most SID_MAX_COUNT). A linear codec that
+ * travelled by all-reduce gives one payload whose body was summed (count == 1); header and scale stay each rank's own.
  * Every byte is checked before anything is written: SID_E_CORRUPT and SID_E_MISMATCH leave the segments alone.
  * at: step and group that are expected in the headers; NULL accepts any.
  * state: NULL, or this rank's own. Then, on a non-finite step, the gradient that the segments still hold is taken back
  * out of the memory (r' = acc - g: within one rounding of what it was, and never farther from it than it was from 0),
  * before the segments are overwritten. */
 sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                      const sid_segment *seg, uint32_t n_seg, void *state, void *work, const sid_step *at,
-                      sid_report *report, sid_error *err);
+                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *at, sid_report *report,
+                      sid_error *err);
 
 /* Checks one payload against the plan without decoding it. */
 sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *at, sid_error *err);
@@ -196,6 +199,9 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor);
 
 /* Order-independent 64-bit checksum of the segments' bytes and their positions (docs/wire.md): equal replicas give equal values. */
 uint64_t sid_checksum(const sid_segment *seg, uint32_t n_seg, sid_dtype dtype);
+
+/* x *= factor over the segments, in float32, rounded once: what plain DDP does before it sums. */
+sid_status sid_scale(const sid_segment *seg, uint32_t n_seg, sid_dtype dtype, float factor);
 
 /* Best instruction set of this processor. */
 sid_isa sid_isa_best(void);

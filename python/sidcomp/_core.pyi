@@ -110,7 +110,6 @@ class Plan:
         scale: float,
         segments: Segments,
         state: int,
-        work: int,
         *,
         step: int,
         group: int,
@@ -162,3 +161,5 @@ class Plan:
     ) -> None: ...
 
 def checksum(segments: Segments, dtype: str) -> int: ...
+def scale(segments: Segments, dtype: str, factor: float) -> None:
+    """segments *= factor, in place, computed in float32 and rounded once."""
