@@ -1,0 +1,180 @@
+# Flags and rules of the C core, and the commands for people. setup.py finds nvcc and calls `make ext`.
+# Variables: PYTHON=... CC=clang CXX=clang++ WERROR=1 DEBUG=1 SAN=address,undefined TORCH=torch==X ARGS="..." RUNS=N
+MAKEFLAGS += --no-builtin-rules
+.DEFAULT_GOAL := all
+
+ifeq ($(origin CC),default)
+CC := cc
+endif
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
+O       ?= build/obj
+OUT     ?= build/_core.so
+NVCC    ?=
+GENCODE ?=
+
+# ---- the extension and the core ---------------------------------------------------------------------------------
+
+OPT      = $(if $(DEBUG),-O1 -g,-O3 -DNDEBUG)
+WARN     = -Wall -Wextra -Wshadow -Wconversion $(if $(WERROR),-Werror)
+SANFLAGS = $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer)
+COMMON   = $(OPT) -fPIC -fvisibility=hidden -ffp-contract=off $(WARN) $(SANFLAGS) -Icsrc
+CUDADEF  = $(if $(NVCC),-DSID_WITH_CUDA '-DSID_CUDA_ARCH="$(ARCH)"')
+C        = $(CC) -std=c11 $(COMMON) -Wpedantic -Wstrict-prototypes -Wmissing-prototypes -Wdouble-promotion $(CUDADEF) $(CFLAGS)
+# -O1: the binding only forwards calls, and pybind11 is slow to compile.
+CPP      = $(CXX) -std=c++17 $(COMMON) -O1 $(CUDADEF) $(CXXFLAGS)
+CU       = $(NVCC) -std=c++17 -O3 -fmad=false -t 0 $(GENCODE) -Icsrc -Icuda $(CUDADEF) \
+           -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra \
+           $(if $(WERROR),-Werror=all-warnings -Xcompiler=-Werror) $(NVCCFLAGS)
+LD       = $(if $(NVCC),$(NVCC) -shared -cudart static $(firstword $(GENCODE)),$(CXX) -shared $(SANFLAGS)) $(LDFLAGS)
+
+# csrc/isa/simd.c is compiled once per instruction set; elsewhere than on x86-64 there is only the base.
+X86     := $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null))
+CSRC    := $(sort $(wildcard csrc/*.c csrc/codec/*.c csrc/memory/*.c))
+COBJ     = $(CSRC:%=$O/%.o) $O/isa/base.o $(if $(X86),$O/isa/avx2.o $O/isa/avx512.o)
+OBJ      = $(COBJ) $O/python/bindings.cpp.o $(if $(NVCC),$(patsubst %,$O/%.o,$(sort $(wildcard cuda/*.cu))))
+
+ext: $(OUT)
+$(OUT): $(OBJ) $O/ld.sig
+	@mkdir -p $(@D)
+	$(LD) $(OBJ) -o $@
+
+# The command is kept in a file: when it changes, what it made is stale.
+$O/c.sig:   SIG = $(C)
+$O/cpp.sig: SIG = $(CPP)
+$O/cu.sig:  SIG = $(CU)
+$O/ld.sig:  SIG = $(LD) $(OBJ)
+$O/%.sig: FORCE
+	@mkdir -p $(@D); printf '%s' '$(subst ','\'',$(SIG))' | cmp -s - $@ || printf '%s' '$(subst ','\'',$(SIG))' > $@
+
+$O/isa/base.o:   ISA = -DSID_ISA=base
+$O/isa/avx2.o:   ISA = -DSID_ISA=avx2 -march=x86-64-v3
+$O/isa/avx512.o: ISA = -DSID_ISA=avx512 -march=x86-64-v4 -mprefer-vector-width=512
+$O/isa/%.o: csrc/isa/simd.c $O/c.sig
+	@mkdir -p $(@D)
+	$(C) $(ISA) -MMD -MP -c $< -o $@
+$O/%.c.o: %.c $O/c.sig
+	@mkdir -p $(@D)
+	$(C) -MMD -MP -c $< -o $@
+$O/%.cpp.o: %.cpp $O/cpp.sig
+	@mkdir -p $(@D)
+	$(CPP) $(PYINC) -MMD -MP -c $< -o $@
+$O/%.cu.o: %.cu $O/cu.sig
+	@mkdir -p $(@D)
+	$(CU) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+DEPS = $(OBJ:.o=.d) $(TESTOBJ:.o=.d)
+$(DEPS): ;
+
+# ---- C tests and fuzzers, without Python --------------------------------------------------------------------------
+
+TESTOBJ  = $(patsubst %,$O/%.o,$(sort $(wildcard tests/c/*.c)))
+JOBS    := $(or $(MAX_JOBS),$(shell nproc 2>/dev/null),2)
+SUB      = $(MAKE) --no-print-directory -j$(JOBS) PYTHON=$(PYTHON)
+
+$O/ctest: $(COBJ) $(TESTOBJ)
+	$(C) $^ -lpthread -lm -o $@
+$O/fuzz-%: $O/tests/fuzz/%.c.o $(if $(LIBFUZZER),,$O/tests/fuzz/standalone.c.o) $(COBJ)
+	$(C) $(if $(LIBFUZZER),-fsanitize=fuzzer) $^ -lm -o $@
+
+ctest: ## the C tests of the core alone (SAN=address,undefined DEBUG=1 O=build/x CC=clang; RUN="qemu-aarch64 -L ...")
+	@$(SUB) $O/ctest
+	$(RUN) $O/ctest
+asan: ## the C tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(SUB) ctest SAN=address,undefined DEBUG=1 O=build/asan-$(notdir $(CC))
+tsan: ## the C tests under ThreadSanitizer
+	@$(SUB) ctest SAN=thread DEBUG=1 O=build/tsan-$(notdir $(CC))
+
+RUNS ?= 100000
+FUZZCC ?= $(if $(shell command -v clang),clang,$(CC))
+fuzz: ## arbitrary bytes into decode and header checks (RUNS=10000000; libFuzzer where clang has it)
+	@mkdir -p build/fuzz; printf '%s\n' '#include <stddef.h>' 'int LLVMFuzzerTestOneInput(const unsigned char *, size_t);' \
+	    'int LLVMFuzzerTestOneInput(const unsigned char *d, size_t n) { return d == 0 && n == 0; }' > build/fuzz/probe.c
+	@if $(FUZZCC) -fsanitize=fuzzer,address build/fuzz/probe.c -o build/fuzz/probe 2>/dev/null; then \
+	    $(SUB) fuzz-run LIBFUZZER=1 CC=$(FUZZCC) SAN=fuzzer-no-link,address,undefined DEBUG=1 O=build/fuzz/lib; \
+	else echo "no libFuzzer (Debian: clang libclang-rt-14-dev): random mutations instead"; \
+	    $(SUB) fuzz-run CC=$(FUZZCC) SAN=address,undefined DEBUG=1 O=build/fuzz/alone; fi
+fuzz-run: $O/fuzz-header $O/fuzz-decode
+	@for t in header decode; do mkdir -p build/fuzz/corpus-$$t && echo "fuzz $$t, $(RUNS) runs" && \
+	    $O/fuzz-$$t -runs=$(RUNS) -max_len=4096 -rss_limit_mb=2048 -print_final_stats=1 -verbosity=0 build/fuzz/corpus-$$t || exit 1; done
+
+coverage: ## lines and branches of csrc/ that the C tests reach
+	@rm -rf build/coverage
+	@$(SUB) ctest CC=gcc DEBUG=1 CFLAGS=--coverage O=build/coverage
+	@tests/c/coverage.sh build/coverage
+
+# ---- Python -------------------------------------------------------------------------------------------------------
+
+# The interpreter: PYTHON=..., else .venv or python3 where it has what the tests need, else a new .venv.
+TORCH ?= torch==2.13.0
+NEEDS  = torch numpy rich typer pytest hypothesis matplotlib sklearn pybind11 setuptools
+HAS    = -c 'import sys, importlib.util as u; no = [m for m in sys.argv[1:] if not u.find_spec(m)]; print(*no); sys.exit(bool(no))'
+ifndef PYTHON
+PYTHON := $(shell for p in .venv/bin/python python3; do $$p $(HAS) $(NEEDS) >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python)
+endif
+APT    = (Debian, Ubuntu: apt-get install build-essential python3-dev python3-venv)
+export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+all: env ## the extension in place: python/sidcomp/_core*.so
+	@$(PYTHON) setup.py -q build_ext --inplace
+
+env:
+	@$(PYTHON) $(HAS) $(NEEDS) >/dev/null 2>&1 || $(MAKE) --no-print-directory venv-$(if $(filter .venv/bin/python,$(PYTHON)),make,refuse)
+venv-refuse:
+	@command -v $(PYTHON) >/dev/null || { echo "sidcomp: no $(PYTHON)"; exit 1; }
+	@echo "sidcomp: $(PYTHON) lacks: $$($(PYTHON) $(HAS) $(NEEDS))"; \
+	 echo "         install these there, or leave PYTHON out: then a .venv is made"; exit 1
+# A torch that python3 has is used from where it is; the rest goes into .venv. torch first: a bare `torch>=2.4` would
+# pick the newest one, CUDA libraries and all.
+venv-make:
+	@command -v python3 >/dev/null || { echo "sidcomp: no python3 $(APT)"; exit 1; }
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "sidcomp: $$(python3 -V) is too old: 3.10 or later is needed"; exit 1; }
+	@command -v $(firstword $(CXX)) >/dev/null || { echo "sidcomp: no C++ compiler $(APT)"; exit 1; }
+	@test -x .venv/bin/pip || python3 -m venv .venv || { rm -rf .venv; echo "sidcomp: python3 -m venv failed $(APT)"; exit 1; }
+	@if from=$$(python3 -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null); then \
+	    echo "sidcomp: .venv uses the torch in $$from"; \
+	    echo "$$from" > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch-of-python3.pth"; \
+	else echo "sidcomp: installing $(TORCH) into .venv (about 900 MB)"; .venv/bin/pip install -q '$(TORCH)'; fi
+	@echo "sidcomp: installing the rest into .venv"
+	@.venv/bin/pip install -q 'setuptools>=64' wheel 'pybind11>=2.11'
+	@.venv/bin/pip install -q --no-build-isolation -e '.[test,plot,examples]'
+
+train: all ## two ranks train: plain DDP beside sidcomp, a table and a picture (ARGS="--task digits")
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train.py $(ARGS)
+test: all ## the tests, without the slow ones (ARGS="-k topk")
+	$(PYTHON) -m pytest -q -m 'not slow' $(ARGS) tests
+test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
+	$(PYTHON) -m pytest -q tests
+	@$(SUB) ctest
+	@$(SUB) asan
+	@$(SUB) tsan
+	@$(SUB) fuzz RUNS=10000000
+bench: all ## the benchmarks, each with its limit and its rival
+	$(PYTHON) -m benchmarks $(ARGS)
+gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network
+	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+
+CLANG_FORMAT ?= $(firstword $(wildcard $(dir $(PYTHON))clang-format) clang-format)
+FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.h cuda/*.cuh python/*.cpp tests/c/*.[ch] tests/fuzz/*.[ch])
+PYSOURCES     = $(wildcard setup.py python tests examples benchmarks)
+lint: ## clang-format, ruff, mypy, structure; needs pip install '.[lint]'
+	$(CLANG_FORMAT) --dry-run -Werror $(FORMATTED)
+	$(PYTHON) -m ruff check $(PYSOURCES)
+	$(PYTHON) -m ruff format --check $(PYSOURCES)
+	$(PYTHON) -m mypy
+	tests/c/structure.sh
+format: ## rewrite the sources in the house style
+	$(CLANG_FORMAT) -i $(FORMATTED)
+	$(PYTHON) -m ruff format $(PYSOURCES)
+	$(PYTHON) -m ruff check --fix $(PYSOURCES)
+
+clean: ## remove what was built; .venv stays
+	rm -rf build python/sidcomp/_core*.so python/*.egg-info
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+FORCE:
+.PHONY: all ext env venv-make venv-refuse train test test-all bench gpu-check ctest asan tsan fuzz fuzz-run coverage \
+        lint format clean help FORCE
+.SECONDARY:
+-include $(wildcard $(DEPS))
