@@ -131,7 +131,8 @@ typedef struct sid_simd {
     uint64_t (*band)(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uint32_t *out, uint64_t *above);
     float (*sum_abs)(const float *x, uint32_t n);
     uint32_t (*sum_above)(const float *x, uint32_t n, uint32_t key, float *sum); /* count and sum of |x|, key(x) >= key */
-    void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);        /* finite values saturate, as sid_f32_to_f16_sat */
+    void (*clamp)(const float *x, float *y, uint32_t n, float max);     /* finite x to +-max; NaN and Inf as they are */
+    void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);
     void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);
     void (*f16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*bf16_to_f32)(const uint16_t *x, float *y, uint32_t n);
@@ -148,8 +149,15 @@ const sid_codec *sid_codec_of(const sid_info *i); /* registry.c */
 const sid_memory *sid_memory_of(const sid_info *i);
 
 sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
-/* wire.h's checksum of a whole payload (multiple of 8 bytes), its own checksum field counted as zero. */
+/* encode.c: takes this step's gradient, which the segments still hold, out of the memory again. */
+void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg);
+/* wire.h's checksum of a payload, or of the header alone (bytes == 64). */
 uint64_t sid_payload_checksum(const sid_simd *v, const uint8_t *payload, uint64_t bytes);
+size_t sid_dtype_size(sid_dtype d); /* 0: no such dtype */
+/* len elements of dtype d at p, from element `from` on, as floats: p itself where it is float32, else converted to buf. */
+const float *sid_load(const sid_simd *v, sid_dtype d, const void *p, uint64_t from, uint32_t len, float *buf);
+/* The reverse, rounded once; `stream`: past the caches (float32 only). */
+void sid_store(const sid_simd *v, sid_dtype d, void *p, uint64_t from, uint32_t len, const float *x, int stream);
 
 #ifdef __cplusplus
 }

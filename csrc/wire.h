@@ -36,7 +36,7 @@ typedef struct sid_header {
     uint32_t rank;      /* 44 */
     float scale;        /* 48 threshold, or the factor that a linear body was multiplied with */
     uint32_t reserved;  /* 52 zero */
-    uint64_t checksum;  /* 56 over bytes 0-55 and, unless the codec is linear, the body */
+    uint64_t checksum;  /* 56 */
 } sid_header;
 
 /* Sparse body: u32 count[tiles], u16 index[cap], value[cap]; each array starts at a multiple of 8 bytes, what is
@@ -50,11 +50,14 @@ SID_HD uint64_t sid_sparse_value_at(uint64_t n, uint64_t cap) {
     return sid_sparse_index_at(n) + sid_round_up(2 * cap, 8);
 }
 SID_HD uint64_t sid_sparse_bytes(uint64_t n, uint64_t cap, unsigned half) {
-    return sid_sparse_value_at(n, cap) + sid_round_up((half ? 2 : 4) * cap, 8);
+    return sid_round_up(sid_sparse_value_at(n, cap) + (half ? 2 : 4) * cap, 64);
 }
+/* Linear body: n elements of the body's dtype from byte 64 on. Every payload is a multiple of 64 bytes long. */
+SID_HD uint64_t sid_linear_bytes(uint64_t n, unsigned size) { return sid_round_up(SID_HEADER_BYTES + size * n, 64); }
 
-/* Checksum of `words` little-endian u32, padded with zeros to rows of 8: a plain sum and a sum weighted by place, both
- * modulo 2^64, so that any order of evaluation gives the same value. Word i of T rows has weight (T - i/8) * (i%8 + 1). */
+/* Checksum of little-endian u32 words in T rows of 8: a plain sum and a sum weighted by place, both modulo 2^64, so that
+ * any order of evaluation gives the same value. Word i has weight (T - i/8) * (i%8 + 1). A payload's checksum covers the
+ * header (T = 2) of a linear codec, the whole payload of any other, with the checksum field itself counted as zero. */
 SID_HD uint64_t sid_checksum_weight(uint64_t i, uint64_t rows) { return (rows - i / 8) * (i % 8 + 1); }
 SID_HD uint64_t sid_checksum_mix(uint64_t sum, uint64_t weighted) {
     uint64_t h = sum * 0x9e3779b97f4a7c15ull + weighted;

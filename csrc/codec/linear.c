@@ -1,0 +1,122 @@
+/* none, fp16, bf16: every element travels, in the group's own dtype or in half. Bodies may be summed (all-reduce), so
+ * an encoder divides by the world size before it rounds: the sum is the mean and cannot overflow where no term does.
+ *     body = round(acc * s), s = 1/world in float32       sent = body * world       kept = acc - sent */
+#include <math.h>
+#include <string.h>
+
+#include "../internal.h"
+
+static sid_dtype body_dtype(const sid_plan *p) { return p->sizes.body_dtype; }
+
+static sid_status plan_as(sid_plan *p, sid_dtype body) {
+    p->k = p->cap = p->n;
+    p->sizes.body_dtype = body;
+    p->sizes.body_count = p->n;
+    p->sizes.payload = sid_linear_bytes(p->n, (unsigned)sid_dtype_size(body));
+    return SID_OK;
+}
+
+static sid_status plan_none(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)scratch, (void)err;
+    return plan_as(p, p->dtype);
+}
+static sid_status plan_fp16(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)scratch, (void)err;
+    return plan_as(p, SID_F16);
+}
+static sid_status plan_bf16(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)scratch, (void)err;
+    return plan_as(p, SID_BF16);
+}
+
+static void begin(sid_walk *w) { (void)w; }
+
+/* body[at ...) = acc * s, rounded to the body's dtype; what is finite stays finite. */
+static void write_body(const sid_plan *p, const float *acc, float s, void *body, uint64_t at, uint32_t len) {
+    const sid_dtype d = body_dtype(p);
+    float x[SID_TILE];
+    if (d == SID_F32) {
+        p->simd->scale(acc, (float *)body + at, len, s);
+        return;
+    }
+    p->simd->scale(acc, x, len, s);
+    p->simd->clamp(x, x, len, d == SID_F16 ? 65504.0f : sid_bits_f32(0x7f7f0000u));
+    sid_store(p->simd, d, body, at, len, x, 0);
+}
+
+static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+    write_body(w->plan, acc, 1.0f / (float)w->at->world, w->payload + SID_HEADER_BYTES, at, len);
+}
+
+static sid_verdict finish(sid_walk *w) {
+    const sid_plan *p = w->plan;
+    sid_header *h = (sid_header *)(void *)w->payload;
+    const uint64_t used = SID_HEADER_BYTES + sid_dtype_size(body_dtype(p)) * p->n;
+    memset(w->payload + used, 0, p->sizes.payload - used);
+    h->count = p->n;
+    h->flags = 0;
+    h->scale = 1.0f / (float)w->at->world;
+    w->state->rule = (sid_rule){.scale = h->scale, .inverse = (float)w->at->world};
+    w->stats.found = p->n;
+    w->stats.threshold = h->scale;
+    return SID_DONE;
+}
+
+static void keep(const sid_plan *p, const sid_rule *rule, float *acc, uint64_t at, uint32_t len) {
+    float sent[SID_TILE], body[SID_TILE];
+    (void)at;
+    if (rule->scale == 0) return;
+    write_body(p, acc, rule->scale, body, 0, len);
+    p->simd->scale(sid_load(p->simd, body_dtype(p), body, 0, len, sent), sent, len, rule->inverse);
+    for (uint32_t i = 0; i < len; i++) acc[i] -= sent[i];
+}
+
+static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
+
+/* The factor that undoes header.scale: the sender's world size. */
+static float inverse_of(float scale) { return (float)floor(1.0 / (double)scale + 0.5); }
+
+static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    const sid_header *h = (const sid_header *)(const void *)payload;
+    if (h->count != p->n || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
+        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
+    if (!(h->scale > 0 && h->scale <= 1) || 1.0f / inverse_of(h->scale) != h->scale)
+        return sid_fail(err, SID_E_CORRUPT, "scale %g is not 1 / world size", (double)h->scale);
+    return SID_OK;
+}
+
+static void open_all(sid_gather *g) { (void)g; }
+
+static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+    const sid_plan *p = g->plan;
+    float buf[SID_DECODE_TILE];
+    const sid_header *h = (const sid_header *)(const void *)g->payloads;
+    const float factor = (float)((double)g->scale * (double)inverse_of(h->scale));
+    for (uint32_t r = 0; r < g->count; r++) {
+        const float *x = sid_load(p->simd, body_dtype(p), g->payloads + r * g->stride + SID_HEADER_BYTES, at, len, buf);
+        if (r == 0)
+            memcpy(out, x, 4ull * len);
+        else
+            for (uint32_t i = 0; i < len; i++) out[i] += x[i];
+    }
+    p->simd->scale(out, out, len, factor);
+}
+
+#define LINEAR_CODEC(symbol, ...)                                                                                   \
+    const sid_codec sid_codec_##symbol = {.info = {.family = "dense", __VA_ARGS__},                                  \
+                                          .plan = plan_##symbol,                                                    \
+                                          .begin = begin,                                                           \
+                                          .tile = tile,                                                             \
+                                          .finish = finish,                                                         \
+                                          .keep = keep,                                                             \
+                                          .none = rule_none,                                                        \
+                                          .check = check,                                                           \
+                                          .open = open_all,                                                         \
+                                          .decode = decode}
+
+LINEAR_CODEC(none, .name = "none", .paper = "", .wire_id = 1, .traits = SID_LINEAR | SID_LOSSLESS | SID_UNBIASED,
+             .doc = "Dense: every element in the gradient's own dtype, averaged by all-reduce as plain DDP does.");
+LINEAR_CODEC(fp16, .name = "fp16", .paper = "", .wire_id = 2, .traits = SID_LINEAR,
+             .doc = "Every element as IEEE half, averaged by all-reduce: half the bytes. Magnitudes above 65504 saturate.");
+LINEAR_CODEC(bf16, .name = "bf16", .paper = "", .wire_id = 3, .traits = SID_LINEAR,
+             .doc = "Every element as bfloat16, averaged by all-reduce: half the bytes, float32's range, 8 bits of precision.");

@@ -1,0 +1,282 @@
+#include "sparse.h"
+
+#include <math.h>
+#include <string.h>
+
+const char *const sparse_value_names[] = {"f32", "f16", NULL};
+
+enum { BINS = 2048, WAYS = 4, OWN_AT = 64 };
+_Static_assert(sizeof(sparse_work) <= OWN_AT, "the header of work and the codec's part of it overlap");
+static const float half_max = 65504.0f;
+
+static int is_half(const sid_plan *p) { return p->codec_param[SPARSE_VALUES] == 1; }
+
+void sparse_k(sid_plan *p) {
+    const double k = floor(p->codec_param[SPARSE_DENSITY] * (double)p->n + 0.5);
+    p->k = k < 1 ? 1 : (uint64_t)k;
+    if (p->k > p->n) p->k = p->n;
+}
+
+/* Where things lie in work; the same routine asks for the size and carves it. */
+static uint64_t carve(const sid_plan *p, uint8_t *base, sparse_work *s) {
+    const uint64_t want = 2 * p->cap + 4096, room = want < p->n ? want : p->n, slack = 16;
+    const uint64_t tile = OWN_AT + SPARSE_OWN, keys = tile + sid_round_up(4 * sid_wire_tiles(p->n), 64);
+    const uint64_t val = keys + sid_round_up(4 * (room + slack), 64), idx = val + sid_round_up(4 * (room + slack), 64);
+    if (s) {
+        s->room = room;
+        s->tile = (uint32_t *)(void *)(base + tile);
+        s->keys = (uint32_t *)(void *)(base + keys);
+        s->val = (float *)(void *)(base + val);
+        s->idx = (uint16_t *)(void *)(base + idx);
+    }
+    return idx + 2 * (room + slack);
+}
+
+sid_status sparse_plan(sid_plan *p, uint64_t *scratch) {
+    p->sizes.payload = sid_sparse_bytes(p->n, p->cap, (unsigned)is_half(p));
+    *scratch = carve(p, NULL, NULL);
+    return SID_OK;
+}
+
+sparse_work *sparse_of(const sid_walk *w) { return w->scratch; }
+void *sparse_own(const sid_walk *w) { return (uint8_t *)w->scratch + OWN_AT; }
+
+sparse_work *sparse_begin(sid_walk *w, uint32_t low) {
+    sparse_work *s = sparse_of(w);
+    memset(s, 0, sizeof *s);
+    carve(w->plan, w->scratch, s);
+    memset(s->tile, 0, 4 * sid_wire_tiles(w->plan->n));
+    s->low = low;
+    return s;
+}
+
+/* Keeps the candidates with key > pick.key and the first `take` ties, in place or into a payload; returns how many.
+ * *cut: one past the group index of the last tie taken, or n if none was left out. */
+static uint64_t keep_best(const sid_walk *w, sparse_pick pick, uint64_t take, uint32_t *count, uint16_t *idx, float *val,
+                          uint64_t room, uint64_t *cut) {
+    const sid_plan *p = w->plan;
+    const sparse_work *s = sparse_of(w);
+    const uint64_t tiles = sid_wire_tiles(p->n);
+    uint64_t from = 0, to = 0, left = take;
+    *cut = take == pick.ties ? p->n : 0;
+    for (uint64_t t = 0; t < tiles; t++) {
+        const uint64_t held = s->tile[t], begin = to;
+        uint64_t split = take == pick.ties ? held : 0; /* candidates of this tile that come before the cut */
+        for (; left && take != pick.ties && split < held; split++)
+            if (sid_key(s->val[from + split]) == pick.key && --left == 0) {
+                *cut = t * SID_WIRE_TILE + s->idx[from + split] + 1;
+                split++;
+                break;
+            }
+        to += p->simd->filter(s->idx + from, s->val + from, split, pick.key, idx + to, val + to, room - to);
+        to += p->simd->filter(s->idx + from + split, s->val + from + split, held - split, pick.key + 1, idx + to, val + to,
+                              room - to);
+        from += held;
+        count[t] = (uint32_t)(to - begin);
+    }
+    return to;
+}
+
+/* Makes room: only the `cap` largest so far can still be sent, and of equal ones the first. */
+static void compact(sid_walk *w) {
+    sparse_work *s = sparse_of(w);
+    const uint64_t cap = w->plan->cap;
+    uint64_t cut;
+    if (s->count > cap) {
+        const sparse_pick pick = sparse_select(w, cap, 0, 0);
+        s->count = keep_best(w, pick, cap - pick.above, s->tile, s->idx, s->val, s->room, &cut);
+        s->low = pick.key + 1;
+    }
+    s->compacted = 1;
+}
+
+void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+    sparse_work *s = sparse_of(w);
+    if (s->count + len > s->room && s->room < w->plan->n) compact(w);
+    const uint32_t c = w->plan->simd->capture(acc, len, s->low, (uint16_t)(at % SID_WIRE_TILE), s->idx + s->count,
+                                              s->val + s->count);
+    s->tile[at / SID_WIRE_TILE] += c;
+    s->count += c;
+}
+
+uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum) {
+    const sparse_work *s = sparse_of(w);
+    uint64_t count = 0;
+    *sum = 0;
+    for (uint64_t i = 0; i < s->count; i += SID_TILE) {
+        float part;
+        const uint32_t len = s->count - i < SID_TILE ? (uint32_t)(s->count - i) : SID_TILE;
+        count += w->plan->simd->sum_above(s->val + i, len, key, &part);
+        *sum += (double)part;
+    }
+    return count;
+}
+
+/* Radix selection on keys within [lo, lo + 2^bits): 2048 bins a round. keys is consumed. */
+static sparse_pick select_key(uint32_t *keys, uint64_t n, uint64_t rank, uint32_t lo, uint32_t bits) {
+    sparse_pick pick = {0, 0, 0};
+    for (;;) {
+        uint32_t bin[WAYS][BINS] = {{0}}; /* several copies: equal neighbours would wait for one another's store */
+        const uint32_t shift = bits > 11 ? bits - 11 : 0;
+        uint64_t i = 0, c = 0;
+        for (; i + WAYS <= n; i += WAYS)
+            for (uint64_t j = 0; j < WAYS; j++) bin[j][(keys[i + j] - lo) >> shift]++;
+        for (; i < n; i++) bin[0][(keys[i] - lo) >> shift]++;
+        uint32_t b = BINS;
+        uint64_t in = 0, above = 0;
+        while (b--) {
+            in = 0;
+            for (int j = 0; j < WAYS; j++) in += bin[j][b];
+            if (above + in >= rank) break;
+            above += in;
+        }
+        pick.above += above;
+        rank -= above;
+        lo += b << shift;
+        bits = shift;
+        if (shift == 0) {
+            pick.key = lo;
+            pick.ties = in;
+            return pick;
+        }
+        for (i = 0; i < n; i++) {
+            const uint32_t k = keys[i];
+            keys[c] = k;
+            c += (k - lo) >> shift == 0;
+        }
+        n = c;
+    }
+}
+
+sparse_pick sparse_select(const sid_walk *w, uint64_t rank, uint32_t guess, uint32_t spread) {
+    const sparse_work *s = sparse_of(w);
+    const sid_simd *v = w->plan->simd;
+    uint64_t above, n;
+    if (spread) {
+        uint32_t bits = 1, lo = guess > spread ? guess - spread : 0;
+        while (bits < 31 && (1u << bits) < 2 * spread) bits++;
+        n = v->band(s->val, s->count, lo, lo + (1u << bits), s->keys, &above);
+        if (above < rank && rank <= above + n) {
+            sparse_pick pick = select_key(s->keys, n, rank - above, lo, bits);
+            pick.above += above;
+            return pick;
+        }
+    }
+    n = v->band(s->val, s->count, 0, 0x80000000u, s->keys, &above);
+    return select_key(s->keys, n, rank, 0, 31);
+}
+
+uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now) {
+    enum { MIN = 1 << 17, MAX = 1 << 22, FIRST = 1 << 20 }; /* 2^19 key units are a sixteenth of an octave */
+    const uint64_t drift = 4ull * (now > last ? now - last : last - now), held = spread - spread / 8;
+    if (!spread) return FIRST;
+    const uint64_t want = drift > held ? drift : held;
+    return want < MIN ? (uint32_t)MIN : want > MAX ? (uint32_t)MAX : (uint32_t)want;
+}
+
+void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags) {
+    const sid_plan *p = w->plan;
+    sparse_work *s = sparse_of(w);
+    sid_header *h = (sid_header *)(void *)w->payload;
+    const int half = is_half(p);
+    const uint64_t at_idx = sid_sparse_index_at(p->n), at_val = sid_sparse_value_at(p->n, p->cap);
+    uint32_t *count = (uint32_t *)(void *)(w->payload + SID_HEADER_BYTES);
+    uint16_t *idx = (uint16_t *)(void *)(w->payload + at_idx);
+    float *val = half ? s->val : (float *)(void *)(w->payload + at_val);
+    uint64_t cut, used;
+    /* what no array will fill: the ends of counts, indices and values */
+    memset(count + sid_wire_tiles(p->n), 0, at_idx - SID_HEADER_BYTES - 4 * sid_wire_tiles(p->n));
+    const uint64_t sent = keep_best(w, pick, take, count, idx, val, p->cap, &cut);
+    memset(idx + sent, 0, at_val - at_idx - 2 * sent);
+    used = (half ? 2u : 4u) * sent;
+    if (half) {
+        uint16_t *out = (uint16_t *)(void *)(w->payload + at_val);
+        for (uint64_t i = 0; i < sent; i += SID_TILE) {
+            const uint32_t len = sent - i < SID_TILE ? (uint32_t)(sent - i) : SID_TILE;
+            p->simd->clamp(val + i, val + i, len, half_max);
+            p->simd->f32_to_f16(val + i, out + i, len);
+        }
+    }
+    memset(w->payload + at_val + used, 0, p->sizes.payload - at_val - used);
+    w->state->rule = (sid_rule){.key = pick.key, .cut = cut, .flags = half ? SID_FLAG_HALF : 0u};
+    h->count = sent;
+    h->flags = flags | (half ? (uint32_t)SID_FLAG_HALF : 0u);
+    h->scale = sid_bits_f32(pick.key);
+    w->stats.threshold = h->scale;
+}
+
+static void keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint32_t len, uint32_t key) {
+    float sent[SID_TILE];
+    uint16_t body[SID_TILE];
+    if (!(rule->flags & SID_FLAG_HALF)) {
+        p->simd->zero_from(acc, len, key);
+        return;
+    }
+    p->simd->clamp(acc, sent, len, half_max);
+    p->simd->f32_to_f16(sent, body, len);
+    p->simd->f16_to_f32(body, sent, len);
+    for (uint32_t i = 0; i < len; i++) acc[i] = sid_key(acc[i]) >= key ? acc[i] - sent[i] : acc[i];
+}
+
+void sparse_keep(const sid_plan *p, const sid_rule *rule, float *acc, uint64_t at, uint32_t len) {
+    const uint32_t before = rule->cut <= at ? 0 : rule->cut - at < len ? (uint32_t)(rule->cut - at) : len;
+    if (rule->key == SID_KEY_NONE) return;
+    if (before) keep_range(p, rule, acc, before, rule->key);
+    if (before < len) keep_range(p, rule, acc + before, len - before, rule->key + 1);
+}
+
+void sparse_none(sid_rule *rule) { *rule = (sid_rule){.key = SID_KEY_NONE}; }
+
+sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    const sid_header *h = (const sid_header *)(const void *)payload;
+    const uint32_t *count = (const uint32_t *)(const void *)(payload + SID_HEADER_BYTES);
+    const uint16_t *idx = (const uint16_t *)(const void *)(payload + sid_sparse_index_at(p->n));
+    const uint64_t tiles = sid_wire_tiles(p->n);
+    const uint32_t half = is_half(p) ? (uint32_t)SID_FLAG_HALF : 0u;
+    uint64_t from = 0;
+    if (h->count > p->cap)
+        return sid_fail(err, SID_E_CORRUPT, "count %llu is above the capacity %llu", (unsigned long long)h->count,
+                        (unsigned long long)p->cap);
+    if ((h->flags & ~(uint32_t)(SID_FLAG_NONFINITE | SID_FLAG_RAISED)) != half)
+        return sid_fail(err, SID_E_CORRUPT, "flags %08x are not the plan's", h->flags);
+    for (uint64_t t = 0; t < tiles; t++) {
+        const uint64_t c = count[t], size = t + 1 < tiles ? SID_WIRE_TILE : p->n - t * SID_WIRE_TILE;
+        int ascending = 1;
+        if (c > size || c > h->count - from)
+            return sid_fail(err, SID_E_CORRUPT, "tile %llu claims %llu entries", (unsigned long long)t, (unsigned long long)c);
+        for (uint64_t i = 1; i < c; i++) ascending &= idx[from + i - 1] < idx[from + i];
+        if (!ascending || (c && idx[from + c - 1] >= size))
+            return sid_fail(err, SID_E_CORRUPT, "indices of tile %llu do not ascend within it", (unsigned long long)t);
+        from += c;
+    }
+    if (from != h->count) return sid_fail(err, SID_E_CORRUPT, "tile counts do not add up to count");
+    return SID_OK;
+}
+
+void sparse_open(sid_gather *g) { memset(g->cursor, 0, g->count * sizeof *g->cursor); }
+
+void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+    const sid_plan *p = g->plan;
+    const uint64_t at_idx = sid_sparse_index_at(p->n), at_val = sid_sparse_value_at(p->n, p->cap);
+    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE), end = base + len;
+    const int half = is_half(p);
+    memset(out, 0, 4ull * len);
+    for (uint32_t r = 0; r < g->count; r++) {
+        const uint8_t *payload = g->payloads + r * g->stride;
+        sid_cursor *c = &g->cursor[r];
+        if (base == 0) c->left = ((const uint32_t *)(const void *)(payload + SID_HEADER_BYTES))[at / SID_WIRE_TILE];
+        const uint16_t *idx = (const uint16_t *)(const void *)(payload + at_idx) + c->pos;
+        const uint8_t *val = payload + at_val;
+        uint32_t i = 0;
+        if (half) {
+            const uint16_t *v = (const uint16_t *)(const void *)val + c->pos;
+            for (; i < c->left && idx[i] < end; i++) out[idx[i] - base] += sid_f16_to_f32(v[i]);
+        } else {
+            const float *v = (const float *)(const void *)val + c->pos;
+            for (; i < c->left && idx[i] < end; i++) out[idx[i] - base] += v[i];
+        }
+        c->pos += i;
+        c->left -= i;
+    }
+    p->simd->scale(out, out, len, g->scale);
+}

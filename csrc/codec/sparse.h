@@ -1,0 +1,62 @@
+/* What the sparsifying codecs share: candidates captured during the walk, exact selection by magnitude, the sparse body
+ * and its decoding. A codec on top of it chooses a lower bound before the walk and a key after it. */
+#ifndef SID_SPARSE_H
+#define SID_SPARSE_H
+
+#include "../internal.h"
+
+/* Parameters every sparse codec begins its table with. */
+enum { SPARSE_DENSITY, SPARSE_VALUES, SPARSE_PARAMS };
+extern const char *const sparse_value_names[];
+#define SPARSE_PARAM_ROWS                                                                                            \
+    {.name = "density", .kind = SID_REAL, .dflt = .01, .min = 1e-7, .max = 1, .unit = "of n",                        \
+     .doc = "Fraction of the elements that is sent: k = max(1, round(density * n))."},                               \
+    {                                                                                                                \
+        .name = "values", .kind = SID_CHOICE, .dflt = 0, .min = 0, .max = 1, .unit = "", .choices = sparse_value_names, \
+        .doc = "Format of the values; what float16 rounds away stays in the residual."                               \
+    }
+
+/* The codec's part of work. Candidates are all elements so far whose key reaches `low`, in index order; those of wire
+ * tile t are counted in tile[t]. `low` only rises during a reading. */
+typedef struct sparse_work {
+    uint64_t count, room; /* candidates held, and how many fit */
+    uint32_t low;         /* keys from here on are captured */
+    uint32_t compacted;   /* 1: candidates were dropped for lack of room, so `low` is not the one asked for */
+    uint32_t *tile, *keys;
+    uint16_t *idx;
+    float *val;
+} sparse_work;
+enum { SPARSE_OWN = 512 }; /* bytes of work for the codec itself; they survive from one reading to the next */
+
+/* k and sizes for a payload of `cap` entries; p->k is set by sparse_k before. */
+void sparse_k(sid_plan *p);
+sid_status sparse_plan(sid_plan *p, uint64_t *scratch);
+
+sparse_work *sparse_of(const sid_walk *w);
+void *sparse_own(const sid_walk *w);
+/* Starts a reading that captures keys >= low. */
+sparse_work *sparse_begin(sid_walk *w, uint32_t low);
+void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len);
+/* How many candidates have key >= key, and the sum of their magnitudes in a fixed order. */
+uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum);
+typedef struct sparse_pick {
+    uint32_t key;         /* of the rank-th largest candidate */
+    uint64_t above, ties; /* candidates beyond that key, and with that very key */
+} sparse_pick;
+
+/* rank 1 to count. The key is expected within guess +- spread, which only makes it faster; spread 0: no idea. */
+sparse_pick sparse_select(const sid_walk *w, uint64_t rank, uint32_t guess, uint32_t spread);
+/* Settles the rule "key > pick.key, and the first `take` of the ties", and writes the payload. */
+void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags);
+
+/* How far from `now` the next step's key may be expected, given how far this one's was from `last`; 0: no last one. */
+uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now);
+
+/* Slots that need nothing of the codec. */
+void sparse_keep(const sid_plan *p, const sid_rule *rule, float *acc, uint64_t at, uint32_t len);
+void sparse_none(sid_rule *rule);
+sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *err);
+void sparse_open(sid_gather *g);
+void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
+
+#endif

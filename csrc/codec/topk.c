@@ -1,0 +1,60 @@
+/* Exactly k elements of largest magnitude, of equal ones those of lowest index.
+ * The last step's k-th key predicts where this one's lies: candidates from a little below it are captured in the one
+ * pass over memory and the exact key is found among them. A wrong prediction costs a second reading, never a wrong k. */
+#include "sparse.h"
+
+enum { LAST, SPREAD }; /* words of state->codec: the last key, and how far from it the next may lie (0: no last one) */
+
+static const sid_param params[] = {SPARSE_PARAM_ROWS};
+
+static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)err;
+    sparse_k(p);
+    p->cap = p->k;
+    return sparse_plan(p, scratch);
+}
+
+static void begin(sid_walk *w) {
+    const uint32_t last = (uint32_t)w->state->codec[LAST], spread = (uint32_t)w->state->codec[SPREAD];
+    sparse_begin(w, w->walks == 1 && spread && last > spread ? last - spread : 0);
+}
+
+static sid_verdict finish(sid_walk *w) {
+    const uint64_t k = w->plan->k;
+    uint64_t *c = w->state->codec;
+    if (sparse_of(w)->count < k) return SID_AGAIN; /* the second reading captures from key 0 and holds k or more */
+    sparse_pick pick = {0, 0, 0};
+    if (k) {
+        pick = sparse_select(w, k, (uint32_t)c[LAST], (uint32_t)c[SPREAD]);
+        c[SPREAD] = sparse_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], pick.key);
+        c[LAST] = pick.key;
+    }
+    w->stats.found = k;
+    sparse_emit(w, pick, k - pick.above, 0);
+    return SID_DONE;
+}
+
+static void rescale(const sid_plan *p, sid_state *s, float factor) {
+    (void)p;
+    s->codec[LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[LAST]) * factor);
+}
+
+const sid_codec sid_codec_topk = {
+    .info = {.name = "topk",
+             .family = "sparse",
+             .paper = "Aji and Heafield 2017, section 3 (as exact selection over the whole group)",
+             .doc = "The k elements of largest magnitude, exactly; of equal ones those of lowest index.",
+             .params = params,
+             .n_params = sizeof params / sizeof *params,
+             .wire_id = 16},
+    .plan = plan,
+    .begin = begin,
+    .tile = sparse_capture,
+    .finish = finish,
+    .keep = sparse_keep,
+    .none = sparse_none,
+    .rescale = rescale,
+    .check = sparse_check,
+    .open = sparse_open,
+    .decode = sparse_decode,
+};

@@ -1,0 +1,114 @@
+/* Payloads -> segments. Everything is checked before anything is written. */
+#include <string.h>
+
+#include "internal.h"
+
+enum { STREAM_FROM = 1 << 20 }; /* elements: a group larger than the caches is stored past them */
+
+static sid_status check_one(const sid_plan *p, const uint8_t *payload, const sid_step *at, sid_error *err) {
+    const sid_header *h = (const sid_header *)(const void *)payload;
+    const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
+    if (h->magic != SID_MAGIC) return sid_fail(err, SID_E_CORRUPT, "no payload of sidcomp: magic is %08x", h->magic);
+    if (h->version != SID_WIRE_VERSION)
+        return sid_fail(err, SID_E_MISMATCH, "payload format %u; this build reads %d: run the same sidcomp on all ranks",
+                        h->version, SID_WIRE_VERSION);
+    if (h->checksum != sid_payload_checksum(p->simd, payload, linear ? SID_HEADER_BYTES : p->sizes.payload))
+        return sid_fail(err, SID_E_CORRUPT, "checksum does not match");
+    if (h->codec != p->codec->info.wire_id || h->dtype != (uint32_t)p->dtype || h->n != p->n)
+        return sid_fail(err, SID_E_MISMATCH, "payload of codec %u, dtype %u, n %llu; the plan has %u, %u, %llu", h->codec,
+                        h->dtype, (unsigned long long)h->n, p->codec->info.wire_id, (unsigned)p->dtype,
+                        (unsigned long long)p->n);
+    if (at && (h->step != at->step || h->group != at->group))
+        return sid_fail(err, SID_E_MISMATCH, "payload of step %llu, group %u; expected step %llu, group %u",
+                        (unsigned long long)h->step, h->group, (unsigned long long)at->step, at->group);
+    return p->codec->check(p, payload, err);
+}
+
+sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *at, sid_error *err) {
+    if (err) err->text[0] = 0;
+    if (!p || !payload) return sid_fail(err, SID_E_ARG, "plan or payload is NULL");
+    if ((uintptr_t)payload % 8) return sid_fail(err, SID_E_ARG, "a payload must start at a multiple of 8 bytes");
+    if (bytes != p->sizes.payload)
+        return sid_fail(err, SID_E_CORRUPT, "payload of %llu bytes; this plan's have %llu", (unsigned long long)bytes,
+                        (unsigned long long)p->sizes.payload);
+    return check_one(p, payload, at, err);
+}
+
+/* Some rank's gradient was not finite: a linear body shows it by itself, other payloads by their flag. */
+static int nonfinite(sid_gather *g) {
+    const sid_plan *p = g->plan;
+    for (uint32_t i = 0; i < g->count; i++)
+        if (((const sid_header *)(const void *)(g->payloads + i * g->stride))->flags & SID_FLAG_NONFINITE) return 1;
+    if (!(p->codec->info.traits & SID_LINEAR)) return 0;
+    for (uint64_t at = 0; at < p->n; at += SID_DECODE_TILE) {
+        float x[SID_DECODE_TILE];
+        const uint32_t len = p->n - at < SID_DECODE_TILE ? (uint32_t)(p->n - at) : SID_DECODE_TILE;
+        p->codec->decode(g, x, at, len);
+        if (p->simd->max_key(x, len) >= SID_KEY_INF) return 1;
+    }
+    return 0;
+}
+
+sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
+                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *at, sid_report *report,
+                      sid_error *err) {
+    sid_cursor cursor[SID_MAX_COUNT];
+    sid_report none;
+    uint64_t sum = 0;
+    if (!report) report = &none;
+    *report = (sid_report){0, 0};
+    if (err) err->text[0] = 0;
+    if (!p || !payloads || !count || count > SID_MAX_COUNT || (n_seg && !seg))
+        return sid_fail(err, SID_E_ARG, "plan, payloads or segments missing, or count not within 1 to %d", SID_MAX_COUNT);
+    if ((uintptr_t)payloads % 8 || stride % 8 || (count > 1 && stride < p->sizes.payload))
+        return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, %llu or more apart",
+                        (unsigned long long)p->sizes.payload);
+    for (uint32_t i = 0; i < n_seg; i++) {
+        if ((seg[i].len && !seg[i].ptr) || (uintptr_t)seg[i].ptr % sid_dtype_size(p->dtype))
+            return sid_fail(err, SID_E_ARG, "segment %u is NULL or misaligned", i);
+        sum += seg[i].len;
+    }
+    if (sum != p->n)
+        return sid_fail(err, SID_E_ARG, "segments hold %llu elements, the group has %llu", (unsigned long long)sum,
+                        (unsigned long long)p->n);
+    for (uint32_t i = 0; i < count; i++) {
+        const sid_status s = check_one(p, (const uint8_t *)payloads + i * stride, at, err);
+        if (s) {
+            report->culprit = i;
+            return s;
+        }
+    }
+
+    sid_gather g = {p, payloads, stride, count, scale, cursor};
+    const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
+    const int memory = state && p->memory->vectors;
+    p->codec->open(&g);
+    /* A linear sum is looked at beforehand only where a memory would have to be corrected before the write. */
+    if (!linear || memory) report->nonfinite = (uint32_t)nonfinite(&g);
+    if (report->nonfinite && memory) sid_take_back(p, state, seg);
+
+    const int fill = report->nonfinite && !linear, stream = p->n >= STREAM_FROM;
+    uint64_t off = 0;
+    for (uint64_t from = 0; from < p->n; from += SID_DECODE_TILE) {
+        float x[SID_DECODE_TILE];
+        const uint32_t len = p->n - from < SID_DECODE_TILE ? (uint32_t)(p->n - from) : SID_DECODE_TILE;
+        if (fill)
+            for (uint32_t i = 0; i < len; i++) x[i] = sid_bits_f32(0x7fc00000u);
+        else
+            p->codec->decode(&g, x, from, len);
+        if (linear && !memory && p->simd->max_key(x, len) >= SID_KEY_INF) report->nonfinite = 1;
+        for (uint32_t pos = 0; pos < len;) {
+            while (off == seg->len) {
+                seg++;
+                off = 0;
+            }
+            const uint64_t left = seg->len - off;
+            const uint32_t take = left < len - pos ? (uint32_t)left : len - pos;
+            sid_store(p->simd, p->dtype, seg->ptr, off, take, x + pos, stream);
+            off += take;
+            pos += take;
+        }
+    }
+    if (stream) p->simd->fence();
+    return SID_OK;
+}

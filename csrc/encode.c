@@ -1,0 +1,203 @@
+/* The walk over a group, and what is kept of it. */
+#include <string.h>
+
+#include "internal.h"
+
+/* Place in a list of segments. */
+typedef struct place {
+    const sid_segment *seg;
+    uint64_t off;
+} place;
+
+static sid_status segments_hold(const sid_plan *p, const sid_segment *seg, uint32_t n_seg) {
+    uint64_t sum = 0;
+    if (n_seg && !seg) return SID_E_ARG;
+    for (uint32_t i = 0; i < n_seg; i++) {
+        if (seg[i].len > SID_MAX_N || (seg[i].len && !seg[i].ptr)) return SID_E_ARG;
+        if ((uintptr_t)seg[i].ptr % sid_dtype_size(p->dtype)) return SID_E_ARG;
+        sum += seg[i].len;
+    }
+    return sum == p->n ? SID_OK : SID_E_ARG;
+}
+
+static int aligned(const void *p) { return (uintptr_t)p % 64 == 0; }
+
+static float *vector_of(const sid_plan *p, const sid_state *s, uint32_t i) {
+    return (float *)((uint8_t *)(uintptr_t)s + SID_STATE_BYTES) + i * sid_state_stride(p->n);
+}
+
+/* The next `len` elements of the list as floats, at most to the end of a segment; *take says how many. */
+static const float *next_piece(const sid_plan *p, place *at, uint32_t len, uint32_t *take, float *buf) {
+    while (at->off == at->seg->len) {
+        at->seg++;
+        at->off = 0;
+    }
+    const uint64_t left = at->seg->len - at->off;
+    *take = left < len ? (uint32_t)left : len;
+    const float *g = sid_load(p->simd, p->dtype, at->seg->ptr, at->off, *take, buf);
+    at->off += *take;
+    return g;
+}
+
+/* NaN and Inf count as zero: copies g to buf (which may be g) without them and returns how many there were. */
+static uint32_t without_nonfinite(const float *g, float *buf, uint32_t len) {
+    uint32_t bad = 0;
+    for (uint32_t i = 0; i < len; i++) {
+        const int b = sid_key(g[i]) >= SID_KEY_INF;
+        bad += (uint32_t)b;
+        buf[i] = b ? 0.0f : g[i];
+    }
+    return bad;
+}
+
+/* One tile of acc from state and gradient; `out` is what the codec reads. */
+static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t len, float *half, float *buf,
+                              float *raw) {
+    const sid_plan *p = w->plan;
+    const uint32_t vectors = p->memory->vectors;
+    const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
+    float *vec[4];
+    int bad = 0;
+    for (uint32_t v = 0; v < vectors; v++) vec[v] = vector_of(p, w->state, v) + at;
+    if (vectors) p->codec->keep(p, &w->state->rule, vec[0], at, len);
+    for (uint32_t pos = 0, take; pos < len; pos += take) {
+        const float *g = next_piece(p, from, len - pos, &take, half);
+        if (p->simd->max_key(g, take) >= SID_KEY_INF) {
+            if (linear) { /* a linear body carries NaN and Inf as they are, to be summed */
+                if (!bad && pos) memcpy(raw, vectors ? vec[0] : buf, 4ull * pos);
+                memcpy(raw + pos, g, 4ull * take);
+            }
+            w->nonfinite += without_nonfinite(g, half, take);
+            g = half;
+            bad = 1;
+        } else if (bad && linear)
+            memcpy(raw + pos, g, 4ull * take);
+        if (!vectors && take == len && !bad) return g; /* the gradient is acc: nothing to copy */
+        if (vectors) {
+            float *piece[4];
+            for (uint32_t v = 0; v < vectors; v++) piece[v] = vec[v] + pos;
+            p->memory->tile(p, piece, g, take);
+        } else
+            memcpy(buf + pos, g, 4ull * take);
+    }
+    const float *acc = vectors ? vec[0] : buf;
+    if (!bad || !linear) return acc;
+    for (uint32_t i = 0; i < len; i++)
+        if (sid_key(raw[i]) < SID_KEY_INF) raw[i] = acc[i];
+    return raw;
+}
+
+static void walk(sid_walk *w, const sid_segment *seg) {
+    const sid_plan *p = w->plan;
+    const int stored = p->memory->vectors && w->walks > 1; /* acc is in the state already */
+    float half[SID_TILE], buf[SID_TILE], raw[SID_TILE];
+    place from = {seg, 0};
+    w->nonfinite = stored ? w->nonfinite : 0;
+    p->codec->begin(w);
+    for (uint64_t at = 0; at < p->n; at += SID_TILE) {
+        const uint32_t len = p->n - at < SID_TILE ? (uint32_t)(p->n - at) : SID_TILE;
+        const float *acc = stored ? vector_of(p, w->state, 0) + at : make_tile(w, &from, at, len, half, buf, raw);
+        p->codec->tile(w, acc, at, len);
+    }
+}
+
+sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
+                      const sid_step *at, void *payload, sid_stats *stats) {
+    if (!p || !state || !work || !at || !payload || !at->world || at->rank >= at->world) return SID_E_ARG;
+    if (!aligned(state) || !aligned(work) || !aligned(payload)) return SID_E_ARG;
+    if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
+    sid_walk w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work};
+    do {
+        w.walks++;
+        walk(&w, seg);
+    } while (p->codec->finish(&w) == SID_AGAIN);
+
+    sid_header *h = payload;
+    const uint32_t flags = h->flags | (w.nonfinite ? (uint32_t)SID_FLAG_NONFINITE : 0u);
+    *h = (sid_header){.magic = SID_MAGIC,
+                      .version = SID_WIRE_VERSION,
+                      .codec = p->codec->info.wire_id,
+                      .dtype = (uint32_t)p->dtype,
+                      .flags = flags,
+                      .n = p->n,
+                      .count = h->count,
+                      .step = at->step,
+                      .group = at->group,
+                      .rank = at->rank,
+                      .scale = h->scale};
+    const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
+    h->checksum = sid_payload_checksum(p->simd, payload, linear ? SID_HEADER_BYTES : p->sizes.payload);
+    w.state->steps++;
+    w.stats.count = h->count;
+    w.stats.nonfinite = w.nonfinite;
+    w.stats.walks = w.walks;
+    if (stats) *stats = w.stats;
+    return SID_OK;
+}
+
+/* ---- what is kept -------------------------------------------------------------------------------------------- */
+
+sid_status sid_residual_out(const sid_plan *p, const void *state, float *x) {
+    if (!p || !state || (p->n && !x)) return SID_E_ARG;
+    const sid_state *s = state;
+    for (uint32_t v = 0; v < p->memory->vectors; v++)
+        memcpy(x + v * p->n, vector_of(p, s, v), 4 * p->n);
+    if (!p->memory->vectors) {
+        if (p->n) memset(x, 0, 4 * p->n);
+        return SID_OK;
+    }
+    for (uint64_t at = 0; at < p->n; at += SID_TILE)
+        p->codec->keep(p, &s->rule, x + at, at, p->n - at < SID_TILE ? (uint32_t)(p->n - at) : SID_TILE);
+    return SID_OK;
+}
+
+sid_status sid_residual_in(const sid_plan *p, void *state, const float *x) {
+    if (!p || !state || (p->n && !x)) return SID_E_ARG;
+    sid_state *s = state;
+    for (uint64_t i = 0; i < p->n * p->memory->vectors; i++)
+        if (sid_key(x[i]) >= SID_KEY_INF) return SID_E_ARG;
+    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(vector_of(p, s, v), x + v * p->n, 4 * p->n);
+    p->codec->none(&s->rule);
+    return SID_OK;
+}
+
+sid_status sid_unsend(const sid_plan *p, void *state) {
+    if (!p || !state) return SID_E_ARG;
+    p->codec->none(&((sid_state *)state)->rule);
+    return SID_OK;
+}
+
+sid_status sid_rescale(const sid_plan *p, void *state, float factor) {
+    if (!p || !state || !(factor > 0) || sid_key(factor) >= SID_KEY_INF) return SID_E_ARG;
+    sid_state *s = state;
+    const float max = 0x1.fffffep127f;
+    for (uint32_t v = 0; v < p->memory->vectors; v++)
+        for (uint64_t at = 0; at < p->n; at += SID_TILE) {
+            const uint32_t len = p->n - at < SID_TILE ? (uint32_t)(p->n - at) : SID_TILE;
+            float *x = vector_of(p, s, v) + at;
+            if (v == 0) p->codec->keep(p, &s->rule, x, at, len);
+            for (uint32_t i = 0; i < len; i++) {
+                const float y = x[i] * factor;
+                x[i] = y > max ? max : y < -max ? -max : y;
+            }
+        }
+    p->codec->none(&s->rule);
+    if (p->codec->rescale) p->codec->rescale(p, s, factor);
+    return SID_OK;
+}
+
+void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg) {
+    place from = {seg, 0};
+    if (!p->memory->vectors) return;
+    for (uint64_t at = 0; at < p->n;) {
+        float half[SID_TILE], *vec[4];
+        uint32_t take;
+        const uint64_t left = p->n - at;
+        const float *g = next_piece(p, &from, left < SID_TILE ? (uint32_t)left : SID_TILE, &take, half);
+        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = vector_of(p, s, v) + at;
+        without_nonfinite(g, half, take);
+        p->memory->undo(p, vec, half, take);
+        at += take;
+    }
+    p->codec->none(&s->rule);
+}

@@ -1,0 +1,319 @@
+/* The primitives of internal.h's sid_simd. This file is compiled once per instruction set with SID_ISA set to the name
+ * of the variant; only static functions, so that no AVX code can leak into another object. The plain loops are the law;
+ * intrinsics stand only where compilers do not vectorise (compaction, half floats, stores past the caches). */
+#include <string.h>
+
+#include "../internal.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define SID_HAS_AVX512 1
+#endif
+#if defined(__AVX2__) && defined(__BMI2__) && defined(__F16C__)
+#define SID_HAS_AVX2 1
+#endif
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+
+static uint32_t key_of(float x) { return sid_key(x); }
+
+static float combine(float *lane) {
+    for (int w = LANES / 2; w; w /= 2)
+        for (int j = 0; j < w; j++) lane[j] += lane[j + w];
+    return lane[0];
+}
+
+static uint32_t max_key(const float *x, uint32_t n) {
+    int32_t m = 0; /* keys are below 2^31 */
+    for (uint32_t i = 0; i < n; i++) {
+        const int32_t k = (int32_t)key_of(x[i]);
+        m = k > m ? k : m;
+    }
+    return (uint32_t)m;
+}
+
+static void add(float *acc, const float *g, uint32_t n) {
+    const float max = 0x1.fffffep127f;
+    for (uint32_t i = 0; i < n; i++) {
+        float s = acc[i] + g[i];
+        s = s > max ? max : s;
+        acc[i] = s < -max ? -max : s;
+    }
+}
+
+static void zero_from(float *acc, uint32_t n, uint32_t key) {
+    if (key > 0x7fffffffu) return;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t u = sid_f32_bits(acc[i]);
+        acc[i] = sid_bits_f32((int32_t)(u & 0x7fffffffu) >= (int32_t)key ? 0u : u);
+    }
+}
+
+static float sum_abs(const float *x, uint32_t n) {
+    float lane[LANES] = {0};
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (uint32_t j = 0; j < LANES; j++) lane[j] += sid_bits_f32(key_of(x[i + j]));
+    for (uint32_t j = 0; i < n; i++, j++) lane[j] += sid_bits_f32(key_of(x[i]));
+    return combine(lane);
+}
+
+static uint32_t sum_above(const float *x, uint32_t n, uint32_t key, float *sum) {
+    float lane[LANES] = {0};
+    uint32_t count[LANES] = {0}, total = 0, i = 0;
+    if (key > 0x7fffffffu) {
+        *sum = 0;
+        return 0;
+    }
+    for (; i + LANES <= n; i += LANES)
+        for (uint32_t j = 0; j < LANES; j++) {
+            const uint32_t k = key_of(x[i + j]), in = (int32_t)k >= (int32_t)key ? 0xffffffffu : 0u;
+            lane[j] += sid_bits_f32(k & in);
+            count[j] -= in;
+        }
+    for (uint32_t j = 0; i < n; i++, j++) {
+        const uint32_t k = key_of(x[i]), in = k >= key ? 0xffffffffu : 0u;
+        lane[j] += sid_bits_f32(k & in);
+        count[j] -= in;
+    }
+    for (int j = 0; j < LANES; j++) total += count[j];
+    *sum = combine(lane);
+    return total;
+}
+
+#ifdef SID_HAS_AVX512
+static __m512i keys16(const float *x) {
+    return _mm512_and_si512(_mm512_castps_si512(_mm512_loadu_ps(x)), _mm512_set1_epi32(0x7fffffff));
+}
+static unsigned bits16(__mmask16 m) { return (unsigned)__builtin_popcount(m); }
+#elif defined(SID_HAS_AVX2)
+static __m256i keys8(const float *x) {
+    return _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x)), _mm256_set1_epi32(0x7fffffff));
+}
+static unsigned mask8(__m256i m) { return (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(m)); }
+/* Lane numbers of the set bits of m, packed to the left. */
+static __m256i left8(unsigned m) {
+    const uint64_t spread = _pdep_u64(m, 0x0101010101010101ull) * 0xff;
+    return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)_pext_u64(0x0706050403020100ull, spread)));
+}
+#endif
+
+static uint32_t capture(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val) {
+    uint32_t c = 0, i = 0;
+    if (key > 0x7fffffffu) return 0;
+#ifdef SID_HAS_AVX512
+    const __m512i low = _mm512_set1_epi32((int)key - 1), step = _mm512_set1_epi32(16);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (; i + 64 <= n; i += 64) {
+        __mmask16 m[4];
+        for (int j = 0; j < 4; j++) m[j] = _mm512_cmpgt_epi32_mask(keys16(x + i + 16 * j), low);
+        if (!(m[0] | m[1] | m[2] | m[3])) continue; /* one test per 64: none per vector, so nothing to mispredict */
+        __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(base + i)));
+        for (int j = 0; j < 4; j++) {
+            _mm512_storeu_ps(val + c, _mm512_maskz_compress_ps(m[j], _mm512_loadu_ps(x + i + 16 * j)));
+            _mm256_storeu_si256((__m256i *)(void *)(idx + c),
+                                _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(m[j], at)));
+            c += bits16(m[j]);
+            at = _mm512_add_epi32(at, step);
+        }
+    }
+#elif defined(SID_HAS_AVX2)
+    const __m256i low = _mm256_set1_epi32((int)key - 1), lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    for (; i + 32 <= n; i += 32) {
+        __m256i in[4];
+        for (int j = 0; j < 4; j++) in[j] = _mm256_cmpgt_epi32(keys8(x + i + 8 * j), low);
+        if (_mm256_testz_si256(_mm256_or_si256(_mm256_or_si256(in[0], in[1]), _mm256_or_si256(in[2], in[3])),
+                               _mm256_set1_epi32(-1)))
+            continue;
+        for (uint32_t j = 0; j < 4; j++) {
+            const unsigned m = mask8(in[j]);
+            const __m256i left = left8(m);
+            const __m256i at =
+                _mm256_permutevar8x32_epi32(_mm256_add_epi32(lanes, _mm256_set1_epi32((int)(base + i + 8 * j))), left);
+            _mm256_storeu_ps(val + c, _mm256_permutevar8x32_ps(_mm256_loadu_ps(x + i + 8 * j), left));
+            _mm_storeu_si128((__m128i *)(void *)(idx + c),
+                             _mm_packus_epi32(_mm256_castsi256_si128(at), _mm256_extracti128_si256(at, 1)));
+            c += (unsigned)__builtin_popcount(m);
+        }
+    }
+#endif
+    for (; i < n; i++) {
+        idx[c] = (uint16_t)(base + i);
+        val[c] = x[i];
+        c += key_of(x[i]) >= key;
+    }
+    return c;
+}
+
+static uint64_t filter(const uint16_t *idx, const float *val, uint64_t n, uint32_t key, uint16_t *idx_out,
+                       float *val_out, uint64_t room) {
+    uint64_t c = 0, i = 0;
+    if (key > 0x7fffffffu) return 0;
+#ifdef SID_HAS_AVX512
+    const __m512i low = _mm512_set1_epi32((int)key - 1);
+    for (; i + 16 <= n && c + 16 <= room; i += 16) {
+        const __m512 v = _mm512_loadu_ps(val + i);
+        const __m512i at = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(idx + i)));
+        const __mmask16 m = _mm512_cmpgt_epi32_mask(keys16(val + i), low);
+        _mm512_storeu_ps(val_out + c, _mm512_maskz_compress_ps(m, v));
+        _mm256_storeu_si256((__m256i *)(void *)(idx_out + c),
+                            _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(m, at)));
+        c += bits16(m);
+    }
+#elif defined(SID_HAS_AVX2)
+    const __m256i low = _mm256_set1_epi32((int)key - 1);
+    for (; i + 8 <= n && c + 8 <= room; i += 8) {
+        const __m256 v = _mm256_loadu_ps(val + i);
+        const unsigned m = mask8(_mm256_cmpgt_epi32(keys8(val + i), low));
+        const __m256i left = left8(m);
+        const __m256i at = _mm256_permutevar8x32_epi32(
+            _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)(idx + i))), left);
+        _mm256_storeu_ps(val_out + c, _mm256_permutevar8x32_ps(v, left));
+        _mm_storeu_si128((__m128i *)(void *)(idx_out + c),
+                         _mm_packus_epi32(_mm256_castsi256_si128(at), _mm256_extracti128_si256(at, 1)));
+        c += (unsigned)__builtin_popcount(m);
+    }
+#endif
+    for (; i < n; i++) {
+        if (key_of(val[i]) < key) continue;
+        if (c == room) return c;
+        const uint16_t at = idx[i];
+        const float v = val[i];
+        idx_out[c] = at;
+        val_out[c++] = v;
+    }
+    return c;
+}
+
+static uint64_t band(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uint32_t *out, uint64_t *above) {
+    uint64_t c = 0, over = 0, i = 0;
+#ifdef SID_HAS_AVX512
+    const __m512i a = _mm512_set1_epi32((int)lo), b = _mm512_set1_epi32((int)hi);
+    for (; i + 16 <= n; i += 16) {
+        const __m512i k = keys16(val + i);
+        const __mmask16 ge = _mm512_cmpge_epu32_mask(k, b), in = _mm512_mask_cmpge_epu32_mask((__mmask16)~ge, k, a);
+        _mm512_storeu_si512(out + c, _mm512_maskz_compress_epi32(in, k));
+        c += bits16(in);
+        over += bits16(ge);
+    }
+#elif defined(SID_HAS_AVX2)
+    if (hi <= 0x7fffffffu) {
+        const __m256i a = _mm256_set1_epi32((int)lo - 1), b = _mm256_set1_epi32((int)hi - 1);
+        for (; i + 8 <= n; i += 8) {
+            const __m256i k = keys8(val + i);
+            const unsigned ge = mask8(_mm256_cmpgt_epi32(k, b)), in = mask8(_mm256_cmpgt_epi32(k, a)) & ~ge;
+            _mm256_storeu_si256((__m256i *)(void *)(out + c), _mm256_permutevar8x32_epi32(k, left8(in)));
+            c += (unsigned)__builtin_popcount(in);
+            over += (unsigned)__builtin_popcount(ge);
+        }
+    }
+#endif
+    for (; i < n; i++) {
+        const uint32_t k = key_of(val[i]);
+        out[c] = k;
+        c += k >= lo && k < hi;
+        over += k >= hi;
+    }
+    *above = over;
+    return c;
+}
+
+static void clamp(const float *x, float *y, uint32_t n, float max) {
+    for (uint32_t i = 0; i < n; i++) {
+        const float v = x[i];
+        const float c = v > max ? max : v < -max ? -max : v;
+        y[i] = (int32_t)key_of(v) < (int32_t)SID_KEY_INF ? c : v;
+    }
+}
+
+static void f32_to_f16(const float *x, uint16_t *y, uint32_t n) {
+    uint32_t i = 0;
+#if defined(SID_HAS_AVX2) || defined(SID_HAS_AVX512)
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(void *)(y + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#endif
+    for (; i < n; i++) y[i] = sid_f32_to_f16(x[i]);
+}
+
+static void f16_to_f32(const uint16_t *x, float *y, uint32_t n) {
+    uint32_t i = 0;
+#if defined(SID_HAS_AVX2) || defined(SID_HAS_AVX512)
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(x + i))));
+#endif
+    for (; i < n; i++) y[i] = sid_f16_to_f32(x[i]);
+}
+
+static void f32_to_bf16(const float *x, uint16_t *y, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) y[i] = sid_f32_to_bf16(x[i]);
+}
+
+static void bf16_to_f32(const uint16_t *x, float *y, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) y[i] = sid_bf16_to_f32(x[i]);
+}
+
+static void scale(const float *x, float *y, uint32_t n, float s) {
+    for (uint32_t i = 0; i < n; i++) y[i] = x[i] * s;
+}
+
+static void stream(const float *x, float *y, uint32_t n) {
+    uint32_t i = 0;
+#if defined(__SSE2__)
+    for (; i < n && ((uintptr_t)(y + i) & 63u); i++) y[i] = x[i];
+#ifdef SID_HAS_AVX512
+    for (; i + 16 <= n; i += 16) _mm512_stream_ps(y + i, _mm512_loadu_ps(x + i));
+#else
+    for (; i + 4 <= n; i += 4) _mm_stream_ps(y + i, _mm_loadu_ps(x + i));
+#endif
+#endif
+    for (; i < n; i++) y[i] = x[i];
+}
+
+static void fence(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+static void checksum(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted) {
+    uint64_t a[8] = {0}, b[8] = {0}; /* after T rows b[j] is the sum of (T - row) * w: the place weights of wire.h */
+    for (uint64_t r = 0; r < rows; r++)
+        for (int j = 0; j < 8; j++) {
+            a[j] += w[8 * r + (uint64_t)j];
+            b[j] += a[j];
+        }
+    *sum = *weighted = 0;
+    for (uint64_t j = 0; j < 8; j++) {
+        *sum += a[j];
+        *weighted += (j + 1) * b[j];
+    }
+}
+
+#define GLUE2(a, b) a##b
+#define GLUE(a, b) GLUE2(a, b)
+#define TEXT2(a) #a
+#define TEXT(a) TEXT2(a)
+
+const sid_simd GLUE(sid_simd_, SID_ISA) = {
+    .name = TEXT(SID_ISA),
+    .max_key = max_key,
+    .add = add,
+    .zero_from = zero_from,
+    .capture = capture,
+    .filter = filter,
+    .band = band,
+    .sum_abs = sum_abs,
+    .sum_above = sum_above,
+    .clamp = clamp,
+    .f32_to_f16 = f32_to_f16,
+    .f32_to_bf16 = f32_to_bf16,
+    .f16_to_f32 = f16_to_f32,
+    .bf16_to_f32 = bf16_to_f32,
+    .scale = scale,
+    .stream = stream,
+    .fence = fence,
+    .checksum = checksum,
+};

@@ -1,0 +1,34 @@
+/* The memories: how this step's gradient and what is kept become acc. */
+#include "../internal.h"
+
+const sid_memory sid_memory_none = {
+    .info = {.name = "none",
+             .family = "none",
+             .paper = "",
+             .doc = "Nothing is kept: what a codec does not send is lost.",
+             .params = NULL},
+    .vectors = 0,
+};
+
+/* acc = g + kept, in float32, saturating: a residual stays finite. */
+static void residual_tile(const sid_plan *p, float *const *vec, const float *g, uint32_t len) {
+    p->simd->add(vec[0], g, len);
+}
+
+/* acc - g is within one rounding of what was kept, and never farther from it than it was from zero: both operations
+ * round to nearest, and g itself is a candidate of the first one. */
+static void residual_undo(const sid_plan *p, float *const *vec, const float *g, uint32_t len) {
+    (void)p;
+    for (uint32_t i = 0; i < len; i++) vec[0][i] -= g[i];
+}
+
+const sid_memory sid_memory_residual = {
+    .info = {.name = "residual",
+             .family = "error feedback",
+             .paper = "Seide et al. 2014 section 3.1; Karimireddy et al. 2019 algorithm 2 (EF-SGD)",
+             .doc = "What was not sent is added to the next gradient, in float32.",
+             .params = NULL},
+    .vectors = 1,
+    .tile = residual_tile,
+    .undo = residual_undo,
+};
