@@ -91,6 +91,7 @@ class Build(build_ext):
             f"PYTHON={sys.executable}",
             f"PYINC=-isystem {sysconfig.get_paths()['include']} -isystem {pybind11.get_include()}",
             f"NVCC={nvcc}", f"GENCODE={gencode}", f"ARCH={names}",
+            *([] if self.verbose else ["-s"]),
         ]  # fmt: skip
         clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
         if subprocess.call(command, env=clean):

@@ -1,0 +1,177 @@
+/* Payload bytes that no encoder wrote: a result or an error, never a wild read or write, never a partial write. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "test.h"
+
+void test_header_flips(void);
+void test_body_flips(void);
+void test_signed_mutations(void);
+void test_random_bytes(void);
+void test_other_step(void);
+
+typedef struct victim {
+    group g;
+    vec out;
+    uint8_t *good; /* a sound payload */
+    int linear;
+    sid_step at;
+} victim;
+
+static int victim_open(victim *v, const sid_config *c) {
+    if (!group_open(&v->g, c)) return 0;
+    float *x = malloc((size_t)c->n * 4 + 4);
+    v->linear = (sid_plan_codec(v->g.plan)->traits & SID_LINEAR) != 0;
+    v->at = (sid_step){.step = 6, .seed = 1, .group = 2, .rank = 1, .world = 2};
+    v->out = vec_new(c->dtype, c->n, CUT_ODD);
+    data_make(x, c->n, DATA_HEAVY, c->n);
+    vec_set(&v->out, x);
+    CHECK(!sid_encode(v->g.plan, v->out.seg, v->out.n_seg, v->g.state.p, v->g.work.p, &v->at, v->g.payload.p, NULL),
+          "%s: encode", v->g.name);
+    v->good = malloc(v->g.payload.bytes);
+    memcpy(v->good, v->g.payload.p, v->g.payload.bytes);
+    vec_fill(&v->out, 0x44);
+    free(x);
+    return 1;
+}
+
+static void victim_close(victim *v) {
+    free(v->good);
+    vec_free(&v->out);
+    group_close(&v->g);
+}
+
+/* Decodes what is in the payload block and puts the sound one back. */
+static sid_status attack(victim *v) {
+    sid_error err;
+    sid_report report;
+    const sid_status checked = sid_check(v->g.plan, v->g.payload.p, v->g.sizes.payload, &v->at, &err);
+    const sid_status s =
+        sid_decode(v->g.plan, v->g.payload.p, 0, 1, 1, v->out.seg, v->out.n_seg, NULL, &v->at, &report, &err);
+    CHECK(s == checked, "%s: check says %d, decode %d", v->g.name, checked, s);
+    CHECK(s == SID_OK || s == SID_E_CORRUPT || s == SID_E_MISMATCH, "%s: status %d", v->g.name, s);
+    CHECK((s == SID_OK) == !err.text[0], "%s: status %d, text '%s'", v->g.name, s, err.text);
+    if (s)
+        CHECK(vec_filled(&v->out, 0x44), "%s: a refused decode wrote", v->g.name);
+    else
+        vec_fill(&v->out, 0x44);
+    CHECK(vec_intact(&v->out) && group_intact(&v->g), "%s: decode wrote past a block", v->g.name);
+    memcpy(v->g.payload.p, v->good, v->g.payload.bytes);
+    return s;
+}
+
+static void every(void (*run)(victim *), uint64_t n) {
+    for (uint32_t i = 0; sid_codec_at(i); i++)
+        for (int d = SID_F32; d <= SID_BF16; d++) {
+            sid_setting s;
+            sid_config c = config_of(sid_codec_at(i), sid_memory_find("none"), n, (sid_dtype)d);
+            for (uint32_t k = 0; setting_at(sid_codec_at(i), sid_memory_find("none"), k, &s, &c.n_settings); k++) {
+                victim v;
+                c.settings = &s;
+                if (n > 10000 && k && d) continue;
+                if (!victim_open(&v, &c)) continue;
+                run(&v);
+                victim_close(&v);
+            }
+        }
+}
+
+/* Any changed byte of a header is found: the checksum covers all of it. */
+static void flip_header(victim *v) {
+    static const uint8_t masks[] = {1, 0x80, 0xff};
+    for (size_t b = 0; b < SID_HEADER_BYTES; b++)
+        for (size_t m = 0; m < sizeof masks; m++) {
+            v->g.payload.p[b] ^= masks[m];
+            CHECK(attack(v) != SID_OK, "%s: header byte %zu ^ %02x goes unseen", v->g.name, b, masks[m]);
+        }
+    CHECK(attack(v) == SID_OK, "%s: the sound payload is refused", v->g.name);
+}
+void test_header_flips(void) {
+    every(flip_header, 0);
+    every(flip_header, 100);
+    every(flip_header, 66000);
+}
+
+/* So is any changed byte of a body, unless the codec is linear: its body is summed on the way. */
+static void flip_body(victim *v) {
+    rng r = {v->g.sizes.payload};
+    const uint32_t body = (uint32_t)(v->g.sizes.payload - SID_HEADER_BYTES);
+    for (uint32_t k = 0; body && k < (body < 2000 ? body : 60); k++) {
+        const uint32_t b = body < 2000 ? k : rng_below(&r, body);
+        v->g.payload.p[SID_HEADER_BYTES + b] ^= (uint8_t)(1u << (k % 8));
+        const sid_status s = attack(v);
+        CHECK(v->linear || s == SID_E_CORRUPT, "%s: body byte %u goes unseen", v->g.name, b);
+    }
+}
+void test_body_flips(void) {
+    every(flip_body, 0);
+    every(flip_body, 100);
+    every(flip_body, 66000);
+}
+
+/* Past the checksum: bytes, half-words and words of header and body take values that hurt, and the sum is made right. */
+static void mutate_signed(victim *v) {
+    static const uint64_t nasty[] = {0,      1,          2,          0x7f,       0xff,  0xffff,
+                                     0x8000, 0x7fffffff, 0x80000000, 0xffffffff, ~0ull, 1ull << 40};
+    rng r = {v->g.sizes.payload + v->out.n};
+    unsigned refused = 0, runs = v->out.n > 10000 ? 60 : 600;
+    for (unsigned k = 0; k < runs; k++) {
+        for (uint32_t edits = 1 + rng_below(&r, 3); edits; edits--) {
+            const uint32_t size = 1u << rng_below(&r, 4), near = rng_below(&r, 3) ? 256 : (uint32_t)v->g.payload.bytes;
+            const uint32_t room = near < v->g.payload.bytes ? near : (uint32_t)v->g.payload.bytes;
+            const uint64_t value = rng_below(&r, 2) ? nasty[rng_below(&r, sizeof nasty / sizeof *nasty)] : rng_next(&r);
+            memcpy(v->g.payload.p + rng_below(&r, room / size) * size, &value, size);
+        }
+        payload_sign(v->g.payload.p, v->g.payload.bytes, v->linear);
+        refused += attack(v) != SID_OK;
+    }
+    CHECK(refused, "%s: none of %u damaged payloads was refused", v->g.name, runs);
+}
+void test_signed_mutations(void) {
+    every(mutate_signed, 0);
+    every(mutate_signed, 1);
+    every(mutate_signed, 1000);
+    every(mutate_signed, 66000);
+}
+
+/* Noise behind a header that is right, and noise altogether. */
+static void noise(victim *v) {
+    rng r = {7};
+    for (int k = 0; k < (v->out.n > 10000 ? 4 : 40); k++) {
+        const size_t from = k % 2 ? SID_HEADER_BYTES : 0;
+        for (size_t b = from; b < v->g.payload.bytes; b++) v->g.payload.p[b] = (uint8_t)rng_next(&r);
+        payload_sign(v->g.payload.p, v->g.payload.bytes, v->linear);
+        const sid_status s = attack(v);
+        CHECK(from || s != SID_OK, "%s: noise was taken for a payload", v->g.name);
+    }
+}
+void test_random_bytes(void) {
+    every(noise, 100);
+    every(noise, 66000);
+}
+
+static void other(victim *v) {
+    const sid_step right = v->at;
+    CHECK(attack(v) == SID_OK, "%s: the right step", v->g.name);
+    v->at.step++;
+    CHECK(attack(v) == SID_E_MISMATCH, "%s: another step", v->g.name);
+    v->at = right;
+    v->at.group ^= 1;
+    CHECK(attack(v) == SID_E_MISMATCH, "%s: another group", v->g.name);
+    v->at = right;
+    CHECK(sid_check(v->g.plan, v->good, v->g.sizes.payload, NULL, NULL) == SID_OK, "%s: any step", v->g.name);
+    /* a payload of each other codec, n or dtype, made as long as this plan's: sound, but not for it */
+    for (uint32_t i = 0; sid_codec_at(i); i++) {
+        const sid_config c = config_of(sid_codec_at(i), sid_memory_find("none"), v->out.n + 1, v->out.dtype);
+        victim w;
+        if (!victim_open(&w, &c)) continue;
+        const size_t len = w.g.payload.bytes < v->g.payload.bytes ? w.g.payload.bytes : v->g.payload.bytes;
+        memset(v->g.payload.p, 0, v->g.payload.bytes);
+        memcpy(v->g.payload.p, w.good, len);
+        payload_sign(v->g.payload.p, v->g.payload.bytes, v->linear);
+        CHECK(attack(v) == SID_E_MISMATCH, "%s: took a payload of %s", v->g.name, w.g.name);
+        victim_close(&w);
+    }
+}
+void test_other_step(void) { every(other, 100); }

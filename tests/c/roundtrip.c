@@ -1,0 +1,401 @@
+/* Encode and decode, for every codec, memory and dtype of the registry. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bits.h"
+#include "test.h"
+
+void test_round_trip(void);
+void test_settings(void);
+void test_edge_values(void);
+void test_gather(void);
+void test_linear_sum(void);
+void test_isa_agrees(void);
+void test_kept(void);
+void test_nonfinite(void);
+
+enum {
+    MAX_N = 70001
+};
+static float grad[MAX_N], before[MAX_N], after[MAX_N], sent[MAX_N];
+
+static float largest(const float *x, uint64_t n) {
+    float m = 0;
+    for (uint64_t i = 0; i < n; i++) m = fabsf(x[i]) > m ? fabsf(x[i]) : m;
+    return m;
+}
+
+/* A few steps of one group: what was sent and what is kept make up the gradient and what was kept before; segments,
+ * canaries, payload bytes and sizes are as promised. */
+static void steps(const sid_config *c, cut how, int kind, uint32_t world) {
+    group g, twin;
+    if (!group_open(&g, c)) return;
+    if (!group_open(&twin, c)) return;
+    vec x = vec_new(c->dtype, c->n, how), copy = vec_new(c->dtype, c->n, CUT_ONE), out = vec_new(c->dtype, c->n, how);
+    const uint32_t traits = sid_plan_codec(g.plan)->traits, vectors = sid_memory_vectors(g.plan);
+    for (uint64_t step = 0; step < 3; step++) {
+        const sid_step at = {.step = step, .seed = 11, .group = 3, .rank = world - 1, .world = world};
+        sid_stats stats, again;
+        sid_report report;
+        sid_error err;
+        data_make(grad, c->n, kind, step + 1);
+        vec_set(&x, grad);
+        vec_set(&copy, grad);
+        vec_get(&x, grad);
+        if (vectors == 1) sid_residual_out(g.plan, g.state.p, before);
+
+        sid_status s = sid_encode(g.plan, x.seg, x.n_seg, g.state.p, g.work.p, &at, g.payload.p, &stats);
+        CHECK(s == SID_OK, "%s, cut %d: encode: %s", g.name, how, sid_status_text(s));
+        CHECK(vec_equal(&x, &copy), "%s, cut %d: encode wrote to the gradient", g.name, how);
+        CHECK(group_intact(&g) && vec_intact(&x), "%s, cut %d: encode wrote past a block", g.name, how);
+        CHECK(stats.count <= c->n && stats.nonfinite == 0, "%s: count %llu, %llu not finite", g.name,
+              (unsigned long long)stats.count, (unsigned long long)stats.nonfinite);
+        CHECK(stats.walks >= 1 && stats.walks <= 8, "%s: %u readings", g.name, stats.walks);
+        s = sid_check(g.plan, g.payload.p, g.sizes.payload, &at, &err);
+        CHECK(s == SID_OK, "%s: check: %s", g.name, err.text);
+
+        /* one long segment, another place in memory: the same bytes */
+        s = sid_encode(twin.plan, copy.seg, copy.n_seg, twin.state.p, twin.work.p, &at, twin.payload.p, &again);
+        CHECK(s == SID_OK && !memcmp(g.payload.p, twin.payload.p, g.payload.bytes),
+              "%s, cut %d: the payload depends on the segments", g.name, how);
+        CHECK(stats.count == again.count && stats.found == again.found, "%s: other statistics", g.name);
+
+        vec_fill(&out, 0x77);
+        s = sid_decode(g.plan, g.payload.p, g.sizes.payload, 1, 1.0f, out.seg, out.n_seg, NULL, &at, &report, &err);
+        CHECK(s == SID_OK && !report.nonfinite, "%s, cut %d: decode: %s", g.name, how, err.text);
+        CHECK(vec_intact(&out) && group_intact(&g), "%s, cut %d: decode wrote past a block", g.name, how);
+        vec_get(&out, sent);
+
+        if (traits & SID_LOSSLESS && world == 1) CHECK(vec_equal(&out, &copy), "%s: lossless, but changed", g.name);
+        if (vectors != 1) continue;
+        sid_residual_out(g.plan, g.state.p, after);
+        float max = largest(before, c->n), bad = 0;
+        max += largest(grad, c->n);
+        for (uint64_t i = 0; i < c->n; i++) {
+            const float d = fabsf((sent[i] - before[i]) + after[i] - grad[i]);
+            bad = d > bad ? d : bad;
+        }
+        /* `out` has been rounded to the dtype; integers stand that */
+        const float unit = c->dtype == SID_F32 || kind == DATA_INTEGERS ? 0x1p-22f
+                           : c->dtype == SID_F16                        ? 0x1p-10f
+                                                                        : 0x1p-7f;
+        CHECK(bad <= max * unit * (world > 1 ? 2 : 1), "%s, cut %d, data %d, step %llu: %g is lost (largest %g)",
+              g.name, how, kind, (unsigned long long)step, (double)bad, (double)max);
+    }
+    vec_free(&x);
+    vec_free(&copy);
+    vec_free(&out);
+    group_close(&g);
+    group_close(&twin);
+}
+
+static void every(void (*run)(const sid_config *, uint32_t), uint64_t n, uint32_t arg) {
+    for (uint32_t i = 0; sid_codec_at(i); i++)
+        for (uint32_t m = 0; sid_memory_at(m); m++)
+            for (int d = SID_F32; d <= SID_BF16; d++) {
+                const sid_config c = config_of(sid_codec_at(i), sid_memory_at(m), n, (sid_dtype)d);
+                run(&c, arg);
+            }
+}
+
+static void run_integers(const sid_config *c, uint32_t how) { steps(c, (cut)how, DATA_INTEGERS, 1); }
+
+void test_round_trip(void) {
+    static const uint64_t sizes[] = {0,    1,    2,    15,   16,    17,    1023,  1024,
+                                     1025, 4095, 4096, 4097, 65535, 65536, 65537, MAX_N};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (uint32_t how = 0; how < CUTS; how++)
+            if (sizes[i] < 5000 || how == i % CUTS) every(run_integers, sizes[i], how);
+}
+
+static void run_settings(const sid_config *base, uint32_t how) {
+    sid_config c = *base;
+    sid_setting s;
+    for (uint32_t i = 1; setting_at(sid_codec_find(c.codec), sid_memory_find(c.memory), i, &s, &c.n_settings); i++) {
+        c.settings = &s;
+        steps(&c, (cut)how, i % 2 ? DATA_INTEGERS : DATA_HEAVY, 1);
+    }
+}
+
+void test_settings(void) {
+    every(run_settings, 1500, CUT_ODD);
+    every(run_settings, MAX_N, CUT_ONE);
+}
+
+static void run_kind(const sid_config *c, uint32_t kind) {
+    /* halves cannot hold the largest floats: what they would show is their own overflow */
+    if (kind == DATA_HUGE && c->dtype != SID_F32) return;
+    if (kind == DATA_HUGE && sid_codec_find(c->codec)->traits & SID_LINEAR) return; /* saturates, as documented */
+    steps(c, CUT_ODD, (int)kind, 1 + kind % 3);
+}
+
+void test_edge_values(void) {
+    for (uint32_t kind = DATA_NORMAL; kind < DATAS; kind++) {
+        every(run_kind, 1, kind);
+        every(run_kind, 4500, kind);
+    }
+}
+
+/* ---- several ranks ----------------------------------------------------------------------------------------------- */
+
+enum {
+    WORLD = 3
+};
+
+/* Encodes for WORLD ranks; payloads lie one after the other in `all`. */
+static sid_status encode_all(group *g, const sid_config *c, uint8_t *all, uint64_t stride, vec *x) {
+    sid_status s = SID_OK;
+    for (uint32_t rank = 0; rank < WORLD && !s; rank++) {
+        const sid_step at = {.step = 4, .rank = rank, .world = WORLD};
+        data_make(grad, c->n, DATA_NORMAL, rank + 10);
+        vec_set(x, grad);
+        memset(g->state.p, 0, g->state.bytes); /* each rank has its own */
+        s = sid_encode(g->plan, x->seg, x->n_seg, g->state.p, g->work.p, &at, g->payload.p, NULL);
+        memcpy(all + rank * stride, g->payload.p, g->payload.bytes);
+    }
+    return s;
+}
+
+static void run_gather(const sid_config *c, uint32_t how) {
+    group g;
+    sid_error err;
+    if (!group_open(&g, c)) return;
+    const uint64_t stride = g.sizes.payload + 64;
+    block all = block_new((size_t)stride * WORLD, 0);
+    vec x = vec_new(c->dtype, c->n, (cut)how), want = vec_new(c->dtype, c->n, CUT_ONE);
+    CHECK(!encode_all(&g, c, all.p, stride, &x), "%s: encode", g.name);
+    const sid_step at = {.step = 4};
+
+    /* sum in rank order in float32; the parts are exact in a float32 group */
+    memset(after, 0, sizeof after);
+    for (uint32_t rank = 0; rank < WORLD; rank++) {
+        CHECK(!sid_decode(g.plan, all.p + rank * stride, 0, 1, 1, x.seg, x.n_seg, NULL, &at, NULL, &err), "%s",
+              err.text);
+        vec_get(&x, sent);
+        for (uint64_t i = 0; i < c->n; i++) after[i] += sent[i];
+    }
+    for (uint64_t i = 0; i < c->n; i++) after[i] *= 1.0f / WORLD;
+    CHECK(!sid_decode(g.plan, all.p, stride, WORLD, 1.0f / WORLD, x.seg, x.n_seg, NULL, &at, NULL, &err), "%s",
+          err.text);
+    vec_get(&x, sent);
+    float bad = 0;
+    for (uint64_t i = 0; i < c->n; i++) bad = fabsf(sent[i] - after[i]) > bad ? fabsf(sent[i] - after[i]) : bad;
+    const int linear = (sid_plan_codec(g.plan)->traits & SID_LINEAR) != 0; /* these scale before they sum */
+    const float unit = c->dtype == SID_F32 ? (linear ? 0x1p-22f : 0) : c->dtype == SID_F16 ? 0x1p-9f : 0x1p-6f;
+    CHECK(bad <= unit * largest(after, c->n), "%s: decode of 3 is off by %g", g.name, (double)bad);
+
+    CHECK(vec_intact(&x) && block_intact(&all) && group_intact(&g), "%s: canary", g.name);
+    /* the second payload is broken: it is named, and nothing is written */
+    sid_report report;
+    all.p[stride + 20] ^= 1;
+    vec_fill(&x, 0x31);
+    const sid_status s = sid_decode(g.plan, all.p, stride, WORLD, 1, x.seg, x.n_seg, NULL, &at, &report, &err);
+    CHECK(s == SID_E_CORRUPT && report.culprit == 1 && err.text[0], "%s: %s, culprit %u", g.name, sid_status_text(s),
+          report.culprit);
+    CHECK(vec_filled(&x, 0x31), "%s: a refused decode wrote", g.name);
+    vec_free(&x);
+    vec_free(&want);
+    block_free(&all);
+    group_close(&g);
+}
+
+void test_gather(void) {
+    every(run_gather, 33, CUT_ODD);
+    every(run_gather, MAX_N, CUT_ODD);
+}
+
+/* What an all-reduce does to linear bodies: summed in their own dtype, header and tail untouched. */
+static void run_linear_sum(const sid_config *c, uint32_t how) {
+    group g;
+    sid_error err;
+    if (!(sid_codec_find(c->codec)->traits & SID_LINEAR) || !group_open(&g, c)) return;
+    block all = block_new((size_t)g.sizes.payload * WORLD, 0);
+    vec x = vec_new(c->dtype, c->n, (cut)how);
+    CHECK(!encode_all(&g, c, all.p, g.sizes.payload, &x), "%s: encode", g.name);
+    const sid_dtype d = g.sizes.body_dtype;
+    for (uint64_t i = 0; i < g.sizes.body_count; i++) {
+        float sum = 0;
+        for (uint32_t rank = 0; rank < WORLD; rank++) {
+            const uint8_t *b = all.p + rank * g.sizes.payload + g.sizes.body_offset;
+            float v = 0;
+            uint16_t h;
+            if (d == SID_F32)
+                memcpy(&v, b + 4 * i, 4);
+            else {
+                memcpy(&h, b + 2 * i, 2);
+                v = d == SID_F16 ? sid_f16_to_f32(h) : sid_bf16_to_f32(h);
+            }
+            sum += v;
+        }
+        uint8_t *b = all.p + g.sizes.body_offset;
+        const uint16_t h = d == SID_F16 ? sid_f32_to_f16(sum) : sid_f32_to_bf16(sum);
+        if (d == SID_F32)
+            memcpy(b + 4 * i, &sum, 4);
+        else
+            memcpy(b + 2 * i, &h, 2);
+    }
+    CHECK(!sid_decode(g.plan, all.p, 0, 1, 1.0f / WORLD, x.seg, x.n_seg, NULL, NULL, NULL, &err), "%s: %s", g.name,
+          err.text);
+    vec_get(&x, sent);
+    memset(after, 0, sizeof after);
+    for (uint32_t rank = 0; rank < WORLD; rank++) {
+        data_make(grad, c->n, DATA_NORMAL, rank + 10);
+        for (uint64_t i = 0; i < c->n; i++) after[i] += grad[i] / WORLD;
+    }
+    float bad = 0;
+    for (uint64_t i = 0; i < c->n; i++) bad = fabsf(sent[i] - after[i]) > bad ? fabsf(sent[i] - after[i]) : bad;
+    const int coarse = c->dtype == SID_BF16 || d == SID_BF16;
+    const float unit = c->dtype == SID_F32 && d == SID_F32 ? 0x1p-22f : coarse ? 0x1p-6f : 0x1p-9f;
+    CHECK(bad <= 4 * unit, "%s: the mean of 3 is off by %g", g.name, (double)bad); /* |x| < 6 */
+    vec_free(&x);
+    block_free(&all);
+    group_close(&g);
+}
+
+void test_linear_sum(void) { every(run_linear_sum, 4500, CUT_ODD); }
+
+/* ---- instruction sets -------------------------------------------------------------------------------------------- */
+
+/* Every instruction set that this processor has writes the bytes of the base: payload, what is kept, output. */
+static void run_isa(const sid_config *base, uint32_t kind) {
+    for (sid_isa isa = SID_ISA_AVX2; isa <= SID_ISA_AVX512; isa++) {
+        group g[2];
+        sid_config c = *base;
+        c.isa = isa;
+        if (!group_open(&g[1], &c)) continue;
+        c.isa = SID_ISA_BASE;
+        if (!group_open(&g[0], &c)) return;
+        vec x = vec_new(c.dtype, c.n, CUT_ODD),
+            out[2] = {vec_new(c.dtype, c.n, CUT_ODD), vec_new(c.dtype, c.n, CUT_ODD)};
+        for (uint64_t step = 0; step < 3; step++) {
+            const sid_step at = {.step = step, .seed = 5, .world = 2};
+            data_make(grad, c.n, (int)kind, step);
+            if (step == 1 && c.n > 5) grad[5] = NAN;
+            vec_set(&x, grad);
+            sid_report report[2];
+            for (int k = 0; k < 2; k++) {
+                sid_status s =
+                    sid_encode(g[k].plan, x.seg, x.n_seg, g[k].state.p, g[k].work.p, &at, g[k].payload.p, NULL);
+                CHECK(!s, "%s: encode: %s", g[k].name, sid_status_text(s));
+                memcpy(out[k].blocks[0].p, x.blocks[0].p, x.blocks[0].bytes);
+                vec_set(&out[k], grad);
+                s = sid_decode(g[k].plan, g[k].payload.p, 0, 1, 0.5f, out[k].seg, out[k].n_seg, g[k].state.p, &at,
+                               &report[k], NULL);
+                CHECK(!s, "%s: decode: %s", g[k].name, sid_status_text(s));
+                if (sid_memory_vectors(g[k].plan) == 1) sid_residual_out(g[k].plan, g[k].state.p, k ? after : before);
+            }
+            const char *name = sid_plan_isa(g[1].plan);
+            CHECK(!memcmp(g[0].payload.p, g[1].payload.p, g[0].payload.bytes), "%s: %s writes another payload",
+                  g[0].name, name);
+            CHECK(vec_equal(&out[0], &out[1]), "%s: %s decodes otherwise", g[0].name, name);
+            CHECK(report[0].nonfinite == report[1].nonfinite, "%s: %s sees other NaNs", g[0].name, name);
+            if (sid_memory_vectors(g[0].plan) == 1)
+                CHECK(!memcmp(before, after, 4 * c.n), "%s: %s keeps otherwise", g[0].name, name);
+            CHECK(group_intact(&g[0]) && group_intact(&g[1]), "%s: canary", g[0].name);
+        }
+        vec_free(&x);
+        vec_free(&out[0]);
+        vec_free(&out[1]);
+        group_close(&g[0]);
+        group_close(&g[1]);
+    }
+}
+
+void test_isa_agrees(void) {
+    for (uint32_t kind = 0; kind < DATAS; kind++) every(run_isa, 4099, kind);
+    every(run_isa, MAX_N, DATA_HEAVY);
+    every(run_isa, 31, DATA_NORMAL);
+}
+
+/* ---- what is kept ------------------------------------------------------------------------------------------------ */
+
+static void run_kept(const sid_config *c, uint32_t how) {
+    group g;
+    if (!group_open(&g, c)) return;
+    vec x = vec_new(c->dtype, c->n, (cut)how);
+    const sid_step at = {.world = 1};
+    if (!sid_memory_vectors(g.plan)) {
+        memset(after, 1, sizeof after);
+        CHECK(!sid_residual_out(g.plan, g.state.p, after) && largest(after, c->n) == 0, "%s: kept something", g.name);
+    }
+    if (sid_memory_vectors(g.plan) == 1) {
+        data_make(before, c->n, DATA_NORMAL, 9);
+        CHECK(!sid_residual_in(g.plan, g.state.p, before), "%s: in", g.name);
+        CHECK(!sid_residual_out(g.plan, g.state.p, after), "%s: out", g.name);
+        CHECK(!memcmp(before, after, 4 * c->n), "%s: in and out differ", g.name);
+        CHECK(!sid_rescale(g.plan, g.state.p, 0.25f), "%s: rescale", g.name);
+        CHECK(!sid_residual_out(g.plan, g.state.p, after), "%s: out", g.name);
+        int same = 1;
+        for (uint64_t i = 0; i < c->n; i++) same &= after[i] == 0.25f * before[i];
+        CHECK(same, "%s: rescale is not a product", g.name);
+        /* a zero gradient: acc is what was kept; unsend brings all of it back */
+        memcpy(before, after, 4 * c->n);
+        data_make(grad, c->n, DATA_ZERO, 1);
+        vec_set(&x, grad);
+        CHECK(!sid_encode(g.plan, x.seg, x.n_seg, g.state.p, g.work.p, &at, g.payload.p, NULL), "%s: encode", g.name);
+        CHECK(!sid_unsend(g.plan, g.state.p), "%s: unsend", g.name);
+        CHECK(!sid_residual_out(g.plan, g.state.p, after), "%s: out", g.name);
+        same = 1;
+        for (uint64_t i = 0; i < c->n; i++) same &= after[i] == before[i];
+        CHECK(same, "%s: unsend does not bring all back", g.name);
+        CHECK(group_intact(&g), "%s: canary", g.name);
+    }
+    vec_free(&x);
+    group_close(&g);
+}
+
+void test_kept(void) {
+    every(run_kept, 1, CUT_ONE);
+    every(run_kept, 2049, CUT_TINY);
+}
+
+/* ---- NaN and Inf ------------------------------------------------------------------------------------------------- */
+
+static void run_nonfinite(const sid_config *c, uint32_t how) {
+    group g;
+    if (!group_open(&g, c)) return;
+    vec x = vec_new(c->dtype, c->n, (cut)how);
+    const uint32_t vectors = sid_memory_vectors(g.plan);
+    static const float bad[] = {NAN, INFINITY, -INFINITY};
+    for (uint64_t step = 0; step < 4; step++) {
+        const sid_step at = {.step = step, .world = 1};
+        const uint64_t where = step == 1 ? 0 : step == 2 ? c->n / 2 : c->n - 1;
+        sid_stats stats;
+        sid_report report;
+        sid_error err;
+        data_make(grad, c->n, DATA_NORMAL, step);
+        if (vectors == 1) sid_residual_out(g.plan, g.state.p, before);
+        if (step) grad[where] = bad[step - 1];
+        vec_set(&x, grad);
+        CHECK(!sid_encode(g.plan, x.seg, x.n_seg, g.state.p, g.work.p, &at, g.payload.p, &stats), "%s: encode", g.name);
+        CHECK(stats.nonfinite == (step ? 1 : 0), "%s: %llu not finite, step %llu", g.name,
+              (unsigned long long)stats.nonfinite, (unsigned long long)step);
+        CHECK(!sid_decode(g.plan, g.payload.p, 0, 1, 1, x.seg, x.n_seg, g.state.p, &at, &report, &err), "%s: %s",
+              g.name, err.text);
+        CHECK(report.nonfinite == (step ? 1 : 0), "%s: step %llu reports %u", g.name, (unsigned long long)step,
+              report.nonfinite);
+        vec_get(&x, sent);
+        if (step) CHECK(!isfinite(sent[where]), "%s: the step came out finite: %g", g.name, (double)sent[where]);
+        if (vectors != 1) continue;
+        sid_residual_out(g.plan, g.state.p, after);
+        float off = 0, most = 6.0f * 0x1p-22f;
+        int finite = 1;
+        for (uint64_t i = 0; i < c->n; i++) {
+            finite &= isfinite(after[i]) != 0;
+            if (step) off = fabsf(after[i] - before[i]) > off ? fabsf(after[i] - before[i]) : off;
+        }
+        CHECK(finite, "%s: the memory took in NaN or Inf, step %llu", g.name, (unsigned long long)step);
+        CHECK(off <= most, "%s: a skipped step moved the memory by %g", g.name, (double)off);
+    }
+    CHECK(group_intact(&g) && vec_intact(&x), "%s: canary", g.name);
+    vec_free(&x);
+    group_close(&g);
+}
+
+void test_nonfinite(void) {
+    every(run_nonfinite, 1, CUT_ONE);
+    every(run_nonfinite, 3000, CUT_TINY);
+    every(run_nonfinite, MAX_N, CUT_ODD);
+}

@@ -1,0 +1,107 @@
+/* A small harness: a test is a function in main.c's list, CHECK reports and goes on. */
+#ifndef SID_TEST_H
+#define SID_TEST_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "sidcomp.h"
+#include "wire.h"
+
+void test_report(const char *file, int line, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
+extern atomic_ulong test_checks;
+
+/* CHECK(condition, "what was seen: %d", x) */
+#define CHECK(condition, ...)                                                                                          \
+    do {                                                                                                               \
+        atomic_fetch_add_explicit(&test_checks, 1, memory_order_relaxed);                                              \
+        if (!(condition)) test_report(__FILE__, __LINE__, __VA_ARGS__);                                                \
+    } while (0)
+
+/* ---- random numbers ---------------------------------------------------------------------------------------------- */
+
+typedef struct rng {
+    uint64_t s;
+} rng;
+uint64_t rng_next(rng *r);
+uint32_t rng_below(rng *r, uint32_t n); /* n > 0 */
+float rng_normal(rng *r);
+
+/* ---- memory with canaries ---------------------------------------------------------------------------------------- */
+
+/* `bytes` at a multiple of 64, plus `shift`; the bytes around them are watched. */
+typedef struct block {
+    uint8_t *raw, *p;
+    size_t bytes, room;
+} block;
+block block_new(size_t bytes, size_t shift);
+int block_intact(const block *b); /* 1: nothing was written around it */
+void block_free(block *b);
+
+/* ---- a group ----------------------------------------------------------------------------------------------------- */
+
+/* How the elements of a group are cut into segments. */
+typedef enum cut {
+    CUT_ONE,  /* one segment, aligned */
+    CUT_ODD,  /* some segments, each at an odd element */
+    CUT_TINY, /* segments of 1 to 3 elements, empty ones between (the first 2000 elements; then one long segment) */
+    CUTS
+} cut;
+
+typedef struct vec { /* n elements of a dtype in segments, each in a block of its own */
+    sid_dtype dtype;
+    uint64_t n;
+    uint32_t n_seg;
+    sid_segment *seg;
+    block *blocks;
+} vec;
+vec vec_new(sid_dtype dtype, uint64_t n, cut how);
+void vec_set(vec *v, const float *x); /* rounds to the dtype */
+void vec_get(const vec *v, float *x);
+void vec_fill(vec *v, uint8_t byte);        /* all bytes */
+int vec_filled(const vec *v, uint8_t byte); /* are all bytes still so? */
+int vec_equal(const vec *a, const vec *b);  /* same bytes in the same order, whatever the segments */
+int vec_intact(const vec *v);
+void vec_free(vec *v);
+
+size_t dtype_bytes(sid_dtype d);
+const char *dtype_name(sid_dtype d);
+
+/* ---- a plan with its memories ------------------------------------------------------------------------------------ */
+
+typedef struct group {
+    block plan_mem, state, work, payload;
+    const sid_plan *plan;
+    sid_sizes sizes;
+    char name[160]; /* for messages */
+} group;
+
+/* 0 if the configuration is one that this machine or codec does not have; a CHECK has failed for any other error. */
+int group_open(group *g, const sid_config *c);
+int group_intact(const group *g);
+void group_close(group *g);
+
+sid_config config_of(const sid_info *codec, const sid_info *memory, uint64_t n, sid_dtype dtype);
+
+/* The settings that a test walks: i == 0 the defaults, then every parameter at its smallest and largest value, every
+ * choice. Returns 0 past the end; the setting is written to *s. */
+int setting_at(const sid_info *codec, const sid_info *memory, uint32_t i, sid_setting *s, uint32_t *n);
+
+/* The gradients that a test walks. */
+enum {
+    DATA_INTEGERS, /* -60 to 60: sums of two steps are exact in every dtype */
+    DATA_NORMAL,
+    DATA_HEAVY, /* a few values carry the weight */
+    DATA_EQUAL, /* one magnitude, both signs */
+    DATA_ZERO,
+    DATA_DENORMAL,
+    DATA_HUGE, /* up to the largest float */
+    DATAS
+};
+void data_make(float *x, uint64_t n, int kind, uint64_t seed);
+
+/* Writes the checksum that the header should carry (by the page's formula, not by the core's code). */
+void payload_sign(uint8_t *payload, uint64_t bytes, int linear);
+
+#endif
