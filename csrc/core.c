@@ -60,13 +60,11 @@ const float *sid_load(const sid_simd *v, sid_dtype d, const void *p, uint64_t fr
     return buf;
 }
 
-void sid_store(const sid_simd *v, sid_dtype d, void *p, uint64_t from, uint32_t len, const float *x, int stream) {
-    if (d != SID_F32)
-        (d == SID_F16 ? v->f32_to_f16 : v->f32_to_bf16)(x, (uint16_t *)p + from, len);
-    else if (stream)
-        v->stream(x, (float *)p + from, len);
-    else
+void sid_store(const sid_simd *v, sid_dtype d, void *p, uint64_t from, uint32_t len, const float *x) {
+    if (d == SID_F32)
         memcpy((float *)p + from, x, 4ull * len);
+    else
+        (d == SID_F16 ? v->f32_to_f16 : v->f32_to_bf16)(x, (uint16_t *)p + from, len);
 }
 
 uint64_t sid_payload_checksum(const sid_simd *v, const uint8_t *payload, uint64_t bytes) {
@@ -116,7 +114,7 @@ sid_status sid_scale(const sid_segment *seg, uint32_t n_seg, sid_dtype dtype, fl
             } else {
                 sid_load(v, dtype, seg[s].ptr, at, len, buf);
                 v->scale(buf, buf, len, factor);
-                sid_store(v, dtype, seg[s].ptr, at, len, buf, 0);
+                sid_store(v, dtype, seg[s].ptr, at, len, buf);
             }
             at += len;
         }

@@ -41,10 +41,10 @@ static int nonfinite(sid_gather *g) {
         if (((const sid_header *)(const void *)(g->payloads + i * g->stride))->flags & SID_FLAG_NONFINITE) return 1;
     if (!(p->codec->info.traits & SID_LINEAR)) return 0;
     for (uint64_t at = 0; at < p->n; at += SID_DECODE_TILE) {
-        float x[SID_DECODE_TILE];
+        float x[SID_DECODE_TILE] = {0};
         const uint32_t len = p->n - at < SID_DECODE_TILE ? (uint32_t)(p->n - at) : SID_DECODE_TILE;
         p->codec->decode(g, x, at, len);
-        if (p->simd->max_key(x, len) >= SID_KEY_INF) return 1;
+        if (!p->simd->finite(x, len)) return 1;
     }
     return 0;
 }
@@ -87,16 +87,17 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
     if (!linear || memory) report->nonfinite = (uint32_t)nonfinite(&g);
     if (report->nonfinite && memory) sid_take_back(p, state, seg);
 
-    const int fill = report->nonfinite && !linear, stream = p->n >= STREAM_FROM;
+    const int fill = report->nonfinite && !linear, past = p->n >= STREAM_FROM && p->dtype == SID_F32;
+    float x[SID_DECODE_TILE] = {0};
     uint64_t off = 0;
     for (uint64_t from = 0; from < p->n; from += SID_DECODE_TILE) {
-        float x[SID_DECODE_TILE];
         const uint32_t len = p->n - from < SID_DECODE_TILE ? (uint32_t)(p->n - from) : SID_DECODE_TILE;
         if (fill)
             for (uint32_t i = 0; i < len; i++) x[i] = sid_bits_f32(0x7fc00000u);
         else
             p->codec->decode(&g, x, from, len);
-        if (linear && !memory && p->simd->max_key(x, len) >= SID_KEY_INF) report->nonfinite = 1;
+        if (linear && !memory && !p->simd->finite(x, len)) report->nonfinite = 1;
+        if (!past) p->simd->scale(x, x, len, g.scale);
         for (uint32_t pos = 0; pos < len;) {
             while (off == seg->len) {
                 seg++;
@@ -104,11 +105,15 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
             }
             const uint64_t left = seg->len - off;
             const uint32_t take = left < len - pos ? (uint32_t)left : len - pos;
-            sid_store(p->simd, p->dtype, seg->ptr, off, take, x + pos, stream);
+            if (past)
+                p->simd->drain(x + pos, (float *)seg->ptr + off, take, g.scale);
+            else
+                sid_store(p->simd, p->dtype, seg->ptr, off, take, x + pos);
             off += take;
             pos += take;
         }
+        if (!past) memset(x, 0, 4ull * len);
     }
-    if (stream) p->simd->fence();
+    if (past) p->simd->fence();
     return SID_OK;
 }

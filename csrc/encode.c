@@ -62,7 +62,7 @@ static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t le
     if (vectors) p->codec->keep(p, &w->state->rule, vec[0], at, len);
     for (uint32_t pos = 0, take; pos < len; pos += take) {
         const float *g = next_piece(p, from, len - pos, &take, half);
-        if (p->simd->max_key(g, take) >= SID_KEY_INF) {
+        if (!p->simd->finite(g, take)) {
             if (linear) { /* a linear body carries NaN and Inf as they are, to be summed */
                 if (!bad && pos) memcpy(raw, vectors ? vec[0] : buf, 4ull * pos);
                 memcpy(raw + pos, g, 4ull * take);

@@ -99,8 +99,9 @@ typedef struct sid_codec {
     void (*rescale)(const sid_plan *p, sid_state *s, float factor);
     /* The body of one payload, header already checked. */
     sid_status (*check)(const sid_plan *p, const uint8_t *payload, sid_error *err);
-    void (*open)(sid_gather *g); /* payloads already checked; places its cursors */
-    /* out[0..len) = scale * sum of payloads over elements at .. at + len; called with at ascending, len <= SID_DECODE_TILE */
+    void (*open)(sid_gather *g); /* payloads already checked; places cursors, and may correct g->scale */
+    /* Sum of the payloads over elements at .. at + len, unscaled, into out, which holds zeros; called with at ascending,
+     * in steps of SID_DECODE_TILE. */
     void (*decode)(sid_gather *g, float *out, uint64_t at, uint32_t len);
 } sid_codec;
 
@@ -119,7 +120,7 @@ typedef struct sid_memory {
  * Arrays may have any element alignment. Sums run in 16 float lanes (element i in lane i % 16), combined pairwise. */
 typedef struct sid_simd {
     const char *name;
-    uint32_t (*max_key)(const float *x, uint32_t n);
+    int (*finite)(const float *x, uint32_t n);                          /* 1: no NaN, no Inf */
     void (*add)(float *acc, const float *g, uint32_t n);                /* acc += g, saturating at +-FLT_MAX */
     void (*zero_from)(float *acc, uint32_t n, uint32_t key);            /* acc = 0 where key(acc) >= key */
     /* Appends index (base + i) and value of elements with key(x) >= key; may write up to 16 entries past the last. */
@@ -137,8 +138,8 @@ typedef struct sid_simd {
     void (*f16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*bf16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*scale)(const float *x, float *y, uint32_t n, float s);       /* y = x * s; may be in place */
-    void (*stream)(const float *x, float *y, uint32_t n);               /* copy past the caches; fence() before use */
-    void (*fence)(void);
+    void (*drain)(float *x, float *y, uint32_t n, float s);             /* y = x * s past the caches, x = 0 */
+    void (*fence)(void);                                                /* makes drained stores visible to other threads */
     void (*checksum)(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted);
 } sid_simd;
 
@@ -156,8 +157,8 @@ uint64_t sid_payload_checksum(const sid_simd *v, const uint8_t *payload, uint64_
 size_t sid_dtype_size(sid_dtype d); /* 0: no such dtype */
 /* len elements of dtype d at p, from element `from` on, as floats: p itself where it is float32, else converted to buf. */
 const float *sid_load(const sid_simd *v, sid_dtype d, const void *p, uint64_t from, uint32_t len, float *buf);
-/* The reverse, rounded once; `stream`: past the caches (float32 only). */
-void sid_store(const sid_simd *v, sid_dtype d, void *p, uint64_t from, uint32_t len, const float *x, int stream);
+/* The reverse, rounded once. */
+void sid_store(const sid_simd *v, sid_dtype d, void *p, uint64_t from, uint32_t len, const float *x);
 
 #ifdef __cplusplus
 }

@@ -41,7 +41,7 @@ static void write_body(const sid_plan *p, const float *acc, float s, void *body,
     }
     p->simd->scale(acc, x, len, s);
     p->simd->clamp(x, x, len, d == SID_F16 ? 65504.0f : sid_bits_f32(0x7f7f0000u));
-    sid_store(p->simd, d, body, at, len, x, 0);
+    sid_store(p->simd, d, body, at, len, x);
 }
 
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
@@ -85,21 +85,21 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     return SID_OK;
 }
 
-static void open_all(sid_gather *g) { (void)g; }
+static void open_all(sid_gather *g) {
+    const sid_header *h = (const sid_header *)(const void *)g->payloads;
+    g->scale = (float)((double)g->scale * (double)inverse_of(h->scale));
+}
 
 static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     const sid_plan *p = g->plan;
     float buf[SID_DECODE_TILE];
-    const sid_header *h = (const sid_header *)(const void *)g->payloads;
-    const float factor = (float)((double)g->scale * (double)inverse_of(h->scale));
     for (uint32_t r = 0; r < g->count; r++) {
         const float *x = sid_load(p->simd, body_dtype(p), g->payloads + r * g->stride + SID_HEADER_BYTES, at, len, buf);
         if (r == 0)
-            memcpy(out, x, 4ull * len);
+            memcpy(out, x, 4ull * len); /* not 0 + x, which would lose the sign of -0 */
         else
             for (uint32_t i = 0; i < len; i++) out[i] += x[i];
     }
-    p->simd->scale(out, out, len, factor);
 }
 
 #define LINEAR_CODEC(symbol, ...)                                                                                   \

@@ -255,28 +255,43 @@ sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *er
 
 void sparse_open(sid_gather *g) { memset(g->cursor, 0, g->count * sizeof *g->cursor); }
 
+/* Ascending indices: how many of the first `left` lie below `end`. */
+static uint32_t entries_below(const uint16_t *idx, uint32_t left, uint32_t end) {
+    uint32_t lo = 0, step = 16;
+    while (lo + step <= left && idx[lo + step - 1] < end) {
+        lo += step;
+        step *= 2;
+    }
+    uint32_t hi = lo + step < left ? lo + step : left;
+    while (lo < hi) {
+        const uint32_t mid = lo + (hi - lo) / 2;
+        if (idx[mid] < end)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
 void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     const sid_plan *p = g->plan;
     const uint64_t at_idx = sid_sparse_index_at(p->n), at_val = sid_sparse_value_at(p->n, p->cap);
     const uint32_t base = (uint32_t)(at % SID_WIRE_TILE), end = base + len;
     const int half = is_half(p);
-    memset(out, 0, 4ull * len);
     for (uint32_t r = 0; r < g->count; r++) {
         const uint8_t *payload = g->payloads + r * g->stride;
         sid_cursor *c = &g->cursor[r];
         if (base == 0) c->left = ((const uint32_t *)(const void *)(payload + SID_HEADER_BYTES))[at / SID_WIRE_TILE];
         const uint16_t *idx = (const uint16_t *)(const void *)(payload + at_idx) + c->pos;
-        const uint8_t *val = payload + at_val;
-        uint32_t i = 0;
+        const uint32_t here = entries_below(idx, c->left, end);
         if (half) {
-            const uint16_t *v = (const uint16_t *)(const void *)val + c->pos;
-            for (; i < c->left && idx[i] < end; i++) out[idx[i] - base] += sid_f16_to_f32(v[i]);
+            const uint16_t *v = (const uint16_t *)(const void *)(payload + at_val) + c->pos;
+            for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += sid_f16_to_f32(v[i]);
         } else {
-            const float *v = (const float *)(const void *)val + c->pos;
-            for (; i < c->left && idx[i] < end; i++) out[idx[i] - base] += v[i];
+            const float *v = (const float *)(const void *)(payload + at_val) + c->pos;
+            for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += v[i];
         }
-        c->pos += i;
-        c->left -= i;
+        c->pos += here;
+        c->left -= here;
     }
-    p->simd->scale(out, out, len, g->scale);
 }

@@ -17,7 +17,30 @@
 
 #define LANES 16
 
-static uint32_t key_of(float x) { return sid_key(x); }
+/* The compilers' own vector type, as wide as this variant's registers. */
+#if defined(SID_HAS_AVX512)
+#define BYTES 64
+#elif defined(SID_HAS_AVX2)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+enum { WIDE = BYTES / 4, PARTS = LANES / WIDE };
+typedef float vf __attribute__((vector_size(BYTES)));
+typedef int32_t vi __attribute__((vector_size(BYTES)));
+
+static inline vf load(const float *x) {
+    vf v;
+    memcpy(&v, x, sizeof v);
+    return v;
+}
+static inline void store(float *x, vf v) { memcpy(x, &v, sizeof v); }
+static inline vi bits(vf v) { return (vi)v; }
+static inline vi keys(vf v) { return (vi)v & 0x7fffffff; } /* below 2^31: signed comparisons will do */
+static inline vi either(vi mask, vi a, vi b) { return (a & mask) | (b & ~mask); }
+
+/* The first touch of a tile asks for the next one: a tile is a page long, and hardware prefetching stops there. */
+static inline void ahead(const float *x) { __builtin_prefetch(x + SID_TILE, 0, 3); }
 
 static float combine(float *lane) {
     for (int w = LANES / 2; w; w /= 2)
@@ -25,61 +48,79 @@ static float combine(float *lane) {
     return lane[0];
 }
 
-static uint32_t max_key(const float *x, uint32_t n) {
-    int32_t m = 0; /* keys are below 2^31 */
-    for (uint32_t i = 0; i < n; i++) {
-        const int32_t k = (int32_t)key_of(x[i]);
-        m = k > m ? k : m;
+static int finite(const float *x, uint32_t n) {
+    vi any = {0};
+    uint32_t i = 0;
+    int32_t top = 0;
+    for (; i + LANES <= n; i += LANES) {
+        ahead(x + i);
+        for (uint32_t q = 0; q < LANES; q += WIDE) any |= keys(load(x + i + q)) + 0x800000; /* exponent 255: sign bit */
     }
-    return (uint32_t)m;
+    for (int j = 0; j < WIDE; j++) top |= any[j];
+    for (; i < n; i++) top |= (int32_t)(sid_key(x[i]) + 0x800000u);
+    return top >= 0;
 }
 
 static void add(float *acc, const float *g, uint32_t n) {
     const float max = 0x1.fffffep127f;
-    for (uint32_t i = 0; i < n; i++) {
-        float s = acc[i] + g[i];
-        s = s > max ? max : s;
-        acc[i] = s < -max ? -max : s;
+    const vi top = (vi){0} + 0x7f7fffff;
+    uint32_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf s = load(acc + i) + load(g + i);
+        const vi k = keys(s);
+        store(acc + i, (vf)(either(k > top, top, k) | (bits(s) & ~0x7fffffff)));
+    }
+    for (; i < n; i++) {
+        const float s = acc[i] + g[i];
+        acc[i] = s > max ? max : s < -max ? -max : s;
     }
 }
 
 static void zero_from(float *acc, uint32_t n, uint32_t key) {
+    uint32_t i = 0;
     if (key > 0x7fffffffu) return;
-    for (uint32_t i = 0; i < n; i++) {
-        const uint32_t u = sid_f32_bits(acc[i]);
-        acc[i] = sid_bits_f32((int32_t)(u & 0x7fffffffu) >= (int32_t)key ? 0u : u);
+    for (; i + LANES <= n; i += LANES) {
+        ahead(acc + i);
+        for (uint32_t q = 0; q < LANES; q += WIDE) {
+            const vf x = load(acc + i + q);
+            store(acc + i + q, (vf)(bits(x) & (keys(x) < (int32_t)key)));
+        }
     }
+    for (; i < n; i++) acc[i] = sid_key(acc[i]) >= key ? 0.0f : acc[i];
 }
 
 static float sum_abs(const float *x, uint32_t n) {
-    float lane[LANES] = {0};
+    vf sum[PARTS] = {{0}};
+    float lane[LANES];
     uint32_t i = 0;
     for (; i + LANES <= n; i += LANES)
-        for (uint32_t j = 0; j < LANES; j++) lane[j] += sid_bits_f32(key_of(x[i + j]));
-    for (uint32_t j = 0; i < n; i++, j++) lane[j] += sid_bits_f32(key_of(x[i]));
+        for (int q = 0; q < PARTS; q++) sum[q] += (vf)keys(load(x + i + q * WIDE));
+    memcpy(lane, sum, sizeof lane);
+    for (uint32_t j = 0; i < n; i++, j++) lane[j] += sid_bits_f32(sid_key(x[i]));
     return combine(lane);
 }
 
-static uint32_t sum_above(const float *x, uint32_t n, uint32_t key, float *sum) {
-    float lane[LANES] = {0};
-    uint32_t count[LANES] = {0}, total = 0, i = 0;
-    if (key > 0x7fffffffu) {
-        *sum = 0;
-        return 0;
-    }
+static uint32_t sum_above(const float *x, uint32_t n, uint32_t key, float *out) {
+    vf sum[PARTS] = {{0}};
+    vi count = {0};
+    float lane[LANES];
+    uint32_t total = 0, i = 0;
+    *out = 0;
+    if (key > 0x7fffffffu) return 0;
     for (; i + LANES <= n; i += LANES)
-        for (uint32_t j = 0; j < LANES; j++) {
-            const uint32_t k = key_of(x[i + j]), in = (int32_t)k >= (int32_t)key ? 0xffffffffu : 0u;
-            lane[j] += sid_bits_f32(k & in);
-            count[j] -= in;
+        for (int q = 0; q < PARTS; q++) {
+            const vi k = keys(load(x + i + q * WIDE)), in = k >= (int32_t)key;
+            sum[q] += (vf)(k & in);
+            count -= in;
         }
+    memcpy(lane, sum, sizeof lane);
     for (uint32_t j = 0; i < n; i++, j++) {
-        const uint32_t k = key_of(x[i]), in = k >= key ? 0xffffffffu : 0u;
-        lane[j] += sid_bits_f32(k & in);
-        count[j] -= in;
+        const uint32_t k = sid_key(x[i]);
+        lane[j] += sid_bits_f32(k >= key ? k : 0u);
+        total += k >= key;
     }
-    for (int j = 0; j < LANES; j++) total += count[j];
-    *sum = combine(lane);
+    for (int j = 0; j < WIDE; j++) total += (uint32_t)count[j];
+    *out = combine(lane);
     return total;
 }
 
@@ -142,7 +183,7 @@ static uint32_t capture(const float *x, uint32_t n, uint32_t key, uint16_t base,
     for (; i < n; i++) {
         idx[c] = (uint16_t)(base + i);
         val[c] = x[i];
-        c += key_of(x[i]) >= key;
+        c += sid_key(x[i]) >= key;
     }
     return c;
 }
@@ -177,7 +218,7 @@ static uint64_t filter(const uint16_t *idx, const float *val, uint64_t n, uint32
     }
 #endif
     for (; i < n; i++) {
-        if (key_of(val[i]) < key) continue;
+        if (sid_key(val[i]) < key) continue;
         if (c == room) return c;
         const uint16_t at = idx[i];
         const float v = val[i];
@@ -211,7 +252,7 @@ static uint64_t band(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uin
     }
 #endif
     for (; i < n; i++) {
-        const uint32_t k = key_of(val[i]);
+        const uint32_t k = sid_key(val[i]);
         out[c] = k;
         c += k >= lo && k < hi;
         over += k >= hi;
@@ -221,10 +262,16 @@ static uint64_t band(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uin
 }
 
 static void clamp(const float *x, float *y, uint32_t n, float max) {
-    for (uint32_t i = 0; i < n; i++) {
+    uint32_t i = 0;
+    const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i);
+        const vi k = keys(v);
+        store(y + i, (vf)(either((k > top) & (k < (int32_t)SID_KEY_INF), top, k) | (bits(v) & ~0x7fffffff)));
+    }
+    for (; i < n; i++) {
         const float v = x[i];
-        const float c = v > max ? max : v < -max ? -max : v;
-        y[i] = (int32_t)key_of(v) < (int32_t)SID_KEY_INF ? c : v;
+        y[i] = sid_key(v) >= SID_KEY_INF ? v : v > max ? max : v < -max ? -max : v;
     }
 }
 
@@ -259,17 +306,24 @@ static void scale(const float *x, float *y, uint32_t n, float s) {
     for (uint32_t i = 0; i < n; i++) y[i] = x[i] * s;
 }
 
-static void stream(const float *x, float *y, uint32_t n) {
+/* y = x * s past the caches, and x = 0. */
+static void drain(float *x, float *y, uint32_t n, float s) {
     uint32_t i = 0;
 #if defined(__SSE2__)
-    for (; i < n && ((uintptr_t)(y + i) & 63u); i++) y[i] = x[i];
-#ifdef SID_HAS_AVX512
-    for (; i + 16 <= n; i += 16) _mm512_stream_ps(y + i, _mm512_loadu_ps(x + i));
+    for (; i < n && ((uintptr_t)(y + i) & 63u); i++) y[i] = x[i] * s;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i) * s;
+#if BYTES == 64
+        _mm512_stream_ps(y + i, (__m512)v);
+#elif BYTES == 32
+        _mm256_stream_ps(y + i, (__m256)v);
 #else
-    for (; i + 4 <= n; i += 4) _mm_stream_ps(y + i, _mm_loadu_ps(x + i));
+        _mm_stream_ps(y + i, (__m128)v);
 #endif
+    }
 #endif
-    for (; i < n; i++) y[i] = x[i];
+    for (; i < n; i++) y[i] = x[i] * s;
+    memset(x, 0, 4ull * n);
 }
 
 static void fence(void) {
@@ -280,7 +334,27 @@ static void fence(void) {
 
 static void checksum(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted) {
     uint64_t a[8] = {0}, b[8] = {0}; /* after T rows b[j] is the sum of (T - row) * w: the place weights of wire.h */
-    for (uint64_t r = 0; r < rows; r++)
+    uint64_t r = 0;
+#ifdef SID_HAS_AVX512
+    __m512i va = _mm512_setzero_si512(), vb = va;
+    for (; r < rows; r++) {
+        va = _mm512_add_epi64(va, _mm512_cvtepu32_epi64(_mm256_loadu_si256((const __m256i *)(const void *)(w + 8 * r))));
+        vb = _mm512_add_epi64(vb, va);
+    }
+    _mm512_storeu_si512(a, va);
+    _mm512_storeu_si512(b, vb);
+#elif defined(SID_HAS_AVX2)
+    __m256i va[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, vb[2] = {va[0], va[0]};
+    for (; r < rows; r++)
+        for (int h = 0; h < 2; h++) {
+            const __m128i x = _mm_loadu_si128((const __m128i *)(const void *)(w + 8 * r + 4 * h));
+            va[h] = _mm256_add_epi64(va[h], _mm256_cvtepu32_epi64(x));
+            vb[h] = _mm256_add_epi64(vb[h], va[h]);
+        }
+    memcpy(a, va, sizeof a);
+    memcpy(b, vb, sizeof b);
+#endif
+    for (; r < rows; r++)
         for (int j = 0; j < 8; j++) {
             a[j] += w[8 * r + (uint64_t)j];
             b[j] += a[j];
@@ -299,7 +373,7 @@ static void checksum(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *
 
 const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .name = TEXT(SID_ISA),
-    .max_key = max_key,
+    .finite = finite,
     .add = add,
     .zero_from = zero_from,
     .capture = capture,
@@ -313,7 +387,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .f16_to_f32 = f16_to_f32,
     .bf16_to_f32 = bf16_to_f32,
     .scale = scale,
-    .stream = stream,
+    .drain = drain,
     .fence = fence,
     .checksum = checksum,
 };
