@@ -1,0 +1,209 @@
+/* sidcomp.h's CUDA calls: arguments checked, device set and put back, work carved, the codec's launches made. */
+#include "codec.cuh"
+
+static bool aligned(const void *p) { return (uintptr_t)p % 64 == 0; }
+
+static sid_status failed(sid_error *err, const char *what, cudaError_t e) {
+    (void)cudaGetLastError(); /* else the next call would report it again */
+    return sid_fail(err, SID_E_DEVICE, "%s: %s", what, cudaGetErrorString(e));
+}
+
+/* Makes `device` the thread's current one and puts the former back at the end. */
+namespace {
+struct device_scope {
+    int before = 0;
+    bool set = false;
+    sid_status enter(int device, sid_stream *to) {
+        int processors = 0;
+        cudaError_t e = cudaGetDevice(&before);
+        if (e == cudaSuccess && before != device) {
+            e = cudaSetDevice(device);
+            set = e == cudaSuccess;
+        }
+        if (e == cudaSuccess) e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+        if (e != cudaSuccess) return failed(to->err, "choosing the device", e);
+        to->processors = (uint32_t)processors;
+        return SID_OK;
+    }
+    ~device_scope() {
+        if (set) (void)cudaSetDevice(before);
+    }
+};
+} // namespace
+
+/* ---- what every call begins with ------------------------------------------------------------------------------- */
+
+enum { BEGIN_BLOCK = 1024 };
+
+__device__ static void zero_bytes(void *p, uint64_t bytes, uint64_t first, uint64_t step) {
+    for (uint64_t i = first; i < bytes / 16; i += step) ((uint4 *)p)[i] = make_uint4(0, 0, 0, 0);
+}
+
+/* Block 0 sums up the lengths; the others zero. Reads 16 and writes 8 bytes a segment. */
+static __global__ void __launch_bounds__(BEGIN_BLOCK)
+    begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, void *zero, uint64_t zero_count) {
+    __shared__ unsigned long long part[SID_LANES + 1];
+    if (blockIdx.x) {
+        const uint64_t first = (uint64_t)(blockIdx.x - 1) * BEGIN_BLOCK + threadIdx.x;
+        const uint64_t step = (uint64_t)(gridDim.x - 1) * BEGIN_BLOCK;
+        zero_bytes((char *)scratch + sizeof *scratch, clear - sizeof *scratch, first, step);
+        zero_bytes(zero, zero_count, first, step);
+        return;
+    }
+    zero_bytes(scratch, sizeof *scratch, threadIdx.x, BEGIN_BLOCK);
+    unsigned long long carry = 0;
+    int bad = 0;
+    for (uint32_t from = 0; from < g.n_seg; from += BEGIN_BLOCK) {
+        const uint32_t i = from + threadIdx.x;
+        unsigned long long len = 0, total;
+        if (i < g.n_seg) {
+            const sid_segment s = g.seg[i];
+            len = s.len;
+            if (len > SID_CUDA_MAX_N || (len && !s.ptr) || (uintptr_t)s.ptr % sid_width(g.dtype)) {
+                bad = 1;
+                len = 0;
+            }
+        }
+        const unsigned long long upto = sid_block_scan(len, part, &total);
+        if (i < g.n_seg) start[i] = carry + upto - len;
+        carry += total;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) start[g.n_seg] = carry;
+    bad = __syncthreads_or(bad);
+    if (threadIdx.x == 0) scratch->ready = !bad && carry == g.n;
+}
+
+sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, void *zero,
+                     uint64_t zero_bytes) {
+    const uint64_t pieces = ((clear > zero_bytes ? clear : zero_bytes) / 16 + BEGIN_BLOCK - 1) / BEGIN_BLOCK;
+    return sid_launch(to, "begin", begin_kernel, 1 + sid_grid(to, pieces, 2), BEGIN_BLOCK, 0, g, (uint64_t *)g.start, s,
+                      clear, zero, zero_bytes);
+}
+
+/* ---- the calls ------------------------------------------------------------------------------------------------- */
+
+/* work: the starts of the segments, the sums of one call, the codec's own. */
+static uint64_t carve(const sid_plan *p, const sid_cuda_codec *codec, void *base, uint64_t **start, sid_scratch **s,
+                      sid_carver *rest) {
+    sid_carver c = {(char *)base, 0};
+    *start = c.take<uint64_t>(SID_CUDA_MAX_SEGMENTS + 1);
+    *s = c.take<sid_scratch>(1);
+    *rest = c;
+    return c.at + codec->work(p);
+}
+
+static sid_status kernels_of(const sid_plan *p, const sid_cuda_codec **codec, sid_error *err) {
+    if (!p) return sid_fail(err, SID_E_ARG, "plan is NULL");
+    *codec = sid_cuda_codec_of(p->codec);
+    if (!*codec) return sid_fail(err, SID_E_UNSUPPORTED, "codec '%s' has no CUDA kernels", p->codec->info.name);
+    if (p->n > SID_CUDA_MAX_N)
+        return sid_fail(err, SID_E_UNSUPPORTED, "a group of %llu elements: the CUDA kernels take at most %llu",
+                        (unsigned long long)p->n, SID_CUDA_MAX_N);
+    return SID_OK;
+}
+
+static sid_status check_call(const sid_segment *segs, uint32_t n_seg, const void *work, int device, sid_error *err) {
+    if (n_seg && !segs) return sid_fail(err, SID_E_ARG, "the segment table is NULL");
+    if (n_seg > SID_CUDA_MAX_SEGMENTS)
+        return sid_fail(err, SID_E_UNSUPPORTED, "%u segments in a group: the CUDA kernels take at most %d", n_seg,
+                        (int)SID_CUDA_MAX_SEGMENTS);
+    if (!work || !aligned(work)) return sid_fail(err, SID_E_ARG, "work must start at a multiple of 64 bytes");
+    if (device < 0) return sid_fail(err, SID_E_ARG, "device %d", device);
+    return SID_OK;
+}
+
+int sid_cuda_built(void) { return 1; }
+
+sid_status sid_cuda_devices(int *count, sid_error *err) {
+    if (err) err->text[0] = 0;
+    *count = 0;
+    const cudaError_t e = cudaGetDeviceCount(count);
+    if (e == cudaSuccess && *count) return SID_OK;
+    *count = 0;
+    (void)cudaGetLastError();
+    if (e == cudaErrorInsufficientDriver)
+        return sid_fail(err, SID_E_UNSUPPORTED, "no NVIDIA driver, or one older than this build's CUDA %d.%d",
+                        CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+    if (e == cudaErrorNoDevice || e == cudaSuccess)
+        return sid_fail(err, SID_E_UNSUPPORTED, "the NVIDIA driver sees no GPU (is CUDA_VISIBLE_DEVICES set?)");
+    return sid_fail(err, SID_E_DEVICE, "counting devices: %s", cudaGetErrorString(e));
+}
+
+sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err) {
+    const sid_cuda_codec *codec;
+    uint64_t *start;
+    sid_scratch *scratch;
+    sid_carver rest;
+    if (err) err->text[0] = 0;
+    if (!bytes) return sid_fail(err, SID_E_ARG, "bytes is NULL");
+    *bytes = 0;
+    const sid_status s = kernels_of(p, &codec, err);
+    if (s) return s;
+    *bytes = carve(p, codec, nullptr, &start, &scratch, &rest);
+    return SID_OK;
+}
+
+sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
+                           const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
+                           sid_error *err) {
+    const sid_cuda_codec *codec;
+    sid_cuda_encoding c = {};
+    uint64_t *start;
+    device_scope scope;
+    if (err) err->text[0] = 0;
+    sid_status s = kernels_of(p, &codec, err);
+    if (!s) s = check_call(segs_dev, n_seg, work, device, err);
+    if (s) return s;
+    if (!state || !payload || !aligned(state) || !aligned(payload) || (uintptr_t)stats_dev % 8)
+        return sid_fail(err, SID_E_ARG, "state and payload must start at multiples of 64 bytes, stats at one of 8");
+    if (!at || !at->world || at->rank >= at->world)
+        return sid_fail(err, SID_E_ARG, "step is NULL, or its rank is not within its world");
+    c.to = {(cudaStream_t)stream, 0, err};
+    s = scope.enter(device, &c.to);
+    if (s) return s;
+    carve(p, codec, work, &start, &c.scratch, &c.work);
+    c.plan = p;
+    c.at = *at;
+    c.group = {segs_dev, start, p->n, n_seg, p->dtype};
+    c.state = (sid_state *)state;
+    c.payload = (uint8_t *)payload;
+    c.stats = (sid_stats *)stats_dev;
+    return codec->encode(c);
+}
+
+sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
+                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *at,
+                           void *report_dev, int device, void *stream, sid_error *err) {
+    const sid_cuda_codec *codec;
+    sid_cuda_decoding c = {};
+    uint64_t *start;
+    device_scope scope;
+    if (err) err->text[0] = 0;
+    sid_status s = kernels_of(p, &codec, err);
+    if (!s) s = check_call(segs_dev, n_seg, work, device, err);
+    if (s) return s;
+    if (!payloads || !count || count > SID_MAX_COUNT)
+        return sid_fail(err, SID_E_ARG, "payloads missing, or count not within 1 to %d", (int)SID_MAX_COUNT);
+    if ((uintptr_t)payloads % 8 || stride % 8 || (count > 1 && stride < p->sizes.payload))
+        return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, %llu or more apart",
+                        (unsigned long long)p->sizes.payload);
+    if (!report_dev || (uintptr_t)report_dev % 4) return sid_fail(err, SID_E_ARG, "the report is NULL or misaligned");
+    if (!aligned(state)) return sid_fail(err, SID_E_ARG, "state must start at a multiple of 64 bytes");
+    c.to = {(cudaStream_t)stream, 0, err};
+    s = scope.enter(device, &c.to);
+    if (s) return s;
+    carve(p, codec, work, &start, &c.scratch, &c.work);
+    c.plan = p;
+    c.payloads = (const uint8_t *)payloads;
+    c.stride = stride;
+    c.count = count;
+    c.scale = scale;
+    c.any = !at;
+    c.step = at ? at->step : 0;
+    c.of_group = at ? at->group : 0;
+    c.group = {segs_dev, start, p->n, n_seg, p->dtype};
+    c.state = p->memory->vectors ? (sid_state *)state : nullptr;
+    c.report = (sid_cuda_report *)report_dev;
+    return codec->decode(c);
+}

@@ -1,0 +1,305 @@
+/* The device side of a codec, and the walk in which memory and codec meet (csrc/internal.h has the same contract for the
+ * CPU): a warp holds a tile in registers, the memory makes acc of it, the codec reads acc. */
+#ifndef SID_CODEC_CUH
+#define SID_CODEC_CUH
+
+#include "device.cuh"
+
+/* ---- work ---------------------------------------------------------------------------------------------------- */
+
+/* The head of work: sums of one call, all-zero before it. */
+struct sid_scratch {
+    unsigned long long sum, weighted; /* of the payload's checksum */
+    uint32_t ready;                   /* the segment table holds the group: everything else runs only then */
+    uint32_t nonfinite;
+    uint32_t taken; /* entries of the codec's list that are given out */
+    uint32_t key, ties;
+    uint32_t go; /* decode: the payloads are sound */
+    float factor;
+    uint32_t spare;
+    uint64_t cut;
+    uint64_t codec[10];
+};
+
+/* Carves a block; with base == NULL it only counts. One routine gives the sizes and, later, the places. */
+struct sid_carver {
+    char *base;
+    uint64_t at;
+    template <typename T> T *take(uint64_t count) {
+        T *p = base ? (T *)(void *)(base + at) : nullptr;
+        at = sid_round_up(at + count * sizeof(T), 64);
+        return p;
+    }
+};
+
+/* ---- one call ------------------------------------------------------------------------------------------------ */
+
+/* `clear` bytes from scratch on are zeroed at the start of a call: a codec takes what it wants zeroed first. */
+struct sid_cuda_encoding {
+    const sid_plan *plan;
+    sid_step at;
+    sid_group group;
+    sid_state *state;
+    uint8_t *payload;
+    sid_stats *stats; /* or NULL */
+    sid_scratch *scratch;
+    sid_carver work; /* what is left for the codec */
+    sid_stream to;
+};
+
+struct sid_cuda_report { /* sidcomp.h: report_dev */
+    uint32_t nonfinite, culprit;
+    int32_t status;
+    uint32_t zero;
+};
+
+struct sid_cuda_decoding {
+    const sid_plan *plan;
+    const uint8_t *payloads;
+    uint64_t stride;
+    uint32_t count;
+    float scale;
+    bool any; /* any step and group will do */
+    uint64_t step;
+    uint32_t of_group;
+    sid_group group;
+    sid_state *state; /* or NULL */
+    sid_cuda_report *report;
+    sid_scratch *scratch;
+    sid_carver work;
+    sid_stream to;
+};
+
+/* All functions run on the host and only launch. `encode` and `decode` begin with sid_begin. */
+struct sid_cuda_codec {
+    uint64_t (*work)(const sid_plan *p); /* bytes beyond the head of work */
+    sid_status (*encode)(sid_cuda_encoding &c);
+    sid_status (*decode)(sid_cuda_decoding &c);
+};
+
+const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NULL: no kernels */
+
+/* Zeroes scratch (`clear` bytes of work) and the given bytes of the payload, sums up the segment table. */
+sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, void *zero,
+                     uint64_t zero_bytes);
+
+/* ---- memories ------------------------------------------------------------------------------------------------ */
+
+/* Vector 0 is acc. tile: vec[0] holds what is kept of acc; returns acc. undo: takes g out of vec again. */
+struct sid_cuda_memory_none {
+    enum { VECTORS = 0 };
+    static __device__ float tile(float *, float g) { return g; }
+    static __device__ void undo(float *, float) {}
+};
+
+struct sid_cuda_memory_residual {
+    enum { VECTORS = 1 };
+    static __device__ float tile(float *vec, float g) {
+        const float max = 3.402823466e38f, s = vec[0] + g;
+        return vec[0] = s > max ? max : s < -max ? -max : s;
+    }
+    static __device__ void undo(float *vec, float g) { vec[0] -= g; }
+};
+
+/* Calls f with the plan's memory: the only choice between memories on this side. */
+#define SID_MEMORY(symbol) extern "C" const sid_memory sid_memory_##symbol;
+#include "memories.def"
+#undef SID_MEMORY
+template <typename F> sid_status sid_with_memory(const sid_plan *p, sid_error *err, F f) {
+#define SID_MEMORY(symbol)                                                                                             \
+    if (p->memory == &sid_memory_##symbol) return f(sid_cuda_memory_##symbol());
+#include "memories.def"
+#undef SID_MEMORY
+    return sid_fail(err, SID_E_UNSUPPORTED, "memory '%s' has no CUDA kernels", p->memory->info.name);
+}
+
+/* ---- the walk ------------------------------------------------------------------------------------------------ */
+
+struct sid_vectors { /* where acc and the memory's other vectors lie */
+    float *first;
+    uint64_t stride;
+};
+
+inline sid_vectors sid_vectors_of(const sid_plan *p, sid_state *s) {
+    return {(float *)(void *)((char *)s + SID_STATE_BYTES), sid_state_stride(p->n)};
+}
+
+/* The kept vectors' four elements from i on. State begins at 64 bytes and tiles at multiples of 4 KiB, and the stride
+ * has slack: a whole quad can always be moved. */
+template <class Memory>
+__device__ inline void sid_load_vectors(const sid_vectors &v, uint64_t i, float (&x)[Memory::VECTORS + 1][SID_QUAD]) {
+    for (int m = 0; m < Memory::VECTORS; m++) {
+        const float4 y = *(const float4 *)(v.first + m * v.stride + i);
+        x[m][0] = y.x, x[m][1] = y.y, x[m][2] = y.z, x[m][3] = y.w;
+    }
+}
+template <class Memory>
+__device__ inline void sid_store_vectors(const sid_vectors &v, uint64_t i, uint32_t count,
+                                         const float (&x)[Memory::VECTORS + 1][SID_QUAD]) {
+    for (int m = 0; m < Memory::VECTORS; m++) sid_store4(v.first + m * v.stride + i, SID_F32, count, x[m]);
+}
+
+enum { SID_DEEP = 2 }; /* rows in flight: loads of all of them are issued before the first is used */
+
+/* Reads the gradient and what is kept, stores acc, shows it to the codec. Per element, float32 with one kept vector:
+ * reads 4 + 4, writes 4 bytes, the floor of error feedback; plus what the codec writes.
+ *
+ * A codec here is an object passed by value with
+ *     enum { REREADS }            it reads acc again later: acc is stored in work where no memory keeps it
+ *     enum { RAW }                it is shown NaN and Inf as they came, not as the 0 that the memory takes them for
+ *     struct shared               its shared memory
+ *     begin(shared &), end(shared &)   by the whole block
+ *     keep(rule, acc, i)          what the rule of the last step left of element i
+ *     quad(shared &, acc[4], i, count) four elements from i on, of which count exist */
+template <class Memory, class Codec>
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
+                    Codec codec) {
+    __shared__ typename Codec::shared shared;
+    if (!scratch->ready) return;
+    codec.begin(shared);
+    const sid_rule rule = state->rule;
+    const uint64_t tiles = sid_tiles(g.n);
+    uint32_t bad = 0;
+    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
+         tile += (uint64_t)gridDim.x * SID_WARPS) {
+        const sid_span s = sid_span_of(g, tile);
+        for (uint32_t r = 0; r < SID_ROWS; r += SID_DEEP) {
+            float x[SID_DEEP][SID_QUAD], vec[SID_DEEP][Memory::VECTORS + 1][SID_QUAD];
+#pragma unroll
+            for (uint32_t d = 0; d < SID_DEEP; d++) {
+                const uint32_t i = (r + d) * SID_ROW + sid_lane() * SID_QUAD, count = sid_count4(s.len, i);
+                if (!count) continue;
+                sid_get4(g, s, i, count, x[d]);
+                sid_load_vectors<Memory>(vectors, s.at + i, vec[d]);
+            }
+#pragma unroll
+            for (uint32_t d = 0; d < SID_DEEP; d++) {
+                const uint32_t i = (r + d) * SID_ROW + sid_lane() * SID_QUAD, count = sid_count4(s.len, i);
+                if (!count) continue;
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++) {
+                    float one[Memory::VECTORS + 1];
+                    for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[d][m][c];
+                    if (Memory::VECTORS) one[0] = codec.keep(rule, one[0], s.at + i + c);
+                    const float raw = x[d][c];
+                    const bool finite = sid_key(raw) < SID_KEY_INF;
+                    bad += !finite; /* elements past the end are zero */
+                    x[d][c] = Memory::tile(one, finite ? raw : 0.0f);
+                    for (int m = 0; m < Memory::VECTORS; m++) vec[d][m][c] = one[m];
+                    if (Codec::RAW && !finite) x[d][c] = raw;
+                }
+                sid_store_vectors<Memory>(vectors, s.at + i, count, vec[d]);
+                if (Codec::REREADS && !Memory::VECTORS) sid_store4(acc + s.at + i, SID_F32, count, x[d]);
+                codec.quad(shared, x[d], s.at + i, count);
+            }
+        }
+    }
+    codec.end(shared);
+    bad = sid_warp_sum(bad);
+    if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
+}
+
+/* For a decoder, before it overwrites the four elements from i on: the gradient that is still there is taken back out of
+ * the memory. */
+template <class Memory>
+__device__ inline void sid_undo4(const sid_group &g, const sid_span &s, const sid_vectors &v, uint32_t i,
+                                 uint32_t count) {
+    float x[SID_QUAD], vec[Memory::VECTORS + 1][SID_QUAD];
+    sid_get4(g, s, i, count, x);
+    sid_load_vectors<Memory>(v, s.at + i, vec);
+    for (uint32_t c = 0; c < SID_QUAD; c++) {
+        float one[Memory::VECTORS + 1];
+        for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m][c];
+        Memory::undo(one, sid_key(x[c]) < SID_KEY_INF ? x[c] : 0.0f);
+        for (int m = 0; m < Memory::VECTORS; m++) vec[m][c] = one[m];
+    }
+    sid_store_vectors<Memory>(v, s.at + i, count, vec);
+}
+
+/* ---- headers ------------------------------------------------------------------------------------------------- */
+
+/* Everything of a header that is known before the walk. */
+struct sid_head {
+    uint64_t n, step;
+    uint32_t group, rank, dtype;
+    uint16_t codec;
+};
+
+inline sid_head sid_head_of(const sid_plan *p, const sid_step &at) {
+    return {p->n, at.step, at.group, at.rank, (uint32_t)p->dtype, p->codec->info.wire_id};
+}
+
+/* Writes the header of one payload; `sum` and `weighted` are those of the body, for a checksum over `rows` rows. */
+__device__ inline void sid_seal(sid_header *h, const sid_head &head, uint32_t flags, uint64_t count, float scale,
+                                uint64_t rows, uint64_t sum, uint64_t weighted) {
+    sid_header x;
+    memset(&x, 0, sizeof x);
+    x.magic = SID_MAGIC;
+    x.version = SID_WIRE_VERSION;
+    x.codec = head.codec;
+    x.dtype = head.dtype;
+    x.flags = flags;
+    x.n = head.n;
+    x.count = count;
+    x.step = head.step;
+    x.group = head.group;
+    x.rank = head.rank;
+    x.scale = scale;
+    uint32_t w[SID_HEADER_BYTES / 4];
+    memcpy(w, &x, sizeof x);
+    for (uint32_t i = 0; i < SID_HEADER_BYTES / 4; i++) {
+        sum += w[i];
+        weighted += w[i] * sid_checksum_weight(i, rows);
+    }
+    x.checksum = sid_checksum_mix(sum, weighted);
+    *h = x;
+}
+
+/* What a payload's header must say, in the order in which csrc/decode.c asks. `sum` and `weighted`: of everything after
+ * the header that the checksum covers. Codec's own rules come after. */
+struct sid_expect {
+    sid_head head;
+    bool any;
+};
+
+inline sid_expect sid_expect_of(const sid_cuda_decoding &c) {
+    return {{c.plan->n, c.step, c.of_group, 0, (uint32_t)c.plan->dtype, c.plan->codec->info.wire_id}, c.any};
+}
+
+__device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect &e, uint64_t rows, uint64_t sum,
+                                           uint64_t weighted) {
+    if (h.magic != SID_MAGIC) return SID_E_CORRUPT;
+    if (h.version != SID_WIRE_VERSION) return SID_E_MISMATCH;
+    uint32_t w[SID_HEADER_BYTES / 4];
+    memcpy(w, &h, sizeof h);
+    for (uint32_t i = 0; i < 14; i++) { /* all but the checksum itself */
+        sum += w[i];
+        weighted += w[i] * sid_checksum_weight(i, rows);
+    }
+    if (h.checksum != sid_checksum_mix(sum, weighted)) return SID_E_CORRUPT;
+    if (h.codec != e.head.codec || h.dtype != e.head.dtype || h.n != e.head.n) return SID_E_MISMATCH;
+    if (!e.any && (h.step != e.head.step || h.group != e.head.group)) return SID_E_MISMATCH;
+    return SID_OK;
+}
+
+/* A block's verdict on all payloads: of those at fault the first, with its status. */
+#define SID_SOUND 0xffffffffu
+__device__ inline void sid_blame(uint32_t *first, uint32_t payload, int32_t status) {
+    if (status != SID_OK) atomicMin(first, payload << 8 | (uint32_t)-status);
+}
+
+/* The end of a check, by one thread. The report keeps the first fault that it is told of. */
+__device__ inline void sid_verdict_of(sid_cuda_report *report, sid_scratch *scratch, uint32_t first, bool nonfinite) {
+    if (!scratch->ready) first = (uint32_t)-SID_E_ARG; /* the segment table does not hold the group */
+    const bool sound = first == SID_SOUND;
+    report->nonfinite = sound && nonfinite;
+    scratch->nonfinite = nonfinite;
+    scratch->go = sound;
+    if (!sound && report->status == SID_OK) {
+        report->status = -(int32_t)(first & 0xff);
+        report->culprit = first >> 8;
+    }
+}
+
+#endif
