@@ -30,6 +30,7 @@ CU       = $(NVCC) -std=c++17 -O3 -fmad=false -t 0 $(GENCODE) -Icsrc -Icuda $(CU
 LD       = $(if $(NVCC),$(NVCC) -shared -cudart static $(firstword $(GENCODE)),$(CXX) -shared $(SANFLAGS)) $(LDFLAGS)
 
 # csrc/isa/simd.c is compiled once per instruction set; elsewhere than on x86-64 there is only the base.
+# -Wno-psabi: its vector types never cross a call, so how they would be passed does not matter.
 X86     := $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null))
 CSRC    := $(sort $(wildcard csrc/*.c csrc/codec/*.c csrc/memory/*.c))
 COBJ     = $(CSRC:%=$O/%.o) $O/isa/base.o $(if $(X86),$O/isa/avx2.o $O/isa/avx512.o)
@@ -53,7 +54,7 @@ $O/isa/avx2.o:   ISA = -DSID_ISA=avx2 -march=x86-64-v3
 $O/isa/avx512.o: ISA = -DSID_ISA=avx512 -march=x86-64-v4 -mprefer-vector-width=512
 $O/isa/%.o: csrc/isa/simd.c $O/c.sig
 	@mkdir -p $(@D)
-	$(C) $(ISA) -MMD -MP -c $< -o $@
+	$(C) -Wno-psabi $(ISA) -MMD -MP -c $< -o $@
 $O/%.c.o: %.c $O/c.sig
 	@mkdir -p $(@D)
 	$(C) -MMD -MP -c $< -o $@
@@ -63,18 +64,19 @@ $O/%.cpp.o: %.cpp $O/cpp.sig
 $O/%.cu.o: %.cu $O/cu.sig
 	@mkdir -p $(@D)
 	$(CU) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
-DEPS = $(OBJ:.o=.d) $(TESTOBJ:.o=.d)
+DEPS = $(OBJ:.o=.d) $(TESTOBJ:.o=.d) $(wildcard $O/tests/fuzz/*.d)
 $(DEPS): ;
 
 # ---- C tests and fuzzers, without Python --------------------------------------------------------------------------
 
 TESTOBJ  = $(patsubst %,$O/%.o,$(sort $(wildcard tests/c/*.c)))
+FUZZOBJ  = $O/tests/c/support.c.o $O/tests/c/report.c.o $O/tests/fuzz/subject.c.o $(if $(LIBFUZZER),,$O/tests/fuzz/standalone.c.o)
 JOBS    := $(or $(MAX_JOBS),$(shell nproc 2>/dev/null),2)
-SUB      = $(MAKE) --no-print-directory -j$(JOBS) PYTHON=$(PYTHON)
+SUB      = $(MAKE) -s --no-print-directory -j$(JOBS) PYTHON=$(PYTHON)
 
 $O/ctest: $(COBJ) $(TESTOBJ)
 	$(C) $^ -lpthread -lm -o $@
-$O/fuzz-%: $O/tests/fuzz/%.c.o $(if $(LIBFUZZER),,$O/tests/fuzz/standalone.c.o) $(COBJ)
+$O/fuzz-%: $O/tests/fuzz/%.c.o $(FUZZOBJ) $(COBJ)
 	$(C) $(if $(LIBFUZZER),-fsanitize=fuzzer) $^ -lm -o $@
 
 ctest: ## the C tests of the core alone (SAN=address,undefined DEBUG=1 O=build/x CC=clang; RUN="qemu-aarch64 -L ...")
@@ -96,7 +98,7 @@ fuzz: ## arbitrary bytes into decode and header checks (RUNS=10000000; libFuzzer
 	    $(SUB) fuzz-run CC=$(FUZZCC) SAN=address,undefined DEBUG=1 O=build/fuzz/alone; fi
 fuzz-run: $O/fuzz-header $O/fuzz-decode
 	@for t in header decode; do mkdir -p build/fuzz/corpus-$$t && echo "fuzz $$t, $(RUNS) runs" && \
-	    $O/fuzz-$$t -runs=$(RUNS) -max_len=4096 -rss_limit_mb=2048 -print_final_stats=1 -verbosity=0 build/fuzz/corpus-$$t || exit 1; done
+	    $O/fuzz-$$t -runs=$(RUNS) -max_len=4096 -rss_limit_mb=2048 -print_final_stats=1 -verbosity=0 -artifact_prefix=build/fuzz/ build/fuzz/corpus-$$t || exit 1; done
 
 coverage: ## lines and branches of csrc/ that the C tests reach
 	@rm -rf build/coverage

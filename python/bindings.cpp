@@ -81,7 +81,7 @@ void check(sid_status s, const sid_error &err = {}, std::optional<uint32_t> culp
 string joined(const std::vector<string> &names) {
     string text;
     for (const string &n : names) text += (text.empty() ? "" : ", ") + n;
-    return text.empty() ? "none" : text;
+    return text.empty() ? "nothing" : text;
 }
 
 // ---- names -------------------------------------------------------------------------------------------------------

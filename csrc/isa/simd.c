@@ -39,9 +39,6 @@ static inline vi bits(vf v) { return (vi)v; }
 static inline vi keys(vf v) { return (vi)v & 0x7fffffff; } /* below 2^31: signed comparisons will do */
 static inline vi either(vi mask, vi a, vi b) { return (a & mask) | (b & ~mask); }
 
-/* The first touch of a tile asks for the next one: a tile is a page long, and hardware prefetching stops there. */
-static inline void ahead(const float *x) { __builtin_prefetch(x + SID_TILE, 0, 3); }
-
 static float combine(float *lane) {
     for (int w = LANES / 2; w; w /= 2)
         for (int j = 0; j < w; j++) lane[j] += lane[j + w];
@@ -52,10 +49,7 @@ static int finite(const float *x, uint32_t n) {
     vi any = {0};
     uint32_t i = 0;
     int32_t top = 0;
-    for (; i + LANES <= n; i += LANES) {
-        ahead(x + i);
-        for (uint32_t q = 0; q < LANES; q += WIDE) any |= keys(load(x + i + q)) + 0x800000; /* exponent 255: sign bit */
-    }
+    for (; i + WIDE <= n; i += WIDE) any |= keys(load(x + i)) + 0x800000; /* exponent 255 reaches the sign bit */
     for (int j = 0; j < WIDE; j++) top |= any[j];
     for (; i < n; i++) top |= (int32_t)(sid_key(x[i]) + 0x800000u);
     return top >= 0;
@@ -79,12 +73,9 @@ static void add(float *acc, const float *g, uint32_t n) {
 static void zero_from(float *acc, uint32_t n, uint32_t key) {
     uint32_t i = 0;
     if (key > 0x7fffffffu) return;
-    for (; i + LANES <= n; i += LANES) {
-        ahead(acc + i);
-        for (uint32_t q = 0; q < LANES; q += WIDE) {
-            const vf x = load(acc + i + q);
-            store(acc + i + q, (vf)(bits(x) & (keys(x) < (int32_t)key)));
-        }
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf x = load(acc + i);
+        store(acc + i, (vf)(bits(x) & (keys(x) < (int32_t)key)));
     }
     for (; i < n; i++) acc[i] = sid_key(acc[i]) >= key ? 0.0f : acc[i];
 }

@@ -41,7 +41,8 @@ void test_status_texts(void) {
 
 static void check_info(const sid_info *c, const char *what) {
     CHECK(*c->name && *c->family && *c->doc && c->paper, "%s '%s': an empty text", what, c->name);
-    for (const sid_param *p = c->params; p != c->params + c->n_params; p++) {
+    for (uint32_t k = 0; k < c->n_params; k++) {
+        const sid_param *p = &c->params[k];
         CHECK(*p->name && *p->doc && p->unit, "%s.%s: an empty text", c->name, p->name);
         CHECK(p->min <= p->dflt && p->dflt <= p->max, "%s.%s: default %g outside %g to %g", c->name, p->name, p->dflt,
               p->min, p->max);
@@ -143,7 +144,8 @@ void test_refusals(void) {
 
     for (uint32_t i = 0; (codec = sid_codec_at(i)); i++) {
         c.codec = codec->name;
-        for (const sid_param *p = codec->params; p != codec->params + codec->n_params; p++) {
+        for (uint32_t j = 0; j < codec->n_params; j++) {
+            const sid_param *p = &codec->params[j];
             const double inf = (double)INFINITY;
             const double outside[] = {nextafter(p->min, -inf), nextafter(p->max, inf), inf, -inf, (double)NAN};
             s.name = p->name;

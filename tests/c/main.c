@@ -1,11 +1,7 @@
 /* The C tests of the core. `ctest` runs all, `ctest word` those whose name holds the word. */
-#include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include "bits.h"
 #include "test.h"
 
 #define TESTS(X)                                                                                                       \
@@ -43,27 +39,13 @@ static const struct {
 #define ROW(name) {#name, test_##name},
     TESTS(ROW)};
 
-atomic_ulong test_checks;
-static atomic_ulong failures;
-
-void test_report(const char *file, int line, const char *fmt, ...) {
-    const unsigned long before = atomic_fetch_add(&failures, 1);
-    if (before >= 50) return; /* enough to see what is wrong */
-    char text[512];
-    va_list a;
-    va_start(a, fmt);
-    vsnprintf(text, sizeof text, fmt, a);
-    va_end(a);
-    printf("  %s:%d: %s\n", file, line, text);
-}
-
 int main(int argc, char **argv) {
     unsigned passed = 0, failed = 0;
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
         if (argc > 1 && !strstr(tests[i].name, argv[1])) continue;
-        const unsigned long bad = atomic_load(&failures), checks = atomic_load(&test_checks);
+        const unsigned long bad = atomic_load(&test_failures), checks = atomic_load(&test_checks);
         tests[i].run();
-        const int ok = atomic_load(&failures) == bad;
+        const int ok = atomic_load(&test_failures) == bad;
         ok ? passed++ : failed++;
         printf("%s %-18s %lu checks\n", ok ? "pass" : "FAIL", tests[i].name, atomic_load(&test_checks) - checks);
         fflush(stdout);

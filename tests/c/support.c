@@ -188,7 +188,8 @@ int setting_at(const sid_info *codec, const sid_info *memory, uint32_t i, sid_se
     *n = 0;
     if (i-- == 0) return 1;
     for (int b = 0; b < 2; b++)
-        for (const sid_param *p = both[b]->params; p != both[b]->params + both[b]->n_params; p++) {
+        for (uint32_t k = 0; k < both[b]->n_params; k++) {
+            const sid_param *p = &both[b]->params[k];
             const uint32_t steps = p->kind == SID_CHOICE ? (uint32_t)(p->max - p->min) + 1 : 2;
             if (i >= steps) {
                 i -= steps;

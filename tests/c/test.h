@@ -10,7 +10,7 @@
 #include "wire.h"
 
 void test_report(const char *file, int line, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
-extern atomic_ulong test_checks;
+extern atomic_ulong test_checks, test_failures;
 
 /* CHECK(condition, "what was seen: %d", x) */
 #define CHECK(condition, ...)                                                                                          \
