@@ -14,6 +14,7 @@ static sid_status check_one(const sid_plan *p, const uint8_t *payload, const sid
                         h->version, SID_WIRE_VERSION);
     if (h->checksum != sid_payload_checksum(p->simd, payload, linear ? SID_HEADER_BYTES : p->sizes.payload))
         return sid_fail(err, SID_E_CORRUPT, "checksum does not match");
+    if (h->reserved) return sid_fail(err, SID_E_CORRUPT, "reserved field is %08x, not zero", h->reserved);
     if (h->codec != p->codec->info.wire_id || h->dtype != (uint32_t)p->dtype || h->n != p->n)
         return sid_fail(err, SID_E_MISMATCH, "payload of codec %u, dtype %u, n %llu; the plan has %u, %u, %llu", h->codec,
                         h->dtype, (unsigned long long)h->n, p->codec->info.wire_id, (unsigned)p->dtype,
@@ -66,13 +67,19 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
     for (uint32_t i = 0; i < n_seg; i++) {
         if ((seg[i].len && !seg[i].ptr) || (uintptr_t)seg[i].ptr % sid_dtype_size(p->dtype))
             return sid_fail(err, SID_E_ARG, "segment %u is NULL or misaligned", i);
+        if (seg[i].len > p->n - sum)
+            return sid_fail(err, SID_E_ARG, "the segments hold more than the group's %llu elements", (unsigned long long)p->n);
         sum += seg[i].len;
     }
     if (sum != p->n)
         return sid_fail(err, SID_E_ARG, "segments hold %llu elements, the group has %llu", (unsigned long long)sum,
                         (unsigned long long)p->n);
+    const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     for (uint32_t i = 0; i < count; i++) {
-        const sid_status s = check_one(p, (const uint8_t *)payloads + i * stride, at, err);
+        const sid_header *h = (const sid_header *)(const void *)((const uint8_t *)payloads + i * stride);
+        sid_status s = check_one(p, (const uint8_t *)h, at, err);
+        if (!s && linear && h->scale != ((const sid_header *)payloads)->scale)
+            s = sid_fail(err, SID_E_MISMATCH, "payloads of different world sizes cannot be summed");
         if (s) {
             report->culprit = i;
             return s;
@@ -80,7 +87,6 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
     }
 
     sid_gather g = {p, payloads, stride, count, scale, cursor};
-    const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     const int memory = state && p->memory->vectors;
     p->codec->open(&g);
     /* A linear sum is looked at beforehand only where a memory would have to be corrected before the write. */

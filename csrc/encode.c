@@ -13,7 +13,7 @@ static sid_status segments_hold(const sid_plan *p, const sid_segment *seg, uint3
     uint64_t sum = 0;
     if (n_seg && !seg) return SID_E_ARG;
     for (uint32_t i = 0; i < n_seg; i++) {
-        if (seg[i].len > SID_MAX_N || (seg[i].len && !seg[i].ptr)) return SID_E_ARG;
+        if (seg[i].len > p->n - sum || (seg[i].len && !seg[i].ptr)) return SID_E_ARG;
         if ((uintptr_t)seg[i].ptr % sid_dtype_size(p->dtype)) return SID_E_ARG;
         sum += seg[i].len;
     }

@@ -197,7 +197,8 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor);
 
 /* ---- helpers ------------------------------------------------------------------------------------------------- */
 
-/* Order-independent 64-bit checksum of the segments' bytes and their positions (docs/wire.md): equal replicas give equal values. */
+/* 64-bit checksum of the segments' bytes: equal bytes cut into segments of equal lengths give equal values. Not part of
+ * any format. */
 uint64_t sid_checksum(const sid_segment *seg, uint32_t n_seg, sid_dtype dtype);
 
 /* x *= factor over the segments, in float32, rounded once: what plain DDP does before it sums. */

@@ -1,6 +1,8 @@
 /* none, fp16, bf16: every element travels, in the group's own dtype or in half. Bodies may be summed (all-reduce), so
- * an encoder divides by the world size before it rounds: the sum is the mean and cannot overflow where no term does.
- *     body = round(acc * s), s = 1/world in float32       sent = body * world       kept = acc - sent */
+ * an encoder divides by the world size before it rounds: the sum is the mean.
+ *     body = round(clamp(acc) * s), s = 1/world in float32       sent = body * world       kept = acc - sent
+ * fp16 and bf16 clamp at the format's largest value, with several ranks a little below it (65376, 3.35e38), so that the
+ * roundings of the sum over the ranks do not carry a finite mean into Inf; what is cut off is kept. */
 #include <math.h>
 #include <string.h>
 
@@ -31,7 +33,12 @@ static sid_status plan_bf16(sid_plan *p, uint64_t *scratch, sid_error *err) {
 
 static void begin(sid_walk *w) { (void)w; }
 
-/* body[at ...) = acc * s, rounded to the body's dtype; what is finite stays finite. */
+static float limit(sid_dtype body, int alone) {
+    if (body == SID_F16) return alone ? 65504.0f : 65376.0f;
+    return sid_bits_f32(alone ? 0x7f7f0000u : 0x7f7c0000u);
+}
+
+/* body[at ...) = clamp(acc) * s, rounded to the body's dtype; what is finite stays finite. */
 static void write_body(const sid_plan *p, const float *acc, float s, void *body, uint64_t at, uint32_t len) {
     const sid_dtype d = body_dtype(p);
     float x[SID_TILE];
@@ -39,8 +46,11 @@ static void write_body(const sid_plan *p, const float *acc, float s, void *body,
         p->simd->scale(acc, (float *)body + at, len, s);
         return;
     }
+    if (!(p->codec->info.traits & SID_LOSSLESS)) {
+        p->simd->clamp(acc, x, len, limit(d, s == 1.0f));
+        acc = x;
+    }
     p->simd->scale(acc, x, len, s);
-    p->simd->clamp(x, x, len, d == SID_F16 ? 65504.0f : sid_bits_f32(0x7f7f0000u));
     sid_store(p->simd, d, body, at, len, x);
 }
 
@@ -87,7 +97,7 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
 
 static void open_all(sid_gather *g) {
     const sid_header *h = (const sid_header *)(const void *)g->payloads;
-    g->scale = (float)((double)g->scale * (double)inverse_of(h->scale));
+    g->scale = g->scale == h->scale ? 1.0f : (float)((double)g->scale * (double)inverse_of(h->scale));
 }
 
 static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {

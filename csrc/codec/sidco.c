@@ -91,13 +91,12 @@ static void begin(sid_walk *w) {
 }
 
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
-    const sid_simd *v = w->plan->simd;
     sidco_work *o = own(w);
-    o->total += (double)v->sum_abs(acc, len);
+    o->total += sparse_sum(w, acc, len);
     for (uint32_t i = 0; i < o->probes; i++) {
-        float part;
-        o->count[i] += v->sum_above(acc, len, o->key[i], &part);
-        o->sum[i] += (double)part;
+        double part;
+        o->count[i] += sparse_sum_above(w, acc, len, o->key[i], &part);
+        o->sum[i] += part;
     }
     sparse_capture(w, acc, at, len);
 }
@@ -157,7 +156,7 @@ static sid_verdict finish(sid_walk *w) {
     uint64_t *c = w->state->codec;
     const double d1 = p->codec_param[DELTA1];
     if (p->n == 0) {
-        sparse_emit(w, (sparse_pick){0, 0, 0}, 0, 0);
+        sparse_emit_from(w, 0, 0);
         return SID_DONE;
     }
     if (!o->known) {
@@ -171,9 +170,7 @@ static sid_verdict finish(sid_walk *w) {
         if (!beyond(w, from, &count, &sum)) return again(o, key_at(from) + 1, o->low);
         o->eta[o->known] = count > 0 ? from + (sum / count - from) * log(1 / ratio) : from;
     }
-    /* A sum that left float32's range says nothing: then all pass, and the capacity decides. */
-    const double eta = o->eta[o->stages - 1];
-    const uint32_t key = eta <= 3.4e38 ? key_at(eta) : 0;
+    const uint32_t key = key_at(o->eta[o->stages - 1]); /* beyond float32: Inf, and nothing passes */
     uint64_t found;
     double sum;
     if (key >= s->low)
@@ -194,7 +191,7 @@ static sid_verdict finish(sid_walk *w) {
         const sparse_pick pick = sparse_select(w, p->cap, 0, 0);
         sparse_emit(w, pick, p->cap - pick.above, SID_FLAG_RAISED);
     } else
-        sparse_emit(w, (sparse_pick){key, 0, 0}, 0, 0);
+        sparse_emit_from(w, key, 0);
     return SID_DONE;
 }
 

@@ -50,26 +50,23 @@ sparse_work *sparse_begin(sid_walk *w, uint32_t low) {
     return s;
 }
 
-/* Keeps the candidates with key > pick.key and the first `take` ties, in place or into a payload; returns how many.
- * *cut: one past the group index of the last tie taken, or n if none was left out. */
-static uint64_t keep_best(const sid_walk *w, sparse_pick pick, uint64_t take, uint32_t *count, uint16_t *idx, float *val,
+/* Keeps the candidates with key > `key` and the first `ties` with that very key (ALL: every one), in place or into a
+ * payload; returns how many. *cut: one past the group index of the last tie taken, n for ALL. */
+#define ALL UINT64_MAX
+static uint64_t keep_best(const sid_walk *w, uint32_t key, uint64_t ties, uint32_t *count, uint16_t *idx, float *val,
                           uint64_t room, uint64_t *cut) {
     const sid_plan *p = w->plan;
     const sparse_work *s = sparse_of(w);
     const uint64_t tiles = sid_wire_tiles(p->n);
-    uint64_t from = 0, to = 0, left = take;
-    *cut = take == pick.ties ? p->n : 0;
+    uint64_t from = 0, to = 0;
+    *cut = ties == ALL ? p->n : 0;
     for (uint64_t t = 0; t < tiles; t++) {
         const uint64_t held = s->tile[t], begin = to;
-        uint64_t split = take == pick.ties ? held : 0; /* candidates of this tile that come before the cut */
-        for (; left && take != pick.ties && split < held; split++)
-            if (sid_key(s->val[from + split]) == pick.key && --left == 0) {
-                *cut = t * SID_WIRE_TILE + s->idx[from + split] + 1;
-                split++;
-                break;
-            }
-        to += p->simd->filter(s->idx + from, s->val + from, split, pick.key, idx + to, val + to, room - to);
-        to += p->simd->filter(s->idx + from + split, s->val + from + split, held - split, pick.key + 1, idx + to, val + to,
+        uint64_t split = ties == ALL ? held : 0; /* candidates of this tile that come before the cut */
+        for (; ties && ties != ALL && split < held; split++)
+            if (sid_key(s->val[from + split]) == key && --ties == 0) *cut = t * SID_WIRE_TILE + s->idx[from + split] + 1;
+        to += p->simd->filter(s->idx + from, s->val + from, split, key, idx + to, val + to, room - to);
+        to += p->simd->filter(s->idx + from + split, s->val + from + split, held - split, key + 1, idx + to, val + to,
                               room - to);
         from += held;
         count[t] = (uint32_t)(to - begin);
@@ -84,7 +81,7 @@ static void compact(sid_walk *w) {
     uint64_t cut;
     if (s->count > cap) {
         const sparse_pick pick = sparse_select(w, cap, 0, 0);
-        s->count = keep_best(w, pick, cap - pick.above, s->tile, s->idx, s->val, s->room, &cut);
+        s->count = keep_best(w, pick.key, cap - pick.above, s->tile, s->idx, s->val, s->room, &cut);
         s->low = pick.key + 1;
     }
     s->compacted = 1;
@@ -99,15 +96,32 @@ void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     s->count += c;
 }
 
+static double wide_sum(const float *x, uint32_t len, uint32_t key) {
+    double sum = 0;
+    for (uint32_t i = 0; i < len; i++) sum += sid_key(x[i]) >= key ? fabs((double)x[i]) : 0;
+    return sum;
+}
+
+double sparse_sum(const sid_walk *w, const float *x, uint32_t len) {
+    const float sum = w->plan->simd->sum_abs(x, len);
+    return sid_key(sum) < SID_KEY_INF ? (double)sum : wide_sum(x, len, 0);
+}
+
+uint32_t sparse_sum_above(const sid_walk *w, const float *x, uint32_t len, uint32_t key, double *sum) {
+    float part;
+    const uint32_t count = w->plan->simd->sum_above(x, len, key, &part);
+    *sum = sid_key(part) < SID_KEY_INF ? (double)part : wide_sum(x, len, key);
+    return count;
+}
+
 uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum) {
     const sparse_work *s = sparse_of(w);
     uint64_t count = 0;
     *sum = 0;
     for (uint64_t i = 0; i < s->count; i += SID_TILE) {
-        float part;
-        const uint32_t len = s->count - i < SID_TILE ? (uint32_t)(s->count - i) : SID_TILE;
-        count += w->plan->simd->sum_above(s->val + i, len, key, &part);
-        *sum += (double)part;
+        double part;
+        count += sparse_sum_above(w, s->val + i, s->count - i < SID_TILE ? (uint32_t)(s->count - i) : SID_TILE, key, &part);
+        *sum += part;
     }
     return count;
 }
@@ -174,7 +188,7 @@ uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now) {
     return want < MIN ? (uint32_t)MIN : want > MAX ? (uint32_t)MAX : (uint32_t)want;
 }
 
-void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags) {
+static void emit(sid_walk *w, uint32_t key, uint64_t ties, uint32_t flags) {
     const sid_plan *p = w->plan;
     sparse_work *s = sparse_of(w);
     sid_header *h = (sid_header *)(void *)w->payload;
@@ -186,7 +200,7 @@ void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags) {
     uint64_t cut, used;
     /* what no array will fill: the ends of counts, indices and values */
     memset(count + sid_wire_tiles(p->n), 0, at_idx - SID_HEADER_BYTES - 4 * sid_wire_tiles(p->n));
-    const uint64_t sent = keep_best(w, pick, take, count, idx, val, p->cap, &cut);
+    const uint64_t sent = keep_best(w, key, ties, count, idx, val, p->cap, &cut);
     memset(idx + sent, 0, at_val - at_idx - 2 * sent);
     used = (half ? 2u : 4u) * sent;
     if (half) {
@@ -198,11 +212,19 @@ void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags) {
         }
     }
     memset(w->payload + at_val + used, 0, p->sizes.payload - at_val - used);
-    w->state->rule = (sid_rule){.key = pick.key, .cut = cut, .flags = half ? SID_FLAG_HALF : 0u};
+    w->state->rule = (sid_rule){.key = key, .cut = cut, .flags = half ? SID_FLAG_HALF : 0u};
     h->count = sent;
     h->flags = flags | (half ? (uint32_t)SID_FLAG_HALF : 0u);
-    h->scale = sid_bits_f32(pick.key);
+    h->scale = sid_bits_f32(key);
     w->stats.threshold = h->scale;
+}
+
+void sparse_emit_from(sid_walk *w, uint32_t key, uint32_t flags) { emit(w, key, ALL, flags); }
+
+void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags) {
+    const sparse_work *s = sparse_of(w);
+    const int dropped = s->compacted && pick.key < s->low; /* there may be ties that are candidates no more */
+    emit(w, pick.key, take == pick.ties && !dropped ? ALL : take, flags);
 }
 
 static void keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint32_t len, uint32_t key) {

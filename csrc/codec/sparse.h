@@ -37,6 +37,10 @@ void *sparse_own(const sid_walk *w);
 /* Starts a reading that captures keys >= low. */
 sparse_work *sparse_begin(sid_walk *w, uint32_t low);
 void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len);
+/* Sum of |x| over a tile, and count and sum of those with key(x) >= key: float32 in a fixed order, float64 where that
+ * overflows. */
+double sparse_sum(const sid_walk *w, const float *x, uint32_t len);
+uint32_t sparse_sum_above(const sid_walk *w, const float *x, uint32_t len, uint32_t key, double *sum);
 /* How many candidates have key >= key, and the sum of their magnitudes in a fixed order. */
 uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum);
 typedef struct sparse_pick {
@@ -46,6 +50,8 @@ typedef struct sparse_pick {
 
 /* rank 1 to count. The key is expected within guess +- spread, which only makes it faster; spread 0: no idea. */
 sparse_pick sparse_select(const sid_walk *w, uint64_t rank, uint32_t guess, uint32_t spread);
+/* Settles the rule "all from key on", and writes the payload. */
+void sparse_emit_from(sid_walk *w, uint32_t key, uint32_t flags);
 /* Settles the rule "key > pick.key, and the first `take` of the ties", and writes the payload. */
 void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags);
 
