@@ -1,0 +1,51 @@
+"""Gradient compression for PyTorch DDP.
+
+    state = sidcomp.State(codec="topk", density=0.01)
+    ddp.register_comm_hook(state, sidcomp.hook)
+
+Importing this package needs neither torch nor numpy: what needs torch is loaded when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from sidcomp import errors
+from sidcomp._core import version as __version__
+from sidcomp.compressor import Compressor
+from sidcomp.errors import *  # noqa: F403
+from sidcomp.registry import Codec, Parameter, codecs, memories
+
+if TYPE_CHECKING:
+    from sidcomp.ddp import hook, register
+    from sidcomp.state import State
+
+_LAZY = {"State": "sidcomp.state", "hook": "sidcomp.ddp", "register": "sidcomp.ddp"}
+
+__all__ = [
+    "Codec",
+    "Compressor",
+    "Parameter",
+    "State",
+    "__version__",
+    "codecs",
+    "errors",
+    "hook",
+    "memories",
+    "register",
+    *errors.__all__,
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'sidcomp' has no attribute {name!r}")
+    try:
+        value: object = getattr(import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as e:
+        if e.name == "torch":
+            raise ImportError(
+                f"sidcomp.{name} needs PyTorch (2.4 or newer): pip install torch", name="torch"
+            ) from e
+        raise
+    globals()[name] = value
+    return value

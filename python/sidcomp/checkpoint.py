@@ -1,0 +1,243 @@
+"""state_dict: what is kept, by parameter name; and how it comes back, at the same or at another world
+size."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import _core
+from sidcomp.errors import CheckpointError
+from sidcomp.groups import Piece, Spec, shorten
+from sidcomp.layout import STATE_HEADER, Group, Layout
+
+if TYPE_CHECKING:
+    from sidcomp.state import State
+
+FORMAT = 1
+# The parts of a state's header that are not settled by residual_in: the count of steps and the codec's
+# statistics.
+_KEPT = (slice(0, 8), slice(64, 192))
+
+logger = logging.getLogger("sidcomp")
+
+Residuals = dict[str, torch.Tensor]
+
+
+def _residual(g: Group) -> torch.Tensor:
+    """What the group's memory keeps: (vectors, n) float32."""
+    out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32)
+    with g.host_state() as state:
+        g.plan.residual_out(state, out.data_ptr())
+    return out
+
+
+def _residuals(groups: Iterable[Group]) -> Residuals:
+    kept: Residuals = {}
+    for g in groups:
+        if g.plan.vectors:
+            parts = torch.split(_residual(g), [p.numel for p in g.spec.pieces], dim=1)
+            kept.update((p.name, part.clone()) for p, part in zip(g.spec.pieces, parts, strict=True))
+    return kept
+
+
+def _config(state: "State") -> dict[str, Any]:
+    """What decides the bits, in plain types."""
+    return {
+        "codec": state.codec.name,
+        "memory": state.memory.name,
+        "parameters": dict(state.parameters),
+        "seed": state.seed,
+        "groups": state.groups,
+        "exclude": list(state.exclude),
+    }
+
+
+def save(state: "State") -> dict[str, Any]:
+    if state._layout is None:
+        if state._resume is not None:
+            return state._resume.source
+        world, rank, groups, residuals = 0, 0, [], {}
+    else:
+        assert state._exchange is not None
+        world, rank = state._exchange.world, state._exchange.rank
+        residuals = _residuals(state._layout.groups)
+        groups = [_save_group(g) for g in state._layout.groups]
+    return {
+        "format": FORMAT,
+        "version": _core.version,
+        **_config(state),
+        "world": world,
+        "rank": rank,
+        "step": state._step,
+        "scale": state._scale,
+        "layout": groups,
+        "residuals": residuals,
+    }
+
+
+def _save_group(g: Group) -> dict[str, Any]:
+    header = torch.zeros(0, dtype=torch.uint8) if g.direct else g.state.tensor[:STATE_HEADER].cpu().clone()
+    return {
+        "names": list(g.names),
+        "shapes": [list(p.shape) for p in g.spec.pieces],
+        "dense": g.spec.dense,
+        "header": header,
+    }
+
+
+class Resume:
+    """A loaded state that waits for its groups to be made, or what moves from one layout to the next."""
+
+    def __init__(self, residuals: Residuals, source: dict[str, Any] | None = None) -> None:
+        self.residuals = residuals
+        self.source: dict[str, Any] = source or {}
+        self.layout: list[dict[str, Any]] = self.source.get("layout", [])
+        self.same_groups = bool(self.layout)  # the checkpoint's groups are used
+        self.same_codec = True  # the codec's statistics are used
+        self.step = int(self.source.get("step", 0))
+        self.scale: float | None = self.source.get("scale")
+
+    def settled_like(self, state: "State") -> bool:
+        return self.same_groups
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raises CheckpointError where the parameters of checkpoint and model are not the same."""
+        saved = {
+            name: tuple(shape)
+            for g in self.layout
+            for name, shape in zip(g["names"], g["shapes"], strict=True)
+        }
+        if not saved:
+            return
+        here = {name: shape for name, shape in shapes.items() if 0 not in shape}
+        wrong = []
+        if missing := [n for n in here if n not in saved]:
+            wrong.append(f"it lacks {shorten(missing)}")
+        if extra := [n for n in saved if n not in here]:
+            wrong.append(f"the model lacks {shorten(extra)}")
+        if reshaped := [n for n in here if n in saved and here[n] != saved[n]]:
+            wrong.append(
+                ", ".join(f"{n} is {list(saved[n])} in it and {list(here[n])} in the model" for n in reshaped)
+            )
+        if wrong:
+            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong)}")
+
+    def specs(self, pieces: Sequence[Piece]) -> list[Spec]:
+        by_name = {p.name: p for p in pieces}
+        return [Spec(g["dense"], [by_name[n] for n in g["names"]]) for g in self.layout]
+
+    def place(self, layout: Layout) -> None:
+        """Puts the residuals, and the codec's statistics where groups and codec are the same, into fresh
+        groups."""
+        for g in layout.groups:
+            if not g.plan.vectors:
+                continue
+            parts = [
+                self.residuals[p.name] if p.name in self.residuals else torch.zeros(g.plan.vectors, p.numel)
+                for p in g.spec.pieces
+            ]
+            values = torch.cat(parts, dim=1).contiguous()
+            with g.host_state(write=True) as state:
+                g.plan.residual_in(state, values.data_ptr())
+            if self.same_groups and self.same_codec:
+                header = self.layout[g.index]["header"].to(g.device)
+                for part in _KEPT:
+                    g.state.tensor[part] = header[part]
+
+    def rescale(self, factor: float) -> None:
+        self.residuals = {name: r * factor for name, r in self.residuals.items()}
+        self.source = {**self.source, "residuals": self.residuals}
+
+
+def carry(layout: Layout) -> Resume:
+    """What the groups of a layout keep, for the groups of the next one."""
+    return Resume(_residuals(layout.groups))
+
+
+def load(state: "State", given: "dict[str, Any] | Sequence[dict[str, Any]]") -> Resume:
+    if not dist.is_initialized():
+        raise CheckpointError(
+            "load_state_dict needs the process group: call torch.distributed.init_process_group first"
+        )
+    ddp = state._bound()
+    parent = state.process_group or (ddp.process_group if ddp is not None else dist.group.WORLD)
+    world, rank = dist.get_world_size(parent), dist.get_rank(parent)
+    states = [given] if isinstance(given, dict) else list(given)
+    for s in states:
+        _check_form(s)
+    if not states:
+        raise CheckpointError(
+            "an empty list of states: pass this rank's state, or the states of all old ranks"
+        )
+    old = states[0]["world"]
+    if old == 0:  # saved before the first step: nothing is kept yet
+        return Resume({}, states[0])
+    alone = [s for s in states if s["rank"] == rank] if old == world else []
+    if len(alone) != 1:
+        _check_complete(states, old, world, rank)
+    first = alone[0] if alone else states[0]
+    if alone:
+        resume = Resume(first["residuals"], first)
+    else:
+        mean = {n: torch.stack([s["residuals"][n] for s in states]).mean(dim=0) for n in first["residuals"]}
+        resume = Resume(mean, {**first, "residuals": mean, "world": world, "rank": rank})
+        resume.same_codec = False
+        logger.warning("residuals of %d ranks redistributed over %d: each has their mean", old, world)
+    _compare_config(state, first, resume)
+    return resume
+
+
+def _check_form(s: object) -> None:
+    if not isinstance(s, dict) or "format" not in s or "residuals" not in s:
+        raise CheckpointError("this is not what State.state_dict gave")
+    if s["format"] != FORMAT:
+        raise CheckpointError(
+            f"the state has format {s['format']}; this sidcomp {_core.version} reads format {FORMAT}"
+        )
+
+
+def _check_complete(states: Sequence[dict[str, Any]], old: int, world: int, rank: int) -> None:
+    ranks = sorted(s["rank"] for s in states)
+    if old == world and len(states) == 1:
+        raise CheckpointError(
+            f"this is the state of rank {ranks[0]}, but this process is rank {rank}: every rank saves and loads its own; "
+            f"pass that of rank {rank}, or a list with those of all {old} ranks"
+        )
+    if any(s["world"] != old for s in states):
+        raise CheckpointError(f"states of different runs: world sizes {sorted({s['world'] for s in states})}")
+    if ranks != list(range(old)):
+        lack = [r for r in range(old) if r not in ranks]
+        what = f"those of ranks {lack} are missing" if lack else f"ranks {ranks} are given more than once"
+        raise CheckpointError(
+            f"the states were saved by {old} ranks and are loaded by {world}: pass load_state_dict a list with the "
+            f"states of all {old} ranks ({what})"
+        )
+    if len({s["step"] for s in states}) > 1:
+        raise CheckpointError(f"the states are of different steps: {sorted({s['step'] for s in states})}")
+    names = set(states[0]["residuals"])
+    for s in states[1:]:
+        if odd := sorted(names ^ set(s["residuals"])):
+            raise CheckpointError(
+                f"the states are of different models: {shorten(odd)} are not in all of them"
+            )
+
+
+def _compare_config(state: "State", saved: dict[str, Any], resume: Resume) -> None:
+    """Another codec, seed or grouping may take over what is kept, but not bit for bit: say so. Another memory
+    may not."""
+    mine = _config(state)
+    if saved["memory"] != mine["memory"]:
+        raise CheckpointError(
+            f"the state is of memory {saved['memory']!r}, this State has {mine['memory']!r}: use the same memory"
+        )
+    changed = [k for k in mine if mine[k] != saved[k]]
+    if changed:
+        resume.same_codec = resume.same_codec and not {"codec", "parameters"} & set(changed)
+        resume.same_groups = resume.same_groups and not {"groups", "exclude"} & set(changed)
+        logger.warning(
+            "resuming with other settings (%s): what was kept is taken over, the codec's statistics start anew",
+            ", ".join(f"{k} {saved[k]!r} -> {mine[k]!r}" for k in changed),
+        )

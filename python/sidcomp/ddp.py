@@ -1,0 +1,116 @@
+"""The communication hook, and how a State finds the DDP model that it serves."""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sidcomp.errors import SetupError, UnsupportedError
+from sidcomp.state import State
+
+# No `from __future__ import annotations` here: DDP compares the annotations of a hook with the types
+# themselves.
+
+
+def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """The communication hook: `ddp.register_comm_hook(state, sidcomp.hook)`.
+
+    The future's value is `bucket.buffer()`, which then holds the mean of the decoded gradients of all ranks.
+    Errors are never raised here, where they would leave DDP's reducer unusable: the future fails,
+    `backward()` raises a RuntimeError with the text, and the exception itself is in `state.error` and in the
+    log "sidcomp".
+    """
+    if not hasattr(bucket, "buffer"):  # the python reducer passes a tuple and ignores what a hook returns
+        raise UnsupportedError(
+            "torch.compile's python reducer does not work with communication hooks: set "
+            'torch._dynamo.config.optimize_ddp to True or "ddp_optimizer", or to False'
+        )
+    if not isinstance(state, State):
+        failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        failed.set_exception(
+            SetupError(f"sidcomp.hook was registered with a {type(state).__name__}; it needs a sidcomp.State")
+        )
+        return failed
+    return state._reduce(bucket)
+
+
+def register(ddp: DistributedDataParallel, state: State) -> None:
+    """`ddp.register_comm_hook(state, sidcomp.hook)`, but what cannot work is refused here and not in
+    `backward()`.
+
+    Raises SetupError or UnsupportedError, which say what to change.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise SetupError(f"register needs the DistributedDataParallel model, not a {type(ddp).__name__}")
+    if ddp._comm_hooks:
+        raise SetupError(
+            "this DDP model has a communication hook already, and DDP takes one: do not set mixed_precision=..., an "
+            "optimizer in the backward pass or another hook on it; to change hooks wrap the module in a new DDP"
+        )
+    state._bind(ddp)
+    ddp.register_comm_hook(state, hook)
+
+
+def owner(state: State) -> DistributedDataParallel:
+    """The one DDP model that `state` was registered with. DDP tells its hook nothing, so we ask the garbage
+    collector."""
+    found = [
+        o
+        for o in gc.get_objects()
+        if issubclass(type(o), DistributedDataParallel)
+        and any(s is state for _, s in getattr(o, "_comm_hooks", ()))
+    ]
+    if len(found) == 1:
+        return found[0]  # type: ignore[no-any-return]
+    if found:
+        raise SetupError("one State serves one DDP model: give each model a State of its own")
+    raise SetupError(
+        "cannot find the DDP model of this State: register with sidcomp.register(ddp, state) in place of "
+        "ddp.register_comm_hook(state, sidcomp.hook)"
+    )
+
+
+def refuse(ddp: DistributedDataParallel) -> None:
+    """Raises for what sidcomp cannot serve, naming what to change."""
+    if getattr(ddp, "_use_python_reducer", False):
+        raise UnsupportedError(
+            "torch.compile's python reducer does not work with communication hooks: set "
+            'torch._dynamo.config.optimize_ddp to True or "ddp_optimizer", or to False'
+        )
+    if getattr(ddp, "mixed_precision", None) is not None:
+        raise UnsupportedError(
+            "DDP(mixed_precision=...) takes the only hook that DDP has: leave it out and use torch.autocast, or convert "
+            "the module"
+        )
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise UnsupportedError(
+            "DDP(skip_all_reduce_unused_params=True) lets ranks reduce different buckets: leave it out; "
+            "find_unused_parameters=True works"
+        )
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise UnsupportedError(f"module {name!r} has sparse gradients: construct it with sparse=False")
+    for name, p in parameters(ddp).items():
+        if p.is_complex():
+            raise UnsupportedError(
+                f"parameter {name!r} is complex: keep its real and imaginary parts as two real ones"
+            )
+        if hasattr(p, "_in_backward_optimizers"):
+            raise UnsupportedError(
+                f"parameter {name!r} has an optimizer in the backward pass, which takes the only hook that DDP has: "
+                "step the optimizer after backward()"
+            )
+
+
+def parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """What DDP reduces, by name; shared parameters once, under their first name."""
+    return {
+        name: p
+        for name, p in ddp.module.named_parameters()
+        if p.requires_grad and name not in ddp.parameters_to_ignore
+    }
+
+
+def joining(ddp: DistributedDataParallel) -> bool:
+    return bool(ddp._join_config.enable)

@@ -1,0 +1,72 @@
+"""How payloads travel: collectives on a process group of our own, issued only from the hook's thread."""
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+# all_gather_into_tensor warns from torch 2.13 on, where it is called all_gather_single.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # torch has no public way to ask; None is the backend's default
+        return None
+    return timeout
+
+
+def _backend_of(group: dist.ProcessGroup) -> str:
+    name = str(dist.get_backend(group))
+    return name if name in ("gloo", "nccl") else str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
+
+
+class Exchange:
+    """A process group over the ranks of `parent`, with its backend and timeout.
+
+    Our own, because DDP issues collectives on its group at moments that we do not see. Every rank of `parent`
+    must construct its Exchange at the same point of the program.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
+        ranks = dist.get_process_group_ranks(parent)
+        self.device = device
+        self.rank = dist.get_rank(parent)
+        self.world = len(ranks)
+        self.group = dist.new_group(
+            ranks,
+            timeout=_timeout_of(parent, device),
+            backend=_backend_of(parent),
+            # ranks outside of a smaller group do not come here, so only its members can synchronise
+            use_local_synchronization=self.world < dist.get_world_size(),
+        )
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        return cast(dist.Work, dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+        return cast(dist.Work, _all_gather(out, tensor, group=self.group, async_op=True))
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Equal-sized bytes of all ranks, waited for. For setting up, not for steps."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        out = torch.empty(self.world * len(data), dtype=torch.uint8, device=self.device)
+        _all_gather(out, mine, group=self.group)
+        flat = bytes(out.tolist())
+        return [flat[i * len(data) : (i + 1) * len(data)] for i in range(self.world)]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """A text of every rank, waited for."""
+        data = text.encode()
+        size = max(int.from_bytes(b, "little") for b in self.gather_bytes(len(data).to_bytes(8, "little")))
+        return [b.rstrip(b"\0").decode() for b in self.gather_bytes(data.ljust(size, b"\0"))]
+
+    def close(self) -> None:
+        """Ends the group's threads. Does nothing where the default group, and ours with it, is already
+        gone."""
+        if dist.is_initialized():
+            with suppress(ValueError):  # a default group that was made anew does not know ours
+                dist.destroy_process_group(self.group)

@@ -1,0 +1,173 @@
+"""Which parameters form a group: the rules behind `State(groups=..., exclude=...)`. Pure: no torch, no
+communication."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from sidcomp.errors import ArgumentError, SetupError
+
+Groups = str | int | Sequence[Sequence[str]]
+Exclude = str | int | Sequence[str | int]
+
+_UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter where DDP shows it: `numel` elements of bucket `bucket` from element `offset` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    dtype: str
+    itemsize: int
+    device: str
+    bucket: int
+    offset: int
+
+
+@dataclass
+class Spec:
+    """The pieces of one group, in the order in which they form its vector. `dense`: excluded, sent as they
+    are."""
+
+    dense: bool
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        return [p.name for p in self.pieces]
+
+
+def shorten(names: Sequence[str], limit: int = 4) -> str:
+    """Names for an error text: the first few and how many more there are."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def parse_groups(groups: Groups) -> str | int | list[list[str]]:
+    """ "bucket", "model", a number of bytes (also as "4MB"; KB, MB, GB are powers of 1024), or lists of
+    names."""
+    if isinstance(groups, str):
+        if groups in ("bucket", "model"):
+            return groups
+        m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)(i?)B\s*", groups, re.IGNORECASE)
+        if not m:
+            raise ArgumentError(
+                f'groups={groups!r}: give "bucket", "model", a number of bytes, a size such as "4MB", or a list of '
+                "lists of parameter names"
+            )
+        groups = int(float(m[1]) * _UNITS[m[2].upper() + "B"])
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 1:
+            raise ArgumentError(f"groups={groups}: a group needs at least one byte")
+        return groups
+    if not isinstance(groups, Sequence) or any(
+        isinstance(g, str) or not isinstance(g, Sequence) for g in groups
+    ):
+        raise ArgumentError("groups: a list must hold lists of parameter names, one list for each group")
+    lists = [list(g) for g in groups]
+    seen: set[str] = set()
+    for i, names in enumerate(lists):
+        if not names:
+            raise ArgumentError(f"groups: list {i} is empty")
+        for name in names:
+            if not isinstance(name, str):
+                raise ArgumentError(f"groups: list {i} holds {name!r}, which is not a parameter name")
+            if name in seen:
+                raise ArgumentError(f"groups: parameter {name!r} is listed twice")
+            seen.add(name)
+    return lists
+
+
+def parse_exclude(exclude: Exclude) -> tuple[str | int, ...]:
+    rules = (exclude,) if isinstance(exclude, str | int) else tuple(exclude)
+    for rule in rules:
+        if isinstance(rule, bool) or not isinstance(rule, str | int):
+            raise ArgumentError(
+                f"exclude: {rule!r} is neither a name, a pattern, '1-D' nor a number of elements"
+            )
+    return rules
+
+
+def excluded(rules: Iterable[str | int], shapes: dict[str, tuple[int, ...]]) -> set[str]:
+    """Names of the parameters that stay dense. A name or pattern that fits no parameter is an error: it is a
+    slip."""
+    out: set[str] = set()
+    for rule in rules:
+        if rule == "1-D":
+            out |= {name for name, shape in shapes.items() if len(shape) <= 1}
+        elif isinstance(rule, int):
+            for name, shape in shapes.items():
+                numel = 1
+                for s in shape:
+                    numel *= s
+                if numel < rule:
+                    out.add(name)
+        else:
+            fits = {name for name in shapes if name == rule or fnmatchcase(name, rule)}
+            if not fits:
+                raise SetupError(f"exclude: {rule!r} fits no parameter; there are: {shorten(list(shapes))}")
+            out |= fits
+    return out
+
+
+def form_groups(pieces: Sequence[Piece], rule: str | int | list[list[str]], dense: set[str]) -> list[Spec]:
+    """The groups over `pieces`, which come as DDP shows them, bucket by bucket.
+
+    Order: lists as they were given, else the order in which groups complete. Excluded parameters form groups
+    of their own by the same rule, or by bucket beside explicit lists. A group has one dtype and one device;
+    parameters without elements belong to none.
+    """
+    if isinstance(rule, list):
+        left = [p for p in pieces if p.name in dense]
+        return _listed(pieces, rule, dense) + _runs(left, "bucket", dense)
+    return _runs(pieces, rule, dense)
+
+
+def _runs(pieces: Sequence[Piece], rule: str | int, dense: set[str]) -> list[Spec]:
+    done: list[tuple[int, Spec]] = []
+    runs: dict[tuple[object, ...], tuple[int, Spec, int]] = {}  # open ones: last piece, spec, bytes
+    for at, p in enumerate(pieces):
+        if not p.numel:
+            continue
+        chain = (p.dtype, p.device, p.name in dense, p.bucket if rule == "bucket" else 0)
+        _, spec, size = runs.get(chain) or (at, Spec(p.name in dense), 0)
+        spec.pieces.append(p)
+        size += p.numel * p.itemsize
+        if isinstance(rule, int) and size >= rule:
+            runs.pop(chain, None)
+            done.append((at, spec))
+        else:
+            runs[chain] = (at, spec, size)
+    done += [(at, spec) for at, spec, _ in runs.values()]
+    return [spec for _, spec in sorted(done, key=lambda d: d[0])]
+
+
+def _listed(pieces: Sequence[Piece], lists: list[list[str]], dense: set[str]) -> list[Spec]:
+    by_name = {p.name: p for p in pieces}
+    listed = {name for names in lists for name in names}
+    unknown = sorted(listed - by_name.keys())
+    if unknown:
+        raise SetupError(
+            f"groups: DDP reduces no parameter named {shorten(unknown)}; there are: {shorten(list(by_name))}"
+        )
+    both = sorted(listed & dense)
+    if both:
+        raise SetupError(f"groups and exclude both name {shorten(both)}: take them out of one of the two")
+    missing = [p.name for p in pieces if p.numel and p.name not in listed and p.name not in dense]
+    if missing:
+        raise SetupError(f"groups: no list names {shorten(missing)}; add them to a list, or exclude them")
+    specs = []
+    for i, names in enumerate(lists):
+        spec = Spec(False, [by_name[n] for n in names if by_name[n].numel])
+        kinds = {(p.dtype, p.device) for p in spec.pieces}
+        if len(kinds) > 1:
+            raise SetupError(
+                f"groups: list {i} ({shorten(names)}) mixes {sorted(kinds)}; a group has one dtype and device"
+            )
+        if spec.pieces:
+            specs.append(spec)
+    return specs

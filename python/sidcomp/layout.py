@@ -1,0 +1,187 @@
+"""What is built once for a bucket layout: slots (DDP's buckets), groups, and the groups' blocks of memory."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import is_
+
+import torch
+
+from sidcomp import _core
+from sidcomp.groups import Spec, shorten
+from sidcomp.registry import Setting
+
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+STATE_HEADER = 256  # bytes before the vectors in a state block (sid_state)
+
+
+class Block:
+    """Bytes that start at a multiple of 64. `tensor` is a flat uint8 view of them, `ptr` their address."""
+
+    __slots__ = ("ptr", "tensor")
+
+    def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
+        raw = torch.zeros(nbytes + 63, dtype=torch.uint8, device=device)
+        skip = -raw.data_ptr() % 64
+        self.tensor = raw[skip : skip + nbytes]
+        self.ptr = self.tensor.data_ptr()
+
+
+class Slot:
+    """One bucket of DDP: whose gradients it holds, and the future that DDP waits for in this iteration."""
+
+    __slots__ = ("buffer", "done", "future", "groups", "params", "ptr", "remaining", "seen")
+
+    def __init__(self, params: list[torch.Tensor], buffer: torch.Tensor) -> None:
+        self.params = params
+        self.buffer = buffer
+        self.ptr = buffer.data_ptr()
+        self.groups: list[Group] = []
+        self.seen = False
+        self.remaining = 0  # groups that have not been decoded yet
+        self.done = False
+        self.future: torch.futures.Future[torch.Tensor]
+
+    def same(self, params: Sequence[torch.Tensor], buffer: torch.Tensor) -> bool:
+        """Whether this is that bucket, wherever its memory lies now. By identity: addresses are used
+        again."""
+        mine = self.buffer
+        return (
+            len(params) == len(self.params)
+            and all(map(is_, params, self.params))
+            and buffer.numel() == mine.numel()
+            and buffer.dtype is mine.dtype
+            and buffer.device == mine.device
+        )
+
+    def open(self, buffer: torch.Tensor, future: "torch.futures.Future[torch.Tensor]") -> None:
+        self.seen = True
+        self.done = False
+        self.remaining = len(self.groups)
+        self.future = future
+        self.buffer = buffer
+        if buffer.data_ptr() != self.ptr:
+            self.ptr = buffer.data_ptr()
+            for group in self.groups:
+                group.place()
+
+
+class Group:
+    """One group at run time: its plan, its blocks, and what it did in this iteration."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: Spec,
+        slots: Sequence[Slot],
+        plan: _core.Plan,
+        settings: dict[str, Setting],
+        direct: bool,
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.names = spec.names
+        self.plan = plan
+        self.settings = settings
+        self.n = plan.n
+        self.dtype = plan.dtype
+        used = {p.bucket for p in spec.pieces}
+        self.slots = [slots[i] for i in sorted(used)]
+        self._by_bucket = {i: slots[i] for i in used}
+        self.device = self.slots[0].buffer.device
+        self.missing = len(self.slots)  # buckets that have not come yet
+        self.runs = self._merge()
+        # A dense group that is one piece of memory is reduced where it lies, as plain DDP does.
+        self.direct = direct and plan.linear and plan.lossless and len(self.runs) == 1
+        self.segments: _core.Segments
+        self.view: torch.Tensor  # what a direct group hands to the collective
+        self.place()
+        # this iteration
+        self.sent = False
+        self.undone = False
+        self.stats: _core.Stats | None = None
+        self.error: Exception | None = None
+        self.work: object = None
+        self.exchanged_at = 0
+        # counters, in ns
+        self.steps = self.encode_ns = self.wait_ns = self.decode_ns = 0
+
+    def allocate(self, world: int, work_bytes: int) -> None:
+        plan = self.plan
+        if self.direct:
+            return
+        self.state = Block(plan.state_bytes, self.device)
+        self.scratch = Block(work_bytes, self.device)
+        self.payload = Block(plan.payload_bytes, self.device)
+        if plan.linear:
+            dtype = _TORCH_DTYPES[plan.body_dtype]
+            end = plan.body_offset + plan.body_count * dtype.itemsize
+            self.body = self.payload.tensor[plan.body_offset : end].view(dtype)
+            self.incoming, self.count = self.payload, 1
+        else:
+            self.incoming, self.count = Block(world * plan.payload_bytes, self.device), world
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank hands to the collective in a step."""
+        if self.direct:
+            return self.view.numel() * self.view.element_size()
+        return self.body.numel() * self.body.element_size() if self.plan.linear else self.plan.payload_bytes
+
+    def _merge(self) -> list[tuple[int, int, int]]:
+        """(bucket, offset, length) of the pieces, neighbours joined."""
+        runs: list[tuple[int, int, int]] = []
+        for p in self.spec.pieces:
+            if runs and runs[-1][0] == p.bucket and runs[-1][1] + runs[-1][2] == p.offset:
+                runs[-1] = (p.bucket, runs[-1][1], runs[-1][2] + p.numel)
+            else:
+                runs.append((p.bucket, p.offset, p.numel))
+        return runs
+
+    def place(self) -> None:
+        """Points the segments at where the buckets lie now."""
+        size = self.slots[0].buffer.element_size()
+        self.segments = _core.Segments(
+            [self._by_bucket[b].ptr + offset * size for b, offset, _ in self.runs],
+            [n for _, _, n in self.runs],
+        )
+        if self.direct:
+            b, offset, n = self.runs[0]
+            self.view = self._by_bucket[b].buffer.view(-1)[offset : offset + n]
+
+    @contextmanager
+    def host_state(self, write: bool = False) -> Iterator[int]:
+        """The address of the state block for a call on the CPU. On a device it is copied, and written back if
+        asked."""
+        if self.device.type == "cpu":
+            yield self.state.ptr
+            return
+        torch.cuda.synchronize(self.device)
+        copy = Block(self.plan.state_bytes)
+        copy.tensor.copy_(self.state.tensor)
+        yield copy.ptr
+        if write:
+            self.state.tensor.copy_(copy.tensor)
+            torch.cuda.synchronize(self.device)
+
+    def label(self) -> str:
+        return f"group {self.index} ({shorten(self.names)})"
+
+    def describe(self) -> str:
+        """What every rank must agree on."""
+        shapes = ", ".join(f"{p.name}{list(p.shape)}" for p in self.spec.pieces)
+        return (
+            f"{self.plan.codec} {self.settings}, memory {self.plan.memory}, {self.n} x {self.dtype}: {shapes}"
+        )
+
+
+class Layout:
+    """Slots and groups that belong together. Dropped as a whole when DDP shows other buckets."""
+
+    def __init__(self, slots: list[Slot], groups: list[Group]) -> None:
+        self.slots = slots
+        self.groups = groups
+        self.by_first = {id(s.params[0]): s for s in slots}
+        for group in groups:
+            for slot in group.slots:
+                slot.groups.append(group)

@@ -1,0 +1,107 @@
+"""The registry of codecs and memories as Python objects."""
+
+from dataclasses import dataclass
+
+from sidcomp import _core
+from sidcomp.errors import ParameterError
+
+Setting = float | int | str
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row of a parameter table. `kind` is "real", "int" or "choice"; `choices` is empty unless it is
+    "choice"."""
+
+    name: str
+    kind: str
+    default: Setting
+    min: float
+    max: float
+    unit: str
+    choices: tuple[str, ...]
+    doc: str
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A codec or a memory. `traits` holds "linear", "lossless", "stochastic", "unbiased"; `cuda`: kernels are
+    built."""
+
+    name: str
+    family: str
+    paper: str
+    doc: str
+    wire_id: int
+    traits: frozenset[str]
+    cuda: bool
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def linear(self) -> bool:
+        """Payloads travel by all-reduce; those of other codecs by all-gather."""
+        return "linear" in self.traits
+
+    @property
+    def lossless(self) -> bool:
+        """Nothing is ever left over, so no memory is kept."""
+        return "lossless" in self.traits
+
+
+def _entry(info: "_core.Info") -> Codec:
+    return Codec(
+        name=info["name"],
+        family=info["family"],
+        paper=info["paper"],
+        doc=info["doc"],
+        wire_id=info["wire_id"],
+        traits=frozenset(info["traits"]),
+        cuda=info["cuda"],
+        parameters=tuple(
+            Parameter(**{**row, "choices": tuple(row["choices"])})  # type: ignore[arg-type]
+            for row in info["parameters"]
+        ),
+    )
+
+
+def codecs() -> tuple[Codec, ...]:
+    """All codecs of this build, in the order of the registry (csrc/codecs.def)."""
+    return tuple(_entry(i) for i in _core.codecs())
+
+
+def memories() -> tuple[Codec, ...]:
+    """All memories of this build, in the order of the registry (csrc/memories.def)."""
+    return tuple(_entry(i) for i in _core.memories())
+
+
+def _find(entries: tuple[Codec, ...], name: str, what: str) -> Codec:
+    for entry in entries:
+        if entry.name == name:
+            return entry
+    raise ParameterError(f"unknown {what} {name!r}; there are: {', '.join(e.name for e in entries)}")
+
+
+def find_codec(name: str) -> Codec:
+    return _find(codecs(), name, "codec")
+
+
+def find_memory(name: str) -> Codec:
+    return _find(memories(), name, "memory")
+
+
+def resolve(codec: str, memory: str, settings: dict[str, Setting]) -> tuple[Codec, Codec, dict[str, Setting]]:
+    """Checks names and parameters against the tables. A lossless codec takes memory "none", whatever was
+    asked."""
+    c, m = find_codec(codec), find_memory(memory)
+    known = {p.name for p in (*c.parameters, *m.parameters)}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        has = f"they have: {', '.join(sorted(known))}" if known else "they have none"
+        raise ParameterError(
+            f"unknown parameter {', '.join(map(repr, unknown))} for codec {codec!r} with memory {memory!r}; {has}"
+        )
+    if c.lossless and memory != "none":
+        m = find_memory("none")
+        settings = {p.name: settings[p.name] for p in c.parameters if p.name in settings}
+    _core.Plan(c.name, m.name, 1, "float32", settings)  # the core knows the ranges
+    return c, m, settings
