@@ -1,0 +1,119 @@
+"""What the hook itself costs: the step of a model under plain DDP, and under DDP with sidcomp's hook, on loopback.
+
+Both wrap the same module in the same two processes and take turns, a few steps each, so that what else happens on the
+machine meets both. With `none` the hook does what plain DDP does; the difference is its own cost.
+"""
+
+import argparse
+import gc
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sidcomp
+from benchmarks.common import RESULTS, report, summary
+
+SHOWN: list[tuple[str, dict[str, Any]]] = [
+    ("none", {"codec": "none"}),
+    ("fp16", {"codec": "fp16"}),
+    ("topk 1 %", {"codec": "topk", "density": 0.01}),
+    ("topk 1 %, one group", {"codec": "topk", "density": 0.01, "groups": "model"}),
+]
+
+
+def model(width: int, depth: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def block_of_steps(ddp: nn.Module, data: torch.Tensor, steps: int) -> float:
+    """Milliseconds a step."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        ddp.zero_grad(set_to_none=False)
+        ddp(data).square().mean().backward()
+    return (time.perf_counter() - start) * 1e3 / steps
+
+
+def rank_main(rank: int, world: int, store: str, args: argparse.Namespace, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    data = torch.randn(args.batch, args.width)
+    names, wrapped, states = ["plain DDP"], [DistributedDataParallel(model(args.width, args.depth))], []
+    for name, settings in SHOWN:
+        ddp = DistributedDataParallel(model(args.width, args.depth))
+        state = sidcomp.State(**settings)
+        sidcomp.register(ddp, state)
+        names.append(name)
+        wrapped.append(ddp)
+        states.append(state)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for ddp in wrapped:
+        block_of_steps(ddp, data, 4)  # buckets rebuilt, blocks allocated
+    allocated = [s.stats()["allocations"] for s in states]
+    for _ in range(args.repeats):
+        for name, ddp in zip(names, wrapped, strict=True):
+            times[name].append(block_of_steps(ddp, data, args.steps))
+    again = [s.stats()["allocations"] for s in states]
+    if rank == 0:
+        results["times"] = times
+        results["bytes"] = {
+            name: s.stats()["sent_bytes"] / s.stats()["steps"] for name, s in zip(names[1:], states, strict=True)
+        }
+        results["allocations"] = [b - a for a, b in zip(allocated, again, strict=True)]
+    for state in states:
+        state.close()
+    del ddp, wrapped, states, state
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_hook", description=__doc__)
+    parser.add_argument("--width", type=int, default=1024, help="of each of the model's square layers (default 1024)")
+    parser.add_argument("--depth", type=int, default=6, help="layers (default 6: 6.3 million parameters)")
+    parser.add_argument("--batch", type=int, default=128, help="rows a rank (default 128)")
+    parser.add_argument("--steps", type=int, default=5, help="steps before the next one's turn (default 5)")
+    parser.add_argument("--repeats", type=int, default=20, help="turns (default 20)")
+    parser.add_argument("--world", type=int, default=2, help="ranks, one thread each (default 2)")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/hook.{md,json}")
+    args = parser.parse_args(argv)
+    store = Path(os.environ.get("TMPDIR", "/tmp")) / f"sidcomp-bench-{os.getpid()}"
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(rank_main, (args.world, str(store), args, results), nprocs=args.world)
+        times, sent, allocations = results["times"], results["bytes"], results["allocations"]
+    store.unlink(missing_ok=True)
+    plain = summary(times["plain DDP"]).median
+    n = sum(p.numel() for p in model(args.width, args.depth).parameters())
+    rows = [
+        {
+            "hook": name,
+            "ms a step": str(summary(t)),
+            "/ plain DDP": summary(t).median / plain,
+            "bytes sent a step": round(sent.get(name, 4 * n)),
+        }
+        for name, t in times.items()
+    ]
+    note = (
+        f"{n:,} parameters, batch {args.batch} a rank, {args.world} ranks with one thread each over loopback (Gloo), forward "
+        f"and backward; median [quartiles] of {args.repeats} turns of {args.steps} steps. Blocks allocated after the first "
+        f"four steps: {sum(allocations)}."
+    )
+    report("hook", "The step with and without the hook", rows, note, RESULTS if args.save else None)
+
+
+if __name__ == "__main__":
+    main()

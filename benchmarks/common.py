@@ -1,0 +1,88 @@
+"""What the benchmarks share: rivals timed in turn, a table, a JSON file that says where it was measured."""
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from sidcomp import _core
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Timing(NamedTuple):
+    """Milliseconds: median, and the first and third quartile."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def summary(milliseconds: list[float]) -> Timing:
+    quartiles = statistics.quantiles(milliseconds, n=4, method="inclusive")
+    return Timing(statistics.median(milliseconds), quartiles[0], quartiles[2])
+
+
+def race(runners: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, Timing]:
+    """Times each runner `repeats` times, in turn, so that a disturbance of the machine meets all of them alike."""
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for i in range(warmup + repeats):
+        for name, run in runners.items():
+            start = time.perf_counter()
+            run()
+            if i >= warmup:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: summary(t) for name, t in times.items()}
+
+
+def machine() -> dict[str, Any]:
+    """The machine in words, without its name, and the versions."""
+    cpu = platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.split(":", 1)[1].strip()
+                break
+    versions = {name: module.__version__ for name, module in sys.modules.items() if name in ("numpy", "torch")}
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "isa": _core.isa_best(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "sidcomp": _core.version,
+        **versions,
+    }
+
+
+def report(name: str, title: str, rows: list[dict[str, Any]], note: str, out: Path | None) -> None:
+    """Prints `rows` as a table and, if asked, writes them to `out`/`name`.json and .md."""
+    where = machine()
+    table = Table(title=title, caption=note, caption_justify="left")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    cells = [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    for row in cells:
+        table.add_row(*row)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    console.print(", ".join(f"{k} {v}" for k, v in where.items()), highlight=False)
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps({"title": title, "note": note, "machine": where, "rows": rows}, indent=1))
+    lines = [f"# {title}", "", note, "", "| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
+    lines += ["| " + " | ".join(row) + " |" for row in cells]
+    lines += ["", ", ".join(f"{k} {v}" for k, v in where.items()), ""]
+    (out / f"{name}.md").write_text("\n".join(lines))
