@@ -203,8 +203,8 @@ def _check_complete(states: Sequence[dict[str, Any]], old: int, world: int, rank
     ranks = sorted(s["rank"] for s in states)
     if old == world and len(states) == 1:
         raise CheckpointError(
-            f"this is the state of rank {ranks[0]}, but this process is rank {rank}: every rank saves and loads its own; "
-            f"pass that of rank {rank}, or a list with those of all {old} ranks"
+            f"this is the state of rank {ranks[0]}, but this process is rank {rank}: every rank saves and "
+            f"loads its own; pass that of rank {rank}, or a list with those of all {old} ranks"
         )
     if any(s["world"] != old for s in states):
         raise CheckpointError(f"states of different runs: world sizes {sorted({s['world'] for s in states})}")
@@ -212,8 +212,8 @@ def _check_complete(states: Sequence[dict[str, Any]], old: int, world: int, rank
         lack = [r for r in range(old) if r not in ranks]
         what = f"those of ranks {lack} are missing" if lack else f"ranks {ranks} are given more than once"
         raise CheckpointError(
-            f"the states were saved by {old} ranks and are loaded by {world}: pass load_state_dict a list with the "
-            f"states of all {old} ranks ({what})"
+            f"the states were saved by {old} ranks and are loaded by {world}: pass load_state_dict a list "
+            f"with the states of all {old} ranks ({what})"
         )
     if len({s["step"] for s in states}) > 1:
         raise CheckpointError(f"the states are of different steps: {sorted({s['step'] for s in states})}")
@@ -231,13 +231,15 @@ def _compare_config(state: "State", saved: dict[str, Any], resume: Resume) -> No
     mine = _config(state)
     if saved["memory"] != mine["memory"]:
         raise CheckpointError(
-            f"the state is of memory {saved['memory']!r}, this State has {mine['memory']!r}: use the same memory"
+            f"the state is of memory {saved['memory']!r}, this State has {mine['memory']!r}: use the same "
+            "memory"
         )
     changed = [k for k in mine if mine[k] != saved[k]]
     if changed:
         resume.same_codec = resume.same_codec and not {"codec", "parameters"} & set(changed)
         resume.same_groups = resume.same_groups and not {"groups", "exclude"} & set(changed)
         logger.warning(
-            "resuming with other settings (%s): what was kept is taken over, the codec's statistics start anew",
+            "resuming with other settings (%s): what was kept is taken over, the codec's statistics start "
+            "anew",
             ", ".join(f"{k} {saved[k]!r} -> {mine[k]!r}" for k in changed),
         )

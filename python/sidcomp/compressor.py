@@ -44,9 +44,9 @@ def _empty(like: Any, n: int, dtype: str) -> Any:
     if hasattr(like, "data_ptr"):
         import torch
 
-        kind = getattr(torch, dtype)
-        raw = torch.empty(n + 64, dtype=kind)
-        start: int = raw.data_ptr()
+        kind: Any = getattr(torch, dtype)
+        raw: Any = torch.empty(n + 64, dtype=kind)
+        start = raw.data_ptr()
     else:
         import numpy
 

@@ -92,7 +92,8 @@ class CudaLane:
             else:
                 exchange.all_gather(g.incoming.tensor, g.payload.tensor).wait()
             g.plan.cuda_decode(
-                g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / exchange.world, r.table.data_ptr(), n_segments,
+                g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / exchange.world,
+                r.table.data_ptr(), n_segments,
                 g.state.ptr if g.plan.vectors else 0, g.scratch.ptr, report=r.report.ptr, **at, **where,
             )  # fmt: skip
         g.steps += 1

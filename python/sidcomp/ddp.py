@@ -45,8 +45,9 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
         raise SetupError(f"register needs the DistributedDataParallel model, not a {type(ddp).__name__}")
     if ddp._comm_hooks:
         raise SetupError(
-            "this DDP model has a communication hook already, and DDP takes one: do not set mixed_precision=..., an "
-            "optimizer in the backward pass or another hook on it; to change hooks wrap the module in a new DDP"
+            "this DDP model has a communication hook already, and DDP takes one: do not set "
+            "mixed_precision=..., an optimizer in the backward pass or another hook on it; to change hooks "
+            "wrap the module in a new DDP"
         )
     state._bind(ddp)
     ddp.register_comm_hook(state, hook)
@@ -80,8 +81,8 @@ def refuse(ddp: DistributedDataParallel) -> None:
         )
     if getattr(ddp, "mixed_precision", None) is not None:
         raise UnsupportedError(
-            "DDP(mixed_precision=...) takes the only hook that DDP has: leave it out and use torch.autocast, or convert "
-            "the module"
+            "DDP(mixed_precision=...) takes the only hook that DDP has: leave it out and use torch.autocast, "
+            "or convert the module"
         )
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         raise UnsupportedError(
@@ -98,8 +99,8 @@ def refuse(ddp: DistributedDataParallel) -> None:
             )
         if hasattr(p, "_in_backward_optimizers"):
             raise UnsupportedError(
-                f"parameter {name!r} has an optimizer in the backward pass, which takes the only hook that DDP has: "
-                "step the optimizer after backward()"
+                f"parameter {name!r} has an optimizer in the backward pass, which takes the only hook that "
+                "DDP has: step the optimizer after backward()"
             )
 
 

@@ -56,7 +56,8 @@ def parse_groups(groups: Groups) -> str | int | list[list[str]]:
         m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)(i?)B\s*", groups, re.IGNORECASE)
         if not m:
             raise ArgumentError(
-                f'groups={groups!r}: give "bucket", "model", a number of bytes, a size such as "4MB", or a list of '
+                f'groups={groups!r}: give "bucket", "model", a number of bytes, a size such as "4MB", or a '
+                "list of "
                 "lists of parameter names"
             )
         groups = int(float(m[1]) * _UNITS[m[2].upper() + "B"])

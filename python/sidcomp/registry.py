@@ -98,7 +98,8 @@ def resolve(codec: str, memory: str, settings: dict[str, Setting]) -> tuple[Code
     if unknown:
         has = f"they have: {', '.join(sorted(known))}" if known else "they have none"
         raise ParameterError(
-            f"unknown parameter {', '.join(map(repr, unknown))} for codec {codec!r} with memory {memory!r}; {has}"
+            f"unknown parameter {', '.join(map(repr, unknown))} for codec {codec!r} with memory {memory!r}; "
+            f"{has}"
         )
     if c.lossless and memory != "none":
         m = find_memory("none")

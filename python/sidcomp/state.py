@@ -104,8 +104,8 @@ class State:
         **parameters: Setting,
     ) -> None:
         self._config: dict[str, Any] = dict(
-            codec=codec, memory=memory, groups=groups, seed=seed, exclude=exclude, checksum_every=checksum_every,
-            isa=isa, **parameters,
+            codec=codec, memory=memory, groups=groups, seed=seed, exclude=exclude,
+            checksum_every=checksum_every, isa=isa, **parameters,
         )  # fmt: skip
         self.codec: Codec
         self.memory: Codec
@@ -208,8 +208,9 @@ class State:
         ddp = self._owner()
         if ddp._join_config.enable:
             raise UnsupportedError(
-                "DDP's join() sends zeros for ranks that have run out of data, which would flush what the memory keeps: "
-                "give every rank the same number of batches (drop_last=True) and leave join() out"
+                "DDP's join() sends zeros for ranks that have run out of data, which would flush what the "
+                "memory keeps: give every rank the same number of batches (drop_last=True) and leave join() "
+                "out"
             )
         params, buffer = bucket.parameters(), bucket.buffer()
         first = id(params[0])
@@ -217,9 +218,9 @@ class State:
             slot = self._layout.by_first.get(first)
             if slot is not None and slot.seen:
                 self._abandon(SetupError("the backward pass before this one did not finish"))
-            if slot is not None and slot.same(params, buffer):
-                if self._arrived or ddp._has_rebuilt_buckets is self._rebuilt:
-                    return self._fill(slot, buffer)
+            known = self._arrived > 0 or ddp._has_rebuilt_buckets is self._rebuilt
+            if known and slot is not None and slot.same(params, buffer):
+                return self._fill(slot, buffer)
         return self._discover(ddp, params, buffer, bucket.is_last())
 
     def _fill(self, slot: Slot, buffer: torch.Tensor) -> "Future[torch.Tensor]":
@@ -298,8 +299,8 @@ class State:
         try:
             layout = self._plan(slots)
             header = (
-                f"sidcomp {_core.version}, world {self._exchange.world}, step {self._step}, seed {self.seed}, "
-                f"checksum_every {self.checksum_every}"
+                f"sidcomp {_core.version}, world {self._exchange.world}, step {self._step}, seed "
+                f"{self.seed}, checksum_every {self.checksum_every}"
             )
             text = "\n".join([header, *(f"group {g.index}: {g.describe()}" for g in layout.groups)])
         except Exception as e:
@@ -338,8 +339,8 @@ class State:
         at = next((i for i, (a, b) in enumerate(zip(*lines, strict=False)) if a != b), min(map(len, lines)))
         has = [x[at] if at < len(x) else "nothing more" for x in lines]
         error = RankError(
-            f"ranks do not agree: rank 0 has [{has[0]}], rank {rank} has [{has[1]}]; model, sidcomp.State and "
-            "checkpoint must be the same on every rank"
+            f"ranks do not agree: rank 0 has [{has[0]}], rank {rank} has [{has[1]}]; model, sidcomp.State "
+            "and checkpoint must be the same on every rank"
         )
         error.rank = rank
         raise error
@@ -362,8 +363,9 @@ class State:
         names = [self._names.get(id(p), "") for p in slot.params]
         if "" in names:
             raise SetupError(
-                "DDP reduces a parameter that its module does not have (any more): register the State again after "
-                "changing the module, with a new DDP around it; and give every DDP model a State of its own"
+                "DDP reduces a parameter that its module does not have (any more): register the State again "
+                "after changing the module, with a new DDP around it; and give every DDP model a State of "
+                "its own"
             )
         if buffer.layout is not torch.strided:
             raise UnsupportedError(
@@ -371,23 +373,23 @@ class State:
             )
         if buffer.dtype not in DTYPES:
             raise UnsupportedError(
-                f"{shorten(names)} have {buffer.dtype} gradients; sidcomp knows {', '.join(DTYPES.values())}: convert "
-                "the module"
+                f"{shorten(names)} have {buffer.dtype} gradients; sidcomp knows "
+                f"{', '.join(DTYPES.values())}: convert the module"
             )
         if buffer.device.type not in ("cpu", "cuda"):
             raise UnsupportedError(f"{shorten(names)} are on {buffer.device}; sidcomp knows cpu and cuda")
         for name, p in zip(names, slot.params, strict=True):
             out.append(
                 Piece(
-                    name, tuple(p.shape), p.numel(), DTYPES[buffer.dtype], buffer.element_size(), str(buffer.device),
-                    index, offset,
+                    name, tuple(p.shape), p.numel(), DTYPES[buffer.dtype], buffer.element_size(),
+                    str(buffer.device), index, offset,
                 )
             )  # fmt: skip
             offset += p.numel()
         if offset != buffer.numel():
             raise UnsupportedError(
-                f"the bucket of {shorten(names)} holds {buffer.numel()} elements for parameters of {offset}: complex "
-                "gradients do not work, keep real and imaginary parts as two real parameters"
+                f"the bucket of {shorten(names)} holds {buffer.numel()} elements for parameters of {offset}: "
+                "complex gradients do not work, keep real and imaginary parts as two real parameters"
             )
         return out
 
@@ -494,7 +496,7 @@ class State:
         collectives here."""
         failure: Exception | None = None
         try:
-            exchanged.value()  # raises what the collective failed with; unread, a dead peer would go unnoticed
+            exchanged.value()  # raises what the collective failed with: unread, nobody notices a dead peer
             if g.error is not None:
                 raise g.error
             arrived = perf_counter_ns()
