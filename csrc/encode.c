@@ -50,39 +50,40 @@ static uint32_t without_nonfinite(const float *g, float *buf, uint32_t len) {
     return bad;
 }
 
-/* One tile of acc from state and gradient; `out` is what the codec reads. */
+/* One tile of acc from state and gradient; what is returned is what the codec reads. */
 static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t len, float *half, float *buf,
                               float *raw) {
     const sid_plan *p = w->plan;
     const uint32_t vectors = p->memory->vectors;
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
-    float *vec[4];
+    float *vec[SID_MAX_VECTORS];
+    uint32_t sent = SID_KEY_NONE;
     int bad = 0;
     for (uint32_t v = 0; v < vectors; v++) vec[v] = vector_of(p, w->state, v) + at;
-    if (vectors) p->codec->keep(p, &w->state->rule, vec[0], at, len);
+    if (vectors && !(p->codec->sent_from && p->codec->sent_from(&w->state->rule, at, len, &sent))) {
+        p->codec->keep(p, &w->state->rule, vec[0], at, len);
+        sent = SID_KEY_NONE;
+    }
     for (uint32_t pos = 0, take; pos < len; pos += take) {
         const float *g = next_piece(p, from, len - pos, &take, half);
-        if (!p->simd->finite(g, take)) {
-            if (linear) { /* a linear body carries NaN and Inf as they are, to be summed */
-                if (!bad && pos) memcpy(raw, vectors ? vec[0] : buf, 4ull * pos);
-                memcpy(raw + pos, g, 4ull * take);
-            }
-            w->nonfinite += without_nonfinite(g, half, take);
-            g = half;
-            bad = 1;
-        } else if (bad && linear)
-            memcpy(raw + pos, g, 4ull * take);
-        if (!vectors && take == len && !bad) return g; /* the gradient is acc: nothing to copy */
+        int ok;
         if (vectors) {
-            float *piece[4];
+            float *piece[SID_MAX_VECTORS];
             for (uint32_t v = 0; v < vectors; v++) piece[v] = vec[v] + pos;
-            p->memory->tile(p, piece, g, take);
-        } else
-            memcpy(buf + pos, g, 4ull * take);
+            ok = p->memory->tile(p, piece, g, take, sent);
+        } else {
+            ok = p->simd->finite(g, take);
+            if (ok && take == len) return g; /* the gradient is acc: nothing to copy */
+        }
+        if (linear && (bad || !ok)) memcpy(raw + pos, g, 4ull * take);
+        if (!ok) w->nonfinite += without_nonfinite(g, half, take);
+        if (!vectors) memcpy(buf + pos, ok ? g : half, 4ull * take);
+        if (!bad && !ok && linear && pos) memset(raw, 0, 4ull * pos);
+        bad |= !ok;
     }
     const float *acc = vectors ? vec[0] : buf;
     if (!bad || !linear) return acc;
-    for (uint32_t i = 0; i < len; i++)
+    for (uint32_t i = 0; i < len; i++) /* a linear body carries NaN and Inf as they are, to be summed */
         if (sid_key(raw[i]) < SID_KEY_INF) raw[i] = acc[i];
     return raw;
 }
@@ -190,7 +191,7 @@ void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg) {
     place from = {seg, 0};
     if (!p->memory->vectors) return;
     for (uint64_t at = 0; at < p->n;) {
-        float half[SID_TILE], *vec[4];
+        float half[SID_TILE], *vec[SID_MAX_VECTORS];
         uint32_t take;
         const uint64_t left = p->n - at;
         const float *g = next_piece(p, &from, left < SID_TILE ? (uint32_t)left : SID_TILE, &take, half);

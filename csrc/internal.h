@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 enum { SID_TILE = 1024 }; /* elements of a tile: 4 KB of acc and 4 KB of gradient stay in L1 */
-enum { SID_MAX_PARAMS = 12 };
+enum { SID_MAX_PARAMS = 12, SID_MAX_VECTORS = 4 };
 #define SID_MAX_N (1ull << 40)
 
 /* ---- rule: what was sent of acc --------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ struct sid_plan {
 
 /* ---- the tile contract ------------------------------------------------------------------------------------------
  * Encode walks a group once, a tile at a time:
- *     codec->keep    acc <- what the last step's rule left of it        (only if the memory keeps a vector)
+ *     codec->keep    acc <- what the last step's rule left of it        (if the memory keeps a vector; or sent_from)
  *     memory->tile   acc <- gradient + what is kept
  *     codec->tile    reads acc, gathers statistics and candidates
  * and codec->finish settles the rule and writes the payload, or asks for another reading of the same acc. */
@@ -94,6 +94,9 @@ typedef struct sid_codec {
     sid_verdict (*finish)(sid_walk *w);
     /* In place: acc -> what `rule` left of it. Element i of acc is element at + i of the group. */
     void (*keep)(const sid_plan *p, const sid_rule *rule, float *acc, uint64_t at, uint32_t len);
+    /* 1 if of these elements the rule sent whole just those with key(acc) >= *key: a memory can then do keep's work in
+     * its own pass. NULL: never. */
+    int (*sent_from)(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
     void (*none)(sid_rule *rule); /* the rule that sent nothing */
     /* A change of scale; NULL if the statistics in state->codec do not depend on it. */
     void (*rescale)(const sid_plan *p, sid_state *s, float factor);
@@ -110,9 +113,10 @@ enum { SID_DECODE_TILE = 4096 };
 typedef struct sid_memory {
     sid_info info;
     uint32_t vectors; /* floats kept per element; vector 0 is acc */
-    /* vec[0][0..len) <- acc from g and what is kept (vec[0] on entry: kept(acc)); g is finite. */
-    void (*tile)(const sid_plan *p, float *const *vec, const float *g, uint32_t len);
-    /* Takes g, as given to tile, out of vec again: the step did not happen. */
+    /* vec[0][0..len) <- acc from g and what is kept. On entry vec[0] holds what is kept, but for elements with
+     * key >= sent_from, of which nothing is. NaN and Inf in g count as 0; returns 1 if there were none. */
+    int (*tile)(const sid_plan *p, float *const *vec, const float *g, uint32_t len, uint32_t sent_from);
+    /* Takes g (finite) out of vec again: the step did not happen. */
     void (*undo)(const sid_plan *p, float *const *vec, const float *g, uint32_t len);
 } sid_memory;
 
@@ -121,7 +125,8 @@ typedef struct sid_memory {
 typedef struct sid_simd {
     const char *name;
     int (*finite)(const float *x, uint32_t n);                          /* 1: no NaN, no Inf */
-    void (*add)(float *acc, const float *g, uint32_t n);                /* acc += g, saturating at +-FLT_MAX */
+    /* acc = (key(acc) < key ? acc : 0) + (g finite ? g : 0), saturating at +-FLT_MAX; 1: all of g was finite. */
+    int (*add_kept)(float *acc, const float *g, uint32_t n, uint32_t key);
     void (*zero_from)(float *acc, uint32_t n, uint32_t key);            /* acc = 0 where key(acc) >= key */
     /* Appends index (base + i) and value of elements with key(x) >= key; may write up to 16 entries past the last. */
     uint32_t (*capture)(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val);
@@ -130,8 +135,8 @@ typedef struct sid_simd {
                        uint64_t room);
     /* Keys in [lo, hi), in order, to out (16 entries of slack); *above: how many are >= hi. */
     uint64_t (*band)(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uint32_t *out, uint64_t *above);
-    float (*sum_abs)(const float *x, uint32_t n);
-    uint32_t (*sum_above)(const float *x, uint32_t n, uint32_t key, float *sum); /* count and sum of |x|, key(x) >= key */
+    /* sum[0]: of |x|; sum[1], count[0]: of those with key(x) >= a; sum[2], count[1]: >= b. a, b below 2^31. */
+    void (*tail_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]);
     void (*clamp)(const float *x, float *y, uint32_t n, float max);     /* finite x to +-max; NaN and Inf as they are */
     void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);
     void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);

@@ -15,11 +15,10 @@ struct sid_scratch {
     uint32_t taken; /* entries of the codec's list that are given out */
     uint32_t key, ties;
     uint32_t go; /* decode: the payloads are sound */
-    float factor;
-    uint32_t spare;
     uint64_t cut;
-    uint64_t codec[10];
+    uint32_t codec[4];
 };
+static_assert(sizeof(sid_scratch) == 64, "codecs carve what they want zeroed directly behind it");
 
 /* Carves a block; with base == NULL it only counts. One routine gives the sizes and, later, the places. */
 struct sid_carver {
@@ -277,7 +276,7 @@ __device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect
         sum += w[i];
         weighted += w[i] * sid_checksum_weight(i, rows);
     }
-    if (h.checksum != sid_checksum_mix(sum, weighted)) return SID_E_CORRUPT;
+    if (h.checksum != sid_checksum_mix(sum, weighted) || h.reserved) return SID_E_CORRUPT;
     if (h.codec != e.head.codec || h.dtype != e.head.dtype || h.n != e.head.n) return SID_E_MISMATCH;
     if (!e.any && (h.step != e.head.step || h.group != e.head.group)) return SID_E_MISMATCH;
     return SID_OK;

@@ -10,11 +10,15 @@ struct linear {
     uint8_t *body;
     float scale;
     sid_dtype dtype; /* of the body */
+    bool clamps;     /* a codec that rounds: what is finite stays so */
 
-    __device__ static float clamp(float x, sid_dtype d) {
-        const float max = d == SID_F16 ? 65504.0f : sid_bits_f32(0x7f7f0000u);
-        if (d == SID_F32 || sid_key(x) >= SID_KEY_INF) return x;
-        return x > max ? max : x < -max ? -max : x;
+    __device__ float scaled(float x, float s) const {
+        if (clamps && sid_key(x) < SID_KEY_INF) {
+            const bool alone = s == 1.0f;
+            const float max = dtype == SID_F16 ? (alone ? 65504.0f : 65376.0f) : sid_bits_f32(alone ? 0x7f7f0000u : 0x7f7c0000u);
+            x = x > max ? max : x < -max ? -max : x;
+        }
+        return x * s;
     }
 
     __device__ void begin(shared &) const {}
@@ -22,13 +26,13 @@ struct linear {
 
     __device__ float keep(const sid_rule &rule, float acc, uint64_t) const {
         if (rule.scale == 0) return acc;
-        float body = clamp(acc * rule.scale, dtype);
-        if (dtype != SID_F32) body = sid_decode_half(sid_encode_half(body, dtype), dtype);
-        return acc - body * rule.inverse;
+        float sent = scaled(acc, rule.scale);
+        if (dtype != SID_F32) sent = sid_decode_half(sid_encode_half(sent, dtype), dtype);
+        return acc - sent * rule.inverse;
     }
 
     __device__ void quad(shared &, float (&x)[SID_QUAD], uint64_t i, uint32_t count) const {
-        for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = clamp(x[c] * scale, dtype);
+        for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = scaled(x[c], scale);
         sid_store4(body + i * sid_width(dtype), dtype, count, x);
     }
 };
@@ -55,7 +59,9 @@ __global__ void __launch_bounds__(SEAL_BLOCK)
 sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     const float scale = 1.0f / (float)c.at.world;
-    const linear codec = {c.payload + SID_HEADER_BYTES, scale, p->sizes.body_dtype};
+    const bool lossless = p->codec->info.traits & SID_LOSSLESS;
+    const linear codec = {c.payload + SID_HEADER_BYTES, scale, p->sizes.body_dtype,
+                          p->sizes.body_dtype != SID_F32 && !lossless};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     sid_status s = sid_begin(c.to, c.group, c.scratch, sizeof *c.scratch, c.payload, SID_HEADER_BYTES);
     if (!s)
@@ -84,17 +90,17 @@ struct bodies {
 __device__ inline float inverse_of(float scale) { return (float)floor(1.0 / (double)scale + 0.5); }
 
 __device__ inline float factor_of(const bodies &b) {
-    return (float)((double)b.scale * (double)inverse_of(((const sid_header *)b.payloads)->scale));
+    const float scale = ((const sid_header *)b.payloads)->scale;
+    return b.scale == scale ? 1.0f : (float)((double)b.scale * (double)inverse_of(scale));
 }
 
-/* The decoded elements i .. i + count. Payloads start at multiples of 8 bytes only. */
-__device__ inline void sum4(const bodies &b, float factor, uint64_t i, uint32_t count, float (&x)[SID_QUAD]) {
+/* Elements i .. i + count of all bodies together. Payloads start at multiples of 8 bytes only. */
+__device__ inline void sum4(const bodies &b, uint64_t i, uint32_t count, float (&x)[SID_QUAD]) {
     for (uint32_t r = 0; r < b.count; r++) {
         float y[SID_QUAD];
         sid_load4(b.payloads + r * b.stride + SID_HEADER_BYTES + i * sid_width(b.dtype), b.dtype, count, y);
-        for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = r ? x[c] + y[c] : y[c];
+        for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = r ? x[c] + y[c] : y[c]; /* 0 + x would lose the sign of -0 */
     }
-    for (uint32_t c = 0; c < SID_QUAD; c++) x[c] *= factor;
 }
 
 __device__ inline bool nonfinite4(const float (&x)[SID_QUAD], uint32_t count) {
@@ -105,13 +111,12 @@ __device__ inline bool nonfinite4(const float (&x)[SID_QUAD], uint32_t count) {
 
 /* Looks for NaN and Inf before anything is written: only where a memory would have to be corrected. Reads the bodies. */
 __global__ void __launch_bounds__(SID_BLOCK) look_kernel(sid_scratch *scratch, bodies b, uint64_t n) {
-    const float factor = factor_of(b);
     bool bad = false;
     for (uint64_t i = SID_QUAD * ((uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x); i < n;
          i += (uint64_t)SID_QUAD * gridDim.x * SID_BLOCK) {
         const uint32_t count = n - i < SID_QUAD ? (uint32_t)(n - i) : (uint32_t)SID_QUAD;
         float x[SID_QUAD];
-        sum4(b, factor, i, count, x);
+        sum4(b, i, count, x);
         bad |= nonfinite4(x, count);
     }
     if (bad) scratch->nonfinite = 1; /* every writer writes the same */
@@ -131,6 +136,8 @@ __global__ void __launch_bounds__(SID_BLOCK)
         if (status == SID_OK && (h.count != expect.head.n || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) ||
                                  !(h.scale > 0 && h.scale <= 1) || 1.0f / inverse_of(h.scale) != h.scale))
             status = SID_E_CORRUPT;
+        if (status == SID_OK && h.scale != ((const sid_header *)b.payloads)->scale) /* of another world size */
+            status = SID_E_MISMATCH;
         sid_blame(&first, r, status);
         if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
     }
@@ -155,8 +162,9 @@ __global__ void __launch_bounds__(SID_BLOCK)
         for (uint32_t i = sid_lane() * SID_QUAD; i < s.len; i += SID_ROW) {
             const uint32_t count = sid_count4(s.len, i);
             float x[SID_QUAD];
-            sum4(b, factor, s.at + i, count, x);
+            sum4(b, s.at + i, count, x);
             bad |= nonfinite4(x, count);
+            for (uint32_t c = 0; c < SID_QUAD; c++) x[c] *= factor;
             if (undo) sid_undo4<Memory>(g, s, vectors, i, count);
             sid_put4(g, s, i, count, x);
         }

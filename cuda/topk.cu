@@ -254,8 +254,8 @@ __global__ void __launch_bounds__(SID_BLOCK)
     __shared__ uint32_t third[SID_DIGIT3];
     if (!scratch->ready) return;
     for (uint32_t i = threadIdx.x; i < SID_DIGIT3; i += SID_BLOCK) third[i] = 0;
-    const picked second = pick_digit<SID_DIGIT2>(e.digit2, (uint32_t)scratch->codec[RANK], pick);
-    const uint32_t digits = (uint32_t)scratch->codec[DIGITS] << 10 | second.digit;
+    const picked second = pick_digit<SID_DIGIT2>(e.digit2, scratch->codec[RANK], pick);
+    const uint32_t digits = scratch->codec[DIGITS] << 10 | second.digit;
     const uint64_t tiles = sid_chunks(n) * SID_WARPS;
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
          tile += (uint64_t)gridDim.x * SID_WARPS)
@@ -273,10 +273,10 @@ __global__ void __launch_bounds__(SID_BLOCK)
     count_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n) {
     __shared__ pick_shared pick;
     if (!scratch->ready) return;
-    const picked second = pick_digit<SID_DIGIT2>(e.digit2, (uint32_t)scratch->codec[RANK], pick);
+    const picked second = pick_digit<SID_DIGIT2>(e.digit2, scratch->codec[RANK], pick);
     __syncthreads(); /* pick is used once more */
     const picked third = pick_digit<SID_DIGIT3>(e.digit3, second.rank, pick);
-    const uint32_t key = (uint32_t)scratch->codec[DIGITS] << 20 | second.digit << 10 | third.digit;
+    const uint32_t key = scratch->codec[DIGITS] << 20 | second.digit << 10 | third.digit;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         scratch->key = key;
         scratch->ties = third.rank;
@@ -425,15 +425,14 @@ __global__ void __launch_bounds__(SID_BLOCK)
     }
     own = block_sums(own, part);
     if (threadIdx.x) return;
-    /* k == 0 only where n is: a rule that finds nothing, as on the CPU */
-    const uint32_t key = k ? scratch->key : SID_KEY_NONE - 1, half = b.half ? (uint32_t)SID_FLAG_HALF : 0u;
+    const uint32_t key = scratch->key, half = b.half ? (uint32_t)SID_FLAG_HALF : 0u;
     const float threshold = sid_bits_f32(key);
     sid_seal((sid_header *)payload, head, half | (scratch->nonfinite ? (uint32_t)SID_FLAG_NONFINITE : 0u), k, threshold,
              b.rows, scratch->sum + own.sum, scratch->weighted + own.weighted);
     sid_rule rule = {};
     rule.key = key;
     rule.flags = half;
-    rule.cut = k ? scratch->cut : 0;
+    rule.cut = scratch->cut;
     state->rule = rule;
     state->steps++;
     if (stats) *stats = {k, k, scratch->nonfinite, threshold, 0, 2};

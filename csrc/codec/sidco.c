@@ -13,10 +13,12 @@
 
 enum { MAX_STAGES = 8, MAX_PROBES = 2 * (MAX_STAGES - 1) };
 enum { DELTA1 = SPARSE_PARAMS, EPSILON, Q, STAGES, CAPACITY };
-/* words of state->codec: stages, steps and counts since the last adaptation, the last key and its spread, the last eta_m */
-enum { AT_STAGES, AT_STEPS, AT_SUM, LAST, SPREAD, ETA };
-_Static_assert(ETA + MAX_STAGES - 1 <= 16, "state->codec holds 16 words");
-static const double probe_width = 1.0 / 16; /* probes lie this fraction below and above the last eta */
+/* words of state->codec: stages for the next step and of the last one, steps and counts since the last adaptation, the
+ * last key and its spread, the last mean excess of each stage */
+enum { AT_STAGES, AT_USED, AT_STEPS, AT_SUM, LAST, SPREAD, MEAN };
+_Static_assert(MEAN + MAX_STAGES <= 16, "state->codec holds 16 words");
+enum { NEW_STAGES = 1 << 22 }; /* spread of the key where the number of stages has changed: half an octave */
+static const double probe_width = 1.0 / 16; /* probes lie this fraction below and above the predicted eta */
 
 static const sid_param params[] = {
     SPARSE_PARAM_ROWS,
@@ -34,8 +36,8 @@ static const sid_param params[] = {
 
 /* Persists over the readings of one encode. */
 typedef struct sidco_work {
-    double total;         /* sum of |x| */
-    double eta[MAX_STAGES];
+    double total; /* sum of |x| */
+    double eta[MAX_STAGES], mean[MAX_STAGES];
     uint32_t stages, known; /* eta[0 .. known) are settled */
     uint32_t probes, exact; /* exact: the one probe stands at eta[known - 1] itself, or at the final threshold */
     uint32_t key[MAX_PROBES];
@@ -72,15 +74,24 @@ static uint32_t stages_of(const sid_plan *p, const sid_state *s) {
 
 static uint32_t key_at(double eta) { return sid_key((float)eta); }
 
+static double log_inverse_ratio(const sid_plan *p, uint32_t stages, uint32_t m) {
+    const double d1 = p->codec_param[DELTA1];
+    return log(1 / (m + 1 < stages ? d1 : delta(p) / pow(d1, stages - 1)));
+}
+
+static double last_mean(const sid_state *s, uint32_t m) { return (double)sid_bits_f32((uint32_t)s->codec[MEAN + m]); }
+
 static void begin(sid_walk *w) {
     sidco_work *o = own(w);
     const uint64_t *c = w->state->codec;
     if (w->walks == 1) {
-        const uint32_t last = (uint32_t)c[LAST], spread = (uint32_t)c[SPREAD];
-        *o = (sidco_work){.stages = stages_of(w->plan, w->state), .low = spread && last > spread ? last - spread : 0};
-        for (uint32_t m = 0; m + 1 < o->stages; m++) {
-            const double eta = (double)sid_bits_f32((uint32_t)c[ETA + m]);
-            if (!(eta > 0) || key_at(eta * (1 - probe_width)) >= o->low) continue;
+        const uint32_t stages = stages_of(w->plan, w->state), last = (uint32_t)c[LAST];
+        const uint32_t spread = stages == c[AT_USED] ? (uint32_t)c[SPREAD] : c[SPREAD] ? NEW_STAGES : 0;
+        *o = (sidco_work){.stages = stages, .low = spread && last > spread ? last - spread : 0};
+        double eta = 0;
+        for (uint32_t m = 0; m + 1 < stages && last_mean(w->state, m) > 0; m++) {
+            eta += last_mean(w->state, m) * log_inverse_ratio(w->plan, stages, m);
+            if (key_at(eta * (1 - probe_width)) >= o->low) break;
             o->key[o->probes++] = key_at(eta * (1 - probe_width));
             o->key[o->probes++] = key_at(eta * (1 + probe_width));
         }
@@ -92,12 +103,15 @@ static void begin(sid_walk *w) {
 
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     sidco_work *o = own(w);
-    o->total += sparse_sum(w, acc, len);
-    for (uint32_t i = 0; i < o->probes; i++) {
-        double part;
-        o->count[i] += sparse_sum_above(w, acc, len, o->key[i], &part);
-        o->sum[i] += part;
-    }
+    double sum[3];
+    uint32_t count[2], i = 0;
+    do {
+        const uint32_t a = i < o->probes ? o->key[i] : 0, b = i + 1 < o->probes ? o->key[i + 1] : a;
+        sparse_sums(w, acc, len, a, b, sum, count);
+        for (uint32_t j = 0; j < 2 && i + j < o->probes; j++) o->count[i + j] += count[j], o->sum[i + j] += sum[j + 1];
+        if (i == 0) o->total += sum[0];
+        i += 2;
+    } while (i < o->probes);
     sparse_capture(w, acc, at, len);
 }
 
@@ -154,21 +168,21 @@ static sid_verdict finish(sid_walk *w) {
     const sparse_work *s = sparse_of(w);
     sidco_work *o = own(w);
     uint64_t *c = w->state->codec;
-    const double d1 = p->codec_param[DELTA1];
     if (p->n == 0) {
         sparse_emit_from(w, 0, 0);
         return SID_DONE;
     }
     if (!o->known) {
-        o->eta[0] = o->total / (double)p->n * log(1 / (o->stages > 1 ? d1 : delta(p)));
+        o->mean[0] = o->total / (double)p->n;
+        o->eta[0] = o->mean[0] * log_inverse_ratio(p, o->stages, 0);
         o->known = 1;
     }
     for (; o->known < o->stages; o->known++) {
         const double from = o->eta[o->known - 1];
-        const double ratio = o->known + 1 < o->stages ? d1 : delta(p) / pow(d1, o->stages - 1);
         double count, sum;
         if (!beyond(w, from, &count, &sum)) return again(o, key_at(from) + 1, o->low);
-        o->eta[o->known] = count > 0 ? from + (sum / count - from) * log(1 / ratio) : from;
+        o->mean[o->known] = count > 0 ? sum / count - from : 0;
+        o->eta[o->known] = from + o->mean[o->known] * log_inverse_ratio(p, o->stages, o->known);
     }
     const uint32_t key = key_at(o->eta[o->stages - 1]); /* beyond float32: Inf, and nothing passes */
     uint64_t found;
@@ -182,10 +196,10 @@ static sid_verdict finish(sid_walk *w) {
 
     w->stats.found = found;
     w->stats.stages = o->stages;
-    c[SPREAD] = sparse_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], key);
+    if (c[AT_USED] == o->stages || !c[SPREAD]) c[SPREAD] = sparse_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], key);
     c[LAST] = key;
-    for (uint32_t m = 0; m + 1 < MAX_STAGES; m++)
-        c[ETA + m] = m + 1 < o->stages ? sid_f32_bits((float)o->eta[m]) : 0;
+    c[AT_USED] = o->stages;
+    for (uint32_t m = 0; m < o->stages; m++) c[MEAN + m] = sid_f32_bits((float)o->mean[m]);
     adapt(w, found);
     if (found > p->cap) {
         const sparse_pick pick = sparse_select(w, p->cap, 0, 0);
@@ -198,8 +212,8 @@ static sid_verdict finish(sid_walk *w) {
 static void rescale(const sid_plan *p, sid_state *s, float factor) {
     (void)p;
     s->codec[LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[LAST]) * factor);
-    for (int m = 0; m + 1 < MAX_STAGES; m++)
-        s->codec[ETA + m] = sid_key(sid_bits_f32((uint32_t)s->codec[ETA + m]) * factor);
+    for (int m = 0; m < MAX_STAGES; m++)
+        s->codec[MEAN + m] = sid_key(sid_bits_f32((uint32_t)s->codec[MEAN + m]) * factor);
 }
 
 const sid_codec sid_codec_sidco_e = {
@@ -215,6 +229,7 @@ const sid_codec sid_codec_sidco_e = {
     .tile = tile,
     .finish = finish,
     .keep = sparse_keep,
+    .sent_from = sparse_sent_from,
     .none = sparse_none,
     .rescale = rescale,
     .check = sparse_check,

@@ -102,16 +102,12 @@ static double wide_sum(const float *x, uint32_t len, uint32_t key) {
     return sum;
 }
 
-double sparse_sum(const sid_walk *w, const float *x, uint32_t len) {
-    const float sum = w->plan->simd->sum_abs(x, len);
-    return sid_key(sum) < SID_KEY_INF ? (double)sum : wide_sum(x, len, 0);
-}
-
-uint32_t sparse_sum_above(const sid_walk *w, const float *x, uint32_t len, uint32_t key, double *sum) {
-    float part;
-    const uint32_t count = w->plan->simd->sum_above(x, len, key, &part);
-    *sum = sid_key(part) < SID_KEY_INF ? (double)part : wide_sum(x, len, key);
-    return count;
+void sparse_sums(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, double sum[3],
+                 uint32_t count[2]) {
+    const uint32_t from[3] = {0, a, b};
+    float part[3];
+    w->plan->simd->tail_sums(x, len, a, b, part, count);
+    for (int i = 0; i < 3; i++) sum[i] = sid_key(part[i]) < SID_KEY_INF ? (double)part[i] : wide_sum(x, len, from[i]);
 }
 
 uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum) {
@@ -119,9 +115,11 @@ uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum) {
     uint64_t count = 0;
     *sum = 0;
     for (uint64_t i = 0; i < s->count; i += SID_TILE) {
-        double part;
-        count += sparse_sum_above(w, s->val + i, s->count - i < SID_TILE ? (uint32_t)(s->count - i) : SID_TILE, key, &part);
-        *sum += part;
+        double part[3];
+        uint32_t c[2];
+        sparse_sums(w, s->val + i, s->count - i < SID_TILE ? (uint32_t)(s->count - i) : SID_TILE, key, key, part, c);
+        count += c[0];
+        *sum += part[1];
     }
     return count;
 }
@@ -245,6 +243,12 @@ void sparse_keep(const sid_plan *p, const sid_rule *rule, float *acc, uint64_t a
     if (rule->key == SID_KEY_NONE) return;
     if (before) keep_range(p, rule, acc, before, rule->key);
     if (before < len) keep_range(p, rule, acc + before, len - before, rule->key + 1);
+}
+
+int sparse_sent_from(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key) {
+    const int before = at + len <= rule->cut, after = at >= rule->cut;
+    *key = rule->key == SID_KEY_NONE ? SID_KEY_NONE : rule->key + (uint32_t)!before;
+    return rule->key == SID_KEY_NONE || ((before || after) && !(rule->flags & SID_FLAG_HALF));
 }
 
 void sparse_none(sid_rule *rule) { *rule = (sid_rule){.key = SID_KEY_NONE}; }

@@ -37,10 +37,9 @@ void *sparse_own(const sid_walk *w);
 /* Starts a reading that captures keys >= low. */
 sparse_work *sparse_begin(sid_walk *w, uint32_t low);
 void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len);
-/* Sum of |x| over a tile, and count and sum of those with key(x) >= key: float32 in a fixed order, float64 where that
- * overflows. */
-double sparse_sum(const sid_walk *w, const float *x, uint32_t len);
-uint32_t sparse_sum_above(const sid_walk *w, const float *x, uint32_t len, uint32_t key, double *sum);
+/* Over a tile: sum[0] of |x|; sum[1], count[0] of those with key(x) >= a; sum[2], count[1] with key(x) >= b. In float32
+ * and a fixed order, in float64 where that overflows. */
+void sparse_sums(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, double sum[3], uint32_t count[2]);
 /* How many candidates have key >= key, and the sum of their magnitudes in a fixed order. */
 uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum);
 typedef struct sparse_pick {
@@ -60,6 +59,7 @@ uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now);
 
 /* Slots that need nothing of the codec. */
 void sparse_keep(const sid_plan *p, const sid_rule *rule, float *acc, uint64_t at, uint32_t len);
+int sparse_sent_from(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
 void sparse_none(sid_rule *rule);
 sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *err);
 void sparse_open(sid_gather *g);

@@ -52,6 +52,7 @@ const sid_codec sid_codec_topk = {
     .tile = sparse_capture,
     .finish = finish,
     .keep = sparse_keep,
+    .sent_from = sparse_sent_from,
     .none = sparse_none,
     .rescale = rescale,
     .check = sparse_check,

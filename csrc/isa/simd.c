@@ -55,19 +55,28 @@ static int finite(const float *x, uint32_t n) {
     return top >= 0;
 }
 
-static void add(float *acc, const float *g, uint32_t n) {
+static int add_kept(float *acc, const float *g, uint32_t n, uint32_t key) {
     const float max = 0x1.fffffep127f;
-    const vi top = (vi){0} + 0x7f7fffff;
+    const vi top = (vi){0} + 0x7f7fffff, sent = (vi){0} + (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key);
+    vi bad = {0};
     uint32_t i = 0;
+    int32_t any = 0;
     for (; i + WIDE <= n; i += WIDE) {
-        const vf s = load(acc + i) + load(g + i);
+        const vf a = load(acc + i), b = load(g + i);
+        const vi ok = keys(b) <= top;
+        const vf s = (vf)(bits(a) & (keys(a) < sent)) + (vf)(bits(b) & ok);
         const vi k = keys(s);
         store(acc + i, (vf)(either(k > top, top, k) | (bits(s) & ~0x7fffffff)));
+        bad |= ~ok;
     }
+    for (int j = 0; j < WIDE; j++) any |= bad[j];
     for (; i < n; i++) {
-        const float s = acc[i] + g[i];
+        const int ok = sid_key(g[i]) < SID_KEY_INF;
+        const float s = (sid_key(acc[i]) >= key ? 0.0f : acc[i]) + (ok ? g[i] : 0.0f);
         acc[i] = s > max ? max : s < -max ? -max : s;
+        any |= !ok;
     }
+    return any == 0;
 }
 
 static void zero_from(float *acc, uint32_t n, uint32_t key) {
@@ -80,39 +89,38 @@ static void zero_from(float *acc, uint32_t n, uint32_t key) {
     for (; i < n; i++) acc[i] = sid_key(acc[i]) >= key ? 0.0f : acc[i];
 }
 
-static float sum_abs(const float *x, uint32_t n) {
-    vf sum[PARTS] = {{0}};
-    float lane[LANES];
+static void tail_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]) {
+    vf all[PARTS] = {{0}}, above_a[PARTS] = {{0}}, above_b[PARTS] = {{0}};
+    vi count_a = {0}, count_b = {0};
+    float lane[3][LANES];
     uint32_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int q = 0; q < PARTS; q++) sum[q] += (vf)keys(load(x + i + q * WIDE));
-    memcpy(lane, sum, sizeof lane);
-    for (uint32_t j = 0; i < n; i++, j++) lane[j] += sid_bits_f32(sid_key(x[i]));
-    return combine(lane);
-}
-
-static uint32_t sum_above(const float *x, uint32_t n, uint32_t key, float *out) {
-    vf sum[PARTS] = {{0}};
-    vi count = {0};
-    float lane[LANES];
-    uint32_t total = 0, i = 0;
-    *out = 0;
-    if (key > 0x7fffffffu) return 0;
+    const vi from_a = (vi){0} + (int32_t)a, from_b = (vi){0} + (int32_t)b;
     for (; i + LANES <= n; i += LANES)
         for (int q = 0; q < PARTS; q++) {
-            const vi k = keys(load(x + i + q * WIDE)), in = k >= (int32_t)key;
-            sum[q] += (vf)(k & in);
-            count -= in;
+            const vi k = keys(load(x + i + q * WIDE)), in_a = k >= from_a, in_b = k >= from_b;
+            all[q] += (vf)k;
+            above_a[q] += (vf)(k & in_a);
+            above_b[q] += (vf)(k & in_b);
+            count_a -= in_a;
+            count_b -= in_b;
         }
-    memcpy(lane, sum, sizeof lane);
+    memcpy(lane[0], all, sizeof lane[0]);
+    memcpy(lane[1], above_a, sizeof lane[1]);
+    memcpy(lane[2], above_b, sizeof lane[2]);
+    count[0] = count[1] = 0;
     for (uint32_t j = 0; i < n; i++, j++) {
         const uint32_t k = sid_key(x[i]);
-        lane[j] += sid_bits_f32(k >= key ? k : 0u);
-        total += k >= key;
+        lane[0][j] += sid_bits_f32(k);
+        lane[1][j] += sid_bits_f32(k >= a ? k : 0u);
+        lane[2][j] += sid_bits_f32(k >= b ? k : 0u);
+        count[0] += k >= a;
+        count[1] += k >= b;
     }
-    for (int j = 0; j < WIDE; j++) total += (uint32_t)count[j];
-    *out = combine(lane);
-    return total;
+    for (int j = 0; j < WIDE; j++) {
+        count[0] += (uint32_t)count_a[j];
+        count[1] += (uint32_t)count_b[j];
+    }
+    for (int j = 0; j < 3; j++) sum[j] = combine(lane[j]);
 }
 
 #ifdef SID_HAS_AVX512
@@ -365,13 +373,12 @@ static void checksum(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *
 const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .name = TEXT(SID_ISA),
     .finite = finite,
-    .add = add,
+    .add_kept = add_kept,
     .zero_from = zero_from,
     .capture = capture,
     .filter = filter,
     .band = band,
-    .sum_abs = sum_abs,
-    .sum_above = sum_above,
+    .tail_sums = tail_sums,
     .clamp = clamp,
     .f32_to_f16 = f32_to_f16,
     .f32_to_bf16 = f32_to_bf16,

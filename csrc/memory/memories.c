@@ -11,8 +11,8 @@ const sid_memory sid_memory_none = {
 };
 
 /* acc = g + kept, in float32, saturating: a residual stays finite. */
-static void residual_tile(const sid_plan *p, float *const *vec, const float *g, uint32_t len) {
-    p->simd->add(vec[0], g, len);
+static int residual_tile(const sid_plan *p, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
+    return p->simd->add_kept(vec[0], g, len, sent_from);
 }
 
 /* acc - g is within one rounding of what was kept, and never farther from it than it was from zero: both operations

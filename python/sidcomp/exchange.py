@@ -65,8 +65,12 @@ class Exchange:
         return [b.rstrip(b"\0").decode() for b in self.gather_bytes(data.ljust(size, b"\0"))]
 
     def close(self) -> None:
-        """Ends the group's threads. Does nothing where the default group, and ours with it, is already
-        gone."""
+        """Ends the group's threads. Does nothing where the default group, and ours with it, is already gone.
+
+        The last reference has to go here: a callback may be the last to hold a State, and a process group that is
+        freed in one of its own threads ends the program.
+        """
         if dist.is_initialized():
             with suppress(ValueError):  # a default group that was made anew does not know ours
                 dist.destroy_process_group(self.group)
+        del self.group

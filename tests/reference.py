@@ -1,0 +1,444 @@
+"""The judge: every codec and memory of the core once more, slow and plain, in NumPy.
+
+Written from the papers and docs/wire.md, never from the C files, so that the two can disagree. A codec is looked up by
+its registry name in CODECS; a codec of the registry without an entry here fails the tests.
+
+Vectors of elements are float32, float16 or, for "bfloat16", uint16 arrays. `Group` plays one rank's side of one group:
+
+    group = Group("topk", "residual", n, "float32", {"density": 0.01, ...})   # every parameter, no defaults here
+    payload = group.encode(gradient, Step(step=0, group=0, rank=0, world=2))
+    out = decode(payloads, scale, "float32")
+
+SIDCo (Abdelmoniem et al., MLSys 2021). The printed Algorithm 1 slips three times; what is done here is the text:
+  - its listing shifts `temp` by eta_{m-1} and then returns the last, shifted threshold. Equation (10) says
+    eta_m = beta_m log(1/delta_m) + eta_{m-1}, so the previous threshold is added back;
+  - it filters with > in the stages and with >= at the end. Equation (11) averages over the exceedances of eta_{m-1},
+    which are the elements above it, and the compressor of section 2.3 keeps |g| >= eta. Both are followed as they stand;
+  - it skips the count of every Q-th step but divides the sum by Q. Section 3 averages over the Q steps, so do we.
+Stage 1 averages over all d elements, zeros included (equation 6). An empty exceedance set leaves eta where it is.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Settings = Mapping[str, float | int | str]
+
+FLT_MAX = np.float32(np.finfo(np.float32).max)
+HALF_MAX = {"float16": np.float32(65504.0), "bfloat16": np.uint32(0x7F7F0000).view(np.float32)}
+LIMITS = {  # of what a linear body carries: one rank, several ranks
+    "float16": (np.float32(65504.0), np.float32(65376.0)),
+    "bfloat16": (HALF_MAX["bfloat16"], np.uint32(0x7F7C0000).view(np.float32)),
+}
+STORAGE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
+DTYPE_CODE = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+MAGIC, VERSION, HEADER_BYTES, WIRE_TILE = 0x43444953, 1, 64, 65536
+NONFINITE, RAISED, HALF = 1, 2, 4
+HEADER = struct.Struct("<IHHIIQQQIIfIQ")
+FIELDS = ("magic", "version", "codec", "dtype", "flags", "n", "count", "step", "group", "rank", "scale", "reserved",
+          "checksum")  # fmt: skip
+
+
+# ---- number formats ----------------------------------------------------------------------------------------------
+
+
+def bf16_to_f32(h: Array) -> Array:
+    return (h.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def f32_to_bf16(x: Array) -> Array:
+    """Round to nearest, ties to even, by integers; NaN stays NaN."""
+    u = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (u + 0x7FFF + ((u >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
+    return np.where(np.isnan(x), (u >> np.uint64(16)) | np.uint64(0x40), rounded).astype(np.uint16)
+
+
+def to_f32(x: Array, dtype: str) -> Array:
+    """Exact; a NaN keeps its sign and payload and becomes quiet."""
+    if dtype == "bfloat16":
+        return bf16_to_f32(x)
+    with np.errstate(all="ignore"):
+        out = x.astype(np.float32)
+    if dtype == "float16":
+        u = x.view(np.uint16).astype(np.uint32)
+        nan = (u & 0x8000) << 16 | 0x7FC00000 | (u & 0x3FF) << 13
+        out = np.where(np.isnan(x), nan, out.view(np.uint32)).astype(np.uint32).view(np.float32)
+    return out
+
+
+def from_f32(x: Array, dtype: str) -> Array:
+    """One IEEE rounding to the dtype: what is too large becomes Inf. A NaN keeps its sign and the payload's first bits."""
+    if dtype == "bfloat16":
+        return f32_to_bf16(x)
+    with np.errstate(all="ignore"):
+        out = x.astype(STORAGE[dtype])
+    if dtype == "float16":
+        u = np.ascontiguousarray(x, np.float32).view(np.uint32)
+        nan = u >> 16 & 0x8000 | 0x7E00 | u >> 13 & 0x1FF
+        out = np.where(np.isnan(x), nan, out.view(np.uint16)).astype(np.uint16).view(np.float16)
+    return out
+
+
+def from_f32_saturating(x: Array, dtype: str) -> Array:
+    """As from_f32, but a finite value stays finite: the largest of the format instead of Inf."""
+    if dtype in HALF_MAX:
+        top = HALF_MAX[dtype]
+        x = np.where(np.isfinite(x), np.clip(x, -top, top), x).astype(np.float32)
+    return from_f32(x, dtype)
+
+
+def saturate(x: Array) -> Array:
+    return np.clip(x, -FLT_MAX, FLT_MAX).astype(np.float32)
+
+
+# ---- payload -----------------------------------------------------------------------------------------------------
+
+
+def checksum(payload: bytes) -> int:
+    """The checksum of docs/wire.md over all of `payload`, the checksum field itself counted as zero."""
+    return checksum_words(payload[:56] + bytes(8) + payload[64:])
+
+
+def checksum_words(data: bytes) -> int:
+    """Two sums modulo 2^64 over 32-bit words in rows of 8 (the last row filled up with zeros), mixed."""
+    words = np.frombuffer(_pad(data, 32), "<u4").astype(np.uint64)  # uint64 wraps: modulo 2^64
+    rows, mask = len(words) // 8, (1 << 64) - 1
+    place = np.arange(len(words), dtype=np.uint64)
+    weight = (np.uint64(rows) - place // np.uint64(8)) * (place % np.uint64(8) + np.uint64(1))
+    total, weighted = int(words.sum()), int((words * weight).sum())
+    h = (total * 0x9E3779B97F4A7C15 + weighted) & mask
+    h ^= h >> 29
+    h = h * 0xBF58476D1CE4E5B9 & mask
+    return h ^ (h >> 32)
+
+
+def seal(payload: bytes, linear: bool) -> bytes:
+    """The payload with its checksum field made right."""
+    covered = payload[:HEADER_BYTES] if linear else payload
+    return payload[:56] + struct.pack("<Q", checksum(covered)) + payload[64:]
+
+
+def header(payload: bytes) -> dict[str, Any]:
+    return dict(zip(FIELDS, HEADER.unpack(payload[:HEADER_BYTES]), strict=True))
+
+
+def with_header(payload: bytes, linear: bool, **changes: Any) -> bytes:
+    """The payload with some header fields changed and, unless `checksum` is one of them, a checksum that fits."""
+    fields = {**header(payload), **changes}
+    out = HEADER.pack(*(fields[f] for f in FIELDS)) + payload[HEADER_BYTES:]
+    return out if "checksum" in changes else seal(out, linear)
+
+
+def _pad(data: bytes, to: int) -> bytes:
+    return data + bytes(-len(data) % to)
+
+
+def sparse_body(n: int, cap: int, index: Array, value: Array, half: bool) -> bytes:
+    """Counts of the wire tiles, 16-bit indices, values; `index` ascends, `value` is float32."""
+    tiles = -(-n // WIRE_TILE)
+    counts = np.bincount(index // WIRE_TILE, minlength=tiles)[:tiles].astype("<u4") if tiles else np.zeros(0, "<u4")
+    indices, values = np.zeros(cap, "<u2"), np.zeros(cap, "<f2" if half else "<f4")
+    indices[: len(index)] = index % WIRE_TILE
+    values[: len(index)] = from_f32_saturating(value, "float16") if half else value
+    return _pad(b"".join(_pad(a.tobytes(), 8) for a in (counts, indices, values)), 64)
+
+
+def read_sparse_body(body: bytes, n: int, cap: int, count: int, half: bool) -> tuple[Array, Array]:
+    """Group indices (int64) and float32 values of the `count` entries. Raises ValueError where an encoder is not at work."""
+    tiles = -(-n // WIRE_TILE)
+    index_at = -(-4 * tiles // 8) * 8
+    value_at = index_at + -(-2 * cap // 8) * 8
+    size = 2 if half else 4
+    if len(body) != -(-(value_at + size * cap) // 64) * 64:
+        raise ValueError("length")
+    counts = np.frombuffer(body, "<u4", tiles).astype(np.int64)
+    if count > cap or counts.sum() != count:
+        raise ValueError("count")
+    low = np.frombuffer(body, "<u2", count, index_at).astype(np.int64)
+    index = low + np.repeat(np.arange(tiles), counts) * WIRE_TILE
+    if (np.diff(index) <= 0).any() or (index >= n).any():
+        raise ValueError("indices")
+    value = np.frombuffer(body, "<f2" if half else "<f4", count, value_at).astype(np.float32)
+    return index, value
+
+
+# ---- selection ---------------------------------------------------------------------------------------------------
+
+
+def target_count(n: int, density: float) -> int:
+    return min(n, max(1, math.floor(density * n + 0.5)))
+
+
+def largest(acc: Array, k: int) -> Array:
+    """Ascending indices of the k largest magnitudes; among equals the lowest index wins."""
+    order = np.argsort(-np.abs(acc.astype(np.float64)), kind="stable")
+    return np.sort(order[:k])
+
+
+def stage_ratios(delta: float, first: float, stages: int) -> list[float]:
+    """delta_1 ... delta_M, their product delta."""
+    return [first] * (stages - 1) + [delta / first ** (stages - 1)]
+
+
+def sidco_thresholds(magnitude: Array, ratios: Sequence[float], slack: float = 0.0) -> tuple[float, float]:
+    """Lowest and highest value of SIDCo-E's eta_M where every stage's threshold may be off by `slack`, relatively.
+
+    With slack 0 both are the threshold of equations (6), (10), (11). The slack matters because an element that sits on
+    a stage's threshold enters or leaves the next mean by one rounding.
+    """
+    ordered = np.sort(magnitude.astype(np.longdouble))
+    beyond = np.append(np.cumsum(ordered[::-1])[::-1], 0)  # beyond[i]: sum of ordered[i:]
+    eta = np.zeros(1, np.longdouble)
+    for stage, ratio in enumerate(ratios):
+        eta = np.unique(np.outer(eta, [1 - slack, 1, 1 + slack]))
+        at = np.searchsorted(ordered, eta, "right") if stage else np.zeros(1, np.int64)
+        count = len(ordered) - at
+        beta = beyond[at] / np.maximum(count, 1) - eta
+        eta = np.where(count > 0, eta + beta * math.log(1 / ratio), eta)
+    return float(eta.min()), float(eta.max())
+
+
+# ---- codecs ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    step: int = 0
+    group: int = 0
+    rank: int = 0
+    world: int = 1
+    seed: int = 0
+
+
+@dataclass
+class Sent:
+    """What one encode decided: the body, the header's own fields, and how much of acc has left."""
+
+    body: bytes
+    count: int
+    scale: float
+    flags: int
+    decoded: Array  # float32, to be subtracted from acc
+    found: int
+    stages: int = 0
+
+
+@dataclass
+class Codec:
+    wire_id: int
+    n: int
+    dtype: str
+    settings: Settings
+    linear: bool = False
+    lossless: bool = False
+
+
+@dataclass
+class Linear(Codec):
+    """none, fp16, bf16: body = round(clamp(acc) * (1/world)), as plain DDP divides; what has left is body * world.
+
+    fp16 and bf16 clamp to the format's largest value, a little below it where bodies of several ranks are summed.
+    """
+
+    body: str | None = None
+    linear: bool = True
+
+    @property
+    def body_dtype(self) -> str:
+        return self.body or self.dtype
+
+    def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        factor = np.float32(1) / np.float32(at.world)
+        with np.errstate(all="ignore"):
+            if not self.lossless:
+                limit = LIMITS[self.body_dtype][at.world > 1]
+                acc = np.clip(acc, -limit, limit)
+            body = from_f32(acc * factor, self.body_dtype)
+            decoded = to_f32(body, self.body_dtype) * np.float32(at.world)
+            # The gradient's own NaN and Inf travel in the body, so that the sum shows them on every rank.
+            carried = np.where(np.isfinite(gradient), to_f32(body, self.body_dtype), gradient)
+            body = from_f32(carried.astype(np.float32), self.body_dtype)
+        data = body.astype(body.dtype.newbyteorder("<")).tobytes()
+        return Sent(_pad(data, 64), self.n, float(factor), 0, decoded, self.n)
+
+    def read(self, payload: bytes) -> Array:
+        data = np.frombuffer(payload, STORAGE[self.body_dtype].newbyteorder("<"), self.n, HEADER_BYTES)
+        return to_f32(data, self.body_dtype)
+
+
+@dataclass
+class Sparse(Codec):
+    k: int = 0
+    cap: int = 0
+    half: bool = False
+
+    def __post_init__(self) -> None:
+        self.k = target_count(self.n, float(self.settings["density"]))
+        self.cap = self.k
+        self.half = self.settings["values"] == "f16"
+
+    def send(self, acc: Array, index: Array, threshold: float, flags: int, found: int, stages: int = 0) -> Sent:
+        value = acc[index]
+        decoded = np.zeros(self.n, np.float32)
+        decoded[index] = to_f32(from_f32_saturating(value, "float16"), "float16") if self.half else value
+        flags |= HALF if self.half else 0
+        body = sparse_body(self.n, self.cap, index, value, self.half)
+        return Sent(body, len(index), threshold, flags, decoded, found, stages)
+
+    def read(self, payload: bytes) -> Array:
+        h = header(payload)
+        index, value = read_sparse_body(payload[HEADER_BYTES:], self.n, self.cap, h["count"], bool(h["flags"] & HALF))
+        out = np.zeros(self.n, np.float32)
+        out[index] = value
+        return out
+
+
+@dataclass
+class TopK(Sparse):
+    """Exactly k elements: the largest magnitudes, ties by the lowest index."""
+
+    def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        index = largest(acc, self.k)
+        threshold = float(np.abs(acc[index]).min()) if self.k else 0.0
+        return self.send(acc, index, threshold, 0, self.k)
+
+
+@dataclass
+class SidcoE(Sparse):
+    """Everything at or above the M-stage exponential threshold, at most `cap` elements."""
+
+    stages: int = 1
+    found_since: list[int] = field(default_factory=list)
+    dictated: tuple[float, int] | None = None  # threshold and count found, where a test has accepted the C's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.cap = min(self.n, math.ceil(float(self.settings["capacity"]) * self.k))
+
+    @property
+    def delta(self) -> float:
+        return self.k / self.n if self.n else 1.0
+
+    @property
+    def max_stages(self) -> int:
+        """The most stages whose last ratio is still below 1."""
+        most = int(self.settings["max_stages"])
+        while most > 1 and math.prod([float(self.settings["delta1"])] * (most - 1)) <= self.delta:
+            most -= 1
+        return most
+
+    def threshold(self, acc: Array, slack: float = 0.0) -> tuple[float, float]:
+        ratios = stage_ratios(self.delta, float(self.settings["delta1"]), self.stages)
+        return sidco_thresholds(np.abs(acc), ratios, slack)
+
+    def adapt(self, found: int) -> None:
+        self.found_since.append(found)
+        if len(self.found_since) < int(self.settings["Q"]):
+            return
+        average = sum(self.found_since) / len(self.found_since)
+        epsilon = float(self.settings["epsilon"])
+        if average > self.k * (1 + epsilon):
+            self.stages -= 1
+        elif average < self.k * (1 - epsilon):
+            self.stages += 1
+        self.stages = min(max(self.stages, 1), self.max_stages)
+        self.found_since.clear()
+
+    def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        if self.n == 0:
+            return self.send(acc, np.zeros(0, np.int64), 0.0, 0, 0)
+        eta = self.threshold(acc)[0] if self.dictated is None else self.dictated[0]
+        index = np.flatnonzero(np.abs(acc) >= np.float32(eta))
+        found = len(index) if self.dictated is None else self.dictated[1]
+        flags, stages = 0, self.stages
+        if found > self.cap:
+            index, flags = largest(acc, self.cap), RAISED
+            eta = float(np.abs(acc[index]).min())
+        self.adapt(found)
+        return self.send(acc, index, eta, flags, found, stages)
+
+
+CODECS: dict[str, Callable[..., Any]] = {
+    "none": lambda *a: Linear(*a, lossless=True),
+    "fp16": lambda *a: Linear(*a, body="float16"),
+    "bf16": lambda *a: Linear(*a, body="bfloat16"),
+    "topk": TopK,
+    "sidco-e": SidcoE,
+}
+MEMORIES = ("none", "residual")
+
+
+# ---- one rank's side of one group ----------------------------------------------------------------------------------
+
+
+class Group:
+    """A codec and a memory over one group of n elements, as one rank sees it."""
+
+    def __init__(self, codec: str, memory: str, wire_id: int, n: int, dtype: str, settings: Settings) -> None:
+        self.codec = CODECS[codec](wire_id, n, dtype, settings)
+        self.n, self.dtype = n, dtype
+        self.feedback = memory == "residual" and not self.codec.lossless
+        self.kept = np.zeros(n, np.float32)
+        self.acc = np.zeros(n, np.float32)
+        self.sent: Sent
+
+    def accumulate(self, gradient: Array) -> Array:
+        """gradient (float32) with NaN and Inf as 0, plus what is kept, saturating at the largest float32."""
+        finite = np.where(np.isfinite(gradient), gradient, np.float32(0))
+        if not self.feedback:
+            return finite
+        with np.errstate(all="ignore"):
+            return saturate(finite + self.kept)
+
+    def encode(self, elements: Array, at: Step) -> bytes:
+        gradient = to_f32(elements, self.dtype)
+        self.acc = self.accumulate(gradient)
+        self.sent = sent = self.codec.encode(self.acc, gradient, at)
+        if self.feedback:
+            self.kept = self.acc - sent.decoded
+        flags = sent.flags | (0 if np.isfinite(gradient).all() else NONFINITE)
+        head = HEADER.pack(MAGIC, VERSION, self.codec.wire_id, DTYPE_CODE[self.dtype], flags, self.n, sent.count,
+                           at.step, at.group, at.rank, sent.scale, 0, 0)  # fmt: skip
+        return seal(head + sent.body, self.codec.linear)
+
+    def total(self, payloads: Sequence[bytes], scale: float) -> Array:
+        """scale * sum of what the payloads stand for: a float32 sum in payload order, times one float32 factor.
+
+        A linear body stands for body * world; where `scale` is the 1/world that it was divided by, the factor is 1.
+        """
+        factor = np.float32(scale)
+        total = np.zeros(self.n, np.float32)
+        with np.errstate(all="ignore"):
+            if self.codec.linear:
+                divided = np.float32(header(payloads[0])["scale"])
+                factor = np.float32(1) if factor == divided else np.float32(float(factor) * round(1 / float(divided)))
+                total = self.codec.read(payloads[0])
+                payloads = payloads[1:]
+            for payload in payloads:
+                total = total + self.codec.read(payload)
+                if header(payload)["flags"] & NONFINITE and not self.codec.linear:
+                    factor = np.float32(np.nan)
+            return (total * factor).astype(np.float32)
+
+    def decode(self, payloads: Sequence[bytes], scale: float) -> Array:
+        """total(), rounded once to the dtype; all NaN if a payload of a sparse codec says that its gradient was not finite."""
+        return from_f32(self.total(payloads, scale), self.dtype)
+
+    def take_back(self, elements: Array) -> None:
+        """The step was not finite on some rank: what is kept becomes acc - gradient, nothing was sent."""
+        gradient = to_f32(elements, self.dtype)
+        if self.feedback:
+            self.kept = saturate(self.acc - np.where(np.isfinite(gradient), gradient, np.float32(0)))
+
+    def unsend(self) -> None:
+        if self.feedback:
+            self.kept = self.acc.copy()

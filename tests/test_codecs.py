@@ -1,0 +1,952 @@
+"""The C core against the NumPy reference, for every codec x memory x dtype of the registry and every instruction set.
+
+Each example runs on all instruction sets of this processor and compares them byte for byte, in guarded memory. The
+deep runs are marked slow: pytest -m slow.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import reference as ref
+from buffers import Block, Rank, Vector, parameters, reference_group
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import Array, Step
+
+from sidcomp import _core
+
+DTYPES = ("float32", "float16", "bfloat16")
+CODECS = [c["name"] for c in _core.codecs()]
+MEMORIES = [m["name"] for m in _core.memories()]
+ISAS = ("base", "avx2", "avx512")
+ISAS = ISAS[: ISAS.index(_core.isa_best()) + 1]
+SPARSE = [c["name"] for c in _core.codecs() if any(p["name"] == "density" for p in c["parameters"])]
+LINEAR = [c["name"] for c in _core.codecs() if "linear" in c["traits"]]
+COMBOS = [(c, m, d) for c in CODECS for m in MEMORIES for d in DTYPES]
+FEEDBACK = [c["name"] for c in _core.codecs() if "lossless" not in c["traits"]]
+
+few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+more = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+deep = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+
+# ---- what is drawn ------------------------------------------------------------------------------------------------
+
+EDGES = [0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 1022, 1023, 1024, 1025, 2047, 2048, 2049, 4095,
+         4096, 4097, 5121]  # fmt: skip
+BIG_EDGES = [65534, 65535, 65536, 65537, 131071, 131072, 131073]
+sizes = st.one_of(st.sampled_from(EDGES), st.integers(0, 40), st.integers(0, 6000))
+all_sizes = st.one_of(sizes, sizes, sizes, sizes, sizes, sizes, st.sampled_from(BIG_EDGES))
+seeds = st.integers(0, 2**32 - 1)
+
+KINDS = ("normal", "laplace", "heavy", "equal", "zeros", "denormal", "one", "huge", "range", "few", "mostly zero", "ramp")
+
+
+def content(kind: str, n: int, rng: np.random.Generator) -> Array:
+    """n finite float32."""
+    sign = rng.choice(np.array([-1.0, 1.0]), n)
+    scale = 10.0 ** rng.uniform(-6, 2)
+    x: Array
+    if kind == "normal":
+        x = rng.normal(0, scale, n)
+    elif kind == "laplace":
+        x = rng.laplace(0, scale, n)
+    elif kind == "heavy":
+        x = rng.standard_t(1.5, n) * scale
+    elif kind == "equal":
+        x = sign * scale
+    elif kind == "zeros":
+        x = sign * 0.0
+    elif kind == "denormal":
+        x = sign * rng.integers(0, 1 << 23, n) * 2.0**-149
+    elif kind == "one":
+        x = np.zeros(n)
+        if n:
+            x[rng.integers(n)] = scale
+    elif kind == "huge":
+        x = sign * rng.choice(np.array([3e38, 3.4e38, float(ref.FLT_MAX), 1e38, 65504.0, 65519.9, 65520.0]), n)
+    elif kind == "range":
+        x = sign * 10.0 ** rng.uniform(-44, 38, n)
+    elif kind == "few":
+        x = sign * rng.choice(np.array([0.0, 0.5, 1.0, 1.0 + 2.0**-23, 2.0]), n) * scale
+    elif kind == "mostly zero":
+        x = np.where(rng.random(n) < 0.03, rng.normal(0, scale, n), 0.0)
+    else:
+        x = sign * np.arange(n) * scale
+    return np.clip(x, -float(ref.FLT_MAX), float(ref.FLT_MAX)).astype(np.float32)
+
+
+def elements(kind: str, n: int, dtype: str, rng: np.random.Generator) -> Array:
+    return ref.from_f32_saturating(content(kind, n, rng), dtype)
+
+
+def cuts(n: int, how: str, rng: np.random.Generator) -> list[int]:
+    """Lengths of segments, zero allowed, that add up to n."""
+    if how == "one":
+        return [n]
+    if how == "tiny":
+        lengths = rng.integers(0, 4, n + 1)
+        lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), n)) + 1]
+    else:
+        marks = np.sort(rng.integers(0, n + 1, rng.integers(1, 9)))
+        lengths = np.diff(np.concatenate([[0], marks, [n]]))
+    out = [int(v) for v in lengths]
+    out[-1] += n - sum(out)
+    return out
+
+
+@st.composite
+def drawn_settings(draw: Any, codec: str) -> dict[str, float | int | str]:
+    """Settings from the codec's own parameter table: any value that it allows, small ones as often as large ones."""
+    out: dict[str, float | int | str] = {}
+    for p in parameters(codec):
+        if draw(st.booleans()) and p["name"] != "density":
+            continue
+        if p["kind"] == "choice":
+            out[p["name"]] = draw(st.sampled_from(p["choices"]))
+        elif p["kind"] == "int":
+            out[p["name"]] = draw(st.integers(int(p["min"]), min(int(p["max"]), int(p["min"]) + 9)))
+        elif p["min"] > 0 and p["max"] / p["min"] > 100:
+            out[p["name"]] = min(p["max"], p["min"] * 10.0 ** draw(st.floats(0, math.log10(p["max"] / p["min"]))))
+        else:
+            out[p["name"]] = draw(st.floats(p["min"], p["max"]))
+    if "density" in out:  # most often one that selects some, not all
+        out["density"] = draw(st.sampled_from([1e-5, 0.001, 0.01, 0.1, 0.5, 1.0, out["density"]]))
+    return out
+
+
+# ---- comparing ----------------------------------------------------------------------------------------------------
+
+
+def bits(x: Array) -> Array:
+    """The bits of x, every NaN alike."""
+    x = np.ascontiguousarray(x)
+    if x.dtype == np.uint16:
+        return np.where((x & 0x7FFF) > 0x7F80, 0x7FC0, x)
+    raw = x.view(f"u{x.itemsize}")
+    return np.where(np.isnan(x), raw.dtype.type(2 ** (8 * x.itemsize) - 1), raw)
+
+
+def assert_same(got: Array, want: Array, what: str) -> None:
+    assert got.shape == want.shape and got.dtype == want.dtype, what
+    bad = np.flatnonzero(bits(got) != bits(want))
+    assert not len(bad), f"{what}: {len(bad)} differ, first [{bad[0]}]: got {got[bad[0]]!r}, want {want[bad[0]]!r}"
+
+
+def assert_same_payload(got: bytes, want: bytes) -> None:
+    if got != want:
+        h, w = ref.header(got), ref.header(want)
+        assert h == w, {f: (h[f], w[f]) for f in h if h[f] != w[f]}
+        at = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
+        raise AssertionError(f"payload differs at byte {at} of {len(want)}")
+
+
+class Trial:
+    """One group on every instruction set beside its reference; all of them must agree after each call."""
+
+    def __init__(self, codec: str, memory: str, n: int, dtype: str, settings: ref.Settings | None = None) -> None:
+        settings = settings or {}
+        self.ranks = [Rank(_core.Plan(codec, memory, n, dtype, settings, isa)) for isa in ISAS]
+        self.plan = self.ranks[0].plan
+        self.group = reference_group(self.plan, settings)
+        self.dtype, self.n = dtype, n
+
+    @property
+    def stats(self) -> _core.Stats:
+        return self.ranks[0].stats
+
+    def encode(self, x: Array, at: Step, lengths: list[int] | None = None, seed: int = 0) -> bytes:
+        """The payload, after comparing it with the reference's."""
+        payloads = [r.encode(Vector(x, lengths, seed + i), at) for i, r in enumerate(self.ranks)]
+        for isa, p in zip(ISAS, payloads, strict=True):
+            assert p == payloads[0], f"{isa} differs from {ISAS[0]}"
+        if hasattr(self.group.codec, "dictated"):
+            self.dictate(x, payloads[0])
+        want = self.group.encode(x, at)
+        assert len(want) == self.plan.payload_bytes
+        assert_same_payload(payloads[0], want)
+        sent = self.group.sent
+        for r in self.ranks:
+            assert r.stats.count == sent.count and r.stats.found == sent.found and r.stats.stages == sent.stages
+            assert r.stats.nonfinite == int((~np.isfinite(ref.to_f32(x, self.dtype))).sum())
+            assert 1 <= r.stats.walks <= 16
+        return payloads[0]
+
+    def dictate(self, x: Array, payload: bytes) -> None:
+        """A threshold within 0.1 % of the paper's is right; everything that follows from it is compared exactly."""
+        codec, stats, head = self.group.codec, self.stats, ref.header(payload)
+        if not self.n:
+            return
+        acc = self.group.accumulate(ref.to_f32(x, self.dtype))
+        magnitude = np.abs(acc).astype(np.float64)
+        low, high = codec.threshold(acc)
+        if not allowed(low, high, magnitude, head, stats.found):
+            low, high = codec.threshold(acc, slack=5e-6)  # an element on a stage's threshold
+        assert allowed(low, high, magnitude, head, stats.found), (
+            f"threshold {head['scale']}, found {stats.found}, stages {stats.stages}: the paper's is "
+            f"{codec.threshold(acc)[0]}, {int((magnitude >= codec.threshold(acc)[0]).sum())} elements"
+        )
+        codec.dictated = (head["scale"], stats.found)
+
+    def decode(self, payloads: list[bytes], scale: float, held: Array, at: Step | None = None) -> Array:
+        """Decodes on every instruction set into segments that still hold this rank's gradient."""
+        outs = []
+        for i, r in enumerate(self.ranks):
+            v = Vector(held, cuts(self.n, "random", np.random.default_rng(i)), i)
+            flagged = r.decode(payloads, scale, v, at)
+            outs.append(v.read())
+            assert flagged == self.nonfinite(payloads, scale), "the non-finite flag"
+        if self.nonfinite(payloads, scale):
+            self.group.take_back(held)
+        want = self.group.decode(payloads, scale)
+        for isa, out in zip(ISAS, outs, strict=True):
+            assert_same(out, want, f"decoded on {isa}")
+            assert bits(out).tobytes() == bits(outs[0]).tobytes()
+        return outs[0]
+
+    def nonfinite(self, payloads: list[bytes], scale: float) -> bool:
+        """A linear sum shows it by itself, other payloads by their flag."""
+        if self.plan.linear:
+            return not np.isfinite(self.group.total(payloads, scale)).all()
+        return any(ref.header(p)["flags"] & ref.NONFINITE for p in payloads)
+
+    def residual(self) -> Array:
+        kept = [r.residual() for r in self.ranks]
+        for k in kept:
+            assert_same(k[0], self.group.kept, "residual")
+            assert (k.view(np.uint32) == kept[0].view(np.uint32)).all()
+        return kept[0][0]
+
+
+def allowed(low: float, high: float, magnitude: Array, head: dict[str, Any], found: int) -> bool:
+    low, high = low * (1 - 1e-3), high * (1 + 1e-3)
+    if not (magnitude >= high).sum() <= found <= (magnitude >= low).sum():
+        return False
+    with np.errstate(over="ignore"):  # a threshold beyond float32 is Inf: nothing passes
+        return bool(head["flags"] & ref.RAISED) or np.float32(low) <= head["scale"] <= np.float32(high)
+
+
+# ---- the registry ---------------------------------------------------------------------------------------------------
+
+
+def test_every_codec_and_memory_has_a_judge() -> None:
+    assert set(CODECS) == set(ref.CODECS) and set(MEMORIES) == set(ref.MEMORIES)
+    ids = [c["wire_id"] for c in _core.codecs()]
+    assert len(set(ids)) == len(ids)
+    for info in [*_core.codecs(), *_core.memories()]:
+        assert info["doc"] and info["family"]
+        assert set(info["traits"]) <= {"linear", "lossless", "stochastic", "unbiased"}
+        names = [p["name"] for p in info["parameters"]]
+        assert len(set(names)) == len(names)
+        for p in info["parameters"]:
+            assert p["doc"], p["name"]
+            if p["kind"] == "choice":
+                assert p["default"] in p["choices"]
+            else:
+                assert p["min"] <= p["default"] <= p["max"]
+    for info in _core.codecs():
+        assert info["paper"] or "linear" in info["traits"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes_are_those_of_the_reference(codec: str, dtype: str) -> None:
+    for memory in MEMORIES:
+        for n in [*EDGES, *BIG_EDGES, 10**6, 10**9]:
+            plan = _core.Plan(codec, memory, n, dtype)
+            assert (plan.codec, plan.n, plan.dtype, plan.body_offset) == (codec, n, dtype, 64)
+            assert plan.payload_bytes % 8 == 0 and plan.state_bytes % 64 == 0
+            if n > 10**6:  # a plan costs nothing, whatever its n
+                continue
+            group = reference_group(plan, {})
+            assert plan.linear == group.codec.linear and plan.lossless == group.codec.lossless
+            assert plan.vectors == int(group.feedback)
+            if plan.linear:
+                assert (plan.body_count, plan.body_dtype) == (n, group.codec.body_dtype)
+                assert plan.k == n
+            else:
+                assert (plan.body_count, plan.k) == (0, group.codec.k)
+
+
+@pytest.mark.parametrize("isa", ["auto", *ISAS])
+def test_the_instruction_set_can_be_chosen(isa: str) -> None:
+    plan = _core.Plan("topk", "none", 10, "float32", {}, isa)
+    assert plan.isa == (_core.isa_best() if isa == "auto" else isa)
+
+
+# ---- one step -------------------------------------------------------------------------------------------------------
+
+
+def one_step(codec: str, memory: str, dtype: str, data: st.DataObject, size: st.SearchStrategy[int] = all_sizes) -> None:
+    chosen = data.draw(drawn_settings(codec))
+    n, kind, seed = data.draw(size), data.draw(st.sampled_from(KINDS)), data.draw(seeds)
+    how = data.draw(st.sampled_from(["one", "tiny", "random"]))
+    world = data.draw(st.sampled_from([1, 1, 2, 3, 8]))
+    rng = np.random.default_rng(seed)
+    trial = Trial(codec, memory, n, dtype, chosen)
+    x = elements(kind, n, dtype, rng)
+    if trial.group.feedback and data.draw(st.booleans()):
+        kept = content(data.draw(st.sampled_from(KINDS)), n, rng)
+        for r in trial.ranks:
+            r.set_residual(kept[None])
+        trial.group.kept = kept.copy()
+    at = Step(step=seed * 2**20, group=seed % 1000, rank=world - 1, world=world, seed=seed)
+    before = trial.group.kept.astype(np.float64)
+    payload = trial.encode(x, at, cuts(n, how, rng), seed)
+    kept = trial.residual()
+    for r in trial.ranks:
+        r.plan.check(r.payload.ptr, r.plan.payload_bytes, step=at.step, group=at.group)
+    acc = trial.group.acc.astype(np.float64)
+    assert np.isfinite(kept).all()
+    decoded = trial.decode([payload], 1.0, x, at).astype(np.float64)
+    if world == 1 and dtype == "float32":
+        # A memory's update and a codec's cut are exact, so that nothing is lost between them.
+        if trial.group.feedback:
+            assert (decoded + kept == acc).all(), "decoded + kept != gradient + kept before"
+        exact = ref.to_f32(x, dtype).astype(np.float64) + before
+        assert (acc == np.clip(exact.astype(np.float32), -ref.FLT_MAX, ref.FLT_MAX)).all()
+        # C(x) is never farther from x than 0 is, in any element.
+        assert (np.abs(acc - decoded) <= np.abs(acc)).all()
+    if not trial.plan.linear:
+        head = ref.header(payload)
+        assert head["count"] == trial.group.sent.count <= trial.group.codec.cap
+
+
+@pytest.mark.parametrize(("codec", "memory", "dtype"), COMBOS)
+@few
+@given(data=st.data())
+def test_one_step(codec: str, memory: str, dtype: str, data: st.DataObject) -> None:
+    one_step(codec, memory, dtype, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("codec", "memory", "dtype"), COMBOS)
+@deep
+@given(data=st.data())
+def test_one_step_deep(codec: str, memory: str, dtype: str, data: st.DataObject) -> None:
+    one_step(codec, memory, dtype, data)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("n", EDGES + BIG_EDGES)
+def test_every_edge_size(codec: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    trial = Trial(codec, "residual", n, "float32")
+    for step in range(2):
+        x = elements("laplace", n, "float32", rng)
+        payload = trial.encode(x, Step(step=step), cuts(n, "random", rng), step)
+        trial.decode([payload], 0.5, x, Step(step=step))
+    trial.residual()
+
+
+@pytest.mark.parametrize("codec", SPARSE)
+@pytest.mark.parametrize("n", [1, 10, 1000, 70000])
+@pytest.mark.parametrize("density", [1e-5, 0.001, 0.0999, 0.25, 0.5, 0.9, 1.0])
+def test_every_density(codec: str, n: int, density: float) -> None:
+    rng = np.random.default_rng(n)
+    trial = Trial(codec, "residual", n, "float32", {"density": density})
+    assert trial.plan.k == ref.target_count(n, density)
+    for step in range(3):
+        trial.encode(elements("laplace", n, "float32", rng), Step(step=step))
+    trial.residual()
+
+
+def test_topk_sends_exactly_k() -> None:
+    """Also where more than k magnitudes are equal, and the lowest indices among them."""
+    n, k = 5000, 500
+    rank = Rank(_core.Plan("topk", "residual", n, "float32", {"density": k / n}))
+    payload = rank.encode(Vector(np.full(n, -2.5, np.float32)), Step())
+    index, value = ref.read_sparse_body(payload[64:], n, k, k, False)
+    assert (index == np.arange(k)).all() and (value == -2.5).all()
+    assert rank.stats.count == rank.stats.found == ref.header(payload)["count"] == k
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_same_input_gives_the_same_bytes(codec: str) -> None:
+    """Whatever the segments, the place in memory, the thread and what work and payload held before."""
+    n = 70001
+    x = elements("laplace", n, "float32", np.random.default_rng(1))
+    payloads: dict[int, bytes] = {}
+
+    def encode(i: int) -> None:
+        rng = np.random.default_rng(i)
+        rank = Rank(_core.Plan(codec, "residual", n, "float32"))
+        vector = Vector(x, cuts(n, ("one", "tiny", "random")[i % 3], rng), i)
+        payloads[i] = b"".join(rank.encode(vector, Step(step=s)) for s in range(2))
+
+    for i in range(3):
+        encode(i)
+    threads = [threading.Thread(target=encode, args=(i,)) for i in range(3, 7)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(payloads) == 7 and len(set(payloads.values())) == 1
+
+
+# ---- many steps -------------------------------------------------------------------------------------------------------
+
+
+def schedule(kind: str, steps: int, rng: np.random.Generator) -> Iterator[float]:
+    """Scales of a run's gradients: what the last step taught about the threshold is more or less wrong in the next."""
+    scale = 1.0
+    for i in range(steps):
+        yield 0.0 if kind == "pauses" and i % 4 == 3 else scale
+        scale *= {"drift": rng.uniform(0.9, 1.1), "shrink": 0.3, "grow": 3.0, "jump": 10.0 ** rng.integers(-9, 10),
+                  "steady": 1.0, "pauses": 1.0, "collapse": 1e-6 if i == 4 else 1.0}[kind]  # fmt: skip
+        scale = min(max(scale, 1e-30), 1e30)
+
+
+def many_steps(codec: str, memory: str, dtype: str, data: st.DataObject, steps: int) -> None:
+    chosen = data.draw(drawn_settings(codec))
+    n, seed = data.draw(sizes), data.draw(seeds)
+    scales = data.draw(st.sampled_from(["drift", "shrink", "grow", "jump", "steady", "pauses", "collapse"]))
+    kind = data.draw(st.sampled_from(["laplace", "normal", "heavy", "mostly zero", "few", "range", "any"]))
+    rng = np.random.default_rng(seed)
+    trial = Trial(codec, memory, n, dtype, chosen)
+    for step, scale in enumerate(schedule(scales, steps, rng)):
+        base = content(str(rng.choice(KINDS)) if kind == "any" else kind, n, rng)
+        with np.errstate(all="ignore"):
+            x = ref.from_f32_saturating(ref.saturate(base * np.float32(scale)), dtype)
+        at = Step(step=step, world=2)
+        payload = trial.encode(x, at, cuts(n, "random", rng), step)
+        what = rng.random()
+        if what < 0.1:
+            for r in trial.ranks:
+                r.plan.unsend(r.state.ptr)
+            trial.group.unsend()
+        elif what < 0.2:
+            trial.decode([payload, payload], 0.5, x, at)
+        if what > 0.7:
+            trial.residual()
+    trial.residual()
+
+
+@pytest.mark.parametrize(("codec", "memory", "dtype"), COMBOS)
+@few
+@given(data=st.data())
+def test_many_steps(codec: str, memory: str, dtype: str, data: st.DataObject) -> None:
+    many_steps(codec, memory, dtype, data, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("codec", "memory", "dtype"), COMBOS)
+@deep
+@given(data=st.data())
+def test_many_steps_deep(codec: str, memory: str, dtype: str, data: st.DataObject) -> None:
+    many_steps(codec, memory, dtype, data, 20)
+
+
+@pytest.mark.parametrize("codec", SPARSE)
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
+def test_the_steady_state_reads_once(codec: str, density: float) -> None:
+    """Gradients of one distribution: after the first steps the threshold is predicted and acc is read once."""
+    n = 1 << 17
+    rank = Rank(_core.Plan(codec, "residual", n, "float32", {"density": density}))
+    walks = []
+    for step in range(40):
+        x = np.random.default_rng(step).laplace(0, 1e-3, n).astype(np.float32)
+        rank.encode(Vector(x), Step(step=step))
+        walks.append(rank.stats.walks)
+    assert sum(walks[20:]) <= 22, walks
+
+
+# ---- decode -----------------------------------------------------------------------------------------------------------
+
+
+def shares(codec: str, memory: str, n: int, dtype: str, chosen: ref.Settings, world: int, seed: int) -> list[bytes]:
+    """One payload a rank, written by the reference."""
+    plan = _core.Plan(codec, memory, n, dtype, chosen)
+    rng = np.random.default_rng(seed)
+    out = []
+    for rank in range(world):
+        group = reference_group(plan, chosen)
+        x = elements(str(rng.choice(["laplace", "few", "mostly zero", "equal"])), n, dtype, rng)
+        out.append(group.encode(x, Step(step=3, group=4, rank=rank, world=world)))
+    return out
+
+
+@pytest.mark.parametrize(("codec", "dtype"), [(c, d) for c in CODECS for d in DTYPES])
+@few
+@given(data=st.data())
+def test_decode_of_many_payloads(codec: str, dtype: str, data: st.DataObject) -> None:
+    chosen = data.draw(drawn_settings(codec))
+    n, world, seed = data.draw(all_sizes), data.draw(st.integers(1, 8)), data.draw(seeds)
+    payloads = shares(codec, "none", n, dtype, chosen, world, seed)
+    trial = Trial(codec, "none", n, dtype, chosen)
+    held = elements("normal", n, dtype, np.random.default_rng(seed))
+    for scale in (1.0, 1.0 / world, 0.37):
+        trial.decode(payloads, scale, held, Step(step=3, group=4))
+
+
+@pytest.mark.parametrize("codec", LINEAR)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8, 41])
+def test_linear_bodies_may_be_summed(codec: str, dtype: str, world: int) -> None:
+    """What all-reduce does: bodies are added in their own dtype, header and scale stay each rank's own."""
+    n = 1500
+    payloads = shares(codec, "none", n, dtype, {}, world, world)
+    trial = Trial(codec, "none", n, dtype)
+    body = trial.plan.body_dtype
+    total = trial.group.codec.read(payloads[0])
+    for p in payloads[1:]:
+        total = ref.to_f32(ref.from_f32(total + trial.group.codec.read(p), body), body)
+    summed = payloads[0][:64] + ref.from_f32(total, body).tobytes()
+    summed += bytes(trial.plan.payload_bytes - len(summed))
+    out = trial.decode([summed], 1.0 / world, np.zeros(n, ref.STORAGE[dtype]))
+    if body == dtype:
+        assert_same(out, ref.from_f32(total, dtype), "with the scale that divided it, a sum is the mean as it stands")
+
+
+@pytest.mark.parametrize("codec", [c for c in LINEAR if c in FEEDBACK])
+@pytest.mark.parametrize("world", range(1, 9))
+def test_a_sum_of_saturated_bodies_stays_finite(codec: str, world: int) -> None:
+    """However large the residuals are: what a half cannot carry is kept, not turned into Inf on the way."""
+    n = 4000
+    plan = _core.Plan(codec, "residual", n, "float32")
+    half = plan.body_dtype
+    top = float(ref.HALF_MAX[half])
+    x = (np.linspace(0.9, 1.1, n) * top).clip(0, float(ref.FLT_MAX)).astype(np.float32)
+    rank = Rank(plan)
+    payload = rank.encode(Vector(x), Step(world=world))
+    body = ref.to_f32(np.frombuffer(payload, ref.STORAGE[half], n, 64), half)
+    total = body
+    with np.errstate(all="ignore"):
+        for _ in range(world - 1):
+            total = ref.to_f32(ref.from_f32(total + body, half), half)
+    assert np.isfinite(total).all() and np.isfinite(rank.residual()).all()
+    assert np.allclose(body.astype(np.float64) * world + rank.residual()[0], x, rtol=1e-6)
+
+
+# ---- number formats -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [c for c in LINEAR if c != "none"])
+def test_every_half_becomes_its_float(codec: str) -> None:
+    trial = Trial(codec, "none", 65536, "float32")
+    half = trial.plan.body_dtype
+    patterns = np.arange(65536, dtype=np.uint16).view(ref.STORAGE[half])
+    blank = trial.group.encode(np.zeros(65536, np.float32), Step())
+    payload = blank[:64] + patterns.tobytes()
+    out = trial.decode([payload], 1.0, np.zeros(65536, np.float32))
+    assert_same(out, ref.to_f32(patterns, half), "half to float32")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_half_survives_a_dense_payload(dtype: str) -> None:
+    trial = Trial("none", "none", 65536, dtype)
+    patterns = np.arange(65536, dtype=np.uint16).view(ref.STORAGE[dtype])
+    payload = trial.encode(patterns, Step())
+    out = trial.decode([payload], 1.0, np.zeros_like(patterns))
+    finite = np.isfinite(ref.to_f32(patterns, dtype))
+    assert (out[finite].view(np.uint16) == patterns[finite].view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("codec", [c for c in LINEAR if c != "none"])
+def test_floats_round_to_the_nearest_half(codec: str) -> None:
+    """All halves, the middles between neighbours, one float32 step to either side of both, and a comb over all floats."""
+    half = _core.Plan(codec, "none", 1, "float32").body_dtype
+    values = ref.to_f32(np.arange(65536, dtype=np.uint16).view(ref.STORAGE[half]), half)
+    values = np.unique(values[np.isfinite(values)])
+    middles = ((values[1:].astype(np.float64) + values[:-1]) / 2).astype(np.float32)
+    marks = np.concatenate([values, middles, np.float32([65504, 65519.99, 65520, 65536, 3.3895314e38, 3.4e38])])
+    marks = np.concatenate([np.nextafter(marks, np.float32(-np.inf)), marks, np.nextafter(marks, np.float32(np.inf))])
+    comb = np.arange(0, 2**32, 8191, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    x = np.concatenate([marks, -marks, comb])
+    trial = Trial(codec, "none", len(x), "float32")
+    trial.encode(x, Step())
+
+
+# ---- payloads that are not sound --------------------------------------------------------------------------------------------
+
+
+def refused(plan: _core.Plan, payloads: list[bytes], culprit: int, error: type[Exception], at: Step) -> str:
+    """Decoding raises `error` for payload `culprit` and leaves segments and state alone."""
+    rank = Rank(plan)
+    rng = np.random.default_rng(len(payloads))
+    vector = Vector(elements("normal", plan.n, plan.dtype, rng), cuts(plan.n, "random", rng))
+    rank.state.data[64:192] = 0x11  # no valid statistics: must be neither read nor written
+    held, state = vector.raw.copy(), rank.state.raw.copy()
+    with pytest.raises(error) as caught:
+        rank.decode(payloads, 1.0, vector, at)
+    assert caught.value.culprit == culprit  # type: ignore[attr-defined]
+    assert (vector.raw == held).all() and (rank.state.raw == state).all()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_any_flipped_bit_is_noticed(codec: str) -> None:
+    """Header and, unless bodies are summed on the way, body."""
+    n, at = 200, Step(step=3, group=4)
+    payloads = shares(codec, "none", n, "float32", {}, 3, 0)
+    plan = _core.Plan(codec, "none", n, "float32")
+    covered = 64 if plan.linear else plan.payload_bytes
+    rng = np.random.default_rng(0)
+    for bit in [*range(64 * 8), *rng.integers(0, covered * 8, 200)]:
+        i = int(bit) % 3
+        bad = bytearray(payloads[i])
+        bad[bit // 8] ^= 1 << bit % 8
+        both = (_core.CorruptPayloadError, _core.MismatchError)
+        refused(plan, [*payloads[:i], bytes(bad), *payloads[i + 1 :]], i, both, at)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_sound_payloads_of_another_place_are_told_apart(codec: str) -> None:
+    n, at = 200, Step(step=3, group=4)
+    good, *_ = shares(codec, "none", n, "float32", {}, 1, 0)
+    plan = _core.Plan(codec, "none", n, "float32")
+    other = {"step": 2, "group": 5, "codec": 999, "dtype": 1, "n": n + 1, "version": 2}
+    for name, value in other.items():
+        bad = ref.with_header(good, plan.linear, **{name: value})
+        refused(plan, [good, bad], 1, _core.MismatchError, at)
+    for name, value in {"magic": 1, "reserved": 1, "checksum": 0, "flags": 1 << 31, "count": n + 1}.items():
+        bad = ref.with_header(good, plan.linear, **{name: value})
+        refused(plan, [bad, good], 0, _core.CorruptPayloadError, at)
+    block = Block(plan.payload_bytes)
+    block.data[:] = np.frombuffer(good, np.uint8)
+    plan.check(block.ptr, plan.payload_bytes)
+    plan.check(block.ptr, plan.payload_bytes, step=3, group=4)
+    for nbytes in (0, 1, 63, 64, plan.payload_bytes - 8, plan.payload_bytes + 64):
+        with pytest.raises(_core.CorruptPayloadError, match="bytes"):
+            plan.check(block.ptr, nbytes)
+    for where in ({"step": 4, "group": 4}, {"step": 3, "group": 0}):
+        with pytest.raises(_core.MismatchError) as caught:
+            plan.check(block.ptr, plan.payload_bytes, **where)
+        assert caught.value.culprit == 0  # type: ignore[attr-defined]
+
+
+def forgeries(plan: _core.Plan, good: bytes) -> Iterator[tuple[str, bytes]]:
+    """Payloads with a right checksum that no encoder writes. n spans three wire tiles, all with entries, not full."""
+    h, body, n = ref.header(good), bytearray(good[64:]), plan.n
+    group = reference_group(plan, {"density": 0.0001})
+    cap, tiles = group.codec.cap, -(-n // ref.WIRE_TILE)
+    index_at, value_at = 64 + -(-4 * tiles // 8) * 8, 0
+    value_at = index_at + -(-2 * cap // 8) * 8
+    counts = np.frombuffer(body, "<u4", tiles).copy()
+    assert (counts > 1).all() and h["count"] < cap
+
+    def forged(at: int, fmt: str, *values: int | float, **changes: int) -> bytes:
+        p = bytearray(good)
+        struct.pack_into("<" + fmt, p, at, *values)
+        return ref.with_header(bytes(p), False, **changes)
+
+    first = np.frombuffer(good, "<u2", cap, index_at)
+    yield "count above the capacity", ref.with_header(good, False, count=cap + 1)
+    yield "count 2^64 - 1", ref.with_header(good, False, count=2**64 - 1)
+    yield "count one short", ref.with_header(good, False, count=h["count"] - 1)
+    yield "tile counts that wrap around", forged(64, "2I", 2**32 - 1, int(counts[0]) + int(counts[1]) + 1)
+    yield "one tile has another's entry", forged(64, "2I", int(counts[0]) + 1, int(counts[1]) - 1)
+    yield "a tile with more entries than the payload", forged(64, "I", cap + 7)
+    yield "equal indices", forged(index_at, "2H", first[1], first[1])
+    yield "falling indices", forged(index_at, "2H", first[1], first[0])
+    yield "an index past n", forged(index_at + 2 * (h["count"] - 1), "H", n % ref.WIRE_TILE)
+    yield "another value format", ref.with_header(good, False, flags=h["flags"] ^ ref.HALF)
+    yield "an unknown flag", ref.with_header(good, False, flags=h["flags"] | 8)
+
+
+@pytest.mark.parametrize("codec", SPARSE)
+def test_forged_sparse_payloads_are_refused(codec: str) -> None:
+    n = 2 * ref.WIRE_TILE + 40_000
+    rng = np.random.default_rng(7)
+    plan = _core.Plan(codec, "none", n, "float32", {"density": 0.0001})
+    group = reference_group(plan, {"density": 0.0001})
+    good = group.encode(np.zeros(n, np.float32), Step(step=3, group=4))
+    cap = group.codec.cap
+    index = np.sort(np.concatenate([rng.choice(40_000, (cap - 3) // 3, False) + t * ref.WIRE_TILE for t in range(3)]))
+    index[-1] = n - 1
+    body = ref.sparse_body(n, cap, index, np.ones(len(index), np.float32), False)
+    good = ref.with_header(good[:64] + body, False, count=len(index), flags=0, scale=1.0)
+    Rank(plan).decode([good], 1.0, Vector(np.zeros(n, np.float32)), Step(step=3, group=4))
+    names = []
+    for name, bad in forgeries(plan, good):
+        names.append(name)
+        assert bad != good, name
+        refused(plan, [good, good, bad], 2, _core.CorruptPayloadError, Step(step=3, group=4))
+    assert len(names) == 11
+
+
+@pytest.mark.parametrize("codec", SPARSE)
+@more
+@given(data=st.data())
+def test_any_body_gives_a_result_or_an_error(codec: str, data: st.DataObject) -> None:
+    """The core and the reference accept the same bodies; the checksum is right, so only their own checks stand."""
+    seed, n = data.draw(seeds), data.draw(st.sampled_from([1, 5, 300, 65536, 65537, 140000]))
+    rng = np.random.default_rng(seed)
+    chosen = {"density": min(1.0, 40 / n), "values": data.draw(st.sampled_from(["f32", "f16"]))}
+    plan = _core.Plan(codec, "none", n, "float32", chosen)
+    good = bytearray(shares(codec, "none", n, "float32", chosen, 1, seed)[0])
+    for _ in range(int(rng.integers(0, 4))):
+        where = int(rng.integers(64, len(good)))
+        good[where] = int(rng.choice([0, 1, 255, rng.integers(256)]))
+    payload = ref.seal(bytes(good), False)
+    group = reference_group(plan, chosen)
+    try:
+        want: Array | None = group.decode([payload], 1.0)
+    except ValueError:
+        want = None
+    if want is None:
+        refused(plan, [payload], 0, _core.CorruptPayloadError, Step(step=3, group=4))
+    else:
+        vector = Vector(np.full(n, 7, np.float32))
+        Rank(plan).decode([payload], 1.0, vector, Step(step=3, group=4))
+        assert_same(vector.read(), want, "decoded")
+
+
+# ---- gradients that are not finite --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("codec", "memory", "dtype"), COMBOS)
+@few
+@given(data=st.data())
+def test_nothing_absorbs_a_nonfinite_gradient(codec: str, memory: str, dtype: str, data: st.DataObject) -> None:
+    chosen = data.draw(drawn_settings(codec))
+    n, seed = data.draw(sizes.filter(lambda n: n > 0)), data.draw(seeds)
+    rng = np.random.default_rng(seed)
+    sound, broken = Trial(codec, memory, n, dtype, chosen), Trial(codec, memory, n, dtype, chosen)
+    bad = rng.choice(n, int(rng.integers(1, min(n, 5) + 1)), False)
+    for step in range(5):
+        at = [Step(step=step, rank=r, world=2) for r in range(2)]
+        kind = data.draw(st.sampled_from(["laplace", "range", "few", "denormal"]))
+        xs = [elements(kind, n, dtype, rng) for _ in at]
+        if step in (1, 3):
+            wrong = ref.to_f32(xs[1], dtype)
+            wrong[bad] = rng.choice(np.float32([np.nan, np.inf, -np.inf]), len(bad))
+            xs[1] = ref.from_f32(wrong, dtype)
+        before = [t.group.kept.copy() for t in (sound, broken)]
+        cut = [cuts(n, "random", rng), cuts(n, "tiny", rng)]
+        payloads = [t.encode(x, a, c) for t, x, a, c in zip((sound, broken), xs, at, cut, strict=True)]
+        outs = [t.decode(payloads, 0.5, x) for t, x in zip((sound, broken), xs, strict=True)]
+        assert_same(outs[0], outs[1], "replicas")
+        if step not in (1, 3):
+            continue
+        seen = ref.to_f32(outs[0], dtype)
+        assert not np.isfinite(seen[bad] if sound.plan.linear else seen).any()
+        for trial, r in zip((sound, broken), before, strict=True):
+            now = trial.residual().astype(np.float64)
+            off = np.abs(now - r)
+            assert np.isfinite(now).all() and (off <= np.abs(r)).all()
+            if trial.group.feedback and kind != "range":  # the rounding of acc, which may be that of the gradient
+                bad_=np.flatnonzero(off > np.spacing(np.abs(trial.group.acc)).astype(np.float64) / 2)
+                assert not len(bad_), (bad_, r[bad_], now[bad_], trial.group.acc[bad_], xs[0][bad_], xs[1][bad_])
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_the_residual_can_be_set_and_read(codec: str, memory: str) -> None:
+    rng = np.random.default_rng(0)
+    for n in (0, 1, 1025, 3000):
+        trial = Trial(codec, memory, n, "float32")
+        x = content("range", n, rng)
+        for r in trial.ranks:
+            assert not r.residual().any()  # all-zero bytes are a valid start
+            r.encode(Vector(content("normal", n, rng)), Step())
+            r.set_residual(x[None])
+            want = x if trial.group.feedback else np.zeros_like(x)
+            assert (r.residual()[0].view(np.uint32) == want.view(np.uint32)).all()
+            if not n or not trial.group.feedback:
+                continue
+            for wrong in (np.nan, np.inf, -np.inf):
+                y = x.copy()
+                y[-1] = wrong
+                with pytest.raises(_core.ArgumentError):
+                    r.set_residual(y[None])
+                assert (r.residual()[0].view(np.uint32) == want.view(np.uint32)).all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_was_not_sent_is_kept(codec: str, memory: str, world: int) -> None:
+    n, rng = 2500, np.random.default_rng(1)
+    trial = Trial(codec, memory, n, "float32")
+    for step in range(6):
+        trial.encode(elements("laplace", n, "float32", rng), Step(step=step, world=world))
+        if step % 2:
+            for r in trial.ranks:
+                r.plan.unsend(r.state.ptr)
+            trial.group.unsend()
+            if trial.group.feedback:
+                assert (trial.residual() == trial.group.acc).all()
+        trial.residual()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("factor", [2.0, 0.5, 3.7, 65536.0, 2.0**-24, 1e-30, 1e30])
+def test_a_change_of_scale(codec: str, factor: float) -> None:
+    """Multiplies what is kept, and changes nothing else in what follows."""
+    n, rng = 3000, np.random.default_rng(2)
+    trial = Trial(codec, "residual", n, "float32", {})
+    scale = np.float32(1)
+    for step in range(6):
+        x = (content("laplace", n, rng).astype(np.float64) * float(scale)).clip(-1e38, 1e38).astype(np.float32)
+        trial.encode(x, Step(step=step))
+        if step in (1, 2, 4):
+            for r in trial.ranks:
+                r.plan.rescale(r.state.ptr, factor)
+            with np.errstate(all="ignore"):
+                trial.group.kept = ref.saturate(trial.group.kept * np.float32(factor))
+                scale = ref.saturate(scale * np.float32(factor)).astype(np.float32)
+        trial.residual()
+    for wrong in (0.0, -1.0, math.nan, math.inf, -math.inf):
+        with pytest.raises(_core.ArgumentError):
+            trial.plan.rescale(trial.ranks[0].state.ptr, wrong)
+
+
+@pytest.mark.parametrize(("codec", "memory", "dtype"), COMBOS)
+def test_the_state_is_all_there_is_to_save(codec: str, memory: str, dtype: str) -> None:
+    """A run that goes on from a copy of the bytes, on another instruction set, gives the same payloads."""
+    n, rng = 3000, np.random.default_rng(3)
+    one = Rank(_core.Plan(codec, memory, n, dtype, {}, ISAS[0]))
+    xs = [elements("laplace", n, dtype, rng) for _ in range(16)]
+    for step in range(8):
+        one.encode(Vector(xs[step]), Step(step=step))
+    two = Rank(_core.Plan(codec, memory, n, dtype, {}, ISAS[-1]))
+    two.state.data[:] = one.state.data
+    for step in range(8, 16):
+        assert one.encode(Vector(xs[step]), Step(step=step)) == two.encode(Vector(xs[step], seed=step), Step(step=step))
+        assert one.stats.stages == two.stats.stages and one.stats.walks == two.stats.walks
+        assert (one.residual() == two.residual()).all()
+
+
+# ---- wrong arguments ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_wrong_parameter_is_named(codec: str) -> None:
+    for p in parameters(codec):
+        wrong: list[Any] = [None, [], {}, True]
+        if p["kind"] == "choice":
+            wrong += ["no such choice", "", -1, len(p["choices"]), 0.5]
+        else:
+            wrong += ["1", math.nan, math.inf, -math.inf, p["max"] * 1.001 + 1, p["min"] - 1 - abs(p["min"]) * 0.001]
+            if p["kind"] == "int":
+                wrong.append((p["min"] + p["max"]) / 2 + 0.25 if p["min"] < p["max"] else p["min"] + 0.5)
+        for value in wrong:
+            with pytest.raises(_core.ParameterError, match=p["name"]) as caught:
+                _core.Plan(codec, "none", 100, "float32", {p["name"]: value})
+            assert caught.value.status == -2 and isinstance(caught.value, ValueError)
+        if p["kind"] != "choice":
+            for value in (p["min"], p["max"]):
+                _core.Plan(codec, "none", 100, "float32", {p["name"]: int(value) if p["kind"] == "int" else value})
+    with pytest.raises(_core.ParameterError, match="densty"):
+        _core.Plan(codec, "residual", 100, "float32", {"densty": 0.1})
+
+
+def test_wrong_names_are_named() -> None:
+    with pytest.raises(_core.ParameterError, match="topq.*topk"):
+        _core.Plan("topq", "none", 1, "float32")
+    with pytest.raises(_core.ParameterError, match="momentun.*residual"):
+        _core.Plan("topk", "momentun", 1, "float32")
+    with pytest.raises(_core.ArgumentError, match="float64.*float32"):
+        _core.Plan("topk", "none", 1, "float64")
+    with pytest.raises(_core.ArgumentError, match="sse9.*base"):
+        _core.Plan("topk", "none", 1, "float32", {}, "sse9")
+    for n in (-1, 2**40 + 1, 2**63 - 1):
+        with pytest.raises(_core.ArgumentError, match="n "):
+            _core.Plan("topk", "none", n, "float32")
+    for e, status in ((_core.ArgumentError, -1), (_core.ParameterError, -2), (_core.SpaceError, -3),
+                      (_core.CorruptPayloadError, -4), (_core.MismatchError, -5), (_core.UnsupportedError, -6),
+                      (_core.DeviceError, -7)):  # fmt: skip
+        assert issubclass(e, _core.SidcompError) and e.status == status
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_wrong_arguments_change_nothing(codec: str) -> None:
+    n = 100
+    plan = _core.Plan(codec, "residual", n, "float32")
+    rank, x = Rank(plan), Vector(np.ones(n, np.float32))
+    rank.encode(x, Step())
+    payload, state = rank.payload.data.tobytes(), rank.state.raw.copy()
+    base: dict[str, Any] = {"segments": x.segments, "state": rank.state.ptr, "work": rank.work.ptr,
+                            "payload": rank.payload.ptr, "step": 1, "seed": 0, "group": 0, "rank": 0, "world": 1}  # fmt: skip
+    short = Vector(np.ones(n - 1, np.float32))
+    odd = _core.Segments([x.all.ctypes.data + 1], [n])
+    wrong = [{"segments": short.segments}, {"segments": odd}, {"segments": _core.Segments([], [])}, {"world": 0},
+             {"rank": 1}, {"state": 0}, {"work": 0}, {"payload": 0}, {"state": rank.state.ptr + 8},
+             {"work": rank.work.ptr + 32}, {"payload": rank.payload.ptr + 4}]  # fmt: skip
+    for change in wrong:
+        with pytest.raises(_core.ArgumentError):
+            plan.encode(**(base | change))
+    base = {"payloads": rank.payload.ptr, "stride": plan.payload_bytes, "count": 1, "scale": 1.0,
+            "segments": x.segments, "state": rank.state.ptr, "step": 0, "group": 0}  # fmt: skip
+    huge = _core.Segments([x.all.ctypes.data, x.all.ctypes.data], [n, 2**63])
+    wrong = [{"segments": short.segments}, {"segments": odd}, {"count": 0}, {"count": 4097}, {"payloads": 0},
+             {"payloads": rank.payload.ptr + 4}, {"count": 2, "stride": 8}, {"stride": plan.payload_bytes + 4},
+             {"segments": huge}]  # fmt: skip
+    for change in wrong:
+        with pytest.raises(_core.ArgumentError):
+            plan.decode(**(base | change))
+    for call in (lambda s: plan.residual_in(s, 64), lambda s: plan.residual_out(s, 64), plan.unsend,
+                 lambda s: plan.rescale(s, 2.0)):  # fmt: skip
+        with pytest.raises(_core.ArgumentError):
+            call(0)
+    with pytest.raises(_core.ArgumentError):
+        _core.Segments([0], [5])
+    with pytest.raises(_core.ArgumentError):
+        _core.Segments([64], [])
+    with pytest.raises(_core.ArgumentError):
+        _core.Segments([64, 64], [2**63, 2**63])
+    assert rank.payload.data.tobytes() == payload and (rank.state.raw == state).all()
+    assert (x.read() == 1).all()
+
+
+def test_without_a_gpu_nothing_breaks() -> None:
+    if _core.cuda_built:
+        pytest.skip("this build has CUDA")
+    assert _core.cuda_devices()[0] == 0 and "CUDA" in _core.cuda_devices()[1]
+    plan = _core.Plan("topk", "none", 4, "float32")
+    with pytest.raises(_core.UnsupportedError):
+        plan.cuda_work_bytes()
+
+
+# ---- helpers ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@few
+@given(data=st.data())
+def test_scaling_in_place(dtype: str, data: st.DataObject) -> None:
+    n, seed = data.draw(sizes), data.draw(seeds)
+    rng = np.random.default_rng(seed)
+    x = elements(data.draw(st.sampled_from(KINDS)), n, dtype, rng)
+    factor = data.draw(st.sampled_from([1 / 3, 0.5, 1.0, 1e-9, 7.25]))
+    vector = Vector(x, cuts(n, data.draw(st.sampled_from(["one", "tiny", "random"])), rng), seed)
+    _core.scale(vector.segments, dtype, factor)
+    with np.errstate(all="ignore"):
+        want = ref.from_f32(ref.to_f32(x, dtype) * np.float32(factor), dtype)
+    assert_same(vector.read(), want, "scaled")
+    vector.check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_checksum_tells_replicas_apart(dtype: str) -> None:
+    n, rng = 5000, np.random.default_rng(5)
+    x = elements("normal", n, dtype, rng)
+    lengths = cuts(n, "random", rng)
+
+    def value(y: Array, seed: int = 0) -> int:
+        vector = Vector(y, lengths, seed)
+        return _core.checksum(vector.segments, dtype)
+
+    same = {value(x, seed) for seed in range(5)}  # wherever it lies in memory
+    assert len(same) == 1
+    seen = set(same)
+    raw = x.view(np.uint8)
+    for bit in rng.integers(0, 8 * raw.size, 200):
+        y = raw.copy()
+        y[bit // 8] ^= 1 << bit % 8
+        seen.add(value(y.view(x.dtype)))
+    for i, j in ((0, 1), (0, n - 1), (17, 25), (1023, 1024)):  # also where elements only change places
+        y = x.copy()
+        y[[i, j]] = y[[j, i]]
+        seen.add(value(y))
+    assert len(seen) > 200
