@@ -72,6 +72,7 @@ def save(state: "State") -> dict[str, Any]:
         "world": world,
         "rank": rank,
         "step": state._step,
+        "settled": state._settled,
         "scale": state._scale,
         "layout": groups,
         "residuals": residuals,
@@ -89,25 +90,19 @@ def _save_group(g: Group) -> dict[str, Any]:
 
 
 class Resume:
-    """A loaded state that waits for its groups to be made, or what moves from one layout to the next."""
+    """What waits for groups to be made: a loaded state, or what the groups of the layout before have kept."""
 
-    def __init__(self, residuals: Residuals, source: dict[str, Any] | None = None) -> None:
+    def __init__(self, residuals: Residuals, layout: list[dict[str, Any]], source: dict[str, Any]) -> None:
         self.residuals = residuals
-        self.source: dict[str, Any] = source or {}
-        self.layout: list[dict[str, Any]] = self.source.get("layout", [])
-        self.same_groups = bool(self.layout)  # the checkpoint's groups are used
-        self.same_codec = True  # the codec's statistics are used
-        self.step = int(self.source.get("step", 0))
-        self.scale: float | None = self.source.get("scale")
-
-    def settled_like(self, state: "State") -> bool:
-        return self.same_groups
+        self.layout = layout
+        self.source = source
+        self.same_codec = True  # the codec's statistics are taken over with a group that is the same
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises CheckpointError where the parameters of checkpoint and model are not the same."""
         saved = {
             name: tuple(shape)
-            for g in self.layout
+            for g in self.source.get("layout", [])
             for name, shape in zip(g["names"], g["shapes"], strict=True)
         }
         if not saved:
@@ -118,32 +113,28 @@ class Resume:
             wrong.append(f"it lacks {shorten(missing)}")
         if extra := [n for n in saved if n not in here]:
             wrong.append(f"the model lacks {shorten(extra)}")
-        if reshaped := [n for n in here if n in saved and here[n] != saved[n]]:
-            wrong.append(
-                ", ".join(f"{n} is {list(saved[n])} in it and {list(here[n])} in the model" for n in reshaped)
-            )
+        for n in (n for n in here if n in saved and here[n] != saved[n]):
+            wrong.append(f"{n} is {list(saved[n])} in it and {list(here[n])} in the model")
         if wrong:
             raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong)}")
 
-    def specs(self, pieces: Sequence[Piece]) -> list[Spec]:
-        by_name = {p.name: p for p in pieces}
-        return [Spec(g["dense"], [by_name[n] for n in g["names"]]) for g in self.layout]
-
     def place(self, layout: Layout) -> None:
-        """Puts the residuals, and the codec's statistics where groups and codec are the same, into fresh
-        groups."""
+        """Puts what was kept into fresh groups."""
         for g in layout.groups:
-            if not g.plan.vectors:
+            if g.direct:
                 continue
-            parts = [
-                self.residuals[p.name] if p.name in self.residuals else torch.zeros(g.plan.vectors, p.numel)
-                for p in g.spec.pieces
-            ]
-            values = torch.cat(parts, dim=1).contiguous()
-            with g.host_state(write=True) as state:
-                g.plan.residual_in(state, values.data_ptr())
-            if self.same_groups and self.same_codec:
-                header = self.layout[g.index]["header"].to(g.device)
+            kept = [self.residuals.get(p.name) for p in g.spec.pieces]
+            if g.plan.vectors and any(r is not None for r in kept):
+                parts = [
+                    torch.zeros(g.plan.vectors, p.numel) if r is None else r
+                    for p, r in zip(g.spec.pieces, kept, strict=True)
+                ]
+                values = torch.cat(parts, dim=1).contiguous()
+                with g.host_state(write=True) as state:
+                    g.plan.residual_in(state, values.data_ptr())
+            old = self.layout[g.index] if g.index < len(self.layout) else None
+            if self.same_codec and old is not None and old["names"] == g.names and len(old["header"]):
+                header = old["header"].to(g.device)
                 for part in _KEPT:
                     g.state.tensor[part] = header[part]
 
@@ -154,7 +145,13 @@ class Resume:
 
 def carry(layout: Layout) -> Resume:
     """What the groups of a layout keep, for the groups of the next one."""
-    return Resume(_residuals(layout.groups))
+    return Resume(_residuals(layout.groups), [_save_group(g) for g in layout.groups], {})
+
+
+def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece]) -> list[Spec]:
+    """The groups of a checkpoint, over the buckets of today."""
+    by_name = {p.name: p for p in pieces}
+    return [Spec(g["dense"], [by_name[n] for n in g["names"]]) for g in groups]
 
 
 def load(state: "State", given: "dict[str, Any] | Sequence[dict[str, Any]]") -> Resume:
@@ -174,19 +171,22 @@ def load(state: "State", given: "dict[str, Any] | Sequence[dict[str, Any]]") -> 
         )
     old = states[0]["world"]
     if old == 0:  # saved before the first step: nothing is kept yet
-        return Resume({}, states[0])
+        return Resume({}, [], states[0])
     alone = [s for s in states if s["rank"] == rank] if old == world else []
     if len(alone) != 1:
         _check_complete(states, old, world, rank)
     first = alone[0] if alone else states[0]
     if alone:
-        resume = Resume(first["residuals"], first)
+        resume = Resume(first["residuals"], first["layout"], first)
     else:
         mean = {n: torch.stack([s["residuals"][n] for s in states]).mean(dim=0) for n in first["residuals"]}
-        resume = Resume(mean, {**first, "residuals": mean, "world": world, "rank": rank})
+        source = {**first, "residuals": mean, "world": world, "rank": rank}
+        resume = Resume(mean, first["layout"], source)
         resume.same_codec = False
         logger.warning("residuals of %d ranks redistributed over %d: each has their mean", old, world)
     _compare_config(state, first, resume)
+    if not first["settled"]:
+        resume.layout = []  # DDP was about to rebuild its buckets, and the groups with them
     return resume
 
 
@@ -237,7 +237,8 @@ def _compare_config(state: "State", saved: dict[str, Any], resume: Resume) -> No
     changed = [k for k in mine if mine[k] != saved[k]]
     if changed:
         resume.same_codec = resume.same_codec and not {"codec", "parameters"} & set(changed)
-        resume.same_groups = resume.same_groups and not {"groups", "exclude"} & set(changed)
+        if {"groups", "exclude"} & set(changed):
+            resume.layout = []
         logger.warning(
             "resuming with other settings (%s): what was kept is taken over, the codec's statistics start "
             "anew",

@@ -71,6 +71,6 @@ class Exchange:
         freed in one of its own threads ends the program.
         """
         if dist.is_initialized():
-            with suppress(ValueError):  # a default group that was made anew does not know ours
+            with suppress(ValueError):  # it was made anew since
                 dist.destroy_process_group(self.group)
         del self.group

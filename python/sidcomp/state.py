@@ -132,6 +132,8 @@ class State:
         self._rebuilt = False  # DDP had rebuilt its buckets when the layout was made
         self._discovery: _Discovery | None = None
         self._resume: checkpoint.Resume | None = None
+        self._kept_groups: list[dict[str, Any]] = []  # those of a checkpoint
+        self._settled = False  # DDP will not show other buckets any more, as far as we know
         self._closed: dict[str, Any] | None = None  # the last stats
 
         self._idle = threading.Condition()
@@ -277,6 +279,10 @@ class State:
         self._layout = self._build(ddp, d.slots)
         self._discovery = None
         self._rebuilt = ddp._has_rebuilt_buckets
+        rebuilds = ddp.static_graph or not ddp.find_unused_parameters
+        self._settled = (
+            self._rebuilt or not rebuilds or bool(self._kept_groups) or isinstance(self.groups, list)
+        )
         compare = self._begin()
         for s in d.slots:
             s.open(s.buffer, s.future)
@@ -349,11 +355,10 @@ class State:
         pieces = [p for i, slot in enumerate(slots) for p in self._pieces(i, slot)]
         shapes = {p.name: p.shape for p in pieces}
         dense = excluded(self.exclude, shapes)
-        resumed = self._resume is not None and self._resume.settled_like(self)
-        if resumed:
-            assert self._resume is not None
+        if self._resume is not None:
             self._resume.check(shapes)
-            specs = self._resume.specs(pieces)
+        if self._kept_groups:
+            specs = checkpoint.specs(self._kept_groups, pieces)
         else:
             specs = form_groups(pieces, self.groups, dense)
         return Layout(slots, [self._group(i, spec, slots) for i, spec in enumerate(specs)])
@@ -758,8 +763,9 @@ class State:
         self._resume = resume
         self._layout = None
         self._arrived = 0
-        self._step = resume.step
-        self._scale = resume.scale
+        self._kept_groups = resume.layout
+        self._step = resume.source["step"]
+        self._scale = resume.source["scale"]
 
     def close(self) -> None:
         """Waits for what is under way and ends the State's process group. May be called again.
