@@ -731,9 +731,8 @@ def test_nothing_absorbs_a_nonfinite_gradient(codec: str, memory: str, dtype: st
             now = trial.residual().astype(np.float64)
             off = np.abs(now - r)
             assert np.isfinite(now).all() and (off <= np.abs(r)).all()
-            if trial.group.feedback and kind != "range":  # the rounding of acc, which may be that of the gradient
-                bad_=np.flatnonzero(off > np.spacing(np.abs(trial.group.acc)).astype(np.float64) / 2)
-                assert not len(bad_), (bad_, r[bad_], now[bad_], trial.group.acc[bad_], xs[0][bad_], xs[1][bad_])
+            if trial.group.feedback:  # two roundings: that of acc and that of the way back
+                assert (off <= np.spacing(np.abs(trial.group.acc)).astype(np.float64)).all()
 
 
 # ---- what is kept ---------------------------------------------------------------------------------------------------------
