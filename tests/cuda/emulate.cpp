@@ -1,0 +1,154 @@
+/* emulate.h's device: two multiprocessors, so that grids are small and every block has more than one piece to do. */
+#include "emulate.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <ucontext.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulate {
+namespace {
+
+enum { LANES = 32, STACK = 1 << 17, SHARED = 48 << 10, GUARD = 64, GARBAGE = 0xa7 };
+enum condition { RUNNING, WAITING, DONE };
+
+struct fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack{new char[STACK]};
+    condition is = DONE;
+    meeting what;
+    uint64_t value, result;
+    uint32_t argument;
+};
+
+std::vector<fiber> fibers;
+ucontext_t scheduler;
+uint32_t current;
+uint64_t shuffled = 88172645463325252ull;
+const std::function<void()> *body;
+alignas(64) unsigned char shared[SHARED + GUARD];
+std::mutex one_launch;
+int device;
+
+void stop(const char *why) {
+    fprintf(stderr, "emulated kernel: %s (block %u of %u, thread %u)\n", why, blockIdx.x, gridDim.x, current);
+    abort();
+}
+
+uint64_t next_random() {
+    shuffled ^= shuffled << 13;
+    shuffled ^= shuffled >> 7;
+    return shuffled ^= shuffled << 17;
+}
+
+void run() {
+    (*body)();
+    fibers[current].is = DONE;
+    swapcontext(&fibers[current].context, &scheduler);
+}
+
+/* The threads from first on, if all of them wait for the same: give each its result. */
+bool release(uint32_t first, uint32_t count, bool whole_block) {
+    const meeting what = fibers[first].what;
+    uint64_t all = 0;
+    for (uint32_t i = first; i < first + count; i++) {
+        if (fibers[i].is != WAITING || fibers[i].what != what || (what >= BARRIER) != whole_block) return false;
+        if (what == BALLOT) all |= fibers[i].value << (i - first);
+        if (what == BARRIER_COUNT) all += fibers[i].value;
+        if (what == BARRIER_OR) all |= fibers[i].value;
+    }
+    for (uint32_t i = first; i < first + count; i++) {
+        fiber &f = fibers[i];
+        const uint32_t lane = i - first;
+        f.result = all;
+        if (what == SHUFFLE_XOR) f.result = fibers[first + (lane ^ f.argument)].value;
+        if (what == SHUFFLE_UP) f.result = fibers[lane < f.argument ? i : i - f.argument].value;
+        if (what == SHUFFLE) f.result = fibers[first + f.argument % LANES].value;
+        f.is = RUNNING;
+    }
+    return true;
+}
+
+void run_block(uint32_t threads, size_t dynamic) {
+    std::vector<uint32_t> order(threads);
+    memset(shared, GARBAGE, sizeof shared);
+    for (uint32_t i = 0; i < threads; i++) {
+        fiber &f = fibers[i];
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = f.stack.get();
+        f.context.uc_stack.ss_size = STACK;
+        f.context.uc_link = nullptr;
+        makecontext(&f.context, run, 0);
+        f.is = RUNNING;
+        order[i] = i;
+    }
+    for (uint32_t done = 0; done < threads;) {
+        bool moved = false;
+        for (uint32_t i = threads - 1; i; i--) std::swap(order[i], order[next_random() % (i + 1)]);
+        for (const uint32_t i : order) {
+            if (fibers[i].is != RUNNING) continue;
+            current = i;
+            threadIdx.x = i;
+            swapcontext(&scheduler, &fibers[i].context);
+            done += fibers[i].is == DONE;
+            moved = true;
+        }
+        for (uint32_t i = 0; i < threads; i += LANES) moved |= release(i, LANES, false);
+        moved |= release(0, threads, true);
+        if (!moved && done < threads) stop("threads wait for one another at different places");
+    }
+    for (size_t i = dynamic; i < dynamic + GUARD; i++)
+        if (shared[i] != GARBAGE) stop("write past the dynamic shared memory");
+}
+
+} // namespace
+
+uint64_t meet(meeting what, uint64_t value, uint32_t argument) {
+    fiber &f = fibers[current];
+    f.what = what;
+    f.value = value;
+    f.argument = argument;
+    f.is = WAITING;
+    swapcontext(&f.context, &scheduler);
+    return f.result;
+}
+
+void *dynamic_shared() { return shared; }
+
+void launch(const cudaLaunchConfig_t &c, const std::function<void()> &thread) {
+    const std::lock_guard<std::mutex> lock(one_launch);
+    if (c.blockDim.x % LANES || c.blockDim.x > 1024 || !c.gridDim.x || c.dynamicSmemBytes > SHARED)
+        stop("launch of a shape that no device takes");
+    if (fibers.size() < c.blockDim.x) fibers.resize(c.blockDim.x);
+    body = &thread;
+    gridDim = c.gridDim;
+    blockDim = c.blockDim;
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) run_block(blockDim.x, c.dynamicSmemBytes);
+}
+
+} // namespace emulate
+
+const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorInvalidDevice ? "invalid device ordinal" : "no error"; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int *count) {
+    *count = 1;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int *d) {
+    *d = emulate::device;
+    return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int d) {
+    if (d != 0) return cudaErrorInvalidDevice;
+    emulate::device = d;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int d) {
+    *value = 2;
+    return d == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+}

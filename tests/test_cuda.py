@@ -1,0 +1,606 @@
+"""The CUDA kernels against the CPU codec, byte for byte, for every codec of the registry that has them.
+
+Every block on the device lies between canaries, work and payload are garbage before each call. test_emulated.py runs
+this file on the CPU emulation of tests/cuda, so that the kernels' logic is tested without a GPU as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import reference as ref
+from buffers import CANARY, GUARD, Block, Rank, Vector, parameters
+from reference import Array, Step
+
+from sidcomp import _core
+
+torch = pytest.importorskip("torch")
+
+EMULATED = _core.cuda_archs == "emulated"
+DEVICE = "cpu" if EMULATED else "cuda"
+
+
+def why_not() -> str:
+    if EMULATED:
+        return ""
+    if not _core.cuda_built:
+        return "sidcomp is built without CUDA"
+    count, reason = _core.cuda_devices()
+    if not count:
+        return f"no GPU: {reason}"
+    return "" if torch.cuda.is_available() else "this torch sees no GPU"
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+on_gpu = pytest.mark.skipif(EMULATED, reason="needs a real GPU")
+
+CODECS = [c["name"] for c in _core.codecs() if c["cuda"]]
+LINEAR = {c["name"] for c in _core.codecs() if "linear" in c["traits"]}
+MEMORIES = [m["name"] for m in _core.memories()]
+DTYPES = list(ref.STORAGE)
+SIZES = [0, 1, 2, 31, 1023, 1024, 1025, 4096, 8191, 8193, 65535, 65536, 65537, 200_000] + ([] if EMULATED else [1_000_000])
+
+
+def variants(codec: str) -> list[dict[str, Any]]:
+    """Settings that take a codec through its cases: every density class, every choice."""
+    axes = []
+    for p in parameters(codec):
+        if p["kind"] == "choice":
+            axes.append([(p["name"], c) for c in p["choices"]])
+        elif p["name"] == "density":
+            axes.append([(p["name"], d) for d in (1e-4, 0.01, 0.2, 1.0)])
+    return [dict(v) for v in itertools.product(*axes)]
+
+
+CASES = [(c, v, m) for c in CODECS for v in variants(c) for m in MEMORIES]
+
+
+def case_id(x: Any) -> str:
+    return "-".join(str(v) for v in x.values()) or "default" if isinstance(x, dict) else str(x)
+
+
+# ---- the device's side ------------------------------------------------------------------------------------------
+
+
+def stream() -> int:
+    return 0 if EMULATED else torch.cuda.current_stream().cuda_stream
+
+
+class DeviceBlock:
+    """`nbytes` bytes on the device at a multiple of 64, plus `offset`; canaries on both sides."""
+
+    def __init__(self, nbytes: int, fill: int = 0, offset: int = 0) -> None:
+        self.raw = torch.full((nbytes + 64 + 2 * GUARD,), CANARY, dtype=torch.uint8, device=DEVICE)
+        self.start = GUARD + -(self.raw.data_ptr() + GUARD) % 64 + offset
+        self.data = self.raw[self.start : self.start + nbytes]
+        self.data.fill_(fill)
+        self.ptr = self.raw.data_ptr() + self.start
+
+    def put(self, data: bytes | Array) -> None:
+        raw = data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes()
+        if raw:
+            self.data[: len(raw)].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+    def get(self) -> bytes:
+        return self.data.cpu().numpy().tobytes()
+
+    def check(self) -> None:
+        raw = self.raw.cpu().numpy()
+        assert (raw[: self.start] == CANARY).all(), "write before the block"
+        assert (raw[self.start + len(self.data) :] == CANARY).all(), "write past the block"
+
+
+class DeviceVector:
+    """A group's elements on the device, cut into segments that start at arbitrary elements, canaries between them."""
+
+    def __init__(self, elements: Array, lengths: Sequence[int], seed: int = 0) -> None:
+        self.host = Vector(elements, lengths, seed)
+        self.block = DeviceBlock(len(self.host.raw))
+        size = elements.itemsize
+        places, at = [], 0
+        for gap, length in zip(self.host.gaps, lengths, strict=False):
+            at += int(gap)
+            places.append(self.block.ptr + at * size)
+            at += length
+        table = _core.Segments(places, lengths).table()
+        self.n_segments = len(lengths)
+        self.table = DeviceBlock(len(table))
+        self.table.put(table)
+        self.upload()
+
+    def upload(self) -> None:
+        self.block.put(self.host.raw)
+
+    def write(self, elements: Array) -> None:
+        self.host.write(elements)
+        self.upload()
+
+    def read(self) -> Array:
+        self.block.check()
+        self.table.check()
+        self.host.raw[:] = np.frombuffer(self.block.get(), np.uint8)
+        self.host.check()
+        return self.host.read()
+
+
+class DeviceRank:
+    def __init__(self, plan: _core.Plan) -> None:
+        self.plan = plan
+        self.state = DeviceBlock(plan.state_bytes)
+        self.work = DeviceBlock(plan.cuda_work_bytes())
+        self.payload = DeviceBlock(plan.payload_bytes)
+        self.stats = DeviceBlock(40)
+        self.report = DeviceBlock(16)
+
+    def encode(self, vector: DeviceVector, at: Step) -> None:
+        """Enqueues an encode."""
+        self.plan.cuda_encode(
+            vector.table.ptr, vector.n_segments, self.state.ptr, self.work.ptr, self.payload.ptr,
+            step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
+            stats=self.stats.ptr, device=0, stream=stream(),
+        )  # fmt: skip
+
+    def encoded(self, vector: DeviceVector, at: Step) -> bytes:
+        before = vector.block.get()
+        self.work.data.fill_(0xC3)
+        self.payload.data.fill_(0x3C)
+        self.encode(vector, at)
+        assert vector.block.get() == before, "encode wrote into the segments"
+        self.check()
+        return self.payload.get()
+
+    def decode(self, payloads: DeviceBlock, stride: int, count: int, scale: float, vector: DeviceVector,
+               at: Step | None = None, state: bool = True) -> None:  # fmt: skip
+        self.plan.cuda_decode(
+            payloads.ptr, stride, count, scale, vector.table.ptr, vector.n_segments,
+            self.state.ptr if state else 0, self.work.ptr,
+            step=-1 if at is None else at.step, group=0 if at is None else at.group,
+            report=self.report.ptr, device=0, stream=stream(),
+        )  # fmt: skip
+
+    def decoded(self, payloads: Sequence[bytes], scale: float, vector: DeviceVector, at: Step | None = None,
+                state: bool = True, offset: int = 0) -> tuple[int, int, int]:  # fmt: skip
+        """Decodes; returns nonfinite, culprit and status of the report."""
+        stride = len(payloads[0]) + 8
+        block = DeviceBlock(stride * len(payloads), 0x99, offset)
+        block.put(b"".join(p + b"\x99" * 8 for p in payloads))
+        before = block.get()
+        self.work.data.fill_(0xC3)
+        self.decode(block, stride, len(payloads), scale, vector, at, state)
+        assert block.get() == before, "decode wrote into the payloads"
+        self.check()
+        nonfinite, culprit, status, zero = struct.unpack("<IIiI", self.report.get())
+        assert zero == 0
+        return nonfinite, culprit, status
+
+    def check(self) -> None:
+        for block in (self.state, self.work, self.payload, self.stats, self.report):
+            block.check()
+
+    def read_stats(self) -> tuple[Any, ...]:
+        """count, found, nonfinite, threshold (as bits)."""
+        return struct.unpack("<QQQIII", self.stats.get()[:36])[:4]
+
+
+# ---- inputs and comparisons ---------------------------------------------------------------------------------------
+
+
+def lengths_of(layout: str, n: int, rng: np.random.Generator) -> list[int]:
+    if layout == "one":
+        return [n]
+    if layout == "tiny":  # up to 7 elements each, empty ones among them
+        cuts = np.minimum(np.cumsum(rng.integers(0, 8, n // 3 + 9)), n)
+    else:
+        cuts = np.sort(rng.integers(0, n + 1, 12))
+    return np.diff(np.concatenate([[0], cuts, [n]])).tolist()
+
+
+def content(kind: str, n: int, rng: np.random.Generator) -> Array:
+    if kind == "ties":
+        return rng.choice(np.array([-2, -1, -1, 0, 1, 1, 2], np.float32), n)
+    if kind == "equal":
+        return np.full(n, 0.5, np.float32)
+    if kind == "zeros":
+        return np.zeros(n, np.float32)
+    if kind == "wide":
+        return (rng.choice(np.array([-1.0, 1.0]), n) * 10.0 ** rng.uniform(-44, 38.5, n)).astype(np.float32)
+    return (rng.laplace(0, 1, n) * 10.0 ** rng.uniform(-3, 3)).astype(np.float32)
+
+
+KINDS = ("laplace", "wide", "ties", "equal", "zeros")
+
+
+def bits(x: Array) -> Array:
+    return x.view(np.uint32 if x.itemsize == 4 else np.uint16)
+
+
+def same_output(got: Array, want: Array, dtype: str) -> None:
+    """Bit for bit; any NaN equals any other, since adding them keeps no particular payload."""
+    nan = np.isnan(ref.to_f32(want, dtype))
+    np.testing.assert_array_equal(np.isnan(ref.to_f32(got, dtype)), nan)
+    np.testing.assert_array_equal(bits(got)[~nan], bits(want)[~nan])
+
+
+def same_state(device: DeviceRank, host: Rank) -> None:
+    """Steps, vectors and what is kept of them. (The rule may say the same in two ways, and statistics only predict.)"""
+    got, want = np.frombuffer(device.state.get(), np.uint8), host.state.data
+    np.testing.assert_array_equal(got[:8], want[:8])
+    n = device.plan.n
+    for v in range(device.plan.vectors):
+        at = 256 + 4 * v * (-(-n // 16) * 16 + 16)
+        np.testing.assert_array_equal(got[at : at + 4 * n].view(np.uint32), want[at : at + 4 * n].view(np.uint32))
+    other = Rank(device.plan)
+    other.state.data[:] = got
+    np.testing.assert_array_equal(other.residual().view(np.uint32), host.residual().view(np.uint32))
+
+
+def pair(codec: str, settings: dict[str, Any], memory: str, n: int, dtype: str) -> tuple[DeviceRank, Rank]:
+    plan = _core.Plan(codec, memory, n, dtype, settings)
+    return DeviceRank(plan), Rank(plan)
+
+
+def both(elements: Array, lengths: Sequence[int]) -> tuple[DeviceVector, Vector]:
+    return DeviceVector(elements, lengths, 1), Vector(elements, lengths, 1)
+
+
+# ---- encode -------------------------------------------------------------------------------------------------------
+
+
+def run_steps(codec: str, settings: dict[str, Any], memory: str, n: int, dtype: str, layout: str, kinds: Sequence[str],
+              nonfinite: int = 0) -> None:  # fmt: skip
+    rng = np.random.default_rng(n + 7)
+    device, host = pair(codec, settings, memory, n, dtype)
+    lengths = lengths_of(layout, n, rng)
+    on_device, on_host = both(ref.from_f32(np.zeros(n, np.float32), dtype), lengths)
+    for step, kind in enumerate(kinds):
+        x = content(kind, n, rng)
+        bad = rng.integers(0, n, nonfinite) if n else []
+        x[bad] = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), len(bad))
+        with np.errstate(over="ignore"):
+            elements = ref.from_f32(x, dtype)
+        on_device.write(elements)
+        on_host.write(elements)
+        at = Step(step=step, group=3, rank=1, world=3, seed=5)
+        want = host.encode(on_host, at)
+        assert device.encoded(on_device, at) == want
+        same_state(device, host)
+        s = host.stats
+        threshold = struct.unpack("<I", struct.pack("<f", s.threshold))[0]
+        got = device.read_stats()
+        assert got[:3] == (s.count, s.found, s.nonfinite)
+        assert got[3] == threshold or np.isnan(s.threshold)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+def test_encode_of_sizes(codec: str, settings: dict[str, Any], memory: str, n: int) -> None:
+    if EMULATED and n > 10_000 and settings.get("density") in (1e-4, 0.2):
+        pytest.skip("left to the GPU: the emulation is slow")
+    run_steps(codec, settings, memory, n, DTYPES[n % 3], ("one", "some", "tiny")[n % 2], ("laplace",) * 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ("one", "some", "tiny"))
+@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+def test_encode_of_layouts(codec: str, settings: dict[str, Any], memory: str, layout: str, dtype: str) -> None:
+    run_steps(codec, settings, memory, 9001, dtype, layout, ("laplace", "ties"), nonfinite=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+def test_encode_of_contents(codec: str, settings: dict[str, Any], memory: str, kind: str) -> None:
+    """Equal magnitudes overflow the list of candidates, so that acc is read again instead."""
+    run_steps(codec, settings, memory, 20_011, "float32", "some", (kind, "laplace", kind))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec", [c for c in CODECS if c in LINEAR])
+def test_every_half(codec: str, dtype: str) -> None:
+    """All 16-bit patterns and the float32 values around the places where rounding turns."""
+    if dtype != "float32":
+        elements = np.arange(1 << 16, dtype=np.uint16).view(ref.STORAGE[dtype])
+    else:
+        h = np.arange(0, 1 << 16, 7 if EMULATED else 1, dtype=np.int64)
+        with np.errstate(invalid="ignore"):
+            f16 = h.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32).astype(np.int64)
+        near = [f16 + d for d in (-1, 0, 1, 0xFFF, 0x1000, 0x1001)] + [(h << 16) + d for d in (0x7FFF, 0x8000, 0x8001)]
+        elements = np.concatenate(near).astype(np.uint32).view(np.float32)
+    device, host = pair(codec, {}, "none", len(elements), dtype)
+    on_device, on_host = both(elements, [len(elements)])
+    assert device.encoded(on_device, Step()) == host.encode(on_host, Step())
+
+
+def test_state_moves_between_cpu_and_gpu() -> None:
+    rng = np.random.default_rng(0)
+    for codec, settings, memory in CASES:
+        device, host = pair(codec, settings, memory, 5000, "float32")
+        other = Rank(host.plan)
+        x = ref.from_f32(np.zeros(5000, np.float32), "float32")
+        on_device, on_host = both(x, [5000])
+        for step in range(4):
+            x = content("laplace", 5000, rng)
+            on_device.write(x)
+            on_host.write(x)
+            at = Step(step=step)
+            want = host.encode(on_host, at)
+            if step % 2:
+                assert other.encode(on_host, at) == want
+                device.state.put(other.state.data)
+            else:
+                assert device.encoded(on_device, at) == want
+                other.state.data[:] = np.frombuffer(device.state.get(), np.uint8)
+
+
+# ---- decode -------------------------------------------------------------------------------------------------------
+
+
+def encoded_ranks(codec: str, settings: dict[str, Any], memory: str, n: int, dtype: str, world: int, bad_rank: int = -1,
+                  kind: str = "laplace") -> tuple[list[bytes], list[Rank], list[Array]]:  # fmt: skip
+    """Two CPU steps of `world` ranks: the second step's payloads, the ranks and their gradients."""
+    rng = np.random.default_rng(world * 1000 + n)
+    plan = _core.Plan(codec, memory, n, dtype, settings)
+    ranks = [Rank(plan) for _ in range(world)]
+    payloads, gradients = [], []
+    for step in range(2):
+        payloads, gradients = [], []
+        for r, rank in enumerate(ranks):
+            x = content(kind, n, rng)
+            if step and r == bad_rank and n:
+                x[rng.integers(0, n, 2)] = np.array([np.inf, np.nan], np.float32)
+            with np.errstate(over="ignore"):
+                elements = ref.from_f32(x, dtype)
+            payloads.append(rank.encode(Vector(elements), Step(step=step, group=2, rank=r, world=world)))
+            gradients.append(elements)
+    return payloads, ranks, gradients
+
+
+def compare_decode(codec: str, settings: dict[str, Any], memory: str, n: int, dtype: str, world: int, layout: str,
+                   bad_rank: int = -1, state: bool = True, offset: int = 0) -> None:  # fmt: skip
+    payloads, ranks, gradients = encoded_ranks(codec, settings, memory, n, dtype, world, bad_rank)
+    host = ranks[0]
+    device = DeviceRank(host.plan)
+    device.state.put(host.state.data)
+    lengths = lengths_of(layout, n, np.random.default_rng(n))
+    on_device, on_host = both(gradients[0], lengths)
+    at = Step(step=1, group=2)
+    flag = host.decode(payloads, 1 / world, on_host, at, state)
+    assert device.decoded(payloads, 1 / world, on_device, at, state, offset) == (int(flag), 0, 0)
+    same_output(on_device.read(), on_host.read(), dtype)
+    same_state(device, host)
+    assert bool(flag) == (bad_rank >= 0 and n > 0)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+def test_decode_of_sizes(codec: str, settings: dict[str, Any], memory: str, n: int) -> None:
+    if EMULATED and n > 10_000 and settings.get("density") in (1e-4, 0.2):
+        pytest.skip("left to the GPU: the emulation is slow")
+    compare_decode(codec, settings, memory, n, DTYPES[n % 3], 1 + n % 4, ("one", "some")[n % 2])
+
+
+@pytest.mark.parametrize("state", (True, False))
+@pytest.mark.parametrize("layout", ("one", "tiny"))
+@pytest.mark.parametrize("bad_rank", (-1, 0, 2))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+def test_decode_of_nonfinite_steps(codec: str, settings: dict[str, Any], memory: str, dtype: str, bad_rank: int,
+                                   layout: str, state: bool) -> None:  # fmt: skip
+    compare_decode(codec, settings, memory, 5003, dtype, 3, layout, bad_rank, state, offset=8)
+
+
+@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+def test_decode_of_many_payloads(codec: str, settings: dict[str, Any], memory: str) -> None:
+    compare_decode(codec, settings, memory, 700, "float32", 37, "some")
+
+
+# ---- faults -------------------------------------------------------------------------------------------------------
+
+
+def refused(codec: str, settings: dict[str, Any], payloads: Sequence[bytes], n: int, at: Step | None) -> tuple[int, int]:
+    """What the CPU says to the payloads: status and culprit."""
+    host = Rank(_core.Plan(codec, "residual", n, "float32", settings))
+    try:
+        host.decode(payloads, 1.0, Vector(np.zeros(n, np.float32)), at)
+    except _core.SidcompError as e:
+        return e.status, e.culprit  # type: ignore[attr-defined]
+    return 0, 0
+
+
+def faulty(codec: str, settings: dict[str, Any], sound: bytes, n: int) -> Iterator[tuple[str, bytes]]:
+    """Payloads that no encoder writes, or not for this plan, by what is wrong with them."""
+    rng = np.random.default_rng(1)
+    linear = codec in LINEAR
+    for at in [0, 4, 6, 8, 12, 16, 24, 32, 40, 44, 48, 52, 56, 63]:
+        flipped = bytearray(sound)
+        flipped[at] ^= 1
+        yield f"bit of header byte {at}", bytes(flipped)
+    for field, value in [("version", 2), ("codec", 999), ("dtype", 1), ("n", n + 1), ("count", n + 1), ("count", 0),
+                         ("step", 9), ("group", 9), ("flags", 0x80), ("scale", 0.3), ("rank", 7)]:  # fmt: skip
+        yield f"{field} = {value}, checksum right", ref.with_header(sound, linear, **{field: value})
+    if linear:
+        return
+    for at in rng.integers(64, len(sound), 40):
+        flipped = bytearray(sound)
+        flipped[at] ^= 1 << rng.integers(8)
+        yield f"bit of body byte {at}", bytes(flipped)
+        yield f"bit of body byte {at}, checksum right", ref.seal(bytes(flipped), linear)
+    for word in range(64, min(len(sound), 64 + 4 * -(-n // 65536)), 4):
+        for value in (0, 1, 65536, 65537, 0xFFFFFFFF):
+            lying = bytearray(sound)
+            lying[word : word + 4] = struct.pack("<I", value)
+            yield f"tile count at {word} = {value}, checksum right", ref.seal(bytes(lying), linear)
+    for _ in range(5):
+        body = bytearray(sound)
+        body[64:] = rng.integers(0, 256, len(sound) - 64, np.uint8).tobytes()
+        yield "random body, checksum right", ref.seal(bytes(body), linear)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_faulty_payloads(codec: str) -> None:
+    n, at = 70_000, Step(step=1, group=2)
+    for settings in variants(codec)[:4]:
+        payloads, ranks, gradients = encoded_ranks(codec, settings, "residual", n, "float32", 2)
+        device = DeviceRank(ranks[0].plan)
+        device.state.put(ranks[0].state.data)
+        state = device.state.get()
+        vector = DeviceVector(gradients[0], [n])
+        for what, fault in faulty(codec, settings, payloads[1], n):
+            status, culprit = refused(codec, settings, [payloads[0], fault], n, at)
+            device.report.data.fill_(0)
+            got = device.decoded([payloads[0], fault], 1.0, vector, at)
+            assert got[1:] == (culprit, status), what
+            if status:
+                assert (bits(vector.read()) == bits(gradients[0])).all(), f"{what}: segments were written"
+                assert device.state.get() == state, f"{what}: state was written"
+            else:
+                vector.write(gradients[0])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_report_keeps_the_first_fault(codec: str) -> None:
+    payloads, ranks, gradients = encoded_ranks(codec, {}, "none", 300, "float32", 3)
+    device = DeviceRank(ranks[0].plan)
+    vector = DeviceVector(gradients[0], [300])
+    broken = b"X" + payloads[1][1:]
+    other = ref.with_header(payloads[2], codec in LINEAR, step=77)
+    at = Step(step=1, group=2)
+    assert device.decoded([payloads[0], broken, other], 1.0, vector, at)[1:] == (1, _core.CorruptPayloadError.status)
+    assert device.decoded([other], 1.0, vector, at)[1:] == (1, _core.CorruptPayloadError.status)
+    assert (bits(vector.read()) == bits(gradients[0])).all()
+    assert device.decoded(payloads, 1.0, vector, at) == (0, 1, _core.CorruptPayloadError.status)
+    assert (bits(vector.read()) != bits(gradients[0])).any()  # a sound call works as ever
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_table_that_does_not_hold_the_group(codec: str) -> None:
+    payloads, ranks, gradients = encoded_ranks(codec, {}, "residual", 300, "float32", 1)
+    device = DeviceRank(ranks[0].plan)
+    device.state.put(ranks[0].state.data)
+    state = device.state.get()
+    for lengths in ([299], [100, 201], [300, 2**40]):
+        vector = DeviceVector(gradients[0], [300])
+        table = np.frombuffer(vector.table.get(), np.uint64)
+        wrong = np.array([[table[0], length] for length in lengths], np.uint64)
+        vector.table = DeviceBlock(wrong.nbytes)
+        vector.table.put(wrong)
+        vector.n_segments = len(lengths)
+        payload = device.encoded(vector, Step(step=5))
+        block = Block(len(payload))
+        block.data[:] = np.frombuffer(payload, np.uint8)
+        with pytest.raises(_core.CorruptPayloadError):
+            ranks[0].plan.check(block.ptr, len(payload))
+        device.report.data.fill_(0)
+        assert device.decoded(payloads, 1.0, vector)[2] == _core.ArgumentError.status
+        assert device.state.get() == state
+        assert (bits(vector.read()) == bits(gradients[0])).all()
+
+
+def test_arguments() -> None:
+    plan = _core.Plan(CODECS[0], "none", 100, "float32")
+    r = DeviceRank(plan)
+    v = DeviceVector(np.ones(100, np.float32), [100])
+    good: dict[str, Any] = dict(step=0, seed=0, group=0, rank=0, world=1, stats=0, device=0, stream=stream())
+    places = [v.table.ptr, 1, r.state.ptr, r.work.ptr, r.payload.ptr]
+    plan.cuda_encode(*places, **good)
+    for i in (0, 2, 3, 4):
+        with pytest.raises(_core.ArgumentError):
+            plan.cuda_encode(*places[:i], 0, *places[i + 1 :], **good)
+    for i in (2, 3, 4):
+        with pytest.raises(_core.ArgumentError):
+            plan.cuda_encode(*places[:i], places[i] + 8, *places[i + 1 :], **good)
+    for wrong in ({"world": 0}, {"rank": 1}, {"device": -1}, {"stats": 4}):
+        with pytest.raises(_core.ArgumentError):
+            plan.cuda_encode(*places, **(good | wrong))
+    with pytest.raises(_core.DeviceError, match="device"):
+        plan.cuda_encode(*places, **(good | {"device": 99}))
+    with pytest.raises(_core.UnsupportedError, match="segments"):
+        plan.cuda_encode(v.table.ptr, 16385, *places[2:], **good)
+    for c in _core.codecs():
+        if not c["cuda"]:
+            with pytest.raises(_core.UnsupportedError, match=c["name"]):
+                _core.Plan(c["name"], "none", 100, "float32").cuda_work_bytes()
+
+
+# ---- what only a device can show ----------------------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+def test_graph(codec: str, settings: dict[str, Any], memory: str) -> None:
+    """Captured and replayed: capture fails at any synchronisation or allocation on the way."""
+    n = 100_000
+    rng = np.random.default_rng(3)
+    device, host = pair(codec, settings, memory, n, "float32")
+    on_device, on_host = both(np.zeros(n, np.float32), [1000, n - 1000])
+    out = DeviceVector(np.zeros(n, np.float32), [n])
+    at = Step(step=4, group=1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        device.encode(on_device, at)
+        device.decode(device.payload, device.plan.payload_bytes, 1, 1.0, out, at, state=False)
+    device.state.data.fill_(0)
+    for _ in range(3):
+        x = content("laplace", n, rng)
+        on_device.write(x)
+        on_host.write(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        payload = host.encode(on_host, at)
+        assert device.payload.get() == payload
+        want = Vector(np.zeros(n, np.float32))
+        host.decode([payload], 1.0, want, at, state=False)
+        same_output(out.read(), want.read(), "float32")
+    device.check()
+
+
+@on_gpu
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_host_does_not_wait(codec: str) -> None:
+    """Calls return while the stream is still busy with what came before them, and take no device memory."""
+    n = 100_000
+    device = DeviceRank(_core.Plan(codec, "residual", n, "float32"))
+    vector = DeviceVector(np.ones(n, np.float32), [n])
+    device.encode(vector, Step())
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    done = torch.cuda.Event()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2_000_000_000)  # cycles, about a second
+        for step in range(20):
+            device.encode(vector, Step(step=step))
+            device.decode(device.payload, device.plan.payload_bytes, 1, 1.0, vector, Step(step=step))
+        done.record()
+        assert not done.query(), "a call waited for the device"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] >= free
+    assert struct.unpack("<IIiI", device.report.get())[2] == 0
+
+
+@on_gpu
+@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+def test_streams_and_repeats(codec: str, settings: dict[str, Any], memory: str) -> None:
+    """The same bytes again and again, also while another stream keeps the device busy."""
+    n = 300_000
+    x = content("laplace", n, np.random.default_rng(5))
+    vector = DeviceVector(x, [n])
+    side = torch.cuda.Stream()
+    first = b""
+    for i in range(5):
+        device = DeviceRank(_core.Plan(codec, memory, n, "float32", settings))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            noise = torch.randn(4_000_000, device="cuda")
+            for _ in range(10):
+                noise = noise.sort().values
+        device.encode(vector, Step())
+        torch.cuda.synchronize()
+        first = first or device.payload.get()
+        assert device.payload.get() == first, f"repeat {i} differs"
