@@ -6,6 +6,7 @@
 
 atomic_ulong test_checks;
 atomic_ulong test_failures;
+uint64_t test_digest;
 
 void test_report(const char *file, int line, const char *fmt, ...) {
     const unsigned long before = atomic_fetch_add(&test_failures, 1);

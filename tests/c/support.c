@@ -207,12 +207,12 @@ void data_make(float *x, uint64_t n, int kind, uint64_t seed) {
     for (uint64_t i = 0; i < n; i++) {
         const float z = kind == DATA_INTEGERS ? (float)rng_below(&r, 121) - 60.0f : rng_normal(&r);
         switch (kind) {
-        case DATA_HEAVY: x[i] = z * z * z * (rng_below(&r, 50) ? 0.01f : 10.0f); break;
-        case DATA_EQUAL: x[i] = z < 0 ? -0.5f : 0.5f; break;
-        case DATA_ZERO: x[i] = z < 0 ? -0.0f : 0.0f; break;
-        case DATA_DENORMAL: x[i] = z * 1e-40f; break;
-        case DATA_HUGE: x[i] = z * (FLT_MAX / 7); break;
-        default: x[i] = z;
+            case DATA_HEAVY: x[i] = z * z * z * (rng_below(&r, 50) ? 0.01f : 10.0f); break;
+            case DATA_EQUAL: x[i] = z < 0 ? -0.5f : 0.5f; break;
+            case DATA_ZERO: x[i] = z < 0 ? -0.0f : 0.0f; break;
+            case DATA_DENORMAL: x[i] = z * 1e-40f; break;
+            case DATA_HUGE: x[i] = z * (FLT_MAX / 7); break;
+            default: x[i] = z;
         }
     }
 }

@@ -1,0 +1,49 @@
+#!/bin/bash
+# What the compiler does not check: dependencies point one way, the core keeps to itself, and nothing but a codec's own
+# file (and codecs.def) knows a codec by name. Prints each line at fault.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+bad=0
+
+none() { # TEXT, then a grep whose output must be empty
+    local text=$1 found
+    shift
+    found=$("$@" || true)
+    [ -z "$found" ] && return
+    printf '%s:\n%s\n' "$text" "$found" | sed '2,$s/^/    /'
+    bad=1
+}
+only() { # FILES..., --, the headers of the project that they may include
+    local files=() allowed
+    while [ "$1" != -- ]; do files+=("$1"); shift; done
+    shift
+    allowed=$(IFS='|'; echo "$*")
+    none "may only include ${*:-nothing of the project}" \
+        bash -c 'grep -nE "^#include \"" "${@:2}" /dev/null | grep -vE "\"($1)\""' _ "${allowed:-/}" "${files[@]}"
+}
+
+only csrc/wire.h csrc/sidcomp.h --
+only csrc/bits.h -- wire.h
+only csrc/internal.h -- bits.h sidcomp.h wire.h
+only csrc/*.c -- internal.h codecs.def memories.def
+only csrc/codec/*.[ch] -- '\.\./internal.h' '[a-z]+\.h'
+only csrc/memory/*.c csrc/isa/*.c -- '\.\./internal.h'
+only python/bindings.cpp -- sidcomp.h
+none 'torch belongs to Python' grep -rnE '#include *[<"](torch|ATen|c10)' csrc cuda python --include=*.[ch]* --include=*.cu
+none 'the core allocates, prints, exits or reads the environment' \
+    grep -nE '\b(malloc|calloc|realloc|free|printf|fprintf|puts|exit|abort|getenv|fopen|time|clock)\(' -r csrc
+none 'the core has a global that changes' \
+    grep -rnE '^(static )?(_Atomic |volatile )?(unsigned |u?int[0-9]*_t |int |float |double |char |size_t |void \*)[a-z_ ]*(=|;|\[)' csrc --include=*.c
+none 'a device call waits for the host' \
+    grep -rnE 'cuda(DeviceSynchronize|StreamSynchronize|EventSynchronize|Malloc|Free|Memcpy)\(' cuda --include=*.cu --include=*.cuh
+
+names=$(grep -ohE '\.name = "[^"]+"' csrc/codec/*.c | cut -d'"' -f2 | grep -vx none | paste -sd'|')
+[ -n "$names" ] || { echo "no codec names found in csrc/codec"; bad=1; }
+none 'knows a codec by name' bash -c \
+    'grep -nE "\"($1)\"" csrc/*.[ch] csrc/memory/* csrc/isa/* cuda/*.cuh cuda/*.h cuda/registry.cu cuda/api.cu python/bindings.cpp' _ "$names"
+none 'switches on a codec by name' bash -c \
+    'grep -nE "(==|!=|\bin\b|case) *[[(]*[\"'"'"']($1)[\"'"'"']" python/sidcomp/*.py' _ "$names"
+none 'switches on a codec by id' grep -rnE 'wire_id *(==|!=)|switch *\(.*(codec|wire_id)' csrc cuda python/sidcomp --include=*.c --include=*.h --include=*.cu* --include=*.py
+
+[ $bad = 0 ] && echo "structure: as it should be"
+exit $bad
