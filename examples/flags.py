@@ -1,0 +1,108 @@
+"""The flags of train.py, and the presets in configs/ that they override."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from tasks import TASKS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+DEFAULTS: dict[str, Any] = {"task": "lm", "memory": "residual", "groups": "bucket", "exclude": [], "seed": 0}
+
+
+def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace:
+    """Defaults, then the preset, then the flags: the later win. `parameters`: those of codec and memory."""
+    presets = ", ".join(sorted(f.stem for f in CONFIGS.glob("*.toml")))
+    p = argparse.ArgumentParser(description=description)
+    add = p.add_argument_group("what is trained").add_argument
+    add("--config", default="topk-1pct", help=f"preset: {presets}, or a .toml file; topk-1pct unless given")
+    add("--task", choices=sorted(TASKS), help="lm: bytes of Python's own library; digits: handwritten digits")
+    add("--steps", type=int, help="optimizer steps of each run; the task's unless given")
+    add("--batch", type=int, help="examples for each rank and step; the task's unless given")
+    add("--lr", type=float, help="peak learning rate; the task's unless given")
+    add("--seed", type=int, help="of the weights, and of codecs that draw random numbers; 0 unless given")
+    add = p.add_argument_group("how it is compressed").add_argument
+    add("--codec", help="`sidcomp codecs` lists them; the preset's unless given")
+    add("--density", type=float, help="share of the elements that is sent; short for --param density=...")
+    add(
+        "--param",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="parameter of codec or memory; repeat it",
+    )
+    add("--memory", help="residual or none; residual unless given")
+    add("--groups", help="bucket, model or a size such as 4MB; bucket unless given")
+    add(
+        "--exclude",
+        action="append",
+        metavar="RULE",
+        help="kept dense: a name, a pattern, 1-D, a number; repeat it",
+    )
+    add = p.add_argument_group("where and for how long").add_argument
+    add(
+        "--out",
+        type=Path,
+        default=Path("out"),
+        help="folder for table.md, table.json, train.png; out/ unless given",
+    )
+    add("--checkpoint", type=Path, metavar="DIR", help="save there, a file for each run and rank")
+    add(
+        "--checkpoint-every",
+        type=int,
+        default=100,
+        metavar="N",
+        help="steps between checkpoints; 100 unless given",
+    )
+    add("--resume", action="store_true", help="go on from what lies in --checkpoint")
+    add("--stop-at", type=int, metavar="STEP", help="save after this step and stop, as if interrupted")
+    add("--threads", type=int, help="of torch in each rank; the cores shared among the ranks unless given")
+    add(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="cuda: a GPU for each rank, over NCCL; cpu unless given",
+    )
+    args = p.parse_args(argv)
+    if (args.resume or args.stop_at is not None) and not args.checkpoint:
+        p.error("--resume and --stop-at need --checkpoint DIR")
+
+    path = Path(args.config) if args.config.endswith(".toml") else CONFIGS / f"{args.config}.toml"
+    if not path.is_file():
+        p.error(f"--config {args.config}: no such file; the presets are {presets}")
+    preset = {**DEFAULTS, **tomllib.loads(path.read_text())}
+    parameters = preset.pop("parameters", {})
+    unknown = sorted(set(preset) - set(vars(args)))
+    if unknown or "codec" not in preset:
+        p.error(f"{path}: " + (f"unknown keys {', '.join(unknown)}" if unknown else "it names no codec"))
+    if args.codec not in (None, preset["codec"]):
+        parameters = {}  # they are another codec's
+    for key, value in preset.items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+    for key in ("steps", "batch", "lr"):
+        if getattr(args, key) is None:
+            setattr(args, key, getattr(TASKS[args.task], key))
+    for text in [*args.param, *([] if args.density is None else [f"density={args.density}"])]:
+        name, equals, value = text.partition("=")
+        if not equals:
+            p.error(f"--param {text}: write NAME=VALUE")
+        parameters[name] = _number(value)
+    args.parameters = parameters
+    args.exclude = [_number(rule) for rule in args.exclude]
+    return args
+
+
+def _number(text: str | int) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,219 @@
+"""How train.py shows what it measured: a progress bar, a table (terminal, Markdown, JSON) and a picture."""
+
+import json
+import platform
+import statistics
+from argparse import Namespace
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from tasks import Task
+
+if TYPE_CHECKING:
+    from train import Run
+
+console = Console(highlight=False)
+Row = dict[str, Any]  # the figures of one run
+
+
+class Progress:
+    """A bar for each run on a terminal, a line now and then elsewhere; nothing unless `show`."""
+
+    def __init__(self, runs: "list[Run]", steps: int, show: bool) -> None:
+        self.steps, self.runs = steps, runs
+        self.show, self.live = show, show and console.is_terminal
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self.bar = Bar(*columns, TimeElapsedColumn(), console=console, disable=not self.live)
+        self.bars = {run.name: self.bar.add_task(run.name, total=steps, note="") for run in runs}
+
+    def __enter__(self) -> "Progress":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def step(self, run: "Run") -> None:
+        if not self.show or run.name not in self.bars:
+            return
+        note = f"loss {statistics.fmean(run.losses[-20:]):.3f}"
+        if self.live:
+            self.bar.update(self.bars[run.name], completed=run.step, note=note)
+        elif run.step % max(1, self.steps // 6) == 0:
+            print(f"{run.name}: step {run.step} of {self.steps}, {note}, {run.seconds:.0f} s", flush=True)
+
+
+def write(args: Namespace, task: Task, runs: "list[Run]", world: int) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    alone, *shown = [summary(run, world) for run in runs]
+    notes = remarks(args, task, world, alone, *shown)
+    head, body = cells(task, shown)
+
+    table = Table(*head)
+    for row in body:
+        table.add_row(*row)
+    (console if console.is_terminal else Console(width=120)).print(table)
+    for note in notes:
+        console.print("-", note, soft_wrap=True)
+
+    lines = [f"| {' | '.join(r)} |" for r in (head, ["---"] * len(head), *body)]
+    (args.out / "table.md").write_text("\n".join([*lines, "", *(f"- {note}" for note in notes), ""]))
+    record = {
+        "flags": vars(args),
+        "machine": machine(),
+        "world": world,
+        "data": task.data,
+        "metric": f"{task.metric} ({task.unit})",
+        "summary": [alone, *shown],
+        "runs": [asdict(run) for run in runs],
+    }
+    (args.out / "table.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+    drawn = figure(args, task, alone, shown, runs[1:])
+    console.print(f"\n{args.out}/ holds table.md, table.json" + (" and train.png" if drawn else ""))
+
+
+def summary(run: "Run", world: int) -> Row:
+    """Figures of one run. Bytes are what one rank sends in a step; times in milliseconds."""
+    steps = run.step
+    times = sorted(run.times) or [run.seconds / steps]
+    ring = 2 * (world - 1) / world
+    if run.stats:
+        payload = run.stats["sent_bytes"] / run.stats["steps"]
+        summed = run.stats["received_bytes"] == run.stats["sent_bytes"]
+        # What is summed travels in a ring, as the dense gradient does; what is gathered goes to every peer.
+        computed = payload * (ring if summed else world - 1)
+    else:
+        computed = ring * 4 * run.elements
+    return {
+        "name": run.name,
+        "metric": run.curve[-1][2] if run.curve else None,
+        "median": statistics.median(times) * 1e3,
+        "p10": times[len(times) // 10] * 1e3,
+        "p90": times[len(times) * 9 // 10] * 1e3,
+        "bytes_counted": run.tcp_bytes / steps if run.tcp_bytes else None,
+        "bytes_computed": computed,
+        "density": run.stats.get("density", 1.0),
+        **{
+            what: run.stats.get(f"{what}_seconds", 0.0) / steps * 1e3 for what in ("encode", "wait", "decode")
+        },
+    }
+
+
+def cells(task: Task, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    head = ["", task.metric, "ms/step", "p10-p90", "bytes/step, counted", "computed", "ratio", "density"]
+    body = []
+    for r in rows:
+        kind = "bytes_counted" if r["bytes_counted"] and rows[0]["bytes_counted"] else "bytes_computed"
+        body.append(
+            [
+                r["name"],
+                f"{r['metric']:.4f}",
+                f"{r['median']:.1f}",
+                f"{r['p10']:.1f}-{r['p90']:.1f}",
+                f"{r['bytes_counted']:,.0f}" if r["bytes_counted"] else "no counter",
+                f"{r['bytes_computed']:,.0f}",
+                f"{rows[0][kind] / r[kind]:.1f}",
+                f"{r['density']:.3%}",
+            ]
+        )
+    return head, body
+
+
+def remarks(args: Namespace, task: Task, world: int, alone: Row, dense: Row, ours: Row) -> list[str]:
+    """The table in words. Every number is of this run; what was computed and not measured says so."""
+    apart = ours["metric"] / dense["metric"] - 1
+    notes = [
+        f"{task.data}; {args.steps} steps, {world} ranks, seed {args.seed}; {machine()}.",
+        f"{task.metric} ({task.unit}): {ours['name']} ends {apart:+.1%} from plain DDP.",
+        "Bytes are what one rank sends in a step. Counted: by the kernel, over rank 0's TCP connections, "
+        "headers left out. Computed: a ring all-reduce of the float32 gradient; for sidcomp, its payloads.",
+    ]
+    if alone["median"] <= min(dense["median"], ours["median"]):
+        notes.append(
+            f"Without communication a step takes {alone['median']:.1f} ms: no compression beats that."
+        )
+    else:
+        notes.append(
+            f"Steps without communication took {alone['median']:.1f} ms, longer than with it: other work on "
+            "this machine drowns the differences in time."
+        )
+    slower = ours["median"] / dense["median"] - 1
+    if ours["p10"] < dense["median"] < ours["p90"]:
+        notes.append(
+            f"The compressed step differs by {slower:+.1%} in time, which lies within its own spread."
+        )
+    else:
+        notes.append(f"The compressed step takes {abs(slower):.1%} {'more' if slower > 0 else 'less'} time.")
+    cost, spared = ours["encode"] + ours["decode"], dense["bytes_computed"] - ours["bytes_computed"]
+    if cost > 0 and spared > 0:
+        notes.append(
+            f"Computed, not measured: encode and decode take {cost:.1f} ms and spare {spared / 1e6:.1f} MB a "
+            f"step. Where nothing hides the exchange, it pays below {spared * 8 / cost / 1e6:.1f} Gbit/s a rank."
+        )
+    return notes
+
+
+def machine() -> str:
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as f:
+            name = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {torch.get_num_threads()} thread(s) a rank, torch {torch.__version__}"
+
+
+def split(row: Row, alone: Row) -> dict[str, float]:
+    """A median step in parts. Encode and decode: by the State's clocks. Compute: a step without communication.
+    Wait: the rest, so the exchange as far as nothing hides it."""
+    codec = row["encode"] + row["decode"]
+    compute = min(alone["median"], row["median"] - codec)
+    wait = row["median"] - codec - compute
+    return {"compute": compute, "encode": row["encode"], "wait": wait, "decode": row["decode"]}
+
+
+def figure(args: Namespace, task: Task, alone: Row, rows: list[Row], runs: "list[Run]") -> bool:
+    try:
+        import matplotlib
+    except ImportError:
+        console.print("no picture: pip install matplotlib")
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained", width_ratios=[1, 1, 1.1])
+    by_step, by_time, parts = axes
+    for run, color in zip(runs, ("#7a7f87", "#d1495b"), strict=True):
+        steps, seconds, metric = zip(*run.curve, strict=True)
+        by_step.plot(steps, metric, "o-", ms=3, color=color, label=run.name)
+        by_time.plot(seconds, metric, "o-", ms=3, color=color, label=run.name)
+    by_step.set(xlabel="step", title=f"{task.metric} ({task.unit})")
+    by_time.set(xlabel="seconds of training", title="the same, by time")
+    by_step.legend(frameon=False)
+
+    shades = {"compute": "#9fb3c8", "encode": "#d1495b", "wait": "#edae49", "decode": "#66a182"}
+    for y, row in enumerate(reversed(rows)):
+        left = 0.0
+        for what, ms in split(row, alone).items():
+            parts.barh(y, ms, left=left, height=0.5, color=shades[what], label=None if y else what)
+            left += ms
+        parts.text(left, y, f" {left:.0f} ms, {row['bytes_computed'] / 1e6:.2f} MB", va="center", fontsize=8)
+    parts.set_yticks(range(len(rows)), [row["name"].replace(" ", "\n", 1) for row in reversed(rows)])
+    parts.set(xlabel="ms", title="a step, and what a rank sends in it", ylim=(-0.5, len(rows) - 0.1))
+    parts.set_xlim(0, 1.4 * max(row["median"] for row in rows))
+    parts.legend(frameon=False, fontsize=8, ncols=4, loc="upper center")
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    fig.savefig(args.out / "train.png", dpi=100)
+    plt.close(fig)
+    return True

@@ -1,0 +1,138 @@
+"""What train.py trains: data that every machine has, a model, and how to measure it."""
+
+import sysconfig
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Task(Protocol):
+    """metric: what `measure` measures; steps, batch, lr: good ones; data: what there is, in words."""
+
+    metric: str
+    unit: str
+    steps: int
+    batch: int
+    lr: float
+    data: str
+    device: torch.device
+
+    def model(self) -> nn.Module: ...
+
+    def loss(self, model: nn.Module, step: int, carry: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The loss of this rank's batch of step `step`, and what to hand in at the next one."""
+        ...
+
+    def measure(self, model: nn.Module) -> tuple[float, int]:
+        """The metric summed over this rank's share of what is held out, and over how many."""
+        ...
+
+
+class GRULanguageModel(nn.Module):
+    """One GRU layer over bytes: (batch, time) uint8 -> (batch, time, 256) logits, and the hidden state."""
+
+    def __init__(self, embedding: int = 128, hidden: int = 768) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, embedding)
+        self.gru = nn.GRU(embedding, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, 256)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, state = self.gru(self.embedding(x.int()), state)
+        return self.head(y), state
+
+
+class LanguageModel:
+    """Predicts the next byte of the source text of Python's own standard library.
+
+    Every tenth file is held out. Each rank reads its own part of the rest as `batch` streams, TIME bytes a
+    step, and carries the hidden state along. What a step reads depends on its number alone, so a resumed run
+    reads the same.
+    """
+
+    metric = "validation loss"
+    unit = "nats per byte"
+    steps = 450
+    batch = 32
+    lr = 1.0
+
+    TIME = 16
+    MAX_BYTES = 4 << 20
+    HELD_OUT = (48, 256)  # windows and bytes of each
+
+    def __init__(self, rank: int, world: int, batch: int, device: torch.device) -> None:
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        texts = [f.read_bytes() for f in files]
+        train = b"".join(t for i, t in enumerate(texts) if i % 10 != 9)[: self.MAX_BYTES]
+        held = b"".join(t for i, t in enumerate(texts) if i % 10 == 9)
+        windows, length = self.HELD_OUT
+        if len(train) < 1 << 18 or len(held) < windows * (length + 1):
+            raise SystemExit(
+                f"{len(train)} bytes of Python source are too few: is the standard library zipped?"
+            )
+        self.data = f"{len(files)} files, {len(train):,} bytes to train on and {len(held):,} held out"
+        self.device = device
+        shard = torch.frombuffer(bytearray(train), dtype=torch.uint8).chunk(world)[rank].clone()
+        self.streams = shard[: len(shard) // batch * batch].view(batch, -1).to(device)
+        starts = torch.arange(windows) * (len(held) // windows)
+        text = torch.frombuffer(bytearray(held), dtype=torch.uint8)
+        self.held = text[starts[:, None] + torch.arange(length + 1)].chunk(world)[rank].to(device)
+
+    def model(self) -> nn.Module:
+        return GRULanguageModel().to(self.device)
+
+    def loss(self, model: nn.Module, step: int, carry: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        at = step * self.TIME % (self.streams.shape[1] - self.TIME)
+        x = self.streams[:, at : at + self.TIME + 1]
+        logits, hidden = model(x[:, :-1], carry)
+        return F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten().long()), hidden.detach()
+
+    def measure(self, model: nn.Module) -> tuple[float, int]:
+        logits, _ = model(self.held[:, :-1])
+        target = self.held[:, 1:].flatten().long()
+        return F.cross_entropy(logits.flatten(0, 1), target, reduction="sum").item(), len(target)
+
+
+class Digits:
+    """scikit-learn's 1797 handwritten digits of 8 x 8 pixels, by a perceptron with two wide hidden layers."""
+
+    metric = "accuracy"
+    unit = "of the held-out digits"
+    steps = 300
+    batch = 32
+    lr = 0.05
+
+    def __init__(self, rank: int, world: int, batch: int, device: torch.device) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise SystemExit("--task digits needs scikit-learn: pip install scikit-learn") from None
+        images, labels = load_digits(return_X_y=True)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        x = torch.from_numpy(images).float()[order] / 16
+        y = torch.from_numpy(labels).long()[order]
+        cut = len(y) * 4 // 5
+        self.data = f"{cut} digits to train on and {len(y) - cut} held out"
+        self.device, self.batch, self.rank = device, batch, rank
+        self.x, self.y = x[:cut].chunk(world)[rank].to(device), y[:cut].chunk(world)[rank].to(device)
+        self.held = x[cut:].chunk(world)[rank].to(device), y[cut:].chunk(world)[rank].to(device)
+
+    def model(self) -> nn.Module:
+        width = 1024
+        layers = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
+        return nn.Sequential(*layers).to(self.device)
+
+    def loss(self, model: nn.Module, step: int, carry: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        draw = torch.Generator().manual_seed(1000 * step + self.rank)
+        rows = torch.randint(len(self.y), (self.batch,), generator=draw).to(self.device)
+        return F.cross_entropy(model(self.x[rows]), self.y[rows]), None
+
+    def measure(self, model: nn.Module) -> tuple[float, int]:
+        x, y = self.held
+        return float((model(x).argmax(1) == y).sum()), len(y)
+
+
+TASKS: dict[str, type[LanguageModel] | type[Digits]] = {"lm": LanguageModel, "digits": Digits}

@@ -1,0 +1,221 @@
+"""Plain DDP beside sidcomp: the same model, seed and batches, trained with each.
+
+    torchrun --standalone --nproc-per-node 2 examples/train.py
+
+Prints a table and writes it, with a picture, to --out. What is trained is in tasks.py, how it is shown in
+report.py. What a script needs of sidcomp is in Trainer: a State, register(), state_dict() and close().
+"""
+
+import gc
+import math
+import os
+import sys
+from argparse import Namespace
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import flags
+import report
+import sidcomp
+import torch
+import torch.distributed as dist
+from tasks import TASKS, Task
+from torch.nn.parallel import DistributedDataParallel
+from wire import tcp_bytes_sent
+
+WARM = 5  # steps that are not timed: DDP rebuilds its buckets, allocators settle
+
+
+@dataclass
+class Run:
+    """What one run measured on this rank."""
+
+    name: str
+    step: int = 0
+    seconds: float = 0.0  # spent in steps
+    times: list[float] = field(default_factory=list)  # of timed steps, in seconds
+    losses: list[float] = field(default_factory=list)  # of each step, on this rank's batch
+    curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, seconds, the task's metric
+    tcp_bytes: int | None = 0  # sent by this rank in all steps, by the kernel's count; None: it does not tell
+    elements: int = 0  # of the model's gradient
+    stats: dict[str, float] = field(default_factory=dict)  # State.stats() over all steps
+    groups: list[dict[str, Any]] = field(default_factory=list)  # State.stats(), each group
+
+
+class Trainer:
+    """One run. The runs take turns of some steps, so that whatever else the machine does meets them alike."""
+
+    def __init__(
+        self, name: str, task: Task, args: Namespace, ddp: bool = True, compress: bool = False
+    ) -> None:
+        self.task, self.args, self.run = task, args, Run(name)
+        torch.manual_seed(args.seed)
+        self.module = task.model()
+        self.model = self.module
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=args.lr, momentum=0.9)
+        self.carry: torch.Tensor | None = None  # what the task keeps from step to step
+        self.state: sidcomp.State | None = None
+        self.run.elements = sum(p.numel() for p in self.module.parameters())
+
+        self.file: Path | None = None
+        if ddp and args.checkpoint:
+            self.file = args.checkpoint / f"{'compressed' if compress else 'dense'}-rank{dist.get_rank()}.pt"
+        saved = None
+        if args.resume and self.file is not None and self.file.exists():
+            saved = torch.load(self.file, map_location=task.device, weights_only=True)
+            self.module.load_state_dict(saved["model"])  # before DDP, which takes rank 0's for all
+
+        if ddp:
+            ids = [task.device] if task.device.type == "cuda" else None
+            self.model = DistributedDataParallel(self.module, device_ids=ids)
+        if compress:
+            self.state = sidcomp.State(
+                args.codec,
+                memory=args.memory,
+                groups=args.groups,
+                exclude=args.exclude,
+                seed=args.seed,
+                **args.parameters,
+            )
+            sidcomp.register(self.model, self.state)
+        if saved is not None:
+            self.optimizer.load_state_dict(saved["optimizer"])
+            if self.state is not None:
+                self.state.load_state_dict(saved["state"])
+            self.carry = saved["carry"]
+            self.run = Run(**saved["run"])
+        self.first = self.run.step
+        self.earlier = self.run.stats  # of the run that is resumed
+
+    def advance(self, until: int, progress: report.Progress) -> None:
+        """Steps up to number `until`. The first of a turn is not timed: caches hold the other runs' data."""
+        run = self.run
+        sent = tcp_bytes_sent()
+        for turn, step in enumerate(range(run.step, until)):
+            start = perf_counter()
+            loss = self.one_step(step)
+            took = perf_counter() - start
+            run.step = step + 1
+            run.seconds += took
+            run.losses.append(loss)
+            if turn and step >= self.first + WARM:
+                run.times.append(took)
+            progress.step(run)
+            if self.file is not None and run.step % self.args.checkpoint_every == 0:
+                self.save()
+        now = tcp_bytes_sent()
+        if sent is None or now is None or run.tcp_bytes is None:
+            run.tcp_bytes = None
+        else:
+            run.tcp_bytes += now - sent
+
+    def one_step(self, step: int) -> float:
+        done = step / self.args.steps
+        rate = self.args.lr * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * done))
+        self.optimizer.param_groups[0]["lr"] = rate
+        loss, self.carry = self.task.loss(self.model, step, self.carry)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.item()
+
+    def evaluate(self) -> None:
+        """The task's metric over all that is held out; each rank measures its share."""
+        self.module.eval()
+        with torch.no_grad():
+            both = torch.tensor(self.task.measure(self.module), dtype=torch.float64, device=self.task.device)
+        self.module.train()
+        dist.all_reduce(both)
+        self.run.curve.append((self.run.step, self.run.seconds, float(both[0] / both[1])))
+
+    def read_stats(self) -> None:
+        if self.state is None:
+            return
+        stats = self.state.stats()
+        sums = ("steps", "sent_bytes", "received_bytes", "encode_seconds", "wait_seconds", "decode_seconds")
+        steps = self.run.step - self.first
+        stats["steps"] = steps
+        self.run.stats = {k: self.earlier.get(k, 0) + stats[k] for k in sums}
+        self.run.stats["density"] = stats["density"]
+        self.run.groups = stats["groups"]
+
+    def save(self) -> None:
+        """Each rank its own file: what the memory keeps differs from rank to rank."""
+        assert self.file is not None
+        self.read_stats()
+        part = self.file.with_suffix(".part")
+        torch.save(
+            {
+                "model": self.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "state": self.state.state_dict() if self.state is not None else None,
+                "carry": self.carry,
+                "run": asdict(self.run),
+            },
+            part,
+        )
+        os.replace(part, self.file)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.save()
+        self.read_stats()
+        if self.state is not None:
+            self.state.close()
+        del self.model
+
+
+def train(task: Task, args: Namespace, show: bool) -> list[Run]:
+    """Runs of: no communication (some steps only, for their time), plain DDP, sidcomp."""
+    settings = "".join(f" {k}={v}" for k, v in args.parameters.items())
+    alone = Trainer("no communication", task, args, ddp=False, compress=False)
+    dense = Trainer("plain DDP", task, args, ddp=True, compress=False)
+    ours = Trainer(f"{args.codec}{settings}", task, args, ddp=True, compress=True)
+    every = max(6, math.ceil(args.steps / 12))
+    until = min(args.steps, args.stop_at or args.steps)
+    with report.Progress([dense.run, ours.run], args.steps, show) as progress:
+        for stop in [*range(every, until, every), until]:
+            alone.advance(alone.run.step + 3, progress)
+            for trainer in (dense, ours):
+                if trainer.run.step < stop:
+                    trainer.advance(stop, progress)
+                    trainer.evaluate()
+    for trainer in (alone, dense, ours):
+        trainer.close()
+    return [alone.run, dense.run, ours.run]
+
+
+def main() -> int:
+    args = flags.parse(__doc__.split("\n")[0])
+    if "LOCAL_RANK" not in os.environ:
+        print("start it with: torchrun --standalone --nproc-per-node 2 examples/train.py", file=sys.stderr)
+        return 2
+    local = int(os.environ["LOCAL_RANK"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(args.threads or max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+    device = torch.device("cuda", local) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    if args.checkpoint:
+        args.checkpoint.mkdir(parents=True, exist_ok=True)
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    show = dist.get_rank() == 0
+    try:
+        task = TASKS[args.task](dist.get_rank(), dist.get_world_size(), args.batch, device)
+        runs = train(task, args, show)
+        if show and args.stop_at:
+            print(f"stopped at step {args.stop_at}; go on with --checkpoint {args.checkpoint} --resume")
+        elif show:
+            report.write(args, task, runs, dist.get_world_size())
+    finally:
+        # A program that ends while Gloo's threads hold tensors can abort: docs/troubleshooting.md.
+        gc.collect()
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""The command `sidcomp`. Each command is a function below, registered on `app`; none needs torch to start."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from sidcomp import _core, doctor
+from sidcomp.errors import ParameterError
+from sidcomp.registry import Codec, Parameter, codecs, find_codec, memories
+
+app = typer.Typer(
+    help="Gradient compression for PyTorch DDP: what there is, and what works on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(_core.version)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+# ---- codecs ------------------------------------------------------------------------------------------------
+
+
+@app.command("codecs")
+def codecs_command(
+    name: Annotated[str | None, typer.Argument(help="One codec: its page. Without it: the list.")] = None,
+    as_json: Json = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the registry as docs/codecs.md.")
+    ] = False,
+) -> None:
+    """List the codecs and memories of this build, or show one codec."""
+    if name is not None:
+        try:
+            codec = find_codec(name)
+        except ParameterError as e:
+            raise typer.BadParameter(str(e), param_hint="NAME") from None
+        print(json.dumps(_as_dict(codec), indent=1) if as_json else codec_page(codec))
+    elif markdown:
+        print(markdown_page(), end="")
+    elif as_json:
+        every = {"codecs": [_as_dict(c) for c in codecs()], "memories": [_as_dict(m) for m in memories()]}
+        print(json.dumps(every, indent=1))
+    else:
+        head = ("codec", "family", "exchange", "runs on", "parameters")
+        print(_grid(head, *map(_row, codecs())), end="\n\n")
+        print(_grid(("memory", "what it does"), *((m.name, m.doc) for m in memories())), end="\n\n")
+        print("One codec's page: sidcomp codecs NAME")
+
+
+def codec_page(c: Codec) -> str:
+    facts = _grid(
+        ("family", c.family),
+        ("paper", c.paper or "none"),
+        ("exchange", _travels(c)),
+        ("traits", ", ".join(sorted(c.traits)) or "none"),
+        ("runs on", _runs_on(c)),
+        (
+            "memories",
+            "none: nothing is ever left over" if c.lossless else ", ".join(m.name for m in memories()),
+        ),
+        ("wire id", str(c.wire_id)),
+    )
+    parts = [f"{c.name}: {c.doc}", facts]
+    if c.parameters:
+        rows = [(p.name, _default(p), _span(p), p.doc) for p in c.parameters]
+        parts.append(_grid(("parameter", "default", "values", "meaning"), *rows))
+    call = ", ".join([repr(c.name), *(f"{p.name}={p.default!r}" for p in c.parameters)])
+    return "\n\n".join([*parts, f"sidcomp.State({call})"])
+
+
+def markdown_page() -> str:
+    """docs/codecs.md: the registry as a page."""
+    lines = [
+        "# Codecs and memories",
+        "",
+        "Written from the registry by `sidcomp codecs --markdown > docs/codecs.md`; a test compares the two.",
+        "",
+        "A codec turns the vector of a group into a payload; a memory keeps what was not sent. Any codec goes",
+        'with any memory: `sidcomp.State("topk", memory="residual", density=0.01)`. A lossless codec needs none.',
+        "The payloads of a linear codec are summed by an all-reduce; those of the others travel by all-gather,",
+        "and every rank decodes them all, in rank order.",
+        "",
+        "| codec | family | exchange | runs on | what it does |",
+        "|---|---|---|---|---|",
+        *(
+            f"| [{c.name}](#{c.name}) | {c.family} | {_travels(c)} | {_runs_on(c)} | {c.doc} |"
+            for c in codecs()
+        ),
+    ]
+    for c in codecs():
+        lines += ["", f"## {c.name}", "", c.doc, ""]
+        lines += [f"- Source: {c.paper}"] if c.paper else []
+        lines += [f"- Traits: {', '.join(sorted(c.traits))}"] if c.traits else []
+        lines += [f"- Wire id: {c.wire_id}", *_markdown_parameters(c)]
+    lines += ["", "## Memories", "", "| memory | source | what it does |", "|---|---|---|"]
+    lines += [f"| {m.name} | {m.paper} | {m.doc} |" for m in memories()]
+    for m in memories():
+        if m.parameters:
+            lines += ["", f"### {m.name}", *_markdown_parameters(m)]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_parameters(entry: Codec) -> list[str]:
+    if not entry.parameters:
+        return []
+    rows = [f"| `{p.name}` | {_default(p)} | {_span(p)} | {p.doc} |" for p in entry.parameters]
+    return ["", "| parameter | default | values | meaning |", "|---|---|---|---|", *rows]
+
+
+def _as_dict(entry: Codec) -> dict[str, Any]:
+    rows = [{**vars(p), "choices": list(p.choices)} for p in entry.parameters]
+    return {**vars(entry), "traits": sorted(entry.traits), "parameters": rows}
+
+
+def _span(p: Parameter) -> str:
+    text = ", ".join(p.choices) if p.choices else f"{p.min:g} to {p.max:g}"
+    return f"{text} {p.unit}".rstrip()
+
+
+def _default(p: Parameter) -> str:
+    return f"{p.default:g}" if isinstance(p.default, float) else str(p.default)
+
+
+def _row(c: Codec) -> tuple[str, ...]:
+    parameters = " ".join(f"{p.name}={_default(p)}" for p in c.parameters)
+    return c.name, c.family, _travels(c), _runs_on(c), parameters
+
+
+def _travels(entry: Codec) -> str:
+    return "all-reduce" if entry.linear else "all-gather"
+
+
+def _runs_on(entry: Codec) -> str:
+    return "cpu, cuda" if entry.cuda else "cpu"
+
+
+def _grid(*rows: Sequence[str]) -> str:
+    """Rows as aligned columns. Lines are neither cut nor broken, so that they can be searched when piped."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+# ---- doctor ------------------------------------------------------------------------------------------------
+
+
+@app.command("doctor")
+def doctor_command(
+    attempt: Annotated[
+        bool, typer.Option("--try", help="Also let two ranks take compressed steps over Gloo.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """What works on this machine, what does not, and what to do about it. Exit status 1: no DDP here."""
+    findings, uses = doctor.examine(attempt)
+    if as_json:
+        print(
+            json.dumps({"findings": [vars(f) for f in findings], "uses": [vars(u) for u in uses]}, indent=1)
+        )
+    else:
+        console = Console(highlight=False, soft_wrap=True)  # colours on a terminal only
+        colors = {"ok": "green", "note": "yellow", "problem": "red"}
+        for f in findings:
+            console.print(f"{f.verdict:<9}", style=colors[f.verdict], end="")
+            console.print(f"{f.name:<14}{f.value}", markup=False)
+            if f.advice:
+                console.print(f"{'':<23}{f.advice}", markup=False)
+        console.print()
+        for u in uses:
+            console.print(
+                "works    " if u.works else "does not ", style="green" if u.works else "red", end=""
+            )
+            console.print(u.name + (f" ({u.reason})" if u.reason else ""), markup=False)
+    if not any(u.works for u in uses if u.ddp):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
