@@ -47,6 +47,7 @@ struct sid_plan {
     const struct sid_memory *memory;
     const struct sid_simd *simd;
     uint64_t n, k, cap; /* cap: elements that a sparse payload can hold */
+    uint64_t room;      /* candidates that a sparse codec can hold during a walk; n or at least 2 * cap + 4096 */
     sid_dtype dtype;
     sid_sizes sizes;
     double codec_param[SID_MAX_PARAMS], memory_param[SID_MAX_PARAMS]; /* in the order of the tables */
@@ -135,7 +136,8 @@ typedef struct sid_simd {
                        uint64_t room);
     /* Keys in [lo, hi), in order, to out (16 entries of slack); *above: how many are >= hi. */
     uint64_t (*band)(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uint32_t *out, uint64_t *above);
-    /* sum[0]: of |x|; sum[1], count[0]: of those with key(x) >= a; sum[2], count[1]: >= b. a, b below 2^31. */
+    float (*sum_abs)(const float *x, uint32_t n);
+    /* sum[0]: as sum_abs; sum[1], count[0]: of those with key(x) >= a; sum[2], count[1]: >= b. a, b below 2^31. */
     void (*tail_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]);
     void (*clamp)(const float *x, float *y, uint32_t n, float max);     /* finite x to +-max; NaN and Inf as they are */
     void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);

@@ -19,7 +19,7 @@ void sparse_k(sid_plan *p) {
 
 /* Where things lie in work; the same routine asks for the size and carves it. */
 static uint64_t carve(const sid_plan *p, uint8_t *base, sparse_work *s) {
-    const uint64_t want = 2 * p->cap + 4096, room = want < p->n ? want : p->n, slack = 16;
+    const uint64_t room = p->room, slack = 16;
     const uint64_t tile = OWN_AT + SPARSE_OWN, keys = tile + sid_round_up(4 * sid_wire_tiles(p->n), 64);
     const uint64_t val = keys + sid_round_up(4 * (room + slack), 64), idx = val + sid_round_up(4 * (room + slack), 64);
     if (s) {
@@ -32,7 +32,10 @@ static uint64_t carve(const sid_plan *p, uint8_t *base, sparse_work *s) {
     return idx + 2 * (room + slack);
 }
 
-sid_status sparse_plan(sid_plan *p, uint64_t *scratch) {
+sid_status sparse_plan(sid_plan *p, uint64_t room, uint64_t *scratch) {
+    const uint64_t least = 2 * p->cap + 4096;
+    if (room < least) room = least;
+    p->room = room < p->n ? room : p->n;
     p->sizes.payload = sid_sparse_bytes(p->n, p->cap, (unsigned)is_half(p));
     *scratch = carve(p, NULL, NULL);
     return SID_OK;
@@ -100,6 +103,11 @@ static double wide_sum(const float *x, uint32_t len, uint32_t key) {
     double sum = 0;
     for (uint32_t i = 0; i < len; i++) sum += sid_key(x[i]) >= key ? fabs((double)x[i]) : 0;
     return sum;
+}
+
+double sparse_sum(const sid_walk *w, const float *x, uint32_t len) {
+    const float sum = w->plan->simd->sum_abs(x, len);
+    return sid_key(sum) < SID_KEY_INF ? (double)sum : wide_sum(x, len, 0);
 }
 
 void sparse_sums(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, double sum[3],
@@ -319,5 +327,9 @@ void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
         }
         c->pos += here;
         c->left -= here;
+        /* The next tile's entries of this rank: many short bursts, which hardware does not see coming. */
+        for (uint32_t i = 0; i < here; i += 32) __builtin_prefetch(idx + here + i);
+        for (uint32_t i = 0; i < here; i += half ? 32 : 16)
+            __builtin_prefetch(payload + at_val + (c->pos + i) * (half ? 2 : 4));
     }
 }

@@ -28,17 +28,19 @@ typedef struct sparse_work {
 } sparse_work;
 enum { SPARSE_OWN = 512 }; /* bytes of work for the codec itself; they survive from one reading to the next */
 
-/* k and sizes for a payload of `cap` entries; p->k is set by sparse_k before. */
+/* p->k from the density. */
 void sparse_k(sid_plan *p);
-sid_status sparse_plan(sid_plan *p, uint64_t *scratch);
+/* Sizes for a payload of p->cap entries and for `room` candidates or more. */
+sid_status sparse_plan(sid_plan *p, uint64_t room, uint64_t *scratch);
 
 sparse_work *sparse_of(const sid_walk *w);
 void *sparse_own(const sid_walk *w);
 /* Starts a reading that captures keys >= low. */
 sparse_work *sparse_begin(sid_walk *w, uint32_t low);
 void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len);
-/* Over a tile: sum[0] of |x|; sum[1], count[0] of those with key(x) >= a; sum[2], count[1] with key(x) >= b. In float32
+/* Over a tile: sum of |x|; and sum[0] the same, sum[1], count[0] of those with key(x) >= a; sum[2], count[1] with key(x) >= b. In float32
  * and a fixed order, in float64 where that overflows. */
+double sparse_sum(const sid_walk *w, const float *x, uint32_t len);
 void sparse_sums(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, double sum[3], uint32_t count[2]);
 /* How many candidates have key >= key, and the sum of their magnitudes in a fixed order. */
 uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum);

@@ -11,7 +11,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
     sparse_k(p);
     p->cap = p->k;
-    return sparse_plan(p, scratch);
+    return sparse_plan(p, 0, scratch);
 }
 
 static void begin(sid_walk *w) {

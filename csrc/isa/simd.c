@@ -89,6 +89,17 @@ static void zero_from(float *acc, uint32_t n, uint32_t key) {
     for (; i < n; i++) acc[i] = sid_key(acc[i]) >= key ? 0.0f : acc[i];
 }
 
+static float sum_abs(const float *x, uint32_t n) {
+    vf sum[PARTS] = {{0}};
+    float lane[LANES];
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int q = 0; q < PARTS; q++) sum[q] += (vf)keys(load(x + i + q * WIDE));
+    memcpy(lane, sum, sizeof lane);
+    for (uint32_t j = 0; i < n; i++, j++) lane[j] += sid_bits_f32(sid_key(x[i]));
+    return combine(lane);
+}
+
 static void tail_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]) {
     vf all[PARTS] = {{0}}, above_a[PARTS] = {{0}}, above_b[PARTS] = {{0}};
     vi count_a = {0}, count_b = {0};
@@ -378,6 +389,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .capture = capture,
     .filter = filter,
     .band = band,
+    .sum_abs = sum_abs,
     .tail_sums = tail_sums,
     .clamp = clamp,
     .f32_to_f16 = f32_to_f16,
