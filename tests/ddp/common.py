@@ -1,0 +1,144 @@
+"""What the tests of the hook share: states, their groups and residuals, and the reference of the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import reference
+import sidcomp
+import torch
+import torch.distributed as dist
+from cases import explicit_groups
+from torch import Tensor, nn
+
+Array = npt.NDArray[Any]
+Gradients = Mapping[str, Tensor | None]
+
+GROUPS = ("bucket", "model", 700, "explicit")
+CODECS = {codec.name: codec for codec in sidcomp.codecs()}
+LINEAR = [codec.name for codec in CODECS.values() if codec.linear and not codec.lossless]
+GATHERED = [codec.name for codec in CODECS.values() if not codec.linear]
+LOSSY = [codec.name for codec in CODECS.values() if not codec.lossless]
+
+
+def make_state(groups: str | int, module: nn.Module, **arguments: Any) -> sidcomp.State:
+    return sidcomp.State(groups=explicit_groups(module) if groups == "explicit" else groups, **arguments)
+
+
+def groups_of(state: sidcomp.State) -> list[dict[str, Any]]:
+    """The groups of the last step, in their order: {"names": [...], "codec": ..., ...}."""
+    return [dict(g) for g in state.stats()["groups"]]
+
+
+def residuals_of(state: sidcomp.State) -> dict[str, Tensor]:
+    """What each parameter's memory keeps, flat, in the order of the parameter's own memory."""
+    kept: dict[str, Tensor] = state.state_dict()["residuals"]
+    return {name: vectors[0] for name, vectors in kept.items()}
+
+
+def defaults(codec: str, memory: str) -> dict[str, Any]:
+    tables = [CODECS[codec].parameters, *(m.parameters for m in sidcomp.memories() if m.name == memory)]
+    return {p.name: p.default for table in tables for p in table}
+
+
+# ---- tensors <-> the reference's vectors -------------------------------------------------------------------
+
+
+def dtype_name(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def memory_order(like: Tensor) -> list[int]:
+    """The dimensions as they lie in memory, outermost first: buckets hold gradients in that order."""
+    return sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+
+
+def flat(x: Tensor, like: Tensor) -> Tensor:
+    return x.detach().permute(memory_order(like)).reshape(-1)
+
+
+def shaped(vector: Tensor, like: Tensor) -> Tensor:
+    """The tensor of like's shape and strides whose flat() is `vector`."""
+    out = torch.empty_strided(like.shape, like.stride(), dtype=vector.dtype)
+    out.permute(memory_order(like)).copy_(vector.reshape([like.shape[d] for d in memory_order(like)]))
+    return out
+
+
+def to_array(x: Tensor) -> Array:
+    """As the reference wants it: bfloat16 as uint16."""
+    return (
+        x.contiguous().view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+    )
+
+
+def to_tensor(x: Array, dtype: torch.dtype) -> Tensor:
+    return (
+        torch.from_numpy(x.copy().view(np.int16)).view(dtype)
+        if dtype == torch.bfloat16
+        else torch.from_numpy(x.copy())
+    )
+
+
+# ---- the exchange, slowly ----------------------------------------------------------------------------------
+
+
+class Reference:
+    """What a step must give: gradient + residual of each rank through tests/reference.py, summed in rank order.
+
+    Residuals are kept by parameter name, so groups may change between steps.
+    """
+
+    def __init__(self, codec: str, memory: str, settings: Mapping[str, Any], rank: int, world: int) -> None:
+        self.codec, self.memory = codec, memory
+        self.settings = {**defaults(codec, memory), **settings}
+        self.rank, self.world, self.steps = rank, world, 0
+        self.kept: dict[str, Array] = {}
+
+    def exchange(self, groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Replaces every .grad by the exchanged one. Parameters that no rank has used stay as they are."""
+        used: list[Any] = [None] * self.world
+        dist.all_gather_object(used, [name for name, p in parameters.items() if p.grad is not None])
+        anywhere = {name for names in used for name in names}
+        for number, group in enumerate(groups):
+            names = [str(name) for name in group["names"]]
+            ps = [parameters[name] for name in names]
+            mine = torch.cat([flat(torch.zeros_like(p) if p.grad is None else p.grad, p) for p in ps])
+            codec = str(group["codec"])
+            settings = self.settings if codec == self.codec else defaults(codec, self.memory)
+            dtype = dtype_name(ps[0])
+            side = reference.Group(codec, self.memory, CODECS[codec].wire_id, len(mine), dtype, settings)
+            side.kept = np.concatenate(
+                [self.kept.get(n, np.zeros(p.numel(), np.float32)) for n, p in zip(names, ps, strict=True)]
+            )
+            at = reference.Step(self.steps, number, self.rank, self.world)
+            payloads: list[Any] = [None] * self.world
+            dist.all_gather_object(payloads, side.encode(to_array(mine), at))
+            if CODECS[codec].linear:
+                out = self.sum_bodies(side, payloads)
+            else:
+                out = side.decode(payloads, float(np.float32(1) / np.float32(self.world)))
+                if any(reference.header(p)["flags"] & reference.NONFINITE for p in payloads):
+                    side.take_back(to_array(mine))
+            at_element = 0
+            reduced = to_tensor(out, mine.dtype)
+            for name, p in zip(names, ps, strict=True):
+                part = slice(at_element, at_element + p.numel())
+                at_element += p.numel()
+                self.kept[name] = side.kept[part]
+                if name in anywhere:
+                    p.grad = shaped(reduced[part], p)
+        self.steps += 1
+
+    def sum_bodies(self, side: reference.Group, payloads: Sequence[bytes]) -> Array:
+        """As an all-reduce of two ranks does it: the sum is rounded to the body's dtype."""
+        assert self.world <= 2, "the order of a sum over more ranks is the process group's own"
+        bodies = [side.codec.read(p) for p in payloads]
+        body = side.codec.body_dtype
+        total = bodies[0]
+        with np.errstate(all="ignore"):
+            for other in bodies[1:]:
+                total = reference.to_f32(reference.from_f32(total + other, body), body)
+            return reference.from_f32(total, side.dtype)

@@ -1,0 +1,285 @@
+"""With the codec `none` gradients, parameters and buffers equal plain DDP's bit for bit, however DDP is used.
+
+Two ranks: a sum of two numbers is the same in every order, so any way of cutting the gradients into buckets must
+give the same bits. More ranks: gradients are small integers, whose sums are exact in any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from cases import CASES, Case, Trainer, assert_same
+from common import GROUPS, make_state
+from harness import run
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def snapshots(
+    case: Case, rank: int, steps: int, groups: str | int | None, **ddp: Any
+) -> list[dict[str, Tensor | None]]:
+    """Of plain DDP where groups is None."""
+    trainer = Trainer(case, rank, **ddp)
+    state = None
+    if groups is not None:
+        state = make_state(groups, trainer.module, codec="none")
+        sidcomp.register(trainer.wrapper, state)
+    seen = []
+    for _ in range(steps):
+        trainer.step()
+        seen.append(trainer.snapshot())
+    trainer.close()
+    if state is not None:
+        state.close()
+    return seen
+
+
+def compare(rank: int, world: int, name: str, groups: str | int, steps: int) -> None:
+    for view in (False, True):
+        plain = snapshots(CASES[name], rank, steps, None, gradient_as_bucket_view=view)
+        ours = snapshots(CASES[name], rank, steps, groups, gradient_as_bucket_view=view)
+        for step, (got, want) in enumerate(zip(ours, plain, strict=True)):
+            assert_same(got, want, f"{name}, groups={groups!r}, gradient_as_bucket_view={view}, step {step}")
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_plain_ddp(name: str, groups: str | int) -> None:
+    if not cases.available(CASES[name]):
+        pytest.skip(f"this torch has no DDP({CASES[name].needs}=)")
+    run(compare, 2, name, groups, 6)
+
+
+def compare_lossy(rank: int, world: int) -> None:
+    plain = snapshots(CASES["default"], rank, 2, None)
+    trainer = Trainer(CASES["default"], rank)
+    state = sidcomp.State(codec="bf16", memory="none")
+    trainer.wrapper.register_comm_hook(state, sidcomp.hook)
+    trainer.step()
+    got = trainer.snapshot()
+    trainer.close()
+    state.close()
+    with pytest.raises(AssertionError, match=r"gradient of .* differs \(\d+ of"):
+        assert_same(got, plain[0], "bf16 against float32")
+
+
+def test_the_comparison_can_fail() -> None:
+    run(compare_lossy, 2)
+
+
+# ---- more ranks --------------------------------------------------------------------------------------------
+
+
+class Given(nn.Module):
+    """Its gradients are what it is called with."""
+
+    def __init__(self, dtypes: bool = True) -> None:
+        super().__init__()
+        half, brain = (torch.float16, torch.bfloat16) if dtypes else (torch.float32, torch.float32)
+        shapes = [((13, 5), torch.float32), ((7,), half), ((), torch.float32), ((64, 9), torch.float32)]
+        shapes += [
+            ((3, 11), brain),
+            ((0, 4), torch.float32),
+            ((129,), torch.float32),
+            ((31,), half),
+            ((17, 2), brain),
+        ]
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(s, dtype=d)) for s, d in shapes)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack(
+            [(w * g).sum().float() for w, g in zip(self.weights, gradients, strict=True)]
+        ).sum()
+
+
+def integers(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
+    """Multiples of the world size: dividing by it and adding up is exact, also in bfloat16."""
+    world = dist.get_world_size()
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return model(  # type: ignore[no-any-return]
+        [
+            (torch.randint(-8, 9, p.shape, generator=generator) * world).to(p.dtype)
+            for _, p in sorted(model.named_parameters(), key=lambda item: int(item[0].split(".")[-1]))
+        ]
+    )
+
+
+def mean_of_integers(case: Case, world: int, step: int) -> list[Tensor]:
+    module = case.build()
+    total = [torch.zeros_like(p) for p in module.parameters()]
+    for rank in range(world):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        for t in total:
+            t += torch.randint(-8, 9, t.shape, generator=generator).to(t.dtype)
+    return total
+
+
+def compare_integers(rank: int, world: int, groups: str | int, ddp: dict[str, Any]) -> None:
+    case = Case(Given, integers)
+    plain = snapshots(case, rank, 4, None, **ddp)
+    ours = snapshots(case, rank, 4, groups, **ddp)
+    for step, (got, want) in enumerate(zip(ours, plain, strict=True)):
+        assert_same(got, want, f"groups={groups!r}, {ddp}, step {step}")
+        for i, mean in enumerate(mean_of_integers(case, world, step)):
+            gradient = got[f"gradient of weights.{i}"]
+            assert gradient is not None and torch.equal(gradient, mean), (
+                f"weights.{i} in step {step} is not the mean"
+            )
+
+
+WORLDS = [1, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(
+    "ddp", [{}, {"bucket_cap_mb": cases.TINY}, {"static_graph": True, "bucket_cap_mb": 0.0003}]
+)
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_equals_plain_ddp_on_more_ranks(world: int, groups: str | int, ddp: dict[str, Any]) -> None:
+    run(compare_integers, world, groups, ddp)
+
+
+def test_eight_ranks() -> None:
+    run(compare_integers, 8, "model", {"bucket_cap_mb": 0.0003})
+
+
+# ---- several models, several process groups ----------------------------------------------------------------
+
+
+def two_models(
+    rank: int, world: int, groups: str | int | None, together: bool
+) -> list[dict[str, Tensor | None]]:
+    """Two wrapped models with a state each: in one backward pass, or one after the other."""
+    torch.manual_seed(5)
+    front, back = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 12)), cases.Scrambled()
+    wrapped = [DDP(front, bucket_cap_mb=0.0002), DDP(back, bucket_cap_mb=0.001)]
+    states = []
+    if groups is not None:
+        for ddp in wrapped:
+            states.append(make_state(groups, ddp.module, codec="none"))
+            sidcomp.register(ddp, states[-1])
+    optimizer = torch.optim.SGD([*front.parameters(), *back.parameters()], 0.05, momentum=0.9)
+    seen: list[dict[str, Tensor | None]] = []
+    for step in range(5):
+        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(rank + 10 * step))
+        optimizer.zero_grad()
+        if together:
+            wrapped[1](wrapped[0](x)).pow(2).mean().backward()
+        else:
+            for ddp in wrapped:
+                ddp(x).pow(2).mean().backward()
+        optimizer.step()
+        seen.append(
+            {f"{i}.{n}": p.grad.clone() for i, m in enumerate((front, back)) for n, p in m.named_parameters()}
+        )
+        seen.append(
+            {f"{i}.{n}": p.clone() for i, m in enumerate((front, back)) for n, p in m.named_parameters()}
+        )
+    wrapped.clear()
+    ddp = None
+    for state in states:
+        state.close()
+    return seen
+
+
+def compare_two_models(rank: int, world: int, groups: str | int, together: bool) -> None:
+    plain = two_models(rank, world, None, together)
+    ours = two_models(rank, world, groups, together)
+    for i, (got, want) in enumerate(zip(ours, plain, strict=True)):
+        assert_same(got, want, f"groups={groups!r}, together={together}, snapshot {i}")
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_two_models_in_one_process(groups: str | int, together: bool) -> None:
+    run(compare_two_models, 2, groups, together)
+
+
+def on_subgroups(rank: int, world: int, groups: str | int) -> None:
+    """Ranks 0 and 2 train one model, 1 and 3 another."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = pairs[rank % 2]
+    seen: list[list[dict[str, Tensor | None]]] = []
+    for ours in (False, True):
+        trainer = Trainer(CASES["cap-small"], rank, seed=rank % 2, process_group=mine)
+        state = None
+        if ours:
+            state = make_state(groups, trainer.module, codec="none", process_group=mine)
+            trainer.wrapper.register_comm_hook(state, sidcomp.hook)
+        seen.append([])
+        for _ in range(4):
+            trainer.step()
+            seen[-1].append(trainer.snapshot())
+        trainer.close()
+        if state is not None:
+            state.close()
+    for step, (got, want) in enumerate(zip(seen[1], seen[0], strict=True)):
+        assert_same(got, want, f"subgroup of rank {rank}, step {step}")
+
+
+@pytest.mark.parametrize("groups", ["bucket", "model"])
+def test_ddp_on_a_part_of_the_ranks(groups: str) -> None:
+    run(on_subgroups, 4, groups)
+
+
+def rewrap(rank: int, world: int) -> None:
+    """A new DDP around the same module, with a new state, in the middle of training."""
+    seen: list[list[dict[str, Tensor | None]]] = []
+    for ours in (False, True):
+        seen.append([])
+        trainer = Trainer(CASES["cap-small"], rank)
+        for _ in range(2):
+            state = sidcomp.State(codec="none", groups=500) if ours else None
+            if state is not None:
+                sidcomp.register(trainer.wrapper, state)
+            for _ in range(3):
+                trainer.step()
+                seen[-1].append(trainer.snapshot())
+            if state is not None:
+                state.close()
+            trainer.wrapper = None
+            trainer.wrapper = DDP(trainer.module, bucket_cap_mb=0.0005)
+        trainer.close()
+    for step, (got, want) in enumerate(zip(seen[1], seen[0], strict=True)):
+        assert_same(got, want, f"wrapped again, step {step}")
+
+
+def test_wrapped_again() -> None:
+    run(rewrap, 2)
+
+
+# ---- through a real gradient path --------------------------------------------------------------------------
+
+
+def clipped(rank: int, world: int, groups: str | int) -> None:
+    """What follows the hook in a user's loop sees the averaged gradient: clipping, then Adam."""
+    seen: list[list[dict[str, Tensor | None]]] = []
+    for ours in (False, True):
+        trainer = Trainer(CASES["cap-small"], rank, gradient_as_bucket_view=True)
+        adam = torch.optim.Adam(trainer.module.parameters(), 0.01)
+        state = None
+        if ours:
+            state = make_state(groups, trainer.module, codec="none")
+            sidcomp.register(trainer.wrapper, state)
+        seen.append([])
+        for step in range(4):
+            adam.zero_grad()
+            trainer.backward(step, "sync")
+            nn.utils.clip_grad_norm_(trainer.module.parameters(), 0.1)
+            adam.step()
+            seen[-1].append(trainer.snapshot())
+        trainer.close()
+        if state is not None:
+            state.close()
+    for step, (got, want) in enumerate(zip(seen[1], seen[0], strict=True)):
+        assert_same(got, want, f"clipped, step {step}")
+
+
+@pytest.mark.parametrize("groups", ["bucket", "model"])
+def test_clipping_behind_the_hook(groups: str) -> None:
+    run(clipped, 2, groups)

@@ -1,0 +1,236 @@
+"""What a compressed step gives, judged by the NumPy reference and by what the ranks kept.
+
+Codecs come from the registry. The reference says which elements a codec sends; a codec that may choose its
+threshold within a tolerance is judged by conservation instead: what was sent is what was there and was not kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from cases import CASES, Case, Trainer, assert_same
+from common import GATHERED, GROUPS, LINEAR, LOSSY, Reference, groups_of, make_state, residuals_of, shaped
+from harness import run
+from torch import nn
+
+TOLERANT = {"sidco-e"}  # the threshold may differ from the reference's by a rounding or the fast form's .1 %
+EXACT = [name for name in GATHERED if name not in TOLERANT]
+SETTINGS: dict[str, dict[str, Any]] = {name: {"density": 0.07} for name in GATHERED}
+WORLDS = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
+
+
+def follow(
+    rank: int,
+    world: int,
+    name: str | Case,
+    groups: str | int,
+    codec: str,
+    memory: str,
+    settings: Mapping[str, Any],
+    steps: int,
+    ddp: Mapping[str, Any],
+) -> None:
+    """Trains with the hook, and without DDP through the reference; both must agree after each step."""
+    case = CASES[name] if isinstance(name, str) else name
+    ours, slow = Trainer(case, rank, **ddp), Trainer(case, rank, ddp=False)
+    state = make_state(groups, ours.module, codec=codec, memory=memory, **settings)
+    sidcomp.register(ours.wrapper, state)
+    judge = Reference(codec, memory, settings, rank, world)
+    parameters = dict(slow.named())
+    formed: list[list[dict[str, Any]]] = []  # the groups of each exchange
+    for step in range(steps):
+        ours.step(lambda kind: formed.append(groups_of(state)) if kind == "sync" else None)
+        slow.step(lambda kind: judge.exchange(formed.pop(0), parameters) if kind == "sync" else None)
+        where = f"{codec} + {memory}, groups={groups!r}, {name}, {dict(ddp)}, step {step}"
+        assert_same(ours.gradients(), slow.gradients(), where)
+        assert_same(dict(ours.named()), dict(slow.named()), where)
+        kept = residuals_of(state)
+        for parameter, p in slow.named():
+            assert (parameter in kept) == (memory != "none" and p.numel() > 0), f"{where}: {list(kept)}"
+            if parameter in kept:
+                mine, right = kept[parameter].numpy(), judge.kept[parameter]
+                assert np.array_equal(mine, right), f"{where}: residual of {parameter}: {mine} is not {right}"
+    ours.close()
+    state.close()
+
+
+@pytest.mark.parametrize("memory", [m.name for m in sidcomp.memories()])
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("codec", EXACT)
+def test_equals_the_reference(codec: str, world: int, groups: str | int, memory: str) -> None:
+    run(follow, world, "cap-small", groups, codec, memory, SETTINGS[codec], 5, {})
+
+
+@pytest.mark.parametrize("codec", EXACT)
+def test_equals_the_reference_on_eight_ranks(codec: str) -> None:
+    run(follow, 8, "cap-small", "model", codec, "residual", SETTINGS[codec], 4, {})
+
+
+@pytest.mark.parametrize("memory", [m.name for m in sidcomp.memories()])
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("codec", LINEAR)
+def test_linear_equals_the_reference(codec: str, world: int, groups: str | int, memory: str) -> None:
+    run(follow, world, "cap-small", groups, codec, memory, {}, 5, {})
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("groups", ["bucket", "explicit"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("cap-small", "cap-25")])
+def test_equals_the_reference_in_every_mode(name: str, groups: str, view: bool) -> None:
+    if not cases.available(CASES[name]):
+        pytest.skip(f"this torch has no DDP({CASES[name].needs}=)")
+    run(follow, 2, name, groups, "topk", "residual", {"density": 0.1}, 5, {"gradient_as_bucket_view": view})
+
+
+@pytest.mark.parametrize("name", ["mixed", "mixed-tiny", "mixed-static", "shapes-tiny", "channels-last"])
+@pytest.mark.parametrize("codec", LINEAR)
+def test_linear_equals_the_reference_in_some_modes(name: str, codec: str) -> None:
+    run(follow, 2, name, "bucket", codec, "residual", {}, 5, {})
+
+
+class Half(cases.Scrambled):
+    """All of it in one half type: its gradients have equal magnitudes, so that ties decide."""
+
+    dtype = torch.float16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(self.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = [p.flatten() for p in self.parameters()]
+        return torch.cat(
+            [v * x.flatten().to(self.dtype).repeat(-(-len(v) // x.numel()))[: len(v)] for v in w]
+        )
+
+
+class Brain(Half):
+    dtype = torch.bfloat16
+
+
+@pytest.mark.parametrize("memory", [m.name for m in sidcomp.memories()])
+@pytest.mark.parametrize("model", [Half, Brain])
+@pytest.mark.parametrize("codec", [*EXACT, *LINEAR])
+def test_equals_the_reference_in_half_precision(codec: str, model: type[nn.Module], memory: str) -> None:
+    case = Case(model, cases.square, ddp={"bucket_cap_mb": 0.0005})
+    run(follow, 2, case, "bucket", codec, memory, SETTINGS.get(codec, {}), 5, {})
+
+
+@pytest.mark.parametrize("codec", EXACT)
+def test_values_in_half_precision(codec: str) -> None:
+    settings = {**SETTINGS[codec], "values": "f16"}
+    run(follow, 2, "cap-small", "model", codec, "residual", settings, 5, {})
+
+
+@pytest.mark.parametrize("density", [0.0001, 0.5, 1.0])
+@pytest.mark.parametrize("codec", EXACT)
+def test_densities(codec: str, density: float) -> None:
+    run(follow, 2, "cap-small", "bucket", codec, "residual", {"density": density}, 4, {})
+
+
+# ---- conservation ------------------------------------------------------------------------------------------
+
+
+def conserve(rank: int, world: int, codec: str, groups: str | int, name: str, steps: int) -> None:
+    """gradient + kept before = sent + kept after, and the step is the sum of what was sent, over W."""
+    case = CASES[name]
+    ours, local = Trainer(case, rank), Trainer(case, rank, ddp=False)
+    settings = SETTINGS.get(codec, {})
+    state = make_state(groups, ours.module, codec=codec, memory="residual", **settings)
+    ours.wrapper.register_comm_hook(state, sidcomp.hook)
+    before = {n: torch.zeros_like(p) for n, p in local.named()}
+    sent_some = False
+    for step in range(steps):
+        ours.step()
+        for p, mine in zip(local.module.parameters(), ours.module.parameters(), strict=True):
+            assert p.shape == mine.shape
+        local.step()
+        after = {n: shaped(residuals_of(state)[n], p) for n, p in local.named()}
+        got = ours.gradients()
+        for n, p in local.named():
+            assert p.grad is not None
+            acc = p.grad + before[n]
+            sent = acc - after[n]
+            left = after[n] != 0
+            assert torch.equal(after[n][left], acc[left]), (
+                f"{n}, step {step}: what is kept is not what was there"
+            )
+            sent_some |= bool((sent != 0).any())
+            parts = [torch.zeros_like(sent) for _ in range(world)]
+            dist.all_gather(parts, sent.contiguous())
+            total = torch.zeros_like(sent)
+            for part in parts:  # in rank order
+                total += part
+            want = total * torch.tensor(1.0 / world, dtype=torch.float32)
+            assert torch.equal(got[n], want), f"{n}, step {step}: the step is not the mean of what was sent"
+            before[n] = after[n]
+        with torch.no_grad():  # the local copy goes on from where the replicas are
+            for p, mine in zip(local.module.parameters(), ours.module.parameters(), strict=True):
+                p.copy_(mine)
+    assert sent_some
+    ours.close()
+    state.close()
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("codec", GATHERED)
+def test_nothing_is_lost(codec: str, world: int, groups: str | int) -> None:
+    run(conserve, world, codec, groups, "cap-small", 12)
+
+
+# ---- replicas ----------------------------------------------------------------------------------------------
+
+
+def digest(module: nn.Module) -> str:
+    h = hashlib.sha256()
+    for p in module.parameters():
+        h.update(cases.bits(p) or b"")
+    return h.hexdigest()
+
+
+def stay_equal(rank: int, world: int, codec: str, groups: str | int, steps: int, dtype: str) -> None:
+    trainer = Trainer(CASES["mixed" if dtype == "mixed" else "cap-small"], rank, lr=0.01)
+    state = make_state(groups, trainer.module, codec=codec, memory="residual", **SETTINGS.get(codec, {}))
+    sidcomp.register(trainer.wrapper, state)
+    start = digest(trainer.module)
+    for step in range(steps):
+        trainer.step()
+        if step % 50 == 49 or step == steps - 1:
+            mine = digest(trainer.module)
+            all_of_them: list[Any] = [None] * world
+            dist.all_gather_object(all_of_them, mine)
+            assert mine != start
+            assert len(set(all_of_them)) == 1, (
+                f"{codec}: replicas differ after {step + 1} steps: {all_of_them}"
+            )
+    trainer.close()
+    state.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed"])
+@pytest.mark.parametrize("codec", LOSSY)
+def test_replicas_are_identical_after_200_steps(codec: str, dtype: str) -> None:
+    run(stay_equal, 2, codec, 900, 200, dtype)
+
+
+@pytest.mark.parametrize("groups", ["bucket", "model"])
+@pytest.mark.parametrize("codec", LOSSY)
+def test_replicas_of_three_ranks(codec: str, groups: str) -> None:
+    run(stay_equal, 3, codec, groups, 40, "mixed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", LOSSY)
+def test_replicas_of_eight_ranks(codec: str) -> None:
+    run(stay_equal, 8, codec, "bucket", 200, "mixed")

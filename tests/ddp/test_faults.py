@@ -1,0 +1,317 @@
+"""What goes wrong is an error at backward() on every rank that is left, never a hang or stale gradients."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from cases import CASES, Trainer, assert_same
+from common import GATHERED, LINEAR, groups_of, make_state
+from harness import RankFailed, run
+from sidcomp import _core
+
+ONE_OF_EACH = ["none", LINEAR[0], GATHERED[0]]  # travel differently
+GROUPS = ["bucket", "model"]
+
+
+def trainer_and_state(
+    rank: int, codec: str, groups: str | int, **arguments: Any
+) -> tuple[Trainer, sidcomp.State]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = make_state(groups, trainer.module, codec=codec, **arguments)
+    sidcomp.register(trainer.wrapper, state)
+    return trainer, state
+
+
+# ---- a peer goes away --------------------------------------------------------------------------------------
+
+
+def lose_a_peer(rank: int, world: int, codec: str, groups: str, how: str) -> tuple[str, str, str]:
+    trainer, state = trainer_and_state(rank, codec, groups)
+    for _ in range(3):
+        trainer.step()
+    if rank == world - 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    before = trainer.snapshot()
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(100):  # the first collective may still find the peer's last bytes, no more
+            trainer.step()
+    after = trainer.snapshot()
+    for name, value in before.items():
+        if name.startswith("parameter"):
+            assert cases.bits(value) == cases.bits(after[name]), f"{name} moved, although its peer is gone"
+    with pytest.raises(RuntimeError):  # the group is broken: later steps must say so as well
+        trainer.step()
+    first = (str(caught.value), type(state.error).__name__, str(state.error))
+    trainer.close()
+    return first
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("codec", ONE_OF_EACH)
+def test_a_peer_dies(codec: str, groups: str, how: str) -> None:
+    text, kind, error = run(lose_a_peer, 2, codec, groups, how, dying=[1])[0]
+    assert kind == "ExchangeError", (kind, error)
+    assert "group 0" in error and "group 0" in text, (error, text)
+
+
+def test_one_of_three_peers_dies() -> None:
+    for text, kind, error in run(lose_a_peer, 3, GATHERED[0], "bucket", "kill", dying=[2], group_timeout=10)[
+        :2
+    ]:
+        assert kind == "ExchangeError", (text, kind, error)
+
+
+@pytest.mark.parametrize("codec", ONE_OF_EACH)
+def test_a_peer_stops(codec: str) -> None:
+    text, kind, error = run(lose_a_peer, 2, codec, "bucket", "stop", dying=[1], group_timeout=4)[0]
+    assert kind == "ExchangeError", (text, kind, error)
+
+
+# ---- an error inside the step ------------------------------------------------------------------------------
+
+
+class Planted(Exception):
+    pass
+
+
+def plant(method: str, at: int, do: Callable[..., None]) -> None:
+    """Calls do(plan, *arguments) behind the core's own method, in its call number `at` from here on."""
+    original = getattr(_core.Plan, method)
+    calls = 0
+
+    def wrapped(self: Any, *arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = original(self, *arguments, **named)
+        if calls == at + 1:
+            do(self, *arguments)
+        return result
+
+    setattr(_core.Plan, method, wrapped)
+
+
+def planted_error(rank: int, world: int, codec: str, groups: str, method: str) -> None:
+    trainer, state = trainer_and_state(rank, codec, groups)
+
+    def explode(*_: Any) -> None:
+        raise Planted("planted error, number 4711")
+
+    for _ in range(3):
+        trainer.step()
+    plant(method, 0, explode)
+    before = trainer.snapshot()
+    with pytest.raises(RuntimeError, match="planted error, number 4711"):
+        trainer.step()
+    assert isinstance(state.error, sidcomp.SidcompError), repr(state.error)
+    assert isinstance(state.error.__cause__, Planted), repr(state.error.__cause__)
+    for name, value in trainer.snapshot().items():
+        if name.startswith("parameter"):
+            assert cases.bits(value) == cases.bits(before[name]), f"{name} moved in a step that failed"
+    for _ in range(4):  # and on it goes
+        trainer.step()
+    digests: list[Any] = [None] * world
+    dist.all_gather_object(digests, {n: cases.bits(v) for n, v in trainer.snapshot().items()})
+    assert all(d == digests[0] for d in digests), "replicas differ after a step that failed on every rank"
+    trainer.close()
+    state.close()
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("method", ["encode", "decode"])
+@pytest.mark.parametrize("codec", [LINEAR[0], *GATHERED])
+def test_an_error_on_every_rank_surfaces_and_the_next_step_runs(codec: str, method: str, groups: str) -> None:
+    run(planted_error, 2, codec, groups, method)
+
+
+def planted_on_one(rank: int, world: int, codec: str, groups: str) -> str:
+    """One rank's encode fails: neither rank may hang, and neither may take the step for a good one."""
+    trainer, state = trainer_and_state(rank, codec, groups)
+
+    def explode(*_: Any) -> None:
+        raise Planted("planted error, number 4711")
+
+    for _ in range(3):
+        trainer.step()
+    before = trainer.snapshot()
+    if rank == 1:
+        plant("encode", 0, explode)
+    text = ""
+    try:
+        trainer.step()
+    except RuntimeError as e:
+        text = str(e)
+        for name, value in trainer.snapshot().items():
+            if name.startswith("parameter"):
+                assert cases.bits(value) == cases.bits(before[name]), f"{name} moved in a step that failed"
+    else:  # a sum has no room for a word: the others see the failed rank's numbers as not finite
+        assert rank == 0 and codec in LINEAR
+        assert any(g is not None and not g.isfinite().all() for g in trainer.gradients().values())
+    trainer.close()
+    state.close()
+    return text
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("codec", [LINEAR[0], GATHERED[0]])
+def test_an_error_on_one_rank_stops_both(codec: str, groups: str) -> None:
+    texts = run(planted_on_one, 2, codec, groups, group_timeout=5)
+    assert "planted error, number 4711" in texts[1], texts
+    assert "rank 1" in texts[0] or codec in LINEAR, texts
+
+
+def corrupted(rank: int, world: int, codec: str, groups: str) -> None:
+    """One rank's payload has a flipped bit: every rank says whose."""
+    trainer, state = trainer_and_state(rank, codec, groups)
+    for _ in range(3):
+        trainer.step()
+
+    def flip(plan: Any, segments: Any, state_block: int, work: int, payload: int) -> None:
+        byte = ctypes.c_ubyte.from_address(payload + plan.payload_bytes // 2)
+        byte.value ^= 16
+
+    if rank == 1:
+        plant("encode", 0, flip)
+    with pytest.raises(RuntimeError, match="rank 1") as caught:
+        trainer.step()
+    assert isinstance(state.error, sidcomp.CorruptPayloadError), repr(state.error)
+    assert "group 0" in str(state.error) and "rank 1" in str(state.error), str(state.error)
+    assert "group 0" in str(caught.value)
+    for _ in range(3):
+        trainer.step()
+    trainer.close()
+    state.close()
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("codec", GATHERED)
+def test_a_corrupt_payload_names_its_rank(codec: str, groups: str) -> None:
+    run(corrupted, 3, codec, groups)
+
+
+# ---- replicas that drift apart -----------------------------------------------------------------------------
+
+
+def drift(
+    rank: int, world: int, codec: str, every: int, culprit: int, late: int
+) -> tuple[int, str, int, int]:
+    """The step in which it was found, the text, the group, the rank."""
+    trainer, state = trainer_and_state(rank, codec, 900, checksum_every=every)
+    trainer.step()
+    trainer.step()
+    groups = len(groups_of(state))
+    assert groups > 1
+
+    def flip(plan: Any, payloads: int, stride: int, count: int, scale: float, segments: Any, *_: Any) -> None:
+        pointer, _length = struct.unpack("<QQ", segments.table()[:16])
+        ctypes.c_ubyte.from_address(pointer).value ^= 1
+
+    if rank == culprit:
+        plant("decode", groups * late + 1, flip)  # group 1, `late` steps from here
+    for step in range(2, 20):
+        try:
+            trainer.step()
+        except RuntimeError as e:
+            error = state.error
+            assert isinstance(error, sidcomp.DivergenceError), repr(error)
+            trainer.close()
+            state.close()
+            return step, str(e), error.group, error.rank
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize("codec", [LINEAR[0], *GATHERED])
+def test_checksums_find_a_replica_that_drifts(codec: str) -> None:
+    found = run(drift, 3, codec, 1, 2, 2)
+    assert len({f[0] for f in found}) == 1, found
+    for _step, text, group, rank in found:
+        assert (group, rank) == (1, 2), found
+        assert "group 1" in text and "rank 2" in text, text
+
+
+def sound(rank: int, world: int, codec: str) -> None:
+    trainer, state = trainer_and_state(rank, codec, 900, checksum_every=2)
+    for _ in range(6):
+        trainer.step()
+    trainer.close()
+    state.close()
+
+
+@pytest.mark.parametrize("codec", ONE_OF_EACH)
+def test_checksums_of_sound_replicas_say_nothing(codec: str) -> None:
+    run(sound, 2, codec)
+
+
+def checksums_change_nothing(rank: int, world: int) -> None:
+    seen = []
+    for every in (0, 1):
+        trainer, state = trainer_and_state(rank, GATHERED[0], "bucket", checksum_every=every)
+        for _ in range(5):
+            trainer.step()
+        seen.append(trainer.snapshot())
+        trainer.close()
+        state.close()
+    assert_same(seen[0], seen[1], "with checksums")
+
+
+def test_checksums_change_nothing() -> None:
+    run(checksums_change_nothing, 2)
+
+
+# ---- ranks that do not agree -------------------------------------------------------------------------------
+
+
+def disagree(rank: int, world: int, arguments: list[dict[str, Any]]) -> str:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(**arguments[rank])
+    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
+        sidcomp.register(trainer.wrapper, state)
+        trainer.step()
+        trainer.step()
+    trainer.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments, names",
+    [
+        ([{"density": 0.01}, {"density": 0.02}], "density"),
+        ([{"codec": GATHERED[0]}, {"codec": LINEAR[0]}], GATHERED[0]),
+        ([{"groups": "model"}, {"groups": 500}], "group"),
+        ([{"memory": "none"}, {"memory": "residual"}], "memory"),
+        ([{"exclude": "1-D"}, {}], "none"),
+        ([{"seed": 1}, {"seed": 2}], "seed"),
+        ([{"checksum_every": 1}, {}], "checksum_every"),
+    ],
+)
+def test_ranks_with_different_settings(arguments: list[dict[str, Any]], names: str) -> None:
+    for text in run(disagree, 2, arguments, group_timeout=10):
+        assert names in text and "rank" in text, text
+
+
+# ---- the harness itself ------------------------------------------------------------------------------------
+
+
+def raises_on_one(rank: int, world: int) -> None:
+    if rank == 1:
+        raise KeyError("what the harness must show")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_the_harness_shows_a_failing_rank() -> None:
+    with pytest.raises(RankFailed, match="what the harness must show"):
+        run(raises_on_one, 2)

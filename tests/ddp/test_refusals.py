@@ -1,0 +1,351 @@
+"""What sidcomp cannot serve is refused, by register() or at the first backward(), with what to change."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from cases import CASES, Trainer
+from common import CODECS, GATHERED
+from harness import run
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+# ---- the model and DDP -------------------------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4, sparse=True)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.words(x.long().abs() % 10))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(12, dtype=torch.complex64))
+        self.out = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((x * self.phase).abs())
+
+
+def sparse_model() -> Any:
+    return DDP(Sparse())
+
+
+def complex_model() -> Any:
+    return DDP(Complex())
+
+
+def mixed_precision() -> Any:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    return DDP(cases.Scrambled(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+
+
+def python_reducer() -> Any:
+    import torch._dynamo
+
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    return DDP(cases.Scrambled())
+
+
+def skipping() -> Any:
+    if "skip_all_reduce_unused_params" not in inspect.signature(DDP.__init__).parameters:
+        pytest.skip("this torch has no DDP(skip_all_reduce_unused_params=)")
+    return DDP(cases.Scrambled(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+
+
+def optimizer_in_backward() -> Any:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = cases.Scrambled()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    return DDP(module)
+
+
+def double_precision() -> Any:
+    return DDP(cases.Scrambled().double())
+
+
+# what is built, the words that the error must have, whether register() can see it
+UNSUPPORTED: dict[str, tuple[Callable[[], Any], list[str], bool]] = {
+    "sparse": (sparse_model, ["words", "sparse=False"], True),
+    "complex": (complex_model, ["phase", "complex", "real"], True),
+    "mixed_precision": (mixed_precision, ["mixed_precision"], True),
+    "python_reducer": (python_reducer, ["python reducer", "optimize_ddp"], True),
+    "skip_all_reduce_unused_params": (
+        skipping,
+        ["skip_all_reduce_unused_params", "find_unused_parameters"],
+        True,
+    ),
+    "optimizer_in_backward": (optimizer_in_backward, ["optimizer", "backward"], True),
+    "float64": (double_precision, ["float64", "float32", "convert"], False),
+}
+
+
+def refuse(rank: int, world: int, what: str) -> list[str]:
+    build, _, early = UNSUPPORTED[what]
+    try:
+        ddp = build()
+    except pytest.skip.Exception as e:
+        return [f"skip: {e}"]
+    state = sidcomp.State(codec=GATHERED[0])
+    texts = []
+    try:
+        sidcomp.register(ddp, state)
+    except sidcomp.SidcompError as e:
+        texts.append(str(e))
+    assert bool(texts) == early, f"register() on {what}: {texts}"
+    if what == "mixed_precision":  # its own hook stands in the way of the plain registration, too
+        return texts
+    fresh = sidcomp.State(codec=GATHERED[0])
+    ddp = None
+    ddp = build() if what != "optimizer_in_backward" else None
+    if ddp is not None:
+        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(rank))
+        if what == "float64":
+            x = x.double()
+        if what == "sparse":
+            x = x[:, 0] * 10
+        with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
+            ddp.register_comm_hook(fresh, sidcomp.hook)
+            ddp(x).sum().backward()
+        texts.append(str(caught.value))
+    ddp = None
+    fresh.close()
+    state.close()
+    return texts
+
+
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_refused_with_words_that_say_what_to_change(what: str) -> None:
+    words = UNSUPPORTED[what][1]
+    for texts in run(refuse, 2, what):
+        assert texts
+        if texts[0].startswith("skip"):
+            pytest.skip(texts[0])
+        for text in texts:
+            missing = [w for w in words if w not in text]
+            assert not missing, f"{missing} not in: {text}"
+
+
+def joined(rank: int, world: int) -> str:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(codec=GATHERED[0])
+    sidcomp.register(trainer.wrapper, state)
+    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught, trainer.wrapper.join():
+        for _ in range(3 + rank):
+            trainer.step()
+    text = str(caught.value)
+    trainer.close()
+    return text
+
+
+def test_join_is_refused() -> None:
+    texts = run(joined, 2, group_timeout=10)
+    assert any("join" in text and "drop_last" in text for text in texts), texts
+
+
+def registered_twice(rank: int, world: int) -> None:
+    trainer = Trainer(CASES["default"], rank)
+    first, second = sidcomp.State(), sidcomp.State()
+    sidcomp.register(trainer.wrapper, first)
+    with pytest.raises(sidcomp.SetupError, match="hook already"):
+        sidcomp.register(trainer.wrapper, second)
+    trainer.step()  # the first one still works
+    assert first.stats()["steps"] == 1
+    trainer.close()
+    first.close()
+
+
+def test_a_second_registration_is_refused() -> None:
+    run(registered_twice, 2)
+
+
+def one_state_for_two(rank: int, world: int, plain: bool) -> str:
+    trainers = [Trainer(CASES["default"], rank), Trainer(CASES["default"], rank, seed=1)]
+    state = sidcomp.State()
+    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
+        for trainer in trainers:
+            if plain:
+                trainer.wrapper.register_comm_hook(state, sidcomp.hook)
+            else:
+                sidcomp.register(trainer.wrapper, state)
+        for trainer in trainers:
+            trainer.step()
+    text = str(caught.value)
+    for trainer in trainers:
+        trainer.close()
+    return text
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_one_state_on_two_models_is_refused(plain: bool) -> None:
+    for text in run(one_state_for_two, 2, plain):
+        assert "one DDP model" in text, text
+
+
+def registered_late(rank: int, world: int) -> str:
+    """Two models, each registered after the other has already made steps."""
+    trainers = [Trainer(CASES["default"], rank), Trainer(CASES["default"], rank, seed=1)]
+    state = sidcomp.State()
+    trainers[0].wrapper.register_comm_hook(state, sidcomp.hook)
+    trainers[0].step()
+    trainers[1].wrapper.register_comm_hook(state, sidcomp.hook)
+    with pytest.raises(RuntimeError) as caught:
+        trainers[1].step()
+    text = str(caught.value)
+    for trainer in trainers:
+        trainer.close()
+    return text
+
+
+def test_one_state_on_a_second_model_later_is_refused() -> None:
+    for text in run(registered_late, 2):
+        assert "State of its own" in text, text
+
+
+def wrong_objects(rank: int, world: int) -> None:
+    module = cases.Scrambled()
+    with pytest.raises(sidcomp.SetupError, match="DistributedDataParallel"):
+        sidcomp.register(module, sidcomp.State())  # type: ignore[arg-type]
+    ddp = DDP(module)
+    ddp.register_comm_hook(None, sidcomp.hook)
+    with pytest.raises(RuntimeError, match=r"sidcomp\.State"):
+        ddp(torch.randn(4, 12)).sum().backward()
+    del ddp
+
+
+def test_wrong_objects() -> None:
+    run(wrong_objects, 2)
+
+
+def other_ranks(rank: int, world: int) -> None:
+    pair = dist.new_group([0, 1])
+    trainer = Trainer(CASES["default"], rank)
+    if rank < 2:
+        with pytest.raises(sidcomp.SetupError, match="process_group"):
+            sidcomp.register(trainer.wrapper, sidcomp.State(process_group=pair))
+    trainer.close()
+
+
+def test_a_process_group_of_other_ranks_than_ddps() -> None:
+    run(other_ranks, 3)
+
+
+def after_closing(rank: int, world: int) -> None:
+    trainer = Trainer(CASES["default"], rank)
+    with sidcomp.State() as state:
+        sidcomp.register(trainer.wrapper, state)
+        trainer.step()
+    state.close()  # once more
+    with pytest.raises(RuntimeError, match="closed"):
+        trainer.step()
+    with pytest.raises(sidcomp.SetupError, match="closed"):
+        state.state_dict()
+    assert state.stats()["steps"] == 1
+    trainer.close()
+
+
+def test_a_closed_state() -> None:
+    run(after_closing, 2)
+
+
+# ---- the arguments of State --------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], list[str]]] = [
+    ({"codec": "topkk"}, ["topkk", *CODECS]),
+    ({"memory": "elephant"}, ["elephant", "residual"]),
+    ({"codec": GATHERED[0], "densty": 0.1}, ["densty", "density"]),
+    ({"codec": "none", "density": 0.1}, ["density"]),
+    ({"groups": "layer"}, ["layer", "bucket", "model"]),
+    ({"groups": 0}, ["0", "byte"]),
+    ({"groups": -5}, ["-5", "byte"]),
+    ({"groups": [["a"], ["b", "a"]]}, ["'a'", "twice"]),
+    ({"groups": [["a"], []]}, ["list 1", "empty"]),
+    ({"groups": ["a", "b"]}, ["lists of parameter names"]),
+    ({"groups": [[3]]}, ["3", "name"]),
+    ({"exclude": [1.5]}, ["1.5"]),
+    ({"seed": -1}, ["seed", "-1"]),
+    ({"checksum_every": -1}, ["checksum_every", "-1"]),
+    ({"isa": "mmx"}, ["mmx"]),
+]
+for _codec in CODECS.values():
+    for _p in _codec.parameters:
+        if _p.kind != "choice":
+            for _value in (_p.min - 1, _p.max + 1, float("nan")):
+                if _p.kind == "real" or _value == _value:
+                    WRONG.append(({"codec": _codec.name, _p.name: _value}, [_p.name]))
+            WRONG.append(({"codec": _codec.name, _p.name: "much"}, [_p.name]))
+        else:
+            WRONG.append(({"codec": _codec.name, _p.name: "none-such"}, [_p.name, *_p.choices]))
+
+
+@pytest.mark.parametrize("arguments, words", WRONG, ids=lambda v: str(v)[:60])
+def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(sidcomp.SidcompError) as caught:
+        sidcomp.State(**arguments)
+    assert isinstance(caught.value, ValueError | NotImplementedError)
+    missing = [w for w in words if w not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_limits_of_every_parameter_are_accepted(codec: str) -> None:
+    for p in CODECS[codec].parameters:
+        for value in p.choices or (p.min, p.max, p.default):
+            sidcomp.State(codec=codec, **{p.name: int(value) if p.kind == "int" else value})  # type: ignore[arg-type]
+
+
+def wrong_names(rank: int, world: int, arguments: dict[str, Any]) -> str:
+    trainer = Trainer(CASES["default"], rank)
+    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
+        sidcomp.register(trainer.wrapper, sidcomp.State(**arguments))
+        trainer.step()
+    trainer.close()
+    return str(caught.value)
+
+
+EVERY = ["last.weight", "last.bias", "first.weight", "first.bias", "third.weight", "norm.weight", "norm.bias"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"groups": [[*EVERY, "second.weight", "second.bias"], ["fourth.weight"]]}, ["fourth.weight"]),
+        ({"groups": [EVERY, ["second.bias"]]}, ["second.weight"]),
+        ({"groups": [EVERY], "exclude": ["second.*", "last.bias"]}, ["last.bias", "exclude"]),
+        ({"exclude": "lost.*"}, ["lost.*"]),
+        ({"exclude": ["first.weight", "lost"]}, ["lost"]),
+    ],
+)
+def test_names_that_do_not_fit_the_model(arguments: dict[str, Any], words: list[str]) -> None:
+    for text in run(wrong_names, 2, arguments):
+        missing = [w for w in words if w not in text]
+        assert not missing, f"{missing} not in: {text}"
+
+
+def mixed_list(rank: int, world: int) -> str:
+    trainer = Trainer(CASES["mixed"], rank)
+    with pytest.raises((RuntimeError, sidcomp.SidcompError)) as caught:
+        sidcomp.register(trainer.wrapper, sidcomp.State(groups=[[name for name, _ in trainer.named()]]))
+        trainer.step()
+    trainer.close()
+    return str(caught.value)
+
+
+def test_an_explicit_group_has_one_dtype() -> None:
+    for text in run(mixed_list, 2):
+        assert "dtype" in text and "bfloat16" in text, text
