@@ -1,5 +1,4 @@
-"""The step on a CUDA device: encode, exchange and decode enqueued on one side stream; the host waits for
-nothing."""
+"""The step on a CUDA device: encode, exchange and decode on one side stream. The host waits for nothing."""
 
 import struct
 from dataclasses import dataclass
@@ -32,13 +31,14 @@ class DeviceStats:
     walks: int
 
 
-class _Resident:
-    """What a group keeps on the device beside its blocks."""
+class Resident:
+    """What a group keeps on the device beside its blocks, and the host's late copy of its report."""
 
     def __init__(self, device: torch.device) -> None:
         self.stats = Block(_STATS.size, device)
         self.report = Block(_REPORT.size, device)
-        self.table: torch.Tensor | None = None
+        self.report_seen = torch.zeros(_REPORT.size, dtype=torch.uint8, pin_memory=True)
+        self.table = torch.empty(0)
         self.placed_for: _core.Segments | None = None
 
 
@@ -47,7 +47,10 @@ class CudaLane:
 
     The futures of the hook are completed with this stream current, so DDP's own stream waits for it on the
     device. The collectives are enqueued from it as well and need no callback. A payload that fails its check
-    is found by the device and raised when its report is next read, in `stats()`.
+    is found by the device; the host learns of it without waiting, and fails a later step.
+
+    One thing is not done here, because the host would have to wait for it: after a non-finite step the groups
+    that were finite do not count as not sent.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,9 +58,9 @@ class CudaLane:
             raise UnsupportedError("this build of sidcomp has no CUDA kernels: build it where nvcc is found")
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._resident: dict[int, _Resident] = {}
 
-    def prepare(self, group: Group, world: int) -> None:
+    def prepare(self, group: Group, world: int) -> int:
+        """Brings the group's blocks; returns how many."""
         if not find_codec(group.plan.codec).cuda:
             has = ", ".join(c["name"] for c in _core.codecs() if c["cuda"])
             raise UnsupportedError(
@@ -65,25 +68,29 @@ class CudaLane:
                 "Choose one of them, or train on the CPU"
             )
         with torch.cuda.stream(self.stream):
-            group.allocate(world, group.plan.cuda_work_bytes())
-            self._resident[id(group)] = _Resident(self.device)
+            group.resident = Resident(self.device)
+            return 3 + group.allocate(world, group.plan.cuda_work_bytes())
 
     def follow(self) -> None:
         """The side stream waits for what the current stream has been given: the gradients of a bucket."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def launch(self, state: "State", g: Group, exchange: "Exchange") -> None:
-        r = self._resident[id(g)]
+        r: Resident = g.resident
+        _, culprit, status, _ = _REPORT.unpack(bytes(r.report_seen.tolist()))
+        if status:
+            raise CorruptPayloadError(
+                f"status {status - 2**32} of the payload of rank {culprit} in an earlier step"
+            )
+        at = {"step": state._step - 1, "group": g.index}
+        where = {"device": self.stream.device.index, "stream": self.stream.cuda_stream}
         with torch.cuda.stream(self.stream):
             if r.placed_for is not g.segments:
                 r.table = torch.frombuffer(bytearray(g.segments.table()), dtype=torch.uint8).to(self.device)
                 r.placed_for = g.segments
-            assert r.table is not None
-            at = {"step": state._step - 1, "group": g.index}
-            where = {"device": self.device.index or 0, "stream": self.stream.cuda_stream}
-            n_segments = len(g.runs)
+            table, n_segments = r.table.data_ptr(), len(g.runs)
             g.plan.cuda_encode(
-                r.table.data_ptr(), n_segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                table, n_segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
                 seed=state.seed, rank=exchange.rank, world=exchange.world, stats=r.stats.ptr, **at, **where,
             )  # fmt: skip
             # wait() makes this stream wait for the collective; on NCCL it does not stop the host.
@@ -92,21 +99,13 @@ class CudaLane:
             else:
                 exchange.all_gather(g.incoming.tensor, g.payload.tensor).wait()
             g.plan.cuda_decode(
-                g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / exchange.world,
-                r.table.data_ptr(), n_segments,
+                g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / exchange.world, table, n_segments,
                 g.state.ptr if g.plan.vectors else 0, g.scratch.ptr, report=r.report.ptr, **at, **where,
             )  # fmt: skip
+            r.report_seen.copy_(r.report.tensor, non_blocking=True)
         g.steps += 1
 
-    def stats(self, g: Group) -> DeviceStats | None:
-        """Waits for the device."""
-        r = self._resident.get(id(g))
-        if r is None:
-            return None
+    def stats(self, g: Group) -> DeviceStats:
+        """Of the last encode; waits for the device."""
         self.stream.synchronize()
-        _, culprit, status, _ = _REPORT.unpack(bytes(r.report.tensor.tolist()))
-        if status:
-            raise CorruptPayloadError(
-                f"{g.label()}, payload of rank {culprit}: status {status} on the device"
-            )
-        return DeviceStats(*_STATS.unpack(bytes(r.stats.tensor.tolist())))
+        return DeviceStats(*_STATS.unpack(bytes(g.resident.stats.tensor.tolist())))

@@ -43,6 +43,7 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise SetupError(f"register needs the DistributedDataParallel model, not a {type(ddp).__name__}")
+    refuse(ddp)
     if ddp._comm_hooks:
         raise SetupError(
             "this DDP model has a communication hook already, and DDP takes one: do not set "
@@ -111,7 +112,3 @@ def parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
         for name, p in ddp.module.named_parameters()
         if p.requires_grad and name not in ddp.parameters_to_ignore
     }
-
-
-def joining(ddp: DistributedDataParallel) -> bool:
-    return bool(ddp._join_config.enable)

@@ -65,10 +65,10 @@ class Exchange:
         return [b.rstrip(b"\0").decode() for b in self.gather_bytes(data.ljust(size, b"\0"))]
 
     def close(self) -> None:
-        """Ends the group's threads. Does nothing where the default group, and ours with it, is already gone.
+        """Ends the group's threads; nothing where the default group, and ours with it, is gone already.
 
-        The last reference has to go here: a callback may be the last to hold a State, and a process group that is
-        freed in one of its own threads ends the program.
+        The last reference has to go here: a callback may be the last to hold a State, and a process group
+        that is freed in one of its own threads ends the program.
         """
         if dist.is_initialized():
             with suppress(ValueError):  # it was made anew since

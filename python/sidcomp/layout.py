@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
+from typing import Any
 
 import torch
 
@@ -102,14 +103,16 @@ class Group:
         self.stats: _core.Stats | None = None
         self.error: Exception | None = None
         self.work: object = None
+        self.resident: Any = None  # CUDA: what stays on the device
         self.exchanged_at = 0
         # counters, in ns
         self.steps = self.encode_ns = self.wait_ns = self.decode_ns = 0
 
-    def allocate(self, world: int, work_bytes: int) -> None:
+    def allocate(self, world: int, work_bytes: int) -> int:
+        """Brings the blocks; returns how many."""
         plan = self.plan
         if self.direct:
-            return
+            return 0
         self.state = Block(plan.state_bytes, self.device)
         self.scratch = Block(work_bytes, self.device)
         self.payload = Block(plan.payload_bytes, self.device)
@@ -118,8 +121,9 @@ class Group:
             end = plan.body_offset + plan.body_count * dtype.itemsize
             self.body = self.payload.tensor[plan.body_offset : end].view(dtype)
             self.incoming, self.count = self.payload, 1
-        else:
-            self.incoming, self.count = Block(world * plan.payload_bytes, self.device), world
+            return 3
+        self.incoming, self.count = Block(world * plan.payload_bytes, self.device), world
+        return 4
 
     @property
     def bytes_sent(self) -> int:

@@ -143,6 +143,7 @@ class State:
         self._spoiled = False  # some group of the last iteration was not finite, or failed
         self._scale: float | None = None
         self._checks = bytearray()  # one checksum per group, written by the callbacks
+        self._checks_mine = self._checks_all = torch.empty(0, dtype=torch.uint8)
         self._checking = False
 
         self._sent = self._received = self._dense = self._control = 0
@@ -247,7 +248,10 @@ class State:
         return future
 
     def _future(self) -> "Future[torch.Tensor]":
-        return Future() if self._lane is None else Future(devices=[self._lane.device])
+        if self._lane is None:
+            return Future()
+        self._lane.follow()
+        return Future(devices=[self._lane.device])
 
     # ---- an unknown layout
     # --------------------------------------------------------------------------------------
@@ -319,7 +323,9 @@ class State:
         if carried is not None:
             carried.place(layout)
         self._resume = None
-        self._checks = bytearray(8 * len(layout.groups))
+        self._checks = bytearray(8 * max(1, len(layout.groups)))
+        self._checks_mine = torch.empty(len(self._checks), dtype=torch.uint8)
+        self._checks_all = torch.empty(self._exchange.world * len(self._checks), dtype=torch.uint8)
         self._checking = False
         return layout
 
@@ -407,12 +413,11 @@ class State:
         direct = self.memory.name == "none" and self._lane is None
         group = Group(index, spec, slots, plan, settings, direct)
         if self._lane is None:
-            group.allocate(self._exchange.world, plan.work_bytes)
+            self._allocations += group.allocate(self._exchange.world, plan.work_bytes)
         else:
-            self._lane.prepare(group, self._exchange.world)
             if self.checksum_every:
                 raise UnsupportedError("checksum_every works on the CPU only: leave it out on CUDA")
-        self._allocations += 1
+            self._allocations += self._lane.prepare(group, self._exchange.world)
         return group
 
     def _choice(self) -> tuple[str, str, dict[str, Setting]]:
@@ -453,7 +458,8 @@ class State:
             if self._lane is not None:
                 self._lane.launch(self, g, exchange)
                 self._account(g, exchange)
-                self._complete(g)
+                with torch.cuda.stream(self._lane.stream):  # DDP then waits for this stream
+                    self._complete(g)
                 return
             started = perf_counter_ns()
             if g.direct:
@@ -613,21 +619,23 @@ class State:
         """Gathers the checksums of the iteration before; `slot`, of this one, completes only if they are
         equal."""
         assert self._exchange is not None
-        mine = torch.frombuffer(bytearray(self._checks), dtype=torch.uint8)
-        out = torch.empty(self._exchange.world * len(mine), dtype=torch.uint8)
+        mine, out = self._checks_mine, self._checks_all
+        mine.copy_(
+            torch.frombuffer(self._checks, dtype=torch.uint8)
+        )  # callbacks write the next ones meanwhile
         self._control += out.numel()
         slot.remaining += 1
         with self._idle:
             self._inflight += 1
         work = self._exchange.all_gather(out, mine)
-        work.get_future().then(partial(self._compared, slot, out, work))
+        work.get_future().then(partial(self._compared, slot, work))
 
-    def _compared(self, slot: Slot, out: torch.Tensor, work: object, exchanged: "Future[Any]") -> None:
+    def _compared(self, slot: Slot, work: object, exchanged: "Future[Any]") -> None:
         error: Exception | None = None
         try:
             exchanged.value()
             assert self._exchange is not None and self._layout is not None
-            sums = out.view(torch.int64).view(self._exchange.world, -1).tolist()
+            sums = self._checks_all.view(torch.int64).view(self._exchange.world, -1).tolist()
             for g in self._layout.groups:
                 for rank, row in enumerate(sums):
                     if error is None and row[g.index] != sums[0][g.index]:
@@ -792,7 +800,7 @@ class State:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        started = self._exchange is not None or self._resume is not None
+        started = self._closed is None and (self._exchange is not None or self._resume is not None)
         return {"config": self._config, "memory": self.state_dict() if started else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
