@@ -1,5 +1,6 @@
 """How payloads travel: collectives on a process group of our own, issued only from the hook's thread."""
 
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from typing import cast
@@ -24,6 +25,13 @@ def _backend_of(group: dist.ProcessGroup) -> str:
     return name if name in ("gloo", "nccl") else str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
 
 
+# Groups over fewer than all ranks, which only their members create, get their name from torch by counting; a
+# second one of the same name finds the addresses of the first in the store, and hangs. So a closed one is
+# kept and used again.
+_Kept = list["weakref.ref[dist.ProcessGroup]"]
+_kept: dict[tuple[object, ...], _Kept] = {}
+
+
 class Exchange:
     """A process group over the ranks of `parent`, with its backend and timeout.
 
@@ -36,12 +44,17 @@ class Exchange:
         self.device = device
         self.rank = dist.get_rank(parent)
         self.world = len(ranks)
+        self._pool: _Kept | None = None
+        backend, timeout = _backend_of(parent), _timeout_of(parent, device)
+        if self.world < dist.get_world_size():
+            self._pool = _kept.setdefault((*ranks, backend, timeout), [])
+            for ref in self._pool:
+                if group := ref():
+                    self._pool.remove(ref)
+                    self.group = group
+                    return
         self.group = dist.new_group(
-            ranks,
-            timeout=_timeout_of(parent, device),
-            backend=_backend_of(parent),
-            # ranks outside of a smaller group do not come here, so only its members can synchronise
-            use_local_synchronization=self.world < dist.get_world_size(),
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=self._pool is not None
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
@@ -70,7 +83,9 @@ class Exchange:
         The last reference has to go here: a callback may be the last to hold a State, and a process group
         that is freed in one of its own threads ends the program.
         """
-        if dist.is_initialized():
+        if self._pool is not None:
+            self._pool.append(weakref.ref(self.group))
+        elif dist.is_initialized():
             with suppress(ValueError):  # it was made anew since
                 dist.destroy_process_group(self.group)
         del self.group
