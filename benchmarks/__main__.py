@@ -1,6 +1,9 @@
-"""`make bench`: all benchmarks, one after the other; arguments go to none of them."""
+"""`make bench`: all benchmarks, one after the other. `--save` writes benchmarks/results/."""
 
-from benchmarks import bench_codec, bench_hook
+import sys
 
-bench_codec.main(["--save"])
-bench_hook.main(["--save"])
+from benchmarks import bench_codec, bench_hook, bench_threads
+
+save = [a for a in sys.argv[1:] if a == "--save"]
+for benchmark in (bench_codec, bench_threads, bench_hook):
+    benchmark.main(save)

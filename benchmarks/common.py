@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sidcomp import _core
@@ -69,13 +70,13 @@ def machine() -> dict[str, Any]:
 def report(name: str, title: str, rows: list[dict[str, Any]], note: str, out: Path | None) -> None:
     """Prints `rows` as a table and, if asked, writes them to `out`/`name`.json and .md."""
     where = machine()
-    table = Table(title=title, caption=note, caption_justify="left")
+    table = Table(title=title, caption=escape(note), caption_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     cells = [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
     for row in cells:
-        table.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+        table.add_row(*map(escape, row))
+    console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     console.print(", ".join(f"{k} {v}" for k, v in where.items()), highlight=False)
     if out is None:
