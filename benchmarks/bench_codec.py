@@ -1,20 +1,20 @@
-"""Encode with error feedback and decode of 8 ranks, against the memory limit and against the same in torch's operations.
+"""Encode with error feedback and decode of 8 ranks, against the memory limit and against torch's operations.
 
-The limit of encode is `R += G` over the same memory (it reads the gradient, reads and writes the residual: 12 bytes an
-element); that of decode is one write of the vector. The rival is what a hook written with torch's operations does:
-topk of |residual + gradient|, gather, residual update; and, to decode, index_add_ into zeros. All on one thread.
+The limit of encode is `R += G` over the same memory (it reads the gradient, reads and writes the residual:
+12 bytes an element); that of decode is one write of the vector. The rival is what a hook written with torch's
+operations does: topk of |residual + gradient|, gather, residual update; and, to decode, index_add_ into zeros.
+All on one thread.
 """
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from sidcomp import _core
 
 from benchmarks.common import RESULTS, race, report
-from sidcomp import _core
 
 RANKS = 8
 POOL = 5  # gradients in turn, so that no step meets the last one's
@@ -29,7 +29,9 @@ def block(nbytes: int) -> np.ndarray:
 
 
 class Ours:
-    def __init__(self, codec: str, n: int, settings: dict[str, Any], gradients: list[np.ndarray], start: np.ndarray):
+    def __init__(
+        self, codec: str, n: int, settings: dict[str, Any], gradients: list[np.ndarray], start: np.ndarray
+    ) -> None:
         self.plan = _core.Plan(codec, "residual", n, "float32", settings)
         self.state, self.work = block(self.plan.state_bytes), block(self.plan.work_bytes)
         self.payload = block(self.plan.payload_bytes)
@@ -41,7 +43,8 @@ class Ours:
 
     def encode(self) -> None:
         stats = self.plan.encode(
-            self.segments[self.step % POOL], self.state.ctypes.data, self.work.ctypes.data, self.payload.ctypes.data,
+            self.segments[self.step % POOL],
+            self.state.ctypes.data, self.work.ctypes.data, self.payload.ctypes.data,
             step=self.step, seed=0, group=0, rank=0, world=1,
         )  # fmt: skip
         self.step += 1
@@ -138,17 +141,18 @@ def run(n: int, repeats: int, densities: list[float], rivals: bool) -> list[dict
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_codec", description=__doc__)
-    parser.add_argument("--n", type=int, default=25_600_000, help="elements of the gradient (default: ResNet-50's)")
+    parser.add_argument("--n", type=int, default=25_600_000, help="elements (default: ResNet-50's)")
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each (default 15)")
-    parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01, 0.1], help="fractions to send")
-    parser.add_argument("--no-rival", action="store_true", help="leave torch's operations out: they take most of the time")
+    parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01, 0.1], help="fractions")
+    parser.add_argument("--no-rival", action="store_true", help="leave torch's operations out")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/codec.{md,json}")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = run(args.n, args.repeats, args.density, not args.no_rival)
     note = (
-        f"{args.n:,} float32, residual memory, one thread, Laplace gradients on a filled residual; median [quartiles] of "
-        f"{args.repeats}. Limit of encode: R += G; of decode ({RANKS} ranks, linear codecs: their sum): one write."
+        f"{args.n:,} float32, residual memory, one thread, Laplace gradients on a filled residual; median "
+        f"[quartiles] of {args.repeats}. Limit of encode: R += G; of decode ({RANKS} ranks, linear codecs: their "
+        "sum): one write."
     )
     report("codec", "Encode and decode", rows, note, RESULTS if args.save else None)
 

@@ -1,7 +1,7 @@
-"""What the hook itself costs: the step of a model under plain DDP, and under DDP with sidcomp's hook, on loopback.
+"""What the hook itself costs: the step under plain DDP, and under DDP with sidcomp's hook, on loopback.
 
-Both wrap the same module in the same two processes and take turns, a few steps each, so that what else happens on the
-machine meets both. With `none` the hook does what plain DDP does; the difference is its own cost.
+All wrap equal models in the same two processes and take turns, a few steps each, so that what else happens on the
+machine meets them alike. With `none` the hook does what plain DDP does; the difference is its own cost.
 """
 
 import argparse
@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import sidcomp
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import sidcomp
 from benchmarks.common import RESULTS, report, summary
 
 SHOWN: list[tuple[str, dict[str, Any]]] = [
@@ -68,9 +68,8 @@ def rank_main(rank: int, world: int, store: str, args: argparse.Namespace, resul
     again = [s.stats()["allocations"] for s in states]
     if rank == 0:
         results["times"] = times
-        results["bytes"] = {
-            name: s.stats()["sent_bytes"] / s.stats()["steps"] for name, s in zip(names[1:], states, strict=True)
-        }
+        stats = [s.stats() for s in states]
+        results["bytes"] = {n: s["sent_bytes"] / s["steps"] for n, s in zip(names[1:], stats, strict=True)}
         results["allocations"] = [b - a for a, b in zip(allocated, again, strict=True)]
     for state in states:
         state.close()
@@ -82,7 +81,7 @@ def rank_main(rank: int, world: int, store: str, args: argparse.Namespace, resul
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_hook", description=__doc__)
-    parser.add_argument("--width", type=int, default=1024, help="of each of the model's square layers (default 1024)")
+    parser.add_argument("--width", type=int, default=1024, help="of each square layer (default 1024)")
     parser.add_argument("--depth", type=int, default=6, help="layers (default 6: 6.3 million parameters)")
     parser.add_argument("--batch", type=int, default=128, help="rows a rank (default 128)")
     parser.add_argument("--steps", type=int, default=5, help="steps before the next one's turn (default 5)")
@@ -108,9 +107,9 @@ def main(argv: list[str] | None = None) -> None:
         for name, t in times.items()
     ]
     note = (
-        f"{n:,} parameters, batch {args.batch} a rank, {args.world} ranks with one thread each over loopback (Gloo), forward "
-        f"and backward; median [quartiles] of {args.repeats} turns of {args.steps} steps. Blocks allocated after the first "
-        f"four steps: {sum(allocations)}."
+        f"{n:,} parameters, batch {args.batch} a rank, {args.world} ranks with one thread each over loopback (Gloo), "
+        f"forward and backward; median [quartiles] of {args.repeats} turns of {args.steps} steps. Blocks allocated "
+        f"after the first four steps: {sum(allocations)}."
     )
     report("hook", "The step with and without the hook", rows, note, RESULTS if args.save else None)
 

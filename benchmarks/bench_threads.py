@@ -1,6 +1,6 @@
-"""Whether a second thread pays: two halves of a vector as two groups, encoded and decoded one after the other and at once.
+"""Whether a second thread pays: two halves of a vector as two groups, encoded and decoded in turn and at once.
 
-The core runs a call on the calling thread and leaves splitting to the caller; this is the measurement behind that.
+The core runs a call on the calling thread and leaves splitting to the caller: this is the reason.
 """
 
 import argparse
@@ -40,8 +40,10 @@ def main(argv: list[str] | None = None) -> None:
                 in_turn([h.encode for h in halves])
             adds = [lambda i=i: np.add(summed[i], gradients[i], out=summed[i]) for i in range(2)]
             decoders = [h.decoder(o) for h, o in zip(halves, out, strict=True)]
-            for what, jobs in (("R += G", adds), ("encode", [h.encode for h in halves]), ("decode", decoders)):
-                times = race({"one": lambda jobs=jobs: in_turn(jobs), "two": lambda jobs=jobs: at_once(jobs)}, args.repeats)
+            encoders = [h.encode for h in halves]
+            for what, jobs in (("R += G", adds), ("encode", encoders), ("decode", decoders)):
+                runners = {"one": lambda jobs=jobs: in_turn(jobs), "two": lambda jobs=jobs: at_once(jobs)}
+                times = race(runners, args.repeats)
                 rows.append(
                     {
                         "what": what,
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
                         "speed-up": times["one"].median / times["two"].median,
                     }
                 )
-    note = f"topk with residual, two groups of {n:,} float32, decode of {RANKS} ranks; median [quartiles] of {args.repeats}"
+    note = f"topk, residual, two groups of {n:,} float32, decode of {RANKS} ranks; median [quartiles] of {args.repeats}"
     report("threads", "One thread against two", rows, note, RESULTS if args.save else None)
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
 from sidcomp import _core
 
 RESULTS = Path(__file__).parent / "results"
@@ -36,7 +35,7 @@ def summary(milliseconds: list[float]) -> Timing:
 
 
 def race(runners: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, Timing]:
-    """Times each runner `repeats` times, in turn, so that a disturbance of the machine meets all of them alike."""
+    """Times each runner `repeats` times, in turn, so that what disturbs the machine meets all of them alike."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for i in range(warmup + repeats):
         for name, run in runners.items():
@@ -55,7 +54,7 @@ def machine() -> dict[str, Any]:
             if line.startswith("model name"):
                 cpu = line.split(":", 1)[1].strip()
                 break
-    versions = {name: module.__version__ for name, module in sys.modules.items() if name in ("numpy", "torch")}
+    versions = {name: sys.modules[name].__version__ for name in ("numpy", "torch") if name in sys.modules}
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -82,7 +81,8 @@ def report(name: str, title: str, rows: list[dict[str, Any]], note: str, out: Pa
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps({"title": title, "note": note, "machine": where, "rows": rows}, indent=1))
+    record = {"title": title, "note": note, "machine": where, "rows": rows}
+    (out / f"{name}.json").write_text(json.dumps(record, indent=1))
     lines = [f"# {title}", "", note, "", "| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
     lines += ["| " + " | ".join(row) + " |" for row in cells]
     lines += ["", ", ".join(f"{k} {v}" for k, v in where.items()), ""]
