@@ -2,8 +2,8 @@
 
 The limit of encode is `R += G` over the same memory (it reads the gradient, reads and writes the residual:
 12 bytes an element); that of decode is one write of the vector. The rival is what a hook written with torch's
-operations does: topk of |residual + gradient|, gather, residual update; and, to decode, index_add_ into zeros.
-All on one thread.
+operations does: topk of |residual + gradient|, gather, residual update; to decode, index_add_ into zeros. All on
+one thread.
 """
 
 import argparse
@@ -151,8 +151,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = run(args.n, args.repeats, args.density, not args.no_rival)
     note = (
         f"{args.n:,} float32, residual memory, one thread, Laplace gradients on a filled residual; median "
-        f"[quartiles] of {args.repeats}. Limit of encode: R += G; of decode ({RANKS} ranks, linear codecs: their "
-        "sum): one write."
+        f"[quartiles] of {args.repeats}. Limit of encode: R += G; of decode ({RANKS} ranks, linear codecs: "
+        "their sum): one write."
     )
     report("codec", "Encode and decode", rows, note, RESULTS if args.save else None)
 

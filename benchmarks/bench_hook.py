@@ -1,7 +1,7 @@
 """What the hook itself costs: the step under plain DDP, and under DDP with sidcomp's hook, on loopback.
 
-All wrap equal models in the same two processes and take turns, a few steps each, so that what else happens on the
-machine meets them alike. With `none` the hook does what plain DDP does; the difference is its own cost.
+All wrap equal models in the same two processes and take turns, a few steps each, so that what else happens on
+the machine meets them alike. With `none` the hook does what plain DDP does; the difference is its own cost.
 """
 
 import argparse
@@ -107,9 +107,9 @@ def main(argv: list[str] | None = None) -> None:
         for name, t in times.items()
     ]
     note = (
-        f"{n:,} parameters, batch {args.batch} a rank, {args.world} ranks with one thread each over loopback (Gloo), "
-        f"forward and backward; median [quartiles] of {args.repeats} turns of {args.steps} steps. Blocks allocated "
-        f"after the first four steps: {sum(allocations)}."
+        f"{n:,} parameters, batch {args.batch} a rank, {args.world} ranks with one thread each over loopback "
+        f"(Gloo), forward and backward; median [quartiles] of {args.repeats} turns of {args.steps} steps. "
+        f"Blocks allocated after the first four steps: {sum(allocations)}."
     )
     report("hook", "The step with and without the hook", rows, note, RESULTS if args.save else None)
 

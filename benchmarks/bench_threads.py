@@ -1,4 +1,4 @@
-"""Whether a second thread pays: two halves of a vector as two groups, encoded and decoded in turn and at once.
+"""Whether a second thread pays: two halves of a vector, encoded and decoded in turn and at once.
 
 The core runs a call on the calling thread and leaves splitting to the caller: this is the reason.
 """
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
                         "speed-up": times["one"].median / times["two"].median,
                     }
                 )
-    note = f"topk, residual, two groups of {n:,} float32, decode of {RANKS} ranks; median [quartiles] of {args.repeats}"
+    note = f"topk, two groups of {n:,} float32, decode of {RANKS} ranks; median [quartiles] of {args.repeats}"
     report("threads", "One thread against two", rows, note, RESULTS if args.save else None)
 
 

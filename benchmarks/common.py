@@ -35,7 +35,7 @@ def summary(milliseconds: list[float]) -> Timing:
 
 
 def race(runners: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, Timing]:
-    """Times each runner `repeats` times, in turn, so that what disturbs the machine meets all of them alike."""
+    """Times each runner `repeats` times, in turn, so that what disturbs the machine meets all alike."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for i in range(warmup + repeats):
         for name, run in runners.items():
