@@ -1,6 +1,7 @@
 /* emulate.h's device: two multiprocessors, so that grids are small and every block has more than one piece to do. */
 #include "emulate.h"
 
+#include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <ucontext.h>
@@ -17,17 +18,20 @@ namespace {
 enum { LANES = 32, STACK = 1 << 17, SHARED = 48 << 10, GUARD = 64, GARBAGE = 0xa7 };
 enum condition { RUNNING, WAITING, DONE };
 
+/* A fiber runs one thread of a block, and then that thread of the next block. It starts once by setcontext; from then on
+ * _setjmp and _longjmp switch, which unlike swapcontext make no system call. */
 struct fiber {
-    ucontext_t context;
     std::unique_ptr<char[]> stack{new char[STACK]};
+    bool started = false;
+    jmp_buf place;
     condition is = DONE;
     meeting what;
     uint64_t value, result;
     uint32_t argument;
 };
 
-std::vector<fiber> fibers;
-ucontext_t scheduler;
+fiber fibers[1024];
+jmp_buf scheduler;
 uint32_t current;
 uint64_t shuffled = 88172645463325252ull;
 const std::function<void()> *body;
@@ -46,10 +50,30 @@ uint64_t next_random() {
     return shuffled ^= shuffled << 17;
 }
 
+void pause(fiber &f) {
+    if (!_setjmp(f.place)) _longjmp(scheduler, 1);
+}
+
 void run() {
-    (*body)();
-    fibers[current].is = DONE;
-    swapcontext(&fibers[current].context, &scheduler);
+    fiber &f = fibers[current];
+    for (;;) {
+        (*body)();
+        f.is = DONE;
+        pause(f);
+    }
+}
+
+__attribute__((noinline)) void resume(fiber &f) {
+    if (_setjmp(scheduler)) return;
+    if (f.started) _longjmp(f.place, 1);
+    f.started = true;
+    ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = f.stack.get();
+    start.uc_stack.ss_size = STACK;
+    start.uc_link = nullptr;
+    makecontext(&start, run, 0);
+    setcontext(&start);
 }
 
 /* The threads from first on, if all of them wait for the same: give each its result. */
@@ -78,13 +102,7 @@ void run_block(uint32_t threads, size_t dynamic) {
     std::vector<uint32_t> order(threads);
     memset(shared, GARBAGE, sizeof shared);
     for (uint32_t i = 0; i < threads; i++) {
-        fiber &f = fibers[i];
-        getcontext(&f.context);
-        f.context.uc_stack.ss_sp = f.stack.get();
-        f.context.uc_stack.ss_size = STACK;
-        f.context.uc_link = nullptr;
-        makecontext(&f.context, run, 0);
-        f.is = RUNNING;
+        fibers[i].is = RUNNING;
         order[i] = i;
     }
     for (uint32_t done = 0; done < threads;) {
@@ -94,7 +112,7 @@ void run_block(uint32_t threads, size_t dynamic) {
             if (fibers[i].is != RUNNING) continue;
             current = i;
             threadIdx.x = i;
-            swapcontext(&scheduler, &fibers[i].context);
+            resume(fibers[i]);
             done += fibers[i].is == DONE;
             moved = true;
         }
@@ -114,7 +132,7 @@ uint64_t meet(meeting what, uint64_t value, uint32_t argument) {
     f.value = value;
     f.argument = argument;
     f.is = WAITING;
-    swapcontext(&f.context, &scheduler);
+    pause(f);
     return f.result;
 }
 
@@ -124,7 +142,6 @@ void launch(const cudaLaunchConfig_t &c, const std::function<void()> &thread) {
     const std::lock_guard<std::mutex> lock(one_launch);
     if (c.blockDim.x % LANES || c.blockDim.x > 1024 || !c.gridDim.x || c.dynamicSmemBytes > SHARED)
         stop("launch of a shape that no device takes");
-    if (fibers.size() < c.blockDim.x) fibers.resize(c.blockDim.x);
     body = &thread;
     gridDim = c.gridDim;
     blockDim = c.blockDim;
