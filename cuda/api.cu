@@ -33,7 +33,9 @@ struct device_scope {
 
 /* ---- what every call begins with ------------------------------------------------------------------------------- */
 
-enum { BEGIN_BLOCK = 1024 };
+enum {
+    BEGIN_BLOCK = 1024
+};
 
 __device__ static void zero_bytes(void *p, uint64_t bytes, uint64_t first, uint64_t step) {
     for (uint64_t i = first; i < bytes / 16; i += step) ((uint4 *)p)[i] = make_uint4(0, 0, 0, 0);

@@ -86,13 +86,17 @@ sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, u
 
 /* Vector 0 is acc. tile: vec[0] holds what is kept of acc; returns acc. undo: takes g out of vec again. */
 struct sid_cuda_memory_none {
-    enum { VECTORS = 0 };
+    enum {
+        VECTORS = 0
+    };
     static __device__ float tile(float *, float g) { return g; }
     static __device__ void undo(float *, float) {}
 };
 
 struct sid_cuda_memory_residual {
-    enum { VECTORS = 1 };
+    enum {
+        VECTORS = 1
+    };
     static __device__ float tile(float *vec, float g) {
         const float max = 3.402823466e38f, s = vec[0] + g;
         return vec[0] = s > max ? max : s < -max ? -max : s;
@@ -138,7 +142,9 @@ __device__ inline void sid_store_vectors(const sid_vectors &v, uint64_t i, uint3
     for (int m = 0; m < Memory::VECTORS; m++) sid_store4(v.first + m * v.stride + i, SID_F32, count, x[m]);
 }
 
-enum { SID_DEEP = 2 }; /* rows in flight: loads of all of them are issued before the first is used */
+enum {
+    SID_DEEP = 2
+}; /* rows in flight: loads of all of them are issued before the first is used */
 
 /* Reads the gradient and what is kept, stores acc, shows it to the codec. Per element, float32 with one kept vector:
  * reads 4 + 4, writes 4 bytes, the floor of error feedback; plus what the codec writes.
@@ -151,9 +157,8 @@ enum { SID_DEEP = 2 }; /* rows in flight: loads of all of them are issued before
  *     keep(rule, acc, i)          what the rule of the last step left of element i
  *     quad(shared &, acc[4], i, count) four elements from i on, of which count exist */
 template <class Memory, class Codec>
-__global__ void __launch_bounds__(SID_BLOCK)
-    sid_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
-                    Codec codec) {
+__global__ void __launch_bounds__(SID_BLOCK) sid_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state,
+                                                             sid_vectors vectors, float *acc, Codec codec) {
     __shared__ typename Codec::shared shared;
     if (!scratch->ready) return;
     codec.begin(shared);

@@ -5,7 +5,10 @@
 namespace {
 
 struct linear {
-    enum { REREADS = 0, RAW = 1 };
+    enum {
+        REREADS = 0,
+        RAW = 1
+    };
     struct shared {};
     uint8_t *body;
     float scale;
@@ -15,7 +18,8 @@ struct linear {
     __device__ float scaled(float x, float s) const {
         if (clamps && sid_key(x) < SID_KEY_INF) {
             const bool alone = s == 1.0f;
-            const float max = dtype == SID_F16 ? (alone ? 65504.0f : 65376.0f) : sid_bits_f32(alone ? 0x7f7f0000u : 0x7f7c0000u);
+            const float max =
+                dtype == SID_F16 ? (alone ? 65504.0f : 65376.0f) : sid_bits_f32(alone ? 0x7f7f0000u : 0x7f7c0000u);
             x = x > max ? max : x < -max ? -max : x;
         }
         return x * s;
@@ -37,7 +41,9 @@ struct linear {
     }
 };
 
-enum { SEAL_BLOCK = 64 };
+enum {
+    SEAL_BLOCK = 64
+};
 
 /* Header, rule, statistics, and the bytes after the body. */
 __global__ void __launch_bounds__(SEAL_BLOCK)

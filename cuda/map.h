@@ -6,16 +6,31 @@
 
 /* A warp holds one tile of SID_TILE elements, a block of SID_WARPS warps one chunk. Lane l of row r holds the four
  * elements from 128 r + 4 l on, so that a row is one 16-byte access per lane. */
-enum { SID_LANES = 32, SID_WARPS = 8, SID_BLOCK = SID_LANES * SID_WARPS };
-enum { SID_QUAD = 4, SID_ROW = SID_LANES * SID_QUAD, SID_ROWS = SID_TILE / SID_ROW };
-enum { SID_CHUNK = SID_TILE * SID_WARPS, SID_WIRE_CHUNKS = 8 };
+enum {
+    SID_LANES = 32,
+    SID_WARPS = 8,
+    SID_BLOCK = SID_LANES * SID_WARPS
+};
+enum {
+    SID_QUAD = 4,
+    SID_ROW = SID_LANES * SID_QUAD,
+    SID_ROWS = SID_TILE / SID_ROW
+};
+enum {
+    SID_CHUNK = SID_TILE * SID_WARPS,
+    SID_WIRE_CHUNKS = 8
+};
 
-enum { SID_CUDA_MAX_SEGMENTS = 16384 }; /* their starts take 128 KiB of work */
-#define SID_CUDA_MAX_N 0xffffffffull    /* counts are 32 bits wide */
+enum {
+    SID_CUDA_MAX_SEGMENTS = 16384
+};                                   /* their starts take 128 KiB of work */
+#define SID_CUDA_MAX_N 0xffffffffull /* counts are 32 bits wide */
 
 SID_HD uint64_t sid_tiles(uint64_t n) { return (n + SID_TILE - 1) / SID_TILE; }
 SID_HD uint64_t sid_chunks(uint64_t n) { return (n + SID_CHUNK - 1) / SID_CHUNK; }
-SID_HD uint32_t sid_tile_len(uint64_t n, uint64_t at) { return n - at < SID_TILE ? (uint32_t)(n - at) : (uint32_t)SID_TILE; }
+SID_HD uint32_t sid_tile_len(uint64_t n, uint64_t at) {
+    return n - at < SID_TILE ? (uint32_t)(n - at) : (uint32_t)SID_TILE;
+}
 
 /* start[0 .. n_seg] are the running sums of the lengths. The segment that element `at` < start[n_seg] lies in: the last
  * one that starts at or before it, which is never an empty one. */
@@ -32,14 +47,20 @@ SID_HD uint32_t sid_find_segment(const uint64_t *start, uint32_t n_seg, uint64_t
 }
 
 /* Three digits of a magnitude key, the highest first: 11, 10 and 10 bits. */
-enum { SID_DIGIT1 = 1 << 11, SID_DIGIT2 = 1 << 10, SID_DIGIT3 = 1 << 10 };
+enum {
+    SID_DIGIT1 = 1 << 11,
+    SID_DIGIT2 = 1 << 10,
+    SID_DIGIT3 = 1 << 10
+};
 SID_HD uint32_t sid_digit1(uint32_t key) { return key >> 20; }
 SID_HD uint32_t sid_digit2(uint32_t key) { return (key >> 10) & 0x3ffu; }
 SID_HD uint32_t sid_digit3(uint32_t key) { return key & 0x3ffu; }
 
 /* Entries written before a place in index order, where `above` elements before it exceed the key, `equal` ones have it,
  * and the first `ties` of those with it are sent. */
-SID_HD uint32_t sid_slot(uint32_t above, uint32_t equal, uint32_t ties) { return above + (equal < ties ? equal : ties); }
+SID_HD uint32_t sid_slot(uint32_t above, uint32_t equal, uint32_t ties) {
+    return above + (equal < ties ? equal : ties);
+}
 
 /* What the 16-bit value at byte `at` of a payload adds to the checksum's weighted sum: u16s pair up in little-endian
  * words. (To the plain sum it adds value << 8 * (at % 4).) */

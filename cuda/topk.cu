@@ -10,10 +10,18 @@
 
 namespace {
 
-enum { LIST_PER_K = 2, LIST_SHARE = 64, LIST_UPTO = 8 };
-enum { SPILLED = -1 };
+enum {
+    LIST_PER_K = 2,
+    LIST_SHARE = 64,
+    LIST_UPTO = 8
+};
+enum {
+    SPILLED = -1
+};
 
-float *acc_of(const sid_plan *p, sid_state *s, float *stored) { return p->memory->vectors ? sid_vectors_of(p, s).first : stored; }
+float *acc_of(const sid_plan *p, sid_state *s, float *stored) {
+    return p->memory->vectors ? sid_vectors_of(p, s).first : stored;
+}
 
 /* ---- work ------------------------------------------------------------------------------------------------------ */
 
@@ -23,8 +31,8 @@ struct encoding {
     /* Candidates of a tile: `held` of them from place `at` of the list, or SPILLED: then all of the tile's elements. */
     int32_t *at;
     uint32_t *held;
-    uint32_t *pairs;           /* a tile's elements above the key, and those equal to it << 16 */
-    unsigned long long *upto;  /* the same for all chunks before this one, equal in the lower half */
+    uint32_t *pairs;          /* a tile's elements above the key, and those equal to it << 16 */
+    unsigned long long *upto; /* the same for all chunks before this one, equal in the lower half */
     float *value;
     uint16_t *index;
     uint32_t room;
@@ -79,7 +87,10 @@ bool is_half(const sid_plan *p) { return p->codec_param[1] == 1; }
 
 /* Digit 0 of any round is not counted but inferred (pick_digit): the zeros of a gradient would all hit one address. */
 struct first_digit {
-    enum { REREADS = 1, RAW = 0 };
+    enum {
+        REREADS = 1,
+        RAW = 0
+    };
     struct shared {
         uint32_t count[SID_DIGIT1];
     };
@@ -128,7 +139,9 @@ struct pick_shared {
 
 /* By the whole block. `rank` from 1; what no counted digit reaches has digit 0. */
 template <uint32_t BINS> __device__ picked pick_digit(const uint32_t *count, uint32_t rank, pick_shared &s) {
-    enum { EACH = BINS / SID_BLOCK };
+    enum {
+        EACH = BINS / SID_BLOCK
+    };
     const uint32_t top = BINS - 1 - threadIdx.x * EACH; /* this thread's bins: EACH from top down */
     uint32_t own[EACH], mine = 0, total;
     for (uint32_t i = 0; i < EACH; i++) {
@@ -146,7 +159,10 @@ template <uint32_t BINS> __device__ picked pick_digit(const uint32_t *count, uin
 }
 
 /* Words of scratch->codec. */
-enum { DIGITS, RANK };
+enum {
+    DIGITS,
+    RANK
+};
 
 /* Captures every element whose first digit is the picked one or above, in index order within each tile; counts the
  * second digit of those that have the picked one. */
@@ -229,8 +245,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 }
 
 /* Calls f(is one, index in the tile, value) for the candidates of a tile in index order, 32 at a time, by a whole warp. */
-template <typename F>
-__device__ inline void candidates(const encoding &e, const float *acc, uint64_t tile, F f) {
+template <typename F> __device__ inline void candidates(const encoding &e, const float *acc, uint64_t tile, F f) {
     const int32_t at = e.at[tile];
     const uint32_t held = e.held[tile];
     for (uint32_t from = 0; from < held; from += SID_LANES) {
@@ -295,7 +310,9 @@ __global__ void __launch_bounds__(SID_BLOCK)
 }
 
 /* Running sums over the chunks, by one block: 32 bytes read and 8 written a chunk. */
-enum { SCAN_BLOCK = 1024 };
+enum {
+    SCAN_BLOCK = 1024
+};
 __global__ void __launch_bounds__(SCAN_BLOCK) scan_kernel(const sid_scratch *scratch, encoding e, uint64_t n) {
     __shared__ unsigned long long part[SID_LANES + 1];
     if (!scratch->ready) return;
@@ -369,7 +386,8 @@ __global__ void __launch_bounds__(SID_BLOCK)
         const uint32_t pair = sid_lane() < SID_WARPS ? e.pairs[chunk * SID_WARPS + sid_lane()] : 0;
         if (!__shfl_sync(SID_FULL, pair, sid_warp())) continue;
         const uint32_t earlier = sid_warp_sum(sid_lane() < sid_warp() ? pair : 0);
-        uint32_t above = above_of(e.upto[chunk]) + (earlier & 0xffffu), equal = equal_of(e.upto[chunk]) + (earlier >> 16);
+        uint32_t above = above_of(e.upto[chunk]) + (earlier & 0xffffu),
+                 equal = equal_of(e.upto[chunk]) + (earlier >> 16);
         candidates(e, acc, tile, [&](bool is, uint32_t index, float value) {
             const bool more = is && sid_key(value) > key, same = is && sid_key(value) == key;
             const uint32_t is_more = __ballot_sync(SID_FULL, more), is_same = __ballot_sync(SID_FULL, same);
@@ -406,9 +424,8 @@ __global__ void __launch_bounds__(SID_BLOCK)
 }
 
 /* Counts of the wire tiles, header, rule, statistics. */
-__global__ void __launch_bounds__(SID_BLOCK)
-    seal_kernel(sid_scratch *scratch, encoding e, sid_head head, uint32_t k, uint8_t *payload, body b, sid_state *state,
-                sid_stats *stats) {
+__global__ void __launch_bounds__(SID_BLOCK) seal_kernel(sid_scratch *scratch, encoding e, sid_head head, uint32_t k,
+                                                         uint8_t *payload, body b, sid_state *state, sid_stats *stats) {
     __shared__ sums part[SID_WARPS];
     if (!scratch->ready) return;
     const uint64_t tiles = sid_wire_tiles(head.n), chunks = sid_chunks(head.n);
@@ -483,8 +500,7 @@ __device__ inline uint64_t entries_before(const uint32_t *count, uint64_t tile) 
 }
 
 /* Blocks r * each to r * each + each - 1 check payload r: its checksum, and each a run of its wire tiles. Reads all of it. */
-__global__ void __launch_bounds__(SID_BLOCK)
-    look_kernel(checking check, payloads p, uint32_t each) {
+__global__ void __launch_bounds__(SID_BLOCK) look_kernel(checking check, payloads p, uint32_t each) {
     __shared__ sums part[SID_WARPS];
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
     const uint8_t *payload = p[r];
@@ -551,7 +567,12 @@ __global__ void __launch_bounds__(SID_BLOCK)
 /* A block sums one part of the group after another in shared memory: payload by payload, because floats add up in rank
  * order, the entries of one payload side by side, because their indices differ. Writes each element once: 4 + 6 W d bytes
  * an element, and W cursors of shared memory beside the part. */
-enum { PART = SID_DECODE_TILE, PART_BLOCK = PART / SID_TILE * SID_LANES, WIRE_PARTS = SID_WIRE_TILE / PART, AHEAD = 4 };
+enum {
+    PART = SID_DECODE_TILE,
+    PART_BLOCK = PART / SID_TILE * SID_LANES,
+    WIRE_PARTS = SID_WIRE_TILE / PART,
+    AHEAD = 4
+};
 
 struct cursor {
     uint32_t at, end; /* entries of the payload: the next one, and where its wire tile ends */
@@ -599,13 +620,14 @@ __global__ void __launch_bounds__(PART_BLOCK)
             float value[AHEAD];
             cursor c[AHEAD] = {};
             const auto fetch = [&](uint32_t a) { /* this thread's entry, or one that lies in no part */
-                const uint32_t i = c[a].at + threadIdx.x;
-                index[a] = SID_FULL;
-                value[a] = 0;
-                if (i >= c[a].end) return;
-                const uint8_t *values = p[r + a] + p.b.value_at;
-                index[a] = ((const uint16_t *)(p[r + a] + p.b.index_at))[i];
-                value[a] = p.b.half ? sid_from_f16(((const uint16_t *)values)[i]) : ((const float *)values)[i];
+                                                 const uint32_t i = c[a].at + threadIdx.x;
+                                                 index[a] = SID_FULL;
+                                                 value[a] = 0;
+                                                 if (i >= c[a].end) return;
+                                                 const uint8_t *values = p[r + a] + p.b.value_at;
+                                                 index[a] = ((const uint16_t *)(p[r + a] + p.b.index_at))[i];
+                                                 value[a] = p.b.half ? sid_from_f16(((const uint16_t *)values)[i])
+                                                                     : ((const float *)values)[i];
             };
 #pragma unroll
             for (uint32_t a = 0; a < AHEAD; a++) /* of several payloads at once, to wait for memory once */
@@ -619,7 +641,8 @@ __global__ void __launch_bounds__(PART_BLOCK)
                 for (;;) {
                     const bool in = index[a] - base < PART;
                     if (in) out[index[a] - base] += value[a];
-                    const uint32_t taken = (uint32_t)__syncthreads_count(in); /* entries ascend: the first `taken` threads */
+                    const uint32_t taken =
+                        (uint32_t)__syncthreads_count(in); /* entries ascend: the first `taken` threads */
                     c[a].at += taken;
                     if (taken < PART_BLOCK) break;
                     fetch(a);
@@ -662,9 +685,8 @@ sid_status decode(sid_cuda_decoding &c) {
                        c.state);
     if (s) return s;
     const auto run = [&](auto memory) {
-        return sid_launch(c.to, "decode", decode_kernel<decltype(memory)>,
-                          sid_grid(c.to, (p->n + PART - 1) / PART, 12), PART_BLOCK, shared, c.group, c.scratch, all,
-                          vectors);
+        return sid_launch(c.to, "decode", decode_kernel<decltype(memory)>, sid_grid(c.to, (p->n + PART - 1) / PART, 12),
+                          PART_BLOCK, shared, c.group, c.scratch, all, vectors);
     };
     return c.state ? sid_with_memory(p, c.to.err, run) : run(sid_cuda_memory_none());
 }

@@ -17,20 +17,24 @@ OUT = ROOT / "build" / "emulated"
 TOOLS = [os.environ.get("MAKE") or "make", os.environ.get("CXX") or "c++"]
 
 pytestmark = [
-    pytest.mark.skipif(not all(shutil.which(t.split()[0]) for t in TOOLS), reason="no make or no C++ compiler"),
+    pytest.mark.skipif(
+        not all(shutil.which(t.split()[0]) for t in TOOLS), reason="no make or no C++ compiler"
+    ),
     pytest.mark.skipif(sys.platform != "linux", reason="the emulation is written for Linux"),
 ]
 
 
 def call(command: list[str], **env: str) -> None:
     clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run(command, cwd=ROOT, env=clean | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     if done.returncode:
         pytest.fail(f"{command[0]} ... ended with {done.returncode}:\n{done.stdout[-6000:]}", pytrace=False)
 
 
 def build() -> Path:
-    """The package with an extension in which `nvcc` is the C++ compiler; returns the folder to import it from."""
+    """The package with an extension that the C++ compiler built as nvcc; returns its folder."""
     pybind11 = pytest.importorskip("pybind11")
     package = OUT / "sidcomp"
     package.mkdir(parents=True, exist_ok=True)
@@ -39,9 +43,13 @@ def build() -> Path:
         if not link.is_symlink():
             link.symlink_to(os.path.relpath(source, package))
     make, cxx = TOOLS
-    flags = "-std=c++17 -O2 -g -fPIC -ffp-contract=off -fsanitize=undefined -fno-sanitize-recover=all -Icsrc -Icuda -Itests/cuda"
+    flags = (
+        "-std=c++17 -O2 -g -fPIC -ffp-contract=off -fsanitize=undefined -fno-sanitize-recover=all "
+        "-Icsrc -Icuda -Itests/cuda"
+    )
     call([
-        make, f"-j{os.cpu_count()}", "ext", "O=build/emulated", "OUT=build/emulated/sidcomp/_core.so", f"PYTHON={sys.executable}",
+        make, f"-j{os.cpu_count()}", "ext", "O=build/emulated", "OUT=build/emulated/sidcomp/_core.so",
+        f"PYTHON={sys.executable}",
         f"PYINC=-isystem {sysconfig.get_paths()['include']} -isystem {pybind11.get_include()}",
         f"NVCC={cxx}", "GENCODE=", "ARCH=emulated",
         f"CU={cxx} -x c++ {flags} -Wall -Wextra -Wno-unknown-pragmas -DSID_EMULATE -DSID_WITH_CUDA",
@@ -52,4 +60,7 @@ def build() -> Path:
 
 def test_kernels_on_the_emulation() -> None:
     path = os.pathsep.join([str(build()), str(ROOT / "tests")])
-    call([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_cuda.py"], PYTHONPATH=path)
+    call(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_cuda.py"],
+        PYTHONPATH=path,
+    )

@@ -15,8 +15,18 @@ dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace emulate {
 namespace {
 
-enum { LANES = 32, STACK = 1 << 17, SHARED = 48 << 10, GUARD = 64, GARBAGE = 0xa7 };
-enum condition { RUNNING, WAITING, DONE };
+enum {
+    LANES = 32,
+    STACK = 1 << 17,
+    SHARED = 48 << 10,
+    GUARD = 64,
+    GARBAGE = 0xa7
+};
+enum condition {
+    RUNNING,
+    WAITING,
+    DONE
+};
 
 /* A fiber runs one thread of a block, and then that thread of the next block. It starts once by setcontext; from then on
  * _setjmp and _longjmp switch, which unlike swapcontext make no system call. */
@@ -150,7 +160,9 @@ void launch(const cudaLaunchConfig_t &c, const std::function<void()> &thread) {
 
 } // namespace emulate
 
-const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorInvalidDevice ? "invalid device ordinal" : "no error"; }
+const char *cudaGetErrorString(cudaError_t e) {
+    return e == cudaErrorInvalidDevice ? "invalid device ordinal" : "no error";
+}
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaGetDeviceCount(int *count) {
     *count = 1;

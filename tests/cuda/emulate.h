@@ -39,8 +39,15 @@ struct dim3 {
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 typedef struct emulated_stream *cudaStream_t;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInsufficientDriver = 35, cudaErrorNoDevice = 100, cudaErrorInvalidDevice = 101 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101
+};
+enum cudaDeviceAttr {
+    cudaDevAttrMultiProcessorCount
+};
 #define CUDART_VERSION 13000
 struct cudaLaunchConfig_t {
     dim3 gridDim, blockDim;
@@ -56,7 +63,15 @@ cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr what, int device);
 
 namespace emulate {
-enum meeting { SHUFFLE_XOR, SHUFFLE_UP, SHUFFLE, BALLOT, BARRIER, BARRIER_COUNT, BARRIER_OR };
+enum meeting {
+    SHUFFLE_XOR,
+    SHUFFLE_UP,
+    SHUFFLE,
+    BALLOT,
+    BARRIER,
+    BARRIER_COUNT,
+    BARRIER_OR
+};
 /* Waits for the warp or block; returns what the others brought along. */
 uint64_t meet(meeting what, uint64_t value, uint32_t argument);
 void *dynamic_shared();
@@ -80,9 +95,15 @@ inline void __syncthreads() { emulate::meet(emulate::BARRIER, 0, 0); }
 inline int __syncthreads_count(int x) { return (int)emulate::meet(emulate::BARRIER_COUNT, x != 0, 0); }
 inline int __syncthreads_or(int x) { return (int)emulate::meet(emulate::BARRIER_OR, x != 0, 0); }
 inline uint32_t __ballot_sync(uint32_t, int x) { return (uint32_t)emulate::meet(emulate::BALLOT, x != 0, 0); }
-template <typename T> T __shfl_xor_sync(uint32_t, T x, uint32_t d) { return emulate::shuffle(emulate::SHUFFLE_XOR, x, d); }
-template <typename T> T __shfl_up_sync(uint32_t, T x, uint32_t d) { return emulate::shuffle(emulate::SHUFFLE_UP, x, d); }
-template <typename T> T __shfl_sync(uint32_t, T x, uint32_t lane) { return emulate::shuffle(emulate::SHUFFLE, x, lane); }
+template <typename T> T __shfl_xor_sync(uint32_t, T x, uint32_t d) {
+    return emulate::shuffle(emulate::SHUFFLE_XOR, x, d);
+}
+template <typename T> T __shfl_up_sync(uint32_t, T x, uint32_t d) {
+    return emulate::shuffle(emulate::SHUFFLE_UP, x, d);
+}
+template <typename T> T __shfl_sync(uint32_t, T x, uint32_t lane) {
+    return emulate::shuffle(emulate::SHUFFLE, x, lane);
+}
 inline uint32_t __popc(uint32_t x) { return (uint32_t)__builtin_popcount(x); }
 
 template <typename T> T atomicAdd(T *p, T x) {
