@@ -2,8 +2,8 @@
 
 The limit of encode is `R += G` over the same memory (it reads the gradient, reads and writes the residual:
 12 bytes an element); that of decode is one write of the vector. The rival is what a hook written with torch's
-operations does: topk of |residual + gradient|, gather, residual update; to decode, index_add_ into zeros. All on
-one thread.
+operations does: topk of |residual + gradient|, gather, residual update; to decode, index_add_ into zeros.
+One thread.
 """
 
 import argparse
