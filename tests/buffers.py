@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import reference as ref
 from reference import Array, Step
-
 from sidcomp import _core
 
 CANARY, GUARD = 0xA5, 128
@@ -30,7 +29,7 @@ class Block:
 
 
 class Vector:
-    """A group's elements cut into segments of `lengths`, each at an arbitrary element, canaries between them."""
+    """A group's elements cut into segments of `lengths`, each at any element, canaries between them."""
 
     def __init__(self, elements: Array, lengths: Sequence[int] | None = None, seed: int = 0) -> None:
         lengths = [len(elements)] if lengths is None else list(lengths)
@@ -47,7 +46,9 @@ class Vector:
             self.own[at : at + length] = True
             at += length
         self.write(elements)
-        self.segments = _core.Segments([self.all.ctypes.data + s * elements.itemsize for s in starts], lengths)
+        self.segments = _core.Segments(
+            [self.all.ctypes.data + s * elements.itemsize for s in starts], lengths
+        )
 
     def write(self, elements: Array) -> None:
         self.all[self.own] = elements
@@ -61,7 +62,7 @@ class Vector:
 
 
 class Rank:
-    """One rank's plan, state, work and payload. Work and payload are filled with garbage before every encode."""
+    """One rank's plan, state, work and payload. Work and payload hold garbage before every encode."""
 
     def __init__(self, plan: _core.Plan) -> None:
         self.plan = plan
@@ -86,7 +87,12 @@ class Rank:
         return self.payload.data.tobytes()
 
     def decode(
-        self, payloads: Sequence[bytes], scale: float, vector: Vector, at: Step | None = None, state: bool = True
+        self,
+        payloads: Sequence[bytes],
+        scale: float,
+        vector: Vector,
+        at: Step | None = None,
+        state: bool = True,
     ) -> bool:
         stride = -(-self.plan.payload_bytes // 64) * 64
         block = Block(stride * len(payloads), 0x99)

@@ -1,21 +1,23 @@
 """The judge: every codec and memory of the core once more, slow and plain, in NumPy.
 
-Written from the papers and docs/wire.md, never from the C files, so that the two can disagree. A codec is looked up by
-its registry name in CODECS; a codec of the registry without an entry here fails the tests.
+Written from the papers and docs/wire.md, never from the C files, so that the two can disagree. A codec is
+looked up by its registry name in CODECS; a codec of the registry without an entry here fails the tests.
 
-Vectors of elements are float32, float16 or, for "bfloat16", uint16 arrays. `Group` plays one rank's side of one group:
+Vectors of elements are float32, float16 or, for "bfloat16", uint16 arrays. `Group` plays one rank's side:
 
-    group = Group("topk", "residual", n, "float32", {"density": 0.01, ...})   # every parameter, no defaults here
+    group = Group("topk", "residual", 16, n, "float32", settings)  # every parameter: no defaults here
     payload = group.encode(gradient, Step(step=0, group=0, rank=0, world=2))
-    out = decode(payloads, scale, "float32")
+    out = group.decode([payload, other], 0.5)
 
-SIDCo (Abdelmoniem et al., MLSys 2021). The printed Algorithm 1 slips three times; what is done here is the text:
-  - its listing shifts `temp` by eta_{m-1} and then returns the last, shifted threshold. Equation (10) says
-    eta_m = beta_m log(1/delta_m) + eta_{m-1}, so the previous threshold is added back;
-  - it filters with > in the stages and with >= at the end. Equation (11) averages over the exceedances of eta_{m-1},
-    which are the elements above it, and the compressor of section 2.3 keeps |g| >= eta. Both are followed as they stand;
-  - it skips the count of every Q-th step but divides the sum by Q. Section 3 averages over the Q steps, so do we.
-Stage 1 averages over all d elements, zeros included (equation 6). An empty exceedance set leaves eta where it is.
+SIDCo (Abdelmoniem et al., MLSys 2021). The printed Algorithm 1 slips; what is done here is the text of
+sections 2 and 3. Where the listing departs from it:
+  - it shifts `temp` by eta_{m-1} and returns the last, shifted threshold. Equation (10) says
+    eta_m = beta_m log(1/delta_m) + eta_{m-1}: the previous threshold is added back;
+  - it skips the count of every Q-th step but divides the sum by Q. Section 3 averages over the Q steps;
+  - it filters with > in the stages and with >= at the end. Both stand in the text too: equation (11)
+    averages over what exceeds eta_{m-1}, the compressor of section 2.3 keeps |g| >= eta.
+Stage 1 averages over all d elements, zeros included (equation 6). delta is k/d. Where nothing exceeds a
+stage's threshold, the next one keeps it.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ DTYPE_CODE = {"float32": 0, "float16": 1, "bfloat16": 2}
 MAGIC, VERSION, HEADER_BYTES, WIRE_TILE = 0x43444953, 1, 64, 65536
 NONFINITE, RAISED, HALF = 1, 2, 4
 HEADER = struct.Struct("<IHHIIQQQIIfIQ")
-FIELDS = ("magic", "version", "codec", "dtype", "flags", "n", "count", "step", "group", "rank", "scale", "reserved",
-          "checksum")  # fmt: skip
+FIELDS = ("magic", "version", "codec", "dtype", "flags", "n", "count", "step", "group", "rank", "scale",
+          "reserved", "checksum")  # fmt: skip
 
 
-# ---- number formats ----------------------------------------------------------------------------------------------
+# ---- number formats ------------------------------------------------------------------------------
 
 
 def bf16_to_f32(h: Array) -> Array:
@@ -76,7 +78,7 @@ def to_f32(x: Array, dtype: str) -> Array:
 
 
 def from_f32(x: Array, dtype: str) -> Array:
-    """One IEEE rounding to the dtype: what is too large becomes Inf. A NaN keeps its sign and the payload's first bits."""
+    """One IEEE rounding: what is too large becomes Inf. A NaN keeps its sign and the payload's first bits."""
     if dtype == "bfloat16":
         return f32_to_bf16(x)
     with np.errstate(all="ignore"):
@@ -100,7 +102,7 @@ def saturate(x: Array) -> Array:
     return np.clip(x, -FLT_MAX, FLT_MAX).astype(np.float32)
 
 
-# ---- payload -----------------------------------------------------------------------------------------------------
+# ---- payload -------------------------------------------------------------------------------------
 
 
 def checksum(payload: bytes) -> int:
@@ -132,7 +134,7 @@ def header(payload: bytes) -> dict[str, Any]:
 
 
 def with_header(payload: bytes, linear: bool, **changes: Any) -> bytes:
-    """The payload with some header fields changed and, unless `checksum` is one of them, a checksum that fits."""
+    """The payload with other header fields and, unless `checksum` is one of them, a checksum that fits."""
     fields = {**header(payload), **changes}
     out = HEADER.pack(*(fields[f] for f in FIELDS)) + payload[HEADER_BYTES:]
     return out if "checksum" in changes else seal(out, linear)
@@ -145,7 +147,11 @@ def _pad(data: bytes, to: int) -> bytes:
 def sparse_body(n: int, cap: int, index: Array, value: Array, half: bool) -> bytes:
     """Counts of the wire tiles, 16-bit indices, values; `index` ascends, `value` is float32."""
     tiles = -(-n // WIRE_TILE)
-    counts = np.bincount(index // WIRE_TILE, minlength=tiles)[:tiles].astype("<u4") if tiles else np.zeros(0, "<u4")
+    counts = (
+        np.bincount(index // WIRE_TILE, minlength=tiles)[:tiles].astype("<u4")
+        if tiles
+        else np.zeros(0, "<u4")
+    )
     indices, values = np.zeros(cap, "<u2"), np.zeros(cap, "<f2" if half else "<f4")
     indices[: len(index)] = index % WIRE_TILE
     values[: len(index)] = from_f32_saturating(value, "float16") if half else value
@@ -153,7 +159,7 @@ def sparse_body(n: int, cap: int, index: Array, value: Array, half: bool) -> byt
 
 
 def read_sparse_body(body: bytes, n: int, cap: int, count: int, half: bool) -> tuple[Array, Array]:
-    """Group indices (int64) and float32 values of the `count` entries. Raises ValueError where an encoder is not at work."""
+    """Group indices (int64) and float32 values of `count` entries; ValueError if no encoder wrote this."""
     tiles = -(-n // WIRE_TILE)
     index_at = -(-4 * tiles // 8) * 8
     value_at = index_at + -(-2 * cap // 8) * 8
@@ -171,7 +177,7 @@ def read_sparse_body(body: bytes, n: int, cap: int, count: int, half: bool) -> t
     return index, value
 
 
-# ---- selection ---------------------------------------------------------------------------------------------------
+# ---- selection -----------------------------------------------------------------------------------
 
 
 def target_count(n: int, density: float) -> int:
@@ -190,10 +196,10 @@ def stage_ratios(delta: float, first: float, stages: int) -> list[float]:
 
 
 def sidco_thresholds(magnitude: Array, ratios: Sequence[float], slack: float = 0.0) -> tuple[float, float]:
-    """Lowest and highest value of SIDCo-E's eta_M where every stage's threshold may be off by `slack`, relatively.
+    """Lowest and highest eta_M of SIDCo-E if every stage's threshold may be off by `slack`, relatively.
 
-    With slack 0 both are the threshold of equations (6), (10), (11). The slack matters because an element that sits on
-    a stage's threshold enters or leaves the next mean by one rounding.
+    With slack 0 both are the threshold of equations (6), (10), (11). The slack matters because an element
+    that sits on a stage's threshold enters or leaves the next mean by one rounding.
     """
     ordered = np.sort(magnitude.astype(np.longdouble))
     beyond = np.append(np.cumsum(ordered[::-1])[::-1], 0)  # beyond[i]: sum of ordered[i:]
@@ -207,7 +213,7 @@ def sidco_thresholds(magnitude: Array, ratios: Sequence[float], slack: float = 0
     return float(eta.min()), float(eta.max())
 
 
-# ---- codecs ------------------------------------------------------------------------------------------------------
+# ---- codecs --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -244,9 +250,9 @@ class Codec:
 
 @dataclass
 class Linear(Codec):
-    """none, fp16, bf16: body = round(clamp(acc) * (1/world)), as plain DDP divides; what has left is body * world.
+    """none, fp16, bf16: body = round(clamp(acc) * (1/world)), as plain DDP divides; body * world has left.
 
-    fp16 and bf16 clamp to the format's largest value, a little below it where bodies of several ranks are summed.
+    fp16 and bf16 clamp to the format's largest value, a little below it where several ranks are summed.
     """
 
     body: str | None = None
@@ -286,7 +292,9 @@ class Sparse(Codec):
         self.cap = self.k
         self.half = self.settings["values"] == "f16"
 
-    def send(self, acc: Array, index: Array, threshold: float, flags: int, found: int, stages: int = 0) -> Sent:
+    def send(
+        self, acc: Array, index: Array, threshold: float, flags: int, found: int, stages: int = 0
+    ) -> Sent:
         value = acc[index]
         decoded = np.zeros(self.n, np.float32)
         decoded[index] = to_f32(from_f32_saturating(value, "float16"), "float16") if self.half else value
@@ -296,7 +304,9 @@ class Sparse(Codec):
 
     def read(self, payload: bytes) -> Array:
         h = header(payload)
-        index, value = read_sparse_body(payload[HEADER_BYTES:], self.n, self.cap, h["count"], bool(h["flags"] & HALF))
+        index, value = read_sparse_body(
+            payload[HEADER_BYTES:], self.n, self.cap, h["count"], bool(h["flags"] & HALF)
+        )
         out = np.zeros(self.n, np.float32)
         out[index] = value
         return out
@@ -377,7 +387,7 @@ CODECS: dict[str, Callable[..., Any]] = {
 MEMORIES = ("none", "residual")
 
 
-# ---- one rank's side of one group ----------------------------------------------------------------------------------
+# ---- one rank's side of one group ----------------------------------------------------------------
 
 
 class Group:
@@ -406,21 +416,27 @@ class Group:
         if self.feedback:
             self.kept = self.acc - sent.decoded
         flags = sent.flags | (0 if np.isfinite(gradient).all() else NONFINITE)
-        head = HEADER.pack(MAGIC, VERSION, self.codec.wire_id, DTYPE_CODE[self.dtype], flags, self.n, sent.count,
-                           at.step, at.group, at.rank, sent.scale, 0, 0)  # fmt: skip
+        head = HEADER.pack(
+            MAGIC, VERSION, self.codec.wire_id, DTYPE_CODE[self.dtype], flags, self.n, sent.count,
+            at.step, at.group, at.rank, sent.scale, 0, 0,
+        )  # fmt: skip
         return seal(head + sent.body, self.codec.linear)
 
     def total(self, payloads: Sequence[bytes], scale: float) -> Array:
-        """scale * sum of what the payloads stand for: a float32 sum in payload order, times one float32 factor.
+        """scale * sum of what the payloads stand for: a float32 sum in their order, times a float32 factor.
 
-        A linear body stands for body * world; where `scale` is the 1/world that it was divided by, the factor is 1.
+        A linear body stands for body * world; where `scale` is the 1/world of its header, the factor is 1.
         """
         factor = np.float32(scale)
         total = np.zeros(self.n, np.float32)
         with np.errstate(all="ignore"):
             if self.codec.linear:
                 divided = np.float32(header(payloads[0])["scale"])
-                factor = np.float32(1) if factor == divided else np.float32(float(factor) * round(1 / float(divided)))
+                factor = (
+                    np.float32(1)
+                    if factor == divided
+                    else np.float32(float(factor) * round(1 / float(divided)))
+                )
                 total = self.codec.read(payloads[0])
                 payloads = payloads[1:]
             for payload in payloads:
@@ -430,7 +446,7 @@ class Group:
             return (total * factor).astype(np.float32)
 
     def decode(self, payloads: Sequence[bytes], scale: float) -> Array:
-        """total(), rounded once to the dtype; all NaN if a payload of a sparse codec says that its gradient was not finite."""
+        """total(), rounded once to the dtype; all NaN if a sparse payload's gradient was not finite."""
         return from_f32(self.total(payloads, scale), self.dtype)
 
     def take_back(self, elements: Array) -> None:

@@ -1,7 +1,7 @@
-"""The C core against the NumPy reference, for every codec x memory x dtype of the registry and every instruction set.
+"""The C core against the NumPy reference, for every codec x memory x dtype and every instruction set.
 
-Each example runs on all instruction sets of this processor and compares them byte for byte, in guarded memory. The
-deep runs are marked slow: pytest -m slow.
+Each example runs on all instruction sets of this processor and compares them byte for byte, in guarded
+memory. The deep runs are marked slow: pytest -m slow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from buffers import Block, Rank, Vector, parameters, reference_group
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Array, Step
-
 from sidcomp import _core
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -34,18 +33,31 @@ FEEDBACK = [c["name"] for c in _core.codecs() if "lossless" not in c["traits"]]
 
 few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 more = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-deep = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+deep = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
-# ---- what is drawn ------------------------------------------------------------------------------------------------
+# ---- what is drawn -------------------------------------------------------------------------------
 
-EDGES = [0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 1022, 1023, 1024, 1025, 2047, 2048, 2049, 4095,
-         4096, 4097, 5121]  # fmt: skip
+EDGES = [0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 1022, 1023, 1024, 1025, 2047,
+         2048, 2049, 4095, 4096, 4097, 5121]  # fmt: skip
 BIG_EDGES = [65534, 65535, 65536, 65537, 131071, 131072, 131073]
 sizes = st.one_of(st.sampled_from(EDGES), st.integers(0, 40), st.integers(0, 6000))
 all_sizes = st.one_of(sizes, sizes, sizes, sizes, sizes, sizes, st.sampled_from(BIG_EDGES))
 seeds = st.integers(0, 2**32 - 1)
 
-KINDS = ("normal", "laplace", "heavy", "equal", "zeros", "denormal", "one", "huge", "range", "few", "mostly zero", "ramp")
+KINDS = (
+    "normal",
+    "laplace",
+    "heavy",
+    "equal",
+    "zeros",
+    "denormal",
+    "one",
+    "huge",
+    "range",
+    "few",
+    "mostly zero",
+    "ramp",
+)
 
 
 def content(kind: str, n: int, rng: np.random.Generator) -> Array:
@@ -70,7 +82,9 @@ def content(kind: str, n: int, rng: np.random.Generator) -> Array:
         if n:
             x[rng.integers(n)] = scale
     elif kind == "huge":
-        x = sign * rng.choice(np.array([3e38, 3.4e38, float(ref.FLT_MAX), 1e38, 65504.0, 65519.9, 65520.0]), n)
+        x = sign * rng.choice(
+            np.array([3e38, 3.4e38, float(ref.FLT_MAX), 1e38, 65504.0, 65519.9, 65520.0]), n
+        )
     elif kind == "range":
         x = sign * 10.0 ** rng.uniform(-44, 38, n)
     elif kind == "few":
@@ -103,7 +117,7 @@ def cuts(n: int, how: str, rng: np.random.Generator) -> list[int]:
 
 @st.composite
 def drawn_settings(draw: Any, codec: str) -> dict[str, float | int | str]:
-    """Settings from the codec's own parameter table: any value that it allows, small ones as often as large ones."""
+    """Settings from the codec's own table: any value that it allows, small ones as often as large ones."""
     out: dict[str, float | int | str] = {}
     for p in parameters(codec):
         if draw(st.booleans()) and p["name"] != "density":
@@ -113,7 +127,9 @@ def drawn_settings(draw: Any, codec: str) -> dict[str, float | int | str]:
         elif p["kind"] == "int":
             out[p["name"]] = draw(st.integers(int(p["min"]), min(int(p["max"]), int(p["min"]) + 9)))
         elif p["min"] > 0 and p["max"] / p["min"] > 100:
-            out[p["name"]] = min(p["max"], p["min"] * 10.0 ** draw(st.floats(0, math.log10(p["max"] / p["min"]))))
+            out[p["name"]] = min(
+                p["max"], p["min"] * 10.0 ** draw(st.floats(0, math.log10(p["max"] / p["min"])))
+            )
         else:
             out[p["name"]] = draw(st.floats(p["min"], p["max"]))
     if "density" in out:  # most often one that selects some, not all
@@ -121,7 +137,7 @@ def drawn_settings(draw: Any, codec: str) -> dict[str, float | int | str]:
     return out
 
 
-# ---- comparing ----------------------------------------------------------------------------------------------------
+# ---- comparing -----------------------------------------------------------------------------------
 
 
 def bits(x: Array) -> Array:
@@ -136,7 +152,9 @@ def bits(x: Array) -> Array:
 def assert_same(got: Array, want: Array, what: str) -> None:
     assert got.shape == want.shape and got.dtype == want.dtype, what
     bad = np.flatnonzero(bits(got) != bits(want))
-    assert not len(bad), f"{what}: {len(bad)} differ, first [{bad[0]}]: got {got[bad[0]]!r}, want {want[bad[0]]!r}"
+    assert not len(bad), (
+        f"{what}: {len(bad)} differ, first [{bad[0]}]: got {got[bad[0]]!r}, want {want[bad[0]]!r}"
+    )
 
 
 def assert_same_payload(got: bytes, want: bytes) -> None:
@@ -150,9 +168,18 @@ def assert_same_payload(got: bytes, want: bytes) -> None:
 class Trial:
     """One group on every instruction set beside its reference; all of them must agree after each call."""
 
-    def __init__(self, codec: str, memory: str, n: int, dtype: str, settings: ref.Settings | None = None) -> None:
+    def __init__(
+        self,
+        codec: str,
+        memory: str,
+        n: int,
+        dtype: str,
+        settings: ref.Settings | None = None,
+        isas: tuple[str, ...] = ISAS,
+    ) -> None:
         settings = settings or {}
-        self.ranks = [Rank(_core.Plan(codec, memory, n, dtype, settings, isa)) for isa in ISAS]
+        self.isas = isas
+        self.ranks = [Rank(_core.Plan(codec, memory, n, dtype, settings, isa)) for isa in isas]
         self.plan = self.ranks[0].plan
         self.group = reference_group(self.plan, settings)
         self.dtype, self.n = dtype, n
@@ -164,8 +191,8 @@ class Trial:
     def encode(self, x: Array, at: Step, lengths: list[int] | None = None, seed: int = 0) -> bytes:
         """The payload, after comparing it with the reference's."""
         payloads = [r.encode(Vector(x, lengths, seed + i), at) for i, r in enumerate(self.ranks)]
-        for isa, p in zip(ISAS, payloads, strict=True):
-            assert p == payloads[0], f"{isa} differs from {ISAS[0]}"
+        for isa, p in zip(self.isas, payloads, strict=True):
+            assert p == payloads[0], f"{isa} differs from {self.isas[0]}"
         if hasattr(self.group.codec, "dictated"):
             self.dictate(x, payloads[0])
         want = self.group.encode(x, at)
@@ -173,13 +200,15 @@ class Trial:
         assert_same_payload(payloads[0], want)
         sent = self.group.sent
         for r in self.ranks:
-            assert r.stats.count == sent.count and r.stats.found == sent.found and r.stats.stages == sent.stages
+            assert (
+                r.stats.count == sent.count and r.stats.found == sent.found and r.stats.stages == sent.stages
+            )
             assert r.stats.nonfinite == int((~np.isfinite(ref.to_f32(x, self.dtype))).sum())
             assert 1 <= r.stats.walks <= 16
         return payloads[0]
 
     def dictate(self, x: Array, payload: bytes) -> None:
-        """A threshold within 0.1 % of the paper's is right; everything that follows from it is compared exactly."""
+        """A threshold within 0.1 % of the paper's is right; all that follows from it is compared exactly."""
         codec, stats, head = self.group.codec, self.stats, ref.header(payload)
         if not self.n:
             return
@@ -205,7 +234,7 @@ class Trial:
         if self.nonfinite(payloads, scale):
             self.group.take_back(held)
         want = self.group.decode(payloads, scale)
-        for isa, out in zip(ISAS, outs, strict=True):
+        for isa, out in zip(self.isas, outs, strict=True):
             assert_same(out, want, f"decoded on {isa}")
             assert bits(out).tobytes() == bits(outs[0]).tobytes()
         return outs[0]
@@ -232,7 +261,7 @@ def allowed(low: float, high: float, magnitude: Array, head: dict[str, Any], fou
         return bool(head["flags"] & ref.RAISED) or np.float32(low) <= head["scale"] <= np.float32(high)
 
 
-# ---- the registry ---------------------------------------------------------------------------------------------------
+# ---- the registry --------------------------------------------------------------------------------
 
 
 def test_every_codec_and_memory_has_a_judge() -> None:
@@ -280,10 +309,12 @@ def test_the_instruction_set_can_be_chosen(isa: str) -> None:
     assert plan.isa == (_core.isa_best() if isa == "auto" else isa)
 
 
-# ---- one step -------------------------------------------------------------------------------------------------------
+# ---- one step ------------------------------------------------------------------------------------
 
 
-def one_step(codec: str, memory: str, dtype: str, data: st.DataObject, size: st.SearchStrategy[int] = all_sizes) -> None:
+def one_step(
+    codec: str, memory: str, dtype: str, data: st.DataObject, size: st.SearchStrategy[int] = all_sizes
+) -> None:
     chosen = data.draw(drawn_settings(codec))
     n, kind, seed = data.draw(size), data.draw(st.sampled_from(KINDS)), data.draw(seeds)
     how = data.draw(st.sampled_from(["one", "tiny", "random"]))
@@ -306,16 +337,29 @@ def one_step(codec: str, memory: str, dtype: str, data: st.DataObject, size: st.
     assert np.isfinite(kept).all()
     decoded = trial.decode([payload], 1.0, x, at).astype(np.float64)
     if world == 1 and dtype == "float32":
-        # A memory's update and a codec's cut are exact, so that nothing is lost between them.
+        # The memory and the cut are exact: nothing is lost between them. Only what is left of more
+        # than twice what float16 can carry takes one rounding.
         if trial.group.feedback:
-            assert (decoded + kept == acc).all(), "decoded + kept != gradient + kept before"
+            half = payload_is_half(trial, payload)
+            slack = np.where(half & (np.abs(acc) > 2 * 65504), np.abs(acc) * 2.0**-24, 0)
+            off = np.abs(decoded + kept - acc)
+            assert (off <= slack).all(), "decoded + kept != gradient + kept before"
         exact = ref.to_f32(x, dtype).astype(np.float64) + before
-        assert (acc == np.clip(exact.astype(np.float32), -ref.FLT_MAX, ref.FLT_MAX)).all()
+        with np.errstate(over="ignore"):
+            assert (acc == ref.saturate(exact.astype(np.float32))).all()
         # C(x) is never farther from x than 0 is, in any element.
         assert (np.abs(acc - decoded) <= np.abs(acc)).all()
     if not trial.plan.linear:
         head = ref.header(payload)
         assert head["count"] == trial.group.sent.count <= trial.group.codec.cap
+
+
+def payload_is_half(trial: Trial, payload: bytes) -> bool:
+    return (
+        trial.plan.body_dtype == "float16"
+        if trial.plan.linear
+        else bool(ref.header(payload)["flags"] & ref.HALF)
+    )
 
 
 @pytest.mark.parametrize(("codec", "memory", "dtype"), COMBOS)
@@ -390,16 +434,17 @@ def test_the_same_input_gives_the_same_bytes(codec: str) -> None:
     assert len(payloads) == 7 and len(set(payloads.values())) == 1
 
 
-# ---- many steps -------------------------------------------------------------------------------------------------------
+# ---- many steps ----------------------------------------------------------------------------------
 
 
 def schedule(kind: str, steps: int, rng: np.random.Generator) -> Iterator[float]:
-    """Scales of a run's gradients: what the last step taught about the threshold is more or less wrong in the next."""
+    """Scales of a run's gradients: what the last step taught about the threshold may be wrong in the next."""
     scale = 1.0
     for i in range(steps):
         yield 0.0 if kind == "pauses" and i % 4 == 3 else scale
-        scale *= {"drift": rng.uniform(0.9, 1.1), "shrink": 0.3, "grow": 3.0, "jump": 10.0 ** rng.integers(-9, 10),
-                  "steady": 1.0, "pauses": 1.0, "collapse": 1e-6 if i == 4 else 1.0}[kind]  # fmt: skip
+        jump = 10.0 ** rng.integers(-9, 10)
+        change = {"drift": rng.uniform(0.9, 1.1), "shrink": 0.3, "grow": 3.0, "jump": jump}
+        scale *= 1e-6 if kind == "collapse" and i == 4 else change.get(kind, 1.0)
         scale = min(max(scale, 1e-30), 1e30)
 
 
@@ -446,7 +491,7 @@ def test_many_steps_deep(codec: str, memory: str, dtype: str, data: st.DataObjec
 @pytest.mark.parametrize("codec", SPARSE)
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
 def test_the_steady_state_reads_once(codec: str, density: float) -> None:
-    """Gradients of one distribution: after the first steps the threshold is predicted and acc is read once."""
+    """Gradients of one distribution: after some steps the threshold is predicted and acc is read once."""
     n = 1 << 17
     rank = Rank(_core.Plan(codec, "residual", n, "float32", {"density": density}))
     walks = []
@@ -457,10 +502,37 @@ def test_the_steady_state_reads_once(codec: str, density: float) -> None:
     assert sum(walks[20:]) <= 22, walks
 
 
-# ---- decode -----------------------------------------------------------------------------------------------------------
+def large_groups(codec: str, n: int, density: float, kind: str, steps: int) -> None:
+    """Sizes at which work cannot hold every element as a candidate; the fastest instruction set only."""
+    trial = Trial(codec, "residual", n, "float32", {"density": density}, ISAS[-1:])
+    for step in range(steps):
+        x = content(kind, n, np.random.default_rng((n, step)))
+        x *= np.float32(0.5 / max(float(np.abs(x).mean()), 1e-30) * (0.95**step if step % 7 else 1.3))
+        trial.encode(x, Step(step=step))
+        if step % 4 == 3:
+            trial.residual()
 
 
-def shares(codec: str, memory: str, n: int, dtype: str, chosen: ref.Settings, world: int, seed: int) -> list[bytes]:
+@pytest.mark.parametrize("codec", SPARSE)
+@pytest.mark.parametrize(("density", "kind"), [(0.001, "laplace"), (0.01, "heavy"), (0.1, "few")])
+def test_large_groups(codec: str, density: float, kind: str) -> None:
+    large_groups(codec, (1 << 20) + 777, density, kind, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", SPARSE)
+@pytest.mark.parametrize("density", [1e-5, 0.001, 0.01, 0.3])
+@pytest.mark.parametrize("kind", ["laplace", "normal", "heavy", "few", "mostly zero"])
+def test_large_groups_deep(codec: str, density: float, kind: str) -> None:
+    large_groups(codec, 3_000_001, density, kind, 12)
+
+
+# ---- decode --------------------------------------------------------------------------------------
+
+
+def shares(
+    codec: str, memory: str, n: int, dtype: str, chosen: ref.Settings, world: int, seed: int
+) -> list[bytes]:
     """One payload a rank, written by the reference."""
     plan = _core.Plan(codec, memory, n, dtype, chosen)
     rng = np.random.default_rng(seed)
@@ -501,7 +573,9 @@ def test_linear_bodies_may_be_summed(codec: str, dtype: str, world: int) -> None
     summed += bytes(trial.plan.payload_bytes - len(summed))
     out = trial.decode([summed], 1.0 / world, np.zeros(n, ref.STORAGE[dtype]))
     if body == dtype:
-        assert_same(out, ref.from_f32(total, dtype), "with the scale that divided it, a sum is the mean as it stands")
+        assert_same(
+            out, ref.from_f32(total, dtype), "with the scale that divided it, a sum is the mean as it stands"
+        )
 
 
 @pytest.mark.parametrize("codec", [c for c in LINEAR if c in FEEDBACK])
@@ -524,7 +598,7 @@ def test_a_sum_of_saturated_bodies_stays_finite(codec: str, world: int) -> None:
     assert np.allclose(body.astype(np.float64) * world + rank.residual()[0], x, rtol=1e-6)
 
 
-# ---- number formats -----------------------------------------------------------------------------------------------------
+# ---- number formats ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", [c for c in LINEAR if c != "none"])
@@ -550,20 +624,24 @@ def test_every_half_survives_a_dense_payload(dtype: str) -> None:
 
 @pytest.mark.parametrize("codec", [c for c in LINEAR if c != "none"])
 def test_floats_round_to_the_nearest_half(codec: str) -> None:
-    """All halves, the middles between neighbours, one float32 step to either side of both, and a comb over all floats."""
+    """All halves, the middles between them, a float32 step to either side of both, a comb over all floats."""
     half = _core.Plan(codec, "none", 1, "float32").body_dtype
     values = ref.to_f32(np.arange(65536, dtype=np.uint16).view(ref.STORAGE[half]), half)
     values = np.unique(values[np.isfinite(values)])
     middles = ((values[1:].astype(np.float64) + values[:-1]) / 2).astype(np.float32)
-    marks = np.concatenate([values, middles, np.float32([65504, 65519.99, 65520, 65536, 3.3895314e38, 3.4e38])])
-    marks = np.concatenate([np.nextafter(marks, np.float32(-np.inf)), marks, np.nextafter(marks, np.float32(np.inf))])
+    marks = np.concatenate(
+        [values, middles, np.float32([65504, 65519.99, 65520, 65536, 3.3895314e38, 3.4e38])]
+    )
+    marks = np.concatenate(
+        [np.nextafter(marks, np.float32(-np.inf)), marks, np.nextafter(marks, np.float32(np.inf))]
+    )
     comb = np.arange(0, 2**32, 8191, dtype=np.uint64).astype(np.uint32).view(np.float32)
     x = np.concatenate([marks, -marks, comb])
     trial = Trial(codec, "none", len(x), "float32")
     trial.encode(x, Step())
 
 
-# ---- payloads that are not sound --------------------------------------------------------------------------------------------
+# ---- payloads that are not sound -----------------------------------------------------------------
 
 
 def refused(plan: _core.Plan, payloads: list[bytes], culprit: int, error: type[Exception], at: Step) -> str:
@@ -622,12 +700,11 @@ def test_sound_payloads_of_another_place_are_told_apart(codec: str) -> None:
 
 
 def forgeries(plan: _core.Plan, good: bytes) -> Iterator[tuple[str, bytes]]:
-    """Payloads with a right checksum that no encoder writes. n spans three wire tiles, all with entries, not full."""
+    """Payloads with a right checksum that no encoder writes. Three wire tiles with entries, cap has room."""
     h, body, n = ref.header(good), bytearray(good[64:]), plan.n
     group = reference_group(plan, {"density": 0.0001})
     cap, tiles = group.codec.cap, -(-n // ref.WIRE_TILE)
-    index_at, value_at = 64 + -(-4 * tiles // 8) * 8, 0
-    value_at = index_at + -(-2 * cap // 8) * 8
+    index_at = 64 + -(-4 * tiles // 8) * 8
     counts = np.frombuffer(body, "<u4", tiles).copy()
     assert (counts > 1).all() and h["count"] < cap
 
@@ -658,7 +735,9 @@ def test_forged_sparse_payloads_are_refused(codec: str) -> None:
     group = reference_group(plan, {"density": 0.0001})
     good = group.encode(np.zeros(n, np.float32), Step(step=3, group=4))
     cap = group.codec.cap
-    index = np.sort(np.concatenate([rng.choice(40_000, (cap - 3) // 3, False) + t * ref.WIRE_TILE for t in range(3)]))
+    index = np.sort(
+        np.concatenate([rng.choice(40_000, (cap - 3) // 3, False) + t * ref.WIRE_TILE for t in range(3)])
+    )
     index[-1] = n - 1
     body = ref.sparse_body(n, cap, index, np.ones(len(index), np.float32), False)
     good = ref.with_header(good[:64] + body, False, count=len(index), flags=0, scale=1.0)
@@ -675,7 +754,7 @@ def test_forged_sparse_payloads_are_refused(codec: str) -> None:
 @more
 @given(data=st.data())
 def test_any_body_gives_a_result_or_an_error(codec: str, data: st.DataObject) -> None:
-    """The core and the reference accept the same bodies; the checksum is right, so only their own checks stand."""
+    """The core and the reference accept the same bodies; the checksum is right, their own checks decide."""
     seed, n = data.draw(seeds), data.draw(st.sampled_from([1, 5, 300, 65536, 65537, 140000]))
     rng = np.random.default_rng(seed)
     chosen = {"density": min(1.0, 40 / n), "values": data.draw(st.sampled_from(["f32", "f16"]))}
@@ -698,13 +777,15 @@ def test_any_body_gives_a_result_or_an_error(codec: str, data: st.DataObject) ->
         assert_same(vector.read(), want, "decoded")
 
 
-# ---- gradients that are not finite --------------------------------------------------------------------------------------------
+# ---- gradients that are not finite ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("codec", "memory", "dtype"), COMBOS)
 @few
 @given(data=st.data())
-def test_nothing_absorbs_a_nonfinite_gradient(codec: str, memory: str, dtype: str, data: st.DataObject) -> None:
+def test_nothing_absorbs_a_nonfinite_gradient(
+    codec: str, memory: str, dtype: str, data: st.DataObject
+) -> None:
     chosen = data.draw(drawn_settings(codec))
     n, seed = data.draw(sizes.filter(lambda n: n > 0)), data.draw(seeds)
     rng = np.random.default_rng(seed)
@@ -735,7 +816,7 @@ def test_nothing_absorbs_a_nonfinite_gradient(codec: str, memory: str, dtype: st
                 assert (off <= np.spacing(np.abs(trial.group.acc)).astype(np.float64)).all()
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------------
+# ---- what is kept --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -786,7 +867,11 @@ def test_a_change_of_scale(codec: str, factor: float) -> None:
     trial = Trial(codec, "residual", n, "float32", {})
     scale = np.float32(1)
     for step in range(6):
-        x = (content("laplace", n, rng).astype(np.float64) * float(scale)).clip(-1e38, 1e38).astype(np.float32)
+        x = (
+            (content("laplace", n, rng).astype(np.float64) * float(scale))
+            .clip(-1e38, 1e38)
+            .astype(np.float32)
+        )
         trial.encode(x, Step(step=step))
         if step in (1, 2, 4):
             for r in trial.ranks:
@@ -811,12 +896,14 @@ def test_the_state_is_all_there_is_to_save(codec: str, memory: str, dtype: str) 
     two = Rank(_core.Plan(codec, memory, n, dtype, {}, ISAS[-1]))
     two.state.data[:] = one.state.data
     for step in range(8, 16):
-        assert one.encode(Vector(xs[step]), Step(step=step)) == two.encode(Vector(xs[step], seed=step), Step(step=step))
+        assert one.encode(Vector(xs[step]), Step(step=step)) == two.encode(
+            Vector(xs[step], seed=step), Step(step=step)
+        )
         assert one.stats.stages == two.stats.stages and one.stats.walks == two.stats.walks
         assert (one.residual() == two.residual()).all()
 
 
-# ---- wrong arguments ------------------------------------------------------------------------------------------------------------
+# ---- wrong arguments -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -826,7 +913,14 @@ def test_a_wrong_parameter_is_named(codec: str) -> None:
         if p["kind"] == "choice":
             wrong += ["no such choice", "", -1, len(p["choices"]), 0.5]
         else:
-            wrong += ["1", math.nan, math.inf, -math.inf, p["max"] * 1.001 + 1, p["min"] - 1 - abs(p["min"]) * 0.001]
+            wrong += [
+                "1",
+                math.nan,
+                math.inf,
+                -math.inf,
+                p["max"] * 1.001 + 1,
+                p["min"] - 1 - abs(p["min"]) * 0.001,
+            ]
             if p["kind"] == "int":
                 wrong.append((p["min"] + p["max"]) / 2 + 0.25 if p["min"] < p["max"] else p["min"] + 0.5)
         for value in wrong:
@@ -835,26 +929,28 @@ def test_a_wrong_parameter_is_named(codec: str) -> None:
             assert caught.value.status == -2 and isinstance(caught.value, ValueError)
         if p["kind"] != "choice":
             for value in (p["min"], p["max"]):
-                _core.Plan(codec, "none", 100, "float32", {p["name"]: int(value) if p["kind"] == "int" else value})
+                _core.Plan(
+                    codec, "none", 100, "float32", {p["name"]: int(value) if p["kind"] == "int" else value}
+                )
     with pytest.raises(_core.ParameterError, match="densty"):
         _core.Plan(codec, "residual", 100, "float32", {"densty": 0.1})
 
 
 def test_wrong_names_are_named() -> None:
-    with pytest.raises(_core.ParameterError, match="topq.*topk"):
+    with pytest.raises(_core.ParameterError, match=r"topq.*topk"):
         _core.Plan("topq", "none", 1, "float32")
-    with pytest.raises(_core.ParameterError, match="momentun.*residual"):
+    with pytest.raises(_core.ParameterError, match=r"momentun.*residual"):
         _core.Plan("topk", "momentun", 1, "float32")
-    with pytest.raises(_core.ArgumentError, match="float64.*float32"):
+    with pytest.raises(_core.ArgumentError, match=r"float64.*float32"):
         _core.Plan("topk", "none", 1, "float64")
-    with pytest.raises(_core.ArgumentError, match="sse9.*base"):
+    with pytest.raises(_core.ArgumentError, match=r"sse9.*base"):
         _core.Plan("topk", "none", 1, "float32", {}, "sse9")
     for n in (-1, 2**40 + 1, 2**63 - 1):
         with pytest.raises(_core.ArgumentError, match="n "):
             _core.Plan("topk", "none", n, "float32")
-    for e, status in ((_core.ArgumentError, -1), (_core.ParameterError, -2), (_core.SpaceError, -3),
-                      (_core.CorruptPayloadError, -4), (_core.MismatchError, -5), (_core.UnsupportedError, -6),
-                      (_core.DeviceError, -7)):  # fmt: skip
+    names = ("Argument", "Parameter", "Space", "CorruptPayload", "Mismatch", "Unsupported", "Device")
+    for i, name in enumerate(names):
+        e, status = getattr(_core, name + "Error"), -1 - i
         assert issubclass(e, _core.SidcompError) and e.status == status
 
 
@@ -865,22 +961,24 @@ def test_wrong_arguments_change_nothing(codec: str) -> None:
     rank, x = Rank(plan), Vector(np.ones(n, np.float32))
     rank.encode(x, Step())
     payload, state = rank.payload.data.tobytes(), rank.state.raw.copy()
-    base: dict[str, Any] = {"segments": x.segments, "state": rank.state.ptr, "work": rank.work.ptr,
-                            "payload": rank.payload.ptr, "step": 1, "seed": 0, "group": 0, "rank": 0, "world": 1}  # fmt: skip
+    at = {"step": 1, "seed": 0, "group": 0, "rank": 0, "world": 1}
+    blocks = {"state": rank.state.ptr, "work": rank.work.ptr, "payload": rank.payload.ptr}
+    base: dict[str, Any] = {"segments": x.segments, **blocks, **at}
     short = Vector(np.ones(n - 1, np.float32))
     odd = _core.Segments([x.all.ctypes.data + 1], [n])
-    wrong = [{"segments": short.segments}, {"segments": odd}, {"segments": _core.Segments([], [])}, {"world": 0},
-             {"rank": 1}, {"state": 0}, {"work": 0}, {"payload": 0}, {"state": rank.state.ptr + 8},
-             {"work": rank.work.ptr + 32}, {"payload": rank.payload.ptr + 4}]  # fmt: skip
+    wrong = [{"segments": short.segments}, {"segments": odd}, {"segments": _core.Segments([], [])},
+             {"world": 0}, {"rank": 1}, {"state": 0}, {"work": 0}, {"payload": 0},
+             {"state": rank.state.ptr + 8}, {"work": rank.work.ptr + 32},
+             {"payload": rank.payload.ptr + 4}]  # fmt: skip
     for change in wrong:
         with pytest.raises(_core.ArgumentError):
             plan.encode(**(base | change))
     base = {"payloads": rank.payload.ptr, "stride": plan.payload_bytes, "count": 1, "scale": 1.0,
             "segments": x.segments, "state": rank.state.ptr, "step": 0, "group": 0}  # fmt: skip
     huge = _core.Segments([x.all.ctypes.data, x.all.ctypes.data], [n, 2**63])
-    wrong = [{"segments": short.segments}, {"segments": odd}, {"count": 0}, {"count": 4097}, {"payloads": 0},
-             {"payloads": rank.payload.ptr + 4}, {"count": 2, "stride": 8}, {"stride": plan.payload_bytes + 4},
-             {"segments": huge}]  # fmt: skip
+    wrong = [{"segments": short.segments}, {"segments": odd}, {"segments": huge}, {"count": 0},
+             {"count": 4097}, {"payloads": 0}, {"payloads": rank.payload.ptr + 4},
+             {"count": 2, "stride": 8}, {"stride": plan.payload_bytes + 4}]  # fmt: skip
     for change in wrong:
         with pytest.raises(_core.ArgumentError):
             plan.decode(**(base | change))
@@ -907,7 +1005,7 @@ def test_without_a_gpu_nothing_breaks() -> None:
         plan.cuda_work_bytes()
 
 
-# ---- helpers ------------------------------------------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,6 +1,6 @@
 """docs/wire.md against the core and against the reference: the page's vectors, byte by byte.
 
-    python tests/test_wire.py      writes payload, decoded and kept of every vector of the page anew, from the reference
+python tests/test_wire.py      writes payload, decoded and kept of the page's vectors anew
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def test_the_page_covers_every_codec() -> None:
     assert {v.name for v in found} == set(by_name)
     assert all(v.wire_id == by_name[v.name] for v in found)
     table = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if "| codec |" in line)
-    assert {int(i): name for i, name in re.findall(r"(\d+) ([a-z0-9-]+)[,;]", table)} == {i: n for n, i in by_name.items()}
+    assert {int(i): name for i, name in re.findall(r"(\d+) ([a-z0-9-]+)[,;]", table)} == {
+        i: n for n, i in by_name.items()
+    }
     flags = [ref.header(v.payload)["flags"] for v in found]
     assert any(f & ref.NONFINITE for f in flags) and any(f & ref.HALF for f in flags)
 
@@ -145,7 +147,6 @@ def test_the_reference_writes_and_reads_the_page(vector: Vector) -> None:
 def test_the_core_writes_and_reads_the_page(vector: Vector) -> None:
     from buffers import Rank
     from buffers import Vector as Segments
-
     from sidcomp import _core
 
     for isa in ("base", "auto"):
@@ -176,7 +177,10 @@ def rewritten(match: re.Match[str]) -> str:
     lines = [payload[i : i + 16].hex(" ", 4) for i in range(0, len(payload), 16)]
     text = "\n".join(f"{key:<8} {v.given[key]}" for key in ("codec", "at", "input"))
     text += "\npayload  " + "\n         ".join(lines)
-    return f"```vector\n{text}\ndecoded  scale={scale} {listed(decoded)}\nkept     {listed(group.kept)}".rstrip() + "\n```"
+    return (
+        f"```vector\n{text}\ndecoded  scale={scale} {listed(decoded)}\nkept     {listed(group.kept)}".rstrip()
+        + "\n```"
+    )
 
 
 if __name__ == "__main__":
