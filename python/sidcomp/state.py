@@ -478,12 +478,13 @@ class State:
             g.exchanged_at = encoded
             g.work = work  # must outlive the exchange
             self._account(g, exchange)
-            with self._idle:
-                self._inflight += 1
+            future = work.get_future()
         except Exception as e:
             self._fail(g, e)
             return
-        work.get_future().then(partial(self._finish, g))
+        with self._idle:
+            self._inflight += 1
+        future.then(partial(self._finish, g))
 
     def _encode(self, g: Group, exchange: Exchange) -> None:
         g.error = None
@@ -521,13 +522,19 @@ class State:
             g.steps += 1
         except Exception as e:
             failure = e
+        try:
+            if failure is None:
+                self._complete(g)
+            else:
+                self._fail(g, failure)
+        finally:
+            self._landed()
+
+    def _landed(self) -> None:
+        """The last act of a callback. The next iteration waits for it: its futures take the place of this one's."""
         with self._idle:
             self._inflight -= 1
             self._idle.notify_all()
-        if failure is None:
-            self._complete(g)
-        else:
-            self._fail(g, failure)
 
     def _decode(self, g: Group) -> None:
         assert self._exchange is not None
@@ -548,12 +555,15 @@ class State:
 
     def _complete(self, g: Group) -> None:
         for slot in g.slots:
-            with self._idle:
-                slot.remaining -= 1
-                ready = not slot.remaining and not slot.done
-                slot.done = slot.done or ready
-            if ready:
-                slot.future.set_result(slot.buffer)
+            self._complete_slot(slot)
+
+    def _complete_slot(self, slot: Slot) -> None:
+        with self._idle:
+            slot.remaining -= 1
+            ready = not slot.remaining and not slot.done
+            slot.done = slot.done or ready
+        if ready:
+            slot.future.set_result(slot.buffer)
 
     def _fail(self, g: Group, cause: Exception) -> None:
         self._spoiled = True
@@ -624,11 +634,12 @@ class State:
             torch.frombuffer(self._checks, dtype=torch.uint8)
         )  # callbacks write the next ones meanwhile
         self._control += out.numel()
-        slot.remaining += 1
-        with self._idle:
-            self._inflight += 1
         work = self._exchange.all_gather(out, mine)
-        work.get_future().then(partial(self._compared, slot, work))
+        future = work.get_future()
+        with self._idle:
+            slot.remaining += 1
+            self._inflight += 1
+        future.then(partial(self._compared, slot, work))
 
     def _compared(self, slot: Slot, work: object, exchanged: "Future[Any]") -> None:
         error: Exception | None = None
@@ -646,17 +657,14 @@ class State:
                         error.__dict__.update(group=g.index, rank=rank)
         except Exception as e:
             error = ExchangeError(f"comparing checksums: the exchange failed: {e}")
-        with self._idle:
-            self._inflight -= 1
-            self._idle.notify_all()
-            slot.remaining -= 1
-            ready = error is None and not slot.remaining and not slot.done
-            slot.done = slot.done or ready
-        if error is not None:
-            self._report(error)
-            self._fail_slot(slot, error)
-        elif ready:
-            slot.future.set_result(slot.buffer)
+        try:
+            if error is None:
+                self._complete_slot(slot)
+            else:
+                self._report(error)
+                self._fail_slot(slot, error)
+        finally:
+            self._landed()
 
     # ---- what the user calls
     # ------------------------------------------------------------------------------------
