@@ -128,7 +128,7 @@ inline sid_vectors sid_vectors_of(const sid_plan *p, sid_state *s) {
 }
 
 /* The kept vectors' four elements from i on. State begins at 64 bytes and tiles at multiples of 4 KiB, and the stride
- * has slack: a whole quad can always be moved. */
+ * has slack: a whole quad can always be moved, if its first element exists. */
 template <class Memory>
 __device__ inline void sid_load_vectors(const sid_vectors &v, uint64_t i, float (&x)[Memory::VECTORS + 1][SID_QUAD]) {
     for (int m = 0; m < Memory::VECTORS; m++) {
@@ -136,15 +136,13 @@ __device__ inline void sid_load_vectors(const sid_vectors &v, uint64_t i, float 
         x[m][0] = y.x, x[m][1] = y.y, x[m][2] = y.z, x[m][3] = y.w;
     }
 }
-template <class Memory>
-__device__ inline void sid_store_vectors(const sid_vectors &v, uint64_t i, uint32_t count,
-                                         const float (&x)[Memory::VECTORS + 1][SID_QUAD]) {
-    for (int m = 0; m < Memory::VECTORS; m++) sid_store4(v.first + m * v.stride + i, SID_F32, count, x[m]);
+__device__ inline void sid_store_floats(float *p, uint32_t count, const float (&x)[SID_QUAD]) {
+    if (count == SID_QUAD)
+        sid_store_quad(p, SID_F32, x);
+    else
+        for (uint32_t c = 0; c < SID_QUAD; c++)
+            if (c < count) p[c] = x[c];
 }
-
-enum {
-    SID_DEEP = 2
-}; /* rows in flight: loads of all of them are issued before the first is used */
 
 /* Reads the gradient and what is kept, stores acc, shows it to the codec. Per element, float32 with one kept vector:
  * reads 4 + 4, writes 4 bytes, the floor of error feedback; plus what the codec writes.
@@ -155,70 +153,93 @@ enum {
  *     struct shared               its shared memory
  *     begin(shared &), end(shared &)   by the whole block
  *     keep(rule, acc, i)          what the rule of the last step left of element i
- *     quad(shared &, acc[4], i, count) four elements from i on, of which count exist */
+ *     quad(shared &, acc[4], i, count) four elements from i on, of which count exist; acc may be changed */
+template <class Memory, class Codec> struct sid_walker {
+    const sid_group &g;
+    const sid_vectors &vectors;
+    float *acc;
+    const Codec &codec;
+    typename Codec::shared &shared;
+    const sid_rule rule;
+    uint32_t bad;
+
+    /* Two rows in flight on the quick path: both rows' loads go out before the first is used. */
+    template <bool QUICK> __device__ void tile(const sid_span &s) {
+        enum {
+            DEEP = QUICK ? 2 : 1
+        };
+#pragma unroll 1
+        for (uint32_t r = 0; r < SID_ROWS; r += DEEP) {
+            const uint32_t first = r * SID_ROW + sid_lane() * SID_QUAD;
+            const uint32_t count = QUICK ? (uint32_t)SID_QUAD : sid_count4(s.len, first);
+            if (!count) return;
+            float x[DEEP][SID_QUAD], vec[DEEP][Memory::VECTORS + 1][SID_QUAD];
+            sid_get<QUICK>(g, s, first, count, x);
+#pragma unroll
+            for (uint32_t d = 0; d < DEEP; d++) sid_load_vectors<Memory>(vectors, s.at + first + d * SID_ROW, vec[d]);
+#pragma unroll
+            for (uint32_t d = 0; d < DEEP; d++) quad(x[d], vec[d], s.at + first + d * SID_ROW, count);
+        }
+    }
+
+    __device__ void quad(float (&x)[SID_QUAD], float (&vec)[Memory::VECTORS + 1][SID_QUAD], uint64_t i,
+                         uint32_t count) {
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) {
+            float one[Memory::VECTORS + 1];
+            for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m][c];
+            if (Memory::VECTORS) one[0] = codec.keep(rule, one[0], i + c);
+            const float raw = x[c];
+            const bool finite = sid_key(raw) < SID_KEY_INF;
+            bad += !finite; /* what does not exist was read as zero */
+            x[c] = Memory::tile(one, finite ? raw : 0.0f);
+            for (int m = 0; m < Memory::VECTORS; m++) vec[m][c] = one[m];
+            if (Codec::RAW && !finite) x[c] = raw;
+        }
+        for (int m = 0; m < Memory::VECTORS; m++)
+            sid_store_floats(vectors.first + m * vectors.stride + i, count, vec[m]);
+        if (Codec::REREADS && !Memory::VECTORS) sid_store_floats(acc + i, count, x);
+        codec.quad(shared, x, i, count);
+    }
+};
+
 template <class Memory, class Codec>
 __global__ void __launch_bounds__(SID_BLOCK) sid_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state,
                                                              sid_vectors vectors, float *acc, Codec codec) {
     __shared__ typename Codec::shared shared;
     if (!scratch->ready) return;
     codec.begin(shared);
-    const sid_rule rule = state->rule;
+    sid_walker<Memory, Codec> walker = {g, vectors, acc, codec, shared, state->rule, 0};
     const uint64_t tiles = sid_tiles(g.n);
-    uint32_t bad = 0;
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
          tile += (uint64_t)gridDim.x * SID_WARPS) {
         const sid_span s = sid_span_of(g, tile);
-        for (uint32_t r = 0; r < SID_ROWS; r += SID_DEEP) {
-            float x[SID_DEEP][SID_QUAD], vec[SID_DEEP][Memory::VECTORS + 1][SID_QUAD];
-#pragma unroll
-            for (uint32_t d = 0; d < SID_DEEP; d++) {
-                const uint32_t i = (r + d) * SID_ROW + sid_lane() * SID_QUAD, count = sid_count4(s.len, i);
-                if (!count) continue;
-                sid_get4(g, s, i, count, x[d]);
-                sid_load_vectors<Memory>(vectors, s.at + i, vec[d]);
-            }
-#pragma unroll
-            for (uint32_t d = 0; d < SID_DEEP; d++) {
-                const uint32_t i = (r + d) * SID_ROW + sid_lane() * SID_QUAD, count = sid_count4(s.len, i);
-                if (!count) continue;
-#pragma unroll
-                for (uint32_t c = 0; c < SID_QUAD; c++) {
-                    float one[Memory::VECTORS + 1];
-                    for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[d][m][c];
-                    if (Memory::VECTORS) one[0] = codec.keep(rule, one[0], s.at + i + c);
-                    const float raw = x[d][c];
-                    const bool finite = sid_key(raw) < SID_KEY_INF;
-                    bad += !finite; /* elements past the end are zero */
-                    x[d][c] = Memory::tile(one, finite ? raw : 0.0f);
-                    for (int m = 0; m < Memory::VECTORS; m++) vec[d][m][c] = one[m];
-                    if (Codec::RAW && !finite) x[d][c] = raw;
-                }
-                sid_store_vectors<Memory>(vectors, s.at + i, count, vec[d]);
-                if (Codec::REREADS && !Memory::VECTORS) sid_store4(acc + s.at + i, SID_F32, count, x[d]);
-                codec.quad(shared, x[d], s.at + i, count);
-            }
-        }
+        if (s.base)
+            walker.template tile<true>(s);
+        else
+            walker.template tile<false>(s);
     }
     codec.end(shared);
-    bad = sid_warp_sum(bad);
+    const uint32_t bad = sid_warp_sum(walker.bad);
     if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
 }
 
-/* For a decoder, before it overwrites the four elements from i on: the gradient that is still there is taken back out of
+/* For a decoder, before it overwrites the elements i .. i + count: the gradient that is still there is taken back out of
  * the memory. */
 template <class Memory>
-__device__ inline void sid_undo4(const sid_group &g, const sid_span &s, const sid_vectors &v, uint32_t i,
-                                 uint32_t count) {
-    float x[SID_QUAD], vec[Memory::VECTORS + 1][SID_QUAD];
-    sid_get4(g, s, i, count, x);
+__device__ inline void sid_undo(const sid_group &g, const sid_span &s, const sid_vectors &v, uint32_t i,
+                                uint32_t count) {
+    float x[1][SID_QUAD], vec[Memory::VECTORS + 1][SID_QUAD];
+    sid_get<false>(g, s, i, count, x);
     sid_load_vectors<Memory>(v, s.at + i, vec);
+#pragma unroll
     for (uint32_t c = 0; c < SID_QUAD; c++) {
         float one[Memory::VECTORS + 1];
         for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m][c];
-        Memory::undo(one, sid_key(x[c]) < SID_KEY_INF ? x[c] : 0.0f);
+        Memory::undo(one, sid_key(x[0][c]) < SID_KEY_INF ? x[0][c] : 0.0f);
         for (int m = 0; m < Memory::VECTORS; m++) vec[m][c] = one[m];
     }
-    sid_store_vectors<Memory>(v, s.at + i, count, vec);
+    for (int m = 0; m < Memory::VECTORS; m++) sid_store_floats(v.first + m * v.stride + s.at + i, count, vec[m]);
 }
 
 /* ---- headers ------------------------------------------------------------------------------------------------- */

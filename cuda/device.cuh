@@ -109,46 +109,53 @@ __device__ inline uint16_t sid_encode_half(float x, sid_dtype d) {
     return d == SID_F16 ? sid_to_f16(x) : sid_f32_to_bf16(x);
 }
 
-/* ---- four elements ------------------------------------------------------------------------------------------- */
+/* ---- elements -------------------------------------------------------------------------------------------------- */
 
-/* Four elements of dtype d at p, which is aligned to the element only; `count` of them exist, the rest read as zero. */
-__device__ inline void sid_load4(const void *p, sid_dtype d, uint32_t count, float (&x)[SID_QUAD]) {
-    const uintptr_t a = (uintptr_t)p;
-    if (d == SID_F32) {
-        if (count == SID_QUAD && a % 16 == 0) {
-            const float4 v = *(const float4 *)p;
-            x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-        } else
-            for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = c < count ? ((const float *)p)[c] : 0.0f;
-        return;
-    }
-    uint16_t h[SID_QUAD];
-    if (count == SID_QUAD && a % 8 == 0) {
-        const uint2 v = *(const uint2 *)p;
-        h[0] = (uint16_t)v.x, h[1] = (uint16_t)(v.x >> 16), h[2] = (uint16_t)v.y, h[3] = (uint16_t)(v.y >> 16);
-    } else
-        for (uint32_t c = 0; c < SID_QUAD; c++) h[c] = c < count ? ((const uint16_t *)p)[c] : (uint16_t)0;
-    for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = sid_decode_half(h[c], d);
+__host__ __device__ inline uint32_t sid_width(sid_dtype d) { return d == SID_F32 ? 4 : 2; }
+__device__ inline bool sid_aligned(const void *p, sid_dtype d) { return (uintptr_t)p % (SID_QUAD * sid_width(d)) == 0; }
+
+__device__ inline float sid_load1(const void *p, sid_dtype d) {
+    return d == SID_F32 ? *(const float *)p : sid_decode_half(*(const uint16_t *)p, d);
+}
+__device__ inline void sid_store1(void *p, sid_dtype d, float x) {
+    if (d == SID_F32)
+        *(float *)p = x;
+    else
+        *(uint16_t *)p = sid_encode_half(x, d);
 }
 
-/* The reverse, rounded once. */
-__device__ inline void sid_store4(void *p, sid_dtype d, uint32_t count, const float (&x)[SID_QUAD]) {
-    const uintptr_t a = (uintptr_t)p;
+/* N quads of dtype d from p on, a row apart, p aligned to a quad: all loads go out before the first is used. They are
+ * read once, so they need not stay in the caches. */
+template <uint32_t N> __device__ inline void sid_load_quads(const void *p, sid_dtype d, float (&x)[N][SID_QUAD]) {
     if (d == SID_F32) {
-        if (count == SID_QUAD && a % 16 == 0)
-            *(float4 *)p = make_float4(x[0], x[1], x[2], x[3]);
-        else
-            for (uint32_t c = 0; c < SID_QUAD; c++)
-                if (c < count) ((float *)p)[c] = x[c];
+        float4 v[N];
+#pragma unroll
+        for (uint32_t r = 0; r < N; r++) v[r] = __ldcs((const float4 *)p + r * SID_LANES);
+#pragma unroll
+        for (uint32_t r = 0; r < N; r++) x[r][0] = v[r].x, x[r][1] = v[r].y, x[r][2] = v[r].z, x[r][3] = v[r].w;
         return;
     }
-    uint16_t h[SID_QUAD];
+    uint2 v[N];
+#pragma unroll
+    for (uint32_t r = 0; r < N; r++) v[r] = __ldcs((const uint2 *)p + r * SID_LANES);
+#pragma unroll
+    for (uint32_t r = 0; r < N; r++) {
+        x[r][0] = sid_decode_half((uint16_t)v[r].x, d);
+        x[r][1] = sid_decode_half((uint16_t)(v[r].x >> 16), d);
+        x[r][2] = sid_decode_half((uint16_t)v[r].y, d);
+        x[r][3] = sid_decode_half((uint16_t)(v[r].y >> 16), d);
+    }
+}
+
+/* One quad at p, aligned to it, rounded once. */
+__device__ inline void sid_store_quad(void *p, sid_dtype d, const float (&x)[SID_QUAD]) {
+    if (d == SID_F32) {
+        *(float4 *)p = make_float4(x[0], x[1], x[2], x[3]);
+        return;
+    }
+    uint32_t h[SID_QUAD];
     for (uint32_t c = 0; c < SID_QUAD; c++) h[c] = sid_encode_half(x[c], d);
-    if (count == SID_QUAD && a % 8 == 0)
-        *(uint2 *)p = make_uint2(h[0] | (uint32_t)h[1] << 16, h[2] | (uint32_t)h[3] << 16);
-    else
-        for (uint32_t c = 0; c < SID_QUAD; c++)
-            if (c < count) ((uint16_t *)p)[c] = h[c];
+    *(uint2 *)p = make_uint2(h[0] | h[1] << 16, h[2] | h[3] << 16);
 }
 
 /* ---- segments ------------------------------------------------------------------------------------------------ */
@@ -162,71 +169,59 @@ struct sid_group {
     sid_dtype dtype;
 };
 
-/* One tile of it. Most lie within one segment: then `base` is the address of their first element. */
+/* One tile of it. `base`: the address of its first element, where the tile is full, lies within one segment and is
+ * aligned to a quad; nearly all are. Else NULL, and it goes element by element. */
 struct sid_span {
     uint64_t at;
     uint32_t len, seg;
     char *base;
 };
 
-__host__ __device__ inline uint32_t sid_width(sid_dtype d) { return d == SID_F32 ? 4 : 2; }
-
 __device__ inline sid_span sid_span_of(const sid_group &g, uint64_t tile) {
     sid_span s;
     s.at = tile * SID_TILE;
     s.len = sid_tile_len(g.n, s.at);
     s.seg = sid_find_segment(g.start, g.n_seg, s.at);
-    const bool whole = s.at + s.len <= g.start[s.seg + 1];
-    s.base = whole ? (char *)g.seg[s.seg].ptr + (s.at - g.start[s.seg]) * sid_width(g.dtype) : nullptr;
+    s.base = nullptr;
+    if (s.len == SID_TILE && s.at + SID_TILE <= g.start[s.seg + 1]) {
+        char *p = (char *)g.seg[s.seg].ptr + (s.at - g.start[s.seg]) * sid_width(g.dtype);
+        if (sid_aligned(p, g.dtype)) s.base = p;
+    }
     return s;
 }
 
-/* Calls f(address, first, count) for the pieces of elements i .. i + count of the tile that lie side by side. */
+/* Calls f(c, address) for the elements i + c of the tile, c from 0 to count - 1. */
 template <typename F>
-__device__ inline void sid_pieces(const sid_group &g, const sid_span &s, uint32_t i, uint32_t count, F f) {
-    const uint64_t end = s.at + i + count;
-    uint64_t at = s.at + i;
+__device__ inline void sid_each(const sid_group &g, const sid_span &s, uint32_t i, uint32_t count, F f) {
+    const uint64_t at = s.at + i;
     uint32_t seg = s.seg + sid_find_segment(g.start + s.seg, g.n_seg - s.seg, at);
-    for (uint32_t first = 0; at < end;) {
-        const uint64_t stop = g.start[seg + 1] < end ? g.start[seg + 1] : end;
-        const uint32_t take = (uint32_t)(stop - at);
-        if (take) f((char *)g.seg[seg].ptr + (at - g.start[seg]) * sid_width(g.dtype), first, take);
-        first += take;
-        at = stop;
-        seg++;
+#pragma unroll
+    for (uint32_t c = 0; c < SID_QUAD; c++) {
+        if (c >= count) return;
+        while (g.start[seg + 1] <= at + c) seg++;
+        f(c, (char *)g.seg[seg].ptr + (at + c - g.start[seg]) * sid_width(g.dtype));
     }
 }
 
-/* Elements i .. i + count of the tile, count <= 4. */
-__device__ inline void sid_get4(const sid_group &g, const sid_span &s, uint32_t i, uint32_t count,
-                                float (&x)[SID_QUAD]) {
-    if (s.base) {
-        sid_load4(s.base + (uint64_t)i * sid_width(g.dtype), g.dtype, count, x);
-        return;
+/* Elements i .. i + count of the tile, the rest zero; QUICK: where base is set, N rows of them. */
+template <bool QUICK, uint32_t N>
+__device__ inline void sid_get(const sid_group &g, const sid_span &s, uint32_t i, uint32_t count,
+                               float (&x)[N][SID_QUAD]) {
+    static_assert(QUICK || N == 1, "one row at a time");
+    if constexpr (QUICK) {
+        sid_load_quads(s.base + i * sid_width(g.dtype), g.dtype, x);
+    } else {
+        x[0][0] = x[0][1] = x[0][2] = x[0][3] = 0;
+        sid_each(g, s, i, count, [&](uint32_t c, const void *p) { x[0][c] = sid_load1(p, g.dtype); });
     }
-    for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = 0;
-    sid_pieces(g, s, i, count, [&](const char *p, uint32_t first, uint32_t take) {
-        for (uint32_t c = 0; c < SID_QUAD; c++)
-            if (c - first < take) {
-                float one[SID_QUAD];
-                sid_load4(p + (c - first) * sid_width(g.dtype), g.dtype, 1, one);
-                x[c] = one[0];
-            }
-    });
 }
-__device__ inline void sid_put4(const sid_group &g, const sid_span &s, uint32_t i, uint32_t count,
-                                const float (&x)[SID_QUAD]) {
-    if (s.base) {
-        sid_store4(s.base + (uint64_t)i * sid_width(g.dtype), g.dtype, count, x);
-        return;
-    }
-    sid_pieces(g, s, i, count, [&](char *p, uint32_t first, uint32_t take) {
-        for (uint32_t c = 0; c < SID_QUAD; c++)
-            if (c - first < take) {
-                const float one[SID_QUAD] = {x[c], 0, 0, 0};
-                sid_store4(p + (c - first) * sid_width(g.dtype), g.dtype, 1, one);
-            }
-    });
+template <bool QUICK>
+__device__ inline void sid_put(const sid_group &g, const sid_span &s, uint32_t i, uint32_t count,
+                               const float (&x)[SID_QUAD]) {
+    if (QUICK)
+        sid_store_quad(s.base + i * sid_width(g.dtype), g.dtype, x);
+    else
+        sid_each(g, s, i, count, [&](uint32_t c, void *p) { sid_store1(p, g.dtype, x[c]); });
 }
 
 /* How many of the four elements from i on the tile has. */

@@ -36,8 +36,14 @@ struct linear {
     }
 
     __device__ void quad(shared &, float (&x)[SID_QUAD], uint64_t i, uint32_t count) const {
+        uint8_t *p = body + i * sid_width(dtype); /* payloads begin at 64 bytes: aligned to a quad */
+#pragma unroll
         for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = scaled(x[c], scale);
-        sid_store4(body + i * sid_width(dtype), dtype, count, x);
+        if (count == SID_QUAD)
+            sid_store_quad(p, dtype, x);
+        else
+            for (uint32_t c = 0; c < SID_QUAD; c++)
+                if (c < count) sid_store1(p + c * sid_width(dtype), dtype, x[c]);
     }
 };
 
@@ -100,32 +106,79 @@ __device__ inline float factor_of(const bodies &b) {
     return b.scale == scale ? 1.0f : (float)((double)b.scale * (double)inverse_of(scale));
 }
 
-/* Elements i .. i + count of all bodies together. Payloads start at multiples of 8 bytes only. */
-__device__ inline void sum4(const bodies &b, uint64_t i, uint32_t count, float (&x)[SID_QUAD]) {
-    for (uint32_t r = 0; r < b.count; r++) {
-        float y[SID_QUAD];
-        sid_load4(b.payloads + r * b.stride + SID_HEADER_BYTES + i * sid_width(b.dtype), b.dtype, count, y);
-        for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = r ? x[c] + y[c] : y[c]; /* 0 + x would lose the sign of -0 */
+/* Elements i .. i + count of a body; QUICK: N rows, where bodies are aligned to a quad. */
+template <bool QUICK, uint32_t N>
+__device__ inline void load(const bodies &b, uint32_t r, uint64_t i, uint32_t count, float (&x)[N][SID_QUAD]) {
+    const uint8_t *p = b.payloads + r * b.stride + SID_HEADER_BYTES + i * sid_width(b.dtype);
+    if constexpr (QUICK)
+        sid_load_quads(p, b.dtype, x);
+    else
+        for (uint32_t c = 0; c < SID_QUAD; c++)
+            x[0][c] = c < count ? sid_load1(p + c * sid_width(b.dtype), b.dtype) : 0.0f;
+}
+
+/* The bodies together. The first is not added: 0 + x would lose the sign of -0. */
+template <bool QUICK, uint32_t N>
+__device__ inline void sum(const bodies &b, uint64_t i, uint32_t count, float (&x)[N][SID_QUAD]) {
+    load<QUICK>(b, 0, i, count, x);
+    for (uint32_t r = 1; r < b.count; r++) {
+        float y[N][SID_QUAD];
+        load<QUICK>(b, r, i, count, y);
+#pragma unroll
+        for (uint32_t d = 0; d < N; d++)
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) x[d][c] += y[d][c];
     }
 }
 
-__device__ inline bool nonfinite4(const float (&x)[SID_QUAD], uint32_t count) {
+template <uint32_t N> __device__ inline bool nonfinite(const float (&x)[N][SID_QUAD]) {
     bool bad = false;
-    for (uint32_t c = 0; c < SID_QUAD; c++) bad |= c < count && sid_key(x[c]) >= SID_KEY_INF;
+    for (uint32_t d = 0; d < N; d++)
+        for (uint32_t c = 0; c < SID_QUAD; c++) bad |= sid_key(x[d][c]) >= SID_KEY_INF;
     return bad;
 }
 
+__device__ inline bool quick(const bodies &b) {
+    return sid_aligned(b.payloads + SID_HEADER_BYTES, b.dtype) && b.stride % 16 == 0;
+}
+
+/* Calls f(tile) for every tile of n elements, a warp each. */
+template <typename F> __device__ inline void each_tile(uint64_t n, const F &f) {
+    const uint64_t tiles = sid_tiles(n);
+    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
+         tile += (uint64_t)gridDim.x * SID_WARPS)
+        f(tile);
+}
+
 /* Looks for NaN and Inf before anything is written: only where a memory would have to be corrected. Reads the bodies. */
-__global__ void __launch_bounds__(SID_BLOCK) look_kernel(sid_scratch *scratch, bodies b, uint64_t n) {
-    bool bad = false;
-    for (uint64_t i = SID_QUAD * ((uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x); i < n;
-         i += (uint64_t)SID_QUAD * gridDim.x * SID_BLOCK) {
-        const uint32_t count = n - i < SID_QUAD ? (uint32_t)(n - i) : (uint32_t)SID_QUAD;
-        float x[SID_QUAD];
-        sum4(b, i, count, x);
-        bad |= nonfinite4(x, count);
+struct looker {
+    const bodies &b;
+    bool bad;
+    template <bool QUICK> __device__ void tile(uint64_t at, uint32_t len) {
+        enum {
+            DEEP = QUICK ? 4 : 1
+        };
+        for (uint32_t i = sid_lane() * SID_QUAD; i < len; i += DEEP * SID_ROW) {
+            float x[DEEP][SID_QUAD];
+            sum<QUICK>(b, at + i, sid_count4(len, i), x);
+            bad |= nonfinite(x);
+        }
     }
-    if (bad) scratch->nonfinite = 1; /* every writer writes the same */
+};
+
+__global__ void __launch_bounds__(SID_BLOCK) look_kernel(sid_scratch *scratch, bodies b, uint64_t n) {
+    const bool aligned = quick(b);
+    looker look = {b, false};
+    const auto one = [&](uint64_t tile) {
+        const uint64_t at = tile * SID_TILE;
+        const uint32_t len = sid_tile_len(n, at);
+        if (aligned && len == SID_TILE)
+            look.tile<true>(at, len);
+        else
+            look.tile<false>(at, len);
+    };
+    each_tile(n, one);
+    if (look.bad) scratch->nonfinite = 1; /* every writer writes the same */
 }
 
 __global__ void __launch_bounds__(SID_BLOCK)
@@ -154,28 +207,49 @@ __global__ void __launch_bounds__(SID_BLOCK)
     if (scratch->go && scratch->nonfinite) state->rule = sid_rule();
 }
 
+template <class Memory> struct decoder {
+    const sid_group &g;
+    const bodies &b;
+    const sid_vectors &vectors;
+    const float factor;
+    const bool undo;
+    bool bad;
+    template <bool QUICK> __device__ void tile(const sid_span &s) {
+        enum {
+            DEEP = QUICK ? 4 : 1
+        };
+#pragma unroll 1
+        for (uint32_t i = sid_lane() * SID_QUAD; i < s.len; i += DEEP * SID_ROW) {
+            const uint32_t count = QUICK ? (uint32_t)SID_QUAD : sid_count4(s.len, i);
+            float x[DEEP][SID_QUAD];
+            sum<QUICK>(b, s.at + i, count, x);
+            bad |= nonfinite(x);
+#pragma unroll
+            for (uint32_t d = 0; d < DEEP; d++) {
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++) x[d][c] *= factor;
+                if (!QUICK && undo) sid_undo<Memory>(g, s, vectors, i, count);
+                sid_put<QUICK>(g, s, i + d * SID_ROW, count, x[d]);
+            }
+        }
+    }
+};
+
 template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK)
     decode_kernel(sid_group g, const sid_scratch *scratch, bodies b, sid_vectors vectors, sid_cuda_report *report) {
     if (!scratch->go) return;
-    const float factor = factor_of(b);
-    const bool undo = Memory::VECTORS && scratch->nonfinite;
-    const uint64_t tiles = sid_tiles(g.n);
-    bool bad = false;
-    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
-         tile += (uint64_t)gridDim.x * SID_WARPS) {
+    const bool aligned = quick(b), undo = Memory::VECTORS && scratch->nonfinite;
+    decoder<Memory> decode = {g, b, vectors, factor_of(b), undo, false};
+    const auto one = [&](uint64_t tile) {
         const sid_span s = sid_span_of(g, tile);
-        for (uint32_t i = sid_lane() * SID_QUAD; i < s.len; i += SID_ROW) {
-            const uint32_t count = sid_count4(s.len, i);
-            float x[SID_QUAD];
-            sum4(b, s.at + i, count, x);
-            bad |= nonfinite4(x, count);
-            for (uint32_t c = 0; c < SID_QUAD; c++) x[c] *= factor;
-            if (undo) sid_undo4<Memory>(g, s, vectors, i, count);
-            sid_put4(g, s, i, count, x);
-        }
-    }
-    if (bad) report->nonfinite = 1; /* every writer writes the same */
+        if (aligned && s.base && !undo)
+            decode.template tile<true>(s);
+        else
+            decode.template tile<false>(s);
+    };
+    each_tile(g.n, one);
+    if (decode.bad) report->nonfinite = 1; /* every writer writes the same */
 }
 
 /* Bytes per float32 element: fp16 and bf16 6; 8 where a memory makes it look first. none 8. */

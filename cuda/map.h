@@ -23,7 +23,7 @@ enum {
 
 enum {
     SID_CUDA_MAX_SEGMENTS = 16384
-};                                   /* their starts take 128 KiB of work */
+}; /* their starts take 128 KiB of work */
 #define SID_CUDA_MAX_N 0xffffffffull /* counts are 32 bits wide */
 
 SID_HD uint64_t sid_tiles(uint64_t n) { return (n + SID_TILE - 1) / SID_TILE; }

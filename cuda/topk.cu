@@ -579,7 +579,7 @@ struct cursor {
 };
 
 template <class Memory>
-__global__ void __launch_bounds__(PART_BLOCK)
+__global__ void __launch_bounds__(PART_BLOCK, 8)
     decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors) {
     SID_DYNAMIC_SHARED(float4, memory);
     float *out = (float *)memory;
@@ -660,9 +660,12 @@ __global__ void __launch_bounds__(PART_BLOCK)
                 *mine = make_float4(0, 0, 0, 0);
                 if (fill) {
                     for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = sid_bits_f32(0x7fc00000u);
-                    if (Memory::VECTORS) sid_undo4<Memory>(g, s, vectors, i, count);
+                    if (Memory::VECTORS) sid_undo<Memory>(g, s, vectors, i, count);
                 }
-                sid_put4(g, s, i, count, x);
+                if (s.base)
+                    sid_put<true>(g, s, i, count, x);
+                else
+                    sid_put<false>(g, s, i, count, x);
             }
         }
         __syncthreads(); /* before the next part adds up where this one was read */

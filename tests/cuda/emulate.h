@@ -14,7 +14,7 @@
 #define __host__
 #define __device__
 #define __global__
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define __shared__ static /* blocks run one at a time; what a block leaves is the next one's garbage */
 #define SID_DYNAMIC_SHARED(type, name) type *name = (type *)emulate::dynamic_shared()
 
@@ -104,6 +104,7 @@ template <typename T> T __shfl_up_sync(uint32_t, T x, uint32_t d) {
 template <typename T> T __shfl_sync(uint32_t, T x, uint32_t lane) {
     return emulate::shuffle(emulate::SHUFFLE, x, lane);
 }
+template <typename T> T __ldcs(const T *p) { return *p; }
 inline uint32_t __popc(uint32_t x) { return (uint32_t)__builtin_popcount(x); }
 
 template <typename T> T atomicAdd(T *p, T x) {
