@@ -131,10 +131,10 @@ def cells(task: Task, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 def remarks(args: Namespace, task: Task, world: int, alone: Row, dense: Row, ours: Row) -> list[str]:
     """The table in words. Every number is of this run; what was computed and not measured says so."""
-    apart = ours["metric"] / dense["metric"] - 1
+    apart = task.apart(dense["metric"], ours["metric"])
     notes = [
         f"{task.data}; {args.steps} steps, {world} ranks, seed {args.seed}; {machine()}.",
-        f"{task.metric} ({task.unit}): {ours['name']} ends {apart:+.1%} from plain DDP.",
+        f"{task.metric} ({task.unit}): {ours['name']} ends {apart} from plain DDP.",
         "Bytes are what one rank sends in a step. Counted: by the kernel, over rank 0's TCP connections, "
         "headers left out. Computed: a ring all-reduce of the float32 gradient; for sidcomp, its payloads.",
     ]
@@ -158,7 +158,7 @@ def remarks(args: Namespace, task: Task, world: int, alone: Row, dense: Row, our
     if cost > 0 and spared > 0:
         notes.append(
             f"Computed, not measured: encode and decode take {cost:.1f} ms and spare {spared / 1e6:.1f} MB a "
-            f"step. Where nothing hides the exchange, it pays below {spared * 8 / cost / 1e6:.1f} Gbit/s a rank."
+            f"step: where nothing hides the exchange, it pays below {spared * 8 / cost / 1e6:.1f} Gbit/s."
         )
     return notes
 
@@ -174,7 +174,7 @@ def machine() -> str:
 
 
 def split(row: Row, alone: Row) -> dict[str, float]:
-    """A median step in parts. Encode and decode: by the State's clocks. Compute: a step without communication.
+    """A median step in parts. Encode, decode: by the State's clocks. Compute: a step without communication.
     Wait: the rest, so the exchange as far as nothing hides it."""
     codec = row["encode"] + row["decode"]
     compute = min(alone["median"], row["median"] - codec)

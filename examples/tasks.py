@@ -30,6 +30,10 @@ class Task(Protocol):
         """The metric summed over this rank's share of what is held out, and over how many."""
         ...
 
+    def apart(self, dense: float, ours: float) -> str:
+        """How far the second run's metric is from the first's, in words."""
+        ...
+
 
 class GRULanguageModel(nn.Module):
     """One GRU layer over bytes: (batch, time) uint8 -> (batch, time, 256) logits, and the hidden state."""
@@ -95,6 +99,9 @@ class LanguageModel:
         target = self.held[:, 1:].flatten().long()
         return F.cross_entropy(logits.flatten(0, 1), target, reduction="sum").item(), len(target)
 
+    def apart(self, dense: float, ours: float) -> str:
+        return f"{ours / dense - 1:+.1%}"
+
 
 class Digits:
     """scikit-learn's 1797 handwritten digits of 8 x 8 pixels, by a perceptron with two wide hidden layers."""
@@ -133,6 +140,9 @@ class Digits:
     def measure(self, model: nn.Module) -> tuple[float, int]:
         x, y = self.held
         return float((model(x).argmax(1) == y).sum()), len(y)
+
+    def apart(self, dense: float, ours: float) -> str:
+        return f"{100 * (ours - dense):+.1f} points"
 
 
 TASKS: dict[str, type[LanguageModel] | type[Digits]] = {"lm": LanguageModel, "digits": Digits}

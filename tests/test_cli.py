@@ -1,0 +1,149 @@
+"""The command `sidcomp`: what it prints is the registry and what was found, readable when piped."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sidcomp
+import typer
+from sidcomp.cli import app
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*args: str) -> Any:
+    """In this process, which is quick; what it prints is captured, so not a terminal."""
+    return CliRunner().invoke(app, args)
+
+
+def start(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), **env}
+    command = [sys.executable, "-m", "sidcomp", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+
+
+def test_version() -> None:
+    done = start("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, sidcomp.__version__)
+
+
+def test_the_list_names_every_codec_memory_and_parameter() -> None:
+    done = run("codecs")
+    assert done.exit_code == 0
+    of_codecs, of_memories = done.stdout.split("\n\n")[:2]
+    lines = {line.split()[0]: line for line in of_codecs.splitlines()}
+    for codec in sidcomp.codecs():
+        assert codec.family in lines[codec.name]
+        assert ("all-reduce" if codec.linear else "all-gather") in lines[codec.name]
+        for p in codec.parameters:
+            assert f" {p.name}=" in lines[codec.name]
+    for memory in sidcomp.memories():
+        assert memory.doc in of_memories
+
+
+@pytest.mark.parametrize("codec", sidcomp.codecs(), ids=lambda c: c.name)
+def test_the_page_of_a_codec_holds_all_of_its_entry(codec: sidcomp.Codec) -> None:
+    text = run("codecs", codec.name).stdout
+    for part in (codec.doc, codec.paper, codec.family, str(codec.wire_id), *codec.traits):
+        assert part in text
+    for p in codec.parameters:
+        assert p.doc in text
+        for choice in p.choices:
+            assert choice in text
+
+
+@pytest.mark.parametrize("codec", sidcomp.codecs(), ids=lambda c: c.name)
+def test_the_call_on_a_codecs_page_works(codec: sidcomp.Codec) -> None:
+    pytest.importorskip("torch")
+    line = run("codecs", codec.name).stdout.splitlines()[-1]
+    assert line.startswith("sidcomp.State(")
+    state = eval(line, {"sidcomp": sidcomp})
+    assert state.codec.name == codec.name
+
+
+def test_an_unknown_codec_is_refused_by_name_with_a_list() -> None:
+    done = run("codecs", "nosuch")
+    assert done.exit_code == 2
+    assert "'nosuch'" in done.stderr
+    for codec in sidcomp.codecs():
+        assert codec.name in done.stderr
+
+
+def test_json_of_the_registry() -> None:
+    every = json.loads(run("codecs", "--json").stdout)
+    assert [c["name"] for c in every["codecs"]] == [c.name for c in sidcomp.codecs()]
+    assert [m["name"] for m in every["memories"]] == [m.name for m in sidcomp.memories()]
+    codec = sidcomp.codecs()[-1]
+    one = json.loads(run("codecs", codec.name, "--json").stdout)
+    assert one == every["codecs"][-1]
+    assert [p["default"] for p in one["parameters"]] == [p.default for p in codec.parameters]
+
+
+def test_doctor_finds_what_this_process_finds() -> None:
+    torch = pytest.importorskip("torch")
+    report = json.loads(run("doctor", "--json").stdout)
+    found = {f["name"]: f for f in report["findings"]}
+    assert found["torch"]["value"] == torch.__version__
+    assert f"instruction set {sidcomp._core.isa_best()}" in found["processor"]["value"]
+    assert (found["CUDA kernels"]["verdict"] == "ok") == (sidcomp._core.cuda_devices()[0] > 0)
+    gpu = next(u for u in report["uses"] if "GPUs" in u["name"])
+    assert gpu["works"] == (torch.cuda.is_available() and sidcomp._core.cuda_devices()[0] > 0)
+
+
+def test_doctor_lets_two_ranks_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no Gloo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    done = run("doctor", "--try")
+    assert "took three compressed steps together" in done.stdout
+    assert done.exit_code == 0
+
+
+def test_doctor_says_what_to_do_where_gloo_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no Gloo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")
+    done = run("doctor", "--try")
+    assert done.exit_code == 1
+    line = next(x for x in done.stdout.splitlines() if " two ranks " in x)
+    assert line.startswith("problem")
+    assert "set GLOO_SOCKET_IFNAME" in done.stdout
+
+
+def test_doctor_and_codecs_work_without_torch_and_say_so(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    path = f"{tmp_path}{os.pathsep}{ROOT / 'python'}"
+    assert start("codecs", PYTHONPATH=path).returncode == 0
+    done = start("doctor", PYTHONPATH=path)
+    assert done.returncode == 1
+    assert "no torch here" in done.stdout
+    assert "pip install 'torch>=2.4'" in done.stdout
+
+
+def test_an_old_torch_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("__version__ = '2.3.1'\n")
+    done = start("doctor", "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT / 'python'}")
+    found = {f["name"]: f for f in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 1
+    assert found["torch"]["verdict"] == "problem"
+    assert "2.4" in found["torch"]["advice"]
+
+
+def test_no_colours_when_piped() -> None:
+    assert "\x1b" not in start("codecs").stdout + start("doctor").stdout + start("--help").stdout
+
+
+def test_every_command_and_option_has_help() -> None:
+    command = typer.main.get_command(app)
+    for name, sub in command.commands.items():  # type: ignore[attr-defined]
+        assert sub.help, name
+        for option in sub.params:
+            assert option.help, f"{name} {option.name}"
