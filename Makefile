@@ -141,7 +141,7 @@ venv-make:
 	    echo "$$from" > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch-of-python3.pth"; \
 	else echo "sidcomp: installing $(TORCH) into .venv (about 900 MB)"; .venv/bin/pip install -q '$(TORCH)'; fi
 	@echo "sidcomp: installing the rest into .venv"
-	@.venv/bin/pip install -q 'setuptools>=64' wheel 'pybind11>=2.11'
+	@.venv/bin/pip install -q 'setuptools>=70.1' 'pybind11>=2.11'
 	@.venv/bin/pip install -q --no-build-isolation -e '.[test,plot,examples]'
 
 train: all ## two ranks train: plain DDP beside sidcomp, a table and a picture (ARGS="--task digits")

@@ -1,4 +1,5 @@
-"""Builds sidcomp._core by the Makefile. SIDCOMP_CUDA=auto|0|1, SIDCOMP_NVCC, TORCH_CUDA_ARCH_LIST, CC, CXX, MAX_JOBS."""
+"""Builds sidcomp._core by the Makefile. Reads SIDCOMP_CUDA=auto|0|1, SIDCOMP_NVCC, TORCH_CUDA_ARCH_LIST, CC, CXX
+and MAX_JOBS from the environment."""
 
 import os
 import re
@@ -38,11 +39,15 @@ def find_nvcc():
         stop(f"SIDCOMP_CUDA={want!r}: write auto, 0 or 1")
     if want == "0":
         return ""
-    tries = [env("SIDCOMP_NVCC")] if env("SIDCOMP_NVCC") else [
-        *(os.path.join(env(v), "bin", "nvcc") for v in ("CUDA_HOME", "CUDA_PATH") if env(v)),
-        shutil.which("nvcc"),
-        "/usr/local/cuda/bin/nvcc",
-    ]
+    if env("SIDCOMP_NVCC"):
+        tries = [env("SIDCOMP_NVCC")]
+    else:
+        homes = [env(v) for v in ("CUDA_HOME", "CUDA_PATH") if env(v)]
+        tries = [
+            *(os.path.join(h, "bin", "nvcc") for h in homes),
+            shutil.which("nvcc"),
+            "/usr/local/cuda/bin/nvcc",
+        ]
     for t in tries:
         if t and os.access(t, os.X_OK):
             return t
@@ -84,15 +89,23 @@ class Build(build_ext):
         print("sidcomp:", f"CUDA {names} by {nvcc}" if nvcc else "no CUDA, CPU only", flush=True)
         # The folder names pybind11's version, not its path: under build isolation the path is new each time.
         out = f"build/{sys.implementation.cache_tag}-pb{pybind11.__version__}-{'cuda' if nvcc else 'cpu'}"
+        variables = {
+            "O": out,
+            "OUT": os.path.abspath(self.get_ext_fullpath(ext.name)),
+            "PYTHON": sys.executable,
+            "PYINC": f"-isystem {sysconfig.get_paths()['include']} -isystem {pybind11.get_include()}",
+            "NVCC": nvcc,
+            "GENCODE": gencode,
+            "ARCH": names,
+        }
         command = [
-            env("MAKE") or "make", "-C", ROOT, f"-j{env('MAX_JOBS') or os.cpu_count()}", "--no-print-directory", "ext",
-            f"O={out}",
-            f"OUT={os.path.abspath(self.get_ext_fullpath(ext.name))}",
-            f"PYTHON={sys.executable}",
-            f"PYINC=-isystem {sysconfig.get_paths()['include']} -isystem {pybind11.get_include()}",
-            f"NVCC={nvcc}", f"GENCODE={gencode}", f"ARCH={names}",
-            *([] if self.verbose else ["-s"]),
-        ]  # fmt: skip
+            env("MAKE") or "make",
+            "-C",
+            ROOT,
+            "--no-print-directory",
+            f"-j{env('MAX_JOBS') or os.cpu_count()}",
+        ]
+        command += ["ext", *(f"{k}={v}" for k, v in variables.items()), *([] if self.verbose else ["-s"])]
         clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
         if subprocess.call(command, env=clean):
             hint = "; to build without CUDA, set SIDCOMP_CUDA=0" if nvcc else ""
