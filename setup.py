@@ -1,5 +1,7 @@
-"""Builds sidcomp._core by the Makefile. Reads SIDCOMP_CUDA=auto|0|1, SIDCOMP_NVCC, TORCH_CUDA_ARCH_LIST, CC, CXX
-and MAX_JOBS from the environment."""
+"""Builds sidcomp._core by the Makefile.
+
+Reads SIDCOMP_CUDA=auto|0|1, SIDCOMP_NVCC, TORCH_CUDA_ARCH_LIST, CC, CXX and MAX_JOBS from the environment.
+"""
 
 import os
 import re
