@@ -43,7 +43,8 @@ __device__ static void zero_bytes(void *p, uint64_t bytes, uint64_t first, uint6
 
 /* Block 0 sums up the lengths; the others zero. Reads 16 and writes 8 bytes a segment. */
 static __global__ void __launch_bounds__(BEGIN_BLOCK)
-    begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, void *zero, uint64_t zero_count) {
+    sid_begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, void *zero,
+                     uint64_t zero_count) {
     __shared__ unsigned long long part[SID_LANES + 1];
     if (blockIdx.x) {
         const uint64_t first = (uint64_t)(blockIdx.x - 1) * BEGIN_BLOCK + threadIdx.x;
@@ -79,8 +80,8 @@ static __global__ void __launch_bounds__(BEGIN_BLOCK)
 sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, void *zero,
                      uint64_t zero_bytes) {
     const uint64_t pieces = ((clear > zero_bytes ? clear : zero_bytes) / 16 + BEGIN_BLOCK - 1) / BEGIN_BLOCK;
-    return sid_launch(to, "begin", begin_kernel, 1 + sid_grid(to, pieces, 2), BEGIN_BLOCK, 0, g, (uint64_t *)g.start, s,
-                      clear, zero, zero_bytes);
+    return sid_launch(to, "begin", sid_begin_kernel, 1 + sid_grid(to, pieces, 2), BEGIN_BLOCK, 0, g,
+                      (uint64_t *)g.start, s, clear, zero, zero_bytes);
 }
 
 /* ---- the calls ------------------------------------------------------------------------------------------------- */

@@ -53,8 +53,8 @@ enum {
 
 /* Header, rule, statistics, and the bytes after the body. */
 __global__ void __launch_bounds__(SEAL_BLOCK)
-    seal_kernel(sid_scratch *scratch, sid_head head, float scale, float inverse, uint8_t *payload, uint64_t used,
-                uint64_t bytes, sid_state *state, sid_stats *stats) {
+    sid_seal_kernel(sid_scratch *scratch, sid_head head, float scale, float inverse, uint8_t *payload, uint64_t used,
+                    uint64_t bytes, sid_state *state, sid_stats *stats) {
     if (!scratch->ready) return;
     for (uint64_t i = used + threadIdx.x; i < bytes; i += SEAL_BLOCK) payload[i] = 0;
     if (threadIdx.x) return;
@@ -83,7 +83,7 @@ sid_status encode(sid_cuda_encoding &c) {
                               (float *)nullptr, codec);
         });
     if (!s)
-        s = sid_launch(c.to, "seal", seal_kernel, 1, SEAL_BLOCK, 0, c.scratch, sid_head_of(p, c.at), scale,
+        s = sid_launch(c.to, "seal", sid_seal_kernel, 1, SEAL_BLOCK, 0, c.scratch, sid_head_of(p, c.at), scale,
                        (float)c.at.world, c.payload, SID_HEADER_BYTES + sid_width(codec.dtype) * p->n, p->sizes.payload,
                        c.state, c.stats);
     return s;
@@ -166,7 +166,7 @@ struct looker {
     }
 };
 
-__global__ void __launch_bounds__(SID_BLOCK) look_kernel(sid_scratch *scratch, bodies b, uint64_t n) {
+__global__ void __launch_bounds__(SID_BLOCK) sid_look_kernel(sid_scratch *scratch, bodies b, uint64_t n) {
     const bool aligned = quick(b);
     looker look = {b, false};
     const auto one = [&](uint64_t tile) {
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(SID_BLOCK) look_kernel(sid_scratch *scratch, b
 }
 
 __global__ void __launch_bounds__(SID_BLOCK)
-    check_kernel(sid_scratch *scratch, bodies b, sid_expect expect, sid_cuda_report *report, sid_state *state) {
+    sid_check_kernel(sid_scratch *scratch, bodies b, sid_expect expect, sid_cuda_report *report, sid_state *state) {
     __shared__ uint32_t first, flagged;
     if (threadIdx.x == 0) {
         first = SID_SOUND;
@@ -236,8 +236,8 @@ template <class Memory> struct decoder {
 };
 
 template <class Memory>
-__global__ void __launch_bounds__(SID_BLOCK)
-    decode_kernel(sid_group g, const sid_scratch *scratch, bodies b, sid_vectors vectors, sid_cuda_report *report) {
+__global__ void __launch_bounds__(SID_BLOCK, 4)
+    sid_decode_kernel(sid_group g, const sid_scratch *scratch, bodies b, sid_vectors vectors, sid_cuda_report *report) {
     if (!scratch->go) return;
     const bool aligned = quick(b), undo = Memory::VECTORS && scratch->nonfinite;
     decoder<Memory> decode = {g, b, vectors, factor_of(b), undo, false};
@@ -259,13 +259,14 @@ sid_status decode(sid_cuda_decoding &c) {
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const uint64_t grid = sid_grid(c.to, sid_chunks(p->n), 8);
     sid_status s = sid_begin(c.to, c.group, c.scratch, sizeof *c.scratch, nullptr, 0);
-    if (!s && c.state) s = sid_launch(c.to, "look", look_kernel, grid, SID_BLOCK, 0, c.scratch, b, p->n);
+    if (!s && c.state) s = sid_launch(c.to, "look", sid_look_kernel, grid, SID_BLOCK, 0, c.scratch, b, p->n);
     if (!s)
-        s = sid_launch(c.to, "check", check_kernel, 1, SID_BLOCK, 0, c.scratch, b, sid_expect_of(c), c.report, c.state);
+        s = sid_launch(c.to, "check", sid_check_kernel, 1, SID_BLOCK, 0, c.scratch, b, sid_expect_of(c), c.report,
+                       c.state);
     if (s) return s;
     const auto run = [&](auto memory) {
-        return sid_launch(c.to, "decode", decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch, b,
-                          vectors, c.report);
+        return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,
+                          b, vectors, c.report);
     };
     return c.state ? sid_with_memory(p, c.to.err, run) : run(sid_cuda_memory_none());
 }

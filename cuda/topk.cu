@@ -167,7 +167,7 @@ enum {
 /* Captures every element whose first digit is the picked one or above, in index order within each tile; counts the
  * second digit of those that have the picked one. */
 __global__ void __launch_bounds__(SID_BLOCK)
-    narrow_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n, uint32_t k) {
+    sid_narrow_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n, uint32_t k) {
     __shared__ pick_shared pick;
     __shared__ uint32_t second[SID_DIGIT2], held[SID_WARPS], place;
     if (!scratch->ready) return;
@@ -264,7 +264,7 @@ template <typename F> __device__ inline void candidates(const encoding &e, const
 
 /* Counts the third digit of the candidates that share the first two with the k-th. */
 __global__ void __launch_bounds__(SID_BLOCK)
-    refine_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n) {
+    sid_refine_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n) {
     __shared__ pick_shared pick;
     __shared__ uint32_t third[SID_DIGIT3];
     if (!scratch->ready) return;
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 
 /* The key at last; how many candidates of each tile are above it and equal to it. */
 __global__ void __launch_bounds__(SID_BLOCK)
-    count_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n) {
+    sid_count_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n) {
     __shared__ pick_shared pick;
     if (!scratch->ready) return;
     const picked second = pick_digit<SID_DIGIT2>(e.digit2, scratch->codec[RANK], pick);
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 enum {
     SCAN_BLOCK = 1024
 };
-__global__ void __launch_bounds__(SCAN_BLOCK) scan_kernel(const sid_scratch *scratch, encoding e, uint64_t n) {
+__global__ void __launch_bounds__(SCAN_BLOCK) sid_scan_kernel(const sid_scratch *scratch, encoding e, uint64_t n) {
     __shared__ unsigned long long part[SID_LANES + 1];
     if (!scratch->ready) return;
     const uint64_t chunks = sid_chunks(n);
@@ -373,7 +373,7 @@ __device__ inline sums block_sums(sums x, sums (&part)[SID_WARPS]) {
 
 /* Writes indices and values in index order. */
 __global__ void __launch_bounds__(SID_BLOCK)
-    emit_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n, uint8_t *payload, body b) {
+    sid_emit_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n, uint8_t *payload, body b) {
     __shared__ sums part[SID_WARPS];
     if (!scratch->ready) return;
     const uint64_t chunks = sid_chunks(n);
@@ -424,8 +424,9 @@ __global__ void __launch_bounds__(SID_BLOCK)
 }
 
 /* Counts of the wire tiles, header, rule, statistics. */
-__global__ void __launch_bounds__(SID_BLOCK) seal_kernel(sid_scratch *scratch, encoding e, sid_head head, uint32_t k,
-                                                         uint8_t *payload, body b, sid_state *state, sid_stats *stats) {
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_seal_kernel(sid_scratch *scratch, encoding e, sid_head head, uint32_t k, uint8_t *payload, body b,
+                    sid_state *state, sid_stats *stats) {
     __shared__ sums part[SID_WARPS];
     if (!scratch->ready) return;
     const uint64_t tiles = sid_wire_tiles(head.n), chunks = sid_chunks(head.n);
@@ -470,14 +471,14 @@ sid_status encode(sid_cuda_encoding &c) {
             return sid_launch(c.to, "walk", sid_walk_kernel<decltype(memory), first_digit>, grid, SID_BLOCK, 0, c.group,
                               c.scratch, c.state, vectors, e.acc, first_digit{e.digit1});
         });
-    if (!s) s = sid_launch(c.to, "narrow", narrow_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n, k);
-    if (!s) s = sid_launch(c.to, "refine", refine_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n);
-    if (!s) s = sid_launch(c.to, "count", count_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n);
-    if (!s) s = sid_launch(c.to, "scan", scan_kernel, 1, SCAN_BLOCK, 0, c.scratch, e, p->n);
-    if (!s) s = sid_launch(c.to, "emit", emit_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n, c.payload, b);
+    if (!s) s = sid_launch(c.to, "narrow", sid_narrow_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n, k);
+    if (!s) s = sid_launch(c.to, "refine", sid_refine_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n);
+    if (!s) s = sid_launch(c.to, "count", sid_count_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n);
+    if (!s) s = sid_launch(c.to, "scan", sid_scan_kernel, 1, SCAN_BLOCK, 0, c.scratch, e, p->n);
+    if (!s) s = sid_launch(c.to, "emit", sid_emit_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n, c.payload, b);
     if (!s)
-        s = sid_launch(c.to, "seal", seal_kernel, 1, SID_BLOCK, 0, c.scratch, e, sid_head_of(p, c.at), k, c.payload, b,
-                       c.state, c.stats);
+        s = sid_launch(c.to, "seal", sid_seal_kernel, 1, SID_BLOCK, 0, c.scratch, e, sid_head_of(p, c.at), k, c.payload,
+                       b, c.state, c.stats);
     return s;
 }
 
@@ -500,7 +501,7 @@ __device__ inline uint64_t entries_before(const uint32_t *count, uint64_t tile) 
 }
 
 /* Blocks r * each to r * each + each - 1 check payload r: its checksum, and each a run of its wire tiles. Reads all of it. */
-__global__ void __launch_bounds__(SID_BLOCK) look_kernel(checking check, payloads p, uint32_t each) {
+__global__ void __launch_bounds__(SID_BLOCK) sid_look_kernel(checking check, payloads p, uint32_t each) {
     __shared__ sums part[SID_WARPS];
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
     const uint8_t *payload = p[r];
@@ -537,8 +538,8 @@ __global__ void __launch_bounds__(SID_BLOCK) look_kernel(checking check, payload
 }
 
 __global__ void __launch_bounds__(SID_BLOCK)
-    check_kernel(sid_scratch *scratch, checking check, payloads p, sid_expect expect, sid_cuda_report *report,
-                 sid_state *state) {
+    sid_check_kernel(sid_scratch *scratch, checking check, payloads p, sid_expect expect, sid_cuda_report *report,
+                     sid_state *state) {
     __shared__ uint32_t first, flagged;
     if (threadIdx.x == 0) {
         first = SID_SOUND;
@@ -580,7 +581,7 @@ struct cursor {
 
 template <class Memory>
 __global__ void __launch_bounds__(PART_BLOCK, 8)
-    decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors) {
+    sid_decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors) {
     SID_DYNAMIC_SHARED(float4, memory);
     float *out = (float *)memory;
     cursor *cursors = (cursor *)(out + PART);
@@ -682,14 +683,15 @@ sid_status decode(sid_cuda_decoding &c) {
     const uint32_t each = (uint32_t)(tiles < 1 ? 1 : tiles < share ? tiles : share);
     const uint32_t shared = (uint32_t)(PART * sizeof(float) + c.count * sizeof(cursor));
     sid_status s = sid_begin(c.to, c.group, c.scratch, clear, nullptr, 0);
-    if (!s) s = sid_launch(c.to, "look", look_kernel, (uint64_t)each * c.count, SID_BLOCK, 0, check, all, each);
+    if (!s) s = sid_launch(c.to, "look", sid_look_kernel, (uint64_t)each * c.count, SID_BLOCK, 0, check, all, each);
     if (!s)
-        s = sid_launch(c.to, "check", check_kernel, 1, SID_BLOCK, 0, c.scratch, check, all, sid_expect_of(c), c.report,
-                       c.state);
+        s = sid_launch(c.to, "check", sid_check_kernel, 1, SID_BLOCK, 0, c.scratch, check, all, sid_expect_of(c),
+                       c.report, c.state);
     if (s) return s;
     const auto run = [&](auto memory) {
-        return sid_launch(c.to, "decode", decode_kernel<decltype(memory)>, sid_grid(c.to, (p->n + PART - 1) / PART, 12),
-                          PART_BLOCK, shared, c.group, c.scratch, all, vectors);
+        return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>,
+                          sid_grid(c.to, (p->n + PART - 1) / PART, 12), PART_BLOCK, shared, c.group, c.scratch, all,
+                          vectors);
     };
     return c.state ? sid_with_memory(p, c.to.err, run) : run(sid_cuda_memory_none());
 }
