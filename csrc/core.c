@@ -122,7 +122,7 @@ sid_status sid_scale(const sid_segment *seg, uint32_t n_seg, sid_dtype dtype, fl
 }
 
 #ifndef SID_WITH_CUDA
-#define NO_CUDA(err)                                                                                     \
+#define NO_CUDA(err)                                                                                                   \
     sid_fail(err, SID_E_UNSUPPORTED, "built without CUDA; install nvcc and build again with SIDCOMP_CUDA=1")
 int sid_cuda_built(void) { return 0; }
 sid_status sid_cuda_devices(int *count, sid_error *err) {

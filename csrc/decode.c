@@ -3,21 +3,24 @@
 
 #include "internal.h"
 
-enum { STREAM_FROM = 1 << 20 }; /* elements: a group larger than the caches is stored past them */
+enum {
+    STREAM_FROM = 1 << 20
+}; /* elements: a group larger than the caches is stored past them */
 
 static sid_status check_one(const sid_plan *p, const uint8_t *payload, const sid_step *at, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     if (h->magic != SID_MAGIC) return sid_fail(err, SID_E_CORRUPT, "no payload of sidcomp: magic is %08x", h->magic);
     if (h->version != SID_WIRE_VERSION)
-        return sid_fail(err, SID_E_MISMATCH, "payload format %u; this build reads %d: run the same sidcomp on all ranks",
-                        h->version, SID_WIRE_VERSION);
+        return sid_fail(err, SID_E_MISMATCH,
+                        "payload format %u; this build reads %d: run the same sidcomp on all ranks", h->version,
+                        SID_WIRE_VERSION);
     if (h->checksum != sid_payload_checksum(p->simd, payload, linear ? SID_HEADER_BYTES : p->sizes.payload))
         return sid_fail(err, SID_E_CORRUPT, "checksum does not match");
     if (h->reserved) return sid_fail(err, SID_E_CORRUPT, "reserved field is %08x, not zero", h->reserved);
     if (h->codec != p->codec->info.wire_id || h->dtype != (uint32_t)p->dtype || h->n != p->n)
-        return sid_fail(err, SID_E_MISMATCH, "payload of codec %u, dtype %u, n %llu; the plan has %u, %u, %llu", h->codec,
-                        h->dtype, (unsigned long long)h->n, p->codec->info.wire_id, (unsigned)p->dtype,
+        return sid_fail(err, SID_E_MISMATCH, "payload of codec %u, dtype %u, n %llu; the plan has %u, %u, %llu",
+                        h->codec, h->dtype, (unsigned long long)h->n, p->codec->info.wire_id, (unsigned)p->dtype,
                         (unsigned long long)p->n);
     if (at && (h->step != at->step || h->group != at->group))
         return sid_fail(err, SID_E_MISMATCH, "payload of step %llu, group %u; expected step %llu, group %u",
@@ -60,7 +63,8 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
     *report = (sid_report){0, 0};
     if (err) err->text[0] = 0;
     if (!p || !payloads || !count || count > SID_MAX_COUNT || (n_seg && !seg))
-        return sid_fail(err, SID_E_ARG, "plan, payloads or segments missing, or count not within 1 to %d", SID_MAX_COUNT);
+        return sid_fail(err, SID_E_ARG, "plan, payloads or segments missing, or count not within 1 to %d",
+                        SID_MAX_COUNT);
     if ((uintptr_t)payloads % 8 || stride % 8 || (count > 1 && stride < p->sizes.payload))
         return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, %llu or more apart",
                         (unsigned long long)p->sizes.payload);
@@ -68,7 +72,8 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
         if ((seg[i].len && !seg[i].ptr) || (uintptr_t)seg[i].ptr % sid_dtype_size(p->dtype))
             return sid_fail(err, SID_E_ARG, "segment %u is NULL or misaligned", i);
         if (seg[i].len > p->n - sum)
-            return sid_fail(err, SID_E_ARG, "the segments hold more than the group's %llu elements", (unsigned long long)p->n);
+            return sid_fail(err, SID_E_ARG, "the segments hold more than the group's %llu elements",
+                            (unsigned long long)p->n);
         sum += seg[i].len;
     }
     if (sum != p->n)

@@ -141,8 +141,7 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
 sid_status sid_residual_out(const sid_plan *p, const void *state, float *x) {
     if (!p || !state || (p->n && !x)) return SID_E_ARG;
     const sid_state *s = state;
-    for (uint32_t v = 0; v < p->memory->vectors; v++)
-        memcpy(x + v * p->n, vector_of(p, s, v), 4 * p->n);
+    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(x + v * p->n, vector_of(p, s, v), 4 * p->n);
     if (!p->memory->vectors) {
         if (p->n) memset(x, 0, 4 * p->n);
         return SID_OK;

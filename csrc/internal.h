@@ -12,8 +12,13 @@
 extern "C" {
 #endif
 
-enum { SID_TILE = 1024 }; /* elements of a tile: 4 KB of acc and 4 KB of gradient stay in L1 */
-enum { SID_MAX_PARAMS = 12, SID_MAX_VECTORS = 4 };
+enum {
+    SID_TILE = 1024
+}; /* elements of a tile: 4 KB of acc and 4 KB of gradient stay in L1 */
+enum {
+    SID_MAX_PARAMS = 12,
+    SID_MAX_VECTORS = 4
+};
 #define SID_MAX_N (1ull << 40)
 
 /* ---- rule: what was sent of acc --------------------------------------------------------------------------------
@@ -34,7 +39,9 @@ typedef struct sid_state {
     uint64_t spare[3];
     uint64_t codec[16]; /* bytes 64 to 191: the codec's own statistics */
 } sid_state;
-enum { SID_STATE_BYTES = 256 };
+enum {
+    SID_STATE_BYTES = 256
+};
 SID_HD uint64_t sid_state_stride(uint64_t n) { return sid_round_up(n, 16) + 16; } /* slack: vector loads may run over */
 
 /* ---- plan ----------------------------------------------------------------------------------------------------- */
@@ -70,10 +77,13 @@ typedef struct sid_walk {
     sid_stats stats;
 } sid_walk;
 
-typedef enum sid_verdict { SID_DONE = 0, SID_AGAIN = 1 } sid_verdict;
+typedef enum sid_verdict {
+    SID_DONE = 0,
+    SID_AGAIN = 1
+} sid_verdict;
 
 typedef struct sid_cursor {
-    uint64_t pos; /* entries of the payload consumed */
+    uint64_t pos;  /* entries of the payload consumed */
     uint32_t left; /* of them left in the current wire tile */
 } sid_cursor;
 
@@ -109,7 +119,9 @@ typedef struct sid_codec {
     void (*decode)(sid_gather *g, float *out, uint64_t at, uint32_t len);
 } sid_codec;
 
-enum { SID_DECODE_TILE = 4096 };
+enum {
+    SID_DECODE_TILE = 4096
+};
 
 typedef struct sid_memory {
     sid_info info;
@@ -125,28 +137,28 @@ typedef struct sid_memory {
  * Arrays may have any element alignment. Sums run in 16 float lanes (element i in lane i % 16), combined pairwise. */
 typedef struct sid_simd {
     const char *name;
-    int (*finite)(const float *x, uint32_t n);                          /* 1: no NaN, no Inf */
+    int (*finite)(const float *x, uint32_t n); /* 1: no NaN, no Inf */
     /* acc = (key(acc) < key ? acc : 0) + (g finite ? g : 0), saturating at +-FLT_MAX; 1: all of g was finite. */
     int (*add_kept)(float *acc, const float *g, uint32_t n, uint32_t key);
-    void (*zero_from)(float *acc, uint32_t n, uint32_t key);            /* acc = 0 where key(acc) >= key */
+    void (*zero_from)(float *acc, uint32_t n, uint32_t key); /* acc = 0 where key(acc) >= key */
     /* Appends index (base + i) and value of elements with key(x) >= key; may write up to 16 entries past the last. */
     uint32_t (*capture)(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val);
     /* The same from pairs to pairs, never writing past `room` entries; in place is allowed. */
-    uint64_t (*filter)(const uint16_t *idx, const float *val, uint64_t n, uint32_t key, uint16_t *idx_out, float *val_out,
-                       uint64_t room);
+    uint64_t (*filter)(const uint16_t *idx, const float *val, uint64_t n, uint32_t key, uint16_t *idx_out,
+                       float *val_out, uint64_t room);
     /* Keys in [lo, hi), in order, to out (16 entries of slack); *above: how many are >= hi. */
     uint64_t (*band)(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uint32_t *out, uint64_t *above);
     float (*sum_abs)(const float *x, uint32_t n);
     /* sum[0]: as sum_abs; sum[1], count[0]: of those with key(x) >= a; sum[2], count[1]: >= b. a, b below 2^31. */
     void (*tail_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]);
-    void (*clamp)(const float *x, float *y, uint32_t n, float max);     /* finite x to +-max; NaN and Inf as they are */
+    void (*clamp)(const float *x, float *y, uint32_t n, float max); /* finite x to +-max; NaN and Inf as they are */
     void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);
     void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);
     void (*f16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*bf16_to_f32)(const uint16_t *x, float *y, uint32_t n);
-    void (*scale)(const float *x, float *y, uint32_t n, float s);       /* y = x * s; may be in place */
-    void (*drain)(float *x, float *y, uint32_t n, float s);             /* y = x * s past the caches, x = 0 */
-    void (*fence)(void);                                                /* makes drained stores visible to other threads */
+    void (*scale)(const float *x, float *y, uint32_t n, float s); /* y = x * s; may be in place */
+    void (*drain)(float *x, float *y, uint32_t n, float s);       /* y = x * s past the caches, x = 0 */
+    void (*fence)(void);                                          /* makes drained stores visible to other threads */
     void (*checksum)(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted);
 } sid_simd;
 

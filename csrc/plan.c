@@ -10,8 +10,8 @@ static sid_status set_param(const sid_info *info, double *value, const sid_setti
         if (strcmp(q->name, s->name)) continue;
         *known = 1;
         if (!(s->value >= q->min && s->value <= q->max))
-            return sid_fail(err, SID_E_PARAM, "%s: %s = %g is out of range: it must lie between %g and %g%s%s", info->name,
-                            q->name, s->value, q->min, q->max, *q->unit ? " " : "", q->unit);
+            return sid_fail(err, SID_E_PARAM, "%s: %s = %g is out of range: it must lie between %g and %g%s%s",
+                            info->name, q->name, s->value, q->min, q->max, *q->unit ? " " : "", q->unit);
         if (q->kind != SID_REAL && s->value != floor(s->value))
             return sid_fail(err, SID_E_PARAM, "%s: %s = %g must be a whole number", info->name, q->name, s->value);
         value[i] = s->value;
@@ -31,8 +31,10 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     const sid_info *ci = sid_codec_find(c->codec), *mi = sid_memory_find(c->memory);
     if (!ci) return sid_fail(err, SID_E_PARAM, "no codec is named '%s'", c->codec ? c->codec : "");
     if (!mi) return sid_fail(err, SID_E_PARAM, "no memory is named '%s'", c->memory ? c->memory : "");
-    if (c->n > SID_MAX_N) return sid_fail(err, SID_E_ARG, "n = %llu: a group holds at most 2^40 elements", (unsigned long long)c->n);
-    if (!sid_dtype_size(c->dtype)) return sid_fail(err, SID_E_ARG, "dtype %d is none of float32, float16, bfloat16", (int)c->dtype);
+    if (c->n > SID_MAX_N)
+        return sid_fail(err, SID_E_ARG, "n = %llu: a group holds at most 2^40 elements", (unsigned long long)c->n);
+    if (!sid_dtype_size(c->dtype))
+        return sid_fail(err, SID_E_ARG, "dtype %d is none of float32, float16, bfloat16", (int)c->dtype);
     if (c->n_settings && !c->settings) return sid_fail(err, SID_E_ARG, "settings is NULL");
     p.codec = sid_codec_of(ci);
     p.memory = sid_memory_of(ci->traits & SID_LOSSLESS ? sid_memory_find("none") : mi);
@@ -40,7 +42,8 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     p.dtype = c->dtype;
     p.simd = sid_simd_for(c->isa);
     if (!p.simd)
-        return sid_fail(err, SID_E_UNSUPPORTED, "instruction set %d is not one this build and processor have", (int)c->isa);
+        return sid_fail(err, SID_E_UNSUPPORTED, "instruction set %d is not one this build and processor have",
+                        (int)c->isa);
     for (uint32_t i = 0; i < ci->n_params; i++) p.codec_param[i] = ci->params[i].dflt;
     for (uint32_t i = 0; i < mi->n_params; i++) p.memory_param[i] = mi->params[i].dflt;
     for (uint32_t i = 0; i < c->n_settings; i++) {
@@ -49,8 +52,8 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
         if (!s) s = set_param(mi, p.memory_param, &c->settings[i], &known, err);
         if (s) return s;
         if (!known)
-            return sid_fail(err, SID_E_PARAM, "neither codec '%s' nor memory '%s' has a parameter '%s'", ci->name, mi->name,
-                            c->settings[i].name);
+            return sid_fail(err, SID_E_PARAM, "neither codec '%s' nor memory '%s' has a parameter '%s'", ci->name,
+                            mi->name, c->settings[i].name);
     }
     p.sizes.body_offset = SID_HEADER_BYTES;
     const sid_status s = p.codec->plan(&p, &scratch, err);
@@ -59,7 +62,8 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     p.sizes.state = SID_STATE_BYTES + p.memory->vectors * sid_state_stride(p.n) * sizeof(float);
     p.sizes.work = sid_round_up(scratch, 64) + 64;
     if (mem) {
-        if ((uintptr_t)mem % 64) return sid_fail(err, SID_E_ARG, "the plan's block must start at a multiple of 64 bytes");
+        if ((uintptr_t)mem % 64)
+            return sid_fail(err, SID_E_ARG, "the plan's block must start at a multiple of 64 bytes");
         memcpy(mem, &p, sizeof p);
     }
     return SID_OK;

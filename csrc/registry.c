@@ -11,9 +11,13 @@
 #undef SID_MEMORY
 
 #ifdef SID_WITH_CUDA
-enum { WITH_CUDA = 1 };
+enum {
+    WITH_CUDA = 1
+};
 #else
-enum { WITH_CUDA = 0 };
+enum {
+    WITH_CUDA = 0
+};
 #endif
 
 static const struct {
@@ -31,7 +35,10 @@ static const sid_memory *const memories[] = {
 #undef SID_MEMORY
 };
 
-enum { N_CODECS = sizeof codecs / sizeof *codecs, N_MEMORIES = sizeof memories / sizeof *memories };
+enum {
+    N_CODECS = sizeof codecs / sizeof *codecs,
+    N_MEMORIES = sizeof memories / sizeof *memories
+};
 
 const sid_info *sid_codec_at(uint32_t i) { return i < N_CODECS ? &codecs[i].codec->info : NULL; }
 const sid_info *sid_memory_at(uint32_t i) { return i < N_MEMORIES ? &memories[i]->info : NULL; }

@@ -53,7 +53,11 @@ const char *sid_status_text(int status);
 
 /* ---- vectors ------------------------------------------------------------------------------------------------- */
 
-typedef enum sid_dtype { SID_F32 = 0, SID_F16 = 1, SID_BF16 = 2 } sid_dtype;
+typedef enum sid_dtype {
+    SID_F32 = 0,
+    SID_F16 = 1,
+    SID_BF16 = 2
+} sid_dtype;
 
 /* `len` elements of the group's dtype at `ptr`; no alignment beyond the element's own. */
 typedef struct sid_segment {
@@ -63,7 +67,11 @@ typedef struct sid_segment {
 
 /* ---- registry ------------------------------------------------------------------------------------------------ */
 
-typedef enum sid_kind { SID_REAL = 0, SID_INT = 1, SID_CHOICE = 2 } sid_kind;
+typedef enum sid_kind {
+    SID_REAL = 0,
+    SID_INT = 1,
+    SID_CHOICE = 2
+} sid_kind;
 
 /* One row of a codec's or memory's parameter table. Values travel as double; a choice is the index into `choices`. */
 typedef struct sid_param {
@@ -75,11 +83,11 @@ typedef struct sid_param {
     const char *doc;            /* one line */
 } sid_param;
 
-enum {                    /* traits */
-    SID_LINEAR = 1u,      /* bodies may be summed element by element (all-reduce); else payloads are gathered */
-    SID_LOSSLESS = 2u,    /* decode(encode(x)) == x: a memory would stay zero, so none is kept */
-    SID_STOCHASTIC = 4u,  /* draws counter-based random bits */
-    SID_UNBIASED = 8u     /* E[decode(encode(x))] == x */
+enum {                   /* traits */
+    SID_LINEAR = 1u,     /* bodies may be summed element by element (all-reduce); else payloads are gathered */
+    SID_LOSSLESS = 2u,   /* decode(encode(x)) == x: a memory would stay zero, so none is kept */
+    SID_STOCHASTIC = 4u, /* draws counter-based random bits */
+    SID_UNBIASED = 8u    /* E[decode(encode(x))] == x */
 };
 
 typedef struct sid_info {
@@ -100,7 +108,12 @@ const sid_info *sid_memory_find(const char *name);
 
 /* ---- plan ---------------------------------------------------------------------------------------------------- */
 
-typedef enum sid_isa { SID_ISA_AUTO = 0, SID_ISA_BASE = 1, SID_ISA_AVX2 = 2, SID_ISA_AVX512 = 3 } sid_isa;
+typedef enum sid_isa {
+    SID_ISA_AUTO = 0,
+    SID_ISA_BASE = 1,
+    SID_ISA_AVX2 = 2,
+    SID_ISA_AVX512 = 3
+} sid_isa;
 
 typedef struct sid_setting {
     const char *name;
@@ -160,7 +173,9 @@ typedef struct sid_stats {
 sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
                       const sid_step *at, void *payload, sid_stats *stats);
 
-enum { SID_MAX_COUNT = 4096 }; /* payloads of one decode */
+enum {
+    SID_MAX_COUNT = 4096
+}; /* payloads of one decode */
 
 typedef struct sid_report {
     uint32_t nonfinite; /* 1: some rank's gradient was not finite; the output is, everywhere, NaN or its own sum */

@@ -15,28 +15,31 @@
 #endif
 
 #define SID_MAGIC 0x43444953u /* "SIDC" */
-enum { SID_WIRE_VERSION = 1, SID_HEADER_BYTES = 64 };
+enum {
+    SID_WIRE_VERSION = 1,
+    SID_HEADER_BYTES = 64
+};
 
-enum { /* header flags */
+enum {                       /* header flags */
     SID_FLAG_NONFINITE = 1u, /* the gradient held NaN or Inf */
     SID_FLAG_RAISED = 2u,    /* the threshold was raised to fit the capacity */
     SID_FLAG_HALF = 4u       /* sparse values are float16 */
 };
 
 typedef struct sid_header {
-    uint32_t magic;     /*  0 */
-    uint16_t version;   /*  4 */
-    uint16_t codec;     /*  6 sid_info.wire_id */
-    uint32_t dtype;     /*  8 of the group's segments */
-    uint32_t flags;     /* 12 */
-    uint64_t n;         /* 16 elements of the group */
-    uint64_t count;     /* 24 elements in the body */
-    uint64_t step;      /* 32 */
-    uint32_t group;     /* 40 */
-    uint32_t rank;      /* 44 */
-    float scale;        /* 48 threshold, or the factor that a linear body was multiplied with */
-    uint32_t reserved;  /* 52 zero */
-    uint64_t checksum;  /* 56 */
+    uint32_t magic;    /*  0 */
+    uint16_t version;  /*  4 */
+    uint16_t codec;    /*  6 sid_info.wire_id */
+    uint32_t dtype;    /*  8 of the group's segments */
+    uint32_t flags;    /* 12 */
+    uint64_t n;        /* 16 elements of the group */
+    uint64_t count;    /* 24 elements in the body */
+    uint64_t step;     /* 32 */
+    uint32_t group;    /* 40 */
+    uint32_t rank;     /* 44 */
+    float scale;       /* 48 threshold, or the factor that a linear body was multiplied with */
+    uint32_t reserved; /* 52 zero */
+    uint64_t checksum; /* 56 */
 } sid_header;
 
 /* Sparse body: u32 count[tiles], u16 index[cap], value[cap]; each array starts at a multiple of 8 bytes, what is

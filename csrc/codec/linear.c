@@ -112,21 +112,23 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     }
 }
 
-#define LINEAR_CODEC(symbol, ...)                                                                                   \
-    const sid_codec sid_codec_##symbol = {.info = {.family = "dense", __VA_ARGS__},                                  \
-                                          .plan = plan_##symbol,                                                    \
-                                          .begin = begin,                                                           \
-                                          .tile = tile,                                                             \
-                                          .finish = finish,                                                         \
-                                          .keep = keep,                                                             \
-                                          .none = rule_none,                                                        \
-                                          .check = check,                                                           \
-                                          .open = open_all,                                                         \
+#define LINEAR_CODEC(symbol, ...)                                                                                      \
+    const sid_codec sid_codec_##symbol = {.info = {.family = "dense", __VA_ARGS__},                                    \
+                                          .plan = plan_##symbol,                                                       \
+                                          .begin = begin,                                                              \
+                                          .tile = tile,                                                                \
+                                          .finish = finish,                                                            \
+                                          .keep = keep,                                                                \
+                                          .none = rule_none,                                                           \
+                                          .check = check,                                                              \
+                                          .open = open_all,                                                            \
                                           .decode = decode}
 
 LINEAR_CODEC(none, .name = "none", .paper = "", .wire_id = 1, .traits = SID_LINEAR | SID_LOSSLESS | SID_UNBIASED,
              .doc = "Dense: every element in the gradient's own dtype, averaged by all-reduce as plain DDP does.");
-LINEAR_CODEC(fp16, .name = "fp16", .paper = "", .wire_id = 2, .traits = SID_LINEAR,
-             .doc = "Every element as IEEE half, averaged by all-reduce: half the bytes. Magnitudes above 65504 saturate.");
-LINEAR_CODEC(bf16, .name = "bf16", .paper = "", .wire_id = 3, .traits = SID_LINEAR,
-             .doc = "Every element as bfloat16, averaged by all-reduce: half the bytes, float32's range, 8 bits of precision.");
+LINEAR_CODEC(
+    fp16, .name = "fp16", .paper = "", .wire_id = 2, .traits = SID_LINEAR,
+    .doc = "Every element as IEEE half, averaged by all-reduce: half the bytes. Magnitudes above 65504 saturate.");
+LINEAR_CODEC(
+    bf16, .name = "bf16", .paper = "", .wire_id = 3, .traits = SID_LINEAR,
+    .doc = "Every element as bfloat16, averaged by all-reduce: half the bytes, float32's range, 8 bits of precision.");

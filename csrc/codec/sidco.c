@@ -6,33 +6,79 @@
  *
  * One reading suffices in the steady state. What a stage needs of the elements beyond eta_m comes from the captured
  * candidates, for which `low` is set below the predicted eta_m wherever so many fit; and for the first stages of a large
- * group from two probes, a sixteenth below and above the predicted eta_m, with an exponential between them, if the
+ * group from two probes, a sixteenth below and above the predicted eta_m, with a linear density between them, if the
  * number of elements in between says that this is good to 0.1 %. Else another reading has a probe at the exact place. */
 #include <math.h>
 
 #include "sparse.h"
 
-enum { MAX_STAGES = 8, MAX_PROBES = 2 * (MAX_STAGES - 1) };
-enum { SMALL = 1 << 20 }; /* elements: below, all candidates fit in work and no probe is needed */
-enum { DELTA1 = SPARSE_PARAMS, EPSILON, Q, STAGES, CAPACITY };
+enum {
+    MAX_STAGES = 8,
+    MAX_PROBES = 2 * (MAX_STAGES - 1)
+};
+enum {
+    SMALL = 1 << 20
+}; /* elements: below, all candidates fit in work and no probe is needed */
+enum {
+    DELTA1 = SPARSE_PARAMS,
+    EPSILON,
+    Q,
+    STAGES,
+    CAPACITY
+};
 /* words of state->codec: stages for the next step and of the last one, steps and counts since the last adaptation, the
  * last key and its spread, the last mean excess of each stage */
-enum { AT_STAGES, AT_USED, AT_STEPS, AT_SUM, LAST, SPREAD, MEAN };
+enum {
+    AT_STAGES,
+    AT_USED,
+    AT_STEPS,
+    AT_SUM,
+    LAST,
+    SPREAD,
+    MEAN
+};
 _Static_assert(MEAN + MAX_STAGES <= 16, "state->codec holds 16 words");
-enum { NEW_STAGES = 1 << 22 }; /* spread of the key where the number of stages has changed: half an octave */
+enum {
+    NEW_STAGES = 1 << 22
+}; /* spread of the key where the number of stages has changed: half an octave */
 static const double probe_width = 1.0 / 16; /* probes lie this fraction below and above the predicted eta */
 
 static const sid_param params[] = {
     SPARSE_PARAM_ROWS,
-    {.name = "delta1", .kind = SID_REAL, .dflt = .25, .min = .01, .max = .99, .unit = "",
+    {.name = "delta1",
+     .kind = SID_REAL,
+     .dflt = .25,
+     .min = .01,
+     .max = .99,
+     .unit = "",
      .doc = "delta_1: ratio of every stage but the last (section 4.1: 0.25)."},
-    {.name = "epsilon", .kind = SID_REAL, .dflt = .2, .min = 0, .max = .99, .unit = "",
+    {.name = "epsilon",
+     .kind = SID_REAL,
+     .dflt = .2,
+     .min = 0,
+     .max = .99,
+     .unit = "",
      .doc = "Tolerated error of the achieved ratio, epsilon_H = epsilon_L (section 4.1: 20 %)."},
-    {.name = "Q", .kind = SID_INT, .dflt = 5, .min = 1, .max = 10000, .unit = "steps",
+    {.name = "Q",
+     .kind = SID_INT,
+     .dflt = 5,
+     .min = 1,
+     .max = 10000,
+     .unit = "steps",
      .doc = "Steps between adaptations of the number of stages (section 4.1: 5)."},
-    {.name = "max_stages", .kind = SID_INT, .dflt = MAX_STAGES, .min = 1, .max = MAX_STAGES, .unit = "",
+    {.name = "max_stages",
+     .kind = SID_INT,
+     .dflt = MAX_STAGES,
+     .min = 1,
+     .max = MAX_STAGES,
+     .unit = "",
      .doc = "M_max of Algorithm 1; never more than keep the last stage's ratio below 1."},
-    {.name = "capacity", .kind = SID_REAL, .dflt = 1.25, .min = 1, .max = 1e6, .unit = "times k",
+    {.name = "capacity",
+     .kind = SID_REAL,
+     .dflt = 1.25,
+     .min = 1,
+     .max = 1e6,
+     .unit = "times k",
      .doc = "Room of the payload; where more elements pass, the largest are sent and the rest is kept."},
 };
 
@@ -138,12 +184,16 @@ static int beyond(const sid_walk *w, double eta, double *count, double *sum) {
     for (uint32_t i = 0; i + 1 < o->probes; i += 2) {
         const double a = (double)sid_bits_f32(o->key[i]), b = (double)sid_bits_f32(o->key[i + 1]);
         const double ca = (double)o->count[i], cb = (double)o->count[i + 1];
-        /* the count between the probes is known, its place is not: a third of 0.1 % as standard error of the mean */
-        if (eta < a || eta > b || cb < 1 || 0.35 * sqrt(ca - cb) > 3.3e-4 * cb) continue;
-        /* exponential of rate lambda between the probes; h wide is the part beyond eta */
-        const double lambda = log(ca / cb) / (b - a), h = b - eta, c = cb * exp(lambda * h);
-        *count = c;
-        *sum = o->sum[i + 1] + (c - cb) * (eta + h / 2 - lambda * h * h / 12);
+        const double wide = b - a, mid = (a + b) / 2, t = eta - mid, between = ca - cb;
+        /* how many lie between the probes is known, where is not: a third of 0.1 % as standard error of the mean */
+        if (eta < a || eta > b || cb < 1 || 0.35 * sqrt(between) > 3.3e-4 * cb) continue;
+        /* a density that is linear in x - mid and has the band's count and its first moment */
+        const double p = between / wide, q = 12 * (o->sum[i] - o->sum[i + 1] - mid * between) / (wide * wide * wide);
+        double c = p * (wide / 2 - t) + q * (wide * wide / 4 - t * t) / 2;
+        c = c < 0 ? 0 : c > between ? between : c;
+        *count = cb + c;
+        *sum =
+            o->sum[i + 1] + mid * c + p * (wide * wide / 4 - t * t) / 2 + q * (wide * wide * wide / 8 - t * t * t) / 3;
         return 1;
     }
     return 0;

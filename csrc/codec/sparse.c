@@ -5,7 +5,11 @@
 
 const char *const sparse_value_names[] = {"f32", "f16", NULL};
 
-enum { BINS = 2048, WAYS = 4, OWN_AT = 64 };
+enum {
+    BINS = 2048,
+    WAYS = 4,
+    OWN_AT = 64
+};
 _Static_assert(sizeof(sparse_work) <= OWN_AT, "the header of work and the codec's part of it overlap");
 static const float half_max = 65504.0f;
 
@@ -67,7 +71,8 @@ static uint64_t keep_best(const sid_walk *w, uint32_t key, uint64_t ties, uint32
         const uint64_t held = s->tile[t], begin = to;
         uint64_t split = ties == ALL ? held : 0; /* candidates of this tile that come before the cut */
         for (; ties && ties != ALL && split < held; split++)
-            if (sid_key(s->val[from + split]) == key && --ties == 0) *cut = t * SID_WIRE_TILE + s->idx[from + split] + 1;
+            if (sid_key(s->val[from + split]) == key && --ties == 0)
+                *cut = t * SID_WIRE_TILE + s->idx[from + split] + 1;
         to += p->simd->filter(s->idx + from, s->val + from, split, key, idx + to, val + to, room - to);
         to += p->simd->filter(s->idx + from + split, s->val + from + split, held - split, key + 1, idx + to, val + to,
                               room - to);
@@ -93,8 +98,8 @@ static void compact(sid_walk *w) {
 void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     sparse_work *s = sparse_of(w);
     if (s->count + len > s->room && s->room < w->plan->n) compact(w);
-    const uint32_t c = w->plan->simd->capture(acc, len, s->low, (uint16_t)(at % SID_WIRE_TILE), s->idx + s->count,
-                                              s->val + s->count);
+    const uint32_t c =
+        w->plan->simd->capture(acc, len, s->low, (uint16_t)(at % SID_WIRE_TILE), s->idx + s->count, s->val + s->count);
     s->tile[at / SID_WIRE_TILE] += c;
     s->count += c;
 }
@@ -187,7 +192,11 @@ sparse_pick sparse_select(const sid_walk *w, uint64_t rank, uint32_t guess, uint
 }
 
 uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now) {
-    enum { MIN = 1 << 17, MAX = 1 << 22, FIRST = 1 << 20 }; /* 2^19 key units are a sixteenth of an octave */
+    enum {
+        MIN = 1 << 17,
+        MAX = 1 << 22,
+        FIRST = 1 << 20
+    }; /* 2^19 key units are a sixteenth of an octave */
     const uint64_t drift = 4ull * (now > last ? now - last : last - now), held = spread - spread / 8;
     if (!spread) return FIRST;
     const uint64_t want = drift > held ? drift : held;
@@ -277,7 +286,8 @@ sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *er
         const uint64_t c = count[t], size = t + 1 < tiles ? SID_WIRE_TILE : p->n - t * SID_WIRE_TILE;
         int ascending = 1;
         if (c > size || c > h->count - from)
-            return sid_fail(err, SID_E_CORRUPT, "tile %llu claims %llu entries", (unsigned long long)t, (unsigned long long)c);
+            return sid_fail(err, SID_E_CORRUPT, "tile %llu claims %llu entries", (unsigned long long)t,
+                            (unsigned long long)c);
         for (uint64_t i = 1; i < c; i++) ascending &= idx[from + i - 1] < idx[from + i];
         if (!ascending || (c && idx[from + c - 1] >= size))
             return sid_fail(err, SID_E_CORRUPT, "indices of tile %llu do not ascend within it", (unsigned long long)t);

@@ -6,15 +6,28 @@
 #include "../internal.h"
 
 /* Parameters every sparse codec begins its table with. */
-enum { SPARSE_DENSITY, SPARSE_VALUES, SPARSE_PARAMS };
+enum {
+    SPARSE_DENSITY,
+    SPARSE_VALUES,
+    SPARSE_PARAMS
+};
 extern const char *const sparse_value_names[];
-#define SPARSE_PARAM_ROWS                                                                                            \
-    {.name = "density", .kind = SID_REAL, .dflt = .01, .min = 1e-7, .max = 1, .unit = "of n",                        \
-     .doc = "Fraction of the elements that is sent: k = max(1, round(density * n))."},                               \
-    {                                                                                                                \
-        .name = "values", .kind = SID_CHOICE, .dflt = 0, .min = 0, .max = 1, .unit = "", .choices = sparse_value_names, \
-        .doc = "Format of the values; what float16 rounds away stays in the residual."                               \
-    }
+#define SPARSE_PARAM_ROWS                                                                                              \
+    {.name = "density",                                                                                                \
+     .kind = SID_REAL,                                                                                                 \
+     .dflt = .01,                                                                                                      \
+     .min = 1e-7,                                                                                                      \
+     .max = 1,                                                                                                         \
+     .unit = "of n",                                                                                                   \
+     .doc = "Fraction of the elements that is sent: k = max(1, round(density * n))."},                                 \
+        {.name = "values",                                                                                             \
+         .kind = SID_CHOICE,                                                                                           \
+         .dflt = 0,                                                                                                    \
+         .min = 0,                                                                                                     \
+         .max = 1,                                                                                                     \
+         .unit = "",                                                                                                   \
+         .choices = sparse_value_names,                                                                                \
+         .doc = "Format of the values; what float16 rounds away stays in the residual."}
 
 /* The codec's part of work. Candidates are all elements so far whose key reaches `low`, in index order; those of wire
  * tile t are counted in tile[t]. `low` only rises during a reading. */
@@ -26,7 +39,9 @@ typedef struct sparse_work {
     uint16_t *idx;
     float *val;
 } sparse_work;
-enum { SPARSE_OWN = 512 }; /* bytes of work for the codec itself; they survive from one reading to the next */
+enum {
+    SPARSE_OWN = 512
+}; /* bytes of work for the codec itself; they survive from one reading to the next */
 
 /* p->k from the density. */
 void sparse_k(sid_plan *p);
@@ -41,7 +56,8 @@ void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len);
 /* Over a tile: sum of |x|; and sum[0] the same, sum[1], count[0] of those with key(x) >= a; sum[2], count[1] with key(x) >= b. In float32
  * and a fixed order, in float64 where that overflows. */
 double sparse_sum(const sid_walk *w, const float *x, uint32_t len);
-void sparse_sums(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, double sum[3], uint32_t count[2]);
+void sparse_sums(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, double sum[3],
+                 uint32_t count[2]);
 /* How many candidates have key >= key, and the sum of their magnitudes in a fixed order. */
 uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum);
 typedef struct sparse_pick {

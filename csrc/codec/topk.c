@@ -3,7 +3,10 @@
  * pass over memory and the exact key is found among them. A wrong prediction costs a second reading, never a wrong k. */
 #include "sparse.h"
 
-enum { LAST, SPREAD }; /* words of state->codec: the last key, and how far from it the next may lie (0: no last one) */
+enum {
+    LAST,
+    SPREAD
+}; /* words of state->codec: the last key, and how far from it the next may lie (0: no last one) */
 
 static const sid_param params[] = {SPARSE_PARAM_ROWS};
 

@@ -25,7 +25,10 @@
 #else
 #define BYTES 16
 #endif
-enum { WIDE = BYTES / 4, PARTS = LANES / WIDE };
+enum {
+    WIDE = BYTES / 4,
+    PARTS = LANES / WIDE
+};
 typedef float vf __attribute__((vector_size(BYTES)));
 typedef int32_t vi __attribute__((vector_size(BYTES)));
 
@@ -348,7 +351,8 @@ static void checksum(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *
 #ifdef SID_HAS_AVX512
     __m512i va = _mm512_setzero_si512(), vb = va;
     for (; r < rows; r++) {
-        va = _mm512_add_epi64(va, _mm512_cvtepu32_epi64(_mm256_loadu_si256((const __m256i *)(const void *)(w + 8 * r))));
+        va =
+            _mm512_add_epi64(va, _mm512_cvtepu32_epi64(_mm256_loadu_si256((const __m256i *)(const void *)(w + 8 * r))));
         vb = _mm512_add_epi64(vb, va);
     }
     _mm512_storeu_si512(a, va);
