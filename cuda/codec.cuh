@@ -124,6 +124,7 @@ struct sid_vectors { /* where acc and the memory's other vectors lie */
 };
 
 inline sid_vectors sid_vectors_of(const sid_plan *p, sid_state *s) {
+    if (!s) return {nullptr, 0};
     return {(float *)(void *)((char *)s + SID_STATE_BYTES), sid_state_stride(p->n)};
 }
 

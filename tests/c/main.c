@@ -27,7 +27,8 @@
     X(signed_mutations)                                                                                                \
     X(random_bytes)                                                                                                    \
     X(other_step)                                                                                                      \
-    X(threads)
+    X(threads)                                                                                                         \
+    X(map)
 
 #define DECLARE(name) void test_##name(void);
 TESTS(DECLARE)

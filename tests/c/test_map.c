@@ -1,0 +1,85 @@
+/* The index arithmetic that cuda/ shares with the host, where it can be tried without a device. */
+#include <string.h>
+
+#include "../../cuda/map.h"
+#include "test.h"
+
+static void find_segments(rng *r) {
+    for (int round = 0; round < 200; round++) {
+        uint64_t start[65] = {0};
+        const uint32_t n_seg = 1 + rng_below(r, 64);
+        for (uint32_t s = 0; s < n_seg; s++)
+            start[s + 1] = start[s] + (rng_below(r, 3) ? rng_below(r, round % 2 ? 5 : 5000) : 0);
+        for (uint64_t at = 0; at < start[n_seg]; at += 1 + start[n_seg] / 997) {
+            const uint32_t s = sid_find_segment(start, n_seg, at);
+            CHECK(s < n_seg && start[s] <= at && at < start[s + 1], "element %llu of %u segments: segment %u",
+                  (unsigned long long)at, n_seg, s);
+        }
+    }
+}
+
+static void tiles_cover(void) {
+    static const uint64_t sizes[] = {0, 1, 1023, 1024, 1025, 8191, 8192, 8193, 65535, 65536, 65537, SID_CUDA_MAX_N};
+    CHECK((uint64_t)SID_CHUNK * SID_WIRE_CHUNKS == SID_WIRE_TILE, "chunks do not fill a wire tile");
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        const uint64_t n = sizes[i], tiles = sid_tiles(n), chunks = sid_chunks(n);
+        const uint64_t last = tiles ? (tiles - 1) * SID_TILE : 0;
+        CHECK(tiles ? last + sid_tile_len(n, last) == n : n == 0, "tiles of %llu elements", (unsigned long long)n);
+        CHECK(chunks * SID_WARPS >= tiles && (chunks == 0 || (chunks - 1) * SID_WARPS < tiles), "chunks of %llu",
+              (unsigned long long)n);
+        CHECK(chunks <= sid_wire_tiles(n) * SID_WIRE_CHUNKS, "wire tiles of %llu", (unsigned long long)n);
+    }
+}
+
+/* Elements are above a key (2), equal to it (1) or neither: the slots of those sent count up by one. */
+static void slots_count_up(rng *r) {
+    for (int round = 0; round < 200; round++) {
+        const uint32_t ties = rng_below(r, 40);
+        uint32_t above = 0, equal = 0, sent = 0;
+        for (int i = 0; i < 300; i++) {
+            const uint32_t kind = rng_below(r, 5);
+            if (kind == 2 || (kind == 1 && equal < ties)) {
+                CHECK(sid_slot(above, equal, ties) == sent, "slot %u, not %u", sid_slot(above, equal, ties), sent);
+                sent++;
+            }
+            above += kind == 2;
+            equal += kind == 1;
+        }
+        CHECK(sid_slot(above, equal, ties) == sent, "%u slots at the end, not %u", sid_slot(above, equal, ties), sent);
+    }
+}
+
+static void digits_make_the_key(rng *r) {
+    for (int i = 0; i < 1000; i++) {
+        const uint32_t key = (uint32_t)rng_next(r) & 0x7fffffffu;
+        const uint32_t a = sid_digit1(key), b = sid_digit2(key), c = sid_digit3(key);
+        CHECK((a << 20 | b << 10 | c) == key && a < SID_DIGIT1 && b < SID_DIGIT2 && c < SID_DIGIT3, "key %08x", key);
+    }
+}
+
+/* A payload's checksum put together from 16-bit pieces, as the writers of indices and float16 values do. */
+static void checksum_in_pieces(rng *r) {
+    uint64_t words[64], sum = 0, weighted = 0;
+    uint16_t piece[sizeof words / 2];
+    const uint64_t rows = sizeof words / 32;
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) words[i] = rng_next(r);
+    words[7] = 0; /* the checksum's own place */
+    memcpy(piece, words, sizeof words);
+    for (uint64_t at = 0; at < sizeof words; at += 2) {
+        const uint64_t word = sid_half_word(at, piece[at / 2]);
+        sum += word;
+        weighted += word * sid_checksum_weight(at / 4, rows);
+    }
+    const uint64_t want = sid_payload_checksum(sid_simd_for(SID_ISA_BASE), (const uint8_t *)words, sizeof words);
+    CHECK(sid_checksum_mix(sum, weighted) == want, "checksum in pieces differs");
+}
+
+void test_map(void);
+void test_map(void) {
+    rng r = {20};
+    find_segments(&r);
+    tiles_cover();
+    slots_count_up(&r);
+    digits_make_the_key(&r);
+    checksum_in_pieces(&r);
+}
