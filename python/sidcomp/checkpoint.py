@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import _core
-from sidcomp.errors import CheckpointError
+from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.groups import Piece, Spec, shorten
 from sidcomp.layout import STATE_HEADER, Group, Layout
+from sidcomp.settings import Settings
 
 if TYPE_CHECKING:
-    from sidcomp.state import State
+    from sidcomp.pipeline import Pipeline
 
 FORMAT = 1
 # The parts of a state's header that are not settled by residual_in: the count of steps and the codec's
@@ -43,39 +44,21 @@ def _residuals(groups: Iterable[Group]) -> Residuals:
     return kept
 
 
-def _config(state: "State") -> dict[str, Any]:
-    """What decides the bits, in plain types."""
-    return {
-        "codec": state.codec.name,
-        "memory": state.memory.name,
-        "parameters": dict(state.parameters),
-        "seed": state.seed,
-        "groups": state.groups,
-        "exclude": list(state.exclude),
-    }
-
-
-def save(state: "State") -> dict[str, Any]:
-    if state._layout is None:
-        if state._resume is not None:
-            return state._resume.source
-        world, rank, groups, residuals = 0, 0, [], {}
-    else:
-        assert state._exchange is not None
-        world, rank = state._exchange.world, state._exchange.rank
-        residuals = _residuals(state._layout.groups)
-        groups = [_save_group(g) for g in state._layout.groups]
+def save(p: "Pipeline", scale: float | None) -> dict[str, Any]:
+    if p.layout is None and p.resume is not None:
+        return p.resume.source
+    groups = p.layout.groups if p.layout is not None else []
     return {
         "format": FORMAT,
         "version": _core.version,
-        **_config(state),
-        "world": world,
-        "rank": rank,
-        "step": state._step,
-        "settled": state._settled,
-        "scale": state._scale,
-        "layout": groups,
-        "residuals": residuals,
+        **p.settings.saved(),
+        "world": p.exchange.world if p.exchange is not None else 0,
+        "rank": p.exchange.rank if p.exchange is not None else 0,
+        "step": p.step,
+        "settled": p.settled or isinstance(p.settings.groups, list),
+        "scale": scale,
+        "layout": [_save_group(g) for g in groups],
+        "residuals": _residuals(groups),
     }
 
 
@@ -154,40 +137,50 @@ def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece]) -> list[Spe
     return [Spec(g["dense"], [by_name[n] for n in g["names"]]) for g in groups]
 
 
-def load(state: "State", given: "dict[str, Any] | Sequence[dict[str, Any]]") -> Resume:
+def load(
+    settings: Settings,
+    parent: dist.ProcessGroup | None,
+    given: "dict[str, Any] | Sequence[dict[str, Any]]",
+    redistribute: str,
+) -> Resume:
+    """parent: the process group of the model, None for the default one."""
+    if redistribute not in ("sum", "mean"):
+        raise ArgumentError(f'redistribute={redistribute!r}: "sum" or "mean"')
     if not dist.is_initialized():
         raise CheckpointError(
             "load_state_dict needs the process group: call torch.distributed.init_process_group first"
         )
-    ddp = state._bound()
-    parent = state.process_group or (ddp.process_group if ddp is not None else dist.group.WORLD)
     world, rank = dist.get_world_size(parent), dist.get_rank(parent)
     states = [given] if isinstance(given, dict) else list(given)
+    if not states:
+        raise CheckpointError("an empty list of states: pass this rank's state, or those of all old ranks")
     for s in states:
         _check_form(s)
-    if not states:
-        raise CheckpointError(
-            "an empty list of states: pass this rank's state, or the states of all old ranks"
-        )
     old = states[0]["world"]
     if old == 0:  # saved before the first step: nothing is kept yet
         return Resume({}, [], states[0])
-    alone = [s for s in states if s["rank"] == rank] if old == world else []
-    if len(alone) != 1:
+    own = [s for s in states if old == world and s["rank"] == rank]
+    if len(own) != 1:
         _check_complete(states, old, world, rank)
-    first = alone[0] if alone else states[0]
-    if alone:
-        resume = Resume(first["residuals"], first["layout"], first)
-    else:
-        mean = {n: torch.stack([s["residuals"][n] for s in states]).mean(dim=0) for n in first["residuals"]}
-        source = {**first, "residuals": mean, "world": world, "rank": rank}
-        resume = Resume(mean, first["layout"], source)
-        resume.same_codec = False
-        logger.warning("residuals of %d ranks redistributed over %d: each has their mean", old, world)
-    _compare_config(state, first, resume)
-    if not first["settled"]:
-        resume.layout = []  # DDP was about to rebuild its buckets, and the groups with them
+        own = [_redistributed(states, world, rank, old if redistribute == "mean" else world)]
+        logger.warning("residuals of %d ranks were redistributed over %d (%s)", old, world, redistribute)
+    source = own[0]
+    resume = Resume(source["residuals"], source["layout"], source)
+    resume.same_codec = old == world
+    _compare(settings, resume)
+    if not source["settled"]:
+        resume.layout = []  # DDP was about to form its buckets anew, and we the groups with them
     return resume
+
+
+def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, parts: int) -> dict[str, Any]:
+    """The state of one new rank: the old ranks' residuals, added in rank order, over `parts`."""
+    states = sorted(states, key=lambda s: int(s["rank"]))
+    residuals = {
+        name: torch.stack([s["residuals"][name].double() for s in states]).sum(dim=0).div(parts).float()
+        for name in states[0]["residuals"]
+    }
+    return {**states[0], "world": world, "rank": rank, "residuals": residuals}
 
 
 def _check_form(s: object) -> None:
@@ -225,22 +218,21 @@ def _check_complete(states: Sequence[dict[str, Any]], old: int, world: int, rank
             )
 
 
-def _compare_config(state: "State", saved: dict[str, Any], resume: Resume) -> None:
+def _compare(settings: Settings, resume: Resume) -> None:
     """Another codec, seed or grouping may take over what is kept, but not bit for bit: say so. Another memory
     may not."""
-    mine = _config(state)
+    saved, mine = resume.source, settings.saved()
     if saved["memory"] != mine["memory"]:
         raise CheckpointError(
-            f"the state is of memory {saved['memory']!r}, this State has {mine['memory']!r}: use the same "
-            "memory"
+            f"the state is of memory {saved['memory']!r}, this State has {mine['memory']!r}: use the same"
         )
     changed = [k for k in mine if mine[k] != saved[k]]
     if changed:
-        resume.same_codec = resume.same_codec and not {"codec", "parameters"} & set(changed)
+        if {"codec", "parameters"} & set(changed):
+            resume.same_codec = False
         if {"groups", "exclude"} & set(changed):
             resume.layout = []
         logger.warning(
-            "resuming with other settings (%s): what was kept is taken over, the codec's statistics start "
-            "anew",
+            "resuming with other settings (%s): what was kept is taken over, but not bit for bit",
             ", ".join(f"{k} {saved[k]!r} -> {mine[k]!r}" for k in changed),
         )

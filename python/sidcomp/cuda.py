@@ -13,7 +13,6 @@ from sidcomp.registry import find_codec
 
 if TYPE_CHECKING:
     from sidcomp.exchange import Exchange
-    from sidcomp.state import State
 
 _STATS = struct.Struct("<QQQfII")  # sid_stats
 _REPORT = struct.Struct("<4I")  # nonfinite, culprit, status, 0
@@ -59,8 +58,7 @@ class CudaLane:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def prepare(self, group: Group, world: int) -> int:
-        """Brings the group's blocks; returns how many."""
+    def prepare(self, group: Group, world: int) -> None:
         if not find_codec(group.plan.codec).cuda:
             has = ", ".join(c["name"] for c in _core.codecs() if c["cuda"])
             raise UnsupportedError(
@@ -68,21 +66,22 @@ class CudaLane:
                 "Choose one of them, or train on the CPU"
             )
         with torch.cuda.stream(self.stream):
+            group.allocate(world, group.plan.cuda_work_bytes())
             group.resident = Resident(self.device)
-            return 3 + group.allocate(world, group.plan.cuda_work_bytes())
+            group.allocations += 3
 
     def follow(self) -> None:
         """The side stream waits for what the current stream has been given: the gradients of a bucket."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def launch(self, state: "State", g: Group, exchange: "Exchange") -> None:
+    def launch(self, g: Group, exchange: "Exchange", step: int, seed: int) -> None:
         r: Resident = g.resident
         _, culprit, status, _ = _REPORT.unpack(bytes(r.report_seen.tolist()))
         if status:
             raise CorruptPayloadError(
                 f"status {status - 2**32} of the payload of rank {culprit} in an earlier step"
             )
-        at = {"step": state._step - 1, "group": g.index}
+        at = {"step": step, "group": g.index}
         where = {"device": self.stream.device.index, "stream": self.stream.cuda_stream}
         with torch.cuda.stream(self.stream):
             if r.placed_for is not g.segments:
@@ -91,7 +90,7 @@ class CudaLane:
             table, n_segments = r.table.data_ptr(), len(g.runs)
             g.plan.cuda_encode(
                 table, n_segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
-                seed=state.seed, rank=exchange.rank, world=exchange.world, stats=r.stats.ptr, **at, **where,
+                seed=seed, rank=exchange.rank, world=exchange.world, stats=r.stats.ptr, **at, **where,
             )  # fmt: skip
             # wait() makes this stream wait for the collective; on NCCL it does not stop the host.
             if g.plan.linear:

@@ -1,6 +1,8 @@
-"""The communication hook, and how a State finds the DDP model that it serves."""
+"""The communication hook, and what we have to know of the DDP model that it is registered with."""
 
 import gc
+import weakref
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,34 +11,36 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp.errors import SetupError, UnsupportedError
 from sidcomp.state import State
 
-# No `from __future__ import annotations` here: DDP compares the annotations of a hook with the types
-# themselves.
+# No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
+
+_PYTHON_REDUCER = (
+    "torch.compile's python reducer does not work with communication hooks: set "
+    'torch._dynamo.config.optimize_ddp to True or "ddp_optimizer", or to False'
+)
 
 
 def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook: `ddp.register_comm_hook(state, sidcomp.hook)`.
 
     The future's value is `bucket.buffer()`, which then holds the mean of the decoded gradients of all ranks.
-    Errors are never raised here, where they would leave DDP's reducer unusable: the future fails,
-    `backward()` raises a RuntimeError with the text, and the exception itself is in `state.error` and in the
-    log "sidcomp".
+    Errors are not raised here, where they would leave DDP's reducer unusable: the future fails, `backward()`
+    raises a RuntimeError with the text, and the exception itself is in `state.error` and in the log
+    "sidcomp".
     """
-    if not hasattr(bucket, "buffer"):  # the python reducer passes a tuple and ignores what a hook returns
-        raise UnsupportedError(
-            "torch.compile's python reducer does not work with communication hooks: set "
-            'torch._dynamo.config.optimize_ddp to True or "ddp_optimizer", or to False'
-        )
+    if not hasattr(bucket, "buffer"):  # the python reducer passes a tuple, and ignores what a hook returns
+        raise UnsupportedError(_PYTHON_REDUCER)
     if not isinstance(state, State):
         failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        failed.set_exception(
-            SetupError(f"sidcomp.hook was registered with a {type(state).__name__}; it needs a sidcomp.State")
+        error = SetupError(
+            f"sidcomp.hook was registered with a {type(state).__name__}; it needs a sidcomp.State"
         )
+        failed.set_exception(error)
         return failed
     return state._reduce(bucket)
 
 
 def register(ddp: DistributedDataParallel, state: State) -> None:
-    """`ddp.register_comm_hook(state, sidcomp.hook)`, but what cannot work is refused here and not in
+    """`ddp.register_comm_hook(state, sidcomp.hook)`, but what cannot work is refused here, not in
     `backward()`.
 
     Raises SetupError or UnsupportedError, which say what to change.
@@ -46,16 +50,15 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
     refuse(ddp)
     if ddp._comm_hooks:
         raise SetupError(
-            "this DDP model has a communication hook already, and DDP takes one: do not set "
-            "mixed_precision=..., an optimizer in the backward pass or another hook on it; to change hooks "
-            "wrap the module in a new DDP"
+            "this DDP model has a communication hook already, and takes only one: to change hooks, wrap the "
+            "module in a new DDP"
         )
     state._bind(ddp)
     ddp.register_comm_hook(state, hook)
 
 
 def owner(state: State) -> DistributedDataParallel:
-    """The one DDP model that `state` was registered with. DDP tells its hook nothing, so we ask the garbage
+    """The one DDP model that `state` was registered with. DDP tells its hook nothing: ask the garbage
     collector."""
     found = [
         o
@@ -76,10 +79,7 @@ def owner(state: State) -> DistributedDataParallel:
 def refuse(ddp: DistributedDataParallel) -> None:
     """Raises for what sidcomp cannot serve, naming what to change."""
     if getattr(ddp, "_use_python_reducer", False):
-        raise UnsupportedError(
-            "torch.compile's python reducer does not work with communication hooks: set "
-            'torch._dynamo.config.optimize_ddp to True or "ddp_optimizer", or to False'
-        )
+        raise UnsupportedError(_PYTHON_REDUCER)
     if getattr(ddp, "mixed_precision", None) is not None:
         raise UnsupportedError(
             "DDP(mixed_precision=...) takes the only hook that DDP has: leave it out and use torch.autocast, "
@@ -93,10 +93,10 @@ def refuse(ddp: DistributedDataParallel) -> None:
     for name, module in ddp.module.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise UnsupportedError(f"module {name!r} has sparse gradients: construct it with sparse=False")
-    for name, p in parameters(ddp).items():
+    for name, p in _reduced(ddp).items():
         if p.is_complex():
             raise UnsupportedError(
-                f"parameter {name!r} is complex: keep its real and imaginary parts as two real ones"
+                f"parameter {name!r} is complex: keep its real and imaginary parts as two real parameters"
             )
         if hasattr(p, "_in_backward_optimizers"):
             raise UnsupportedError(
@@ -105,10 +105,48 @@ def refuse(ddp: DistributedDataParallel) -> None:
             )
 
 
-def parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+def refuse_join(ddp: DistributedDataParallel) -> None:
+    if ddp._join_config.enable:
+        raise UnsupportedError(
+            "DDP's join() sends zeros for ranks that have run out of data, which would flush what the memory "
+            "keeps: give every rank the same number of batches (drop_last=True) and leave join() out"
+        )
+
+
+def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """What DDP reduces, by name; shared parameters once, under their first name."""
     return {
         name: p
         for name, p in ddp.module.named_parameters()
         if p.requires_grad and name not in ddp.parameters_to_ignore
     }
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A State's DDP model, which it does not keep alive. Parameters are known by identity, as buckets show
+    them."""
+
+    ref: "weakref.ref[DistributedDataParallel]"
+    process_group: dist.ProcessGroup
+    names: dict[int, str]
+    expected: frozenset[int]  # ids of the parameters that DDP reduces
+    shapes: dict[str, tuple[int, ...]]  # of the same
+    rebuilds: bool  # DDP forms its buckets anew after it has seen the gradients' order
+
+    def ddp(self) -> DistributedDataParallel:
+        ddp = self.ref()
+        assert ddp is not None
+        return ddp
+
+    @staticmethod
+    def of(ddp: DistributedDataParallel) -> "Binding":
+        reduced = _reduced(ddp)
+        return Binding(
+            weakref.ref(ddp),
+            ddp.process_group,
+            {id(p): name for name, p in ddp.module.named_parameters()},
+            frozenset(map(id, reduced.values())),
+            {name: tuple(p.shape) for name, p in reduced.items()},
+            ddp.static_graph or not ddp.find_unused_parameters,
+        )

@@ -1,7 +1,8 @@
 """What is built once for a bucket layout: slots (DDP's buckets), groups, and the groups' blocks of memory."""
 
+import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import is_
 from typing import Any
 
@@ -9,21 +10,33 @@ import torch
 
 from sidcomp import _core
 from sidcomp.groups import Spec, shorten
-from sidcomp.registry import Setting
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 STATE_HEADER = 256  # bytes before the vectors in a state block (sid_state)
+_HUGE = 2**21  # bytes of a huge page
 
 
 class Block:
-    """Bytes that start at a multiple of 64. `tensor` is a flat uint8 view of them, `ptr` their address."""
+    """Zeroed bytes that start at a multiple of 64. `tensor` is a flat uint8 view of them, `ptr` their
+    address."""
 
     __slots__ = ("ptr", "tensor")
 
     def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
-        raw = torch.zeros(nbytes + 63, dtype=torch.uint8, device=device)
-        skip = -raw.data_ptr() % 64
+        align = 64
+        if str(device) == "cpu" and nbytes >= 2 * _HUGE:
+            # An encode walks several blocks at once; with small pages it waits for address translation
+            # instead.
+            align = _HUGE
+            pages = mmap.mmap(-1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a kernel without huge pages
+                    pages.madvise(mmap.MADV_HUGEPAGE)
+            raw = torch.frombuffer(pages, dtype=torch.uint8)
+        else:
+            raw = torch.zeros(nbytes + align, dtype=torch.uint8, device=device)
+        skip = -raw.data_ptr() % align
         self.tensor = raw[skip : skip + nbytes]
         self.ptr = self.tensor.data_ptr()
 
@@ -70,60 +83,51 @@ class Slot:
 class Group:
     """One group at run time: its plan, its blocks, and what it did in this iteration."""
 
-    def __init__(
-        self,
-        index: int,
-        spec: Spec,
-        slots: Sequence[Slot],
-        plan: _core.Plan,
-        settings: dict[str, Setting],
-        direct: bool,
-    ) -> None:
+    def __init__(self, index: int, spec: Spec, slots: Sequence[Slot], plan: _core.Plan, direct: bool) -> None:
         self.index = index
         self.spec = spec
         self.names = spec.names
         self.plan = plan
-        self.settings = settings
         self.n = plan.n
         self.dtype = plan.dtype
-        used = {p.bucket for p in spec.pieces}
-        self.slots = [slots[i] for i in sorted(used)]
-        self._by_bucket = {i: slots[i] for i in used}
+        self._by_bucket = {i: slots[i] for i in sorted({p.bucket for p in spec.pieces})}
+        self.slots = list(self._by_bucket.values())
         self.device = self.slots[0].buffer.device
         self.missing = len(self.slots)  # buckets that have not come yet
         self.runs = self._merge()
-        # A dense group that is one piece of memory is reduced where it lies, as plain DDP does.
-        self.direct = direct and plan.linear and plan.lossless and len(self.runs) == 1
+        # A dense group that is one piece of memory may be reduced where it lies, as plain DDP does.
+        self.direct = direct and len(self.runs) == 1
         self.segments: _core.Segments
         self.view: torch.Tensor  # what a direct group hands to the collective
         self.place()
+        self.allocations = 0
+        self.resident: Any = None  # CUDA: what else stays on the device
         # this iteration
         self.sent = False
         self.undone = False
         self.stats: _core.Stats | None = None
         self.error: Exception | None = None
         self.work: object = None
-        self.resident: Any = None  # CUDA: what stays on the device
         self.exchanged_at = 0
         # counters, in ns
         self.steps = self.encode_ns = self.wait_ns = self.decode_ns = 0
 
-    def allocate(self, world: int, work_bytes: int) -> int:
-        """Brings the blocks; returns how many."""
+    def allocate(self, world: int, work_bytes: int) -> None:
         plan = self.plan
         if self.direct:
-            return 0
+            return
         self.state = Block(plan.state_bytes, self.device)
         self.scratch = Block(work_bytes, self.device)
         self.payload = Block(plan.payload_bytes, self.device)
+        self.allocations += 3
         if plan.linear:
             dtype = _TORCH_DTYPES[plan.body_dtype]
             end = plan.body_offset + plan.body_count * dtype.itemsize
             self.body = self.payload.tensor[plan.body_offset : end].view(dtype)
             self.incoming, self.count = self.payload, 1
-            return 3
-        self.incoming, self.count = Block(world * plan.payload_bytes, self.device), world
-        return 4
+        else:
+            self.incoming, self.count = Block(world * plan.payload_bytes, self.device), world
+            self.allocations += 1
 
     @property
     def bytes_sent(self) -> int:
@@ -174,9 +178,7 @@ class Group:
     def describe(self) -> str:
         """What every rank must agree on."""
         shapes = ", ".join(f"{p.name}{list(p.shape)}" for p in self.spec.pieces)
-        return (
-            f"{self.plan.codec} {self.settings}, memory {self.plan.memory}, {self.n} x {self.dtype}: {shapes}"
-        )
+        return f"{self.plan.codec}, memory {self.plan.memory}, {self.n} x {self.dtype}: {shapes}"
 
 
 class Layout:

@@ -1,0 +1,122 @@
+"""From the buckets that DDP shows to a layout: groups by the rules, their plans and blocks, the same on every
+rank."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sidcomp import _core, checkpoint
+from sidcomp.cuda import CudaLane
+from sidcomp.errors import RankError, UnsupportedError
+from sidcomp.exchange import Exchange
+from sidcomp.groups import Piece, Spec, excluded, form_groups, shorten
+from sidcomp.layout import DTYPES, Group, Layout, Slot
+from sidcomp.settings import Settings
+
+_FAILED = bytes(32)  # in place of a digest
+
+
+def agreed(exchange: Exchange, make: Callable[[], Layout], header: str) -> Layout:
+    """make(), if it gives the same on all ranks; else all ranks raise. A difference would corrupt or hang an
+    exchange.
+
+    A collective; `header` is what else has to be the same.
+    """
+    layout, failure, text = None, None, ""
+    try:
+        layout = make()
+        text = "\n".join([header, *(f"group {g.index}: {g.describe()}" for g in layout.groups)])
+    except Exception as e:
+        failure, text = e, f"{type(e).__name__}: {e}"
+    digests = exchange.gather_bytes(hashlib.sha256(text.encode()).digest() if failure is None else _FAILED)
+    if layout is not None and len(set(digests)) == 1:
+        return layout
+    texts = exchange.gather_texts(text)
+    if failure is not None:
+        raise failure
+    if _FAILED in digests:
+        rank = digests.index(_FAILED)
+        raise _differs(rank, f"rank {rank} could not form its groups: {texts[rank]}")
+    rank = next(r for r, d in enumerate(digests) if d != digests[0])
+    lines = [texts[r].splitlines() for r in (0, rank)]
+    at = next((i for i, (a, b) in enumerate(zip(*lines, strict=False)) if a != b), min(map(len, lines)))
+    here, there = (x[at] if at < len(x) else "nothing more" for x in lines)
+    raise _differs(
+        rank,
+        f"ranks do not agree: rank 0 has [{here}], rank {rank} has [{there}]; the model, the sidcomp.State "
+        "and its checkpoint must be the same on every rank",
+    )
+
+
+def _differs(rank: int, text: str) -> RankError:
+    error = RankError(text)
+    error.rank = rank
+    return error
+
+
+def make_layout(
+    settings: Settings,
+    names: dict[int, str],
+    kept_groups: Sequence[dict[str, Any]],
+    slots: list[Slot],
+    exchange: Exchange,
+    lane: CudaLane | None,
+) -> Layout:
+    """kept_groups: those of a checkpoint, in place of the settings' rule."""
+    pieces = [p for i, slot in enumerate(slots) for p in _pieces(i, slot, names)]
+    if kept_groups:
+        specs = checkpoint.specs(kept_groups, pieces)
+    else:
+        specs = form_groups(
+            pieces, settings.groups, excluded(settings.exclude, {p.name: p.shape for p in pieces})
+        )
+    return Layout(slots, [_group(i, spec, settings, slots, exchange, lane) for i, spec in enumerate(specs)])
+
+
+def _group(
+    index: int, spec: Spec, settings: Settings, slots: list[Slot], exchange: Exchange, lane: CudaLane | None
+) -> Group:
+    plan = settings.plan(sum(p.numel for p in spec.pieces), spec.pieces[0].dtype, spec.dense)
+    # Reducing in place tells nothing about NaN, and a memory beside it has to know.
+    direct = settings.memory.name == "none" and lane is None
+    group = Group(index, spec, slots, plan, plan.linear and plan.lossless and direct)
+    if lane is None:
+        group.allocate(exchange.world, plan.work_bytes)
+    else:
+        if settings.checksum_every:
+            raise UnsupportedError("checksum_every works on the CPU only: leave it out on CUDA")
+        lane.prepare(group, exchange.world)
+    return group
+
+
+def _pieces(index: int, slot: Slot, names: dict[int, str]) -> list[Piece]:
+    buffer, offset, out = slot.buffer, 0, []
+    own = [names[id(p)] for p in slot.params]
+    which = shorten(own)
+    if buffer.layout is not torch.strided:
+        raise UnsupportedError(f"{which} have sparse gradients: construct the module with sparse=False")
+    if buffer.dtype not in DTYPES:
+        known = ", ".join(DTYPES.values())
+        raise UnsupportedError(f"{which} have {buffer.dtype} gradients, not {known}: convert the module")
+    if buffer.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"{which} are on {buffer.device}; sidcomp knows cpu and cuda")
+    kind = (DTYPES[buffer.dtype], buffer.element_size(), str(buffer.device))
+    for name, p in zip(own, slot.params, strict=True):
+        out.append(Piece(name, tuple(p.shape), p.numel(), *kind, bucket=index, offset=offset))
+        offset += p.numel()
+    if offset != buffer.numel():
+        raise UnsupportedError(
+            f"the bucket of {which} holds {buffer.numel()} elements for parameters of {offset}: complex "
+            "gradients do not work, keep real and imaginary parts as two real parameters"
+        )
+    return out
+
+
+def header(settings: Settings, exchange: Exchange, step: int) -> str:
+    """What all ranks must have in common beside the groups."""
+    return (
+        f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
+        f"checksum_every {settings.checksum_every}, {settings.parameters}"
+    )

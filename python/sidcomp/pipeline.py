@@ -1,0 +1,479 @@
+"""The step, from bucket to bucket: when a group is complete, encode, exchange, decode, and complete DDP's
+futures."""
+
+import logging
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import _core, build, checkpoint
+from sidcomp.cuda import CudaLane
+from sidcomp.errors import DivergenceError, ExchangeError, SetupError, SidcompError
+from sidcomp.exchange import Exchange
+from sidcomp.groups import shorten
+from sidcomp.layout import Group, Layout, Slot
+from sidcomp.settings import Settings
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+    from sidcomp.ddp import Binding
+
+Future = torch.futures.Future
+
+logger = logging.getLogger("sidcomp")
+
+_UNFINISHED = "the backward pass before this one did not finish"
+
+
+class _Discovery:
+    """The buckets of an iteration whose layout is not known yet."""
+
+    def __init__(self, expected: frozenset[int]) -> None:
+        self.expected = set(expected)  # ids of parameters that have not come
+        self.slots: list[Slot] = []
+
+
+class Pipeline:
+    """All that happens inside of backward().
+
+    `reduce` is called by DDP for one bucket after the other, always in one thread and the same order on all
+    ranks; every collective is issued there. A group is sent when its last bucket has come. On the CPU it is
+    decoded in the callback of its exchange, in a thread of the backend or, if the exchange is over already,
+    in the caller's.
+    """
+
+    def __init__(self, settings: Settings, process_group: dist.ProcessGroup | None) -> None:
+        self.settings = settings
+        self.process_group = process_group
+        self.exchange: Exchange | None = None
+        self.lane: CudaLane | None = None
+        self.layout: Layout | None = None
+        self.error: Exception | None = None
+        self.resume: checkpoint.Resume | None = None  # a loaded state that waits for its groups
+        self.kept_groups: list[dict[str, Any]] = []  # those of a checkpoint, which stay
+        self.settled = False  # DDP will not show other buckets any more
+        self.step = 0  # iterations begun
+
+        self._rebuilt = False  # whether DDP had rebuilt its buckets when the layout was made
+        self._discovery: _Discovery | None = None
+        self._broken: tuple[Exception, set[int]] | None = None
+        self._arrived = 0  # buckets of this iteration
+        self._idle = threading.Condition()
+        self._inflight = 0  # callbacks that have not ended
+        self._spoiled = False  # a group of the last iteration was not finite, or failed
+        self._checking = False
+        self._checks = bytearray()  # a checksum for each group, written by the callbacks
+        self._checks_mine = self._checks_all = torch.empty(0, dtype=torch.uint8)
+
+        self.sent = self.received = self.dense = self.control = self.allocations = 0
+
+    # ---- buckets
+    # ------------------------------------------------------------------------------------------------
+
+    def reduce(self, bucket: "GradBucket", bind: "Callable[[], Binding]") -> "Future[torch.Tensor]":
+        """The hook. Never raises: where something is wrong, this future and those still pending fail."""
+        params = bucket.parameters()
+        if self._broken is not None:
+            error, seen = self._broken
+            if id(params[0]) not in seen:  # still the iteration that failed
+                seen.add(id(params[0]))
+                if bucket.is_last():
+                    self._broken = None
+                return _failed(error)
+            self._broken = None
+        try:
+            return self._arrive(params, bucket, bind())
+        except Exception as e:
+            self.report(e)
+            seen = self.abandon(e)
+            self._broken = None if bucket.is_last() else (e, seen | {id(params[0])})
+            return _failed(e)
+
+    def _arrive(
+        self, params: list[torch.Tensor], bucket: "GradBucket", binding: "Binding"
+    ) -> "Future[torch.Tensor]":
+        ddp, buffer = binding.ddp(), bucket.buffer()
+        if self._discovery is None and self.layout is not None:
+            slot = self.layout.by_first.get(id(params[0]))
+            if slot is not None and slot.seen:
+                self.abandon(SetupError(_UNFINISHED))
+            known = self._arrived > 0 or ddp._has_rebuilt_buckets is self._rebuilt
+            if known and slot is not None and slot.same(params, buffer):
+                return self._fill(slot, buffer)
+        return self._discover(binding, ddp._has_rebuilt_buckets, params, buffer, bucket.is_last())
+
+    def _fill(self, slot: Slot, buffer: torch.Tensor) -> "Future[torch.Tensor]":
+        """A bucket of the layout that we know."""
+        assert self.layout is not None
+        compare = self._arrived == 0 and self._begin()
+        future = self._future()
+        slot.open(buffer, future)
+        if compare:
+            self._compare(slot)
+        self._arrived += 1
+        if self._arrived == len(self.layout.slots):
+            self._arrived = 0
+            for s in self.layout.slots:
+                s.seen = False
+        if not slot.remaining:
+            future.set_result(buffer)
+        for group in slot.groups:
+            group.missing -= 1
+            if not group.missing:
+                group.missing = len(group.slots)
+                self._launch(group)
+        return future
+
+    def _discover(
+        self, binding: "Binding", rebuilt: bool, params: list[torch.Tensor], buffer: torch.Tensor, last: bool
+    ) -> "Future[torch.Tensor]":
+        """Collects the buckets of one iteration; with the last one all groups are made and exchanged.
+
+        Every future stays pending until then: DDP waits for none before it has called every hook.
+        """
+        if any(id(p) not in binding.names for p in params):
+            raise SetupError(
+                "DDP reduces a parameter that its module does not have (any more): wrap the changed module "
+                "in a new DDP, and give every DDP model a State of its own"
+            )
+        d = self._discovery
+        if self._arrived or (d is not None and any(s.params[0] is params[0] for s in d.slots)):
+            self.abandon(SetupError(_UNFINISHED))
+            d = None
+        if d is None:
+            d = self._discovery = _Discovery(binding.expected)
+        slot = Slot(params, buffer)
+        if self.lane is None and buffer.is_cuda:
+            self.lane = CudaLane(buffer.device)
+        slot.future = self._future()
+        d.slots.append(slot)
+        d.expected.difference_update(map(id, params))
+        # In a static graph's first iteration is_last() is false for every bucket; where it is true, it is
+        # right.
+        if d.expected and not last:
+            return slot.future
+        if d.expected:
+            raise SetupError(
+                f"DDP does not reduce {shorten([binding.names[i] for i in d.expected])}: set requires_grad "
+                "before the module is wrapped in DDP"
+            )
+        self.layout = self._build(binding, d.slots)
+        self._discovery = None
+        self._rebuilt = rebuilt
+        self.settled = rebuilt or not binding.rebuilds or bool(self.kept_groups)
+        self._begin()
+        for s in d.slots:
+            s.open(s.buffer, s.future)
+            s.seen = False
+            if not s.remaining:
+                s.future.set_result(s.buffer)
+        for group in self.layout.groups:
+            self._launch(group)
+        return slot.future
+
+    def _build(self, binding: "Binding", slots: list[Slot]) -> Layout:
+        if self.exchange is None:
+            parent = self.process_group or binding.process_group
+            self.exchange = Exchange(parent, slots[0].buffer.device)
+        exchange = self.exchange
+        self.quiet()
+
+        def make() -> Layout:
+            if self.resume is not None:
+                self.resume.check(binding.shapes)
+            return build.make_layout(
+                self.settings, binding.names, self.kept_groups, slots, exchange, self.lane
+            )
+
+        layout = build.agreed(exchange, make, build.header(self.settings, exchange, self.step))
+        self.control += 32 * exchange.world
+        kept = self.resume or (checkpoint.carry(self.layout) if self.layout else None)
+        if kept is not None:
+            kept.place(layout)
+        self.resume = None
+        self.allocations += sum(g.allocations for g in layout.groups)
+        self._checking = False
+        self._checks = bytearray(8 * max(1, len(layout.groups)))
+        self._checks_mine = torch.empty(len(self._checks), dtype=torch.uint8)
+        self._checks_all = torch.empty(exchange.world * len(self._checks), dtype=torch.uint8)
+        return layout
+
+    def _future(self) -> "Future[torch.Tensor]":
+        if self.lane is None:
+            return Future()
+        self.lane.follow()
+        return Future(devices=[self.lane.device])
+
+    # ---- an iteration
+    # -------------------------------------------------------------------------------------------
+
+    def _begin(self) -> bool:
+        """A new iteration. True where its first bucket has to compare the checksums of the one before."""
+        self.quiet()
+        compare = self._checking
+        self.step += 1
+        every = self.settings.checksum_every
+        self._checking = every > 0 and self.step % every == 0
+        return compare
+
+    def quiet(self) -> None:
+        """Waits for callbacks that a failed iteration left behind; then takes back what a spoiled one has
+        sent.
+
+        A step that was not finite, or failed, is thrown away by whoever guards the run (GradScaler), and with
+        it what the other groups have sent: it counts as not sent.
+        """
+        with self._idle:
+            while self._inflight:
+                self._idle.wait()
+        if self.lane is None and self.layout is not None:
+            for g in self.layout.groups:
+                if self._spoiled and g.sent and not g.undone:
+                    g.plan.unsend(g.state.ptr)
+                g.sent = g.undone = False
+        self._spoiled = False
+
+    def abandon(self, error: Exception) -> set[int]:
+        """Forgets an iteration that cannot end: its pending futures fail. Returns the first parameters of its
+        buckets."""
+        slots = [s for s in self.layout.slots if s.seen] if self.layout is not None else []
+        if self._discovery is not None:
+            slots += self._discovery.slots
+        for slot in slots:
+            self._fail_slot(slot, error)
+            slot.seen = False
+        if self.layout is not None:
+            for g in self.layout.groups:
+                g.missing = len(g.slots)
+        self._spoiled = self._spoiled or bool(slots)
+        self._discovery = None
+        self._arrived = 0
+        return {id(s.params[0]) for s in slots}
+
+    def report(self, error: Exception) -> None:
+        self.error = error
+        logger.error("step %d: %s: %s", self.step, type(error).__name__, error)
+
+    # ---- a group
+    # ------------------------------------------------------------------------------------------------
+
+    def _launch(self, g: Group) -> None:
+        """Encodes a group and sends it on its way; its callback does the rest."""
+        exchange = self.exchange
+        assert exchange is not None
+        try:
+            if self.lane is not None:
+                self.lane.launch(g, exchange, self.step - 1, self.settings.seed)
+                self._account(g, exchange)
+                with torch.cuda.stream(self.lane.stream):  # DDP then waits for this stream
+                    self._complete(g)
+                return
+            started = perf_counter_ns()
+            if not g.direct:
+                self._encode(g, exchange)
+            elif exchange.world > 1:
+                _core.scale(g.segments, g.dtype, 1.0 / exchange.world)
+            g.exchanged_at = perf_counter_ns()
+            g.encode_ns += g.exchanged_at - started
+            if g.direct:
+                work = exchange.all_reduce(g.view)
+            elif g.plan.linear:
+                work = exchange.all_reduce(g.body)
+            else:
+                work = exchange.all_gather(g.incoming.tensor, g.payload.tensor)
+            g.work = work  # must outlive the exchange
+            future = work.get_future()
+            self._account(g, exchange)
+        except Exception as e:
+            self._fail(g, e)
+            return
+        with self._idle:
+            self._inflight += 1
+        future.then(partial(_finish, weakref.ref(self), g))
+
+    def _encode(self, g: Group, exchange: Exchange) -> None:
+        g.error = None
+        try:
+            g.stats = g.plan.encode(
+                g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                step=self.step - 1, seed=self.settings.seed, group=g.index,
+                rank=exchange.rank, world=exchange.world,
+            )  # fmt: skip
+            g.sent = g.plan.vectors > 0
+        except Exception as e:
+            # The others wait for our bytes: send such that they fail with us, not those of the step before.
+            g.error = e
+            if g.plan.linear:
+                g.body.fill_(torch.nan)
+            else:
+                g.payload.tensor.zero_()
+
+    def finish(self, g: Group, exchanged: "Future[Any]") -> None:
+        """The callback of an exchange: decodes. No collectives here; the caller may be any thread."""
+        failure: Exception | None = None
+        try:
+            exchanged.value()  # raises what the collective failed with: unread, nobody notices a dead peer
+            if g.error is not None:
+                raise g.error
+            arrived = perf_counter_ns()
+            g.wait_ns += arrived - g.exchanged_at
+            if not g.direct:
+                self._decode(g)
+            if self._checking:
+                value = 0 if g.undone else _core.checksum(g.segments, g.dtype)
+                struct.pack_into("<Q", self._checks, 8 * g.index, value)
+            g.decode_ns += perf_counter_ns() - arrived
+            g.steps += 1
+        except Exception as e:
+            failure = e
+        try:
+            if failure is None:
+                self._complete(g)
+            else:
+                self._fail(g, failure)
+        finally:
+            self._landed()
+
+    def _decode(self, g: Group) -> None:
+        assert self.exchange is not None
+        state = g.state.ptr if g.plan.vectors else 0
+        nonfinite = g.plan.decode(
+            g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / self.exchange.world, g.segments, state,
+            step=self.step - 1, group=g.index,
+        )  # fmt: skip
+        if nonfinite:
+            g.undone = self._spoiled = True
+
+    def _landed(self) -> None:
+        """The last act of a callback. The next iteration waits for it: its futures take the place of this
+        one's."""
+        with self._idle:
+            self._inflight -= 1
+            self._idle.notify_all()
+
+    def _account(self, g: Group, exchange: Exchange) -> None:
+        sent = g.bytes_sent
+        self.sent += sent
+        self.received += sent * (1 if g.plan.linear else exchange.world - 1)
+        self.dense += 4 * g.n
+
+    # ---- futures
+    # ------------------------------------------------------------------------------------------------
+
+    def _complete(self, g: Group) -> None:
+        for slot in g.slots:
+            self._complete_slot(slot)
+
+    def _complete_slot(self, slot: Slot) -> None:
+        with self._idle:
+            slot.remaining -= 1
+            ready = not slot.remaining and not slot.done
+            slot.done = slot.done or ready
+        if ready:
+            slot.future.set_result(slot.buffer)
+
+    def _fail(self, g: Group, cause: Exception) -> None:
+        self._spoiled = True
+        error = _explain(g, cause)
+        self.report(error)
+        for slot in g.slots:
+            self._fail_slot(slot, error)
+
+    def _fail_slot(self, slot: Slot, error: Exception) -> None:
+        with self._idle:
+            slot.done, done = True, slot.done
+        if not done:
+            slot.future.set_exception(error)  # type: ignore[arg-type]
+
+    # ---- checksum mode
+    # ------------------------------------------------------------------------------------------
+
+    def _compare(self, slot: Slot) -> None:
+        """Gathers the checksums of the iteration before; `slot`, of this one, completes only if they are
+        equal."""
+        assert self.exchange is not None
+        # a copy: callbacks of this iteration may write the next checksums meanwhile
+        self._checks_mine.copy_(torch.frombuffer(self._checks, dtype=torch.uint8))
+        work = self.exchange.all_gather(self._checks_all, self._checks_mine)
+        future = work.get_future()
+        self.control += self._checks_all.numel()
+        with self._idle:
+            slot.remaining += 1
+            self._inflight += 1
+        future.then(partial(_compared, weakref.ref(self), slot, work))
+
+    def compared(self, slot: Slot, exchanged: "Future[Any]") -> None:
+        error: Exception | None = None
+        try:
+            exchanged.value()
+            error = self._difference()
+        except Exception as e:
+            error = ExchangeError(f"comparing checksums: the exchange failed: {e}")
+        try:
+            if error is None:
+                self._complete_slot(slot)
+            else:
+                self.report(error)
+                self._fail_slot(slot, error)
+        finally:
+            self._landed()
+
+    def _difference(self) -> DivergenceError | None:
+        assert self.exchange is not None and self.layout is not None
+        sums = self._checks_all.view(torch.int64).view(self.exchange.world, -1).tolist()
+        for g in self.layout.groups:
+            for rank, row in enumerate(sums):
+                if row[g.index] != sums[0][g.index]:
+                    error = DivergenceError(
+                        f"{g.label()}: the gradients of rank {rank} differ from those of rank 0 at step "
+                        f"{self.step - 2}; the replicas no longer train the same model"
+                    )
+                    error.group, error.rank = g.index, rank
+                    return error
+        return None
+
+
+# A callback holds its Pipeline weakly. A thread of the backend drops callbacks when it likes; if the process
+# group went with one, it would be freed in a thread of its own, which ends the program.
+
+
+def _finish(ref: "weakref.ref[Pipeline]", g: Group, exchanged: "Future[Any]") -> None:
+    pipeline = ref()
+    if pipeline is not None:
+        pipeline.finish(g, exchanged)
+
+
+def _compared(ref: "weakref.ref[Pipeline]", slot: Slot, work: object, exchanged: "Future[Any]") -> None:
+    pipeline = ref()
+    if pipeline is not None:
+        pipeline.compared(slot, exchanged)
+
+
+def _failed(error: Exception) -> "Future[torch.Tensor]":
+    future: Future[torch.Tensor] = Future()
+    future.set_exception(error)  # type: ignore[arg-type]
+    return future
+
+
+def _explain(g: Group, cause: Exception) -> SidcompError:
+    """`cause`, as an error of ours that names group and rank."""
+    rank = getattr(cause, "culprit", None)
+    where = g.label() if rank is None else f"{g.label()}, payload of rank {rank}"
+    error: SidcompError
+    if isinstance(cause, SidcompError):
+        error = type(cause)(f"{where}: {cause}")
+    else:
+        error = ExchangeError(
+            f"{where}: the exchange failed; a rank has ended, hangs, or failed itself: {cause}"
+        )
+    error.__cause__ = cause
+    error.__dict__.update(group=g.index, parameters=tuple(g.names), rank=-1 if rank is None else rank)
+    return error
