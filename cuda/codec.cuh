@@ -204,9 +204,15 @@ template <class Memory, class Codec> struct sid_walker {
     }
 };
 
+/* Blocks that a multiprocessor holds at once for certain: a grid of as many has no second, half empty wave. */
+enum {
+    SID_WALK_BLOCKS = 5
+};
+
 template <class Memory, class Codec>
-__global__ void __launch_bounds__(SID_BLOCK) sid_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state,
-                                                             sid_vectors vectors, float *acc, Codec codec) {
+__global__ void __launch_bounds__(SID_BLOCK, SID_WALK_BLOCKS)
+    sid_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
+                    Codec codec) {
     __shared__ typename Codec::shared shared;
     if (!scratch->ready) return;
     codec.begin(shared);

@@ -88,19 +88,20 @@ template <typename T> __device__ inline T sid_block_scan(T x, T *part, T *total)
 
 /* ---- numbers ------------------------------------------------------------------------------------------------- */
 
-/* bits.h in the processor's own instruction, which rounds the same way; only NaN keeps its payload in software. */
+/* bits.h's conversions in the processor's own instructions, which round the same way; but they drop what a NaN carries. */
+#ifdef SID_EMULATE
+inline uint16_t sid_to_f16(float x) { return sid_f32_to_f16(x); }
+inline float sid_from_f16(uint16_t h) { return sid_f16_to_f32(h); }
+#else
 __device__ inline uint16_t sid_to_f16(float x) {
-#ifndef SID_EMULATE
-    if (sid_key(x) <= SID_KEY_INF) return __half_as_ushort(__float2half_rn(x));
-#endif
-    return sid_f32_to_f16(x);
+    const uint32_t u = sid_f32_bits(x), nan = (u >> 16 & 0x8000u) | 0x7e00u | (u >> 13 & 0x1ffu);
+    return sid_key(x) > SID_KEY_INF ? (uint16_t)nan : __half_as_ushort(__float2half_rn(x));
 }
 __device__ inline float sid_from_f16(uint16_t h) {
-#ifndef SID_EMULATE
-    if ((h & 0x7fffu) <= 0x7c00u) return __half2float(__ushort_as_half(h));
-#endif
-    return sid_f16_to_f32(h);
+    const uint32_t nan = (uint32_t)(h & 0x8000u) << 16 | 0x7fc00000u | (uint32_t)(h & 0x3ffu) << 13;
+    return (h & 0x7fffu) > 0x7c00u ? sid_bits_f32(nan) : __half2float(__ushort_as_half(h));
 }
+#endif
 
 __device__ inline float sid_decode_half(uint16_t h, sid_dtype d) {
     return d == SID_F16 ? sid_from_f16(h) : sid_bf16_to_f32(h);

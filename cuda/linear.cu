@@ -79,8 +79,8 @@ sid_status encode(sid_cuda_encoding &c) {
     if (!s)
         s = sid_with_memory(p, c.to.err, [&](auto memory) {
             return sid_launch(c.to, "encode", sid_walk_kernel<decltype(memory), linear>,
-                              sid_grid(c.to, sid_chunks(p->n), 8), SID_BLOCK, 0, c.group, c.scratch, c.state, vectors,
-                              (float *)nullptr, codec);
+                              sid_grid(c.to, sid_chunks(p->n), SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
+                              c.state, vectors, (float *)nullptr, codec);
         });
     if (!s)
         s = sid_launch(c.to, "seal", sid_seal_kernel, 1, SEAL_BLOCK, 0, c.scratch, sid_head_of(p, c.at), scale,
@@ -90,6 +90,10 @@ sid_status encode(sid_cuda_encoding &c) {
 }
 
 /* ---- decode ---------------------------------------------------------------------------------------------------- */
+
+enum {
+    DECODE_BLOCKS = 4
+}; /* on a multiprocessor, as SID_WALK_BLOCKS */
 
 struct bodies {
     const uint8_t *payloads;
@@ -166,7 +170,8 @@ struct looker {
     }
 };
 
-__global__ void __launch_bounds__(SID_BLOCK) sid_look_kernel(sid_scratch *scratch, bodies b, uint64_t n) {
+__global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
+    sid_look_kernel(sid_scratch *scratch, bodies b, uint64_t n) {
     const bool aligned = quick(b);
     looker look = {b, false};
     const auto one = [&](uint64_t tile) {
@@ -236,7 +241,7 @@ template <class Memory> struct decoder {
 };
 
 template <class Memory>
-__global__ void __launch_bounds__(SID_BLOCK, 4)
+__global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
     sid_decode_kernel(sid_group g, const sid_scratch *scratch, bodies b, sid_vectors vectors, sid_cuda_report *report) {
     if (!scratch->go) return;
     const bool aligned = quick(b), undo = Memory::VECTORS && scratch->nonfinite;
@@ -257,7 +262,7 @@ sid_status decode(sid_cuda_decoding &c) {
     const sid_plan *p = c.plan;
     const bodies b = {c.payloads, c.stride, c.count, c.scale, p->sizes.body_dtype};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
-    const uint64_t grid = sid_grid(c.to, sid_chunks(p->n), 8);
+    const uint64_t grid = sid_grid(c.to, sid_chunks(p->n), DECODE_BLOCKS);
     sid_status s = sid_begin(c.to, c.group, c.scratch, sizeof *c.scratch, nullptr, 0);
     if (!s && c.state) s = sid_launch(c.to, "look", sid_look_kernel, grid, SID_BLOCK, 0, c.scratch, b, p->n);
     if (!s)

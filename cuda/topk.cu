@@ -158,6 +158,12 @@ template <uint32_t BINS> __device__ picked pick_digit(const uint32_t *count, uin
     return s.result;
 }
 
+/* On a multiprocessor, as SID_WALK_BLOCKS. */
+enum {
+    NARROW_BLOCKS = 4,
+    LIST_BLOCKS = 6
+};
+
 /* Words of scratch->codec. */
 enum {
     DIGITS,
@@ -166,7 +172,7 @@ enum {
 
 /* Captures every element whose first digit is the picked one or above, in index order within each tile; counts the
  * second digit of those that have the picked one. */
-__global__ void __launch_bounds__(SID_BLOCK)
+__global__ void __launch_bounds__(SID_BLOCK, NARROW_BLOCKS)
     sid_narrow_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n, uint32_t k) {
     __shared__ pick_shared pick;
     __shared__ uint32_t second[SID_DIGIT2], held[SID_WARPS], place;
@@ -263,7 +269,7 @@ template <typename F> __device__ inline void candidates(const encoding &e, const
 }
 
 /* Counts the third digit of the candidates that share the first two with the k-th. */
-__global__ void __launch_bounds__(SID_BLOCK)
+__global__ void __launch_bounds__(SID_BLOCK, LIST_BLOCKS)
     sid_refine_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n) {
     __shared__ pick_shared pick;
     __shared__ uint32_t third[SID_DIGIT3];
@@ -284,7 +290,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 }
 
 /* The key at last; how many candidates of each tile are above it and equal to it. */
-__global__ void __launch_bounds__(SID_BLOCK)
+__global__ void __launch_bounds__(SID_BLOCK, LIST_BLOCKS)
     sid_count_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n) {
     __shared__ pick_shared pick;
     if (!scratch->ready) return;
@@ -372,7 +378,7 @@ __device__ inline sums block_sums(sums x, sums (&part)[SID_WARPS]) {
 }
 
 /* Writes indices and values in index order. */
-__global__ void __launch_bounds__(SID_BLOCK)
+__global__ void __launch_bounds__(SID_BLOCK, LIST_BLOCKS)
     sid_emit_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n, uint8_t *payload, body b) {
     __shared__ sums part[SID_WARPS];
     if (!scratch->ready) return;
@@ -464,14 +470,17 @@ sid_status encode(sid_cuda_encoding &c) {
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const float *acc = acc_of(p, c.state, e.acc);
     const uint32_t k = (uint32_t)p->k;
-    const uint64_t chunks = sid_chunks(p->n), grid = sid_grid(c.to, chunks, 8);
+    const uint64_t chunks = sid_chunks(p->n), grid = sid_grid(c.to, chunks, LIST_BLOCKS);
     sid_status s = sid_begin(c.to, c.group, c.scratch, clear, c.payload, p->sizes.payload);
     if (!s)
         s = sid_with_memory(p, c.to.err, [&](auto memory) {
-            return sid_launch(c.to, "walk", sid_walk_kernel<decltype(memory), first_digit>, grid, SID_BLOCK, 0, c.group,
-                              c.scratch, c.state, vectors, e.acc, first_digit{e.digit1});
+            return sid_launch(c.to, "walk", sid_walk_kernel<decltype(memory), first_digit>,
+                              sid_grid(c.to, chunks, SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
+                              vectors, e.acc, first_digit{e.digit1});
         });
-    if (!s) s = sid_launch(c.to, "narrow", sid_narrow_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n, k);
+    if (!s)
+        s = sid_launch(c.to, "narrow", sid_narrow_kernel, sid_grid(c.to, chunks, NARROW_BLOCKS), SID_BLOCK, 0,
+                       c.scratch, e, acc, p->n, k);
     if (!s) s = sid_launch(c.to, "refine", sid_refine_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n);
     if (!s) s = sid_launch(c.to, "count", sid_count_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n);
     if (!s) s = sid_launch(c.to, "scan", sid_scan_kernel, 1, SCAN_BLOCK, 0, c.scratch, e, p->n);
@@ -572,7 +581,8 @@ enum {
     PART = SID_DECODE_TILE,
     PART_BLOCK = PART / SID_TILE * SID_LANES,
     WIRE_PARTS = SID_WIRE_TILE / PART,
-    AHEAD = 4
+    AHEAD = 4,
+    PART_BLOCKS = 8
 };
 
 struct cursor {
@@ -580,7 +590,7 @@ struct cursor {
 };
 
 template <class Memory>
-__global__ void __launch_bounds__(PART_BLOCK, 8)
+__global__ void __launch_bounds__(PART_BLOCK, PART_BLOCKS)
     sid_decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors) {
     SID_DYNAMIC_SHARED(float4, memory);
     float *out = (float *)memory;
@@ -690,8 +700,8 @@ sid_status decode(sid_cuda_decoding &c) {
     if (s) return s;
     const auto run = [&](auto memory) {
         return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>,
-                          sid_grid(c.to, (p->n + PART - 1) / PART, 12), PART_BLOCK, shared, c.group, c.scratch, all,
-                          vectors);
+                          sid_grid(c.to, (p->n + PART - 1) / PART, PART_BLOCKS), PART_BLOCK, shared, c.group, c.scratch,
+                          all, vectors);
     };
     return c.state ? sid_with_memory(p, c.to.err, run) : run(sid_cuda_memory_none());
 }
