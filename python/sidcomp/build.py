@@ -45,8 +45,8 @@ def agreed(exchange: Exchange, make: Callable[[], Layout], header: str) -> Layou
     here, there = (x[at] if at < len(x) else "nothing more" for x in lines)
     raise _differs(
         rank,
-        f"ranks do not agree: rank 0 has [{here}], rank {rank} has [{there}]; the model, the sidcomp.State "
-        "and its checkpoint must be the same on every rank",
+        f"ranks do not agree: rank 0 has [{here}], rank {rank} has [{there}]; "
+        "model, sidcomp.State and checkpoint must be the same on every rank",
     )
 
 

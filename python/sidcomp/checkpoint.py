@@ -224,7 +224,8 @@ def _compare(settings: Settings, resume: Resume) -> None:
     saved, mine = resume.source, settings.saved()
     if saved["memory"] != mine["memory"]:
         raise CheckpointError(
-            f"the state is of memory {saved['memory']!r}, this State has {mine['memory']!r}: use the same"
+            f"the state is of memory {saved['memory']!r}, this State has {mine['memory']!r}: "
+            "use the same memory"
         )
     changed = [k for k in mine if mine[k] != saved[k]]
     if changed:

@@ -96,7 +96,7 @@ def refuse(ddp: DistributedDataParallel) -> None:
     for name, p in _reduced(ddp).items():
         if p.is_complex():
             raise UnsupportedError(
-                f"parameter {name!r} is complex: keep its real and imaginary parts as two real parameters"
+                f"parameter {name!r} is complex: keep its real and imaginary parts as two real ones"
             )
         if hasattr(p, "_in_backward_optimizers"):
             raise UnsupportedError(
