@@ -49,13 +49,13 @@ static float combine(float *lane) {
 }
 
 static int finite(const float *x, uint32_t n) {
-    vi any = {0};
+    vi bad = {0};
     uint32_t i = 0;
-    int32_t top = 0;
-    for (; i + WIDE <= n; i += WIDE) any |= keys(load(x + i)) + 0x800000; /* exponent 255 reaches the sign bit */
-    for (int j = 0; j < WIDE; j++) top |= any[j];
-    for (; i < n; i++) top |= (int32_t)(sid_key(x[i]) + 0x800000u);
-    return top >= 0;
+    int32_t any = 0;
+    for (; i + WIDE <= n; i += WIDE) bad |= keys(load(x + i)) > 0x7f7fffff;
+    for (int j = 0; j < WIDE; j++) any |= bad[j];
+    for (; i < n; i++) any |= sid_key(x[i]) >= SID_KEY_INF;
+    return any == 0;
 }
 
 static int add_kept(float *acc, const float *g, uint32_t n, uint32_t key) {
