@@ -86,7 +86,7 @@ def to_tensor(x: Array, dtype: torch.dtype) -> Tensor:
 
 
 class Reference:
-    """What a step must give: gradient + residual of each rank through tests/reference.py, summed in rank order.
+    """What a step gives: gradient + residual of each rank through tests/reference.py, summed in rank order.
 
     Residuals are kept by parameter name, so groups may change between steps.
     """

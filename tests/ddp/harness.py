@@ -4,8 +4,8 @@
 
 The processes are forked from a server that has torch imported already, so that a rank costs milliseconds, and
 every test has processes of its own: no state leaks from one test to the next, and a test may kill a rank.
-`function` must be importable (top level of a test module); arguments and results are pickled. Ranks meet through
-a file, on no fixed port.
+`function` must be importable (top level of a test module); arguments and results are pickled. Ranks meet
+through a file, on no fixed port.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def run(
     hard_limit: float = HARD_LIMIT,
     group_timeout: float = GROUP_TIMEOUT,
 ) -> list[Any]:
-    """What function(rank, world, *arguments) returned on each rank. Ranks in `dying` need not report (None)."""
+    """What function(rank, world, *arguments) returned on each rank; ranks in `dying` may end without."""
     room = tempfile.mkdtemp(prefix="sidcomp-test-")
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []

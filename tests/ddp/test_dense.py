@@ -1,6 +1,6 @@
 """With the codec `none` gradients, parameters and buffers equal plain DDP's bit for bit, however DDP is used.
 
-Two ranks: a sum of two numbers is the same in every order, so any way of cutting the gradients into buckets must
+Two ranks: a sum of two numbers is the same in every order, so any way of cutting gradients into buckets must
 give the same bits. More ranks: gradients are small integers, whose sums are exact in any order.
 """
 

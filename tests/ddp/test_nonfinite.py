@@ -1,0 +1,266 @@
+"""A gradient that is not finite on one rank spoils the step on all of them, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from cases import CASES, Case, Mixed, Scrambled, Trainer, bits, square
+from common import CODECS, GATHERED, GROUPS, LINEAR, LOSSY, groups_of, make_state, residuals_of
+from harness import run
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+SETTINGS: dict[str, dict[str, Any]] = {name: {"density": 0.05} for name in GATHERED}
+MEMORIES = [m.name for m in sidcomp.memories()]
+BAD_STEP = 4
+
+
+def poisoned(parameter: str, value: float, culprit: int) -> Any:
+    """A loss whose gradient of one element of `parameter` is `value` on one rank in one step."""
+
+    def loss(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
+        out = square(model, x, step, rank)
+        if step == BAD_STEP and rank == culprit:
+            module = getattr(model, "module", model)
+            p = dict(module.named_parameters())[parameter]
+            p.register_hook(spoil)
+        return out
+
+    def spoil(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[1] = value
+        return gradient
+
+    return loss
+
+
+class Once:
+    """Removes tensor hooks after the step: a hook of `poisoned` must act once only."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def clear(self) -> None:
+        for _, p in self.trainer.named():
+            if p._backward_hooks:
+                p._backward_hooks.clear()
+
+
+def spoiled_step(
+    rank: int, world: int, codec: str, groups: str | int, memory: str, value: float, half: bool
+) -> None:
+    parameter = "b2" if half else "second.weight"
+    case = Case(Mixed if half else Scrambled, poisoned(parameter, value, 1), ddp={"bucket_cap_mb": 0.001})
+    trainer = Trainer(case, rank)
+    state = make_state(groups, trainer.module, codec=codec, memory=memory, **SETTINGS.get(codec, {}))
+    sidcomp.register(trainer.wrapper, state)
+    once = Once(trainer)
+    local = Trainer(case, rank, ddp=False)
+    for _ in range(BAD_STEP):
+        trainer.step()
+    before = residuals_of(state)
+    with torch.no_grad():
+        for p, mine in zip(local.module.parameters(), trainer.module.parameters(), strict=True):
+            p.copy_(mine)
+    # The step, without the optimizer, as GradScaler would do it.
+    trainer.optimizer.zero_grad()
+    trainer.steps = local.steps = BAD_STEP
+    trainer.backward(0, "sync")
+    once.clear()
+    spoiled = {n for g in groups_of(state) if parameter in g["names"] for n in g["names"]}
+    got = trainer.gradients()
+    bad = {n for n, g in got.items() if g is not None and not g.isfinite().all()}
+    assert parameter in bad, f"{bad} on rank {rank}"
+    assert bad <= spoiled, f"{bad - spoiled} is not finite, but of other groups"
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, {n: bits(g) for n, g in got.items()})
+    assert all(e == everywhere[0] for e in everywhere), "the ranks do not see the same spoiled step"
+    # The memory of the spoiled group is as it was: to one rounding of acc, never farther off than it was from
+    # zero. What the other groups sent counts as not sent, for the step is thrown away: they keep all of acc.
+    local.optimizer.zero_grad()
+    local.backward(0, "sync")
+    after = residuals_of(state)
+    assert list(after) == list(before)
+    for n, p in local.named():
+        if n not in before:
+            continue
+        was, now = before[n], after[n]
+        assert now.isfinite().all(), f"{n}: the memory has taken in what is not finite"
+        assert p.grad is not None
+        gradient = p.grad.float().as_strided((p.numel(),), (1,))
+        if n not in spoiled:
+            assert torch.equal(now, gradient + was), f"{n}: a group that was finite does not keep all it had"
+            continue
+        near = (now - was).abs() <= (gradient.nan_to_num(0, 0, 0) + was).abs() * 2.0**-23
+        assert near.all(), f"{n}: {int((~near).sum())} elements moved by more than a rounding"
+        assert ((now - was).abs() <= was.abs()).all(), f"{n}: farther from what it was than that from zero"
+    # And on it goes.
+    trainer.steps = BAD_STEP + 1
+    for _ in range(3):
+        trainer.step()
+    assert all(g is None or g.isfinite().all() for g in trainer.gradients().values())
+    dist.all_gather_object(everywhere, {n: bits(v) for n, v in trainer.snapshot().items()})
+    assert all(e == everywhere[0] for e in everywhere)
+    trainer.close()
+    state.close()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_one_bad_element_on_one_rank(codec: str, groups: str | int, value: float) -> None:
+    run(spoiled_step, 2, codec, groups, "residual", value, False)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_one_bad_element_in_half_precision(codec: str, memory: str) -> None:
+    run(spoiled_step, 3, codec, "bucket", memory, math.inf, True)
+
+
+# ---- GradScaler --------------------------------------------------------------------------------------------
+
+
+def scaled(rank: int, world: int, codec: str) -> dict[str, Any]:
+    """The loop of the AMP manual; in two steps the loss of one rank overflows."""
+    torch.manual_seed(0)
+    module = Scrambled()
+    ddp: Any = DDP(module, bucket_cap_mb=0.001)
+    state = sidcomp.State(codec=codec, **SETTINGS.get(codec, {}))
+    sidcomp.register(ddp, state)
+    optimizer = torch.optim.SGD(module.parameters(), 0.02, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=4)
+    skipped, losses, factors = [], [], []
+    for step in range(40):
+        generator = torch.Generator().manual_seed(world * (step % 4) + rank)
+        x = torch.randn(8, 12, generator=generator)
+        optimizer.zero_grad()
+        loss = ddp(x).pow(2).mean()
+        losses.append(float(loss.detach()))
+        if step in (6, 17) and rank == world - 1:
+            loss = loss * 1e38 * 1e38
+        scaler.scale(loss).backward()
+        before = [p.detach().clone() for p in module.parameters()]
+        finite = all(p.grad.isfinite().all() for p in module.parameters())
+        scaler.step(optimizer)
+        moved = any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+        assert moved == finite, f"step {step}: finite {finite}, moved {moved}"
+        skipped += [] if finite else [step]
+        old = scaler.get_scale()
+        scaler.update()
+        factors.append(scaler.get_scale() / old)
+        kept = residuals_of(state)
+        state.update_scale(scaler.get_scale())
+        for n, r in residuals_of(state).items():
+            assert torch.equal(r, kept[n] * factors[-1]), (
+                f"step {step}: {n} was not rescaled by {factors[-1]}"
+            )
+        everywhere: list[Any] = [None] * world
+        dist.all_gather_object(everywhere, [bits(p) for p in module.parameters()])
+        assert all(e == everywhere[0] for e in everywhere)
+    ddp = None
+    state.close()
+    return {"skipped": skipped, "losses": losses, "factors": factors}
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_grad_scaler_leaves_out_the_step(codec: str) -> None:
+    for found in run(scaled, 2, codec):
+        assert found["skipped"] == [6, 17]
+        assert set(found["factors"]) == {0.5, 1.0, 2.0}
+        assert found["losses"][-1] < 0.6 * found["losses"][0], found["losses"]
+
+
+def rescaled(rank: int, world: int, codec: str) -> None:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(codec=codec, **SETTINGS.get(codec, {}))
+    sidcomp.register(trainer.wrapper, state)
+    state.update_scale(1024.0)  # nothing is kept yet: only noted
+    for _ in range(3):
+        trainer.step()
+    kept = residuals_of(state)
+    assert any(r.any() for r in kept.values())
+    state.rescale(0.25)
+    assert all(torch.equal(r, kept[n] * 0.25) for n, r in residuals_of(state).items())
+    state.rescale(4.0)
+    state.update_scale(1024.0)  # no change, nothing to do
+    assert all(torch.equal(r, kept[n]) for n, r in residuals_of(state).items())
+    state.update_scale(512.0)
+    assert all(torch.equal(r, kept[n] * 0.5) for n, r in residuals_of(state).items())
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(sidcomp.ArgumentError):
+            state.rescale(wrong)
+        with pytest.raises(sidcomp.ArgumentError):
+            state.update_scale(wrong)
+    trainer.step()
+    trainer.close()
+    state.close()
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_rescale(codec: str) -> None:
+    run(rescaled, 2, codec)
+
+
+def scale_in_checkpoint(rank: int, world: int) -> None:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State()
+    sidcomp.register(trainer.wrapper, state)
+    for _ in range(2):
+        trainer.step()
+        state.update_scale(64.0)
+    saved = state.state_dict()
+    trainer.close()
+    state.close()
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State()
+    state.load_state_dict(saved)
+    sidcomp.register(trainer.wrapper, state)
+    state.update_scale(128.0)  # the scaler has grown between saving and the first step
+    got = residuals_of(state)
+    assert all(torch.equal(got[n], r[0] * 2) for n, r in saved["residuals"].items())
+    trainer.step()
+    trainer.close()
+    state.close()
+
+
+def test_the_scale_travels_with_the_checkpoint() -> None:
+    run(scale_in_checkpoint, 2)
+
+
+def overflow_in_the_sum(rank: int, world: int, codec: str) -> None:
+    """Gradients that are finite on every rank, but too large for the codec's body or the sum."""
+    big = torch.finfo(torch.float32).max
+
+    def huge(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
+        return square(model, x, step, rank)
+
+    trainer = Trainer(Case(Scrambled, huge), rank)
+    state = sidcomp.State(codec=codec, **SETTINGS.get(codec, {}))
+    sidcomp.register(trainer.wrapper, state)
+    handles = [p.register_hook(lambda g: g.sign() * big) for _, p in trainer.named()]
+    trainer.optimizer.zero_grad()
+    trainer.backward(0, "sync")
+    for handle in handles:
+        handle.remove()
+    got = trainer.gradients()
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, {n: bits(g) for n, g in got.items()})
+    assert all(e == everywhere[0] for e in everywhere)
+    assert all(r.isfinite().all() for r in residuals_of(state).values())
+    for _ in range(3):
+        trainer.optimizer.zero_grad()
+        trainer.backward(0, "sync")
+        assert all(r.isfinite().all() for r in residuals_of(state).values())
+    trainer.close()
+    state.close()
+
+
+@pytest.mark.parametrize("codec", [*LINEAR, *GATHERED])
+def test_the_memory_survives_the_largest_gradients(codec: str) -> None:
+    run(overflow_in_the_sum, 2, codec)

@@ -1,0 +1,241 @@
+"""What stats() says is what was done; a step allocates nothing and starts collectives in one thread only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import reference
+import sidcomp
+import torch
+import torch.distributed as dist
+from cases import CASES, Case, Trainer
+from common import CODECS, GATHERED, GROUPS, LINEAR, defaults, groups_of, make_state
+from harness import run
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SETTINGS: dict[str, dict[str, Any]] = {name: {"density": 0.05} for name in GATHERED}
+
+# How torch.distributed reaches a process group, and which argument holds what this rank sends.
+COLLECTIVES = dict.fromkeys(["allreduce", "allreduce_coalesced", "broadcast", "reduce", "send"], 0)
+COLLECTIVES |= dict.fromkeys(
+    ["_allgather_base", "all_gather_single", "allgather", "alltoall", "alltoall_base"], 1
+)
+COLLECTIVES |= dict.fromkeys(
+    ["all_to_all_single", "reduce_scatter", "_reduce_scatter_base", "gather", "scatter"], 1
+)
+COLLECTIVES |= dict.fromkeys(
+    ["reduce_scatter_single", "allgather_into_tensor_coalesced", "allgather_coalesced"], 1
+)
+COLLECTIVES |= dict.fromkeys(["recv", "recv_anysource", "barrier", "monitored_barrier"], -1)  # send nothing
+
+
+def nbytes(x: Any) -> int:
+    return sum(nbytes(y) for y in x) if isinstance(x, list | tuple) else x.numel() * x.element_size()
+
+
+class Wire:
+    """Every collective that Python starts in this process: its name, its bytes, its thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+        for name, index in COLLECTIVES.items():
+            if hasattr(dist.ProcessGroup, name):
+                setattr(dist.ProcessGroup, name, self.wrap(name, index, getattr(dist.ProcessGroup, name)))
+
+    def wrap(self, name: str, index: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(group: Any, *arguments: Any) -> Any:
+            sent = 0 if index < 0 else nbytes(arguments[index])
+            self.calls.append((name, sent, threading.get_ident()))
+            return original(group, *arguments)
+
+        return counted
+
+    def take(self) -> list[tuple[str, int, int]]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def payload_bytes(codec: str, n: int, dtype: str, settings: dict[str, Any], memory: str) -> int:
+    """As docs/wire.md has it; a linear codec's header stays at home."""
+    side = reference.Group(codec, memory, 0, n, dtype, {**defaults(codec, memory), **settings})
+    elements = reference.from_f32(torch.arange(n, dtype=torch.float32).numpy(), dtype)
+    payload = side.encode(elements, reference.Step(world=2))
+    if CODECS[codec].linear:
+        return n * side.codec.read(payload).shape[0] // n * reference.STORAGE[side.codec.body_dtype].itemsize
+    return len(payload)
+
+
+def counted(rank: int, world: int, name: str, codec: str, groups: str | int, checksum_every: int) -> None:
+    trainer = Trainer(CASES[name], rank)
+    settings = SETTINGS.get(codec, {})
+    state = make_state(groups, trainer.module, codec=codec, checksum_every=checksum_every, **settings)
+    sidcomp.register(trainer.wrapper, state)
+    wire = Wire()
+    numel = sum(p.numel() for _, p in trainer.named())
+    before = {"sent_bytes": 0, "received_bytes": 0, "control_bytes": 0, "dense_bytes": 0, "steps": 0}
+    assert {k: state.stats()[k] for k in before} == before
+    for step in range(6):
+        wire.take()
+        trainer.step()
+        calls = wire.take()
+        stats = state.stats()
+        assert {thread for _, _, thread in calls} == {threading.main_thread().ident}
+        moved = {k: stats[k] - before[k] for k in before}
+        before = {k: stats[k] for k in before}
+        assert moved["steps"] == 1
+        # bytes: counted on the way out, summed over groups, and what the wire format says
+        sent = sum(g["sent_bytes"] for g in stats["groups"])
+        assert moved["sent_bytes"] == sent
+        for g in stats["groups"]:
+            assert g["sent_bytes"] == payload_bytes(g["codec"], g["n"], g["dtype"], settings, g["memory"]), g
+        if step >= 3 and not checksum_every:  # the layout is known: nothing else is on the wire
+            assert sum(size for _, size, _ in calls) == sent, calls
+            assert len(calls) == len(stats["groups"]), calls
+            assert moved["control_bytes"] == 0
+        else:
+            assert sum(size for _, size, _ in calls) >= sent
+        if step >= 3 and checksum_every:
+            extra = sum(size for _, size, _ in calls) - sent
+            checked = (step + 1) % checksum_every == 1 % checksum_every  # those of the step before
+            assert extra == (8 * len(stats["groups"]) if checked else 0), (step, extra)
+            assert (moved["control_bytes"] > 0) == checked
+        factor = 1 if CODECS[codec].linear else world - 1
+        assert moved["received_bytes"] == factor * sent
+        assert moved["dense_bytes"] == 4 * numel
+        assert stats["ratio"] == pytest.approx(stats["dense_bytes"] / stats["sent_bytes"])
+        # elements
+        assert sorted(n for g in stats["groups"] for n in g["names"]) == sorted(
+            n for n, p in trainer.named() if p.numel()
+        )
+        shapes = dict(trainer.named())
+        for g in stats["groups"]:
+            assert g["n"] == sum(shapes[n].numel() for n in g["names"])
+            assert g["density"] == pytest.approx(g["count"] / g["n"])
+            if CODECS[g["codec"]].linear:
+                assert g["count"] == g["k"] == g["n"]
+            else:
+                assert g["k"] == reference.target_count(g["n"], settings["density"])
+        assert stats["density"] == pytest.approx(sum(g["count"] for g in stats["groups"]) / numel)
+    trainer.close()
+    state.close()
+    assert state.stats()["steps"] == 6 and state.stats()["sent_bytes"] == before["sent_bytes"]
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_bytes_and_elements(codec: str, groups: str | int) -> None:
+    run(counted, 2, "cap-small", codec, groups, 0)
+
+
+@pytest.mark.parametrize("codec", ["none", LINEAR[0], GATHERED[0]])
+def test_bytes_of_a_mixed_model_on_three_ranks(codec: str) -> None:
+    run(counted, 3, "mixed-tiny", codec, "bucket", 0)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_bytes_of_the_checksums(every: int) -> None:
+    run(counted, 2, "cap-small", GATHERED[0], "bucket", every)
+
+
+def sent_elements(rank: int, world: int, codec: str) -> None:
+    """`count` is what really left: the elements that the memory no longer has."""
+    trainer = Trainer(CASES["default"], rank)
+    state = make_state("explicit", trainer.module, codec=codec, **SETTINGS.get(codec, {}))
+    sidcomp.register(trainer.wrapper, state)
+    for _ in range(4):
+        trainer.step()
+        kept = state.state_dict()["residuals"]
+        for g in groups_of(state):
+            zeros = sum(int((kept[n] == 0).sum()) for n in g["names"])
+            assert g["count"] == zeros and 0 < g["count"] < g["n"]
+    trainer.close()
+    state.close()
+
+
+@pytest.mark.parametrize("codec", GATHERED)
+def test_achieved_density(codec: str) -> None:
+    run(sent_elements, 2, codec)
+
+
+# ---- the step ----------------------------------------------------------------------------------------------
+
+
+class Seen(TorchDispatchMode):
+    """Every operation of torch that runs within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def quiet(rank: int, world: int, name: str, codec: str, groups: str | int) -> None:
+    """From the fifth step on the hook runs no operation of torch but the collectives, and makes no block."""
+    trainer = Trainer(CASES[name], rank)
+    state = make_state(groups, trainer.module, codec=codec, **SETTINGS.get(codec, {}))
+    seen = Seen()
+
+    def watched(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        with seen:
+            return sidcomp.hook(state, bucket)
+
+    trainer.wrapper.register_comm_hook(state, watched)
+    for _ in range(4):
+        trainer.step()
+    assert seen.names, "the watch sees nothing: it could not fail either"
+    blocks = state.stats()["allocations"]
+    for step in range(4, 10):
+        seen.names.clear()
+        trainer.step()
+        others = [n for n in seen.names if not n.startswith("c10d.")]
+        assert not others, f"step {step}: {others}"
+        assert state.stats()["allocations"] == blocks
+    trainer.close()
+    state.close()
+
+
+@pytest.mark.parametrize("name", ["cap-small", "cap-tiny", "mixed", "static-tiny", "unused-odd"])
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("codec", ["none", LINEAR[0], GATHERED[0]])
+def test_a_step_only_communicates(name: str, codec: str, groups: str | int) -> None:
+    run(quiet, 2, name, codec, groups)
+
+
+def same_memory(rank: int, world: int, codec: str, groups: str | int) -> None:
+    """The decoded gradient is in DDP's own bucket: a view of it is the parameter's .grad."""
+    case = Case(
+        CASES["cap-small"].build,
+        CASES["cap-small"].loss,
+        ddp={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
+    )
+    trainer = Trainer(case, rank)
+    state = make_state(groups, trainer.module, codec=codec, **SETTINGS.get(codec, {}))
+    buckets: list[tuple[int, int]] = []
+
+    def watched(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        buffer = bucket.buffer()
+        buckets.append((buffer.data_ptr(), buffer.numel() * buffer.element_size()))
+        return sidcomp.hook(state, bucket)
+
+    trainer.wrapper.register_comm_hook(state, watched)
+    for _ in range(4):
+        buckets.clear()
+        trainer.step()
+        for name, p in trainer.named():
+            assert p.grad is not None
+            at = p.grad.data_ptr()
+            assert any(start <= at < start + size for start, size in buckets), name
+    trainer.close()
+    state.close()
+
+
+@pytest.mark.parametrize("groups", ["bucket", "model"])
+@pytest.mark.parametrize("codec", ["none", GATHERED[0]])
+def test_decoded_in_place(codec: str, groups: str) -> None:
+    run(same_memory, 2, codec, groups)

@@ -1,0 +1,226 @@
+"""sidcomp.Compressor: all codecs and memories on numpy arrays and torch tensors, and without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import reference
+import sidcomp
+
+Array = npt.NDArray[Any]
+
+CODECS = {codec.name: codec for codec in sidcomp.codecs()}
+MEMORIES = [memory.name for memory in sidcomp.memories()]
+TOLERANT = {"sidco-e"}  # the threshold may differ from the reference's by the fast form's .1 %
+SIZES = [1, 2, 63, 1000, 4097, 70001]
+
+
+def gradient(n: int, seed: int, dtype: str = "float32") -> Array:
+    return reference.from_f32(np.random.default_rng(seed).standard_normal(n).astype(np.float32), dtype)
+
+
+def settings_of(codec: str) -> dict[str, Any]:
+    return {p.name: p.default for p in CODECS[codec].parameters} | (
+        {"density": 0.03} if any(p.name == "density" for p in CODECS[codec].parameters) else {}
+    )
+
+
+def judge(codec: str, memory: str, n: int, dtype: str) -> reference.Group:
+    return reference.Group(codec, memory, CODECS[codec].wire_id, n, dtype, settings_of(codec))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_like_the_reference(codec: str, memory: str, n: int) -> None:
+    settings = settings_of(codec)
+    ours = [sidcomp.Compressor(codec, n, memory=memory, rank=r, world=2, **settings) for r in range(2)]
+    theirs = [judge(codec, memory, n, "float32") for _ in range(2)]
+    for step in range(4):
+        payloads, right = [], []
+        for rank in range(2):
+            x = gradient(n, 10 * step + rank)
+            before, kept = x.copy(), ours[rank].residual()
+            payload = ours[rank].encode(x)
+            assert np.array_equal(x, before), "encode changed the gradient"
+            assert payload.dtype == np.uint8 and payload.shape == (ours[rank].payload_bytes,)
+            payloads.append(payload)
+            side = theirs[rank]
+            if codec in TOLERANT:  # what left is what was there and is not kept any more
+                acc = x + kept if memory != "none" else x
+                sent = ours[rank].decode(payload)
+                assert np.array_equal(sent + ours[rank].residual(), acc if memory != "none" else sent)
+                assert np.array_equal(sent[sent != 0], acc[sent != 0])
+            else:
+                right.append(side.encode(x, reference.Step(step, 0, rank, 2)))
+                assert payload.tobytes() == right[-1]
+                assert np.array_equal(ours[rank].residual(), side.kept)
+            stats = ours[rank].stats
+            assert stats["count"] == reference.header(payload.tobytes())["count"]
+            assert stats["density"] == stats["count"] / n
+            assert stats["nonfinite"] == 0 and stats["walks"] >= 1
+        if codec not in TOLERANT and not CODECS[codec].linear:
+            got = ours[0].decode(payloads, scale=0.5)
+            assert np.array_equal(got, theirs[0].decode(right, 0.5))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_numpy_and_torch_give_the_same_bytes(codec: str, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    kind = getattr(torch, dtype)
+    a = sidcomp.Compressor(codec, 5000, dtype, **settings_of(codec))
+    b = sidcomp.Compressor(codec, 5000, kind, **settings_of(codec))
+    for step in range(3):
+        x = gradient(5000, step, dtype)
+        t = torch.from_numpy(x.view(np.int16) if dtype == "bfloat16" else x).view(kind)
+        payload = b.encode(t.view(50, 100))
+        assert isinstance(payload, torch.Tensor) and payload.dtype == torch.uint8
+        out = torch.zeros(100, 50, dtype=kind)
+        assert b.decode(payload, out) is out
+        assert torch.equal(out.view(-1), b.decode(payload))
+        assert torch.equal(b.residual(t), torch.from_numpy(b.residual()))
+        if dtype == "bfloat16":  # numpy has none
+            continue
+        mine = a.encode(x)
+        assert isinstance(mine, np.ndarray)
+        assert mine.tobytes() == payload.numpy().tobytes()
+        assert np.array_equal(a.decode(mine), out.view(-1).numpy())
+        assert np.array_equal(a.residual(), b.residual())
+
+
+@pytest.mark.parametrize("codec", [c.name for c in CODECS.values() if not c.linear])
+def test_ways_to_pass_payloads(codec: str) -> None:
+    n = 3000
+    sides = [sidcomp.Compressor(codec, n, rank=r, world=3) for r in range(3)]
+    payloads = [side.encode(gradient(n, i)) for i, side in enumerate(sides)]
+    want = sides[0].decode(payloads)
+    one_block = np.stack(payloads)
+    assert np.array_equal(sides[0].decode(one_block), want)
+    assert np.array_equal(sides[0].decode(one_block.reshape(-1)), want)
+    assert np.array_equal(sides[0].decode((payloads[0], np.stack(payloads[1:]))), want)
+    odd = np.zeros(one_block.size + 3, np.uint8)  # not aligned
+    odd[3:] = one_block.reshape(-1)
+    assert np.array_equal(sides[0].decode(odd[3:]), want)
+    singles = [sides[0].decode(p) for p in payloads]
+    assert np.array_equal(want, singles[0] + singles[1] + singles[2])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_residual_set_and_reset(codec: str) -> None:
+    n = 2000
+    a, b = (
+        sidcomp.Compressor(codec, n, **settings_of(codec)),
+        sidcomp.Compressor(codec, n, **settings_of(codec)),
+    )
+    assert a.stats == {}
+    a.encode(gradient(n, 1))
+    if not CODECS[codec].lossless:
+        assert a.residual().any()
+        b.set_residual(a.residual())
+        assert np.array_equal(a.residual(), b.residual())
+    a.reset()
+    assert not a.residual().any() and a.step == 0 and a.stats == {}
+    fresh = sidcomp.Compressor(codec, n, **settings_of(codec))
+    assert a.encode(gradient(n, 2)).tobytes() == fresh.encode(gradient(n, 2)).tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_wrong_arrays(codec: str) -> None:
+    c = sidcomp.Compressor(codec, 100)
+    x = gradient(100, 0)
+    good = c.encode(x)
+    before = c.residual().copy()
+    wide = np.zeros((100, 2), np.float32)
+    for wrong in (x[:99], x.astype(np.float64), x.astype(np.float16), wide[:, 0], [1.0] * 100, None, "x"):
+        with pytest.raises(sidcomp.ArgumentError):
+            c.encode(wrong)
+        if wrong is not None:
+            with pytest.raises(sidcomp.ArgumentError):
+                c.decode(good, wrong)
+        with pytest.raises(sidcomp.ArgumentError):
+            c.set_residual(wrong if not (isinstance(wrong, np.ndarray) and wrong.ndim == 1) else wrong[:50])
+    for wrong in ([], good[:-1], good.astype(np.float32), x, [good, good[:-1]], np.zeros(0, np.uint8)):
+        with pytest.raises(sidcomp.ArgumentError):
+            c.decode(wrong)
+    assert np.array_equal(c.residual(), before)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_foreign_payloads(codec: str) -> None:
+    c = sidcomp.Compressor(codec, 500, **settings_of(codec))
+    good = c.encode(gradient(500, 0))
+    out = np.full(500, 7, np.float32)
+    broken = good.copy()
+    broken[3] ^= 1
+    with pytest.raises(sidcomp.CorruptPayloadError) as caught:
+        c.decode(broken, out)
+    assert caught.value.culprit == 0  # type: ignore[attr-defined]
+    assert (out == 7).all(), "a refused payload has touched the output"
+    if not CODECS[codec].linear:
+        with pytest.raises(sidcomp.CorruptPayloadError) as caught:
+            c.decode([good, good, broken], out)
+        assert caught.value.culprit == 2  # type: ignore[attr-defined]
+    other = sidcomp.Compressor(codec, 500, "float16", **settings_of(codec))
+    payload = other.encode(gradient(500, 0).astype(np.float16))
+    with pytest.raises(sidcomp.SidcompError):
+        c.decode(np.resize(payload, good.size), out)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"codec": "topkk"}, ["topkk", "topk"]),
+        ({"codec": "topk", "memory": "elephant"}, ["elephant", "residual"]),
+        ({"codec": "topk", "denstiy": 0.1}, ["denstiy", "density"]),
+        ({"codec": "topk", "density": 2.0}, ["density"]),
+        ({"codec": "topk", "dtype": "float64"}, ["float64"]),
+        ({"codec": "topk", "n": -1}, []),
+        ({"codec": "topk", "isa": "mmx"}, ["mmx"]),
+    ],
+)
+def test_wrong_construction(arguments: dict[str, Any], words: list[str]) -> None:
+    arguments = {"n": 10, **arguments}
+    with pytest.raises((sidcomp.SidcompError, TypeError, ValueError)) as caught:
+        sidcomp.Compressor(**arguments)
+    missing = [w for w in words if w not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import numpy as np
+import sidcomp
+
+for codec in sidcomp.codecs():
+    c = sidcomp.Compressor(codec.name, 1000)
+    x = np.arange(1000, dtype=np.float32)
+    out = c.decode(c.encode(x), np.zeros(1000, np.float32))
+    assert (codec.lossless and (out == x).all()) or (out + c.residual() == x).all(), codec.name
+for name in ("State", "hook", "register"):
+    try:
+        getattr(sidcomp, name)
+    except ImportError as e:
+        assert "torch" in str(e).lower() and "install" in str(e), e
+    else:
+        raise AssertionError(f"{name} without torch")
+print("fine")
+"""
+
+
+def test_without_torch() -> None:
+    package = str(Path(sidcomp.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "fine", done.stderr
