@@ -500,6 +500,11 @@ def test_the_steady_state_reads_once(codec: str, density: float) -> None:
         rank.encode(Vector(x), Step(step=step))
         walks.append(rank.stats.walks)
     assert sum(walks[20:]) <= 22, walks
+    rank.plan.rescale(rank.state.ptr, 2.0**-10)  # a change of AMP's loss scale: the prediction moves along
+    rank.encode(
+        Vector(np.random.default_rng(40).laplace(0, 1e-3 / 1024, n).astype(np.float32)), Step(step=40)
+    )
+    assert rank.stats.walks == 1
 
 
 def large_groups(codec: str, n: int, density: float, kind: str, steps: int) -> None:
