@@ -1,13 +1,17 @@
 """The examples run as their first lines say, end cleanly, and do what they claim."""
 
+import argparse
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import sidcomp
 
 pytest.importorskip("torch")
 
@@ -108,19 +112,39 @@ def test_train_resumes_with_the_same_bits(tmp_path: Path) -> None:
 PRESETS = sorted(f.stem for f in (ROOT / "configs").glob("*.toml"))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_makes_a_state(preset: str) -> None:
-    import sidcomp
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., argparse.Namespace]]:
+    """The flags of train.py, in this process."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("COLUMNS", "100")
+    flags = importlib.import_module("flags")
+    yield lambda *args: flags.parse("", args)
+    for name in ("flags", "tasks"):
+        sys.modules.pop(name)
 
-    code = "import flags, json; print(json.dumps(vars(flags.parse('')), default=str))"
-    command = [sys.executable, "-c", code, "--config", preset]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV, cwd=EXAMPLES, timeout=100)
-    assert done.returncode == 0, done.stderr
-    args = json.loads(done.stdout)
-    kept = {k: args[k] for k in ("memory", "groups", "exclude", "seed")}
-    state = sidcomp.State(args["codec"], **kept, **args["parameters"])
-    assert args["config"] == preset
-    assert {k: state.parameters[k] for k in args["parameters"]} == args["parameters"]
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_makes_a_state(preset: str, parse: Callable[..., argparse.Namespace]) -> None:
+    args = parse("--config", preset)
+    state = sidcomp.State(
+        args.codec,
+        memory=args.memory,
+        groups=args.groups,
+        exclude=args.exclude,
+        seed=args.seed,
+        **args.parameters,
+    )
+    assert {k: state.parameters[k] for k in args.parameters} == args.parameters
+    assert min(args.steps, args.batch, args.lr) > 0
+
+
+def test_flags_override_the_preset(parse: Callable[..., argparse.Namespace]) -> None:
+    args = parse(
+        "--config", "topk-1pct", "--density", "0.2", "--param", "values=f16", "--seed", "7", "--exclude", "9"
+    )
+    assert args.parameters == {"density": 0.2, "values": "f16"}
+    assert (args.seed, args.exclude, args.codec) == (7, [9], "topk")
+    assert parse("--config", "topk-1pct", "--codec", "fp16").parameters == {}
 
 
 @pytest.mark.slow
@@ -142,25 +166,37 @@ def test_the_language_model_trains(tmp_path: Path) -> None:
         assert run["losses"][-1] < run["losses"][0] - 1
 
 
-def refused(*args: str) -> str:
-    command = [sys.executable, EXAMPLES / "train.py", *args]
+def test_wrong_flags_are_refused(
+    parse: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.toml").write_text('codec = "topk"\ncolour = "red"\n')
+    (tmp_path / "empty.toml").write_text("")
+    for args, text in {
+        ("--config", "nosuch"): "the presets are",
+        ("--param", "density"): "NAME=VALUE",
+        ("--resume",): "need --checkpoint",
+        ("--config", str(tmp_path / "bad.toml")): "unknown keys colour",
+        ("--config", str(tmp_path / "empty.toml")): "names no codec",
+    }.items():
+        with pytest.raises(SystemExit) as end:
+            parse(*args)
+        assert end.value.code == 2
+        assert text in capsys.readouterr().err
+
+
+def test_train_without_torchrun_says_how_to_start_it() -> None:
+    command = [sys.executable, EXAMPLES / "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=100)
     assert done.returncode == 2
-    return done.stderr
+    assert "torchrun --standalone" in done.stderr
 
 
-def test_train_refuses_what_it_cannot_do(tmp_path: Path) -> None:
-    assert "the presets are" in refused("--config", "nosuch")
-    assert "torchrun" in refused()
-    assert "NAME=VALUE" in refused("--param", "density")
-    (tmp_path / "bad.toml").write_text('codec = "topk"\ncolour = "red"\n')
-    assert "unknown keys colour" in refused("--config", str(tmp_path / "bad.toml"))
-
-
-def test_every_flag_has_help() -> None:
-    command = [sys.executable, EXAMPLES / "train.py", "--help"]
-    env = {**ENV, "COLUMNS": "100"}
-    text = subprocess.run(command, capture_output=True, text=True, env=env, timeout=100, check=True).stdout
+def test_every_flag_has_help(
+    parse: Callable[..., argparse.Namespace], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
     flags = re.findall(r"^  (?:-\w, )?(--[\w-]+)((?: .*)?(?:\n {10,}.*)*)", text, re.M)
     assert len(flags) > 15
     for flag, rest in flags:

@@ -1,0 +1,109 @@
+"""What the pages say is so: links, commands, quoted messages and listings are compared with the tree."""
+
+import argparse
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import sidcomp
+from sidcomp.cli import markdown_page
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [str(p.relative_to(ROOT)) for p in pages]
+
+
+def test_the_codecs_page_is_the_registry() -> None:
+    assert (ROOT / "docs" / "codecs.md").read_text() == markdown_page(), (
+        "run: python -m sidcomp codecs --markdown > docs/codecs.md"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_links_and_pictures_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(
+        r"`((?:csrc|cuda|docs|examples|python|tests|configs|benchmarks)/[\w./-]+\.\w+)", page.read_text()
+    )
+    for name in named:
+        if "x.c" not in name:  # csrc/codec/x.c: any codec
+            assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_make_targets_that_a_page_names_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for target in re.findall(r"(?:`| {4}|&& )make ([a-z][\w-]*)", page.read_text()):
+        assert target in targets, target
+
+
+def strings(tree: ast.AST) -> list[str]:
+    """String constants of Python code, with <> for what is filled in."""
+    out = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            out.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            out.append("".join(str(v.value) if isinstance(v, ast.Constant) else "<>" for v in node.values))
+    return out
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    code = [s for f in (ROOT / "python").rglob("*.py") for s in strings(ast.parse(f.read_text()))]
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^```\n(.*?)\n```$", page, re.M | re.S)
+    assert len(quoted) > 20
+    for message in quoted:
+        assert message in code, message
+
+
+def test_every_python_block_is_python_and_uses_what_there_is() -> None:
+    for page in PAGES:
+        for block in re.findall(r"^```python\n(.*?)\n```$", page.read_text(), re.M | re.S):
+            tree = ast.parse(block)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "sidcomp":
+                    assert hasattr(sidcomp, node.attr), f"{page.name}: sidcomp.{node.attr}"
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "state":
+                    assert hasattr(sidcomp.State, node.attr), f"{page.name}: state.{node.attr}"
+
+
+def test_readme_has_the_minimal_example() -> None:
+    """The ten lines of the README are those of a script that the tests run."""
+    block = re.search(r"^```python\n(.*?)\n```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert block is not None
+    script = (ROOT / "examples" / "minimal.py").read_text()
+    for line in block[1].splitlines():
+        if "sidcomp" in line or "state." in line:
+            assert line.split("#")[0].strip() in script, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_flags_that_a_page_gives_to_train_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import flags
+
+    for line in re.findall(r'make train ARGS="([^"]*)"', page.read_text()):
+        if "peaks" in line or "--help" in line:
+            continue
+        assert isinstance(flags.parse("", line.split()), argparse.Namespace)
+    for name in ("flags", "tasks"):
+        sys.modules.pop(name)
+
+
+def test_the_changelog_names_every_codec_and_memory() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    for entry in (*sidcomp.codecs(), *sidcomp.memories()):
+        assert f"`{entry.name}`" in text
