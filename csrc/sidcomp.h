@@ -188,7 +188,7 @@ typedef struct sid_report {
  * Every byte is checked before anything is written: SID_E_CORRUPT and SID_E_MISMATCH leave the segments alone.
  * at: step and group that are expected in the headers; NULL accepts any.
  * state: NULL, or this rank's own. Then, on a non-finite step, the gradient that the segments still hold is taken back
- * out of the memory (r' = acc - g: within one rounding of what it was, and never farther from it than it was from 0),
+ * out of the memory (r' = acc - g: within one unit in the last place of acc of what it was),
  * before the segments are overwritten. */
 sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
                       const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *at, sid_report *report,

@@ -15,8 +15,8 @@ static int residual_tile(const sid_plan *p, float *const *vec, const float *g, u
     return p->simd->add_kept(vec[0], g, len, sent_from);
 }
 
-/* acc - g is within one rounding of what was kept, and never farther from it than it was from zero: both operations
- * round to nearest, and g itself is a candidate of the first one. */
+/* Two roundings, of acc and of this difference: within one unit in the last place of acc of what was kept. Where g dwarfs
+ * it, the result is at most twice as large, since g itself is a candidate of the first rounding: never a stray value. */
 static void residual_undo(const sid_plan *p, float *const *vec, const float *g, uint32_t len) {
     (void)p;
     for (uint32_t i = 0; i < len; i++) vec[0][i] -= g[i];
