@@ -4,6 +4,7 @@ import json
 import platform
 import statistics
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +58,12 @@ def write(args: Namespace, task: Task, runs: "list[Run]", world: int) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     alone, *shown = [summary(run, world) for run in runs]
     notes = remarks(args, task, world, alone, *shown)
-    head, body = cells(task, shown)
+    head, *body = cells(task, alone, shown)
 
     table = Table(*head)
     for row in body:
         table.add_row(*row)
-    (console if console.is_terminal else Console(width=120)).print(table)
+    console.print(table)
     for note in notes:
         console.print("-", note, soft_wrap=True)
 
@@ -109,24 +110,26 @@ def summary(run: "Run", world: int) -> Row:
     }
 
 
-def cells(task: Task, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    head = ["", task.metric, "ms/step", "p10-p90", "bytes/step, counted", "computed", "ratio", "density"]
-    body = []
-    for r in rows:
-        kind = "bytes_counted" if r["bytes_counted"] and rows[0]["bytes_counted"] else "bytes_computed"
-        body.append(
-            [
-                r["name"],
-                f"{r['metric']:.4f}",
-                f"{r['median']:.1f}",
-                f"{r['p10']:.1f}-{r['p90']:.1f}",
-                f"{r['bytes_counted']:,.0f}" if r["bytes_counted"] else "no counter",
-                f"{r['bytes_computed']:,.0f}",
-                f"{rows[0][kind] / r[kind]:.1f}",
-                f"{r['density']:.3%}",
-            ]
-        )
-    return head, body
+def cells(task: Task, alone: Row, rows: list[Row]) -> list[list[str]]:
+    """One line a figure, one column a run; the first line is the head."""
+    best = [alone, *rows]
+
+    def line(name: str, show: Callable[[Row], str], runs: list[Row] = rows) -> list[str]:
+        return [name, *([""] if len(runs) < len(best) else []), *map(show, runs)]
+
+    counted = all(r["bytes_counted"] for r in rows)
+    bytes_of = "bytes_counted" if counted else "bytes_computed"
+    return [
+        line("", lambda r: r["name"], best),
+        line(task.metric, lambda r: f"{r['metric']:.4f}"),
+        line("ms/step, median", lambda r: f"{r['median']:.1f}", best),
+        line("p10 to p90", lambda r: f"{r['p10']:.1f} to {r['p90']:.1f}", best),
+        line("encode, decode ms", lambda r: f"{r['encode']:.2f}, {r['decode']:.2f}" if r["encode"] else ""),
+        line("bytes/step, counted", lambda r: f"{r['bytes_counted']:,.0f}" if counted else "no counter"),
+        line("bytes/step, computed", lambda r: f"{r['bytes_computed']:,.0f}"),
+        line("fewer bytes by", lambda r: f"{rows[0][bytes_of] / r[bytes_of]:.1f}" if r[bytes_of] else ""),
+        line("density achieved", lambda r: f"{r['density']:.3%}"),
+    ]
 
 
 def remarks(args: Namespace, task: Task, world: int, alone: Row, dense: Row, ours: Row) -> list[str]:
