@@ -116,6 +116,8 @@ NEEDS  = torch numpy rich typer pytest hypothesis matplotlib sklearn pybind11 se
 HAS    = -c 'import sys, importlib.util as u; no = [m for m in sys.argv[1:] if not u.find_spec(m)]; print(*no); sys.exit(bool(no))'
 ifndef PYTHON
 PYTHON := $(shell for p in .venv/bin/python python3; do $$p $(HAS) $(NEEDS) >/dev/null 2>&1 && echo $$p && exit; done; echo .venv/bin/python)
+# gpu-check installs nothing.
+OFFLINE := $(or $(wildcard .venv/bin/python),python3)
 endif
 APT    = (Debian, Ubuntu: apt-get install build-essential python3-dev python3-venv)
 export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -157,7 +159,7 @@ test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
 bench: all ## the benchmarks, each with its limit and its rival
 	$(PYTHON) -m benchmarks $(ARGS)
 gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network
-	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(ARGS)
 
 CLANG_FORMAT ?= $(firstword $(wildcard $(dir $(PYTHON))clang-format) clang-format)
 FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.h cuda/*.cuh python/*.cpp tests/c/*.[ch] tests/fuzz/*.[ch])
