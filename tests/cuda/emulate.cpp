@@ -115,11 +115,13 @@ void run_block(uint32_t threads, size_t dynamic) {
         fibers[i].is = RUNNING;
         order[i] = i;
     }
-    for (uint32_t done = 0; done < threads;) {
+    for (uint32_t done = 0, idle = 0; done < threads;) {
         bool moved = false;
         for (uint32_t i = threads - 1; i; i--) std::swap(order[i], order[next_random() % (i + 1)]);
+        uint64_t late = next_random() & next_random(); /* warps that sit this round out, to fall behind the others */
+        if (++idle > 1) late = 0;
         for (const uint32_t i : order) {
-            if (fibers[i].is != RUNNING) continue;
+            if (fibers[i].is != RUNNING || late >> i / LANES & 1) continue;
             current = i;
             threadIdx.x = i;
             resume(fibers[i]);
@@ -128,7 +130,8 @@ void run_block(uint32_t threads, size_t dynamic) {
         }
         for (uint32_t i = 0; i < threads; i += LANES) moved |= release(i, LANES, false);
         moved |= release(0, threads, true);
-        if (!moved && done < threads) stop("threads wait for one another at different places");
+        if (moved) idle = 0;
+        if (idle > 1 && done < threads) stop("threads wait for one another at different places");
     }
     for (size_t i = dynamic; i < dynamic + GUARD; i++)
         if (shared[i] != GARBAGE) stop("write past the dynamic shared memory");
