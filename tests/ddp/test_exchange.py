@@ -85,8 +85,18 @@ def test_linear_equals_the_reference(codec: str, world: int, groups: str | int, 
     run(follow, world, "cap-small", groups, codec, memory, {}, 5, {})
 
 
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("groups", ["bucket", "explicit"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "groups, view",
+    [
+        ("bucket", True),
+        ("explicit", False),
+        pytest.param("bucket", False, marks=SLOW),
+        pytest.param("explicit", True, marks=SLOW),
+    ],
+)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("cap-small", "cap-25")])
 def test_equals_the_reference_in_every_mode(name: str, groups: str, view: bool) -> None:
     if not cases.available(CASES[name]):
