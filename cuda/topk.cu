@@ -295,7 +295,6 @@ __global__ void __launch_bounds__(SID_BLOCK, LIST_BLOCKS)
     __shared__ pick_shared pick;
     if (!scratch->ready) return;
     const picked second = pick_digit<SID_DIGIT2>(e.digit2, scratch->codec[RANK], pick);
-    __syncthreads(); /* pick is used once more */
     const picked third = pick_digit<SID_DIGIT3>(e.digit3, second.rank, pick);
     const uint32_t key = scratch->codec[DIGITS] << 20 | second.digit << 10 | third.digit;
     if (blockIdx.x == 0 && threadIdx.x == 0) {

@@ -115,10 +115,11 @@ void run_block(uint32_t threads, size_t dynamic) {
         fibers[i].is = RUNNING;
         order[i] = i;
     }
+    uint64_t late = 0; /* warps that sit out until all others wait for them, or for some rounds */
     for (uint32_t done = 0, idle = 0; done < threads;) {
         bool moved = false;
         for (uint32_t i = threads - 1; i; i--) std::swap(order[i], order[next_random() % (i + 1)]);
-        uint64_t late = next_random() & next_random(); /* warps that sit this round out, to fall behind the others */
+        if (next_random() % 16 == 0) late = next_random() & next_random();
         if (++idle > 1) late = 0;
         for (const uint32_t i : order) {
             if (fibers[i].is != RUNNING || late >> i / LANES & 1) continue;
