@@ -65,7 +65,8 @@ const subject *subject_of(const uint8_t *d) {
     while (sid_codec_at(codecs)) codecs++;
     MUST(codecs <= CODECS);
     const uint32_t codec = d[0] % codecs, dtype = d[1] % DTYPES;
-    const uint32_t size = d[3] < 250 ? d[3] % (SIZES - 2) : SIZES - 2 + d[3] % 2;
+    const int linear = (sid_codec_at(codec)->traits & SID_LINEAR) != 0;
+    const uint32_t size = d[3] < 250 || linear ? d[3] % (SIZES - 2) : SIZES - 2 + d[3] % 2;
     sid_config c = {.codec = sid_codec_at(codec)->name, .memory = memory->name, .dtype = (sid_dtype)dtype};
     while (settings < SETTINGS && setting_at(sid_codec_at(codec), memory, settings, &v, &c.n_settings)) settings++;
     const uint32_t setting = d[2] % settings;
