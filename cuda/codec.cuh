@@ -204,9 +204,10 @@ template <class Memory, class Codec> struct sid_walker {
     }
 };
 
-/* Blocks that a multiprocessor holds at once for certain: a grid of as many has no second, half empty wave. */
+/* Blocks that every multiprocessor holds at once (1024 threads are the most that sm_75 has): a grid of as many has no
+ * second, half empty wave. */
 enum {
-    SID_WALK_BLOCKS = 5
+    SID_WALK_BLOCKS = 4
 };
 
 template <class Memory, class Codec>

@@ -158,7 +158,7 @@ template <uint32_t BINS> __device__ picked pick_digit(const uint32_t *count, uin
     return s.result;
 }
 
-/* On a multiprocessor, as SID_WALK_BLOCKS. */
+/* On a multiprocessor, as SID_WALK_BLOCKS; LIST_BLOCKS are small enough for more on most. */
 enum {
     NARROW_BLOCKS = 4,
     LIST_BLOCKS = 6
@@ -269,7 +269,7 @@ template <typename F> __device__ inline void candidates(const encoding &e, const
 }
 
 /* Counts the third digit of the candidates that share the first two with the k-th. */
-__global__ void __launch_bounds__(SID_BLOCK, LIST_BLOCKS)
+__global__ void __launch_bounds__(SID_BLOCK)
     sid_refine_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n) {
     __shared__ pick_shared pick;
     __shared__ uint32_t third[SID_DIGIT3];
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(SID_BLOCK, LIST_BLOCKS)
 }
 
 /* The key at last; how many candidates of each tile are above it and equal to it. */
-__global__ void __launch_bounds__(SID_BLOCK, LIST_BLOCKS)
+__global__ void __launch_bounds__(SID_BLOCK)
     sid_count_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n) {
     __shared__ pick_shared pick;
     if (!scratch->ready) return;
@@ -377,7 +377,7 @@ __device__ inline sums block_sums(sums x, sums (&part)[SID_WARPS]) {
 }
 
 /* Writes indices and values in index order. */
-__global__ void __launch_bounds__(SID_BLOCK, LIST_BLOCKS)
+__global__ void __launch_bounds__(SID_BLOCK)
     sid_emit_kernel(sid_scratch *scratch, encoding e, const float *acc, uint64_t n, uint8_t *payload, body b) {
     __shared__ sums part[SID_WARPS];
     if (!scratch->ready) return;
