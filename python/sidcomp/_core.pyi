@@ -1,4 +1,4 @@
-"""The C core (csrc/sidcomp.h) as seen from Python. Pointers and CUDA streams are integers; calls release the GIL."""
+"""The C core (csrc/sidcomp.h) from Python. Pointers and CUDA streams are integers; calls release the GIL."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
