@@ -35,7 +35,8 @@ def why_not() -> str:
     return "" if torch.cuda.is_available() else "this torch sees no GPU"
 
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+if reason := why_not():
+    pytest.skip(reason, allow_module_level=True)
 on_gpu = pytest.mark.skipif(EMULATED, reason="needs a real GPU")
 
 CODECS = [c["name"] for c in _core.codecs() if c["cuda"]]
