@@ -72,7 +72,7 @@ $(DEPS): ;
 TESTOBJ  = $(patsubst %,$O/%.o,$(sort $(wildcard tests/c/*.c)))
 FUZZOBJ  = $O/tests/c/support.c.o $O/tests/c/report.c.o $O/tests/fuzz/subject.c.o $(if $(LIBFUZZER),,$O/tests/fuzz/standalone.c.o)
 JOBS    := $(or $(MAX_JOBS),$(shell nproc 2>/dev/null),2)
-SUB      = $(MAKE) -s --no-print-directory -j$(JOBS) PYTHON=$(PYTHON)
+SUB      = $(MAKE) -s --no-print-directory $(if $(filter 0,$(MAKELEVEL)),-j$(JOBS)) PYTHON=$(PYTHON)
 
 $O/ctest: $(COBJ) $(TESTOBJ)
 	$(C) $^ -lpthread -lm -o $@
@@ -80,12 +80,12 @@ $O/fuzz-%: $O/tests/fuzz/%.c.o $(FUZZOBJ) $(COBJ)
 	$(C) $(if $(LIBFUZZER),-fsanitize=fuzzer) $^ -lm -o $@
 
 ctest: ## the C tests of the core alone (SAN=address,undefined DEBUG=1 O=build/x CC=clang; RUN="qemu-aarch64 -L ...")
-	@$(SUB) $O/ctest
+	+@$(SUB) $O/ctest
 	$(RUN) $O/ctest
 asan: ## the C tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	@$(SUB) ctest SAN=address,undefined DEBUG=1 O=build/asan-$(notdir $(CC))
+	+@$(SUB) ctest SAN=address,undefined DEBUG=1 O=build/asan-$(notdir $(CC))
 tsan: ## the C tests under ThreadSanitizer
-	@$(SUB) ctest SAN=thread DEBUG=1 O=build/tsan-$(notdir $(CC))
+	+@$(SUB) ctest SAN=thread DEBUG=1 O=build/tsan-$(notdir $(CC))
 
 RUNS ?= 100000
 # Counters only: tracing every comparison, as -fsanitize=fuzzer does, is ten times slower and finds nothing more here,
@@ -95,7 +95,7 @@ FUZZCC ?= $(if $(shell command -v clang),clang,$(CC))
 fuzz: ## arbitrary bytes into decode and header checks (RUNS=10000000; libFuzzer where clang has it)
 	@mkdir -p build/fuzz; printf '%s\n' '#include <stddef.h>' 'int LLVMFuzzerTestOneInput(const unsigned char *, size_t);' \
 	    'int LLVMFuzzerTestOneInput(const unsigned char *d, size_t n) { return d == 0 && n == 0; }' > build/fuzz/probe.c
-	@if $(FUZZCC) -fsanitize=fuzzer,address build/fuzz/probe.c -o build/fuzz/probe 2>/dev/null; then \
+	+@if $(FUZZCC) -fsanitize=fuzzer,address build/fuzz/probe.c -o build/fuzz/probe 2>/dev/null; then \
 	    $(SUB) fuzz-run LIBFUZZER=1 CC=$(FUZZCC) SAN=address,undefined CFLAGS='$(FUZZFLAGS)' O=build/fuzz/lib; \
 	else echo "no libFuzzer (Debian: clang libclang-rt-14-dev): random mutations instead"; \
 	    $(SUB) fuzz-run CC=$(FUZZCC) SAN=address,undefined CFLAGS='-O2 -g' O=build/fuzz/alone; fi
@@ -105,7 +105,7 @@ fuzz-run: $O/fuzz-header $O/fuzz-decode
 
 coverage: ## lines and branches of csrc/ that the C tests reach
 	@rm -rf build/coverage
-	@$(SUB) ctest CC=gcc DEBUG=1 CFLAGS=--coverage O=build/coverage
+	+@$(SUB) ctest CC=gcc DEBUG=1 CFLAGS=--coverage O=build/coverage
 	@tests/c/coverage.sh build/coverage
 
 # ---- Python -------------------------------------------------------------------------------------------------------
@@ -152,10 +152,10 @@ test: all ## the tests, without the slow ones (ARGS="-k topk")
 	$(PYTHON) -m pytest -q -m 'not slow' $(ARGS) tests
 test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
 	$(PYTHON) -m pytest -q tests
-	@$(SUB) ctest
-	@$(SUB) asan
-	@$(SUB) tsan
-	@$(SUB) fuzz RUNS=10000000
+	+@$(SUB) ctest
+	+@$(SUB) asan
+	+@$(SUB) tsan
+	+@$(SUB) fuzz RUNS=10000000
 bench: all ## the benchmarks, each with its limit and its rival
 	$(PYTHON) -m benchmarks $(ARGS)
 gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network

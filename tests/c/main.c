@@ -20,6 +20,7 @@
     X(gather)                                                                                                          \
     X(linear_sum)                                                                                                      \
     X(isa_agrees)                                                                                                      \
+    X(steady)                                                                                                          \
     X(kept)                                                                                                            \
     X(nonfinite)                                                                                                       \
     X(header_flips)                                                                                                    \

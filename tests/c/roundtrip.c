@@ -13,6 +13,7 @@ void test_edge_values(void);
 void test_gather(void);
 void test_linear_sum(void);
 void test_isa_agrees(void);
+void test_steady(void);
 void test_kept(void);
 void test_nonfinite(void);
 
@@ -310,6 +311,62 @@ void test_isa_agrees(void) {
     for (uint32_t kind = 0; kind < DATAS; kind++) every(run_isa, 4099, kind);
     every(run_isa, MAX_N, DATA_HEAVY);
     every(run_isa, 31, DATA_NORMAL);
+}
+
+/* Predictions from step to step, as large groups use them: gradients of one distribution, every setting. The best
+ * instruction set and the base agree at each step, and nothing is lost. */
+void test_steady(void) {
+    enum {
+        N = 1100000,
+        STEPS = 7
+    };
+    float *x[STEPS], *kept[2], *out = malloc(4 * N);
+    for (int k = 0; k < STEPS; k++) data_make(x[k] = malloc(4 * N), N, DATA_TAILS, (uint64_t)k);
+    for (int k = 0; k < 2; k++) kept[k] = malloc(4 * N);
+    const sid_info *memory = sid_memory_find("residual");
+    for (uint32_t i = 0; sid_codec_at(i); i++) {
+        sid_setting s;
+        sid_config c = config_of(sid_codec_at(i), memory, N, SID_F32);
+        if (sid_codec_at(i)->traits & SID_LINEAR) continue; /* nothing is predicted */
+        for (uint32_t k = 0; setting_at(sid_codec_at(i), memory, k, &s, &c.n_settings); k++) {
+            group best, base;
+            c.settings = &s;
+            c.isa = SID_ISA_AUTO;
+            if (!group_open(&best, &c)) continue;
+            c.isa = SID_ISA_BASE;
+            if (!group_open(&base, &c)) continue;
+            for (uint64_t step = 0; step < STEPS; step++) {
+                const sid_step at = {.step = step, .world = 1};
+                const sid_segment seg = {x[step], N}, to = {out, N}, bytes = {best.payload.p, best.payload.bytes / 4};
+                const int last = step == STEPS - 1;
+                sid_status got;
+                if (last) sid_residual_out(best.plan, best.state.p, kept[0]);
+                got = sid_encode(best.plan, &seg, 1, best.state.p, best.work.p, &at, best.payload.p, NULL);
+                CHECK(!got, "%s: %s", best.name, sid_status_text(got));
+                got = sid_encode(base.plan, &seg, 1, base.state.p, base.work.p, &at, base.payload.p, NULL);
+                CHECK(!got && !memcmp(best.payload.p, base.payload.p, base.payload.bytes),
+                      "%s, step %llu: %s and base differ", best.name, (unsigned long long)step,
+                      sid_plan_isa(best.plan));
+                test_digest = test_digest * 0x9e3779b97f4a7c15u + sid_checksum(&bytes, 1, SID_F32);
+                if (!last) continue;
+                sid_residual_out(best.plan, best.state.p, kept[1]);
+                got = sid_decode(best.plan, best.payload.p, 0, 1, 1, &to, 1, NULL, &at, NULL, NULL);
+                CHECK(!got, "%s: %s", best.name, sid_status_text(got));
+                float bad = 0;
+                for (uint32_t e = 0; e < N; e++) {
+                    const float d = fabsf((out[e] - kept[0][e]) + kept[1][e] - x[step][e]);
+                    bad = d > bad ? d : bad;
+                }
+                CHECK(bad <= 8 * 0x1p-22f, "%s: %g is lost", best.name, (double)bad);
+                CHECK(group_intact(&best) && group_intact(&base), "%s: canary", best.name);
+            }
+            group_close(&best);
+            group_close(&base);
+        }
+    }
+    for (int k = 0; k < STEPS; k++) free(x[k]);
+    for (int k = 0; k < 2; k++) free(kept[k]);
+    free(out);
 }
 
 /* ---- what is kept ------------------------------------------------------------------------------------------------ */

@@ -202,10 +202,17 @@ int setting_at(const sid_info *codec, const sid_info *memory, uint32_t i, sid_se
     return 0;
 }
 
+static float three_uniforms(uint64_t bits) {
+    const float a = (float)(bits & 0xfffff), b = (float)(bits >> 20 & 0xfffff), c = (float)(bits >> 40 & 0xfffff);
+    return a * 0x1p-20f * (b * 0x1p-20f) * (c * 0x1p-20f) * (bits >> 63 ? -1.0f : 1.0f);
+}
+
 void data_make(float *x, uint64_t n, int kind, uint64_t seed) {
     rng r = {seed * 1000003u + (uint64_t)kind};
     for (uint64_t i = 0; i < n; i++) {
-        const float z = kind == DATA_INTEGERS ? (float)rng_below(&r, 121) - 60.0f : rng_normal(&r);
+        const float z = kind == DATA_INTEGERS ? (float)rng_below(&r, 121) - 60.0f
+                        : kind == DATA_TAILS  ? three_uniforms(rng_next(&r))
+                                              : rng_normal(&r);
         switch (kind) {
             case DATA_HEAVY: x[i] = z * z * z * (rng_below(&r, 50) ? 0.01f : 10.0f); break;
             case DATA_EQUAL: x[i] = z < 0 ? -0.5f : 0.5f; break;

@@ -97,7 +97,8 @@ enum {
     DATA_EQUAL, /* one magnitude, both signs */
     DATA_ZERO,
     DATA_DENORMAL,
-    DATA_HUGE, /* up to the largest float */
+    DATA_HUGE,  /* up to the largest float */
+    DATA_TAILS, /* products of three uniform numbers: quick to make, with a tail */
     DATAS
 };
 void data_make(float *x, uint64_t n, int kind, uint64_t seed);
