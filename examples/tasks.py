@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 
 class Task(Protocol):
-    """metric: what `measure` measures; steps, batch, lr: good ones; data: what there is, in words."""
+    """metric: what `measure` measures; steps, batch, lr, momentum: good ones; data: what there is."""
 
     metric: str
     unit: str
     steps: int
     batch: int
     lr: float
+    momentum: float
     data: str
     device: torch.device
 
@@ -61,7 +62,10 @@ class LanguageModel:
     unit = "nats per byte"
     steps = 450
     batch = 32
-    lr = 1.0
+    # With momentum 0.9 and rate 1 the dense loss is as good, but top-k at 1 % ends 5 % above it, not 0.5 %:
+    # what error feedback sends late, momentum carries on for longer.
+    lr = 2.5
+    momentum = 0.7
 
     TIME = 16
     MAX_BYTES = 4 << 20
@@ -111,6 +115,7 @@ class Digits:
     steps = 300
     batch = 32
     lr = 0.05
+    momentum = 0.9
 
     def __init__(self, rank: int, world: int, batch: int, device: torch.device) -> None:
         try:

@@ -54,7 +54,7 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.module = task.model()
         self.model = self.module
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=args.lr, momentum=0.9)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=args.lr, momentum=task.momentum)
         self.carry: torch.Tensor | None = None  # what the task keeps from step to step
         self.state: sidcomp.State | None = None
         self.run.elements = sum(p.numel() for p in self.module.parameters())
