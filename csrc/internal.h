@@ -141,8 +141,10 @@ typedef struct sid_simd {
     /* acc = (key(acc) < key ? acc : 0) + (g finite ? g : 0), saturating at +-FLT_MAX; 1: all of g was finite. */
     int (*add_kept)(float *acc, const float *g, uint32_t n, uint32_t key);
     void (*zero_from)(float *acc, uint32_t n, uint32_t key); /* acc = 0 where key(acc) >= key */
-    /* Appends index (base + i) and value of elements with key(x) >= key; may write up to 16 entries past the last. */
-    uint32_t (*capture)(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val);
+    /* Appends index (base + i) and value of elements with key(x) >= key; may write up to 16 entries past the last.
+     * expected: how many that may be in a tile, which only makes it faster. */
+    uint32_t (*capture)(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val,
+                        uint32_t expected);
     /* The same from pairs to pairs, never writing past `room` entries; in place is allowed. */
     uint64_t (*filter)(const uint16_t *idx, const float *val, uint64_t n, uint32_t key, uint16_t *idx_out,
                        float *val_out, uint64_t room);

@@ -34,6 +34,7 @@ extern const char *const sparse_value_names[];
 typedef struct sparse_work {
     uint64_t count, room; /* candidates held, and how many fit */
     uint32_t low;         /* keys from here on are captured */
+    uint32_t last;        /* captured in the last tile */
     uint32_t compacted;   /* 1: candidates were dropped for lack of room, so `low` is not the one asked for */
     uint32_t *tile, *keys;
     uint16_t *idx;
