@@ -224,3 +224,9 @@ def test_without_torch() -> None:
         [sys.executable, "-c", WITHOUT_TORCH], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.mark.parametrize("rank, world", [(1, 1), (-1, 2), (2, 2), (0, 0)])
+def test_a_rank_outside_the_world_is_named(rank: int, world: int) -> None:
+    with pytest.raises(sidcomp.ArgumentError, match=f"rank={rank}, world={world}"):
+        sidcomp.Compressor("topk", 100, rank=rank, world=world)

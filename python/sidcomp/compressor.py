@@ -61,7 +61,8 @@ class Compressor:
     """The codec and memory of one group: `payload = c.encode(gradient)`, `c.decode(payloads, out)`.
 
     codec, memory   names in `sidcomp.codecs()` and `sidcomp.memories()`; their parameters are further keyword
-    arguments. n               elements of the vectors.
+                    arguments.
+    n               elements of the vectors.
     dtype           of the vectors: "float32", "float16" or "bfloat16" (also numpy's and torch's own objects).
     seed, group, rank, world
                     go into the random numbers and the payload's header; world is what a linear codec divides
@@ -86,6 +87,8 @@ class Compressor:
         isa: str | None = None,
         **parameters: Setting,
     ) -> None:
+        if world < 1 or not 0 <= rank < world:
+            raise ArgumentError(f"rank={rank}, world={world}: rank must be one of 0 to world - 1")
         self.codec, self.memory, self.parameters = resolve(codec, memory, parameters)
         name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
         extra: dict[str, str] = {} if isa is None else {"isa": isa}
