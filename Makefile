@@ -137,6 +137,7 @@ venv-make:
 	@command -v python3 >/dev/null || { echo "sidcomp: no python3 $(APT)"; exit 1; }
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "sidcomp: $$(python3 -V) is too old: 3.10 or later is needed"; exit 1; }
 	@command -v $(firstword $(CXX)) >/dev/null || { echo "sidcomp: no C++ compiler $(APT)"; exit 1; }
+	@python3 -c 'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null || { echo "sidcomp: no Python.h $(APT)"; exit 1; }
 	@test -x .venv/bin/pip || python3 -m venv .venv || { rm -rf .venv; echo "sidcomp: python3 -m venv failed $(APT)"; exit 1; }
 	@if from=$$(python3 -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null); then \
 	    echo "sidcomp: .venv uses the torch in $$from"; \
