@@ -178,9 +178,11 @@ sparse_pick sparse_select(const sid_walk *w, uint64_t rank, uint32_t guess, uint
     const sparse_work *s = sparse_of(w);
     const sid_simd *v = w->plan->simd;
     uint64_t above, n;
-    if (spread) {
-        uint32_t bits = 1, lo = guess > spread ? guess - spread : 0;
-        while (bits < 31 && (1u << bits) < 2 * spread) bits++;
+    for (uint32_t half = spread / 8; half && half <= spread;
+         half *= 8) { /* close by first: fewer keys to sort through */
+        uint32_t bits = 1;
+        const uint32_t lo = guess > half ? guess - half : 0;
+        while (bits < 31 && (1u << bits) < 2 * half) bits++;
         n = v->band(s->val, s->count, lo, lo + (1u << bits), s->keys, &above);
         if (above < rank && rank <= above + n) {
             sparse_pick pick = select_key(s->keys, n, rank - above, lo, bits);
@@ -198,7 +200,7 @@ uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now) {
         MAX = 1 << 22,
         FIRST = 1 << 20
     }; /* 2^19 key units are a sixteenth of an octave */
-    const uint64_t drift = 4ull * (now > last ? now - last : last - now), held = spread - spread / 8;
+    const uint64_t drift = 2ull * (now > last ? now - last : last - now), held = spread - spread / 8;
     if (!spread) return FIRST;
     const uint64_t want = drift > held ? drift : held;
     return want < MIN ? (uint32_t)MIN : want > MAX ? (uint32_t)MAX : (uint32_t)want;
