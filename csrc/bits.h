@@ -60,14 +60,4 @@ SID_HD float sid_f16_to_f32(uint16_t h) {
     return sid_bits_f32(sign | ((e + 112u) << 23) | (m << 13));
 }
 
-/* As above, but a finite value never becomes Inf: it saturates at the largest finite half. */
-SID_HD uint16_t sid_f32_to_f16_sat(float x) {
-    const uint16_t h = sid_f32_to_f16(x);
-    return (uint16_t)((h & 0x7fffu) == 0x7c00u && sid_key(x) < SID_KEY_INF ? h - 1u : h);
-}
-SID_HD uint16_t sid_f32_to_bf16_sat(float x) {
-    const uint16_t h = sid_f32_to_bf16(x);
-    return (uint16_t)((h & 0x7fffu) == 0x7f80u && sid_key(x) < SID_KEY_INF ? h - 1u : h);
-}
-
 #endif
