@@ -37,7 +37,7 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
         return sid_fail(err, SID_E_ARG, "dtype %d is none of float32, float16, bfloat16", (int)c->dtype);
     if (c->n_settings && !c->settings) return sid_fail(err, SID_E_ARG, "settings is NULL");
     p.codec = sid_codec_of(ci);
-    p.memory = sid_memory_of(ci->traits & SID_LOSSLESS ? sid_memory_find("none") : mi);
+    p.memory = sid_memory_of(ci->traits & SID_LOSSLESS && !c->flush ? sid_memory_find("none") : mi);
     p.n = c->n;
     p.dtype = c->dtype;
     p.simd = sid_simd_for(c->isa);

@@ -127,6 +127,8 @@ typedef struct sid_config {
     sid_isa isa;                 /* SID_ISA_AUTO: the best this processor has */
     const sid_setting *settings; /* parameters of codec and memory, by name; the rest take their defaults */
     uint32_t n_settings;
+    int flush; /* 1: a lossless codec takes the memory too, to send what another codec has kept there; its residual is
+                * then that of one rounding to the gradient's dtype, 0 for float32 and one rank */
 } sid_config;
 
 typedef struct sid_plan sid_plan;

@@ -240,7 +240,7 @@ struct Segments {
 class Plan {
   public:
     Plan(const string &codec_name, const string &memory_name, int64_t count, const string &dtype_name,
-         const py::dict &settings, const std::optional<string> &isa) {
+         const py::dict &settings, const std::optional<string> &isa, bool flush) {
         const sid_info &c = find(sid_codec_at, codec_name, "codec");
         const sid_info &m = find(sid_memory_at, memory_name, "memory");
         if (count < 0) fail(SID_E_ARG, "n is negative");
@@ -262,6 +262,7 @@ class Plan {
         config.isa = isa_of(isa);
         config.settings = values.data();
         config.n_settings = static_cast<uint32_t>(values.size());
+        config.flush = flush;
         sid_error err{};
         size_t bytes = 0;
         check(sid_plan_make(&config, nullptr, &bytes, &err), err);
@@ -450,8 +451,9 @@ PYBIND11_MODULE(_core, m) {
     using py::arg;
     py::class_<Plan>(m, "Plan")
         .def(py::init<const string &, const string &, int64_t, const string &, const py::dict &,
-                      const std::optional<string> &>(),
-             arg("codec"), arg("memory"), arg("n"), arg("dtype"), arg("settings") = py::dict(), arg("isa") = py::none())
+                      const std::optional<string> &, bool>(),
+             arg("codec"), arg("memory"), arg("n"), arg("dtype"), arg("settings") = py::dict(), arg("isa") = py::none(),
+             arg("flush") = false)
         .def_property_readonly("codec", [](const Plan &p) { return sid_plan_codec(p.get())->name; })
         .def_property_readonly("memory", [](const Plan &p) { return sid_plan_memory(p.get())->name; })
         .def_readonly("n", &Plan::n)

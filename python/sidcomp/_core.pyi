@@ -73,6 +73,7 @@ class Plan:
         dtype: str,  # "float32", "float16" or "bfloat16"
         settings: Mapping[str, float | int | str] = ...,
         isa: str = ...,  # "auto", "base", "avx2" or "avx512"
+        flush: bool = False,  # a lossless codec takes the memory too, to send what is kept there
     ) -> None: ...
     codec: str
     memory: str

@@ -99,8 +99,10 @@ static void every(void (*run)(const sid_config *, uint32_t), uint64_t n, uint32_
     for (uint32_t i = 0; sid_codec_at(i); i++)
         for (uint32_t m = 0; sid_memory_at(m); m++)
             for (int d = SID_F32; d <= SID_BF16; d++) {
-                const sid_config c = config_of(sid_codec_at(i), sid_memory_at(m), n, (sid_dtype)d);
+                sid_config c = config_of(sid_codec_at(i), sid_memory_at(m), n, (sid_dtype)d);
                 run(&c, arg);
+                c.flush = 1;
+                if (sid_codec_at(i)->traits & SID_LOSSLESS) run(&c, arg);
             }
 }
 
