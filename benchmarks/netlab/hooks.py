@@ -1,0 +1,97 @@
+"""What is compared: NAME[:GROUPS][@MB], and how each is attached to a model.
+
+dense                   plain DDP, no hook
+fp16, powersgd          torch's own hooks; PowerSGD of rank 4, in one bucket
+topk:GROUPS             a codec of sidcomp with its State(groups=GROUPS); topk alone: 25MB
+layer, even:8, mergecomp, cupcake
+                        topk with these groups, as their papers choose them
+auto                    State("auto"): groups, codecs and exchanges chosen
+@MB                     DDP's bucket_cap_mb, @0 for a bucket of each tensor; DDP's own default unless given
+"""
+
+from typing import Any, NamedTuple
+
+import sidcomp
+from sidcomp.groups import parse_groups
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+OF_TORCH = ("dense", "fp16", "powersgd")
+PAPERS = ("layer", "even", "mergecomp", "cupcake")
+DENSITY = 0.01
+
+
+class Hook(NamedTuple):
+    name: str  # as given
+    kind: str  # one of OF_TORCH, "auto", or a codec of sidcomp
+    groups: str
+    bucket_mb: float | None
+
+    @property
+    def ours(self) -> bool:
+        return self.kind not in OF_TORCH or ":" in self.name
+
+    def attach(self, module: nn.Module) -> "tuple[nn.Module, sidcomp.State | None]":
+        """DDP around `module`, and its State where it has one."""
+        cap = 1024 if self.kind == "powersgd" else self.bucket_mb
+        # The smallest cap there is still gives each bucket a tensor.
+        buckets: dict[str, Any] = {} if cap is None else {"bucket_cap_mb": max(cap, 2**-20)}
+        ddp = DistributedDataParallel(module, **buckets)
+        if self.ours:
+            settings = {} if self.kind == "auto" else {"groups": self.groups}
+            if any(p.name == "density" for p in _parameters(self.kind)):
+                settings["density"] = DENSITY
+            state = sidcomp.State(self.kind, **settings)
+            sidcomp.register(ddp, state)
+            return ddp, state
+        if self.kind == "fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self.kind == "powersgd":
+            # One bucket: its hook waits for a second all-reduce inside a callback, and two buckets then
+            # deadlock, or pair with each other's. From step 2 on: after the first, DDP orders it anew.
+            kept = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            ddp.register_comm_hook(kept, powerSGD_hook.powerSGD_hook)
+        return ddp, None
+
+
+def _parameters(codec: str) -> Any:
+    return next((c.parameters for c in sidcomp.codecs() if c.name == codec), ())
+
+
+def parse(text: str) -> Hook:
+    """Raises ValueError, which says what can be written."""
+    body, at, cap = text.partition("@")
+    kind, colon, groups = body.partition(":")
+    if at:
+        try:
+            bucket_mb = float(cap)
+        except ValueError:
+            raise ValueError(f"hook {text!r}: after @ comes a size in MB, as in {body}@4") from None
+        if not 0 <= bucket_mb < 1e6 or kind == "powersgd":
+            raise ValueError(
+                f"hook {text!r}: {'PowerSGD needs one bucket' if kind == 'powersgd' else 'no such size'}"
+            )
+    else:
+        bucket_mb = None
+    if kind in PAPERS:
+        return Hook(text, "topk", _groups(text, body), bucket_mb)
+    if kind == "auto" and not colon:
+        return Hook(text, "auto", "", bucket_mb)
+    if kind in OF_TORCH and not colon:
+        return Hook(text, kind, "", bucket_mb)
+    codecs = [c.name for c in sidcomp.codecs()]
+    if kind not in codecs:
+        known = ", ".join((*OF_TORCH, *PAPERS, "auto"))
+        raise ValueError(
+            f"hook {text!r}: one of {known}, or CODEC:GROUPS with a codec of {', '.join(codecs)}"
+        )
+    return Hook(text, kind, _groups(text, groups or "25MB"), bucket_mb)
+
+
+def _groups(text: str, groups: str) -> str:
+    try:
+        parse_groups(groups)
+    except sidcomp.ArgumentError as e:
+        raise ValueError(f"hook {text!r}: {e}") from None
+    return groups

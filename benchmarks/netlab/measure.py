@@ -1,0 +1,71 @@
+"""Runs the hooks on a lab's hosts, and turns what was measured into a table."""
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import summary
+from benchmarks.netlab.lab import Lab
+
+Result = dict[str, Any]  # what rank.py writes
+
+
+def measure(
+    lab: Lab,
+    task: str,
+    hooks: list[str],
+    blocks: int,
+    steps: int,
+    warmup: int,
+    timeout: float,
+    batch: int | None = None,
+    seed: int = 0,
+) -> Result:
+    """All hooks in the same processes, in turns. LabError if a rank fails, or after `timeout` seconds."""
+    spec = {
+        "task": task, "hooks": hooks, "blocks": blocks, "steps": steps, "warmup": warmup,
+        "batch": batch, "seed": seed,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
+        out = Path(folder) / "result.json"
+        lab.run([sys.executable, "-m", "benchmarks.netlab.rank", json.dumps(spec), str(out)], timeout)
+        result: Result = json.loads(out.read_text())
+    return result
+
+
+def loss_at(run: dict[str, Any], step: int) -> float:
+    """Of all ranks, over the five steps up to `step`: a single batch's says little."""
+    return statistics.fmean(run["losses"][max(0, step - 5) : step])
+
+
+def common_step(result: Result) -> int:
+    return min(len(run["losses"]) for run in result["runs"])
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    """One row for each hook; the first is the ceiling."""
+    runs = result["runs"]
+    medians = {run["name"]: statistics.median(run["ms"]) for run in runs}
+    ceiling, plain = medians[runs[0]["name"]], medians.get("dense")
+    at = common_step(result)
+    out = []
+    for run in runs:
+        sent = [b for b in run["bytes"] if b is not None]
+        predicted = (run["plan"] or {}).get("predicted_ps")
+        ms = medians[run["name"]]
+        out.append(
+            {
+                "hook": run["name"],
+                "ms a step": str(summary(run["ms"])),
+                "of the ceiling": f"{ceiling / ms:.0%}",
+                "speed / plain DDP": f"{plain / ms:.2f}" if plain else "",
+                "bytes sent a step": f"{max(sent):,.0f}" if sent else "no counter",
+                f"loss at {at}": f"{loss_at(run, at):.4f}",
+                "predicted ms": f"{predicted / 1e9:.2f}" if predicted else "",
+                "error": f"{predicted / 1e9 / ms - 1:+.1%}" if predicted else "",
+            }
+        )
+    return out

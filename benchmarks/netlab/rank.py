@@ -1,0 +1,159 @@
+"""What runs on each host: one rank that trains the same model with each hook, in turns of some steps.
+
+python -m benchmarks.netlab.rank '{"task": "lm", "hooks": ["dense"], ...}' result.json
+"""
+
+import datetime
+import gc
+import json
+import os
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.netlab import hooks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from tasks import TASKS, Task
+from wire import tcp_bytes_sent
+
+CEILING = "no communication"
+SETTLE = 400  # steps that a controller gets to find its plan, at most
+
+
+def transmitted() -> int | None:
+    """Bytes that this host has sent, headers included; without one, those of our TCP connections."""
+    if not (interface := os.environ.get("NETLAB_INTERFACE")):
+        return tcp_bytes_sent()
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])
+    raise LookupError(f"/proc/net/dev has no {interface}")
+
+
+class Run:
+    """One hook's model, its optimizer, and what was measured of it."""
+
+    def __init__(self, name: str, task: Task, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.name, self.task = name, task
+        self.module: nn.Module = task.model()
+        self.model, self.state = (
+            (self.module, None) if name == CEILING else hooks.parse(name).attach(self.module)
+        )
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=task.lr, momentum=task.momentum)
+        self.carry: torch.Tensor | None = None
+        self.losses: list[float] = []
+        self.milliseconds: list[float] = []
+        self.bytes, self.counted = 0, 0  # sent by this rank, in so many steps
+
+    def step(self) -> None:
+        at = len(self.losses)
+        self.optimizer.param_groups[0]["lr"] = self.task.lr * min(1.0, (at + 1) / 20)
+        loss, self.carry = self.task.loss(self.model, at, self.carry)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.optimizer.step()
+        self.losses.append(loss.item())
+
+    def warm_up(self, steps: int) -> None:
+        """DDP forms its buckets anew, memory is allocated; a controller measures and chooses."""
+        for _ in range(steps):
+            self.step()
+        while len(self.losses) < SETTLE and not _agreed(self._settled()):
+            for _ in range(5):
+                self.step()
+
+    def _settled(self) -> bool:
+        report = self.report()
+        return report is None or bool(report.get("settled", True))
+
+    def report(self) -> dict[str, Any] | None:
+        found = self.state.plan_report() if hasattr(self.state, "plan_report") else None
+        return dict(found) if found else None
+
+    def turn(self, steps: int) -> None:
+        """The first step is not counted: caches hold the others' data.
+
+        All ranks share one clock. A step ends when the last rank has ended it.
+        """
+        dist.barrier()
+        before = transmitted()
+        stamps = [time.perf_counter()]
+        for _ in range(steps):
+            self.step()
+            stamps.append(time.perf_counter())
+        dist.barrier()  # and so all of ours has left
+        after = transmitted()
+        if before is not None and after is not None:
+            self.bytes += after - before
+            self.counted += steps
+        ends = [max(of_ranks) for of_ranks in zip(*_gather(stamps), strict=True)]
+        self.milliseconds += [(b - a) * 1e3 for a, b in pairwise(ends[1:])]
+
+    def result(self) -> dict[str, Any]:
+        losses = [sum(of_ranks) / len(of_ranks) for of_ranks in zip(*_gather(self.losses), strict=True)]
+        return {
+            "name": self.name,
+            "ms": self.milliseconds,
+            "bytes": _gather(self.bytes / self.counted if self.counted else None),
+            "losses": losses,
+            "plan": self.report(),
+        }
+
+
+def _gather(value: Any) -> list[Any]:
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def _agreed(value: bool) -> bool:
+    return all(_gather(value))
+
+
+def main() -> None:
+    spec, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    kind = TASKS[spec["task"]]
+    task = kind(rank, world, spec["batch"] or kind.batch, torch.device("cpu"))
+    runs = []
+    for name in (CEILING, *spec["hooks"]):
+        if rank == 0:
+            print(f"netlab: {spec['task']}, {name}: warm-up", file=sys.stderr, flush=True)
+        runs.append(Run(name, task, spec["seed"]))
+        runs[-1].warm_up(spec["warmup"])
+    for number in range(spec["blocks"]):
+        if rank == 0:
+            print(
+                f"netlab: {spec['task']}, turn {number + 1} of {spec['blocks']}", file=sys.stderr, flush=True
+            )
+        for run in runs:
+            run.turn(spec["steps"])
+    results = [run.result() for run in runs]
+    if rank == 0:
+        tensors = [p.numel() for p in runs[0].module.parameters()]
+        record = {**spec, "world": world, "elements": sum(tensors), "tensors": len(tensors), "runs": results}
+        out.write_text(json.dumps(record))
+    for run in runs:
+        if run.state is not None:
+            run.state.close()
+    del run, runs
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

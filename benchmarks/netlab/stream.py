@@ -1,0 +1,91 @@
+"""Measures a link. `stream.py PORT` receives; `stream.py PORT ADDRESS RATE SIZE...` sends, and prints JSON.
+
+Each request is a count and so many bytes. The answer says how long the last four fifths took to arrive.
+"""
+
+import json
+import os
+import socket
+import statistics
+import struct
+import sys
+import time
+
+COUNT, ANSWER = struct.Struct("!Q"), struct.Struct("!QQ")  # bytes; bytes and nanoseconds
+CHUNK = 1 << 18
+
+
+def receive(s: socket.socket, n: int) -> bytes:
+    data = b""
+    while len(data) < n:
+        data += s.recv(n - len(data)) or sys.exit(0)
+    return data
+
+
+def serve(port: int) -> None:
+    with socket.create_server(("", port)) as server:
+        s, _ = server.accept()
+    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    buffer = bytearray(CHUNK)
+    while True:
+        (n,) = COUNT.unpack(receive(s, COUNT.size))
+        left, counted, start = n, 0, 0
+        while left:
+            left -= s.recv_into(buffer, min(left, CHUNK))
+            if not start and left <= n * 4 // 5:
+                start, counted = time.perf_counter_ns(), left
+        s.sendall(ANSWER.pack(counted, time.perf_counter_ns() - start))
+
+
+def request(s: socket.socket, n: int) -> tuple[float, int, int]:
+    """Milliseconds until the answer came, and the answer."""
+    chunk = bytes(min(n, CHUNK))
+    start = time.perf_counter()
+    s.sendall(COUNT.pack(n) + chunk)
+    left = n - len(chunk)
+    while left:
+        s.sendall(chunk[:left])
+        left -= min(left, CHUNK)
+    counted, took = ANSWER.unpack(receive(s, ANSWER.size))
+    return (time.perf_counter() - start) * 1e3, counted, took
+
+
+def connect(address: str, port: int) -> socket.socket:
+    for _ in range(200):
+        try:
+            return socket.create_connection((address, port), timeout=20)
+        except OSError:
+            time.sleep(0.02)  # it does not listen yet
+    sys.exit(f"stream.py: nothing listens at {address}:{port}")
+
+
+def send(port: int, address: str, rate: int, sizes: list[int]) -> None:
+    s = connect(address, port)
+    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _, counted, took = request(s, min(rate // 8, 1 << 29) or 1 << 29)  # a second of it, half a GB at most
+    round_trip = statistics.median(request(s, 1)[0] for _ in range(30))
+    idle = []
+    for size in sizes:
+        times = []
+        for _ in range(5):
+            time.sleep(0.06)
+            times.append(request(s, size)[0] - round_trip / 2)  # the answer's way back
+        idle.append(statistics.median(times))
+    with open("/proc/sys/net/ipv4/tcp_congestion_control") as f:
+        congestion = f.read().strip()
+    batch = os.sched_getscheduler(0) == os.SCHED_BATCH
+    found = {
+        "goodput": counted * 8e9 / took,
+        "round_trip": round_trip,
+        "idle": idle,
+        "congestion": congestion,
+        "scheduler": "batch" if batch else "other",
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        serve(int(sys.argv[1]))
+    else:
+        send(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), [int(size) for size in sys.argv[4:]])
