@@ -161,6 +161,62 @@ class Plan:
         stream: int,
     ) -> None: ...
 
+class OptionInfo(TypedDict):
+    name: str
+    default: int
+    min: int
+    max: int
+    doc: str
+
+class AlgorithmInfo(TypedDict):
+    name: str
+    paper: str
+    doc: str
+    options: list[OptionInfo]
+    takes_seed: bool  # a plan in use may be given: options "seed_ends" and "seed_methods", lists
+
+class FusionDict(TypedDict):
+    ends: list[int]
+    methods: list[int]
+    time_ps: int
+    lower_bound_ps: int
+    exact: bool
+    work: int
+
+class EvaluationDict(TypedDict):
+    time_ps: int
+    # A row a group: start and end of backward, encode, exchange, decode in ps; -1, -1: no such stage.
+    timeline: list[tuple[int, int, int, int, int, int, int, int]]
+
+def algorithms() -> list[AlgorithmInfo]: ...
+
+class Instance:
+    """A planning problem (csrc/fusion.h). Times in picoseconds, sizes in bytes of gradient, ready order.
+
+    methods: (encode, exchange, decode), each a list of knots (bytes, ps); encode and decode may be None.
+    Raises ArgumentError, which names the tensor, method or knot at fault.
+    """
+
+    def __init__(
+        self,
+        forward_ps: int,
+        backward_ps: Sequence[int],
+        bytes: Sequence[int],
+        methods: Sequence[
+            tuple[
+                Sequence[tuple[int, int]] | None,
+                Sequence[tuple[int, int]],
+                Sequence[tuple[int, int]] | None,
+            ]
+        ],
+        max_group_bytes: int = ...,
+        cut_before: Sequence[int] = ...,
+        overlap_permille: int = ...,
+        decode_main: bool = ...,
+    ) -> None: ...
+    def fuse(self, algorithm: str, options: Mapping[str, int | Sequence[int]] = ...) -> FusionDict: ...
+    def evaluate(self, ends: Sequence[int], methods: Sequence[int]) -> EvaluationDict: ...
+
 def checksum(segments: Segments, dtype: str) -> int: ...
 def scale(segments: Segments, dtype: str, factor: float) -> None:
     """segments *= factor, in place, computed in float32 and rounded once."""

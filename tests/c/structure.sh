@@ -28,7 +28,10 @@ only csrc/internal.h -- bits.h sidcomp.h wire.h
 only csrc/*.c -- internal.h codecs.def memories.def
 only csrc/codec/*.[ch] -- '\.\./internal.h' '[a-z]+\.h'
 only csrc/memory/*.c csrc/isa/*.c -- '\.\./internal.h'
-only python/bindings.cpp -- sidcomp.h
+only csrc/fusion.h --
+only csrc/plan/*.h -- '\.\./fusion.h'
+only csrc/plan/*.c -- plan.h
+only python/bindings.cpp -- fusion.h sidcomp.h
 none 'torch belongs to Python' grep -rnE '#include *[<"](torch|ATen|c10)' csrc cuda python --include=*.[ch]* --include=*.cu
 none 'the core allocates, prints, exits or reads the environment' \
     grep -nE '\b(malloc|calloc|realloc|free|printf|fprintf|puts|exit|abort|getenv|fopen|time|clock)\(' -r csrc

@@ -1,0 +1,165 @@
+/* What the planners share: prepared instances, cost lookup, the transition, scratch. */
+#ifndef SID_PLAN_H
+#define SID_PLAN_H
+
+#include "../fusion.h"
+
+/* Bytes times picoseconds do not fit 64 bits. */
+__extension__ typedef __int128 sid_wide;
+
+#define SID_FUSE_LIMIT (INT64_C(1) << 60) /* of any sum of times or bytes: four of them still fit 63 bits */
+
+sid_fuse_status sid_fuse_fail(sid_fuse_error *err, sid_fuse_status s, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+
+static inline int64_t sid_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t sid_min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ---- scratch ---------------------------------------------------------------------------------------------------- */
+
+/* Hands out parts of one block; with base == NULL it only counts, so one function lays out and measures. */
+typedef struct sid_arena {
+    uint8_t *base;
+    size_t used;
+} sid_arena;
+void *sid_take(sid_arena *a, size_t count, size_t size);
+
+/* ---- costs ------------------------------------------------------------------------------------------------------ */
+
+/* The piece of a curve at hand: ps + slope * dx + rest * dx / width, rounded down, for from <= x < to. Cursors keep
+ * one, because a group that grows mostly stays on its piece. */
+typedef struct sid_piece {
+    int64_t from, to, ps, slope, rest, width;
+} sid_piece;
+sid_piece sid_piece_of(const sid_curve *c, int64_t x);
+
+static inline int64_t sid_piece_at(const sid_piece *p, int64_t x) {
+    const int64_t dx = x - p->from;
+    int64_t y = p->ps + p->slope * dx;
+    if (p->rest)
+        y += p->width < INT64_C(1) << 32 && dx < INT64_C(1) << 31 ? p->rest * dx / p->width
+                                                                  : (int64_t)((sid_wide)p->rest * dx / p->width);
+    return y;
+}
+
+/* Cost of a group of x bytes: -1 where the stage does not exist. */
+typedef struct sid_cost {
+    int64_t encode, exchange, decode;
+} sid_cost;
+int64_t sid_curve_at(const sid_curve *c, int64_t x);
+sid_cost sid_cost_at(const sid_method *m, int64_t x);
+
+static inline int sid_is_dense(const sid_method *m) { return !m->encode.n && !m->decode.n; }
+
+/* ---- a prepared instance ---------------------------------------------------------------------------------------- */
+
+typedef struct sid_problem {
+    const sid_instance *in;
+    int64_t *back, *size; /* n + 1 prefix sums of backward_ps and bytes */
+    uint32_t *far;        /* n: the furthest end of a group that starts at this tensor, by cuts and cap */
+} sid_problem;
+void sid_problem_layout(sid_problem *p, sid_arena *a, uint32_t n);
+void sid_problem_fill(sid_problem *p, const sid_instance *in);
+
+/* ---- the transition --------------------------------------------------------------------------------------------- */
+
+/* When each resource is free again. Everything below is nondecreasing in each of these and moves with a common shift. */
+typedef struct sid_clock {
+    int64_t main, encode, link, decode;
+    int64_t pending; /* decode_main: decode work so far, which the main stream still has to do */
+} sid_clock;
+
+static inline sid_clock sid_clock_start(const sid_instance *in) {
+    return (sid_clock){in->forward_ps, in->forward_ps, in->forward_ps, in->forward_ps, 0};
+}
+
+/* Main stream after `work` of the backward pass, of which a running encode steals its share. */
+static inline int64_t sid_backward(int64_t main, int64_t encode, int64_t work, int64_t overlap) {
+    if (encode <= main) return main + work;
+    const int64_t lag = encode - main, steal = 1000 - overlap;
+    const int64_t done = lag - (lag / 1000 * steal + lag % 1000 * steal / 1000); /* by the time the encode ends */
+    if (work >= done) return encode + work - done;
+    return sid_min(encode, main + work / overlap * 1000 + (work % overlap * 1000 + overlap - 1) / overlap);
+}
+
+/* THE transition: puts a group with `work` of the backward pass behind what is there. row may be NULL. */
+static inline void sid_step(const sid_instance *in, sid_clock *c, int64_t work, const sid_cost *cost, sid_row *row) {
+    const sid_clock was = *c;
+    c->main = sid_backward(was.main, was.encode, work, in->overlap_permille);
+    int64_t ready = c->main;
+    if (row) row->backward = (sid_span){was.main, ready};
+    if (cost->encode >= 0) {
+        const int64_t start = sid_max(ready, was.encode);
+        ready = c->encode = start + cost->encode;
+        if (row) row->encode = (sid_span){start, ready};
+        if (!in->overlap_permille) c->main = ready;
+    }
+    const int64_t sent = sid_max(ready, was.link);
+    c->link = sent + cost->exchange;
+    const int64_t arrived = sid_max(c->link, was.decode);
+    c->decode = arrived;
+    if (row) row->exchange = (sid_span){sent, c->link};
+    if (cost->decode >= 0) {
+        c->decode += cost->decode;
+        c->pending += in->decode_main ? cost->decode : 0;
+        if (row) row->decode = (sid_span){arrived, c->decode};
+    }
+}
+
+/* When the iteration is over. */
+static inline int64_t sid_finish(const sid_clock *c) { return sid_max(c->main + c->pending, c->decode); }
+
+/* ---- plans ------------------------------------------------------------------------------------------------------ */
+
+typedef struct sid_draft {
+    uint32_t groups;
+    uint32_t *ends;   /* room for n */
+    uint8_t *methods; /* likewise */
+    int64_t time;     /* INT64_MAX: no plan yet */
+} sid_draft;
+void sid_draft_layout(sid_draft *d, sid_arena *a, uint32_t n);
+void sid_draft_copy(sid_draft *to, const sid_draft *from);
+/* Appends tensors from .. to as one group, or as several where cuts or the cap ask for it. */
+void sid_draft_append(sid_draft *d, const sid_problem *p, uint32_t from, uint32_t to, uint32_t method);
+/* Its time, also put into d->time. */
+int64_t sid_draft_time(sid_draft *d, const sid_problem *p);
+
+sid_fuse_status sid_check_plan(const sid_instance *in, uint32_t groups, const uint32_t *ends, const uint8_t *methods,
+                               sid_fuse_error *err);
+
+/* ---- a job ------------------------------------------------------------------------------------------------------ */
+
+enum {
+    SID_MAX_OPTIONS = 8
+};
+
+struct sid_planner;
+
+typedef struct sid_job {
+    const struct sid_planner *planner;
+    sid_problem problem;
+    int64_t *option; /* values, in the order of the planner's table */
+    sid_draft best;  /* the caller's arrays; holds the plan in use at first, where there is one */
+    sid_draft draft;
+    uint64_t work; /* transitions so far */
+    int64_t lower; /* proven bound of the time; the planner may raise it */
+    void *own;     /* the planner's own part of scratch */
+} sid_job;
+
+/* The value of an option of the planner's table. */
+int64_t sid_option(const sid_job *j, const char *name);
+/* Times the draft and, if it is faster than the best so far, puts it there. */
+void sid_offer(sid_job *j);
+/* Option "method" as given, or the first that is not dense. */
+uint32_t sid_method_of(const sid_job *j);
+
+typedef struct sid_planner {
+    sid_algorithm info;
+    int needs_dense;
+    void (*layout)(sid_job *j, sid_arena *a); /* takes the planner's own part of scratch; NULL: it has none */
+    void (*run)(sid_job *j);                  /* leaves a plan in j->best */
+} sid_planner;
+
+extern const sid_planner sid_planner_layerwise, sid_planner_even, sid_planner_bucket, sid_planner_threshold;
+
+#endif
