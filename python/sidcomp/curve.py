@@ -1,0 +1,99 @@
+"""Cost curves: time over bytes, through measured points. Pure."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median, quantiles
+
+from sidcomp.errors import ArgumentError
+
+Knots = list[list[int]]
+
+_LOSS = 0.02  # a knot goes where the line without it stays this close
+_PS = 1000  # picoseconds in a nanosecond
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time in ps over bytes: [bytes, ps] knots from 0 bytes on, linear between them, the last slope goes on.
+
+    points  what was measured: [bytes, median, lower quartile, upper quartile (ps), repeats]
+    error   of the line at the points, relative to their medians; the median over the points
+    spread  of the repeats: quartile distance over median; the median over the points with three or more
+    """
+
+    knots: Knots
+    points: list[list[int]] = field(default_factory=list)
+    error: float = 0.0
+    spread: float | None = None
+
+    def __post_init__(self) -> None:
+        k = self.knots
+        if not k or any(len(p) != 2 or type(p[0]) is not int or type(p[1]) is not int for p in k):
+            raise ArgumentError(f"knots {k!r}: [bytes, picoseconds] in whole numbers are needed")
+        rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(k))
+        if k[0][0] != 0 or k[0][1] < 0 or not rising:
+            raise ArgumentError(f"knots {k}: bytes must rise from 0 on, and times must not fall")
+
+    def at(self, nbytes: int) -> int:
+        return _at(self.knots, nbytes)
+
+
+def fit(points: Sequence[tuple[int, Sequence[int]]], upto: int) -> Curve:
+    """The curve through (bytes, repeats in ns), by rising bytes, at least one of each.
+
+    It never falls, and between the last point and `upto` it rises no slower than before it.
+    """
+    rows = []
+    for x, ns in points:
+        low, _, high = quantiles(ns, n=4, method="inclusive") if len(ns) > 1 else (ns[0],) * 3
+        rows.append([x, *(int(_PS * t) for t in (median(ns), low, high)), len(ns)])
+    level = _isotonic([[_PS * t for t in ns] for _, ns in points])
+    knots = [[row[0], y] for row, y in zip(rows, level, strict=True)]
+    if len(knots) == 1:
+        knots = [[0, level[0]]]
+    else:
+        (x1, y1), (x2, y2) = knots[:2]
+        knots.insert(0, [0, max(0, y1 - (y2 - y1) * x1 // (x2 - x1))])
+        (xa, ya), (xb, yb) = knots[-2:]
+        if upto > xb:  # the whole as well as the last piece: noise may have made that one flat
+            slope = max((yb - ya) / (xb - xa), (yb - y1) / (xb - x1))
+            knots.append([upto, yb + int(slope * (upto - xb))])
+    knots = _thin(knots)
+    errors = [abs(_at(knots, r[0]) - r[1]) / max(r[1], 1) for r in rows]
+    spreads = [(r[3] - r[2]) / max(r[1], 1) for r in rows if r[4] >= 3]
+    return Curve(knots, rows, median(errors), median(spreads) if spreads else None)
+
+
+def _at(knots: Knots, nbytes: int) -> int:
+    i = min(bisect_right(knots, nbytes, key=lambda k: k[0]), len(knots) - 1)
+    if i == 0:
+        return knots[0][1]
+    (x, y), (x1, y1) = knots[i - 1], knots[i]
+    return y + (y1 - y) * (nbytes - x) // (x1 - x)
+
+
+def _isotonic(samples: Sequence[Sequence[int]]) -> list[int]:
+    """A level for each point, never falling. Points out of order share the median of all their repeats: one
+    that was disturbed, and has few, does not lift its neighbours."""
+    pools: list[tuple[list[int], int]] = []  # samples, points
+    for one in samples:
+        pool, points = list(one), 1
+        while pools and median(pools[-1][0]) > median(pool):
+            before, count = pools.pop()
+            pool, points = before + pool, count + points
+        pools.append((pool, points))
+    return [int(median(pool)) for pool, points in pools for _ in range(points)]
+
+
+def _thin(knots: Knots) -> Knots:
+    """Without the inner knots that the line does not need; the least needed goes first."""
+    every = knots
+    while len(knots) > 2:
+        fewer = [knots[:i] + knots[i + 1 :] for i in range(1, len(knots) - 1)]
+        loss, best = min((max(abs(_at(f, x) - y) / max(y, 1) for x, y in every), f) for f in fewer)
+        if loss > _LOSS:
+            break
+        knots = best
+    return knots

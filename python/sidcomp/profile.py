@@ -1,0 +1,261 @@
+"""A profile: what was measured of a model, its network and the codecs. Saved, loaded, compared; what planners
+read. Without torch."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sidcomp import _core
+from sidcomp.curve import Curve
+from sidcomp.errors import ArgumentError
+
+FORMAT = 1
+_SAME = 0.05  # smaller changes are not worth a line of a comparison
+_DRIFT = 0.25  # a larger change of plain DDP's step makes a profile stale
+_COUNTS = ("world", "threads", "forward_ps", "rest_ps", "compute_ps", "dense_ps", "overlap_permille")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to send a group. `contended`: its exchange while the processor computes; None: not measured."""
+
+    name: str
+    codec: str
+    memory: str
+    parameters: dict[str, Any]
+    exchange: str  # "allreduce" or "allgather"
+    encode: Curve | None
+    exchange_curve: Curve
+    decode: Curve | None
+    contended: Curve | None = None
+
+    def stages(self) -> dict[str, Curve]:
+        every = {
+            "encode": self.encode,
+            "exchange": self.exchange_curve,
+            "contended": self.contended,
+            "decode": self.decode,
+        }
+        return {name: curve for name, curve in every.items() if curve is not None}
+
+
+@dataclass
+class Profile:
+    """Times are whole picoseconds, the slowest rank's; sizes are bytes of gradient.
+
+    tensors     in gradient-ready order: {"name", "bytes", "bucket", "ready_ps"}, ready since the iteration
+                began, without communication
+    compute_ps  an iteration without communication, the ceiling: forward, backward and rest
+    dense_ps    one of plain DDP
+    methods     dense first
+    contention  per mille of the time alone: what an exchange takes beside computing ("exchange_permille"),
+                and computing beside an exchange ("compute_permille")
+    """
+
+    model: str  # model_digest
+    world: int
+    device: str
+    backend: str
+    threads: int
+    tensors: list[dict[str, Any]]
+    forward_ps: int
+    rest_ps: int
+    compute_ps: int
+    dense_ps: int
+    methods: list[Method]
+    contention: dict[str, int] = field(default_factory=dict)
+    overlap_permille: int = 0
+    measured_s: float = 0.0
+    version: str = _core.version
+    format: int = FORMAT
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(t["bytes"] for t in self.tensors)
+
+    # ---- as a file
+
+    def save(self, path: str | Path) -> None:
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in asdict(self).items())
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Profile":
+        try:
+            data = json.loads(Path(path).read_text())
+            found = data["format"]
+            if found == FORMAT:
+                profile = cls(**{**data, "methods": [_method(m) for m in data["methods"]]})
+                profile._check()
+                return profile
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
+            why = f"lacks {e}" if isinstance(e, KeyError) else e
+            raise ArgumentError(f"{path} is not a whole profile ({why}): delete it and measure again") from e
+        raise ArgumentError(f"{path} has format {found!r}, this sidcomp reads {FORMAT}: measure again")
+
+    def _check(self) -> None:
+        for name in _COUNTS:
+            _count(getattr(self, name), name)
+        for t in self.tensors:
+            for name in ("bytes", "bucket", "ready_ps"):
+                _count(t[name], f"{name} of tensor {t['name']!r}")
+
+    # ---- against the present
+
+    def stale(
+        self, *, model: str, world: int, device: str, backend: str, threads: int, dense_ps: int | None = None
+    ) -> str | None:
+        """Why this profile must not be used now; None: it may. dense_ps: a step of plain DDP, measured
+        now."""
+        if model != self.model:
+            return "the profile is of another model: names, shapes or dtypes of the parameters differ"
+        now = {"world": world, "device": device, "backend": backend, "threads": threads}
+        for name, value in {**now, "version": _core.version}.items():
+            if (then := getattr(self, name)) != value:
+                return f"the profile was measured with {name} {then}, now it is {value}"
+        if dense_ps is not None and abs(dense_ps - self.dense_ps) > _DRIFT * self.dense_ps:
+            return (
+                f"a step of plain DDP took {_ms(self.dense_ps)} ms when the profile was measured and takes "
+                f"{_ms(dense_ps)} ms now: another network, or a machine with other work"
+            )
+        return None
+
+    def compare(self, other: "Profile") -> list[str]:
+        """What is different in `other`, a line each; empty where nothing is, by more than 5 %."""
+        lines = []
+        for name in ("version", "model", "world", "device", "backend", "threads"):
+            if (a := getattr(self, name)) != (b := getattr(other, name)):
+                lines.append(f"{name}: {a} -> {b}")
+        for name in ("forward_ps", "rest_ps", "compute_ps", "dense_ps"):
+            lines += _change(name.removesuffix("_ps"), getattr(self, name), getattr(other, name))
+        theirs = {m.name: m for m in other.methods}
+        for m in self.methods:
+            if m.name not in theirs:
+                lines.append(f"{m.name}: not measured any more")
+                continue
+            stages = theirs.pop(m.name).stages()
+            for stage, curve in m.stages().items():
+                if stage in stages:
+                    what = f"{m.name}, {stage}"
+                    lines += _change(f"{what}, latency", curve.at(0), stages[stage].at(0))
+                    total = self.total_bytes
+                    size = f"{what}, {format_bytes(total)}"
+                    lines += _change(size, curve.at(total), stages[stage].at(total))
+        return lines + [f"{name}: not measured before" for name in theirs]
+
+    def table(self) -> str:
+        total = self.total_bytes
+        sizes = [0, *(s for s in (total // 256, total // 16, total) if s)]
+        rows = [
+            ["method", "stage", *("latency" if not s else format_bytes(s) for s in sizes), "fit", "spread"]
+        ]
+        for m in self.methods:
+            for stage, c in m.stages().items():
+                spread = "" if c.spread is None else f"{100 * c.spread:.1f} %"
+                times = [f"{_ms(c.at(s))} ms" for s in sizes]
+                rows.append([m.name, stage, *times, f"{100 * c.error:.1f} %", spread])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        text = [
+            f"{self.world} ranks, {self.backend}, {self.device}, threads {self.threads}; {len(self.tensors)} "
+            f"tensors, {format_bytes(total)}; measured in {self.measured_s:.1f} s",
+            f"plain DDP {_ms(self.dense_ps)} ms a step, without communication {_ms(self.compute_ps)} ms",
+        ]
+        for name, permille in self.contention.items():
+            text.append(f"{name.removesuffix('_permille')} under overlap: {permille / 1000:.2f} of alone")
+        for row in rows:
+            text.append("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip())
+        return "\n".join(text)
+
+    # ---- for the planners
+
+    def instance(
+        self,
+        buckets: bool = True,
+        methods: Sequence[str] | None = None,
+        rates: Mapping[str, Mapping[str, int]] | None = None,
+        contention: int = 0,
+    ) -> dict[str, Any]:
+        """An instance for `sidcomp.plan`.
+
+        buckets     a tensor is ready when DDP shows its bucket; False: when itself is (after a rewrap)
+        methods     names of those that may be chosen; None: all
+        rates       {method: {"encode" | "exchange" | "decode": per mille}}: corrections of the times, from
+                    what was seen since
+        contention  0: exchanges cost what they cost alone, which holds for what is left when the backward
+                    pass has ended; 1000: what they cost beside computing
+        """
+        if not 0 <= contention <= 1000:
+            raise ArgumentError(f"contention={contention}: per mille, from 0 to 1000")
+        known = [m.name for m in self.methods]
+        chosen, rates = known if methods is None else list(methods), rates or {}
+        for name in (*chosen, *rates):
+            if name not in known:
+                raise ArgumentError(f"no method {name!r} in the profile; it has: {', '.join(known)}")
+        last: dict[int, int] = {}
+        for t in self.tensors:
+            key = t["bucket"] if buckets else len(last)
+            last[key] = max(last.get(key, 0), t["ready_ps"])
+        tensors, now = [], self.forward_ps
+        for i, t in enumerate(self.tensors):
+            ready = max(now, last[t["bucket"] if buckets else i])
+            tensors.append({"name": t["name"], "backward_ps": ready - now, "bytes": t["bytes"]})
+            now = ready
+        return {
+            "forward_ps": self.forward_ps,
+            "tensors": tensors,
+            "methods": [
+                _costs(m, rates.get(m.name, {}), contention) for m in self.methods if m.name in chosen
+            ],
+            "overlap_permille": self.overlap_permille,
+            "decode": "side",
+        }
+
+
+def model_digest(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
+    """Of (name, shape, dtype) of each parameter, in any order."""
+    text = "\n".join(sorted(f"{name} {list(shape)} {dtype}" for name, shape, dtype in parameters))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _costs(m: Method, rates: Mapping[str, int], contention: int) -> dict[str, Any]:
+    alone, beside = m.exchange_curve, m.contended or m.exchange_curve
+    at = sorted({x for curve in (alone, beside) for x, _ in curve.knots})
+    weighed = [[x, (1000 * (a := alone.at(x)) + max(0, beside.at(x) - a) * contention) // 1000] for x in at]
+    tables = {
+        "encode": m.encode and m.encode.knots,
+        "exchange": weighed,
+        "decode": m.decode and m.decode.knots,
+    }
+    scaled = {k: t and [[x, y * rates.get(k, 1000) // 1000] for x, y in t] for k, t in tables.items()}
+    return {"name": m.name, **scaled}
+
+
+def _method(data: dict[str, Any]) -> Method:
+    stages = ("encode", "exchange_curve", "decode", "contended")
+    return Method(**{**data, **{s: data[s] and Curve(**data[s]) for s in stages}})
+
+
+def _count(value: object, what: str) -> None:
+    if type(value) is not int or value < 0:
+        raise ArgumentError(f"{what} is {value!r}, not a count")
+
+
+def _change(what: str, before: int, now: int) -> list[str]:
+    if abs(now - before) <= _SAME * before:
+        return []
+    percent = f" ({100 * (now - before) / before:+.0f} %)" if before else ""
+    return [f"{what}: {_ms(before)} -> {_ms(now)} ms{percent}"]
+
+
+def _ms(ps: int) -> str:
+    return f"{ps / 1e9:.{4 if ps < 10**9 else 2}f}"
+
+
+def format_bytes(nbytes: int) -> str:
+    for unit, name in ((2**20, "MB"), (2**10, "KB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} B"
