@@ -55,7 +55,7 @@ def fit(points: Sequence[tuple[int, Sequence[int]]], upto: int) -> Curve:
         knots = [[0, level[0]]]
     else:
         (x1, y1), (x2, y2) = knots[:2]
-        knots.insert(0, [0, max(0, y1 - (y2 - y1) * x1 // (x2 - x1))])
+        knots.insert(0, [0, max(y1 // 2, y1 - (y2 - y1) * x1 // (x2 - x1))])
         (xa, ya), (xb, yb) = knots[-2:]
         if upto > xb:  # the whole as well as the last piece: noise may have made that one flat
             slope = max((yb - ya) / (xb - xa), (yb - y1) / (xb - x1))

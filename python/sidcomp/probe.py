@@ -26,6 +26,7 @@ _LARGEST = 2**26  # bytes; beyond, times are proportional to the size, and the m
 _SMALLEST_GROUP, _SMALLEST_MESSAGE = 2**12, 2**10  # bytes
 _CODECS = 0.4  # of the budget, at most
 _WARM = 5  # exchanges before the first that is timed
+_LEAST = 0.02  # of the time left, for a size
 _PRODUCTS = 25  # that are timed alone
 _LENGTHS = range(1, 2**36)  # of groups, in elements
 
@@ -113,11 +114,13 @@ class _Rounds:
             return self.exchange.gather_bytes(bytes([value]))[0][0]
 
     def latency(self) -> float:
-        """About that of the smallest measurement of an exchange, in seconds."""
+        """That of a small exchange, in seconds; the first ones connect the group, if nobody has used it yet."""
+        times = []
         for _ in range(_WARM):
             start = perf_counter()
             self.agree(0)
-        return 2 * (perf_counter() - start)
+            times.append(perf_counter() - start)
+        return min(times)
 
     def run(self, series: Sequence[Series], until_s: float) -> None:
         todo = sorted((nbytes, i) for i, s in enumerate(series) for nbytes in s.sizes)
@@ -126,13 +129,17 @@ class _Rounds:
             one = series[i]
             self.progress(f"{one.name}, {format_bytes(nbytes)}", min(self.gone() / self.budget_s, 1.0))
             left = until_s - self.gone()
-            repeats = self.agree(one.affordable(nbytes, left / (len(todo) + 1), left))
+            part = _weight(nbytes) / (_weight(nbytes) + sum(_weight(t[0]) for t in todo))
+            repeats = self.agree(one.affordable(nbytes, left * max(part, _LEAST), left))
             if repeats:
-                start = perf_counter()
-                one.points.append((nbytes, one.measure(nbytes, repeats)))
-                one.spent(nbytes, repeats, perf_counter() - start)
+                one.take(nbytes, repeats)
             else:
                 todo = [t for t in todo if t[1] != i]
+
+
+def _weight(nbytes: int) -> float:
+    """For dividing the time: the largest sizes get more of it than the smallest, not all."""
+    return float(nbytes**0.25)
 
 
 def _ladder(smallest: int, largest: int) -> list[int]:

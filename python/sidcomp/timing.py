@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from statistics import median
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -20,10 +21,10 @@ from sidcomp.layout import DTYPES, Block
 from sidcomp.registry import Codec, Setting, resolve
 
 _REPEATS = 15
-_BESIDE = 3  # one repeat of so many is made beside computing as well: there, a scheduler decides
+_BESIDE = 4  # one repeat of so many is made beside computing as well: there, a scheduler decides
 _POOL = 5  # gradients in turn, so that no step meets the last one's
 _SHIFT = 2**10  # elements from one to the next
-_PERIOD = 2**20  # random numbers; larger vectors repeat them
+_PERIOD = 2**18  # random numbers; larger vectors repeat them
 _FILLED = 20.0  # the scale of a residual that many steps have filled, over the gradient's
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -70,11 +71,14 @@ class Series:
         repeats = int((share_s / max(cost, 1e-9) - self.fixed) / self.each)
         if repeats > 1:
             return min(repeats, _REPEATS)
-        return int(not self.points or self.single * cost < 0.6 * left_s)
+        return int(not self.points or self.single * cost < 0.8 * left_s)
 
-    def spent(self, nbytes: int, repeats: int, seconds: float) -> None:
-        calls = self.single if repeats == 1 else self.fixed + repeats * self.each
-        self.costs.append((nbytes, seconds / calls))
+    def take(self, nbytes: int, repeats: int) -> None:
+        samples = self.measure(nbytes, repeats)
+        self.points.append((nbytes, samples))
+        # From the samples, not from a clock: one disturbance would cost all later sizes their repeats.
+        counted = sum(median(one) * len(one) for one in samples if one) / repeats
+        self.costs.append((nbytes, 1e-9 * counted / self.each + self.costs[0][1]))
 
 
 # ---- exchanges ---------------------------------------------------------------------------------------------
@@ -208,17 +212,23 @@ class Gradients:
 
     def __init__(self, n: int, vectors: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed % 2**63)
-        one, other = torch.empty(2, min(n + _POOL * _SHIFT, _PERIOD)).exponential_(generator=generator)
-        room = max(n + _POOL * _SHIFT, vectors * n)
-        laplace = (one - other).repeat(-(-room // _PERIOD))
+        one, other = torch.empty(2, _PERIOD).exponential_(generator=generator)
         self.dtype = dtype
-        self.residual = laplace[: vectors * n] * _FILLED
-        self.values = laplace[: n + _POOL * _SHIFT].to(device, dtype)
-        self.out = torch.zeros(n, dtype=dtype, device=device)
+        self.residual = _tiled(_FILLED * (one - other), vectors * n, torch.float32, torch.device("cpu"))
+        self.values = _tiled(one - other, n + _POOL * _SHIFT, dtype, device)
+        self.out = _tiled(one - other, n, dtype, device)
 
     def segments(self, n: int) -> list[_core.Segments]:
         """Those of _POOL steps; tensors keep their memory, so addresses stay."""
         return [_core.Segments([self.values[i * _SHIFT :].data_ptr()], [n]) for i in range(_POOL)]
+
+
+def _tiled(tile: torch.Tensor, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    out = Block(n * dtype.itemsize, device).tensor.view(dtype)
+    for at in range(0, n, len(tile)):
+        part = out[at : at + len(tile)]
+        part.copy_(tile[: len(part)])
+    return out
 
 
 class Coding(Series):
@@ -238,7 +248,7 @@ class Coding(Series):
         plan = self.candidate.plan(nbytes, source.dtype, self.isa)
         side: _OnCpu | _OnCuda = (_OnCuda if device.type == "cuda" else _OnCpu)(plan, self.exchange, source)
         if plan.vectors:
-            host = Block(plan.state_bytes)
+            host = side.state if device.type == "cpu" else Block(plan.state_bytes)
             plan.residual_in(host.ptr, source.residual.data_ptr())
             side.state.tensor.copy_(host.tensor)
         size, count = plan.payload_bytes, 1 if plan.linear else self.exchange.world
