@@ -13,7 +13,7 @@ else:
     import tomli as tomllib
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-DEFAULTS: dict[str, Any] = {"task": "lm", "memory": "residual", "groups": "bucket", "exclude": [], "seed": 0}
+DEFAULTS: dict[str, Any] = {"task": "lm", "memory": "residual", "groups": None, "exclude": [], "seed": 0}
 
 
 def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace:
@@ -28,7 +28,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     add("--lr", type=float, help="peak learning rate; the task's unless given")
     add("--seed", type=int, help="of the weights, and of codecs that draw random numbers; 0 unless given")
     add = p.add_argument_group("how it is compressed").add_argument
-    add("--codec", help="`sidcomp codecs` lists them; the preset's unless given")
+    add("--codec", help="auto, or one that `sidcomp codecs` lists; the preset's unless given")
     add("--density", type=float, help="share of the elements that is sent; short for --param density=...")
     add(
         "--param",
@@ -38,7 +38,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         help="parameter of codec or memory; repeat it",
     )
     add("--memory", help="residual or none; residual unless given")
-    add("--groups", help="bucket, model or a size such as 4MB; bucket unless given")
+    add("--groups", help="bucket, model, a size such as 4MB, auto; bucket unless given")
     add(
         "--exclude",
         action="append",
@@ -46,6 +46,12 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         help="kept dense: a name, a pattern, 1-D, a number; repeat it",
     )
     add = p.add_argument_group("where and for how long").add_argument
+    add(
+        "--link",
+        metavar="RATE",
+        help="the network between the ranks: 100mbit, 1gbit, or none for loopback as it is; "
+        "1gbit unless given (launch.py builds it)",
+    )
     add(
         "--out",
         type=Path,
@@ -83,6 +89,8 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         p.error(f"{path}: " + (f"unknown keys {', '.join(unknown)}" if unknown else "it names no codec"))
     if args.codec not in (None, preset["codec"]):
         parameters = {}  # they are another codec's
+    if args.codec == "auto":
+        preset["groups"] = None  # it finds them
     for key, value in preset.items():
         if getattr(args, key) is None:
             setattr(args, key, value)

@@ -138,6 +138,7 @@ def remarks(args: Namespace, task: Task, world: int, alone: Row, dense: Row, our
     notes = [
         f"{task.data}; {args.steps} steps, {world} ranks, seed {args.seed}; {machine()}.",
         f"{task.metric} ({task.unit}): {ours['name']} ends {apart} from plain DDP.",
+        args.network,
         "Bytes are what one rank sends in a step. Counted: by the kernel, over rank 0's TCP connections, "
         "headers left out. Computed: a ring all-reduce of the float32 gradient; for sidcomp, its payloads.",
     ]

@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train.py
 
-Prints a table and writes it, with a picture, to --out. What is trained is in tasks.py, how it is shown in
-report.py. What a script needs of sidcomp is in Trainer: a State, register(), state_dict() and close().
+`make train` starts it by launch.py instead, with a link of limited bandwidth between the ranks. It prints a
+table and writes it, with a picture, to --out. What is trained is in tasks.py, how it is shown in report.py.
+What a script needs of sidcomp is in Trainer: a State, register(), state_dict() and close().
 """
 
 import gc
@@ -25,6 +26,7 @@ from tasks import TASKS, Task
 from torch.nn.parallel import DistributedDataParallel
 from wire import tcp_bytes_sent
 
+LOOPBACK = "Network: as the ranks found it. On one machine that is loopback, where an exchange costs little."
 WARM = 5  # steps that are not timed: DDP rebuilds its buckets, allocators settle
 
 
@@ -192,6 +194,10 @@ def main() -> int:
     args = flags.parse(__doc__.split("\n")[0])
     if "LOCAL_RANK" not in os.environ:
         print("start it with: torchrun --standalone --nproc-per-node 2 examples/train.py", file=sys.stderr)
+        return 2
+    args.network = os.environ.get("TRAIN_NETWORK", LOOPBACK)
+    if args.link not in (None, "none") and args.network == LOOPBACK:
+        print("train.py cannot limit a link: start it by make train or examples/launch.py", file=sys.stderr)
         return 2
     local = int(os.environ["LOCAL_RANK"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-HELPERS = {"train.py", "tasks.py", "flags.py", "report.py", "wire.py"}
+HELPERS = {"train.py", "launch.py", "tasks.py", "flags.py", "report.py", "wire.py"}
 SCRIPTS = sorted(f.name for f in EXAMPLES.glob("*.py") if f.name not in HELPERS)
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
 
@@ -187,6 +187,37 @@ def test_train_without_torchrun_says_how_to_start_it() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=100)
     assert done.returncode == 2
     assert "torchrun --standalone" in done.stderr
+
+
+def launch(*args: str | Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, EXAMPLES / "launch.py", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=300)
+
+
+def test_a_link_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for args, text in {
+        ("--link", "fast"): "write 100mbit",
+        ("--link", "1gbit", "--device", "cuda"): "GPUs of one machine do not use",
+        ("--task", "nosuch"): "invalid choice",
+    }.items():
+        done = launch(*args)
+        assert done.returncode == 2
+        assert text in done.stderr
+    monkeypatch.setitem(ENV, "LOCAL_RANK", "0")
+    command = [sys.executable, EXAMPLES / "train.py", "--link", "1gbit"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=100)
+    assert done.returncode == 2
+    assert "start it by make train" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["200mbit", "none"])
+def test_train_says_over_what_network(link: str, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    done = launch("--task", "digits", "--steps", "60", "--link", link, "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = (tmp_path / "table.md").read_text()
+    assert ("Network: as the ranks found it" if link == "none" else "Calibration: one TCP stream") in table
 
 
 def test_every_flag_has_help(

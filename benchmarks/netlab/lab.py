@@ -11,6 +11,7 @@ machine's own network is touched.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -227,7 +228,11 @@ class Lab:
         return process
 
     def run(
-        self, command: list[str], timeout: float, env: dict[str, str] | None = None, output: Any = None
+        self,
+        command: list[str],
+        timeout: float = math.inf,
+        env: dict[str, str] | None = None,
+        output: Any = None,
     ) -> None:
         """Runs one rank of `command` on each host, with torchrun's environment, until all have ended.
 

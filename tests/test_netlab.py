@@ -1,0 +1,261 @@
+"""The network lab: what it builds carries what it says, and nothing is left of it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.netlab import __main__ as cli
+from benchmarks.netlab import hooks
+from benchmarks.netlab.lab import Calibration, Lab, LabError, parse_rate, show_rate
+from benchmarks.netlab.measure import measure, rows
+
+ROOT = Path(__file__).resolve().parents[1]
+GBIT = 10**9
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab.build(2, GBIT) as lab:
+        if lab.emulation != "namespaces":
+            pytest.skip("; ".join(lab.reasons))
+        yield lab
+
+
+def users_of(namespaces: set[str]) -> set[str]:
+    """Processes in one of these network namespaces."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "ns" / "net") in namespaces:
+                found.add(process.name)
+        except OSError:
+            continue  # gone, or somebody else's
+    return found
+
+
+def namespaces_of(lab: Lab) -> set[str]:
+    return {os.readlink(f"/proc/{child.pid}/ns/net") for child in lab.children}
+
+
+def test_the_link_carries_its_rate_and_no_more(lab: Lab) -> None:
+    found = lab.calibrate()
+    assert 0 < found.goodput <= GBIT
+    if found.goodput < 0.85 * GBIT:
+        pytest.skip(f"too busy to shape: {found}")
+    # No token bucket that has filled up in a pause carries a message for free.
+    assert found.idle["1 MB"] > 0.75 * 8.39
+    assert "95." in str(found) or found.goodput < 0.95 * GBIT
+
+
+@pytest.mark.parametrize("unshare", [["unshare", "-n"], ["unshare", "-Urn"]], ids=" ".join)
+def test_hosts_of_root_and_of_a_user(unshare: list[str]) -> None:
+    """Three hosts reach each other, have one interface each, and nothing of them is left."""
+    lab = Lab(3, GBIT, "namespaces")
+    try:
+        lab._namespaces(unshare)
+    except LabError as e:
+        lab.close()
+        pytest.skip(str(e))
+    with lab:
+        inside = namespaces_of(lab)
+        assert len(inside) == 4  # and the switch
+        assert os.readlink("/proc/self/ns/net") not in inside
+        assert len(users_of(inside)) == 4
+        reach = "import os, socket; r = int(os.environ['RANK']); s = socket.create_server(('', 29000)); "
+        reach += (
+            "c = [socket.create_connection((f'10.77.0.{p + 1}', 29000), 10) for p in range(3) if p != r]; "
+        )
+        reach += "[s.accept() for _ in c]"
+        lab.run([sys.executable, "-c", RETRY + reach], 20)
+        queues = subprocess.run([*lab.enter[2], "tc", "class", "show", "dev", "eth0"], capture_output=True)
+        assert b"rate 1Gbit" in queues.stdout and b" burst 4000b" in queues.stdout
+        assert lab.calibrate().goodput <= GBIT
+    assert not users_of(inside)
+    assert not lab.children
+
+
+# All listen before anyone connects; who comes too early tries again.
+RETRY = """
+import socket, time
+first = socket.create_connection
+def again(address, timeout):
+    for _ in range(200):
+        try:
+            return first(address, timeout)
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    raise TimeoutError(address)
+socket.create_connection = again
+"""
+
+
+def test_bytes_of_a_step(lab: Lab) -> None:
+    """The kernel counts what an all-reduce between two takes: the gradient, once each way."""
+    pytest.importorskip("sklearn")
+    result = measure(lab, "digits", ["dense", "topk"], blocks=1, steps=4, warmup=3, timeout=120)
+    alone, dense, topk = result["runs"]
+    assert [r["name"] for r in result["runs"]] == ["no communication", "dense", "topk"]
+    model = 4 * result["elements"]
+    for sent in dense["bytes"]:
+        assert model < sent < 1.03 * model
+    for sent in topk["bytes"]:
+        assert sent < model / 40
+    assert max(alone["bytes"]) < 4096
+    assert alone["losses"][0] == dense["losses"][0] == topk["losses"][0]
+    for run in result["runs"]:
+        assert len(run["losses"]) == 7 and len(run["ms"]) == 3 and min(run["ms"]) > 0
+    table = rows(result)
+    assert table[1]["bytes sent a step"] == f"{max(dense['bytes']):,.0f}"
+    assert table[1]["speed / plain DDP"] == "1.00" and table[0]["of the ceiling"] == "100%"
+
+
+def test_a_rank_that_fails_or_hangs(lab: Lab) -> None:
+    before = len(lab.children)
+    with pytest.raises(LabError, match="rank 1 failed, with status 3"):
+        lab.run(["sh", "-c", "exit $((RANK * 3))"], 20)
+    with pytest.raises(LabError, match=r"ranks \[0, 1\] did not end within 0 s"):
+        lab.run(["sleep", "60"], 0.3)
+    assert len(lab.children) == before
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_survives_the_parent(how: signal.Signals, lab: Lab) -> None:
+    script = (
+        "import sys; from benchmarks.netlab.lab import Lab\n"
+        "with Lab.build(2, 10**9) as lab:\n"
+        "    lab.run(['sh', '-c', 'readlink /proc/self/ns/net; exec sleep 60'], 60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert parent.stdout is not None
+    inside = {parent.stdout.readline().strip()}  # rank 0 is up
+    try:
+        assert len(users_of(inside)) >= 2  # the rank, and who holds the namespace
+        parent.send_signal(how)
+        parent.wait(timeout=20)
+        for _ in range(200):
+            if not users_of(inside):
+                return
+            time.sleep(0.05)
+        pytest.fail(f"processes {users_of(inside)} are still there")
+    finally:
+        parent.kill()
+        parent.stdout.close()
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *tools: str) -> None:
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in tools else which(name))
+
+
+def test_without_namespaces_sockets_are_paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler")
+    hide(monkeypatch, "ip")
+    with Lab.build(2, GBIT // 2) as lab:
+        assert lab.emulation == "pacing"
+        assert lab.reasons == [
+            "no network namespaces: no command ip (Debian: apt-get install iproute2 util-linux)"
+        ]
+        assert "no socket sends faster than 500 Mbit/s" in str(lab)
+        assert lab.calibrate().goodput < 0.51 * GBIT
+        scratch = lab.scratch
+    assert scratch is not None and not scratch.exists()
+
+
+def test_without_a_compiler_it_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    hide(monkeypatch, "ip", "cc")
+    with Lab.build(2, GBIT) as lab:
+        assert lab.emulation == "loopback"
+        assert lab.reasons[1].startswith("no pacing: no C compiler")
+        assert "NOT at 1 Gbit/s: these times say nothing about a network" in str(lab)
+        lines = lab.introduce()
+        assert lines[:3] == [f"Network: {lab}.", *(f"Nothing better: {reason}." for reason in lab.reasons)]
+        assert lines[3].startswith("Calibration: one TCP stream carries")
+        lab.run(["sh", "-c", "test $GLOO_SOCKET_IFNAME = lo"], 20)
+
+
+def test_what_the_kernel_refuses_is_told() -> None:
+    lab = Lab(2, GBIT, "namespaces")
+    with lab, pytest.raises(LabError, match=r"no network namespaces: .*(unshare|setns|not|No)"):
+        lab._namespaces(["unshare", "--no-such-thing"])
+
+
+def test_rates() -> None:
+    assert [parse_rate(r) for r in ("100mbit", "2.5gbit", "none", "1GBIT")] == [10**8, 25 * 10**8, None, GBIT]
+    assert [show_rate(r) for r in (10**8, 25 * 10**8, None)] == ["100 Mbit/s", "2.5 Gbit/s", "unshaped"]
+    for text in ("1", "gbit", "1gb", "-1gbit", "0mbit", "10kbit"):
+        with pytest.raises(ValueError, match=r"write 100mbit, 2\.5gbit \(at least 1mbit\) or none"):
+            parse_rate(text)
+
+
+def test_a_calibration_that_is_off_says_so() -> None:
+    good = Calibration(GBIT, 0.95 * GBIT, 0.03, {"64 KB": 0.6, "1 MB": 8.9}, "cubic", "batch")
+    assert good.fault() is None
+    assert good._replace(rate=None, goodput=3e10).fault() is None
+    assert "not 85 to 100 %" in str(good._replace(goodput=0.5 * GBIT).fault())
+    assert "less than the rate allows" in str(good._replace(idle={"1 MB": 0.5}).fault())
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "groups", "bucket_mb"),
+    [
+        ("dense", "dense", "", None),
+        ("dense@4", "dense", "", 4),
+        ("fp16", "fp16", "", None),
+        ("fp16:4MB", "fp16", "4MB", None),
+        ("topk", "topk", "25MB", None),
+        ("even:8@0", "topk", "even:8", 0),
+        ("cupcake", "topk", "cupcake", None),
+        ("auto@1", "auto", "", 1),
+    ],
+)
+def test_hooks(text: str, kind: str, groups: str, bucket_mb: float | None) -> None:
+    assert hooks.parse(text) == hooks.Hook(text, kind, groups, bucket_mb)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("--rate 1mb", "write 100mbit"),
+        ("--hooks dense,nosuch", "hook 'nosuch': one of dense, fp16, powersgd"),
+        ("--hooks topk:banana", "hook 'topk:banana': groups='banana'"),
+        ("--hooks even:0", "hook 'even:0': "),
+        ("--hooks powersgd@4", "PowerSGD needs one bucket"),
+        ("--hooks topk@x", "after @ comes a size in MB"),
+        ("--hosts 0", "--hosts 1 to 200"),
+        ("--steps 2", "--steps 3"),
+        ("--task nosuch", "invalid choice"),
+    ],
+)
+def test_wrong_arguments(args: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(args.split())
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command(lab: Lab, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Four hosts, all of torch's hooks; compression wins where a network is slow."""
+    given = "--hosts 4 --rate 200mbit --task digits --hooks dense,fp16,powersgd,topk --blocks 2 --save"
+    assert cli.main([*given.split(), str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "one TCP stream carries" in text and "4 hosts, each a network namespace" in text
+    table = (tmp_path / "netlab.md").read_text()
+    for name in ("no communication", "dense", "fp16", "powersgd", "topk"):
+        assert f"| {name} |" in table
