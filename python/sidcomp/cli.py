@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from sidcomp import _core, doctor
-from sidcomp.errors import ParameterError
+from sidcomp import _core, doctor, plancli, planning, planplot
+from sidcomp.errors import ParameterError, SidcompError
 from sidcomp.registry import Codec, Parameter, codecs, find_codec, memories
 
 app = typer.Typer(
@@ -190,6 +191,55 @@ def doctor_command(
             console.print(u.name + (f" ({u.reason})" if u.reason else ""), markup=False)
     if not any(u.works for u in uses if u.ddp):
         raise typer.Exit(1)
+
+
+# ---- plan --------------------------------------------------------------------------------------------------
+
+
+@app.command("plan")
+def plan_command(
+    instance: Annotated[
+        Path | None, typer.Argument(help="Tensors and costs as JSON (docs/planning.md).")
+    ] = None,
+    algorithm: Annotated[str, typer.Option(help="Who plans; --list tells which there are.")] = "pg",
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE, an option of the algorithm; may be repeated.")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Compare all algorithms, with their defaults.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the timeline into this file.")] = None,
+    as_json: Json = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the algorithms and their options.")] = False,
+) -> None:
+    """Plan which tensors travel together, and how, from a file of tensors and costs."""
+    if listed:
+        print(plancli.list_algorithms())
+        return
+    if instance is None:
+        raise typer.BadParameter("give a JSON file", param_hint="INSTANCE")
+    if every and (option or plot):
+        raise typer.BadParameter(
+            "it compares defaults: no --option and no --plot with it", param_hint="--all"
+        )
+    try:
+        loaded = planning.load(instance)
+        if every:
+            rows = plancli.compare(loaded)
+            if as_json:
+                print(json.dumps(rows, indent=1))
+            else:
+                plancli.show_comparison(rows)
+            return
+        plan = planning.plan(loaded, algorithm, **plancli.options_of(option or []))
+        if plot is not None:
+            planplot.draw({"predicted": plan["timeline"]}, plot, f"{instance.name}, {algorithm}")
+    except (SidcompError, ValueError, OSError) as e:
+        raise typer.BadParameter(str(e)) from None
+    if as_json:
+        print(json.dumps(plan))
+    else:
+        plancli.show(loaded, plan)
 
 
 def main() -> None:

@@ -1,0 +1,54 @@
+"""Plans found by timing real iterations instead of a model, as MergeComp does at the start of training."""
+
+from collections.abc import Generator
+from itertools import combinations
+
+
+def mergecomp(n: int, Y: int = 2, alpha: float = 0.01) -> Generator[list[int], float, list[int]]:
+    """MergeComp's Algorithm 2 over n tensors: yields the ends of a plan, takes its measured iteration time.
+
+        search = mergecomp(n)
+        ends = next(search)
+        while True:
+            try:
+                ends = search.send(iteration_time(ends))
+            except StopIteration as stop:
+                chosen = stop.value
+
+    Y: the most groups tried. alpha: the search ends where one group more gains less than this fraction.
+    Times may have any unit. No plan is asked for twice. About 2 log2(n) plans for Y = 2; each further group
+    multiplies that by n, since all cuts but the last are enumerated (the supplement's proof of Theorem 3).
+    """
+    best, best_time = [n], (yield [n])
+    for y in range(2, min(Y, n) + 1):
+        found, found_time = best, float("inf")
+        for head in combinations(range(1, n - 1), y - 2):
+            ends, time = yield from _last_cut(n, list(head))
+            if time < found_time:
+                found, found_time = ends, time
+        if best_time < found_time:
+            break
+        gain = best_time - found_time
+        enough = gain < alpha * best_time
+        best, best_time = found, found_time
+        if enough:
+            break
+    return best
+
+
+def _last_cut(n: int, head: list[int]) -> Generator[list[int], float, tuple[list[int], float]]:
+    """The best place for the last cut after the cuts `head`, where the time first falls and then rises."""
+    times: dict[int, float] = {}
+    low, high = (head[-1] if head else 0) + 1, n - 1
+    while low < high:
+        middle = (low + high) // 2
+        for cut in (middle, middle + 1):
+            if cut not in times:
+                times[cut] = yield [*head, cut, n]
+        if times[middle] <= times[middle + 1]:
+            high = middle
+        else:
+            low = middle + 1
+    if low not in times:
+        times[low] = yield [*head, low, n]
+    return [*head, low, n], times[low]
