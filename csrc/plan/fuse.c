@@ -4,8 +4,8 @@
 
 #include "plan.h"
 
-static const sid_planner *const planners[] = {&sid_planner_layerwise, &sid_planner_even, &sid_planner_bucket,
-                                              &sid_planner_threshold};
+static const sid_planner *const planners[] = {&sid_planner_pg,   &sid_planner_dense,  &sid_planner_layerwise,
+                                              &sid_planner_even, &sid_planner_bucket, &sid_planner_threshold};
 
 enum {
     N_PLANNERS = sizeof planners / sizeof *planners
@@ -135,6 +135,9 @@ sid_fuse_status sid_fuse(const sid_instance *in, const sid_fuse_request *what, s
     sid_arena arena = {scratch, 0};
     sid_problem_layout(&j.problem, &arena, in->n);
     sid_draft_layout(&j.draft, &arena, in->n);
+    j.w = sid_take(&arena, in->n + 1, sizeof *j.w);
+    j.v = sid_take(&arena, in->n + 1, sizeof *j.v);
+    j.trial = sid_take(&arena, in->n, sizeof *j.trial);
     if (j.planner->layout) j.planner->layout(&j, &arena);
     const size_t given = *bytes;
     *bytes = arena.used;

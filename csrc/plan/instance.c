@@ -24,7 +24,7 @@ void *sid_take(sid_arena *a, size_t count, size_t size) {
 
 sid_piece sid_piece_of(const sid_curve *c, int64_t x) {
     const sid_knot *k = c->knots;
-    if (c->n == 1) return (sid_piece){0, INT64_MAX, k->ps, 0, 0, 1};
+    if (c->n == 1) return (sid_piece){0, INT64_MAX, k->ps, 0, 0, 1, 0};
     uint32_t lo = 0, hi = c->n - 1; /* the piece that starts at the last knot <= x, or the last piece */
     while (hi - lo > 1) {
         const uint32_t mid = lo + (hi - lo) / 2;
@@ -33,13 +33,23 @@ sid_piece sid_piece_of(const sid_curve *c, int64_t x) {
         else
             hi = mid;
     }
-    const int64_t width = k[lo + 1].bytes - k[lo].bytes, rise = k[lo + 1].ps - k[lo].ps;
-    int64_t slope = rise / width, rest = rise % width;
+    sid_piece p = sid_slope(k[lo + 1].ps - k[lo].ps, k[lo + 1].bytes - k[lo].bytes);
+    p.from = k[lo].bytes;
+    if (lo + 2 < c->n) p.to = k[lo + 1].bytes;
+    p.ps = k[lo].ps;
+    return p;
+}
+
+sid_piece sid_slope(int64_t rise, int64_t width) {
+    sid_piece p = {0, INT64_MAX, 0, rise / width, 0, (uint64_t)width, 0};
+    int64_t rest = rise % width;
     if (rest < 0) { /* round down, also where the curve falls */
-        slope--;
+        p.slope--;
         rest += width;
     }
-    return (sid_piece){k[lo].bytes, lo + 2 == c->n ? INT64_MAX : k[lo + 1].bytes, k[lo].ps, slope, rest, width};
+    p.rest = (uint64_t)rest;
+    p.inverse = rest ? (uint64_t)(((sid_wide_unsigned)p.rest << 64) / p.width) : 0;
+    return p;
 }
 
 int64_t sid_curve_at(const sid_curve *c, int64_t x) {

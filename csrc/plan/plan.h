@@ -6,6 +6,7 @@
 
 /* Bytes times picoseconds do not fit 64 bits. */
 __extension__ typedef __int128 sid_wide;
+__extension__ typedef unsigned __int128 sid_wide_unsigned;
 
 #define SID_FUSE_LIMIT (INT64_C(1) << 60) /* of any sum of times or bytes: four of them still fit 63 bits */
 
@@ -26,20 +27,21 @@ void *sid_take(sid_arena *a, size_t count, size_t size);
 
 /* ---- costs ------------------------------------------------------------------------------------------------------ */
 
-/* The piece of a curve at hand: ps + slope * dx + rest * dx / width, rounded down, for from <= x < to. Cursors keep
- * one, because a group that grows mostly stays on its piece. */
+/* The piece of a curve at hand: ps + slope * dx + rest * dx / width, rounded down, for from <= x < to, dx = x - from.
+ * Cursors keep one, because a group that grows mostly stays on its piece. */
 typedef struct sid_piece {
-    int64_t from, to, ps, slope, rest, width;
+    int64_t from, to, ps, slope;
+    uint64_t rest, width;
+    uint64_t inverse; /* rest / width in units of 2^-64, rounded down: a multiplication instead of a division */
 } sid_piece;
 sid_piece sid_piece_of(const sid_curve *c, int64_t x);
+sid_piece sid_slope(int64_t rise, int64_t width); /* through (0, 0) */
 
 static inline int64_t sid_piece_at(const sid_piece *p, int64_t x) {
-    const int64_t dx = x - p->from;
-    int64_t y = p->ps + p->slope * dx;
-    if (p->rest)
-        y += p->width < INT64_C(1) << 32 && dx < INT64_C(1) << 31 ? p->rest * dx / p->width
-                                                                  : (int64_t)((sid_wide)p->rest * dx / p->width);
-    return y;
+    const uint64_t dx = (uint64_t)(x - p->from);
+    uint64_t part = (uint64_t)((sid_wide_unsigned)p->inverse * dx >> 64); /* exact, or one too small */
+    part += p->rest * dx - part * p->width >= p->width;
+    return p->ps + p->slope * (int64_t)dx + (int64_t)part;
 }
 
 /* Cost of a group of x bytes: -1 where the stage does not exist. */
@@ -141,9 +143,11 @@ typedef struct sid_job {
     int64_t *option; /* values, in the order of the planner's table */
     sid_draft best;  /* the caller's arrays; holds the plan in use at first, where there is one */
     sid_draft draft;
-    uint64_t work; /* transitions so far */
-    int64_t lower; /* proven bound of the time; the planner may raise it */
-    void *own;     /* the planner's own part of scratch */
+    uint64_t work;   /* transitions so far */
+    int64_t lower;   /* proven bound of the time; the planner may raise it */
+    int64_t *w, *v;  /* n + 1 each, for pg and dense */
+    uint32_t *trial; /* n, likewise */
+    void *own;       /* the planner's own part of scratch */
 } sid_job;
 
 /* The value of an option of the planner's table. */
@@ -160,6 +164,10 @@ typedef struct sid_planner {
     void (*run)(sid_job *j);                  /* leaves a plan in j->best */
 } sid_planner;
 
-extern const sid_planner sid_planner_layerwise, sid_planner_even, sid_planner_bucket, sid_planner_threshold;
+/* Plans of one method each, only that one or (-1) all, beside the dense optimum. */
+void sid_pg(sid_job *j, int64_t only);
+
+extern const sid_planner sid_planner_pg, sid_planner_dense, sid_planner_layerwise, sid_planner_even, sid_planner_bucket,
+    sid_planner_threshold;
 
 #endif
