@@ -148,7 +148,7 @@ venv-make:
 	@.venv/bin/pip install -q --no-build-isolation -e '.[test,plot,examples]'
 
 train: all ## two ranks train: plain DDP beside sidcomp, a table and a picture (ARGS="--task digits")
-	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train.py $(ARGS)
+	$(PYTHON) examples/launch.py $(ARGS)
 test: all ## the tests, without the slow ones (ARGS="-k topk")
 	$(PYTHON) -m pytest -q -m 'not slow' $(ARGS) tests
 test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
@@ -159,11 +159,15 @@ test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
 	+@$(SUB) fuzz RUNS=10000000
 bench: all ## the benchmarks, each with its limit and its rival
 	$(PYTHON) -m benchmarks $(ARGS)
+bench-planner: all ## how long each algorithm plans six models, and what its plan costs (ARGS="--only speed")
+	$(PYTHON) -m benchmarks.bench_planner $(ARGS)
+bench-plan-real: all ## every plan over real links: hours; goes on where it stopped (ARGS="--rates 1gbit --minutes 20")
+	$(PYTHON) -m benchmarks.bench_plan_real $(ARGS)
 gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
 
 CLANG_FORMAT ?= $(firstword $(wildcard $(dir $(PYTHON))clang-format) clang-format)
-FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.h cuda/*.cuh python/*.cpp tests/c/*.[ch] tests/fuzz/*.[ch])
+FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.h cuda/*.cuh python/*.cpp tests/c/*.[ch] tests/fuzz/*.[ch] benchmarks/netlab/*.c)
 PYSOURCES     = $(wildcard setup.py python tests examples benchmarks)
 lint: ## clang-format, ruff, mypy, structure; needs pip install '.[lint]'
 	$(CLANG_FORMAT) --dry-run -Werror $(FORMATTED)
@@ -182,7 +186,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext env venv-make venv-refuse train test test-all bench gpu-check ctest asan tsan fuzz fuzz-run coverage \
+.PHONY: all ext env venv-make venv-refuse train test test-all bench bench-planner bench-plan-real gpu-check ctest asan tsan fuzz fuzz-run coverage \
         lint format clean help FORCE
 .SECONDARY:
 -include $(wildcard $(DEPS))

@@ -12,7 +12,7 @@ auto                    State("auto"): groups, codecs and exchanges chosen
 from typing import Any, NamedTuple
 
 import sidcomp
-from sidcomp.groups import parse_groups
+from sidcomp.groups import PLANNED, parse_groups
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +31,11 @@ class Hook(NamedTuple):
     @property
     def ours(self) -> bool:
         return self.kind not in OF_TORCH or ":" in self.name
+
+    @property
+    def planned(self) -> bool:
+        """Whether a controller measures and chooses during the first steps."""
+        return self.kind == "auto" or self.groups in PLANNED
 
     def attach(self, module: nn.Module) -> "tuple[nn.Module, sidcomp.State | None]":
         """DDP around `module`, and its State where it has one."""

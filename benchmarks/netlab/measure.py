@@ -45,24 +45,32 @@ def common_step(result: Result) -> int:
     return min(len(run["losses"]) for run in result["runs"])
 
 
+def medians(result: Result) -> dict[str, float]:
+    """ms a step of each hook."""
+    return {run["name"]: statistics.median(run["ms"]) for run in result["runs"]}
+
+
+def sent(run: dict[str, Any]) -> str:
+    """Bytes in a step, the most of any rank."""
+    counted = [b for b in run["bytes"] if b is not None]
+    return f"{max(counted):,.0f}" if counted else "no counter"
+
+
 def rows(result: Result) -> list[dict[str, Any]]:
     """One row for each hook; the first is the ceiling."""
-    runs = result["runs"]
-    medians = {run["name"]: statistics.median(run["ms"]) for run in runs}
-    ceiling, plain = medians[runs[0]["name"]], medians.get("dense")
+    runs, took = result["runs"], medians(result)
+    ceiling, plain = took[runs[0]["name"]], took.get("dense")
     at = common_step(result)
     out = []
     for run in runs:
-        sent = [b for b in run["bytes"] if b is not None]
-        predicted = (run["plan"] or {}).get("predicted_ps")
-        ms = medians[run["name"]]
+        ms, predicted = took[run["name"]], run["predicted_ps"]
         out.append(
             {
                 "hook": run["name"],
                 "ms a step": str(summary(run["ms"])),
                 "of the ceiling": f"{ceiling / ms:.0%}",
                 "speed / plain DDP": f"{plain / ms:.2f}" if plain else "",
-                "bytes sent a step": f"{max(sent):,.0f}" if sent else "no counter",
+                "bytes sent a step": sent(run),
                 f"loss at {at}": f"{loss_at(run, at):.4f}",
                 "predicted ms": f"{predicted / 1e9:.2f}" if predicted else "",
                 "error": f"{predicted / 1e9 / ms - 1:+.1%}" if predicted else "",

@@ -13,8 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import sidcomp
 import torch
 import torch.distributed as dist
+from sidcomp import observe
+from sidcomp.profile import Profile
 from torch import nn
 
 from benchmarks.netlab import hooks
@@ -46,9 +49,8 @@ class Run:
         torch.manual_seed(seed)
         self.name, self.task = name, task
         self.module: nn.Module = task.model()
-        self.model, self.state = (
-            (self.module, None) if name == CEILING else hooks.parse(name).attach(self.module)
-        )
+        self.hook = None if name == CEILING else hooks.parse(name)
+        self.model, self.state = (self.module, None) if self.hook is None else self.hook.attach(self.module)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=task.lr, momentum=task.momentum)
         self.carry: torch.Tensor | None = None
         self.losses: list[float] = []
@@ -75,11 +77,13 @@ class Run:
 
     def _settled(self) -> bool:
         report = self.report()
-        return report is None or bool(report.get("settled", True))
+        return report is None or report["stage"] == "resting"
 
     def report(self) -> dict[str, Any] | None:
-        found = self.state.plan_report() if hasattr(self.state, "plan_report") else None
-        return dict(found) if found else None
+        """What a controller found out; None where there is none."""
+        if self.state is None or self.hook is None or not self.hook.planned:
+            return None
+        return self.state.plan_report()
 
     def turn(self, steps: int) -> None:
         """The first step is not counted: caches hold the others' data.
@@ -100,15 +104,50 @@ class Run:
         ends = [max(of_ranks) for of_ranks in zip(*_gather(stamps), strict=True)]
         self.milliseconds += [(b - a) * 1e3 for a, b in pairwise(ends[1:])]
 
-    def result(self) -> dict[str, Any]:
+    def predicted(self, profiled: "list[Run]") -> int | None:
+        """ps of a step, by the model of the planner. Where no plan of this run's own predicts it, a profile
+        that another one measured over the same network does."""
+        if self.state is None or self.hook is None:
+            return None
+        if (report := self.report()) and report["predicted_ps"]:
+            return int(report["predicted_ps"])
+        for run in profiled:
+            assert run.state is not None and run.hook is not None
+            profile = run.state.profile
+            alike = run.hook.bucket_mb == self.hook.bucket_mb
+            if profile is not None and (alike or self.hook.bucket_mb == 0):
+                made = profile.instance(buckets=alike, contention=observe.contention(profile))
+                if plan := _as_plan(self.state.stats()["groups"], made, profile):
+                    return int(sidcomp.evaluate(made, plan)["time_ps"])
+        return None
+
+    def result(self, profiled: "list[Run]") -> dict[str, Any]:
         losses = [sum(of_ranks) / len(of_ranks) for of_ranks in zip(*_gather(self.losses), strict=True)]
         return {
             "name": self.name,
             "ms": self.milliseconds,
             "bytes": _gather(self.bytes / self.counted if self.counted else None),
             "losses": losses,
+            "groups": len(self.state.stats()["groups"]) if self.state is not None else None,
+            "predicted_ps": self.predicted(profiled),
             "plan": self.report(),
         }
+
+
+def _as_plan(
+    groups: list[dict[str, Any]], instance: dict[str, Any], profile: Profile
+) -> dict[str, list[int]] | None:
+    """The groups of a State as a plan of `instance`; None if they are none: another order, another codec."""
+    names = [t["name"] for t in instance["tensors"]]
+    codecs = [m.codec for m in profile.methods]
+    ends, methods = [0], []
+    for group in groups:
+        end = ends[-1] + len(group["names"])
+        if set(names[ends[-1] : end]) != set(group["names"]) or group["codec"] not in codecs:
+            return None
+        ends.append(end)
+        methods.append(codecs.index(group["codec"]))
+    return {"ends": ends[1:], "methods": methods}
 
 
 def _gather(value: Any) -> list[Any]:
@@ -141,7 +180,8 @@ def main() -> None:
             )
         for run in runs:
             run.turn(spec["steps"])
-    results = [run.result() for run in runs]
+    profiled = [run for run in runs if run.hook is not None and run.hook.kind == "auto"]
+    results = [run.result(profiled) for run in runs]
     if rank == 0:
         tensors = [p.numel() for p in runs[0].module.parameters()]
         record = {**spec, "world": world, "elements": sum(tensors), "tensors": len(tensors), "runs": results}
@@ -149,7 +189,7 @@ def main() -> None:
     for run in runs:
         if run.state is not None:
             run.state.close()
-    del run, runs
+    del run, runs, profiled
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,209 @@
+"""The step under every hook and plan, over real links: each rate, task and number of hosts, in the lab.
+
+    python -m benchmarks.bench_plan_real --hosts 2 --rates 1gbit --tasks lm,mlp --minutes 10
+
+One cell is one network and one task, with all hooks in the same processes, in turns. Cells are kept in a
+file as they are done, and are not done again: stop it, or give it `--minutes`; called once more, it goes on.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, report, summary
+from benchmarks.netlab import hooks
+from benchmarks.netlab.lab import Lab, LabError, parse_rate
+from benchmarks.netlab.measure import common_step, loss_at, measure, medians, sent
+
+RATES = "1gbit,none,100mbit,10gbit,500mbit,2gbit"  # those that say most come first
+TASKS = "lm,mlp,cnn"
+HOOKS = (
+    "dense,dense@4,fp16,powersgd,topk:25MB,sidco-e:25MB,fp16:25MB,layer@0,even:4@0,mergecomp@0,cupcake@0,"
+    "auto,auto@0"
+)
+OURS = "auto"
+Cell = dict[str, Any]
+
+
+def plans(result: dict[str, Any]) -> list[str]:
+    """The hooks that a planner could have chosen: plain DDP and sidcomp's, not torch's other algorithms."""
+    names = [run["name"] for run in result["runs"][1:]]
+    return [n for n in names if n not in ("fp16", "powersgd")]
+
+
+def overview(cells: list[Cell]) -> list[dict[str, Any]]:
+    """One row a cell: ms a step of each hook, and ours beside the best plan."""
+    columns = list(dict.fromkeys(run["name"] for cell in cells for run in cell["result"]["runs"]))
+    out = []
+    for cell in cells:
+        took = medians(cell["result"])
+        best = min(plans(cell["result"]), key=lambda name: took[name])
+        row: dict[str, Any] = {"hosts": str(cell["hosts"]), "rate": cell["rate"], "task": cell["task"]}
+        row |= {name: f"{took[name]:.1f}" if name in took else "" for name in columns}
+        row["best plan"] = best
+        row["regret of ours"] = f"{took[OURS] / took[best] - 1:.1%}" if OURS in took else ""
+        row["ours / plain DDP"] = f"{took[OURS] / took['dense']:.2f}" if {OURS, "dense"} <= set(took) else ""
+        out.append(row)
+    return out
+
+
+def details(cells: list[Cell]) -> list[dict[str, Any]]:
+    """One row for each hook of each cell."""
+    out = []
+    for cell in cells:
+        result = cell["result"]
+        took, at = medians(result), common_step(result)
+        ceiling = took[result["runs"][0]["name"]]
+        for run in result["runs"]:
+            ms, predicted = took[run["name"]], run["predicted_ps"]
+            out.append(
+                {
+                    "hosts": str(cell["hosts"]),
+                    "rate": cell["rate"],
+                    "task": cell["task"],
+                    "hook": run["name"],
+                    "ms a step": str(summary(run["ms"])),
+                    "of the ceiling": f"{ceiling / ms:.0%}",
+                    "bytes sent a step": sent(run),
+                    "loss": f"{loss_at(run, at):.4f}",
+                    "after": str(at),
+                    "groups": str(run["groups"] or ""),
+                    "predicted ms": f"{predicted / 1e9:.1f}" if predicted else "",
+                    "error": f"{predicted / 1e9 / ms - 1:+.1%}" if predicted else "",
+                }
+            )
+    return out
+
+
+def said(cells: list[Cell]) -> str:
+    """The figures that the tables are for."""
+    regrets, against, errors, finding = [], [], [], []
+    for cell in cells:
+        took = medians(cell["result"])
+        if OURS in took:
+            regrets.append(took[OURS] / min(took[name] for name in plans(cell["result"])) - 1)
+            against += [took["dense"] / took[OURS]] if "dense" in took else []
+        for run in cell["result"]["runs"]:
+            if run["predicted_ps"]:
+                errors.append(abs(run["predicted_ps"] / 1e9 / took[run["name"]] - 1))
+            if run["name"] == OURS and run["plan"]:
+                finding.append(run["plan"]["finding_seconds"])
+    lines = [f"{len(cells)} cells."]
+    if regrets:
+        lines.append(
+            f"Regret of ours against the best of all plans timed: median {statistics.median(regrets):.1%}, "
+            f"largest {max(regrets):.1%} (the best is chosen after the fact, so noise counts against ours)."
+        )
+    if against:
+        lines.append(
+            f"Speed of ours / plain DDP: median {statistics.median(against):.2f}, least {min(against):.2f}."
+        )
+    if errors:
+        lines.append(
+            f"Predicted against measured, {len(errors)} plans: median error {statistics.median(errors):.1%}, "
+            f"{sum(e <= 0.1 for e in errors)} within 10 %, largest {max(errors):.1%}."
+        )
+    if finding:
+        lines.append(
+            f"Finding out cost {statistics.median(finding):.1f} s (median), {max(finding):.1f} s at most."
+        )
+    return " ".join(lines)
+
+
+def one_cell(hosts: int, rate: str, task: str, args: argparse.Namespace) -> Cell:
+    with Lab.build(hosts, parse_rate(rate)) as lab:
+        network = lab.introduce()
+        print(*network, sep="\n", flush=True)
+        names = args.hooks.split(",")
+        result = measure(lab, task, names, args.blocks, args.steps, args.warmup, args.timeout)
+    return {
+        "hosts": hosts,
+        "rate": rate,
+        "task": task,
+        "hooks": args.hooks,
+        "turns": [args.blocks, args.steps, args.warmup],
+        "emulation": lab.emulation,
+        "network": network,
+        "result": result,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_plan_real", description=__doc__)
+    add = parser.add_argument
+    add("--hosts", default="2,4", help="with commas (default %(default)s)")
+    add("--rates", default=RATES, help="with commas (default %(default)s)")
+    add("--tasks", default=TASKS, help="with commas (default %(default)s)")
+    add("--hooks", default=HOOKS, help="as `python -m benchmarks.netlab --help` says (default %(default)s)")
+    add("--blocks", type=int, default=4, help="turns of each hook (default 4)")
+    add("--steps", type=int, default=6, help="steps of a turn, the first not timed (default 6)")
+    add("--warmup", type=int, default=6, help="steps before the first turn (default 6)")
+    add("--timeout", type=float, default=1200, help="seconds for a cell (default 1200)")
+    add("--minutes", type=float, default=float("inf"), help="start no cell after so many minutes")
+    add("--cells", type=Path, default=Path("build/plan-real.json"), help="kept there (default %(default)s)")
+    add("--again", action="store_true", help="measure cells that are there already")
+    add("--save", action="store_true", help="write benchmarks/results/plan-real{,-hooks}.{md,json}")
+    args = parser.parse_args(argv)
+    try:
+        wanted = [
+            (int(hosts), rate, task)
+            for hosts in args.hosts.split(",")
+            for rate in args.rates.split(",")
+            for task in args.tasks.split(",")
+        ]
+        for rate in args.rates.split(","):
+            parse_rate(rate)
+        for name in args.hooks.split(","):
+            hooks.parse(name)
+    except ValueError as e:
+        parser.error(str(e))
+
+    known: dict[str, Cell] = json.loads(args.cells.read_text()) if args.cells.exists() else {}
+    started, failed = time.monotonic(), []
+    for i, (hosts, rate, task) in enumerate(wanted):
+        key = f"{hosts} hosts, {rate}, {task}"
+        old = known.get(key)
+        same = old and (old["hooks"], old["turns"]) == (args.hooks, [args.blocks, args.steps, args.warmup])
+        if same and not args.again:
+            continue
+        if time.monotonic() - started > 60 * args.minutes:
+            print(f"out of time: {len(wanted) - i} cells were not looked at; call it again to go on")
+            break
+        print(f"\n{key}: cell {i + 1} of {len(wanted)}", flush=True)
+        begun = time.monotonic()
+        try:
+            known[key] = one_cell(hosts, rate, task, args)
+        except LabError as e:
+            print(f"{key}: {e}", file=sys.stderr)
+            failed.append(key)
+            continue
+        print(f"{key}: {time.monotonic() - begun:.0f} s", flush=True)
+        args.cells.parent.mkdir(parents=True, exist_ok=True)
+        part = args.cells.with_suffix(".part")
+        part.write_text(json.dumps(known))
+        part.replace(args.cells)
+
+    keys = [f"{hosts} hosts, {rate}, {task}" for hosts, rate, task in wanted]
+    cells = [known[key] for key in keys if key in known]
+    if not cells:
+        return 1
+    shaped = {cell["emulation"] for cell in cells}
+    note = (
+        f"ms a step, median of {args.blocks * (args.steps - 1)} steps in {args.blocks} turns; all hooks of a "
+        "row in the same processes, one thread a rank. no communication: the ceiling. @0: each tensor is one "
+        f"of DDP's buckets. Network: {', '.join(sorted(shaped))} (benchmarks/netlab). {said(cells)}"
+    )
+    out = RESULTS if args.save else None
+    report("plan-real-hooks", "Every hook over real links", details(cells), note, out)
+    report("plan-real", "Plans over real links", overview(cells), note, out)
+    if failed:
+        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
