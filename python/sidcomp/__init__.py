@@ -13,25 +13,36 @@ from sidcomp import errors
 from sidcomp._core import version as __version__
 from sidcomp.compressor import Compressor
 from sidcomp.errors import *  # noqa: F403
+from sidcomp.planning import evaluate, plan
+from sidcomp.profile import Profile
 from sidcomp.registry import Codec, Parameter, codecs, memories
 
 if TYPE_CHECKING:
-    from sidcomp.ddp import hook, register
+    from sidcomp.ddp import hook, register, rewrap
     from sidcomp.state import State
 
-_LAZY = {"State": "sidcomp.state", "hook": "sidcomp.ddp", "register": "sidcomp.ddp"}
+_LAZY = {
+    "State": "sidcomp.state",
+    "hook": "sidcomp.ddp",
+    "register": "sidcomp.ddp",
+    "rewrap": "sidcomp.ddp",
+}
 
 __all__ = [
     "Codec",
     "Compressor",
     "Parameter",
+    "Profile",
     "State",
     "__version__",
     "codecs",
     "errors",
+    "evaluate",
     "hook",
     "memories",
+    "plan",
     "register",
+    "rewrap",
     *errors.__all__,
 ]
 

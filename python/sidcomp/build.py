@@ -11,7 +11,7 @@ from sidcomp import _core, checkpoint
 from sidcomp.cuda import CudaLane
 from sidcomp.errors import RankError, UnsupportedError
 from sidcomp.exchange import Exchange
-from sidcomp.groups import Piece, Spec, excluded, form_groups, shorten
+from sidcomp.groups import Piece, Regime, excluded, form_groups, shorten
 from sidcomp.layout import DTYPES, Group, Layout, Slot
 from sidcomp.settings import Settings
 
@@ -58,6 +58,7 @@ def _differs(rank: int, text: str) -> RankError:
 
 def make_layout(
     settings: Settings,
+    regime: Regime,
     names: dict[int, str],
     kept_groups: Sequence[dict[str, Any]],
     slots: list[Slot],
@@ -69,26 +70,24 @@ def make_layout(
     if kept_groups:
         specs = checkpoint.specs(kept_groups, pieces)
     else:
-        specs = form_groups(
-            pieces, settings.groups, excluded(settings.exclude, {p.name: p.shape for p in pieces})
-        )
-    return Layout(slots, [_group(i, spec, settings, slots, exchange, lane) for i, spec in enumerate(specs)])
-
-
-def _group(
-    index: int, spec: Spec, settings: Settings, slots: list[Slot], exchange: Exchange, lane: CudaLane | None
-) -> Group:
-    plan = settings.plan(sum(p.numel for p in spec.pieces), spec.pieces[0].dtype, spec.dense)
+        specs = form_groups(pieces, regime, excluded(settings.exclude, {p.name: p.shape for p in pieces}))
+    plans = [
+        settings.plan(sum(p.numel for p in spec.pieces), spec.pieces[0].dtype, spec.way, regime.flush)
+        for spec in specs
+    ]
     # Reducing in place tells nothing about NaN, and a memory beside it has to know.
-    direct = settings.memory.name == "none" and lane is None
-    group = Group(index, spec, slots, plan, plan.linear and plan.lossless and direct)
-    if lane is None:
-        group.allocate(exchange.world, plan.work_bytes)
-    else:
-        if settings.checksum_every:
+    direct = lane is None and not any(plan.vectors for plan in plans)
+    groups = [
+        Group(i, spec, slots, plan, direct) for i, (spec, plan) in enumerate(zip(specs, plans, strict=True))
+    ]
+    for group in groups:
+        if lane is None:
+            group.allocate(exchange.world, group.plan.work_bytes)
+        elif settings.checksum_every:
             raise UnsupportedError("checksum_every works on the CPU only: leave it out on CUDA")
-        lane.prepare(group, exchange.world)
-    return group
+        else:
+            lane.prepare(group, exchange.world)
+    return Layout(slots, groups)
 
 
 def _pieces(index: int, slot: Slot, names: dict[int, str]) -> list[Piece]:
@@ -118,5 +117,5 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
     """What all ranks must have in common beside the groups."""
     return (
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
-        f"checksum_every {settings.checksum_every}, {settings.parameters}"
+        f"checksum_every {settings.checksum_every}, {[way.label for way in settings.ways]}"
     )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sidcomp import _core
 from sidcomp.errors import ArgumentError, CheckpointError
-from sidcomp.groups import Piece, Spec, shorten
+from sidcomp.groups import DENSE, Piece, Spec, shorten
 from sidcomp.layout import STATE_HEADER, Group, Layout
 from sidcomp.settings import Settings
 
@@ -56,6 +56,7 @@ def save(p: "Pipeline", scale: float | None) -> dict[str, Any]:
         "rank": p.exchange.rank if p.exchange is not None else 0,
         "step": p.step,
         "settled": p.settled or isinstance(p.settings.groups, list),
+        "controller": p.controller.saved() if p.controller is not None else None,
         "scale": scale,
         "layout": [_save_group(g) for g in groups],
         "residuals": _residuals(groups),
@@ -67,7 +68,7 @@ def _save_group(g: Group) -> dict[str, Any]:
     return {
         "names": list(g.names),
         "shapes": [list(p.shape) for p in g.spec.pieces],
-        "dense": g.spec.dense,
+        "way": g.spec.way,
         "header": header,
     }
 
@@ -116,7 +117,10 @@ class Resume:
                 with g.host_state(write=True) as state:
                     g.plan.residual_in(state, values.data_ptr())
             old = self.layout[g.index] if g.index < len(self.layout) else None
-            if self.same_codec and old is not None and old["names"] == g.names and len(old["header"]):
+            if (
+                self.same_codec and old is not None and old["names"] == g.names
+                and way_of(old) == g.spec.way and len(old["header"])
+            ):  # fmt: skip
                 header = old["header"].to(g.device)
                 for part in _KEPT:
                     g.state.tensor[part] = header[part]
@@ -131,10 +135,15 @@ def carry(layout: Layout) -> Resume:
     return Resume(_residuals(layout.groups), [_save_group(g) for g in layout.groups], {})
 
 
+def way_of(group: dict[str, Any]) -> int:
+    """How a group of a checkpoint was sent; before there was a choice it said only whether it was dense."""
+    return int(group["way"]) if "way" in group else DENSE if group["dense"] else 0
+
+
 def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece]) -> list[Spec]:
     """The groups of a checkpoint, over the buckets of today."""
     by_name = {p.name: p for p in pieces}
-    return [Spec(g["dense"], [by_name[n] for n in g["names"]]) for g in groups]
+    return [Spec(way_of(g), [by_name[n] for n in g["names"]]) for g in groups]
 
 
 def load(

@@ -91,7 +91,7 @@ class Compressor:
             raise ArgumentError(f"rank={rank}, world={world}: rank must be one of 0 to world - 1")
         self.codec, self.memory, self.parameters = resolve(codec, memory, parameters)
         name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
-        extra: dict[str, str] = {} if isa is None else {"isa": isa}
+        extra: dict[str, Any] = {} if isa is None else {"isa": isa}
         self.plan = _core.Plan(self.codec.name, self.memory.name, n, name, self.parameters, **extra)
         self.n = n
         self.dtype = name

@@ -1,8 +1,10 @@
 """The communication hook, and what we have to know of the DDP model that it is registered with."""
 
 import gc
+import inspect
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +57,41 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
         )
     state._bind(ddp)
     ddp.register_comm_hook(state, hook)
+
+
+def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParallel:
+    """`ddp = sidcomp.rewrap(ddp, state)`: a new DDP model around the same module, for the same State.
+
+    DDP shows a gradient only when its bucket is full. The new model's buckets are the groups of a plan that
+    was made for gradients shown one by one, where the State has planned and torch takes a list of sizes
+    (bucket_cap_mb_list); else small buckets of 1 MB. The old DDP model is of no use after this; what the
+    State keeps stays. Call it on every rank, between two iterations.
+    """
+    if state._bound is None or state._bound.ref() is not ddp:
+        raise SetupError("rewrap needs the DDP model that this State is registered with")
+    state._pipeline.quiet()
+    accepted = inspect.signature(DistributedDataParallel.__init__).parameters
+    arguments: dict[str, Any] = {
+        "device_ids": ddp.device_ids,
+        "output_device": ddp.output_device,
+        "dim": ddp.dim,
+        "broadcast_buffers": ddp.broadcast_buffers,
+        "process_group": ddp.process_group,
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+        "static_graph": ddp.static_graph,
+        "bucket_cap_mb": 1,
+    }
+    controller = state._pipeline.controller
+    sizes = controller.rewrap() if controller is not None and "bucket_cap_mb_list" in accepted else []
+    if sizes:
+        arguments["bucket_cap_mb_list"] = [size / 2**20 for size in sizes]
+    # The old reducer's hooks would go on firing beside the new one's: they go when it does.
+    ddp.reducer = ddp.logger = None  # type: ignore[assignment]
+    state._bound = None
+    new = DistributedDataParallel(ddp.module, **arguments)
+    register(new, state)
+    return new
 
 
 def owner(state: State) -> DistributedDataParallel:

@@ -45,7 +45,8 @@ class Exchange:
         self.rank = dist.get_rank(parent)
         self.world = len(ranks)
         self._pool: _Kept | None = None
-        backend, timeout = _backend_of(parent), _timeout_of(parent, device)
+        self.backend = backend = _backend_of(parent)
+        timeout = _timeout_of(parent, device)
         if self.world < dist.get_world_size():
             self._pool = _kept.setdefault((*ranks, backend, timeout), [])
             for ref in self._pool:

@@ -11,7 +11,33 @@ from sidcomp.errors import ArgumentError, SetupError
 Groups = str | int | Sequence[Sequence[str]]
 Exclude = str | int | Sequence[str | int]
 
+# What a controller finds out while training: our planner, and the two papers' own ways.
+PLANNED = ("auto", "mergecomp", "cupcake")
+
 _UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
+
+
+DENSE = -1
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What the groups of a layout are, and how they are sent.
+
+    rule: "bucket", "model", "layer", "even:N", a number of bytes, or lists of names. ways: for each list, an
+    index into Settings.ways or DENSE; a rule that is no list has one for all its groups. flush: dense groups
+    send what another way has kept of their parameters.
+    """
+
+    rule: str | int | list[list[str]]
+    ways: tuple[int, ...] = (0,)
+    flush: bool = False
+
+    def dense_names(self) -> set[str]:
+        """Of a regime of lists."""
+        assert isinstance(self.rule, list)
+        pairs = zip(self.rule, self.ways, strict=True)
+        return {name for names, way in pairs if way == DENSE for name in names}
 
 
 @dataclass(frozen=True)
@@ -30,10 +56,12 @@ class Piece:
 
 @dataclass
 class Spec:
-    """The pieces of one group, in the order in which they form its vector. `dense`: excluded, sent as they
-    are."""
+    """The pieces of one group, in the order in which they form its vector.
 
-    dense: bool
+    way: how it is sent, an index into Settings.ways; DENSE: as it is.
+    """
+
+    way: int
     pieces: list[Piece] = field(default_factory=list)
 
     @property
@@ -48,17 +76,21 @@ def shorten(names: Sequence[str], limit: int = 4) -> str:
 
 
 def parse_groups(groups: Groups) -> str | int | list[list[str]]:
-    """ "bucket", "model", a number of bytes (also as "4MB"; KB, MB, GB are powers of 1024), or lists of
-    names."""
+    """ "bucket", "model", "layer", "even:N", one of PLANNED, a number of bytes (also as "4MB"; KB, MB, GB are
+    powers of 1024), or lists of names."""
     if isinstance(groups, str):
-        if groups in ("bucket", "model"):
+        if groups in ("bucket", "model", "layer", *PLANNED):
+            return groups
+        if even := re.fullmatch(r"even:(\d+)", groups):
+            if not int(even[1]):
+                raise ArgumentError("groups='even:0': there is at least one group")
             return groups
         m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)(i?)B\s*", groups, re.IGNORECASE)
         if not m:
             raise ArgumentError(
-                f'groups={groups!r}: give "bucket", "model", a number of bytes, a size such as "4MB", or a '
-                "list of "
-                "lists of parameter names"
+                f'groups={groups!r}: give "auto", "bucket", "model", "layer", "even:8" (so many groups), '
+                '"mergecomp", "cupcake", a number of bytes, a size such as "4MB", or a list of lists of '
+                "parameter names"
             )
         groups = int(float(m[1]) * _UNITS[m[2].upper() + "B"])
     if isinstance(groups, int) and not isinstance(groups, bool):
@@ -115,30 +147,39 @@ def excluded(rules: Iterable[str | int], shapes: dict[str, tuple[int, ...]]) -> 
     return out
 
 
-def form_groups(pieces: Sequence[Piece], rule: str | int | list[list[str]], dense: set[str]) -> list[Spec]:
+def form_groups(pieces: Sequence[Piece], regime: Regime, dense: set[str]) -> list[Spec]:
     """The groups over `pieces`, which come as DDP shows them, bucket by bucket.
 
     Order: lists as they were given, else the order in which groups complete. Excluded parameters form groups
     of their own by the same rule, or by bucket beside explicit lists. A group has one dtype and one device;
     parameters without elements belong to none.
     """
-    if isinstance(rule, list):
+    if isinstance(regime.rule, list):
         left = [p for p in pieces if p.name in dense]
-        return _listed(pieces, rule, dense) + _runs(left, "bucket", dense)
-    return _runs(pieces, rule, dense)
+        return _listed(pieces, regime, dense) + _runs(left, "bucket", DENSE, dense)
+    return _runs(pieces, regime.rule, regime.ways[0], dense)
 
 
-def _runs(pieces: Sequence[Piece], rule: str | int, dense: set[str]) -> list[Spec]:
+def _even(pieces: Sequence[Piece], dense: set[str], count: int) -> set[str]:
+    """The last parameters of `count` groups with equal numbers of parameters."""
+    names = [p.name for p in pieces if p.numel and p.name not in dense]
+    count = min(count, len(names))
+    return {names[(i + 1) * len(names) // count - 1] for i in range(count)}
+
+
+def _runs(pieces: Sequence[Piece], rule: str | int, way: int, dense: set[str]) -> list[Spec]:
     done: list[tuple[int, Spec]] = []
     runs: dict[tuple[object, ...], tuple[int, Spec, int]] = {}  # open ones: last piece, spec, bytes
+    even = isinstance(rule, str) and rule.startswith("even:")
+    ends = _even(pieces, dense, int(str(rule)[5:])) if even else set()
     for at, p in enumerate(pieces):
         if not p.numel:
             continue
         chain = (p.dtype, p.device, p.name in dense, p.bucket if rule == "bucket" else 0)
-        _, spec, size = runs.get(chain) or (at, Spec(p.name in dense), 0)
+        _, spec, size = runs.get(chain) or (at, Spec(DENSE if p.name in dense else way), 0)
         spec.pieces.append(p)
         size += p.numel * p.itemsize
-        if isinstance(rule, int) and size >= rule:
+        if (isinstance(rule, int) and size >= rule) or rule == "layer" or p.name in ends:
             runs.pop(chain, None)
             done.append((at, spec))
         else:
@@ -147,7 +188,10 @@ def _runs(pieces: Sequence[Piece], rule: str | int, dense: set[str]) -> list[Spe
     return [spec for _, spec in sorted(done, key=lambda d: d[0])]
 
 
-def _listed(pieces: Sequence[Piece], lists: list[list[str]], dense: set[str]) -> list[Spec]:
+def _listed(pieces: Sequence[Piece], regime: Regime, dense: set[str]) -> list[Spec]:
+    lists = regime.rule
+    assert isinstance(lists, list)
+    ways = regime.ways if len(regime.ways) == len(lists) else regime.ways * len(lists)
     by_name = {p.name: p for p in pieces}
     listed = {name for names in lists for name in names}
     unknown = sorted(listed - by_name.keys())
@@ -163,7 +207,7 @@ def _listed(pieces: Sequence[Piece], lists: list[list[str]], dense: set[str]) ->
         raise SetupError(f"groups: no list names {shorten(missing)}; add them to a list, or exclude them")
     specs = []
     for i, names in enumerate(lists):
-        spec = Spec(False, [by_name[n] for n in names if by_name[n].numel])
+        spec = Spec(ways[i], [by_name[n] for n in names if by_name[n].numel])
         kinds = {(p.dtype, p.device) for p in spec.pieces}
         if len(kinds) > 1:
             raise SetupError(

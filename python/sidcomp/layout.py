@@ -44,7 +44,7 @@ class Block:
 class Slot:
     """One bucket of DDP: whose gradients it holds, and the future that DDP waits for in this iteration."""
 
-    __slots__ = ("buffer", "done", "future", "groups", "params", "ptr", "remaining", "seen")
+    __slots__ = ("arrived_at", "buffer", "done", "future", "groups", "params", "ptr", "remaining", "seen")
 
     def __init__(self, params: list[torch.Tensor], buffer: torch.Tensor) -> None:
         self.params = params
@@ -52,6 +52,7 @@ class Slot:
         self.ptr = buffer.data_ptr()
         self.groups: list[Group] = []
         self.seen = False
+        self.arrived_at = 0  # in ns of the host's clock
         self.remaining = 0  # groups that have not been decoded yet
         self.done = False
         self.future: torch.futures.Future[torch.Tensor]
@@ -96,7 +97,7 @@ class Group:
         self.missing = len(self.slots)  # buckets that have not come yet
         self.runs = self._merge()
         # A dense group that is one piece of memory may be reduced where it lies, as plain DDP does.
-        self.direct = direct and len(self.runs) == 1
+        self.direct = direct and plan.linear and plan.lossless and len(self.runs) == 1
         self.segments: _core.Segments
         self.view: torch.Tensor  # what a direct group hands to the collective
         self.place()
@@ -108,7 +109,8 @@ class Group:
         self.stats: _core.Stats | None = None
         self.error: Exception | None = None
         self.work: object = None
-        self.exchanged_at = 0
+        # in ns of the host's clock: begin of encode and of exchange, its end, end of decode
+        self.begun_at = self.exchanged_at = self.arrived_at = self.decoded_at = 0
         # counters, in ns
         self.steps = self.encode_ns = self.wait_ns = self.decode_ns = 0
 

@@ -24,6 +24,7 @@ from sidcomp.settings import Settings
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
+    from sidcomp.controller import Controller
     from sidcomp.ddp import Binding
 
 Future = torch.futures.Future
@@ -61,6 +62,13 @@ class Pipeline:
         self.kept_groups: list[dict[str, Any]] = []  # those of a checkpoint, which stay
         self.settled = False  # DDP will not show other buckets any more
         self.step = 0  # iterations begun
+        self.regime = settings.start
+        self.controller: Controller | None = None  # finds the regime, between iterations
+        self.deferred = (
+            False  # groups wait for the last bucket of the iteration, so that backward() runs alone
+        )
+        self.landed_at = 0  # when the last exchange of the iteration had been decoded, in ns
+        self.lost = 0  # the last iteration that does not count
 
         self._rebuilt = False  # whether DDP had rebuilt its buckets when the layout was made
         self._discovery: _Discovery | None = None
@@ -106,9 +114,22 @@ class Pipeline:
             if slot is not None and slot.seen:
                 self.abandon(SetupError(_UNFINISHED))
             known = self._arrived > 0 or ddp._has_rebuilt_buckets is self._rebuilt
+            if self.controller is not None and self._arrived == 0 and known:
+                self._between(binding, self.controller)
+                slot = self.layout.by_first.get(id(params[0]))
             if known and slot is not None and slot.same(params, buffer):
                 return self._fill(slot, buffer)
         return self._discover(binding, ddp._has_rebuilt_buckets, params, buffer, bucket.is_last())
+
+    def _between(self, binding: "Binding", controller: "Controller") -> None:
+        """Before the first bucket of an iteration: the controller may want other groups from here on."""
+        assert self.layout is not None
+        self.quiet()
+        regime = controller.between(self, binding)
+        if regime != self.regime or self.kept_groups:
+            self.regime, self.kept_groups = regime, []
+            self.layout = self._build(binding, [Slot(s.params, s.buffer) for s in self.layout.slots])
+        controller.begin(self)
 
     def _fill(self, slot: Slot, buffer: torch.Tensor) -> "Future[torch.Tensor]":
         """A bucket of the layout that we know."""
@@ -116,20 +137,33 @@ class Pipeline:
         compare = self._arrived == 0 and self._begin()
         future = self._future()
         slot.open(buffer, future)
+        slot.arrived_at = perf_counter_ns()
         if compare:
             self._compare(slot)
         self._arrived += 1
-        if self._arrived == len(self.layout.slots):
+        last = self._arrived == len(self.layout.slots)
+        if last:
             self._arrived = 0
             for s in self.layout.slots:
                 s.seen = False
         if not slot.remaining:
             future.set_result(buffer)
+        ready = []
         for group in slot.groups:
             group.missing -= 1
             if not group.missing:
                 group.missing = len(group.slots)
-                self._launch(group)
+                ready.append(group)
+        if self.deferred:
+            ready = self.layout.groups if last else []
+            if last and self.lane is not None:
+                torch.cuda.synchronize(self.lane.device)
+                slot.arrived_at = perf_counter_ns()
+        for group in ready:
+            self._launch(group)
+        if self.deferred and last and self.lane is not None:
+            self.lane.stream.synchronize()
+            self.landed_at = perf_counter_ns()
         return future
 
     def _discover(
@@ -190,7 +224,7 @@ class Pipeline:
             if self.resume is not None:
                 self.resume.check(binding.shapes)
             return build.make_layout(
-                self.settings, binding.names, self.kept_groups, slots, exchange, self.lane
+                self.settings, self.regime, binding.names, self.kept_groups, slots, exchange, self.lane
             )
 
         layout = build.agreed(exchange, make, build.header(self.settings, exchange, self.step))
@@ -234,6 +268,8 @@ class Pipeline:
         with self._idle:
             while self._inflight:
                 self._idle.wait()
+        if self._spoiled:
+            self.lost = self.step
         if self.lane is None and self.layout is not None:
             for g in self.layout.groups:
                 if self._spoiled and g.sent and not g.undone:
@@ -276,13 +312,13 @@ class Pipeline:
                 with torch.cuda.stream(self.lane.stream):  # DDP then waits for this stream
                     self._complete(g)
                 return
-            started = perf_counter_ns()
+            g.begun_at = perf_counter_ns()
             if not g.direct:
                 self._encode(g, exchange)
             elif exchange.world > 1:
                 _core.scale(g.segments, g.dtype, 1.0 / exchange.world)
             g.exchanged_at = perf_counter_ns()
-            g.encode_ns += g.exchanged_at - started
+            g.encode_ns += g.exchanged_at - g.begun_at
             if g.direct:
                 work = exchange.all_reduce(g.view)
             elif g.plan.linear:
@@ -323,14 +359,15 @@ class Pipeline:
             exchanged.value()  # raises what the collective failed with: unread, nobody notices a dead peer
             if g.error is not None:
                 raise g.error
-            arrived = perf_counter_ns()
-            g.wait_ns += arrived - g.exchanged_at
+            g.arrived_at = perf_counter_ns()
+            g.wait_ns += g.arrived_at - g.exchanged_at
             if not g.direct:
                 self._decode(g)
             if self._checking:
                 value = 0 if g.undone else _core.checksum(g.segments, g.dtype)
                 struct.pack_into("<Q", self._checks, 8 * g.index, value)
-            g.decode_ns += perf_counter_ns() - arrived
+            g.decoded_at = perf_counter_ns()
+            g.decode_ns += g.decoded_at - g.arrived_at
             g.steps += 1
         except Exception as e:
             failure = e
@@ -357,6 +394,7 @@ class Pipeline:
         one's."""
         with self._idle:
             self._inflight -= 1
+            self.landed_at = perf_counter_ns()
             self._idle.notify_all()
 
     def _account(self, g: Group, exchange: Exchange) -> None:

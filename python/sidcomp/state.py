@@ -1,19 +1,22 @@
 """State: the compression of one DDP model, as the user sees it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from sidcomp import checkpoint
+from sidcomp import checkpoint, explain, planplot
+from sidcomp.controller import Controller
 from sidcomp.errors import ArgumentError, SetupError
-from sidcomp.groups import Exclude, Groups
+from sidcomp.groups import PLANNED, Exclude, Groups
 from sidcomp.layout import Group
 from sidcomp.pipeline import Pipeline
+from sidcomp.profile import Profile
 from sidcomp.registry import Setting
-from sidcomp.settings import Settings
+from sidcomp.settings import Candidates, Settings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -65,26 +68,38 @@ class State:
         codec: str = "topk",
         *,
         memory: str = "residual",
-        groups: Groups = "bucket",
+        groups: Groups | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
         exclude: Exclude = (),
         checksum_every: int = 0,
         isa: str | None = None,
+        candidates: Candidates | None = None,
+        profile: Profile | str | Path | None = None,
         **parameters: Setting,
     ) -> None:
-        self._arguments = (codec, memory, groups, seed, exclude, checksum_every, isa, parameters)
+        self._arguments = (codec, memory, groups, seed, exclude, checksum_every, isa, candidates, parameters)
         self.settings = Settings.parse(*self._arguments)
-        self.codec, self.memory = self.settings.codec, self.settings.memory
+        if profile is not None and not self.settings.planned:
+            raise ArgumentError(
+                f'profile= is for codec="auto" or groups in {PLANNED}; groups={groups!r} plans nothing'
+            )
+        if isinstance(profile, str | Path):
+            profile = Profile.load(profile)
         self._pipeline = Pipeline(self.settings, process_group)
+        if self.settings.planned:
+            self._pipeline.controller = Controller(self.settings, profile)
         self._bound: Binding | None = None
         self._scale: float | None = None
         self._closed: dict[str, Any] | None = None  # the last stats
 
     def __repr__(self) -> str:
-        s = self.settings
-        parameters = "".join(f", {k}={v!r}" for k, v in s.parameters.items())
-        return f"State({s.codec.name!r}{parameters}, memory={s.memory.name!r}, step={self._pipeline.step})"
+        ways = ", ".join(way.label for way in self.settings.ways)
+        chosen = f"auto from {ways}" if self.settings.auto else ways
+        memory = self.settings.ways[0].memory.name
+        return (
+            f"State({chosen}, memory={memory!r}, groups={self.settings.groups!r}, step={self._pipeline.step})"
+        )
 
     @property
     def error(self) -> Exception | None:
@@ -196,6 +211,40 @@ class State:
             "decode_seconds": g.decode_ns * 1e-9,
         }
 
+    # ---- the plan
+    # -----------------------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """What was measured, what was chosen and why, as a text for people. For a planned State; on this
+        rank."""
+        return explain.explain(self._pipeline)
+
+    def plan_report(self) -> dict[str, Any]:
+        """The same as numbers: stage ("resting" once it is settled), why, log, tried (every plan that was
+        measured), groups (names, way, exchange, sent_bytes, predicted_ps, measured_ps), finding_steps,
+        finding_seconds, and of one iteration, in ps, 0 where there is none: dense_ps (plain DDP), compute_ps
+        (no communication), baseline_ps (what the plan had to beat), predicted_ps and measured_ps (the plan),
+        rewrapped_ps (predicted with the plan's groups as DDP's buckets; None: not planned)."""
+        return explain.report(self._pipeline)
+
+    def timeline(self, path: str | Path) -> None:
+        """Writes the predicted and the last measured iteration as a Chrome trace (chrome://tracing,
+        ui.perfetto.dev)."""
+        explain.trace(self._pipeline, path)
+
+    def plot(self, path: str | Path) -> None:
+        """Draws them. Needs matplotlib."""
+        rows = explain.timelines(self._pipeline)
+        if not any(rows.values()):
+            raise SetupError("there is no iteration to draw yet: train some steps first")
+        planplot.draw(rows, path, repr(self))
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was measured for the plan, once it was: `state.profile.save(path)`, then `State("auto",
+        profile=path)` spares the next run the measuring."""
+        return explain.controller_of(self._pipeline).report.profile
+
     # ---- loss scale
     # ---------------------------------------------------------------------------------------------
 
@@ -264,6 +313,9 @@ class State:
         if self._bound is not None:
             resume.check(self._bound.shapes)
         p.resume, p.kept_groups, p.layout = resume, resume.layout, None
+        if p.controller is not None:
+            p.controller = Controller(self.settings, None)
+            p.regime, p.kept_groups = p.controller.resume(resume), []
         p.step = resume.source["step"]
         self._scale = resume.source["scale"]
 
@@ -300,10 +352,10 @@ class State:
         return {"arguments": self._arguments, "memory": self.state_dict() if started else None}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        codec, memory, groups, seed, exclude, checksum_every, isa, parameters = saved["arguments"]
+        codec, memory, groups, seed, exclude, checksum_every, isa, candidates, parameters = saved["arguments"]
         self.__init__(  # type: ignore[misc]
             codec, memory=memory, groups=groups, seed=seed, exclude=exclude,
-            checksum_every=checksum_every, isa=isa, **parameters,
+            checksum_every=checksum_every, isa=isa, candidates=candidates, **parameters,
         )  # fmt: skip
         if saved["memory"] is not None:
             self.load_state_dict(saved["memory"])

@@ -1,0 +1,469 @@
+"""The controller: measures plain DDP, plans, checks on interleaved windows that the plan wins, and keeps it
+only while it does.
+
+It is a script, a generator: it yields what the coming iteration is to be, and gets back what was measured of
+it. Every rank runs the same script; what it decides by has been agreed on by all ranks first.
+"""
+
+import logging
+import struct
+from collections.abc import Generator
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from statistics import median
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sidcomp import observe, search
+from sidcomp.checkpoint import Resume, way_of
+from sidcomp.groups import DENSE, Regime, excluded
+from sidcomp.planning import VERSION, evaluate, plan, plan_hash
+from sidcomp.profile import Profile
+from sidcomp.settings import Settings
+from sidcomp.verdict import MARGIN, Pair, gain, verdict
+
+if TYPE_CHECKING:
+    from sidcomp.ddp import Binding
+    from sidcomp.pipeline import Pipeline
+
+logger = logging.getLogger("sidcomp")
+
+PLAIN = Regime("bucket", (DENSE,))
+
+RESTING = "resting"  # the stage after finding out
+
+_BASELINE_STEPS = 8  # of plain DDP, and of the fixed groups in their place
+_ALONE_STEPS = 5  # with all exchanges after backward()
+_WINDOW = 4  # timed steps of a window
+_CHECK_EVERY = 50  # steps between two looks at the step time
+_DRIFT = 1.25  # times as slow as when the plan was kept, twice in a row: look again
+_REST = 500  # steps before a second look
+_PROBE_SHARE = 0.02  # of the first thousand steps
+_SCENARIOS = 16
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the coming iteration is to be. deferred: exchange nothing before backward() has ended."""
+
+    regime: Regime
+    deferred: bool = False
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What was measured of the last one: from the arrival of its first bucket to that of the next, in ns."""
+
+    interval: int
+    clean: bool  # no new groups at its start
+    seen: observe.Seen | None
+
+
+Script = Generator[Order, Iteration, None]
+Times = Generator[Order, Iteration, list[int]]
+
+
+@dataclass
+class Report:
+    """What was found out, for `State.explain()` and checkpoints. Times in ps, of one iteration."""
+
+    stage: str = "starting"
+    dense_ps: int = 0
+    compute_ps: int = 0
+    baseline_ps: int = 0  # of the groups to beat: plain DDP's, or a bucket each with the codec asked for
+    predicted_ps: int = 0
+    measured_ps: int = 0
+    steps: int = 0  # that finding out took
+    seconds: float = 0.0  # and how much longer they were than those that follow
+    why: str = ""
+    log: list[str] = field(default_factory=list)
+    tried: list[dict[str, Any]] = field(default_factory=list)  # every plan: predicted, measured, baseline
+    plan: dict[str, Any] | None = None
+    instance: dict[str, Any] | None = None
+    profile: Profile | None = None
+
+
+class Controller:
+    """Finds the regime of a planned State. The pipeline calls `between` and `begin` at a step boundary."""
+
+    def __init__(self, settings: Settings, profile: Profile | None) -> None:
+        self.settings = settings
+        self.given = profile
+        self.algorithm = {"auto": "ldp"}.get(str(settings.groups), str(settings.groups))
+        self.report = Report()
+        self.base = PLAIN if settings.auto else Regime("bucket")  # what a plan has to beat
+        self._p: Pipeline | None = None  # only during a call: a generator must not keep a process group alive
+        self._binding: Binding | None = None
+        self._order = Order(PLAIN)
+        self._disturbed = True
+        self._layout: object = None
+        self._mark = self._entered = 0
+        self._spent = 0  # ns of the iterations that finding out took
+        self._script = self._whole()
+        next(self._script)
+
+    # ---- the pipeline's side
+    # ------------------------------------------------------------------------------------
+
+    def between(self, p: "Pipeline", binding: "Binding") -> Regime:
+        """Before the first bucket of an iteration, on every rank: the regime from here on. Collectives run
+        here."""
+        if p.lane is not None and self.report.stage != RESTING:
+            torch.cuda.synchronize(p.lane.device)  # else the host's clock tells when it was asked, not done
+        self._entered = perf_counter_ns()
+        self._p, self._binding = p, binding
+        try:
+            return self._between(p)
+        except Exception:
+            self._script = self._rest(PLAIN, "measuring failed; State.error has the reason")
+            self._order = next(self._script)
+            raise
+        finally:
+            self._p = self._binding = None
+
+    def _between(self, p: "Pipeline") -> Regime:
+        clean = not self._disturbed and p.layout is self._layout
+        if p.regime.flush:
+            lost = max(self._agree([int(p.lost == p.step)]))  # what was flushed did not count: once more
+            return p.regime if lost else self._order.regime
+        assert p.layout is not None
+        exploring = self.report.stage != RESTING
+        it = Iteration(self._entered - self._mark, clean, observe.Seen.of(p) if exploring else None)
+        self._order = self._script.send(it)
+        p.deferred = self._order.deferred
+        target = self._order.regime
+        return replace(target, flush=True) if observe.leaves_behind(p.layout, target) else target
+
+    def begin(self, p: "Pipeline") -> None:
+        """After the groups of the coming iteration have been made."""
+        self._disturbed = p.layout is not self._layout
+        self._layout = p.layout
+        self._mark = perf_counter_ns()
+        if self.report.stage != RESTING:
+            self._spent += self._mark - self._entered
+
+    # ---- checkpoints
+    # ---------------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """In plain types. Only what was found is kept: who stops while it is being found out starts anew."""
+        report = {f.name: getattr(self.report, f.name) for f in fields(Report) if f.name != "profile"}
+        return {"version": VERSION, "found": self.report.stage == RESTING, "report": report}
+
+    def resume(self, resume: Resume) -> Regime:
+        """What a checkpoint says: goes on with the groups that it had, or finds them anew."""
+        saved, why = resume.source.get("controller"), ""
+        if saved is None or not saved["found"]:
+            why = "the checkpoint was saved before a plan was kept"
+        elif saved["version"] != VERSION:
+            why = f"the plan in the checkpoint has version {saved['version']}, this sidcomp makes {VERSION}"
+        elif not resume.layout:
+            why = "the checkpoint is of other settings"
+        regime = PLAIN
+        if why or saved is None:
+            logger.warning("%s: measuring and planning anew", why)
+        else:
+            shapes = {
+                n: tuple(s) for g in resume.layout for n, s in zip(g["names"], g["shapes"], strict=True)
+            }
+            out = excluded(self.settings.exclude, shapes)
+            groups = [g for g in resume.layout if g["names"][0] not in out]
+            ways = tuple(way_of(g) for g in groups)
+            if any(way != DENSE for way in ways):
+                regime = Regime([list(g["names"]) for g in groups], ways)
+            self.report = Report(**saved["report"])
+            self._script = self._rest(regime, self.report.why)
+            self._order = next(self._script)
+        kept = resume.residuals.keys()
+        dense = regime.dense_names() if isinstance(regime.rule, list) else kept
+        return replace(regime, flush=not kept.isdisjoint(dense))
+
+    def rewrap(self) -> list[int]:
+        """Plans for buckets that are groups: their sizes in bytes, none if nothing was planned before."""
+        if self.report.profile is None or self.report.plan is None:
+            return []
+        instance = observe.instance(self.report.profile, self.settings, buckets=False)
+        found = plan(instance, "ldp", scenarios=_SCENARIOS)
+        self._script = self._rewrapped(instance, found)
+        self._order = next(self._script)
+        sizes = [t["bytes"] for t in self.report.profile.tensors]
+        return [sum(sizes[a:b]) for a, b in pairwise([0, *found["ends"]])]
+
+    def _rewrapped(self, instance: dict[str, Any], found: dict[str, Any]) -> Script:
+        regime, clean = self._regime(found), 0
+        while clean < 2:  # DDP forms the buckets after it has seen the order of the gradients
+            it = yield Order(regime)
+            clean = clean + 1 if it.clean else 0
+        times = yield from self._timed(regime, _BASELINE_STEPS)
+        before = self.report.measured_ps
+        self._adopt(instance, found, times)
+        share = self.report.measured_ps / before
+        yield from self._rest(regime, f"with DDP's buckets as groups: {share:.2f} of the time before")
+
+    # ---- agreeing
+    # -----------------------------------------------------------------------------------------------
+
+    def _agree(self, values: list[int]) -> list[int]:
+        """The largest of each over the ranks."""
+        assert self._p is not None and self._p.exchange is not None
+        exchange = self._p.exchange
+        packed = struct.pack(f"<{len(values)}q", *values)
+        rows = [struct.unpack(f"<{len(values)}q", b) for b in exchange.gather_bytes(packed)]
+        self._p.control += exchange.world * len(packed)
+        return [max(column) for column in zip(*rows, strict=True)]
+
+    def _say(self, text: str) -> None:
+        self.report.log.append(text)
+        if self._p is not None and self._p.exchange is not None and self._p.exchange.rank == 0:
+            logger.info(text)
+
+    # ---- the script
+    # ---------------------------------------------------------------------------------------------
+
+    def _whole(self) -> Script:
+        yield from self._settle()
+        assert self._p is not None and self._p.exchange is not None
+        if self._p.exchange.world == 1:
+            regime, why = self.base, "one rank: there is nothing to exchange"
+        else:
+            regime, why = yield from self._find_out()
+        yield from self._rest(regime, why)
+
+    def _settle(self) -> Script:
+        """Until DDP has formed its buckets for good."""
+        self.report.stage = "settling"
+        clean = 0
+        while clean < 2:
+            it = yield Order(PLAIN)
+            assert self._p is not None
+            clean = clean + 1 if it.clean and self._p.settled else 0
+
+    def _explore(self, order: Order) -> Generator[Order, Iteration, Iteration]:
+        """An iteration for the sake of finding out."""
+        it = yield order
+        self.report.steps += 1
+        self._spent += it.interval
+        return it
+
+    def _timed(self, regime: Regime, n: int) -> Times:
+        """The times of n steps, those of the slowest rank; steps in which groups changed do not count."""
+        times: list[int] = []
+        while len(times) < n:
+            it = yield from self._explore(Order(regime))
+            if it.clean:
+                times.append(it.interval)
+        return self._agree(times)
+
+    def _find_out(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
+        self.report.stage = "measuring"
+        profile = yield from self._profile()
+        self.report.profile = profile
+        self.report.dense_ps, self.report.compute_ps = profile.dense_ps, profile.compute_ps
+        if self.settings.groups == "mergecomp":
+            return (yield from self._mergecomp())
+        self.report.stage = "planning"
+        instance = observe.instance(profile, self.settings)
+        if self.algorithm != "ldp":  # a paper's own choice is kept as it is
+            found = plan(instance, self.algorithm)
+            regime = self._regime(found)
+            times = yield from self._timed(regime, _BASELINE_STEPS)
+            self._adopt(instance, found, times)
+            return regime, f"{self.algorithm} chose it"
+        return (yield from self._compare(instance))
+
+    def _compare(self, instance: dict[str, Any]) -> Generator[Order, Iteration, tuple[Regime, str]]:
+        """Plan, verify, refit, plan again: what is kept has won against what was there before."""
+        r = self.report
+        best, to_beat = self.base, self._baseline_of(instance)
+        why = "no plan was predicted to be faster"
+        refit = instance
+        for attempt in range(3):
+            # The model is not exact: what it finds a little slower than the baseline is tried once.
+            found = self._choose(refit, int(to_beat * (MARGIN if attempt else 1.1)), best)
+            if found is None:
+                break
+            regime = self._regime(found)
+            r.stage = "verifying"
+            self._say(
+                f"plan {plan_hash(found)[:8]}: {len(found['ends'])} groups, predicted "
+                f"{found['time_ps'] * 1e-9:.1f} ms against {to_beat * 1e-9:.1f} ms"
+            )
+            pairs, seen = yield from self._verify(regime, best)
+            won = bool(verdict(pairs))
+            tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
+            said = f"{gain(pairs):.3f} of the time of {self._called(best)} in {len(pairs)} pairs of windows"
+            r.tried.append(
+                {
+                    "groups": len(found["ends"]),
+                    "predicted_ps": found["time_ps"],
+                    "measured_ps": tried,
+                    "against_ps": other,
+                    "pairs": len(pairs),
+                    "kept": won,
+                }
+            )
+            self._say(f"measured: {said}, {'kept' if won else 'not kept'}")
+            if best == self.base:
+                r.baseline_ps = to_beat = other
+            if won:
+                best, to_beat, why = regime, tried, said
+                self._keep(refit, found, tried)
+            elif best == self.base:
+                why = f"the plan took {said}"
+            refit = observe.refit(refit, found, seen, tried, self._agree)
+        return best, why
+
+    def _choose(self, instance: dict[str, Any], limit: int, best: Regime) -> dict[str, Any] | None:
+        """A plan of at most `limit` ps that is none of ours; where dense is the best, the best without it."""
+        found = plan(instance, self.algorithm, scenarios=_SCENARIOS)
+        if self._regime(found) == best and self.settings.auto:
+            lossy = {**instance, "methods": instance["methods"][1:]}
+            found = plan(lossy, self.algorithm, scenarios=_SCENARIOS)
+            found["methods"] = [m + 1 for m in found["methods"]]
+        if found["time_ps"] > limit or self._regime(found) == best:
+            return None
+        return found
+
+    def _verify(
+        self, regime: Regime, other: Regime
+    ) -> Generator[Order, Iteration, tuple[list[Pair], list[observe.Seen]]]:
+        pairs: list[Pair] = []
+        seen: list[observe.Seen] = []
+        while verdict(pairs) is None:
+            windows = {}
+            for which in ((True, False), (False, True))[len(pairs) % 2]:
+                times: list[int] = []
+                while len(times) < _WINDOW:
+                    it = yield from self._explore(Order(regime if which else other))
+                    if it.clean:
+                        times.append(it.interval)
+                        assert self._p is not None
+                        if which and it.seen is not None and self._p.lane is None:
+                            seen.append(it.seen)
+                windows[which] = times
+            both = self._agree(windows[True] + windows[False])
+            pairs.append((both[:_WINDOW], both[_WINDOW:]))
+        return pairs, seen
+
+    def _mergecomp(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
+        """MergeComp's Algorithm 2 as published: by measured iteration times, at the start of training."""
+        assert self.report.profile is not None
+        names = [t["name"] for t in self.report.profile.tensors]
+        asked = search.mergecomp(len(names))
+        ends = next(asked)
+        self.report.stage = "searching"
+        tries = 0
+        while True:
+            times = yield from self._timed(self._grouped(names, ends, (0,)), _WINDOW)
+            tries += 1
+            try:
+                ends = asked.send(median(times))
+            except StopIteration as stop:
+                ends = stop.value
+                break
+        regime = self._grouped(names, ends, (0,))
+        times = yield from self._timed(regime, _BASELINE_STEPS)
+        self.report.measured_ps = int(1000 * median(times))
+        return regime, f"MergeComp's search chose {len(ends)} groups after {tries} measurements"
+
+    def _rest(self, regime: Regime, why: str) -> Script:
+        """Trains on, with a look at the step time now and then."""
+        while True:
+            self.report.stage, self.report.why = RESTING, why
+            self._say(f"goes on with {self._called(regime)}: {why}")
+            self._count_cost()
+            yield from self._watch(regime)
+            self.report.stage = "looking again"
+            if self.algorithm == "ldp":
+                self._say("the step time has drifted: looking again")
+                regime, why = yield from self._find_out()
+
+    def _watch(self, regime: Regime) -> Script:
+        """Until the steps have become slower for good."""
+        reference, strikes, steps, times = 0, 0, 0, []
+        while strikes < 2 or steps < _REST:
+            it = yield Order(regime)
+            steps += 1
+            if it.clean:
+                times.append(it.interval)
+            if len(times) == _CHECK_EVERY:
+                now = int(median(self._agree(times)))
+                times = []
+                reference = reference or now
+                strikes = strikes + 1 if now > _DRIFT * reference else 0
+                reference = min(reference, now)
+
+    # ---- pieces of it
+    # -------------------------------------------------------------------------------------------
+
+    def _profile(self) -> Generator[Order, Iteration, Profile]:
+        assert self._p is not None
+        if self.given is not None:
+            given, self.given = self.given, None
+            reason = given.stale(**observe.identity(self._p))
+            if reason is None:
+                self._say("using the profile that was given")
+                return given
+            self._say(f"the profile that was given does not fit ({reason}): measuring anew")
+        self._say("measuring plain DDP")
+        dense = yield from self._timed(PLAIN, _BASELINE_STEPS)
+        self._say("measuring backward() alone")
+        alone: list[observe.Alone] = []
+        assert self._p is not None and self._p.layout is not None
+        recorder = observe.Recorder(self._p.layout)
+        try:
+            while len(alone) <= _ALONE_STEPS:  # the first is not used: its hooks are new
+                it = yield from self._explore(Order(PLAIN, deferred=True))
+                if it.clean and it.seen is not None:
+                    alone.append(observe.Alone(it.interval, it.seen, recorder.take(it.seen.arrivals[-1])))
+        finally:
+            recorder.close()
+        self._say("measuring codecs and exchanges")
+        budget = max(0.5, _PROBE_SHARE * 1000 * median(dense) * 1e-9)
+        assert self._p is not None and self._binding is not None
+        return observe.profile(
+            self._p, self._binding, self.settings, int(median(dense)), alone[1:], budget, self._agree
+        )
+
+    def _baseline_of(self, instance: dict[str, Any]) -> int:
+        """The time of what a plan has to beat: plain DDP's, measured; of a codec by buckets, predicted."""
+        assert self.report.profile is not None
+        if self.settings.auto:
+            return self.report.dense_ps
+        ends = observe.bucket_ends(self.report.profile)
+        return int(evaluate(instance, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
+
+    def _regime(self, found: dict[str, Any]) -> Regime:
+        assert self.report.profile is not None
+        names = [t["name"] for t in self.report.profile.tensors]
+        ways = tuple(m - 1 if self.settings.auto else m for m in found["methods"])
+        if all(way == DENSE for way in ways):
+            return PLAIN
+        return self._grouped(names, found["ends"], ways)
+
+    @staticmethod
+    def _grouped(names: list[str], ends: list[int], ways: tuple[int, ...]) -> Regime:
+        ways = ways if len(ways) == len(ends) else ways * len(ends)
+        return Regime([names[a:b] for a, b in pairwise([0, *ends])], ways)
+
+    def _adopt(self, instance: dict[str, Any], found: dict[str, Any], times: list[int]) -> None:
+        self._keep(instance, found, int(1000 * median(times)))
+
+    def _keep(self, instance: dict[str, Any], found: dict[str, Any], measured_ps: int) -> None:
+        r = self.report
+        r.instance, r.plan, r.predicted_ps, r.measured_ps = instance, found, found["time_ps"], measured_ps
+
+    def _count_cost(self) -> None:
+        """How much longer finding out took than the same steps with what was found."""
+        r = self.report
+        settled = r.measured_ps or r.baseline_ps or r.dense_ps
+        r.seconds += max(0.0, self._spent * 1e-9 - r.steps * settled * 1e-12)
+        self._spent = 0
+
+    def _called(self, regime: Regime) -> str:
+        if regime == PLAIN:
+            return "plain DDP's dense exchange"
+        n = len(regime.rule) if isinstance(regime.rule, list) else 0
+        return f"a plan of {n} groups" if n else "a group for each bucket"

@@ -1,0 +1,294 @@
+"""What the controller sees of an iteration: when buckets and parameters became ready, what groups took."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from statistics import median
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sidcomp import probe
+from sidcomp.errors import SetupError
+from sidcomp.groups import DENSE, Piece, Regime, excluded
+from sidcomp.layout import Layout
+from sidcomp.planning import evaluate
+from sidcomp.profile import Profile, model_digest
+from sidcomp.settings import Settings, Way
+
+if TYPE_CHECKING:
+    from sidcomp.ddp import Binding
+    from sidcomp.pipeline import Pipeline
+
+Agree = Callable[[list[int]], list[int]]
+
+_PS = 1000  # in a ns
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One iteration, in ns of the host's clock."""
+
+    arrivals: tuple[int, ...]  # of the buckets, in their order
+    groups: tuple[tuple[int, int, int, int], ...]  # begin of encode and exchange, end of exchange and decode
+    landed: int  # when the last group was decoded
+
+    @staticmethod
+    def of(p: "Pipeline") -> "Seen":
+        assert p.layout is not None
+        return Seen(
+            tuple(s.arrived_at for s in p.layout.slots),
+            tuple((g.begun_at, g.exchanged_at, g.arrived_at, g.decoded_at) for g in p.layout.groups),
+            p.landed_at,
+        )
+
+
+@dataclass(frozen=True)
+class Alone:
+    """An iteration whose exchanges all came after backward(), and when each gradient was ready."""
+
+    interval: int
+    seen: Seen
+    ready: list[int]  # 0: it got no gradient
+
+    @property
+    def compute(self) -> int:
+        """What it would have taken without any exchange."""
+        return self.interval - (self.seen.landed - self.seen.arrivals[-1])
+
+    def since_start(self, at: int) -> int:
+        """A moment, from the end of the iteration before."""
+        lead = self.compute - (self.seen.arrivals[-1] - self.seen.arrivals[0])
+        return max(0, lead + at - self.seen.arrivals[0])
+
+
+class Recorder:
+    """Notes when each parameter's gradient is ready, by hooks on the parameters, until it is closed.
+
+    On CUDA by events, which are read when backward() has ended.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        params = [p for slot in layout.slots for p in slot.params]
+        self._cuda = params[0].is_cuda
+        self._ready = [0] * len(params)
+        self._events: list[tuple[int, torch.cuda.Event]] = []
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._note, i))  # type: ignore[no-untyped-call]
+            for i, p in enumerate(params)
+        ]
+
+    def _note(self, i: int, _: torch.Tensor) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append((i, event))
+        else:
+            self._ready[i] = perf_counter_ns()
+
+    def take(self, end: int) -> list[int]:
+        """Of the last iteration; `end`: when its last gradient was ready, by the host's clock."""
+        taken, self._ready[:] = list(self._ready), [0] * len(self._ready)
+        for i, event in self._events:
+            taken[i] = end - int(1e6 * event.elapsed_time(self._events[-1][1]))
+        self._events = []
+        return taken
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _pieces(layout: Layout) -> list[Piece]:
+    """Every parameter of the layout, in the order in which DDP shows them."""
+    return sorted((x for g in layout.groups for x in g.spec.pieces), key=lambda x: (x.bucket, x.offset))
+
+
+def identity(p: "Pipeline") -> dict[str, Any]:
+    """What a profile belongs to."""
+    assert p.layout is not None and p.exchange is not None
+    return {
+        "model": model_digest((x.name, x.shape, x.dtype) for x in _pieces(p.layout)),
+        "world": p.exchange.world,
+        "device": p.exchange.device.type,
+        "backend": p.exchange.backend,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def profile(
+    p: "Pipeline",
+    binding: "Binding",
+    settings: Settings,
+    dense_ns: int,
+    alone: Sequence[Alone],
+    budget: float,
+    agree: Agree,
+) -> Profile:
+    """A profile of the model as it trains here. A collective: all ranks get the same numbers.
+
+    Excluded parameters and such without elements are not in it: no plan is made for them.
+    """
+    assert p.layout is not None and p.exchange is not None
+    layout, started = p.layout, perf_counter_ns()
+    compute = int(median(a.compute for a in alone))
+    buckets = [
+        int(median(a.since_start(a.seen.arrivals[j]) for a in alone)) for j in range(len(layout.slots))
+    ]
+    ready, at = [], 0
+    for j, slot in enumerate(layout.slots):
+        for _ in slot.params:
+            own = [a.since_start(a.ready[at]) for a in alone if a.ready[at]]
+            ready.append(int(median(own)) if own else buckets[j])
+            at += 1
+    agreed = agree([compute, dense_ns, *buckets, *ready])
+    compute, dense_ns, times = agreed[0], agreed[1], agreed[2:]
+    buckets, ready = times[: len(buckets)], times[len(buckets) :]
+    if p.lane is not None:  # the host's clock saw only when a bucket was enqueued
+        ends = list(accumulate(len(slot.params) for slot in layout.slots))
+        buckets = [max(ready[a:b]) for a, b in pairwise([0, *ends])]
+    for j in range(1, len(buckets)):
+        buckets[j] = max(buckets[j], buckets[j - 1])
+    params = [q for slot in layout.slots for q in slot.params]
+    of_param = {binding.names[id(q)]: i for i, q in enumerate(params)}
+    shapes = {x.name: x.shape for x in _pieces(layout)}
+    dense = excluded(settings.exclude, shapes)
+    tensors: list[dict[str, Any]] = [
+        {
+            "name": x.name,
+            "bytes": x.numel * x.itemsize,
+            "bucket": x.bucket,
+            "ready_ps": _PS * min(ready[of_param[x.name]], buckets[x.bucket]),
+            "kind": f"{x.dtype} {x.device}",
+        }
+        for x in _pieces(layout)
+        if x.name not in dense
+    ]
+    if not tensors:
+        raise SetupError("every parameter is excluded: there is nothing to plan; leave exclude= out")
+    probed = probe.measure(
+        [candidate(way) for way in settings.ways],
+        p.exchange,
+        sum(t["bytes"] for t in tensors),
+        layout.slots[0].buffer.dtype,
+        p.exchange.device,
+        budget,
+        settings.seed,
+        settings.isa,
+    )
+    return Profile(
+        **identity(p),
+        tensors=tensors,
+        forward_ps=min(t["ready_ps"] for t in tensors),
+        rest_ps=0,  # what follows a backward pass counts to the next iteration
+        compute_ps=_PS * compute,
+        dense_ps=_PS * dense_ns,
+        methods=probed.methods,
+        contention=probed.contention,
+        measured_s=(perf_counter_ns() - started) * 1e-9,
+    )
+
+
+def candidate(way: Way) -> probe.Candidate:
+    return probe.Candidate(way.codec.name, way.memory.name, way.parameters)
+
+
+def instance(profile: Profile, settings: Settings, buckets: bool = True) -> dict[str, Any]:
+    """What the planner gets: dense first where the codec is free, then the State's ways, in their order."""
+    names = [candidate(way).name for way in settings.ways]
+    dense = profile.methods[0].name
+    made = profile.instance(
+        buckets, [dense, *names] if settings.auto else names, contention=contention(profile)
+    )
+    kinds = [t["kind"] for t in profile.tensors]
+    made["cut_before"] = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
+    return made
+
+
+def contention(profile: Profile) -> int:
+    """How far exchanges suffer from the computing beside them, per mille: such that the model gives plain DDP
+    the time it was measured to take."""
+    ends = bucket_ends(profile)
+    buckets = {"ends": ends, "methods": [0] * len(ends)}
+    low, high = 0, 1000
+    while low < high:
+        middle = (low + high) // 2
+        made = profile.instance(True, [profile.methods[0].name], contention=middle)
+        if evaluate(made, buckets)["time_ps"] < profile.dense_ps:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def bucket_ends(profile: Profile) -> list[int]:
+    """DDP's own buckets as the groups of a plan."""
+    at = [t["bucket"] for t in profile.tensors]
+    return [*(i for i in range(1, len(at)) if at[i] != at[i - 1]), len(at)]
+
+
+def leaves_behind(layout: Layout, target: Regime) -> bool:
+    """Whether what the layout's memories keep would have no place in the groups of `target`."""
+    kept = [name for g in layout.groups if g.plan.vectors for name in g.names]
+    if not isinstance(target.rule, list):
+        return bool(kept) and target.ways[0] == DENSE
+    return not target.dense_names().isdisjoint(kept)
+
+
+def refit(
+    instance: dict[str, Any], found: dict[str, Any], seen: Sequence[Seen], measured_ps: int, agree: Agree
+) -> dict[str, Any]:
+    """The instance, its costs scaled by what was seen of a plan that ran, so that it explains its time.
+
+    Every method's encode, exchange and decode by one factor each (between 1/4 and 4), the backward pass by
+    one; what is left over goes to the time outside of it.
+    """
+    again = {**instance}
+    if seen:
+        again.update(_rescaled(instance, found, seen, agree))
+    off = measured_ps - evaluate(again, found)["time_ps"]
+    again["forward_ps"] = max(0, instance["forward_ps"] + off)
+    return again
+
+
+def _rescaled(
+    instance: dict[str, Any], found: dict[str, Any], seen: Sequence[Seen], agree: Agree
+) -> dict[str, Any]:
+    spans = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}
+    took = [
+        {kind: int(median(_took(s, k, *ab) for s in seen)) for kind, ab in spans.items()}
+        for k in range(len(found["ends"]))
+    ]
+    slow = agree([t[kind] for t in took for kind in spans])
+    methods = []
+    for m, method in enumerate(instance["methods"]):
+        scaled = {**method}
+        for i, kind in enumerate(spans):
+            mine = [k for k, used in enumerate(found["methods"]) if used == m]
+            rows = [found["timeline"][k][kind] for k in mine]
+            said = sum(end - start for start, end in filter(None, rows))
+            if method[kind] is not None and said:
+                factor = min(4.0, max(0.25, _PS * sum(slow[3 * k + i] for k in mine) / said))
+                scaled[kind] = [[x, round(y * factor)] for x, y in method[kind]]
+        methods.append(scaled)
+    passes = [
+        s.arrivals[-1] - s.arrivals[0] - sum(b - a for a, b, _, _ in s.groups if a < s.arrivals[-1])
+        for s in seen
+    ]
+    (backward,) = agree([int(median(passes))])
+    tensors, said = instance["tensors"], sum(t["backward_ps"] for t in instance["tensors"])
+    # What of the pass is seen begins with the first bucket.
+    said -= next((t["backward_ps"] for t in tensors if t["backward_ps"]), 0)
+    if said > 0 and backward > 0:
+        factor = min(2.0, max(0.5, _PS * backward / said))
+        tensors = [{**t, "backward_ps": round(t["backward_ps"] * factor)} for t in tensors]
+    return {"methods": methods, "tensors": tensors}
+
+
+def _took(s: Seen, k: int, a: int, b: int) -> int:
+    """A span of group k; its exchange does not begin before that of the group before it has ended."""
+    row = s.groups[k]
+    start = max(row[a], s.groups[k - 1][2]) if a == 1 and k else row[a]
+    return max(0, row[b] - start)
