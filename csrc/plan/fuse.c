@@ -4,8 +4,9 @@
 
 #include "plan.h"
 
-static const sid_planner *const planners[] = {&sid_planner_pg,   &sid_planner_dense,  &sid_planner_layerwise,
-                                              &sid_planner_even, &sid_planner_bucket, &sid_planner_threshold};
+static const sid_planner *const planners[] = {&sid_planner_pg,        &sid_planner_dense,   &sid_planner_layerwise,
+                                              &sid_planner_even,      &sid_planner_bucket,  &sid_planner_threshold,
+                                              &sid_planner_mergecomp, &sid_planner_cupcake, &sid_planner_cupcake_fixed};
 
 enum {
     N_PLANNERS = sizeof planners / sizeof *planners

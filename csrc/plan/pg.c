@@ -118,6 +118,14 @@ static int is_line(const sid_curve *c, int64_t total, line *l) {
     return l->rise.to >= total && l->rise.slope >= 0;
 }
 
+int sid_is_affine(const sid_problem *p, uint32_t method) {
+    const sid_method *m = &p->in->methods[method];
+    const int64_t total = p->size[p->in->n];
+    line h, g;
+    return p->in->n_methods == 1 && !m->decode.n && !(m->encode.n && p->in->overlap_permille) &&
+           is_line(&m->encode, total, &h) && !h.rise.rest && is_line(&m->exchange, total, &g) && !g.rise.rest;
+}
+
 /* A rising line through the curve at about half and twice `size` bytes. */
 static line fit(const sid_curve *c, int64_t size, uint32_t n, int64_t total) {
     line l = {0, sid_slope(0, 1)};
@@ -223,11 +231,10 @@ static int64_t best_dense(sid_job *j) {
         for (uint32_t m = 0; m < p->in->n_methods; m++) {
             const sid_method *q = &p->in->methods[m];
             if (!sid_is_dense(q)) continue;
-            sid_piece at = sid_piece_of(&q->exchange, 0);
+            sid_piece at = {0};
             for (uint32_t i = x + 1; i <= p->far[x]; i++) {
                 const int64_t bytes = p->size[i] - p->size[x], ready = p->in->forward_ps + p->back[i];
-                if (bytes >= at.to) at = sid_piece_of(&q->exchange, bytes);
-                const int64_t t = sid_max(free[x], ready) + sid_piece_at(&at, bytes);
+                const int64_t t = sid_max(free[x], ready) + sid_curve_near(&q->exchange, &at, bytes);
                 if (t >= free[i]) continue;
                 free[i] = t;
                 from[i - 1] = x;

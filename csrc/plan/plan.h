@@ -27,8 +27,7 @@ void *sid_take(sid_arena *a, size_t count, size_t size);
 
 /* ---- costs ------------------------------------------------------------------------------------------------------ */
 
-/* The piece of a curve at hand: ps + slope * dx + rest * dx / width, rounded down, for from <= x < to, dx = x - from.
- * Cursors keep one, because a group that grows mostly stays on its piece. */
+/* The piece of a curve at hand: ps + slope * dx + rest * dx / width, rounded down, for from <= x < to, dx = x - from. */
 typedef struct sid_piece {
     int64_t from, to, ps, slope;
     uint64_t rest, width;
@@ -50,6 +49,20 @@ typedef struct sid_cost {
 } sid_cost;
 int64_t sid_curve_at(const sid_curve *c, int64_t x);
 sid_cost sid_cost_at(const sid_method *m, int64_t x);
+
+/* The same with the pieces of the last question at hand; all-zero is a valid start. */
+typedef struct sid_pieces {
+    sid_piece encode, exchange, decode;
+} sid_pieces;
+static inline int64_t sid_curve_near(const sid_curve *c, sid_piece *p, int64_t x) {
+    if (x < p->from || x >= p->to) *p = sid_piece_of(c, x);
+    return sid_piece_at(p, x);
+}
+static inline sid_cost sid_cost_near(const sid_method *m, sid_pieces *p, int64_t x) {
+    return (sid_cost){m->encode.n ? sid_curve_near(&m->encode, &p->encode, x) : -1,
+                      sid_curve_near(&m->exchange, &p->exchange, x),
+                      m->decode.n ? sid_curve_near(&m->decode, &p->decode, x) : -1};
+}
 
 static inline int sid_is_dense(const sid_method *m) { return !m->encode.n && !m->decode.n; }
 
@@ -145,7 +158,7 @@ typedef struct sid_job {
     sid_draft draft;
     uint64_t work;   /* transitions so far */
     int64_t lower;   /* proven bound of the time; the planner may raise it */
-    int64_t *w, *v;  /* n + 1 each, for pg and dense */
+    int64_t *w, *v;  /* n + 1 each, for one algorithm at a time */
     uint32_t *trial; /* n, likewise */
     void *own;       /* the planner's own part of scratch */
 } sid_job;
@@ -167,7 +180,11 @@ typedef struct sid_planner {
 /* Plans of one method each, only that one or (-1) all, beside the dense optimum. */
 void sid_pg(sid_job *j, int64_t only);
 
-extern const sid_planner sid_planner_pg, sid_planner_dense, sid_planner_layerwise, sid_planner_even, sid_planner_bucket,
-    sid_planner_threshold;
+/* 1 if no decode, no overlap and costs that are lines of whole picoseconds a byte, in an instance of one method: then
+ * the optimum is the papers' model's, to the picosecond. */
+int sid_is_affine(const sid_problem *p, uint32_t method);
+
+extern const sid_planner sid_planner_mergecomp, sid_planner_cupcake, sid_planner_cupcake_fixed, sid_planner_pg,
+    sid_planner_dense, sid_planner_layerwise, sid_planner_even, sid_planner_bucket, sid_planner_threshold;
 
 #endif
