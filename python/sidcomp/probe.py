@@ -58,9 +58,9 @@ def measure(
     """The curves of dense and of every candidate, for groups of up to total_bytes of gradient.
 
     A collective over the exchange: every rank calls it at the same point, with no other collective under way.
-    budget_s, on the clock of rank 0, bounds sizes and repeats; what takes too long for it is continued from
-    the slope of what does not. Raises ExchangeError where a collective fails, within the process group's
-    timeout.
+    budget_s, on the clock of rank 0, bounds repeats and sizes; up to 64 KB one repeat is made in any case, and
+    beyond what it allows the curves are continued. Raises ExchangeError where a collective fails, within the
+    process group's timeout.
     """
     names = [c.name for c in candidates]
     if len(set(names)) < len(names):
@@ -114,7 +114,7 @@ class _Rounds:
             return self.exchange.gather_bytes(bytes([value]))[0][0]
 
     def latency(self) -> float:
-        """That of a small exchange, in seconds; the first ones connect the group, if nobody has used it yet."""
+        """Of a small exchange, in seconds. The first ones connect the group, if nobody has used it yet."""
         times = []
         for _ in range(_WARM):
             start = perf_counter()

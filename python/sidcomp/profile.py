@@ -15,7 +15,10 @@ from sidcomp.errors import ArgumentError
 FORMAT = 1
 _SAME = 0.05  # smaller changes are not worth a line of a comparison
 _DRIFT = 0.25  # a larger change of plain DDP's step makes a profile stale
-_COUNTS = ("world", "threads", "forward_ps", "rest_ps", "compute_ps", "dense_ps", "overlap_permille")
+_STEPS = {
+    "forward_ps": "forward", "rest_ps": "rest", "compute_ps": "without communication", "dense_ps": "plain DDP"
+}  # fmt: skip
+_COUNTS = ("world", "threads", *_STEPS, "overlap_permille")
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,8 @@ class Method:
     contended: Curve | None = None
 
     def stages(self) -> dict[str, Curve]:
-        every = {
-            "encode": self.encode,
-            "exchange": self.exchange_curve,
-            "contended": self.contended,
-            "decode": self.decode,
-        }
-        return {name: curve for name, curve in every.items() if curve is not None}
+        names = ("encode", "exchange_curve", "contended", "decode")
+        return {n.removesuffix("_curve"): c for n in names if (c := getattr(self, n)) is not None}
 
 
 @dataclass
@@ -108,8 +106,7 @@ class Profile:
     def stale(
         self, *, model: str, world: int, device: str, backend: str, threads: int, dense_ps: int | None = None
     ) -> str | None:
-        """Why this profile must not be used now; None: it may. dense_ps: a step of plain DDP, measured
-        now."""
+        """Why this profile must not be used now; None: it may. dense_ps: plain DDP's step, measured now."""
         if model != self.model:
             return "the profile is of another model: names, shapes or dtypes of the parameters differ"
         now = {"world": world, "device": device, "backend": backend, "threads": threads}
@@ -129,8 +126,8 @@ class Profile:
         for name in ("version", "model", "world", "device", "backend", "threads"):
             if (a := getattr(self, name)) != (b := getattr(other, name)):
                 lines.append(f"{name}: {a} -> {b}")
-        for name in ("forward_ps", "rest_ps", "compute_ps", "dense_ps"):
-            lines += _change(name.removesuffix("_ps"), getattr(self, name), getattr(other, name))
+        for name, what in _STEPS.items():
+            lines += _change(what, getattr(self, name), getattr(other, name))
         theirs = {m.name: m for m in other.methods}
         for m in self.methods:
             if m.name not in theirs:
@@ -139,11 +136,9 @@ class Profile:
             stages = theirs.pop(m.name).stages()
             for stage, curve in m.stages().items():
                 if stage in stages:
-                    what = f"{m.name}, {stage}"
-                    lines += _change(f"{what}, latency", curve.at(0), stages[stage].at(0))
-                    total = self.total_bytes
-                    size = f"{what}, {format_bytes(total)}"
-                    lines += _change(size, curve.at(total), stages[stage].at(total))
+                    for size in (0, self.total_bytes):
+                        what = f"{m.name}, {stage}, {format_bytes(size) if size else 'latency'}"
+                        lines += _change(what, curve.at(size), stages[stage].at(size))
         return lines + [f"{name}: not measured before" for name in theirs]
 
     def table(self) -> str:

@@ -22,6 +22,7 @@ from sidcomp.registry import Codec, Setting, resolve
 
 _REPEATS = 15
 _BESIDE = 4  # one repeat of so many is made beside computing as well: there, a scheduler decides
+_ALWAYS = 2**16  # bytes: a curve without a slope would be worse than a longer wait
 _POOL = 5  # gradients in turn, so that no step meets the last one's
 _SHIFT = 2**10  # elements from one to the next
 _PERIOD = 2**18  # random numbers; larger vectors repeat them
@@ -62,7 +63,7 @@ class Series:
         raise NotImplementedError
 
     def affordable(self, nbytes: int, share_s: float, left_s: float) -> int:
-        """The repeats for a share of the time; one where it takes not all of what is left; else 0."""
+        """The repeats for a share of the time; one, if it does not take all that is left; else none."""
         x, y = self.costs[-1]
         cost = y
         if len(self.costs) > 2:
@@ -71,7 +72,7 @@ class Series:
         repeats = int((share_s / max(cost, 1e-9) - self.fixed) / self.each)
         if repeats > 1:
             return min(repeats, _REPEATS)
-        return int(not self.points or self.single * cost < 0.8 * left_s)
+        return int(nbytes <= _ALWAYS or self.single * cost < 0.8 * left_s)
 
     def take(self, nbytes: int, repeats: int) -> None:
         samples = self.measure(nbytes, repeats)

@@ -1,0 +1,252 @@
+"""The probe on real ranks: the same curves everywhere, within the budget of rank 0, and nothing disturbed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from common import CODECS
+from harness import run
+from sidcomp import _core, probe
+from sidcomp.errors import ExchangeError
+from sidcomp.exchange import Exchange
+from sidcomp.profile import Profile
+from sidcomp.timing import Wire, wire_of
+
+CPU = torch.device("cpu")
+EVERY = [probe.Candidate(name) for name in CODECS]
+BUDGET = 0.4
+
+
+def make_exchange() -> Exchange:
+    return Exchange(dist.group.WORLD, CPU)
+
+
+def measure(candidates: list[probe.Candidate], total: int, **arguments: Any) -> probe.Measurement:
+    exchange = make_exchange()
+    settings: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "budget_s": BUDGET, **arguments}
+    try:
+        return probe.measure(candidates, exchange, total, **settings)
+    finally:
+        exchange.close()
+
+
+# ---- what comes out ----------------------------------------------------------------------------------------
+
+
+def all_codecs(rank: int, world: int, total: int, dtype: torch.dtype) -> probe.Measurement:
+    return measure(EVERY, total, dtype=dtype, budget_s=60.0)  # enough for every size
+
+
+@pytest.mark.parametrize("world, total, dtype", [
+    (2, 2**20, torch.float32), (1, 2**16, torch.float16), (3, 2**16, torch.bfloat16)
+])  # fmt: skip
+def test_all_ranks_get_the_same_curves_of_every_codec(world: int, total: int, dtype: torch.dtype) -> None:
+    results = run(all_codecs, world, total, dtype)
+    assert all((r.methods, r.contention) == (results[0].methods, results[0].contention) for r in results)
+    dense, *others = results[0].methods
+    assert (dense.name, dense.exchange, dense.encode, dense.decode) == ("dense", "allreduce", None, None)
+    assert [m.name for m in others] == [c.name for c in EVERY]
+    for m in others:
+        assert m.exchange == ("allreduce" if CODECS[m.codec].linear else "allgather")
+        assert m.memory == ("none" if CODECS[m.codec].lossless else "residual")
+        assert m.encode is not None and m.decode is not None
+        # The largest group, and less than four times the smallest that is worth a measurement.
+        assert m.encode.points[-1][0] == total and m.encode.points[0][0] < 4 * 4096
+    for m in results[0].methods:
+        for stage, curve in m.stages().items():
+            assert curve.at(total) > 0, (m.name, stage)
+    # Exchanges are measured once for messages of a kind; each method has them over its own bytes of gradient.
+    messages: dict[Wire, set[int]] = {}
+    for candidate, m in zip(EVERY, others, strict=True):
+        wire, whole = wire_of(candidate.plan(total, dtype, None))
+        last = wire_of(candidate.plan(m.exchange_curve.points[-1][0], dtype, None))[1]
+        assert last >= whole
+        messages.setdefault(wire, set()).add(last)
+    assert all(max(sizes) - min(sizes) < 128 for sizes in messages.values()), messages
+    assert set(results[0].contention) == {"exchange_permille", "compute_permille"}
+
+
+def slow_encode(rank: int, world: int) -> list[int]:
+    original = _core.Plan.encode
+    if rank == 1:
+
+        def slowed(*arguments: Any, **named: Any) -> Any:
+            time.sleep(0.003)
+            return original(*arguments, **named)
+
+        _core.Plan.encode = slowed  # type: ignore[method-assign]
+    topk = measure([probe.Candidate("topk")], 2**14).methods[1]
+    assert topk.encode is not None
+    return [point[1] for point in topk.encode.points]
+
+
+def test_the_slowest_rank_counts() -> None:
+    one, other = run(slow_encode, 2)
+    assert one == other and min(one) >= 3 * 10**9
+
+
+def to_a_plan(rank: int, world: int, path: str) -> dict[str, Any]:
+    candidates = [probe.Candidate("topk", parameters={"density": 0.01}), probe.Candidate("fp16")]
+    measured = measure(candidates, 2**18)
+    tensors = [{"name": f"t{i}", "bytes": 2**16, "bucket": i // 2, "ready_ps": 10**9 * i} for i in range(4)]
+    profile = Profile(
+        model="0", world=world, device="cpu", backend="gloo", threads=1, tensors=tensors, forward_ps=0,
+        rest_ps=0, compute_ps=4 * 10**9, dense_ps=9 * 10**9, methods=measured.methods,
+        contention=measured.contention, measured_s=measured.seconds,
+    )  # fmt: skip
+    if rank == 0:
+        profile.save(path)
+    return profile.instance()
+
+
+def test_a_measured_profile_is_saved_and_planned_from(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    one, other = run(to_a_plan, 2, str(path))
+    profile = Profile.load(path)
+    assert profile.instance() == one == other
+    assert [m["name"] for m in one["methods"]] == ["dense", "topk density=0.01", "fp16"]
+    plan = {"ends": [2, 4], "methods": [1, 0]}
+    assert sidcomp.evaluate(one, plan)["time_ps"] > 3 * 10**9
+    assert all(m.name in profile.table() for m in profile.methods)
+
+
+# ---- the budget --------------------------------------------------------------------------------------------
+
+RATE = 20 * 2**20  # bytes a second
+
+
+class SlowExchange(Exchange):
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        time.sleep(tensor.numel() * tensor.element_size() / RATE)
+        return super().all_reduce(tensor)
+
+
+def slow_network(rank: int, world: int, total: int) -> dict[str, Any]:
+    exchange = SlowExchange(dist.group.WORLD, CPU)
+    # Rank 1 would measure for an hour: the clock of rank 0 decides.
+    budget = 0.3 if rank == 0 else 3600.0
+    dense = probe.measure([], exchange, total, torch.float32, CPU, budget).methods[0]
+    exchange.close()
+    return asdict(dense.exchange_curve)
+
+
+def test_what_does_not_fit_the_budget_goes_on_by_the_slope() -> None:
+    total = 2**26  # 3.2 s
+    one, other = run(slow_network, 2, total)
+    assert one == other
+    largest = one["points"][-1][0]
+    assert largest < total and one["knots"][-1][0] == total
+    assert one["knots"][-1][1] >= 0.8e12 * total / RATE  # no point is faster than the rate
+
+
+def progress_of(rank: int, world: int) -> list[tuple[str, float]]:
+    seen: list[tuple[str, float]] = []
+    measure([probe.Candidate("topk")], 2**16, progress=lambda what, part: seen.append((what, part)))
+    return seen
+
+
+def test_progress_is_told() -> None:
+    seen = run(progress_of, 2)[0]
+    fractions = [part for _, part in seen]
+    assert fractions == sorted(fractions) and 0 <= fractions[0] <= fractions[-1] <= 1
+    assert "topk, 64 KB" in [what for what, _ in seen]
+    assert "all-reduce of float32, 64 KB" in [what for what, _ in seen]
+
+
+# ---- nothing is disturbed ----------------------------------------------------------------------------------
+
+
+def beside_training(rank: int, world: int) -> None:
+    model = torch.nn.Linear(50, 50)
+    model(torch.ones(2, 50)).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    random, threads = torch.get_rng_state(), torch.get_num_threads()
+    measure(EVERY, 2**16)  # whatever is loaded once
+    gc.collect()
+    before = sum(torch.is_tensor(x) for x in gc.get_objects())
+    kept = measure(EVERY, 2**18)
+    gc.collect()
+    assert sum(torch.is_tensor(x) for x in gc.get_objects()) <= before
+    assert kept.methods
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.get_num_threads() == threads
+    assert torch.is_grad_enabled()
+    for p, g in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(p.grad, g)
+
+
+def test_training_is_not_disturbed() -> None:
+    run(beside_training, 2)
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------------------
+
+
+def lose_a_peer(rank: int, world: int, where: str, how: int) -> str:
+    """Ends where the probe comes to `where` a second time: between two of its collectives."""
+    times = 0
+
+    def progress(what: str, fraction: float) -> None:
+        nonlocal times
+        times += what.startswith(where)
+        if rank == 1 and times == 2:
+            os.kill(os.getpid(), how)
+
+    with pytest.raises(ExchangeError) as caught:
+        measure([probe.Candidate("topk")], 2**20, progress=progress)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where, how", [
+    ("topk", signal.SIGKILL), ("all-reduce", signal.SIGKILL), ("all-gather", signal.SIGSTOP)
+])  # fmt: skip
+def test_a_peer_that_goes_away_is_an_error(where: str, how: int) -> None:
+    text = run(lose_a_peer, 2, where, how, dying=[1], group_timeout=4)[0]
+    assert text.startswith("measuring for the plan: an exchange failed; a rank has ended")
+
+
+def lose_a_peer_any_time(rank: int, world: int, after_s: float) -> str:
+    if rank == 1:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+    exchange = make_exchange()
+    with pytest.raises(ExchangeError) as caught:
+        for _ in range(1000):
+            probe.measure([probe.Candidate("topk")], exchange, 2**22, torch.float32, CPU, 1.0)
+    exchange.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "after_s", [0.3, *(pytest.param(0.1 * i, marks=pytest.mark.slow) for i in range(4, 12))]
+)
+def test_a_peer_dies_inside_a_measurement(after_s: float) -> None:
+    assert run(lose_a_peer_any_time, 2, after_s, dying=[1], group_timeout=10)[0]
+
+
+def refused(rank: int, world: int) -> list[str]:
+    texts = []
+    for candidates, dtype in (
+        ([probe.Candidate("topk"), probe.Candidate("topk")], torch.float32),
+        ([probe.Candidate("topkk")], torch.float32),
+        ([], torch.float64),
+    ):
+        with pytest.raises(sidcomp.SidcompError) as caught:
+            measure(candidates, 2**16, dtype=dtype)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_bad_candidates_are_refused_on_every_rank() -> None:
+    for texts in run(refused, 2):
+        assert "named twice" in texts[0] and "topkk" in texts[1] and "convert the module" in texts[2]

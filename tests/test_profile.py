@@ -1,0 +1,294 @@
+"""Profiles: curves through measured points, the file, staleness, comparison, and what planners are given."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sidcomp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sidcomp import _core
+from sidcomp.curve import Curve, fit
+from sidcomp.errors import ArgumentError
+from sidcomp.profile import Method, Profile, model_digest
+
+KB, MB, MS = 2**10, 2**20, 10**9
+
+# ---- curves ------------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_found_again() -> None:
+    sizes = [KB * 4**i for i in range(8)]
+    curve = fit([(x, [300_000 + 8 * x] * 5) for x in sizes], 2 * sizes[-1])
+    assert curve.knots == [[0, 300_000_000], [2 * sizes[-1], 300_000_000 + 16_000 * sizes[-1]]]
+    assert curve.error == 0 and curve.spread == 0
+    assert curve.points[0] == [KB, *[308_192_000] * 3, 5]
+    assert curve.at(12_345) == 300_000_000 + 8_000 * 12_345
+    assert curve.at(4 * sizes[-1]) == 300_000_000 + 32_000 * sizes[-1]  # the last slope goes on
+
+
+def test_a_bend_keeps_its_knot() -> None:
+    curve = fit([(x, [max(1000, x // 16)]) for x in (4 * KB, 16 * KB, 64 * KB, 256 * KB)], 256 * KB)
+    assert [x for x, _ in curve.knots] == [0, 16 * KB, 256 * KB]
+    assert curve.spread is None  # single repeats say nothing about it
+
+
+def test_one_disturbed_point_lifts_nothing() -> None:
+    points = [(KB, [9000, 9000]), (4 * KB, [310] * 15), (16 * KB, [320] * 15), (64 * KB, [340] * 15)]
+    curve = fit(points, 64 * KB)
+    assert curve.at(KB) <= 320_000 and curve.at(64 * KB) == 340_000
+    assert curve.points[0][1] == 9_000_000  # still told
+
+
+def test_beyond_the_last_point_noise_does_not_flatten() -> None:
+    points = [(x, [100 + x]) for x in (1000, 4000, 16_000)] + [(64_000, [15_000])]  # too fast, by noise
+    curve = fit(points, 10**6)
+    slope = (curve.at(10**6) - curve.at(64_000)) / (10**6 - 64_000)
+    assert slope > 200  # ps a byte; the last two points alone would give 0
+
+
+def test_a_single_point_is_a_constant() -> None:
+    curve = fit([(64, [500, 700, 600])], 64)
+    assert curve.knots == [[0, 600_000]]
+    assert curve.at(0) == curve.at(10**9) == 600_000
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 10**8), st.lists(st.integers(0, 10**9), min_size=1)), min_size=1),
+    st.integers(1, 2 * 10**8),
+)
+def test_every_fit_is_a_table_that_planners_take(points: list[tuple[int, list[int]]], upto: int) -> None:
+    curve = fit(sorted(dict(points).items()), upto)
+    assert Curve(curve.knots) == replace(curve, points=[], error=0.0, spread=None)  # checks the knots
+    at = [curve.at(x) for x in sorted({0, 1, upto, 10**9, *(x for x, _ in curve.knots)})]
+    assert at == sorted(at)
+    instance = {
+        "forward_ps": 0,
+        "tensors": [{"name": "w", "backward_ps": 1, "bytes": upto}],
+        "methods": [{"name": "dense", "encode": None, "exchange": curve.knots, "decode": None}],
+    }
+    assert sidcomp.evaluate(instance, {"ends": [1], "methods": [0]})["time_ps"] == 1 + curve.at(upto)
+
+
+@pytest.mark.parametrize(
+    "knots",
+    [[], [[1, 5]], [[0, -1]], [[0, 5], [0, 6]], [[0, 5], [10, 4]], [[0, 1.5]], [[0, 5], [10]], [[0, True]]],
+)
+def test_bad_knots_are_refused(knots: Any) -> None:
+    with pytest.raises(ArgumentError, match="knots"):
+        Curve(knots)
+
+
+# ---- a profile ---------------------------------------------------------------------------------------------
+
+
+def line(latency: int, per_byte: int, **more: Any) -> Curve:
+    return Curve([[0, latency], [8 * MB, latency + 8 * MB * per_byte]], **more)
+
+
+def make_profile(**changes: Any) -> Profile:
+    methods = [
+        Method(
+            "dense", "none", "none", {}, "allreduce", None, line(MS // 4, 8000), None, line(MS, 8000)
+        ),
+        Method(
+            "topk density=0.01", "topk", "residual", {"density": 0.01}, "allgather",
+            line(10**7, 90, points=[[KB, 5, 4, 6, 3]], error=0.01, spread=0.02),
+            line(MS // 3, 160), line(10**7, 30),
+        ),
+    ]  # fmt: skip
+    tensors = [
+        {"name": "a", "bytes": 4 * KB, "bucket": 0, "ready_ps": 12 * MS},
+        {"name": "b", "bytes": 4 * MB, "bucket": 0, "ready_ps": 14 * MS},
+        {"name": "c", "bytes": 0, "bucket": 1, "ready_ps": 13 * MS},  # measured before b: noise
+        {"name": "d", "bytes": 2 * MB, "bucket": 1, "ready_ps": 20 * MS},
+    ]
+    arguments: dict[str, Any] = {
+        "model": "0123456789abcdef", "world": 2, "device": "cpu", "backend": "gloo", "threads": 1,
+        "tensors": tensors, "forward_ps": 10 * MS, "rest_ps": MS, "compute_ps": 21 * MS, "dense_ps": 60 * MS,
+        "methods": methods, "contention": {"exchange_permille": 1500, "compute_permille": 1200},
+        "measured_s": 1.5,
+    }  # fmt: skip
+    return Profile(**{**arguments, **changes})
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+    profile = make_profile()
+    profile.save(tmp_path / "p.json")
+    loaded = Profile.load(tmp_path / "p.json")
+    assert loaded == profile
+    loaded.save(tmp_path / "q.json")
+    assert (tmp_path / "p.json").read_bytes() == (tmp_path / "q.json").read_bytes()
+
+
+def corrupted(change: Any) -> str:
+    profile = make_profile()
+    data = json.loads(json.dumps(profile, default=vars))
+    return json.dumps(change(data))
+
+
+CORRUPT = {
+    "not JSON": lambda d: None,
+    "no dictionary": lambda d: [d],
+    "another format": lambda d: {**d, "format": 99},
+    "no format": lambda d: {k: v for k, v in d.items() if k != "format"},
+    "no methods": lambda d: {k: v for k, v in d.items() if k != "methods"},
+    "an unknown field": lambda d: {**d, "colour": "red"},
+    "a number as text": lambda d: {**d, "dense_ps": "60"},
+    "a negative time": lambda d: {**d, "forward_ps": -1},
+    "tensors without bytes": lambda d: {**d, "tensors": [{"name": "a", "bucket": 0, "ready_ps": 1}]},
+    "knots that fall": lambda d: {
+        **d,
+        "methods": [{**d["methods"][0], "exchange_curve": {"knots": [[0, 5], [4, 3]]}}],
+    },
+}
+
+
+@pytest.mark.parametrize("what", CORRUPT)
+def test_a_broken_file_says_which_and_what_to_do(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "broken.json"
+    text = corrupted(CORRUPT[what])
+    path.write_text(text[: len(text) // 2] if what == "not JSON" else text)
+    with pytest.raises(ArgumentError, match=r"broken\.json.*measure again"):
+        Profile.load(path)
+
+
+PRESENT: dict[str, Any] = {
+    "model": "0123456789abcdef", "world": 2, "device": "cpu", "backend": "gloo", "threads": 1
+}  # fmt: skip
+
+
+def test_a_profile_of_the_present_is_not_stale() -> None:
+    assert make_profile().stale(**PRESENT) is None
+    assert make_profile().stale(**PRESENT, dense_ps=70 * MS) is None
+
+
+@pytest.mark.parametrize(
+    "now, words",
+    [
+        ({"model": "f" * 16}, "another model"),
+        ({"world": 4}, "world 2, now it is 4"),
+        ({"device": "cuda"}, "device cpu, now it is cuda"),
+        ({"backend": "nccl"}, "backend gloo, now it is nccl"),
+        ({"threads": 8}, "threads 1, now it is 8"),
+        ({"dense_ps": 300 * MS}, "60.00 ms .* 300.00 ms now: another network"),
+        ({"dense_ps": 30 * MS}, "another network"),
+    ],
+)
+def test_a_stale_profile_says_why(now: dict[str, Any], words: str) -> None:
+    why = make_profile().stale(**{**PRESENT, **now})
+    assert why is not None and re.search(words, why), why
+
+
+def test_one_of_another_version_is_stale() -> None:
+    why = make_profile(version="0.0.1").stale(**PRESENT)
+    assert why == f"the profile was measured with version 0.0.1, now it is {_core.version}"
+
+
+def test_a_comparison_names_what_changed() -> None:
+    one = make_profile()
+    assert one.compare(make_profile(dense_ps=61 * MS)) == []  # within noise
+    dense, topk = one.methods
+    slower = replace(dense, exchange_curve=line(MS // 4, 16_000))
+    renamed = replace(topk, name="topk density=0.1")
+    other = make_profile(world=4, dense_ps=120 * MS, methods=[slower, renamed])
+    assert one.compare(other) == [
+        "world: 2 -> 4",
+        "plain DDP: 60.00 -> 120.00 ms (+100 %)",
+        "dense, exchange, 6 MB: 50.61 -> 100.98 ms (+100 %)",
+        "topk density=0.01: not measured any more",
+        "topk density=0.1: not measured before",
+    ]
+
+
+def test_the_table_holds_every_stage() -> None:
+    text = make_profile().table()
+    for words in ("2 ranks", "gloo", "60.00 ms a step", "21.00 ms", "1.50 of alone", "latency", "6 MB"):
+        assert words in text
+    rows = [" ".join(row.split()) for row in text.splitlines()]
+    assert sum(row.startswith("dense ") for row in rows) == 2  # alone and contended
+    assert any(row.startswith("topk density=0.01 encode 0.0100 ms") for row in rows)
+    assert max(map(len, text.splitlines())) < 120
+
+
+def test_the_digest_knows_names_shapes_and_dtypes() -> None:
+    model = [("a", (2, 3), "float32"), ("b", (), "float32")]
+    assert (
+        model_digest(model) == model_digest(model[::-1]) == model_digest([("a", [2, 3], "float32"), model[1]])
+    )
+    others = [
+        [("a", (3, 2), "float32"), model[1]],
+        [("c", (2, 3), "float32"), model[1]],
+        [("a", (2, 3), "float16"), model[1]],
+        model[:1],
+    ]
+    assert len({model_digest(m) for m in (model, *others)}) == 5
+
+
+# ---- for the planners --------------------------------------------------------------------------------------
+
+
+def test_in_buckets_a_tensor_waits_for_its_bucket() -> None:
+    made = make_profile().instance()
+    assert made["forward_ps"] == 10 * MS
+    assert [t["backward_ps"] for t in made["tensors"]] == [4 * MS, 0, 6 * MS, 0]
+    assert [(t["name"], t["bytes"]) for t in made["tensors"]] == [
+        ("a", 4 * KB), ("b", 4 * MB), ("c", 0), ("d", 2 * MB)
+    ]  # fmt: skip
+
+
+def test_without_buckets_each_waits_for_itself() -> None:
+    made = make_profile().instance(buckets=False)
+    assert [t["backward_ps"] for t in made["tensors"]] == [2 * MS, 2 * MS, 0, 6 * MS]
+
+
+def test_methods_are_chosen_by_name() -> None:
+    profile = make_profile()
+    assert [m["name"] for m in profile.instance()["methods"]] == ["dense", "topk density=0.01"]
+    dense, topk = profile.instance()["methods"]
+    assert dense["encode"] is None and dense["decode"] is None
+    assert topk["encode"] == profile.methods[1].encode.knots  # type: ignore[union-attr]
+    assert [m["name"] for m in profile.instance(methods=["dense"])["methods"]] == ["dense"]
+    with pytest.raises(ArgumentError, match="no method 'fp16' in the profile; it has: dense, topk"):
+        profile.instance(methods=["fp16"])
+    with pytest.raises(ArgumentError, match="no method 'fp16'"):
+        profile.instance(rates={"fp16": {"encode": 1100}})
+
+
+def test_contention_and_rates_move_the_tables() -> None:
+    profile = make_profile()
+
+    def exchange(**arguments: Any) -> list[list[int]]:
+        table: list[list[int]] = profile.instance(**arguments)["methods"][0]["exchange"]
+        return table
+
+    assert exchange() == profile.methods[0].exchange_curve.knots
+    assert exchange(contention=1000) == profile.methods[0].contended.knots  # type: ignore[union-attr]
+    assert exchange(contention=500)[0] == [0, (MS // 4 + MS) // 2]
+    topk = profile.instance(contention=1000, rates={"topk density=0.01": {"exchange": 500}})["methods"][1]
+    assert topk["exchange"][0] == [0, MS // 3 // 2]  # never measured beside computing: as alone
+    assert topk["encode"][0] == [0, 10**7]
+    with pytest.raises(ArgumentError, match="contention=1500"):
+        profile.instance(contention=1500)
+
+
+def test_contention_never_makes_an_exchange_faster() -> None:
+    profile = make_profile()
+    profile.methods[0] = replace(profile.methods[0], contended=line(MS // 8, 1000))
+    assert profile.instance(contention=1000)["methods"][0]["exchange"] == line(MS // 4, 8000).knots
+
+
+@pytest.mark.parametrize("algorithm", ["pg", "ldp"])
+def test_the_planners_take_it(algorithm: str) -> None:
+    for buckets in (True, False):
+        made = make_profile().instance(buckets)
+        found = sidcomp.plan(made, algorithm)
+        assert found["time_ps"] == sidcomp.evaluate(made, found)["time_ps"]
+        dense = sidcomp.plan(make_profile().instance(buckets, ["dense"]), "dense")
+        assert found["time_ps"] < dense["time_ps"]
