@@ -58,9 +58,8 @@ def measure(
     """The curves of dense and of every candidate, for groups of up to total_bytes of gradient.
 
     A collective over the exchange: every rank calls it at the same point, with no other collective under way.
-    budget_s, on the clock of rank 0, bounds repeats and sizes; up to 64 KB one repeat is made in any case, and
-    beyond what it allows the curves are continued. Raises ExchangeError where a collective fails, within the
-    process group's timeout.
+    budget_s, on the clock of rank 0, bounds repeats and sizes, but for one repeat of each up to 64 KB; beyond,
+    curves are continued. Raises ExchangeError where a collective fails, within the process group's timeout.
     """
     names = [c.name for c in candidates]
     if len(set(names)) < len(names):
