@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import sidcomp
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -66,9 +67,14 @@ def write(args: Namespace, task: Task, runs: "list[Run]", world: int) -> None:
     console.print(table)
     for note in notes:
         console.print("-", note, soft_wrap=True)
+    explained = runs[-1].explained
+    if explained:
+        console.print(f"\n{explained}", soft_wrap=True, markup=False)
 
     lines = [f"| {' | '.join(r)} |" for r in (head, ["---"] * len(head), *body)]
-    (args.out / "table.md").write_text("\n".join([*lines, "", *(f"- {note}" for note in notes), ""]))
+    lines += ["", *(f"- {note}" for note in notes), ""]
+    lines += ["```", explained, "```", ""] if explained else []
+    (args.out / "table.md").write_text("\n".join(lines))
     record = {
         "flags": vars(args),
         "machine": machine(),
@@ -88,7 +94,11 @@ def summary(run: "Run", world: int) -> Row:
     steps = run.step
     times = sorted(run.times) or [run.seconds / steps]
     ring = 2 * (world - 1) / world
-    if run.stats:
+    if run.explained:  # a plan that was found on the way: what its groups send
+        linear = {codec.name: codec.linear for codec in sidcomp.codecs()}
+        shares = [g["sent_bytes"] * (ring if linear[g["codec"]] else world - 1) for g in run.groups]
+        computed = sum(shares)
+    elif run.stats:
         payload = run.stats["sent_bytes"] / run.stats["steps"]
         summed = run.stats["received_bytes"] == run.stats["sent_bytes"]
         # What is summed travels in a ring, as the dense gradient does; what is gathered goes to every peer.
@@ -101,7 +111,7 @@ def summary(run: "Run", world: int) -> Row:
         "median": statistics.median(times) * 1e3,
         "p10": times[len(times) // 10] * 1e3,
         "p90": times[len(times) * 9 // 10] * 1e3,
-        "bytes_counted": run.tcp_bytes / steps if run.tcp_bytes else None,
+        "bytes_counted": statistics.median(run.tcp_bytes) if run.tcp_bytes else None,
         "bytes_computed": computed,
         "density": run.stats.get("density", 1.0),
         **{
@@ -140,7 +150,8 @@ def remarks(args: Namespace, task: Task, world: int, alone: Row, dense: Row, our
         f"{task.metric} ({task.unit}): {ours['name']} ends {apart} from plain DDP.",
         args.network,
         "Bytes are what one rank sends in a step. Counted: by the kernel, over rank 0's TCP connections, "
-        "headers left out. Computed: a ring all-reduce of the float32 gradient; for sidcomp, its payloads.",
+        "headers left out, median of the turns. Computed: a ring all-reduce of the float32 gradient; for "
+        "sidcomp, its payloads.",
     ]
     if alone["median"] <= min(dense["median"], ours["median"]):
         notes.append(

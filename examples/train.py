@@ -40,10 +40,11 @@ class Run:
     times: list[float] = field(default_factory=list)  # of timed steps, in seconds
     losses: list[float] = field(default_factory=list)  # of each step, on this rank's batch
     curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, seconds, the task's metric
-    tcp_bytes: int | None = 0  # sent by this rank in all steps, by the kernel's count; None: it does not tell
+    tcp_bytes: list[float] = field(default_factory=list)  # sent in a step, by the kernel, of each turn
     elements: int = 0  # of the model's gradient
     stats: dict[str, float] = field(default_factory=dict)  # State.stats() over all steps
     groups: list[dict[str, Any]] = field(default_factory=list)  # State.stats(), each group
+    explained: str = ""  # State.explain(), where something was planned
 
 
 class Trainer:
@@ -94,7 +95,7 @@ class Trainer:
     def advance(self, until: int, progress: report.Progress) -> None:
         """Steps up to number `until`. The first of a turn is not timed: caches hold the other runs' data."""
         run = self.run
-        sent = tcp_bytes_sent()
+        before, sent = run.step, tcp_bytes_sent()
         for turn, step in enumerate(range(run.step, until)):
             start = perf_counter()
             loss = self.one_step(step)
@@ -108,10 +109,8 @@ class Trainer:
             if self.file is not None and run.step % self.args.checkpoint_every == 0:
                 self.save()
         now = tcp_bytes_sent()
-        if sent is None or now is None or run.tcp_bytes is None:
-            run.tcp_bytes = None
-        else:
-            run.tcp_bytes += now - sent
+        if sent is not None and now is not None:
+            run.tcp_bytes.append((now - sent) / (until - before))
 
     def one_step(self, step: int) -> float:
         done = step / self.args.steps
@@ -143,6 +142,8 @@ class Trainer:
         self.run.stats = {k: self.earlier.get(k, 0) + stats[k] for k in sums}
         self.run.stats["density"] = stats["density"]
         self.run.groups = stats["groups"]
+        if self.state.settings.planned:
+            self.run.explained = self.state.explain()
 
     def save(self) -> None:
         """Each rank its own file: what the memory keeps differs from rank to rank."""
