@@ -162,13 +162,13 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         parser.error(str(e))
 
-    known: dict[str, Cell] = json.loads(args.cells.read_text()) if args.cells.exists() else {}
+    turns = [args.blocks, args.steps, args.warmup]
+    kept: dict[str, Cell] = json.loads(args.cells.read_text()) if args.cells.exists() else {}
+    known = {k: cell for k, cell in kept.items() if (cell["hooks"], cell["turns"]) == (args.hooks, turns)}
     started, failed = time.monotonic(), []
     for i, (hosts, rate, task) in enumerate(wanted):
         key = f"{hosts} hosts, {rate}, {task}"
-        old = known.get(key)
-        same = old and (old["hooks"], old["turns"]) == (args.hooks, [args.blocks, args.steps, args.warmup])
-        if same and not args.again:
+        if key in known and not args.again:
             continue
         if time.monotonic() - started > 60 * args.minutes:
             print(f"out of time: {len(wanted) - i} cells were not looked at; call it again to go on")
@@ -184,12 +184,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{key}: {time.monotonic() - begun:.0f} s", flush=True)
         args.cells.parent.mkdir(parents=True, exist_ok=True)
         part = args.cells.with_suffix(".part")
-        part.write_text(json.dumps(known))
+        part.write_text(json.dumps(kept | known))
         part.replace(args.cells)
 
     keys = [f"{hosts} hosts, {rate}, {task}" for hosts, rate, task in wanted]
     cells = [known[key] for key in keys if key in known]
     if not cells:
+        print("nothing was measured", file=sys.stderr)
         return 1
     shaped = {cell["emulation"] for cell in cells}
     note = (
