@@ -58,7 +58,7 @@ def measure(
     """The curves of dense and of every candidate, for groups of up to total_bytes of gradient.
 
     A collective over the exchange: every rank calls it at the same point, with no other collective under way.
-    budget_s, on the clock of rank 0, bounds repeats and sizes, but for one repeat of each up to 64 KB; beyond,
+    budget_s, on the clock of rank 0, bounds repeats and sizes, but for a repeat of each up to 64 KB; beyond,
     curves are continued. Raises ExchangeError where a collective fails, within the process group's timeout.
     """
     names = [c.name for c in candidates]
