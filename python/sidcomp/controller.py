@@ -91,7 +91,7 @@ class Controller:
     def __init__(self, settings: Settings, profile: Profile | None) -> None:
         self.settings = settings
         self.given = profile
-        self.algorithm = {"auto": "ldp"}.get(str(settings.groups), str(settings.groups))
+        self.algorithm = {"auto": "pg"}.get(str(settings.groups), str(settings.groups))
         self.report = Report()
         self.base = PLAIN if settings.auto else Regime("bucket")  # what a plan has to beat
         self._p: Pipeline | None = None  # only during a call: a generator must not keep a process group alive
@@ -185,7 +185,7 @@ class Controller:
         if self.report.profile is None or self.report.plan is None:
             return []
         instance = observe.instance(self.report.profile, self.settings, buckets=False)
-        found = plan(instance, "ldp", scenarios=_SCENARIOS)
+        found = plan(instance, "pg")
         self._script = self._rewrapped(instance, found)
         self._order = next(self._script)
         sizes = [t["bytes"] for t in self.report.profile.tensors]
@@ -229,7 +229,8 @@ class Controller:
             regime, why = self.base, "one rank: there is nothing to exchange"
         else:
             regime, why = yield from self._find_out()
-        yield from self._rest(regime, why)
+        r = self.report
+        yield from self._rest(regime, why, (r.measured_ps or r.baseline_ps or r.dense_ps) // 1000)
 
     def _settle(self) -> Script:
         """Until DDP has formed its buckets for good."""
@@ -265,7 +266,7 @@ class Controller:
             return (yield from self._mergecomp())
         self.report.stage = "planning"
         instance = observe.instance(profile, self.settings)
-        if self.algorithm != "ldp":  # a paper's own choice is kept as it is
+        if self.algorithm != "pg":  # a paper's own choice is kept as it is
             found = plan(instance, self.algorithm)
             regime = self._regime(found)
             times = yield from self._timed(regime, _BASELINE_STEPS)
@@ -317,10 +318,10 @@ class Controller:
 
     def _choose(self, instance: dict[str, Any], limit: int, best: Regime) -> dict[str, Any] | None:
         """A plan of at most `limit` ps that is none of ours; where dense is the best, the best without it."""
-        found = plan(instance, self.algorithm, scenarios=_SCENARIOS)
+        found = plan(instance, self.algorithm)
         if self._regime(found) == best and self.settings.auto:
             lossy = {**instance, "methods": instance["methods"][1:]}
-            found = plan(lossy, self.algorithm, scenarios=_SCENARIOS)
+            found = plan(lossy, self.algorithm)
             found["methods"] = [m + 1 for m in found["methods"]]
         if found["time_ps"] > limit or self._regime(found) == best:
             return None
@@ -368,21 +369,23 @@ class Controller:
         self.report.measured_ps = int(1000 * median(times))
         return regime, f"MergeComp's search chose {len(ends)} groups after {tries} measurements"
 
-    def _rest(self, regime: Regime, why: str) -> Script:
-        """Trains on, with a look at the step time now and then."""
+    def _rest(self, regime: Regime, why: str, reference: int = 0) -> Script:
+        """Trains on, with a look at the step time now and then. reference: what it was, in ns, if known."""
         while True:
             self.report.stage, self.report.why = RESTING, why
             self._say(f"goes on with {self._called(regime)}: {why}")
             self._count_cost()
-            yield from self._watch(regime)
+            yield from self._watch(regime, reference)
+            reference = 0
             self.report.stage = "looking again"
-            if self.algorithm == "ldp":
+            if self.algorithm == "pg":
                 self._say("the step time has drifted: looking again")
                 regime, why = yield from self._find_out()
 
-    def _watch(self, regime: Regime) -> Script:
+    def _watch(self, regime: Regime, reference: int) -> Script:
         """Until the steps have become slower for good."""
-        reference, strikes, steps, times = 0, 0, 0, []
+        strikes, steps = 0, 0
+        times: list[int] = []
         while strikes < 2 or steps < _REST:
             it = yield Order(regime)
             steps += 1

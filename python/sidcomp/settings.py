@@ -70,7 +70,7 @@ class Settings:
             raise ArgumentError(
                 f'codec="auto" finds the groups itself: leave groups={groups!r} out, or name a codec'
             )
-        ways = _ways(candidates or CANDIDATES, memory, parameters) if auto else (
+        ways = _ways(CANDIDATES if candidates is None else candidates, memory, parameters) if auto else (
             Way(*resolve(codec, memory, parameters)),
         )  # fmt: skip
         settings = cls(

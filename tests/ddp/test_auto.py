@@ -1,0 +1,458 @@
+"""codec="auto": measured, planned, verified and kept, or plain DDP; on real ranks, over links that are slow
+where a test says so."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from harness import RankFailed, run
+from sidcomp import controller, planning, probe
+from sidcomp.exchange import Exchange
+from sidcomp.profile import Profile
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SLOW_DENSE = {"all_reduce": 4e-8}  # seconds a byte: 25 MB/s
+SLOW_SPARSE = {"all_gather": 1e-6}
+
+
+def brisk() -> None:
+    """Fewer steps than in earnest."""
+    controller._BASELINE_STEPS, controller._ALONE_STEPS, controller._CHECK_EVERY = 4, 3, 10
+
+
+RATES: dict[str, float] = {}  # of this rank's process, now
+
+
+def slow_down(rates: dict[str, float]) -> None:
+    """Makes collectives take so many seconds a byte longer, on the thread that issues them."""
+    for name in set(rates) - set(RATES):
+        real = getattr(Exchange, name)
+
+        def paced(self: Exchange, *tensors: torch.Tensor, real: Any = real, name: str = name) -> dist.Work:
+            time.sleep(RATES[name] * tensors[-1].nbytes)
+            work: dist.Work = real(self, *tensors)
+            return work
+
+        setattr(Exchange, name, paced)
+    RATES.update(rates)
+
+
+def mlp(width: int = 96, layers: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())))
+
+
+class Forgetful(nn.Module):
+    """With a parameter that never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.never = mlp(), nn.Linear(50, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out
+
+
+class Many(nn.Module):
+    """Thousands of parameters."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :2] * torch.stack(list(self.parts)).sum(0)
+
+
+MODELS: dict[str, Any] = {
+    "mlp": mlp,
+    "one tensor": lambda: nn.Linear(96, 96, bias=False),
+    "forgetful": Forgetful,
+    "5000 tensors": lambda: Many(5000),
+}
+
+
+class Training:
+    def __init__(
+        self, rank: int, model: str = "mlp", slow: dict[str, float] | None = None, **how: Any
+    ) -> None:
+        brisk()
+        slow_down(slow or {})
+        ddp_arguments = how.pop("ddp", {"bucket_cap_mb": 0.08})
+        self.ddp = DistributedDataParallel(MODELS[model](), **ddp_arguments)
+        self.state = sidcomp.State(how.pop("codec", "auto"), **how)
+        sidcomp.register(self.ddp, self.state)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
+        self.x = torch.randn(8, 96, generator=torch.Generator().manual_seed(rank))
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.state.close()
+        del self.ddp
+        gc.collect()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.ddp(self.x).square().mean().backward()
+        self.optimizer.step()
+
+    def until_it_rests(self, most: int = 600) -> dict[str, Any]:
+        """Trains until the controller has decided, and a few steps more; then what it says."""
+        for _ in range(most):
+            self.step()
+            if self.state.plan_report()["stage"] == "resting":
+                break
+        for _ in range(4):
+            self.step()
+        return self.report()
+
+    def report(self) -> dict[str, Any]:
+        weights = torch.cat([p.detach().flatten() for p in self.ddp.parameters()])
+        everyone = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, weights)
+        return {
+            **self.state.plan_report(),
+            "same": all(torch.equal(w, weights) for w in everyone),
+            "explain": self.state.explain(),
+            "error": repr(self.state.error),
+        }
+
+
+def found(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    with Training(rank, **arguments) as t:
+        return t.until_it_rests()
+
+
+def ways(report: dict[str, Any]) -> set[str]:
+    return {g["way"] for g in report["groups"]}
+
+
+def check(report: dict[str, Any]) -> None:
+    assert report["error"] == "None"
+    assert report["stage"] == "resting"
+    assert report["same"], "the replicas differ"
+    assert report["why"] in report["explain"]
+
+
+# ---- what it decides
+# ------------------------------------------------------------------------------------------------
+
+
+def test_compression_is_kept_where_dense_exchanges_are_slow() -> None:
+    reports = run(found, 2, {"slow": SLOW_DENSE})
+    for r in reports:
+        check(r)
+        assert ways(r) == {"topk"}
+        assert r["measured_ps"] < 0.8 * r["dense_ps"]
+        assert r["tried"][0]["kept"] and r["tried"][0]["predicted_ps"] > 0
+        assert r["compute_ps"] < r["dense_ps"]
+        assert "plain DDP, measured" in r["explain"] and "finding out" in r["explain"]
+    same = ("why", "tried", "dense_ps", "compute_ps", "predicted_ps", "measured_ps")
+    assert [reports[0][k] for k in same] == [reports[1][k] for k in same], (
+        "the ranks decided by other numbers"
+    )
+
+
+def test_dense_stays_where_compression_does_not_pay() -> None:
+    for r in run(found, 2, {"slow": SLOW_SPARSE, "candidates": ["topk"]}):
+        check(r)
+        assert ways(r) == {"dense"}
+        assert not any(t["kept"] for t in r["tried"])
+
+
+def test_one_rank_has_nothing_to_exchange() -> None:
+    (r,) = run(found, 1, {})
+    check(r)
+    assert ways(r) == {"dense"} and "one rank" in r["why"]
+
+
+@pytest.mark.parametrize("model", ["one tensor", "forgetful"])
+def test_odd_models(model: str) -> None:
+    ddp = {"find_unused_parameters": True} if model == "forgetful" else {}
+    for r in run(found, 2, {"model": model, "slow": SLOW_DENSE, "ddp": ddp}):
+        check(r)
+        names = [name for g in r["groups"] for name in g["names"]]
+        assert ways(r) == {"topk"}
+        assert len(names) == len(set(names)) == {"one tensor": 1, "forgetful": 10}[model]
+
+
+@pytest.mark.slow
+def test_five_thousand_tensors() -> None:
+    for r in run(found, 2, {"model": "5000 tensors", "slow": {"all_reduce": 1e-5}, "ddp": {}}):
+        check(r)
+        assert sum(len(g["names"]) for g in r["groups"]) == 5000
+
+
+@pytest.mark.parametrize("groups", ["auto", "mergecomp", "cupcake"])
+def test_the_groups_alone_can_be_found(groups: str) -> None:
+    for r in run(found, 2, {"codec": "topk", "density": 0.02, "groups": groups}):
+        check(r)
+        assert ways(r) == {"topk density=0.02"}
+
+
+@pytest.mark.parametrize(("groups", "expected"), [("layer", 8), ("even:3", 3), ("even:100", 8)])
+def test_fixed_rules(groups: str, expected: int) -> None:
+    for counts in run(fixed, 2, groups):
+        assert len(counts) == expected
+        assert max(counts) - min(counts) <= 1
+
+
+def fixed(rank: int, world: int, groups: str) -> list[int]:
+    with Training(rank, codec="topk", groups=groups) as t:
+        for _ in range(3):
+            t.step()
+        return [len(g["names"]) for g in t.state.stats()["groups"]]
+
+
+def excluded(rank: int, world: int) -> dict[str, Any]:
+    return found(rank, world, {"slow": SLOW_DENSE, "exclude": ["1-D"]})
+
+
+def test_what_is_excluded_stays_dense() -> None:
+    for r in run(excluded, 2):
+        check(r)
+        dense = {name for g in r["groups"] if g["way"] == "dense" for name in g["names"]}
+        assert dense == {"0.bias", "2.bias", "4.bias", "6.bias"}
+
+
+# ---- a rank that is slower, a machine that changes, a network that goes
+# --------------------------------------------------------------------------------------------
+
+
+def with_a_slow_rank(rank: int, world: int) -> dict[str, Any]:
+    with Training(rank, slow=SLOW_DENSE) as t:
+        if rank == 1:
+            t.ddp.module.register_forward_hook(lambda *_: time.sleep(0.01))
+        return t.until_it_rests()
+
+
+def test_all_ranks_go_by_the_slowest() -> None:
+    a, b = run(with_a_slow_rank, 2)
+    check(a)
+    check(b)
+    assert a["compute_ps"] == b["compute_ps"] > 10e9, "the slow rank's 10 ms are not in the ceiling"
+    assert [g["names"] for g in a["groups"]] == [g["names"] for g in b["groups"]]
+
+
+def drifting(rank: int, world: int) -> dict[str, Any]:
+    controller._REST = 20
+    with Training(rank, slow=SLOW_DENSE) as t:
+        first = t.until_it_rests()
+        slow_down({**SLOW_SPARSE, "all_reduce": 0.0})  # from here on it is the all-gather that is slow
+        for _ in range(60):
+            t.step()
+        return {"first": ways(first), **t.until_it_rests()}
+
+
+def test_a_plan_that_has_become_slow_is_looked_at_again() -> None:
+    for r in run(drifting, 2):
+        check(r)
+        assert r["first"] == {"topk"}
+        assert any("drifted" in line for line in r["log"])
+        assert ways(r) == {"dense"}
+
+
+def dying(rank: int, world: int) -> str:
+    with Training(rank) as t:
+        real = probe.measure
+
+        def broken(*arguments: Any, **more: Any) -> Any:
+            if rank == 1:
+                import os
+                import signal
+
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **more)
+
+        probe.measure = broken  # type: ignore[assignment]
+        started = time.monotonic()
+        with pytest.raises(RuntimeError):
+            t.until_it_rests()
+        assert time.monotonic() - started < 40
+        return f"{type(t.state.error).__name__}: {t.state.error}"
+
+
+def test_a_rank_that_dies_while_it_is_measured_is_an_error() -> None:
+    text = run(dying, 2, dying=(1,), group_timeout=5.0)[0]
+    assert text.startswith("ExchangeError"), text
+
+
+# ---- profiles
+# ----------------------------------------------------------------------------------------------------------
+
+
+def with_profiles(rank: int, world: int, room: str) -> dict[str, Any]:
+    path = Path(room) / "profile.json"
+    with Training(rank, slow=SLOW_DENSE) as first:
+        first.until_it_rests()
+        if rank == 0:
+            assert first.state.profile is not None
+            first.state.profile.save(path)
+    dist.barrier()
+    out = {}
+    for name, model in (("again", "mlp"), ("other", "one tensor")):
+        with Training(rank, model, profile=path) as t:
+            out[name] = t.until_it_rests()
+    return out
+
+
+def test_a_profile_is_used_again_and_a_stale_one_is_noticed(tmp_path: Path) -> None:
+    for r in run(with_profiles, 2, str(tmp_path)):
+        check(r["again"])
+        check(r["other"])
+        assert any("using the profile" in line for line in r["again"]["log"])
+        assert not any("measuring codecs" in line for line in r["again"]["log"])
+        (line,) = (line for line in r["other"]["log"] if "does not fit" in line)
+        assert "another model" in line
+        assert any("measuring codecs" in line for line in r["other"]["log"])
+    assert Profile.load(tmp_path / "profile.json").world == 2
+
+
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    for arguments, text in (
+        ({"codec": "auto", "groups": "4MB"}, "leave groups="),
+        ({"codec": "topk", "candidates": ["fp16"]}, "leave them out"),
+        ({"codec": "auto", "candidates": []}, "a list of codecs"),
+        ({"codec": "auto", "candidates": ["none"]}, "always among the choices"),
+        ({"codec": "auto", "candidates": ["topk", "topk"]}, "listed twice"),
+        ({"codec": "auto", "candidates": ["fp16"], "density": 0.1}, "'density'"),
+        ({"codec": "topk", "profile": "p.json"}, "plans nothing"),
+        ({"codec": "topk", "groups": "even:0"}, "at least one group"),
+        ({"codec": "auto", "profile": "missing.json"}, "missing.json"),
+    ):
+        with pytest.raises((sidcomp.ArgumentError, OSError), match=text):
+            sidcomp.State(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(sidcomp.SetupError, match="nothing is planned"):
+        sidcomp.State("topk").explain()
+
+
+# ---- checkpoints
+# -------------------------------------------------------------------------------------------------------
+
+
+def resumed(rank: int, world: int, when: str) -> dict[str, Any]:
+    with Training(rank, slow=SLOW_DENSE) as t:
+        if when == "found":
+            t.until_it_rests()
+        else:
+            for _ in range(9):
+                t.step()
+        saved = {"model": t.ddp.module.state_dict(), "state": t.state.state_dict()}
+        saved = {
+            k: {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in d.items()}
+            for k, d in saved.items()
+        }
+        if when == "version":
+            saved["state"]["controller"] = {**saved["state"]["controller"], "found": True, "version": 99}
+        for _ in range(5):
+            t.step()
+        went_on = torch.cat([p.detach().flatten() for p in t.ddp.parameters()])
+        t.state.close()
+        u = Training(rank)
+        u.ddp.module.load_state_dict(saved["model"])
+        u.state.load_state_dict(saved["state"])
+        for _ in range(5):
+            u.step()
+        again = torch.cat([p.detach().flatten() for p in u.ddp.parameters()])
+        same = bool(torch.equal(went_on, again))
+        early = u.state.plan_report()["stage"]
+        report = u.until_it_rests()
+        u.state.close()
+        return {**report, "bits": same, "early": early}
+
+
+def test_a_plan_survives_a_checkpoint_bit_for_bit() -> None:
+    for r in run(resumed, 2, "found"):
+        check(r)
+        assert r["early"] == "resting", "what had been found was looked for again"
+        assert r["bits"]
+        assert ways(r) == {"topk"}
+
+
+@pytest.mark.parametrize("when", ["looking", "version"])
+def test_a_checkpoint_without_a_plan_that_fits_starts_anew(when: str) -> None:
+    for r in run(resumed, 2, when):
+        check(r)
+        assert r["early"] != "resting"
+
+
+# ---- what a user sees
+# ---------------------------------------------------------------------------------------------------
+
+
+def pictured(rank: int, world: int, room: str) -> dict[str, Any]:
+    with Training(rank, slow=SLOW_DENSE) as t:
+        early = t.state.explain()
+        r = t.until_it_rests()
+        if rank == 0:
+            t.state.timeline(f"{room}/step.json")
+            t.state.plot(f"{room}/plan.png")
+        return {**r, "early": early}
+
+
+def test_trace_and_picture(tmp_path: Path) -> None:
+    r = run(pictured, 2, str(tmp_path))[0]
+    assert "settling" in r["early"] or "starting" in r["early"]
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert set(processes) == {"predicted", "measured"}
+    for pid in processes.values():
+        lanes = {e["tid"] for e in spans if e["pid"] == pid}
+        assert lanes >= {1, 2, 3}, "encode, exchange and decode"
+    assert all(e["dur"] > 0 for e in spans)
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# ---- rewrap
+# ------------------------------------------------------------------------------------------------------------
+
+
+def rewrapped(rank: int, world: int) -> dict[str, Any]:
+    with Training(rank, slow=SLOW_DENSE, ddp={}) as t:
+        t.until_it_rests()
+        kept = t.state.state_dict()["residuals"]
+        t.ddp = sidcomp.rewrap(t.ddp, t.state)
+        now = t.state.state_dict()["residuals"]
+        moved = all(torch.equal(kept[n], now[n]) for n in kept)
+        r = t.until_it_rests()
+        layout = t.state._pipeline.layout
+        assert layout is not None
+        shared = [len(g.slots) for g in layout.groups]
+        return {**r, "moved": moved, "buckets": len(layout.slots), "shared": shared}
+
+
+def test_a_new_wrapper_has_the_plans_groups_as_buckets() -> None:
+    for r in run(rewrapped, 2):
+        check(r)
+        assert r["moved"]
+        assert ways(r) == {"topk"}
+        assert r["shared"] == [1] * len(r["groups"]), "a group lies in one bucket"
+        assert r["buckets"] == len(r["groups"])
+
+
+def test_plans_of_another_version_are_refused() -> None:
+    instance = {
+        "forward_ps": 0,
+        "tensors": [{"name": "a", "backward_ps": 1, "bytes": 4}],
+        "methods": [{"name": "dense", "encode": None, "exchange": [[0, 1]], "decode": None}],
+    }
+    with pytest.raises(sidcomp.ArgumentError, match="plan again"):
+        planning.evaluate(instance, {"version": 99, "ends": [1], "methods": [0]})
+
+
+def test_the_harness_would_notice_a_failure() -> None:
+    with pytest.raises(RankFailed):
+        run(found, 2, {"codec": "no such codec"})
