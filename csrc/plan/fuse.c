@@ -4,9 +4,10 @@
 
 #include "plan.h"
 
-static const sid_planner *const planners[] = {&sid_planner_pg,        &sid_planner_dense,   &sid_planner_layerwise,
-                                              &sid_planner_even,      &sid_planner_bucket,  &sid_planner_threshold,
-                                              &sid_planner_mergecomp, &sid_planner_cupcake, &sid_planner_cupcake_fixed};
+static const sid_planner *const planners[] = {&sid_planner_pg,           &sid_planner_ldp,       &sid_planner_dense,
+                                              &sid_planner_layerwise,    &sid_planner_even,      &sid_planner_bucket,
+                                              &sid_planner_threshold,    &sid_planner_mergecomp, &sid_planner_cupcake,
+                                              &sid_planner_cupcake_fixed};
 
 enum {
     N_PLANNERS = sizeof planners / sizeof *planners
@@ -46,15 +47,6 @@ void sid_offer(sid_job *j) {
     if (sid_draft_time(&j->draft, &j->problem) < j->best.time) sid_draft_copy(&j->best, &j->draft);
 }
 
-/* The smallest cost of one group of at least `least` bytes. */
-static int64_t smallest(const sid_curve *c, int64_t least, int64_t total) {
-    if (!c->n) return 0;
-    int64_t low = sid_min(sid_curve_at(c, least), sid_curve_at(c, total));
-    for (uint32_t i = 0; i < c->n && c->knots[i].bytes <= total; i++)
-        if (c->knots[i].bytes > least) low = sid_min(low, c->knots[i].ps);
-    return low;
-}
-
 /* No plan ends before the last tensor is ready and its group is through. */
 static int64_t tail_bound(const sid_problem *p) {
     const uint32_t n = p->in->n;
@@ -62,8 +54,8 @@ static int64_t tail_bound(const sid_problem *p) {
     for (uint32_t m = 0; m < p->in->n_methods; m++) {
         const sid_method *q = &p->in->methods[m];
         const int64_t least = p->size[n] - p->size[n - 1], total = p->size[n];
-        tail = sid_min(tail, smallest(&q->encode, least, total) + smallest(&q->exchange, least, total) +
-                                 smallest(&q->decode, least, total));
+        tail = sid_min(tail, sid_least(&q->encode, least, total) + sid_least(&q->exchange, least, total) +
+                                 sid_least(&q->decode, least, total));
     }
     return p->in->forward_ps + p->back[n] + tail;
 }
@@ -114,6 +106,16 @@ static sid_fuse_status check_seed(const sid_job *j, const sid_fuse_request *what
     return SID_FUSE_OK;
 }
 
+static void lay_out(sid_job *j, sid_arena *a) {
+    const uint32_t n = j->problem.in->n;
+    sid_problem_layout(&j->problem, a, n);
+    sid_draft_layout(&j->draft, a, n);
+    j->w = sid_take(a, n + 1, sizeof *j->w);
+    j->v = sid_take(a, n + 1, sizeof *j->v);
+    j->trial = sid_take(a, n, sizeof *j->trial);
+    if (j->planner->layout) j->planner->layout(j, a);
+}
+
 sid_fuse_status sid_fuse(const sid_instance *in, const sid_fuse_request *what, sid_fusion *out, void *scratch,
                          size_t *bytes, sid_fuse_error *err) {
     const sid_fuse_status bad = sid_fuse_check(in, err);
@@ -133,13 +135,8 @@ sid_fuse_status sid_fuse(const sid_instance *in, const sid_fuse_request *what, s
         return sid_fuse_fail(err, SID_FUSE_E_NO_DENSE, "%s needs a method with neither encode nor decode",
                              j.planner->info.name);
 
-    sid_arena arena = {scratch, 0};
-    sid_problem_layout(&j.problem, &arena, in->n);
-    sid_draft_layout(&j.draft, &arena, in->n);
-    j.w = sid_take(&arena, in->n + 1, sizeof *j.w);
-    j.v = sid_take(&arena, in->n + 1, sizeof *j.v);
-    j.trial = sid_take(&arena, in->n, sizeof *j.trial);
-    if (j.planner->layout) j.planner->layout(&j, &arena);
+    sid_arena arena = {NULL, 0};
+    lay_out(&j, &arena);
     const size_t given = *bytes;
     *bytes = arena.used;
     if (!scratch) return SID_FUSE_OK;
@@ -149,6 +146,8 @@ sid_fuse_status sid_fuse(const sid_instance *in, const sid_fuse_request *what, s
         return sid_fuse_fail(err, SID_FUSE_E_SPACE, "scratch must start at a multiple of 64 bytes");
     if (!out || !out->ends || !out->methods)
         return sid_fuse_fail(err, SID_FUSE_E_ARG, "the plan, its ends or its methods is NULL");
+    arena = (sid_arena){scratch, 0};
+    lay_out(&j, &arena);
 
     sid_problem_fill(&j.problem, in);
     j.best = (sid_draft){0, out->ends, out->methods, INT64_MAX};

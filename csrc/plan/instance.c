@@ -57,6 +57,14 @@ int64_t sid_curve_at(const sid_curve *c, int64_t x) {
     return sid_piece_at(&p, x);
 }
 
+int64_t sid_least(const sid_curve *c, int64_t from, int64_t to) {
+    if (!c->n) return 0;
+    int64_t low = sid_min(sid_curve_at(c, from), sid_curve_at(c, to));
+    for (uint32_t i = 0; i < c->n && c->knots[i].bytes <= to; i++)
+        if (c->knots[i].bytes > from) low = sid_min(low, c->knots[i].ps);
+    return low;
+}
+
 sid_cost sid_cost_at(const sid_method *m, int64_t x) {
     return (sid_cost){m->encode.n ? sid_curve_at(&m->encode, x) : -1, sid_curve_at(&m->exchange, x),
                       m->decode.n ? sid_curve_at(&m->decode, x) : -1};

@@ -13,6 +13,7 @@ __extension__ typedef unsigned __int128 sid_wide_unsigned;
 sid_fuse_status sid_fuse_fail(sid_fuse_error *err, sid_fuse_status s, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));
 
+static inline int64_t sid_permille(int64_t x, int64_t share) { return x / 1000 * share + x % 1000 * share / 1000; }
 static inline int64_t sid_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t sid_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -64,6 +65,9 @@ static inline sid_cost sid_cost_near(const sid_method *m, sid_pieces *p, int64_t
                       m->decode.n ? sid_curve_near(&m->decode, &p->decode, x) : -1};
 }
 
+/* The smallest cost of one group of `from` to `to` bytes; 0 where the stage does not exist. */
+int64_t sid_least(const sid_curve *c, int64_t from, int64_t to);
+
 static inline int sid_is_dense(const sid_method *m) { return !m->encode.n && !m->decode.n; }
 
 /* ---- a prepared instance ---------------------------------------------------------------------------------------- */
@@ -91,8 +95,7 @@ static inline sid_clock sid_clock_start(const sid_instance *in) {
 /* Main stream after `work` of the backward pass, of which a running encode steals its share. */
 static inline int64_t sid_backward(int64_t main, int64_t encode, int64_t work, int64_t overlap) {
     if (encode <= main) return main + work;
-    const int64_t lag = encode - main, steal = 1000 - overlap;
-    const int64_t done = lag - (lag / 1000 * steal + lag % 1000 * steal / 1000); /* by the time the encode ends */
+    const int64_t lag = encode - main, done = lag - sid_permille(lag, 1000 - overlap); /* by the time the encode ends */
     if (work >= done) return encode + work - done;
     return sid_min(encode, main + work / overlap * 1000 + (work % overlap * 1000 + overlap - 1) / overlap);
 }
@@ -184,7 +187,8 @@ void sid_pg(sid_job *j, int64_t only);
  * the optimum is the papers' model's, to the picosecond. */
 int sid_is_affine(const sid_problem *p, uint32_t method);
 
-extern const sid_planner sid_planner_mergecomp, sid_planner_cupcake, sid_planner_cupcake_fixed, sid_planner_pg,
-    sid_planner_dense, sid_planner_layerwise, sid_planner_even, sid_planner_bucket, sid_planner_threshold;
+extern const sid_planner sid_planner_ldp, sid_planner_mergecomp, sid_planner_cupcake, sid_planner_cupcake_fixed,
+    sid_planner_pg, sid_planner_dense, sid_planner_layerwise, sid_planner_even, sid_planner_bucket,
+    sid_planner_threshold;
 
 #endif
