@@ -13,25 +13,26 @@ from time import perf_counter
 
 import torch
 
-from sidcomp.curve import Curve, fit
+from sidcomp.coding import Candidate, Coding, Gradients
+from sidcomp.curve import fit
 from sidcomp.errors import ArgumentError, UnsupportedError
 from sidcomp.exchange import Exchange
 from sidcomp.layout import DTYPES
 from sidcomp.profile import Method, format_bytes
-from sidcomp.timing import Candidate, Coding, Exchanges, Gradients, Samples, Series, Wire, collective, wire_of
+from sidcomp.timing import Beside, Exchanges, Series, Wire, collective, wire_of
 
 __all__ = ["Candidate", "Measurement", "Progress", "measure"]
 
 _LARGEST = 2**26  # bytes; beyond, times are proportional to the size, and the memory is the training's
 _SMALLEST_GROUP, _SMALLEST_MESSAGE = 2**12, 2**10  # bytes
-_CODECS = 0.4  # of the budget, at most
+_CODECS, _ALONE = 0.3, 0.8  # of the budget: when codecs, and exchanges by themselves, must be done
 _WARM = 5  # exchanges before the first that is timed
 _LEAST = 0.02  # of the time left, for a size
 _PRODUCTS = 25  # that are timed alone
 _LENGTHS = range(1, 2**36)  # of groups, in elements
 
 Progress = Callable[[str, float], None]  # what is measured next, and the fraction of the budget that has gone
-_Points = list[tuple[int, Samples]]
+_Points = list[tuple[int, list[int]]]
 
 
 @dataclass(frozen=True)
@@ -80,21 +81,26 @@ def measure(
         codings = [Coding(c, sizes, exchange, gradients, isa) for c in candidates]
         latency = rounds.latency()
         rounds.run(codings, _CODECS * budget_s)
-        exchanges = {
+        alone = {
             wire: Exchanges(wire, _ladder(_SMALLEST_MESSAGE, nbytes), exchange, latency)
             for wire, nbytes in wires.items()
         }
-        product = exchanges[dense].product.alone(_PRODUCTS)
-        rounds.run(list(exchanges.values()), budget_s)
-    series = (*codings, *exchanges.values())
+        rounds.run(list(alone.values()), _ALONE * budget_s)
+        beside = {}
+        product: list[int] = []
+        if device.type == "cpu":
+            beside = {wire: Beside(one, _few(one)) for wire, one in alone.items()}
+            product = beside[dense].product.timed(_PRODUCTS)
+            rounds.run(list(beside.values()), budget_s)
+    series: list[Series] = [*codings, *alone.values(), *beside.values()]
     _take_slowest(exchange, [product, *(s for one in series for _, samples in one.points for s in samples)])
-    methods = [_dense(exchanges[dense].points, total)]
+    points = {wire: (_points(one), _contended(one, beside.get(wire))) for wire, one in alone.items()}
+    methods = [_dense(*points[dense], total)]
     for coding, (wire, _) in zip(codings, map(wire_of, plans), strict=True):
-        points = _by_gradient(coding, exchanges[wire].points)
-        methods.append(_method(coding, points, wire, total))
+        methods.append(_method(coding, wire, *points[wire], total))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Measurement(methods, _contention(exchanges[dense].points, product), rounds.gone())
+    return Measurement(methods, _contention(alone[dense], beside.get(dense), product), rounds.gone())
 
 
 class _Rounds:
@@ -162,50 +168,62 @@ def _take_slowest(exchange: Exchange, lists: list[list[int]]) -> None:
             one[:] = max(theirs, key=median)
 
 
-def _dense(points: _Points, total: int) -> Method:
-    exchange = fit([(x, samples[0]) for x, samples in points], total)
-    return Method("dense", "none", "none", {}, "allreduce", None, exchange, None, _contended(points, total))
+def _points(series: Series, which: int = 0) -> _Points:
+    return [(nbytes, samples[which]) for nbytes, samples in series.points]
 
 
-def _method(coding: Coding, exchanges: _Points, wire: Wire, total: int) -> Method:
+def _contended(alone: Series, beside: Series | None) -> _Points:
+    """Beside computing; beyond what was affordable, later than alone by as much as at the last size."""
+    if beside is None or not beside.points:
+        return []
+    points, before = _points(beside), dict(_points(alone))
+    last, times = points[-1]
+    later = max(0, int(median(times) - median(before[last])))
+    return points + [(x, [later + ns for ns in one]) for x, one in before.items() if x > last]
+
+
+def _few(series: Series) -> list[int]:
+    """The smallest size, and from the largest down every third."""
+    sizes = [nbytes for nbytes, _ in series.points]
+    return sorted({sizes[0], *sizes[::-3]})
+
+
+def _dense(alone: _Points, contended: _Points, total: int) -> Method:
+    beside = fit(contended, total) if contended else None
+    return Method("dense", "none", "none", {}, "allreduce", None, fit(alone, total), None, beside)
+
+
+def _method(coding: Coding, wire: Wire, alone: _Points, contended: _Points, total: int) -> Method:
     codec, memory, parameters = coding.candidate.resolved
-    encode, exchange, decode = (
-        fit([(x, samples[i]) for x, samples in points], total)
-        for points, i in ((coding.points, 0), (exchanges, 0), (coding.points, 1))
-    )
-    travels = "allgather" if wire.gather else "allreduce"
-    contended = _contended(exchanges, total)
-    return Method(
-        coding.name, codec.name, memory.name, parameters, travels, encode, exchange, decode, contended
-    )
-
-
-def _contended(points: _Points, total: int) -> Curve | None:
-    """Beside computing; where only the time alone was affordable, longer by as much as at the size before."""
-    factor, beside = 0.0, []
-    for x, (alone, slow, _) in points:
-        if slow:
-            factor = median(slow) / median(alone)
-        if factor:
-            beside.append((x, slow or [int(factor * ns) for ns in alone]))
-    return fit(beside, total) if beside else None
-
-
-def _contention(points: _Points, product: list[int]) -> dict[str, int]:
-    for _, (alone, beside, products) in reversed(points):
-        if beside:
-            return {
-                "exchange_permille": int(1000 * median(beside) / median(alone)),
-                "compute_permille": int(1000 * median(products) / median(product)),
-            }
-    return {}
-
-
-def _by_gradient(coding: Coding, points: _Points) -> _Points:
-    """An exchange's samples over the bytes of gradient whose payloads have their sizes."""
     dtype = coding.gradients.dtype
 
     def sent(n: int) -> int:
         return wire_of(coding.candidate.plan(n * dtype.itemsize, dtype, coding.isa))[1]
 
-    return list({(1 + bisect_left(_LENGTHS, x, key=sent)) * dtype.itemsize: s for x, s in points}.items())
+    def by_gradient(points: _Points) -> _Points:
+        """Over the bytes of gradient whose payload has the size."""
+        return list(
+            {(1 + bisect_left(_LENGTHS, x, key=sent)) * dtype.itemsize: ns for x, ns in points}.items()
+        )
+
+    return Method(
+        coding.name,
+        codec.name,
+        memory.name,
+        parameters,
+        "allgather" if wire.gather else "allreduce",
+        fit(_points(coding, 0), total),
+        fit(by_gradient(alone), total),
+        fit(_points(coding, 1), total),
+        fit(by_gradient(contended), total) if contended else None,
+    )
+
+
+def _contention(alone: Series, beside: Series | None, product: list[int]) -> dict[str, int]:
+    if beside is None or not beside.points:
+        return {}
+    nbytes, (times, products) = beside.points[-1]
+    return {
+        "exchange_permille": int(1000 * median(times) / median(dict(_points(alone))[nbytes])),
+        "compute_permille": int(1000 * median(products) / median(product)),
+    }

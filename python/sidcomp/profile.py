@@ -84,8 +84,7 @@ class Profile:
     def load(cls, path: str | Path) -> "Profile":
         try:
             data = json.loads(Path(path).read_text())
-            found = data["format"]
-            if found == FORMAT:
+            if (found := data["format"]) == FORMAT:
                 profile = cls(**{**data, "methods": [_method(m) for m in data["methods"]]})
                 profile._check()
                 return profile
@@ -113,12 +112,12 @@ class Profile:
         for name, value in {**now, "version": _core.version}.items():
             if (then := getattr(self, name)) != value:
                 return f"the profile was measured with {name} {then}, now it is {value}"
-        if dense_ps is not None and abs(dense_ps - self.dense_ps) > _DRIFT * self.dense_ps:
-            return (
-                f"a step of plain DDP took {_ms(self.dense_ps)} ms when the profile was measured and takes "
-                f"{_ms(dense_ps)} ms now: another network, or a machine with other work"
-            )
-        return None
+        if dense_ps is None or abs(dense_ps - self.dense_ps) <= _DRIFT * self.dense_ps:
+            return None
+        return (
+            f"a step of plain DDP took {_ms(self.dense_ps)} ms when the profile was measured and takes "
+            f"{_ms(dense_ps)} ms now: another network, or a machine with other work"
+        )
 
     def compare(self, other: "Profile") -> list[str]:
         """What is different in `other`, a line each; empty where nothing is, by more than 5 %."""

@@ -20,7 +20,7 @@ from sidcomp import _core, probe
 from sidcomp.errors import ExchangeError
 from sidcomp.exchange import Exchange
 from sidcomp.profile import Profile
-from sidcomp.timing import Wire, wire_of
+from sidcomp.timing import Series, Wire, wire_of
 
 CPU = torch.device("cpu")
 EVERY = [probe.Candidate(name) for name in CODECS]
@@ -48,7 +48,7 @@ def all_codecs(rank: int, world: int, total: int, dtype: torch.dtype) -> probe.M
 
 
 @pytest.mark.parametrize("world, total, dtype", [
-    (2, 2**20, torch.float32), (1, 2**16, torch.float16), (3, 2**16, torch.bfloat16)
+    (2, 2**18, torch.float32), (1, 2**16, torch.float16), (3, 2**16, torch.bfloat16)
 ])  # fmt: skip
 def test_all_ranks_get_the_same_curves_of_every_codec(world: int, total: int, dtype: torch.dtype) -> None:
     results = run(all_codecs, world, total, dtype)
@@ -63,6 +63,7 @@ def test_all_ranks_get_the_same_curves_of_every_codec(world: int, total: int, dt
         # The largest group, and less than four times the smallest that is worth a measurement.
         assert m.encode.points[-1][0] == total and m.encode.points[0][0] < 4 * 4096
     for m in results[0].methods:
+        assert m.contended is not None
         for stage, curve in m.stages().items():
             assert curve.at(total) > 0, (m.name, stage)
     # Exchanges are measured once for messages of a kind; each method has them over its own bytes of gradient.
@@ -147,6 +148,25 @@ def test_what_does_not_fit_the_budget_goes_on_by_the_slope() -> None:
     largest = one["points"][-1][0]
     assert largest < total and one["knots"][-1][0] == total
     assert one["knots"][-1][1] >= 0.8e12 * total / RATE  # no point is faster than the rate
+
+
+class Linear(Series):
+    """Takes a second for a megabyte."""
+
+    def measure(self, nbytes: int, repeats: int) -> list[list[int]]:
+        return [[10**9 * nbytes // 2**20] * repeats]
+
+
+def test_repeats_fill_a_share_of_the_time() -> None:
+    one = Linear("one", [], 0.0)
+    assert one.affordable(2**18, share_s=0.1, left_s=9.0) > 1  # nothing is known yet
+    for nbytes in (2**18, 2**19):
+        one.take(nbytes, 3)
+    assert one.affordable(2**20, share_s=4.5, left_s=9.0) == 4
+    assert one.affordable(2**22, share_s=4.5, left_s=9.0) == 1  # 4 s: nearly all the share
+    assert one.affordable(2**22, share_s=1.0, left_s=9.0) == 1  # more than it, but not all that is left
+    assert one.affordable(2**23, share_s=4.5, left_s=9.0) == 0
+    assert one.affordable(2**16, share_s=-1.0, left_s=-1.0) == 1  # small ones always
 
 
 def progress_of(rank: int, world: int) -> list[tuple[str, float]]:
