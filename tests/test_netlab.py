@@ -1,6 +1,7 @@
 """The network lab: what it builds carries what it says, and nothing is left of it."""
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -311,11 +312,14 @@ def test_the_sweep_goes_on_where_it_stopped(
 
 @pytest.mark.slow
 def test_the_command(lab: Lab, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Four hosts, all of torch's hooks; compression wins where a network is slow."""
-    given = "--hosts 4 --rate 200mbit --task digits --hooks dense,fp16,powersgd,topk --blocks 2 --save"
+    """Four hosts, all of torch's hooks, a fixed plan and one that is found."""
+    given = "--hosts 4 --rate 200mbit --task digits --hooks dense,fp16,powersgd,topk,layer@0,cupcake@0 "
+    given += "--blocks 2 --save"
     assert cli.main([*given.split(), str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "one TCP stream carries" in text and "4 hosts, each a network namespace" in text
     table = (tmp_path / "netlab.md").read_text()
-    for name in ("no communication", "dense", "fp16", "powersgd", "topk"):
+    for name in ("no communication", "dense", "fp16", "powersgd", "topk", "layer@0", "cupcake@0"):
         assert f"| {name} |" in table
+    record = json.loads((tmp_path / "netlab.json").read_text())
+    assert all(row["predicted ms"] for row in record["rows"][-2:])

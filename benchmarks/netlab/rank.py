@@ -180,7 +180,7 @@ def main() -> None:
             )
         for run in runs:
             run.turn(spec["steps"])
-    profiled = [run for run in runs if run.hook is not None and run.hook.kind == "auto"]
+    profiled = [run for run in reversed(runs) if run.hook is not None and run.hook.planned]  # auto first
     results = [run.result(profiled) for run in runs]
     if rank == 0:
         tensors = [p.numel() for p in runs[0].module.parameters()]
