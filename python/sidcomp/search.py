@@ -23,9 +23,9 @@ def mergecomp(n: int, Y: int = 2, alpha: float = 0.01) -> Generator[list[int], f
     for y in range(2, min(Y, n) + 1):
         found, found_time = best, float("inf")
         for head in combinations(range(1, n - 1), y - 2):
-            ends, time = yield from _last_cut(n, list(head))
-            if time < found_time:
-                found, found_time = ends, time
+            for ends, time in (yield from _last_cut(n, list(head))):
+                if time < found_time:
+                    found, found_time = ends, time
         if best_time < found_time:
             break
         gain = best_time - found_time
@@ -36,19 +36,24 @@ def mergecomp(n: int, Y: int = 2, alpha: float = 0.01) -> Generator[list[int], f
     return best
 
 
-def _last_cut(n: int, head: list[int]) -> Generator[list[int], float, tuple[list[int], float]]:
-    """The best place for the last cut after the cuts `head`, where the time first falls and then rises."""
+def _last_cut(n: int, head: list[int]) -> Generator[list[int], float, list[tuple[list[int], float]]]:
+    """Halves the places of the last cut after the cuts `head`: with it the time first falls and then rises.
+
+    Returns all plans that were timed, with their times.
+    """
     times: dict[int, float] = {}
+
+    def time(cut: int) -> Generator[list[int], float, float]:
+        if cut not in times:
+            times[cut] = yield [*head, cut, n]
+        return times[cut]
+
     low, high = (head[-1] if head else 0) + 1, n - 1
     while low < high:
         middle = (low + high) // 2
-        for cut in (middle, middle + 1):
-            if cut not in times:
-                times[cut] = yield [*head, cut, n]
-        if times[middle] <= times[middle + 1]:
+        if (yield from time(middle)) <= (yield from time(middle + 1)):
             high = middle
         else:
             low = middle + 1
-    if low not in times:
-        times[low] = yield [*head, low, n]
-    return [*head, low, n], times[low]
+    yield from time(low)
+    return [([*head, cut, n], measured) for cut, measured in times.items()]
