@@ -143,9 +143,8 @@ class Profile:
     def table(self) -> str:
         total = self.total_bytes
         sizes = [0, *(s for s in (total // 256, total // 16, total) if s)]
-        rows = [
-            ["method", "stage", *("latency" if not s else format_bytes(s) for s in sizes), "fit", "spread"]
-        ]
+        heads = ["latency", *map(format_bytes, sizes[1:])]
+        rows = [["method", "stage", *heads, "fit", "spread"]]
         for m in self.methods:
             for stage, c in m.stages().items():
                 spread = "" if c.spread is None else f"{100 * c.spread:.1f} %"
@@ -197,12 +196,11 @@ class Profile:
             ready = max(now, last[t["bucket"] if buckets else i])
             tensors.append({"name": t["name"], "backward_ps": ready - now, "bytes": t["bytes"]})
             now = ready
+        costs = [_costs(m, rates.get(m.name, {}), contention) for m in self.methods if m.name in chosen]
         return {
             "forward_ps": self.forward_ps,
             "tensors": tensors,
-            "methods": [
-                _costs(m, rates.get(m.name, {}), contention) for m in self.methods if m.name in chosen
-            ],
+            "methods": costs,
             "overlap_permille": self.overlap_permille,
             "decode": "side",
         }
@@ -218,11 +216,8 @@ def _costs(m: Method, rates: Mapping[str, int], contention: int) -> dict[str, An
     alone, beside = m.exchange_curve, m.contended or m.exchange_curve
     at = sorted({x for curve in (alone, beside) for x, _ in curve.knots})
     weighed = [[x, (1000 * (a := alone.at(x)) + max(0, beside.at(x) - a) * contention) // 1000] for x in at]
-    tables = {
-        "encode": m.encode and m.encode.knots,
-        "exchange": weighed,
-        "decode": m.decode and m.decode.knots,
-    }
+    encode, decode = (curve and curve.knots for curve in (m.encode, m.decode))
+    tables = {"encode": encode, "exchange": weighed, "decode": decode}
     scaled = {k: t and [[x, y * rates.get(k, 1000) // 1000] for x, y in t] for k, t in tables.items()}
     return {"name": m.name, **scaled}
 
