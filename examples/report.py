@@ -58,7 +58,7 @@ class Progress:
 def write(args: Namespace, task: Task, runs: "list[Run]", world: int) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     alone, *shown = [summary(run, world) for run in runs]
-    notes = remarks(args, task, world, alone, *shown)
+    notes = remarks(args, task, world, runs[-1].found, alone, *shown)
     head, *body = cells(task, alone, shown)
 
     table = Table(*head)
@@ -96,8 +96,7 @@ def summary(run: "Run", world: int) -> Row:
     ring = 2 * (world - 1) / world
     if run.explained:  # a plan that was found on the way: what its groups send
         linear = {codec.name: codec.linear for codec in sidcomp.codecs()}
-        shares = [g["sent_bytes"] * (ring if linear[g["codec"]] else world - 1) for g in run.groups]
-        computed = sum(shares)
+        computed = sum(g["sent_bytes"] * (ring if linear[g["codec"]] else world - 1) for g in run.groups)
     elif run.stats:
         payload = run.stats["sent_bytes"] / run.stats["steps"]
         summed = run.stats["received_bytes"] == run.stats["sent_bytes"]
@@ -115,7 +114,8 @@ def summary(run: "Run", world: int) -> Row:
         "bytes_computed": computed,
         "density": run.stats.get("density", 1.0),
         **{
-            what: run.stats.get(f"{what}_seconds", 0.0) / steps * 1e3 for what in ("encode", "wait", "decode")
+            what: sum(g[f"{what}_seconds"] / max(1, g["steps"]) for g in run.groups) * 1e3
+            for what in ("encode", "wait", "decode")
         },
     }
 
@@ -142,16 +142,19 @@ def cells(task: Task, alone: Row, rows: list[Row]) -> list[list[str]]:
     ]
 
 
-def remarks(args: Namespace, task: Task, world: int, alone: Row, dense: Row, ours: Row) -> list[str]:
+def remarks(
+    args: Namespace, task: Task, world: int, found: bool, alone: Row, dense: Row, ours: Row
+) -> list[str]:
     """The table in words. Every number is of this run; what was computed and not measured says so."""
     apart = task.apart(dense["metric"], ours["metric"])
     notes = [
         f"{task.data}; {args.steps} steps, {world} ranks, seed {args.seed}; {machine()}.",
         f"{task.metric} ({task.unit}): {ours['name']} ends {apart} from plain DDP.",
+        *([] if found else [f"{ours['name']} was still finding out: it needs more steps than these."]),
         args.network,
         "Bytes are what one rank sends in a step. Counted: by the kernel, over rank 0's TCP connections, "
-        "headers left out, median of the turns. Computed: a ring all-reduce of the float32 gradient; for "
-        "sidcomp, its payloads.",
+        "headers left out, median of the turns that were timed. Computed: a ring all-reduce of the float32 "
+        "gradient; for sidcomp, its payloads.",
     ]
     if alone["median"] <= min(dense["median"], ours["median"]):
         notes.append(

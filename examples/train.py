@@ -45,6 +45,7 @@ class Run:
     stats: dict[str, float] = field(default_factory=dict)  # State.stats() over all steps
     groups: list[dict[str, Any]] = field(default_factory=list)  # State.stats(), each group
     explained: str = ""  # State.explain(), where something was planned
+    found: bool = True  # False: a planned State still measures and compares; its steps are not timed
 
 
 class Trainer:
@@ -83,6 +84,7 @@ class Trainer:
                 **args.parameters,
             )
             sidcomp.register(self.model, self.state)
+            self.run.found = not self.state.settings.planned
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])
             if self.state is not None:
@@ -95,6 +97,8 @@ class Trainer:
     def advance(self, until: int, progress: report.Progress) -> None:
         """Steps up to number `until`. The first of a turn is not timed: caches hold the other runs' data."""
         run = self.run
+        if self.state is not None and not run.found:
+            run.found = self.state.plan_report()["stage"] == "resting"
         before, sent = run.step, tcp_bytes_sent()
         for turn, step in enumerate(range(run.step, until)):
             start = perf_counter()
@@ -103,13 +107,13 @@ class Trainer:
             run.step = step + 1
             run.seconds += took
             run.losses.append(loss)
-            if turn and step >= self.first + WARM:
+            if turn and run.found and step >= self.first + WARM:
                 run.times.append(took)
             progress.step(run)
             if self.file is not None and run.step % self.args.checkpoint_every == 0:
                 self.save()
         now = tcp_bytes_sent()
-        if sent is not None and now is not None:
+        if run.found and sent is not None and now is not None:
             run.tcp_bytes.append((now - sent) / (until - before))
 
     def one_step(self, step: int) -> float:
@@ -174,6 +178,7 @@ class Trainer:
 def train(task: Task, args: Namespace, show: bool) -> list[Run]:
     """Runs of: no communication (some steps only, for their time), plain DDP, sidcomp."""
     settings = "".join(f" {k}={v}" for k, v in args.parameters.items())
+    settings += f" groups={args.groups}" if args.groups not in (None, "bucket") else ""
     alone = Trainer("no communication", task, args, ddp=False, compress=False)
     dense = Trainer("plain DDP", task, args, ddp=True, compress=False)
     ours = Trainer(f"{args.codec}{settings}", task, args, ddp=True, compress=True)
