@@ -28,9 +28,9 @@ const sid_algorithm *sid_algorithm_find(const char *name) {
 
 int64_t sid_option(const sid_job *j, const char *name) {
     const sid_algorithm *a = &j->planner->info;
-    uint32_t i = 0;
-    while (i + 1 < a->n_options && strcmp(a->options[i].name, name)) i++;
-    return j->option[i];
+    for (uint32_t i = 0; i < a->n_options; i++)
+        if (!strcmp(a->options[i].name, name)) return j->option[i];
+    return 0;
 }
 
 uint32_t sid_method_of(const sid_job *j) {
@@ -128,6 +128,7 @@ sid_fuse_status sid_fuse(const sid_instance *in, const sid_fuse_request *what, s
                              what->algorithm ? what->algorithm : "");
     sid_fuse_status s = set_options(&j, what, err);
     if (!s) s = check_seed(&j, what, err);
+    if (!s && sid_option(&j, "scenarios") > 0) s = sid_check_instance(in, SID_FUSE_LIMIT / 2, err);
     if (s) return s;
     uint32_t dense = 0;
     while (dense < in->n_methods && !sid_is_dense(&in->methods[dense])) dense++;

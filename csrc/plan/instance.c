@@ -128,6 +128,10 @@ static sid_fuse_status check_curve(const sid_curve *c, uint32_t method, const ch
 }
 
 sid_fuse_status sid_fuse_check(const sid_instance *in, sid_fuse_error *err) {
+    return sid_check_instance(in, SID_FUSE_LIMIT, err);
+}
+
+sid_fuse_status sid_check_instance(const sid_instance *in, int64_t limit, sid_fuse_error *err) {
     if (err) err->text[0] = 0;
     if (!in) return sid_fuse_fail(err, SID_FUSE_E_ARG, "the instance is NULL");
     if (!in->n || in->n > SID_FUSE_MAX_TENSORS)
@@ -167,12 +171,11 @@ sid_fuse_status sid_fuse_check(const sid_instance *in, sid_fuse_error *err) {
         const int64_t parts[3] = {cost_of_all(&q->encode, in->n, total), cost_of_all(&q->exchange, in->n, total),
                                   cost_of_all(&q->decode, in->n, total)};
         for (int k = 0; k < 3; k++) worst = parts[k] > SID_FUSE_LIMIT - worst ? SID_FUSE_LIMIT + 1 : worst + parts[k];
-        if (worst > SID_FUSE_LIMIT - time)
-            return sid_fuse_fail(
-                err, SID_FUSE_E_SUM,
-                "method %u: forward, backward and %u groups by the methods up to here may add up to more "
-                "than 2^60 ps",
-                m, in->n);
+        if (time > limit || worst > limit - time)
+            return sid_fuse_fail(err, SID_FUSE_E_SUM,
+                                 "method %u: forward, backward and %u groups by the methods up to here may add up to "
+                                 "more than %s ps",
+                                 m, in->n, limit == SID_FUSE_LIMIT ? "2^60" : "2^59 (scenarios may double it)");
     }
     return SID_FUSE_OK;
 }

@@ -53,6 +53,7 @@ typedef struct ldp {
 /* ---- bounds ----------------------------------------------------------------------------------------------------- */
 
 static void set_weights(ldp *s, int encodes, int decodes) {
+    s->n_weights = 0;
     const int overlaps = encodes && s->p.in->overlap_permille;
     for (int8_t d = 0; d <= (decodes ? 4 : 0); d++)
         for (int8_t l = 0; l + d <= 4; l++) {
@@ -203,6 +204,7 @@ static uint32_t atom(const sid_instance *in, uint32_t from, int64_t bytes, int64
 }
 
 static void layout(sid_job *j, sid_arena *a) {
+    sid_robust_layout(j, a);
     const sid_instance *in = j->problem.in;
     int64_t bytes = 0, time = 0;
     uint32_t n = 0;
@@ -211,7 +213,7 @@ static void layout(sid_job *j, sid_arena *a) {
         time += in->backward_ps[i];
     }
     for (uint32_t i = 0; i < in->n; n++) i = atom(in, i, bytes, time);
-    ldp *s = j->own = sid_take(a, 1, sizeof *s), t = {.job = j, .n = n};
+    ldp *s = j->own = sid_take(a, 1, sizeof *s), t = {.n = n};
     if (n <= MOST_ATOMS) {
         t.room = ALL_LABELS / n < MOST_LABELS ? ALL_LABELS / n : MOST_LABELS;
         t.ends = sid_take(a, n, sizeof *t.ends);
@@ -277,12 +279,14 @@ static void take_best(ldp *s) {
     sid_offer(s->job);
 }
 
-static void run(sid_job *j) {
+static void plan(sid_job *j) {
     ldp *s = j->own;
-    const uint64_t limit = (uint64_t)sid_option(j, "work_limit");
+    const uint64_t limit = j->work + (uint64_t)(sid_option(j, "work_limit") / (1 + sid_option(j, "scenarios")));
     const int64_t thin = sid_option(j, "thin_ps");
     sid_pg(j, -1);
     if (s->n > MOST_ATOMS) return;
+    s->job = j;
+    s->found = 0;
     set_atoms(s);
     set_methods(s);
     set_rest(s);
@@ -300,13 +304,16 @@ static void run(sid_job *j) {
     if (s->n == j->problem.in->n) j->lower = sid_max(j->lower, sid_max(root, sid_min(s->dropped, s->best)));
 }
 
+static void run(sid_job *j) { sid_robust(j, plan); }
+
 static const sid_fuse_option options[] = {
     {"thin_ps", -1, -1, SID_FUSE_LIMIT,
      "labels this close are one: a plan may be so much worse a group; 0: exact; -1: 1 % of the first plan's time"},
-    {"work_limit", 20000000, 1, INT64_MAX, "transitions, after which the best so far is returned"}};
+    {"work_limit", 20000000, 1, INT64_MAX, "transitions, after which the best so far is returned"},
+    SID_ROBUST};
 const sid_planner sid_planner_ldp = {
     .info = {"ldp", "this project: docs/planning.md",
              "Groups and the method of each, for any curves: Pareto labels, with a proven bound; never slower than pg.",
-             options, 2, 1},
+             options, 5, 1},
     .layout = layout,
     .run = run};

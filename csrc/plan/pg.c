@@ -252,8 +252,7 @@ static int64_t best_dense(sid_job *j) {
     return free[n];
 }
 
-/* Offers the best dense plan. Returns a bound of all dense plans; 0 where none is known. */
-static int64_t dense_plans(sid_job *j) {
+int64_t sid_dense(sid_job *j) {
     const sid_problem *p = &j->problem;
     const int64_t total = p->size[p->in->n];
     uint32_t methods = 0, last = 0;
@@ -279,7 +278,7 @@ static int64_t dense_plans(sid_job *j) {
 static void prove(sid_job *j, int64_t bound) { j->lower = sid_max(j->lower, bound); }
 
 static void dense(sid_job *j) {
-    const int64_t bound = dense_plans(j);
+    const int64_t bound = sid_dense(j);
     for (uint32_t m = 0; m < j->problem.in->n_methods; m++)
         if (!sid_is_dense(&j->problem.in->methods[m])) return;
     prove(j, bound);
@@ -294,7 +293,7 @@ const sid_planner sid_planner_dense = {
 
 void sid_pg(sid_job *j, int64_t only) {
     const sid_instance *in = j->problem.in;
-    const int64_t bound = dense_plans(j);
+    const int64_t bound = sid_dense(j);
     uint32_t compressing = 0;
     for (uint32_t m = 0; m < in->n_methods; m++) {
         if (sid_is_dense(&in->methods[m])) continue;
@@ -306,13 +305,16 @@ void sid_pg(sid_job *j, int64_t only) {
     if (!compressing) prove(j, bound);
 }
 
-static void pg(sid_job *j) { sid_pg(j, sid_option(j, "method")); }
+static void plan(sid_job *j) { sid_pg(j, sid_option(j, "method")); }
+static void pg(sid_job *j) { sid_robust(j, plan); }
 
 static const sid_fuse_option options[] = {
-    {"method", -1, -1, SID_FUSE_MAX_METHODS - 1, "index of the method to plan beside dense; -1: the best of all"}};
+    {"method", -1, -1, SID_FUSE_MAX_METHODS - 1, "index of the method to plan beside dense; -1: the best of all"},
+    SID_ROBUST};
 const sid_planner sid_planner_pg = {
     .info = {"pg", "this project: docs/planning.md",
              "Groups of one method: exact for affine costs, by fitted lines otherwise; never slower than the dense "
              "optimum or the plan in use.",
-             options, 1, 1},
+             options, 4, 1},
+    .layout = sid_robust_layout,
     .run = pg};

@@ -142,6 +142,8 @@ void sid_draft_append(sid_draft *d, const sid_problem *p, uint32_t from, uint32_
 /* Its time, also put into d->time. */
 int64_t sid_draft_time(sid_draft *d, const sid_problem *p);
 
+/* As sid_fuse_check, with a limit of the times' sum. */
+sid_fuse_status sid_check_instance(const sid_instance *in, int64_t limit, sid_fuse_error *err);
 sid_fuse_status sid_check_plan(const sid_instance *in, uint32_t groups, const uint32_t *ends, const uint8_t *methods,
                                sid_fuse_error *err);
 
@@ -163,10 +165,11 @@ typedef struct sid_job {
     int64_t lower;   /* proven bound of the time; the planner may raise it */
     int64_t *w, *v;  /* n + 1 each, for one algorithm at a time */
     uint32_t *trial; /* n, likewise */
+    void *robust;    /* robust.c's part of scratch; NULL: no scenarios */
     void *own;       /* the planner's own part of scratch */
 } sid_job;
 
-/* The value of an option of the planner's table. */
+/* The value of an option of the planner's table; 0 if it has no such option. */
 int64_t sid_option(const sid_job *j, const char *name);
 /* Times the draft and, if it is faster than the best so far, puts it there. */
 void sid_offer(sid_job *j);
@@ -180,12 +183,21 @@ typedef struct sid_planner {
     void (*run)(sid_job *j);                  /* leaves a plan in j->best */
 } sid_planner;
 
+/* Offers the best dense plan, where there is a dense method. Returns a bound of all dense plans; 0: none is known. */
+int64_t sid_dense(sid_job *j);
 /* Plans of one method each, only that one or (-1) all, beside the dense optimum. */
 void sid_pg(sid_job *j, int64_t only);
 
 /* 1 if no decode, no overlap and costs that are lines of whole picoseconds a byte, in an instance of one method: then
  * the optimum is the papers' model's, to the picosecond. */
 int sid_is_affine(const sid_problem *p, uint32_t method);
+
+/* Runs `plan`, or with option "scenarios" the competition; SID_ROBUST are the options. */
+void sid_robust_layout(sid_job *j, sid_arena *a);
+void sid_robust(sid_job *j, void (*plan)(sid_job *));
+#define SID_ROBUST                                                                                                     \
+    {"scenarios", 0, 0, 256, "plan for the mean over so many randomly wrong costs; 0: trust the costs"},               \
+        {"scenario_permille", 200, 0, 999, "how wrong a cost may be"}, {"seed", 0, 0, INT64_MAX, "of the scenarios"}
 
 extern const sid_planner sid_planner_ldp, sid_planner_mergecomp, sid_planner_cupcake, sid_planner_cupcake_fixed,
     sid_planner_pg, sid_planner_dense, sid_planner_layerwise, sid_planner_even, sid_planner_bucket,
