@@ -50,7 +50,8 @@ def show(instance: dict[str, Any], plan: dict[str, Any]) -> None:
             *(_span(spans[kind]) for kind in planning.SPANS),
         )
         start = end
-    bound = "the optimum under the model" if plan["exact"] else f"at least {_ms(plan['lower_bound_ps'])}"
+    least = _ms(plan["lower_bound_ps"])
+    bound = "which is the optimum" if plan["exact"] else f"no plan takes less than {least}"
     console = _console()
     console.print(table)
     console.print(
