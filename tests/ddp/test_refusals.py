@@ -270,7 +270,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"memory": "elephant"}, ["elephant", "residual"]),
     ({"codec": GATHERED[0], "densty": 0.1}, ["densty", "density"]),
     ({"codec": "none", "density": 0.1}, ["density"]),
-    ({"groups": "layer"}, ["layer", "bucket", "model"]),
+    ({"groups": "layers"}, ["layers", "bucket", "model"]),
     ({"groups": 0}, ["0", "byte"]),
     ({"groups": -5}, ["-5", "byte"]),
     ({"groups": [["a"], ["b", "a"]]}, ["'a'", "twice"]),
