@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from common import CODECS
 from harness import run
-from sidcomp import _core, probe
+from sidcomp import _core, probe, timing
 from sidcomp.errors import ExchangeError
 from sidcomp.exchange import Exchange
 from sidcomp.profile import Profile
@@ -252,6 +252,26 @@ def lose_a_peer_any_time(rank: int, world: int, after_s: float) -> str:
 )
 def test_a_peer_dies_inside_a_measurement(after_s: float) -> None:
     assert run(lose_a_peer_any_time, 2, after_s, dying=[1], group_timeout=10)[0]
+
+
+def stop_beside_computing(rank: int, world: int) -> str:
+    run_product, products = timing.Product.run, 0
+
+    def stopping(self: timing.Product) -> None:
+        nonlocal products
+        products += 1
+        if products == 60:  # past those that are timed alone
+            os.kill(os.getpid(), signal.SIGSTOP)
+        run_product(self)
+
+    if rank == 1:
+        timing.Product.run = stopping  # type: ignore[method-assign]
+    return lose_a_peer(rank, world, "never", 0)
+
+
+@pytest.mark.slow
+def test_a_peer_stops_while_a_rank_computes() -> None:
+    assert run(stop_beside_computing, 2, dying=[1], group_timeout=4)[0]
 
 
 def refused(rank: int, world: int) -> list[str]:
