@@ -74,7 +74,7 @@ CODEC_CHOICES: dict[str, Callable[[Problem], int]] = {
     "mergecomp 4": lambda p: p.time("mergecomp", groups=4, alpha_permille=0),
     "cupcake": lambda p: p.time("cupcake", work_limit=CUPCAKE_WORK),
     "cupcake-fixed": lambda p: p.time("cupcake-fixed", work_limit=CUPCAKE_WORK),
-    "its start even": lambda p: p.time("cupcake-fixed", work_limit=CUPCAKE_WORK, groups=2),
+    "cupcake even start": lambda p: p.time("cupcake-fixed", work_limit=CUPCAKE_WORK, groups=2),
 }
 # The same where groups may also go dense.
 MIXED_CHOICES: dict[str, Callable[[Problem], int]] = {
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
         note = (
             "Iteration time over the codec's optimum under the affine model without decode. even, bucket, "
             "threshold (1 KB to 128 MB): the best setting; mergecomp 4: alpha 0; dense: nothing is "
-            f"compressed; its start even: cupcake-fixed from two even groups; {cut}."
+            f"compressed; cupcake even start: cupcake-fixed from two even groups; {cut}."
         )
         report("planner-regret", "Regret", regret_table(instances), note, out)
     if "ldp" in wanted:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -667,3 +668,14 @@ def test_the_six_models_have_their_published_sizes(monkeypatch: pytest.MonkeyPat
         model = next(m for m in models.MODELS if name.startswith(m.name + ","))
         assert sum(t["backward_ps"] for t in made["tensors"]) == 2 * made["forward_ps"]
         assert sum(t["bytes"] for t in made["tensors"]) == 4 * model.parameters
+
+
+def test_the_page_has_the_regret_that_was_measured() -> None:
+    root = Path(__file__).resolve().parent.parent
+    rows = json.loads((root / "benchmarks" / "results" / "planner-regret.json").read_text())["rows"]
+    mean, worst = ({k: v for k, v in row.items() if v not in ("", row["instance"])} for row in rows[-2:])
+    page = re.findall(
+        r"^\| `([^`]+)` \| (\d+\.\d+) \| (\d+\.\d+) \|", (root / "docs" / "planning.md").read_text(), re.M
+    )
+    assert {choice: low for choice, low, _ in page} == mean
+    assert {choice: high for choice, _, high in page} == worst
