@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--rates", default=RATES, help="with commas (default %(default)s)")
     add("--tasks", default=TASKS, help="with commas (default %(default)s)")
     add("--hooks", default=HOOKS, help="as `python -m benchmarks.netlab --help` says (default %(default)s)")
-    add("--blocks", type=int, default=4, help="turns of each hook (default 4)")
+    add("--blocks", type=int, default=3, help="turns of each hook (default 3)")
     add("--steps", type=int, default=6, help="steps of a turn, the first not timed (default 6)")
     add("--warmup", type=int, default=6, help="steps before the first turn (default 6)")
     add("--timeout", type=float, default=1200, help="seconds for a cell (default 1200)")

@@ -271,7 +271,7 @@ def cell(rate: str, milliseconds: dict[str, float]) -> dict[str, Any]:
         "rate": rate,
         "task": "lm",
         "hooks": ",".join(list(milliseconds)[1:]),
-        "turns": [4, 6, 6],
+        "turns": [3, 6, 6],
         "emulation": "namespaces",
         "network": [],
         "result": {"runs": runs},

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+SO_MAX_PACING_RATE = 47  # of Linux; Python does not name it
 IDLE = {"64 KB": 1 << 16, "1 MB": 1 << 20}  # messages sent after a pause
 # Commands that go before a rank's, where they work. setpriv: a rank ends with us. chrt: under SCHED_BATCH a
 # thread that waits for a lock does not preempt its holder; Gloo's small messages take a tenth of the time.
@@ -202,6 +204,11 @@ class Lab:
     def _pacing(self) -> None:
         if self.rate is None:
             raise LabError("no pacing: nothing to hold back without a rate")
+        try:
+            with socket.socket() as s:
+                s.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("@L", self.rate // 8))
+        except OSError as e:
+            raise LabError(f"no pacing: SO_MAX_PACING_RATE: {e.strerror}") from None
         self.scratch = Path(tempfile.mkdtemp(prefix="netlab-"))
         shim = self.scratch / "pace.so"
         compiler = shutil.which(os.environ.get("CC", "cc"))

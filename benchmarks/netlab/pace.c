@@ -8,7 +8,7 @@
 
 static void pace(int fd) {
     const char *text = getenv("NETLAB_BYTES_PER_SECOND");
-    unsigned int rate = text ? (unsigned int)strtoul(text, NULL, 10) : 0;
+    unsigned long rate = text ? strtoul(text, NULL, 10) : 0;
     if (rate) setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &rate, sizeof rate); /* fails on other sockets; so be it */
 }
 
