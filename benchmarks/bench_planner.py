@@ -232,7 +232,7 @@ def error_table(draws: int) -> list[dict[str, Any]]:
     for error in (0.1, 0.2, 0.5):
         plans: dict[str, dict[str, int]] = {
             "pg": {},
-            "pg, 16 scenarios": {"scenarios": 16, "error_permille": round(1000 * error)},
+            "pg, 16 scenarios": {"scenarios": 16, "scenario_permille": round(1000 * error)},
         }
         regrets: dict[str, list[float]] = {name: [] for name in plans}
         times: dict[str, list[float]] = {name: [] for name in plans}

@@ -411,6 +411,25 @@ def test_never_above_the_dense_optimum_or_the_plan_in_use() -> None:
         assert plan["time_ps"] <= reference.brute_force(made, [DENSE])
 
 
+@pytest.mark.parametrize("algorithm", ["pg", "ldp"])
+def test_plans_for_wrong_costs_are_safe_and_repeatable(algorithm: str) -> None:
+    rng = random.Random(16)
+    differ = 0
+    for _ in range(30):
+        made = constrain(rng, mixed(rng, rng.randint(1, 9)))
+        options = {"scenarios": 8, "scenario_permille": 500, "seed": rng.randrange(1 << 40)}
+        sure = sidcomp.plan(made, algorithm)
+        robust = sidcomp.plan(made, algorithm, in_use=sure, **options)
+        check(made, robust)
+        assert robust == sidcomp.plan(made, algorithm, in_use=sure, **options)
+        assert robust["time_ps"] == sure["time_ps"]  # never slower than the plan in use
+        free = sidcomp.plan(made, algorithm, **options)
+        check(made, free)
+        assert free["time_ps"] <= reference.brute_force(made, [DENSE])
+        differ += free["ends"] != sure["ends"]
+    assert differ > 0
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_one_tensor(algorithm: str) -> None:
     made = instance([5], [7], line(2, 1), line(3, 1), forward_ps=11)
