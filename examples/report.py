@@ -168,10 +168,12 @@ def remarks(
     slower = ours["median"] / dense["median"] - 1
     if ours["p10"] < dense["median"] < ours["p90"]:
         notes.append(
-            f"The compressed step differs by {slower:+.1%} in time, which lies within its own spread."
+            f"The step of {ours['name']} differs by {slower:+.1%} in time, which lies within its own spread."
         )
     else:
-        notes.append(f"The compressed step takes {abs(slower):.1%} {'more' if slower > 0 else 'less'} time.")
+        notes.append(
+            f"The step of {ours['name']} takes {abs(slower):.1%} {'more' if slower > 0 else 'less'} time."
+        )
     cost, spared = ours["encode"] + ours["decode"], dense["bytes_computed"] - ours["bytes_computed"]
     if cost > 0 and spared > 0:
         notes.append(
