@@ -91,7 +91,7 @@ class Controller:
     def __init__(self, settings: Settings, profile: Profile | None) -> None:
         self.settings = settings
         self.given = profile
-        self.algorithm = {"auto": "pg"}.get(str(settings.groups), str(settings.groups))
+        self.algorithm = {"auto": "ldp"}.get(str(settings.groups), str(settings.groups))
         self.report = Report()
         self.base = PLAIN if settings.auto else Regime("bucket")  # what a plan has to beat
         self._p: Pipeline | None = None  # only during a call: a generator must not keep a process group alive
@@ -185,7 +185,7 @@ class Controller:
         if self.report.profile is None or self.report.plan is None:
             return []
         instance = observe.instance(self.report.profile, self.settings, buckets=False)
-        found = plan(instance, "pg")
+        found = plan(instance, "ldp", scenarios=_SCENARIOS)
         self._script = self._rewrapped(instance, found)
         self._order = next(self._script)
         sizes = [t["bytes"] for t in self.report.profile.tensors]
@@ -266,7 +266,7 @@ class Controller:
             return (yield from self._mergecomp())
         self.report.stage = "planning"
         instance = observe.instance(profile, self.settings)
-        if self.algorithm != "pg":  # a paper's own choice is kept as it is
+        if self.algorithm != "ldp":  # a paper's own choice is kept as it is
             found = plan(instance, self.algorithm)
             regime = self._regime(found)
             times = yield from self._timed(regime, _BASELINE_STEPS)
@@ -318,10 +318,10 @@ class Controller:
 
     def _choose(self, instance: dict[str, Any], limit: int, best: Regime) -> dict[str, Any] | None:
         """A plan of at most `limit` ps that is none of ours; where dense is the best, the best without it."""
-        found = plan(instance, self.algorithm)
+        found = plan(instance, self.algorithm, scenarios=_SCENARIOS)
         if self._regime(found) == best and self.settings.auto:
             lossy = {**instance, "methods": instance["methods"][1:]}
-            found = plan(lossy, self.algorithm)
+            found = plan(lossy, self.algorithm, scenarios=_SCENARIOS)
             found["methods"] = [m + 1 for m in found["methods"]]
         if found["time_ps"] > limit or self._regime(found) == best:
             return None
@@ -378,7 +378,7 @@ class Controller:
             yield from self._watch(regime, reference)
             reference = 0
             self.report.stage = "looking again"
-            if self.algorithm == "pg":
+            if self.algorithm == "ldp":
                 self._say("the step time has drifted: looking again")
                 regime, why = yield from self._find_out()
 

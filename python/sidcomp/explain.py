@@ -44,7 +44,7 @@ def report(p: "Pipeline") -> dict[str, Any]:
         )
     rewrapped = None
     if r.profile is not None and ours is not None:
-        free = plan(observe.instance(r.profile, settings, buckets=False), "pg")
+        free = plan(observe.instance(r.profile, settings, buckets=False), "ldp", scenarios=16)
         rewrapped = free["time_ps"] + r.measured_ps - r.predicted_ps
     return {
         "stage": r.stage,
