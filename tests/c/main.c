@@ -29,7 +29,16 @@
     X(random_bytes)                                                                                                    \
     X(other_step)                                                                                                      \
     X(threads)                                                                                                         \
-    X(map)
+    X(map)                                                                                                             \
+    X(fuse_optimal)                                                                                                    \
+    X(fuse_vectors)                                                                                                    \
+    X(fuse_shift)                                                                                                      \
+    X(fuse_robust)                                                                                                     \
+    X(fuse_limits)                                                                                                     \
+    X(fuse_many)                                                                                                       \
+    X(fuse_edges)                                                                                                      \
+    X(fuse_timeline)                                                                                                   \
+    X(fuse_refusals)
 
 #define DECLARE(name) void test_##name(void);
 TESTS(DECLARE)
