@@ -151,10 +151,10 @@ def check(report: dict[str, Any]) -> None:
 
 
 def test_compression_is_kept_where_dense_exchanges_are_slow() -> None:
-    reports = run(found, 2, {"slow": SLOW_DENSE})
+    reports = run(found, 2, {"slow": SLOW_DENSE, "candidates": ["topk", "sidco-e"]})
     for r in reports:
         check(r)
-        assert "topk" in ways(r)
+        assert ways(r) & {"topk", "sidco-e"}, r["explain"]
         assert r["measured_ps"] < 0.8 * r["dense_ps"]
         assert r["tried"][0]["kept"] and r["tried"][0]["predicted_ps"] > 0
         assert r["compute_ps"] < r["dense_ps"]
@@ -181,10 +181,12 @@ def test_one_rank_has_nothing_to_exchange() -> None:
 @pytest.mark.parametrize("model", ["one tensor", "forgetful"])
 def test_odd_models(model: str) -> None:
     ddp = {"find_unused_parameters": True} if model == "forgetful" else {}
-    for r in run(found, 2, {"model": model, "slow": SLOW_DENSE, "ddp": ddp}):
+    for r in run(
+        found, 2, {"model": model, "slow": {"all_reduce": 6e-7}, "ddp": ddp, "candidates": ["topk"]}
+    ):
         check(r)
         names = [name for g in r["groups"] for name in g["names"]]
-        assert "topk" in ways(r)
+        assert "topk" in ways(r), r["explain"]
         assert len(names) == len(set(names)) == {"one tensor": 1, "forgetful": 10}[model]
 
 
@@ -217,7 +219,7 @@ def fixed(rank: int, world: int, groups: str) -> list[int]:
 
 
 def excluded(rank: int, world: int) -> dict[str, Any]:
-    return found(rank, world, {"slow": SLOW_DENSE, "exclude": ["1-D"]})
+    return found(rank, world, {"slow": SLOW_DENSE, "candidates": ["topk"], "exclude": ["1-D"]})
 
 
 def test_what_is_excluded_stays_dense() -> None:
@@ -232,7 +234,7 @@ def test_what_is_excluded_stays_dense() -> None:
 
 
 def with_a_slow_rank(rank: int, world: int) -> dict[str, Any]:
-    with Training(rank, slow=SLOW_DENSE) as t:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
         if rank == 1:
             t.ddp.module.register_forward_hook(lambda *_: time.sleep(0.01))
         return t.until_it_rests()
@@ -248,7 +250,7 @@ def test_all_ranks_go_by_the_slowest() -> None:
 
 def drifting(rank: int, world: int) -> dict[str, Any]:
     controller._REST = 20
-    with Training(rank, slow=SLOW_DENSE) as t:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
         first = t.until_it_rests()
         slow_down({**SLOW_SPARSE, "all_reduce": 0.0})  # from here on it is the all-gather that is slow
         for _ in range(60):
@@ -259,7 +261,7 @@ def drifting(rank: int, world: int) -> dict[str, Any]:
 def test_a_plan_that_has_become_slow_is_looked_at_again() -> None:
     for r in run(drifting, 2):
         check(r)
-        assert r["first"] == {"topk"}
+        assert "topk" in r["first"]
         assert any("drifted" in line for line in r["log"])
         assert ways(r) == {"dense"}
 
@@ -295,7 +297,7 @@ def test_a_rank_that_dies_while_it_is_measured_is_an_error() -> None:
 
 def with_profiles(rank: int, world: int, room: str) -> dict[str, Any]:
     path = Path(room) / "profile.json"
-    with Training(rank, slow=SLOW_DENSE) as first:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as first:
         first.until_it_rests()
         if rank == 0:
             assert first.state.profile is not None
@@ -303,7 +305,7 @@ def with_profiles(rank: int, world: int, room: str) -> dict[str, Any]:
     dist.barrier()
     out = {}
     for name, model in (("again", "mlp"), ("other", "one tensor")):
-        with Training(rank, model, profile=path) as t:
+        with Training(rank, model, profile=path, candidates=["topk"]) as t:
             out[name] = t.until_it_rests()
     return out
 
@@ -343,7 +345,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
 
 
 def resumed(rank: int, world: int, when: str) -> dict[str, Any]:
-    with Training(rank, slow=SLOW_DENSE) as t:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
         if when == "found":
             t.until_it_rests()
         else:
@@ -360,7 +362,7 @@ def resumed(rank: int, world: int, when: str) -> dict[str, Any]:
             t.step()
         went_on = torch.cat([p.detach().flatten() for p in t.ddp.parameters()])
         t.state.close()
-        u = Training(rank)
+        u = Training(rank, candidates=["topk"])
         u.ddp.module.load_state_dict(saved["model"])
         u.state.load_state_dict(saved["state"])
         for _ in range(5):
@@ -378,7 +380,7 @@ def test_a_plan_survives_a_checkpoint_bit_for_bit() -> None:
         check(r)
         assert r["early"] == "resting", "what had been found was looked for again"
         assert r["bits"]
-        assert "topk" in ways(r)
+        assert "topk" in ways(r), r["explain"]
 
 
 @pytest.mark.parametrize("when", ["looking", "version"])
@@ -393,7 +395,7 @@ def test_a_checkpoint_without_a_plan_that_fits_starts_anew(when: str) -> None:
 
 
 def pictured(rank: int, world: int, room: str) -> dict[str, Any]:
-    with Training(rank, slow=SLOW_DENSE) as t:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
         early = t.state.explain()
         r = t.until_it_rests()
         if rank == 0:
@@ -421,7 +423,7 @@ def test_trace_and_picture(tmp_path: Path) -> None:
 
 
 def rewrapped(rank: int, world: int) -> dict[str, Any]:
-    with Training(rank, slow=SLOW_DENSE, ddp={}) as t:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE, ddp={}) as t:
         t.until_it_rests()
         kept = t.state.state_dict()["residuals"]
         t.ddp = sidcomp.rewrap(t.ddp, t.state)
@@ -438,7 +440,7 @@ def test_a_new_wrapper_has_the_plans_groups_as_buckets() -> None:
     for r in run(rewrapped, 2):
         check(r)
         assert r["moved"]
-        assert "topk" in ways(r)
+        assert "topk" in ways(r), r["explain"]
         assert r["shared"] == [1] * len(r["groups"]), "a group lies in one bucket"
         assert r["buckets"] == len(r["groups"])
 
