@@ -698,3 +698,11 @@ def test_the_page_has_the_regret_that_was_measured() -> None:
     )
     assert {choice: low for choice, low, _ in page} == mean
     assert {choice: high for choice, _, high in page} == worst
+
+
+def test_the_instance_on_the_page_is_one() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "planning.md").read_text()
+    block = re.search(r"^```json\n(.*?)\n```$", page, re.M | re.S)
+    assert block is not None
+    assert planning.load(block[1]) == json.loads(block[1])
+    check(json.loads(block[1]), sidcomp.plan(block[1], "ldp"))

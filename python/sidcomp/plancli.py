@@ -70,7 +70,9 @@ def compare(instance: dict[str, Any]) -> list[dict[str, Any]]:
         except SidcompError as e:
             row["refused"] = str(e)
         else:
+            limit = next((o["default"] for o in algorithm["options"] if o["name"] == "work_limit"), None)
             row |= {"time_ps": plan["time_ps"], "groups": len(plan["ends"]), "exact": plan["exact"]}
+            row["cut"] = limit is not None and plan["work"] >= limit
             row["methods"] = sorted({instance["methods"][m]["name"] for m in plan["methods"]})
         rows.append(row)
     best = min((row["time_ps"] for row in rows if row["time_ps"] is not None), default=0)
@@ -81,8 +83,8 @@ def compare(instance: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def show_comparison(rows: Sequence[dict[str, Any]]) -> None:
-    columns = ("algorithm", "iteration ms", "regret %", "groups", "methods", "optimum")
-    table = _table(columns, left=("algorithm", "methods"))
+    columns = ("algorithm", "iteration ms", "regret %", "groups", "methods", "search")
+    table = _table(columns, left=("algorithm", "methods", "search"))
     for row in rows:
         if row["time_ps"] is None:
             table.add_row(row["algorithm"], "refused", "", "", escape(row["refused"]))
@@ -93,7 +95,7 @@ def show_comparison(rows: Sequence[dict[str, Any]]) -> None:
             f"{100 * row['regret']:.2f}",
             str(row["groups"]),
             escape(", ".join(row["methods"])),
-            "yes" if row["exact"] else "",
+            "cut at its work_limit" if row["cut"] else "optimum" if row["exact"] else "",
         )
     _console().print(table)
 

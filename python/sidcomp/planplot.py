@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from sidcomp.errors import SetupError
+from sidcomp.planning import SPANS
 
-KINDS = ("backward", "encode", "exchange", "decode")
 COLORS = (("#4c72b0", "#8da9d4"), ("#dd8452", "#f0b795"), ("#55a868", "#98cfa5"), ("#8172b3", "#b5abd6"))
 Timeline = Sequence[Mapping[str, Any]]
 
@@ -25,13 +25,13 @@ def draw(rows: Mapping[str, Timeline | None], path: str | Path, title: str) -> N
     figure = Figure(figsize=(11, 0.8 + 1.7 * len(drawn)), layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(len(drawn), sharex=True, squeeze=False)[:, 0]
-    end = max(group[k][1] for t in drawn.values() for group in t for k in KINDS if group[k])
+    end = max(group[k][1] for t in drawn.values() for group in t for k in SPANS if group[k])
     for axis, (name, timeline) in zip(axes, drawn.items(), strict=True):
-        for row, (kind, colors) in enumerate(zip(KINDS, COLORS, strict=True)):
+        for row, (kind, colors) in enumerate(zip(SPANS, COLORS, strict=True)):
             for group in timeline:
                 if group[kind]:
                     _bar(axis, row, group["group"], group[kind], colors[group["group"] % 2], end)
-        axis.set_yticks(range(len(KINDS)), KINDS)
+        axis.set_yticks(range(len(SPANS)), SPANS)
         axis.invert_yaxis()
         axis.set_ylabel(name)
         axis.grid(axis="x", alpha=0.3)
