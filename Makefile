@@ -70,7 +70,7 @@ $(DEPS): ;
 # ---- C tests and fuzzers, without Python --------------------------------------------------------------------------
 
 TESTOBJ  = $(patsubst %,$O/%.o,$(sort $(wildcard tests/c/*.c)))
-FUZZOBJ  = $O/tests/c/support.c.o $O/tests/c/report.c.o $O/tests/fuzz/subject.c.o $(if $(LIBFUZZER),,$O/tests/fuzz/standalone.c.o)
+FUZZOBJ  = $(patsubst %,$O/tests/%.c.o,c/support c/report c/fusion_model fuzz/subject) $(if $(LIBFUZZER),,$O/tests/fuzz/standalone.c.o)
 JOBS    := $(or $(MAX_JOBS),$(shell nproc 2>/dev/null),2)
 SUB      = $(MAKE) -s --no-print-directory $(if $(filter 0,$(MAKELEVEL)),-j$(JOBS)) PYTHON=$(PYTHON)
 
@@ -92,16 +92,18 @@ RUNS ?= 100000
 # because the harness starts from sound payloads and signs what it changed.
 FUZZFLAGS = -O2 -g -fsanitize-coverage=inline-8bit-counters,pc-table
 FUZZCC ?= $(if $(shell command -v clang),clang,$(CC))
-fuzz: ## arbitrary bytes into decode and header checks (RUNS=10000000; libFuzzer where clang has it)
+fuzz: ## arbitrary bytes into decode, header checks and the planners (RUNS=10000000; libFuzzer where clang has it)
 	@mkdir -p build/fuzz; printf '%s\n' '#include <stddef.h>' 'int LLVMFuzzerTestOneInput(const unsigned char *, size_t);' \
 	    'int LLVMFuzzerTestOneInput(const unsigned char *d, size_t n) { return d == 0 && n == 0; }' > build/fuzz/probe.c
 	+@if $(FUZZCC) -fsanitize=fuzzer,address build/fuzz/probe.c -o build/fuzz/probe 2>/dev/null; then \
 	    $(SUB) fuzz-run LIBFUZZER=1 CC=$(FUZZCC) SAN=address,undefined CFLAGS='$(FUZZFLAGS)' O=build/fuzz/lib; \
 	else echo "no libFuzzer (Debian: clang libclang-rt-14-dev): random mutations instead"; \
 	    $(SUB) fuzz-run CC=$(FUZZCC) SAN=address,undefined CFLAGS='-O2 -g' O=build/fuzz/alone; fi
-fuzz-run: $O/fuzz-header $O/fuzz-decode
-	@for t in header decode; do mkdir -p build/fuzz/corpus-$$t && echo "fuzz $$t, $(RUNS) runs" && \
-	    $O/fuzz-$$t -runs=$(RUNS) -max_len=256 -rss_limit_mb=2048 -print_final_stats=1 -verbosity=0 -artifact_prefix=build/fuzz/ build/fuzz/corpus-$$t || exit 1; done
+# fusion: a tenth of the runs, each against brute force.
+fuzz-run: $O/fuzz-header $O/fuzz-decode $O/fuzz-fusion
+	@for t in header decode fusion; do mkdir -p build/fuzz/corpus-$$t && runs=$(RUNS) && \
+	    if [ $$t = fusion ]; then runs=$$((runs / 10)); fi && echo "fuzz $$t, $$runs runs" && \
+	    $O/fuzz-$$t -runs=$$runs -max_len=256 -rss_limit_mb=2048 -print_final_stats=1 -verbosity=0 -artifact_prefix=build/fuzz/ build/fuzz/corpus-$$t || exit 1; done
 
 coverage: ## lines and branches of csrc/ that the C tests reach
 	@rm -rf build/coverage
