@@ -22,7 +22,11 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     p = argparse.ArgumentParser(description=description)
     add = p.add_argument_group("what is trained").add_argument
     add("--config", default="topk-1pct", help=f"preset: {presets}, or a .toml file; topk-1pct unless given")
-    add("--task", choices=sorted(TASKS), help="lm: bytes of Python's own library; digits: handwritten digits")
+    add(
+        "--task",
+        choices=sorted(TASKS),
+        help="lm: bytes of Python's own library; digits, mlp, cnn: handwritten digits, by 1 to 6 M weights",
+    )
     add("--steps", type=int, help="optimizer steps of each run; the task's unless given")
     add("--batch", type=int, help="examples for each rank and step; the task's unless given")
     add("--lr", type=float, help="peak learning rate; the task's unless given")
