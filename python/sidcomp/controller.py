@@ -7,6 +7,7 @@ it. Every rank runs the same script; what it decides by has been agreed on by al
 
 import logging
 import struct
+import sys
 from collections.abc import Generator
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -34,8 +35,8 @@ PLAIN = Regime("bucket", (DENSE,))
 
 RESTING = "resting"  # the stage after finding out
 
-_BASELINE_STEPS = 8  # of plain DDP, and of the fixed groups in their place
-_ALONE_STEPS = 5  # with all exchanges after backward()
+_TURNS = 8  # of plain DDP, and with all exchanges after backward()
+_STEPS = 8  # of a plan that is kept unverified
 _WINDOW = 4  # timed steps of a window
 _CHECK_EVERY = 50  # steps between two looks at the step time
 _DRIFT = 1.25  # times as slow as when the plan was kept, twice in a row: look again
@@ -83,6 +84,12 @@ class Report:
     plan: dict[str, Any] | None = None
     instance: dict[str, Any] | None = None
     profile: Profile | None = None
+
+
+def _show(text: str) -> None:
+    """A progress line, where somebody looks at it; the next one takes its place."""
+    if sys.stderr.isatty():
+        print(f"\r\033[Ksidcomp: {text}", end="", file=sys.stderr, flush=True)
 
 
 class Controller:
@@ -196,7 +203,7 @@ class Controller:
         while clean < 2:  # DDP forms the buckets after it has seen the order of the gradients
             it = yield Order(regime)
             clean = clean + 1 if it.clean else 0
-        times = yield from self._timed(regime, _BASELINE_STEPS)
+        times = yield from self._timed(regime, _STEPS)
         before = self.report.measured_ps
         self._adopt(instance, found, times)
         share = self.report.measured_ps / before
@@ -216,8 +223,12 @@ class Controller:
 
     def _say(self, text: str) -> None:
         self.report.log.append(text)
-        if self._p is not None and self._p.exchange is not None and self._p.exchange.rank == 0:
+        if self._first():
             logger.info(text)
+            _show(text)
+
+    def _first(self) -> bool:
+        return self._p is not None and self._p.exchange is not None and self._p.exchange.rank == 0
 
     # ---- the script
     # ---------------------------------------------------------------------------------------------
@@ -269,7 +280,7 @@ class Controller:
         if self.algorithm != "ldp":  # a paper's own choice is kept as it is
             found = plan(instance, self.algorithm)
             regime = self._regime(found)
-            times = yield from self._timed(regime, _BASELINE_STEPS)
+            times = yield from self._timed(regime, _STEPS)
             self._adopt(instance, found, times)
             return regime, f"{self.algorithm} chose it"
         return (yield from self._compare(instance))
@@ -365,7 +376,7 @@ class Controller:
                 ends = stop.value
                 break
         regime = self._grouped(names, ends, (0,))
-        times = yield from self._timed(regime, _BASELINE_STEPS)
+        times = yield from self._timed(regime, _STEPS)
         self.report.measured_ps = int(1000 * median(times))
         return regime, f"MergeComp's search chose {len(ends)} groups after {tries} measurements"
 
@@ -375,6 +386,8 @@ class Controller:
             self.report.stage, self.report.why = RESTING, why
             self._say(f"goes on with {self._called(regime)}: {why}")
             self._count_cost()
+            if self._first():
+                _show("\r\033[K")
             yield from self._watch(regime, reference)
             reference = 0
             self.report.stage = "looking again"
@@ -398,6 +411,32 @@ class Controller:
                 strikes = strikes + 1 if now > _DRIFT * reference else 0
                 reference = min(reference, now)
 
+    def _dense_and_alone(
+        self,
+    ) -> Generator[Order, Iteration, tuple[list[int], list[observe.Alone]]]:
+        """Steps of plain DDP and steps without communication beside backward(), in turns."""
+        self._say("measuring plain DDP, and backward() alone")
+        dense: list[int] = []
+        alone: list[observe.Alone] = []
+        assert self._p is not None and self._p.layout is not None
+        recorder = observe.Recorder(self._p.layout)
+        try:
+            yield from self._explore(Order(PLAIN))  # its first gradients came before the hooks
+            while len(alone) < _TURNS:
+                for deferred in (False, True):
+                    it = yield from self._explore(Order(PLAIN, deferred))
+                    assert it.seen is not None
+                    ready = recorder.take(it.seen.arrivals[-1])
+                    if not it.clean:
+                        continue
+                    if deferred:
+                        alone.append(observe.Alone(it.interval, it.seen, ready))
+                    else:
+                        dense.append(it.interval)
+        finally:
+            recorder.close()
+        return self._agree(dense), alone
+
     # ---- pieces of it
     # -------------------------------------------------------------------------------------------
 
@@ -407,28 +446,22 @@ class Controller:
             given, self.given = self.given, None
             reason = given.stale(**observe.identity(self._p))
             if reason is None:
+                times = yield from self._timed(PLAIN, _STEPS)
+                now: dict[str, Any] = {"dense_ps": int(1000 * median(times))}
+                assert self._p is not None
+                reason = given.stale(**observe.identity(self._p), **now)
+            if reason is None:
                 self._say("using the profile that was given")
                 return given
             self._say(f"the profile that was given does not fit ({reason}): measuring anew")
-        self._say("measuring plain DDP")
-        dense = yield from self._timed(PLAIN, _BASELINE_STEPS)
-        self._say("measuring backward() alone")
-        alone: list[observe.Alone] = []
-        assert self._p is not None and self._p.layout is not None
-        recorder = observe.Recorder(self._p.layout)
-        try:
-            while len(alone) <= _ALONE_STEPS:  # the first is not used: its hooks are new
-                it = yield from self._explore(Order(PLAIN, deferred=True))
-                if it.clean and it.seen is not None:
-                    alone.append(observe.Alone(it.interval, it.seen, recorder.take(it.seen.arrivals[-1])))
-        finally:
-            recorder.close()
+        dense, alone = yield from self._dense_and_alone()
         self._say("measuring codecs and exchanges")
         budget = max(0.5, _PROBE_SHARE * 1000 * median(dense) * 1e-9)
         assert self._p is not None and self._binding is not None
         return observe.profile(
-            self._p, self._binding, self.settings, int(median(dense)), alone[1:], budget, self._agree
-        )
+            self._p, self._binding, self.settings, int(median(dense)), alone, budget, self._agree,
+            (lambda what, share: _show(f"measuring {what}, {share:.0%}")) if self._first() else None,
+        )  # fmt: skip
 
     def _baseline_of(self, instance: dict[str, Any]) -> int:
         """The time of what a plan has to beat: plain DDP's, measured; of a codec by buckets, predicted."""

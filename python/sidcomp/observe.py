@@ -126,6 +126,7 @@ def profile(
     alone: Sequence[Alone],
     budget: float,
     agree: Agree,
+    progress: probe.Progress | None,
 ) -> Profile:
     """A profile of the model as it trains here. A collective: all ranks get the same numbers.
 
@@ -144,7 +145,9 @@ def profile(
             ready.append(int(median(own)) if own else buckets[j])
             at += 1
     agreed = agree([compute, dense_ns, *buckets, *ready])
-    compute, dense_ns, times = agreed[0], agreed[1], agreed[2:]
+    compute, dense_ns = agreed[:2]
+    over = max(0, compute - dense_ns)  # on a noisy machine: an iteration with exchanges takes no less
+    compute, times = compute - over, [max(0, t - over) for t in agreed[2:]]
     buckets, ready = times[: len(buckets)], times[len(buckets) :]
     if p.lane is not None:  # the host's clock saw only when a bucket was enqueued
         ends = list(accumulate(len(slot.params) for slot in layout.slots))
@@ -177,6 +180,7 @@ def profile(
         budget,
         settings.seed,
         settings.isa,
+        progress,
     )
     return Profile(
         **identity(p),

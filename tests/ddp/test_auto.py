@@ -26,7 +26,7 @@ SLOW_SPARSE = {"all_gather": 1e-6}
 
 def brisk() -> None:
     """Fewer steps than in earnest."""
-    controller._BASELINE_STEPS, controller._ALONE_STEPS, controller._CHECK_EVERY = 4, 3, 10
+    controller._STEPS, controller._TURNS, controller._CHECK_EVERY = 4, 4, 10
 
 
 RATES: dict[str, float] = {}  # of this rank's process, now
@@ -304,8 +304,13 @@ def with_profiles(rank: int, world: int, room: str) -> dict[str, Any]:
             first.state.profile.save(path)
     dist.barrier()
     out = {}
-    for name, model in (("again", "mlp"), ("other", "one tensor")):
-        with Training(rank, model, profile=path, candidates=["topk"]) as t:
+    for name, model, slow in (
+        ("again", "mlp", 1.0),
+        ("other", "one tensor", 1.0),
+        ("network", "mlp", 4.0),
+    ):
+        rates = {"all_reduce": slow * SLOW_DENSE["all_reduce"]}
+        with Training(rank, model, profile=path, candidates=["topk"], slow=rates) as t:
             out[name] = t.until_it_rests()
     return out
 
@@ -316,9 +321,10 @@ def test_a_profile_is_used_again_and_a_stale_one_is_noticed(tmp_path: Path) -> N
         check(r["other"])
         assert any("using the profile" in line for line in r["again"]["log"])
         assert not any("measuring codecs" in line for line in r["again"]["log"])
-        (line,) = (line for line in r["other"]["log"] if "does not fit" in line)
-        assert "another model" in line
-        assert any("measuring codecs" in line for line in r["other"]["log"])
+        for which, why in (("other", "another model"), ("network", "another network")):
+            (line,) = (line for line in r[which]["log"] if "does not fit" in line)
+            assert why in line
+            assert any("measuring codecs" in line for line in r[which]["log"])
     assert Profile.load(tmp_path / "profile.json").world == 2
 
 
