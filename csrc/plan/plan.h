@@ -112,6 +112,7 @@ static inline void sid_step(const sid_instance *in, sid_clock *c, int64_t work, 
         if (row) row->encode = (sid_span){start, ready};
         if (!in->overlap_permille) c->main = ready;
     }
+    c->encode = sid_max(c->encode, c->main); /* equal states look equal */
     const int64_t sent = sid_max(ready, was.link);
     c->link = sent + cost->exchange;
     const int64_t arrived = sid_max(c->link, was.decode);
