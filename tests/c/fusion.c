@@ -201,6 +201,9 @@ void test_fuse_limits(void) {
         CHECK(!early.status && early.plan.work < 100 && early.plan.time_ps == 10, "cut: work %llu",
               (unsigned long long)early.plan.work);
     }
+    const sid_fuse_setting start[] = {{"work_limit", 1}, {"groups", 5}};
+    const planned boot = plan_tiny(&in, "cupcake", start, 2, NULL);
+    CHECK(!boot.status && boot.plan.groups == 5 && boot.ends[0] == 2, "bootstrap: %u groups", boot.plan.groups);
     const sid_knot slow[] = {{0, 3}, {1, 4}};
     const sid_method some = {.encode = {slow, 2}, .exchange = {slow, 2}, .decode = {slow, 2}};
     in.methods = &some;
@@ -230,14 +233,14 @@ void test_fuse_many(void) {
         bytes[i] = rng_below(&r, 8) ? rng_below(&r, 100) : rng_below(&r, 20000);
     }
     const sid_knot h[] = {{0, 900000}, {1000, 901000}}, g[] = {{0, 400000}, {10, 400070}},
-                   dense[] = {{0, 400000}, {1, 400100}};
-    sid_method both[2] = {{.encode = {h, 2}, .exchange = {g, 2}}, {.exchange = {dense, 2}}};
+                   dense[] = {{0, 400000}, {1000, 410000}, {2000, 600000}};
+    sid_method both[2] = {{.encode = {h, 2}, .exchange = {g, 2}}, {.exchange = {dense, 3}}};
     sid_instance in = {
         .n = N, .backward_ps = backward, .bytes = bytes, .cut_before = cuts, .n_methods = 2, .methods = both};
     static const struct {
         uint32_t n, every; /* a cut before every .. tensor */
         int64_t cap;
-    } runs[] = {{300, 400, 0}, {1001, 90, 0}, {N, 700, 0}, {N, 0, 100000}, {N, 2, 0}};
+    } runs[] = {{300, 400, 0}, {1001, 90, 0}, {N, 700, 0}, {N, 0, 100000}, {N, 2, 0}, {N, 0, 0}};
     for (size_t k = 0; k < sizeof runs / sizeof *runs; k++) {
         in.n = runs[k].n;
         in.max_group_bytes = runs[k].cap;
