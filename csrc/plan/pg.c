@@ -213,18 +213,31 @@ static int64_t one_method(sid_job *j, uint32_t method) {
 /* ---- dense ------------------------------------------------------------------------------------------------------ */
 
 /* Pairs of a group's start and end, above which dense plans go by lines: fitted ones, or (as the microseconds of pg
- * matter there, and 1 ps a group does not) one that costs are rounded down from. */
+ * matter there, and 1 ps a group does not) the one that costs are rounded down from. */
 enum {
     MOST_PAIRS = 1 << 23,
     MOST_PAIRS_ROUNDED = 1 << 12
 };
 
-/* The exact optimum of dense groups, whatever the curves: without encodes, when a group is ready depends on its end
- * alone, so that the earliest the link can be free after tensor i decides all that follows. */
+/* Without encodes, when a group is ready depends on its end alone, so that the earliest the link can be free after
+ * tensor i decides all that follows: free(i) = min over j of max(free(j), ready(i)) + exchange(j .. i). */
+static int64_t take_dense(sid_job *j, const int64_t *free, const uint32_t *from, const int64_t *method) {
+    const uint32_t n = j->problem.in->n;
+    j->draft.groups = 0;
+    for (uint32_t i = n; i; i = from[i - 1]) j->draft.groups++;
+    for (uint32_t i = n, k = j->draft.groups; i; i = from[i - 1]) {
+        j->draft.ends[--k] = i;
+        j->draft.methods[k] = (uint8_t)method[i];
+    }
+    sid_offer(j);
+    return free[n];
+}
+
+/* The optimum, whatever the curves. */
 static int64_t best_dense(sid_job *j) {
     const sid_problem *p = &j->problem;
     const uint32_t n = p->in->n;
-    int64_t *free = j->w;
+    int64_t *free = j->w, *method = j->v;
     uint32_t *from = j->trial;
     for (uint32_t i = 0; i <= n; i++) free[i] = i ? INT64_MAX : p->in->forward_ps;
     for (uint32_t x = 0; x < n; x++)
@@ -238,18 +251,45 @@ static int64_t best_dense(sid_job *j) {
                 if (t >= free[i]) continue;
                 free[i] = t;
                 from[i - 1] = x;
-                j->v[i] = m;
+                method[i] = m;
             }
             j->work += p->far[x] - x;
         }
-    j->draft.groups = 0;
-    for (uint32_t i = n; i; i = from[i - 1]) j->draft.groups++;
-    for (uint32_t i = n, k = j->draft.groups; i; i = from[i - 1]) {
-        j->draft.ends[--k] = i;
-        j->draft.methods[k] = (uint8_t)j->v[i];
+    return take_dense(j, free, from, method);
+}
+
+/* The optimum on a line, in one pass. free() does not fall: a plan without its last tensors is no slower. So of the
+ * starts at which the link is free by then the last is best; of the others that with the least free(j) - v(j), which a
+ * queue of rising values keeps at its head. */
+static int64_t best_dense_on_line(sid_job *j, uint32_t method, const line *g) {
+    const sid_problem *p = &j->problem;
+    const uint32_t n = p->in->n;
+    int64_t *free = j->w, *v = j->v;
+    uint32_t *from = j->trial, *queue = j->draft.ends, head = 0, tail = 0;
+    free[0] = p->in->forward_ps;
+    v[0] = 0;
+    for (uint32_t i = 1, reach = 0, idle = 0; i <= n; i++) {
+        const int64_t ready = p->in->forward_ps + p->back[i];
+        v[i] = sid_piece_at(&g->rise, p->size[i]);
+        while (p->far[reach] < i) reach++;
+        while (idle + 1 < i && free[idle + 1] <= ready) idle++;
+        while (tail > head && free[queue[tail - 1]] - v[queue[tail - 1]] >= free[i - 1] - v[i - 1]) tail--;
+        queue[tail++] = i - 1;
+        while (head < tail && (queue[head] < reach || queue[head] <= idle)) head++;
+        int64_t best = INT64_MAX;
+        if (idle >= reach) {
+            best = ready - v[idle];
+            from[i - 1] = idle;
+        }
+        if (head < tail && free[queue[head]] - v[queue[head]] < best) {
+            best = free[queue[head]] - v[queue[head]];
+            from[i - 1] = queue[head];
+        }
+        free[i] = best + g->latency + v[i];
     }
-    sid_offer(j);
-    return free[n];
+    j->work += n;
+    for (uint32_t i = 0; i <= n; i++) v[i] = method;
+    return take_dense(j, free, from, v);
 }
 
 int64_t sid_dense(sid_job *j) {
@@ -267,7 +307,7 @@ int64_t sid_dense(sid_job *j) {
     line l;
     if (methods == 1 && is_line(&p->in->methods[last].exchange, total, &l) &&
         (!l.rise.rest || pairs > MOST_PAIRS_ROUNDED))
-        return one_method(j, last);
+        return best_dense_on_line(j, last, &l) - (l.rise.rest ? p->in->n : 0);
     if (pairs * methods <= MOST_PAIRS) return best_dense(j);
     for (uint32_t m = 0; m < p->in->n_methods; m++)
         if (sid_is_dense(&p->in->methods[m])) one_method(j, m);

@@ -64,7 +64,7 @@ static void check_all(const tiny *t, kind k) {
 void test_fuse_optimal(void) {
     draws d = {.r = {4}};
     tiny t;
-    for (int i = 0; i < 3000; i++) {
+    for (int i = 0; i < 9000; i++) {
         const kind k = (kind)(i % KINDS);
         const uint32_t methods = k == GENERAL ? 1 + rng_below(&d.r, 2) : 1;
         tiny_make(&t, &d, k, 1 + rng_below(&d.r, methods == 1 ? 8 : 6), methods);
@@ -219,7 +219,21 @@ void test_fuse_limits(void) {
     CHECK(!merge.status && merge.plan.work < 30, "mergecomp: work %llu", (unsigned long long)merge.plan.work);
 }
 
-/* Many tensors: pg against a slower exact way, merged neighbours, more pieces than ldp takes. */
+/* The time of any number of tensors' plan. */
+static int64_t time_of(const sid_instance *in, const char *algorithm, const sid_fuse_setting *setting, uint32_t *ends,
+                       uint8_t *methods) {
+    const sid_fuse_request what = {.algorithm = algorithm, .settings = setting, .n_settings = setting != NULL};
+    sid_fusion p = {.ends = ends, .methods = methods};
+    size_t size = 0;
+    CHECK(!sid_fuse(in, &what, NULL, NULL, &size, NULL), "%s", algorithm);
+    block scratch = block_new(size, 0);
+    CHECK(!sid_fuse(in, &what, &p, scratch.p, &size, NULL) && block_intact(&scratch), "%s", algorithm);
+    CHECK(p.lower_bound_ps <= p.time_ps && legal(in, p.groups, p.ends), "%s: no such plan", algorithm);
+    block_free(&scratch);
+    return p.time_ps;
+}
+
+/* Many tensors: two ways to the dense optimum, merged neighbours, more pieces than ldp takes. */
 void test_fuse_many(void) {
     enum {
         N = 10000
@@ -266,6 +280,29 @@ void test_fuse_many(void) {
             block_free(&scratch);
         }
         CHECK(times[1] <= times[0], "n = %u: ldp %lld, pg %lld", in.n, (long long)times[1], (long long)times[0]);
+    }
+    /* The same curve twice, the second with a knot too many, which makes it a table. */
+    const sid_knot line[] = {{0, 4000}, {6, 4200}}, table[] = {{0, 4000}, {3, 4100}, {6, 4200}};
+    const sid_method as_line = {.exchange = {line, 2}}, as_table = {.exchange = {table, 3}};
+    in.n_methods = 1;
+    for (int k = 0; k < 6; k++) {
+        in.n = k < 3 ? 300 : 3000;
+        in.max_group_bytes = k % 3 == 1 ? 50000 : 0;
+        for (uint32_t i = 0; i < in.n; i++) cuts[i] = k % 3 == 2 && !(i % 50);
+        in.methods = &as_table;
+        const int64_t best = time_of(&in, "dense", NULL, ends, methods);
+        in.methods = &as_line;
+        const int64_t quick = time_of(&in, "pg", NULL, ends, methods);
+        CHECK(best <= quick && quick <= best + in.n, "dense: %lld by tables, %lld by a line", (long long)best,
+              (long long)quick);
+    }
+    in.methods = both;
+    for (int k = 0; k < 3; k++) { /* two exact ways that have nothing in common */
+        in.n = 300;
+        in.max_group_bytes = k == 1 ? 100000 : 0;
+        for (uint32_t i = 0; i < in.n; i++) cuts[i] = k == 2 && i % 70 == 1;
+        const int64_t pg = time_of(&in, "pg", NULL, ends, methods), ldp = time_of(&in, "ldp", &EXACT, ends, methods);
+        CHECK(pg == ldp, "pg %lld, ldp %lld", (long long)pg, (long long)ldp);
     }
     free(backward);
     free(bytes);
