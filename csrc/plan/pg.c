@@ -219,9 +219,9 @@ enum {
     MOST_PAIRS_ROUNDED = 1 << 12
 };
 
-/* Without encodes, when a group is ready depends on its end alone, so that the earliest the link can be free after
- * tensor i decides all that follows: free(i) = min over j of max(free(j), ready(i)) + exchange(j .. i). */
-static int64_t take_dense(sid_job *j, const int64_t *free, const uint32_t *from, const int64_t *method) {
+/* Without encodes, when a group is ready depends on its end alone, so that the earliest the link can be idle after
+ * tensor i decides all that follows: idle[i] = min over j of max(idle[j], ready[i]) + exchange(j .. i). */
+static int64_t take_dense(sid_job *j, const int64_t *idle, const uint32_t *from, const int64_t *method) {
     const uint32_t n = j->problem.in->n;
     j->draft.groups = 0;
     for (uint32_t i = n; i; i = from[i - 1]) j->draft.groups++;
@@ -230,16 +230,16 @@ static int64_t take_dense(sid_job *j, const int64_t *free, const uint32_t *from,
         j->draft.methods[k] = (uint8_t)method[i];
     }
     sid_offer(j);
-    return free[n];
+    return idle[n];
 }
 
 /* The optimum, whatever the curves. */
 static int64_t best_dense(sid_job *j) {
     const sid_problem *p = &j->problem;
     const uint32_t n = p->in->n;
-    int64_t *free = j->w, *method = j->v;
+    int64_t *idle = j->w, *method = j->v;
     uint32_t *from = j->trial;
-    for (uint32_t i = 0; i <= n; i++) free[i] = i ? INT64_MAX : p->in->forward_ps;
+    for (uint32_t i = 0; i <= n; i++) idle[i] = i ? INT64_MAX : p->in->forward_ps;
     for (uint32_t x = 0; x < n; x++)
         for (uint32_t m = 0; m < p->in->n_methods; m++) {
             const sid_method *q = &p->in->methods[m];
@@ -247,49 +247,49 @@ static int64_t best_dense(sid_job *j) {
             sid_piece at = {0};
             for (uint32_t i = x + 1; i <= p->far[x]; i++) {
                 const int64_t bytes = p->size[i] - p->size[x], ready = p->in->forward_ps + p->back[i];
-                const int64_t t = sid_max(free[x], ready) + sid_curve_near(&q->exchange, &at, bytes);
-                if (t >= free[i]) continue;
-                free[i] = t;
+                const int64_t t = sid_max(idle[x], ready) + sid_curve_near(&q->exchange, &at, bytes);
+                if (t >= idle[i]) continue;
+                idle[i] = t;
                 from[i - 1] = x;
                 method[i] = m;
             }
             j->work += p->far[x] - x;
         }
-    return take_dense(j, free, from, method);
+    return take_dense(j, idle, from, method);
 }
 
-/* The optimum on a line, in one pass. free() does not fall: a plan without its last tensors is no slower. So of the
- * starts at which the link is free by then the last is best; of the others that with the least free(j) - v(j), which a
+/* The optimum on a line, in one pass. idle[] does not fall: a plan without its last tensors is no slower. So of the
+ * starts at which the link is idle by then the last is best; of the others that with the least idle[j] - v[j], which a
  * queue of rising values keeps at its head. */
 static int64_t best_dense_on_line(sid_job *j, uint32_t method, const line *g) {
     const sid_problem *p = &j->problem;
     const uint32_t n = p->in->n;
-    int64_t *free = j->w, *v = j->v;
+    int64_t *idle = j->w, *v = j->v;
     uint32_t *from = j->trial, *queue = j->draft.ends, head = 0, tail = 0;
-    free[0] = p->in->forward_ps;
+    idle[0] = p->in->forward_ps;
     v[0] = 0;
-    for (uint32_t i = 1, reach = 0, idle = 0; i <= n; i++) {
+    for (uint32_t i = 1, reach = 0, latest = 0; i <= n; i++) {
         const int64_t ready = p->in->forward_ps + p->back[i];
         v[i] = sid_piece_at(&g->rise, p->size[i]);
         while (p->far[reach] < i) reach++;
-        while (idle + 1 < i && free[idle + 1] <= ready) idle++;
-        while (tail > head && free[queue[tail - 1]] - v[queue[tail - 1]] >= free[i - 1] - v[i - 1]) tail--;
+        while (latest + 1 < i && idle[latest + 1] <= ready) latest++;
+        while (tail > head && idle[queue[tail - 1]] - v[queue[tail - 1]] >= idle[i - 1] - v[i - 1]) tail--;
         queue[tail++] = i - 1;
-        while (head < tail && (queue[head] < reach || queue[head] <= idle)) head++;
+        while (head < tail && (queue[head] < reach || queue[head] <= latest)) head++;
         int64_t best = INT64_MAX;
-        if (idle >= reach) {
-            best = ready - v[idle];
-            from[i - 1] = idle;
+        if (latest >= reach) {
+            best = ready - v[latest];
+            from[i - 1] = latest;
         }
-        if (head < tail && free[queue[head]] - v[queue[head]] < best) {
-            best = free[queue[head]] - v[queue[head]];
+        if (head < tail && idle[queue[head]] - v[queue[head]] < best) {
+            best = idle[queue[head]] - v[queue[head]];
             from[i - 1] = queue[head];
         }
-        free[i] = best + g->latency + v[i];
+        idle[i] = best + g->latency + v[i];
     }
     j->work += n;
     for (uint32_t i = 0; i <= n; i++) v[i] = method;
-    return take_dense(j, free, from, v);
+    return take_dense(j, idle, from, v);
 }
 
 int64_t sid_dense(sid_job *j) {
