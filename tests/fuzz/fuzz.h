@@ -1,4 +1,4 @@
-/* What the two fuzzers share: plans and sound payloads for everything that the registry has, made once. */
+/* What the fuzzers of payloads share: plans and sound payloads for everything that the registry has, made once. */
 #ifndef SID_FUZZ_H
 #define SID_FUZZ_H
 
