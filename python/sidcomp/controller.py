@@ -124,8 +124,9 @@ class Controller:
         try:
             return self._between(p)
         except Exception:
-            self._script = self._rest(PLAIN, "measuring failed; State.error has the reason")
+            self._script = self._rest(self.base, "measuring failed; State.error has the reason")
             self._order = next(self._script)
+            p.deferred = False
             raise
         finally:
             self._p = self._binding = None
@@ -187,12 +188,18 @@ class Controller:
         dense = regime.dense_names() if isinstance(regime.rule, list) else kept
         return replace(regime, flush=not kept.isdisjoint(dense))
 
+    def plan(self, instance: dict[str, Any]) -> dict[str, Any]:
+        """As this State plans: by ldp, or by the paper whose groups were asked for."""
+        return plan(
+            instance, self.algorithm, **({"scenarios": _SCENARIOS} if self.algorithm == "ldp" else {})
+        )
+
     def rewrap(self) -> list[int]:
         """Plans for buckets that are groups: their sizes in bytes, none if nothing was planned before."""
         if self.report.profile is None or self.report.plan is None:
             return []
         instance = observe.instance(self.report.profile, self.settings, buckets=False)
-        found = plan(instance, "ldp", scenarios=_SCENARIOS)
+        found = self.plan(instance)
         self._script = self._rewrapped(instance, found)
         self._order = next(self._script)
         sizes = [t["bytes"] for t in self.report.profile.tensors]
@@ -205,7 +212,7 @@ class Controller:
             clean = clean + 1 if it.clean else 0
         times = yield from self._timed(regime, _STEPS)
         before = self.report.measured_ps
-        self._adopt(instance, found, times)
+        self._keep(instance, found, int(1000 * median(times)))
         share = self.report.measured_ps / before
         yield from self._rest(regime, f"with DDP's buckets as groups: {share:.2f} of the time before")
 
@@ -269,19 +276,19 @@ class Controller:
         return self._agree(times)
 
     def _find_out(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
-        self.report.stage = "measuring"
-        profile = yield from self._profile()
-        self.report.profile = profile
-        self.report.dense_ps, self.report.compute_ps = profile.dense_ps, profile.compute_ps
+        r = self.report
+        r.stage, r.plan, r.predicted_ps, r.measured_ps, r.baseline_ps = "measuring", None, 0, 0, 0
+        r.profile = profile = yield from self._profile()
+        r.dense_ps, r.compute_ps = profile.dense_ps, profile.compute_ps
         if self.settings.groups == "mergecomp":
             return (yield from self._mergecomp())
-        self.report.stage = "planning"
+        r.stage = "planning"
         instance = observe.instance(profile, self.settings)
         if self.algorithm != "ldp":  # a paper's own choice is kept as it is
-            found = plan(instance, self.algorithm)
+            found = self.plan(instance)
             regime = self._regime(found)
             times = yield from self._timed(regime, _STEPS)
-            self._adopt(instance, found, times)
+            self._keep(instance, found, int(1000 * median(times)))
             return regime, f"{self.algorithm} chose it"
         return (yield from self._compare(instance))
 
@@ -329,10 +336,10 @@ class Controller:
 
     def _choose(self, instance: dict[str, Any], limit: int, best: Regime) -> dict[str, Any] | None:
         """A plan of at most `limit` ps that is none of ours; where dense is the best, the best without it."""
-        found = plan(instance, self.algorithm, scenarios=_SCENARIOS)
+        found = self.plan(instance)
         if self._regime(found) == best and self.settings.auto:
             lossy = {**instance, "methods": instance["methods"][1:]}
-            found = plan(lossy, self.algorithm, scenarios=_SCENARIOS)
+            found = self.plan(lossy)
             found["methods"] = [m + 1 for m in found["methods"]]
         if found["time_ps"] > limit or self._regime(found) == best:
             return None
@@ -483,9 +490,6 @@ class Controller:
     def _grouped(names: list[str], ends: list[int], ways: tuple[int, ...]) -> Regime:
         ways = ways if len(ways) == len(ends) else ways * len(ends)
         return Regime([names[a:b] for a, b in pairwise([0, *ends])], ways)
-
-    def _adopt(self, instance: dict[str, Any], found: dict[str, Any], times: list[int]) -> None:
-        self._keep(instance, found, int(1000 * median(times)))
 
     def _keep(self, instance: dict[str, Any], found: dict[str, Any], measured_ps: int) -> None:
         r = self.report

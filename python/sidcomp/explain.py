@@ -8,7 +8,6 @@ from sidcomp import observe
 from sidcomp.controller import Controller
 from sidcomp.errors import SetupError
 from sidcomp.groups import DENSE, shorten
-from sidcomp.planning import plan
 
 if TYPE_CHECKING:
     from sidcomp.layout import Group
@@ -44,7 +43,7 @@ def report(p: "Pipeline") -> dict[str, Any]:
         )
     rewrapped = None
     if r.profile is not None and ours is not None:
-        free = plan(observe.instance(r.profile, settings, buckets=False), "ldp", scenarios=16)
+        free = c.plan(observe.instance(r.profile, settings, buckets=False))
         rewrapped = free["time_ps"] + r.measured_ps - r.predicted_ps
     return {
         "stage": r.stage,
