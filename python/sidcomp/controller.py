@@ -190,9 +190,8 @@ class Controller:
 
     def plan(self, instance: dict[str, Any]) -> dict[str, Any]:
         """As this State plans: by ldp, or by the paper whose groups were asked for."""
-        return plan(
-            instance, self.algorithm, **({"scenarios": _SCENARIOS} if self.algorithm == "ldp" else {})
-        )
+        options: dict[str, Any] = {"scenarios": _SCENARIOS} if self.algorithm == "ldp" else {}
+        return plan(instance, self.algorithm, None, **options)
 
     def rewrap(self) -> list[int]:
         """Plans for buckets that are groups: their sizes in bytes, none if nothing was planned before."""
