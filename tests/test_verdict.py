@@ -41,7 +41,7 @@ def test_a_plan_that_loses_is_dropped(speed: float, noise: float) -> None:
     assert sum(run(rng, speed, noise)[0] for _ in range(500)) / 500 < 0.01
 
 
-def test_what_is_plain_needs_two_pairs_and_nothing_more_than_nine() -> None:
+def test_what_is_plain_needs_two_pairs_and_never_more_than_ten() -> None:
     rng = random.Random(4)
     assert {run(rng, 0.5, 0.02)[1] for _ in range(100)} == {2}
     assert {run(rng, 2.0, 0.02)[1] for _ in range(100)} == {2}

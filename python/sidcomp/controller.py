@@ -35,13 +35,13 @@ PLAIN = Regime("bucket", (DENSE,))
 
 RESTING = "resting"  # the stage after finding out
 
-_TURNS = 8  # of plain DDP, and with all exchanges after backward()
+_TURNS = 6  # of plain DDP, and with all exchanges after backward()
 _STEPS = 8  # of a plan that is kept unverified
 _WINDOW = 4  # timed steps of a window
 _CHECK_EVERY = 50  # steps between two looks at the step time
 _DRIFT = 1.25  # times as slow as when the plan was kept, twice in a row: look again
 _REST = 500  # steps before a second look
-_PROBE_SHARE = 0.02  # of the first thousand steps
+_PROBE_SHARE = 0.01  # of the first thousand steps
 _SCENARIOS = 16
 
 
@@ -188,30 +188,30 @@ class Controller:
         dense = regime.dense_names() if isinstance(regime.rule, list) else kept
         return replace(regime, flush=not kept.isdisjoint(dense))
 
-    def plan(self, instance: dict[str, Any]) -> dict[str, Any]:
+    def plan(self, costs: dict[str, Any]) -> dict[str, Any]:
         """As this State plans: by ldp, or by the paper whose groups were asked for."""
         options: dict[str, Any] = {"scenarios": _SCENARIOS} if self.algorithm == "ldp" else {}
-        return plan(instance, self.algorithm, None, **options)
+        return plan(costs, self.algorithm, None, **options)
 
     def rewrap(self) -> list[int]:
         """Plans for buckets that are groups: their sizes in bytes, none if nothing was planned before."""
         if self.report.profile is None or self.report.plan is None:
             return []
-        instance = observe.instance(self.report.profile, self.settings, buckets=False)
-        found = self.plan(instance)
-        self._script = self._rewrapped(instance, found)
+        costs = observe.model(self.report.profile, self.settings, buckets=False).costs()
+        found = self.plan(costs)
+        self._script = self._rewrapped(costs, found)
         self._order = next(self._script)
         sizes = [t["bytes"] for t in self.report.profile.tensors]
         return [sum(sizes[a:b]) for a, b in pairwise([0, *found["ends"]])]
 
-    def _rewrapped(self, instance: dict[str, Any], found: dict[str, Any]) -> Script:
+    def _rewrapped(self, costs: dict[str, Any], found: dict[str, Any]) -> Script:
         regime, clean = self._regime(found), 0
         while clean < 2:  # DDP forms the buckets after it has seen the order of the gradients
             it = yield Order(regime)
             clean = clean + 1 if it.clean else 0
         times = yield from self._timed(regime, _STEPS)
         before = self.report.measured_ps
-        self._keep(instance, found, int(1000 * median(times)))
+        self._keep(costs, found, int(1000 * median(times)))
         share = self.report.measured_ps / before
         yield from self._rest(regime, f"with DDP's buckets as groups: {share:.2f} of the time before")
 
@@ -282,24 +282,23 @@ class Controller:
         if self.settings.groups == "mergecomp":
             return (yield from self._mergecomp())
         r.stage = "planning"
-        instance = observe.instance(profile, self.settings)
+        model = observe.model(profile, self.settings)
         if self.algorithm != "ldp":  # a paper's own choice is kept as it is
-            found = self.plan(instance)
+            found = self.plan(model.costs())
             regime = self._regime(found)
             times = yield from self._timed(regime, _STEPS)
-            self._keep(instance, found, int(1000 * median(times)))
+            self._keep(model.costs(), found, int(1000 * median(times)))
             return regime, f"{self.algorithm} chose it"
-        return (yield from self._compare(instance))
+        return (yield from self._compare(model))
 
-    def _compare(self, instance: dict[str, Any]) -> Generator[Order, Iteration, tuple[Regime, str]]:
+    def _compare(self, model: observe.Model) -> Generator[Order, Iteration, tuple[Regime, str]]:
         """Plan, verify, refit, plan again: what is kept has won against what was there before."""
         r = self.report
-        best, to_beat = self.base, self._baseline_of(instance)
+        best, to_beat = self.base, self._baseline_of(model.costs())
         why = "no plan was predicted to be faster"
-        refit = instance
         for attempt in range(3):
             # The model is not exact: what it finds a little slower than the baseline is tried once.
-            found = self._choose(refit, int(to_beat * (MARGIN if attempt else 1.1)), best)
+            found = self._choose(model.costs(), int(to_beat * (MARGIN if attempt else 1.1)), best)
             if found is None:
                 break
             regime = self._regime(found)
@@ -327,17 +326,17 @@ class Controller:
                 r.baseline_ps = to_beat = other
             if won:
                 best, to_beat, why = regime, tried, said
-                self._keep(refit, found, tried)
+                self._keep(model.costs(), found, tried)
             elif best == self.base:
                 why = f"the plan took {said}"
-            refit = observe.refit(refit, found, seen, tried, self._agree)
+            model = observe.refit(model, found, seen, tried, self._agree)
         return best, why
 
-    def _choose(self, instance: dict[str, Any], limit: int, best: Regime) -> dict[str, Any] | None:
+    def _choose(self, costs: dict[str, Any], limit: int, best: Regime) -> dict[str, Any] | None:
         """A plan of at most `limit` ps that is none of ours; where dense is the best, the best without it."""
-        found = self.plan(instance)
+        found = self.plan(costs)
         if self._regime(found) == best and self.settings.auto:
-            lossy = {**instance, "methods": instance["methods"][1:]}
+            lossy = {**costs, "methods": costs["methods"][1:]}
             found = self.plan(lossy)
             found["methods"] = [m + 1 for m in found["methods"]]
         if found["time_ps"] > limit or self._regime(found) == best:
@@ -419,10 +418,11 @@ class Controller:
 
     def _dense_and_alone(
         self,
-    ) -> Generator[Order, Iteration, tuple[list[int], list[observe.Alone]]]:
+    ) -> Generator[Order, Iteration, tuple[list[int], list[observe.Seen], list[observe.Alone]]]:
         """Steps of plain DDP and steps without communication beside backward(), in turns."""
         self._say("measuring plain DDP, and backward() alone")
         dense: list[int] = []
+        seen: list[observe.Seen] = []
         alone: list[observe.Alone] = []
         assert self._p is not None and self._p.layout is not None
         recorder = observe.Recorder(self._p.layout)
@@ -439,9 +439,10 @@ class Controller:
                         alone.append(observe.Alone(it.interval, it.seen, ready))
                     else:
                         dense.append(it.interval)
+                        seen.append(it.seen)
         finally:
             recorder.close()
-        return self._agree(dense), alone
+        return self._agree(dense), seen, alone
 
     # ---- pieces of it
     # -------------------------------------------------------------------------------------------
@@ -460,22 +461,22 @@ class Controller:
                 self._say("using the profile that was given")
                 return given
             self._say(f"the profile that was given does not fit ({reason}): measuring anew")
-        dense, alone = yield from self._dense_and_alone()
+        dense, seen, alone = yield from self._dense_and_alone()
         self._say("measuring codecs and exchanges")
         budget = max(0.5, _PROBE_SHARE * 1000 * median(dense) * 1e-9)
         assert self._p is not None and self._binding is not None
         return observe.profile(
-            self._p, self._binding, self.settings, int(median(dense)), alone, budget, self._agree,
+            self._p, self._binding, self.settings, seen, int(median(dense)), alone, budget, self._agree,
             (lambda what, share: _show(f"measuring {what}, {share:.0%}")) if self._first() else None,
         )  # fmt: skip
 
-    def _baseline_of(self, instance: dict[str, Any]) -> int:
+    def _baseline_of(self, costs: dict[str, Any]) -> int:
         """The time of what a plan has to beat: plain DDP's, measured; of a codec by buckets, predicted."""
         assert self.report.profile is not None
         if self.settings.auto:
             return self.report.dense_ps
         ends = observe.bucket_ends(self.report.profile)
-        return int(evaluate(instance, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
+        return int(evaluate(costs, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
 
     def _regime(self, found: dict[str, Any]) -> Regime:
         assert self.report.profile is not None

@@ -43,7 +43,7 @@ def report(p: "Pipeline") -> dict[str, Any]:
         )
     rewrapped = None
     if r.profile is not None and ours is not None:
-        free = c.plan(observe.instance(r.profile, settings, buckets=False))
+        free = c.plan(observe.model(r.profile, settings, buckets=False).costs())
         rewrapped = free["time_ps"] + r.measured_ps - r.predicted_ps
     return {
         "stage": r.stage,

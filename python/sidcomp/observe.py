@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sidcomp import probe
+from sidcomp.curve import Curve
 from sidcomp.errors import SetupError
 from sidcomp.groups import DENSE, Piece, Regime, excluded
 from sidcomp.layout import Layout
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Agree = Callable[[list[int]], list[int]]
 
 _PS = 1000  # in a ns
+_MOST_STOLEN = 800  # per mille
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ def profile(
     p: "Pipeline",
     binding: "Binding",
     settings: Settings,
+    dense: Sequence[Seen],
     dense_ns: int,
     alone: Sequence[Alone],
     budget: float,
@@ -144,10 +147,11 @@ def profile(
             own = [a.since_start(a.ready[at]) for a in alone if a.ready[at]]
             ready.append(int(median(own)) if own else buckets[j])
             at += 1
-    agreed = agree([compute, dense_ns, *buckets, *ready])
-    compute, dense_ns = agreed[:2]
+    longer = int(median(_span(s) for s in dense) - median(_span(a.seen) for a in alone))
+    agreed = agree([compute, dense_ns, longer, *buckets, *ready])
+    compute, dense_ns, longer = agreed[:3]
     over = max(0, compute - dense_ns)  # on a noisy machine: an iteration with exchanges takes no less
-    compute, times = compute - over, [max(0, t - over) for t in agreed[2:]]
+    compute, times = compute - over, [max(0, t - over) for t in agreed[3:]]
     buckets, ready = times[: len(buckets)], times[len(buckets) :]
     if p.lane is not None:  # the host's clock saw only when a bucket was enqueued
         ends = list(accumulate(len(slot.params) for slot in layout.slots))
@@ -157,7 +161,7 @@ def profile(
     params = [q for slot in layout.slots for q in slot.params]
     of_param = {binding.names[id(q)]: i for i, q in enumerate(params)}
     shapes = {x.name: x.shape for x in _pieces(layout)}
-    dense = excluded(settings.exclude, shapes)
+    left_out = excluded(settings.exclude, shapes)
     tensors: list[dict[str, Any]] = [
         {
             "name": x.name,
@@ -167,7 +171,7 @@ def profile(
             "kind": f"{x.dtype} {x.device}",
         }
         for x in _pieces(layout)
-        if x.name not in dense
+        if x.name not in left_out
     ]
     if not tensors:
         raise SetupError("every parameter is excluded: there is nothing to plan; leave exclude= out")
@@ -182,6 +186,12 @@ def profile(
         settings.isa,
         progress,
     )
+    sizes = [s.buffer.numel() * s.buffer.element_size() for s in layout.slots]
+    stolen = 0  # a GPU's exchanges take next to nothing from its computing
+    if p.lane is None:
+        stolen = _stolen(probed, longer, sizes, int(median(_span(a.seen) for a in alone)))
+    (stolen,) = agree([stolen])
+    contention = {**probed.contention, "stolen_permille": stolen}
     return Profile(
         **identity(p),
         tensors=tensors,
@@ -190,25 +200,64 @@ def profile(
         compute_ps=_PS * compute,
         dense_ps=_PS * dense_ns,
         methods=probed.methods,
-        contention=probed.contention,
+        contention=contention,
         measured_s=(perf_counter_ns() - started) * 1e-9,
     )
+
+
+def _span(s: Seen) -> int:
+    return s.arrivals[-1] - s.arrivals[0]
+
+
+def _stolen(probed: probe.Measurement, longer: int, sizes: list[int], span: int) -> int:
+    """Per mille of an exchange's time that it takes from the computing beside it: where processors carry it.
+
+    longer: how much longer backward() took, from the first bucket to the last, beside the exchanges of all
+    buckets but the last, in ns. Where these are too short to tell, what the probe saw.
+    """
+    beside = sum(probed.methods[0].exchange_curve.at(size) for size in sizes[:-1]) // _PS
+    if 20 * beside > span > 0:
+        return max(0, min(_MOST_STOLEN, 1000 * longer // min(beside, span)))
+    slower = probed.contention.get("compute_permille", 1000)
+    return max(0, min(_MOST_STOLEN, 1000 - 1_000_000 // max(slower, 1)))
 
 
 def candidate(way: Way) -> probe.Candidate:
     return probe.Candidate(way.codec.name, way.memory.name, way.parameters)
 
 
-def instance(profile: Profile, settings: Settings, buckets: bool = True) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Model:
+    """A planner's instance, whose exchanges are whole, and what they take from the computing beside them."""
+
+    instance: dict[str, Any]
+    stolen: int  # per mille
+
+    def costs(self) -> dict[str, Any]:
+        """The instance for a planner: what an exchange takes from the processor is a part of encode there."""
+        return {**self.instance, "methods": [self._split(m) for m in self.instance["methods"]]}
+
+    def _split(self, method: dict[str, Any]) -> dict[str, Any]:
+        if not self.stolen:
+            return method
+        whole, encode = Curve(method["exchange"]), Curve(method["encode"] or [[0, 0]])
+        at = sorted({x for curve in (whole, encode) for x, _ in curve.knots})
+        return {
+            **method,
+            "encode": [[x, encode.at(x) + whole.at(x) * self.stolen // 1000] for x in at],
+            "exchange": [[x, y - y * self.stolen // 1000] for x, y in whole.knots],
+        }
+
+
+def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
     """What the planner gets: dense first where the codec is free, then the State's ways, in their order."""
     names = [candidate(way).name for way in settings.ways]
     dense = profile.methods[0].name
-    made = profile.instance(
-        buckets, [dense, *names] if settings.auto else names, contention=contention(profile)
-    )
+    names = [dense, *names] if settings.auto else names
+    made = profile.instance(buckets, names, contention=contention(profile))
     kinds = [t["kind"] for t in profile.tensors]
     made["cut_before"] = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
-    return made
+    return Model(made, profile.contention.get("stolen_permille", 0))
 
 
 def contention(profile: Profile) -> int:
@@ -220,7 +269,8 @@ def contention(profile: Profile) -> int:
     while low < high:
         middle = (low + high) // 2
         made = profile.instance(True, [profile.methods[0].name], contention=middle)
-        if evaluate(made, buckets)["time_ps"] < profile.dense_ps:
+        costs = Model(made, profile.contention.get("stolen_permille", 0)).costs()
+        if evaluate(costs, buckets)["time_ps"] < profile.dense_ps:
             low = middle + 1
         else:
             high = middle
@@ -241,52 +291,51 @@ def leaves_behind(layout: Layout, target: Regime) -> bool:
     return not target.dense_names().isdisjoint(kept)
 
 
-def refit(
-    instance: dict[str, Any], found: dict[str, Any], seen: Sequence[Seen], measured_ps: int, agree: Agree
-) -> dict[str, Any]:
-    """The instance, its costs scaled by what was seen of a plan that ran, so that it explains its time.
+def refit(model: Model, found: dict[str, Any], seen: Sequence[Seen], measured_ps: int, agree: Agree) -> Model:
+    """The model, its costs scaled by what was seen of a plan that ran, so that it explains its time.
 
     Every method's encode, exchange and decode by one factor each (between 1/4 and 4), the backward pass by
     one; what is left over goes to the time outside of it.
     """
-    again = {**instance}
+    again = Model({**model.instance}, model.stolen)
     if seen:
-        again.update(_rescaled(instance, found, seen, agree))
-    off = measured_ps - evaluate(again, found)["time_ps"]
-    again["forward_ps"] = max(0, instance["forward_ps"] + off)
+        again.instance.update(_rescaled(model, found, seen, agree))
+    off = measured_ps - evaluate(again.costs(), found)["time_ps"]
+    again.instance["forward_ps"] = max(0, model.instance["forward_ps"] + off)
     return again
 
 
-def _rescaled(
-    instance: dict[str, Any], found: dict[str, Any], seen: Sequence[Seen], agree: Agree
-) -> dict[str, Any]:
-    spans = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}
+def _rescaled(model: Model, found: dict[str, Any], seen: Sequence[Seen], agree: Agree) -> dict[str, Any]:
+    instance, spans = model.instance, {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}
     took = [
         {kind: int(median(_took(s, k, *ab) for s in seen)) for kind, ab in spans.items()}
         for k in range(len(found["ends"]))
     ]
     slow = agree([t[kind] for t in took for kind in spans])
+    sizes = [t["bytes"] for t in instance["tensors"]]
+    groups = [sum(sizes[a:b]) for a, b in pairwise([0, *found["ends"]])]
     methods = []
     for m, method in enumerate(instance["methods"]):
         scaled = {**method}
+        mine = [k for k, used in enumerate(found["methods"]) if used == m]
         for i, kind in enumerate(spans):
-            mine = [k for k, used in enumerate(found["methods"]) if used == m]
-            rows = [found["timeline"][k][kind] for k in mine]
-            said = sum(end - start for start, end in filter(None, rows))
-            if method[kind] is not None and said:
+            said = sum(Curve(method[kind]).at(groups[k]) for k in mine) if method[kind] else 0
+            if said:
                 factor = min(4.0, max(0.25, _PS * sum(slow[3 * k + i] for k in mine) / said))
                 scaled[kind] = [[x, round(y * factor)] for x, y in method[kind]]
         methods.append(scaled)
-    passes = [
-        s.arrivals[-1] - s.arrivals[0] - sum(b - a for a, b, _, _ in s.groups if a < s.arrivals[-1])
-        for s in seen
-    ]
+    passes = [_span(s) - sum(b - a for a, b, _, _ in s.groups if a < s.arrivals[-1]) for s in seen]
     (backward,) = agree([int(median(passes))])
     tensors, said = instance["tensors"], sum(t["backward_ps"] for t in instance["tensors"])
     # What of the pass is seen begins with the first bucket.
     said -= next((t["backward_ps"] for t in tensors if t["backward_ps"]), 0)
+    exchanges = sum(
+        _PS * slow[3 * k + 1]
+        for k, s in enumerate(seen[0].groups[: len(groups)])
+        if s[0] < seen[0].arrivals[-1]
+    )
     if said > 0 and backward > 0:
-        factor = min(2.0, max(0.5, _PS * backward / said))
+        factor = min(2.0, max(0.5, _PS * backward / (said + exchanges * model.stolen // 1000)))
         tensors = [{**t, "backward_ps": round(t["backward_ps"] * factor)} for t in tensors]
     return {"methods": methods, "tensors": tensors}
 
