@@ -59,7 +59,7 @@ def save(p: "Pipeline", scale: float | None) -> dict[str, Any]:
         "controller": p.controller.saved() if p.controller is not None else None,
         "scale": scale,
         "layout": [_save_group(g) for g in groups],
-        "residuals": _residuals(groups),
+        "residuals": {**p.parked, **_residuals(groups)},
     }
 
 

@@ -47,10 +47,15 @@ _SCENARIOS = 16
 
 @dataclass(frozen=True)
 class Order:
-    """What the coming iteration is to be. deferred: exchange nothing before backward() has ended."""
+    """What the coming iteration is to be.
+
+    deferred: exchange nothing before backward() has ended. park: what groups that go dense have kept waits
+    for the next groups that can keep it, in place of being sent with the next gradient.
+    """
 
     regime: Regime
     deferred: bool = False
+    park: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,8 @@ class Controller:
         self._order = self._script.send(it)
         p.deferred = self._order.deferred
         target = self._order.regime
-        return replace(target, flush=True) if observe.leaves_behind(p.layout, target) else target
+        behind = not self._order.park and observe.leaves_behind(p.layout, p.parked, target)
+        return replace(target, flush=True) if behind else target
 
     def begin(self, p: "Pipeline") -> None:
         """After the groups of the coming iteration have been made."""
@@ -353,7 +359,7 @@ class Controller:
             for which in ((True, False), (False, True))[len(pairs) % 2]:
                 times: list[int] = []
                 while len(times) < _WINDOW:
-                    it = yield from self._explore(Order(regime if which else other))
+                    it = yield from self._explore(Order(regime if which else other, park=True))
                     if it.clean:
                         times.append(it.interval)
                         assert self._p is not None

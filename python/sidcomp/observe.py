@@ -1,6 +1,6 @@
 """What the controller sees of an iteration: when buckets and parameters became ready, what groups took."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -283,9 +283,9 @@ def bucket_ends(profile: Profile) -> list[int]:
     return [*(i for i in range(1, len(at)) if at[i] != at[i - 1]), len(at)]
 
 
-def leaves_behind(layout: Layout, target: Regime) -> bool:
-    """Whether what the layout's memories keep would have no place in the groups of `target`."""
-    kept = [name for g in layout.groups if g.plan.vectors for name in g.names]
+def leaves_behind(layout: Layout, parked: Iterable[str], target: Regime) -> bool:
+    """Whether what the layout's memories keep, or what is parked, has no place in the groups of `target`."""
+    kept = [*parked, *(name for g in layout.groups if g.plan.vectors for name in g.names)]
     if not isinstance(target.rule, list):
         return bool(kept) and target.ways[0] == DENSE
     return not target.dense_names().isdisjoint(kept)

@@ -69,6 +69,7 @@ class Pipeline:
         )
         self.landed_at = 0  # when the last exchange of the iteration had been decoded, in ns
         self.lost = 0  # the last iteration that does not count
+        self.parked: checkpoint.Residuals = {}  # of parameters whose groups keep nothing for now
 
         self._rebuilt = False  # whether DDP had rebuilt its buckets when the layout was made
         self._discovery: _Discovery | None = None
@@ -127,8 +128,10 @@ class Pipeline:
         self.quiet()
         regime = controller.between(self, binding)
         if regime != self.regime or self.kept_groups:
-            self.regime, self.kept_groups = regime, []
+            flushed, self.regime, self.kept_groups = self.regime.flush, regime, []
             self.layout = self._build(binding, [Slot(s.params, s.buffer) for s in self.layout.slots])
+            if flushed and not regime.flush:
+                self.parked = {}  # at most what a rounding left
         controller.begin(self)
 
     def _fill(self, slot: Slot, buffer: torch.Tensor) -> "Future[torch.Tensor]":
@@ -231,7 +234,11 @@ class Pipeline:
         self.control += 32 * exchange.world
         kept = self.resume or (checkpoint.carry(self.layout) if self.layout else None)
         if kept is not None:
+            kept.residuals = {**self.parked, **kept.residuals}
             kept.place(layout)
+            if self.controller is not None:
+                held = {name for g in layout.groups if g.plan.vectors for name in g.names}
+                self.parked = {name: r for name, r in kept.residuals.items() if name not in held}
         self.resume = None
         self.allocations += sum(g.allocations for g in layout.groups)
         self._checking = False

@@ -259,6 +259,7 @@ class State:
                 if g.plan.vectors:
                     with g.host_state(write=True) as state:
                         g.plan.rescale(state, factor)
+        p.parked = {name: r * factor for name, r in p.parked.items()}
         if p.resume is not None:
             p.resume.rescale(factor)
 
@@ -312,7 +313,7 @@ class State:
         resume = checkpoint.load(self.settings, parent, state, redistribute)
         if self._bound is not None:
             resume.check(self._bound.shapes)
-        p.resume, p.kept_groups, p.layout = resume, resume.layout, None
+        p.resume, p.kept_groups, p.layout, p.parked = resume, resume.layout, None, {}
         if p.controller is not None:
             p.controller = Controller(self.settings, None)
             p.regime, p.kept_groups = p.controller.resume(resume), []

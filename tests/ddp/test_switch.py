@@ -23,12 +23,12 @@ SIDCO = Regime([NAMES], (1,))
 MIXED = Regime([NAMES[:1], NAMES[1:3], NAMES[3:]], (0, DENSE, 1))
 
 
-def scripted(state: sidcomp.State, regimes: list[Regime]) -> None:
+def scripted(state: sidcomp.State, regimes: list[Regime], park: bool = False) -> None:
     """The state's controller does what the list says, a step each; the last one stays."""
 
     def script() -> Generator[Order, Iteration, None]:
         for regime in regimes:
-            yield Order(regime)
+            yield Order(regime, park=park)
         while True:
             yield Order(regimes[-1])
 
@@ -90,11 +90,11 @@ class Run:
         return [g["names"] for g in self.state.stats()["groups"]]
 
 
-def conserve(rank: int, world: int) -> dict[str, Any]:
+def conserve(rank: int, world: int, park: bool) -> dict[str, Any]:
     r = Run(rank, world)
     r.step(), r.step()  # DDP forms its buckets anew
     plan = [PLAIN, TOPK, TOPK, TOPK, SIDCO, MIXED, TOPK, PLAIN, PLAIN, PLAIN, TOPK, MIXED, MIXED, PLAIN]
-    scripted(r.state, plan)
+    scripted(r.state, plan, park)
     lost, kept, seen = [], [], []
     for _ in range(len(plan) + 6):
         r.step()
@@ -104,9 +104,9 @@ def conserve(rank: int, world: int) -> dict[str, Any]:
     return {"lost": max(lost), "kept": kept, "seen": seen, "error": repr(r.state.error)}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_nothing_is_lost_when_groups_change(world: int) -> None:
-    for r in run(conserve, world):
+@pytest.mark.parametrize(("world", "park"), [(1, False), (2, False), (3, False), (2, True)])
+def test_nothing_is_lost_when_groups_change(world: int, park: bool) -> None:
+    for r in run(conserve, world, park):
         assert r["error"] == "None"
         assert r["lost"] < 2e-4, "what was fed is neither applied nor kept"
         assert max(r["kept"]) > 1, "the test did not have a residual to lose"
