@@ -464,3 +464,30 @@ def test_plans_of_another_version_are_refused() -> None:
 def test_the_harness_would_notice_a_failure() -> None:
     with pytest.raises(RankFailed):
         run(found, 2, {"codec": "no such codec"})
+
+
+def steps_of(rank: int, world: int, plain: bool) -> list[float]:
+    brisk()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.08)
+    state = sidcomp.State("auto", candidates=["topk"])
+    if not plain:
+        sidcomp.register(ddp, state)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    x = torch.randn(8, 96, generator=torch.Generator().manual_seed(rank))
+    out, deferred = [], 0
+    while len(out) < 12:
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        deferred += state._pipeline.deferred
+        out.append(float(torch.cat([p.detach().flatten() for p in ddp.parameters()]).double().sum()))
+    assert plain or deferred >= 2, "no step was measured without communication beside it"
+    assert plain or state.plan_report()["stage"] == "measuring"
+    state.close()
+    return out
+
+
+def test_measuring_trains_as_plain_ddp_does() -> None:
+    """Also in the steps whose exchanges wait for the end of backward(): the same bits."""
+    assert run(steps_of, 2, False) == run(steps_of, 2, True)
