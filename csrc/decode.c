@@ -17,7 +17,8 @@ static sid_status check_one(const sid_plan *p, const uint8_t *payload, const sid
                         SID_WIRE_VERSION);
     if (h->checksum != sid_payload_checksum(p->simd, payload, linear ? SID_HEADER_BYTES : p->sizes.payload))
         return sid_fail(err, SID_E_CORRUPT, "checksum does not match");
-    if (h->reserved) return sid_fail(err, SID_E_CORRUPT, "reserved field is %08x, not zero", h->reserved);
+    if (h->salt && !(p->codec->info.traits & SID_STOCHASTIC))
+        return sid_fail(err, SID_E_CORRUPT, "salt is %08x, and this codec draws nothing", h->salt);
     if (h->codec != p->codec->info.wire_id || h->dtype != (uint32_t)p->dtype || h->n != p->n)
         return sid_fail(err, SID_E_MISMATCH, "payload of codec %u, dtype %u, n %llu; the plan has %u, %u, %llu",
                         h->codec, h->dtype, (unsigned long long)h->n, p->codec->info.wire_id, (unsigned)p->dtype,
@@ -98,7 +99,9 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
     if (!linear || memory) report->nonfinite = (uint32_t)nonfinite(&g);
     if (report->nonfinite && memory) sid_take_back(p, state, seg);
 
-    const int fill = report->nonfinite && !linear, past = p->n >= STREAM_FROM && p->dtype == SID_F32;
+    const int fill = report->nonfinite && !linear;
+    const int told = memory && p->memory->received && !report->nonfinite;
+    const int past = p->n >= STREAM_FROM && p->dtype == SID_F32 && !told;
     float x[SID_DECODE_TILE] = {0};
     uint64_t off = 0;
     for (uint64_t from = 0; from < p->n; from += SID_DECODE_TILE) {
@@ -109,6 +112,11 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
             p->codec->decode(&g, x, from, len);
         if (linear && !memory && !p->simd->finite(x, len)) report->nonfinite = 1;
         if (!past) p->simd->scale(x, x, len, g.scale);
+        if (told) {
+            float *vec[SID_MAX_VECTORS];
+            for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, state, v) + from;
+            p->memory->received(p, vec, x, len);
+        }
         for (uint32_t pos = 0; pos < len;) {
             while (off == seg->len) {
                 seg++;

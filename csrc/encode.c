@@ -1,4 +1,5 @@
 /* The walk over a group, and what is kept of it. */
+#include <math.h>
 #include <string.h>
 
 #include "internal.h"
@@ -21,10 +22,6 @@ static sid_status segments_hold(const sid_plan *p, const sid_segment *seg, uint3
 }
 
 static int aligned(const void *p) { return (uintptr_t)p % 64 == 0; }
-
-static float *vector_of(const sid_plan *p, const sid_state *s, uint32_t i) {
-    return (float *)((uint8_t *)(uintptr_t)s + SID_STATE_BYTES) + i * sid_state_stride(p->n);
-}
 
 /* The next `len` elements of the list as floats, at most to the end of a segment; *take says how many. */
 static const float *next_piece(const sid_plan *p, place *at, uint32_t len, uint32_t *take, float *buf) {
@@ -50,6 +47,18 @@ static uint32_t without_nonfinite(const float *g, float *buf, uint32_t len) {
     return bad;
 }
 
+static int feedback(const sid_plan *p) { return (p->memory->info.traits & SID_FEEDBACK) != 0; }
+
+/* What the last step left of a tile: vec[0], and what else depends on it. */
+static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uint64_t at, uint32_t len) {
+    float before[SID_MAX_TILE];
+    if (!feedback(p)) return;
+    const int tell = p->memory->sent && p->codec->info.traits & SID_SPARSE;
+    if (tell) memcpy(before, vec[0], 4ull * len);
+    p->codec->keep(p, s, vec[0], at, len);
+    if (tell) p->memory->sent(p, vec, before, len);
+}
+
 /* One tile of acc from state and gradient; what is returned is what the codec reads. */
 static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t len, float *half, float *buf,
                               float *raw) {
@@ -59,9 +68,10 @@ static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t le
     float *vec[SID_MAX_VECTORS];
     uint32_t sent = SID_KEY_NONE;
     int bad = 0;
-    for (uint32_t v = 0; v < vectors; v++) vec[v] = vector_of(p, w->state, v) + at;
-    if (vectors && !(p->codec->sent_from && p->codec->sent_from(&w->state->rule, at, len, &sent))) {
-        p->codec->keep(p, &w->state->rule, vec[0], at, len);
+    for (uint32_t v = 0; v < vectors; v++) vec[v] = sid_vector(p, w->state, v) + at;
+    /* a rule that is one threshold is applied in the memory's own pass */
+    if (!(vectors && feedback(p) && p->codec->sent_from && p->codec->sent_from(&w->state->rule, at, len, &sent))) {
+        settle(p, w->state, vec, at, len);
         sent = SID_KEY_NONE;
     }
     for (uint32_t pos = 0, take; pos < len; pos += take) {
@@ -70,7 +80,7 @@ static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t le
         if (vectors) {
             float *piece[SID_MAX_VECTORS];
             for (uint32_t v = 0; v < vectors; v++) piece[v] = vec[v] + pos;
-            ok = p->memory->tile(p, piece, g, take, sent);
+            ok = p->memory->tile(w, piece, g, take, sent);
         } else {
             ok = p->simd->finite(g, take);
             if (ok && take == len) return g; /* the gradient is acc: nothing to copy */
@@ -88,16 +98,32 @@ static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t le
     return raw;
 }
 
+/* Euclidean norm of the gradient, NaN and Inf counted as 0; however it is cut into segments. */
+static double norm_of(const sid_plan *p, const sid_segment *seg) {
+    float half[SID_TILE], tile[SID_TILE];
+    place from = {seg, 0};
+    double sum = 0;
+    for (uint64_t at = 0; at < p->n; at += SID_TILE) {
+        const uint32_t len = p->n - at < SID_TILE ? (uint32_t)(p->n - at) : SID_TILE;
+        for (uint32_t pos = 0, take; pos < len; pos += take) {
+            const float *g = next_piece(p, &from, len - pos, &take, half);
+            without_nonfinite(g, tile + pos, take);
+        }
+        sum += p->simd->sum_squares(tile, len);
+    }
+    return sqrt(sum);
+}
+
 static void walk(sid_walk *w, const sid_segment *seg) {
     const sid_plan *p = w->plan;
     const int stored = p->memory->vectors && w->walks > 1; /* acc is in the state already */
-    float half[SID_TILE], buf[SID_TILE], raw[SID_TILE];
+    float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
     place from = {seg, 0};
     w->nonfinite = stored ? w->nonfinite : 0;
     p->codec->begin(w);
-    for (uint64_t at = 0; at < p->n; at += SID_TILE) {
-        const uint32_t len = p->n - at < SID_TILE ? (uint32_t)(p->n - at) : SID_TILE;
-        const float *acc = stored ? vector_of(p, w->state, 0) + at : make_tile(w, &from, at, len, half, buf, raw);
+    for (uint64_t at = 0; at < p->n; at += p->tile) {
+        const uint32_t len = p->n - at < p->tile ? (uint32_t)(p->n - at) : p->tile;
+        const float *acc = stored ? sid_vector(p, w->state, 0) + at : make_tile(w, &from, at, len, half, buf, raw);
         p->codec->tile(w, acc, at, len);
     }
 }
@@ -108,6 +134,9 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
     if (!aligned(state) || !aligned(work) || !aligned(payload)) return SID_E_ARG;
     if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
     sid_walk w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work};
+    if (p->codec->info.traits & SID_STOCHASTIC) w.draw = (sid_draw){sid_salt(at->seed, at->rank), at->group, at->step};
+    if (p->memory->wants_norm && p->memory->wants_norm(p)) w.norm = norm_of(p, seg);
+    if (p->memory->begin) p->memory->begin(&w);
     do {
         w.walks++;
         walk(&w, seg);
@@ -125,9 +154,11 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
                       .step = at->step,
                       .group = at->group,
                       .rank = at->rank,
-                      .scale = h->scale};
+                      .scale = h->scale,
+                      .salt = w.draw.salt};
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     h->checksum = sid_payload_checksum(p->simd, payload, linear ? SID_HEADER_BYTES : p->sizes.payload);
+    w.state->draw = w.draw;
     w.state->steps++;
     w.stats.count = h->count;
     w.stats.nonfinite = w.nonfinite;
@@ -141,13 +172,17 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
 sid_status sid_residual_out(const sid_plan *p, const void *state, float *x) {
     if (!p || !state || (p->n && !x)) return SID_E_ARG;
     const sid_state *s = state;
-    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(x + v * p->n, vector_of(p, s, v), 4 * p->n);
+    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(x + v * p->n, sid_vector(p, s, v), 4 * p->n);
     if (!p->memory->vectors) {
         if (p->n) memset(x, 0, 4 * p->n);
         return SID_OK;
     }
-    for (uint64_t at = 0; at < p->n; at += SID_TILE)
-        p->codec->keep(p, &s->rule, x + at, at, p->n - at < SID_TILE ? (uint32_t)(p->n - at) : SID_TILE);
+    for (uint64_t at = 0; at < p->n; at += p->tile) {
+        const uint32_t len = p->n - at < p->tile ? (uint32_t)(p->n - at) : p->tile;
+        float *vec[SID_MAX_VECTORS];
+        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = x + v * p->n + at;
+        settle(p, s, vec, at, len);
+    }
     return SID_OK;
 }
 
@@ -156,7 +191,7 @@ sid_status sid_residual_in(const sid_plan *p, void *state, const float *x) {
     sid_state *s = state;
     for (uint64_t i = 0; i < p->n * p->memory->vectors; i++)
         if (sid_key(x[i]) >= SID_KEY_INF) return SID_E_ARG;
-    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(vector_of(p, s, v), x + v * p->n, 4 * p->n);
+    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(sid_vector(p, s, v), x + v * p->n, 4 * p->n);
     p->codec->none(&s->rule);
     return SID_OK;
 }
@@ -171,15 +206,17 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor) {
     if (!p || !state || !(factor > 0) || sid_key(factor) >= SID_KEY_INF) return SID_E_ARG;
     sid_state *s = state;
     const float max = 0x1.fffffep127f;
+    for (uint64_t at = 0; at < p->n && p->memory->vectors; at += p->tile) {
+        const uint32_t len = p->n - at < p->tile ? (uint32_t)(p->n - at) : p->tile;
+        float *vec[SID_MAX_VECTORS];
+        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, s, v) + at;
+        settle(p, s, vec, at, len);
+    }
     for (uint32_t v = 0; v < p->memory->vectors; v++)
-        for (uint64_t at = 0; at < p->n; at += SID_TILE) {
-            const uint32_t len = p->n - at < SID_TILE ? (uint32_t)(p->n - at) : SID_TILE;
-            float *x = vector_of(p, s, v) + at;
-            if (v == 0) p->codec->keep(p, &s->rule, x, at, len);
-            for (uint32_t i = 0; i < len; i++) {
-                const float y = x[i] * factor;
-                x[i] = y > max ? max : y < -max ? -max : y;
-            }
+        for (uint64_t i = 0; i < p->n; i++) {
+            float *x = sid_vector(p, s, v) + i;
+            const float y = *x * factor;
+            *x = y > max ? max : y < -max ? -max : y;
         }
     p->codec->none(&s->rule);
     if (p->codec->rescale) p->codec->rescale(p, s, factor);
@@ -194,9 +231,9 @@ void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg) {
         uint32_t take;
         const uint64_t left = p->n - at;
         const float *g = next_piece(p, &from, left < SID_TILE ? (uint32_t)left : SID_TILE, &take, half);
-        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = vector_of(p, s, v) + at;
+        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, s, v) + at;
         without_nonfinite(g, half, take);
-        p->memory->undo(p, vec, half, take);
+        p->memory->undo(p, s, vec, half, take);
         at += take;
     }
     p->codec->none(&s->rule);

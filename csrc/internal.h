@@ -5,6 +5,7 @@
 #include <stddef.h>
 
 #include "bits.h"
+#include "rng.h"
 #include "sidcomp.h"
 #include "wire.h"
 
@@ -13,8 +14,9 @@ extern "C" {
 #endif
 
 enum {
-    SID_TILE = 1024
-}; /* elements of a tile: 4 KB of acc and 4 KB of gradient stay in L1 */
+    SID_TILE = 1024,    /* elements of a tile: 4 KB of acc and 4 KB of gradient stay in L1 */
+    SID_MAX_TILE = 4096 /* of a codec's whose blocks are longer: a tile is always a whole number of them */
+};
 enum {
     SID_MAX_PARAMS = 12,
     SID_MAX_VECTORS = 4
@@ -36,7 +38,9 @@ typedef struct sid_rule {
 typedef struct sid_state {
     uint64_t steps; /* encodes so far */
     sid_rule rule;
-    uint64_t spare[3];
+    sid_draw draw; /* the random stream of the last encode */
+    float factor;  /* what the memory multiplied the last gradient with before it was taken in (clipping) */
+    uint32_t spare;
     uint64_t codec[16]; /* bytes 64 to 191: the codec's own statistics */
 } sid_state;
 enum {
@@ -54,6 +58,7 @@ struct sid_plan {
     const struct sid_memory *memory;
     const struct sid_simd *simd;
     uint64_t n, k, cap; /* cap: elements that a sparse payload can hold */
+    uint32_t tile;      /* elements of a tile: SID_TILE, unless the codec needs SID_TILE * 2 or * 4 */
     uint64_t room;      /* candidates that a sparse codec can hold during a walk; n or at least 2 * cap + 4096 */
     sid_dtype dtype;
     sid_sizes sizes;
@@ -62,7 +67,7 @@ struct sid_plan {
 
 /* ---- the tile contract ------------------------------------------------------------------------------------------
  * Encode walks a group once, a tile at a time:
- *     codec->keep    acc <- what the last step's rule left of it        (if the memory keeps a vector; or sent_from)
+ *     codec->keep    acc <- what the last step's rule left of it        (if the memory gives feedback; or sent_from)
  *     memory->tile   acc <- gradient + what is kept
  *     codec->tile    reads acc, gathers statistics and candidates
  * and codec->finish settles the rule and writes the payload, or asks for another reading of the same acc. */
@@ -71,6 +76,8 @@ typedef struct sid_walk {
     const sid_step *at;
     sid_state *state;
     uint8_t *payload; /* header and body; finish fills the body and header.{count, flags, scale} */
+    sid_draw draw;    /* this step's random stream; begin may set it to the ranks' common one */
+    double norm;      /* of the finite part of the gradient; only where the memory asks for it */
     void *scratch;    /* the codec's part of work */
     uint64_t nonfinite;
     uint32_t walks; /* readings so far, this one included */
@@ -103,8 +110,9 @@ typedef struct sid_codec {
     void (*begin)(sid_walk *w); /* before each reading */
     void (*tile)(sid_walk *w, const float *acc, uint64_t at, uint32_t len);
     sid_verdict (*finish)(sid_walk *w);
-    /* In place: acc -> what `rule` left of it. Element i of acc is element at + i of the group. */
-    void (*keep)(const sid_plan *p, const sid_rule *rule, float *acc, uint64_t at, uint32_t len);
+    /* In place: acc -> what s->rule left of it (s->draw: what was drawn for it). Element i of acc is element at + i of
+     * the group; a whole tile, or the last one. */
+    void (*keep)(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);
     /* 1 if of these elements the rule sent whole just those with key(acc) >= *key: a memory can then do keep's work in
      * its own pass. NULL: never. */
     int (*sent_from)(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
@@ -126,11 +134,22 @@ enum {
 typedef struct sid_memory {
     sid_info info;
     uint32_t vectors; /* floats kept per element; vector 0 is acc */
+    /* Refuses what the parameters' ranges cannot; NULL: nothing. */
+    sid_status (*plan)(const sid_plan *p, sid_error *err);
+    /* 1 where the plan's parameters make it read w->norm. NULL: never. */
+    int (*wants_norm)(const sid_plan *p);
+    /* Before the walk, w->norm known: may set w->state->factor and own words; NULL: nothing. */
+    void (*begin)(sid_walk *w);
     /* vec[0][0..len) <- acc from g and what is kept. On entry vec[0] holds what is kept, but for elements with
      * key >= sent_from, of which nothing is. NaN and Inf in g count as 0; returns 1 if there were none. */
-    int (*tile)(const sid_plan *p, float *const *vec, const float *g, uint32_t len, uint32_t sent_from);
+    int (*tile)(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from);
+    /* Beside a codec with SID_SPARSE, where sent_from does not tell: vec[0] has been through codec->keep, `before` is
+     * what it was. NULL: the other vectors do not depend on what was sent. */
+    void (*sent)(const sid_plan *p, float *const *vec, const float *before, uint32_t len);
     /* Takes g (finite) out of vec again: the step did not happen. */
-    void (*undo)(const sid_plan *p, float *const *vec, const float *g, uint32_t len);
+    void (*undo)(const sid_plan *p, const sid_state *s, float *const *vec, const float *g, uint32_t len);
+    /* x: what the ranks made of the step (decoded, scaled, finite): vec <- what is kept after it. NULL: unused. */
+    void (*received)(const sid_plan *p, float *const *vec, const float *x, uint32_t len);
 } sid_memory;
 
 /* ---- primitives, once per instruction set (csrc/isa/simd.c); the base variant is the law -------------------------
@@ -153,6 +172,7 @@ typedef struct sid_simd {
     float (*sum_abs)(const float *x, uint32_t n);
     /* sum[0]: as sum_abs; sum[1], count[0]: of those with key(x) >= a; sum[2], count[1]: >= b. a, b below 2^31. */
     void (*tail_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]);
+    double (*sum_squares)(const float *x, uint32_t n);              /* of exact squares, in 16 lanes of float64 */
     void (*clamp)(const float *x, float *y, uint32_t n, float max); /* finite x to +-max; NaN and Inf as they are */
     void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);
     void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);
@@ -160,7 +180,11 @@ typedef struct sid_simd {
     void (*bf16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*scale)(const float *x, float *y, uint32_t n, float s); /* y = x * s; may be in place */
     void (*drain)(float *x, float *y, uint32_t n, float s);       /* y = x * s past the caches, x = 0 */
-    void (*fence)(void);                                          /* makes drained stores visible to other threads */
+    /* Random bits of elements at .. at + len of the stream; `at` a multiple of 128, room in out for len rounded up to
+     * one. draw16: 16 bits an element, half as costly. rng.h is the law. */
+    void (*draw16)(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out);
+    void (*draw32)(const sid_draw *d, uint64_t at, uint32_t len, uint32_t *out);
+    void (*fence)(void); /* makes drained stores visible to other threads */
     void (*checksum)(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted);
 } sid_simd;
 
@@ -171,6 +195,11 @@ const sid_codec *sid_codec_of(const sid_info *i); /* registry.c */
 const sid_memory *sid_memory_of(const sid_info *i);
 
 sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
+/* Vector i of a state: n floats. */
+static inline float *sid_vector(const sid_plan *p, const sid_state *s, uint32_t i) {
+    return (float *)(void *)((uint8_t *)(uintptr_t)s + SID_STATE_BYTES) + i * sid_state_stride(p->n);
+}
+
 /* encode.c: takes this step's gradient, which the segments still hold, out of the memory again. */
 void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg);
 /* wire.h's checksum of a payload, or of the header alone (bytes == 64). */

@@ -37,7 +37,15 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
         return sid_fail(err, SID_E_ARG, "dtype %d is none of float32, float16, bfloat16", (int)c->dtype);
     if (c->n_settings && !c->settings) return sid_fail(err, SID_E_ARG, "settings is NULL");
     p.codec = sid_codec_of(ci);
-    p.memory = sid_memory_of(ci->traits & SID_LOSSLESS && !c->flush ? sid_memory_find("none") : mi);
+    if (ci->traits & SID_FEEDBACK && !(mi->traits & SID_FEEDBACK))
+        return sid_fail(
+            err, SID_E_PARAM,
+            "codec '%s' diverges without error feedback: choose a memory that keeps what was not sent, such "
+            "as 'residual', not '%s'",
+            ci->name, mi->name);
+    const int idle = ci->traits & SID_LOSSLESS && !c->flush && !(mi->traits & SID_MOMENTUM);
+    p.memory = sid_memory_of(idle ? sid_memory_find("none") : mi);
+    p.tile = SID_TILE;
     p.n = c->n;
     p.dtype = c->dtype;
     p.simd = sid_simd_for(c->isa);
@@ -56,7 +64,8 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
                             mi->name, c->settings[i].name);
     }
     p.sizes.body_offset = SID_HEADER_BYTES;
-    const sid_status s = p.codec->plan(&p, &scratch, err);
+    sid_status s = p.codec->plan(&p, &scratch, err);
+    if (!s && p.memory->plan) s = p.memory->plan(&p, err);
     if (s) return s;
     p.sizes.k = p.k;
     p.sizes.state = SID_STATE_BYTES + p.memory->vectors * sid_state_stride(p.n) * sizeof(float);

@@ -87,13 +87,17 @@ enum {                   /* traits */
     SID_LINEAR = 1u,     /* bodies may be summed element by element (all-reduce); else payloads are gathered */
     SID_LOSSLESS = 2u,   /* decode(encode(x)) == x: a memory would stay zero, so none is kept */
     SID_STOCHASTIC = 4u, /* draws counter-based random bits */
-    SID_UNBIASED = 8u    /* E[decode(encode(x))] == x */
+    SID_UNBIASED = 8u,   /* E[decode(encode(x))] == x */
+    SID_SPARSE = 16u,    /* sends some elements and nothing of the others */
+    SID_FEEDBACK = 32u,  /* of a memory: keeps what was not sent; of a codec: is not to be used without one that does */
+    SID_MOMENTUM = 64u   /* of a memory: holds the momentum, so that the optimizer must have none */
 };
 
 typedef struct sid_info {
     const char *name, *family;
-    const char *paper; /* source: paper, section, equation or algorithm */
-    const char *doc;   /* one or two sentences */
+    const char *memory; /* of a codec: the memory that its paper has; NULL: "residual" */
+    const char *paper;  /* source: paper, section, equation or algorithm */
+    const char *doc;    /* one or two sentences */
     const sid_param *params;
     uint32_t n_params;
     uint32_t traits;

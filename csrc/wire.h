@@ -38,7 +38,7 @@ typedef struct sid_header {
     uint32_t group;    /* 40 */
     uint32_t rank;     /* 44 */
     float scale;       /* 48 threshold, or the factor that a linear body was multiplied with */
-    uint32_t reserved; /* 52 zero */
+    uint32_t salt;     /* 52 of the random stream (rng.h); zero where the codec draws nothing */
     uint64_t checksum; /* 56 */
 } sid_header;
 

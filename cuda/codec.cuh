@@ -310,7 +310,7 @@ __device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect
         sum += w[i];
         weighted += w[i] * sid_checksum_weight(i, rows);
     }
-    if (h.checksum != sid_checksum_mix(sum, weighted) || h.reserved) return SID_E_CORRUPT;
+    if (h.checksum != sid_checksum_mix(sum, weighted) || h.salt) return SID_E_CORRUPT;
     if (h.codec != e.head.codec || h.dtype != e.head.dtype || h.n != e.head.n) return SID_E_MISMATCH;
     if (!e.any && (h.step != e.head.step || h.group != e.head.group)) return SID_E_MISMATCH;
     return SID_OK;

@@ -96,8 +96,9 @@ struct Name {
 constexpr Name dtypes[] = {{"float32", SID_F32}, {"float16", SID_F16}, {"bfloat16", SID_BF16}};
 constexpr Name isas[] = {
     {"auto", SID_ISA_AUTO}, {"base", SID_ISA_BASE}, {"avx2", SID_ISA_AVX2}, {"avx512", SID_ISA_AVX512}};
-constexpr Name traits[] = {
-    {"linear", SID_LINEAR}, {"lossless", SID_LOSSLESS}, {"stochastic", SID_STOCHASTIC}, {"unbiased", SID_UNBIASED}};
+constexpr Name traits[] = {{"linear", SID_LINEAR},     {"lossless", SID_LOSSLESS}, {"stochastic", SID_STOCHASTIC},
+                           {"unbiased", SID_UNBIASED}, {"sparse", SID_SPARSE},     {"feedback", SID_FEEDBACK},
+                           {"momentum", SID_MOMENTUM}};
 constexpr const char *kinds[] = {"real", "int", "choice"};
 
 template <size_t N> int value_of(const Name (&names)[N], const string &name, const char *what) {
@@ -157,6 +158,7 @@ py::dict describe(const sid_info &c, bool cuda) {
     d["paper"] = c.paper;
     d["doc"] = c.doc;
     d["wire_id"] = c.wire_id;
+    d["memory"] = c.memory ? c.memory : "residual";
     d["traits"] = names;
     d["cuda"] = cuda;
     d["parameters"] = parameters;

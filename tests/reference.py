@@ -47,7 +47,7 @@ MAGIC, VERSION, HEADER_BYTES, WIRE_TILE = 0x43444953, 1, 64, 65536
 NONFINITE, RAISED, HALF = 1, 2, 4
 HEADER = struct.Struct("<IHHIIQQQIIfIQ")
 FIELDS = ("magic", "version", "codec", "dtype", "flags", "n", "count", "step", "group", "rank", "scale",
-          "reserved", "checksum")  # fmt: skip
+          "salt", "checksum")  # fmt: skip
 
 
 # ---- number formats ------------------------------------------------------------------------------

@@ -434,7 +434,7 @@ def faulty(codec: str, settings: dict[str, Any], sound: bytes, n: int) -> Iterat
         yield f"bit of header byte {at}", bytes(flipped)
     for field, value in [("version", 2), ("codec", 999), ("dtype", 1), ("n", n + 1), ("count", n + 1),
                          ("count", 0), ("step", 9), ("group", 9), ("flags", 0x80), ("scale", 0.3),
-                         ("scale", 0.25), ("rank", 7), ("reserved", 1)]:  # fmt: skip
+                         ("scale", 0.25), ("rank", 7), ("salt", 1)]:  # fmt: skip
         yield f"{field} = {value}, checksum right", ref.with_header(sound, linear, **{field: value})
     if linear:
         return

@@ -72,7 +72,8 @@ static sid_verdict finish(sid_walk *w) {
     return SID_DONE;
 }
 
-static void keep(const sid_plan *p, const sid_rule *rule, float *acc, uint64_t at, uint32_t len) {
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+    const sid_rule *rule = &s->rule;
     float sent[SID_TILE], body[SID_TILE];
     (void)at;
     if (rule->scale == 0) return;
@@ -124,7 +125,8 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
                                           .open = open_all,                                                            \
                                           .decode = decode}
 
-LINEAR_CODEC(none, .name = "none", .paper = "", .wire_id = 1, .traits = SID_LINEAR | SID_LOSSLESS | SID_UNBIASED,
+LINEAR_CODEC(none, .name = "none", .memory = "none", .paper = "", .wire_id = 1,
+             .traits = SID_LINEAR | SID_LOSSLESS | SID_UNBIASED,
              .doc = "Dense: every element in the gradient's own dtype, averaged by all-reduce as plain DDP does.");
 LINEAR_CODEC(
     fp16, .name = "fp16", .paper = "", .wire_id = 2, .traits = SID_LINEAR,

@@ -281,6 +281,7 @@ const sid_codec sid_codec_sidco_e = {
              .doc = "A threshold fitted in stages to an exponential tail, for about k elements of largest magnitude.",
              .params = params,
              .n_params = sizeof params / sizeof *params,
+             .traits = SID_SPARSE,
              .wire_id = 17},
     .plan = plan,
     .begin = begin,

@@ -258,7 +258,8 @@ static void keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint
     for (uint32_t i = 0; i < len; i++) acc[i] = sid_key(acc[i]) >= key ? acc[i] - sent[i] : acc[i];
 }
 
-void sparse_keep(const sid_plan *p, const sid_rule *rule, float *acc, uint64_t at, uint32_t len) {
+void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+    const sid_rule *rule = &s->rule;
     const uint32_t before = rule->cut <= at ? 0 : rule->cut - at < len ? (uint32_t)(rule->cut - at) : len;
     if (rule->key == SID_KEY_NONE) return;
     if (before) keep_range(p, rule, acc, before, rule->key);

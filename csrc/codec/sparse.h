@@ -77,7 +77,7 @@ void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags);
 uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now);
 
 /* Slots that need nothing of the codec. */
-void sparse_keep(const sid_plan *p, const sid_rule *rule, float *acc, uint64_t at, uint32_t len);
+void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);
 int sparse_sent_from(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
 void sparse_none(sid_rule *rule);
 sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *err);

@@ -49,6 +49,7 @@ const sid_codec sid_codec_topk = {
              .doc = "The k elements of largest magnitude, exactly; of equal ones those of lowest index.",
              .params = params,
              .n_params = sizeof params / sizeof *params,
+             .traits = SID_SPARSE,
              .wire_id = 16},
     .plan = plan,
     .begin = begin,

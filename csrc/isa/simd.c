@@ -276,6 +276,18 @@ static uint64_t band(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uin
     return c;
 }
 
+/* Not unrolled by hand: 16 independent lanes are what compilers vectorise. */
+static double sum_squares(const float *x, uint32_t n) {
+    double lane[LANES] = {0};
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (uint32_t j = 0; j < LANES; j++) lane[j] += (double)x[i + j] * (double)x[i + j];
+    for (uint32_t j = 0; i < n; i++, j++) lane[j] += (double)x[i] * (double)x[i];
+    for (int w = LANES / 2; w; w /= 2)
+        for (int j = 0; j < w; j++) lane[j] += lane[j + w];
+    return lane[0];
+}
+
 static void clamp(const float *x, float *y, uint32_t n, float max) {
     uint32_t i = 0;
     const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
@@ -382,6 +394,92 @@ static void checksum(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *
     }
 }
 
+/* Philox on as many blocks at a time as a register has words. Word j of the blocks lies in one register, and 4 x 4
+ * transposes within its 128-bit parts bring it into memory order: so position 4 l + q of a register is block 4 q + l (or
+ * 2 q + l where there are two parts). */
+#if defined(SID_HAS_AVX512)
+enum {
+    BLOCKS = 16
+};
+static inline void philox(const sid_draw *d, uint64_t at, uint32_t *out) {
+    const __m512i m0 = _mm512_set1_epi64(0xd2511f53), m1 = _mm512_set1_epi64(0xcd9e8d57);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i c0 = _mm512_add_epi32(order, _mm512_set1_epi32((int)(uint32_t)at)); /* at: a multiple of 16: no carry */
+    __m512i c1 = _mm512_set1_epi32((int)(uint32_t)(at >> 32)), c2 = _mm512_set1_epi32((int)(uint32_t)d->step);
+    __m512i c3 = _mm512_set1_epi32((int)(uint32_t)(d->step >> 32));
+    uint32_t k0 = d->salt, k1 = d->group;
+    for (int round = 0; round < 10; round++) {
+        const __m512i a = _mm512_mul_epu32(c0, m0), ao = _mm512_mul_epu32(_mm512_srli_epi64(c0, 32), m0);
+        const __m512i b = _mm512_mul_epu32(c2, m1), bo = _mm512_mul_epu32(_mm512_srli_epi64(c2, 32), m1);
+        const __m512i ah = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(a, 32), ao);
+        const __m512i bh = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(b, 32), bo);
+        const __m512i n0 = _mm512_ternarylogic_epi32(bh, c1, _mm512_set1_epi32((int)k0), 0x96);
+        const __m512i n2 = _mm512_ternarylogic_epi32(ah, c3, _mm512_set1_epi32((int)k1), 0x96);
+        c1 = _mm512_mask_blend_epi32(0xaaaa, b, _mm512_slli_epi64(bo, 32));
+        c3 = _mm512_mask_blend_epi32(0xaaaa, a, _mm512_slli_epi64(ao, 32));
+        c0 = n0;
+        c2 = n2;
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    const __m512i l01 = _mm512_unpacklo_epi32(c0, c1), h01 = _mm512_unpackhi_epi32(c0, c1);
+    const __m512i l23 = _mm512_unpacklo_epi32(c2, c3), h23 = _mm512_unpackhi_epi32(c2, c3);
+    _mm512_storeu_si512(out, _mm512_unpacklo_epi64(l01, l23));
+    _mm512_storeu_si512(out + 16, _mm512_unpackhi_epi64(l01, l23));
+    _mm512_storeu_si512(out + 32, _mm512_unpacklo_epi64(h01, h23));
+    _mm512_storeu_si512(out + 48, _mm512_unpackhi_epi64(h01, h23));
+}
+#elif defined(SID_HAS_AVX2)
+enum {
+    BLOCKS = 8
+};
+static inline void philox(const sid_draw *d, uint64_t at, uint32_t *out) {
+    const __m256i m0 = _mm256_set1_epi64x(0xd2511f53), m1 = _mm256_set1_epi64x(0xcd9e8d57);
+    const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    __m256i c0 = _mm256_add_epi32(order, _mm256_set1_epi32((int)(uint32_t)at));
+    __m256i c1 = _mm256_set1_epi32((int)(uint32_t)(at >> 32)), c2 = _mm256_set1_epi32((int)(uint32_t)d->step);
+    __m256i c3 = _mm256_set1_epi32((int)(uint32_t)(d->step >> 32));
+    uint32_t k0 = d->salt, k1 = d->group;
+    for (int round = 0; round < 10; round++) {
+        const __m256i a = _mm256_mul_epu32(c0, m0), ao = _mm256_mul_epu32(_mm256_srli_epi64(c0, 32), m0);
+        const __m256i b = _mm256_mul_epu32(c2, m1), bo = _mm256_mul_epu32(_mm256_srli_epi64(c2, 32), m1);
+        const __m256i ah = _mm256_blend_epi32(_mm256_srli_epi64(a, 32), ao, 0xaa);
+        const __m256i bh = _mm256_blend_epi32(_mm256_srli_epi64(b, 32), bo, 0xaa);
+        const __m256i n0 = _mm256_xor_si256(_mm256_xor_si256(bh, c1), _mm256_set1_epi32((int)k0));
+        const __m256i n2 = _mm256_xor_si256(_mm256_xor_si256(ah, c3), _mm256_set1_epi32((int)k1));
+        c1 = _mm256_blend_epi32(b, _mm256_slli_epi64(bo, 32), 0xaa);
+        c3 = _mm256_blend_epi32(a, _mm256_slli_epi64(ao, 32), 0xaa);
+        c0 = n0;
+        c2 = n2;
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    const __m256i l01 = _mm256_unpacklo_epi32(c0, c1), h01 = _mm256_unpackhi_epi32(c0, c1);
+    const __m256i l23 = _mm256_unpacklo_epi32(c2, c3), h23 = _mm256_unpackhi_epi32(c2, c3);
+    _mm256_storeu_si256((__m256i *)(void *)out, _mm256_unpacklo_epi64(l01, l23));
+    _mm256_storeu_si256((__m256i *)(void *)(out + 8), _mm256_unpackhi_epi64(l01, l23));
+    _mm256_storeu_si256((__m256i *)(void *)(out + 16), _mm256_unpacklo_epi64(h01, h23));
+    _mm256_storeu_si256((__m256i *)(void *)(out + 24), _mm256_unpackhi_epi64(h01, h23));
+}
+#else
+enum {
+    BLOCKS = 1
+};
+static inline void philox(const sid_draw *d, uint64_t at, uint32_t *out) { sid_draw_block(d, at, out); }
+#endif
+
+static void draw32(const sid_draw *d, uint64_t at, uint32_t len, uint32_t *out) {
+    for (uint32_t i = 0; i < len; i += 4 * BLOCKS) philox(d, (at + i) / 4, out + i);
+}
+
+static void draw16(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out) {
+    for (uint32_t i = 0; i < len; i += 8 * BLOCKS) {
+        uint32_t words[4 * BLOCKS];
+        philox(d, (at + i) / 8, words);
+        memcpy(out + i, words, sizeof words); /* little-endian: the low half is the first */
+    }
+}
+
 #define GLUE2(a, b) a##b
 #define GLUE(a, b) GLUE2(a, b)
 #define TEXT2(a) #a
@@ -397,6 +495,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .band = band,
     .sum_abs = sum_abs,
     .tail_sums = tail_sums,
+    .sum_squares = sum_squares,
     .clamp = clamp,
     .f32_to_f16 = f32_to_f16,
     .f32_to_bf16 = f32_to_bf16,
@@ -404,6 +503,8 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .bf16_to_f32 = bf16_to_f32,
     .scale = scale,
     .drain = drain,
+    .draw16 = draw16,
+    .draw32 = draw32,
     .fence = fence,
     .checksum = checksum,
 };

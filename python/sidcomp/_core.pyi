@@ -36,6 +36,7 @@ class Info(TypedDict):
     paper: str
     doc: str
     wire_id: int
+    memory: str
     traits: list[str]  # "linear", "lossless", "stochastic", "unbiased"
     cuda: bool
     parameters: list[ParameterInfo]

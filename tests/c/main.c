@@ -13,6 +13,7 @@
     X(half_formats)                                                                                                    \
     X(checksum)                                                                                                        \
     X(scale)                                                                                                           \
+    X(random)                                                                                                          \
     X(cuda_absent)                                                                                                     \
     X(round_trip)                                                                                                      \
     X(settings)                                                                                                        \
