@@ -16,6 +16,7 @@ from sidcomp.errors import *  # noqa: F403
 from sidcomp.planning import evaluate, plan
 from sidcomp.profile import Profile
 from sidcomp.registry import Codec, Parameter, codecs, memories
+from sidcomp.schedule import Schedule
 
 if TYPE_CHECKING:
     from sidcomp.ddp import hook, register, rewrap
@@ -33,6 +34,7 @@ __all__ = [
     "Compressor",
     "Parameter",
     "Profile",
+    "Schedule",
     "State",
     "__version__",
     "codecs",

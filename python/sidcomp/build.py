@@ -11,7 +11,7 @@ from sidcomp import _core, checkpoint
 from sidcomp.cuda import CudaLane
 from sidcomp.errors import RankError, UnsupportedError
 from sidcomp.exchange import Exchange
-from sidcomp.groups import Piece, Regime, excluded, form_groups, shorten
+from sidcomp.groups import Piece, Regime, form_groups, shorten
 from sidcomp.layout import DTYPES, Group, Layout, Slot
 from sidcomp.settings import Settings
 
@@ -64,15 +64,18 @@ def make_layout(
     slots: list[Slot],
     exchange: Exchange,
     lane: CudaLane | None,
+    step: int,
 ) -> Layout:
-    """kept_groups: those of a checkpoint, in place of the settings' rule."""
+    """kept_groups: those of a checkpoint, in place of the settings' rule. step: the iteration to come."""
     pieces = [p for i, slot in enumerate(slots) for p in _pieces(i, slot, names)]
+    shapes = {p.name: p.shape for p in pieces}
+    own = settings.assign(shapes)
     if kept_groups:
         specs = checkpoint.specs(kept_groups, pieces)
     else:
-        specs = form_groups(pieces, regime, excluded(settings.exclude, {p.name: p.shape for p in pieces}))
+        specs = form_groups(pieces, regime, settings.policy.excluded(shapes), own)
     plans = [
-        settings.plan(sum(p.numel for p in spec.pieces), spec.pieces[0].dtype, spec.way, regime.flush)
+        settings.plan(sum(p.numel for p in spec.pieces), spec.pieces[0].dtype, spec.way, regime.flush, step)
         for spec in specs
     ]
     # Reducing in place tells nothing about NaN, and a memory beside it has to know.
@@ -117,5 +120,6 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
     """What all ranks must have in common beside the groups."""
     return (
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
-        f"checksum_every {settings.checksum_every}, {[way.label for way in settings.ways]}"
+        f"checksum_every {settings.checksum_every}, {[way.label for way in settings.ways]}, "
+        f"policy {settings.policy.saved()}"
     )

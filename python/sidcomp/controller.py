@@ -19,7 +19,7 @@ import torch
 
 from sidcomp import observe, search
 from sidcomp.checkpoint import Resume, way_of
-from sidcomp.groups import DENSE, Regime, excluded
+from sidcomp.groups import DENSE, Regime
 from sidcomp.planning import VERSION, evaluate, plan, plan_hash
 from sidcomp.profile import Profile
 from sidcomp.settings import Settings
@@ -182,7 +182,7 @@ class Controller:
             shapes = {
                 n: tuple(s) for g in resume.layout for n, s in zip(g["names"], g["shapes"], strict=True)
             }
-            out = excluded(self.settings.exclude, shapes)
+            out = self.settings.policy.excluded(shapes)
             groups = [g for g in resume.layout if g["names"][0] not in out]
             ways = tuple(way_of(g) for g in groups)
             if any(way != DENSE for way in ways):

@@ -159,6 +159,22 @@ def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     }
 
 
+def roles(module: torch.nn.Module) -> dict[str, frozenset[str]]:
+    """Names of the parameters that are embeddings, and of those that the last layer with a matrix owns."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    tables, last = [], []
+    for m in module.modules():
+        own = list(m.parameters(recurse=False))
+        if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            tables += own
+        elif any(p.dim() > 1 for p in own):
+            last = own
+    return {
+        "embedding": frozenset(names[id(p)] for p in tables),
+        "output": frozenset(names[id(p)] for p in last),
+    }
+
+
 @dataclass(frozen=True)
 class Binding:
     """A State's DDP model, which it does not keep alive. Parameters are known by identity, as buckets show

@@ -1,20 +1,18 @@
-"""Which parameters form a group: the rules behind `State(groups=..., exclude=...)`. Pure: no torch, no
+"""Which parameters form a group: the rules behind `State(groups=...)`. Pure: no torch, no
 communication."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from sidcomp.errors import ArgumentError, SetupError
 
 Groups = str | int | Sequence[Sequence[str]]
-Exclude = str | int | Sequence[str | int]
 
 # What a controller finds out while training: our planner, and the two papers' own ways.
 PLANNED = ("auto", "mergecomp", "cupcake")
 
-_UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
+UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 
 
 DENSE = -1
@@ -92,7 +90,7 @@ def parse_groups(groups: Groups) -> str | int | list[list[str]]:
                 '"mergecomp", "cupcake", a number of bytes, a size such as "4MB", or a list of lists of '
                 "parameter names"
             )
-        groups = int(float(m[1]) * _UNITS[m[2].upper() + "B"])
+        groups = int(float(m[1]) * UNITS[m[2].upper() + "B"])
     if isinstance(groups, int) and not isinstance(groups, bool):
         if groups < 1:
             raise ArgumentError(f"groups={groups}: a group needs at least one byte")
@@ -115,49 +113,21 @@ def parse_groups(groups: Groups) -> str | int | list[list[str]]:
     return lists
 
 
-def parse_exclude(exclude: Exclude) -> tuple[str | int, ...]:
-    rules = (exclude,) if isinstance(exclude, str | int) else tuple(exclude)
-    for rule in rules:
-        if isinstance(rule, bool) or not isinstance(rule, str | int):
-            raise ArgumentError(
-                f"exclude: {rule!r} is neither a name, a pattern, '1-D' nor a number of elements"
-            )
-    return rules
-
-
-def excluded(rules: Iterable[str | int], shapes: dict[str, tuple[int, ...]]) -> set[str]:
-    """Names of the parameters that stay dense. A name or pattern that fits no parameter is an error: it is a
-    slip."""
-    out: set[str] = set()
-    for rule in rules:
-        if rule == "1-D":
-            out |= {name for name, shape in shapes.items() if len(shape) <= 1}
-        elif isinstance(rule, int):
-            for name, shape in shapes.items():
-                numel = 1
-                for s in shape:
-                    numel *= s
-                if numel < rule:
-                    out.add(name)
-        else:
-            fits = {name for name in shapes if name == rule or fnmatchcase(name, rule)}
-            if not fits:
-                raise SetupError(f"exclude: {rule!r} fits no parameter; there are: {shorten(list(shapes))}")
-            out |= fits
-    return out
-
-
-def form_groups(pieces: Sequence[Piece], regime: Regime, dense: set[str]) -> list[Spec]:
+def form_groups(
+    pieces: Sequence[Piece], regime: Regime, dense: set[str], own: Mapping[str, int] | None = None
+) -> list[Spec]:
     """The groups over `pieces`, which come as DDP shows them, bucket by bucket.
 
-    Order: lists as they were given, else the order in which groups complete. Excluded parameters form groups
-    of their own by the same rule, or by bucket beside explicit lists. A group has one dtype and one device;
-    parameters without elements belong to none.
+    own: the ways of parameters that a policy gives one. Order: lists as they were given, else the order in
+    which groups complete. Excluded parameters form groups of their own by the same rule, or by bucket beside
+    explicit lists. A group has one way, one dtype and one device; parameters without elements belong to none.
     """
+    own = own or {}
     if isinstance(regime.rule, list):
         left = [p for p in pieces if p.name in dense]
-        return _listed(pieces, regime, dense) + _runs(left, "bucket", DENSE, dense)
-    return _runs(pieces, regime.rule, regime.ways[0], dense)
+        return _listed(pieces, regime, dense, own) + _runs(left, "bucket", DENSE, dense, {})
+    way = regime.ways[0]
+    return _runs(pieces, regime.rule, way, dense, {} if way == DENSE else own)
 
 
 def _even(pieces: Sequence[Piece], dense: set[str], count: int) -> set[str]:
@@ -167,7 +137,9 @@ def _even(pieces: Sequence[Piece], dense: set[str], count: int) -> set[str]:
     return {names[(i + 1) * len(names) // count - 1] for i in range(count)}
 
 
-def _runs(pieces: Sequence[Piece], rule: str | int, way: int, dense: set[str]) -> list[Spec]:
+def _runs(
+    pieces: Sequence[Piece], rule: str | int, way: int, dense: set[str], own: Mapping[str, int]
+) -> list[Spec]:
     done: list[tuple[int, Spec]] = []
     runs: dict[tuple[object, ...], tuple[int, Spec, int]] = {}  # open ones: last piece, spec, bytes
     even = isinstance(rule, str) and rule.startswith("even:")
@@ -175,8 +147,9 @@ def _runs(pieces: Sequence[Piece], rule: str | int, way: int, dense: set[str]) -
     for at, p in enumerate(pieces):
         if not p.numel:
             continue
-        chain = (p.dtype, p.device, p.name in dense, p.bucket if rule == "bucket" else 0)
-        _, spec, size = runs.get(chain) or (at, Spec(DENSE if p.name in dense else way), 0)
+        its = DENSE if p.name in dense else own.get(p.name, way)
+        chain = (p.dtype, p.device, p.name in dense, its, p.bucket if rule == "bucket" else 0)
+        _, spec, size = runs.get(chain) or (at, Spec(its), 0)
         spec.pieces.append(p)
         size += p.numel * p.itemsize
         if (isinstance(rule, int) and size >= rule) or rule == "layer" or p.name in ends:
@@ -188,7 +161,7 @@ def _runs(pieces: Sequence[Piece], rule: str | int, way: int, dense: set[str]) -
     return [spec for _, spec in sorted(done, key=lambda d: d[0])]
 
 
-def _listed(pieces: Sequence[Piece], regime: Regime, dense: set[str]) -> list[Spec]:
+def _listed(pieces: Sequence[Piece], regime: Regime, dense: set[str], own: Mapping[str, int]) -> list[Spec]:
     lists = regime.rule
     assert isinstance(lists, list)
     ways = regime.ways if len(regime.ways) == len(lists) else regime.ways * len(lists)
@@ -207,7 +180,13 @@ def _listed(pieces: Sequence[Piece], regime: Regime, dense: set[str]) -> list[Sp
         raise SetupError(f"groups: no list names {shorten(missing)}; add them to a list, or exclude them")
     specs = []
     for i, names in enumerate(lists):
-        spec = Spec(ways[i], [by_name[n] for n in names if by_name[n].numel])
+        way = ways[i] if ways[i] == DENSE else own.get(names[0], ways[i])
+        spec = Spec(way, [by_name[n] for n in names if by_name[n].numel])
+        if way != DENSE and len({own.get(n, ways[i]) for n in names}) > 1:
+            raise SetupError(
+                f"groups: list {i} ({shorten(names)}) holds parameters that the policy sends in different "
+                "ways: give each way a list of its own"
+            )
         kinds = {(p.dtype, p.device) for p in spec.pieces}
         if len(kinds) > 1:
             raise SetupError(

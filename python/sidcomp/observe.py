@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidcomp import probe
+from sidcomp import probe, schedule
 from sidcomp.curve import Curve
 from sidcomp.errors import SetupError
-from sidcomp.groups import DENSE, Piece, Regime, excluded
+from sidcomp.groups import DENSE, Piece, Regime
 from sidcomp.layout import Layout
 from sidcomp.planning import evaluate
 from sidcomp.profile import Profile, model_digest
@@ -161,7 +161,7 @@ def profile(
     params = [q for slot in layout.slots for q in slot.params]
     of_param = {binding.names[id(q)]: i for i, q in enumerate(params)}
     shapes = {x.name: x.shape for x in _pieces(layout)}
-    left_out = excluded(settings.exclude, shapes)
+    left_out = settings.policy.excluded(shapes)
     tensors: list[dict[str, Any]] = [
         {
             "name": x.name,
@@ -223,7 +223,7 @@ def _stolen(probed: probe.Measurement, longer: int, sizes: list[int], span: int)
 
 
 def candidate(way: Way) -> probe.Candidate:
-    return probe.Candidate(way.codec.name, way.memory.name, way.parameters)
+    return probe.Candidate(way.codec.name, way.memory.name, schedule.last(way.parameters))
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class Pipeline:
         self.lost = 0  # the last iteration that does not count
         self.parked: checkpoint.Residuals = {}  # of parameters whose groups keep nothing for now
 
+        self._moment = 0  # the interval between scheduled changes that the layout is for
         self._rebuilt = False  # whether DDP had rebuilt its buckets when the layout was made
         self._discovery: _Discovery | None = None
         self._broken: tuple[Exception, set[int]] | None = None
@@ -115,8 +116,11 @@ class Pipeline:
             if slot is not None and slot.seen:
                 self.abandon(SetupError(_UNFINISHED))
             known = self._arrived > 0 or ddp._has_rebuilt_buckets is self._rebuilt
-            if self.controller is not None and self._arrived == 0 and known:
-                self._between(binding, self.controller)
+            if self._arrived == 0 and known:
+                if self.controller is not None:
+                    self._between(binding, self.controller)
+                if self.settings.moment(self.step) != self._moment:  # a scheduled parameter changes
+                    self._again(binding)
                 slot = self.layout.by_first.get(id(params[0]))
             if known and slot is not None and slot.same(params, buffer):
                 return self._fill(slot, buffer)
@@ -129,10 +133,15 @@ class Pipeline:
         regime = controller.between(self, binding)
         if regime != self.regime or self.kept_groups:
             flushed, self.regime, self.kept_groups = self.regime.flush, regime, []
-            self.layout = self._build(binding, [Slot(s.params, s.buffer) for s in self.layout.slots])
+            self._again(binding)
             if flushed and not regime.flush:
                 self.parked = {}  # at most what a rounding left
         controller.begin(self)
+
+    def _again(self, binding: "Binding") -> None:
+        """Makes the groups anew for the buckets that are known."""
+        assert self.layout is not None
+        self.layout = self._build(binding, [Slot(s.params, s.buffer) for s in self.layout.slots])
 
     def _fill(self, slot: Slot, buffer: torch.Tensor) -> "Future[torch.Tensor]":
         """A bucket of the layout that we know."""
@@ -227,7 +236,14 @@ class Pipeline:
             if self.resume is not None:
                 self.resume.check(binding.shapes)
             return build.make_layout(
-                self.settings, self.regime, binding.names, self.kept_groups, slots, exchange, self.lane
+                self.settings,
+                self.regime,
+                binding.names,
+                self.kept_groups,
+                slots,
+                exchange,
+                self.lane,
+                self.step,
             )
 
         layout = build.agreed(exchange, make, build.header(self.settings, exchange, self.step))
@@ -240,6 +256,7 @@ class Pipeline:
                 held = {name for g in layout.groups if g.plan.vectors for name in g.names}
                 self.parked = {name: r for name, r in kept.residuals.items() if name not in held}
         self.resume = None
+        self._moment = self.settings.moment(self.step)
         self.allocations += sum(g.allocations for g in layout.groups)
         self._checking = False
         self._checks = bytearray(8 * max(1, len(layout.groups)))

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from sidcomp import _core
+from sidcomp import _core, schedule
 from sidcomp.errors import ParameterError
-
-Setting = float | int | str
+from sidcomp.schedule import Parameters, Setting
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def find_memory(name: str) -> Codec:
     return _find(memories(), name, "memory")
 
 
-def resolve(codec: str, memory: str, settings: dict[str, Setting]) -> tuple[Codec, Codec, dict[str, Setting]]:
+def resolve(codec: str, memory: str, settings: Parameters) -> tuple[Codec, Codec, Parameters]:
     """Checks names and parameters against the tables. A lossless codec takes memory "none", whatever was
     asked."""
     c, m = find_codec(codec), find_memory(memory)
@@ -104,5 +103,6 @@ def resolve(codec: str, memory: str, settings: dict[str, Setting]) -> tuple[Code
     if c.lossless and memory != "none":
         m = find_memory("none")
         settings = {p.name: settings[p.name] for p in c.parameters if p.name in settings}
-    _core.Plan(c.name, m.name, 1, "float32", settings)  # the core knows the ranges
+    for step in schedule.steps(settings):
+        _core.Plan(c.name, m.name, 1, "float32", schedule.at(settings, step))  # the core knows the ranges
     return c, m, settings

@@ -1,13 +1,15 @@
 """The arguments of a State, checked."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from sidcomp import _core
-from sidcomp.errors import ArgumentError
-from sidcomp.groups import DENSE, PLANNED, Exclude, Groups, Regime, parse_exclude, parse_groups
+from sidcomp import _core, schedule
+from sidcomp.errors import ArgumentError, ParameterError
+from sidcomp.groups import DENSE, PLANNED, Groups, Regime, parse_groups
+from sidcomp.policy import Exclude, Policy, Rules, Shapes, parse_exclude, parse_rules
 from sidcomp.registry import Codec, Setting, find_codec, find_memory, resolve
+from sidcomp.schedule import Parameters
 
 Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
 
@@ -22,16 +24,15 @@ class Way:
 
     codec: Codec
     memory: Codec
-    parameters: dict[str, Setting]
+    parameters: Parameters
 
     @property
     def label(self) -> str:
         return " ".join([self.codec.name, *(f"{k}={v}" for k, v in self.parameters.items())])
 
     def saved(self) -> dict[str, Any]:
-        return {
-            "codec": self.codec.name, "memory": self.memory.name, "parameters": dict(self.parameters)
-        }  # fmt: skip
+        parameters = schedule.plain(self.parameters)
+        return {"codec": self.codec.name, "memory": self.memory.name, "parameters": parameters}
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ class Settings:
     auto: bool  # codec="auto": which way, or dense, is left to the controller
     ways: tuple[Way, ...]
     groups: str | int | list[list[str]]
-    exclude: tuple[str | int, ...]
+    policy: Policy
     seed: int
     checksum_every: int
     isa: str | None
+    made: list[Way] = field(default_factory=list)  # of the policy's combinations, numbered after `ways`
 
     @classmethod
     def parse(
@@ -55,7 +57,8 @@ class Settings:
         checksum_every: int,
         isa: str | None,
         candidates: Candidates | None,
-        parameters: dict[str, Setting],
+        policy: Rules,
+        parameters: Parameters,
     ) -> "Settings":
         if not 0 <= seed < 2**64:
             raise ArgumentError(f"seed={seed}: a number from 0 to 2**64 - 1")
@@ -73,12 +76,43 @@ class Settings:
         ways = _ways(CANDIDATES if candidates is None else candidates, memory, parameters) if auto else (
             Way(*resolve(codec, memory, parameters)),
         )  # fmt: skip
+        rules = parse_rules(policy)
+        dense = frozenset(
+            i for i, (_, r) in enumerate(rules) if "codec" in r and find_codec(r["codec"]).lossless
+        )
         settings = cls(
-            auto, ways, parse_groups(groups), parse_exclude(exclude), seed, checksum_every, isa
-        )  # fmt: skip
+            auto,
+            ways,
+            parse_groups(groups),
+            Policy(parse_exclude(exclude), rules, dense),
+            seed,
+            checksum_every,
+            isa,
+        )
         for way in range(len(ways)):  # the core knows the ranges, and which isa this processor has
             settings.plan(1, "float32", way)
+        settings._check_rules()
         return settings
+
+    def _check_rules(self) -> None:
+        """What the policy sets must be known to a codec or memory in it, and be in range there."""
+        first, rules = self.ways[0], self.policy.rules
+        names = {first.codec.name} | {c["codec"] for _, c in rules if "codec" in c}
+        memories = {first.memory.name} | {c["memory"] for _, c in rules if "memory" in c}
+        entries = [*map(find_codec, sorted(names)), *map(find_memory, sorted(memories))]
+        known = {"codec", "memory"} | {p.name for entry in entries for p in entry.parameters}
+        for i, (rule, changes) in enumerate(rules):
+            if self.planned and i not in self.policy.dense:
+                raise ArgumentError(
+                    f"policy: {rule!r} has {changes}, but groups={self.groups!r} are planned for one way of "
+                    'sending: name other groups, such as "bucket", or let the policy say "none" only'
+                )
+            if unknown := sorted(set(changes) - known):
+                raise ParameterError(
+                    f"policy: {rule!r} sets {', '.join(map(repr, unknown))}; "
+                    f"{', '.join(e.name for e in entries)} have: {', '.join(sorted(known))}"
+                )
+            self.combined((i,))
 
     @property
     def planned(self) -> bool:
@@ -92,14 +126,44 @@ class Settings:
             return Regime(self.groups)
         return Regime("bucket", (DENSE,))
 
-    def plan(self, n: int, dtype: str, way: int, flush: bool = False) -> _core.Plan:
-        """The plan of a group of n elements."""
+    def way(self, index: int) -> Way:
+        return self.ways[index] if index < len(self.ways) else self.made[index - len(self.ways)]
+
+    def combined(self, which: tuple[int, ...]) -> Way:
+        """The first way as these rules of the policy change it, one after the other."""
+        first = self.ways[0]
+        codec, memory, parameters = first.codec.name, first.memory.name, dict(first.parameters)
+        for i in which:
+            changes = self.policy.rules[i][1]
+            codec, memory = changes.get("codec", codec), changes.get("memory", memory)
+            parameters |= {k: v for k, v in changes.items() if k not in ("codec", "memory")}
+        tables = (*find_codec(codec).parameters, *find_memory(memory).parameters)
+        return Way(
+            *resolve(codec, memory, {p.name: parameters[p.name] for p in tables if p.name in parameters})
+        )
+
+    def assign(self, shapes: Shapes) -> dict[str, int]:
+        """The ways of the parameters that the policy is about. Their numbers depend on the model alone."""
+        matches = {name: which for name, which in self.policy.matches(shapes).items() if which}
+        combinations = sorted(set(matches.values()))
+        self.made[:] = [self.combined(which) for which in combinations]
+        return {name: len(self.ways) + combinations.index(which) for name, which in matches.items()}
+
+    def moment(self, step: int) -> int:
+        """Which of the intervals between the changes of scheduled parameters an iteration is in."""
+        marks: set[int] = set()
+        for way in (*self.ways, *self.made):
+            marks.update(schedule.steps(way.parameters))
+        return sum(mark <= step for mark in marks)
+
+    def plan(self, n: int, dtype: str, way: int, flush: bool = False, step: int = 0) -> _core.Plan:
+        """The plan of a group of n elements in iteration `step`."""
         extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
         if way == DENSE:
             memory = self.ways[0].memory.name if flush else "none"
             return _core.Plan("none", memory, n, dtype, {}, flush=flush, **extra)
-        w = self.ways[way]
-        return _core.Plan(w.codec.name, w.memory.name, n, dtype, w.parameters, **extra)
+        w = self.way(way)
+        return _core.Plan(w.codec.name, w.memory.name, n, dtype, schedule.at(w.parameters, step), **extra)
 
     def saved(self) -> dict[str, Any]:
         """What decides the bits of a run, in plain types."""
@@ -112,11 +176,12 @@ class Settings:
             else first["parameters"],
             "seed": self.seed,
             "groups": self.groups,
-            "exclude": list(self.exclude),
+            "exclude": list(self.policy.exclude),
+            "policy": self.policy.saved(),
         }
 
 
-def _ways(candidates: Candidates, memory: str, parameters: dict[str, Setting]) -> tuple[Way, ...]:
+def _ways(candidates: Candidates, memory: str, parameters: Parameters) -> tuple[Way, ...]:
     """The candidates of codec="auto"; a parameter of the State goes to all of them that have it."""
     if isinstance(candidates, str) or not candidates:
         raise ArgumentError(f'candidates={candidates!r}: a list of codecs, such as ["topk", "fp16"]')

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from sidcomp import checkpoint, explain, planplot
 from sidcomp.controller import Controller
 from sidcomp.errors import ArgumentError, SetupError
-from sidcomp.groups import PLANNED, Exclude, Groups
+from sidcomp.groups import PLANNED, Groups
 from sidcomp.layout import Group
 from sidcomp.pipeline import Pipeline
+from sidcomp.policy import Exclude, Rules
 from sidcomp.profile import Profile
-from sidcomp.registry import Setting
+from sidcomp.schedule import Schedule, Setting
 from sidcomp.settings import Candidates, Settings
 
 if TYPE_CHECKING:
@@ -30,14 +31,19 @@ class State:
     state)`.
 
     codec, memory   names in `sidcomp.codecs()` and `sidcomp.memories()`. Their parameters (for "topk":
-                    density) are further keyword arguments. A lossless codec keeps no memory, whatever is
-                    asked.
+                    density) are further keyword arguments; each may be a Schedule. A lossless codec keeps no
+                    memory, whatever is asked.
     groups          what is encoded and exchanged as one vector: "bucket" (each bucket of DDP), "model" (all
                     of it), a number of bytes (also "4MB", in powers of 1024 as DDP's bucket_cap_mb:
                     consecutive parameters up to about that size), or a list of lists of parameter names. One
                     dtype and device each.
-    exclude         what is sent dense: a parameter's name, a pattern ("*.bias"), "1-D" (biases, norms), a
-                    number n (all with fewer than n elements), or a list of these.
+    exclude         what is sent dense: a parameter's name, a pattern ("*.bias"), "1-D" (biases, norms),
+                    "embedding", "output" (the last layer), a size ("<128KB", counted as float32), a number n
+                    (all with fewer than n elements), or a list of these.
+    policy          other settings for some parameters: pairs of such a rule and a codec's name or a
+                    dictionary of parameters ("codec" and "memory" may be among them). All rules that are
+                    about a parameter apply, the later over the earlier: `policy=[("<128KB", "none"),
+                    ("output", {"density": 0.05})]`.
     process_group   the ranks to average over; default: the DDP model's.
     seed            of codecs that draw random numbers; the same on every rank.
     checksum_every  k > 0: every k steps the ranks compare checksums of their decoded gradients; a difference
@@ -75,10 +81,13 @@ class State:
         checksum_every: int = 0,
         isa: str | None = None,
         candidates: Candidates | None = None,
+        policy: Rules = (),
         profile: Profile | str | Path | None = None,
-        **parameters: Setting,
+        **parameters: Setting | Schedule,
     ) -> None:
-        self._arguments = (codec, memory, groups, seed, exclude, checksum_every, isa, candidates, parameters)
+        self._arguments = (
+            codec, memory, groups, seed, exclude, checksum_every, isa, candidates, policy, parameters
+        )  # fmt: skip
         self.settings = Settings.parse(*self._arguments)
         if profile is not None and not self.settings.planned:
             raise ArgumentError(
@@ -123,7 +132,7 @@ class State:
         return self._bound
 
     def _bind(self, ddp: "DistributedDataParallel") -> None:
-        from sidcomp.ddp import Binding, refuse
+        from sidcomp.ddp import Binding, refuse, roles
 
         self._open()
         if self._bound is not None and self._bound.ref() not in (None, ddp):
@@ -137,6 +146,8 @@ class State:
                     f"State(process_group=...) has ranks {mine}, but DDP averages over ranks {its}"
                 )
         bound = Binding.of(ddp)
+        self.settings.policy.roles = roles(ddp.module)
+        self.settings.assign(bound.shapes)  # refuses a rule that fits no parameter here, not in backward()
         if self._pipeline.resume is not None:
             self._pipeline.resume.check(bound.shapes)
         self._bound = bound
@@ -353,10 +364,12 @@ class State:
         return {"arguments": self._arguments, "memory": self.state_dict() if started else None}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        codec, memory, groups, seed, exclude, checksum_every, isa, candidates, parameters = saved["arguments"]
+        codec, memory, groups, seed, exclude, checksum_every, isa, candidates, policy, parameters = saved[
+            "arguments"
+        ]
         self.__init__(  # type: ignore[misc]
             codec, memory=memory, groups=groups, seed=seed, exclude=exclude,
-            checksum_every=checksum_every, isa=isa, candidates=candidates, **parameters,
+            checksum_every=checksum_every, isa=isa, candidates=candidates, policy=policy, **parameters,
         )  # fmt: skip
         if saved["memory"] is not None:
             self.load_state_dict(saved["memory"])

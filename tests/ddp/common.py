@@ -12,6 +12,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from cases import explicit_groups
+from sidcomp import schedule
 from torch import Tensor, nn
 
 Array = npt.NDArray[Any]
@@ -94,6 +95,7 @@ class Reference:
     def __init__(self, codec: str, memory: str, settings: Mapping[str, Any], rank: int, world: int) -> None:
         self.codec, self.memory = codec, memory
         self.settings = {**defaults(codec, memory), **settings}
+        self.own: dict[str, dict[str, Any]] = {}  # settings of single parameters, over the others
         self.rank, self.world, self.steps = rank, world, 0
         self.kept: dict[str, Array] = {}
 
@@ -108,6 +110,7 @@ class Reference:
             mine = torch.cat([flat(torch.zeros_like(p) if p.grad is None else p.grad, p) for p in ps])
             codec = str(group["codec"])
             settings = self.settings if codec == self.codec else defaults(codec, self.memory)
+            settings = schedule.at({**settings, **self.own.get(names[0], {})}, self.steps)
             dtype = dtype_name(ps[0])
             side = reference.Group(codec, self.memory, CODECS[codec].wire_id, len(mine), dtype, settings)
             side.kept = np.concatenate(

@@ -1,0 +1,72 @@
+"""A parameter that changes while training."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sidcomp.errors import ArgumentError
+
+Setting = float | int | str
+
+
+@dataclass(frozen=True, init=False)
+class Schedule:
+    """`density=Schedule({0: 0.25, 400: 0.0625, 800: 0.01})`: each value holds from its step on.
+
+    every: what the keys count, in steps; `every=len(loader)` makes them epochs. Steps are iterations of the
+    State: one for each backward pass that exchanges. A change of value makes the groups' plans anew, at a
+    step boundary and at the same step on all ranks; what the memory keeps moves along.
+    """
+
+    marks: tuple[tuple[int, Setting], ...]
+
+    def __init__(self, values: Mapping[int, Setting] | Iterable[tuple[int, Setting]], every: int = 1) -> None:
+        pairs = [tuple(pair) for pair in (values.items() if isinstance(values, Mapping) else values)]
+        if not isinstance(every, int) or every < 1:
+            raise ArgumentError(f"Schedule: every={every!r} is a number of steps, 1 or more")
+        for pair in pairs:
+            if len(pair) != 2 or not isinstance(pair[0], int) or isinstance(pair[1], bool):
+                raise ArgumentError(f"Schedule: {pair!r} is not a pair of a step and a value")
+            if not isinstance(pair[1], float | int | str):
+                raise ArgumentError(f"Schedule: step {pair[0]} has {pair[1]!r}: a number or a choice's name")
+        steps = [step for step, _ in pairs]
+        if not steps or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)):
+            raise ArgumentError(f"Schedule: its steps must begin with 0 and ascend, not {steps}")
+        object.__setattr__(self, "marks", tuple((step * every, value) for step, value in pairs))
+
+    def at(self, step: int) -> Setting:
+        """The value in iteration `step`, counted from 0."""
+        return [value for since, value in self.marks if since <= max(step, 0)][-1]
+
+    @property
+    def last(self) -> Setting:
+        return self.marks[-1][1]
+
+    def __str__(self) -> str:
+        return ",".join(f"{value:g}@{step}" if not isinstance(value, str) else f"{value}@{step}"
+                        for step, value in self.marks)  # fmt: skip
+
+
+Parameters = dict[str, Setting | Schedule]
+
+
+def at(parameters: Mapping[str, Setting | Schedule], step: int) -> dict[str, Setting]:
+    """The parameters of one iteration."""
+    return {k: v.at(step) if isinstance(v, Schedule) else v for k, v in parameters.items()}
+
+
+def last(parameters: Mapping[str, Setting | Schedule]) -> dict[str, Setting]:
+    """The parameters once all schedules have ended: what planning counts with."""
+    return {k: v.last if isinstance(v, Schedule) else v for k, v in parameters.items()}
+
+
+def steps(parameters: Mapping[str, Setting | Schedule]) -> list[int]:
+    """The iterations at which some parameter changes, 0 among them."""
+    return sorted({0} | {s for v in parameters.values() if isinstance(v, Schedule) for s, _ in v.marks})
+
+
+def plain(parameters: Mapping[str, Setting | Schedule]) -> dict[str, Setting | list[list[Setting]]]:
+    """As a checkpoint keeps them."""
+    return {
+        k: [list(mark) for mark in v.marks] if isinstance(v, Schedule) else v for k, v in parameters.items()
+    }
