@@ -10,7 +10,8 @@ import torch
 from sidcomp import _core
 from sidcomp.exchange import Exchange
 from sidcomp.layout import DTYPES, Block
-from sidcomp.registry import Codec, Setting, resolve
+from sidcomp.registry import Codec, resolve
+from sidcomp.schedule import Setting
 from sidcomp.timing import Samples, Series, clock
 
 _POOL = 5  # gradients in turn, so that no step meets the last one's

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from sidcomp import _core
 from sidcomp.errors import ArgumentError
-from sidcomp.registry import Setting, resolve
+from sidcomp.registry import resolve
+from sidcomp.schedule import Setting
 
 Array = TypeVar("Array")  # numpy.ndarray or torch.Tensor
 

@@ -45,7 +45,7 @@ def fits(rule: str | int, shapes: Shapes, roles: Mapping[str, frozenset[str]], w
         return {name for name, shape in shapes.items() if compare(_ITEM * prod(shape), bound)}
     found = {name for name in shapes if name == rule or fnmatchcase(name, rule)}
     if not found:
-        raise SetupError(f"{what}: {rule!r} fits no parameter; there are: {shorten(list(shapes))}")
+        raise SetupError(f"{what}: rule {rule!r} fits no parameter; there are: {shorten(list(shapes))}")
     return found
 
 

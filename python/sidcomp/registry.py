@@ -1,10 +1,13 @@
 """The registry of codecs and memories as Python objects."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from sidcomp import _core, schedule
 from sidcomp.errors import ParameterError
-from sidcomp.schedule import Parameters, Setting
+from sidcomp.schedule import Schedule, Setting
+
+V = TypeVar("V", Setting, Setting | Schedule)
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,11 @@ def find_memory(name: str) -> Codec:
     return _find(memories(), name, "memory")
 
 
-def resolve(codec: str, memory: str, settings: Parameters) -> tuple[Codec, Codec, Parameters]:
+def resolve(codec: str, memory: str, settings: dict[str, V]) -> tuple[Codec, Codec, dict[str, V]]:
     """Checks names and parameters against the tables. A lossless codec takes memory "none", whatever was
     asked."""
-    c, m = find_codec(codec), find_memory(memory)
+    c: Codec = find_codec(codec)
+    m: Codec = find_memory(memory)
     known = {p.name for p in (*c.parameters, *m.parameters)}
     unknown = sorted(set(settings) - known)
     if unknown:

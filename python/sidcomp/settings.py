@@ -8,8 +8,8 @@ from sidcomp import _core, schedule
 from sidcomp.errors import ArgumentError, ParameterError
 from sidcomp.groups import DENSE, PLANNED, Groups, Regime, parse_groups
 from sidcomp.policy import Exclude, Policy, Rules, Shapes, parse_exclude, parse_rules
-from sidcomp.registry import Codec, Setting, find_codec, find_memory, resolve
-from sidcomp.schedule import Parameters
+from sidcomp.registry import Codec, find_codec, find_memory, resolve
+from sidcomp.schedule import Parameters, Setting
 
 Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
 
