@@ -18,7 +18,14 @@ Array = npt.NDArray[Any]
 
 CODECS = {codec.name: codec for codec in sidcomp.codecs()}
 MEMORIES = [memory.name for memory in sidcomp.memories()]
-TOLERANT = {"sidco-e"}  # the threshold may differ from the reference's by the fast form's .1 %
+INFO = CODECS | {memory.name: memory for memory in sidcomp.memories()}
+
+
+def fits(codec: str, memory: str) -> bool:
+    """Some codecs need a memory that keeps what was not sent."""
+    return "feedback" not in INFO[codec].traits or "feedback" in INFO[memory].traits
+
+
 SIZES = [1, 2, 63, 1000, 4097, 70001]
 
 
@@ -36,9 +43,12 @@ def judge(codec: str, memory: str, n: int, dtype: str) -> reference.Group:
     return reference.Group(codec, memory, CODECS[codec].wire_id, n, dtype, settings_of(codec))
 
 
+# their threshold may differ from the reference's by a stated bound: then it is told the result
+TOLERANT = {c for c in CODECS if hasattr(judge(c, "none", 1, "float32").codec, "dictated")}
+
+
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("codec", "memory"), [(c, m) for c in CODECS for m in MEMORIES if fits(c, m)])
 def test_like_the_reference(codec: str, memory: str, n: int) -> None:
     settings = settings_of(codec)
     ours = [sidcomp.Compressor(codec, n, memory=memory, rank=r, world=2, **settings) for r in range(2)]

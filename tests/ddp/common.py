@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,39 @@ Gradients = Mapping[str, Tensor | None]
 
 GROUPS = ("bucket", "model", 700, "explicit")
 CODECS = {codec.name: codec for codec in sidcomp.codecs()}
-LINEAR = [codec.name for codec in CODECS.values() if codec.linear and not codec.lossless]
-GATHERED = [codec.name for codec in CODECS.values() if not codec.linear]
-LOSSY = [codec.name for codec in CODECS.values() if not codec.lossless]
+MEMORIES = {memory.name: memory for memory in sidcomp.memories()}
+
+
+def tolerant(codec: str) -> bool:
+    """Whether its statistics may differ from the reference by a stated bound: then that is told the result."""
+    return hasattr(reference.CODECS[codec](0, 1, "float32", defaults(codec, "none")), "dictated")
+
+
+def with_density(codecs: Iterable[str], density: float) -> dict[str, dict[str, Any]]:
+    """Settings of those codecs that have a density."""
+    has = [c for c in codecs if any(p.name == "density" for p in CODECS[c].parameters)]
+    return {c: {"density": density} for c in has}
+
+
+def fits(codec: str, memory: str) -> bool:
+    """Some codecs need a memory that keeps what was not sent."""
+    return "feedback" not in CODECS[codec].traits or "feedback" in MEMORIES[memory].traits
+
+
+def _kinds() -> list[str]:
+    """The first codec of each kind that the hook could tell apart. What differs within a kind is the core's,
+    and tests/test_codecs.py judges it."""
+    kinds: dict[object, str] = {}
+    for c in CODECS.values():
+        if fits(c.name, "none"):
+            kinds.setdefault((c.traits - {"unbiased"}, c.linear and c.name == "none"), c.name)
+    return list(kinds.values())
+
+
+KINDS = _kinds()
+LINEAR = [c for c in KINDS if CODECS[c].linear and not CODECS[c].lossless]
+GATHERED = [c for c in KINDS if not CODECS[c].linear]
+LOSSY = [c for c in KINDS if not CODECS[c].lossless]
 
 
 def make_state(groups: str | int, module: nn.Module, **arguments: Any) -> sidcomp.State:

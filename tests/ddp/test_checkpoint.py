@@ -11,11 +11,11 @@ import pytest
 import sidcomp
 import torch
 from cases import CASES, Case, Trainer, assert_same
-from common import CODECS, GATHERED, GROUPS, LOSSY, groups_of, make_state, residuals_of
+from common import CODECS, GATHERED, GROUPS, LOSSY, groups_of, make_state, residuals_of, with_density
 from harness import run
 from torch import nn
 
-SETTINGS: dict[str, dict[str, Any]] = {name: {"density": 0.05} for name in GATHERED}
+SETTINGS: dict[str, dict[str, Any]] = with_density(CODECS, 0.05)
 MEMORIES = [m.name for m in sidcomp.memories()]
 
 

@@ -10,12 +10,23 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from cases import CASES, Case, Mixed, Scrambled, Trainer, bits, square
-from common import CODECS, GATHERED, GROUPS, LINEAR, LOSSY, groups_of, make_state, residuals_of
+from common import (
+    CODECS,
+    GATHERED,
+    GROUPS,
+    KINDS,
+    LINEAR,
+    LOSSY,
+    groups_of,
+    make_state,
+    residuals_of,
+    with_density,
+)  # fmt: skip
 from harness import run
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-SETTINGS: dict[str, dict[str, Any]] = {name: {"density": 0.05} for name in GATHERED}
+SETTINGS: dict[str, dict[str, Any]] = with_density(CODECS, 0.05)
 MEMORIES = [m.name for m in sidcomp.memories()]
 BAD_STEP = 4
 
@@ -113,13 +124,13 @@ def spoiled_step(
 @pytest.mark.parametrize(
     "groups, value", [*((g, math.inf) for g in GROUPS), ("model", -math.inf), ("bucket", math.nan)]
 )
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", KINDS)
 def test_one_bad_element_on_one_rank(codec: str, groups: str | int, value: float) -> None:
     run(spoiled_step, 2, codec, groups, "residual", value, False)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", KINDS)
 def test_one_bad_element_in_half_precision(codec: str, memory: str) -> None:
     run(spoiled_step, 3, codec, "bucket", memory, math.inf, True)
 

@@ -14,7 +14,7 @@ import pytest
 import sidcomp
 import torch
 import torch.distributed as dist
-from common import CODECS
+from common import CODECS, KINDS
 from harness import run
 from sidcomp import _core, probe, timing
 from sidcomp.errors import ExchangeError
@@ -23,7 +23,7 @@ from sidcomp.profile import Profile
 from sidcomp.timing import Series, Wire, wire_of
 
 CPU = torch.device("cpu")
-EVERY = [probe.Candidate(name) for name in CODECS]
+EVERY = [probe.Candidate(name) for name in KINDS]
 BUDGET = 0.4
 
 

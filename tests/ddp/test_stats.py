@@ -12,11 +12,11 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from cases import CASES, Case, Trainer
-from common import CODECS, GATHERED, GROUPS, LINEAR, defaults, groups_of, make_state
+from common import CODECS, GATHERED, GROUPS, KINDS, LINEAR, defaults, groups_of, make_state, with_density
 from harness import run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SETTINGS: dict[str, dict[str, Any]] = {name: {"density": 0.05} for name in GATHERED}
+SETTINGS: dict[str, dict[str, Any]] = with_density(CODECS, 0.05)
 
 # How torch.distributed reaches a process group, and which argument holds what this rank sends.
 COLLECTIVES = dict.fromkeys(["allreduce", "allreduce_coalesced", "broadcast", "reduce", "send"], 0)
@@ -125,7 +125,7 @@ def counted(rank: int, world: int, name: str, codec: str, groups: str | int, che
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", KINDS)
 def test_bytes_and_elements(codec: str, groups: str | int) -> None:
     run(counted, 2, "cap-small", codec, groups, 0)
 
