@@ -17,12 +17,12 @@ static sid_status check_one(const sid_plan *p, const uint8_t *payload, const sid
                         SID_WIRE_VERSION);
     if (h->checksum != sid_payload_checksum(p->simd, payload, linear ? SID_HEADER_BYTES : p->sizes.payload))
         return sid_fail(err, SID_E_CORRUPT, "checksum does not match");
-    if (h->salt && !(p->codec->info.traits & SID_STOCHASTIC))
-        return sid_fail(err, SID_E_CORRUPT, "salt is %08x, and this codec draws nothing", h->salt);
     if (h->codec != p->codec->info.wire_id || h->dtype != (uint32_t)p->dtype || h->n != p->n)
         return sid_fail(err, SID_E_MISMATCH, "payload of codec %u, dtype %u, n %llu; the plan has %u, %u, %llu",
                         h->codec, h->dtype, (unsigned long long)h->n, p->codec->info.wire_id, (unsigned)p->dtype,
                         (unsigned long long)p->n);
+    if (h->salt && !(p->codec->info.traits & SID_STOCHASTIC))
+        return sid_fail(err, SID_E_CORRUPT, "salt is %08x, and this codec draws nothing", h->salt);
     if (at && (h->step != at->step || h->group != at->group))
         return sid_fail(err, SID_E_MISMATCH, "payload of step %llu, group %u; expected step %llu, group %u",
                         (unsigned long long)h->step, h->group, (unsigned long long)at->step, at->group);

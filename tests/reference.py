@@ -177,6 +177,54 @@ def read_sparse_body(body: bytes, n: int, cap: int, count: int, half: bool) -> t
     return index, value
 
 
+# ---- random bits ---------------------------------------------------------------------------------
+
+COMMON = 0xFFFFFFFF  # the "rank" of the stream that all ranks share
+_32 = (1 << 32) - 1
+
+
+def salt_of(seed: int, rank: int) -> int:
+    """Of a rank's stream: the seed folded to 32 bits, and an odd multiple of rank + 1 added."""
+    seed = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+    seed = (seed ^ seed >> 27) * 0x94D049BB133111EB & (1 << 64) - 1
+    return ((seed ^ seed >> 31) + (rank + 1 & _32) * 0x9E3779B1) & _32
+
+
+def philox(counter: Array, key: tuple[int, int]) -> Array:
+    """Philox4x32-10 (Salmon et al. 2011): rows of four uint32, as uint64, become four random ones."""
+    c = [counter[:, j].astype(np.uint64) for j in range(4)]
+    k0, k1 = key
+    for _ in range(10):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        high = [x >> np.uint64(32) for x in (a, b)]
+        low = [x & np.uint64(_32) for x in (a, b)]
+        c = [high[1] ^ c[1] ^ np.uint64(k0), low[1], high[0] ^ c[3] ^ np.uint64(k1), low[0]]
+        k0, k1 = (k0 + 0x9E3779B9) & _32, (k1 + 0xBB67AE85) & _32
+    return np.stack(c, axis=1)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Random bits of one rank, step and group; the salt stands in the payload's header."""
+
+    salt: int
+    group: int
+    step: int
+
+    def blocks(self, at: Array) -> Array:
+        """Four words for each block number."""
+        at = np.asarray(at, np.uint64)
+        step = [np.full(len(at), (self.step >> shift) & _32, np.uint64) for shift in (0, 32)]
+        counter = np.stack([at & np.uint64(_32), at >> np.uint64(32), *step], axis=1)
+        return philox(counter, (self.salt, self.group))
+
+    def draw32(self, at: int, n: int) -> Array:
+        """32 bits, as uint64, for each of the elements at .. at + n."""
+        first = at // 4
+        words = self.blocks(np.arange(first, (at + n + 3) // 4 + 1, dtype=np.uint64)).ravel()
+        return words[at - 4 * first : at - 4 * first + n]
+
+
 # ---- selection -----------------------------------------------------------------------------------
 
 
@@ -246,6 +294,10 @@ class Codec:
     settings: Settings
     linear: bool = False
     lossless: bool = False
+
+    def salt(self, at: Step) -> int:
+        """The header's: of the stream that is drawn from; 0 where none is."""
+        return 0
 
 
 @dataclass
@@ -377,12 +429,50 @@ class SidcoE(Sparse):
         return self.send(acc, index, eta, flags, found, stages)
 
 
+@dataclass
+class Dgc(Sparse):
+    """The k largest of what reaches a threshold that is taken from a sample (Lin et al. 2018, section 5).
+
+    The sample is one element of each L consecutive ones: the floor(u L / 2^32)-th, u the run's 32 random
+    bits; where the last run ends before it, that run gives none.
+    """
+
+    def salt(self, at: Step) -> int:
+        return salt_of(at.seed, at.rank)
+
+    def sample(self, at: Step) -> Array:
+        """Indices, ascending."""
+        want = max(
+            math.ceil(self.settings["sample"] * self.n), math.ceil(self.settings["hits"] * self.n / self.k)
+        )
+        length = max(1, self.n // want)
+        runs = -(-self.n // length)
+        draw = Stream(self.salt(at), at.group, at.step).draw32(0, runs)
+        index = np.arange(runs, dtype=np.int64) * length + (draw * np.uint64(length) >> np.uint64(32)).astype(
+            np.int64
+        )
+        return index[index < self.n]
+
+    def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        if self.n == 0:
+            return self.send(acc, np.zeros(0, np.int64), 0.0, 0, 0)
+        sample = np.sort(np.abs(acc[self.sample(at)]))[::-1]
+        threshold = sample[min(math.ceil(len(sample) * self.k / self.n), len(sample)) - 1]
+        index = np.flatnonzero(np.abs(acc) >= threshold)
+        found, flags = len(index), 0
+        if found > self.k:
+            index, flags = largest(acc, self.k), RAISED
+            threshold = np.abs(acc[index]).min()
+        return self.send(acc, index, float(threshold), flags, found)
+
+
 CODECS: dict[str, Callable[..., Any]] = {
     "none": lambda *a: Linear(*a, lossless=True),
     "fp16": lambda *a: Linear(*a, body="float16"),
     "bf16": lambda *a: Linear(*a, body="bfloat16"),
     "topk": TopK,
     "sidco-e": SidcoE,
+    "dgc": Dgc,
 }
 MEMORIES = ("none", "residual")
 
@@ -418,7 +508,7 @@ class Group:
         flags = sent.flags | (0 if np.isfinite(gradient).all() else NONFINITE)
         head = HEADER.pack(
             MAGIC, VERSION, self.codec.wire_id, DTYPE_CODE[self.dtype], flags, self.n, sent.count,
-            at.step, at.group, at.rank, sent.scale, 0, 0,
+            at.step, at.group, at.rank, sent.scale, self.codec.salt(at), 0,
         )  # fmt: skip
         return seal(head + sent.body, self.codec.linear)
 

@@ -8,7 +8,7 @@ const char *const sparse_value_names[] = {"f32", "f16", NULL};
 enum {
     BINS = 2048,
     WAYS = 4,
-    OWN_AT = 64
+    OWN_AT = 128
 };
 _Static_assert(sizeof(sparse_work) <= OWN_AT, "the header of work and the codec's part of it overlap");
 static const float half_max = 65504.0f;
@@ -45,6 +45,8 @@ sid_status sparse_plan(sid_plan *p, uint64_t room, uint64_t *scratch) {
     return SID_OK;
 }
 
+uint64_t sparse_bytes(const sid_plan *p) { return sid_round_up(carve(p, NULL, NULL), 64); }
+
 sparse_work *sparse_of(const sid_walk *w) { return w->scratch; }
 void *sparse_own(const sid_walk *w) { return (uint8_t *)w->scratch + OWN_AT; }
 
@@ -54,6 +56,7 @@ sparse_work *sparse_begin(sid_walk *w, uint32_t low) {
     carve(w->plan, w->scratch, s);
     memset(s->tile, 0, 4 * sid_wire_tiles(w->plan->n));
     s->low = low;
+    s->best = w->plan->cap;
     return s;
 }
 
@@ -82,14 +85,13 @@ static uint64_t keep_best(const sid_walk *w, uint32_t key, uint64_t ties, uint32
     return to;
 }
 
-/* Makes room: only the `cap` largest so far can still be sent, and of equal ones the first. */
+/* Makes room: only the `best` largest so far can still matter, and of equal ones the first. */
 static void compact(sid_walk *w) {
     sparse_work *s = sparse_of(w);
-    const uint64_t cap = w->plan->cap;
     uint64_t cut;
-    if (s->count > cap) {
-        const sparse_pick pick = sparse_select(w, cap, 0, 0);
-        s->count = keep_best(w, pick.key, cap - pick.above, s->tile, s->idx, s->val, s->room, &cut);
+    if (s->count > s->best) {
+        const sparse_pick pick = sparse_select(w, s->best, 0, 0);
+        s->count = keep_best(w, pick.key, s->best - pick.above, s->tile, s->idx, s->val, s->room, &cut);
         s->low = pick.key + 1;
     }
     s->compacted = 1;
@@ -174,24 +176,53 @@ static sparse_pick select_key(uint32_t *keys, uint64_t n, uint64_t rank, uint32_
     }
 }
 
-sparse_pick sparse_select(const sid_walk *w, uint64_t rank, uint32_t guess, uint32_t spread) {
-    const sparse_work *s = sparse_of(w);
-    const sid_simd *v = w->plan->simd;
+sparse_pick sparse_select_of(const sid_simd *v, const float *val, uint64_t count, uint32_t *keys, uint64_t rank,
+                             uint32_t guess, uint32_t spread) {
     uint64_t above, n;
     for (uint32_t half = spread / 8; half && half <= spread;
          half *= 8) { /* close by first: fewer keys to sort through */
         uint32_t bits = 1;
         const uint32_t lo = guess > half ? guess - half : 0;
         while (bits < 31 && (1u << bits) < 2 * half) bits++;
-        n = v->band(s->val, s->count, lo, lo + (1u << bits), s->keys, &above);
+        n = v->band(val, count, lo, lo + (1u << bits), keys, &above);
         if (above < rank && rank <= above + n) {
-            sparse_pick pick = select_key(s->keys, n, rank - above, lo, bits);
+            sparse_pick pick = select_key(keys, n, rank - above, lo, bits);
             pick.above += above;
             return pick;
         }
     }
-    n = v->band(s->val, s->count, 0, 0x80000000u, s->keys, &above);
-    return select_key(s->keys, n, rank, 0, 31);
+    n = v->band(val, count, 0, 0x80000000u, keys, &above);
+    return select_key(keys, n, rank, 0, 31);
+}
+
+sparse_pick sparse_select(const sid_walk *w, uint64_t rank, uint32_t guess, uint32_t spread) {
+    const sparse_work *s = sparse_of(w);
+    return sparse_select_of(w->plan->simd, s->val, s->count, s->keys, rank, guess, spread);
+}
+
+void sparse_probing(const sid_walk *w, sparse_probe *probe, const float *x, uint32_t len) {
+    double sum[3];
+    uint32_t count[2];
+    if (!probe->on) return;
+    sparse_sums(w, x, len, probe->key, probe->key, sum, count);
+    probe->count += count[0];
+}
+
+int sparse_reach(const sid_walk *w, sparse_probe *probe, uint32_t key, uint64_t *found) {
+    double sum;
+    if (key >= sparse_of(w)->low) {
+        *found = sparse_above(w, key, &sum);
+        return 1;
+    }
+    *found = probe->count;
+    if (probe->on && probe->key == key) return 1;
+    *probe = (sparse_probe){.key = key, .on = 1};
+    return 0;
+}
+
+uint32_t sparse_again(const sid_walk *w, uint32_t key) {
+    const sparse_work *s = sparse_of(w);
+    return s->compacted ? s->low - 1 : key;
 }
 
 uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now) {

@@ -36,6 +36,7 @@ typedef struct sparse_work {
     uint32_t low;         /* keys from here on are captured */
     uint32_t last;        /* captured in the last tile */
     uint32_t compacted;   /* 1: candidates were dropped for lack of room, so `low` is not the one asked for */
+    uint64_t best;        /* how many of the largest are never dropped: the capacity, unless a codec wants more */
     uint32_t *tile, *keys;
     uint16_t *idx;
     float *val;
@@ -48,6 +49,8 @@ enum {
 void sparse_k(sid_plan *p);
 /* Sizes for a payload of p->cap entries and for `room` candidates or more. */
 sid_status sparse_plan(sid_plan *p, uint64_t room, uint64_t *scratch);
+/* The scratch that sparse_plan asks for, rounded up; a codec may ask for more and use what lies beyond. */
+uint64_t sparse_bytes(const sid_plan *p);
 
 sparse_work *sparse_of(const sid_walk *w);
 void *sparse_own(const sid_walk *w);
@@ -68,6 +71,20 @@ typedef struct sparse_pick {
 
 /* rank 1 to count. The key is expected within guess +- spread, which only makes it faster; spread 0: no idea. */
 sparse_pick sparse_select(const sid_walk *w, uint64_t rank, uint32_t guess, uint32_t spread);
+/* The same of any values; keys: room for their keys and 16 more. */
+sparse_pick sparse_select_of(const sid_simd *v, const float *val, uint64_t count, uint32_t *keys, uint64_t rank,
+                             uint32_t guess, uint32_t spread);
+
+/* How many elements reach a key that is settled after the reading. The candidates tell, if it is not below `low`; else
+ * another reading counts, for which sparse_again says what to capture. All-zero before the first reading. */
+typedef struct sparse_probe {
+    uint32_t key, on;
+    uint64_t count;
+} sparse_probe;
+void sparse_probing(const sid_walk *w, sparse_probe *probe, const float *x, uint32_t len); /* each tile */
+int sparse_reach(const sid_walk *w, sparse_probe *probe, uint32_t key, uint64_t *found);   /* 0: read again */
+uint32_t sparse_again(const sid_walk *w, uint32_t key);
+
 /* Settles the rule "all from key on", and writes the payload. */
 void sparse_emit_from(sid_walk *w, uint32_t key, uint32_t flags);
 /* Settles the rule "key > pick.key, and the first `take` of the ties", and writes the payload. */
