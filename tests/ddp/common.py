@@ -24,7 +24,7 @@ MEMORIES = {memory.name: memory for memory in sidcomp.memories()}
 
 
 def tolerant(codec: str) -> bool:
-    """Whether its statistics may differ from the reference by a stated bound: then that is told the result."""
+    """Whether its statistics may be off the reference by a stated bound: then that is told the result."""
     return hasattr(reference.CODECS[codec](0, 1, "float32", defaults(codec, "none")), "dictated")
 
 
