@@ -47,7 +47,8 @@ static uint32_t without_nonfinite(const float *g, float *buf, uint32_t len) {
     return bad;
 }
 
-static int feedback(const sid_plan *p) { return (p->memory->info.traits & SID_FEEDBACK) != 0; }
+/* Whether the codec's rule says what is kept. A memory that learns it from the ranks' update has done so by then. */
+static int feedback(const sid_plan *p) { return p->memory->info.traits & SID_FEEDBACK && !p->memory->received; }
 
 /* What the last step left of a tile: vec[0], and what else depends on it. */
 static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uint64_t at, uint32_t len) {

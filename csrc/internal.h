@@ -154,11 +154,22 @@ typedef struct sid_memory {
 
 /* ---- primitives, once per instruction set (csrc/isa/simd.c); the base variant is the law -------------------------
  * Arrays may have any element alignment. Sums run in 16 float lanes (element i in lane i % 16), combined pairwise. */
+typedef struct sid_velocity { /* of add_velocity */
+    float momentum, factor;   /* of the old velocity; of the gradient */
+    float of_u, of_g;         /* what acc takes of the new velocity, and of the gradient besides */
+} sid_velocity;
+
 typedef struct sid_simd {
     const char *name;
     int (*finite)(const float *x, uint32_t n); /* 1: no NaN, no Inf */
     /* acc = (key(acc) < key ? acc : 0) + (g finite ? g : 0), saturating at +-FLT_MAX; 1: all of g was finite. */
     int (*add_kept)(float *acc, const float *g, uint32_t n, uint32_t key);
+    /* The same, weighted: acc = beta * (...) + gamma * (...); both weights within 0 to 1. */
+    int (*add_weighted)(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma);
+    /* x = factor * (g finite ? g : 0); u = momentum * (key(acc) < mask ? u : 0) + x, saturating;
+     * acc = (key(acc) < key ? acc : 0) + (of_u * u + of_g * x), saturating; 1: all of g was finite. No weight beyond 1. */
+    int (*add_velocity)(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
+                        const sid_velocity *c);
     void (*zero_from)(float *acc, uint32_t n, uint32_t key); /* acc = 0 where key(acc) >= key */
     /* Appends index (base + i) and value of elements with key(x) >= key; may write up to 16 entries past the last.
      * expected: how many that may be in a tile, which only makes it faster. */

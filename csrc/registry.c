@@ -6,7 +6,7 @@
 #define SID_CODEC(symbol, cuda) extern const sid_codec sid_codec_##symbol;
 #include "codecs.def"
 #undef SID_CODEC
-#define SID_MEMORY(symbol) extern const sid_memory sid_memory_##symbol;
+#define SID_MEMORY(symbol, cuda) extern const sid_memory sid_memory_##symbol;
 #include "memories.def"
 #undef SID_MEMORY
 
@@ -29,8 +29,11 @@ static const struct {
 #undef SID_CODEC
 };
 
-static const sid_memory *const memories[] = {
-#define SID_MEMORY(symbol) &sid_memory_##symbol,
+static const struct {
+    const sid_memory *memory;
+    int cuda;
+} memories[] = {
+#define SID_MEMORY(symbol, cuda) {&sid_memory_##symbol, (cuda) && WITH_CUDA},
 #include "memories.def"
 #undef SID_MEMORY
 };
@@ -41,7 +44,7 @@ enum {
 };
 
 const sid_info *sid_codec_at(uint32_t i) { return i < N_CODECS ? &codecs[i].codec->info : NULL; }
-const sid_info *sid_memory_at(uint32_t i) { return i < N_MEMORIES ? &memories[i]->info : NULL; }
+const sid_info *sid_memory_at(uint32_t i) { return i < N_MEMORIES ? &memories[i].memory->info : NULL; }
 
 const sid_info *sid_codec_find(const char *name) {
     for (uint32_t i = 0; name && i < N_CODECS; i++)
@@ -51,7 +54,7 @@ const sid_info *sid_codec_find(const char *name) {
 
 const sid_info *sid_memory_find(const char *name) {
     for (uint32_t i = 0; name && i < N_MEMORIES; i++)
-        if (!strcmp(memories[i]->info.name, name)) return &memories[i]->info;
+        if (!strcmp(memories[i].memory->info.name, name)) return &memories[i].memory->info;
     return NULL;
 }
 
@@ -63,12 +66,14 @@ const sid_codec *sid_codec_of(const sid_info *info) {
 
 const sid_memory *sid_memory_of(const sid_info *info) {
     for (uint32_t i = 0; i < N_MEMORIES; i++)
-        if (&memories[i]->info == info) return memories[i];
+        if (&memories[i].memory->info == info) return memories[i].memory;
     return NULL;
 }
 
-int sid_codec_has_cuda(const sid_info *info) {
+int sid_has_cuda(const sid_info *info) {
     for (uint32_t i = 0; i < N_CODECS; i++)
         if (&codecs[i].codec->info == info) return codecs[i].cuda;
+    for (uint32_t i = 0; i < N_MEMORIES; i++)
+        if (&memories[i].memory->info == info) return memories[i].cuda;
     return 0;
 }

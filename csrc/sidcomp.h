@@ -106,7 +106,7 @@ typedef struct sid_info {
 
 const sid_info *sid_codec_at(uint32_t i); /* NULL past the end */
 const sid_info *sid_codec_find(const char *name);
-int sid_codec_has_cuda(const sid_info *i); /* 1 where this build carries the codec's CUDA kernels */
+int sid_has_cuda(const sid_info *i); /* 1 where this build carries the codec's or the memory's CUDA kernels */
 const sid_info *sid_memory_at(uint32_t i);
 const sid_info *sid_memory_find(const char *name);
 

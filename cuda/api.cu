@@ -103,7 +103,7 @@ static sid_status kernels_of(const sid_plan *p, const sid_cuda_codec **codec, si
     if (p->n > SID_CUDA_MAX_N)
         return sid_fail(err, SID_E_UNSUPPORTED, "a group of %llu elements: the CUDA kernels take at most %llu",
                         (unsigned long long)p->n, SID_CUDA_MAX_N);
-    return SID_OK;
+    return sid_check_memory(p, err);
 }
 
 static sid_status check_call(const sid_segment *segs, uint32_t n_seg, const void *work, int device, sid_error *err) {

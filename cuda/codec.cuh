@@ -105,15 +105,29 @@ struct sid_cuda_memory_residual {
 };
 
 /* Calls f with the plan's memory: the only choice between memories on this side. */
-#define SID_MEMORY(symbol) extern "C" const sid_memory sid_memory_##symbol;
+#define MEMORY_0(symbol)
+#define MEMORY_1(symbol) extern "C" const sid_memory sid_memory_##symbol;
+#define SID_MEMORY(symbol, cuda) MEMORY_##cuda(symbol)
 #include "memories.def"
-#undef SID_MEMORY
-template <typename F> sid_status sid_with_memory(const sid_plan *p, sid_error *err, F f) {
-#define SID_MEMORY(symbol)                                                                                             \
+#undef MEMORY_1
+#define MEMORY_1(symbol)                                                                                               \
     if (p->memory == &sid_memory_##symbol) return f(sid_cuda_memory_##symbol());
+template <typename F> sid_status sid_with_memory(const sid_plan *p, sid_error *err, F f) {
 #include "memories.def"
-#undef SID_MEMORY
     return sid_fail(err, SID_E_UNSUPPORTED, "memory '%s' has no CUDA kernels", p->memory->info.name);
+}
+#undef MEMORY_0
+#undef MEMORY_1
+#undef SID_MEMORY
+
+/* The kernels' memories have the parameters' defaults built in. */
+inline sid_status sid_check_memory(const sid_plan *p, sid_error *err) {
+    const sid_info &memory = p->memory->info;
+    for (uint32_t i = 0; i < memory.n_params; i++)
+        if (p->memory_param[i] != memory.params[i].dflt)
+            return sid_fail(err, SID_E_UNSUPPORTED, "memory '%s': the CUDA kernels know only %s = %g, not %g",
+                            memory.name, memory.params[i].name, memory.params[i].dflt, p->memory_param[i]);
+    return sid_with_memory(p, err, [](auto) { return SID_OK; });
 }
 
 /* ---- the walk ------------------------------------------------------------------------------------------------ */

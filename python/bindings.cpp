@@ -573,13 +573,12 @@ PYBIND11_MODULE(_core, m) {
 
     m.def("codecs", [] {
         py::list all;
-        for (uint32_t i = 0; const sid_info *c = sid_codec_at(i); i++)
-            all.append(describe(*c, sid_codec_has_cuda(c) != 0));
+        for (uint32_t i = 0; const sid_info *c = sid_codec_at(i); i++) all.append(describe(*c, sid_has_cuda(c) != 0));
         return all;
     });
     m.def("memories", [] {
         py::list all;
-        for (uint32_t i = 0; const sid_info *c = sid_memory_at(i); i++) all.append(describe(*c, sid_cuda_built() != 0));
+        for (uint32_t i = 0; const sid_info *c = sid_memory_at(i); i++) all.append(describe(*c, sid_has_cuda(c) != 0));
         return all;
     });
     m.def("algorithms", [] {

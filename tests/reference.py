@@ -98,6 +98,11 @@ def from_f32_saturating(x: Array, dtype: str) -> Array:
     return from_f32(x, dtype)
 
 
+def finite(x: Array) -> Array:
+    """NaN and Inf as 0."""
+    return np.where(np.isfinite(x), x, np.float32(0))
+
+
 def saturate(x: Array) -> Array:
     return np.clip(x, -FLT_MAX, FLT_MAX).astype(np.float32)
 
@@ -294,6 +299,7 @@ class Codec:
     settings: Settings
     linear: bool = False
     lossless: bool = False
+    sparse: bool = False
 
     def salt(self, at: Step) -> int:
         """The header's: of the stream that is drawn from; 0 where none is."""
@@ -338,6 +344,7 @@ class Sparse(Codec):
     k: int = 0
     cap: int = 0
     half: bool = False
+    sparse: bool = True
 
     def __post_init__(self) -> None:
         self.k = target_count(self.n, float(self.settings["density"]))
@@ -474,7 +481,163 @@ CODECS: dict[str, Callable[..., Any]] = {
     "sidco-e": SidcoE,
     "dgc": Dgc,
 }
-MEMORIES = ("none", "residual")
+
+
+# ---- memories ------------------------------------------------------------------------------------
+
+
+def norm(x: Array) -> float:
+    """Euclidean norm in float64: tiles of 1024, in each 16 sums (element i to i % 16), added pairwise."""
+    total = 0.0
+    for at in range(0, len(x), 1024):
+        tile = x[at : at + 1024].astype(np.float64)
+        rows = np.zeros((-(-len(tile) // 16), 16))
+        rows.reshape(-1)[: len(tile)] = tile * tile
+        lane = np.zeros(16)
+        for row in rows:
+            lane = lane + row
+        while len(lane) > 1:
+            lane = lane[: len(lane) // 2] + lane[len(lane) // 2 :]
+        total += float(lane[0])
+    return math.sqrt(total)
+
+
+class Memory:
+    """none. `vec` is what is kept, vectors x n; vec[0] becomes acc, then what the codec left of it.
+
+    feedback: what was sent is taken out of acc. `gradient` is always finite here.
+    """
+
+    vectors, feedback, momentum = 0, False, False
+
+    def __init__(self, codec: Codec, settings: Settings) -> None:
+        self.codec, self.settings = codec, settings
+        self.vec = np.zeros((self.vectors, codec.n), np.float32)
+
+    def number(self, name: str, default: float) -> np.float32:
+        return np.float32(self.settings.get(name, default))
+
+    def accumulate(self, gradient: Array, at: Step) -> Array:
+        """acc, without any change of what is kept."""
+        return gradient
+
+    def take(self, gradient: Array, acc: Array, at: Step) -> None:
+        """What is kept while all of acc counts as kept."""
+
+    def sent(self, decoded: Array) -> None:
+        if self.feedback:
+            self.vec[0] -= decoded
+
+    def undo(self, gradient: Array) -> None:
+        """From what take() left."""
+
+    def received(self, update: Array) -> None:
+        pass
+
+
+class Residual(Memory):
+    """e = beta e + gamma g, then what was sent is subtracted. GRACE's weights; both 1: error feedback."""
+
+    vectors, feedback = 1, True
+
+    def accumulate(self, gradient: Array, at: Step) -> Array:
+        beta, gamma = self.number("beta", 1), self.number("gamma", 1)
+        return saturate(self.vec[0] * beta + gradient * gamma)
+
+    def take(self, gradient: Array, acc: Array, at: Step) -> None:
+        self.vec[0] = acc
+
+    def undo(self, gradient: Array) -> None:
+        beta, gamma = self.number("beta", 1), self.number("gamma", 1)
+        self.vec[0] = saturate((self.vec[0] - gradient * gamma) / beta) if beta else 0
+
+
+class Momentum(Memory):
+    """SigNUM, Algorithm 2: m = beta m + (1 - beta) g is what is sent, and m stays."""
+
+    vectors, momentum = 1, True
+
+    def weights(self) -> tuple[np.float32, np.float32]:
+        beta = float(self.settings.get("beta", 0.9))
+        return np.float32(beta), np.float32(1 - beta)
+
+    def accumulate(self, gradient: Array, at: Step) -> Array:
+        beta, rest = self.weights()
+        return saturate(self.vec[0] * beta + gradient * rest)
+
+    def take(self, gradient: Array, acc: Array, at: Step) -> None:
+        self.vec[0] = acc
+
+    def undo(self, gradient: Array) -> None:
+        beta, rest = self.weights()
+        self.vec[0] = saturate((self.vec[0] - gradient * rest) / beta) if beta else 0
+
+
+class Dgc(Memory):
+    """DGC sections 3.2, 3.3, appendix B, in RedSync's letters: U = m U + G; V += U (Nesterov: V += m U + G).
+
+    DGC's appendix keeps m U where this keeps U; the sums are the same. nesterov "redsync" is V += U + G, as
+    RedSync's Algorithm 4 is printed. Masking: where something of V was sent, U is 0.
+    """
+
+    vectors, feedback, momentum = 2, True, True
+    factor = np.float32(1)
+
+    def parts(self, gradient: Array, at: Step) -> tuple[Array, Array, np.float32]:
+        most, length = float(self.settings.get("clip_norm", 0)) / math.sqrt(at.world), norm(gradient)
+        factor = np.float32(most / length if 0 < most < length else 1)
+        u = saturate(self.vec[1] * self.number("momentum", 0.9) + gradient * factor)
+        return u, self.step(u, gradient * factor), factor
+
+    def step(self, u: Array, g: Array) -> Array:
+        form = self.settings.get("nesterov", "off")
+        of_u = self.number("momentum", 0.9) if form == "on" else np.float32(1)
+        return u * of_u + g * np.float32(form != "off")
+
+    def accumulate(self, gradient: Array, at: Step) -> Array:
+        return saturate(self.vec[0] + self.parts(gradient, at)[1])
+
+    def take(self, gradient: Array, acc: Array, at: Step) -> None:
+        self.vec[1], _, self.factor = self.parts(gradient, at)
+        self.vec[0] = acc
+
+    def sent(self, decoded: Array) -> None:
+        acc = self.vec[0].copy()
+        super().sent(decoded)
+        if self.codec.sparse and self.settings.get("masking", "on") == "on":
+            self.vec[1][self.vec[0] != acc] = 0
+
+    def undo(self, gradient: Array) -> None:
+        g, m = gradient * self.factor, self.number("momentum", 0.9)
+        self.vec[0] = saturate(self.vec[0] - self.step(self.vec[1], g))
+        self.vec[1] = saturate((self.vec[1] - g) / m) if m else 0
+
+
+class Compensation(Memory):
+    """Marsit, Algorithm 1: g + c is sent, c = g + c - the ranks' update; 0 after a full-precision step."""
+
+    vectors = 1
+
+    def accumulate(self, gradient: Array, at: Step) -> Array:
+        return saturate(self.vec[0] + gradient)
+
+    def take(self, gradient: Array, acc: Array, at: Step) -> None:
+        self.vec[0] = acc
+
+    def undo(self, gradient: Array) -> None:
+        self.vec[0] -= gradient
+
+    def received(self, update: Array) -> None:
+        self.vec[0] = 0 if self.codec.lossless else saturate(self.vec[0] - update)
+
+
+MEMORIES: dict[str, type[Memory]] = {
+    "none": Memory,
+    "residual": Residual,
+    "dgc": Dgc,
+    "momentum": Momentum,
+    "compensation": Compensation,
+}
 
 
 # ---- one rank's side of one group ----------------------------------------------------------------
@@ -486,25 +649,34 @@ class Group:
     def __init__(self, codec: str, memory: str, wire_id: int, n: int, dtype: str, settings: Settings) -> None:
         self.codec = CODECS[codec](wire_id, n, dtype, settings)
         self.n, self.dtype = n, dtype
-        self.feedback = memory == "residual" and not self.codec.lossless
-        self.kept = np.zeros(n, np.float32)
+        idle = self.codec.lossless and not MEMORIES[memory].momentum  # nothing would ever be left over
+        self.memory = MEMORIES["none" if idle else memory](self.codec, settings)
         self.acc = np.zeros(n, np.float32)
+        self.after = self.memory.vec  # the last encode's take(): what is kept if nothing of acc was sent
         self.sent: Sent
 
-    def accumulate(self, gradient: Array) -> Array:
-        """gradient (float32) with NaN and Inf as 0, plus what is kept, saturating at the largest float32."""
-        finite = np.where(np.isfinite(gradient), gradient, np.float32(0))
-        if not self.feedback:
-            return finite
+    @property
+    def feedback(self) -> bool:
+        return self.memory.feedback
+
+    @property
+    def kept(self) -> Array:
+        """Vector 0; zeros without a memory."""
+        return self.memory.vec[0] if self.memory.vectors else np.zeros(self.n, np.float32)
+
+    def accumulate(self, gradient: Array, at: Step) -> Array:
+        """acc from gradient (float32), NaN and Inf as 0, saturating at the largest float32."""
         with np.errstate(all="ignore"):
-            return saturate(finite + self.kept)
+            return self.memory.accumulate(finite(gradient), at)
 
     def encode(self, elements: Array, at: Step) -> bytes:
         gradient = to_f32(elements, self.dtype)
-        self.acc = self.accumulate(gradient)
+        self.acc = self.accumulate(gradient, at)
         self.sent = sent = self.codec.encode(self.acc, gradient, at)
-        if self.feedback:
-            self.kept = self.acc - sent.decoded
+        with np.errstate(all="ignore"):
+            self.memory.take(finite(gradient), self.acc, at)
+            self.after = self.memory.vec.copy()
+            self.memory.sent(sent.decoded)
         flags = sent.flags | (0 if np.isfinite(gradient).all() else NONFINITE)
         head = HEADER.pack(
             MAGIC, VERSION, self.codec.wire_id, DTYPE_CODE[self.dtype], flags, self.n, sent.count,
@@ -540,11 +712,25 @@ class Group:
         return from_f32(self.total(payloads, scale), self.dtype)
 
     def take_back(self, elements: Array) -> None:
-        """The step was not finite on some rank: what is kept becomes acc - gradient, nothing was sent."""
-        gradient = to_f32(elements, self.dtype)
-        if self.feedback:
-            self.kept = saturate(self.acc - np.where(np.isfinite(gradient), gradient, np.float32(0)))
+        """The step was not finite on some rank: gradient comes out of what is kept again."""
+        self.unsend()
+        with np.errstate(all="ignore"):
+            self.memory.undo(finite(to_f32(elements, self.dtype)))
+
+    def received(self, payloads: Sequence[bytes], scale: float) -> None:
+        """The memory sees what the ranks made of the step."""
+        with np.errstate(all="ignore"):
+            self.memory.received(self.total(payloads, scale))
+        self.after = self.memory.vec.copy()
 
     def unsend(self) -> None:
-        if self.feedback:
-            self.kept = self.acc.copy()
+        self.memory.vec[:] = self.after
+
+    def rescale(self, factor: float) -> None:
+        with np.errstate(all="ignore"):
+            self.keep(saturate(self.memory.vec * np.float32(factor)))
+
+    def keep(self, vec: Array) -> None:
+        """Sets what is kept, vectors x n."""
+        self.memory.vec[:] = vec
+        self.after = self.memory.vec.copy()

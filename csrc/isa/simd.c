@@ -82,6 +82,64 @@ static int add_kept(float *acc, const float *g, uint32_t n, uint32_t key) {
     return any == 0;
 }
 
+static inline vf saturated(vf s) {
+    const vi top = (vi){0} + 0x7f7fffff, k = keys(s);
+    return (vf)(either(k > top, top, k) | (bits(s) & ~0x7fffffff));
+}
+static inline float saturated1(float s) {
+    const float max = 0x1.fffffep127f;
+    return s > max ? max : s < -max ? -max : s;
+}
+static inline vi wide_key(uint32_t key) { return (vi){0} + (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key); }
+
+static int add_weighted(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma) {
+    const vi top = (vi){0} + 0x7f7fffff, sent = wide_key(key);
+    vi bad = {0};
+    uint32_t i = 0;
+    int32_t any = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf a = load(acc + i), b = load(g + i);
+        const vi ok = keys(b) <= top;
+        store(acc + i, saturated((vf)(bits(a) & (keys(a) < sent)) * beta + (vf)(bits(b) & ok) * gamma));
+        bad |= ~ok;
+    }
+    for (int j = 0; j < WIDE; j++) any |= bad[j];
+    for (; i < n; i++) {
+        const int ok = sid_key(g[i]) < SID_KEY_INF;
+        acc[i] = saturated1((sid_key(acc[i]) >= key ? 0.0f : acc[i]) * beta + (ok ? g[i] : 0.0f) * gamma);
+        any |= !ok;
+    }
+    return any == 0;
+}
+
+static int add_velocity(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
+                        const sid_velocity *c) {
+    const float m = c->momentum, f = c->factor, of_u = c->of_u, of_g = c->of_g;
+    const vi top = (vi){0} + 0x7f7fffff, sent = wide_key(key), masked = wide_key(mask);
+    vi bad = {0};
+    uint32_t i = 0;
+    int32_t any = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf a = load(acc + i), b = load(g + i), v = load(u + i);
+        const vi ok = keys(b) <= top, k = keys(a);
+        const vf x = (vf)(bits(b) & ok) * f;
+        const vf next = saturated((vf)(bits(v) & (k < masked)) * m + x);
+        store(u + i, next);
+        store(acc + i, saturated((vf)(bits(a) & (k < sent)) + (next * of_u + x * of_g)));
+        bad |= ~ok;
+    }
+    for (int j = 0; j < WIDE; j++) any |= bad[j];
+    for (; i < n; i++) {
+        const int ok = sid_key(g[i]) < SID_KEY_INF;
+        const uint32_t k = sid_key(acc[i]);
+        const float x = (ok ? g[i] : 0.0f) * f;
+        u[i] = saturated1((k >= mask ? 0.0f : u[i]) * m + x);
+        acc[i] = saturated1((k >= key ? 0.0f : acc[i]) + (u[i] * of_u + x * of_g));
+        any |= !ok;
+    }
+    return any == 0;
+}
+
 static void zero_from(float *acc, uint32_t n, uint32_t key) {
     uint32_t i = 0;
     if (key > 0x7fffffffu) return;
@@ -489,6 +547,8 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .name = TEXT(SID_ISA),
     .finite = finite,
     .add_kept = add_kept,
+    .add_weighted = add_weighted,
+    .add_velocity = add_velocity,
     .zero_from = zero_from,
     .capture = capture,
     .filter = filter,

@@ -1,5 +1,15 @@
-/* The memories: how this step's gradient and what is kept become acc. */
+/* The memories of one vector: how this step's gradient and what is kept become acc. All of it in float32, saturating, so
+ * that what is kept stays finite.
+ *
+ *     residual       acc = beta e + gamma g, e = acc - what was sent of it (computed at the next step)
+ *     momentum       acc = m = beta m + (1 - beta) g; nothing is taken out of it
+ *     compensation   acc = g + c; once the ranks' update U is there, c = acc - U; 0 after a full-precision step */
 #include "../internal.h"
+
+static float saturate(float x) {
+    const float max = 0x1.fffffep127f;
+    return x > max ? max : x < -max ? -max : x;
+}
 
 const sid_memory sid_memory_none = {
     .info = {.name = "none",
@@ -10,16 +20,42 @@ const sid_memory sid_memory_none = {
     .vectors = 0,
 };
 
-/* acc = g + kept, in float32, saturating: a residual stays finite. */
+/* ---- residual ------------------------------------------------------------------------------------------------ */
+
+enum {
+    BETA,
+    GAMMA
+};
+
+/* GRACE's two weights. A "decay" of the residual, as others have it, is beta = 1 - decay. */
+static const sid_param residual_params[] = {
+    {.name = "beta",
+     .kind = SID_REAL,
+     .dflt = 1,
+     .min = 0,
+     .max = 1,
+     .unit = "",
+     .doc = "Weight of what was not sent; below 1 it fades, and what fades is never sent."},
+    {.name = "gamma", .kind = SID_REAL, .dflt = 1, .min = .001, .max = 1, .unit = "", .doc = "Weight of the gradient."},
+};
+
 static int residual_tile(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
-    return w->plan->simd->add_kept(vec[0], g, len, sent_from);
+    const double *q = w->plan->memory_param;
+    if (q[BETA] == 1 && q[GAMMA] == 1) return w->plan->simd->add_kept(vec[0], g, len, sent_from);
+    return w->plan->simd->add_weighted(vec[0], g, len, sent_from, (float)q[BETA], (float)q[GAMMA]);
 }
 
-/* Two roundings, of acc and of this difference: within one unit in the last place of acc of what was kept. Where g dwarfs
- * it, the result is at most twice as large, since g itself is a candidate of the first rounding: never a stray value. */
+/* Weights of 1: two roundings, of acc and of this difference: within one unit in the last place of acc of what was kept.
+ * Where g dwarfs it, the result is at most twice as large, since g itself is a candidate of the first rounding: never a
+ * stray value. Other weights: 4 units of the larger of acc and g, over beta; with beta 0 what was kept has no effect, and
+ * 0 stands for it. */
 static void residual_undo(const sid_plan *p, const sid_state *s, float *const *vec, const float *g, uint32_t len) {
-    (void)p, (void)s;
-    for (uint32_t i = 0; i < len; i++) vec[0][i] -= g[i];
+    const float beta = (float)p->memory_param[BETA], gamma = (float)p->memory_param[GAMMA];
+    (void)s;
+    if (beta == 1 && gamma == 1)
+        for (uint32_t i = 0; i < len; i++) vec[0][i] -= g[i];
+    else
+        for (uint32_t i = 0; i < len; i++) vec[0][i] = beta > 0 ? saturate((vec[0][i] - gamma * g[i]) / beta) : 0.0f;
 }
 
 const sid_memory sid_memory_residual = {
@@ -27,9 +63,85 @@ const sid_memory sid_memory_residual = {
              .family = "error feedback",
              .paper = "Seide et al. 2014 section 3.1; Karimireddy et al. 2019 algorithm 2 (EF-SGD)",
              .doc = "What was not sent is added to the next gradient, in float32.",
-             .params = NULL,
+             .params = residual_params,
+             .n_params = sizeof residual_params / sizeof *residual_params,
              .traits = SID_FEEDBACK},
     .vectors = 1,
     .tile = residual_tile,
     .undo = residual_undo,
+};
+
+/* ---- momentum ------------------------------------------------------------------------------------------------ */
+
+static const sid_param momentum_params[] = {
+    {.name = "beta",
+     .kind = SID_REAL,
+     .dflt = .9,
+     .min = 0,
+     .max = .9999,
+     .unit = "",
+     .doc = "beta of m = beta m + (1 - beta) g (Algorithm 2: 0.9)."},
+};
+
+static int momentum_tile(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
+    const double beta = w->plan->memory_param[BETA];
+    return w->plan->simd->add_weighted(vec[0], g, len, sent_from, (float)beta, (float)(1 - beta));
+}
+
+/* Within 4 units in the last place of the larger of m and g, over beta. */
+static void momentum_undo(const sid_plan *p, const sid_state *s, float *const *vec, const float *g, uint32_t len) {
+    const double beta = p->memory_param[BETA];
+    const float b = (float)beta, rest = (float)(1 - beta);
+    (void)s;
+    for (uint32_t i = 0; i < len; i++) vec[0][i] = b > 0 ? saturate((vec[0][i] - rest * g[i]) / b) : 0.0f;
+}
+
+const sid_memory sid_memory_momentum = {
+    .info = {.name = "momentum",
+             .family = "momentum",
+             .paper = "SigNUM (Bernstein et al. 2018a, signSGD), Algorithm 2",
+             .doc =
+                 "The codec reads an average of the gradients, fading by beta a step; nothing is taken out of it. The "
+                 "optimizer must have no momentum of its own.",
+             .params = momentum_params,
+             .n_params = sizeof momentum_params / sizeof *momentum_params,
+             .traits = SID_MOMENTUM},
+    .vectors = 1,
+    .tile = momentum_tile,
+    .undo = momentum_undo,
+};
+
+/* ---- compensation -------------------------------------------------------------------------------------------- */
+
+/* Marsit, Algorithm 1, in the optimizer's unit: the paper hands eta_l g in and takes the update out whole; here the
+ * optimizer multiplies by eta_l afterwards, so g, c and the update are the paper's over eta_l. That is the same while
+ * eta_l stays, and the paper changes it only at full-precision steps, where c becomes 0. */
+static int compensation_tile(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
+    return w->plan->simd->add_kept(vec[0], g, len, sent_from);
+}
+
+static void compensation_undo(const sid_plan *p, const sid_state *s, float *const *vec, const float *g, uint32_t len) {
+    (void)p, (void)s;
+    for (uint32_t i = 0; i < len; i++) vec[0][i] -= g[i];
+}
+
+static void compensation_received(const sid_plan *p, float *const *vec, const float *x, uint32_t len) {
+    if (p->codec->info.traits & SID_LOSSLESS) /* a full-precision step */
+        for (uint32_t i = 0; i < len; i++) vec[0][i] = 0;
+    else
+        for (uint32_t i = 0; i < len; i++) vec[0][i] = saturate(vec[0][i] - x[i]);
+}
+
+const sid_memory sid_memory_compensation = {
+    .info =
+        {.name = "compensation",
+         .family = "error feedback",
+         .paper = "Marsit (Wu et al. 2022), section 4.1.3, Algorithm 1: lines 1, 11 and 15",
+         .doc = "What the update of all ranks lacks of this rank's vector is added to the next gradient, and forgotten "
+                "at every full-precision step.",
+         .params = NULL},
+    .vectors = 1,
+    .tile = compensation_tile,
+    .undo = compensation_undo,
+    .received = compensation_received,
 };

@@ -27,8 +27,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Codec:
-    """A codec or a memory. `traits` holds "linear", "lossless", "stochastic", "unbiased"; `cuda`: kernels are
-    built."""
+    """A codec or a memory. `traits` holds "linear", "lossless", "stochastic", "unbiased", "sparse",
+    "feedback", "momentum"; `cuda`: kernels are built."""
 
     name: str
     family: str
@@ -46,8 +46,13 @@ class Codec:
 
     @property
     def lossless(self) -> bool:
-        """Nothing is ever left over, so no memory is kept."""
+        """Nothing is ever left over, so no memory is kept, except for one that holds the momentum."""
         return "lossless" in self.traits
+
+    @property
+    def momentum(self) -> bool:
+        """Of a memory: it holds the momentum, so the optimizer must have none."""
+        return "momentum" in self.traits
 
 
 def _entry(info: "_core.Info") -> Codec:
@@ -92,8 +97,8 @@ def find_memory(name: str) -> Codec:
 
 
 def resolve(codec: str, memory: str, settings: dict[str, V]) -> tuple[Codec, Codec, dict[str, V]]:
-    """Checks names and parameters against the tables. A lossless codec takes memory "none", whatever was
-    asked."""
+    """Checks names and parameters against the tables. A lossless codec takes memory "none" in place of one
+    that only keeps what was not sent."""
     c: Codec = find_codec(codec)
     m: Codec = find_memory(memory)
     known = {p.name for p in (*c.parameters, *m.parameters)}
@@ -104,7 +109,7 @@ def resolve(codec: str, memory: str, settings: dict[str, V]) -> tuple[Codec, Cod
             f"unknown parameter {', '.join(map(repr, unknown))} for codec {codec!r} with memory {memory!r}; "
             f"{has}"
         )
-    if c.lossless and memory != "none":
+    if c.lossless and memory != "none" and not m.momentum:
         m = find_memory("none")
         settings = {p.name: settings[p.name] for p in c.parameters if p.name in settings}
     for step in schedule.steps(settings):

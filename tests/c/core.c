@@ -73,6 +73,13 @@ void test_registry(void) {
         CHECK(sid_memory_find(sid_memory_at(n)->name) == sid_memory_at(n), "memory %u is not found", n);
     }
     CHECK(n >= 2 && sid_memory_find("none"), "only %u memories", n);
+    for (uint32_t i = 0; sid_codec_at(i); i++) /* their parameters are given together */
+        for (uint32_t k = 0; sid_memory_at(k); k++)
+            for (uint32_t a = 0; a < sid_codec_at(i)->n_params; a++)
+                for (uint32_t b = 0; b < sid_memory_at(k)->n_params; b++)
+                    CHECK(strcmp(sid_codec_at(i)->params[a].name, sid_memory_at(k)->params[b].name),
+                          "codec %s and memory %s both have a parameter %s", sid_codec_at(i)->name,
+                          sid_memory_at(k)->name, sid_codec_at(i)->params[a].name);
     CHECK(!sid_memory_at(UINT32_MAX) && !sid_memory_find(NULL), "found what is not there");
 }
 
@@ -337,5 +344,6 @@ void test_cuda_absent(void) {
           err.text);
     CHECK(sid_cuda_decode(NULL, NULL, 0, 0, 1, NULL, 0, NULL, NULL, NULL, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED,
           "%s", err.text);
-    for (uint32_t i = 0; sid_codec_at(i); i++) CHECK(!sid_codec_has_cuda(sid_codec_at(i)), "%s", sid_codec_at(i)->name);
+    for (uint32_t i = 0; sid_codec_at(i); i++) CHECK(!sid_has_cuda(sid_codec_at(i)), "%s", sid_codec_at(i)->name);
+    for (uint32_t i = 0; sid_memory_at(i); i++) CHECK(!sid_has_cuda(sid_memory_at(i)), "%s", sid_memory_at(i)->name);
 }

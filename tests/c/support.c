@@ -202,6 +202,15 @@ int setting_at(const sid_info *codec, const sid_info *memory, uint32_t i, sid_se
     return 0;
 }
 
+int conserves(const group *g, const sid_config *c) {
+    const sid_info *m = sid_plan_memory(g->plan);
+    if (!(m->traits & SID_FEEDBACK) || m->traits & SID_MOMENTUM) return 0;
+    for (uint32_t i = 0; i < c->n_settings; i++)
+        for (uint32_t k = 0; k < m->n_params; k++)
+            if (!strcmp(m->params[k].name, c->settings[i].name)) return 0; /* other weights than 1 */
+    return 1;
+}
+
 static float three_uniforms(uint64_t bits) {
     const float a = (float)(bits & 0xfffff), b = (float)(bits >> 20 & 0xfffff), c = (float)(bits >> 40 & 0xfffff);
     return a * 0x1p-20f * (b * 0x1p-20f) * (c * 0x1p-20f) * (bits >> 63 ? -1.0f : 1.0f);

@@ -89,6 +89,9 @@ sid_config config_of(const sid_info *codec, const sid_info *memory, uint64_t n, 
  * choice. Returns 0 past the end; the setting is written to *s. */
 int setting_at(const sid_info *codec, const sid_info *memory, uint32_t i, sid_setting *s, uint32_t *n);
 
+/* 1: what was sent and what is kept make up gradient and what was kept before. */
+int conserves(const group *g, const sid_config *c);
+
 /* The gradients that a test walks. */
 enum {
     DATA_INTEGERS, /* -60 to 60: sums of two steps are exact in every dtype */

@@ -1,0 +1,122 @@
+/* Momentum correction: the velocity is accumulated, not the gradient, so that an element which is sent late has taken
+ * part in every step's momentum (Lin et al. 2018, sections 3.2, 3.3 and appendix B; RedSync's Algorithm 4).
+ *
+ *     x = g min(1, clip N^(-1/2) / |g|)        local gradient clipping, N ranks (section 3.2)
+ *     u = momentum u + x
+ *     acc = v + u                              nesterov off
+ *     acc = v + momentum u + x                 nesterov on: the step that torch's SGD takes, and DGC's own code
+ *     acc = v + u + x                          nesterov redsync: as RedSync prints it
+ *     where an element was sent: v = 0, and with masking u = 0 (momentum factor masking)
+ *
+ * RedSync's print lacks a momentum before U: for a constant gradient its step is g (1 + 1/(1 - momentum)), where momentum
+ * SGD in both its forms has g/(1 - momentum).
+ *
+ * Masking goes with sparse codecs. Any other sends of every element in every step; masking would then erase all momentum.
+ * "Was sent" means here that acc changed by it. Bytes per float32 element: reads g, u, v, writes u, v: 20. */
+#include <math.h>
+
+#include "../internal.h"
+
+enum {
+    MOMENTUM,
+    NESTEROV,
+    MASKING,
+    CLIP
+};
+static const char *const forms[] = {"off", "on", "redsync", NULL}, *const switches[] = {"off", "on", NULL};
+
+static const sid_param params[] = {
+    {.name = "momentum",
+     .kind = SID_REAL,
+     .dflt = .9,
+     .min = 0,
+     .max = .9999,
+     .unit = "",
+     .doc = "m of u = m u + g; the optimizer's own must be 0."},
+    {.name = "nesterov",
+     .kind = SID_CHOICE,
+     .dflt = 0,
+     .min = 0,
+     .max = 2,
+     .unit = "",
+     .choices = forms,
+     .doc = "Nesterov's momentum: on: v += m u + g, as torch's SGD and DGC's code; redsync: v += u + g, as RedSync's "
+            "Algorithm 4 is printed."},
+    {.name = "masking",
+     .kind = SID_CHOICE,
+     .dflt = 1,
+     .min = 0,
+     .max = 1,
+     .unit = "",
+     .choices = switches,
+     .doc = "Momentum factor masking: an element that was sent loses its velocity. Only beside sparse codecs."},
+    {.name = "clip_norm",
+     .kind = SID_REAL,
+     .dflt = 0,
+     .min = 0,
+     .max = 1e30,
+     .unit = "",
+     .doc =
+         "Local gradient clipping: a group's gradient of a norm above clip_norm / sqrt(ranks) is scaled down to it; 0: "
+         "none."},
+};
+
+static sid_velocity weights(const sid_plan *p, const sid_state *s) {
+    const float m = (float)p->memory_param[MOMENTUM];
+    const int form = (int)p->memory_param[NESTEROV];
+    return (sid_velocity){m, s->factor, form == 1 ? m : 1.0f, form ? 1.0f : 0.0f};
+}
+
+static int masks(const sid_plan *p) { return p->memory_param[MASKING] > 0 && p->codec->info.traits & SID_SPARSE; }
+
+static int wants_norm(const sid_plan *p) { return p->memory_param[CLIP] > 0; }
+
+static void begin(sid_walk *w) {
+    const double most = w->plan->memory_param[CLIP] / sqrt((double)w->at->world);
+    w->state->factor = most > 0 && w->norm > most ? (float)(most / w->norm) : 1.0f;
+}
+
+static int tile(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
+    const sid_velocity c = weights(w->plan, w->state);
+    const uint32_t mask = !masks(w->plan) ? SID_KEY_NONE : sent_from ? sent_from : 1; /* of 0 nothing was sent */
+    return w->plan->simd->add_velocity(vec[0], vec[1], g, len, sent_from, mask, &c);
+}
+
+static void sent(const sid_plan *p, float *const *vec, const float *before, uint32_t len) {
+    if (!masks(p)) return;
+    for (uint32_t i = 0; i < len; i++) vec[1][i] = vec[0][i] != before[i] ? 0.0f : vec[1][i];
+}
+
+static float saturate(float x) {
+    const float max = 0x1.fffffep127f;
+    return x > max ? max : x < -max ? -max : x;
+}
+
+/* v: within 2 units in the last place of the largest of v, acc and what was added; u: within 2 of the larger of u and g,
+ * over the momentum (without momentum u has no effect, and 0 stands for it). */
+static void undo(const sid_plan *p, const sid_state *s, float *const *vec, const float *g, uint32_t len) {
+    const sid_velocity c = weights(p, s);
+    for (uint32_t i = 0; i < len; i++) {
+        const float x = g[i] * c.factor, u = vec[1][i];
+        vec[0][i] = saturate(vec[0][i] - (u * c.of_u + x * c.of_g));
+        vec[1][i] = c.momentum > 0 ? saturate((u - x) / c.momentum) : 0.0f;
+    }
+}
+
+const sid_memory sid_memory_dgc = {
+    .info =
+        {.name = "dgc",
+         .family = "momentum",
+         .paper = "DGC (Lin et al. 2018), sections 3.2, 3.3, appendix B; RedSync (Fang et al. 2018), Algorithm 4",
+         .doc = "Momentum correction: what was not sent of the velocity is kept, and so is the velocity. The optimizer "
+                "must have no momentum of its own.",
+         .params = params,
+         .n_params = sizeof params / sizeof *params,
+         .traits = SID_FEEDBACK | SID_MOMENTUM},
+    .vectors = 2,
+    .wants_norm = wants_norm,
+    .begin = begin,
+    .tile = tile,
+    .sent = sent,
+    .undo = undo,
+};
