@@ -159,6 +159,8 @@ test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
 	+@$(SUB) asan
 	+@$(SUB) tsan
 	+@$(SUB) fuzz RUNS=10000000
+bench-codecs: all ## encode and decode of every codec, beside the limit and torch (ARGS="--only topk --n 2600000")
+	$(PYTHON) -m benchmarks.bench_codec --n 260000 2600000 25600000 $(ARGS)
 bench: all ## the benchmarks, each with its limit and its rival
 	$(PYTHON) -m benchmarks $(ARGS)
 bench-planner: all ## how long each algorithm plans six models, and what its plan costs (ARGS="--only speed")
@@ -188,7 +190,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext env venv-make venv-refuse train test test-all bench bench-planner bench-plan-real gpu-check ctest asan tsan fuzz fuzz-run coverage \
+.PHONY: all ext env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real gpu-check ctest asan tsan fuzz fuzz-run coverage \
         lint format clean help FORCE
 .SECONDARY:
 -include $(wildcard $(DEPS))

@@ -1,13 +1,13 @@
 """Encode with error feedback and decode of 8 ranks, against the memory limit and against torch's operations.
 
 The limit of encode is `R += G` over the same memory (it reads the gradient, reads and writes the residual:
-12 bytes an element); that of decode is one write of the vector. The rival is what a hook written with torch's
-operations does: topk of |residual + gradient|, gather, residual update; to decode, index_add_ into zeros.
-One thread.
+12 bytes an element); that of decode is one write of the vector, times what else has to be read. The rival is
+what a hook written with torch's operations does (rivals.py). One thread.
 """
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from sidcomp import _core
 
 from benchmarks.common import RESULTS, race, report
+from benchmarks.rivals import RIVALS, Job, Rival
 
 RANKS = 8
 POOL = 5  # gradients in turn, so that no step meets the last one's
@@ -50,6 +51,10 @@ class Ours:
         self.step += 1
         self.walks += stats.walks
 
+    def floor_bytes(self) -> float:
+        """What a decode has to move: the bodies that were written are read, the vector is written."""
+        return self.count * self.plan.payload_bytes + 4 * self.plan.n
+
     def decoder(self, out: np.ndarray) -> Callable[[], object]:
         if self.plan.linear:
             payloads, count = self.payload, 1  # arrives summed
@@ -61,44 +66,21 @@ class Ours:
                 self.ranks[at : at + self.plan.payload_bytes] = self.payload
             payloads, count = self.ranks, RANKS
         segments = _core.Segments([out.ctypes.data], [self.plan.n])
+        self.count = count
         return lambda: self.plan.decode(
             payloads.ctypes.data, self.plan.payload_bytes, count, 1 / count, segments, 0, step=-1, group=0
         )
 
 
-class TorchOperations:
-    """Top-k with error feedback as a hook written in torch does it."""
-
-    def __init__(self, k: int, gradients: list[np.ndarray], start: np.ndarray):
-        self.k = k
-        self.gradients = [torch.from_numpy(g) for g in gradients]
-        self.residual = torch.from_numpy(start.copy())
-        self.step = 0
-        self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def encode(self) -> None:
-        acc = self.residual + self.gradients[self.step % POOL]
-        index = torch.topk(acc.abs(), self.k, sorted=False).indices
-        value = acc[index]
-        acc[index] = 0
-        self.residual = acc
-        self.sent = [*self.sent[1 - RANKS :], (index, value)]
-        self.step += 1
-
-    def decode(self) -> torch.Tensor:
-        out = torch.zeros_like(self.residual)
-        for index, value in self.sent:
-            out.index_add_(0, index, value)
-        return out.mul_(1 / RANKS)
-
-
-def run(n: int, repeats: int, densities: list[float], rivals: bool) -> list[dict[str, Any]]:
+def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     gradients = [rng.laplace(size=n).astype(np.float32) for _ in range(POOL)]
     start = (20 * rng.laplace(size=n)).astype(np.float32)  # a residual that many steps have filled
     summed, out = np.zeros(n, np.float32), np.zeros(n, np.float32)
     rows = []
     for info in _core.codecs():
+        if only not in info["name"]:
+            continue
         sparse = any(p["name"] == "density" for p in info["parameters"])
         for density in densities if sparse else [1.0]:
             ours = Ours(info["name"], n, {"density": density} if sparse else {}, gradients, start)
@@ -109,52 +91,92 @@ def run(n: int, repeats: int, densities: list[float], rivals: bool) -> list[dict
                 "encode": ours.encode,
                 "R += G": lambda turn=turn: np.add(summed, gradients[next(turn) % POOL], out=summed),
             }
-            rival = TorchOperations(ours.plan.k, gradients, start) if sparse and rivals else None
-            if rival:
-                runners["torch"] = rival.encode
+            rival = None
+            if rivals and info["name"] in RIVALS:
+                job = Job(n, ours.plan.k)
+                rival = Rival(
+                    info["name"],
+                    job,
+                    [*map(torch.from_numpy, gradients)],
+                    torch.from_numpy(start.copy()),
+                    RANKS,
+                )
             ours.walks = 0
             encode = race(runners, repeats)
             walks = ours.walks / (repeats + 2)
-            runners = {"decode": ours.decoder(out), "write": lambda: out.fill(0)}
-            if rival:
+            decode = race({"decode": ours.decoder(out), "write": lambda: out.fill(0)}, repeats)
+            floor = ours.floor_bytes() / (4 * n)
+            slow: dict[str, Any] = {}
+            if rival:  # after ours: what it allocates would push ours out of the caches
+                few = max(3, repeats // 3)
+                slow = race({"encode": rival.encode}, few, 1)
                 while len(rival.sent) < RANKS:
                     rival.encode()
-                runners["torch"] = rival.decode
-            decode = race(runners, repeats)
+                slow["decode"] = race({"decode": rival.decode}, few, 1)["decode"]
+            per = ours.plan.payload_bytes * 8 / n
             rows.append(
                 {
                     "codec": info["name"],
+                    "n": n,
                     "density %": density * 100,
+                    "wire bits / element": per,
                     "encode ms": str(encode["encode"]),
                     "R+=G ms": str(encode["R += G"]),
                     "encode / limit": encode["encode"].median / encode["R += G"].median,
-                    "torch / encode": encode["torch"].median / encode["encode"].median if rival else "",
+                    "torch / encode": slow["encode"].median / encode["encode"].median if rival else "",
                     "readings": walks,
                     "decode ms": str(decode["decode"]),
                     "write ms": str(decode["write"]),
-                    "decode / limit": decode["decode"].median / decode["write"].median,
-                    "torch / decode": decode["torch"].median / decode["decode"].median if rival else "",
+                    "decode / limit": decode["decode"].median / (decode["write"].median * floor),
+                    "torch / decode": slow["decode"].median / decode["decode"].median if rival else "",
                 }
             )
     return rows
 
 
+def chart(rows: list[dict[str, Any]], n: int, path: Path) -> None:
+    """Encode and decode over the limit, for groups of n elements."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [r for r in rows if r["n"] == n]
+    names = [r["codec"] + (f" {r['density %']:g} %" if r["density %"] < 100 else "") for r in rows]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 0.22 * len(rows) + 1.2), sharey=True)
+    for axis, what in zip(axes, ("encode", "decode"), strict=True):
+        axis.barh(names, [r[f"{what} / limit"] for r in rows], color="#3b6ea5")
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_xlabel(f"{what}: times the memory's limit")
+        axis.invert_yaxis()
+    figure.suptitle(f"{n:,} elements, one thread")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_codec", description=__doc__)
-    parser.add_argument("--n", type=int, default=25_600_000, help="elements (default: ResNet-50's)")
+    parser.add_argument(
+        "--n", type=int, nargs="+", default=[25_600_000], help="elements (default: ResNet-50's)"
+    )
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each (default 15)")
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01, 0.1], help="fractions")
+    parser.add_argument("--only", default="", help="codecs whose names hold this")
     parser.add_argument("--no-rival", action="store_true", help="leave torch's operations out")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/codec.{md,json}")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/codec.{md,json,png}")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    rows = run(args.n, args.repeats, args.density, not args.no_rival)
+    rows = [row for n in args.n for row in run(n, args.repeats, args.density, not args.no_rival, args.only)]
     note = (
-        f"{args.n:,} float32, residual memory, one thread, Laplace gradients on a filled residual; median "
-        f"[quartiles] of {args.repeats}. Limit of encode: R += G; of decode ({RANKS} ranks, linear codecs: "
-        "their sum): one write."
+        "float32, residual memory, one thread, Laplace gradients on a filled residual; median "
+        f"[quartiles] of {args.repeats}. Limits: of encode: R += G, 12 bytes an element, of decode ({RANKS} "
+        "ranks, linear: their sum): the time of one write, times the bytes read and written over those of "
+        "that write. torch: the same written with torch's operations (benchmarks/rivals.py)."
     )
     report("codec", "Encode and decode", rows, note, RESULTS if args.save else None)
+    if args.save:
+        chart(rows, max(args.n), RESULTS / "codec.png")
 
 
 if __name__ == "__main__":

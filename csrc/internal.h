@@ -190,7 +190,11 @@ typedef struct sid_simd {
     void (*f16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*bf16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*scale)(const float *x, float *y, uint32_t n, float s); /* y = x * s; may be in place */
-    void (*drain)(float *x, float *y, uint32_t n, float s);       /* y = x * s past the caches, x = 0 */
+    /* half(clamp(x, max) * s), NaN and Inf as they are; and finite x less inverse * what that became. Half: float16, or
+     * bfloat16. */
+    void (*half_body)(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16);
+    void (*half_keep)(float *x, uint32_t n, float s, float inverse, float max, int bf16);
+    void (*drain)(float *x, float *y, uint32_t n, float s); /* y = x * s past the caches, x = 0 */
     /* Random bits of elements at .. at + len of the stream; `at` a multiple of 128, room in out for len rounded up to
      * one. draw16: 16 bits an element, half as costly. rng.h is the law. */
     void (*draw16)(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out);

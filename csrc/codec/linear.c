@@ -44,14 +44,12 @@ static void write_body(const sid_plan *p, const float *acc, float s, void *body,
     float x[SID_TILE];
     if (d == SID_F32) {
         p->simd->scale(acc, (float *)body + at, len, s);
-        return;
+    } else if (p->codec->info.traits & SID_LOSSLESS) {
+        p->simd->scale(acc, x, len, s);
+        sid_store(p->simd, d, body, at, len, x);
+    } else {
+        p->simd->half_body(acc, (uint16_t *)body + at, len, s, limit(d, s == 1.0f), d == SID_BF16);
     }
-    if (!(p->codec->info.traits & SID_LOSSLESS)) {
-        p->simd->clamp(acc, x, len, limit(d, s == 1.0f));
-        acc = x;
-    }
-    p->simd->scale(acc, x, len, s);
-    sid_store(p->simd, d, body, at, len, x);
 }
 
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
@@ -76,7 +74,12 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at,
     const sid_rule *rule = &s->rule;
     float sent[SID_TILE], body[SID_TILE];
     (void)at;
+    const sid_dtype d = body_dtype(p);
     if (rule->scale == 0) return;
+    if (d != SID_F32 && !(p->codec->info.traits & SID_LOSSLESS)) {
+        p->simd->half_keep(acc, len, rule->scale, rule->inverse, limit(d, rule->scale == 1.0f), d == SID_BF16);
+        return;
+    }
     write_body(p, acc, rule->scale, body, 0, len);
     p->simd->scale(sid_load(p->simd, body_dtype(p), body, 0, len, sent), sent, len, rule->inverse);
     for (uint32_t i = 0; i < len; i++) acc[i] -= sent[i];

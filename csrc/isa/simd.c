@@ -391,6 +391,76 @@ static void scale(const float *x, float *y, uint32_t n, float s) {
     for (uint32_t i = 0; i < n; i++) y[i] = x[i] * s;
 }
 
+#ifdef SID_HAS_AVX512
+static inline __m512i clamped(const float *x, float max, float s) {
+    const __m512 v = _mm512_loadu_ps(x);
+    const __m512i k = keys16(x), top = _mm512_set1_epi32((int)sid_f32_bits(max));
+    const __mmask16 over =
+        _mm512_cmpgt_epi32_mask(k, top) & _mm512_cmplt_epi32_mask(k, _mm512_set1_epi32((int)SID_KEY_INF));
+    const __m512i sign = _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32((int)0x80000000u));
+    const __m512i y = _mm512_mask_mov_epi32(_mm512_castps_si512(v), over, _mm512_or_si512(top, sign));
+    return _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(y), _mm512_set1_ps(s)));
+}
+static inline __m256i to_bf16(__m512i u) {
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
+    const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
+    const __mmask16 nan = _mm512_cmpgt_epi32_mask(_mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff)),
+                                                  _mm512_set1_epi32((int)SID_KEY_INF));
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(up, nan, quiet));
+}
+static inline __m256i to_half(__m512i u, int bf16) {
+    return bf16 ? to_bf16(u) : _mm512_cvtps_ph(_mm512_castsi512_ps(u), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline __m512 of_half(__m256i h, int bf16) {
+    return bf16 ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)) : _mm512_cvtph_ps(h);
+}
+#endif
+enum {
+    CHUNK = 64
+}; /* elements between two buffers that stay in registers or close by */
+
+static void half_chunk(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16) {
+    float buf[CHUNK];
+    clamp(x, buf, n, max);
+    scale(buf, buf, n, s);
+    if (bf16)
+        f32_to_bf16(buf, y, n);
+    else
+        f32_to_f16(buf, y, n);
+}
+
+static void half_body(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16) {
+    uint32_t i = 0;
+#ifdef SID_HAS_AVX512
+    for (; i + 16 <= n; i += 16) _mm256_storeu_si256((__m256i *)(void *)(y + i), to_half(clamped(x + i, max, s), bf16));
+#endif
+    for (; i < n; i += CHUNK) half_chunk(x + i, y + i, n - i < CHUNK ? n - i : CHUNK, s, max, bf16);
+}
+
+static void half_keep(float *x, uint32_t n, float s, float inverse, float max, int bf16) {
+    uint32_t i = 0;
+#ifdef SID_HAS_AVX512
+    for (; i + 16 <= n; i += 16) {
+        const __m512 sent =
+            _mm512_mul_ps(of_half(to_half(clamped(x + i, max, s), bf16), bf16), _mm512_set1_ps(inverse));
+        _mm512_storeu_ps(x + i, _mm512_sub_ps(_mm512_loadu_ps(x + i), sent));
+    }
+#endif
+    for (; i < n; i += CHUNK) {
+        const uint32_t len = n - i < CHUNK ? n - i : CHUNK;
+        uint16_t body[CHUNK];
+        float sent[CHUNK] = {0};
+        half_chunk(x + i, body, len, s, max, bf16);
+        if (bf16)
+            bf16_to_f32(body, sent, len);
+        else
+            f16_to_f32(body, sent, len);
+        scale(sent, sent, len, inverse);
+        for (uint32_t j = 0; j < len; j++) x[i + j] -= sent[j];
+    }
+}
+
 /* y = x * s past the caches, and x = 0. */
 static void drain(float *x, float *y, uint32_t n, float s) {
     uint32_t i = 0;
@@ -562,6 +632,8 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .f16_to_f32 = f16_to_f32,
     .bf16_to_f32 = bf16_to_f32,
     .scale = scale,
+    .half_body = half_body,
+    .half_keep = half_keep,
     .drain = drain,
     .draw16 = draw16,
     .draw32 = draw32,
