@@ -7,6 +7,7 @@
 #include "bits.h"
 #include "rng.h"
 #include "sidcomp.h"
+#include "special.h"
 #include "wire.h"
 
 #ifdef __cplusplus
@@ -183,7 +184,12 @@ typedef struct sid_simd {
     float (*sum_abs)(const float *x, uint32_t n);
     /* sum[0]: as sum_abs; sum[1], count[0]: of those with key(x) >= a; sum[2], count[1]: >= b. a, b below 2^31. */
     void (*tail_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]);
-    double (*sum_squares)(const float *x, uint32_t n);              /* of exact squares, in 16 lanes of float64 */
+    double (*sum_squares)(const float *x, uint32_t n);          /* of exact squares, in 16 lanes of float64 */
+    void (*moments)(const float *x, uint32_t n, double sum[3]); /* of |x|, x^2, x, in 16 lanes of float64 */
+    /* In 16 lanes of float64, sums of |x| and x^2: over all; over key(x) >= a, count[0] of them; >= b, count[1]. */
+    void (*tail_moments)(const float *x, uint32_t n, uint32_t a, uint32_t b, double sum[6], uint32_t count[2]);
+    /* Sum of log2 |x| over the count elements that are not 0. 16 float lanes in runs of 1024 elements; to 6e-8 * count. */
+    double (*sum_log2)(const float *x, uint32_t n, uint32_t *count);
     void (*clamp)(const float *x, float *y, uint32_t n, float max); /* finite x to +-max; NaN and Inf as they are */
     void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);
     void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);

@@ -16,8 +16,11 @@ sections 2 and 3. Where the listing departs from it:
   - it skips the count of every Q-th step but divides the sum by Q. Section 3 averages over the Q steps;
   - it filters with > in the stages and with >= at the end. Both stand in the text too: equation (11)
     averages over what exceeds eta_{m-1}, the compressor of section 2.3 keeps |g| >= eta.
+  - the Pareto's scale has sigma squared below mu squared, as in equations (9) and (29), not sigma.
 Stage 1 averages over all d elements, zeros included (equation 6). delta is k/d. Where nothing exceeds a
-stage's threshold, the next one keeps it.
+stage's threshold, the next one keeps it. The gamma fit of stage 1 needs log |g|: it is made over the
+elements that are not zero, and as these are a share s of all, to the ratio delta_1 / s. Its quantile, an
+approximation, may come out below 0 and then is 0.
 """
 
 from __future__ import annotations
@@ -248,21 +251,75 @@ def stage_ratios(delta: float, first: float, stages: int) -> list[float]:
     return [first] * (stages - 1) + [delta / first ** (stages - 1)]
 
 
-def sidco_thresholds(magnitude: Array, ratios: Sequence[float], slack: float = 0.0) -> tuple[float, float]:
-    """Lowest and highest eta_M of SIDCo-E if every stage's threshold may be off by `slack`, relatively.
+def exponential_quantile(count: Array, mean: Array, square: Array, ratio: float) -> Array:
+    return mean * math.log(1 / ratio)
 
-    With slack 0 both are the threshold of equations (6), (10), (11). The slack matters because an element
-    that sits on a stage's threshold enters or leaves the next mean by one rounding.
+
+def pareto_quantile(count: Array, mean: Array, square: Array, ratio: float) -> Array:
+    """Equations (7) to (9); where nothing varies, their limit."""
+    with np.errstate(all="ignore"):
+        variance = square - mean * mean
+        flat = (variance <= 0) | (mean * mean > 1e15 * variance)
+        moment = np.where(flat, 0, mean * mean / variance)
+        alpha, beta = (1 - moment) / 2, mean * (moment + 1) / 2
+        power = -alpha * math.log(ratio)
+        over = np.where(np.abs(power) < 1e-9, -math.log(ratio), np.expm1(power) / np.where(alpha, alpha, 1))
+        return np.where(flat, mean, beta * over)
+
+
+def gamma_quantile(magnitude: Array, ratio: float, closed: bool) -> float:
+    """Equations (15) and (16), or the shape of equation (26), by bisection."""
+    some = magnitude[magnitude > 0].astype(np.longdouble)
+    if not len(some):
+        return 0.0
+    mean = some.mean()
+    s = float(np.log(mean) - np.log(some).mean())
+    ratio *= len(magnitude) / len(some)
+    if s < 1e-9 or ratio >= 1:  # so narrow a gamma has, by (15), a quantile far below 0
+        return 0.0
+    alpha = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
+    if not closed:
+        low, high = alpha / 4, alpha * 4
+        for _ in range(200):
+            alpha = math.sqrt(low * high)
+            low, high = (alpha, high) if digamma(alpha) - math.log(alpha) + s < 0 else (low, alpha)
+    return max(0.0, -float(mean) / alpha * (math.log(ratio) + math.lgamma(alpha)))
+
+
+def digamma(x: float) -> float:
+    from scipy.special import digamma as value
+
+    return float(value(x))
+
+
+def sidco_thresholds(
+    magnitude: Array,
+    ratios: Sequence[float],
+    slack: float = 0.0,
+    first: Callable[[Array, float], float] | None = None,
+    later: Callable[[Array, Array, Array, float], Array] = exponential_quantile,
+) -> tuple[float, float]:
+    """Lowest and highest eta_M of SIDCo if every stage's threshold may be off by `slack`, relatively.
+
+    With slack 0 both are the threshold of the paper's equations. The slack matters because an element
+    that sits on a stage's threshold enters or leaves the next mean by one rounding. `later` is the quantile
+    for count, mean and mean square of the exceedances, `first` that of stage 1 where it is another one.
     """
     ordered = np.sort(magnitude.astype(np.longdouble))
     beyond = np.append(np.cumsum(ordered[::-1])[::-1], 0)  # beyond[i]: sum of ordered[i:]
+    beyond2 = np.append(np.cumsum(ordered[::-1] ** 2)[::-1], 0)
     eta = np.zeros(1, np.longdouble)
     for stage, ratio in enumerate(ratios):
         eta = np.unique(np.outer(eta, [1 - slack, 1, 1 + slack]))
+        if not stage and first:
+            eta = np.array([first(magnitude.astype(np.float64), ratio)], np.longdouble)
+            continue
         at = np.searchsorted(ordered, eta, "right") if stage else np.zeros(1, np.int64)
         count = len(ordered) - at
-        beta = beyond[at] / np.maximum(count, 1) - eta
-        eta = np.where(count > 0, eta + beta * math.log(1 / ratio), eta)
+        some = np.maximum(count, 1)
+        mean = beyond[at] / some - eta
+        square = beyond2[at] / some - 2 * eta * (beyond[at] / some) + eta * eta
+        eta = np.where(count > 0, eta + later(count, mean, square, ratio), eta)
     return float(eta.min()), float(eta.max())
 
 
@@ -382,9 +439,11 @@ class TopK(Sparse):
 
 
 @dataclass
-class SidcoE(Sparse):
-    """Everything at or above the M-stage exponential threshold, at most `cap` elements."""
+class Sidco(Sparse):
+    """Everything at or above SIDCo's threshold of M stages, at most `cap` elements."""
 
+    later: Callable[[Array, Array, Array, float], Array] = exponential_quantile
+    gamma: bool = False
     stages: int = 1
     found_since: list[int] = field(default_factory=list)
     dictated: tuple[float, int] | None = None  # threshold and count found, where a test has accepted the C's
@@ -398,6 +457,11 @@ class SidcoE(Sparse):
         return self.k / self.n if self.n else 1.0
 
     @property
+    def first(self) -> Callable[[Array, float], float] | None:
+        closed = self.settings.get("shape") == "closed"
+        return (lambda magnitude, ratio: gamma_quantile(magnitude, ratio, closed)) if self.gamma else None
+
+    @property
     def max_stages(self) -> int:
         """The most stages whose last ratio is still below 1."""
         most = int(self.settings["max_stages"])
@@ -407,7 +471,7 @@ class SidcoE(Sparse):
 
     def threshold(self, acc: Array, slack: float = 0.0) -> tuple[float, float]:
         ratios = stage_ratios(self.delta, float(self.settings["delta1"]), self.stages)
-        return sidco_thresholds(np.abs(acc), ratios, slack)
+        return sidco_thresholds(np.abs(acc), ratios, slack, self.first, self.later)
 
     def adapt(self, found: int) -> None:
         self.found_since.append(found)
@@ -478,7 +542,9 @@ CODECS: dict[str, Callable[..., Any]] = {
     "fp16": lambda *a: Linear(*a, body="float16"),
     "bf16": lambda *a: Linear(*a, body="bfloat16"),
     "topk": TopK,
-    "sidco-e": SidcoE,
+    "sidco-e": Sidco,
+    "sidco-gp": lambda *a: Sidco(*a, later=pareto_quantile, gamma=True),
+    "sidco-p": lambda *a: Sidco(*a, later=pareto_quantile),
     "dgc": Dgc,
 }
 

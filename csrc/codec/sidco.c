@@ -1,8 +1,26 @@
-/* SIDCo with exponential fits (SIDCo-E): Abdelmoniem et al. 2021, Algorithm 1, equations 6, 10 and 11.
- *     eta_m = eta_(m-1) + mean(|x| - eta_(m-1) over |x| > eta_(m-1)) * log(1 / delta_m)     eta_0 = 0, over all x
+/* SIDCo (Abdelmoniem et al. 2021), Algorithm 1: a threshold fitted in stages. With eta_0 = 0 and over all x at first,
+ *     eta_m = eta_(m-1) + F^-1(1 - delta_m)     F fitted to |x| - eta_(m-1) over |x| > eta_(m-1)
  * with delta_m = delta_1 for all stages but the last, whose ratio makes the product delta = k/n. All |x| >= eta_M are
- * sent, up to the payload's capacity. Algorithm 1 as printed restarts eta at each stage (equation 10 adds it up) and
- * leaves every Q-th count out of an average that it divides by Q; here the text holds: sums run over all Q steps.
+ * sent, up to the payload's capacity. With mean mu and variance s2 of what is fitted, and L = log(1 / delta_m), F^-1 is
+ *     exponential            mu L                                                     equations 6, 10, 11
+ *     generalised Pareto     b (e^(a L) - 1) / a                                      equations 7 to 9, 28, 29
+ *                            a = (1 - mu^2/s2) / 2, b = mu (mu^2/s2 + 1) / 2
+ *     gamma (first stage)    b (L - log Gamma(a)), b = mu / a                         equations 15, 16
+ *                            a = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s), s = log mu - mean(log |x|)
+ * sidco-e is exponential in all stages, sidco-p Pareto in all, sidco-gp gamma and then Pareto (section 2.4).
+ *
+ * Where print and derivation disagree, the derivation holds. Algorithm 1 restarts eta at each stage (equation 10 adds it
+ * up), leaves every Q-th count out of an average that it divides by Q (here sums run over all Q steps), and has
+ * b = mu (mu^2/s + 1) / 2 of the Pareto with s for s2 (equations 9, 29). Equation 34 gives the Pareto's moments for the
+ * other sign of its shape, and calls the variance the mean square: for the distribution function of equation 32 they are
+ * mu = b / (1 - a) and s2 = mu^2 / (1 - 2 a), which is what equation 29 solves. Corollary 1.3 asks for 0 < a < 1/2; the
+ * estimate is always below 1/2, and below 0 too the formula is the quantile (at a = -1 of the uniform distribution).
+ *
+ * Where moments make no sense: no variance is the limit a -> -inf, eta_m = eta_(m-1) + mu, at which equal magnitudes
+ * pass. No element beyond eta_(m-1): eta_m = eta_(m-1). log 0: zeros are set apart; the gamma is fitted to the others,
+ * whose share of n scales delta_1. A gamma quantile below 0 (all |x| alike, or a below about 0.2, where equation 15's
+ * condition on the quantile fails) is 0. The threshold is so always finite and not negative, and what does not fit the
+ * payload is kept.
  *
  * One reading suffices in the steady state. What a stage needs of the elements beyond eta_m comes from the captured
  * candidates, for which `low` is set below the predicted eta_m wherever so many fit; and for the first stages of a large
@@ -17,17 +35,15 @@ enum {
     MAX_PROBES = 2 * (MAX_STAGES - 1)
 };
 enum {
-    SMALL = 1 << 20
-}; /* elements: below, all candidates fit in work and no probe is needed */
-enum {
     DELTA1 = SPARSE_PARAMS,
     EPSILON,
     Q,
     STAGES,
-    CAPACITY
+    CAPACITY,
+    SHAPE
 };
 /* words of state->codec: stages for the next step and of the last one, steps and counts since the last adaptation, the
- * last key and its spread, the last mean excess of each stage */
+ * last key and its spread, how far each stage of the last step lay (would have lain, at delta_1) above the one before */
 enum {
     AT_STAGES,
     AT_USED,
@@ -35,74 +51,102 @@ enum {
     AT_SUM,
     LAST,
     SPREAD,
-    MEAN
+    STEP
 };
-_Static_assert(MEAN + MAX_STAGES <= 16, "state->codec holds 16 words");
+_Static_assert(STEP + MAX_STAGES <= 16, "state->codec holds 16 words");
 enum {
     NEW_STAGES = 1 << 22
 }; /* spread of the key where the number of stages has changed: half an octave */
 static const double probe_width = 1.0 / 16; /* probes lie this fraction below and above the predicted eta */
 
-static const sid_param params[] = {
-    SPARSE_PARAM_ROWS,
-    {.name = "delta1",
-     .kind = SID_REAL,
-     .dflt = .25,
-     .min = .01,
-     .max = .99,
-     .unit = "",
-     .doc = "delta_1: ratio of every stage but the last (section 4.1: 0.25)."},
-    {.name = "epsilon",
-     .kind = SID_REAL,
-     .dflt = .2,
+#define SIDCO_PARAM_ROWS                                                                                               \
+    SPARSE_PARAM_ROWS,                                                                                                 \
+        {.name = "delta1",                                                                                             \
+         .kind = SID_REAL,                                                                                             \
+         .dflt = .25,                                                                                                  \
+         .min = .01,                                                                                                   \
+         .max = .99,                                                                                                   \
+         .unit = "",                                                                                                   \
+         .doc = "delta_1: ratio of every stage but the last (section 4.1: 0.25)."},                                    \
+        {.name = "epsilon",                                                                                            \
+         .kind = SID_REAL,                                                                                             \
+         .dflt = .2,                                                                                                   \
+         .min = 0,                                                                                                     \
+         .max = .99,                                                                                                   \
+         .unit = "",                                                                                                   \
+         .doc = "Tolerated error of the achieved ratio, epsilon_H = epsilon_L (section 4.1: 20 %)."},                  \
+        {.name = "Q",                                                                                                  \
+         .kind = SID_INT,                                                                                              \
+         .dflt = 5,                                                                                                    \
+         .min = 1,                                                                                                     \
+         .max = 10000,                                                                                                 \
+         .unit = "steps",                                                                                              \
+         .doc = "Steps between adaptations of the number of stages (section 4.1: 5)."},                                \
+        {.name = "max_stages",                                                                                         \
+         .kind = SID_INT,                                                                                              \
+         .dflt = MAX_STAGES,                                                                                           \
+         .min = 1,                                                                                                     \
+         .max = MAX_STAGES,                                                                                            \
+         .unit = "",                                                                                                   \
+         .doc = "M_max of Algorithm 1; never more than keep the last stage's ratio below 1."},                         \
+        {.name = "capacity",                                                                                           \
+         .kind = SID_REAL,                                                                                             \
+         .dflt = 1.25,                                                                                                 \
+         .min = 1,                                                                                                     \
+         .max = 1e6,                                                                                                   \
+         .unit = "times k",                                                                                            \
+         .doc = "Room of the payload; where more elements pass, the largest are sent and the rest is kept."}
+
+static const sid_param params[] = {SIDCO_PARAM_ROWS};
+static const char *const shape_names[] = {"closed", "mle", NULL};
+static const sid_param gamma_params[] = {
+    SIDCO_PARAM_ROWS,
+    {.name = "shape",
+     .kind = SID_CHOICE,
+     .dflt = 0,
      .min = 0,
-     .max = .99,
+     .max = 1,
      .unit = "",
-     .doc = "Tolerated error of the achieved ratio, epsilon_H = epsilon_L (section 4.1: 20 %)."},
-    {.name = "Q",
-     .kind = SID_INT,
-     .dflt = 5,
-     .min = 1,
-     .max = 10000,
-     .unit = "steps",
-     .doc = "Steps between adaptations of the number of stages (section 4.1: 5)."},
-    {.name = "max_stages",
-     .kind = SID_INT,
-     .dflt = MAX_STAGES,
-     .min = 1,
-     .max = MAX_STAGES,
-     .unit = "",
-     .doc = "M_max of Algorithm 1; never more than keep the last stage's ratio below 1."},
-    {.name = "capacity",
-     .kind = SID_REAL,
-     .dflt = 1.25,
-     .min = 1,
-     .max = 1e6,
-     .unit = "times k",
-     .doc = "Room of the payload; where more elements pass, the largest are sent and the rest is kept."},
+     .choices = shape_names,
+     .doc = "Estimate of the gamma's shape: closed form (equation 16), or maximum likelihood (equation 26)."},
 };
+
+/* What of the magnitudes beyond a threshold a fit reads. */
+typedef struct tail {
+    double count, sum, squares;
+    double logs; /* sum of logarithms to base 2; of the first stage */
+} tail;
+
+/* Which distribution is fitted. */
+typedef struct family {
+    int squares, logs; /* fits read sums of squares; the first one reads the sum of logarithms */
+    uint64_t small;    /* elements: below, all candidates fit in work and no probe is needed */
+    double tolerance;  /* standard error of the count at which a probe's estimate is taken */
+    /* Quantile 1 - exp(-log_inverse) of the distribution fitted to t's magnitudes, shifted down by `from`. */
+    double (*first)(const sid_plan *p, const tail *t, double log_inverse);
+    double (*later)(const tail *t, double from, double log_inverse);
+} family;
 
 /* Persists over the readings of one encode. */
 typedef struct sidco_work {
-    double total; /* sum of |x| */
-    double eta[MAX_STAGES], mean[MAX_STAGES];
+    tail all; /* count: of the elements that are not 0, where logs are summed */
+    double eta[MAX_STAGES], step[MAX_STAGES];
     uint32_t stages, known; /* eta[0 .. known) are settled */
     uint32_t probes, exact; /* exact: the one probe stands at eta[known - 1] itself, or at the final threshold */
     uint32_t key[MAX_PROBES];
     uint64_t count[MAX_PROBES];
-    double sum[MAX_PROBES];
+    double sum[MAX_PROBES], squares[MAX_PROBES];
     uint32_t low; /* captured from here on in the next reading */
 } sidco_work;
 _Static_assert(sizeof(sidco_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
 
 static sidco_work *own(const sid_walk *w) { return sparse_own(w); }
 
-static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
-    (void)err;
+static sid_status plan(sid_plan *p, uint64_t *scratch, const family *f) {
     sparse_k(p);
     const double cap = ceil(p->codec_param[CAPACITY] * (double)p->k);
     p->cap = cap < (double)p->n ? (uint64_t)cap : p->n;
-    return sparse_plan(p, p->n < SMALL ? p->n : p->n / 8, scratch);
+    return sparse_plan(p, p->n < f->small ? p->n : p->n / 8, scratch);
 }
 
 static double delta(const sid_plan *p) { return (double)p->k / (double)p->n; }
@@ -124,10 +168,62 @@ static uint32_t key_at(double eta) { return sid_key((float)eta); }
 
 static double log_inverse_ratio(const sid_plan *p, uint32_t stages, uint32_t m) {
     const double d1 = p->codec_param[DELTA1];
-    return log(1 / (m + 1 < stages ? d1 : delta(p) / pow(d1, stages - 1)));
+    double ratio = delta(p);
+    if (m + 1 < stages) return sid_log(1 / d1);
+    while (m--) ratio /= d1;
+    return sid_log(1 / ratio);
 }
 
-static double last_mean(const sid_state *s, uint32_t m) { return (double)sid_bits_f32((uint32_t)s->codec[MEAN + m]); }
+static double last_step(const sid_state *s, uint32_t m) { return (double)sid_bits_f32((uint32_t)s->codec[STEP + m]); }
+
+/* ---- fits ------------------------------------------------------------------------------------------------------ */
+
+static double exponential_later(const tail *t, double from, double log_inverse) {
+    return (t->count > 0 ? t->sum / t->count - from : 0) * log_inverse;
+}
+static double exponential_first(const sid_plan *p, const tail *t, double log_inverse) {
+    return t->sum / (double)p->n * log_inverse;
+}
+
+static double pareto(double count, double sum, double squares, double from, double log_inverse) {
+    const double centre = count > 0 ? sum / count : 0, mean = centre - from;
+    const double variance = count > 0 ? squares / count - centre * centre : 0, ratio = mean * mean / variance;
+    if (!(mean > 0)) return 0;
+    if (!(variance > 0 && ratio < 1e15)) return mean;
+    return mean * (ratio + 1) / 2 * log_inverse * sid_expm1_over((1 - ratio) / 2 * log_inverse);
+}
+static double pareto_later(const tail *t, double from, double log_inverse) {
+    return pareto(t->count, t->sum, t->squares, from, log_inverse);
+}
+static double pareto_first(const sid_plan *p, const tail *t, double log_inverse) {
+    return pareto((double)p->n, t->sum, t->squares, 0, log_inverse);
+}
+
+/* Minka 2002: Newton on 1/shape for digamma(shape) - log(shape) + s = 0, from the closed form. */
+static double likeliest_shape(double shape, double s) {
+    for (int i = 0; i < 20; i++) {
+        const double off = s + sid_digamma(shape) - sid_log(shape);
+        const double inverse = 1 / shape - off / (shape * shape * (1 / shape - sid_trigamma(shape)));
+        const double next = inverse > 0 ? 1 / inverse : shape * 2, moved = next - shape;
+        shape = next;
+        if (moved < 1e-14 * shape && moved > -1e-14 * shape) break;
+    }
+    return shape;
+}
+
+static double gamma_first(const sid_plan *p, const tail *t, double log_inverse) {
+    const double ln2 = 0.69314718055994530942;
+    if (!(t->count > 0)) return 0;
+    const double mean = t->sum / t->count, s = sid_log(mean) - ln2 * (t->logs / t->count);
+    const double log_inverse_here = log_inverse + sid_log(t->count / (double)p->n);
+    if (!(s > 0 && log_inverse_here > 0)) return 0;
+    double shape = (3 - s + sqrt((s - 3) * (s - 3) + 24 * s)) / (12 * s);
+    if (p->codec_param[SHAPE] > 0) shape = likeliest_shape(shape, s);
+    const double quantile = mean / shape * (log_inverse_here - sid_lgamma(shape));
+    return quantile > 0 ? quantile : 0;
+}
+
+/* ---- the walk -------------------------------------------------------------------------------------------------- */
 
 static void begin(sid_walk *w) {
     sidco_work *o = own(w);
@@ -136,12 +232,14 @@ static void begin(sid_walk *w) {
         const uint32_t stages = stages_of(w->plan, w->state), last = (uint32_t)c[LAST];
         const uint32_t spread = stages == c[AT_USED] ? (uint32_t)c[SPREAD] : c[SPREAD] ? NEW_STAGES : 0;
         *o = (sidco_work){.stages = stages, .low = spread && last > spread ? last - spread : 0};
-        double eta = 0, tail = 1;
-        for (uint32_t m = 0; m + 1 < stages && last_mean(w->state, m) > 0; m++) {
-            eta += last_mean(w->state, m) * log_inverse_ratio(w->plan, stages, m);
-            tail *= w->plan->codec_param[DELTA1];
+        double eta = 0, share = 1;
+        for (uint32_t m = 0; m + 1 < stages && m < c[AT_USED]; m++) {
+            const double step = last_step(w->state, m);
+            if (!(step > 0)) continue; /* a stage at 0 needs no probe */
+            eta += step;
+            share *= w->plan->codec_param[DELTA1];
             const uint32_t below = key_at(eta * (1 - probe_width)), above = key_at(eta * (1 + probe_width));
-            if (1.5 * tail * (double)w->plan->n <= (double)w->plan->room) {
+            if (1.5 * share * (double)w->plan->n <= (double)w->plan->room) {
                 o->low = below < o->low ? below : o->low;
                 break; /* and the later stages lie above */
             }
@@ -149,51 +247,91 @@ static void begin(sid_walk *w) {
             o->key[o->probes++] = above;
         }
     }
-    o->total = 0;
-    for (uint32_t i = 0; i < o->probes; i++) o->count[i] = 0, o->sum[i] = 0;
+    if (!o->known) o->all = (tail){0, 0, 0, 0};
+    for (uint32_t i = 0; i < o->probes; i++) o->count[i] = 0, o->sum[i] = o->squares[i] = 0;
     sparse_begin(w, o->low);
 }
 
-static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len, const family *f) {
     sidco_work *o = own(w);
-    if (!o->probes) o->total += sparse_sum(w, acc, len);
+    const sid_simd *v = w->plan->simd;
+    const int first = !o->known;
+    if (!o->probes && first) {
+        if (f->squares) {
+            double sum[3];
+            v->moments(acc, len, sum);
+            o->all.sum += sum[0], o->all.squares += sum[1];
+        } else
+            o->all.sum += sparse_sum(w, acc, len);
+    }
     for (uint32_t i = 0; i < o->probes; i += 2) { /* in pairs; an exact probe stands alone */
         const uint32_t pair = i + 1 < o->probes;
-        double sum[3];
+        double sum[3], both[6];
         uint32_t count[2];
-        sparse_sums(w, acc, len, o->key[i], o->key[i + pair], sum, count);
+        if (f->squares) {
+            v->tail_moments(acc, len, o->key[i], o->key[i + pair], both, count);
+            for (uint32_t j = 0; j < 3; j++) sum[j] = both[2 * j];
+            for (uint32_t j = 0; j <= pair; j++) o->squares[i + j] += both[2 * j + 3];
+            if (i == 0 && first) o->all.squares += both[1];
+        } else
+            sparse_sums(w, acc, len, o->key[i], o->key[i + pair], sum, count);
         for (uint32_t j = 0; j <= pair; j++) o->count[i + j] += count[j], o->sum[i + j] += sum[j + 1];
-        if (i == 0) o->total += sum[0];
+        if (i == 0 && first) o->all.sum += sum[0];
+    }
+    if (f->logs && first) {
+        uint32_t count;
+        o->all.logs += v->sum_log2(acc, len, &count);
+        o->all.count += count;
     }
     sparse_capture(w, acc, at, len);
 }
 
-/* Count and sum of the magnitudes beyond eta, if this reading knows them. */
-static int beyond(const sid_walk *w, double eta, double *count, double *sum) {
+/* Of the candidates with keys from `key` on. */
+static void among_candidates(const sid_walk *w, uint32_t key, const family *f, tail *t) {
+    const sparse_work *s = sparse_of(w);
+    *t = (tail){0, 0, 0, 0};
+    if (!f->squares) t->count = (double)sparse_above(w, key, &t->sum);
+    for (uint64_t i = 0; f->squares && i < s->count; i += SID_TILE) {
+        double sum[6];
+        uint32_t c[2];
+        const uint32_t len = s->count - i < SID_TILE ? (uint32_t)(s->count - i) : SID_TILE;
+        w->plan->simd->tail_moments(s->val + i, len, key, key, sum, c);
+        t->count += c[0];
+        t->sum += sum[2];
+        t->squares += sum[3];
+    }
+}
+
+/* The magnitudes beyond eta, if this reading knows them. */
+static int beyond(const sid_walk *w, double eta, const family *f, tail *t) {
     const sidco_work *o = own(w);
     const uint32_t key = key_at(eta) + 1; /* |x| > eta */
     if (key >= sparse_of(w)->low) {
-        *count = (double)sparse_above(w, key, sum);
+        among_candidates(w, key, f, t);
         return 1;
     }
-    if (o->exact) {
-        *count = (double)o->count[0];
-        *sum = o->sum[0];
-        return o->key[0] == key;
+    if (key == 1 && f->logs) { /* beyond 0: all that were counted there */
+        *t = o->all;
+        return 1;
     }
+    *t = (tail){(double)o->count[0], o->sum[0], o->squares[0], 0};
+    if (o->exact) return o->key[0] == key;
     for (uint32_t i = 0; i + 1 < o->probes; i += 2) {
         const double a = (double)sid_bits_f32(o->key[i]), b = (double)sid_bits_f32(o->key[i + 1]);
         const double ca = (double)o->count[i], cb = (double)o->count[i + 1];
-        const double wide = b - a, mid = (a + b) / 2, t = eta - mid, between = ca - cb;
-        /* how many lie between the probes is known, where is not: a third of 0.1 % as standard error of the mean */
-        if (eta < a || eta > b || cb < 1 || 0.35 * sqrt(between) > 3.3e-4 * cb) continue;
-        /* a density that is linear in x - mid and has the band's count and its first moment */
+        const double wide = b - a, mid = (a + b) / 2, half = wide / 2, from = eta - mid, between = ca - cb;
+        /* how many lie between the probes is known, where is not */
+        if (eta < a || eta > b || cb < 1 || 0.35 * sqrt(between) > f->tolerance * cb) continue;
+        /* a density that is linear in u = x - mid and has the band's count and its first moment */
         const double p = between / wide, q = 12 * (o->sum[i] - o->sum[i + 1] - mid * between) / (wide * wide * wide);
-        double c = p * (wide / 2 - t) + q * (wide * wide / 4 - t * t) / 2;
+        const double u2 = half * half - from * from, u3 = half * half * half - from * from * from,
+                     u4 = half * half * half * half - from * from * from * from;
+        double c = p * (half - from) + q * u2 / 2;
         c = c < 0 ? 0 : c > between ? between : c;
-        *count = cb + c;
-        *sum =
-            o->sum[i + 1] + mid * c + p * (wide * wide / 4 - t * t) / 2 + q * (wide * wide * wide / 8 - t * t * t) / 3;
+        const double c1 = p * u2 / 2 + q * u3 / 3, c2 = p * u3 / 3 + q * u4 / 4; /* moments of u beyond eta */
+        t->count = cb + c;
+        t->sum = o->sum[i + 1] + mid * c + c1;
+        t->squares = o->squares[i + 1] + mid * mid * c + 2 * mid * c1 + c2;
         return 1;
     }
     return 0;
@@ -221,7 +359,7 @@ static void adapt(sid_walk *w, uint64_t found) {
     c[AT_STAGES] = m;
 }
 
-static sid_verdict finish(sid_walk *w) {
+static sid_verdict finish(sid_walk *w, const family *f) {
     const sid_plan *p = w->plan;
     const sparse_work *s = sparse_of(w);
     sidco_work *o = own(w);
@@ -230,17 +368,14 @@ static sid_verdict finish(sid_walk *w) {
         sparse_emit_from(w, 0, 0);
         return SID_DONE;
     }
-    if (!o->known) {
-        o->mean[0] = o->total / (double)p->n;
-        o->eta[0] = o->mean[0] * log_inverse_ratio(p, o->stages, 0);
-        o->known = 1;
-    }
+    const double inner = log_inverse_ratio(p, 2, 0), last = log_inverse_ratio(p, o->stages, o->stages - 1);
     for (; o->known < o->stages; o->known++) {
-        const double from = o->eta[o->known - 1];
-        double count, sum;
-        if (!beyond(w, from, &count, &sum)) return again(o, key_at(from) + 1, o->low);
-        o->mean[o->known] = count > 0 ? sum / count - from : 0;
-        o->eta[o->known] = from + o->mean[o->known] * log_inverse_ratio(p, o->stages, o->known);
+        const uint32_t m = o->known;
+        const double from = m ? o->eta[m - 1] : 0;
+        tail t = o->all;
+        if (m && !beyond(w, from, f, &t)) return again(o, key_at(from) + 1, o->low);
+        o->step[m] = m ? f->later(&t, from, inner) : f->first(p, &t, inner);
+        o->eta[m] = from + (m + 1 < o->stages ? o->step[m] : m ? f->later(&t, from, last) : f->first(p, &t, last));
     }
     const uint32_t key = key_at(o->eta[o->stages - 1]); /* beyond float32: Inf, and nothing passes */
     uint64_t found;
@@ -257,7 +392,7 @@ static sid_verdict finish(sid_walk *w) {
     if (c[AT_USED] == o->stages || !c[SPREAD]) c[SPREAD] = sparse_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], key);
     c[LAST] = key;
     c[AT_USED] = o->stages;
-    for (uint32_t m = 0; m < o->stages; m++) c[MEAN + m] = sid_f32_bits((float)o->mean[m]);
+    for (uint32_t m = 0; m < o->stages; m++) c[STEP + m] = sid_f32_bits((float)o->step[m]);
     adapt(w, found);
     if (found > p->cap) {
         const sparse_pick pick = sparse_select(w, p->cap, 0, 0);
@@ -271,9 +406,28 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
     (void)p;
     s->codec[LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[LAST]) * factor);
     for (int m = 0; m < MAX_STAGES; m++)
-        s->codec[MEAN + m] = sid_key(sid_bits_f32((uint32_t)s->codec[MEAN + m]) * factor);
+        s->codec[STEP + m] = sid_key(sid_bits_f32((uint32_t)s->codec[STEP + m]) * factor);
 }
 
+/* ---- the three ------------------------------------------------------------------------------------------------- */
+
+#define FUNCTIONS(x)                                                                                                   \
+    static sid_status plan_##x(sid_plan *p, uint64_t *scratch, sid_error *err) {                                       \
+        (void)err;                                                                                                     \
+        return plan(p, scratch, &x);                                                                                   \
+    }                                                                                                                  \
+    static void tile_##x(sid_walk *w, const float *acc, uint64_t at, uint32_t len) { tile(w, acc, at, len, &x); }      \
+    static sid_verdict finish_##x(sid_walk *w) { return finish(w, &x); }
+/* clang-format off */
+#define CODEC_OF(x)                                                                                                    \
+    .plan = plan_##x, .begin = begin, .tile = tile_##x, .finish = finish_##x, .keep = sparse_keep,                     \
+    .sent_from = sparse_sent_from, .none = sparse_none, .rescale = rescale, .check = sparse_check,                     \
+    .open = sparse_open, .decode = sparse_decode
+/* clang-format on */
+
+static const family exponential = {
+    .small = 1 << 20, .tolerance = 3.3e-4, .first = exponential_first, .later = exponential_later};
+FUNCTIONS(exponential)
 const sid_codec sid_codec_sidco_e = {
     .info = {.name = "sidco-e",
              .family = "sparse",
@@ -283,15 +437,38 @@ const sid_codec sid_codec_sidco_e = {
              .n_params = sizeof params / sizeof *params,
              .traits = SID_SPARSE,
              .wire_id = 17},
-    .plan = plan,
-    .begin = begin,
-    .tile = tile,
-    .finish = finish,
-    .keep = sparse_keep,
-    .sent_from = sparse_sent_from,
-    .none = sparse_none,
-    .rescale = rescale,
-    .check = sparse_check,
-    .open = sparse_open,
-    .decode = sparse_decode,
+    CODEC_OF(exponential),
+};
+
+static const family gamma_pareto = {
+    .squares = 1, .logs = 1, .small = 1 << 21, .tolerance = 2.2e-4, .first = gamma_first, .later = pareto_later};
+FUNCTIONS(gamma_pareto)
+const sid_codec sid_codec_sidco_gp = {
+    .info = {.name = "sidco-gp",
+             .family = "sparse",
+             .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with a gamma fit, then generalised Pareto fits: "
+                      "equations 15, 16, 7 to 9",
+             .doc = "As sidco-e, but the first stage fits a gamma distribution and the later ones a generalised Pareto "
+                    "tail.",
+             .params = gamma_params,
+             .n_params = sizeof gamma_params / sizeof *gamma_params,
+             .traits = SID_SPARSE,
+             .wire_id = 18},
+    CODEC_OF(gamma_pareto),
+};
+
+static const family all_pareto = {
+    .squares = 1, .small = 1 << 21, .tolerance = 2.2e-4, .first = pareto_first, .later = pareto_later};
+FUNCTIONS(all_pareto)
+const sid_codec sid_codec_sidco_p = {
+    .info = {.name = "sidco-p",
+             .family = "sparse",
+             .paper =
+                 "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with generalised Pareto fits: equations 28, 29, 7 to 9",
+             .doc = "As sidco-e, but all stages fit a generalised Pareto tail.",
+             .params = params,
+             .n_params = sizeof params / sizeof *params,
+             .traits = SID_SPARSE,
+             .wire_id = 19},
+    CODEC_OF(all_pareto),
 };

@@ -42,7 +42,7 @@ typedef struct sparse_work {
     float *val;
 } sparse_work;
 enum {
-    SPARSE_OWN = 512
+    SPARSE_OWN = 1024
 }; /* bytes of work for the codec itself; they survive from one reading to the next */
 
 /* p->k from the density. */

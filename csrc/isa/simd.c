@@ -334,6 +334,12 @@ static uint64_t band(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uin
     return c;
 }
 
+static double combine_wide(double *lane) {
+    for (int w = LANES / 2; w; w /= 2)
+        for (int j = 0; j < w; j++) lane[j] += lane[j + w];
+    return lane[0];
+}
+
 /* Not unrolled by hand: 16 independent lanes are what compilers vectorise. */
 static double sum_squares(const float *x, uint32_t n) {
     double lane[LANES] = {0};
@@ -341,9 +347,139 @@ static double sum_squares(const float *x, uint32_t n) {
     for (; i + LANES <= n; i += LANES)
         for (uint32_t j = 0; j < LANES; j++) lane[j] += (double)x[i + j] * (double)x[i + j];
     for (uint32_t j = 0; i < n; i++, j++) lane[j] += (double)x[i] * (double)x[i];
-    for (int w = LANES / 2; w; w /= 2)
-        for (int j = 0; j < w; j++) lane[j] += lane[j + w];
-    return lane[0];
+    return combine_wide(lane);
+}
+
+static void moments(const float *x, uint32_t n, double sum[3]) {
+    double a[LANES] = {0}, b[LANES] = {0}, c[LANES] = {0};
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (uint32_t j = 0; j < LANES; j++) {
+            const double v = (double)x[i + j];
+            a[j] += (double)sid_bits_f32(sid_key(x[i + j]));
+            b[j] += v * v;
+            c[j] += v;
+        }
+    for (uint32_t j = 0; i < n; i++, j++) {
+        const double v = (double)x[i];
+        a[j] += v < 0 ? -v : v;
+        b[j] += v * v;
+        c[j] += v;
+    }
+    sum[0] = combine_wide(a);
+    sum[1] = combine_wide(b);
+    sum[2] = combine_wide(c);
+}
+
+static void tail_moments(const float *x, uint32_t n, uint32_t a, uint32_t b, double sum[6], uint32_t count[2]) {
+    double lane[6][LANES] = {{0}};
+    int32_t above_a[LANES] = {0}, above_b[LANES] = {0};
+    const int32_t from_a = (int32_t)a, from_b = (int32_t)b;
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (uint32_t j = 0; j < LANES; j++) {
+            const int32_t k = (int32_t)sid_key(x[i + j]), in_a = -(k >= from_a), in_b = -(k >= from_b);
+            const double v = (double)sid_bits_f32((uint32_t)k), va = (double)sid_bits_f32((uint32_t)(k & in_a)),
+                         vb = (double)sid_bits_f32((uint32_t)(k & in_b));
+            lane[0][j] += v;
+            lane[1][j] += v * v;
+            lane[2][j] += va;
+            lane[3][j] += va * va;
+            lane[4][j] += vb;
+            lane[5][j] += vb * vb;
+            above_a[j] -= in_a;
+            above_b[j] -= in_b;
+        }
+    for (uint32_t j = 0; i < n; i++, j++) {
+        const int32_t k = (int32_t)sid_key(x[i]);
+        const double v = (double)sid_bits_f32((uint32_t)k), va = k >= from_a ? v : 0, vb = k >= from_b ? v : 0;
+        lane[0][j] += v;
+        lane[1][j] += v * v;
+        lane[2][j] += va;
+        lane[3][j] += va * va;
+        lane[4][j] += vb;
+        lane[5][j] += vb * vb;
+        above_a[j] += k >= from_a;
+        above_b[j] += k >= from_b;
+    }
+    count[0] = count[1] = 0;
+    for (int j = 0; j < LANES; j++) {
+        count[0] += (uint32_t)above_a[j];
+        count[1] += (uint32_t)above_b[j];
+    }
+    for (int j = 0; j < 6; j++) sum[j] = combine_wide(lane[j]);
+}
+
+/* Sum of log2 |x| where some are denormal: one after the other. */
+static double sum_log2_plainly(const float *x, uint32_t n) {
+    double product = 1;
+    int64_t exponents = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t key = sid_key(x[i]), k = key < 0x800000 ? sid_f32_bits((float)key) : key; /* key * 2^-149 */
+        if (!key) continue;
+        exponents += (int32_t)(k >> 23) - 127 - (key < 0x800000 ? 149 : 0);
+        product *= (double)sid_bits_f32((k & 0x7fffff) | 0x3f800000);
+        if (product > 0x1p900) {
+            product *= 0x1p-900;
+            exponents += 900;
+        }
+    }
+    return (double)exponents + sid_log(product) * 1.4426950408889634074;
+}
+
+/* The exponents add up as integers, the significands in [1, 2) multiply: 64 to a lane stay below 2^64, and the rounding of
+ * 64 products is 6e-8 of one logarithm at most. A zero counts as neither. */
+static double sum_log2(const float *x, uint32_t n, uint32_t *count) {
+    enum {
+        BLOCK = 64 * LANES
+    };
+    double sum = 0;
+    *count = 0;
+    for (uint32_t at = 0; at < n; at += BLOCK, x += BLOCK) {
+        const uint32_t len = n - at < BLOCK ? n - at : BLOCK;
+        vf product[PARTS];
+        vi exponents = {0}, normal = {0}, denormal = {0};
+        float lane[LANES];
+        uint32_t i = 0, some = 0, tiny = 0;
+        int64_t exponent = 0;
+        for (int q = 0; q < PARTS; q++) product[q] = (vf)((vi){0} + 0x3f800000);
+        for (; i + LANES <= len; i += LANES)
+            for (int q = 0; q < PARTS; q++) {
+                const vi k = keys(load(x + i + q * WIDE)), ok = k > 0x7fffff;
+                product[q] *= (vf)((k & 0x7fffff) | 0x3f800000);
+                exponents += k >> 23;
+                normal -= ok;
+                denormal |= k & ~ok;
+            }
+        memcpy(lane, product, sizeof lane);
+        for (int j = 0; j < WIDE; j++) {
+            exponent += exponents[j];
+            some += (uint32_t)normal[j];
+            tiny |= (uint32_t)denormal[j];
+        }
+        for (uint32_t j = 0; i < len; i++, j++) {
+            const uint32_t k = sid_key(x[i]);
+            lane[j] *= sid_bits_f32((k & 0x7fffff) | 0x3f800000);
+            exponent += k >> 23;
+            some += k > 0x7fffff;
+            tiny |= k > 0x7fffff ? 0 : k;
+        }
+        if (tiny) {
+            for (i = 0; i < len; i++) *count += sid_key(x[i]) != 0;
+            sum += sum_log2_plainly(x, len);
+            continue;
+        }
+        double rest = 1; /* below 2^16 */
+        exponent -= 127 * (int64_t)some;
+        for (int j = 0; j < LANES; j++) {
+            const uint32_t k = sid_f32_bits(lane[j]);
+            exponent += (int32_t)(k >> 23) - 127;
+            rest *= (double)sid_bits_f32((k & 0x7fffff) | 0x3f800000);
+        }
+        sum += (double)exponent + sid_log(rest) * 1.4426950408889634074;
+        *count += some;
+    }
+    return sum;
 }
 
 static void clamp(const float *x, float *y, uint32_t n, float max) {
@@ -626,6 +762,9 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .sum_abs = sum_abs,
     .tail_sums = tail_sums,
     .sum_squares = sum_squares,
+    .moments = moments,
+    .tail_moments = tail_moments,
+    .sum_log2 = sum_log2,
     .clamp = clamp,
     .f32_to_f16 = f32_to_f16,
     .f32_to_bf16 = f32_to_bf16,

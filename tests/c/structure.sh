@@ -23,8 +23,8 @@ only() { # FILES..., --, the headers of the project that they may include
 }
 
 only csrc/wire.h csrc/sidcomp.h --
-only csrc/bits.h csrc/rng.h -- wire.h
-only csrc/internal.h -- bits.h rng.h sidcomp.h wire.h
+only csrc/bits.h csrc/rng.h csrc/special.h -- wire.h
+only csrc/internal.h -- bits.h rng.h sidcomp.h special.h wire.h
 only csrc/*.c -- internal.h codecs.def memories.def
 only csrc/codec/*.[ch] -- '\.\./internal.h' '[a-z]+\.h'
 only csrc/memory/*.c csrc/isa/*.c -- '\.\./internal.h'
