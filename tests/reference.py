@@ -275,7 +275,7 @@ def gamma_quantile(magnitude: Array, ratio: float, closed: bool) -> float:
     mean = some.mean()
     s = float(np.log(mean) - np.log(some).mean())
     ratio *= len(magnitude) / len(some)
-    if s < 1e-9 or ratio >= 1:  # so narrow a gamma has, by (15), a quantile far below 0
+    if s < 1e-9:  # so narrow a gamma has, by (15), a quantile far below 0
         return 0.0
     alpha = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
     if not closed:

@@ -215,11 +215,11 @@ static double gamma_first(const sid_plan *p, const tail *t, double log_inverse) 
     const double ln2 = 0.69314718055994530942;
     if (!(t->count > 0)) return 0;
     const double mean = t->sum / t->count, s = sid_log(mean) - ln2 * (t->logs / t->count);
-    const double log_inverse_here = log_inverse + sid_log(t->count / (double)p->n);
-    if (!(s > 0 && log_inverse_here > 0)) return 0;
+    if (!(s > 0)) return 0;
     double shape = (3 - s + sqrt((s - 3) * (s - 3) + 24 * s)) / (12 * s);
     if (p->codec_param[SHAPE] > 0) shape = likeliest_shape(shape, s);
-    const double quantile = mean / shape * (log_inverse_here - sid_lgamma(shape));
+    const double share = sid_log(t->count / (double)p->n); /* of the elements that are not 0 */
+    const double quantile = mean / shape * (log_inverse + share - sid_lgamma(shape));
     return quantile > 0 ? quantile : 0;
 }
 

@@ -14,6 +14,8 @@
     X(checksum)                                                                                                        \
     X(scale)                                                                                                           \
     X(random)                                                                                                          \
+    X(special)                                                                                                         \
+    X(moments)                                                                                                         \
     X(cuda_absent)                                                                                                     \
     X(round_trip)                                                                                                      \
     X(settings)                                                                                                        \
