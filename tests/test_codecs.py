@@ -291,7 +291,8 @@ class Trial:
 
 
 def allowed(low: float, high: float, magnitude: Array, head: dict[str, Any], found: int) -> bool:
-    low, high = low * (1 - 1e-3), high * (1 + 1e-3)
+    half = 2.0**-150  # the rounding to float32 of a denormal threshold
+    low, high = low * (1 - 1e-3) - half, high * (1 + 1e-3) + half
     if not (magnitude >= high).sum() <= found <= (magnitude >= low).sum():
         return False
     with np.errstate(over="ignore"):  # a threshold beyond float32 is Inf: nothing passes

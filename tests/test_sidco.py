@@ -1,4 +1,4 @@
-"""SIDCo's fits: special functions, quantiles of known distributions, moments that make no sense, adaptation."""
+"""SIDCo's fits: special functions, known distributions, moments that make no sense, adaptation."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def threshold(codec: str, x: Array, **settings: Any) -> float:
 
 
 def test_the_exponential_distribution_is_all_threes() -> None:
-    """A Laplace vector: each of the fits is right; Minka's shape, 1 % off, is 6 % off at a density of 0.001."""
+    """Each fit is right; Minka's shape, 1 % off, makes 6 % at a density of .001."""
     for density in (0.1, 0.01, 0.001):
         n = 100_000
         x = spaced(lambda p: -np.log1p(-p), n)
@@ -204,7 +204,7 @@ def test_any_scale(scale: float) -> None:
 
 @pytest.mark.parametrize("codec", FAMILY)
 def test_degenerate_vectors(codec: str) -> None:
-    """Nothing is lost, step after step; a threshold is finite, or beyond float32 and then Inf: nothing passes."""
+    """Nothing is lost, step after step; a threshold beyond float32 is Inf, and nothing passes."""
     n = 3000
     one, two, spike = (np.zeros(n, np.float32) for _ in range(3))
     one[17], two[[5, 6]], spike[:] = 3.0, 3e38, 1e-3

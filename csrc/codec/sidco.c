@@ -382,7 +382,7 @@ static sid_verdict finish(sid_walk *w, const family *f) {
     double sum;
     if (key >= s->low)
         found = sparse_above(w, key, &sum);
-    else if (o->exact && o->key[0] == key)
+    else if (o->exact && o->key[0] == key && s->compacted)
         found = o->count[0]; /* candidates were dropped, but the capacity's worth of them is here */
     else
         return again(o, key, s->compacted ? s->low - 1 : key);
