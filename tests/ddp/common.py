@@ -21,6 +21,8 @@ Gradients = Mapping[str, Tensor | None]
 GROUPS = ("bucket", "model", 700, "explicit")
 CODECS = {codec.name: codec for codec in sidcomp.codecs()}
 MEMORIES = {memory.name: memory for memory in sidcomp.memories()}
+PLAIN = ("none", "residual")
+OTHERS = tuple(m for m in MEMORIES if m not in PLAIN)
 
 
 def tolerant(codec: str) -> bool:
@@ -127,7 +129,18 @@ class Reference:
         self.settings = {**defaults(codec, memory), **settings}
         self.own: dict[str, dict[str, Any]] = {}  # settings of single parameters, over the others
         self.rank, self.world, self.steps = rank, world, 0
-        self.kept: dict[str, Array] = {}
+        self.vec: dict[str, Array] = {}  # vectors x elements of what each parameter's memory keeps
+
+    @property
+    def kept(self) -> dict[str, Array]:
+        """Vector 0 of each."""
+        return {name: v[0] if len(v) else np.zeros(v.shape[1], np.float32) for name, v in self.vec.items()}
+
+    def _settings(self, codec: str, names: Sequence[str]) -> dict[str, Any]:
+        """A dense group's memory has the parameters that the others' has."""
+        memory = {p.name: self.settings[p.name] for p in MEMORIES[self.memory].parameters}
+        settings = self.settings if codec == self.codec else {**defaults(codec, self.memory), **memory}
+        return dict(schedule.at({**settings, **self.own.get(names[0], {})}, self.steps))
 
     def exchange(self, groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> None:
         """Replaces every .grad by the exchanged one. Parameters that no rank has used stay as they are."""
@@ -139,28 +152,33 @@ class Reference:
             ps = [parameters[name] for name in names]
             mine = torch.cat([flat(torch.zeros_like(p) if p.grad is None else p.grad, p) for p in ps])
             codec = str(group["codec"])
-            settings = self.settings if codec == self.codec else defaults(codec, self.memory)
-            settings = schedule.at({**settings, **self.own.get(names[0], {})}, self.steps)
-            dtype = dtype_name(ps[0])
+            settings, dtype = self._settings(codec, names), dtype_name(ps[0])
             side = reference.Group(codec, self.memory, CODECS[codec].wire_id, len(mine), dtype, settings)
-            side.kept = np.concatenate(
-                [self.kept.get(n, np.zeros(p.numel(), np.float32)) for n, p in zip(names, ps, strict=True)]
-            )
+            empty = [np.zeros((side.memory.vectors, p.numel()), np.float32) for p in ps]
+            side.keep(np.concatenate([self.vec.get(n, e) for n, e in zip(names, empty, strict=True)], axis=1))
             at = reference.Step(self.steps, number, self.rank, self.world)
             payloads: list[Any] = [None] * self.world
             dist.all_gather_object(payloads, side.encode(to_array(mine), at))
             if CODECS[codec].linear:
-                out = self.sum_bodies(side, payloads)
+                total = self.sum_bodies(side, payloads)
+                out = reference.from_f32(total, side.dtype)
+                if np.isfinite(total).all():
+                    side.memory.received(total)
+                else:
+                    side.take_back(to_array(mine))
             else:
-                out = side.decode(payloads, float(np.float32(1) / np.float32(self.world)))
+                mean = float(np.float32(1) / np.float32(self.world))
+                out = side.decode(payloads, mean)
                 if any(reference.header(p)["flags"] & reference.NONFINITE for p in payloads):
                     side.take_back(to_array(mine))
+                else:
+                    side.received(payloads, mean)
             at_element = 0
             reduced = to_tensor(out, mine.dtype)
             for name, p in zip(names, ps, strict=True):
                 part = slice(at_element, at_element + p.numel())
                 at_element += p.numel()
-                self.kept[name] = side.kept[part]
+                self.vec[name] = side.memory.vec[:, part]
                 if name in anywhere:
                     p.grad = shaped(reduced[part], p)
         self.steps += 1
@@ -174,4 +192,4 @@ class Reference:
         with np.errstate(all="ignore"):
             for other in bodies[1:]:
                 total = reference.to_f32(reference.from_f32(total + other, body), body)
-            return reference.from_f32(total, side.dtype)
+        return total
