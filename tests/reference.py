@@ -501,6 +501,34 @@ class Sidco(Sparse):
 
 
 @dataclass
+class GaussianK(Sidco):
+    """GaussianKSGD: everything from a normal fit's threshold on, after its corrections, at most `cap`."""
+
+    stages: int = 0
+
+    def adapt(self, found: int) -> None:
+        pass
+
+    def threshold(self, acc: Array, slack: float = 0.0) -> tuple[float, float]:
+        from scipy.special import ndtri
+
+        x, magnitude = acc.astype(np.longdouble), np.abs(acc).astype(np.float64)
+        fitted = max(0.0, float(x.mean()) - float(ndtri(self.delta / 2)) * float(x.std()))
+        ends = []
+        tried = [(fitted, 1)]
+        while tried:
+            middle, rounds = tried.pop()
+            for t in {middle * (1 - slack), middle, middle * (1 + slack)}:
+                count = int((magnitude >= t).sum())
+                few, many = 3 * count < 2 * self.k, 3 * count > 4 * self.k
+                if rounds < int(self.settings["rounds"]) and (few or many):
+                    tried.append((t * (0.5 if few else 1.5), rounds + 1))
+                else:
+                    ends.append(t)
+        return min(ends), max(ends)
+
+
+@dataclass
 class Dgc(Sparse):
     """The k largest of what reaches a threshold that is taken from a sample (Lin et al. 2018, section 5).
 
@@ -545,6 +573,7 @@ CODECS: dict[str, Callable[..., Any]] = {
     "sidco-e": Sidco,
     "sidco-gp": lambda *a: Sidco(*a, later=pareto_quantile, gamma=True),
     "sidco-p": lambda *a: Sidco(*a, later=pareto_quantile),
+    "gaussiank": GaussianK,
     "dgc": Dgc,
 }
 

@@ -202,7 +202,7 @@ def test_any_scale(scale: float) -> None:
 # ---- moments that make no sense ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", FAMILY)
+@pytest.mark.parametrize("codec", [*FAMILY, "gaussiank"])
 def test_degenerate_vectors(codec: str) -> None:
     """Nothing is lost, step after step; a threshold beyond float32 is Inf, and nothing passes."""
     n = 3000
@@ -213,7 +213,8 @@ def test_degenerate_vectors(codec: str) -> None:
     near = np.where(np.arange(n) % 2, np.float32(1), np.nextafter(np.float32(1), np.float32(2)))
     for x in (one, two, spike, equal, near, np.zeros(n, np.float32), np.full(n, ref.FLT_MAX, np.float32)):
         for stages in (1, 3):
-            rank = Rank(_core.Plan(codec, "residual", n, "float32", {"max_stages": stages, "Q": 1}))
+            settings = {"rounds": stages} if codec == "gaussiank" else {"max_stages": stages, "Q": 1}
+            rank = Rank(_core.Plan(codec, "residual", n, "float32", settings | {"density": 0.01}))
             kept = np.zeros(n)
             for step in range(6):
                 payload = rank.encode(Vector(x), Step(step=step))
@@ -285,3 +286,51 @@ def test_large_groups_read_once(codec: str) -> None:
         rank.encode(Vector(x), Step(step=step))
         walks.append(rank.stats.walks)
     assert sum(walks[14:]) <= 12, walks
+
+
+# ---- the rival -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_normal_vector_needs_no_correction(density: float, rounds: int) -> None:
+    n = 100_000
+    x = spaced(lambda p: special.ndtri((1 + p) / 2), n)
+    rank, head = encode("gaussiank", x, density=density, rounds=rounds)
+    assert rank.stats.found == pytest.approx(density * n, rel=0.01)
+    assert head["scale"] == pytest.approx(-special.ndtri(density / 2), rel=1e-3)
+
+
+def test_the_corrections_by_hand() -> None:
+    """Laplace at 1 %: the fit passes 2.6 %; times 1.5: .42 %, times .75: 6.5 %, times 1.125: 1.7 %."""
+    n = 100_000
+    x = spaced(lambda p: -np.log1p(-p), n)
+    fitted = math.sqrt(2) * -float(special.ndtri(0.005))
+    for rounds, factor in ((1, 1), (2, 1.5), (3, 0.75), (4, 1.125)):
+        rank, head = encode("gaussiank", x, density=0.01, rounds=rounds, capacity=20)
+        assert head["scale"] == pytest.approx(factor * fitted, rel=1e-3)
+        assert rank.stats.found == pytest.approx(n * math.exp(-factor * fitted), rel=0.02)
+    assert encode("gaussiank", x, density=0.001, rounds=9)[1]["scale"] == pytest.approx(
+        1.5 * math.sqrt(2) * -float(special.ndtri(0.0005)), rel=1e-3
+    )
+
+
+def test_a_mean_far_from_zero_shifts_the_threshold() -> None:
+    x = np.random.default_rng(0).normal(5, 1, 50_000).astype(np.float32)
+    rank, head = encode("gaussiank", x, density=0.01, rounds=1)
+    assert head["scale"] == pytest.approx(5 - float(special.ndtri(0.005)), rel=1e-2)
+    assert rank.stats.found == pytest.approx(250, rel=0.2)  # one side only: half of k
+    assert encode("gaussiank", -x, density=0.01, rounds=1)[0].stats.found == 50_000  # below 0, so 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
+def test_large_groups_of_the_rival(density: float) -> None:
+    n = 3_000_000
+    rank = Rank(_core.Plan("gaussiank", "none", n, "float32", {"density": density}))
+    walks = []
+    for step in range(12):
+        x = np.random.default_rng(step % 3).laplace(0, 1, n).astype(np.float32)
+        rank.encode(Vector(x), Step(step=step))
+        walks.append(rank.stats.walks)
+    assert sum(walks[6:]) <= 8, walks

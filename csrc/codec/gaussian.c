@@ -1,0 +1,168 @@
+/* GaussianKSGD (Shi et al. 2019, "Understanding top-k sparsification in distributed deep learning", section 4), SIDCo's
+ * rival: a normal distribution fitted to x, and a few corrections.
+ *     t = mean + z * std      z: a standard normal variable exceeds it with probability delta / 2, delta = k/n
+ *     up to `rounds` times: count |x| >= t; below 2k/3: t = t / 2; above 4k/3: t = 1.5 t; else done
+ * The threshold of the last count is used, whatever it was; what does not fit the payload is kept. The paper prints the
+ * percentile 1 - delta of x, which on both sides of 0 would let pass twice as many; its published code has 1 - delta / 2,
+ * as SIDCo's lemma 1, and three rounds. The standard deviation is that of n, not n - 1; a threshold below 0 is 0.
+ *
+ * One reading suffices in the steady state: mean and deviation are known after it, and of the counts that follow only
+ * those up to 4k/3 must be exact, so that the 3k/2 largest of the last step say from where on to capture. */
+#include <math.h>
+
+#include "sparse.h"
+
+enum {
+    ROUNDS = SPARSE_PARAMS,
+    CAPACITY
+};
+enum {
+    LAST,
+    SPREAD
+}; /* words of state->codec: the key from where on candidates were needed, and how far from it the next may lie */
+
+static const sid_param params[] = {
+    SPARSE_PARAM_ROWS,
+    {.name = "rounds",
+     .kind = SID_INT,
+     .dflt = 3,
+     .min = 1,
+     .max = 10,
+     .unit = "",
+     .doc = "Thresholds that are tried, the fitted one included."},
+    {.name = "capacity",
+     .kind = SID_REAL,
+     .dflt = 1.34,
+     .min = 1,
+     .max = 1e6,
+     .unit = "times k",
+     .doc = "Room of the payload; where more elements pass, the largest are sent and the rest is kept."},
+};
+
+/* Persists over the readings of one encode. */
+typedef struct gauss_work {
+    double sum, squares, threshold;
+    uint64_t count;
+    uint32_t fitted, round;
+    uint32_t probe, low; /* probe: keys from here on are counted, where not 0; low: captured from here on */
+} gauss_work;
+_Static_assert(sizeof(gauss_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
+
+static gauss_work *own(const sid_walk *w) { return sparse_own(w); }
+
+static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)err;
+    sparse_k(p);
+    const double cap = ceil(p->codec_param[CAPACITY] * (double)p->k);
+    p->cap = cap < (double)p->n ? (uint64_t)cap : p->n;
+    return sparse_plan(p, p->n < 1 << 20 ? p->n : p->n / 8 > 2 * p->k ? p->n / 8 : 2 * p->k, scratch);
+}
+
+static void begin(sid_walk *w) {
+    gauss_work *o = own(w);
+    if (w->walks == 1) {
+        const uint32_t last = (uint32_t)w->state->codec[LAST], spread = (uint32_t)w->state->codec[SPREAD];
+        *o = (gauss_work){.low = spread && last > spread ? last - spread : 0};
+    }
+    o->count = 0;
+    sparse_begin(w, o->low);
+}
+
+static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+    gauss_work *o = own(w);
+    if (!o->fitted) {
+        double sum[3];
+        w->plan->simd->moments(acc, len, sum);
+        o->squares += sum[1];
+        o->sum += sum[2];
+    }
+    if (o->probe) {
+        double sum[3];
+        uint32_t count[2];
+        sparse_sums(w, acc, len, o->probe, o->probe, sum, count);
+        o->count += count[0];
+    }
+    sparse_capture(w, acc, at, len);
+}
+
+static sid_verdict finish(sid_walk *w) {
+    const sid_plan *p = w->plan;
+    const sparse_work *s = sparse_of(w);
+    gauss_work *o = own(w);
+    uint64_t *c = w->state->codec;
+    if (p->n == 0) {
+        sparse_emit_from(w, 0, 0);
+        return SID_DONE;
+    }
+    if (!o->fitted) {
+        const double n = (double)p->n, mean = o->sum / n, variance = o->squares / n - mean * mean;
+        const double t = mean + sid_normal_tail((double)p->k / n / 2) * (variance > 0 ? sqrt(variance) : 0);
+        o->threshold = t > 0 ? t : 0;
+        o->fitted = 1;
+    }
+    uint32_t key;
+    uint64_t found;
+    for (;; o->round++) {
+        double sum;
+        const int last = o->round + 1 >= (uint32_t)p->codec_param[ROUNDS];
+        key = sid_key((float)o->threshold); /* beyond float32: Inf, and nothing passes */
+        if (key >= s->low)
+            found = sparse_above(w, key, &sum);
+        else if (s->compacted && (key == 0 || key == o->probe))
+            found = key ? o->count : p->n; /* candidates were dropped, but the capacity's worth of them is here */
+        else if (!last && 3 * s->count > 4 * p->k)
+            found = s->count; /* and more: too many, however many they are */
+        else {
+            o->probe = key;
+            o->low = s->compacted ? s->low - 1 : key;
+            return SID_AGAIN;
+        }
+        if (last || (3 * found >= 2 * p->k && 3 * found <= 4 * p->k)) break;
+        o->threshold *= 3 * found < 2 * p->k ? 0.5 : 1.5;
+    }
+    w->stats.found = found;
+
+    const uint64_t wanted = p->k + p->k / 2 + 1, rank = wanted < s->count ? wanted : s->count;
+    uint32_t from = key;
+    if (rank) {
+        const sparse_pick pick = sparse_select(w, rank, (uint32_t)c[LAST], (uint32_t)c[SPREAD]);
+        from = pick.key < key ? pick.key : key;
+    }
+    c[SPREAD] = sparse_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], from);
+    c[LAST] = from;
+    if (found > p->cap) {
+        const sparse_pick pick = sparse_select(w, p->cap, 0, 0);
+        sparse_emit(w, pick, p->cap - pick.above, SID_FLAG_RAISED);
+    } else
+        sparse_emit_from(w, key, 0);
+    return SID_DONE;
+}
+
+static void rescale(const sid_plan *p, sid_state *s, float factor) {
+    (void)p;
+    s->codec[LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[LAST]) * factor);
+}
+
+const sid_codec sid_codec_gaussiank = {
+    .info =
+        {.name = "gaussiank",
+         .family = "sparse",
+         .paper = "GaussianKSGD (Shi et al. 2019), Algorithm 1; SIDCo's rival",
+         .doc = "A threshold from a normal distribution fitted to the vector, halved or raised by half until roughly k "
+                "elements pass or the rounds are over.",
+         .params = params,
+         .n_params = sizeof params / sizeof *params,
+         .traits = SID_SPARSE,
+         .wire_id = 20},
+    .plan = plan,
+    .begin = begin,
+    .tile = tile,
+    .finish = finish,
+    .keep = sparse_keep,
+    .sent_from = sparse_sent_from,
+    .none = sparse_none,
+    .rescale = rescale,
+    .check = sparse_check,
+    .open = sparse_open,
+    .decode = sparse_decode,
+};
