@@ -13,7 +13,7 @@ else:
     import tomli as tomllib
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-DEFAULTS: dict[str, Any] = {"task": "lm", "memory": "residual", "groups": None, "exclude": [], "seed": 0}
+DEFAULTS: dict[str, Any] = {"task": "lm", "memory": None, "groups": None, "exclude": [], "seed": 0}
 
 
 def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace:
@@ -41,7 +41,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         metavar="NAME=VALUE",
         help="parameter of codec or memory; repeat it",
     )
-    add("--memory", help="residual or none; residual unless given")
+    add("--memory", help="what is kept from step to step; the codec's own unless given")
     add("--groups", help="bucket, model, a size such as 4MB, auto; bucket unless given")
     add(
         "--exclude",

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wire import tcp_bytes_sent
 
 LOOPBACK = "Network: as the ranks found it. On one machine that is loopback, where an exchange costs little."
+CLIP = 1.0
 WARM = 5  # steps that are not timed: DDP rebuilds its buckets, allocators settle
 
 
@@ -58,7 +59,7 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.module = task.model()
         self.model = self.module
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=args.lr, momentum=task.momentum)
+        momentum = task.momentum
         self.carry: torch.Tensor | None = None  # what the task keeps from step to step
         self.state: sidcomp.State | None = None
         self.run.elements = sum(p.numel() for p in self.module.parameters())
@@ -84,7 +85,11 @@ class Trainer:
                 **args.parameters,
             )
             sidcomp.register(self.model, self.state)
+            momentum = 0.0 if self.state.settings.momentum else momentum
             self.run.found = not self.state.settings.planned
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=args.lr, momentum=momentum)
+        if self.state is not None:
+            sidcomp.check_optimizer(self.state, self.optimizer, clip_grad_norm=CLIP)
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])
             if self.state is not None:
@@ -123,7 +128,7 @@ class Trainer:
         loss, self.carry = self.task.loss(self.model, step, self.carry)
         self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), CLIP)
         self.optimizer.step()
         return loss.item()
 

@@ -13,6 +13,7 @@ from sidcomp import errors
 from sidcomp._core import version as __version__
 from sidcomp.compressor import Compressor
 from sidcomp.errors import *  # noqa: F403
+from sidcomp.optimizer import check_optimizer
 from sidcomp.planning import evaluate, plan
 from sidcomp.profile import Profile
 from sidcomp.registry import Codec, Parameter, codecs, memories
@@ -37,6 +38,7 @@ __all__ = [
     "Schedule",
     "State",
     "__version__",
+    "check_optimizer",
     "codecs",
     "errors",
     "evaluate",

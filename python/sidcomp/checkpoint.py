@@ -12,6 +12,7 @@ from sidcomp import _core
 from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.groups import DENSE, Piece, Spec, shorten
 from sidcomp.layout import STATE_HEADER, Group, Layout
+from sidcomp.registry import find_memory
 from sidcomp.settings import Settings
 
 if TYPE_CHECKING:
@@ -183,13 +184,22 @@ def load(
 
 
 def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, parts: int) -> dict[str, Any]:
-    """The state of one new rank: the old ranks' residuals, added in rank order, over `parts`."""
+    """The state of one new rank: the old ranks' residuals, added in rank order, over `parts`; of momenta the
+    mean."""
     states = sorted(states, key=lambda s: int(s["rank"]))
-    residuals = {
-        name: torch.stack([s["residuals"][name].double() for s in states]).sum(dim=0).div(parts).float()
-        for name in states[0]["residuals"]
-    }
+    residuals = {}
+    for name in states[0]["residuals"]:
+        total = torch.stack([s["residuals"][name].double() for s in states]).sum(dim=0)
+        over = torch.full((len(total), 1), float(parts), dtype=torch.float64)
+        over[_unsent(states[0]["memory"]) :] = len(states)
+        residuals[name] = (total / over).float()
     return {**states[0], "world": world, "rank": rank, "residuals": residuals}
+
+
+def _unsent(name: str) -> int:
+    """How many of the vectors of a memory are still to be sent; the others are momenta."""
+    memory = find_memory(name)
+    return 1 if "feedback" in memory.traits or not memory.momentum else 0
 
 
 def _check_form(s: object) -> None:

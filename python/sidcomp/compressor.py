@@ -62,7 +62,7 @@ class Compressor:
     """The codec and memory of one group: `payload = c.encode(gradient)`, `c.decode(payloads, out)`.
 
     codec, memory   names in `sidcomp.codecs()` and `sidcomp.memories()`; their parameters are further keyword
-                    arguments.
+                    arguments. memory=None: the codec's own.
     n               elements of the vectors.
     dtype           of the vectors: "float32", "float16" or "bfloat16" (also numpy's and torch's own objects).
     seed, group, rank, world
@@ -80,7 +80,7 @@ class Compressor:
         n: int,
         dtype: Any = "float32",
         *,
-        memory: str = "residual",
+        memory: str | None = None,
         seed: int = 0,
         group: int = 0,
         rank: int = 0,

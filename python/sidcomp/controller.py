@@ -147,7 +147,9 @@ class Controller:
         self._order = self._script.send(it)
         p.deferred = self._order.deferred
         target = self._order.regime
-        behind = not self._order.park and observe.leaves_behind(p.layout, p.parked, target)
+        # dense groups take what is kept along with a memory that holds the momentum
+        ours = self._order.park or self.settings.momentum
+        behind = not ours and observe.leaves_behind(p.layout, p.parked, target)
         return replace(target, flush=True) if behind else target
 
     def begin(self, p: "Pipeline") -> None:
@@ -192,7 +194,7 @@ class Controller:
             self._order = next(self._script)
         kept = resume.residuals.keys()
         dense = regime.dense_names() if isinstance(regime.rule, list) else kept
-        return replace(regime, flush=not kept.isdisjoint(dense))
+        return replace(regime, flush=not (self.settings.momentum or kept.isdisjoint(dense)))
 
     def plan(self, costs: dict[str, Any]) -> dict[str, Any]:
         """As this State plans: by ldp, or by the paper whose groups were asked for."""

@@ -1,6 +1,6 @@
 """The registry of codecs and memories as Python objects."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from sidcomp import _core, schedule
@@ -36,6 +36,7 @@ class Codec:
     doc: str
     wire_id: int
     traits: frozenset[str]
+    memory: str  # of a codec: the one that its paper has, and that it gets unless another is asked for
     cuda: bool
     parameters: tuple[Parameter, ...]
 
@@ -63,6 +64,7 @@ def _entry(info: "_core.Info") -> Codec:
         doc=info["doc"],
         wire_id=info["wire_id"],
         traits=frozenset(info["traits"]),
+        memory=info["memory"],
         cuda=info["cuda"],
         parameters=tuple(
             Parameter(**{**row, "choices": tuple(row["choices"])})  # type: ignore[arg-type]
@@ -78,7 +80,7 @@ def codecs() -> tuple[Codec, ...]:
 
 def memories() -> tuple[Codec, ...]:
     """All memories of this build, in the order of the registry (csrc/memories.def)."""
-    return tuple(_entry(i) for i in _core.memories())
+    return tuple(replace(_entry(i), memory="") for i in _core.memories())
 
 
 def _find(entries: tuple[Codec, ...], name: str, what: str) -> Codec:
@@ -96,20 +98,20 @@ def find_memory(name: str) -> Codec:
     return _find(memories(), name, "memory")
 
 
-def resolve(codec: str, memory: str, settings: dict[str, V]) -> tuple[Codec, Codec, dict[str, V]]:
-    """Checks names and parameters against the tables. A lossless codec takes memory "none" in place of one
-    that only keeps what was not sent."""
+def resolve(codec: str, memory: str | None, settings: dict[str, V]) -> tuple[Codec, Codec, dict[str, V]]:
+    """Checks names and parameters against the tables; without a memory the codec's own is taken. A lossless
+    codec takes memory "none" in place of one that only keeps what was not sent."""
     c: Codec = find_codec(codec)
-    m: Codec = find_memory(memory)
+    m: Codec = find_memory(c.memory if memory is None else memory)
     known = {p.name for p in (*c.parameters, *m.parameters)}
     unknown = sorted(set(settings) - known)
     if unknown:
         has = f"they have: {', '.join(sorted(known))}" if known else "they have none"
         raise ParameterError(
-            f"unknown parameter {', '.join(map(repr, unknown))} for codec {codec!r} with memory {memory!r}; "
+            f"unknown parameter {', '.join(map(repr, unknown))} for codec {codec!r} with memory {m.name!r}; "
             f"{has}"
         )
-    if c.lossless and memory != "none" and not m.momentum:
+    if c.lossless and m.name != "none" and not m.momentum:
         m = find_memory("none")
         settings = {p.name: settings[p.name] for p in c.parameters if p.name in settings}
     for step in schedule.steps(settings):

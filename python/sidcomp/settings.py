@@ -44,13 +44,14 @@ class Settings:
     seed: int
     checksum_every: int
     isa: str | None
+    named: bool = True  # the memory was asked for, not the codec's own
     made: list[Way] = field(default_factory=list)  # of the policy's combinations, numbered after `ways`
 
     @classmethod
     def parse(
         cls,
         codec: str,
-        memory: str,
+        memory: str | None,
         groups: Groups | None,
         seed: int,
         exclude: Exclude,
@@ -88,6 +89,7 @@ class Settings:
             seed,
             checksum_every,
             isa,
+            memory is not None,
         )
         for way in range(len(ways)):  # the core knows the ranges, and which isa this processor has
             settings.plan(1, "float32", way)
@@ -101,6 +103,11 @@ class Settings:
         memories = {first.memory.name} | {c["memory"] for _, c in rules if "memory" in c}
         entries = [*map(find_codec, sorted(names)), *map(find_memory, sorted(memories))]
         known = {"codec", "memory"} | {p.name for entry in entries for p in entry.parameters}
+        if len({find_memory(m).momentum for m in memories}) > 1:
+            raise ArgumentError(
+                f"policy: of the memories {', '.join(sorted(memories))} some hold the momentum, some "
+                "leave it to the optimizer: name memories of one kind for all parameters"
+            )
         for i, (rule, changes) in enumerate(rules):
             if self.planned and i not in self.policy.dense:
                 raise ArgumentError(
@@ -120,6 +127,11 @@ class Settings:
         return self.groups in PLANNED
 
     @property
+    def momentum(self) -> bool:
+        """Whether the memory holds the momentum, also of what is sent dense: the optimizer must have none."""
+        return self.ways[0].memory.momentum
+
+    @property
     def start(self) -> Regime:
         """How training begins."""
         if not self.planned:
@@ -135,12 +147,20 @@ class Settings:
         codec, memory, parameters = first.codec.name, first.memory.name, dict(first.parameters)
         for i in which:
             changes = self.policy.rules[i][1]
-            codec, memory = changes.get("codec", codec), changes.get("memory", memory)
+            if "codec" in changes:
+                codec = changes["codec"]
+                memory = memory if self.named else self._own_memory(codec, memory)
+            memory = changes.get("memory", memory)
             parameters |= {k: v for k, v in changes.items() if k not in ("codec", "memory")}
         tables = (*find_codec(codec).parameters, *find_memory(memory).parameters)
         return Way(
             *resolve(codec, memory, {p.name: parameters[p.name] for p in tables if p.name in parameters})
         )
+
+    def _own_memory(self, codec: str, memory: str) -> str:
+        """That of a codec which the policy names, unless only one of the two holds the momentum."""
+        own = find_memory(find_codec(codec).memory)
+        return own.name if own.momentum == self.momentum else memory
 
     def assign(self, shapes: Shapes) -> dict[str, int]:
         """The ways of the parameters that the policy is about. Their numbers depend on the model alone."""
@@ -160,8 +180,12 @@ class Settings:
         """The plan of a group of n elements in iteration `step`."""
         extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
         if way == DENSE:
-            memory = self.ways[0].memory.name if flush else "none"
-            return _core.Plan("none", memory, n, dtype, {}, flush=flush, **extra)
+            first = self.ways[0]
+            if not (flush or self.momentum):
+                return _core.Plan("none", "none", n, dtype, {}, **extra)
+            own = {p.name for p in first.memory.parameters}
+            parameters = {k: v for k, v in schedule.at(first.parameters, step).items() if k in own}
+            return _core.Plan("none", first.memory.name, n, dtype, parameters, flush=flush, **extra)
         w = self.way(way)
         return _core.Plan(w.codec.name, w.memory.name, n, dtype, schedule.at(w.parameters, step), **extra)
 
@@ -181,8 +205,10 @@ class Settings:
         }
 
 
-def _ways(candidates: Candidates, memory: str, parameters: Parameters) -> tuple[Way, ...]:
-    """The candidates of codec="auto"; a parameter of the State goes to all of them that have it."""
+def _ways(candidates: Candidates, memory: str | None, parameters: Parameters) -> tuple[Way, ...]:
+    """The candidates of codec="auto", which share a memory, for a group may go from one to another; a
+    parameter of the State goes to all of them that have it."""
+    memory = "residual" if memory is None else memory
     if isinstance(candidates, str) or not candidates:
         raise ArgumentError(f'candidates={candidates!r}: a list of codecs, such as ["topk", "fp16"]')
     ways, taken = [], set()

@@ -31,8 +31,9 @@ class State:
     state)`.
 
     codec, memory   names in `sidcomp.codecs()` and `sidcomp.memories()`. Their parameters (for "topk":
-                    density) are further keyword arguments; each may be a Schedule. A lossless codec keeps no
-                    memory, whatever is asked.
+                    density) are further keyword arguments; each may be a Schedule. memory=None: the codec's
+                    own, for "auto" and most codecs "residual". A lossless codec keeps none, but for one that
+                    holds the momentum; then the optimizer must have none: `check_optimizer`.
     groups          what is encoded and exchanged as one vector: "bucket" (each bucket of DDP), "model" (all
                     of it), a number of bytes (also "4MB", in powers of 1024 as DDP's bucket_cap_mb:
                     consecutive parameters up to about that size), or a list of lists of parameter names. One
@@ -73,7 +74,7 @@ class State:
         self,
         codec: str = "topk",
         *,
-        memory: str = "residual",
+        memory: str | None = None,
         groups: Groups | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,

@@ -41,11 +41,12 @@ def scripted(state: sidcomp.State, regimes: list[Regime], park: bool = False) ->
 class Run:
     """A model whose gradients are given, so that what goes in and what comes out can be added up."""
 
-    def __init__(self, rank: int, world: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, rank: int, world: int, dtype: torch.dtype = torch.float32, **more: Any) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(40, 30), nn.Identity(), nn.Linear(30, 20)).to(dtype)
         self.ddp = DistributedDataParallel(self.module)
-        self.state = sidcomp.State("auto", candidates=[("topk", {"density": 0.05}), "sidco-e"])
+        arguments = {"codec": "auto", "candidates": [("topk", {"density": 0.05}), "sidco-e"]}
+        self.state = sidcomp.State(**(arguments | more))
         sidcomp.register(self.ddp, self.state)
         self.rng = torch.Generator().manual_seed(100 + rank)
         self.world, self.dtype = world, dtype
@@ -66,9 +67,12 @@ class Run:
             assert any(not p.grad.isfinite().all() for p in self.module.parameters())  # type: ignore[union-attr]
             return
         for n, p in self.module.named_parameters():
-            self.fed[n] += given[n].double()
+            self.feed(n, given[n].double())
             assert p.grad is not None
             self.applied[n] += p.grad.double() * self.world
+
+    def feed(self, name: str, gradient: Tensor) -> None:
+        self.fed[name] += gradient
 
     def missing(self) -> float:
         """The largest |fed - applied - kept|, summed over the ranks."""

@@ -1,0 +1,134 @@
+"""Which memory a State gets, and check_optimizer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import sidcomp
+
+torch = pytest.importorskip("torch")
+
+MOMENTA = [m.name for m in sidcomp.memories() if m.momentum]
+LEFT = [m.name for m in sidcomp.memories() if not m.momentum]
+SGD, Adam = torch.optim.SGD, torch.optim.Adam
+
+
+def optimizer(kind: Any, **arguments: Any) -> Any:
+    return kind([torch.zeros(3, requires_grad=True)], lr=0.1, **arguments)
+
+
+def test_there_are_both_kinds() -> None:
+    assert {"dgc", "momentum"} <= set(MOMENTA) and {"none", "residual", "compensation"} <= set(LEFT)
+
+
+@pytest.mark.parametrize("memory", MOMENTA)
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        (SGD, {"momentum": 0.9}, ["momentum=0.9", "momentum=0"]),
+        (SGD, {"momentum": 0.5, "nesterov": True}, ["momentum=0.5"]),
+        (torch.optim.RMSprop, {"momentum": 0.9}, ["momentum=0.9"]),
+        (Adam, {}, ["betas[0]=0.9", "betas=(0, 0.999)"]),
+        (torch.optim.AdamW, {"betas": (0.8, 0.99)}, ["betas[0]=0.8", "betas=(0, 0.99)"]),
+    ],
+)
+def test_momentum_twice_is_refused(
+    memory: str, kind: Any, arguments: dict[str, Any], words: list[str]
+) -> None:
+    state = sidcomp.State("topk", memory=memory)
+    with pytest.raises(sidcomp.SetupError) as caught:
+        sidcomp.check_optimizer(state, optimizer(kind, **arguments))
+    for word in (memory, kind.__name__, "residual", *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("memory", MOMENTA)
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(SGD, {}), (Adam, {"betas": (0.0, 0.999)}), (torch.optim.Adagrad, {})]
+)
+def test_an_optimizer_without_momentum_is_fine(
+    memory: str, kind: Any, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "sidcomp"):
+        sidcomp.check_optimizer(sidcomp.State("topk", memory=memory), optimizer(kind, **arguments))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("memory", LEFT)
+def test_memories_that_leave_momentum_to_the_optimizer(memory: str, caplog: pytest.LogCaptureFixture) -> None:
+    state = sidcomp.State("topk", memory=memory)
+    with caplog.at_level(logging.WARNING, "sidcomp"):
+        sidcomp.check_optimizer(state, optimizer(SGD, momentum=0.9, weight_decay=0.1), clip_grad_norm=1.0)
+        sidcomp.check_optimizer(state, optimizer(Adam))
+    assert not caplog.records
+
+
+def test_every_group_of_parameters_is_looked_at() -> None:
+    groups = [{"params": [torch.zeros(1, requires_grad=True)]}, {"params": [], "momentum": 0.9}]
+    groups[1]["params"] = [torch.ones(1, requires_grad=True)]
+    with pytest.raises(sidcomp.SetupError, match=r"momentum=0\.9"):
+        sidcomp.check_optimizer(sidcomp.State("topk", memory="dgc"), SGD(groups, lr=0.1))
+
+
+def test_what_fights_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def texts(memory: str, clip: float | None = None, **arguments: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "sidcomp"):
+            sidcomp.check_optimizer(sidcomp.State("topk", memory=memory), optimizer(SGD, **arguments), clip)
+        return [r.getMessage() for r in caplog.records]
+
+    assert (
+        len(found := texts("dgc", clip=0.25)) == 1 and "max_norm=0.25" in found[0] and "clip_norm" in found[0]
+    )
+    assert len(found := texts("dgc", weight_decay=1e-4)) == 1 and "weight_decay" in found[0]
+    assert len(texts("dgc", clip=1.0, weight_decay=1e-4)) == 2
+    assert texts("momentum", clip=1.0, weight_decay=1e-4) == []  # an average is as large as a gradient
+
+
+# ---- which memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [c.name for c in sidcomp.codecs()])
+def test_a_state_has_the_codecs_own_memory(codec: str) -> None:
+    own = next(c.memory for c in sidcomp.codecs() if c.name == codec)
+    assert own in [*MOMENTA, *LEFT]
+    assert sidcomp.State(codec).settings.ways[0].memory.name == own
+    assert sidcomp.Compressor(codec, 10).memory.name == own
+
+
+def test_the_default_is_as_before() -> None:
+    assert sidcomp.State().settings.ways[0].memory.name == "residual"
+    assert sidcomp.Compressor("topk", 10).memory.name == "residual"
+    assert {w.memory.name for w in sidcomp.State("auto").settings.ways} == {"residual"}
+    assert {w.memory.name for w in sidcomp.State("auto", memory="dgc").settings.ways} == {"dgc"}
+
+
+def test_numbers_of_the_memory_are_parameters_of_the_state() -> None:
+    state = sidcomp.State("topk", memory="dgc", density=0.1, momentum=0.5, nesterov="on", clip_norm=2.0)
+    assert state.settings.ways[0].parameters["momentum"] == 0.5
+    with pytest.raises(sidcomp.ParameterError, match=r"momentum.*residual"):
+        sidcomp.State("topk", momentum=0.5)
+    with pytest.raises(sidcomp.ParameterError, match="momentum"):
+        sidcomp.State("topk", memory="dgc", momentum=1.5)
+
+
+def test_a_policy_cannot_lose_the_momentum() -> None:
+    for first, other in (("dgc", "residual"), ("residual", "dgc"), ("dgc", "none"), ("residual", "momentum")):
+        with pytest.raises(sidcomp.ArgumentError, match=r"momentum.*one kind"):
+            sidcomp.State("topk", memory=first, policy=[("1-D", {"memory": other})])
+    sidcomp.State("topk", memory="dgc", policy=[("1-D", {"memory": "momentum", "beta": 0.5})])
+
+
+def test_a_codec_of_the_policy_brings_its_memory() -> None:
+    shapes = {"w": (30, 30), "b": (30,)}
+
+    def found(**arguments: Any) -> list[str]:
+        settings = sidcomp.State(policy=[("1-D", "none"), ("b", "topk")], **arguments).settings
+        return [settings.way(i).memory.name for i in settings.assign(shapes).values()]
+
+    assert found(codec="fp16") == ["residual"]
+    assert found(codec="fp16", memory="none") == ["none"]
+    assert found(codec="fp16", memory="dgc") == ["dgc"]
+    assert found(codec="none") == ["residual"]
