@@ -357,6 +357,8 @@ class Codec:
     linear: bool = False
     lossless: bool = False
     sparse: bool = False
+    feedback: bool = False  # the memory subtracts what was sent, or what all ranks made of it
+    contracts = True  # what is sent of an element is never farther from it than 0 is
 
     def salt(self, at: Step) -> int:
         """The header's: of the stream that is drawn from; 0 where none is."""
@@ -376,6 +378,13 @@ class Linear(Codec):
     @property
     def body_dtype(self) -> str:
         return self.body or self.dtype
+
+    @property
+    def body_count(self) -> int:
+        return self.n
+
+    def body_values(self, payload: bytes) -> Array:
+        return self.read(payload)
 
     def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
         factor = np.float32(1) / np.float32(at.world)
@@ -529,7 +538,94 @@ class GaussianK(Sidco):
 
 
 @dataclass
-class Dgc(Sparse):
+class RandK(Codec):
+    """k elements at random, values only; `linear`: the same ones on all ranks, divided by their number.
+
+    By blocks of 4096 elements. The body's entries of the block at element a begin with number
+    floor((k a + r) / n), r from 64 random bits; they stand for a uniform subset of the block (Floyd's).
+    """
+
+    k: int = 0
+    cap: int = 0
+    half: bool = False
+    sparse: bool = True
+
+    def __post_init__(self) -> None:
+        self.k = self.cap = target_count(self.n, float(self.settings["density"]))
+        self.half = self.settings["values"] == "f16"
+
+    @property
+    def times(self) -> float:
+        scaled = self.settings["scaling"] == "auto" and not self.feedback and self.k
+        return float(np.float32(self.n / self.k)) if scaled else 1.0
+
+    @property
+    def contracts(self) -> bool:  # type: ignore[override]
+        return self.times == 1
+
+    @property
+    def body_count(self) -> int:
+        return self.k
+
+    @property
+    def body_dtype(self) -> str:
+        return "float16" if self.half else "float32"
+
+    def salt(self, at: Step) -> int:
+        return salt_of(at.seed, COMMON if self.linear else at.rank)
+
+    def chosen(self, stream: Stream) -> Array:
+        """Indices, in the order of the body."""
+        if not self.n:
+            return np.zeros(0, np.int64)
+        low, high = (int(v) for v in stream.blocks(np.array([1 << 62], np.uint64))[0, :2])
+        r = (high << 32 | low) * self.n >> 64
+        index: list[int] = []
+        for at in range(0, self.n, 4096):
+            size = min(4096, self.n - at)
+            count = (self.k * (at + size) + r) // self.n - (self.k * at + r) // self.n
+            take = min(count, size - count)
+            taken: dict[int, None] = {}
+            for word, j in zip(stream.draw32(at, take).tolist(), range(size - take, size), strict=True):
+                t = word * (j + 1) >> 32
+                taken[j if t in taken else t] = None
+            subset = [i for i in range(size) if i not in taken] if count > take else list(taken)
+            index += [at + i for i in subset]
+        return np.array(index, np.int64)
+
+    def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        world = at.world if self.linear else 1
+        divide = np.float32(1) / np.float32(world)
+        top = LIMITS["float16"][world > 1] if self.half else np.uint32(0x7F7C0000).view(np.float32)
+        if not self.half and world == 1 and self.times == 1:
+            top = FLT_MAX
+        index = self.chosen(Stream(self.salt(at), at.group, at.step))
+        value = np.clip(acc[index], -(top / np.float32(self.times)), top / np.float32(self.times))
+        body = from_f32(value * (divide * np.float32(self.times)), self.body_dtype)
+        decoded = np.zeros(self.n, np.float32)
+        decoded[index] = to_f32(body, self.body_dtype) * np.float32(world)
+        if self.linear and not np.isfinite(gradient).all():
+            body[:] = np.nan
+        data = _pad(body.astype(body.dtype.newbyteorder("<")).tobytes(), 64)
+        scale = float(divide) if self.linear else self.times
+        return Sent(data, self.k, scale, HALF if self.half else 0, decoded, self.k)
+
+    def body_values(self, payload: bytes) -> Array:
+        dtype = STORAGE[self.body_dtype].newbyteorder("<")
+        return to_f32(np.frombuffer(payload, dtype, self.k, HEADER_BYTES), self.body_dtype)
+
+    def read(self, payload: bytes) -> Array:
+        h, value = header(payload), self.body_values(payload)
+        if h["count"] != self.k or any(payload[HEADER_BYTES + self.k * (2 if self.half else 4) :]):
+            raise ValueError("count or padding")
+        lost = self.linear and self.k and np.isnan(value[0])
+        out = np.full(self.n, np.nan if lost else 0, np.float32)
+        out[self.chosen(Stream(h["salt"], h["group"], h["step"]))] = value
+        return out
+
+
+@dataclass
+class Sampled(Sparse):
     """The k largest of what reaches a threshold that is taken from a sample (Lin et al. 2018, section 5).
 
     The sample is one element of each L consecutive ones: the floor(u L / 2^32)-th, u the run's 32 random
@@ -574,7 +670,9 @@ CODECS: dict[str, Callable[..., Any]] = {
     "sidco-gp": lambda *a: Sidco(*a, later=pareto_quantile, gamma=True),
     "sidco-p": lambda *a: Sidco(*a, later=pareto_quantile),
     "gaussiank": GaussianK,
-    "dgc": Dgc,
+    "dgc": Sampled,
+    "randk": lambda *a: RandK(*a, linear=True),
+    "randk-own": RandK,
 }
 
 
@@ -746,6 +844,7 @@ class Group:
         self.n, self.dtype = n, dtype
         idle = self.codec.lossless and not MEMORIES[memory].momentum  # nothing would ever be left over
         self.memory = MEMORIES["none" if idle else memory](self.codec, settings)
+        self.codec.feedback = self.memory.feedback or type(self.memory).received is not Memory.received
         self.acc = np.zeros(n, np.float32)
         self.after = self.memory.vec  # the last encode's take(): what is kept if nothing of acc was sent
         self.sent: Sent

@@ -28,12 +28,15 @@ ISAS = ("base", "avx2", "avx512")
 ISAS = ISAS[: ISAS.index(_core.isa_best()) + 1]
 SPARSE = [c["name"] for c in _core.codecs() if any(p["name"] == "density" for p in c["parameters"])]
 LINEAR = [c["name"] for c in _core.codecs() if "linear" in c["traits"]]
-INFO = {c["name"]: c for c in [*_core.codecs(), *_core.memories()]}
+INDEXED = [c for c in SPARSE if isinstance(ref.CODECS[c], type) and issubclass(ref.CODECS[c], ref.Sparse)]
+DENSE = [c for c in LINEAR if _core.Plan(c, "none", 1000, "float32").body_count == 1000]
+INFO = {c["name"]: c for c in _core.codecs()}
+KEEPS = {m["name"] for m in _core.memories() if "feedback" in m["traits"]}
 
 
 def fits(codec: str, memory: str) -> bool:
     """Some codecs need a memory that keeps what was not sent."""
-    return "feedback" not in INFO[codec]["traits"] or "feedback" in INFO[memory]["traits"]
+    return "feedback" not in INFO[codec]["traits"] or memory in KEEPS
 
 
 def home(codec: str) -> str:
@@ -337,8 +340,8 @@ def test_sizes_are_those_of_the_reference(codec: str, dtype: str) -> None:
             assert plan.linear == group.codec.linear and plan.lossless == group.codec.lossless
             assert plan.vectors == group.memory.vectors
             if plan.linear:
-                assert (plan.body_count, plan.body_dtype) == (n, group.codec.body_dtype)
-                assert plan.k == n
+                assert (plan.body_count, plan.body_dtype) == (group.codec.body_count, group.codec.body_dtype)
+                assert plan.k == plan.body_count
             else:
                 assert (plan.body_count, plan.k) == (0, group.codec.k)
 
@@ -387,7 +390,7 @@ def one_step(
             if trial.conserves or not trial.plan.vectors:
                 assert (acc == ref.saturate(exact.astype(np.float32))).all()
         # C(x) is never farther from x than 0 is, in any element.
-        assert (np.abs(acc - decoded) <= np.abs(acc)).all()
+        assert not trial.group.codec.contracts or (np.abs(acc - decoded) <= np.abs(acc)).all()
     if not trial.plan.linear:
         head = ref.header(payload)
         assert head["count"] == trial.group.sent.count <= trial.group.codec.cap
@@ -610,19 +613,19 @@ def test_linear_bodies_may_be_summed(codec: str, dtype: str, world: int) -> None
     payloads = shares(codec, home(codec), n, dtype, {}, world, world)
     trial = Trial(codec, home(codec), n, dtype)
     body = trial.plan.body_dtype
-    total = trial.group.codec.read(payloads[0])
+    total = trial.group.codec.body_values(payloads[0])
     for p in payloads[1:]:
-        total = ref.to_f32(ref.from_f32(total + trial.group.codec.read(p), body), body)
+        total = ref.to_f32(ref.from_f32(total + trial.group.codec.body_values(p), body), body)
     summed = payloads[0][:64] + ref.from_f32(total, body).tobytes()
     summed += bytes(trial.plan.payload_bytes - len(summed))
     out = trial.decode([summed], 1.0 / world, np.zeros(n, ref.STORAGE[dtype]))
-    if body == dtype:
+    if body == dtype and codec in DENSE:
         assert_same(
             out, ref.from_f32(total, dtype), "with the scale that divided it, a sum is the mean as it stands"
         )
 
 
-@pytest.mark.parametrize("codec", [c for c in LINEAR if c in FEEDBACK])
+@pytest.mark.parametrize("codec", [c for c in DENSE if c in FEEDBACK])
 @pytest.mark.parametrize("world", range(1, 9))
 def test_a_sum_of_saturated_bodies_stays_finite(codec: str, world: int) -> None:
     """However large the residuals are: what a half cannot carry is kept, not turned into Inf on the way."""
@@ -645,7 +648,7 @@ def test_a_sum_of_saturated_bodies_stays_finite(codec: str, world: int) -> None:
 # ---- number formats ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", [c for c in LINEAR if c != "none"])
+@pytest.mark.parametrize("codec", [c for c in DENSE if c != "none"])
 def test_every_half_becomes_its_float(codec: str) -> None:
     trial = Trial(codec, "none", 65536, "float32")
     half = trial.plan.body_dtype
@@ -666,7 +669,7 @@ def test_every_half_survives_a_dense_payload(dtype: str) -> None:
     assert (out[finite].view(np.uint16) == patterns[finite].view(np.uint16)).all()
 
 
-@pytest.mark.parametrize("codec", [c for c in LINEAR if c != "none"])
+@pytest.mark.parametrize("codec", [c for c in DENSE if c != "none"])
 def test_floats_round_to_the_nearest_half(codec: str) -> None:
     """All halves, the middles between them, a float32 step to either side of both, a comb over all floats."""
     half = _core.Plan(codec, "none", 1, "float32").body_dtype
@@ -774,7 +777,7 @@ def forgeries(plan: _core.Plan, good: bytes) -> Iterator[tuple[str, bytes]]:
     yield "an unknown flag", ref.with_header(good, False, flags=h["flags"] | 8)
 
 
-@pytest.mark.parametrize("codec", SPARSE)
+@pytest.mark.parametrize("codec", INDEXED)
 def test_forged_sparse_payloads_are_refused(codec: str) -> None:
     n = 2 * ref.WIRE_TILE + 40_000
     rng = np.random.default_rng(7)
@@ -797,7 +800,7 @@ def test_forged_sparse_payloads_are_refused(codec: str) -> None:
     assert len(names) == 11
 
 
-@pytest.mark.parametrize("codec", SPARSE)
+@pytest.mark.parametrize("codec", [c for c in SPARSE if c not in LINEAR])
 @more
 @given(data=st.data())
 def test_any_body_gives_a_result_or_an_error(codec: str, data: st.DataObject) -> None:

@@ -154,6 +154,7 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
 const sid_codec sid_codec_dgc = {
     .info = {.name = "dgc",
              .family = "sparse",
+             .memory = "dgc",
              .paper = "DGC (Lin et al. 2018), section 3.1 and the hierarchical selection of section 5",
              .doc = "A threshold estimated from a random sample; of what reaches it the k largest. The momentum "
                     "correction of the same paper is a memory.",

@@ -101,12 +101,12 @@ void test_sizing(void) {
                 CHECK(block_intact(&mem), "%s: the plan is larger than it said", c.codec);
                 const sid_plan *p = (const sid_plan *)(const void *)mem.p;
                 const sid_sizes s = sid_plan_sizes(p);
-                const int linear = (sid_plan_codec(p)->traits & SID_LINEAR) != 0;
+                const uint32_t traits = sid_plan_codec(p)->traits;
+                const uint64_t body = traits & SID_LINEAR ? (traits & SID_SPARSE ? s.k : sizes[k]) : 0;
                 CHECK(sid_plan_codec(p) == sid_codec_at(i), "%s: another codec", c.codec);
                 CHECK(s.payload % 64 == 0 && s.payload >= 64 && s.body_offset == 64, "%s: payload %llu", c.codec,
                       (unsigned long long)s.payload);
-                CHECK(s.body_count == (linear ? sizes[k] : 0), "%s: body of %llu", c.codec,
-                      (unsigned long long)s.body_count);
+                CHECK(s.body_count == body, "%s: body of %llu", c.codec, (unsigned long long)s.body_count);
                 CHECK(s.k <= sizes[k] && (s.k || !sizes[k]), "%s: k = %llu of %llu", c.codec, (unsigned long long)s.k,
                       (unsigned long long)sizes[k]);
                 CHECK(s.state >= 4ull * sid_memory_vectors(p) * sizes[k], "%s: state is too small", c.codec);
