@@ -136,7 +136,8 @@ typedef struct sidco_work {
     uint32_t key[MAX_PROBES];
     uint64_t count[MAX_PROBES];
     double sum[MAX_PROBES], squares[MAX_PROBES];
-    uint32_t low; /* captured from here on in the next reading */
+    uint32_t low;   /* captured from here on in the next reading */
+    uint32_t whole; /* stage 1 may end at 0, so that stage 2 needs the squares of all elements */
 } sidco_work;
 _Static_assert(sizeof(sidco_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
 
@@ -165,6 +166,8 @@ static uint32_t stages_of(const sid_plan *p, const sid_state *s) {
 }
 
 static uint32_t key_at(double eta) { return sid_key((float)eta); }
+/* The first key of a magnitude beyond eta. */
+static uint32_t key_beyond(double eta) { return key_at(eta) + ((double)(float)eta <= eta); }
 
 static double log_inverse_ratio(const sid_plan *p, uint32_t stages, uint32_t m) {
     const double d1 = p->codec_param[DELTA1];
@@ -231,7 +234,9 @@ static void begin(sid_walk *w) {
     if (w->walks == 1) {
         const uint32_t stages = stages_of(w->plan, w->state), last = (uint32_t)c[LAST];
         const uint32_t spread = stages == c[AT_USED] ? (uint32_t)c[SPREAD] : c[SPREAD] ? NEW_STAGES : 0;
-        *o = (sidco_work){.stages = stages, .low = spread && last > spread ? last - spread : 0};
+        *o = (sidco_work){.stages = stages,
+                          .low = spread && last > spread ? last - spread : 0,
+                          .whole = stages > 1 && !(last_step(w->state, 0) > 0)};
         double eta = 0, share = 1;
         for (uint32_t m = 0; m + 1 < stages && m < c[AT_USED]; m++) {
             const double step = last_step(w->state, m);
@@ -257,7 +262,7 @@ static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len
     const sid_simd *v = w->plan->simd;
     const int first = !o->known;
     if (!o->probes && first) {
-        if (f->squares) {
+        if (f->squares && (!f->logs || o->whole)) {
             double sum[3];
             v->moments(acc, len, sum);
             o->all.sum += sum[0], o->all.squares += sum[1];
@@ -266,13 +271,13 @@ static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len
     }
     for (uint32_t i = 0; i < o->probes; i += 2) { /* in pairs; an exact probe stands alone */
         const uint32_t pair = i + 1 < o->probes;
-        double sum[3], both[6];
+        double sum[3], five[5];
         uint32_t count[2];
         if (f->squares) {
-            v->tail_moments(acc, len, o->key[i], o->key[i + pair], both, count);
-            for (uint32_t j = 0; j < 3; j++) sum[j] = both[2 * j];
-            for (uint32_t j = 0; j <= pair; j++) o->squares[i + j] += both[2 * j + 3];
-            if (i == 0 && first) o->all.squares += both[1];
+            v->probe_moments(acc, len, o->key[i], o->key[i + pair], five, count);
+            sum[0] = five[0], sum[1] = five[2], sum[2] = five[3];
+            o->squares[i + pair] += five[4];
+            if (i == 0 && first) o->all.squares += five[1];
         } else
             sparse_sums(w, acc, len, o->key[i], o->key[i + pair], sum, count);
         for (uint32_t j = 0; j <= pair; j++) o->count[i + j] += count[j], o->sum[i + j] += sum[j + 1];
@@ -292,25 +297,23 @@ static void among_candidates(const sid_walk *w, uint32_t key, const family *f, t
     *t = (tail){0, 0, 0, 0};
     if (!f->squares) t->count = (double)sparse_above(w, key, &t->sum);
     for (uint64_t i = 0; f->squares && i < s->count; i += SID_TILE) {
-        double sum[6];
-        uint32_t c[2];
+        double sum[2];
         const uint32_t len = s->count - i < SID_TILE ? (uint32_t)(s->count - i) : SID_TILE;
-        w->plan->simd->tail_moments(s->val + i, len, key, key, sum, c);
-        t->count += c[0];
-        t->sum += sum[2];
-        t->squares += sum[3];
+        t->count += w->plan->simd->tail_moments(s->val + i, len, key, sum);
+        t->sum += sum[0];
+        t->squares += sum[1];
     }
 }
 
 /* The magnitudes beyond eta, if this reading knows them. */
 static int beyond(const sid_walk *w, double eta, const family *f, tail *t) {
     const sidco_work *o = own(w);
-    const uint32_t key = key_at(eta) + 1; /* |x| > eta */
+    const uint32_t key = key_beyond(eta);
     if (key >= sparse_of(w)->low) {
         among_candidates(w, key, f, t);
         return 1;
     }
-    if (key == 1 && f->logs) { /* beyond 0: all that were counted there */
+    if (key == 1 && o->whole && f->logs) { /* beyond 0: all that were counted there */
         *t = o->all;
         return 1;
     }
@@ -373,7 +376,7 @@ static sid_verdict finish(sid_walk *w, const family *f) {
         const uint32_t m = o->known;
         const double from = m ? o->eta[m - 1] : 0;
         tail t = o->all;
-        if (m && !beyond(w, from, f, &t)) return again(o, key_at(from) + 1, o->low);
+        if (m && !beyond(w, from, f, &t)) return again(o, key_beyond(from), o->low);
         o->step[m] = m ? f->later(&t, from, inner) : f->first(p, &t, inner);
         o->eta[m] = from + (m + 1 < o->stages ? o->step[m] : m ? f->later(&t, from, last) : f->first(p, &t, last));
     }
@@ -441,7 +444,7 @@ const sid_codec sid_codec_sidco_e = {
 };
 
 static const family gamma_pareto = {
-    .squares = 1, .logs = 1, .small = 1 << 21, .tolerance = 2.2e-4, .first = gamma_first, .later = pareto_later};
+    .squares = 1, .logs = 1, .small = 1 << 21, .tolerance = 3e-4, .first = gamma_first, .later = pareto_later};
 FUNCTIONS(gamma_pareto)
 const sid_codec sid_codec_sidco_gp = {
     .info = {.name = "sidco-gp",
@@ -458,7 +461,7 @@ const sid_codec sid_codec_sidco_gp = {
 };
 
 static const family all_pareto = {
-    .squares = 1, .small = 1 << 21, .tolerance = 2.2e-4, .first = pareto_first, .later = pareto_later};
+    .squares = 1, .small = 1 << 21, .tolerance = 3e-4, .first = pareto_first, .later = pareto_later};
 FUNCTIONS(all_pareto)
 const sid_codec sid_codec_sidco_p = {
     .info = {.name = "sidco-p",

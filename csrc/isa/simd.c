@@ -37,6 +37,16 @@ static inline vf load(const float *x) {
     memcpy(&v, x, sizeof v);
     return v;
 }
+typedef double vd __attribute__((vector_size(BYTES)));
+typedef int64_t vl __attribute__((vector_size(BYTES)));
+typedef float vh __attribute__((vector_size(BYTES / 2)));
+
+static inline vd wide(const float *x) {
+    vh v;
+    memcpy(&v, x, sizeof v);
+    return __builtin_convertvector(v, vd);
+}
+static inline vd magnitudes(vd v) { return (vd)((vl)v & INT64_MAX); }
 static inline void store(float *x, vf v) { memcpy(x, &v, sizeof v); }
 static inline vi bits(vf v) { return (vi)v; }
 static inline vi keys(vf v) { return (vi)v & 0x7fffffff; } /* below 2^31: signed comparisons will do */
@@ -350,64 +360,108 @@ static double sum_squares(const float *x, uint32_t n) {
     return combine_wide(lane);
 }
 
+/* Sums in float64: a pass does two of the 16 lanes' registers, for more accumulators than that would not stay there. */
+enum {
+    HALF = WIDE / 2,
+    AT_ONCE = 2
+};
+
 static void moments(const float *x, uint32_t n, double sum[3]) {
-    double a[LANES] = {0}, b[LANES] = {0}, c[LANES] = {0};
-    uint32_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (uint32_t j = 0; j < LANES; j++) {
-            const double v = (double)x[i + j];
-            a[j] += (double)sid_bits_f32(sid_key(x[i + j]));
-            b[j] += v * v;
-            c[j] += v;
-        }
-    for (uint32_t j = 0; i < n; i++, j++) {
-        const double v = (double)x[i];
-        a[j] += v < 0 ? -v : v;
-        b[j] += v * v;
-        c[j] += v;
+    double lane[3][LANES];
+    const uint32_t whole = n / LANES * LANES;
+    for (uint32_t lanes = 0; lanes < LANES; lanes += AT_ONCE * HALF) {
+        vd size[AT_ONCE] = {{0}}, square[AT_ONCE] = {{0}}, plain[AT_ONCE] = {{0}};
+        for (uint32_t i = lanes; i < whole; i += LANES)
+            for (int q = 0; q < AT_ONCE; q++) {
+                const vd v = wide(x + i + q * HALF);
+                size[q] += magnitudes(v);
+                square[q] += v * v;
+                plain[q] += v;
+            }
+        memcpy(lane[0] + lanes, size, sizeof size);
+        memcpy(lane[1] + lanes, square, sizeof square);
+        memcpy(lane[2] + lanes, plain, sizeof plain);
     }
-    sum[0] = combine_wide(a);
-    sum[1] = combine_wide(b);
-    sum[2] = combine_wide(c);
+    for (uint32_t i = whole, j = 0; i < n; i++, j++) {
+        const double v = (double)x[i];
+        lane[0][j] += v < 0 ? -v : v;
+        lane[1][j] += v * v;
+        lane[2][j] += v;
+    }
+    for (int j = 0; j < 3; j++) sum[j] = combine_wide(lane[j]);
 }
 
-static void tail_moments(const float *x, uint32_t n, uint32_t a, uint32_t b, double sum[6], uint32_t count[2]) {
-    double lane[6][LANES] = {{0}};
-    int32_t above_a[LANES] = {0}, above_b[LANES] = {0};
-    const int32_t from_a = (int32_t)a, from_b = (int32_t)b;
-    uint32_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (uint32_t j = 0; j < LANES; j++) {
-            const int32_t k = (int32_t)sid_key(x[i + j]), in_a = -(k >= from_a), in_b = -(k >= from_b);
-            const double v = (double)sid_bits_f32((uint32_t)k), va = (double)sid_bits_f32((uint32_t)(k & in_a)),
-                         vb = (double)sid_bits_f32((uint32_t)(k & in_b));
-            lane[0][j] += v;
-            lane[1][j] += v * v;
-            lane[2][j] += va;
-            lane[3][j] += va * va;
-            lane[4][j] += vb;
-            lane[5][j] += vb * vb;
-            above_a[j] -= in_a;
-            above_b[j] -= in_b;
-        }
-    for (uint32_t j = 0; i < n; i++, j++) {
-        const int32_t k = (int32_t)sid_key(x[i]);
-        const double v = (double)sid_bits_f32((uint32_t)k), va = k >= from_a ? v : 0, vb = k >= from_b ? v : 0;
+static uint32_t tail_moments(const float *x, uint32_t n, uint32_t key, double sum[2]) {
+    double lane[2][LANES];
+    const uint32_t whole = n / LANES * LANES;
+    const double from = key < SID_KEY_INF ? (double)sid_bits_f32(key) : 0x1p1000;
+    uint32_t count = 0;
+    for (uint32_t lanes = 0; lanes < LANES; lanes += AT_ONCE * HALF) {
+        vd size[AT_ONCE] = {{0}}, square[AT_ONCE] = {{0}};
+        vl above[AT_ONCE] = {{0}};
+        for (uint32_t i = lanes; i < whole; i += LANES)
+            for (int q = 0; q < AT_ONCE; q++) {
+                const vd v = magnitudes(wide(x + i + q * HALF));
+                const vl in = v >= from;
+                const vd b = (vd)((vl)v & in);
+                size[q] += b;
+                square[q] += b * b;
+                above[q] -= in;
+            }
+        memcpy(lane[0] + lanes, size, sizeof size);
+        memcpy(lane[1] + lanes, square, sizeof square);
+        for (int q = 0; q < AT_ONCE; q++)
+            for (int j = 0; j < HALF; j++) count += (uint32_t)above[q][j];
+    }
+    for (uint32_t i = whole, j = 0; i < n; i++, j++) {
+        const double v = (double)sid_bits_f32(sid_key(x[i])), b = v >= from ? v : 0;
+        lane[0][j] += b;
+        lane[1][j] += b * b;
+        count += v >= from;
+    }
+    for (int j = 0; j < 2; j++) sum[j] = combine_wide(lane[j]);
+    return count;
+}
+
+static void probe_moments(const float *x, uint32_t n, uint32_t a, uint32_t b, double sum[5], uint32_t count[2]) {
+    double lane[5][LANES];
+    const uint32_t whole = n / LANES * LANES;
+    const double from_a = a < SID_KEY_INF ? (double)sid_bits_f32(a) : 0x1p1000;
+    const double from_b = b < SID_KEY_INF ? (double)sid_bits_f32(b) : 0x1p1000;
+    count[0] = count[1] = 0;
+    for (uint32_t lanes = 0; lanes < LANES; lanes += AT_ONCE * HALF) {
+        vd part[5][AT_ONCE] = {{{0}}};
+        vl above_a[AT_ONCE] = {{0}}, above_b[AT_ONCE] = {{0}};
+        for (uint32_t i = lanes; i < whole; i += LANES)
+            for (int q = 0; q < AT_ONCE; q++) {
+                const vd v = magnitudes(wide(x + i + q * HALF)), square = v * v;
+                const vl in_a = v >= from_a, in_b = v >= from_b;
+                part[0][q] += v;
+                part[1][q] += square;
+                part[2][q] += (vd)((vl)v & in_a);
+                part[3][q] += (vd)((vl)v & in_b);
+                part[4][q] += (vd)((vl)square & in_b);
+                above_a[q] -= in_a;
+                above_b[q] -= in_b;
+            }
+        for (int j = 0; j < 5; j++) memcpy(lane[j] + lanes, part[j], sizeof part[j]);
+        for (int q = 0; q < AT_ONCE; q++)
+            for (int j = 0; j < HALF; j++) {
+                count[0] += (uint32_t)above_a[q][j];
+                count[1] += (uint32_t)above_b[q][j];
+            }
+    }
+    for (uint32_t i = whole, j = 0; i < n; i++, j++) {
+        const double v = (double)sid_bits_f32(sid_key(x[i]));
         lane[0][j] += v;
         lane[1][j] += v * v;
-        lane[2][j] += va;
-        lane[3][j] += va * va;
-        lane[4][j] += vb;
-        lane[5][j] += vb * vb;
-        above_a[j] += k >= from_a;
-        above_b[j] += k >= from_b;
+        lane[2][j] += v >= from_a ? v : 0;
+        lane[3][j] += v >= from_b ? v : 0;
+        lane[4][j] += v >= from_b ? v * v : 0;
+        count[0] += v >= from_a;
+        count[1] += v >= from_b;
     }
-    count[0] = count[1] = 0;
-    for (int j = 0; j < LANES; j++) {
-        count[0] += (uint32_t)above_a[j];
-        count[1] += (uint32_t)above_b[j];
-    }
-    for (int j = 0; j < 6; j++) sum[j] = combine_wide(lane[j]);
+    for (int j = 0; j < 5; j++) sum[j] = combine_wide(lane[j]);
 }
 
 /* Sum of log2 |x| where some are denormal: one after the other. */
@@ -764,6 +818,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .sum_squares = sum_squares,
     .moments = moments,
     .tail_moments = tail_moments,
+    .probe_moments = probe_moments,
     .sum_log2 = sum_log2,
     .clamp = clamp,
     .f32_to_f16 = f32_to_f16,
