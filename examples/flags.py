@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import sidcomp
 from tasks import TASKS
 
 if sys.version_info >= (3, 11):
@@ -13,7 +14,9 @@ else:
     import tomli as tomllib
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-DEFAULTS: dict[str, Any] = {"task": "lm", "memory": None, "groups": None, "exclude": [], "seed": 0}
+DEFAULTS: dict[str, Any] = {
+    "task": "lm", "memory": None, "groups": None, "exclude": [], "policy": [], "full_every": 0, "seed": 0
+}  # fmt: skip
 
 
 def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace:
@@ -30,6 +33,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     add("--steps", type=int, help="optimizer steps of each run; the task's unless given")
     add("--batch", type=int, help="examples for each rank and step; the task's unless given")
     add("--lr", type=float, help="peak learning rate; the task's unless given")
+    add("--momentum", type=float, help="of the optimizer; the task's unless given")
     add("--seed", type=int, help="of the weights, and of codecs that draw random numbers; 0 unless given")
     add = p.add_argument_group("how it is compressed").add_argument
     add("--codec", help="auto, or one that `sidcomp codecs` lists; the preset's unless given")
@@ -39,7 +43,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="parameter of codec or memory; repeat it",
+        help="parameter of codec or memory, or a schedule of it, 0.25@0,0.01@100 (value@step); repeat it",
     )
     add("--memory", help="what is kept from step to step; the codec's own unless given")
     add("--groups", help="bucket, model, a size such as 4MB, auto; bucket unless given")
@@ -87,18 +91,20 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     if not path.is_file():
         p.error(f"--config {args.config}: no such file; the presets are {presets}")
     preset = {**DEFAULTS, **tomllib.loads(path.read_text())}
-    parameters = preset.pop("parameters", {})
+    parameters = {name: _scheduled(value) for name, value in preset.pop("parameters", {}).items()}
+    args.policy = _policy(preset.pop("policy"), p, path)
+    args.full_every = _scheduled(preset.pop("full_every"))
     unknown = sorted(set(preset) - set(vars(args)))
     if unknown or "codec" not in preset:
         p.error(f"{path}: " + (f"unknown keys {', '.join(unknown)}" if unknown else "it names no codec"))
     if args.codec not in (None, preset["codec"]):
-        parameters = {}  # they are another codec's
+        parameters, args.policy, args.full_every = {}, [], 0  # they are another codec's
     if args.codec == "auto":
         preset["groups"] = None  # it finds them
     for key, value in preset.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-    for key in ("steps", "batch", "lr"):
+    for key in ("steps", "batch", "lr", "momentum"):
         if getattr(args, key) is None:
             setattr(args, key, getattr(TASKS[args.task], key))
     for text in [*args.param, *([] if args.density is None else [f"density={args.density}"])]:
@@ -106,9 +112,29 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         if not equals:
             p.error(f"--param {text}: write NAME=VALUE")
         parameters[name] = _number(value)
+        if "@" in value:
+            marks = [mark.rpartition("@") for mark in value.split(",")]
+            parameters[name] = sidcomp.Schedule([(int(step), _number(v)) for v, _, step in marks])
     args.parameters = parameters
     args.exclude = [_number(rule) for rule in args.exclude]
     return args
+
+
+def _scheduled(value: Any) -> Any:
+    """A list of pairs [step, value] is a schedule."""
+    return sidcomp.Schedule(value) if isinstance(value, list) else value
+
+
+def _policy(tables: list[dict[str, Any]], p: argparse.ArgumentParser, path: Path) -> list[Any]:
+    """`[[policy]]` tables: `rule` is a rule or a list of them, the rest are settings."""
+    out = []
+    for table in tables:
+        settings = {name: _scheduled(value) for name, value in table.items() if name != "rule"}
+        if "rule" not in table or not settings:
+            p.error(f"{path}: a [[policy]] has a rule and settings, not {table}")
+        rules = table["rule"] if isinstance(table["rule"], list) else [table["rule"]]
+        out += [(rule, settings) for rule in rules]
+    return out
 
 
 def _number(text: str | int) -> int | float | str:

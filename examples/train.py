@@ -59,7 +59,7 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.module = task.model()
         self.model = self.module
-        momentum = task.momentum
+        momentum = args.momentum
         self.carry: torch.Tensor | None = None  # what the task keeps from step to step
         self.state: sidcomp.State | None = None
         self.run.elements = sum(p.numel() for p in self.module.parameters())
@@ -81,6 +81,8 @@ class Trainer:
                 memory=args.memory,
                 groups=args.groups,
                 exclude=args.exclude,
+                policy=args.policy,
+                full_every=args.full_every,
                 seed=args.seed,
                 **args.parameters,
             )

@@ -86,8 +86,12 @@ def make_layout(
     for group in groups:
         if lane is None:
             group.allocate(exchange.world, group.plan.work_bytes)
+            if settings.full_every and not group.plan.lossless:
+                group.allocate_full(settings.full_plan(group.n, group.dtype, group.spec.way))
         elif settings.checksum_every:
             raise UnsupportedError("checksum_every works on the CPU only: leave it out on CUDA")
+        elif settings.full_every:
+            raise UnsupportedError("full_every works on the CPU only: leave it out on CUDA")
         else:
             lane.prepare(group, exchange.world)
     return Layout(slots, groups)
@@ -121,5 +125,5 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
     return (
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
         f"checksum_every {settings.checksum_every}, {[way.label for way in settings.ways]}, "
-        f"policy {settings.policy.saved()}"
+        f"policy {settings.policy.saved()}, full_every {settings.full_every}"
     )

@@ -246,7 +246,7 @@ def _compare(settings: Settings, resume: Resume) -> None:
             f"the state is of memory {saved['memory']!r}, this State has {mine['memory']!r}: "
             "use the same memory"
         )
-    changed = [k for k in mine if mine[k] != saved.get(k, [])]
+    changed = [k for k in mine if mine[k] != saved.get(k, mine[k])]
     if changed:
         if {"codec", "parameters", "policy"} & set(changed):
             resume.same_codec = False
@@ -254,5 +254,5 @@ def _compare(settings: Settings, resume: Resume) -> None:
             resume.layout = []
         logger.warning(
             "resuming with other settings (%s): what was kept is taken over, but not bit for bit",
-            ", ".join(f"{k} {saved.get(k, [])!r} -> {mine[k]!r}" for k in changed),
+            ", ".join(f"{k} {saved[k]!r} -> {mine[k]!r}" for k in changed),
         )

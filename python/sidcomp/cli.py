@@ -48,6 +48,9 @@ def codecs_command(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the registry as docs/codecs.md.")
     ] = False,
+    measured: Annotated[
+        Path, typer.Option(help="With --markdown: what `make bench-codecs` has written, if it is there.")
+    ] = Path("benchmarks/results/codec.json"),
 ) -> None:
     """List the codecs and memories of this build, or show one codec."""
     if name is not None:
@@ -57,7 +60,7 @@ def codecs_command(
             raise typer.BadParameter(str(e), param_hint="NAME") from None
         print(json.dumps(_as_dict(codec), indent=1) if as_json else codec_page(codec))
     elif markdown:
-        print(markdown_page(), end="")
+        print(markdown_page(json.loads(measured.read_text()) if measured.is_file() else {}), end="")
     elif as_json:
         every = {"codecs": [_as_dict(c) for c in codecs()], "memories": [_as_dict(m) for m in memories()]}
         print(json.dumps(every, indent=1))
@@ -92,7 +95,8 @@ def codec_page(c: Codec) -> str:
 _INTRODUCTION = """\
 # Codecs and memories
 
-Written from the registry by `sidcomp codecs --markdown > docs/codecs.md`; a test compares the two.
+Written from the registry, and from what `make bench-codecs` has measured, by
+`sidcomp codecs --markdown > docs/codecs.md`; a test compares the two.
 
 A codec turns the vector of a group into a payload; a memory keeps what was not sent. Any codec goes with any
 memory: `sidcomp.State("topk", memory="residual", density=0.01)`. A lossless codec needs none. The payloads
@@ -101,11 +105,61 @@ decodes them all, in rank order. Which codecs have CUDA kernels depends on the b
 """
 
 
-def markdown_page() -> str:
-    """docs/codecs.md: the registry as a page."""
+_COSTS = """
+## What they cost
+
+Bits an element on the wire: of a payload of 2^20 elements, with the defaults. Unbiased: its mean over the
+random draws is the gradient. Bytes an element: what encode moves with error feedback: gradient read, residual
+read and written, acc read again for each further reading, and the payload. Encode and decode: measured, over
+the limit of the memory (`R += G`; one write and what is read); torch: how many times as long the same takes
+with torch's operations. Of several densities 1 %; {where}.
+
+| codec | memory | bits | unbiased | bytes | encode | torch | decode of 8 | torch |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def _costs(measured: dict[str, Any]) -> str:
+    """One row a codec: what follows from its plan, and what a benchmark has measured, if it has."""
+    rows, n, found = [], 1 << 20, [row for row in measured.get("rows", []) if "n" in row]
+    largest = max((row["n"] for row in found), default=0)
+    best = {
+        row["codec"]: row
+        for row in found
+        if row["n"] == largest and (row["density %"] == 100 or 0.5 < row["density %"] < 2)
+    }
+    memory = {info["name"]: info["memory"] for info in _core.codecs()}
+    for c in codecs():
+        bits = 8 * _core.Plan(c.name, memory[c.name], n, "float32").payload_bytes / n
+        seen = best.get(c.name)
+        cells = [
+            f"[{c.name}](#{c.name})",
+            memory[c.name],
+            f"{bits:.3g}",
+            "yes" if "unbiased" in c.traits else "no",
+        ]
+        if seen:
+            moved = 12 + 4 * (seen["readings"] - 1) + seen["wire bits / element"] / 8
+            ratios = [
+                seen[k] for k in ("encode / limit", "torch / encode", "decode / limit", "torch / decode")
+            ]
+            cells += [f"{moved:.1f}", *(f"{r:.2f}" if isinstance(r, float) else "" for r in ratios)]
+        else:
+            cells += [""] * 5
+        rows.append("| " + " | ".join(cells) + " |")
+    where = "none was measured"
+    if found:
+        machine = measured["machine"]
+        where = f"{largest:,} elements, one thread, {machine['cpu']}, {machine['isa']}"
+    return _COSTS.format(where=where) + "\n".join(rows)
+
+
+def markdown_page(measured: dict[str, Any]) -> str:
+    """docs/codecs.md: the registry as a page. measured: benchmarks/results/codec.json."""
     lines = [_INTRODUCTION, "| codec | family | exchange | what it does |", "|---|---|---|---|"]
     for c in codecs():
         lines += [f"| [{c.name}](#{c.name}) | {c.family} | {_travels(c)} | {c.doc} |"]
+    lines += [_costs(measured)]
     for c in codecs():
         lines += ["", f"## {c.name}", "", c.doc, ""]
         lines += [f"- Source: {c.paper}"] if c.paper else []

@@ -103,6 +103,9 @@ class Group:
         self.place()
         self.allocations = 0
         self.resident: Any = None  # CUDA: what else stays on the device
+        self.full: tuple[
+            Any, ...
+        ] = ()  # what a full-precision step has in place of plan, payload and the like
         # this iteration
         self.sent = False
         self.undone = False
@@ -130,6 +133,32 @@ class Group:
         else:
             self.incoming, self.count = Block(world * plan.payload_bytes, self.device), world
             self.allocations += 1
+
+    def allocate_full(self, plan: _core.Plan) -> None:
+        """For steps that send everything, with what is kept: a lossless plan over the same state."""
+        mine = self._swap(())
+        self.plan = plan
+        self.scratch = Block(plan.work_bytes)
+        self.payload = Block(plan.payload_bytes)
+        end = plan.body_offset + plan.body_count * _TORCH_DTYPES[plan.body_dtype].itemsize
+        self.body = self.payload.tensor[plan.body_offset : end].view(_TORCH_DTYPES[plan.body_dtype])
+        self.incoming, self.count = self.payload, 1
+        self.allocations += 2
+        self.full = self._swap(mine)
+
+    def _swap(self, other: tuple[Any, ...]) -> tuple[Any, ...]:
+        mine = (self.plan, self.scratch, self.payload, self.incoming, self.count, getattr(self, "body", None))
+        if other:
+            self.plan, self.scratch, self.payload, self.incoming, self.count, body = other
+            if body is not None:
+                self.body = body
+        return mine
+
+    def turn(self) -> None:
+        """From the codec's steps to one of full precision, or back."""
+        self.plan.rescale(self.state.ptr, 1.0)  # what was sent is taken out of what is kept
+        self.full = self._swap(self.full)
+        self.plan.unsend(self.state.ptr)  # nothing is left to be taken out
 
     @property
     def bytes_sent(self) -> int:
@@ -189,6 +218,7 @@ class Layout:
     def __init__(self, slots: list[Slot], groups: list[Group]) -> None:
         self.slots = slots
         self.groups = groups
+        self.full = False  # in a step of full precision
         self.by_first = {id(s.params[0]): s for s in slots}
         for group in groups:
             for slot in group.slots:

@@ -277,6 +277,12 @@ class Pipeline:
         """A new iteration. True where its first bucket has to compare the checksums of the one before."""
         self.quiet()
         compare = self._checking
+        assert self.layout is not None
+        if self.settings.full(self.step) is not self.layout.full:
+            self.layout.full = not self.layout.full
+            for g in self.layout.groups:
+                if g.full:
+                    g.turn()
         self.step += 1
         every = self.settings.checksum_every
         self._checking = every > 0 and self.step % every == 0

@@ -42,6 +42,11 @@ class Schedule:
     def last(self) -> Setting:
         return self.marks[-1][1]
 
+    @property
+    def plain(self) -> list[list[Setting]]:
+        """As a checkpoint keeps it."""
+        return [list(mark) for mark in self.marks]
+
     def __str__(self) -> str:
         return ",".join(f"{value:g}@{step}" if not isinstance(value, str) else f"{value}@{step}"
                         for step, value in self.marks)  # fmt: skip
@@ -67,6 +72,4 @@ def steps(parameters: Mapping[str, Setting | Schedule]) -> list[int]:
 
 def plain(parameters: Mapping[str, Setting | Schedule]) -> dict[str, Setting | list[list[Setting]]]:
     """As a checkpoint keeps them."""
-    return {
-        k: [list(mark) for mark in v.marks] if isinstance(v, Schedule) else v for k, v in parameters.items()
-    }
+    return {k: v.plain if isinstance(v, Schedule) else v for k, v in parameters.items()}

@@ -9,7 +9,7 @@ from sidcomp.errors import ArgumentError, ParameterError
 from sidcomp.groups import DENSE, PLANNED, Groups, Regime, parse_groups
 from sidcomp.policy import Exclude, Policy, Rules, Shapes, parse_exclude, parse_rules
 from sidcomp.registry import Codec, find_codec, find_memory, resolve
-from sidcomp.schedule import Parameters, Setting
+from sidcomp.schedule import Parameters, Schedule, Setting
 
 Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
 
@@ -45,6 +45,7 @@ class Settings:
     checksum_every: int
     isa: str | None
     named: bool = True  # the memory was asked for, not the codec's own
+    full_every: int | Schedule = 0  # 0: never
     made: list[Way] = field(default_factory=list)  # of the policy's combinations, numbered after `ways`
 
     @classmethod
@@ -59,12 +60,16 @@ class Settings:
         isa: str | None,
         candidates: Candidates | None,
         policy: Rules,
+        full_every: int | Schedule,
         parameters: Parameters,
     ) -> "Settings":
         if not 0 <= seed < 2**64:
             raise ArgumentError(f"seed={seed}: a number from 0 to 2**64 - 1")
         if checksum_every < 0:
             raise ArgumentError(f"checksum_every={checksum_every}: a number of steps, or 0 for never")
+        for _, k in full_every.marks if isinstance(full_every, Schedule) else [(0, full_every)]:
+            if not isinstance(k, int) or k < 0:
+                raise ArgumentError(f"full_every={k!r}: a number of steps, or 0 for never")
         auto = codec == "auto"
         if candidates is not None and not auto:
             raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
@@ -90,7 +95,12 @@ class Settings:
             checksum_every,
             isa,
             memory is not None,
+            full_every,
         )
+        if full_every and settings.planned:
+            raise ArgumentError(
+                f"full_every is not for planned groups: leave it out, or name groups={groups!r}"
+            )
         for way in range(len(ways)):  # the core knows the ranges, and which isa this processor has
             settings.plan(1, "float32", way)
         settings._check_rules()
@@ -189,6 +199,19 @@ class Settings:
         w = self.way(way)
         return _core.Plan(w.codec.name, w.memory.name, n, dtype, schedule.at(w.parameters, step), **extra)
 
+    def full_plan(self, n: int, dtype: str, way: int) -> _core.Plan:
+        """Of the steps that send everything, with what is kept."""
+        w = self.way(way)
+        own = {p.name for p in w.memory.parameters}
+        parameters = {k: v for k, v in schedule.last(w.parameters).items() if k in own}
+        extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
+        return _core.Plan("none", w.memory.name, n, dtype, parameters, flush=True, **extra)
+
+    def full(self, step: int) -> bool:
+        """Whether iteration `step`, counted from 0, is one of full precision."""
+        every = self.full_every.at(step) if isinstance(self.full_every, Schedule) else self.full_every
+        return bool(every) and step % int(every) == 0
+
     def saved(self) -> dict[str, Any]:
         """What decides the bits of a run, in plain types."""
         first = self.ways[0].saved()
@@ -202,6 +225,7 @@ class Settings:
             "groups": self.groups,
             "exclude": list(self.policy.exclude),
             "policy": self.policy.saved(),
+            "full_every": self.full_every.plain if isinstance(self.full_every, Schedule) else self.full_every,
         }
 
 

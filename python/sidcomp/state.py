@@ -45,6 +45,9 @@ class State:
                     dictionary of parameters ("codec" and "memory" may be among them). All rules that are
                     about a parameter apply, the later over the earlier: `policy=[("<128KB", "none"),
                     ("output", {"density": 0.05})]`.
+    full_every      K > 0: in steps 0, K, 2 K, ... the groups send all of their gradient and of what they
+                    keep, as plain DDP would (Marsit's full-precision steps). May be a Schedule:
+                    `Schedule({0: 1, 100: 0})` begins with 100 dense steps. CPU only.
     process_group   the ranks to average over; default: the DDP model's.
     seed            of codecs that draw random numbers; the same on every rank.
     checksum_every  k > 0: every k steps the ranks compare checksums of their decoded gradients; a difference
@@ -83,11 +86,13 @@ class State:
         isa: str | None = None,
         candidates: Candidates | None = None,
         policy: Rules = (),
+        full_every: int | Schedule = 0,
         profile: Profile | str | Path | None = None,
         **parameters: Setting | Schedule,
     ) -> None:
         self._arguments = (
-            codec, memory, groups, seed, exclude, checksum_every, isa, candidates, policy, parameters
+            codec, memory, groups, seed, exclude, checksum_every, isa, candidates, policy, full_every,
+            parameters,
         )  # fmt: skip
         self.settings = Settings.parse(*self._arguments)
         if profile is not None and not self.settings.planned:
@@ -365,12 +370,23 @@ class State:
         return {"arguments": self._arguments, "memory": self.state_dict() if started else None}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        codec, memory, groups, seed, exclude, checksum_every, isa, candidates, policy, parameters = saved[
-            "arguments"
-        ]
+        (
+            codec,
+            memory,
+            groups,
+            seed,
+            exclude,
+            checksum_every,
+            isa,
+            candidates,
+            policy,
+            full_every,
+            parameters,
+        ) = saved["arguments"]
         self.__init__(  # type: ignore[misc]
             codec, memory=memory, groups=groups, seed=seed, exclude=exclude,
-            checksum_every=checksum_every, isa=isa, candidates=candidates, policy=policy, **parameters,
+            checksum_every=checksum_every, isa=isa, candidates=candidates, policy=policy,
+            full_every=full_every, **parameters,
         )  # fmt: skip
         if saved["memory"] is not None:
             self.load_state_dict(saved["memory"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
+import torch.distributed as dist
 from cases import CASES, Trainer, assert_same
 from common import Reference, groups_of, make_state, residuals_of
 from harness import run
@@ -103,3 +104,58 @@ def differ(rank: int, world: int) -> None:
 
 def test_ranks_with_different_policies() -> None:
     run(differ, 2)
+
+
+# ---- steps of full precision -------------------------------------------------------------------------------
+
+
+def full_steps(rank: int, world: int, codec: str, memory: str, groups: str | int, every: Any) -> list[Any]:
+    """In a full step the gradient is the mean of all that the ranks have and kept; else the codec's."""
+    ours, slow = Trainer(CASES["cap-small"], rank), Trainer(CASES["cap-small"], rank, ddp=False)
+    state = make_state(groups, ours.module, codec=codec, memory=memory, full_every=every)
+    sidcomp.register(ours.wrapper, state)
+    seen = []
+    for step in range(8):
+        kept = residuals_of(state) if step else {}
+        ours.step()
+        want: dict[str, torch.Tensor] = {}
+
+        def exchange(kind: str, kept: Any = kept, want: Any = want) -> None:
+            for name, p in slow.named():
+                if kind == "sync":
+                    total = p.grad.reshape(-1).clone()
+                    total += kept.get(name, torch.zeros_like(total))
+                    dist.all_reduce(total)
+                    want[name] = (total / world).view_as(p)
+                    p.grad = dict(ours.named())[name].grad.clone()
+
+        slow.step(exchange)
+        full = state.settings.full(step)
+        for name, p in ours.named():
+            assert (torch.allclose(p.grad, want[name], rtol=1e-5, atol=1e-7)) == full, f"{name}, step {step}"
+        left = residuals_of(state)
+        largest = max(float(r.abs().max()) for r in left.values()) if left else 0.0
+        assert not left or (largest < 1e-6) == full, f"step {step}: {largest}"
+        seen.append(sum(g["sent_bytes"] for g in groups_of(state)))
+    ours.close()
+    state.close()
+    return seen
+
+
+@pytest.mark.parametrize("groups", ["bucket", "model"])
+@pytest.mark.parametrize("memory", ["residual", "compensation", "none"])
+def test_full_steps(memory: str, groups: str) -> None:
+    for seen in run(full_steps, 2, "topk", memory, groups, 3):
+        assert len(set(seen)) == 2 and seen[0] == seen[3] == seen[6] > seen[1]
+
+
+def test_full_steps_by_schedule() -> None:
+    run(full_steps, 3, "topk", "residual", "bucket", sidcomp.Schedule({0: 0, 2: 2, 5: 100}))
+
+
+@pytest.mark.parametrize("every", [-1, 0.5, "3"])
+def test_what_full_every_is(every: Any) -> None:
+    with pytest.raises(sidcomp.ArgumentError, match="full_every"):
+        sidcomp.State("topk", full_every=every)
+    with pytest.raises(sidcomp.ArgumentError, match="full_every"):
+        sidcomp.State("auto", full_every=3)
