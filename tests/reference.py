@@ -454,6 +454,8 @@ class Sidco(Sparse):
     later: Callable[[Array, Array, Array, float], Array] = exponential_quantile
     gamma: bool = False
     stages: int = 1
+    moved: int = 0
+    off: float = 0.0
     found_since: list[int] = field(default_factory=list)
     dictated: tuple[float, int] | None = None  # threshold and count found, where a test has accepted the C's
 
@@ -488,11 +490,15 @@ class Sidco(Sparse):
             return
         average = sum(self.found_since) / len(self.found_since)
         epsilon = float(self.settings["epsilon"])
-        if average > self.k * (1 + epsilon):
-            self.stages -= 1
-        elif average < self.k * (1 - epsilon):
-            self.stages += 1
-        self.stages = min(max(self.stages, 1), self.max_stages)
+        move = int(average < self.k * (1 - epsilon)) - int(average > self.k * (1 + epsilon))
+        if move and self.settings["adapt"] == "turning" and self.max_stages > 1:
+            off = abs(average / self.k - 1)
+            if self.moved:  # as last time, unless that made it worse
+                move = -self.moved if off > self.off else self.moved
+            if self.stages + move not in range(1, self.max_stages + 1):
+                move = -move
+            self.moved, self.off = move, off
+        self.stages = min(max(self.stages + move, 1), self.max_stages)
         self.found_since.clear()
 
     def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:

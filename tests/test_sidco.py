@@ -274,6 +274,24 @@ def test_stages_move_by_one_every_q_steps(codec: str) -> None:
     assert (np.abs(moves) <= 1).all() and not moves[np.arange(len(moves)) % q != q - 1].any()
 
 
+def test_the_printed_rule_is_stuck_where_a_turning_one_is_not() -> None:
+    """Gamma of shape .4: one exponential stage lets 13 times k pass, and Algorithm 1 takes stages away."""
+    n, found = 100_000, {}
+    for adapt in ("printed", "turning"):
+        settings = {"density": 0.001, "adapt": adapt}
+        rank = Rank(_core.Plan("sidco-e", "none", n, "float32", settings))
+        ratio, used = [], set()
+        for step in range(60):
+            rng = np.random.default_rng(step)
+            x = (rng.gamma(0.4, 1, n) * rng.choice([-1, 1], n)).astype(np.float32)
+            rank.encode(Vector(x), Step(step=step))
+            ratio.append(rank.stats.found / (0.001 * n))
+            used.add(rank.stats.stages)
+        found[adapt] = float(np.median(ratio[20:]))
+        assert used == {1} if adapt == "printed" else len(used) > 2
+    assert found["printed"] > 10 and 0.5 < found["turning"] < 2, found
+
+
 @pytest.mark.parametrize("codec", ["sidco-gp", "sidco-p"])
 @pytest.mark.slow
 def test_large_groups_read_once(codec: str) -> None:

@@ -16,6 +16,10 @@
  * mu = b / (1 - a) and s2 = mu^2 / (1 - 2 a), which is what equation 29 solves. Corollary 1.3 asks for 0 < a < 1/2; the
  * estimate is always below 1/2, and below 0 too the formula is the quantile (at a = -1 of the uniform distribution).
  *
+ * Algorithm 1 takes a stage away where too many elements pass. At one stage that is the end: a tail heavier than the
+ * distribution fitted lets too many pass for good (20 times k was seen), where more stages would fit it. `adapt = turning`
+ * moves on in one direction while the average comes nearer to k, and turns where it does not or no stage is left.
+ *
  * Where moments make no sense: no variance is the limit a -> -inf, eta_m = eta_(m-1) + mu, at which equal magnitudes
  * pass. No element beyond eta_(m-1): eta_m = eta_(m-1). log 0: zeros are set apart; the gamma is fitted to the others,
  * whose share of n scales delta_1. A gamma quantile below 0 (all |x| alike, or a below about 0.2, where equation 15's
@@ -40,10 +44,12 @@ enum {
     Q,
     STAGES,
     CAPACITY,
+    ADAPT,
     SHAPE
 };
 /* words of state->codec: stages for the next step and of the last one, steps and counts since the last adaptation, the
- * last key and its spread, how far each stage of the last step lay (would have lain, at delta_1) above the one before */
+ * last key and its spread, the last adaptation's direction (0: none, 1: up, 2: down) and deviation, how far each stage of
+ * the last step lay (would have lain, at delta_1) above the one before */
 enum {
     AT_STAGES,
     AT_USED,
@@ -51,6 +57,8 @@ enum {
     AT_SUM,
     LAST,
     SPREAD,
+    TURN,
+    DEVIATION,
     STEP
 };
 _Static_assert(STEP + MAX_STAGES <= 16, "state->codec holds 16 words");
@@ -59,6 +67,7 @@ enum {
 }; /* spread of the key where the number of stages has changed: half an octave */
 static const double probe_width = 1.0 / 16; /* probes lie this fraction below and above the predicted eta */
 
+static const char *const adapt_names[] = {"printed", "turning", NULL};
 #define SIDCO_PARAM_ROWS                                                                                               \
     SPARSE_PARAM_ROWS,                                                                                                 \
         {.name = "delta1",                                                                                             \
@@ -95,7 +104,15 @@ static const double probe_width = 1.0 / 16; /* probes lie this fraction below an
          .min = 1,                                                                                                     \
          .max = 1e6,                                                                                                   \
          .unit = "times k",                                                                                            \
-         .doc = "Room of the payload; where more elements pass, the largest are sent and the rest is kept."}
+         .doc = "Room of the payload; where more elements pass, the largest are sent and the rest is kept."},          \
+        {.name = "adapt",                                                                                              \
+         .kind = SID_CHOICE,                                                                                           \
+         .dflt = 0,                                                                                                    \
+         .min = 0,                                                                                                     \
+         .max = 1,                                                                                                     \
+         .unit = "",                                                                                                   \
+         .choices = adapt_names,                                                                                       \
+         .doc = "Stages: as Algorithm 1 is printed, fewer where too many pass; or turning where that made it worse."}
 
 static const sid_param params[] = {SIDCO_PARAM_ROWS};
 static const char *const shape_names[] = {"closed", "mle", NULL};
@@ -351,12 +368,23 @@ static void adapt(sid_walk *w, uint64_t found) {
     const sid_plan *p = w->plan;
     uint64_t *c = w->state->codec;
     const double q = p->codec_param[Q], k = (double)p->k, eps = p->codec_param[EPSILON];
+    const uint32_t most = stage_limit(p);
     uint32_t m = own(w)->stages;
     c[AT_SUM] += found;
     if ((double)++c[AT_STEPS] >= q) {
-        const double average = (double)c[AT_SUM] / q;
-        if (average > k * (1 + eps) && m > 1) m--;
-        if (average < k * (1 - eps) && m < stage_limit(p)) m++;
+        const double average = (double)c[AT_SUM] / q, off = fabs(average / k - 1);
+        int up = average<k * (1 - eps), down = average> k * (1 + eps);
+        if (p->codec_param[ADAPT] > 0 && (up || down) && most > 1) {
+            double last;
+            memcpy(&last, &c[DEVIATION], 8);
+            if (c[TURN]) up = (c[TURN] == 1) != (off > last);
+            up = m == 1 || (up && m < most);
+            down = !up;
+            c[TURN] = up ? 1 : 2;
+            memcpy(&c[DEVIATION], &off, 8);
+        }
+        if (down && m > 1) m--;
+        if (up && m < most) m++;
         c[AT_SUM] = c[AT_STEPS] = 0;
     }
     c[AT_STAGES] = m;
