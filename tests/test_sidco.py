@@ -352,3 +352,14 @@ def test_large_groups_of_the_rival(density: float) -> None:
         rank.encode(Vector(x), Step(step=step))
         walks.append(rank.stats.walks)
     assert sum(walks[6:]) <= 8, walks
+
+
+def test_the_table_of_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/papers: every sparse codec has its column, and top-k is the target."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    pytest.importorskip("torch")
+    sidco_ratio = pytest.importorskip("benchmarks.papers.sidco_ratio")
+    rows = sidco_ratio.run({"Gauss": lambda: sidco_ratio.drawn("Gauss", 3000, 4)})
+    sparse = {c["name"] for c in _core.codecs() if "sparse" in c["traits"]}
+    assert len(rows) == 6 and all(sparse <= set(row) for row in rows)
+    assert all(row["topk"] == "1.00 [1.00, 1.00]" for row in rows)
