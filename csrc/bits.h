@@ -1,5 +1,6 @@
-/* Bit views of floats and the half formats. Shared by host and device: integer arithmetic only, so that every compiler
- * and instruction set gives the same bits. Conversions round to nearest, ties to even; NaN stays NaN, Inf stays Inf. */
+/* Bit views of floats, the half and 8-bit formats, rounding to integers. Shared by host and device: integer arithmetic, and
+ * float operations that IEEE 754 defines to the last bit, so that every compiler and instruction set gives the same bits.
+ * Conversions to half round to nearest, ties to even; NaN stays NaN, Inf stays Inf. */
 #ifndef SID_BITS_H
 #define SID_BITS_H
 
@@ -58,6 +59,53 @@ SID_HD float sid_f16_to_f32(uint16_t h) {
         m &= 0x3ffu;
     }
     return sid_bits_f32(sign | ((e + 112u) << 23) | (m << 13));
+}
+
+/* ---- rounding to a grid ------------------------------------------------------------------------------------------
+ * Without branches, so that loops over them are vectorised. */
+
+/* To the nearest integer, ties to even; |x| < 2^22. The sum has no bits below 1, so that the addition rounds. */
+SID_HD int32_t sid_nearest(float x) { return (int32_t)(sid_f32_bits(x + 0x1.8p23f) - 0x4b400000u); }
+
+/* 0 <= a <= 128 to one of the integers beside it, up with probability a - floor(a): within 2^-17 and the rounding of a
+ * sum below 128 with 16 random bits, never more than 2^-31 too rarely with 32. */
+SID_HD int32_t sid_dither16(float a, uint32_t draw) { return (int32_t)(a + ((float)(int32_t)draw + 0.5f) * 0x1p-16f); }
+SID_HD int32_t sid_dither32(float a, uint32_t draw) {
+    const int32_t i = (int32_t)a;
+    const float rest = a - (float)i; /* exact */
+    return i + ((int32_t)(rest * 0x1p31f) > (int32_t)(draw >> 1));
+}
+
+/* ---- 8-bit floats: sign, exponent, `mantissa` bits (OCP 8-bit Floating Point Specification 1.0) --------------------
+ * mantissa 3: E4M3, bias 7, largest 448, no Inf, one NaN. mantissa 2: E5M2, bias 15, largest 57344, Inf and NaN as IEEE. */
+SID_HD float sid_f8_to_f32(uint32_t code, uint32_t mantissa) {
+    const uint32_t shift = 23u - mantissa, k = code & 0x7fu, gap = mantissa == 3u ? 120u : 112u;
+    const float low = (float)(int32_t)k * (mantissa == 3u ? 0x1p-9f : 0x1p-16f);
+    uint32_t u = k < 1u << mantissa ? sid_f32_bits(low) : (k << shift) + (gap << 23);
+    if (mantissa == 3u)
+        u = k == 0x7fu ? 0x7fc00000u : u;
+    else
+        u = k >= 0x7cu ? 0x7f800000u | (k & 3u) << 21 : u;
+    return sid_bits_f32(u | (code & 0x80u) << 24);
+}
+
+/* The code of a finite x of at most the format's largest magnitude. Nearest: ties to the even code. Dithered: to one of
+ * the numbers beside x, with probabilities that make the mean x, within 2^-17 of their distance. */
+SID_HD uint32_t sid_f32_to_f8_nearest(float x, uint32_t mantissa) {
+    const uint32_t u = sid_f32_bits(x), k = u & 0x7fffffffu, shift = 23u - mantissa;
+    const uint32_t gap = (mantissa == 3u ? 120u : 112u) << mantissa;
+    const float base = mantissa == 3u ? 0x1p14f : 0x1p7f; /* its last bit is the smallest number's */
+    const uint32_t low = sid_f32_bits(sid_bits_f32(k) + base) - sid_f32_bits(base);
+    const uint32_t high = ((k + (1u << (shift - 1u)) - 1u + ((k >> shift) & 1u)) >> shift) - gap;
+    return (k < (mantissa == 3u ? 0x3c800000u : 0x38800000u) ? low : high) | (u >> 24 & 0x80u);
+}
+SID_HD uint32_t sid_f32_to_f8_dithered(float x, uint32_t mantissa, uint32_t draw) {
+    const uint32_t u = sid_f32_bits(x), k = u & 0x7fffffffu, shift = 23u - mantissa;
+    const uint32_t gap = (mantissa == 3u ? 120u : 112u) << mantissa;
+    const uint32_t high = ((k + (draw << (shift - 16u)) + (1u << (shift - 17u))) >> shift) - gap;
+    const int small = k < (mantissa == 3u ? 0x3c800000u : 0x38800000u);
+    const float a = sid_bits_f32(small ? k : 0u) * (mantissa == 3u ? 0x1p9f : 0x1p16f);
+    return (small ? (uint32_t)sid_dither16(a, draw) : high) | (u >> 24 & 0x80u);
 }
 
 #endif

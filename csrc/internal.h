@@ -153,6 +153,32 @@ typedef struct sid_memory {
     void (*received)(const sid_plan *p, float *const *vec, const float *x, uint32_t len);
 } sid_memory;
 
+/* ---- grids: what quantisers round to ------------------------------------------------------------------------------
+ * An element x becomes the code of x * inverse, which stands for scale times a number of the grid. */
+typedef enum sid_grid_kind {
+    SID_GRID_INTEGERS, /* -top .. top; the code is two's complement in as many bits as are kept of it */
+    SID_GRID_E4M3,
+    SID_GRID_E5M2
+} sid_grid_kind;
+
+typedef enum sid_rounding {
+    SID_ROUND_NEAREST, /* ties to even; for integers |x * inverse| < top + 1/2 */
+    SID_ROUND_DRAW16,  /* to one of both neighbours, x on average, by 16 random bits an element */
+    SID_ROUND_DRAW32   /* by 32, where steps are wide and most elements far below one; integers only */
+} sid_rounding;
+
+typedef struct sid_grid {
+    sid_grid_kind kind;
+    sid_rounding rounding;
+    float top; /* the largest number; what lies beyond becomes it */
+    float scale, inverse;
+} sid_grid;
+
+typedef struct sid_codes {
+    const uint8_t *code;  /* `width` bits each, from the lowest bit of the first byte on */
+    const uint8_t *scale; /* float32 a block of elements (64 or more), little-endian; block 0: one for all of them */
+} sid_codes;
+
 /* ---- primitives, once per instruction set (csrc/isa/simd.c); the base variant is the law -------------------------
  * Arrays may have any element alignment. Sums run in 16 float lanes (element i in lane i % 16), combined pairwise. */
 typedef struct sid_velocity { /* of add_velocity */
@@ -191,6 +217,17 @@ typedef struct sid_simd {
     void (*probe_moments)(const float *x, uint32_t n, uint32_t a, uint32_t b, double sum[5], uint32_t count[2]);
     /* Sum of log2 |x| over the count elements that are not 0. 16 float lanes in runs of 1024 elements; to 6e-8 * count. */
     double (*sum_log2)(const float *x, uint32_t n, uint32_t *count);
+    uint32_t (*max_key)(const float *x, uint32_t n); /* the largest key; 0 of none */
+    /* draws: uint16_t or uint32_t, one an element, as grid->rounding says; NULL beside SID_ROUND_NEAREST. */
+    void (*quantise)(const float *x, uint32_t n, const sid_grid *grid, const void *draws, uint8_t *code);
+    /* x -= what quantise() would send of it. */
+    void (*take_out)(float *x, uint32_t n, const sid_grid *grid, const void *draws);
+    /* out += scale * what the codes stand for, for one of `count` payloads after the other. */
+    void (*add_codes)(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block, sid_grid_kind kind,
+                      uint32_t width);
+    /* The low `width` bits of each code, 2 to 7, one after the other from the lowest bit of out[0] on; ceil(n * width / 8)
+     * bytes, what is left of the last one zero. */
+    void (*pack)(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out);
     void (*clamp)(const float *x, float *y, uint32_t n, float max); /* finite x to +-max; NaN and Inf as they are */
     void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);
     void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);

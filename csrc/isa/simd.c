@@ -536,6 +536,336 @@ static double sum_log2(const float *x, uint32_t n, uint32_t *count) {
     return sum;
 }
 
+/* Of signed integers. */
+static inline vi lower(vi a, vi b) {
+#if BYTES == 64
+    return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b);
+#elif BYTES == 32
+    return (vi)_mm256_min_epi32((__m256i)a, (__m256i)b);
+#else
+    return either(a < b, a, b);
+#endif
+}
+static inline vi higher(vi a, vi b) {
+#if BYTES == 64
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif BYTES == 32
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    return either(a > b, a, b);
+#endif
+}
+
+static uint32_t max_key(const float *x, uint32_t n) {
+    vi top[4] = {{0}};
+    uint32_t i = 0, max;
+    for (; i + 4 * WIDE <= n; i += 4 * WIDE)
+        for (int q = 0; q < 4; q++) top[q] = higher(top[q], keys(load(x + i + q * WIDE)));
+    const vi all = higher(higher(top[0], top[1]), higher(top[2], top[3]));
+#if BYTES == 64
+    max = (uint32_t)_mm512_reduce_max_epi32((__m512i)all);
+#else
+    max = 0;
+    for (int j = 0; j < WIDE; j++) max = (uint32_t)all[j] > max ? (uint32_t)all[j] : max;
+#endif
+    for (; i < n; i++) max = sid_key(x[i]) > max ? sid_key(x[i]) : max;
+    return max;
+}
+
+/* ---- grids -------------------------------------------------------------------------------------------------------
+ * A loop for each kind and rounding; the arithmetic is that of bits.h, which does what is left at the end. */
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vi to_int(vf v) { return __builtin_convertvector(v, vi); }
+INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
+INLINE vi load_bytes(const uint8_t *p) {
+#if BYTES == 64
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+#elif BYTES == 32
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+#else
+    return (vi){p[0], p[1], p[2], p[3]};
+#endif
+}
+INLINE vi load_signed_bytes(const uint8_t *p) {
+#if BYTES == 64
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+#elif BYTES == 32
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+#else
+    return (vi){(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]};
+#endif
+}
+INLINE void store_bytes(uint8_t *p, vi v) { /* the low 8 bits of each */
+#if BYTES == 64
+    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif BYTES == 32
+    const __m256i first = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1,
+                                           -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    const __m256i b = _mm256_shuffle_epi8((__m256i)v, first);
+    _mm_storel_epi64((__m128i *)(void *)p,
+                     _mm_unpacklo_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1)));
+#else
+    for (int j = 0; j < WIDE; j++) p[j] = (uint8_t)v[j];
+#endif
+}
+/* Random bits of WIDE elements from the i-th on. */
+INLINE vi load_draws(const void *draws, uint32_t i, sid_rounding rounding) {
+    vi v = {0};
+    if (rounding == SID_ROUND_DRAW32) memcpy(&v, (const uint32_t *)draws + i, sizeof v);
+    if (rounding == SID_ROUND_DRAW16) {
+        const uint16_t *p = (const uint16_t *)draws + i;
+#if BYTES == 64
+        v = (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p));
+#elif BYTES == 32
+        v = (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+#else
+        v = (vi){p[0], p[1], p[2], p[3]};
+#endif
+    }
+    return v;
+}
+INLINE uint32_t load_draw(const void *draws, uint32_t i, sid_rounding rounding) {
+    if (rounding == SID_ROUND_NEAREST) return 0;
+    return rounding == SID_ROUND_DRAW16 ? ((const uint16_t *)draws)[i] : ((const uint32_t *)draws)[i];
+}
+
+/* What l = x * inverse becomes. */
+INLINE int32_t integer_of(float l, float top, sid_rounding rounding, uint32_t draw) {
+    if (rounding == SID_ROUND_NEAREST) return sid_nearest(l);
+    const uint32_t k = sid_key(l), most = sid_f32_bits(top);
+    const float a = sid_bits_f32(k < most ? k : most);
+    const int32_t i = rounding == SID_ROUND_DRAW16 ? sid_dither16(a, draw) : sid_dither32(a, draw);
+    return k == sid_f32_bits(l) ? i : -i;
+}
+INLINE vi dither16(vf a, vi draw) { return to_int(a + (to_float(draw) + 0.5f) * 0x1p-16f); }
+INLINE vi integers_of(vf l, float top, sid_rounding rounding, vi draw) {
+    if (rounding == SID_ROUND_NEAREST) return (vi)(l + 0x1.8p23f) - 0x4b400000;
+    const vi minus = bits(l) >> 31; /* 0 or -1 */
+    const vf a = (vf)lower(keys(l), (vi){0} + (int32_t)sid_f32_bits(top));
+    if (rounding == SID_ROUND_DRAW16) return (dither16(a, draw) ^ minus) - minus;
+    const vi i = to_int(a), up = to_int((a - to_float(i)) * 0x1p31f) > ((draw >> 1) & 0x7fffffff);
+    return ((i - up) ^ minus) - minus;
+}
+
+INLINE uint32_t mantissa_of(sid_grid_kind kind) { return kind == SID_GRID_E4M3 ? 3 : 2; }
+INLINE uint32_t float8_of(float l, float top, sid_grid_kind kind, sid_rounding rounding, uint32_t draw) {
+    const uint32_t k = sid_key(l), most = sid_f32_bits(top);
+    const float y = sid_bits_f32((k < most ? k : most) | (sid_f32_bits(l) & 0x80000000u));
+    return rounding == SID_ROUND_NEAREST ? sid_f32_to_f8_nearest(y, mantissa_of(kind))
+                                         : sid_f32_to_f8_dithered(y, mantissa_of(kind), draw);
+}
+/* Codes, or with `number` the floats that they stand for. */
+INLINE vi float8s_of(vf l, float top, sid_grid_kind kind, sid_rounding rounding, vi draw, int number) {
+    const int32_t mantissa = (int32_t)mantissa_of(kind), shift = 23 - mantissa, gap = mantissa == 3 ? 120 : 112;
+    const vi k = lower(keys(l), (vi){0} + (int32_t)sid_f32_bits(top));
+    const vi small = k < (mantissa == 3 ? 0x3c800000 : 0x38800000), sign = bits(l) & (int32_t)0x80000000u;
+    const float unit = mantissa == 3 ? 0x1p-9f : 0x1p-16f, base = mantissa == 3 ? 0x1p14f : 0x1p7f;
+    const int32_t half = 1 << (shift - 1), centre = 1 << (shift - 17);
+    vi low, high;
+    if (rounding == SID_ROUND_NEAREST) {
+        low = bits((vf)k + base) - (int32_t)sid_f32_bits(base);
+        high = (k + (half - 1) + ((k >> shift) & 1)) >> shift;
+    } else {
+        low = dither16((vf)(k & small) * (1.0f / unit), draw);
+        high = (k + (draw << (shift - 16)) + centre) >> shift;
+    }
+    if (number) return either(small, bits(to_float(low) * unit), high << shift) | sign;
+    return either(small, low, high - (gap << mantissa)) | ((sign >> 24) & 0x80);
+}
+INLINE vf from_float8s(vi code, sid_grid_kind kind) {
+    const int32_t mantissa = (int32_t)mantissa_of(kind), shift = 23 - mantissa, gap = mantissa == 3 ? 120 : 112;
+    const int32_t normal = 1 << mantissa, bias = gap << 23;
+    const vi k = code & 0x7f, low = bits(to_float(k) * (mantissa == 3 ? 0x1p-9f : 0x1p-16f));
+    const vi u = either(k < normal, low, (k << shift) + bias);
+    const vi none = mantissa == 3 ? k == 0x7f : k >= 0x7c;
+    const vi what = mantissa == 3 ? (vi){0} + 0x7fc00000 : ((k & 3) << 21) | 0x7f800000;
+    return (vf)(either(none, what, u) | (code << 24 & (int32_t)0x80000000u));
+}
+
+INLINE void quantise_as(const float *x, uint32_t n, const sid_grid *g, const void *draws, uint8_t *code,
+                        sid_grid_kind kind, sid_rounding rounding) {
+    const float inverse = g->inverse, top = g->top;
+    uint32_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf l = load(x + i) * inverse;
+        const vi draw = load_draws(draws, i, rounding);
+        store_bytes(code + i, kind == SID_GRID_INTEGERS ? integers_of(l, top, rounding, draw)
+                                                        : float8s_of(l, top, kind, rounding, draw, 0));
+    }
+    for (; i < n; i++) {
+        const float l = x[i] * inverse;
+        const uint32_t draw = load_draw(draws, i, rounding);
+        code[i] = (uint8_t)(kind == SID_GRID_INTEGERS ? (uint32_t)integer_of(l, top, rounding, draw)
+                                                      : float8_of(l, top, kind, rounding, draw));
+    }
+}
+INLINE void take_out_as(float *x, uint32_t n, const sid_grid *g, const void *draws, sid_grid_kind kind,
+                        sid_rounding rounding) {
+    const float inverse = g->inverse, top = g->top, scale = g->scale;
+    uint32_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i), l = v * inverse;
+        const vi draw = load_draws(draws, i, rounding);
+        store(x + i, v - (kind == SID_GRID_INTEGERS ? to_float(integers_of(l, top, rounding, draw))
+                                                    : (vf)float8s_of(l, top, kind, rounding, draw, 1)) *
+                             scale);
+    }
+    for (; i < n; i++) {
+        const float l = x[i] * inverse;
+        const uint32_t draw = load_draw(draws, i, rounding);
+        x[i] -= scale * (kind == SID_GRID_INTEGERS
+                             ? (float)integer_of(l, top, rounding, draw)
+                             : sid_f8_to_f32(float8_of(l, top, kind, rounding, draw), mantissa_of(kind)));
+    }
+}
+
+/* One call for each pair that there is. */
+#define EACH_GRID(call)                                                                                                \
+    switch (g->kind * 3u + g->rounding) {                                                                              \
+        case SID_GRID_INTEGERS * 3 + SID_ROUND_NEAREST: call(SID_GRID_INTEGERS, SID_ROUND_NEAREST); break;             \
+        case SID_GRID_INTEGERS * 3 + SID_ROUND_DRAW16: call(SID_GRID_INTEGERS, SID_ROUND_DRAW16); break;               \
+        case SID_GRID_INTEGERS * 3 + SID_ROUND_DRAW32: call(SID_GRID_INTEGERS, SID_ROUND_DRAW32); break;               \
+        case SID_GRID_E4M3 * 3 + SID_ROUND_NEAREST: call(SID_GRID_E4M3, SID_ROUND_NEAREST); break;                     \
+        case SID_GRID_E4M3 * 3 + SID_ROUND_DRAW16: call(SID_GRID_E4M3, SID_ROUND_DRAW16); break;                       \
+        case SID_GRID_E5M2 * 3 + SID_ROUND_NEAREST: call(SID_GRID_E5M2, SID_ROUND_NEAREST); break;                     \
+        default: call(SID_GRID_E5M2, SID_ROUND_DRAW16);                                                                \
+    }
+
+static void quantise(const float *x, uint32_t n, const sid_grid *g, const void *draws, uint8_t *code) {
+#define QUANTISE(kind, rounding) quantise_as(x, n, g, draws, code, kind, rounding)
+    EACH_GRID(QUANTISE)
+}
+
+static void take_out(float *x, uint32_t n, const sid_grid *g, const void *draws) {
+#define TAKE_OUT(kind, rounding) take_out_as(x, n, g, draws, kind, rounding)
+    EACH_GRID(TAKE_OUT)
+}
+
+/* ---- fields: `width` bits an element, one after the other ------------------------------------------------------- */
+
+static inline uint32_t field(const uint8_t *p, uint32_t i, uint32_t width) {
+    const uint32_t at = i * width / 8, off = i * width % 8;
+    const uint32_t v = (uint32_t)p[at] | (off + width > 8 ? (uint32_t)p[at + 1] << 8 : 0);
+    return v >> off & ((1u << width) - 1);
+}
+
+/* WIDE fields from the i-th on, i a multiple of WIDE: to every element the two bytes that hold it are brought, then it is
+ * shifted to the top and, with its sign, down. Reads 16 bytes. */
+typedef struct spread {
+    vi from, up; /* which bytes, how far */
+    int32_t down;
+} spread;
+INLINE spread spread_of(uint32_t width) {
+    spread s = {.down = 32 - (int32_t)width};
+    for (uint32_t j = 0; j < WIDE; j++) {
+        const uint32_t at = j * width / 8, off = j * width % 8;
+        s.from[j] = (int32_t)(0x80800000u | (off + width > 8 ? at + 1 : 0x80u) << 8 | at);
+        s.up[j] = 32 - (int32_t)(width + off);
+    }
+    return s;
+}
+INLINE vi load_fields(const uint8_t *p, uint32_t i, const spread *s) {
+    const uint32_t width = 32 - (uint32_t)s->down;
+#if BYTES == 64
+    const __m512i raw = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)(p + i * width / 8)));
+    const __m512i two = _mm512_shuffle_epi8(raw, (__m512i)s->from);
+    return (vi)_mm512_sllv_epi32(two, (__m512i)s->up) >> s->down;
+#elif BYTES == 32
+    const __m256i raw =
+        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)(p + i * width / 8)));
+    const __m256i two = _mm256_shuffle_epi8(raw, (__m256i)s->from);
+    return (vi)_mm256_sllv_epi32(two, (__m256i)s->up) >> s->down;
+#else
+    vi v;
+    for (uint32_t j = 0; j < WIDE; j++) v[j] = (int32_t)(field(p, i + j, width) << s->down);
+    return v >> s->down;
+#endif
+}
+
+enum {
+    ABREAST = 4 * WIDE /* elements: at most 64, so all of one block */
+};
+INLINE void add_as(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block, sid_grid_kind kind,
+                   uint32_t width) {
+    const uint32_t slack = width == 8 ? 0 : 16 * 8 / width; /* load_fields reads on */
+    const spread s = spread_of(width);
+    const int32_t down = 32 - (int32_t)width;
+    uint32_t i = 0;
+    for (; i + ABREAST + slack <= n; i += ABREAST) {
+        vf sum[4];
+        const uint32_t b = block ? i / block : 0;
+        for (uint32_t q = 0; q < 4; q++) sum[q] = load(out + i + q * WIDE);
+        for (uint32_t r = 0; r < count; r++) {
+            float scale;
+            memcpy(&scale, from[r].scale + 4 * b, 4);
+            for (uint32_t q = 0; q < 4; q++) {
+                const uint8_t *p = from[r].code;
+                const uint32_t at = i + q * WIDE;
+                if (kind != SID_GRID_INTEGERS)
+                    sum[q] += from_float8s(load_bytes(p + at), kind) * scale;
+                else
+                    sum[q] += to_float(width == 8 ? load_signed_bytes(p + at) : load_fields(p, at, &s)) * scale;
+            }
+        }
+        for (uint32_t q = 0; q < 4; q++) store(out + i + q * WIDE, sum[q]);
+    }
+    for (uint32_t r = 0; r < count; r++)
+        for (uint32_t j = i; j < n; j++) {
+            const uint32_t c = field(from[r].code, j, width);
+            float scale;
+            memcpy(&scale, from[r].scale + 4 * (block ? j / block : 0), 4);
+            out[j] += scale * (kind == SID_GRID_INTEGERS ? (float)((int32_t)(c << down) >> down)
+                                                         : sid_f8_to_f32(c, mantissa_of(kind)));
+        }
+}
+static void add_codes(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block, sid_grid_kind kind,
+                      uint32_t width) {
+    if (kind == SID_GRID_E4M3)
+        add_as(from, count, out, n, block, SID_GRID_E4M3, 8);
+    else if (kind == SID_GRID_E5M2)
+        add_as(from, count, out, n, block, SID_GRID_E5M2, 8);
+    else if (width == 8)
+        add_as(from, count, out, n, block, SID_GRID_INTEGERS, 8);
+    else if (width == 4)
+        add_as(from, count, out, n, block, SID_GRID_INTEGERS, 4);
+    else if (width == 2)
+        add_as(from, count, out, n, block, SID_GRID_INTEGERS, 2);
+    else
+        add_as(from, count, out, n, block, SID_GRID_INTEGERS, width);
+}
+
+/* Eight fields, one a byte, move together: in pairs, in pairs of pairs, and once more. */
+typedef uint64_t vu __attribute__((vector_size(BYTES)));
+enum {
+    LONGS = BYTES / 8
+};
+static void pack(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out) {
+    const uint64_t first = 0x00ff00ff00ff00ffull, pair = 0x0000ffff0000ffffull, half = 0x00000000ffffffffull;
+    const uint64_t mask = 0x0101010101010101ull * ((1u << width) - 1);
+    const uint32_t bytes = (uint32_t)(((uint64_t)n * width + 7) / 8);
+    for (uint32_t i = 0; i < n; i += 8 * LONGS) {
+        const uint32_t left = n - i, take = left < 8 * LONGS ? left : 8 * LONGS;
+        vu x = {0};
+        if (take == 8 * LONGS)
+            memcpy(&x, code + i, sizeof x);
+        else
+            memcpy(&x, code + i, take);
+        x &= mask;
+        x = (x & first) | (x & ~first) >> (8 - width);
+        x = (x & pair) | (x & ~pair) >> (16 - 2 * width);
+        x = (x & half) | (x & ~half) >> (32 - 4 * width);
+        for (uint32_t j = 0, at = i / 8 * width; j < LONGS && at < bytes; j++, at += width) {
+            const uint64_t word = x[j];
+            if (at + 8 <= bytes)
+                memcpy(out + at, &word, 8); /* the next word covers what is too much */
+            else
+                memcpy(out + at, &word, bytes - at < 8 ? bytes - at : 8);
+        }
+    }
+}
+
 static void clamp(const float *x, float *y, uint32_t n, float max) {
     uint32_t i = 0;
     const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
@@ -820,6 +1150,11 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .tail_moments = tail_moments,
     .probe_moments = probe_moments,
     .sum_log2 = sum_log2,
+    .max_key = max_key,
+    .quantise = quantise,
+    .take_out = take_out,
+    .add_codes = add_codes,
+    .pack = pack,
     .clamp = clamp,
     .f32_to_f16 = f32_to_f16,
     .f32_to_bf16 = f32_to_bf16,

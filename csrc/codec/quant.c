@@ -1,0 +1,448 @@
+/* int8, int4, fp8, qsgd, terngrad: every element becomes the code of a number on a grid, times a scale.
+ *
+ *     scale = M / top      l = acc / scale      code = round(l)      sent = scale * code      kept = acc - sent
+ *
+ * M is the largest magnitude or the Euclidean norm of a block of elements or of the whole group, top the largest number
+ * of the grid: 127, 7 or what `bits` hold for integers, 448 for E4M3, 57344 for E5M2. Rounding is to nearest or to one
+ * of the neighbours with probabilities that make the mean l. In detail, the same in encode, keep and a reader's check:
+ *   - M counts as at most 0x1.fffffcp127 (one step below the largest float), so that top * scale never is Inf;
+ *   - a scale below 2^-126 is 0: nothing of such a block is sent, and no reciprocal overflows;
+ *   - l = acc * inverse, inverse = 1 / scale rounded to float32, one division a block; |l| is cut off at top.
+ * Where a block has a scale of its own, keep() finds it again from acc, and with it what was sent, so that nothing is
+ * stored beside acc. A scale of the whole group takes a second reading: the first one gathers the norm.
+ *
+ * QSGD (Alistarh et al. 2017, section 3.1): Q(v_i) = ||v||_2 sign(v_i) xi_i, xi_i one of the levels 0, 1/s .. 1 beside
+ * |v_i| / ||v||_2 with E[xi_i] = |v_i| / ||v||_2. MergeComp's 8 bits: sign and s = 127. Fields have a fixed width here;
+ * benchmarks/papers/qsgd_elias.py measures what the paper's Elias codes would save.
+ * TernGrad (Wen et al. 2017): scale = max |v|, P(|code| = 1) = |v_i| / scale, after clipping at c standard deviations,
+ * c = 2.5. That is QSGD's rule with one level and the maximum for a norm. */
+#include <math.h>
+#include <string.h>
+
+#include "../internal.h"
+
+#define M_MAX 0x1.fffffcp127
+#define SCALE_MIN 0x1p-126f
+
+typedef enum norm {
+    NORM_MAX,
+    NORM_L2,
+    NORM_CLIPPED /* the maximum after clipping at `clip` standard deviations */
+} norm;
+
+/* What plan() made of the parameters, in the slots behind them. */
+enum {
+    FORM = 4,
+    BLOCK = FORM,
+    BITS,
+    KIND,
+    ROUNDING,
+    NORM,
+    TOP,
+    CLIP
+};
+typedef struct form {
+    uint32_t block; /* elements that share a scale; 0: all of them */
+    uint32_t bits;
+    sid_grid_kind kind;
+    sid_rounding rounding;
+    norm norm;
+    float top;
+} form;
+
+static form form_of(const sid_plan *p) {
+    const double *v = p->codec_param;
+    return (form){(uint32_t)v[BLOCK],        (uint32_t)v[BITS], (sid_grid_kind)v[KIND],
+                  (sid_rounding)v[ROUNDING], (norm)v[NORM],     (float)v[TOP]};
+}
+
+static uint64_t blocks_of(const sid_plan *p, uint32_t block) { return block ? (p->n + block - 1) / block : 0; }
+static uint64_t codes_at(const sid_plan *p, uint32_t block) {
+    return SID_HEADER_BYTES + sid_round_up(4 * blocks_of(p, block), 8);
+}
+static uint64_t code_bytes(uint64_t n, uint32_t bits) { return (n * bits + 7) / 8; }
+
+/* Between readings: of the whole group. */
+typedef struct tally {
+    double sum, squares;
+    float scale; /* the group's, or the largest of a block */
+    uint32_t key;
+} tally;
+
+/* ---- plan ---------------------------------------------------------------------------------------------------- */
+
+static sid_status settle(sid_plan *p, uint64_t *scratch, form f) {
+    double *v = p->codec_param;
+    v[BLOCK] = f.block;
+    v[BITS] = f.bits;
+    v[KIND] = f.kind;
+    v[ROUNDING] = f.rounding;
+    v[NORM] = f.norm;
+    v[TOP] = (double)f.top;
+    if (f.block > SID_TILE) p->tile = f.block;
+    p->k = p->cap = p->n;
+    p->sizes.payload = sid_round_up(codes_at(p, f.block) + code_bytes(p->n, f.bits), 64);
+    *scratch = sizeof(tally);
+    return SID_OK;
+}
+
+static sid_status is_power(const sid_plan *p, const char *name, double value, sid_error *err) {
+    const uint32_t v = (uint32_t)value;
+    if (!(v & (v - 1))) return SID_OK;
+    return sid_fail(err, SID_E_PARAM, "%s: %s = %u must be a power of two, such as 256", p->codec->info.name, name, v);
+}
+
+enum { /* of int8, int4 */
+    INT_BLOCK,
+    INT_ROUNDING
+};
+static sid_status plan_int(sid_plan *p, uint64_t *scratch, sid_error *err, uint32_t bits) {
+    const sid_rounding rounding = p->codec_param[INT_ROUNDING] > 0 ? SID_ROUND_DRAW16 : SID_ROUND_NEAREST;
+    const sid_status s = is_power(p, "block", p->codec_param[INT_BLOCK], err);
+    if (s) return s;
+    return settle(p, scratch,
+                  (form){(uint32_t)p->codec_param[INT_BLOCK], bits, SID_GRID_INTEGERS, rounding, NORM_MAX,
+                         bits == 8 ? 127.0f : 7.0f});
+}
+static sid_status plan_int8(sid_plan *p, uint64_t *scratch, sid_error *err) { return plan_int(p, scratch, err, 8); }
+static sid_status plan_int4(sid_plan *p, uint64_t *scratch, sid_error *err) { return plan_int(p, scratch, err, 4); }
+
+enum {
+    F8_BLOCK,
+    F8_FORMAT,
+    F8_ROUNDING
+};
+static sid_status plan_fp8(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    const int wide = p->codec_param[F8_FORMAT] > 0;
+    const sid_rounding rounding = p->codec_param[F8_ROUNDING] > 0 ? SID_ROUND_DRAW16 : SID_ROUND_NEAREST;
+    const sid_status s = is_power(p, "block", p->codec_param[F8_BLOCK], err);
+    if (s) return s;
+    return settle(p, scratch,
+                  (form){(uint32_t)p->codec_param[F8_BLOCK], 8, wide ? SID_GRID_E5M2 : SID_GRID_E4M3, rounding,
+                         NORM_MAX, wide ? 57344.0f : 448.0f});
+}
+
+enum {
+    QSGD_BITS,
+    QSGD_NORM,
+    QSGD_BUCKET
+};
+static sid_status plan_qsgd(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    const uint32_t bits = (uint32_t)p->codec_param[QSGD_BITS], bucket = (uint32_t)p->codec_param[QSGD_BUCKET];
+    if (bucket && bucket < 128)
+        return sid_fail(err, SID_E_PARAM, "qsgd: bucket = %u must be 0, for the whole group, or 128 to 4096", bucket);
+    const sid_status s = is_power(p, "bucket", bucket, err);
+    if (s) return s;
+    return settle(p, scratch,
+                  (form){bucket, bits, SID_GRID_INTEGERS, SID_ROUND_DRAW32,
+                         p->codec_param[QSGD_NORM] > 0 ? NORM_MAX : NORM_L2, (float)((1u << (bits - 1)) - 1)});
+}
+
+enum {
+    TERN_CLIP
+};
+static sid_status plan_terngrad(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)err;
+    p->codec_param[CLIP] = p->codec_param[TERN_CLIP];
+    return settle(p, scratch, (form){0, 2, SID_GRID_INTEGERS, SID_ROUND_DRAW32, NORM_CLIPPED, 1.0f});
+}
+
+/* ---- scales -------------------------------------------------------------------------------------------------- */
+
+static float scale_from(double m, float top) {
+    const float s = (float)((m < M_MAX ? m : M_MAX) / (double)top);
+    return s >= SCALE_MIN ? s : 0.0f;
+}
+
+static float scale_of(const sid_plan *p, const form *f, const float *x, uint32_t len) {
+    double sum = 0;
+    if (f->norm != NORM_L2) return scale_from((double)sid_bits_f32(p->simd->max_key(x, len)), f->top);
+    for (uint32_t i = 0; i < len; i += SID_TILE)
+        sum += p->simd->sum_squares(x + i, len - i < SID_TILE ? len - i : SID_TILE);
+    return scale_from(sqrt(sum), f->top);
+}
+
+/* The largest scale that scale_from gives. */
+static float scale_max(const form *f) { return scale_from(M_MAX, f->top); }
+
+static sid_grid grid_of(const form *f, float scale) {
+    return (sid_grid){f->kind, f->rounding, f->top, scale, scale > 0 ? 1.0f / scale : 0.0f};
+}
+
+/* Standard deviations are of the elements about their mean. Where all of them are equal, to half the digits of float64,
+ * there is nothing to clip: c * 0 would be the end of a constant gradient. */
+static float group_scale(const sid_plan *p, const form *f, const tally *t) {
+    double m = (double)sid_bits_f32(t->key);
+    if (f->norm == NORM_L2) m = sqrt(t->squares);
+    if (f->norm == NORM_CLIPPED && p->n) {
+        const double mean = t->sum / (double)p->n, square = t->squares / (double)p->n;
+        const double variance = square - mean * mean, limit = p->codec_param[CLIP] * sqrt(variance > 0 ? variance : 0);
+        if (variance > square * 0x1p-40 && limit < m) m = limit;
+    }
+    return scale_from(m, f->top);
+}
+
+/* ---- encode -------------------------------------------------------------------------------------------------- */
+
+typedef union draws {
+    uint16_t half[SID_MAX_TILE];
+    uint32_t word[SID_MAX_TILE];
+} draws;
+
+/* The tile's random bits; *size of each. NULL where none are drawn. */
+static const uint8_t *draw(const sid_plan *p, const form *f, const sid_draw *d, uint64_t at, uint32_t len, draws *to,
+                           uint32_t *size) {
+    *size = 0;
+    if (f->rounding == SID_ROUND_NEAREST) return NULL;
+    *size = f->rounding == SID_ROUND_DRAW16 ? 2 : 4;
+    if (*size == 2)
+        p->simd->draw16(d, at, len, to->half);
+    else
+        p->simd->draw32(d, at, len, to->word);
+    return (const uint8_t *)to;
+}
+
+static void begin(sid_walk *w) {
+    const form f = form_of(w->plan);
+    if (f.rounding == SID_ROUND_NEAREST) w->draw = (sid_draw){0, 0, 0};
+    if (w->walks == 1) memset(w->scratch, 0, sizeof(tally));
+}
+
+static void gather(const sid_plan *p, const form *f, tally *t, const float *acc, uint32_t len) {
+    const uint32_t key = f->norm == NORM_L2 ? 0 : p->simd->max_key(acc, len);
+    t->key = key > t->key ? key : t->key;
+    if (f->norm == NORM_L2) t->squares += p->simd->sum_squares(acc, len);
+    if (f->norm == NORM_CLIPPED) {
+        double sum[3];
+        p->simd->moments(acc, len, sum);
+        t->squares += sum[1];
+        t->sum += sum[2];
+    }
+}
+
+static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+    const sid_plan *p = w->plan;
+    const form f = form_of(p);
+    tally *t = w->scratch;
+    if (!f.block && w->walks == 1) {
+        gather(p, &f, t, acc, len);
+        return;
+    }
+    draws room;
+    uint32_t size;
+    const uint8_t *d = draw(p, &f, &w->draw, at, len, &room, &size);
+    uint8_t *body = w->payload + codes_at(p, f.block) + at * f.bits / 8, buf[SID_MAX_TILE];
+    uint8_t *code = f.bits == 8 ? body : buf;
+    const uint32_t step = f.block ? f.block : len;
+    for (uint32_t i = 0; i < len; i += step) {
+        const uint32_t take = len - i < step ? len - i : step;
+        const float scale = f.block ? scale_of(p, &f, acc + i, take) : t->scale;
+        const sid_grid g = grid_of(&f, scale);
+        if (f.block) {
+            memcpy(w->payload + SID_HEADER_BYTES + 4 * ((at + i) / f.block), &scale, 4);
+            t->scale = scale > t->scale ? scale : t->scale;
+        }
+        p->simd->quantise(acc + i, take, &g, d ? d + (size_t)i * size : NULL, code + i);
+    }
+    if (f.bits < 8) p->simd->pack(code, len, f.bits, body);
+}
+
+static sid_verdict finish(sid_walk *w) {
+    const sid_plan *p = w->plan;
+    const form f = form_of(p);
+    tally *t = w->scratch;
+    if (!f.block && w->walks == 1) {
+        t->scale = group_scale(p, &f, t);
+        return SID_AGAIN;
+    }
+    sid_header *h = (sid_header *)(void *)w->payload;
+    const uint64_t codes = codes_at(p, f.block), used = codes + code_bytes(p->n, f.bits);
+    const uint64_t scales = SID_HEADER_BYTES + 4 * blocks_of(p, f.block);
+    memset(w->payload + scales, 0, codes - scales);
+    memset(w->payload + used, 0, p->sizes.payload - used);
+    h->count = p->n;
+    h->flags = 0;
+    h->scale = t->scale;
+    w->state->rule = (sid_rule){.scale = f.block ? 1.0f : t->scale};
+    w->stats.found = p->n;
+    w->stats.threshold = t->scale;
+    return SID_DONE;
+}
+
+/* ---- what is kept -------------------------------------------------------------------------------------------- */
+
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+    const form f = form_of(p);
+    draws room;
+    uint32_t size;
+    if (s->rule.scale == 0) return;
+    const uint8_t *d = draw(p, &f, &s->draw, at, len, &room, &size);
+    const uint32_t step = f.block ? f.block : len;
+    for (uint32_t i = 0; i < len; i += step) {
+        const uint32_t take = len - i < step ? len - i : step;
+        const sid_grid g = grid_of(&f, f.block ? scale_of(p, &f, acc + i, take) : s->rule.scale);
+        p->simd->take_out(acc + i, take, &g, d ? d + (size_t)i * size : NULL);
+    }
+}
+
+static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
+
+/* ---- decode -------------------------------------------------------------------------------------------------- */
+
+/* Zero, or what scale_from gives. */
+static int sound(uint32_t bits, uint32_t most) { return !bits || (bits >= sid_f32_bits(SCALE_MIN) && bits <= most); }
+
+static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    const sid_header *h = (const sid_header *)(const void *)payload;
+    const form f = form_of(p);
+    const uint32_t most = sid_f32_bits(scale_max(&f));
+    const uint64_t blocks = blocks_of(p, f.block), codes = codes_at(p, f.block), end = codes + code_bytes(p->n, f.bits);
+    uint32_t largest = 0, bad = 0;
+    if (h->count != p->n || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
+        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
+    if (h->salt && f.rounding == SID_ROUND_NEAREST)
+        return sid_fail(err, SID_E_CORRUPT, "salt is %08x, and rounding to nearest draws nothing", h->salt);
+    for (uint64_t i = 0; i < blocks; i++) {
+        uint32_t s;
+        memcpy(&s, payload + SID_HEADER_BYTES + 4 * i, 4);
+        largest = s > largest ? s : largest;
+        bad |= (uint32_t)!sound(s, most);
+    }
+    if (bad || !sound(sid_f32_bits(h->scale), most))
+        return sid_fail(err, SID_E_CORRUPT, "a scale that is no number from 2^-126 to %g", (double)scale_max(&f));
+    if ((f.block || !p->n) && sid_f32_bits(h->scale) != largest)
+        return sid_fail(err, SID_E_CORRUPT, "scale %g is not the largest of the blocks'", (double)h->scale);
+    for (uint64_t i = SID_HEADER_BYTES + 4 * blocks; i < codes; i++) bad |= payload[i];
+    for (uint64_t i = end; i < p->sizes.payload; i++) bad |= payload[i];
+    if (p->n * f.bits % 8) bad |= (uint32_t)payload[end - 1] >> (p->n * f.bits % 8);
+    if (bad) return sid_fail(err, SID_E_CORRUPT, "bytes beside the codes that are not zero");
+    return SID_OK;
+}
+
+static void open_all(sid_gather *g) { (void)g; }
+
+enum {
+    TOGETHER = 16
+}; /* payloads whose sum stays in registers */
+
+static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+    const sid_plan *p = g->plan;
+    const form f = form_of(p);
+    sid_codes from[TOGETHER];
+    for (uint32_t r = 0; r < g->count; r += TOGETHER) {
+        const uint32_t count = g->count - r < TOGETHER ? g->count - r : TOGETHER;
+        for (uint32_t i = 0; i < count; i++) {
+            const uint8_t *payload = g->payloads + (r + i) * g->stride;
+            from[i].code = payload + codes_at(p, f.block) + at * f.bits / 8;
+            from[i].scale =
+                f.block ? payload + SID_HEADER_BYTES + 4 * (at / f.block) : payload + offsetof(sid_header, scale);
+        }
+        p->simd->add_codes(from, count, out, len, f.block, f.kind, f.bits);
+    }
+}
+
+/* ---- registry ------------------------------------------------------------------------------------------------ */
+
+static const char *const roundings[] = {"nearest", "stochastic", NULL};
+static const char *const formats[] = {"e4m3", "e5m2", NULL};
+static const char *const norms[] = {"l2", "max", NULL};
+
+#define BLOCK_ROW                                                                                                      \
+    {.name = "block",                                                                                                  \
+     .kind = SID_INT,                                                                                                  \
+     .dflt = 256,                                                                                                      \
+     .min = 64,                                                                                                        \
+     .max = SID_MAX_TILE,                                                                                              \
+     .unit = "elements, a power of two",                                                                               \
+     .doc = "Elements that share a scale, a float32 each."}
+#define ROUNDING_ROW                                                                                                   \
+    {.name = "rounding",                                                                                               \
+     .kind = SID_CHOICE,                                                                                               \
+     .dflt = 0,                                                                                                        \
+     .min = 0,                                                                                                         \
+     .max = 1,                                                                                                         \
+     .unit = "",                                                                                                       \
+     .choices = roundings,                                                                                             \
+     .doc = "To nearest, ties to even; or to one of both neighbours at random, right on average."}
+
+static const sid_param int_params[] = {
+    [INT_BLOCK] = BLOCK_ROW,
+    [INT_ROUNDING] = ROUNDING_ROW,
+};
+static const sid_param fp8_params[] = {
+    [F8_BLOCK] = BLOCK_ROW,
+    [F8_FORMAT] = {.name = "format",
+                   .kind = SID_CHOICE,
+                   .dflt = 0,
+                   .min = 0,
+                   .max = 1,
+                   .unit = "",
+                   .choices = formats,
+                   .doc = "e4m3: 3 bits of mantissa, 2^-9 to 448. e5m2: 2 bits, 2^-16 to 57344."},
+    [F8_ROUNDING] = ROUNDING_ROW,
+};
+static const sid_param qsgd_params[] = {
+    [QSGD_BITS] = {.name = "bits",
+                   .kind = SID_INT,
+                   .dflt = 8,
+                   .min = 2,
+                   .max = 8,
+                   .unit = "bits",
+                   .doc = "Sign and level of an element: s = 2^(bits - 1) - 1 levels (MergeComp: 8)."},
+    [QSGD_NORM] = {.name = "norm",
+                   .kind = SID_CHOICE,
+                   .dflt = 0,
+                   .min = 0,
+                   .max = 1,
+                   .unit = "",
+                   .choices = norms,
+                   .doc = "What the levels divide: the Euclidean norm, as in the paper, or the largest magnitude."},
+    [QSGD_BUCKET] = {.name = "bucket",
+                     .kind = SID_INT,
+                     .dflt = 512,
+                     .min = 0,
+                     .max = SID_MAX_TILE,
+                     .unit = "elements, a power of two",
+                     .doc =
+                         "Elements that share a norm, 128 or more; 0: all of the group, as in the paper's theorem, and "
+                         "acc is read twice."},
+};
+static const sid_param terngrad_params[] = {
+    [TERN_CLIP] = {.name = "clip",
+                   .kind = SID_REAL,
+                   .dflt = 2.5,
+                   .min = 0.1,
+                   .max = 1e6,
+                   .unit = "standard deviations",
+                   .doc = "c: magnitudes above c * sigma become c * sigma (2.5)."},
+};
+
+#define QUANT_CODEC(symbol, rows, ...)                                                                                 \
+    const sid_codec sid_codec_##symbol = {                                                                             \
+        .info = {.family = "quantised", .params = rows, .n_params = sizeof rows / sizeof *rows, __VA_ARGS__},          \
+        .plan = plan_##symbol,                                                                                         \
+        .begin = begin,                                                                                                \
+        .tile = tile,                                                                                                  \
+        .finish = finish,                                                                                              \
+        .keep = keep,                                                                                                  \
+        .none = rule_none,                                                                                             \
+        .check = check,                                                                                                \
+        .open = open_all,                                                                                              \
+        .decode = decode}
+
+QUANT_CODEC(int8, int_params, .name = "int8", .wire_id = 48, .traits = SID_STOCHASTIC,
+            .paper = "Dettmers et al. 2022 (block-wise quantisation), with even steps",
+            .doc = "8-bit integers, -127 to 127, and a scale for each block of elements: the largest magnitude / 127.");
+QUANT_CODEC(int4, int_params, .name = "int4", .wire_id = 49, .traits = SID_STOCHASTIC,
+            .paper = "Dettmers et al. 2022 (block-wise quantisation), with even steps",
+            .doc = "4-bit integers, -7 to 7, and a scale for each block of elements: the largest magnitude / 7.");
+QUANT_CODEC(fp8, fp8_params, .name = "fp8", .wire_id = 50, .traits = SID_STOCHASTIC,
+            .paper = "OCP 8-bit Floating Point Specification 1.0; Micikevicius et al. 2022",
+            .doc = "8-bit floats and a scale for each block, which brings its largest magnitude to the format's.");
+QUANT_CODEC(qsgd, qsgd_params, .name = "qsgd", .memory = "none", .wire_id = 51, .traits = SID_STOCHASTIC | SID_UNBIASED,
+            .paper = "QSGD (Alistarh et al. 2017), section 3.1, without its Elias code",
+            .doc = "Levels of the norm, rounded at random to one of both neighbours: right on average.");
+QUANT_CODEC(
+    terngrad, terngrad_params, .name = "terngrad", .memory = "none", .wire_id = 52, .traits = SID_STOCHASTIC,
+    .paper = "TernGrad (Wen et al. 2017), stochastic ternarizing and gradient clipping",
+    .doc = "-1, 0 or 1 times the largest magnitude, 2 bits; at random, right on average but for what is clipped.");
