@@ -92,26 +92,42 @@ static int add_kept(float *acc, const float *g, uint32_t n, uint32_t key) {
     return any == 0;
 }
 
+/* s made finite; s is no NaN. */
 static inline vf saturated(vf s) {
+#if BYTES == 64
+    const __m512 max = _mm512_set1_ps(0x1.fffffep127f), min = _mm512_set1_ps(-0x1.fffffep127f);
+    return (vf)_mm512_min_ps(_mm512_max_ps((__m512)s, min), max);
+#elif BYTES == 32
+    const __m256 max = _mm256_set1_ps(0x1.fffffep127f), min = _mm256_set1_ps(-0x1.fffffep127f);
+    return (vf)_mm256_min_ps(_mm256_max_ps((__m256)s, min), max);
+#else
     const vi top = (vi){0} + 0x7f7fffff, k = keys(s);
     return (vf)(either(k > top, top, k) | (bits(s) & ~0x7fffffff));
+#endif
 }
 static inline float saturated1(float s) {
     const float max = 0x1.fffffep127f;
     return s > max ? max : s < -max ? -max : s;
 }
+/* x where key < limit, else 0. */
+static inline vf below(vf x, vi key, vi limit) {
+#if BYTES == 64
+    return (vf)_mm512_maskz_mov_ps(_mm512_cmplt_epi32_mask((__m512i)key, (__m512i)limit), (__m512)x);
+#else
+    return (vf)(bits(x) & (key < limit));
+#endif
+}
 static inline vi wide_key(uint32_t key) { return (vi){0} + (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key); }
 
 static int add_weighted(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma) {
-    const vi top = (vi){0} + 0x7f7fffff, sent = wide_key(key);
+    const vi inf = (vi){0} + (int32_t)SID_KEY_INF, sent = wide_key(key);
     vi bad = {0};
     uint32_t i = 0;
     int32_t any = 0;
     for (; i + WIDE <= n; i += WIDE) {
-        const vf a = load(acc + i), b = load(g + i);
-        const vi ok = keys(b) <= top;
-        store(acc + i, saturated((vf)(bits(a) & (keys(a) < sent)) * beta + (vf)(bits(b) & ok) * gamma));
-        bad |= ~ok;
+        const vf a = load(acc + i), b = load(g + i), x = below(b, keys(b), inf);
+        store(acc + i, saturated(below(a, keys(a), sent) * beta + x * gamma));
+        bad |= bits(b) ^ bits(x);
     }
     for (int j = 0; j < WIDE; j++) any |= bad[j];
     for (; i < n; i++) {
@@ -125,18 +141,17 @@ static int add_weighted(float *acc, const float *g, uint32_t n, uint32_t key, fl
 static int add_velocity(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
                         const sid_velocity *c) {
     const float m = c->momentum, f = c->factor, of_u = c->of_u, of_g = c->of_g;
-    const vi top = (vi){0} + 0x7f7fffff, sent = wide_key(key), masked = wide_key(mask);
+    const vi inf = (vi){0} + (int32_t)SID_KEY_INF, sent = wide_key(key), masked = wide_key(mask);
     vi bad = {0};
     uint32_t i = 0;
     int32_t any = 0;
     for (; i + WIDE <= n; i += WIDE) {
-        const vf a = load(acc + i), b = load(g + i), v = load(u + i);
-        const vi ok = keys(b) <= top, k = keys(a);
-        const vf x = (vf)(bits(b) & ok) * f;
-        const vf next = saturated((vf)(bits(v) & (k < masked)) * m + x);
+        const vf a = load(acc + i), b = load(g + i), v = load(u + i), ok = below(b, keys(b), inf), x = ok * f;
+        const vi k = keys(a);
+        const vf next = saturated(below(v, k, masked) * m + x);
         store(u + i, next);
-        store(acc + i, saturated((vf)(bits(a) & (k < sent)) + (next * of_u + x * of_g)));
-        bad |= ~ok;
+        store(acc + i, saturated(below(a, k, sent) + (next * of_u + x * of_g)));
+        bad |= bits(b) ^ bits(ok);
     }
     for (int j = 0; j < WIDE; j++) any |= bad[j];
     for (; i < n; i++) {
