@@ -66,6 +66,20 @@ def case_id(x: Any) -> str:
     return "-".join(str(v) for v in x.values()) or "default" if isinstance(x, dict) else str(x)
 
 
+def test_memories_without_kernels_are_refused() -> None:
+    for info in _core.memories():
+        plan = _core.Plan("topk", info["name"], 100, "float32")
+        if info["cuda"]:
+            plan.cuda_work_bytes()
+        else:
+            with pytest.raises(_core.UnsupportedError, match=f"memory '{info['name']}'.*CUDA"):
+                plan.cuda_work_bytes()
+    for name, value in (("beta", 0.5), ("gamma", 0.25)):
+        plan = _core.Plan("topk", "residual", 100, "float32", {name: value})
+        with pytest.raises(_core.UnsupportedError, match=rf"'residual'.*CUDA.*{name} = 1, not {value}"):
+            plan.cuda_work_bytes()
+
+
 # ---- the device's side -------------------------------------------------------------------------
 
 

@@ -71,6 +71,13 @@ def codecs_command(
         print("One codec's page: sidcomp codecs NAME")
 
 
+def _fitting(c: Codec) -> list[str]:
+    """Names of the memories that go with a codec."""
+    if c.lossless:
+        return ["none", *(m.name for m in memories() if m.momentum)]
+    return [m.name for m in memories() if "feedback" not in c.traits or "feedback" in m.traits]
+
+
 def codec_page(c: Codec) -> str:
     facts = _grid(
         ("family", c.family),
@@ -78,10 +85,8 @@ def codec_page(c: Codec) -> str:
         ("exchange", _travels(c)),
         ("traits", ", ".join(sorted(c.traits)) or "none"),
         ("runs on", _runs_on(c)),
-        (
-            "memories",
-            "none: nothing is ever left over" if c.lossless else ", ".join(m.name for m in memories()),
-        ),
+        ("memory", c.memory),
+        ("memories", ", ".join(_fitting(c))),
         ("wire id", str(c.wire_id)),
     )
     parts = [f"{c.name}: {c.doc}", facts]
@@ -99,7 +104,9 @@ Written from the registry, and from what `make bench-codecs` has measured, by
 `sidcomp codecs --markdown > docs/codecs.md`; a test compares the two.
 
 A codec turns the vector of a group into a payload; a memory keeps what was not sent. Any codec goes with any
-memory: `sidcomp.State("topk", memory="residual", density=0.01)`. A lossless codec needs none. The payloads
+memory, but those with the trait feedback need a memory that has it, too:
+`sidcomp.State("topk", memory="residual", density=0.01)`. A lossless codec keeps none but one that holds the
+momentum ([memories](memories.md)). The payloads
 of a linear codec are summed by an all-reduce; those of the others travel by all-gather, and every rank
 decodes them all, in rank order. Which codecs have CUDA kernels depends on the build: `sidcomp codecs` tells.
 """
@@ -128,13 +135,12 @@ def _costs(measured: dict[str, Any]) -> str:
         for row in found
         if row["n"] == largest and (row["density %"] == 100 or 0.5 < row["density %"] < 2)
     }
-    memory = {info["name"]: info["memory"] for info in _core.codecs()}
     for c in codecs():
-        bits = 8 * _core.Plan(c.name, memory[c.name], n, "float32").payload_bytes / n
+        bits = 8 * _core.Plan(c.name, c.memory, n, "float32").payload_bytes / n
         seen = best.get(c.name)
         cells = [
             f"[{c.name}](#{c.name})",
-            memory[c.name],
+            c.memory,
             f"{bits:.3g}",
             "yes" if "unbiased" in c.traits else "no",
         ]
@@ -165,8 +171,8 @@ def markdown_page(measured: dict[str, Any]) -> str:
         lines += [f"- Source: {c.paper}"] if c.paper else []
         lines += [f"- Traits: {', '.join(sorted(c.traits))}"] if c.traits else []
         lines += [f"- Wire id: {c.wire_id}", *_markdown_parameters(c)]
-    lines += ["", "## Memories", "", "| memory | source | what it does |", "|---|---|---|"]
-    lines += [f"| {m.name} | {m.paper} | {m.doc} |" for m in memories()]
+    lines += ["", "## Memories", "", "| memory | source | traits | what it does |", "|---|---|---|---|"]
+    lines += [f"| {m.name} | {m.paper} | {', '.join(sorted(m.traits))} | {m.doc} |" for m in memories()]
     for m in memories():
         if m.parameters:
             lines += ["", f"### {m.name}", *_markdown_parameters(m)]
