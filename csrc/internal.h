@@ -194,7 +194,8 @@ typedef struct sid_simd {
     /* The same, weighted: acc = beta * (...) + gamma * (...); both weights within 0 to 1. */
     int (*add_weighted)(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma);
     /* x = factor * (g finite ? g : 0); u = momentum * (key(acc) < mask ? u : 0) + x, saturating;
-     * acc = (key(acc) < key ? acc : 0) + (of_u * u + of_g * x), saturating; 1: all of g was finite. No weight beyond 1. */
+     * acc = (key(acc) < key ? acc : 0) + (of_u * u + of_g * x), saturating (of weights 1 and 0 just u); 1: all
+     * of g was finite. No weight beyond 1. */
     int (*add_velocity)(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
                         const sid_velocity *c);
     void (*zero_from)(float *acc, uint32_t n, uint32_t key); /* acc = 0 where key(acc) >= key */

@@ -1022,8 +1022,9 @@ class Dgc(Memory):
 
     def step(self, u: Array, g: Array) -> Array:
         form = self.settings.get("nesterov", "off")
-        of_u = self.number("momentum", 0.9) if form == "on" else np.float32(1)
-        return u * of_u + g * np.float32(form != "off")
+        return (
+            u if form == "off" else g + u * (self.number("momentum", 0.9) if form == "on" else np.float32(1))
+        )
 
     def accumulate(self, gradient: Array, at: Step) -> Array:
         return saturate(self.vec[0] + self.parts(gradient, at)[1])

@@ -138,8 +138,9 @@ static int add_weighted(float *acc, const float *g, uint32_t n, uint32_t key, fl
     return any == 0;
 }
 
-static int add_velocity(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
-                        const sid_velocity *c) {
+/* plain: of_u is 1 and of_g is 0, whose product would be another signed zero. */
+static inline int velocity(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
+                           const sid_velocity *c, const int plain) {
     const float m = c->momentum, f = c->factor, of_u = c->of_u, of_g = c->of_g;
     const vi inf = (vi){0} + (int32_t)SID_KEY_INF, sent = wide_key(key), masked = wide_key(mask);
     vi bad = {0};
@@ -150,7 +151,7 @@ static int add_velocity(float *acc, float *u, const float *g, uint32_t n, uint32
         const vi k = keys(a);
         const vf next = saturated(below(v, k, masked) * m + x);
         store(u + i, next);
-        store(acc + i, saturated(below(a, k, sent) + (next * of_u + x * of_g)));
+        store(acc + i, saturated(below(a, k, sent) + (plain ? next : next * of_u + x * of_g)));
         bad |= bits(b) ^ bits(ok);
     }
     for (int j = 0; j < WIDE; j++) any |= bad[j];
@@ -159,10 +160,16 @@ static int add_velocity(float *acc, float *u, const float *g, uint32_t n, uint32
         const uint32_t k = sid_key(acc[i]);
         const float x = (ok ? g[i] : 0.0f) * f;
         u[i] = saturated1((k >= mask ? 0.0f : u[i]) * m + x);
-        acc[i] = saturated1((k >= key ? 0.0f : acc[i]) + (u[i] * of_u + x * of_g));
+        acc[i] = saturated1((k >= key ? 0.0f : acc[i]) + (plain ? u[i] : u[i] * of_u + x * of_g));
         any |= !ok;
     }
     return any == 0;
+}
+
+static int add_velocity(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
+                        const sid_velocity *c) {
+    return c->of_u == 1 && c->of_g == 0 ? velocity(acc, u, g, n, key, mask, c, 1)
+                                        : velocity(acc, u, g, n, key, mask, c, 0);
 }
 
 static void zero_from(float *acc, uint32_t n, uint32_t key) {
