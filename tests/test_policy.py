@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sidcomp
 from sidcomp import policy, schedule
-from sidcomp.settings import Settings
+from sidcomp.settings import PLAIN, Settings
 
 SHAPES = {
     "embed.weight": (1000, 64),
@@ -62,7 +62,7 @@ def test_sizes_follow_the_schedule() -> None:
     s = settings(density=sidcomp.Schedule({0: 0.5, 4: 0.1}), values=values)
     plans = [s.plan(10000, "float32", 0, step=step) for step in range(8)]
     assert [p.k for p in plans] == [5000] * 4 + [1000] * 4
-    assert len({p.payload_bytes for p in plans}) == 3 and [s.moment(i) for i in (0, 3, 4, 5, 6)] == [
+    assert len({p.payload_bytes for p in plans}) == 3 and [s.moment(i, PLAIN) for i in (0, 3, 4, 5, 6)] == [
         1,
         1,
         2,

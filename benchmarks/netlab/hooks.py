@@ -47,7 +47,8 @@ class Hook(NamedTuple):
             settings = {} if self.kind == "auto" else {"groups": self.groups}
             if any(p.name == "density" for p in _parameters(self.kind)):
                 settings["density"] = DENSITY
-            state = sidcomp.State(self.kind, **settings)
+            # warmup changes steps, not what they settle at
+            state = sidcomp.State(self.kind, warmup=0, **settings)
             sidcomp.register(ddp, state)
             return ddp, state
         if self.kind == "fp16":

@@ -75,7 +75,7 @@ def make_layout(
     else:
         specs = form_groups(pieces, regime, settings.policy.excluded(shapes), own)
     plans = [
-        settings.plan(sum(p.numel for p in spec.pieces), spec.pieces[0].dtype, spec.way, regime.flush, step)
+        settings.plan(sum(p.numel for p in spec.pieces), spec.pieces[0].dtype, spec.way, regime, step)
         for spec in specs
     ]
     # Reducing in place tells nothing about NaN, and a memory beside it has to know.

@@ -22,7 +22,7 @@ from sidcomp.checkpoint import Resume, way_of
 from sidcomp.groups import DENSE, Regime
 from sidcomp.planning import VERSION, evaluate, plan, plan_hash
 from sidcomp.profile import Profile
-from sidcomp.settings import Settings
+from sidcomp.settings import PLAIN, Settings
 from sidcomp.verdict import MARGIN, Pair, gain, verdict
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sidcomp")
 
-PLAIN = Regime("bucket", (DENSE,))
-
 RESTING = "resting"  # the stage after finding out
+WARMING = "warming up"  # before it: what was found, with a density that goes down to its own
+FOUND = (RESTING, WARMING)
 
 _TURNS = 6  # of plain DDP, and with all exchanges after backward()
 _STEPS = 8  # of a plan that is kept unverified
@@ -43,6 +43,10 @@ _DRIFT = 1.25  # times as slow as when the plan was kept, twice in a row: look a
 _REST = 500  # steps before a second look
 _PROBE_SHARE = 0.01  # of the first thousand steps
 _SCENARIOS = 16
+_FLOORS = (0.25, 0.0625, 0.015625)  # of density, while warming up: DGC's (Lin et al. 2018, section 3.3)
+# Times the ranks: the density at which gathering 6 bytes an element sent takes as many bytes as a ring
+# all-reduce of 4 bytes an element, 6 d (W - 1) = 8 (W - 1) / W.
+_BREAK_EVEN = 4 / 3
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Report:
     steps: int = 0  # that finding out took
     seconds: float = 0.0  # and how much longer they were than those that follow
     why: str = ""
+    floors: list[tuple[int, float]] = field(default_factory=list)  # the iterations of warming up
     log: list[str] = field(default_factory=list)
     tried: list[dict[str, Any]] = field(default_factory=list)  # every plan: predicted, measured, baseline
     plan: dict[str, Any] | None = None
@@ -109,6 +114,7 @@ class Controller:
         self._p: Pipeline | None = None  # only during a call: a generator must not keep a process group alive
         self._binding: Binding | None = None
         self._order = Order(PLAIN)
+        self._resumed_at = 0  # the iteration that a checkpoint goes on with
         self._disturbed = True
         self._layout: object = None
         self._mark = self._entered = 0
@@ -122,7 +128,7 @@ class Controller:
     def between(self, p: "Pipeline", binding: "Binding") -> Regime:
         """Before the first bucket of an iteration, on every rank: the regime from here on. Collectives run
         here."""
-        if p.lane is not None and self.report.stage != RESTING:
+        if p.lane is not None and self.report.stage not in FOUND:
             torch.cuda.synchronize(p.lane.device)  # else the host's clock tells when it was asked, not done
         self._entered = perf_counter_ns()
         self._p, self._binding = p, binding
@@ -142,7 +148,7 @@ class Controller:
             lost = max(self._agree([int(p.lost == p.step)]))  # what was flushed did not count: once more
             return p.regime if lost else self._order.regime
         assert p.layout is not None
-        exploring = self.report.stage != RESTING
+        exploring = self.report.stage not in FOUND
         it = Iteration(self._entered - self._mark, clean, observe.Seen.of(p) if exploring else None)
         self._order = self._script.send(it)
         p.deferred = self._order.deferred
@@ -157,7 +163,7 @@ class Controller:
         self._disturbed = p.layout is not self._layout
         self._layout = p.layout
         self._mark = perf_counter_ns()
-        if self.report.stage != RESTING:
+        if self.report.stage not in FOUND:
             self._spent += self._mark - self._entered
 
     # ---- checkpoints
@@ -166,7 +172,7 @@ class Controller:
     def saved(self) -> dict[str, Any]:
         """In plain types. Only what was found is kept: who stops while it is being found out starts anew."""
         report = {f.name: getattr(self.report, f.name) for f in fields(Report) if f.name != "profile"}
-        return {"version": VERSION, "found": self.report.stage == RESTING, "report": report}
+        return {"version": VERSION, "found": self.report.stage in FOUND, "report": report}
 
     def resume(self, resume: Resume) -> Regime:
         """What a checkpoint says: goes on with the groups that it had, or finds them anew."""
@@ -190,8 +196,10 @@ class Controller:
             if any(way != DENSE for way in ways):
                 regime = Regime([list(g["names"]) for g in groups], ways)
             self.report = Report(**saved["report"])
+            self._resumed_at = resume.source["step"]
             self._script = self._rest(regime, self.report.why)
             self._order = next(self._script)
+            regime = self._order.regime
         kept = resume.residuals.keys()
         dense = regime.dense_names() if isinstance(regime.rule, list) else kept
         return replace(regime, flush=not (self.settings.momentum or kept.isdisjoint(dense)))
@@ -396,17 +404,35 @@ class Controller:
     def _rest(self, regime: Regime, why: str, reference: int = 0) -> Script:
         """Trains on, with a look at the step time now and then. reference: what it was, in ns, if known."""
         while True:
-            self.report.stage, self.report.why = RESTING, why
+            self.report.stage, self.report.why = WARMING, why
             self._say(f"goes on with {self._called(regime)}: {why}")
             self._count_cost()
             if self._first():
                 _show("\r\033[K")
+            regime = yield from self._warm_up(regime)
+            self.report.stage = RESTING
             yield from self._watch(regime, reference)
             reference = 0
             self.report.stage = "looking again"
             if self.algorithm == "ldp":
                 self._say("the step time has drifted: looking again")
                 regime, why = yield from self._find_out()
+
+    def _warm_up(self, regime: Regime) -> Generator[Order, Iteration, Regime]:
+        """The density goes down to its own in stages: the first steps of a sparse codec at the height of the
+        learning rate would otherwise hold back most of the gradient, all at once (docs/auto.md)."""
+        r, each = self.report, self.settings.warmup
+        sparse = any(way != DENSE and self.settings.way(way).density for way in regime.ways)
+        if not (self.settings.auto and sparse and each):
+            return regime
+        if not r.floors:
+            assert self._p is not None and self._p.exchange is not None
+            floors = [f for f in _FLOORS if f < _BREAK_EVEN / self._p.exchange.world]
+            r.floors = [(self._p.step + each * i, f) for i, f in enumerate([*floors, 0.0])]
+        regime = replace(regime, floors=tuple((since, floor) for since, floor in r.floors))
+        while (self._p.step if self._p is not None else self._resumed_at) < r.floors[-1][0]:
+            yield Order(regime)
+        return regime
 
     def _watch(self, regime: Regime, reference: int) -> Script:
         """Until the steps have become slower for good."""

@@ -24,12 +24,17 @@ class Regime:
 
     rule: "bucket", "model", "layer", "even:N", a number of bytes, or lists of names. ways: for each list, an
     index into Settings.ways or DENSE; a rule that is no list has one for all its groups. flush: dense groups
-    send what another way has kept of their parameters.
+    send what another way has kept of their parameters. floors: pairs of an iteration and a density; from the
+    one on, none is below the other.
     """
 
     rule: str | int | list[list[str]]
     ways: tuple[int, ...] = (0,)
     flush: bool = False
+    floors: tuple[tuple[int, float], ...] = ()
+
+    def floor(self, step: int) -> float:
+        return [0.0, *(floor for since, floor in self.floors if since <= step)][-1]
 
     def dense_names(self) -> set[str]:
         """Of a regime of lists."""

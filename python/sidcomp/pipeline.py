@@ -119,7 +119,9 @@ class Pipeline:
             if self._arrived == 0 and known:
                 if self.controller is not None:
                     self._between(binding, self.controller)
-                if self.settings.moment(self.step) != self._moment:  # a scheduled parameter changes
+                if (
+                    self.settings.moment(self.step, self.regime) != self._moment
+                ):  # a scheduled parameter changes
                     self._again(binding)
                 slot = self.layout.by_first.get(id(params[0]))
             if known and slot is not None and slot.same(params, buffer):
@@ -256,7 +258,7 @@ class Pipeline:
                 held = {name for g in layout.groups if g.plan.vectors for name in g.names}
                 self.parked = {name: r for name, r in kept.residuals.items() if name not in held}
         self.resume = None
-        self._moment = self.settings.moment(self.step)
+        self._moment = self.settings.moment(self.step, self.regime)
         self.allocations += sum(g.allocations for g in layout.groups)
         self._checking = False
         self._checks = bytearray(8 * max(1, len(layout.groups)))

@@ -17,6 +17,8 @@ Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
 # measurements, and one codec that changes next to nothing.
 CANDIDATES = ("topk", "fp16")
 
+PLAIN = Regime("bucket", (DENSE,))
+
 
 @dataclass(frozen=True)
 class Way:
@@ -25,6 +27,11 @@ class Way:
     codec: Codec
     memory: Codec
     parameters: Parameters
+
+    @property
+    def density(self) -> float:
+        """The codec's own; 0 where it has none."""
+        return next((float(p.default) for p in self.codec.parameters if p.name == "density"), 0.0)
 
     @property
     def label(self) -> str:
@@ -46,6 +53,7 @@ class Settings:
     isa: str | None
     named: bool = True  # the memory was asked for, not the codec's own
     full_every: int | Schedule = 0  # 0: never
+    warmup: int = 0  # steps of each stage in which codec="auto" lowers the density
     made: list[Way] = field(default_factory=list)  # of the policy's combinations, numbered after `ways`
 
     @classmethod
@@ -61,6 +69,7 @@ class Settings:
         candidates: Candidates | None,
         policy: Rules,
         full_every: int | Schedule,
+        warmup: int,
         parameters: Parameters,
     ) -> "Settings":
         if not 0 <= seed < 2**64:
@@ -70,6 +79,8 @@ class Settings:
         for _, k in full_every.marks if isinstance(full_every, Schedule) else [(0, full_every)]:
             if not isinstance(k, int) or k < 0:
                 raise ArgumentError(f"full_every={k!r}: a number of steps, or 0 for never")
+        if not isinstance(warmup, int) or warmup < 0:
+            raise ArgumentError(f"warmup={warmup!r}: a number of steps, or 0 for none")
         auto = codec == "auto"
         if candidates is not None and not auto:
             raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
@@ -96,6 +107,7 @@ class Settings:
             isa,
             memory is not None,
             full_every,
+            warmup,
         )
         if full_every and settings.planned:
             raise ArgumentError(
@@ -179,25 +191,29 @@ class Settings:
         self.made[:] = [self.combined(which) for which in combinations]
         return {name: len(self.ways) + combinations.index(which) for name, which in matches.items()}
 
-    def moment(self, step: int) -> int:
+    def moment(self, step: int, regime: Regime) -> int:
         """Which of the intervals between the changes of scheduled parameters an iteration is in."""
-        marks: set[int] = set()
+        marks = {since for since, _ in regime.floors}
         for way in (*self.ways, *self.made):
             marks.update(schedule.steps(way.parameters))
         return sum(mark <= step for mark in marks)
 
-    def plan(self, n: int, dtype: str, way: int, flush: bool = False, step: int = 0) -> _core.Plan:
+    def plan(self, n: int, dtype: str, way: int, regime: Regime = PLAIN, step: int = 0) -> _core.Plan:
         """The plan of a group of n elements in iteration `step`."""
         extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
         if way == DENSE:
             first = self.ways[0]
-            if not (flush or self.momentum):
+            if not (regime.flush or self.momentum):
                 return _core.Plan("none", "none", n, dtype, {}, **extra)
             own = {p.name for p in first.memory.parameters}
             parameters = {k: v for k, v in schedule.at(first.parameters, step).items() if k in own}
-            return _core.Plan("none", first.memory.name, n, dtype, parameters, flush=flush, **extra)
+            return _core.Plan("none", first.memory.name, n, dtype, parameters, flush=regime.flush, **extra)
         w = self.way(way)
-        return _core.Plan(w.codec.name, w.memory.name, n, dtype, schedule.at(w.parameters, step), **extra)
+        values = schedule.at(w.parameters, step)
+        floor = regime.floor(step)
+        if floor and w.density and not isinstance(w.parameters.get("density"), Schedule):
+            values["density"] = max(float(values.get("density", w.density)), floor)
+        return _core.Plan(w.codec.name, w.memory.name, n, dtype, values, **extra)
 
     def full_plan(self, n: int, dtype: str, way: int) -> _core.Plan:
         """Of the steps that send everything, with what is kept."""
@@ -225,6 +241,7 @@ class Settings:
             "groups": self.groups,
             "exclude": list(self.policy.exclude),
             "policy": self.policy.saved(),
+            "warmup": self.warmup if self.auto else 0,
             "full_every": self.full_every.plain if isinstance(self.full_every, Schedule) else self.full_every,
         }
 

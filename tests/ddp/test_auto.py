@@ -89,6 +89,7 @@ class Training:
         brisk()
         slow_down(slow or {})
         ddp_arguments = how.pop("ddp", {"bucket_cap_mb": 0.08})
+        how.setdefault("warmup", 2)
         self.ddp = DistributedDataParallel(MODELS[model](), **ddp_arguments)
         self.state = sidcomp.State(how.pop("codec", "auto"), **how)
         sidcomp.register(self.ddp, self.state)
@@ -252,7 +253,9 @@ def drifting(rank: int, world: int) -> dict[str, Any]:
     controller._REST = 20
     with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
         first = t.until_it_rests()
-        slow_down({**SLOW_SPARSE, "all_reduce": 0.0})  # from here on it is the all-gather that is slow
+        slow_down(
+            {"all_gather": 20 * SLOW_SPARSE["all_gather"], "all_reduce": 0.0}
+        )  # from here on it is the all-gather that is slow
         for _ in range(60):
             t.step()
         return {"first": ways(first), **t.until_it_rests()}
@@ -491,3 +494,55 @@ def steps_of(rank: int, world: int, plain: bool) -> list[float]:
 def test_measuring_trains_as_plain_ddp_does() -> None:
     """Also in the steps whose exchanges wait for the end of backward(): the same bits."""
     assert run(steps_of, 2, False) == run(steps_of, 2, True)
+
+
+# ---- the density on its way down
+# --------------------------------------------------------------------------------------------
+
+
+def densities(rank: int, world: int, warmup: int, room: str) -> tuple[list[float], list[Any], list[Any]]:
+    """Of the sparse groups in each step once a plan was kept; the weights; those of a resumed run."""
+    with Training(rank, slow={"all_reduce": 2e-6}, candidates=["topk"], warmup=warmup) as t:
+        while t.state.plan_report()["stage"] not in ("warming up", "resting"):
+            t.step()
+        seen, weights = [], []
+        for i in range(16):
+            t.step()
+            layout = t.state._pipeline.layout
+            assert layout is not None
+            sparse = [g for g in layout.groups if g.plan.codec == "topk"]
+            seen.append(sum(g.plan.k for g in sparse) / max(1, sum(g.n for g in sparse)))
+            weights.append(torch.cat([p.detach().flatten().clone() for p in t.ddp.parameters()]))
+            if i == 5:
+                saved = t.state.state_dict(), t.ddp.module.state_dict(), t.optimizer.state_dict()
+                torch.save(saved, f"{room}/{rank}.pt")
+    again = []
+    with Training(rank, slow={"all_reduce": 2e-6}, candidates=["topk"], warmup=warmup) as t:
+        state, module, optimizer = torch.load(f"{room}/{rank}.pt", weights_only=True)
+        t.ddp.module.load_state_dict(module)
+        t.optimizer.load_state_dict(optimizer)
+        t.state.load_state_dict(state)
+        for _ in range(6, 16):
+            t.step()
+            again.append(torch.cat([p.detach().flatten().clone() for p in t.ddp.parameters()]))
+    return seen, weights, again
+
+
+def test_the_density_goes_down_in_stages(tmp_path: Path) -> None:
+    """And a run that is resumed in the midst of it goes on there, bit for bit."""
+    for seen, weights, again in run(densities, 2, 3, str(tmp_path)):
+        stages = [round(d, 3) for d in seen]
+        start = stages.index(0.25)
+        assert stages[start : start + 8] == [0.25] * 2 + [0.062] * 3 + [0.016] * 3, stages  # one before them
+        assert set(stages[start + 8 :]) == {0.01}
+        assert all(torch.equal(a, b) for a, b in zip(again, weights[6:], strict=True))
+
+
+def test_no_stage_sends_more_than_plain_ddp() -> None:
+    """6 bytes an element sent, gathered from all ranks, against 4 bytes an element all-reduced."""
+    from sidcomp.controller import _BREAK_EVEN, _FLOORS
+
+    for world in (2, 3, 4, 8, 16, 64, 256):
+        for floor in _FLOORS:
+            less = 6 * floor * (world - 1) < 2 * 4 * (world - 1) / world
+            assert less == (floor < _BREAK_EVEN / world)
