@@ -27,10 +27,12 @@ enum {
 /* ---- rule: what was sent of acc --------------------------------------------------------------------------------
  * Written by the codec at the end of an encode, read by its keep() at the next one. All-zero is valid beside acc == 0. */
 typedef struct sid_rule {
-    uint32_t key;   /* sparse: acc[i] was sent if key(acc[i]) > key, or == key and i < cut; SID_KEY_NONE: nothing */
-    uint32_t flags; /* SID_FLAG_HALF: values were rounded to float16 */
+    uint32_t key; /* sparse: acc[i] was sent if key(acc[i]) > key, or == key and i < cut; SID_KEY_NONE: nothing */
+    uint32_t
+        flags; /* SID_FLAG_HALF: values were rounded to float16; SID_FLAG_MEAN: only elements with the sign of scale */
     uint64_t cut;
-    float scale;   /* linear: body = round(acc * scale); 0: nothing was sent */
+    float
+        scale; /* linear: body = round(acc * scale); 0: nothing was sent. SID_FLAG_MEAN: what each element was sent as */
     float inverse; /* linear: what was sent = body * inverse */
     float spare[2];
 } sid_rule;
@@ -199,6 +201,10 @@ typedef struct sid_simd {
     int (*add_velocity)(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
                         const sid_velocity *c);
     void (*zero_from)(float *acc, uint32_t n, uint32_t key); /* acc = 0 where key(acc) >= key */
+    /* y = |x| where x is positive (negative != 0: where it is negative), else 0. */
+    void (*one_side)(const float *x, float *y, uint32_t n, int negative);
+    /* acc -= value where acc has value's sign and key(acc) >= key > 0. */
+    void (*subtract_from)(float *acc, uint32_t n, uint32_t key, float value);
     /* Appends index (base + i) and value of elements with key(x) >= key; may write up to 16 entries past the last.
      * expected: how many that may be in a tile, which only makes it faster. */
     uint32_t (*capture)(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val,

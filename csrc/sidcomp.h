@@ -169,7 +169,7 @@ typedef struct sid_stats {
     uint64_t found;     /* elements that the codec's own rule chose before the capacity cut */
     uint64_t nonfinite; /* NaN and Inf seen in the gradient */
     float threshold;    /* smallest magnitude sent, or the scale; 0 where it has no meaning */
-    uint32_t stages;    /* SIDCo: stages used in this step; else 0 */
+    uint32_t stages;    /* SIDCo: stages used in this step; RedSync: thresholds tried; else 0 */
     uint32_t walks;     /* times that acc was read: 1 in the steady state */
 } sid_stats;
 

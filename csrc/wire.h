@@ -23,7 +23,8 @@ enum {
 enum {                       /* header flags */
     SID_FLAG_NONFINITE = 1u, /* the gradient held NaN or Inf */
     SID_FLAG_RAISED = 2u,    /* the threshold was raised to fit the capacity */
-    SID_FLAG_HALF = 4u       /* sparse values are float16 */
+    SID_FLAG_HALF = 4u,      /* sparse values are float16 */
+    SID_FLAG_MEAN = 8u       /* sparse, without values: scale is the value of each element */
 };
 
 typedef struct sid_header {

@@ -47,7 +47,7 @@ STORAGE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bf
 DTYPE_CODE = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 MAGIC, VERSION, HEADER_BYTES, WIRE_TILE = 0x43444953, 1, 64, 65536
-NONFINITE, RAISED, HALF = 1, 2, 4
+NONFINITE, RAISED, HALF, MEAN = 1, 2, 4, 8
 HEADER = struct.Struct("<IHHIIQQQIIfIQ")
 FIELDS = ("magic", "version", "codec", "dtype", "flags", "n", "count", "step", "group", "rank", "scale",
           "salt", "checksum")  # fmt: skip
@@ -383,6 +383,7 @@ class Codec:
     lossless: bool = False
     sparse: bool = False
     feedback: bool = False  # the memory subtracts what was sent, or what all ranks made of it
+    exact = True  # the difference of acc and what is sent is a float32, unless it overflows a half
     contracts = True  # what is sent of an element is never farther from it than 0 is
 
     def salt(self, at: Step) -> int:
@@ -655,6 +656,127 @@ class RandK(Codec):
         return out
 
 
+def magnitude_sum(x: Array) -> float:
+    """Of |x| in float64: tiles of 1024, each 16 float32 sums (element i to i % 16), added pairwise.
+
+    A tile whose sum overflows float32 is added up in float64, one element after the other.
+    """
+    total = 0.0
+    for at in range(0, len(x), 1024):
+        tile = np.abs(x[at : at + 1024])
+        rows = np.zeros((-(-len(tile) // 16), 16), np.float32)
+        rows.reshape(-1)[: len(tile)] = tile
+        lane = np.zeros(16, np.float32)
+        with np.errstate(over="ignore"):
+            for row in rows:
+                lane = lane + row
+            while len(lane) > 1:
+                lane = lane[: len(lane) // 2] + lane[len(lane) // 2 :]
+        total += float(lane[0]) if np.isfinite(lane[0]) else sum(tile.astype(np.float64).tolist())
+    return total
+
+
+@dataclass
+class RedSync(Sparse):
+    """Fang et al. 2019, section 5.2: Algorithm 2 looks for k or more, 3 moves the bounds of the ratio."""
+
+    age: int = 0
+    steps: int = 0
+    threshold: np.float32 = field(default_factory=lambda: np.float32(0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.binary, self.mean = self.settings["method"] == "binary", self.settings["quantised"] == "on"
+        self.half = self.half and not self.mean
+        self.cap = min(2 * self.k, self.n) if self.binary else self.k
+
+    @property
+    def contracts(self) -> bool:  # type: ignore[override]
+        return not self.mean
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return not self.mean
+
+    def at_ratio(self, x: Array, ratio: float) -> np.float32:
+        mean = magnitude_sum(x) / self.n
+        return np.float32(mean + ratio * (float(x.max()) - mean))
+
+    def trim(self, x: Array) -> int:
+        """How many thresholds Algorithm 2 tries until k exceed one (all of a sign, if it has fewer)."""
+        for trial in range(1, 1000):
+            ratio = 1 - float(self.settings["trim"]) * trial
+            threshold = self.at_ratio(x, ratio)
+            wanted = min(self.k, np.count_nonzero(x)) if self.mean else self.k
+            if ratio <= -1 or threshold < 0 or np.count_nonzero(x > threshold) >= wanted:
+                return trial
+        raise AssertionError
+
+    def search(self, x: Array) -> tuple[np.float32, int]:
+        left, right, tries, threshold = 0.0, 1.0, 0, np.float32(0)
+        while right - left > float(self.settings["epsilon"]):
+            ratio = left + (right - left) / 2
+            threshold, tries = self.at_ratio(x, ratio), tries + 1
+            nnz = np.count_nonzero(x > threshold)
+            if self.k <= nnz <= 2 * self.k:
+                break
+            if nnz < self.k:
+                right = ratio
+            else:
+                left = ratio
+        return threshold, tries
+
+    def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        sign, self.steps = -1 if self.mean and self.steps % 2 else 1, self.steps + 1
+        if self.n == 0:
+            return self.pack(acc, np.zeros(0, np.int64), np.float32(0), 0, 0, 0, sign)
+        x = np.maximum(sign * acc, np.float32(0)) if self.mean else np.abs(acc)
+        if not self.binary:
+            index = largest(x, min(self.k, np.count_nonzero(x)) if self.mean else self.k)
+            stages = self.trim(x) if len(index) else 0
+            return self.pack(acc, index, x[index].min(initial=np.inf), 0, len(index), stages, sign)
+        stages = 0
+        if not self.age or self.mean:
+            self.threshold, stages = self.search(x)
+        self.age = (self.age + 1) % int(self.settings["interval"])
+        index = np.flatnonzero(x > self.threshold)
+        found, flags = len(index), 0
+        scale = (self.threshold.view(np.uint32) + np.uint32(1)).view(np.float32)
+        if found > self.cap:
+            index, flags = largest(x, self.cap), RAISED
+            scale = x[index].min()
+        return self.pack(acc, index, scale, flags, found, stages, sign)
+
+    def pack(
+        self, acc: Array, index: Array, scale: np.float32, flags: int, found: int, stages: int, sign: int
+    ) -> Sent:
+        if not self.mean:
+            return self.send(acc, index, float(scale), flags, found, stages)
+        mean = np.float32(sign * (magnitude_sum(acc[index]) / max(len(index), 1)))
+        decoded = np.zeros(self.n, np.float32)
+        decoded[index] = mean
+        body = _pad(sparse_body(self.n, self.cap, index, acc[index], False)[: self.values_at], 64)
+        return Sent(
+            body, len(index), float(mean) if len(index) else 0.0, flags | MEAN, decoded, found, stages
+        )
+
+    @property
+    def values_at(self) -> int:
+        return -(-4 * -(-self.n // WIRE_TILE) // 8) * 8 + -(-2 * self.cap // 8) * 8
+
+    def read(self, payload: bytes) -> Array:
+        if not self.mean:
+            return super().read(payload)
+        h, body = header(payload), payload[HEADER_BYTES:]
+        full = _pad(body[: self.values_at] + bytes(4 * self.cap), 64)
+        if not np.isfinite(h["scale"]) or (h["scale"] == 0) != (h["count"] == 0):
+            raise ValueError("mean")
+        index, _ = read_sparse_body(full, self.n, self.cap, h["count"], False)
+        out = np.zeros(self.n, np.float32)
+        out[index] = np.float32(h["scale"])
+        return out
+
+
 @dataclass
 class Sampled(Sparse):
     """The k largest of what reaches a threshold that is taken from a sample (Lin et al. 2018, section 5).
@@ -911,6 +1033,7 @@ CODECS: dict[str, Callable[..., Any]] = {
     "fp8": fp8,
     "qsgd": qsgd,
     "terngrad": terngrad,
+    "redsync": RedSync,
 }
 
 

@@ -397,7 +397,7 @@ def one_step(
     acc = trial.group.acc.astype(np.float64)
     assert np.isfinite(kept).all()
     decoded = trial.decode([payload], 1.0, x, at).astype(np.float64)
-    as_they_are = not {"linear", "sparse"}.isdisjoint(INFO[codec]["traits"])
+    as_they_are = not {"linear", "sparse"}.isdisjoint(INFO[codec]["traits"]) and trial.group.codec.exact
     if world == 1 and dtype == "float32":
         # The memory and the cut are exact: nothing is lost between them. Only what is left of more
         # than twice what float16 can carry takes one rounding; and so does what is left beside

@@ -237,21 +237,31 @@ uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now) {
     return want < MIN ? (uint32_t)MIN : want > MAX ? (uint32_t)MAX : (uint32_t)want;
 }
 
+uint64_t sparse_mean_bytes(const sid_plan *p) { return sid_round_up(sid_sparse_value_at(p->n, p->cap), 64); }
+
+/* What was sent instead of each of n magnitudes; in a fixed order of summation. */
+static float mean_of(const sid_walk *w, const float *val, uint64_t n) {
+    double sum = 0;
+    for (uint64_t i = 0; i < n; i += SID_TILE)
+        sum += sparse_sum(w, val + i, n - i < SID_TILE ? (uint32_t)(n - i) : SID_TILE);
+    return n ? (float)(sum / (double)n) : 0.0f;
+}
+
 static void emit(sid_walk *w, uint32_t key, uint64_t ties, uint32_t flags) {
     const sid_plan *p = w->plan;
     sparse_work *s = sparse_of(w);
     sid_header *h = (sid_header *)(void *)w->payload;
-    const int half = is_half(p);
+    const int mean = s->mean, half = is_half(p) && !mean;
     const uint64_t at_idx = sid_sparse_index_at(p->n), at_val = sid_sparse_value_at(p->n, p->cap);
     uint32_t *count = (uint32_t *)(void *)(w->payload + SID_HEADER_BYTES);
     uint16_t *idx = (uint16_t *)(void *)(w->payload + at_idx);
-    float *val = half ? s->val : (float *)(void *)(w->payload + at_val);
+    float *val = half || mean ? s->val : (float *)(void *)(w->payload + at_val);
     uint64_t cut, used;
     /* what no array will fill: the ends of counts, indices and values */
     memset(count + sid_wire_tiles(p->n), 0, at_idx - SID_HEADER_BYTES - 4 * sid_wire_tiles(p->n));
     const uint64_t sent = keep_best(w, key, ties, count, idx, val, p->cap, &cut);
     memset(idx + sent, 0, at_val - at_idx - 2 * sent);
-    used = (half ? 2u : 4u) * sent;
+    used = mean ? 0 : (half ? 2u : 4u) * sent;
     if (half) {
         uint16_t *out = (uint16_t *)(void *)(w->payload + at_val);
         for (uint64_t i = 0; i < sent; i += SID_TILE) {
@@ -261,11 +271,13 @@ static void emit(sid_walk *w, uint32_t key, uint64_t ties, uint32_t flags) {
         }
     }
     memset(w->payload + at_val + used, 0, p->sizes.payload - at_val - used);
-    w->state->rule = (sid_rule){.key = key, .cut = cut, .flags = half ? SID_FLAG_HALF : 0u};
+    const uint32_t form = half ? (uint32_t)SID_FLAG_HALF : mean ? (uint32_t)SID_FLAG_MEAN : 0u;
+    w->state->rule = (sid_rule){.key = key, .cut = cut, .flags = form};
+    w->stats.threshold = sid_bits_f32(key);
     h->count = sent;
-    h->flags = flags | (half ? (uint32_t)SID_FLAG_HALF : 0u);
-    h->scale = sid_bits_f32(key);
-    w->stats.threshold = h->scale;
+    h->flags = flags | form;
+    h->scale = w->stats.threshold;
+    if (mean) w->state->rule.scale = h->scale = sent ? (float)mean * mean_of(w, val, sent) : 0.0f;
 }
 
 void sparse_emit_from(sid_walk *w, uint32_t key, uint32_t flags) { emit(w, key, ALL, flags); }
@@ -279,6 +291,10 @@ void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags) {
 static void keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint32_t len, uint32_t key) {
     float sent[SID_TILE];
     uint16_t body[SID_TILE];
+    if (rule->flags & SID_FLAG_MEAN) {
+        p->simd->subtract_from(acc, len, key, rule->scale);
+        return;
+    }
     if (!(rule->flags & SID_FLAG_HALF)) {
         p->simd->zero_from(acc, len, key);
         return;
@@ -300,22 +316,21 @@ void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at,
 int sparse_sent_from(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key) {
     const int before = at + len <= rule->cut, after = at >= rule->cut;
     *key = rule->key == SID_KEY_NONE ? SID_KEY_NONE : rule->key + (uint32_t)!before;
-    return rule->key == SID_KEY_NONE || ((before || after) && !(rule->flags & SID_FLAG_HALF));
+    return rule->key == SID_KEY_NONE || ((before || after) && !rule->flags);
 }
 
 void sparse_none(sid_rule *rule) { *rule = (sid_rule){.key = SID_KEY_NONE}; }
 
-sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+static sid_status check_form(const sid_plan *p, const uint8_t *payload, uint32_t form, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     const uint32_t *count = (const uint32_t *)(const void *)(payload + SID_HEADER_BYTES);
     const uint16_t *idx = (const uint16_t *)(const void *)(payload + sid_sparse_index_at(p->n));
     const uint64_t tiles = sid_wire_tiles(p->n);
-    const uint32_t half = is_half(p) ? (uint32_t)SID_FLAG_HALF : 0u;
     uint64_t from = 0;
     if (h->count > p->cap)
         return sid_fail(err, SID_E_CORRUPT, "count %llu is above the capacity %llu", (unsigned long long)h->count,
                         (unsigned long long)p->cap);
-    if ((h->flags & ~(uint32_t)(SID_FLAG_NONFINITE | SID_FLAG_RAISED)) != half)
+    if ((h->flags & ~(uint32_t)(SID_FLAG_NONFINITE | SID_FLAG_RAISED)) != form)
         return sid_fail(err, SID_E_CORRUPT, "flags %08x are not the plan's", h->flags);
     for (uint64_t t = 0; t < tiles; t++) {
         const uint64_t c = count[t], size = t + 1 < tiles ? SID_WIRE_TILE : p->n - t * SID_WIRE_TILE;
@@ -330,6 +345,18 @@ sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *er
     }
     if (from != h->count) return sid_fail(err, SID_E_CORRUPT, "tile counts do not add up to count");
     return SID_OK;
+}
+
+sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    return check_form(p, payload, is_half(p) ? (uint32_t)SID_FLAG_HALF : 0u, err);
+}
+
+sid_status sparse_mean_check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    const sid_header *h = (const sid_header *)(const void *)payload;
+    if (sid_key(h->scale) >= SID_KEY_INF || (h->scale == 0) != (h->count == 0))
+        return sid_fail(err, SID_E_CORRUPT, "a mean of %g for %llu elements", (double)h->scale,
+                        (unsigned long long)h->count);
+    return check_form(p, payload, SID_FLAG_MEAN, err);
 }
 
 void sparse_open(sid_gather *g) { memset(g->cursor, 0, g->count * sizeof *g->cursor); }
@@ -376,5 +403,22 @@ void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
         for (uint32_t i = 0; i < here; i += 32) __builtin_prefetch(idx + here + i);
         for (uint32_t i = 0; i < here; i += half ? 32 : 16)
             __builtin_prefetch(payload + at_val + (c->pos + i) * (half ? 2 : 4));
+    }
+}
+
+void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+    const sid_plan *p = g->plan;
+    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE), end = base + len;
+    for (uint32_t r = 0; r < g->count; r++) {
+        const uint8_t *payload = g->payloads + r * g->stride;
+        const float mean = ((const sid_header *)(const void *)payload)->scale;
+        sid_cursor *c = &g->cursor[r];
+        if (base == 0) c->left = ((const uint32_t *)(const void *)(payload + SID_HEADER_BYTES))[at / SID_WIRE_TILE];
+        const uint16_t *idx = (const uint16_t *)(const void *)(payload + sid_sparse_index_at(p->n)) + c->pos;
+        const uint32_t here = entries_below(idx, c->left, end);
+        for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += mean;
+        c->pos += here;
+        c->left -= here;
+        for (uint32_t i = 0; i < here; i += 32) __builtin_prefetch(idx + here + i);
     }
 }

@@ -36,6 +36,7 @@ typedef struct sparse_work {
     uint32_t low;         /* keys from here on are captured */
     uint32_t last;        /* captured in the last tile */
     uint32_t compacted;   /* 1: candidates were dropped for lack of room, so `low` is not the one asked for */
+    int32_t mean;         /* 1, -1: candidates are magnitudes of that sign, and only the mean of those sent travels */
     uint64_t best;        /* how many of the largest are never dropped: the capacity, unless a codec wants more */
     uint32_t *tile, *keys;
     uint16_t *idx;
@@ -100,5 +101,10 @@ void sparse_none(sid_rule *rule);
 sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *err);
 void sparse_open(sid_gather *g);
 void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
+
+/* The same of payloads without values, SID_FLAG_MEAN. sparse_keep does both, by the rule. */
+uint64_t sparse_mean_bytes(const sid_plan *p);
+sid_status sparse_mean_check(const sid_plan *p, const uint8_t *payload, sid_error *err);
+void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
 
 #endif

@@ -182,6 +182,35 @@ static void zero_from(float *acc, uint32_t n, uint32_t key) {
     for (; i < n; i++) acc[i] = sid_key(acc[i]) >= key ? 0.0f : acc[i];
 }
 
+static void one_side(const float *x, float *y, uint32_t n, int negative) {
+    const vi flip = (vi){0} + (negative ? (int32_t)0x80000000u : 0);
+    uint32_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vi v = bits(load(x + i)) ^ flip;
+        store(y + i, (vf)(v & (v > 0)));
+    }
+    for (; i < n; i++) {
+        const uint32_t v = sid_f32_bits(x[i]) ^ (negative ? 0x80000000u : 0u);
+        y[i] = sid_bits_f32(v >> 31 ? 0 : v);
+    }
+}
+
+static void subtract_from(float *acc, uint32_t n, uint32_t key, float value) {
+    const uint32_t sign = sid_f32_bits(value) & 0x80000000u;
+    const vi flip = (vi){0} + (int32_t)sign, low = (vi){0} + (int32_t)key,
+             what = (vi){0} + (int32_t)sid_f32_bits(value);
+    uint32_t i = 0;
+    if (key > 0x7fffffffu) return;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf x = load(acc + i);
+        store(acc + i, x - (vf)(what & ((bits(x) ^ flip) >= low)));
+    }
+    for (; i < n; i++) {
+        const uint32_t v = sid_f32_bits(acc[i]) ^ sign;
+        acc[i] -= v >> 31 || v < key ? 0.0f : value;
+    }
+}
+
 static float sum_abs(const float *x, uint32_t n) {
     vf sum[PARTS] = {{0}};
     float lane[LANES];
@@ -1162,6 +1191,8 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .add_weighted = add_weighted,
     .add_velocity = add_velocity,
     .zero_from = zero_from,
+    .one_side = one_side,
+    .subtract_from = subtract_from,
     .capture = capture,
     .filter = filter,
     .band = band,

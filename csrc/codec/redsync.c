@@ -1,0 +1,292 @@
+/* RedSync's communication sets: Fang et al. 2019, section 5.2, Algorithms 2, 3 and 5. With mean and max of |acc|, all in
+ * float64 and rounded to float32 where a threshold is compared:
+ *     trimmed   threshold = mean + ratio (max - mean), ratio = 1 - e, 1 - 2 e, ..., until k or more exceed it; of these
+ *               the k largest are sent
+ *     binary    the ratio is bisected in [0, 1] until k to 2 k exceed the threshold, or the interval is no longer than
+ *               epsilon; all that exceed it are sent, at most 2 k. The threshold serves `interval` steps
+ *     quantised of one sign only, positive and negative in turn: max(acc, 0) or max(-acc, 0) stands for |acc|, and only
+ *               indices and the mean of the selected travel, which is subtracted from each of them. Every step searches
+ * What the print has, and what is meant (the text of the same section):
+ *   - Algorithm 2 loops while nnz > k, and uses `threshold` before it is set; meant is: while too few exceed it. Its ratio
+ *     starts at .8, the text's at .9. From the mean downwards (a ratio below 0) it may never find k; at -1 all of acc is
+ *     taken here. Whatever it tries, the k largest are the k largest: this codec's choice is then topk's.
+ *   - Algorithm 3 sets the bounds of the ratio to thresholds, and goes down where nnz < k/2: between k/2 and k it would go
+ *     up, away from k. Meant are the ratio and k. Where no threshold above the mean has k elements beyond it, the search
+ *     ends with fewer than k, as printed.
+ *   - Algorithm 5 never advances its counter of steps. Meant is a search in one step of five.
+ *   - For the quantised form the listing has no formulas. Mean and max are of all elements, the other sign as 0.
+ * The sizes that choose between methods (128 KB, 4 MB), and the output layer that is not quantised, are a policy.
+ *
+ * No pass counts anything: how many exceed a threshold is more than k exactly if the k-th largest does, so the trials are
+ * made against one or two exact keys, found among candidates captured as topk captures them. */
+#include "sparse.h"
+
+enum {
+    METHOD = SPARSE_PARAMS,
+    QUANTISED,
+    TRIM,
+    EPSILON,
+    INTERVAL
+};
+enum {
+    TRIMMED,
+    BINARY
+};
+/* words of state->codec: key and spread for each sign, the threshold in use, and in how many steps it has been */
+enum {
+    LAST,
+    SPREAD,
+    OTHER_LAST,
+    OTHER_SPREAD,
+    THRESHOLD,
+    AGE
+};
+
+static const char *const method_names[] = {"trimmed", "binary", NULL}, *const switch_names[] = {"off", "on", NULL};
+static const sid_param params[] = {
+    SPARSE_PARAM_ROWS,
+    {.name = "method",
+     .kind = SID_CHOICE,
+     .dflt = TRIMMED,
+     .min = 0,
+     .max = 1,
+     .unit = "",
+     .choices = method_names,
+     .doc = "Trimmed top-k (Algorithm 2, for 128 KB to 4 MB) or threshold binary search (Algorithm 3, above)."},
+    {.name = "quantised",
+     .kind = SID_CHOICE,
+     .dflt = 0,
+     .min = 0,
+     .max = 1,
+     .unit = "",
+     .choices = switch_names,
+     .doc = "on: one sign a step, and one mean instead of the values (section 5.2.3); not for output layers."},
+    {.name = "trim",
+     .kind = SID_REAL,
+     .dflt = .2,
+     .min = .01,
+     .max = 1,
+     .unit = "",
+     .doc = "epsilon of Algorithm 2: what the ratio loses with each trial."},
+    {.name = "epsilon",
+     .kind = SID_REAL,
+     .dflt = 1e-6,
+     .min = 1e-9,
+     .max = .5,
+     .unit = "",
+     .doc = "epsilon of Algorithm 3, for which the paper has no number: where the search for a ratio gives up."},
+    {.name = "interval",
+     .kind = SID_INT,
+     .dflt = 5,
+     .min = 1,
+     .max = 10000,
+     .unit = "steps",
+     .doc = "Steps that a threshold of the binary search serves (section 5.2.2: 5)."},
+};
+
+/* Persists over the readings of one encode. */
+typedef struct redsync_work {
+    sparse_probe probe;
+    double total; /* sum of magnitudes */
+    uint32_t low; /* captured from here on */
+    uint32_t key; /* of the threshold, once `settled` */
+    uint32_t settled;
+} redsync_work;
+_Static_assert(sizeof(redsync_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
+
+static redsync_work *own(const sid_walk *w) { return sparse_own(w); }
+static int quantised(const sid_plan *p) { return p->codec_param[QUANTISED] == 1; }
+static int binary(const sid_plan *p) { return p->codec_param[METHOD] == BINARY; }
+static int negative(const sid_walk *w) { return quantised(w->plan) && w->state->steps % 2; }
+static uint64_t *statistics(const sid_walk *w) { return w->state->codec + (negative(w) ? OTHER_LAST : LAST); }
+/* The least key that can be sent: one sign has no zeros. */
+static uint32_t least(const sid_plan *p) { return quantised(p) ? 1 : 0; }
+static uint32_t beyond(float threshold) { return sid_key(threshold) + 1; } /* |acc| > threshold >= 0 */
+
+static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)err;
+    sparse_k(p);
+    p->cap = !binary(p) ? p->k : p->k < p->n / 2 ? 2 * p->k : p->n;
+    sparse_plan(p, 0, scratch);
+    if (quantised(p)) p->sizes.payload = sparse_mean_bytes(p);
+    return SID_OK;
+}
+
+static int reuses(const sid_walk *w) { return binary(w->plan) && !quantised(w->plan) && w->state->codec[AGE]; }
+
+static void begin(sid_walk *w) {
+    redsync_work *o = own(w);
+    const uint32_t last = (uint32_t)statistics(w)[LAST], spread = (uint32_t)statistics(w)[SPREAD];
+    if (w->walks == 1) {
+        *o = (redsync_work){.low = spread && last > spread ? last - spread : least(w->plan)};
+        if (reuses(w)) {
+            o->low = o->key = beyond(sid_bits_f32((uint32_t)w->state->codec[THRESHOLD]));
+            o->settled = 1;
+        }
+    }
+    sparse_work *s = sparse_begin(w, o->low);
+    if (quantised(w->plan)) s->mean = negative(w) ? -1 : 1;
+    if (binary(w->plan)) s->best = w->plan->cap + 1; /* one more: whether there are too many */
+    o->total = 0;
+}
+
+static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+    redsync_work *o = own(w);
+    float side[SID_TILE];
+    if (quantised(w->plan)) {
+        w->plan->simd->one_side(acc, side, len, negative(w));
+        acc = side;
+    }
+    if (!o->settled) o->total += sparse_sum(w, acc, len);
+    sparse_probing(w, &o->probe, acc, len);
+    sparse_capture(w, acc, at, len);
+}
+
+static sid_verdict again(sid_walk *w, uint32_t low) {
+    own(w)->low = low;
+    return SID_AGAIN;
+}
+
+static double largest(const sparse_work *s) {
+    uint32_t most = 0;
+    for (uint64_t i = 0; i < s->count; i++) most = sid_key(s->val[i]) > most ? sid_key(s->val[i]) : most;
+    return (double)sid_bits_f32(most);
+}
+
+static void learn(const sid_walk *w, uint32_t key) {
+    uint64_t *c = statistics(w);
+    c[SPREAD] = sparse_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], key);
+    c[LAST] = key;
+}
+
+/* Trials of Algorithm 2 until the k-th largest magnitude exceeds the threshold, or all of acc is taken. */
+static uint32_t trials(const sid_walk *w, uint32_t kth) {
+    const double step = w->plan->codec_param[TRIM], mean = own(w)->total / (double)w->plan->n;
+    const double above = largest(sparse_of(w)) - mean;
+    for (uint32_t i = 1;; i++) {
+        const double ratio = 1 - step * i;
+        const float threshold = (float)(mean + ratio * above);
+        if (ratio <= -1 || threshold < 0 || kth > sid_key(threshold)) return i;
+    }
+}
+
+static sid_verdict trimmed(sid_walk *w) {
+    const sid_plan *p = w->plan;
+    const sparse_work *s = sparse_of(w);
+    const uint64_t k = s->count < p->k ? s->count : p->k; /* one sign may have fewer */
+    const uint64_t *c = statistics(w);
+    if (k < p->k && s->low > least(p)) return again(w, least(p));
+    if (!k) {
+        sparse_emit_from(w, SID_KEY_INF, 0);
+        w->stats.threshold = 0;
+        return SID_DONE;
+    }
+    const sparse_pick pick = sparse_select(w, k, (uint32_t)c[LAST], (uint32_t)c[SPREAD]);
+    learn(w, pick.key);
+    w->stats.found = k;
+    w->stats.stages = trials(w, pick.key);
+    sparse_emit(w, pick, k - pick.above, 0);
+    return SID_DONE;
+}
+
+/* Algorithm 3; 0: a trial's answer lies below what was captured. */
+static int search(sid_walk *w) {
+    const sid_plan *p = w->plan;
+    const sparse_work *s = sparse_of(w);
+    redsync_work *o = own(w);
+    const uint64_t k = p->k, held = s->count, *c = statistics(w);
+    const uint32_t guess = (uint32_t)c[LAST], spread = (uint32_t)c[SPREAD];
+    /* the k-th and the (2 k + 1)-th largest magnitude, where they are candidates; else no trial within them passes */
+    const uint32_t kth = held >= k ? sparse_select(w, k, guess, spread).key : 0;
+    const uint32_t next = held > 2 * k ? sparse_select(w, 2 * k + 1, guess, spread).key : 0;
+    const double mean = o->total / (double)p->n, above = largest(s) - mean;
+    double left = 0, right = 1;
+    uint32_t tries = 0;
+    float threshold = 0;
+    while (right - left > p->codec_param[EPSILON]) {
+        const double ratio = left + (right - left) / 2;
+        threshold = (float)(mean + ratio * above);
+        const uint32_t key = beyond(threshold);
+        if (key < s->low && held <= 2 * k) return 0;
+        tries++;
+        const int few = held < k || key > kth, many = held > 2 * k && key <= next;
+        if (!few && !many) break;
+        if (few)
+            right = ratio;
+        else
+            left = ratio;
+    }
+    o->key = beyond(threshold);
+    o->settled = 1;
+    w->stats.stages = tries;
+    w->state->codec[THRESHOLD] = sid_f32_bits(threshold);
+    learn(w, held > 2 * k ? next : o->key);
+    return 1;
+}
+
+static sid_verdict finish(sid_walk *w) {
+    const sid_plan *p = w->plan;
+    redsync_work *o = own(w);
+    uint64_t found, *c = w->state->codec;
+    if (p->n == 0) {
+        sparse_emit_from(w, 0, 0);
+        return SID_DONE;
+    }
+    if (!binary(p)) return trimmed(w);
+    if (!o->settled && !search(w)) return again(w, least(p));
+    if (!sparse_reach(w, &o->probe, o->key, &found)) return again(w, sparse_again(w, o->key));
+    w->stats.found = found;
+    if (!quantised(p)) c[AGE] = (double)(c[AGE] + 1) < p->codec_param[INTERVAL] ? c[AGE] + 1 : 0;
+    if (found > p->cap) {
+        const sparse_pick pick = sparse_select(w, p->cap, o->key, 0);
+        sparse_emit(w, pick, p->cap - pick.above, SID_FLAG_RAISED);
+    } else
+        sparse_emit_from(w, o->key, 0);
+    return SID_DONE;
+}
+
+static void rescale(const sid_plan *p, sid_state *s, float factor) {
+    static const int words[] = {LAST, OTHER_LAST, THRESHOLD};
+    (void)p;
+    for (int i = 0; i < 3; i++) {
+        uint64_t *c = &s->codec[words[i]];
+        const uint32_t key = sid_key(sid_bits_f32((uint32_t)*c) * factor);
+        *c = key < SID_KEY_INF ? key : SID_KEY_INF - 1;
+    }
+}
+
+static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    return quantised(p) ? sparse_mean_check(p, payload, err) : sparse_check(p, payload, err);
+}
+
+static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+    if (quantised(g->plan))
+        sparse_mean_decode(g, out, at, len);
+    else
+        sparse_decode(g, out, at, len);
+}
+
+const sid_codec sid_codec_redsync = {
+    .info =
+        {.name = "redsync",
+         .family = "sparse",
+         .memory = "dgc",
+         .paper = "RedSync (Fang et al. 2019), section 5.2, Algorithms 2, 3 and 5",
+         .doc = "k elements of largest magnitude by a trim of the rest, or k to 2k by a threshold that is searched for "
+                "and used again; on request of one sign a step, with their mean instead of the values.",
+         .params = params,
+         .n_params = sizeof params / sizeof *params,
+         .traits = SID_SPARSE,
+         .wire_id = 24},
+    .plan = plan,
+    .begin = begin,
+    .tile = tile,
+    .finish = finish,
+    .keep = sparse_keep,
+    .sent_from = sparse_sent_from,
+    .none = sparse_none,
+    .rescale = rescale,
+    .check = check,
+    .open = sparse_open,
+    .decode = decode,
+};
