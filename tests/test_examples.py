@@ -131,6 +131,8 @@ def test_every_preset_makes_a_state(preset: str, parse: Callable[..., argparse.N
         memory=args.memory,
         groups=args.groups,
         exclude=args.exclude,
+        policy=args.policy,
+        full_every=args.full_every,
         seed=args.seed,
         **args.parameters,
     )
@@ -143,6 +145,27 @@ def test_flags_override_the_preset(parse: Callable[..., argparse.Namespace]) -> 
     assert args.parameters == {"density": 0.2, "values": "f16"}
     assert (args.seed, args.exclude, args.codec) == (7, [9], "topk")
     assert parse("--config", "topk-1pct", "--codec", "fp16").parameters == {}
+
+
+def test_schedules_and_policies_come_from_flags_and_presets(
+    parse: Callable[..., argparse.Namespace], tmp_path: Path
+) -> None:
+    args = parse("--param", "density=0.25@0,0.01@100", "--param", "values=f32@0,f16@7")
+    assert args.parameters["density"] == sidcomp.Schedule({0: 0.25, 100: 0.01})
+    assert args.parameters["values"] == sidcomp.Schedule({0: "f32", 7: "f16"})
+    preset = tmp_path / "own.toml"
+    preset.write_text(
+        'codec = "topk"\nfull_every = [[0, 1], [5, 0]]\n[parameters]\ndensity = [[0, 0.5], [9, 0.1]]\n'
+        '[[policy]]\nrule = ["1-D", "<4KB"]\ncodec = "none"\n[[policy]]\nrule = "output"\ndensity = 0.2\n'
+    )
+    args = parse("--config", str(preset))
+    assert args.full_every == sidcomp.Schedule({0: 1, 5: 0})
+    assert args.parameters == {"density": sidcomp.Schedule({0: 0.5, 9: 0.1})}
+    assert args.policy == [
+        ("1-D", {"codec": "none"}),
+        ("<4KB", {"codec": "none"}),
+        ("output", {"density": 0.2}),
+    ]
 
 
 @pytest.mark.slow
@@ -169,12 +192,14 @@ def test_wrong_flags_are_refused(
 ) -> None:
     (tmp_path / "bad.toml").write_text('codec = "topk"\ncolour = "red"\n')
     (tmp_path / "empty.toml").write_text("")
+    (tmp_path / "odd.toml").write_text('codec = "topk"\n[[policy]]\nrule = "1-D"\n')
     for args, text in {
         ("--config", "nosuch"): "the presets are",
         ("--param", "density"): "NAME=VALUE",
         ("--resume",): "need --checkpoint",
         ("--config", str(tmp_path / "bad.toml")): "unknown keys colour",
         ("--config", str(tmp_path / "empty.toml")): "names no codec",
+        ("--config", str(tmp_path / "odd.toml")): "a rule and settings",
     }.items():
         with pytest.raises(SystemExit) as end:
             parse(*args)
