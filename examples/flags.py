@@ -15,7 +15,8 @@ else:
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DEFAULTS: dict[str, Any] = {
-    "task": "lm", "memory": None, "groups": None, "exclude": [], "policy": [], "full_every": 0, "seed": 0
+    "task": "lm", "memory": None, "groups": None, "exclude": [], "policy": [], "full_every": 0, "seed": 0,
+    "clip": 1.0,
 }  # fmt: skip
 
 
@@ -46,6 +47,13 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         help="parameter of codec or memory, or a schedule of it, 0.25@0,0.01@100 (value@step); repeat it",
     )
     add("--memory", help="what is kept from step to step; the codec's own unless given")
+    add(
+        "--clip",
+        type=float,
+        metavar="NORM",
+        help="clip_grad_norm_ of what sidcomp returns; 1.0, as plain DDP has it, unless given "
+        "(a memory that holds the momentum returns velocities: 1 / (1 - momentum) times that)",
+    )
     add("--groups", help="bucket, model, a size such as 4MB, auto; bucket unless given")
     add(
         "--exclude",

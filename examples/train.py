@@ -60,6 +60,7 @@ class Trainer:
         self.module = task.model()
         self.model = self.module
         momentum = args.momentum
+        self.clip = args.clip if compress else CLIP
         self.carry: torch.Tensor | None = None  # what the task keeps from step to step
         self.state: sidcomp.State | None = None
         self.run.elements = sum(p.numel() for p in self.module.parameters())
@@ -91,7 +92,7 @@ class Trainer:
             self.run.found = not self.state.settings.planned
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=args.lr, momentum=momentum)
         if self.state is not None:
-            sidcomp.check_optimizer(self.state, self.optimizer, clip_grad_norm=CLIP)
+            sidcomp.check_optimizer(self.state, self.optimizer, clip_grad_norm=self.clip)
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])
             if self.state is not None:
@@ -130,7 +131,7 @@ class Trainer:
         loss, self.carry = self.task.loss(self.model, step, self.carry)
         self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.module.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
         self.optimizer.step()
         return loss.item()
 
