@@ -128,10 +128,7 @@ def test_ways_to_pass_payloads(codec: str) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_residual_set_and_reset(codec: str) -> None:
     n = 2000
-    a, b = (
-        sidcomp.Compressor(codec, n, **settings_of(codec)),
-        sidcomp.Compressor(codec, n, **settings_of(codec)),
-    )
+    a, b, fresh = (sidcomp.Compressor(codec, n, memory="residual", **settings_of(codec)) for _ in range(3))
     assert a.stats == {}
     a.encode(gradient(n, 1))
     if not CODECS[codec].lossless:
@@ -140,7 +137,6 @@ def test_residual_set_and_reset(codec: str) -> None:
         assert np.array_equal(a.residual(), b.residual())
     a.reset()
     assert not a.residual().any() and a.step == 0 and a.stats == {}
-    fresh = sidcomp.Compressor(codec, n, **settings_of(codec))
     assert a.encode(gradient(n, 2)).tobytes() == fresh.encode(gradient(n, 2)).tobytes()
 
 

@@ -168,14 +168,14 @@ def test_equals_the_reference_in_half_precision(codec: str, model: type[nn.Modul
     run(follow, 2, case, "bucket", codec, memory, SETTINGS.get(codec, {}), 5, {})
 
 
-@pytest.mark.parametrize("codec", EXACT)
+@pytest.mark.parametrize("codec", [c for c in EXACT if any(p.name == "values" for p in CODECS[c].parameters)])
 def test_values_in_half_precision(codec: str) -> None:
     settings = {**SETTINGS.get(codec, {}), "values": "f16"}
     run(follow, 2, "cap-small", "model", codec, "residual", settings, 5, {})
 
 
 @pytest.mark.parametrize("density", [0.0001, 0.5, 1.0])
-@pytest.mark.parametrize("codec", EXACT)
+@pytest.mark.parametrize("codec", [c for c in EXACT if c in SETTINGS])
 def test_densities(codec: str, density: float) -> None:
     run(follow, 2, "cap-small", "bucket", codec, "residual", {"density": density}, 4, {})
 
@@ -191,7 +191,9 @@ def test_beside_dense_parameters(codec: str, groups: str, exclude: Any) -> None:
 
 
 def conserve(rank: int, world: int, codec: str, groups: str | int, name: str, steps: int) -> None:
-    """gradient + kept before = sent + kept after, and the step is the sum of what was sent, over W."""
+    """gradient + kept before = sent + kept after, and the step is the sum of what was sent, over W: exactly
+    where elements are sent as they are or not at all, else to the roundings."""
+    whole = "sparse" in CODECS[codec].traits
     case = CASES[name]
     ours, local = Trainer(case, rank), Trainer(case, rank, ddp=False)
     settings = SETTINGS.get(codec, {})
@@ -211,7 +213,7 @@ def conserve(rank: int, world: int, codec: str, groups: str | int, name: str, st
             acc = p.grad + before[n]
             sent = acc - after[n]
             left = after[n] != 0
-            assert torch.equal(after[n][left], acc[left]), (
+            assert not whole or torch.equal(after[n][left], acc[left]), (
                 f"{n}, step {step}: what is kept is not what was there"
             )
             sent_some |= bool((sent != 0).any())
@@ -221,7 +223,10 @@ def conserve(rank: int, world: int, codec: str, groups: str | int, name: str, st
             for part in parts:  # in rank order
                 total += part
             want = total * torch.tensor(1.0 / world, dtype=torch.float32)
-            assert torch.equal(got[n], want), f"{n}, step {step}: the step is not the mean of what was sent"
+            slack = 0 if whole else 2.0**-22 * max(float(x.abs().max()) for x in (acc, after[n], want))
+            assert got[n] is not None and ((got[n] - want).abs() <= world * slack).all(), (
+                f"{n}, step {step}: the step is not the mean of what was sent"
+            )
             before[n] = after[n]
         with torch.no_grad():  # the local copy goes on from where the replicas are
             for p, mine in zip(local.module.parameters(), ours.module.parameters(), strict=True):
