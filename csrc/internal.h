@@ -219,9 +219,11 @@ typedef struct sid_simd {
     void (*tail_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]);
     double (*sum_squares)(const float *x, uint32_t n);          /* of exact squares, in 16 lanes of float64 */
     void (*moments)(const float *x, uint32_t n, double sum[3]); /* of |x|, x^2, x, in 16 lanes of float64 */
-    uint32_t (*tail_moments)(const float *x, uint32_t n, uint32_t key, double sum[2]); /* of |x|, x^2, key(x) >= key */
-    /* The same in one pass: of |x|, x^2; of |x| with key(x) >= a, count[0] of them; of |x|, x^2 with >= b, count[1]. */
-    void (*probe_moments)(const float *x, uint32_t n, uint32_t a, uint32_t b, double sum[5], uint32_t count[2]);
+    void (*square_sums)(const float *x, uint32_t n,
+                        float sum[3]); /* the same in float lanes: may over- and underflow */
+    /* In float lanes: |x|, x^2; |x| - a over key(x) >= a, count[0] of them; |x| - b and its square over >= b, count[1].
+     * a and b: keys below 2^31, and their magnitudes. */
+    void (*probe_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[5], uint32_t count[2]);
     /* Sum of log2 |x| over the count elements that are not 0. 16 float lanes in runs of 1024 elements; to 6e-8 * count. */
     double (*sum_log2)(const float *x, uint32_t n, uint32_t *count);
     uint32_t (*max_key)(const float *x, uint32_t n); /* the largest key; 0 of none */

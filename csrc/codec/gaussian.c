@@ -41,9 +41,10 @@ static const sid_param params[] = {
 
 /* Persists over the readings of one encode. */
 typedef struct gauss_work {
-    double sum, squares, threshold;
+    double size, sum, squares, threshold; /* size: sum of |x| */
     uint64_t count;
     uint32_t fitted, round;
+    uint32_t exactly;    /* sums in float64: those of float lanes leave too few digits */
     uint32_t probe, low; /* probe: keys from here on are counted, where not 0; low: captured from here on */
 } gauss_work;
 _Static_assert(sizeof(gauss_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
@@ -65,6 +66,7 @@ static void begin(sid_walk *w) {
         *o = (gauss_work){.low = spread && last > spread ? last - spread : 0};
     }
     o->count = 0;
+    if (!o->fitted) o->size = o->sum = o->squares = 0;
     sparse_begin(w, o->low);
 }
 
@@ -72,7 +74,8 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     gauss_work *o = own(w);
     if (!o->fitted) {
         double sum[3];
-        w->plan->simd->moments(acc, len, sum);
+        sparse_moments(w, acc, len, o->exactly, sum);
+        o->size += sum[0];
         o->squares += sum[1];
         o->sum += sum[2];
     }
@@ -97,6 +100,10 @@ static sid_verdict finish(sid_walk *w) {
     if (!o->fitted) {
         const double n = (double)p->n, mean = o->sum / n, variance = o->squares / n - mean * mean;
         const double t = mean + sid_normal_tail((double)p->k / n / 2) * (variance > 0 ? sqrt(variance) : 0);
+        if (!o->exactly && (variance < 0x1p-7 * o->squares / n || t < 0x1p-6 * o->size / n)) {
+            o->exactly = 1;
+            return SID_AGAIN;
+        }
         o->threshold = t > 0 ? t : 0;
         o->fitted = 1;
     }

@@ -153,8 +153,9 @@ typedef struct sidco_work {
     uint32_t key[MAX_PROBES];
     uint64_t count[MAX_PROBES];
     double sum[MAX_PROBES], squares[MAX_PROBES];
-    uint32_t low;   /* captured from here on in the next reading */
-    uint32_t whole; /* stage 1 may end at 0, so that stage 2 needs the squares of all elements */
+    uint32_t low;     /* captured from here on in the next reading */
+    uint32_t exactly; /* sums of all elements in float64: their variance is small beside the mean */
+    uint32_t whole;   /* stage 1 may end at 0, so that stage 2 needs the squares of all elements */
 } sidco_work;
 _Static_assert(sizeof(sidco_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
 
@@ -281,7 +282,7 @@ static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len
     if (!o->probes && first) {
         if (f->squares && (!f->logs || o->whole)) {
             double sum[3];
-            v->moments(acc, len, sum);
+            sparse_moments(w, acc, len, o->exactly, sum);
             o->all.sum += sum[0], o->all.squares += sum[1];
         } else
             o->all.sum += sparse_sum(w, acc, len);
@@ -291,7 +292,7 @@ static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len
         double sum[3], five[5];
         uint32_t count[2];
         if (f->squares) {
-            v->probe_moments(acc, len, o->key[i], o->key[i + pair], five, count);
+            sparse_tails(w, acc, len, o->key[i], o->key[i + pair], o->exactly, five, count);
             sum[0] = five[0], sum[1] = five[2], sum[2] = five[3];
             o->squares[i + pair] += five[4];
             if (i == 0 && first) o->all.squares += five[1];
@@ -314,11 +315,13 @@ static void among_candidates(const sid_walk *w, uint32_t key, const family *f, t
     *t = (tail){0, 0, 0, 0};
     if (!f->squares) t->count = (double)sparse_above(w, key, &t->sum);
     for (uint64_t i = 0; f->squares && i < s->count; i += SID_TILE) {
-        double sum[2];
+        double sum[5];
+        uint32_t c[2];
         const uint32_t len = s->count - i < SID_TILE ? (uint32_t)(s->count - i) : SID_TILE;
-        t->count += w->plan->simd->tail_moments(s->val + i, len, key, sum);
-        t->sum += sum[0];
-        t->squares += sum[1];
+        sparse_tails(w, s->val + i, len, key, key, 0, sum, c);
+        t->count += c[1];
+        t->sum += sum[3];
+        t->squares += sum[4];
     }
 }
 
@@ -364,6 +367,12 @@ static sid_verdict again(sidco_work *o, uint32_t probe, uint32_t low) {
     return SID_AGAIN;
 }
 
+/* Whether the sums of all elements, from float lanes, leave too few digits of their variance. */
+static int narrow(const sid_plan *p, const tail *t) {
+    const double n = t->count > 0 ? t->count : (double)p->n, mean = t->sum / n;
+    return t->squares / n - mean * mean < 0x1p-7 * mean * mean;
+}
+
 static void adapt(sid_walk *w, uint64_t found) {
     const sid_plan *p = w->plan;
     uint64_t *c = w->state->codec;
@@ -405,6 +414,11 @@ static sid_verdict finish(sid_walk *w, const family *f) {
         const double from = m ? o->eta[m - 1] : 0;
         tail t = o->all;
         if (m && !beyond(w, from, f, &t)) return again(o, key_beyond(from), o->low);
+        if (f->squares && !(m == 0 && f->logs) && !(from > 0) && !o->exactly && narrow(p, &t)) {
+            o->exactly = 1;
+            o->known = 0;
+            return SID_AGAIN;
+        }
         o->step[m] = m ? f->later(&t, from, inner) : f->first(p, &t, inner);
         o->eta[m] = from + (m + 1 < o->stages ? o->step[m] : m ? f->later(&t, from, last) : f->first(p, &t, last));
     }

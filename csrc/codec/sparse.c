@@ -126,6 +126,45 @@ void sparse_sums(const sid_walk *w, const float *x, uint32_t len, uint32_t a, ui
     for (int i = 0; i < 3; i++) sum[i] = sid_key(part[i]) < SID_KEY_INF ? (double)part[i] : wide_sum(x, len, from[i]);
 }
 
+/* Whether float lanes hold a tile's sum of squares. 2^-90: elements that matter have squares that are no denormals. */
+static int held(const float *sum) {
+    return sid_key(sum[0]) < SID_KEY_INF && sid_key(sum[1]) < SID_KEY_INF && (sum[1] >= 0x1p-90f || !(sum[0] > 0));
+}
+
+void sparse_moments(const sid_walk *w, const float *x, uint32_t len, uint32_t exact, double sum[3]) {
+    float part[3];
+    if (!exact) {
+        w->plan->simd->square_sums(x, len, part);
+        for (int i = 0; i < 3; i++) sum[i] = (double)part[i];
+    }
+    if (exact || !held(part)) w->plan->simd->moments(x, len, sum);
+}
+
+void sparse_tails(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, uint32_t exact,
+                  double sum[5], uint32_t count[2]) {
+    const double at_a = (double)sid_bits_f32(a), at_b = (double)sid_bits_f32(b);
+    float part[5];
+    if (!exact) {
+        w->plan->simd->probe_sums(x, len, a, b, part, count);
+        const double ca = count[0], cb = count[1];
+        sum[0] = (double)part[0];
+        sum[1] = (double)part[1];
+        sum[2] = ca > 0 ? (double)part[2] + ca * at_a : 0;
+        sum[3] = cb > 0 ? (double)part[3] + cb * at_b : 0;
+        sum[4] = cb > 0 ? (double)part[4] + 2 * at_b * (double)part[3] + cb * at_b * at_b : 0;
+        if (held(part)) return;
+    }
+    for (int i = 0; i < 5; i++) sum[i] = 0;
+    count[0] = count[1] = 0;
+    for (uint32_t i = 0; i < len; i++) {
+        const double v = fabs((double)x[i]);
+        sum[0] += v;
+        sum[1] += v * v;
+        if (sid_key(x[i]) >= a) sum[2] += v, count[0]++;
+        if (sid_key(x[i]) >= b) sum[3] += v, sum[4] += v * v, count[1]++;
+    }
+}
+
 uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum) {
     const sparse_work *s = sparse_of(w);
     uint64_t count = 0;

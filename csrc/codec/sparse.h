@@ -101,6 +101,12 @@ void sparse_none(sid_rule *rule);
 sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *err);
 void sparse_open(sid_gather *g);
 void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
+/* Sums of |x|, x^2 and x: in float64 if `exact`, else from float lanes where these hold them, to about 1e-7. */
+void sparse_moments(const sid_walk *w, const float *x, uint32_t len, uint32_t exact, double sum[3]);
+/* Sums of |x|, x^2; of |x| over key(x) >= a, count[0] of them; of |x|, x^2 over >= b, count[1]. As above; and as the sums
+ * over >= b are made from those of |x| - b, the variance there too is good to 1e-7. */
+void sparse_tails(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, uint32_t exact,
+                  double sum[5], uint32_t count[2]);
 
 /* The same of payloads without values, SID_FLAG_MEAN. sparse_keep does both, by the rule. */
 uint64_t sparse_mean_bytes(const sid_plan *p);

@@ -411,7 +411,68 @@ static double sum_squares(const float *x, uint32_t n) {
     return combine_wide(lane);
 }
 
-/* Sums in float64: a pass does two of the 16 lanes' registers, for more accumulators than that would not stay there. */
+static void square_sums(const float *x, uint32_t n, float sum[3]) {
+    vf size[PARTS] = {{0}}, square[PARTS] = {{0}}, plain[PARTS] = {{0}};
+    float lane[3][LANES];
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int q = 0; q < PARTS; q++) {
+            const vf v = load(x + i + q * WIDE);
+            size[q] += (vf)keys(v);
+            square[q] += v * v;
+            plain[q] += v;
+        }
+    memcpy(lane[0], size, sizeof lane[0]);
+    memcpy(lane[1], square, sizeof lane[1]);
+    memcpy(lane[2], plain, sizeof lane[2]);
+    for (uint32_t j = 0; i < n; i++, j++) {
+        lane[0][j] += sid_bits_f32(sid_key(x[i]));
+        lane[1][j] += x[i] * x[i];
+        lane[2][j] += x[i];
+    }
+    for (int j = 0; j < 3; j++) sum[j] = combine(lane[j]);
+}
+
+static void probe_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[5], uint32_t count[2]) {
+    vf part[5][PARTS] = {{{0}}};
+    vi count_a = {0}, count_b = {0};
+    float lane[5][LANES];
+    uint32_t i = 0;
+    const vi from_a = (vi){0} + (int32_t)a, from_b = (vi){0} + (int32_t)b;
+    const float at_a = sid_bits_f32(a), at_b = sid_bits_f32(b);
+    for (; i + LANES <= n; i += LANES)
+        for (int q = 0; q < PARTS; q++) {
+            const vi k = keys(load(x + i + q * WIDE)), in_a = k >= from_a, in_b = k >= from_b;
+            const vf over_b = (vf)(bits((vf)k - at_b) & in_b);
+            part[0][q] += (vf)k;
+            part[1][q] += (vf)k * (vf)k;
+            part[2][q] += (vf)(bits((vf)k - at_a) & in_a);
+            part[3][q] += over_b;
+            part[4][q] += over_b * over_b;
+            count_a -= in_a;
+            count_b -= in_b;
+        }
+    for (int j = 0; j < 5; j++) memcpy(lane[j], part[j], sizeof lane[j]);
+    count[0] = count[1] = 0;
+    for (uint32_t j = 0; i < n; i++, j++) {
+        const uint32_t k = sid_key(x[i]);
+        const float v = sid_bits_f32(k), over_b = k >= b ? v - at_b : 0;
+        lane[0][j] += v;
+        lane[1][j] += v * v;
+        lane[2][j] += k >= a ? v - at_a : 0;
+        lane[3][j] += over_b;
+        lane[4][j] += over_b * over_b;
+        count[0] += k >= a;
+        count[1] += k >= b;
+    }
+    for (int j = 0; j < WIDE; j++) {
+        count[0] += (uint32_t)count_a[j];
+        count[1] += (uint32_t)count_b[j];
+    }
+    for (int j = 0; j < 5; j++) sum[j] = combine(lane[j]);
+}
+
+/* In float64: a pass does two registers' lanes, for more accumulators would not stay in registers. */
 enum {
     HALF = WIDE / 2,
     AT_ONCE = 2
@@ -440,79 +501,6 @@ static void moments(const float *x, uint32_t n, double sum[3]) {
         lane[2][j] += v;
     }
     for (int j = 0; j < 3; j++) sum[j] = combine_wide(lane[j]);
-}
-
-static uint32_t tail_moments(const float *x, uint32_t n, uint32_t key, double sum[2]) {
-    double lane[2][LANES];
-    const uint32_t whole = n / LANES * LANES;
-    const double from = key < SID_KEY_INF ? (double)sid_bits_f32(key) : 0x1p1000;
-    uint32_t count = 0;
-    for (uint32_t lanes = 0; lanes < LANES; lanes += AT_ONCE * HALF) {
-        vd size[AT_ONCE] = {{0}}, square[AT_ONCE] = {{0}};
-        vl above[AT_ONCE] = {{0}};
-        for (uint32_t i = lanes; i < whole; i += LANES)
-            for (int q = 0; q < AT_ONCE; q++) {
-                const vd v = magnitudes(wide(x + i + q * HALF));
-                const vl in = v >= from;
-                const vd b = (vd)((vl)v & in);
-                size[q] += b;
-                square[q] += b * b;
-                above[q] -= in;
-            }
-        memcpy(lane[0] + lanes, size, sizeof size);
-        memcpy(lane[1] + lanes, square, sizeof square);
-        for (int q = 0; q < AT_ONCE; q++)
-            for (int j = 0; j < HALF; j++) count += (uint32_t)above[q][j];
-    }
-    for (uint32_t i = whole, j = 0; i < n; i++, j++) {
-        const double v = (double)sid_bits_f32(sid_key(x[i])), b = v >= from ? v : 0;
-        lane[0][j] += b;
-        lane[1][j] += b * b;
-        count += v >= from;
-    }
-    for (int j = 0; j < 2; j++) sum[j] = combine_wide(lane[j]);
-    return count;
-}
-
-static void probe_moments(const float *x, uint32_t n, uint32_t a, uint32_t b, double sum[5], uint32_t count[2]) {
-    double lane[5][LANES];
-    const uint32_t whole = n / LANES * LANES;
-    const double from_a = a < SID_KEY_INF ? (double)sid_bits_f32(a) : 0x1p1000;
-    const double from_b = b < SID_KEY_INF ? (double)sid_bits_f32(b) : 0x1p1000;
-    count[0] = count[1] = 0;
-    for (uint32_t lanes = 0; lanes < LANES; lanes += AT_ONCE * HALF) {
-        vd part[5][AT_ONCE] = {{{0}}};
-        vl above_a[AT_ONCE] = {{0}}, above_b[AT_ONCE] = {{0}};
-        for (uint32_t i = lanes; i < whole; i += LANES)
-            for (int q = 0; q < AT_ONCE; q++) {
-                const vd v = magnitudes(wide(x + i + q * HALF)), square = v * v;
-                const vl in_a = v >= from_a, in_b = v >= from_b;
-                part[0][q] += v;
-                part[1][q] += square;
-                part[2][q] += (vd)((vl)v & in_a);
-                part[3][q] += (vd)((vl)v & in_b);
-                part[4][q] += (vd)((vl)square & in_b);
-                above_a[q] -= in_a;
-                above_b[q] -= in_b;
-            }
-        for (int j = 0; j < 5; j++) memcpy(lane[j] + lanes, part[j], sizeof part[j]);
-        for (int q = 0; q < AT_ONCE; q++)
-            for (int j = 0; j < HALF; j++) {
-                count[0] += (uint32_t)above_a[q][j];
-                count[1] += (uint32_t)above_b[q][j];
-            }
-    }
-    for (uint32_t i = whole, j = 0; i < n; i++, j++) {
-        const double v = (double)sid_bits_f32(sid_key(x[i]));
-        lane[0][j] += v;
-        lane[1][j] += v * v;
-        lane[2][j] += v >= from_a ? v : 0;
-        lane[3][j] += v >= from_b ? v : 0;
-        lane[4][j] += v >= from_b ? v * v : 0;
-        count[0] += v >= from_a;
-        count[1] += v >= from_b;
-    }
-    for (int j = 0; j < 5; j++) sum[j] = combine_wide(lane[j]);
 }
 
 /* Sum of log2 |x| where some are denormal: one after the other. */
@@ -1200,8 +1188,8 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .tail_sums = tail_sums,
     .sum_squares = sum_squares,
     .moments = moments,
-    .tail_moments = tail_moments,
-    .probe_moments = probe_moments,
+    .square_sums = square_sums,
+    .probe_sums = probe_sums,
     .sum_log2 = sum_log2,
     .max_key = max_key,
     .quantise = quantise,
