@@ -139,7 +139,7 @@ typedef struct family {
     int squares, logs; /* fits read sums of squares; the first one reads the sum of logarithms */
     uint64_t small;    /* elements: below, all candidates fit in work and no probe is needed */
     double tolerance;  /* standard error of the count at which a probe's estimate is taken */
-    /* Quantile 1 - exp(-log_inverse) of the distribution fitted to t's magnitudes, shifted down by `from`. */
+    /* Quantile 1 - exp(-log_inverse) of the distribution fitted to t's magnitudes, shifted down by `from`; below 0: 0. */
     double (*first)(const sid_plan *p, const tail *t, double log_inverse);
     double (*later)(const tail *t, double from, double log_inverse);
 } family;
@@ -240,8 +240,7 @@ static double gamma_first(const sid_plan *p, const tail *t, double log_inverse) 
     double shape = (3 - s + sqrt((s - 3) * (s - 3) + 24 * s)) / (12 * s);
     if (p->codec_param[SHAPE] > 0) shape = likeliest_shape(shape, s);
     const double share = sid_log(t->count / (double)p->n); /* of the elements that are not 0 */
-    const double quantile = mean / shape * (log_inverse + share - sid_lgamma(shape));
-    return quantile > 0 ? quantile : 0;
+    return mean / shape * (log_inverse + share - sid_lgamma(shape));
 }
 
 /* ---- the walk -------------------------------------------------------------------------------------------------- */
@@ -280,7 +279,7 @@ static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len
     const sid_simd *v = w->plan->simd;
     const int first = !o->known;
     if (!o->probes && first) {
-        if (f->squares && (!f->logs || o->whole)) {
+        if (f->squares && (!f->logs || o->whole || o->exactly)) {
             double sum[3];
             sparse_moments(w, acc, len, o->exactly, sum);
             o->all.sum += sum[0], o->all.squares += sum[1];
@@ -419,8 +418,15 @@ static sid_verdict finish(sid_walk *w, const family *f) {
             o->known = 0;
             return SID_AGAIN;
         }
-        o->step[m] = m ? f->later(&t, from, inner) : f->first(p, &t, inner);
-        o->eta[m] = from + (m + 1 < o->stages ? o->step[m] : m ? f->later(&t, from, last) : f->first(p, &t, last));
+        const double step = m ? f->later(&t, from, inner) : f->first(p, &t, inner);
+        const double used = m + 1 < o->stages ? step : m ? f->later(&t, from, last) : f->first(p, &t, last);
+        const double little = 0x1p-5 * o->all.sum / (double)p->n; /* the gamma's terms nearly cancel */
+        if (m == 0 && f->logs && !o->exactly && used < little && used > -little) {
+            o->exactly = 1;
+            return SID_AGAIN;
+        }
+        o->step[m] = step > 0 ? step : 0;
+        o->eta[m] = from + (used > 0 ? used : 0);
     }
     const uint32_t key = key_at(o->eta[o->stages - 1]); /* beyond float32: Inf, and nothing passes */
     uint64_t found;
