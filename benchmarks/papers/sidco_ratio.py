@@ -66,15 +66,16 @@ def recorded(task: str, steps: int) -> list[Array]:
 
 
 def contestants() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Label, codec and settings: every sparse codec, and where it has a choice how to adapt, each of them."""
+    """Label, codec and settings: every sparse codec, and each way in which it can adapt or select."""
     for c in _core.codecs():
         if "sparse" not in c["traits"]:
             continue
         table = {p["name"]: p for p in c["parameters"]}
         settings = {"capacity": AMPLE} if "capacity" in table else {}
         yield c["name"], c["name"], settings
-        for choice in table["adapt"]["choices"][1:] if "adapt" in table else []:
-            yield f"{c['name']} {choice}", c["name"], settings | {"adapt": choice}
+        for way in {"adapt", "method"} & set(table):
+            for choice in table[way]["choices"][1:]:
+                yield f"{c['name']} {choice}", c["name"], settings | {way: choice}
 
 
 def ratios(
