@@ -79,9 +79,9 @@ $O/ctest: $(COBJ) $(TESTOBJ)
 $O/fuzz-%: $O/tests/fuzz/%.c.o $(FUZZOBJ) $(COBJ)
 	$(C) $(if $(LIBFUZZER),-fsanitize=fuzzer) $^ -lm -o $@
 
-ctest: ## the C tests of the core alone (SAN=address,undefined DEBUG=1 O=build/x CC=clang; RUN="qemu-aarch64 -L ...")
+ctest: ## the C tests of the core alone (ALL=1: every combination; SAN=address,undefined DEBUG=1 O=build/x CC=clang; RUN="qemu-aarch64 -L ...")
 	+@$(SUB) $O/ctest
-	$(RUN) $O/ctest
+	$(RUN) $O/ctest $(if $(ALL),-a)
 asan: ## the C tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	+@$(SUB) ctest SAN=address,undefined DEBUG=1 O=build/asan-$(notdir $(CC))
 tsan: ## the C tests under ThreadSanitizer
@@ -155,9 +155,9 @@ test: all ## the tests, without the slow ones (ARGS="-k topk")
 	$(PYTHON) -m pytest -q -m 'not slow' $(ARGS) tests
 test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
 	$(PYTHON) -m pytest -q tests
-	+@$(SUB) ctest
-	+@$(SUB) asan
-	+@$(SUB) tsan
+	+@$(SUB) ctest ALL=1
+	+@$(SUB) asan ALL=1
+	+@$(SUB) tsan ALL=1
 	+@$(SUB) fuzz RUNS=10000000
 bench-codecs: all ## encode and decode of every codec, beside the limit and torch (ARGS="--only topk --n 2600000")
 	$(PYTHON) -m benchmarks.bench_codec --n 260000 2600000 25600000 $(ARGS)

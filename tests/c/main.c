@@ -1,4 +1,5 @@
-/* The C tests of the core. `ctest` runs all, `ctest word` those whose name holds the word. */
+/* The C tests of the core. `ctest` runs all, `ctest word` those whose name holds the word; `ctest -a [word]` with every
+ * combination of codec, memory and dtype. */
 #include <stdio.h>
 #include <string.h>
 
@@ -55,6 +56,9 @@ static const struct {
 
 int main(int argc, char **argv) {
     unsigned passed = 0, failed = 0;
+    test_all = argc > 1 && !strcmp(argv[1], "-a");
+    argc -= test_all;
+    argv += test_all;
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
         if (argc > 1 && !strstr(tests[i].name, argv[1])) continue;
         const unsigned long bad = atomic_load(&test_failures), before = atomic_load(&test_checks);

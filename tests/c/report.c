@@ -6,6 +6,7 @@
 
 atomic_ulong test_checks;
 atomic_ulong test_failures;
+int test_all;
 uint64_t test_digest;
 
 void test_report(const char *file, int line, const char *fmt, ...) {

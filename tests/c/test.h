@@ -11,6 +11,7 @@
 
 void test_report(const char *file, int line, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 extern atomic_ulong test_checks, test_failures;
+extern int test_all;         /* every combination, not some of each */
 extern uint64_t test_digest; /* of payloads: every compiler, processor and sanitizer must come to the same */
 
 /* CHECK(condition, "what was seen: %d", x) */
