@@ -154,12 +154,33 @@ static float scale_from(double m, float top) {
     return s >= SCALE_MIN ? s : 0.0f;
 }
 
-static float scale_of(const sid_plan *p, const form *f, const float *x, uint32_t len) {
-    double sum = 0;
-    if (f->norm != NORM_L2) return scale_from((double)sid_bits_f32(p->simd->max_key(x, len)), f->top);
-    for (uint32_t i = 0; i < len; i += SID_TILE)
-        sum += p->simd->sum_squares(x + i, len - i < SID_TILE ? len - i : SID_TILE);
-    return scale_from(sqrt(sum), f->top);
+enum {
+    MOST_BLOCKS = SID_MAX_TILE / 64 /* of a tile */
+};
+
+/* The scales of a tile's blocks. In three loops, so that no division waits for the one before. */
+static void scales_of(const sid_plan *p, const form *f, const float *x, uint32_t len, float *scale) {
+    const uint32_t blocks = (len + f->block - 1) / f->block;
+    if (f->norm != NORM_L2) {
+        const float most = (float)M_MAX;
+        float m[MOST_BLOCKS];
+        for (uint32_t b = 0; b < blocks; b++) {
+            const uint32_t at = b * f->block, take = len - at < f->block ? len - at : f->block;
+            m[b] = sid_bits_f32(p->simd->max_key(x + at, take));
+        }
+        for (uint32_t b = 0; b < blocks; b++) { /* the float32 quotient is the float64 one, rounded */
+            const float s = (m[b] < most ? m[b] : most) / f->top;
+            scale[b] = s >= SCALE_MIN ? s : 0.0f;
+        }
+        return;
+    }
+    for (uint32_t b = 0; b < blocks; b++) {
+        const uint32_t end = (b + 1) * f->block < len ? (b + 1) * f->block : len;
+        double sum = 0;
+        for (uint32_t i = b * f->block; i < end; i += SID_TILE)
+            sum += p->simd->sum_squares(x + i, end - i < SID_TILE ? end - i : SID_TILE);
+        scale[b] = scale_from(sqrt(sum), f->top);
+    }
 }
 
 /* The largest scale that scale_from gives. */
@@ -234,13 +255,14 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     uint8_t *body = w->payload + codes_at(p, f.block) + at * f.bits / 8, buf[SID_MAX_TILE];
     uint8_t *code = f.bits == 8 ? body : buf;
     const uint32_t step = f.block ? f.block : len;
-    for (uint32_t i = 0; i < len; i += step) {
+    float scale[MOST_BLOCKS] = {t->scale};
+    if (f.block) scales_of(p, &f, acc, len, scale);
+    for (uint32_t i = 0, b = 0; i < len; i += step, b++) {
         const uint32_t take = len - i < step ? len - i : step;
-        const float scale = f.block ? scale_of(p, &f, acc + i, take) : t->scale;
-        const sid_grid g = grid_of(&f, scale);
+        const sid_grid g = grid_of(&f, scale[b]);
         if (f.block) {
-            memcpy(w->payload + SID_HEADER_BYTES + 4 * ((at + i) / f.block), &scale, 4);
-            t->scale = scale > t->scale ? scale : t->scale;
+            memcpy(w->payload + SID_HEADER_BYTES + 4 * ((at + i) / f.block), &scale[b], 4);
+            t->scale = scale[b] > t->scale ? scale[b] : t->scale;
         }
         p->simd->quantise(acc + i, take, &g, d ? d + (size_t)i * size : NULL, code + i);
     }
@@ -278,9 +300,11 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at,
     if (s->rule.scale == 0) return;
     const uint8_t *d = draw(p, &f, &s->draw, at, len, &room, &size);
     const uint32_t step = f.block ? f.block : len;
-    for (uint32_t i = 0; i < len; i += step) {
+    float scale[MOST_BLOCKS] = {s->rule.scale};
+    if (f.block) scales_of(p, &f, acc, len, scale);
+    for (uint32_t i = 0, b = 0; i < len; i += step, b++) {
         const uint32_t take = len - i < step ? len - i : step;
-        const sid_grid g = grid_of(&f, f.block ? scale_of(p, &f, acc + i, take) : s->rule.scale);
+        const sid_grid g = grid_of(&f, scale[b]);
         p->simd->take_out(acc + i, take, &g, d ? d + (size_t)i * size : NULL);
     }
 }
