@@ -698,18 +698,18 @@ INLINE uint32_t float8_of(float l, float top, sid_grid_kind kind, sid_rounding r
 /* Codes, or with `number` the floats that they stand for. */
 INLINE vi float8s_of(vf l, float top, sid_grid_kind kind, sid_rounding rounding, vi draw, int number) {
     const int32_t mantissa = (int32_t)mantissa_of(kind), shift = 23 - mantissa, gap = mantissa == 3 ? 120 : 112;
-    const vi k = lower(keys(l), (vi){0} + (int32_t)sid_f32_bits(top));
-    const vi small = k < (mantissa == 3 ? 0x3c800000 : 0x38800000), sign = bits(l) & (int32_t)0x80000000u;
-    const float unit = mantissa == 3 ? 0x1p-9f : 0x1p-16f, base = mantissa == 3 ? 0x1p14f : 0x1p7f;
-    const int32_t half = 1 << (shift - 1), centre = 1 << (shift - 17);
-    vi low, high;
+    const int32_t normal = mantissa == 3 ? 0x3c800000 : 0x38800000, half = shift << 23, centre = 1 << (shift - 17);
+    const vi k = lower(keys(l), (vi){0} + (int32_t)sid_f32_bits(top)), sign = bits(l) & (int32_t)0x80000000u;
     if (rounding == SID_ROUND_NEAREST) {
-        low = bits((vf)k + base) - (int32_t)sid_f32_bits(base);
-        high = (k + (half - 1) + ((k >> shift) & 1)) >> shift;
-    } else {
-        low = dither16((vf)(k & small) * (1.0f / unit), draw);
-        high = (k + (draw << (shift - 16)) + centre) >> shift;
+        /* beside a power of two whose last bit is the step in which |l| lies, the sum rounds to a whole number of them */
+        const vi power = higher(k, (vi){0} + normal) & 0x7f800000, big = power + half;
+        const vf sum = (vf)k + (vf)big;
+        if (number) return bits(sum - (vf)big) | sign;
+        return (bits(sum) - big + ((power - normal) >> shift)) | ((sign >> 24) & 0x80);
     }
+    const float unit = mantissa == 3 ? 0x1p-9f : 0x1p-16f;
+    const vi small = k < normal, low = dither16((vf)(k & small) * (1.0f / unit), draw);
+    const vi high = (k + (draw << (shift - 16)) + centre) >> shift;
     if (number) return either(small, bits(to_float(low) * unit), high << shift) | sign;
     return either(small, low, high - (gap << mantissa)) | ((sign >> 24) & 0x80);
 }
