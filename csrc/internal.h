@@ -252,6 +252,17 @@ typedef struct sid_simd {
      * one. draw16: 16 bits an element, half as costly. rng.h is the law. */
     void (*draw16)(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out);
     void (*draw32)(const sid_draw *d, uint64_t at, uint32_t len, uint32_t *out);
+    /* Bit i % 8 of bits[i / 8], i < n: x[i] < 0 (-0 is not), the last byte filled up with zeros; how many are set. */
+    uint32_t (*signs)(const float *x, uint32_t n, uint8_t *bits);
+    /* The same of stochastic signs: another than x[i]'s with probability (1 - |x[i]| / norm) / 2, as u[i] falls out. */
+    void (*draw_signs)(const float *x, const uint32_t *u, uint32_t n, float norm, uint8_t *bits);
+    void (*sign_sums)(const float *x, uint32_t n, float sum[2]);     /* of the elements above 0 and of those below */
+    void (*take_signs)(float *x, uint32_t n, float high, float low); /* x -= x < 0 ? low : high */
+    /* out[i] += value[r][bit i of bits[r]], for r = 0 to count - 1; in blocks of four, each of which is added up first. */
+    void (*sum_signs)(float *out, uint32_t n, const uint8_t *const *bits, const float (*value)[2], uint32_t count);
+    void (*vote)(float *x, uint32_t n); /* x = 1, -1 or 0: its sign */
+    /* x, a sum of `count` signs = +-1, becomes 1 as often as one of them drawn at random is, else -1. */
+    void (*merge)(float *x, const uint32_t *u, uint32_t n, uint32_t count);
     void (*fence)(void); /* makes drained stores visible to other threads */
     void (*checksum)(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted);
 } sid_simd;

@@ -90,7 +90,8 @@ enum {                   /* traits */
     SID_UNBIASED = 8u,   /* E[decode(encode(x))] == x */
     SID_SPARSE = 16u,    /* sends some elements and nothing of the others */
     SID_FEEDBACK = 32u,  /* of a memory: keeps what was not sent; of a codec: is not to be used without one that does */
-    SID_MOMENTUM = 64u   /* of a memory: holds the momentum, so that the optimizer must have none */
+    SID_MOMENTUM = 64u,  /* of a memory: holds the momentum, so that the optimizer must have none */
+    SID_VOTE = 128u      /* several payloads are not summed but vote (or one is drawn), whatever the scale */
 };
 
 typedef struct sid_info {

@@ -56,6 +56,12 @@ SID_HD uint64_t sid_sparse_value_at(uint64_t n, uint64_t cap) {
 SID_HD uint64_t sid_sparse_bytes(uint64_t n, uint64_t cap, unsigned half) {
     return sid_round_up(sid_sparse_value_at(n, cap) + (half ? 2 : 4) * cap, 64);
 }
+/* Sign body: a bit an element, set where it is negative, in u64 words; then, where the two reconstructed values are not
+ * +-header.scale, f32 low, the one of the negative elements, and 4 zero bytes. */
+SID_HD uint64_t sid_sign_low_at(uint64_t n) { return SID_HEADER_BYTES + 8 * ((n + 63) / 64); }
+SID_HD uint64_t sid_sign_bytes(uint64_t n, unsigned pair) {
+    return sid_round_up(sid_sign_low_at(n) + (pair ? 8 : 0), 64);
+}
 /* Linear body: n elements of the body's dtype from byte 64 on. Every payload is a multiple of 64 bytes long. */
 SID_HD uint64_t sid_linear_bytes(uint64_t n, unsigned size) { return sid_round_up(SID_HEADER_BYTES + size * n, 64); }
 

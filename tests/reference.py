@@ -25,6 +25,7 @@ approximation, may come out below 0 and then is 0.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -242,19 +243,21 @@ class Stream:
 
 
 def tile_sums(x: Array) -> float:
-    """Float64 sum, in the order that docs/wire.md fixes: 16 lanes, joined by halves, tile by tile."""
-    lanes = np.zeros(-(-len(x) // 1024) * 1024, np.float64)
+    """A sum in the order that docs/wire.md fixes: 16 lanes of x's own type, joined by halves; those of the
+    tiles in float64. A tile whose sum is too large for float32 is summed one by one in float64."""
+    lanes = np.zeros(-(-len(x) // 1024) * 1024, x.dtype)
     lanes[: len(x)] = x
     tiles = lanes.reshape(-1, 64, 16)
-    total = np.zeros((len(tiles), 16))
-    for row in range(64):
-        total += tiles[:, row]
-    while total.shape[1] > 1:
-        half = total.shape[1] // 2
-        total = total[:, :half] + total[:, half:]
+    total = np.zeros((len(tiles), 16), x.dtype)
+    with np.errstate(over="ignore"):
+        for row in range(64):
+            total += tiles[:, row]
+        while total.shape[1] > 1:
+            half = total.shape[1] // 2
+            total = total[:, :half] + total[:, half:]
     out = 0.0
-    for value in total[:, 0]:
-        out += float(value)
+    for value, tile in zip(total[:, 0], tiles, strict=True):
+        out += float(value) if np.isfinite(value) else sum(tile.ravel().tolist())
     return out
 
 
@@ -1016,6 +1019,86 @@ def terngrad(wire_id: int, n: int, dtype: str, settings: Settings) -> Quantised:
     return TernGrad(wire_id, n, dtype, settings, block=0, width=2, top=1, draw_bits=32)
 
 
+@dataclass
+class Signs(Codec):
+    """A bit an element: what it decodes to is `high` where the element is >= 0 (so also -0), else `low`.
+
+    `values` says what the two are: a parameter (signSGD, Signum, Marsit), the mean magnitude (EF-signSGD),
+    the means of both sides (1-bit SGD), or the Euclidean norm, with drawn signs (SSDM).
+    """
+
+    values: str = ""
+    aggregate: str = "mean"
+    together: int = 4  # payloads that are added up before they are added to the others
+
+    def __post_init__(self) -> None:
+        self.k = self.cap = self.n
+        self.pair = self.values == "means"
+        self.aggregate = str(self.settings.get("aggregate", "mean"))
+
+    def salt(self, at: Step) -> int:
+        streams = {"norm": at.rank, "eta_s": COMMON}
+        return salt_of(at.seed, streams[self.values]) if self.values in streams else 0
+
+    def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        negative = acc < 0
+        above = tile_sums(np.where(negative, np.float32(0), acc))
+        beneath = tile_sums(np.where(negative, acc, np.float32(0)))
+        count = int(negative.sum())
+        if self.values in ("magnitude", "eta_s"):
+            high = np.float32(self.settings[self.values])
+            low = -high
+        elif self.values == "mean":
+            high = np.float32((above - beneath) / self.n if self.n else 0)
+            low = -high
+        elif self.values == "means":
+            high = np.float32(above / (self.n - count) if count < self.n else 0)
+            low = np.float32(beneath / count if count else 0)
+        else:
+            norm = math.sqrt(tile_sums(acc.astype(np.float64) ** 2))
+            high = min(FLT_MAX, np.float32(min(norm, float(FLT_MAX))))
+            low = -high
+            negative = self.drawn(acc, high, Stream(self.salt(at), at.group, at.step).draw32(0, self.n))
+        data = np.packbits(negative, bitorder="little").tobytes()
+        data = _pad(data, 8) + (struct.pack("<fI", low, 0) if self.pair else b"")
+        decoded = np.where(negative, low, high).astype(np.float32)
+        return Sent(_pad(data, 64), self.n, float(high), 0, decoded, self.n)
+
+    @staticmethod
+    def drawn(acc: Array, norm: Array, u: Array) -> Array:
+        """The other sign with probability 1/2 - |acc| / (2 norm): where u, of two's complement, is below
+        -|acc| / norm in units of 2^-31, rounded to the nearest."""
+        if norm == 0:
+            return np.zeros(len(acc), bool)
+        least = np.float32(-0.5) - np.abs(acc) / norm * np.float32(2**31)
+        return (acc < 0) ^ (u.astype(np.uint32).view(np.int32) < np.trunc(least.astype(np.float64)))
+
+    def negative(self, payload: bytes) -> Array:
+        body = np.frombuffer(payload, np.uint8, -(-self.n // 8), HEADER_BYTES)
+        return np.unpackbits(body, bitorder="little")[: self.n].astype(bool)
+
+    def read(self, payload: bytes) -> Array:
+        high = np.float32(header(payload)["scale"])
+        low = -high
+        if self.pair:
+            (low,) = struct.unpack_from("<f", payload, HEADER_BYTES + -(-self.n // 64) * 8)
+        return np.where(self.negative(payload), low, high).astype(np.float32)
+
+    def combine(self, payloads: Sequence[bytes]) -> Array | None:
+        """What a vote comes to, whatever the scale; None where the payloads are added up."""
+        if self.aggregate == "mean":
+            return None
+        value, positive = np.float32(header(payloads[0])["scale"]), np.zeros(self.n, np.int64)
+        for payload in payloads:
+            positive += ~self.negative(payload)
+        if self.aggregate == "majority":
+            return np.sign(2 * positive - len(payloads)).astype(np.float32) * value
+        h = header(payloads[0])
+        u = Stream(h["salt"], h["group"], h["step"]).draw32(0, self.n)
+        picked = (u * np.uint64(len(payloads)) >> np.uint64(32)).astype(np.int64)  # one of the ranks
+        return np.where(picked < positive, value, -value).astype(np.float32)
+
+
 CODECS: dict[str, Callable[..., Any]] = {
     "none": lambda *a: Linear(*a, lossless=True),
     "fp16": lambda *a: Linear(*a, body="float16"),
@@ -1034,6 +1117,12 @@ CODECS: dict[str, Callable[..., Any]] = {
     "qsgd": qsgd,
     "terngrad": terngrad,
     "redsync": RedSync,
+    "signsgd": lambda *a: Signs(*a, values="magnitude"),
+    "efsignsgd": lambda *a: Signs(*a, values="mean"),
+    "onebit": lambda *a: Signs(*a, values="means"),
+    "signum": lambda *a: Signs(*a, values="magnitude"),
+    "ssdm": lambda *a: Signs(*a, values="norm"),
+    "marsit": lambda *a: Signs(*a, values="eta_s"),
 }
 
 
@@ -1080,7 +1169,7 @@ class Memory:
 
     def sent(self, decoded: Array) -> None:
         if self.feedback:
-            self.vec[0] -= decoded
+            self.vec[0] = saturate(self.vec[0] - decoded)
 
     def undo(self, gradient: Array) -> None:
         """From what take() left."""
@@ -1257,8 +1346,18 @@ class Group:
                 )
                 total = self.codec.read(payloads[0])
                 payloads = payloads[1:]
-            for payload in payloads:
-                total = total + self.codec.read(payload)
+            vote = self.codec.combine(payloads) if hasattr(self.codec, "combine") else None
+            if vote is not None:
+                total, factor = vote, np.float32(1)
+            block: list[Array] = []  # of a sign body's: what is added up before it is added to the total
+            for i, payload in enumerate(payloads):
+                if vote is None and getattr(self.codec, "together", 1) == 1:
+                    total = total + self.codec.read(payload)
+                elif vote is None:
+                    block.append(self.codec.read(payload))
+                    if len(block) == self.codec.together or i == len(payloads) - 1:
+                        total = total + functools.reduce(np.add, block)
+                        block = []
                 if header(payload)["flags"] & NONFINITE and not self.codec.linear:
                     factor = np.float32(np.nan)
             return (total * factor).astype(np.float32)

@@ -1040,6 +1040,198 @@ static void drain(float *x, float *y, uint32_t n, float s) {
     memset(x, 0, 4ull * n);
 }
 
+/* ---- signs ----------------------------------------------------------------------------------------------------- */
+
+/* Bit j: element j of a mask is set. */
+static inline uint64_t mask_of(vi m) {
+#if defined(SID_HAS_AVX512)
+    return _mm512_movepi32_mask((__m512i)m);
+#elif defined(SID_HAS_AVX2)
+    return (uint64_t)_mm256_movemask_ps((__m256)m);
+#elif defined(__SSE2__)
+    return (uint64_t)_mm_movemask_ps((__m128)m);
+#else
+    uint64_t bit = 0;
+    for (int j = 0; j < WIDE; j++) bit |= (uint64_t)(m[j] & 1) << j;
+    return bit;
+#endif
+}
+/* By integers: flushing denormals to zero must not change a sign. */
+static inline vi is_negative(vf v) { return (bits(v) ^ INT32_MIN) > 0; }
+static inline uint64_t negative_mask(vf v) {
+#if defined(SID_HAS_AVX512)
+    return _mm512_cmpgt_epu32_mask(_mm512_castps_si512((__m512)v), _mm512_set1_epi32(INT32_MIN));
+#else
+    return mask_of(is_negative(v));
+#endif
+}
+static inline uint32_t is_negative1(float x) { return sid_f32_bits(x) > 0x80000000u; }
+
+static uint32_t signs(const float *x, uint32_t n, uint8_t *bit) {
+    uint32_t i = 0, count = 0;
+    for (; i + 64 <= n; i += 64) {
+        uint64_t w = 0;
+        for (uint32_t j = 0; j < 64; j += WIDE) w |= negative_mask(load(x + i + j)) << j;
+        memcpy(bit + i / 8, &w, 8);
+        count += (uint32_t)__builtin_popcountll(w);
+    }
+    for (; i < n; i += 8) {
+        uint32_t b = 0;
+        for (uint32_t j = 0; j < 8 && i + j < n; j++) b |= is_negative1(x[i + j]) << j;
+        bit[i / 8] = (uint8_t)b;
+        count += (uint32_t)__builtin_popcount(b);
+    }
+    return count;
+}
+
+/* The sign stays where u, read as a signed number, is at least -|x| / norm * 2^31. */
+static void draw_signs(const float *x, const uint32_t *u, uint32_t n, float norm, uint8_t *bit) {
+    uint32_t i = 0;
+    for (; i + 64 <= n; i += 64) {
+        uint64_t w = 0;
+        for (uint32_t j = 0; j < 64; j += WIDE) {
+            vi drawn;
+            memcpy(&drawn, u + i + j, sizeof drawn);
+            const vf v = load(x + i + j), least = -.5f - (vf)keys(v) / norm * 0x1p31f;
+            w |= (negative_mask(v) ^ mask_of(drawn < __builtin_convertvector(least, vi))) << j;
+        }
+        memcpy(bit + i / 8, &w, 8);
+    }
+    for (; i < n; i += 8) {
+        uint32_t b = 0;
+        for (uint32_t j = 0; j < 8 && i + j < n; j++) {
+            const float v = x[i + j], least = -.5f - sid_bits_f32(sid_key(v)) / norm * 0x1p31f;
+            b |= (is_negative1(v) ^ ((int32_t)u[i + j] < (int32_t)least)) << j;
+        }
+        bit[i / 8] = (uint8_t)b;
+    }
+}
+
+static void sign_sums(const float *x, uint32_t n, float sum[2]) {
+    vf above[PARTS] = {{0}}, beneath[PARTS] = {{0}};
+    float lane[2][LANES];
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int q = 0; q < PARTS; q++) {
+            const vf v = load(x + i + q * WIDE);
+            const vi negative = bits(v) >> 31;
+            above[q] += (vf)(bits(v) & ~negative);
+            beneath[q] += (vf)(bits(v) & negative);
+        }
+    memcpy(lane[0], above, sizeof lane[0]);
+    memcpy(lane[1], beneath, sizeof lane[1]);
+    for (uint32_t j = 0; i < n; i++, j++) lane[is_negative1(x[i])][j] += x[i];
+    for (int k = 0; k < 2; k++) sum[k] = combine(lane[k]);
+}
+
+static void take_signs(float *x, uint32_t n, float high, float low) {
+    const vi up = (vi){0} + (int32_t)sid_f32_bits(high), down = (vi){0} + (int32_t)sid_f32_bits(low);
+    uint32_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i);
+        store(x + i, v - (vf)either(is_negative(v), down, up));
+    }
+    for (; i < n; i++) x[i] -= is_negative1(x[i]) ? low : high;
+}
+
+/* What each pattern of up to four ranks' signs comes to. */
+static void sign_table(float table[16], const float (*value)[2], uint32_t ranks) {
+    for (uint32_t k = 0; k < 16; k++) {
+        table[k] = ranks ? value[0][k & 1] : 0;
+        for (uint32_t r = 1; r < ranks; r++) table[k] += value[r][k >> r & 1];
+    }
+}
+
+/* Bit j of b in byte j. */
+static inline uint64_t byte_each(uint8_t b) {
+    const uint64_t at = (b * 0x0101010101010101ull) & 0x8040201008040201ull;
+    return (at + 0x7f7f7f7f7f7f7f7full) >> 7 & 0x0101010101010101ull;
+}
+
+/* out += one block of up to four ranks. */
+static void sum_block(float *out, uint32_t n, const uint8_t *const *bit, const float (*value)[2], uint32_t ranks) {
+    uint32_t i = 0;
+#if defined(SID_HAS_AVX2)
+    const uint8_t *p[4];
+    __m256 high[4], low[4];
+    for (uint32_t r = 0; r < 4; r++) { /* a rank that is not there has signs too, but they stand for 0 */
+        p[r] = bit[r < ranks ? r : 0];
+        high[r] = _mm256_set1_ps(r < ranks ? value[r][0] : 0);
+        low[r] = _mm256_set1_ps(r < ranks ? value[r][1] : 0);
+    }
+    for (; i + 32 <= n; i += 32) {
+        __m256i w[4], top = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+        for (int r = 0; r < 4; r++) {
+            int32_t word;
+            memcpy(&word, p[r] + i / 8, 4);
+            w[r] = _mm256_set1_epi32(word);
+        }
+        for (int j = 0; j < 32; j += 8) { /* an element's bit becomes the lane's uppermost, which blendv looks at */
+            __m256 x[4];
+            for (int r = 0; r < 4; r++)
+                x[r] = _mm256_blendv_ps(high[r], low[r], _mm256_castsi256_ps(_mm256_sllv_epi32(w[r], top)));
+            const __m256 sum = _mm256_add_ps(_mm256_add_ps(_mm256_add_ps(x[0], x[1]), x[2]), x[3]);
+            _mm256_storeu_ps(out + i + j, _mm256_add_ps(_mm256_loadu_ps(out + i + j), sum));
+            top = _mm256_sub_epi32(top, _mm256_set1_epi32(8));
+        }
+    }
+#endif
+    float table[16];
+    sign_table(table, value, ranks);
+    for (; i < n; i += 8) {
+        uint64_t at = 0;
+        for (uint32_t r = 0; r < ranks; r++) at |= byte_each(bit[r][i / 8]) << r;
+        for (uint32_t j = i; j < i + 8 && j < n; j++, at >>= 8) out[j] += table[at & 15];
+    }
+}
+
+static void sum_signs(float *out, uint32_t n, const uint8_t *const *bit, const float (*value)[2], uint32_t count) {
+    uint32_t done = 0;
+#if defined(SID_HAS_AVX512)
+    done = n / 64 * 64;
+    for (uint32_t from = 0; from < count; from += 8) { /* a byte an element: the signs of eight ranks */
+        const uint32_t ranks = count - from < 8 ? count - from : 8, first = ranks < 4 ? ranks : 4;
+        float table[2][16];
+        sign_table(table[0], value + from, first);
+        sign_table(table[1], value + from + first, ranks - first);
+        const __m512 t0 = _mm512_loadu_ps(table[0]), t1 = _mm512_loadu_ps(table[1]);
+        for (uint32_t i = 0; i < done; i += 64) {
+            __m512i at = _mm512_setzero_si512();
+            uint8_t each[64];
+            for (uint32_t r = 0; r < ranks; r++) {
+                uint64_t w;
+                memcpy(&w, bit[from + r] + i / 8, 8);
+                at = _mm512_mask_add_epi8(at, w, at, _mm512_set1_epi8((char)(1u << r)));
+            }
+            _mm512_storeu_si512(each, at);
+            for (int j = 0; j < 64; j += 16) { /* a lookup sees the lowest four bits of an index */
+                const __m512i k = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(each + j)));
+                __m512 v = _mm512_add_ps(_mm512_loadu_ps(out + i + j), _mm512_permutexvar_ps(k, t0));
+                if (ranks > 4) v = _mm512_add_ps(v, _mm512_permutexvar_ps(_mm512_srli_epi32(k, 4), t1));
+                _mm512_storeu_ps(out + i + j, v);
+            }
+        }
+    }
+#endif
+    for (uint32_t from = 0; from < count && done < n; from += 4) {
+        const uint8_t *rest[4];
+        const uint32_t ranks = count - from < 4 ? count - from : 4;
+        for (uint32_t r = 0; r < ranks; r++) rest[r] = bit[from + r] + done / 8;
+        sum_block(out + done, n - done, rest, value + from, ranks);
+    }
+}
+
+static void vote(float *x, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) x[i] = (float)((x[i] > 0) - (x[i] < 0));
+}
+
+static void merge(float *x, const uint32_t *u, uint32_t n, uint32_t count) {
+    for (uint32_t i = 0; i < n; i++) { /* the positive ones are the first (count + x) / 2 */
+        const int32_t drawn = (int32_t)(((uint64_t)u[i] * count) >> 32);
+        x[i] = 2 * drawn < (int32_t)count + (int32_t)x[i] ? 1.0f : -1.0f;
+    }
+}
+
 static void fence(void) {
 #if defined(__SSE2__)
     _mm_sfence();
@@ -1207,6 +1399,13 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .drain = drain,
     .draw16 = draw16,
     .draw32 = draw32,
+    .signs = signs,
+    .draw_signs = draw_signs,
+    .sign_sums = sign_sums,
+    .take_signs = take_signs,
+    .sum_signs = sum_signs,
+    .vote = vote,
+    .merge = merge,
     .fence = fence,
     .checksum = checksum,
 };

@@ -65,8 +65,9 @@ static void every(void (*run)(victim *), uint64_t n) {
     for (uint32_t i = 0; sid_codec_at(i); i++)
         for (int d = SID_F32; d <= SID_BF16; d++) {
             sid_setting s;
-            sid_config c = config_of(sid_codec_at(i), sid_memory_find("none"), n, (sid_dtype)d);
-            for (uint32_t k = 0; setting_at(sid_codec_at(i), sid_memory_find("none"), k, &s, &c.n_settings); k++) {
+            const sid_info *memory = home_of(sid_codec_at(i));
+            sid_config c = config_of(sid_codec_at(i), memory, n, (sid_dtype)d);
+            for (uint32_t k = 0; setting_at(sid_codec_at(i), memory, k, &s, &c.n_settings); k++) {
                 if (!test_all && ((k && k % 4 != i % 4) || (n > 1000 && d != (int)(i % 3)))) continue;
                 victim v;
                 c.settings = &s;
@@ -164,7 +165,7 @@ static void other(victim *v) {
     CHECK(sid_check(v->g.plan, v->good, v->g.sizes.payload, NULL, NULL) == SID_OK, "%s: any step", v->g.name);
     /* a payload of each other codec, n or dtype, made as long as this plan's: sound, but not for it */
     for (uint32_t i = 0; sid_codec_at(i); i++) {
-        const sid_config c = config_of(sid_codec_at(i), sid_memory_find("none"), v->out.n + 1, v->out.dtype);
+        const sid_config c = config_of(sid_codec_at(i), home_of(sid_codec_at(i)), v->out.n + 1, v->out.dtype);
         victim w;
         if (!victim_open(&w, &c)) continue;
         const size_t len = w.g.payload.bytes < v->g.payload.bytes ? w.g.payload.bytes : v->g.payload.bytes;

@@ -147,6 +147,16 @@ sid_config config_of(const sid_info *codec, const sid_info *memory, uint64_t n, 
     return (sid_config){.codec = codec->name, .memory = memory->name, .n = n, .dtype = dtype};
 }
 
+int go_together(const sid_info *codec, const sid_info *memory) {
+    return !(codec->traits & SID_FEEDBACK) || memory->traits & SID_FEEDBACK;
+}
+
+const sid_info *home_of(const sid_info *codec) {
+    uint32_t i = 0;
+    while (!go_together(codec, sid_memory_at(i))) i++;
+    return sid_memory_at(i);
+}
+
 int group_open(group *g, const sid_config *c) {
     sid_error err = {{0}};
     size_t bytes = 0;

@@ -84,6 +84,10 @@ int group_open(group *g, const sid_config *c);
 int group_intact(const group *g);
 void group_close(group *g);
 
+/* Whether they go together: some codecs need a memory that keeps what was not sent. */
+int go_together(const sid_info *codec, const sid_info *memory);
+/* The plainest memory that goes with the codec. */
+const sid_info *home_of(const sid_info *codec);
 sid_config config_of(const sid_info *codec, const sid_info *memory, uint64_t n, sid_dtype dtype);
 
 /* The settings that a test walks: i == 0 the defaults, then every parameter at its smallest and largest value, every

@@ -26,6 +26,7 @@ from common import (
     MEMORIES,
     OTHERS,
     PLAIN,
+    SPARSE,
     Reference,
     groups_of,
     make_state,
@@ -238,7 +239,7 @@ def conserve(rank: int, world: int, codec: str, groups: str | int, name: str, st
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("codec", GATHERED)
+@pytest.mark.parametrize("codec", SPARSE)
 def test_nothing_is_lost(codec: str, world: int, groups: str | int) -> None:
     run(conserve, world, codec, groups, "cap-small", 12)
 

@@ -12,7 +12,17 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from cases import CASES, Case, Trainer
-from common import CODECS, GATHERED, GROUPS, KINDS, LINEAR, defaults, groups_of, make_state, with_density
+from common import (
+    CODECS,
+    GATHERED,
+    GROUPS,
+    KINDS,
+    LINEAR,
+    defaults,
+    groups_of,
+    make_state,
+    with_density,
+)
 from harness import run
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -59,7 +59,6 @@ static subject *make(const sid_config *c) {
 }
 
 const subject *subject_of(const uint8_t *d) {
-    const sid_info *memory = sid_memory_find("none");
     uint32_t codecs = 0, settings = 0;
     sid_setting v;
     while (sid_codec_at(codecs)) codecs++;
@@ -67,6 +66,7 @@ const subject *subject_of(const uint8_t *d) {
     const uint32_t codec = d[0] % codecs, dtype = d[1] % DTYPES;
     const int linear = (sid_codec_at(codec)->traits & SID_LINEAR) != 0;
     const uint32_t size = d[3] < 250 || linear ? d[3] % (SIZES - 2) : SIZES - 2 + d[3] % 2;
+    const sid_info *memory = home_of(sid_codec_at(codec));
     sid_config c = {.codec = sid_codec_at(codec)->name, .memory = memory->name, .dtype = (sid_dtype)dtype};
     while (settings < SETTINGS && setting_at(sid_codec_at(codec), memory, settings, &v, &c.n_settings)) settings++;
     const uint32_t setting = d[2] % settings;

@@ -1,0 +1,420 @@
+/* One bit an element: C(x)_i = high where x_i >= 0, low where x_i < 0. A bit cannot say 0, and which sign it gets is a
+ * convention that only Seide et al. state: here zero of either sign is positive, as there.
+ *
+ *     signsgd, signum   high = -low = magnitude    Bernstein et al. 2018, algorithms 1 to 3; 2019, algorithm 1
+ *     marsit            high = -low = eta_s        Marsit, algorithm 1: line 5 is what is sent, line 9 what it decodes to
+ *     efsignsgd         high = -low = |x|_1 / n    Karimireddy et al. 2019, algorithm 1
+ *     onebit            high, low: the means of the elements >= 0 and < 0; Seide et al. 2014, section 3
+ *     ssdm              high = -low = |x|_2, and the sign is drawn: another than x_i's with probability
+ *                       (1 - |x_i| / |x|_2) / 2; Safaryan and Richtarik 2021
+ *
+ * The ranks' values are added up; or, by majority, the sign of the sum of their signs is taken: 0 where they are tied.
+ *
+ * efsignsgd is a contraction: |x - C(x)|^2 = (1 - d) |x|^2 with d = |x|_1^2 / (n |x|_2^2). onebit's reconstruction is the
+ * best that two values can do, so it is one too. signsgd, signum and marsit are none: what error feedback keeps beside
+ * them, x -+ magnitude, stays bounded only where magnitude exceeds each element's mean over the steps.
+ *
+ * ssdm. Marsit's section 3.2 prints that the sign stays with probability 1/2 + |x_i| / |x|, and calls it unbiased. Then
+ * E C(x) would be 2 x, and the "probability" of an element of more than half the norm above 1. With 1/2 + |x_i| / (2 |x|),
+ * which Safaryan and Richtarik have, E C(x) = x: this is what is done here. E |C(x) - x|^2 is (n - 1) |x|^2, so that a
+ * residual would grow by sqrt(n - 1) a step: the codec is to be used without.
+ *
+ * marsit. The paper's ring merges the sign of worker m into that of m - 1 before it: where they differ, the result is
+ * positive with probability (m - 1) / m or 1 / m, as those before it say or it (equation 2). By induction it ends up
+ * positive with probability p, the share of the workers whose sign is. `draw` does that at once: with the ranks' common
+ * random stream, the same on all of them; `mean` gives the expectation, (2 p - 1) eta_s. */
+#include <math.h>
+#include <string.h>
+
+#include "../internal.h"
+
+enum {
+    AGGREGATE,
+    VALUE
+}; /* parameters: of all that have any */
+enum {
+    MEAN,
+    OTHERWISE
+};
+
+typedef struct sign_work {
+    double sum[2]; /* of the positive and of the negative elements; or of the squares */
+    uint64_t negative;
+    float norm;
+} sign_work;
+
+static sid_status plan_for(sid_plan *p, uint64_t *scratch, unsigned pair) {
+    p->k = p->cap = p->n;
+    p->sizes.payload = sid_sign_bytes(p->n, pair);
+    *scratch = sizeof(sign_work);
+    return SID_OK;
+}
+static sid_status plan_one(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)err;
+    return plan_for(p, scratch, 0);
+}
+static sid_status plan_pair(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)err;
+    return plan_for(p, scratch, 1);
+}
+
+static uint8_t *bits_of(const sid_walk *w, uint64_t at) { return w->payload + SID_HEADER_BYTES + at / 8; }
+static float fixed(const sid_plan *p) { return (float)p->codec_param[VALUE]; }
+
+/* ---- encode ------------------------------------------------------------------------------------------------------ */
+
+static void begin(sid_walk *w) {
+    if (w->walks == 1) memset(w->scratch, 0, sizeof(sign_work));
+}
+static void begin_common(sid_walk *w) {
+    begin(w);
+    w->draw.salt = sid_salt(w->at->seed, SID_COMMON);
+}
+
+static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+    sign_work *s = w->scratch;
+    s->negative += w->plan->simd->signs(acc, len, bits_of(w, at));
+}
+
+static double wide_sum(const float *x, uint32_t len, int negative) {
+    double sum = 0;
+    for (uint32_t i = 0; i < len; i++) sum += (x[i] < 0) == negative ? (double)x[i] : 0;
+    return sum;
+}
+
+static void tile_means(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+    sign_work *s = w->scratch;
+    float sum[2];
+    tile(w, acc, at, len);
+    w->plan->simd->sign_sums(acc, len, sum);
+    for (int k = 0; k < 2; k++) s->sum[k] += sid_key(sum[k]) < SID_KEY_INF ? (double)sum[k] : wide_sum(acc, len, k);
+}
+
+static void draw(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t at, uint32_t len, float norm,
+                 uint8_t *bits) {
+    uint32_t u[SID_TILE];
+    p->simd->draw32(d, at, len, u);
+    p->simd->draw_signs(acc, u, len, norm, bits);
+}
+
+static void tile_drawn(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+    sign_work *s = w->scratch;
+    if (w->walks == 1)
+        s->sum[0] += w->plan->simd->sum_squares(acc, len);
+    else
+        draw(w->plan, &w->draw, acc, at, len, s->norm, bits_of(w, at));
+}
+
+/* The bits are there; low: what the negative ones stand for. */
+static sid_verdict emit(sid_walk *w, float high, float low, unsigned pair) {
+    const sid_plan *p = w->plan;
+    sid_header *h = (sid_header *)(void *)w->payload;
+    const uint64_t used = SID_HEADER_BYTES + (p->n + 7) / 8;
+    memset(w->payload + used, 0, p->sizes.payload - used);
+    if (pair) memcpy(w->payload + sid_sign_low_at(p->n), &low, 4);
+    h->count = p->n;
+    h->flags = 0;
+    h->scale = high;
+    w->state->rule = (sid_rule){.scale = high, .inverse = low};
+    w->stats.found = p->n;
+    w->stats.threshold = high;
+    return SID_DONE;
+}
+
+static sid_verdict finish_fixed(sid_walk *w) { return emit(w, fixed(w->plan), -fixed(w->plan), 0); }
+
+static sid_verdict finish_mean(sid_walk *w) {
+    const sign_work *s = w->scratch;
+    const float mean = w->plan->n ? (float)((s->sum[0] - s->sum[1]) / (double)w->plan->n) : 0;
+    return emit(w, mean, -mean, 0);
+}
+
+static sid_verdict finish_means(sid_walk *w) {
+    const sign_work *s = w->scratch;
+    const uint64_t positive = w->plan->n - s->negative;
+    return emit(w, positive ? (float)(s->sum[0] / (double)positive) : 0,
+                s->negative ? (float)(s->sum[1] / (double)s->negative) : 0, 1);
+}
+
+static sid_verdict finish_drawn(sid_walk *w) {
+    sign_work *s = w->scratch;
+    const float max = 0x1.fffffep127f;
+    if (w->walks == 1) {
+        const double norm = sqrt(s->sum[0]); /* neither it nor its rounding is below the largest element */
+        s->norm = norm < (double)max ? (float)norm : max;
+        if (s->norm > 0) return SID_AGAIN;
+        memset(bits_of(w, 0), 0, (w->plan->n + 7) / 8);
+    }
+    return emit(w, s->norm, -s->norm, 0);
+}
+
+/* ---- what is kept ------------------------------------------------------------------------------------------------ */
+
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+    (void)at;
+    if (s->rule.scale == 0 && s->rule.inverse == 0) return;
+    p->simd->take_signs(acc, len, s->rule.scale, s->rule.inverse);
+}
+
+static void keep_drawn(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+    uint8_t bits[SID_TILE / 8];
+    const uint8_t *const from[1] = {bits};
+    const float max = 0x1.fffffep127f, less[1][2] = {{-s->rule.scale, s->rule.scale}};
+    if (s->rule.scale == 0) return;
+    draw(p, &s->draw, acc, at, len, s->rule.scale, bits);
+    p->simd->sum_signs(acc, len, from, less, 1);
+    if (s->rule.scale < max / 2) /* else a difference may be too large: |acc| is not above the norm */
+        return;
+    for (uint32_t i = 0; i < len; i++) acc[i] = acc[i] > max ? max : acc[i] < -max ? -max : acc[i];
+}
+
+static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
+
+/* ---- decode ------------------------------------------------------------------------------------------------------ */
+
+static sid_status check_body(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    const sid_header *h = (const sid_header *)(const void *)payload;
+    const uint64_t low_at = sid_sign_low_at(p->n);
+    uint32_t rest = p->n % 8 ? (uint32_t)payload[SID_HEADER_BYTES + p->n / 8] >> p->n % 8 : 0;
+    if (h->count != p->n || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
+        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
+    if (sid_f32_bits(h->scale) >= SID_KEY_INF)
+        return sid_fail(err, SID_E_CORRUPT, "scale %g is negative or not finite", (double)h->scale);
+    for (uint64_t i = SID_HEADER_BYTES + (p->n + 7) / 8; i < p->sizes.payload; i++)
+        if (i < low_at || i >= low_at + 4 || p->sizes.payload != sid_sign_bytes(p->n, 1)) rest |= payload[i];
+    return rest ? sid_fail(err, SID_E_CORRUPT, "bits past the last element are set") : SID_OK;
+}
+
+static sid_status check_fixed(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    const sid_header *h = (const sid_header *)(const void *)payload;
+    if (h->scale != fixed(p))
+        return sid_fail(err, SID_E_CORRUPT, "signs stand for +-%g; the plan has %g: give all ranks the same settings",
+                        (double)h->scale, (double)fixed(p));
+    return check_body(p, payload, err);
+}
+
+static float low_of(const sid_plan *p, const uint8_t *payload) {
+    float low;
+    memcpy(&low, payload + sid_sign_low_at(p->n), 4);
+    return low;
+}
+
+static sid_status check_pair(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    const float low = low_of(p, payload);
+    if (sid_f32_bits(low) && (low >= 0 || sid_key(low) >= SID_KEY_INF || low != low))
+        return sid_fail(err, SID_E_CORRUPT, "low is %g: neither 0 nor negative and finite", (double)low);
+    return check_body(p, payload, err);
+}
+
+static void open_all(sid_gather *g) { (void)g; }
+
+/* out += the payloads' values; unit: +-1 instead. */
+static void add_all(const sid_gather *g, float *out, uint64_t at, uint32_t len, unsigned pair, int unit) {
+    enum {
+        MANY = 16
+    };
+    const uint8_t *bits[MANY];
+    float value[MANY][2];
+    for (uint32_t r = 0; r < g->count;) {
+        uint32_t k = 0;
+        for (; k < MANY && r < g->count; k++, r++) {
+            const uint8_t *payload = g->payloads + r * g->stride;
+            const float scale = ((const sid_header *)(const void *)payload)->scale;
+            bits[k] = payload + SID_HEADER_BYTES + at / 8;
+            value[k][0] = unit ? 1 : scale;
+            value[k][1] = unit ? -1 : pair ? low_of(g->plan, payload) : -scale;
+        }
+        g->plan->simd->sum_signs(out, len, bits, (const float (*)[2])value, k);
+    }
+}
+
+static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) { add_all(g, out, at, len, 0, 0); }
+static void decode_pair(sid_gather *g, float *out, uint64_t at, uint32_t len) { add_all(g, out, at, len, 1, 0); }
+
+static int otherwise(const sid_plan *p) { return p->codec_param[AGGREGATE] == OTHERWISE; }
+
+static void open_vote(sid_gather *g) {
+    if (otherwise(g->plan)) g->scale = fixed(g->plan);
+}
+
+static void decode_vote(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+    add_all(g, out, at, len, 0, otherwise(g->plan));
+    if (otherwise(g->plan)) g->plan->simd->vote(out, len);
+}
+
+static void decode_merge(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+    const sid_header *h = (const sid_header *)(const void *)g->payloads;
+    const sid_draw common = {h->salt, h->group, h->step};
+    uint32_t u[SID_DECODE_TILE];
+    add_all(g, out, at, len, 0, otherwise(g->plan));
+    if (!otherwise(g->plan)) return;
+    g->plan->simd->draw32(&common, at, len, u);
+    g->plan->simd->merge(out, u, len, g->count);
+}
+
+/* ---- the codecs -------------------------------------------------------------------------------------------------- */
+
+static const char *const votes[] = {"mean", "majority", NULL};
+static const char *const merges[] = {"mean", "draw", NULL};
+
+#define VOTE_PARAMS(dflt_)                                                                                             \
+    {                                                                                                                  \
+        {.name = "aggregate",                                                                                          \
+         .kind = SID_CHOICE,                                                                                           \
+         .dflt = (dflt_),                                                                                              \
+         .min = 0,                                                                                                     \
+         .max = 1,                                                                                                     \
+         .unit = "",                                                                                                   \
+         .choices = votes,                                                                                             \
+         .doc = "Of the ranks' signs the mean; or the majority: +-magnitude, 0 where they are tied."},                 \
+        {.name = "magnitude",                                                                                          \
+         .kind = SID_REAL,                                                                                             \
+         .dflt = 1,                                                                                                    \
+         .min = 1e-12,                                                                                                 \
+         .max = 1e12,                                                                                                  \
+         .unit = "",                                                                                                   \
+         .doc = "What a sign decodes to: the papers' step size delta over the optimizer's learning rate."},            \
+    }
+static const sid_param params_signsgd[] = VOTE_PARAMS(MEAN), params_signum[] = VOTE_PARAMS(OTHERWISE);
+
+static const sid_param params_marsit[] = {
+    {.name = "aggregate",
+     .kind = SID_CHOICE,
+     .dflt = OTHERWISE,
+     .min = 0,
+     .max = 1,
+     .unit = "",
+     .choices = merges,
+     .doc = "Of the ranks' signs one that is drawn, as Marsit's ring does; or the mean, its expectation."},
+    {.name = "eta_s",
+     .kind = SID_REAL,
+     .dflt = 1e-3,
+     .min = 1e-12,
+     .max = 1e12,
+     .unit = "",
+     .doc = "What a sign decodes to, in the gradient's unit: the paper's global step size over its local one."},
+};
+
+#define WITH(rows) .params = rows, .n_params = sizeof(rows) / sizeof *(rows)
+
+const sid_codec sid_codec_signsgd = {
+    .info = {.name = "signsgd",
+             .family = "sign",
+             .memory = "none",
+             .paper = "signSGD (Bernstein et al. 2018), algorithm 1; majority vote (its algorithm 3)",
+             .doc = "The signs alone, decoded to +-magnitude; zero counts as positive. With magnitude 1 learning rates "
+                    "are those of Adam. A GradScaler would divide the signs by the loss scale: not for float16 AMP.",
+             WITH(params_signsgd),
+             .traits = SID_VOTE,
+             .wire_id = 32},
+    .plan = plan_one,
+    .begin = begin,
+    .tile = tile,
+    .finish = finish_fixed,
+    .keep = keep,
+    .none = rule_none,
+    .check = check_fixed,
+    .open = open_vote,
+    .decode = decode_vote,
+};
+
+const sid_codec sid_codec_efsignsgd = {
+    .info = {.name = "efsignsgd",
+             .family = "sign",
+             .paper = "EF-signSGD (Karimireddy et al. 2019), algorithm 1",
+             .doc =
+                 "The signs, times the mean magnitude of the group's elements (groups=\"layer\": of each tensor's, as "
+                 "in the paper).",
+             .traits = SID_FEEDBACK,
+             .wire_id = 33},
+    .plan = plan_one,
+    .begin = begin,
+    .tile = tile_means,
+    .finish = finish_mean,
+    .keep = keep,
+    .none = rule_none,
+    .check = check_body,
+    .open = open_all,
+    .decode = decode,
+};
+
+const sid_codec sid_codec_onebit = {
+    .info = {.name = "onebit",
+             .family = "sign",
+             .paper = "1-bit SGD (Seide et al. 2014), section 3",
+             .doc =
+                 "The signs, decoded to two values: the mean of the group's elements >= 0 and that of those < 0 (the "
+                 "paper: of each column of a matrix).",
+             .traits = SID_FEEDBACK,
+             .wire_id = 34},
+    .plan = plan_pair,
+    .begin = begin,
+    .tile = tile_means,
+    .finish = finish_means,
+    .keep = keep,
+    .none = rule_none,
+    .check = check_pair,
+    .open = open_all,
+    .decode = decode_pair,
+};
+
+const sid_codec sid_codec_signum = {
+    .info = {.name = "signum",
+             .family = "sign",
+             .memory = "momentum",
+             .paper = "Signum (Bernstein et al. 2018), algorithm 2, with majority vote (Bernstein et al. 2019)",
+             .doc = "As signsgd, by majority vote; the signs are those of the momentum where the memory keeps one.",
+             WITH(params_signum),
+             .traits = SID_VOTE,
+             .wire_id = 35},
+    .plan = plan_one,
+    .begin = begin,
+    .tile = tile,
+    .finish = finish_fixed,
+    .keep = keep,
+    .none = rule_none,
+    .check = check_fixed,
+    .open = open_vote,
+    .decode = decode_vote,
+};
+
+const sid_codec sid_codec_ssdm = {
+    .info = {.name = "ssdm",
+             .family = "sign",
+             .memory = "none",
+             .paper = "Stochastic sign descent (Safaryan and Richtarik 2021), its stochastic sign; Marsit, section 3.2",
+             .doc = "Signs drawn so that, times the group's Euclidean norm, they are the gradient in expectation; two "
+                    "readings. The variance is n - 1 times the squared norm: error feedback diverges.",
+             .traits = SID_STOCHASTIC | SID_UNBIASED,
+             .wire_id = 36},
+    .plan = plan_one,
+    .begin = begin,
+    .tile = tile_drawn,
+    .finish = finish_drawn,
+    .keep = keep_drawn,
+    .none = rule_none,
+    .check = check_body,
+    .open = open_all,
+    .decode = decode,
+};
+
+const sid_codec sid_codec_marsit = {
+    .info = {.name = "marsit",
+             .family = "sign",
+             .memory = "compensation",
+             .paper = "Marsit, section 4.1 and algorithm 1, without the ring: equation 2 over all payloads at once",
+             .doc = "The signs; for each element one of the ranks' is drawn, the same on all ranks, and decoded to "
+                    "+-eta_s: what Marsit's one-bit ring gives.",
+             WITH(params_marsit),
+             .traits = SID_STOCHASTIC | SID_VOTE,
+             .wire_id = 37},
+    .plan = plan_one,
+    .begin = begin_common,
+    .tile = tile,
+    .finish = finish_fixed,
+    .keep = keep,
+    .none = rule_none,
+    .check = check_fixed,
+    .open = open_vote,
+    .decode = decode_merge,
+};
