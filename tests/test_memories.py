@@ -106,6 +106,15 @@ def test_nesterov_by_hand(form: str, sent: float, kept: list[list[float]]) -> No
     assert run.kept()[1] == [1, 2, 0, 0]
 
 
+def test_an_element_of_zero_was_not_sent() -> None:
+    """All are sent, but of an acc of 0 nothing leaves: its velocity stays."""
+    run = Run("topk", "dgc", 4, density=1.0, momentum=0.5)
+    run.ranks[0].set_residual(np.float32([[-2, 1, 1, 1], [4, 4, 4, 4]]))
+    assert list(run([0, 0, 0, 0])) == [0, 3, 3, 3]  # u = 2 2 2 2
+    assert run.kept() == [[0, 0, 0, 0], [2, 0, 0, 0]]
+    assert list(run([0, 0, 0, 0])) == [1, 0, 0, 0]
+
+
 def test_momentum_by_hand() -> None:
     run = Run("topk", "momentum", 4, density=0.25, beta=0.5)
     assert list(run([8, 4, 0, 0])) == [4, 0, 0, 0]
