@@ -80,7 +80,7 @@ static __global__ void __launch_bounds__(BEGIN_BLOCK)
 sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, void *zero,
                      uint64_t zero_bytes) {
     const uint64_t pieces = ((clear > zero_bytes ? clear : zero_bytes) / 16 + BEGIN_BLOCK - 1) / BEGIN_BLOCK;
-    return sid_launch(to, "begin", sid_begin_kernel, 1 + sid_grid(to, pieces, 2), BEGIN_BLOCK, 0, g,
+    return sid_launch(to, "begin", sid_begin_kernel, 1 + sid_blocks(to, pieces, 2), BEGIN_BLOCK, 0, g,
                       (uint64_t *)g.start, s, clear, zero, zero_bytes);
 }
 

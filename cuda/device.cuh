@@ -43,7 +43,7 @@ sid_status sid_launch(const sid_stream &to, const char *what, void (*kernel)(P..
 }
 
 /* Blocks for `pieces` of work: each once, but no more than fill the device (a block then takes every grid-th piece). */
-inline uint64_t sid_grid(const sid_stream &to, uint64_t pieces, uint32_t per_processor) {
+inline uint64_t sid_blocks(const sid_stream &to, uint64_t pieces, uint32_t per_processor) {
     const uint64_t most = (uint64_t)to.processors * per_processor;
     return pieces < most ? pieces : most;
 }

@@ -79,7 +79,7 @@ sid_status encode(sid_cuda_encoding &c) {
     if (!s)
         s = sid_with_memory(p, c.to.err, [&](auto memory) {
             return sid_launch(c.to, "encode", sid_walk_kernel<decltype(memory), linear>,
-                              sid_grid(c.to, sid_chunks(p->n), SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
+                              sid_blocks(c.to, sid_chunks(p->n), SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
                               c.state, vectors, (float *)nullptr, codec);
         });
     if (!s)
@@ -262,7 +262,7 @@ sid_status decode(sid_cuda_decoding &c) {
     const sid_plan *p = c.plan;
     const bodies b = {c.payloads, c.stride, c.count, c.scale, p->sizes.body_dtype};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
-    const uint64_t grid = sid_grid(c.to, sid_chunks(p->n), DECODE_BLOCKS);
+    const uint64_t grid = sid_blocks(c.to, sid_chunks(p->n), DECODE_BLOCKS);
     sid_status s = sid_begin(c.to, c.group, c.scratch, sizeof *c.scratch, nullptr, 0);
     if (!s && c.state) s = sid_launch(c.to, "look", sid_look_kernel, grid, SID_BLOCK, 0, c.scratch, b, p->n);
     if (!s)

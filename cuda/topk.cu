@@ -469,16 +469,16 @@ sid_status encode(sid_cuda_encoding &c) {
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const float *acc = acc_of(p, c.state, e.acc);
     const uint32_t k = (uint32_t)p->k;
-    const uint64_t chunks = sid_chunks(p->n), grid = sid_grid(c.to, chunks, LIST_BLOCKS);
+    const uint64_t chunks = sid_chunks(p->n), grid = sid_blocks(c.to, chunks, LIST_BLOCKS);
     sid_status s = sid_begin(c.to, c.group, c.scratch, clear, c.payload, p->sizes.payload);
     if (!s)
         s = sid_with_memory(p, c.to.err, [&](auto memory) {
             return sid_launch(c.to, "walk", sid_walk_kernel<decltype(memory), first_digit>,
-                              sid_grid(c.to, chunks, SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
+                              sid_blocks(c.to, chunks, SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
                               vectors, e.acc, first_digit{e.digit1});
         });
     if (!s)
-        s = sid_launch(c.to, "narrow", sid_narrow_kernel, sid_grid(c.to, chunks, NARROW_BLOCKS), SID_BLOCK, 0,
+        s = sid_launch(c.to, "narrow", sid_narrow_kernel, sid_blocks(c.to, chunks, NARROW_BLOCKS), SID_BLOCK, 0,
                        c.scratch, e, acc, p->n, k);
     if (!s) s = sid_launch(c.to, "refine", sid_refine_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n);
     if (!s) s = sid_launch(c.to, "count", sid_count_kernel, grid, SID_BLOCK, 0, c.scratch, e, acc, p->n);
@@ -699,8 +699,8 @@ sid_status decode(sid_cuda_decoding &c) {
     if (s) return s;
     const auto run = [&](auto memory) {
         return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>,
-                          sid_grid(c.to, (p->n + PART - 1) / PART, PART_BLOCKS), PART_BLOCK, shared, c.group, c.scratch,
-                          all, vectors);
+                          sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS), PART_BLOCK, shared, c.group,
+                          c.scratch, all, vectors);
     };
     return c.state ? sid_with_memory(p, c.to.err, run) : run(sid_cuda_memory_none());
 }
