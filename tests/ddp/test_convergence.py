@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sidcomp
 import torch
-from common import GATHERED, LINEAR, with_density
+from common import CODECS, GATHERED, LINEAR, MEMORIES, with_density
 from harness import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -27,7 +27,10 @@ def train(
     ddp: Any = DDP(model)
     state = None
     if arguments is not None:
-        state = sidcomp.State(**arguments)
+        own = CODECS[arguments["codec"]].memory or "residual"
+        if "momentum" in MEMORIES[own].traits:  # which the optimizer has already
+            own = "residual"
+        state = sidcomp.State(**{"memory": own, **arguments})
         sidcomp.register(ddp, state)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +61,8 @@ def dense() -> tuple[float, float]:
     return loss, right
 
 
-RUNS: list[dict[str, Any]] = [{"codec": name} for name in LINEAR]
+DRAWN = with_density(LINEAR, 0.5)  # random elements come late, and with momentum that shows below a half
+RUNS: list[dict[str, Any]] = [{"codec": name, **DRAWN.get(name, {})} for name in LINEAR]
 SPARSE = list(with_density(GATHERED, 0.01))
 RUNS += [{"codec": name, "density": d, "groups": "model"} for name in SPARSE for d in (0.01, 0.05)]
 RUNS += [{"codec": name, "groups": "model"} for name in GATHERED if name not in SPARSE]
