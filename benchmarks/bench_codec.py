@@ -31,9 +31,15 @@ def block(nbytes: int) -> np.ndarray:
 
 class Ours:
     def __init__(
-        self, codec: str, n: int, settings: dict[str, Any], gradients: list[np.ndarray], start: np.ndarray
+        self,
+        codec: str,
+        n: int,
+        settings: dict[str, Any],
+        gradients: list[np.ndarray],
+        start: np.ndarray,
+        memory: str = "residual",
     ) -> None:
-        self.plan = _core.Plan(codec, "residual", n, "float32", settings)
+        self.plan = _core.Plan(codec, memory, n, "float32", settings)
         self.state, self.work = block(self.plan.state_bytes), block(self.plan.work_bytes)
         self.payload = block(self.plan.payload_bytes)
         self.segments = [_core.Segments([g.ctypes.data], [n]) for g in gradients]
@@ -72,6 +78,12 @@ class Ours:
         )
 
 
+def home(codec: str) -> str:
+    """The codec's own memory; residual in place of those that hold a momentum or know the ranks' update."""
+    own = next(c["memory"] for c in _core.codecs() if c["name"] == codec)
+    return own if own == "none" else "residual"
+
+
 def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     gradients = [rng.laplace(size=n).astype(np.float32) for _ in range(POOL)]
@@ -83,7 +95,8 @@ def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -
             continue
         sparse = any(p["name"] == "density" for p in info["parameters"])
         for density in densities if sparse else [1.0]:
-            ours = Ours(info["name"], n, {"density": density} if sparse else {}, gradients, start)
+            memory = home(info["name"])
+            ours = Ours(info["name"], n, {"density": density} if sparse else {}, gradients, start, memory)
             for _ in range(WARMUP):
                 ours.encode()
             turn = iter(range(10**9))
@@ -117,6 +130,7 @@ def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -
             rows.append(
                 {
                     "codec": info["name"],
+                    "memory": memory,
                     "n": n,
                     "density %": density * 100,
                     "wire bits / element": per,
@@ -169,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows = [row for n in args.n for row in run(n, args.repeats, args.density, not args.no_rival, args.only)]
     note = (
-        "float32, residual memory, one thread, Laplace gradients on a filled residual; median "
+        "float32, one thread, Laplace gradients on a residual that many steps have filled; median "
         f"[quartiles] of {args.repeats}. Limits: of encode: R += G, 12 bytes an element, of decode ({RANKS} "
         "ranks, linear: their sum): the time of one write, times the bytes read and written over those of "
         "that write. torch: the same written with torch's operations (benchmarks/rivals.py)."

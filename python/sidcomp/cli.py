@@ -116,10 +116,10 @@ _COSTS = """
 ## What they cost
 
 Bits an element on the wire: of a payload of 2^20 elements, with the defaults. Unbiased: its mean over the
-random draws is the gradient. Bytes an element: what encode moves with error feedback: gradient read, residual
-read and written, acc read again for each further reading, and the payload. Encode and decode: measured, over
-the limit of the memory (`R += G`; one write and what is read); torch: how many times as long the same takes
-with torch's operations. Of several densities 1 %; {where}.
+random draws is the gradient. Bytes an element: what encode moves: the gradient read, the residual (where
+there is a memory) read and written, acc read again for each further reading, and the payload. Encode and
+decode: measured, over the limit of the memory (`R += G`; one write and what is read); torch: how many times
+as long the same takes with torch's operations. Of several densities 1 %; {where}.
 
 | codec | memory | bits | unbiased | bytes | encode | torch | decode of 8 | torch |
 |---|---|---|---|---|---|---|---|---|
@@ -128,7 +128,7 @@ with torch's operations. Of several densities 1 %; {where}.
 
 def _costs(measured: dict[str, Any]) -> str:
     """One row a codec: what follows from its plan, and what a benchmark has measured, if it has."""
-    rows, n, found = [], 1 << 20, [row for row in measured.get("rows", []) if "n" in row]
+    rows, n, found = [], 1 << 20, [row for row in measured.get("rows", []) if "memory" in row]
     largest = max((row["n"] for row in found), default=0)
     best = {
         row["codec"]: row
@@ -145,7 +145,8 @@ def _costs(measured: dict[str, Any]) -> str:
             "yes" if "unbiased" in c.traits else "no",
         ]
         if seen:
-            moved = 12 + 4 * (seen["readings"] - 1) + seen["wire bits / element"] / 8
+            first = 4 if seen["memory"] == "none" else 12
+            moved = first + 4 * (seen["readings"] - 1) + seen["wire bits / element"] / 8
             ratios = [
                 seen[k] for k in ("encode / limit", "torch / encode", "decode / limit", "torch / decode")
             ]
