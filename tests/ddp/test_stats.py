@@ -154,7 +154,7 @@ def test_bytes_of_the_checksums(every: int) -> None:
 def sent_elements(rank: int, world: int, codec: str) -> None:
     """`count` is what really left: the elements that the memory no longer has."""
     trainer = Trainer(CASES["default"], rank)
-    state = make_state("explicit", trainer.module, codec=codec, **SETTINGS.get(codec, {}))
+    state = make_state("explicit", trainer.module, codec=codec, memory="residual", **SETTINGS.get(codec, {}))
     sidcomp.register(trainer.wrapper, state)
     for _ in range(4):
         trainer.step()
