@@ -33,6 +33,7 @@ DGC_RAMP = {0: 0.25, 20: 0.0625, 40: 0.015625}
 
 # Beside each codec with its defaults: what could keep more accuracy at no more than a fortieth of the bytes.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "signum, magnitude .01": ("signum", {"magnitude": 0.01}),
     "topk, no memory": ("topk", {"memory": "none"}),
     "topk, values f16, 1.25 %": ("topk", {"values": "f16", "density": 0.0125}),
     "topk, warm-up": ("topk", {"density": Schedule({**DGC_RAMP, 60: 0.01})}),
