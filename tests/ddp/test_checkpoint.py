@@ -120,10 +120,17 @@ def check_resume(
             )
 
 
-@pytest.mark.parametrize(
-    ("groups", "memory"), [(g, m) for g in GROUPS for m in MEMORIES if m in PLAIN or g == "bucket"]
-)
-@pytest.mark.parametrize("codec", LOSSY)
+# One codec by every kind of groups and with every memory, the others of their kinds by bucket.
+RESUMED = [
+    (c, g, m)
+    for c in LOSSY
+    for g in GROUPS
+    for m in MEMORIES
+    if (c == GATHERED[0] and (m in PLAIN or g == "bucket")) or (g == "bucket" and m == "residual")
+]
+
+
+@pytest.mark.parametrize(("codec", "groups", "memory"), RESUMED)
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, codec: str, groups: str | int, memory: str) -> None:
     check_resume(tmp_path, 2, "cap-small", codec, groups, memory, 13, before=False)
 
@@ -131,7 +138,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, codec: str, groups: str
 @pytest.mark.parametrize(
     "name", ["mixed-tiny", "static-tiny", "static-unused", "unused-odd", "shapes-tiny", "tied"]
 )
-@pytest.mark.parametrize("codec", GATHERED)
+@pytest.mark.parametrize("codec", GATHERED[:2])
 def test_a_resumed_run_in_other_modes(tmp_path: Path, codec: str, name: str) -> None:
     check_resume(tmp_path, 2, name, codec, "bucket", "residual", 7, before=True)
 
