@@ -106,7 +106,7 @@ static uint32_t beyond(float threshold) { return sid_key(threshold) + 1; } /* |a
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
     sparse_k(p);
-    p->cap = !binary(p) ? p->k : p->k < p->n / 2 ? 2 * p->k : p->n;
+    p->cap = !binary(p) ? p->k : 2 * p->k < p->n ? 2 * p->k : p->n;
     sparse_plan(p, 0, scratch);
     if (quantised(p)) p->sizes.payload = sparse_mean_bytes(p);
     return SID_OK;
