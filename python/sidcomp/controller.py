@@ -419,8 +419,8 @@ class Controller:
                 regime, why = yield from self._find_out()
 
     def _warm_up(self, regime: Regime) -> Generator[Order, Iteration, Regime]:
-        """The density goes down to its own in stages: the first steps of a sparse codec at the height of the
-        learning rate would otherwise hold back most of the gradient, all at once (docs/auto.md)."""
+        """The density goes down to its own in stages, as DGC's does at the start of training; what that is
+        worth after a switch in its midst is in docs/accuracy.md."""
         r, each = self.report, self.settings.warmup
         sparse = any(way != DENSE and self.settings.way(way).density for way in regime.ways)
         if not (self.settings.auto and sparse and each):
