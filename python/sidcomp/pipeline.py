@@ -71,7 +71,7 @@ class Pipeline:
         self.lost = 0  # the last iteration that does not count
         self.parked: checkpoint.Residuals = {}  # of parameters whose groups keep nothing for now
 
-        self._moment = 0  # the interval between scheduled changes that the layout is for
+        self._change_at = 0.0  # the iteration at which a scheduled parameter changes next
         self._rebuilt = False  # whether DDP had rebuilt its buckets when the layout was made
         self._discovery: _Discovery | None = None
         self._broken: tuple[Exception, set[int]] | None = None
@@ -119,9 +119,7 @@ class Pipeline:
             if self._arrived == 0 and known:
                 if self.controller is not None:
                     self._between(binding, self.controller)
-                if (
-                    self.settings.moment(self.step, self.regime) != self._moment
-                ):  # a scheduled parameter changes
+                if self.step >= self._change_at:
                     self._again(binding)
                 slot = self.layout.by_first.get(id(params[0]))
             if known and slot is not None and slot.same(params, buffer):
@@ -258,7 +256,7 @@ class Pipeline:
                 held = {name for g in layout.groups if g.plan.vectors for name in g.names}
                 self.parked = {name: r for name, r in kept.residuals.items() if name not in held}
         self.resume = None
-        self._moment = self.settings.moment(self.step, self.regime)
+        self._change_at = self.settings.next_change(self.step, self.regime)
         self.allocations += sum(g.allocations for g in layout.groups)
         self._checking = False
         self._checks = bytearray(8 * max(1, len(layout.groups)))

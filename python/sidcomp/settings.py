@@ -1,5 +1,6 @@
 """The arguments of a State, checked."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -191,12 +192,12 @@ class Settings:
         self.made[:] = [self.combined(which) for which in combinations]
         return {name: len(self.ways) + combinations.index(which) for name, which in matches.items()}
 
-    def moment(self, step: int, regime: Regime) -> int:
-        """Which of the intervals between the changes of scheduled parameters an iteration is in."""
+    def next_change(self, step: int, regime: Regime) -> float:
+        """The first iteration after `step` at which a scheduled parameter changes; infinity: none will."""
         marks = {since for since, _ in regime.floors}
         for way in (*self.ways, *self.made):
             marks.update(schedule.steps(way.parameters))
-        return sum(mark <= step for mark in marks)
+        return min((mark for mark in marks if mark > step), default=math.inf)
 
     def plan(self, n: int, dtype: str, way: int, regime: Regime = PLAIN, step: int = 0) -> _core.Plan:
         """The plan of a group of n elements in iteration `step`."""
