@@ -329,6 +329,16 @@ def test_saturated_memories_stay_finite(memory: str) -> None:
             assert np.isfinite(run.ranks[0].residual()).all()
 
 
+def test_taking_back_does_not_overflow() -> None:
+    """-largest + 1.5 steps rounds to one step; 1.5 steps less are a tie of -largest and infinity, which is even."""
+    largest, step = float(ref.FLT_MAX), 2.0**104
+    run = Run("topk", "residual", 3, density=0.3)
+    run([-largest, -largest, 0])  # one of them is kept
+    assert run.kept() == [[0, -largest, 0]]
+    run([0, 1.5 * step, math.nan])
+    assert run.kept() == [[0, -largest, 0]]
+
+
 @pytest.mark.parametrize("memory", [m for m in MEMORIES if m != "none"])
 def test_a_run_with_another_loss_scale(memory: str) -> None:
     """Gradients and memory times 2^-6: everything comes out times 2^-6, exactly."""

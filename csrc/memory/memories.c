@@ -53,7 +53,7 @@ static void residual_undo(const sid_plan *p, const sid_state *s, float *const *v
     const float beta = (float)p->memory_param[BETA], gamma = (float)p->memory_param[GAMMA];
     (void)s;
     if (beta == 1 && gamma == 1)
-        for (uint32_t i = 0; i < len; i++) vec[0][i] -= g[i];
+        for (uint32_t i = 0; i < len; i++) vec[0][i] = saturate(vec[0][i] - g[i]);
     else
         for (uint32_t i = 0; i < len; i++) vec[0][i] = beta > 0 ? saturate((vec[0][i] - gamma * g[i]) / beta) : 0.0f;
 }
@@ -122,7 +122,7 @@ static int compensation_tile(const sid_walk *w, float *const *vec, const float *
 
 static void compensation_undo(const sid_plan *p, const sid_state *s, float *const *vec, const float *g, uint32_t len) {
     (void)p, (void)s;
-    for (uint32_t i = 0; i < len; i++) vec[0][i] -= g[i];
+    for (uint32_t i = 0; i < len; i++) vec[0][i] = saturate(vec[0][i] - g[i]);
 }
 
 static void compensation_received(const sid_plan *p, float *const *vec, const float *x, uint32_t len) {
