@@ -166,7 +166,7 @@ typedef enum sid_grid_kind {
 typedef enum sid_rounding {
     SID_ROUND_NEAREST, /* ties to even; for integers |x * inverse| < top + 1/2 */
     SID_ROUND_DRAW16,  /* to one of both neighbours, x on average, by 16 random bits an element */
-    SID_ROUND_DRAW32   /* by 32, where steps are wide and most elements far below one; integers only */
+    SID_ROUND_DRAW32   /* by 32, where a step is thousands of times a usual element; integers only */
 } sid_rounding;
 
 typedef struct sid_grid {
@@ -248,14 +248,15 @@ typedef struct sid_simd {
     void (*half_body)(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16);
     void (*half_keep)(float *x, uint32_t n, float s, float inverse, float max, int bf16);
     void (*drain)(float *x, float *y, uint32_t n, float s); /* y = x * s past the caches, x = 0 */
-    /* Random bits of elements at .. at + len of the stream; `at` a multiple of 128, room in out for len rounded up to
-     * one. draw16: 16 bits an element, half as costly. rng.h is the law. */
+    /* Random bits of elements at .. at + len of the stream; `at` a multiple of 8, room in out for 512 bytes from any
+     * multiple of 512 that it reaches. draw16: 16 bits an element, half as costly. rng.h is the law. */
     void (*draw16)(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out);
     void (*draw32)(const sid_draw *d, uint64_t at, uint32_t len, uint32_t *out);
     /* Bit i % 8 of bits[i / 8], i < n: x[i] < 0 (-0 is not), the last byte filled up with zeros; how many are set. */
     uint32_t (*signs)(const float *x, uint32_t n, uint8_t *bits);
-    /* The same of stochastic signs: another than x[i]'s with probability (1 - |x[i]| / norm) / 2, as u[i] falls out. */
-    void (*draw_signs)(const float *x, const uint32_t *u, uint32_t n, float norm, uint8_t *bits);
+    /* The same of stochastic signs: another than x[i]'s with probability 1/2 - min(|x[i]| * chance, 2^31) / 2^32, as u[i]
+     * falls out. */
+    void (*draw_signs)(const float *x, const uint32_t *u, uint32_t n, float chance, uint8_t *bits);
     void (*sign_sums)(const float *x, uint32_t n, float sum[2]);     /* of the elements above 0 and of those below */
     void (*take_signs)(float *x, uint32_t n, float high, float low); /* x -= x < 0 ? low : high */
     /* out[i] += value[r][bit i of bits[r]], for r = 0 to count - 1; in blocks of four, each of which is added up first. */

@@ -200,10 +200,10 @@ def salt_of(seed: int, rank: int) -> int:
 
 
 def philox(counter: Array, key: tuple[int, int]) -> Array:
-    """Philox4x32-10 (Salmon et al. 2011): rows of four uint32, as uint64, become four random ones."""
+    """Philox4x32-7 (Salmon et al. 2011): rows of four uint32, as uint64, become four random ones."""
     c = [counter[:, j].astype(np.uint64) for j in range(4)]
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(7):
         a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
         high = [x >> np.uint64(32) for x in (a, b)]
         low = [x & np.uint64(_32) for x in (a, b)]
@@ -996,7 +996,7 @@ def qsgd(wire_id: int, n: int, dtype: str, settings: Settings) -> Quantised:
     width = int(settings["bits"])
     return Quantised(
         wire_id, n, dtype, settings, block=int(settings["bucket"]), width=width, top=2 ** (width - 1) - 1,
-        norm=str(settings["norm"]), draw_bits=32,
+        norm=str(settings["norm"]), draw_bits=16 if settings["bucket"] else 32,
     )  # fmt: skip
 
 
@@ -1016,7 +1016,7 @@ class TernGrad(Quantised):
 
 
 def terngrad(wire_id: int, n: int, dtype: str, settings: Settings) -> Quantised:
-    return TernGrad(wire_id, n, dtype, settings, block=0, width=2, top=1, draw_bits=32)
+    return TernGrad(wire_id, n, dtype, settings, block=0, width=2, top=1, draw_bits=16)
 
 
 @dataclass
@@ -1070,7 +1070,9 @@ class Signs(Codec):
         -|acc| / norm in units of 2^-31, rounded to the nearest."""
         if norm == 0:
             return np.zeros(len(acc), bool)
-        least = np.float32(-0.5) - np.abs(acc) / norm * np.float32(2**31)
+        up = np.float32(2.0**64 if norm < 2.0**-96 else 1)
+        stays = np.abs(acc) * up * (np.float32(2.0**31 * (1 + 2.0**-22)) / (np.float32(norm) * up))
+        least = np.float32(-0.5) - np.minimum(stays, np.float32(2**31))
         return (acc < 0) ^ (u.astype(np.uint32).view(np.int32) < np.trunc(least.astype(np.float64)))
 
     def negative(self, payload: bytes) -> Array:
@@ -1269,7 +1271,7 @@ class Compensation(Memory):
         self.vec[0] = acc
 
     def undo(self, gradient: Array) -> None:
-        self.vec[0] -= gradient
+        self.vec[0] = saturate(self.vec[0] - gradient)
 
     def received(self, update: Array) -> None:
         self.vec[0] = 0 if self.codec.lossless else saturate(self.vec[0] - update)

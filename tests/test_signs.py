@@ -221,7 +221,7 @@ def test_ssdm_draws_other_bits_for_other_ranks_steps_groups_and_seeds() -> None:
 
 
 def test_the_probability_of_ssdm_is_fine_enough() -> None:
-    """|x| / norm is about 1e-4 in a large group: one in 2^32 draws is wrong, and a float32 rounding."""
+    """|x| / norm is about 1e-4 in a large group: one in 2^32 draws is wrong, and 2^-22 of what it adds."""
     norm = np.float32(37.5)
     q = np.concatenate([10.0 ** np.linspace(-9, 0, 200), [0.0, 1.0, 0.5, 1e-4]])
     x = np.minimum((q * float(norm)).astype(np.float32), norm)
@@ -234,7 +234,7 @@ def test_the_probability_of_ssdm_is_fine_enough() -> None:
             low, high = (middle, high) if turned else (low, middle)
         probability = (low + 1 + 2**31) / 2**32
         exact = (1 - float(value) / float(norm)) / 2
-        assert abs(probability - exact) <= 2.0**-32 + 2.0**-24 * float(value) / float(norm)
+        assert abs(probability - exact) <= 2.0**-32 + 2.0**-22 * float(value) / float(norm)
 
 
 def test_ssdm_sends_a_single_element_as_it_is() -> None:

@@ -133,9 +133,11 @@ static sid_status plan_qsgd(sid_plan *p, uint64_t *scratch, sid_error *err) {
         return sid_fail(err, SID_E_PARAM, "qsgd: bucket = %u must be 0, for the whole group, or 128 to 4096", bucket);
     const sid_status s = is_power(p, "bucket", bucket, err);
     if (s) return s;
+    /* A level is at most 64 times the root mean square of a bucket; of a large group's it is thousands of times that. */
+    const sid_rounding rounding = bucket ? SID_ROUND_DRAW16 : SID_ROUND_DRAW32;
     return settle(p, scratch,
-                  (form){bucket, bits, SID_GRID_INTEGERS, SID_ROUND_DRAW32,
-                         p->codec_param[QSGD_NORM] > 0 ? NORM_MAX : NORM_L2, (float)((1u << (bits - 1)) - 1)});
+                  (form){bucket, bits, SID_GRID_INTEGERS, rounding, p->codec_param[QSGD_NORM] > 0 ? NORM_MAX : NORM_L2,
+                         (float)((1u << (bits - 1)) - 1)});
 }
 
 enum {
@@ -144,7 +146,8 @@ enum {
 static sid_status plan_terngrad(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
     p->codec_param[CLIP] = p->codec_param[TERN_CLIP];
-    return settle(p, scratch, (form){0, 2, SID_GRID_INTEGERS, SID_ROUND_DRAW32, NORM_CLIPPED, 1.0f});
+    /* a step is at most `clip` standard deviations: 16 bits are right to 2^-17 of that */
+    return settle(p, scratch, (form){0, 2, SID_GRID_INTEGERS, SID_ROUND_DRAW16, NORM_CLIPPED, 1.0f});
 }
 
 /* ---- scales -------------------------------------------------------------------------------------------------- */

@@ -93,8 +93,14 @@ static void tile_means(sid_walk *w, const float *acc, uint64_t at, uint32_t len)
 static void draw(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t at, uint32_t len, float norm,
                  uint8_t *bits) {
     uint32_t u[SID_TILE];
+    float up[SID_TILE];
     p->simd->draw32(d, at, len, u);
-    p->simd->draw_signs(acc, u, len, norm, bits);
+    if (norm < 0x1p-96f) { /* the quotient would overflow */
+        p->simd->scale(acc, up, len, 0x1p64f);
+        acc = up;
+        norm *= 0x1p64f;
+    }
+    p->simd->draw_signs(acc, u, len, 0x1.000004p31f / norm, bits); /* above 2^31: where |x| is the norm, it stays */
 }
 
 static void tile_drawn(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {

@@ -1084,15 +1084,16 @@ static uint32_t signs(const float *x, uint32_t n, uint8_t *bit) {
     return count;
 }
 
-/* The sign stays where u, read as a signed number, is at least -|x| / norm * 2^31. */
-static void draw_signs(const float *x, const uint32_t *u, uint32_t n, float norm, uint8_t *bit) {
+/* The sign stays where u, read as a signed number, is at least -|x| * chance; that of 2^31 always does. */
+static void draw_signs(const float *x, const uint32_t *u, uint32_t n, float chance, uint8_t *bit) {
+    const vi always = (vi){0} + (int32_t)sid_f32_bits(0x1p31f);
     uint32_t i = 0;
     for (; i + 64 <= n; i += 64) {
         uint64_t w = 0;
         for (uint32_t j = 0; j < 64; j += WIDE) {
             vi drawn;
             memcpy(&drawn, u + i + j, sizeof drawn);
-            const vf v = load(x + i + j), least = -.5f - (vf)keys(v) / norm * 0x1p31f;
+            const vf v = load(x + i + j), least = -.5f - (vf)lower(bits((vf)keys(v) * chance), always);
             w |= (negative_mask(v) ^ mask_of(drawn < __builtin_convertvector(least, vi))) << j;
         }
         memcpy(bit + i / 8, &w, 8);
@@ -1100,7 +1101,8 @@ static void draw_signs(const float *x, const uint32_t *u, uint32_t n, float norm
     for (; i < n; i += 8) {
         uint32_t b = 0;
         for (uint32_t j = 0; j < 8 && i + j < n; j++) {
-            const float v = x[i + j], least = -.5f - sid_bits_f32(sid_key(v)) / norm * 0x1p31f;
+            const float v = x[i + j], stays = sid_bits_f32(sid_key(v)) * chance;
+            const float least = -.5f - (stays < 0x1p31f ? stays : 0x1p31f);
             b |= (is_negative1(v) ^ ((int32_t)u[i + j] < (int32_t)least)) << j;
         }
         bit[i / 8] = (uint8_t)b;
@@ -1273,79 +1275,66 @@ static void checksum(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *
     }
 }
 
-/* Philox on as many blocks at a time as a register has words. Word j of the blocks lies in one register, and 4 x 4
- * transposes within its 128-bit parts bring it into memory order: so position 4 l + q of a register is block 4 q + l (or
- * 2 q + l where there are two parts). */
-#if defined(SID_HAS_AVX512)
+/* ---- random bits -------------------------------------------------------------------------------------------------
+ * A word of a block in the lower half of each long: the upper half is whatever a round leaves there, which no product
+ * reads and no xor carries down. So a round is two products, two shifts and two xors of three for a register of blocks,
+ * and SETS of them hide one another's latency: a product's is most of a round. */
 enum {
-    BLOCKS = 16
+    SETS = BYTES == 64 ? 4 : 2, /* four registers each */
+    BLOCKS = SETS * LONGS
 };
-static inline void philox(const sid_draw *d, uint64_t at, uint32_t *out) {
-    const __m512i m0 = _mm512_set1_epi64(0xd2511f53), m1 = _mm512_set1_epi64(0xcd9e8d57);
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    __m512i c0 = _mm512_add_epi32(order, _mm512_set1_epi32((int)(uint32_t)at)); /* at: a multiple of 16: no carry */
-    __m512i c1 = _mm512_set1_epi32((int)(uint32_t)(at >> 32)), c2 = _mm512_set1_epi32((int)(uint32_t)d->step);
-    __m512i c3 = _mm512_set1_epi32((int)(uint32_t)(d->step >> 32));
-    uint32_t k0 = d->salt, k1 = d->group;
-    for (int round = 0; round < 10; round++) {
-        const __m512i a = _mm512_mul_epu32(c0, m0), ao = _mm512_mul_epu32(_mm512_srli_epi64(c0, 32), m0);
-        const __m512i b = _mm512_mul_epu32(c2, m1), bo = _mm512_mul_epu32(_mm512_srli_epi64(c2, 32), m1);
-        const __m512i ah = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(a, 32), ao);
-        const __m512i bh = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(b, 32), bo);
-        const __m512i n0 = _mm512_ternarylogic_epi32(bh, c1, _mm512_set1_epi32((int)k0), 0x96);
-        const __m512i n2 = _mm512_ternarylogic_epi32(ah, c3, _mm512_set1_epi32((int)k1), 0x96);
-        c1 = _mm512_mask_blend_epi32(0xaaaa, b, _mm512_slli_epi64(bo, 32));
-        c3 = _mm512_mask_blend_epi32(0xaaaa, a, _mm512_slli_epi64(ao, 32));
-        c0 = n0;
-        c2 = n2;
-        k0 += 0x9e3779b9u;
-        k1 += 0xbb67ae85u;
-    }
-    const __m512i l01 = _mm512_unpacklo_epi32(c0, c1), h01 = _mm512_unpackhi_epi32(c0, c1);
-    const __m512i l23 = _mm512_unpacklo_epi32(c2, c3), h23 = _mm512_unpackhi_epi32(c2, c3);
-    _mm512_storeu_si512(out, _mm512_unpacklo_epi64(l01, l23));
-    _mm512_storeu_si512(out + 16, _mm512_unpackhi_epi64(l01, l23));
-    _mm512_storeu_si512(out + 32, _mm512_unpacklo_epi64(h01, h23));
-    _mm512_storeu_si512(out + 48, _mm512_unpackhi_epi64(h01, h23));
-}
-#elif defined(SID_HAS_AVX2)
-enum {
-    BLOCKS = 8
-};
-static inline void philox(const sid_draw *d, uint64_t at, uint32_t *out) {
-    const __m256i m0 = _mm256_set1_epi64x(0xd2511f53), m1 = _mm256_set1_epi64x(0xcd9e8d57);
-    const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
-    __m256i c0 = _mm256_add_epi32(order, _mm256_set1_epi32((int)(uint32_t)at));
-    __m256i c1 = _mm256_set1_epi32((int)(uint32_t)(at >> 32)), c2 = _mm256_set1_epi32((int)(uint32_t)d->step);
-    __m256i c3 = _mm256_set1_epi32((int)(uint32_t)(d->step >> 32));
-    uint32_t k0 = d->salt, k1 = d->group;
-    for (int round = 0; round < 10; round++) {
-        const __m256i a = _mm256_mul_epu32(c0, m0), ao = _mm256_mul_epu32(_mm256_srli_epi64(c0, 32), m0);
-        const __m256i b = _mm256_mul_epu32(c2, m1), bo = _mm256_mul_epu32(_mm256_srli_epi64(c2, 32), m1);
-        const __m256i ah = _mm256_blend_epi32(_mm256_srli_epi64(a, 32), ao, 0xaa);
-        const __m256i bh = _mm256_blend_epi32(_mm256_srli_epi64(b, 32), bo, 0xaa);
-        const __m256i n0 = _mm256_xor_si256(_mm256_xor_si256(bh, c1), _mm256_set1_epi32((int)k0));
-        const __m256i n2 = _mm256_xor_si256(_mm256_xor_si256(ah, c3), _mm256_set1_epi32((int)k1));
-        c1 = _mm256_blend_epi32(b, _mm256_slli_epi64(bo, 32), 0xaa);
-        c3 = _mm256_blend_epi32(a, _mm256_slli_epi64(ao, 32), 0xaa);
-        c0 = n0;
-        c2 = n2;
-        k0 += 0x9e3779b9u;
-        k1 += 0xbb67ae85u;
-    }
-    const __m256i l01 = _mm256_unpacklo_epi32(c0, c1), h01 = _mm256_unpackhi_epi32(c0, c1);
-    const __m256i l23 = _mm256_unpacklo_epi32(c2, c3), h23 = _mm256_unpackhi_epi32(c2, c3);
-    _mm256_storeu_si256((__m256i *)(void *)out, _mm256_unpacklo_epi64(l01, l23));
-    _mm256_storeu_si256((__m256i *)(void *)(out + 8), _mm256_unpackhi_epi64(l01, l23));
-    _mm256_storeu_si256((__m256i *)(void *)(out + 16), _mm256_unpacklo_epi64(h01, h23));
-    _mm256_storeu_si256((__m256i *)(void *)(out + 24), _mm256_unpackhi_epi64(h01, h23));
-}
+
+INLINE vu product(vu a, vu b) { /* of the lower halves */
+#if BYTES == 64
+    return (vu)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif BYTES == 32
+    return (vu)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (vu)_mm_mul_epu32((__m128i)a, (__m128i)b);
 #else
-enum {
-    BLOCKS = 1
-};
-static inline void philox(const sid_draw *d, uint64_t at, uint32_t *out) { sid_draw_block(d, at, out); }
+    return (a & 0xffffffff) * (b & 0xffffffff);
 #endif
+}
+
+/* Writes 4 * BLOCKS words. Long j of a set is block j / 2, odd ones LONGS / 2 more: then interleaving pairs of longs is
+ * the order of memory. */
+static inline void philox(const sid_draw *d, uint64_t at, uint32_t *out) {
+    const vu m0 = (vu){0} + 0xd2511f53u, m1 = (vu){0} + 0xcd9e8d57u, low = (vu){0} + 0xffffffffu;
+    vu c0[SETS], c1[SETS], c2[SETS], c3[SETS];
+    uint32_t k0 = d->salt, k1 = d->group;
+    vu order;
+    for (uint32_t j = 0; j < LONGS; j++) order[j] = j / 2 + j % 2 * (LONGS / 2);
+    for (int q = 0; q < SETS; q++) {
+        c0[q] = order + (at + (uint32_t)q * LONGS);
+        c1[q] = c0[q] >> 32;
+        c2[q] = (vu){0} + d->step;
+        c3[q] = c2[q] >> 32;
+    }
+    for (int round = 0; round < SID_ROUNDS; round++) {
+        for (int q = 0; q < SETS; q++) {
+            const vu a = product(c0[q], m0), b = product(c2[q], m1);
+            c0[q] = b >> 32 ^ c1[q] ^ k0;
+            c2[q] = a >> 32 ^ c3[q] ^ k1;
+            c1[q] = b;
+            c3[q] = a;
+        }
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    for (int q = 0; q < SETS; q++) {
+        const vu p = (c0[q] & low) | c1[q] << 32, r = (c2[q] & low) | c3[q] << 32;
+#if BYTES == 64
+        const vu x[2] = {(vu)_mm512_unpacklo_epi64((__m512i)p, (__m512i)r),
+                         (vu)_mm512_unpackhi_epi64((__m512i)p, (__m512i)r)};
+#elif BYTES == 32
+        const vu x[2] = {(vu)_mm256_unpacklo_epi64((__m256i)p, (__m256i)r),
+                         (vu)_mm256_unpackhi_epi64((__m256i)p, (__m256i)r)};
+#else
+        const vu x[2] = {{p[0], r[0]}, {p[1], r[1]}};
+#endif
+        memcpy(out + q * 4 * LONGS, x, sizeof x);
+    }
+}
 
 static void draw32(const sid_draw *d, uint64_t at, uint32_t len, uint32_t *out) {
     for (uint32_t i = 0; i < len; i += 4 * BLOCKS) philox(d, (at + i) / 4, out + i);

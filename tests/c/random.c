@@ -8,14 +8,14 @@ void test_random(void) {
     static const struct {
         uint32_t counter[4], key[2], out[4];
     } known[] = {
-        /* Salmon et al. 2011: the known-answer vectors that come with Random123, philox4x32, 10 rounds */
-        {{0, 0, 0, 0}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+        /* Salmon et al. 2011: the known-answer vectors that come with Random123, philox4x32, 7 rounds */
+        {{0, 0, 0, 0}, {0, 0}, {0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48}},
         {{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff},
          {0xffffffff, 0xffffffff},
-         {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+         {0x5207ddc2, 0x45165e59, 0x4d8ee751, 0x8c52f662}},
         {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
          {0xa4093822, 0x299f31d0},
-         {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+         {0x4dfccaba, 0x190a87f0, 0xc47362ba, 0xb6b5242a}},
     };
     for (int i = 0; i < 3; i++) {
         uint32_t c[4];
