@@ -330,7 +330,7 @@ def test_saturated_memories_stay_finite(memory: str) -> None:
 
 
 def test_taking_back_does_not_overflow() -> None:
-    """-largest + 1.5 steps rounds to one step; 1.5 steps less are a tie of -largest and infinity, which is even."""
+    """-largest + 1.5 steps rounds to one step; 1.5 steps less is a tie, of which infinity is even."""
     largest, step = float(ref.FLT_MAX), 2.0**104
     run = Run("topk", "residual", 3, density=0.3)
     run([-largest, -largest, 0])  # one of them is kept
