@@ -61,6 +61,12 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         metavar="RULE",
         help="kept dense: a name, a pattern, 1-D, a number; repeat it",
     )
+    add(
+        "--full-every",
+        type=int,
+        metavar="K",
+        help="every K-th step in full precision; 0 for none; the preset's unless given",
+    )
     add = p.add_argument_group("where and for how long").add_argument
     add(
         "--link",
@@ -101,12 +107,13 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     preset = {**DEFAULTS, **tomllib.loads(path.read_text())}
     parameters = {name: _scheduled(value) for name, value in preset.pop("parameters", {}).items()}
     args.policy = _policy(preset.pop("policy"), p, path)
-    args.full_every = _scheduled(preset.pop("full_every"))
+    preset["full_every"] = _scheduled(preset["full_every"])
     unknown = sorted(set(preset) - set(vars(args)))
     if unknown or "codec" not in preset:
         p.error(f"{path}: " + (f"unknown keys {', '.join(unknown)}" if unknown else "it names no codec"))
     if args.codec not in (None, preset["codec"]):
-        parameters, args.policy, args.full_every = {}, [], 0  # they are another codec's
+        parameters, args.policy = {}, []  # they are another codec's
+        preset |= {"memory": None, "full_every": 0}
     if args.codec == "auto":
         preset["groups"] = None  # it finds them
     for key, value in preset.items():

@@ -76,6 +76,22 @@ def test_train_learns_with_both(digits: tuple[str, Path]) -> None:
     assert ours["metric"] > 0.8
 
 
+def test_the_simulated_ranks_train_the_same(digits: tuple[str, Path]) -> None:
+    """benchmarks/papers/convergence.py, in one process, and train.py over Gloo."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.papers import convergence
+
+    args = convergence.flags.parse("", ["--task", "digits", "--steps", "100"])
+    simulated = convergence.train(args, 2, 0)
+    record = json.loads((digits[1] / "table.json").read_text())
+    assert simulated.losses == pytest.approx(record["runs"][2]["losses"], rel=1e-2)
+    assert simulated.metric == pytest.approx(record["summary"][2]["metric"], abs=0.01)
+    sent = simulated.share * 4 * record["runs"][2]["elements"]
+    assert sent == pytest.approx(
+        record["summary"][2]["bytes_computed"], rel=1e-3
+    )  # but for the first step's bucket
+
+
 def test_train_starts_both_from_the_same_weights_and_batches(digits: tuple[str, Path]) -> None:
     alone, dense, ours = json.loads((digits[1] / "table.json").read_text())["runs"]
     assert alone["losses"][0] == dense["losses"][0] == ours["losses"][0]

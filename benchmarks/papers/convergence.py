@@ -2,169 +2,319 @@
 
     python -m benchmarks.papers.convergence --task digits --world 2 4
     python -m benchmarks.papers.convergence --task lm --only topk,dgc --seeds 1
+    python -m benchmarks.papers.convergence --task lm --flags "--config marsit --lr 1"
 
-The ranks of a run are simulated in one process, so that no network and no scheduler has a part in it: each
-rank's gradient comes from its own batches, all parameters form one group, payloads are encoded for each rank
-and decoded as every rank would decode them. Tasks, learning rates, clipping are those of `make train`; where
-a memory holds the momentum, the optimizer has none and does not clip (docs/memories.md).
+A row is what `examples/train.py` would train with the row's flags, presets among them: the same task, groups
+(one for each bucket of DDP unless the flags say otherwise), policy, schedules, steps in full precision, rate,
+clipping. The ranks are simulated in one process, so that no network and no scheduler has a part in it: each
+rank's gradient comes from its own batches, is encoded for each rank, and decoded as `sidcomp.pipeline` would.
 """
 
 import argparse
+import json
 import math
+import shlex
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import sidcomp
 import torch
-from sidcomp import schedule
+import torch.distributed as dist
+from sidcomp import _core, schedule
+from sidcomp.ddp import roles
+from sidcomp.groups import DENSE, Piece, Regime, Spec, form_groups
+from sidcomp.layout import Block
+from sidcomp.settings import Settings
 
 from benchmarks.common import RESULTS, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import flags
 from tasks import TASKS
 
-Schedule = sidcomp.Schedule
-# DGC's warm-up of the density (section 3.3), in steps that suit some hundreds of them.
-DGC_RAMP = {0: 0.25, 20: 0.0625, 40: 0.015625}
-
-# Beside each codec with its defaults: what could keep more accuracy at no more than a fortieth of the bytes.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "signum, magnitude .01": ("signum", {"magnitude": 0.01}),
-    "topk, no memory": ("topk", {"memory": "none"}),
-    "topk, values f16, 1.25 %": ("topk", {"values": "f16", "density": 0.0125}),
-    "topk, warm-up": ("topk", {"density": Schedule({**DGC_RAMP, 60: 0.01})}),
-    "topk, warm-up, f16, 1.25 %": ("topk", {"values": "f16", "density": Schedule({**DGC_RAMP, 60: 0.0125})}),
-    "topk, beta .9": ("topk", {"beta": 0.9}),
-    "topk + dgc memory": ("topk", {"memory": "dgc"}),
-    "topk + dgc memory, warm-up": ("topk", {"memory": "dgc", "density": Schedule({**DGC_RAMP, 60: 0.01})}),
-    "topk + dgc memory, no masking": ("topk", {"memory": "dgc", "masking": "off"}),
-    "topk .1 % + dgc memory, warm-up": (
-        "topk",
-        {"memory": "dgc", "density": Schedule({**DGC_RAMP, 60: 0.004, 80: 0.001})},
-    ),
-}
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def train(
-    task_name: str, world: int, steps: int, seed: int, codec: str | None, settings: dict[str, Any]
-) -> tuple[float, float]:
-    """The task's metric at the end, and a payload's share of a dense gradient's bytes, on average."""
-    kind = TASKS[task_name]
-    torch.manual_seed(seed)
-    tasks = [kind(rank, world, kind.batch, torch.device("cpu")) for rank in range(world)]
+class Result(NamedTuple):
+    metric: float  # the task's, at the end; nan where a gradient was not finite
+    share: float  # what a rank sends of a dense gradient's bytes, on average
+    losses: list[float]  # rank 0's, of each step
+
+
+class Group:
+    """A group on all simulated ranks."""
+
+    def __init__(self, index: int, spec: Spec, settings: Settings, gradients: Sequence[torch.Tensor]) -> None:
+        self.index, self.way, self.settings = index, spec.way, settings
+        self.n = sum(p.numel for p in spec.pieces)
+        self.segments = [
+            _core.Segments([g.data_ptr() + 4 * p.offset for p in spec.pieces], [p.numel for p in spec.pieces])
+            for g in gradients
+        ]
+        self.full, self.marks = False, ()
+        self.plan: _core.Plan | None = None
+        self.states: list[Block] = []
+
+    def exchange(self, step: int, everywhere: bool) -> int:
+        """Gradients of the ranks in, their decoded mean out; the bytes that a rank sends.
+
+        On rank 0 alone, unless asked or where a memory learns from what was decoded.
+        """
+        plan, world, gathered = self._plan(step), len(self.segments), self.gathered
+        at = [gathered.ptr + rank * plan.payload_bytes for rank in range(world)]
+        for rank, segments in enumerate(self.segments):
+            plan.encode(
+                segments, self.states[rank].ptr, self.work.ptr, at[rank],
+                step=step, seed=self.settings.seed, group=self.index, rank=rank, world=world,
+            )  # fmt: skip
+        sent = plan.payload_bytes
+        if plan.linear:
+            dtype = _DTYPES[plan.body_dtype]
+            sent = plan.body_count * dtype.itemsize
+            rows = gathered.tensor[: world * plan.payload_bytes].view(world, -1)
+            rows = rows[:, plan.body_offset : plan.body_offset + sent].view(dtype)
+            for row in rows[1:]:
+                rows[0] += row
+        for rank in range(world if everywhere or plan.memory == "compensation" else 1):
+            state = self.states[rank].ptr if plan.vectors else 0
+            if plan.decode(
+                gathered.ptr, plan.payload_bytes, 1 if plan.linear else world, 1 / world,
+                self.segments[rank], state, step=step, group=self.index,
+            ):  # fmt: skip
+                raise FloatingPointError
+        return sent
+
+    def _plan(self, step: int) -> _core.Plan:
+        """This step's plan; what is kept goes over to it as in `sidcomp.layout.Group.turn`."""
+        s = self.settings
+        way = None if self.way == DENSE else s.way(self.way)
+        marks = schedule.at((way or s.way(0)).parameters, step)
+        full = way is not None and not way.codec.lossless and s.full(step)
+        if self.plan is None or marks != self.marks:
+            plan = s.plan(self.n, "float32", self.way, step=step)
+            states = [Block(plan.state_bytes) for _ in self.segments]
+            for old, new in zip(self.states, states, strict=False):
+                assert self.plan is not None
+                kept = Block(4 * self.n * max(1, plan.vectors))
+                self.plan.residual_out(old.ptr, kept.ptr)
+                plan.residual_in(new.ptr, kept.ptr)
+            other = s.full_plan(self.n, "float32", self.way) if way is not None and s.full_every else plan
+            self.states, self.marks, self.full = states, marks, False
+            self.plan, self.other = plan, other
+            self.work = Block(max(plan.work_bytes, other.work_bytes))
+            self.gathered = Block(len(self.segments) * max(plan.payload_bytes, other.payload_bytes))
+        if full is not self.full:
+            for state in self.states:
+                self.plan.rescale(state.ptr, 1.0)
+                self.other.unsend(state.ptr)
+            self.plan, self.other, self.full = self.other, self.plan, full
+        return self.plan
+
+
+def pieces_of(model: torch.nn.Module) -> list[Piece]:
+    """The parameters as DDP's buckets have them, in their order; offset: in the whole gradient."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad][::-1]
+    buckets, _ = dist._compute_bucket_assignment_by_size([p for _, p in named], [1 << 20, 25 << 20])
+    bucket = {i: b for b, members in enumerate(buckets) for i in members}
+    pieces, offset = [], 0
+    for i, (name, p) in enumerate(named):
+        pieces.append(Piece(name, tuple(p.shape), p.numel(), "float32", 4, "cpu", bucket[i], offset))
+        offset += p.numel()
+    return pieces
+
+
+def groups_of(model: torch.nn.Module, settings: Settings, gradients: Sequence[torch.Tensor]) -> list[Group]:
+    settings.policy.roles = roles(model)
+    pieces = pieces_of(model)
+    shapes = {p.name: p.shape for p in pieces}
+    own = settings.assign(shapes)
+    # What planned groups come to is a matter of speed; two is what MergeComp's search has by default.
+    regime = Regime("even:2") if settings.planned else settings.start
+    specs = form_groups(pieces, regime, settings.policy.excluded(shapes), own)
+    return [Group(i, spec, settings, gradients) for i, spec in enumerate(specs)]
+
+
+def settings_of(args: Namespace, seed: int) -> Settings:
+    return Settings.parse(
+        args.codec, args.memory, args.groups, seed, args.exclude, 0, None, None, args.policy, args.full_every,
+        0, args.parameters,
+    )  # fmt: skip
+
+
+def train(args: Namespace, world: int, seed: int, autocast: bool = False) -> Result:
+    """args: of `flags.parse`."""
+    kind = TASKS[args.task]
+    tasks = [kind(rank, world, args.batch, torch.device("cpu")) for rank in range(world)]
     torch.manual_seed(seed)
     model = tasks[0].model()
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    settings = settings_of(args, seed)
+    parameters = [p for p in model.parameters() if p.requires_grad][::-1]
     n = sum(p.numel() for p in parameters)
-    settings = dict(settings)
-    memory = settings.pop("memory", None)
-    ranks: list[sidcomp.Compressor] = []
-    now: dict[str, Any] = {}
-    holds_momentum, sent = False, 0.0
-    optimizer = torch.optim.SGD(parameters, lr=kind.lr, momentum=kind.momentum)
+    gradients = [torch.zeros(n) for _ in range(world)]
+    views = [
+        [v.view_as(p) for v, p in zip(g.split([p.numel() for p in parameters]), parameters, strict=True)]
+        for g in gradients
+    ]
+    groups = groups_of(model, settings, gradients)
+    momentum = 0.0 if settings.momentum else args.momentum
+    optimizer = torch.optim.SGD(parameters, lr=args.lr, momentum=momentum)
     carry: list[Any] = [None] * world
-    for step in range(steps):
-        rate = kind.lr * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+    sent, losses = 0, []
+    for step in range(args.steps):
+        rate = args.lr * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
         optimizer.param_groups[0]["lr"] = rate
-        gradients = []
-        for rank, task in enumerate(tasks):
-            loss, carry[rank] = task.loss(model, step, carry[rank])
-            optimizer.zero_grad()
+        for rank in reversed(range(world)):  # p.grad is that of rank 0 in the end
+            for p, view in zip(parameters, views[rank], strict=True):
+                p.grad = view
+            gradients[rank].zero_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss, carry[rank] = tasks[rank].loss(model, step, carry[rank])
             loss.backward()
-            gradients.append(torch.cat([p.grad.reshape(-1) for p in reversed(parameters)]).numpy())  # type: ignore[union-attr]
-        if codec is None:
-            total = torch.from_numpy(np.mean(gradients, axis=0))
-            sent += 1
-        else:
-            if not ranks or schedule.at(settings, step) != now:
-                now = schedule.at(settings, step)
-                kept = [c.residual() for c in ranks]
-                ranks = [
-                    sidcomp.Compressor(codec, n, memory=memory, rank=rank, world=world, seed=seed, **now)
-                    for rank in range(world)
-                ]
-                for c, residual in zip(ranks, kept, strict=False):
-                    c.set_residual(residual)
-                    c.step = step
-                holds_momentum = ranks[0].memory.momentum
-                optimizer.param_groups[0]["momentum"] = 0.0 if holds_momentum else kind.momentum
-            payloads = [c.encode(g) for c, g in zip(ranks, gradients, strict=True)]
-            outs = [c.decode(payloads, scale=1 / world) for c in ranks]
-            total = torch.from_numpy(outs[0])
-            assert all(np.array_equal(outs[0], o) for o in outs[1:]), "the replicas differ"
-            sent += ranks[0].payload_bytes / (4 * n)
-        at = 0
-        for p in reversed(parameters):
-            p.grad = total[at : at + p.numel()].view_as(p).clone()
-            at += p.numel()
-        if not holds_momentum:
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        losses.append(loss.item())
+        check = step < 3
+        try:
+            sent += sum(group.exchange(step, check) for group in groups)
+        except FloatingPointError:
+            return Result(math.nan, sent / (4 * n * (step + 1)), losses)
+        assert not check or all(torch.equal(gradients[0], g) for g in gradients), "the replicas differ"
+        torch.nn.utils.clip_grad_norm_(parameters, args.clip)
         optimizer.step()
     model.eval()
     with torch.no_grad():
-        both = np.sum([task.measure(model) for task in tasks], axis=0)
-    return float(both[0] / both[1]), sent / steps
+        both = [sum(column) for column in zip(*(task.measure(model) for task in tasks), strict=True)]
+    return Result(both[0] / both[1], sent / (4 * n * args.steps), losses)
+
+
+# Flags of codecs that hardly train these tasks at the rate and with the momentum of plain SGD: signs take the
+# rate of signs; what a residual sends late must not have momentum on top, so the rate makes up for it.
+SUITED = {
+    "digits": {
+        "signum": "--lr 0.0005 --clip inf",
+        "marsit": "--full-every 100 --param eta_s=0.002 --momentum 0 --lr 0.5 --clip 5",
+        "randk": "--momentum 0 --lr 1",
+        "randk-own": "--momentum 0 --lr 1",
+        "ssdm": "--momentum 0 --lr 0.0005 --clip inf",
+    },
+    "lm": {
+        "signum": "--lr 0.001 --clip inf",
+        "marsit": "--full-every 100 --param eta_s=0.0005 --momentum 0",
+        "randk": "--momentum 0 --lr 8.3",
+        "randk-own": "--momentum 0 --lr 8.3",
+        "ssdm": "--momentum 0 --lr 0.0005 --clip inf",
+    },
+}
+
+# What could keep more accuracy at a fortieth of the bytes.
+FORTIETH = "--codec topk --density 0.0248 --param values=f16"
+VARIANTS = {
+    "topk f16": FORTIETH,
+    "topk f16 one group": f"{FORTIETH} --groups model",
+    "topk f16 layerwise": f"{FORTIETH} --groups layer",
+    "topk f16 1-D dense": "--codec topk --density 0.023 --param values=f16 --exclude 1-D",
+    "topk f16 beta .9": f"{FORTIETH} --param beta=0.9",
+    "topk f16 dgc memory": f"{FORTIETH} --memory dgc HOLDS",
+    "topk f16 dgc memory no masking": f"{FORTIETH} --memory dgc --param masking=off HOLDS",
+    "topk f16 warm-up": "--codec topk --param values=f16 --param density=0.1@0,0.0165@RAMP",
+}
+
+
+def rows_of(task: str, steps: int, only: Sequence[str]) -> dict[str, str]:
+    """Labels, and train.py's flags."""
+    m = TASKS[task].momentum
+    # A memory that holds the momentum has the task's, and returns velocities: clipping gives them room.
+    holds = f"--param momentum={m} --clip {1 / (1 - m):.3g}"
+    own = {"dgc": holds, "redsync": holds, **SUITED.get(task, {})}
+    rows = {c.name: f"--codec {c.name} {own.get(c.name, '')}" for c in sidcomp.codecs() if not c.lossless}
+    for label, text in VARIANTS.items():
+        rows[label] = text.replace("HOLDS", holds).replace("RAMP", str(steps // 10))
+    return {name: text.strip() for name, text in rows.items() if not only or name in only}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers.convergence", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.papers.convergence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--task", default="digits", choices=sorted(TASKS))
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="simulated ranks (default 2)")
     parser.add_argument("--steps", type=int, help="the task's unless given")
     parser.add_argument(
-        "--seeds", type=int, default=3, help="of the dense run; codecs: the first (default 3)"
+        "--seeds", type=int, default=3, help="of each row (default 3); the saved dense row is taken as it is"
     )
-    parser.add_argument("--only", default="", help="codecs, with commas; variants of theirs come along")
+    parser.add_argument("--only", default="", help="labels of rows, with commas")
+    parser.add_argument("--flags", action="append", default=[], help="a row of its own: train.py's flags")
     parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/papers-convergence-TASK"
+        "--bf16", action="store_true", help="forward and backward in bfloat16 (torch.autocast), dense too"
+    )
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="write benchmarks/results/papers-convergence-TASK; rows in it stay until run again",
     )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    steps = args.steps or TASKS[args.task].steps
+    kind = TASKS[args.task]
+    steps = args.steps or kind.steps
+    shown = f"{steps}{' bf16' if args.bf16 else ''}"
     only = [name for name in args.only.split(",") if name]
-    names = [c.name for c in sidcomp.codecs() if not c.lossless and (not only or c.name in only)]
-    runs = [(name, name, {}) for name in names]
-    runs += [(label, codec, how) for label, (codec, how) in VARIANTS.items() if codec in names]
-    rows = []
-    better_is_lower = TASKS[args.task].metric != "accuracy"
+    runs = {text: text for text in args.flags} or rows_of(args.task, steps, only)
+    name = f"papers-convergence-{args.task}"
+    file = RESULTS / f"{name}.json"
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    if file.exists():
+        for row in json.loads(file.read_text())["rows"]:
+            rows[row["ranks"], row["steps"], row["what"]] = row
+
+    def measure(label: str, text: str, world: int) -> dict[str, Any]:
+        begun, found = time.monotonic(), []
+        parsed = flags.parse("", [*shlex.split(text), "--task", args.task, "--steps", str(steps)])
+        for seed in range(args.seeds):
+            found.append(train(parsed, world, seed, args.bf16))
+            print(f"{label}, seed {seed}: {found[-1].metric:.4f}", flush=True)
+        values = [result.metric for result in found]
+        row = {
+            "ranks": str(world),
+            "steps": shown,
+            "what": label,
+            "memory": settings_of(parsed, 0).ways[0].memory.name,
+            "1 / bytes": 1 / mean(result.share for result in found),
+            kind.metric: f"{mean(values):.4f}",
+            "each seed": " ".join(f"{value:.4f}" for value in values),
+        }
+        print(*row.values(), f"{time.monotonic() - begun:.0f} s", flush=True)
+        return row
+
+    keys = []
     for world in args.world:
-        dense = [train(args.task, world, steps, seed, None, {})[0] for seed in range(args.seeds)]
-        spread = f"{min(dense):.4f} to {max(dense):.4f}"
-        print(f"{world} ranks, dense: {spread}", flush=True)
-        for label, codec, how in runs:
-            begun = time.monotonic()
-            try:
-                value, share = train(args.task, world, steps, 0, codec, how)
-            except sidcomp.SidcompError as e:
-                print(f"{label}: {e}")
-                continue
-            memory = how.get("memory") or next(c.memory for c in sidcomp.codecs() if c.name == codec)
-            apart = value - mean(dense) if better_is_lower else mean(dense) - value
-            inside = value <= max(dense) if better_is_lower else value >= min(dense)
-            rows.append(
-                {
-                    "ranks": str(world),
-                    "what": label,
-                    "memory": memory,
-                    "1 / bytes": 1 / share,
-                    TASKS[args.task].metric: f"{value:.4f}",
-                    "dense seeds": spread,
-                    "worse by": f"{apart:+.4f}",
-                    "within dense": "yes" if inside else "no",
-                }
-            )
-            print(f"{label}: {value:.4f} ({apart:+.4f}), {time.monotonic() - begun:.0f} s", flush=True)
+        keys.append((str(world), shown, "dense"))
+        if keys[-1] not in rows:
+            rows[keys[-1]] = measure("dense", "--codec none", world)
+            rows[keys[-1]] |= {"worse by": "", "within dense": "", "flags": ""}
+        dense = [float(v) for v in rows[keys[-1]]["each seed"].split()]
+        worst = min(dense) if kind.metric == "accuracy" else max(dense)
+        sign = 1 if kind.metric == "accuracy" else -1
+        for label, text in runs.items():
+            keys.append((str(world), shown, label))
+            row = rows[keys[-1]] = measure(label, text, world)
+            value = float(row[kind.metric])
+            row["worse by"] = f"{sign * (mean(dense) - value):+.4f}"
+            row["within dense"] = "yes" if sign * (value - worst) >= 0 else "no"
+            row["flags"] = f"`{text}`"
+    order = sorted(rows if args.save else keys, key=lambda key: (int(key[0]), -int(key[1].split()[0])))
     note = (
-        f"{args.task}, {steps} steps, all parameters in one group, {TASKS[args.task].metric} "
-        f"{TASKS[args.task].unit} at the end; dense: {args.seeds} seeds. 1 / bytes: of a dense gradient over "
-        "a payload, on average over the steps (a ring all-reduce of W ranks sends 2 (W - 1) / W gradients a "
-        "rank, an all-gather W - 1 payloads)."
+        f"{args.task}: {kind.metric} {kind.unit} at the end, mean of the seeds. worse by: than dense's mean; "
+        "within dense: no worse than dense's worst seed. 1 / bytes: of a dense gradient over what a rank "
+        "hands to the collective, on average over the steps (a ring all-reduce of W ranks sends "
+        "2 (W - 1) / W gradients a rank, an all-gather W - 1 payloads). bf16: forward and backward in "
+        "bfloat16 (torch.autocast)."
     )
-    report(f"papers-convergence-{args.task}", "Convergence", rows, note, RESULTS if args.save else None)
+    report(name, "Convergence", [rows[key] for key in order], note, RESULTS if args.save else None)
 
 
 if __name__ == "__main__":
