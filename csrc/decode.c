@@ -45,6 +45,16 @@ static int nonfinite(sid_gather *g) {
     for (uint32_t i = 0; i < g->count; i++)
         if (((const sid_header *)(const void *)(g->payloads + i * g->stride))->flags & SID_FLAG_NONFINITE) return 1;
     if (!(p->codec->info.traits & SID_LINEAR)) return 0;
+    if (p->sizes.body_dtype == SID_F32) { /* the body shows it, at less cost than what is made of it */
+        for (uint32_t i = 0; i < g->count; i++) {
+            const float *x = (const float *)(const void *)(g->payloads + i * g->stride + p->sizes.body_offset);
+            for (uint64_t at = 0; at < p->sizes.body_count; at += 1u << 16) {
+                const uint64_t left = p->sizes.body_count - at;
+                if (!p->simd->finite(x + at, left < 1u << 16 ? (uint32_t)left : 1u << 16)) return 1;
+            }
+        }
+        if (g->count == 1) return 0; /* several may add up to Inf */
+    }
     for (uint64_t at = 0; at < p->n; at += SID_DECODE_TILE) {
         float x[SID_DECODE_TILE] = {0};
         const uint32_t len = p->n - at < SID_DECODE_TILE ? (uint32_t)(p->n - at) : SID_DECODE_TILE;
@@ -134,5 +144,6 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
         if (!past) memset(x, 0, 4ull * len);
     }
     if (past) p->simd->fence();
+    if (p->codec->learn && state && count == 1 && !report->nonfinite) p->codec->learn(p, state, payloads);
     return SID_OK;
 }

@@ -117,7 +117,7 @@ static double norm_of(const sid_plan *p, const sid_segment *seg) {
 
 static void walk(sid_walk *w, const sid_segment *seg) {
     const sid_plan *p = w->plan;
-    const int stored = p->memory->vectors && w->walks > 1; /* acc is in the state already */
+    const int stored = p->memory->vectors && (w->walks > 1 || w->round); /* acc is in the state already */
     float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
     place from = {seg, 0};
     w->nonfinite = stored ? w->nonfinite : 0;
@@ -142,6 +142,12 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
         w.walks++;
         walk(&w, seg);
     } while (p->codec->finish(&w) == SID_AGAIN);
+    if (at->world == 1)
+        for (w.round = 1; w.round < p->sizes.rounds; w.round++) {
+            w.walks++;
+            walk(&w, seg);
+            p->codec->finish(&w);
+        }
 
     sid_header *h = payload;
     const uint32_t flags = h->flags | (w.nonfinite ? (uint32_t)SID_FLAG_NONFINITE : 0u);
@@ -165,6 +171,18 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
     w.stats.nonfinite = w.nonfinite;
     w.stats.walks = w.walks;
     if (stats) *stats = w.stats;
+    return SID_OK;
+}
+
+sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *seg, uint32_t n_seg, void *state,
+                          void *work, const sid_step *at, void *payload) {
+    if (!p || !state || !work || !at || !payload || !at->world || at->rank >= at->world) return SID_E_ARG;
+    if (!aligned(state) || !aligned(work) || !aligned(payload) || !round || round >= p->sizes.rounds) return SID_E_ARG;
+    if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
+    sid_walk w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work, .round = round};
+    if (at->world == 1) return SID_OK;
+    walk(&w, seg);
+    p->codec->finish(&w);
     return SID_OK;
 }
 

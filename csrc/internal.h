@@ -66,14 +66,29 @@ struct sid_plan {
     sid_dtype dtype;
     sid_sizes sizes;
     double codec_param[SID_MAX_PARAMS], memory_param[SID_MAX_PARAMS]; /* in the order of the tables */
+    uint64_t first;          /* of two rounds: elements of the body that round 0 exchanges */
+    uint64_t extra;          /* floats at the end of the state that are the codec's */
+    const sid_shape *shapes; /* while the plan is made; then n_shapes sid_matrix follow the plan */
+    uint32_t n_shapes;
 };
+
+/* Where a tensor of a group lies, and its share of a shaped codec's body. */
+typedef struct sid_matrix {
+    uint64_t start, len; /* elements of the group */
+    uint64_t rows, cols; /* cols 0: it is no matrix to the codec, and has `len` rows */
+    uint64_t p, q, kept; /* the codec's: places of its parts in the slices of rounds 0 and 1, and in the state */
+    uint32_t rank, spare;
+} sid_matrix;
+SID_HD const sid_matrix *sid_matrices(const sid_plan *p) { return (const sid_matrix *)(const void *)(p + 1); }
 
 /* ---- the tile contract ------------------------------------------------------------------------------------------
  * Encode walks a group once, a tile at a time:
  *     codec->keep    acc <- what the last step's rule left of it        (if the memory gives feedback; or sent_from)
  *     memory->tile   acc <- gradient + what is kept
  *     codec->tile    reads acc, gathers statistics and candidates
- * and codec->finish settles the rule and writes the payload, or asks for another reading of the same acc. */
+ * and codec->finish settles the rule and writes the payload, or asks for another reading of the same acc. A plan of
+ * several rounds reads acc once more for each: begin, tile and finish see w->round, and the payload's earlier slices as
+ * the ranks have summed them. */
 typedef struct sid_walk {
     const sid_plan *plan;
     const sid_step *at;
@@ -84,6 +99,7 @@ typedef struct sid_walk {
     void *scratch;    /* the codec's part of work */
     uint64_t nonfinite;
     uint32_t walks; /* readings so far, this one included */
+    uint32_t round; /* of the exchange: 0 to sizes.rounds - 1 */
     sid_stats stats;
 } sid_walk;
 
@@ -110,7 +126,8 @@ typedef struct sid_codec {
     sid_info info;
     /* Resolves parameters: sets p->k, p->cap, sizes.payload, body_*, k; returns the scratch bytes of encode. */
     sid_status (*plan)(sid_plan *p, uint64_t *scratch, sid_error *err);
-    void (*begin)(sid_walk *w); /* before each reading */
+    void (*lay)(const sid_plan *p, sid_matrix *m); /* beside SID_SHAPED: fills in all n_shapes */
+    void (*begin)(sid_walk *w);                    /* before each reading */
     void (*tile)(sid_walk *w, const float *acc, uint64_t at, uint32_t len);
     sid_verdict (*finish)(sid_walk *w);
     /* In place: acc -> what s->rule left of it (s->draw: what was drawn for it). Element i of acc is element at + i of
@@ -128,6 +145,9 @@ typedef struct sid_codec {
     /* Sum of the payloads over elements at .. at + len, unscaled, into out, which holds zeros; called with at ascending,
      * in steps of SID_DECODE_TILE. */
     void (*decode)(sid_gather *g, float *out, uint64_t at, uint32_t len);
+    /* The step is over, and finite: s->codec and the extra part of the state may learn from the summed payload. NULL:
+     * nothing. */
+    void (*learn)(const sid_plan *p, sid_state *s, const uint8_t *payload);
 } sid_codec;
 
 enum {
@@ -237,6 +257,11 @@ typedef struct sid_simd {
     /* The low `width` bits of each code, 2 to 7, one after the other from the lowest bit of out[0] on; ceil(n * width / 8)
      * bytes, what is left of the last one zero. */
     void (*pack)(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out);
+    /* Matrices of r rows, `stride` floats apart. sum[k] += x . y_k; y_k += c[k] * x; out += sign * the sum of c[k] * y_k,
+     * each a product and a sum in the order of k. */
+    void (*dots)(const float *x, uint32_t n, const float *y, uint64_t stride, uint32_t r, float *sum);
+    void (*add_rows)(const float *x, uint32_t n, const float *c, uint32_t r, float *y, uint64_t stride);
+    void (*add_outer)(const float *c, const float *y, uint64_t stride, uint32_t r, float *out, uint32_t n, float sign);
     void (*clamp)(const float *x, float *y, uint32_t n, float max); /* finite x to +-max; NaN and Inf as they are */
     void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);
     void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);
@@ -279,6 +304,9 @@ sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attrib
 static inline float *sid_vector(const sid_plan *p, const sid_state *s, uint32_t i) {
     return (float *)(void *)((uint8_t *)(uintptr_t)s + SID_STATE_BYTES) + i * sid_state_stride(p->n);
 }
+
+/* The part of a state that is the codec's own. */
+static inline float *sid_extra(const sid_plan *p, const sid_state *s) { return sid_vector(p, s, p->memory->vectors); }
 
 /* encode.c: takes this step's gradient, which the segments still hold, out of the memory again. */
 void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg);

@@ -19,15 +19,30 @@ static sid_status set_param(const sid_info *info, double *value, const sid_setti
     return SID_OK;
 }
 
+/* Columns of n elements without a shape. */
+static uint64_t as_square(uint64_t n) {
+    uint64_t c = (uint64_t)ceil(sqrt((double)n));
+    return c ? c : 1;
+}
+
+static sid_status shapes_hold(const sid_config *c, sid_error *err) {
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < c->n_shapes; i++) {
+        if (c->shapes[i].len > c->n - sum) return sid_fail(err, SID_E_ARG, "the shapes hold more than n elements");
+        sum += c->shapes[i].len;
+    }
+    if (sum == c->n) return SID_OK;
+    return sid_fail(err, SID_E_ARG, "the shapes hold %llu elements, n is %llu", (unsigned long long)sum,
+                    (unsigned long long)c->n);
+}
+
 sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_error *err) {
     sid_plan p;
     uint64_t scratch = 0;
     if (err) err->text[0] = 0;
     if (!c || !bytes) return sid_fail(err, SID_E_ARG, "config or bytes is NULL");
-    if (mem && *bytes < sizeof p)
-        return sid_fail(err, SID_E_SPACE, "a plan needs %zu bytes, %zu given", sizeof p, *bytes);
-    *bytes = sizeof p;
     memset(&p, 0, sizeof p);
+    p.sizes.rounds = 1;
     const sid_info *ci = sid_codec_find(c->codec), *mi = sid_memory_find(c->memory);
     if (!ci) return sid_fail(err, SID_E_PARAM, "no codec is named '%s'", c->codec ? c->codec : "");
     if (!mi) return sid_fail(err, SID_E_PARAM, "no memory is named '%s'", c->memory ? c->memory : "");
@@ -63,16 +78,31 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
             return sid_fail(err, SID_E_PARAM, "neither codec '%s' nor memory '%s' has a parameter '%s'", ci->name,
                             mi->name, c->settings[i].name);
     }
+    const sid_shape whole = {p.n, as_square(p.n)};
+    size_t need = sizeof p;
+    if (ci->traits & SID_SHAPED) {
+        const sid_status wrong = c->shapes ? shapes_hold(c, err) : SID_OK;
+        if (wrong) return wrong;
+        p.shapes = c->shapes ? c->shapes : &whole;
+        p.n_shapes = c->shapes ? c->n_shapes : 1;
+        need += p.n_shapes * sizeof(sid_matrix);
+    }
+    const size_t room = *bytes;
+    *bytes = need;
+    if (mem && room < need) return sid_fail(err, SID_E_SPACE, "a plan needs %zu bytes, %zu given", need, room);
     p.sizes.body_offset = SID_HEADER_BYTES;
     sid_status s = p.codec->plan(&p, &scratch, err);
     if (!s && p.memory->plan) s = p.memory->plan(&p, err);
     if (s) return s;
     p.sizes.k = p.k;
-    p.sizes.state = SID_STATE_BYTES + p.memory->vectors * sid_state_stride(p.n) * sizeof(float);
+    p.sizes.state =
+        SID_STATE_BYTES + (p.memory->vectors * sid_state_stride(p.n) + sid_round_up(p.extra, 16)) * sizeof(float);
     p.sizes.work = sid_round_up(scratch, 64) + 64;
     if (mem) {
         if ((uintptr_t)mem % 64)
             return sid_fail(err, SID_E_ARG, "the plan's block must start at a multiple of 64 bytes");
+        if (p.codec->lay) p.codec->lay(&p, (sid_matrix *)(void *)((uint8_t *)mem + sizeof p));
+        p.shapes = NULL; /* they are the caller's */
         memcpy(mem, &p, sizeof p);
     }
     return SID_OK;
@@ -83,3 +113,13 @@ const sid_info *sid_plan_codec(const sid_plan *p) { return &p->codec->info; }
 const sid_info *sid_plan_memory(const sid_plan *p) { return &p->memory->info; }
 const char *sid_plan_isa(const sid_plan *p) { return p->simd->name; }
 uint32_t sid_memory_vectors(const sid_plan *p) { return p->memory->vectors; }
+uint64_t sid_plan_extra(const sid_plan *p) { return sid_round_up(p->extra, 16) * sizeof(float); }
+
+sid_slice sid_plan_round(const sid_plan *p, uint32_t round) {
+    const uint64_t size = sid_dtype_size(p->sizes.body_dtype);
+    if (p->sizes.rounds == 1) return (sid_slice){p->sizes.body_offset, round ? 0 : p->sizes.body_count};
+    const uint64_t first = p->first; /* elements of round 0; no codec has more than two */
+    return round == 0   ? (sid_slice){p->sizes.body_offset, first}
+           : round == 1 ? (sid_slice){p->sizes.body_offset + first * size, p->sizes.body_count - first}
+                        : (sid_slice){0, 0};
+}

@@ -91,7 +91,8 @@ enum {                   /* traits */
     SID_SPARSE = 16u,    /* sends some elements and nothing of the others */
     SID_FEEDBACK = 32u,  /* of a memory: keeps what was not sent; of a codec: is not to be used without one that does */
     SID_MOMENTUM = 64u,  /* of a memory: holds the momentum, so that the optimizer must have none */
-    SID_VOTE = 128u      /* several payloads are not summed but vote (or one is drawn), whatever the scale */
+    SID_VOTE = 128u,     /* several payloads are not summed but vote (or one is drawn), whatever the scale */
+    SID_SHAPED = 256u    /* of a codec: looks at the tensors' shapes */
 };
 
 typedef struct sid_info {
@@ -125,6 +126,12 @@ typedef struct sid_setting {
     double value;
 } sid_setting;
 
+/* A tensor as a matrix: `len` elements in rows of `cols`, of which the last row may be shorter; a vector where cols is 0
+ * or 1. */
+typedef struct sid_shape {
+    uint64_t len, cols;
+} sid_shape;
+
 typedef struct sid_config {
     const char *codec, *memory;  /* names in the registry */
     uint64_t n;                  /* elements of the group, 0 to 2^40 */
@@ -132,6 +139,9 @@ typedef struct sid_config {
     sid_isa isa;                 /* SID_ISA_AUTO: the best this processor has */
     const sid_setting *settings; /* parameters of codec and memory, by name; the rest take their defaults */
     uint32_t n_settings;
+    const sid_shape *shapes; /* of the tensors that make up the group, in order; NULL: one, as square as it goes. Only
+                              * codecs that factor matrices look at them */
+    uint32_t n_shapes;
     int flush; /* 1: a lossless codec takes the memory too, to send what another codec has kept there; its residual is
                 * then that of one rounding to the gradient's dtype, 0 for float32 and one rank */
 } sid_config;
@@ -150,13 +160,23 @@ typedef struct sid_sizes {
     sid_dtype body_dtype; /* linear codecs: their dtype */
     uint64_t state, work; /* bytes */
     uint64_t k;           /* elements that are sent, or aimed at; n for dense codecs */
+    uint32_t rounds;      /* exchanges that make up a step: 1, or more (linear codecs) */
 } sid_sizes;
 
+/* What a round exchanges: `count` elements of the body's dtype from byte `offset` of the payload on. */
+typedef struct sid_slice {
+    uint64_t offset, count;
+} sid_slice;
+
 sid_sizes sid_plan_sizes(const sid_plan *p);
+/* Of a linear codec; round 0 to sizes.rounds - 1. Together the slices are the body. */
+sid_slice sid_plan_round(const sid_plan *p, uint32_t round);
 const sid_info *sid_plan_codec(const sid_plan *p);
 const sid_info *sid_plan_memory(const sid_plan *p);
 /* The instruction set in use: "base", "avx2" or "avx512". */
 const char *sid_plan_isa(const sid_plan *p);
+/* Bytes at the end of a state that the codec keeps beside the memory's vectors; a checkpoint takes them along. */
+uint64_t sid_plan_extra(const sid_plan *p);
 
 /* ---- step ---------------------------------------------------------------------------------------------------- */
 
@@ -179,6 +199,12 @@ typedef struct sid_stats {
  * carries them instead), which makes the decoded step non-finite on every rank. stats may be NULL. */
 sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
                       const sid_step *at, void *payload, sid_stats *stats);
+
+/* For plans of several rounds. sid_encode has written the slice of round 0, the ranks have summed it in place; this writes
+ * the slice of `round`, 1 and up, one after the other. Segments, state, work, at and payload as they were in sid_encode;
+ * where at->world is 1, sid_encode has done all rounds. A slice that is not finite makes the next ones so. */
+sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *seg, uint32_t n_seg, void *state,
+                          void *work, const sid_step *at, void *payload);
 
 enum {
     SID_MAX_COUNT = 4096

@@ -98,7 +98,7 @@ constexpr Name isas[] = {
     {"auto", SID_ISA_AUTO}, {"base", SID_ISA_BASE}, {"avx2", SID_ISA_AVX2}, {"avx512", SID_ISA_AVX512}};
 constexpr Name traits[] = {{"linear", SID_LINEAR},     {"lossless", SID_LOSSLESS}, {"stochastic", SID_STOCHASTIC},
                            {"unbiased", SID_UNBIASED}, {"sparse", SID_SPARSE},     {"feedback", SID_FEEDBACK},
-                           {"momentum", SID_MOMENTUM}, {"vote", SID_VOTE}};
+                           {"momentum", SID_MOMENTUM}, {"vote", SID_VOTE},         {"shaped", SID_SHAPED}};
 constexpr const char *kinds[] = {"real", "int", "choice"};
 
 template <size_t N> int value_of(const Name (&names)[N], const string &name, const char *what) {
@@ -249,7 +249,8 @@ struct Segments {
 class Plan {
   public:
     Plan(const string &codec_name, const string &memory_name, int64_t count, const string &dtype_name,
-         const py::dict &settings, const std::optional<string> &isa, bool flush) {
+         const py::dict &settings, const std::optional<string> &isa, bool flush,
+         const std::optional<std::vector<std::pair<uint64_t, uint64_t>>> &shapes) {
         const sid_info &c = find(sid_codec_at, codec_name, "codec");
         const sid_info &m = find(sid_memory_at, memory_name, "memory");
         if (count < 0) fail(SID_E_ARG, "n is negative");
@@ -272,6 +273,12 @@ class Plan {
         config.settings = values.data();
         config.n_settings = static_cast<uint32_t>(values.size());
         config.flush = flush;
+        std::vector<sid_shape> parts;
+        if (shapes) {
+            for (const auto &[length, columns] : *shapes) parts.push_back({length, columns});
+            config.shapes = parts.data();
+            config.n_shapes = static_cast<uint32_t>(parts.size());
+        }
         sid_error err{};
         size_t bytes = 0;
         check(sid_plan_make(&config, nullptr, &bytes, &err), err);
@@ -298,6 +305,18 @@ class Plan {
         });
         check(s);
         return stats;
+    }
+
+    void next_round(uint32_t round, const Segments &seg, Address state, Address work, Address payload, uint64_t step,
+                    uint64_t seed, uint32_t group, uint32_t rank, uint32_t world) const {
+        need(state, sizes.state, "state");
+        need(work, sizes.work, "work");
+        need(payload, sizes.payload, "payload");
+        const sid_step at{step, seed, group, rank, world};
+        check(without_gil([&] {
+            return sid_next_round(get(), round, seg.parts.data(), seg.count(), pointer(state), pointer(work), &at,
+                                  pointer(payload));
+        }));
     }
 
     bool decode(Address payloads, uint64_t stride, uint32_t count, float scale, const Segments &seg, Address state,
@@ -615,9 +634,10 @@ PYBIND11_MODULE(_core, m) {
     using py::arg;
     py::class_<Plan>(m, "Plan")
         .def(py::init<const string &, const string &, int64_t, const string &, const py::dict &,
-                      const std::optional<string> &, bool>(),
+                      const std::optional<string> &, bool,
+                      const std::optional<std::vector<std::pair<uint64_t, uint64_t>>> &>(),
              arg("codec"), arg("memory"), arg("n"), arg("dtype"), arg("settings") = py::dict(), arg("isa") = py::none(),
-             arg("flush") = false)
+             arg("flush") = false, arg("shapes") = py::none())
         .def_property_readonly("codec", [](const Plan &p) { return sid_plan_codec(p.get())->name; })
         .def_property_readonly("memory", [](const Plan &p) { return sid_plan_memory(p.get())->name; })
         .def_readonly("n", &Plan::n)
@@ -632,9 +652,22 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("body_dtype", [](const Plan &p) { return name_of(dtypes, p.sizes.body_dtype); })
         .def_property_readonly("state_bytes", [](const Plan &p) { return p.sizes.state; })
         .def_property_readonly("work_bytes", [](const Plan &p) { return p.sizes.work; })
+        .def_property_readonly("extra_bytes", [](const Plan &p) { return sid_plan_extra(p.get()); })
+        .def_property_readonly("rounds", [](const Plan &p) { return p.sizes.rounds; })
+        .def_property_readonly("slices",
+                               [](const Plan &p) {
+                                   py::list all;
+                                   for (uint32_t i = 0; p.has(SID_LINEAR) && i < p.sizes.rounds; i++) {
+                                       const sid_slice s = sid_plan_round(p.get(), i);
+                                       all.append(py::make_tuple(s.offset, s.count));
+                                   }
+                                   return all;
+                               })
         .def_property_readonly("vectors", &Plan::vectors)
         .def("encode", &Plan::encode, arg("segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(),
              arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"))
+        .def("next_round", &Plan::next_round, arg("round"), arg("segments"), arg("state"), arg("work"), arg("payload"),
+             py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"))
         .def("decode", &Plan::decode, arg("payloads"), arg("stride"), arg("count"), arg("scale"), arg("segments"),
              arg("state"), py::kw_only(), arg("step"), arg("group"))
         .def("check", &Plan::check_payload, arg("payload"), arg("nbytes"), py::kw_only(), arg("step") = -1,

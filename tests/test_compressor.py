@@ -64,7 +64,9 @@ def test_like_the_reference(codec: str, memory: str, n: int) -> None:
             assert payload.dtype == np.uint8 and payload.shape == (ours[rank].payload_bytes,)
             payloads.append(payload)
             side = theirs[rank]
-            if codec in TOLERANT and whole:  # what left is what was there and is not kept any more
+            if (
+                codec in TOLERANT and whole and not CODECS[codec].shaped
+            ):  # what left is what was there and is not kept any more
                 acc = x + kept if memory != "none" else x
                 sent = ours[rank].decode(payload)
                 assert np.array_equal(sent + ours[rank].residual(), acc if memory != "none" else sent)
@@ -219,7 +221,8 @@ for codec in sidcomp.codecs():
     c = sidcomp.Compressor(codec.name, 1000, memory="residual")
     x = np.arange(1000, dtype=np.float32)
     out = c.decode(c.encode(x), np.zeros(1000, np.float32))
-    slack = 0 if {"linear", "sparse"} & codec.traits else np.abs(out).max() * 2.0**-23
+    as_it_is = {"linear", "sparse"} & codec.traits and not codec.shaped
+    slack = 0 if as_it_is else np.abs(out).max() * 2.0**-23
     near = (np.abs(out + c.residual() - x) <= slack).all()
     assert near or (codec.lossless and (out == x).all()), codec.name
 for name in ("State", "hook", "register"):

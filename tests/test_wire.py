@@ -85,8 +85,21 @@ class Vector:
     def kept(self) -> Array:
         return elements(self.given["kept"], self.n)
 
-    def group(self) -> ref.Group:
-        return ref.Group(self.name, self.memory, self.wire_id, self.n, self.dtype, self.settings)
+    def group(self, payload: bytes | None = None) -> ref.Group:
+        """The reference; one that judges a payload instead of writing it is told the page's, or another."""
+        group = ref.Group(self.name, self.memory, self.wire_id, self.n, self.dtype, self.settings)
+        if hasattr(group.codec, "judge"):
+            group.codec.dictated = self.payload if payload is None else payload
+        return group
+
+    def encoded(self) -> bytes:
+        """By the core."""
+        from buffers import Rank
+        from buffers import Vector as Segments
+        from sidcomp import _core
+
+        plan = _core.Plan(self.name, self.memory, self.n, self.dtype, self.settings)
+        return Rank(plan).encode(Segments(self.input), self.at)
 
 
 def vectors() -> list[Vector]:
@@ -171,7 +184,7 @@ def test_one_changed_byte_of_the_page_is_noticed(vector: Vector) -> None:
 def rewritten(match: re.Match[str]) -> str:
     v = Vector.parse(match[1])
     scale = 1 / v.at.world
-    group = v.group()
+    group = v.group(v.encoded() if hasattr(v.group(b"").codec, "judge") else b"")
     payload = group.encode(v.input, v.at)
     decoded = ref.to_f32(v.group().decode([payload], scale), v.dtype)
     lines = [payload[i : i + 16].hex(" ", 4) for i in range(0, len(payload), 16)]

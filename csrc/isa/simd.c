@@ -905,6 +905,61 @@ static void pack(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out) 
     }
 }
 
+/* ---- a few rows: y_k is row k of r, `stride` floats apart ------------------------------------------------------- */
+
+/* Four rows at once, so that x is read once for them. */
+#define DOTS(R)                                                                                                        \
+    static void dots##R(const float *x, uint32_t n, const float *y, uint64_t stride, float *sum) {                     \
+        vf part[R][PARTS] = {{{0}}};                                                                                   \
+        float lane[R][LANES];                                                                                          \
+        uint32_t i = 0;                                                                                                \
+        for (; i + LANES <= n; i += LANES)                                                                             \
+            for (int q = 0; q < PARTS; q++) {                                                                          \
+                const vf v = load(x + i + q * WIDE);                                                                   \
+                for (uint32_t k = 0; k < R; k++) part[k][q] += v * load(y + k * stride + i + q * WIDE);                \
+            }                                                                                                          \
+        memcpy(lane, part, sizeof lane);                                                                               \
+        for (uint32_t j = 0; i < n; i++, j++)                                                                          \
+            for (uint32_t k = 0; k < R; k++) lane[k][j] += x[i] * y[k * stride + i];                                   \
+        for (uint32_t k = 0; k < R; k++) sum[k] += combine(lane[k]);                                                   \
+    }
+DOTS(1)
+DOTS(2)
+DOTS(4)
+
+static void dots(const float *x, uint32_t n, const float *y, uint64_t stride, uint32_t r, float *sum) {
+    for (; r >= 4; r -= 4, y += 4 * stride, sum += 4) dots4(x, n, y, stride, sum);
+    if (r & 2) {
+        dots2(x, n, y, stride, sum);
+        y += 2 * stride;
+        sum += 2;
+    }
+    if (r & 1) dots1(x, n, y, stride, sum);
+}
+
+static void add_rows(const float *x, uint32_t n, const float *c, uint32_t r, float *y, uint64_t stride) {
+    for (uint32_t k = 0; k < r; k++, y += stride) {
+        const float f = c[k];
+        uint32_t i = 0;
+        for (; i + WIDE <= n; i += WIDE) store(y + i, load(y + i) + f * load(x + i));
+        for (; i < n; i++) y[i] += f * x[i];
+    }
+}
+
+static void add_outer(const float *c, const float *y, uint64_t stride, uint32_t r, float *out, uint32_t n, float sign) {
+    uint32_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        vf s = c[0] * load(y + i);
+        for (uint32_t k = 1; k < r; k++) s += c[k] * load(y + k * stride + i);
+        store(out + i, load(out + i) + sign * s);
+    }
+    for (; i < n; i++) {
+        float s = c[0] * y[i];
+        for (uint32_t k = 1; k < r; k++) s += c[k] * y[k * stride + i];
+        out[i] += sign * s;
+    }
+}
+
 static void clamp(const float *x, float *y, uint32_t n, float max) {
     uint32_t i = 0;
     const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
@@ -1377,6 +1432,9 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .take_out = take_out,
     .add_codes = add_codes,
     .pack = pack,
+    .dots = dots,
+    .add_rows = add_rows,
+    .add_outer = add_outer,
     .clamp = clamp,
     .f32_to_f16 = f32_to_f16,
     .f32_to_bf16 = f32_to_bf16,

@@ -75,6 +75,7 @@ class Plan:
         settings: Mapping[str, float | int | str] = ...,
         isa: str = ...,  # "auto", "base", "avx2" or "avx512"
         flush: bool = False,  # a lossless codec takes the memory too, to send what is kept there
+        shapes: Sequence[tuple[int, int]] | None = None,  # elements and columns of each tensor in the group
     ) -> None: ...
     codec: str
     memory: str
@@ -90,6 +91,9 @@ class Plan:
     body_dtype: str
     state_bytes: int
     work_bytes: int
+    extra_bytes: int  # at the end of the state, beside the vectors
+    rounds: int
+    slices: list[tuple[int, int]]  # of a linear codec: offset in bytes and elements, for each round
     vectors: int
     def encode(
         self,
@@ -104,6 +108,20 @@ class Plan:
         rank: int,
         world: int,
     ) -> Stats: ...
+    def next_round(
+        self,
+        round: int,
+        segments: Segments,
+        state: int,
+        work: int,
+        payload: int,
+        *,
+        step: int,
+        seed: int,
+        group: int,
+        rank: int,
+        world: int,
+    ) -> None: ...
     def decode(
         self,
         payloads: int,

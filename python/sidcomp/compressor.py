@@ -1,6 +1,7 @@
 """Compressor: a codec and a memory without DDP, on numpy arrays or torch tensors."""
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -68,6 +69,8 @@ class Compressor:
     seed, group, rank, world
                     go into the random numbers and the payload's header; world is what a linear codec divides
                     by when it encodes.
+    shapes          of the tensors that make up the vector, such as [(64, 3, 7, 7), (64,)]: for codecs that
+                    factor matrices; None: one matrix, as square as it goes.
     isa             "auto" (default), "base", "avx2" or "avx512".
 
     Arrays may be numpy arrays or torch tensors on the CPU, contiguous, of any shape with n elements; results
@@ -85,6 +88,7 @@ class Compressor:
         group: int = 0,
         rank: int = 0,
         world: int = 1,
+        shapes: Sequence[Sequence[int]] | None = None,
         isa: str | None = None,
         **parameters: Setting,
     ) -> None:
@@ -93,6 +97,8 @@ class Compressor:
         self.codec, self.memory, self.parameters = resolve(codec, memory, parameters)
         name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
         extra: dict[str, Any] = {} if isa is None else {"isa": isa}
+        if shapes is not None:
+            extra["shapes"] = [(math.prod(s), math.prod(s[1:]) if len(s) > 1 else 1) for s in shapes]
         self.plan = _core.Plan(self.codec.name, self.memory.name, n, name, self.parameters, **extra)
         self.n = n
         self.dtype = name
@@ -121,6 +127,22 @@ class Compressor:
         self.step += 1
         return payload  # type: ignore[no-any-return]
 
+    @property
+    def slices(self) -> list[tuple[int, int]]:
+        """What the ranks of a linear codec sum, a round after the other: (offset in bytes, elements) in the
+        payload, whose dtype is `plan.body_dtype`."""
+        return self.plan.slices
+
+    def next_round(self, round: int, payload: Array, x: Array) -> Array:
+        """Of a codec with several slices, where world is not 1: `encode(x)` gave the first, which the ranks
+        have summed in their payloads; this writes slice `round`, 1 and up, to be summed in turn."""
+        ptr, nbytes, dtype = _look(payload, "payload")
+        if dtype != "uint8" or nbytes != self.payload_bytes or ptr % 64:
+            raise ArgumentError("payload: pass what encode() returned, with its slice summed in place")
+        at = {**self._at, "step": self.step - 1}
+        self.plan.next_round(round, self._segments(x, "x"), self._state.ptr, self._work.ptr, ptr, **at)
+        return payload
+
     def decode(self, payloads: Any, out: Any = None, scale: float = 1.0) -> Any:
         """scale times the sum of the payloads' vectors, in their order, in float32, rounded once to the
         dtype.
@@ -132,8 +154,9 @@ class Compressor:
         joined, count, like = self._join(payloads)
         if out is None:
             out = _empty(like, self.n, self.dtype)
+        state = self._state.ptr if self.plan.extra_bytes else 0  # a warm start learns from what was decoded
         self.plan.decode(
-            joined, self.payload_bytes, count, scale, self._segments(out, "out"), 0, step=-1, group=0
+            joined, self.payload_bytes, count, scale, self._segments(out, "out"), state, step=-1, group=0
         )
         return out
 

@@ -28,7 +28,7 @@ class Parameter:
 @dataclass(frozen=True)
 class Codec:
     """A codec or a memory. `traits` holds "linear", "lossless", "stochastic", "unbiased", "sparse",
-    "feedback", "momentum"; `cuda`: kernels are built."""
+    "feedback", "momentum", "vote", "shaped"; `cuda`: kernels are built."""
 
     name: str
     family: str
@@ -49,6 +49,12 @@ class Codec:
     def lossless(self) -> bool:
         """Nothing is ever left over, so no memory is kept, except for one that holds the momentum."""
         return "lossless" in self.traits
+
+    @property
+    def shaped(self) -> bool:
+        """What it costs and sends depends on the shapes of the tensors, not only on how many elements they
+        have."""
+        return "shaped" in self.traits
 
     @property
     def momentum(self) -> bool:

@@ -109,7 +109,8 @@ void test_sizing(void) {
                 const sid_plan *p = (const sid_plan *)(const void *)mem.p;
                 const sid_sizes s = sid_plan_sizes(p);
                 const uint32_t traits = sid_plan_codec(p)->traits;
-                const uint64_t body = traits & SID_LINEAR ? (traits & SID_SPARSE ? s.k : sizes[k]) : 0;
+                const int less_than_n = (traits & (SID_SPARSE | SID_SHAPED)) != 0;
+                const uint64_t body = traits & SID_LINEAR ? (less_than_n ? s.k : sizes[k]) : 0;
                 CHECK(sid_plan_codec(p) == sid_codec_at(i), "%s: another codec", c.codec);
                 CHECK(s.payload % 64 == 0 && s.payload >= 64 && s.body_offset == 64, "%s: payload %llu", c.codec,
                       (unsigned long long)s.payload);

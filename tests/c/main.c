@@ -23,6 +23,10 @@
     X(edge_values)                                                                                                     \
     X(gather)                                                                                                          \
     X(linear_sum)                                                                                                      \
+    X(rounds)                                                                                                          \
+    X(rounds_low_rank)                                                                                                 \
+    X(rounds_spoiled)                                                                                                  \
+    X(shapes_refused)                                                                                                  \
     X(isa_agrees)                                                                                                      \
     X(steady)                                                                                                          \
     X(kept)                                                                                                            \

@@ -84,7 +84,8 @@ static void steps(const sid_config *c, cut how, int kind, uint32_t world) {
         float max = largest(before, c->n), bad = 0;
         max += largest(grad, c->n);
         max = largest(sent, c->n) > max ? largest(sent, c->n) : max; /* such as a sign's magnitude */
-        const int whole = (traits & (SID_LINEAR | SID_SPARSE)) != 0; /* elements are sent as they are, or not at all */
+        /* elements are sent as they are, or not at all */
+        const int whole = (traits & (SID_LINEAR | SID_SPARSE)) && !(traits & SID_SHAPED);
         for (uint64_t i = 0; i < c->n; i++) {
             const float d = fabsf((sent[i] - before[i]) + after[i] - grad[i]);
             if (!whole && fabsf(after[i]) == FLT_MAX) continue; /* saturated */
@@ -275,6 +276,10 @@ static void run_linear_sum(const sid_config *c, uint32_t how) {
     sid_error err;
     if (!(sid_codec_find(c->codec)->traits & SID_LINEAR) || !group_open(&g, c)) return;
     const uint32_t traits = sid_plan_memory(g.plan)->traits;
+    if (g.sizes.rounds > 1) { /* rounds.c */
+        group_close(&g);
+        return;
+    }
     if (traits & SID_MOMENTUM && !(traits & SID_FEEDBACK)) { /* what is sent in the first step is not the gradient */
         group_close(&g);
         return;

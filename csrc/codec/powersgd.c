@@ -1,0 +1,391 @@
+/* powersgd: every matrix M (rows x cols, M = gradient + what is kept) travels as two thin factors, in two rounds of
+ * all-reduce (Vogels, Karimireddy, Jaggi 2019, "PowerSGD", algorithms 1 and 2):
+ *     P = M Q            Q: what the last step ended with (warm start), its columns scaled to length 1
+ *     P = mean over the ranks, orthonormalised by Gram-Schmidt
+ *     Q = M^T P, and its mean over the ranks                            decoded: P Q^T
+ * What is not worth factoring (vectors, small matrices) travels as it is in round 0.
+ *
+ * Two things differ from the paper's text, neither in what is sent. It keeps M - P mean(Q)^T; here each rank keeps
+ * M - P Q^T with its own Q, so that what a rank sent and what it keeps make up what came in. The sums over the ranks are
+ * equal, and all that follows depends on these only. And scaling Q's columns does not change what P spans, but keeps every
+ * product finite; for the same reason elements count as at most 2^96.
+ *
+ * A column of P that lies in the span of those before it (rank below r, or zeros) becomes zero, and its column of Q,
+ * zero then too, is drawn anew in the next step, as all are in the first: popcounts of 64 random bits, normal to within
+ * their steps, from the stream that all ranks share. */
+#include <math.h>
+#include <string.h>
+
+#include "../internal.h"
+
+enum {
+    RANK,
+    MIN_RATIO,
+    MAX_RANK = 64
+};
+
+static const sid_param params[] = {
+    {"r", SID_INT, 4, 1, MAX_RANK, "", NULL, "columns of the factors; at most as many as rows and columns"},
+    {"min_ratio", SID_REAL, 1, 1, 1e6, "", NULL, "a matrix travels as it is unless its factors are so much smaller"},
+};
+
+static const float LARGEST = 0x1p96f;
+
+/* The tensor as a matrix; p, q and kept are still to be set. */
+static sid_matrix matrix_of(const sid_plan *p, const sid_shape *s, uint64_t start) {
+    sid_matrix m = {.start = start, .len = s->len, .rows = s->len};
+    if (s->cols < 2 || s->len < 2) return m;
+    const uint64_t cols = s->cols < s->len ? s->cols : s->len, rows = (s->len + cols - 1) / cols;
+    uint64_t rank = (uint64_t)p->codec_param[RANK];
+    if (rank > rows) rank = rows;
+    if (rank > cols) rank = cols;
+    if ((double)rank * (double)(rows + cols) * p->codec_param[MIN_RATIO] >= (double)s->len) return m;
+    m.rows = rows;
+    m.cols = cols;
+    m.rank = (uint32_t)rank;
+    return m;
+}
+
+/* What the parts of all matrices come to. */
+typedef struct totals {
+    uint64_t p, q, kept; /* floats: slices of rounds 0 and 1; P of the matrices */
+} totals;
+
+static totals lay_out(const sid_plan *p, sid_matrix *out) {
+    totals sum = {0, 0, 0};
+    uint64_t start = 0;
+    for (uint32_t i = 0; i < p->n_shapes; i++) {
+        sid_matrix m = matrix_of(p, &p->shapes[i], start);
+        m.p = sum.p;
+        m.q = sum.q;
+        m.kept = sum.kept;
+        sum.p += m.cols ? m.rank * m.rows : m.len;
+        sum.q += m.rank * m.cols;
+        sum.kept += m.rank * m.rows * (m.cols > 0);
+        start += m.len;
+        if (out) out[i] = m;
+    }
+    return sum;
+}
+
+static void lay(const sid_plan *p, sid_matrix *out) { lay_out(p, out); }
+
+static int feeds_back(const sid_plan *p) { return (p->memory->info.traits & SID_FEEDBACK) != 0; }
+
+static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)scratch, (void)err;
+    const totals t = lay_out(p, NULL);
+    p->k = p->cap = t.p + t.q;
+    p->first = t.p;
+    p->extra = t.q + (feeds_back(p) ? t.q + t.kept : 0);
+    p->sizes.rounds = t.q ? 2 : 1;
+    p->sizes.body_dtype = SID_F32;
+    p->sizes.body_count = p->k;
+    p->sizes.payload = sid_linear_bytes(p->k, 4);
+    return SID_OK;
+}
+
+/* ---- places ------------------------------------------------------------------------------------------------------- */
+
+static float *slice(const uint8_t *payload) {
+    return (float *)(void *)((uint8_t *)(uintptr_t)payload + SID_HEADER_BYTES);
+}
+/* In the extra part of a state: Q of the next step; then what this rank has sent, if it matters: Q, and P. */
+static float *next_q(const sid_plan *p, const sid_state *s) { return sid_extra(p, s); }
+static float *sent_q(const sid_plan *p, const sid_state *s) { return sid_extra(p, s) + (p->k - p->first); }
+static float *sent_p(const sid_plan *p, const sid_state *s) { return sid_extra(p, s) + 2 * (p->k - p->first); }
+
+static const sid_matrix *at_element(const sid_plan *p, uint64_t at) {
+    const sid_matrix *m = sid_matrices(p);
+    uint32_t lo = 0, hi = p->n_shapes;
+    while (hi - lo > 1) {
+        const uint32_t mid = lo + (hi - lo) / 2;
+        if (m[mid].start <= at)
+            lo = mid;
+        else
+            hi = mid;
+    }
+    return m + lo;
+}
+
+/* Elements of one row, or of a tensor that travels as it is, from element `at` of the group on. */
+typedef struct piece {
+    const sid_matrix *m;
+    uint64_t row, col; /* row: of one that travels as it is, the element's place in it */
+    uint32_t len;
+} piece;
+
+static piece piece_at(const sid_matrix *m, uint64_t at, uint32_t left) {
+    while (at - m->start >= m->len) m++;
+    piece x = {m, at - m->start, 0, left};
+    uint64_t most = m->len - x.row;
+    if (m->cols) {
+        x.col = x.row % m->cols;
+        x.row /= m->cols;
+        if (most > m->cols - x.col) most = m->cols - x.col;
+    }
+    if (x.len > most) x.len = (uint32_t)most;
+    return x;
+}
+
+/* Row `row` of P, whose columns lie one after the other. */
+static const float *row_of(const float *columns, const sid_matrix *m, uint64_t row, float *c) {
+    for (uint32_t k = 0; k < m->rank; k++) c[k] = columns[k * m->rows + row];
+    return c;
+}
+
+/* ---- columns ------------------------------------------------------------------------------------------------------ */
+
+static double dot(const float *x, const float *y, uint64_t n) { /* in 16 lanes */
+    double lane[16] = {0};
+    uint64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (uint32_t j = 0; j < 16; j++) lane[j] += (double)x[i + j] * (double)y[i + j];
+    for (uint32_t j = 0; i < n; i++, j++) lane[j] += (double)x[i] * (double)y[i];
+    for (uint32_t half = 8; half; half /= 2)
+        for (uint32_t j = 0; j < half; j++) lane[j] += lane[j + half];
+    return lane[0];
+}
+
+static void divide(float *x, uint64_t n, double by) {
+    for (uint64_t i = 0; i < n; i++) x[i] = (float)((double)x[i] / by);
+}
+
+/* Gram-Schmidt, each projection taken out twice: once would leave float32's errors, magnified. */
+static void orthonormalise(float *columns, const sid_matrix *m) {
+    const uint64_t n = m->rows;
+    for (uint32_t k = 0; k < m->rank; k++) {
+        float *x = columns + k * n;
+        const double before = sqrt(dot(x, x, n));
+        if (before > 0) divide(x, n, before); /* what is left of denormals would be coarse */
+        for (uint32_t pass = 0; pass < 2; pass++)
+            for (uint32_t j = 0; j < k; j++) {
+                const float *y = columns + j * n;
+                const double d = dot(x, y, n);
+                for (uint64_t i = 0; i < n; i++) x[i] = (float)((double)x[i] - d * (double)y[i]);
+            }
+        const double after = sqrt(dot(x, x, n));
+        if (after > 1e-6)
+            divide(x, n, after);
+        else
+            memset(x, 0, 4 * n);
+    }
+}
+
+/* Columns of length 1; those that are zero are drawn. */
+static void prepare(const sid_draw *d, float *columns, const sid_matrix *m) {
+    for (uint32_t k = 0; k < m->rank; k++) {
+        float *x = columns + k * m->cols;
+        double length = sqrt(dot(x, x, m->cols));
+        if (!(length > 0)) {
+            const uint64_t at = m->q + k * m->cols;
+            for (uint64_t i = 0; i < m->cols; i++) {
+                uint32_t w[4];
+                sid_draw_block(d, (at + i) / 2, w);
+                const uint32_t half = 2 * ((at + i) % 2);
+                x[i] = (float)(__builtin_popcount(w[half]) + __builtin_popcount(w[half + 1]) - 32);
+            }
+            length = sqrt(dot(x, x, m->cols));
+            if (!(length > 0)) { /* all of them 32 */
+                x[0] = 1;
+                length = 1;
+            }
+        }
+        divide(x, m->cols, length);
+    }
+}
+
+/* ---- encode ------------------------------------------------------------------------------------------------------- */
+
+static int finite(const sid_plan *p, const float *x, uint64_t n) {
+    for (uint64_t at = 0; at < n; at += 1u << 16)
+        if (!p->simd->finite(x + at, n - at < 1u << 16 ? (uint32_t)(n - at) : 1u << 16)) return 0;
+    return 1;
+}
+
+static void begin(sid_walk *w) {
+    const sid_plan *p = w->plan;
+    const sid_matrix *m = sid_matrices(p);
+    const sid_draw common = {sid_salt(w->at->seed, SID_COMMON), w->at->group, w->at->step};
+    float *body = slice(w->payload);
+    const int spoiled = w->round && !finite(p, body, p->first);
+    for (uint32_t i = 0; i < p->n_shapes; i++) {
+        float *columns = body + m[i].p;
+        if (!m[i].cols) continue;
+        if (w->round == 0)
+            prepare(&common, next_q(p, w->state) + m[i].q, &m[i]);
+        else if (!spoiled)
+            orthonormalise(columns, &m[i]);
+        if (w->round == 0) memset(columns, 0, 4 * m[i].rank * m[i].rows);
+    }
+    if (w->round) memset(body + p->first, 0, 4 * (p->k - p->first));
+    if (spoiled) body[p->first] = sid_bits_f32(0x7fc00000u); /* finish sees it, and fills the slice */
+}
+
+static float limit(float s) { return s == 1.0f ? 0x1.fffffep127f : sid_bits_f32(0x7f7c0000u); }
+
+static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+    const sid_plan *p = w->plan;
+    const float s = 1.0f / (float)w->at->world;
+    float *body = slice(w->payload), x[SID_TILE], c[MAX_RANK];
+    const sid_matrix *m = at_element(p, at);
+    for (uint32_t pos = 0; pos < len;) {
+        const piece e = piece_at(m, at + pos, len - pos);
+        m = e.m;
+        if (m->cols) {
+            p->simd->clamp(acc + pos, x, e.len, LARGEST);
+            if (w->round == 0) {
+                memset(c, 0, sizeof c);
+                p->simd->dots(x, e.len, next_q(p, w->state) + m->q + e.col, m->cols, m->rank, c);
+                for (uint32_t k = 0; k < m->rank; k++) body[m->p + k * m->rows + e.row] += c[k];
+            } else {
+                row_of(body + m->p, m, e.row, c);
+                p->simd->add_rows(x, e.len, c, m->rank, body + p->first + m->q + e.col, m->cols);
+            }
+        } else if (w->round == 0) {
+            p->simd->clamp(acc + pos, x, e.len, limit(s));
+            p->simd->scale(x, body + m->p + e.row, e.len, s);
+        }
+        pos += e.len;
+    }
+}
+
+/* In place of what the matrices' parts of a slice hold: that, times s. */
+static void scale(const sid_plan *p, float *x, uint64_t n, float s) {
+    for (uint64_t at = 0; at < n; at += 1u << 16) {
+        const uint32_t len = n - at < 1u << 16 ? (uint32_t)(n - at) : 1u << 16;
+        p->simd->scale(x + at, x + at, len, s);
+    }
+}
+
+static sid_verdict finish(sid_walk *w) {
+    const sid_plan *p = w->plan;
+    const sid_matrix *m = sid_matrices(p);
+    const uint64_t nq = p->k - p->first;
+    const float world = (float)w->at->world, s = 1.0f / world;
+    float *body = slice(w->payload), *q = body + p->first;
+    const sid_rule sent = {.scale = s, .inverse = world};
+    if (w->round == 0) {
+        sid_header *h = (sid_header *)(void *)w->payload;
+        const uint64_t used = SID_HEADER_BYTES + 4 * p->k;
+        for (uint32_t i = 0; i < p->n_shapes; i++)
+            if (m[i].cols) scale(p, body + m[i].p, m[i].rank * m[i].rows, s);
+        for (uint64_t i = 0; i < p->first && w->nonfinite; i++) /* which NaN comes of them depends on the processor */
+            if (sid_key(body[i]) > SID_KEY_INF) body[i] = sid_bits_f32(0x7fc00000u);
+        memset(w->payload + SID_HEADER_BYTES + 4 * p->first, 0, 4 * nq);
+        memset(w->payload + used, 0, p->sizes.payload - used);
+        h->count = p->k;
+        h->flags = 0;
+        h->scale = s;
+        w->state->rule = nq ? (sid_rule){0} : sent; /* until the last round it may still be that nothing is sent */
+        w->stats.found = p->k;
+        w->stats.threshold = s;
+        return SID_DONE;
+    }
+    if (!finite(p, q, 1)) {
+        for (uint64_t i = 0; i < nq; i++) q[i] = sid_bits_f32(0x7fc00000u);
+        return SID_DONE;
+    }
+    scale(p, q, nq, s);
+    if (feeds_back(p)) {
+        float *own = sent_q(p, w->state), *columns = sent_p(p, w->state);
+        memcpy(own, q, 4 * nq);
+        scale(p, own, nq, world);
+        for (uint32_t i = 0; i < p->n_shapes; i++)
+            if (m[i].cols) memcpy(columns + m[i].kept, body + m[i].p, 4 * m[i].rank * m[i].rows);
+    }
+    w->state->rule = sent;
+    return SID_DONE;
+}
+
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+    const sid_rule *rule = &s->rule;
+    float x[SID_TILE], c[MAX_RANK];
+    if (rule->scale == 0) return;
+    const sid_matrix *m = at_element(p, at);
+    for (uint32_t pos = 0; pos < len;) {
+        const piece e = piece_at(m, at + pos, len - pos);
+        m = e.m;
+        if (m->cols) {
+            row_of(sent_p(p, s) + m->kept, m, e.row, c);
+            p->simd->add_outer(c, sent_q(p, s) + m->q + e.col, m->cols, m->rank, acc + pos, e.len, -1.0f);
+        } else {
+            p->simd->clamp(acc + pos, x, e.len, limit(rule->scale));
+            p->simd->scale(x, x, e.len, rule->scale);
+            p->simd->scale(x, x, e.len, rule->inverse);
+            for (uint32_t i = 0; i < e.len; i++) acc[pos + i] -= x[i];
+        }
+        pos += e.len;
+    }
+}
+
+static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
+
+/* ---- decode ------------------------------------------------------------------------------------------------------- */
+
+static float inverse_of(float s) { return (float)floor(1.0 / (double)s + 0.5); }
+
+static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    const sid_header *h = (const sid_header *)(const void *)payload;
+    if (h->count != p->k || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
+        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
+    if (!(h->scale > 0 && h->scale <= 1) || 1.0f / inverse_of(h->scale) != h->scale)
+        return sid_fail(err, SID_E_CORRUPT, "scale %g is not 1 / world size", (double)h->scale);
+    return SID_OK;
+}
+
+static void open_all(sid_gather *g) {
+    const sid_header *h = (const sid_header *)(const void *)g->payloads;
+    g->scale = g->scale == h->scale ? 1.0f : (float)((double)g->scale * (double)inverse_of(h->scale));
+}
+
+static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+    const sid_plan *p = g->plan;
+    float c[MAX_RANK];
+    for (uint32_t r = 0; r < g->count; r++) {
+        const float *body = slice(g->payloads + r * g->stride);
+        const sid_matrix *m = at_element(p, at);
+        for (uint32_t pos = 0; pos < len;) {
+            const piece e = piece_at(m, at + pos, len - pos);
+            m = e.m;
+            if (m->cols) {
+                row_of(body + m->p, m, e.row, c);
+                p->simd->add_outer(c, body + p->first + m->q + e.col, m->cols, m->rank, out + pos, e.len, 1.0f);
+            } else {
+                const float *x = body + m->p + e.row;
+                if (r == 0)
+                    memcpy(out + pos, x, 4ull * e.len); /* not 0 + x, which would lose the sign of -0 */
+                else
+                    for (uint32_t i = 0; i < e.len; i++) out[pos + i] += x[i];
+            }
+            pos += e.len;
+        }
+    }
+}
+
+static void learn(const sid_plan *p, sid_state *s, const uint8_t *payload) {
+    memcpy(next_q(p, s), slice(payload) + p->first, 4 * (p->k - p->first));
+}
+
+const sid_codec sid_codec_powersgd = {
+    .info = {.name = "powersgd",
+             .family = "low rank",
+             .paper = "PowerSGD (Vogels et al. 2019), algorithms 1 and 2",
+             .wire_id = 30,
+             .traits = SID_LINEAR | SID_SHAPED,
+             .params = params,
+             .n_params = sizeof params / sizeof *params,
+             .doc =
+                 "Matrices as two thin factors that start from those of the last step, averaged by all-reduce in two "
+                 "rounds; vectors as they are."},
+    .plan = plan,
+    .lay = lay,
+    .begin = begin,
+    .tile = tile,
+    .finish = finish,
+    .keep = keep,
+    .none = rule_none,
+    .check = check,
+    .open = open_all,
+    .decode = decode,
+    .learn = learn};

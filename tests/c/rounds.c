@@ -1,0 +1,255 @@
+/* Plans of several rounds, walked from the registry: what the ranks sum between the rounds, and what comes of it. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "test.h"
+
+void test_rounds(void);
+void test_rounds_low_rank(void);
+void test_rounds_spoiled(void);
+void test_shapes_refused(void);
+
+enum {
+    MOST_RANKS = 5,
+    STEPS = 3,
+    N = 5000
+};
+
+/* Tensors of all kinds: vectors, tall and wide ones, a last row that is short, one element, none. */
+static const sid_shape shapes[] = {{7, 1},    {1200, 40}, {0, 0},     {1, 1},     {1001, 50}, {64, 64},
+                                   {900, 30}, {300, 2},   {300, 150}, {1127, 49}, {100, 0}};
+
+static float x[MOST_RANKS][N], before[MOST_RANKS][N], after[N], out[N];
+
+typedef struct ranks {
+    uint32_t world;
+    group g[MOST_RANKS];
+    vec v[MOST_RANKS];
+} ranks;
+
+static int ranks_open(ranks *r, const sid_config *c, uint32_t world) {
+    r->world = world;
+    for (uint32_t i = 0; i < world; i++) {
+        if (!group_open(&r->g[i], c)) return 0;
+        r->v[i] = vec_new(c->dtype, c->n, CUT_ODD);
+    }
+    return r->g[0].sizes.rounds > 1;
+}
+
+static void ranks_close(ranks *r) {
+    for (uint32_t i = 0; i < r->world; i++) {
+        CHECK(group_intact(&r->g[i]) && vec_intact(&r->v[i]), "%s: wrote past a block", r->g[i].name);
+        group_close(&r->g[i]);
+        vec_free(&r->v[i]);
+    }
+}
+
+/* The all-reduce of a slice: every rank gets the sum, in rank order. */
+static void sum_slices(ranks *r, uint32_t round) {
+    const sid_slice s = sid_plan_round(r->g[0].plan, round);
+    for (uint64_t i = 0; i < s.count; i++) {
+        float sum = 0, v;
+        for (uint32_t k = 0; k < r->world; k++) {
+            memcpy(&v, r->g[k].payload.p + s.offset + 4 * i, 4);
+            sum = k ? sum + v : v;
+        }
+        for (uint32_t k = 0; k < r->world; k++) memcpy(r->g[k].payload.p + s.offset + 4 * i, &sum, 4);
+    }
+}
+
+/* A step of all ranks, with the gradients that their vectors hold; returns whether it was not finite. */
+static uint32_t step_all(ranks *r, uint64_t step) {
+    uint32_t spoiled = 0;
+    sid_error err;
+    sid_report report;
+    for (uint32_t round = 0; round < r->g[0].sizes.rounds; round++) {
+        for (uint32_t k = 0; k < r->world; k++) {
+            const sid_step at = {.step = step, .seed = 3, .group = 1, .rank = k, .world = r->world};
+            group *g = &r->g[k];
+            sid_status s;
+            if (!round)
+                s = sid_encode(g->plan, r->v[k].seg, r->v[k].n_seg, g->state.p, g->work.p, &at, g->payload.p, NULL);
+            else
+                s = sid_next_round(g->plan, round, r->v[k].seg, r->v[k].n_seg, g->state.p, g->work.p, &at,
+                                   g->payload.p);
+            CHECK(s == SID_OK, "%s: round %u: %s", g->name, round, sid_status_text(s));
+        }
+        sum_slices(r, round);
+    }
+    for (uint32_t k = 0; k < r->world; k++) {
+        const sid_step at = {.step = step, .group = 1, .rank = k, .world = r->world};
+        group *g = &r->g[k];
+        const sid_status s = sid_decode(g->plan, g->payload.p, 0, 1, 1.0f / (float)r->world, r->v[k].seg, r->v[k].n_seg,
+                                        g->state.p, &at, &report, &err);
+        CHECK(s == SID_OK, "%s: %s", g->name, err.text);
+        CHECK(vec_equal(&r->v[k], &r->v[0]), "%s: rank %u has decoded something else", g->name, k);
+        spoiled |= report.nonfinite;
+        const uint64_t extra = sid_plan_extra(g->plan);
+        CHECK(extra && extra <= g->state.bytes, "%s: extra of %llu bytes", g->name, (unsigned long long)extra);
+    }
+    return spoiled;
+}
+
+static float largest(const float *v, uint64_t n) {
+    float m = 0;
+    for (uint64_t i = 0; i < n; i++) m = fabsf(v[i]) > m ? fabsf(v[i]) : m;
+    return m;
+}
+
+static sid_config shaped(const sid_info *codec, const char *memory, sid_dtype dtype) {
+    sid_config c = {.codec = codec->name, .memory = memory, .n = N, .dtype = dtype};
+    c.shapes = shapes;
+    c.n_shapes = sizeof shapes / sizeof *shapes;
+    return c;
+}
+
+/* What the ranks sent and what they keep make up what came in, for every number of ranks. */
+static void conserved(const sid_info *codec, sid_dtype dtype, uint32_t world) {
+    ranks r;
+    const sid_config c = shaped(codec, "residual", dtype);
+    if (!ranks_open(&r, &c, world)) {
+        ranks_close(&r);
+        return;
+    }
+    uint64_t body = 0;
+    for (uint32_t i = 0; i < r.g[0].sizes.rounds; i++) {
+        const sid_slice s = sid_plan_round(r.g[0].plan, i);
+        CHECK(s.count && s.offset == r.g[0].sizes.body_offset + 4 * body, "%s: slice %u", r.g[0].name, i);
+        body += s.count;
+    }
+    CHECK(body == r.g[0].sizes.body_count && body < N / 2, "%s: slices of %llu", r.g[0].name, (unsigned long long)body);
+    for (uint64_t step = 0; step < STEPS; step++) {
+        double bad = 0, top = 0, sum_of[N] = {0};
+        for (uint32_t k = 0; k < world; k++) {
+            data_make(x[k], N, step == 1 ? DATA_HEAVY : DATA_NORMAL, 10 * step + k);
+            vec_set(&r.v[k], x[k]);
+            vec_get(&r.v[k], x[k]);
+            sid_residual_out(r.g[k].plan, r.g[k].state.p, before[k]);
+            for (uint32_t i = 0; i < N; i++) sum_of[i] += (double)x[k][i] + (double)before[k][i];
+            top += (double)(largest(x[k], N) + largest(before[k], N));
+        }
+        CHECK(!step_all(&r, step), "%s: not finite", r.g[0].name);
+        vec_get(&r.v[0], out);
+        top += (double)world * (double)largest(out, N);
+        for (uint32_t k = 0; k < world; k++) {
+            sid_residual_out(r.g[k].plan, r.g[k].state.p, after);
+            for (uint32_t i = 0; i < N; i++) sum_of[i] -= (double)after[i];
+            CHECK(largest(after, N) > 0, "%s: keeps nothing", r.g[0].name);
+        }
+        for (uint32_t i = 0; i < N; i++) bad = fmax(bad, fabs(sum_of[i] - (double)world * (double)out[i]));
+        const double unit = dtype == SID_F32 ? 0x1p-20 : dtype == SID_F16 ? 0x1p-10 : 0x1p-7;
+        CHECK(bad <= top * unit, "%s, %u ranks, step %llu: %g is lost (of %g)", r.g[0].name, world,
+              (unsigned long long)step, bad, top);
+    }
+    ranks_close(&r);
+}
+
+void test_rounds(void) {
+    for (uint32_t i = 0; sid_codec_at(i); i++)
+        for (int d = SID_F32; d <= SID_BF16; d++)
+            for (uint32_t world = 1; world <= MOST_RANKS; world++)
+                if (sid_codec_at(i)->traits & SID_SHAPED) conserved(sid_codec_at(i), (sid_dtype)d, world);
+}
+
+/* Matrices of rank 2 come through whole, and so does a matrix that is zero in all ranks but one. */
+void test_rounds_low_rank(void) {
+    for (uint32_t i = 0; sid_codec_at(i); i++) {
+        ranks r;
+        sid_config c = shaped(sid_codec_at(i), "none", SID_F32);
+        const sid_shape two[] = {{2400, 60}, {2600, 52}};
+        if (!(sid_codec_at(i)->traits & SID_SHAPED)) continue;
+        c.shapes = two;
+        c.n_shapes = 2;
+        if (ranks_open(&r, &c, 3))
+            for (uint64_t step = 0; step < STEPS; step++) {
+                double mean[N] = {0}, bad = 0, top = 0;
+                float part[4 * 100];
+                data_make(part, 400, DATA_NORMAL, step);
+                for (uint32_t k = 0; k < 3; k++) {
+                    for (uint32_t e = 0; e < N; e++) {
+                        const uint32_t second = e >= 2400, cols = second ? 52 : 60, at = second ? e - 2400 : e;
+                        const float *a = part + at / cols, *b = part + 200 + at % cols;
+                        x[k][e] = second && k ? 0 : a[0] * b[0] + (float)k * a[100] * b[100];
+                        mean[e] += (double)x[k][e] / 3;
+                        top = fmax(top, fabs((double)x[k][e]));
+                    }
+                    vec_set(&r.v[k], x[k]);
+                }
+                CHECK(!step_all(&r, step), "%s: not finite", r.g[0].name);
+                vec_get(&r.v[0], out);
+                for (uint32_t e = 0; e < N; e++) bad = fmax(bad, fabs(mean[e] - (double)out[e]));
+                CHECK(bad <= 1e-5 * top, "%s, step %llu: off by %g of %g", r.g[0].name, (unsigned long long)step, bad,
+                      top);
+            }
+        ranks_close(&r);
+    }
+}
+
+/* NaN on one rank: all ranks decode NaN there, nothing of it is kept, and the step after is as if it had not been. */
+void test_rounds_spoiled(void) {
+    for (uint32_t i = 0; sid_codec_at(i); i++) {
+        if (!(sid_codec_at(i)->traits & SID_SHAPED)) continue;
+        for (uint32_t where = 3; where < N; where += 1111) {
+            ranks r;
+            const sid_config c = shaped(sid_codec_at(i), "residual", SID_F32);
+            if (ranks_open(&r, &c, 3)) {
+                float kept[3][N];
+                for (uint64_t step = 0; step < 3; step++) {
+                    for (uint32_t k = 0; k < 3; k++) {
+                        data_make(x[k], N, DATA_NORMAL, step + 7 * k);
+                        if (step == 1 && k == 1) x[k][where] = where % 2 ? NAN : INFINITY;
+                        if (step == 1) sid_residual_out(r.g[k].plan, r.g[k].state.p, kept[k]);
+                        vec_set(&r.v[k], x[k]);
+                    }
+                    CHECK(step_all(&r, step) == (step == 1), "%s: step %llu", r.g[0].name, (unsigned long long)step);
+                    vec_get(&r.v[0], out);
+                    CHECK(isfinite(out[where]) == (step != 1), "%s: element %u is %g", r.g[0].name, where,
+                          (double)out[where]);
+                    for (uint32_t k = 0; k < 3 && step == 1; k++) {
+                        float bad = 0;
+                        sid_residual_out(r.g[k].plan, r.g[k].state.p, after);
+                        for (uint32_t e = 0; e < N; e++) bad = fmaxf(bad, fabsf(after[e] - kept[k][e]));
+                        CHECK(bad <= 0x1p-20f * (largest(kept[k], N) + 6), "%s: rank %u keeps %g more", r.g[0].name, k,
+                              (double)bad);
+                    }
+                    for (uint32_t e = 0; e < N && step == 2; e++) CHECK(isfinite(out[e]), "element %u", e);
+                }
+            }
+            ranks_close(&r);
+        }
+    }
+}
+
+void test_shapes_refused(void) {
+    sid_error err;
+    size_t bytes;
+    for (uint32_t i = 0; sid_codec_at(i); i++) {
+        sid_config c = shaped(sid_codec_at(i), "residual", SID_F32);
+        if (!(sid_codec_at(i)->traits & SID_SHAPED)) continue;
+        c.n = N - 1;
+        CHECK(sid_plan_make(&c, NULL, &bytes, &err) == SID_E_ARG && strstr(err.text, "shapes"), "more: %s", err.text);
+        c.n = N + 1;
+        CHECK(sid_plan_make(&c, NULL, &bytes, &err) == SID_E_ARG && strstr(err.text, "shapes"), "less: %s", err.text);
+        c.n = 0;
+        c.n_shapes = 0;
+        CHECK(sid_plan_make(&c, NULL, &bytes, &err) == SID_OK, "none: %s", err.text);
+        group g;
+        c = shaped(sid_codec_at(i), "residual", SID_F32);
+        if (!group_open(&g, &c)) continue;
+        const sid_step at = {.world = 2};
+        vec v = vec_new(SID_F32, N, CUT_ONE);
+        CHECK(!sid_encode(g.plan, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p, NULL), "%s", g.name);
+        for (uint32_t round = 0; round < 4; round++)
+            CHECK((sid_next_round(g.plan, round, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p) == SID_OK) ==
+                      (round && round < g.sizes.rounds),
+                  "round %u", round);
+        const sid_slice none = sid_plan_round(g.plan, g.sizes.rounds);
+        CHECK(!none.count, "a slice past the last round");
+        CHECK(sid_next_round(g.plan, 1, v.seg, 0, g.state.p, g.work.p, &at, g.payload.p) == SID_E_ARG, "no segments");
+        CHECK(sid_next_round(g.plan, 1, v.seg, v.n_seg, NULL, g.work.p, &at, g.payload.p) == SID_E_ARG, "no state");
+        vec_free(&v);
+        group_close(&g);
+    }
+}
