@@ -75,7 +75,14 @@ def make_layout(
     else:
         specs = form_groups(pieces, regime, settings.policy.excluded(shapes), own)
     plans = [
-        settings.plan(sum(p.numel for p in spec.pieces), spec.pieces[0].dtype, spec.way, regime, step)
+        settings.plan(
+            sum(p.numel for p in spec.pieces),
+            spec.pieces[0].dtype,
+            spec.way,
+            regime,
+            step,
+            [p.matrix for p in spec.pieces],
+        )
         for spec in specs
     ]
     # Reducing in place tells nothing about NaN, and a memory beside it has to know.

@@ -65,12 +65,16 @@ def save(p: "Pipeline", scale: float | None) -> dict[str, Any]:
 
 
 def _save_group(g: Group) -> dict[str, Any]:
-    header = torch.zeros(0, dtype=torch.uint8) if g.direct else g.state.tensor[:STATE_HEADER].cpu().clone()
+    header = extra = torch.zeros(0, dtype=torch.uint8)
+    if not g.direct:
+        header = g.state.tensor[:STATE_HEADER].cpu().clone()
+        extra = g.state.tensor[g.codec_bytes].cpu().clone()
     return {
         "names": list(g.names),
         "shapes": [list(p.shape) for p in g.spec.pieces],
         "way": g.spec.way,
         "header": header,
+        "extra": extra,
     }
 
 
@@ -125,6 +129,9 @@ class Resume:
                 header = old["header"].to(g.device)
                 for part in _KEPT:
                     g.state.tensor[part] = header[part]
+                extra = old.get("extra", header[:0])
+                if len(extra) == g.plan.extra_bytes:
+                    g.state.tensor[g.codec_bytes] = extra.to(g.device)
 
     def rescale(self, factor: float) -> None:
         self.residuals = {name: r * factor for name, r in self.residuals.items()}

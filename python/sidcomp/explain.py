@@ -36,6 +36,7 @@ def report(p: "Pipeline") -> dict[str, Any]:
                 "elements": g.n,
                 "way": "dense" if g.spec.way == DENSE else settings.way(g.spec.way).label,
                 "exchange": "all-reduce" if g.plan.linear else "all-gather",
+                "rounds": g.plan.rounds,
                 "sent_bytes": g.bytes_sent,
                 "predicted_ps": {k: _length(planned[k]) for k in _KINDS} if planned else None,
                 "measured_ps": _measured(g),

@@ -56,6 +56,12 @@ class Piece:
     bucket: int
     offset: int
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Elements and columns of the tensor as a matrix, its first dimension the rows, as PowerSGD takes it;
+        a vector has one column."""
+        return self.numel, self.numel // max(self.shape[0], 1) if len(self.shape) > 1 else 1
+
 
 @dataclass
 class Spec:

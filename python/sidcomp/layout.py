@@ -7,6 +7,7 @@ from operator import is_
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sidcomp import _core
 from sidcomp.groups import Spec, shorten
@@ -100,6 +101,8 @@ class Group:
         self.direct = direct and plan.linear and plan.lossless and len(self.runs) == 1
         self.segments: _core.Segments
         self.view: torch.Tensor  # what a direct group hands to the collective
+        self.body = torch.empty(0)  # of a linear codec
+        self.slices: list[torch.Tensor] = []  # of the body, for each round
         self.place()
         self.allocations = 0
         self.resident: Any = None  # CUDA: what else stays on the device
@@ -111,7 +114,7 @@ class Group:
         self.undone = False
         self.stats: _core.Stats | None = None
         self.error: Exception | None = None
-        self.work: object = None
+        self.work: dist.Work | None = None
         # in ns of the host's clock: begin of encode and of exchange, its end, end of decode
         self.begun_at = self.exchanged_at = self.arrived_at = self.decoded_at = 0
         # counters, in ns
@@ -126,9 +129,8 @@ class Group:
         self.payload = Block(plan.payload_bytes, self.device)
         self.allocations += 3
         if plan.linear:
-            dtype = _TORCH_DTYPES[plan.body_dtype]
-            end = plan.body_offset + plan.body_count * dtype.itemsize
-            self.body = self.payload.tensor[plan.body_offset : end].view(dtype)
+            self.body = self._view(plan.body_offset, plan.body_count)
+            self.slices = [self._view(*part) for part in plan.slices]
             self.incoming, self.count = self.payload, 1
         else:
             self.incoming, self.count = Block(world * plan.payload_bytes, self.device), world
@@ -140,18 +142,21 @@ class Group:
         self.plan = plan
         self.scratch = Block(plan.work_bytes)
         self.payload = Block(plan.payload_bytes)
-        end = plan.body_offset + plan.body_count * _TORCH_DTYPES[plan.body_dtype].itemsize
-        self.body = self.payload.tensor[plan.body_offset : end].view(_TORCH_DTYPES[plan.body_dtype])
+        self.body = self._view(plan.body_offset, plan.body_count)
+        self.slices = [self.body]
         self.incoming, self.count = self.payload, 1
         self.allocations += 2
         self.full = self._swap(mine)
 
+    def _view(self, offset: int, count: int) -> torch.Tensor:
+        """Elements of the body."""
+        dtype = _TORCH_DTYPES[self.plan.body_dtype]
+        return self.payload.tensor[offset : offset + count * dtype.itemsize].view(dtype)
+
     def _swap(self, other: tuple[Any, ...]) -> tuple[Any, ...]:
-        mine = (self.plan, self.scratch, self.payload, self.incoming, self.count, getattr(self, "body", None))
+        mine = (self.plan, self.scratch, self.payload, self.incoming, self.count, self.body, self.slices)
         if other:
-            self.plan, self.scratch, self.payload, self.incoming, self.count, body = other
-            if body is not None:
-                self.body = body
+            (self.plan, self.scratch, self.payload, self.incoming, self.count, self.body, self.slices) = other
         return mine
 
     def turn(self) -> None:
@@ -159,6 +164,12 @@ class Group:
         self.plan.rescale(self.state.ptr, 1.0)  # what was sent is taken out of what is kept
         self.full = self._swap(self.full)
         self.plan.unsend(self.state.ptr)  # nothing is left to be taken out
+
+    @property
+    def codec_bytes(self) -> slice:
+        """Of the state: those that the codec keeps beside its header and the memory's vectors."""
+        end = self.plan.state_bytes
+        return slice(end - self.plan.extra_bytes, end)
 
     @property
     def bytes_sent(self) -> int:

@@ -19,6 +19,7 @@ from sidcomp.errors import DivergenceError, ExchangeError, SetupError, SidcompEr
 from sidcomp.exchange import Exchange
 from sidcomp.groups import shorten
 from sidcomp.layout import Group, Layout, Slot
+from sidcomp.rounds import Rounds
 from sidcomp.settings import Settings
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Pipeline:
         self.settings = settings
         self.process_group = process_group
         self.exchange: Exchange | None = None
+        self.rounds: Rounds | None = None  # where a group has more than one
         self.lane: CudaLane | None = None
         self.layout: Layout | None = None
         self.error: Exception | None = None
@@ -248,6 +250,8 @@ class Pipeline:
 
         layout = build.agreed(exchange, make, build.header(self.settings, exchange, self.step))
         self.control += 32 * exchange.world
+        if self.rounds is None and any(g.plan.rounds > 1 for g in layout.groups):
+            self.rounds = Rounds(self.process_group or binding.process_group, exchange.device)
         kept = self.resume or (checkpoint.carry(self.layout) if self.layout else None)
         if kept is not None:
             kept.residuals = {**self.parked, **kept.residuals}
@@ -352,18 +356,23 @@ class Pipeline:
             if g.direct:
                 work = exchange.all_reduce(g.view)
             elif g.plan.linear:
-                work = exchange.all_reduce(g.body)
+                work = exchange.all_reduce(g.slices[0])
             else:
                 work = exchange.all_gather(g.incoming.tensor, g.payload.tensor)
             g.work = work  # must outlive the exchange
-            future = work.get_future()
+            further = not g.direct and g.plan.rounds > 1
+            future = None if further else work.get_future()
             self._account(g, exchange)
         except Exception as e:
             self._fail(g, e)
             return
         with self._idle:
             self._inflight += 1
-        future.then(partial(_finish, weakref.ref(self), g))
+        if future is None:
+            assert self.rounds is not None
+            self.rounds.follow(self, g)
+        else:
+            future.then(partial(_finish, weakref.ref(self), g))
 
     def _encode(self, g: Group, exchange: Exchange) -> None:
         g.error = None
@@ -381,6 +390,42 @@ class Pipeline:
                 g.body.fill_(torch.nan)
             else:
                 g.payload.tensor.zero_()
+
+    def further(self, g: Group) -> None:
+        """The rounds of a group after the first, in the thread that does nothing else."""
+        assert self.exchange is not None and self.rounds is not None
+        try:
+            work = g.work
+            assert work is not None
+            for i in range(1, g.plan.rounds):
+                work.wait()
+                self._next_round(g, i, self.exchange)
+                work = g.work = self.rounds.exchange.all_reduce(g.slices[i])
+            future = work.get_future()
+        except Exception as e:
+            try:
+                self._fail(g, e)
+            finally:
+                self._landed()
+            return
+        future.then(partial(_finish, weakref.ref(self), g))
+
+    def _next_round(self, g: Group, i: int, exchange: Exchange) -> None:
+        start = perf_counter_ns()
+        try:
+            if g.error is None:
+                g.plan.next_round(
+                    i, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                    step=self.step - 1, seed=self.settings.seed, group=g.index,
+                    rank=exchange.rank, world=exchange.world,
+                )  # fmt: skip
+        except Exception as e:
+            g.error = e
+        if g.error is not None:  # the others wait for our part
+            g.slices[i].fill_(torch.nan)
+        taken = perf_counter_ns() - start
+        g.encode_ns += taken
+        g.wait_ns -= taken
 
     def finish(self, g: Group, exchanged: "Future[Any]") -> None:
         """The callback of an exchange: decodes. No collectives here; the caller may be any thread."""
@@ -411,7 +456,7 @@ class Pipeline:
 
     def _decode(self, g: Group) -> None:
         assert self.exchange is not None
-        state = g.state.ptr if g.plan.vectors else 0
+        state = g.state.ptr if g.plan.vectors or g.plan.extra_bytes else 0
         nonfinite = g.plan.decode(
             g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / self.exchange.world, g.segments, state,
             step=self.step - 1, group=g.index,

@@ -110,6 +110,12 @@ class Settings:
             full_every,
             warmup,
         )
+        if settings.planned and (shaped := [way.codec.name for way in ways if way.codec.shaped]):
+            raise ArgumentError(
+                f"what {shaped[0]!r} costs depends on the tensors' shapes, which planned groups "
+                f'(groups={settings.groups!r}) do not know: name other groups, such as "bucket", or another '
+                "codec"
+            )
         if full_every and settings.planned:
             raise ArgumentError(
                 f"full_every is not for planned groups: leave it out, or name groups={groups!r}"
@@ -199,8 +205,17 @@ class Settings:
             marks.update(schedule.steps(way.parameters))
         return min((mark for mark in marks if mark > step), default=math.inf)
 
-    def plan(self, n: int, dtype: str, way: int, regime: Regime = PLAIN, step: int = 0) -> _core.Plan:
-        """The plan of a group of n elements in iteration `step`."""
+    def plan(
+        self,
+        n: int,
+        dtype: str,
+        way: int,
+        regime: Regime = PLAIN,
+        step: int = 0,
+        shapes: Sequence[tuple[int, int]] | None = None,
+    ) -> _core.Plan:
+        """The plan of a group of n elements in iteration `step`. shapes: elements and columns of its
+        tensors."""
         extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
         if way == DENSE:
             first = self.ways[0]
@@ -214,7 +229,7 @@ class Settings:
         floor = regime.floor(step)
         if floor and w.density and not isinstance(w.parameters.get("density"), Schedule):
             values["density"] = max(float(values.get("density", w.density)), floor)
-        return _core.Plan(w.codec.name, w.memory.name, n, dtype, values, **extra)
+        return _core.Plan(w.codec.name, w.memory.name, n, dtype, values, shapes=shapes, **extra)
 
     def full_plan(self, n: int, dtype: str, way: int) -> _core.Plan:
         """Of the steps that send everything, with what is kept."""

@@ -357,6 +357,8 @@ class State:
         self._closed = self.stats()
         p.abandon(SetupError("the State was closed"))
         p.layout = self._bound = None
+        if p.rounds is not None:
+            p.rounds.close()
         if p.exchange is not None:
             p.exchange.close()
 

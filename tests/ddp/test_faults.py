@@ -16,11 +16,12 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from cases import CASES, Trainer, assert_same
-from common import GATHERED, LINEAR, groups_of, make_state
+from common import CODECS, GATHERED, LINEAR, groups_of, make_state
 from harness import RankFailed, run
 from sidcomp import _core
 
-ONE_OF_EACH = ["none", LINEAR[0], GATHERED[0]]  # travel differently
+SEVERAL_ROUNDS = [c.name for c in CODECS.values() if c.shaped]
+ONE_OF_EACH = ["none", LINEAR[0], GATHERED[0], *SEVERAL_ROUNDS[:1]]  # travel differently
 GROUPS = ["bucket", "model"]
 
 
