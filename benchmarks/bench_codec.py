@@ -112,7 +112,7 @@ def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -
                     job,
                     [*map(torch.from_numpy, gradients)],
                     torch.from_numpy(start.copy()),
-                    RANKS,
+                    1 if ours.plan.linear else RANKS,
                 )
             ours.walks = 0
             encode = race(runners, repeats)
@@ -123,7 +123,7 @@ def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -
             if rival:  # after ours: what it allocates would push ours out of the caches
                 few = max(3, repeats // 3)
                 slow = race({"encode": rival.encode}, few, 1)
-                while len(rival.sent) < RANKS:
+                while len(rival.sent) < rival.ranks:
                     rival.encode()
                 slow["decode"] = race({"decode": rival.decode}, few, 1)["decode"]
             per = ours.plan.payload_bytes * 8 / n

@@ -6,7 +6,7 @@ beside ours in benchmarks/bench_codec.py; a codec without an entry has no rival 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import log, sqrt
+from math import ceil, log, sqrt
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Job:
     n: int
     k: int
     pos: int = 0  # counts encodes
+    start: Tensor | None = None  # PowerSGD's Q
 
     @property
     def delta(self) -> float:
@@ -193,6 +194,20 @@ def _fp8(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
+def _powersgd(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
+    """Rank 4, one matrix as square as n elements go, orthonormal columns by QR, Q kept."""
+    cols = ceil(job.n**0.5)
+    m = torch.nn.functional.pad(acc, (0, -job.n % cols)).view(-1, cols)
+    q = torch.randn(cols, 4) if job.start is None else job.start
+    p, _ = torch.linalg.qr(m @ q)
+    job.start = m.T @ p
+    return p, job.start
+
+
+def _of_factors(job: Job, payload: tuple[Tensor, ...]) -> Tensor:
+    return (payload[0] @ payload[1].T).view(-1)[: job.n]
+
+
 def _half(dtype: torch.dtype) -> Encode:
     return lambda job, acc: (acc.to(dtype),)
 
@@ -204,6 +219,7 @@ def _of_half(job: Job, payload: tuple[Tensor, ...]) -> Tensor:
 RIVALS: dict[str, tuple[Encode, Decode]] = {
     "fp16": (_half(torch.float16), _of_half),
     "bf16": (_half(torch.bfloat16), _of_half),
+    "powersgd": (_powersgd, _of_factors),
     "topk": (_topk, _scatter),
     "sidco-e": (_sidco_e, _scatter),
     "sidco-gp": (_sidco_gp, _scatter),
