@@ -320,6 +320,12 @@ def digamma(x: float) -> float:
     return float(value(x))
 
 
+def neighbours(t: float, slack: float) -> list[float]:
+    """t, and where a comparison may see it: off by `slack`, or by the rounding to float32 of a denormal."""
+    half = 2.0**-150
+    return [t * (1 - slack) - half, t, t * (1 + slack) + half] if slack else [t]
+
+
 def sidco_thresholds(
     magnitude: Array,
     ratios: Sequence[float],
@@ -330,15 +336,16 @@ def sidco_thresholds(
     """Lowest and highest eta_M of SIDCo if every stage's threshold may be off by `slack`, relatively.
 
     With slack 0 both are the threshold of the paper's equations. The slack matters because an element
-    that sits on a stage's threshold enters or leaves the next mean by one rounding. `later` is the quantile
-    for count, mean and mean square of the exceedances, `first` that of stage 1 where it is another one.
+    that sits on a stage's threshold enters or leaves the next mean by one rounding: that to float32, which
+    among denormals is no small part of it. `later` is the quantile for count, mean and mean square of the
+    exceedances, `first` that of stage 1 where it is another one.
     """
     ordered = np.sort(magnitude.astype(np.longdouble))
     beyond = np.append(np.cumsum(ordered[::-1])[::-1], 0)  # beyond[i]: sum of ordered[i:]
     beyond2 = np.append(np.cumsum(ordered[::-1] ** 2)[::-1], 0)
     eta = np.zeros(1, np.longdouble)
     for stage, ratio in enumerate(ratios):
-        eta = np.unique(np.outer(eta, [1 - slack, 1, 1 + slack]))
+        eta = np.unique([neighbours(t, slack) for t in eta])
         if not stage and first:
             eta = np.array([first(magnitude.astype(np.float64), ratio)], np.longdouble)
             continue
@@ -562,7 +569,7 @@ class GaussianK(Sidco):
         tried = [(fitted, 1)]
         while tried:
             middle, rounds = tried.pop()
-            for t in {middle * (1 - slack), middle, middle * (1 + slack)}:
+            for t in neighbours(middle, slack):
                 count = int((magnitude >= t).sum())
                 few, many = 3 * count < 2 * self.k, 3 * count > 4 * self.k
                 if rounds < int(self.settings["rounds"]) and (few or many):

@@ -579,6 +579,14 @@ def test_many_steps_deep(codec: str, memory: str, dtype: str, data: st.DataObjec
     many_steps(codec, memory, dtype, data, 20)
 
 
+def test_a_denormal_threshold_decides_as_it_is_rounded() -> None:
+    """The normal fit gives 8.09 units of 2^-149, so the element of 8 units passes and nothing is corrected."""
+    x = np.array([2, -3, 0, 7, 3, -4, 8]) * 2.0**-149
+    trial = Trial("gaussiank", "none", 7, "float32", {"density": 1e-5, "capacity": 1.0})
+    trial.encode(x.astype(np.float32), Step())
+    assert trial.stats.found == 1
+
+
 @pytest.mark.parametrize("codec", SPARSE)
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
 def test_the_steady_state_reads_once(codec: str, density: float) -> None:
