@@ -79,13 +79,13 @@ $O/ctest: $(COBJ) $(TESTOBJ)
 $O/fuzz-%: $O/tests/fuzz/%.c.o $(FUZZOBJ) $(COBJ)
 	$(C) $(if $(LIBFUZZER),-fsanitize=fuzzer) $^ -lm -o $@
 
-ctest: ## the C tests of the core alone (ALL=1: every combination; SAN=address,undefined DEBUG=1 O=build/x CC=clang; RUN="qemu-aarch64 -L ...")
+ctest: ## the C tests of the core alone (ALL=1: every combination; ONLY="words of names"; SAN=address,undefined DEBUG=1 O=build/x CC=clang; RUN="qemu-aarch64 -L ...")
 	+@$(SUB) $O/ctest
-	$(RUN) $O/ctest $(if $(ALL),-a)
+	$(RUN) $O/ctest $(if $(ALL),-a) $(ONLY)
 asan: ## the C tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	+@$(SUB) ctest SAN=address,undefined DEBUG=1 O=build/asan-$(notdir $(CC))
-tsan: ## the C tests under ThreadSanitizer
-	+@$(SUB) ctest SAN=thread DEBUG=1 O=build/tsan-$(notdir $(CC))
+tsan: ## the C tests that have threads under ThreadSanitizer
+	+@$(SUB) ctest SAN=thread DEBUG=1 ONLY=threads O=build/tsan-$(notdir $(CC))
 
 RUNS ?= 100000
 # Counters only: tracing every comparison, as -fsanitize=fuzzer does, is ten times slower and finds nothing more here,
@@ -157,7 +157,7 @@ test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
 	$(PYTHON) -m pytest -q tests
 	+@$(SUB) ctest ALL=1
 	+@$(SUB) asan ALL=1
-	+@$(SUB) tsan ALL=1
+	+@$(SUB) tsan
 	+@$(SUB) fuzz RUNS=10000000
 bench-codecs: all ## encode and decode of every codec, beside the limit and torch (ARGS="--only topk --n 2600000")
 	$(PYTHON) -m benchmarks.bench_codec --n 260000 2600000 25600000 $(ARGS)

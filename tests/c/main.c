@@ -1,5 +1,5 @@
-/* The C tests of the core. `ctest` runs all, `ctest word` those whose name holds the word; `ctest -a [word]` with every
- * combination of codec, memory and dtype. */
+/* The C tests of the core. `ctest` runs all, `ctest word ...` those whose name holds a word; `ctest -a [word ...]` with
+ * every combination of codec, memory and dtype. */
 #include <stdio.h>
 #include <string.h>
 
@@ -58,13 +58,19 @@ static const struct {
 #define ROW(name) {#name, test_##name},
     TESTS(ROW)};
 
+static int asked(const char *name, char **words) {
+    if (!*words) return 1;
+    for (; *words; words++)
+        if (strstr(name, *words)) return 1;
+    return 0;
+}
+
 int main(int argc, char **argv) {
     unsigned passed = 0, failed = 0;
     test_all = argc > 1 && !strcmp(argv[1], "-a");
-    argc -= test_all;
-    argv += test_all;
+    argv += 1 + test_all;
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
-        if (argc > 1 && !strstr(tests[i].name, argv[1])) continue;
+        if (!asked(tests[i].name, argv)) continue;
         const unsigned long bad = atomic_load(&test_failures), before = atomic_load(&test_checks);
         tests[i].run();
         const unsigned long checks = atomic_load(&test_checks) - before;

@@ -428,6 +428,7 @@ void test_steady(void) {
             if (!group_open(&best, &c)) continue;
             c.isa = SID_ISA_BASE;
             if (!group_open(&base, &c)) continue;
+            const int others = strcmp(sid_plan_isa(best.plan), sid_plan_isa(base.plan)) != 0; /* than the base */
             for (uint64_t step = 0; step < STEPS; step++) {
                 const sid_step at = {.step = step, .world = 1};
                 const sid_segment seg = {x[step], N}, to = {out, N}, bytes = {best.payload.p, best.payload.bytes / 4};
@@ -437,8 +438,8 @@ void test_steady(void) {
                 if (exact) sid_residual_out(best.plan, best.state.p, kept[0]);
                 got = sid_encode(best.plan, &seg, 1, best.state.p, best.work.p, &at, best.payload.p, NULL);
                 CHECK(!got, "%s: %s", best.name, sid_status_text(got));
-                got = sid_encode(base.plan, &seg, 1, base.state.p, base.work.p, &at, base.payload.p, NULL);
-                CHECK(!got && !memcmp(best.payload.p, base.payload.p, base.payload.bytes),
+                if (others) got = sid_encode(base.plan, &seg, 1, base.state.p, base.work.p, &at, base.payload.p, NULL);
+                CHECK(!others || (!got && !memcmp(best.payload.p, base.payload.p, base.payload.bytes)),
                       "%s, step %llu: %s and base differ", best.name, (unsigned long long)step,
                       sid_plan_isa(best.plan));
                 test_digest = test_digest * 0x9e3779b97f4a7c15u + sid_checksum(&bytes, 1, SID_F32);

@@ -1,6 +1,7 @@
 /* What the tests share: blocks with canaries, groups in segments, gradients. */
 #include <float.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -45,12 +46,13 @@ block block_new(size_t bytes, size_t shift) {
     return b;
 }
 
+static int all_are(const uint8_t *p, size_t len, uint8_t byte) {
+    return !len || (*p == byte && !memcmp(p, p + 1, len - 1));
+}
+
 int block_intact(const block *b) {
-    for (const uint8_t *q = b->raw; q < b->p; q++)
-        if (*q != CANARY) return 0;
-    for (const uint8_t *q = b->p + b->bytes; q < b->raw + b->room; q++)
-        if (*q != CANARY) return 0;
-    return 1;
+    const uint8_t *end = b->p + b->bytes;
+    return all_are(b->raw, (size_t)(b->p - b->raw), CANARY) && all_are(end, (size_t)(b->raw + b->room - end), CANARY);
 }
 
 void block_free(block *b) {
@@ -89,19 +91,19 @@ static uint16_t to_half(sid_dtype d, float x) { return d == SID_F16 ? sid_f32_to
 static float of_half(sid_dtype d, uint16_t h) { return d == SID_F16 ? sid_f16_to_f32(h) : sid_bf16_to_f32(h); }
 
 void vec_set(vec *v, const float *x) {
-    for (uint32_t s = 0; s < v->n_seg; s++)
-        for (uint64_t i = 0; i < v->seg[s].len; i++, x++)
-            if (v->dtype == SID_F32)
-                ((float *)v->seg[s].ptr)[i] = *x;
-            else
-                ((uint16_t *)v->seg[s].ptr)[i] = to_half(v->dtype, *x);
+    for (uint32_t s = 0; s < v->n_seg; x += v->seg[s++].len)
+        if (v->dtype == SID_F32)
+            memcpy(v->seg[s].ptr, x, v->blocks[s].bytes);
+        else
+            for (uint64_t i = 0; i < v->seg[s].len; i++) ((uint16_t *)v->seg[s].ptr)[i] = to_half(v->dtype, x[i]);
 }
 
 void vec_get(const vec *v, float *x) {
-    for (uint32_t s = 0; s < v->n_seg; s++)
-        for (uint64_t i = 0; i < v->seg[s].len; i++)
-            *x++ = v->dtype == SID_F32 ? ((const float *)v->seg[s].ptr)[i]
-                                       : of_half(v->dtype, ((const uint16_t *)v->seg[s].ptr)[i]);
+    for (uint32_t s = 0; s < v->n_seg; x += v->seg[s++].len)
+        if (v->dtype == SID_F32)
+            memcpy(x, v->seg[s].ptr, v->blocks[s].bytes);
+        else
+            for (uint64_t i = 0; i < v->seg[s].len; i++) x[i] = of_half(v->dtype, ((const uint16_t *)v->seg[s].ptr)[i]);
 }
 
 void vec_fill(vec *v, uint8_t byte) {
@@ -110,8 +112,7 @@ void vec_fill(vec *v, uint8_t byte) {
 
 int vec_filled(const vec *v, uint8_t byte) {
     for (uint32_t s = 0; s < v->n_seg; s++)
-        for (size_t i = 0; i < v->blocks[s].bytes; i++)
-            if (v->blocks[s].p[i] != byte) return 0;
+        if (!all_are(v->blocks[s].p, v->blocks[s].bytes, byte)) return 0;
     return 1;
 }
 
@@ -226,7 +227,7 @@ static float three_uniforms(uint64_t bits) {
     return a * 0x1p-20f * (b * 0x1p-20f) * (c * 0x1p-20f) * (bits >> 63 ? -1.0f : 1.0f);
 }
 
-void data_make(float *x, uint64_t n, int kind, uint64_t seed) {
+static void draw(float *x, uint64_t n, int kind, uint64_t seed) {
     rng r = {seed * 1000003u + (uint64_t)kind};
     for (uint64_t i = 0; i < n; i++) {
         const float z = kind == DATA_INTEGERS ? (float)rng_below(&r, 121) - 60.0f
@@ -241,6 +242,41 @@ void data_make(float *x, uint64_t n, int kind, uint64_t seed) {
             default: x[i] = z;
         }
     }
+}
+
+/* The first n of a longer vector are those of a shorter one, and the tests ask for the same ones again and again: making
+ * them would take more time than the core does. */
+void data_make(float *x, uint64_t n, int kind, uint64_t seed) {
+    enum {
+        KEPT = 64,
+        LONGEST = 300000
+    };
+    static struct {
+        float *x;
+        uint64_t n, seed;
+        int kind;
+    } kept[KEPT];
+    static unsigned next;
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    if (n > LONGEST) {
+        draw(x, n, kind, seed);
+        return;
+    }
+    pthread_mutex_lock(&lock);
+    unsigned i = 0;
+    while (i < KEPT && !(kept[i].x && kept[i].kind == kind && kept[i].seed == seed)) i++;
+    if (i == KEPT) {
+        i = next++ % KEPT;
+        free(kept[i].x);
+        kept[i].x = NULL;
+    }
+    if (!kept[i].x || kept[i].n < n) {
+        kept[i].x = must(realloc(kept[i].x, 4 * (size_t)n + 4));
+        kept[i].n = n, kept[i].kind = kind, kept[i].seed = seed;
+        draw(kept[i].x, n, kind, seed);
+    }
+    memcpy(x, kept[i].x, 4 * (size_t)n);
+    pthread_mutex_unlock(&lock);
 }
 
 void payload_sign(uint8_t *payload, uint64_t bytes, int linear) {
