@@ -1,5 +1,4 @@
-/* The selection of Deep Gradient Compression: Lin et al. 2018, section 3.1 and, for how the threshold is found, the
- * end of its section 5.
+/* The selection of Deep Gradient Compression (Lin et al. 2018): sparsification, with the threshold from a sample.
  *     sample   one element, drawn uniformly, of each L consecutive ones; s elements in all
  *     T        the ceil(s k / n)-th largest magnitude of the sample
  *     sent     all |acc| >= T; where these are more than k, the k largest of them (the second, hierarchical selection)
@@ -35,7 +34,7 @@ static const sid_param params[] = {
      .min = 1e-4,
      .max = 1,
      .unit = "of n",
-     .doc = "Fraction of the elements that the threshold is estimated from (section 5: 0.1 % to 1 %)."},
+     .doc = "Fraction of the elements that the threshold is estimated from (the paper: 0.1 % to 1 %)."},
     {.name = "hits",
      .kind = SID_INT,
      .dflt = 16,
@@ -151,26 +150,8 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
     s->codec[LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[LAST]) * factor);
 }
 
-const sid_codec sid_codec_dgc = {
-    .info = {.name = "dgc",
-             .family = "sparse",
-             .memory = "dgc",
-             .paper = "DGC (Lin et al. 2018), section 3.1 and the hierarchical selection of section 5",
+SPARSE_CODEC(dgc, params, plan, tile, finish, sparse_check, sparse_decode, .name = "dgc", .memory = "dgc",
+             .paper = "DGC (Lin et al. 2018), sparsification with hierarchical selection",
              .doc = "A threshold estimated from a random sample; of what reaches it the k largest. The momentum "
                     "correction of the same paper is a memory.",
-             .params = params,
-             .n_params = sizeof params / sizeof *params,
-             .traits = SID_SPARSE | SID_STOCHASTIC,
-             .wire_id = 21},
-    .plan = plan,
-    .begin = begin,
-    .tile = tile,
-    .finish = finish,
-    .keep = sparse_keep,
-    .sent_from = sparse_sent_from,
-    .none = sparse_none,
-    .rescale = rescale,
-    .check = sparse_check,
-    .open = sparse_open,
-    .decode = sparse_decode,
-};
+             .traits = SID_SPARSE | SID_STOCHASTIC, .wire_id = 21);

@@ -1,4 +1,4 @@
-/* GaussianKSGD (Shi et al. 2019, "Understanding top-k sparsification in distributed deep learning", section 4), SIDCo's
+/* GaussianKSGD (Shi et al. 2019, "Understanding top-k sparsification in distributed deep learning"), SIDCo's
  * rival: a normal distribution fitted to x, and a few corrections.
  *     t = mean + z * std      z: a standard normal variable exceeds it with probability delta / 2, delta = k/n
  *     up to `rounds` times: count |x| >= t; below 2k/3: t = t / 2; above 4k/3: t = 1.5 t; else done
@@ -150,26 +150,9 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
     s->codec[LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[LAST]) * factor);
 }
 
-const sid_codec sid_codec_gaussiank = {
-    .info =
-        {.name = "gaussiank",
-         .family = "sparse",
-         .paper = "GaussianKSGD (Shi et al. 2019), Algorithm 1; SIDCo's rival",
-         .doc = "A threshold from a normal distribution fitted to the vector, halved or raised by half until roughly k "
-                "elements pass or the rounds are over.",
-         .params = params,
-         .n_params = sizeof params / sizeof *params,
-         .traits = SID_SPARSE,
-         .wire_id = 20},
-    .plan = plan,
-    .begin = begin,
-    .tile = tile,
-    .finish = finish,
-    .keep = sparse_keep,
-    .sent_from = sparse_sent_from,
-    .none = sparse_none,
-    .rescale = rescale,
-    .check = sparse_check,
-    .open = sparse_open,
-    .decode = sparse_decode,
-};
+SPARSE_CODEC(
+    gaussiank, params, plan, tile, finish, sparse_check, sparse_decode, .name = "gaussiank",
+    .paper = "GaussianKSGD (Shi et al. 2019); SIDCo's rival",
+    .doc = "A threshold from a normal distribution fitted to the vector, halved or raised by half until roughly k "
+           "elements pass or the rounds are over.",
+    .traits = SID_SPARSE, .wire_id = 20);

@@ -11,7 +11,7 @@
  * Where a block has a scale of its own, keep() finds it again from acc, and with it what was sent, so that nothing is
  * stored beside acc. A scale of the whole group takes a second reading: the first one gathers the norm.
  *
- * QSGD (Alistarh et al. 2017, section 3.1): Q(v_i) = ||v||_2 sign(v_i) xi_i, xi_i one of the levels 0, 1/s .. 1 beside
+ * QSGD (Alistarh et al. 2017): Q(v_i) = ||v||_2 sign(v_i) xi_i, xi_i one of the levels 0, 1/s .. 1 beside
  * |v_i| / ||v||_2 with E[xi_i] = |v_i| / ||v||_2. MergeComp's 8 bits: sign and s = 127. Fields have a fixed width here;
  * benchmarks/papers/qsgd_elias.py measures what the paper's Elias codes would save.
  * TernGrad (Wen et al. 2017): scale = max |v|, P(|code| = 1) = |v_i| / scale, after clipping at c standard deviations,
@@ -467,7 +467,7 @@ QUANT_CODEC(fp8, fp8_params, .name = "fp8", .wire_id = 50, .traits = SID_STOCHAS
             .paper = "OCP 8-bit Floating Point Specification 1.0; Micikevicius et al. 2022",
             .doc = "8-bit floats and a scale for each block, which brings its largest magnitude to the format's.");
 QUANT_CODEC(qsgd, qsgd_params, .name = "qsgd", .memory = "none", .wire_id = 51, .traits = SID_STOCHASTIC | SID_UNBIASED,
-            .paper = "QSGD (Alistarh et al. 2017), section 3.1, without its Elias code",
+            .paper = "QSGD (Alistarh et al. 2017), stochastic quantisation, without its Elias code",
             .doc = "Levels of the norm, rounded at random to one of both neighbours: right on average.");
 QUANT_CODEC(
     terngrad, terngrad_params, .name = "terngrad", .memory = "none", .wire_id = 52, .traits = SID_STOCHASTIC,

@@ -1,4 +1,4 @@
-/* Rand-K: k elements drawn at random, each with probability k/n (Stich et al. 2018, definition 2.1; MergeComp's Rand-k).
+/* Rand-K: k elements drawn at random, each with probability k/n (Stich et al. 2018; MergeComp's Rand-k).
  * Their indices follow from the payload's header, so that only values travel.
  *     randk      one draw for all ranks: the bodies are the same elements' values and are summed by all-reduce, divided
  *                by the world size as in linear.c
@@ -239,10 +239,10 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
         .decode = decode}
 
 RANDK_CODEC(randk, .name = "randk", .wire_id = 22,
-            .paper = "Stich et al. 2018, definition 2.1 (rand_k); MergeComp (Wang et al. 2022), Rand-k",
+            .paper = "Stich et al. 2018 (rand_k); MergeComp (Wang et al. 2022), Rand-k",
             .traits = SID_LINEAR | SID_STOCHASTIC | SID_SPARSE | SID_UNBIASED,
             .doc = "k elements drawn at random, the same on every rank, averaged by all-reduce: no indices travel.");
 RANDK_CODEC(randk_own, .name = "randk-own", .wire_id = 23,
-            .paper = "Stich et al. 2018, definition 2.1 (rand_k), with a draw for each rank",
+            .paper = "Stich et al. 2018 (rand_k), with a draw for each rank",
             .traits = SID_STOCHASTIC | SID_SPARSE | SID_UNBIASED,
             .doc = "k elements drawn at random, others on each rank, gathered: no indices travel.");

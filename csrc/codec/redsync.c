@@ -266,27 +266,9 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
         sparse_decode(g, out, at, len);
 }
 
-const sid_codec sid_codec_redsync = {
-    .info =
-        {.name = "redsync",
-         .family = "sparse",
-         .memory = "dgc",
-         .paper = "RedSync (Fang et al. 2019), section 5.2, Algorithms 2, 3 and 5",
-         .doc = "k elements of largest magnitude by a trim of the rest, or k to 2k by a threshold that is searched for "
-                "and used again; on request of one sign a step, with their mean instead of the values.",
-         .params = params,
-         .n_params = sizeof params / sizeof *params,
-         .traits = SID_SPARSE,
-         .wire_id = 24},
-    .plan = plan,
-    .begin = begin,
-    .tile = tile,
-    .finish = finish,
-    .keep = sparse_keep,
-    .sent_from = sparse_sent_from,
-    .none = sparse_none,
-    .rescale = rescale,
-    .check = check,
-    .open = sparse_open,
-    .decode = decode,
-};
+SPARSE_CODEC(
+    redsync, params, plan, tile, finish, check, decode, .name = "redsync", .memory = "dgc",
+    .paper = "RedSync (Fang et al. 2019), section 5.2, Algorithms 2, 3 and 5",
+    .doc = "k elements of largest magnitude by a trim of the rest, or k to 2k by a threshold that is searched for "
+           "and used again; on request of one sign a step, with their mean instead of the values.",
+    .traits = SID_SPARSE, .wire_id = 24);

@@ -469,57 +469,32 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
     }                                                                                                                  \
     static void tile_##x(sid_walk *w, const float *acc, uint64_t at, uint32_t len) { tile(w, acc, at, len, &x); }      \
     static sid_verdict finish_##x(sid_walk *w) { return finish(w, &x); }
-/* clang-format off */
-#define CODEC_OF(x)                                                                                                    \
-    .plan = plan_##x, .begin = begin, .tile = tile_##x, .finish = finish_##x, .keep = sparse_keep,                     \
-    .sent_from = sparse_sent_from, .none = sparse_none, .rescale = rescale, .check = sparse_check,                     \
-    .open = sparse_open, .decode = sparse_decode
-/* clang-format on */
 
 static const family exponential = {
     .small = 1 << 20, .tolerance = 3.3e-4, .first = exponential_first, .later = exponential_later};
 FUNCTIONS(exponential)
-const sid_codec sid_codec_sidco_e = {
-    .info = {.name = "sidco-e",
-             .family = "sparse",
+SPARSE_CODEC(sidco_e, params, plan_exponential, tile_exponential, finish_exponential, sparse_check, sparse_decode,
+             .name = "sidco-e",
              .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with exponential fits: equations 6, 10, 11",
              .doc = "A threshold fitted in stages to an exponential tail, for about k elements of largest magnitude.",
-             .params = params,
-             .n_params = sizeof params / sizeof *params,
-             .traits = SID_SPARSE,
-             .wire_id = 17},
-    CODEC_OF(exponential),
-};
+             .traits = SID_SPARSE, .wire_id = 17);
 
 static const family gamma_pareto = {
     .squares = 1, .logs = 1, .small = 1 << 21, .tolerance = 3e-4, .first = gamma_first, .later = pareto_later};
 FUNCTIONS(gamma_pareto)
-const sid_codec sid_codec_sidco_gp = {
-    .info = {.name = "sidco-gp",
-             .family = "sparse",
+SPARSE_CODEC(sidco_gp, gamma_params, plan_gamma_pareto, tile_gamma_pareto, finish_gamma_pareto, sparse_check,
+             sparse_decode, .name = "sidco-gp",
              .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with a gamma fit, then generalised Pareto fits: "
                       "equations 15, 16, 7 to 9",
              .doc = "As sidco-e, but the first stage fits a gamma distribution and the later ones a generalised Pareto "
                     "tail.",
-             .params = gamma_params,
-             .n_params = sizeof gamma_params / sizeof *gamma_params,
-             .traits = SID_SPARSE,
-             .wire_id = 18},
-    CODEC_OF(gamma_pareto),
-};
+             .traits = SID_SPARSE, .wire_id = 18);
 
 static const family all_pareto = {
     .squares = 1, .small = 1 << 21, .tolerance = 3e-4, .first = pareto_first, .later = pareto_later};
 FUNCTIONS(all_pareto)
-const sid_codec sid_codec_sidco_p = {
-    .info = {.name = "sidco-p",
-             .family = "sparse",
-             .paper =
-                 "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with generalised Pareto fits: equations 28, 29, 7 to 9",
-             .doc = "As sidco-e, but all stages fit a generalised Pareto tail.",
-             .params = params,
-             .n_params = sizeof params / sizeof *params,
-             .traits = SID_SPARSE,
-             .wire_id = 19},
-    CODEC_OF(all_pareto),
-};
+SPARSE_CODEC(
+    sidco_p, params, plan_all_pareto, tile_all_pareto, finish_all_pareto, sparse_check, sparse_decode,
+    .name = "sidco-p",
+    .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with generalised Pareto fits: equations 28, 29, 7 to 9",
+    .doc = "As sidco-e, but all stages fit a generalised Pareto tail.", .traits = SID_SPARSE, .wire_id = 19);

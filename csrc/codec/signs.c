@@ -1,10 +1,10 @@
 /* One bit an element: C(x)_i = high where x_i >= 0, low where x_i < 0. A bit cannot say 0, and which sign it gets is a
  * convention that only Seide et al. state: here zero of either sign is positive, as there.
  *
- *     signsgd, signum   high = -low = magnitude    Bernstein et al. 2018, algorithms 1 to 3; 2019, algorithm 1
+ *     signsgd, signum   high = -low = magnitude    Bernstein et al. 2018 (signSGD, Signum), 2019 (majority vote)
  *     marsit            high = -low = eta_s        Marsit, algorithm 1: line 5 is what is sent, line 9 what it decodes to
- *     efsignsgd         high = -low = |x|_1 / n    Karimireddy et al. 2019, algorithm 1
- *     onebit            high, low: the means of the elements >= 0 and < 0; Seide et al. 2014, section 3
+ *     efsignsgd         high = -low = |x|_1 / n    Karimireddy et al. 2019, EF-signSGD
+ *     onebit            high, low: the means of the elements >= 0 and < 0; Seide et al. 2014
  *     ssdm              high = -low = |x|_2, and the sign is drawn: another than x_i's with probability
  *                       (1 - |x_i| / |x|_2) / 2; Safaryan and Richtarik 2021
  *
@@ -302,32 +302,28 @@ static const sid_param params_marsit[] = {
 };
 
 #define WITH(rows) .params = rows, .n_params = sizeof(rows) / sizeof *(rows)
+/* What fixes the magnitude beforehand. */
+#define FIXED(begin_, decode_)                                                                                         \
+    .plan = plan_one, .begin = begin_, .tile = tile, .finish = finish_fixed, .keep = keep, .none = rule_none,          \
+    .check = check_fixed, .open = open_vote, .decode = decode_
 
 const sid_codec sid_codec_signsgd = {
     .info = {.name = "signsgd",
              .family = "sign",
              .memory = "none",
-             .paper = "signSGD (Bernstein et al. 2018), algorithm 1; majority vote (its algorithm 3)",
+             .paper = "signSGD (Bernstein et al. 2018), and with majority vote",
              .doc = "The signs alone, decoded to +-magnitude; zero counts as positive. With magnitude 1 learning rates "
                     "are those of Adam. A GradScaler would divide the signs by the loss scale: not for float16 AMP.",
              WITH(params_signsgd),
              .traits = SID_VOTE,
              .wire_id = 32},
-    .plan = plan_one,
-    .begin = begin,
-    .tile = tile,
-    .finish = finish_fixed,
-    .keep = keep,
-    .none = rule_none,
-    .check = check_fixed,
-    .open = open_vote,
-    .decode = decode_vote,
+    FIXED(begin, decode_vote),
 };
 
 const sid_codec sid_codec_efsignsgd = {
     .info = {.name = "efsignsgd",
              .family = "sign",
-             .paper = "EF-signSGD (Karimireddy et al. 2019), algorithm 1",
+             .paper = "EF-signSGD (Karimireddy et al. 2019)",
              .doc =
                  "The signs, times the mean magnitude of the group's elements (groups=\"layer\": of each tensor's, as "
                  "in the paper).",
@@ -347,7 +343,7 @@ const sid_codec sid_codec_efsignsgd = {
 const sid_codec sid_codec_onebit = {
     .info = {.name = "onebit",
              .family = "sign",
-             .paper = "1-bit SGD (Seide et al. 2014), section 3",
+             .paper = "1-bit SGD (Seide et al. 2014)",
              .doc =
                  "The signs, decoded to two values: the mean of the group's elements >= 0 and that of those < 0 (the "
                  "paper: of each column of a matrix).",
@@ -368,20 +364,12 @@ const sid_codec sid_codec_signum = {
     .info = {.name = "signum",
              .family = "sign",
              .memory = "momentum",
-             .paper = "Signum (Bernstein et al. 2018), algorithm 2, with majority vote (Bernstein et al. 2019)",
+             .paper = "Signum (Bernstein et al. 2018), with majority vote (Bernstein et al. 2019)",
              .doc = "As signsgd, by majority vote; the signs are those of the momentum where the memory keeps one.",
              WITH(params_signum),
              .traits = SID_VOTE,
              .wire_id = 35},
-    .plan = plan_one,
-    .begin = begin,
-    .tile = tile,
-    .finish = finish_fixed,
-    .keep = keep,
-    .none = rule_none,
-    .check = check_fixed,
-    .open = open_vote,
-    .decode = decode_vote,
+    FIXED(begin, decode_vote),
 };
 
 const sid_codec sid_codec_ssdm = {
@@ -414,13 +402,5 @@ const sid_codec sid_codec_marsit = {
              WITH(params_marsit),
              .traits = SID_STOCHASTIC | SID_VOTE,
              .wire_id = 37},
-    .plan = plan_one,
-    .begin = begin_common,
-    .tile = tile,
-    .finish = finish_fixed,
-    .keep = keep,
-    .none = rule_none,
-    .check = check_fixed,
-    .open = open_vote,
-    .decode = decode_merge,
+    FIXED(begin_common, decode_merge),
 };

@@ -94,7 +94,7 @@ void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags);
 /* How far from `now` the next step's key may be expected, given how far this one's was from `last`; 0: no last one. */
 uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now);
 
-/* Slots that need nothing of the codec. */
+/* Slots that need nothing of the codec; and all of a codec's, whose file has `begin` and `rescale`. */
 void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);
 int sparse_sent_from(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
 void sparse_none(sid_rule *rule);
@@ -112,5 +112,20 @@ void sparse_tails(const sid_walk *w, const float *x, uint32_t len, uint32_t a, u
 uint64_t sparse_mean_bytes(const sid_plan *p);
 sid_status sparse_mean_check(const sid_plan *p, const uint8_t *payload, sid_error *err);
 void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
+
+#define SPARSE_CODEC(symbol, rows, plan_, tile_, finish_, check_, decode_, ...)                                        \
+    const sid_codec sid_codec_##symbol = {                                                                             \
+        .info = {.family = "sparse", .params = rows, .n_params = sizeof rows / sizeof *rows, __VA_ARGS__},             \
+        .plan = plan_,                                                                                                 \
+        .begin = begin,                                                                                                \
+        .tile = tile_,                                                                                                 \
+        .finish = finish_,                                                                                             \
+        .keep = sparse_keep,                                                                                           \
+        .sent_from = sparse_sent_from,                                                                                 \
+        .none = sparse_none,                                                                                           \
+        .rescale = rescale,                                                                                            \
+        .check = check_,                                                                                               \
+        .open = sparse_open,                                                                                           \
+        .decode = decode_}
 
 #endif

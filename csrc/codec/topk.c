@@ -42,24 +42,7 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
     s->codec[LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[LAST]) * factor);
 }
 
-const sid_codec sid_codec_topk = {
-    .info = {.name = "topk",
-             .family = "sparse",
-             .paper = "Aji and Heafield 2017, section 3 (as exact selection over the whole group)",
+SPARSE_CODEC(topk, params, plan, sparse_capture, finish, sparse_check, sparse_decode, .name = "topk",
+             .paper = "Aji and Heafield 2017 (as exact selection over the whole group)",
              .doc = "The k elements of largest magnitude, exactly; of equal ones those of lowest index.",
-             .params = params,
-             .n_params = sizeof params / sizeof *params,
-             .traits = SID_SPARSE,
-             .wire_id = 16},
-    .plan = plan,
-    .begin = begin,
-    .tile = sparse_capture,
-    .finish = finish,
-    .keep = sparse_keep,
-    .sent_from = sparse_sent_from,
-    .none = sparse_none,
-    .rescale = rescale,
-    .check = sparse_check,
-    .open = sparse_open,
-    .decode = sparse_decode,
-};
+             .traits = SID_SPARSE, .wire_id = 16);

@@ -1,7 +1,7 @@
 /* Momentum correction: the velocity is accumulated, not the gradient, so that an element which is sent late has taken
- * part in every step's momentum (Lin et al. 2018, sections 3.2, 3.3 and appendix B; RedSync's Algorithm 4).
+ * part in every step's momentum (Lin et al. 2018; RedSync's Algorithm 4).
  *
- *     x = g min(1, clip N^(-1/2) / |g|)        local gradient clipping, N ranks (section 3.2)
+ *     x = g min(1, clip N^(-1/2) / |g|)        local gradient clipping, N ranks
  *     u = momentum u + x
  *     acc = v + u                              nesterov off
  *     acc = v + momentum u + x                 nesterov on: the step that torch's SGD takes, and DGC's own code
@@ -107,7 +107,7 @@ const sid_memory sid_memory_dgc = {
     .info =
         {.name = "dgc",
          .family = "momentum",
-         .paper = "DGC (Lin et al. 2018), sections 3.2, 3.3, appendix B; RedSync (Fang et al. 2018), Algorithm 4",
+         .paper = "Momentum correction of DGC (Lin et al. 2018); RedSync (Fang et al. 2018), Algorithm 4",
          .doc = "Momentum correction: what was not sent of the velocity is kept, and so is the velocity. The optimizer "
                 "must have no momentum of its own.",
          .params = params,

@@ -61,7 +61,7 @@ static void residual_undo(const sid_plan *p, const sid_state *s, float *const *v
 const sid_memory sid_memory_residual = {
     .info = {.name = "residual",
              .family = "error feedback",
-             .paper = "Seide et al. 2014 section 3.1; Karimireddy et al. 2019 algorithm 2 (EF-SGD)",
+             .paper = "Error feedback of 1-bit SGD (Seide et al. 2014); EF-SGD (Karimireddy et al. 2019)",
              .doc = "What was not sent is added to the next gradient, in float32.",
              .params = residual_params,
              .n_params = sizeof residual_params / sizeof *residual_params,
@@ -80,7 +80,7 @@ static const sid_param momentum_params[] = {
      .min = 0,
      .max = .9999,
      .unit = "",
-     .doc = "beta of m = beta m + (1 - beta) g (Algorithm 2: 0.9)."},
+     .doc = "beta of m = beta m + (1 - beta) g."},
 };
 
 static int momentum_tile(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
@@ -99,7 +99,7 @@ static void momentum_undo(const sid_plan *p, const sid_state *s, float *const *v
 const sid_memory sid_memory_momentum = {
     .info = {.name = "momentum",
              .family = "momentum",
-             .paper = "SigNUM (Bernstein et al. 2018a, signSGD), Algorithm 2",
+             .paper = "Signum (Bernstein et al. 2018)",
              .doc =
                  "The codec reads an average of the gradients, fading by beta a step; nothing is taken out of it. The "
                  "optimizer must have no momentum of its own.",

@@ -43,7 +43,7 @@ _DRIFT = 1.25  # times as slow as when the plan was kept, twice in a row: look a
 _REST = 500  # steps before a second look
 _PROBE_SHARE = 0.01  # of the first thousand steps
 _SCENARIOS = 16
-_FLOORS = (0.25, 0.0625, 0.015625)  # of density, while warming up: DGC's (Lin et al. 2018, section 3.3)
+_FLOORS = (0.25, 0.0625, 0.015625)  # of density, while warming up: DGC's warm-up (Lin et al. 2018)
 # Times the ranks: the density at which gathering 6 bytes an element sent takes as many bytes as a ring
 # all-reduce of 4 bytes an element, 6 d (W - 1) = 8 (W - 1) / W.
 _BREAK_EVEN = 4 / 3
