@@ -133,6 +133,7 @@ class Reference:
         self.settings = {**defaults(codec, memory), **settings}
         self.own: dict[str, dict[str, Any]] = {}  # settings of single parameters, over the others
         self.rank, self.world, self.steps = rank, world, 0
+        self.sides: dict[tuple[str, ...], reference.Group] = {}  # of the last exchange
         self.vec: dict[str, Array] = {}  # vectors x elements of what each parameter's memory keeps
 
     @property
@@ -151,13 +152,19 @@ class Reference:
         used: list[Any] = [None] * self.world
         dist.all_gather_object(used, [name for name, p in parameters.items() if p.grad is not None])
         anywhere = {name for names in used for name in names}
+        sides: dict[tuple[str, ...], reference.Group] = {}
         for number, group in enumerate(groups):
             names = [str(name) for name in group["names"]]
             ps = [parameters[name] for name in names]
             mine = torch.cat([flat(torch.zeros_like(p) if p.grad is None else p.grad, p) for p in ps])
             codec = str(group["codec"])
             settings, dtype = self._settings(codec, names), dtype_name(ps[0])
-            side = reference.Group(codec, self.memory, CODECS[codec].wire_id, len(mine), dtype, settings)
+            side = self.sides.get(
+                (*names, codec)
+            )  # what a codec learns from step to step stays with the group
+            if side is None or side.codec.settings != settings:
+                side = reference.Group(codec, self.memory, CODECS[codec].wire_id, len(mine), dtype, settings)
+            sides[*names, codec] = side
             empty = [np.zeros((side.memory.vectors, p.numel()), np.float32) for p in ps]
             side.keep(np.concatenate([self.vec.get(n, e) for n, e in zip(names, empty, strict=True)], axis=1))
             at = reference.Step(self.steps, number, self.rank, self.world)
@@ -185,6 +192,7 @@ class Reference:
                 self.vec[name] = side.memory.vec[:, part]
                 if name in anywhere:
                     p.grad = shaped(reduced[part], p)
+        self.sides = sides
         self.steps += 1
 
     def sum_bodies(self, side: reference.Group, payloads: Sequence[bytes]) -> Array:

@@ -6,6 +6,7 @@ give the same bits. More ranks: gradients are small integers, whose sums are exa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cases
@@ -39,20 +40,21 @@ def snapshots(
     return seen
 
 
-def compare(rank: int, world: int, name: str, groups: str | int, steps: int) -> None:
+def compare(rank: int, world: int, name: str, steps: int) -> None:
     for view in (False, True):
         plain = snapshots(CASES[name], rank, steps, None, gradient_as_bucket_view=view)
-        ours = snapshots(CASES[name], rank, steps, groups, gradient_as_bucket_view=view)
-        for step, (got, want) in enumerate(zip(ours, plain, strict=True)):
-            assert_same(got, want, f"{name}, groups={groups!r}, gradient_as_bucket_view={view}, step {step}")
+        for groups in GROUPS:
+            ours = snapshots(CASES[name], rank, steps, groups, gradient_as_bucket_view=view)
+            where = f"{name}, groups={groups!r}, gradient_as_bucket_view={view}"
+            for step, (got, want) in enumerate(zip(ours, plain, strict=True)):
+                assert_same(got, want, f"{where}, step {step}")
 
 
-@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_plain_ddp(name: str, groups: str | int) -> None:
+def test_equals_plain_ddp(name: str) -> None:
     if not cases.available(CASES[name]):
         pytest.skip(f"this torch has no DDP({CASES[name].needs}=)")
-    run(compare, 2, name, groups, 6)
+    run(compare, 2, name, 6)
 
 
 def compare_lossy(rank: int, world: int) -> None:
@@ -119,17 +121,18 @@ def mean_of_integers(case: Case, world: int, step: int) -> list[Tensor]:
     return total
 
 
-def compare_integers(rank: int, world: int, groups: str | int, ddp: dict[str, Any]) -> None:
+def compare_integers(rank: int, world: int, all_groups: Sequence[str | int], ddp: dict[str, Any]) -> None:
     case = Case(Given, integers)
     plain = snapshots(case, rank, 4, None, **ddp)
-    ours = snapshots(case, rank, 4, groups, **ddp)
-    for step, (got, want) in enumerate(zip(ours, plain, strict=True)):
-        assert_same(got, want, f"groups={groups!r}, {ddp}, step {step}")
-        for i, mean in enumerate(mean_of_integers(case, world, step)):
-            gradient = got[f"gradient of weights.{i}"]
-            assert gradient is not None and torch.equal(gradient, mean), (
-                f"weights.{i} in step {step} is not the mean"
-            )
+    for groups in all_groups:
+        ours = snapshots(case, rank, 4, groups, **ddp)
+        for step, (got, want) in enumerate(zip(ours, plain, strict=True)):
+            assert_same(got, want, f"groups={groups!r}, {ddp}, step {step}")
+            for i, mean in enumerate(mean_of_integers(case, world, step)):
+                gradient = got[f"gradient of weights.{i}"]
+                assert gradient is not None and torch.equal(gradient, mean), (
+                    f"weights.{i} in step {step} is not the mean"
+                )
 
 
 WORLDS = [1, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
@@ -138,14 +141,13 @@ WORLDS = [1, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
 @pytest.mark.parametrize(
     "ddp", [{}, {"bucket_cap_mb": cases.TINY}, {"static_graph": True, "bucket_cap_mb": 0.0003}]
 )
-@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_equals_plain_ddp_on_more_ranks(world: int, groups: str | int, ddp: dict[str, Any]) -> None:
-    run(compare_integers, world, groups, ddp)
+def test_equals_plain_ddp_on_more_ranks(world: int, ddp: dict[str, Any]) -> None:
+    run(compare_integers, world, GROUPS, ddp)
 
 
 def test_eight_ranks() -> None:
-    run(compare_integers, 8, "model", {"bucket_cap_mb": 0.0003})
+    run(compare_integers, 8, ["model"], {"bucket_cap_mb": 0.0003})
 
 
 # ---- several models, several process groups ----------------------------------------------------------------

@@ -7,7 +7,7 @@ threshold within a tolerance is judged by conservation: what was sent is what wa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cases
@@ -81,24 +81,30 @@ def follow(
     state.close()
 
 
+def follow_each(rank: int, world: int, runs: Sequence[tuple[Any, ...]]) -> None:
+    """One start of the processes for several runs: that takes longer than a run."""
+    for arguments in runs:
+        follow(rank, world, *arguments)
+
+
 # One codec at every number of ranks, with and without a memory; the others of their kinds at two ranks.
 WIDE = [(EXACT[0], memory) for memory in PLAIN]
 
 
-@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("codec", "memory"), WIDE)
-def test_equals_the_reference(codec: str, world: int, groups: str | int, memory: str) -> None:
-    run(follow, world, "cap-small", groups, codec, memory, SETTINGS.get(codec, {}), 5, {})
+def test_equals_the_reference(codec: str, world: int, memory: str) -> None:
+    settings = SETTINGS.get(codec, {})
+    run(follow_each, world, [("cap-small", groups, codec, memory, settings, 5, {}) for groups in GROUPS])
 
 
-@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("codec", "memory"), [(c, m) for c in EXACT for m in PLAIN if (c, m) not in WIDE and m != "none"]
 )
-def test_other_kinds_equal_the_reference(codec: str, world: int, groups: str | int, memory: str) -> None:
-    run(follow, world, "cap-small", groups, codec, memory, SETTINGS.get(codec, {}), 5, {})
+def test_other_kinds_equal_the_reference(codec: str, world: int, memory: str) -> None:
+    settings = SETTINGS.get(codec, {})
+    run(follow_each, world, [("cap-small", groups, codec, memory, settings, 5, {}) for groups in GROUPS])
 
 
 @pytest.mark.parametrize(
@@ -108,49 +114,53 @@ def test_every_codec_equals_the_reference(codec: str) -> None:
     run(follow, 2, "cap-small", "model", codec, "residual", SETTINGS.get(codec, {}), 4, {})
 
 
+@pytest.mark.parametrize("settings", [{"quantised": "on"}, {"method": "binary"}], ids=str)
+def test_redsync_beside_its_defaults(settings: dict[str, Any]) -> None:
+    """Quantised, where the sign of what is sent alternates; and by the search for a threshold."""
+    run(follow, 2, "cap-small", "model", "redsync", "residual", {**SETTINGS["redsync"], **settings}, 10, {})
+
+
 @pytest.mark.parametrize("codec", EXACT)
 def test_equals_the_reference_on_eight_ranks(codec: str) -> None:
     run(follow, 8, "cap-small", "model", codec, "residual", SETTINGS.get(codec, {}), 4, {})
 
 
 @pytest.mark.parametrize("memory", PLAIN)
-@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("codec", LINEAR)
-def test_linear_equals_the_reference(codec: str, world: int, groups: str | int, memory: str) -> None:
-    run(follow, world, "cap-small", groups, codec, memory, {}, 5, {})
+def test_linear_equals_the_reference(codec: str, world: int, memory: str) -> None:
+    run(follow_each, world, [("cap-small", groups, codec, memory, {}, 5, {}) for groups in GROUPS])
 
 
 @pytest.mark.parametrize("memory", OTHERS)
-@pytest.mark.parametrize("groups", ["bucket", "explicit"])
 @pytest.mark.parametrize("codec", ["none", *EXACT[:1], *LINEAR[:1]])
-def test_every_memory_equals_the_reference(codec: str, groups: str, memory: str) -> None:
-    run(follow, 2, "cap-small", groups, codec, memory, SETTINGS.get(codec, {}), 6, {})
+def test_every_memory_equals_the_reference(codec: str, memory: str) -> None:
+    runs = [
+        ("cap-small", groups, codec, memory, SETTINGS.get(codec, {}), 6, {})
+        for groups in ("bucket", "explicit")
+    ]
+    run(follow_each, 2, runs)
 
 
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "groups, view",
-    [
-        ("bucket", True),
-        ("explicit", False),
-        pytest.param("bucket", False, marks=SLOW),
-        pytest.param("explicit", True, marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize("views", [(True, False), pytest.param((False, True), marks=SLOW)])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("cap-small", "cap-25")])
-def test_equals_the_reference_in_every_mode(name: str, groups: str, view: bool) -> None:
+def test_equals_the_reference_in_every_mode(name: str, views: tuple[bool, bool]) -> None:
     if not cases.available(CASES[name]):
         pytest.skip(f"this torch has no DDP({CASES[name].needs}=)")
-    run(follow, 2, name, groups, "topk", "residual", {"density": 0.1}, 5, {"gradient_as_bucket_view": view})
+    runs = [
+        (name, groups, "topk", "residual", {"density": 0.1}, 5, {"gradient_as_bucket_view": view})
+        for groups, view in zip(("bucket", "explicit"), views, strict=True)
+    ]
+    run(follow_each, 2, runs)
 
 
-@pytest.mark.parametrize("name", ["mixed", "mixed-tiny", "mixed-static", "shapes-tiny", "channels-last"])
 @pytest.mark.parametrize("codec", LINEAR)
-def test_linear_equals_the_reference_in_some_modes(name: str, codec: str) -> None:
-    run(follow, 2, name, "bucket", codec, "residual", {}, 5, {})
+def test_linear_equals_the_reference_in_some_modes(codec: str) -> None:
+    names = ("mixed", "mixed-tiny", "mixed-static", "shapes-tiny", "channels-last")
+    run(follow_each, 2, [(name, "bucket", codec, "residual", {}, 5, {}) for name in names])
 
 
 class Half(cases.Scrambled):
@@ -173,12 +183,11 @@ class Brain(Half):
     dtype = torch.bfloat16
 
 
-@pytest.mark.parametrize("memory", PLAIN)
-@pytest.mark.parametrize("model", [Half, Brain])
 @pytest.mark.parametrize("codec", [*EXACT, *LINEAR])
-def test_equals_the_reference_in_half_precision(codec: str, model: type[nn.Module], memory: str) -> None:
-    case = Case(model, cases.square, ddp={"bucket_cap_mb": 0.0005})
-    run(follow, 2, case, "bucket", codec, memory, SETTINGS.get(codec, {}), 5, {})
+def test_equals_the_reference_in_half_precision(codec: str) -> None:
+    models = [Case(model, cases.square, ddp={"bucket_cap_mb": 0.0005}) for model in (Half, Brain)]
+    settings = SETTINGS.get(codec, {})
+    run(follow_each, 2, [(c, "bucket", codec, m, settings, 5, {}) for c in models for m in PLAIN])
 
 
 @pytest.mark.parametrize("codec", [c for c in EXACT if any(p.name == "values" for p in CODECS[c].parameters)])
@@ -193,14 +202,22 @@ def test_densities(codec: str, density: float) -> None:
     run(follow, 2, "cap-small", "bucket", codec, "residual", {"density": density}, 4, {})
 
 
-@pytest.mark.parametrize("exclude", ["1-D", "*.weight", 100], ids=str)
-@pytest.mark.parametrize("groups", ["bucket", "model"])
 @pytest.mark.parametrize("codec", [*EXACT, *LINEAR])
-def test_beside_dense_parameters(codec: str, groups: str, exclude: Any) -> None:
-    run(follow, 2, "cap-small", groups, codec, "residual", SETTINGS.get(codec, {}), 5, {}, exclude)
+def test_beside_dense_parameters(codec: str) -> None:
+    runs = [
+        ("cap-small", groups, codec, "residual", SETTINGS.get(codec, {}), 5, {}, exclude)
+        for groups in ("bucket", "model")
+        for exclude in ("1-D", "*.weight", 100)
+    ]
+    run(follow_each, 2, runs)
 
 
 # ---- conservation ------------------------------------------------------------------------------------------
+
+
+def conserve_each(rank: int, world: int, codec: str) -> None:
+    for groups in GROUPS:
+        conserve(rank, world, codec, groups, "cap-small", 12)
 
 
 def conserve(rank: int, world: int, codec: str, groups: str | int, name: str, steps: int) -> None:
@@ -250,12 +267,11 @@ def conserve(rank: int, world: int, codec: str, groups: str | int, name: str, st
 
 
 # A linear codec divides before it sums: at three ranks what it rounds away is no longer a power of two's.
-@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize(
     ("codec", "world"), [(c, w) for c in SPARSE for w in (1, 2, 3) if w < 3 or c in GATHERED]
 )
-def test_nothing_is_lost(codec: str, world: int, groups: str | int) -> None:
-    run(conserve, world, codec, groups, "cap-small", 12)
+def test_nothing_is_lost(codec: str, world: int) -> None:
+    run(conserve_each, world, codec)
 
 
 # ---- replicas ----------------------------------------------------------------------------------------------
