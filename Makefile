@@ -151,8 +151,8 @@ venv-make:
 
 train: all ## two ranks train: plain DDP beside sidcomp, a table and a picture (ARGS="--task digits")
 	$(PYTHON) examples/launch.py $(ARGS)
-test: all ## the tests, without the slow ones (ARGS="-k topk")
-	$(PYTHON) -m pytest -q -m 'not slow' $(ARGS) tests
+test: all ## the tests, without the slow ones (ARGS="-k topk" TESTS=tests/ddp)
+	$(PYTHON) -m pytest -q -m 'not slow' $(ARGS) $(or $(TESTS),tests)
 test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
 	$(PYTHON) -m pytest -q tests
 	+@$(SUB) ctest ALL=1
