@@ -52,6 +52,7 @@ class Group:
     def __init__(self, index: int, spec: Spec, settings: Settings, gradients: Sequence[torch.Tensor]) -> None:
         self.index, self.way, self.settings = index, spec.way, settings
         self.n = sum(p.numel for p in spec.pieces)
+        self.shapes = [p.matrix for p in spec.pieces]
         self.segments = [
             _core.Segments([g.data_ptr() + 4 * p.offset for p in spec.pieces], [p.numel for p in spec.pieces])
             for g in gradients
@@ -67,21 +68,27 @@ class Group:
         """
         plan, world, gathered = self._plan(step), len(self.segments), self.gathered
         at = [gathered.ptr + rank * plan.payload_bytes for rank in range(world)]
-        for rank, segments in enumerate(self.segments):
-            plan.encode(
-                segments, self.states[rank].ptr, self.work.ptr, at[rank],
-                step=step, seed=self.settings.seed, group=self.index, rank=rank, world=world,
-            )  # fmt: skip
-        sent = plan.payload_bytes
-        if plan.linear:
-            dtype = _DTYPES[plan.body_dtype]
-            sent = plan.body_count * dtype.itemsize
-            rows = gathered.tensor[: world * plan.payload_bytes].view(world, -1)
-            rows = rows[:, plan.body_offset : plan.body_offset + sent].view(dtype)
-            for row in rows[1:]:
-                rows[0] += row
-        for rank in range(world if everywhere or plan.memory == "compensation" else 1):
-            state = self.states[rank].ptr if plan.vectors else 0
+        sent = 0 if plan.linear else plan.payload_bytes
+        for i in range(plan.rounds):
+            for rank, segments in enumerate(self.segments):
+                where = (segments, self.states[rank].ptr, self.work.ptr, at[rank])
+                here = {"seed": self.settings.seed, "group": self.index, "rank": rank, "world": world}
+                if i == 0:
+                    plan.encode(*where, step=step, **here)
+                else:
+                    plan.next_round(i, *where, step=step, **here)
+            if plan.linear:
+                dtype = _DTYPES[plan.body_dtype]
+                offset, count = plan.slices[i]
+                sent += count * dtype.itemsize
+                rows = gathered.tensor[: world * plan.payload_bytes].view(world, -1)
+                rows = rows[:, offset : offset + count * dtype.itemsize].view(dtype)
+                for row in rows[1:]:
+                    rows[0] += row
+                rows[1:] = rows[0]
+        learns = plan.memory == "compensation" or plan.extra_bytes
+        for rank in range(world if everywhere or learns else 1):
+            state = self.states[rank].ptr if plan.vectors or plan.extra_bytes else 0
             if plan.decode(
                 gathered.ptr, plan.payload_bytes, 1 if plan.linear else world, 1 / world,
                 self.segments[rank], state, step=step, group=self.index,
@@ -96,7 +103,7 @@ class Group:
         marks = schedule.at((way or s.way(0)).parameters, step)
         full = way is not None and not way.codec.lossless and s.full(step)
         if self.plan is None or marks != self.marks:
-            plan = s.plan(self.n, "float32", self.way, step=step)
+            plan = s.plan(self.n, "float32", self.way, step=step, shapes=self.shapes)
             states = [Block(plan.state_bytes) for _ in self.segments]
             for old, new in zip(self.states, states, strict=False):
                 assert self.plan is not None
