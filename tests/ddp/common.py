@@ -164,7 +164,7 @@ class Reference:
             )  # what a codec learns from step to step stays with the group
             if side is None or side.codec.settings != settings:
                 side = reference.Group(codec, self.memory, CODECS[codec].wire_id, len(mine), dtype, settings)
-            sides[*names, codec] = side
+            sides[(*names, codec)] = side
             empty = [np.zeros((side.memory.vectors, p.numel()), np.float32) for p in ps]
             side.keep(np.concatenate([self.vec.get(n, e) for n, e in zip(names, empty, strict=True)], axis=1))
             at = reference.Step(self.steps, number, self.rank, self.world)
