@@ -288,7 +288,7 @@ typedef struct sid_simd {
     void (*sum_signs)(float *out, uint32_t n, const uint8_t *const *bits, const float (*value)[2], uint32_t count);
     void (*vote)(float *x, uint32_t n); /* x = 1, -1 or 0: its sign */
     /* x, a sum of `count` signs = +-1, becomes 1 as often as one of them drawn at random is, else -1. */
-    void (*merge)(float *x, const uint32_t *u, uint32_t n, uint32_t count);
+    void (*merge)(float *x, const uint16_t *u, uint32_t n, uint32_t count);
     void (*fence)(void); /* makes drained stores visible to other threads */
     void (*checksum)(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted);
 } sid_simd;

@@ -1203,8 +1203,9 @@ class Signs(Codec):
         if self.aggregate == "majority":
             return np.sign(2 * positive - len(payloads)).astype(np.float32) * value
         h = header(payloads[0])
-        u = Stream(h["salt"], h["group"], h["step"]).draw32(0, self.n)
-        picked = (u * np.uint64(len(payloads)) >> np.uint64(32)).astype(np.int64)  # one of the ranks
+        picked = (
+            Stream(h["salt"], h["group"], h["step"]).draw16(self.n) * len(payloads) >> 16
+        )  # one of the ranks
         return np.where(picked < positive, value, -value).astype(np.float32)
 
 

@@ -251,10 +251,10 @@ static void decode_vote(sid_gather *g, float *out, uint64_t at, uint32_t len) {
 static void decode_merge(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     const sid_header *h = (const sid_header *)(const void *)g->payloads;
     const sid_draw common = {h->salt, h->group, h->step};
-    uint32_t u[SID_DECODE_TILE];
+    uint16_t u[SID_DECODE_TILE];
     add_all(g, out, at, len, 0, otherwise(g->plan));
     if (!otherwise(g->plan)) return;
-    g->plan->simd->draw32(&common, at, len, u);
+    g->plan->simd->draw16(&common, at, len, u); /* the probability is right to 2^-16 */
     g->plan->simd->merge(out, u, len, g->count);
 }
 

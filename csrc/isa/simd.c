@@ -39,6 +39,10 @@ static inline vf load(const float *x) {
 }
 typedef double vd __attribute__((vector_size(BYTES)));
 typedef int64_t vl __attribute__((vector_size(BYTES)));
+typedef uint64_t vu __attribute__((vector_size(BYTES)));
+enum {
+    LONGS = BYTES / 8
+};
 typedef float vh __attribute__((vector_size(BYTES / 2)));
 
 static inline vd wide(const float *x) {
@@ -790,32 +794,49 @@ static inline uint32_t field(const uint8_t *p, uint32_t i, uint32_t width) {
     return v >> off & ((1u << width) - 1);
 }
 
-/* WIDE fields from the i-th on, i a multiple of WIDE: to every element the two bytes that hold it are brought, then it is
- * shifted to the top and, with its sign, down. Reads 16 bytes. */
+/* WIDE fields from the i-th on, i a multiple of WIDE: to every element comes the word that holds it, of 2 and 4 bits, or the
+ * two bytes, for which 16 are read; then it is shifted to the top and, with its sign, down. */
 typedef struct spread {
     vi from, up; /* which bytes, how far */
     int32_t down;
 } spread;
+INLINE int in_words(uint32_t width) { return width == 2 || width == 4; }
 INLINE spread spread_of(uint32_t width) {
     spread s = {.down = 32 - (int32_t)width};
     for (uint32_t j = 0; j < WIDE; j++) {
-        const uint32_t at = j * width / 8, off = j * width % 8;
+        const uint32_t at = j * width / 8, off = j * width % (in_words(width) ? 32 : 8);
         s.from[j] = (int32_t)(0x80800000u | (off + width > 8 ? at + 1 : 0x80u) << 8 | at);
         s.up[j] = 32 - (int32_t)(width + off);
     }
     return s;
 }
+#if BYTES >= 32
+INLINE int32_t word_at(const uint8_t *p) {
+    int32_t w;
+    memcpy(&w, p, 4);
+    return w;
+}
+INLINE vi holding(const uint8_t *p, uint32_t i, uint32_t width, const spread *s) {
+    p += i * width / 8;
+#if BYTES == 64
+    if (width == 2) return (vi)_mm512_set1_epi32(word_at(p));
+    if (width == 4) return (vi)_mm512_mask_set1_epi32(_mm512_set1_epi32(word_at(p)), 0xff00, word_at(p + 4));
+    const __m512i raw = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)p));
+    return (vi)_mm512_shuffle_epi8(raw, (__m512i)s->from);
+#else
+    if (width == 2) return (vi)_mm256_set1_epi32(p[0] | p[1] << 8);
+    if (width == 4) return (vi)_mm256_set1_epi32(word_at(p));
+    const __m256i raw = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)p));
+    return (vi)_mm256_shuffle_epi8(raw, (__m256i)s->from);
+#endif
+}
+#endif
 INLINE vi load_fields(const uint8_t *p, uint32_t i, const spread *s) {
     const uint32_t width = 32 - (uint32_t)s->down;
 #if BYTES == 64
-    const __m512i raw = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)(p + i * width / 8)));
-    const __m512i two = _mm512_shuffle_epi8(raw, (__m512i)s->from);
-    return (vi)_mm512_sllv_epi32(two, (__m512i)s->up) >> s->down;
+    return (vi)_mm512_sllv_epi32((__m512i)holding(p, i, width, s), (__m512i)s->up) >> s->down;
 #elif BYTES == 32
-    const __m256i raw =
-        _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)(p + i * width / 8)));
-    const __m256i two = _mm256_shuffle_epi8(raw, (__m256i)s->from);
-    return (vi)_mm256_sllv_epi32(two, (__m256i)s->up) >> s->down;
+    return (vi)_mm256_sllv_epi32((__m256i)holding(p, i, width, s), (__m256i)s->up) >> s->down;
 #else
     vi v;
     for (uint32_t j = 0; j < WIDE; j++) v[j] = (int32_t)(field(p, i + j, width) << s->down);
@@ -823,40 +844,115 @@ INLINE vi load_fields(const uint8_t *p, uint32_t i, const spread *s) {
 #endif
 }
 
+/* WIDE codes of 8-bit floats, as they stand in the upper byte of a half float: E5M2 is its upper half, E4M3 has a bit less of
+ * exponent, so that it comes out 2^8 times too small. No code may stand for a NaN of E4M3's, which is none as a half. */
+INLINE vf from_halves(const uint8_t *p, sid_grid_kind kind) {
+#if BYTES == 64
+    const __m128i raw = _mm_loadu_si128((const __m128i *)(const void *)p);
+    __m256i h = kind == SID_GRID_E4M3 ? _mm256_cvtepi8_epi16(raw) : _mm256_cvtepu8_epi16(raw);
+    h = kind == SID_GRID_E4M3 ? _mm256_and_si256(_mm256_slli_epi16(h, 7), _mm256_set1_epi16((short)0xbfff))
+                              : _mm256_slli_epi16(h, 8);
+    return (vf)_mm512_cvtph_ps(h);
+#elif BYTES == 32
+    const __m128i raw = _mm_loadl_epi64((const __m128i *)(const void *)p);
+    __m128i h = kind == SID_GRID_E4M3 ? _mm_cvtepi8_epi16(raw) : _mm_cvtepu8_epi16(raw);
+    h = kind == SID_GRID_E4M3 ? _mm_and_si128(_mm_slli_epi16(h, 7), _mm_set1_epi16((short)0xbfff))
+                              : _mm_slli_epi16(h, 8);
+    return (vf)_mm256_cvtph_ps(h);
+#else
+    return from_float8s(load_bytes(p), kind);
+#endif
+}
+
+/* WIDE numbers of the fields from the i-th on, looked up by their lowest bits. */
+INLINE vf look_up(const uint8_t *p, uint32_t i, uint32_t width, const spread *s, vf table) {
+#if BYTES == 64
+    return (vf)_mm512_permutexvar_ps(_mm512_srlv_epi32((__m512i)holding(p, i, width, s), (__m512i)s->up),
+                                     (__m512)table);
+#elif BYTES == 32
+    return (vf)_mm256_permutevar8x32_ps((__m256)table,
+                                        _mm256_srlv_epi32((__m256i)holding(p, i, width, s), (__m256i)s->up));
+#else
+    (void)p, (void)i, (void)width, (void)s;
+    return table;
+#endif
+}
+
 enum {
-    ABREAST = 4 * WIDE /* elements: at most 64, so all of one block */
+    ABREAST = 4 * WIDE,                                /* elements: at most 64, so all of one block */
+    LOOKED_UP = BYTES == 64 ? 4 : BYTES == 32 ? 3 : 0, /* bits: as many numbers as a register has floats */
+    AHEAD =
+        4096 /* elements: several payloads are more streams than processors follow, and few of their pages lie together */
 };
+/* Bits 7 of the bytes whose lower seven are ones: E4M3's NaN. */
+INLINE vu nan_codes(const uint8_t *p) {
+    const uint64_t ones = 0x0101010101010101ull;
+    vu x;
+    memcpy(&x, p, BYTES);
+    return ((x & 0x7f * ones) + ones) & 0x80 * ones;
+}
+
+typedef struct adding {
+    const sid_codes *from;
+    uint32_t count, block, width;
+    sid_grid_kind kind;
+    spread s;
+    vi number; /* what the fields of up to LOOKED_UP bits stand for */
+} adding;
+
+/* ABREAST elements of all payloads from the i-th on. halves: by half floats; returns 1, nothing done, where a code is none. */
+INLINE int add_some(const adding *a, float *out, uint32_t i, int halves) {
+    const uint32_t width = a->width, b = a->block ? i / a->block : 0;
+    const int integers = a->kind == SID_GRID_INTEGERS, look = integers && width <= LOOKED_UP;
+    vf sum[4];
+    vu none = {0};
+    for (uint32_t q = 0; q < 4; q++) sum[q] = load(out + i + q * WIDE);
+    for (uint32_t r = 0; r < a->count; r++) {
+        const uint8_t *p = a->from[r].code;
+        float scale;
+        memcpy(&scale, a->from[r].scale + 4 * b, 4);
+        __builtin_prefetch(p + (i + AHEAD) * width / 8, 0, 2);
+        if (halves && a->kind == SID_GRID_E4M3) {
+            none |= nan_codes(p + i);
+            scale *= 0x1p8f;
+        }
+        const vf table = to_float(a->number) * scale;
+        for (uint32_t q = 0; q < 4; q++) {
+            const uint32_t at = i + q * WIDE;
+            if (look)
+                sum[q] += look_up(p, at, width, &a->s, table);
+            else if (integers)
+                sum[q] += to_float(width == 8 ? load_signed_bytes(p + at) : load_fields(p, at, &a->s)) * scale;
+            else if (halves)
+                sum[q] += from_halves(p + at, a->kind) * scale;
+            else
+                sum[q] += from_float8s(load_bytes(p + at), a->kind) * scale;
+        }
+    }
+    uint64_t any = 0;
+    for (int j = 0; j < LONGS; j++) any |= none[j];
+    if (halves && a->kind == SID_GRID_E4M3 && any) return 1;
+    for (uint32_t q = 0; q < 4; q++) store(out + i + q * WIDE, sum[q]);
+    return 0;
+}
+
 INLINE void add_as(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block, sid_grid_kind kind,
                    uint32_t width) {
-    const uint32_t slack = width == 8 ? 0 : 16 * 8 / width; /* load_fields reads on */
-    const spread s = spread_of(width);
+    const uint32_t slack = width == 8 || in_words(width) ? 0 : 16 * 8 / width; /* load_fields reads on */
+    const int integers = kind == SID_GRID_INTEGERS;
     const int32_t down = 32 - (int32_t)width;
+    adding a = {from, count, block, width, kind, spread_of(width), {0}};
     uint32_t i = 0;
-    for (; i + ABREAST + slack <= n; i += ABREAST) {
-        vf sum[4];
-        const uint32_t b = block ? i / block : 0;
-        for (uint32_t q = 0; q < 4; q++) sum[q] = load(out + i + q * WIDE);
-        for (uint32_t r = 0; r < count; r++) {
-            float scale;
-            memcpy(&scale, from[r].scale + 4 * b, 4);
-            for (uint32_t q = 0; q < 4; q++) {
-                const uint8_t *p = from[r].code;
-                const uint32_t at = i + q * WIDE;
-                if (kind != SID_GRID_INTEGERS)
-                    sum[q] += from_float8s(load_bytes(p + at), kind) * scale;
-                else
-                    sum[q] += to_float(width == 8 ? load_signed_bytes(p + at) : load_fields(p, at, &s)) * scale;
-            }
-        }
-        for (uint32_t q = 0; q < 4; q++) store(out + i + q * WIDE, sum[q]);
-    }
+    for (int32_t j = 0; j < WIDE; j++) a.number[j] = (int32_t)((uint32_t)j << down) >> down;
+    if (integers && width <= LOOKED_UP) a.s.up = down - a.s.up;
+    for (; i + ABREAST + slack <= n; i += ABREAST)
+        if (add_some(&a, out, i, BYTES >= 32)) (void)add_some(&a, out, i, 0);
     for (uint32_t r = 0; r < count; r++)
         for (uint32_t j = i; j < n; j++) {
             const uint32_t c = field(from[r].code, j, width);
             float scale;
             memcpy(&scale, from[r].scale + 4 * (block ? j / block : 0), 4);
-            out[j] += scale * (kind == SID_GRID_INTEGERS ? (float)((int32_t)(c << down) >> down)
-                                                         : sid_f8_to_f32(c, mantissa_of(kind)));
+            out[j] += scale * (integers ? (float)((int32_t)(c << down) >> down) : sid_f8_to_f32(c, mantissa_of(kind)));
         }
 }
 static void add_codes(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block, sid_grid_kind kind,
@@ -876,10 +972,6 @@ static void add_codes(const sid_codes *from, uint32_t count, float *out, uint32_
 }
 
 /* Eight fields, one a byte, move together: in pairs, in pairs of pairs, and once more. */
-typedef uint64_t vu __attribute__((vector_size(BYTES)));
-enum {
-    LONGS = BYTES / 8
-};
 static void pack(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out) {
     const uint64_t first = 0x00ff00ff00ff00ffull, pair = 0x0000ffff0000ffffull, half = 0x00000000ffffffffull;
     const uint64_t mask = 0x0101010101010101ull * ((1u << width) - 1);
@@ -1254,18 +1346,19 @@ static void sum_signs(float *out, uint32_t n, const uint8_t *const *bit, const f
         const __m512 t0 = _mm512_loadu_ps(table[0]), t1 = _mm512_loadu_ps(table[1]);
         for (uint32_t i = 0; i < done; i += 64) {
             __m512i at = _mm512_setzero_si512();
-            uint8_t each[64];
             for (uint32_t r = 0; r < ranks; r++) {
                 uint64_t w;
                 memcpy(&w, bit[from + r] + i / 8, 8);
                 at = _mm512_mask_add_epi8(at, w, at, _mm512_set1_epi8((char)(1u << r)));
             }
-            _mm512_storeu_si512(each, at);
-            for (int j = 0; j < 64; j += 16) { /* a lookup sees the lowest four bits of an index */
-                const __m512i k = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(each + j)));
-                __m512 v = _mm512_add_ps(_mm512_loadu_ps(out + i + j), _mm512_permutexvar_ps(k, t0));
+            const __m128i each[4] = {_mm512_castsi512_si128(at), _mm512_extracti32x4_epi32(at, 1),
+                                     _mm512_extracti32x4_epi32(at, 2), _mm512_extracti32x4_epi32(at, 3)};
+            for (int j = 0; j < 4; j++) { /* a lookup sees the lowest four bits of an index */
+                float *to = out + i + 16 * j;
+                const __m512i k = _mm512_cvtepu8_epi32(each[j]);
+                __m512 v = _mm512_add_ps(_mm512_loadu_ps(to), _mm512_permutexvar_ps(k, t0));
                 if (ranks > 4) v = _mm512_add_ps(v, _mm512_permutexvar_ps(_mm512_srli_epi32(k, 4), t1));
-                _mm512_storeu_ps(out + i + j, v);
+                _mm512_storeu_ps(to, v);
             }
         }
     }
@@ -1282,10 +1375,10 @@ static void vote(float *x, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) x[i] = (float)((x[i] > 0) - (x[i] < 0));
 }
 
-static void merge(float *x, const uint32_t *u, uint32_t n, uint32_t count) {
+static void merge(float *x, const uint16_t *u, uint32_t n, uint32_t count) {
     for (uint32_t i = 0; i < n; i++) { /* the positive ones are the first (count + x) / 2 */
-        const int32_t drawn = (int32_t)(((uint64_t)u[i] * count) >> 32);
-        x[i] = 2 * drawn < (int32_t)count + (int32_t)x[i] ? 1.0f : -1.0f;
+        const int32_t drawn = (int32_t)((uint32_t)u[i] * count >> 16);
+        x[i] = (float)(2 * drawn - (int32_t)count) < x[i] ? 1.0f : -1.0f;
     }
 }
 
@@ -1295,30 +1388,36 @@ static void fence(void) {
 #endif
 }
 
+/* Two words of a row share a long: A, the sum of all longs, is that of the lower words plus 2^32 that of the upper ones,
+ * and so is B, the sum of all A so far; H and I are the same of the upper words alone. Five operations for a register,
+ * where widening every word took six for half of one. With AVX-512 a register is two rows: row 2 t + 1 counts once less. */
+enum {
+    AT_A_TIME = BYTES == 64 ? 2 : 1, /* rows */
+    REGISTERS = 32 * AT_A_TIME / BYTES
+};
 static void checksum(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted) {
     uint64_t a[8] = {0}, b[8] = {0}; /* after T rows b[j] is the sum of (T - row) * w: the place weights of wire.h */
-    uint64_t r = 0;
-#ifdef SID_HAS_AVX512
-    __m512i va = _mm512_setzero_si512(), vb = va;
-    for (; r < rows; r++) {
-        va =
-            _mm512_add_epi64(va, _mm512_cvtepu32_epi64(_mm256_loadu_si256((const __m256i *)(const void *)(w + 8 * r))));
-        vb = _mm512_add_epi64(vb, va);
-    }
-    _mm512_storeu_si512(a, va);
-    _mm512_storeu_si512(b, vb);
-#elif defined(SID_HAS_AVX2)
-    __m256i va[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, vb[2] = {va[0], va[0]};
-    for (; r < rows; r++)
-        for (int h = 0; h < 2; h++) {
-            const __m128i x = _mm_loadu_si128((const __m128i *)(const void *)(w + 8 * r + 4 * h));
-            va[h] = _mm256_add_epi64(va[h], _mm256_cvtepu32_epi64(x));
-            vb[h] = _mm256_add_epi64(vb[h], va[h]);
+    const uint64_t steps = rows / AT_A_TIME;
+    vu all[REGISTERS] = {{0}}, high[REGISTERS] = {{0}}, sums[REGISTERS] = {{0}}, highs[REGISTERS] = {{0}};
+    for (uint64_t t = 0; t < steps; t++)
+        for (uint64_t q = 0; q < REGISTERS; q++) {
+            vu x;
+            memcpy(&x, w + 8 * AT_A_TIME * t + q * BYTES / 4, BYTES);
+            all[q] += x;
+            sums[q] += all[q];
+            high[q] += x >> 32;
+            highs[q] += high[q];
         }
-    memcpy(a, va, sizeof a);
-    memcpy(b, vb, sizeof b);
-#endif
-    for (; r < rows; r++)
+    for (uint64_t k = 0; k < 4 * AT_A_TIME; k++) {
+        const uint64_t q = k / LONGS, j = k % LONGS, at = k % 4 * 2, late = k / 4;
+        const uint64_t odd = high[q][j], even = all[q][j] - (odd << 32);
+        const uint64_t odds = highs[q][j], evens = sums[q][j] - (odds << 32);
+        a[at] += even;
+        a[at + 1] += odd;
+        b[at] += AT_A_TIME * evens - late * even;
+        b[at + 1] += AT_A_TIME * odds - late * odd;
+    }
+    for (uint64_t r = steps * AT_A_TIME; r < rows; r++)
         for (int j = 0; j < 8; j++) {
             a[j] += w[8 * r + (uint64_t)j];
             b[j] += a[j];
