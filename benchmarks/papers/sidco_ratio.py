@@ -10,7 +10,7 @@ SIDCo's tolerance.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,43 +93,60 @@ def ratios(
         yield stats.found / plan.k, stats.stages
 
 
-def run(sources: dict[str, Callable[[], list[Array]]]) -> list[dict[str, Any]]:
-    rows = []
+Sources = dict[str, Callable[[], list[Array]]]
+
+
+def cases(sources: Sources) -> Iterator[tuple[dict[str, Any], str, float, list[Array]]]:
+    """Of each row of a table: its first columns, the memory, the density and the gradients."""
     for source, make in sources.items():
         gradients = make()
         for memory in ("none", "residual"):
             for density in DENSITIES:
-                row: dict[str, Any] = {
+                row = {
                     "gradients": source, "n": len(gradients[0]), "feedback": memory == "residual",
                     "density %": density * 100,
                 }  # fmt: skip
-                for label, codec, settings in contestants():
-                    steps = list(ratios(codec, memory, settings | {"density": density}, gradients))
-                    settled = [r for r, _ in steps[len(steps) // 2 :]]
-                    low, middle, high = np.percentile(settled, (5, 50, 95))
-                    stages = steps[-1][1]
-                    row[label] = f"{middle:.2f} [{low:.2f}, {high:.2f}]" + (f" {stages} st" if stages else "")
-                rows.append(row)
+                yield row, memory, density, gradients
+
+
+def spread(found: Sequence[float]) -> str:
+    low, middle, high = np.percentile(found, (5, 50, 95))
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def asked(name: str, n: int, steps: int, doc: str | None, argv: list[str] | None) -> tuple[Any, Sources]:
+    """What the command line says, and the gradients that it asks for."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.papers.{name}", description=doc)
+    parser.add_argument("--n", type=int, default=n, help="elements of a synthetic gradient")
+    parser.add_argument("--steps", type=int, default=steps, help="steps of each run")
+    parser.add_argument("--tasks", nargs="*", default=["digits", "lm"], help="of examples/tasks.py")
+    saved = f"write benchmarks/results/papers-{name.replace('_', '-')}.*"
+    parser.add_argument("--save", action="store_true", help=saved)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    sources: Sources = {kind: lambda kind=kind: drawn(kind, args.n, args.steps) for kind in SYNTHETIC}
+    return args, sources | {t: lambda t=t: recorded(t, args.steps) for t in args.tasks}
+
+
+def run(sources: Sources) -> list[dict[str, Any]]:
+    rows = []
+    for row, memory, density, gradients in cases(sources):
+        for label, codec, settings in contestants():
+            steps = list(ratios(codec, memory, settings | {"density": density}, gradients))
+            stages = steps[-1][1]
+            row[label] = spread([r for r, _ in steps[len(steps) // 2 :]]) + (
+                f" {stages} st" if stages else ""
+            )
+        rows.append(row)
     return rows
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers.sidco_ratio", description=__doc__)
-    parser.add_argument("--n", type=int, default=200_000, help="elements of a synthetic gradient")
-    parser.add_argument("--steps", type=int, default=100, help="steps of each run")
-    parser.add_argument("--tasks", nargs="*", default=["digits", "lm"], help="of examples/tasks.py")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/papers-sidco-ratio.*")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    sources: dict[str, Callable[[], list[Array]]] = {
-        kind: lambda kind=kind: drawn(kind, args.n, args.steps) for kind in SYNTHETIC
-    }
-    sources |= {task: lambda task=task: recorded(task, args.steps) for task in args.tasks}
-    rows = run(sources)
+    args, sources = asked("sidco_ratio", 200_000, 100, __doc__, argv)
     report(
         "papers-sidco-ratio",
         "Elements that pass the threshold over the target",
-        rows,
+        run(sources),
         f"Median over steps {args.steps // 2} to {args.steps}, 5th and 95th percentile; stages at the end. "
         "What passes is counted before the cut to the payload's capacity.",
         RESULTS if args.save else None,

@@ -159,12 +159,11 @@ class Reference:
             mine = torch.cat([flat(torch.zeros_like(p) if p.grad is None else p.grad, p) for p in ps])
             codec = str(group["codec"])
             settings, dtype = self._settings(codec, names), dtype_name(ps[0])
-            side = self.sides.get(
-                (*names, codec)
-            )  # what a codec learns from step to step stays with the group
+            key = (*names, codec)
+            side = self.sides.get(key)  # what a codec learns from step to step stays with the group
             if side is None or side.codec.settings != settings:
                 side = reference.Group(codec, self.memory, CODECS[codec].wire_id, len(mine), dtype, settings)
-            sides[(*names, codec)] = side
+            sides[key] = side
             empty = [np.zeros((side.memory.vectors, p.numel()), np.float32) for p in ps]
             side.keep(np.concatenate([self.vec.get(n, e) for n, e in zip(names, empty, strict=True)], axis=1))
             at = reference.Step(self.steps, number, self.rank, self.world)
