@@ -152,7 +152,7 @@ venv-make:
 train: all ## two ranks train: plain DDP beside sidcomp, a table and a picture (ARGS="--task digits")
 	$(PYTHON) examples/launch.py $(ARGS)
 test: all ## the tests, without the slow ones (ARGS="-k topk" TESTS=tests/ddp)
-	$(PYTHON) -m pytest -q -m 'not slow' $(ARGS) $(or $(TESTS),tests)
+	$(if $(TESTS),$(PYTHON) -m pytest -q -m 'not slow' $(ARGS) $(TESTS),PYTHON=$(PYTHON) tests/run.sh $(ARGS))
 test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
 	$(PYTHON) -m pytest -q tests
 	+@$(SUB) ctest ALL=1

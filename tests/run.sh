@@ -1,0 +1,23 @@
+#!/bin/bash
+# The tests without the slow ones, on two cores in about half the time: those of the hook, most of which wait for processes,
+# beside all others; then, alone, those that find out how long things take. PYTHON and the arguments of pytest are the caller's.
+set -u
+cd "$(dirname "$0")/.."
+timed=(tests/ddp/test_auto.py tests/test_netlab.py)
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+failed=0
+
+run() { # no tests left by the caller's choice (5) is no failure
+    "${PYTHON:-python3}" -m pytest -q -m 'not slow' "$@"
+    local status=$?
+    [ $status = 5 ] || [ $status = 0 ] || return $status
+}
+
+run tests/ddp "${timed[@]/#/--ignore=}" -p no:cacheprovider "$@" >"$log" 2>&1 &
+run tests --ignore=tests/ddp "${timed[@]/#/--ignore=}" "$@" || failed=1
+wait $! || failed=1
+echo "tests/ddp:"
+cat "$log"
+run "${timed[@]}" "$@" || failed=1
+exit $failed
