@@ -84,6 +84,6 @@ def report(name: str, title: str, rows: list[dict[str, Any]], note: str, out: Pa
     record = {"title": title, "note": note, "machine": where, "rows": rows}
     (out / f"{name}.json").write_text(json.dumps(record, indent=1))
     lines = [f"# {title}", "", note, "", "| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
-    lines += ["| " + " | ".join(row) + " |" for row in cells]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
     lines += ["", ", ".join(f"{k} {v}" for k, v in where.items()), ""]
     (out / f"{name}.md").write_text("\n".join(lines))
