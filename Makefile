@@ -71,7 +71,7 @@ $(DEPS): ;
 
 TESTOBJ  = $(patsubst %,$O/%.o,$(sort $(wildcard tests/c/*.c)))
 FUZZOBJ  = $(patsubst %,$O/tests/%.c.o,c/support c/report c/fusion_model fuzz/subject) $(if $(LIBFUZZER),,$O/tests/fuzz/standalone.c.o)
-JOBS    := $(or $(MAX_JOBS),$(shell nproc 2>/dev/null),2)
+JOBS    := $(or $(MAX_JOBS),$(shell env -u OMP_NUM_THREADS nproc 2>/dev/null),2)
 SUB      = $(MAKE) -s --no-print-directory $(if $(filter 0,$(MAKELEVEL)),-j$(JOBS)) PYTHON=$(PYTHON)
 
 $O/ctest: $(COBJ) $(TESTOBJ)

@@ -138,7 +138,10 @@ static void conserved(const sid_info *codec, sid_dtype dtype, uint32_t world) {
             for (uint32_t i = 0; i < N; i++) sum_of[i] -= (double)after[i];
             CHECK(largest(after, N) > 0, "%s: keeps nothing", r.g[0].name);
         }
-        for (uint32_t i = 0; i < N; i++) bad = fmax(bad, fabs(sum_of[i] - (double)world * (double)out[i]));
+        for (uint32_t i = 0; i < N; i++) {
+            const double off = fabs(sum_of[i] - (double)world * (double)out[i]);
+            bad = off > bad ? off : bad; /* fmax() in its place breaks gcc 12 for aarch64 */
+        }
         const double unit = dtype == SID_F32 ? 0x1p-20 : dtype == SID_F16 ? 0x1p-10 : 0x1p-7;
         CHECK(bad <= top * unit, "%s, %u ranks, step %llu: %g is lost (of %g)", r.g[0].name, world,
               (unsigned long long)step, bad, top);
