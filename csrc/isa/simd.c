@@ -72,30 +72,6 @@ static int finite(const float *x, uint32_t n) {
     return any == 0;
 }
 
-static int add_kept(float *acc, const float *g, uint32_t n, uint32_t key) {
-    const float max = 0x1.fffffep127f;
-    const vi top = (vi){0} + 0x7f7fffff, sent = (vi){0} + (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key);
-    vi bad = {0};
-    uint32_t i = 0;
-    int32_t any = 0;
-    for (; i + WIDE <= n; i += WIDE) {
-        const vf a = load(acc + i), b = load(g + i);
-        const vi ok = keys(b) <= top;
-        const vf s = (vf)(bits(a) & (keys(a) < sent)) + (vf)(bits(b) & ok);
-        const vi k = keys(s);
-        store(acc + i, (vf)(either(k > top, top, k) | (bits(s) & ~0x7fffffff)));
-        bad |= ~ok;
-    }
-    for (int j = 0; j < WIDE; j++) any |= bad[j];
-    for (; i < n; i++) {
-        const int ok = sid_key(g[i]) < SID_KEY_INF;
-        const float s = (sid_key(acc[i]) >= key ? 0.0f : acc[i]) + (ok ? g[i] : 0.0f);
-        acc[i] = s > max ? max : s < -max ? -max : s;
-        any |= !ok;
-    }
-    return any == 0;
-}
-
 /* s made finite; s is no NaN. */
 static inline vf saturated(vf s) {
 #if BYTES == 64
@@ -122,6 +98,25 @@ static inline vf below(vf x, vi key, vi limit) {
 #endif
 }
 static inline vi wide_key(uint32_t key) { return (vi){0} + (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key); }
+
+static int add_kept(float *acc, const float *g, uint32_t n, uint32_t key) {
+    const vi inf = (vi){0} + (int32_t)SID_KEY_INF, sent = wide_key(key);
+    vi bad = {0};
+    uint32_t i = 0;
+    int32_t any = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf a = load(acc + i), b = load(g + i), x = below(b, keys(b), inf);
+        store(acc + i, saturated(below(a, keys(a), sent) + x));
+        bad |= bits(b) ^ bits(x);
+    }
+    for (int j = 0; j < WIDE; j++) any |= bad[j];
+    for (; i < n; i++) {
+        const int ok = sid_key(g[i]) < SID_KEY_INF;
+        acc[i] = saturated1((sid_key(acc[i]) >= key ? 0.0f : acc[i]) + (ok ? g[i] : 0.0f));
+        any |= !ok;
+    }
+    return any == 0;
+}
 
 static int add_weighted(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma) {
     const vi inf = (vi){0} + (int32_t)SID_KEY_INF, sent = wide_key(key);
@@ -987,6 +982,16 @@ static void pack(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out) 
         x = (x & first) | (x & ~first) >> (8 - width);
         x = (x & pair) | (x & ~pair) >> (16 - 2 * width);
         x = (x & half) | (x & ~half) >> (32 - 4 * width);
+#if BYTES == 64
+        if (take == 64 && width == 2) { /* the low parts of all longs at once */
+            _mm_storeu_si128((__m128i *)(void *)(out + i / 4), _mm512_cvtepi64_epi16((__m512i)x));
+            continue;
+        }
+        if (take == 64 && width == 4) {
+            _mm256_storeu_si256((__m256i *)(void *)(out + i / 2), _mm512_cvtepi64_epi32((__m512i)x));
+            continue;
+        }
+#endif
         for (uint32_t j = 0, at = i / 8 * width; j < LONGS && at < bytes; j++, at += width) {
             const uint64_t word = x[j];
             if (at + 8 <= bytes)
