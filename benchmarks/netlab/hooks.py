@@ -2,7 +2,8 @@
 
 dense                   plain DDP, no hook
 fp16, powersgd          torch's own hooks; PowerSGD of rank 4, in one bucket
-topk:GROUPS             a codec of sidcomp with its State(groups=GROUPS); topk alone: 25MB
+topk:GROUPS             a codec of sidcomp with its State(groups=GROUPS); topk alone: 25MB. powersgd:GROUPS is ours,
+                        in as many buckets as there are
 layer, even:8, mergecomp, cupcake
                         topk with these groups, as their papers choose them
 auto                    State("auto"): groups, codecs and exchanges chosen
@@ -39,7 +40,7 @@ class Hook(NamedTuple):
 
     def attach(self, module: nn.Module) -> "tuple[nn.Module, sidcomp.State | None]":
         """DDP around `module`, and its State where it has one."""
-        cap = 1024 if self.kind == "powersgd" else self.bucket_mb
+        cap = 1024 if self.kind == "powersgd" and not self.ours else self.bucket_mb
         # The smallest cap there is still gives each bucket a tensor.
         buckets: dict[str, Any] = {} if cap is None else {"bucket_cap_mb": max(cap, 2**-20)}
         ddp = DistributedDataParallel(module, **buckets)
@@ -74,10 +75,9 @@ def parse(text: str) -> Hook:
             bucket_mb = float(cap)
         except ValueError:
             raise ValueError(f"hook {text!r}: after @ comes a size in MB, as in {body}@4") from None
-        if not 0 <= bucket_mb < 1e6 or kind == "powersgd":
-            raise ValueError(
-                f"hook {text!r}: {'PowerSGD needs one bucket' if kind == 'powersgd' else 'no such size'}"
-            )
+        torchs = kind == "powersgd" and not colon
+        if not 0 <= bucket_mb < 1e6 or torchs:
+            raise ValueError(f"hook {text!r}: {'PowerSGD needs one bucket' if torchs else 'no such size'}")
     else:
         bucket_mb = None
     if kind in PAPERS:
