@@ -208,8 +208,8 @@ SUITED = {
         "ssdm": "--momentum 0 --lr 0.0005 --clip inf",
     },
     "lm": {
-        "signum": "--lr 0.001 --clip inf",
-        "marsit": "--full-every 100 --param eta_s=0.0005 --momentum 0",
+        "signum": "--lr 0.004 --clip inf",
+        "marsit": "--full-every 100",
         "randk": "--momentum 0 --lr 8.3",
         "randk-own": "--momentum 0 --lr 8.3",
         "ssdm": "--momentum 0 --lr 0.0005 --clip inf",
@@ -237,6 +237,9 @@ def rows_of(task: str, steps: int, only: Sequence[str]) -> dict[str, str]:
     holds = f"--param momentum={m} --clip {1 / (1 - m):.3g}"
     own = {"dgc": holds, "redsync": holds, **SUITED.get(task, {})}
     rows = {c.name: f"--codec {c.name} {own.get(c.name, '')}" for c in sidcomp.codecs() if not c.lossless}
+    for preset in sorted(f.stem for f in flags.CONFIGS.glob("*.toml")):
+        if preset not in ("ci", "fp16", "topk-1pct", "topk-fortieth"):  # other rows have them
+            rows[f"preset {preset}"] = f"--config {preset}"
     for label, text in VARIANTS.items():
         rows[label] = text.replace("HOLDS", holds).replace("RAMP", str(steps // 10))
     return {name: text.strip() for name, text in rows.items() if not only or name in only}
