@@ -2,8 +2,8 @@
 
 dense                   plain DDP, no hook
 fp16, powersgd          torch's own hooks; PowerSGD of rank 4, in one bucket
-topk:GROUPS             a codec of sidcomp with its State(groups=GROUPS); topk alone: 25MB. powersgd:GROUPS is ours,
-                        in as many buckets as there are
+topk:GROUPS             a codec of sidcomp with its State(groups=GROUPS); topk alone: 25MB. powersgd:GROUPS is
+                        ours, in as many buckets as there are
 layer, even:8, mergecomp, cupcake
                         topk with these groups, as their papers choose them
 auto                    State("auto"): groups, codecs and exchanges chosen
