@@ -136,7 +136,9 @@ def test_a_rank_that_fails_or_hangs(lab: Lab) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_survives_the_parent(how: signal.Signals, lab: Lab) -> None:
     script = (
-        "import sys; from benchmarks.netlab.lab import Lab\n"
+        # a shell starts what it runs in the background with SIGINT ignored
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from benchmarks.netlab.lab import Lab\n"
         "with Lab.build(2, 10**9) as lab:\n"
         "    lab.run(['sh', '-c', 'readlink /proc/self/ns/net; exec sleep 60'], 60)\n"
     )
