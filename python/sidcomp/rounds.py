@@ -31,6 +31,7 @@ class Rounds:
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._queue,), name="sidcomp rounds", daemon=True)
         self._thread.start()
+        self._end = weakref.finalize(self, self._queue.put, None)  # also for a State that nobody closed
 
     def follow(self, pipeline: "Pipeline", group: Group) -> None:
         """To be called in the same order on all ranks, once the first round of the group is on its way."""
@@ -38,7 +39,7 @@ class Rounds:
 
     def close(self) -> None:
         """Ends the thread, which has nothing to do any more, and the process group."""
-        self._queue.put(None)
+        self._end()
         self._thread.join()
         self.exchange.close()
 

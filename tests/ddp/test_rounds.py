@@ -3,8 +3,10 @@ float64, in every order of arrival, and when something fails between the rounds.
 
 from __future__ import annotations
 
+import gc
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -282,6 +284,29 @@ def test_resumes_bit_for_bit() -> None:
     """The start of the next factors is part of what is kept."""
     whole, parts = run(resume, 2, -1), run(resume, 2, 3)
     assert whole[0] == whole[1] == parts[0] == parts[1]
+
+
+def forget(rank: int, world: int, close: bool) -> list[str]:
+    trainer = Trainer(WIDE, rank)
+    state = make_state("bucket", trainer.module, codec=SHAPED[0])
+    sidcomp.register(trainer.wrapper, state)
+    trainer.step()
+    assert any(t.name == "sidcomp rounds" for t in threading.enumerate())
+    if close:
+        state.close()
+    trainer.close()
+    del state, trainer
+    gc.collect()
+    end = time.monotonic() + 10
+    while time.monotonic() < end and any(t.name == "sidcomp rounds" for t in threading.enumerate()):
+        time.sleep(0.02)
+    return [t.name for t in threading.enumerate()]
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_the_thread_ends_with_its_state(close: bool) -> None:
+    for names in run(forget, 2, close):
+        assert "sidcomp rounds" not in names
 
 
 def refuse(rank: int, world: int) -> str:
