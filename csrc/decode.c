@@ -147,3 +147,10 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
     if (p->codec->learn && state && count == 1 && !report->nonfinite) p->codec->learn(p, state, payloads);
     return SID_OK;
 }
+
+sid_status sid_learn(const sid_plan *p, void *state, const void *payload) {
+    if (!p || !state || !payload || (uintptr_t)payload % 8) return SID_E_ARG;
+    sid_gather g = {.plan = p, .payloads = payload, .count = 1, .scale = 1};
+    if (p->codec->learn && !nonfinite(&g)) p->codec->learn(p, state, payload);
+    return SID_OK;
+}

@@ -1,7 +1,7 @@
 /* Counter-based random bits: Philox4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
- * Seven rounds pass BigCrush (as they report); their default of ten is that with a margin, and a third of the time of a codec
- * that draws for every element. Shared by host and device: an element's bits depend on the stream and on its index in the group, on nothing
- * else, so that every instruction set, launch shape and number of threads draws the same. */
+ * Seven rounds pass BigCrush (as they report); their default of ten is that with a margin, and a third of the time of a
+ * codec that draws for every element. Shared by host and device: an element's bits depend on the stream and on its index
+ * in the group, on nothing else, so that every instruction set, launch shape and number of threads draws the same. */
 #ifndef SID_RNG_H
 #define SID_RNG_H
 

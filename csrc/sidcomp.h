@@ -227,6 +227,11 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
                       const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *at, sid_report *report,
                       sid_error *err);
 
+/* What a codec takes from a summed payload for its next step (PowerSGD's start). sid_decode does it where it is given the
+ * state; this is for whoever decodes without it, into vectors that do not hold the gradient. A payload that is not finite
+ * teaches nothing. */
+sid_status sid_learn(const sid_plan *p, void *state, const void *payload);
+
 /* Checks one payload against the plan without decoding it. */
 sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *at, sid_error *err);
 

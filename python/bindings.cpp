@@ -275,6 +275,7 @@ class Plan {
         config.flush = flush;
         std::vector<sid_shape> parts;
         if (shapes) {
+            parts.reserve(shapes->size() + 1); // no shapes at all are not the same as none given
             for (const auto &[length, columns] : *shapes) parts.push_back({length, columns});
             config.shapes = parts.data();
             config.n_shapes = static_cast<uint32_t>(parts.size());
@@ -331,6 +332,12 @@ class Plan {
         });
         check(s, err, report.culprit);
         return report.nonfinite != 0;
+    }
+
+    void learn(Address state, Address payload) const {
+        need(state, sizes.state, "state");
+        need(payload, sizes.payload, "payload");
+        check(without_gil([&] { return sid_learn(get(), pointer(state), pointer(payload)); }));
     }
 
     void check_payload(Address payload, uint64_t bytes, int64_t step, uint32_t group) const {
@@ -670,6 +677,7 @@ PYBIND11_MODULE(_core, m) {
              py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"))
         .def("decode", &Plan::decode, arg("payloads"), arg("stride"), arg("count"), arg("scale"), arg("segments"),
              arg("state"), py::kw_only(), arg("step"), arg("group"))
+        .def("learn", &Plan::learn, arg("state"), arg("payload"))
         .def("check", &Plan::check_payload, arg("payload"), arg("nbytes"), py::kw_only(), arg("step") = -1,
              arg("group") = 0)
         .def("residual_out", &Plan::residual_out, arg("state"), arg("out"))

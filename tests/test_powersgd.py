@@ -94,7 +94,23 @@ def test_bytes_are_those_of_the_factors() -> None:
     assert whole.rounds == 1 and whole.body_count == 1207
 
 
+def test_decoding_what_is_not_finite_leaves_the_memory_alone() -> None:
+    """`out` holds anything but the gradient: nothing of it may be taken for one."""
+    c = sidcomp.Compressor("powersgd", 600, shapes=[(20, 30)], r=2)
+    x = np.random.default_rng(0).normal(0, 1, 600).astype(np.float32)
+    c.decode(c.encode(x))
+    x[7] = np.nan
+    payload = c.encode(x)
+    before = c.residual()
+    assert not np.isfinite(c.decode(payload, np.full(600, 1e30, np.float32))).any()
+    assert np.array_equal(c.residual(), before)
+    x[7] = 0
+    assert np.isfinite(c.decode(c.encode(x))).all()
+
+
 def test_bad_shapes_are_named() -> None:
+    with pytest.raises(sidcomp.ArgumentError, match="shapes hold 0"):
+        sidcomp.Compressor("powersgd", 100, shapes=[])
     with pytest.raises(sidcomp.ArgumentError, match="shapes"):
         sidcomp.Compressor("powersgd", 100, shapes=[(9, 11)])
     with pytest.raises(sidcomp.ParameterError, match="r = 0"):

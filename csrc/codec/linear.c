@@ -3,10 +3,9 @@
  *     body = round(clamp(acc) * s), s = 1/world in float32       sent = body * world       kept = acc - sent
  * fp16 and bf16 clamp at the format's largest value, with several ranks a little below it (65376, 3.35e38), so that the
  * roundings of the sum over the ranks do not carry a finite mean into Inf; what is cut off is kept. */
-#include <math.h>
-#include <string.h>
+#include "linear.h"
 
-#include "../internal.h"
+#include <string.h>
 
 static sid_dtype body_dtype(const sid_plan *p) { return p->sizes.body_dtype; }
 
@@ -87,21 +86,8 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at,
 
 static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
 
-/* The factor that undoes header.scale: the sender's world size. */
-static float inverse_of(float scale) { return (float)floor(1.0 / (double)scale + 0.5); }
-
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
-    const sid_header *h = (const sid_header *)(const void *)payload;
-    if (h->count != p->n || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
-        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
-    if (!(h->scale > 0 && h->scale <= 1) || 1.0f / inverse_of(h->scale) != h->scale)
-        return sid_fail(err, SID_E_CORRUPT, "scale %g is not 1 / world size", (double)h->scale);
-    return SID_OK;
-}
-
-static void open_all(sid_gather *g) {
-    const sid_header *h = (const sid_header *)(const void *)g->payloads;
-    g->scale = g->scale == h->scale ? 1.0f : (float)((double)g->scale * (double)inverse_of(h->scale));
+    return linear_check((const sid_header *)(const void *)payload, p->n, err);
 }
 
 static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
@@ -125,7 +111,7 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
                                           .keep = keep,                                                                \
                                           .none = rule_none,                                                           \
                                           .check = check,                                                              \
-                                          .open = open_all,                                                            \
+                                          .open = linear_open,                                                         \
                                           .decode = decode}
 
 LINEAR_CODEC(none, .name = "none", .memory = "none", .paper = "", .wire_id = 1,

@@ -16,7 +16,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "../internal.h"
+#include "linear.h"
 
 enum {
     RANK,
@@ -323,20 +323,8 @@ static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------- */
 
-static float inverse_of(float s) { return (float)floor(1.0 / (double)s + 0.5); }
-
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
-    const sid_header *h = (const sid_header *)(const void *)payload;
-    if (h->count != p->k || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
-        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
-    if (!(h->scale > 0 && h->scale <= 1) || 1.0f / inverse_of(h->scale) != h->scale)
-        return sid_fail(err, SID_E_CORRUPT, "scale %g is not 1 / world size", (double)h->scale);
-    return SID_OK;
-}
-
-static void open_all(sid_gather *g) {
-    const sid_header *h = (const sid_header *)(const void *)g->payloads;
-    g->scale = g->scale == h->scale ? 1.0f : (float)((double)g->scale * (double)inverse_of(h->scale));
+    return linear_check((const sid_header *)(const void *)payload, p->k, err);
 }
 
 static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
@@ -386,6 +374,6 @@ const sid_codec sid_codec_powersgd = {
     .keep = keep,
     .none = rule_none,
     .check = check,
-    .open = open_all,
+    .open = linear_open,
     .decode = decode,
     .learn = learn};

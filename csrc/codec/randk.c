@@ -14,9 +14,9 @@
  *
  * Within a block the subset is Floyd's: for j = len - c .. len - 1 take t = a random one of 0 .. j, or j if t has been taken,
  * and the body has them in that order; the complement, ascending, where c is more than half of len. */
-#include <math.h>
 #include <string.h>
 
+#include "linear.h"
 #include "sparse.h"
 
 enum {
@@ -177,19 +177,13 @@ static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------- */
 
-static float inverse_of(float scale) { return (float)floor(1.0 / (double)scale + 0.5); }
-
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     const uint64_t used = SID_HEADER_BYTES + sid_dtype_size(body_dtype(p)) * p->k;
     if (h->count != p->k) return sid_fail(err, SID_E_CORRUPT, "count is not the plan's k");
     if ((h->flags & ~(uint32_t)SID_FLAG_NONFINITE) != (is_half(p) ? (uint32_t)SID_FLAG_HALF : 0u))
         return sid_fail(err, SID_E_CORRUPT, "flags %08x are not the plan's", h->flags);
-    if (is_linear(p)) {
-        if (!(h->scale > 0 && h->scale <= 1) || 1.0f / inverse_of(h->scale) != h->scale)
-            return sid_fail(err, SID_E_CORRUPT, "scale %g is not 1 / world size", (double)h->scale);
-        return SID_OK;
-    }
+    if (is_linear(p)) return linear_check_scale(h, err);
     if (h->scale != multiplier(p)) return sid_fail(err, SID_E_CORRUPT, "scale %g is not the plan's", (double)h->scale);
     for (uint64_t i = used; i < p->sizes.payload; i++)
         if (payload[i]) return sid_fail(err, SID_E_CORRUPT, "bytes after the last value are not zero");
@@ -197,9 +191,7 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
 }
 
 static void open_all(sid_gather *g) {
-    const sid_header *h = (const sid_header *)(const void *)g->payloads;
-    if (!is_linear(g->plan)) return;
-    g->scale = g->scale == h->scale ? 1.0f : (float)((double)g->scale * (double)inverse_of(h->scale));
+    if (is_linear(g->plan)) linear_open(g);
 }
 
 static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {

@@ -99,26 +99,8 @@ static inline vf below(vf x, vi key, vi limit) {
 }
 static inline vi wide_key(uint32_t key) { return (vi){0} + (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key); }
 
-static int add_kept(float *acc, const float *g, uint32_t n, uint32_t key) {
-    const vi inf = (vi){0} + (int32_t)SID_KEY_INF, sent = wide_key(key);
-    vi bad = {0};
-    uint32_t i = 0;
-    int32_t any = 0;
-    for (; i + WIDE <= n; i += WIDE) {
-        const vf a = load(acc + i), b = load(g + i), x = below(b, keys(b), inf);
-        store(acc + i, saturated(below(a, keys(a), sent) + x));
-        bad |= bits(b) ^ bits(x);
-    }
-    for (int j = 0; j < WIDE; j++) any |= bad[j];
-    for (; i < n; i++) {
-        const int ok = sid_key(g[i]) < SID_KEY_INF;
-        acc[i] = saturated1((sid_key(acc[i]) >= key ? 0.0f : acc[i]) + (ok ? g[i] : 0.0f));
-        any |= !ok;
-    }
-    return any == 0;
-}
-
-static int add_weighted(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma) {
+/* With weights of 1, which are known when this is inlined, no product is left. */
+static inline int weighted(float *acc, const float *g, uint32_t n, uint32_t key, const float beta, const float gamma) {
     const vi inf = (vi){0} + (int32_t)SID_KEY_INF, sent = wide_key(key);
     vi bad = {0};
     uint32_t i = 0;
@@ -135,6 +117,11 @@ static int add_weighted(float *acc, const float *g, uint32_t n, uint32_t key, fl
         any |= !ok;
     }
     return any == 0;
+}
+
+static int add_kept(float *acc, const float *g, uint32_t n, uint32_t key) { return weighted(acc, g, n, key, 1, 1); }
+static int add_weighted(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma) {
+    return weighted(acc, g, n, key, beta, gamma);
 }
 
 /* plain: of_u is 1 and of_g is 0, whose product would be another signed zero. */

@@ -154,10 +154,11 @@ class Compressor:
         joined, count, like = self._join(payloads)
         if out is None:
             out = _empty(like, self.n, self.dtype)
-        state = self._state.ptr if self.plan.extra_bytes else 0  # a warm start learns from what was decoded
         self.plan.decode(
-            joined, self.payload_bytes, count, scale, self._segments(out, "out"), state, step=-1, group=0
+            joined, self.payload_bytes, count, scale, self._segments(out, "out"), 0, step=-1, group=0
         )
+        if self.plan.extra_bytes and count == 1:
+            self.plan.learn(self._state.ptr, joined)
         return out
 
     def residual(self, like: Any = None) -> Any:

@@ -104,6 +104,8 @@ class Group:
         self.body = torch.empty(0)  # of a linear codec
         self.slices: list[torch.Tensor] = []  # of the body, for each round
         self.place()
+        # of the state, whichever plan uses it: what the codec keeps behind the memory's vectors
+        self.codec_bytes = slice(plan.state_bytes - plan.extra_bytes, plan.state_bytes)
         self.allocations = 0
         self.resident: Any = None  # CUDA: what else stays on the device
         self.full: tuple[
@@ -164,12 +166,6 @@ class Group:
         self.plan.rescale(self.state.ptr, 1.0)  # what was sent is taken out of what is kept
         self.full = self._swap(self.full)
         self.plan.unsend(self.state.ptr)  # nothing is left to be taken out
-
-    @property
-    def codec_bytes(self) -> slice:
-        """Of the state: those that the codec keeps beside its header and the memory's vectors."""
-        end = self.plan.state_bytes
-        return slice(end - self.plan.extra_bytes, end)
 
     @property
     def bytes_sent(self) -> int:

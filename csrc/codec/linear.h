@@ -1,0 +1,32 @@
+/* What bodies that are summed have in common: an encoder divides by its world size and says so in header.scale, so that the
+ * sum over the ranks is the mean. */
+#ifndef SID_LINEAR_H
+#define SID_LINEAR_H
+
+#include <math.h>
+
+#include "../internal.h"
+
+/* The factor that undoes header.scale: the sender's world size. */
+static inline float linear_inverse(float scale) { return (float)floor(1.0 / (double)scale + 0.5); }
+
+static inline sid_status linear_check_scale(const sid_header *h, sid_error *err) {
+    if (!(h->scale > 0 && h->scale <= 1) || 1.0f / linear_inverse(h->scale) != h->scale)
+        return sid_fail(err, SID_E_CORRUPT, "scale %g is not 1 / world size", (double)h->scale);
+    return SID_OK;
+}
+
+/* Of a body of `count` elements without flags of its own. */
+static inline sid_status linear_check(const sid_header *h, uint64_t count, sid_error *err) {
+    if (h->count != count || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
+        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
+    return linear_check_scale(h, err);
+}
+
+/* The caller's scale comes on top of the sender's, unless it is that one. */
+static inline void linear_open(sid_gather *g) {
+    const sid_header *h = (const sid_header *)(const void *)g->payloads;
+    g->scale = g->scale == h->scale ? 1.0f : (float)((double)g->scale * (double)linear_inverse(h->scale));
+}
+
+#endif
