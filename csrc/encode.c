@@ -102,17 +102,18 @@ static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t le
 /* Euclidean norm of the gradient, NaN and Inf counted as 0; however it is cut into segments. */
 static double norm_of(const sid_plan *p, const sid_segment *seg) {
     float half[SID_TILE], tile[SID_TILE];
+    double sums[SID_SUMS];
     place from = {seg, 0};
-    double sum = 0;
+    memset(sums, 0, sizeof(double) * sid_sums(p->n));
     for (uint64_t at = 0; at < p->n; at += SID_TILE) {
         const uint32_t len = p->n - at < SID_TILE ? (uint32_t)(p->n - at) : SID_TILE;
         for (uint32_t pos = 0, take; pos < len; pos += take) {
             const float *g = next_piece(p, &from, len - pos, &take, half);
             without_nonfinite(g, tile + pos, take);
         }
-        sum += p->simd->sum_squares(tile, len);
+        sid_sums_add(sums, at, p->simd->sum_squares(tile, len));
     }
-    return sqrt(sum);
+    return sqrt(sid_sums_total(sums, p->n));
 }
 
 static void walk(sid_walk *w, const sid_segment *seg) {

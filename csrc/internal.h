@@ -24,6 +24,43 @@ enum {
 };
 #define SID_MAX_N (1ull << 40)
 
+/* ---- sums -------------------------------------------------------------------------------------------------------
+ * In one order everywhere, which a warp and a vector register both like. A unit is SID_TILE elements of a group or entries
+ * of a list, or what is left at its end. Element i of a unit is added to lane i % 128, in the order of i; then the lanes in
+ * halves, 64 .. 127 onto 0 .. 63 and so on, down to four, and these as (0 + 1) + (2 + 3). (Four lanes are a warp's thread:
+ * the halves are its shuffles.) The sum of unit u is added, in float64, to running sum u % SID_SUMS, in the order of u, and
+ * at the end these in halves, down to one. All start at 0, so that zeros may be added anywhere. */
+enum {
+    SID_UNIT_LANES = 128,
+    SID_SUMS = 1024
+};
+
+/* Running sums of n elements: so many doubles, zero at first. */
+static inline uint32_t sid_sums(uint64_t n) {
+    const uint64_t units = (n + SID_TILE - 1) / SID_TILE;
+    return units < SID_SUMS ? (uint32_t)units : (uint32_t)SID_SUMS;
+}
+/* at: the first element of the unit whose sum is x. */
+static inline void sid_sums_add(double *sums, uint64_t at, double x) { sums[at / SID_TILE % SID_SUMS] += x; }
+/* Their total; they are consumed. */
+static inline double sid_sums_total(double *sums, uint64_t n) {
+    uint32_t count = sid_sums(n);
+    if (!count) return 0;
+    for (uint32_t w = SID_SUMS / 2; w; w /= 2) {
+        for (uint32_t j = 0; j + w < count; j++) sums[j] += sums[j + w];
+        count = count < w ? count : w;
+    }
+    return sums[0];
+}
+/* A unit's lanes together. */
+static inline double sid_join(const double *lane) {
+    double half[SID_UNIT_LANES / 2];
+    for (int j = 0; j < SID_UNIT_LANES / 2; j++) half[j] = lane[j] + lane[j + SID_UNIT_LANES / 2];
+    for (int w = SID_UNIT_LANES / 4; w >= 4; w /= 2)
+        for (int j = 0; j < w; j++) half[j] += half[j + w];
+    return (half[0] + half[1]) + (half[2] + half[3]);
+}
+
 /* ---- rule: what was sent of acc --------------------------------------------------------------------------------
  * Written by the codec at the end of an encode, read by its keep() at the next one. All-zero is valid beside acc == 0. */
 typedef struct sid_rule {
@@ -202,7 +239,7 @@ typedef struct sid_codes {
 } sid_codes;
 
 /* ---- primitives, once per instruction set (csrc/isa/simd.c); the base variant is the law -------------------------
- * Arrays may have any element alignment. Sums run in 16 float lanes (element i in lane i % 16), combined pairwise. */
+ * Arrays may have any element alignment. Sums are of a unit, n at most SID_TILE, in the order that `sums` above has. */
 typedef struct sid_velocity { /* of add_velocity */
     float momentum, factor;   /* of the old velocity; of the gradient */
     float of_u, of_g;         /* what acc takes of the new velocity, and of the gradient besides */
@@ -237,14 +274,13 @@ typedef struct sid_simd {
     float (*sum_abs)(const float *x, uint32_t n);
     /* sum[0]: as sum_abs; sum[1], count[0]: of those with key(x) >= a; sum[2], count[1]: >= b. a, b below 2^31. */
     void (*tail_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]);
-    double (*sum_squares)(const float *x, uint32_t n);          /* of exact squares, in 16 lanes of float64 */
-    void (*moments)(const float *x, uint32_t n, double sum[3]); /* of |x|, x^2, x, in 16 lanes of float64 */
-    void (*square_sums)(const float *x, uint32_t n,
-                        float sum[3]); /* the same in float lanes: may over- and underflow */
-    /* In float lanes: |x|, x^2; |x| - a over key(x) >= a, count[0] of them; |x| - b and its square over >= b, count[1].
+    double (*sum_squares)(const float *x, uint32_t n);             /* of exact squares, in float64 */
+    void (*moments)(const float *x, uint32_t n, double sum[3]);    /* of |x|, x^2, x, in float64 */
+    void (*square_sums)(const float *x, uint32_t n, float sum[3]); /* the same in float: may over- and underflow */
+    /* In float: |x|, x^2; |x| - a over key(x) >= a, count[0] of them; |x| - b and its square over >= b, count[1].
      * a and b: keys below 2^31, and their magnitudes. */
     void (*probe_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[5], uint32_t count[2]);
-    /* Sum of log2 |x| over the count elements that are not 0. 16 float lanes in runs of 1024 elements; to 6e-8 * count. */
+    /* Sum of log2 |x| over the count elements that are not 0: products in the lanes; to 6e-8 * count. */
     double (*sum_log2)(const float *x, uint32_t n, uint32_t *count);
     uint32_t (*max_key)(const float *x, uint32_t n); /* the largest key; 0 of none */
     /* draws: uint16_t or uint32_t, one an element, as grid->rounding says; NULL beside SID_ROUND_NEAREST. */
@@ -257,7 +293,7 @@ typedef struct sid_simd {
     /* The low `width` bits of each code, 2 to 7, one after the other from the lowest bit of out[0] on; ceil(n * width / 8)
      * bytes, what is left of the last one zero. */
     void (*pack)(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out);
-    /* Matrices of r rows, `stride` floats apart. sum[k] += x . y_k; y_k += c[k] * x; out += sign * the sum of c[k] * y_k,
+    /* Matrices of r rows, `stride` floats apart. sum[k] += x . y_k, in 16 lanes joined in halves, n of any size; y_k += c[k] * x; out += sign * the sum of c[k] * y_k,
      * each a product and a sum in the order of k. */
     void (*dots)(const float *x, uint32_t n, const float *y, uint64_t stride, uint32_t r, float *sum);
     void (*add_rows)(const float *x, uint32_t n, const float *c, uint32_t r, float *y, uint64_t stride);

@@ -242,22 +242,36 @@ class Stream:
 # ---- sums ----------------------------------------------------------------------------------------
 
 
-def tile_sums(x: Array) -> float:
-    """A sum in the order that docs/wire.md fixes: 16 lanes of x's own type, joined by halves; those of the
-    tiles in float64. A tile whose sum is too large for float32 is summed one by one in float64."""
-    lanes = np.zeros(-(-len(x) // 1024) * 1024, x.dtype)
-    lanes[: len(x)] = x
-    tiles = lanes.reshape(-1, 64, 16)
-    total = np.zeros((len(tiles), 16), x.dtype)
-    with np.errstate(over="ignore"):
-        for row in range(64):
-            total += tiles[:, row]
-        while total.shape[1] > 1:
-            half = total.shape[1] // 2
-            total = total[:, :half] + total[:, half:]
-    out = 0.0
-    for value, tile in zip(total[:, 0], tiles, strict=True):
-        out += float(value) if np.isfinite(value) else sum(tile.ravel().tolist())
+def halves(x: Array, least: int) -> Array:
+    """The last axis, of a power of two, added up in halves until `least` numbers are left."""
+    while x.shape[-1] > least:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x
+
+
+def total(x: Array) -> float:
+    """A sum in the order that docs/wire.md fixes: units of 1024, in each 128 lanes of x's own type; what is
+    too large for float32 in lanes of float64; and 1024 running sums of units in float64."""
+    units = np.zeros(-(-len(x) // 1024) * 1024, x.dtype)
+    units[: len(x)] = x
+    sums = np.zeros(1024)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for first in range(0, len(units), 1 << 20):
+            rows = units[first : first + (1 << 20)].reshape(-1, 8, 128)
+            part = unit(rows).astype(np.float64)
+            wide = ~np.isfinite(part)
+            part[wide] = unit(rows[wide].astype(np.float64))
+            sums[: len(part)] += part
+    return float(halves(sums, 1)[0])
+
+
+def unit(rows: Array) -> Array:
+    lanes = np.zeros((len(rows), 128), rows.dtype)
+    for row in range(8):
+        lanes += rows[:, row]
+    four = halves(lanes, 4)
+    out: Array = (four[:, 0] + four[:, 1]) + (four[:, 2] + four[:, 3])
     return out
 
 
@@ -766,26 +780,6 @@ class PowerSgd(Codec):
         return (np.float32(0) + out.reshape(-1)[: self.n]).astype(np.float32)
 
 
-def magnitude_sum(x: Array) -> float:
-    """Of |x| in float64: tiles of 1024, each 16 float32 sums (element i to i % 16), added pairwise.
-
-    A tile whose sum overflows float32 is added up in float64, one element after the other.
-    """
-    total = 0.0
-    for at in range(0, len(x), 1024):
-        tile = np.abs(x[at : at + 1024])
-        rows = np.zeros((-(-len(tile) // 16), 16), np.float32)
-        rows.reshape(-1)[: len(tile)] = tile
-        lane = np.zeros(16, np.float32)
-        with np.errstate(over="ignore"):
-            for row in rows:
-                lane = lane + row
-            while len(lane) > 1:
-                lane = lane[: len(lane) // 2] + lane[len(lane) // 2 :]
-        total += float(lane[0]) if np.isfinite(lane[0]) else sum(tile.astype(np.float64).tolist())
-    return total
-
-
 @dataclass
 class RedSync(Sparse):
     """Fang et al. 2019, section 5.2: Algorithm 2 looks for k or more, 3 moves the bounds of the ratio."""
@@ -809,7 +803,7 @@ class RedSync(Sparse):
         return not self.mean
 
     def at_ratio(self, x: Array, ratio: float) -> np.float32:
-        mean = magnitude_sum(x) / self.n
+        mean = total(np.abs(x)) / self.n
         return np.float32(mean + ratio * (float(x.max()) - mean))
 
     def trim(self, x: Array) -> int:
@@ -862,7 +856,7 @@ class RedSync(Sparse):
     ) -> Sent:
         if not self.mean:
             return self.send(acc, index, float(scale), flags, found, stages)
-        mean = np.float32(sign * (magnitude_sum(acc[index]) / max(len(index), 1)))
+        mean = np.float32(sign * (total(np.abs(acc[index])) / max(len(index), 1)))
         decoded = np.zeros(self.n, np.float32)
         decoded[index] = mean
         body = _pad(sparse_body(self.n, self.cap, index, acc[index], False)[: self.values_at], 64)
@@ -974,7 +968,7 @@ class Quantised(Codec):
     def measure(self, x: Array) -> float:
         """M of a block or a group."""
         if self.norm == "l2":
-            return math.sqrt(tile_sums(x.astype(np.float64) ** 2))
+            return math.sqrt(total(x.astype(np.float64) ** 2))
         return float(np.abs(x).max(initial=0))
 
     def scale(self, x: Array) -> np.float32:
@@ -1115,7 +1109,7 @@ class TernGrad(Quantised):
         if not len(x):
             return largest
         x = x.astype(np.float64)
-        mean, square = tile_sums(x) / len(x), tile_sums(x**2) / len(x)
+        mean, square = total(x) / len(x), total(x**2) / len(x)
         variance = square - mean * mean
         if variance <= square * 2.0**-40:  # all equal: nothing is an outlier
             return largest
@@ -1149,8 +1143,8 @@ class Signs(Codec):
 
     def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
         negative = acc < 0
-        above = tile_sums(np.where(negative, np.float32(0), acc))
-        beneath = tile_sums(np.where(negative, acc, np.float32(0)))
+        above = total(np.where(negative, np.float32(0), acc))
+        beneath = total(np.where(negative, acc, np.float32(0)))
         count = int(negative.sum())
         if self.values in ("magnitude", "eta_s"):
             high = np.float32(self.settings[self.values])
@@ -1162,7 +1156,7 @@ class Signs(Codec):
             high = np.float32(above / (self.n - count) if count < self.n else 0)
             low = np.float32(beneath / count if count else 0)
         else:
-            norm = math.sqrt(tile_sums(acc.astype(np.float64) ** 2))
+            norm = math.sqrt(total(acc.astype(np.float64) ** 2))
             high = min(FLT_MAX, np.float32(min(norm, float(FLT_MAX))))
             low = -high
             negative = self.drawn(acc, high, Stream(self.salt(at), at.group, at.step).draw32(0, self.n))
@@ -1241,19 +1235,8 @@ CODECS: dict[str, Callable[..., Any]] = {
 
 
 def norm(x: Array) -> float:
-    """Euclidean norm in float64: tiles of 1024, in each 16 sums (element i to i % 16), added pairwise."""
-    total = 0.0
-    for at in range(0, len(x), 1024):
-        tile = x[at : at + 1024].astype(np.float64)
-        rows = np.zeros((-(-len(tile) // 16), 16))
-        rows.reshape(-1)[: len(tile)] = tile * tile
-        lane = np.zeros(16)
-        for row in rows:
-            lane = lane + row
-        while len(lane) > 1:
-            lane = lane[: len(lane) // 2] + lane[len(lane) // 2 :]
-        total += float(lane[0])
-    return math.sqrt(total)
+    """Euclidean norm in float64."""
+    return math.sqrt(total(x.astype(np.float64) ** 2))
 
 
 class Memory:

@@ -9,6 +9,7 @@
  * One reading suffices in the steady state: mean and deviation are known after it, and of the counts that follow only
  * those up to 4k/3 must be exact, so that the 3k/2 largest of the last step say from where on to capture. */
 #include <math.h>
+#include <string.h>
 
 #include "sparse.h"
 
@@ -39,9 +40,17 @@ static const sid_param params[] = {
      .doc = "Room of the payload; where more elements pass, the largest are sent and the rest is kept."},
 };
 
+/* Rows of running sums. */
+enum {
+    SIZE,
+    SQUARES,
+    PLAIN,
+    ROWS
+};
+
 /* Persists over the readings of one encode. */
 typedef struct gauss_work {
-    double size, sum, squares, threshold; /* size: sum of |x| */
+    double threshold;
     uint64_t count;
     uint32_t fitted, round;
     uint32_t exactly;    /* sums in float64: those of float lanes leave too few digits */
@@ -56,7 +65,9 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     sparse_k(p);
     const double cap = ceil(p->codec_param[CAPACITY] * (double)p->k);
     p->cap = cap < (double)p->n ? (uint64_t)cap : p->n;
-    return sparse_plan(p, p->n < 1 << 20 ? p->n : p->n / 8 > 2 * p->k ? p->n / 8 : 2 * p->k, scratch);
+    sparse_plan(p, p->n < 1 << 20 ? p->n : p->n / 8 > 2 * p->k ? p->n / 8 : 2 * p->k, scratch);
+    *scratch = sparse_bytes(p) + ROWS * sizeof(double) * sid_sums(p->n);
+    return SID_OK;
 }
 
 static void begin(sid_walk *w) {
@@ -66,7 +77,7 @@ static void begin(sid_walk *w) {
         *o = (gauss_work){.low = spread && last > spread ? last - spread : 0};
     }
     o->count = 0;
-    if (!o->fitted) o->size = o->sum = o->squares = 0;
+    if (!o->fitted) memset(sparse_sums_of(w, 0), 0, ROWS * sizeof(double) * sid_sums(w->plan->n));
     sparse_begin(w, o->low);
 }
 
@@ -75,9 +86,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     if (!o->fitted) {
         double sum[3];
         sparse_moments(w, acc, len, o->exactly, sum);
-        o->size += sum[0];
-        o->squares += sum[1];
-        o->sum += sum[2];
+        for (uint32_t i = 0; i < ROWS; i++) sid_sums_add(sparse_sums_of(w, i), at, sum[i]);
     }
     if (o->probe) {
         double sum[3];
@@ -98,9 +107,11 @@ static sid_verdict finish(sid_walk *w) {
         return SID_DONE;
     }
     if (!o->fitted) {
-        const double n = (double)p->n, mean = o->sum / n, variance = o->squares / n - mean * mean;
+        double sum[ROWS];
+        for (uint32_t i = 0; i < ROWS; i++) sum[i] = sid_sums_total(sparse_sums_of(w, i), p->n);
+        const double n = (double)p->n, mean = sum[PLAIN] / n, variance = sum[SQUARES] / n - mean * mean;
         const double t = mean + sid_normal_tail((double)p->k / n / 2) * (variance > 0 ? sqrt(variance) : 0);
-        if (!o->exactly && (variance < 0x1p-7 * o->squares / n || t < 0x1p-6 * o->size / n)) {
+        if (!o->exactly && (variance < 0x1p-7 * sum[SQUARES] / n || t < 0x1p-6 * sum[SIZE] / n)) {
             o->exactly = 1;
             return SID_AGAIN;
         }

@@ -64,10 +64,20 @@ static uint64_t code_bytes(uint64_t n, uint32_t bits) { return (n * bits + 7) / 
 
 /* Between readings: of the whole group. */
 typedef struct tally {
-    double sum, squares;
     float scale; /* the group's, or the largest of a block */
     uint32_t key;
 } tally;
+/* Behind it, where the scale is the group's, running sums. */
+enum {
+    SQUARES,
+    PLAIN
+};
+static double *sums_of(const sid_walk *w, int k) {
+    return (double *)(void *)((tally *)w->scratch + 1) + (k ? sid_sums(w->plan->n) : 0);
+}
+static uint64_t tally_bytes(const sid_plan *p, uint32_t block) {
+    return sizeof(tally) + (block ? 0 : 2 * sizeof(double) * sid_sums(p->n));
+}
 
 /* ---- plan ---------------------------------------------------------------------------------------------------- */
 
@@ -82,7 +92,7 @@ static sid_status settle(sid_plan *p, uint64_t *scratch, form f) {
     if (f.block > SID_TILE) p->tile = f.block;
     p->k = p->cap = p->n;
     p->sizes.payload = sid_round_up(codes_at(p, f.block) + code_bytes(p->n, f.bits), 64);
-    *scratch = sizeof(tally);
+    *scratch = tally_bytes(p, f.block);
     return SID_OK;
 }
 
@@ -178,11 +188,11 @@ static void scales_of(const sid_plan *p, const form *f, const float *x, uint32_t
         return;
     }
     for (uint32_t b = 0; b < blocks; b++) {
-        const uint32_t end = (b + 1) * f->block < len ? (b + 1) * f->block : len;
-        double sum = 0;
-        for (uint32_t i = b * f->block; i < end; i += SID_TILE)
-            sum += p->simd->sum_squares(x + i, end - i < SID_TILE ? end - i : SID_TILE);
-        scale[b] = scale_from(sqrt(sum), f->top);
+        const uint32_t at = b * f->block, take = len - at < f->block ? len - at : f->block;
+        double sums[SID_MAX_TILE / SID_TILE] = {0};
+        for (uint32_t i = 0; i < take; i += SID_TILE)
+            sid_sums_add(sums, i, p->simd->sum_squares(x + at + i, take - i < SID_TILE ? take - i : SID_TILE));
+        scale[b] = scale_from(sqrt(sid_sums_total(sums, take)), f->top);
     }
 }
 
@@ -195,11 +205,13 @@ static sid_grid grid_of(const form *f, float scale) {
 
 /* Standard deviations are of the elements about their mean. Where all of them are equal, to half the digits of float64,
  * there is nothing to clip: c * 0 would be the end of a constant gradient. */
-static float group_scale(const sid_plan *p, const form *f, const tally *t) {
-    double m = (double)sid_bits_f32(t->key);
-    if (f->norm == NORM_L2) m = sqrt(t->squares);
+static float group_scale(const sid_walk *w, const form *f) {
+    const sid_plan *p = w->plan;
+    const double sum = sid_sums_total(sums_of(w, PLAIN), p->n), squares = sid_sums_total(sums_of(w, SQUARES), p->n);
+    double m = (double)sid_bits_f32(((const tally *)w->scratch)->key);
+    if (f->norm == NORM_L2) m = sqrt(squares);
     if (f->norm == NORM_CLIPPED && p->n) {
-        const double mean = t->sum / (double)p->n, square = t->squares / (double)p->n;
+        const double mean = sum / (double)p->n, square = squares / (double)p->n;
         const double variance = square - mean * mean, limit = p->codec_param[CLIP] * sqrt(variance > 0 ? variance : 0);
         if (variance > square * 0x1p-40 && limit < m) m = limit;
     }
@@ -229,18 +241,20 @@ static const uint8_t *draw(const sid_plan *p, const form *f, const sid_draw *d, 
 static void begin(sid_walk *w) {
     const form f = form_of(w->plan);
     if (f.rounding == SID_ROUND_NEAREST) w->draw = (sid_draw){0, 0, 0};
-    if (w->walks == 1) memset(w->scratch, 0, sizeof(tally));
+    if (w->walks == 1) memset(w->scratch, 0, tally_bytes(w->plan, f.block));
 }
 
-static void gather(const sid_plan *p, const form *f, tally *t, const float *acc, uint32_t len) {
-    const uint32_t key = f->norm == NORM_L2 ? 0 : p->simd->max_key(acc, len);
+static void gather(const sid_walk *w, const form *f, const float *acc, uint64_t at, uint32_t len) {
+    const sid_simd *v = w->plan->simd;
+    tally *t = w->scratch;
+    const uint32_t key = f->norm == NORM_L2 ? 0 : v->max_key(acc, len);
     t->key = key > t->key ? key : t->key;
-    if (f->norm == NORM_L2) t->squares += p->simd->sum_squares(acc, len);
+    if (f->norm == NORM_L2) sid_sums_add(sums_of(w, SQUARES), at, v->sum_squares(acc, len));
     if (f->norm == NORM_CLIPPED) {
         double sum[3];
-        p->simd->moments(acc, len, sum);
-        t->squares += sum[1];
-        t->sum += sum[2];
+        v->moments(acc, len, sum);
+        sid_sums_add(sums_of(w, SQUARES), at, sum[1]);
+        sid_sums_add(sums_of(w, PLAIN), at, sum[2]);
     }
 }
 
@@ -249,7 +263,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     const form f = form_of(p);
     tally *t = w->scratch;
     if (!f.block && w->walks == 1) {
-        gather(p, &f, t, acc, len);
+        gather(w, &f, acc, at, len);
         return;
     }
     draws room;
@@ -277,7 +291,7 @@ static sid_verdict finish(sid_walk *w) {
     const form f = form_of(p);
     tally *t = w->scratch;
     if (!f.block && w->walks == 1) {
-        t->scale = group_scale(p, &f, t);
+        t->scale = group_scale(w, &f);
         return SID_AGAIN;
     }
     sid_header *h = (sid_header *)(void *)w->payload;

@@ -19,6 +19,8 @@
  *
  * No pass counts anything: how many exceed a threshold is more than k exactly if the k-th largest does, so the trials are
  * made against one or two exact keys, found among candidates captured as topk captures them. */
+#include <string.h>
+
 #include "sparse.h"
 
 enum {
@@ -87,7 +89,7 @@ static const sid_param params[] = {
 /* Persists over the readings of one encode. */
 typedef struct redsync_work {
     sparse_probe probe;
-    double total; /* sum of magnitudes */
+    double total; /* sum of magnitudes, after a reading that added them up */
     uint32_t low; /* captured from here on */
     uint32_t key; /* of the threshold, once `settled` */
     uint32_t settled;
@@ -108,6 +110,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     sparse_k(p);
     p->cap = !binary(p) ? p->k : 2 * p->k < p->n ? 2 * p->k : p->n;
     sparse_plan(p, 0, scratch);
+    *scratch = sparse_bytes(p) + sizeof(double) * sid_sums(p->n);
     if (quantised(p)) p->sizes.payload = sparse_mean_bytes(p);
     return SID_OK;
 }
@@ -127,7 +130,7 @@ static void begin(sid_walk *w) {
     sparse_work *s = sparse_begin(w, o->low);
     if (quantised(w->plan)) s->mean = negative(w) ? -1 : 1;
     if (binary(w->plan)) s->best = w->plan->cap + 1; /* one more: whether there are too many */
-    o->total = 0;
+    if (!o->settled) memset(sparse_sums_of(w, 0), 0, sizeof(double) * sid_sums(w->plan->n));
 }
 
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
@@ -137,7 +140,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
         w->plan->simd->one_side(acc, side, len, negative(w));
         acc = side;
     }
-    if (!o->settled) o->total += sparse_sum(w, acc, len);
+    if (!o->settled) sid_sums_add(sparse_sums_of(w, 0), at, sparse_sum(w, acc, len));
     sparse_probing(w, &o->probe, acc, len);
     sparse_capture(w, acc, at, len);
 }
@@ -232,6 +235,7 @@ static sid_verdict finish(sid_walk *w) {
         sparse_emit_from(w, 0, 0);
         return SID_DONE;
     }
+    if (!o->settled) o->total = sid_sums_total(sparse_sums_of(w, 0), p->n);
     if (!binary(p)) return trimmed(w);
     if (!o->settled && !search(w)) return again(w, least(p));
     if (!sparse_reach(w, &o->probe, o->key, &found)) return again(w, sparse_again(w, o->key));

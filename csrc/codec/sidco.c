@@ -31,6 +31,7 @@
  * group from two probes, a sixteenth below and above the predicted eta_m, with a linear density between them, if the
  * number of elements in between says that this is good to 0.1 %. Else another reading has a probe at the exact place. */
 #include <math.h>
+#include <string.h>
 
 #include "sparse.h"
 
@@ -152,12 +153,20 @@ typedef struct sidco_work {
     uint32_t probes, exact; /* exact: the one probe stands at eta[known - 1] itself, or at the final threshold */
     uint32_t key[MAX_PROBES];
     uint64_t count[MAX_PROBES];
-    double sum[MAX_PROBES], squares[MAX_PROBES];
-    uint32_t low;     /* captured from here on in the next reading */
+    double sum[MAX_PROBES], squares[MAX_PROBES]; /* after a reading, as `all` */
+    uint32_t low;                                /* captured from here on in the next reading */
     uint32_t exactly; /* sums of all elements in float64: their variance is small beside the mean */
     uint32_t whole;   /* stage 1 may end at 0, so that stage 2 needs the squares of all elements */
 } sidco_work;
 _Static_assert(sizeof(sidco_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
+/* Rows of running sums: of all elements, then two for each probe. */
+enum {
+    ALL_SUM,
+    ALL_SQUARES,
+    ALL_LOGS,
+    OF_PROBES,
+    ROWS = OF_PROBES + 2 * MAX_PROBES
+};
 
 static sidco_work *own(const sid_walk *w) { return sparse_own(w); }
 
@@ -165,7 +174,9 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, const family *f) {
     sparse_k(p);
     const double cap = ceil(p->codec_param[CAPACITY] * (double)p->k);
     p->cap = cap < (double)p->n ? (uint64_t)cap : p->n;
-    return sparse_plan(p, p->n < f->small ? p->n : p->n / 8, scratch);
+    sparse_plan(p, p->n < f->small ? p->n : p->n / 8, scratch);
+    *scratch = sparse_bytes(p) + ROWS * sizeof(double) * sid_sums(p->n);
+    return SID_OK;
 }
 
 static double delta(const sid_plan *p) { return (double)p->k / (double)p->n; }
@@ -270,9 +281,13 @@ static void begin(sid_walk *w) {
         }
     }
     if (!o->known) o->all = (tail){0, 0, 0, 0};
-    for (uint32_t i = 0; i < o->probes; i++) o->count[i] = 0, o->sum[i] = o->squares[i] = 0;
+    for (uint32_t i = 0; i < o->probes; i++) o->count[i] = 0;
+    memset(sparse_sums_of(w, 0), 0, (OF_PROBES + 2 * o->probes) * sizeof(double) * sid_sums(w->plan->n));
     sparse_begin(w, o->low);
 }
+
+static void add(const sid_walk *w, uint32_t row, uint64_t at, double x) { sid_sums_add(sparse_sums_of(w, row), at, x); }
+static double total(const sid_walk *w, uint32_t row) { return sid_sums_total(sparse_sums_of(w, row), w->plan->n); }
 
 static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len, const family *f) {
     sidco_work *o = own(w);
@@ -282,9 +297,10 @@ static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len
         if (f->squares && (!f->logs || o->whole || o->exactly)) {
             double sum[3];
             sparse_moments(w, acc, len, o->exactly, sum);
-            o->all.sum += sum[0], o->all.squares += sum[1];
+            add(w, ALL_SUM, at, sum[0]);
+            add(w, ALL_SQUARES, at, sum[1]);
         } else
-            o->all.sum += sparse_sum(w, acc, len);
+            add(w, ALL_SUM, at, sparse_sum(w, acc, len));
     }
     for (uint32_t i = 0; i < o->probes; i += 2) { /* in pairs; an exact probe stands alone */
         const uint32_t pair = i + 1 < o->probes;
@@ -293,16 +309,19 @@ static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len
         if (f->squares) {
             sparse_tails(w, acc, len, o->key[i], o->key[i + pair], o->exactly, five, count);
             sum[0] = five[0], sum[1] = five[2], sum[2] = five[3];
-            o->squares[i + pair] += five[4];
-            if (i == 0 && first) o->all.squares += five[1];
+            add(w, OF_PROBES + 2 * (i + pair) + 1, at, five[4]);
+            if (i == 0 && first) add(w, ALL_SQUARES, at, five[1]);
         } else
             sparse_sums(w, acc, len, o->key[i], o->key[i + pair], sum, count);
-        for (uint32_t j = 0; j <= pair; j++) o->count[i + j] += count[j], o->sum[i + j] += sum[j + 1];
-        if (i == 0 && first) o->all.sum += sum[0];
+        for (uint32_t j = 0; j <= pair; j++) {
+            o->count[i + j] += count[j];
+            add(w, OF_PROBES + 2 * (i + j), at, sum[j + 1]);
+        }
+        if (i == 0 && first) add(w, ALL_SUM, at, sum[0]);
     }
     if (f->logs && first) {
         uint32_t count;
-        o->all.logs += v->sum_log2(acc, len, &count);
+        add(w, ALL_LOGS, at, v->sum_log2(acc, len, &count));
         o->all.count += count;
     }
     sparse_capture(w, acc, at, len);
@@ -311,17 +330,23 @@ static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len
 /* Of the candidates with keys from `key` on. */
 static void among_candidates(const sid_walk *w, uint32_t key, const family *f, tail *t) {
     const sparse_work *s = sparse_of(w);
+    double sums[2][SID_SUMS];
     *t = (tail){0, 0, 0, 0};
-    if (!f->squares) t->count = (double)sparse_above(w, key, &t->sum);
-    for (uint64_t i = 0; f->squares && i < s->count; i += SID_TILE) {
+    if (!f->squares) {
+        t->count = (double)sparse_above(w, key, &t->sum);
+        return;
+    }
+    for (int j = 0; j < 2; j++) memset(sums[j], 0, sizeof(double) * sid_sums(s->count));
+    for (uint64_t i = 0; i < s->count; i += SID_TILE) {
         double sum[5];
         uint32_t c[2];
         const uint32_t len = s->count - i < SID_TILE ? (uint32_t)(s->count - i) : SID_TILE;
         sparse_tails(w, s->val + i, len, key, key, 0, sum, c);
         t->count += c[1];
-        t->sum += sum[3];
-        t->squares += sum[4];
+        for (int j = 0; j < 2; j++) sid_sums_add(sums[j], i, sum[3 + j]);
     }
+    t->sum = sid_sums_total(sums[0], s->count);
+    t->squares = sid_sums_total(sums[1], s->count);
 }
 
 /* The magnitudes beyond eta, if this reading knows them. */
@@ -406,6 +431,15 @@ static sid_verdict finish(sid_walk *w, const family *f) {
     if (p->n == 0) {
         sparse_emit_from(w, 0, 0);
         return SID_DONE;
+    }
+    if (!o->known) {
+        o->all.sum = total(w, ALL_SUM);
+        o->all.squares = total(w, ALL_SQUARES);
+        o->all.logs = total(w, ALL_LOGS);
+    }
+    for (uint32_t i = 0; i < o->probes; i++) {
+        o->sum[i] = total(w, OF_PROBES + 2 * i);
+        o->squares[i] = total(w, OF_PROBES + 2 * i + 1);
     }
     const double inner = log_inverse_ratio(p, 2, 0), last = log_inverse_ratio(p, o->stages, o->stages - 1);
     for (; o->known < o->stages; o->known++) {

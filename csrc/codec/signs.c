@@ -38,15 +38,18 @@ enum {
 };
 
 typedef struct sign_work {
-    double sum[2]; /* of the positive and of the negative elements; or of the squares */
     uint64_t negative;
-    float norm;
+    float norm, spare;
 } sign_work;
+/* Behind it the running sums of the positive elements and of the negative ones; or of the squares. */
+static double *sums_of(const sid_walk *w, int k) {
+    return (double *)(void *)((sign_work *)w->scratch + 1) + (k ? sid_sums(w->plan->n) : 0);
+}
 
 static sid_status plan_for(sid_plan *p, uint64_t *scratch, unsigned pair) {
     p->k = p->cap = p->n;
     p->sizes.payload = sid_sign_bytes(p->n, pair);
-    *scratch = sizeof(sign_work);
+    *scratch = sizeof(sign_work) + 2 * sizeof(double) * sid_sums(p->n);
     return SID_OK;
 }
 static sid_status plan_one(sid_plan *p, uint64_t *scratch, sid_error *err) {
@@ -64,7 +67,7 @@ static float fixed(const sid_plan *p) { return (float)p->codec_param[VALUE]; }
 /* ---- encode ------------------------------------------------------------------------------------------------------ */
 
 static void begin(sid_walk *w) {
-    if (w->walks == 1) memset(w->scratch, 0, sizeof(sign_work));
+    if (w->walks == 1) memset(w->scratch, 0, sizeof(sign_work) + 2 * sizeof(double) * sid_sums(w->plan->n));
 }
 static void begin_common(sid_walk *w) {
     begin(w);
@@ -77,17 +80,17 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
 }
 
 static double wide_sum(const float *x, uint32_t len, int negative) {
-    double sum = 0;
-    for (uint32_t i = 0; i < len; i++) sum += (x[i] < 0) == negative ? (double)x[i] : 0;
-    return sum;
+    double lane[SID_UNIT_LANES] = {0};
+    for (uint32_t i = 0; i < len; i++) lane[i % SID_UNIT_LANES] += (x[i] < 0) == negative ? (double)x[i] : 0;
+    return sid_join(lane);
 }
 
 static void tile_means(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
-    sign_work *s = w->scratch;
     float sum[2];
     tile(w, acc, at, len);
     w->plan->simd->sign_sums(acc, len, sum);
-    for (int k = 0; k < 2; k++) s->sum[k] += sid_key(sum[k]) < SID_KEY_INF ? (double)sum[k] : wide_sum(acc, len, k);
+    for (int k = 0; k < 2; k++)
+        sid_sums_add(sums_of(w, k), at, sid_key(sum[k]) < SID_KEY_INF ? (double)sum[k] : wide_sum(acc, len, k));
 }
 
 static void draw(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t at, uint32_t len, float norm,
@@ -104,9 +107,9 @@ static void draw(const sid_plan *p, const sid_draw *d, const float *acc, uint64_
 }
 
 static void tile_drawn(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
-    sign_work *s = w->scratch;
+    const sign_work *s = w->scratch;
     if (w->walks == 1)
-        s->sum[0] += w->plan->simd->sum_squares(acc, len);
+        sid_sums_add(sums_of(w, 0), at, w->plan->simd->sum_squares(acc, len));
     else
         draw(w->plan, &w->draw, acc, at, len, s->norm, bits_of(w, at));
 }
@@ -129,24 +132,25 @@ static sid_verdict emit(sid_walk *w, float high, float low, unsigned pair) {
 
 static sid_verdict finish_fixed(sid_walk *w) { return emit(w, fixed(w->plan), -fixed(w->plan), 0); }
 
+static double total(const sid_walk *w, int k) { return sid_sums_total(sums_of(w, k), w->plan->n); }
+
 static sid_verdict finish_mean(sid_walk *w) {
-    const sign_work *s = w->scratch;
-    const float mean = w->plan->n ? (float)((s->sum[0] - s->sum[1]) / (double)w->plan->n) : 0;
+    const float mean = w->plan->n ? (float)((total(w, 0) - total(w, 1)) / (double)w->plan->n) : 0;
     return emit(w, mean, -mean, 0);
 }
 
 static sid_verdict finish_means(sid_walk *w) {
     const sign_work *s = w->scratch;
     const uint64_t positive = w->plan->n - s->negative;
-    return emit(w, positive ? (float)(s->sum[0] / (double)positive) : 0,
-                s->negative ? (float)(s->sum[1] / (double)s->negative) : 0, 1);
+    return emit(w, positive ? (float)(total(w, 0) / (double)positive) : 0,
+                s->negative ? (float)(total(w, 1) / (double)s->negative) : 0, 1);
 }
 
 static sid_verdict finish_drawn(sid_walk *w) {
     sign_work *s = w->scratch;
     const float max = 0x1.fffffep127f;
     if (w->walks == 1) {
-        const double norm = sqrt(s->sum[0]); /* neither it nor its rounding is below the largest element */
+        const double norm = sqrt(total(w, 0)); /* neither it nor its rounding is below the largest element */
         s->norm = norm < (double)max ? (float)norm : max;
         if (s->norm > 0) return SID_AGAIN;
         memset(bits_of(w, 0), 0, (w->plan->n + 7) / 8);

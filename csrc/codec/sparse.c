@@ -47,6 +47,10 @@ sid_status sparse_plan(sid_plan *p, uint64_t room, uint64_t *scratch) {
 
 uint64_t sparse_bytes(const sid_plan *p) { return sid_round_up(carve(p, NULL, NULL), 64); }
 
+double *sparse_sums_of(const sid_walk *w, uint32_t i) {
+    return (double *)(void *)((uint8_t *)w->scratch + sparse_bytes(w->plan)) + (uint64_t)i * sid_sums(w->plan->n);
+}
+
 sparse_work *sparse_of(const sid_walk *w) { return w->scratch; }
 void *sparse_own(const sid_walk *w) { return (uint8_t *)w->scratch + OWN_AT; }
 
@@ -108,9 +112,9 @@ void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
 }
 
 static double wide_sum(const float *x, uint32_t len, uint32_t key) {
-    double sum = 0;
-    for (uint32_t i = 0; i < len; i++) sum += sid_key(x[i]) >= key ? fabs((double)x[i]) : 0;
-    return sum;
+    double lane[SID_UNIT_LANES] = {0};
+    for (uint32_t i = 0; i < len; i++) lane[i % SID_UNIT_LANES] += sid_key(x[i]) >= key ? fabs((double)x[i]) : 0;
+    return sid_join(lane);
 }
 
 double sparse_sum(const sid_walk *w, const float *x, uint32_t len) {
@@ -154,28 +158,32 @@ void sparse_tails(const sid_walk *w, const float *x, uint32_t len, uint32_t a, u
         sum[4] = cb > 0 ? (double)part[4] + 2 * at_b * (double)part[3] + cb * at_b * at_b : 0;
         if (held(part)) return;
     }
-    for (int i = 0; i < 5; i++) sum[i] = 0;
+    double lane[5][SID_UNIT_LANES] = {{0}};
     count[0] = count[1] = 0;
     for (uint32_t i = 0; i < len; i++) {
         const double v = fabs((double)x[i]);
-        sum[0] += v;
-        sum[1] += v * v;
-        if (sid_key(x[i]) >= a) sum[2] += v, count[0]++;
-        if (sid_key(x[i]) >= b) sum[3] += v, sum[4] += v * v, count[1]++;
+        const uint32_t j = i % SID_UNIT_LANES;
+        lane[0][j] += v;
+        lane[1][j] += v * v;
+        if (sid_key(x[i]) >= a) lane[2][j] += v, count[0]++;
+        if (sid_key(x[i]) >= b) lane[3][j] += v, lane[4][j] += v * v, count[1]++;
     }
+    for (int i = 0; i < 5; i++) sum[i] = sid_join(lane[i]);
 }
 
 uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum) {
     const sparse_work *s = sparse_of(w);
+    double sums[SID_SUMS];
     uint64_t count = 0;
-    *sum = 0;
+    memset(sums, 0, sizeof(double) * sid_sums(s->count));
     for (uint64_t i = 0; i < s->count; i += SID_TILE) {
         double part[3];
         uint32_t c[2];
         sparse_sums(w, s->val + i, s->count - i < SID_TILE ? (uint32_t)(s->count - i) : SID_TILE, key, key, part, c);
         count += c[0];
-        *sum += part[1];
+        sid_sums_add(sums, i, part[1]);
     }
+    *sum = sid_sums_total(sums, s->count);
     return count;
 }
 
@@ -278,12 +286,13 @@ uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now) {
 
 uint64_t sparse_mean_bytes(const sid_plan *p) { return sid_round_up(sid_sparse_value_at(p->n, p->cap), 64); }
 
-/* What was sent instead of each of n magnitudes; in a fixed order of summation. */
+/* What was sent instead of each of n magnitudes. */
 static float mean_of(const sid_walk *w, const float *val, uint64_t n) {
-    double sum = 0;
+    double sums[SID_SUMS];
+    memset(sums, 0, sizeof(double) * sid_sums(n));
     for (uint64_t i = 0; i < n; i += SID_TILE)
-        sum += sparse_sum(w, val + i, n - i < SID_TILE ? (uint32_t)(n - i) : SID_TILE);
-    return n ? (float)(sum / (double)n) : 0.0f;
+        sid_sums_add(sums, i, sparse_sum(w, val + i, n - i < SID_TILE ? (uint32_t)(n - i) : SID_TILE));
+    return n ? (float)(sid_sums_total(sums, n) / (double)n) : 0.0f;
 }
 
 static void emit(sid_walk *w, uint32_t key, uint64_t ties, uint32_t flags) {

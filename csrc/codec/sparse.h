@@ -52,6 +52,8 @@ void sparse_k(sid_plan *p);
 sid_status sparse_plan(sid_plan *p, uint64_t room, uint64_t *scratch);
 /* The scratch that sparse_plan asks for, rounded up; a codec may ask for more and use what lies beyond. */
 uint64_t sparse_bytes(const sid_plan *p);
+/* Rows of running sums over the group, which a codec has asked for beyond it. */
+double *sparse_sums_of(const sid_walk *w, uint32_t i);
 
 sparse_work *sparse_of(const sid_walk *w);
 void *sparse_own(const sid_walk *w);

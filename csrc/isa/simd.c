@@ -52,9 +52,16 @@ static inline vd wide(const float *x) {
 }
 static inline vd magnitudes(vd v) { return (vd)((vl)v & INT64_MAX); }
 static inline void store(float *x, vf v) { memcpy(x, &v, sizeof v); }
+static inline void store_wide(double *x, vd v) { memcpy(x, &v, sizeof v); }
 static inline vi bits(vf v) { return (vi)v; }
 static inline vi keys(vf v) { return (vi)v & 0x7fffffff; } /* below 2^31: signed comparisons will do */
 static inline vi either(vi mask, vi a, vi b) { return (a & mask) | (b & ~mask); }
+
+static inline uint32_t total(vi v) {
+    uint32_t sum = 0;
+    for (int j = 0; j < WIDE; j++) sum += (uint32_t)v[j];
+    return sum;
+}
 
 static float combine(float *lane) {
     for (int w = LANES / 2; w; w /= 2)
@@ -197,49 +204,98 @@ static void subtract_from(float *acc, uint32_t n, uint32_t key, float value) {
     }
 }
 
+/* ---- sums of a unit: element i in lane i % 128 (internal.h) --------------------------------------------------------
+ * Some registers of a row at a time, evenly spaced, down all rows: their sums do not wait for one another, stay in
+ * registers, and are the ones that are added to one another first. */
+
+#define INLINE static inline __attribute__((always_inline))
+enum {
+    ROW = SID_UNIT_LANES,
+    MANY = 8,                   /* registers of one sum */
+    SOME = BYTES == 64 ? 4 : 2, /* of each of two or three */
+    FEW = 2                     /* of five */
+};
+
+/* Written out: an array that is indexed in nested loops does not stay in registers. */
+#define FOLD_2(v) ((v)[0] + (v)[1])
+#define FOLD_4(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
+#define FOLD_8(v) ((((v)[0] + (v)[4]) + ((v)[2] + (v)[6])) + (((v)[1] + (v)[5]) + ((v)[3] + (v)[7])))
+#define PRODUCT_8(v) ((((v)[0] * (v)[4]) * ((v)[2] * (v)[6])) * (((v)[1] * (v)[5]) * ((v)[3] * (v)[7])))
+#if BYTES == 64
+#define FOLD_SOME FOLD_4
+#else
+#define FOLD_SOME FOLD_2
+#endif
+#define JOIN(type)                                                                                                     \
+    INLINE type join_##type(type *lane, const int n) {                                                                 \
+        if (n >= 128)                                                                                                  \
+            for (int j = 0; j < 64; j++) lane[j] += lane[j + 64];                                                      \
+        if (n >= 64)                                                                                                   \
+            for (int j = 0; j < 32; j++) lane[j] += lane[j + 32];                                                      \
+        if (n >= 32)                                                                                                   \
+            for (int j = 0; j < 16; j++) lane[j] += lane[j + 16];                                                      \
+        for (int j = 0; j < 8; j++) lane[j] += lane[j + 8];                                                            \
+        for (int j = 0; j < 4; j++) lane[j] += lane[j + 4];                                                            \
+        return (lane[0] + lane[1]) + (lane[2] + lane[3]);                                                              \
+    }
+JOIN(float)
+JOIN(double)
+
+/* Elements of whole rows. What comes after them goes to `last`, filled up with zeros, which change no sum. */
+static inline uint32_t whole_rows(const float *x, uint32_t n, float *last) {
+    const uint32_t whole = n / ROW * ROW;
+    if (whole == n) return whole;
+    memset(last, 0, 4 * ROW);
+    memcpy(last, x + whole, 4 * (n - whole));
+    return whole;
+}
+/* Row after row of column c: f(where its next elements are). */
+#define DOWN(f)                                                                                                        \
+    do {                                                                                                               \
+        for (uint32_t i = c; i < whole; i += ROW) f(x + i);                                                            \
+        if (whole < n) f(last + c);                                                                                    \
+    } while (0)
+
 static float sum_abs(const float *x, uint32_t n) {
-    vf sum[PARTS] = {{0}};
-    float lane[LANES];
-    uint32_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int q = 0; q < PARTS; q++) sum[q] += (vf)keys(load(x + i + q * WIDE));
-    memcpy(lane, sum, sizeof lane);
-    for (uint32_t j = 0; i < n; i++, j++) lane[j] += sid_bits_f32(sid_key(x[i]));
-    return combine(lane);
+    float lane[ROW / MANY], last[ROW];
+    const uint32_t whole = whole_rows(x, n, last);
+    for (uint32_t c = 0; c < ROW / MANY; c += WIDE) {
+        vf sum[MANY] = {{0}};
+#define ADD(p)                                                                                                         \
+    for (int q = 0; q < MANY; q++) sum[q] += (vf)keys(load((p) + q * (ROW / MANY)))
+        DOWN(ADD);
+#undef ADD
+        store(lane + c, FOLD_8(sum));
+    }
+    return join_float(lane, ROW / MANY);
 }
 
 static void tail_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]) {
-    vf all[PARTS] = {{0}}, above_a[PARTS] = {{0}}, above_b[PARTS] = {{0}};
-    vi count_a = {0}, count_b = {0};
-    float lane[3][LANES];
-    uint32_t i = 0;
     const vi from_a = (vi){0} + (int32_t)a, from_b = (vi){0} + (int32_t)b;
-    for (; i + LANES <= n; i += LANES)
-        for (int q = 0; q < PARTS; q++) {
-            const vi k = keys(load(x + i + q * WIDE)), in_a = k >= from_a, in_b = k >= from_b;
-            all[q] += (vf)k;
-            above_a[q] += (vf)(k & in_a);
-            above_b[q] += (vf)(k & in_b);
-            count_a -= in_a;
-            count_b -= in_b;
-        }
-    memcpy(lane[0], all, sizeof lane[0]);
-    memcpy(lane[1], above_a, sizeof lane[1]);
-    memcpy(lane[2], above_b, sizeof lane[2]);
-    count[0] = count[1] = 0;
-    for (uint32_t j = 0; i < n; i++, j++) {
-        const uint32_t k = sid_key(x[i]);
-        lane[0][j] += sid_bits_f32(k);
-        lane[1][j] += sid_bits_f32(k >= a ? k : 0u);
-        lane[2][j] += sid_bits_f32(k >= b ? k : 0u);
-        count[0] += k >= a;
-        count[1] += k >= b;
+    float lane[3][ROW / SOME], last[ROW];
+    vi count_a = {0}, count_b = {0};
+    const uint32_t whole = whole_rows(x, n, last), none = (ROW - n % ROW) % ROW;
+    for (uint32_t c = 0; c < ROW / SOME; c += WIDE) {
+        vf all[SOME] = {{0}}, above_a[SOME] = {{0}}, above_b[SOME] = {{0}};
+#define ADD(p)                                                                                                         \
+    for (int q = 0; q < SOME; q++) {                                                                                   \
+        const vi k = keys(load((p) + q * (ROW / SOME))), in_a = k >= from_a, in_b = k >= from_b;                       \
+        all[q] += (vf)k;                                                                                               \
+        above_a[q] += (vf)(k & in_a);                                                                                  \
+        above_b[q] += (vf)(k & in_b);                                                                                  \
+        count_a -= in_a;                                                                                               \
+        count_b -= in_b;                                                                                               \
     }
-    for (int j = 0; j < WIDE; j++) {
-        count[0] += (uint32_t)count_a[j];
-        count[1] += (uint32_t)count_b[j];
+        DOWN(ADD);
+#undef ADD
+        store(lane[0] + c, FOLD_SOME(all));
+        store(lane[1] + c, FOLD_SOME(above_a));
+        store(lane[2] + c, FOLD_SOME(above_b));
     }
-    for (int j = 0; j < 3; j++) sum[j] = combine(lane[j]);
+    /* the zeros that fill up the last row are not below 0 */
+    count[0] = total(count_a) - (a ? 0 : none);
+    count[1] = total(count_b) - (b ? 0 : none);
+    for (int j = 0; j < 3; j++) sum[j] = join_float(lane[j], ROW / SOME);
 }
 
 #ifdef SID_HAS_AVX512
@@ -381,184 +437,152 @@ static uint64_t band(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uin
     return c;
 }
 
-static double combine_wide(double *lane) {
-    for (int w = LANES / 2; w; w /= 2)
-        for (int j = 0; j < w; j++) lane[j] += lane[j + w];
-    return lane[0];
-}
+/* In float64: a register holds half as many. */
+enum {
+    HALF = WIDE / 2
+};
 
-/* Not unrolled by hand: 16 independent lanes are what compilers vectorise. */
 static double sum_squares(const float *x, uint32_t n) {
-    double lane[LANES] = {0};
-    uint32_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (uint32_t j = 0; j < LANES; j++) lane[j] += (double)x[i + j] * (double)x[i + j];
-    for (uint32_t j = 0; i < n; i++, j++) lane[j] += (double)x[i] * (double)x[i];
-    return combine_wide(lane);
+    double lane[ROW / 4];
+    float last[ROW];
+    const uint32_t whole = whole_rows(x, n, last);
+    for (uint32_t c = 0; c < ROW / 4; c += HALF) {
+        vd sum[4] = {{0}};
+#define ADD(p)                                                                                                         \
+    for (int q = 0; q < 4; q++) {                                                                                      \
+        const vd v = wide((p) + q * (ROW / 4));                                                                        \
+        sum[q] += v * v;                                                                                               \
+    }
+        DOWN(ADD);
+#undef ADD
+        store_wide(lane + c, FOLD_4(sum));
+    }
+    return join_double(lane, ROW / 4);
 }
 
 static void square_sums(const float *x, uint32_t n, float sum[3]) {
-    vf size[PARTS] = {{0}}, square[PARTS] = {{0}}, plain[PARTS] = {{0}};
-    float lane[3][LANES];
-    uint32_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int q = 0; q < PARTS; q++) {
-            const vf v = load(x + i + q * WIDE);
-            size[q] += (vf)keys(v);
-            square[q] += v * v;
-            plain[q] += v;
-        }
-    memcpy(lane[0], size, sizeof lane[0]);
-    memcpy(lane[1], square, sizeof lane[1]);
-    memcpy(lane[2], plain, sizeof lane[2]);
-    for (uint32_t j = 0; i < n; i++, j++) {
-        lane[0][j] += sid_bits_f32(sid_key(x[i]));
-        lane[1][j] += x[i] * x[i];
-        lane[2][j] += x[i];
+    float lane[3][ROW / SOME], last[ROW];
+    const uint32_t whole = whole_rows(x, n, last);
+    for (uint32_t c = 0; c < ROW / SOME; c += WIDE) {
+        vf size[SOME] = {{0}}, square[SOME] = {{0}}, plain[SOME] = {{0}};
+#define ADD(p)                                                                                                         \
+    for (int q = 0; q < SOME; q++) {                                                                                   \
+        const vf v = load((p) + q * (ROW / SOME));                                                                     \
+        size[q] += (vf)keys(v);                                                                                        \
+        square[q] += v * v;                                                                                            \
+        plain[q] += v;                                                                                                 \
     }
-    for (int j = 0; j < 3; j++) sum[j] = combine(lane[j]);
+        DOWN(ADD);
+#undef ADD
+        store(lane[0] + c, FOLD_SOME(size));
+        store(lane[1] + c, FOLD_SOME(square));
+        store(lane[2] + c, FOLD_SOME(plain));
+    }
+    for (int j = 0; j < 3; j++) sum[j] = join_float(lane[j], ROW / SOME);
 }
 
 static void probe_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[5], uint32_t count[2]) {
-    vf part[5][PARTS] = {{{0}}};
-    vi count_a = {0}, count_b = {0};
-    float lane[5][LANES];
-    uint32_t i = 0;
     const vi from_a = (vi){0} + (int32_t)a, from_b = (vi){0} + (int32_t)b;
     const float at_a = sid_bits_f32(a), at_b = sid_bits_f32(b);
-    for (; i + LANES <= n; i += LANES)
-        for (int q = 0; q < PARTS; q++) {
-            const vi k = keys(load(x + i + q * WIDE)), in_a = k >= from_a, in_b = k >= from_b;
-            const vf over_b = (vf)(bits((vf)k - at_b) & in_b);
-            part[0][q] += (vf)k;
-            part[1][q] += (vf)k * (vf)k;
-            part[2][q] += (vf)(bits((vf)k - at_a) & in_a);
-            part[3][q] += over_b;
-            part[4][q] += over_b * over_b;
-            count_a -= in_a;
-            count_b -= in_b;
-        }
-    for (int j = 0; j < 5; j++) memcpy(lane[j], part[j], sizeof lane[j]);
-    count[0] = count[1] = 0;
-    for (uint32_t j = 0; i < n; i++, j++) {
-        const uint32_t k = sid_key(x[i]);
-        const float v = sid_bits_f32(k), over_b = k >= b ? v - at_b : 0;
-        lane[0][j] += v;
-        lane[1][j] += v * v;
-        lane[2][j] += k >= a ? v - at_a : 0;
-        lane[3][j] += over_b;
-        lane[4][j] += over_b * over_b;
-        count[0] += k >= a;
-        count[1] += k >= b;
+    float lane[5][ROW / FEW], last[ROW];
+    vi count_a = {0}, count_b = {0};
+    const uint32_t whole = whole_rows(x, n, last), none = (ROW - n % ROW) % ROW;
+    for (uint32_t c = 0; c < ROW / FEW; c += WIDE) {
+        vf part[5][FEW] = {{{0}}};
+#define ADD(p)                                                                                                         \
+    for (int q = 0; q < FEW; q++) {                                                                                    \
+        const vi k = keys(load((p) + q * (ROW / FEW))), in_a = k >= from_a, in_b = k >= from_b;                        \
+        const vf over_b = (vf)(bits((vf)k - at_b) & in_b);                                                             \
+        part[0][q] += (vf)k;                                                                                           \
+        part[1][q] += (vf)k * (vf)k;                                                                                   \
+        part[2][q] += (vf)(bits((vf)k - at_a) & in_a);                                                                 \
+        part[3][q] += over_b;                                                                                          \
+        part[4][q] += over_b * over_b;                                                                                 \
+        count_a -= in_a;                                                                                               \
+        count_b -= in_b;                                                                                               \
     }
-    for (int j = 0; j < WIDE; j++) {
-        count[0] += (uint32_t)count_a[j];
-        count[1] += (uint32_t)count_b[j];
+        DOWN(ADD);
+#undef ADD
+        for (int j = 0; j < 5; j++) store(lane[j] + c, FOLD_2(part[j]));
     }
-    for (int j = 0; j < 5; j++) sum[j] = combine(lane[j]);
+    count[0] = total(count_a) - (a ? 0 : none);
+    count[1] = total(count_b) - (b ? 0 : none);
+    for (int j = 0; j < 5; j++) sum[j] = join_float(lane[j], ROW / FEW);
 }
-
-/* In float64: a pass does two registers' lanes, for more accumulators would not stay in registers. */
-enum {
-    HALF = WIDE / 2,
-    AT_ONCE = 2
-};
 
 static void moments(const float *x, uint32_t n, double sum[3]) {
-    double lane[3][LANES];
-    const uint32_t whole = n / LANES * LANES;
-    for (uint32_t lanes = 0; lanes < LANES; lanes += AT_ONCE * HALF) {
-        vd size[AT_ONCE] = {{0}}, square[AT_ONCE] = {{0}}, plain[AT_ONCE] = {{0}};
-        for (uint32_t i = lanes; i < whole; i += LANES)
-            for (int q = 0; q < AT_ONCE; q++) {
-                const vd v = wide(x + i + q * HALF);
-                size[q] += magnitudes(v);
-                square[q] += v * v;
-                plain[q] += v;
-            }
-        memcpy(lane[0] + lanes, size, sizeof size);
-        memcpy(lane[1] + lanes, square, sizeof square);
-        memcpy(lane[2] + lanes, plain, sizeof plain);
+    double lane[3][ROW / SOME];
+    float last[ROW];
+    const uint32_t whole = whole_rows(x, n, last);
+    for (uint32_t c = 0; c < ROW / SOME; c += HALF) {
+        vd size[SOME] = {{0}}, square[SOME] = {{0}}, plain[SOME] = {{0}};
+#define ADD(p)                                                                                                         \
+    for (int q = 0; q < SOME; q++) {                                                                                   \
+        const vd v = wide((p) + q * (ROW / SOME));                                                                     \
+        size[q] += magnitudes(v);                                                                                      \
+        square[q] += v * v;                                                                                            \
+        plain[q] += v;                                                                                                 \
     }
-    for (uint32_t i = whole, j = 0; i < n; i++, j++) {
-        const double v = (double)x[i];
-        lane[0][j] += v < 0 ? -v : v;
-        lane[1][j] += v * v;
-        lane[2][j] += v;
+        DOWN(ADD);
+#undef ADD
+        store_wide(lane[0] + c, FOLD_SOME(size));
+        store_wide(lane[1] + c, FOLD_SOME(square));
+        store_wide(lane[2] + c, FOLD_SOME(plain));
     }
-    for (int j = 0; j < 3; j++) sum[j] = combine_wide(lane[j]);
+    for (int j = 0; j < 3; j++) sum[j] = join_double(lane[j], ROW / SOME);
 }
 
-/* Sum of log2 |x| where some are denormal: one after the other. */
-static double sum_log2_plainly(const float *x, uint32_t n) {
-    double product = 1;
-    int64_t exponents = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        const uint32_t key = sid_key(x[i]), k = key < 0x800000 ? sid_f32_bits((float)key) : key; /* key * 2^-149 */
-        if (!key) continue;
-        exponents += (int32_t)(k >> 23) - 127 - (key < 0x800000 ? 149 : 0);
-        product *= (double)sid_bits_f32((k & 0x7fffff) | 0x3f800000);
-        if (product > 0x1p900) {
-            product *= 0x1p-900;
-            exponents += 900;
-        }
-    }
-    return (double)exponents + sid_log(product) * 1.4426950408889634074;
-}
-
-/* The exponents add up as integers, the significands in [1, 2) multiply: 64 to a lane stay below 2^64, and the rounding of
- * 64 products is 6e-8 of one logarithm at most. A zero counts as neither. */
+/* The exponents add up as integers, the significands in [1, 2) multiply, in the order of sums: until 16 lanes are left they
+ * stay below 2^64, and the rounding of 64 products is 6e-8 of one logarithm at most; their significands go on in float64.
+ * A zero counts as neither. */
 static double sum_log2(const float *x, uint32_t n, uint32_t *count) {
-    enum {
-        BLOCK = 64 * LANES
-    };
-    double sum = 0;
-    *count = 0;
-    for (uint32_t at = 0; at < n; at += BLOCK, x += BLOCK) {
-        const uint32_t len = n - at < BLOCK ? n - at : BLOCK;
-        vf product[PARTS];
-        vi exponents = {0}, normal = {0}, denormal = {0};
-        float lane[LANES];
-        uint32_t i = 0, some = 0, tiny = 0;
-        int64_t exponent = 0;
-        for (int q = 0; q < PARTS; q++) product[q] = (vf)((vi){0} + 0x3f800000);
-        for (; i + LANES <= len; i += LANES)
-            for (int q = 0; q < PARTS; q++) {
-                const vi k = keys(load(x + i + q * WIDE)), ok = k > 0x7fffff;
-                product[q] *= (vf)((k & 0x7fffff) | 0x3f800000);
-                exponents += k >> 23;
-                normal -= ok;
-                denormal |= k & ~ok;
-            }
-        memcpy(lane, product, sizeof lane);
-        for (int j = 0; j < WIDE; j++) {
-            exponent += exponents[j];
-            some += (uint32_t)normal[j];
-            tiny |= (uint32_t)denormal[j];
-        }
-        for (uint32_t j = 0; i < len; i++, j++) {
-            const uint32_t k = sid_key(x[i]);
-            lane[j] *= sid_bits_f32((k & 0x7fffff) | 0x3f800000);
-            exponent += k >> 23;
-            some += k > 0x7fffff;
-            tiny |= k > 0x7fffff ? 0 : k;
-        }
-        if (tiny) {
-            for (i = 0; i < len; i++) *count += sid_key(x[i]) != 0;
-            sum += sum_log2_plainly(x, len);
-            continue;
-        }
-        double rest = 1; /* below 2^16 */
-        exponent -= 127 * (int64_t)some;
-        for (int j = 0; j < LANES; j++) {
-            const uint32_t k = sid_f32_bits(lane[j]);
-            exponent += (int32_t)(k >> 23) - 127;
-            rest *= (double)sid_bits_f32((k & 0x7fffff) | 0x3f800000);
-        }
-        sum += (double)exponent + sid_log(rest) * 1.4426950408889634074;
-        *count += some;
+    const vi one = (vi){0} + 0x3f800000;
+    float lane[ROW / MANY], last[ROW];
+    double rest[ROW / MANY];
+    vi exponents = {0}, some = {0}, denormal = {0};
+    uint32_t tiny = 0;
+    const uint32_t whole = whole_rows(x, n, last);
+    for (uint32_t c = 0; c < ROW / MANY; c += WIDE) {
+        vf product[MANY];
+        for (int q = 0; q < MANY; q++) product[q] = (vf)one;
+#define MULTIPLY(p)                                                                                                    \
+    for (int q = 0; q < MANY; q++) {                                                                                   \
+        const vi k = keys(load((p) + q * (ROW / MANY))), ok = k > 0x7fffff;                                            \
+        product[q] *= (vf)((k & 0x7fffff) | one);                                                                      \
+        exponents += k >> 23;                                                                                          \
+        some -= ok;                                                                                                    \
+        denormal |= k & ~ok;                                                                                           \
     }
-    return sum;
+        DOWN(MULTIPLY);
+#undef MULTIPLY
+        store(lane + c, PRODUCT_8(product));
+    }
+    for (int j = 0; j < WIDE; j++) tiny |= (uint32_t)denormal[j];
+    *count = total(some);
+    int64_t exponent = total(exponents) - 127 * (int64_t)*count;
+    if (tiny) { /* again, with the denormal ones made normal */
+        float all[ROW];
+        exponent = *count = 0;
+        for (int j = 0; j < ROW; j++) all[j] = 1;
+        for (uint32_t i = 0; i < n; i++) {
+            const uint32_t key = sid_key(x[i]), k = key < 0x800000 ? sid_f32_bits((float)key) : key; /* key * 2^-149 */
+            if (!key) continue;
+            exponent += (int32_t)(k >> 23) - 127 - (key < 0x800000 ? 149 : 0);
+            all[i % ROW] *= sid_bits_f32((k & 0x7fffff) | 0x3f800000);
+            ++*count;
+        }
+        for (int w = ROW / 2; w >= ROW / MANY; w /= 2)
+            for (int j = 0; j < w; j++) all[j] *= all[j + w];
+        memcpy(lane, all, sizeof lane);
+    }
+    for (int j = 0; j < ROW / MANY; j++) {
+        const uint32_t k = sid_f32_bits(lane[j]);
+        exponent += (int32_t)(k >> 23) - 127;
+        rest[j] = (double)sid_bits_f32((k & 0x7fffff) | 0x3f800000);
+    }
+    for (int j = 0; j < 8; j++) rest[j] *= rest[j + 8];
+    for (int j = 0; j < 4; j++) rest[j] *= rest[j + 4];
+    return (double)exponent + sid_log((rest[0] * rest[1]) * (rest[2] * rest[3])) * 1.4426950408889634074;
 }
 
 /* Of signed integers. */
@@ -599,8 +623,6 @@ static uint32_t max_key(const float *x, uint32_t n) {
 
 /* ---- grids -------------------------------------------------------------------------------------------------------
  * A loop for each kind and rounding; the arithmetic is that of bits.h, which does what is left at the end. */
-
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE vi to_int(vf v) { return __builtin_convertvector(v, vi); }
 INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
@@ -1249,20 +1271,23 @@ static void draw_signs(const float *x, const uint32_t *u, uint32_t n, float chan
 }
 
 static void sign_sums(const float *x, uint32_t n, float sum[2]) {
-    vf above[PARTS] = {{0}}, beneath[PARTS] = {{0}};
-    float lane[2][LANES];
-    uint32_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int q = 0; q < PARTS; q++) {
-            const vf v = load(x + i + q * WIDE);
-            const vi negative = bits(v) >> 31;
-            above[q] += (vf)(bits(v) & ~negative);
-            beneath[q] += (vf)(bits(v) & negative);
-        }
-    memcpy(lane[0], above, sizeof lane[0]);
-    memcpy(lane[1], beneath, sizeof lane[1]);
-    for (uint32_t j = 0; i < n; i++, j++) lane[is_negative1(x[i])][j] += x[i];
-    for (int k = 0; k < 2; k++) sum[k] = combine(lane[k]);
+    float lane[2][ROW / SOME], last[ROW];
+    const uint32_t whole = whole_rows(x, n, last);
+    for (uint32_t c = 0; c < ROW / SOME; c += WIDE) {
+        vf above[SOME] = {{0}}, beneath[SOME] = {{0}};
+#define ADD(p)                                                                                                         \
+    for (int q = 0; q < SOME; q++) {                                                                                   \
+        const vf v = load((p) + q * (ROW / SOME));                                                                     \
+        const vi negative = bits(v) >> 31;                                                                             \
+        above[q] += (vf)(bits(v) & ~negative);                                                                         \
+        beneath[q] += (vf)(bits(v) & negative);                                                                        \
+    }
+        DOWN(ADD);
+#undef ADD
+        store(lane[0] + c, FOLD_SOME(above));
+        store(lane[1] + c, FOLD_SOME(beneath));
+    }
+    for (int k = 0; k < 2; k++) sum[k] = join_float(lane[k], ROW / SOME);
 }
 
 static void take_signs(float *x, uint32_t n, float high, float low) {

@@ -60,7 +60,7 @@ static float element(rng *r, int kind) {
 }
 
 void test_moments(void) {
-    static const uint32_t lens[] = {0, 1, 15, 16, 17, 1000, 1024, 1025, 4096};
+    static const uint32_t lens[] = {0, 1, 15, 16, 17, 127, 128, 129, 500, 1000, 1023, 1024};
     rng r = {9};
     for (int kind = 0; kind < 4; kind++)
         for (size_t l = 0; l < sizeof lens / sizeof *lens; l++) {
