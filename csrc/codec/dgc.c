@@ -77,10 +77,10 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
 static void begin(sid_walk *w) {
     dgc_work *o = own(w);
     if (w->walks == 1) {
-        const uint32_t last = (uint32_t)w->state->codec[LAST], spread = (uint32_t)w->state->codec[SPREAD];
+        const uint64_t *c = w->state->codec;
         uint32_t *beyond = (uint32_t *)(void *)((uint8_t *)w->scratch + sparse_bytes(w->plan));
         *o = (dgc_work){.length = (uint32_t)run_length(w->plan), /* at most 1 / sample */
-                        .low = spread && last > spread ? last - spread : 0,
+                        .low = sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0),
                         .draw = beyond,
                         .keys = beyond + DRAWS,
                         .sample = (float *)(void *)(beyond + DRAWS + sample_room(w->plan))};
@@ -120,6 +120,7 @@ static sid_verdict finish(sid_walk *w) {
     const sid_plan *p = w->plan;
     dgc_work *o = own(w);
     uint64_t *c = w->state->codec, found;
+    sparse_settle(w);
     if (p->n == 0) {
         sparse_emit_from(w, 0, 0);
         return SID_DONE;
@@ -135,8 +136,7 @@ static sid_verdict finish(sid_walk *w) {
         return SID_AGAIN;
     }
     w->stats.found = found;
-    c[SPREAD] = sparse_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], o->key);
-    c[LAST] = o->key;
+    sid_learn_key(c + LAST, c + SPREAD, o->key);
     if (found > p->cap) {
         const sparse_pick pick = sparse_select(w, p->cap, o->key, (uint32_t)c[SPREAD]);
         sparse_emit(w, pick, p->cap - pick.above, SID_FLAG_RAISED);

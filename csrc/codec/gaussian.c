@@ -59,6 +59,8 @@ typedef struct gauss_work {
 _Static_assert(sizeof(gauss_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
 
 static gauss_work *own(const sid_walk *w) { return sparse_own(w); }
+/* The largest that say from where on the next step captures. */
+static uint64_t wanted(const sid_plan *p) { return p->k + p->k / 2 + 1; }
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
@@ -73,12 +75,13 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
 static void begin(sid_walk *w) {
     gauss_work *o = own(w);
     if (w->walks == 1) {
-        const uint32_t last = (uint32_t)w->state->codec[LAST], spread = (uint32_t)w->state->codec[SPREAD];
-        *o = (gauss_work){.low = spread && last > spread ? last - spread : 0};
+        const uint64_t *c = w->state->codec;
+        *o = (gauss_work){.low = sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0)};
     }
     o->count = 0;
     if (!o->fitted) memset(sparse_sums_of(w, 0), 0, ROWS * sizeof(double) * sid_sums(w->plan->n));
-    sparse_begin(w, o->low);
+    sparse_work *s = sparse_begin(w, o->low);
+    s->best = w->plan->cap > wanted(w->plan) ? w->plan->cap : wanted(w->plan);
 }
 
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
@@ -99,7 +102,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
 
 static sid_verdict finish(sid_walk *w) {
     const sid_plan *p = w->plan;
-    const sparse_work *s = sparse_of(w);
+    const sparse_work *s = sparse_settle(w);
     gauss_work *o = own(w);
     uint64_t *c = w->state->codec;
     if (p->n == 0) {
@@ -140,14 +143,13 @@ static sid_verdict finish(sid_walk *w) {
     }
     w->stats.found = found;
 
-    const uint64_t wanted = p->k + p->k / 2 + 1, rank = wanted < s->count ? wanted : s->count;
+    const uint64_t rank = wanted(p) < s->count ? wanted(p) : s->count;
     uint32_t from = key;
     if (rank) {
         const sparse_pick pick = sparse_select(w, rank, (uint32_t)c[LAST], (uint32_t)c[SPREAD]);
         from = pick.key < key ? pick.key : key;
     }
-    c[SPREAD] = sparse_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], from);
-    c[LAST] = from;
+    sid_learn_key(c + LAST, c + SPREAD, from);
     if (found > p->cap) {
         const sparse_pick pick = sparse_select(w, p->cap, 0, 0);
         sparse_emit(w, pick, p->cap - pick.above, SID_FLAG_RAISED);

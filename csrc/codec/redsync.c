@@ -121,7 +121,7 @@ static void begin(sid_walk *w) {
     redsync_work *o = own(w);
     const uint32_t last = (uint32_t)statistics(w)[LAST], spread = (uint32_t)statistics(w)[SPREAD];
     if (w->walks == 1) {
-        *o = (redsync_work){.low = spread && last > spread ? last - spread : least(w->plan)};
+        *o = (redsync_work){.low = sid_from_last(last, spread, least(w->plan))};
         if (reuses(w)) {
             o->low = o->key = beyond(sid_bits_f32((uint32_t)w->state->codec[THRESHOLD]));
             o->settled = 1;
@@ -156,11 +156,7 @@ static double largest(const sparse_work *s) {
     return (double)sid_bits_f32(most);
 }
 
-static void learn(const sid_walk *w, uint32_t key) {
-    uint64_t *c = statistics(w);
-    c[SPREAD] = sparse_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], key);
-    c[LAST] = key;
-}
+static void learn(const sid_walk *w, uint32_t key) { sid_learn_key(statistics(w) + LAST, statistics(w) + SPREAD, key); }
 
 /* Trials of Algorithm 2 until the k-th largest magnitude exceeds the threshold, or all of acc is taken. */
 static uint32_t trials(const sid_walk *w, uint32_t kth) {
@@ -231,6 +227,7 @@ static sid_verdict finish(sid_walk *w) {
     const sid_plan *p = w->plan;
     redsync_work *o = own(w);
     uint64_t found, *c = w->state->codec;
+    sparse_settle(w);
     if (p->n == 0) {
         sparse_emit_from(w, 0, 0);
         return SID_DONE;

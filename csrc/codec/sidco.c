@@ -425,7 +425,7 @@ static void adapt(sid_walk *w, uint64_t found) {
 
 static sid_verdict finish(sid_walk *w, const family *f) {
     const sid_plan *p = w->plan;
-    const sparse_work *s = sparse_of(w);
+    const sparse_work *s = sparse_settle(w);
     sidco_work *o = own(w);
     uint64_t *c = w->state->codec;
     if (p->n == 0) {
@@ -474,7 +474,7 @@ static sid_verdict finish(sid_walk *w, const family *f) {
 
     w->stats.found = found;
     w->stats.stages = o->stages;
-    if (c[AT_USED] == o->stages || !c[SPREAD]) c[SPREAD] = sparse_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], key);
+    if (c[AT_USED] == o->stages || !c[SPREAD]) c[SPREAD] = sid_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], key);
     c[LAST] = key;
     c[AT_USED] = o->stages;
     for (uint32_t m = 0; m < o->stages; m++) c[STEP + m] = sid_f32_bits((float)o->step[m]);

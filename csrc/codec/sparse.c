@@ -103,12 +103,18 @@ static void compact(sid_walk *w) {
 
 void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     sparse_work *s = sparse_of(w);
-    if (s->count + len > s->room && s->room < w->plan->n) compact(w);
+    if (s->count + SID_TILE > s->room && s->room < w->plan->n) compact(w);
     const uint32_t c = w->plan->simd->capture(acc, len, s->low, (uint16_t)(at % SID_WIRE_TILE), s->idx + s->count,
                                               s->val + s->count, s->last);
     s->last = c;
     s->tile[at / SID_WIRE_TILE] += c;
     s->count += c;
+}
+
+sparse_work *sparse_settle(sid_walk *w) {
+    sparse_work *s = sparse_of(w);
+    if (s->compacted) compact(w);
+    return s;
 }
 
 static double wide_sum(const float *x, uint32_t len, uint32_t key) {
@@ -270,18 +276,6 @@ int sparse_reach(const sid_walk *w, sparse_probe *probe, uint32_t key, uint64_t 
 uint32_t sparse_again(const sid_walk *w, uint32_t key) {
     const sparse_work *s = sparse_of(w);
     return s->compacted ? s->low - 1 : key;
-}
-
-uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now) {
-    enum {
-        MIN = 1 << 17,
-        MAX = 1 << 22,
-        FIRST = 1 << 20
-    }; /* 2^19 key units are a sixteenth of an octave */
-    const uint64_t drift = 2ull * (now > last ? now - last : last - now), held = spread - spread / 8;
-    if (!spread) return FIRST;
-    const uint64_t want = drift > held ? drift : held;
-    return want < MIN ? (uint32_t)MIN : want > MAX ? (uint32_t)MAX : (uint32_t)want;
 }
 
 uint64_t sparse_mean_bytes(const sid_plan *p) { return sid_round_up(sid_sparse_value_at(p->n, p->cap), 64); }

@@ -4,6 +4,7 @@
 #define SID_SPARSE_H
 
 #include "../internal.h"
+#include "fits.h"
 
 /* Parameters every sparse codec begins its table with. */
 enum {
@@ -30,7 +31,8 @@ extern const char *const sparse_value_names[];
          .doc = "Format of the values; what float16 rounds away stays in the residual."}
 
 /* The codec's part of work. Candidates are all elements so far whose key reaches `low`, in index order; those of wire
- * tile t are counted in tile[t]. `low` only rises during a reading. */
+ * tile t are counted in tile[t]. `low` only rises during a reading: where a tile comes that may not fit, all but the
+ * `best` largest are dropped. When the reading has been settled they are, then too, those `best`, however often that was. */
 typedef struct sparse_work {
     uint64_t count, room; /* candidates held, and how many fit */
     uint32_t low;         /* keys from here on are captured */
@@ -60,6 +62,8 @@ void *sparse_own(const sid_walk *w);
 /* Starts a reading that captures keys >= low. */
 sparse_work *sparse_begin(sid_walk *w, uint32_t low);
 void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len);
+/* The end of a reading, before anything is made of the candidates. */
+sparse_work *sparse_settle(sid_walk *w);
 /* Over a tile: sum of |x|; and sum[0] the same, sum[1], count[0] of those with key(x) >= a; sum[2], count[1] with key(x) >= b. In float32
  * and a fixed order, in float64 where that overflows. */
 double sparse_sum(const sid_walk *w, const float *x, uint32_t len);
@@ -92,9 +96,6 @@ uint32_t sparse_again(const sid_walk *w, uint32_t key);
 void sparse_emit_from(sid_walk *w, uint32_t key, uint32_t flags);
 /* Settles the rule "key > pick.key, and the first `take` of the ties", and writes the payload. */
 void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags);
-
-/* How far from `now` the next step's key may be expected, given how far this one's was from `last`; 0: no last one. */
-uint32_t sparse_spread(uint32_t spread, uint32_t last, uint32_t now);
 
 /* Slots that need nothing of the codec; and all of a codec's, whose file has `begin` and `rescale`. */
 void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);

@@ -18,19 +18,18 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
 }
 
 static void begin(sid_walk *w) {
-    const uint32_t last = (uint32_t)w->state->codec[LAST], spread = (uint32_t)w->state->codec[SPREAD];
-    sparse_begin(w, w->walks == 1 && spread && last > spread ? last - spread : 0);
+    const uint64_t *c = w->state->codec;
+    sparse_begin(w, w->walks == 1 ? sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0) : 0);
 }
 
 static sid_verdict finish(sid_walk *w) {
     const uint64_t k = w->plan->k;
     uint64_t *c = w->state->codec;
-    if (sparse_of(w)->count < k) return SID_AGAIN; /* the second reading captures from key 0 and holds k or more */
+    if (sparse_settle(w)->count < k) return SID_AGAIN; /* the second reading captures from key 0 and holds k or more */
     sparse_pick pick = {0, 0, 0};
     if (k) {
         pick = sparse_select(w, k, (uint32_t)c[LAST], (uint32_t)c[SPREAD]);
-        c[SPREAD] = sparse_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], pick.key);
-        c[LAST] = pick.key;
+        sid_learn_key(c + LAST, c + SPREAD, pick.key);
     }
     w->stats.found = k;
     sparse_emit(w, pick, k - pick.above, 0);
