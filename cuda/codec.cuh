@@ -166,9 +166,13 @@ __device__ inline void sid_store_floats(float *p, uint32_t count, const float (&
  *     enum { REREADS }            it reads acc again later: acc is stored in work where no memory keeps it
  *     enum { RAW }                it is shown NaN and Inf as they came, not as the 0 that the memory takes them for
  *     struct shared               its shared memory
+ *     struct unit                 a thread's own, for one tile
  *     begin(shared &), end(shared &)   by the whole block
  *     keep(rule, acc, i)          what the rule of the last step left of element i
- *     quad(shared &, acc[4], i, count) four elements from i on, of which count exist; acc may be changed */
+ *     start(shared &, unit &)     before a tile, and
+ *     done(shared &, unit &, tile)     after it, by the whole warp
+ *     quad(shared &, unit &, acc[4], i, count) four elements from i on, of which count exist; acc may be changed. By the
+ *                                 whole warp, row by row: count may be 0. What does not exist is garbage */
 template <class Memory, class Codec> struct sid_walker {
     const sid_group &g;
     const sid_vectors &vectors;
@@ -183,22 +187,27 @@ template <class Memory, class Codec> struct sid_walker {
         enum {
             DEEP = QUICK ? 2 : 1
         };
+        typename Codec::unit unit;
+        codec.start(shared, unit);
 #pragma unroll 1
         for (uint32_t r = 0; r < SID_ROWS; r += DEEP) {
             const uint32_t first = r * SID_ROW + sid_lane() * SID_QUAD;
             const uint32_t count = QUICK ? (uint32_t)SID_QUAD : sid_count4(s.len, first);
-            if (!count) return;
-            float x[DEEP][SID_QUAD], vec[DEEP][Memory::VECTORS + 1][SID_QUAD];
+            if (!QUICK && r * SID_ROW >= s.len) break;
+            float x[DEEP][SID_QUAD], vec[DEEP][Memory::VECTORS + 1][SID_QUAD] = {};
             sid_get<QUICK>(g, s, first, count, x);
+            if (QUICK || count)
 #pragma unroll
-            for (uint32_t d = 0; d < DEEP; d++) sid_load_vectors<Memory>(vectors, s.at + first + d * SID_ROW, vec[d]);
+                for (uint32_t d = 0; d < DEEP; d++)
+                    sid_load_vectors<Memory>(vectors, s.at + first + d * SID_ROW, vec[d]);
 #pragma unroll
-            for (uint32_t d = 0; d < DEEP; d++) quad(x[d], vec[d], s.at + first + d * SID_ROW, count);
+            for (uint32_t d = 0; d < DEEP; d++) quad(unit, x[d], vec[d], s.at + first + d * SID_ROW, count);
         }
+        codec.done(shared, unit, s.at / SID_TILE);
     }
 
-    __device__ void quad(float (&x)[SID_QUAD], float (&vec)[Memory::VECTORS + 1][SID_QUAD], uint64_t i,
-                         uint32_t count) {
+    __device__ void quad(typename Codec::unit &unit, float (&x)[SID_QUAD], float (&vec)[Memory::VECTORS + 1][SID_QUAD],
+                         uint64_t i, uint32_t count) {
 #pragma unroll
         for (uint32_t c = 0; c < SID_QUAD; c++) {
             float one[Memory::VECTORS + 1];
@@ -214,7 +223,7 @@ template <class Memory, class Codec> struct sid_walker {
         for (int m = 0; m < Memory::VECTORS; m++)
             sid_store_floats(vectors.first + m * vectors.stride + i, count, vec[m]);
         if (Codec::REREADS && !Memory::VECTORS) sid_store_floats(acc + i, count, x);
-        codec.quad(shared, x, i, count);
+        codec.quad(shared, unit, x, i, count);
     }
 };
 
@@ -270,11 +279,19 @@ __device__ inline void sid_undo(const sid_group &g, const sid_span &s, const sid
 struct sid_head {
     uint64_t n, step;
     uint32_t group, rank, dtype;
+    uint32_t salt; /* of the random stream; 0: the codec draws nothing */
     uint16_t codec;
 };
 
+inline bool sid_draws(const sid_plan *p) { return p->codec->info.traits & SID_STOCHASTIC; }
 inline sid_head sid_head_of(const sid_plan *p, const sid_step &at) {
-    return {p->n, at.step, at.group, at.rank, (uint32_t)p->dtype, p->codec->info.wire_id};
+    const uint32_t salt = sid_draws(p) ? sid_salt(at.seed, at.rank) : 0;
+    return {p->n, at.step, at.group, at.rank, (uint32_t)p->dtype, salt, p->codec->info.wire_id};
+}
+/* The random stream of this step. */
+inline sid_draw sid_draw_of(const sid_plan *p, const sid_step &at) {
+    if (!sid_draws(p)) return {};
+    return {sid_salt(at.seed, at.rank), at.group, at.step};
 }
 
 /* Writes the header of one payload; `sum` and `weighted` are those of the body, for a checksum over `rows` rows. */
@@ -293,6 +310,7 @@ __device__ inline void sid_seal(sid_header *h, const sid_head &head, uint32_t fl
     x.group = head.group;
     x.rank = head.rank;
     x.scale = scale;
+    x.salt = head.salt;
     uint32_t w[SID_HEADER_BYTES / 4];
     memcpy(w, &x, sizeof x);
     for (uint32_t i = 0; i < SID_HEADER_BYTES / 4; i++) {
@@ -307,11 +325,12 @@ __device__ inline void sid_seal(sid_header *h, const sid_head &head, uint32_t fl
  * the header that the checksum covers. Codec's own rules come after. */
 struct sid_expect {
     sid_head head;
-    bool any;
+    bool any, draws;
 };
 
 inline sid_expect sid_expect_of(const sid_cuda_decoding &c) {
-    return {{c.plan->n, c.step, c.of_group, 0, (uint32_t)c.plan->dtype, c.plan->codec->info.wire_id}, c.any};
+    const sid_plan *p = c.plan;
+    return {{p->n, c.step, c.of_group, 0, (uint32_t)p->dtype, 0, p->codec->info.wire_id}, c.any, sid_draws(p)};
 }
 
 __device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect &e, uint64_t rows, uint64_t sum,
@@ -324,8 +343,9 @@ __device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect
         sum += w[i];
         weighted += w[i] * sid_checksum_weight(i, rows);
     }
-    if (h.checksum != sid_checksum_mix(sum, weighted) || h.salt) return SID_E_CORRUPT;
+    if (h.checksum != sid_checksum_mix(sum, weighted)) return SID_E_CORRUPT;
     if (h.codec != e.head.codec || h.dtype != e.head.dtype || h.n != e.head.n) return SID_E_MISMATCH;
+    if (h.salt && !e.draws) return SID_E_CORRUPT;
     if (!e.any && (h.step != e.head.step || h.group != e.head.group)) return SID_E_MISMATCH;
     return SID_OK;
 }

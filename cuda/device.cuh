@@ -6,6 +6,7 @@
 #ifdef SID_EMULATE
 #include "emulate.h" /* tests/cuda: blocks of fibers on the CPU */
 #else
+#include <cooperative_groups.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #endif
@@ -28,19 +29,41 @@ struct sid_stream {
 
 /* A failed launch surfaces here; what fails while it runs surfaces at the caller's next synchronisation. */
 template <typename... P, typename... A>
-sid_status sid_launch(const sid_stream &to, const char *what, void (*kernel)(P...), uint64_t grid, uint32_t block,
-                      uint32_t shared, const A &...args) {
+sid_status sid_launch_as(cudaLaunchAttribute *how, const sid_stream &to, const char *what, void (*kernel)(P...),
+                         uint64_t grid, uint32_t block, uint32_t shared, const A &...args) {
     if (!grid) return SID_OK;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((uint32_t)grid);
     config.blockDim = dim3(block);
     config.dynamicSmemBytes = shared;
     config.stream = to.stream;
+    config.attrs = how;
+    config.numAttrs = how ? 1 : 0;
     const cudaError_t e = cudaLaunchKernelEx(&config, kernel, (P)args...);
     if (e == cudaSuccess) return SID_OK;
     (void)cudaGetLastError();
     return sid_fail(to.err, SID_E_DEVICE, "%s: %s", what, cudaGetErrorString(e));
 }
+template <typename... P, typename... A>
+sid_status sid_launch(const sid_stream &to, const char *what, void (*kernel)(P...), uint64_t grid, uint32_t block,
+                      uint32_t shared, const A &...args) {
+    return sid_launch_as(nullptr, to, what, kernel, grid, block, shared, args...);
+}
+
+/* All blocks at once, so that they can wait for one another (sid_grid_sync): no more of them than the device holds. */
+template <typename... P, typename... A>
+sid_status sid_launch_together(const sid_stream &to, const char *what, void (*kernel)(P...), uint64_t grid,
+                               uint32_t block, uint32_t shared, const A &...args) {
+    cudaLaunchAttribute how = {};
+    how.id = cudaLaunchAttributeCooperative;
+    how.val.cooperative = 1;
+    return sid_launch_as(&how, to, what, kernel, grid, block, shared, args...);
+}
+#ifdef SID_EMULATE
+inline void sid_grid_sync() { emulate::meet(emulate::GRID_BARRIER, 0, 0); }
+#else
+__device__ inline void sid_grid_sync() { cooperative_groups::this_grid().sync(); }
+#endif
 
 /* Blocks for `pieces` of work: each once, but no more than fill the device (a block then takes every grid-th piece). */
 inline uint64_t sid_blocks(const sid_stream &to, uint64_t pieces, uint32_t per_processor) {

@@ -10,6 +10,7 @@ struct linear {
         RAW = 1
     };
     struct shared {};
+    struct unit {};
     uint8_t *body;
     float scale;
     sid_dtype dtype; /* of the body */
@@ -27,6 +28,8 @@ struct linear {
 
     __device__ void begin(shared &) const {}
     __device__ void end(shared &) const {}
+    __device__ void start(shared &, unit &) const {}
+    __device__ void done(shared &, unit &, uint64_t) const {}
 
     __device__ float keep(const sid_rule &rule, float acc, uint64_t) const {
         if (rule.scale == 0) return acc;
@@ -35,7 +38,7 @@ struct linear {
         return acc - sent * rule.inverse;
     }
 
-    __device__ void quad(shared &, float (&x)[SID_QUAD], uint64_t i, uint32_t count) const {
+    __device__ void quad(shared &, unit &, float (&x)[SID_QUAD], uint64_t i, uint32_t count) const {
         uint8_t *p = body + i * sid_width(dtype); /* payloads begin at 64 bytes: aligned to a quad */
 #pragma unroll
         for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = scaled(x[c], scale);

@@ -199,8 +199,8 @@ class DeviceRank:
             block.check()
 
     def read_stats(self) -> tuple[Any, ...]:
-        """count, found, nonfinite, threshold (as bits)."""
-        return struct.unpack("<QQQIII", self.stats.get()[:36])[:4]
+        """count, found, nonfinite, threshold (as bits), stages, walks."""
+        return struct.unpack("<QQQIII", self.stats.get()[:36])
 
 
 # ---- inputs and comparisons --------------------------------------------------------------------
@@ -243,9 +243,9 @@ def same_output(got: Array, want: Array, dtype: str) -> None:
 
 
 def same_state(device: DeviceRank, host: Rank) -> None:
-    """Steps, vectors, and what is kept of them. (Two rules can say the same; statistics only predict.)"""
+    """Steps, rule, statistics, vectors, and what is kept of them."""
     got, want = np.frombuffer(device.state.get(), np.uint8), host.state.data
-    np.testing.assert_array_equal(got[:8], want[:8])
+    np.testing.assert_array_equal(got[:256].view(np.uint64), want[:256].view(np.uint64))
     n = device.plan.n
     for v in range(device.plan.vectors):
         at = 256 + 4 * v * (-(-n // 16) * 16 + 16)
@@ -295,7 +295,7 @@ def run_steps(codec: str, settings: dict[str, Any], memory: str, n: int, dtype: 
         s = host.stats
         threshold = struct.unpack("<I", struct.pack("<f", s.threshold))[0]
         got = device.read_stats()
-        assert got[:3] == (s.count, s.found, s.nonfinite)
+        assert got[:3] + got[4:] == (s.count, s.found, s.nonfinite, s.stages, s.walks)
         assert got[3] == threshold or np.isnan(s.threshold)
 
 

@@ -17,6 +17,8 @@ namespace {
 
 enum {
     LANES = 32,
+    BLOCK = 1024, /* threads, at most */
+    TOGETHER = 2048,
     STACK = 1 << 17,
     SHARED = 48 << 10,
     GUARD = 64,
@@ -40,12 +42,12 @@ struct fiber {
     uint32_t argument;
 };
 
-fiber fibers[1024];
+fiber fibers[TOGETHER];
 jmp_buf scheduler;
-uint32_t current;
+uint32_t current, per_block; /* the fiber that runs; threads of a block */
 uint64_t shuffled = 88172645463325252ull;
 const std::function<void()> *body;
-alignas(64) unsigned char shared[SHARED + GUARD];
+alignas(64) unsigned char shared[TOGETHER / LANES][SHARED + GUARD]; /* dynamic, a block */
 std::mutex one_launch;
 int device;
 
@@ -86,12 +88,19 @@ __attribute__((noinline)) void resume(fiber &f) {
     setcontext(&start);
 }
 
+enum {
+    IN_WARP,
+    IN_BLOCK,
+    IN_GRID
+};
+int among(meeting what) { return what < BARRIER ? IN_WARP : what < GRID_BARRIER ? IN_BLOCK : IN_GRID; }
+
 /* The threads from first on, if all of them wait for the same: give each its result. */
-bool release(uint32_t first, uint32_t count, bool whole_block) {
+bool release(uint32_t first, uint32_t count, int whom) {
     const meeting what = fibers[first].what;
     uint64_t all = 0;
     for (uint32_t i = first; i < first + count; i++) {
-        if (fibers[i].is != WAITING || fibers[i].what != what || (what >= BARRIER) != whole_block) return false;
+        if (fibers[i].is != WAITING || fibers[i].what != what || among(what) != whom) return false;
         if (what == BALLOT) all |= fibers[i].value << (i - first);
         if (what == BARRIER_COUNT) all += fibers[i].value;
         if (what == BARRIER_OR) all |= fibers[i].value;
@@ -108,9 +117,11 @@ bool release(uint32_t first, uint32_t count, bool whole_block) {
     return true;
 }
 
-void run_block(uint32_t threads, size_t dynamic) {
+/* `blocks` of them from `first` on, at the same time. */
+void run_blocks(uint32_t first, uint32_t blocks, size_t dynamic) {
+    const uint32_t threads = blocks * per_block;
     std::vector<uint32_t> order(threads);
-    memset(shared, GARBAGE, sizeof shared);
+    for (uint32_t b = 0; b < blocks; b++) memset(shared[b], GARBAGE, sizeof shared[b]);
     for (uint32_t i = 0; i < threads; i++) {
         fibers[i].is = RUNNING;
         order[i] = i;
@@ -124,18 +135,21 @@ void run_block(uint32_t threads, size_t dynamic) {
         for (const uint32_t i : order) {
             if (fibers[i].is != RUNNING || late >> i / LANES & 1) continue;
             current = i;
-            threadIdx.x = i;
+            threadIdx.x = i % per_block;
+            blockIdx.x = first + i / per_block;
             resume(fibers[i]);
             done += fibers[i].is == DONE;
             moved = true;
         }
-        for (uint32_t i = 0; i < threads; i += LANES) moved |= release(i, LANES, false);
-        moved |= release(0, threads, true);
+        for (uint32_t i = 0; i < threads; i += LANES) moved |= release(i, LANES, IN_WARP);
+        for (uint32_t i = 0; i < threads; i += per_block) moved |= release(i, per_block, IN_BLOCK);
+        moved |= release(0, threads, IN_GRID);
         if (moved) idle = 0;
         if (idle > 1 && done < threads) stop("threads wait for one another at different places");
     }
-    for (size_t i = dynamic; i < dynamic + GUARD; i++)
-        if (shared[i] != GARBAGE) stop("write past the dynamic shared memory");
+    for (uint32_t b = 0; b < blocks; b++)
+        for (size_t i = dynamic; i < dynamic + GUARD; i++)
+            if (shared[b][i] != GARBAGE) stop("write past the dynamic shared memory");
 }
 
 } // namespace
@@ -150,16 +164,20 @@ uint64_t meet(meeting what, uint64_t value, uint32_t argument) {
     return f.result;
 }
 
-void *dynamic_shared() { return shared; }
+void *dynamic_shared() { return shared[current / per_block]; }
 
 void launch(const cudaLaunchConfig_t &c, const std::function<void()> &thread) {
     const std::lock_guard<std::mutex> lock(one_launch);
-    if (c.blockDim.x % LANES || c.blockDim.x > 1024 || !c.gridDim.x || c.dynamicSmemBytes > SHARED)
+    const bool together = c.numAttrs && c.attrs->val.cooperative;
+    if (c.blockDim.x % LANES || c.blockDim.x > BLOCK || !c.gridDim.x || c.dynamicSmemBytes > SHARED ||
+        (together && (uint64_t)c.gridDim.x * c.blockDim.x > TOGETHER))
         stop("launch of a shape that no device takes");
     body = &thread;
     gridDim = c.gridDim;
     blockDim = c.blockDim;
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) run_block(blockDim.x, c.dynamicSmemBytes);
+    per_block = blockDim.x;
+    const uint32_t blocks = together ? gridDim.x : 1;
+    for (uint32_t first = 0; first < gridDim.x; first += blocks) run_blocks(first, blocks, c.dynamicSmemBytes);
 }
 
 } // namespace emulate

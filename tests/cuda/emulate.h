@@ -1,7 +1,7 @@
 /* Just enough of CUDA to run cuda/'s kernels on the CPU, so that their logic is tested where there is no GPU: blocks one
- * after the other, the threads of a block as fibers that take turns in a shuffled order and meet at barriers, shuffles
- * and ballots. A barrier or shuffle that not all of its threads reach stops the program. What it cannot show: races
- * between blocks, memory order, speed. */
+ * after the other (of a cooperative launch, all at once), their threads as fibers that take turns in a shuffled order and
+ * meet at barriers, shuffles and ballots. A barrier or shuffle that not all of its threads reach stops the program. What
+ * it cannot show: races between blocks, memory order, speed. */
 #ifndef SID_EMULATE_H
 #define SID_EMULATE_H
 
@@ -15,7 +15,7 @@
 #define __device__
 #define __global__
 #define __launch_bounds__(...)
-#define __shared__ static /* blocks run one at a time; what a block leaves is the next one's garbage */
+#define __shared__ static /* what a block leaves is the next one's garbage; not for cooperative launches: dynamic only */
 #define SID_DYNAMIC_SHARED(type, name) type *name = (type *)emulate::dynamic_shared()
 
 struct alignas(8) uint2 {
@@ -49,10 +49,21 @@ enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount
 };
 #define CUDART_VERSION 13000
+enum cudaLaunchAttributeID {
+    cudaLaunchAttributeCooperative = 2
+};
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    struct {
+        int cooperative;
+    } val;
+};
 struct cudaLaunchConfig_t {
     dim3 gridDim, blockDim;
     size_t dynamicSmemBytes;
     cudaStream_t stream;
+    cudaLaunchAttribute *attrs;
+    uint32_t numAttrs;
 };
 
 const char *cudaGetErrorString(cudaError_t e);
@@ -70,9 +81,10 @@ enum meeting {
     BALLOT,
     BARRIER,
     BARRIER_COUNT,
-    BARRIER_OR
+    BARRIER_OR,
+    GRID_BARRIER
 };
-/* Waits for the warp or block; returns what the others brought along. */
+/* Waits for the warp, block or grid; returns what the others brought along. */
 uint64_t meet(meeting what, uint64_t value, uint32_t argument);
 void *dynamic_shared();
 void launch(const cudaLaunchConfig_t &c, const std::function<void()> &thread);
