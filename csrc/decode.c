@@ -64,10 +64,58 @@ static int nonfinite(sid_gather *g) {
     return 0;
 }
 
+void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
+                      const sid_segment *seg, sid_dtype dtype, void *state, sid_report *report) {
+    sid_cursor cursor[SID_MAX_COUNT];
+    const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
+    sid_gather g = {p, payloads, stride, count, scale, cursor};
+    const int memory = state && p->memory->vectors;
+    p->codec->open(&g);
+    /* A linear sum is looked at beforehand only where a memory would have to be corrected before the write. */
+    if (!linear || memory) report->nonfinite = (uint32_t)nonfinite(&g);
+    if (report->nonfinite && memory) sid_take_back(p, state, seg);
+
+    const int fill = report->nonfinite && !linear;
+    const int told = memory && p->memory->received && !report->nonfinite;
+    const int past = p->n >= STREAM_FROM && dtype == SID_F32 && !told;
+    float x[SID_DECODE_TILE] = {0};
+    uint64_t off = 0;
+    for (uint64_t from = 0; from < p->n; from += SID_DECODE_TILE) {
+        const uint32_t len = p->n - from < SID_DECODE_TILE ? (uint32_t)(p->n - from) : SID_DECODE_TILE;
+        if (fill)
+            for (uint32_t i = 0; i < len; i++) x[i] = sid_bits_f32(0x7fc00000u);
+        else
+            p->codec->decode(&g, x, from, len);
+        if (linear && !memory && !p->simd->finite(x, len)) report->nonfinite = 1;
+        if (!past) p->simd->scale(x, x, len, g.scale);
+        if (told) {
+            float *vec[SID_MAX_VECTORS];
+            for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, state, v) + from;
+            p->memory->received(p, vec, x, len);
+        }
+        for (uint32_t pos = 0; pos < len;) {
+            while (off == seg->len) {
+                seg++;
+                off = 0;
+            }
+            const uint64_t left = seg->len - off;
+            const uint32_t take = left < len - pos ? (uint32_t)left : len - pos;
+            if (past)
+                p->simd->drain(x + pos, (float *)seg->ptr + off, take, g.scale);
+            else
+                sid_store(p->simd, dtype, seg->ptr, off, take, x + pos);
+            off += take;
+            pos += take;
+        }
+        if (!past) memset(x, 0, 4ull * len);
+    }
+    if (past) p->simd->fence();
+    if (p->codec->learn && state && count == 1 && !report->nonfinite) p->codec->learn(p, state, payloads);
+}
+
 sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
                       const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *at, sid_report *report,
                       sid_error *err) {
-    sid_cursor cursor[SID_MAX_COUNT];
     sid_report none;
     uint64_t sum = 0;
     if (!report) report = &none;
@@ -102,49 +150,7 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
         }
     }
 
-    sid_gather g = {p, payloads, stride, count, scale, cursor};
-    const int memory = state && p->memory->vectors;
-    p->codec->open(&g);
-    /* A linear sum is looked at beforehand only where a memory would have to be corrected before the write. */
-    if (!linear || memory) report->nonfinite = (uint32_t)nonfinite(&g);
-    if (report->nonfinite && memory) sid_take_back(p, state, seg);
-
-    const int fill = report->nonfinite && !linear;
-    const int told = memory && p->memory->received && !report->nonfinite;
-    const int past = p->n >= STREAM_FROM && p->dtype == SID_F32 && !told;
-    float x[SID_DECODE_TILE] = {0};
-    uint64_t off = 0;
-    for (uint64_t from = 0; from < p->n; from += SID_DECODE_TILE) {
-        const uint32_t len = p->n - from < SID_DECODE_TILE ? (uint32_t)(p->n - from) : SID_DECODE_TILE;
-        if (fill)
-            for (uint32_t i = 0; i < len; i++) x[i] = sid_bits_f32(0x7fc00000u);
-        else
-            p->codec->decode(&g, x, from, len);
-        if (linear && !memory && !p->simd->finite(x, len)) report->nonfinite = 1;
-        if (!past) p->simd->scale(x, x, len, g.scale);
-        if (told) {
-            float *vec[SID_MAX_VECTORS];
-            for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, state, v) + from;
-            p->memory->received(p, vec, x, len);
-        }
-        for (uint32_t pos = 0; pos < len;) {
-            while (off == seg->len) {
-                seg++;
-                off = 0;
-            }
-            const uint64_t left = seg->len - off;
-            const uint32_t take = left < len - pos ? (uint32_t)left : len - pos;
-            if (past)
-                p->simd->drain(x + pos, (float *)seg->ptr + off, take, g.scale);
-            else
-                sid_store(p->simd, p->dtype, seg->ptr, off, take, x + pos);
-            off += take;
-            pos += take;
-        }
-        if (!past) memset(x, 0, 4ull * len);
-    }
-    if (past) p->simd->fence();
-    if (p->codec->learn && state && count == 1 && !report->nonfinite) p->codec->learn(p, state, payloads);
+    sid_decode_sound(p, payloads, stride, count, scale, seg, p->dtype, state, report);
     return SID_OK;
 }
 

@@ -189,30 +189,33 @@ sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *
 
 /* ---- what is kept -------------------------------------------------------------------------------------------- */
 
-sid_status sid_residual_out(const sid_plan *p, const void *state, float *x) {
-    if (!p || !state || (p->n && !x)) return SID_E_ARG;
-    const sid_state *s = state;
-    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(x + v * p->n, sid_vector(p, s, v), 4 * p->n);
-    if (!p->memory->vectors) {
-        if (p->n) memset(x, 0, 4 * p->n);
-        return SID_OK;
-    }
-    for (uint64_t at = 0; at < p->n; at += p->tile) {
+void sid_kept_out(const sid_plan *p, const sid_state *s, float *x, uint64_t stride) {
+    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(x + v * stride, sid_vector(p, s, v), 4 * p->n);
+    for (uint64_t at = 0; at < p->n && p->memory->vectors; at += p->tile) {
         const uint32_t len = p->n - at < p->tile ? (uint32_t)(p->n - at) : p->tile;
         float *vec[SID_MAX_VECTORS];
-        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = x + v * p->n + at;
+        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = x + v * stride + at;
         settle(p, s, vec, at, len);
     }
+}
+
+void sid_kept_in(const sid_plan *p, sid_state *s, const float *x, uint64_t stride) {
+    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(sid_vector(p, s, v), x + v * stride, 4 * p->n);
+    p->codec->none(&s->rule);
+}
+
+sid_status sid_residual_out(const sid_plan *p, const void *state, float *x) {
+    if (!p || !state || (p->n && !x)) return SID_E_ARG;
+    if (!p->memory->vectors && p->n) memset(x, 0, 4 * p->n);
+    sid_kept_out(p, state, x, p->n);
     return SID_OK;
 }
 
 sid_status sid_residual_in(const sid_plan *p, void *state, const float *x) {
     if (!p || !state || (p->n && !x)) return SID_E_ARG;
-    sid_state *s = state;
     for (uint64_t i = 0; i < p->n * p->memory->vectors; i++)
         if (sid_key(x[i]) >= SID_KEY_INF) return SID_E_ARG;
-    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(sid_vector(p, s, v), x + v * p->n, 4 * p->n);
-    p->codec->none(&s->rule);
+    sid_kept_in(p, state, x, p->n);
     return SID_OK;
 }
 

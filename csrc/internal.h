@@ -182,6 +182,8 @@ typedef struct sid_codec {
     /* Sum of the payloads over elements at .. at + len, unscaled, into out, which holds zeros; called with at ascending,
      * in steps of SID_DECODE_TILE. */
     void (*decode)(sid_gather *g, float *out, uint64_t at, uint32_t len);
+    /* Beside SID_SIGNS: x, sums of `count` ranks' signs, becomes what the ranks make of them. NULL: they are drawn. */
+    void (*tally)(const sid_plan *p, float *x, uint32_t len, uint32_t count);
     /* The step is over, and finite: s->codec and the extra part of the state may learn from the summed payload. NULL:
      * nothing. */
     void (*learn)(const sid_plan *p, sid_state *s, const uint8_t *payload);
@@ -335,6 +337,8 @@ extern const sid_simd sid_simd_base, sid_simd_avx2, sid_simd_avx512;
 const sid_codec *sid_codec_of(const sid_info *i); /* registry.c */
 const sid_memory *sid_memory_of(const sid_info *i);
 
+/* plan.c: value <- s, where `info` has a parameter of that name; *known says whether. */
+sid_status sid_set_param(const sid_info *info, double *value, const sid_setting *s, int *known, sid_error *err);
 sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 /* Vector i of a state: n floats. */
 static inline float *sid_vector(const sid_plan *p, const sid_state *s, uint32_t i) {
@@ -344,6 +348,13 @@ static inline float *sid_vector(const sid_plan *p, const sid_state *s, uint32_t 
 /* The part of a state that is the codec's own. */
 static inline float *sid_extra(const sid_plan *p, const sid_state *s) { return sid_vector(p, s, p->memory->vectors); }
 
+/* decode.c: sid_decode's second half, for payloads that it, or sid_check, has found sound; `dtype` is that of the segments,
+ * whatever the plan's. A state must come with segments of the plan's dtype, which still hold the gradient. */
+void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
+                      const sid_segment *seg, sid_dtype dtype, void *state, sid_report *report);
+/* encode.c: sid_residual_out and _in with the memory's vectors `stride` floats apart, and x finite. */
+void sid_kept_out(const sid_plan *p, const sid_state *s, float *x, uint64_t stride);
+void sid_kept_in(const sid_plan *p, sid_state *s, const float *x, uint64_t stride);
 /* encode.c: takes this step's gradient, which the segments still hold, out of the memory again. */
 void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg);
 /* wire.h's checksum of a payload, or of the header alone (bytes == 64). */

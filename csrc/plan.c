@@ -4,7 +4,7 @@
 
 #include "internal.h"
 
-static sid_status set_param(const sid_info *info, double *value, const sid_setting *s, int *known, sid_error *err) {
+sid_status sid_set_param(const sid_info *info, double *value, const sid_setting *s, int *known, sid_error *err) {
     for (uint32_t i = 0; i < info->n_params; i++) {
         const sid_param *q = &info->params[i];
         if (strcmp(q->name, s->name)) continue;
@@ -71,8 +71,8 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     for (uint32_t i = 0; i < mi->n_params; i++) p.memory_param[i] = mi->params[i].dflt;
     for (uint32_t i = 0; i < c->n_settings; i++) {
         int known = 0;
-        sid_status s = set_param(ci, p.codec_param, &c->settings[i], &known, err);
-        if (!s) s = set_param(mi, p.memory_param, &c->settings[i], &known, err);
+        sid_status s = sid_set_param(ci, p.codec_param, &c->settings[i], &known, err);
+        if (!s) s = sid_set_param(mi, p.memory_param, &c->settings[i], &known, err);
         if (s) return s;
         if (!known)
             return sid_fail(err, SID_E_PARAM, "neither codec '%s' nor memory '%s' has a parameter '%s'", ci->name,

@@ -92,7 +92,9 @@ enum {                   /* traits */
     SID_FEEDBACK = 32u,  /* of a memory: keeps what was not sent; of a codec: is not to be used without one that does */
     SID_MOMENTUM = 64u,  /* of a memory: holds the momentum, so that the optimizer must have none */
     SID_VOTE = 128u,     /* several payloads are not summed but vote (or one is drawn), whatever the scale */
-    SID_SHAPED = 256u    /* of a codec: looks at the tensors' shapes */
+    SID_SHAPED = 256u,   /* of a codec: looks at the tensors' shapes */
+    SID_SIGNS = 512u     /* of a codec: a bit an element for + or - a value of the plan's own, so that the bits of
+                          * several ranks can be merged to such bits */
 };
 
 typedef struct sid_info {
@@ -247,6 +249,79 @@ sid_status sid_residual_in(const sid_plan *p, void *state, const float *x);
 sid_status sid_unsend(const sid_plan *p, void *state);
 /* Multiplies what is kept, and the statistics that predict thresholds, by factor > 0 (a change of AMP's loss scale). */
 sid_status sid_rescale(const sid_plan *p, void *state, float factor);
+
+/* ---- exchange ------------------------------------------------------------------------------------------------ */
+
+/* How payloads travel: rounds of messages between the ranks, and what each rank makes of them. An exchange is a pure
+ * function of its route; whoever moves bytes between wire blocks is its transport (sid_loopback is one, for ranks that
+ * live in one process):
+ *
+ *     for round = 0 to rounds:  sid_exchange_advance(round);  if round < rounds: move the messages of `round`
+ *
+ * advance(0) encodes and prepares what round 0 sends, advance(i) takes in what round i - 1 brought and prepares round i,
+ * advance(rounds) writes the mean over the ranks into the segments, or fails and writes nothing. A rank at which something
+ * goes wrong before that keeps its place: what it sends says so, and all ranks fail at the end. */
+typedef struct sid_exchange sid_exchange;
+
+typedef struct sid_route {
+    const char *exchange;    /* a name in the registry */
+    const sid_config *group; /* codec, memory, n, dtype; the settings may hold the exchange's too */
+    uint32_t rank, world;    /* world: 1 to SID_MAX_COUNT */
+} sid_route;
+
+const sid_info *sid_exchange_at(uint32_t i); /* NULL past the end */
+const sid_info *sid_exchange_find(const char *name);
+
+/* As sid_plan_make. A route that makes no sense is refused (SID_E_UNSUPPORTED), with the reason and what would. */
+sid_status sid_exchange_make(const sid_route *r, void *mem, size_t *bytes, sid_error *err);
+
+typedef struct sid_exchange_sizes {
+    uint64_t state, work, wire; /* bytes: survives steps; of a step; of a step, where messages lie */
+    uint64_t sent;              /* bytes that a rank sends in a step, the most that any does */
+    uint64_t control;           /* of them in the last round, which only tells whether all went well */
+    uint32_t rounds, messages;  /* of a step; the most that a round has of one rank, either way */
+    uint32_t vectors;           /* of n floats each, of what is kept (sid_exchange_residual_out) */
+    uint64_t k;                 /* as sid_sizes.k */
+} sid_exchange_sizes;
+
+sid_exchange_sizes sid_exchange_sizes_of(const sid_exchange *x);
+
+typedef struct sid_message {
+    uint64_t offset, bytes; /* in this rank's wire block; offset is a multiple of 64 */
+    uint32_t peer, spare;   /* the rank that it goes to or comes from */
+} sid_message;
+
+/* What this rank sends (receive == 0) or receives in a round: writes up to sizes.messages of them, returns how many. A
+ * pair of ranks exchanges at most one message a round each way; both sides state the same bytes. */
+uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out);
+
+/* seg, state, work, wire, at: the same through all rounds of a step. cut: room for n_seg segments. at->rank and at->world
+ * are the route's. Once it has failed, it does so until the end of the step, where the memory is as before the step;
+ * report.culprit is the rank at fault, as far as it is known. */
+sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
+                                sid_segment *cut, void *state, void *work, const sid_step *at, void *wire,
+                                sid_report *report, sid_error *err);
+
+/* What is kept, as sid_residual_out: vectors of n floats; the last one what this rank keeps for all ranks, where it does
+ * (two-shot). Elements that this rank keeps nothing of are 0. In: what the last vector has of elements that this rank does
+ * not keep for all goes to the first, as many times as there are ranks, so that the ranks' sum stays. */
+sid_status sid_exchange_residual_out(const sid_exchange *x, const void *state, float *out);
+sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const float *in);
+sid_status sid_exchange_unsend(const sid_exchange *x, void *state);
+sid_status sid_exchange_rescale(const sid_exchange *x, void *state, float factor);
+
+typedef struct sid_rank {
+    const sid_exchange *exchange;
+    const sid_segment *seg;
+    sid_segment *cut;
+    void *state, *work, *wire;
+    uint32_t n_seg, spare;
+    uint64_t sent, control; /* out: bytes, counted; control: those of the last round, where the exchange has one */
+} sid_rank;
+
+/* One step of `world` ranks in one process. work: room for 2 * sizes.messages sid_message. */
+sid_status sid_loopback(sid_rank *ranks, uint32_t world, sid_message *room, uint64_t step, uint64_t seed,
+                        uint32_t group, sid_report *report, sid_error *err);
 
 /* ---- helpers ------------------------------------------------------------------------------------------------- */
 

@@ -98,7 +98,8 @@ constexpr Name isas[] = {
     {"auto", SID_ISA_AUTO}, {"base", SID_ISA_BASE}, {"avx2", SID_ISA_AVX2}, {"avx512", SID_ISA_AVX512}};
 constexpr Name traits[] = {{"linear", SID_LINEAR},     {"lossless", SID_LOSSLESS}, {"stochastic", SID_STOCHASTIC},
                            {"unbiased", SID_UNBIASED}, {"sparse", SID_SPARSE},     {"feedback", SID_FEEDBACK},
-                           {"momentum", SID_MOMENTUM}, {"vote", SID_VOTE},         {"shaped", SID_SHAPED}};
+                           {"momentum", SID_MOMENTUM}, {"vote", SID_VOTE},         {"shaped", SID_SHAPED},
+                           {"signs", SID_SIGNS}};
 constexpr const char *kinds[] = {"real", "int", "choice"};
 
 template <size_t N> int value_of(const Name (&names)[N], const string &name, const char *what) {
@@ -205,6 +206,34 @@ double setting_value(const sid_param &p, const py::handle &given) {
     return value;
 }
 
+// Settings by name, as the core takes them; `from` are the tables that may know them.
+class Settings {
+  public:
+    Settings(const std::vector<const sid_info *> &from, const py::dict &settings) {
+        names_.reserve(settings.size());
+        for (const auto &[key, value] : settings) {
+            names_.push_back(py::str(key));
+            const sid_param *p = nullptr;
+            for (size_t i = 0; !p && i < from.size(); i++) p = param_of(*from[i], names_.back());
+            if (!p) fail(SID_E_PARAM, unknown(from, names_.back()));
+            values.push_back({names_.back().c_str(), setting_value(*p, value)});
+        }
+    }
+    std::vector<sid_setting> values;
+
+  private:
+    static string unknown(const std::vector<const sid_info *> &from, const string &name) {
+        string text = "unknown parameter '" + name + "'";
+        for (const sid_info *i : from) {
+            std::vector<string> v;
+            for (const sid_param *p = i->params; p != i->params + i->n_params; p++) v.emplace_back(p->name);
+            text += string("; '") + i->name + "' takes: " + joined(v);
+        }
+        return text;
+    }
+    std::vector<string> names_; // keeps the settings' names alive
+};
+
 template <class F> auto without_gil(F call) {
     py::gil_scoped_release release;
     return call();
@@ -254,24 +283,15 @@ class Plan {
         const sid_info &c = find(sid_codec_at, codec_name, "codec");
         const sid_info &m = find(sid_memory_at, memory_name, "memory");
         if (count < 0) fail(SID_E_ARG, "n is negative");
-        std::vector<string> names; // keeps the settings' names alive
-        std::vector<sid_setting> values;
-        names.reserve(settings.size());
-        for (const auto &[key, value] : settings) {
-            names.push_back(py::str(key));
-            const sid_param *p = param_of(c, names.back());
-            if (!p) p = param_of(m, names.back());
-            if (!p) fail(SID_E_PARAM, unknown(c, m, names.back()));
-            values.push_back({names.back().c_str(), setting_value(*p, value)});
-        }
+        const Settings given({&c, &m}, settings);
         sid_config config{};
         config.codec = c.name;
         config.memory = m.name;
         config.n = static_cast<uint64_t>(count);
         config.dtype = dtype_of(dtype_name);
         config.isa = isa_of(isa);
-        config.settings = values.data();
-        config.n_settings = static_cast<uint32_t>(values.size());
+        config.settings = given.values.data();
+        config.n_settings = static_cast<uint32_t>(given.values.size());
         config.flush = flush;
         std::vector<sid_shape> parts;
         if (shapes) {
@@ -415,18 +435,134 @@ class Plan {
         }
         const sid_step *get() const { return any ? nullptr : &at; }
     };
-    static string unknown(const sid_info &c, const sid_info &m, const string &name) {
-        const auto names = [](const sid_info &i) {
-            std::vector<string> v;
-            for (const sid_param *p = i.params; p != i.params + i.n_params; p++) v.emplace_back(p->name);
-            return joined(v);
-        };
-        return "unknown parameter '" + name + "'; codec '" + c.name + "' takes: " + names(c) + "; memory '" + m.name +
-               "' takes: " + names(m);
-    }
 
     std::unique_ptr<void, Free> memory_;
 };
+
+// ---- exchange ----------------------------------------------------------------------------------------------------
+
+class Exchange {
+  public:
+    Exchange(const string &name, const string &codec_name, const string &memory_name, int64_t count,
+             const string &dtype_name, uint32_t of, uint32_t all, const py::dict &settings,
+             const std::optional<string> &isa) {
+        const sid_info &e = find(sid_exchange_at, name, "exchange");
+        const sid_info &c = find(sid_codec_at, codec_name, "codec");
+        const sid_info &m = find(sid_memory_at, memory_name, "memory");
+        if (count < 0) fail(SID_E_ARG, "n is negative");
+        const Settings given({&e, &c, &m}, settings);
+        sid_config config{};
+        config.codec = c.name;
+        config.memory = m.name;
+        config.n = static_cast<uint64_t>(count);
+        config.dtype = dtype_of(dtype_name);
+        config.isa = isa_of(isa);
+        config.settings = given.values.data();
+        config.n_settings = static_cast<uint32_t>(given.values.size());
+        const sid_route route{e.name, &config, of, all};
+        sid_error err{};
+        size_t bytes = 0;
+        check(sid_exchange_make(&route, nullptr, &bytes, &err), err);
+        memory_.reset(::operator new(bytes, std::align_val_t{64}));
+        check(sid_exchange_make(&route, memory_.get(), &bytes, &err), err);
+        sizes = sid_exchange_sizes_of(get());
+        n = config.n;
+        rank = of;
+        world = all;
+    }
+
+    const sid_exchange *get() const { return static_cast<const sid_exchange *>(memory_.get()); }
+
+    // What it needs room for; kept, so that steps do not allocate.
+    sid_segment *cut(const Segments &seg) {
+        if (cut_.size() < seg.parts.size()) cut_.resize(seg.parts.size());
+        return cut_.data();
+    }
+
+    std::vector<std::tuple<uint32_t, uint64_t, uint64_t>> messages(uint32_t round, bool receive) const {
+        std::vector<sid_message> room(sizes.messages + 1);
+        const uint32_t count = sid_exchange_messages(get(), round, receive, room.data());
+        std::vector<std::tuple<uint32_t, uint64_t, uint64_t>> out;
+        for (uint32_t i = 0; i < count; i++) out.emplace_back(room[i].peer, room[i].offset, room[i].bytes);
+        return out;
+    }
+
+    bool advance(uint32_t round, const Segments &seg, Address state, Address work, Address wire, uint64_t step,
+                 uint64_t seed, uint32_t group) {
+        const sid_step at{step, seed, group, rank, world};
+        sid_report report{};
+        sid_error err{};
+        sid_segment *room = cut(seg);
+        const sid_status s = without_gil([&] {
+            return sid_exchange_advance(get(), round, seg.parts.data(), seg.count(), room, pointer(state),
+                                        pointer(work), &at, pointer(wire), &report, &err);
+        });
+        check(s, err, report.culprit);
+        return report.nonfinite != 0;
+    }
+
+    void residual_out(Address state, Address out) const {
+        need(state, sizes.state, "state");
+        check(without_gil([&] { return sid_exchange_residual_out(get(), pointer(state), pointer<float>(out)); }));
+    }
+    void residual_in(Address state, Address values) const {
+        need(state, sizes.state, "state");
+        check(
+            without_gil([&] { return sid_exchange_residual_in(get(), pointer(state), pointer<const float>(values)); }));
+    }
+    void unsend(Address state) const {
+        need(state, sizes.state, "state");
+        check(sid_exchange_unsend(get(), pointer(state)));
+    }
+    void rescale(Address state, float factor) const {
+        need(state, sizes.state, "state");
+        check(without_gil([&] { return sid_exchange_rescale(get(), pointer(state), factor); }));
+    }
+
+    sid_exchange_sizes sizes{};
+    uint64_t n = 0;
+    uint32_t rank = 0, world = 1;
+
+  private:
+    std::unique_ptr<void, Free> memory_;
+    std::vector<sid_segment> cut_;
+};
+
+// One step of all ranks in this process: whether it was not finite, and what each rank sent, of it for control.
+py::tuple loopback(const std::vector<Exchange *> &ranks, const std::vector<Segments *> &segments,
+                   const std::vector<Address> &state, const std::vector<Address> &work,
+                   const std::vector<Address> &wire, uint64_t step, uint64_t seed, uint32_t group) {
+    const size_t world = ranks.size();
+    if (!world || segments.size() != world || state.size() != world || work.size() != world || wire.size() != world)
+        fail(SID_E_ARG, "a loopback needs segments, state, work and wire of every rank");
+    std::vector<sid_rank> all;
+    uint32_t most = 0;
+    for (size_t r = 0; r < world; r++) {
+        sid_rank one{};
+        one.exchange = ranks[r]->get();
+        one.seg = segments[r]->parts.data();
+        one.n_seg = segments[r]->count();
+        one.cut = ranks[r]->cut(*segments[r]);
+        one.state = pointer(state[r]);
+        one.work = pointer(work[r]);
+        one.wire = pointer(wire[r]);
+        all.push_back(one);
+        if (most < ranks[r]->sizes.messages) most = ranks[r]->sizes.messages;
+    }
+    std::vector<sid_message> room(2 * (most + 1));
+    sid_report report{};
+    sid_error err{};
+    const sid_status s = without_gil([&] {
+        return sid_loopback(all.data(), static_cast<uint32_t>(world), room.data(), step, seed, group, &report, &err);
+    });
+    check(s, err, report.culprit);
+    std::vector<uint64_t> sent, control;
+    for (const sid_rank &one : all) {
+        sent.push_back(one.sent);
+        control.push_back(one.control);
+    }
+    return py::make_tuple(report.nonfinite != 0, sent, control);
+}
 
 // ---- planner -----------------------------------------------------------------------------------------------------
 
@@ -607,6 +743,11 @@ PYBIND11_MODULE(_core, m) {
         for (uint32_t i = 0; const sid_info *c = sid_memory_at(i); i++) all.append(describe(*c, sid_has_cuda(c) != 0));
         return all;
     });
+    m.def("exchanges", [] {
+        py::list all;
+        for (uint32_t i = 0; const sid_info *e = sid_exchange_at(i); i++) all.append(describe(*e, false));
+        return all;
+    });
     m.def("algorithms", [] {
         py::list all;
         for (uint32_t i = 0; const sid_algorithm *a = sid_algorithm_at(i); i++) all.append(describe(*a));
@@ -639,6 +780,33 @@ PYBIND11_MODULE(_core, m) {
         .def_readonly("walks", &sid_stats::walks);
 
     using py::arg;
+    py::class_<Exchange>(m, "Exchange")
+        .def(py::init<const string &, const string &, const string &, int64_t, const string &, uint32_t, uint32_t,
+                      const py::dict &, const std::optional<string> &>(),
+             arg("exchange"), arg("codec"), arg("memory"), arg("n"), arg("dtype"), arg("rank"), arg("world"),
+             arg("settings") = py::dict(), arg("isa") = py::none())
+        .def_readonly("n", &Exchange::n)
+        .def_readonly("rank", &Exchange::rank)
+        .def_readonly("world", &Exchange::world)
+        .def_property_readonly("k", [](const Exchange &x) { return x.sizes.k; })
+        .def_property_readonly("state_bytes", [](const Exchange &x) { return x.sizes.state; })
+        .def_property_readonly("work_bytes", [](const Exchange &x) { return x.sizes.work; })
+        .def_property_readonly("wire_bytes", [](const Exchange &x) { return x.sizes.wire; })
+        .def_property_readonly("sent_bytes", [](const Exchange &x) { return x.sizes.sent; })
+        .def_property_readonly("control_bytes", [](const Exchange &x) { return x.sizes.control; })
+        .def_property_readonly("rounds", [](const Exchange &x) { return x.sizes.rounds; })
+        .def_property_readonly("vectors", [](const Exchange &x) { return x.sizes.vectors; })
+        .def("messages", &Exchange::messages, arg("round"), arg("receive"))
+        .def("advance", &Exchange::advance, arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"),
+             py::kw_only(), arg("step"), arg("seed"), arg("group"))
+        .def("residual_out", &Exchange::residual_out, arg("state"), arg("out"))
+        .def("residual_in", &Exchange::residual_in, arg("state"), arg("values"))
+        .def("unsend", &Exchange::unsend, arg("state"))
+        .def("rescale", &Exchange::rescale, arg("state"), arg("factor"));
+
+    m.def("loopback", &loopback, arg("exchanges"), arg("segments"), arg("state"), arg("work"), arg("wire"),
+          py::kw_only(), arg("step"), arg("seed"), arg("group"));
+
     py::class_<Plan>(m, "Plan")
         .def(py::init<const string &, const string &, int64_t, const string &, const py::dict &,
                       const std::optional<string> &, bool,

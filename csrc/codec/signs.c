@@ -252,6 +252,11 @@ static void decode_vote(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     if (otherwise(g->plan)) g->plan->simd->vote(out, len);
 }
 
+static void tally(const sid_plan *p, float *x, uint32_t len, uint32_t count) {
+    if (otherwise(p)) p->simd->vote(x, len);
+    p->simd->scale(x, x, len, otherwise(p) ? fixed(p) : fixed(p) * (1.0f / (float)count));
+}
+
 static void decode_merge(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     const sid_header *h = (const sid_header *)(const void *)g->payloads;
     const sid_draw common = {h->salt, h->group, h->step};
@@ -319,9 +324,10 @@ const sid_codec sid_codec_signsgd = {
              .doc = "The signs alone, decoded to +-magnitude; zero counts as positive. With magnitude 1 learning rates "
                     "are those of Adam. A GradScaler would divide the signs by the loss scale: not for float16 AMP.",
              WITH(params_signsgd),
-             .traits = SID_VOTE,
+             .traits = SID_VOTE | SID_SIGNS,
              .wire_id = 32},
     FIXED(begin, decode_vote),
+    .tally = tally,
 };
 
 const sid_codec sid_codec_efsignsgd = {
@@ -371,9 +377,10 @@ const sid_codec sid_codec_signum = {
              .paper = "Signum (Bernstein et al. 2018), with majority vote (Bernstein et al. 2019)",
              .doc = "As signsgd, by majority vote; the signs are those of the momentum where the memory keeps one.",
              WITH(params_signum),
-             .traits = SID_VOTE,
+             .traits = SID_VOTE | SID_SIGNS,
              .wire_id = 35},
     FIXED(begin, decode_vote),
+    .tally = tally,
 };
 
 const sid_codec sid_codec_ssdm = {
@@ -404,7 +411,7 @@ const sid_codec sid_codec_marsit = {
              .doc = "The signs; for each element one of the ranks' is drawn, the same on all ranks, and decoded to "
                     "+-eta_s: what Marsit's one-bit ring gives.",
              WITH(params_marsit),
-             .traits = SID_STOCHASTIC | SID_VOTE,
+             .traits = SID_STOCHASTIC | SID_VOTE | SID_SIGNS,
              .wire_id = 37},
     FIXED(begin_common, decode_merge),
 };

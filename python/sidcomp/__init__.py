@@ -13,10 +13,11 @@ from sidcomp import errors
 from sidcomp._core import version as __version__
 from sidcomp.compressor import Compressor
 from sidcomp.errors import *  # noqa: F403
+from sidcomp.loopback import Loopback
 from sidcomp.optimizer import check_optimizer
 from sidcomp.planning import evaluate, plan
 from sidcomp.profile import Profile
-from sidcomp.registry import Codec, Parameter, codecs, memories
+from sidcomp.registry import Codec, Parameter, codecs, exchanges, memories
 from sidcomp.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _LAZY = {
 __all__ = [
     "Codec",
     "Compressor",
+    "Loopback",
     "Parameter",
     "Profile",
     "Schedule",
@@ -42,6 +44,7 @@ __all__ = [
     "codecs",
     "errors",
     "evaluate",
+    "exchanges",
     "hook",
     "memories",
     "plan",

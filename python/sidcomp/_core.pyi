@@ -42,6 +42,7 @@ class Info(TypedDict):
     parameters: list[ParameterInfo]
 
 def codecs() -> list[Info]: ...
+def exchanges() -> list[Info]: ...
 def memories() -> list[Info]: ...
 def isa_best() -> str: ...
 def cuda_devices() -> tuple[int, str]:
@@ -64,6 +65,63 @@ class Stats:
     threshold: float
     stages: int
     walks: int
+
+class Exchange:
+    """One rank's part in an exchange of messages; sidcomp.h says what its rounds do."""
+
+    def __init__(
+        self,
+        exchange: str,
+        codec: str,
+        memory: str,
+        n: int,
+        dtype: str,
+        rank: int,
+        world: int,
+        settings: Mapping[str, float | int | str] = ...,  # of exchange, codec and memory
+        isa: str | None = None,
+    ) -> None: ...
+    n: int
+    rank: int
+    world: int
+    k: int
+    state_bytes: int
+    work_bytes: int
+    wire_bytes: int
+    sent_bytes: int  # by a rank in a step, the most that any does
+    control_bytes: int  # of them, those of the last round, which tells whether all went well
+    rounds: int
+    vectors: int
+    def messages(self, round: int, receive: bool) -> list[tuple[int, int, int]]:  # peer, offset, bytes
+        ...
+    def advance(
+        self,
+        round: int,
+        segments: Segments,
+        state: int,
+        work: int,
+        wire: int,
+        *,
+        step: int,
+        seed: int,
+        group: int,
+    ) -> bool: ...  # whether the step was not finite, after the last round
+    def residual_out(self, state: int, out: int) -> None: ...
+    def residual_in(self, state: int, values: int) -> None: ...
+    def unsend(self, state: int) -> None: ...
+    def rescale(self, state: int, factor: float) -> None: ...
+
+def loopback(
+    exchanges: Sequence[Exchange],
+    segments: Sequence[Segments],
+    state: Sequence[int],
+    work: Sequence[int],
+    wire: Sequence[int],
+    *,
+    step: int,
+    seed: int,
+    group: int,
+) -> tuple[bool, list[int], list[int]]: ...  # not finite; bytes that each rank sent, and of them for control
 
 class Plan:
     def __init__(

@@ -27,8 +27,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Codec:
-    """A codec or a memory. `traits` holds "linear", "lossless", "stochastic", "unbiased", "sparse",
-    "feedback", "momentum", "vote", "shaped"; `cuda`: kernels are built."""
+    """A codec, a memory or an exchange. `traits` holds "linear", "lossless", "stochastic", "unbiased",
+    "sparse", "feedback", "momentum", "vote", "shaped", "signs"; `cuda`: kernels are built."""
 
     name: str
     family: str
@@ -89,6 +89,11 @@ def memories() -> tuple[Codec, ...]:
     return tuple(replace(_entry(i), memory="") for i in _core.memories())
 
 
+def exchanges() -> tuple[Codec, ...]:
+    """All exchanges of this build, in the order of the registry (csrc/exchanges.def)."""
+    return tuple(replace(_entry(i), memory="") for i in _core.exchanges())
+
+
 def _find(entries: tuple[Codec, ...], name: str, what: str) -> Codec:
     for entry in entries:
         if entry.name == name:
@@ -102,6 +107,10 @@ def find_codec(name: str) -> Codec:
 
 def find_memory(name: str) -> Codec:
     return _find(memories(), name, "memory")
+
+
+def find_exchange(name: str) -> Codec:
+    return _find(exchanges(), name, "exchange")
 
 
 def resolve(codec: str, memory: str | None, settings: dict[str, V]) -> tuple[Codec, Codec, dict[str, V]]:

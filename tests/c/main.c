@@ -27,6 +27,10 @@
     X(rounds_low_rank)                                                                                                 \
     X(rounds_spoiled)                                                                                                  \
     X(shapes_refused)                                                                                                  \
+    X(exchanges)                                                                                                       \
+    X(exchange_routes_refused)                                                                                         \
+    X(exchange_nonfinite)                                                                                              \
+    X(exchange_faults)                                                                                                 \
     X(isa_agrees)                                                                                                      \
     X(steady)                                                                                                          \
     X(kept)                                                                                                            \

@@ -31,6 +31,8 @@ only csrc/memory/*.c csrc/isa/*.c -- '\.\./internal.h'
 only csrc/fusion.h --
 only csrc/plan/*.h -- '\.\./fusion.h'
 only csrc/plan/*.c -- plan.h
+only csrc/exchange/*.h -- '\.\./internal.h'
+only csrc/exchange/*.c -- exchange.h '\.\./exchanges.def'
 only python/bindings.cpp -- fusion.h sidcomp.h
 none 'torch belongs to Python' grep -rnE '#include *[<"](torch|ATen|c10)' csrc cuda python --include=*.[ch]* --include=*.cu
 none 'the core allocates, prints, exits or reads the environment' \

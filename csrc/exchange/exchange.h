@@ -1,0 +1,141 @@
+/* The contract between exchange.c, which keeps a step together, and the exchanges. */
+#ifndef SID_EXCHANGE_H
+#define SID_EXCHANGE_H
+
+#include "../internal.h"
+
+enum {
+    SID_MAX_PLANS = 3, /* of a cut group: whole slices, the short one, empty ones */
+    SID_SUBGROUPS = 16 /* a slice is group (slice + 1) << 16 of the group: payloads and random streams of its own */
+};
+
+/* One step of one rank. */
+typedef struct sid_trip {
+    const sid_exchange *x;
+    const sid_segment *seg;
+    sid_segment *cut; /* room for n_seg */
+    uint32_t n_seg;
+    uint8_t *state, *work, *wire;
+    const sid_step *at;
+    sid_report *report;
+    sid_error *err;
+} sid_trip;
+
+/* A part of a state: what `plan` keeps of the elements from `start` on. */
+typedef struct sid_part {
+    const sid_plan *plan;
+    uint64_t state, start; /* state: offset in bytes */
+    int common;            /* kept for all ranks, not of this rank's own vector */
+} sid_part;
+
+typedef struct sid_exchange_kind {
+    sid_info info;
+    /* Sets plans, sizes but for the last round's, and own words; refuses what makes no sense. */
+    sid_status (*plan)(sid_exchange *x, const sid_route *r, sid_error *err);
+    uint32_t (*messages)(const sid_exchange *x, uint32_t round, int receive, sid_message *out);
+    /* Rounds 0 to rounds - 1, and once more with `rounds`, where everything received must be checked. It goes on after a
+     * failure: what cannot be had is replaced by what tells the others (sid_poison, an empty payload). */
+    sid_status (*advance)(sid_trip *t, uint32_t round);
+    void (*finish)(sid_trip *t); /* all is well on all ranks: writes the segments */
+    void (*undo)(sid_trip *t);   /* something went wrong: the step did not happen. NULL: sid_undo_parts */
+    uint32_t (*parts)(const sid_exchange *x);
+    sid_part (*part)(const sid_exchange *x, uint32_t i);
+} sid_exchange_kind;
+
+struct sid_exchange {
+    const sid_exchange_kind *kind;
+    uint32_t rank, world;
+    uint64_t n;
+    sid_dtype dtype;
+    uint32_t confirms; /* a last round tells all ranks whether all went well */
+    uint32_t rounds;   /* without it */
+    sid_exchange_sizes sizes;
+    double param[SID_MAX_PARAMS];
+    uint64_t slice;   /* elements of a slice, if there is as much left */
+    uint64_t message; /* bytes */
+    uint64_t at[8];   /* places in work and wire, the exchange's own */
+    uint32_t word[8]; /* own */
+    sid_plan plan[SID_MAX_PLANS];
+    sid_plan server[SID_MAX_PLANS];
+    uint32_t within; /* 1: the exchange within this one lies behind it */
+};
+/* Room for it, while an exchange is made and ever after. */
+static inline sid_exchange *sid_within(const sid_exchange *x) { return (sid_exchange *)(uintptr_t)(x + 1); }
+
+/* ---- frames: messages that are no payloads ------------------------------------------------------------------------ */
+
+typedef struct sid_frame {
+    uint32_t magic, flags;
+    uint64_t step;
+    uint32_t group;
+    uint16_t exchange, round;
+    uint64_t checksum; /* wire.h's, of the frame and what follows, this field as zero */
+} sid_frame;
+enum {
+    SID_FRAME_BYTES = 32,
+    SID_FRAME_POISON = 1, /* something went wrong on the way */
+    SID_FRAME_NONFINITE = 2,
+    SID_FRAME_CULPRIT = 16 /* shift: of the rank at fault */
+};
+
+/* Closes a frame around `bytes` (a multiple of 32) that follow it. */
+void sid_frame_close(const sid_trip *t, sid_frame *f, uint32_t round, uint32_t flags, uint64_t bytes);
+/* Opens one from `peer`: SID_OK and its flags, or why not. A poisoned one is SID_E_CORRUPT. */
+sid_status sid_frame_open(sid_trip *t, const sid_frame *f, uint32_t round, uint64_t bytes, uint32_t peer,
+                          uint32_t *flags);
+
+/* ---- helpers ------------------------------------------------------------------------------------------------- */
+
+sid_status sid_refuse(sid_error *err, const sid_route *r, const char *why);
+/* x->plan for a group of n elements; with which memory (NULL: the route's) and dtype. */
+sid_status sid_sub_plan(const sid_route *r, uint64_t n, const char *memory, sid_dtype dtype, sid_plan *plan,
+                        sid_error *err);
+/* Elements [start, start + len) of slice s. */
+static inline uint64_t sid_slice_start(const sid_exchange *x, uint32_t s) {
+    const uint64_t at = s * x->slice;
+    return at < x->n ? at : x->n;
+}
+static inline uint64_t sid_slice_len(const sid_exchange *x, uint32_t s) {
+    const uint64_t left = x->n - sid_slice_start(x, s);
+    return left < x->slice ? left : x->slice;
+}
+/* Which plan is that of slice s: 0 whole, 1 short, 2 empty. */
+static inline uint32_t sid_slice_kind(const sid_exchange *x, uint32_t s) {
+    const uint64_t len = sid_slice_len(x, s);
+    return len == x->slice ? 0 : len ? 1 : 2;
+}
+/* The three plans of slices of x->slice elements. */
+sid_status sid_slice_plans(const sid_exchange *x, const sid_route *r, const char *memory, sid_dtype dtype,
+                           sid_plan plan[SID_MAX_PLANS], sid_error *err);
+/* t->cut <- elements [start, start + len) of the segments; returns how many segments that are. */
+uint32_t sid_cut(const sid_trip *t, uint64_t start, uint64_t len);
+/* Remembers the first failure of a step, and whose; returns it. */
+sid_status sid_blame(sid_trip *t, sid_status s, uint32_t culprit);
+/* `step` for slice s, by a rank of `world`. */
+sid_step sid_slice_step(const sid_trip *t, uint32_t s, uint32_t rank, uint32_t world);
+/* Encodes slice s of the segments, or on failure leaves a payload that nobody takes for one. */
+sid_status sid_encode_part(sid_trip *t, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, uint8_t *state,
+                           uint8_t *work, const sid_step *at, uint8_t *payload);
+/* Takes the gradient out of all parts again that are not common. */
+void sid_undo_parts(sid_trip *t);
+
+/* What a step remembers between its rounds, at the start of work. */
+typedef struct sid_fault {
+    int32_t status;
+    uint32_t culprit;
+    uint32_t flags;   /* of frames: what goes on with ours */
+    uint32_t encoded; /* what there is to undo: 1 this rank's vector, 2 what it keeps for all */
+    char text[256];
+} sid_fault;
+static inline sid_fault *sid_fault_of(const sid_trip *t) { return (sid_fault *)(void *)t->work; }
+enum {
+    SID_FAULT_BYTES = 320,
+    SID_OWN = 1,
+    SID_FOR_ALL = 2
+};
+
+const sid_exchange_kind *sid_kind_of(const sid_info *info);
+/* x from the route; x[1] is room for one within. */
+sid_status sid_route_plan(const sid_route *r, sid_exchange *x, sid_error *err);
+
+#endif

@@ -1,0 +1,333 @@
+/* Hierarchical: dense inside a node, where links are fast, compressed between nodes on 1 / L of the vector a rank.
+ *
+ *     scatter   rank l of a node gets slice l of its L ranks' gradients, as they are, and adds them up in float32
+ *     within    the node's mean of slice l goes through an exchange of its own, among the ranks l of all N = W / L nodes
+ *     gather    the result of slice l goes to the node's other ranks, in the group's dtype
+ *
+ * A rank keeps a residual for its slice alone: 4 n / L bytes. What it keeps is the node's: it counts for L ranks. */
+#include <string.h>
+
+#include "exchange.h"
+
+enum {
+    OUT, /* x->at, in wire: frames of the slices as they go out, as they come in; the inner exchange's wire */
+    IN,
+    WIRE,
+    SUM, /* in work: the node's mean, then everybody's; the inner exchange's work */
+    WORK
+};
+enum {
+    LOCAL,
+    WITHIN
+}; /* parameters */
+enum {
+    L,
+    NODES,
+    SCATTER /* 1 if there is a round of it: and then one of gathering */
+}; /* x->word */
+
+static uint32_t local_of(const sid_exchange *x) { return x->rank % x->word[L]; }
+static uint32_t node_of(const sid_exchange *x) { return x->rank / x->word[L]; }
+static uint64_t size_of(const sid_exchange *x) { return sid_dtype_size(x->dtype); }
+static uint64_t body_of(const sid_exchange *x, uint32_t s) {
+    return sid_round_up(sid_slice_len(x, s) * size_of(x), 32);
+}
+
+static const char *const within[] = {"auto", "allreduce", "allgather", "ring1", "torus1", "twoshot", NULL};
+
+static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
+    sid_exchange *in = sid_within(x);
+    const uint32_t l = (uint32_t)x->param[LOCAL], which = (uint32_t)x->param[WITHIN];
+    const sid_info *codec = sid_codec_find(r->group->codec);
+    sid_setting settings[2 * SID_MAX_PARAMS];
+    if (!codec) return sid_fail(err, SID_E_PARAM, "no codec is named '%s'", r->group->codec ? r->group->codec : "");
+    if (x->world % l)
+        return sid_fail(err, SID_E_PARAM, "hierarchical: ranks_per_node = %u does not divide the %u ranks", l,
+                        x->world);
+    x->word[L] = l;
+    x->word[NODES] = x->world / l;
+    x->word[SCATTER] = l > 1;
+    x->slice = sid_round_up((x->n + l - 1) / l, 64);
+
+    sid_config c = *r->group;
+    c.n = sid_slice_len(x, local_of(x));
+    c.dtype = SID_F32;
+    c.settings = settings;
+    c.n_settings = 0;
+    for (uint32_t i = 0; i < r->group->n_settings; i++) { /* all but our own */
+        const char *name = r->group->settings[i].name;
+        int own = 0;
+        for (uint32_t k = 0; k < x->kind->info.n_params; k++) own |= !strcmp(name, x->kind->info.params[k].name);
+        if (own) continue;
+        if (c.n_settings == 2 * SID_MAX_PARAMS) return sid_fail(err, SID_E_PARAM, "too many settings");
+        settings[c.n_settings++] = r->group->settings[i];
+    }
+    sid_route inner = {within[which], &c, node_of(x), x->word[NODES]};
+    if (!which) inner.exchange = codec->traits & SID_LINEAR ? within[1] : within[2];
+    memset(in, 0, sizeof *in);
+    sid_status s = sid_route_plan(&inner, in, err);
+    if (s) return s;
+    x->within = 1;
+    x->confirms = 1;
+    x->rounds = in->rounds + 2 * x->word[SCATTER]; /* what the inner one would confirm, ours does */
+    x->message = sid_round_up(SID_FRAME_BYTES + sid_round_up(x->slice * size_of(x), 32), 64);
+    const uint64_t frames = x->word[SCATTER] * l * x->message;
+    x->at[IN] = frames;
+    x->at[WIRE] = 2 * frames;
+    x->sizes.wire = x->at[WIRE] + sid_round_up(in->sizes.wire, 64);
+    x->at[SUM] = SID_FAULT_BYTES;
+    x->at[WORK] = x->at[SUM] + sid_round_up(4 * x->slice, 64);
+    x->sizes.work = x->at[WORK] + in->sizes.work;
+    x->sizes.state = in->sizes.state;
+    x->sizes.vectors = in->sizes.vectors;
+    x->sizes.k = in->sizes.k;
+    x->sizes.messages = in->sizes.messages > l - 1 ? in->sizes.messages : l - 1;
+    for (uint32_t q = 0; q < l && x->word[SCATTER]; q++) {
+        uint64_t sent = 0;
+        for (uint32_t o = 0; o < l; o++)
+            if (o != q) sent += 2 * SID_FRAME_BYTES + body_of(x, o) + body_of(x, q);
+        if (sent > x->sizes.sent) x->sizes.sent = sent;
+    }
+    x->sizes.sent += in->sizes.sent - in->sizes.control;
+    return SID_OK;
+}
+
+/* ---- messages ------------------------------------------------------------------------------------------------ */
+
+static uint32_t dense_messages(const sid_exchange *x, int scatter, int receive, sid_message *out) {
+    uint32_t count = 0;
+    const uint32_t mine = local_of(x), first = x->rank - mine;
+    for (uint32_t l = 0; l < x->word[L]; l++) {
+        if (l == mine) continue;
+        const uint32_t s = scatter == !receive ? l : mine;
+        /* scatter: our slice comes from rank l into its place; gather: slice l comes into its own */
+        const uint64_t at = receive ? x->at[IN] + l * x->message : s * x->message;
+        out[count++] = (sid_message){at, SID_FRAME_BYTES + body_of(x, s), first + l, 0};
+    }
+    return count;
+}
+
+static uint32_t messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out) {
+    const sid_exchange *in = sid_within(x);
+    const uint32_t first = x->word[SCATTER];
+    if (first && (round == 0 || round == x->rounds - 1)) return dense_messages(x, round == 0, receive, out);
+    const uint32_t count = in->kind->messages(in, round - first, receive, out);
+    for (uint32_t i = 0; i < count; i++) {
+        out[i].offset += x->at[WIRE];
+        out[i].peer = out[i].peer * x->word[L] + local_of(x);
+    }
+    return count;
+}
+
+/* ---- a step -------------------------------------------------------------------------------------------------- */
+
+static float *sum_of(const sid_trip *t) { return (float *)(void *)(t->work + t->x->at[SUM]); }
+static uint8_t *frame_of(const sid_trip *t, uint32_t where, uint32_t i) {
+    return t->wire + t->x->at[where] + i * t->x->message;
+}
+
+typedef struct inner_trip {
+    sid_trip trip;
+    sid_step at;
+    sid_segment seg, cut;
+    sid_report report;
+} inner_trip;
+
+static void enter(sid_trip *t, inner_trip *i) {
+    const sid_exchange *x = t->x;
+    i->seg = i->cut = (sid_segment){sum_of(t), sid_slice_len(x, local_of(x))};
+    i->at = *t->at;
+    i->at.rank = node_of(x);
+    i->at.world = x->word[NODES];
+    i->at.group += (0x4001u + local_of(x)) << SID_SUBGROUPS; /* streams of its own */
+    i->report = (sid_report){0, 0};
+    i->trip = (sid_trip){sid_within(x),         &i->seg, &i->cut,    1,     t->state, t->work + x->at[WORK],
+                         t->wire + x->at[WIRE], &i->at,  &i->report, t->err};
+}
+
+static void scatter(sid_trip *t) {
+    const sid_exchange *x = t->x;
+    for (uint32_t s = 0; s < x->word[L]; s++) {
+        if (s == local_of(x)) continue;
+        uint8_t *frame = frame_of(t, OUT, s), *to = frame + SID_FRAME_BYTES;
+        const uint64_t bytes = sid_slice_len(x, s) * size_of(x), body = body_of(x, s);
+        const uint32_t segs = sid_cut(t, sid_slice_start(x, s), sid_slice_len(x, s));
+        for (uint32_t i = 0; i < segs; i++) {
+            memcpy(to, t->cut[i].ptr, t->cut[i].len * size_of(x));
+            to += t->cut[i].len * size_of(x);
+        }
+        memset(to, 0, body - bytes);
+        sid_frame_close(t, (sid_frame *)(void *)frame, 0, sid_fault_of(t)->flags, body);
+    }
+}
+
+/* The node's mean of our slice, in the order of its ranks. */
+static void add_up(sid_trip *t) {
+    const sid_exchange *x = t->x;
+    const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
+    const uint32_t mine = local_of(x);
+    const uint64_t len = sid_slice_len(x, mine);
+    float *sum = sum_of(t), buf[SID_TILE];
+    uint32_t flags;
+    for (uint32_t l = 0; l < x->word[L]; l++)
+        if (l != mine)
+            sid_frame_open(t, (const sid_frame *)(const void *)frame_of(t, IN, l), 0, body_of(x, mine),
+                           x->rank - mine + l, &flags);
+    for (uint32_t l = 0; l < x->word[L]; l++) {
+        const uint32_t segs = l == mine ? sid_cut(t, sid_slice_start(x, mine), len) : 1;
+        uint64_t at = 0;
+        for (uint32_t i = 0; i < segs; i++) {
+            const sid_segment from = l == mine ? t->cut[i] : (sid_segment){frame_of(t, IN, l) + SID_FRAME_BYTES, len};
+            for (uint64_t k = 0; k < from.len; k += SID_TILE) {
+                const uint32_t take = from.len - k < SID_TILE ? (uint32_t)(from.len - k) : SID_TILE;
+                const float *y = sid_load(v, x->dtype, from.ptr, k, take, buf);
+                for (uint32_t e = 0; e < take; e++) sum[at + k + e] = l ? sum[at + k + e] + y[e] : y[e];
+            }
+            at += from.len;
+        }
+    }
+    for (uint64_t k = 0; k < len; k += SID_TILE) {
+        const uint32_t take = len - k < SID_TILE ? (uint32_t)(len - k) : SID_TILE;
+        v->scale(sum + k, sum + k, take, 1.0f / (float)x->word[L]);
+    }
+    for (uint64_t k = 0; sid_fault_of(t)->status && k < len; k++) sum[k] = sid_bits_f32(0x7fc00000u);
+}
+
+/* What the nodes made of our slice goes to the node's other ranks. */
+static void spread(sid_trip *t) {
+    const sid_exchange *x = t->x;
+    const uint32_t mine = local_of(x);
+    uint8_t *frame = frame_of(t, OUT, mine);
+    const uint64_t len = sid_slice_len(x, mine), bytes = len * size_of(x), body = body_of(x, mine);
+    for (uint64_t k = 0; k < len; k += SID_TILE) {
+        const uint32_t take = len - k < SID_TILE ? (uint32_t)(len - k) : SID_TILE;
+        sid_store(sid_simd_for(SID_ISA_AUTO), x->dtype, frame + SID_FRAME_BYTES, k, take, sum_of(t) + k);
+    }
+    memset(frame + SID_FRAME_BYTES + bytes, 0, body - bytes);
+    sid_frame_close(t, (sid_frame *)(void *)frame, x->rounds - 1, sid_fault_of(t)->flags, body);
+}
+
+static void look(sid_trip *t) {
+    const sid_exchange *x = t->x;
+    for (uint32_t l = 0; l < x->word[L]; l++) {
+        uint32_t flags;
+        if (l == local_of(x)) continue;
+        sid_frame_open(t, (const sid_frame *)(const void *)frame_of(t, IN, l), x->rounds - 1, body_of(x, l),
+                       x->rank - local_of(x) + l, &flags);
+        sid_fault_of(t)->flags |= flags & SID_FRAME_NONFINITE;
+    }
+}
+
+static sid_status advance(sid_trip *t, uint32_t round) {
+    const sid_exchange *x = t->x, *in = sid_within(x);
+    const uint32_t first = x->word[SCATTER], last = first + in->rounds;
+    sid_fault *f = sid_fault_of(t);
+    if (first && !round) {
+        scatter(t);
+        return SID_OK;
+    }
+    if (round >= first && round <= last) {
+        inner_trip i;
+        enter(t, &i);
+        if (round == first) {
+            add_up(t);
+            memset(i.trip.work, 0, sizeof *f);
+        }
+        in->kind->advance(&i.trip, round - first);
+        const sid_fault *inside = sid_fault_of(&i.trip);
+        if (inside->status && !f->status) {
+            memcpy(t->err->text, inside->text, sizeof inside->text);
+            sid_blame(t, (sid_status)inside->status, inside->culprit * x->word[L] + local_of(x));
+        }
+        f->encoded |= inside->encoded;
+        if (round == last && !f->status) {
+            in->kind->finish(&i.trip);
+            f->encoded = 0; /* from here on acc counts as kept, if need be: the vector holds no gradient any more */
+            if (i.report.nonfinite) f->flags |= SID_FRAME_NONFINITE;
+        }
+        if (round == last && first) spread(t);
+    }
+    if (first && round == x->rounds) look(t);
+    return SID_OK;
+}
+
+static void undo(sid_trip *t) {
+    const sid_exchange *in = sid_within(t->x);
+    inner_trip i;
+    enter(t, &i);
+    if (sid_fault_of(t)->encoded)
+        (in->kind->undo ? in->kind->undo : sid_undo_parts)(&i.trip);
+    else
+        sid_exchange_unsend(in, t->state);
+}
+
+static void finish(sid_trip *t) {
+    const sid_exchange *x = t->x;
+    const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
+    const int bad = (sid_fault_of(t)->flags & SID_FRAME_NONFINITE) != 0;
+    inner_trip inner;
+    enter(t, &inner);
+    if (bad) sid_exchange_unsend(sid_within(x), t->state);
+    t->report->nonfinite = (uint32_t)bad;
+    for (uint32_t s = 0; s < x->word[L]; s++) {
+        const uint32_t segs = sid_cut(t, sid_slice_start(x, s), sid_slice_len(x, s));
+        const int own = s == local_of(x);
+        const void *from = own ? (const void *)sum_of(t) : (const void *)(frame_of(t, IN, s) + SID_FRAME_BYTES);
+        uint64_t at = 0;
+        for (uint32_t i = 0; i < segs; i++) {
+            for (uint64_t k = 0; k < t->cut[i].len; k += SID_TILE) {
+                const uint64_t left = t->cut[i].len - k;
+                const uint32_t take = left < SID_TILE ? (uint32_t)left : SID_TILE;
+                float x_[SID_TILE], buf[SID_TILE];
+                const float *y = sid_load(v, own ? SID_F32 : x->dtype, from, at + k, take, buf);
+                for (uint32_t e = 0; e < take; e++) x_[e] = bad ? sid_bits_f32(0x7fc00000u) : y[e];
+                sid_store(v, x->dtype, t->cut[i].ptr, k, take, x_);
+            }
+            at += t->cut[i].len;
+        }
+    }
+}
+
+static uint32_t parts(const sid_exchange *x) { return sid_within(x)->kind->parts(sid_within(x)); }
+static sid_part part(const sid_exchange *x, uint32_t i) {
+    sid_part p = sid_within(x)->kind->part(sid_within(x), i);
+    p.start += sid_slice_start(x, local_of(x));
+    return p;
+}
+
+static const sid_param params[] = {
+    {.name = "ranks_per_node",
+     .kind = SID_INT,
+     .dflt = 1,
+     .min = 1,
+     .max = SID_MAX_COUNT,
+     .unit = "",
+     .doc = "Ranks that share a node, a divisor of their number; rank / ranks_per_node is a rank's node, as torchrun "
+            "counts. From Python: LOCAL_WORLD_SIZE by default."},
+    {.name = "within",
+     .kind = SID_CHOICE,
+     .dflt = 0,
+     .min = 0,
+     .max = 5,
+     .unit = "",
+     .choices = within,
+     .doc = "The exchange between the nodes; auto: allreduce for linear codecs, else allgather."},
+};
+
+const sid_exchange_kind sid_exchange_hierarchical = {
+    .info =
+        {.name = "hierarchical",
+         .family = "slices",
+         .paper = "Two-level all-reduce; Cupcake (its figure 7): compression between machines only",
+         .doc = "Dense inside a node, compressed between nodes: each rank compresses 1 / ranks_per_node of the vector.",
+         .params = params,
+         .n_params = 2,
+         .wire_id = 6},
+    .plan = plan,
+    .messages = messages,
+    .advance = advance,
+    .finish = finish,
+    .undo = undo,
+    .parts = parts,
+    .part = part,
+};
