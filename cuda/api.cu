@@ -84,13 +84,70 @@ sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, u
                       (uint64_t *)g.start, s, clear, zero, zero_bytes);
 }
 
+/* ---- the gradient's norm, for clipping ---------------------------------------------------------------------------- */
+
+static bool wants_norm(const sid_plan *p) { return p->memory->wants_norm && p->memory->wants_norm(p); }
+
+enum {
+    NORM_BLOCKS = 4
+}; /* on a multiprocessor */
+
+/* Each tile's sum of squares, NaN and Inf counted as 0. Reads the gradient. */
+static __global__ void __launch_bounds__(SID_BLOCK, NORM_BLOCKS)
+    sid_norm_kernel(sid_group g, const sid_scratch *scratch, double *norms) {
+    if (!scratch->ready) return;
+    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);
+         tile += (uint64_t)gridDim.x * SID_WARPS) {
+        const sid_span s = sid_span_of(g, tile);
+        double lane[SID_QUAD] = {};
+        for (uint32_t i = sid_lane() * SID_QUAD; i < s.len; i += SID_ROW) {
+            float x[1][SID_QUAD];
+            if (s.base)
+                sid_get<true>(g, s, i, SID_QUAD, x);
+            else
+                sid_get<false>(g, s, i, sid_count4(s.len, i), x);
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) {
+                const double v = sid_key(x[0][c]) < SID_KEY_INF ? (double)x[0][c] : 0;
+                lane[c] += v * v;
+            }
+        }
+        const double sum = sid_join_lanes(lane);
+        if (sid_lane() == 0) norms[tile] = sum;
+    }
+}
+
+/* most: what the norm may be; 0: anything. */
+static __global__ void __launch_bounds__(SID_SUMS)
+    sid_factor_kernel(const sid_scratch *scratch, const double *norms, uint64_t tiles, double most, sid_state *state) {
+    __shared__ double part[SID_SUMS];
+    if (!scratch->ready) return;
+    const double norm = sqrt(sid_total(norms, tiles, part));
+    if (threadIdx.x == 0) state->factor = most > 0 && norm > most ? (float)(most / norm) : 1.0f;
+}
+
+sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes) {
+    const sid_plan *p = c.plan;
+    const bool norm = wants_norm(p);
+    const uint64_t tiles = norm ? sid_tiles(p->n) : 0;
+    sid_status s = sid_begin(c.to, c.group, c.scratch, clear, c.payload, zero_bytes);
+    if (s || !p->memory->begin) return s;
+    if (norm)
+        s = sid_launch(c.to, "norm", sid_norm_kernel, sid_blocks(c.to, sid_chunks(p->n), NORM_BLOCKS), SID_BLOCK, 0,
+                       c.group, c.scratch, c.norms);
+    const double most = norm ? sid_memories::clip(p) / sqrt((double)c.at.world) : 0;
+    if (!s) s = sid_launch(c.to, "factor", sid_factor_kernel, 1, SID_SUMS, 0, c.scratch, c.norms, tiles, most, c.state);
+    return s;
+}
+
 /* ---- the calls ------------------------------------------------------------------------------------------------- */
 
 /* work: the starts of the segments, the sums of one call, the codec's own. */
-static uint64_t carve(const sid_plan *p, const sid_cuda_codec *codec, void *base, uint64_t **start, sid_scratch **s,
-                      sid_carver *rest) {
+static uint64_t carve(const sid_plan *p, const sid_cuda_codec *codec, void *base, uint64_t **start, double **norms,
+                      sid_scratch **s, sid_carver *rest) {
     sid_carver c = {(char *)base, 0};
     *start = c.take<uint64_t>(SID_CUDA_MAX_SEGMENTS + 1);
+    *norms = c.take<double>(wants_norm(p) ? sid_tiles(p->n) : 0);
     *s = c.take<sid_scratch>(1);
     *rest = c;
     return c.at + codec->work(p);
@@ -103,7 +160,7 @@ static sid_status kernels_of(const sid_plan *p, const sid_cuda_codec **codec, si
     if (p->n > SID_CUDA_MAX_N)
         return sid_fail(err, SID_E_UNSUPPORTED, "a group of %llu elements: the CUDA kernels take at most %llu",
                         (unsigned long long)p->n, SID_CUDA_MAX_N);
-    return sid_check_memory(p, err);
+    return sid_with_memory(p, err, [](auto) { return SID_OK; });
 }
 
 static sid_status check_call(const sid_segment *segs, uint32_t n_seg, const void *work, int device, sid_error *err) {
@@ -137,13 +194,14 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err) {
     const sid_cuda_codec *codec;
     uint64_t *start;
     sid_scratch *scratch;
+    double *norms;
     sid_carver rest;
     if (err) err->text[0] = 0;
     if (!bytes) return sid_fail(err, SID_E_ARG, "bytes is NULL");
     *bytes = 0;
     const sid_status s = kernels_of(p, &codec, err);
     if (s) return s;
-    *bytes = carve(p, codec, nullptr, &start, &scratch, &rest);
+    *bytes = carve(p, codec, nullptr, &start, &norms, &scratch, &rest);
     return SID_OK;
 }
 
@@ -165,7 +223,7 @@ sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint3
     c.to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &c.to);
     if (s) return s;
-    carve(p, codec, work, &start, &c.scratch, &c.work);
+    carve(p, codec, work, &start, &c.norms, &c.scratch, &c.work);
     c.plan = p;
     c.at = *at;
     c.group = {segs_dev, start, p->n, n_seg, p->dtype};
@@ -181,6 +239,7 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     const sid_cuda_codec *codec;
     sid_cuda_decoding c = {};
     uint64_t *start;
+    double *norms;
     device_scope scope;
     if (err) err->text[0] = 0;
     sid_status s = kernels_of(p, &codec, err);
@@ -196,7 +255,7 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     c.to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &c.to);
     if (s) return s;
-    carve(p, codec, work, &start, &c.scratch, &c.work);
+    carve(p, codec, work, &start, &norms, &c.scratch, &c.work);
     c.plan = p;
     c.payloads = (const uint8_t *)payloads;
     c.stride = stride;

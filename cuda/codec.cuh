@@ -42,6 +42,7 @@ struct sid_cuda_encoding {
     uint8_t *payload;
     sid_stats *stats; /* or NULL */
     sid_scratch *scratch;
+    double *norms;   /* of the tiles' gradients, squared; where the memory wants to know */
     sid_carver work; /* what is left for the codec */
     sid_stream to;
 };
@@ -78,31 +79,103 @@ struct sid_cuda_codec {
 
 const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NULL: no kernels */
 
-/* Zeroes scratch (`clear` bytes of work) and the given bytes of the payload, sums up the segment table. */
+/* Zeroes scratch (`clear` bytes of work) and the given bytes of the payload, sums up the segment table. Of an encode, what
+ * the memory wants to know before the walk as well: clipping reads the gradient once more, 4 bytes an element. */
 sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, void *zero,
                      uint64_t zero_bytes);
+sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes);
 
 /* ---- memories ------------------------------------------------------------------------------------------------ */
 
-/* Vector 0 is acc. tile: vec[0] holds what is kept of acc; returns acc. undo: takes g out of vec again. */
-struct sid_cuda_memory_none {
+/* A memory with its parameters, passed to kernels by value; csrc/memory/ is the law. Vector 0 is acc.
+ *     begin      by every thread of a kernel: what the state has of it
+ *     tile       vec[0] as it was stored, `kept` what the codec's rule left of it; returns acc
+ *     undo       takes g out of vec again
+ *     received   x is what the ranks made of the step */
+__device__ inline float sid_saturated(float x) {
+    const float max = 3.402823466e38f;
+    return x > max ? max : x < -max ? -max : x;
+}
+
+struct sid_memory0 { /* none */
     enum {
         VECTORS = 0
     };
-    static __device__ float tile(float *, float g) { return g; }
-    static __device__ void undo(float *, float) {}
+    bool keeps, receives;
+    __device__ void begin(const sid_state *) {}
+    __device__ float tile(float *, float, float g) const { return g; }
+    __device__ void undo(float *, float) const {}
+    __device__ void received(float *, float) const {}
 };
 
-struct sid_cuda_memory_residual {
+struct sid_memory1 { /* residual, momentum, compensation: acc = beta kept + gamma g. Weights of 1 change no bit */
     enum {
         VECTORS = 1
     };
-    static __device__ float tile(float *vec, float g) {
-        const float max = 3.402823466e38f, s = vec[0] + g;
-        return vec[0] = s > max ? max : s < -max ? -max : s;
+    bool keeps;    /* the codec's rule says what is kept; else acc as it was, or: */
+    bool receives; /* what the ranks' step leaves of acc */
+    bool forgets;  /* nothing, after this one */
+    float beta, gamma;
+    __device__ void begin(const sid_state *) {}
+    __device__ float tile(float *vec, float kept, float g) const {
+        return vec[0] = sid_saturated(kept * beta + g * gamma);
     }
-    static __device__ void undo(float *vec, float g) { vec[0] -= g; }
+    __device__ void undo(float *vec, float g) const {
+        vec[0] = beta > 0 ? sid_saturated((vec[0] - gamma * g) / beta) : 0.0f;
+    }
+    __device__ void received(float *vec, float x) const { vec[0] = forgets ? 0.0f : sid_saturated(vec[0] - x); }
 };
+
+struct sid_memory2 { /* dgc: vec[1] is the velocity */
+    enum {
+        VECTORS = 2
+    };
+    bool keeps, receives;
+    bool masks, adds; /* adds: acc takes of the gradient besides */
+    float momentum, of_u, factor;
+    __device__ void begin(const sid_state *s) { factor = s->factor; }
+    __device__ float step(float u, float x) const { return adds ? u * of_u + x : u; }
+    __device__ float tile(float *vec, float kept, float g) const {
+        const float x = g * factor;
+        vec[1] = sid_saturated((masks && kept != vec[0] ? 0.0f : vec[1]) * momentum + x);
+        return vec[0] = sid_saturated(kept + step(vec[1], x));
+    }
+    __device__ void undo(float *vec, float g) const {
+        const float x = g * factor, u = vec[1];
+        vec[0] = sid_saturated(vec[0] - step(u, x));
+        vec[1] = momentum > 0 ? sid_saturated((u - x) / momentum) : 0.0f;
+    }
+    __device__ void received(float *, float) const {}
+};
+
+/* The memories of memories.def, in the words of this side. */
+namespace sid_memories {
+enum { /* csrc/memory/: places in the parameter tables */
+    BETA = 0,
+    GAMMA = 1,
+    MOMENTUM = 0,
+    NESTEROV,
+    MASKING,
+    CLIP
+};
+inline double clip(const sid_plan *p) { return p->memory_param[CLIP]; }
+inline sid_memory0 none(const sid_plan *) { return {false, false}; }
+inline sid_memory1 residual(const sid_plan *p) {
+    return {true, false, false, (float)p->memory_param[BETA], (float)p->memory_param[GAMMA]};
+}
+inline sid_memory1 momentum(const sid_plan *p) {
+    return {false, false, false, (float)p->memory_param[BETA], (float)(1 - p->memory_param[BETA])};
+}
+inline sid_memory1 compensation(const sid_plan *p) {
+    return {false, true, (p->codec->info.traits & SID_LOSSLESS) != 0, 1, 1};
+}
+inline sid_memory2 dgc(const sid_plan *p) {
+    const float m = (float)p->memory_param[MOMENTUM];
+    const int form = (int)p->memory_param[NESTEROV];
+    const bool masks = p->memory_param[MASKING] > 0 && p->codec->info.traits & SID_SPARSE;
+    return {true, false, masks, form != 0, m, form == 1 ? m : 1.0f, 1};
+}
+} // namespace sid_memories
 
 /* Calls f with the plan's memory: the only choice between memories on this side. */
 #define MEMORY_0(symbol)
@@ -111,7 +184,7 @@ struct sid_cuda_memory_residual {
 #include "memories.def"
 #undef MEMORY_1
 #define MEMORY_1(symbol)                                                                                               \
-    if (p->memory == &sid_memory_##symbol) return f(sid_cuda_memory_##symbol());
+    if (p->memory == &sid_memory_##symbol) return f(sid_memories::symbol(p));
 template <typename F> sid_status sid_with_memory(const sid_plan *p, sid_error *err, F f) {
 #include "memories.def"
     return sid_fail(err, SID_E_UNSUPPORTED, "memory '%s' has no CUDA kernels", p->memory->info.name);
@@ -119,15 +192,9 @@ template <typename F> sid_status sid_with_memory(const sid_plan *p, sid_error *e
 #undef MEMORY_0
 #undef MEMORY_1
 #undef SID_MEMORY
-
-/* The kernels' memories have the parameters' defaults built in. */
-inline sid_status sid_check_memory(const sid_plan *p, sid_error *err) {
-    const sid_info &memory = p->memory->info;
-    for (uint32_t i = 0; i < memory.n_params; i++)
-        if (p->memory_param[i] != memory.params[i].dflt)
-            return sid_fail(err, SID_E_UNSUPPORTED, "memory '%s': the CUDA kernels know only %s = %g, not %g",
-                            memory.name, memory.params[i].name, memory.params[i].dflt, p->memory_param[i]);
-    return sid_with_memory(p, err, [](auto) { return SID_OK; });
+/* The same for a decode: without a state there is none. */
+template <typename F> sid_status sid_with_memory_of(const sid_cuda_decoding &c, F f) {
+    return c.state ? sid_with_memory(c.plan, c.to.err, f) : f(sid_memory0());
 }
 
 /* ---- the walk ------------------------------------------------------------------------------------------------ */
@@ -176,6 +243,7 @@ __device__ inline void sid_store_floats(float *p, uint32_t count, const float (&
 template <class Memory, class Codec> struct sid_walker {
     const sid_group &g;
     const sid_vectors &vectors;
+    const Memory &memory;
     float *acc;
     const Codec &codec;
     typename Codec::shared &shared;
@@ -212,11 +280,12 @@ template <class Memory, class Codec> struct sid_walker {
         for (uint32_t c = 0; c < SID_QUAD; c++) {
             float one[Memory::VECTORS + 1];
             for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m][c];
-            if (Memory::VECTORS) one[0] = codec.keep(rule, one[0], i + c);
+            float kept = 0;
+            if (Memory::VECTORS) kept = memory.keeps ? codec.keep(rule, one[0], i + c) : one[0];
             const float raw = x[c];
             const bool finite = sid_key(raw) < SID_KEY_INF;
             bad += !finite; /* what does not exist was read as zero */
-            x[c] = Memory::tile(one, finite ? raw : 0.0f);
+            x[c] = memory.tile(one, kept, finite ? raw : 0.0f);
             for (int m = 0; m < Memory::VECTORS; m++) vec[m][c] = one[m];
             if (Codec::RAW && !finite) x[c] = raw;
         }
@@ -236,11 +305,12 @@ enum {
 template <class Memory, class Codec>
 __global__ void __launch_bounds__(SID_BLOCK, SID_WALK_BLOCKS)
     sid_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
-                    Codec codec) {
+                    Memory memory, Codec codec) {
     __shared__ typename Codec::shared shared;
     if (!scratch->ready) return;
+    memory.begin(state);
     codec.begin(shared);
-    sid_walker<Memory, Codec> walker = {g, vectors, acc, codec, shared, state->rule, 0};
+    sid_walker<Memory, Codec> walker = {g, vectors, memory, acc, codec, shared, state->rule, 0};
     const uint64_t tiles = sid_tiles(g.n);
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
          tile += (uint64_t)gridDim.x * SID_WARPS) {
@@ -258,8 +328,8 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_WALK_BLOCKS)
 /* For a decoder, before it overwrites the elements i .. i + count: the gradient that is still there is taken back out of
  * the memory. */
 template <class Memory>
-__device__ inline void sid_undo(const sid_group &g, const sid_span &s, const sid_vectors &v, uint32_t i,
-                                uint32_t count) {
+__device__ inline void sid_undo(const Memory &memory, const sid_group &g, const sid_span &s, const sid_vectors &v,
+                                uint32_t i, uint32_t count) {
     float x[1][SID_QUAD], vec[Memory::VECTORS + 1][SID_QUAD];
     sid_get<false>(g, s, i, count, x);
     sid_load_vectors<Memory>(v, s.at + i, vec);
@@ -267,10 +337,44 @@ __device__ inline void sid_undo(const sid_group &g, const sid_span &s, const sid
     for (uint32_t c = 0; c < SID_QUAD; c++) {
         float one[Memory::VECTORS + 1];
         for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m][c];
-        Memory::undo(one, sid_key(x[0][c]) < SID_KEY_INF ? x[0][c] : 0.0f);
+        memory.undo(one, sid_key(x[0][c]) < SID_KEY_INF ? x[0][c] : 0.0f);
         for (int m = 0; m < Memory::VECTORS; m++) vec[m][c] = one[m];
     }
     for (int m = 0; m < Memory::VECTORS; m++) sid_store_floats(v.first + m * v.stride + s.at + i, count, vec[m]);
+}
+
+/* The same place of the ranks' step, scaled: for a memory that learns from it, `memory.receives`. */
+template <class Memory>
+__device__ inline void sid_receive(const Memory &memory, const sid_vectors &v, uint64_t i, uint32_t count,
+                                   const float (&x)[SID_QUAD]) {
+    float vec[Memory::VECTORS + 1][SID_QUAD];
+    if (!count) return;
+    sid_load_vectors<Memory>(v, i, vec);
+#pragma unroll
+    for (uint32_t c = 0; c < SID_QUAD; c++) memory.received(&vec[0][c], x[c]);
+    if (Memory::VECTORS) sid_store_floats(v.first + i, count, vec[0]);
+}
+
+/* This thread's share of the payload's checksum. */
+struct sid_part_sum {
+    unsigned long long sum, weighted;
+    __device__ void add(uint64_t at, uint64_t word, uint64_t rows) { /* `word` at byte `at`, shifted to its place */
+        sum += word;
+        weighted += word * sid_checksum_weight(at / 4, rows);
+    }
+};
+
+/* The block's shares together, in every thread of warp 0. */
+__device__ inline sid_part_sum sid_block_sums(sid_part_sum x, sid_part_sum (&part)[SID_WARPS]) {
+    x.sum = sid_warp_sum(x.sum);
+    x.weighted = sid_warp_sum(x.weighted);
+    if (sid_lane() == 0) part[sid_warp()] = x;
+    __syncthreads();
+    x = {0, 0};
+    if (sid_lane() < SID_WARPS) x = part[sid_lane()];
+    x.sum = sid_warp_sum(x.sum);
+    x.weighted = sid_warp_sum(x.weighted);
+    return x;
 }
 
 /* ---- headers ------------------------------------------------------------------------------------------------- */

@@ -109,6 +109,27 @@ template <typename T> __device__ inline T sid_block_scan(T x, T *part, T *total)
     return x + part[sid_warp()];
 }
 
+/* The lanes of a unit together, of which this thread has four (internal.h, sums): in every thread of the warp. */
+template <typename T> __device__ inline T sid_join_lanes(T (&lane)[SID_QUAD]) {
+    for (uint32_t d = SID_LANES / 2; d; d /= 2)
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) lane[c] += __shfl_xor_sync(SID_FULL, lane[c], d);
+    return (lane[0] + lane[1]) + (lane[2] + lane[3]);
+}
+
+/* The units' sums together, by a block of SID_SUMS threads: in thread 0. `part` is shared, free again after the next
+ * barrier. */
+__device__ inline double sid_total(const double *sums, uint64_t units, double (&part)[SID_SUMS]) {
+    double sum = 0;
+    for (uint64_t u = threadIdx.x; u < units; u += SID_SUMS) sum += sums[u];
+    part[threadIdx.x] = sum;
+    for (uint32_t w = SID_SUMS / 2; w; w /= 2) {
+        __syncthreads();
+        if (threadIdx.x < w) part[threadIdx.x] += part[threadIdx.x + w];
+    }
+    return part[0];
+}
+
 /* ---- numbers ------------------------------------------------------------------------------------------------- */
 
 /* bits.h's conversions in the processor's own instructions, which round the same way; but they drop what a NaN carries. */

@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(SEAL_BLOCK)
     rule.scale = scale;
     rule.inverse = inverse;
     state->rule = rule;
+    state->draw = sid_draw();
     state->steps++;
     if (stats) *stats = {head.n, head.n, scratch->nonfinite, scale, 0, 1};
 }
@@ -78,12 +79,12 @@ sid_status encode(sid_cuda_encoding &c) {
     const linear codec = {c.payload + SID_HEADER_BYTES, scale, p->sizes.body_dtype,
                           p->sizes.body_dtype != SID_F32 && !lossless};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
-    sid_status s = sid_begin(c.to, c.group, c.scratch, sizeof *c.scratch, c.payload, SID_HEADER_BYTES);
+    sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s)
         s = sid_with_memory(p, c.to.err, [&](auto memory) {
             return sid_launch(c.to, "encode", sid_walk_kernel<decltype(memory), linear>,
                               sid_blocks(c.to, sid_chunks(p->n), SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
-                              c.state, vectors, (float *)nullptr, codec);
+                              c.state, vectors, (float *)nullptr, memory, codec);
         });
     if (!s)
         s = sid_launch(c.to, "seal", sid_seal_kernel, 1, SEAL_BLOCK, 0, c.scratch, sid_head_of(p, c.at), scale,
@@ -216,6 +217,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 }
 
 template <class Memory> struct decoder {
+    const Memory &memory;
     const sid_group &g;
     const bodies &b;
     const sid_vectors &vectors;
@@ -236,7 +238,8 @@ template <class Memory> struct decoder {
             for (uint32_t d = 0; d < DEEP; d++) {
 #pragma unroll
                 for (uint32_t c = 0; c < SID_QUAD; c++) x[d][c] *= factor;
-                if (!QUICK && undo) sid_undo<Memory>(g, s, vectors, i, count);
+                if (!QUICK && undo) sid_undo(memory, g, s, vectors, i, count);
+                if (memory.receives && !undo) sid_receive(memory, vectors, s.at + i + d * SID_ROW, count, x[d]);
                 sid_put<QUICK>(g, s, i + d * SID_ROW, count, x[d]);
             }
         }
@@ -245,10 +248,12 @@ template <class Memory> struct decoder {
 
 template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
-    sid_decode_kernel(sid_group g, const sid_scratch *scratch, bodies b, sid_vectors vectors, sid_cuda_report *report) {
+    sid_decode_kernel(sid_group g, const sid_scratch *scratch, bodies b, sid_vectors vectors, Memory memory,
+                      const sid_state *state, sid_cuda_report *report) {
     if (!scratch->go) return;
+    if (Memory::VECTORS) memory.begin(state);
     const bool aligned = quick(b), undo = Memory::VECTORS && scratch->nonfinite;
-    decoder<Memory> decode = {g, b, vectors, factor_of(b), undo, false};
+    decoder<Memory> decode = {memory, g, b, vectors, factor_of(b), undo, false};
     const auto one = [&](uint64_t tile) {
         const sid_span s = sid_span_of(g, tile);
         if (aligned && s.base && !undo)
@@ -272,11 +277,10 @@ sid_status decode(sid_cuda_decoding &c) {
         s = sid_launch(c.to, "check", sid_check_kernel, 1, SID_BLOCK, 0, c.scratch, b, sid_expect_of(c), c.report,
                        c.state);
     if (s) return s;
-    const auto run = [&](auto memory) {
+    return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,
-                          b, vectors, c.report);
-    };
-    return c.state ? sid_with_memory(p, c.to.err, run) : run(sid_cuda_memory_none());
+                          b, vectors, memory, c.state, c.report);
+    });
 }
 
 uint64_t work(const sid_plan *) { return 0; }

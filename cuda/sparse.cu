@@ -173,11 +173,13 @@ struct cursor {
 
 template <class Memory>
 __global__ void __launch_bounds__(PART_BLOCK, PART_BLOCKS)
-    sid_decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors) {
+    sid_decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own,
+                      const sid_state *state) {
     SID_DYNAMIC_SHARED(float4, memory);
     float *out = (float *)memory;
     cursor *cursors = (cursor *)(out + PART);
     if (!scratch->go) return;
+    if (Memory::VECTORS) own.begin(state);
     const bool fill = scratch->nonfinite;
     const uint64_t parts = (p.n + PART - 1) / PART;
     const uint64_t first = parts * blockIdx.x / gridDim.x, last = parts * (blockIdx.x + 1) / gridDim.x;
@@ -256,8 +258,9 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_BLOCKS)
                 *mine = make_float4(0, 0, 0, 0);
                 if (fill) {
                     for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = sid_bits_f32(0x7fc00000u);
-                    if (Memory::VECTORS) sid_undo<Memory>(g, s, vectors, i, count);
-                }
+                    if (Memory::VECTORS) sid_undo(own, g, s, vectors, i, count);
+                } else if (own.receives)
+                    sid_receive(own, vectors, s.at + i, count, x);
                 if (s.base)
                     sid_put<true>(g, s, i, count, x);
                 else
@@ -285,10 +288,9 @@ sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean) {
         s = sid_launch(c.to, "check", sid_check_kernel, 1, SID_BLOCK, 0, c.scratch, check, all, sid_expect_of(c),
                        c.report, c.state);
     if (s) return s;
-    const auto run = [&](auto memory) {
+    return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>,
                           sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS), PART_BLOCK, shared, c.group,
-                          c.scratch, all, vectors);
-    };
-    return c.state ? sid_with_memory(p, c.to.err, run) : run(sid_cuda_memory_none());
+                          c.scratch, all, vectors, memory, c.state);
+    });
 }

@@ -83,14 +83,6 @@ __device__ inline float sid_side(float x, int32_t side) {
     return !side ? x : sid_bits_f32(v >> 31 ? 0 : v);
 }
 
-/* The lanes of a unit together, internal.h's order: this thread has four of them. */
-template <typename T> __device__ inline T sid_join_lanes(T (&lane)[SID_QUAD]) {
-    for (uint32_t d = SID_LANES / 2; d; d /= 2)
-#pragma unroll
-        for (uint32_t c = 0; c < SID_QUAD; c++) lane[c] += __shfl_xor_sync(SID_FULL, lane[c], d);
-    return (lane[0] + lane[1]) + (lane[2] + lane[3]);
-}
-
 /* Calls f(c, x) for the elements of unit u of a list, by a whole warp: x goes to lane c of this thread. */
 template <typename F>
 __device__ inline void sid_each_in_unit(const float *val, uint64_t count, uint64_t u, const F &f) {
@@ -211,28 +203,6 @@ struct sid_finishing {
     sid_head head;
     sid_draw draw;
 };
-
-/* This thread's share of the payload's checksum. */
-struct sid_part_sum {
-    unsigned long long sum, weighted;
-    __device__ void add(uint64_t at, uint64_t word, uint64_t rows) { /* `word` at byte `at`, shifted to its place */
-        sum += word;
-        weighted += word * sid_checksum_weight(at / 4, rows);
-    }
-};
-
-/* The block's shares together, in every thread of warp 0. */
-__device__ inline sid_part_sum sid_block_sums(sid_part_sum x, sid_part_sum (&part)[SID_WARPS]) {
-    x.sum = sid_warp_sum(x.sum);
-    x.weighted = sid_warp_sum(x.weighted);
-    if (sid_lane() == 0) part[sid_warp()] = x;
-    __syncthreads();
-    x = {0, 0};
-    if (sid_lane() < SID_WARPS) x = part[sid_lane()];
-    x.sum = sid_warp_sum(x.sum);
-    x.weighted = sid_warp_sum(x.weighted);
-    return x;
-}
 
 struct sid_picked {
     uint32_t digit, rank, in; /* the digit of the rank-th largest, its rank among those with that digit, their number */
@@ -776,12 +746,12 @@ template <class Law> sid_status sid_sparse_encode(sid_cuda_encoding &c, const La
     f.head = sid_head_of(p, c.at);
     f.draw = sid_draw_of(p, c.at);
     const uint64_t grid = sid_blocks(c.to, pieces ? pieces : 1, SID_FINISH_BLOCKS);
-    sid_status s = sid_begin(c.to, c.group, c.scratch, clear, c.payload, p->sizes.payload);
+    sid_status s = sid_begin_encode(c, clear, p->sizes.payload);
     if (!s)
         s = sid_with_memory(p, c.to.err, [&](auto memory) {
             return sid_launch(c.to, "walk", sid_walk_kernel<decltype(memory), sid_gathering<Law>>,
                               sid_blocks(c.to, chunks, SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
-                              vectors, f.list.acc, sid_gathering<Law>{law, f.list, c.state});
+                              vectors, f.list.acc, memory, sid_gathering<Law>{law, f.list, c.state});
         });
     if (!s)
         s = sid_launch_together(c.to, "finish", sid_finish_kernel<Law>,

@@ -48,22 +48,70 @@ if not EMULATED:
     SIZES.append(1_000_000)
 
 
-def variants(codec: str) -> list[dict[str, Any]]:
-    """Settings that take a codec through its cases: every density class, every choice."""
+# Values that a parameter of a number takes; those that have another name keep their default.
+VALUES = {
+    "density": (1e-4, 0.01, 0.2, 1.0),
+    "beta": (1.0, 0.75, 0.0),
+    "gamma": (1.0, 0.25),
+    "momentum": (0.9, 0.0),
+    "clip_norm": (0.0, 20.0),
+}
+
+
+def variants_of(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Settings that take a codec or a memory through its cases: every choice, every class of numbers."""
     axes = []
-    for p in parameters(codec):
-        if p["kind"] == "choice":
-            axes.append([(p["name"], c) for c in p["choices"]])
-        elif p["name"] == "density":
-            axes.append([(p["name"], d) for d in (1e-4, 0.01, 0.2, 1.0)])
+    for p in table:
+        values = p["choices"] if p["kind"] == "choice" else VALUES.get(p["name"], ())
+        if values := [v for v in values if p["kind"] == "choice" or p["min"] <= v <= p["max"]]:
+            axes.append([(p["name"], v) for v in values])
     return [dict(v) for v in itertools.product(*axes)]
 
 
-CASES = [(c, v, m) for c in CODECS for v in variants(c) for m in MEMORIES]
+def variants(codec: str) -> list[dict[str, Any]]:
+    return variants_of(parameters(codec))
+
+
+Case = tuple[str, dict[str, Any], str]
+
+
+def cases() -> list[Case]:
+    """Every variant of every codec, beside some memory; every memory beside some variant of every codec; and
+    every variant of the memories beside some codec."""
+    kept = [(m["name"], v) for m in _core.memories() if m["cuda"] for v in variants_of(m["parameters"])]
+    plain = [next(v for name, v in kept if name == m) for m in MEMORIES]
+    out: list[Case] = []
+    for codec in CODECS:
+        mine = variants(codec)
+        for i in range(max(len(mine), len(MEMORIES))):
+            settings, m = mine[i % len(mine)], (i + i // len(mine)) % len(MEMORIES)
+            out.append((codec, settings | plain[m], MEMORIES[m]))
+    for i, (memory, settings) in enumerate(kept):
+        codec = CODECS[i % len(CODECS)]
+        mine = variants(codec)
+        out.append((codec, mine[i // len(CODECS) % len(mine)] | settings, memory))
+    return out
+
+
+CASES = cases()
+
+
+def beside(values: Sequence[Any], few: int) -> list[Any]:
+    """Cases with all the values; on the emulation, which is slow, with a few each, others in turn."""
+    if not EMULATED:
+        return [(v, *case) for case in CASES for v in values]
+    step = len(values) // few
+    return [
+        (values[(i + i // len(values) + j * step) % len(values)], *case)
+        for i, case in enumerate(CASES)
+        for j in range(few)
+    ]
 
 
 def case_id(x: Any) -> str:
-    return "-".join(str(v) for v in x.values()) or "default" if isinstance(x, dict) else str(x)
+    if isinstance(x, dict):
+        return "-".join(str(v) for v in x.values()) or "default"
+    return "-".join(map(str, x)) if isinstance(x, tuple) else str(x)
 
 
 def test_memories_without_kernels_are_refused() -> None:
@@ -74,10 +122,6 @@ def test_memories_without_kernels_are_refused() -> None:
         else:
             with pytest.raises(_core.UnsupportedError, match=f"memory '{info['name']}'.*CUDA"):
                 plan.cuda_work_bytes()
-    for name, value in (("beta", 0.5), ("gamma", 0.25)):
-        plan = _core.Plan("topk", "residual", 100, "float32", {name: value})
-        with pytest.raises(_core.UnsupportedError, match=rf"'residual'.*CUDA.*{name} = 1, not {value}"):
-            plan.cuda_work_bytes()
 
 
 # ---- the device's side -------------------------------------------------------------------------
@@ -266,9 +310,17 @@ def both(elements: Array, lengths: Sequence[int]) -> tuple[DeviceVector, Vector]
     return DeviceVector(elements, lengths, 1), Vector(elements, lengths, 1)
 
 
-def leave_to_the_gpu(n: int, settings: dict[str, Any]) -> None:
-    if EMULATED and n > 10_000 and settings.get("density") in (1e-4, 0.2):
-        pytest.skip("left to the GPU: the emulation is slow")
+FORMS = [(layout, dtype) for layout in ("one", "some", "tiny") for dtype in DTYPES]
+STEPS = [
+    (bad_rank, state, layout, dtype)
+    for bad_rank, state, layout in (
+        (-1, True, "tiny"),
+        (0, True, "tiny"),
+        (2, True, "one"),
+        (1, False, "one"),
+    )
+    for dtype in DTYPES
+]
 
 
 # ---- encode ------------------------------------------------------------------------------------
@@ -299,24 +351,18 @@ def run_steps(codec: str, settings: dict[str, Any], memory: str, n: int, dtype: 
         assert got[3] == threshold or np.isnan(s.threshold)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+@pytest.mark.parametrize("n, codec, settings, memory", beside(SIZES, 4), ids=case_id)
 def test_encode_of_sizes(codec: str, settings: dict[str, Any], memory: str, n: int) -> None:
-    leave_to_the_gpu(n, settings)
     run_steps(codec, settings, memory, n, DTYPES[n % 3], ("one", "some", "tiny")[n % 2], ("laplace",) * 3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ("one", "some", "tiny"))
-@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
-def test_encode_of_layouts(
-    codec: str, settings: dict[str, Any], memory: str, layout: str, dtype: str
-) -> None:
+@pytest.mark.parametrize("form, codec, settings, memory", beside(FORMS, 3), ids=case_id)
+def test_encode_of_layouts(form: tuple[str, str], codec: str, settings: dict[str, Any], memory: str) -> None:
+    layout, dtype = form
     run_steps(codec, settings, memory, 9001, dtype, layout, ("laplace", "ties"), nonfinite=3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+@pytest.mark.parametrize("kind, codec, settings, memory", beside(KINDS, 2), ids=case_id)
 def test_encode_of_contents(codec: str, settings: dict[str, Any], memory: str, kind: str) -> None:
     """Equal magnitudes overflow the list of candidates, so that acc is read again instead."""
     run_steps(codec, settings, memory, 20_011, "float32", "some", (kind, "laplace", kind))
@@ -401,20 +447,15 @@ def compare_decode(codec: str, settings: dict[str, Any], memory: str, n: int, dt
     assert bool(flag) == (bad_rank >= 0 and n > 0)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+@pytest.mark.parametrize("n, codec, settings, memory", beside(SIZES, 4), ids=case_id)
 def test_decode_of_sizes(codec: str, settings: dict[str, Any], memory: str, n: int) -> None:
-    leave_to_the_gpu(n, settings)
     compare_decode(codec, settings, memory, n, DTYPES[n % 3], 1 + n % 4, ("one", "some")[n % 2])
 
 
-@pytest.mark.parametrize(
-    "bad_rank, state, layout", [(-1, True, "tiny"), (0, True, "tiny"), (2, True, "one"), (1, False, "one")]
-)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
-def test_decode_of_nonfinite_steps(codec: str, settings: dict[str, Any], memory: str, dtype: str,
-                                   bad_rank: int, state: bool, layout: str) -> None:  # fmt: skip
+@pytest.mark.parametrize("step, codec, settings, memory", beside(STEPS, 4), ids=case_id)
+def test_decode_of_nonfinite_steps(step: tuple[int, bool, str, str], codec: str, settings: dict[str, Any],
+                                   memory: str) -> None:  # fmt: skip
+    bad_rank, state, layout, dtype = step
     compare_decode(codec, settings, memory, 5003, dtype, 3, layout, bad_rank, state, offset=8)
 
 
