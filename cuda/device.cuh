@@ -109,12 +109,18 @@ template <typename T> __device__ inline T sid_block_scan(T x, T *part, T *total)
     return x + part[sid_warp()];
 }
 
-/* The lanes of a unit together, of which this thread has four (internal.h, sums): in every thread of the warp. */
-template <typename T> __device__ inline T sid_join_lanes(T (&lane)[SID_QUAD]) {
-    for (uint32_t d = SID_LANES / 2; d; d /= 2)
-#pragma unroll
-        for (uint32_t c = 0; c < SID_QUAD; c++) lane[c] += __shfl_xor_sync(SID_FULL, lane[c], d);
-    return (lane[0] + lane[1]) + (lane[2] + lane[3]);
+/* The lanes of a unit together, of which this thread has four (internal.h, sums): in every thread of the warp. Halves
+ * keep two of the four each, then one. */
+template <typename T> __device__ inline T sid_join_lanes(const T (&lane)[SID_QUAD]) {
+    const bool right = sid_lane() & 16, upper = sid_lane() & 8;
+    T a = right ? lane[2] : lane[0], b = right ? lane[3] : lane[1];
+    a += __shfl_xor_sync(SID_FULL, right ? lane[0] : lane[2], 16);
+    b += __shfl_xor_sync(SID_FULL, right ? lane[1] : lane[3], 16);
+    T x = upper ? b : a;
+    x += __shfl_xor_sync(SID_FULL, upper ? a : b, 8);
+    for (uint32_t d = 4; d; d /= 2) x += __shfl_xor_sync(SID_FULL, x, d);
+    x += __shfl_xor_sync(SID_FULL, x, 8);
+    return x + __shfl_xor_sync(SID_FULL, x, 16);
 }
 
 /* The units' sums together, by a block of SID_SUMS threads: in thread 0. `part` is shared, free again after the next

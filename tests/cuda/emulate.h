@@ -129,6 +129,11 @@ template <typename T> T atomicMin(T *p, T x) {
     *p = x < old ? x : old;
     return old;
 }
+template <typename T> T atomicMax(T *p, T x) {
+    const T old = *p;
+    *p = x > old ? x : old;
+    return old;
+}
 template <typename T> T atomicOr(T *p, T x) {
     const T old = *p;
     *p = old | x;

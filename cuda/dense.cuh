@@ -1,0 +1,380 @@
+/* What the dense codecs share: every element becomes a few bits, at a place that follows from its index, so that a walk
+ * writes the payload as it goes. A warp holds a whole tile in registers, memory and codec meet there as in codec.cuh's
+ * walk; and decoding sums the payloads tile by tile, in rank order, with one store.
+ *
+ * Bytes per float32 element beside b bits of payload and a residual: an encode 12 + b / 8, the floor of error feedback;
+ * 4 more for each further reading of acc (a norm of the whole group), or for each reading of the gradient where no memory
+ * keeps acc. A decode of W payloads W b / 8 + 4, and W b / 8 before it, since all is checked before anything is written. */
+#ifndef SID_DENSE_CUH
+#define SID_DENSE_CUH
+
+#include "codec.cuh"
+
+/* A thread's part of a tile: row r has elements 128 r + 4 l + c. */
+typedef float sid_quads[SID_ROWS][SID_QUAD];
+
+__device__ inline uint32_t sid_place(uint32_t row) { return row * SID_ROW + sid_lane() * SID_QUAD; }
+
+/* ---- tiles ------------------------------------------------------------------------------------------------------- */
+
+/* Calls f(r, c, address) for this thread's elements of a tile that is not full, lies in several segments or starts
+ * anywhere. */
+template <typename F> __device__ inline void sid_each_place(const sid_group &g, const sid_span &s, const F &f) {
+    uint32_t seg = s.seg;
+#pragma unroll
+    for (uint32_t r = 0; r < SID_ROWS; r++)
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) {
+            const uint64_t at = s.at + sid_place(r) + c;
+            if (sid_place(r) + c >= s.len) continue;
+            while (g.start[seg + 1] <= at) seg++;
+            f(r, c, (char *)g.seg[seg].ptr + (at - g.start[seg]) * sid_width(g.dtype));
+        }
+}
+/* What does not exist is 0. */
+__device__ inline void sid_get_tile(const sid_group &g, const sid_span &s, sid_quads &x) {
+    if (s.base) {
+        sid_load_quads(s.base + sid_place(0) * sid_width(g.dtype), g.dtype, x);
+        return;
+    }
+#pragma unroll
+    for (uint32_t r = 0; r < SID_ROWS; r++) x[r][0] = x[r][1] = x[r][2] = x[r][3] = 0;
+    sid_each_place(g, s, [&](uint32_t r, uint32_t c, const void *p) { x[r][c] = sid_load1(p, g.dtype); });
+}
+__device__ inline void sid_put_tile(const sid_group &g, const sid_span &s, const sid_quads &x) {
+    if (!s.base) {
+        sid_each_place(g, s, [&](uint32_t r, uint32_t c, void *p) { sid_store1(p, g.dtype, x[r][c]); });
+        return;
+    }
+#pragma unroll
+    for (uint32_t r = 0; r < SID_ROWS; r++) sid_store_quad(s.base + sid_place(r) * sid_width(g.dtype), g.dtype, x[r]);
+}
+
+/* Row r of a kept vector; as with sid_load_vectors a whole quad can be moved if its first element exists. */
+__device__ inline void sid_get_row(const float *p, uint32_t r, uint32_t len, float (&x)[SID_QUAD]) {
+    const uint32_t count = sid_count4(len, sid_place(r));
+    float4 v = make_float4(0, 0, 0, 0);
+    if (count) v = *(const float4 *)(p + sid_place(r));
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    if (len == SID_TILE) return;
+#pragma unroll
+    for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = c < count ? x[c] : 0.0f;
+}
+
+/* ---- the walk ---------------------------------------------------------------------------------------------------- */
+
+/* A codec here is an object passed by value with
+ *     struct shared               its shared memory
+ *     struct own                  each thread's, through the kernel; all zero at first
+ *     begin(shared &, own &, scratch), end(shared &, own &, scratch)   by the whole block
+ *     keep(shared &, rule, draw, acc, at, len)    in place: what the last step left of a tile
+ *     tile(shared &, own &, x, at, len)           reads it; what does not exist is 0
+ * The last two are called by all warps of a block together, with len 0 where there is no tile.
+ * AGAIN: a further reading, of acc as the memory has stored it, or of the gradient. */
+enum {
+    SID_TILE_BLOCKS = 2
+}; /* on a multiprocessor: 128 registers a thread, of which a tile takes 64 while gradient and acc are on their way */
+
+template <class Memory, class Codec, bool AGAIN>
+__global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
+    sid_tile_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
+                    Codec codec) {
+    __shared__ typename Codec::shared shared;
+    if (!scratch->ready) return;
+    if (Memory::VECTORS) memory.begin(state);
+    typename Codec::own own = {};
+    codec.begin(shared, own, *scratch);
+    const sid_rule rule = state->rule;
+    const sid_draw drawn = state->draw;
+    const uint64_t chunks = sid_chunks(g.n);
+    uint32_t bad = 0;
+#pragma unroll 1
+    for (uint64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+        const uint64_t at = (chunk * SID_WARPS + sid_warp()) * SID_TILE;
+        const uint32_t len = at < g.n ? sid_tile_len(g.n, at) : 0;
+        float *const first = vectors.first + at;
+        sid_quads x = {};
+        if constexpr (AGAIN && Memory::VECTORS) {
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++) sid_get_row(first, r, len, x[r]);
+        } else {
+            sid_quads acc = {};
+            if (Memory::VECTORS)
+#pragma unroll
+                for (uint32_t r = 0; r < SID_ROWS; r++) sid_get_row(first, r, len, acc[r]);
+            if (len) sid_get_tile(g, sid_span_of(g, at / SID_TILE), x);
+            if (Memory::VECTORS && memory.keeps) codec.keep(shared, rule, drawn, acc, at, len);
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++) {
+                float more[Memory::VECTORS + 1][SID_QUAD] = {};
+                for (int m = 1; m < Memory::VECTORS; m++) sid_get_row(first + m * vectors.stride, r, len, more[m]);
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++) {
+                    float one[Memory::VECTORS + 1] = {acc[r][c]};
+                    for (int m = 1; m < Memory::VECTORS; m++) one[m] = more[m][c];
+                    const bool finite = sid_key(x[r][c]) < SID_KEY_INF;
+                    bad += !finite; /* what does not exist was read as zero */
+                    x[r][c] = memory.tile(one, acc[r][c], finite ? x[r][c] : 0.0f);
+                    for (int m = 1; m < Memory::VECTORS; m++) more[m][c] = one[m];
+                }
+                const uint32_t count = sid_count4(len, sid_place(r));
+                if (Memory::VECTORS) sid_store_floats(first + sid_place(r), count, x[r]);
+                for (int m = 1; m < Memory::VECTORS; m++)
+                    sid_store_floats(first + m * vectors.stride + sid_place(r), count, more[m]);
+                if (len < SID_TILE) /* keep() may have made something of nothing */
+#pragma unroll
+                    for (uint32_t c = 0; c < SID_QUAD; c++) x[r][c] = c < count ? x[r][c] : 0.0f;
+            }
+        }
+        codec.tile(shared, own, x, at, len);
+    }
+    codec.end(shared, own, *scratch);
+    if (AGAIN) return;
+    bad = sid_warp_sum(bad);
+    if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
+}
+
+/* The first reading of a call, and further ones. */
+template <class Codec> sid_status sid_walk_tiles(const sid_cuda_encoding &c, const Codec &codec) {
+    const uint64_t grid = sid_blocks(c.to, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
+    return sid_with_memory(c.plan, c.to.err, [&](auto memory) {
+        return sid_launch(c.to, "walk", sid_tile_kernel<decltype(memory), Codec, false>, grid, SID_BLOCK, 0, c.group,
+                          c.scratch, c.state, sid_vectors_of(c.plan, c.state), memory, codec);
+    });
+}
+template <class Codec> sid_status sid_walk_again(const sid_cuda_encoding &c, const Codec &codec) {
+    const uint64_t grid = sid_blocks(c.to, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
+    const auto run = [&](auto memory) {
+        return sid_launch(c.to, "walk again", sid_tile_kernel<decltype(memory), Codec, true>, grid, SID_BLOCK, 0,
+                          c.group, c.scratch, c.state, sid_vectors_of(c.plan, c.state), memory, codec);
+    };
+    return c.plan->memory->vectors ? run(sid_memory1()) : run(sid_memory0());
+}
+
+/* ---- sums of a tile ---------------------------------------------------------------------------------------------- */
+
+/* The sum of f(x) over a tile in T, in every thread of the warp. */
+template <typename T, typename F> __device__ inline T sid_tile_sum(const sid_quads &x, const F &f) {
+    T lane[SID_QUAD] = {};
+#pragma unroll
+    for (uint32_t r = 0; r < SID_ROWS; r++)
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) lane[c] += (T)f(x[r][c]);
+    return sid_join_lanes(lane);
+}
+/* In float32, or where that overflows in float64. */
+template <typename F> __device__ inline double sid_tile_sum_held(const sid_quads &x, const F &f) {
+    const float sum = sid_tile_sum<float>(x, f);
+    return sid_key(sum) < SID_KEY_INF ? (double)sum : sid_tile_sum<double>(x, f);
+}
+__device__ inline double sid_tile_squares(const sid_quads &x) {
+    return sid_tile_sum<double>(x, [](float v) { return (double)v * (double)v; });
+}
+
+/* ---- random bits ------------------------------------------------------------------------------------------------- */
+
+/* Of the four elements from i on, a multiple of 4. */
+__device__ inline void sid_draws32(const sid_draw &d, uint64_t i, uint32_t (&u)[SID_QUAD]) {
+    sid_draw_block(&d, i / 4, u);
+}
+__device__ inline void sid_draws16(const sid_draw &d, uint64_t i, uint32_t (&u)[SID_QUAD]) {
+    uint32_t w[4];
+    sid_draw_block(&d, i / 8, w);
+    const bool upper = i % 8 != 0;
+    const uint32_t a = upper ? w[2] : w[0], b = upper ? w[3] : w[1];
+    u[0] = a & 0xffffu, u[1] = a >> 16, u[2] = b & 0xffffu, u[3] = b >> 16;
+}
+
+/* ---- the payload's checksum -------------------------------------------------------------------------------------- */
+
+/* The block's share goes to scratch. */
+__device__ inline void sid_add_words(sid_scratch &scratch, sid_part_sum own, sid_part_sum (&part)[SID_WARPS]) {
+    own = sid_block_sums(own, part);
+    if (threadIdx.x) return;
+    atomicAdd(&scratch.sum, own.sum);
+    atomicAdd(&scratch.weighted, own.weighted);
+}
+
+/* ---- the end of an encode ---------------------------------------------------------------------------------------- */
+
+struct sid_ending {
+    sid_scratch *scratch;
+    sid_head head;
+    sid_draw draw;
+    uint8_t *payload;
+    uint64_t bytes;
+    sid_state *state;
+    sid_stats *stats; /* or NULL */
+};
+
+inline sid_ending sid_ending_of(const sid_cuda_encoding &c) {
+    return {c.scratch, sid_head_of(c.plan, c.at), sid_draw_of(c.plan, c.at), c.payload, c.plan->sizes.payload, c.state,
+            c.stats};
+}
+
+/* Header, rule, statistics, by one thread; `own`: what it adds to the body's checksum. */
+__device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t walks,
+                               const sid_part_sum &own) {
+    const uint32_t bad = e.scratch->nonfinite;
+    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, e.head.n, scale, e.bytes / 32,
+             e.scratch->sum + own.sum, e.scratch->weighted + own.weighted);
+    e.state->rule = rule;
+    e.state->draw = e.draw;
+    e.state->steps++;
+    if (e.stats) *e.stats = {e.head.n, e.head.n, bad, scale, 0, walks};
+}
+
+/* ---- decode ------------------------------------------------------------------------------------------------------ */
+
+struct sid_payloads {
+    const uint8_t *first;
+    uint64_t stride, n, bytes;
+    uint32_t count;
+    float scale;
+    __device__ const uint8_t *operator[](uint32_t r) const { return first + r * stride; }
+    __device__ const sid_header &head(uint32_t r) const {
+        return *(const sid_header *)(const void *)(first + r * stride);
+    }
+};
+inline sid_payloads sid_payloads_of(const sid_cuda_decoding &c) {
+    return {c.payloads, c.stride, c.plan->n, c.plan->sizes.payload, c.count, c.scale};
+}
+
+/* What is found out about each payload; zeroed. */
+struct sid_findings {
+    unsigned long long *sum, *weighted;
+    uint32_t *bad, *most;
+};
+inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear) {
+    const uint64_t start = c->at - sizeof(sid_scratch);
+    sid_findings f;
+    f.sum = c->take<unsigned long long>(SID_MAX_COUNT);
+    f.weighted = c->take<unsigned long long>(SID_MAX_COUNT);
+    f.bad = c->take<uint32_t>(SID_MAX_COUNT);
+    f.most = c->take<uint32_t>(SID_MAX_COUNT);
+    *clear = c->at - start;
+    return f;
+}
+
+/* Blocks r * each to r * each + each - 1 look at payload r. Reads all of it. A Body has
+ *     word(i, w, most)     1: word i of a payload may not be w; may raise `most`
+ *     header(h, payload, most)   0: a header, or what the payload has beside codes, is none of this codec
+ *     sum(p, x, at, len)   the payloads together over a tile, scaled */
+template <class Body>
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_dense_look_kernel(sid_findings f, sid_payloads p, Body body, uint32_t each) {
+    __shared__ sid_part_sum part[SID_WARPS];
+    __shared__ uint32_t bad, most;
+    const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
+    const uint64_t rows = p.bytes / 32;
+    sid_part_sum own = {0, 0};
+    uint32_t wrong = 0, large = 0;
+    if (threadIdx.x == 0) bad = most = 0;
+#pragma unroll 4
+    for (uint64_t at = SID_HEADER_BYTES + 8 * (b * (uint64_t)SID_BLOCK + threadIdx.x); at < p.bytes;
+         at += 8ull * SID_BLOCK * each) {
+        const uint2 w = *(const uint2 *)(const void *)(p[r] + at);
+        own.add(at, w.x, rows);
+        own.add(at + 4, w.y, rows);
+        wrong |= body.word(at / 4, w.x, large);
+        wrong |= body.word(at / 4 + 1, w.y, large);
+    }
+    own = sid_block_sums(own, part);
+    if (wrong) atomicOr(&bad, 1u);
+    if (large) atomicMax(&most, large);
+    __syncthreads();
+    if (threadIdx.x) return;
+    atomicAdd(&f.sum[r], own.sum);
+    atomicAdd(&f.weighted[r], own.weighted);
+    if (bad) atomicOr(&f.bad[r], 1u);
+    if (most) atomicMax(&f.most[r], most);
+}
+
+template <class Body>
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_dense_check_kernel(sid_scratch *scratch, sid_findings f, sid_payloads p, Body body, sid_expect expect,
+                           sid_cuda_report *report, sid_state *state) {
+    __shared__ uint32_t first, flagged;
+    if (threadIdx.x == 0) {
+        first = SID_SOUND;
+        flagged = 0;
+    }
+    __syncthreads();
+    for (uint32_t r = threadIdx.x; r < p.count; r += SID_BLOCK) {
+        const sid_header h = p.head(r);
+        int32_t status = sid_check_header(h, expect, p.bytes / 32, f.sum[r], f.weighted[r]);
+        if (status == SID_OK && (f.bad[r] || h.count != p.n || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) ||
+                                 !body.header(h, p[r], f.most[r])))
+            status = SID_E_CORRUPT;
+        sid_blame(&first, r, status);
+        if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
+    }
+    __syncthreads();
+    if (threadIdx.x) return;
+    sid_verdict_of(report, scratch, first, flagged);
+    if (scratch->go && flagged && state) state->rule = sid_rule();
+}
+
+enum {
+    SID_DENSE_BLOCKS = 3
+}; /* on a multiprocessor: 80 registers a thread */
+
+template <class Memory, class Body>
+__global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
+    sid_dense_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
+                            sid_payloads p, Memory memory, Body body) {
+    if (!scratch->go) return;
+    if (Memory::VECTORS) memory.begin(state);
+    const bool fill = scratch->nonfinite;
+    const uint64_t tiles = sid_tiles(g.n);
+#pragma unroll 1
+    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
+         tile += (uint64_t)gridDim.x * SID_WARPS) {
+        const sid_span s = sid_span_of(g, tile);
+        sid_quads x = {};
+        if (!fill)
+            body.sum(p, x, s.at, s.len);
+        else
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++) x[r][0] = x[r][1] = x[r][2] = x[r][3] = sid_bits_f32(0x7fc00000u);
+        if (Memory::VECTORS && fill)
+#pragma unroll 1
+            for (uint32_t i = sid_place(0); i < s.len; i += SID_ROW)
+                sid_undo(memory, g, s, vectors, i, sid_count4(s.len, i));
+        else if (memory.receives)
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++)
+                sid_receive(memory, vectors, s.at + sid_place(r), sid_count4(s.len, sid_place(r)), x[r]);
+        sid_put_tile(g, s, x);
+    }
+}
+
+inline uint64_t sid_findings_work() {
+    uint64_t clear;
+    sid_carver c = {nullptr, sizeof(sid_scratch)};
+    sid_carve_findings(&c, &clear);
+    return c.at - sizeof(sid_scratch);
+}
+
+template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body) {
+    const sid_payloads p = sid_payloads_of(c);
+    uint64_t clear;
+    const sid_findings f = sid_carve_findings(&c.work, &clear);
+    const uint64_t pieces = p.bytes / (32 * SID_BLOCK), share = 1 + 8ull * c.to.processors / p.count;
+    const uint32_t each = (uint32_t)(pieces < 1 ? 1 : pieces < share ? pieces : share);
+    sid_status s = sid_begin(c.to, c.group, c.scratch, clear, nullptr, 0);
+    if (!s)
+        s = sid_launch(c.to, "look", sid_dense_look_kernel<Body>, (uint64_t)each * p.count, SID_BLOCK, 0, f, p, body,
+                       each);
+    if (!s)
+        s = sid_launch(c.to, "check", sid_dense_check_kernel<Body>, 1, SID_BLOCK, 0, c.scratch, f, p, body,
+                       sid_expect_of(c), c.report, c.state);
+    if (s) return s;
+    return sid_with_memory_of(c, [&](auto memory) {
+        return sid_launch(c.to, "decode", sid_dense_decode_kernel<decltype(memory), Body>,
+                          sid_blocks(c.to, sid_chunks(p.n), SID_DENSE_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
+                          c.state, sid_vectors_of(c.plan, c.state), p, memory, body);
+    });
+}
+
+#endif
