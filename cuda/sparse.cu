@@ -21,12 +21,13 @@ static uint32_t slots_of(const sid_plan *p) {
 }
 
 /* *clear: bytes from scratch on that are to be zeroed. */
-sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, uint32_t sums, uint32_t counts, bool mean) {
+sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const sid_sparse_needs &needs) {
     const uint64_t start = c->at - sizeof(sid_scratch), tiles = sid_chunks(p->n) * SID_WARPS;
     sid_list l = {};
     l.bins = c->take<uint32_t>(3 * SID_DIGIT1);
     *clear = c->at - start;
     l.slots = slots_of(p);
+    l.n = p->n;
     l.stride = tiles;
     l.acc = c->take<float>(p->memory->vectors ? 0 : sid_round_up(p->n, SID_QUAD));
     l.held = c->take<uint32_t>(tiles);
@@ -35,9 +36,9 @@ sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, uint3
     l.slot_index = c->take<uint16_t>(tiles * l.slots);
     l.value = c->take<float>(p->room);
     l.index = c->take<uint32_t>(p->room);
-    l.sent = c->take<float>(mean ? p->cap : 0);
-    l.sums = c->take<double>(sums * tiles);
-    l.counts = c->take<uint32_t>(counts * tiles);
+    l.extra = c->take<float>(needs.extra);
+    l.sums = c->take<double>(needs.sums * tiles);
+    l.counts = c->take<uint32_t>(needs.counts * tiles);
     l.running = c->take<double>(2 * SID_AT_ONCE * SID_SUMS);
     l.part = c->take<unsigned long long>(2 * SID_FINISH_MOST);
     return l;
@@ -62,10 +63,10 @@ checking carve_checking(sid_carver *c, uint64_t *clear) {
 
 } // namespace
 
-uint64_t sid_sparse_work(const sid_plan *p, uint32_t sums, uint32_t counts, bool mean) {
+uint64_t sid_sparse_work(const sid_plan *p, const sid_sparse_needs &needs) {
     uint64_t clear;
     sid_carver a = {nullptr, sizeof(sid_scratch)}, b = a;
-    sid_carve_list(p, &a, &clear, sums, counts, mean);
+    sid_carve_list(p, &a, &clear, needs);
     carve_checking(&b, &clear);
     return (a.at > b.at ? a.at : b.at) - sizeof(sid_scratch);
 }

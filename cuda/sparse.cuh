@@ -19,21 +19,29 @@
 /* ---- work ------------------------------------------------------------------------------------------------------ */
 
 struct sid_list {
-    float *acc;                /* where no memory keeps it */
-    uint32_t *held;            /* of each tile, how many are candidates: more than `slots`: acc has them */
+    float *acc; /* the memory's first vector, or where none keeps it a place in work */
+    uint64_t n;
+    uint32_t *held;            /* of each tile, how many are candidates: where more than `slots`, acc has them */
     unsigned long long *pairs; /* of each tile, above a key << 32 | equal to it */
-    uint32_t slots;            /* a tile's; 0 to SID_TILE */
+    uint32_t slots;            /* a tile's, up to SID_TILE */
     float *slot_value;         /* its candidates in index order */
     uint16_t *slot_index;      /* from the tile's start on */
     float *value;              /* all candidates in index order */
     uint32_t *index;           /* in the group */
-    float *sent;               /* values that travel as their mean */
+    float *extra;              /* the codec's own; values that travel as their mean */
     double *sums;              /* of each tile: the codec's statistics, one array after the other */
     uint32_t *counts;          /* as well */
     uint64_t stride;           /* of those arrays */
     double *running;           /* SID_SUMS of each of SID_AT_ONCE sums, twice */
     unsigned long long *part;  /* a block's, twice */
     uint32_t *bins;            /* SID_DIGIT1, three times, zeroed */
+};
+
+/* What a codec takes of work beside candidates. */
+struct sid_sparse_needs {
+    uint32_t sums, counts; /* of each tile */
+    uint64_t extra;        /* floats */
+    bool mean;             /* values travel as their mean, and `extra` has room for them */
 };
 
 /* Where a sparse body's arrays lie (csrc/wire.h), in bytes from the payload's start. `form`: header flags. */
@@ -56,9 +64,9 @@ enum {
     SID_SPARSE_PARAMS
 };
 
-sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, uint32_t sums, uint32_t counts, bool mean);
+sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const sid_sparse_needs &needs);
 sid_body sid_body_of(const sid_plan *p, bool mean);
-uint64_t sid_sparse_work(const sid_plan *p, uint32_t sums, uint32_t counts, bool mean);
+uint64_t sid_sparse_work(const sid_plan *p, const sid_sparse_needs &needs);
 sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean);
 
 /* ---- elements --------------------------------------------------------------------------------------------------- */
@@ -110,6 +118,52 @@ __device__ inline double sid_size_of(const float *val, uint64_t count, uint64_t 
 struct sid_reading {
     uint32_t low; /* keys from here on are captured */
     int32_t side; /* see sid_side */
+};
+
+/* Calls f(c, x) for the elements of a tile once acc is stored, by the same lanes that have shown them to the codec. */
+template <typename F>
+__device__ inline void sid_each_in_tile(const sid_list &l, int32_t side, uint64_t tile, const F &f) {
+    const uint64_t at = tile * SID_TILE;
+    const uint32_t len = sid_tile_len(l.n, at);
+    for (uint32_t i = sid_lane() * SID_QUAD; i < len; i += SID_ROW)
+        for (uint32_t c = 0; c < SID_QUAD; c++)
+            if (i + c < len) f(c, sid_side(l.acc[at + i + c], side));
+}
+
+/* sparse_probe: a reading that counts keys from `probe` on, into the first of list.counts. */
+struct sid_probing : sid_reading {
+    uint32_t on, probe;
+};
+struct sid_probe_unit {
+    uint32_t count;
+    __device__ void start() { count = 0; }
+    __device__ void row(const sid_probing &r, const float (&x)[SID_QUAD], uint32_t exist) {
+        if (!r.on) return;
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) count += c < exist && sid_key(x[c]) >= r.probe;
+    }
+    __device__ void done(const sid_probing &r, const sid_list &l, uint64_t tile) {
+        if (!r.on) return;
+        const uint32_t sum = sid_warp_sum(count);
+        if (sid_lane() == 0) l.counts[tile] = sum;
+    }
+};
+
+/* The sum of a tile's magnitudes (sparse_sum). */
+struct sid_size_unit {
+    float lane[SID_QUAD];
+    __device__ void start() { lane[0] = lane[1] = lane[2] = lane[3] = 0; }
+    __device__ void row(const float (&x)[SID_QUAD]) {
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) lane[c] += sid_bits_f32(sid_key(x[c]));
+    }
+    __device__ double done(const sid_list &l, int32_t side, uint64_t tile) {
+        const float sum = sid_join_lanes(lane);
+        if (sid_key(sum) < SID_KEY_INF) return (double)sum;
+        double wide[SID_QUAD] = {};
+        sid_each_in_tile(l, side, tile, [&](uint32_t c, float x) { wide[c] += (double)sid_bits_f32(sid_key(x)); });
+        return sid_join_lanes(wide);
+    }
 };
 
 /* A row of a tile: candidates go to its slots, in index order. By the whole warp. */
@@ -349,7 +403,25 @@ struct sid_crew {
         each_value(f.list.value, count, [&](float x) { mine += sid_key(x) >= key; });
         return over_blocks(mine).total;
     }
-    __device__ uint32_t largest() { return count ? select(1).key : 0; }
+    __device__ uint32_t largest() { /* candidate's key; 0 of none */
+        unsigned long long *part = f.list.part + (part_turn ^= 1) * SID_FINISH_MOST;
+        uint32_t most = 0;
+        const auto take = [&](uint32_t key) { most = key > most ? key : most; };
+        const auto of_block = [&] {
+            for (uint32_t d = SID_LANES / 2; d; d /= 2) take(__shfl_xor_sync(SID_FULL, most, d));
+            if (sid_lane() == 0) s.scan[sid_warp()] = most;
+            __syncthreads();
+            for (uint32_t w = 0; w < SID_WARPS; w++) take((uint32_t)s.scan[w]);
+            __syncthreads();
+        };
+        each_value(f.list.value, count, [&](float x) { take(sid_key(x)); });
+        of_block();
+        if (threadIdx.x == 0) part[blockIdx.x] = most;
+        sid_grid_sync();
+        for (uint32_t b = threadIdx.x; b < gridDim.x; b += SID_BLOCK) take((uint32_t)part[b]);
+        of_block();
+        return most;
+    }
 
     /* ---- sums in internal.h's order */
 
@@ -585,6 +657,34 @@ struct sid_crew {
         });
     }
 
+    /* All that reach the key, `found` of them; or the largest, where that is more than the capacity. */
+    __device__ void send_capped(uint32_t key, uint64_t found) {
+        if (found > f.cap) {
+            const sid_pick pick = select(f.cap);
+            send(pick, f.cap - pick.above, found, SID_FLAG_RAISED);
+        } else
+            send_from(key, found, 0);
+    }
+
+    /* sparse_reach: 0: read again, as r then says. */
+    template <class Reading> __device__ bool reach(Reading &r, uint32_t key, uint64_t *found) {
+        if (key >= low) {
+            *found = above(key);
+            return true;
+        }
+        if (r.on && r.probe == key) {
+            *found = count_of_tiles(0);
+            return true;
+        }
+        lead([&] {
+            r.on = 1;
+            r.probe = key;
+            r.low = again(key);
+        });
+        return false;
+    }
+    __device__ uint32_t again(uint32_t key) const { return compacted ? low - 1 : key; }
+
     /* Candidates to the payload, in index order. */
     __device__ void write(int32_t side) {
         const sid_list &l = f.list;
@@ -615,7 +715,7 @@ struct sid_crew {
                 *(uint16_t *)(f.payload + p) = short_index;
                 own.add(p, sid_half_word(p, short_index), b.rows);
                 if (b.form & SID_FLAG_MEAN) {
-                    l.sent[slot] = x;
+                    l.extra[slot] = x;
                 } else if (b.form & SID_FLAG_HALF) {
                     const uint64_t v = b.value_at + 2 * slot;
                     const float max = 65504.0f;
@@ -659,7 +759,7 @@ struct sid_crew {
         float scale = s.threshold, mean = 0;
         if (b.form & SID_FLAG_MEAN) {
             double sum[1];
-            total(sid_tiles(sent), [&](uint64_t u, double (&x)[1]) { x[0] = sid_size_of(f.list.sent, sent, u); }, sum);
+            total(sid_tiles(sent), [&](uint64_t u, double (&x)[1]) { x[0] = sid_size_of(f.list.extra, sent, u); }, sum);
             mean = sent ? (float)(sum[0] / (double)sent) : 0.0f;
         }
         if (blockIdx.x) return;
@@ -687,7 +787,6 @@ struct sid_crew {
 };
 
 /* A sparse codec's Law, its file in csrc/codec/ over again:
- *     enum { SUMS, COUNTS }       of each tile, kept in list.sums and list.counts
  *     struct reading : sid_reading; struct own
  *     begin(reading &, words, steps)   of the first reading, from the state's words, by one thread
  *     best()                      how many of the largest are never dropped
@@ -721,28 +820,26 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS) sid_finish_kerne
     crew.write(s.reading.side);
 }
 
-template <class Law> uint64_t sid_sparse_work_of(const sid_plan *p, bool mean) {
-    return sid_sparse_work(p, Law::SUMS, Law::COUNTS, mean);
-}
-
-template <class Law> sid_status sid_sparse_encode(sid_cuda_encoding &c, const Law &law, bool mean) {
+template <class Law> sid_status sid_sparse_encode(sid_cuda_encoding &c, const Law &law, const sid_sparse_needs &needs) {
     const sid_plan *p = c.plan;
     uint64_t clear;
     sid_finishing f = {};
-    f.list = sid_carve_list(p, &c.work, &clear, Law::SUMS, Law::COUNTS, mean);
+    f.list = sid_carve_list(p, &c.work, &clear, needs);
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const uint64_t chunks = sid_chunks(p->n), pieces = (chunks + SID_FINISH_CHUNKS - 1) / SID_FINISH_CHUNKS;
     f.scratch = c.scratch;
     f.state = c.state;
     f.stats = c.stats;
     f.payload = c.payload;
-    f.acc = p->memory->vectors ? vectors.first : f.list.acc;
+    float *stored = f.list.acc;
+    if (p->memory->vectors) f.list.acc = vectors.first;
+    f.acc = f.list.acc;
     f.n = p->n;
     f.tiles = chunks * SID_WARPS;
     f.k = p->k;
     f.cap = p->cap;
     f.room = p->room;
-    f.body = sid_body_of(p, mean);
+    f.body = sid_body_of(p, needs.mean);
     f.head = sid_head_of(p, c.at);
     f.draw = sid_draw_of(p, c.at);
     const uint64_t grid = sid_blocks(c.to, pieces ? pieces : 1, SID_FINISH_BLOCKS);
@@ -751,7 +848,7 @@ template <class Law> sid_status sid_sparse_encode(sid_cuda_encoding &c, const La
         s = sid_with_memory(p, c.to.err, [&](auto memory) {
             return sid_launch(c.to, "walk", sid_walk_kernel<decltype(memory), sid_gathering<Law>>,
                               sid_blocks(c.to, chunks, SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
-                              vectors, f.list.acc, memory, sid_gathering<Law>{law, f.list, c.state});
+                              vectors, stored, memory, sid_gathering<Law>{law, f.list, c.state});
         });
     if (!s)
         s = sid_launch_together(c.to, "finish", sid_finish_kernel<Law>,

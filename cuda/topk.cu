@@ -10,10 +10,6 @@ enum {
 };
 
 struct topk {
-    enum {
-        SUMS = 0,
-        COUNTS = 0
-    };
     struct reading : sid_reading {};
     struct own {};
     struct unit {};
@@ -43,8 +39,8 @@ struct topk {
     }
 };
 
-uint64_t work(const sid_plan *p) { return sid_sparse_work_of<topk>(p, false); }
-sid_status encode(sid_cuda_encoding &c) { return sid_sparse_encode(c, topk{c.plan->k}, false); }
+uint64_t work(const sid_plan *p) { return sid_sparse_work(p, {}); }
+sid_status encode(sid_cuda_encoding &c) { return sid_sparse_encode(c, topk{c.plan->k}, {}); }
 sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, false); }
 
 } // namespace

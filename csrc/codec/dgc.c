@@ -58,9 +58,7 @@ _Static_assert(sizeof(dgc_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
 static dgc_work *own(const sid_walk *w) { return sparse_own(w); }
 
 static uint64_t run_length(const sid_plan *p) {
-    const double n = (double)p->n, share = ceil(p->codec_param[SAMPLE] * n);
-    const double hits = p->k ? ceil(p->codec_param[HITS] * n / (double)p->k) : 0, want = share > hits ? share : hits;
-    return want < n ? p->n / (uint64_t)want : 1;
+    return sid_run_length(p->n, p->k, p->codec_param[SAMPLE], p->codec_param[HITS]);
 }
 
 static uint64_t sample_room(const sid_plan *p) { return p->n / run_length(p) + 1 + 16; } /* vector stores run over */

@@ -2,6 +2,8 @@
 #ifndef SID_FITS_H
 #define SID_FITS_H
 
+#include <math.h>
+
 #include "../internal.h"
 
 /* How far from `now` the next step's key may be expected, given how far this one's was from `last`; 0: no last one. */
@@ -20,6 +22,18 @@ SID_HD void sid_learn_key(uint64_t *last, uint64_t *spread, uint32_t now) {
 /* From where on to capture; `none`: of the first step. */
 SID_HD uint32_t sid_from_last(uint32_t last, uint32_t spread, uint32_t none) {
     return spread && last > spread ? last - spread : none;
+}
+
+/* Whether float lanes hold a unit's sum of squares. 2^-90: elements that matter have squares that are no denormals. */
+SID_HD int sid_held(float size, float squares) {
+    return sid_key(size) < SID_KEY_INF && sid_key(squares) < SID_KEY_INF && (squares >= 0x1p-90f || !(size > 0));
+}
+
+/* dgc's L. */
+SID_HD uint64_t sid_run_length(uint64_t n, uint64_t k, double sample, double hits) {
+    const double all = (double)n, share = ceil(sample * all), least = k ? ceil(hits * all / (double)k) : 0;
+    const double want = share > least ? share : least;
+    return want < all ? n / (uint64_t)want : 1;
 }
 
 #endif

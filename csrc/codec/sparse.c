@@ -136,18 +136,13 @@ void sparse_sums(const sid_walk *w, const float *x, uint32_t len, uint32_t a, ui
     for (int i = 0; i < 3; i++) sum[i] = sid_key(part[i]) < SID_KEY_INF ? (double)part[i] : wide_sum(x, len, from[i]);
 }
 
-/* Whether float lanes hold a tile's sum of squares. 2^-90: elements that matter have squares that are no denormals. */
-static int held(const float *sum) {
-    return sid_key(sum[0]) < SID_KEY_INF && sid_key(sum[1]) < SID_KEY_INF && (sum[1] >= 0x1p-90f || !(sum[0] > 0));
-}
-
 void sparse_moments(const sid_walk *w, const float *x, uint32_t len, uint32_t exact, double sum[3]) {
     float part[3];
     if (!exact) {
         w->plan->simd->square_sums(x, len, part);
         for (int i = 0; i < 3; i++) sum[i] = (double)part[i];
     }
-    if (exact || !held(part)) w->plan->simd->moments(x, len, sum);
+    if (exact || !sid_held(part[0], part[1])) w->plan->simd->moments(x, len, sum);
 }
 
 void sparse_tails(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, uint32_t exact,
@@ -162,7 +157,7 @@ void sparse_tails(const sid_walk *w, const float *x, uint32_t len, uint32_t a, u
         sum[2] = ca > 0 ? (double)part[2] + ca * at_a : 0;
         sum[3] = cb > 0 ? (double)part[3] + cb * at_b : 0;
         sum[4] = cb > 0 ? (double)part[4] + 2 * at_b * (double)part[3] + cb * at_b * at_b : 0;
-        if (held(part)) return;
+        if (sid_held(part[0], part[1])) return;
     }
     double lane[5][SID_UNIT_LANES] = {{0}};
     count[0] = count[1] = 0;
