@@ -76,6 +76,44 @@ SID_HD int32_t sid_dither32(float a, uint32_t draw) {
     return i + ((int32_t)(rest * 0x1p31f) > (int32_t)(draw >> 1));
 }
 
+/* ---- levels: magnitudes spaced evenly by key, so nearly by logarithm ------------------------------------------------
+ * From the smallest magnitude sent to the largest in `top` steps. Where these would be longer than the width's longest step,
+ * levels go down from the largest by that, and level 0 stands for zero. So a level is never farther from its magnitude than
+ * zero is, and never twice or half of it, which makes their difference exact. */
+typedef struct sid_levels {
+    uint32_t base, step, top; /* level c has key base + c * step; of codes with a sign bit beside c, 0 to top */
+    uint32_t zero;            /* level 0: ~0, or 0 where it stands for zero */
+    float inverse;
+} sid_levels;
+
+#define SID_LEVEL_LEAST 0x1000000u /* the least base: keys below are no logarithms */
+SID_HD uint32_t sid_level_top(uint32_t bits) { return (1u << (bits - 1u)) - 1u; }
+SID_HD uint32_t sid_level_longest(uint32_t bits) { return bits == 8 ? 1u << 20 : 3u << 22; } /* 1/8 and 3/2 octaves */
+SID_HD sid_levels sid_levels_from(uint32_t base, uint32_t step, uint32_t bits) {
+    sid_levels l;
+    l.base = base;
+    l.step = step;
+    l.top = sid_level_top(bits);
+    l.zero = step == sid_level_longest(bits) ? 0u : ~0u;
+    l.inverse = 1.0f / (float)(int32_t)step;
+    return l;
+}
+SID_HD sid_levels sid_levels_between(uint32_t least, uint32_t most, uint32_t bits) {
+    const uint32_t top = sid_level_top(bits), longest = sid_level_longest(bits), span = top * longest;
+    if (least >= SID_LEVEL_LEAST && most - least < span) {
+        const uint32_t step = most - least < top ? 1 : (most - least) / top, last = SID_KEY_INF - 1 - top * step;
+        return sid_levels_from(least < last ? least : last, step, bits); /* the highest level is finite */
+    }
+    return sid_levels_from(most > SID_LEVEL_LEAST + span ? most - span : SID_LEVEL_LEAST, longest, bits);
+}
+/* Without branches; key below 2^31. */
+SID_HD uint32_t sid_level_of(uint32_t key, const sid_levels *l) {
+    int32_t c = (int32_t)((float)((int32_t)key - (int32_t)l->base) * l->inverse + 0.5f);
+    c = c < 0 ? 0 : c;
+    return (uint32_t)(c > (int32_t)l->top ? (int32_t)l->top : c);
+}
+SID_HD uint32_t sid_level_key(uint32_t c, const sid_levels *l) { return (l->base + c * l->step) & (c ? ~0u : l->zero); }
+
 /* ---- 8-bit floats: sign, exponent, `mantissa` bits (OCP 8-bit Floating Point Specification 1.0) --------------------
  * mantissa 3: E4M3, bias 7, largest 448, no Inf, one NaN. mantissa 2: E5M2, bias 15, largest 57344, Inf and NaN as IEEE. */
 SID_HD float sid_f8_to_f32(uint32_t code, uint32_t mantissa) {

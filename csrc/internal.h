@@ -66,12 +66,12 @@ static inline double sid_join(const double *lane) {
 typedef struct sid_rule {
     uint32_t key; /* sparse: acc[i] was sent if key(acc[i]) > key, or == key and i < cut; SID_KEY_NONE: nothing */
     uint32_t
-        flags; /* SID_FLAG_HALF: values were rounded to float16; SID_FLAG_MEAN: only elements with the sign of scale */
+        flags; /* SID_FLAG_HALF, LOG8, LOG4: how values were rounded; SID_FLAG_MEAN: only elements with the sign of scale */
     uint64_t cut;
     float
         scale; /* linear: body = round(acc * scale); 0: nothing was sent. SID_FLAG_MEAN: what each element was sent as */
-    float inverse; /* linear: what was sent = body * inverse */
-    float spare[2];
+    float inverse;       /* linear: what was sent = body * inverse */
+    uint32_t base, step; /* SID_FLAG_LOG8 and LOG4: the levels, bits.h */
 } sid_rule;
 
 /* State of a group: this header, then sid_memory_vectors() vectors of sid_state_stride(n) floats. */
@@ -240,6 +240,15 @@ typedef struct sid_codes {
     const uint8_t *scale; /* float32 a block of elements (64 or more), little-endian; block 0: one for all of them */
 } sid_codes;
 
+/* Packed indices (wire.h) of one wire tile, from entry `pos` on, whose bits lie from bit `from` of high to before `stop`. */
+typedef struct sid_packed {
+    const uint8_t *low;
+    const uint64_t *high;
+    uint64_t pos, from, stop;
+    uint64_t runs; /* of all tiles before this one */
+    uint32_t bits; /* of the low part; a run is 2^bits elements */
+} sid_packed;
+
 /* ---- primitives, once per instruction set (csrc/isa/simd.c); the base variant is the law -------------------------
  * Arrays may have any element alignment. Sums are of a unit, n at most SID_TILE, in the order that `sums` above has. */
 typedef struct sid_velocity { /* of add_velocity */
@@ -273,6 +282,9 @@ typedef struct sid_simd {
                        float *val_out, uint64_t room);
     /* Keys in [lo, hi), in order, to out (16 entries of slack); *above: how many are >= hi. */
     uint64_t (*band)(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uint32_t *out, uint64_t *above);
+    /* Offsets in the tile of its entries, at most `most`, and none from the first on that is not below `end`; how many. May
+     * write up to 128 past them. */
+    uint32_t (*unpack)(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx);
     float (*sum_abs)(const float *x, uint32_t n);
     /* sum[0]: as sum_abs; sum[1], count[0]: of those with key(x) >= a; sum[2], count[1]: >= b. a, b below 2^31. */
     void (*tail_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]);
@@ -295,6 +307,9 @@ typedef struct sid_simd {
     /* The low `width` bits of each code, 2 to 7, one after the other from the lowest bit of out[0] on; ceil(n * width / 8)
      * bytes, what is left of the last one zero. */
     void (*pack)(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out);
+    /* The level of |x|, and above it the sign; and x -= what level and sign stand for where key(x) >= key. */
+    void (*to_levels)(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code);
+    void (*take_levels)(float *x, uint32_t n, uint32_t key, const sid_levels *levels);
     /* Matrices of r rows, `stride` floats apart. sum[k] += x . y_k, in 16 lanes joined in halves, n of any size; y_k += c[k] * x; out += sign * the sum of c[k] * y_k,
      * each a product and a sum in the order of k. */
     void (*dots)(const float *x, uint32_t n, const float *y, uint64_t stride, uint32_t r, float *sum);

@@ -24,7 +24,10 @@ enum {                       /* header flags */
     SID_FLAG_NONFINITE = 1u, /* the gradient held NaN or Inf */
     SID_FLAG_RAISED = 2u,    /* the threshold was raised to fit the capacity */
     SID_FLAG_HALF = 4u,      /* sparse values are float16 */
-    SID_FLAG_MEAN = 8u       /* sparse, without values: scale is the value of each element */
+    SID_FLAG_MEAN = 8u,      /* sparse, without values: scale is the value of each element */
+    SID_FLAG_LOG8 = 16u,     /* sparse values are 8-bit levels, bits.h */
+    SID_FLAG_LOG4 = 32u,     /* 4-bit ones */
+    SID_FLAG_PACKED = 64u    /* sparse indices are packed */
 };
 
 typedef struct sid_header {
@@ -43,8 +46,10 @@ typedef struct sid_header {
     uint64_t checksum; /* 56 */
 } sid_header;
 
-/* Sparse body: u32 count[tiles], u16 index[cap], value[cap]; each array starts at a multiple of 8 bytes, what is
- * unused is zero. A wire tile is 65536 elements of the group; indices count from its start and ascend. */
+/* Sparse body: u32 count[tiles], indices, values; each array starts at a multiple of 8 bytes, what is unused is zero. A
+ * wire tile is 65536 elements of the group; indices count from its start and ascend. They are u16 index[cap], or packed
+ * (Elias-Fano): the low bits of all entries in as many bits each, and bits of which (place in the group >> low) + i is set
+ * for entry i, so that a tile's begin at what count tells of those before it. */
 #define SID_WIRE_TILE 65536ull
 
 SID_HD uint64_t sid_round_up(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
@@ -53,8 +58,31 @@ SID_HD uint64_t sid_sparse_index_at(uint64_t n) { return SID_HEADER_BYTES + sid_
 SID_HD uint64_t sid_sparse_value_at(uint64_t n, uint64_t cap) {
     return sid_sparse_index_at(n) + sid_round_up(2 * cap, 8);
 }
-SID_HD uint64_t sid_sparse_bytes(uint64_t n, uint64_t cap, unsigned half) {
-    return sid_round_up(sid_sparse_value_at(n, cap) + (half ? 2 : 4) * cap, 64);
+SID_HD uint32_t sid_packed_low(uint64_t n, uint64_t cap) { /* at most 12: a multiple of a tile of decode begins a run */
+    uint32_t low = 0;
+    while (low < 12 && cap << (low + 1) <= n) low++;
+    return low;
+}
+SID_HD uint64_t sid_packed_bits(uint64_t n, uint64_t cap) {
+    return cap + ((n + (1ull << sid_packed_low(n, cap)) - 1) >> sid_packed_low(n, cap));
+}
+SID_HD uint64_t sid_packed_high_at(uint64_t n, uint64_t cap) {
+    return sid_sparse_index_at(n) + sid_round_up(cap * sid_packed_low(n, cap), 64) / 8;
+}
+SID_HD uint64_t sid_packed_value_at(uint64_t n, uint64_t cap) {
+    return sid_packed_high_at(n, cap) + sid_round_up(sid_packed_bits(n, cap), 64) / 8;
+}
+/* Sparse values: float32, float16, or u32 base, u32 step and codes of 8 or 4 bits. */
+enum {
+    SID_VALUES_F32,
+    SID_VALUES_F16,
+    SID_VALUES_LOG8,
+    SID_VALUES_LOG4
+};
+SID_HD uint64_t sid_sparse_value_bytes(uint64_t count, uint32_t values) {
+    return values == SID_VALUES_LOG8   ? 8 + count
+           : values == SID_VALUES_LOG4 ? 8 + (count + 1) / 2
+                                       : (values == SID_VALUES_F16 ? 2 : 4) * count;
 }
 /* Sign body: a bit an element, set where it is negative, in u64 words; then, where the two reconstructed values are not
  * +-header.scale, f32 low, the one of the negative elements, and 4 zero bytes. */

@@ -62,7 +62,9 @@ struct dgc {
     }
 };
 
-uint64_t run_length(const sid_plan *p) { return sid_run_length(p->n, p->k, p->codec_param[2], p->codec_param[3]); }
+uint64_t run_length(const sid_plan *p) {
+    return sid_run_length(p->n, p->k, p->codec_param[SID_SPARSE_PARAMS], p->codec_param[SID_SPARSE_PARAMS + 1]);
+}
 
 sid_sparse_needs needs(const sid_plan *p) {
     const uint64_t length = run_length(p);

@@ -61,6 +61,7 @@ enum {
 enum {
     SID_SPARSE_DENSITY,
     SID_SPARSE_VALUES,
+    SID_SPARSE_INDICES,
     SID_SPARSE_PARAMS
 };
 

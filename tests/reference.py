@@ -48,7 +48,7 @@ STORAGE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bf
 DTYPE_CODE = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 MAGIC, VERSION, HEADER_BYTES, WIRE_TILE = 0x43444953, 1, 64, 65536
-NONFINITE, RAISED, HALF, MEAN = 1, 2, 4, 8
+NONFINITE, RAISED, HALF, MEAN, LOG8, LOG4, PACKED = 1, 2, 4, 8, 16, 32, 64
 HEADER = struct.Struct("<IHHIIQQQIIfIQ")
 FIELDS = ("magic", "version", "codec", "dtype", "flags", "n", "count", "step", "group", "rank", "scale",
           "salt", "checksum")  # fmt: skip
@@ -153,36 +153,140 @@ def _pad(data: bytes, to: int) -> bytes:
     return data + bytes(-len(data) % to)
 
 
-def sparse_body(n: int, cap: int, index: Array, value: Array, half: bool) -> bytes:
-    """Counts of the wire tiles, 16-bit indices, values; `index` ascends, `value` is float32."""
+LEVELS = {"log8": (8, 1 << 20), "log4": (4, 3 << 22)}  # bits, and the longest step
+LEAST = 1 << 24  # the least key of a level that is not zero
+FORMS = {"f32": 0, "f16": HALF, "log8": LOG8, "log4": LOG4, "mean": MEAN}
+
+
+def keys(x: Array) -> Array:
+    """Of magnitudes, as int64."""
+    return (np.ascontiguousarray(x, np.float32).view(np.uint32) & 0x7FFFFFFF).astype(np.int64)
+
+
+def level_codes(value: Array, least: float, values: str) -> tuple[int, int, Array]:
+    """Base and step of the levels from `least` to the largest of `value`, and the nearest one of each."""
+    if not len(value):
+        return 0, 0, np.zeros(0, np.uint8)
+    bits, longest = LEVELS[values]
+    top, low, high = 2 ** (bits - 1) - 1, int(keys(np.float32([least]))[0]), int(keys(value).max())
+    step = max(1, (high - low) // top)
+    base = min(low, 0x7F7FFFFF - top * step)
+    if low < LEAST or high - low >= top * longest:
+        base, step = max(LEAST, high - top * longest), longest
+    steps = (keys(value) - base).astype(np.float32) * (np.float32(1) / np.float32(step)) + np.float32(0.5)
+    code = np.clip(np.trunc(steps), 0, top).astype(np.int64)
+    return base, step, (code + (top + 1) * np.signbit(value)).astype(np.uint8)
+
+
+def from_levels(base: int, step: int, code: Array, values: str) -> Array:
+    bits, longest = LEVELS[values]
+    level, negative = code.astype(np.int64) % 2 ** (bits - 1), code >= 2 ** (bits - 1)
+    key = base + level * step
+    if step == longest:
+        key = np.where(level == 0, 0, key)
+    return (key | negative.astype(np.int64) << 31).astype(np.uint32).view(np.float32)
+
+
+def fields(number: Array, bits: int) -> bytes:
+    """The low `bits` bits of each, one after the other, up to a multiple of 8 bytes."""
+    each = number.astype(np.int64)[:, None] >> np.arange(bits) & 1
+    return _pad(np.packbits(each.astype(np.uint8).ravel(), bitorder="little").tobytes(), 8)
+
+
+def from_fields(data: bytes, count: int, bits: int) -> Array:
+    each = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[: count * bits]
+    return (each.reshape(count, bits).astype(np.int64) << np.arange(bits)).sum(axis=1, dtype=np.int64)
+
+
+def packed_low(n: int, cap: int) -> int:
+    return min(12, int(math.log2(n // cap))) if cap else 12
+
+
+def index_sizes(n: int, cap: int, indices: str) -> list[int]:
+    """Bytes of the counts and of what follows them, up to the values."""
+    counts = -(-4 * -(-n // WIRE_TILE) // 8) * 8
+    if indices == "u16":
+        return [counts, -(-2 * cap // 8) * 8]
+    low = packed_low(n, cap)
+    return [counts, -(-cap * low // 64) * 8, -(-(cap + -(-n >> low)) // 64) * 8]
+
+
+def value_size(cap: int, values: str) -> int:
+    return {"f32": 4 * cap, "f16": 2 * cap, "log8": 8 + cap, "log4": 8 + -(-cap // 2), "mean": 0}[values]
+
+
+def sparse_body(
+    n: int,
+    cap: int,
+    index: Array,
+    value: Array,
+    values: str = "f32",
+    indices: str = "u16",
+    least: float = 0.0,
+) -> bytes:
+    """Counts of the wire tiles, indices, values; `index` ascends, `value` is float32."""
     tiles = -(-n // WIRE_TILE)
-    counts = (
-        np.bincount(index // WIRE_TILE, minlength=tiles)[:tiles].astype("<u4")
-        if tiles
-        else np.zeros(0, "<u4")
-    )
-    indices, values = np.zeros(cap, "<u2"), np.zeros(cap, "<f2" if half else "<f4")
-    indices[: len(index)] = index % WIRE_TILE
-    values[: len(index)] = from_f32_saturating(value, "float16") if half else value
-    return _pad(b"".join(_pad(a.tobytes(), 8) for a in (counts, indices, values)), 64)
+    counts = np.bincount(index // WIRE_TILE, minlength=tiles)[:tiles].astype("<u4")
+    if indices == "u16":
+        parts = [counts.tobytes(), (index % WIRE_TILE).astype("<u2").tobytes()]
+    else:
+        low = packed_low(n, cap)
+        ones = np.zeros(cap + -(-n >> low), np.int64)
+        ones[(index >> low) + np.arange(len(index))] = 1
+        parts = [counts.tobytes(), fields(index, low), fields(ones, 1)]
+    parts = [p + bytes(size - len(p)) for p, size in zip(parts, index_sizes(n, cap, indices), strict=True)]
+    if values in LEVELS:
+        base, step, code = level_codes(value, least, values)
+        data = struct.pack("<II", base, step) + fields(code, LEVELS[values][0])
+    elif values == "mean":
+        data = b""
+    else:
+        data = (from_f32_saturating(value, "float16") if values == "f16" else value).tobytes()
+    size = value_size(cap, values)
+    return _pad(b"".join(parts) + (data + bytes(size))[:size], 64)
 
 
-def read_sparse_body(body: bytes, n: int, cap: int, count: int, half: bool) -> tuple[Array, Array]:
+def read_sparse_body(
+    body: bytes, n: int, cap: int, count: int, values: str = "f32", indices: str = "u16"
+) -> tuple[Array, Array]:
     """Group indices (int64) and float32 values of `count` entries; ValueError if no encoder wrote this."""
     tiles = -(-n // WIRE_TILE)
-    index_at = -(-4 * tiles // 8) * 8
-    value_at = index_at + -(-2 * cap // 8) * 8
-    size = 2 if half else 4
-    if len(body) != -(-(value_at + size * cap) // 64) * 64:
+    sizes = index_sizes(n, cap, indices)
+    value_at = sum(sizes)
+    if len(body) != -(-(value_at + value_size(cap, values)) // 64) * 64:
         raise ValueError("length")
     counts = np.frombuffer(body, "<u4", tiles).astype(np.int64)
     if count > cap or counts.sum() != count:
         raise ValueError("count")
-    low = np.frombuffer(body, "<u2", count, index_at).astype(np.int64)
-    index = low + np.repeat(np.arange(tiles), counts) * WIRE_TILE
-    if (np.diff(index) <= 0).any() or (index >= n).any():
+    tile = np.repeat(np.arange(tiles), counts)
+    if indices == "u16":
+        index = np.frombuffer(body, "<u2", count, sizes[0]).astype(np.int64) + tile * WIRE_TILE
+    else:
+        low = packed_low(n, cap)
+        ones = np.unpackbits(np.frombuffer(body[sum(sizes[:2]) : value_at], np.uint8), bitorder="little")
+        where = []
+        for t in range(tiles):  # a tile's runs begin where its first run and the entries before it say
+            at = (t * WIRE_TILE >> low) + int(counts[:t].sum())
+            runs = -(-min(WIRE_TILE, n - t * WIRE_TILE) >> low)
+            found = at + np.flatnonzero(ones[at : at + runs + int(counts[t])])
+            if len(found) != counts[t]:
+                raise ValueError("bits of a tile")
+            where.append(found)
+        high = np.concatenate([np.zeros(0, np.int64), *where]) - np.arange(count)
+        index = high << low | from_fields(body[sizes[0] :], count, low)
+    if (np.diff(index) <= 0).any() or (index >= n).any() or (index // WIRE_TILE != tile).any():
         raise ValueError("indices")
-    value = np.frombuffer(body, "<f2" if half else "<f4", count, value_at).astype(np.float32)
+    if values == "mean":
+        return index, np.zeros(count, np.float32)
+    if values in LEVELS:
+        (base, step), (bits, longest) = struct.unpack_from("<II", body, value_at), LEVELS[values]
+        highest = base + (2 ** (bits - 1) - 1) * step
+        if not (
+            LEAST <= base <= highest < 0x7F800000 and 0 < step <= longest if count else base == step == 0
+        ):
+            raise ValueError("levels")
+        return index, from_levels(base, step, from_fields(body[value_at + 8 :], count, bits), values)
+    value = np.frombuffer(body, "<f2" if values == "f16" else "<f4", count, value_at).astype(np.float32)
     return index, value
 
 
@@ -459,29 +563,38 @@ class Linear(Codec):
 class Sparse(Codec):
     k: int = 0
     cap: int = 0
-    half: bool = False
     sparse: bool = True
+    values = "f32"
+    indices = "u16"
 
     def __post_init__(self) -> None:
         self.k = target_count(self.n, float(self.settings["density"]))
         self.cap = self.k
-        self.half = self.settings["values"] == "f16"
+        self.values, self.indices = str(self.settings["values"]), str(self.settings["indices"])
+
+    @property
+    def form(self) -> int:
+        return FORMS[self.values] | (PACKED if self.indices == "packed" else 0)
 
     def send(
         self, acc: Array, index: Array, threshold: float, flags: int, found: int, stages: int = 0
     ) -> Sent:
         value = acc[index]
         decoded = np.zeros(self.n, np.float32)
-        decoded[index] = to_f32(from_f32_saturating(value, "float16"), "float16") if self.half else value
-        flags |= HALF if self.half else 0
-        body = sparse_body(self.n, self.cap, index, value, self.half)
-        return Sent(body, len(index), threshold, flags, decoded, found, stages)
+        if self.values in LEVELS:
+            decoded[index] = from_levels(*level_codes(value, threshold, self.values), self.values)
+        else:
+            half = self.values == "f16"
+            decoded[index] = to_f32(from_f32_saturating(value, "float16"), "float16") if half else value
+        body = sparse_body(self.n, self.cap, index, value, self.values, self.indices, threshold)
+        return Sent(body, len(index), threshold, flags | self.form, decoded, found, stages)
 
     def read(self, payload: bytes) -> Array:
         h = header(payload)
-        index, value = read_sparse_body(
-            payload[HEADER_BYTES:], self.n, self.cap, h["count"], bool(h["flags"] & HALF)
-        )
+        if h["flags"] & ~(NONFINITE | RAISED) != self.form:
+            raise ValueError("flags")
+        body = payload[HEADER_BYTES:]
+        index, value = read_sparse_body(body, self.n, self.cap, h["count"], self.values, self.indices)
         out = np.zeros(self.n, np.float32)
         out[index] = value
         return out
@@ -791,7 +904,7 @@ class RedSync(Sparse):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.binary, self.mean = self.settings["method"] == "binary", self.settings["quantised"] == "on"
-        self.half = self.half and not self.mean
+        self.values = "mean" if self.mean else self.values
         self.cap = min(2 * self.k, self.n) if self.binary else self.k
 
     @property
@@ -859,23 +972,18 @@ class RedSync(Sparse):
         mean = np.float32(sign * (total(np.abs(acc[index])) / max(len(index), 1)))
         decoded = np.zeros(self.n, np.float32)
         decoded[index] = mean
-        body = _pad(sparse_body(self.n, self.cap, index, acc[index], False)[: self.values_at], 64)
-        return Sent(
-            body, len(index), float(mean) if len(index) else 0.0, flags | MEAN, decoded, found, stages
-        )
-
-    @property
-    def values_at(self) -> int:
-        return -(-4 * -(-self.n // WIRE_TILE) // 8) * 8 + -(-2 * self.cap // 8) * 8
+        body = sparse_body(self.n, self.cap, index, acc[index], "mean", self.indices)
+        scale = float(mean) if len(index) else 0.0
+        return Sent(body, len(index), scale, flags | self.form, decoded, found, stages)
 
     def read(self, payload: bytes) -> Array:
         if not self.mean:
             return super().read(payload)
-        h, body = header(payload), payload[HEADER_BYTES:]
-        full = _pad(body[: self.values_at] + bytes(4 * self.cap), 64)
+        h = header(payload)
         if not np.isfinite(h["scale"]) or (h["scale"] == 0) != (h["count"] == 0):
             raise ValueError("mean")
-        index, _ = read_sparse_body(full, self.n, self.cap, h["count"], False)
+        body = payload[HEADER_BYTES:]
+        index, _ = read_sparse_body(body, self.n, self.cap, h["count"], "mean", self.indices)
         out = np.zeros(self.n, np.float32)
         out[index] = np.float32(h["scale"])
         return out

@@ -497,9 +497,53 @@ def test_topk_sends_exactly_k() -> None:
     n, k = 5000, 500
     rank = Rank(_core.Plan("topk", "residual", n, "float32", {"density": k / n}))
     payload = rank.encode(Vector(np.full(n, -2.5, np.float32)), Step())
-    index, value = ref.read_sparse_body(payload[64:], n, k, k, False)
+    index, value = ref.read_sparse_body(payload[64:], n, k, k)
     assert (index == np.arange(k)).all() and (value == -2.5).all()
     assert rank.stats.count == rank.stats.found == ref.header(payload)["count"] == k
+
+
+@pytest.mark.parametrize("codec", INDEXED)
+@pytest.mark.parametrize("n", [0, 1, 63, 1000, 4097, 65536, 140_000])
+def test_every_form_of_a_sparse_body(codec: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    kinds, densities = iter(rng.permutation(KINDS)), iter([1e-5, 0.001, 0.0843, 0.25, 0.5, 0.9, 1.0, 0.03])
+    for indices in ("u16", "packed"):
+        for values in ("f32", "f16", "log8", "log4"):
+            chosen = {"density": next(densities), "values": values, "indices": indices}
+            trial = Trial(codec, "residual", n, "float32", chosen)
+            for step, kind in enumerate((str(next(kinds)), "laplace", "few")):
+                x = elements(kind, n, "float32", rng)
+                payload = trial.encode(x, Step(step=step), cuts(n, "random", rng), step)
+                trial.decode([payload, payload], 0.5, x, Step(step=step))
+                trial.residual()
+
+
+@pytest.mark.parametrize(("values", "near", "far"), [("log8", 0.01, 0.0625), ("log4", 0.15, 0.75)])
+def test_levels_lie_close_by(values: str, near: float, far: float) -> None:
+    """At any scale; closer where what is sent spans few octaves. What is too small for them is kept."""
+    n, rng = 20_000, np.random.default_rng(1)
+    for kind, most in (("laplace", near), ("normal", near), ("range", far)):
+        for scale in (2.0**-90, 1.0, 2.0**90) if kind != "range" else (1.0,):
+            x = (content(kind, n, rng) * np.float32(scale)).astype(np.float32)
+            rank = Rank(_core.Plan("topk", "residual", n, "float32", {"density": 0.05, "values": values}))
+            rank.encode(Vector(x), Step())
+            magnitude, left = np.abs(x).astype(np.float64), np.abs(rank.residual()[0]).astype(np.float64)
+            sent = np.argsort(-magnitude, kind="stable")[: rank.plan.k]
+            if kind == "range":
+                sent = sent[magnitude[sent] > magnitude.max() * 2.0**-9]
+            assert (left[sent] <= most * magnitude[sent]).all()
+            assert len(sent) > 10 and left[sent].any()
+
+
+def test_packed_indices_take_what_elias_and_fano_say() -> None:
+    n = 10_000_000
+    for density, most in ((0.3, 3.8), (0.0843, 5.6), (0.05, 6.4), (0.01, 8.6), (0.001, 12.0)):
+        sizes = [
+            _core.Plan("topk", "none", n, "float32", {"density": density, "values": "log8", "indices": i})
+            for i in ("u16", "packed")
+        ]
+        bits = 16 - 8 * (sizes[0].payload_bytes - sizes[1].payload_bytes) / sizes[0].k
+        assert math.log2(1 / density) + 1.4 < bits < most, (density, bits)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -852,7 +896,7 @@ def test_forged_sparse_payloads_are_refused(codec: str) -> None:
         np.concatenate([rng.choice(40_000, (cap - 3) // 3, False) + t * ref.WIRE_TILE for t in range(3)])
     )
     index[-1] = n - 1
-    body = ref.sparse_body(n, cap, index, np.ones(len(index), np.float32), False)
+    body = ref.sparse_body(n, cap, index, np.ones(len(index), np.float32))
     good = ref.with_header(good[:64] + body, False, count=len(index), flags=0, scale=1.0)
     Rank(plan).decode([good], 1.0, Vector(np.zeros(n, np.float32)), Step(step=3, group=4))
     names = []
@@ -863,6 +907,65 @@ def test_forged_sparse_payloads_are_refused(codec: str) -> None:
     assert len(names) == 11
 
 
+def packed_forgeries(good: bytes, n: int, cap: int) -> Iterator[tuple[str, bytes]]:
+    """As above, packed, with 4-bit values. Entries 0 and 1 share a run, 2 has the next one to itself."""
+    low_at, high_at, value_at = (64 + sum(ref.index_sizes(n, cap, "packed")[:i]) for i in (1, 2, 3))
+    assert ref.packed_low(n, cap) >= 8
+    bits, h = good[high_at], ref.header(good)
+    assert bits & 0b1111 == 0b1011
+
+    def forged(at: int, fmt: str, *values: int, **changes: int) -> bytes:
+        p = bytearray(good)
+        struct.pack_into("<" + fmt, p, at, *values)
+        return ref.with_header(bytes(p), False, **changes)
+
+    def moved(one: int, to: int) -> bytes:
+        p = bytearray(good)
+        p[high_at + one // 8] &= ~(1 << one % 8)
+        p[high_at + to // 8] |= 1 << to % 8
+        return ref.with_header(bytes(p), False)
+
+    places = np.flatnonzero(np.unpackbits(np.frombuffer(good[high_at:value_at], np.uint8), bitorder="little"))
+    first = int(np.frombuffer(good, "<u4", 1, 64)[0])
+    runs, last = ref.WIRE_TILE >> ref.packed_low(n, cap), int(places[-1])
+    yield "equal indices", forged(low_at, "Q", 0)
+    yield "an entry less in its tile", forged(high_at, "B", bits & ~1)
+    yield "an entry more in its tile", forged(high_at, "B", bits | 4)
+    yield "the last entry of a tile past its runs", moved(int(places[first - 1]), runs + first - 1)
+    yield "an index past n", moved(last, last + 1 if last % 8 != 7 else last + 2)
+    yield "plain indices", ref.with_header(good, False, flags=h["flags"] & ~ref.PACKED)
+    yield "another value format", ref.with_header(good, False, flags=h["flags"] ^ ref.LOG4 ^ ref.LOG8)
+    yield "a step of 0", forged(value_at + 4, "I", 0)
+    yield "too long a step", forged(value_at + 4, "I", (3 << 22) + 1)
+    yield "denormal levels", forged(value_at, "I", (1 << 24) - 1)
+    yield "levels up to Inf", forged(value_at, "I", 0x7F800000 - 7)
+    yield "levels that wrap around", forged(value_at, "2I", 0xFFFFFFF0, 3)
+
+
+@pytest.mark.parametrize("codec", INDEXED)
+def test_forged_packed_payloads_are_refused(codec: str) -> None:
+    n = 2 * ref.WIRE_TILE + 40_000
+    chosen = {"density": 0.0001, "values": "log4", "indices": "packed"}
+    plan = _core.Plan(codec, home(codec), n, "float32", chosen)
+    group = reference_group(plan, chosen)
+    good, cap = group.encode(np.zeros(n, np.float32), Step(step=3, group=4)), group.codec.cap
+    run = 1 << ref.packed_low(n, cap)
+    index = np.array([3, 5, run + 1, 20_000, ref.WIRE_TILE - 1, ref.WIRE_TILE, 2 * ref.WIRE_TILE + 7, n - 1])
+    value = np.linspace(1, 3, len(index)).astype(np.float32)
+    body = ref.sparse_body(n, cap, index, value, "log4", "packed", 1.0)
+    flags = ref.LOG4 | ref.PACKED
+    good = ref.with_header(good[:64] + body, False, count=len(index), flags=flags, scale=1.0)
+    Rank(plan).decode([good], 1.0, Vector(np.zeros(n, np.float32)), Step(step=3, group=4))
+    names = []
+    for name, bad in packed_forgeries(good, n, cap):
+        names.append(name)
+        assert bad != good, name
+        with pytest.raises(ValueError):
+            group.decode([bad], 1.0)
+        refused(plan, [good, good, bad], 2, _core.CorruptPayloadError, Step(step=3, group=4))
+    assert len(names) == 12
+
+
 @pytest.mark.parametrize("codec", [c for c in SPARSE if c not in LINEAR])
 @more
 @given(data=st.data())
@@ -870,7 +973,9 @@ def test_any_body_gives_a_result_or_an_error(codec: str, data: st.DataObject) ->
     """The core and the reference accept the same bodies; the checksum is right, their own checks decide."""
     seed, n = data.draw(seeds), data.draw(st.sampled_from([1, 5, 300, 65536, 65537, 140000]))
     rng = np.random.default_rng(seed)
-    chosen = {"density": min(1.0, 40 / n), "values": data.draw(st.sampled_from(["f32", "f16"]))}
+    names = {p["name"]: p["choices"] for p in parameters(codec) if p["name"] in ("values", "indices")}
+    chosen = {name: data.draw(st.sampled_from(choices)) for name, choices in names.items()}
+    chosen["density"] = min(1.0, 40 / n)
     plan = _core.Plan(codec, home(codec), n, "float32", chosen)
     good = bytearray(shares(codec, home(codec), n, "float32", chosen, 1, seed)[0])
     for _ in range(int(rng.integers(0, 4))):

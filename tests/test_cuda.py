@@ -40,6 +40,7 @@ if reason := why_not():
 on_gpu = pytest.mark.skipif(EMULATED, reason="needs a real GPU")
 
 CODECS = [c["name"] for c in _core.codecs() if c["cuda"]]
+CPU_ONLY = ("log8", "log4", "packed")
 LINEAR = {c["name"] for c in _core.codecs() if "linear" in c["traits"]}
 MEMORIES = [m["name"] for m in _core.memories() if m["cuda"]]
 DTYPES = list(ref.STORAGE)
@@ -65,6 +66,7 @@ def variants_of(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     axes = []
     for p in table:
         values = p["choices"] if p["kind"] == "choice" else VALUES.get(p["name"], ())
+        values = [v for v in values if v not in CPU_ONLY]
         if values := [v for v in values if p["kind"] == "choice" or p["min"] <= v <= p["max"]]:
             axes.append([(p["name"], v) for v in values])
     return [dict(v) for v in itertools.product(*axes)]
@@ -132,6 +134,15 @@ def test_memories_without_kernels_are_refused() -> None:
         else:
             with pytest.raises(_core.UnsupportedError, match=f"memory '{info['name']}'.*CUDA"):
                 plan.cuda_work_bytes()
+
+
+def test_forms_without_kernels_are_refused() -> None:
+    for codec in CODECS:
+        for p in parameters(codec):
+            for choice in set(p.get("choices", ())).intersection(CPU_ONLY):
+                plan = _core.Plan(codec, "residual", 100, "float32", {p["name"]: choice})
+                with pytest.raises(_core.UnsupportedError, match=rf"CUDA.*{p['name']} = {choice}; choose"):
+                    plan.cuda_work_bytes()
 
 
 # ---- the device's side -------------------------------------------------------------------------

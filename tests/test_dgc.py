@@ -19,12 +19,12 @@ def test_an_exact_example() -> None:
     x = np.float32([3, -1, 4, -1, 5, -9, 2, -6, 5, 3])
     rank = Rank(plan_of(10, density=0.4, sample=1))
     payload = rank.encode(Vector(x), Step())
-    index, value = ref.read_sparse_body(payload[64:], 10, 4, 4, False)
+    index, value = ref.read_sparse_body(payload[64:], 10, 4, 4)
     assert index.tolist() == [4, 5, 7, 8] and value.tolist() == [5, -9, -6, 5]
     assert ref.header(payload)["scale"] == 5 and rank.stats.found == 4
     rank = Rank(plan_of(10, density=0.3, sample=1))  # two fives, room for one
     payload = rank.encode(Vector(x), Step())
-    index, _ = ref.read_sparse_body(payload[64:], 10, 3, 3, False)
+    index, _ = ref.read_sparse_body(payload[64:], 10, 3, 3)
     assert index.tolist() == [4, 5, 7]
     assert rank.stats.found == 4 and ref.header(payload)["flags"] == ref.RAISED
 

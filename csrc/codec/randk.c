@@ -20,7 +20,7 @@
 #include "sparse.h"
 
 enum {
-    SCALING = SPARSE_PARAMS
+    SCALING = SPARSE_INDICES
 };
 enum {
     BLOCK = SID_DECODE_TILE
@@ -29,9 +29,17 @@ _Static_assert((int)BLOCK == (int)SID_MAX_TILE, "encode and decode see the same 
 #define OFFSET_AT (1ull << 62) /* the block of random words that r comes from: beyond every element's */
 __extension__ typedef unsigned __int128 wide;
 
-static const char *const scaling_names[] = {"auto", "off", NULL};
+static const char *const value_names[] = {"f32", "f16", NULL}, *const scaling_names[] = {"auto", "off", NULL};
 static const sid_param params[] = {
-    SPARSE_PARAM_ROWS,
+    SPARSE_DENSITY_ROW,
+    {.name = "values",
+     .kind = SID_CHOICE,
+     .dflt = SID_VALUES_F32,
+     .min = 0,
+     .max = SID_VALUES_F16,
+     .unit = "",
+     .choices = value_names,
+     .doc = "Format of the values; what float16 rounds away stays in the residual."},
     {.name = "scaling",
      .kind = SID_CHOICE,
      .dflt = 0,

@@ -3,7 +3,10 @@
 #include <math.h>
 #include <string.h>
 
-const char *const sparse_value_names[] = {"f32", "f16", NULL};
+#include "packed.h"
+
+const char *const sparse_value_names[] = {"f32", "f16", "log8", "log4", NULL};
+const char *const sparse_index_names[] = {"u16", "packed", NULL};
 
 enum {
     BINS = 2048,
@@ -13,7 +16,19 @@ enum {
 _Static_assert(sizeof(sparse_work) <= OWN_AT, "the header of work and the codec's part of it overlap");
 static const float half_max = 65504.0f;
 
-static int is_half(const sid_plan *p) { return p->codec_param[SPARSE_VALUES] == 1; }
+static uint32_t values_of(const sid_plan *p) { return (uint32_t)p->codec_param[SPARSE_VALUES]; }
+static int is_packed(const sid_plan *p) { return p->codec_param[SPARSE_INDICES] == 1; }
+static uint32_t width_of(uint32_t values) { return values == SID_VALUES_LOG8 ? 8 : 4; }
+
+/* The header's flags of a form of values. */
+static uint32_t flag_of(uint32_t values) {
+    static const uint32_t flags[] = {0, SID_FLAG_HALF, SID_FLAG_LOG8, SID_FLAG_LOG4};
+    return flags[values];
+}
+
+static uint64_t value_at(const sid_plan *p) {
+    return is_packed(p) ? sid_packed_value_at(p->n, p->cap) : sid_sparse_value_at(p->n, p->cap);
+}
 
 void sparse_k(sid_plan *p) {
     const double k = floor(p->codec_param[SPARSE_DENSITY] * (double)p->n + 0.5);
@@ -40,7 +55,7 @@ sid_status sparse_plan(sid_plan *p, uint64_t room, uint64_t *scratch) {
     const uint64_t least = 2 * p->cap + 4096;
     if (room < least) room = least;
     p->room = room < p->n ? room : p->n;
-    p->sizes.payload = sid_sparse_bytes(p->n, p->cap, (unsigned)is_half(p));
+    p->sizes.payload = sid_round_up(value_at(p) + sid_sparse_value_bytes(p->cap, values_of(p)), 64);
     *scratch = carve(p, NULL, NULL);
     return SID_OK;
 }
@@ -273,7 +288,7 @@ uint32_t sparse_again(const sid_walk *w, uint32_t key) {
     return s->compacted ? s->low - 1 : key;
 }
 
-uint64_t sparse_mean_bytes(const sid_plan *p) { return sid_round_up(sid_sparse_value_at(p->n, p->cap), 64); }
+uint64_t sparse_mean_bytes(const sid_plan *p) { return sid_round_up(value_at(p), 64); }
 
 /* What was sent instead of each of n magnitudes. */
 static float mean_of(const sid_walk *w, const float *val, uint64_t n) {
@@ -284,37 +299,65 @@ static float mean_of(const sid_walk *w, const float *val, uint64_t n) {
     return n ? (float)(sid_sums_total(sums, n) / (double)n) : 0.0f;
 }
 
+static void write_half(const sid_plan *p, float *val, uint64_t sent, uint8_t *out) {
+    for (uint64_t i = 0; i < sent; i += SID_TILE) {
+        const uint32_t len = sent - i < SID_TILE ? (uint32_t)(sent - i) : SID_TILE;
+        p->simd->clamp(val + i, val + i, len, half_max);
+        p->simd->f32_to_f16(val + i, (uint16_t *)(void *)(out + 2 * i), len);
+    }
+}
+
+/* From the key of the smallest magnitude that may be sent to that of the largest one that is. */
+static void write_levels(const sid_plan *p, const float *val, uint64_t sent, uint32_t key, sid_rule *rule,
+                         uint8_t *out) {
+    const uint32_t width = width_of(values_of(p));
+    uint32_t most = 0;
+    for (uint64_t i = 0; i < sent; i += SID_TILE) {
+        const uint32_t m = p->simd->max_key(val + i, sent - i < SID_TILE ? (uint32_t)(sent - i) : SID_TILE);
+        most = m > most ? m : most;
+    }
+    const sid_levels levels = sid_levels_between(key, most, width);
+    rule->base = levels.base;
+    rule->step = levels.step;
+    memcpy(out, (uint32_t[2]){sent ? levels.base : 0, sent ? levels.step : 0}, 8);
+    out += 8;
+    for (uint64_t i = 0; i < sent; i += SID_TILE) {
+        uint8_t code[SID_TILE];
+        const uint32_t len = sent - i < SID_TILE ? (uint32_t)(sent - i) : SID_TILE;
+        p->simd->to_levels(val + i, len, &levels, width == 8 ? out + i : code);
+        if (width < 8) p->simd->pack(code, len, width, out + i * width / 8);
+    }
+}
+
 static void emit(sid_walk *w, uint32_t key, uint64_t ties, uint32_t flags) {
     const sid_plan *p = w->plan;
     sparse_work *s = sparse_of(w);
     sid_header *h = (sid_header *)(void *)w->payload;
-    const int mean = s->mean, half = is_half(p) && !mean;
-    const uint64_t at_idx = sid_sparse_index_at(p->n), at_val = sid_sparse_value_at(p->n, p->cap);
+    const int mean = s->mean;
+    const uint32_t values = values_of(p), form = mean ? (uint32_t)SID_FLAG_MEAN : flag_of(values);
+    const uint64_t at_idx = sid_sparse_index_at(p->n), at_val = value_at(p);
     uint32_t *count = (uint32_t *)(void *)(w->payload + SID_HEADER_BYTES);
-    uint16_t *idx = (uint16_t *)(void *)(w->payload + at_idx);
-    float *val = half || mean ? s->val : (float *)(void *)(w->payload + at_val);
-    uint64_t cut, used;
+    uint16_t *idx = is_packed(p) ? s->idx : (uint16_t *)(void *)(w->payload + at_idx);
+    float *val = form ? s->val : (float *)(void *)(w->payload + at_val);
+    sid_rule *rule = &w->state->rule;
+    uint64_t cut;
     /* what no array will fill: the ends of counts, indices and values */
     memset(count + sid_wire_tiles(p->n), 0, at_idx - SID_HEADER_BYTES - 4 * sid_wire_tiles(p->n));
     const uint64_t sent = keep_best(w, key, ties, count, idx, val, p->cap, &cut);
-    memset(idx + sent, 0, at_val - at_idx - 2 * sent);
-    used = mean ? 0 : (half ? 2u : 4u) * sent;
-    if (half) {
-        uint16_t *out = (uint16_t *)(void *)(w->payload + at_val);
-        for (uint64_t i = 0; i < sent; i += SID_TILE) {
-            const uint32_t len = sent - i < SID_TILE ? (uint32_t)(sent - i) : SID_TILE;
-            p->simd->clamp(val + i, val + i, len, half_max);
-            p->simd->f32_to_f16(val + i, out + i, len);
-        }
-    }
+    if (is_packed(p))
+        packed_write(p, count, idx, sent, w->payload);
+    else
+        memset(idx + sent, 0, at_val - at_idx - 2 * sent);
+    *rule = (sid_rule){.key = key, .cut = cut, .flags = form};
+    if (form == SID_FLAG_HALF) write_half(p, val, sent, w->payload + at_val);
+    if (form == SID_FLAG_LOG8 || form == SID_FLAG_LOG4) write_levels(p, val, sent, key, rule, w->payload + at_val);
+    const uint64_t used = mean ? 0 : sid_sparse_value_bytes(sent, values);
     memset(w->payload + at_val + used, 0, p->sizes.payload - at_val - used);
-    const uint32_t form = half ? (uint32_t)SID_FLAG_HALF : mean ? (uint32_t)SID_FLAG_MEAN : 0u;
-    w->state->rule = (sid_rule){.key = key, .cut = cut, .flags = form};
     w->stats.threshold = sid_bits_f32(key);
     h->count = sent;
-    h->flags = flags | form;
+    h->flags = flags | form | (is_packed(p) ? (uint32_t)SID_FLAG_PACKED : 0u);
     h->scale = w->stats.threshold;
-    if (mean) w->state->rule.scale = h->scale = sent ? (float)mean * mean_of(w, val, sent) : 0.0f;
+    if (mean) rule->scale = h->scale = sent ? (float)mean * mean_of(w, val, sent) : 0.0f;
 }
 
 void sparse_emit_from(sid_walk *w, uint32_t key, uint32_t flags) { emit(w, key, ALL, flags); }
@@ -332,8 +375,13 @@ static void keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint
         p->simd->subtract_from(acc, len, key, rule->scale);
         return;
     }
-    if (!(rule->flags & SID_FLAG_HALF)) {
+    if (!rule->flags) {
         p->simd->zero_from(acc, len, key);
+        return;
+    }
+    if (!(rule->flags & SID_FLAG_HALF)) {
+        const sid_levels levels = sid_levels_from(rule->base, rule->step, rule->flags & SID_FLAG_LOG8 ? 8 : 4);
+        p->simd->take_levels(acc, len, key, &levels);
         return;
     }
     p->simd->clamp(acc, sent, len, half_max);
@@ -358,12 +406,26 @@ int sparse_sent_from(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *
 
 void sparse_none(sid_rule *rule) { *rule = (sid_rule){.key = SID_KEY_NONE}; }
 
+/* Levels that an encoder may write: all of them finite, none denormal. */
+static sid_status check_levels(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    const uint64_t count = ((const sid_header *)(const void *)payload)->count;
+    const uint32_t width = width_of(values_of(p));
+    uint32_t v[2];
+    memcpy(v, payload + value_at(p), 8);
+    const int sound = count ? v[1] && v[1] <= sid_level_longest(width) && v[0] >= SID_LEVEL_LEAST &&
+                                  v[0] < SID_KEY_INF && v[0] + sid_level_top(width) * v[1] < SID_KEY_INF
+                            : !v[0] && !v[1];
+    if (sound) return SID_OK;
+    return sid_fail(err, SID_E_CORRUPT, "no levels go from key %08x by %08x", v[0], v[1]);
+}
+
 static sid_status check_form(const sid_plan *p, const uint8_t *payload, uint32_t form, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     const uint32_t *count = (const uint32_t *)(const void *)(payload + SID_HEADER_BYTES);
     const uint16_t *idx = (const uint16_t *)(const void *)(payload + sid_sparse_index_at(p->n));
     const uint64_t tiles = sid_wire_tiles(p->n);
     uint64_t from = 0;
+    form |= is_packed(p) ? (uint32_t)SID_FLAG_PACKED : 0u;
     if (h->count > p->cap)
         return sid_fail(err, SID_E_CORRUPT, "count %llu is above the capacity %llu", (unsigned long long)h->count,
                         (unsigned long long)p->cap);
@@ -375,8 +437,13 @@ static sid_status check_form(const sid_plan *p, const uint8_t *payload, uint32_t
         if (c > size || c > h->count - from)
             return sid_fail(err, SID_E_CORRUPT, "tile %llu claims %llu entries", (unsigned long long)t,
                             (unsigned long long)c);
-        for (uint64_t i = 1; i < c; i++) ascending &= idx[from + i - 1] < idx[from + i];
-        if (!ascending || (c && idx[from + c - 1] >= size))
+        if (is_packed(p)) {
+            ascending = packed_sound(p, payload, t, from, c, size);
+        } else {
+            for (uint64_t i = 1; i < c; i++) ascending &= idx[from + i - 1] < idx[from + i];
+            ascending &= !c || idx[from + c - 1] < size;
+        }
+        if (!ascending)
             return sid_fail(err, SID_E_CORRUPT, "indices of tile %llu do not ascend within it", (unsigned long long)t);
         from += c;
     }
@@ -385,7 +452,9 @@ static sid_status check_form(const sid_plan *p, const uint8_t *payload, uint32_t
 }
 
 sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
-    return check_form(p, payload, is_half(p) ? (uint32_t)SID_FLAG_HALF : 0u, err);
+    const uint32_t values = values_of(p);
+    const sid_status s = check_form(p, payload, flag_of(values), err);
+    return s || values < SID_VALUES_LOG8 ? s : check_levels(p, payload, err);
 }
 
 sid_status sparse_mean_check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
@@ -416,46 +485,71 @@ static uint32_t entries_below(const uint16_t *idx, uint32_t left, uint32_t end) 
     return lo;
 }
 
+/* Payload r's entries of elements at .. at + len, and the cursor past them. In `buf` where they are packed. */
+static const uint16_t *take_indices(sid_gather *g, uint32_t r, uint64_t at, uint32_t len, uint16_t *buf,
+                                    uint64_t *first, uint32_t *here) {
+    const sid_plan *p = g->plan;
+    const uint8_t *payload = g->payloads + r * g->stride;
+    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE);
+    sid_cursor *c = &g->cursor[r];
+    if (base == 0) c->left = ((const uint32_t *)(const void *)(payload + SID_HEADER_BYTES))[at / SID_WIRE_TILE];
+    const uint16_t *idx = (const uint16_t *)(const void *)(payload + sid_sparse_index_at(p->n)) + c->pos;
+    if (is_packed(p)) idx = buf;
+    *here = is_packed(p) ? packed_read(p, payload, c->pos, at, c->left, base + len, buf)
+                         : entries_below(idx, c->left, base + len);
+    *first = c->pos;
+    c->pos += *here;
+    c->left -= *here;
+    /* The next tile's entries of this rank: many short bursts, which hardware does not see coming. */
+    if (!is_packed(p))
+        for (uint32_t i = 0; i < *here; i += 32) __builtin_prefetch(idx + *here + i);
+    return idx;
+}
+
+static float level_at(const uint8_t *code, uint64_t i, uint32_t width, const sid_levels *l) {
+    const uint32_t c = width == 8 ? code[i] : (uint32_t)(code[i / 2] >> 4 * (i % 2) & 15);
+    return sid_bits_f32(sid_level_key(c & l->top, l) | (c > l->top ? 0x80000000u : 0));
+}
+
 void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     const sid_plan *p = g->plan;
-    const uint64_t at_idx = sid_sparse_index_at(p->n), at_val = sid_sparse_value_at(p->n, p->cap);
-    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE), end = base + len;
-    const int half = is_half(p);
+    const uint64_t at_val = value_at(p);
+    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE), values = values_of(p);
+    uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
-        const uint8_t *payload = g->payloads + r * g->stride;
-        sid_cursor *c = &g->cursor[r];
-        if (base == 0) c->left = ((const uint32_t *)(const void *)(payload + SID_HEADER_BYTES))[at / SID_WIRE_TILE];
-        const uint16_t *idx = (const uint16_t *)(const void *)(payload + at_idx) + c->pos;
-        const uint32_t here = entries_below(idx, c->left, end);
-        if (half) {
-            const uint16_t *v = (const uint16_t *)(const void *)(payload + at_val) + c->pos;
+        const uint8_t *val = g->payloads + r * g->stride + at_val;
+        uint64_t first;
+        uint32_t here;
+        const uint16_t *idx = take_indices(g, r, at, len, buf, &first, &here);
+        if (values == SID_VALUES_F32) {
+            const float *v = (const float *)(const void *)val + first;
+            for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += v[i];
+        } else if (values == SID_VALUES_F16) {
+            const uint16_t *v = (const uint16_t *)(const void *)val + first;
             for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += sid_f16_to_f32(v[i]);
         } else {
-            const float *v = (const float *)(const void *)(payload + at_val) + c->pos;
-            for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += v[i];
+            uint32_t v[2];
+            memcpy(v, val, 8);
+            const sid_levels l = sid_levels_from(v[0], v[1], width_of(values));
+            val += 8;
+            if (values == SID_VALUES_LOG8)
+                for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += level_at(val, first + i, 8, &l);
+            else
+                for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += level_at(val, first + i, 4, &l);
         }
-        c->pos += here;
-        c->left -= here;
-        /* The next tile's entries of this rank: many short bursts, which hardware does not see coming. */
-        for (uint32_t i = 0; i < here; i += 32) __builtin_prefetch(idx + here + i);
-        for (uint32_t i = 0; i < here; i += half ? 32 : 16)
-            __builtin_prefetch(payload + at_val + (c->pos + i) * (half ? 2 : 4));
+        const uint64_t next = sid_sparse_value_bytes(first + here, values), more = sid_sparse_value_bytes(here, values);
+        for (uint64_t i = 0; i < more; i += 64) __builtin_prefetch(g->payloads + r * g->stride + at_val + next + i);
     }
 }
 
 void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
-    const sid_plan *p = g->plan;
-    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE), end = base + len;
+    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE);
+    uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
-        const uint8_t *payload = g->payloads + r * g->stride;
-        const float mean = ((const sid_header *)(const void *)payload)->scale;
-        sid_cursor *c = &g->cursor[r];
-        if (base == 0) c->left = ((const uint32_t *)(const void *)(payload + SID_HEADER_BYTES))[at / SID_WIRE_TILE];
-        const uint16_t *idx = (const uint16_t *)(const void *)(payload + sid_sparse_index_at(p->n)) + c->pos;
-        const uint32_t here = entries_below(idx, c->left, end);
+        const float mean = ((const sid_header *)(const void *)(g->payloads + r * g->stride))->scale;
+        uint64_t first;
+        uint32_t here;
+        const uint16_t *idx = take_indices(g, r, at, len, buf, &first, &here);
         for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += mean;
-        c->pos += here;
-        c->left -= here;
-        for (uint32_t i = 0; i < here; i += 32) __builtin_prefetch(idx + here + i);
     }
 }

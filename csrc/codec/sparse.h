@@ -6,29 +6,41 @@
 #include "../internal.h"
 #include "fits.h"
 
-/* Parameters every sparse codec begins its table with. */
+/* Parameters every sparse codec begins its table with; the last one where indices travel. */
 enum {
     SPARSE_DENSITY,
     SPARSE_VALUES,
+    SPARSE_INDICES,
     SPARSE_PARAMS
 };
-extern const char *const sparse_value_names[];
-#define SPARSE_PARAM_ROWS                                                                                              \
+extern const char *const sparse_value_names[], *const sparse_index_names[];
+#define SPARSE_DENSITY_ROW                                                                                             \
     {.name = "density",                                                                                                \
      .kind = SID_REAL,                                                                                                 \
      .dflt = .01,                                                                                                      \
      .min = 1e-7,                                                                                                      \
      .max = 1,                                                                                                         \
      .unit = "of n",                                                                                                   \
-     .doc = "Fraction of the elements that is sent: k = max(1, round(density * n))."},                                 \
+     .doc = "Fraction of the elements that is sent: k = max(1, round(density * n))."}
+#define SPARSE_PARAM_ROWS                                                                                              \
+    SPARSE_DENSITY_ROW,                                                                                                \
         {.name = "values",                                                                                             \
+         .kind = SID_CHOICE,                                                                                           \
+         .dflt = SID_VALUES_F32,                                                                                       \
+         .min = 0,                                                                                                     \
+         .max = SID_VALUES_LOG4,                                                                                       \
+         .unit = "",                                                                                                   \
+         .choices = sparse_value_names,                                                                                \
+         .doc = "Format of the values: log8 and log4 are 8 and 4 bits, levels from the smallest to the largest "       \
+                "magnitude sent. What rounding takes away stays in the residual."},                                    \
+        {.name = "indices",                                                                                            \
          .kind = SID_CHOICE,                                                                                           \
          .dflt = 0,                                                                                                    \
          .min = 0,                                                                                                     \
          .max = 1,                                                                                                     \
          .unit = "",                                                                                                   \
-         .choices = sparse_value_names,                                                                                \
-         .doc = "Format of the values; what float16 rounds away stays in the residual."}
+         .choices = sparse_index_names,                                                                                \
+         .doc = "u16: 16 bits each; packed: about 2 + log2(1 / density) bits, slower to read."}
 
 /* The codec's part of work. Candidates are all elements so far whose key reaches `low`, in index order; those of wire
  * tile t are counted in tile[t]. `low` only rises during a reading: where a tile comes that may not fit, all but the

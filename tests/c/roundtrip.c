@@ -85,7 +85,8 @@ static void steps(const sid_config *c, cut how, int kind, uint32_t world) {
         max += largest(grad, c->n);
         max = largest(sent, c->n) > max ? largest(sent, c->n) : max; /* such as a sign's magnitude */
         /* elements are sent as they are, or not at all */
-        const int whole = (traits & (SID_LINEAR | SID_SPARSE)) && !(traits & SID_SHAPED);
+        const uint32_t levels = ((sid_header *)(void *)g.payload.p)->flags & (SID_FLAG_LOG8 | SID_FLAG_LOG4);
+        const int whole = (traits & (SID_LINEAR | SID_SPARSE)) && !(traits & SID_SHAPED) && !levels;
         for (uint64_t i = 0; i < c->n; i++) {
             const float d = fabsf((sent[i] - before[i]) + after[i] - grad[i]);
             if (!whole && fabsf(after[i]) == FLT_MAX) continue; /* saturated */
