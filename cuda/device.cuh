@@ -82,6 +82,18 @@ template <typename T> __device__ inline T sid_warp_sum(T x) {
     return x;
 }
 
+__device__ inline uint32_t sid_warp_max(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(SID_FULL, x);
+#else
+    for (uint32_t d = SID_LANES / 2; d; d /= 2) {
+        const uint32_t y = __shfl_xor_sync(SID_FULL, x, d);
+        x = y > x ? y : x;
+    }
+    return x;
+#endif
+}
+
 /* Sum over the lanes up to and including this one. */
 template <typename T> __device__ inline T sid_warp_scan(T x) {
     for (uint32_t d = 1; d < SID_LANES; d *= 2) {

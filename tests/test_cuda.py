@@ -7,6 +7,7 @@ is no GPU, test_emulated.py runs this file on the CPU emulation of tests/cuda, w
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -58,6 +59,10 @@ VALUES = {
     "clip_norm": (0.0, 20.0),
     "magnitude": (1.0, 0.037),
     "eta_s": (1e-3,),
+    "block": (64, 256, 1024, 4096),
+    "bits": (2, 3, 4, 5, 7, 8),
+    "bucket": (0, 128, 512, 2048),
+    "clip": (2.5, 0.3),
 }
 
 
@@ -69,6 +74,9 @@ def variants_of(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
         values = [v for v in values if v not in CPU_ONLY]
         if values := [v for v in values if p["kind"] == "choice" or p["min"] <= v <= p["max"]]:
             axes.append([(p["name"], v) for v in values])
+    longest = max(map(len, axes), default=1)
+    if EMULATED and math.prod(map(len, axes)) > 3 * longest:  # every value, and pairs in turn
+        return [dict(a[(i + i // longest) % len(a)] for a in axes) for i in range(2 * longest)]
     return [dict(v) for v in itertools.product(*axes)]
 
 

@@ -19,48 +19,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "../internal.h"
-
-#define M_MAX 0x1.fffffcp127
-#define SCALE_MIN 0x1p-126f
-
-typedef enum norm {
-    NORM_MAX,
-    NORM_L2,
-    NORM_CLIPPED /* the maximum after clipping at `clip` standard deviations */
-} norm;
-
-/* What plan() made of the parameters, in the slots behind them. */
-enum {
-    FORM = 4,
-    BLOCK = FORM,
-    BITS,
-    KIND,
-    ROUNDING,
-    NORM,
-    TOP,
-    CLIP
-};
-typedef struct form {
-    uint32_t block; /* elements that share a scale; 0: all of them */
-    uint32_t bits;
-    sid_grid_kind kind;
-    sid_rounding rounding;
-    norm norm;
-    float top;
-} form;
-
-static form form_of(const sid_plan *p) {
-    const double *v = p->codec_param;
-    return (form){(uint32_t)v[BLOCK],        (uint32_t)v[BITS], (sid_grid_kind)v[KIND],
-                  (sid_rounding)v[ROUNDING], (norm)v[NORM],     (float)v[TOP]};
-}
-
-static uint64_t blocks_of(const sid_plan *p, uint32_t block) { return block ? (p->n + block - 1) / block : 0; }
-static uint64_t codes_at(const sid_plan *p, uint32_t block) {
-    return SID_HEADER_BYTES + sid_round_up(4 * blocks_of(p, block), 8);
-}
-static uint64_t code_bytes(uint64_t n, uint32_t bits) { return (n * bits + 7) / 8; }
+#include "quant.h"
 
 /* Between readings: of the whole group. */
 typedef struct tally {
@@ -81,7 +40,7 @@ static uint64_t tally_bytes(const sid_plan *p, uint32_t block) {
 
 /* ---- plan ---------------------------------------------------------------------------------------------------- */
 
-static sid_status settle(sid_plan *p, uint64_t *scratch, form f) {
+static sid_status settle(sid_plan *p, uint64_t *scratch, quant_form f) {
     double *v = p->codec_param;
     v[BLOCK] = f.block;
     v[BITS] = f.bits;
@@ -91,7 +50,7 @@ static sid_status settle(sid_plan *p, uint64_t *scratch, form f) {
     v[TOP] = (double)f.top;
     if (f.block > SID_TILE) p->tile = f.block;
     p->k = p->cap = p->n;
-    p->sizes.payload = sid_round_up(codes_at(p, f.block) + code_bytes(p->n, f.bits), 64);
+    p->sizes.payload = sid_round_up(quant_codes_at(p->n, f.block) + quant_code_bytes(p->n, f.bits), 64);
     *scratch = tally_bytes(p, f.block);
     return SID_OK;
 }
@@ -111,8 +70,8 @@ static sid_status plan_int(sid_plan *p, uint64_t *scratch, sid_error *err, uint3
     const sid_status s = is_power(p, "block", p->codec_param[INT_BLOCK], err);
     if (s) return s;
     return settle(p, scratch,
-                  (form){(uint32_t)p->codec_param[INT_BLOCK], bits, SID_GRID_INTEGERS, rounding, NORM_MAX,
-                         bits == 8 ? 127.0f : 7.0f});
+                  (quant_form){(uint32_t)p->codec_param[INT_BLOCK], bits, SID_GRID_INTEGERS, rounding, NORM_MAX,
+                               bits == 8 ? 127.0f : 7.0f});
 }
 static sid_status plan_int8(sid_plan *p, uint64_t *scratch, sid_error *err) { return plan_int(p, scratch, err, 8); }
 static sid_status plan_int4(sid_plan *p, uint64_t *scratch, sid_error *err) { return plan_int(p, scratch, err, 4); }
@@ -128,8 +87,8 @@ static sid_status plan_fp8(sid_plan *p, uint64_t *scratch, sid_error *err) {
     const sid_status s = is_power(p, "block", p->codec_param[F8_BLOCK], err);
     if (s) return s;
     return settle(p, scratch,
-                  (form){(uint32_t)p->codec_param[F8_BLOCK], 8, wide ? SID_GRID_E5M2 : SID_GRID_E4M3, rounding,
-                         NORM_MAX, wide ? 57344.0f : 448.0f});
+                  (quant_form){(uint32_t)p->codec_param[F8_BLOCK], 8, wide ? SID_GRID_E5M2 : SID_GRID_E4M3, rounding,
+                               NORM_MAX, wide ? 57344.0f : 448.0f});
 }
 
 enum {
@@ -146,8 +105,8 @@ static sid_status plan_qsgd(sid_plan *p, uint64_t *scratch, sid_error *err) {
     /* A level is at most 64 times the root mean square of a bucket; of a large group's it is thousands of times that. */
     const sid_rounding rounding = bucket ? SID_ROUND_DRAW16 : SID_ROUND_DRAW32;
     return settle(p, scratch,
-                  (form){bucket, bits, SID_GRID_INTEGERS, rounding, p->codec_param[QSGD_NORM] > 0 ? NORM_MAX : NORM_L2,
-                         (float)((1u << (bits - 1)) - 1)});
+                  (quant_form){bucket, bits, SID_GRID_INTEGERS, rounding,
+                               p->codec_param[QSGD_NORM] > 0 ? NORM_MAX : NORM_L2, (float)((1u << (bits - 1)) - 1)});
 }
 
 enum {
@@ -157,34 +116,25 @@ static sid_status plan_terngrad(sid_plan *p, uint64_t *scratch, sid_error *err) 
     (void)err;
     p->codec_param[CLIP] = p->codec_param[TERN_CLIP];
     /* a step is at most `clip` standard deviations: 16 bits are right to 2^-17 of that */
-    return settle(p, scratch, (form){0, 2, SID_GRID_INTEGERS, SID_ROUND_DRAW16, NORM_CLIPPED, 1.0f});
+    return settle(p, scratch, (quant_form){0, 2, SID_GRID_INTEGERS, SID_ROUND_DRAW16, NORM_CLIPPED, 1.0f});
 }
 
 /* ---- scales -------------------------------------------------------------------------------------------------- */
-
-static float scale_from(double m, float top) {
-    const float s = (float)((m < M_MAX ? m : M_MAX) / (double)top);
-    return s >= SCALE_MIN ? s : 0.0f;
-}
 
 enum {
     MOST_BLOCKS = SID_MAX_TILE / 64 /* of a tile */
 };
 
-/* The scales of a tile's blocks. In three loops, so that no division waits for the one before. */
-static void scales_of(const sid_plan *p, const form *f, const float *x, uint32_t len, float *scale) {
+/* The scales of a tile's blocks. In two loops, so that no division waits for the one before. */
+static void scales_of(const sid_plan *p, const quant_form *f, const float *x, uint32_t len, float *scale) {
     const uint32_t blocks = (len + f->block - 1) / f->block;
     if (f->norm != NORM_L2) {
-        const float most = (float)M_MAX;
         float m[MOST_BLOCKS];
         for (uint32_t b = 0; b < blocks; b++) {
             const uint32_t at = b * f->block, take = len - at < f->block ? len - at : f->block;
             m[b] = sid_bits_f32(p->simd->max_key(x + at, take));
         }
-        for (uint32_t b = 0; b < blocks; b++) { /* the float32 quotient is the float64 one, rounded */
-            const float s = (m[b] < most ? m[b] : most) / f->top;
-            scale[b] = s >= SCALE_MIN ? s : 0.0f;
-        }
+        for (uint32_t b = 0; b < blocks; b++) scale[b] = quant_scale_of(m[b], f->top);
         return;
     }
     for (uint32_t b = 0; b < blocks; b++) {
@@ -192,30 +142,18 @@ static void scales_of(const sid_plan *p, const form *f, const float *x, uint32_t
         double sums[SID_MAX_TILE / SID_TILE] = {0};
         for (uint32_t i = 0; i < take; i += SID_TILE)
             sid_sums_add(sums, i, p->simd->sum_squares(x + at + i, take - i < SID_TILE ? take - i : SID_TILE));
-        scale[b] = scale_from(sqrt(sid_sums_total(sums, take)), f->top);
+        scale[b] = quant_scale(sqrt(sid_sums_total(sums, take)), f->top);
     }
 }
 
-/* The largest scale that scale_from gives. */
-static float scale_max(const form *f) { return scale_from(M_MAX, f->top); }
-
-static sid_grid grid_of(const form *f, float scale) {
+static sid_grid grid_of(const quant_form *f, float scale) {
     return (sid_grid){f->kind, f->rounding, f->top, scale, scale > 0 ? 1.0f / scale : 0.0f};
 }
 
-/* Standard deviations are of the elements about their mean. Where all of them are equal, to half the digits of float64,
- * there is nothing to clip: c * 0 would be the end of a constant gradient. */
-static float group_scale(const sid_walk *w, const form *f) {
+static float group_scale(const sid_walk *w, const quant_form *f) {
     const sid_plan *p = w->plan;
     const double sum = sid_sums_total(sums_of(w, PLAIN), p->n), squares = sid_sums_total(sums_of(w, SQUARES), p->n);
-    double m = (double)sid_bits_f32(((const tally *)w->scratch)->key);
-    if (f->norm == NORM_L2) m = sqrt(squares);
-    if (f->norm == NORM_CLIPPED && p->n) {
-        const double mean = sum / (double)p->n, square = squares / (double)p->n;
-        const double variance = square - mean * mean, limit = p->codec_param[CLIP] * sqrt(variance > 0 ? variance : 0);
-        if (variance > square * 0x1p-40 && limit < m) m = limit;
-    }
-    return scale_from(m, f->top);
+    return quant_group_scale(f, ((const tally *)w->scratch)->key, sum, squares, p->n, p->codec_param[CLIP]);
 }
 
 /* ---- encode -------------------------------------------------------------------------------------------------- */
@@ -226,8 +164,8 @@ typedef union draws {
 } draws;
 
 /* The tile's random bits; *size of each. NULL where none are drawn. */
-static const uint8_t *draw(const sid_plan *p, const form *f, const sid_draw *d, uint64_t at, uint32_t len, draws *to,
-                           uint32_t *size) {
+static const uint8_t *draw(const sid_plan *p, const quant_form *f, const sid_draw *d, uint64_t at, uint32_t len,
+                           draws *to, uint32_t *size) {
     *size = 0;
     if (f->rounding == SID_ROUND_NEAREST) return NULL;
     *size = f->rounding == SID_ROUND_DRAW16 ? 2 : 4;
@@ -239,12 +177,12 @@ static const uint8_t *draw(const sid_plan *p, const form *f, const sid_draw *d, 
 }
 
 static void begin(sid_walk *w) {
-    const form f = form_of(w->plan);
+    const quant_form f = quant_form_of(w->plan);
     if (f.rounding == SID_ROUND_NEAREST) w->draw = (sid_draw){0, 0, 0};
     if (w->walks == 1) memset(w->scratch, 0, tally_bytes(w->plan, f.block));
 }
 
-static void gather(const sid_walk *w, const form *f, const float *acc, uint64_t at, uint32_t len) {
+static void gather(const sid_walk *w, const quant_form *f, const float *acc, uint64_t at, uint32_t len) {
     const sid_simd *v = w->plan->simd;
     tally *t = w->scratch;
     const uint32_t key = f->norm == NORM_L2 ? 0 : v->max_key(acc, len);
@@ -260,7 +198,7 @@ static void gather(const sid_walk *w, const form *f, const float *acc, uint64_t 
 
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     const sid_plan *p = w->plan;
-    const form f = form_of(p);
+    const quant_form f = quant_form_of(p);
     tally *t = w->scratch;
     if (!f.block && w->walks == 1) {
         gather(w, &f, acc, at, len);
@@ -269,7 +207,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     draws room;
     uint32_t size;
     const uint8_t *d = draw(p, &f, &w->draw, at, len, &room, &size);
-    uint8_t *body = w->payload + codes_at(p, f.block) + at * f.bits / 8, buf[SID_MAX_TILE];
+    uint8_t *body = w->payload + quant_codes_at(p->n, f.block) + at * f.bits / 8, buf[SID_MAX_TILE];
     uint8_t *code = f.bits == 8 ? body : buf;
     const uint32_t step = f.block ? f.block : len;
     float scale[MOST_BLOCKS] = {t->scale};
@@ -288,15 +226,15 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
 
 static sid_verdict finish(sid_walk *w) {
     const sid_plan *p = w->plan;
-    const form f = form_of(p);
+    const quant_form f = quant_form_of(p);
     tally *t = w->scratch;
     if (!f.block && w->walks == 1) {
         t->scale = group_scale(w, &f);
         return SID_AGAIN;
     }
     sid_header *h = (sid_header *)(void *)w->payload;
-    const uint64_t codes = codes_at(p, f.block), used = codes + code_bytes(p->n, f.bits);
-    const uint64_t scales = SID_HEADER_BYTES + 4 * blocks_of(p, f.block);
+    const uint64_t codes = quant_codes_at(p->n, f.block), used = codes + quant_code_bytes(p->n, f.bits);
+    const uint64_t scales = SID_HEADER_BYTES + 4 * quant_blocks(p->n, f.block);
     memset(w->payload + scales, 0, codes - scales);
     memset(w->payload + used, 0, p->sizes.payload - used);
     h->count = p->n;
@@ -311,7 +249,7 @@ static sid_verdict finish(sid_walk *w) {
 /* ---- what is kept -------------------------------------------------------------------------------------------- */
 
 static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
-    const form f = form_of(p);
+    const quant_form f = quant_form_of(p);
     draws room;
     uint32_t size;
     if (s->rule.scale == 0) return;
@@ -330,14 +268,12 @@ static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
 
 /* ---- decode -------------------------------------------------------------------------------------------------- */
 
-/* Zero, or what scale_from gives. */
-static int sound(uint32_t bits, uint32_t most) { return !bits || (bits >= sid_f32_bits(SCALE_MIN) && bits <= most); }
-
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
-    const form f = form_of(p);
-    const uint32_t most = sid_f32_bits(scale_max(&f));
-    const uint64_t blocks = blocks_of(p, f.block), codes = codes_at(p, f.block), end = codes + code_bytes(p->n, f.bits);
+    const quant_form f = quant_form_of(p);
+    const uint32_t most = sid_f32_bits(quant_scale_max(&f));
+    const uint64_t blocks = quant_blocks(p->n, f.block), codes = quant_codes_at(p->n, f.block),
+                   end = codes + quant_code_bytes(p->n, f.bits);
     uint32_t largest = 0, bad = 0;
     if (h->count != p->n || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
         return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
@@ -347,10 +283,10 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
         uint32_t s;
         memcpy(&s, payload + SID_HEADER_BYTES + 4 * i, 4);
         largest = s > largest ? s : largest;
-        bad |= (uint32_t)!sound(s, most);
+        bad |= (uint32_t)!quant_sound(s, most);
     }
-    if (bad || !sound(sid_f32_bits(h->scale), most))
-        return sid_fail(err, SID_E_CORRUPT, "a scale that is no number from 2^-126 to %g", (double)scale_max(&f));
+    if (bad || !quant_sound(sid_f32_bits(h->scale), most))
+        return sid_fail(err, SID_E_CORRUPT, "a scale that is no number from 2^-126 to %g", (double)quant_scale_max(&f));
     if ((f.block || !p->n) && sid_f32_bits(h->scale) != largest)
         return sid_fail(err, SID_E_CORRUPT, "scale %g is not the largest of the blocks'", (double)h->scale);
     for (uint64_t i = SID_HEADER_BYTES + 4 * blocks; i < codes; i++) bad |= payload[i];
@@ -368,13 +304,13 @@ enum {
 
 static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     const sid_plan *p = g->plan;
-    const form f = form_of(p);
+    const quant_form f = quant_form_of(p);
     sid_codes from[TOGETHER];
     for (uint32_t r = 0; r < g->count; r += TOGETHER) {
         const uint32_t count = g->count - r < TOGETHER ? g->count - r : TOGETHER;
         for (uint32_t i = 0; i < count; i++) {
             const uint8_t *payload = g->payloads + (r + i) * g->stride;
-            from[i].code = payload + codes_at(p, f.block) + at * f.bits / 8;
+            from[i].code = payload + quant_codes_at(p->n, f.block) + at * f.bits / 8;
             from[i].scale =
                 f.block ? payload + SID_HEADER_BYTES + 4 * (at / f.block) : payload + offsetof(sid_header, scale);
         }

@@ -106,6 +106,7 @@ template <typename... P> cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t
 inline void __syncthreads() { emulate::meet(emulate::BARRIER, 0, 0); }
 inline int __syncthreads_count(int x) { return (int)emulate::meet(emulate::BARRIER_COUNT, x != 0, 0); }
 inline int __syncthreads_or(int x) { return (int)emulate::meet(emulate::BARRIER_OR, x != 0, 0); }
+inline void __syncwarp() { emulate::meet(emulate::BALLOT, 0, 0); }
 inline uint32_t __ballot_sync(uint32_t, int x) { return (uint32_t)emulate::meet(emulate::BALLOT, x != 0, 0); }
 template <typename T> T __shfl_xor_sync(uint32_t, T x, uint32_t d) {
     return emulate::shuffle(emulate::SHUFFLE_XOR, x, d);

@@ -1,0 +1,81 @@
+/* What quant.c and cuda/quant.cu share: a codec's form, where a payload has what, scales. */
+#ifndef SID_QUANT_H
+#define SID_QUANT_H
+
+#include <math.h>
+
+#include "../internal.h"
+
+#define QUANT_M_MAX 0x1.fffffcp127
+#define QUANT_SCALE_MIN 0x1p-126f
+
+typedef enum quant_norm {
+    NORM_MAX,
+    NORM_L2,
+    NORM_CLIPPED /* the maximum after clipping at `clip` standard deviations */
+} quant_norm;
+
+/* What plan() made of the parameters, in the slots behind them. */
+enum {
+    FORM = 4,
+    BLOCK = FORM,
+    BITS,
+    KIND,
+    ROUNDING,
+    NORM,
+    TOP,
+    CLIP
+};
+typedef struct quant_form {
+    uint32_t block; /* elements that share a scale; 0: all of them */
+    uint32_t bits;
+    sid_grid_kind kind;
+    sid_rounding rounding;
+    quant_norm norm;
+    float top;
+} quant_form;
+
+static inline quant_form quant_form_of(const sid_plan *p) {
+    const double *v = p->codec_param;
+    const quant_form f = {(uint32_t)v[BLOCK],        (uint32_t)v[BITS],   (sid_grid_kind)v[KIND],
+                          (sid_rounding)v[ROUNDING], (quant_norm)v[NORM], (float)v[TOP]};
+    return f;
+}
+
+SID_HD uint64_t quant_blocks(uint64_t n, uint32_t block) { return block ? (n + block - 1) / block : 0; }
+SID_HD uint64_t quant_codes_at(uint64_t n, uint32_t block) {
+    return SID_HEADER_BYTES + sid_round_up(4 * quant_blocks(n, block), 8);
+}
+SID_HD uint64_t quant_code_bytes(uint64_t n, uint32_t bits) { return (n * bits + 7) / 8; }
+
+SID_HD float quant_scale(double m, float top) {
+    const float s = (float)((m < QUANT_M_MAX ? m : QUANT_M_MAX) / (double)top);
+    return s >= QUANT_SCALE_MIN ? s : 0.0f;
+}
+/* The same of a float: the float32 quotient is the float64 one, rounded. */
+SID_HD float quant_scale_of(float m, float top) {
+    const float most = (float)QUANT_M_MAX, s = (m < most ? m : most) / top;
+    return s >= QUANT_SCALE_MIN ? s : 0.0f;
+}
+/* The largest that there is. */
+SID_HD float quant_scale_max(const quant_form *f) { return quant_scale(QUANT_M_MAX, f->top); }
+/* Zero, or what quant_scale gives. */
+SID_HD int quant_sound(uint32_t bits, uint32_t most) {
+    return !bits || (bits >= sid_f32_bits(QUANT_SCALE_MIN) && bits <= most);
+}
+
+/* The group's scale from the largest key, the sum and the sum of squares. Standard deviations are of the elements about
+ * their mean. Where all of them are equal, to half the digits of float64, there is nothing to clip: c * 0 would be the end
+ * of a constant gradient. */
+SID_HD float quant_group_scale(const quant_form *f, uint32_t key, double sum, double squares, uint64_t n, double clip) {
+    double m = (double)sid_bits_f32(key);
+    if (f->norm == NORM_L2) m = sqrt(squares);
+    if (f->norm == NORM_CLIPPED && n) {
+        const double mean = sum / (double)n, square = squares / (double)n;
+        const double variance = square - mean * mean, limit = clip * sqrt(variance > 0 ? variance : 0);
+        if (variance > square * 0x1p-40 && limit < m) m = limit;
+    }
+    return quant_scale(m, f->top);
+}
+
+#endif
