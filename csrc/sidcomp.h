@@ -304,11 +304,18 @@ sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid
 
 /* What is kept, as sid_residual_out: vectors of n floats; the last one what this rank keeps for all ranks, where it does
  * (two-shot). Elements that this rank keeps nothing of are 0. In: what the last vector has of elements that this rank does
- * not keep for all goes to the first, as many times as there are ranks, so that the ranks' sum stays. */
+ * not keep for all goes to the first, as many times as there are ranks (hierarchical: nodes), so that the sum stays. */
 sid_status sid_exchange_residual_out(const sid_exchange *x, const void *state, float *out);
 sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const float *in);
 sid_status sid_exchange_unsend(const sid_exchange *x, void *state);
 sid_status sid_exchange_rescale(const sid_exchange *x, void *state, float factor);
+
+/* A part of the state: at byte `state` of it a state of its own, as of a plan, of elements [start, start + n). */
+typedef struct sid_share {
+    uint64_t state, start, n;
+    uint32_t valid, common; /* valid: 0 past the last part; common: kept for all ranks */
+} sid_share;
+sid_share sid_exchange_share(const sid_exchange *x, uint32_t i);
 
 typedef struct sid_rank {
     const sid_exchange *exchange;

@@ -16,7 +16,7 @@ else:
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DEFAULTS: dict[str, Any] = {
     "task": "lm", "memory": None, "groups": None, "exclude": [], "policy": [], "full_every": 0, "seed": 0,
-    "clip": 1.0,
+    "clip": 1.0, "exchange": None,
 }  # fmt: skip
 
 
@@ -60,6 +60,10 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         action="append",
         metavar="RULE",
         help="kept dense: a name, a pattern, 1-D, a number; repeat it",
+    )
+    add(
+        "--exchange",
+        help="how payloads travel: one that sidcomp.exchanges() lists; the process group's own unless given",
     )
     add(
         "--full-every",

@@ -84,6 +84,7 @@ class Trainer:
                 exclude=args.exclude,
                 policy=args.policy,
                 full_every=args.full_every,
+                exchange=args.exchange,
                 seed=args.seed,
                 **args.parameters,
             )

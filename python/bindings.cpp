@@ -796,6 +796,15 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("control_bytes", [](const Exchange &x) { return x.sizes.control; })
         .def_property_readonly("rounds", [](const Exchange &x) { return x.sizes.rounds; })
         .def_property_readonly("vectors", [](const Exchange &x) { return x.sizes.vectors; })
+        .def_property_readonly("shares",
+                               [](const Exchange &x) {
+                                   py::list all;
+                                   for (uint32_t i = 0;; i++) {
+                                       const sid_share s = sid_exchange_share(x.get(), i);
+                                       if (!s.valid) return all;
+                                       all.append(py::make_tuple(s.state, s.start, s.n, s.common != 0));
+                                   }
+                               })
         .def("messages", &Exchange::messages, arg("round"), arg("receive"))
         .def("advance", &Exchange::advance, arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"),
              py::kw_only(), arg("step"), arg("seed"), arg("group"))

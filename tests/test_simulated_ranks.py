@@ -27,7 +27,7 @@ def run(codec: str, memory: str | None = None, full_every: Any = 0, **how: Any) 
     parameters = how.pop("parameters", {})
     settings = Settings.parse(
         codec, memory, how.get("groups", "bucket"), 5, how.get("exclude", ()), 0, None, None,
-        how.get("policy", ()), full_every, 0, parameters,
+        how.get("policy", ()), full_every, 0, how.get("exchange"), parameters,
     )  # fmt: skip
     model = torch.nn.Sequential(torch.nn.Embedding(50, 16), torch.nn.Linear(16, 64), torch.nn.Linear(64, 10))
     n = sum(p.numel() for p in model.parameters())
@@ -104,3 +104,21 @@ def test_buckets_are_those_of_ddp() -> None:
     pieces = convergence.pieces_of(model)
     assert [p.bucket for p in pieces] == [0, 0, 1, 1, 1, 1]
     assert [p.offset for p in pieces][:3] == [0, 512, 512 + 512**2]
+
+
+@pytest.mark.parametrize("codec, exchange", [("marsit", "ring1"), ("topk", "twoshot")])
+def test_messages_are_those_of_the_loopback(codec: str, exchange: str) -> None:
+    n, _, out = run(codec, groups="model", exchange=exchange)
+    loop = sidcomp.Loopback(WORLD, exchange, codec, n, seed=5)
+    for own, got, sent in out:
+        assert torch.equal(loop.step(list(own)), got)
+        assert sent == [loop.bytes_per_rank + loop.control_bytes]
+
+
+def test_steps_of_full_precision_between_messages() -> None:
+    _, _, out = run("marsit", groups="model", exchange="ring1", full_every=2, parameters={"eta_s": 0.5})
+    for step, (own, got, _) in enumerate(out):
+        if step == 0:
+            assert torch.allclose(got, own.mean(dim=0), atol=1e-6)
+        elif step % 2:
+            assert torch.equal(got.abs(), torch.full_like(got, 0.5))

@@ -29,6 +29,7 @@ from sidcomp import _core, schedule
 from sidcomp.ddp import roles
 from sidcomp.groups import DENSE, Piece, Regime, Spec, form_groups
 from sidcomp.layout import Block
+from sidcomp.route import Trip
 from sidcomp.settings import Settings
 
 from benchmarks.common import RESULTS, report
@@ -58,7 +59,8 @@ class Group:
             for g in gradients
         ]
         self.full, self.marks = False, ()
-        self.plan: _core.Plan | None = None
+        self.plan: _core.Plan | Trip | None = None
+        self.trips: list[Trip] = []  # of the ranks, where the group travels in messages
         self.states: list[Block] = []
 
     def exchange(self, step: int, everywhere: bool) -> int:
@@ -67,6 +69,15 @@ class Group:
         On rank 0 alone, unless asked or where a memory learns from what was decoded.
         """
         plan, world, gathered = self._plan(step), len(self.segments), self.gathered
+        if isinstance(plan, Trip):
+            spoiled, sent_by, _ = _core.loopback(
+                [t.core for t in self.trips], self.segments, [s.ptr for s in self.states],
+                [b.ptr for b in self.works], [b.ptr for b in self.wires],
+                step=step, seed=self.settings.seed, group=self.index,
+            )  # fmt: skip
+            if spoiled:
+                raise FloatingPointError
+            return max(sent_by)
         at = [gathered.ptr + rank * plan.payload_bytes for rank in range(world)]
         sent = 0 if plan.linear else plan.payload_bytes
         for i in range(plan.rounds):
@@ -96,25 +107,34 @@ class Group:
                 raise FloatingPointError
         return sent
 
-    def _plan(self, step: int) -> _core.Plan:
+    def _plan(self, step: int) -> _core.Plan | Trip:
         """This step's plan; what is kept goes over to it as in `sidcomp.layout.Group.turn`."""
         s = self.settings
         way = None if self.way == DENSE else s.way(self.way)
         marks = schedule.at((way or s.way(0)).parameters, step)
         full = way is not None and not way.codec.lossless and s.full(step)
         if self.plan is None or marks != self.marks:
-            plan = s.plan(self.n, "float32", self.way, step=step, shapes=self.shapes)
+            world = len(self.segments)
+            plans = [
+                s.plan(self.n, "float32", self.way, step=step, shapes=self.shapes, place=(rank, world))
+                for rank in range(world)
+            ]
+            plan = plans[0]
+            before = self.trips or [self.plan] * world
+            self.trips = [p for p in plans if isinstance(p, Trip)]
+            self.works = [Block(t.work_bytes) for t in self.trips]
+            self.wires = [Block(t.wire_bytes) for t in self.trips]
             states = [Block(plan.state_bytes) for _ in self.segments]
-            for old, new in zip(self.states, states, strict=False):
-                assert self.plan is not None
+            for mine, his, old, new in zip(plans, before, self.states, states, strict=False):
+                assert his is not None
                 kept = Block(4 * self.n * max(1, plan.vectors))
-                self.plan.residual_out(old.ptr, kept.ptr)
-                plan.residual_in(new.ptr, kept.ptr)
+                his.residual_out(old.ptr, kept.ptr)
+                mine.residual_in(new.ptr, kept.ptr)
             other = s.full_plan(self.n, "float32", self.way) if way is not None and s.full_every else plan
             self.states, self.marks, self.full = states, marks, False
             self.plan, self.other = plan, other
             self.work = Block(max(plan.work_bytes, other.work_bytes))
-            self.gathered = Block(len(self.segments) * max(plan.payload_bytes, other.payload_bytes))
+            self.gathered = Block(world * max(plan.payload_bytes, other.payload_bytes))
         if full is not self.full:
             for state in self.states:
                 self.plan.rescale(state.ptr, 1.0)
@@ -149,7 +169,7 @@ def groups_of(model: torch.nn.Module, settings: Settings, gradients: Sequence[to
 def settings_of(args: Namespace, seed: int) -> Settings:
     return Settings.parse(
         args.codec, args.memory, args.groups, seed, args.exclude, 0, None, None, args.policy, args.full_every,
-        0, args.parameters,
+        0, args.exchange, args.parameters,
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ sid_status sid_route_plan(const sid_route *r, sid_exchange *x, sid_error *err) {
     if (c->n_settings && !c->settings) return sid_fail(err, SID_E_ARG, "settings is NULL");
     x->kind = sid_kind_of(info);
     x->rank = r->rank;
-    x->world = r->world;
+    x->world = x->members = r->world;
     x->n = c->n;
     x->dtype = c->dtype;
     for (uint32_t i = 0; i < info->n_params; i++) x->param[i] = info->params[i].dflt;
@@ -326,6 +326,21 @@ sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid
 
 /* ---- what is kept -------------------------------------------------------------------------------------------- */
 
+uint32_t sid_one_part(const sid_exchange *x) {
+    (void)x;
+    return 1;
+}
+sid_part sid_whole_part(const sid_exchange *x, uint32_t i) {
+    (void)i;
+    return (sid_part){x->plan, 0, 0, 0};
+}
+
+sid_share sid_exchange_share(const sid_exchange *x, uint32_t i) {
+    if (!x || i >= x->kind->parts(x)) return (sid_share){0, 0, 0, 0, 0};
+    const sid_part part = x->kind->part(x, i);
+    return (sid_share){part.state, part.start, part.plan->n, 1, (uint32_t)part.common};
+}
+
 static sid_state *state_of(const sid_part *part, const void *state) {
     return (sid_state *)(void *)((uint8_t *)(uintptr_t)state + part->state);
 }
@@ -341,7 +356,7 @@ sid_status sid_exchange_residual_out(const sid_exchange *x, const void *state, f
     if (all) memset(out, 0, 4 * all);
     for (uint32_t i = 0; i < x->kind->parts(x); i++) {
         const sid_part part = x->kind->part(x, i);
-        sid_kept_out(part.plan, state_of(&part, state), place_of(x, &part, out), x->n);
+        if (part.plan->memory->vectors) sid_kept_out(part.plan, state_of(&part, state), place_of(x, &part, out), x->n);
     }
     return SID_OK;
 }
@@ -354,6 +369,7 @@ sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const fl
         if (sid_key(in[i]) >= SID_KEY_INF) return SID_E_ARG;
     for (uint32_t i = 0; i < x->kind->parts(x); i++) {
         const sid_part part = x->kind->part(x, i);
+        if (!part.plan->memory->vectors) continue;
         sid_kept_in(part.plan, state_of(&part, state), place_of(x, &part, (float *)(uintptr_t)in), x->n);
         if (!part.common) continue;
         common = in + (x->sizes.vectors - 1ull) * x->n;
@@ -367,7 +383,7 @@ sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const fl
         for (uint64_t k = 0; k < part.plan->n; k++) {
             const uint64_t e = part.start + k;
             if ((e >= from && e < to) || common[e] == 0) continue;
-            const float sum = own[k] + (float)x->world * common[e];
+            const float sum = own[k] + (float)x->members * common[e];
             own[k] = sum > max ? max : sum < -max ? -max : sum;
         }
     }

@@ -45,6 +45,7 @@ typedef struct sid_exchange_kind {
 struct sid_exchange {
     const sid_exchange_kind *kind;
     uint32_t rank, world;
+    uint32_t members; /* whose mean it is: the world; nodes, where it is one of nodes' means */
     uint64_t n;
     sid_dtype dtype;
     uint32_t confirms; /* a last round tells all ranks whether all went well */
@@ -118,6 +119,10 @@ sid_status sid_encode_part(sid_trip *t, const sid_plan *p, const sid_segment *se
                            uint8_t *work, const sid_step *at, uint8_t *payload);
 /* Takes the gradient out of all parts again that are not common. */
 void sid_undo_parts(sid_trip *t);
+
+/* Of an exchange that keeps what its one plan keeps. */
+uint32_t sid_one_part(const sid_exchange *x);
+sid_part sid_whole_part(const sid_exchange *x, uint32_t i);
 
 /* What a step remembers between its rounds, at the start of work. */
 typedef struct sid_fault {

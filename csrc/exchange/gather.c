@@ -25,12 +25,6 @@ static sid_status plan_whole(sid_exchange *x, const sid_route *r, sid_error *err
     return SID_OK;
 }
 
-static uint32_t one_part(const sid_exchange *x) { return x->plan->memory->vectors ? 1 : 0; }
-static sid_part whole_part(const sid_exchange *x, uint32_t i) {
-    (void)i;
-    return (sid_part){x->plan, 0, 0, 0};
-}
-
 static sid_status encode(sid_trip *t, uint8_t *payload) {
     const sid_exchange *x = t->x;
     const sid_status s =
@@ -86,8 +80,8 @@ const sid_exchange_kind sid_exchange_allgather = {
     .messages = gather_messages,
     .advance = gather_advance,
     .finish = gather_finish,
-    .parts = one_part,
-    .part = whole_part,
+    .parts = sid_one_part,
+    .part = sid_whole_part,
 };
 
 /* ---- allreduce ----------------------------------------------------------------------------------------------- */
@@ -185,6 +179,6 @@ const sid_exchange_kind sid_exchange_allreduce = {
     .messages = reduce_messages,
     .advance = reduce_advance,
     .finish = reduce_finish,
-    .parts = one_part,
-    .part = whole_part,
+    .parts = sid_one_part,
+    .part = sid_whole_part,
 };

@@ -45,7 +45,7 @@ static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
         return sid_fail(err, SID_E_PARAM, "hierarchical: ranks_per_node = %u does not divide the %u ranks", l,
                         x->world);
     x->word[L] = l;
-    x->word[NODES] = x->world / l;
+    x->word[NODES] = x->members = x->world / l;
     x->word[SCATTER] = l > 1;
     x->slice = sid_round_up((x->n + l - 1) / l, 64);
 

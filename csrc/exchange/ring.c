@@ -256,12 +256,6 @@ static void finish(sid_trip *t) {
                      x->sizes.vectors ? t->state : NULL, t->report);
 }
 
-static uint32_t parts(const sid_exchange *x) { return x->plan->memory->vectors ? 1 : 0; }
-static sid_part part(const sid_exchange *x, uint32_t i) {
-    (void)i;
-    return (sid_part){x->plan, 0, 0, 0};
-}
-
 static const sid_param torus_params[] = {
     {.name = "rows",
      .kind = SID_INT,
@@ -282,8 +276,8 @@ const sid_exchange_kind sid_exchange_ring1 = {
     .messages = messages,
     .advance = advance,
     .finish = finish,
-    .parts = parts,
-    .part = part,
+    .parts = sid_one_part,
+    .part = sid_whole_part,
 };
 
 const sid_exchange_kind sid_exchange_torus1 = {
@@ -300,6 +294,6 @@ const sid_exchange_kind sid_exchange_torus1 = {
     .messages = messages,
     .advance = advance,
     .finish = finish,
-    .parts = parts,
-    .part = part,
+    .parts = sid_one_part,
+    .part = sid_whole_part,
 };

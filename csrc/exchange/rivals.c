@@ -131,10 +131,6 @@ static uint32_t no_parts(const sid_exchange *x) {
     (void)x;
     return 0;
 }
-static sid_part one_part(const sid_exchange *x, uint32_t i) {
-    (void)i;
-    return (sid_part){x->plan, 0, 0, 0};
-}
 
 const sid_exchange_kind sid_exchange_cascade = {
     .info = {.name = "cascade",
@@ -147,7 +143,7 @@ const sid_exchange_kind sid_exchange_cascade = {
     .advance = advance_cascade,
     .finish = finish_cascade,
     .parts = no_parts,
-    .part = one_part,
+    .part = sid_whole_part,
 };
 
 /* ---- expand -------------------------------------------------------------------------------------------------- */
@@ -286,8 +282,6 @@ static void finish_expand(sid_trip *t) {
         }
 }
 
-static uint32_t parts_expand(const sid_exchange *x) { return x->plan->memory->vectors ? 1 : 0; }
-
 const sid_exchange_kind sid_exchange_expand = {
     .info = {.name = "expand",
              .family = "rivals",
@@ -299,6 +293,6 @@ const sid_exchange_kind sid_exchange_expand = {
     .messages = messages_expand,
     .advance = advance_expand,
     .finish = finish_expand,
-    .parts = parts_expand,
-    .part = one_part,
+    .parts = sid_one_part,
+    .part = sid_whole_part,
 };

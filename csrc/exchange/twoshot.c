@@ -179,12 +179,12 @@ static void finish(sid_trip *t) {
 
 static uint32_t parts(const sid_exchange *x) {
     uint32_t own = 0;
-    while (x->plan->memory->vectors && own < x->world && sid_slice_len(x, own)) own++;
-    return own + x->server->memory->vectors;
+    while (own < x->world && sid_slice_len(x, own)) own++;
+    return own + 1;
 }
 
 static sid_part part(const sid_exchange *x, uint32_t i) {
-    if (x->server->memory->vectors && i == parts(x) - 1)
+    if (i == parts(x) - 1)
         return (sid_part){plan_of(x, x->server, x->rank), x->at[SERVER], sid_slice_start(x, x->rank), 1};
     return (sid_part){plan_of(x, x->plan, i), state_at(x, i), sid_slice_start(x, i), 0};
 }

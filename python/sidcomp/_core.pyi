@@ -92,6 +92,7 @@ class Exchange:
     control_bytes: int  # of them, those of the last round, which tells whether all went well
     rounds: int
     vectors: int
+    shares: list[tuple[int, int, int, bool]]  # of the state: offset, first element, elements, kept for all
     def messages(self, round: int, receive: bool) -> list[tuple[int, int, int]]:  # peer, offset, bytes
         ...
     def advance(

@@ -82,9 +82,16 @@ def make_layout(
             regime,
             step,
             [p.matrix for p in spec.pieces],
+            (exchange.rank, exchange.world),
         )
         for spec in specs
     ]
+    if settings.route is not None and not settings.route.native:
+        if lane is not None:
+            raise UnsupportedError(
+                f"exchange={settings.route.exchange.name!r} works on the CPU only: leave it out on CUDA"
+            )
+        settings.route.warn(exchange.world)
     # Reducing in place tells nothing about NaN, and a memory beside it has to know.
     direct = lane is None and not any(plan.vectors for plan in plans)
     groups = [
@@ -94,6 +101,12 @@ def make_layout(
         if lane is None:
             group.allocate(exchange.world, group.plan.work_bytes)
             if settings.full_every and not group.plan.lossless:
+                if group.routed and not group.trip.whole:
+                    raise UnsupportedError(
+                        f"full_every: exchange {group.trip.route.exchange.name!r} keeps slices, which a step "
+                        "of full precision does not send: leave it out, or take an exchange that keeps the "
+                        "whole vector, such as 'allgather' or 'ring1'"
+                    )
                 group.allocate_full(settings.full_plan(group.n, group.dtype, group.spec.way))
         elif settings.checksum_every:
             raise UnsupportedError("checksum_every works on the CPU only: leave it out on CUDA")
@@ -132,5 +145,6 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
     return (
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
         f"checksum_every {settings.checksum_every}, {[way.label for way in settings.ways]}, "
-        f"policy {settings.policy.saved()}, full_every {settings.full_every}"
+        f"policy {settings.policy.saved()}, full_every {settings.full_every}, "
+        f"exchange {settings.route.label if settings.route else 'of the process group'}"
     )

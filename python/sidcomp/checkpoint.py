@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from sidcomp import _core
 from sidcomp.errors import ArgumentError, CheckpointError
+from sidcomp.exchange import Exchange
 from sidcomp.groups import DENSE, Piece, Spec, shorten
 from sidcomp.layout import STATE_HEADER, Group, Layout
 from sidcomp.registry import find_memory
@@ -64,15 +65,21 @@ def save(p: "Pipeline", scale: float | None) -> dict[str, Any]:
     }
 
 
+def _headers(g: Group) -> list[int]:
+    """Where the state's parts begin: one, but for exchanges that keep slices."""
+    return [at for at, *_ in g.trip.shares] if g.routed else [0]
+
+
 def _save_group(g: Group) -> dict[str, Any]:
     header = extra = torch.zeros(0, dtype=torch.uint8)
     if not g.direct:
-        header = g.state.tensor[:STATE_HEADER].cpu().clone()
+        header = torch.cat([header, *(g.state.tensor[at : at + STATE_HEADER].cpu() for at in _headers(g))])
         extra = g.state.tensor[g.codec_bytes].cpu().clone()
     return {
         "names": list(g.names),
         "shapes": [list(p.shape) for p in g.spec.pieces],
         "way": g.spec.way,
+        "local": g.trip.route.local if g.routed else 1,  # ranks that share what is kept
         "header": header,
         "extra": extra,
     }
@@ -85,6 +92,7 @@ class Resume:
         self.residuals = residuals
         self.layout = layout
         self.source = source
+        self.local = {name: int(g.get("local", 1)) for g in layout for name in g["names"]}
         self.same_codec = True  # the codec's statistics are taken over with a group that is the same
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -107,7 +115,7 @@ class Resume:
         if wrong:
             raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong)}")
 
-    def place(self, layout: Layout) -> None:
+    def place(self, layout: Layout, exchange: Exchange) -> None:
         """Puts what was kept into fresh groups."""
         for g in layout.groups:
             if g.direct:
@@ -115,10 +123,14 @@ class Resume:
             kept = [self.residuals.get(p.name) for p in g.spec.pieces]
             if g.plan.vectors and any(r is not None for r in kept):
                 parts = [
-                    torch.zeros(g.plan.vectors, p.numel) if r is None else r
+                    torch.zeros(g.plan.vectors, p.numel) if r is None else self._fit(g, p.name, r, exchange)
                     for p, r in zip(g.spec.pieces, kept, strict=True)
                 ]
                 values = torch.cat(parts, dim=1).contiguous()
+                if g.routed and g.trip.route.local > 1:
+                    local = g.trip.route.local
+                    first = exchange.rank // local * local
+                    values = exchange.sum_among(list(range(first, first + local)), values)
                 with g.host_state(write=True) as state:
                     g.plan.residual_in(state, values.data_ptr())
             old = self.layout[g.index] if g.index < len(self.layout) else None
@@ -126,12 +138,28 @@ class Resume:
                 self.same_codec and old is not None and old["names"] == g.names
                 and way_of(old) == g.spec.way and len(old["header"])
             ):  # fmt: skip
-                header = old["header"].to(g.device)
-                for part in _KEPT:
-                    g.state.tensor[part] = header[part]
+                header, places = old["header"].to(g.device), _headers(g)
+                if len(header) != STATE_HEADER * len(places):
+                    continue
+                for at, own in zip(places, header.split(STATE_HEADER), strict=True):
+                    for part in _KEPT:
+                        g.state.tensor[at : at + STATE_HEADER][part] = own[part]
                 extra = old.get("extra", header[:0])
                 if len(extra) == g.plan.extra_bytes:
                     g.state.tensor[g.codec_bytes] = extra.to(g.device)
+
+    def _fit(self, g: Group, name: str, kept: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        """What was kept, as this group's exchange keeps it: with a last vector of what is kept for all ranks,
+        or without; and of this rank's own vector, or of its node's. The sum over the ranks stays."""
+        was, local = self.local.get(name, 1), g.trip.route.local if g.routed else 1
+        own = g.plan.vectors - (g.routed and g.trip.common)
+        if len(kept) > own == g.plan.vectors:
+            kept = torch.cat([kept[:1] + exchange.world // was * kept[-1:], kept[1:-1]])
+        if was != local:
+            kept = torch.cat([kept[:own] * (was / local), kept[own:]])
+        if len(kept) < g.plan.vectors:
+            kept = torch.cat([kept, torch.zeros(1, kept.shape[1])])
+        return kept
 
     def rescale(self, factor: float) -> None:
         self.residuals = {name: r * factor for name, r in self.residuals.items()}

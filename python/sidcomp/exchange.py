@@ -64,6 +64,23 @@ class Exchange:
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
         return cast(dist.Work, _all_gather(out, tensor, group=self.group, async_op=True))
 
+    def sum_among(self, ranks: list[int], x: torch.Tensor) -> torch.Tensor:
+        """The sum, in their order, of what these ranks pass, each with the same list. For setting up."""
+        if len(ranks) == 1:
+            return x
+        parts = [x if r == self.rank else torch.empty_like(x) for r in ranks]
+        peers = {r: dist.get_global_rank(self.group, r) for r in ranks if r != self.rank}
+        works = [
+            dist.irecv(part, src=peers[r], group=self.group)
+            for r, part in zip(ranks, parts, strict=True)
+            if r in peers
+        ]
+        works += [dist.isend(x, dst=peer, group=self.group) for peer in peers.values()]
+        for work in works:
+            if work is not None:
+                work.wait()
+        return torch.stack(parts).sum(dim=0)
+
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Equal-sized bytes of all ranks, waited for. For setting up, not for steps."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)

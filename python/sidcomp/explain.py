@@ -35,7 +35,11 @@ def report(p: "Pipeline") -> dict[str, Any]:
                 "names": list(g.names),
                 "elements": g.n,
                 "way": "dense" if g.spec.way == DENSE else settings.way(g.spec.way).label,
-                "exchange": "all-reduce" if g.plan.linear else "all-gather",
+                "exchange": g.trip.route.exchange.name
+                if g.routed
+                else "all-reduce"
+                if g.plan.linear
+                else "all-gather",
                 "rounds": g.plan.rounds,
                 "sent_bytes": g.bytes_sent,
                 "predicted_ps": {k: _length(planned[k]) for k in _KINDS} if planned else None,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from sidcomp import _core
 from sidcomp.groups import Spec, shorten
+from sidcomp.route import Trip
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -85,11 +86,13 @@ class Slot:
 class Group:
     """One group at run time: its plan, its blocks, and what it did in this iteration."""
 
-    def __init__(self, index: int, spec: Spec, slots: Sequence[Slot], plan: _core.Plan, direct: bool) -> None:
+    def __init__(
+        self, index: int, spec: Spec, slots: Sequence[Slot], plan: _core.Plan | Trip, direct: bool
+    ) -> None:
         self.index = index
         self.spec = spec
         self.names = spec.names
-        self.plan = plan
+        self.plan: Any = plan  # a _core.Plan, or a Trip, which has its face
         self.n = plan.n
         self.dtype = plan.dtype
         self._by_bucket = {i: slots[i] for i in sorted({p.bucket for p in spec.pieces})}
@@ -103,6 +106,7 @@ class Group:
         self.view: torch.Tensor  # what a direct group hands to the collective
         self.body = torch.empty(0)  # of a linear codec
         self.slices: list[torch.Tensor] = []  # of the body, for each round
+        self.ends: Any = None  # of a trip: sidcomp.trips.Ends
         self.place()
         # of the state, whichever plan uses it: what the codec keeps behind the memory's vectors
         self.codec_bytes = slice(plan.state_bytes - plan.extra_bytes, plan.state_bytes)
@@ -122,14 +126,27 @@ class Group:
         # counters, in ns
         self.steps = self.encode_ns = self.wait_ns = self.decode_ns = 0
 
+    @property
+    def routed(self) -> bool:
+        """It travels in messages, in this step."""
+        return isinstance(self.plan, Trip)
+
+    @property
+    def trip(self) -> Trip:
+        assert isinstance(self.plan, Trip)
+        return self.plan
+
     def allocate(self, world: int, work_bytes: int) -> None:
         plan = self.plan
         if self.direct:
             return
         self.state = Block(plan.state_bytes, self.device)
         self.scratch = Block(work_bytes, self.device)
-        self.payload = Block(plan.payload_bytes, self.device)
+        self.payload = Block(plan.wire_bytes if self.routed else plan.payload_bytes, self.device)
         self.allocations += 3
+        if self.routed:
+            self.incoming, self.count = self.payload, 1
+            return
         if plan.linear:
             self.body = self._view(plan.body_offset, plan.body_count)
             self.slices = [self._view(*part) for part in plan.slices]
@@ -216,7 +233,8 @@ class Group:
     def describe(self) -> str:
         """What every rank must agree on."""
         shapes = ", ".join(f"{p.name}{list(p.shape)}" for p in self.spec.pieces)
-        return f"{self.plan.codec}, memory {self.plan.memory}, {self.n} x {self.dtype}: {shapes}"
+        way = f", {self.trip.route.label}" if self.routed else ""
+        return f"{self.plan.codec}, memory {self.plan.memory}{way}, {self.n} x {self.dtype}: {shapes}"
 
 
 class Layout:

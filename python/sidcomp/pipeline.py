@@ -21,6 +21,7 @@ from sidcomp.groups import shorten
 from sidcomp.layout import Group, Layout, Slot
 from sidcomp.rounds import Rounds
 from sidcomp.settings import Settings
+from sidcomp.trips import Parcel, Trips, ends_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -57,6 +58,7 @@ class Pipeline:
         self.process_group = process_group
         self.exchange: Exchange | None = None
         self.rounds: Rounds | None = None  # where a group has more than one
+        self.trips: Trips | None = None  # where a group travels in messages
         self.lane: CudaLane | None = None
         self.layout: Layout | None = None
         self.error: Exception | None = None
@@ -250,12 +252,19 @@ class Pipeline:
 
         layout = build.agreed(exchange, make, build.header(self.settings, exchange, self.step))
         self.control += 32 * exchange.world
-        if self.rounds is None and any(g.plan.rounds > 1 for g in layout.groups):
-            self.rounds = Rounds(self.process_group or binding.process_group, exchange.device)
+        parent = self.process_group or binding.process_group
+        if self.rounds is None and any(g.plan.rounds > 1 and not g.routed for g in layout.groups):
+            self.rounds = Rounds(parent, exchange.device)
+        if self.trips is None and any(g.routed for g in layout.groups):
+            self.trips = Trips(parent, exchange.device)
+        for g in layout.groups:
+            if g.routed:
+                assert self.trips is not None
+                g.ends = ends_of(g, self.trips.exchange)
         kept = self.resume or (checkpoint.carry(self.layout) if self.layout else None)
         if kept is not None:
             kept.residuals = {**self.parked, **kept.residuals}
-            kept.place(layout)
+            kept.place(layout, exchange)
             if self.controller is not None:
                 held = {name for g in layout.groups if g.plan.vectors for name in g.names}
                 self.parked = {name: r for name, r in kept.residuals.items() if name not in held}
@@ -347,6 +356,9 @@ class Pipeline:
                     self._complete(g)
                 return
             g.begun_at = perf_counter_ns()
+            if g.routed:
+                self._depart(g, exchange)
+                return
             if not g.direct:
                 self._encode(g, exchange)
             elif exchange.world > 1:
@@ -373,6 +385,82 @@ class Pipeline:
             self.rounds.follow(self, g)
         else:
             future.then(partial(_finish, weakref.ref(self), g))
+
+    # ---- groups that travel in messages
+    # ------------------------------------------------------------------------------
+
+    def _advance(self, g: Group, round: int) -> bool:
+        assert self.exchange is not None
+        return g.trip.advance(
+            round, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+            step=self.step - 1, seed=self.settings.seed, group=g.index,
+        )  # fmt: skip
+
+    def _depart(self, g: Group, exchange: Exchange) -> None:
+        """The first round, in the hook's thread. A rank at which something goes wrong keeps its place in the
+        exchange, so that all ranks come to know."""
+        assert self.trips is not None
+        g.error = None
+        alone = g.plan.rounds == 0
+        try:
+            spoiled = self._advance(g, 0)
+            g.sent = g.plan.vectors > 0
+            if alone and spoiled:
+                g.undone = self._spoiled = True
+        except Exception as e:
+            g.error = e
+        g.exchanged_at = perf_counter_ns()
+        g.encode_ns += g.exchanged_at - g.begun_at
+        self._account(g, exchange)
+        with self._idle:
+            self._inflight += 1
+        if alone:
+            self._return(g, g.error)
+        else:
+            self.trips.launch(self, g)
+
+    def arrived(self, parcel: Parcel, failure: Exception | None) -> bool:
+        """A round's messages are here, or will never be: in a thread of trips. Whether another follows."""
+        g, last = parcel.group, parcel.round + 1 == parcel.group.plan.rounds
+        begin = perf_counter_ns()
+        g.wait_ns += begin - g.exchanged_at
+        if failure is None:
+            try:
+                if self._advance(g, parcel.round + 1):
+                    g.undone = self._spoiled = True
+            except Exception as e:
+                g.error = g.error or e
+        g.exchanged_at = perf_counter_ns()
+        taken = g.exchanged_at - begin
+        if last:
+            g.decode_ns += taken
+        else:
+            g.encode_ns += taken
+        if failure is None and not last:
+            try:
+                assert self.trips is not None
+                parcel.round += 1
+                parcel.works = self.trips.post(g, parcel.round)
+                return True
+            except Exception as e:
+                failure = e
+        self._return(g, failure or g.error)
+        return False
+
+    def _return(self, g: Group, failure: Exception | None) -> None:
+        """The end of a trip."""
+        try:
+            if failure is None:
+                if self._checking:
+                    value = 0 if g.undone else _core.checksum(g.segments, g.dtype)
+                    struct.pack_into("<Q", self._checks, 8 * g.index, value)
+                g.decoded_at = perf_counter_ns()
+                g.steps += 1
+                self._complete(g)
+            else:
+                self._fail(g, failure)
+        finally:
+            self._landed()
 
     def _encode(self, g: Group, exchange: Exchange) -> None:
         g.error = None
@@ -475,7 +563,7 @@ class Pipeline:
     def _account(self, g: Group, exchange: Exchange) -> None:
         sent = g.bytes_sent
         self.sent += sent
-        self.received += sent * (1 if g.plan.linear else exchange.world - 1)
+        self.received += sent * (1 if g.plan.linear or g.routed else exchange.world - 1)
         self.dense += 4 * g.n
 
     # ---- futures

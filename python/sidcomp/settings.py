@@ -10,6 +10,7 @@ from sidcomp.errors import ArgumentError, ParameterError
 from sidcomp.groups import DENSE, PLANNED, Groups, Regime, parse_groups
 from sidcomp.policy import Exclude, Policy, Rules, Shapes, parse_exclude, parse_rules
 from sidcomp.registry import Codec, find_codec, find_memory, resolve
+from sidcomp.route import Route, Trip
 from sidcomp.schedule import Parameters, Schedule, Setting
 
 Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
@@ -55,6 +56,7 @@ class Settings:
     named: bool = True  # the memory was asked for, not the codec's own
     full_every: int | Schedule = 0  # 0: never
     warmup: int = 0  # steps of each stage in which codec="auto" lowers the density
+    route: Route | None = None  # None: the process group's collectives
     made: list[Way] = field(default_factory=list)  # of the policy's combinations, numbered after `ways`
 
     @classmethod
@@ -71,8 +73,11 @@ class Settings:
         policy: Rules,
         full_every: int | Schedule,
         warmup: int,
+        exchange: str | None,
         parameters: Parameters,
     ) -> "Settings":
+        parameters = dict(parameters)
+        route = None if exchange is None else Route.parse(exchange, parameters)
         if not 0 <= seed < 2**64:
             raise ArgumentError(f"seed={seed}: a number from 0 to 2**64 - 1")
         if checksum_every < 0:
@@ -109,7 +114,13 @@ class Settings:
             memory is not None,
             full_every,
             warmup,
+            route,
         )
+        if route is not None and settings.planned:
+            raise ArgumentError(
+                f"exchange={exchange!r} is not for planned groups (groups={settings.groups!r}), whose costs "
+                "are those of the process group's collectives: name other groups, or leave it out"
+            )
         if settings.planned and (shaped := [way.codec.name for way in ways if way.codec.shaped]):
             raise ArgumentError(
                 f"what {shaped[0]!r} costs depends on the tensors' shapes, which planned groups "
@@ -213,9 +224,10 @@ class Settings:
         regime: Regime = PLAIN,
         step: int = 0,
         shapes: Sequence[tuple[int, int]] | None = None,
-    ) -> _core.Plan:
+        place: tuple[int, int] | None = None,
+    ) -> "_core.Plan | Trip":
         """The plan of a group of n elements in iteration `step`. shapes: elements and columns of its
-        tensors."""
+        tensors; place: rank and world, where they are known."""
         extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
         if way == DENSE:
             first = self.ways[0]
@@ -229,7 +241,18 @@ class Settings:
         floor = regime.floor(step)
         if floor and w.density and not isinstance(w.parameters.get("density"), Schedule):
             values["density"] = max(float(values.get("density", w.density)), floor)
+        if self.route is not None:
+            self._check_route(w)
+            if place is not None and not self.route.native:
+                return self.route.plan(w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
         return _core.Plan(w.codec.name, w.memory.name, n, dtype, values, shapes=shapes, **extra)
+
+    def _check_route(self, w: Way) -> None:
+        """Whether codec and exchange go together: the core says, which does not need the world for it."""
+        assert self.route is not None
+        alone = {k: v for k, v in self.route.parameters.items() if k not in ("rows", "ranks_per_node")}
+        values = {**schedule.last(w.parameters), **alone}
+        _core.Exchange(self.route.exchange.name, w.codec.name, w.memory.name, 1, "float32", 0, 1, values)
 
     def full_plan(self, n: int, dtype: str, way: int) -> _core.Plan:
         """Of the steps that send everything, with what is kept."""
@@ -258,6 +281,7 @@ class Settings:
             "exclude": list(self.policy.exclude),
             "policy": self.policy.saved(),
             "warmup": self.warmup if self.auto else 0,
+            "exchange": self.route.saved() if self.route is not None else None,
             "full_every": self.full_every.plain if isinstance(self.full_every, Schedule) else self.full_every,
         }
 

@@ -51,6 +51,12 @@ class State:
     warmup          codec="auto" comes to a sparse codec in the midst of training. Before its own density it
                     has three stages of so many steps, of 25 %, 6.25 % and 1.5625 %, as far as they send less
                     than plain DDP; 0: none. docs/auto.md has what it is good for.
+    exchange        how payloads travel: a name in `sidcomp.exchanges()`, whose parameters are further keyword
+                    arguments. None: the process group's all-reduce for linear codecs, its all-gather for the
+                    others. "ring1" and "torus1" (Marsit's), "twoshot", "hierarchical" (ranks_per_node=
+                    LOCAL_WORLD_SIZE of torchrun, or a DeviceMesh whose last dimension is the node) send
+                    messages from rank to rank; docs/exchanges.md says when they pay. CPU only.
+    K               Marsit's name of full_every.
     process_group   the ranks to average over; default: the DDP model's.
     seed            of codecs that draw random numbers; the same on every rank.
     checksum_every  k > 0: every k steps the ranks compare checksums of their decoded gradients; a difference
@@ -91,12 +97,18 @@ class State:
         policy: Rules = (),
         full_every: int | Schedule = 0,
         warmup: int = 30,
+        exchange: str | None = None,
+        K: int | Schedule | None = None,
         profile: Profile | str | Path | None = None,
         **parameters: Setting | Schedule,
     ) -> None:
+        if K is not None:
+            if full_every:
+                raise ArgumentError(f"K={K!r} and full_every={full_every!r} are the same: give one of them")
+            full_every = K
         self._arguments = (
             codec, memory, groups, seed, exclude, checksum_every, isa, candidates, policy, full_every,
-            warmup, parameters,
+            warmup, exchange, parameters,
         )  # fmt: skip
         self.settings = Settings.parse(*self._arguments)
         if profile is not None and not self.settings.planned:
@@ -212,7 +224,7 @@ class State:
     def _group_stats(self, g: Group) -> dict[str, Any]:
         lane = self._pipeline.lane
         s = lane.stats(g) if lane is not None else g.stats
-        count = s.count if s is not None else g.n if g.direct else 0
+        count = s.count if s is not None else g.n if g.direct else g.plan.k if g.routed else 0
         return {
             "names": list(g.names),
             "n": g.n,
@@ -359,6 +371,8 @@ class State:
         p.layout = self._bound = None
         if p.rounds is not None:
             p.rounds.close()
+        if p.trips is not None:
+            p.trips.close()
         if p.exchange is not None:
             p.exchange.close()
 
@@ -379,7 +393,7 @@ class State:
         *arguments, parameters = saved["arguments"]
         names = (
             "codec", "memory", "groups", "seed", "exclude", "checksum_every", "isa", "candidates", "policy",
-            "full_every", "warmup",
+            "full_every", "warmup", "exchange",
         )  # fmt: skip
         self.__init__(**dict(zip(names, arguments, strict=True)), **parameters)  # type: ignore[misc]
         if saved["memory"] is not None:

@@ -1,0 +1,145 @@
+"""How a group travels where it is not a collective of the process group: an exchange of messages."""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sidcomp import _core
+from sidcomp.errors import ArgumentError, ParameterError
+from sidcomp.registry import Codec, find_exchange
+from sidcomp.schedule import Setting
+
+logger = logging.getLogger("sidcomp")
+
+# What the process group does itself, and as well.
+_NATIVE = ("allreduce", "allgather")
+
+
+@dataclass(frozen=True)
+class Route:
+    """An exchange by name, with its own parameters; `native`: the process group's."""
+
+    exchange: Codec
+    parameters: Mapping[str, Setting] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, name: str, parameters: "dict[str, Any]") -> "Route":
+        """Takes the exchange's parameters out of `parameters`."""
+        exchange = find_exchange(name)
+        own = {p.name: parameters.pop(p.name) for p in exchange.parameters if p.name in parameters}
+        for key, value in own.items():
+            if hasattr(value, "mesh"):
+                own[key] = _ranks_per_node(value)
+            elif not isinstance(value, int | float | str):
+                raise ParameterError(
+                    f"{name}: {key}={value!r}: a number or a name; an exchange's parameters are no schedules"
+                )
+        if any(p.name == "ranks_per_node" for p in exchange.parameters) and "ranks_per_node" not in own:
+            own["ranks_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return cls(exchange, own)
+
+    @property
+    def native(self) -> bool:
+        return self.exchange.name in _NATIVE
+
+    @property
+    def local(self) -> int:
+        """Ranks that share what is kept of an element."""
+        return int(self.parameters.get("ranks_per_node", 1))
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.exchange.name, *(f"{k}={v}" for k, v in self.parameters.items())])
+
+    def saved(self) -> dict[str, Any]:
+        return {"exchange": self.exchange.name, "parameters": dict(self.parameters)}
+
+    def plan(
+        self,
+        codec: str,
+        memory: str,
+        n: int,
+        dtype: str,
+        settings: Mapping[str, Setting],
+        place: tuple[int, int],
+        isa: str | None,
+    ) -> "Trip":
+        both = set(settings) & set(self.parameters)
+        if both:
+            raise ArgumentError(f"parameters of both codec and exchange: {', '.join(sorted(both))}")
+        return Trip(self, codec, memory, n, dtype, {**settings, **self.parameters}, place, isa)
+
+    def warn(self, world: int) -> None:
+        """What the user should know before the first step."""
+        rows = any(p.name == "rows" for p in self.exchange.parameters)
+        if rows and world > 3 and all(world % i for i in range(2, world)):
+            logger.warning("%s over %d ranks, a prime number, is a ring", self.exchange.name, world)
+
+
+def _ranks_per_node(mesh: Any) -> int:
+    """Of a DeviceMesh whose last dimension is the node."""
+    flat = mesh.mesh.flatten().tolist()
+    if flat != list(range(len(flat))):
+        raise ArgumentError(
+            f"the mesh has ranks {flat}: a node's ranks must follow one another, and nodes too, as torchrun "
+            "has them"
+        )
+    return int(mesh.size(-1))
+
+
+class Trip:
+    """A group's part in an exchange on this rank, with the face of a `_core.Plan`."""
+
+    linear = False
+    lossless = False
+    extra_bytes = 0
+
+    def __init__(
+        self,
+        route: Route,
+        codec: str,
+        memory: str,
+        n: int,
+        dtype: str,
+        settings: Mapping[str, Setting],
+        place: tuple[int, int],
+        isa: str | None,
+    ) -> None:
+        rank, world = place
+        self.route = route
+        self.codec, self.memory, self.n, self.dtype = codec, memory, n, dtype
+        x = self.core = _core.Exchange(
+            route.exchange.name, codec, memory, n, dtype, rank, world, settings, isa
+        )
+        self.rounds, self.vectors, self.k = x.rounds, x.vectors, x.k
+        self.state_bytes, self.work_bytes, self.wire_bytes = x.state_bytes, x.work_bytes, x.wire_bytes
+        self.payload_bytes = x.sent_bytes
+        self.shares = x.shares
+        self.residual_out, self.residual_in = x.residual_out, x.residual_in
+        self.unsend, self.rescale = x.unsend, x.rescale
+
+    def advance(
+        self,
+        round: int,
+        segments: _core.Segments,
+        state: int,
+        work: int,
+        wire: int,
+        *,
+        step: int,
+        seed: int,
+        group: int,
+    ) -> bool:
+        return self.core.advance(round, segments, state, work, wire, step=step, seed=seed, group=group)
+
+    @property
+    def whole(self) -> bool:
+        """The state is that of one plan over all elements."""
+        return [(at, start, n) for at, start, n, _ in self.shares] == [(0, 0, self.n)]
+
+    @property
+    def common(self) -> bool:
+        """The last vector is what this rank keeps for all."""
+        return self.vectors > 0 and any(c for *_, c in self.shares)
