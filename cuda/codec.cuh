@@ -454,6 +454,17 @@ __device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect
     return SID_OK;
 }
 
+/* Of a linear body: header.scale is 1 / world, and that of all of them (csrc/codec/linear.h). */
+__device__ inline float sid_linear_inverse(float scale) { return (float)floor(1.0 / (double)scale + 0.5); }
+__device__ inline int32_t sid_check_linear(const sid_header &h, const sid_header &first) {
+    if (!(h.scale > 0 && h.scale <= 1) || 1.0f / sid_linear_inverse(h.scale) != h.scale) return SID_E_CORRUPT;
+    return h.scale == first.scale ? SID_OK : SID_E_MISMATCH;
+}
+/* The caller's scale comes on top of the sender's, unless it is that one. */
+__device__ inline float sid_linear_factor(const sid_header &first, float scale) {
+    return scale == first.scale ? 1.0f : (float)((double)scale * (double)sid_linear_inverse(first.scale));
+}
+
 /* A block's verdict on all payloads: of those at fault the first, with its status. */
 #define SID_SOUND 0xffffffffu
 __device__ inline void sid_blame(uint32_t *first, uint32_t payload, int32_t status) {

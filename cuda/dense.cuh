@@ -258,7 +258,9 @@ inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear) {
 
 /* Blocks r * each to r * each + each - 1 look at payload r. Reads all of it. A Body has
  *     word(i, w, most)     1: word i of a payload may not be w; may raise `most`
- *     header(h, payload, most)   0: a header, or what the payload has beside codes, is none of this codec
+ *     count(), form()             what a header's count and flags must be
+ *     gathered()                  0: bodies are summed on the way
+ *     header(h, p, r, most)       a status: what else it must say, or what payload r has beside codes
  *     sum(p, x, at, len)   the payloads together over a tile, scaled */
 template <class Body>
 __global__ void __launch_bounds__(SID_BLOCK)
@@ -303,16 +305,18 @@ __global__ void __launch_bounds__(SID_BLOCK)
     for (uint32_t r = threadIdx.x; r < p.count; r += SID_BLOCK) {
         const sid_header h = p.head(r);
         int32_t status = sid_check_header(h, expect, p.bytes / 32, f.sum[r], f.weighted[r]);
-        if (status == SID_OK && (f.bad[r] || h.count != p.n || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) ||
-                                 !body.header(h, p[r], f.most[r])))
+        if (status == SID_OK &&
+            (f.bad[r] || h.count != body.count() || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) != body.form()))
             status = SID_E_CORRUPT;
+        if (status == SID_OK) status = body.header(h, p, r, f.most[r]);
         sid_blame(&first, r, status);
         if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
     }
     __syncthreads();
     if (threadIdx.x) return;
-    sid_verdict_of(report, scratch, first, flagged);
-    if (scratch->go && flagged && state) state->rule = sid_rule();
+    /* Of bodies that are summed the flag counts where a memory is corrected; else the outputs tell, while they are written. */
+    sid_verdict_of(report, scratch, first, (body.gathered() || state) && (flagged || scratch->nonfinite));
+    if (scratch->go && scratch->nonfinite && state) state->rule = sid_rule();
 }
 
 enum {
@@ -356,19 +360,27 @@ inline uint64_t sid_findings_work() {
     return c.at - sizeof(sid_scratch);
 }
 
-template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body) {
-    const sid_payloads p = sid_payloads_of(c);
+/* All of the payloads is looked at; `more` may launch what else there is to see, before the verdict. */
+template <class Body, typename F>
+sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Body &body, const F &more) {
     uint64_t clear;
     const sid_findings f = sid_carve_findings(&c.work, &clear);
     const uint64_t pieces = p.bytes / (32 * SID_BLOCK), share = 1 + 8ull * c.to.processors / p.count;
     const uint32_t each = (uint32_t)(pieces < 1 ? 1 : pieces < share ? pieces : share);
     sid_status s = sid_begin(c.to, c.group, c.scratch, clear, nullptr, 0);
-    if (!s)
+    if (!s && p.bytes > SID_HEADER_BYTES)
         s = sid_launch(c.to, "look", sid_dense_look_kernel<Body>, (uint64_t)each * p.count, SID_BLOCK, 0, f, p, body,
                        each);
+    if (!s) s = more();
     if (!s)
         s = sid_launch(c.to, "check", sid_dense_check_kernel<Body>, 1, SID_BLOCK, 0, c.scratch, f, p, body,
                        sid_expect_of(c), c.report, c.state);
+    return s;
+}
+
+template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body) {
+    const sid_payloads p = sid_payloads_of(c);
+    const sid_status s = sid_dense_check(c, p, body, [] { return SID_OK; });
     if (s) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_dense_decode_kernel<decltype(memory), Body>,

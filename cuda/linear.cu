@@ -107,13 +107,6 @@ struct bodies {
     sid_dtype dtype;
 };
 
-__device__ inline float inverse_of(float scale) { return (float)floor(1.0 / (double)scale + 0.5); }
-
-__device__ inline float factor_of(const bodies &b) {
-    const float scale = ((const sid_header *)b.payloads)->scale;
-    return b.scale == scale ? 1.0f : (float)((double)b.scale * (double)inverse_of(scale));
-}
-
 /* Elements i .. i + count of a body; QUICK: N rows, where bodies are aligned to a quad. */
 template <bool QUICK, uint32_t N>
 __device__ inline void load(const bodies &b, uint32_t r, uint64_t i, uint32_t count, float (&x)[N][SID_QUAD]) {
@@ -201,11 +194,9 @@ __global__ void __launch_bounds__(SID_BLOCK)
     for (uint32_t r = threadIdx.x; r < b.count; r += SID_BLOCK) {
         const sid_header h = *(const sid_header *)(b.payloads + r * b.stride);
         int32_t status = sid_check_header(h, expect, SID_HEADER_BYTES / 32, 0, 0);
-        if (status == SID_OK && (h.count != expect.head.n || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) ||
-                                 !(h.scale > 0 && h.scale <= 1) || 1.0f / inverse_of(h.scale) != h.scale))
+        if (status == SID_OK && (h.count != expect.head.n || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE)))
             status = SID_E_CORRUPT;
-        if (status == SID_OK && h.scale != ((const sid_header *)b.payloads)->scale) /* of another world size */
-            status = SID_E_MISMATCH;
+        if (status == SID_OK) status = sid_check_linear(h, *(const sid_header *)b.payloads);
         sid_blame(&first, r, status);
         if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
     }
@@ -253,7 +244,8 @@ __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
     if (!scratch->go) return;
     if (Memory::VECTORS) memory.begin(state);
     const bool aligned = quick(b), undo = Memory::VECTORS && scratch->nonfinite;
-    decoder<Memory> decode = {memory, g, b, vectors, factor_of(b), undo, false};
+    decoder<Memory> decode = {memory, g,    b, vectors, sid_linear_factor(*(const sid_header *)b.payloads, b.scale),
+                              undo,   false};
     const auto one = [&](uint64_t tile) {
         const sid_span s = sid_span_of(g, tile);
         if (aligned && s.base && !undo)

@@ -298,10 +298,13 @@ template <bool FLOATS> struct body {
         const uint64_t bit = 8 * (4 * i - codes_at);
         return bit + 32 <= end ? 0 : bit >= end ? w != 0 : w >> (end - bit) != 0;
     }
-    __device__ bool header(const sid_header &h, const uint8_t *, uint32_t most) const {
+    __device__ uint64_t count() const { return n; }
+    __device__ uint32_t form() const { return 0; }
+    __device__ bool gathered() const { return true; }
+    __device__ int32_t header(const sid_header &h, const sid_payloads &, uint32_t, uint32_t most) const {
         const uint32_t scale = sid_f32_bits(h.scale);
-        if (h.salt && f.rounding == SID_ROUND_NEAREST) return false;
-        return quant_sound(scale, most_scale) && ((n && !f.block) || scale == most);
+        if (h.salt && f.rounding == SID_ROUND_NEAREST) return SID_E_CORRUPT;
+        return quant_sound(scale, most_scale) && ((n && !f.block) || scale == most) ? SID_OK : SID_E_CORRUPT;
     }
     __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t at, uint32_t len) const {
         const uint64_t from = codes_at + at / 8 * f.bits; /* a multiple of 8 */

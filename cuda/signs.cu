@@ -216,10 +216,13 @@ struct body {
     __device__ float low_of(const uint8_t *payload) const {
         return *(const float *)(const void *)(payload + sid_sign_low_at(n));
     }
-    __device__ bool header(const sid_header &h, const uint8_t *payload, uint32_t) const {
-        if (sid_f32_bits(h.scale) >= SID_KEY_INF || (f.of == FIXED && h.scale != f.fixed)) return false;
-        const uint32_t low = pair() ? sid_f32_bits(low_of(payload)) : 0;
-        return !low || (low > 0x80000000u && low < 0x80000000u + SID_KEY_INF);
+    __device__ uint64_t count() const { return n; }
+    __device__ uint32_t form() const { return 0; }
+    __device__ bool gathered() const { return true; }
+    __device__ int32_t header(const sid_header &h, const sid_payloads &p, uint32_t r, uint32_t) const {
+        if (sid_f32_bits(h.scale) >= SID_KEY_INF || (f.of == FIXED && h.scale != f.fixed)) return SID_E_CORRUPT;
+        const uint32_t low = pair() ? sid_f32_bits(low_of(p[r])) : 0;
+        return !low || (low > 0x80000000u && low < 0x80000000u + SID_KEY_INF) ? SID_OK : SID_E_CORRUPT;
     }
 
     /* This thread's bits of payload r. */

@@ -81,7 +81,8 @@ def variants_of(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def variants(codec: str) -> list[dict[str, Any]]:
-    return variants_of(parameters(codec))
+    more = [{"density": d} for d in (0.4, 0.7)] if codec.startswith("randk") else []  # draws what it leaves
+    return variants_of(parameters(codec)) + more
 
 
 Case = tuple[str, dict[str, Any], str]

@@ -118,6 +118,11 @@ template <typename T> T __shfl_sync(uint32_t, T x, uint32_t lane) {
     return emulate::shuffle(emulate::SHUFFLE, x, lane);
 }
 template <typename T> T __ldcs(const T *p) { return *p; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
+    __extension__ typedef unsigned __int128 wide;
+    return (uint64_t)((wide)a * b >> 64);
+}
 inline uint32_t __popc(uint32_t x) { return (uint32_t)__builtin_popcount(x); }
 
 template <typename T> T atomicAdd(T *p, T x) {

@@ -1,0 +1,395 @@
+/* randk, randk-own (csrc/codec/randk.c is the law). Bytes per float32 element with a residual, density d, 4-byte values:
+ *     encode   12 + 4 d        the floor of error feedback; what is drawn of 4096 elements meets them in shared memory
+ *     decode    4 + 4 W d      and 4 W d before it where payloads are gathered, to check them, or where a memory makes an
+ *                              all-reduced one be looked at first
+ * A block of threads takes 4096 elements at a time. Floyd's loop goes side by side: round i takes its t unless t has been
+ * taken before it, that is if an earlier round drew t too, or if t is what an earlier round fell back to; then it falls
+ * back to j = base + i, which is new. So of each t the first round that drew it is noted, and a round that drew the
+ * fallback of another asks whether that one fell back: a chain of ever earlier rounds, two or three long at most as a
+ * rule, since each link has a probability of at most a half. */
+#include "dense.cuh"
+
+namespace {
+
+enum {
+    PART = SID_DECODE_TILE,            /* elements */
+    ROWS = PART / SID_ROW / SID_WARPS, /* of a thread */
+    PART_BLOCKS = 3,                   /* on a multiprocessor: 37 KB of shared memory each */
+    VALUES = 1,                        /* parameters */
+    SCALING
+};
+#define OFFSET_AT (1ull << 62)
+
+/* ---- which elements ---------------------------------------------------------------------------------------------- */
+
+struct choice {
+    uint32_t drew[PART];       /* the first round that drew it; SID_FULL: none. All of it between two draws */
+    uint16_t t[PART / 2];      /* what each round drew */
+    uint32_t taken[PART / 32]; /* bits; 0 between two draws */
+    uint32_t part[SID_LANES + 1];
+};
+__device__ inline void start(choice &s) {
+    for (uint32_t i = threadIdx.x; i < PART; i += SID_BLOCK) s.drew[i] = SID_FULL;
+    for (uint32_t i = threadIdx.x; i < PART / 32; i += SID_BLOCK) s.taken[i] = 0;
+    __syncthreads();
+}
+
+__device__ inline bool falls_back(const choice &s, uint32_t i, uint32_t base) {
+    for (;;) {
+        const uint32_t t = s.t[i];
+        if (s.drew[t] < i) return true;
+        if (t < base || t - base >= i) return false;
+        i = t - base;
+    }
+}
+
+/* Calls f(entry of the body, index in the part) for what is drawn of the elements at .. at + len, by the whole block;
+ * k * n is below 2^64. */
+template <typename F>
+__device__ inline void choose(choice &s, uint64_t n, uint64_t k, const sid_draw &d, uint64_t at, uint32_t len,
+                              const F &f) {
+    uint32_t word[4];
+    sid_draw_block(&d, OFFSET_AT, word);
+    const uint64_t r = __umul64hi(word[0] | (uint64_t)word[1] << 32, n), first = (k * at + r) / n;
+    const uint32_t count = (uint32_t)((k * (at + len) + r) / n - first);
+    const bool rest = 2 * count > len;
+    const uint32_t rounds = rest ? len - count : count, base = len - rounds;
+    for (uint32_t q = threadIdx.x; 4 * q < rounds; q += SID_BLOCK) {
+        sid_draw_block(&d, at / 4 + q, word);
+#pragma unroll
+        for (uint32_t c = 0; c < 4; c++) {
+            const uint32_t i = 4 * q + c, t = (uint32_t)((uint64_t)word[c] * (base + i + 1) >> 32);
+            if (i >= rounds) continue;
+            s.t[i] = (uint16_t)t;
+            atomicMin(&s.drew[t], i);
+        }
+    }
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < rounds; i += SID_BLOCK) {
+        const uint32_t one = falls_back(s, i, base) ? base + i : s.t[i];
+        if (rest)
+            atomicOr(&s.taken[one / 32], 1u << one % 32);
+        else
+            f(first + i, one);
+    }
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < rounds; i += SID_BLOCK) s.drew[s.t[i]] = SID_FULL;
+    if (rest) { /* what has not been taken, in its order */
+        const uint32_t w = threadIdx.x, there = 32 * w >= len       ? 0
+                                                : len - 32 * w < 32 ? (1u << (len - 32 * w)) - 1
+                                                                    : SID_FULL;
+        uint32_t left = w < PART / 32 ? ~s.taken[w] & there : 0, total;
+        uint64_t entry = first + sid_block_scan((uint32_t)__popc(left), s.part, &total) - __popc(left);
+        for (; left; left &= left - 1) f(entry++, 32 * w + (uint32_t)__ffs((int)left) - 1);
+        if (w < PART / 32) s.taken[w] = 0;
+    }
+    __syncthreads();
+}
+
+/* ---- values ------------------------------------------------------------------------------------------------------ */
+
+struct values {
+    bool half;
+    float times; /* n/k or 1 */
+
+    __device__ float scaled(float x, float s) const { /* what a body carries, before it is rounded to halves */
+        const bool alone = s == 1.0f;
+        const float most = half                     ? (alone ? 65504.0f : 65376.0f) / times
+                           : alone && times == 1.0f ? 3.402823466e38f
+                                                    : sid_bits_f32(0x7f7c0000u) / times;
+        return (x > most ? most : x < -most ? -most : x) * (s * times);
+    }
+    __device__ float sent(float x, const sid_rule &rule) const {
+        const float y = scaled(x, rule.scale);
+        return (half ? sid_from_f16(sid_to_f16(y)) : y) * rule.inverse;
+    }
+    __device__ uint32_t width() const { return half ? 2 : 4; }
+    __device__ float load(const uint8_t *payload, uint64_t entry) const {
+        return sid_load1(payload + SID_HEADER_BYTES + width() * entry, half ? SID_F16 : SID_F32);
+    }
+};
+
+/* ---- encode ------------------------------------------------------------------------------------------------------ */
+
+struct coder {
+    values v;
+    sid_draw draw;
+    uint64_t k, rows;
+    float scale; /* 1 / world, or 1 */
+    bool linear;
+    uint8_t *payload;
+};
+
+template <class Memory>
+__global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
+    sid_randk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
+                     coder o) {
+    __shared__ choice s;
+    __shared__ float4 held[PART / SID_QUAD];
+    __shared__ sid_part_sum part[SID_WARPS];
+    float *const x = (float *)held;
+    if (!scratch->ready) return;
+    if (Memory::VECTORS) memory.begin(state);
+    const sid_rule rule = state->rule;
+    const sid_draw drawn = state->draw;
+    const uint64_t parts = (g.n + PART - 1) / PART;
+    const uint32_t row = sid_warp() % 2 * ROWS, mine = (sid_warp() / 2 * SID_ROWS + row) * SID_LANES + sid_lane();
+    sid_part_sum words = {0, 0};
+    uint32_t bad = 0;
+    start(s);
+#pragma unroll 1
+    for (uint64_t p = blockIdx.x; p < parts; p += gridDim.x) {
+        const uint64_t at = p * PART, tile = at / SID_TILE + sid_warp() / 2;
+        const uint32_t len = g.n - at < PART ? (uint32_t)(g.n - at) : (uint32_t)PART;
+        const uint32_t here = tile * SID_TILE < g.n ? sid_tile_len(g.n, tile * SID_TILE) : 0;
+        float *const first = vectors.first + tile * SID_TILE;
+        float y[ROWS][SID_QUAD] = {}, acc[ROWS][SID_QUAD] = {}, kept[ROWS][SID_QUAD];
+        if (Memory::VECTORS)
+#pragma unroll
+            for (uint32_t r = 0; r < ROWS; r++) sid_get_row(first, row + r, here, acc[r]);
+        if (here) {
+            const sid_span span = sid_span_of(g, tile);
+            if (span.base)
+                sid_load_quads(span.base + sid_place(row) * sid_width(g.dtype), g.dtype, y);
+            else
+#pragma unroll
+                for (uint32_t r = 0; r < ROWS; r++) {
+                    float one[1][SID_QUAD];
+                    sid_get<false>(g, span, sid_place(row + r), sid_count4(here, sid_place(row + r)), one);
+#pragma unroll
+                    for (uint32_t c = 0; c < SID_QUAD; c++) y[r][c] = one[0][c];
+                }
+        }
+        const bool keeps = Memory::VECTORS && memory.keeps && rule.scale != 0;
+        if (keeps) {
+#pragma unroll
+            for (uint32_t r = 0; r < ROWS; r++)
+                held[mine + r * SID_LANES] = make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+            __syncthreads();
+            choose(s, g.n, o.k, drawn, at, len, [&](uint64_t, uint32_t e) { x[e] -= o.v.sent(x[e], rule); });
+        }
+#pragma unroll
+        for (uint32_t r = 0; r < ROWS; r++) {
+            const float4 v =
+                keeps ? held[mine + r * SID_LANES] : make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+            kept[r][0] = v.x, kept[r][1] = v.y, kept[r][2] = v.z, kept[r][3] = v.w;
+            float more[Memory::VECTORS + 1][SID_QUAD] = {};
+            for (int m = 1; m < Memory::VECTORS; m++) sid_get_row(first + m * vectors.stride, row + r, here, more[m]);
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) {
+                float one[Memory::VECTORS + 1] = {acc[r][c]};
+                for (int m = 1; m < Memory::VECTORS; m++) one[m] = more[m][c];
+                const bool finite = sid_key(y[r][c]) < SID_KEY_INF;
+                bad += !finite;
+                y[r][c] = memory.tile(one, kept[r][c], finite ? y[r][c] : 0.0f);
+                for (int m = 1; m < Memory::VECTORS; m++) more[m][c] = one[m];
+            }
+            const uint32_t i = sid_place(row + r), count = sid_count4(here, i);
+            if (Memory::VECTORS) sid_store_floats(first + i, count, y[r]);
+            for (int m = 1; m < Memory::VECTORS; m++) sid_store_floats(first + m * vectors.stride + i, count, more[m]);
+            held[mine + r * SID_LANES] = make_float4(y[r][0], y[r][1], y[r][2], y[r][3]);
+        }
+        __syncthreads();
+        choose(s, g.n, o.k, o.draw, at, len, [&](uint64_t entry, uint32_t e) {
+            const float v = o.v.scaled(x[e], o.scale);
+            const uint64_t place = SID_HEADER_BYTES + o.v.width() * entry;
+            if (o.v.half) {
+                const uint16_t h = sid_to_f16(v);
+                *(uint16_t *)(void *)(o.payload + place) = h;
+                words.add(place, sid_half_word(place, h), o.rows);
+            } else {
+                *(float *)(void *)(o.payload + place) = v;
+                words.add(place, sid_f32_bits(v), o.rows);
+            }
+        });
+    }
+    if (!o.linear) sid_add_words(*scratch, words, part);
+    bad = sid_warp_sum(bad);
+    if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
+}
+
+/* What is not finite may stand where nobody looks: a sum of bodies shows it by NaN throughout. */
+__global__ void __launch_bounds__(SID_BLOCK) sid_randk_spoil_kernel(const sid_scratch *scratch, coder o) {
+    if (!scratch->ready || !scratch->nonfinite) return;
+    for (uint64_t i = blockIdx.x * (uint64_t)SID_BLOCK + threadIdx.x; i < o.k; i += (uint64_t)gridDim.x * SID_BLOCK)
+        sid_store1(o.payload + SID_HEADER_BYTES + o.v.width() * i, o.v.half ? SID_F16 : SID_F32,
+                   sid_bits_f32(0x7fc00000u));
+}
+
+enum {
+    SEAL_BLOCK = 64
+};
+__global__ void __launch_bounds__(SEAL_BLOCK) sid_randk_seal_kernel(sid_ending e, coder o, float inverse) {
+    if (!e.scratch->ready) return;
+    for (uint64_t i = SID_HEADER_BYTES + o.v.width() * o.k + threadIdx.x; i < e.bytes; i += SEAL_BLOCK)
+        e.payload[i] = 0;
+    if (threadIdx.x) return;
+    const uint32_t bad = e.scratch->nonfinite;
+    sid_seal((sid_header *)e.payload, e.head,
+             (o.v.half ? (uint32_t)SID_FLAG_HALF : 0u) | (bad ? (uint32_t)SID_FLAG_NONFINITE : 0u), o.k,
+             o.linear ? o.scale : o.v.times, o.rows, e.scratch->sum, e.scratch->weighted);
+    sid_rule rule = {};
+    rule.scale = o.scale;
+    rule.inverse = inverse;
+    e.state->rule = rule;
+    e.state->draw = e.draw;
+    e.state->steps++;
+    if (e.stats) *e.stats = {o.k, o.k, bad, 0, 0, 1};
+}
+
+values values_of(const sid_plan *p) {
+    const bool keeps = p->memory->info.traits & SID_FEEDBACK || p->memory->received;
+    const bool times = p->codec_param[SCALING] == 0 && !keeps && p->k;
+    return {p->codec_param[VALUES] == SID_VALUES_F16, times ? (float)((double)p->n / (double)p->k) : 1.0f};
+}
+bool is_linear(const sid_plan *p) { return p->codec->info.traits & SID_LINEAR; }
+/* What the checksum covers. */
+uint64_t covered(const sid_plan *p) { return is_linear(p) ? (uint64_t)SID_HEADER_BYTES : p->sizes.payload; }
+
+sid_status encode(sid_cuda_encoding &c) {
+    const sid_plan *p = c.plan;
+    const bool linear = is_linear(p);
+    sid_ending e = sid_ending_of(c);
+    if (linear) e.draw.salt = e.head.salt = sid_salt(c.at.seed, SID_COMMON);
+    const float world = linear ? (float)c.at.world : 1.0f;
+    const coder o = {values_of(p), e.draw, p->k, covered(p) / 32, 1.0f / world, linear, c.payload};
+    const uint64_t grid = sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS);
+    sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
+    if (!s)
+        s = sid_with_memory(p, c.to.err, [&](auto memory) {
+            return sid_launch(c.to, "walk", sid_randk_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,
+                              c.state, sid_vectors_of(p, c.state), memory, o);
+        });
+    if (!s && linear) s = sid_launch(c.to, "spoil", sid_randk_spoil_kernel, grid, SID_BLOCK, 0, c.scratch, o);
+    if (!s) s = sid_launch(c.to, "seal", sid_randk_seal_kernel, 1, SEAL_BLOCK, 0, e, o, world);
+    return s;
+}
+
+/* ---- decode ------------------------------------------------------------------------------------------------------ */
+
+struct body {
+    values v;
+    uint64_t k;
+    bool linear;
+
+    __device__ uint32_t word(uint64_t i, uint32_t w, uint32_t &) const { /* nothing after the last value */
+        const uint64_t used = SID_HEADER_BYTES + v.width() * k;
+        return 4 * i + 4 <= used ? 0 : 4 * i >= used ? w != 0 : w >> 16 != 0;
+    }
+    __device__ uint64_t count() const { return k; }
+    __device__ bool gathered() const { return !linear; }
+    __device__ uint32_t form() const { return v.half ? (uint32_t)SID_FLAG_HALF : 0u; }
+    __device__ int32_t header(const sid_header &h, const sid_payloads &p, uint32_t, uint32_t) const {
+        if (linear) return sid_check_linear(h, p.head(0));
+        return h.scale == v.times ? SID_OK : SID_E_CORRUPT;
+    }
+};
+
+/* The payloads together over one part, in `out`, which is zero. By the whole block. */
+__device__ inline void add(choice &s, const sid_payloads &p, const body &b, uint64_t at, uint32_t len, float *out) {
+    for (uint32_t r = 0; r < p.count; r++) {
+        const sid_header &h = p.head(r);
+        const sid_draw d = {h.salt, h.group, h.step};
+        if (b.linear && sid_key(b.v.load(p[r], 0)) > SID_KEY_INF) { /* some rank's gradient was not finite */
+            for (uint32_t i = threadIdx.x; i < len; i += SID_BLOCK) out[i] = sid_bits_f32(0x7fc00000u);
+            __syncthreads();
+        }
+        choose(s, p.n, b.k, d, at, len, [&](uint64_t entry, uint32_t e) {
+            const float v = b.v.load(p[r], entry);
+            out[e] = r == 0 && b.linear ? v : out[e] + v; /* not 0 + v, which would lose the sign of -0 */
+        });
+    }
+}
+
+/* Before anything is written, where a memory would have to be corrected: whether a sum is finite. */
+__global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
+    sid_randk_look_kernel(sid_scratch *scratch, sid_payloads p, body b) {
+    __shared__ choice s;
+    __shared__ float out[PART];
+    const uint64_t parts = (p.n + PART - 1) / PART;
+    bool bad = false;
+    start(s);
+    for (uint64_t at = blockIdx.x * (uint64_t)PART; at < parts * PART; at += gridDim.x * (uint64_t)PART) {
+        const uint32_t len = p.n - at < PART ? (uint32_t)(p.n - at) : (uint32_t)PART;
+        for (uint32_t i = threadIdx.x; i < len; i += SID_BLOCK) out[i] = 0;
+        __syncthreads();
+        add(s, p, b, at, len, out);
+        for (uint32_t i = threadIdx.x; i < len; i += SID_BLOCK) bad |= sid_key(out[i]) >= SID_KEY_INF;
+    }
+    if (bad) scratch->nonfinite = 1; /* every writer writes the same */
+}
+
+template <class Memory>
+__global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
+    sid_randk_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
+                            sid_payloads p, Memory memory, body b, sid_cuda_report *report) {
+    __shared__ choice s;
+    __shared__ float4 held[PART / SID_QUAD];
+    float *const out = (float *)held;
+    if (!scratch->go) return;
+    if (Memory::VECTORS) memory.begin(state);
+    const bool undo = Memory::VECTORS && scratch->nonfinite, fill = scratch->nonfinite && !b.linear;
+    const float scale = b.linear ? sid_linear_factor(p.head(0), p.scale) : p.scale;
+    const uint64_t parts = (g.n + PART - 1) / PART;
+    bool bad = false;
+    start(s);
+#pragma unroll 1
+    for (uint64_t part = blockIdx.x; part < parts; part += gridDim.x) {
+        const uint64_t at = part * PART, tile = at / SID_TILE + sid_warp() / 2;
+        const uint32_t len = g.n - at < PART ? (uint32_t)(g.n - at) : (uint32_t)PART;
+        for (uint32_t i = threadIdx.x; i < PART; i += SID_BLOCK) out[i] = fill ? sid_bits_f32(0x7fc00000u) : 0.0f;
+        __syncthreads();
+        if (!fill) add(s, p, b, at, len, out);
+        if (tile * SID_TILE < g.n) {
+            const sid_span span = sid_span_of(g, tile);
+#pragma unroll 1
+            for (uint32_t r = 0; r < ROWS; r++) {
+                const uint32_t i = sid_place(sid_warp() % 2 * ROWS + r), count = sid_count4(span.len, i);
+                const float4 v = held[(sid_warp() / 2 * SID_TILE + i) / SID_QUAD];
+                float y[SID_QUAD] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++) {
+                    bad |= sid_key(y[c]) >= SID_KEY_INF;
+                    y[c] *= scale;
+                }
+                if (undo)
+                    sid_undo(memory, g, span, vectors, i, count);
+                else if (memory.receives)
+                    sid_receive(memory, vectors, span.at + i, count, y);
+                if (span.base)
+                    sid_put<true>(g, span, i, count, y);
+                else
+                    sid_put<false>(g, span, i, count, y);
+            }
+        }
+        __syncthreads(); /* before the next part takes the place of this one */
+    }
+    if (b.linear && bad) report->nonfinite = 1; /* every writer writes the same */
+}
+
+uint64_t work(const sid_plan *) { return sid_findings_work(); }
+
+sid_status decode(sid_cuda_decoding &c) {
+    const sid_plan *p = c.plan;
+    const body b = {values_of(p), p->k, is_linear(p)};
+    const uint64_t grid = sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS);
+    sid_payloads all = sid_payloads_of(c);
+    all.bytes = covered(p);
+    sid_status s = sid_dense_check(c, all, b, [&] {
+        if (!b.linear || !c.state) return SID_OK;
+        return sid_launch(c.to, "look", sid_randk_look_kernel, grid, SID_BLOCK, 0, c.scratch, all, b);
+    });
+    if (s) return s;
+    return sid_with_memory_of(c, [&](auto memory) {
+        return sid_launch(c.to, "decode", sid_randk_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
+                          c.scratch, c.state, sid_vectors_of(p, c.state), all, memory, b, c.report);
+    });
+}
+
+} // namespace
+
+extern "C" {
+extern const sid_cuda_codec sid_cuda_codec_randk, sid_cuda_codec_randk_own;
+const sid_cuda_codec sid_cuda_codec_randk = {work, encode, decode};
+const sid_cuda_codec sid_cuda_codec_randk_own = {work, encode, decode};
+}
