@@ -76,7 +76,7 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at,
     const sid_dtype d = body_dtype(p);
     if (rule->scale == 0) return;
     if (d != SID_F32 && !(p->codec->info.traits & SID_LOSSLESS)) {
-        p->simd->half_keep(acc, len, rule->scale, rule->inverse, limit(d, rule->scale == 1.0f), d == SID_BF16);
+        p->simd->half_keep(acc, len, 0, rule->scale, rule->inverse, limit(d, rule->scale == 1.0f), d == SID_BF16);
         return;
     }
     write_body(p, acc, rule->scale, body, 0, len);

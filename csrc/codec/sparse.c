@@ -369,8 +369,6 @@ void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags) {
 }
 
 static void keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint32_t len, uint32_t key) {
-    float sent[SID_TILE];
-    uint16_t body[SID_TILE];
     if (rule->flags & SID_FLAG_MEAN) {
         p->simd->subtract_from(acc, len, key, rule->scale);
         return;
@@ -379,15 +377,12 @@ static void keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint
         p->simd->zero_from(acc, len, key);
         return;
     }
-    if (!(rule->flags & SID_FLAG_HALF)) {
-        const sid_levels levels = sid_levels_from(rule->base, rule->step, rule->flags & SID_FLAG_LOG8 ? 8 : 4);
-        p->simd->take_levels(acc, len, key, &levels);
+    if (rule->flags & SID_FLAG_HALF) {
+        p->simd->half_keep(acc, len, key, 1, 1, half_max, 0);
         return;
     }
-    p->simd->clamp(acc, sent, len, half_max);
-    p->simd->f32_to_f16(sent, body, len);
-    p->simd->f16_to_f32(body, sent, len);
-    for (uint32_t i = 0; i < len; i++) acc[i] = sid_key(acc[i]) >= key ? acc[i] - sent[i] : acc[i];
+    const sid_levels levels = sid_levels_from(rule->base, rule->step, rule->flags & SID_FLAG_LOG8 ? 8 : 4);
+    p->simd->take_levels(acc, len, key, &levels);
 }
 
 void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {

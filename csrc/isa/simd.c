@@ -1263,13 +1263,16 @@ static void half_body(const float *x, uint16_t *y, uint32_t n, float s, float ma
     for (; i < n; i += CHUNK) half_chunk(x + i, y + i, n - i < CHUNK ? n - i : CHUNK, s, max, bf16);
 }
 
-static void half_keep(float *x, uint32_t n, float s, float inverse, float max, int bf16) {
+static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse, float max, int bf16) {
+    const int32_t from = (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key);
     uint32_t i = 0;
 #ifdef SID_HAS_AVX512
     for (; i + 16 <= n; i += 16) {
         const __m512 sent =
             _mm512_mul_ps(of_half(to_half(clamped(x + i, max, s), bf16), bf16), _mm512_set1_ps(inverse));
-        _mm512_storeu_ps(x + i, _mm512_sub_ps(_mm512_loadu_ps(x + i), sent));
+        const __m512 v = _mm512_loadu_ps(x + i);
+        const __mmask16 m = _mm512_cmpge_epi32_mask(keys16(x + i), _mm512_set1_epi32(from));
+        _mm512_storeu_ps(x + i, _mm512_mask_sub_ps(v, m, v, sent));
     }
 #endif
     for (; i < n; i += CHUNK) {
@@ -1282,7 +1285,8 @@ static void half_keep(float *x, uint32_t n, float s, float inverse, float max, i
         else
             f16_to_f32(body, sent, len);
         scale(sent, sent, len, inverse);
-        for (uint32_t j = 0; j < len; j++) x[i + j] -= sent[j];
+        for (uint32_t j = 0; j < len; j++)
+            x[i + j] -= sid_bits_f32((int32_t)sid_key(x[i + j]) >= from ? sid_f32_bits(sent[j]) : 0u);
     }
 }
 
