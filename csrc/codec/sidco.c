@@ -33,40 +33,10 @@
 #include <math.h>
 #include <string.h>
 
+#include "sidco.h"
 #include "sparse.h"
 
-enum {
-    MAX_STAGES = 8,
-    MAX_PROBES = 2 * (MAX_STAGES - 1)
-};
-enum {
-    DELTA1 = SPARSE_PARAMS,
-    EPSILON,
-    Q,
-    STAGES,
-    CAPACITY,
-    ADAPT,
-    SHAPE
-};
-/* words of state->codec: stages for the next step and of the last one, steps and counts since the last adaptation, the
- * last key and its spread, the last adaptation's direction (0: none, 1: up, 2: down) and deviation, how far each stage of
- * the last step lay (would have lain, at delta_1) above the one before */
-enum {
-    AT_STAGES,
-    AT_USED,
-    AT_STEPS,
-    AT_SUM,
-    LAST,
-    SPREAD,
-    TURN,
-    DEVIATION,
-    STEP
-};
-_Static_assert(STEP + MAX_STAGES <= 16, "state->codec holds 16 words");
-enum {
-    NEW_STAGES = 1 << 22
-}; /* spread of the key where the number of stages has changed: half an octave */
-static const double probe_width = 1.0 / 16; /* probes lie this fraction below and above the predicted eta */
+_Static_assert(SIDCO_STEP + SIDCO_STAGES <= 16, "state->codec holds 16 words");
 
 static const char *const adapt_names[] = {"printed", "turning", NULL};
 #define SIDCO_PARAM_ROWS                                                                                               \
@@ -94,9 +64,9 @@ static const char *const adapt_names[] = {"printed", "turning", NULL};
          .doc = "Steps between adaptations of the number of stages (section 4.1: 5)."},                                \
         {.name = "max_stages",                                                                                         \
          .kind = SID_INT,                                                                                              \
-         .dflt = MAX_STAGES,                                                                                           \
+         .dflt = SIDCO_STAGES,                                                                                         \
          .min = 1,                                                                                                     \
-         .max = MAX_STAGES,                                                                                            \
+         .max = SIDCO_STAGES,                                                                                          \
          .unit = "",                                                                                                   \
          .doc = "M_max of Algorithm 1; never more than keep the last stage's ratio below 1."},                         \
         {.name = "capacity",                                                                                           \
@@ -129,32 +99,26 @@ static const sid_param gamma_params[] = {
      .doc = "Estimate of the gamma's shape: closed form (equation 16), or maximum likelihood (equation 26)."},
 };
 
-/* What of the magnitudes beyond a threshold a fit reads. */
-typedef struct tail {
-    double count, sum, squares;
-    double logs; /* sum of logarithms to base 2; of the first stage */
-} tail;
-
 /* Which distribution is fitted. */
 typedef struct family {
     int squares, logs; /* fits read sums of squares; the first one reads the sum of logarithms */
     uint64_t small;    /* elements: below, all candidates fit in work and no probe is needed */
-    double tolerance;  /* standard error of the count at which a probe's estimate is taken */
-    /* Quantile 1 - exp(-log_inverse) of the distribution fitted to t's magnitudes, shifted down by `from`; below 0: 0. */
-    double (*first)(const sid_plan *p, const tail *t, double log_inverse);
-    double (*later)(const tail *t, double from, double log_inverse);
+    double tolerance;  /* of the estimate between probes */
+    /* sidco.h's fits of all elements, and of those beyond a threshold; below 0: 0. */
+    double (*first)(const sidco_rule *p, const sidco_tail *t, double log_inverse);
+    double (*later)(const sidco_tail *t, double from, double log_inverse);
 } family;
 
 /* Persists over the readings of one encode. */
 typedef struct sidco_work {
-    tail all; /* count: of the elements that are not 0, where logs are summed */
-    double eta[MAX_STAGES], step[MAX_STAGES];
+    sidco_tail all; /* count: of the elements that are not 0, where logs are summed */
+    double eta[SIDCO_STAGES], step[SIDCO_STAGES];
     uint32_t stages, known; /* eta[0 .. known) are settled */
     uint32_t probes, exact; /* exact: the one probe stands at eta[known - 1] itself, or at the final threshold */
-    uint32_t key[MAX_PROBES];
-    uint64_t count[MAX_PROBES];
-    double sum[MAX_PROBES], squares[MAX_PROBES]; /* after a reading, as `all` */
-    uint32_t low;                                /* captured from here on in the next reading */
+    uint32_t key[SIDCO_PROBES];
+    uint64_t count[SIDCO_PROBES];
+    double sum[SIDCO_PROBES], squares[SIDCO_PROBES]; /* after a reading, as `all` */
+    uint32_t low;                                    /* captured from here on in the next reading */
     uint32_t exactly; /* sums of all elements in float64: their variance is small beside the mean */
     uint32_t whole;   /* stage 1 may end at 0, so that stage 2 needs the squares of all elements */
 } sidco_work;
@@ -165,122 +129,47 @@ enum {
     ALL_SQUARES,
     ALL_LOGS,
     OF_PROBES,
-    ROWS = OF_PROBES + 2 * MAX_PROBES
+    ROWS = OF_PROBES + 2 * SIDCO_PROBES
 };
 
 static sidco_work *own(const sid_walk *w) { return sparse_own(w); }
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, const family *f) {
     sparse_k(p);
-    const double cap = ceil(p->codec_param[CAPACITY] * (double)p->k);
+    const double cap = ceil(p->codec_param[SIDCO_CAPACITY] * (double)p->k);
     p->cap = cap < (double)p->n ? (uint64_t)cap : p->n;
     sparse_plan(p, p->n < f->small ? p->n : p->n / 8, scratch);
     *scratch = sparse_bytes(p) + ROWS * sizeof(double) * sid_sums(p->n);
     return SID_OK;
 }
 
-static double delta(const sid_plan *p) { return (double)p->k / (double)p->n; }
-
-/* Most stages that leave the last one a ratio below 1. */
-static uint32_t stage_limit(const sid_plan *p) {
-    const uint32_t most = (uint32_t)p->codec_param[STAGES];
-    uint32_t m = 1;
-    for (double r = p->codec_param[DELTA1]; m < most && r > delta(p); r *= p->codec_param[DELTA1]) m++;
-    return m;
-}
-
-static uint32_t stages_of(const sid_plan *p, const sid_state *s) {
-    const uint32_t m = s->codec[AT_STAGES] ? (uint32_t)s->codec[AT_STAGES] : 1, most = stage_limit(p);
-    return m < most ? m : most;
-}
-
-static uint32_t key_at(double eta) { return sid_key((float)eta); }
-/* The first key of a magnitude beyond eta. */
-static uint32_t key_beyond(double eta) { return key_at(eta) + ((double)(float)eta <= eta); }
-
-static double log_inverse_ratio(const sid_plan *p, uint32_t stages, uint32_t m) {
-    const double d1 = p->codec_param[DELTA1];
-    double ratio = delta(p);
-    if (m + 1 < stages) return sid_log(1 / d1);
-    while (m--) ratio /= d1;
-    return sid_log(1 / ratio);
-}
-
-static double last_step(const sid_state *s, uint32_t m) { return (double)sid_bits_f32((uint32_t)s->codec[STEP + m]); }
-
 /* ---- fits ------------------------------------------------------------------------------------------------------ */
 
-static double exponential_later(const tail *t, double from, double log_inverse) {
-    return (t->count > 0 ? t->sum / t->count - from : 0) * log_inverse;
+static double exponential_later(const sidco_tail *t, double from, double log_inverse) {
+    return sidco_exponential(t->count, t->sum, from, log_inverse);
 }
-static double exponential_first(const sid_plan *p, const tail *t, double log_inverse) {
-    return t->sum / (double)p->n * log_inverse;
+static double exponential_first(const sidco_rule *p, const sidco_tail *t, double log_inverse) {
+    return sidco_exponential((double)p->n, t->sum, 0, log_inverse);
 }
-
-static double pareto(double count, double sum, double squares, double from, double log_inverse) {
-    const double centre = count > 0 ? sum / count : 0, mean = centre - from;
-    const double variance = count > 0 ? squares / count - centre * centre : 0, ratio = mean * mean / variance;
-    if (!(mean > 0)) return 0;
-    if (!(variance > 0 && ratio < 1e15)) return mean;
-    return mean * (ratio + 1) / 2 * log_inverse * sid_expm1_over((1 - ratio) / 2 * log_inverse);
+static double pareto_later(const sidco_tail *t, double from, double log_inverse) {
+    return sidco_pareto(t->count, t->sum, t->squares, from, log_inverse);
 }
-static double pareto_later(const tail *t, double from, double log_inverse) {
-    return pareto(t->count, t->sum, t->squares, from, log_inverse);
-}
-static double pareto_first(const sid_plan *p, const tail *t, double log_inverse) {
-    return pareto((double)p->n, t->sum, t->squares, 0, log_inverse);
-}
-
-/* Minka 2002: Newton on 1/shape for digamma(shape) - log(shape) + s = 0, from the closed form. */
-static double likeliest_shape(double shape, double s) {
-    for (int i = 0; i < 20; i++) {
-        const double off = s + sid_digamma(shape) - sid_log(shape);
-        const double inverse = 1 / shape - off / (shape * shape * (1 / shape - sid_trigamma(shape)));
-        const double next = inverse > 0 ? 1 / inverse : shape * 2, moved = next - shape;
-        shape = next;
-        if (moved < 1e-14 * shape && moved > -1e-14 * shape) break;
-    }
-    return shape;
-}
-
-static double gamma_first(const sid_plan *p, const tail *t, double log_inverse) {
-    const double ln2 = 0.69314718055994530942;
-    if (!(t->count > 0)) return 0;
-    const double mean = t->sum / t->count, s = sid_log(mean) - ln2 * (t->logs / t->count);
-    if (!(s > 0)) return 0;
-    double shape = (3 - s + sqrt((s - 3) * (s - 3) + 24 * s)) / (12 * s);
-    if (p->codec_param[SHAPE] > 0) shape = likeliest_shape(shape, s);
-    const double share = sid_log(t->count / (double)p->n); /* of the elements that are not 0 */
-    return mean / shape * (log_inverse + share - sid_lgamma(shape));
+static double pareto_first(const sidco_rule *p, const sidco_tail *t, double log_inverse) {
+    return sidco_pareto((double)p->n, t->sum, t->squares, 0, log_inverse);
 }
 
 /* ---- the walk -------------------------------------------------------------------------------------------------- */
 
 static void begin(sid_walk *w) {
     sidco_work *o = own(w);
-    const uint64_t *c = w->state->codec;
     if (w->walks == 1) {
-        const uint32_t stages = stages_of(w->plan, w->state), last = (uint32_t)c[LAST];
-        const uint32_t spread = stages == c[AT_USED] ? (uint32_t)c[SPREAD] : c[SPREAD] ? NEW_STAGES : 0;
-        *o = (sidco_work){.stages = stages,
-                          .low = spread && last > spread ? last - spread : 0,
-                          .whole = stages > 1 && !(last_step(w->state, 0) > 0)};
-        double eta = 0, share = 1;
-        for (uint32_t m = 0; m + 1 < stages && m < c[AT_USED]; m++) {
-            const double step = last_step(w->state, m);
-            if (!(step > 0)) continue; /* a stage at 0 needs no probe */
-            eta += step;
-            share *= w->plan->codec_param[DELTA1];
-            const uint32_t below = key_at(eta * (1 - probe_width)), above = key_at(eta * (1 + probe_width));
-            if (1.5 * share * (double)w->plan->n <= (double)w->plan->room) {
-                o->low = below < o->low ? below : o->low;
-                break; /* and the later stages lie above */
-            }
-            o->key[o->probes++] = below;
-            o->key[o->probes++] = above;
-        }
+        const sidco_rule rule = sidco_rule_of(w->plan);
+        sidco_start start;
+        sidco_begin(&rule, w->state->codec, &start);
+        *o = (sidco_work){.stages = start.stages, .low = start.low, .whole = start.whole, .probes = start.probes};
+        memcpy(o->key, start.key, sizeof *o->key * start.probes);
     }
-    if (!o->known) o->all = (tail){0, 0, 0, 0};
+    if (!o->known) o->all = (sidco_tail){0, 0, 0, 0};
     for (uint32_t i = 0; i < o->probes; i++) o->count[i] = 0;
     memset(sparse_sums_of(w, 0), 0, (OF_PROBES + 2 * o->probes) * sizeof(double) * sid_sums(w->plan->n));
     sparse_begin(w, o->low);
@@ -328,10 +217,10 @@ static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len
 }
 
 /* Of the candidates with keys from `key` on. */
-static void among_candidates(const sid_walk *w, uint32_t key, const family *f, tail *t) {
+static void among_candidates(const sid_walk *w, uint32_t key, const family *f, sidco_tail *t) {
     const sparse_work *s = sparse_of(w);
     double sums[2][SID_SUMS];
-    *t = (tail){0, 0, 0, 0};
+    *t = (sidco_tail){0, 0, 0, 0};
     if (!f->squares) {
         t->count = (double)sparse_above(w, key, &t->sum);
         return;
@@ -350,9 +239,9 @@ static void among_candidates(const sid_walk *w, uint32_t key, const family *f, t
 }
 
 /* The magnitudes beyond eta, if this reading knows them. */
-static int beyond(const sid_walk *w, double eta, const family *f, tail *t) {
+static int beyond(const sid_walk *w, double eta, const family *f, sidco_tail *t) {
     const sidco_work *o = own(w);
-    const uint32_t key = key_beyond(eta);
+    const uint32_t key = sidco_key_beyond(eta);
     if (key >= sparse_of(w)->low) {
         among_candidates(w, key, f, t);
         return 1;
@@ -361,25 +250,12 @@ static int beyond(const sid_walk *w, double eta, const family *f, tail *t) {
         *t = o->all;
         return 1;
     }
-    *t = (tail){(double)o->count[0], o->sum[0], o->squares[0], 0};
+    *t = (sidco_tail){(double)o->count[0], o->sum[0], o->squares[0], 0};
     if (o->exact) return o->key[0] == key;
     for (uint32_t i = 0; i + 1 < o->probes; i += 2) {
-        const double a = (double)sid_bits_f32(o->key[i]), b = (double)sid_bits_f32(o->key[i + 1]);
-        const double ca = (double)o->count[i], cb = (double)o->count[i + 1];
-        const double wide = b - a, mid = (a + b) / 2, half = wide / 2, from = eta - mid, between = ca - cb;
-        /* how many lie between the probes is known, where is not */
-        if (eta < a || eta > b || cb < 1 || 0.35 * sqrt(between) > f->tolerance * cb) continue;
-        /* a density that is linear in u = x - mid and has the band's count and its first moment */
-        const double p = between / wide, q = 12 * (o->sum[i] - o->sum[i + 1] - mid * between) / (wide * wide * wide);
-        const double u2 = half * half - from * from, u3 = half * half * half - from * from * from,
-                     u4 = half * half * half * half - from * from * from * from;
-        double c = p * (half - from) + q * u2 / 2;
-        c = c < 0 ? 0 : c > between ? between : c;
-        const double c1 = p * u2 / 2 + q * u3 / 3, c2 = p * u3 / 3 + q * u4 / 4; /* moments of u beyond eta */
-        t->count = cb + c;
-        t->sum = o->sum[i + 1] + mid * c + c1;
-        t->squares = o->squares[i + 1] + mid * mid * c + 2 * mid * c1 + c2;
-        return 1;
+        const sidco_probe low = {o->key[i], (double)o->count[i], o->sum[i], o->squares[i]};
+        const sidco_probe high = {o->key[i + 1], (double)o->count[i + 1], o->sum[i + 1], o->squares[i + 1]};
+        if (sidco_between(&low, &high, eta, f->tolerance, t)) return 1;
     }
     return 0;
 }
@@ -391,43 +267,10 @@ static sid_verdict again(sidco_work *o, uint32_t probe, uint32_t low) {
     return SID_AGAIN;
 }
 
-/* Whether the sums of all elements, from float lanes, leave too few digits of their variance. */
-static int narrow(const sid_plan *p, const tail *t) {
-    const double n = t->count > 0 ? t->count : (double)p->n, mean = t->sum / n;
-    return t->squares / n - mean * mean < 0x1p-7 * mean * mean;
-}
-
-static void adapt(sid_walk *w, uint64_t found) {
-    const sid_plan *p = w->plan;
-    uint64_t *c = w->state->codec;
-    const double q = p->codec_param[Q], k = (double)p->k, eps = p->codec_param[EPSILON];
-    const uint32_t most = stage_limit(p);
-    uint32_t m = own(w)->stages;
-    c[AT_SUM] += found;
-    if ((double)++c[AT_STEPS] >= q) {
-        const double average = (double)c[AT_SUM] / q, off = fabs(average / k - 1);
-        int up = average<k * (1 - eps), down = average> k * (1 + eps);
-        if (p->codec_param[ADAPT] > 0 && (up || down) && most > 1) {
-            double last;
-            memcpy(&last, &c[DEVIATION], 8);
-            if (c[TURN]) up = (c[TURN] == 1) != (off > last);
-            up = m == 1 || (up && m < most);
-            down = !up;
-            c[TURN] = up ? 1 : 2;
-            memcpy(&c[DEVIATION], &off, 8);
-        }
-        if (down && m > 1) m--;
-        if (up && m < most) m++;
-        c[AT_SUM] = c[AT_STEPS] = 0;
-    }
-    c[AT_STAGES] = m;
-}
-
 static sid_verdict finish(sid_walk *w, const family *f) {
     const sid_plan *p = w->plan;
     const sparse_work *s = sparse_settle(w);
     sidco_work *o = own(w);
-    uint64_t *c = w->state->codec;
     if (p->n == 0) {
         sparse_emit_from(w, 0, 0);
         return SID_DONE;
@@ -441,19 +284,21 @@ static sid_verdict finish(sid_walk *w, const family *f) {
         o->sum[i] = total(w, OF_PROBES + 2 * i);
         o->squares[i] = total(w, OF_PROBES + 2 * i + 1);
     }
-    const double inner = log_inverse_ratio(p, 2, 0), last = log_inverse_ratio(p, o->stages, o->stages - 1);
+    const sidco_rule rule = sidco_rule_of(p);
+    const double inner = sidco_log_inverse_ratio(&rule, 2, 0),
+                 last = sidco_log_inverse_ratio(&rule, o->stages, o->stages - 1);
     for (; o->known < o->stages; o->known++) {
         const uint32_t m = o->known;
         const double from = m ? o->eta[m - 1] : 0;
-        tail t = o->all;
-        if (m && !beyond(w, from, f, &t)) return again(o, key_beyond(from), o->low);
-        if (f->squares && !(m == 0 && f->logs) && !(from > 0) && !o->exactly && narrow(p, &t)) {
+        sidco_tail t = o->all;
+        if (m && !beyond(w, from, f, &t)) return again(o, sidco_key_beyond(from), o->low);
+        if (f->squares && !(m == 0 && f->logs) && !(from > 0) && !o->exactly && sidco_narrow(&rule, &t)) {
             o->exactly = 1;
             o->known = 0;
             return SID_AGAIN;
         }
-        const double step = m ? f->later(&t, from, inner) : f->first(p, &t, inner);
-        const double used = m + 1 < o->stages ? step : m ? f->later(&t, from, last) : f->first(p, &t, last);
+        const double step = m ? f->later(&t, from, inner) : f->first(&rule, &t, inner);
+        const double used = m + 1 < o->stages ? step : m ? f->later(&t, from, last) : f->first(&rule, &t, last);
         const double little = 0x1p-5 * o->all.sum / (double)p->n; /* the gamma's terms nearly cancel */
         if (m == 0 && f->logs && !o->exactly && used < little && used > -little) {
             o->exactly = 1;
@@ -462,7 +307,7 @@ static sid_verdict finish(sid_walk *w, const family *f) {
         o->step[m] = step > 0 ? step : 0;
         o->eta[m] = from + (used > 0 ? used : 0);
     }
-    const uint32_t key = key_at(o->eta[o->stages - 1]); /* beyond float32: Inf, and nothing passes */
+    const uint32_t key = sidco_key_at(o->eta[o->stages - 1]); /* beyond float32: Inf, and nothing passes */
     uint64_t found;
     double sum;
     if (key >= s->low)
@@ -474,11 +319,7 @@ static sid_verdict finish(sid_walk *w, const family *f) {
 
     w->stats.found = found;
     w->stats.stages = o->stages;
-    if (c[AT_USED] == o->stages || !c[SPREAD]) c[SPREAD] = sid_spread((uint32_t)c[SPREAD], (uint32_t)c[LAST], key);
-    c[LAST] = key;
-    c[AT_USED] = o->stages;
-    for (uint32_t m = 0; m < o->stages; m++) c[STEP + m] = sid_f32_bits((float)o->step[m]);
-    adapt(w, found);
+    sidco_learn(&rule, w->state->codec, o->stages, key, o->step, found);
     if (found > p->cap) {
         const sparse_pick pick = sparse_select(w, p->cap, 0, 0);
         sparse_emit(w, pick, p->cap - pick.above, SID_FLAG_RAISED);
@@ -489,9 +330,9 @@ static sid_verdict finish(sid_walk *w, const family *f) {
 
 static void rescale(const sid_plan *p, sid_state *s, float factor) {
     (void)p;
-    s->codec[LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[LAST]) * factor);
-    for (int m = 0; m < MAX_STAGES; m++)
-        s->codec[STEP + m] = sid_key(sid_bits_f32((uint32_t)s->codec[STEP + m]) * factor);
+    s->codec[SIDCO_LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[SIDCO_LAST]) * factor);
+    for (int m = 0; m < SIDCO_STAGES; m++)
+        s->codec[SIDCO_STEP + m] = sid_key(sid_bits_f32((uint32_t)s->codec[SIDCO_STEP + m]) * factor);
 }
 
 /* ---- the three ------------------------------------------------------------------------------------------------- */
@@ -505,7 +346,7 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
     static sid_verdict finish_##x(sid_walk *w) { return finish(w, &x); }
 
 static const family exponential = {
-    .small = 1 << 20, .tolerance = 3.3e-4, .first = exponential_first, .later = exponential_later};
+    .small = 1 << 20, .tolerance = SIDCO_TOLERANCE_E, .first = exponential_first, .later = exponential_later};
 FUNCTIONS(exponential)
 SPARSE_CODEC(sidco_e, params, plan_exponential, tile_exponential, finish_exponential, sparse_check, sparse_decode,
              .name = "sidco-e",
@@ -513,8 +354,12 @@ SPARSE_CODEC(sidco_e, params, plan_exponential, tile_exponential, finish_exponen
              .doc = "A threshold fitted in stages to an exponential tail, for about k elements of largest magnitude.",
              .traits = SID_SPARSE, .wire_id = 17);
 
-static const family gamma_pareto = {
-    .squares = 1, .logs = 1, .small = 1 << 21, .tolerance = 3e-4, .first = gamma_first, .later = pareto_later};
+static const family gamma_pareto = {.squares = 1,
+                                    .logs = 1,
+                                    .small = 1 << 21,
+                                    .tolerance = SIDCO_TOLERANCE_P,
+                                    .first = sidco_gamma,
+                                    .later = pareto_later};
 FUNCTIONS(gamma_pareto)
 SPARSE_CODEC(sidco_gp, gamma_params, plan_gamma_pareto, tile_gamma_pareto, finish_gamma_pareto, sparse_check,
              sparse_decode, .name = "sidco-gp",
@@ -525,7 +370,7 @@ SPARSE_CODEC(sidco_gp, gamma_params, plan_gamma_pareto, tile_gamma_pareto, finis
              .traits = SID_SPARSE, .wire_id = 18);
 
 static const family all_pareto = {
-    .squares = 1, .small = 1 << 21, .tolerance = 3e-4, .first = pareto_first, .later = pareto_later};
+    .squares = 1, .small = 1 << 21, .tolerance = SIDCO_TOLERANCE_P, .first = pareto_first, .later = pareto_later};
 FUNCTIONS(all_pareto)
 SPARSE_CODEC(
     sidco_p, params, plan_all_pareto, tile_all_pareto, finish_all_pareto, sparse_check, sparse_decode,

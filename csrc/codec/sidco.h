@@ -1,0 +1,223 @@
+/* SIDCo's arithmetic: what is the same on host and device of csrc/codec/sidco.c, which is the law and explains it. */
+#ifndef SID_SIDCO_H
+#define SID_SIDCO_H
+
+#include "fits.h"
+
+enum {
+    SIDCO_STAGES = 8,
+    SIDCO_PROBES = 2 * (SIDCO_STAGES - 1)
+};
+/* Standard error of a count at which the estimate between two probes is taken: of exponential fits, and of the others. */
+#define SIDCO_TOLERANCE_E 3.3e-4
+#define SIDCO_TOLERANCE_P 3e-4
+enum { /* parameters, after those of every sparse codec */
+    SIDCO_DELTA1 = 2,
+    SIDCO_EPSILON,
+    SIDCO_Q,
+    SIDCO_MAX_STAGES,
+    SIDCO_CAPACITY,
+    SIDCO_ADAPT,
+    SIDCO_SHAPE /* of sidco-gp */
+};
+/* words of state->codec: stages for the next step and of the last one, steps and counts since the last adaptation, the
+ * last key and its spread, the last adaptation's direction (0: none, 1: up, 2: down) and deviation, how far each stage of
+ * the last step lay (would have lain, at delta_1) above the one before */
+enum {
+    SIDCO_AT_STAGES,
+    SIDCO_AT_USED,
+    SIDCO_AT_STEPS,
+    SIDCO_AT_SUM,
+    SIDCO_LAST,
+    SIDCO_SPREAD,
+    SIDCO_TURN,
+    SIDCO_DEVIATION,
+    SIDCO_STEP
+};
+
+/* What of the magnitudes beyond a threshold a fit reads. */
+typedef struct sidco_tail {
+    double count, sum, squares;
+    double logs; /* sum of logarithms to base 2; of the first stage */
+} sidco_tail;
+
+/* The plan, as far as this needs it. */
+typedef struct sidco_rule {
+    uint64_t n, k, room;
+    double delta1, epsilon, q;
+    uint32_t limit;         /* most stages that leave the last one a ratio below 1 */
+    int turning, likeliest; /* adapt, shape */
+} sidco_rule;
+
+static inline sidco_rule sidco_rule_of(const sid_plan *p) {
+    const double *a = p->codec_param, delta = (double)p->k / (double)p->n;
+    sidco_rule r;
+    r.n = p->n;
+    r.k = p->k;
+    r.room = p->room;
+    r.delta1 = a[SIDCO_DELTA1];
+    r.epsilon = a[SIDCO_EPSILON];
+    r.q = a[SIDCO_Q];
+    r.limit = 1;
+    for (double d = r.delta1; r.limit < (uint32_t)a[SIDCO_MAX_STAGES] && d > delta; d *= r.delta1) r.limit++;
+    r.turning = a[SIDCO_ADAPT] > 0;
+    r.likeliest = a[SIDCO_SHAPE] > 0; /* 0 where there is no such parameter */
+    return r;
+}
+
+/* What the first reading is to do, from the state's words. */
+typedef struct sidco_start {
+    uint32_t stages, low, whole, probes;
+    uint32_t key[SIDCO_PROBES];
+} sidco_start;
+
+SID_HD uint32_t sidco_key_at(double eta) { return sid_key((float)eta); }
+/* The first key of a magnitude beyond eta. */
+SID_HD uint32_t sidco_key_beyond(double eta) { return sidco_key_at(eta) + ((double)(float)eta <= eta); }
+
+SID_HD double sidco_last_step(const uint64_t *c, uint32_t m) {
+    return (double)sid_bits_f32((uint32_t)c[SIDCO_STEP + m]);
+}
+
+SID_HD void sidco_begin(const sidco_rule *p, const uint64_t *c, sidco_start *o) {
+    const double width = 1.0 / 16;       /* probes lie this fraction below and above the predicted eta */
+    const uint32_t new_stages = 1 << 22; /* spread of the key where the number of stages has changed: half an octave */
+    const uint32_t wanted = c[SIDCO_AT_STAGES] ? (uint32_t)c[SIDCO_AT_STAGES] : 1;
+    o->stages = wanted < p->limit ? wanted : p->limit;
+    const uint32_t spread = o->stages == c[SIDCO_AT_USED] ? (uint32_t)c[SIDCO_SPREAD]
+                            : c[SIDCO_SPREAD]             ? new_stages
+                                                          : 0;
+    o->low = sid_from_last((uint32_t)c[SIDCO_LAST], spread, 0);
+    o->whole = o->stages > 1 && !(sidco_last_step(c, 0) > 0);
+    o->probes = 0;
+    double eta = 0, share = 1;
+    for (uint32_t m = 0; m + 1 < o->stages && m < c[SIDCO_AT_USED]; m++) {
+        const double step = sidco_last_step(c, m);
+        if (!(step > 0)) continue; /* a stage at 0 needs no probe */
+        eta += step;
+        share *= p->delta1;
+        const uint32_t below = sidco_key_at(eta * (1 - width)), above = sidco_key_at(eta * (1 + width));
+        if (1.5 * share * (double)p->n <= (double)p->room) {
+            o->low = below < o->low ? below : o->low;
+            break; /* and the later stages lie above */
+        }
+        o->key[o->probes++] = below;
+        o->key[o->probes++] = above;
+    }
+}
+
+/* log of one over the ratio of stage m. */
+SID_HD double sidco_log_inverse_ratio(const sidco_rule *p, uint32_t stages, uint32_t m) {
+    double ratio = (double)p->k / (double)p->n;
+    if (m + 1 < stages) return sid_log(1 / p->delta1);
+    while (m--) ratio /= p->delta1;
+    return sid_log(1 / ratio);
+}
+
+/* ---- fits: quantile 1 - exp(-log_inverse) of the distribution fitted to magnitudes, shifted down by `from` ----------- */
+
+SID_HD double sidco_exponential(double count, double sum, double from, double log_inverse) {
+    return (count > 0 ? sum / count - from : 0) * log_inverse;
+}
+
+SID_HD double sidco_pareto(double count, double sum, double squares, double from, double log_inverse) {
+    const double centre = count > 0 ? sum / count : 0, mean = centre - from;
+    const double variance = count > 0 ? squares / count - centre * centre : 0, ratio = mean * mean / variance;
+    if (!(mean > 0)) return 0;
+    if (!(variance > 0 && ratio < 1e15)) return mean;
+    return mean * (ratio + 1) / 2 * log_inverse * sid_expm1_over((1 - ratio) / 2 * log_inverse);
+}
+
+/* Minka 2002: Newton on 1/shape for digamma(shape) - log(shape) + s = 0, from the closed form. */
+SID_HD double sidco_likeliest_shape(double shape, double s) {
+    for (int i = 0; i < 20; i++) {
+        const double off = s + sid_digamma(shape) - sid_log(shape);
+        const double inverse = 1 / shape - off / (shape * shape * (1 / shape - sid_trigamma(shape)));
+        const double next = inverse > 0 ? 1 / inverse : shape * 2, moved = next - shape;
+        shape = next;
+        if (moved < 1e-14 * shape && moved > -1e-14 * shape) break;
+    }
+    return shape;
+}
+
+/* Of the first stage; where it is below 0, the threshold is 0. */
+SID_HD double sidco_gamma(const sidco_rule *p, const sidco_tail *t, double log_inverse) {
+    const double ln2 = 0.69314718055994530942;
+    if (!(t->count > 0)) return 0;
+    const double mean = t->sum / t->count, s = sid_log(mean) - ln2 * (t->logs / t->count);
+    if (!(s > 0)) return 0;
+    double shape = (3 - s + sqrt((s - 3) * (s - 3) + 24 * s)) / (12 * s);
+    if (p->likeliest) shape = sidco_likeliest_shape(shape, s);
+    const double share = sid_log(t->count / (double)p->n); /* of the elements that are not 0 */
+    return mean / shape * (log_inverse + share - sid_lgamma(shape));
+}
+
+/* ---- between two probes, which lie around eta ---------------------------------------------------------------------- */
+
+typedef struct sidco_probe {
+    uint32_t key;
+    double count, sum, squares; /* of the magnitudes from there on */
+} sidco_probe;
+
+/* 0: they are too far apart to say what is beyond eta. tolerance: of the count's standard error. */
+SID_HD int sidco_between(const sidco_probe *low, const sidco_probe *high, double eta, double tolerance, sidco_tail *t) {
+    const double a = (double)sid_bits_f32(low->key), b = (double)sid_bits_f32(high->key);
+    const double cb = high->count, between = low->count - cb;
+    const double wide = b - a, mid = (a + b) / 2, half = wide / 2, from = eta - mid;
+    /* how many lie between the probes is known, where is not */
+    if (eta < a || eta > b || cb < 1 || 0.35 * sqrt(between) > tolerance * cb) return 0;
+    /* a density that is linear in u = x - mid and has the band's count and its first moment */
+    const double p = between / wide, q = 12 * (low->sum - high->sum - mid * between) / (wide * wide * wide);
+    const double u2 = half * half - from * from, u3 = half * half * half - from * from * from,
+                 u4 = half * half * half * half - from * from * from * from;
+    double c = p * (half - from) + q * u2 / 2;
+    c = c < 0 ? 0 : c > between ? between : c;
+    const double c1 = p * u2 / 2 + q * u3 / 3, c2 = p * u3 / 3 + q * u4 / 4; /* moments of u beyond eta */
+    t->count = cb + c;
+    t->sum = high->sum + mid * c + c1;
+    t->squares = high->squares + mid * mid * c + 2 * mid * c1 + c2;
+    t->logs = 0;
+    return 1;
+}
+
+/* Whether the sums of all elements, from float lanes, leave too few digits of their variance. */
+SID_HD int sidco_narrow(const sidco_rule *p, const sidco_tail *t) {
+    const double n = t->count > 0 ? t->count : (double)p->n, mean = t->sum / n;
+    return t->squares / n - mean * mean < 0x1p-7 * mean * mean;
+}
+
+/* ---- the state ----------------------------------------------------------------------------------------------------- */
+
+SID_HD void sidco_adapt(const sidco_rule *p, uint64_t *c, uint32_t m, uint64_t found) {
+    c[SIDCO_AT_SUM] += found;
+    if ((double)++c[SIDCO_AT_STEPS] >= p->q) {
+        const double k = (double)p->k, average = (double)c[SIDCO_AT_SUM] / p->q, off = fabs(average / k - 1);
+        int up = average<k * (1 - p->epsilon), down = average> k * (1 + p->epsilon);
+        if (p->turning && (up || down) && p->limit > 1) {
+            double last;
+            memcpy(&last, &c[SIDCO_DEVIATION], 8);
+            if (c[SIDCO_TURN]) up = (c[SIDCO_TURN] == 1) != (off > last);
+            up = m == 1 || (up && m < p->limit);
+            down = !up;
+            c[SIDCO_TURN] = up ? 1 : 2;
+            memcpy(&c[SIDCO_DEVIATION], &off, 8);
+        }
+        if (down && m > 1) m--;
+        if (up && m < p->limit) m++;
+        c[SIDCO_AT_SUM] = c[SIDCO_AT_STEPS] = 0;
+    }
+    c[SIDCO_AT_STAGES] = m;
+}
+
+/* The end of a step of so many stages. */
+SID_HD void sidco_learn(const sidco_rule *p, uint64_t *c, uint32_t stages, uint32_t key, const double *step,
+                        uint64_t found) {
+    if (c[SIDCO_AT_USED] == stages || !c[SIDCO_SPREAD])
+        c[SIDCO_SPREAD] = sid_spread((uint32_t)c[SIDCO_SPREAD], (uint32_t)c[SIDCO_LAST], key);
+    c[SIDCO_LAST] = key;
+    c[SIDCO_AT_USED] = stages;
+    for (uint32_t m = 0; m < stages; m++) c[SIDCO_STEP + m] = sid_f32_bits((float)step[m]);
+    sidco_adapt(p, c, stages, found);
+}
+
+#endif
