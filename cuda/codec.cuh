@@ -301,9 +301,15 @@ template <class Memory, class Codec> struct sid_walker {
 enum {
     SID_WALK_BLOCKS = 4
 };
+/* Fewer, for a codec that needs more registers. */
+template <class Codec> struct sid_walk_blocks {
+    enum {
+        N = SID_WALK_BLOCKS
+    };
+};
 
 template <class Memory, class Codec>
-__global__ void __launch_bounds__(SID_BLOCK, SID_WALK_BLOCKS)
+__global__ void __launch_bounds__(SID_BLOCK, sid_walk_blocks<Codec>::N)
     sid_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
                     Memory memory, Codec codec) {
     __shared__ typename Codec::shared shared;

@@ -11,6 +11,9 @@ enum {
 };
 
 struct dgc {
+    enum {
+        WALK_BLOCKS = SID_WALK_BLOCKS
+    };
     typedef sid_probing reading;
     typedef sid_probe_unit unit;
     struct own {

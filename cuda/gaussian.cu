@@ -20,6 +20,9 @@ enum { /* of the sums */
 };
 
 struct gaussian {
+    enum {
+        WALK_BLOCKS = SID_WALK_BLOCKS
+    };
     struct reading : sid_probing {
         uint32_t fitted, exactly;
     };

@@ -24,6 +24,9 @@ enum {
 __device__ inline uint32_t beyond(float threshold) { return sid_key(threshold) + 1; } /* |acc| > threshold >= 0 */
 
 struct redsync {
+    enum {
+        WALK_BLOCKS = SID_WALK_BLOCKS
+    };
     struct reading : sid_probing {
         uint32_t settled, key; /* key: of the threshold, once settled */
     };

@@ -131,6 +131,14 @@ __device__ inline void sid_each_in_tile(const sid_list &l, int32_t side, uint64_
             if (i + c < len) f(c, sid_side(l.acc[at + i + c], side));
 }
 
+/* The sum of f(x) over them, in float64. */
+template <typename F>
+__device__ inline double sid_wide_sum(const sid_list &l, int32_t side, uint64_t tile, const F &f) {
+    double lane[SID_QUAD] = {};
+    sid_each_in_tile(l, side, tile, [&](uint32_t c, float x) { lane[c] += f(x); });
+    return sid_join_lanes(lane);
+}
+
 /* sparse_probe: a reading that counts keys from `probe` on, into the first of list.counts. */
 struct sid_probing : sid_reading {
     uint32_t on, probe;
@@ -161,9 +169,7 @@ struct sid_size_unit {
     __device__ double done(const sid_list &l, int32_t side, uint64_t tile) {
         const float sum = sid_join_lanes(lane);
         if (sid_key(sum) < SID_KEY_INF) return (double)sum;
-        double wide[SID_QUAD] = {};
-        sid_each_in_tile(l, side, tile, [&](uint32_t c, float x) { wide[c] += (double)sid_bits_f32(sid_key(x)); });
-        return sid_join_lanes(wide);
+        return sid_wide_sum(l, side, tile, [](float x) { return (double)sid_bits_f32(sid_key(x)); });
     }
 };
 
@@ -231,6 +237,12 @@ template <class Law> struct sid_gathering {
         if (sid_lane() == 0) list.held[tile] = u.held;
         law.done(s.reading, u.own, list, tile);
     }
+};
+
+template <class Law> struct sid_walk_blocks<sid_gathering<Law>> {
+    enum {
+        N = Law::WALK_BLOCKS
+    };
 };
 
 /* ---- the finish -------------------------------------------------------------------------------------------------- */
@@ -469,20 +481,28 @@ struct sid_crew {
         return sum;
     }
 
-    /* Statistics that a reading has left of each tile. */
-    template <uint32_t SUMS> __device__ void total_of_tiles(uint32_t at, double (&sum)[SUMS]) {
-        const sid_list &l = f.list;
+    /* Sums over the tiles of value(k, tile), for k = 0 to rows - 1. */
+    template <uint32_t SUMS, typename Value>
+    __device__ void total_by(const Value &value, double (&sum)[SUMS], uint32_t rows = SUMS) {
         double *running = next_running<SUMS>();
         const uint64_t units = sid_tiles(f.n);
         const uint32_t used = units < SID_SUMS ? (uint32_t)units : (uint32_t)SID_SUMS;
-        for (uint32_t i = blockIdx.x * SID_BLOCK + threadIdx.x; i < SUMS * SID_SUMS; i += gridDim.x * SID_BLOCK) {
-            const uint32_t k = i / SID_SUMS, j = i % SID_SUMS;
+        for (uint32_t i = blockIdx.x * SID_BLOCK + threadIdx.x; i < rows * SID_SUMS; i += gridDim.x * SID_BLOCK) {
+            const uint32_t k = i / SID_SUMS;
             double own = 0;
-            for (uint64_t u = j; u < units; u += SID_SUMS) own += l.sums[(at + k) * l.stride + u];
+            for (uint64_t u = i % SID_SUMS; u < units; u += SID_SUMS) own += value(k, u);
             running[i] = own;
         }
         sid_grid_sync();
-        for (uint32_t k = 0; k < SUMS; k++) sum[k] = tree(running + k * SID_SUMS, used);
+#pragma unroll
+        for (uint32_t k = 0; k < SUMS; k++)
+            if (k < rows) sum[k] = tree(running + k * SID_SUMS, used);
+    }
+
+    /* What a reading has left of each tile. */
+    template <uint32_t SUMS> __device__ void total_of_tiles(uint32_t at, double (&sum)[SUMS], uint32_t rows = SUMS) {
+        const sid_list &l = f.list;
+        total_by([&](uint32_t k, uint64_t u) { return l.sums[(at + k) * l.stride + u]; }, sum, rows);
     }
     __device__ uint64_t count_of_tiles(uint32_t at) {
         unsigned long long mine = 0;
@@ -788,6 +808,7 @@ struct sid_crew {
 };
 
 /* A sparse codec's Law, its file in csrc/codec/ over again:
+ *     enum { WALK_BLOCKS }        on a multiprocessor: its registers
  *     struct reading : sid_reading; struct own
  *     begin(reading &, words, steps)   of the first reading, from the state's words, by one thread
  *     best()                      how many of the largest are never dropped
@@ -848,7 +869,7 @@ template <class Law> sid_status sid_sparse_encode(sid_cuda_encoding &c, const La
     if (!s)
         s = sid_with_memory(p, c.to.err, [&](auto memory) {
             return sid_launch(c.to, "walk", sid_walk_kernel<decltype(memory), sid_gathering<Law>>,
-                              sid_blocks(c.to, chunks, SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
+                              sid_blocks(c.to, chunks, Law::WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
                               vectors, stored, memory, sid_gathering<Law>{law, f.list, c.state});
         });
     if (!s)

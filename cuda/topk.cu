@@ -10,6 +10,9 @@ enum {
 };
 
 struct topk {
+    enum {
+        WALK_BLOCKS = SID_WALK_BLOCKS
+    };
     struct reading : sid_reading {};
     struct own {};
     struct unit {};

@@ -7,7 +7,6 @@ is no GPU, test_emulated.py runs this file on the CPU emulation of tests/cuda, w
 from __future__ import annotations
 
 import itertools
-import math
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -63,6 +62,15 @@ VALUES = {
     "bits": (2, 3, 4, 5, 7, 8),
     "bucket": (0, 128, 512, 2048),
     "clip": (2.5, 0.3),
+    "sample": (0.01, 0.002),
+    "hits": (16, 2),
+    "capacity": (1.25, 1.0, 3.0),
+    "rounds": (3, 1),
+    "Q": (1, 2),
+    "delta1": (0.25, 0.6),
+    "max_stages": (8, 2),
+    "trim": (0.2, 0.9),
+    "interval": (2, 5),
 }
 
 
@@ -74,10 +82,21 @@ def variants_of(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
         values = [v for v in values if v not in CPU_ONLY]
         if values := [v for v in values if p["kind"] == "choice" or p["min"] <= v <= p["max"]]:
             axes.append([(p["name"], v) for v in values])
-    longest = max(map(len, axes), default=1)
-    if EMULATED and math.prod(map(len, axes)) > 3 * longest:  # every value, and pairs in turn
-        return [dict(a[(i + i // longest) % len(a)] for a in axes) for i in range(2 * longest)]
-    return [dict(v) for v in itertools.product(*axes)]
+    return [dict(v) for v in covering(axes)]
+
+
+def covering(axes: list[list[Any]]) -> list[tuple[Any, ...]]:
+    """The axes' product; of more than two axes, enough of it that any two values of two axes meet."""
+    rows = list(itertools.product(*axes))
+    if len(axes) < 3:
+        return rows
+    pairs = [set(itertools.combinations(row, 2)) for row in rows]
+    left, out = set().union(*pairs), []
+    while left:
+        best = max(range(len(rows)), key=lambda i: len(pairs[i] & left))
+        out.append(rows[best])
+        left -= pairs[best]
+    return out
 
 
 def variants(codec: str) -> list[dict[str, Any]]:
@@ -396,6 +415,21 @@ def test_encode_of_layouts(form: tuple[str, str], codec: str, settings: dict[str
 def test_encode_of_contents(codec: str, settings: dict[str, Any], memory: str, kind: str) -> None:
     """Equal magnitudes overflow the list of candidates, so that acc is read again instead."""
     run_steps(codec, settings, memory, 20_011, "float32", "some", (kind, "laplace", kind))
+
+
+# Groups in which not all candidates have room, and more stages need probes.
+LARGE = [
+    ("dgc", {}, 1 << 20, ("laplace", "ties")),
+    ("gaussiank", {"density": 0.001}, 1 << 20, ("laplace", "wide", "equal")),
+    ("sidco-e", {"Q": 1, "delta1": 0.6}, 1 << 20, ("wide", "wide", "wide", "laplace")),
+    ("sidco-p", {"Q": 1, "delta1": 0.6}, 1 << 21, ("wide", "wide", "wide")),
+    ("sidco-gp", {"Q": 1, "density": 0.001}, 1 << 21, ("ties", "wide", "wide")),
+]
+
+
+@pytest.mark.parametrize("codec, settings, n, kinds", LARGE, ids=[row[0] for row in LARGE])
+def test_encode_of_large_groups(codec: str, settings: dict[str, Any], n: int, kinds: Sequence[str]) -> None:
+    run_steps(codec, settings, "residual", n + 77, "float32", "one", kinds)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -36,6 +36,7 @@
 #include "sidco.h"
 #include "sparse.h"
 
+_Static_assert((int)SIDCO_DELTA1 == (int)SPARSE_PARAMS, "sidco.h has the parameters' places");
 _Static_assert(SIDCO_STEP + SIDCO_STAGES <= 16, "state->codec holds 16 words");
 
 static const char *const adapt_names[] = {"printed", "turning", NULL};

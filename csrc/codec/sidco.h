@@ -12,7 +12,7 @@ enum {
 #define SIDCO_TOLERANCE_E 3.3e-4
 #define SIDCO_TOLERANCE_P 3e-4
 enum { /* parameters, after those of every sparse codec */
-    SIDCO_DELTA1 = 2,
+    SIDCO_DELTA1 = 3,
     SIDCO_EPSILON,
     SIDCO_Q,
     SIDCO_MAX_STAGES,
