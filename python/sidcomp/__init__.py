@@ -19,6 +19,7 @@ from sidcomp.planning import evaluate, plan
 from sidcomp.profile import Profile
 from sidcomp.registry import Codec, Parameter, codecs, exchanges, memories
 from sidcomp.schedule import Schedule
+from sidcomp.simulate import Compute, Link, Simulation, simulate
 
 if TYPE_CHECKING:
     from sidcomp.ddp import hook, register, rewrap
@@ -33,11 +34,14 @@ _LAZY = {
 
 __all__ = [
     "Codec",
+    "Compute",
     "Compressor",
+    "Link",
     "Loopback",
     "Parameter",
     "Profile",
     "Schedule",
+    "Simulation",
     "State",
     "__version__",
     "check_optimizer",
@@ -50,6 +54,7 @@ __all__ = [
     "plan",
     "register",
     "rewrap",
+    "simulate",
     *errors.__all__,
 ]
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from sidcomp import _core, doctor, plancli, planning, planplot
 from sidcomp.errors import ParameterError, SidcompError
 from sidcomp.registry import Codec, Parameter, codecs, find_codec, memories
+from sidcomp.simulate import Link, measure, simulate
 
 app = typer.Typer(
     help="Gradient compression for PyTorch DDP: what there is, and what works on this machine.",
@@ -301,6 +302,57 @@ def plan_command(
         print(json.dumps(plan))
     else:
         plancli.show(loaded, plan)
+
+
+# ---- simulate ----------------------------------------------------------------------------------------------
+
+
+@app.command("simulate")
+def simulate_command(
+    codec: Annotated[str, typer.Argument(help="One that `sidcomp codecs` lists.")] = "topk",
+    elements: Annotated[int, typer.Option("-n", "--elements", help="Of the gradient.")] = 25_000_000,
+    gbit: Annotated[float, typer.Option(help="Gbit/s of a node, each way.")] = 1.0,
+    latency_us: Annotated[float, typer.Option(help="Of a round of messages.")] = 100.0,
+    message_us: Annotated[float, typer.Option(help="Of each message, at its sender.")] = 0.0,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node's link.")] = 1,
+    node_gbit: Annotated[float, typer.Option(help="Gbit/s between ranks of a node.")] = 400.0,
+    param: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE of codec, memory or exchange; may be repeated.")
+    ] = None,
+    measured: Annotated[
+        bool, typer.Option("--measure", help="Add what encoding and decoding take on this machine.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw time by number of ranks into this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What each exchange would cost, for 2 to 4096 ranks."""
+    try:
+        parameters: dict[str, Any] = {}
+        for text in param or []:
+            name, _, value = text.partition("=")
+            try:
+                parameters[name] = float(value) if "." in value or "e" in value else int(value)
+            except ValueError:
+                parameters[name] = value
+        link = Link(gbit, latency_us, message_us, node_gbit)
+        compute = measure(codec, **parameters) if measured else None
+        found = simulate(
+            elements, codec, link=link, compute=compute, ranks_per_node=ranks_per_node, **parameters
+        )
+        if plot is not None:
+            found.plot(plot)
+    except (SidcompError, ValueError, OSError) as e:
+        raise typer.BadParameter(str(e)) from None
+    if as_json:
+        print(json.dumps([vars(r) for r in found.rows], indent=1))
+        return
+    names = found.names
+    body = [
+        [str(row["world"]), *(f"{row[n]:.4g}" if n in row else "" for n in names), row["best"]]
+        for row in found.table()
+    ]
+    print(f"ms for {elements:,} elements of {codec}, {gbit:g} Gbit/s and {ranks_per_node} ranks a node")
+    print(_grid(("ranks", *names, "fastest"), *body))
 
 
 def main() -> None:

@@ -1,0 +1,119 @@
+"""simulate: its bytes are the loopback's, its times add up, and the crossovers are those of the formulas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sidcomp
+from sidcomp import Link, Loopback, simulate
+from sidcomp.simulate import Compute, measure
+from typer.testing import CliRunner
+
+FREE = Link(1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("codec", ("topk", "marsit", "int8", "signsgd", "fp16"))
+@pytest.mark.parametrize("world", (2, 3, 4, 8))
+def test_bytes_are_what_the_loopback_counts(codec: str, world: int) -> None:
+    n = 10_000
+    found = simulate(n, codec, worlds=[world])
+    assert len(found.rows) > 2
+    for r in found.rows[1:]:
+        loop = Loopback(world, r.exchange, codec, n)
+        loop.step([np.ones(n, np.float32)] * world)
+        assert r.bytes == loop.bytes_per_rank + loop.control_bytes, r.exchange
+        rings = {"allreduce": 2 * (world - 1), "allgather": world - 1}
+        assert r.rounds == rings.get(r.exchange, loop.rounds + (loop.control_bytes > 0))
+
+
+def test_time_is_latency_messages_and_bytes() -> None:
+    n = 1 << 20
+    slow = simulate(n, "marsit", worlds=[4], link=Link(2.0, 50.0, 10.0))
+    dense, ring = slow.row("dense", 4), slow.row("ring1", 4)
+    assert dense.seconds == pytest.approx(6 * 60e-6 + dense.bytes * 8 / 2e9)
+    # six rounds of one message, and one of three that confirms
+    assert ring.seconds == pytest.approx(7 * 50e-6 + 9 * 10e-6 + ring.bytes * 8 / 2e9)
+    work = simulate(n, "marsit", worlds=[4], link=FREE, compute=Compute(1.0, 2.0, 4.0))
+    assert work.row("ring1", 4).compute_seconds == pytest.approx(n * 1e-9 * (1 + 2 + 3))
+    assert work.row("allgather", 4).compute_seconds == pytest.approx(n * 1e-9 * (1 + 8))
+    assert work.row("dense", 4).compute_seconds == 0
+
+
+def test_a_nodes_ranks_share_its_link() -> None:
+    n = 1 << 20
+    one, four = (
+        simulate(n, "topk", worlds=[16], link=Link(1.0, 0.0, 0.0, 1e6, 0.0), ranks_per_node=k) for k in (1, 4)
+    )
+    gathered = four.row("allgather", 16)  # a ring crosses once a node
+    assert gathered.seconds == pytest.approx(one.row("allgather", 16).seconds, rel=1e-3)
+    two = four.row("twoshot", 16)  # everybody talks to everybody
+    assert two.node_bytes == pytest.approx(4 * 12 / 15 * two.bytes, rel=0.02)
+    nodes = four.row("hierarchical", 16)
+    assert nodes.node_bytes < gathered.node_bytes / 4
+
+
+@pytest.mark.parametrize(
+    ("codec", "settings", "expected"),
+    [
+        ("signsgd", {}, 64 / 1),  # W < 64 / b bits an element
+        ("int4", {}, 64 / 4.125),
+        ("topk", {"density": 0.01}, 8 / (0.01 * 6)),  # W < 8 / (d s) bytes an element sent
+        ("topk", {"density": 0.001}, 8 / (0.001 * 6)),
+    ],
+)
+def test_all_gather_crosses_dense_where_the_formula_says(
+    codec: str, settings: dict[str, float], expected: float
+) -> None:
+    worlds = sorted({max(2, round(expected * f)) for f in (0.5, 0.9, 0.97, 1.03, 1.1, 2)})
+    found = simulate(1 << 22, codec, worlds=worlds, link=FREE, exchange=["allgather"], **settings)
+    first = found.crossover("allgather")
+    assert first is not None and 0.95 <= first / expected <= 1.12, (first, expected)
+
+
+def test_what_wins() -> None:
+    signs = simulate(1 << 24, "marsit", link=Link(10.0, 20.0))
+    assert signs.best(2).exchange in ("allgather", "ring1", "torus1")
+    assert signs.best(64).exchange == "torus1"
+    assert signs.best(4096).exchange == "torus1"
+    assert signs.crossover("torus1") is None and signs.crossover("allgather") in (64, 128)
+    assert simulate(1000, "topk", worlds=[2], link=Link(400.0, 50.0)).row("dense", 2).rounds == 2
+    assert [r["world"] for r in signs.table()] == signs.worlds
+
+
+def test_draws_and_prints(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    simulate(1 << 20, "int8", worlds=[2, 4, 8]).plot(tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5000
+    from sidcomp.cli import app
+
+    done = CliRunner().invoke(app, ["simulate", "marsit", "-n", "1000000", "--gbit", "10"])
+    assert done.exit_code == 0 and "torus1" in done.stdout and "4096" in done.stdout
+    done = CliRunner().invoke(app, ["simulate", "topk", "-n", "1000", "--param", "density=0.1", "--json"])
+    rows = json.loads(done.stdout)
+    assert rows[0]["exchange"] == "dense" and {r["world"] for r in rows} == set(sidcomp.simulate(1).worlds)
+    done = CliRunner().invoke(app, ["simulate", "tokp"])
+    assert done.exit_code == 2
+
+
+def test_measures_this_machine() -> None:
+    c = measure("marsit", 1 << 16)
+    assert 0 < c.encode_ns < 1000 and 0 < c.decode_ns < 1000 and c.merge_ns >= 0
+    assert measure("topk", 1 << 16, density=0.01).merge_ns == 0
+
+
+def test_refusals() -> None:
+    with pytest.raises(sidcomp.ArgumentError, match="latency_us"):
+        Link(1.0, -1.0)
+    with pytest.raises(sidcomp.ArgumentError, match="gbit"):
+        Link(0.0)
+    with pytest.raises(sidcomp.ArgumentError, match="5000"):
+        simulate(10, "topk", worlds=[5000])
+    with pytest.raises(sidcomp.ArgumentError, match="twoshot"):
+        simulate(10, "topk", exchange=["ring1"])
+    with pytest.raises(sidcomp.ParameterError, match="rign"):
+        simulate(10, "topk", exchange=["rign"])
+    with pytest.raises(sidcomp.ArgumentError, match="no row"):
+        simulate(10, "topk", worlds=[2]).row("ring1", 2)
