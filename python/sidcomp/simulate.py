@@ -255,7 +255,7 @@ def measure(codec: str, n: int = 1 << 20, memory: str | None = None, **parameter
         return median(times[1:]) / n
 
     own = {p.name for e in exchanges() for p in e.parameters}
-    settings = {k: v for k, v in parameters.items() if k not in own}
+    settings: dict[str, Any] = {k: v for k, v in parameters.items() if k not in own}
     c = Compressor(codec, n, memory=memory, world=1, **settings)
     x = numpy.random.default_rng(0).standard_normal(n).astype(numpy.float32)
     payload = c.encode(x)
