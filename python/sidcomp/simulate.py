@@ -117,7 +117,7 @@ class Simulation:
         axis = figure.subplots()
         for name in self.names:
             rows = [r for r in self.rows if r.exchange == name]
-            style = {"color": "black", "linestyle": "--"} if name == DENSE else {}
+            style: Any = {"color": "black", "linestyle": "--"} if name == DENSE else {}
             axis.plot(
                 [r.world for r in rows], [r.seconds * 1e3 for r in rows], marker=".", label=name, **style
             )
