@@ -251,12 +251,10 @@ template <class Memory, class Codec> struct sid_walker {
     uint32_t bad;
 
     /* Two rows in flight on the quick path: both rows' loads go out before the first is used. */
-    template <bool QUICK> __device__ void tile(const sid_span &s) {
+    template <bool QUICK> __device__ void tile(const sid_span &s, typename Codec::unit &unit) {
         enum {
             DEEP = QUICK ? 2 : 1
         };
-        typename Codec::unit unit;
-        codec.start(shared, unit);
 #pragma unroll 1
         for (uint32_t r = 0; r < SID_ROWS; r += DEEP) {
             const uint32_t first = r * SID_ROW + sid_lane() * SID_QUAD;
@@ -271,7 +269,6 @@ template <class Memory, class Codec> struct sid_walker {
 #pragma unroll
             for (uint32_t d = 0; d < DEEP; d++) quad(unit, x[d], vec[d], s.at + first + d * SID_ROW, count);
         }
-        codec.done(shared, unit, s.at / SID_TILE);
     }
 
     __device__ void quad(typename Codec::unit &unit, float (&x)[SID_QUAD], float (&vec)[Memory::VECTORS + 1][SID_QUAD],
@@ -321,10 +318,13 @@ __global__ void __launch_bounds__(SID_BLOCK, sid_walk_blocks<Codec>::N)
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
          tile += (uint64_t)gridDim.x * SID_WARPS) {
         const sid_span s = sid_span_of(g, tile);
+        typename Codec::unit unit;
+        codec.start(shared, unit);
         if (s.base)
-            walker.template tile<true>(s);
+            walker.template tile<true>(s, unit);
         else
-            walker.template tile<false>(s);
+            walker.template tile<false>(s, unit);
+        codec.done(shared, unit, tile);
     }
     codec.end(shared);
     const uint32_t bad = sid_warp_sum(walker.bad);

@@ -46,15 +46,10 @@ SID_HD uint32_t sid_find_segment(const uint64_t *start, uint32_t n_seg, uint64_t
     return lo;
 }
 
-/* Three digits of a magnitude key, the highest first: 11, 10 and 10 bits. */
+/* Keys are selected by three digits, the highest first: 11, 10 and 10 bits. */
 enum {
-    SID_DIGIT1 = 1 << 11,
-    SID_DIGIT2 = 1 << 10,
-    SID_DIGIT3 = 1 << 10
+    SID_BINS = 1 << 11
 };
-SID_HD uint32_t sid_digit1(uint32_t key) { return key >> 20; }
-SID_HD uint32_t sid_digit2(uint32_t key) { return (key >> 10) & 0x3ffu; }
-SID_HD uint32_t sid_digit3(uint32_t key) { return key & 0x3ffu; }
 
 /* Entries written before a place in index order, where `above` elements before it exceed the key, `equal` ones have it,
  * and the first `ties` of those with it are sent. */

@@ -127,6 +127,14 @@ template <bool SQUARES, bool LOGS> struct sidco {
 
     /* The sum over keys from `from` on in float64, of magnitudes or their squares. */
     __device__ static double wide(const sid_list &l, uint64_t tile, uint32_t from, bool squares) {
+        return wide_of(l.acc, l.n, tile, from, squares);
+    }
+    /* Rare, in many places: one copy. By value, for an address would put the kernel's parameters on the stack. */
+    __device__ __noinline__ static double wide_of(const float *acc, uint64_t n, uint64_t tile, uint32_t from,
+                                                  bool squares) {
+        sid_list l = {};
+        l.acc = (float *)acc;
+        l.n = n;
         return sid_wide_sum(l, 0, tile, [&](float x) {
             const double v = (double)sid_bits_f32(sid_key(x));
             return sid_key(x) < from ? 0 : squares ? v * v : v;

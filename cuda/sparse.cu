@@ -24,7 +24,7 @@ static uint32_t slots_of(const sid_plan *p) {
 sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const sid_sparse_needs &needs) {
     const uint64_t start = c->at - sizeof(sid_scratch), tiles = sid_chunks(p->n) * SID_WARPS;
     sid_list l = {};
-    l.bins = c->take<uint32_t>(3 * SID_DIGIT1);
+    l.bins = c->take<uint32_t>(3 * SID_BINS);
     *clear = c->at - start;
     l.slots = slots_of(p);
     l.n = p->n;

@@ -34,7 +34,7 @@ struct sid_list {
     uint64_t stride;           /* of those arrays */
     double *running;           /* SID_SUMS of each of SID_AT_ONCE sums, twice */
     unsigned long long *part;  /* a block's, twice */
-    uint32_t *bins;            /* SID_DIGIT1, three times, zeroed */
+    uint32_t *bins;            /* SID_BINS, three times, zeroed */
 };
 
 /* What a codec takes of work beside candidates. */
@@ -276,7 +276,7 @@ struct sid_picked {
 };
 
 struct sid_crew_shared {
-    uint32_t bins[SID_DIGIT1];
+    uint32_t bins[SID_BINS];
     unsigned long long scan[SID_LANES + 1];
     double tree[SID_BLOCK];
     sid_part_sum sums[SID_WARPS];
@@ -346,11 +346,11 @@ struct sid_crew {
     /* ---- selection by digits */
 
     /* `rank` from 1; what no counted digit reaches has digit 0, which is not counted: `all` are there with any. */
-    template <uint32_t BINS> __device__ sid_picked pick_digit(const uint32_t *bins, uint64_t rank, uint64_t all) {
+    __device__ sid_picked pick_digit(const uint32_t *bins, uint64_t rank, uint64_t all) {
         enum {
-            EACH = BINS / SID_BLOCK
+            EACH = SID_BINS / SID_BLOCK
         };
-        const uint32_t top = BINS - 1 - threadIdx.x * EACH; /* this thread's bins: EACH from top down */
+        const uint32_t top = SID_BINS - 1 - threadIdx.x * EACH; /* this thread's bins: EACH from top down */
         uint32_t own[EACH];
         unsigned long long mine = 0, total;
 #pragma unroll
@@ -371,34 +371,40 @@ struct sid_crew {
         return p;
     }
 
-    /* One digit: those of the keys that `each` shows to its argument whose higher digits are `prefix`. */
-    template <uint32_t BINS, typename Each>
-    __device__ sid_picked digit(const Each &each, uint32_t prefix, uint32_t shift, uint64_t rank, uint64_t all) {
-        uint32_t *bins = f.list.bins + bins_turn * SID_DIGIT1;
-        for (uint32_t i = threadIdx.x; i < BINS; i += SID_BLOCK) s.bins[i] = 0;
+    /* One digit, of `bits` from bit `shift` on: of the keys that `each` shows to its argument those whose higher digits are
+     * `prefix`. */
+    template <typename Each>
+    __device__ sid_picked digit(const Each &each, uint32_t prefix, uint32_t shift, uint32_t bits, uint64_t rank,
+                                uint64_t all) {
+        uint32_t *bins = f.list.bins + bins_turn * SID_BINS;
+        for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK) s.bins[i] = 0;
         __syncthreads();
         each([&](uint32_t key) {
-            const uint32_t d = key >> shift, b = d % BINS;
-            if (d / BINS == prefix && b) atomicAdd(&s.bins[b], 1u);
+            const uint32_t d = key >> shift, b = d & ((1u << bits) - 1u);
+            if (d >> bits == prefix && b) atomicAdd(&s.bins[b], 1u);
         });
         __syncthreads();
-        for (uint32_t i = threadIdx.x; i < BINS; i += SID_BLOCK)
+        for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK)
             if (s.bins[i]) atomicAdd(&bins[i], s.bins[i]);
         sid_grid_sync();
         bins_turn = (bins_turn + 1) % 3;
         if (blockIdx.x == 0) { /* of the digit before: all have read it */
-            uint32_t *old = f.list.bins + (bins_turn + 1) % 3 * SID_DIGIT1;
-            for (uint32_t i = threadIdx.x; i < SID_DIGIT1; i += SID_BLOCK) old[i] = 0;
+            uint32_t *old = f.list.bins + (bins_turn + 1) % 3 * SID_BINS;
+            for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK) old[i] = 0;
         }
-        return pick_digit<BINS>(bins, rank, all);
+        return pick_digit(bins, rank, all);
     }
 
     template <typename Each> __device__ sid_pick select_from(const Each &each, uint64_t all, uint64_t rank) {
-        const sid_picked a = digit<SID_DIGIT1>(each, 0, 20, rank, all);
-        const sid_picked b = digit<SID_DIGIT2>(each, a.digit, 10, a.rank, a.in);
-        const uint32_t prefix = a.digit << 10 | b.digit;
-        const sid_picked c = digit<SID_DIGIT3>(each, prefix, 0, b.rank, b.in);
-        return {prefix << 10 | c.digit, rank - c.rank, c.in};
+        sid_picked p = digit(each, 0, 20, 11, rank, all);
+        uint32_t key = p.digit;
+#pragma unroll 1
+        for (uint32_t shift = 20; shift;) {
+            shift -= 10;
+            p = digit(each, key, shift, 10, p.rank, p.in);
+            key = key << 10 | p.digit;
+        }
+        return {key, rank - p.rank, p.in};
     }
 
     /* Calls f(x) for all values, each by one thread. */

@@ -49,14 +49,6 @@ static void slots_count_up(rng *r) {
     }
 }
 
-static void digits_make_the_key(rng *r) {
-    for (int i = 0; i < 1000; i++) {
-        const uint32_t key = (uint32_t)rng_next(r) & 0x7fffffffu;
-        const uint32_t a = sid_digit1(key), b = sid_digit2(key), c = sid_digit3(key);
-        CHECK((a << 20 | b << 10 | c) == key && a < SID_DIGIT1 && b < SID_DIGIT2 && c < SID_DIGIT3, "key %08x", key);
-    }
-}
-
 /* A payload's checksum put together from 16-bit pieces, as the writers of indices and float16 values do. */
 static void checksum_in_pieces(rng *r) {
     uint64_t words[64], sum = 0, weighted = 0;
@@ -80,6 +72,5 @@ void test_map(void) {
     find_segments(&r);
     tiles_cover();
     slots_count_up(&r);
-    digits_make_the_key(&r);
     checksum_in_pieces(&r);
 }
