@@ -302,7 +302,7 @@ def measure(deadline: float) -> list[dict[str, Any]]:
                 rival = None
                 if density:
                     rival, last = rival_topk(gradient, rank.plan.k)
-                elif rank.plan.vectors:
+                elif rank.plan.linear and rank.plan.vectors:
                     rival = rival_cast(gradient, getattr(torch, rank.plan.body_dtype))
                 slow = clock.measure(rival, n) if rival else None
                 row(f"encode {name}", n, rank.encode, pass_limit, slow)

@@ -17,37 +17,51 @@ __device__ inline uint32_t sid_place(uint32_t row) { return row * SID_ROW + sid_
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
-/* Calls f(r, c, address) for this thread's elements of a tile that is not full, lies in several segments or starts
- * anywhere. */
-template <typename F> __device__ inline void sid_each_place(const sid_group &g, const sid_span &s, const F &f) {
-    uint32_t seg = s.seg;
-#pragma unroll
-    for (uint32_t r = 0; r < SID_ROWS; r++)
-#pragma unroll
-        for (uint32_t c = 0; c < SID_QUAD; c++) {
-            const uint64_t at = s.at + sid_place(r) + c;
-            if (sid_place(r) + c >= s.len) continue;
-            while (g.start[seg + 1] <= at) seg++;
-            f(r, c, (char *)g.seg[seg].ptr + (at - g.start[seg]) * sid_width(g.dtype));
-        }
-}
-/* What does not exist is 0. */
+/* Tiles that are not full, lie in several segments or start anywhere go row by row, in a loop that is not unrolled: then
+ * registers have to be chosen, for they have no index. What does not exist is 0. */
 __device__ inline void sid_get_tile(const sid_group &g, const sid_span &s, sid_quads &x) {
     if (s.base) {
         sid_load_quads(s.base + sid_place(0) * sid_width(g.dtype), g.dtype, x);
         return;
     }
+#pragma unroll 1
+    for (uint32_t row = 0; row < SID_ROWS; row++) {
+        float y[1][SID_QUAD];
+        sid_get<false>(g, s, sid_place(row), sid_count4(s.len, sid_place(row)), y);
 #pragma unroll
-    for (uint32_t r = 0; r < SID_ROWS; r++) x[r][0] = x[r][1] = x[r][2] = x[r][3] = 0;
-    sid_each_place(g, s, [&](uint32_t r, uint32_t c, const void *p) { x[r][c] = sid_load1(p, g.dtype); });
+        for (uint32_t r = 0; r < SID_ROWS; r++)
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) x[r][c] = r == row ? y[0][c] : x[r][c];
+    }
 }
 __device__ inline void sid_put_tile(const sid_group &g, const sid_span &s, const sid_quads &x) {
-    if (!s.base) {
-        sid_each_place(g, s, [&](uint32_t r, uint32_t c, void *p) { sid_store1(p, g.dtype, x[r][c]); });
+    if (s.base) {
+#pragma unroll
+        for (uint32_t r = 0; r < SID_ROWS; r++)
+            sid_store_quad(s.base + sid_place(r) * sid_width(g.dtype), g.dtype, x[r]);
         return;
     }
+#pragma unroll 1
+    for (uint32_t row = 0; row < SID_ROWS; row++) {
+        float y[SID_QUAD] = {};
 #pragma unroll
-    for (uint32_t r = 0; r < SID_ROWS; r++) sid_store_quad(s.base + sid_place(r) * sid_width(g.dtype), g.dtype, x[r]);
+        for (uint32_t r = 0; r < SID_ROWS; r++)
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = r == row ? x[r][c] : y[c];
+        sid_put<false>(g, s, sid_place(row), sid_count4(s.len, sid_place(row)), y);
+    }
+}
+
+/* Its way to the L2, where nothing has to hold it yet. */
+__device__ inline void sid_fetch_tile(const sid_group &g, const sid_span &s) {
+#ifndef SID_EMULATE
+    if (!s.base) return;
+#pragma unroll
+    for (uint32_t r = 0; r < SID_ROWS; r++)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(s.base + sid_place(r) * sid_width(g.dtype)));
+#else
+    (void)g, (void)s;
+#endif
 }
 
 /* Row r of a kept vector; as with sid_load_vectors a whole quad can be moved if its first element exists. */
@@ -64,6 +78,7 @@ __device__ inline void sid_get_row(const float *p, uint32_t r, uint32_t len, flo
 /* ---- the walk ---------------------------------------------------------------------------------------------------- */
 
 /* A codec here is an object passed by value with
+ *     enum { LATE }               keep() wants registers: the gradient waits in the L2 meanwhile
  *     struct shared               its shared memory
  *     struct own                  each thread's, through the kernel; all zero at first
  *     begin(shared &, own &, scratch), end(shared &, own &, scratch)   by the whole block
@@ -98,12 +113,19 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++) sid_get_row(first, r, len, x[r]);
         } else {
+            constexpr bool late = Memory::VECTORS > 1 || (Memory::VECTORS && Codec::LATE);
             sid_quads acc = {};
+            sid_span s = {};
+            if (len) s = sid_span_of(g, at / SID_TILE);
             if (Memory::VECTORS)
 #pragma unroll
                 for (uint32_t r = 0; r < SID_ROWS; r++) sid_get_row(first, r, len, acc[r]);
-            if (len) sid_get_tile(g, sid_span_of(g, at / SID_TILE), x);
+            if (late)
+                sid_fetch_tile(g, s);
+            else if (len)
+                sid_get_tile(g, s, x);
             if (Memory::VECTORS && memory.keeps) codec.keep(shared, rule, drawn, acc, at, len);
+            if (late && len) sid_get_tile(g, s, x);
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++) {
                 float more[Memory::VECTORS + 1][SID_QUAD] = {};

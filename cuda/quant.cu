@@ -10,10 +10,9 @@ namespace {
 
 /* ---- numbers ----------------------------------------------------------------------------------------------------- */
 
-/* The codes of four elements l = x * inverse, from a draw each. */
-template <bool FLOATS> struct grid {
+/* The codes of l = x * inverse, and what they stand for. */
+template <bool FLOATS, sid_rounding ROUNDING> struct grid {
     uint32_t bits, mantissa;
-    sid_rounding rounding;
     float top;
 
     __device__ uint32_t code(float l, uint32_t draw) const {
@@ -21,15 +20,21 @@ template <bool FLOATS> struct grid {
         const float a = sid_bits_f32(k < most ? k : most);
         if (FLOATS) {
             const float y = sid_bits_f32(sid_f32_bits(a) | (sid_f32_bits(l) & 0x80000000u));
-            return rounding == SID_ROUND_NEAREST ? sid_f32_to_f8_nearest(y, mantissa)
+            return ROUNDING == SID_ROUND_NEAREST ? sid_f32_to_f8_nearest(y, mantissa)
                                                  : sid_f32_to_f8_dithered(y, mantissa, draw);
         }
-        if (rounding == SID_ROUND_NEAREST) return (uint32_t)sid_nearest(l);
-        const int32_t i = rounding == SID_ROUND_DRAW16 ? sid_dither16(a, draw) : sid_dither32(a, draw);
+        if (ROUNDING == SID_ROUND_NEAREST) return (uint32_t)sid_nearest(l);
+        const int32_t i = ROUNDING == SID_ROUND_DRAW16 ? sid_dither16(a, draw) : sid_dither32(a, draw);
         return (uint32_t)(k == sid_f32_bits(l) ? i : -i);
     }
     __device__ float number(uint32_t code) const {
-        return FLOATS ? sid_f8_to_f32(code & 0xffu, mantissa) : (float)(int32_t)code;
+        if (!FLOATS) return (float)(int32_t)code;
+        /* sid_f8_to_f32, by a product that is exact, denormals and all: nothing is flushed to zero here */
+        const uint32_t k = code & 0x7fu, sign = (code & 0x80u) << 24;
+        const float y = sid_bits_f32(k << (23 - mantissa)) * (mantissa == 3 ? 0x1p120f : 0x1p112f);
+        const bool none = mantissa == 3 ? k == 0x7fu : k >= 0x7cu;
+        const uint32_t what = mantissa == 3 ? 0x7fc00000u : 0x7f800000u | (k & 3u) << 21;
+        return sid_bits_f32((none ? what : sid_f32_bits(y)) | sign);
     }
     __device__ uint32_t field(uint32_t code) const { return code & ((1u << bits) - 1u); }
     __device__ uint32_t signed_field(uint32_t word) const { /* its lowest bits, as code() gives them */
@@ -37,14 +42,12 @@ template <bool FLOATS> struct grid {
     }
     /* Random bits of the quad at i. */
     __device__ void draws(const sid_draw &d, uint64_t i, uint32_t (&u)[SID_QUAD]) const {
-        if (rounding == SID_ROUND_DRAW16) sid_draws16(d, i, u);
-        if (rounding == SID_ROUND_DRAW32) sid_draws32(d, i, u);
+        if (ROUNDING == SID_ROUND_DRAW16) sid_draws16(d, i, u);
+        if (ROUNDING == SID_ROUND_DRAW32) sid_draws32(d, i, u);
     }
 };
 
-template <bool FLOATS> grid<FLOATS> grid_of(const quant_form &f) {
-    return {f.bits, f.kind == SID_GRID_E4M3 ? 3u : 2u, f.rounding, f.top};
-}
+template <class Grid> Grid grid_of(const quant_form &f) { return {f.bits, f.kind == SID_GRID_E4M3 ? 3u : 2u, f.top}; }
 
 __device__ inline float inverse_of(float scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
 
@@ -54,9 +57,10 @@ enum {
     LARGEST /* scratch.codec: key, or scale of a block */
 };
 
-template <bool FLOATS> struct coder {
+/* A kernel for each kind and rounding: what is not of its own kind would only be in the way of instructions. */
+template <bool FLOATS, sid_rounding ROUNDING> struct coder {
     quant_form f;
-    grid<FLOATS> g;
+    grid<FLOATS, ROUNDING> g;
     sid_draw draw;
     uint8_t *payload;
     uint64_t rows, codes_at;
@@ -65,6 +69,7 @@ template <bool FLOATS> struct coder {
     uint64_t stride;
 
     enum {
+        LATE = 1,
         MOST_BITS = 8
     };
     struct shared {
@@ -230,35 +235,38 @@ template <bool FLOATS> struct coder {
 };
 
 /* The first reading where the scale is the group's. */
-struct measure : coder<false> {
+template <sid_rounding ROUNDING> struct measure : coder<false, ROUNDING> {
+    using base = coder<false, ROUNDING>;
+    using typename base::own;
+    using typename base::shared;
     __device__ void begin(shared &, own &, const sid_scratch &) const {}
     __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t at, uint32_t len) const {
         if (!len) return;
-        if (f.norm != NORM_L2)
+        if (this->f.norm != NORM_L2)
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++)
 #pragma unroll
                 for (uint32_t c = 0; c < SID_QUAD; c++)
                     o.largest = sid_key(x[r][c]) > o.largest ? sid_key(x[r][c]) : o.largest;
-        const double squares = f.norm == NORM_MAX ? 0 : sid_tile_squares(x);
-        const double plain = f.norm == NORM_CLIPPED ? sid_tile_sum<double>(x, [](float v) { return v; }) : 0;
+        const double squares = this->f.norm == NORM_MAX ? 0 : sid_tile_squares(x);
+        const double plain = this->f.norm == NORM_CLIPPED ? sid_tile_sum<double>(x, [](float v) { return v; }) : 0;
         if (sid_lane()) return;
-        sums[at / SID_TILE] = squares;
-        sums[at / SID_TILE + stride] = plain;
+        this->sums[at / SID_TILE] = squares;
+        this->sums[at / SID_TILE + this->stride] = plain;
     }
-    __device__ void end(shared &, own &o, sid_scratch &scratch) const { keep_largest(o, scratch); }
+    __device__ void end(shared &, own &o, sid_scratch &scratch) const { this->keep_largest(o, scratch); }
 };
 
 /* Between the readings: the scale. */
 __global__ void __launch_bounds__(SID_SUMS)
-    sid_quant_scale_kernel(sid_scratch *scratch, coder<false> k, uint64_t n, double clip) {
+    sid_quant_scale_kernel(sid_scratch *scratch, quant_form f, const double *sums, uint64_t n, double clip) {
     __shared__ double part[SID_SUMS];
     if (!scratch->ready) return;
-    const double squares = sid_total(k.sums, sid_tiles(n), part);
+    const double squares = sid_total(sums, sid_tiles(n), part);
     __syncthreads();
-    const double sum = sid_total(k.sums + k.stride, sid_tiles(n), part);
+    const double sum = sid_total(sums + sid_tiles(n), sid_tiles(n), part);
     if (threadIdx.x) return;
-    scratch->key = sid_f32_bits(quant_group_scale(&k.f, scratch->codec[LARGEST], sum, squares, n, clip));
+    scratch->key = sid_f32_bits(quant_group_scale(&f, scratch->codec[LARGEST], sum, squares, n, clip));
 }
 
 enum {
@@ -284,7 +292,7 @@ __global__ void __launch_bounds__(SEAL_BLOCK) sid_quant_seal_kernel(sid_ending e
 
 template <bool FLOATS> struct body {
     quant_form f;
-    grid<FLOATS> g;
+    grid<FLOATS, SID_ROUND_NEAREST> g; /* decoding rounds nothing */
     uint64_t n, codes_at, blocks;
     uint32_t shift, most_scale;
 
@@ -355,38 +363,44 @@ uint32_t shift_of(uint32_t block) {
     return shift;
 }
 
-template <bool FLOATS>
-coder<FLOATS> coder_of(const sid_cuda_encoding &c, const quant_form &f, const sid_ending &e, double *sums) {
-    return {f,
-            grid_of<FLOATS>(f),
-            e.draw,
-            c.payload,
-            e.bytes / 32,
-            quant_codes_at(c.plan->n, f.block),
-            shift_of(f.block),
-            sums,
-            sid_tiles(c.plan->n)};
+template <bool FLOATS, sid_rounding ROUNDING>
+sid_status walk(const sid_cuda_encoding &c, const quant_form &f, const sid_ending &e, double *sums) {
+    using own = coder<FLOATS, ROUNDING>;
+    const uint64_t n = c.plan->n, tiles = sid_tiles(n);
+    const own k = {f,
+                   grid_of<grid<FLOATS, ROUNDING>>(f),
+                   e.draw,
+                   c.payload,
+                   e.bytes / 32,
+                   quant_codes_at(n, f.block),
+                   shift_of(f.block),
+                   sums,
+                   tiles};
+    if constexpr (ROUNDING != SID_ROUND_DRAW32)
+        if (f.block) return sid_walk_tiles(c, k);
+    if constexpr (!FLOATS && ROUNDING != SID_ROUND_NEAREST) {
+        sid_status s = sid_walk_tiles(c, measure<ROUNDING>{k});
+        if (!s)
+            s = sid_launch(c.to, "scale", sid_quant_scale_kernel, 1, SID_SUMS, 0, c.scratch, f, (const double *)sums, n,
+                           c.plan->codec_param[CLIP]);
+        return s ? s : sid_walk_again(c, k);
+    }
+    return SID_E_UNSUPPORTED; /* no plan has it */
 }
 
 template <bool FLOATS> sid_status encode(sid_cuda_encoding &c) {
-    const sid_plan *p = c.plan;
-    const quant_form f = quant_form_of(p);
+    const quant_form f = quant_form_of(c.plan);
     sid_ending e = sid_ending_of(c);
     if (f.rounding == SID_ROUND_NEAREST) {
         e.draw = sid_draw();
         e.head.salt = 0;
     }
-    double *sums = carve(p, &c.work, f);
+    double *sums = carve(c.plan, &c.work, f);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
-    if (!s && f.block) s = sid_walk_tiles(c, coder_of<FLOATS>(c, f, e, sums));
-    if (!FLOATS && !f.block) {
-        const coder<false> k = coder_of<false>(c, f, e, sums);
-        if (!s) s = sid_walk_tiles(c, measure{k});
-        if (!s)
-            s = sid_launch(c.to, "scale", sid_quant_scale_kernel, 1, SID_SUMS, 0, c.scratch, k, p->n,
-                           p->codec_param[CLIP]);
-        if (!s) s = sid_walk_again(c, k);
-    }
+    if (!s && f.rounding == SID_ROUND_NEAREST) s = walk<FLOATS, SID_ROUND_NEAREST>(c, f, e, sums);
+    if (!s && f.rounding == SID_ROUND_DRAW16) s = walk<FLOATS, SID_ROUND_DRAW16>(c, f, e, sums);
+    if constexpr (!FLOATS)
+        if (!s && f.rounding == SID_ROUND_DRAW32) s = walk<false, SID_ROUND_DRAW32>(c, f, e, sums);
     if (!s) s = sid_launch(c.to, "seal", sid_quant_seal_kernel, 1, SEAL_BLOCK, 0, e, f);
     return s;
 }
@@ -394,9 +408,9 @@ template <bool FLOATS> sid_status encode(sid_cuda_encoding &c) {
 template <bool FLOATS> sid_status decode(sid_cuda_decoding &c) {
     const quant_form f = quant_form_of(c.plan);
     const uint64_t n = c.plan->n;
-    return sid_dense_decode(c,
-                            body<FLOATS>{f, grid_of<FLOATS>(f), n, quant_codes_at(n, f.block), quant_blocks(n, f.block),
-                                         shift_of(f.block), sid_f32_bits(quant_scale_max(&f))});
+    return sid_dense_decode(c, body<FLOATS>{f, grid_of<grid<FLOATS, SID_ROUND_NEAREST>>(f), n,
+                                            quant_codes_at(n, f.block), quant_blocks(n, f.block), shift_of(f.block),
+                                            sid_f32_bits(quant_scale_max(&f))});
 }
 
 } // namespace

@@ -44,6 +44,9 @@ struct coder {
         *sums; /* of the tiles: of their positive elements, then, `stride` further, of the negative ones; or squares */
     uint64_t stride;
 
+    enum {
+        LATE = 0
+    };
     struct shared {
         sid_part_sum part[SID_WARPS];
     };
