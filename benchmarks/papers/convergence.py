@@ -238,6 +238,7 @@ SUITED = {
 
 # What could keep more accuracy at a fortieth of the bytes.
 FORTIETH = "--codec topk --density 0.0248 --param values=f16"
+LOG4 = "--codec topk --param values=log4 --param indices=packed"
 VARIANTS = {
     "topk f16": FORTIETH,
     "topk f16 one group": f"{FORTIETH} --groups model",
@@ -247,6 +248,13 @@ VARIANTS = {
     "topk f16 dgc memory": f"{FORTIETH} --memory dgc HOLDS",
     "topk f16 dgc memory no masking": f"{FORTIETH} --memory dgc --param masking=off HOLDS",
     "topk f16 warm-up": "--codec topk --param values=f16 --param density=0.1@0,0.0165@RAMP",
+    "topk log4": f"{LOG4} --density .084",
+    "topk log4 one group": f"{LOG4} --density .084 --groups model",
+    "topk log4 layerwise": f"{LOG4} --density .084 --groups layer",
+    "topk log4 beta .95": f"{LOG4} --density .084 --param beta=.95",
+    "topk log4 warm-up": f"{LOG4} --param density=0.25@0,0.069@EARLY",
+    "topk log8": "--codec topk --param values=log8 --param indices=packed --density .0565",
+    "topk 30 %": "--codec topk --density .3",
 }
 
 
@@ -261,7 +269,9 @@ def rows_of(task: str, steps: int, only: Sequence[str]) -> dict[str, str]:
         if preset not in ("ci", "fp16", "topk-1pct", "topk-fortieth"):  # other rows have them
             rows[f"preset {preset}"] = f"--config {preset}"
     for label, text in VARIANTS.items():
-        rows[label] = text.replace("HOLDS", holds).replace("RAMP", str(steps // 10))
+        rows[label] = (
+            text.replace("HOLDS", holds).replace("RAMP", str(steps // 10)).replace("EARLY", str(steps // 11))
+        )
     return {name: text.strip() for name, text in rows.items() if not only or name in only}
 
 

@@ -196,6 +196,14 @@ def test_values_in_half_precision(codec: str) -> None:
     run(follow, 2, "cap-small", "model", codec, "residual", settings, 5, {})
 
 
+def test_packed_indices_and_levels() -> None:
+    codecs = [c for c in EXACT if any(p.name == "indices" for p in CODECS[c].parameters)]
+    forms = [{"values": values, "indices": "packed"} for values in ("log8", "log4")]
+    assert codecs
+    each = [(c, SETTINGS.get(c, {}) | form) for c in codecs for form in forms]
+    run(follow_each, 2, [("cap-small", "model", c, "residual", settings, 4, {}) for c, settings in each])
+
+
 @pytest.mark.parametrize("density", [0.0001, 0.5, 1.0])
 @pytest.mark.parametrize("codec", [c for c in EXACT if c in SETTINGS])
 def test_densities(codec: str, density: float) -> None:
