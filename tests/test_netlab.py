@@ -218,7 +218,7 @@ def test_a_calibration_that_is_off_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "groups", "bucket_mb"),
+    "row",
     [
         ("dense", "dense", "", None),
         ("dense@4", "dense", "", 4),
@@ -228,10 +228,12 @@ def test_a_calibration_that_is_off_says_so() -> None:
         ("even:8@0", "topk", "even:8", 0),
         ("cupcake", "topk", "cupcake", None),
         ("auto@1", "auto", "", 1),
+        ("topk:4MB+twoshot@1", "topk", "4MB", 1, "twoshot"),
+        ("marsit+ring1", "marsit", "25MB", None, "ring1"),
     ],
 )
-def test_hooks(text: str, kind: str, groups: str, bucket_mb: float | None) -> None:
-    assert hooks.parse(text) == hooks.Hook(text, kind, groups, bucket_mb)
+def test_hooks(row: tuple[Any, ...]) -> None:
+    assert hooks.parse(row[0]) == hooks.Hook(*row)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +244,8 @@ def test_hooks(text: str, kind: str, groups: str, bucket_mb: float | None) -> No
         ("--hooks topk:banana", "hook 'topk:banana': groups='banana'"),
         ("--hooks even:0", "hook 'even:0': "),
         ("--hooks powersgd@4", "PowerSGD needs one bucket"),
+        ("--hooks topk+tworing", "after + comes an exchange"),
+        ("--hooks auto+ring1", "after + comes an exchange"),
         ("--hooks topk@x", "after @ comes a size in MB"),
         ("--hosts 0", "--hosts 1 to 200"),
         ("--steps 2", "--steps 3"),

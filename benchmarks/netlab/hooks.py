@@ -1,4 +1,4 @@
-"""What is compared: NAME[:GROUPS][@MB], and how each is attached to a model.
+"""What is compared: NAME[:GROUPS][+EXCHANGE][@MB], and how each is attached to a model.
 
 dense                   plain DDP, no hook
 fp16, powersgd          torch's own hooks; PowerSGD of rank 4, in one bucket
@@ -6,6 +6,7 @@ topk:GROUPS             a codec of sidcomp with its State(groups=GROUPS); topk a
                         ours, in as many buckets as there are
 layer, even:8, mergecomp, cupcake
                         topk with these groups, as their papers choose them
++EXCHANGE               of a codec of sidcomp: how its payloads travel, as in marsit+ring1, topk:25MB+twoshot
 auto                    State("auto"): groups, codecs and exchanges chosen
 @MB                     DDP's bucket_cap_mb, @0 for a bucket of each tensor; DDP's own default unless given
 """
@@ -28,10 +29,11 @@ class Hook(NamedTuple):
     kind: str  # one of OF_TORCH, "auto", or a codec of sidcomp
     groups: str
     bucket_mb: float | None
+    exchange: str | None = None  # the process group's own
 
     @property
     def ours(self) -> bool:
-        return self.kind not in OF_TORCH or ":" in self.name
+        return self.kind not in OF_TORCH or ":" in self.name or self.exchange is not None
 
     @property
     def planned(self) -> bool:
@@ -45,7 +47,9 @@ class Hook(NamedTuple):
         buckets: dict[str, Any] = {} if cap is None else {"bucket_cap_mb": max(cap, 2**-20)}
         ddp = DistributedDataParallel(module, **buckets)
         if self.ours:
-            settings = {} if self.kind == "auto" else {"groups": self.groups}
+            settings: dict[str, Any] = {} if self.kind == "auto" else {"groups": self.groups}
+            if self.exchange is not None:
+                settings["exchange"] = self.exchange
             if any(p.name == "density" for p in _parameters(self.kind)):
                 settings["density"] = DENSITY
             # warmup changes steps, not what they settle at
@@ -69,6 +73,7 @@ def _parameters(codec: str) -> Any:
 def parse(text: str) -> Hook:
     """Raises ValueError, which says what can be written."""
     body, at, cap = text.partition("@")
+    body, plus, exchange = body.partition("+")
     kind, colon, groups = body.partition(":")
     if at:
         try:
@@ -80,6 +85,11 @@ def parse(text: str) -> Hook:
             raise ValueError(f"hook {text!r}: {'PowerSGD needs one bucket' if torchs else 'no such size'}")
     else:
         bucket_mb = None
+    if plus:
+        if kind in (*PAPERS, "auto") or exchange not in [e.name for e in sidcomp.exchanges()]:
+            known = ", ".join(e.name for e in sidcomp.exchanges())
+            raise ValueError(f"hook {text!r}: after + comes an exchange, for a codec of sidcomp: {known}")
+        return Hook(text, kind, _groups(text, groups or "25MB"), bucket_mb, exchange)
     if kind in PAPERS:
         return Hook(text, "topk", _groups(text, body), bucket_mb)
     if kind == "auto" and not colon:

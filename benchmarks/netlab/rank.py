@@ -107,7 +107,7 @@ class Run:
     def predicted(self, profiled: "list[Run]") -> int | None:
         """ps of a step, by the model of the planner. Where no plan of this run's own predicts it, a profile
         that another one measured over the same network does."""
-        if self.state is None or self.hook is None:
+        if self.state is None or self.hook is None or self.hook.exchange is not None:
             return None
         if (report := self.report()) and report["predicted_ps"]:
             return int(report["predicted_ps"])
