@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sidcomp
 from sidcomp import Link, Loopback, simulate
-from sidcomp.simulate import Compute, measure
+from sidcomp.simulate import Compute, measure, methods
 from typer.testing import CliRunner
 
 FREE = Link(1.0, 0.0, 0.0)
@@ -81,6 +81,35 @@ def test_what_wins() -> None:
     assert signs.crossover("torus1") is None and signs.crossover("allgather") in (64, 128)
     assert simulate(1000, "topk", worlds=[2], link=Link(400.0, 50.0)).row("dense", 2).rounds == 2
     assert [r["world"] for r in signs.table()] == signs.worlds
+
+
+def test_the_planner_chooses_exchanges() -> None:
+    """Groups of one model, each with the exchange that suits it: ldp's choice beats every single one."""
+    tensors = [
+        {"name": f"t{i}", "backward_ps": 2_000_000_000, "bytes": size}
+        for i, size in enumerate([4096] * 6 + [40 << 20, 8192, 60 << 20] + [4096] * 4)
+    ]
+    candidates: dict[str, tuple[str, str, dict[str, float]]] = {
+        "topk gathered": ("topk", "allgather", {"density": 0.01}),
+        "topk two-shot": ("topk", "twoshot", {"density": 0.01}),
+        "signs": ("marsit", "torus1", {}),
+    }
+    cost = {name: Compute(0.5, 0.5 if name == "signs" else 0.02) for name in candidates}
+    link = Link(10.0, 30.0, 5.0)
+    chosen = {}
+    for world in (2, 16):
+        made = methods(candidates, world, link, cost, most_bytes=1 << 28)
+        assert [m["name"] for m in made] == ["dense", *candidates]
+        instance = {"forward_ps": 10_000_000_000, "tensors": tensors, "methods": made}
+        plan = sidcomp.plan(instance, "ldp")
+        for m in range(4):
+            ends = list(range(1, len(tensors) + 1))
+            for cut in (ends, [len(tensors)]):
+                other = sidcomp.evaluate(instance, {"ends": cut, "methods": [m] * len(cut)})
+                assert plan["time_ps"] <= other["time_ps"]
+        chosen[world] = {made[m]["name"] for m in plan["methods"]}
+    assert "topk gathered" in chosen[2] and "topk two-shot" not in chosen[2]
+    assert chosen[16] & {"topk two-shot", "signs"} and "topk gathered" not in chosen[16]
 
 
 def test_draws_and_prints(tmp_path: Path) -> None:

@@ -170,6 +170,54 @@ def simulate(
     return Simulation(n, codec, link, ranks_per_node, rows)
 
 
+Candidate = tuple[str, str, Mapping[str, Setting]]  # codec, exchange, their parameters
+
+
+def methods(
+    candidates: Mapping[str, Candidate],
+    world: int,
+    link: Link | None = None,
+    compute: Mapping[str, Compute] | None = None,
+    *,
+    most_bytes: int = 1 << 30,
+    ranks_per_node: int = 1,
+) -> list[dict[str, Any]]:
+    """The "methods" of an instance for `sidcomp.plan`: dense, and each candidate by its name.
+
+    With costs of up to `most_bytes` of gradient; compute: of the candidates that have any. So a planner
+    chooses exchanges, too.
+    """
+    sizes = [0, *(1 << i for i in range(12, max(13, most_bytes.bit_length()), 2))]
+    out: list[dict[str, Any]] = []
+
+    def curve(times: Sequence[float]) -> list[list[int]]:
+        ps = [round(t * 1e12) for t in times]
+        return [[size, max(ps[: i + 1])] for i, size in enumerate(sizes)]  # costs may not fall
+
+    for name, (codec, exchange, parameters) in {DENSE: ("none", "allreduce", {}), **candidates}.items():
+        rows = []
+        for size in sizes:
+            n = max(1, size // 4)
+            own: dict[str, Any] = {} if name == DENSE else dict(parameters)
+            found = simulate(
+                n, codec, worlds=[world], link=link, exchange=[exchange], ranks_per_node=ranks_per_node, **own
+            )
+            rows.append(found.row(DENSE if name == DENSE else exchange, world).seconds)
+        c = (compute or {}).get(name)
+        encode = decode = None
+        if c is not None:
+            parts = [
+                (
+                    _compute(exchange, size // 4, world, ranks_per_node, Compute(c.encode_ns)),
+                    _compute(exchange, size // 4, world, ranks_per_node, Compute(0, c.decode_ns, c.merge_ns)),
+                )
+                for size in sizes
+            ]
+            encode, decode = curve([e for e, _ in parts]), curve([d for _, d in parts])
+        out.append({"name": name, "encode": encode, "exchange": curve(rows), "decode": decode})
+    return out
+
+
 def _row(
     name: str,
     codec: str,
@@ -190,7 +238,7 @@ def _row(
         _core.Exchange(kind, codec, memory, n, "float32", rank, world, settings) for rank in range(local)
     ]
     first = ranks[0]
-    spent = _compute(kind, first, n, world, local, compute)
+    spent = _compute(kind, n, world, local, compute)
     if kind in _RINGS and world > 1:
         # the ring's last rank of a node sends to the next node; the others stay inside
         steps = _RINGS[kind] * (world - 1)
@@ -220,7 +268,7 @@ def _row(
     return Row(name, world, first.sent_bytes, crossing, first.rounds, seconds + spent, spent)
 
 
-def _compute(kind: str, x: _core.Exchange, n: int, world: int, local: int, c: Compute) -> float:
+def _compute(kind: str, n: int, world: int, local: int, c: Compute) -> float:
     """Seconds that a rank computes: how often it encodes, decodes and merges which part."""
     slices = {
         "allgather": (1.0, float(world), 0.0),
