@@ -99,10 +99,10 @@ fuzz: ## arbitrary bytes into decode, header checks and the planners (RUNS=10000
 	    $(SUB) fuzz-run LIBFUZZER=1 CC=$(FUZZCC) SAN=address,undefined CFLAGS='$(FUZZFLAGS)' O=build/fuzz/lib; \
 	else echo "no libFuzzer (Debian: clang libclang-rt-14-dev): random mutations instead"; \
 	    $(SUB) fuzz-run CC=$(FUZZCC) SAN=address,undefined CFLAGS='-O2 -g' O=build/fuzz/alone; fi
-# fusion: a tenth of the runs, each against brute force.
-fuzz-run: $O/fuzz-header $O/fuzz-decode $O/fuzz-fusion
-	@for t in header decode fusion; do mkdir -p build/fuzz/corpus-$$t && runs=$(RUNS) && \
-	    if [ $$t = fusion ]; then runs=$$((runs / 10)); fi && echo "fuzz $$t, $$runs runs" && \
+# exchange, fusion: a tenth of the runs, which are whole steps of all ranks, or compared with brute force.
+fuzz-run: $O/fuzz-header $O/fuzz-decode $O/fuzz-exchange $O/fuzz-fusion
+	@for t in header decode exchange fusion; do mkdir -p build/fuzz/corpus-$$t && runs=$(RUNS) && \
+	    case $$t in exchange|fusion) runs=$$((runs / 10));; esac && echo "fuzz $$t, $$runs runs" && \
 	    $O/fuzz-$$t -runs=$$runs -max_len=256 -rss_limit_mb=2048 -print_final_stats=1 -verbosity=0 -artifact_prefix=build/fuzz/ build/fuzz/corpus-$$t || exit 1; done
 
 coverage: ## lines and branches of csrc/ that the C tests reach
