@@ -51,7 +51,8 @@ struct sid_body {
 };
 
 enum {
-    SID_FINISH_BLOCKS = 3,      /* on a multiprocessor */
+    SID_FINISH_BLOCKS = 3,      /* that fit on a multiprocessor */
+    SID_FINISH_GRID = 2,        /* that are asked for: all must run at once, beside a collective's blocks, too */
     SID_FINISH_CHUNKS = 4,      /* for a block, or more */
     SID_FINISH_MOST = 4 * 1024, /* blocks in all */
     SID_AT_ONCE = 4             /* sums */
@@ -870,7 +871,7 @@ template <class Law> sid_status sid_sparse_encode(sid_cuda_encoding &c, const La
     f.body = sid_body_of(p, needs.mean);
     f.head = sid_head_of(p, c.at);
     f.draw = sid_draw_of(p, c.at);
-    const uint64_t grid = sid_blocks(c.to, pieces ? pieces : 1, SID_FINISH_BLOCKS);
+    const uint64_t grid = sid_blocks(c.to, pieces ? pieces : 1, SID_FINISH_GRID);
     sid_status s = sid_begin_encode(c, clear, p->sizes.payload);
     if (!s)
         s = sid_with_memory(p, c.to.err, [&](auto memory) {
