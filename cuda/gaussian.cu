@@ -21,7 +21,7 @@ enum { /* of the sums */
 
 struct gaussian {
     enum {
-        WALK_BLOCKS = SID_WALK_BLOCKS
+        WALK_BLOCKS = 3 /* for its three sums */
     };
     struct reading : sid_probing {
         uint32_t fitted, exactly;
