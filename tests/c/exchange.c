@@ -92,7 +92,7 @@ static void fill(party *p, uint64_t seed, int kind, float *x) {
 
 /* Worlds that do not divide the sizes, primes, one, and the nodes of hierarchical's. */
 static const uint32_t worlds[] = {1, 2, 3, 4, 5, 8, 11};
-static const uint64_t sizes[] = {0, 1, 255, 257, 5000, 70001};
+static const uint64_t sizes[] = {0, 1, 255, 257, 5000, 20001};
 
 static int has(const char *exchange, const char *parameter) {
     const sid_info *i = sid_exchange_find(exchange);
@@ -152,19 +152,21 @@ static void steps(party *p, const sid_info *codec) {
               p->name, (unsigned long long)stated, (unsigned long long)p->sizes.control, (unsigned long long)most,
               (unsigned long long)control);
         vec_get(&p->v[0], x);
+        uint64_t wild = 0;
         for (uint64_t i = 0; i < p->n; i++) {
             uint32_t bits;
             memcpy(&bits, &x[i], 4);
-            /* powersgd's and linear sums may see -0; norms, log and exp may differ between C libraries */
+            /* statistics of the others may differ between C libraries */
             if (codec->traits & SID_SIGNS) test_digest = (test_digest ^ bits) * 0x100000001b3ull;
-            /* a cascade's error grows by sqrt(n) a hop (Marsit, theorem 2): out of a half's range */
-            if (!strstr(p->name, "cascade") || p->v[0].dtype == SID_F32)
-                CHECK(isfinite(x[i]), "%s: element %llu is not finite", p->name, (unsigned long long)i);
+            wild += isfinite(x[i]) ? 0 : 1;
         }
+        /* a cascade's error grows by sqrt(n) a hop (Marsit, theorem 2): out of a half's range */
+        CHECK(!wild || (strstr(p->name, "cascade") && p->v[0].dtype != SID_F32), "%s: %llu elements are not finite",
+              p->name, (unsigned long long)wild);
     }
     free(x);
 }
-void test_exchanges(void) { walk(steps, 3); }
+void test_exchanges(void) { walk(steps, 5); }
 
 void test_exchange_routes_refused(void) {
     sid_config c = {.codec = "topk", .memory = "residual", .n = 100, .dtype = SID_F32};
@@ -266,8 +268,9 @@ static void spoil(party *p, const sid_info *codec) {
         if (!strstr(p->name, "hierarchical") && !momentum(p))
             CHECK(moved(p, r, was[r]) < 1e-5, "%s: rank %u's memory has moved by %g", p->name, r, moved(p, r, was[r]));
         float *now = kept_of(p, r);
-        for (uint64_t i = 0; i < p->sizes.vectors * p->n; i++)
-            CHECK(isfinite(now[i]), "%s: rank %u keeps %g", p->name, r, (double)now[i]);
+        uint64_t wild = 0;
+        for (uint64_t i = 0; i < p->sizes.vectors * p->n; i++) wild += isfinite(now[i]) ? 0 : 1;
+        CHECK(!wild, "%s: rank %u keeps %llu elements that are not finite", p->name, r, (unsigned long long)wild);
         free(now);
         free(was[r]);
     }
@@ -278,7 +281,7 @@ out:
     free(x);
     (void)codec;
 }
-void test_exchange_nonfinite(void) { walk(spoil, 7); }
+void test_exchange_nonfinite(void) { walk(spoil, 11); }
 
 /* ---- faults on the way ----------------------------------------------------------------------------------------- */
 
@@ -347,4 +350,4 @@ static void faults(party *p, const sid_info *codec) {
           p->name, err.text);
     free(x);
 }
-void test_exchange_faults(void) { walk(faults, 11); }
+void test_exchange_faults(void) { walk(faults, 13); }
