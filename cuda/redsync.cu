@@ -25,7 +25,7 @@ __device__ inline uint32_t beyond(float threshold) { return sid_key(threshold) +
 
 struct redsync {
     enum {
-        WALK_BLOCKS = SID_WALK_BLOCKS
+        WALK_BLOCKS = 3
     };
     struct reading : sid_probing {
         uint32_t settled, key; /* key: of the threshold, once settled */
