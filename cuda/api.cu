@@ -46,7 +46,7 @@ __device__ static void zero_bytes(void *p, uint64_t bytes, uint64_t first, uint6
 /* Block 0 sums up the lengths; the others zero. Reads 16 and writes 8 bytes a segment. */
 static __global__ void __launch_bounds__(BEGIN_BLOCK)
     sid_begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, void *zero,
-                     uint64_t zero_count) {
+                     uint64_t zero_count, float *one) {
     __shared__ unsigned long long part[SID_LANES + 1];
     if (blockIdx.x) {
         const uint64_t first = (uint64_t)(blockIdx.x - 1) * BEGIN_BLOCK + threadIdx.x;
@@ -76,14 +76,17 @@ static __global__ void __launch_bounds__(BEGIN_BLOCK)
     }
     if (threadIdx.x == 0) start[g.n_seg] = carry;
     bad = __syncthreads_or(bad);
-    if (threadIdx.x == 0) scratch->ready = !bad && carry == g.n;
+    if (threadIdx.x) return;
+    const bool ready = !bad && carry == g.n;
+    scratch->ready = ready;
+    if (one && ready) *one = 1;
 }
 
 sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, void *zero,
-                     uint64_t zero_bytes) {
+                     uint64_t zero_bytes, float *one) {
     const uint64_t pieces = ((clear > zero_bytes ? clear : zero_bytes) / 16 + BEGIN_BLOCK - 1) / BEGIN_BLOCK;
     return sid_launch(to, "begin", sid_begin_kernel, 1 + sid_blocks(to, pieces, 2), BEGIN_BLOCK, 0, g,
-                      (uint64_t *)g.start, s, clear, zero, zero_bytes);
+                      (uint64_t *)g.start, s, clear, zero, zero_bytes, one);
 }
 
 /* ---- the gradient's norm, for clipping ---------------------------------------------------------------------------- */
@@ -119,26 +122,26 @@ static __global__ void __launch_bounds__(SID_BLOCK, NORM_BLOCKS)
     }
 }
 
-/* most: what the norm may be; 0: anything. */
+/* most: what the norm may be. */
 static __global__ void __launch_bounds__(SID_SUMS)
     sid_factor_kernel(const sid_scratch *scratch, const double *norms, uint64_t tiles, double most, sid_state *state) {
     __shared__ double part[SID_SUMS];
     if (!scratch->ready) return;
     const double norm = sqrt(sid_total(norms, tiles, part));
-    if (threadIdx.x == 0) state->factor = most > 0 && norm > most ? (float)(most / norm) : 1.0f;
+    if (threadIdx.x == 0) state->factor = norm > most ? (float)(most / norm) : 1.0f;
 }
 
 sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes) {
     const sid_plan *p = c.plan;
-    const bool norm = wants_norm(p);
-    const uint64_t tiles = norm ? sid_tiles(p->n) : 0;
-    sid_status s = sid_begin(c.to, c.group, c.scratch, clear, c.payload, zero_bytes);
-    if (s || !p->memory->begin) return s;
-    if (norm)
-        s = sid_launch(c.to, "norm", sid_norm_kernel, sid_blocks(c.to, sid_chunks(p->n), NORM_BLOCKS), SID_BLOCK, 0,
-                       c.group, c.scratch, c.norms);
-    const double most = norm ? sid_memories::clip(p) / sqrt((double)c.at.world) : 0;
-    if (!s) s = sid_launch(c.to, "factor", sid_factor_kernel, 1, SID_SUMS, 0, c.scratch, c.norms, tiles, most, c.state);
+    const bool norm = wants_norm(p), factor = p->memory->begin && !norm;
+    sid_status s =
+        sid_begin(c.to, c.group, c.scratch, clear, c.payload, zero_bytes, factor ? &c.state->factor : nullptr);
+    if (s || !norm) return s;
+    s = sid_launch(c.to, "norm", sid_norm_kernel, sid_blocks(c.to, sid_chunks(p->n), NORM_BLOCKS), SID_BLOCK, 0,
+                   c.group, c.scratch, c.norms);
+    if (!s)
+        s = sid_launch(c.to, "factor", sid_factor_kernel, 1, SID_SUMS, 0, c.scratch, c.norms, sid_tiles(p->n),
+                       sid_memories::clip(p) / sqrt((double)c.at.world), c.state);
     return s;
 }
 

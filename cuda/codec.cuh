@@ -82,7 +82,7 @@ const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NUL
 /* Zeroes scratch (`clear` bytes of work) and the given bytes of the payload, sums up the segment table. Of an encode, what
  * the memory wants to know before the walk as well: clipping reads the gradient once more, 4 bytes an element. */
 sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, void *zero,
-                     uint64_t zero_bytes);
+                     uint64_t zero_bytes, float *one = nullptr); /* becomes 1, or is NULL */
 sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes);
 
 /* ---- memories ------------------------------------------------------------------------------------------------ */
