@@ -58,9 +58,19 @@ def build() -> Path:
     return OUT
 
 
-def test_kernels_on_the_emulation() -> None:
+def run(share: int) -> None:
     path = os.pathsep.join([str(build()), str(ROOT / "tests")])
     call(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_cuda.py"],
         PYTHONPATH=path,
+        SHARE=str(share),
     )
+
+
+def test_kernels_on_the_emulation() -> None:
+    run(share=4)
+
+
+@pytest.mark.slow
+def test_kernels_on_the_emulation_whole() -> None:
+    run(share=1)
