@@ -351,7 +351,7 @@ def test_every_codec_and_memory_has_a_judge() -> None:
         assert info["doc"] and info["family"]
         assert set(info["traits"]) <= {
             "linear", "lossless", "stochastic", "unbiased", "sparse", "feedback", "momentum", "vote",
-            "shaped",
+            "shaped", "signs",
         }  # fmt: skip
         names = [p["name"] for p in info["parameters"]]
         assert len(set(names)) == len(names)
