@@ -80,6 +80,7 @@ def _save_group(g: Group) -> dict[str, Any]:
         "shapes": [list(p.shape) for p in g.spec.pieces],
         "way": g.spec.way,
         "local": g.trip.route.local if g.routed else 1,  # ranks that share what is kept
+        "common": g.routed and g.trip.common,  # the last vector is kept for all
         "header": header,
         "extra": extra,
     }
@@ -222,13 +223,22 @@ def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, part
     """The state of one new rank: the old ranks' residuals, added in rank order, over `parts`; of momenta the
     mean."""
     states = sorted(states, key=lambda s: int(s["rank"]))
+    first = states[0]
+    groups = {name: g for g in first["layout"] for name in g["names"]}
     residuals = {}
-    for name in states[0]["residuals"]:
+    for name in first["residuals"]:
         total = torch.stack([s["residuals"][name].double() for s in states]).sum(dim=0)
+        # as if every rank had kept all of it on its own: a node's counts for its ranks, what is for all, all
+        group = groups.get(name, {})
+        local, common = group.get("local", 1), group.get("common", False)
+        if common:
+            total = torch.cat([total[:1] + len(states) // local * total[-1:], total[1:-1]])
+        total = total * local
         over = torch.full((len(total), 1), float(parts), dtype=torch.float64)
-        over[_unsent(states[0]["memory"]) :] = len(states)
+        over[_unsent(first["memory"]) :] = len(states)
         residuals[name] = (total / over).float()
-    return {**states[0], "world": world, "rank": rank, "residuals": residuals}
+    layout = [{**g, "local": 1, "common": False} for g in first["layout"]]
+    return {**first, "layout": layout, "world": world, "rank": rank, "residuals": residuals}
 
 
 def _unsent(name: str) -> int:
