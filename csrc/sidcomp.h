@@ -260,7 +260,8 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor);
  *
  * advance(0) encodes and prepares what round 0 sends, advance(i) takes in what round i - 1 brought and prepares round i,
  * advance(rounds) writes the mean over the ranks into the segments, or fails and writes nothing. A rank at which something
- * goes wrong before that keeps its place: what it sends says so, and all ranks fail at the end. */
+ * goes wrong before that keeps its place: what it sends says so, and all ranks fail at the end. Only where a message of the
+ * last round is lost itself, its receiver fails alone. */
 typedef struct sid_exchange sid_exchange;
 
 typedef struct sid_route {
@@ -301,6 +302,12 @@ uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receiv
 sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
                                 sid_segment *cut, void *state, void *work, const sid_step *at, void *wire,
                                 sid_report *report, sid_error *err);
+
+/* Of a step that cannot go on, because messages do not come: what it has put into the memory is taken out again. To be
+ * called in place of the advances that are left, with what they would have got; after a step that has ended it does
+ * nothing. */
+sid_status sid_exchange_abandon(const sid_exchange *x, const sid_segment *seg, uint32_t n_seg, sid_segment *cut,
+                                void *state, void *work, const sid_step *at, void *wire);
 
 /* What is kept, as sid_residual_out: vectors of n floats; the last one what this rank keeps for all ranks, where it does
  * (two-shot). Elements that this rank keeps nothing of are 0. In: what the last vector has of elements that this rank does

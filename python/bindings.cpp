@@ -501,6 +501,16 @@ class Exchange {
         return report.nonfinite != 0;
     }
 
+    void abandon(const Segments &seg, Address state, Address work, Address wire, uint64_t step, uint64_t seed,
+                 uint32_t group) {
+        const sid_step at{step, seed, group, rank, world};
+        sid_segment *room = cut(seg);
+        check(without_gil([&] {
+            return sid_exchange_abandon(get(), seg.parts.data(), seg.count(), room, pointer(state), pointer(work), &at,
+                                        pointer(wire));
+        }));
+    }
+
     void residual_out(Address state, Address out) const {
         need(state, sizes.state, "state");
         check(without_gil([&] { return sid_exchange_residual_out(get(), pointer(state), pointer<float>(out)); }));
@@ -808,6 +818,8 @@ PYBIND11_MODULE(_core, m) {
         .def("messages", &Exchange::messages, arg("round"), arg("receive"))
         .def("advance", &Exchange::advance, arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"),
              py::kw_only(), arg("step"), arg("seed"), arg("group"))
+        .def("abandon", &Exchange::abandon, arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(),
+             arg("step"), arg("seed"), arg("group"))
         .def("residual_out", &Exchange::residual_out, arg("state"), arg("out"))
         .def("residual_in", &Exchange::residual_in, arg("state"), arg("values"))
         .def("unsend", &Exchange::unsend, arg("state"))

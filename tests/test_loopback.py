@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from fractions import Fraction
@@ -322,6 +323,66 @@ def test_two_shot_residual_of_another_slicing_joins_the_ranks_own() -> None:
     )
     with pytest.raises(sidcomp.ArgumentError, match="2000"):
         y.set_residual(0, np.zeros(5, F32))
+
+
+@pytest.mark.parametrize("exchange", ("twoshot", "allgather"))
+def test_a_step_that_counts_as_not_sent_is_owed_once(exchange: str) -> None:
+    """Behind a step that is thrown away all of it is owed: by the ranks, or by what is kept for all."""
+    world, n = 4, 2000
+    x = Loopback(world, exchange, "topk", n, density=0.05)
+
+    def owed() -> Array:
+        kept = [x.residual(r).astype(np.float64) for r in range(world)]
+        return np.sum([k[0] / world + (k[1] if len(k) > 1 else 0) for k in kept], axis=0)
+
+    x.step(gradients(world, n))
+    before, g = owed(), gradients(world, n, seed=1)
+    x.step(g)
+    for r, rank in enumerate(x.ranks):
+        rank.unsend(x._state[r].ptr)
+    np.testing.assert_allclose(owed(), before + np.mean(g, axis=0, dtype=np.float64), atol=1e-5)
+
+
+@pytest.mark.parametrize("exchange, settings", [
+    ("ring1", {"codec": "marsit"}),
+    ("twoshot", {"codec": "topk"}),
+    ("hierarchical", {"codec": "topk", "ranks_per_node": 2}),
+    ("hierarchical", {"codec": "topk", "ranks_per_node": 2, "within": "twoshot"}),
+])  # fmt: skip
+def test_a_step_that_is_abandoned_leaves_the_memory(exchange: str, settings: dict[str, Any]) -> None:
+    """In any round, as where a peer is gone; twice is once, and after a step it does nothing."""
+    world, n = 4, 3000
+    x = Loopback(world, exchange, n=n, **settings)
+    for stop in range(x.ranks[0].rounds + 1):
+        x.step(gradients(world, n, seed=stop))
+        kept = [x.residual(r) for r in range(world)]
+        vectors = [Vector(g) for g in gradients(world, n, seed=100 + stop)]
+        at = {"step": x.step_number, "seed": 0, "group": 0}
+        blocks = [(x._state[r].ptr, x._work[r].ptr, x._wire[r].ptr) for r in range(world)]
+        for r, rank in enumerate(x.ranks):
+            rank.abandon(vectors[r].segments, *blocks[r], **at)
+            assert (x.residual(r) == kept[r]).all(), "a step that had ended"
+        for i in range(stop):
+            for r, rank in enumerate(x.ranks):
+                rank.advance(i, vectors[r].segments, *blocks[r], **at)
+            sent = {(r, m[0]): x._wire[r] for r, rank in enumerate(x.ranks) for m in rank.messages(i, False)}
+            for r, rank in enumerate(x.ranks):
+                for peer, to, size in rank.messages(i, True):
+                    offset = next(m[1] for m in x.ranks[peer].messages(i, False) if m[0] == r)
+                    ctypes.memmove(x._wire[r].ptr + to, sent[peer, r].ptr + offset, size)
+        for r, rank in enumerate(x.ranks):
+            for _ in range(2):
+                rank.abandon(vectors[r].segments, *blocks[r], **at)
+        now = [x.residual(r) for r in range(world)]
+        if exchange == "hierarchical" and stop >= x.ranks[0].rounds - 1:
+            # the nodes' results are there, what went into them is not any more: all of it counts as kept
+            nodes = world // 2
+            before, after = (sum(k[0] / nodes + (k[1] if len(k) > 1 else 0) for k in a) for a in (kept, now))
+            before = before + np.mean(gradients(world, n, seed=100 + stop), axis=0)
+            np.testing.assert_allclose(after, before, atol=1e-5)
+            continue
+        for a, b in zip(now, kept, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 # ---- hierarchical --------------------------------------------------------------------------------

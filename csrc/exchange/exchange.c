@@ -201,7 +201,7 @@ sid_status sid_frame_open(sid_trip *t, const sid_frame *f, uint32_t round, uint6
         s = sid_fail(&e, SID_E_CORRUPT, "rank %u had a failure, or a message that it could not read", culprit);
     }
     if (!s) return s;
-    if (t->err && !sid_fault_of(t)->status) *t->err = e;
+    if (!sid_fault_of(t)->status) *t->err = e;
     return sid_blame(t, s, culprit);
 }
 
@@ -213,8 +213,7 @@ sid_status sid_blame(sid_trip *t, sid_status s, uint32_t culprit) {
     f->status = s;
     f->culprit = culprit;
     f->flags = (f->flags & 0xffffu) | SID_FRAME_POISON | culprit << SID_FRAME_CULPRIT;
-    memcpy(f->text, t->err ? t->err->text : sid_status_text(s),
-           t->err ? sizeof f->text : strlen(sid_status_text(s)) + 1);
+    memcpy(f->text, t->err->text, sizeof f->text);
     return s;
 }
 
@@ -248,7 +247,7 @@ sid_status sid_encode_part(sid_trip *t, const sid_plan *p, const sid_segment *se
     const sid_status s = sid_encode(p, seg, n_seg, state, work, at, payload, NULL);
     if (!s) return s;
     memset(payload, 0, SID_HEADER_BYTES);
-    if (t->err) sid_fail(t->err, s, "encode: %s", sid_status_text(s));
+    sid_fail(t->err, s, "encode: %s", sid_status_text(s));
     return sid_blame(t, s, t->x->rank);
 }
 
@@ -291,6 +290,23 @@ static void confirmed(sid_trip *t) {
     }
 }
 
+static void undo(sid_trip *t) {
+    (t->x->kind->undo ? t->x->kind->undo : sid_undo_parts)(t);
+    sid_fault_of(t)->encoded = 0;
+}
+
+sid_status sid_exchange_abandon(const sid_exchange *x, const sid_segment *seg, uint32_t n_seg, sid_segment *cut,
+                                void *state, void *work, const sid_step *at, void *wire) {
+    sid_report report = {0, 0};
+    sid_error text = {{0}};
+    if (!x || !at || (n_seg && (!seg || !cut)) || !aligned(work) || !aligned(state) || !aligned(wire) ||
+        holds(x, seg, n_seg))
+        return SID_E_ARG;
+    sid_trip t = {x, seg, cut, n_seg, state, work, wire, at, &report, &text};
+    undo(&t);
+    return SID_OK;
+}
+
 sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
                                 sid_segment *cut, void *state, void *work, const sid_step *at, void *wire,
                                 sid_report *report, sid_error *err) {
@@ -317,10 +333,12 @@ sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid
     if (f->status) {
         report->culprit = f->culprit;
         if (err) memcpy(err->text, f->text, sizeof f->text);
-        if (round == x->sizes.rounds) (x->kind->undo ? x->kind->undo : sid_undo_parts)(&t);
+        if (round == x->sizes.rounds) undo(&t);
         return (sid_status)f->status;
     }
-    if (round == x->sizes.rounds) x->kind->finish(&t);
+    if (round < x->sizes.rounds) return SID_OK;
+    x->kind->finish(&t);
+    f->encoded = 0;
     return SID_OK;
 }
 
@@ -392,9 +410,16 @@ sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const fl
 
 sid_status sid_exchange_unsend(const sid_exchange *x, void *state) {
     if (!x || !state) return SID_E_ARG;
+    /* What is kept for all has taken in what the ranks sent: where there is such a part, that counts as kept, and theirs
+     * as sent. Else it would be owed twice. */
+    int for_all = 0;
     for (uint32_t i = 0; i < x->kind->parts(x); i++) {
         const sid_part part = x->kind->part(x, i);
-        sid_unsend(part.plan, state_of(&part, state));
+        for_all |= part.common && part.plan->memory->vectors;
+    }
+    for (uint32_t i = 0; i < x->kind->parts(x); i++) {
+        const sid_part part = x->kind->part(x, i);
+        if (part.common == for_all) sid_unsend(part.plan, state_of(&part, state));
     }
     return SID_OK;
 }

@@ -129,14 +129,15 @@ typedef struct sid_fault {
     int32_t status;
     uint32_t culprit;
     uint32_t flags;   /* of frames: what goes on with ours */
-    uint32_t encoded; /* what there is to undo: 1 this rank's vector, 2 what it keeps for all */
+    uint32_t encoded; /* what there is to undo: SID_OWN, SID_FOR_ALL, SID_SPENT */
     char text[256];
 } sid_fault;
 static inline sid_fault *sid_fault_of(const sid_trip *t) { return (sid_fault *)(void *)t->work; }
 enum {
     SID_FAULT_BYTES = 320,
     SID_OWN = 1,
-    SID_FOR_ALL = 2
+    SID_FOR_ALL = 2,
+    SID_SPENT = 4 /* the vector that was encoded is gone: what it left in acc can only count as kept */
 };
 
 const sid_exchange_kind *sid_kind_of(const sid_info *info);

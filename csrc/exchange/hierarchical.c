@@ -242,7 +242,7 @@ static sid_status advance(sid_trip *t, uint32_t round) {
         f->encoded |= inside->encoded;
         if (round == last && !f->status) {
             in->kind->finish(&i.trip);
-            f->encoded = 0; /* from here on acc counts as kept, if need be: the vector holds no gradient any more */
+            f->encoded = SID_SPENT; /* the vector holds no gradient any more */
             if (i.report.nonfinite) f->flags |= SID_FRAME_NONFINITE;
         }
         if (round == last && first) spread(t);
@@ -255,10 +255,11 @@ static void undo(sid_trip *t) {
     const sid_exchange *in = sid_within(t->x);
     inner_trip i;
     enter(t, &i);
-    if (sid_fault_of(t)->encoded)
-        (in->kind->undo ? in->kind->undo : sid_undo_parts)(&i.trip);
-    else
+    const uint32_t encoded = sid_fault_of(t)->encoded;
+    if (encoded & SID_SPENT)
         sid_exchange_unsend(in, t->state);
+    else if (encoded)
+        (in->kind->undo ? in->kind->undo : sid_undo_parts)(&i.trip);
 }
 
 static void finish(sid_trip *t) {

@@ -458,6 +458,11 @@ class Pipeline:
                 g.steps += 1
                 self._complete(g)
             else:
+                g.trip.core.abandon(
+                    g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                    step=self.step - 1, seed=self.settings.seed, group=g.index,
+                )  # fmt: skip
+                g.undone = True
                 self._fail(g, failure)
         finally:
             self._landed()

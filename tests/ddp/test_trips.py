@@ -283,7 +283,7 @@ def test_resumes_bit_for_bit(name: str) -> None:
     assert all(r == whole[0] for r in [*whole, *parts])
 
 
-def owed(state: sidcomp.State, world: int, nodes: int, parameters: list[str]) -> dict[str, Any]:
+def owed(state: sidcomp.State, world: int, parameters: list[str]) -> dict[str, Any]:
     """What the ranks together still owe the mean, of each parameter: their own, and what is kept for all."""
     saved = state.state_dict()
     local = {n: g.get("local", 1) for g in saved["layout"] for n in g["names"]}
@@ -305,7 +305,7 @@ def switch(rank: int, world: int, first: Settings, second: Settings) -> None:
     for _ in range(4):
         trainer.step()
     names = [name for name, _ in trainer.named()]
-    before, saved = owed(state, world, world // 2, names), state.state_dict()
+    before, saved = owed(state, world, names), state.state_dict()
     state.close()
     other = make_state("bucket", trainer.module, **second)
     other.load_state_dict(saved)
@@ -318,7 +318,7 @@ def switch(rank: int, world: int, first: Settings, second: Settings) -> None:
     twin.step()
     trainer.wrapper = wrapper
     trainer.step()
-    after = owed(other, world, world // 2, names)
+    after = owed(other, world, names)
     for name, p in trainer.named():
         g = twin.gradients()[name]
         assert g is not None and p.grad is not None
@@ -348,6 +348,81 @@ PLAIN: Settings = {"codec": "topk", "density": 0.1}
 )
 def test_nothing_is_lost_when_the_exchange_changes(first: Settings, second: Settings) -> None:
     run(switch, 4, first, second)
+
+
+def save(rank: int, world: int, settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = make_state("bucket", trainer.module, **settings)
+    sidcomp.register(trainer.wrapper, state)
+    for _ in range(4):
+        trainer.step()
+    out = state.state_dict(), owed(state, world, [name for name, _ in trainer.named()])
+    trainer.close()
+    state.close()
+    return out
+
+
+def load(
+    rank: int, world: int, settings: Settings, states: list[dict[str, Any]], redistribute: str
+) -> dict[str, Any]:
+    """What is owed after a step, less what that step's gradients brought, plus what came out."""
+    trainer, twin = (Trainer(CASES["cap-small"], rank, ddp=ddp) for ddp in (True, False))
+    state = make_state("bucket", trainer.module, **settings)
+    state.load_state_dict(states, redistribute=redistribute)
+    sidcomp.register(trainer.wrapper, state)
+    trainer.step()
+    twin.step()
+    out = owed(state, world, [name for name, _ in trainer.named()])
+    for name, p in trainer.named():
+        g = twin.gradients()[name]
+        assert g is not None and p.grad is not None
+        put_in = flat(g, p).double()
+        dist.all_reduce(put_in)
+        out[name] = out[name] + flat(p.grad, p).double().numpy() - put_in.numpy() / world
+    trainer.close()
+    state.close()
+    return out
+
+
+@pytest.mark.parametrize("redistribute", ["sum", "mean"])
+@pytest.mark.parametrize("name", ["twoshot", "hierarchical", "hierarchical-twoshot"])
+def test_another_world_size_owes_the_same(name: str, redistribute: str) -> None:
+    """mean: what is added to the averaged gradient stays; sum: what the ranks owe together."""
+    old = run(save, 4, ALL[name])
+    new = run(load, 2, ALL[name], [s for s, _ in old], redistribute)
+    for parameter, before in old[0][1].items():
+        weight = 1.0 if redistribute == "mean" else 2.0
+        np.testing.assert_allclose(new[0][parameter], weight * before, atol=1e-5)
+
+
+def spoil_one(rank: int, world: int, settings: Settings) -> None:
+    """One group is not finite: the others' step counts as not sent, and is owed once."""
+    trainer, twin = (Trainer(CASES["cap-small"], rank, ddp=ddp) for ddp in (True, False))
+    state = make_state("layer", trainer.module, **settings)
+    sidcomp.register(trainer.wrapper, state)
+    for _ in range(4):
+        trainer.step()
+    names = [name for name, _ in trainer.named()]
+    before = owed(state, world, names)
+    twin.module.load_state_dict(trainer.module.state_dict())
+    twin.steps = trainer.steps
+    if rank == 0:
+        dict(trainer.named())[names[0]].register_hook(lambda g: torch.full_like(g, torch.nan))
+    trainer.step()
+    twin.step()
+    after = owed(state, world, names)
+    for name, p in twin.named():
+        put_in = flat(twin.gradients()[name], p).double()  # type: ignore[arg-type]
+        dist.all_reduce(put_in)
+        expected = before[name] + (0 if name == names[0] else put_in.numpy() / world)
+        np.testing.assert_allclose(after[name], expected, atol=1e-5, err_msg=name)
+    trainer.close()
+    state.close()
+
+
+@pytest.mark.parametrize("name", ["twoshot", "hierarchical-twoshot"])
+def test_what_a_spoiled_step_did_not_send_is_owed_once(name: str) -> None:
+    run(spoil_one, 2, ALL[name])
 
 
 # ---- faults ------------------------------------------------------------------------------------------------
@@ -444,18 +519,20 @@ def test_a_message_that_changed_fails_all_ranks(name: str) -> None:
 
 def lose_a_peer(rank: int, world: int, settings: Settings) -> tuple[str, str]:
     trainer = Trainer(CASES["cap-small"], rank)
-    state = make_state("bucket", trainer.module, **settings)
+    state = make_state("model", trainer.module, **settings)
     sidcomp.register(trainer.wrapper, state)
     for _ in range(3):
         trainer.step()
     if rank == world - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    before = [bits(p) for p in trainer.module.parameters()]
+    before, kept = [bits(p) for p in trainer.module.parameters()], kept_by(state)
     with pytest.raises(RuntimeError) as caught:
         for _ in range(100):
             trainer.step()
-            before = [bits(p) for p in trainer.module.parameters()]
+            before, kept = [bits(p) for p in trainer.module.parameters()], kept_by(state)
     assert before == [bits(p) for p in trainer.module.parameters()]
+    for name, after in kept_by(state).items():
+        np.testing.assert_allclose(after, kept[name], atol=1e-6)
     out = (str(caught.value), type(state.error).__name__)
     trainer.close()
     return out
