@@ -13,6 +13,7 @@ from sidcomp.errors import RankError, UnsupportedError
 from sidcomp.exchange import Exchange
 from sidcomp.groups import Piece, Regime, form_groups, shorten
 from sidcomp.layout import DTYPES, Group, Layout, Slot
+from sidcomp.route import Trip
 from sidcomp.settings import Settings
 
 _FAILED = bytes(32)  # in place of a digest
@@ -86,12 +87,12 @@ def make_layout(
         )
         for spec in specs
     ]
-    if settings.route is not None and not settings.route.native:
+    for route in {plan.route.label: plan.route for plan in plans if isinstance(plan, Trip)}.values():
         if lane is not None:
             raise UnsupportedError(
-                f"exchange={settings.route.exchange.name!r} works on the CPU only: leave it out on CUDA"
+                f"exchange={route.exchange.name!r} works on the CPU only: leave it out on CUDA"
             )
-        settings.route.warn(exchange.world)
+        route.warn(exchange.world)
     # Reducing in place tells nothing about NaN, and a memory beside it has to know.
     direct = lane is None and not any(plan.vectors for plan in plans)
     groups = [
@@ -145,6 +146,5 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
     return (
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
         f"checksum_every {settings.checksum_every}, {[way.label for way in settings.ways]}, "
-        f"policy {settings.policy.saved()}, full_every {settings.full_every}, "
-        f"exchange {settings.route.label if settings.route else 'of the process group'}"
+        f"policy {settings.policy.saved()}, full_every {settings.full_every}"
     )

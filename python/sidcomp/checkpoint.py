@@ -3,7 +3,7 @@ size."""
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,17 @@ _KEPT = (slice(0, 8), slice(64, 192))
 
 logger = logging.getLogger("sidcomp")
 
-Residuals = dict[str, torch.Tensor]
+
+class Kept(NamedTuple):
+    """What is kept of one parameter: (vectors, elements) float32. `local` ranks, a node's, share it; where
+    `common`, the last vector is what this rank keeps for all."""
+
+    values: torch.Tensor
+    local: int = 1
+    common: bool = False
+
+
+Residuals = dict[str, Kept]
 
 
 def _residual(g: Group) -> torch.Tensor:
@@ -42,7 +52,10 @@ def _residuals(groups: Iterable[Group]) -> Residuals:
     for g in groups:
         if g.plan.vectors:
             parts = torch.split(_residual(g), [p.numel for p in g.spec.pieces], dim=1)
-            kept.update((p.name, part.clone()) for p, part in zip(g.spec.pieces, parts, strict=True))
+            how = (g.trip.route.local, g.trip.common) if g.routed else ()
+            kept.update(
+                (p.name, Kept(part.clone(), *how)) for p, part in zip(g.spec.pieces, parts, strict=True)
+            )
     return kept
 
 
@@ -50,6 +63,7 @@ def save(p: "Pipeline", scale: float | None) -> dict[str, Any]:
     if p.layout is None and p.resume is not None:
         return p.resume.source
     groups = p.layout.groups if p.layout is not None else []
+    residuals = {**p.parked, **_residuals(groups)}
     return {
         "format": FORMAT,
         "version": _core.version,
@@ -61,7 +75,8 @@ def save(p: "Pipeline", scale: float | None) -> dict[str, Any]:
         "controller": p.controller.saved() if p.controller is not None else None,
         "scale": scale,
         "layout": [_save_group(g) for g in groups],
-        "residuals": {**p.parked, **_residuals(groups)},
+        "residuals": {name: kept.values for name, kept in residuals.items()},
+        "shared": {n: [r.local, r.common] for n, r in residuals.items() if r.local > 1 or r.common},
     }
 
 
@@ -79,8 +94,6 @@ def _save_group(g: Group) -> dict[str, Any]:
         "names": list(g.names),
         "shapes": [list(p.shape) for p in g.spec.pieces],
         "way": g.spec.way,
-        "local": g.trip.route.local if g.routed else 1,  # ranks that share what is kept
-        "common": g.routed and g.trip.common,  # the last vector is kept for all
         "header": header,
         "extra": extra,
     }
@@ -93,7 +106,6 @@ class Resume:
         self.residuals = residuals
         self.layout = layout
         self.source = source
-        self.local = {name: int(g.get("local", 1)) for g in layout for name in g["names"]}
         self.same_codec = True  # the codec's statistics are taken over with a group that is the same
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -124,7 +136,7 @@ class Resume:
             kept = [self.residuals.get(p.name) for p in g.spec.pieces]
             if g.plan.vectors and any(r is not None for r in kept):
                 parts = [
-                    torch.zeros(g.plan.vectors, p.numel) if r is None else self._fit(g, p.name, r, exchange)
+                    torch.zeros(g.plan.vectors, p.numel) if r is None else _fit(g, r, exchange.world)
                     for p, r in zip(g.spec.pieces, kept, strict=True)
                 ]
                 values = torch.cat(parts, dim=1).contiguous()
@@ -149,22 +161,33 @@ class Resume:
                 if len(extra) == g.plan.extra_bytes:
                     g.state.tensor[g.codec_bytes] = extra.to(g.device)
 
-    def _fit(self, g: Group, name: str, kept: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        """What was kept, as this group's exchange keeps it: with a last vector of what is kept for all ranks,
-        or without; and of this rank's own vector, or of its node's. The sum over the ranks stays."""
-        was, local = self.local.get(name, 1), g.trip.route.local if g.routed else 1
-        own = g.plan.vectors - (g.routed and g.trip.common)
-        if len(kept) > own == g.plan.vectors:
-            kept = torch.cat([kept[:1] + exchange.world // was * kept[-1:], kept[1:-1]])
-        if was != local:
-            kept = torch.cat([kept[:own] * (was / local), kept[own:]])
-        if len(kept) < g.plan.vectors:
-            kept = torch.cat([kept, torch.zeros(1, kept.shape[1])])
-        return kept
-
     def rescale(self, factor: float) -> None:
-        self.residuals = {name: r * factor for name, r in self.residuals.items()}
-        self.source = {**self.source, "residuals": self.residuals}
+        self.residuals = rescaled(self.residuals, factor)
+        self.source = {**self.source, "residuals": {name: r.values for name, r in self.residuals.items()}}
+
+
+def _fit(g: Group, kept: Kept, world: int) -> torch.Tensor:
+    """What was kept, as this group's exchange keeps it: with a last vector of what is kept for all ranks, or
+    without; and of this rank's own vector, or of its node's. The sum over the ranks stays."""
+    values, was = kept.values, kept.local
+    local, common = (g.trip.route.local, g.trip.common) if g.routed else (1, False)
+    own = len(values) - kept.common
+    if kept.common and not common:
+        values = torch.cat([values[:1] + world // was * values[-1:], values[1:own]])
+    if was != local:
+        values = torch.cat([values[:own] * (was / local), values[own:]])
+    if common and not kept.common:
+        values = torch.cat([values, torch.zeros(1, values.shape[1])])
+    return values
+
+
+def rescaled(residuals: Residuals, factor: float) -> Residuals:
+    return {name: r._replace(values=r.values * factor) for name, r in residuals.items()}
+
+
+def _kept(source: dict[str, Any]) -> Residuals:
+    shared = source.get("shared", {})
+    return {name: Kept(values, *shared.get(name, ())) for name, values in source["residuals"].items()}
 
 
 def carry(layout: Layout) -> Resume:
@@ -211,7 +234,7 @@ def load(
         own = [_redistributed(states, world, rank, old if redistribute == "mean" else world)]
         logger.warning("residuals of %d ranks were redistributed over %d (%s)", old, world, redistribute)
     source = own[0]
-    resume = Resume(source["residuals"], source["layout"], source)
+    resume = Resume(_kept(source), source["layout"], source)
     resume.same_codec = old == world
     _compare(settings, resume)
     if not source["settled"]:
@@ -224,21 +247,17 @@ def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, part
     mean."""
     states = sorted(states, key=lambda s: int(s["rank"]))
     first = states[0]
-    groups = {name: g for g in first["layout"] for name in g["names"]}
     residuals = {}
-    for name in first["residuals"]:
+    for name, (_, local, common) in _kept(first).items():
         total = torch.stack([s["residuals"][name].double() for s in states]).sum(dim=0)
         # as if every rank had kept all of it on its own: a node's counts for its ranks, what is for all, all
-        group = groups.get(name, {})
-        local, common = group.get("local", 1), group.get("common", False)
         if common:
             total = torch.cat([total[:1] + len(states) // local * total[-1:], total[1:-1]])
         total = total * local
         over = torch.full((len(total), 1), float(parts), dtype=torch.float64)
         over[_unsent(first["memory"]) :] = len(states)
         residuals[name] = (total / over).float()
-    layout = [{**g, "local": 1, "common": False} for g in first["layout"]]
-    return {**first, "layout": layout, "world": world, "rank": rank, "residuals": residuals}
+    return {**first, "world": world, "rank": rank, "residuals": residuals, "shared": {}}
 
 
 def _unsent(name: str) -> int:

@@ -11,6 +11,7 @@ from sidcomp import _core
 from sidcomp.exchange import Exchange
 from sidcomp.layout import DTYPES, Block
 from sidcomp.registry import Codec, resolve
+from sidcomp.route import Route, Trip
 from sidcomp.schedule import Setting
 from sidcomp.timing import Samples, Series, clock
 
@@ -22,16 +23,19 @@ _FILLED = 20.0  # the scale of a residual that many steps have filled, over the 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A codec, its memory and their parameters, as State takes them."""
+    """A codec, its memory and their parameters, as State takes them; a route, where it travels in
+    messages."""
 
     codec: str
     memory: str = "residual"
     parameters: Mapping[str, Setting] = field(default_factory=dict)
+    route: Route | None = None
 
     @property
     def name(self) -> str:
         memory = "" if self.memory == "residual" else f"/{self.memory}"
-        return " ".join([self.codec + memory, *(f"{k}={v}" for k, v in self.parameters.items())])
+        over = [f"over {self.route.label}"] if self.route is not None else []
+        return " ".join([self.codec + memory, *(f"{k}={v}" for k, v in self.parameters.items()), *over])
 
     @cached_property
     def resolved(self) -> tuple[Codec, Codec, dict[str, Setting]]:
@@ -42,6 +46,12 @@ class Candidate:
         extra: dict[str, Any] = {} if isa is None else {"isa": isa}
         n = nbytes // dtype.itemsize
         return _core.Plan(codec.name, memory.name, n, DTYPES[dtype], parameters, **extra)
+
+    def trip(self, nbytes: int, dtype: torch.dtype, place: tuple[int, int], isa: str | None) -> Trip:
+        codec, memory, parameters = self.resolved
+        assert self.route is not None
+        n = nbytes // dtype.itemsize
+        return self.route.plan(codec.name, memory.name, n, DTYPES[dtype], parameters, place, isa)
 
 
 class Gradients:
@@ -55,9 +65,12 @@ class Gradients:
         self.values = _tiled(one - other, n + _POOL * _SHIFT, dtype, device)
         self.out = _tiled(one - other, n, dtype, device)
 
+    def gradient(self, n: int, step: int) -> torch.Tensor:
+        return self.values[step % _POOL * _SHIFT :][:n]
+
     def segments(self, n: int) -> list[_core.Segments]:
         """Those of _POOL steps; tensors keep their memory, so addresses stay."""
-        return [_core.Segments([self.values[i * _SHIFT :].data_ptr()], [n]) for i in range(_POOL)]
+        return [_core.Segments([self.gradient(n, i).data_ptr()], [n]) for i in range(_POOL)]
 
 
 def _tiled(tile: torch.Tensor, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

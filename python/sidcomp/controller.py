@@ -485,7 +485,7 @@ class Controller:
         assert self._p is not None
         if self.given is not None:
             given, self.given = self.given, None
-            reason = given.stale(**observe.identity(self._p))
+            reason = given.stale(**observe.identity(self._p)) or observe.lacks(given, self._p, self.settings)
             if reason is None:
                 times = yield from self._timed(PLAIN, _STEPS)
                 now: dict[str, Any] = {"dense_ps": int(1000 * median(times))}
@@ -515,7 +515,8 @@ class Controller:
     def _regime(self, found: dict[str, Any]) -> Regime:
         assert self.report.profile is not None
         names = [t["name"] for t in self.report.profile.tensors]
-        ways = tuple(m - 1 if self.settings.auto else m for m in found["methods"])
+        known = observe.ways_of(self.report.profile, self.settings)
+        ways = tuple(known[m] for m in found["methods"])
         if all(way == DENSE for way in ways):
             return PLAIN
         return self._grouped(names, found["ends"], ways)

@@ -1,5 +1,7 @@
 """What the controller sees of an iteration: when buckets and parameters became ready, what groups took."""
 
+import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +14,12 @@ import torch
 
 from sidcomp import probe, schedule
 from sidcomp.curve import Curve
-from sidcomp.errors import SetupError
+from sidcomp.errors import ParameterError, SetupError
 from sidcomp.groups import DENSE, Piece, Regime
 from sidcomp.layout import Layout
 from sidcomp.planning import evaluate
 from sidcomp.profile import Profile, model_digest
+from sidcomp.route import Trip
 from sidcomp.settings import Settings, Way
 
 if TYPE_CHECKING:
@@ -25,7 +28,10 @@ if TYPE_CHECKING:
 
 Agree = Callable[[list[int]], list[int]]
 
+logger = logging.getLogger("sidcomp")
+
 _PS = 1000  # in a ns
+_FEWER = 0.9  # of the bytes, for an exchange to be considered
 _MOST_STOLEN = 800  # per mille
 
 
@@ -176,7 +182,7 @@ def profile(
     if not tensors:
         raise SetupError("every parameter is excluded: there is nothing to plan; leave exclude= out")
     probed = probe.measure(
-        [candidate(way) for way in settings.ways],
+        [candidate(settings.ways[i]) for i in considered(p, settings)],
         p.exchange,
         sum(t["bytes"] for t in tensors),
         layout.slots[0].buffer.dtype,
@@ -223,7 +229,51 @@ def _stolen(probed: probe.Measurement, longer: int, sizes: list[int], span: int)
 
 
 def candidate(way: Way) -> probe.Candidate:
-    return probe.Candidate(way.codec.name, way.memory.name, schedule.last(way.parameters))
+    route = way.route if way.routed else None
+    return probe.Candidate(way.codec.name, way.memory.name, schedule.last(way.parameters), route)
+
+
+def considered(p: "Pipeline", settings: Settings) -> list[int]:
+    """The ways worth measuring here. A choice beside the process group's own exchange is one only where fewer
+    bytes leave a node, and on CPUs."""
+    assert p.layout is not None and p.exchange is not None
+    if not settings.auto:
+        return list(range(len(settings.ways)))
+    n = max(1, sum(x.numel for x in _pieces(p.layout)))
+    world = p.exchange.world
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = local if world % local == 0 and local < world else 1
+    ways = []
+    for i, way in enumerate(settings.ways):
+        if way.routed:
+            # Along a ring, one rank of a node sends to the next node.
+            plan = settings.plan(n, "float32", i)
+            own = 2 * plan.payload_bytes / world if plan.linear else plan.payload_bytes
+            try:
+                trips = [settings.plan(n, "float32", i, place=(r, world)) for r in range(local)]
+            except ParameterError as e:  # of another shape of nodes
+                logger.info("%s is not considered: %s", way.label, e)
+                continue
+            out = sum(t.leaving(local) for t in trips if isinstance(t, Trip))
+            if p.lane is not None or out > _FEWER * (world - 1) * own:
+                continue
+        ways.append(i)
+    return ways
+
+
+def lacks(profile: Profile, p: "Pipeline", settings: Settings) -> str | None:
+    """What there is to choose from and the profile does not have, if anything."""
+    known = {m.name for m in profile.methods}
+    names = [candidate(settings.ways[i]).name for i in considered(p, settings)]
+    missing = [name for name in names if name not in known]
+    return f"it has no costs of {', '.join(missing)}" if missing else None
+
+
+def ways_of(profile: Profile, settings: Settings) -> list[int]:
+    """The ways of an instance's methods, in their order: dense first where the codec is free."""
+    known = {m.name for m in profile.methods}
+    ways = [i for i, way in enumerate(settings.ways) if candidate(way).name in known]
+    return [DENSE, *ways] if settings.auto else ways
 
 
 @dataclass(frozen=True)
@@ -250,10 +300,9 @@ class Model:
 
 
 def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
-    """What the planner gets: dense first where the codec is free, then the State's ways, in their order."""
-    names = [candidate(way).name for way in settings.ways]
+    """What the planner gets, its methods those of `ways_of`."""
     dense = profile.methods[0].name
-    names = [dense, *names] if settings.auto else names
+    names = [dense if i == DENSE else candidate(settings.ways[i]).name for i in ways_of(profile, settings)]
     made = profile.instance(buckets, names, contention=contention(profile))
     kinds = [t["kind"] for t in profile.tensors]
     made["cut_before"] = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]

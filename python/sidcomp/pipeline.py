@@ -260,7 +260,7 @@ class Pipeline:
         for g in layout.groups:
             if g.routed:
                 assert self.trips is not None
-                g.ends = ends_of(g, self.trips.exchange)
+                g.ends = ends_of(g.trip, g.payload.tensor, self.trips.exchange)
         kept = self.resume or (checkpoint.carry(self.layout) if self.layout else None)
         if kept is not None:
             kept.residuals = {**self.parked, **kept.residuals}
@@ -415,6 +415,7 @@ class Pipeline:
         with self._idle:
             self._inflight += 1
         if alone:
+            g.arrived_at = g.exchanged_at
             self._return(g, g.error)
         else:
             self.trips.launch(self, g)
@@ -423,15 +424,17 @@ class Pipeline:
         """A round's messages are here, or will never be: in a thread of trips. Whether another follows."""
         g, last = parcel.group, parcel.round + 1 == parcel.group.plan.rounds
         begin = perf_counter_ns()
-        g.wait_ns += begin - g.exchanged_at
+        g.wait_ns += begin - (parcel.posted_at or g.exchanged_at)
+        if last:
+            g.arrived_at = begin
         if failure is None:
             try:
                 if self._advance(g, parcel.round + 1):
                     g.undone = self._spoiled = True
             except Exception as e:
                 g.error = g.error or e
-        g.exchanged_at = perf_counter_ns()
-        taken = g.exchanged_at - begin
+        parcel.posted_at = perf_counter_ns()
+        taken = parcel.posted_at - begin
         if last:
             g.decode_ns += taken
         else:

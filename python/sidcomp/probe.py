@@ -17,9 +17,10 @@ from sidcomp.coding import Candidate, Coding, Gradients
 from sidcomp.curve import fit
 from sidcomp.errors import ArgumentError, UnsupportedError
 from sidcomp.exchange import Exchange
+from sidcomp.journey import Journeys
 from sidcomp.layout import DTYPES
 from sidcomp.profile import Method, format_bytes
-from sidcomp.timing import Beside, Exchanges, Series, Wire, collective, wire_of
+from sidcomp.timing import Beside, Exchanges, Exchanging, Series, Wire, collective, wire_of
 
 __all__ = ["Candidate", "Measurement", "Progress", "measure"]
 
@@ -69,38 +70,49 @@ def measure(
         raise UnsupportedError(f"{dtype} gradients, not {', '.join(DTYPES.values())}: convert the module")
     rounds = _Rounds(exchange, budget_s, progress)
     total = max(total_bytes // dtype.itemsize, 1) * dtype.itemsize
-    plans = [c.plan(total, dtype, isa) for c in candidates]
+    place = exchange.rank, exchange.world
+    plans = {c.name: c.plan(total, dtype, isa) for c in candidates if c.route is None}
+    trips = [c.trip(total, dtype, place, isa) for c in candidates if c.route is not None]
     dense = Wire(False, dtype, scaled=True)
     wires = {dense: total}  # each kind is measured once for all that use it
-    for wire, nbytes in map(wire_of, plans):
+    for wire, nbytes in map(wire_of, plans.values()):
         wires[wire] = max(wires.get(wire, 0), nbytes)
     with torch.no_grad():
         sizes = _ladder(_SMALLEST_GROUP, total)
-        vectors = max((p.vectors for p in plans), default=0)
+        vectors = max([0, *(p.vectors for p in plans.values()), *(t.vectors for t in trips)])
         gradients = Gradients(sizes[-1] // dtype.itemsize, vectors, dtype, device, seed)
-        codings = [Coding(c, sizes, exchange, gradients, isa) for c in candidates]
+        codings = {c.name: Coding(c, sizes, exchange, gradients, isa) for c in candidates if c.name in plans}
         latency = rounds.latency()
-        rounds.run(codings, _CODECS * budget_s)
+        journeys = {
+            c.name: Journeys(c, sizes, exchange, gradients, isa, latency)
+            for c in candidates
+            if c.name not in plans
+        }
+        rounds.run(list(codings.values()), _CODECS * budget_s)
         alone = {
             wire: Exchanges(wire, _ladder(_SMALLEST_MESSAGE, nbytes), exchange, latency)
             for wire, nbytes in wires.items()
         }
-        rounds.run(list(alone.values()), _ALONE * budget_s)
-        beside = {}
+        rounds.run([*alone.values(), *journeys.values()], _ALONE * budget_s)
+        beside: dict[Exchanging, Beside] = {}
         product: list[int] = []
         if device.type == "cpu":
-            beside = {wire: Beside(one, _few(one)) for wire, one in alone.items()}
-            product = beside[dense].product.timed(_PRODUCTS)
+            beside = {one: Beside(one, _few(one)) for one in (*alone.values(), *journeys.values())}
+            product = beside[alone[dense]].product.timed(_PRODUCTS)
             rounds.run(list(beside.values()), budget_s)
-    series: list[Series] = [*codings, *alone.values(), *beside.values()]
+    series: list[Series] = [*codings.values(), *alone.values(), *journeys.values(), *beside.values()]
     _take_slowest(exchange, [product, *(s for one in series for _, samples in one.points for s in samples)])
-    points = {wire: (_points(one), _contended(one, beside.get(wire))) for wire, one in alone.items()}
+    points = {wire: (_points(one), _contended(one, beside.get(one))) for wire, one in alone.items()}
     methods = [_dense(*points[dense], total)]
-    for coding, (wire, _) in zip(codings, map(wire_of, plans), strict=True):
-        methods.append(_method(coding, wire, *points[wire], total))
+    for c in candidates:
+        if c.name in plans:
+            wire, _ = wire_of(plans[c.name])
+            methods.append(_method(codings[c.name], wire, *points[wire], total))
+        else:
+            methods.append(_routed(journeys[c.name], beside.get(journeys[c.name]), total))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Measurement(methods, _contention(alone[dense], beside.get(dense), product), rounds.gone())
+    return Measurement(methods, _contention(alone[dense], beside.get(alone[dense]), product), rounds.gone())
 
 
 class _Rounds:
@@ -172,11 +184,11 @@ def _points(series: Series, which: int = 0) -> _Points:
     return [(nbytes, samples[which]) for nbytes, samples in series.points]
 
 
-def _contended(alone: Series, beside: Series | None) -> _Points:
+def _contended(alone: Exchanging, beside: Series | None) -> _Points:
     """Beside computing; beyond what was affordable, later than alone by as much as at the last size."""
     if beside is None or not beside.points:
         return []
-    points, before = _points(beside), dict(_points(alone))
+    points, before = _points(beside), dict(_points(alone, alone.which))
     last, times = points[-1]
     later = max(0, int(median(times) - median(before[last])))
     return points + [(x, [later + ns for ns in one]) for x, one in before.items() if x > last]
@@ -217,6 +229,18 @@ def _method(coding: Coding, wire: Wire, alone: _Points, contended: _Points, tota
         fit(_points(coding, 1), total),
         fit(by_gradient(contended), total) if contended else None,
     )
+
+
+def _routed(journeys: Journeys, beside: Series | None, total: int) -> Method:
+    route = journeys.candidate.route
+    assert route is not None
+    codec, memory, parameters = journeys.candidate.resolved
+    encode, exchange, decode = (fit(_points(journeys, i), total) for i in range(3))
+    contended = _contended(journeys, beside)
+    return Method(
+        journeys.name, codec.name, memory.name, parameters, route.exchange.name, encode, exchange, decode,
+        fit(contended, total) if contended else None,
+    )  # fmt: skip
 
 
 def _contention(alone: Series, beside: Series | None, product: list[int]) -> dict[str, int]:

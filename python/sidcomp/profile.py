@@ -29,7 +29,7 @@ class Method:
     codec: str
     memory: str
     parameters: dict[str, Any]
-    exchange: str  # "allreduce" or "allgather"
+    exchange: str  # a name in sidcomp.exchanges()
     encode: Curve | None
     exchange_curve: Curve
     decode: Curve | None

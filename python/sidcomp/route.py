@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,19 @@ class Route:
     parameters: Mapping[str, Setting] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, name: str, parameters: "dict[str, Any]") -> "Route":
-        """Takes the exchange's parameters out of `parameters`."""
+    def parse(cls, names: Sequence[str], parameters: "dict[str, Any]") -> "list[Route]":
+        """Takes the exchanges' parameters out of `parameters`."""
+        routes = [cls._parse(name, parameters) for name in names]
+        if len(set(names)) < len(names):
+            raise ArgumentError(f"exchange={list(names)}: one is named twice")
+        for name in {p.name for route in routes for p in route.exchange.parameters}:
+            parameters.pop(name, None)
+        return routes
+
+    @classmethod
+    def _parse(cls, name: str, parameters: "Mapping[str, Any]") -> "Route":
         exchange = find_exchange(name)
-        own = {p.name: parameters.pop(p.name) for p in exchange.parameters if p.name in parameters}
+        own = {p.name: parameters[p.name] for p in exchange.parameters if p.name in parameters}
         for key, value in own.items():
             if hasattr(value, "mesh"):
                 own[key] = _ranks_per_node(value)
@@ -107,7 +116,7 @@ class Trip:
         place: tuple[int, int],
         isa: str | None,
     ) -> None:
-        rank, world = place
+        rank, world = self.place = place
         self.route = route
         self.codec, self.memory, self.n, self.dtype = codec, memory, n, dtype
         x = self.core = _core.Exchange(
@@ -133,6 +142,12 @@ class Trip:
         group: int,
     ) -> bool:
         return self.core.advance(round, segments, state, work, wire, step=step, seed=seed, group=group)
+
+    def leaving(self, local: int) -> int:
+        """Bytes that this rank sends to ranks of other nodes, of `local` ranks each."""
+        node = self.place[0] // local
+        rounds = (self.core.messages(i, False) for i in range(self.rounds))
+        return sum(size for sent in rounds for peer, _, size in sent if peer // local != node)
 
     @property
     def whole(self) -> bool:

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sidcomp import _core, schedule
-from sidcomp.errors import ArgumentError, ParameterError
+from sidcomp.errors import ArgumentError, ParameterError, UnsupportedError
 from sidcomp.groups import DENSE, PLANNED, Groups, Regime, parse_groups
 from sidcomp.policy import Exclude, Policy, Rules, Shapes, parse_exclude, parse_rules
 from sidcomp.registry import Codec, find_codec, find_memory, resolve
@@ -16,19 +16,28 @@ from sidcomp.schedule import Parameters, Schedule, Setting
 Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
 
 # What codec="auto" chooses from beside dense: one sparsifier, whose default density keeps accuracy in our
-# measurements, and one codec that changes next to nothing.
+# measurements, and one codec that changes next to nothing; and how payloads may travel that an all-gather
+# would take to every rank.
 CANDIDATES = ("topk", "fp16")
+EXCHANGES = ("twoshot", "hierarchical")
 
 PLAIN = Regime("bucket", (DENSE,))
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a group may be sent: a codec, its memory, and their parameters."""
+    """How a group may be sent: a codec, its memory, and their parameters; by which exchange, where it is not
+    the process group's own."""
 
     codec: Codec
     memory: Codec
     parameters: Parameters
+    route: Route | None = None
+
+    @property
+    def routed(self) -> bool:
+        """It travels in messages."""
+        return self.route is not None and not self.route.native
 
     @property
     def density(self) -> float:
@@ -37,11 +46,26 @@ class Way:
 
     @property
     def label(self) -> str:
-        return " ".join([self.codec.name, *(f"{k}={v}" for k, v in self.parameters.items())])
+        over = f" over {self.route.label}" if self.route is not None and self.routed else ""
+        return " ".join([self.codec.name, *(f"{k}={v}" for k, v in self.parameters.items())]) + over
 
     def saved(self) -> dict[str, Any]:
-        parameters = schedule.plain(self.parameters)
-        return {"codec": self.codec.name, "memory": self.memory.name, "parameters": parameters}
+        return {
+            "codec": self.codec.name,
+            "memory": self.memory.name,
+            "parameters": schedule.plain(self.parameters),
+            "exchange": self.route.saved() if self.route is not None else None,
+        }
+
+    def check(self) -> None:
+        """Raises UnsupportedError where codec and exchange do not go together: the core says, which does not
+        need the world for it."""
+        if self.route is None:
+            return
+        alone = {k: v for k, v in self.route.parameters.items() if k not in ("rows", "ranks_per_node")}
+        values = {**schedule.last(self.parameters), **alone}
+        name = self.route.exchange.name
+        _core.Exchange(name, self.codec.name, self.memory.name, 1, "float32", 0, 1, values)
 
 
 @dataclass(frozen=True)
@@ -56,7 +80,6 @@ class Settings:
     named: bool = True  # the memory was asked for, not the codec's own
     full_every: int | Schedule = 0  # 0: never
     warmup: int = 0  # steps of each stage in which codec="auto" lowers the density
-    route: Route | None = None  # None: the process group's collectives
     made: list[Way] = field(default_factory=list)  # of the policy's combinations, numbered after `ways`
 
     @classmethod
@@ -73,11 +96,20 @@ class Settings:
         policy: Rules,
         full_every: int | Schedule,
         warmup: int,
-        exchange: str | None,
+        exchange: str | Sequence[str] | None,
         parameters: Parameters,
     ) -> "Settings":
         parameters = dict(parameters)
-        route = None if exchange is None else Route.parse(exchange, parameters)
+        auto = codec == "auto"
+        if not auto and exchange is not None and not isinstance(exchange, str):
+            raise ArgumentError(
+                f'exchange={exchange!r}: a list is for codec="auto" to choose from; the codec is {codec!r}: '
+                "name one"
+            )
+        names = (
+            EXCHANGES if auto and exchange is None else [exchange] if isinstance(exchange, str) else exchange
+        )
+        routes = Route.parse(names or (), parameters)
         if not 0 <= seed < 2**64:
             raise ArgumentError(f"seed={seed}: a number from 0 to 2**64 - 1")
         if checksum_every < 0:
@@ -87,7 +119,6 @@ class Settings:
                 raise ArgumentError(f"full_every={k!r}: a number of steps, or 0 for never")
         if not isinstance(warmup, int) or warmup < 0:
             raise ArgumentError(f"warmup={warmup!r}: a number of steps, or 0 for none")
-        auto = codec == "auto"
         if candidates is not None and not auto:
             raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
         if groups is None:
@@ -96,9 +127,11 @@ class Settings:
             raise ArgumentError(
                 f'codec="auto" finds the groups itself: leave groups={groups!r} out, or name a codec'
             )
-        ways = _ways(CANDIDATES if candidates is None else candidates, memory, parameters) if auto else (
-            Way(*resolve(codec, memory, parameters)),
-        )  # fmt: skip
+        if auto:
+            ways = _ways(CANDIDATES if candidates is None else candidates, memory, parameters)
+            ways += _over(routes, ways, named=exchange is not None)
+        else:
+            ways = (Way(*resolve(codec, memory, parameters), *routes),)
         rules = parse_rules(policy)
         dense = frozenset(
             i for i, (_, r) in enumerate(rules) if "codec" in r and find_codec(r["codec"]).lossless
@@ -114,13 +147,7 @@ class Settings:
             memory is not None,
             full_every,
             warmup,
-            route,
         )
-        if route is not None and settings.planned:
-            raise ArgumentError(
-                f"exchange={exchange!r} is not for planned groups (groups={settings.groups!r}), whose costs "
-                "are those of the process group's collectives: name other groups, or leave it out"
-            )
         if settings.planned and (shaped := [way.codec.name for way in ways if way.codec.shaped]):
             raise ArgumentError(
                 f"what {shaped[0]!r} costs depends on the tensors' shapes, which planned groups "
@@ -193,9 +220,8 @@ class Settings:
             memory = changes.get("memory", memory)
             parameters |= {k: v for k, v in changes.items() if k not in ("codec", "memory")}
         tables = (*find_codec(codec).parameters, *find_memory(memory).parameters)
-        return Way(
-            *resolve(codec, memory, {p.name: parameters[p.name] for p in tables if p.name in parameters})
-        )
+        own = {p.name: parameters[p.name] for p in tables if p.name in parameters}
+        return Way(*resolve(codec, memory, own), first.route)
 
     def _own_memory(self, codec: str, memory: str) -> str:
         """That of a codec which the policy names, unless only one of the two holds the momentum."""
@@ -241,18 +267,10 @@ class Settings:
         floor = regime.floor(step)
         if floor and w.density and not isinstance(w.parameters.get("density"), Schedule):
             values["density"] = max(float(values.get("density", w.density)), floor)
-        if self.route is not None:
-            self._check_route(w)
-            if place is not None and not self.route.native:
-                return self.route.plan(w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
+        w.check()
+        if w.route is not None and w.routed and place is not None:
+            return w.route.plan(w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
         return _core.Plan(w.codec.name, w.memory.name, n, dtype, values, shapes=shapes, **extra)
-
-    def _check_route(self, w: Way) -> None:
-        """Whether codec and exchange go together: the core says, which does not need the world for it."""
-        assert self.route is not None
-        alone = {k: v for k, v in self.route.parameters.items() if k not in ("rows", "ranks_per_node")}
-        values = {**schedule.last(w.parameters), **alone}
-        _core.Exchange(self.route.exchange.name, w.codec.name, w.memory.name, 1, "float32", 0, 1, values)
 
     def full_plan(self, n: int, dtype: str, way: int) -> _core.Plan:
         """Of the steps that send everything, with what is kept."""
@@ -281,7 +299,7 @@ class Settings:
             "exclude": list(self.policy.exclude),
             "policy": self.policy.saved(),
             "warmup": self.warmup if self.auto else 0,
-            "exchange": self.route.saved() if self.route is not None else None,
+            "exchange": None if self.auto else first["exchange"],
             "full_every": self.full_every.plain if isinstance(self.full_every, Schedule) else self.full_every,
         }
 
@@ -308,3 +326,27 @@ def _ways(candidates: Candidates, memory: str | None, parameters: Parameters) ->
     if len({w.label for w in ways}) < len(ways):
         raise ArgumentError("candidates: the same one is listed twice")
     return tuple(ways)
+
+
+def _over(routes: Sequence[Route], ways: Sequence[Way], named: bool) -> tuple[Way, ...]:
+    """The candidates again, over the exchanges that they go with. What travels by all-reduce gains nothing by
+    one that was not asked for: its bytes do not grow with the ranks."""
+    more: list[Way] = []
+    for route in routes:
+        if route.native:
+            continue
+        refused: UnsupportedError | None = None
+        fitting = []
+        for way in ways:
+            over = replace(way, route=route)
+            try:
+                over.check()
+            except UnsupportedError as e:
+                refused = e
+            else:
+                if named or not way.codec.linear:
+                    fitting.append(over)
+        if named and refused is not None and not fitting:
+            raise refused
+        more += fitting
+    return tuple(more)

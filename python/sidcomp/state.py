@@ -55,7 +55,9 @@ class State:
                     arguments. None: the process group's all-reduce for linear codecs, its all-gather for the
                     others. "ring1" and "torus1" (Marsit's), "twoshot", "hierarchical" (ranks_per_node=
                     LOCAL_WORLD_SIZE of torchrun, or a DeviceMesh whose last dimension is the node) send
-                    messages from rank to rank; docs/exchanges.md says when they pay. CPU only.
+                    messages from rank to rank; docs/exchanges.md says when they pay. CPU only. For "auto" a
+                    name, or several, to choose from beside the process group's own; None: "twoshot" and
+                    "hierarchical".
     K               Marsit's name of full_every.
     process_group   the ranks to average over; default: the DDP model's.
     seed            of codecs that draw random numbers; the same on every rank.
@@ -97,7 +99,7 @@ class State:
         policy: Rules = (),
         full_every: int | Schedule = 0,
         warmup: int = 30,
-        exchange: str | None = None,
+        exchange: str | Sequence[str] | None = None,
         K: int | Schedule | None = None,
         profile: Profile | str | Path | None = None,
         **parameters: Setting | Schedule,
@@ -292,7 +294,7 @@ class State:
                 if g.plan.vectors:
                     with g.host_state(write=True) as state:
                         g.plan.rescale(state, factor)
-        p.parked = {name: r * factor for name, r in p.parked.items()}
+        p.parked = checkpoint.rescaled(p.parked, factor)
         if p.resume is not None:
             p.resume.rescale(factor)
 

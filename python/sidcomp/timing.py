@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ _BESIDE = 5  # repeats beside computing
 _ALWAYS = 2**16  # bytes: a curve without a slope would be worse than a longer wait
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
+Wait = Callable[[], object]
 Samples = list[list[int]]  # ns, a list for each of the things that are measured together
 
 
@@ -73,6 +74,24 @@ class Series:
         self.costs.append((nbytes, 1e-9 * counted + self.costs[0][1]))
 
 
+class Exchanging(Series):
+    """A Series with exchanges, which `Beside` takes again beside computing."""
+
+    which = 0  # of the samples: the exchange
+
+    def message(self, nbytes: int) -> Any:
+        """What there is to exchange."""
+        raise NotImplementedError
+
+    def meet(self, message: Any) -> None:
+        """All ranks come together, ready to begin."""
+        raise NotImplementedError
+
+    def begin(self, message: Any, done: Callable[[], None]) -> Wait:
+        """Calls `done` at its end, in any thread; what it returns waits, and raises what went wrong."""
+        raise NotImplementedError
+
+
 class Wire(NamedTuple):
     """A kind of exchange. `scaled`: divided by the number of ranks first, as dense gradients are."""
 
@@ -89,7 +108,7 @@ def wire_of(plan: _core.Plan) -> tuple[Wire, int]:
     return Wire(True, torch.uint8), plan.payload_bytes
 
 
-class Exchanges(Series):
+class Exchanges(Exchanging):
     """Samples: one kind of exchange. Bytes: those that a rank hands over."""
 
     fixed = 1
@@ -122,6 +141,11 @@ class Exchanges(Series):
         with collective():
             self.exchange.all_reduce(self.tick).wait()
 
+    def begin(self, message: tuple[torch.Tensor, torch.Tensor], done: Callable[[], None]) -> Wait:
+        work = self.launch(*message)
+        work.get_future().then(lambda _: done())
+        return work.wait
+
     def launch(self, part: torch.Tensor, out: torch.Tensor) -> dist.Work:
         if self.wire.gather:
             return self.exchange.all_gather(out, part)
@@ -140,13 +164,13 @@ class Beside(Series):
     the first size comes before any guess.
     """
 
-    def __init__(self, alone: Exchanges, sizes: list[int]) -> None:
+    def __init__(self, alone: Exchanging, sizes: list[int]) -> None:
         super().__init__(f"{alone.name}, computing", sizes, 0.0)
         self.alone, self.longer_s = alone, 0.0
         self.product = Product()
 
     def _alone_s(self, nbytes: int) -> float:
-        return 1e-9 * median(dict(self.alone.points)[nbytes][0])
+        return 1e-9 * median(dict(self.alone.points)[nbytes][self.alone.which])
 
     def affordable(self, nbytes: int, share_s: float, left_s: float) -> int:
         cost = 2 * self._alone_s(nbytes) + self.longer_s
@@ -164,7 +188,7 @@ class Beside(Series):
         for _ in range(repeats):
             self.alone.meet(message)
             with collective():
-                taken, product = self.product.beside(partial(self.alone.launch, *message))
+                taken, product = self.product.beside(partial(self.alone.begin, message))
             times.append(taken)
             products.append(product)
         return [times, products]
@@ -187,16 +211,15 @@ class Product:
             times.append(perf_counter_ns() - start)
         return times[1:]
 
-    def beside(self, launch: Callable[[], dist.Work]) -> tuple[int, int]:
+    def beside(self, begin: Callable[[Callable[[], None]], Wait]) -> tuple[int, int]:
         """Time of an exchange, to its callback, and of a product meanwhile."""
         done: list[int] = []
         start = perf_counter_ns()
-        work = launch()
-        work.get_future().then(lambda _: done.append(perf_counter_ns()))
+        wait = begin(lambda: done.append(perf_counter_ns()))
         launched, products = perf_counter_ns(), 0
         while not done:
             self.run()
             products += 1
         product = (perf_counter_ns() - launched) // max(products, 1)
-        work.wait()  # raises what the exchange failed with
+        wait()  # raises what the exchange failed with
         return done[0] - start, product

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from sidcomp.exchange import Exchange
 from sidcomp.layout import Group
+from sidcomp.route import Trip
 
 if TYPE_CHECKING:
     from sidcomp.pipeline import Pipeline
@@ -33,16 +34,26 @@ _ROUNDS = 1 << 14  # of an exchange; groups beyond 2^17 would share tags
 _THREADS = 4
 
 
-def ends_of(g: Group, exchange: Exchange) -> Ends:
-    """For each round what is sent and received: ranks and views of the group's wire block."""
+def ends_of(trip: Trip, wire: torch.Tensor, exchange: Exchange) -> Ends:
+    """For each round what is sent and received: ranks and views of the wire block."""
 
     def views(round: int, receive: bool) -> list[tuple[int, torch.Tensor]]:
         return [
-            (dist.get_global_rank(exchange.group, peer), g.payload.tensor[at : at + size])
-            for peer, at, size in g.trip.core.messages(round, receive)
+            (dist.get_global_rank(exchange.group, peer), wire[at : at + size])
+            for peer, at, size in trip.core.messages(round, receive)
         ]
 
-    return [(views(i, False), views(i, True)) for i in range(g.plan.rounds)]
+    return [(views(i, False), views(i, True)) for i in range(trip.rounds)]
+
+
+def post(ends: Ends, round: int, group: dist.ProcessGroup, tag: int) -> Posted:
+    """Begins to send and receive a round."""
+    sends, receives = ends[round]
+    works = [dist.irecv(view, src=peer, group=group, tag=tag) for peer, view in receives]
+    works += [dist.isend(view, dst=peer, group=group, tag=tag) for peer, view in sends]
+    if None in works:
+        raise RuntimeError("this rank is no member of the process group")
+    return works  # type: ignore[return-value]
 
 
 class Parcel:
@@ -51,6 +62,7 @@ class Parcel:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.round = 0
+        self.posted_at = 0  # ns; 0 for the first round, whose time the group has
         self.works: Posted = []
         self.lost: Exception | None = None  # why the first round was never posted
 
@@ -83,14 +95,7 @@ class Trips:
         """Begins to send and receive a round."""
         if round >= g.plan.rounds:
             return []
-        sends, receives = g.ends[round]
-        tag = g.index * _ROUNDS % 2**31 + round
-        group = self.exchange.group
-        works = [dist.irecv(view, src=peer, group=group, tag=tag) for peer, view in receives]
-        works += [dist.isend(view, dst=peer, group=group, tag=tag) for peer, view in sends]
-        if None in works:
-            raise RuntimeError("this rank is no member of the process group")
-        return works  # type: ignore[return-value]
+        return post(g.ends, round, self.exchange.group, g.index * _ROUNDS % 2**31 + round)
 
     def close(self) -> None:
         """Ends the threads, which have nothing to do any more, and the process group."""

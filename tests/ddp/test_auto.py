@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import RankFailed, run
-from sidcomp import controller, planning, probe
+from sidcomp import controller, observe, planning, probe
 from sidcomp.exchange import Exchange
 from sidcomp.profile import Profile
 from torch import nn
@@ -127,6 +128,7 @@ class Training:
             **self.state.plan_report(),
             "same": all(torch.equal(w, weights) for w in everyone),
             "explain": self.state.explain(),
+            "methods": [m.name for m in self.state.profile.methods] if self.state.profile else [],
             "error": repr(self.state.error),
         }
 
@@ -166,6 +168,64 @@ def test_compression_is_kept_where_dense_exchanges_are_slow() -> None:
     )
 
 
+def over_exchanges(rank: int, world: int, room: str) -> dict[str, Any]:
+    how: dict[str, Any] = {"slow": {"all_reduce": 2e-7, "all_gather": 2e-5}, "candidates": ["topk"]}
+    with Training(rank, **how) as t:
+        out = t.until_it_rests()
+        torch.save([t.state.state_dict(), t.ddp.state_dict(), t.optimizer.state_dict()], f"{room}/{rank}")
+        for _ in range(3):
+            t.step()
+        after = [p.detach().clone() for p in t.ddp.parameters()]
+    with Training(rank, **how) as t:
+        state, model, optimizer = torch.load(f"{room}/{rank}", weights_only=True)
+        t.ddp.load_state_dict(model)
+        t.optimizer.load_state_dict(optimizer)
+        t.state.load_state_dict(state)
+        for _ in range(3):
+            t.step()
+        assert ways(t.report()) == ways(out)
+        assert all(torch.equal(a, b) for a, b in zip(after, t.ddp.parameters(), strict=True))
+    return out
+
+
+def test_another_exchange_is_kept_where_collectives_are_slow(tmp_path: Path) -> None:
+    for r in run(over_exchanges, 3, str(tmp_path)):
+        check(r)
+        assert "topk over twoshot" in ways(r) <= {"topk over twoshot", "dense"}, r["explain"]
+        assert "twoshot" in {g["exchange"] for g in r["groups"]}
+        assert r["measured_ps"] < 0.8 * r["dense_ps"]
+        (routed,) = (m for m in r["methods"] if m.startswith("topk over"))
+        assert routed in r["explain"]
+
+
+def choices(rank: int, world: int, local: str, arguments: dict[str, Any]) -> list[str]:
+    os.environ["LOCAL_WORLD_SIZE"] = local
+    with Training(rank, **arguments) as t:
+        for _ in range(3):
+            t.step()
+        settings = t.state.settings
+        return [settings.ways[i].label for i in observe.considered(t.state._pipeline, settings)]
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "exchange", "expected"),
+    [
+        (2, "1", None, ["topk", "fp16"]),
+        (4, "1", None, ["topk", "fp16", "topk over twoshot"]),
+        (4, "4", None, ["topk", "fp16", "topk over twoshot"]),
+        (4, "2", None, ["topk", "fp16", "topk over twoshot", "topk over hierarchical ranks_per_node=2"]),
+        (3, "2", None, ["topk", "fp16", "topk over twoshot"]),
+        (4, "2", (), ["topk", "fp16"]),
+        (4, "1", "allgather", ["topk", "fp16"]),
+    ],
+)
+def test_exchanges_are_measured_where_they_send_less(
+    world: int, local: str, exchange: Any, expected: list[str]
+) -> None:
+    for labels in run(choices, world, local, {"exchange": exchange}):
+        assert labels == expected
+
+
 def test_dense_stays_where_compression_does_not_pay() -> None:
     for r in run(found, 2, {"slow": SLOW_SPARSE, "candidates": ["topk"]}):
         check(r)
@@ -198,11 +258,13 @@ def test_five_thousand_tensors() -> None:
         assert sum(len(g["names"]) for g in r["groups"]) == 5000
 
 
+@pytest.mark.parametrize("exchange", [None, "twoshot"])
 @pytest.mark.parametrize("groups", ["auto", "mergecomp", "cupcake"])
-def test_the_groups_alone_can_be_found(groups: str) -> None:
-    for r in run(found, 2, {"codec": "topk", "density": 0.02, "groups": groups}):
+def test_the_groups_alone_can_be_found(groups: str, exchange: str | None) -> None:
+    over = f" over {exchange}" if exchange else ""
+    for r in run(found, 2, {"codec": "topk", "density": 0.02, "groups": groups, "exchange": exchange}):
         check(r)
-        assert ways(r) == {"topk density=0.02"}
+        assert ways(r) == {"topk density=0.02" + over}
 
 
 @pytest.mark.parametrize(("groups", "expected"), [("layer", 8), ("even:3", 3), ("even:100", 8)])

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from common import CODECS, KINDS
 from harness import run
-from sidcomp import _core, probe, timing
+from sidcomp import _core, journey, probe, timing
 from sidcomp.errors import ExchangeError
 from sidcomp.exchange import Exchange
 from sidcomp.profile import Profile
+from sidcomp.route import Route
 from sidcomp.timing import Series, Wire, wire_of
 
 CPU = torch.device("cpu")
@@ -75,6 +76,51 @@ def test_all_ranks_get_the_same_curves_of_every_codec(world: int, total: int, dt
         messages.setdefault(wire, set()).add(last)
     assert all(max(sizes) - min(sizes) < 128 for sizes in messages.values()), messages
     assert set(results[0].contention) == {"exchange_permille", "compute_permille"}
+
+
+def by_messages(rank: int, world: int, total: int) -> probe.Measurement:
+    codecs = {"twoshot": "topk", "hierarchical": "topk", "ring1": "signsgd"}
+    routes = Route.parse(list(codecs), {"ranks_per_node": 2})
+    routed = [probe.Candidate(codecs[r.exchange.name], "none", route=r) for r in routes]
+    return measure([*routed, probe.Candidate("topk")], total, budget_s=60.0)
+
+
+def test_exchanges_of_messages_are_measured_like_the_others() -> None:
+    results = run(by_messages, 4, 2**17)
+    assert all(r.methods == results[0].methods for r in results)
+    _, *routed, topk = results[0].methods
+    assert [m.exchange for m in routed] == ["twoshot", "hierarchical", "ring1"]
+    assert routed[0].name == "topk/none over twoshot" and topk.name == "topk"
+    for m in routed:
+        assert set(m.stages()) == {"encode", "exchange", "decode", "contended"}
+        for stage, curve in m.stages().items():
+            assert curve.points[-1][0] == 2**17, (m.name, stage)
+            assert curve.at(2**17) > 0, (m.name, stage)
+
+
+def slow_messages(rank: int, world: int) -> list[dict[str, int]]:
+    """Messages that take a millisecond longer are seen in the exchange alone."""
+    out = []
+    for late in (0.0, 0.01):
+        real = journey.post
+
+        def paced(*arguments: Any, real: Any = real, late: float = late) -> Any:
+            time.sleep(late)
+            return real(*arguments)
+
+        journey.post = paced  # type: ignore[assignment]
+        (route,) = Route.parse(["twoshot"], {})
+        m = measure([probe.Candidate("topk", route=route)], 2**14, budget_s=3.0).methods[1]
+        journey.post = real  # type: ignore[assignment]
+        out.append({stage: curve.at(2**14) for stage, curve in m.stages().items()})
+    return out
+
+
+def test_what_messages_take_is_the_exchanges_cost() -> None:
+    for quick, late in run(slow_messages, 3):
+        assert late["exchange"] >= quick["exchange"] + 15 * 10**9  # two rounds
+        assert late["contended"] >= 15 * 10**9
+        assert late["encode"] < 10**10 and late["decode"] < 10**10
 
 
 def slow_encode(rank: int, world: int) -> list[int]:

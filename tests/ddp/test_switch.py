@@ -76,12 +76,15 @@ class Run:
 
     def missing(self) -> float:
         """The largest |fed - applied - kept|, summed over the ranks."""
-        kept = self.state.state_dict()["residuals"]
-        worst = 0.0
+        saved = self.state.state_dict()
+        kept, worst = saved["residuals"], 0.0
         for n, fed in self.fed.items():
             mine: Tensor = fed + 0
             if n in kept:
-                mine -= kept[n][0].double().view(fed.shape)
+                local, common = saved["shared"].get(n, (1, False))
+                mine -= local * kept[n][0].double().view(fed.shape)
+                if common:
+                    mine -= self.world * kept[n][-1].double().view(fed.shape)
             dist.all_reduce(mine)
             worst = max(worst, float((mine - self.applied[n]).abs().max()))
         return worst
@@ -117,6 +120,40 @@ def test_nothing_is_lost_when_groups_change(world: int, park: bool) -> None:
         assert r["kept"][-1] == 0, "plain DDP keeps nothing"
         flat = {tuple(s) for s in r["seen"]}
         assert ("topk", "topk") in flat and ("topk", "none", "sidco-e") in flat and ("sidco-e",) in flat
+
+
+def conserve_over_exchanges(rank: int, world: int, park: bool) -> dict[str, Any]:
+    r = Run(rank, world, exchange=["twoshot", "hierarchical"], ranks_per_node=2, within="twoshot")
+    labels = [way.label for way in r.state.settings.ways]
+    r.step(), r.step()
+    ways = {name: labels.index(f"topk density=0.05 over {name}") for name in ("twoshot", HIERARCHICAL)}
+    two = Regime([NAMES[:2], NAMES[2:]], (ways["twoshot"],) * 2)
+    nodes = Regime([NAMES], (ways[HIERARCHICAL],))
+    both = Regime([NAMES[:1], NAMES[1:3], NAMES[3:]], (ways["twoshot"], DENSE, ways[HIERARCHICAL]))
+    plan = [PLAIN, two, two, TOPK, two, nodes, nodes, PLAIN, PLAIN, nodes, two, both, both, TOPK, both, PLAIN]
+    scripted(r.state, plan, park)
+    lost, kept, seen = [], [], set()
+    for _ in range(len(plan) + 6):
+        r.step()
+        lost.append(r.missing())
+        kept.append(r.kept())
+        p = r.state._pipeline
+        assert p.layout is not None
+        seen |= {g.trip.route.exchange.name for g in p.layout.groups if g.routed}
+    return {"lost": max(lost), "kept": kept, "seen": seen, "error": repr(r.state.error)}
+
+
+HIERARCHICAL = "hierarchical ranks_per_node=2 within=twoshot"
+
+
+@pytest.mark.parametrize("park", [False, True])
+def test_nothing_is_lost_when_groups_change_to_another_exchange(park: bool) -> None:
+    for r in run(conserve_over_exchanges, 4, park):
+        assert r["error"] == "None"
+        assert r["seen"] == {"twoshot", "hierarchical"}
+        assert r["lost"] < 4e-4, "what was fed is neither applied nor kept"
+        assert max(r["kept"]) > 1, "the test did not have a residual to lose"
+        assert park or r["kept"][-1] == 0, "plain DDP keeps nothing"
 
 
 def spoiled_flush(rank: int, world: int) -> dict[str, Any]:

@@ -286,11 +286,10 @@ def test_resumes_bit_for_bit(name: str) -> None:
 def owed(state: sidcomp.State, world: int, parameters: list[str]) -> dict[str, Any]:
     """What the ranks together still owe the mean, of each parameter: their own, and what is kept for all."""
     saved = state.state_dict()
-    local = {n: g.get("local", 1) for g in saved["layout"] for n in g["names"]}
     out = {}
     for name in parameters:
         kept = saved["residuals"][name].double()
-        mine = kept[0] * local[name] / world
+        mine = kept[0] * saved["shared"].get(name, [1])[0] / world
         if len(kept) > 1:
             mine = mine + kept[1]
         dist.all_reduce(mine)
@@ -605,7 +604,9 @@ def refusals(rank: int, world: int) -> list[str]:
         (sidcomp.UnsupportedError, {"codec": "topk", "exchange": "allreduce"}),
         (sidcomp.UnsupportedError, {"codec": "powersgd", "exchange": "twoshot"}),
         (sidcomp.ParameterError, {"codec": "topk", "exchange": "ringworld"}),
-        (sidcomp.ArgumentError, {"codec": "topk", "exchange": "twoshot", "groups": "auto"}),
+        (sidcomp.ArgumentError, {"codec": "topk", "exchange": ["twoshot", "allgather"]}),
+        (sidcomp.UnsupportedError, {"codec": "auto", "exchange": ["twoshot", "ring1"]}),
+        (sidcomp.ArgumentError, {"codec": "auto", "exchange": ["twoshot", "twoshot"]}),
         (sidcomp.ArgumentError, {"codec": "marsit", "exchange": "ring1", "K": 3, "full_every": 4}),
         (sidcomp.ParameterError, {"codec": "marsit", "exchange": "torus1", "rows": sidcomp.Schedule({0: 2})}),
         (sidcomp.ParameterError, {"codec": "marsit", "exchange": "ring1", "rows": 2}),
@@ -630,8 +631,8 @@ def refusals(rank: int, world: int) -> list[str]:
 
 def test_what_makes_no_sense_is_refused() -> None:
     words = [
-        "twoshot", "allreduce", "allgather", "leave the exchange out", "hierarchical", "leave it out",
-        "the same", "schedules", "rows", "ranks_per_node = 3", "rows = 3", "ring1",
+        "twoshot", "allreduce", "allgather", "leave the exchange out", "hierarchical", "a list is for",
+        "signsgd", "twice", "the same", "schedules", "rows", "ranks_per_node = 3", "rows = 3", "ring1",
     ]  # fmt: skip
     for texts in run(refusals, 2):
         for word, text in zip(words, texts, strict=True):
