@@ -234,6 +234,29 @@ class Settings {
     std::vector<string> names_; // keeps the settings' names alive
 };
 
+// What to compress, and how: `exchange`, if there is one, may know settings too.
+class Config {
+  public:
+    Config(const string &codec, const string &memory, int64_t count, const string &dtype, const py::dict &settings,
+           const std::optional<string> &isa, const sid_info *exchange = nullptr)
+        : codec_(find(sid_codec_at, codec, "codec")), memory_(find(sid_memory_at, memory, "memory")),
+          given_(exchange ? std::vector{exchange, &codec_, &memory_} : std::vector{&codec_, &memory_}, settings) {
+        if (count < 0) fail(SID_E_ARG, "n is negative");
+        it.codec = codec_.name;
+        it.memory = memory_.name;
+        it.n = static_cast<uint64_t>(count);
+        it.dtype = dtype_of(dtype);
+        it.isa = isa_of(isa);
+        it.settings = given_.values.data();
+        it.n_settings = static_cast<uint32_t>(given_.values.size());
+    }
+    sid_config it{};
+
+  private:
+    const sid_info &codec_, &memory_;
+    const Settings given_;
+};
+
 template <class F> auto without_gil(F call) {
     py::gil_scoped_release release;
     return call();
@@ -277,21 +300,11 @@ struct Segments {
 
 class Plan {
   public:
-    Plan(const string &codec_name, const string &memory_name, int64_t count, const string &dtype_name,
-         const py::dict &settings, const std::optional<string> &isa, bool flush,
+    Plan(const string &codec, const string &memory, int64_t count, const string &dtype_name, const py::dict &settings,
+         const std::optional<string> &isa, bool flush,
          const std::optional<std::vector<std::pair<uint64_t, uint64_t>>> &shapes) {
-        const sid_info &c = find(sid_codec_at, codec_name, "codec");
-        const sid_info &m = find(sid_memory_at, memory_name, "memory");
-        if (count < 0) fail(SID_E_ARG, "n is negative");
-        const Settings given({&c, &m}, settings);
-        sid_config config{};
-        config.codec = c.name;
-        config.memory = m.name;
-        config.n = static_cast<uint64_t>(count);
-        config.dtype = dtype_of(dtype_name);
-        config.isa = isa_of(isa);
-        config.settings = given.values.data();
-        config.n_settings = static_cast<uint32_t>(given.values.size());
+        Config given(codec, memory, count, dtype_name, settings, isa);
+        sid_config &config = given.it;
         config.flush = flush;
         std::vector<sid_shape> parts;
         if (shapes) {
@@ -443,30 +456,18 @@ class Plan {
 
 class Exchange {
   public:
-    Exchange(const string &name, const string &codec_name, const string &memory_name, int64_t count,
-             const string &dtype_name, uint32_t of, uint32_t all, const py::dict &settings,
-             const std::optional<string> &isa) {
+    Exchange(const string &name, const string &codec, const string &memory, int64_t count, const string &dtype,
+             uint32_t of, uint32_t all, const py::dict &settings, const std::optional<string> &isa) {
         const sid_info &e = find(sid_exchange_at, name, "exchange");
-        const sid_info &c = find(sid_codec_at, codec_name, "codec");
-        const sid_info &m = find(sid_memory_at, memory_name, "memory");
-        if (count < 0) fail(SID_E_ARG, "n is negative");
-        const Settings given({&e, &c, &m}, settings);
-        sid_config config{};
-        config.codec = c.name;
-        config.memory = m.name;
-        config.n = static_cast<uint64_t>(count);
-        config.dtype = dtype_of(dtype_name);
-        config.isa = isa_of(isa);
-        config.settings = given.values.data();
-        config.n_settings = static_cast<uint32_t>(given.values.size());
-        const sid_route route{e.name, &config, of, all};
+        const Config given(codec, memory, count, dtype, settings, isa, &e);
+        const sid_route route{e.name, &given.it, of, all};
         sid_error err{};
         size_t bytes = 0;
         check(sid_exchange_make(&route, nullptr, &bytes, &err), err);
         memory_.reset(::operator new(bytes, std::align_val_t{64}));
         check(sid_exchange_make(&route, memory_.get(), &bytes, &err), err);
         sizes = sid_exchange_sizes_of(get());
-        n = config.n;
+        n = given.it.n;
         rank = of;
         world = all;
     }
