@@ -64,7 +64,11 @@ $O/%.cpp.o: %.cpp $O/cpp.sig
 $O/%.cu.o: %.cu $O/cu.sig
 	@mkdir -p $(@D)
 	$(CU) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
-DEPS = $(OBJ:.o=.d) $(TESTOBJ:.o=.d) $(wildcard $O/tests/fuzz/*.d)
+# For `make sass`; what ptxas says beside it.
+$O/%.cubin: %.cu $O/cu.sig
+	@mkdir -p $(@D)
+	$(CU) -Xptxas=-v -MMD -MP -MF $@.d -cubin $< -o $@ 2> $@.log || { cat $@.log >&2; rm -f $@; exit 1; }
+DEPS = $(OBJ:.o=.d) $(wildcard $O/cuda/*.cubin.d) $(TESTOBJ:.o=.d) $(wildcard $O/tests/fuzz/*.d)
 $(DEPS): ;
 
 # ---- C tests and fuzzers, without Python --------------------------------------------------------------------------
@@ -167,6 +171,8 @@ bench-planner: all ## how long each algorithm plans six models, and what its pla
 	$(PYTHON) -m benchmarks.bench_planner $(ARGS)
 bench-plan-real: all ## every plan over real links: hours; goes on where it stopped (ARGS="--rates 1gbit --minutes 20")
 	$(PYTHON) -m benchmarks.bench_plan_real $(ARGS)
+sass: ## registers, occupancy, instructions and bytes per element of the CUDA kernels; needs nvcc and nvdisasm, no GPU (ARGS=--save)
+	$(PYTHON) -m benchmarks.sass $(ARGS)
 gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
 
@@ -190,7 +196,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real gpu-check ctest asan tsan fuzz fuzz-run coverage \
+.PHONY: all ext env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real sass gpu-check ctest asan tsan fuzz fuzz-run coverage \
         lint format clean help FORCE
 .SECONDARY:
 -include $(wildcard $(DEPS))

@@ -114,4 +114,5 @@ class Build(build_ext):
             stop(f"the build failed; the compiler's message is above{hint}")
 
 
-setup(ext_modules=[Extension("sidcomp._core", [])], cmdclass={"build_ext": Build})
+if __name__ == "__main__":  # benchmarks/sass.py asks for the architectures
+    setup(ext_modules=[Extension("sidcomp._core", [])], cmdclass={"build_ext": Build})

@@ -55,7 +55,9 @@ enum {
     SID_FINISH_GRID = 2,        /* that are asked for: all must run at once, beside a collective's blocks, too */
     SID_FINISH_CHUNKS = 4,      /* for a block, or more */
     SID_FINISH_MOST = 4 * 1024, /* blocks in all */
-    SID_AT_ONCE = 4             /* sums */
+    SID_FINISH_SHARED = 14
+        << 10,      /* bytes of shared memory that a block takes, at most: benchmarks/sass.py counts on it */
+    SID_AT_ONCE = 4 /* sums */
 };
 
 /* Of the codec's parameters, those every sparse codec begins its table with. */
@@ -831,6 +833,7 @@ template <class Law> struct sid_finish_shared {
 
 template <class Law>
 __global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS) sid_finish_kernel(sid_finishing f, Law law) {
+    static_assert(sizeof(sid_finish_shared<Law>) <= SID_FINISH_SHARED, "occupancy");
     SID_DYNAMIC_SHARED(uint4, memory);
     sid_finish_shared<Law> &s = *(sid_finish_shared<Law> *)(void *)memory;
     if (!f.scratch->ready) return;
