@@ -28,6 +28,7 @@ CU       = $(NVCC) -std=c++17 -O3 -fmad=false -t 0 $(GENCODE) -Icsrc -Icuda $(CU
            -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra \
            $(if $(WERROR),-Werror=all-warnings -Xcompiler=-Werror) $(NVCCFLAGS)
 LD       = $(if $(NVCC),$(NVCC) -shared -cudart static $(firstword $(GENCODE)),$(CXX) -shared $(SANFLAGS)) $(LDFLAGS)
+LIBS     = -ldl -lm
 
 # csrc/isa/simd.c is compiled once per instruction set; elsewhere than on x86-64 there is only the base.
 # -Wno-psabi: its vector types never cross a call, so how they would be passed does not matter.
@@ -39,7 +40,7 @@ OBJ      = $(COBJ) $O/python/bindings.cpp.o $(if $(NVCC),$(patsubst %,$O/%.o,$(s
 ext: $(OUT)
 $(OUT): $(OBJ) $O/ld.sig
 	@mkdir -p $(@D)
-	$(LD) $(OBJ) -o $@
+	$(LD) $(OBJ) $(LIBS) -o $@
 
 # The command is kept in a file: when it changes, what it made is stale.
 $O/c.sig:   SIG = $(C)
@@ -79,9 +80,9 @@ JOBS    := $(or $(MAX_JOBS),$(shell env -u OMP_NUM_THREADS nproc 2>/dev/null),2)
 SUB      = $(MAKE) -s --no-print-directory $(if $(filter 0,$(MAKELEVEL)),-j$(JOBS)) PYTHON=$(PYTHON)
 
 $O/ctest: $(COBJ) $(TESTOBJ)
-	$(C) $^ -lpthread -lm -o $@
+	$(C) $^ -lpthread $(LIBS) -o $@
 $O/fuzz-%: $O/tests/fuzz/%.c.o $(FUZZOBJ) $(COBJ)
-	$(C) $(if $(LIBFUZZER),-fsanitize=fuzzer) $^ -lm -o $@
+	$(C) $(if $(LIBFUZZER),-fsanitize=fuzzer) $^ $(LIBS) -o $@
 
 ctest: ## the C tests of the core alone (ALL=1: every combination; ONLY="words of names"; SAN=address,undefined DEBUG=1 O=build/x CC=clang; RUN="qemu-aarch64 -L ...")
 	+@$(SUB) $O/ctest

@@ -15,6 +15,7 @@ const char *sid_status_text(int status) {
         case SID_E_MISMATCH: return "payload of another plan, group or step";
         case SID_E_UNSUPPORTED: return "not supported by this build or device";
         case SID_E_DEVICE: return "CUDA call failed";
+        case SID_E_PEER: return "another rank has ended, hangs, or cannot be reached";
         default: return "unknown status";
     }
 }
@@ -148,4 +149,13 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     (void)work, (void)at, (void)report_dev, (void)device, (void)stream;
     return NO_CUDA(err);
 }
+sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err) {
+    (void)report_dev, (void)mark, (void)seen, (void)device, (void)stream;
+    return NO_CUDA(err);
+}
+sid_status sid_device_enter(int device, int *before, sid_error *err) {
+    (void)device, (void)before;
+    return NO_CUDA(err);
+}
+void sid_device_leave(int before) { (void)before; }
 #endif

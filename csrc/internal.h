@@ -372,6 +372,9 @@ void sid_kept_out(const sid_plan *p, const sid_state *s, float *x, uint64_t stri
 void sid_kept_in(const sid_plan *p, sid_state *s, const float *x, uint64_t stride);
 /* encode.c: takes this step's gradient, which the segments still hold, out of the memory again. */
 void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg);
+/* api.cu: makes `device` the thread's own; *before: what it was, to be put back. */
+sid_status sid_device_enter(int device, int *before, sid_error *err);
+void sid_device_leave(int before);
 /* wire.h's checksum of a payload, or of the header alone (bytes == 64). */
 uint64_t sid_payload_checksum(const sid_simd *v, const uint8_t *payload, uint64_t bytes);
 size_t sid_dtype_size(sid_dtype d); /* 0: no such dtype */

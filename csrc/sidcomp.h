@@ -14,7 +14,7 @@
  *           plan, state, work and payload must start at a multiple of 64 bytes; segments may start at any element.
  * Errors.   Every function that can fail returns a sid_status and nothing else. Where it takes a sid_error, the text
  *           names the parameter or field at fault. A failed call leaves segments and state as they were, except that
- *           SID_E_DEVICE leaves what the device had reached.
+ *           SID_E_DEVICE and SID_E_PEER leave what the device had reached.
  * Threads.  A call runs on the calling thread. Distinct groups may be encoded and decoded concurrently; one group's
  *           state and work belong to one call at a time.
  * Results.  The same input gives the same payload and output bytes on every instruction set, device and thread count.
@@ -41,7 +41,8 @@ typedef enum sid_status { /* pinned: the values never change meaning */
     SID_E_CORRUPT = -4,     /* payload bytes are not what an encoder writes */
     SID_E_MISMATCH = -5,    /* a sound payload, but of another plan, group or step */
     SID_E_UNSUPPORTED = -6, /* this build, device or combination cannot do it */
-    SID_E_DEVICE = -7       /* a CUDA call failed; the text carries CUDA's own */
+    SID_E_DEVICE = -7,      /* a CUDA call failed; the text carries CUDA's own */
+    SID_E_PEER = -8         /* another rank has ended, hangs, or cannot be reached */
 } sid_status;
 
 typedef struct sid_error {
@@ -365,6 +366,69 @@ sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint3
 sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
                            const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *at,
                            void *report_dev, int device, void *stream, sid_error *err);
+
+/* Enqueues: what a decode has reported shows in host memory that the device can write (pinned) and that is 16 bytes long,
+ * {nonfinite, culprit, status, mark}. Who waits for nothing looks there, a step late. */
+sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err);
+
+/* ---- NCCL (found at run time; neither headers nor library are needed to build) ---------------------------------- */
+
+/* Collectives on device memory, enqueued on a CUDA stream. NCCL allocates, starts threads and opens connections; what is
+ * ours in it lies in the caller's blocks, which are made in two phases as a plan is, and must stay where they are.
+ *
+ * Nothing waits for ever. Joining, and every call that NCCL works off in a thread of its own, is waited for as long as
+ * the communicator's time limit. What fails, or takes longer, ends the communicator: its kernels on the device are told to
+ * leave, the error is SID_E_PEER, and all later calls return it again. What has been enqueued fails without a call: ask
+ * sid_nccl_poll for that now and then, and abort where the device makes no progress: from any thread, also while another
+ * one is in a call. */
+typedef struct sid_nccl sid_nccl;           /* the library */
+typedef struct sid_nccl_comm sid_nccl_comm; /* this rank's end of a communicator */
+
+enum {
+    SID_NCCL_LEAST = 21400, /* 2.14: the first that joins without blocking */
+    SID_NCCL_ID_BYTES = 128
+};
+
+/* path: of the library; NULL: the one of this name that is loaded already, else the one that the loader finds. Is never
+ * unloaded. */
+sid_status sid_nccl_open(const char *path, void *mem, size_t *bytes, sid_error *err);
+int sid_nccl_version(const sid_nccl *lib); /* 22809 is 2.28.9 */
+
+/* One rank makes an id, all join with it. Each with its own device, unless NCCL is told otherwise. */
+sid_status sid_nccl_unique_id(const sid_nccl *lib, void *id, sid_error *err);
+sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uint32_t world, int device,
+                         uint32_t limit_ms, void *mem, size_t *bytes, sid_error *err);
+/* SID_OK, or why the communicator has come to an end. */
+sid_status sid_nccl_poll(sid_nccl_comm *c, sid_error *err);
+/* Ends it: leave, which all ranks do, after what is enqueued; abort at once, with `why`, for the calls to come. */
+sid_status sid_nccl_leave(sid_nccl_comm *c, sid_error *err);
+void sid_nccl_abort(sid_nccl_comm *c, const char *why);
+
+/* bytes of every rank, in rank order; in may be its place in out. */
+sid_status sid_nccl_all_gather(sid_nccl_comm *c, const void *in, void *out, uint64_t bytes, void *stream,
+                               sid_error *err);
+/* Sums of count elements; in may be out. */
+sid_status sid_nccl_all_reduce(sid_nccl_comm *c, const void *in, void *out, uint64_t count, sid_dtype dtype,
+                               void *stream, sid_error *err);
+/* The rank's own count elements of the sum of world * count. */
+sid_status sid_nccl_reduce_scatter(sid_nccl_comm *c, const void *in, void *out, uint64_t count, sid_dtype dtype,
+                                   void *stream, sid_error *err);
+/* A round of messages, within a wire block: all go out and come in at the same time. */
+sid_status sid_nccl_messages(sid_nccl_comm *c, void *wire, const sid_message *sends, uint32_t n_sends,
+                             const sid_message *receives, uint32_t n_receives, void *stream, sid_error *err);
+
+/* A group on the device: what sid_cuda_encode and sid_cuda_decode take. incoming: world payloads; of linear plans, whose
+ * bodies are summed where they lie, unused. seen: NULL, or as sid_cuda_show has it. */
+typedef struct sid_cuda_group {
+    const sid_plan *plan;
+    const sid_segment *segs_dev;
+    void *state, *work, *payload, *incoming, *stats_dev, *report_dev, *seen;
+    uint32_t n_seg, spare;
+} sid_cuda_group;
+
+/* Enqueues a group's step: encode, all-gather or all-reduce, decode to the mean over the ranks, and show, with the low
+ * bits of step + 1 for a mark. */
+sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err);
 
 #ifdef __cplusplus
 }

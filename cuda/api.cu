@@ -194,6 +194,13 @@ static sid_status check_call(const sid_segment *segs, uint32_t n_seg, const void
 
 int sid_cuda_built(void) { return 1; }
 
+sid_status sid_device_enter(int device, int *before, sid_error *err) {
+    cudaError_t e = cudaGetDevice(before);
+    if (e == cudaSuccess && *before != device) e = cudaSetDevice(device);
+    return e == cudaSuccess ? SID_OK : failed(err, "choosing the device", e);
+}
+void sid_device_leave(int before) { (void)cudaSetDevice(before); }
+
 sid_status sid_cuda_devices(int *count, sid_error *err) {
     if (err) err->text[0] = 0;
     *count = 0;
@@ -287,4 +294,23 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     c.state = p->memory->vectors ? (sid_state *)state : nullptr;
     c.report = (sid_cuda_report *)report_dev;
     return codec->decode(c);
+}
+
+/* One store, which the host sees whole: it reads what a step has left when the next one begins. */
+static __global__ void __launch_bounds__(SID_LANES)
+    sid_show_kernel(const sid_cuda_report *report, uint32_t mark, uint4 *seen) {
+    if (threadIdx.x) return;
+    *seen = make_uint4(report->nonfinite, report->culprit, (uint32_t)report->status, mark);
+}
+
+sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err) {
+    device_scope scope;
+    sid_stream to = {(cudaStream_t)stream, 0, err};
+    if (err) err->text[0] = 0;
+    if (!report_dev || (uintptr_t)report_dev % 4 || !seen || (uintptr_t)seen % 16 || device < 0)
+        return sid_fail(err, SID_E_ARG, "report or seen is NULL or misaligned, or device %d", device);
+    const sid_status s = scope.enter(device, &to);
+    if (s) return s;
+    return sid_launch(to, "show", sid_show_kernel, 1, SID_LANES, 0, (const sid_cuda_report *)report_dev, mark,
+                      (uint4 *)seen);
 }

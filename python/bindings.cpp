@@ -45,6 +45,8 @@ ErrorClass error_classes[] = {
     {"UnsupportedError", SID_E_UNSUPPORTED, "This build, device or combination cannot do it.",
      &PyExc_NotImplementedError, nullptr},
     {"DeviceError", SID_E_DEVICE, "A CUDA call failed.", &PyExc_RuntimeError, nullptr},
+    {"ExchangeError", SID_E_PEER, "An exchange failed: a peer has ended, hangs, or cannot be reached.",
+     &PyExc_RuntimeError, nullptr},
 };
 
 void add_errors(py::module_ &m) {
@@ -575,6 +577,132 @@ py::tuple loopback(const std::vector<Exchange *> &ranks, const std::vector<Segme
     return py::make_tuple(report.nonfinite != 0, sent, control);
 }
 
+// ---- NCCL --------------------------------------------------------------------------------------------------------
+
+class Nccl {
+  public:
+    explicit Nccl(const std::optional<string> &path) {
+        const char *file = path ? path->c_str() : nullptr;
+        sid_error err{};
+        size_t bytes = 0;
+        check(sid_nccl_open(file, nullptr, &bytes, &err), err);
+        memory_.reset(::operator new(bytes, std::align_val_t{64}));
+        check(without_gil([&] { return sid_nccl_open(file, memory_.get(), &bytes, &err); }), err);
+    }
+    const sid_nccl *get() const { return static_cast<const sid_nccl *>(memory_.get()); }
+
+    py::bytes unique_id() const {
+        char id[SID_NCCL_ID_BYTES];
+        sid_error err{};
+        check(without_gil([&] { return sid_nccl_unique_id(get(), id, &err); }), err);
+        return {id, sizeof id};
+    }
+
+  private:
+    std::unique_ptr<void, Free> memory_;
+};
+
+class Communicator {
+  public:
+    using Message = std::tuple<uint32_t, uint64_t, uint64_t>; // peer, offset, bytes, as Exchange.messages has them
+
+    Communicator(const Nccl &nccl, const py::bytes &id, uint32_t of, uint32_t all, int on, double limit)
+        : rank(of), world(all), device(on) {
+        const string bytes_of_id = id;
+        if (bytes_of_id.size() != SID_NCCL_ID_BYTES)
+            fail(SID_E_ARG, "an id has " + std::to_string(SID_NCCL_ID_BYTES) + " bytes");
+        if (!(limit >= 0.001)) fail(SID_E_ARG, "the time limit is in seconds, and more than 0");
+        const uint32_t ms = limit < 4e6 ? static_cast<uint32_t>(limit * 1000) : UINT32_MAX;
+        sid_error err{};
+        size_t bytes = 0;
+        check(sid_nccl_join(nccl.get(), bytes_of_id.data(), rank, world, device, ms, nullptr, &bytes, &err), err);
+        memory_.reset(::operator new(bytes, std::align_val_t{64}));
+        check(without_gil([&] {
+                  return sid_nccl_join(nccl.get(), bytes_of_id.data(), rank, world, device, ms, memory_.get(), &bytes,
+                                       &err);
+              }),
+              err);
+    }
+
+    // f(communicator, error) without the GIL.
+    template <class F> void call(F f) {
+        sid_error err{};
+        check(without_gil([&] { return f(static_cast<sid_nccl_comm *>(memory_.get()), &err); }), err);
+    }
+
+    void all_gather(Address in, Address out, uint64_t bytes, Address stream) {
+        call([&](sid_nccl_comm *c, sid_error *err) {
+            return sid_nccl_all_gather(c, pointer(in), pointer(out), bytes, pointer(stream), err);
+        });
+    }
+    void all_reduce(Address in, Address out, uint64_t count, const string &dtype, Address stream) {
+        const sid_dtype d = dtype_of(dtype);
+        call([&](sid_nccl_comm *c, sid_error *err) {
+            return sid_nccl_all_reduce(c, pointer(in), pointer(out), count, d, pointer(stream), err);
+        });
+    }
+    void reduce_scatter(Address in, Address out, uint64_t count, const string &dtype, Address stream) {
+        const sid_dtype d = dtype_of(dtype);
+        call([&](sid_nccl_comm *c, sid_error *err) {
+            return sid_nccl_reduce_scatter(c, pointer(in), pointer(out), count, d, pointer(stream), err);
+        });
+    }
+    void messages(Address wire, const std::vector<Message> &sends, const std::vector<Message> &receives,
+                  Address stream) {
+        const auto table = [](const std::vector<Message> &from) {
+            std::vector<sid_message> out;
+            for (const auto &[peer, offset, bytes] : from) out.push_back({offset, bytes, peer, 0});
+            return out;
+        };
+        const std::vector<sid_message> out = table(sends), in = table(receives);
+        call([&](sid_nccl_comm *c, sid_error *err) {
+            return sid_nccl_messages(c, pointer(wire), out.data(), static_cast<uint32_t>(out.size()), in.data(),
+                                     static_cast<uint32_t>(in.size()), pointer(stream), err);
+        });
+    }
+    void poll() { call(sid_nccl_poll); }
+    void leave() { call(sid_nccl_leave); }
+    void abort(const string &why) {
+        call([&](sid_nccl_comm *c, sid_error *) {
+            sid_nccl_abort(c, why.c_str());
+            return SID_OK;
+        });
+    }
+
+    uint32_t rank, world;
+    int device;
+
+  private:
+    std::unique_ptr<void, Free> memory_; // what NCCL has of it ends with leave or abort, or with the process
+};
+
+// A group's places on the device, so that a step takes three numbers.
+class DeviceGroup {
+  public:
+    DeviceGroup(const Plan &plan, Address segments, uint32_t n_segments, Address state, Address work, Address payload,
+                Address incoming, Address stats, Address report, Address seen) {
+        group_.plan = plan.get();
+        group_.segs_dev = pointer<const sid_segment>(segments);
+        group_.n_seg = n_segments;
+        group_.state = pointer(state);
+        group_.work = pointer(work);
+        group_.payload = pointer(payload);
+        group_.incoming = pointer(incoming);
+        group_.stats_dev = pointer(stats);
+        group_.report_dev = pointer(report);
+        group_.seen = pointer(seen);
+    }
+    void step(Communicator &c, uint64_t step, uint64_t seed, uint32_t group, Address stream) const {
+        const sid_step at{step, seed, group, c.rank, c.world};
+        c.call([&](sid_nccl_comm *comm, sid_error *err) {
+            return sid_nccl_step(comm, &group_, &at, pointer(stream), err);
+        });
+    }
+
+  private:
+    sid_cuda_group group_{};
+};
+
 // ---- planner -----------------------------------------------------------------------------------------------------
 
 void check(sid_fuse_status s, const sid_fuse_error &err) {
@@ -826,6 +954,30 @@ PYBIND11_MODULE(_core, m) {
         .def("unsend", &Exchange::unsend, arg("state"))
         .def("rescale", &Exchange::rescale, arg("state"), arg("factor"));
 
+    m.attr("nccl_least") = static_cast<int>(SID_NCCL_LEAST);
+    py::class_<Nccl>(m, "Nccl")
+        .def(py::init<const std::optional<string> &>(), arg("path") = py::none())
+        .def_property_readonly("version", [](const Nccl &n) { return sid_nccl_version(n.get()); })
+        .def("unique_id", &Nccl::unique_id);
+
+    py::class_<Communicator>(m, "Communicator")
+        .def(py::init<const Nccl &, const py::bytes &, uint32_t, uint32_t, int, double>(), arg("nccl"), arg("id"),
+             arg("rank"), arg("world"), py::kw_only(), arg("device"), arg("limit"), py::keep_alive<1, 2>())
+        .def_readonly("rank", &Communicator::rank)
+        .def_readonly("world", &Communicator::world)
+        .def_readonly("device", &Communicator::device)
+        .def("all_gather", &Communicator::all_gather, arg("mine"), arg("all"), arg("nbytes"), py::kw_only(),
+             arg("stream"))
+        .def("all_reduce", &Communicator::all_reduce, arg("mine"), arg("sum"), arg("count"), arg("dtype"),
+             py::kw_only(), arg("stream"))
+        .def("reduce_scatter", &Communicator::reduce_scatter, arg("all"), arg("mine"), arg("count"), arg("dtype"),
+             py::kw_only(), arg("stream"))
+        .def("messages", &Communicator::messages, arg("wire"), arg("sends"), arg("receives"), py::kw_only(),
+             arg("stream"))
+        .def("poll", &Communicator::poll)
+        .def("leave", &Communicator::leave)
+        .def("abort", &Communicator::abort, arg("why"));
+
     m.def("loopback", &loopback, arg("exchanges"), arg("segments"), arg("state"), arg("work"), arg("wire"),
           py::kw_only(), arg("step"), arg("seed"), arg("group"));
 
@@ -881,6 +1033,20 @@ PYBIND11_MODULE(_core, m) {
         .def("cuda_decode", &Plan::cuda_decode, arg("payloads"), arg("stride"), arg("count"), arg("scale"),
              arg("segments"), arg("n_segments"), arg("state"), arg("work"), py::kw_only(), arg("step"), arg("group"),
              arg("report"), arg("device"), arg("stream"));
+    m.def(
+        "cuda_show",
+        [](Address report, uint32_t mark, Address seen, int device, Address stream) {
+            sid_error err{};
+            check(sid_cuda_show(pointer(report), mark, pointer(seen), device, pointer(stream), &err), err);
+        },
+        arg("report"), arg("mark"), arg("seen"), py::kw_only(), arg("device"), arg("stream"));
+
+    py::class_<DeviceGroup>(m, "DeviceGroup")
+        .def(py::init<const Plan &, Address, uint32_t, Address, Address, Address, Address, Address, Address, Address>(),
+             arg("plan"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"),
+             arg("incoming"), arg("stats"), arg("report"), arg("seen"), py::keep_alive<1, 2>())
+        .def("step", &DeviceGroup::step, arg("communicator"), py::kw_only(), arg("step"), arg("seed"), arg("group"),
+             arg("stream"));
 
     py::class_<Instance>(m, "Instance", "A planning problem (csrc/fusion.h).")
         .def(py::init<int64_t, std::vector<int64_t>, std::vector<int64_t>, const std::vector<Instance::Method> &,

@@ -1,4 +1,4 @@
-"""test_cuda.py without a GPU: cuda/'s kernels are built for the CPU emulation of tests/cuda and run there.
+"""test_cuda.py and test_nccl.py without a GPU: cuda/'s kernels, built for the CPU emulation of tests/cuda.
 
 Undefined behaviour stops the run, misaligned 8- and 16-byte accesses among it, which a GPU would refuse.
 """
@@ -58,10 +58,10 @@ def build() -> Path:
     return OUT
 
 
-def run(share: int) -> None:
+def run(share: int, tests: str = "tests/test_cuda.py") -> None:
     path = os.pathsep.join([str(build()), str(ROOT / "tests")])
     call(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_cuda.py"],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests],
         PYTHONPATH=path,
         SHARE=str(share),
     )
@@ -69,6 +69,10 @@ def run(share: int) -> None:
 
 def test_kernels_on_the_emulation() -> None:
     run(share=4)
+
+
+def test_nccl_on_the_emulation() -> None:
+    run(share=1, tests="tests/test_nccl.py")
 
 
 @pytest.mark.slow

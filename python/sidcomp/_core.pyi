@@ -20,6 +20,9 @@ class MismatchError(SidcompError): ...
 class UnsupportedError(SidcompError, NotImplementedError): ...
 class DeviceError(SidcompError, RuntimeError): ...
 
+class ExchangeError(SidcompError, RuntimeError):
+    """A collective failed: a peer has died or hangs, or the process group's timeout has passed."""
+
 class ParameterInfo(TypedDict):
     name: str
     kind: str  # "real", "int" or "choice"
@@ -126,6 +129,64 @@ def loopback(
     seed: int,
     group: int,
 ) -> tuple[bool, list[int], list[int]]: ...  # not finite; bytes that each rank sent, and of them for control
+
+nccl_least: int
+
+class Nccl:
+    """The NCCL library, found at run time. Without a path the one that is loaded, else the loader's."""
+
+    def __init__(self, path: str | None = None) -> None: ...
+    version: int  # 22809 is 2.28.9
+    def unique_id(self) -> bytes: ...
+
+class Communicator:
+    """A rank's end of an NCCL communicator. What fails, or takes longer than `limit` seconds, ends it: every
+    later call raises the same ExchangeError. Calls may come from several threads."""
+
+    def __init__(
+        self, nccl: Nccl, id: bytes, rank: int, world: int, *, device: int, limit: float
+    ) -> None: ...
+    rank: int
+    world: int
+    device: int
+    def all_gather(self, mine: int, all: int, nbytes: int, *, stream: int) -> None: ...
+    def all_reduce(self, mine: int, sum: int, count: int, dtype: str, *, stream: int) -> None: ...
+    def reduce_scatter(self, all: int, mine: int, count: int, dtype: str, *, stream: int) -> None: ...
+    def messages(
+        self,
+        wire: int,
+        sends: Sequence[tuple[int, int, int]],  # peer, offset, bytes
+        receives: Sequence[tuple[int, int, int]],
+        *,
+        stream: int,
+    ) -> None: ...
+    def poll(self) -> None:
+        """Raises what has gone wrong since, on the device or at another rank."""
+
+    def leave(self) -> None: ...
+    def abort(self, why: str) -> None: ...
+
+class DeviceGroup:
+    """A group's places in device memory; incoming 0: a linear plan; seen 0: nobody looks."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        segments: int,
+        n_segments: int,
+        state: int,
+        work: int,
+        payload: int,
+        incoming: int,
+        stats: int,
+        report: int,
+        seen: int,
+    ) -> None: ...
+    def step(self, communicator: Communicator, *, step: int, seed: int, group: int, stream: int) -> None:
+        """Enqueues encode, all-gather or all-reduce, and decode; `seen` gets the report, with step + 1."""
+
+def cuda_show(report: int, mark: int, seen: int, *, device: int, stream: int) -> None:
+    """Enqueues: nonfinite, culprit, status and `mark`, to pinned host memory."""
 
 class Plan:
     def __init__(

@@ -8,6 +8,7 @@ from sidcomp._core import (
     ArgumentError,
     CorruptPayloadError,
     DeviceError,
+    ExchangeError,
     MismatchError,
     ParameterError,
     SidcompError,
@@ -51,7 +52,3 @@ class DivergenceError(SidcompError):
 
 class CheckpointError(SidcompError, ValueError):
     """A state_dict does not fit this State, model or world size."""
-
-
-class ExchangeError(SidcompError, RuntimeError):
-    """A collective failed: a peer has died, or the process group's timeout has passed."""

@@ -29,14 +29,15 @@ void test_status_texts(void) {
                 {SID_E_CORRUPT, -4, "corrupt payload"},
                 {SID_E_MISMATCH, -5, "payload of another plan, group or step"},
                 {SID_E_UNSUPPORTED, -6, "not supported by this build or device"},
-                {SID_E_DEVICE, -7, "CUDA call failed"}};
+                {SID_E_DEVICE, -7, "CUDA call failed"},
+                {SID_E_PEER, -8, "another rank has ended, hangs, or cannot be reached"}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         CHECK(rows[i].value == rows[i].pinned, "status %zu is %d, not %d", i, rows[i].value, rows[i].pinned);
         CHECK(!strcmp(sid_status_text(rows[i].value), rows[i].text), "%d: \"%s\"", rows[i].value,
               sid_status_text(rows[i].value));
     }
     CHECK(!strcmp(sid_status_text(1), "unknown status"), "1: \"%s\"", sid_status_text(1));
-    CHECK(!strcmp(sid_status_text(-8), "unknown status"), "-8: \"%s\"", sid_status_text(-8));
+    CHECK(!strcmp(sid_status_text(-9), "unknown status"), "-9: \"%s\"", sid_status_text(-9));
 }
 
 static void check_info(const sid_info *c, const char *what) {
@@ -350,6 +351,7 @@ void test_cuda_absent(void) {
           err.text);
     CHECK(sid_cuda_decode(NULL, NULL, 0, 0, 1, NULL, 0, NULL, NULL, NULL, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED,
           "%s", err.text);
+    CHECK(sid_cuda_show(NULL, 0, NULL, 0, NULL, &err) == SID_E_UNSUPPORTED, "%s", err.text);
     for (uint32_t i = 0; sid_codec_at(i); i++) CHECK(!sid_has_cuda(sid_codec_at(i)), "%s", sid_codec_at(i)->name);
     for (uint32_t i = 0; sid_memory_at(i); i++) CHECK(!sid_has_cuda(sid_memory_at(i)), "%s", sid_memory_at(i)->name);
 }
