@@ -15,6 +15,7 @@
 #include <immintrin.h>
 #endif
 
+#define INLINE static inline __attribute__((always_inline))
 #define LANES 16
 
 /* The compilers' own vector type, as wide as this variant's registers. */
@@ -69,29 +70,59 @@ static float combine(float *lane) {
     return lane[0];
 }
 
-static int finite(const float *x, uint32_t n) {
-    vi bad = {0};
-    uint32_t i = 0;
-    int32_t any = 0;
-    for (; i + WIDE <= n; i += WIDE) bad |= keys(load(x + i)) > 0x7f7fffff;
-    for (int j = 0; j < WIDE; j++) any |= bad[j];
-    for (; i < n; i++) any |= sid_key(x[i]) >= SID_KEY_INF;
-    return any == 0;
-}
-
-/* s made finite; s is no NaN. */
-static inline vf saturated(vf s) {
+/* Of signed integers. */
+static inline vi lower(vi a, vi b) {
 #if BYTES == 64
-    const __m512 max = _mm512_set1_ps(0x1.fffffep127f), min = _mm512_set1_ps(-0x1.fffffep127f);
-    return (vf)_mm512_min_ps(_mm512_max_ps((__m512)s, min), max);
+    return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b);
 #elif BYTES == 32
-    const __m256 max = _mm256_set1_ps(0x1.fffffep127f), min = _mm256_set1_ps(-0x1.fffffep127f);
-    return (vf)_mm256_min_ps(_mm256_max_ps((__m256)s, min), max);
+    return (vi)_mm256_min_epi32((__m256i)a, (__m256i)b);
 #else
-    const vi top = (vi){0} + 0x7f7fffff, k = keys(s);
-    return (vf)(either(k > top, top, k) | (bits(s) & ~0x7fffffff));
+    return either(a < b, a, b);
 #endif
 }
+static inline vi higher(vi a, vi b) {
+#if BYTES == 64
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif BYTES == 32
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    return either(a > b, a, b);
+#endif
+}
+
+/* Bit j: element j of a mask is set. */
+static inline uint64_t mask_of(vi m) {
+#if defined(SID_HAS_AVX512)
+    return _mm512_movepi32_mask((__m512i)m);
+#elif defined(SID_HAS_AVX2)
+    return (uint64_t)_mm256_movemask_ps((__m256)m);
+#elif defined(__SSE2__)
+    return (uint64_t)_mm_movemask_ps((__m128)m);
+#else
+    uint64_t bit = 0;
+    for (int j = 0; j < WIDE; j++) bit |= (uint64_t)(m[j] & 1) << j;
+    return bit;
+#endif
+}
+
+static uint32_t max_key(const float *x, uint32_t n) {
+    vi top[4] = {{0}};
+    uint32_t i = 0, max;
+    for (; i + 4 * WIDE <= n; i += 4 * WIDE)
+        for (int q = 0; q < 4; q++) top[q] = higher(top[q], keys(load(x + i + q * WIDE)));
+    const vi all = higher(higher(top[0], top[1]), higher(top[2], top[3]));
+#if BYTES == 64
+    max = (uint32_t)_mm512_reduce_max_epi32((__m512i)all);
+#else
+    max = 0;
+    for (int j = 0; j < WIDE; j++) max = (uint32_t)all[j] > max ? (uint32_t)all[j] : max;
+#endif
+    for (; i < n; i++) max = sid_key(x[i]) > max ? sid_key(x[i]) : max;
+    return max;
+}
+
+static int finite(const float *x, uint32_t n) { return max_key(x, n) < SID_KEY_INF; }
+
 static inline float saturated1(float s) {
     const float max = 0x1.fffffep127f;
     return s > max ? max : s < -max ? -max : s;
@@ -106,19 +137,10 @@ static inline vf below(vf x, vi key, vi limit) {
 }
 static inline vi wide_key(uint32_t key) { return (vi){0} + (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key); }
 
-/* With weights of 1, which are known when this is inlined, no product is left. */
-static inline int weighted(float *acc, const float *g, uint32_t n, uint32_t key, const float beta, const float gamma) {
-    const vi inf = (vi){0} + (int32_t)SID_KEY_INF, sent = wide_key(key);
-    vi bad = {0};
-    uint32_t i = 0;
-    int32_t any = 0;
-    for (; i + WIDE <= n; i += WIDE) {
-        const vf a = load(acc + i), b = load(g + i), x = below(b, keys(b), inf);
-        store(acc + i, saturated(below(a, keys(a), sent) * beta + x * gamma));
-        bad |= bits(b) ^ bits(x);
-    }
-    for (int j = 0; j < WIDE; j++) any |= bad[j];
-    for (; i < n; i++) {
+/* The law of add_weighted. */
+static int weighted_each(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma) {
+    int any = 0;
+    for (uint32_t i = 0; i < n; i++) {
         const int ok = sid_key(g[i]) < SID_KEY_INF;
         acc[i] = saturated1((sid_key(acc[i]) >= key ? 0.0f : acc[i]) * beta + (ok ? g[i] : 0.0f) * gamma);
         any |= !ok;
@@ -126,37 +148,82 @@ static inline int weighted(float *acc, const float *g, uint32_t n, uint32_t key,
     return any == 0;
 }
 
-static int add_kept(float *acc, const float *g, uint32_t n, uint32_t key) { return weighted(acc, g, n, key, 1, 1); }
+enum {
+    FOUR = 4 * WIDE
+};
+INLINE int any_beyond(vi key) { return mask_of(key > 0x7f7fffff) != 0; }
+
+/* What is kept is finite: where a sum is too, so was what was added, and there is nothing to saturate. With weights of 1,
+ * which are known when this is inlined, no product is left; nor, where nothing was sent, a comparison. */
+INLINE int weighted(float *acc, const float *g, uint32_t n, uint32_t key, const float beta, const float gamma,
+                    const int whole) {
+    const vi sent = wide_key(key);
+    uint32_t i = 0;
+    int ok = 1;
+    for (; i + FOUR <= n; i += FOUR) {
+        vf sum[4];
+        vi top = {0};
+        for (uint32_t q = 0; q < 4; q++) {
+            const vf a = load(acc + i + q * WIDE);
+            sum[q] = (whole ? a : below(a, keys(a), sent)) * beta + load(g + i + q * WIDE) * gamma;
+            top = higher(top, keys(sum[q]));
+        }
+        if (any_beyond(top))
+            ok &= weighted_each(acc + i, g + i, FOUR, key, beta, gamma);
+        else
+            for (uint32_t q = 0; q < 4; q++) store(acc + i + q * WIDE, sum[q]);
+    }
+    return ok & weighted_each(acc + i, g + i, n - i, key, beta, gamma);
+}
+
+static int add_kept(float *acc, const float *g, uint32_t n, uint32_t key) {
+    return key > 0x7fffffffu ? weighted(acc, g, n, key, 1, 1, 1) : weighted(acc, g, n, key, 1, 1, 0);
+}
 static int add_weighted(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma) {
-    return weighted(acc, g, n, key, beta, gamma);
+    return weighted(acc, g, n, key, beta, gamma, 0);
 }
 
 /* plain: of_u is 1 and of_g is 0, whose product would be another signed zero. */
-static inline int velocity(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
-                           const sid_velocity *c, const int plain) {
-    const float m = c->momentum, f = c->factor, of_u = c->of_u, of_g = c->of_g;
-    const vi inf = (vi){0} + (int32_t)SID_KEY_INF, sent = wide_key(key), masked = wide_key(mask);
-    vi bad = {0};
-    uint32_t i = 0;
-    int32_t any = 0;
-    for (; i + WIDE <= n; i += WIDE) {
-        const vf a = load(acc + i), b = load(g + i), v = load(u + i), ok = below(b, keys(b), inf), x = ok * f;
-        const vi k = keys(a);
-        const vf next = saturated(below(v, k, masked) * m + x);
-        store(u + i, next);
-        store(acc + i, saturated(below(a, k, sent) + (plain ? next : next * of_u + x * of_g)));
-        bad |= bits(b) ^ bits(ok);
-    }
-    for (int j = 0; j < WIDE; j++) any |= bad[j];
-    for (; i < n; i++) {
+INLINE int velocity_each(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
+                         const sid_velocity *c, const int plain) {
+    int any = 0;
+    for (uint32_t i = 0; i < n; i++) {
         const int ok = sid_key(g[i]) < SID_KEY_INF;
         const uint32_t k = sid_key(acc[i]);
-        const float x = (ok ? g[i] : 0.0f) * f;
-        u[i] = saturated1((k >= mask ? 0.0f : u[i]) * m + x);
-        acc[i] = saturated1((k >= key ? 0.0f : acc[i]) + (plain ? u[i] : u[i] * of_u + x * of_g));
+        const float x = (ok ? g[i] : 0.0f) * c->factor;
+        u[i] = saturated1((k >= mask ? 0.0f : u[i]) * c->momentum + x);
+        acc[i] = saturated1((k >= key ? 0.0f : acc[i]) + (plain ? u[i] : u[i] * c->of_u + x * c->of_g));
         any |= !ok;
     }
     return any == 0;
+}
+
+INLINE int velocity(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
+                    const sid_velocity *c, const int plain) {
+    const float m = c->momentum, f = c->factor, of_u = c->of_u, of_g = c->of_g;
+    const vi sent = wide_key(key), masked = wide_key(mask);
+    uint32_t i = 0;
+    int ok = 1;
+    for (; i + FOUR <= n; i += FOUR) {
+        vf next[4], sum[4];
+        vi top = {0};
+        for (uint32_t q = 0; q < 4; q++) {
+            const vf a = load(acc + i + q * WIDE), v = load(u + i + q * WIDE), x = load(g + i + q * WIDE) * f;
+            const vi k = keys(a);
+            next[q] = below(v, k, masked) * m + x;
+            sum[q] = below(a, k, sent) + (plain ? next[q] : next[q] * of_u + x * of_g);
+            top = higher(top, higher(keys(next[q]), keys(sum[q])));
+        }
+        if (any_beyond(top)) {
+            ok &= velocity_each(acc + i, u + i, g + i, FOUR, key, mask, c, plain);
+            continue;
+        }
+        for (uint32_t q = 0; q < 4; q++) {
+            store(u + i + q * WIDE, next[q]);
+            store(acc + i + q * WIDE, sum[q]);
+        }
+    }
+    return ok & velocity_each(acc + i, u + i, g + i, n - i, key, mask, c, plain);
 }
 
 static int add_velocity(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
@@ -208,7 +275,6 @@ static void subtract_from(float *acc, uint32_t n, uint32_t key, float value) {
  * Some registers of a row at a time, evenly spaced, down all rows: their sums do not wait for one another, stay in
  * registers, and are the ones that are added to one another first. */
 
-#define INLINE static inline __attribute__((always_inline))
 enum {
     ROW = SID_UNIT_LANES,
     MANY = 8,                   /* registers of one sum */
@@ -670,42 +736,6 @@ static double sum_log2(const float *x, uint32_t n, uint32_t *count) {
     for (int j = 0; j < 8; j++) rest[j] *= rest[j + 8];
     for (int j = 0; j < 4; j++) rest[j] *= rest[j + 4];
     return (double)exponent + sid_log((rest[0] * rest[1]) * (rest[2] * rest[3])) * 1.4426950408889634074;
-}
-
-/* Of signed integers. */
-static inline vi lower(vi a, vi b) {
-#if BYTES == 64
-    return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b);
-#elif BYTES == 32
-    return (vi)_mm256_min_epi32((__m256i)a, (__m256i)b);
-#else
-    return either(a < b, a, b);
-#endif
-}
-static inline vi higher(vi a, vi b) {
-#if BYTES == 64
-    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
-#elif BYTES == 32
-    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
-#else
-    return either(a > b, a, b);
-#endif
-}
-
-static uint32_t max_key(const float *x, uint32_t n) {
-    vi top[4] = {{0}};
-    uint32_t i = 0, max;
-    for (; i + 4 * WIDE <= n; i += 4 * WIDE)
-        for (int q = 0; q < 4; q++) top[q] = higher(top[q], keys(load(x + i + q * WIDE)));
-    const vi all = higher(higher(top[0], top[1]), higher(top[2], top[3]));
-#if BYTES == 64
-    max = (uint32_t)_mm512_reduce_max_epi32((__m512i)all);
-#else
-    max = 0;
-    for (int j = 0; j < WIDE; j++) max = (uint32_t)all[j] > max ? (uint32_t)all[j] : max;
-#endif
-    for (; i < n; i++) max = sid_key(x[i]) > max ? sid_key(x[i]) : max;
-    return max;
 }
 
 /* ---- grids -------------------------------------------------------------------------------------------------------
@@ -1312,20 +1342,6 @@ static void drain(float *x, float *y, uint32_t n, float s) {
 
 /* ---- signs ----------------------------------------------------------------------------------------------------- */
 
-/* Bit j: element j of a mask is set. */
-static inline uint64_t mask_of(vi m) {
-#if defined(SID_HAS_AVX512)
-    return _mm512_movepi32_mask((__m512i)m);
-#elif defined(SID_HAS_AVX2)
-    return (uint64_t)_mm256_movemask_ps((__m256)m);
-#elif defined(__SSE2__)
-    return (uint64_t)_mm_movemask_ps((__m128)m);
-#else
-    uint64_t bit = 0;
-    for (int j = 0; j < WIDE; j++) bit |= (uint64_t)(m[j] & 1) << j;
-    return bit;
-#endif
-}
 /* By integers: flushing denormals to zero must not change a sign. */
 static inline vi is_negative(vf v) { return (bits(v) ^ INT32_MIN) > 0; }
 static inline uint64_t negative_mask(vf v) {
