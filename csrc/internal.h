@@ -231,8 +231,9 @@ typedef enum sid_rounding {
 typedef struct sid_grid {
     sid_grid_kind kind;
     sid_rounding rounding;
-    float top; /* the largest number; what lies beyond becomes it */
-    float scale, inverse;
+    float top;      /* the largest number; what lies beyond becomes it */
+    uint32_t block; /* elements that share a scale, a multiple of 64; 0: all of them */
+    const float *scale, *inverse;
 } sid_grid;
 
 typedef struct sid_codes {
@@ -297,6 +298,8 @@ typedef struct sid_simd {
     /* Sum of log2 |x| over the count elements that are not 0: products in the lanes; to 6e-8 * count. */
     double (*sum_log2)(const float *x, uint32_t n, uint32_t *count);
     uint32_t (*max_key)(const float *x, uint32_t n); /* the largest key; 0 of none */
+    /* The same of each block. */
+    void (*block_keys)(const float *x, uint32_t n, uint32_t block, uint32_t *key);
     /* draws: uint16_t or uint32_t, one an element, as grid->rounding says; NULL beside SID_ROUND_NEAREST. */
     void (*quantise)(const float *x, uint32_t n, const sid_grid *grid, const void *draws, uint8_t *code);
     /* x -= what quantise() would send of it. */

@@ -125,16 +125,18 @@ enum {
     MOST_BLOCKS = SID_MAX_TILE / 64 /* of a tile */
 };
 
-/* The scales of a tile's blocks. In two loops, so that no division waits for the one before. */
-static void scales_of(const sid_plan *p, const quant_form *f, const float *x, uint32_t len, float *scale) {
+/* Of a tile's blocks, or of the group. */
+typedef struct scale_list {
+    uint32_t count;
+    float scale[MOST_BLOCKS], inverse[MOST_BLOCKS];
+} scale_list;
+
+static void block_scales(const sid_plan *p, const quant_form *f, const float *x, uint32_t len, float *scale) {
     const uint32_t blocks = (len + f->block - 1) / f->block;
     if (f->norm != NORM_L2) {
-        float m[MOST_BLOCKS];
-        for (uint32_t b = 0; b < blocks; b++) {
-            const uint32_t at = b * f->block, take = len - at < f->block ? len - at : f->block;
-            m[b] = sid_bits_f32(p->simd->max_key(x + at, take));
-        }
-        for (uint32_t b = 0; b < blocks; b++) scale[b] = quant_scale_of(m[b], f->top);
+        uint32_t key[MOST_BLOCKS];
+        p->simd->block_keys(x, len, f->block, key);
+        for (uint32_t b = 0; b < blocks; b++) scale[b] = quant_scale_of(sid_bits_f32(key[b]), f->top);
         return;
     }
     for (uint32_t b = 0; b < blocks; b++) {
@@ -146,8 +148,16 @@ static void scales_of(const sid_plan *p, const quant_form *f, const float *x, ui
     }
 }
 
-static sid_grid grid_of(const quant_form *f, float scale) {
-    return (sid_grid){f->kind, f->rounding, f->top, scale, scale > 0 ? 1.0f / scale : 0.0f};
+/* group: the scale where all elements share one. */
+static sid_grid grid_of(const sid_plan *p, const quant_form *f, const float *x, uint32_t len, float group,
+                        scale_list *s) {
+    s->count = f->block ? (len + f->block - 1) / f->block : 1;
+    if (f->block)
+        block_scales(p, f, x, len, s->scale);
+    else
+        s->scale[0] = group;
+    for (uint32_t b = 0; b < s->count; b++) s->inverse[b] = s->scale[b] > 0 ? 1.0f / s->scale[b] : 0.0f;
+    return (sid_grid){f->kind, f->rounding, f->top, f->block, s->scale, s->inverse};
 }
 
 static float group_scale(const sid_walk *w, const quant_form *f) {
@@ -163,17 +173,15 @@ typedef union draws {
     uint32_t word[SID_MAX_TILE];
 } draws;
 
-/* The tile's random bits; *size of each. NULL where none are drawn. */
-static const uint8_t *draw(const sid_plan *p, const quant_form *f, const sid_draw *d, uint64_t at, uint32_t len,
-                           draws *to, uint32_t *size) {
-    *size = 0;
+/* The tile's random bits. NULL where none are drawn. */
+static const void *draw(const sid_plan *p, const quant_form *f, const sid_draw *d, uint64_t at, uint32_t len,
+                        draws *to) {
     if (f->rounding == SID_ROUND_NEAREST) return NULL;
-    *size = f->rounding == SID_ROUND_DRAW16 ? 2 : 4;
-    if (*size == 2)
+    if (f->rounding == SID_ROUND_DRAW16)
         p->simd->draw16(d, at, len, to->half);
     else
         p->simd->draw32(d, at, len, to->word);
-    return (const uint8_t *)to;
+    return to;
 }
 
 static void begin(sid_walk *w) {
@@ -205,22 +213,16 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
         return;
     }
     draws room;
-    uint32_t size;
-    const uint8_t *d = draw(p, &f, &w->draw, at, len, &room, &size);
+    const void *d = draw(p, &f, &w->draw, at, len, &room);
     uint8_t *body = w->payload + quant_codes_at(p->n, f.block) + at * f.bits / 8, buf[SID_MAX_TILE];
     uint8_t *code = f.bits == 8 ? body : buf;
-    const uint32_t step = f.block ? f.block : len;
-    float scale[MOST_BLOCKS] = {t->scale};
-    if (f.block) scales_of(p, &f, acc, len, scale);
-    for (uint32_t i = 0, b = 0; i < len; i += step, b++) {
-        const uint32_t take = len - i < step ? len - i : step;
-        const sid_grid g = grid_of(&f, scale[b]);
-        if (f.block) {
-            memcpy(w->payload + SID_HEADER_BYTES + 4 * ((at + i) / f.block), &scale[b], 4);
-            t->scale = scale[b] > t->scale ? scale[b] : t->scale;
-        }
-        p->simd->quantise(acc + i, take, &g, d ? d + (size_t)i * size : NULL, code + i);
+    scale_list s;
+    const sid_grid g = grid_of(p, &f, acc, len, t->scale, &s);
+    if (f.block) {
+        memcpy(w->payload + SID_HEADER_BYTES + 4 * (at / f.block), s.scale, 4ull * s.count);
+        for (uint32_t b = 0; b < s.count; b++) t->scale = s.scale[b] > t->scale ? s.scale[b] : t->scale;
     }
+    p->simd->quantise(acc, len, &g, d, code);
     if (f.bits < 8) p->simd->pack(code, len, f.bits, body);
 }
 
@@ -251,17 +253,11 @@ static sid_verdict finish(sid_walk *w) {
 static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
     const quant_form f = quant_form_of(p);
     draws room;
-    uint32_t size;
     if (s->rule.scale == 0) return;
-    const uint8_t *d = draw(p, &f, &s->draw, at, len, &room, &size);
-    const uint32_t step = f.block ? f.block : len;
-    float scale[MOST_BLOCKS] = {s->rule.scale};
-    if (f.block) scales_of(p, &f, acc, len, scale);
-    for (uint32_t i = 0, b = 0; i < len; i += step, b++) {
-        const uint32_t take = len - i < step ? len - i : step;
-        const sid_grid g = grid_of(&f, scale[b]);
-        p->simd->take_out(acc + i, take, &g, d ? d + (size_t)i * size : NULL);
-    }
+    const void *d = draw(p, &f, &s->draw, at, len, &room);
+    scale_list of;
+    const sid_grid g = grid_of(p, &f, acc, len, s->rule.scale, &of);
+    p->simd->take_out(acc, len, &g, d);
 }
 
 static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }

@@ -32,6 +32,7 @@ enum {
 };
 typedef float vf __attribute__((vector_size(BYTES)));
 typedef int32_t vi __attribute__((vector_size(BYTES)));
+typedef uint32_t vn __attribute__((vector_size(BYTES)));
 
 static inline vf load(const float *x) {
     vf v;
@@ -44,12 +45,20 @@ typedef uint64_t vu __attribute__((vector_size(BYTES)));
 enum {
     LONGS = BYTES / 8
 };
+#if BYTES == 16
 typedef float vh __attribute__((vector_size(BYTES / 2)));
+#endif
 
 static inline vd wide(const float *x) {
+#if BYTES == 64 /* compilers make two halves of it */
+    return (vd)_mm512_cvtps_pd(_mm256_loadu_ps(x));
+#elif BYTES == 32
+    return (vd)_mm256_cvtps_pd(_mm_loadu_ps(x));
+#else
     vh v;
     memcpy(&v, x, sizeof v);
     return __builtin_convertvector(v, vd);
+#endif
 }
 static inline vd magnitudes(vd v) { return (vd)((vl)v & INT64_MAX); }
 static inline void store(float *x, vf v) { memcpy(x, &v, sizeof v); }
@@ -105,7 +114,7 @@ static inline uint64_t mask_of(vi m) {
 #endif
 }
 
-static uint32_t max_key(const float *x, uint32_t n) {
+INLINE uint32_t max_of(const float *x, uint32_t n) {
     vi top[4] = {{0}};
     uint32_t i = 0, max;
     for (; i + 4 * WIDE <= n; i += 4 * WIDE)
@@ -121,6 +130,10 @@ static uint32_t max_key(const float *x, uint32_t n) {
     return max;
 }
 
+static uint32_t max_key(const float *x, uint32_t n) { return max_of(x, n); }
+static void block_keys(const float *x, uint32_t n, uint32_t block, uint32_t *key) {
+    for (uint32_t b = 0, i = 0; i < n; b++, i += block) key[b] = max_of(x + i, n - i < block ? n - i : block);
+}
 static int finite(const float *x, uint32_t n) { return max_key(x, n) < SID_KEY_INF; }
 
 static inline float saturated1(float s) {
@@ -336,21 +349,39 @@ static float sum_abs(const float *x, uint32_t n) {
     return join_float(lane, ROW / MANY);
 }
 
+/* Lanes of a comparison: sums and counts of these alone. A zero is added to the others where there are no masks. */
+#if BYTES == 64
+typedef __mmask16 chosen;
+INLINE chosen from(vi key, vi low) { return _mm512_cmpge_epi32_mask((__m512i)key, (__m512i)low); }
+INLINE vf plus(vf sum, chosen m, vf x) { return (vf)_mm512_mask_add_ps((__m512)sum, m, (__m512)sum, (__m512)x); }
+typedef uint32_t tallies;
+INLINE tallies counted(tallies c, chosen m) { return c + (uint32_t)__builtin_popcount(m); }
+INLINE uint32_t sum_of(tallies c) { return c; }
+#else
+typedef vi chosen;
+INLINE chosen from(vi key, vi low) { return key >= low; }
+INLINE vf plus(vf sum, chosen m, vf x) { return sum + (vf)(bits(x) & m); }
+typedef vi tallies;
+INLINE tallies counted(tallies c, chosen m) { return c - m; }
+INLINE uint32_t sum_of(tallies c) { return total(c); }
+#endif
+
 static void tail_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]) {
     const vi from_a = (vi){0} + (int32_t)a, from_b = (vi){0} + (int32_t)b;
     float lane[3][ROW / SOME], last[ROW];
-    vi count_a = {0}, count_b = {0};
+    tallies count_a = {0}, count_b = {0};
     const uint32_t whole = whole_rows(x, n, last), none = (ROW - n % ROW) % ROW;
     for (uint32_t c = 0; c < ROW / SOME; c += WIDE) {
         vf all[SOME] = {{0}}, above_a[SOME] = {{0}}, above_b[SOME] = {{0}};
 #define ADD(p)                                                                                                         \
     for (int q = 0; q < SOME; q++) {                                                                                   \
-        const vi k = keys(load((p) + q * (ROW / SOME))), in_a = k >= from_a, in_b = k >= from_b;                       \
+        const vi k = keys(load((p) + q * (ROW / SOME)));                                                               \
+        const chosen in_a = from(k, from_a), in_b = from(k, from_b);                                                   \
         all[q] += (vf)k;                                                                                               \
-        above_a[q] += (vf)(k & in_a);                                                                                  \
-        above_b[q] += (vf)(k & in_b);                                                                                  \
-        count_a -= in_a;                                                                                               \
-        count_b -= in_b;                                                                                               \
+        above_a[q] = plus(above_a[q], in_a, (vf)k);                                                                    \
+        above_b[q] = plus(above_b[q], in_b, (vf)k);                                                                    \
+        count_a = counted(count_a, in_a);                                                                              \
+        count_b = counted(count_b, in_b);                                                                              \
     }
         DOWN(ADD);
 #undef ADD
@@ -359,8 +390,8 @@ static void tail_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float 
         store(lane[2] + c, FOLD_SOME(above_b));
     }
     /* the zeros that fill up the last row are not below 0 */
-    count[0] = total(count_a) - (a ? 0 : none);
-    count[1] = total(count_b) - (b ? 0 : none);
+    count[0] = sum_of(count_a) - (a ? 0 : none);
+    count[1] = sum_of(count_b) - (b ? 0 : none);
     for (int j = 0; j < 3; j++) sum[j] = join_float(lane[j], ROW / SOME);
 }
 
@@ -591,6 +622,17 @@ static uint32_t unpack(const sid_packed *from, uint32_t most, uint32_t end, uint
     return i;
 }
 
+/* sum + v * v, v once a float: the square is exact, so that one rounding is the same as two. */
+INLINE vd plus_square(vd sum, vd v) {
+#if BYTES == 64
+    return (vd)_mm512_fmadd_pd((__m512d)v, (__m512d)v, (__m512d)sum);
+#elif BYTES == 32
+    return (vd)_mm256_fmadd_pd((__m256d)v, (__m256d)v, (__m256d)sum);
+#else
+    return sum + v * v;
+#endif
+}
+
 /* In float64: a register holds half as many. */
 enum {
     HALF = WIDE / 2
@@ -604,7 +646,7 @@ static double sum_squares(const float *x, uint32_t n) {
 #define ADD(p)                                                                                                         \
     for (int q = 0; q < 4; q++) {                                                                                      \
         const vd v = wide((p) + q * (ROW / 4));                                                                        \
-        sum[q] += v * v;                                                                                               \
+        sum[q] = plus_square(sum[q], v);                                                                               \
     }
         DOWN(ADD);
 #undef ADD
@@ -638,28 +680,29 @@ static void probe_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float
     const vi from_a = (vi){0} + (int32_t)a, from_b = (vi){0} + (int32_t)b;
     const float at_a = sid_bits_f32(a), at_b = sid_bits_f32(b);
     float lane[5][ROW / FEW], last[ROW];
-    vi count_a = {0}, count_b = {0};
+    tallies count_a = {0}, count_b = {0};
     const uint32_t whole = whole_rows(x, n, last), none = (ROW - n % ROW) % ROW;
     for (uint32_t c = 0; c < ROW / FEW; c += WIDE) {
         vf part[5][FEW] = {{{0}}};
 #define ADD(p)                                                                                                         \
     for (int q = 0; q < FEW; q++) {                                                                                    \
-        const vi k = keys(load((p) + q * (ROW / FEW))), in_a = k >= from_a, in_b = k >= from_b;                        \
-        const vf over_b = (vf)(bits((vf)k - at_b) & in_b);                                                             \
+        const vi k = keys(load((p) + q * (ROW / FEW)));                                                                \
+        const chosen in_a = from(k, from_a), in_b = from(k, from_b);                                                   \
+        const vf over_b = (vf)k - at_b;                                                                                \
         part[0][q] += (vf)k;                                                                                           \
         part[1][q] += (vf)k * (vf)k;                                                                                   \
-        part[2][q] += (vf)(bits((vf)k - at_a) & in_a);                                                                 \
-        part[3][q] += over_b;                                                                                          \
-        part[4][q] += over_b * over_b;                                                                                 \
-        count_a -= in_a;                                                                                               \
-        count_b -= in_b;                                                                                               \
+        part[2][q] = plus(part[2][q], in_a, (vf)k - at_a);                                                             \
+        part[3][q] = plus(part[3][q], in_b, over_b);                                                                   \
+        part[4][q] = plus(part[4][q], in_b, over_b * over_b);                                                          \
+        count_a = counted(count_a, in_a);                                                                              \
+        count_b = counted(count_b, in_b);                                                                              \
     }
         DOWN(ADD);
 #undef ADD
         for (int j = 0; j < 5; j++) store(lane[j] + c, FOLD_2(part[j]));
     }
-    count[0] = total(count_a) - (a ? 0 : none);
-    count[1] = total(count_b) - (b ? 0 : none);
+    count[0] = sum_of(count_a) - (a ? 0 : none);
+    count[1] = sum_of(count_b) - (b ? 0 : none);
     for (int j = 0; j < 5; j++) sum[j] = join_float(lane[j], ROW / FEW);
 }
 
@@ -673,7 +716,7 @@ static void moments(const float *x, uint32_t n, double sum[3]) {
     for (int q = 0; q < SOME; q++) {                                                                                   \
         const vd v = wide((p) + q * (ROW / SOME));                                                                     \
         size[q] += magnitudes(v);                                                                                      \
-        square[q] += v * v;                                                                                            \
+        square[q] = plus_square(square[q], v);                                                                         \
         plain[q] += v;                                                                                                 \
     }
         DOWN(ADD);
@@ -761,17 +804,25 @@ INLINE vi load_signed_bytes(const uint8_t *p) {
     return (vi){(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]};
 #endif
 }
-INLINE void store_bytes(uint8_t *p, vi v) { /* the low 8 bits of each */
+/* The low 8 bits of 4 * WIDE numbers, each of which fits in 8 bits, with a sign or without. */
+INLINE void store_bytes(uint8_t *p, const vi *v, int with_sign) {
 #if BYTES == 64
-    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)v));
+    const __m512i *x = (const __m512i *)v;
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i a = with_sign ? _mm512_packs_epi32(x[0], x[1]) : _mm512_packus_epi32(x[0], x[1]);
+    const __m512i b = with_sign ? _mm512_packs_epi32(x[2], x[3]) : _mm512_packus_epi32(x[2], x[3]);
+    const __m512i all = with_sign ? _mm512_packs_epi16(a, b) : _mm512_packus_epi16(a, b);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, all));
 #elif BYTES == 32
-    const __m256i first = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1,
-                                           -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-    const __m256i b = _mm256_shuffle_epi8((__m256i)v, first);
-    _mm_storel_epi64((__m128i *)(void *)p,
-                     _mm_unpacklo_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1)));
+    const __m256i *x = (const __m256i *)v, order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i a = with_sign ? _mm256_packs_epi32(x[0], x[1]) : _mm256_packus_epi32(x[0], x[1]);
+    const __m256i b = with_sign ? _mm256_packs_epi32(x[2], x[3]) : _mm256_packus_epi32(x[2], x[3]);
+    const __m256i all = with_sign ? _mm256_packs_epi16(a, b) : _mm256_packus_epi16(a, b);
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm256_permutevar8x32_epi32(all, order));
 #else
-    for (int j = 0; j < WIDE; j++) p[j] = (uint8_t)v[j];
+    (void)with_sign;
+    for (int q = 0; q < 4; q++)
+        for (int j = 0; j < WIDE; j++) p[q * WIDE + j] = (uint8_t)v[q][j];
 #endif
 }
 /* Random bits of WIDE elements from the i-th on. */
@@ -803,12 +854,34 @@ INLINE int32_t integer_of(float l, float top, sid_rounding rounding, uint32_t dr
     const int32_t i = rounding == SID_ROUND_DRAW16 ? sid_dither16(a, draw) : sid_dither32(a, draw);
     return k == sid_f32_bits(l) ? i : -i;
 }
-INLINE vi dither16(vf a, vi draw) { return to_int(a + (to_float(draw) + 0.5f) * 0x1p-16f); }
+/* sid_dither16's sum; the product in it is exact. */
+INLINE vf dithered16(vf a, vi draw) {
+    const vf d = to_float(draw) + 0.5f;
+#if BYTES == 64
+    return (vf)_mm512_fmadd_ps((__m512)d, _mm512_set1_ps(0x1p-16f), (__m512)a);
+#elif BYTES == 32
+    return (vf)_mm256_fmadd_ps((__m256)d, _mm256_set1_ps(0x1p-16f), (__m256)a);
+#else
+    return a + d * 0x1p-16f;
+#endif
+}
+INLINE vi dither16(vf a, vi draw) { return to_int(dithered16(a, draw)); }
+/* sid_nearest. */
+INLINE vi nearest(vf l) {
+#if BYTES == 64
+    return (vi)_mm512_cvtps_epi32((__m512)l);
+#elif BYTES == 32
+    return (vi)_mm256_cvtps_epi32((__m256)l);
+#else
+    return (vi)(l + 0x1.8p23f) - 0x4b400000;
+#endif
+}
 INLINE vi integers_of(vf l, float top, sid_rounding rounding, vi draw) {
-    if (rounding == SID_ROUND_NEAREST) return (vi)(l + 0x1.8p23f) - 0x4b400000;
+    if (rounding == SID_ROUND_NEAREST) return nearest(l);
     const vi minus = bits(l) >> 31; /* 0 or -1 */
     const vf a = (vf)lower(keys(l), (vi){0} + (int32_t)sid_f32_bits(top));
-    if (rounding == SID_ROUND_DRAW16) return (dither16(a, draw) ^ minus) - minus;
+    if (rounding == SID_ROUND_DRAW16) /* towards 0 from either side */
+        return to_int((vf)(bits(dithered16(a, draw)) | (bits(l) & INT32_MIN)));
     const vi i = to_int(a), up = to_int((a - to_float(i)) * 0x1p31f) > ((draw >> 1) & 0x7fffffff);
     return ((i - up) ^ minus) - minus;
 }
@@ -830,7 +903,9 @@ INLINE vi float8s_of(vf l, float top, sid_grid_kind kind, sid_rounding rounding,
         const vi power = higher(k, (vi){0} + normal) & 0x7f800000, big = power + half;
         const vf sum = (vf)k + (vf)big;
         if (number) return bits(sum - (vf)big) | sign;
-        return (bits(sum) - big + ((power - normal) >> shift)) | ((sign >> 24) & 0x80);
+        /* that number is the sum's lowest bits: of big there are none */
+        const vi code = bits(sum) + (power >> shift) - (normal >> shift);
+        return either((vi){0} + 0x7f, code, (vi)((vn)l >> 24));
     }
     const float unit = mantissa == 3 ? 0x1p-9f : 0x1p-16f;
     const vi small = k < normal, low = dither16((vf)(k & small) * (1.0f / unit), draw);
@@ -850,38 +925,53 @@ INLINE vf from_float8s(vi code, sid_grid_kind kind) {
 
 INLINE void quantise_as(const float *x, uint32_t n, const sid_grid *g, const void *draws, uint8_t *code,
                         sid_grid_kind kind, sid_rounding rounding) {
-    const float inverse = g->inverse, top = g->top;
-    uint32_t i = 0;
-    for (; i + WIDE <= n; i += WIDE) {
-        const vf l = load(x + i) * inverse;
-        const vi draw = load_draws(draws, i, rounding);
-        store_bytes(code + i, kind == SID_GRID_INTEGERS ? integers_of(l, top, rounding, draw)
-                                                        : float8s_of(l, top, kind, rounding, draw, 0));
+    const float top = g->top;
+    for (uint32_t b = 0, i = 0; i < n; b++) {
+        const uint32_t end = g->block && g->block < n - i ? i + g->block : n;
+        const float inverse = g->inverse[b];
+        for (; i + FOUR <= end; i += FOUR) {
+            vi c[4];
+            for (uint32_t q = 0; q < 4; q++) {
+                const vf l = load(x + i + q * WIDE) * inverse;
+                const vi draw = load_draws(draws, i + q * WIDE, rounding);
+                c[q] = kind == SID_GRID_INTEGERS ? integers_of(l, top, rounding, draw)
+                                                 : float8s_of(l, top, kind, rounding, draw, 0);
+            }
+            store_bytes(code + i, c, kind == SID_GRID_INTEGERS);
+        }
+        for (; i < end; i++) {
+            const float l = x[i] * inverse;
+            const uint32_t draw = load_draw(draws, i, rounding);
+            code[i] = (uint8_t)(kind == SID_GRID_INTEGERS ? (uint32_t)integer_of(l, top, rounding, draw)
+                                                          : float8_of(l, top, kind, rounding, draw));
+        }
     }
-    for (; i < n; i++) {
-        const float l = x[i] * inverse;
-        const uint32_t draw = load_draw(draws, i, rounding);
-        code[i] = (uint8_t)(kind == SID_GRID_INTEGERS ? (uint32_t)integer_of(l, top, rounding, draw)
-                                                      : float8_of(l, top, kind, rounding, draw));
-    }
+}
+/* What an integer grid makes of l, as a float: to nearest without leaving floats. */
+INLINE vf whole_of(vf l, float top, sid_rounding rounding, vi draw) {
+    if (rounding == SID_ROUND_NEAREST) return l + 0x1.8p23f - 0x1.8p23f;
+    return to_float(integers_of(l, top, rounding, draw));
 }
 INLINE void take_out_as(float *x, uint32_t n, const sid_grid *g, const void *draws, sid_grid_kind kind,
                         sid_rounding rounding) {
-    const float inverse = g->inverse, top = g->top, scale = g->scale;
-    uint32_t i = 0;
-    for (; i + WIDE <= n; i += WIDE) {
-        const vf v = load(x + i), l = v * inverse;
-        const vi draw = load_draws(draws, i, rounding);
-        store(x + i, v - (kind == SID_GRID_INTEGERS ? to_float(integers_of(l, top, rounding, draw))
-                                                    : (vf)float8s_of(l, top, kind, rounding, draw, 1)) *
-                             scale);
-    }
-    for (; i < n; i++) {
-        const float l = x[i] * inverse;
-        const uint32_t draw = load_draw(draws, i, rounding);
-        x[i] -= scale * (kind == SID_GRID_INTEGERS
-                             ? (float)integer_of(l, top, rounding, draw)
-                             : sid_f8_to_f32(float8_of(l, top, kind, rounding, draw), mantissa_of(kind)));
+    const float top = g->top;
+    for (uint32_t b = 0, i = 0; i < n; b++) {
+        const uint32_t end = g->block && g->block < n - i ? i + g->block : n;
+        const float inverse = g->inverse[b], scale = g->scale[b];
+        for (; i + WIDE <= end; i += WIDE) {
+            const vf v = load(x + i), l = v * inverse;
+            const vi draw = load_draws(draws, i, rounding);
+            store(x + i, v - (kind == SID_GRID_INTEGERS ? whole_of(l, top, rounding, draw)
+                                                        : (vf)float8s_of(l, top, kind, rounding, draw, 1)) *
+                                 scale);
+        }
+        for (; i < end; i++) {
+            const float l = x[i] * inverse;
+            const uint32_t draw = load_draw(draws, i, rounding);
+            x[i] -= scale * (kind == SID_GRID_INTEGERS
+                                 ? (float)integer_of(l, top, rounding, draw)
+                                 : sid_f8_to_f32(float8_of(l, top, kind, rounding, draw), mantissa_of(kind)));
+        }
     }
 }
 
@@ -1092,6 +1182,30 @@ static void add_codes(const sid_codes *from, uint32_t count, float *out, uint32_
         add_as(from, count, out, n, block, SID_GRID_INTEGERS, width);
 }
 
+#if BYTES >= 32
+/* Fields of 2 or 4 bits, one a byte. */
+INLINE void pack_words(vu x, uint32_t width, uint8_t *out) {
+    const int32_t four = 1 | 4 << 8 | 1 << 16 | 4 << 24, sixteen = 1 | 16 << 8 | 1 << 16 | 16 << 24;
+#if BYTES == 64
+    const __m512i by = _mm512_set1_epi32(width == 2 ? four : sixteen), pairs = _mm512_maddubs_epi16((__m512i)x, by);
+    if (width == 4)
+        _mm256_storeu_si256((__m256i *)(void *)out, _mm512_cvtepi16_epi8(pairs));
+    else
+        _mm_storeu_si128((__m128i *)(void *)out,
+                         _mm512_cvtepi32_epi8(_mm512_madd_epi16(pairs, _mm512_set1_epi32(1 | 16 << 16))));
+#else
+    const __m256i by = _mm256_set1_epi32(width == 2 ? four : sixteen), pairs = _mm256_maddubs_epi16((__m256i)x, by);
+    const __m256i words = width == 4 ? pairs : _mm256_madd_epi16(pairs, _mm256_set1_epi32(1 | 16 << 16));
+    const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+    const __m128i bytes = width == 4 ? _mm_packus_epi16(low, high) : _mm_packus_epi32(low, high);
+    if (width == 4)
+        _mm_storeu_si128((__m128i *)(void *)out, bytes);
+    else
+        _mm_storel_epi64((__m128i *)(void *)out, _mm_packus_epi16(bytes, bytes));
+#endif
+}
+#endif
+
 /* Eight fields, one a byte, move together: in pairs, in pairs of pairs, and once more. */
 static void pack(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out) {
     const uint64_t first = 0x00ff00ff00ff00ffull, pair = 0x0000ffff0000ffffull, half = 0x00000000ffffffffull;
@@ -1105,19 +1219,15 @@ static void pack(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out) 
         else
             memcpy(&x, code + i, take);
         x &= mask;
-        x = (x & first) | (x & ~first) >> (8 - width);
-        x = (x & pair) | (x & ~pair) >> (16 - 2 * width);
-        x = (x & half) | (x & ~half) >> (32 - 4 * width);
-#if BYTES == 64
-        if (take == 64 && width == 2) { /* the low parts of all longs at once */
-            _mm_storeu_si128((__m128i *)(void *)(out + i / 4), _mm512_cvtepi64_epi16((__m512i)x));
-            continue;
-        }
-        if (take == 64 && width == 4) {
-            _mm256_storeu_si256((__m256i *)(void *)(out + i / 2), _mm512_cvtepi64_epi32((__m512i)x));
+#if BYTES >= 32
+        if (take == 8 * LONGS && in_words(width)) { /* neighbours, and their neighbours, joined by products */
+            pack_words(x, width, out + i * width / 8);
             continue;
         }
 #endif
+        x = (x & first) | (x & ~first) >> (8 - width);
+        x = (x & pair) | (x & ~pair) >> (16 - 2 * width);
+        x = (x & half) | (x & ~half) >> (32 - 4 * width);
         for (uint32_t j = 0, at = i / 8 * width; j < LONGS && at < bytes; j++, at += width) {
             const uint64_t word = x[j];
             if (at + 8 <= bytes)
@@ -1594,7 +1704,7 @@ INLINE vu product(vu a, vu b) { /* of the lower halves */
 
 /* Writes 4 * BLOCKS words. Long j of a set is block j / 2, odd ones LONGS / 2 more: then interleaving pairs of longs is
  * the order of memory. */
-static inline void philox(const sid_draw *d, uint64_t at, uint32_t *out) {
+static inline void philox(const sid_draw *d, uint64_t at, void *out) {
     const vu m0 = (vu){0} + 0xd2511f53u, m1 = (vu){0} + 0xcd9e8d57u, low = (vu){0} + 0xffffffffu;
     vu c0[SETS], c1[SETS], c2[SETS], c3[SETS];
     uint32_t k0 = d->salt, k1 = d->group;
@@ -1628,7 +1738,7 @@ static inline void philox(const sid_draw *d, uint64_t at, uint32_t *out) {
 #else
         const vu x[2] = {{p[0], r[0]}, {p[1], r[1]}};
 #endif
-        memcpy(out + q * 4 * LONGS, x, sizeof x);
+        memcpy((uint8_t *)out + (uint32_t)q * sizeof x, x, sizeof x);
     }
 }
 
@@ -1637,11 +1747,7 @@ static void draw32(const sid_draw *d, uint64_t at, uint32_t len, uint32_t *out) 
 }
 
 static void draw16(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out) {
-    for (uint32_t i = 0; i < len; i += 8 * BLOCKS) {
-        uint32_t words[4 * BLOCKS];
-        philox(d, (at + i) / 8, words);
-        memcpy(out + i, words, sizeof words); /* little-endian: the low half is the first */
-    }
+    for (uint32_t i = 0; i < len; i += 8 * BLOCKS) philox(d, (at + i) / 8, out + i); /* the low half is the first */
 }
 
 #define GLUE2(a, b) a##b
@@ -1670,6 +1776,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .probe_sums = probe_sums,
     .sum_log2 = sum_log2,
     .max_key = max_key,
+    .block_keys = block_keys,
     .quantise = quantise,
     .take_out = take_out,
     .add_codes = add_codes,
