@@ -44,7 +44,7 @@ def build() -> Path:
             link.symlink_to(os.path.relpath(source, package))
     make, cxx = TOOLS
     flags = (
-        "-std=c++17 -O2 -g -fPIC -ffp-contract=off -fsanitize=undefined -fno-sanitize-recover=all "
+        "-std=c++17 -O1 -fPIC -ffp-contract=off -fsanitize=undefined -fno-sanitize-recover=all "
         "-Icsrc -Icuda -Itests/cuda"
     )
     call([
