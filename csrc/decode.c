@@ -77,7 +77,7 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
 
     const int fill = report->nonfinite && !linear;
     const int told = memory && p->memory->received && !report->nonfinite;
-    const int past = p->n >= STREAM_FROM && dtype == SID_F32;
+    const int past = p->n >= STREAM_FROM;
     float x[SID_DECODE_TILE] = {0};
     uint64_t off = 0;
     for (uint64_t from = 0; from < p->n; from += SID_DECODE_TILE) {
@@ -87,7 +87,7 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
         else
             p->codec->decode(&g, x, from, len);
         if (linear && !memory && !p->simd->finite(x, len)) report->nonfinite = 1;
-        if (!past || told) p->simd->scale(x, x, len, g.scale);
+        if (dtype != SID_F32 || told) p->simd->scale(x, x, len, g.scale);
         if (told) {
             float *vec[SID_MAX_VECTORS];
             for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, state, v) + from;
@@ -100,16 +100,16 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
             }
             const uint64_t left = seg->len - off;
             const uint32_t take = left < len - pos ? (uint32_t)left : len - pos;
-            if (past)
-                p->simd->drain(x + pos, (float *)seg->ptr + off, take, told ? 1.0f : g.scale);
+            if (dtype == SID_F32)
+                p->simd->drain(x + pos, (float *)seg->ptr + off, take, told ? 1.0f : g.scale, past);
             else
                 sid_store(p->simd, dtype, seg->ptr, off, take, x + pos);
             off += take;
             pos += take;
         }
-        if (!past) memset(x, 0, 4ull * len);
+        if (dtype != SID_F32) memset(x, 0, 4ull * len);
     }
-    if (past) p->simd->fence();
+    if (past && dtype == SID_F32) p->simd->fence();
     if (p->codec->learn && state && count == 1 && !report->nonfinite) p->codec->learn(p, state, payloads);
 }
 

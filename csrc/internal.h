@@ -328,7 +328,7 @@ typedef struct sid_simd {
      * bfloat16. */
     void (*half_body)(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16);
     void (*half_keep)(float *x, uint32_t n, uint32_t key, float s, float inverse, float max, int bf16);
-    void (*drain)(float *x, float *y, uint32_t n, float s); /* y = x * s past the caches, x = 0 */
+    void (*drain)(float *x, float *y, uint32_t n, float s, int past); /* y = x * s, past the caches or not; x = 0 */
     /* Random bits of elements at .. at + len of the stream; `at` a multiple of 8, room in out for 512 bytes from any
      * multiple of 512 that it reaches. draw16: 16 bits an element, half as costly. rng.h is the law. */
     void (*draw16)(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out);

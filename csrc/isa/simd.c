@@ -353,6 +353,7 @@ static float sum_abs(const float *x, uint32_t n) {
 #if BYTES == 64
 typedef __mmask16 chosen;
 INLINE chosen from(vi key, vi low) { return _mm512_cmpge_epi32_mask((__m512i)key, (__m512i)low); }
+INLINE uint64_t word_of(chosen m) { return m; } /* bit j: lane j */
 INLINE vf plus(vf sum, chosen m, vf x) { return (vf)_mm512_mask_add_ps((__m512)sum, m, (__m512)sum, (__m512)x); }
 typedef uint32_t tallies;
 INLINE tallies counted(tallies c, chosen m) { return c + (uint32_t)__builtin_popcount(m); }
@@ -360,6 +361,7 @@ INLINE uint32_t sum_of(tallies c) { return c; }
 #else
 typedef vi chosen;
 INLINE chosen from(vi key, vi low) { return key >= low; }
+INLINE uint64_t word_of(chosen m) { return mask_of(m); }
 INLINE vf plus(vf sum, chosen m, vf x) { return sum + (vf)(bits(x) & m); }
 typedef vi tallies;
 INLINE tallies counted(tallies c, chosen m) { return c - m; }
@@ -412,19 +414,54 @@ static __m256i left8(unsigned m) {
 }
 #endif
 
+enum {
+    A_FEW = 48 /* of a tile: below, they are taken out one by one */
+};
+/* Where a hit in FOUR elements is rare, a test skips them; where it is neither rare nor sure, mispredicting the test costs
+ * more than writing some entries that may be none. */
+INLINE uint32_t capture_few(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val,
+                            const uint32_t slots, const int rare) {
+    const vi low = (vi){0} + (int32_t)key;
+    uint32_t c = 0;
+    for (uint32_t i = 0; i < n; i += FOUR) {
+        uint64_t hits = 0;
+        for (uint32_t q = 0; q < 4; q++) hits |= word_of(from(keys(load(x + i + q * WIDE)), low)) << q * WIDE;
+        if (rare && !hits) continue;
+        const uint32_t end = c + (uint32_t)__builtin_popcountll(hits);
+        for (uint32_t k = 0; k < slots; k++, hits &= hits - 1) {
+            const uint32_t j = i + (uint32_t)__builtin_ctzll(hits | 1ull << (FOUR - 1));
+            idx[c + k] = (uint16_t)(base + j);
+            val[c + k] = x[j];
+        }
+        for (c += slots; c < end; c++, hits &= hits - 1) {
+            const uint32_t j = i + (uint32_t)__builtin_ctzll(hits);
+            idx[c] = (uint16_t)(base + j);
+            val[c] = x[j];
+        }
+        c = end;
+    }
+    return c;
+}
+
 static uint32_t capture(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val,
                         uint32_t expected) {
     uint32_t c = 0, i = 0;
-    (void)expected;
     if (key > 0x7fffffffu) return 0;
+    if (expected < A_FEW) {
+        i = n / FOUR * FOUR;
+        if (expected < 4)
+            c = capture_few(x, i, key, base, idx, val, 1, 1);
+        else if (expected < A_FEW / 3)
+            c = capture_few(x, i, key, base, idx, val, (FOUR + 31) / 32, 0);
+        else
+            c = capture_few(x, i, key, base, idx, val, FOUR / 16, 0);
+    }
 #ifdef SID_HAS_AVX512
     const __m512i low = _mm512_set1_epi32((int)key - 1), step = _mm512_set1_epi32(16);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     for (; i + 64 <= n; i += 64) {
         __mmask16 m[4];
         for (int j = 0; j < 4; j++) m[j] = _mm512_cmpgt_epi32_mask(keys16(x + i + 16 * j), low);
-        /* where some hit in 64 is neither rare nor sure, mispredicting the test costs more than doing without it */
-        if (expected < 4 && !(m[0] | m[1] | m[2] | m[3])) continue;
         __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(base + i)));
         for (int j = 0; j < 4; j++) {
             _mm512_storeu_ps(val + c, _mm512_maskz_compress_ps(m[j], _mm512_loadu_ps(x + i + 16 * j)));
@@ -1430,24 +1467,47 @@ static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse
     }
 }
 
-/* y = x * s past the caches, and x = 0. */
-static void drain(float *x, float *y, uint32_t n, float s) {
+/* y = x * s, past the caches or not, and x = 0. */
+INLINE void drain_to(float *x, float *y, uint32_t n, float s, const int past) {
     uint32_t i = 0;
 #if defined(__SSE2__)
-    for (; i < n && ((uintptr_t)(y + i) & 63u); i++) y[i] = x[i] * s;
+    if (past)
+        for (; i < n && ((uintptr_t)(y + i) & 63u); i++) {
+            y[i] = x[i] * s;
+            x[i] = 0;
+        }
+#endif
     for (; i + WIDE <= n; i += WIDE) {
         const vf v = load(x + i) * s;
+        store(x + i, (vf){0});
 #if BYTES == 64
-        _mm512_stream_ps(y + i, (__m512)v);
+        if (past) {
+            _mm512_stream_ps(y + i, (__m512)v);
+            continue;
+        }
 #elif BYTES == 32
-        _mm256_stream_ps(y + i, (__m256)v);
-#else
-        _mm_stream_ps(y + i, (__m128)v);
+        if (past) {
+            _mm256_stream_ps(y + i, (__m256)v);
+            continue;
+        }
+#elif defined(__SSE2__)
+        if (past) {
+            _mm_stream_ps(y + i, (__m128)v);
+            continue;
+        }
 #endif
+        store(y + i, v);
     }
-#endif
-    for (; i < n; i++) y[i] = x[i] * s;
-    memset(x, 0, 4ull * n);
+    for (; i < n; i++) {
+        y[i] = x[i] * s;
+        x[i] = 0;
+    }
+}
+static void drain(float *x, float *y, uint32_t n, float s, int past) {
+    if (past)
+        drain_to(x, y, n, s, 1);
+    else
+        drain_to(x, y, n, s, 0);
 }
 
 /* ---- signs ----------------------------------------------------------------------------------------------------- */
