@@ -141,6 +141,28 @@ def run_sanitizers(deadline: float) -> dict[str, Any]:
     return results
 
 
+def run_ranks(deadline: float) -> dict[str, Any]:
+    """Two and three ranks on this GPU, with torch's collectives and with our own."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import one_gpu
+
+    results: dict[str, Any] = {"rows": [], "wrong": []}
+    for world in (2, 3):
+        if time.monotonic() > deadline:
+            say(f"{world} ranks: left out: no time")
+            continue
+        got = one_gpu.check(world)
+        results["rows"] += [{"ranks": world, **row} for row in got["rows"]]
+        results["wrong"] += got["wrong"]
+        for row in got["rows"]:
+            say(
+                f"  {world} ranks, {row['codec']:10} host's time a group: torch {row['torch us']:7.1f} us, "
+                f"native {row['native us']:7.1f} us"
+            )
+        say(f"{world} ranks: " + ("; ".join(got["wrong"]) or "the same weights on all, either way"))
+    return results
+
+
 # ---- timing ------------------------------------------------------------------------------------
 
 
@@ -378,6 +400,15 @@ def write(results: dict[str, Any], folder: Path) -> None:
     ]
     lines += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(cell(r.get(c, "")) for c in columns) + " |" for r in results["rows"]]
+    if ranks := results["ranks"]["rows"]:
+        lines += [
+            "",
+            "Ranks on this GPU (benchmarks/one_gpu.py): the host's time to enqueue a group's step.",
+            "",
+        ]
+        lines += ["| " + " | ".join(ranks[0]) + " |", "|" + " --- |" * len(ranks[0])]
+        lines += ["| " + " | ".join(cell(v) for v in r.values()) + " |" for r in ranks]
+    lines += ["", *(f"Ranks on this GPU: {w}" for w in results["ranks"]["wrong"])]
     lines += ["", f"Tests: {results['tests']['summary']}."]
     lines += [f"{tool}: {verdict}." for tool, verdict in results["sanitizers"].items()]
     lines += ["", ", ".join(f"{k} {v}" for k, v in m.items() if v) + ".", ""]
@@ -402,11 +433,16 @@ def main() -> int:
         say(f"gpu-check: skipped: {why}; everything was compiled, nothing could be run")
         return SKIPPED
     tests = run_tests()
+    ranks = run_ranks(deadline - 200)
     rows = measure(deadline - 60)
     sanitizers = run_sanitizers(deadline - 60)
     today = datetime.date.today().isoformat()
-    write({"date": today, "machine": machine(), "tests": tests, "sanitizers": sanitizers, "rows": rows}, out)
-    failed = tests["status"] or any(v.startswith("failed") for v in sanitizers.values())
+    results = {
+        "date": today, "machine": machine(), "tests": tests, "ranks": ranks, "sanitizers": sanitizers,
+        "rows": rows,
+    }  # fmt: skip
+    write(results, out)
+    failed = tests["status"] or ranks["wrong"] or any(v.startswith("failed") for v in sanitizers.values())
     say("gpu-check: " + ("something failed; see above" if failed else "all went well"))
     return 1 if failed else 0
 

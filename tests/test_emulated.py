@@ -1,4 +1,4 @@
-"""test_cuda.py and test_nccl.py without a GPU: cuda/'s kernels, built for the CPU emulation of tests/cuda.
+"""test_cuda.py and NCCL's tests without a GPU: cuda/'s kernels, built for the CPU emulation of tests/cuda.
 
 Undefined behaviour stops the run, misaligned 8- and 16-byte accesses among it, which a GPU would refuse.
 """
@@ -59,7 +59,7 @@ def build() -> Path:
 
 
 def run(share: int, tests: str = "tests/test_cuda.py") -> None:
-    path = os.pathsep.join([str(build()), str(ROOT / "tests")])
+    path = os.pathsep.join(map(str, [build(), ROOT / "tests", ROOT / "tests" / "ddp"]))
     call(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests],
         PYTHONPATH=path,
@@ -73,6 +73,10 @@ def test_kernels_on_the_emulation() -> None:
 
 def test_nccl_on_the_emulation() -> None:
     run(share=1, tests="tests/test_nccl.py")
+
+
+def test_the_native_transport_on_the_emulation() -> None:
+    run(share=1, tests="tests/ddp/test_native.py")
 
 
 @pytest.mark.slow

@@ -93,6 +93,10 @@ def make_layout(
                 f"exchange={route.exchange.name!r} works on the CPU only: leave it out on CUDA"
             )
         route.warn(exchange.world)
+    if settings.transport == "native":
+        if lane is None:
+            raise UnsupportedError("transport='native' is NCCL, which is for CUDA: leave it out on the CPU")
+        lane.find_native()
     # Reducing in place tells nothing about NaN, and a memory beside it has to know.
     direct = lane is None and not any(plan.vectors for plan in plans)
     groups = [
@@ -146,5 +150,6 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
     return (
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
         f"checksum_every {settings.checksum_every}, {[way.label for way in settings.ways]}, "
-        f"policy {settings.policy.saved()}, full_every {settings.full_every}"
+        f"policy {settings.policy.saved()}, full_every {settings.full_every}, "
+        f"transport {settings.transport}"
     )

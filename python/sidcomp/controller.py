@@ -15,8 +15,6 @@ from statistics import median
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from sidcomp import observe, search
 from sidcomp.checkpoint import Resume, way_of
 from sidcomp.groups import DENSE, Regime
@@ -129,7 +127,7 @@ class Controller:
         """Before the first bucket of an iteration, on every rank: the regime from here on. Collectives run
         here."""
         if p.lane is not None and self.report.stage not in FOUND:
-            torch.cuda.synchronize(p.lane.device)  # else the host's clock tells when it was asked, not done
+            p.lane.wait(everything=True)  # else the host's clock tells when it was asked, not done
         self._entered = perf_counter_ns()
         self._p, self._binding = p, binding
         try:

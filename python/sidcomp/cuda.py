@@ -1,7 +1,10 @@
 """The step on a CUDA device: encode, exchange and decode on one side stream. The host waits for nothing."""
 
 import struct
+import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,13 +12,15 @@ import torch
 from sidcomp import _core
 from sidcomp.errors import CorruptPayloadError, UnsupportedError
 from sidcomp.layout import Block, Group
+from sidcomp.native import Native, Progress, open_library
 from sidcomp.registry import find_codec
 
 if TYPE_CHECKING:
     from sidcomp.exchange import Exchange
 
 _STATS = struct.Struct("<QQQfII")  # sid_stats
-_REPORT = struct.Struct("<4I")  # nonfinite, culprit, status, 0
+_REPORT_BYTES = 16  # nonfinite, culprit, status, and 0; as the host sees it, step + 1
+_MARKS = 2**32
 
 
 @dataclass
@@ -31,22 +36,26 @@ class DeviceStats:
 
 
 class Resident:
-    """What a group keeps on the device beside its blocks, and the host's late copy of its report."""
+    """What a group keeps on the device beside its blocks, and the host's late view of its report."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shown: torch.Tensor) -> None:
         self.stats = Block(_STATS.size, device)
-        self.report = Block(_REPORT.size, device)
-        self.report_seen = torch.zeros(_REPORT.size, dtype=torch.uint8, pin_memory=True)
+        self.report = Block(_REPORT_BYTES, device)
+        self.shown = shown.data_ptr()
+        self.seen = memoryview(shown.numpy().data).cast("I")  # written by the device
+        self.mark = 0  # of the last step that was enqueued
         self.table = torch.empty(0)
         self.placed_for: _core.Segments | None = None
+        self.places: _core.DeviceGroup
 
 
 class CudaLane:
     """A side stream of one device, in which all groups are processed one after the other.
 
     The futures of the hook are completed with this stream current, so DDP's own stream waits for it on the
-    device. The collectives are enqueued from it as well and need no callback. A payload that fails its check
-    is found by the device; the host learns of it without waiting, and fails a later step.
+    device. The collectives are enqueued from it as well and need no callback: torch's, or, once `connect` has
+    been called, our own (sidcomp.native), where one call enqueues all that a group's step has. A payload that
+    fails its check is found by the device; the host learns of it without waiting, and fails a later step.
 
     One thing is not done here, because the host would have to wait for it: after a non-finite step the groups
     that were finite do not count as not sent.
@@ -56,7 +65,58 @@ class CudaLane:
         if not _core.cuda_built:
             raise UnsupportedError("this build of sidcomp has no CUDA kernels: build it where nvcc is found")
         self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.native: Native | None = None
+        self._library: _core.Nccl | None = None
+        self._residents: tuple[weakref.ref[Resident], ...] = ()  # replaced whole: another thread reads it
+        self._kept: list[torch.Tensor] = []  # pinned memory is given to others at once when it is freed
+        self._enter()
+
+    # What is torch's on a device; the tests have it otherwise.
+
+    def _enter(self) -> None:
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.where = {"device": self.stream.device.index, "stream": self.stream.cuda_stream}
+
+    def current(self) -> AbstractContextManager[object]:
+        """What is enqueued within goes to the side stream; DDP waits for it where a future is completed
+        within."""
+        return torch.cuda.stream(self.stream)
+
+    def future(self) -> "torch.futures.Future[torch.Tensor]":
+        """Of a bucket, whose gradients the current stream has been given: the side stream waits for them."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.futures.Future(devices=[self.device])
+
+    def wait(self, everything: bool = False) -> None:
+        """Until the side stream, or the device, is done."""
+        if everything:
+            torch.cuda.synchronize(self.device)
+        else:
+            self.stream.synchronize()
+
+    def _shown(self) -> torch.Tensor:
+        return torch.zeros(_REPORT_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    # ---- NCCL of our own
+    # -----------------------------------------------------------------------------------------
+
+    def find_native(self) -> None:
+        """Raises where there is no NCCL."""
+        self._library = self._library or open_library()
+
+    def connect(self, exchange: "Exchange") -> None:
+        """By all ranks at the same point: from here on the collectives are our own."""
+        if self.native is None:
+            assert self._library is not None
+            progress = partial(_progress, weakref.ref(self))
+            self.native = Native(self._library, exchange, self.where["device"], progress)
+
+    def close(self) -> None:
+        if self.native is not None:
+            self.native.close()
+
+    # ---- groups
+    # --------------------------------------------------------------------------------------------------
 
     def prepare(self, group: Group, world: int) -> None:
         if not find_codec(group.plan.codec).cuda:
@@ -65,32 +125,50 @@ class CudaLane:
                 f"codec {group.plan.codec!r} has no CUDA kernels in this build; these have: {has}. "
                 "Choose one of them, or train on the CPU"
             )
-        with torch.cuda.stream(self.stream):
+        with self.current():
             group.allocate(world, group.plan.cuda_work_bytes())
-            group.resident = Resident(self.device)
+            self._kept.append(self._shown())
+            group.resident = Resident(self.device, self._kept[-1])
             group.allocations += 3
+        self._residents = (*(r for r in self._residents if r() is not None), weakref.ref(group.resident))
 
-    def follow(self) -> None:
-        """The side stream waits for what the current stream has been given: the gradients of a bucket."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+    def _place(self, g: Group, r: Resident) -> None:
+        """The segment table goes to the device."""
+        with self.current():
+            r.table = torch.frombuffer(bytearray(g.segments.table()), dtype=torch.uint8).to(self.device)
+        r.placed_for = g.segments
+        r.places = _core.DeviceGroup(
+            g.plan, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
+            0 if g.plan.linear else g.incoming.ptr, r.stats.ptr, r.report.ptr, r.shown,
+        )  # fmt: skip
 
     def launch(self, g: Group, exchange: "Exchange", step: int, seed: int) -> None:
         r: Resident = g.resident
-        _, culprit, status, _ = _REPORT.unpack(bytes(r.report_seen.tolist()))
-        if status:
+        if status := r.seen[2]:
+            if self.native is not None:
+                self.native.communicator.poll()  # knows better why nothing sound has come
             raise CorruptPayloadError(
-                f"status {status - 2**32} of the payload of rank {culprit} in an earlier step"
+                f"status {status - 2**32} of the payload of rank {r.seen[1]} in an earlier step"
             )
+        if r.placed_for is not g.segments:
+            self._place(g, r)
+        if self.native is not None:
+            r.places.step(
+                self.native.communicator, step=step, seed=seed, group=g.index, stream=self.where["stream"]
+            )
+        else:
+            self._step(g, r, exchange, step, seed)
+        r.mark = (step + 1) % _MARKS
+        g.steps += 1
+
+    def _step(self, g: Group, r: Resident, exchange: "Exchange", step: int, seed: int) -> None:
+        """With torch's collectives."""
         at = {"step": step, "group": g.index}
-        where = {"device": self.stream.device.index, "stream": self.stream.cuda_stream}
-        with torch.cuda.stream(self.stream):
-            if r.placed_for is not g.segments:
-                r.table = torch.frombuffer(bytearray(g.segments.table()), dtype=torch.uint8).to(self.device)
-                r.placed_for = g.segments
+        with self.current():
             table, n_segments = r.table.data_ptr(), len(g.runs)
             g.plan.cuda_encode(
                 table, n_segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
-                seed=seed, rank=exchange.rank, world=exchange.world, stats=r.stats.ptr, **at, **where,
+                seed=seed, rank=exchange.rank, world=exchange.world, stats=r.stats.ptr, **at, **self.where,
             )  # fmt: skip
             # wait() makes this stream wait for the collective; on NCCL it does not stop the host.
             if g.plan.linear:
@@ -99,12 +177,22 @@ class CudaLane:
                 exchange.all_gather(g.incoming.tensor, g.payload.tensor).wait()
             g.plan.cuda_decode(
                 g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / exchange.world, table, n_segments,
-                g.state.ptr if g.plan.vectors else 0, g.scratch.ptr, report=r.report.ptr, **at, **where,
+                g.state.ptr if g.plan.vectors else 0, g.scratch.ptr, report=r.report.ptr, **at, **self.where,
             )  # fmt: skip
-            r.report_seen.copy_(r.report.tensor, non_blocking=True)
-        g.steps += 1
+            _core.cuda_show(r.report.ptr, (step + 1) % _MARKS, r.shown, **self.where)
+
+    def progress(self) -> Progress:
+        """Of the groups' steps; any thread."""
+        all_of = [r for ref in self._residents if (r := ref()) is not None]
+        seen = tuple(r.seen[3] for r in all_of)
+        return any(r.mark != mark for r, mark in zip(all_of, seen, strict=True)), seen
 
     def stats(self, g: Group) -> DeviceStats:
         """Of the last encode; waits for the device."""
-        self.stream.synchronize()
+        self.wait()
         return DeviceStats(*_STATS.unpack(bytes(g.resident.stats.tensor.tolist())))
+
+
+def _progress(ref: "weakref.ref[CudaLane]") -> Progress | None:
+    lane = ref()
+    return lane.progress() if lane is not None else None

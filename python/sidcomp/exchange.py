@@ -46,7 +46,7 @@ class Exchange:
         self.world = len(ranks)
         self._pool: _Kept | None = None
         self.backend = backend = _backend_of(parent)
-        timeout = _timeout_of(parent, device)
+        self.timeout = timeout = _timeout_of(parent, device)  # None: not known
         if self.world < dist.get_world_size():
             self._pool = _kept.setdefault((*ranks, backend, timeout), [])
             for ref in self._pool:

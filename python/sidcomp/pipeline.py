@@ -173,12 +173,12 @@ class Pipeline:
         if self.deferred:
             ready = self.layout.groups if last else []
             if last and self.lane is not None:
-                torch.cuda.synchronize(self.lane.device)
+                self.lane.wait(everything=True)
                 slot.arrived_at = perf_counter_ns()
         for group in ready:
             self._launch(group)
         if self.deferred and last and self.lane is not None:
-            self.lane.stream.synchronize()
+            self.lane.wait()
             self.landed_at = perf_counter_ns()
         return future
 
@@ -252,6 +252,9 @@ class Pipeline:
 
         layout = build.agreed(exchange, make, build.header(self.settings, exchange, self.step))
         self.control += 32 * exchange.world
+        if self.settings.transport == "native":
+            assert self.lane is not None
+            self.lane.connect(exchange)
         parent = self.process_group or binding.process_group
         if self.rounds is None and any(g.plan.rounds > 1 and not g.routed for g in layout.groups):
             self.rounds = Rounds(parent, exchange.device)
@@ -278,10 +281,7 @@ class Pipeline:
         return layout
 
     def _future(self) -> "Future[torch.Tensor]":
-        if self.lane is None:
-            return Future()
-        self.lane.follow()
-        return Future(devices=[self.lane.device])
+        return Future() if self.lane is None else self.lane.future()
 
     # ---- an iteration
     # -------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class Pipeline:
             if self.lane is not None:
                 self.lane.launch(g, exchange, self.step - 1, self.settings.seed)
                 self._account(g, exchange)
-                with torch.cuda.stream(self.lane.stream):  # DDP then waits for this stream
+                with self.lane.current():  # DDP then waits for this stream
                     self._complete(g)
                 return
             g.begun_at = perf_counter_ns()

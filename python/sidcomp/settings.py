@@ -21,6 +21,8 @@ Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
 CANDIDATES = ("topk", "fp16")
 EXCHANGES = ("twoshot", "hierarchical")
 
+TRANSPORTS = ("torch", "native")
+
 PLAIN = Regime("bucket", (DENSE,))
 
 
@@ -80,6 +82,7 @@ class Settings:
     named: bool = True  # the memory was asked for, not the codec's own
     full_every: int | Schedule = 0  # 0: never
     warmup: int = 0  # steps of each stage in which codec="auto" lowers the density
+    transport: str = "torch"  # who enqueues the collectives of CUDA groups
     made: list[Way] = field(default_factory=list)  # of the policy's combinations, numbered after `ways`
 
     @classmethod
@@ -97,6 +100,7 @@ class Settings:
         full_every: int | Schedule,
         warmup: int,
         exchange: str | Sequence[str] | None,
+        transport: str,
         parameters: Parameters,
     ) -> "Settings":
         parameters = dict(parameters)
@@ -119,6 +123,8 @@ class Settings:
                 raise ArgumentError(f"full_every={k!r}: a number of steps, or 0 for never")
         if not isinstance(warmup, int) or warmup < 0:
             raise ArgumentError(f"warmup={warmup!r}: a number of steps, or 0 for none")
+        if transport not in TRANSPORTS:
+            raise ArgumentError(f"transport={transport!r}: one of {', '.join(TRANSPORTS)}")
         if candidates is not None and not auto:
             raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
         if groups is None:
@@ -147,6 +153,7 @@ class Settings:
             memory is not None,
             full_every,
             warmup,
+            transport,
         )
         if settings.planned and (shaped := [way.codec.name for way in ways if way.codec.shaped]):
             raise ArgumentError(

@@ -58,6 +58,9 @@ class State:
                     messages from rank to rank; docs/exchanges.md says when they pay. CPU only. For "auto" a
                     name, or several, to choose from beside the process group's own; None: "twoshot" and
                     "hierarchical".
+    transport       who enqueues the collectives of groups on a GPU: "torch", the process group; "native",
+                    sidcomp itself by NCCL's C interface, found at run time, so that one call enqueues a
+                    group's whole step (docs/exchanges.md). Which is the faster has not been measured yet.
     K               Marsit's name of full_every.
     process_group   the ranks to average over; default: the DDP model's.
     seed            of codecs that draw random numbers; the same on every rank.
@@ -100,6 +103,7 @@ class State:
         full_every: int | Schedule = 0,
         warmup: int = 30,
         exchange: str | Sequence[str] | None = None,
+        transport: str = "torch",
         K: int | Schedule | None = None,
         profile: Profile | str | Path | None = None,
         **parameters: Setting | Schedule,
@@ -110,7 +114,7 @@ class State:
             full_every = K
         self._arguments = (
             codec, memory, groups, seed, exclude, checksum_every, isa, candidates, policy, full_every,
-            warmup, exchange, parameters,
+            warmup, exchange, transport, parameters,
         )  # fmt: skip
         self.settings = Settings.parse(*self._arguments)
         if profile is not None and not self.settings.planned:
@@ -375,6 +379,8 @@ class State:
             p.rounds.close()
         if p.trips is not None:
             p.trips.close()
+        if p.lane is not None:
+            p.lane.close()
         if p.exchange is not None:
             p.exchange.close()
 
@@ -395,7 +401,7 @@ class State:
         *arguments, parameters = saved["arguments"]
         names = (
             "codec", "memory", "groups", "seed", "exclude", "checksum_every", "isa", "candidates", "policy",
-            "full_every", "warmup", "exchange",
+            "full_every", "warmup", "exchange", "transport",
         )  # fmt: skip
         self.__init__(**dict(zip(names, arguments, strict=True)), **parameters)  # type: ignore[misc]
         if saved["memory"] is not None:

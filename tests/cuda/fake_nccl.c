@@ -9,6 +9,7 @@
  *     FAKE_NCCL_DIE=k         the process ends in the middle of call k
  *     FAKE_NCCL_HANG=k        call k is never begun
  *     FAKE_NCCL_ERROR=k       from the end of call k on the communicator reports ncclRemoteError
+ *     FAKE_NCCL_LATER=k       a tenth of a second after the end of call k it reports it
  *     FAKE_NCCL_REFUSE=k      call k returns ncclInvalidArgument
  * and, read at once, FAKE_NCCL_VERSION: what ncclGetVersion says. FAKE_NCCL_LOG: a file that gets a line a call. */
 #define _GNU_SOURCE
@@ -94,7 +95,7 @@ struct ncclComm {
     work todo;
     int has_work, ends, calls, finalized;
     _Atomic int state, gives_up;
-    int faulty, join_hangs, die, hang, error, refuse;
+    int faulty, join_hangs, die, hang, error, later, refuse;
 };
 typedef struct ncclComm *ncclComm_t;
 
@@ -155,6 +156,11 @@ static int carry_out(struct ncclComm *c, work *w, int call) {
     const int hangs = c->faulty && c->hang == call;
     while (hangs && !c->gives_up) rest();
     if (hangs) return SYSTEM;
+    if (c->faulty && c->die == call) {
+        w->parts[0].left /= 2;
+        if (w->n) move(c, &w->parts[0]);
+        _exit(9);
+    }
     for (;;) {
         uint64_t moved = 0, left = 0;
         int lost = 0;
@@ -163,7 +169,6 @@ static int carry_out(struct ncclComm *c, work *w, int call) {
             moved += move(c, &w->parts[i]);
             left += w->parts[i].left;
         }
-        if (c->faulty && c->die == call) _exit(9);
         if (!left) break;
         if (c->gives_up) return SYSTEM;
         if (!moved && lost) return REMOTE;
@@ -191,11 +196,16 @@ static void *run(void *of) {
         while (!c->has_work && !c->ends) pthread_cond_wait(&c->turn, &c->lock);
         if (!c->has_work) break;
         pthread_mutex_unlock(&c->lock);
-        const int result = carry_out(c, &c->todo, c->calls++);
+        const int call = c->calls++, result = carry_out(c, &c->todo, call);
         free(c->todo.gathered);
         pthread_mutex_lock(&c->lock);
         c->has_work = 0;
         c->state = result;
+        if (result || !c->faulty || c->later != call) continue;
+        pthread_mutex_unlock(&c->lock);
+        nanosleep(&(struct timespec){0, 100000000}, NULL);
+        pthread_mutex_lock(&c->lock);
+        if (!c->has_work) c->state = REMOTE;
     }
     pthread_mutex_unlock(&c->lock);
     return NULL;
@@ -276,6 +286,7 @@ int ncclCommInitRankConfig(ncclComm_t *comm, int world, ncclUniqueId id, int ran
     c->die = number("FAKE_NCCL_DIE");
     c->hang = number("FAKE_NCCL_HANG");
     c->error = number("FAKE_NCCL_ERROR");
+    c->later = number("FAKE_NCCL_LATER");
     c->refuse = number("FAKE_NCCL_REFUSE");
     c->state = IN_PROGRESS;
     pthread_mutex_init(&c->lock, NULL);

@@ -1,0 +1,163 @@
+"""Both transports of a State on a GPU that several ranks share: the same bits? And what does the host pay?
+
+`check(world)` starts the ranks; gpu_check.py calls it. Each trains a small model of several groups with
+either transport, from the same start. Gathered payloads must give all ranks the same weights, whatever the
+transport, and so must sums of two ranks. The host's time is that of enqueueing a group's step
+(CudaLane.launch), the device idle before each step; the median over groups and steps, of rank 0. Ranks on one
+GPU take turns, so nothing is said of how long the exchange itself takes.
+
+NCCL takes two ranks of a device for a mistake unless their hosts differ, so that each gets a name of its own;
+it then goes through sockets on the loopback.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CODECS = ("topk", "sidco-e", "int8", "efsignsgd", "fp16")
+STEPS, WARM = 30, 5
+LIMIT = 150.0  # seconds of all ranks
+NCCL = {
+    "NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "1", "NCCL_PROTO": "Simple", "NCCL_ALGO": "Ring", "NCCL_RAS_ENABLE": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+}  # fmt: skip
+
+
+def check(world: int, emulated: bool = False, steps: int = STEPS) -> dict[str, Any]:
+    """{"rows": for each codec, host time in us by transport; "wrong": what differs, [] if all is well}."""
+    with tempfile.TemporaryDirectory() as room:
+        ranks = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    __file__,
+                    str(r),
+                    str(world),
+                    f"{room}/store",
+                    str(int(emulated)),
+                    str(steps),
+                ],
+                env=os.environ | NCCL | {"NCCL_HOSTID": f"sidcomp-{r}"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for r in range(world)
+        ]
+        texts = []
+        try:
+            texts = [p.communicate(timeout=LIMIT)[0] for p in ranks]
+        except subprocess.TimeoutExpired:
+            return {"rows": [], "wrong": [f"{world} ranks were not done within {LIMIT:g} s"]}
+        finally:
+            for p in ranks:
+                p.kill()
+    wrong = [
+        f"rank {r} ended with {p.returncode}: {text[-1500:]}"
+        for r, (p, text) in enumerate(zip(ranks, texts, strict=True))
+        if p.returncode
+    ]
+    if wrong:
+        return {"rows": [], "wrong": wrong}
+    return compare([json.loads(t.strip().splitlines()[-1]) for t in texts])
+
+
+def compare(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    rows, wrong = [], []
+    for codec in ranks[0]:
+        for transport in ranks[0][codec]:
+            if len({r[codec][transport]["weights"] for r in ranks}) > 1:
+                wrong.append(f"{codec} over {transport}: the ranks have different weights")
+        torch, native = (ranks[0][codec][t] for t in ("torch", "native"))
+        if torch["weights"] != native["weights"] and not (torch["sums"] and len(ranks) > 2):
+            wrong.append(f"{codec}: the transports give different weights")
+        rows.append({"codec": codec, "torch us": torch["host us"], "native us": native["host us"]})
+    return {"rows": rows, "wrong": wrong}
+
+
+def train(rank: int, codec: str, transport: str, emulated: bool, steps: int) -> dict[str, Any]:
+    import sidcomp
+    import torch
+    from torch import nn
+
+    torch.manual_seed(3)
+    device = torch.device("cpu") if emulated else torch.device("cuda", 0)
+    width, layers = (48, 2) if emulated else (512, 6)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
+    ddp = nn.parallel.DistributedDataParallel(
+        model, device_ids=None if emulated else [0], bucket_cap_mb=4 * width * width / 2**20
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    state = sidcomp.State(codec, transport=transport)
+    if emulated:
+        from emulated import emulate
+
+        emulate(state)
+    sidcomp.register(ddp, state)
+    rng = torch.Generator().manual_seed(50 + rank)
+    took: list[int] = []
+    warm = min(WARM, steps)
+    for step in range(warm + steps):
+        if step == warm:
+            lane = state._pipeline.lane
+            assert lane is not None
+            launch = lane.launch
+
+            def timed(*arguments: Any, launch: Any = launch) -> None:
+                start = perf_counter_ns()
+                launch(*arguments)
+                took.append(perf_counter_ns() - start)
+
+            lane.launch = timed  # type: ignore[method-assign]
+        x = torch.randn(16, width, generator=rng).to(device)
+        optimizer.zero_grad()
+        loss = ddp(x).square().mean()
+        if not emulated:
+            torch.cuda.synchronize()
+        loss.backward()
+        optimizer.step()
+    weights = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
+    sums = next(c for c in sidcomp.codecs() if c.name == codec).linear
+    state.close()
+    return {
+        "weights": hashlib.sha256(weights).hexdigest(),
+        "host us": round(statistics.median(took) / 1e3, 1),
+        "sums": sums,
+    }
+
+
+def main() -> None:
+    store = sys.argv[3]
+    rank, world, emulated, steps = (int(sys.argv[i]) for i in (1, 2, 4, 5))
+    if not emulated:
+        sys.path.insert(0, str(ROOT / "python"))
+    import gc
+
+    import torch
+    import torch.distributed as dist
+
+    if not emulated:
+        torch.cuda.set_device(0)
+    dist.init_process_group(
+        "gloo" if emulated else "nccl", init_method=f"file://{store}", rank=rank, world_size=world
+    )
+    out = {c: {t: train(rank, c, t, bool(emulated), steps) for t in ("torch", "native")} for c in CODECS}
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(out), flush=True)
+    os._exit(0)  # Gloo's threads may outlive the interpreter
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""CUDA's lane on the CPU emulation of tests/cuda: streams that run at once, any memory is pinned."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import sidcomp
+import torch
+from sidcomp.cuda import CudaLane
+
+
+class EmulatedLane(CudaLane):
+    def _enter(self) -> None:
+        self.where = {"device": 0, "stream": 0}
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def future(self) -> torch.futures.Future[torch.Tensor]:
+        return torch.futures.Future()
+
+    def wait(self, everything: bool = False) -> None:
+        pass
+
+    def _shown(self) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+
+def emulate(state: sidcomp.State) -> EmulatedLane:
+    """The State's groups go through the CUDA lane from here on."""
+    lane = EmulatedLane(torch.device("cpu"))
+    state._pipeline.lane = lane
+    return lane

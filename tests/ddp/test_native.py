@@ -1,0 +1,365 @@
+"""State(transport="native"): a DDP step over NCCL that sidcomp drives itself.
+
+Here it is the fake one of tests/cuda, on the CPU emulation; test_emulated.py runs this file there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fake_nccl
+import pytest
+import sidcomp
+import sidcomp.cuda
+import torch
+import torch.distributed as dist
+from emulated import emulate
+from harness import run
+from sidcomp import _core, native
+from sidcomp.exchange import Exchange
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+emulated = pytest.mark.skipif(
+    _core.cuda_archs != "emulated" or not fake_nccl.can_build(), reason="needs the CPU emulation of CUDA"
+)
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path: Path) -> Iterator[Path]:
+    """Calls of the fake, of all ranks; the library is built before they start."""
+    if fake_nccl.can_build():
+        fake_nccl.build()
+    yield tmp_path / "log"
+
+
+def _limited(limit: timedelta, library: _core.Nccl, exchange: Exchange, *rest: Any) -> native.Native:
+    exchange.timeout = limit
+    return native.Native(library, exchange, *rest)
+
+
+class Run:
+    """A model with three buckets and its State on this rank."""
+
+    def __init__(
+        self, rank: int, log: str = "", lane: bool = True, limit: float | None = None, **arguments: Any
+    ) -> None:
+        """limit: of the communicator; the process group's own may be too short for a slow machine."""
+        if limit is not None:
+            sidcomp.cuda.Native = partial(_limited, timedelta(seconds=limit))  # type: ignore[misc, assignment]
+        os.environ["SIDCOMP_NCCL"] = str(fake_nccl.LIBRARY)
+        os.environ["FAKE_NCCL_LOG"] = log
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 50), nn.Linear(50, 3))
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.008)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.state = sidcomp.State(**arguments)
+        self.lane = emulate(self.state) if lane else None
+        sidcomp.register(self.ddp, self.state)
+        self.rng = torch.Generator().manual_seed(100 + rank)
+
+    def step(self) -> None:
+        x = torch.randn(8, 40, generator=self.rng)
+        self.optimizer.zero_grad()
+        (self.ddp(x) ** 2).sum().backward()
+        self.optimizer.step()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def fails(self) -> tuple[str, str, float]:
+        start = time.monotonic()
+        try:
+            self.step()
+        except RuntimeError as e:
+            return type(self.state.error).__name__, str(e), time.monotonic() - start
+        return "", "nothing was raised", 0.0
+
+    def close(self) -> None:
+        self.state.close()
+        del self.ddp
+
+
+def no_collectives(*_: object, **__: object) -> Any:
+    raise AssertionError("torch's collectives were asked")
+
+
+def trained(rank: int, world: int, how: str, codec: str, log: str) -> tuple[list[list[torch.Tensor]], int]:
+    """The weights after each of four steps, and the groups of the last."""
+    r = Run(rank, log, codec=codec, lane=how != "cpu", transport="native" if how == "native" else "torch")
+    if how == "native":
+        r.state._pipeline.exchange = None
+        Exchange.all_gather = no_collectives  # type: ignore[method-assign]
+        Exchange.all_reduce = no_collectives  # type: ignore[method-assign]
+    out = []
+    for _ in range(4):
+        r.step()
+        out.append(r.weights())
+    stats = r.state.stats()
+    assert stats["steps"] == 4 and all(g["steps"] for g in stats["groups"])
+    r.close()
+    return out, len(stats["groups"])
+
+
+def same(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> None:
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        assert all(torch.equal(p, q) for p, q in zip(x, y, strict=True)), f"step {i}"
+
+
+@emulated
+@pytest.mark.parametrize(
+    "codec, world", [("topk", 1), ("sidco-e", 2), ("int8", 3), ("marsit", 4), ("fp16", 2), ("none", 1)]
+)
+def test_the_same_bits_as_torch_and_as_the_cpu(codec: str, world: int, log: Path) -> None:
+    """Linear codecs up to two ranks, of which a sum has one order only."""
+    ours = run(trained, world, "native", codec, str(log))
+    for other in ("torch", "cpu"):
+        for (a, _), (b, _) in zip(ours, run(trained, world, other, codec, ""), strict=True):
+            same(a, b)
+    lines = [line.split()[0] for line in log.read_text().splitlines()]
+    sums = codec in ("fp16", "none")
+    # one group in the first step, then one a bucket
+    assert lines.count("all-reduce" if sums else "all-gather") == world * (1 + 3 * ours[0][1])
+    assert lines.count("finalize") == world and "abort" not in lines
+    assert set(lines) == {"finalize", "all-reduce" if sums else "all-gather"}
+
+
+# ---- faults ------------------------------------------------------------------------------------
+
+
+def broken(rank: int, world: int, fault: str, at: int, culprit: int, log: str) -> tuple[str, str, float, str]:
+    if rank == culprit:
+        os.environ[f"FAKE_NCCL_{fault}"] = str(at)
+    limit = 1.5 if fault == "JOIN" else 3.0
+    r = Run(rank, log, limit=limit, codec="topk", groups="model", transport="native")
+    for _ in range(at if fault != "JOIN" else 0):
+        r.step()
+    first = r.fails()
+    again = r.fails()
+    r.close()
+    return (*first, again[1])
+
+
+@emulated
+@pytest.mark.parametrize("fault", ["HANG", "DIE", "ERROR"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_fails(fault: str, world: int, log: Path) -> None:
+    dying = (1,) if fault == "DIE" else ()
+    out = run(broken, world, fault, 3, 1, str(log), dying=dying)
+    told = [x for r, x in enumerate(out) if r not in dying]
+    for r, (name, text, took, again) in ((r, x) for r, x in enumerate(out) if r not in dying):
+        if fault == "ERROR" and r != 1:  # it got all it needed, and its next step finds that rank 1 has left
+            continue
+        assert name == "ExchangeError" and took < 20, (r, name, text)
+        assert "group 0 (" in text and f"NCCL, rank {r} of {world}: all-gather: " in text, text
+        assert "NCCL, rank" in again, again
+    aborts = log.read_text().count("abort")
+    assert aborts == len(told), "each rank that is left aborts, once"
+
+
+@emulated
+def test_a_rank_that_does_not_join(log: Path) -> None:
+    for r, (name, text, took, _) in enumerate(run(broken, 2, "JOIN", "hang", 1, str(log))):
+        assert name == "ExchangeError" and took < 20, (name, text)
+        assert f"NCCL, rank {r} of 2: joining: not done within 1500 ms" in text, text
+
+
+def watched(rank: int, world: int, how: str, log: str) -> tuple[str, str]:
+    if how == "later" and rank == 0:
+        os.environ["FAKE_NCCL_LATER"] = "1"
+    r = Run(rank, log, limit=2, codec="topk", groups="model", transport="native")
+    r.step()
+    r.step()
+    assert r.lane is not None and r.lane.native is not None
+    if how == "stuck":  # as if the device had not got to the end of the last step
+        assert r.state._pipeline.layout is not None
+        r.state._pipeline.layout.groups[0].resident.mark += 1
+    r.lane.native._thread.join(20)
+    assert not r.lane.native._thread.is_alive(), "the watch goes on"
+    assert "abort" in Path(log).read_text()
+    name, text, _ = r.fails()
+    r.close()
+    return name, text
+
+
+@emulated
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("later", "while exchanging: remote error"),
+        ("stuck", "the device has not gone on for 2 s: a rank has ended"),
+    ],
+)
+def test_what_goes_wrong_on_the_device(how: str, words: str, log: Path) -> None:
+    """No call tells: the thread that watches finds it, aborts, and the next step says so."""
+    world = 2 if how == "stuck" else 1
+    for r, (name, text) in enumerate(run(watched, world, how, str(log))):
+        assert name == "ExchangeError" and f"NCCL, rank {r} of {world}: {words}" in text, (name, text)
+
+
+def idle(rank: int, world: int) -> bool:
+    """A rank that does nothing for longer than the limit is not stuck."""
+    r = Run(rank, limit=2, codec="topk", transport="native")
+    r.step()
+    time.sleep(3)
+    r.step()
+    good = r.lane is not None and r.lane.native is not None and r.lane.native._thread.is_alive()
+    r.close()
+    return good
+
+
+@emulated
+def test_idleness_is_no_fault() -> None:
+    assert all(run(idle, 2))
+
+
+def dropped(rank: int, world: int, log: str) -> None:
+    r = Run(rank, log, codec="topk", transport="native")
+    r.step()
+    thread = r.lane.native._thread if r.lane is not None and r.lane.native is not None else None
+    assert thread is not None
+    del r
+    import gc
+
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@emulated
+def test_a_state_that_nobody_closes(log: Path) -> None:
+    run(dropped, 2, str(log))
+    assert log.read_text().count("abort") == 2
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+def refused(rank: int, world: int, how: str) -> tuple[str, str]:
+    arguments: dict[str, Any] = {"transport": "native"}
+    if how == "one has torch" and rank == 1:
+        arguments = {}
+    r = Run(rank, lane=how != "cpu", codec="topk", **arguments)
+    if how == "no library" and rank == 1:
+        os.environ["SIDCOMP_NCCL"] = "/no/libnccl.so.2"
+    if how == "old library":
+        os.environ["FAKE_NCCL_VERSION"] = "21212"
+    name, text, _ = r.fails()
+    r.close()
+    return name, text
+
+
+def test_on_the_cpu_it_is_refused() -> None:
+    for name, text in run(refused, 2, "cpu"):
+        assert name == "UnsupportedError" and "transport='native' is NCCL, which is for CUDA" in text
+
+
+@emulated
+def test_without_a_library() -> None:
+    (name0, text0), (name1, text1) = run(refused, 2, "no library")
+    assert name1 == "UnsupportedError", text1
+    assert "NCCL is not to be had: /no/libnccl.so.2" in text1 and "SIDCOMP_NCCL" in text1
+    assert name0 == "RankError" and "rank 1 could not form its groups" in text0 and "/no/libnccl" in text0
+    for name, text in run(refused, 2, "old library"):
+        assert name == "UnsupportedError" and "is NCCL 21212; 2.14 (21400) or later is needed" in text
+
+
+@emulated
+def test_all_ranks_have_the_same() -> None:
+    for name, text in run(refused, 2, "one has torch"):
+        assert name == "RankError" and "transport native" in text and "transport torch" in text
+
+
+def test_names() -> None:
+    with pytest.raises(sidcomp.ArgumentError, match="transport='nccl': one of torch, native"):
+        sidcomp.State("topk", transport="nccl")
+
+
+# ---- finding the library -----------------------------------------------------------------------
+
+FIND = """
+import ctypes, os, sys
+library, folder, sys.path[:0] = sys.argv[1], sys.argv[2], sys.argv[3:]
+from sidcomp.native import find_library
+print(find_library())
+sys.path.append(folder)
+print(find_library())
+ctypes.CDLL(library)
+print(find_library())
+os.environ["SIDCOMP_NCCL"] = "/here/it.is"
+print(find_library())
+"""
+
+
+@pytest.mark.skipif(not fake_nccl.can_build() or sys.platform != "linux", reason="written for Linux")
+def test_where_the_library_is(tmp_path: Path) -> None:
+    """The wheel's, the one that is loaded, the one that is named: each before those before."""
+    library, wheel = fake_nccl.build(), tmp_path / "nvidia" / "nccl" / "lib"
+    wheel.mkdir(parents=True)
+    (wheel / "libnccl.so.2").symlink_to(library)
+    done = subprocess.run(
+        [sys.executable, "-c", FIND, str(library), str(tmp_path), *sys.path],
+        env={k: v for k, v in os.environ.items() if k != "SIDCOMP_NCCL"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, *rest = done.stdout.split()
+    assert "fake" not in first and rest == [str(wheel / "libnccl.so.2"), str(library), "/here/it.is"]
+
+
+# ---- what gpu-check does -----------------------------------------------------------------------
+
+
+@emulated
+def test_ranks_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/one_gpu.py, with the emulation in the GPU's place."""
+    monkeypatch.syspath_prepend(str(fake_nccl.ROOT))
+    from benchmarks import one_gpu
+
+    monkeypatch.setenv("SIDCOMP_NCCL", str(fake_nccl.LIBRARY))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    got = one_gpu.check(2, emulated=True, steps=1)
+    assert got["wrong"] == []
+    assert [row["codec"] for row in got["rows"]] == list(one_gpu.CODECS)
+    assert all(row["torch us"] > 0 and row["native us"] > 0 for row in got["rows"])
+    one = {"weights": "a", "host us": 1.0, "sums": False}
+    for ranks, words in (
+        (
+            [{"c": {"torch": one, "native": one}}, {"c": {"torch": one, "native": {**one, "weights": "b"}}}],
+            "ranks",
+        ),
+        ([{"c": {"torch": one, "native": {**one, "weights": "b"}}}] * 2, "transports"),
+    ):
+        assert len(wrong := one_gpu.compare(ranks)["wrong"]) == 1 and words in wrong[0]
+    summed = {"torch": {**one, "sums": True}, "native": {**one, "sums": True, "weights": "b"}}
+    assert one_gpu.compare([{"c": summed}] * 3)["wrong"] == []
+    assert len(one_gpu.compare([{"c": summed}] * 2)["wrong"]) == 1
+    with monkeypatch.context() as m:
+        m.setenv("FAKE_NCCL_JOIN", "fail")
+        m.setattr(one_gpu, "CODECS", ("topk",))
+        assert "rank 0 ended with 1" in one_gpu.check(1, emulated=True, steps=1)["wrong"][0]
+
+
+# ---- the limit ---------------------------------------------------------------------------------
+
+
+def test_limit_is_the_process_groups() -> None:
+    assert all(run(_timeout, 2, group_timeout=77.0))
+
+
+def _timeout(rank: int, world: int) -> bool:
+    group = dist.group.WORLD
+    assert group is not None
+    exchange = Exchange(group, torch.device("cpu"))
+    good = exchange.timeout is not None and exchange.timeout.total_seconds() == 77
+    exchange.close()
+    return good
