@@ -1,9 +1,11 @@
 """How payloads travel: collectives on a process group of our own, issued only from the hook's thread."""
 
+import time
 import weakref
 from contextlib import suppress
 from datetime import timedelta
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ def _backend_of(group: dist.ProcessGroup) -> str:
     return name if name in ("gloo", "nccl") else str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
 
 
+_PATIENCE_S = 5.0  # for callbacks that have run, but are not forgotten yet
+
 # Groups over fewer than all ranks, which only their members create, get their name from torch by counting; a
 # second one of the same name finds the addresses of the first in the store, and hangs. So a closed one is
 # kept and used again.
@@ -45,6 +49,7 @@ class Exchange:
         self.rank = dist.get_rank(parent)
         self.world = len(ranks)
         self._pool: _Kept | None = None
+        self._callbacks: weakref.WeakSet[partial[Any]] = weakref.WeakSet()
         self.backend = backend = _backend_of(parent)
         self.timeout = timeout = _timeout_of(parent, device)  # None: not known
         if self.world < dist.get_world_size():
@@ -63,6 +68,11 @@ class Exchange:
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
         return cast(dist.Work, _all_gather(out, tensor, group=self.group, async_op=True))
+
+    def then(self, work: dist.Work, callback: "partial[Any]") -> None:
+        """Calls callback(future) when the work is done: in a thread of the backend, or here if it is now."""
+        self._callbacks.add(callback)
+        work.get_future().then(callback)
 
     def sum_among(self, ranks: list[int], x: torch.Tensor) -> torch.Tensor:
         """The sum, in their order, of what these ranks pass, each with the same list. For setting up."""
@@ -99,8 +109,12 @@ class Exchange:
         """Ends the group's threads; nothing where the default group, and ours with it, is gone already.
 
         The last reference has to go here: a callback may be the last to hold a State, and a process group
-        that is freed in one of its own threads ends the program.
+        that is freed in one of its own threads ends the program. No callback may be left then: torch 2.4
+        waits for the group's threads with the interpreter locked, which they need to forget one.
         """
+        end = time.monotonic() + _PATIENCE_S
+        while len(self._callbacks) and time.monotonic() < end:
+            time.sleep(1e-4)
         if self._pool is not None:
             self._pool.append(weakref.ref(self.group))
         elif dist.is_initialized():
