@@ -314,7 +314,8 @@ def _compare(settings: Settings, resume: Resume) -> None:
     if changed:
         if {"codec", "parameters", "policy"} & set(changed):
             resume.same_codec = False
-        if {"groups", "exclude", "policy"} & set(changed):
+        chosen = {"codec", "parameters", "exchange"} if settings.planned else set()  # what a plan is made of
+        if ({"groups", "exclude", "policy"} | chosen) & set(changed):
             resume.layout = []
         logger.warning(
             "resuming with other settings (%s): what was kept is taken over, but not bit for bit",

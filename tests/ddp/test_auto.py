@@ -417,8 +417,9 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
 
 
 def resumed(rank: int, world: int, when: str) -> dict[str, Any]:
-    with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
-        if when == "found":
+    candidates = ["fp16", "topk"] if when == "candidates" else ["topk"]
+    with Training(rank, candidates=candidates, slow=SLOW_DENSE) as t:
+        if when in ("found", "candidates"):
             t.until_it_rests()
         else:
             for _ in range(9):
@@ -455,7 +456,7 @@ def test_a_plan_survives_a_checkpoint_bit_for_bit() -> None:
         assert "topk" in ways(r), r["explain"]
 
 
-@pytest.mark.parametrize("when", ["looking", "version"])
+@pytest.mark.parametrize("when", ["looking", "version", "candidates"])
 def test_a_checkpoint_without_a_plan_that_fits_starts_anew(when: str) -> None:
     for r in run(resumed, 2, when):
         check(r)
