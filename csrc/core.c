@@ -153,6 +153,18 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int 
     (void)report_dev, (void)mark, (void)seen, (void)device, (void)stream;
     return NO_CUDA(err);
 }
+sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
+    (void)x;
+    *bytes = 0;
+    return NO_CUDA(err);
+}
+sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
+                                     void *state, void *work, const sid_step *at, void *wire, void *stats_dev,
+                                     void *report_dev, int device, void *stream, sid_error *err) {
+    (void)x, (void)round, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)at, (void)wire, (void)stats_dev;
+    (void)report_dev, (void)device, (void)stream;
+    return NO_CUDA(err);
+}
 sid_status sid_device_enter(int device, int *before, sid_error *err) {
     (void)device, (void)before;
     return NO_CUDA(err);

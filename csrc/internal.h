@@ -375,6 +375,7 @@ void sid_kept_out(const sid_plan *p, const sid_state *s, float *x, uint64_t stri
 void sid_kept_in(const sid_plan *p, sid_state *s, const float *x, uint64_t stride);
 /* encode.c: takes this step's gradient, which the segments still hold, out of the memory again. */
 void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg);
+int sid_exchange_has_cuda(const sid_info *info); /* exchange.c */
 /* api.cu: makes `device` the thread's own; *before: what it was, to be put back. */
 sid_status sid_device_enter(int device, int *before, sid_error *err);
 void sid_device_leave(int before);

@@ -75,5 +75,5 @@ int sid_has_cuda(const sid_info *info) {
         if (&codecs[i].codec->info == info) return codecs[i].cuda;
     for (uint32_t i = 0; i < N_MEMORIES; i++)
         if (&memories[i].memory->info == info) return memories[i].cuda;
-    return 0;
+    return sid_exchange_has_cuda(info);
 }

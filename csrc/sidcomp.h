@@ -111,7 +111,7 @@ typedef struct sid_info {
 
 const sid_info *sid_codec_at(uint32_t i); /* NULL past the end */
 const sid_info *sid_codec_find(const char *name);
-int sid_has_cuda(const sid_info *i); /* 1 where this build carries the codec's or the memory's CUDA kernels */
+int sid_has_cuda(const sid_info *i); /* 1 where this build carries the CUDA kernels of the codec, memory or exchange */
 const sid_info *sid_memory_at(uint32_t i);
 const sid_info *sid_memory_find(const char *name);
 
@@ -371,6 +371,14 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
  * {nonfinite, culprit, status, mark}. Who waits for nothing looks there, a step late. */
 sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err);
 
+/* An exchange of messages on a device, for those that sid_has_cuda knows: work is the device's, state and wire are as on
+ * the CPU, and so is every bit that goes out or is kept. As sid_exchange_advance and sid_cuda_decode: enqueued; what fails
+ * on the way tells the other ranks, is in the report after the last round, and the memory is as before the step. */
+sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_error *err);
+sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
+                                     void *state, void *work, const sid_step *at, void *wire, void *stats_dev,
+                                     void *report_dev, int device, void *stream, sid_error *err);
+
 /* ---- NCCL (found at run time; neither headers nor library are needed to build) ---------------------------------- */
 
 /* Collectives on device memory, enqueued on a CUDA stream. NCCL allocates, starts threads and opens connections; what is
@@ -418,16 +426,19 @@ sid_status sid_nccl_messages(sid_nccl_comm *c, void *wire, const sid_message *se
                              const sid_message *receives, uint32_t n_receives, void *stream, sid_error *err);
 
 /* A group on the device: what sid_cuda_encode and sid_cuda_decode take. incoming: world payloads; of linear plans, whose
- * bodies are summed where they lie, unused. seen: NULL, or as sid_cuda_show has it. */
+ * bodies are summed where they lie, unused. seen: NULL, or as sid_cuda_show has it. Or, with plan NULL, an exchange of
+ * messages: payload is its wire block, and room (the host's) is for 2 * sizes.messages of them. */
 typedef struct sid_cuda_group {
     const sid_plan *plan;
+    const sid_exchange *exchange;
+    sid_message *room;
     const sid_segment *segs_dev;
     void *state, *work, *payload, *incoming, *stats_dev, *report_dev, *seen;
     uint32_t n_seg, spare;
 } sid_cuda_group;
 
-/* Enqueues a group's step: encode, all-gather or all-reduce, decode to the mean over the ranks, and show, with the low
- * bits of step + 1 for a mark. */
+/* Enqueues a group's step: encode, all-gather or all-reduce, decode to the mean over the ranks; or the exchange's advances
+ * and messages in turn; and show, with the low bits of step + 1 for a mark. */
 sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err);
 
 #ifdef __cplusplus

@@ -5,34 +5,6 @@
 
 static bool aligned(const void *p) { return (uintptr_t)p % 64 == 0; }
 
-static sid_status failed(sid_error *err, const char *what, cudaError_t e) {
-    (void)cudaGetLastError(); /* else the next call would report it again */
-    return sid_fail(err, SID_E_DEVICE, "%s: %s", what, cudaGetErrorString(e));
-}
-
-/* Makes `device` the thread's current one and puts the former back at the end. */
-namespace {
-struct device_scope {
-    int before = 0;
-    bool set = false;
-    sid_status enter(int device, sid_stream *to) {
-        int processors = 0;
-        cudaError_t e = cudaGetDevice(&before);
-        if (e == cudaSuccess && before != device) {
-            e = cudaSetDevice(device);
-            set = e == cudaSuccess;
-        }
-        if (e == cudaSuccess) e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-        if (e != cudaSuccess) return failed(to->err, "choosing the device", e);
-        to->processors = (uint32_t)processors;
-        return SID_OK;
-    }
-    ~device_scope() {
-        if (set) (void)cudaSetDevice(before);
-    }
-};
-} // namespace
-
 /* ---- what every call begins with ------------------------------------------------------------------------------- */
 
 enum {
@@ -197,7 +169,7 @@ int sid_cuda_built(void) { return 1; }
 sid_status sid_device_enter(int device, int *before, sid_error *err) {
     cudaError_t e = cudaGetDevice(before);
     if (e == cudaSuccess && *before != device) e = cudaSetDevice(device);
-    return e == cudaSuccess ? SID_OK : failed(err, "choosing the device", e);
+    return e == cudaSuccess ? SID_OK : sid_device_failed(err, "choosing the device", e);
 }
 void sid_device_leave(int before) { (void)cudaSetDevice(before); }
 
@@ -237,7 +209,7 @@ sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint3
     const sid_cuda_codec *codec;
     sid_cuda_encoding c = {};
     uint64_t *start;
-    device_scope scope;
+    sid_device_scope scope;
     if (err) err->text[0] = 0;
     sid_status s = kernels_of(p, &codec, err);
     if (!s) s = check_call(segs_dev, n_seg, work, device, err);
@@ -266,7 +238,7 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     sid_cuda_decoding c = {};
     uint64_t *start;
     double *norms;
-    device_scope scope;
+    sid_device_scope scope;
     if (err) err->text[0] = 0;
     sid_status s = kernels_of(p, &codec, err);
     if (!s) s = check_call(segs_dev, n_seg, work, device, err);
@@ -304,7 +276,7 @@ static __global__ void __launch_bounds__(SID_LANES)
 }
 
 sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err) {
-    device_scope scope;
+    sid_device_scope scope;
     sid_stream to = {(cudaStream_t)stream, 0, err};
     if (err) err->text[0] = 0;
     if (!report_dev || (uintptr_t)report_dev % 4 || !seen || (uintptr_t)seen % 16 || device < 0)

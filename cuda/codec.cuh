@@ -85,6 +85,11 @@ sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, u
                      uint64_t zero_bytes, float *one = nullptr); /* becomes 1, or is NULL */
 sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes);
 
+/* The group of a call whose work has been through sid_begin: the segments' starts are the first thing there. */
+inline sid_group sid_group_of(const sid_plan *p, const sid_segment *segs, uint32_t n_seg, void *work) {
+    return {segs, (const uint64_t *)work, p->n, n_seg, p->dtype};
+}
+
 /* ---- memories ------------------------------------------------------------------------------------------------ */
 
 /* A memory with its parameters, passed to kernels by value; csrc/memory/ is the law. Vector 0 is acc.

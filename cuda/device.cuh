@@ -27,6 +27,34 @@ struct sid_stream {
     sid_error *err;
 };
 
+/* ---- devices --------------------------------------------------------------------------------------------------- */
+
+inline sid_status sid_device_failed(sid_error *err, const char *what, cudaError_t e) {
+    (void)cudaGetLastError(); /* else the next call would report it again */
+    return sid_fail(err, SID_E_DEVICE, "%s: %s", what, cudaGetErrorString(e));
+}
+
+/* Makes `device` the thread's current one and puts the former back at the end. */
+struct sid_device_scope {
+    int before = 0;
+    bool set = false;
+    sid_status enter(int device, sid_stream *to) {
+        int processors = 0;
+        cudaError_t e = cudaGetDevice(&before);
+        if (e == cudaSuccess && before != device) {
+            e = cudaSetDevice(device);
+            set = e == cudaSuccess;
+        }
+        if (e == cudaSuccess) e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+        if (e != cudaSuccess) return sid_device_failed(to->err, "choosing the device", e);
+        to->processors = (uint32_t)processors;
+        return SID_OK;
+    }
+    ~sid_device_scope() {
+        if (set) (void)cudaSetDevice(before);
+    }
+};
+
 /* A failed launch surfaces here; what fails while it runs surfaces at the caller's next synchronisation. */
 template <typename... P, typename... A>
 sid_status sid_launch_as(cudaLaunchAttribute *how, const sid_stream &to, const char *what, void (*kernel)(P...),

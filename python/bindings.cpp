@@ -504,6 +504,25 @@ class Exchange {
         return report.nonfinite != 0;
     }
 
+    uint64_t cuda_work_bytes() const {
+        uint64_t bytes = 0;
+        sid_error err{};
+        check(sid_cuda_exchange_work(get(), &bytes, &err), err);
+        return bytes;
+    }
+    void cuda_advance(uint32_t round, Address segs, uint32_t n_segs, Address state, Address work, Address wire,
+                      uint64_t step, uint64_t seed, uint32_t group, Address stats, Address report, int device,
+                      Address stream) const {
+        const sid_step at{step, seed, group, rank, world};
+        sid_error err{};
+        check(without_gil([&] {
+                  return sid_cuda_exchange_advance(get(), round, pointer<const sid_segment>(segs), n_segs,
+                                                   pointer(state), pointer(work), &at, pointer(wire), pointer(stats),
+                                                   pointer(report), device, pointer(stream), &err);
+              }),
+              err);
+    }
+
     void abandon(const Segments &seg, Address state, Address work, Address wire, uint64_t step, uint64_t seed,
                  uint32_t group) {
         const sid_step at{step, seed, group, rank, world};
@@ -680,8 +699,30 @@ class Communicator {
 class DeviceGroup {
   public:
     DeviceGroup(const Plan &plan, Address segments, uint32_t n_segments, Address state, Address work, Address payload,
-                Address incoming, Address stats, Address report, Address seen) {
+                Address incoming, Address stats, Address report, Address seen)
+        : DeviceGroup(segments, n_segments, state, work, payload, incoming, stats, report, seen) {
         group_.plan = plan.get();
+    }
+    DeviceGroup(const Exchange &exchange, Address segments, uint32_t n_segments, Address state, Address work,
+                Address wire, Address stats, Address report, Address seen)
+        : DeviceGroup(segments, n_segments, state, work, wire, 0, stats, report, seen) {
+        group_.exchange = exchange.get();
+        room_.resize(2 * exchange.sizes.messages + 1);
+        group_.room = room_.data();
+    }
+    DeviceGroup(const DeviceGroup &) = delete;
+    DeviceGroup &operator=(const DeviceGroup &) = delete;
+
+    void step(Communicator &c, uint64_t step, uint64_t seed, uint32_t group, Address stream) const {
+        const sid_step at{step, seed, group, c.rank, c.world};
+        c.call([&](sid_nccl_comm *comm, sid_error *err) {
+            return sid_nccl_step(comm, &group_, &at, pointer(stream), err);
+        });
+    }
+
+  private:
+    DeviceGroup(Address segments, uint32_t n_segments, Address state, Address work, Address payload, Address incoming,
+                Address stats, Address report, Address seen) {
         group_.segs_dev = pointer<const sid_segment>(segments);
         group_.n_seg = n_segments;
         group_.state = pointer(state);
@@ -692,14 +733,8 @@ class DeviceGroup {
         group_.report_dev = pointer(report);
         group_.seen = pointer(seen);
     }
-    void step(Communicator &c, uint64_t step, uint64_t seed, uint32_t group, Address stream) const {
-        const sid_step at{step, seed, group, c.rank, c.world};
-        c.call([&](sid_nccl_comm *comm, sid_error *err) {
-            return sid_nccl_step(comm, &group_, &at, pointer(stream), err);
-        });
-    }
 
-  private:
+    std::vector<sid_message> room_;
     sid_cuda_group group_{};
 };
 
@@ -884,7 +919,8 @@ PYBIND11_MODULE(_core, m) {
     });
     m.def("exchanges", [] {
         py::list all;
-        for (uint32_t i = 0; const sid_info *e = sid_exchange_at(i); i++) all.append(describe(*e, false));
+        for (uint32_t i = 0; const sid_info *e = sid_exchange_at(i); i++)
+            all.append(describe(*e, sid_has_cuda(e) != 0));
         return all;
     });
     m.def("algorithms", [] {
@@ -947,6 +983,10 @@ PYBIND11_MODULE(_core, m) {
         .def("messages", &Exchange::messages, arg("round"), arg("receive"))
         .def("advance", &Exchange::advance, arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"),
              py::kw_only(), arg("step"), arg("seed"), arg("group"))
+        .def("cuda_work_bytes", &Exchange::cuda_work_bytes)
+        .def("cuda_advance", &Exchange::cuda_advance, arg("round"), arg("segments"), arg("n_segments"), arg("state"),
+             arg("work"), arg("wire"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("stats"),
+             arg("report"), arg("device"), arg("stream"))
         .def("abandon", &Exchange::abandon, arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(),
              arg("step"), arg("seed"), arg("group"))
         .def("residual_out", &Exchange::residual_out, arg("state"), arg("out"))
@@ -1045,6 +1085,9 @@ PYBIND11_MODULE(_core, m) {
         .def(py::init<const Plan &, Address, uint32_t, Address, Address, Address, Address, Address, Address, Address>(),
              arg("plan"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"),
              arg("incoming"), arg("stats"), arg("report"), arg("seen"), py::keep_alive<1, 2>())
+        .def(py::init<const Exchange &, Address, uint32_t, Address, Address, Address, Address, Address, Address>(),
+             arg("exchange"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("wire"), arg("stats"),
+             arg("report"), arg("seen"), py::keep_alive<1, 2>())
         .def("step", &DeviceGroup::step, arg("communicator"), py::kw_only(), arg("step"), arg("seed"), arg("group"),
              arg("stream"));
 

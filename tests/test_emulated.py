@@ -71,6 +71,10 @@ def test_kernels_on_the_emulation() -> None:
     run(share=4)
 
 
+def test_exchanges_on_the_emulation() -> None:
+    run(share=1, tests="tests/test_cuda_exchanges.py")
+
+
 def test_nccl_on_the_emulation() -> None:
     run(share=1, tests="tests/test_nccl.py")
 

@@ -30,6 +30,11 @@ const sid_exchange_kind *sid_kind_of(const sid_info *info) {
     return NULL;
 }
 
+int sid_exchange_has_cuda(const sid_info *info) {
+    const sid_exchange_kind *kind = sid_kind_of(info);
+    return sid_cuda_built() && kind && kind->hop;
+}
+
 /* ---- making one ---------------------------------------------------------------------------------------------- */
 
 sid_status sid_refuse(sid_error *err, const sid_route *r, const char *why) {

@@ -28,6 +28,21 @@ typedef struct sid_part {
     int common;            /* kept for all ranks, not of this rank's own vector */
 } sid_part;
 
+/* What a one-bit ring does in `round`, in places of its wire block: it takes in what the round before has brought, and
+ * prepares what this one sends. The CPU's advance goes by it, and so do the kernels of a device. */
+typedef struct sid_hop_side {
+    uint64_t frame;       /* 0: there is no such side */
+    uint64_t body;        /* bytes that follow the frame */
+    uint64_t bits, bytes; /* of them, where the slice's own bits lie, in whole units of 32 bytes */
+    uint32_t round, peer;
+} sid_hop_side;
+typedef struct sid_hop {
+    sid_hop_side in, out;
+    uint64_t block; /* of 128 elements: the first of what comes in */
+    uint32_t phase; /* of random bits */
+    uint32_t votes; /* what comes in carries so many, own bits stand for one; 0: it replaces them */
+} sid_hop;
+
 typedef struct sid_exchange_kind {
     sid_info info;
     /* Sets plans, sizes but for the last round's, and own words; refuses what makes no sense. */
@@ -38,6 +53,7 @@ typedef struct sid_exchange_kind {
     sid_status (*advance)(sid_trip *t, uint32_t round);
     void (*finish)(sid_trip *t); /* all is well on all ranks: writes the segments */
     void (*undo)(sid_trip *t);   /* something went wrong: the step did not happen. NULL: sid_undo_parts */
+    void (*hop)(const sid_exchange *x, uint32_t round, sid_hop *out); /* NULL: no kernels do it */
     uint32_t (*parts)(const sid_exchange *x);
     sid_part (*part)(const sid_exchange *x, uint32_t i);
 } sid_exchange_kind;

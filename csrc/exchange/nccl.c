@@ -400,22 +400,16 @@ sid_status sid_nccl_messages(sid_nccl_comm *c, void *wire, const sid_message *se
 
 /* ---- a group's step --------------------------------------------------------------------------------------------- */
 
-sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err) {
-    if (err) err->text[0] = 0;
-    if (!c || !g || !g->plan || !at) return sid_fail(err, SID_E_ARG, "communicator, group, plan or step is NULL");
-    if (at->rank != c->rank || at->world != c->world)
-        return sid_fail(err, SID_E_ARG, "rank %u of %u; the communicator is that of rank %u of %u", at->rank, at->world,
-                        c->rank, c->world);
+static sid_status collective(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream,
+                             sid_error *err) {
     const sid_plan *p = g->plan;
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     if (p->sizes.rounds > 1)
         return sid_fail(err, SID_E_UNSUPPORTED, "codec '%s' has %u rounds; a step here has one", p->codec->info.name,
                         p->sizes.rounds);
     if (!linear && !g->incoming) return sid_fail(err, SID_E_ARG, "incoming is NULL");
-    sid_status s = sid_nccl_poll(c, err); /* after its end nothing goes into the memory */
-    if (!s)
-        s = sid_cuda_encode(p, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload, g->stats_dev, c->device,
-                            stream, err);
+    sid_status s = sid_cuda_encode(p, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload, g->stats_dev, c->device,
+                                   stream, err);
     if (s) return s;
     if (linear) {
         void *const body = (uint8_t *)g->payload + p->sizes.body_offset;
@@ -424,9 +418,35 @@ sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_st
         s = sid_nccl_all_gather(c, g->payload, g->incoming, p->sizes.payload, stream, err);
     }
     if (s) return s;
-    s = sid_cuda_decode(p, linear ? g->payload : g->incoming, p->sizes.payload, linear ? 1 : c->world,
-                        1.0f / (float)c->world, g->segs_dev, g->n_seg, p->memory->vectors ? g->state : NULL, g->work,
-                        at, g->report_dev, c->device, stream, err);
+    return sid_cuda_decode(p, linear ? g->payload : g->incoming, p->sizes.payload, linear ? 1 : c->world,
+                           1.0f / (float)c->world, g->segs_dev, g->n_seg, p->memory->vectors ? g->state : NULL, g->work,
+                           at, g->report_dev, c->device, stream, err);
+}
+
+static sid_status trip(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err) {
+    const sid_exchange *x = g->exchange;
+    const uint32_t rounds = x->sizes.rounds;
+    sid_message *out = g->room, *in = g->room + x->sizes.messages;
+    if (rounds && !g->room) return sid_fail(err, SID_E_ARG, "room is NULL");
+    for (uint32_t i = 0;; i++) {
+        sid_status s = sid_cuda_exchange_advance(x, i, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload,
+                                                 g->stats_dev, g->report_dev, c->device, stream, err);
+        if (s || i == rounds) return s;
+        const uint32_t sends = sid_exchange_messages(x, i, 0, out), receives = sid_exchange_messages(x, i, 1, in);
+        s = sid_nccl_messages(c, g->payload, out, sends, in, receives, stream, err);
+        if (s) return s;
+    }
+}
+
+sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err) {
+    if (err) err->text[0] = 0;
+    if (!c || !g || !g->plan == !g->exchange || !at)
+        return sid_fail(err, SID_E_ARG, "communicator, group or step is NULL, or not one of plan and exchange");
+    if (at->rank != c->rank || at->world != c->world)
+        return sid_fail(err, SID_E_ARG, "rank %u of %u; the communicator is that of rank %u of %u", at->rank, at->world,
+                        c->rank, c->world);
+    sid_status s = sid_nccl_poll(c, err); /* after its end nothing goes into the memory */
+    if (!s) s = (g->plan ? collective : trip)(c, g, at, stream, err);
     if (!s && g->seen) s = sid_cuda_show(g->report_dev, (uint32_t)(at->step + 1), g->seen, c->device, stream, err);
     return s;
 }

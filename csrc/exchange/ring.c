@@ -197,43 +197,57 @@ static void merge(const sid_simd *v, const sid_draw *d, uint64_t at, uint64_t bl
     }
 }
 
-static uint8_t *bits_of(const sid_trip *t, range r) { return t->wire + SID_HEADER_BYTES + 32 * r.from; }
-
-static void send(sid_trip *t, uint32_t round) {
-    const sid_exchange *x = t->x;
+static void hop(const sid_exchange *x, uint32_t round, sid_hop *out) {
     int phase;
-    const ring k = ring_at(x, round, &phase);
-    const range r = slice_at(&k, own_round(&k, round, phase));
-    uint8_t *frame = t->wire + x->at[OUT];
-    const uint64_t body = message_at(x, round) - SID_FRAME_BYTES;
-    memcpy(frame + SID_FRAME_BYTES, bits_of(t, r), 32 * r.len);
-    memset(frame + SID_FRAME_BYTES + 32 * r.len, 0, body - 32 * r.len);
-    sid_frame_close(t, (sid_frame *)(void *)frame, round, sid_fault_of(t)->flags, body);
+    *out = (sid_hop){.votes = 0};
+    if (round) {
+        const ring k = ring_at(x, round - 1, &phase);
+        const uint32_t own = own_round(&k, round - 1, phase);
+        const range r = slice_at(&k, own + 1);
+        out->in = (sid_hop_side){x->at[IN],
+                                 message_at(x, round - 1) - SID_FRAME_BYTES,
+                                 SID_HEADER_BYTES + 32 * r.from,
+                                 32 * r.len,
+                                 round - 1,
+                                 k.before};
+        out->block = 2 * r.from;
+        out->phase = (uint32_t)phase;
+        out->votes = own < k.size - 1 ? own + 1 : 0;
+    }
+    if (round < x->rounds) {
+        const ring k = ring_at(x, round, &phase);
+        const range r = slice_at(&k, own_round(&k, round, phase));
+        out->out = (sid_hop_side){
+            x->at[OUT], message_at(x, round) - SID_FRAME_BYTES, SID_HEADER_BYTES + 32 * r.from, 32 * r.len, round,
+            k.next};
+    }
 }
 
-static void receive(sid_trip *t, uint32_t round) {
-    const sid_exchange *x = t->x;
-    int phase;
+static void send(sid_trip *t, const sid_hop_side *h) {
+    uint8_t *frame = t->wire + h->frame, *body = frame + SID_FRAME_BYTES;
+    memcpy(body, t->wire + h->bits, h->bytes);
+    memset(body + h->bytes, 0, h->body - h->bytes);
+    sid_frame_close(t, (sid_frame *)(void *)frame, h->round, sid_fault_of(t)->flags, h->body);
+}
+
+static void receive(sid_trip *t, const sid_hop *h) {
     uint32_t flags;
-    const ring k = ring_at(x, round, &phase);
-    const uint32_t own = own_round(&k, round, phase);
-    const range r = slice_at(&k, own + 1);
-    const uint8_t *frame = t->wire + x->at[IN];
-    const uint64_t body = message_at(x, round) - SID_FRAME_BYTES;
-    if (sid_frame_open(t, (const sid_frame *)(const void *)frame, round, body, k.before, &flags)) return;
+    const uint8_t *frame = t->wire + h->in.frame, *body = frame + SID_FRAME_BYTES;
+    if (sid_frame_open(t, (const sid_frame *)(const void *)frame, h->in.round, h->in.body, h->in.peer, &flags)) return;
     sid_fault_of(t)->flags |= flags & SID_FRAME_NONFINITE;
-    if (own < k.size - 1) { /* own + 1 votes have come */
+    if (h->votes) {
         const sid_draw d = {sid_salt(t->at->seed, t->at->rank), t->at->group, t->at->step};
-        merge(x->plan->simd, &d, 2 * r.from, 2 * r.len, (uint64_t)phase, own + 1, own + 2, frame + SID_FRAME_BYTES,
-              bits_of(t, r));
+        merge(t->x->plan->simd, &d, h->block, h->in.bytes / 16, h->phase, h->votes, h->votes + 1, body,
+              t->wire + h->in.bits);
     } else {
-        memcpy(bits_of(t, r), frame + SID_FRAME_BYTES, 32 * r.len);
+        memcpy(t->wire + h->in.bits, body, h->in.bytes);
     }
 }
 
 static sid_status advance(sid_trip *t, uint32_t round) {
     const sid_exchange *x = t->x;
     sid_fault *f = sid_fault_of(t);
+    sid_hop h;
     if (!round) {
         memset(t->wire, 0, x->at[OUT]); /* also what the last unit has beyond the payload */
         if (!sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->at[SCRATCH], t->at, t->wire)) {
@@ -241,10 +255,10 @@ static sid_status advance(sid_trip *t, uint32_t round) {
             if (((const sid_header *)(const void *)t->wire)->flags & SID_FLAG_NONFINITE)
                 f->flags |= SID_FRAME_NONFINITE;
         }
-    } else {
-        receive(t, round - 1);
     }
-    if (round < x->rounds) send(t, round);
+    hop(x, round, &h);
+    if (h.in.frame) receive(t, &h);
+    if (h.out.frame) send(t, &h.out);
     return SID_OK;
 }
 
@@ -276,6 +290,7 @@ const sid_exchange_kind sid_exchange_ring1 = {
     .messages = messages,
     .advance = advance,
     .finish = finish,
+    .hop = hop,
     .parts = sid_one_part,
     .part = sid_whole_part,
 };
@@ -294,6 +309,7 @@ const sid_exchange_kind sid_exchange_torus1 = {
     .messages = messages,
     .advance = advance,
     .finish = finish,
+    .hop = hop,
     .parts = sid_one_part,
     .part = sid_whole_part,
 };

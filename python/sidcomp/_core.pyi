@@ -1,7 +1,7 @@
 """The C core (csrc/sidcomp.h) from Python. Pointers and CUDA streams are integers; calls release the GIL."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import TypedDict, overload
 
 version: str
 cuda_built: bool
@@ -110,6 +110,26 @@ class Exchange:
         seed: int,
         group: int,
     ) -> bool: ...  # whether the step was not finite, after the last round
+    def cuda_work_bytes(self) -> int:
+        """UnsupportedError where the exchange, codec or memory has no CUDA kernels."""
+
+    def cuda_advance(
+        self,
+        round: int,
+        segments: int,
+        n_segments: int,
+        state: int,
+        work: int,
+        wire: int,
+        *,
+        step: int,
+        seed: int,
+        group: int,
+        stats: int,
+        report: int,
+        device: int,
+        stream: int,
+    ) -> None: ...
     def abandon(
         self, segments: Segments, state: int, work: int, wire: int, *, step: int, seed: int, group: int
     ) -> None: ...
@@ -169,6 +189,20 @@ class Communicator:
 class DeviceGroup:
     """A group's places in device memory; incoming 0: a linear plan; seen 0: nobody looks."""
 
+    @overload
+    def __init__(
+        self,
+        exchange: Exchange,
+        segments: int,
+        n_segments: int,
+        state: int,
+        work: int,
+        wire: int,
+        stats: int,
+        report: int,
+        seen: int,
+    ) -> None: ...
+    @overload
     def __init__(
         self,
         plan: Plan,
@@ -183,7 +217,8 @@ class DeviceGroup:
         seen: int,
     ) -> None: ...
     def step(self, communicator: Communicator, *, step: int, seed: int, group: int, stream: int) -> None:
-        """Enqueues encode, all-gather or all-reduce, and decode; `seen` gets the report, with step + 1."""
+        """Enqueues encode, all-gather or all-reduce, and decode, or an exchange's rounds; `seen` gets the
+        report, with step + 1."""
 
 def cuda_show(report: int, mark: int, seen: int, *, device: int, stream: int) -> None:
     """Enqueues: nonfinite, culprit, status and `mark`, to pinned host memory."""

@@ -88,9 +88,11 @@ def make_layout(
         for spec in specs
     ]
     for route in {plan.route.label: plan.route for plan in plans if isinstance(plan, Trip)}.values():
-        if lane is not None:
+        if lane is not None and not route.exchange.cuda:
+            has = ", ".join(e["name"] for e in _core.exchanges() if e["cuda"])
             raise UnsupportedError(
-                f"exchange={route.exchange.name!r} works on the CPU only: leave it out on CUDA"
+                f"exchange={route.exchange.name!r} has no CUDA kernels in this build; these have: {has}. "
+                "Leave it out on CUDA"
             )
         route.warn(exchange.world)
     if settings.transport == "native":

@@ -8,12 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from sidcomp import _core
 from sidcomp.errors import CorruptPayloadError, UnsupportedError
 from sidcomp.layout import Block, Group
 from sidcomp.native import Native, Progress, open_library
 from sidcomp.registry import find_codec
+from sidcomp.trips import End, ends_of
 
 if TYPE_CHECKING:
     from sidcomp.exchange import Exchange
@@ -126,7 +128,7 @@ class CudaLane:
                 "Choose one of them, or train on the CPU"
             )
         with self.current():
-            group.allocate(world, group.plan.cuda_work_bytes())
+            group.allocate(world, (group.trip.core if group.routed else group.plan).cuda_work_bytes())
             self._kept.append(self._shown())
             group.resident = Resident(self.device, self._kept[-1])
             group.allocations += 3
@@ -137,6 +139,12 @@ class CudaLane:
         with self.current():
             r.table = torch.frombuffer(bytearray(g.segments.table()), dtype=torch.uint8).to(self.device)
         r.placed_for = g.segments
+        if g.routed:
+            r.places = _core.DeviceGroup(
+                g.trip.core, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                r.stats.ptr, r.report.ptr, r.shown,
+            )  # fmt: skip
+            return
         r.places = _core.DeviceGroup(
             g.plan, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
             0 if g.plan.linear else g.incoming.ptr, r.stats.ptr, r.report.ptr, r.shown,
@@ -166,6 +174,9 @@ class CudaLane:
         at = {"step": step, "group": g.index}
         with self.current():
             table, n_segments = r.table.data_ptr(), len(g.runs)
+            if g.routed:
+                self._travel(g, r, exchange, {**at, "seed": seed})
+                return
             g.plan.cuda_encode(
                 table, n_segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
                 seed=seed, rank=exchange.rank, world=exchange.world, stats=r.stats.ptr, **at, **self.where,
@@ -181,6 +192,20 @@ class CudaLane:
             )  # fmt: skip
             _core.cuda_show(r.report.ptr, (step + 1) % _MARKS, r.shown, **self.where)
 
+    def _travel(self, g: Group, r: Resident, exchange: "Exchange", at: dict[str, int]) -> None:
+        """An exchange of messages, with torch's point-to-point calls."""
+        if g.ends is None:
+            g.ends = [_operations(*ends, exchange) for ends in ends_of(g.trip, g.payload.tensor, exchange)]
+        for i in range(g.plan.rounds + 1):
+            g.trip.core.cuda_advance(
+                i, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                stats=r.stats.ptr, report=r.report.ptr, **at, **self.where,
+            )  # fmt: skip
+            if i < g.plan.rounds:
+                for work in dist.batch_isend_irecv(g.ends[i]):
+                    work.wait()
+        _core.cuda_show(r.report.ptr, (at["step"] + 1) % _MARKS, r.shown, **self.where)
+
     def progress(self) -> Progress:
         """Of the groups' steps; any thread."""
         all_of = [r for ref in self._residents if (r := ref()) is not None]
@@ -191,6 +216,14 @@ class CudaLane:
         """Of the last encode; waits for the device."""
         self.wait()
         return DeviceStats(*_STATS.unpack(bytes(g.resident.stats.tensor.tolist())))
+
+
+def _operations(sends: End, receives: End, exchange: "Exchange") -> list[dist.P2POp]:
+    group = exchange.group
+    return [
+        *(dist.P2POp(dist.irecv, view, peer, group) for peer, view in receives),
+        *(dist.P2POp(dist.isend, view, peer, group) for peer, view in sends),
+    ]
 
 
 def _progress(ref: "weakref.ref[CudaLane]") -> Progress | None:

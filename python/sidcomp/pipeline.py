@@ -258,10 +258,10 @@ class Pipeline:
         parent = self.process_group or binding.process_group
         if self.rounds is None and any(g.plan.rounds > 1 and not g.routed for g in layout.groups):
             self.rounds = Rounds(parent, exchange.device)
-        if self.trips is None and any(g.routed for g in layout.groups):
+        if self.trips is None and self.lane is None and any(g.routed for g in layout.groups):
             self.trips = Trips(parent, exchange.device)
         for g in layout.groups:
-            if g.routed:
+            if g.routed and self.lane is None:
                 assert self.trips is not None
                 g.ends = ends_of(g.trip, g.payload.tensor, self.trips.exchange)
         kept = self.resume or (checkpoint.carry(self.layout) if self.layout else None)

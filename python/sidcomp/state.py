@@ -55,9 +55,9 @@ class State:
                     arguments. None: the process group's all-reduce for linear codecs, its all-gather for the
                     others. "ring1" and "torus1" (Marsit's), "twoshot", "hierarchical" (ranks_per_node=
                     LOCAL_WORLD_SIZE of torchrun, or a DeviceMesh whose last dimension is the node) send
-                    messages from rank to rank; docs/exchanges.md says when they pay. CPU only. For "auto" a
-                    name, or several, to choose from beside the process group's own; None: "twoshot" and
-                    "hierarchical".
+                    messages from rank to rank; docs/exchanges.md says when they pay. On CUDA "ring1" and
+                    "torus1" only. For "auto" a name, or several, to choose from beside the process group's
+                    own; None: "twoshot" and "hierarchical".
     transport       who enqueues the collectives of groups on a GPU: "torch", the process group; "native",
                     sidcomp itself by NCCL's C interface, found at run time, so that one call enqueues a
                     group's whole step (docs/exchanges.md). Which is the faster has not been measured yet.

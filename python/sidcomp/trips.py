@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from sidcomp.pipeline import Pipeline
 
 Posted = list[dist.Work]
-Ends = list[tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]]]]
+End = list[tuple[int, torch.Tensor]]
+Ends = list[tuple[End, End]]
 
 _ROUNDS = 1 << 14  # of an exchange; groups beyond 2^17 would share tags
 _THREADS = 4
@@ -37,7 +38,7 @@ _THREADS = 4
 def ends_of(trip: Trip, wire: torch.Tensor, exchange: Exchange) -> Ends:
     """For each round what is sent and received: ranks and views of the wire block."""
 
-    def views(round: int, receive: bool) -> list[tuple[int, torch.Tensor]]:
+    def views(round: int, receive: bool) -> End:
         return [
             (dist.get_global_rank(exchange.group, peer), wire[at : at + size])
             for peer, at, size in trip.core.messages(round, receive)

@@ -92,13 +92,19 @@ def no_collectives(*_: object, **__: object) -> Any:
     raise AssertionError("torch's collectives were asked")
 
 
-def trained(rank: int, world: int, how: str, codec: str, log: str) -> tuple[list[list[torch.Tensor]], int]:
+def trained(
+    rank: int, world: int, how: str, codec: str, log: str, exchange: str | None = None
+) -> tuple[list[list[torch.Tensor]], int]:
     """The weights after each of four steps, and the groups of the last."""
-    r = Run(rank, log, codec=codec, lane=how != "cpu", transport="native" if how == "native" else "torch")
+    r = Run(
+        rank, log, codec=codec, lane=how != "cpu", exchange=exchange,
+        transport="native" if how == "native" else "torch",
+    )  # fmt: skip
     if how == "native":
         r.state._pipeline.exchange = None
         Exchange.all_gather = no_collectives  # type: ignore[method-assign]
         Exchange.all_reduce = no_collectives  # type: ignore[method-assign]
+        dist.batch_isend_irecv = no_collectives
     out = []
     for _ in range(4):
         r.step()
@@ -132,6 +138,20 @@ def test_the_same_bits_as_torch_and_as_the_cpu(codec: str, world: int, log: Path
     assert set(lines) == {"finalize", "all-reduce" if sums else "all-gather"}
 
 
+@emulated
+@pytest.mark.parametrize("exchange, world", [("ring1", 1), ("ring1", 3), ("torus1", 4)])
+def test_exchanges_in_messages(exchange: str, world: int, log: Path) -> None:
+    """Over NCCL of our own, torch's point-to-point calls, and on the CPU: the same bits."""
+    ours = run(trained, world, "native", "marsit", str(log), exchange)
+    for other in ("torch", "cpu"):
+        for (a, _), (b, _) in zip(ours, run(trained, world, other, "marsit", "", exchange), strict=True):
+            same(a, b)
+    lines = [line.split()[0] for line in log.read_text().splitlines()]
+    sent = {1: 0, 3: 4 + 2, 4: 4 + 3}[world]  # by a rank: the ring's, and the last round's to each other one
+    assert lines.count("send") == world * sent * (1 + 3 * ours[0][1])
+    assert set(lines) <= {"send", "finalize"} and lines.count("finalize") == world
+
+
 # ---- faults ------------------------------------------------------------------------------------
 
 
@@ -163,6 +183,27 @@ def test_a_rank_that_fails(fault: str, world: int, log: Path) -> None:
         assert "NCCL, rank" in again, again
     aborts = log.read_text().count("abort")
     assert aborts == len(told), "each rank that is left aborts, once"
+
+
+@emulated
+@pytest.mark.parametrize("fault", ["HANG", "DIE"])
+def test_a_rank_that_fails_between_messages(fault: str, log: Path) -> None:
+    """In the first step, in a ring's third call of five."""
+    dying = (1,) if fault == "DIE" else ()
+    out = run(midway, 3, fault, str(log), dying=dying)
+    for r, x in enumerate(out):
+        if r not in dying:
+            assert x[0] == "ExchangeError" and "group 0 (" in x[1], x
+            assert f"NCCL, rank {r} of 3: sending and receiving: " in x[1], x
+
+
+def midway(rank: int, world: int, fault: str, log: str) -> tuple[str, str, float]:
+    if rank == 1:
+        os.environ[f"FAKE_NCCL_{fault}"] = "2"
+    r = Run(rank, log, limit=3, codec="marsit", groups="model", transport="native", exchange="ring1")
+    out = r.fails()
+    r.close()
+    return out
 
 
 @emulated
@@ -247,6 +288,8 @@ def refused(rank: int, world: int, how: str) -> tuple[str, str]:
     arguments: dict[str, Any] = {"transport": "native"}
     if how == "one has torch" and rank == 1:
         arguments = {}
+    if how == "twoshot":
+        arguments = {"exchange": "twoshot"}
     r = Run(rank, lane=how != "cpu", codec="topk", **arguments)
     if how == "no library" and rank == 1:
         os.environ["SIDCOMP_NCCL"] = "/no/libnccl.so.2"
@@ -270,6 +313,13 @@ def test_without_a_library() -> None:
     assert name0 == "RankError" and "rank 1 could not form its groups" in text0 and "/no/libnccl" in text0
     for name, text in run(refused, 2, "old library"):
         assert name == "UnsupportedError" and "is NCCL 21212; 2.14 (21400) or later is needed" in text
+
+
+@emulated
+def test_an_exchange_without_kernels() -> None:
+    for name, text in run(refused, 2, "twoshot"):
+        assert name == "UnsupportedError" and "exchange='twoshot' has no CUDA kernels" in text, text
+        assert "these have: ring1, torus1" in text
 
 
 @emulated

@@ -1,0 +1,302 @@
+"""Exchanges of messages on a device against those on the CPU, bit for bit: messages, memory and result.
+
+Ranks are blocks of one device, and their messages are copied; on the emulation as on a GPU.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import reference as ref
+from buffers import Block, Vector
+from reference import Array
+from sidcomp import _core
+from test_cuda import EMULATED, DeviceBlock, DeviceVector, bits, lengths_of, same_output, stream
+
+KINDS = [e["name"] for e in _core.exchanges() if e["cuda"]]
+SIGNS = [c["name"] for c in _core.codecs() if "signs" in c["traits"]]
+ROWS = {4: 2, 6: 3, 8: 4}
+
+
+def own_memory(codec: str) -> str:
+    return next(str(c["memory"]) for c in _core.codecs() if c["name"] == codec)
+
+
+class Host:
+    def __init__(self, x: _core.Exchange, elements: Array, lengths: list[int]) -> None:
+        self.x = x
+        self.state, self.work, self.wire = (
+            Block(x.state_bytes),
+            Block(x.work_bytes),
+            Block(x.wire_bytes, 0x3C),
+        )
+        self.vector = Vector(elements, lengths, 1)
+        self.failure: _core.SidcompError | None = None
+
+    def advance(self, round: int, step: int) -> None:
+        try:
+            self.x.advance(
+                round, self.vector.segments, self.state.ptr, self.work.ptr, self.wire.ptr,
+                step=step, seed=9, group=3,
+            )  # fmt: skip
+        except _core.SidcompError as e:
+            self.failure = e
+
+    def read(self, at: int, size: int) -> bytes:
+        return self.wire.data[at : at + size].tobytes()
+
+    def write(self, at: int, data: bytes) -> None:
+        self.wire.data[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+
+class Device:
+    def __init__(self, x: _core.Exchange, elements: Array, lengths: list[int]) -> None:
+        self.x = x
+        self.state, self.work = DeviceBlock(x.state_bytes), DeviceBlock(x.cuda_work_bytes(), 0xC3)
+        self.wire = DeviceBlock(x.wire_bytes, 0x3C)
+        self.stats, self.report = DeviceBlock(40), DeviceBlock(16)
+        self.vector = DeviceVector(elements, lengths, 1)
+
+    def advance(self, round: int, step: int) -> None:
+        self.x.cuda_advance(
+            round, self.vector.table.ptr, self.vector.n_segments, self.state.ptr, self.work.ptr,
+            self.wire.ptr, step=step, seed=9, group=3, stats=self.stats.ptr, report=self.report.ptr,
+            device=0, stream=stream(),
+        )  # fmt: skip
+
+    def read(self, at: int, size: int) -> bytes:
+        return bytes(self.wire.data[at : at + size].cpu().numpy().tobytes())
+
+    def write(self, at: int, data: bytes) -> None:
+        part = DeviceBlock(len(data))
+        part.put(data)
+        self.wire.data[at : at + len(data)].copy_(part.data)
+
+    def reported(self) -> tuple[int, int, int]:
+        """nonfinite, culprit, status."""
+        for b in (self.state, self.work, self.wire, self.stats, self.report):
+            b.check()
+        return struct.unpack("<IIi", self.report.get()[:12])
+
+
+def move(ranks: list[Any], round: int, spoil: tuple[int, int] | None = None) -> list[bytes]:
+    """The messages of a round; spoil: a receiver, and a byte of what it gets that is changed."""
+    gone = []
+    for r, rank in enumerate(ranks):
+        for peer, at, size in rank.x.messages(round, True):
+            source = next(m for m in ranks[peer].x.messages(round, False) if m[0] == r)
+            assert source[2] == size
+            gone.append((rank, at, bytearray(ranks[peer].read(source[1], size)), r))
+    for rank, at, data, r in gone:
+        if spoil is not None and spoil[0] == r:
+            data[spoil[1] % len(data)] ^= 4
+        rank.write(at, bytes(data))
+    return [bytes(data) for _, _, data, _ in gone]
+
+
+def pair(kind: str, codec: str, world: int, n: int, dtype: str, memory: str | None = None) -> tuple[Any, Any]:
+    settings: dict[str, Any] = {"rows": ROWS[world]} if kind == "torus1" and world in ROWS else {}
+    zeros = ref.from_f32(np.zeros(n, np.float32), dtype)
+    lengths = lengths_of("some", n, np.random.default_rng(n))
+    made = [
+        _core.Exchange(kind, codec, memory or own_memory(codec), n, dtype, r, world, settings)
+        for r in range(world)
+    ]
+    return [Host(x, zeros, lengths) for x in made], [Device(x, zeros, lengths) for x in made]
+
+
+def fill(hosts: list[Host], devices: list[Device], step: int, dtype: str, bad: int = -1) -> list[Array]:
+    out = []
+    for r, (h, d) in enumerate(zip(hosts, devices, strict=True)):
+        x = np.random.default_rng(100 * step + r).laplace(size=h.x.n).astype(np.float32)
+        if r == bad and h.x.n:
+            x[h.x.n // 2] = np.nan
+        out.append(ref.from_f32(x, dtype))
+        h.vector.write(out[-1])
+        d.vector.write(out[-1])
+    return out
+
+
+def same_kept(host: Host, device: Device) -> None:
+    """The state's head and its vectors."""
+    got, want = np.frombuffer(device.state.get(), np.uint8), host.state.data
+    np.testing.assert_array_equal(got[:256].view(np.uint64), want[:256].view(np.uint64))
+    n = host.x.n
+    for v in range(host.x.vectors):
+        at = 256 + 4 * v * (-(-n // 16) * 16 + 16)
+        np.testing.assert_array_equal(
+            got[at : at + 4 * n].view(np.uint32), want[at : at + 4 * n].view(np.uint32)
+        )
+
+
+def run(
+    hosts: list[Host], devices: list[Device], step: int, spoil: tuple[int, int, int] | None = None
+) -> None:
+    """A step on both sides. spoil: a round, a receiver, and a byte."""
+    rounds = hosts[0].x.rounds
+    for round in range(rounds + 1):
+        for rank in (*hosts, *devices):
+            rank.advance(round, step)
+        if round < rounds:
+            spoiled = spoil[1:] if spoil is not None and spoil[0] == round else None
+            theirs, ours = move(hosts, round, spoiled), move(devices, round, spoiled)
+            if spoil is None:
+                for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+                    assert a == b, f"step {step}, round {round}: message {i} differs"
+
+
+SIZES = (1, 255, 257, 1999, 9001)
+CASES = [
+    (kind, w, SIZES[(w + i) % len(SIZES)], SIGNS[(w + i) % len(SIGNS)], list(ref.STORAGE)[(w + i) % 3])
+    for i, kind in enumerate(KINDS)
+    for w in range(1, 9)
+] + [("ring1", 3, n, "marsit", "float32") for n in (0, 256, 70_001)]
+
+
+@pytest.mark.parametrize("kind, world, n, codec, dtype", CASES)
+def test_the_cpus_bits(kind: str, world: int, n: int, codec: str, dtype: str) -> None:
+    hosts, devices = pair(kind, codec, world, n, dtype)
+    for step in range(2 if EMULATED else 5):
+        fill(hosts, devices, step, dtype)
+        run(hosts, devices, step)
+        for h, d in zip(hosts, devices, strict=True):
+            assert h.failure is None and d.reported() == (0, 0, 0)
+            same_output(d.vector.read(), h.vector.read(), dtype)
+            same_kept(h, d)
+        first = devices[0].vector.read()
+        for d in devices[1:]:
+            assert (bits(d.vector.read()) == bits(first)).all()
+
+
+@pytest.mark.parametrize(
+    "kind, memory", [("ring1", "compensation"), ("torus1", "residual"), ("ring1", "none")]
+)
+def test_a_step_that_is_not_finite(kind: str, memory: str) -> None:
+    hosts, devices = pair(kind, "marsit", 4, 1999, "float32", memory)
+    for step, bad in enumerate((-1, 2, -1)):
+        fill(hosts, devices, step, "float32", bad)
+        run(hosts, devices, step)
+        for h, d in zip(hosts, devices, strict=True):
+            assert d.reported() == (int(bad >= 0), 0, 0)
+            same_output(d.vector.read(), h.vector.read(), "float32")
+            same_kept(h, d)
+        assert np.isnan(devices[0].vector.read()).all() == (bad >= 0)
+
+
+@pytest.mark.parametrize(
+    "kind, world, round, byte",
+    [
+        ("ring1", 3, 0, 40),
+        ("ring1", 3, 1, 3),
+        ("ring1", 4, 4, 24),
+        ("torus1", 4, 2, 77),
+        ("torus1", 6, 5, 10),
+    ],
+)
+def test_a_changed_byte(kind: str, world: int, round: int, byte: int) -> None:
+    """In any round but the last: an error on every rank, gradient and memory as before the step."""
+    hosts, devices = pair(kind, "marsit", world, 1999, "float32", "residual")
+    assert round < hosts[0].x.rounds - 1
+    fill(hosts, devices, 0, "float32")
+    run(hosts, devices, 0)
+    kept = [d.state.get() for d in devices]
+    given = fill(hosts, devices, 1, "float32")
+    run(hosts, devices, 1, spoil=(round, 1, byte))
+    n = hosts[0].x.n
+    for r, (h, d) in enumerate(zip(hosts, devices, strict=True)):
+        assert h.failure is not None
+        assert d.reported() == (0, h.failure.culprit, h.failure.status), f"rank {r}"  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(d.vector.read(), given[r])
+        same_kept(h, d)
+        residual = [Block(4 * n) for _ in range(2)]
+        for state, out in zip((kept[r], d.state.get()), residual, strict=True):
+            block = Block(len(state))
+            block.data[:] = np.frombuffer(state, np.uint8)
+            h.x.residual_out(block.ptr, out.ptr)
+        before, after = (b.data.view(np.float32) for b in residual)
+        np.testing.assert_allclose(after, before, rtol=0, atol=1e-5)
+    # and the next step is one as any, but for the report, which keeps the first fault
+    fill(hosts, devices, 2, "float32")
+    for h in hosts:
+        h.failure = None
+    run(hosts, devices, 2)
+    for h, d in zip(hosts, devices, strict=True):
+        assert h.failure is None
+        same_output(d.vector.read(), h.vector.read(), "float32")
+        same_kept(h, d)
+
+
+def test_a_message_of_another_step() -> None:
+    hosts, devices = pair("ring1", "marsit", 2, 600, "float32")
+    fill(hosts, devices, 0, "float32")
+    for rank in (*hosts, *devices):
+        rank.advance(0, 0 if rank.x.rank == 0 else 7)
+    for round in range(hosts[0].x.rounds):
+        move(hosts, round)
+        move(devices, round)
+        for rank in (*hosts, *devices):
+            rank.advance(round + 1, 0 if rank.x.rank == 0 else 7)
+    for h, d in zip(hosts, devices, strict=True):
+        assert h.failure is not None and isinstance(h.failure, _core.MismatchError)
+        assert d.reported()[2] == _core.MismatchError.status
+
+
+def test_a_table_that_does_not_hold_the_group() -> None:
+    """One rank's encode is refused on the device: all ranks fail, by its name."""
+    _, devices = pair("ring1", "marsit", 3, 600, "float32")
+    for r, d in enumerate(devices):
+        d.vector.write(np.full(600, r, np.float32))
+    table = np.frombuffer(devices[1].vector.table.get(), np.uint64).copy()
+    table[1] += 5
+    devices[1].vector.table.put(table.tobytes())
+    for round in range(devices[0].x.rounds + 1):
+        for d in devices:
+            d.advance(round, 0)
+        move(devices, round)
+    for r, d in enumerate(devices):
+        nonfinite, culprit, status = d.reported()
+        assert (nonfinite, culprit) == (0, 1) and status == (
+            _core.ArgumentError.status if r == 1 else _core.CorruptPayloadError.status
+        )
+        assert (d.vector.read() == r).all()
+
+
+def test_arguments() -> None:
+    x = _core.Exchange("ring1", "marsit", "compensation", 100, "float32", 0, 2)
+    d = Device(x, np.zeros(100, np.float32), [100])
+    good: dict[str, Any] = dict(
+        step=0, seed=0, group=0, stats=0, report=d.report.ptr, device=0, stream=stream()
+    )
+    places = [0, d.vector.table.ptr, 1, d.state.ptr, d.work.ptr, d.wire.ptr]
+    x.cuda_advance(*places, **good)
+    for i in (3, 4, 5):
+        for wrong in (0, places[i] + 8):
+            with pytest.raises(_core.ArgumentError, match="multiples of 64"):
+                x.cuda_advance(*places[:i], wrong, *places[i + 1 :], **good)
+    for change, text in (
+        ({"report": 0}, "report"),
+        ({"device": -1}, "device"),
+        ({"group": 1 << 16}, "step is NULL"),
+    ):
+        with pytest.raises(_core.ArgumentError, match=text):
+            x.cuda_advance(*places, **(good | change))
+    with pytest.raises(_core.ArgumentError, match="no round 4"):
+        x.cuda_advance(x.rounds + 1, *places[1:], **good)
+    with pytest.raises(_core.DeviceError, match="device"):
+        x.cuda_advance(*places, **(good | {"device": 99}))
+
+
+def test_exchanges_without_kernels_are_refused_by_name() -> None:
+    assert KINDS == ["ring1", "torus1"]
+    for kind, codec in (
+        ("twoshot", "topk"),
+        ("hierarchical", "int8"),
+        ("allgather", "topk"),
+        ("allreduce", "fp16"),
+    ):
+        x = _core.Exchange(kind, codec, "residual", 100, "float32", 0, 2)
+        with pytest.raises(_core.UnsupportedError, match=f"exchange '{kind}' has no CUDA kernels"):
+            x.cuda_work_bytes()
