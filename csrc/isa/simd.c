@@ -891,6 +891,15 @@ INLINE int32_t integer_of(float l, float top, sid_rounding rounding, uint32_t dr
     const int32_t i = rounding == SID_ROUND_DRAW16 ? sid_dither16(a, draw) : sid_dither32(a, draw);
     return k == sid_f32_bits(l) ? i : -i;
 }
+/* The smaller one of |l| and top. */
+INLINE vf at_most(vf l, float top) {
+#if BYTES == 64
+    return (vf)_mm512_range_ps((__m512)l, _mm512_set1_ps(top),
+                               8 | 2); /* without a sign; of magnitudes the smaller one */
+#else
+    return (vf)lower(keys(l), (vi){0} + (int32_t)sid_f32_bits(top));
+#endif
+}
 /* sid_dither16's sum; the product in it is exact. */
 INLINE vf dithered16(vf a, vi draw) {
     const vf d = to_float(draw) + 0.5f;
@@ -916,7 +925,7 @@ INLINE vi nearest(vf l) {
 INLINE vi integers_of(vf l, float top, sid_rounding rounding, vi draw) {
     if (rounding == SID_ROUND_NEAREST) return nearest(l);
     const vi minus = bits(l) >> 31; /* 0 or -1 */
-    const vf a = (vf)lower(keys(l), (vi){0} + (int32_t)sid_f32_bits(top));
+    const vf a = at_most(l, top);
     if (rounding == SID_ROUND_DRAW16) /* towards 0 from either side */
         return to_int((vf)(bits(dithered16(a, draw)) | (bits(l) & INT32_MIN)));
     const vi i = to_int(a), up = to_int((a - to_float(i)) * 0x1p31f) > ((draw >> 1) & 0x7fffffff);
@@ -934,7 +943,7 @@ INLINE uint32_t float8_of(float l, float top, sid_grid_kind kind, sid_rounding r
 INLINE vi float8s_of(vf l, float top, sid_grid_kind kind, sid_rounding rounding, vi draw, int number) {
     const int32_t mantissa = (int32_t)mantissa_of(kind), shift = 23 - mantissa, gap = mantissa == 3 ? 120 : 112;
     const int32_t normal = mantissa == 3 ? 0x3c800000 : 0x38800000, half = shift << 23, centre = 1 << (shift - 17);
-    const vi k = lower(keys(l), (vi){0} + (int32_t)sid_f32_bits(top)), sign = bits(l) & (int32_t)0x80000000u;
+    const vi k = bits(at_most(l, top)), sign = bits(l) & (int32_t)0x80000000u;
     if (rounding == SID_ROUND_NEAREST) {
         /* beside a power of two whose last bit is the step in which |l| lies, the sum rounds to a whole number of them */
         const vi power = higher(k, (vi){0} + normal) & 0x7f800000, big = power + half;
@@ -945,10 +954,12 @@ INLINE vi float8s_of(vf l, float top, sid_grid_kind kind, sid_rounding rounding,
         return either((vi){0} + 0x7f, code, (vi)((vn)l >> 24));
     }
     const float unit = mantissa == 3 ? 0x1p-9f : 0x1p-16f;
-    const vi small = k < normal, low = dither16((vf)(k & small) * (1.0f / unit), draw);
-    const vi high = (k + (draw << (shift - 16)) + centre) >> shift;
-    if (number) return either(small, bits(to_float(low) * unit), high << shift) | sign;
-    return either(small, low, high - (gap << mantissa)) | ((sign >> 24) & 0x80);
+    const vi up = k + ((draw << (shift - 16)) + centre), small = k < normal;
+    const vi high = number ? (up >> shift) << shift : (up >> shift) - (gap << mantissa);
+    const vi signs = number ? sign : (sign >> 24) & 0x80;
+    if (!mask_of(small)) return high | signs; /* what is below the normal numbers is far below its block's largest */
+    const vi low = dither16((vf)(k & small) * (1.0f / unit), draw);
+    return either(small, number ? bits(to_float(low) * unit) : low, high) | signs;
 }
 INLINE vf from_float8s(vi code, sid_grid_kind kind) {
     const int32_t mantissa = (int32_t)mantissa_of(kind), shift = 23 - mantissa, gap = mantissa == 3 ? 120 : 112;
@@ -1513,14 +1524,16 @@ static void drain(float *x, float *y, uint32_t n, float s, int past) {
 /* ---- signs ----------------------------------------------------------------------------------------------------- */
 
 /* By integers: flushing denormals to zero must not change a sign. */
-static inline vi is_negative(vf v) { return (bits(v) ^ INT32_MIN) > 0; }
-static inline uint64_t negative_mask(vf v) {
-#if defined(SID_HAS_AVX512)
-    return _mm512_cmpgt_epu32_mask(_mm512_castps_si512((__m512)v), _mm512_set1_epi32(INT32_MIN));
-#else
-    return mask_of(is_negative(v));
-#endif
+#if BYTES == 64
+INLINE uint64_t negative_mask(vf v) { return _mm512_cmpgt_epu32_mask((__m512i)v, _mm512_set1_epi32(INT32_MIN)); }
+INLINE vf by_sign(vf v, vi up, vi down) {
+    return (vf)_mm512_mask_mov_ps((__m512)up, (__mmask16)negative_mask(v), (__m512)down);
 }
+#else
+INLINE vi is_negative(vf v) { return (bits(v) ^ INT32_MIN) > 0; }
+INLINE uint64_t negative_mask(vf v) { return mask_of(is_negative(v)); }
+INLINE vf by_sign(vf v, vi up, vi down) { return (vf)either(is_negative(v), down, up); }
+#endif
 static inline uint32_t is_negative1(float x) { return sid_f32_bits(x) > 0x80000000u; }
 
 static uint32_t signs(const float *x, uint32_t n, uint8_t *bit) {
@@ -1565,6 +1578,23 @@ static void draw_signs(const float *x, const uint32_t *u, uint32_t n, float chan
     }
 }
 
+/* sum + v where v's sign is +, or -. */
+INLINE vf plus_above(vf sum, vf v) {
+#if BYTES == 64
+    return (vf)_mm512_mask_add_ps((__m512)sum, _mm512_cmpge_epi32_mask((__m512i)v, _mm512_setzero_si512()), (__m512)sum,
+                                  (__m512)v);
+#else
+    return sum + (vf)(bits(v) & ~(bits(v) >> 31));
+#endif
+}
+INLINE vf plus_beneath(vf sum, vf v) {
+#if BYTES == 64
+    return (vf)_mm512_mask_add_ps((__m512)sum, _mm512_movepi32_mask((__m512i)v), (__m512)sum, (__m512)v);
+#else
+    return sum + (vf)(bits(v) & (bits(v) >> 31));
+#endif
+}
+
 static void sign_sums(const float *x, uint32_t n, float sum[2]) {
     float lane[2][ROW / SOME], last[ROW];
     const uint32_t whole = whole_rows(x, n, last);
@@ -1573,9 +1603,8 @@ static void sign_sums(const float *x, uint32_t n, float sum[2]) {
 #define ADD(p)                                                                                                         \
     for (int q = 0; q < SOME; q++) {                                                                                   \
         const vf v = load((p) + q * (ROW / SOME));                                                                     \
-        const vi negative = bits(v) >> 31;                                                                             \
-        above[q] += (vf)(bits(v) & ~negative);                                                                         \
-        beneath[q] += (vf)(bits(v) & negative);                                                                        \
+        above[q] = plus_above(above[q], v);                                                                            \
+        beneath[q] = plus_beneath(beneath[q], v);                                                                      \
     }
         DOWN(ADD);
 #undef ADD
@@ -1590,7 +1619,7 @@ static void take_signs(float *x, uint32_t n, float high, float low) {
     uint32_t i = 0;
     for (; i + WIDE <= n; i += WIDE) {
         const vf v = load(x + i);
-        store(x + i, v - (vf)either(is_negative(v), down, up));
+        store(x + i, v - by_sign(v, up, down));
     }
     for (; i < n; i++) x[i] -= is_negative1(x[i]) ? low : high;
 }
@@ -1762,10 +1791,25 @@ INLINE vu product(vu a, vu b) { /* of the lower halves */
 #endif
 }
 
+/* A register of blocks in the order of memory. */
+INLINE void lay(uint8_t *out, vu c0, vu c1, vu c2, vu c3) {
+    const vu p = (c0 & 0xffffffff) | c1 << 32, r = (c2 & 0xffffffff) | c3 << 32;
+#if BYTES == 64
+    const vu x[2] = {(vu)_mm512_unpacklo_epi64((__m512i)p, (__m512i)r),
+                     (vu)_mm512_unpackhi_epi64((__m512i)p, (__m512i)r)};
+#elif BYTES == 32
+    const vu x[2] = {(vu)_mm256_unpacklo_epi64((__m256i)p, (__m256i)r),
+                     (vu)_mm256_unpackhi_epi64((__m256i)p, (__m256i)r)};
+#else
+    const vu x[2] = {{p[0], r[0]}, {p[1], r[1]}};
+#endif
+    memcpy(out, x, sizeof x);
+}
+
 /* Writes 4 * BLOCKS words. Long j of a set is block j / 2, odd ones LONGS / 2 more: then interleaving pairs of longs is
  * the order of memory. */
-static inline void philox(const sid_draw *d, uint64_t at, void *out) {
-    const vu m0 = (vu){0} + 0xd2511f53u, m1 = (vu){0} + 0xcd9e8d57u, low = (vu){0} + 0xffffffffu;
+INLINE void philox(const sid_draw *d, uint64_t at, void *out) {
+    const vu m0 = (vu){0} + 0xd2511f53u, m1 = (vu){0} + 0xcd9e8d57u;
     vu c0[SETS], c1[SETS], c2[SETS], c3[SETS];
     uint32_t k0 = d->salt, k1 = d->group;
     vu order;
@@ -1787,18 +1831,13 @@ static inline void philox(const sid_draw *d, uint64_t at, void *out) {
         k0 += 0x9e3779b9u;
         k1 += 0xbb67ae85u;
     }
-    for (int q = 0; q < SETS; q++) {
-        const vu p = (c0[q] & low) | c1[q] << 32, r = (c2[q] & low) | c3[q] << 32;
-#if BYTES == 64
-        const vu x[2] = {(vu)_mm512_unpacklo_epi64((__m512i)p, (__m512i)r),
-                         (vu)_mm512_unpackhi_epi64((__m512i)p, (__m512i)r)};
-#elif BYTES == 32
-        const vu x[2] = {(vu)_mm256_unpacklo_epi64((__m256i)p, (__m256i)r),
-                         (vu)_mm256_unpackhi_epi64((__m256i)p, (__m256i)r)};
-#else
-        const vu x[2] = {{p[0], r[0]}, {p[1], r[1]}};
-#endif
-        memcpy((uint8_t *)out + (uint32_t)q * sizeof x, x, sizeof x);
+    /* written out: arrays that a loop indexes go through memory */
+    uint8_t *to = out;
+    lay(to, c0[0], c1[0], c2[0], c3[0]);
+    lay(to + 2 * BYTES, c0[1], c1[1], c2[1], c3[1]);
+    if (SETS > 2) {
+        lay(to + 4 * BYTES, c0[SETS - 2], c1[SETS - 2], c2[SETS - 2], c3[SETS - 2]);
+        lay(to + 6 * BYTES, c0[SETS - 1], c1[SETS - 1], c2[SETS - 1], c3[SETS - 1]);
     }
 }
 
