@@ -1478,47 +1478,37 @@ static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse
     }
 }
 
-/* y = x * s, past the caches or not, and x = 0. */
-INLINE void drain_to(float *x, float *y, uint32_t n, float s, const int past) {
+/* y = x * s, past the caches or not, and x = 0. Past them in two loops: other stores between these would send half a line
+ * of them on its way. */
+static void drain(float *x, float *y, uint32_t n, float s, int past) {
     uint32_t i = 0;
 #if defined(__SSE2__)
-    if (past)
-        for (; i < n && ((uintptr_t)(y + i) & 63u); i++) {
-            y[i] = x[i] * s;
-            x[i] = 0;
-        }
-#endif
-    for (; i + WIDE <= n; i += WIDE) {
-        const vf v = load(x + i) * s;
-        store(x + i, (vf){0});
+    if (past) {
+        for (; i < n && ((uintptr_t)(y + i) & 63u); i++) y[i] = x[i] * s;
+        for (; i + WIDE <= n; i += WIDE) {
+            const vf v = load(x + i) * s;
 #if BYTES == 64
-        if (past) {
             _mm512_stream_ps(y + i, (__m512)v);
-            continue;
-        }
 #elif BYTES == 32
-        if (past) {
             _mm256_stream_ps(y + i, (__m256)v);
-            continue;
-        }
-#elif defined(__SSE2__)
-        if (past) {
+#else
             _mm_stream_ps(y + i, (__m128)v);
-            continue;
-        }
 #endif
-        store(y + i, v);
+        }
+        for (; i < n; i++) y[i] = x[i] * s;
+        memset(x, 0, 4ull * n);
+        return;
+    }
+#endif
+    (void)past;
+    for (; i + WIDE <= n; i += WIDE) {
+        store(y + i, load(x + i) * s);
+        store(x + i, (vf){0});
     }
     for (; i < n; i++) {
         y[i] = x[i] * s;
         x[i] = 0;
     }
-}
-static void drain(float *x, float *y, uint32_t n, float s, int past) {
-    if (past)
-        drain_to(x, y, n, s, 1);
-    else
-        drain_to(x, y, n, s, 0);
 }
 
 /* ---- signs ----------------------------------------------------------------------------------------------------- */
