@@ -6,8 +6,9 @@ everything). Writes <gpu>-<date>.md and .json to benchmarks/results, or to the f
 The figures. A row is one call on n float32 elements in one segment: median and quartiles in microseconds, the
 L2 flushed before each. `graph`: replayed from a CUDA graph; `stream`: enqueued by the host. The limit of an
 encode with a residual is one pass of R += G over the same memory (12 bytes an element), that of a decode one
-write of the vector (4 bytes), both measured in the same run by torch's kernels. The rival is the same step in
-torch operations, as today's communication hooks do it. A gathered decode takes one payload several times.
+write of the vector (4 bytes), both measured in the same run by torch's kernels, that of a hop of a ring what
+its bytes are of the former. The rival is the same step in torch operations, as today's communication hooks do
+it. A gathered decode takes one payload several times.
 """
 
 import argparse
@@ -101,7 +102,8 @@ def python_path() -> str:
 
 
 def run_tests() -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py",
+               "tests/test_cuda_exchanges.py"]  # fmt: skip
     status, output = run(command, 240, PYTHONPATH=python_path())
     last = output.strip().splitlines()[-1] if output.strip() else ""
     say(f"tests: {last}")
@@ -196,6 +198,35 @@ class Rank:
             0, self.work.data_ptr(), step=-1, group=0,
             report=self.report.data_ptr(), device=0, stream=self.stream(),
         )  # fmt: skip
+
+
+def hop_of_ring(n: int, world: int) -> Callable[[], None]:
+    """A hop of Marsit's ring of n elements that merges a slice of which two votes have come."""
+    import torch
+    from sidcomp import _core
+
+    x = _core.Exchange("ring1", "marsit", "compensation", n, "float32", 0, world)
+    gradient = torch.zeros(n, device="cuda")
+    state, work, wire = (
+        torch.zeros(size, dtype=torch.uint8, device="cuda")
+        for size in (x.state_bytes, x.cuda_work_bytes(), x.wire_bytes)
+    )
+    report = torch.zeros(64, dtype=torch.uint8, device="cuda")
+    table = torch.frombuffer(
+        bytearray(_core.Segments([gradient.data_ptr()], [n]).table()), dtype=torch.uint8
+    ).cuda()
+
+    def advance(round: int) -> None:
+        x.cuda_advance(
+            round, table.data_ptr(), 1, state.data_ptr(), work.data_ptr(), wire.data_ptr(),
+            step=0, seed=0, group=0, stats=0, report=report.data_ptr(), device=0,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+
+    advance(0)
+    torch.cuda.synchronize()
+    wire.random_(0, 256)  # what has come, and own bits; that it is no message changes nothing of the work
+    return lambda: advance(2)
 
 
 class Clock:
@@ -352,6 +383,8 @@ def measure(deadline: float) -> list[dict[str, Any]]:
                 assert status == 0, f"decode of {name} reports {status}"
                 del rank, target, payloads, rival, last, slow
                 torch.cuda.empty_cache()
+        for world in (3, 8):  # 4 bytes for each of the slice's, where the pass of R += G moves 12 an element
+            row(f"hop of ring1, {world} ranks", n, hop_of_ring(n, world), pass_limit / (24 * world), None)
     return rows
 
 
