@@ -1,27 +1,11 @@
-/* csrc/codec/redsync.c is the law. Bytes per element: 12 + 8 d in the walk, whose one sum costs none; in the finish about
+/* csrc/codec/redsync.c is the law, redsync.h its arithmetic. Bytes per element: 12 + 8 d in the walk, whose one sum costs none; in the finish about
  * 40 d as topk, 15 d more for the second key of the binary search; 6 d less in the payload of the quantised form. */
-#include "codec/fits.h"
+#include "codec/redsync.h"
 #include "sparse.cuh"
 
 namespace {
 
-enum {
-    METHOD = SID_SPARSE_PARAMS,
-    QUANTISED,
-    TRIM,
-    EPSILON,
-    INTERVAL
-};
-enum {
-    LAST,
-    SPREAD,
-    OTHER_LAST,
-    OTHER_SPREAD,
-    THRESHOLD,
-    AGE
-};
-
-__device__ inline uint32_t beyond(float threshold) { return sid_key(threshold) + 1; } /* |acc| > threshold >= 0 */
+static_assert((int)REDSYNC_METHOD == (int)SID_SPARSE_PARAMS, "redsync.h has the parameters' places");
 
 struct redsync {
     enum {
@@ -38,23 +22,19 @@ struct redsync {
         double total;
         uint32_t found; /* by the search */
     };
-    uint64_t k, cap, n;
-    double trim, epsilon, interval;
-    bool binary, quantised;
+    redsync_rule rule;
+    uint64_t cap;
 
-    __device__ uint64_t best() const { return cap + binary; } /* one more: whether there are too many */
-    __device__ uint32_t least() const { return quantised; }
-    __device__ uint64_t *statistics(uint64_t *c, const reading &r) const {
-        return c + (r.side < 0 ? OTHER_LAST : LAST);
-    }
+    __device__ uint64_t best() const { return cap + rule.binary; } /* one more: whether there are too many */
+    __device__ static uint64_t *statistics(uint64_t *c, const reading &r) { return redsync_statistics(c, r.side < 0); }
 
     __device__ void begin(reading &r, const uint64_t *c, uint64_t steps) const {
         r = {};
-        r.side = !quantised ? 0 : steps % 2 ? -1 : 1;
-        const uint64_t *own = c + (r.side < 0 ? OTHER_LAST : LAST);
-        r.low = sid_from_last((uint32_t)own[LAST], (uint32_t)own[SPREAD], least());
-        if (binary && !quantised && c[AGE]) {
-            r.low = r.key = beyond(sid_bits_f32((uint32_t)c[THRESHOLD]));
+        r.side = !rule.quantised ? 0 : redsync_negative(&rule, steps) ? -1 : 1;
+        const uint64_t *own = statistics((uint64_t *)c, r);
+        r.low = sid_from_last((uint32_t)own[REDSYNC_LAST], (uint32_t)own[REDSYNC_SPREAD], redsync_least(&rule));
+        if (redsync_reuses(&rule, c)) {
+            r.low = r.key = redsync_beyond(sid_bits_f32((uint32_t)c[REDSYNC_THRESHOLD]));
             r.settled = 1;
         }
     }
@@ -77,23 +57,9 @@ struct redsync {
         crew.lead([&] { r.low = low; });
         return false;
     }
-    __device__ void learn(sid_crew &crew, const reading &r, uint32_t key) const {
-        uint64_t *c = statistics(crew.s.codec, r);
-        sid_learn_key(c + LAST, c + SPREAD, key);
-    }
-
-    __device__ uint32_t trials(double total, uint32_t most, uint32_t kth) const {
-        const double mean = total / (double)n, above = (double)sid_bits_f32(most) - mean;
-        for (uint32_t i = 1;; i++) {
-            const double ratio = 1 - trim * i;
-            const float threshold = (float)(mean + ratio * above);
-            if (ratio <= -1 || threshold < 0 || kth > sid_key(threshold)) return i;
-        }
-    }
-
     __device__ bool trimmed(sid_crew &crew, reading &r, const own &o) const {
-        const uint64_t some = crew.count < k ? crew.count : k; /* one sign may have fewer */
-        if (some < k && crew.low > least()) return again(crew, r, least());
+        const uint64_t some = crew.count < rule.k ? crew.count : rule.k; /* one sign may have fewer */
+        if (some < rule.k && crew.low > redsync_least(&rule)) return again(crew, r, redsync_least(&rule));
         if (!some) {
             crew.send_from(SID_KEY_INF, 0, 0);
             crew.lead([&] { crew.s.threshold = 0; });
@@ -102,8 +68,9 @@ struct redsync {
         const sid_pick pick = crew.select(some);
         const uint32_t most = crew.largest();
         crew.lead([&] {
-            learn(crew, r, pick.key);
-            crew.s.stages = trials(o.total, most, pick.key);
+            uint64_t *c = statistics(crew.s.codec, r);
+            sid_learn_key(c + REDSYNC_LAST, c + REDSYNC_SPREAD, pick.key);
+            crew.s.stages = redsync_trials(&rule, o.total, most, pick.key);
         });
         crew.send(pick, some - pick.above, some, 0);
         return true;
@@ -111,41 +78,23 @@ struct redsync {
 
     /* Algorithm 3; 0: a trial's answer lies below what was captured. */
     __device__ bool search(sid_crew &crew, reading &r, own &o) const {
-        const uint64_t held = crew.count;
+        const uint64_t held = crew.count, k = rule.k;
         const uint32_t kth = held >= k ? crew.select(k).key : 0, next = held > 2 * k ? crew.select(2 * k + 1).key : 0;
         const uint32_t most = crew.largest(), low = crew.low;
         crew.lead([&] {
-            const double mean = o.total / (double)n, above = (double)sid_bits_f32(most) - mean;
-            double left = 0, right = 1;
-            uint32_t tries = 0;
-            float threshold = 0;
-            o.found = 0;
-            while (right - left > epsilon) {
-                const double ratio = left + (right - left) / 2;
-                threshold = (float)(mean + ratio * above);
-                const uint32_t key = beyond(threshold);
-                if (key < low && held <= 2 * k) return;
-                tries++;
-                const bool few = held < k || key > kth, many = held > 2 * k && key <= next;
-                if (!few && !many) break;
-                if (few)
-                    right = ratio;
-                else
-                    left = ratio;
-            }
-            o.found = 1;
-            r.key = beyond(threshold);
+            const redsync_found found = redsync_search(&rule, o.total, most, held, low, kth, next);
+            o.found = found.tries;
+            if (!found.tries) return;
+            r.key = redsync_learn(&rule, crew.s.codec, r.side < 0, &found, held, next);
             r.settled = 1;
-            crew.s.stages = tries;
-            crew.s.codec[THRESHOLD] = sid_f32_bits(threshold);
-            learn(crew, r, held > 2 * k ? next : r.key);
+            crew.s.stages = found.tries;
         });
         return o.found;
     }
 
     __device__ bool finish(sid_crew &crew, reading &r, own &o) const {
         uint64_t found;
-        if (n == 0) {
+        if (rule.n == 0) {
             crew.send_from(0, 0, 0);
             return true;
         }
@@ -154,27 +103,21 @@ struct redsync {
             crew.total_of_tiles(0, sum);
             crew.lead([&] { o.total = sum[0]; });
         }
-        if (!binary) return trimmed(crew, r, o);
-        if (!r.settled && !search(crew, r, o)) return again(crew, r, least());
+        if (!rule.binary) return trimmed(crew, r, o);
+        if (!r.settled && !search(crew, r, o)) return again(crew, r, redsync_least(&rule));
         if (!crew.reach(r, r.key, &found)) return false;
-        crew.lead([&] {
-            uint64_t *c = crew.s.codec;
-            if (!quantised) c[AGE] = (double)(c[AGE] + 1) < interval ? c[AGE] + 1 : 0;
-        });
+        crew.lead([&] { redsync_age(&rule, crew.s.codec); });
         crew.send_capped(r.key, found);
         return true;
     }
 };
 
-bool quantised(const sid_plan *p) { return p->codec_param[QUANTISED] == 1; }
+bool quantised(const sid_plan *p) { return redsync_rule_of(p).quantised; }
 sid_sparse_needs needs(const sid_plan *p) { return {1, 1, quantised(p) ? p->cap : 0, quantised(p)}; }
 
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }
 sid_status encode(sid_cuda_encoding &c) {
-    const sid_plan *p = c.plan;
-    const double *a = p->codec_param;
-    const redsync law = {p->k, p->cap, p->n, a[TRIM], a[EPSILON], a[INTERVAL], a[METHOD] == 1, quantised(p)};
-    return sid_sparse_encode(c, law, needs(p));
+    return sid_sparse_encode(c, redsync{redsync_rule_of(c.plan), c.plan->cap}, needs(c.plan));
 }
 sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, quantised(c.plan)); }
 

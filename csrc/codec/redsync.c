@@ -21,35 +21,17 @@
  * made against one or two exact keys, found among candidates captured as topk captures them. */
 #include <string.h>
 
+#include "redsync.h"
 #include "sparse.h"
 
-enum {
-    METHOD = SPARSE_PARAMS,
-    QUANTISED,
-    TRIM,
-    EPSILON,
-    INTERVAL
-};
-enum {
-    TRIMMED,
-    BINARY
-};
-/* words of state->codec: key and spread for each sign, the threshold in use, and in how many steps it has been */
-enum {
-    LAST,
-    SPREAD,
-    OTHER_LAST,
-    OTHER_SPREAD,
-    THRESHOLD,
-    AGE
-};
+_Static_assert((int)REDSYNC_METHOD == (int)SPARSE_PARAMS, "redsync.h has the parameters' places");
 
 static const char *const method_names[] = {"trimmed", "binary", NULL}, *const switch_names[] = {"off", "on", NULL};
 static const sid_param params[] = {
     SPARSE_PARAM_ROWS,
     {.name = "method",
      .kind = SID_CHOICE,
-     .dflt = TRIMMED,
+     .dflt = REDSYNC_TRIMMED,
      .min = 0,
      .max = 1,
      .unit = "",
@@ -88,6 +70,7 @@ static const sid_param params[] = {
 
 /* Persists over the readings of one encode. */
 typedef struct redsync_work {
+    redsync_rule rule;
     sparse_probe probe;
     double total; /* sum of magnitudes, after a reading that added them up */
     uint32_t low; /* captured from here on */
@@ -97,13 +80,10 @@ typedef struct redsync_work {
 _Static_assert(sizeof(redsync_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
 
 static redsync_work *own(const sid_walk *w) { return sparse_own(w); }
-static int quantised(const sid_plan *p) { return p->codec_param[QUANTISED] == 1; }
-static int binary(const sid_plan *p) { return p->codec_param[METHOD] == BINARY; }
+static int quantised(const sid_plan *p) { return p->codec_param[REDSYNC_QUANTISED] == 1; }
+static int binary(const sid_plan *p) { return p->codec_param[REDSYNC_METHOD] == REDSYNC_BINARY; }
 static int negative(const sid_walk *w) { return quantised(w->plan) && w->state->steps % 2; }
-static uint64_t *statistics(const sid_walk *w) { return w->state->codec + (negative(w) ? OTHER_LAST : LAST); }
-/* The least key that can be sent: one sign has no zeros. */
-static uint32_t least(const sid_plan *p) { return quantised(p) ? 1 : 0; }
-static uint32_t beyond(float threshold) { return sid_key(threshold) + 1; } /* |acc| > threshold >= 0 */
+static uint64_t *statistics(const sid_walk *w) { return redsync_statistics(w->state->codec, negative(w)); }
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
@@ -115,15 +95,14 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     return SID_OK;
 }
 
-static int reuses(const sid_walk *w) { return binary(w->plan) && !quantised(w->plan) && w->state->codec[AGE]; }
-
 static void begin(sid_walk *w) {
     redsync_work *o = own(w);
-    const uint32_t last = (uint32_t)statistics(w)[LAST], spread = (uint32_t)statistics(w)[SPREAD];
+    const uint64_t *words = w->state->codec, *c = statistics(w);
     if (w->walks == 1) {
-        *o = (redsync_work){.low = sid_from_last(last, spread, least(w->plan))};
-        if (reuses(w)) {
-            o->low = o->key = beyond(sid_bits_f32((uint32_t)w->state->codec[THRESHOLD]));
+        *o = (redsync_work){.rule = redsync_rule_of(w->plan)};
+        o->low = sid_from_last((uint32_t)c[REDSYNC_LAST], (uint32_t)c[REDSYNC_SPREAD], redsync_least(&o->rule));
+        if (redsync_reuses(&o->rule, words)) {
+            o->low = o->key = redsync_beyond(sid_bits_f32((uint32_t)words[REDSYNC_THRESHOLD]));
             o->settled = 1;
         }
     }
@@ -150,83 +129,52 @@ static sid_verdict again(sid_walk *w, uint32_t low) {
     return SID_AGAIN;
 }
 
-static double largest(const sparse_work *s) {
+static uint32_t largest(const sparse_work *s) { /* key */
     uint32_t most = 0;
     for (uint64_t i = 0; i < s->count; i++) most = sid_key(s->val[i]) > most ? sid_key(s->val[i]) : most;
-    return (double)sid_bits_f32(most);
-}
-
-static void learn(const sid_walk *w, uint32_t key) { sid_learn_key(statistics(w) + LAST, statistics(w) + SPREAD, key); }
-
-/* Trials of Algorithm 2 until the k-th largest magnitude exceeds the threshold, or all of acc is taken. */
-static uint32_t trials(const sid_walk *w, uint32_t kth) {
-    const double step = w->plan->codec_param[TRIM], mean = own(w)->total / (double)w->plan->n;
-    const double above = largest(sparse_of(w)) - mean;
-    for (uint32_t i = 1;; i++) {
-        const double ratio = 1 - step * i;
-        const float threshold = (float)(mean + ratio * above);
-        if (ratio <= -1 || threshold < 0 || kth > sid_key(threshold)) return i;
-    }
+    return most;
 }
 
 static sid_verdict trimmed(sid_walk *w) {
-    const sid_plan *p = w->plan;
     const sparse_work *s = sparse_of(w);
-    const uint64_t k = s->count < p->k ? s->count : p->k; /* one sign may have fewer */
-    const uint64_t *c = statistics(w);
-    if (k < p->k && s->low > least(p)) return again(w, least(p));
+    const redsync_rule *r = &own(w)->rule;
+    const uint64_t k = s->count < r->k ? s->count : r->k; /* one sign may have fewer */
+    uint64_t *c = statistics(w);
+    if (k < r->k && s->low > redsync_least(r)) return again(w, redsync_least(r));
     if (!k) {
         sparse_emit_from(w, SID_KEY_INF, 0);
         w->stats.threshold = 0;
         return SID_DONE;
     }
-    const sparse_pick pick = sparse_select(w, k, (uint32_t)c[LAST], (uint32_t)c[SPREAD]);
-    learn(w, pick.key);
+    const sparse_pick pick = sparse_select(w, k, (uint32_t)c[REDSYNC_LAST], (uint32_t)c[REDSYNC_SPREAD]);
+    sid_learn_key(c + REDSYNC_LAST, c + REDSYNC_SPREAD, pick.key);
     w->stats.found = k;
-    w->stats.stages = trials(w, pick.key);
+    w->stats.stages = redsync_trials(r, own(w)->total, largest(s), pick.key);
     sparse_emit(w, pick, k - pick.above, 0);
     return SID_DONE;
 }
 
 /* Algorithm 3; 0: a trial's answer lies below what was captured. */
 static int search(sid_walk *w) {
-    const sid_plan *p = w->plan;
     const sparse_work *s = sparse_of(w);
     redsync_work *o = own(w);
-    const uint64_t k = p->k, held = s->count, *c = statistics(w);
-    const uint32_t guess = (uint32_t)c[LAST], spread = (uint32_t)c[SPREAD];
+    const uint64_t k = o->rule.k, held = s->count, *c = statistics(w);
+    const uint32_t guess = (uint32_t)c[REDSYNC_LAST], spread = (uint32_t)c[REDSYNC_SPREAD];
     /* the k-th and the (2 k + 1)-th largest magnitude, where they are candidates; else no trial within them passes */
     const uint32_t kth = held >= k ? sparse_select(w, k, guess, spread).key : 0;
     const uint32_t next = held > 2 * k ? sparse_select(w, 2 * k + 1, guess, spread).key : 0;
-    const double mean = o->total / (double)p->n, above = largest(s) - mean;
-    double left = 0, right = 1;
-    uint32_t tries = 0;
-    float threshold = 0;
-    while (right - left > p->codec_param[EPSILON]) {
-        const double ratio = left + (right - left) / 2;
-        threshold = (float)(mean + ratio * above);
-        const uint32_t key = beyond(threshold);
-        if (key < s->low && held <= 2 * k) return 0;
-        tries++;
-        const int few = held < k || key > kth, many = held > 2 * k && key <= next;
-        if (!few && !many) break;
-        if (few)
-            right = ratio;
-        else
-            left = ratio;
-    }
-    o->key = beyond(threshold);
+    const redsync_found found = redsync_search(&o->rule, o->total, largest(s), held, s->low, kth, next);
+    if (!found.tries) return 0;
+    o->key = redsync_learn(&o->rule, w->state->codec, negative(w), &found, held, next);
     o->settled = 1;
-    w->stats.stages = tries;
-    w->state->codec[THRESHOLD] = sid_f32_bits(threshold);
-    learn(w, held > 2 * k ? next : o->key);
+    w->stats.stages = found.tries;
     return 1;
 }
 
 static sid_verdict finish(sid_walk *w) {
     const sid_plan *p = w->plan;
     redsync_work *o = own(w);
-    uint64_t found, *c = w->state->codec;
+    uint64_t found;
     sparse_settle(w);
     if (p->n == 0) {
         sparse_emit_from(w, 0, 0);
@@ -234,10 +182,10 @@ static sid_verdict finish(sid_walk *w) {
     }
     if (!o->settled) o->total = sid_sums_total(sparse_sums_of(w, 0), p->n);
     if (!binary(p)) return trimmed(w);
-    if (!o->settled && !search(w)) return again(w, least(p));
+    if (!o->settled && !search(w)) return again(w, redsync_least(&o->rule));
     if (!sparse_reach(w, &o->probe, o->key, &found)) return again(w, sparse_again(w, o->key));
     w->stats.found = found;
-    if (!quantised(p)) c[AGE] = (double)(c[AGE] + 1) < p->codec_param[INTERVAL] ? c[AGE] + 1 : 0;
+    redsync_age(&o->rule, w->state->codec);
     if (found > p->cap) {
         const sparse_pick pick = sparse_select(w, p->cap, o->key, 0);
         sparse_emit(w, pick, p->cap - pick.above, SID_FLAG_RAISED);
@@ -247,7 +195,7 @@ static sid_verdict finish(sid_walk *w) {
 }
 
 static void rescale(const sid_plan *p, sid_state *s, float factor) {
-    static const int words[] = {LAST, OTHER_LAST, THRESHOLD};
+    static const int words[] = {REDSYNC_LAST, REDSYNC_OTHER_LAST, REDSYNC_THRESHOLD};
     (void)p;
     for (int i = 0; i < 3; i++) {
         uint64_t *c = &s->codec[words[i]];
