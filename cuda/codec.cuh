@@ -225,7 +225,12 @@ __device__ inline void sid_load_vectors(const sid_vectors &v, uint64_t i, float 
 }
 __device__ inline void sid_store_floats(float *p, uint32_t count, const float (&x)[SID_QUAD]) {
     if (count == SID_QUAD)
+#ifdef SID_EMULATE
         sid_store_quad(p, SID_F32, x);
+#else /* the compiler would take a plain store apart, to share code with the single ones below */
+        asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                     : "memory");
+#endif
     else
         for (uint32_t c = 0; c < SID_QUAD; c++)
             if (c < count) p[c] = x[c];
@@ -366,6 +371,16 @@ __device__ inline void sid_receive(const Memory &memory, const sid_vectors &v, u
     if (Memory::VECTORS) sid_store_floats(v.first + i, count, vec[0]);
 }
 
+/* Words of a payload that lie whole rows of its checksum apart, always as many. */
+struct sid_word_run {
+    unsigned long long sum, moment; /* moment: each times its place in the run */
+    uint32_t count;
+    __device__ void add(uint32_t word) {
+        sum += word;
+        moment += (unsigned long long)count++ * word;
+    }
+};
+
 /* This thread's share of the payload's checksum. */
 struct sid_part_sum {
     unsigned long long sum, weighted;
@@ -373,7 +388,46 @@ struct sid_part_sum {
         sum += word;
         weighted += word * sid_checksum_weight(at / 4, rows);
     }
+    /* The first word at byte `at`, the others `apart` rows after one another. */
+    __device__ void add(uint64_t at, const sid_word_run &run, uint32_t apart, uint64_t rows) {
+        const uint64_t i = at / 4;
+        sum += run.sum;
+        weighted += (i % 8 + 1) * ((rows - i / 8) * run.sum - apart * run.moment);
+    }
 };
+
+/* The share of a thread of block `b` of `each` in the checksum of a whole payload but for its header. look(i, w): of word i,
+ * called where the caller has to see it: everywhere but in bytes plain_from to plain_to, both multiples of 8. */
+template <typename F>
+__device__ inline sid_part_sum sid_sum_words(const uint8_t *payload, uint64_t bytes, uint32_t b, uint32_t each,
+                                             uint64_t plain_from, uint64_t plain_to, const F &look) {
+    const uint64_t first = SID_HEADER_BYTES + 8 * (b * (uint64_t)SID_BLOCK + threadIdx.x),
+                   step = 8ull * SID_BLOCK * each;
+    sid_word_run even = {}, odd = {};
+    uint64_t at = first;
+    const auto seen = [&](uint64_t end) {
+#pragma unroll 1
+        for (; at < end; at += step) {
+            const uint2 w = *(const uint2 *)(const void *)(payload + at);
+            even.add(w.x);
+            odd.add(w.y);
+            look(at / 4, w.x);
+            look(at / 4 + 1, w.y);
+        }
+    };
+    seen(plain_from < bytes ? plain_from : bytes);
+#pragma unroll 4
+    for (; at < plain_to; at += step) {
+        const uint2 w = *(const uint2 *)(const void *)(payload + at);
+        even.add(w.x);
+        odd.add(w.y);
+    }
+    seen(bytes);
+    sid_part_sum own = {0, 0};
+    own.add(first, even, SID_BLOCK / 4 * each, bytes / 32);
+    own.add(first + 4, odd, SID_BLOCK / 4 * each, bytes / 32);
+    return own;
+}
 
 /* The block's shares together, in every thread of warp 0. */
 __device__ inline sid_part_sum sid_block_sums(sid_part_sum x, sid_part_sum (&part)[SID_WARPS]) {

@@ -280,6 +280,7 @@ inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear) {
 
 /* Blocks r * each to r * each + each - 1 look at payload r. Reads all of it. A Body has
  *     word(i, w, most)     1: word i of a payload may not be w; may raise `most`
+ *     plain_from(), plain_to()    bytes between which any word may be anything
  *     count(), form()             what a header's count and flags must be
  *     gathered()                  0: bodies are summed on the way
  *     header(h, p, r, most)       a status: what else it must say, or what payload r has beside codes
@@ -290,19 +291,10 @@ __global__ void __launch_bounds__(SID_BLOCK)
     __shared__ sid_part_sum part[SID_WARPS];
     __shared__ uint32_t bad, most;
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
-    const uint64_t rows = p.bytes / 32;
-    sid_part_sum own = {0, 0};
     uint32_t wrong = 0, large = 0;
     if (threadIdx.x == 0) bad = most = 0;
-#pragma unroll 4
-    for (uint64_t at = SID_HEADER_BYTES + 8 * (b * (uint64_t)SID_BLOCK + threadIdx.x); at < p.bytes;
-         at += 8ull * SID_BLOCK * each) {
-        const uint2 w = *(const uint2 *)(const void *)(p[r] + at);
-        own.add(at, w.x, rows);
-        own.add(at + 4, w.y, rows);
-        wrong |= body.word(at / 4, w.x, large);
-        wrong |= body.word(at / 4 + 1, w.y, large);
-    }
+    sid_part_sum own = sid_sum_words(p[r], p.bytes, b, each, body.plain_from(), body.plain_to(),
+                                     [&](uint64_t i, uint32_t w) { wrong |= body.word(i, w, large); });
     own = sid_block_sums(own, part);
     if (wrong) atomicOr(&bad, 1u);
     if (large) atomicMax(&most, large);

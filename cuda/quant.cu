@@ -29,17 +29,34 @@ template <bool FLOATS, sid_rounding ROUNDING> struct grid {
     }
     __device__ float number(uint32_t code) const {
         if (!FLOATS) return (float)(int32_t)code;
-        /* sid_f8_to_f32, by a product that is exact, denormals and all: nothing is flushed to zero here */
+        const float y = finite_number(code << 24);
         const uint32_t k = code & 0x7fu, sign = (code & 0x80u) << 24;
-        const float y = sid_bits_f32(k << (23 - mantissa)) * (mantissa == 3 ? 0x1p120f : 0x1p112f);
         const bool none = mantissa == 3 ? k == 0x7fu : k >= 0x7cu;
         const uint32_t what = mantissa == 3 ? 0x7fc00000u : 0x7f800000u | (k & 3u) << 21;
-        return sid_bits_f32((none ? what : sid_f32_bits(y)) | sign);
+        return none ? sid_bits_f32(what | sign) : y;
+    }
+    /* sid_f8_to_f32 of a code in the upper 8 bits, where there is no other, by a product that is exact, denormals and all:
+     * nothing is flushed to zero here. */
+    __device__ float finite_number(uint32_t top) const {
+        const uint32_t y = (uint32_t)((int32_t)top >> (mantissa + 1)) & (0x80000000u | 0x7fu << (23 - mantissa));
+        return sid_bits_f32(y) * (mantissa == 3 ? 0x1p120f : 0x1p112f);
+    }
+    /* What the codes in a word stand for; BYTES: they have 8 bits. */
+    template <bool BYTES> __device__ void numbers(uint32_t w, float (&y)[SID_QUAD]) const {
+        if constexpr (FLOATS) {
+            const uint32_t none = (w & 0x7f7f7f7fu) + (mantissa == 3 ? 0x01010101u : 0x04040404u);
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = finite_number(w << (24 - 8 * c) & 0xff000000u);
+            if (none & 0x80808080u) /* no encoder writes them */
+                for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = number(w >> (8 * c) & 0xffu);
+        } else {
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++)
+                y[c] = BYTES ? (float)(int8_t)(w >> (8 * c))
+                             : (float)((int32_t)(w << (32 - bits * (c + 1))) >> (32 - bits));
+        }
     }
     __device__ uint32_t field(uint32_t code) const { return code & ((1u << bits) - 1u); }
-    __device__ uint32_t signed_field(uint32_t word) const { /* its lowest bits, as code() gives them */
-        return FLOATS ? word & 0xffu : (uint32_t)((int32_t)(word << (32 - bits)) >> (32 - bits));
-    }
     /* Random bits of the quad at i. */
     __device__ void draws(const sid_draw &d, uint64_t i, uint32_t (&u)[SID_QUAD]) const {
         if (ROUNDING == SID_ROUND_DRAW16) sid_draws16(d, i, u);
@@ -57,15 +74,39 @@ enum {
     LARGEST /* scratch.codec: key, or scale of a block */
 };
 
-/* A kernel for each kind and rounding: what is not of its own kind would only be in the way of instructions. */
-template <bool FLOATS, sid_rounding ROUNDING> struct coder {
+/* A block's length as rows of a tile. Whether a row is its block's last one in the tile has a bit for each row: tests of the
+ * length itself would know of one another, and the compiler would write code for every way through eight of them. */
+struct shape {
+    uint32_t rows; /* of a block; 0: half a row */
+    uint32_t ends;
+    bool halves;
+};
+
+shape shape_of(uint32_t block) {
+    shape s = {block / SID_ROW, 0, block && block < SID_ROW};
+    for (uint32_t r = 0; r < SID_ROWS; r++)
+        if (s.halves || r + 1 == SID_ROWS || (s.rows && (r + 1) % s.rows == 0)) s.ends |= 1u << r;
+    return s;
+}
+
+struct scaling { /* of a block */
+    float scale, inverse;
+};
+enum {
+    HALVES = 2
+};
+
+/* A kernel for each kind and rounding, and for scales of blocks and of the GROUP: what is not of its own kind would only be in
+ * the way of instructions. */
+template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
     quant_form f;
     grid<FLOATS, ROUNDING> g;
     sid_draw draw;
     uint8_t *payload;
     uint64_t rows, codes_at;
     uint32_t shift; /* of a block's length */
-    double *sums;   /* of the tiles, where the scale is the group's: squares, and `stride` further the elements */
+    shape blocks;
+    double *sums; /* of the tiles, where the scale is the group's: squares, and `stride` further the elements */
     uint64_t stride;
 
     enum {
@@ -76,6 +117,7 @@ template <bool FLOATS, sid_rounding ROUNDING> struct coder {
         sid_part_sum part[SID_WARPS];
         double squares[SID_WARPS];
         uint32_t key[SID_WARPS];
+        scaling of[SID_WARPS][HALVES][SID_ROWS];           /* each row's, or of its halves */
         uint32_t staged[SID_WARPS][SID_LANES * MOST_BITS]; /* a tile's codes */
     };
     struct own {
@@ -94,149 +136,150 @@ template <bool FLOATS, sid_rounding ROUNDING> struct coder {
         if (sid_lane() == 0 && largest) atomicMax(&scratch.codec[LARGEST], largest);
     }
 
-    /* Each row's scale: that of this thread's block. By the whole CUDA block, as blocks may be as long as four tiles. */
-    __device__ void scales(shared &s, const sid_quads &x, float (&scale)[SID_ROWS]) const {
-        const uint32_t each = f.block / SID_ROW; /* rows; 0: half a row */
-        if (f.norm == NORM_L2) {
-            double sum[SID_ROWS], lane[SID_QUAD];
+    /* What a block that has all of this tile and more has: of two tiles' parts, or of four. By the whole CUDA block. */
+    __device__ uint32_t across(shared &s, uint32_t key) const {
+        const uint32_t tiles = blocks.rows / SID_ROWS, first = sid_warp() / tiles * tiles;
+        if (sid_lane() == SID_ROWS - 1) s.key[sid_warp()] = key;
+        __syncthreads();
+        key = 0;
+        for (uint32_t w = first; w < first + tiles; w++) key = s.key[w] > key ? s.key[w] : key;
+        __syncthreads();
+        return key;
+    }
+    __device__ double across(shared &s, double squares) const { /* in halves */
+        const uint32_t tiles = blocks.rows / SID_ROWS, first = sid_warp() / tiles * tiles;
+        if (sid_lane() == SID_ROWS - 1) s.squares[sid_warp()] = squares;
+        __syncthreads();
+        double all = s.squares[first] + s.squares[first + tiles / 2];
+        if (tiles == 4) all += s.squares[first + 1] + s.squares[first + 3];
+        __syncthreads();
+        return all;
+    }
+
+    /* All to s.of; returns that of the row that is this lane modulo SID_ROWS, and of its half. */
+    __device__ float scales(shared &s, const sid_quads &x) const {
+        const uint32_t own = sid_lane() % SID_ROWS;
+        const int last = (int)((sid_lane() & 16) + own) + __ffs((int)(blocks.ends >> own)) - 1; /* lane of its block */
+        scaling y;
+        if (!FLOATS && ROUNDING != SID_ROUND_NEAREST && f.norm == NORM_L2) {
+            double lane[SID_QUAD] = {}, mine = 0;
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++) {
 #pragma unroll
-                for (uint32_t c = 0; c < SID_QUAD; c++) {
-                    if (!(r & (each - 1))) lane[c] = 0;
-                    lane[c] += (double)x[r][c] * (double)x[r][c];
-                }
-                sum[r] = 0;
-                if (!((r + 1) & (each - 1)) || r + 1 == SID_ROWS) sum[r] = sid_join_lanes(lane);
+                for (uint32_t c = 0; c < SID_QUAD; c++) lane[c] += (double)x[r][c] * (double)x[r][c];
+                if (!(blocks.ends >> r & 1)) continue;
+                const double all = sid_join_lanes(lane);
+                mine = r == own ? all : mine;
+                lane[0] = lane[1] = lane[2] = lane[3] = 0;
             }
+            if (blocks.rows > SID_ROWS) mine = across(s, mine);
+            y.scale = quant_scale(sqrt(mine), f.top);
+        } else {
+            uint32_t key = 0, mine = 0;
 #pragma unroll
-            for (uint32_t r = SID_ROWS - 1; r; r--) /* what is no block's last row */
-                if (r & (each - 1)) sum[r - 1] = sum[r];
-            if (each > SID_ROWS) { /* two tiles, or four: their sums in halves */
-                const uint32_t tiles = each / SID_ROWS, first = sid_warp() / tiles * tiles;
-                if (sid_lane() == 0) s.squares[sid_warp()] = sum[0];
-                __syncthreads();
-                double all = s.squares[first] + s.squares[first + tiles / 2];
-                if (tiles == 4) all += s.squares[first + 1] + s.squares[first + 3];
-                __syncthreads();
+            for (uint32_t r = 0; r < SID_ROWS; r++) {
 #pragma unroll
-                for (uint32_t r = 0; r < SID_ROWS; r++) sum[r] = all;
+                for (uint32_t c = 0; c < SID_QUAD; c++) key = sid_key(x[r][c]) > key ? sid_key(x[r][c]) : key;
+                if (!(blocks.ends >> r & 1)) continue;
+                if (blocks.halves)
+                    for (uint32_t d = SID_LANES / 4; d; d /= 2) {
+                        const uint32_t other = __shfl_xor_sync(SID_FULL, key, d);
+                        key = other > key ? other : key;
+                    }
+                else
+                    key = sid_warp_max(key);
+                mine = r == own ? key : mine;
+                key = 0;
             }
-#pragma unroll
-            for (uint32_t r = 0; r < SID_ROWS; r++) scale[r] = quant_scale(sqrt(sum[r]), f.top);
-            return;
+            if (blocks.rows > SID_ROWS) mine = across(s, mine);
+            y.scale = quant_scale_of(sid_bits_f32(mine), f.top);
         }
-        uint32_t key[SID_ROWS];
-#pragma unroll
-        for (uint32_t r = 0; r < SID_ROWS; r++) {
-            key[r] = 0;
-#pragma unroll
-            for (uint32_t c = 0; c < SID_QUAD; c++) key[r] = sid_key(x[r][c]) > key[r] ? sid_key(x[r][c]) : key[r];
-        }
-#pragma unroll
-        for (uint32_t k = 1; k < SID_ROWS; k *= 2)
-            if (each > k)
-#pragma unroll
-                for (uint32_t r = 0; r < SID_ROWS; r++)
-                    if (!(r & k)) key[r] = key[r + k] = key[r] > key[r + k] ? key[r] : key[r + k];
-#pragma unroll
-        for (uint32_t r = 0; r < SID_ROWS; r++) {
-            if (each && r & (each - 1))
-                key[r] = key[r ? r - 1 : 0];
-            else if (each)
-                key[r] = sid_warp_max(key[r]);
-            else
-                for (uint32_t d = SID_LANES / 4; d; d /= 2) {
-                    const uint32_t other = __shfl_xor_sync(SID_FULL, key[r], d);
-                    key[r] = other > key[r] ? other : key[r];
-                }
-        }
-        if (each > SID_ROWS) {
-            const uint32_t tiles = each / SID_ROWS, first = sid_warp() / tiles * tiles;
-            if (sid_lane() == 0) s.key[sid_warp()] = key[0];
-            __syncthreads();
-            uint32_t all = 0;
-            for (uint32_t w = first; w < first + tiles; w++) all = s.key[w] > all ? s.key[w] : all;
-            __syncthreads();
-#pragma unroll
-            for (uint32_t r = 0; r < SID_ROWS; r++) key[r] = all;
-        }
-#pragma unroll
-        for (uint32_t r = 0; r < SID_ROWS; r++) scale[r] = quant_scale_of(sid_bits_f32(key[r]), f.top);
+        y.scale = __shfl_sync(SID_FULL, y.scale, last);
+        y.inverse = inverse_of(y.scale);
+        if (sid_lane() % 16 < SID_ROWS) s.of[sid_warp()][sid_lane() / 16][own] = y;
+        __syncwarp();
+        return y.scale;
+    }
+    __device__ scaling scaling_of(const shared &s, uint32_t row, const scaling &group) const {
+        return GROUP ? group : s.of[sid_warp()][sid_lane() / 16][row];
     }
 
     __device__ void keep(shared &s, const sid_rule &rule, const sid_draw &d, sid_quads &x, uint64_t at,
                          uint32_t) const {
-        float scale[SID_ROWS];
         if (rule.scale == 0) return;
-        if (f.block)
-            scales(s, x, scale);
-        else
-#pragma unroll
-            for (uint32_t r = 0; r < SID_ROWS; r++) scale[r] = rule.scale;
+        const scaling group = {rule.scale, inverse_of(rule.scale)};
+        if (!GROUP) scales(s, x);
 #pragma unroll
         for (uint32_t r = 0; r < SID_ROWS; r++) {
-            const float inverse = inverse_of(scale[r]);
+            const scaling y = scaling_of(s, r, group);
             uint32_t u[SID_QUAD] = {};
             g.draws(d, at + sid_place(r), u);
 #pragma unroll
-            for (uint32_t c = 0; c < SID_QUAD; c++) x[r][c] -= scale[r] * g.number(g.code(x[r][c] * inverse, u[c]));
+            for (uint32_t c = 0; c < SID_QUAD; c++) x[r][c] -= y.scale * g.number(g.code(x[r][c] * y.inverse, u[c]));
         }
     }
 
-    __device__ void put(own &o, uint64_t at, uint32_t word) const {
-        *(uint32_t *)(void *)(payload + at) = word;
-        o.words.add(at, word, rows);
+    /* Of the blocks that begin in the tile. */
+    __device__ void put_scales(own &o, float scale, uint64_t at, uint32_t len) const {
+        const uint32_t row = sid_lane() % 16, in = row * SID_ROW + sid_lane() / 16 * (SID_ROW / 2);
+        const uint64_t i = at + in;
+        if (row >= SID_ROWS || in >= len || (i & (f.block - 1)) || (sid_lane() >= 16 && !blocks.halves)) return;
+        const uint64_t place = SID_HEADER_BYTES + 4 * (i >> shift);
+        const uint32_t b = sid_f32_bits(scale);
+        *(uint32_t *)(void *)(payload + place) = b;
+        o.words.add(place, b, rows);
+        o.largest = b > o.largest ? b : o.largest;
     }
+
     __device__ void tile(shared &s, own &o, const sid_quads &x, uint64_t at, uint32_t len) const {
-        float scale[SID_ROWS];
-        if (f.block)
-            scales(s, x, scale);
-        else
-#pragma unroll
-            for (uint32_t r = 0; r < SID_ROWS; r++) scale[r] = o.scale;
+        const scaling group = {o.scale, inverse_of(o.scale)};
+        const float scale = GROUP ? 0 : scales(s, x);
+        uint32_t w[SID_ROWS];
         if (!len) return;
-        uint8_t *const staged = (uint8_t *)s.staged[sid_warp()];
 #pragma unroll
         for (uint32_t r = 0; r < SID_ROWS; r++) {
-            const float inverse = inverse_of(scale[r]);
-            const uint64_t i = at + sid_place(r);
-            uint32_t u[SID_QUAD] = {}, w = 0;
-            g.draws(draw, i, u);
+            const float inverse = scaling_of(s, r, group).inverse;
+            uint32_t u[SID_QUAD] = {};
+            w[r] = 0;
+            g.draws(draw, at + sid_place(r), u);
 #pragma unroll
-            for (uint32_t c = 0; c < SID_QUAD; c++) w |= g.field(g.code(x[r][c] * inverse, u[c])) << (f.bits * c);
-            if (f.block && !(i & (f.block - 1)) && sid_place(r) < len) {
-                const uint32_t b = sid_f32_bits(scale[r]);
-                put(o, SID_HEADER_BYTES + 4 * (i >> shift), b);
-                o.largest = b > o.largest ? b : o.largest;
-            }
-            if (f.bits == 8) {
-                if (sid_place(r) < len) put(o, codes_at + i, w);
-                continue;
-            }
-            /* two threads' codes are a whole number of bytes */
-            const uint32_t other = __shfl_xor_sync(SID_FULL, w, 1);
-            const uint64_t eight = w | (uint64_t)other << (SID_QUAD * f.bits);
-            uint8_t *const p = staged + sid_place(r) / 8 * f.bits;
-            if (sid_lane() & 1) continue;
-            if (f.bits == 4)
-                *(uint32_t *)(void *)p = (uint32_t)eight;
-            else if (f.bits == 2)
-                *(uint16_t *)(void *)p = (uint16_t)eight;
-            else
-                for (uint32_t b = 0; b < f.bits; b++) p[b] = (uint8_t)(eight >> (8 * b));
+            for (uint32_t c = 0; c < SID_QUAD; c++) w[r] |= g.field(g.code(x[r][c] * inverse, u[c])) << (f.bits * c);
         }
-        if (f.bits == 8) return;
+        if (!GROUP) put_scales(o, scale, at, len);
+        sid_word_run run = {};
+        const uint64_t place = codes_at + at / 8 * f.bits + 4 * sid_lane();
+        if (f.bits == 8) {
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++)
+                if (sid_place(r) < len) {
+                    *(uint32_t *)(void *)(payload + place + SID_ROW * r) = w[r];
+                    run.add(w[r]);
+                }
+            o.words.add(place, run, SID_ROW / 32, rows);
+            return;
+        }
+        uint8_t *const staged = (uint8_t *)s.staged[sid_warp()];
+#pragma unroll
+        for (uint32_t r = 0; r < SID_ROWS; r++) { /* two threads' codes are a whole number of bytes */
+            const uint32_t other = __shfl_xor_sync(SID_FULL, w[r], 1);
+            const uint64_t eight = w[r] | (uint64_t)other << (SID_QUAD * f.bits);
+            if (sid_lane() & 1) continue;
+            for (uint32_t b = 0; b < f.bits; b++) staged[sid_place(r) / 8 * f.bits + b] = (uint8_t)(eight >> (8 * b));
+        }
         __syncwarp();
-        for (uint32_t j = sid_lane(); j < SID_LANES * f.bits && 32 * j < len * f.bits; j += SID_LANES)
-            put(o, codes_at + at / 8 * f.bits + 4 * j, s.staged[sid_warp()][j]);
+        for (uint32_t j = sid_lane(); j < SID_LANES * f.bits && 32 * j < len * f.bits; j += SID_LANES) {
+            const uint32_t word = s.staged[sid_warp()][j];
+            *(uint32_t *)(void *)(payload + codes_at + at / 8 * f.bits + 4 * j) = word;
+            run.add(word);
+        }
+        o.words.add(place, run, SID_ROW / 32, rows);
         __syncwarp(); /* before the next tile's codes */
     }
 };
 
 /* The first reading where the scale is the group's. */
-template <sid_rounding ROUNDING> struct measure : coder<false, ROUNDING> {
-    using base = coder<false, ROUNDING>;
+template <sid_rounding ROUNDING> struct measure : coder<false, ROUNDING, true> {
+    using base = coder<false, ROUNDING, true>;
     using typename base::own;
     using typename base::shared;
     __device__ void begin(shared &, own &, const sid_scratch &) const {}
@@ -306,6 +349,8 @@ template <bool FLOATS> struct body {
         const uint64_t bit = 8 * (4 * i - codes_at);
         return bit + 32 <= end ? 0 : bit >= end ? w != 0 : w >> (end - bit) != 0;
     }
+    __device__ uint64_t plain_from() const { return codes_at; }
+    __device__ uint64_t plain_to() const { return codes_at + n * f.bits / 64 * 8; }
     __device__ uint64_t count() const { return n; }
     __device__ uint32_t form() const { return 0; }
     __device__ bool gathered() const { return true; }
@@ -314,30 +359,80 @@ template <bool FLOATS> struct body {
         if (h.salt && f.rounding == SID_ROUND_NEAREST) return SID_E_CORRUPT;
         return quant_sound(scale, most_scale) && ((n && !f.block) || scale == most) ? SID_OK : SID_E_CORRUPT;
     }
-    __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t at, uint32_t len) const {
-        const uint64_t from = codes_at + at / 8 * f.bits; /* a multiple of 8 */
+    /* The scale of this lane's row of a payload (coder::scales); of those that there are. */
+    __device__ float scale_of(const sid_payloads &p, uint32_t r, uint64_t at, uint32_t len) const {
+        const uint32_t in = sid_lane() % SID_ROWS * SID_ROW + (sid_lane() & 16) * SID_QUAD;
+        if (!f.block) return p.head(r).scale;
+        const float *const scales = (const float *)(const void *)(p[r] + SID_HEADER_BYTES);
+        return in < len ? scales[(at + in) >> shift] : 0.0f;
+    }
+    template <bool BYTES> __device__ void add_row(float (&x)[SID_QUAD], float scale, uint32_t d, uint32_t w) const {
+        const float s = __shfl_sync(SID_FULL, scale, (int)((sid_lane() & 16) + d));
+        float y[SID_QUAD];
+        g.template numbers<BYTES>(w, y);
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) x[c] += s * y[c];
+    }
+
+    __device__ void sum_bytes(const sid_payloads &p, sid_quads &x, uint64_t at, uint32_t len) const {
 #pragma unroll 1
         for (uint32_t r = 0; r < p.count; r++) {
-            const uint32_t *const codes = (const uint32_t *)(const void *)(p[r] + from);
-            const float *const scales = (const float *)(const void *)(p[r] + SID_HEADER_BYTES);
+            const uint32_t *const codes = (const uint32_t *)(const void *)(p[r] + codes_at + at + sid_place(0));
+            const float scale = scale_of(p, r, at, len);
             uint32_t w[SID_ROWS];
-            float scale[SID_ROWS];
+            if (len == SID_TILE)
 #pragma unroll
-            for (uint32_t d = 0; d < SID_ROWS; d++) {
-                const uint32_t bit = sid_place(d) * f.bits, off = bit % 32, count = sid_count4(len, sid_place(d));
-                w[d] = 0;
-                scale[d] = 0;
-                if (!count) continue;
-                w[d] = __ldcs(codes + bit / 32) >> off;
-                if (off + count * f.bits > 32) w[d] |= __ldcs(codes + bit / 32 + 1) << (32 - off);
-                scale[d] = f.block ? scales[(at + sid_place(d)) >> shift] : p.head(r).scale;
-            }
+                for (uint32_t d = 0; d < SID_ROWS; d++) w[d] = __ldcs(codes + SID_LANES * d);
+            else
 #pragma unroll
-            for (uint32_t d = 0; d < SID_ROWS; d++)
+                for (uint32_t d = 0; d < SID_ROWS; d++) w[d] = sid_place(d) < len ? codes[SID_LANES * d] : 0u;
 #pragma unroll
-                for (uint32_t c = 0; c < SID_QUAD; c++)
-                    x[d][c] += scale[d] * g.number(g.signed_field(w[d] >> (f.bits * c)));
+            for (uint32_t d = 0; d < SID_ROWS; d++) add_row<true>(x[d], scale, d, w[d]);
         }
+    }
+    /* Of any width. A row's codes are 4 bits words, so a thread's begin at the same bit of a word in each. `second`: the first
+     * of its four elements that reaches into the next word. */
+    __device__ void sum_bits(const sid_payloads &p, sid_quads &x, uint64_t at, uint32_t len) const {
+        const uint32_t bit = sid_place(0) * f.bits, off = bit % 32, room = 32 - off;
+        const uint32_t second = room < f.bits       ? 0
+                                : room < 2 * f.bits ? 1
+                                : room < 3 * f.bits ? 2
+                                : room < 4 * f.bits ? 3
+                                                    : (uint32_t)SID_TILE;
+        const uint64_t from = codes_at + at / 8 * f.bits + bit / 32 * 4;
+#pragma unroll 1
+        for (uint32_t r = 0; r < p.count; r++) {
+            const uint32_t *codes = (const uint32_t *)(const void *)(p[r] + from);
+            const float scale = scale_of(p, r, at, len);
+#pragma unroll
+            for (uint32_t first = 0; first < SID_ROWS; first += SID_ROWS / 2) {
+                uint32_t low[SID_ROWS / 2], high[SID_ROWS / 2];
+                if (len == SID_TILE)
+#pragma unroll
+                    for (uint32_t d = 0; d < SID_ROWS / 2; d++, codes += 4 * f.bits) {
+                        low[d] = __ldcs(codes);
+                        high[d] = second < SID_QUAD ? codes[1] : 0u; /* a neighbour's as well */
+                    }
+                else
+#pragma unroll
+                    for (uint32_t d = 0; d < SID_ROWS / 2; d++, codes += 4 * f.bits) {
+                        low[d] = sid_place(first + d) < len ? codes[0] : 0u;
+                        high[d] = sid_place(first + d) + second < len ? codes[1] : 0u;
+                    }
+#pragma unroll
+                for (uint32_t d = 0; d < SID_ROWS / 2; d++)
+                    add_row<false>(x[first + d], scale, first + d,
+                                   (uint32_t)(((uint64_t)high[d] << 32 | low[d]) >> off));
+            }
+        }
+    }
+    __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t at, uint32_t len) const {
+        if constexpr (FLOATS)
+            sum_bytes(p, x, at, len);
+        else if (f.bits == 8)
+            sum_bytes(p, x, at, len);
+        else
+            sum_bits(p, x, at, len);
 #pragma unroll
         for (uint32_t d = 0; d < SID_ROWS; d++)
 #pragma unroll
@@ -363,26 +458,31 @@ uint32_t shift_of(uint32_t block) {
     return shift;
 }
 
+template <class Coder>
+Coder coder_of(const sid_cuda_encoding &c, const quant_form &f, const sid_ending &e, double *sums) {
+    const uint64_t n = c.plan->n;
+    return {f,
+            grid_of<decltype(Coder::g)>(f),
+            e.draw,
+            c.payload,
+            e.bytes / 32,
+            quant_codes_at(n, f.block),
+            shift_of(f.block),
+            shape_of(f.block),
+            sums,
+            sid_tiles(n)};
+}
+
 template <bool FLOATS, sid_rounding ROUNDING>
 sid_status walk(const sid_cuda_encoding &c, const quant_form &f, const sid_ending &e, double *sums) {
-    using own = coder<FLOATS, ROUNDING>;
-    const uint64_t n = c.plan->n, tiles = sid_tiles(n);
-    const own k = {f,
-                   grid_of<grid<FLOATS, ROUNDING>>(f),
-                   e.draw,
-                   c.payload,
-                   e.bytes / 32,
-                   quant_codes_at(n, f.block),
-                   shift_of(f.block),
-                   sums,
-                   tiles};
     if constexpr (ROUNDING != SID_ROUND_DRAW32)
-        if (f.block) return sid_walk_tiles(c, k);
+        if (f.block) return sid_walk_tiles(c, coder_of<coder<FLOATS, ROUNDING, false>>(c, f, e, sums));
     if constexpr (!FLOATS && ROUNDING != SID_ROUND_NEAREST) {
+        const auto k = coder_of<coder<FLOATS, ROUNDING, true>>(c, f, e, sums);
         sid_status s = sid_walk_tiles(c, measure<ROUNDING>{k});
-        if (!s)
-            s = sid_launch(c.to, "scale", sid_quant_scale_kernel, 1, SID_SUMS, 0, c.scratch, f, (const double *)sums, n,
-                           c.plan->codec_param[CLIP]);
+        if (s) return s;
+        s = sid_launch(c.to, "scale", sid_quant_scale_kernel, 1, SID_SUMS, 0, c.scratch, f, (const double *)sums,
+                       c.plan->n, c.plan->codec_param[CLIP]);
         return s ? s : sid_walk_again(c, k);
     }
     return SID_E_UNSUPPORTED; /* no plan has it */

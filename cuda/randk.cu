@@ -276,6 +276,8 @@ struct body {
         const uint64_t used = SID_HEADER_BYTES + v.width() * k;
         return 4 * i + 4 <= used ? 0 : 4 * i >= used ? w != 0 : w >> 16 != 0;
     }
+    __device__ uint64_t plain_from() const { return SID_HEADER_BYTES; }
+    __device__ uint64_t plain_to() const { return SID_HEADER_BYTES + v.width() * k / 8 * 8; }
     __device__ uint64_t count() const { return k; }
     __device__ bool gathered() const { return !linear; }
     __device__ uint32_t form() const { return v.half ? (uint32_t)SID_FLAG_HALF : 0u; }

@@ -216,6 +216,8 @@ struct body {
         if (at < n) return w >> (n - at) != 0;
         return w != 0 && !(pair() && 4 * i == sid_sign_low_at(n));
     }
+    __device__ uint64_t plain_from() const { return SID_HEADER_BYTES; }
+    __device__ uint64_t plain_to() const { return SID_HEADER_BYTES + n / 64 * 8; }
     __device__ float low_of(const uint8_t *payload) const {
         return *(const float *)(const void *)(payload + sid_sign_low_at(n));
     }
@@ -345,8 +347,8 @@ template <value OF, bool DRAWS> sid_status encode(sid_cuda_encoding &c) {
         s = sid_walk_tiles(c, signs<false>{k});
     else if constexpr (OF == DRAWN) {
         s = sid_walk_tiles(c, measure{{k, e.draw}});
-        if (!s)
-            s = sid_launch(c.to, "norm", sid_sign_norm_kernel, 1, SID_SUMS, 0, c.scratch, (const double *)k.sums, p->n);
+        if (s) return s;
+        s = sid_launch(c.to, "norm", sid_sign_norm_kernel, 1, SID_SUMS, 0, c.scratch, (const double *)k.sums, p->n);
         if (!s) s = sid_walk_again(c, draw_signs{{k, e.draw}});
     } else
         s = sid_walk_tiles(c, signs<true>{k});

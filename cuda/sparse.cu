@@ -100,13 +100,8 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_look_kernel(checking check, pay
     const uint16_t *index = (const uint16_t *)(payload + p.b.index_at);
     const uint64_t claimed = ((const sid_header *)payload)->count, most = claimed < p.cap ? claimed : p.cap;
     const uint64_t tiles = sid_wire_tiles(p.n), first = tiles * b / each, last = tiles * (b + 1) / each;
-    sid_part_sum own = {0, 0};
-    for (uint64_t at = SID_HEADER_BYTES + 8 * (b * (uint64_t)SID_BLOCK + threadIdx.x); at < 32 * p.b.rows;
-         at += 8ull * SID_BLOCK * each) {
-        const uint2 w = *(const uint2 *)(payload + at);
-        own.add(at, w.x, p.b.rows);
-        own.add(at + 4, w.y, p.b.rows);
-    }
+    sid_part_sum own =
+        sid_sum_words(payload, 32 * p.b.rows, b, each, SID_HEADER_BYTES, 32 * p.b.rows, [](uint64_t, uint32_t) {});
     own = sid_block_sums(own, part);
     if (threadIdx.x == 0) {
         atomicAdd(&check.sum[r], own.sum);
