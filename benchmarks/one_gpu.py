@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CODECS = ("topk", "sidco-e", "int8", "efsignsgd", "fp16")
-STEPS, WARM = 30, 5
+STEPS, WARM = 15, 3
 LIMIT = 150.0  # seconds of all ranks
 NCCL = {
     "NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1",

@@ -201,7 +201,7 @@ class CudaLane:
                 i, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
                 stats=r.stats.ptr, report=r.report.ptr, **at, **self.where,
             )  # fmt: skip
-            if i < g.plan.rounds:
+            if i < g.plan.rounds and g.ends[i]:
                 for work in dist.batch_isend_irecv(g.ends[i]):
                     work.wait()
         _core.cuda_show(r.report.ptr, (at["step"] + 1) % _MARKS, r.shown, **self.where)
