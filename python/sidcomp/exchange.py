@@ -4,8 +4,7 @@ import time
 import weakref
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,13 +26,21 @@ def _backend_of(group: dist.ProcessGroup) -> str:
     return name if name in ("gloo", "nccl") else str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
 
 
-_PATIENCE_S = 5.0  # for callbacks that have run, but are not forgotten yet
-
 # Groups over fewer than all ranks, which only their members create, get their name from torch by counting; a
 # second one of the same name finds the addresses of the first in the store, and hangs. So a closed one is
 # kept and used again.
 _Kept = list["weakref.ref[dist.ProcessGroup]"]
 _kept: dict[tuple[object, ...], _Kept] = {}
+
+# Groups that are over, and since when. torch 2.4 joins a group's threads with the interpreter locked, and
+# hangs if one of them still has to drop a tensor or a callback of Python's, as just after an exchange.
+_over: list[tuple[float, dist.ProcessGroup]] = []
+_DROPPED_S = 2.0
+
+
+def _free_old() -> None:
+    now = time.monotonic()
+    _over[:] = [one for one in _over if now - one[0] < _DROPPED_S]
 
 
 class Exchange:
@@ -44,12 +51,12 @@ class Exchange:
     """
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
+        _free_old()
         ranks = dist.get_process_group_ranks(parent)
         self.device = device
         self.rank = dist.get_rank(parent)
         self.world = len(ranks)
         self._pool: _Kept | None = None
-        self._callbacks: weakref.WeakSet[partial[Any]] = weakref.WeakSet()
         self.backend = backend = _backend_of(parent)
         self.timeout = timeout = _timeout_of(parent, device)  # None: not known
         if self.world < dist.get_world_size():
@@ -68,11 +75,6 @@ class Exchange:
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
         return cast(dist.Work, _all_gather(out, tensor, group=self.group, async_op=True))
-
-    def then(self, work: dist.Work, callback: "partial[Any]") -> None:
-        """Calls callback(future) when the work is done: in a thread of the backend, or here if it is now."""
-        self._callbacks.add(callback)
-        work.get_future().then(callback)
 
     def sum_among(self, ranks: list[int], x: torch.Tensor) -> torch.Tensor:
         """The sum, in their order, of what these ranks pass, each with the same list. For setting up."""
@@ -106,18 +108,16 @@ class Exchange:
         return [b.rstrip(b"\0").decode() for b in self.gather_bytes(data.ljust(size, b"\0"))]
 
     def close(self) -> None:
-        """Ends the group's threads; nothing where the default group, and ours with it, is gone already.
+        """Gives the group up; nothing where the default group, and ours with it, is gone already.
 
-        The last reference has to go here: a callback may be the last to hold a State, and a process group
-        that is freed in one of its own threads ends the program. No callback may be left then: torch 2.4
-        waits for the group's threads with the interpreter locked, which they need to forget one.
+        A callback may be the last to hold a State, but never a group: one that is freed in one of its own
+        threads ends the program.
         """
-        end = time.monotonic() + _PATIENCE_S
-        while len(self._callbacks) and time.monotonic() < end:
-            time.sleep(1e-4)
+        _free_old()
         if self._pool is not None:
             self._pool.append(weakref.ref(self.group))
         elif dist.is_initialized():
             with suppress(ValueError):  # it was made anew since
                 dist.destroy_process_group(self.group)
+        _over.append((time.monotonic(), self.group))
         del self.group

@@ -373,17 +373,18 @@ class Pipeline:
                 work = exchange.all_gather(g.incoming.tensor, g.payload.tensor)
             g.work = work  # must outlive the exchange
             further = not g.direct and g.plan.rounds > 1
+            future = None if further else work.get_future()
             self._account(g, exchange)
         except Exception as e:
             self._fail(g, e)
             return
         with self._idle:
             self._inflight += 1
-        if further:
+        if future is None:
             assert self.rounds is not None
             self.rounds.follow(self, g)
         else:
-            exchange.then(work, partial(_finish, weakref.ref(self), g))
+            future.then(partial(_finish, weakref.ref(self), g))
 
     # ---- groups that travel in messages
     # ------------------------------------------------------------------------------
@@ -496,13 +497,14 @@ class Pipeline:
                 work.wait()
                 self._next_round(g, i, self.exchange)
                 work = g.work = self.rounds.exchange.all_reduce(g.slices[i])
+            future = work.get_future()
         except Exception as e:
             try:
                 self._fail(g, e)
             finally:
                 self._landed()
             return
-        self.rounds.exchange.then(work, partial(_finish, weakref.ref(self), g))
+        future.then(partial(_finish, weakref.ref(self), g))
 
     def _next_round(self, g: Group, i: int, exchange: Exchange) -> None:
         start = perf_counter_ns()
@@ -610,11 +612,12 @@ class Pipeline:
         # a copy: callbacks of this iteration may write the next checksums meanwhile
         self._checks_mine.copy_(torch.frombuffer(self._checks, dtype=torch.uint8))
         work = self.exchange.all_gather(self._checks_all, self._checks_mine)
+        future = work.get_future()
         self.control += self._checks_all.numel()
         with self._idle:
             slot.remaining += 1
             self._inflight += 1
-        self.exchange.then(work, partial(_compared, weakref.ref(self), slot, work))
+        future.then(partial(_compared, weakref.ref(self), slot, work))
 
     def compared(self, slot: Slot, exchanged: "Future[Any]") -> None:
         error: Exception | None = None

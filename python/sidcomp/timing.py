@@ -143,7 +143,7 @@ class Exchanges(Exchanging):
 
     def begin(self, message: tuple[torch.Tensor, torch.Tensor], done: Callable[[], None]) -> Wait:
         work = self.launch(*message)
-        self.exchange.then(work, partial(_tell, done))
+        work.get_future().then(lambda _: done())
         return work.wait
 
     def launch(self, part: torch.Tensor, out: torch.Tensor) -> dist.Work:
@@ -155,10 +155,6 @@ class Exchanges(Exchanging):
             segments = _core.Segments([part.data_ptr()], [part.numel()])
             _core.scale(segments, DTYPES[part.dtype], 1.0 / self.exchange.world)
         return self.exchange.all_reduce(part)
-
-
-def _tell(done: Callable[[], None], exchanged: object) -> None:
-    done()
 
 
 class Beside(Series):
