@@ -289,9 +289,10 @@ typedef struct sid_simd {
     float (*sum_abs)(const float *x, uint32_t n);
     /* sum[0]: as sum_abs; sum[1], count[0]: of those with key(x) >= a; sum[2], count[1]: >= b. a, b below 2^31. */
     void (*tail_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]);
-    double (*sum_squares)(const float *x, uint32_t n);             /* of exact squares, in float64 */
-    void (*moments)(const float *x, uint32_t n, double sum[3]);    /* of |x|, x^2, x, in float64 */
-    void (*square_sums)(const float *x, uint32_t n, float sum[3]); /* the same in float: may over- and underflow */
+    double (*sum_squares)(const float *x, uint32_t n);              /* of exact squares, in float64 */
+    void (*moments)(const float *x, uint32_t n, double sum[3]);     /* of |x|, x^2, x, in float64 */
+    void (*two_moments)(const float *x, uint32_t n, double sum[2]); /* of x^2, x */
+    void (*square_sums)(const float *x, uint32_t n, float sum[3]);  /* the same in float: may over- and underflow */
     /* In float: |x|, x^2; |x| - a over key(x) >= a, count[0] of them; |x| - b and its square over >= b, count[1].
      * a and b: keys below 2^31, and their magnitudes. */
     void (*probe_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[5], uint32_t count[2]);

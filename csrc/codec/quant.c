@@ -197,10 +197,10 @@ static void gather(const sid_walk *w, const quant_form *f, const float *acc, uin
     t->key = key > t->key ? key : t->key;
     if (f->norm == NORM_L2) sid_sums_add(sums_of(w, SQUARES), at, v->sum_squares(acc, len));
     if (f->norm == NORM_CLIPPED) {
-        double sum[3];
-        v->moments(acc, len, sum);
-        sid_sums_add(sums_of(w, SQUARES), at, sum[1]);
-        sid_sums_add(sums_of(w, PLAIN), at, sum[2]);
+        double sum[2];
+        v->two_moments(acc, len, sum);
+        sid_sums_add(sums_of(w, SQUARES), at, sum[0]);
+        sid_sums_add(sums_of(w, PLAIN), at, sum[1]);
     }
 }
 

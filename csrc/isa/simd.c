@@ -743,7 +743,7 @@ static void probe_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float
     for (int j = 0; j < 5; j++) sum[j] = join_float(lane[j], ROW / FEW);
 }
 
-static void moments(const float *x, uint32_t n, double sum[3]) {
+INLINE void moments_of(const float *x, uint32_t n, double sum[3], const int sizes) {
     double lane[3][ROW / SOME];
     float last[ROW];
     const uint32_t whole = whole_rows(x, n, last);
@@ -752,7 +752,7 @@ static void moments(const float *x, uint32_t n, double sum[3]) {
 #define ADD(p)                                                                                                         \
     for (int q = 0; q < SOME; q++) {                                                                                   \
         const vd v = wide((p) + q * (ROW / SOME));                                                                     \
-        size[q] += magnitudes(v);                                                                                      \
+        if (sizes) size[q] += magnitudes(v);                                                                           \
         square[q] = plus_square(square[q], v);                                                                         \
         plain[q] += v;                                                                                                 \
     }
@@ -763,6 +763,13 @@ static void moments(const float *x, uint32_t n, double sum[3]) {
         store_wide(lane[2] + c, FOLD_SOME(plain));
     }
     for (int j = 0; j < 3; j++) sum[j] = join_double(lane[j], ROW / SOME);
+}
+static void moments(const float *x, uint32_t n, double sum[3]) { moments_of(x, n, sum, 1); }
+static void two_moments(const float *x, uint32_t n, double sum[2]) {
+    double all[3];
+    moments_of(x, n, all, 0);
+    sum[0] = all[1];
+    sum[1] = all[2];
 }
 
 /* The exponents add up as integers, the significands in [1, 2) multiply, in the order of sums: until 16 lanes are left they
@@ -1861,6 +1868,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .tail_sums = tail_sums,
     .sum_squares = sum_squares,
     .moments = moments,
+    .two_moments = two_moments,
     .square_sums = square_sums,
     .probe_sums = probe_sums,
     .sum_log2 = sum_log2,
