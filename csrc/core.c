@@ -170,4 +170,18 @@ sid_status sid_device_enter(int device, int *before, sid_error *err) {
     return NO_CUDA(err);
 }
 void sid_device_leave(int before) { (void)before; }
+sid_status sid_cuda_settle(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
+                           void *payload, int device, void *stream, sid_error *err) {
+    (void)p, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)payload, (void)device, (void)stream;
+    return NO_CUDA(err);
+}
+sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *stream, sid_error *err) {
+    (void)p, (void)state, (void)device, (void)stream;
+    return NO_CUDA(err);
+}
+sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *work,
+                             const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err) {
+    (void)p, (void)segs_dev, (void)n_seg, (void)work, (void)report_dev, (void)sum_dev, (void)device, (void)stream;
+    return NO_CUDA(err);
+}
 #endif

@@ -366,6 +366,15 @@ sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint3
 sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
                            const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *at,
                            void *report_dev, int device, void *stream, sid_error *err);
+/* As sid_rescale by 1 and sid_unsend. settle: but that a -0 may become 0. It reads the segments, whatever is in them, and leaves
+ * garbage in work and payload; the plan's own, both. */
+sid_status sid_cuda_settle(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
+                           void *payload, int device, void *stream, sid_error *err);
+sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *stream, sid_error *err);
+/* To compare what ranks have decoded: 64 bits at *sum_dev that follow from the elements alone, however they are cut into
+ * segments (not sid_checksum's value), or 0 where the report says that the step was not finite. Enqueued as the others are. */
+sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *work,
+                             const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err);
 
 /* Enqueues: what a decode has reported shows in host memory that the device can write (pinned) and that is 16 bytes long,
  * {nonfinite, culprit, status, mark}. Who waits for nothing looks there, a step late. */

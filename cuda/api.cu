@@ -18,7 +18,7 @@ __device__ static void zero_bytes(void *p, uint64_t bytes, uint64_t first, uint6
 /* Block 0 sums up the lengths; the others zero. Reads 16 and writes 8 bytes a segment. */
 static __global__ void __launch_bounds__(BEGIN_BLOCK)
     sid_begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, void *zero,
-                     uint64_t zero_count, float *one) {
+                     uint64_t zero_count, float *factor, float value) {
     __shared__ unsigned long long part[SID_LANES + 1];
     if (blockIdx.x) {
         const uint64_t first = (uint64_t)(blockIdx.x - 1) * BEGIN_BLOCK + threadIdx.x;
@@ -51,14 +51,16 @@ static __global__ void __launch_bounds__(BEGIN_BLOCK)
     if (threadIdx.x) return;
     const bool ready = !bad && carry == g.n;
     scratch->ready = ready;
-    if (one && ready) *one = 1;
+    if (!factor || !ready) return;
+    scratch->former = *factor;
+    *factor = value;
 }
 
 sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, void *zero,
-                     uint64_t zero_bytes, float *one) {
+                     uint64_t zero_bytes, float *factor, float value) {
     const uint64_t pieces = ((clear > zero_bytes ? clear : zero_bytes) / 16 + BEGIN_BLOCK - 1) / BEGIN_BLOCK;
     return sid_launch(to, "begin", sid_begin_kernel, 1 + sid_blocks(to, pieces, 2), BEGIN_BLOCK, 0, g,
-                      (uint64_t *)g.start, s, clear, zero, zero_bytes, one);
+                      (uint64_t *)g.start, s, clear, zero, zero_bytes, factor, value);
 }
 
 /* ---- the gradient's norm, for clipping ---------------------------------------------------------------------------- */
@@ -105,9 +107,9 @@ static __global__ void __launch_bounds__(SID_SUMS)
 
 sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes) {
     const sid_plan *p = c.plan;
-    const bool norm = wants_norm(p), factor = p->memory->begin && !norm;
-    sid_status s =
-        sid_begin(c.to, c.group, c.scratch, clear, c.payload, zero_bytes, factor ? &c.state->factor : nullptr);
+    const bool norm = wants_norm(p) && !c.settles, factor = p->memory->begin && !norm;
+    sid_status s = sid_begin(c.to, c.group, c.scratch, clear, c.payload, zero_bytes,
+                             factor ? &c.state->factor : nullptr, c.settles ? 0.0f : 1.0f);
     if (s || !norm) return s;
     s = sid_launch(c.to, "norm", sid_norm_kernel, sid_blocks(c.to, sid_chunks(p->n), NORM_BLOCKS), SID_BLOCK, 0,
                    c.group, c.scratch, c.norms);
@@ -115,6 +117,51 @@ sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t
         s = sid_launch(c.to, "factor", sid_factor_kernel, 1, SID_SUMS, 0, c.scratch, c.norms, sid_tiles(p->n),
                        sid_memories::clip(p) / sqrt((double)c.at.world), c.state);
     return s;
+}
+
+/* ---- a checksum of the segments ---------------------------------------------------------------------------------- */
+
+/* Of the elements as float32, which halves become without loss, as words of one vector. Reads it: 4 bytes an element. */
+static __global__ void __launch_bounds__(SID_BLOCK, NORM_BLOCKS) sid_sum_kernel(sid_group g, sid_scratch *scratch) {
+    __shared__ sid_part_sum part[SID_WARPS];
+    if (!scratch->ready) return;
+    const uint64_t rows = (g.n + 7) / 8;
+    sid_part_sum own = {0, 0};
+    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);
+         tile += (uint64_t)gridDim.x * SID_WARPS) {
+        const sid_span s = sid_span_of(g, tile);
+        sid_word_run run[SID_QUAD] = {};
+        for (uint32_t i = sid_lane() * SID_QUAD; i < s.len; i += SID_ROW) {
+            float x[1][SID_QUAD];
+            if (s.base)
+                sid_get<true>(g, s, i, SID_QUAD, x);
+            else
+                sid_get<false>(g, s, i, sid_count4(s.len, i), x); /* 0 where there is none, which adds nothing */
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) run[c].add(sid_f32_bits(x[0][c]));
+        }
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++)
+            own.add(4 * (s.at + sid_lane() * SID_QUAD + c), run[c], SID_ROW / 8, rows);
+    }
+    own = sid_block_sums(own, part);
+    if (threadIdx.x) return;
+    atomicAdd(&scratch->sum, own.sum);
+    atomicAdd(&scratch->weighted, own.weighted);
+}
+
+static __global__ void __launch_bounds__(SID_LANES)
+    sid_mix_kernel(const sid_scratch *scratch, const sid_cuda_report *report, uint64_t *sum) {
+    if (threadIdx.x) return;
+    *sum = report->nonfinite || !scratch->ready ? 0 : sid_checksum_mix(scratch->sum, scratch->weighted);
+}
+
+/* scratch: of the settling before, or NULL. */
+static __global__ void __launch_bounds__(SID_LANES)
+    sid_rule_kernel(const sid_scratch *scratch, sid_state *state, sid_rule rule, bool factor) {
+    if (threadIdx.x || (scratch && !scratch->ready)) return;
+    state->rule = rule;
+    if (factor) state->factor = scratch->former;
 }
 
 /* ---- the calls ------------------------------------------------------------------------------------------------- */
@@ -203,32 +250,67 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err) {
     return SID_OK;
 }
 
-sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
-                           const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
-                           sid_error *err) {
+/* What encode and settle have in common; the codec's launches are `c`'s. */
+static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg,
+                         void *state, void *work, void *payload, int device, void *stream, sid_error *err) {
     const sid_cuda_codec *codec;
-    sid_cuda_encoding c = {};
     uint64_t *start;
     sid_device_scope scope;
-    if (err) err->text[0] = 0;
     sid_status s = kernels_of(p, &codec, err);
     if (!s) s = check_call(segs_dev, n_seg, work, device, err);
     if (s) return s;
-    if (!state || !payload || !aligned(state) || !aligned(payload) || (uintptr_t)stats_dev % 8)
-        return sid_fail(err, SID_E_ARG, "state and payload must start at multiples of 64 bytes, stats at one of 8");
-    if (!at || !at->world || at->rank >= at->world)
-        return sid_fail(err, SID_E_ARG, "step is NULL, or its rank is not within its world");
+    if (!state || !payload || !aligned(state) || !aligned(payload))
+        return sid_fail(err, SID_E_ARG, "state and payload must start at multiples of 64 bytes");
     c.to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &c.to);
     if (s) return s;
     carve(p, codec, work, &start, &c.norms, &c.scratch, &c.work);
     c.plan = p;
-    c.at = *at;
     c.group = {segs_dev, start, p->n, n_seg, p->dtype};
     c.state = (sid_state *)state;
     c.payload = (uint8_t *)payload;
+    const bool keeps = p->memory->vectors && p->memory->info.traits & SID_FEEDBACK;
+    if (!c.settles || keeps) s = codec->encode(c);
+    if (s || !c.settles) return s;
+    sid_rule none = {};
+    p->codec->none(&none);
+    return sid_launch(c.to, "settle", sid_rule_kernel, 1, SID_LANES, 0, keeps ? c.scratch : nullptr, c.state, none,
+                      keeps && p->memory->begin);
+}
+
+sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
+                           const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
+                           sid_error *err) {
+    sid_cuda_encoding c = {};
+    if (err) err->text[0] = 0;
+    if ((uintptr_t)stats_dev % 8) return sid_fail(err, SID_E_ARG, "stats must start at a multiple of 8 bytes");
+    if (!at || !at->world || at->rank >= at->world)
+        return sid_fail(err, SID_E_ARG, "step is NULL, or its rank is not within its world");
+    c.at = *at;
     c.stats = (sid_stats *)stats_dev;
-    return codec->encode(c);
+    return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
+}
+
+sid_status sid_cuda_settle(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
+                           void *payload, int device, void *stream, sid_error *err) {
+    sid_cuda_encoding c = {};
+    if (err) err->text[0] = 0;
+    c.settles = true;
+    c.at.world = 1;
+    return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
+}
+
+sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *stream, sid_error *err) {
+    sid_device_scope scope;
+    if (err) err->text[0] = 0;
+    if (!p || !state || !aligned(state) || device < 0)
+        return sid_fail(err, SID_E_ARG, "plan or state is NULL, or the state misaligned, or there is no such device");
+    sid_stream to = {(cudaStream_t)stream, 0, err};
+    const sid_status s = scope.enter(device, &to);
+    if (s) return s;
+    sid_rule none = {};
+    p->codec->none(&none);
+    return sid_launch(to, "unsend", sid_rule_kernel, 1, SID_LANES, 0, nullptr, (sid_state *)state, none, false);
 }
 
 sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
@@ -285,4 +367,33 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int 
     if (s) return s;
     return sid_launch(to, "show", sid_show_kernel, 1, SID_LANES, 0, (const sid_cuda_report *)report_dev, mark,
                       (uint4 *)seen);
+}
+
+sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *work,
+                             const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err) {
+    const sid_cuda_codec *codec;
+    uint64_t *start;
+    double *norms;
+    sid_scratch *scratch;
+    sid_carver rest;
+    sid_device_scope scope;
+    if (err) err->text[0] = 0;
+    sid_status s = kernels_of(p, &codec, err);
+    if (!s) s = check_call(segs_dev, n_seg, work, device, err);
+    if (s) return s;
+    if (!report_dev || (uintptr_t)report_dev % 4 || !sum_dev || (uintptr_t)sum_dev % 8)
+        return sid_fail(err, SID_E_ARG, "the report or the sum is NULL or misaligned");
+    sid_stream to = {(cudaStream_t)stream, 0, err};
+    s = scope.enter(device, &to);
+    if (s) return s;
+    carve(p, codec, work, &start, &norms, &scratch, &rest);
+    const sid_group g = {segs_dev, start, p->n, n_seg, p->dtype};
+    s = sid_begin(to, g, scratch, sizeof *scratch, nullptr, 0);
+    if (!s)
+        s = sid_launch(to, "checksum", sid_sum_kernel, sid_blocks(to, sid_chunks(p->n), NORM_BLOCKS), SID_BLOCK, 0, g,
+                       scratch);
+    if (!s)
+        s = sid_launch(to, "checksum", sid_mix_kernel, 1, SID_LANES, 0, scratch, (const sid_cuda_report *)report_dev,
+                       (uint64_t *)sum_dev);
+    return s;
 }

@@ -16,7 +16,8 @@ struct sid_scratch {
     uint32_t key, ties;
     uint32_t go; /* decode: the payloads are sound */
     uint64_t cut;
-    uint32_t codec[4];
+    uint32_t codec[3];
+    float former; /* the state's factor, where the begin has written another one */
 };
 static_assert(sizeof(sid_scratch) == 64, "codecs carve what they want zeroed directly behind it");
 
@@ -36,6 +37,7 @@ struct sid_carver {
 /* `clear` bytes from scratch on are zeroed at the start of a call: a codec takes what it wants zeroed first. */
 struct sid_cuda_encoding {
     const sid_plan *plan;
+    bool settles; /* no step: the walk writes to the memory's vectors what the last one left, and that is all */
     sid_step at;
     sid_group group;
     sid_state *state;
@@ -82,7 +84,8 @@ const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NUL
 /* Zeroes scratch (`clear` bytes of work) and the given bytes of the payload, sums up the segment table. Of an encode, what
  * the memory wants to know before the walk as well: clipping reads the gradient once more, 4 bytes an element. */
 sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, void *zero,
-                     uint64_t zero_bytes, float *one = nullptr); /* becomes 1, or is NULL */
+                     uint64_t zero_bytes, float *factor = nullptr,
+                     float value = 0); /* *factor, if any, becomes value */
 sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes);
 
 /* The group of a call whose work has been through sid_begin: the segments' starts are the first thing there. */
@@ -107,6 +110,7 @@ struct sid_memory0 { /* none */
         VECTORS = 0
     };
     bool keeps, receives;
+    sid_memory0 settling() const { return *this; }
     __device__ void begin(const sid_state *) {}
     __device__ float tile(float *, float, float g) const { return g; }
     __device__ void undo(float *, float) const {}
@@ -121,6 +125,7 @@ struct sid_memory1 { /* residual, momentum, compensation: acc = beta kept + gamm
     bool receives; /* what the ranks' step leaves of acc */
     bool forgets;  /* nothing, after this one */
     float beta, gamma;
+    sid_memory1 settling() const { return {keeps, false, false, 1, 0}; } /* acc = kept, but that -0 becomes 0 */
     __device__ void begin(const sid_state *) {}
     __device__ float tile(float *vec, float kept, float g) const {
         return vec[0] = sid_saturated(kept * beta + g * gamma);
@@ -138,6 +143,7 @@ struct sid_memory2 { /* dgc: vec[1] is the velocity */
     bool keeps, receives;
     bool masks, adds; /* adds: acc takes of the gradient besides */
     float momentum, of_u, factor;
+    sid_memory2 settling() const { return {keeps, false, masks, true, 1, 0, 0}; } /* where the state's factor is 0 */
     __device__ void begin(const sid_state *s) { factor = s->factor; }
     __device__ float step(float u, float x) const { return adds ? u * of_u + x : u; }
     __device__ float tile(float *vec, float kept, float g) const {
@@ -197,7 +203,11 @@ template <typename F> sid_status sid_with_memory(const sid_plan *p, sid_error *e
 #undef MEMORY_0
 #undef MEMORY_1
 #undef SID_MEMORY
-/* The same for a decode: without a state there is none. */
+/* The same for an encode's first reading. */
+template <typename F> sid_status sid_with_memory_of(const sid_cuda_encoding &c, F f) {
+    return sid_with_memory(c.plan, c.to.err, [&](auto memory) { return f(c.settles ? memory.settling() : memory); });
+}
+/* And for a decode: without a state there is none. */
 template <typename F> sid_status sid_with_memory_of(const sid_cuda_decoding &c, F f) {
     return c.state ? sid_with_memory(c.plan, c.to.err, f) : f(sid_memory0());
 }

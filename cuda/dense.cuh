@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
 /* The first reading of a call, and further ones. */
 template <class Codec> sid_status sid_walk_tiles(const sid_cuda_encoding &c, const Codec &codec) {
     const uint64_t grid = sid_blocks(c.to, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
-    return sid_with_memory(c.plan, c.to.err, [&](auto memory) {
+    return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "walk", sid_tile_kernel<decltype(memory), Codec, false>, grid, SID_BLOCK, 0, c.group,
                           c.scratch, c.state, sid_vectors_of(c.plan, c.state), memory, codec);
     });

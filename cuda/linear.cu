@@ -81,12 +81,12 @@ sid_status encode(sid_cuda_encoding &c) {
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s)
-        s = sid_with_memory(p, c.to.err, [&](auto memory) {
+        s = sid_with_memory_of(c, [&](auto memory) {
             return sid_launch(c.to, "encode", sid_walk_kernel<decltype(memory), linear>,
                               sid_blocks(c.to, sid_chunks(p->n), SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
                               c.state, vectors, (float *)nullptr, memory, codec);
         });
-    if (!s)
+    if (!s && !c.settles)
         s = sid_launch(c.to, "seal", sid_seal_kernel, 1, SEAL_BLOCK, 0, c.scratch, sid_head_of(p, c.at), scale,
                        (float)c.at.world, c.payload, SID_HEADER_BYTES + sid_width(codec.dtype) * p->n, p->sizes.payload,
                        c.state, c.stats);

@@ -480,7 +480,7 @@ sid_status walk(const sid_cuda_encoding &c, const quant_form &f, const sid_endin
     if constexpr (!FLOATS && ROUNDING != SID_ROUND_NEAREST) {
         const auto k = coder_of<coder<FLOATS, ROUNDING, true>>(c, f, e, sums);
         sid_status s = sid_walk_tiles(c, measure<ROUNDING>{k});
-        if (s) return s;
+        if (s || c.settles) return s;
         s = sid_launch(c.to, "scale", sid_quant_scale_kernel, 1, SID_SUMS, 0, c.scratch, f, (const double *)sums,
                        c.plan->n, c.plan->codec_param[CLIP]);
         return s ? s : sid_walk_again(c, k);
@@ -501,7 +501,7 @@ template <bool FLOATS> sid_status encode(sid_cuda_encoding &c) {
     if (!s && f.rounding == SID_ROUND_DRAW16) s = walk<FLOATS, SID_ROUND_DRAW16>(c, f, e, sums);
     if constexpr (!FLOATS)
         if (!s && f.rounding == SID_ROUND_DRAW32) s = walk<false, SID_ROUND_DRAW32>(c, f, e, sums);
-    if (!s) s = sid_launch(c.to, "seal", sid_quant_seal_kernel, 1, SEAL_BLOCK, 0, e, f);
+    if (!s && !c.settles) s = sid_launch(c.to, "seal", sid_quant_seal_kernel, 1, SEAL_BLOCK, 0, e, f);
     return s;
 }
 

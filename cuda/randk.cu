@@ -256,11 +256,12 @@ sid_status encode(sid_cuda_encoding &c) {
     const uint64_t grid = sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s)
-        s = sid_with_memory(p, c.to.err, [&](auto memory) {
+        s = sid_with_memory_of(c, [&](auto memory) {
             return sid_launch(c.to, "walk", sid_randk_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,
                               c.state, sid_vectors_of(p, c.state), memory, o);
         });
-    if (!s && linear) s = sid_launch(c.to, "spoil", sid_randk_spoil_kernel, grid, SID_BLOCK, 0, c.scratch, o);
+    if (s || c.settles) return s;
+    if (linear) s = sid_launch(c.to, "spoil", sid_randk_spoil_kernel, grid, SID_BLOCK, 0, c.scratch, o);
     if (!s) s = sid_launch(c.to, "seal", sid_randk_seal_kernel, 1, SEAL_BLOCK, 0, e, o, world);
     return s;
 }

@@ -347,12 +347,12 @@ template <value OF, bool DRAWS> sid_status encode(sid_cuda_encoding &c) {
         s = sid_walk_tiles(c, signs<false>{k});
     else if constexpr (OF == DRAWN) {
         s = sid_walk_tiles(c, measure{{k, e.draw}});
-        if (s) return s;
+        if (s || c.settles) return s;
         s = sid_launch(c.to, "norm", sid_sign_norm_kernel, 1, SID_SUMS, 0, c.scratch, (const double *)k.sums, p->n);
         if (!s) s = sid_walk_again(c, draw_signs{{k, e.draw}});
     } else
         s = sid_walk_tiles(c, signs<true>{k});
-    if (!s) s = sid_launch(c.to, "seal", sid_sign_seal_kernel, 1, SID_SUMS, 0, e, k, f);
+    if (!s && !c.settles) s = sid_launch(c.to, "seal", sid_sign_seal_kernel, 1, SID_SUMS, 0, e, k, f);
     return s;
 }
 

@@ -877,12 +877,12 @@ template <class Law> sid_status sid_sparse_encode(sid_cuda_encoding &c, const La
     const uint64_t grid = sid_blocks(c.to, pieces ? pieces : 1, SID_FINISH_GRID);
     sid_status s = sid_begin_encode(c, clear, p->sizes.payload);
     if (!s)
-        s = sid_with_memory(p, c.to.err, [&](auto memory) {
+        s = sid_with_memory_of(c, [&](auto memory) {
             return sid_launch(c.to, "walk", sid_walk_kernel<decltype(memory), sid_gathering<Law>>,
                               sid_blocks(c.to, chunks, Law::WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
                               vectors, stored, memory, sid_gathering<Law>{law, f.list, c.state});
         });
-    if (!s)
+    if (!s && !c.settles)
         s = sid_launch_together(c.to, "finish", sid_finish_kernel<Law>,
                                 grid < SID_FINISH_MOST ? grid : (uint64_t)SID_FINISH_MOST, SID_BLOCK,
                                 (uint32_t)sizeof(sid_finish_shared<Law>), f, law);

@@ -435,6 +435,33 @@ class Plan {
         check(s, err);
     }
 
+    void cuda_settle(Address segs, uint32_t n_segs, Address state, Address work, Address payload, int device,
+                     Address stream) const {
+        sid_error err{};
+        const sid_status s = without_gil([&] {
+            return sid_cuda_settle(get(), pointer<const sid_segment>(segs), n_segs, pointer(state), pointer(work),
+                                   pointer(payload), device, pointer(stream), &err);
+        });
+        check(s, err);
+    }
+
+    void cuda_unsend(Address state, int device, Address stream) const {
+        sid_error err{};
+        const sid_status s =
+            without_gil([&] { return sid_cuda_unsend(get(), pointer(state), device, pointer(stream), &err); });
+        check(s, err);
+    }
+
+    void cuda_checksum(Address segs, uint32_t n_segs, Address work, Address report, Address sum, int device,
+                       Address stream) const {
+        sid_error err{};
+        const sid_status s = without_gil([&] {
+            return sid_cuda_checksum(get(), pointer<const sid_segment>(segs), n_segs, pointer(work), pointer(report),
+                                     pointer(sum), device, pointer(stream), &err);
+        });
+        check(s, err);
+    }
+
     sid_sizes sizes{};
     uint64_t n = 0;
     sid_dtype dtype = SID_F32;
@@ -1072,7 +1099,12 @@ PYBIND11_MODULE(_core, m) {
              arg("stats"), arg("device"), arg("stream"))
         .def("cuda_decode", &Plan::cuda_decode, arg("payloads"), arg("stride"), arg("count"), arg("scale"),
              arg("segments"), arg("n_segments"), arg("state"), arg("work"), py::kw_only(), arg("step"), arg("group"),
-             arg("report"), arg("device"), arg("stream"));
+             arg("report"), arg("device"), arg("stream"))
+        .def("cuda_settle", &Plan::cuda_settle, arg("segments"), arg("n_segments"), arg("state"), arg("work"),
+             arg("payload"), py::kw_only(), arg("device"), arg("stream"))
+        .def("cuda_unsend", &Plan::cuda_unsend, arg("state"), py::kw_only(), arg("device"), arg("stream"))
+        .def("cuda_checksum", &Plan::cuda_checksum, arg("segments"), arg("n_segments"), arg("work"), py::kw_only(),
+             arg("report"), arg("sum"), arg("device"), arg("stream"));
     m.def(
         "cuda_show",
         [](Address report, uint32_t mark, Address seen, int device, Address stream) {

@@ -472,6 +472,34 @@ def test_state_moves_between_cpu_and_gpu() -> None:
                 other.state.data[:] = np.frombuffer(device.state.get(), np.uint8)
 
 
+@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+def test_settle(codec: str, settings: dict[str, Any], memory: str) -> None:
+    """What was sent leaves what is kept, as on the CPU; and the steps after it are the CPU's."""
+    n = 3000
+    rng = np.random.default_rng(17)
+    device, host = pair(codec, settings, memory, n, "float32")
+    on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
+    where = {"device": 0, "stream": stream()}
+    for step in range(4):
+        x = content("laplace", n, rng)
+        on_device.write(x)
+        on_host.write(x)
+        at = Step(step=step)
+        assert device.encoded(on_device, at) == host.encode(on_host, at)
+        if step == 3:
+            device.plan.cuda_unsend(device.state.ptr, **where)
+            host.plan.unsend(host.state.ptr)
+        elif step:
+            x[::7] = np.nan  # whatever is in the segments
+            on_device.write(x)
+            device.work.data.fill_(0xC3)
+            table = (on_device.table.ptr, on_device.n_segments)
+            device.plan.cuda_settle(*table, device.state.ptr, device.work.ptr, device.payload.ptr, **where)
+            device.check()
+            host.plan.rescale(host.state.ptr, 1.0)
+        same_state(device, host)
+
+
 # ---- decode ------------------------------------------------------------------------------------
 
 
@@ -526,6 +554,43 @@ def test_decode_of_nonfinite_steps(step: tuple[int, bool, str, str], codec: str,
 @pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
 def test_decode_of_many_payloads(codec: str, settings: dict[str, Any], memory: str) -> None:
     compare_decode(codec, settings, memory, 700, "float32", 37, "some")
+
+
+# ---- checksums of what was decoded ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["one", "some", "tiny"])
+def test_checksum(layout: str, dtype: str) -> None:
+    """That of the elements as float32, however they are cut; any bit that changes changes it."""
+    rng = np.random.default_rng(11)
+    total = DeviceBlock(8)
+    for n in (0, 1, 31, 1025, 9000):
+        device = DeviceRank(_core.Plan("topk", "residual", n, dtype))
+        elements = ref.from_f32(content("laplace", n, rng), dtype)
+        vector = DeviceVector(elements, lengths_of(layout, n, rng))
+        where = {"report": device.report.ptr, "sum": total.ptr, "device": 0, "stream": stream()}
+
+        def checksum(vector: DeviceVector = vector, device: Any = device, where: Any = where) -> int:
+            before = vector.block.get()
+            device.work.data.fill_(0xC3)
+            total.data.fill_(0xC3)
+            device.plan.cuda_checksum(vector.table.ptr, vector.n_segments, device.work.ptr, **where)
+            assert vector.block.get() == before
+            device.check()
+            total.check()
+            return int(struct.unpack("<Q", total.get())[0])
+
+        want = ref.checksum_words(ref.to_f32(elements, dtype).tobytes())
+        assert checksum() == want
+        for i in rng.integers(0, n, min(n, 20)):
+            changed = elements.copy()
+            changed.view(np.uint8)[i * elements.itemsize + 1] ^= 1 << rng.integers(8)
+            vector.write(changed)
+            assert checksum() != want, f"element {i} of {n}"
+        vector.write(elements)
+        device.report.put(struct.pack("<4I", 1, 0, 0, 0))
+        assert checksum() == 0, "of a step that was not finite"
 
 
 # ---- faults ------------------------------------------------------------------------------------

@@ -338,6 +338,29 @@ class Plan:
         device: int,
         stream: int,
     ) -> None: ...
+    def cuda_settle(
+        self,
+        segments: int,
+        n_segments: int,
+        state: int,
+        work: int,
+        payload: int,
+        *,
+        device: int,
+        stream: int,
+    ) -> None: ...
+    def cuda_unsend(self, state: int, *, device: int, stream: int) -> None: ...
+    def cuda_checksum(
+        self,
+        segments: int,
+        n_segments: int,
+        work: int,
+        *,
+        report: int,
+        sum: int,
+        device: int,
+        stream: int,
+    ) -> None: ...
 
 class OptionInfo(TypedDict):
     name: str

@@ -95,6 +95,10 @@ def make_layout(
                 "Leave it out on CUDA"
             )
         route.warn(exchange.world)
+    if lane is not None and any(isinstance(plan, Trip) for plan in plans):
+        for name in ("checksum_every", "full_every"):
+            if getattr(settings, name):
+                raise UnsupportedError(f"{name} beside an exchange of messages works on the CPU only")
     if settings.transport == "native":
         if lane is None:
             raise UnsupportedError("transport='native' is NCCL, which is for CUDA: leave it out on the CPU")
@@ -107,20 +111,20 @@ def make_layout(
     for group in groups:
         if lane is None:
             group.allocate(exchange.world, group.plan.work_bytes)
-            if settings.full_every and not group.plan.lossless:
-                if group.routed and not group.trip.whole:
-                    raise UnsupportedError(
-                        f"full_every: exchange {group.trip.route.exchange.name!r} keeps slices, which a step "
-                        "of full precision does not send: leave it out, or take an exchange that keeps the "
-                        "whole vector, such as 'allgather' or 'ring1'"
-                    )
-                group.allocate_full(settings.full_plan(group.n, group.dtype, group.spec.way))
-        elif settings.checksum_every:
-            raise UnsupportedError("checksum_every works on the CPU only: leave it out on CUDA")
-        elif settings.full_every:
-            raise UnsupportedError("full_every works on the CPU only: leave it out on CUDA")
         else:
             lane.prepare(group, exchange.world)
+        if settings.full_every and not group.plan.lossless:
+            if group.routed and not group.trip.whole:
+                raise UnsupportedError(
+                    f"full_every: exchange {group.trip.route.exchange.name!r} keeps slices, which a step "
+                    "of full precision does not send: leave it out, or take an exchange that keeps the "
+                    "whole vector, such as 'allgather' or 'ring1'"
+                )
+            full = settings.full_plan(group.n, group.dtype, group.spec.way)
+            if lane is None:
+                group.allocate_full(full, full.work_bytes)
+            else:
+                lane.prepare_full(group, full)
     return Layout(slots, groups)
 
 

@@ -2,6 +2,7 @@
 
 import struct
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +58,8 @@ class CudaLane:
     The futures of the hook are completed with this stream current, so DDP's own stream waits for it on the
     device. The collectives are enqueued from it as well and need no callback: torch's, or, once `connect` has
     been called, our own (sidcomp.native), where one call enqueues all that a group's step has. A payload that
-    fails its check is found by the device; the host learns of it without waiting, and fails a later step.
+    fails its check is found by the device, and so are replicas that differ; the host learns of it without
+    waiting, and fails a later step.
 
     One thing is not done here, because the host would have to wait for it: after a non-finite step the groups
     that were finite do not count as not sent.
@@ -71,6 +73,9 @@ class CudaLane:
         self._library: _core.Nccl | None = None
         self._residents: tuple[weakref.ref[Resident], ...] = ()  # replaced whole: another thread reads it
         self._kept: list[torch.Tensor] = []  # pinned memory is given to others at once when it is freed
+        # checksums of all ranks on their way to the host: how to wait for them, they, their step
+        self._late: list[tuple[Callable[[], None], torch.Tensor, int]] = []
+        self._spare: list[torch.Tensor] = []  # memory for more of them
         self._enter()
 
     # What is torch's on a device; the tests have it otherwise.
@@ -98,6 +103,14 @@ class CudaLane:
 
     def _shown(self) -> torch.Tensor:
         return torch.zeros(_REPORT_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def _send_home(self, x: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
+        """To the host: how to wait for it, and where it will be."""
+        seen = self._spare.pop() if self._spare else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        seen.copy_(x, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(self.stream)
+        return done.synchronize, seen
 
     # ---- NCCL of our own
     # -----------------------------------------------------------------------------------------
@@ -150,7 +163,12 @@ class CudaLane:
             0 if g.plan.linear else g.incoming.ptr, r.stats.ptr, r.report.ptr, r.shown,
         )  # fmt: skip
 
-    def launch(self, g: Group, exchange: "Exchange", step: int, seed: int) -> None:
+    def prepare_full(self, group: Group, plan: _core.Plan) -> None:
+        with self.current():
+            group.allocate_full(plan, plan.cuda_work_bytes())
+
+    def launch(self, g: Group, exchange: "Exchange", step: int, seed: int, check: int = 0) -> None:
+        """check: where a checksum of what was decoded goes, on the device; or 0."""
         r: Resident = g.resident
         if status := r.seen[2]:
             if self.native is not None:
@@ -166,6 +184,8 @@ class CudaLane:
             )
         else:
             self._step(g, r, exchange, step, seed)
+        if check:
+            self._sum(g, r, check)
         r.mark = (step + 1) % _MARKS
         g.steps += 1
 
@@ -211,6 +231,43 @@ class CudaLane:
         all_of = [r for ref in self._residents if (r := ref()) is not None]
         seen = tuple(r.seen[3] for r in all_of)
         return any(r.mark != mark for r, mark in zip(all_of, seen, strict=True)), seen
+
+    def settle(self, g: Group) -> None:
+        """What the last step sent is taken out of what the group keeps."""
+        if g.resident.placed_for is not g.segments:
+            self._place(g, g.resident)
+        g.plan.cuda_settle(
+            g.resident.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr, **self.where
+        )
+
+    def unsend(self, g: Group) -> None:
+        """After the group has changed its plan."""
+        g.plan.cuda_unsend(g.state.ptr, **self.where)
+        g.resident.placed_for = None  # its places are those of the other plan
+
+    def _sum(self, g: Group, r: Resident, place: int) -> None:
+        g.plan.cuda_checksum(
+            r.table.data_ptr(), len(g.runs), g.scratch.ptr, report=r.report.ptr, sum=place, **self.where
+        )
+
+    def compare(self, all_sums: torch.Tensor, mine: torch.Tensor, exchange: "Exchange", step: int) -> None:
+        """Gathers checksums of a step on the device and sends them to the host, which will see them later."""
+        with self.current():
+            exchange.all_gather(all_sums, mine).wait()
+            self._late.append((*self._send_home(all_sums), step))
+
+    def compared(self, before: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Those of steps before this one, each with its step, in all ranks alike: a rank that went on would
+        wait for the others. So the host waits, where it is more than an iteration ahead of the device."""
+        while self._late and self._late[0][2] < before:
+            wait, seen, step = self._late.pop(0)
+            wait()
+            yield seen, step
+            self._spare.append(seen)
+
+    def forget(self) -> None:
+        """The groups change: checksums have other places from now on."""
+        self._late, self._spare = [], []
 
     def stats(self, g: Group) -> DeviceStats:
         """Of the last encode; waits for the device."""

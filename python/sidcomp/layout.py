@@ -4,7 +4,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ import torch.distributed as dist
 from sidcomp import _core
 from sidcomp.groups import Spec, shorten
 from sidcomp.route import Trip
+
+if TYPE_CHECKING:
+    from sidcomp.cuda import CudaLane
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -155,12 +158,12 @@ class Group:
             self.incoming, self.count = Block(world * plan.payload_bytes, self.device), world
             self.allocations += 1
 
-    def allocate_full(self, plan: _core.Plan) -> None:
+    def allocate_full(self, plan: _core.Plan, work_bytes: int) -> None:
         """For steps that send everything, with what is kept: a lossless plan over the same state."""
         mine = self._swap(())
         self.plan = plan
-        self.scratch = Block(plan.work_bytes)
-        self.payload = Block(plan.payload_bytes)
+        self.scratch = Block(work_bytes, self.device)
+        self.payload = Block(plan.payload_bytes, self.device)
         self.body = self._view(plan.body_offset, plan.body_count)
         self.slices = [self.body]
         self.incoming, self.count = self.payload, 1
@@ -178,11 +181,17 @@ class Group:
             (self.plan, self.scratch, self.payload, self.incoming, self.count, self.body, self.slices) = other
         return mine
 
-    def turn(self) -> None:
+    def turn(self, lane: "CudaLane | None") -> None:
         """From the codec's steps to one of full precision, or back."""
-        self.plan.rescale(self.state.ptr, 1.0)  # what was sent is taken out of what is kept
-        self.full = self._swap(self.full)
-        self.plan.unsend(self.state.ptr)  # nothing is left to be taken out
+        # What was sent is taken out of what is kept; then nothing is left to be taken out.
+        if lane is not None:
+            lane.settle(self)
+            self.full = self._swap(self.full)
+            lane.unsend(self)
+        else:
+            self.plan.rescale(self.state.ptr, 1.0)
+            self.full = self._swap(self.full)
+            self.plan.unsend(self.state.ptr)
 
     @property
     def bytes_sent(self) -> int:

@@ -151,6 +151,10 @@ class Pipeline:
         """A bucket of the layout that we know."""
         assert self.layout is not None
         compare = self._arrived == 0 and self._begin()
+        if self._arrived == 0 and self.lane is not None:
+            for sums, step in self.lane.compared(self.step - 2):
+                if error := self._difference(sums, step):
+                    raise error
         future = self._future()
         slot.open(buffer, future)
         slot.arrived_at = perf_counter_ns()
@@ -276,8 +280,12 @@ class Pipeline:
         self.allocations += sum(g.allocations for g in layout.groups)
         self._checking = False
         self._checks = bytearray(8 * max(1, len(layout.groups)))
-        self._checks_mine = torch.empty(len(self._checks), dtype=torch.uint8)
-        self._checks_all = torch.empty(exchange.world * len(self._checks), dtype=torch.uint8)
+        self._checks_mine = torch.zeros(len(self._checks), dtype=torch.uint8, device=exchange.device)
+        self._checks_all = torch.zeros(
+            exchange.world * len(self._checks), dtype=torch.uint8, device=exchange.device
+        )
+        if self.lane is not None:
+            self.lane.forget()
         return layout
 
     def _future(self) -> "Future[torch.Tensor]":
@@ -295,7 +303,7 @@ class Pipeline:
             self.layout.full = not self.layout.full
             for g in self.layout.groups:
                 if g.full:
-                    g.turn()
+                    g.turn(self.lane)
         self.step += 1
         every = self.settings.checksum_every
         self._checking = every > 0 and self.step % every == 0
@@ -350,7 +358,8 @@ class Pipeline:
         assert exchange is not None
         try:
             if self.lane is not None:
-                self.lane.launch(g, exchange, self.step - 1, self.settings.seed)
+                check = self._checks_mine.data_ptr() + 8 * g.index if self._checking else 0
+                self.lane.launch(g, exchange, self.step - 1, self.settings.seed, check)
                 self._account(g, exchange)
                 with self.lane.current():  # DDP then waits for this stream
                     self._complete(g)
@@ -607,13 +616,16 @@ class Pipeline:
 
     def _compare(self, slot: Slot) -> None:
         """Gathers the checksums of the iteration before; `slot`, of this one, completes only if they are
-        equal."""
+        equal. On a device a later iteration fails."""
         assert self.exchange is not None
+        self.control += self._checks_all.numel()
+        if self.lane is not None:
+            self.lane.compare(self._checks_all, self._checks_mine, self.exchange, self.step - 2)
+            return
         # a copy: callbacks of this iteration may write the next checksums meanwhile
         self._checks_mine.copy_(torch.frombuffer(self._checks, dtype=torch.uint8))
         work = self.exchange.all_gather(self._checks_all, self._checks_mine)
         future = work.get_future()
-        self.control += self._checks_all.numel()
         with self._idle:
             slot.remaining += 1
             self._inflight += 1
@@ -623,7 +635,7 @@ class Pipeline:
         error: Exception | None = None
         try:
             exchanged.value()
-            error = self._difference()
+            error = self._difference(self._checks_all, self.step - 2)
         except Exception as e:
             error = ExchangeError(f"comparing checksums: the exchange failed: {e}")
         try:
@@ -635,15 +647,15 @@ class Pipeline:
         finally:
             self._landed()
 
-    def _difference(self) -> DivergenceError | None:
+    def _difference(self, sums: torch.Tensor, step: int) -> DivergenceError | None:
         assert self.exchange is not None and self.layout is not None
-        sums = self._checks_all.view(torch.int64).view(self.exchange.world, -1).tolist()
+        rows = sums.view(torch.int64).view(self.exchange.world, -1).tolist()
         for g in self.layout.groups:
-            for rank, row in enumerate(sums):
-                if row[g.index] != sums[0][g.index]:
+            for rank, row in enumerate(rows):
+                if row[g.index] != rows[0][g.index]:
                     error = DivergenceError(
                         f"{g.label()}: the gradients of rank {rank} differ from those of rank 0 at step "
-                        f"{self.step - 2}; the replicas no longer train the same model"
+                        f"{step}; the replicas no longer train the same model"
                     )
                     error.group, error.rank = g.index, rank
                     return error

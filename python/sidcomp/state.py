@@ -47,7 +47,7 @@ class State:
                     ("output", {"density": 0.05})]`.
     full_every      K > 0: in steps 0, K, 2 K, ... the groups send all of their gradient and of what they
                     keep, as plain DDP would (Marsit's full-precision steps). May be a Schedule:
-                    `Schedule({0: 1, 100: 0})` begins with 100 dense steps. CPU only.
+                    `Schedule({0: 1, 100: 0})` begins with 100 dense steps.
     warmup          codec="auto" comes to a sparse codec in the midst of training. Before its own density it
                     has three stages of so many steps, of 25 %, 6.25 % and 1.5625 %, as far as they send less
                     than plain DDP; 0: none. docs/auto.md has what it is good for.
@@ -65,7 +65,8 @@ class State:
     process_group   the ranks to average over; default: the DDP model's.
     seed            of codecs that draw random numbers; the same on every rank.
     checksum_every  k > 0: every k steps the ranks compare checksums of their decoded gradients; a difference
-                    fails the next backward() with a DivergenceError that names group and rank. CPU only.
+                    fails the next backward() with a DivergenceError that names group and rank; on CUDA the
+                    one after it.
     isa             instruction set of the core: "auto", "base", "avx2" or "avx512". All give the same bits.
 
     Names are those of `ddp.module.named_parameters()`. The averaged gradients replace the local ones in DDP's

@@ -138,6 +138,43 @@ def test_the_same_bits_as_torch_and_as_the_cpu(codec: str, world: int, log: Path
     assert set(lines) == {"finalize", "all-reduce" if sums else "all-gather"}
 
 
+def special(rank: int, world: int, how: str) -> tuple[list[list[torch.Tensor]], str, int]:
+    """Steps of full precision and checksums; then rank 1 has wrong ones. What that raises, and when."""
+    r = Run(
+        rank, lane=how != "cpu", codec="dgc", full_every=3, checksum_every=2,
+        transport="native" if how == "native" else "torch",
+    )  # fmt: skip
+    r.optimizer.param_groups[0]["lr"] = 1e-3
+    out = []
+    for _ in range(8):
+        r.step()
+        out.append(r.weights())
+    assert all(w.isfinite().all() for w in out[-1])
+    error = ""
+    if r.lane is not None:
+        assert r.lane._spare, "no checksums came"
+        if rank == 1:
+            sums = r.state._pipeline
+            r.lane._sum = lambda *_: sums._checks_mine.fill_(7)  # type: ignore[method-assign]
+        while not error and len(out) < 16:
+            error, text, _ = r.fails()
+            out.append([])
+            assert not error or "rank 1 differ" in text, text
+    r.close()
+    return out[:8], error, len(out)
+
+
+@emulated
+def test_full_precision_and_checksums_on_the_device(log: Path) -> None:
+    want = run(special, 2, "cpu")
+    for how in ("native", "torch"):
+        got = run(special, 2, how)
+        for (a, _, _), (b, _, _) in zip(got, want, strict=True):
+            same(a, b)
+        # of the tenth step, gathered in the eleventh: in all ranks the twelfth fails
+        assert [(error, steps) for _, error, steps in got] == [("DivergenceError", 12)] * 2
+
+
 @emulated
 @pytest.mark.parametrize("exchange, world", [("ring1", 1), ("ring1", 3), ("torus1", 4)])
 def test_exchanges_in_messages(exchange: str, world: int, log: Path) -> None:
