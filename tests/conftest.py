@@ -16,8 +16,13 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """SHARE=N: of the tests that differ in their parameters one in N, always the same ones."""
+    """SHARE=N: of the tests that differ in their parameters one in N, always the same ones. Where they are
+    marked as many, every other one is slow."""
+    for item in items:
+        if item.get_closest_marker("many") and zlib.crc32(item.nodeid.encode()) % 2:
+            item.add_marker(pytest.mark.slow)
     share = int(os.environ.get("SHARE", "1"))
     left = [i for i in items if "[" in i.name and zlib.crc32(i.nodeid.encode()) % share]
     if left:

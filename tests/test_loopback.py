@@ -49,6 +49,7 @@ def test_every_exchange_takes_a_codec_and_every_codec_has_an_exchange() -> None:
 # ---- bytes and rounds ----------------------------------------------------------------------------
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("exchange, codec", PAIRS)
 def test_counted_bytes_are_those_stated(exchange: str, codec: str) -> None:
     for world in WORLDS:
@@ -157,6 +158,7 @@ def ring_reference(signs: Array, members: list[int], index: Array, seed: int, st
     return out
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("world", (1, 2, 3, 4, 5, 7, 8))
 @pytest.mark.parametrize("n", (1, 300, 5000))
 def test_ring_follows_the_paper(world: int, n: int) -> None:

@@ -24,7 +24,7 @@ ROLES = {"embedding": frozenset({"embed.weight"}), "output": frozenset({"head.we
 def settings(
     codec: str = "topk", exclude: Any = (), rules: Any = (), groups: Any = None, **parameters: Any
 ) -> Settings:
-    out = Settings.parse(codec, "residual", groups, 0, exclude, 0, None, None, rules, 0, 0, None, parameters)
+    out = Settings.parse(codec, parameters, memory="residual", groups=groups, exclude=exclude, policy=rules)
     out.policy.roles = ROLES
     return out
 

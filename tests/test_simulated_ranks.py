@@ -26,8 +26,8 @@ def run(codec: str, memory: str | None = None, full_every: Any = 0, **how: Any) 
     """For each step: the ranks' gradients, what rank 0 got, the bytes that each group sent."""
     parameters = how.pop("parameters", {})
     settings = Settings.parse(
-        codec, memory, how.get("groups", "bucket"), 5, how.get("exclude", ()), 0, None, None,
-        how.get("policy", ()), full_every, 0, how.get("exchange"), parameters,
+        codec, parameters, memory=memory, groups=how.pop("groups", "bucket"), seed=5, full_every=full_every,
+        **how,
     )  # fmt: skip
     model = torch.nn.Sequential(torch.nn.Embedding(50, 16), torch.nn.Linear(16, 64), torch.nn.Linear(64, 10))
     n = sum(p.numel() for p in model.parameters())

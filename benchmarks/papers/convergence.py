@@ -168,8 +168,8 @@ def groups_of(model: torch.nn.Module, settings: Settings, gradients: Sequence[to
 
 def settings_of(args: Namespace, seed: int) -> Settings:
     return Settings.parse(
-        args.codec, args.memory, args.groups, seed, args.exclude, 0, None, None, args.policy, args.full_every,
-        0, args.exchange, args.parameters,
+        args.codec, args.parameters, memory=args.memory, groups=args.groups, seed=seed, exclude=args.exclude,
+        policy=args.policy, full_every=args.full_every, exchange=args.exchange,
     )  # fmt: skip
 
 

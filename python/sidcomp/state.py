@@ -113,11 +113,13 @@ class State:
             if full_every:
                 raise ArgumentError(f"K={K!r} and full_every={full_every!r} are the same: give one of them")
             full_every = K
-        self._arguments = (
-            codec, memory, groups, seed, exclude, checksum_every, isa, candidates, policy, full_every,
-            warmup, exchange, transport, parameters,
-        )  # fmt: skip
-        self.settings = Settings.parse(*self._arguments)
+        self._arguments: dict[str, Any] = {
+            "memory": memory, "groups": groups, "seed": seed, "exclude": exclude,
+            "checksum_every": checksum_every, "isa": isa, "candidates": candidates, "policy": policy,
+            "full_every": full_every, "warmup": warmup, "exchange": exchange, "transport": transport,
+        }  # fmt: skip
+        self._codec = codec, parameters
+        self.settings = Settings.parse(codec, parameters, **self._arguments)
         if profile is not None and not self.settings.planned:
             raise ArgumentError(
                 f'profile= is for codec="auto" or groups in {PLANNED}; groups={groups!r} plans nothing'
@@ -396,14 +398,11 @@ class State:
     def __getstate__(self) -> dict[str, Any]:
         p = self._pipeline
         started = self._closed is None and (p.layout is not None or p.resume is not None)
-        return {"arguments": self._arguments, "memory": self.state_dict() if started else None}
+        memory = self.state_dict() if started else None
+        return {"codec": self._codec, "arguments": self._arguments, "memory": memory}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        *arguments, parameters = saved["arguments"]
-        names = (
-            "codec", "memory", "groups", "seed", "exclude", "checksum_every", "isa", "candidates", "policy",
-            "full_every", "warmup", "exchange", "transport",
-        )  # fmt: skip
-        self.__init__(**dict(zip(names, arguments, strict=True)), **parameters)  # type: ignore[misc]
+        codec, parameters = saved["codec"]
+        self.__init__(codec, **saved["arguments"], **parameters)  # type: ignore[misc]
         if saved["memory"] is not None:
             self.load_state_dict(saved["memory"])

@@ -130,11 +130,13 @@ RESUMED = [
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("codec", "groups", "memory"), RESUMED)
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, codec: str, groups: str | int, memory: str) -> None:
     check_resume(tmp_path, 2, "cap-small", codec, groups, memory, 13, before=False)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "name", ["mixed-tiny", "static-tiny", "static-unused", "unused-odd", "shapes-tiny", "tied"]
 )
@@ -191,6 +193,7 @@ def load_all(
     return loaded, {n: kept[n].numpy() for n in kept}, at
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("rule", [None, "sum", "mean"])
 @pytest.mark.parametrize("old, new", [(2, 3), (3, 2), (2, 1), (1, 2)])
 def test_another_world_size_loses_nothing(tmp_path: Path, old: int, new: int, rule: str | None) -> None:

@@ -145,6 +145,7 @@ def test_every_memory_equals_the_reference(codec: str, memory: str) -> None:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("views", [(True, False), pytest.param((False, True), marks=SLOW)])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("cap-small", "cap-25")])
 def test_equals_the_reference_in_every_mode(name: str, views: tuple[bool, bool]) -> None:
@@ -311,12 +312,14 @@ def stay_equal(rank: int, world: int, codec: str, groups: str | int, steps: int,
     state.close()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("dtype", ["float32", "mixed"])
 @pytest.mark.parametrize("codec", LOSSY)
 def test_replicas_are_identical_after_200_steps(codec: str, dtype: str) -> None:
     run(stay_equal, 2, codec, 900, 200, dtype)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("groups", ["bucket", "model"])
 @pytest.mark.parametrize("codec", LOSSY)
 def test_replicas_of_three_ranks(codec: str, groups: str) -> None:

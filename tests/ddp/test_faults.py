@@ -62,6 +62,7 @@ def lose_a_peer(rank: int, world: int, codec: str, groups: str, how: str) -> tup
     return first
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("how", ["kill", "exit"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("codec", ONE_OF_EACH)
@@ -137,6 +138,7 @@ def planted_error(rank: int, world: int, codec: str, groups: str, method: str) -
     state.close()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("method", ["encode", "decode"])
 @pytest.mark.parametrize("codec", [LINEAR[0], *GATHERED])

@@ -52,6 +52,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_group_for_each_bucket(name: str, steps: int) -> None:
@@ -92,6 +93,7 @@ def by_bytes(rank: int, world: int, name: str, size: int | str, count: int) -> N
     assert sorted(g["names"] for g in groups) == sorted(want)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("size, count", [(1, 1), (500, 500), (10**9, 10**9), ("1KB", 1024), ("0.5 kb", 512)])
 @pytest.mark.parametrize("name", ["default", "cap-tiny", "mixed-tiny"])
 def test_groups_of_about_so_many_bytes(name: str, size: int | str, count: int) -> None:
@@ -131,6 +133,7 @@ def excluding(rank: int, world: int, exclude: Any, groups: Any) -> None:
     assert dense | compressed == DENSE[("*",)] and not dense & compressed
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("groups", ["bucket", "model", 600])
 @pytest.mark.parametrize("exclude", DENSE, ids=str)
 def test_what_is_excluded_is_sent_dense(exclude: Any, groups: Any) -> None:

@@ -143,6 +143,7 @@ def loaded(rank: int, world: int, room: str, memory: str, old: int, rule: str) -
     return kept
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("rule", ["sum", "mean"])
 @pytest.mark.parametrize(("memory", "unsent"), [("dgc", 1), ("momentum", 0), ("compensation", 1)])
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (2, 1)])

@@ -121,6 +121,7 @@ def spoiled_step(
     state.close()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "groups, value", [*((g, math.inf) for g in GROUPS), ("model", -math.inf), ("bucket", math.nan)]
 )
@@ -129,6 +130,7 @@ def test_one_bad_element_on_one_rank(codec: str, groups: str | int, value: float
     run(spoiled_step, 2, codec, groups, "residual", value, False)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("memory", PLAIN)
 @pytest.mark.parametrize("codec", STEADY)
 def test_one_bad_element_in_half_precision(codec: str, memory: str) -> None:

@@ -135,6 +135,7 @@ def counted(rank: int, world: int, name: str, codec: str, groups: str | int, che
     assert state.stats()["steps"] == 6 and state.stats()["sent_bytes"] == before["sent_bytes"]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("codec", KINDS)
 def test_bytes_and_elements(codec: str, groups: str | int) -> None:
@@ -211,6 +212,7 @@ def quiet(rank: int, world: int, name: str, codec: str, groups: str | int) -> No
     state.close()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", ["cap-small", "cap-tiny", "mixed", "static-tiny", "unused-odd"])
 @pytest.mark.parametrize("groups", ["bucket", "explicit"])
 @pytest.mark.parametrize("codec", ["none", LINEAR[0], GATHERED[0]])
