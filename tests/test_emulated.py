@@ -80,9 +80,10 @@ def test_nccl_on_the_emulation() -> None:
 
 
 def test_the_native_transport_on_the_emulation() -> None:
-    run(share=1, tests="tests/ddp/test_native.py")
+    run(share=2, tests="tests/ddp/test_native.py")
 
 
 @pytest.mark.slow
-def test_kernels_on_the_emulation_whole() -> None:
-    run(share=1)
+@pytest.mark.parametrize("tests", ["tests/test_cuda.py", "tests/ddp/test_native.py"])
+def test_the_whole_on_the_emulation(tests: str) -> None:
+    run(share=1, tests=tests)
