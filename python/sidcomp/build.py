@@ -95,6 +95,11 @@ def make_layout(
                 "Leave it out on CUDA"
             )
         route.warn(exchange.world)
+    if lane is not None and settings.planned and not settings.auto and settings.ways[0].routed:
+        raise UnsupportedError(
+            f"groups={settings.groups!r} measures exchanges of messages on the CPU only: on CUDA name other "
+            'groups, such as "bucket", or leave exchange out'
+        )
     if lane is not None and any(isinstance(plan, Trip) for plan in plans):
         for name in ("checksum_every", "full_every"):
             if getattr(settings, name):
@@ -152,10 +157,13 @@ def _pieces(index: int, slot: Slot, names: dict[int, str]) -> list[Piece]:
 
 
 def header(settings: Settings, exchange: Exchange, step: int) -> str:
-    """What all ranks must have in common beside the groups."""
+    """What all ranks must have in common beside the groups; of exchanges that auto may choose the names, for
+    nodes may be of several sizes."""
+    auto = settings.auto
+    ways = [w.route.exchange.name if auto and w.route is not None else w.label for w in settings.ways]
     return (
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
-        f"checksum_every {settings.checksum_every}, {[way.label for way in settings.ways]}, "
+        f"checksum_every {settings.checksum_every}, {ways}, "
         f"policy {settings.policy.saved()}, full_every {settings.full_every}, "
         f"transport {settings.transport}"
     )

@@ -234,18 +234,21 @@ def candidate(way: Way) -> probe.Candidate:
 
 
 def considered(p: "Pipeline", settings: Settings) -> list[int]:
-    """The ways worth measuring here. A choice beside the process group's own exchange is one only where fewer
-    bytes leave a node, and on CPUs."""
+    """The ways worth measuring here, on all ranks the same: a collective. A choice beside the process group's
+    own exchange is one only where fewer bytes leave a node, and on CPUs; of nodes only if they are equal."""
     assert p.layout is not None and p.exchange is not None
     if not settings.auto:
         return list(range(len(settings.ways)))
     n = max(1, sum(x.numel for x in _pieces(p.layout)))
     world = p.exchange.world
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    local = local if world % local == 0 and local < world else 1
+    even = len(set(p.exchange.gather_bytes(local.to_bytes(4, "little")))) == 1
+    local = local if even and world % local == 0 and local < world else 1
     ways = []
     for i, way in enumerate(settings.ways):
-        if way.routed:
+        if way.route is not None and way.routed:
+            if not even and "ranks_per_node" in way.route.parameters:
+                continue
             # Along a ring, one rank of a node sends to the next node.
             plan = settings.plan(n, "float32", i)
             own = 2 * plan.payload_bytes / world if plan.linear else plan.payload_bytes

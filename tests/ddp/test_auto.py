@@ -199,7 +199,7 @@ def test_another_exchange_is_kept_where_collectives_are_slow(tmp_path: Path) -> 
 
 
 def choices(rank: int, world: int, local: str, arguments: dict[str, Any]) -> list[str]:
-    os.environ["LOCAL_WORLD_SIZE"] = local
+    os.environ["LOCAL_WORLD_SIZE"] = local.split()[rank % len(local.split())]
     with Training(rank, **arguments) as t:
         for _ in range(3):
             t.step()
@@ -215,6 +215,7 @@ def choices(rank: int, world: int, local: str, arguments: dict[str, Any]) -> lis
         (4, "4", None, ["topk", "fp16", "topk over twoshot"]),
         (4, "2", None, ["topk", "fp16", "topk over twoshot", "topk over hierarchical ranks_per_node=2"]),
         (3, "2", None, ["topk", "fp16", "topk over twoshot"]),
+        (4, "2 2 1 1", None, ["topk", "fp16", "topk over twoshot"]),
         (4, "2", (), ["topk", "fp16"]),
         (4, "1", "allgather", ["topk", "fp16"]),
     ],
