@@ -41,7 +41,6 @@ struct ring_step {
 /* ---- frames ------------------------------------------------------------------------------------------------------- */
 
 enum {
-    MAGIC = 0x46444953,
     WORDS = SID_FRAME_BYTES / 4
 };
 
@@ -68,7 +67,7 @@ __device__ void blame(sid_fault &f, int32_t status, uint32_t culprit) {
 __device__ void open_frame(const ring_step &s, const sid_hop_side &h, const side_sums &body) {
     const sid_frame f = *(const sid_frame *)(const void *)(s.wire + h.frame);
     sid_fault &fault = s.state->fault;
-    if (f.magic != MAGIC || f.checksum != frame_checksum(f, body, h.body))
+    if (f.magic != SID_FRAME_MAGIC || f.checksum != frame_checksum(f, body, h.body))
         blame(fault, SID_E_CORRUPT, h.peer);
     else if (f.exchange != s.exchange || f.round != (uint16_t)h.round || f.step != s.draw.step ||
              f.group != s.draw.group)
@@ -82,7 +81,7 @@ __device__ void open_frame(const ring_step &s, const sid_hop_side &h, const side
 __device__ void close_frame(const ring_step &s, const sid_hop_side &h, const side_sums &body) {
     sid_frame f;
     memset(&f, 0, sizeof f);
-    f.magic = MAGIC;
+    f.magic = SID_FRAME_MAGIC;
     f.flags = s.state->fault.flags;
     f.step = s.draw.step;
     f.group = s.draw.group;

@@ -335,16 +335,20 @@ def same_output(got: Array, want: Array, dtype: str) -> None:
     np.testing.assert_array_equal(bits(got)[~nan], bits(want)[~nan])
 
 
-def same_state(device: DeviceRank, host: Rank) -> None:
-    """Steps, rule, statistics, vectors, and what is kept of them."""
-    got, want = np.frombuffer(device.state.get(), np.uint8), host.state.data
+def same_block(got: Array, want: Array, n: int, vectors: int) -> None:
+    """Of a state: its header (steps, rule, statistics) and its vectors; not what lies between them."""
     np.testing.assert_array_equal(got[:256].view(np.uint64), want[:256].view(np.uint64))
-    n = device.plan.n
-    for v in range(device.plan.vectors):
+    for v in range(vectors):
         at = 256 + 4 * v * (-(-n // 16) * 16 + 16)
         np.testing.assert_array_equal(
             got[at : at + 4 * n].view(np.uint32), want[at : at + 4 * n].view(np.uint32)
         )
+
+
+def same_state(device: DeviceRank, host: Rank) -> None:
+    """The blocks, and what is kept of them."""
+    got = np.frombuffer(device.state.get(), np.uint8)
+    same_block(got, host.state.data, device.plan.n, device.plan.vectors)
     other = Rank(device.plan)
     other.state.data[:] = got
     np.testing.assert_array_equal(other.residual().view(np.uint32), host.residual().view(np.uint32))

@@ -157,8 +157,6 @@ uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receiv
 
 /* ---- frames -------------------------------------------------------------------------------------------------- */
 
-#define FRAME_MAGIC 0x46444953u /* "SIDF" */
-
 static uint64_t frame_sum(const sid_frame *f, uint64_t bytes) {
     uint64_t sum, weighted;
     const uint64_t rows = (SID_FRAME_BYTES + bytes) / 32;
@@ -172,7 +170,7 @@ static uint64_t frame_sum(const sid_frame *f, uint64_t bytes) {
 }
 
 void sid_frame_close(const sid_trip *t, sid_frame *f, uint32_t round, uint32_t flags, uint64_t bytes) {
-    *f = (sid_frame){.magic = FRAME_MAGIC,
+    *f = (sid_frame){.magic = SID_FRAME_MAGIC,
                      .flags = flags,
                      .step = t->at->step,
                      .group = t->at->group,
@@ -187,7 +185,7 @@ sid_status sid_frame_open(sid_trip *t, const sid_frame *f, uint32_t round, uint6
     sid_status s = SID_OK;
     uint32_t culprit = peer;
     *flags = 0;
-    if (f->magic != FRAME_MAGIC)
+    if (f->magic != SID_FRAME_MAGIC)
         s = sid_fail(&e, SID_E_CORRUPT, "round %u, from rank %u: no message of sidcomp: magic is %08x", round, peer,
                      f->magic);
     else if (f->checksum != frame_sum(f, bytes))

@@ -81,6 +81,8 @@ static inline sid_exchange *sid_within(const sid_exchange *x) { return (sid_exch
 
 /* ---- frames: messages that are no payloads ------------------------------------------------------------------------ */
 
+#define SID_FRAME_MAGIC 0x46444953u /* "SIDF" */
+
 typedef struct sid_frame {
     uint32_t magic, flags;
     uint64_t step;

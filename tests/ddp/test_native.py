@@ -327,7 +327,9 @@ def refused(rank: int, world: int, how: str) -> tuple[str, str]:
         arguments = {}
     if how == "twoshot":
         arguments = {"exchange": "twoshot"}
-    r = Run(rank, lane=how != "cpu", codec="topk", **arguments)
+    if how == "planned":
+        arguments = {"codec": "signsgd", "exchange": "ring1", "groups": "auto"}
+    r = Run(rank, lane=how != "cpu", **({"codec": "topk"} | arguments))
     if how == "no library" and rank == 1:
         os.environ["SIDCOMP_NCCL"] = "/no/libnccl.so.2"
     if how == "old library":
@@ -357,6 +359,12 @@ def test_an_exchange_without_kernels() -> None:
     for name, text in run(refused, 2, "twoshot"):
         assert name == "UnsupportedError" and "exchange='twoshot' has no CUDA kernels" in text, text
         assert "these have: ring1, torus1" in text
+
+
+@emulated
+def test_groups_planned_for_messages() -> None:
+    for name, text in run(refused, 2, "planned"):
+        assert name == "UnsupportedError" and "groups='auto' measures exchanges of messages" in text, text
 
 
 @emulated
