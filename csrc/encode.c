@@ -133,6 +133,7 @@ static void walk(sid_walk *w, const sid_segment *seg) {
 sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
                       const sid_step *at, void *payload, sid_stats *stats) {
     if (!p || !state || !work || !at || !payload || !at->world || at->rank >= at->world) return SID_E_ARG;
+    if (!(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF) return SID_E_ARG;
     if (!aligned(state) || !aligned(work) || !aligned(payload)) return SID_E_ARG;
     if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
     sid_walk w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work};

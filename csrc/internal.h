@@ -250,11 +250,15 @@ typedef struct sid_packed {
     uint32_t bits; /* of the low part; a run is 2^bits elements */
 } sid_packed;
 
+/* What a step multiplies by what is owed. */
+static inline float sid_carry(const sid_step *at) { return at->carry > 0 ? at->carry : 1.0f; }
+
 /* ---- primitives, once per instruction set (csrc/isa/simd.c); the base variant is the law -------------------------
  * Arrays may have any element alignment. Sums are of a unit, n at most SID_TILE, in the order that `sums` above has. */
 typedef struct sid_velocity { /* of add_velocity */
     float momentum, factor;   /* of the old velocity; of the gradient */
     float of_u, of_g;         /* what acc takes of the new velocity, and of the gradient besides */
+    float carry;              /* of what acc was */
 } sid_velocity;
 
 typedef struct sid_simd {
@@ -262,11 +266,11 @@ typedef struct sid_simd {
     int (*finite)(const float *x, uint32_t n); /* 1: no NaN, no Inf */
     /* acc = (key(acc) < key ? acc : 0) + (g finite ? g : 0), saturating at +-FLT_MAX; 1: all of g was finite. */
     int (*add_kept)(float *acc, const float *g, uint32_t n, uint32_t key);
-    /* The same, weighted: acc = beta * (...) + gamma * (...); both weights within 0 to 1. */
+    /* The same, weighted: acc = beta * (...) + gamma * (...); beta at least 0, gamma within 0 to 1. */
     int (*add_weighted)(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma);
     /* x = factor * (g finite ? g : 0); u = momentum * (key(acc) < mask ? u : 0) + x, saturating;
-     * acc = (key(acc) < key ? acc : 0) + (of_u * u + of_g * x), saturating (of weights 1 and 0 just u); 1: all
-     * of g was finite. No weight beyond 1. */
+     * acc = carry * (key(acc) < key ? acc : 0) + (of_u * u + of_g * x), saturating (of weights 1 and 0 just u);
+     * 1: all of g was finite. No weight but carry beyond 1. */
     int (*add_velocity)(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
                         const sid_velocity *c);
     void (*zero_from)(float *acc, uint32_t n, uint32_t key); /* acc = 0 where key(acc) >= key */

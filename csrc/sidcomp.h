@@ -186,6 +186,10 @@ uint64_t sid_plan_extra(const sid_plan *p);
 typedef struct sid_step {
     uint64_t step, seed;
     uint32_t group, rank, world; /* world >= 1; linear codecs divide by it before they round */
+    /* What is owed from earlier steps is multiplied by it before the gradient is added; velocities are not. 0 stands for 1.
+     * The learning rate of the step before over this one's makes p = rate g + e of EF-SGD (Karimireddy et al. 2019,
+     * Algorithm 1) of it: what is sent late then moves the parameters as far as when it was due. */
+    float carry;
 } sid_step;
 
 typedef struct sid_stats {
@@ -298,8 +302,8 @@ typedef struct sid_message {
 uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out);
 
 /* seg, state, work, wire, at: the same through all rounds of a step. cut: room for n_seg segments. at->rank and at->world
- * are the route's. Once it has failed, it does so until the end of the step, where the memory is as before the step;
- * report.culprit is the rank at fault, as far as it is known. */
+ * are the route's. Once it has failed, it does so until the end of the step, where the memory is as before the step, but
+ * for at->carry; report.culprit is the rank at fault, as far as it is known. */
 sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
                                 sid_segment *cut, void *state, void *work, const sid_step *at, void *wire,
                                 sid_report *report, sid_error *err);
@@ -334,9 +338,8 @@ typedef struct sid_rank {
     uint64_t sent, control; /* out: bytes, counted; control: those of the last round, where the exchange has one */
 } sid_rank;
 
-/* One step of `world` ranks in one process. work: room for 2 * sizes.messages sid_message. */
-sid_status sid_loopback(sid_rank *ranks, uint32_t world, sid_message *room, uint64_t step, uint64_t seed,
-                        uint32_t group, sid_report *report, sid_error *err);
+/* One step of at->world ranks in one process; at->rank is not read. room: for 2 * sizes.messages sid_message. */
+sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *at, sid_report *report, sid_error *err);
 
 /* ---- helpers ------------------------------------------------------------------------------------------------- */
 

@@ -284,8 +284,8 @@ sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint3
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
     if ((uintptr_t)stats_dev % 8) return sid_fail(err, SID_E_ARG, "stats must start at a multiple of 8 bytes");
-    if (!at || !at->world || at->rank >= at->world)
-        return sid_fail(err, SID_E_ARG, "step is NULL, or its rank is not within its world");
+    if (!at || !at->world || at->rank >= at->world || !(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF)
+        return sid_fail(err, SID_E_ARG, "step is NULL, its rank not within its world, or its carry no finite factor");
     c.at = *at;
     c.stats = (sid_stats *)stats_dev;
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);

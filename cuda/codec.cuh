@@ -96,6 +96,7 @@ inline sid_group sid_group_of(const sid_plan *p, const sid_segment *segs, uint32
 /* ---- memories ------------------------------------------------------------------------------------------------ */
 
 /* A memory with its parameters, passed to kernels by value; csrc/memory/ is the law. Vector 0 is acc.
+ *     carried    as a step has it that multiplies what is owed by `carry`
  *     begin      by every thread of a kernel: what the state has of it
  *     tile       vec[0] as it was stored, `kept` what the codec's rule left of it; returns acc
  *     undo       takes g out of vec again
@@ -111,6 +112,7 @@ struct sid_memory0 { /* none */
     };
     bool keeps, receives;
     sid_memory0 settling() const { return *this; }
+    sid_memory0 carried(float) const { return *this; }
     __device__ void begin(const sid_state *) {}
     __device__ float tile(float *, float, float g) const { return g; }
     __device__ void undo(float *, float) const {}
@@ -126,6 +128,9 @@ struct sid_memory1 { /* residual, momentum, compensation: acc = beta kept + gamm
     bool forgets;  /* nothing, after this one */
     float beta, gamma;
     sid_memory1 settling() const { return {keeps, false, false, 1, 0}; } /* acc = kept, but that -0 becomes 0 */
+    sid_memory1 carried(float carry) const {
+        return {keeps, receives, forgets, keeps || receives ? beta * carry : beta, gamma};
+    }
     __device__ void begin(const sid_state *) {}
     __device__ float tile(float *vec, float kept, float g) const {
         return vec[0] = sid_saturated(kept * beta + g * gamma);
@@ -142,14 +147,15 @@ struct sid_memory2 { /* dgc: vec[1] is the velocity */
     };
     bool keeps, receives;
     bool masks, adds; /* adds: acc takes of the gradient besides */
-    float momentum, of_u, factor;
-    sid_memory2 settling() const { return {keeps, false, masks, true, 1, 0, 0}; } /* where the state's factor is 0 */
+    float momentum, of_u, factor, carry;
+    sid_memory2 settling() const { return {keeps, false, masks, true, 1, 0, 0, 1}; } /* where the state's factor is 0 */
+    sid_memory2 carried(float by) const { return {keeps, receives, masks, adds, momentum, of_u, factor, by}; }
     __device__ void begin(const sid_state *s) { factor = s->factor; }
     __device__ float step(float u, float x) const { return adds ? u * of_u + x : u; }
     __device__ float tile(float *vec, float kept, float g) const {
         const float x = g * factor;
         vec[1] = sid_saturated((masks && kept != vec[0] ? 0.0f : vec[1]) * momentum + x);
-        return vec[0] = sid_saturated(kept + step(vec[1], x));
+        return vec[0] = sid_saturated(kept * carry + step(vec[1], x));
     }
     __device__ void undo(float *vec, float g) const {
         const float x = g * factor, u = vec[1];
@@ -184,7 +190,7 @@ inline sid_memory2 dgc(const sid_plan *p) {
     const float m = (float)p->memory_param[MOMENTUM];
     const int form = (int)p->memory_param[NESTEROV];
     const bool masks = p->memory_param[MASKING] > 0 && p->codec->info.traits & SID_SPARSE;
-    return {true, false, masks, form != 0, m, form == 1 ? m : 1.0f, 1};
+    return {true, false, masks, form != 0, m, form == 1 ? m : 1.0f, 1, 1};
 }
 } // namespace sid_memories
 
@@ -205,7 +211,9 @@ template <typename F> sid_status sid_with_memory(const sid_plan *p, sid_error *e
 #undef SID_MEMORY
 /* The same for an encode's first reading. */
 template <typename F> sid_status sid_with_memory_of(const sid_cuda_encoding &c, F f) {
-    return sid_with_memory(c.plan, c.to.err, [&](auto memory) { return f(c.settles ? memory.settling() : memory); });
+    return sid_with_memory(c.plan, c.to.err, [&](auto memory) {
+        return f(c.settles ? memory.settling() : memory.carried(sid_carry(&c.at)));
+    });
 }
 /* And for a decode: without a state there is none. */
 template <typename F> sid_status sid_with_memory_of(const sid_cuda_decoding &c, F f) {

@@ -16,7 +16,7 @@ else:
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DEFAULTS: dict[str, Any] = {
     "task": "lm", "memory": None, "groups": None, "exclude": [], "policy": [], "full_every": 0, "seed": 0,
-    "clip": 1.0, "exchange": None,
+    "clip": 1.0, "exchange": None, "follow": True,
 }  # fmt: skip
 
 
@@ -70,6 +70,12 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         type=int,
         metavar="K",
         help="every K-th step in full precision; 0 for none; the preset's unless given",
+    )
+    add(
+        "--follow",
+        action=argparse.BooleanOptionalAction,
+        help="what is owed follows the learning rate (State.follow), or not; it does, but in the presets of "
+        "papers that do not have it",
     )
     add = p.add_argument_group("where and for how long").add_argument
     add(

@@ -19,6 +19,7 @@ optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
 
 state = sidcomp.State("topk", density=0.02)  # 2 % of each gradient travel, the rest is kept and sent later
 ddp.register_comm_hook(state, sidcomp.hook)
+state.follow(optimizer)  # where the learning rate changes: what is owed keeps its worth
 
 target = torch.randn(256, 8)
 torch.manual_seed(1 + dist.get_rank())  # from here on each rank has its own data

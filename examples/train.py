@@ -94,6 +94,8 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=args.lr, momentum=momentum)
         if self.state is not None:
             sidcomp.check_optimizer(self.state, self.optimizer, clip_grad_norm=self.clip)
+            if args.follow:
+                self.state.follow(self.optimizer)
         if saved is not None:
             self.optimizer.load_state_dict(saved["optimizer"])
             if self.state is not None:

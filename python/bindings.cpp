@@ -329,11 +329,11 @@ class Plan {
     bool has(uint32_t trait) const { return (sid_plan_codec(get())->traits & trait) != 0; }
 
     sid_stats encode(const Segments &seg, Address state, Address work, Address payload, uint64_t step, uint64_t seed,
-                     uint32_t group, uint32_t rank, uint32_t world) const {
+                     uint32_t group, uint32_t rank, uint32_t world, float carry) const {
         need(state, sizes.state, "state");
         need(work, sizes.work, "work");
         need(payload, sizes.payload, "payload");
-        const sid_step at{step, seed, group, rank, world};
+        const sid_step at{step, seed, group, rank, world, carry};
         sid_stats stats{};
         const sid_status s = without_gil([&] {
             return sid_encode(get(), seg.parts.data(), seg.count(), pointer(state), pointer(work), &at,
@@ -348,7 +348,7 @@ class Plan {
         need(state, sizes.state, "state");
         need(work, sizes.work, "work");
         need(payload, sizes.payload, "payload");
-        const sid_step at{step, seed, group, rank, world};
+        const sid_step at{step, seed, group, rank, world, 1};
         check(without_gil([&] {
             return sid_next_round(get(), round, seg.parts.data(), seg.count(), pointer(state), pointer(work), &at,
                                   pointer(payload));
@@ -411,9 +411,9 @@ class Plan {
     }
 
     void cuda_encode(Address segs, uint32_t n_segs, Address state, Address work, Address payload, uint64_t step,
-                     uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, Address stats, int device,
-                     Address stream) const {
-        const sid_step at{step, seed, group, rank, world};
+                     uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, float carry, Address stats,
+                     int device, Address stream) const {
+        const sid_step at{step, seed, group, rank, world, carry};
         sid_error err{};
         const sid_status s = without_gil([&] {
             return sid_cuda_encode(get(), pointer<const sid_segment>(segs), n_segs, pointer(state), pointer(work), &at,
@@ -518,8 +518,8 @@ class Exchange {
     }
 
     bool advance(uint32_t round, const Segments &seg, Address state, Address work, Address wire, uint64_t step,
-                 uint64_t seed, uint32_t group) {
-        const sid_step at{step, seed, group, rank, world};
+                 uint64_t seed, uint32_t group, float carry) {
+        const sid_step at{step, seed, group, rank, world, carry};
         sid_report report{};
         sid_error err{};
         sid_segment *room = cut(seg);
@@ -538,9 +538,9 @@ class Exchange {
         return bytes;
     }
     void cuda_advance(uint32_t round, Address segs, uint32_t n_segs, Address state, Address work, Address wire,
-                      uint64_t step, uint64_t seed, uint32_t group, Address stats, Address report, int device,
-                      Address stream) const {
-        const sid_step at{step, seed, group, rank, world};
+                      uint64_t step, uint64_t seed, uint32_t group, float carry, Address stats, Address report,
+                      int device, Address stream) const {
+        const sid_step at{step, seed, group, rank, world, carry};
         sid_error err{};
         check(without_gil([&] {
                   return sid_cuda_exchange_advance(get(), round, pointer<const sid_segment>(segs), n_segs,
@@ -552,7 +552,7 @@ class Exchange {
 
     void abandon(const Segments &seg, Address state, Address work, Address wire, uint64_t step, uint64_t seed,
                  uint32_t group) {
-        const sid_step at{step, seed, group, rank, world};
+        const sid_step at{step, seed, group, rank, world, 1};
         sid_segment *room = cut(seg);
         check(without_gil([&] {
             return sid_exchange_abandon(get(), seg.parts.data(), seg.count(), room, pointer(state), pointer(work), &at,
@@ -590,7 +590,7 @@ class Exchange {
 // One step of all ranks in this process: whether it was not finite, and what each rank sent, of it for control.
 py::tuple loopback(const std::vector<Exchange *> &ranks, const std::vector<Segments *> &segments,
                    const std::vector<Address> &state, const std::vector<Address> &work,
-                   const std::vector<Address> &wire, uint64_t step, uint64_t seed, uint32_t group) {
+                   const std::vector<Address> &wire, uint64_t step, uint64_t seed, uint32_t group, float carry) {
     const size_t world = ranks.size();
     if (!world || segments.size() != world || state.size() != world || work.size() != world || wire.size() != world)
         fail(SID_E_ARG, "a loopback needs segments, state, work and wire of every rank");
@@ -609,11 +609,10 @@ py::tuple loopback(const std::vector<Exchange *> &ranks, const std::vector<Segme
         if (most < ranks[r]->sizes.messages) most = ranks[r]->sizes.messages;
     }
     std::vector<sid_message> room(2 * (most + 1));
+    const sid_step at{step, seed, group, 0, static_cast<uint32_t>(world), carry};
     sid_report report{};
     sid_error err{};
-    const sid_status s = without_gil([&] {
-        return sid_loopback(all.data(), static_cast<uint32_t>(world), room.data(), step, seed, group, &report, &err);
-    });
+    const sid_status s = without_gil([&] { return sid_loopback(all.data(), room.data(), &at, &report, &err); });
     check(s, err, report.culprit);
     std::vector<uint64_t> sent, control;
     for (const sid_rank &one : all) {
@@ -740,8 +739,8 @@ class DeviceGroup {
     DeviceGroup(const DeviceGroup &) = delete;
     DeviceGroup &operator=(const DeviceGroup &) = delete;
 
-    void step(Communicator &c, uint64_t step, uint64_t seed, uint32_t group, Address stream) const {
-        const sid_step at{step, seed, group, c.rank, c.world};
+    void step(Communicator &c, uint64_t step, uint64_t seed, uint32_t group, float carry, Address stream) const {
+        const sid_step at{step, seed, group, c.rank, c.world, carry};
         c.call([&](sid_nccl_comm *comm, sid_error *err) {
             return sid_nccl_step(comm, &group_, &at, pointer(stream), err);
         });
@@ -1009,11 +1008,11 @@ PYBIND11_MODULE(_core, m) {
                                })
         .def("messages", &Exchange::messages, arg("round"), arg("receive"))
         .def("advance", &Exchange::advance, arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"),
-             py::kw_only(), arg("step"), arg("seed"), arg("group"))
+             py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f)
         .def("cuda_work_bytes", &Exchange::cuda_work_bytes)
         .def("cuda_advance", &Exchange::cuda_advance, arg("round"), arg("segments"), arg("n_segments"), arg("state"),
-             arg("work"), arg("wire"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("stats"),
-             arg("report"), arg("device"), arg("stream"))
+             arg("work"), arg("wire"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f,
+             arg("stats"), arg("report"), arg("device"), arg("stream"))
         .def("abandon", &Exchange::abandon, arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(),
              arg("step"), arg("seed"), arg("group"))
         .def("residual_out", &Exchange::residual_out, arg("state"), arg("out"))
@@ -1046,7 +1045,7 @@ PYBIND11_MODULE(_core, m) {
         .def("abort", &Communicator::abort, arg("why"));
 
     m.def("loopback", &loopback, arg("exchanges"), arg("segments"), arg("state"), arg("work"), arg("wire"),
-          py::kw_only(), arg("step"), arg("seed"), arg("group"));
+          py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f);
 
     py::class_<Plan>(m, "Plan")
         .def(py::init<const string &, const string &, int64_t, const string &, const py::dict &,
@@ -1081,7 +1080,7 @@ PYBIND11_MODULE(_core, m) {
                                })
         .def_property_readonly("vectors", &Plan::vectors)
         .def("encode", &Plan::encode, arg("segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(),
-             arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"))
+             arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"), arg("carry") = 1.0f)
         .def("next_round", &Plan::next_round, arg("round"), arg("segments"), arg("state"), arg("work"), arg("payload"),
              py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"))
         .def("decode", &Plan::decode, arg("payloads"), arg("stride"), arg("count"), arg("scale"), arg("segments"),
@@ -1096,7 +1095,7 @@ PYBIND11_MODULE(_core, m) {
         .def("cuda_work_bytes", &Plan::cuda_work_bytes)
         .def("cuda_encode", &Plan::cuda_encode, arg("segments"), arg("n_segments"), arg("state"), arg("work"),
              arg("payload"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"),
-             arg("stats"), arg("device"), arg("stream"))
+             arg("carry") = 1.0f, arg("stats"), arg("device"), arg("stream"))
         .def("cuda_decode", &Plan::cuda_decode, arg("payloads"), arg("stride"), arg("count"), arg("scale"),
              arg("segments"), arg("n_segments"), arg("state"), arg("work"), py::kw_only(), arg("step"), arg("group"),
              arg("report"), arg("device"), arg("stream"))
@@ -1121,7 +1120,7 @@ PYBIND11_MODULE(_core, m) {
              arg("exchange"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("wire"), arg("stats"),
              arg("report"), arg("seen"), py::keep_alive<1, 2>())
         .def("step", &DeviceGroup::step, arg("communicator"), py::kw_only(), arg("step"), arg("seed"), arg("group"),
-             arg("stream"));
+             arg("carry") = 1.0f, arg("stream"));
 
     py::class_<Instance>(m, "Instance", "A planning problem (csrc/fusion.h).")
         .def(py::init<int64_t, std::vector<int64_t>, std::vector<int64_t>, const std::vector<Instance::Method> &,

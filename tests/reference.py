@@ -486,6 +486,7 @@ class Step:
     rank: int = 0
     world: int = 1
     seed: int = 0
+    carry: float = 1.0  # of what is owed, before the gradient is added
 
 
 @dataclass
@@ -1386,7 +1387,7 @@ class Residual(Memory):
     vectors, feedback = 1, True
 
     def accumulate(self, gradient: Array, at: Step) -> Array:
-        beta, gamma = self.number("beta", 1), self.number("gamma", 1)
+        beta, gamma = self.number("beta", 1) * np.float32(at.carry), self.number("gamma", 1)
         return saturate(self.vec[0] * beta + gradient * gamma)
 
     def take(self, gradient: Array, acc: Array, at: Step) -> None:
@@ -1441,7 +1442,7 @@ class Dgc(Memory):
         )
 
     def accumulate(self, gradient: Array, at: Step) -> Array:
-        return saturate(self.vec[0] + self.parts(gradient, at)[1])
+        return saturate(self.vec[0] * np.float32(at.carry) + self.parts(gradient, at)[1])
 
     def take(self, gradient: Array, acc: Array, at: Step) -> None:
         self.vec[1], _, self.factor = self.parts(gradient, at)
@@ -1465,7 +1466,7 @@ class Compensation(Memory):
     vectors = 1
 
     def accumulate(self, gradient: Array, at: Step) -> Array:
-        return saturate(self.vec[0] + gradient)
+        return saturate(self.vec[0] * np.float32(at.carry) + gradient)
 
     def take(self, gradient: Array, acc: Array, at: Step) -> None:
         self.vec[0] = acc

@@ -407,8 +407,10 @@ def one_step(
     if trial.plan.vectors and data.draw(st.booleans()):
         kept = content(data.draw(st.sampled_from(KINDS)), n * trial.plan.vectors, rng)
         trial.keep(kept.reshape(trial.plan.vectors, n))
-    at = Step(step=seed * 2**20, group=seed % 1000, rank=world - 1, world=world, seed=seed)
-    before = trial.group.kept.astype(np.float64)
+    carry = data.draw(st.sampled_from([1.0, 1.0, 0.5, 2.25, 1e-3, 1e30]))
+    at = Step(step=seed * 2**20, group=seed % 1000, rank=world - 1, world=world, seed=seed, carry=carry)
+    with np.errstate(over="ignore"):
+        before = (trial.group.kept * np.float32(carry)).astype(np.float64)
     payload = trial.encode(x, at, cuts(n, how, rng), seed)
     kept = trial.residual()
     for r in trial.ranks:

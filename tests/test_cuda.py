@@ -251,7 +251,7 @@ class DeviceRank:
         self.plan.cuda_encode(
             vector.table.ptr, vector.n_segments, self.state.ptr, self.work.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
-            stats=self.stats.ptr, device=0, stream=stream(),
+            carry=at.carry, stats=self.stats.ptr, device=0, stream=stream(),
         )  # fmt: skip
 
     def encoded(self, vector: DeviceVector, at: Step) -> bytes:
@@ -393,7 +393,7 @@ def run_steps(codec: str, settings: dict[str, Any], memory: str, n: int, dtype: 
             elements = ref.from_f32(x, dtype)
         on_device.write(elements)
         on_host.write(elements)
-        at = Step(step=step, group=3, rank=1, world=3, seed=5)
+        at = Step(step=step, group=3, rank=1, world=3, seed=5, carry=(1.0, 0.5, 1.75)[step % 3])
         want = host.encode(on_host, at)
         assert device.encoded(on_device, at) == want
         same_state(device, host)

@@ -267,7 +267,7 @@ def test_every_flag_has_help(
     with pytest.raises(SystemExit):
         parse("--help")
     text = capsys.readouterr().out
-    flags = re.findall(r"^  (?:-\w, )?(--[\w-]+)((?: .*)?(?:\n {10,}.*)*)", text, re.M)
+    flags = re.findall(r"^  (?:-\w, )?(--[\w-]+)(?:, --no-[\w-]+)?((?: .*)?(?:\n {10,}.*)*)", text, re.M)
     assert len(flags) > 15
     for flag, rest in flags:
         words = [w for w in rest.split() if not w.isupper() and not w.startswith("{")]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference as ref
+import sidcomp
 from buffers import Rank, Vector
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,10 +30,10 @@ class Run:
         self.ranks = [Rank(plan) for _ in range(world)]
         self.step, self.world = 0, world
 
-    def __call__(self, *gradients: Any) -> Array:
+    def __call__(self, *gradients: Any, carry: float = 1.0) -> Array:
         """One step; what all ranks get, the mean."""
         xs = [np.asarray(g, np.float32) for g in gradients]
-        at = [Step(step=self.step, rank=r, world=self.world) for r in range(self.world)]
+        at = [Step(step=self.step, rank=r, world=self.world, carry=carry) for r in range(self.world)]
         payloads = [r.encode(Vector(x), a) for r, x, a in zip(self.ranks, xs, at, strict=True)]
         outs = []
         for r, x in zip(self.ranks, xs, strict=True):
@@ -263,6 +264,71 @@ def test_clipping_does_not_depend_on_segments() -> None:
     assert all(np.array_equal(k, kept[0]) for k in kept)
     assert np.linalg.norm(kept[0][1].astype(np.float64)) == pytest.approx(3.0, rel=1e-6)
     assert np.allclose(kept[0][1] * np.linalg.norm(clean) / 3, clean, rtol=1e-5)
+
+
+# ---- another learning rate -------------------------------------------------------------------------
+
+
+def test_carry_by_hand() -> None:
+    """What is owed is multiplied; a velocity is not."""
+    run = Run("topk", "residual", 4, density=0.25)
+    run([4, 3, 2, 1])
+    assert list(run([1, 1, 1, 2], carry=2)) == [0, 7, 0, 0]
+    assert run.kept() == [[1, 0, 5, 4]]
+    run = Run("topk", "residual", 4, density=0.25, beta=0.5)
+    run([4, 3, 2, 1])
+    assert list(run([1, 1, 1, 1], carry=4)) == [0, 7, 0, 0]
+    assert run.kept() == [[1, 0, 5, 3]]
+    run = Run("topk", "dgc", 4, density=0.25, momentum=0.5, masking="off")
+    run([8, 4, 2, 0])
+    assert run.kept() == [[0, 4, 2, 0], [8, 4, 2, 0]]
+    assert list(run([0, 0, 0, 0], carry=0.5)) == [4, 0, 0, 0]
+    assert run.kept() == [[0, 4, 2, 0], [4, 2, 1, 0]]
+    run = Run("signum", "momentum", 2, beta=0.5)
+    run([4, -2])
+    run([0, 0], carry=8)
+    assert run.kept() == [[1, -0.5]]
+    run = Run("marsit", "compensation", 2, eta_s=1)
+    run([3, -3])
+    assert run.kept() == [[2, -2]]
+    run([0.5, 0.5], carry=0.25)
+    assert run.kept() == [[0, -1]]
+
+
+@pytest.mark.parametrize("codec", ["topk", "efsignsgd", "int8", "onebit"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_with_the_rates_ratio_it_is_ef_sgd(codec: str, world: int) -> None:
+    """Karimireddy et al. 2019, Algorithm 1: p = rate g + e, the parameters move by C(p), e = p - C(p). Every
+    rank has its own e, and the parameters move by the mean. Codecs that scale with what they are given."""
+    n, rng = 500, np.random.default_rng(3)
+    run = Run(codec, "residual", n, world, **({"density": 0.05} if codec == "topk" else {}))
+    e, before = np.zeros((world, n), np.float32), math.nan
+    ours, papers = np.zeros(n), np.zeros(n)
+    for step, rate in enumerate([0.5, 0.5, 0.125, 1.0, 0.001, 3.0, 3.0, 0.7]):
+        g = rng.normal(0, 1, (world, n)).astype(np.float32)
+        ours -= rate * run(*g, carry=before / rate if step else 1.0).astype(np.float64)
+        p = np.float32(rate) * g + e
+        fresh = [Rank(run.ranks[0].plan) for _ in range(world)]  # C alone: what it leaves of p
+        for rank, x in zip(fresh, p, strict=True):
+            rank.encode(Vector(x), Step())
+        e = np.stack([rank.residual()[0] for rank in fresh])
+        papers -= (p.astype(np.float64) - e).mean(axis=0)
+        before, scale = rate, np.abs(p).max()
+        assert np.abs(ours - papers).max() < 1e-5 * scale + 1e-5 * np.abs(papers).max()
+        kept = np.stack([r.residual()[0] for r in run.ranks]) * rate
+        assert np.abs(kept - e).max() < 1e-5 * scale
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+def test_a_wrong_carry_is_refused(wrong: float) -> None:
+    rank = Rank(_core.Plan("topk", "residual", 4, "float32", {"density": 0.25}))
+    rank.encode(Vector(np.ones(4, np.float32)), Step())
+    before = rank.residual()
+    with pytest.raises(Exception, match="argument"):
+        rank.encode(Vector(np.ones(4, np.float32)), Step(step=1, carry=wrong))
+    assert np.array_equal(rank.residual(), before)
+    with pytest.raises(sidcomp.ArgumentError, match="carry"):
+        sidcomp.Compressor("topk", 4).encode(np.ones(4, np.float32), carry=wrong)
 
 
 # ---- steps that did not happen ---------------------------------------------------------------------

@@ -63,8 +63,9 @@ class Group:
         self.trips: list[Trip] = []  # of the ranks, where the group travels in messages
         self.states: list[Block] = []
 
-    def exchange(self, step: int, everywhere: bool) -> int:
-        """Gradients of the ranks in, their decoded mean out; the bytes that a rank sends.
+    def exchange(self, step: int, everywhere: bool, carry: float = 1.0) -> int:
+        """Gradients of the ranks in, their decoded mean out; the bytes that a rank sends. carry: what is owed
+        is multiplied by it.
 
         On rank 0 alone, unless asked or where a memory learns from what was decoded.
         """
@@ -73,7 +74,7 @@ class Group:
             spoiled, sent_by, _ = _core.loopback(
                 [t.core for t in self.trips], self.segments, [s.ptr for s in self.states],
                 [b.ptr for b in self.works], [b.ptr for b in self.wires],
-                step=step, seed=self.settings.seed, group=self.index,
+                step=step, seed=self.settings.seed, group=self.index, carry=carry,
             )  # fmt: skip
             if spoiled:
                 raise FloatingPointError
@@ -85,7 +86,7 @@ class Group:
                 where = (segments, self.states[rank].ptr, self.work.ptr, at[rank])
                 here = {"seed": self.settings.seed, "group": self.index, "rank": rank, "world": world}
                 if i == 0:
-                    plan.encode(*where, step=step, **here)
+                    plan.encode(*where, step=step, carry=carry, **here)
                 else:
                     plan.next_round(i, *where, step=step, **here)
             if plan.linear:
@@ -190,22 +191,24 @@ def train(args: Namespace, world: int, seed: int, autocast: bool = False) -> Res
     groups = groups_of(model, settings, gradients)
     momentum = 0.0 if settings.momentum else args.momentum
     optimizer = torch.optim.SGD(parameters, lr=args.lr, momentum=momentum)
-    carry: list[Any] = [None] * world
-    sent, losses = 0, []
+    hidden: list[Any] = [None] * world
+    sent, losses, last = 0, [], 0.0
     for step in range(args.steps):
         rate = args.lr * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
         optimizer.param_groups[0]["lr"] = rate
+        carry = last / rate if args.follow and step else 1.0
+        last = rate
         for rank in reversed(range(world)):  # p.grad is that of rank 0 in the end
             for p, view in zip(parameters, views[rank], strict=True):
                 p.grad = view
             gradients[rank].zero_()
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss, carry[rank] = tasks[rank].loss(model, step, carry[rank])
+                loss, hidden[rank] = tasks[rank].loss(model, step, hidden[rank])
             loss.backward()
         losses.append(loss.item())
         check = step < 3
         try:
-            sent += sum(group.exchange(step, check) for group in groups)
+            sent += sum(group.exchange(step, check, carry) for group in groups)
         except FloatingPointError:
             return Result(math.nan, sent / (4 * n * (step + 1)), losses)
         assert not check or all(torch.equal(gradients[0], g) for g in gradients), "the replicas differ"
@@ -249,6 +252,9 @@ VARIANTS = {
     "topk f16 dgc memory no masking": f"{FORTIETH} --memory dgc --param masking=off HOLDS",
     "topk f16 warm-up": "--codec topk --param values=f16 --param density=0.1@0,0.0165@RAMP",
     "topk log4": f"{LOG4} --density .084",
+    "topk log4, rate not followed": f"{LOG4} --density .084 --no-follow",
+    "topk, rate not followed": "--codec topk --no-follow",
+    "topk f16, rate not followed": f"{FORTIETH} --no-follow",
     "topk log4 one group": f"{LOG4} --density .084 --groups model",
     "topk log4 layerwise": f"{LOG4} --density .084 --groups layer",
     "topk log4 beta .95": f"{LOG4} --density .084 --param beta=.95",

@@ -32,15 +32,15 @@ static sid_status move(sid_rank *ranks, uint32_t world, uint32_t round, sid_mess
     return SID_OK;
 }
 
-sid_status sid_loopback(sid_rank *ranks, uint32_t world, sid_message *room, uint64_t step, uint64_t seed,
-                        uint32_t group, sid_report *report, sid_error *err) {
+sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *step, sid_report *report, sid_error *err) {
     sid_status first = SID_OK;
     sid_report one, none;
     sid_error text;
     if (!report) report = &none;
     *report = (sid_report){0, 0};
     if (err) err->text[0] = 0;
-    if (!ranks || !world || !room) return sid_fail(err, SID_E_ARG, "ranks or room missing");
+    if (!ranks || !step || !step->world || !room) return sid_fail(err, SID_E_ARG, "ranks, step or room missing");
+    const uint32_t world = step->world;
     const uint32_t rounds = ranks[0].exchange->sizes.rounds, most = ranks[0].exchange->sizes.messages;
     for (uint32_t r = 0; r < world; r++) {
         const sid_exchange *x = ranks[r].exchange;
@@ -51,7 +51,8 @@ sid_status sid_loopback(sid_rank *ranks, uint32_t world, sid_message *room, uint
     for (uint32_t round = 0; round <= rounds; round++) {
         for (uint32_t r = 0; r < world; r++) {
             const sid_rank *q = &ranks[r];
-            const sid_step at = {step, seed, group, r, world};
+            sid_step at = *step;
+            at.rank = r;
             const sid_status s = sid_exchange_advance(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work,
                                                       &at, q->wire, &one, &text);
             if (s == SID_E_ARG && !round) { /* refused before it began: nobody may go on */

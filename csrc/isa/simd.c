@@ -205,7 +205,7 @@ INLINE int velocity_each(float *acc, float *u, const float *g, uint32_t n, uint3
         const uint32_t k = sid_key(acc[i]);
         const float x = (ok ? g[i] : 0.0f) * c->factor;
         u[i] = saturated1((k >= mask ? 0.0f : u[i]) * c->momentum + x);
-        acc[i] = saturated1((k >= key ? 0.0f : acc[i]) + (plain ? u[i] : u[i] * c->of_u + x * c->of_g));
+        acc[i] = saturated1((k >= key ? 0.0f : acc[i]) * c->carry + (plain ? u[i] : u[i] * c->of_u + x * c->of_g));
         any |= !ok;
     }
     return any == 0;
@@ -213,7 +213,7 @@ INLINE int velocity_each(float *acc, float *u, const float *g, uint32_t n, uint3
 
 INLINE int velocity(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
                     const sid_velocity *c, const int plain) {
-    const float m = c->momentum, f = c->factor, of_u = c->of_u, of_g = c->of_g;
+    const float m = c->momentum, f = c->factor, of_u = c->of_u, of_g = c->of_g, carry = c->carry;
     const vi sent = wide_key(key), masked = wide_key(mask);
     uint32_t i = 0;
     int ok = 1;
@@ -224,7 +224,7 @@ INLINE int velocity(float *acc, float *u, const float *g, uint32_t n, uint32_t k
             const vf a = load(acc + i + q * WIDE), v = load(u + i + q * WIDE), x = load(g + i + q * WIDE) * f;
             const vi k = keys(a);
             next[q] = below(v, k, masked) * m + x;
-            sum[q] = below(a, k, sent) + (plain ? next[q] : next[q] * of_u + x * of_g);
+            sum[q] = below(a, k, sent) * carry + (plain ? next[q] : next[q] * of_u + x * of_g);
             top = higher(top, higher(keys(next[q]), keys(sum[q])));
         }
         if (any_beyond(top)) {

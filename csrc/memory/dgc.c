@@ -6,6 +6,8 @@
  *     acc = v + u                              nesterov off
  *     acc = v + momentum u + x                 nesterov on: the step that torch's SGD takes, and DGC's own code
  *     acc = v + u + x                          nesterov redsync: as RedSync prints it
+ *                                              v: times the step's carry, which the velocity does not have: torch's
+ *                                              SGD multiplies an old one by the new rate, too
  *     where an element was sent: v = 0, and with masking u = 0 (momentum factor masking)
  *
  * RedSync's print lacks a momentum before U: for a constant gradient its step is g (1 + 1/(1 - momentum)), where momentum
@@ -61,10 +63,10 @@ static const sid_param params[] = {
          "none."},
 };
 
-static sid_velocity weights(const sid_plan *p, const sid_state *s) {
+static sid_velocity weights(const sid_plan *p, const sid_state *s, float carry) {
     const float m = (float)p->memory_param[MOMENTUM];
     const int form = (int)p->memory_param[NESTEROV];
-    return (sid_velocity){m, s->factor, form == 1 ? m : 1.0f, form ? 1.0f : 0.0f};
+    return (sid_velocity){m, s->factor, form == 1 ? m : 1.0f, form ? 1.0f : 0.0f, carry};
 }
 
 static int masks(const sid_plan *p) { return p->memory_param[MASKING] > 0 && p->codec->info.traits & SID_SPARSE; }
@@ -77,7 +79,7 @@ static void begin(sid_walk *w) {
 }
 
 static int tile(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
-    const sid_velocity c = weights(w->plan, w->state);
+    const sid_velocity c = weights(w->plan, w->state, sid_carry(w->at));
     const uint32_t mask = !masks(w->plan) ? SID_KEY_NONE : sent_from ? sent_from : 1; /* of 0 nothing was sent */
     return w->plan->simd->add_velocity(vec[0], vec[1], g, len, sent_from, mask, &c);
 }
@@ -95,7 +97,7 @@ static float saturate(float x) {
 /* v: within 2 units in the last place of the largest of v, acc and what was added; u: within 2 of the larger of u and g,
  * over the momentum (without momentum u has no effect, and 0 stands for it). */
 static void undo(const sid_plan *p, const sid_state *s, float *const *vec, const float *g, uint32_t len) {
-    const sid_velocity c = weights(p, s);
+    const sid_velocity c = weights(p, s, 1);
     for (uint32_t i = 0; i < len; i++) {
         const float x = g[i] * c.factor, u = vec[1][i];
         vec[0][i] = saturate(vec[0][i] - (c.of_g == 0 ? u : u * c.of_u + x * c.of_g));

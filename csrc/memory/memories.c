@@ -3,7 +3,9 @@
  *
  *     residual       acc = beta e + gamma g, e = acc - what was sent of it (computed at the next step)
  *     momentum       acc = m = beta m + (1 - beta) g; nothing is taken out of it
- *     compensation   acc = g + c; once the ranks' update U is there, c = acc - U; 0 after a full-precision step */
+ *     compensation   acc = g + c; once the ranks' update U is there, c = acc - U; 0 after a full-precision step
+ *
+ * e and c are multiplied by the step's carry first. What undo leaves of them has it still. */
 #include "../internal.h"
 
 static float saturate(float x) {
@@ -41,8 +43,9 @@ static const sid_param residual_params[] = {
 
 static int residual_tile(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
     const double *q = w->plan->memory_param;
-    if (q[BETA] == 1 && q[GAMMA] == 1) return w->plan->simd->add_kept(vec[0], g, len, sent_from);
-    return w->plan->simd->add_weighted(vec[0], g, len, sent_from, (float)q[BETA], (float)q[GAMMA]);
+    const float beta = (float)q[BETA] * sid_carry(w->at);
+    if (beta == 1 && q[GAMMA] == 1) return w->plan->simd->add_kept(vec[0], g, len, sent_from);
+    return w->plan->simd->add_weighted(vec[0], g, len, sent_from, beta, (float)q[GAMMA]);
 }
 
 /* Weights of 1: two roundings, of acc and of this difference: within one unit in the last place of acc of what was kept.
@@ -115,9 +118,11 @@ const sid_memory sid_memory_momentum = {
 
 /* Marsit, Algorithm 1, in the optimizer's unit: the paper hands eta_l g in and takes the update out whole; here the
  * optimizer multiplies by eta_l afterwards, so g, c and the update are the paper's over eta_l. That is the same while
- * eta_l stays, and the paper changes it only at full-precision steps, where c becomes 0. */
+ * eta_l stays, or where carry tells how it changes; the paper changes it only at full-precision steps, where c becomes 0. */
 static int compensation_tile(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
-    return w->plan->simd->add_kept(vec[0], g, len, sent_from);
+    const float carry = sid_carry(w->at);
+    return carry == 1 ? w->plan->simd->add_kept(vec[0], g, len, sent_from)
+                      : w->plan->simd->add_weighted(vec[0], g, len, sent_from, carry, 1);
 }
 
 static void compensation_undo(const sid_plan *p, const sid_state *s, float *const *vec, const float *g, uint32_t len) {

@@ -109,6 +109,7 @@ class Exchange:
         step: int,
         seed: int,
         group: int,
+        carry: float = ...,  # of what is owed, before the gradient is added
     ) -> bool: ...  # whether the step was not finite, after the last round
     def cuda_work_bytes(self) -> int:
         """UnsupportedError where the exchange, codec or memory has no CUDA kernels."""
@@ -125,6 +126,7 @@ class Exchange:
         step: int,
         seed: int,
         group: int,
+        carry: float = ...,
         stats: int,
         report: int,
         device: int,
@@ -148,6 +150,7 @@ def loopback(
     step: int,
     seed: int,
     group: int,
+    carry: float = ...,
 ) -> tuple[bool, list[int], list[int]]: ...  # not finite; bytes that each rank sent, and of them for control
 
 nccl_least: int
@@ -216,7 +219,9 @@ class DeviceGroup:
         report: int,
         seen: int,
     ) -> None: ...
-    def step(self, communicator: Communicator, *, step: int, seed: int, group: int, stream: int) -> None:
+    def step(
+        self, communicator: Communicator, *, step: int, seed: int, group: int, carry: float = ..., stream: int
+    ) -> None:
         """Enqueues encode, all-gather or all-reduce, and decode, or an exchange's rounds; `seen` gets the
         report, with step + 1."""
 
@@ -265,6 +270,7 @@ class Plan:
         group: int,
         rank: int,
         world: int,
+        carry: float = ...,  # of what is owed, before the gradient is added
     ) -> Stats: ...
     def next_round(
         self,
@@ -317,6 +323,7 @@ class Plan:
         group: int,
         rank: int,
         world: int,
+        carry: float = ...,
         stats: int,
         device: int,
         stream: int,

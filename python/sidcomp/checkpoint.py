@@ -13,6 +13,7 @@ from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.exchange import Exchange
 from sidcomp.groups import DENSE, Piece, Spec, shorten
 from sidcomp.layout import STATE_HEADER, Group, Layout
+from sidcomp.rates import Rates
 from sidcomp.registry import find_memory
 from sidcomp.settings import Settings
 
@@ -29,11 +30,13 @@ logger = logging.getLogger("sidcomp")
 
 class Kept(NamedTuple):
     """What is kept of one parameter: (vectors, elements) float32. `local` ranks, a node's, share it; where
-    `common`, the last vector is what this rank keeps for all."""
+    `common`, the last vector is what this rank keeps for all. What is owed of it is in units of `rate`, the
+    learning rate of the last step; None: no optimizer was followed."""
 
     values: torch.Tensor
     local: int = 1
     common: bool = False
+    rate: float | None = None
 
 
 Residuals = dict[str, Kept]
@@ -47,14 +50,15 @@ def _residual(g: Group) -> torch.Tensor:
     return out
 
 
-def _residuals(groups: Iterable[Group]) -> Residuals:
+def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
     kept: Residuals = {}
     for g in groups:
         if g.plan.vectors:
             parts = torch.split(_residual(g), [p.numel for p in g.spec.pieces], dim=1)
-            how = (g.trip.route.local, g.trip.common) if g.routed else ()
+            how = (g.trip.route.local, g.trip.common) if g.routed else (1, False)
             kept.update(
-                (p.name, Kept(part.clone(), *how)) for p, part in zip(g.spec.pieces, parts, strict=True)
+                (p.name, Kept(part.clone(), *how, rates.rate(p.name) if rates is not None else None))
+                for p, part in zip(g.spec.pieces, parts, strict=True)
             )
     return kept
 
@@ -63,7 +67,7 @@ def save(p: "Pipeline", scale: float | None) -> dict[str, Any]:
     if p.layout is None and p.resume is not None:
         return p.resume.source
     groups = p.layout.groups if p.layout is not None else []
-    residuals = {**p.parked, **_residuals(groups)}
+    residuals = {**p.parked, **_residuals(groups, p.rates)}
     return {
         "format": FORMAT,
         "version": _core.version,
@@ -77,6 +81,7 @@ def save(p: "Pipeline", scale: float | None) -> dict[str, Any]:
         "layout": [_save_group(g) for g in groups],
         "residuals": {name: kept.values for name, kept in residuals.items()},
         "shared": {n: [r.local, r.common] for n, r in residuals.items() if r.local > 1 or r.common},
+        "rates": {name: kept.rate for name, kept in residuals.items() if kept.rate is not None},
     }
 
 
@@ -128,15 +133,21 @@ class Resume:
         if wrong:
             raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong)}")
 
-    def place(self, layout: Layout, exchange: Exchange) -> None:
-        """Puts what was kept into fresh groups."""
+    def place(self, layout: Layout, exchange: Exchange, rates: Rates | None) -> None:
+        """Puts what was kept into fresh groups, in units of the rates of now."""
         for g in layout.groups:
             if g.direct:
                 continue
             kept = [self.residuals.get(p.name) for p in g.spec.pieces]
             if g.plan.vectors and any(r is not None for r in kept):
                 parts = [
-                    torch.zeros(g.plan.vectors, p.numel) if r is None else _fit(g, r, exchange.world)
+                    torch.zeros(g.plan.vectors, p.numel)
+                    if r is None
+                    else _fit(
+                        g,
+                        _at_rate(g, r, 1.0 if rates is None else rates.since(p.name, r.rate)),
+                        exchange.world,
+                    )
                     for p, r in zip(g.spec.pieces, kept, strict=True)
                 ]
                 values = torch.cat(parts, dim=1).contiguous()
@@ -181,18 +192,34 @@ def _fit(g: Group, kept: Kept, world: int) -> torch.Tensor:
     return values
 
 
+def _at_rate(g: Group, kept: Kept, factor: float) -> Kept:
+    """What is owed, times `factor`; momenta as they are."""
+    if factor == 1:
+        return kept
+    own = len(kept.values) - kept.common
+    owed = min(_unsent(g.plan.memory), own)
+    factors = torch.ones(len(kept.values), 1)
+    factors[:owed] = factor
+    factors[own:] = factor
+    return kept._replace(values=kept.values * factors)
+
+
 def rescaled(residuals: Residuals, factor: float) -> Residuals:
     return {name: r._replace(values=r.values * factor) for name, r in residuals.items()}
 
 
 def _kept(source: dict[str, Any]) -> Residuals:
-    shared = source.get("shared", {})
-    return {name: Kept(values, *shared.get(name, ())) for name, values in source["residuals"].items()}
+    shared, rates = source.get("shared", {}), source.get("rates", {})
+    kept: Residuals = {}
+    for name, values in source["residuals"].items():
+        local, common = shared.get(name, (1, False))
+        kept[name] = Kept(values, local, common, rates.get(name))
+    return kept
 
 
-def carry(layout: Layout) -> Resume:
+def carry(layout: Layout, rates: Rates | None) -> Resume:
     """What the groups of a layout keep, for the groups of the next one."""
-    return Resume(_residuals(layout.groups), [_save_group(g) for g in layout.groups], {})
+    return Resume(_residuals(layout.groups, rates), [_save_group(g) for g in layout.groups], {})
 
 
 def way_of(group: dict[str, Any]) -> int:
@@ -248,7 +275,7 @@ def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, part
     states = sorted(states, key=lambda s: int(s["rank"]))
     first = states[0]
     residuals = {}
-    for name, (_, local, common) in _kept(first).items():
+    for name, (_, local, common, _) in _kept(first).items():
         total = torch.stack([s["residuals"][name].double() for s in states]).sum(dim=0)
         # as if every rank had kept all of it on its own: a node's counts for its ranks, what is for all, all
         if common:

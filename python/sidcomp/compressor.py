@@ -41,6 +41,12 @@ def _look(x: Any, what: str) -> tuple[int, int, str]:
     raise ArgumentError(f"{what}: is a {type(x).__name__}, neither a numpy array nor a torch tensor")
 
 
+def _carried(carry: float) -> float:
+    if not 0 < carry < math.inf:
+        raise ArgumentError(f"carry={carry!r}: a finite factor greater than 0")
+    return carry
+
+
 def _empty(like: Any, n: int, dtype: str) -> Any:
     """A vector of n elements of the kind of `like` that starts at a multiple of 64 bytes."""
     if hasattr(like, "data_ptr"):
@@ -112,8 +118,12 @@ class Compressor:
     def payload_bytes(self) -> int:
         return self.plan.payload_bytes
 
-    def encode(self, x: Array) -> Array:
-        """The payload of x plus what is kept: a fresh uint8 vector of `payload_bytes`. x is not changed."""
+    def encode(self, x: Array, *, carry: float = 1.0) -> Array:
+        """The payload of x plus what is kept: a fresh uint8 vector of `payload_bytes`. x is not changed.
+
+        carry: what is owed from earlier steps is multiplied by it first, velocities are not: the old learning
+        rate over the new one where it has changed (`State.follow`).
+        """
         segments = self._segments(x, "x")
         payload = _empty(x, self.payload_bytes, "uint8")
         self._stats = self.plan.encode(
@@ -122,6 +132,7 @@ class Compressor:
             self._work.ptr,
             _look(payload, "payload")[0],
             step=self.step,
+            carry=_carried(carry),
             **self._at,
         )
         self.step += 1

@@ -180,8 +180,9 @@ class CudaLane:
             self._place(g, r)
         if self.native is not None:
             r.places.step(
-                self.native.communicator, step=step, seed=seed, group=g.index, stream=self.where["stream"]
-            )
+                self.native.communicator, step=step, seed=seed, group=g.index, carry=g.carry,
+                stream=self.where["stream"],
+            )  # fmt: skip
         else:
             self._step(g, r, exchange, step, seed)
         if check:
@@ -199,7 +200,8 @@ class CudaLane:
                 return
             g.plan.cuda_encode(
                 table, n_segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
-                seed=seed, rank=exchange.rank, world=exchange.world, stats=r.stats.ptr, **at, **self.where,
+                seed=seed, rank=exchange.rank, world=exchange.world, carry=g.carry, stats=r.stats.ptr, **at,
+                **self.where,
             )  # fmt: skip
             # wait() makes this stream wait for the collective; on NCCL it does not stop the host.
             if g.plan.linear:
@@ -219,7 +221,7 @@ class CudaLane:
         for i in range(g.plan.rounds + 1):
             g.trip.core.cuda_advance(
                 i, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
-                stats=r.stats.ptr, report=r.report.ptr, **at, **self.where,
+                carry=g.carry, stats=r.stats.ptr, report=r.report.ptr, **at, **self.where,
             )  # fmt: skip
             if i < g.plan.rounds and g.ends[i]:
                 for work in dist.batch_isend_irecv(g.ends[i]):

@@ -118,7 +118,12 @@ class Group:
         self.full: tuple[
             Any, ...
         ] = ()  # what a full-precision step has in place of plan, payload and the like
+        self.rates: list[
+            int
+        ] = []  # the optimizer's parameter groups that its parameters are in; most of them first
+        self.warned = False
         # this iteration
+        self.carry = 1.0  # of what it owes
         self.sent = False
         self.undone = False
         self.stats: _core.Stats | None = None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from sidcomp import _core
-from sidcomp.compressor import Array, _Block, _empty, _look
+from sidcomp.compressor import Array, _Block, _carried, _empty, _look
 from sidcomp.errors import ArgumentError, DivergenceError
 from sidcomp.registry import find_codec, find_exchange, find_memory
 from sidcomp.schedule import Setting
@@ -68,8 +68,9 @@ class Loopback:
         what the exchange states."""
         return max(self.bytes) or self.stated_bytes
 
-    def step(self, gradients: Sequence[Array]) -> Array:
-        """The mean of the ranks' gradients as each of them gets it; theirs are not changed.
+    def step(self, gradients: Sequence[Array], *, carry: float = 1.0) -> Array:
+        """The mean of the ranks' gradients as each of them gets it; theirs are not changed. carry: as
+        `Compressor.encode` has it.
 
         Of the kind of the first gradient, with attributes `bytes_per_rank` and `rounds`. Raises
         CorruptPayloadError and the like as the ranks would, and DivergenceError if their results differ.
@@ -90,7 +91,7 @@ class Loopback:
         state, work, wire = ([b.ptr for b in each] for each in (self._state, self._work, self._wire))
         _, sent, control = _core.loopback(
             self.ranks, segments, state, work, wire,
-            step=self.step_number, seed=self._seed, group=self._group,
+            step=self.step_number, seed=self._seed, group=self._group, carry=_carried(carry),
         )  # fmt: skip
         self.step_number += 1
         self.bytes = [a - b for a, b in zip(sent, control, strict=True)]

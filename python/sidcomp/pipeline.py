@@ -19,6 +19,7 @@ from sidcomp.errors import DivergenceError, ExchangeError, SetupError, SidcompEr
 from sidcomp.exchange import Exchange
 from sidcomp.groups import shorten
 from sidcomp.layout import Group, Layout, Slot
+from sidcomp.rates import Rates
 from sidcomp.rounds import Rounds
 from sidcomp.settings import Settings
 from sidcomp.trips import Parcel, Trips, ends_of
@@ -74,6 +75,8 @@ class Pipeline:
         self.landed_at = 0  # when the last exchange of the iteration had been decoded, in ns
         self.lost = 0  # the last iteration that does not count
         self.parked: checkpoint.Residuals = {}  # of parameters whose groups keep nothing for now
+        self.rates: Rates | None = None  # of the optimizer that is followed
+        self._names: dict[int, str] = {}  # of the model's parameters, by id
 
         self._change_at = 0.0  # the iteration at which a scheduled parameter changes next
         self._rebuilt = False  # whether DDP had rebuilt its buckets when the layout was made
@@ -268,10 +271,13 @@ class Pipeline:
             if g.routed and self.lane is None:
                 assert self.trips is not None
                 g.ends = ends_of(g.trip, g.payload.tensor, self.trips.exchange)
-        kept = self.resume or (checkpoint.carry(self.layout) if self.layout else None)
+        kept = self.resume or (checkpoint.carry(self.layout, self.rates) if self.layout else None)
+        self._names = binding.names
+        if self.rates is not None:
+            self.rates.bind(binding.names, layout.groups)
         if kept is not None:
             kept.residuals = {**self.parked, **kept.residuals}
-            kept.place(layout, exchange)
+            kept.place(layout, exchange, self.rates)
             if self.controller is not None:
                 held = {name for g in layout.groups if g.plan.vectors for name in g.names}
                 self.parked = {name: r for name, r in kept.residuals.items() if name not in held}
@@ -291,6 +297,14 @@ class Pipeline:
     def _future(self) -> "Future[torch.Tensor]":
         return Future() if self.lane is None else self.lane.future()
 
+    def follow(self, rates: Rates | None) -> None:
+        """From the next iteration on."""
+        if rates is not None and self.rates is not None:
+            rates.last = self.rates.last
+        if rates is not None and self.layout is not None:
+            rates.bind(self._names, self.layout.groups)
+        self.rates = rates
+
     # ---- an iteration
     # -------------------------------------------------------------------------------------------
 
@@ -305,6 +319,9 @@ class Pipeline:
                 if g.full:
                     g.turn(self.lane)
         self.step += 1
+        factors = self.rates.advance() if self.rates is not None else {}
+        for g in self.layout.groups:
+            g.carry = self.rates.carry(g, factors) if self.rates is not None and factors else 1.0
         every = self.settings.checksum_every
         self._checking = every > 0 and self.step % every == 0
         return compare
@@ -402,7 +419,7 @@ class Pipeline:
         assert self.exchange is not None
         return g.trip.advance(
             round, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
-            step=self.step - 1, seed=self.settings.seed, group=g.index,
+            step=self.step - 1, seed=self.settings.seed, group=g.index, carry=g.carry,
         )  # fmt: skip
 
     def _depart(self, g: Group, exchange: Exchange) -> None:
@@ -485,7 +502,7 @@ class Pipeline:
             g.stats = g.plan.encode(
                 g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
                 step=self.step - 1, seed=self.settings.seed, group=g.index,
-                rank=exchange.rank, world=exchange.world,
+                rank=exchange.rank, world=exchange.world, carry=g.carry,
             )  # fmt: skip
             g.sent = g.plan.vectors > 0
         except Exception as e:

@@ -140,8 +140,10 @@ class Trip:
         step: int,
         seed: int,
         group: int,
+        carry: float = 1.0,
     ) -> bool:
-        return self.core.advance(round, segments, state, work, wire, step=step, seed=seed, group=group)
+        at = {"step": step, "seed": seed, "group": group}
+        return self.core.advance(round, segments, state, work, wire, **at, carry=carry)
 
     def leaving(self, local: int) -> int:
         """Bytes that this rank sends to ranks of other nodes, of `local` ranks each."""

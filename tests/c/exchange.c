@@ -91,6 +91,11 @@ static void fill(party *p, uint64_t seed, int kind, float *x) {
 }
 
 /* Worlds that do not divide the sizes, primes, one, and the nodes of hierarchical's. */
+static sid_status step_all(party *p, uint64_t step, sid_report *report, sid_error *err) {
+    const sid_step at = {.step = step, .seed = 5, .group = 3, .world = p->world};
+    return sid_loopback(p->rank, p->room, &at, report, err);
+}
+
 static const uint32_t worlds[] = {1, 2, 3, 4, 5, 8, 11};
 static const uint64_t sizes[] = {0, 1, 255, 257, 5000, 20001};
 
@@ -137,7 +142,7 @@ static void steps(party *p, const sid_info *codec) {
     sid_report report;
     for (uint64_t step = 0; step < 3; step++) {
         fill(p, 7 * step, step == 1 ? DATA_HEAVY : DATA_NORMAL, x);
-        const sid_status s = sid_loopback(p->rank, p->world, p->room, step, 5, 3, &report, &err);
+        const sid_status s = step_all(p, step, &report, &err);
         CHECK(s == SID_OK && !report.nonfinite, "%s: %s", p->name, err.text);
         uint64_t most = 0, control = 0;
         for (uint32_t r = 0; r < p->world; r++) {
@@ -251,14 +256,14 @@ static void spoil(party *p, const sid_info *codec) {
     sid_report report;
     if (!p->n) goto out;
     fill(p, 1, DATA_NORMAL, x);
-    CHECK(sid_loopback(p->rank, p->world, p->room, 0, 5, 3, &report, &err) == SID_OK, "%s: %s", p->name, err.text);
+    CHECK(step_all(p, 0, &report, &err) == SID_OK, "%s: %s", p->name, err.text);
     float *was[MOST];
     for (uint32_t r = 0; r < p->world; r++) was[r] = kept_of(p, r);
     fill(p, 2, DATA_NORMAL, x);
     data_make(x, p->n, DATA_NORMAL, 2);
     x[p->n / 2] = NAN;
     vec_set(&p->v[p->world - 1], x);
-    CHECK(sid_loopback(p->rank, p->world, p->room, 1, 5, 3, &report, &err) == SID_OK, "%s: %s", p->name, err.text);
+    CHECK(step_all(p, 1, &report, &err) == SID_OK, "%s: %s", p->name, err.text);
     CHECK(report.nonfinite, "%s: nobody noticed a NaN", p->name);
     for (uint32_t r = 0; r < p->world; r++) {
         CHECK(vec_equal(&p->v[r], &p->v[0]), "%s: rank %u has decoded something else", p->name, r);
@@ -275,8 +280,7 @@ static void spoil(party *p, const sid_info *codec) {
         free(was[r]);
     }
     fill(p, 3, DATA_NORMAL, x);
-    CHECK(sid_loopback(p->rank, p->world, p->room, 2, 5, 3, &report, &err) == SID_OK && !report.nonfinite,
-          "%s: the step after", p->name);
+    CHECK(step_all(p, 2, &report, &err) == SID_OK && !report.nonfinite, "%s: the step after", p->name);
 out:
     free(x);
     (void)codec;
@@ -290,7 +294,7 @@ static uint32_t hurt(party *p, uint64_t step, uint32_t where, rng *r_, uint8_t *
     uint32_t count = 0;
     for (uint32_t round = 0; round <= p->sizes.rounds; round++) {
         for (uint32_t r = 0; r < p->world; r++) {
-            const sid_step at = {step, 5, 3, r, p->world};
+            const sid_step at = {.step = step, .seed = 5, .group = 3, .rank = r, .world = p->world};
             const sid_rank *q = &p->rank[r];
             const sid_status s = sid_exchange_advance(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work,
                                                       &at, q->wire, NULL, err);
@@ -325,7 +329,7 @@ static void faults(party *p, const sid_info *codec) {
     /* bodies that are summed on the way carry no checksum, as in anybody's all-reduce */
     const int watched = p->sizes.control && !(codec->traits & SID_LINEAR);
     fill(p, 1, DATA_NORMAL, x);
-    CHECK(sid_loopback(p->rank, p->world, p->room, 0, 5, 3, &report, &err) == SID_OK, "%s: %s", p->name, err.text);
+    CHECK(step_all(p, 0, &report, &err) == SID_OK, "%s: %s", p->name, err.text);
     for (uint32_t round = 0; round < p->sizes.rounds; round++) {
         float *was[MOST];
         for (uint32_t r = 0; r < p->world; r++) was[r] = kept_of(p, r);
@@ -346,8 +350,7 @@ static void faults(party *p, const sid_info *codec) {
         if (!p->sizes.control || round > 8) break;
     }
     fill(p, 50, DATA_NORMAL, x);
-    CHECK(sid_loopback(p->rank, p->world, p->room, 50, 5, 3, &report, &err) == SID_OK, "%s: the step after: %s",
-          p->name, err.text);
+    CHECK(step_all(p, 50, &report, &err) == SID_OK, "%s: the step after: %s", p->name, err.text);
     free(x);
 }
 void test_exchange_faults(void) { walk(faults, 13); }

@@ -102,7 +102,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *d, size_t size) {
     for (uint32_t round = 0; round <= p->sizes.rounds; round++) {
         for (uint32_t r = 0; r < world; r++) {
             const sid_segment seg = {p->g[r], p->n};
-            const sid_step at = {1, 7, 2, r, world};
+            const sid_step at = {.step = 1, .seed = 7, .group = 2, .rank = r, .world = world};
             const sid_status s = sid_exchange_advance(p->x[r], round, &seg, 1, &cut, p->state[r], p->work[r], &at,
                                                       p->wire[r], NULL, &err);
             MUST(s == SID_OK || s == SID_E_CORRUPT || s == SID_E_MISMATCH);

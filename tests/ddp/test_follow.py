@@ -1,0 +1,310 @@
+"""State.follow: what is owed keeps its worth where the learning rate changes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+from cases import CASES, Trainer, assert_same
+from common import make_state, residuals_of
+from harness import run
+from sidcomp.groups import Regime
+from sidcomp.rates import Rates
+from test_switch import MIXED, NAMES, PLAIN, SIDCO, TOPK, Run, scripted
+from torch import nn
+
+# A step each; at 0 the parameters stay, and so does the unit of what is owed.
+SCHEDULE = [0.0, 0.0, 0.05, 0.05, 0.02, 0.1, 0.0, 0.004, 0.004, 0.03, 0.03, 0.001]
+
+
+def everything(trainer: Trainer, state: sidcomp.State) -> dict[str, Any]:
+    return trainer.snapshot() | {f"residual of {n}": r for n, r in sorted(residuals_of(state).items())}
+
+
+def train(
+    rank: int, world: int, groups: str | int, arguments: dict[str, Any], follow: bool
+) -> list[dict[str, Any]]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = make_state(groups, trainer.module, **arguments)
+    sidcomp.register(trainer.wrapper, state)
+    if follow:
+        state.follow(trainer.optimizer)
+    seen, last = [], 0.0
+    for rate in SCHEDULE:
+        trainer.optimizer.param_groups[0]["lr"] = rate
+        if not follow and rate:
+            if rate != last:
+                state.rescale(last / rate or 1e-30)
+            last = rate
+        trainer.step()
+        seen.append(everything(trainer, state))
+    assert state.error is None
+    trainer.close()
+    state.close()
+    return seen
+
+
+WAYS = [
+    (2, "bucket", {"codec": "topk", "density": 0.05}),
+    (1, "model", {"codec": "topk", "density": 0.05}),
+    (2, 700, {"codec": "topk", "density": 0.1, "values": "log4", "indices": "packed", "beta": 0.5}),
+    (2, "bucket", {"codec": "efsignsgd"}),
+    (2, "model", {"codec": "fp16", "memory": "residual"}),
+    (3, "explicit", {"codec": "topk", "density": 0.05, "full_every": 4}),
+    (3, "bucket", {"codec": "topk", "density": 0.05, "exchange": "twoshot"}),
+    (4, "model", {"codec": "topk", "density": 0.05, "exchange": "hierarchical", "ranks_per_node": 2}),
+    (2, "bucket", {"codec": "marsit", "exchange": "ring1", "K": 5, "eta_s": 0.01}),
+    (2, "bucket", {"codec": "powersgd", "r": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.many
+@pytest.mark.parametrize(
+    ("world", "groups", "arguments"), WAYS, ids=[w[2]["codec"] + str(i) for i, w in enumerate(WAYS)]
+)
+def test_it_is_rescaling_by_the_rates_ratio(world: int, groups: str | int, arguments: dict[str, Any]) -> None:
+    """Bit for bit what `rescale(old / new)` between two steps does."""
+    following = run(train, world, groups, arguments, True)
+    by_hand = run(train, world, groups, arguments, False)
+    for rank in range(world):
+        for i, (got, want) in enumerate(zip(following[rank], by_hand[rank], strict=True)):
+            assert_same(got, want, f"rank {rank}, step {i}")
+
+
+def velocities(rank: int, world: int, follow: bool) -> list[dict[str, Any]]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    trainer.optimizer = torch.optim.SGD(trainer.module.parameters(), 0.05)
+    state = sidcomp.State("signum", beta=0.9)
+    sidcomp.register(trainer.wrapper, state)
+    if follow:
+        state.follow(trainer.optimizer)
+    seen = []
+    for rate in SCHEDULE:
+        trainer.optimizer.param_groups[0]["lr"] = rate
+        trainer.step()
+        seen.append(everything(trainer, state))
+    state.close()
+    return seen
+
+
+def test_a_momentum_is_left_alone() -> None:
+    for got, want in zip(run(velocities, 2, True), run(velocities, 2, False), strict=True):
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert_same(a, b, f"step {i}")
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------
+
+
+def resumed(rank: int, world: int, after: bool) -> list[list[dict[str, Any]]]:
+    """Whole, and in two parts; the rate changes just between them."""
+    out = []
+    for parts in (1, 2):
+        seen: list[dict[str, Any]] = []
+        saved: dict[str, Any] | None = None
+        weights: dict[str, Any] = {}
+        for part in range(parts):
+            trainer = Trainer(CASES["cap-small"], rank)
+            state = sidcomp.State("topk", density=0.05)
+            sidcomp.register(trainer.wrapper, state)
+            if not after:
+                state.follow(trainer.optimizer)
+            if saved is not None:
+                state.load_state_dict(saved)
+                trainer.module.load_state_dict(weights["model"])
+                trainer.optimizer.load_state_dict(weights["optimizer"])
+                trainer.steps = 9
+            if after:
+                state.follow(trainer.optimizer)
+            for rate in SCHEDULE if parts == 1 else (SCHEDULE[:9], SCHEDULE[9:])[part]:
+                trainer.optimizer.param_groups[0]["lr"] = rate
+                trainer.step()
+                seen.append(everything(trainer, state))
+            saved = state.state_dict()
+            assert set(saved["rates"].values()) == {0.001 if part == parts - 1 else 0.004}
+            weights = {
+                "model": {n: t.clone() for n, t in trainer.module.state_dict().items()},
+                "optimizer": trainer.optimizer.state_dict(),
+            }
+            trainer.close()
+            state.close()
+        out.append(seen)
+    return out
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_resumed_run_knows_the_last_rates(after: bool) -> None:
+    for whole, parts in run(resumed, 2, after):
+        for i, (got, want) in enumerate(zip(parts, whole, strict=True)):
+            assert_same(got, want, f"step {i}")
+
+
+# ---- groups that change ----------------------------------------------------------------------------
+
+
+def conserve(rank: int, world: int, park: bool, exchanges: bool) -> dict[str, float]:
+    """What was fed, at its rate each time, is what was applied, at its own, and what is kept, at the last."""
+    more: dict[str, Any] = {"exchange": ["twoshot", "hierarchical"], "ranks_per_node": 2} if exchanges else {}
+    r = Run(rank, world, **more)
+    optimizer = torch.optim.SGD(r.module.parameters(), 0.05)
+    r.state.follow(optimizer)
+    plan = [PLAIN, TOPK, TOPK, TOPK, SIDCO, MIXED, TOPK, PLAIN, PLAIN, PLAIN, TOPK, MIXED, MIXED, PLAIN]
+    if exchanges:
+        labels = [way.label for way in r.state.settings.ways]
+        ways = {0: labels.index("topk density=0.05 over twoshot")}
+        ways[1] = next(i for i, label in enumerate(labels) if "density=0.05 over hierarchical" in label)
+        plan = [Regime(g.rule, tuple(ways.get(w, w) for w in g.ways)) for g in plan]
+    rates = [
+        0.05,
+        0.05,
+        0.05,
+        0.02,
+        0.1,
+        0.03,
+        0.01,
+        0.01,
+        0.2,
+        0.02,
+        0.03,
+        0.0301,
+        0.1,
+        0.02,
+        0.005,
+        0.05,
+        0.01,
+    ]
+    given = {n: torch.zeros_like(t) for n, t in r.fed.items()}
+    taken = {n: torch.zeros_like(t) for n, t in r.fed.items()}
+    worst = kept_most = 0.0
+
+    def step(rate: float) -> None:
+        optimizer.param_groups[0]["lr"] = rate
+        for name in r.fed:
+            r.fed[name].zero_()
+            r.applied[name].zero_()
+        r.step()
+        for name in r.fed:
+            given[name] += rate * r.fed[name]
+            taken[name] += rate * r.applied[name]
+
+    step(0.05), step(0.05)
+    scripted(r.state, plan, park)
+    for rate in rates:
+        step(rate)
+        saved = r.state.state_dict()
+        for name in r.fed:
+            mine = given[name] + 0
+            if name in saved["residuals"]:
+                kept = saved["residuals"][name].double() * saved["rates"][name]
+                kept_most = max(kept_most, float(kept.abs().max()))
+                local, common = saved["shared"].get(name, (1, False))
+                mine -= local * kept[0].view(mine.shape)
+                if common:
+                    mine -= world * kept[-1].view(mine.shape)
+            torch.distributed.all_reduce(mine)
+            worst = max(worst, float((mine - taken[name]).abs().max()))
+    return {"worst": worst, "kept": kept_most, "error": r.state.error is not None}
+
+
+@pytest.mark.parametrize(
+    ("world", "park", "exchanges"), [(1, False, False), (2, False, False), (2, True, False), (4, True, True)]
+)
+def test_nothing_is_lost_when_groups_and_rates_change(world: int, park: bool, exchanges: bool) -> None:
+    for r in run(conserve, world, park, exchanges):
+        assert not r["error"]
+        assert r["kept"] > 0.05, "the test did not have a residual to lose"
+        assert r["worst"] < 2e-5
+
+
+# ---- several rates, and what is refused ------------------------------------------------------------
+
+
+def two_rates(rank: int, world: int, apart: bool) -> tuple[list[float], list[str]]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sidcomp").addHandler(handler)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(40, 30), nn.Identity(), nn.Linear(30, 20))
+    ddp = nn.parallel.DistributedDataParallel(module)
+    state = sidcomp.State("topk", density=0.1, groups=[NAMES[:2], NAMES[2:]] if apart else "model")
+    sidcomp.register(ddp, state)
+    optimizer = torch.optim.SGD([{"params": module[0].parameters()}, {"params": module[2].parameters()}], 0.1)
+    state.follow(optimizer)
+    for first, second in ((0.1, 0.1), (0.1, 0.1), (0.05, 0.2), (0.05, 0.2), (0.1, 0.4)):
+        for group, rate in zip(optimizer.param_groups, (first, second), strict=True):
+            group["lr"] = rate
+        ddp(torch.ones(2, 40)).sum().backward()
+    assert state._pipeline.layout is not None
+    carries = [g.carry for g in state._pipeline.layout.groups]
+    ddp(torch.ones(2, 40)).sum().backward()
+    assert all(g.carry == 1 for g in state._pipeline.layout.groups)
+    optimizer.param_groups[0]["lr"] = 0.3
+    ddp(torch.ones(2, 40)).sum().backward()
+    carries += [g.carry for g in state._pipeline.layout.groups]
+    logging.getLogger("sidcomp").removeHandler(handler)
+    state.close()
+    return carries, [r for r in records if "learning rates" in r]
+
+
+def test_groups_follow_their_own_rates() -> None:
+    ((carries, warned),) = run(two_rates, 1, True)
+    assert carries == [0.5, 0.5, 1.0, pytest.approx(1 / 3)]
+    assert not warned
+    ((carries, warned),) = run(two_rates, 1, False)
+    assert carries == [0.5, pytest.approx(1 / 3)], "most of its elements are those of the first layer"
+    assert len(warned) == 1 and "0.weight" in warned[0]
+
+
+def refused(rank: int, world: int) -> list[str]:
+    said = []
+    trainer = Trainer(CASES["default"], rank)
+    state = sidcomp.State("topk", density=0.1)
+    sidcomp.register(trainer.wrapper, state)
+    for wrong in (object(), nn.Linear(2, 2)):
+        with pytest.raises(sidcomp.ArgumentError, match="param_groups"):
+            state.follow(wrong)  # type: ignore[arg-type]
+    for rate in (math.nan, math.inf, -1.0, "fast", None):
+        trainer.optimizer.param_groups[0]["lr"] = rate
+        with pytest.raises(sidcomp.ArgumentError, match="lr of"):
+            state.follow(trainer.optimizer)
+    trainer.optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+    state.follow(trainer.optimizer)
+    trainer.step()
+    trainer.optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(RuntimeError, match="lr of"):
+        trainer.backward(0, "sync")
+    said.append(repr(state.error))
+    trainer.optimizer.param_groups[0]["lr"] = 0.05
+    trainer.step()
+    with pytest.raises(sidcomp.ArgumentError, match="none of the DDP model's"):
+        state.follow(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
+    state.follow(None)
+    trainer.optimizer.param_groups[0]["lr"] = 0.01
+    trainer.step()
+    assert state._pipeline.layout is not None and state._pipeline.layout.groups[0].carry == 1
+    state.close()
+    with pytest.raises(sidcomp.SetupError, match="closed"):
+        state.follow(trainer.optimizer)
+    return said
+
+
+def test_what_cannot_be_followed_is_refused() -> None:
+    for said in run(refused, 2):
+        assert said and "ArgumentError" in said[0]
+
+
+def test_factors_stay_finite() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], 0.0)
+    rates = Rates(optimizer)
+    found = []
+    for rate in (0.0, 1e-300, 1e300, 0.0, 1e300, 1.0, 1e-44):
+        optimizer.param_groups[0]["lr"] = rate
+        found.append(rates.advance().get(0, 1.0))
+    assert found == [1.0, 1e-30, 1e-30, 1.0, 1.0, 1e30, 1e30]
+    assert rates.last == {0: 1e-44}
