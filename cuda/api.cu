@@ -17,14 +17,13 @@ __device__ static void zero_bytes(void *p, uint64_t bytes, uint64_t first, uint6
 
 /* Block 0 sums up the lengths; the others zero. Reads 16 and writes 8 bytes a segment. */
 static __global__ void __launch_bounds__(BEGIN_BLOCK)
-    sid_begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, void *zero,
-                     uint64_t zero_count, float *factor, float value) {
+    sid_begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, sid_beginning b) {
     __shared__ unsigned long long part[SID_LANES + 1];
     if (blockIdx.x) {
         const uint64_t first = (uint64_t)(blockIdx.x - 1) * BEGIN_BLOCK + threadIdx.x;
         const uint64_t step = (uint64_t)(gridDim.x - 1) * BEGIN_BLOCK;
         zero_bytes((char *)scratch + sizeof *scratch, clear - sizeof *scratch, first, step);
-        zero_bytes(zero, zero_count, first, step);
+        zero_bytes(b.zero, b.zero_bytes, first, step);
         return;
     }
     zero_bytes(scratch, sizeof *scratch, threadIdx.x, BEGIN_BLOCK);
@@ -49,18 +48,22 @@ static __global__ void __launch_bounds__(BEGIN_BLOCK)
     if (threadIdx.x == 0) start[g.n_seg] = carry;
     bad = __syncthreads_or(bad);
     if (threadIdx.x) return;
-    const bool ready = !bad && carry == g.n;
+    const bool ready = !bad && carry == g.before + g.n + g.after && (!b.gate || *b.gate == SID_OK);
     scratch->ready = ready;
-    if (!factor || !ready) return;
-    scratch->former = *factor;
-    *factor = value;
+    if (b.nonfinite) {
+        scratch->go = ready;
+        scratch->nonfinite = *b.nonfinite;
+    }
+    if (!b.factor || !ready) return;
+    scratch->former = *b.factor;
+    *b.factor = b.value;
 }
 
-sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, void *zero,
-                     uint64_t zero_bytes, float *factor, float value) {
-    const uint64_t pieces = ((clear > zero_bytes ? clear : zero_bytes) / 16 + BEGIN_BLOCK - 1) / BEGIN_BLOCK;
+sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, const sid_beginning &b) {
+    const uint64_t most = clear > b.zero_bytes ? clear : b.zero_bytes;
+    const uint64_t pieces = (most / 16 + BEGIN_BLOCK - 1) / BEGIN_BLOCK;
     return sid_launch(to, "begin", sid_begin_kernel, 1 + sid_blocks(to, pieces, 2), BEGIN_BLOCK, 0, g,
-                      (uint64_t *)g.start, s, clear, zero, zero_bytes, factor, value);
+                      (uint64_t *)g.start, s, clear, b);
 }
 
 /* ---- the gradient's norm, for clipping ---------------------------------------------------------------------------- */
@@ -108,8 +111,9 @@ static __global__ void __launch_bounds__(SID_SUMS)
 sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes) {
     const sid_plan *p = c.plan;
     const bool norm = wants_norm(p) && !c.settles, factor = p->memory->begin && !norm;
-    sid_status s = sid_begin(c.to, c.group, c.scratch, clear, c.payload, zero_bytes,
-                             factor ? &c.state->factor : nullptr, c.settles ? 0.0f : 1.0f);
+    sid_status s = sid_begin(
+        c.to, c.group, c.scratch, clear,
+        {c.payload, zero_bytes, factor ? &c.state->factor : nullptr, c.settles ? 0.0f : 1.0f, c.gate, nullptr});
     if (s || !norm) return s;
     s = sid_launch(c.to, "norm", sid_norm_kernel, sid_blocks(c.to, sid_chunks(p->n), NORM_BLOCKS), SID_BLOCK, 0,
                    c.group, c.scratch, c.norms);
@@ -250,11 +254,47 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err) {
     return SID_OK;
 }
 
+sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work) {
+    const sid_plan *p = c.plan;
+    const sid_cuda_codec *codec;
+    uint64_t *start;
+    sid_status s = kernels_of(p, &codec, c.to.err);
+    if (s) return s;
+    carve(p, codec, work, &start, &c.norms, &c.scratch, &c.work);
+    c.group = {t.segs, start, p->n, t.n_seg, t.dtype, t.before, t.after};
+    const bool keeps = p->memory->vectors && p->memory->info.traits & SID_FEEDBACK;
+    if (!c.settles || keeps) s = codec->encode(c);
+    if (s || !c.settles) return s;
+    sid_rule none = {};
+    p->codec->none(&none);
+    return sid_launch(c.to, "settle", sid_rule_kernel, 1, SID_LANES, 0, keeps ? c.scratch : nullptr, c.state, none,
+                      keeps && p->memory->begin);
+}
+
+sid_status sid_enqueue(sid_cuda_decoding &c, const sid_table &t, void *work) {
+    const sid_plan *p = c.plan;
+    const sid_cuda_codec *codec;
+    uint64_t *start;
+    double *norms;
+    const sid_status s = kernels_of(p, &codec, c.to.err);
+    if (s) return s;
+    carve(p, codec, work, &start, &norms, &c.scratch, &c.work);
+    c.group = {t.segs, start, p->n, t.n_seg, t.dtype, t.before, t.after};
+    return codec->decode(c);
+}
+
+sid_status sid_begin_table(const sid_stream &to, const sid_table &t, uint64_t n, void *work, sid_group *g,
+                           sid_scratch **s) {
+    sid_carver c = {(char *)work, 0};
+    *g = sid_group_of(t, n, c.take<uint64_t>(SID_CUDA_MAX_SEGMENTS + 1));
+    *s = c.take<sid_scratch>(1);
+    return sid_begin(to, *g, *s, sizeof **s);
+}
+
 /* What encode and settle have in common; the codec's launches are `c`'s. */
 static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg,
                          void *state, void *work, void *payload, int device, void *stream, sid_error *err) {
     const sid_cuda_codec *codec;
-    uint64_t *start;
     sid_device_scope scope;
     sid_status s = kernels_of(p, &codec, err);
     if (!s) s = check_call(segs_dev, n_seg, work, device, err);
@@ -264,18 +304,10 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
     c.to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &c.to);
     if (s) return s;
-    carve(p, codec, work, &start, &c.norms, &c.scratch, &c.work);
     c.plan = p;
-    c.group = {segs_dev, start, p->n, n_seg, p->dtype};
     c.state = (sid_state *)state;
     c.payload = (uint8_t *)payload;
-    const bool keeps = p->memory->vectors && p->memory->info.traits & SID_FEEDBACK;
-    if (!c.settles || keeps) s = codec->encode(c);
-    if (s || !c.settles) return s;
-    sid_rule none = {};
-    p->codec->none(&none);
-    return sid_launch(c.to, "settle", sid_rule_kernel, 1, SID_LANES, 0, keeps ? c.scratch : nullptr, c.state, none,
-                      keeps && p->memory->begin);
+    return sid_enqueue(c, {segs_dev, n_seg, p->dtype, 0, 0}, work);
 }
 
 sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
@@ -318,8 +350,6 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
                            void *report_dev, int device, void *stream, sid_error *err) {
     const sid_cuda_codec *codec;
     sid_cuda_decoding c = {};
-    uint64_t *start;
-    double *norms;
     sid_device_scope scope;
     if (err) err->text[0] = 0;
     sid_status s = kernels_of(p, &codec, err);
@@ -335,7 +365,6 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     c.to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &c.to);
     if (s) return s;
-    carve(p, codec, work, &start, &norms, &c.scratch, &c.work);
     c.plan = p;
     c.payloads = (const uint8_t *)payloads;
     c.stride = stride;
@@ -344,10 +373,9 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     c.any = !at;
     c.step = at ? at->step : 0;
     c.of_group = at ? at->group : 0;
-    c.group = {segs_dev, start, p->n, n_seg, p->dtype};
     c.state = p->memory->vectors ? (sid_state *)state : nullptr;
     c.report = (sid_cuda_report *)report_dev;
-    return codec->decode(c);
+    return sid_enqueue(c, {segs_dev, n_seg, p->dtype, 0, 0}, work);
 }
 
 /* One store, which the host sees whole: it reads what a step has left when the next one begins. */
@@ -387,8 +415,8 @@ sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uin
     s = scope.enter(device, &to);
     if (s) return s;
     carve(p, codec, work, &start, &norms, &scratch, &rest);
-    const sid_group g = {segs_dev, start, p->n, n_seg, p->dtype};
-    s = sid_begin(to, g, scratch, sizeof *scratch, nullptr, 0);
+    const sid_group g = {segs_dev, start, p->n, n_seg, p->dtype, 0, 0};
+    s = sid_begin(to, g, scratch, sizeof *scratch);
     if (!s)
         s = sid_launch(to, "checksum", sid_sum_kernel, sid_blocks(to, sid_chunks(p->n), NORM_BLOCKS), SID_BLOCK, 0, g,
                        scratch);

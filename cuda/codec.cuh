@@ -44,8 +44,9 @@ struct sid_cuda_encoding {
     uint8_t *payload;
     sid_stats *stats; /* or NULL */
     sid_scratch *scratch;
-    double *norms;   /* of the tiles' gradients, squared; where the memory wants to know */
-    sid_carver work; /* what is left for the codec */
+    double *norms;       /* of the tiles' gradients, squared; where the memory wants to know */
+    sid_carver work;     /* what is left for the codec */
+    const int32_t *gate; /* or NULL: on the device; where it is not SID_OK, nothing happens */
     sid_stream to;
 };
 
@@ -53,6 +54,12 @@ struct sid_cuda_report { /* sidcomp.h: report_dev */
     uint32_t nonfinite, culprit;
     int32_t status;
     uint32_t zero;
+};
+
+enum sid_decode_part {
+    SID_DECODE,
+    SID_CHECK, /* nothing but the report is written */
+    SID_WRITE  /* they have been checked; `nonfinite` is known. Not of linear codecs */
 };
 
 struct sid_cuda_decoding {
@@ -63,7 +70,10 @@ struct sid_cuda_decoding {
     float scale;
     bool any; /* any step and group will do */
     uint64_t step;
-    uint32_t of_group;
+    uint32_t of_group, apart; /* payload i is of group of_group + i * apart */
+    sid_decode_part part;
+    const int32_t *gate;       /* as in an encode */
+    const uint32_t *nonfinite; /* of SID_WRITE: on the device */
     sid_group group;
     sid_state *state; /* or NULL */
     sid_cuda_report *report;
@@ -83,15 +93,40 @@ const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NUL
 
 /* Zeroes scratch (`clear` bytes of work) and the given bytes of the payload, sums up the segment table. Of an encode, what
  * the memory wants to know before the walk as well: clipping reads the gradient once more, 4 bytes an element. */
-sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, void *zero,
-                     uint64_t zero_bytes, float *factor = nullptr,
-                     float value = 0); /* *factor, if any, becomes value */
+struct sid_beginning {
+    void *zero; /* of the payload */
+    uint64_t zero_bytes;
+    float *factor; /* becomes value; or NULL */
+    float value;
+    const int32_t *gate;
+    const uint32_t *nonfinite;
+};
+sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear,
+                     const sid_beginning &b = {});
 sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes);
+inline sid_status sid_begin_decode(const sid_cuda_decoding &c, uint64_t clear) {
+    const bool told = c.part == SID_WRITE;
+    return sid_begin(c.to, c.group, c.scratch, clear, {nullptr, 0, nullptr, 0, c.gate, told ? c.nonfinite : nullptr});
+}
+
+/* A call of the library's own, arguments as they should be: of p->n elements of a table, `work` as sid_cuda_work says. What
+ * is in c: plan, step, state, payload, stats, gate, to; or payloads to state, report, to. */
+struct sid_table {
+    const sid_segment *segs; /* in device memory */
+    uint32_t n_seg;
+    sid_dtype dtype;
+    uint64_t before, after; /* so many other elements */
+};
+sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work);
+sid_status sid_enqueue(sid_cuda_decoding &c, const sid_table &t, void *work);
 
 /* The group of a call whose work has been through sid_begin: the segments' starts are the first thing there. */
-inline sid_group sid_group_of(const sid_plan *p, const sid_segment *segs, uint32_t n_seg, void *work) {
-    return {segs, (const uint64_t *)work, p->n, n_seg, p->dtype};
+inline sid_group sid_group_of(const sid_table &t, uint64_t n, void *work) {
+    return {t.segs, (const uint64_t *)work, n, t.n_seg, t.dtype, t.before, t.after};
 }
+/* The starts alone, of n elements of a table; `work` as of any codec. (*s)->ready as in a call. */
+sid_status sid_begin_table(const sid_stream &to, const sid_table &t, uint64_t n, void *work, sid_group *g,
+                           sid_scratch **s);
 
 /* ---- memories ------------------------------------------------------------------------------------------------ */
 
@@ -512,16 +547,17 @@ __device__ inline void sid_seal(sid_header *h, const sid_head &head, uint32_t fl
  * the header that the checksum covers. Codec's own rules come after. */
 struct sid_expect {
     sid_head head;
+    uint32_t apart;
     bool any, draws;
 };
 
 inline sid_expect sid_expect_of(const sid_cuda_decoding &c) {
     const sid_plan *p = c.plan;
-    return {{p->n, c.step, c.of_group, 0, (uint32_t)p->dtype, 0, p->codec->info.wire_id}, c.any, sid_draws(p)};
+    return {{p->n, c.step, c.of_group, 0, (uint32_t)p->dtype, 0, p->codec->info.wire_id}, c.apart, c.any, sid_draws(p)};
 }
 
-__device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect &e, uint64_t rows, uint64_t sum,
-                                           uint64_t weighted) {
+__device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect &e, uint32_t r, uint64_t rows,
+                                           uint64_t sum, uint64_t weighted) {
     if (h.magic != SID_MAGIC) return SID_E_CORRUPT;
     if (h.version != SID_WIRE_VERSION) return SID_E_MISMATCH;
     uint32_t w[SID_HEADER_BYTES / 4];
@@ -533,7 +569,7 @@ __device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect
     if (h.checksum != sid_checksum_mix(sum, weighted)) return SID_E_CORRUPT;
     if (h.codec != e.head.codec || h.dtype != e.head.dtype || h.n != e.head.n) return SID_E_MISMATCH;
     if (h.salt && !e.draws) return SID_E_CORRUPT;
-    if (!e.any && (h.step != e.head.step || h.group != e.head.group)) return SID_E_MISMATCH;
+    if (!e.any && (h.step != e.head.step || h.group != e.head.group + r * e.apart)) return SID_E_MISMATCH;
     return SID_OK;
 }
 

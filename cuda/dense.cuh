@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
     __syncthreads();
     for (uint32_t r = threadIdx.x; r < p.count; r += SID_BLOCK) {
         const sid_header h = p.head(r);
-        int32_t status = sid_check_header(h, expect, p.bytes / 32, f.sum[r], f.weighted[r]);
+        int32_t status = sid_check_header(h, expect, r, p.bytes / 32, f.sum[r], f.weighted[r]);
         if (status == SID_OK &&
             (f.bad[r] || h.count != body.count() || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) != body.form()))
             status = SID_E_CORRUPT;
@@ -374,14 +374,15 @@ inline uint64_t sid_findings_work() {
     return c.at - sizeof(sid_scratch);
 }
 
-/* All of the payloads is looked at; `more` may launch what else there is to see, before the verdict. */
+/* All of the payloads is looked at, if it has not been; `more` may launch what else there is to see, before the verdict. */
 template <class Body, typename F>
 sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Body &body, const F &more) {
     uint64_t clear;
     const sid_findings f = sid_carve_findings(&c.work, &clear);
     const uint64_t pieces = p.bytes / (32 * SID_BLOCK), share = 1 + 8ull * c.to.processors / p.count;
     const uint32_t each = (uint32_t)(pieces < 1 ? 1 : pieces < share ? pieces : share);
-    sid_status s = sid_begin(c.to, c.group, c.scratch, clear, nullptr, 0);
+    sid_status s = sid_begin_decode(c, clear);
+    if (c.part == SID_WRITE) return s;
     if (!s && p.bytes > SID_HEADER_BYTES)
         s = sid_launch(c.to, "look", sid_dense_look_kernel<Body>, (uint64_t)each * p.count, SID_BLOCK, 0, f, p, body,
                        each);
@@ -395,7 +396,7 @@ sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Bo
 template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body) {
     const sid_payloads p = sid_payloads_of(c);
     const sid_status s = sid_dense_check(c, p, body, [] { return SID_OK; });
-    if (s) return s;
+    if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_dense_decode_kernel<decltype(memory), Body>,
                           sid_blocks(c.to, sid_chunks(p.n), SID_DENSE_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,

@@ -251,13 +251,15 @@ __device__ inline void sid_store_quad(void *p, sid_dtype d, const float (&x)[SID
 
 /* ---- segments ------------------------------------------------------------------------------------------------ */
 
-/* The group as a kernel sees it. `start` lies in work, written by sid_begin. */
+/* The group as a kernel sees it: n elements of a table, which may have others before and after them. `start` lies in work,
+ * written by sid_begin. */
 struct sid_group {
     const sid_segment *seg;
     const uint64_t *start;
     uint64_t n;
     uint32_t n_seg;
     sid_dtype dtype;
+    uint64_t before, after;
 };
 
 /* One tile of it. `base`: the address of its first element, where the tile is full, lies within one segment and is
@@ -272,10 +274,11 @@ __device__ inline sid_span sid_span_of(const sid_group &g, uint64_t tile) {
     sid_span s;
     s.at = tile * SID_TILE;
     s.len = sid_tile_len(g.n, s.at);
-    s.seg = sid_find_segment(g.start, g.n_seg, s.at);
+    const uint64_t at = g.before + s.at;
+    s.seg = sid_find_segment(g.start, g.n_seg, at);
     s.base = nullptr;
-    if (s.len == SID_TILE && s.at + SID_TILE <= g.start[s.seg + 1]) {
-        char *p = (char *)g.seg[s.seg].ptr + (s.at - g.start[s.seg]) * sid_width(g.dtype);
+    if (s.len == SID_TILE && at + SID_TILE <= g.start[s.seg + 1]) {
+        char *p = (char *)g.seg[s.seg].ptr + (at - g.start[s.seg]) * sid_width(g.dtype);
         if (sid_aligned(p, g.dtype)) s.base = p;
     }
     return s;
@@ -284,7 +287,7 @@ __device__ inline sid_span sid_span_of(const sid_group &g, uint64_t tile) {
 /* Calls f(c, address) for the elements i + c of the tile, c from 0 to count - 1. */
 template <typename F>
 __device__ inline void sid_each(const sid_group &g, const sid_span &s, uint32_t i, uint32_t count, F f) {
-    const uint64_t at = s.at + i;
+    const uint64_t at = g.before + s.at + i;
     uint32_t seg = s.seg + sid_find_segment(g.start + s.seg, g.n_seg - s.seg, at);
 #pragma unroll
     for (uint32_t c = 0; c < SID_QUAD; c++) {

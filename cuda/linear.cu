@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
     __syncthreads();
     for (uint32_t r = threadIdx.x; r < b.count; r += SID_BLOCK) {
         const sid_header h = *(const sid_header *)(b.payloads + r * b.stride);
-        int32_t status = sid_check_header(h, expect, SID_HEADER_BYTES / 32, 0, 0);
+        int32_t status = sid_check_header(h, expect, r, SID_HEADER_BYTES / 32, 0, 0);
         if (status == SID_OK && (h.count != expect.head.n || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE)))
             status = SID_E_CORRUPT;
         if (status == SID_OK) status = sid_check_linear(h, *(const sid_header *)b.payloads);
@@ -263,12 +263,12 @@ sid_status decode(sid_cuda_decoding &c) {
     const bodies b = {c.payloads, c.stride, c.count, c.scale, p->sizes.body_dtype};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const uint64_t grid = sid_blocks(c.to, sid_chunks(p->n), DECODE_BLOCKS);
-    sid_status s = sid_begin(c.to, c.group, c.scratch, sizeof *c.scratch, nullptr, 0);
+    sid_status s = sid_begin_decode(c, sizeof *c.scratch);
     if (!s && c.state) s = sid_launch(c.to, "look", sid_look_kernel, grid, SID_BLOCK, 0, c.scratch, b, p->n);
     if (!s)
         s = sid_launch(c.to, "check", sid_check_kernel, 1, SID_BLOCK, 0, c.scratch, b, sid_expect_of(c), c.report,
                        c.state);
-    if (s) return s;
+    if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,
                           b, vectors, memory, c.state, c.report);

@@ -382,7 +382,7 @@ sid_status decode(sid_cuda_decoding &c) {
         if (!b.linear || !c.state) return SID_OK;
         return sid_launch(c.to, "look", sid_randk_look_kernel, grid, SID_BLOCK, 0, c.scratch, all, b);
     });
-    if (s) return s;
+    if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_randk_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
                           c.scratch, c.state, sid_vectors_of(p, c.state), all, memory, b, c.report);

@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
     __syncthreads();
     for (uint32_t r = threadIdx.x; r < p.count; r += SID_BLOCK) {
         const sid_header h = *(const sid_header *)p[r];
-        int32_t status = sid_check_header(h, expect, p.b.rows, check.sum[r], check.weighted[r]);
+        int32_t status = sid_check_header(h, expect, r, p.b.rows, check.sum[r], check.weighted[r]);
         const uint32_t form = h.flags & ~(uint32_t)(SID_FLAG_NONFINITE | SID_FLAG_RAISED);
         const bool no_mean = sid_key(h.scale) >= SID_KEY_INF || (h.scale == 0) != (h.count == 0);
         if (status == SID_OK && (check.bad[r] || form != p.b.form || (form & SID_FLAG_MEAN && no_mean)))
@@ -278,12 +278,13 @@ sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean) {
     const uint64_t tiles = sid_wire_tiles(p->n), share = 1 + 4ull * c.to.processors / c.count;
     const uint32_t each = (uint32_t)(tiles < 1 ? 1 : tiles < share ? tiles : share);
     const uint32_t shared = (uint32_t)(PART * sizeof(float) + c.count * sizeof(cursor));
-    sid_status s = sid_begin(c.to, c.group, c.scratch, clear, nullptr, 0);
-    if (!s) s = sid_launch(c.to, "look", sid_look_kernel, (uint64_t)each * c.count, SID_BLOCK, 0, check, all, each);
-    if (!s)
+    sid_status s = sid_begin_decode(c, clear);
+    if (!s && c.part != SID_WRITE)
+        s = sid_launch(c.to, "look", sid_look_kernel, (uint64_t)each * c.count, SID_BLOCK, 0, check, all, each);
+    if (!s && c.part != SID_WRITE)
         s = sid_launch(c.to, "check", sid_check_kernel, 1, SID_BLOCK, 0, c.scratch, check, all, sid_expect_of(c),
                        c.report, c.state);
-    if (s) return s;
+    if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>,
                           sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS), PART_BLOCK, shared, c.group,

@@ -3,12 +3,15 @@
 
 #include <string.h>
 
-#define SID_EXCHANGE(symbol) extern const sid_exchange_kind sid_exchange_##symbol;
+#define SID_EXCHANGE(symbol, cuda) extern const sid_exchange_kind sid_exchange_##symbol;
 #include "../exchanges.def"
 #undef SID_EXCHANGE
 
-static const sid_exchange_kind *const kinds[] = {
-#define SID_EXCHANGE(symbol) &sid_exchange_##symbol,
+static const struct {
+    const sid_exchange_kind *kind;
+    int cuda;
+} kinds[] = {
+#define SID_EXCHANGE(symbol, cuda) {&sid_exchange_##symbol, cuda},
 #include "../exchanges.def"
 #undef SID_EXCHANGE
 };
@@ -16,23 +19,24 @@ enum {
     N_KINDS = sizeof kinds / sizeof *kinds
 };
 
-const sid_info *sid_exchange_at(uint32_t i) { return i < N_KINDS ? &kinds[i]->info : NULL; }
+const sid_info *sid_exchange_at(uint32_t i) { return i < N_KINDS ? &kinds[i].kind->info : NULL; }
 
 const sid_info *sid_exchange_find(const char *name) {
     for (uint32_t i = 0; name && i < N_KINDS; i++)
-        if (!strcmp(kinds[i]->info.name, name)) return &kinds[i]->info;
+        if (!strcmp(kinds[i].kind->info.name, name)) return &kinds[i].kind->info;
     return NULL;
 }
 
 const sid_exchange_kind *sid_kind_of(const sid_info *info) {
     for (uint32_t i = 0; i < N_KINDS; i++)
-        if (&kinds[i]->info == info) return kinds[i];
+        if (&kinds[i].kind->info == info) return kinds[i].kind;
     return NULL;
 }
 
 int sid_exchange_has_cuda(const sid_info *info) {
-    const sid_exchange_kind *kind = sid_kind_of(info);
-    return sid_cuda_built() && kind && kind->hop;
+    for (uint32_t i = 0; i < N_KINDS; i++)
+        if (&kinds[i].kind->info == info) return sid_cuda_built() && kinds[i].cuda;
+    return 0;
 }
 
 /* ---- making one ---------------------------------------------------------------------------------------------- */

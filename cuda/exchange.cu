@@ -1,0 +1,146 @@
+/* sidcomp.h's calls of exchanges on a device: arguments checked, the exchange's launches made, and around them what it
+ * leaves to others: the round that tells all ranks whether all went well, and the memory after a step that did not happen. */
+#include "exchange.cuh"
+
+/* ---- those that have kernels --------------------------------------------------------------------------------------- */
+
+#define CUDA_0(symbol)
+#define CUDA_1(symbol)                                                                                                 \
+    extern "C" const sid_exchange_kind sid_exchange_##symbol;                                                          \
+    extern "C" const sid_cuda_exchange sid_cuda_exchange_##symbol;
+#define SID_EXCHANGE(symbol, cuda) CUDA_##cuda(symbol)
+#include "exchanges.def"
+#undef CUDA_1
+
+#define CUDA_1(symbol) {&sid_exchange_##symbol, &sid_cuda_exchange_##symbol},
+static const struct {
+    const sid_exchange_kind *kind;
+    const sid_cuda_exchange *cuda;
+} kinds[] = {
+#include "exchanges.def"
+};
+
+const sid_cuda_exchange *sid_cuda_exchange_of(const sid_exchange_kind *k) {
+    for (const auto &row : kinds)
+        if (row.kind == k) return row.cuda;
+    return nullptr;
+}
+
+namespace {
+
+/* ---- undo ---------------------------------------------------------------------------------------------------------- */
+
+enum {
+    UNDO_BLOCKS = 4 /* on a multiprocessor */
+};
+
+template <class Memory>
+__global__ void __launch_bounds__(SID_BLOCK) sid_undo_kernel(sid_group g, const sid_exchange_head *head, uint32_t what,
+                                                             sid_own_parts parts, sid_rule none, Memory memory) {
+    if (!(head->undo & what)) return;
+    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);
+         tile += (uint64_t)gridDim.x * SID_WARPS) {
+        const sid_span s = sid_span_of(g, tile);
+        for (uint32_t i = sid_lane() * SID_QUAD; i < s.len; i += SID_ROW) { /* a quad lies in one slice */
+            const uint64_t part = (s.at + i) / parts.slice, first = part * parts.slice;
+            const uint64_t len = g.n - first < parts.slice ? g.n - first : parts.slice;
+            sid_state *const state = (sid_state *)(void *)(parts.state + part * parts.apart);
+            const sid_vectors v = {(float *)(void *)((uint8_t *)state + SID_STATE_BYTES) - first,
+                                   sid_state_stride(len)};
+            memory.begin(state);
+            sid_undo(memory, g, s, v, i, sid_count4(s.len, i));
+        }
+    }
+    for (uint64_t part = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; part * parts.slice < g.n;
+         part += (uint64_t)gridDim.x * SID_BLOCK) /* nobody here reads it */
+        ((sid_state *)(void *)(parts.state + part * parts.apart))->rule = none;
+}
+
+/* ---- the last round ------------------------------------------------------------------------------------------------ */
+
+/* A frame without a body to all ranks, that of rank r at `at` + 64 (r + 1); own one at `at`. */
+__global__ void __launch_bounds__(SID_LANES) sid_confirm_kernel(sid_frames s, uint64_t at, uint32_t round) {
+    if (threadIdx.x == 0) sid_close_frame(s, {at, 0, 0, 0, round, 0}, {0, 0});
+}
+__global__ void __launch_bounds__(SID_LANES)
+    sid_confirmed_kernel(sid_frames s, uint64_t at, uint32_t round, uint32_t world) {
+    if (threadIdx.x) return;
+    for (uint32_t r = 0; r < world; r++) /* in order: of several at fault the first is told */
+        if (r != s.rank) sid_open_frame(s, {at + (r + 1ull) * 64, 0, 0, 0, round, r}, {0, 0});
+}
+
+sid_status kernels_of(const sid_exchange *x, const sid_cuda_exchange **kind, sid_error *err) {
+    if (!x) return sid_fail(err, SID_E_ARG, "exchange is NULL");
+    *kind = sid_cuda_exchange_of(x->kind);
+    if (*kind) return SID_OK;
+    return sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' has no CUDA kernels: leave it out on CUDA, or take another",
+                    x->kind->info.name);
+}
+
+} // namespace
+
+sid_status sid_enqueue_undo(const sid_cuda_trip &t, uint32_t what, const sid_plan *p, const sid_group &g,
+                            const sid_own_parts &parts) {
+    sid_rule none = {};
+    if (!p->memory->vectors || !g.n) return SID_OK;
+    p->codec->none(&none);
+    return sid_with_memory(p, t.to.err, [&](auto memory) {
+        return sid_launch(t.to, "undo", sid_undo_kernel<decltype(memory)>,
+                          sid_blocks(t.to, sid_chunks(g.n), UNDO_BLOCKS), SID_BLOCK, 0, g,
+                          (const sid_exchange_head *)t.head, what, parts, none, memory);
+    });
+}
+
+sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
+    const sid_cuda_exchange *kind;
+    uint64_t own = 0;
+    if (err) err->text[0] = 0;
+    if (!bytes) return sid_fail(err, SID_E_ARG, "bytes is NULL");
+    *bytes = 0;
+    sid_status s = kernels_of(x, &kind, err);
+    if (!s) s = kind->work(x, &own, err);
+    if (!s) *bytes = SID_EXCHANGE_HEAD + own;
+    return s;
+}
+
+sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
+                                     void *state, void *work, const sid_step *at, void *wire, void *stats_dev,
+                                     void *report_dev, int device, void *stream, sid_error *err) {
+    const sid_cuda_exchange *kind;
+    sid_device_scope scope;
+    if (err) err->text[0] = 0;
+    sid_status status = kernels_of(x, &kind, err);
+    if (status) return status;
+    if (!at || round > x->sizes.rounds || at->rank != x->rank || at->world != x->world || at->group >> SID_SUBGROUPS)
+        return sid_fail(err, SID_E_ARG, "step is NULL, or not the exchange's, or there is no round %u", round);
+    if (n_seg && !segs_dev) return sid_fail(err, SID_E_ARG, "the segment table is NULL");
+    if (n_seg > SID_CUDA_MAX_SEGMENTS)
+        return sid_fail(err, SID_E_UNSUPPORTED, "%u segments in a group: the CUDA kernels take at most %d", n_seg,
+                        (int)SID_CUDA_MAX_SEGMENTS);
+    for (const void *p : {(const void *)state, (const void *)work, (const void *)wire})
+        if (!p || (uintptr_t)p % 64)
+            return sid_fail(err, SID_E_ARG, "state, work and wire must start at multiples of 64 bytes");
+    if (!report_dev || (uintptr_t)report_dev % 4) return sid_fail(err, SID_E_ARG, "the report is NULL or misaligned");
+    if ((uintptr_t)stats_dev % 8) return sid_fail(err, SID_E_ARG, "stats must start at a multiple of 8 bytes");
+    if (device < 0) return sid_fail(err, SID_E_ARG, "device %d", device);
+    sid_cuda_trip t = {x,
+                       {segs_dev, n_seg, x->dtype, 0, 0},
+                       (uint8_t *)state,
+                       (uint8_t *)wire,
+                       (uint8_t *)work + SID_EXCHANGE_HEAD,
+                       (sid_exchange_head *)work,
+                       *at,
+                       (sid_stats *)stats_dev,
+                       (sid_cuda_report *)report_dev,
+                       {(cudaStream_t)stream, 0, err}};
+    status = scope.enter(device, &t.to);
+    if (status) return status;
+    const uint64_t confirms = x->at[7];
+    if (round <= x->rounds) status = kind->advance(t, round);
+    if (!status && x->confirms && round == x->rounds)
+        status = sid_launch(t.to, "confirm", sid_confirm_kernel, 1, SID_LANES, 0, sid_frames_of(t), confirms, round);
+    if (!status && x->confirms && round > x->rounds)
+        status = sid_launch(t.to, "confirmed", sid_confirmed_kernel, 1, SID_LANES, 0, sid_frames_of(t), confirms,
+                            x->rounds, x->world);
+    return status || round < x->sizes.rounds ? status : kind->finish(t);
+}

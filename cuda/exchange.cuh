@@ -1,0 +1,186 @@
+/* What exchanges of messages share on a device (csrc/exchange/ is the law): the head of their work, frames, and the end of a
+ * step. Between the messages everything is enqueued: a fault stays on the device, travels to the other ranks as on the CPU,
+ * in frames or in payloads that are none, and closes the gate of what would follow. The host sees it in the report. */
+#ifndef SID_EXCHANGE_CUH
+#define SID_EXCHANGE_CUH
+
+#include "codec.cuh"
+
+extern "C" {
+#include "exchange/exchange.h"
+}
+
+struct sid_side_sums {
+    unsigned long long sum, weighted;
+};
+
+struct sid_exchange_head {
+    sid_fault fault;        /* as the CPU's, but for the text */
+    sid_side_sums in, out;  /* of a round's frames; zero between kernels */
+    sid_cuda_report report; /* what a codec's call has found, until it is taken for a fault */
+    sid_segment own;        /* a table of one segment: a vector in work, */
+    uint64_t own_start[2];  /* and its starts */
+    uint32_t nonfinite;     /* the step's outcome is not finite */
+    uint32_t undo;          /* what is to be taken out of the memory again: SID_OWN, SID_FOR_ALL */
+};
+enum {
+    SID_EXCHANGE_HEAD = 384
+};
+static_assert(sizeof(sid_exchange_head) <= SID_EXCHANGE_HEAD, "what is the exchange's own begins behind it");
+
+/* One step of one rank, as of sid_trip. */
+struct sid_cuda_trip {
+    const sid_exchange *x;
+    sid_table table;              /* of the group */
+    uint8_t *state, *wire, *work; /* work: what lies behind the head */
+    sid_exchange_head *head;
+    sid_step at;
+    sid_stats *stats;        /* or NULL */
+    sid_cuda_report *report; /* the caller's */
+    sid_stream to;
+    const int32_t *gate() const { return &head->fault.status; }
+};
+
+/* All functions run on the host and only launch. */
+struct sid_cuda_exchange {
+    sid_status (*work)(const sid_exchange *x, uint64_t *bytes, sid_error *err); /* beyond the head */
+    sid_status (*advance)(sid_cuda_trip &t, uint32_t round);                    /* as of sid_exchange_kind */
+    /* Writes the segments; or, after a fault, takes out of the memory what the step has put in. Tells the report. */
+    sid_status (*finish)(sid_cuda_trip &t);
+};
+const sid_cuda_exchange *sid_cuda_exchange_of(const sid_exchange_kind *k); /* exchange.cu; NULL: no kernels */
+
+/* The codec's calls within a step. */
+inline sid_cuda_encoding sid_encoding_of(const sid_cuda_trip &t, const sid_plan *p, const sid_step &at, uint8_t *state,
+                                         uint8_t *payload) {
+    sid_cuda_encoding c = {};
+    c.plan = p;
+    c.at = at;
+    c.state = (sid_state *)(void *)state;
+    c.payload = payload;
+    c.to = t.to;
+    return c;
+}
+/* Gated, without a memory. */
+inline sid_cuda_decoding sid_decoding_of(const sid_cuda_trip &t, const sid_plan *p, const sid_step &at,
+                                         const uint8_t *payloads, uint64_t stride, uint32_t count, float scale) {
+    sid_cuda_decoding c = {};
+    c.plan = p;
+    c.payloads = payloads;
+    c.stride = stride;
+    c.count = count;
+    c.scale = scale;
+    c.step = at.step;
+    c.of_group = at.group;
+    c.gate = t.gate();
+    c.report = &t.head->report;
+    c.to = t.to;
+    return c;
+}
+
+/* ---- faults ------------------------------------------------------------------------------------------------------ */
+
+/* The start of a step, by one thread; `own` and its length: of the vector in work, if there is one. */
+__device__ inline void sid_enter(sid_exchange_head &h, float *own, uint64_t len) {
+    h.fault.status = SID_OK;
+    h.fault.culprit = h.fault.flags = h.fault.encoded = 0;
+    h.in = h.out = {0, 0};
+    h.report = {0, 0, SID_OK, 0};
+    h.own = {own, len};
+    h.own_start[0] = 0;
+    h.own_start[1] = len;
+    h.nonfinite = h.undo = 0;
+}
+
+__device__ inline void sid_blame_rank(sid_fault &f, int32_t status, uint32_t culprit) {
+    if (f.status) return;
+    f.status = status;
+    f.culprit = culprit;
+    f.flags = (f.flags & 0xffffu) | SID_FRAME_POISON | culprit << SID_FRAME_CULPRIT;
+}
+
+/* What the step has come to, for the host, which keeps the first fault that it is told of. */
+__device__ inline void sid_tell(const sid_exchange_head &h, sid_cuda_report *report) {
+    report->nonfinite = h.fault.status == SID_OK && h.nonfinite;
+    if (h.fault.status == SID_OK || report->status != SID_OK) return;
+    report->status = h.fault.status;
+    report->culprit = h.fault.culprit;
+}
+
+/* ---- frames ------------------------------------------------------------------------------------------------------ */
+
+/* What a kernel knows of the step. */
+struct sid_frames {
+    uint8_t *wire;
+    sid_exchange_head *head;
+    sid_draw draw; /* this rank's random stream, and by it step and group */
+    uint32_t rank;
+    uint16_t exchange;
+};
+inline sid_frames sid_frames_of(const sid_cuda_trip &t) {
+    return {
+        t.wire, t.head, {sid_salt(t.at.seed, t.at.rank), t.at.group, t.at.step}, t.at.rank, t.x->kind->info.wire_id};
+}
+
+/* The frame's checksum, with `body` the sums of what follows it. */
+__device__ inline uint64_t sid_frame_checksum(const sid_frame &f, sid_side_sums body, uint64_t bytes) {
+    uint32_t w[SID_FRAME_BYTES / 4];
+    const uint64_t rows = 1 + bytes / 32;
+    memcpy(w, &f, sizeof f);
+    for (uint32_t i = 0; i < SID_FRAME_BYTES / 4 - 2; i++) {
+        body.sum += w[i];
+        body.weighted += w[i] * sid_checksum_weight(i, rows);
+    }
+    return sid_checksum_mix(body.sum, body.weighted);
+}
+
+/* What sid_frame_open finds. */
+__device__ inline void sid_open_frame(const sid_frames &s, const sid_hop_side &h, const sid_side_sums &body) {
+    const sid_frame f = *(const sid_frame *)(const void *)(s.wire + h.frame);
+    sid_fault &fault = s.head->fault;
+    if (f.magic != SID_FRAME_MAGIC || f.checksum != sid_frame_checksum(f, body, h.body))
+        sid_blame_rank(fault, SID_E_CORRUPT, h.peer);
+    else if (f.exchange != s.exchange || f.round != (uint16_t)h.round || f.step != s.draw.step ||
+             f.group != s.draw.group)
+        sid_blame_rank(fault, SID_E_MISMATCH, h.peer);
+    else if (f.flags & SID_FRAME_POISON)
+        sid_blame_rank(fault, SID_E_CORRUPT, f.flags >> SID_FRAME_CULPRIT);
+    else
+        fault.flags |= f.flags & SID_FRAME_NONFINITE;
+}
+
+__device__ inline void sid_close_frame(const sid_frames &s, const sid_hop_side &h, const sid_side_sums &body) {
+    sid_frame f;
+    memset(&f, 0, sizeof f);
+    f.magic = SID_FRAME_MAGIC;
+    f.flags = s.head->fault.flags;
+    f.step = s.draw.step;
+    f.group = s.draw.group;
+    f.exchange = s.exchange;
+    f.round = (uint16_t)h.round;
+    f.checksum = sid_frame_checksum(f, body, h.body);
+    *(sid_frame *)(void *)(s.wire + h.frame) = f;
+}
+
+/* 16 bytes at byte `at` of a message. */
+__device__ inline void sid_add_quad(sid_part_sum &sums, uint64_t at, const uint4 &w, uint64_t rows) {
+    sums.add(at, w.x, rows);
+    sums.add(at + 4, w.y, rows);
+    sums.add(at + 8, w.z, rows);
+    sums.add(at + 12, w.w, rows);
+}
+
+/* ---- the end of a step ------------------------------------------------------------------------------------------- */
+
+/* Parts of a state that lie `apart` bytes from one another, one for each slice of `slice` elements. */
+struct sid_own_parts {
+    uint8_t *state;
+    uint64_t apart, slice;
+};
+
+/* Where head->undo has `what`: takes the gradient, which g still holds, out of the parts again, and nothing counts as sent.
+ * Reads and writes what the memory keeps, and reads the gradient, only then. */
+sid_status sid_enqueue_undo(const sid_cuda_trip &t, uint32_t what, const sid_plan *p, const sid_group &g,
+                            const sid_own_parts &parts);
+
+#endif
