@@ -17,6 +17,7 @@ from sidcomp import _core
 from test_cuda import EMULATED, DeviceBlock, DeviceVector, bits, lengths_of, same_block, same_output, stream
 
 KINDS = [e["name"] for e in _core.exchanges() if e["cuda"]]
+RINGS = ["ring1", "torus1"]
 SIGNS = [c["name"] for c in _core.codecs() if "signs" in c["traits"]]
 ROWS = {4: 2, 6: 3, 8: 4}
 
@@ -26,8 +27,9 @@ def own_memory(codec: str) -> str:
 
 
 class Host:
-    def __init__(self, x: _core.Exchange, elements: Array, lengths: list[int]) -> None:
+    def __init__(self, x: _core.Exchange, elements: Array, lengths: list[int], vectors: int) -> None:
         self.x = x
+        self.own_vectors = vectors  # of the memory, without what is kept for all
         self.state, self.work, self.wire = (
             Block(x.state_bytes),
             Block(x.work_bytes),
@@ -97,15 +99,17 @@ def move(ranks: list[Any], round: int, spoil: tuple[int, int] | None = None) -> 
     return [bytes(data) for _, _, data, _ in gone]
 
 
-def pair(kind: str, codec: str, world: int, n: int, dtype: str, memory: str | None = None) -> tuple[Any, Any]:
-    settings: dict[str, Any] = {"rows": ROWS[world]} if kind == "torus1" and world in ROWS else {}
+def pair(
+    kind: str, codec: str, world: int, n: int, dtype: str, memory: str | None = None, **settings: Any
+) -> tuple[Any, Any]:
+    if kind == "torus1" and world in ROWS:
+        settings["rows"] = ROWS[world]
+    memory = memory or own_memory(codec)
     zeros = ref.from_f32(np.zeros(n, np.float32), dtype)
     lengths = lengths_of("some", n, np.random.default_rng(n))
-    made = [
-        _core.Exchange(kind, codec, memory or own_memory(codec), n, dtype, r, world, settings)
-        for r in range(world)
-    ]
-    return [Host(x, zeros, lengths) for x in made], [Device(x, zeros, lengths) for x in made]
+    made = [_core.Exchange(kind, codec, memory, n, dtype, r, world, settings) for r in range(world)]
+    vectors = _core.Plan(codec, memory, n, dtype).vectors
+    return [Host(x, zeros, lengths, vectors) for x in made], [Device(x, zeros, lengths) for x in made]
 
 
 def fill(hosts: list[Host], devices: list[Device], step: int, dtype: str, bad: int = -1) -> list[Array]:
@@ -121,7 +125,18 @@ def fill(hosts: list[Host], devices: list[Device], step: int, dtype: str, bad: i
 
 
 def same_kept(host: Host, device: Device) -> None:
-    same_block(np.frombuffer(device.state.get(), np.uint8), host.state.data, host.x.n, host.x.vectors)
+    """Part by part: header, rule, statistics, vectors."""
+    got = np.frombuffer(device.state.get(), np.uint8)
+    for at, _, n, common in host.x.shares:
+        vectors = host.x.vectors - host.own_vectors if common else host.own_vectors
+        same_block(got[at:], host.state.data[at:], n, vectors)
+
+
+def kept(x: _core.Exchange, state: bytes) -> Array:
+    block, out = Block(len(state)), Block(4 * x.n * max(1, x.vectors))
+    block.data[:] = np.frombuffer(state, np.uint8)
+    x.residual_out(block.ptr, out.ptr)
+    return out.data.view(np.float32)
 
 
 def run(
@@ -143,14 +158,50 @@ def run(
 SIZES = (1, 255, 257, 1999, 9001)
 CASES = [
     (kind, w, SIZES[(w + i) % len(SIZES)], SIGNS[(w + i) % len(SIGNS)], list(ref.STORAGE)[(w + i) % 3])
-    for i, kind in enumerate(KINDS)
+    for i, kind in enumerate(RINGS)
     for w in range(1, 9)
 ] + [("ring1", 3, n, "marsit", "float32") for n in (0, 256, 70_001)]
+DENSE: dict[str, Any] = {"density": 0.1}
+SLICED: list[tuple[str, str, dict[str, Any]]] = [  # what two-shot takes: codec, memory, settings
+    ("topk", "residual", DENSE),
+    ("int8", "residual", {}),
+    ("efsignsgd", "residual", {}),
+    ("dgc", "dgc", {**DENSE, "clip_norm": 2.0}),
+    ("qsgd", "none", {}),
+    ("sidco-e", "residual", {**DENSE, "values": "f16"}),
+    ("signum", "momentum", {}),
+    ("randk-own", "residual", DENSE),
+    ("onebit", "residual", {}),
+    ("redsync", "dgc", DENSE),
+    ("marsit", "residual", {}),
+    ("fp8", "residual", {"gamma": 0.5}),
+    ("ssdm", "none", {}),
+    ("terngrad", "none", {}),
+    ("topk", "none", DENSE),
+    ("gaussiank", "residual", DENSE),
+    ("int4", "momentum", {}),
+    ("sidco-p", "residual", DENSE),
+]
+SLICES = (9001, 3, 1999, 257, 700)
+SHOTS = [
+    ("twoshot", i % 8 + 1, SLICES[i % 5], codec, list(ref.STORAGE)[i % 3], memory, settings)
+    for i, (codec, memory, settings) in enumerate(SLICED)
+] + [("twoshot", 2, 0, "topk", "float32", "residual", DENSE)]
 
 
 @pytest.mark.parametrize("kind, world, n, codec, dtype", CASES)
 def test_the_cpus_bits(kind: str, world: int, n: int, codec: str, dtype: str) -> None:
-    hosts, devices = pair(kind, codec, world, n, dtype)
+    same_steps(*pair(kind, codec, world, n, dtype), dtype)
+
+
+@pytest.mark.parametrize("kind, world, n, codec, dtype, memory, settings", SHOTS)
+def test_the_cpus_bits_in_slices(
+    kind: str, world: int, n: int, codec: str, dtype: str, memory: str, settings: dict[str, Any]
+) -> None:
+    same_steps(*pair(kind, codec, world, n, dtype, memory, **settings), dtype)
+
+
+def same_steps(hosts: list[Host], devices: list[Device], dtype: str) -> None:
     for step in range(2 if EMULATED else 5):
         fill(hosts, devices, step, dtype)
         run(hosts, devices, step)
@@ -164,11 +215,21 @@ def test_the_cpus_bits(kind: str, world: int, n: int, codec: str, dtype: str) ->
 
 
 @pytest.mark.parametrize(
-    "kind, memory", [("ring1", "compensation"), ("torus1", "residual"), ("ring1", "none")]
+    "kind, codec, memory, world",
+    [
+        ("ring1", "marsit", "compensation", 4),
+        ("torus1", "marsit", "residual", 4),
+        ("ring1", "marsit", "none", 4),
+        ("twoshot", "topk", "dgc", 3),
+        ("twoshot", "int8", "residual", 4),
+        ("twoshot", "signsgd", "none", 2),
+        ("twoshot", "onebit", "residual", 1),
+    ],
 )
-def test_a_step_that_is_not_finite(kind: str, memory: str) -> None:
-    hosts, devices = pair(kind, "marsit", 4, 1999, "float32", memory)
-    for step, bad in enumerate((-1, 2, -1)):
+def test_a_step_that_is_not_finite(kind: str, codec: str, memory: str, world: int) -> None:
+    """One element of one rank, in one of the slices."""
+    hosts, devices = pair(kind, codec, world, 1999, "float32", memory)
+    for step, bad in enumerate((-1, min(2, world - 1), -1)):
         fill(hosts, devices, step, "float32", bad)
         run(hosts, devices, step)
         for h, d in zip(hosts, devices, strict=True):
@@ -179,37 +240,35 @@ def test_a_step_that_is_not_finite(kind: str, memory: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, world, round, byte",
+    "kind, codec, world, round, byte",
     [
-        ("ring1", 3, 0, 40),
-        ("ring1", 3, 1, 3),
-        ("ring1", 4, 4, 24),
-        ("torus1", 4, 2, 77),
-        ("torus1", 6, 5, 10),
+        ("ring1", "marsit", 3, 0, 40),
+        ("ring1", "marsit", 3, 1, 3),
+        ("ring1", "marsit", 4, 4, 24),
+        ("torus1", "marsit", 4, 2, 77),
+        ("torus1", "marsit", 6, 5, 10),
+        ("twoshot", "topk", 3, 0, 90),
+        ("twoshot", "topk", 3, 1, 40),
+        ("twoshot", "int8", 2, 0, 3),
+        ("twoshot", "int8", 4, 1, 200),
+        ("twoshot", "efsignsgd", 2, 1, 56),
     ],
 )
-def test_a_changed_byte(kind: str, world: int, round: int, byte: int) -> None:
+def test_a_changed_byte(kind: str, codec: str, world: int, round: int, byte: int) -> None:
     """In any round but the last: an error on every rank, gradient and memory as before the step."""
-    hosts, devices = pair(kind, "marsit", world, 1999, "float32", "residual")
+    hosts, devices = pair(kind, codec, world, 1999, "float32", "residual")
     assert round < hosts[0].x.rounds - 1
     fill(hosts, devices, 0, "float32")
     run(hosts, devices, 0)
-    kept = [d.state.get() for d in devices]
+    before = [d.state.get() for d in devices]
     given = fill(hosts, devices, 1, "float32")
     run(hosts, devices, 1, spoil=(round, 1, byte))
-    n = hosts[0].x.n
     for r, (h, d) in enumerate(zip(hosts, devices, strict=True)):
         assert h.failure is not None
         assert d.reported() == (0, h.failure.culprit, h.failure.status), f"rank {r}"  # type: ignore[attr-defined]
         np.testing.assert_array_equal(d.vector.read(), given[r])
         same_kept(h, d)
-        residual = [Block(4 * n) for _ in range(2)]
-        for state, out in zip((kept[r], d.state.get()), residual, strict=True):
-            block = Block(len(state))
-            block.data[:] = np.frombuffer(state, np.uint8)
-            h.x.residual_out(block.ptr, out.ptr)
-        before, after = (b.data.view(np.float32) for b in residual)
-        np.testing.assert_allclose(after, before, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(kept(h.x, d.state.get()), kept(h.x, before[r]), rtol=0, atol=1e-5)
     # and the next step is one as any, but for the report, which keeps the first fault
     fill(hosts, devices, 2, "float32")
     for h in hosts:
@@ -221,8 +280,9 @@ def test_a_changed_byte(kind: str, world: int, round: int, byte: int) -> None:
         same_kept(h, d)
 
 
-def test_a_message_of_another_step() -> None:
-    hosts, devices = pair("ring1", "marsit", 2, 600, "float32")
+@pytest.mark.parametrize("kind, codec", [("ring1", "marsit"), ("twoshot", "int8")])
+def test_a_message_of_another_step(kind: str, codec: str) -> None:
+    hosts, devices = pair(kind, codec, 2, 600, "float32")
     fill(hosts, devices, 0, "float32")
     for rank in (*hosts, *devices):
         rank.advance(0, 0 if rank.x.rank == 0 else 7)
@@ -236,9 +296,10 @@ def test_a_message_of_another_step() -> None:
         assert d.reported()[2] == _core.MismatchError.status
 
 
-def test_a_table_that_does_not_hold_the_group() -> None:
+@pytest.mark.parametrize("kind, codec", [("ring1", "marsit"), ("twoshot", "topk")])
+def test_a_table_that_does_not_hold_the_group(kind: str, codec: str) -> None:
     """One rank's encode is refused on the device: all ranks fail, by its name."""
-    _, devices = pair("ring1", "marsit", 3, 600, "float32")
+    _, devices = pair(kind, codec, 3, 600, "float32")
     for r, d in enumerate(devices):
         d.vector.write(np.full(600, r, np.float32))
     table = np.frombuffer(devices[1].vector.table.get(), np.uint64).copy()
@@ -282,13 +343,14 @@ def test_arguments() -> None:
 
 
 def test_exchanges_without_kernels_are_refused_by_name() -> None:
-    assert KINDS == ["ring1", "torus1"]
-    for kind, codec in (
-        ("twoshot", "topk"),
-        ("hierarchical", "int8"),
-        ("allgather", "topk"),
-        ("allreduce", "fp16"),
+    assert KINDS == ["ring1", "torus1", "twoshot"]
+    for kind, codec, memory in (
+        ("hierarchical", "int8", "residual"),
+        ("allgather", "topk", "residual"),
+        ("allreduce", "fp16", "residual"),
+        ("cascade", "ssdm", "none"),
+        ("expand", "signsgd", "none"),
     ):
-        x = _core.Exchange(kind, codec, "residual", 100, "float32", 0, 2)
+        x = _core.Exchange(kind, codec, memory, 100, "float32", 0, 2)
         with pytest.raises(_core.UnsupportedError, match=f"exchange '{kind}' has no CUDA kernels"):
             x.cuda_work_bytes()

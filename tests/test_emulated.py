@@ -72,7 +72,7 @@ def test_kernels_on_the_emulation() -> None:
 
 
 def test_exchanges_on_the_emulation() -> None:
-    run(share=1, tests="tests/test_cuda_exchanges.py")
+    run(share=2, tests="tests/test_cuda_exchanges.py")
 
 
 def test_nccl_on_the_emulation() -> None:
@@ -84,6 +84,8 @@ def test_the_native_transport_on_the_emulation() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", ["tests/test_cuda.py", "tests/ddp/test_native.py"])
+@pytest.mark.parametrize(
+    "tests", ["tests/test_cuda.py", "tests/test_cuda_exchanges.py", "tests/ddp/test_native.py"]
+)
 def test_the_whole_on_the_emulation(tests: str) -> None:
     run(share=1, tests=tests)

@@ -241,14 +241,6 @@ uint32_t sid_cut(const sid_trip *t, uint64_t start, uint64_t len) {
     return count;
 }
 
-sid_step sid_slice_step(const sid_trip *t, uint32_t s, uint32_t rank, uint32_t world) {
-    sid_step at = *t->at;
-    at.group += (s + 1u) << SID_SUBGROUPS;
-    at.rank = rank;
-    at.world = world;
-    return at;
-}
-
 sid_status sid_encode_part(sid_trip *t, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, uint8_t *state,
                            uint8_t *work, const sid_step *at, uint8_t *payload) {
     const sid_status s = sid_encode(p, seg, n_seg, state, work, at, payload, NULL);

@@ -53,7 +53,7 @@ typedef struct sid_exchange_kind {
     sid_status (*advance)(sid_trip *t, uint32_t round);
     void (*finish)(sid_trip *t); /* all is well on all ranks: writes the segments */
     void (*undo)(sid_trip *t);   /* something went wrong: the step did not happen. NULL: sid_undo_parts */
-    void (*hop)(const sid_exchange *x, uint32_t round, sid_hop *out); /* NULL: no kernels do it */
+    void (*hop)(const sid_exchange *x, uint32_t round, sid_hop *out); /* of a one-bit ring; else NULL */
     uint32_t (*parts)(const sid_exchange *x);
     sid_part (*part)(const sid_exchange *x, uint32_t i);
 } sid_exchange_kind;
@@ -103,6 +103,16 @@ void sid_frame_close(const sid_trip *t, sid_frame *f, uint32_t round, uint32_t f
 sid_status sid_frame_open(sid_trip *t, const sid_frame *f, uint32_t round, uint64_t bytes, uint32_t peer,
                           uint32_t *flags);
 
+/* ---- places, for the kernels of a device ------------------------------------------------------------------------ */
+
+/* Two-shot's. In wire, a payload's length apart each: from 0 on what goes to the other ranks; what all ranks have for our
+ * slice; the means. In state: own slices' parts, from 0 on, and what is kept for all. */
+typedef struct sid_shots {
+    uint64_t theirs, means, apart, server;
+} sid_shots;
+sid_shots sid_shots_of(const sid_exchange *x);
+#define SID_SECOND 0x8000u /* slices of shot 2 */
+
 /* ---- helpers ------------------------------------------------------------------------------------------------- */
 
 sid_status sid_refuse(sid_error *err, const sid_route *r, const char *why);
@@ -131,7 +141,13 @@ uint32_t sid_cut(const sid_trip *t, uint64_t start, uint64_t len);
 /* Remembers the first failure of a step, and whose; returns it. */
 sid_status sid_blame(sid_trip *t, sid_status s, uint32_t culprit);
 /* `step` for slice s, by a rank of `world`. */
-sid_step sid_slice_step(const sid_trip *t, uint32_t s, uint32_t rank, uint32_t world);
+static inline sid_step sid_slice_step(const sid_step *step, uint32_t s, uint32_t rank, uint32_t world) {
+    sid_step at = *step;
+    at.group += (s + 1u) << SID_SUBGROUPS;
+    at.rank = rank;
+    at.world = world;
+    return at;
+}
 /* Encodes slice s of the segments, or on failure leaves a payload that nobody takes for one. */
 sid_status sid_encode_part(sid_trip *t, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, uint8_t *state,
                            uint8_t *work, const sid_step *at, uint8_t *payload);

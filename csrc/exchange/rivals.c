@@ -71,7 +71,7 @@ static void encode_on(sid_trip *t, uint32_t s, int come) {
     const sid_exchange *x = t->x;
     const uint64_t len = sid_slice_len(x, s);
     const sid_plan *p = plan_of(x, s);
-    const sid_step at = sid_slice_step(t, s, x->rank, x->world);
+    const sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
     float *sum = (float *)(void *)(t->work + x->at[SUM]), buf[SID_TILE];
     uint8_t *payload = t->wire + s * x->message;
     const sid_segment all = {sum, len};
@@ -104,7 +104,7 @@ static sid_status advance_cascade(sid_trip *t, uint32_t round) {
     else if (round < x->world)
         encode_on(t, slice_of(x, round), 1);
     for (uint32_t s = 0; round == x->rounds && s < x->world && sid_slice_len(x, s) && !sid_fault_of(t)->status; s++) {
-        const sid_step at = sid_slice_step(t, s, x->rank, x->world);
+        const sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
         sid_blame(t, sid_check(plan_of(x, s), t->wire + s * x->message, plan_of(x, s)->sizes.payload, &at, t->err),
                   before(x));
     }

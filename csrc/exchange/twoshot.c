@@ -21,8 +21,6 @@ enum {
     SUM, /* x->word, times 64: places in work: the mean of our slice; the codec's */
     SCRATCH
 };
-#define SECOND 0x8000u /* slices of shot 2 */
-
 static uint64_t place(const sid_exchange *x, uint32_t i) { return 64ull * x->word[i]; }
 
 static const sid_plan *plan_of(const sid_exchange *x, const sid_plan *plan, uint32_t s) {
@@ -35,6 +33,10 @@ static uint64_t mean_bytes(const sid_exchange *x, uint32_t s) {
     return sid_slice_len(x, s) ? plan_of(x, x->server, s)->sizes.payload : 0;
 }
 static uint64_t state_at(const sid_exchange *x, uint32_t s) { return s * sid_round_up(x->plan->sizes.state, 64); }
+
+sid_shots sid_shots_of(const sid_exchange *x) {
+    return (sid_shots){x->at[THEIRS], x->at[MEANS], state_at(x, 1), x->at[SERVER]};
+}
 
 static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
     x->slice = sid_round_up((x->n + x->world - 1) / x->world, 64);
@@ -102,7 +104,7 @@ static void first_shot(sid_trip *t) {
     const sid_exchange *x = t->x;
     sid_fault *f = sid_fault_of(t);
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s); s++) {
-        const sid_step at = sid_slice_step(t, s, x->rank, x->world);
+        const sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
         const uint32_t segs = sid_cut(t, sid_slice_start(x, s), sid_slice_len(x, s));
         uint8_t *to = t->wire + (s == x->rank ? x->at[THEIRS] : 0) + s * x->plan->sizes.payload;
         sid_encode_part(t, plan_of(x, x->plan, s), t->cut, segs, t->state + state_at(x, s), t->work + place(x, SCRATCH),
@@ -115,8 +117,8 @@ static void second_shot(sid_trip *t) {
     const sid_exchange *x = t->x;
     const uint32_t s = x->rank;
     const sid_plan *own = plan_of(x, x->plan, s);
-    const sid_step from = sid_slice_step(t, s, x->rank, x->world),
-                   to = sid_slice_step(t, s | SECOND, x->rank, x->world);
+    const sid_step from = sid_slice_step(t->at, s, x->rank, x->world),
+                   to = sid_slice_step(t->at, s | SID_SECOND, x->rank, x->world);
     const uint8_t *in = t->wire + x->at[THEIRS];
     const uint64_t len = sid_slice_len(x, s), stride = x->plan->sizes.payload;
     const sid_segment all = {sum_of(t), len};
@@ -143,7 +145,7 @@ static sid_status advance(sid_trip *t, uint32_t round) {
     if (round < x->rounds) return SID_OK;
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s) && !sid_fault_of(t)->status; s++) {
         const sid_plan *p = plan_of(x, x->server, s);
-        const sid_step at = sid_slice_step(t, s | SECOND, s, x->world);
+        const sid_step at = sid_slice_step(t->at, s | SID_SECOND, s, x->world);
         sid_blame(t, sid_check(p, t->wire + x->at[MEANS] + s * x->server->sizes.payload, p->sizes.payload, &at, t->err),
                   s);
     }

@@ -233,7 +233,8 @@ class State:
 
     def _group_stats(self, g: Group) -> dict[str, Any]:
         lane = self._pipeline.lane
-        s = lane.stats(g) if lane is not None else g.stats
+        sliced = g.routed and not g.trip.whole  # slices have statistics of their own
+        s = lane.stats(g) if lane is not None and not sliced else g.stats
         count = s.count if s is not None else g.n if g.direct else g.plan.k if g.routed else 0
         return {
             "names": list(g.names),

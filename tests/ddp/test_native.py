@@ -176,15 +176,23 @@ def test_full_precision_and_checksums_on_the_device(log: Path) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("exchange, world", [("ring1", 1), ("ring1", 3), ("torus1", 4)])
-def test_exchanges_in_messages(exchange: str, world: int, log: Path) -> None:
+@pytest.mark.parametrize(
+    "exchange, codec, world, sent",  # messages that a rank sends, and the last round's to each other one
+    [
+        ("ring1", "marsit", 1, 0),
+        ("ring1", "marsit", 3, 4 + 2),
+        ("torus1", "marsit", 4, 4 + 3),
+        ("twoshot", "topk", 3, 2 * 2 + 2),
+        ("twoshot", "int8", 2, 2 * 1 + 1),
+    ],
+)
+def test_exchanges_in_messages(exchange: str, codec: str, world: int, sent: int, log: Path) -> None:
     """Over NCCL of our own, torch's point-to-point calls, and on the CPU: the same bits."""
-    ours = run(trained, world, "native", "marsit", str(log), exchange)
+    ours = run(trained, world, "native", codec, str(log), exchange)
     for other in ("torch", "cpu"):
-        for (a, _), (b, _) in zip(ours, run(trained, world, other, "marsit", "", exchange), strict=True):
+        for (a, _), (b, _) in zip(ours, run(trained, world, other, codec, "", exchange), strict=True):
             same(a, b)
     lines = [line.split()[0] for line in log.read_text().splitlines()]
-    sent = {1: 0, 3: 4 + 2, 4: 4 + 3}[world]  # by a rank: the ring's, and the last round's to each other one
     assert lines.count("send") == world * sent * (1 + 3 * ours[0][1])
     assert set(lines) <= {"send", "finalize"} and lines.count("finalize") == world
 
@@ -325,8 +333,8 @@ def refused(rank: int, world: int, how: str) -> tuple[str, str]:
     arguments: dict[str, Any] = {"transport": "native"}
     if how == "one has torch" and rank == 1:
         arguments = {}
-    if how == "twoshot":
-        arguments = {"exchange": "twoshot"}
+    if how == "cascade":
+        arguments = {"codec": "ssdm", "memory": "none", "exchange": "cascade"}
     if how == "planned":
         arguments = {"codec": "signsgd", "exchange": "ring1", "groups": "auto"}
     r = Run(rank, lane=how != "cpu", **({"codec": "topk"} | arguments))
@@ -356,9 +364,9 @@ def test_without_a_library() -> None:
 
 @emulated
 def test_an_exchange_without_kernels() -> None:
-    for name, text in run(refused, 2, "twoshot"):
-        assert name == "UnsupportedError" and "exchange='twoshot' has no CUDA kernels" in text, text
-        assert "these have: ring1, torus1" in text
+    for name, text in run(refused, 2, "cascade"):
+        assert name == "UnsupportedError" and "exchange='cascade' has no CUDA kernels" in text, text
+        assert "these have: ring1, torus1, twoshot" in text
 
 
 @emulated

@@ -1,0 +1,215 @@
+/* Two-shot between the messages (csrc/exchange/twoshot.c is the law). A rank's step of n elements, W ranks and payloads of
+ * P(m) bytes for m elements is the codec's own passes:
+ *     shot 1   W encodes of n / W elements, windows of the group's table, each with its own state, one after the other
+ *     sum      a decode of W payloads of n / W elements into float32 in work
+ *     shot 2   an encode of that
+ *     end      W P(n / W) read to check the means, before any rank writes; then W decodes of n / W elements
+ * so that bytes per element are those of an encode and a decode of n, and of n / W once more. Launches are 3 W and 2 W of
+ * them, and a dozen.
+ *
+ * What fails on this rank closes the gate (exchange.cuh) of the second encode, whose payload is then none, and the others
+ * fail with it. One slice that is not finite makes all so: that is known when the means have been checked, and the decodes
+ * are told. */
+#include "exchange.cuh"
+
+namespace {
+
+const sid_plan *plan_of(const sid_exchange *x, const sid_plan *plan, uint32_t s) { return &plan[sid_slice_kind(x, s)]; }
+uint32_t slices_of(const sid_exchange *x) {
+    uint32_t s = 0;
+    while (s < x->world && sid_slice_len(x, s)) s++;
+    return s;
+}
+
+/* work: the mean of our slice; the codec's. */
+float *mean_of(const sid_cuda_trip &t) { return (float *)(void *)t.work; }
+uint8_t *codec_work(const sid_cuda_trip &t) { return t.work + sid_round_up(4 * t.x->slice, 64); }
+
+sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
+    uint64_t most = 0;
+    for (const sid_plan *plan : {x->plan, x->server})
+        for (uint32_t i = 0; i < SID_MAX_PLANS; i++) {
+            uint64_t own = 0;
+            const sid_status s = sid_cuda_work(&plan[i], &own, err);
+            if (s) return s;
+            if (own > most) most = own;
+        }
+    *bytes = sid_round_up(4 * x->slice, 64) + most;
+    return SID_OK;
+}
+
+/* ---- kernels --------------------------------------------------------------------------------------------------- */
+
+__global__ void __launch_bounds__(SID_LANES)
+    sid_shots_begin_kernel(sid_exchange_head *head, float *mean, uint64_t len) {
+    if (threadIdx.x == 0) sid_enter(*head, mean, len);
+}
+
+/* After the first encodes, which leave no header where the segment table is not the group's. Payloads lie `apart` from one
+ * another, that of slice `mine` elsewhere. */
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_first_shot_kernel(sid_exchange_head *head, const uint8_t *payloads, const uint8_t *own, uint64_t apart,
+                          uint32_t slices, uint32_t mine) {
+    int none = 0;
+    for (uint32_t s = threadIdx.x; s < slices; s += SID_BLOCK) {
+        const uint8_t *p = s == mine ? own : payloads + s * apart;
+        none |= ((const sid_header *)(const void *)p)->magic != SID_MAGIC;
+    }
+    none = __syncthreads_or(none);
+    if (threadIdx.x) return;
+    if (none)
+        sid_blame_rank(head->fault, SID_E_ARG, mine);
+    else
+        head->fault.encoded |= SID_OWN;
+}
+
+/* What a codec's call has found of payloads from rank `first` on. */
+__global__ void __launch_bounds__(SID_LANES) sid_found_kernel(sid_exchange_head *head, uint32_t first) {
+    if (threadIdx.x) return;
+    if (head->report.status) sid_blame_rank(head->fault, head->report.status, first + head->report.culprit);
+    head->report = {0, 0, SID_OK, 0};
+}
+
+/* After the second encode, or where its gate was closed: what goes out is no payload. */
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_second_shot_kernel(sid_exchange_head *head, uint8_t *payload, uint64_t bytes) {
+    if (head->fault.status == SID_OK) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) head->fault.encoded |= SID_FOR_ALL;
+        return;
+    }
+    for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < bytes / 16;
+         i += (uint64_t)gridDim.x * SID_BLOCK)
+        ((uint4 *)(void *)payload)[i] = make_uint4(0, 0, 0, 0);
+}
+
+/* All ranks have told: what the step has come to. */
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_shots_end_kernel(sid_exchange_head *head, const uint8_t *means, uint64_t apart, uint32_t slices,
+                         sid_cuda_report *report) {
+    int bad = 0;
+    const bool sound = head->fault.status == SID_OK;
+    for (uint32_t s = threadIdx.x; s < slices && sound; s += SID_BLOCK)
+        bad |= ((const sid_header *)(const void *)(means + s * apart))->flags & SID_FLAG_NONFINITE;
+    bad = __syncthreads_or(bad);
+    if (threadIdx.x) return;
+    head->nonfinite = bad != 0;
+    if (bad || !sound) head->undo = head->fault.encoded & (SID_OWN | SID_FOR_ALL);
+    sid_tell(*head, report);
+}
+
+/* ---- a step -------------------------------------------------------------------------------------------------------- */
+
+sid_table slice_of(const sid_cuda_trip &t, uint32_t s) {
+    const uint64_t at = sid_slice_start(t.x, s), end = at + sid_slice_len(t.x, s);
+    return {t.table.segs, t.table.n_seg, t.table.dtype, t.table.before + at, t.table.after + t.x->n - end};
+}
+
+sid_status first_shot(const sid_cuda_trip &t) {
+    const sid_exchange *x = t.x;
+    const sid_shots at = sid_shots_of(x);
+    const uint64_t apart = x->plan->sizes.payload;
+    const uint32_t slices = slices_of(x);
+    uint8_t *const own = t.wire + at.theirs + x->rank * apart;
+    sid_status status = sid_launch(t.to, "begin", sid_shots_begin_kernel, 1, SID_LANES, 0, t.head, mean_of(t),
+                                   sid_slice_len(x, x->rank));
+    for (uint32_t s = 0; s < slices && !status; s++) {
+        sid_cuda_encoding c = sid_encoding_of(t, plan_of(x, x->plan, s), sid_slice_step(&t.at, s, x->rank, x->world),
+                                              t.state + s * at.apart, s == x->rank ? own : t.wire + s * apart);
+        status = sid_enqueue(c, slice_of(t, s), codec_work(t));
+    }
+    if (!status)
+        status = sid_launch(t.to, "first shot", sid_first_shot_kernel, 1, SID_BLOCK, 0, t.head, t.wire, own, apart,
+                            slices, x->rank);
+    return status;
+}
+
+sid_status second_shot(const sid_cuda_trip &t) {
+    const sid_exchange *x = t.x;
+    const uint32_t s = x->rank;
+    const uint64_t len = sid_slice_len(x, s);
+    if (!len) return SID_OK;
+    const sid_shots at = sid_shots_of(x);
+    const sid_table mean = {&t.head->own, 1, SID_F32, 0, 0};
+    uint8_t *const payload = t.wire + at.means + s * x->server->sizes.payload;
+    sid_cuda_decoding in =
+        sid_decoding_of(t, plan_of(x, x->plan, s), sid_slice_step(&t.at, s, s, x->world), t.wire + at.theirs,
+                        x->plan->sizes.payload, x->world, 1.0f / (float)x->world);
+    sid_status status = sid_enqueue(in, mean, codec_work(t));
+    if (!status) status = sid_launch(t.to, "found", sid_found_kernel, 1, SID_LANES, 0, t.head, 0u);
+    if (status) return status;
+    const sid_plan *server = plan_of(x, x->server, s);
+    sid_cuda_encoding out =
+        sid_encoding_of(t, server, sid_slice_step(&t.at, s | SID_SECOND, s, x->world), t.state + at.server, payload);
+    out.gate = t.gate();
+    status = sid_enqueue(out, mean, codec_work(t));
+    if (status) return status;
+    const uint64_t bytes = x->server->sizes.payload;
+    return sid_launch(t.to, "second shot", sid_second_shot_kernel,
+                      sid_blocks(t.to, (bytes / 16 + SID_BLOCK - 1) / SID_BLOCK, 1), SID_BLOCK, 0, t.head, payload,
+                      bytes);
+}
+
+/* The means of whole slices at once, and that of the short one. */
+sid_status check_means(const sid_cuda_trip &t) {
+    const sid_exchange *x = t.x;
+    const sid_shots at = sid_shots_of(x);
+    const uint32_t slices = slices_of(x);
+    const uint64_t apart = x->server->sizes.payload;
+    for (uint32_t s = 0; s < slices;) {
+        uint32_t count = 1;
+        while (s + count < slices && sid_slice_kind(x, s + count) == sid_slice_kind(x, s)) count++;
+        sid_cuda_decoding c =
+            sid_decoding_of(t, plan_of(x, x->server, s), sid_slice_step(&t.at, s | SID_SECOND, s, x->world),
+                            t.wire + at.means + s * apart, apart, count, 1.0f);
+        c.apart = 1u << SID_SUBGROUPS;
+        c.part = SID_CHECK;
+        sid_status status = sid_enqueue(c, slice_of(t, s), codec_work(t));
+        if (!status) status = sid_launch(t.to, "found", sid_found_kernel, 1, SID_LANES, 0, t.head, s);
+        if (status) return status;
+        s += count;
+    }
+    return SID_OK;
+}
+
+sid_status advance(sid_cuda_trip &t, uint32_t round) {
+    sid_status status = SID_OK;
+    if (!round) status = first_shot(t);
+    if (!status && (round == 1 || !t.x->rounds)) status = second_shot(t);
+    return status || round < t.x->rounds ? status : check_means(t);
+}
+
+sid_status finish(sid_cuda_trip &t) {
+    const sid_exchange *x = t.x;
+    const sid_shots at = sid_shots_of(x);
+    const uint32_t slices = slices_of(x), s = x->rank;
+    const uint64_t apart = x->server->sizes.payload, len = sid_slice_len(x, s);
+    const uint8_t *means = t.wire + at.means;
+    sid_status status =
+        sid_launch(t.to, "end", sid_shots_end_kernel, 1, SID_BLOCK, 0, t.head, means, apart, slices, t.report);
+    if (!status && x->plan->memory->vectors) { /* while the segments hold the gradient */
+        sid_group g;
+        sid_scratch *scratch;
+        status = sid_begin_table(t.to, t.table, x->n, codec_work(t), &g, &scratch);
+        if (!status) status = sid_enqueue_undo(t, SID_OWN, x->plan, g, {t.state, at.apart, x->slice});
+    }
+    if (!status && len) {
+        const sid_group mean = {&t.head->own, t.head->own_start, len, 1, SID_F32, 0, 0};
+        status = sid_enqueue_undo(t, SID_FOR_ALL, plan_of(x, x->server, s), mean, {t.state + at.server, 0, len});
+    }
+    for (uint32_t i = 0; i < slices && !status; i++) {
+        sid_cuda_decoding c =
+            sid_decoding_of(t, plan_of(x, x->server, i), sid_slice_step(&t.at, i | SID_SECOND, i, x->world),
+                            means + i * apart, apart, 1, 1.0f);
+        c.part = SID_WRITE;
+        c.nonfinite = &t.head->nonfinite;
+        status = sid_enqueue(c, slice_of(t, i), codec_work(t));
+    }
+    return status;
+}
+
+} // namespace
+
+extern "C" {
+extern const sid_cuda_exchange sid_cuda_exchange_twoshot;
+const sid_cuda_exchange sid_cuda_exchange_twoshot = {work, advance, finish};
+}
