@@ -236,6 +236,10 @@ RIVALS: dict[str, tuple[Encode, Decode]] = {
     "marsit": (_sign, _of_sign),
     "qsgd": (_qsgd, _of_int8),
     "terngrad": (_terngrad, _of_int8),
+    "terngrad-shared": (
+        _terngrad,
+        _of_int8,
+    ),  # a hook would agree on the scale by an all-reduce of one number
     "int8": (_int(127), _of_blocks),
     "int4": (_int(7), _of_blocks),
     "fp8": (_fp8, _of_blocks),

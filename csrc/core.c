@@ -54,6 +54,7 @@ const sid_simd *sid_simd_for(sid_isa isa) {
 }
 
 size_t sid_dtype_size(sid_dtype d) { return d == SID_F32 ? 4u : d == SID_F16 || d == SID_BF16 ? 2u : 0u; }
+size_t sid_body_size(sid_dtype d) { return d == SID_I8 ? 1u : sid_dtype_size(d); }
 
 const float *sid_load(const sid_simd *v, sid_dtype d, const void *p, uint64_t from, uint32_t len, float *buf) {
     if (d == SID_F32) return (const float *)p + from;

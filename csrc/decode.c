@@ -55,7 +55,9 @@ static int nonfinite(sid_gather *g) {
         }
         if (g->count == 1) return 0; /* several may add up to Inf */
     }
-    for (uint64_t at = 0; at < p->n; at += SID_DECODE_TILE) {
+    /* a body of whole numbers holds no NaN: all of it decodes to NaN, or nothing */
+    const int alike = p->sizes.body_dtype == SID_I8 && g->count == 1;
+    for (uint64_t at = 0; at < (alike && p->n ? 1 : p->n); at += SID_DECODE_TILE) {
         float x[SID_DECODE_TILE] = {0};
         const uint32_t len = p->n - at < SID_DECODE_TILE ? (uint32_t)(p->n - at) : SID_DECODE_TILE;
         p->codec->decode(g, x, at, len);

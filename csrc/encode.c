@@ -21,6 +21,9 @@ static sid_status segments_hold(const sid_plan *p, const sid_segment *seg, uint3
     return sum == p->n ? SID_OK : SID_E_ARG;
 }
 
+/* Where the ranks' bodies are summed, there may be too many. */
+static int fit(const sid_plan *p, const sid_step *at) { return !p->sizes.ranks || at->world <= p->sizes.ranks; }
+
 static int aligned(const void *p) { return (uintptr_t)p % 64 == 0; }
 
 /* The next `len` elements of the list as floats, at most to the end of a segment; *take says how many. */
@@ -136,6 +139,7 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
     if (!(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF) return SID_E_ARG;
     if (!aligned(state) || !aligned(work) || !aligned(payload)) return SID_E_ARG;
     if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
+    if (!fit(p, at)) return SID_E_UNSUPPORTED;
     sid_walk w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work};
     if (p->codec->info.traits & SID_STOCHASTIC) w.draw = (sid_draw){sid_salt(at->seed, at->rank), at->group, at->step};
     if (p->memory->wants_norm && p->memory->wants_norm(p)) w.norm = norm_of(p, seg);
@@ -181,7 +185,9 @@ sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *
     if (!p || !state || !work || !at || !payload || !at->world || at->rank >= at->world) return SID_E_ARG;
     if (!aligned(state) || !aligned(work) || !aligned(payload) || !round || round >= p->sizes.rounds) return SID_E_ARG;
     if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
+    if (!fit(p, at)) return SID_E_UNSUPPORTED;
     sid_walk w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work, .round = round};
+    w.draw = w.state->draw; /* sid_encode's */
     if (at->world == 1) return SID_OK;
     walk(&w, seg);
     p->codec->finish(&w);

@@ -147,7 +147,7 @@ typedef enum sid_verdict {
 
 typedef struct sid_cursor {
     uint64_t pos;  /* entries of the payload consumed */
-    uint32_t left; /* of them left in the current wire tile */
+    uint32_t left; /* of them left in the current wire tile; or what else open() remembers of a payload */
 } sid_cursor;
 
 typedef struct sid_gather { /* decode of W payloads */
@@ -386,7 +386,8 @@ sid_status sid_device_enter(int device, int *before, sid_error *err);
 void sid_device_leave(int before);
 /* wire.h's checksum of a payload, or of the header alone (bytes == 64). */
 uint64_t sid_payload_checksum(const sid_simd *v, const uint8_t *payload, uint64_t bytes);
-size_t sid_dtype_size(sid_dtype d); /* 0: no such dtype */
+size_t sid_dtype_size(sid_dtype d); /* of a vector's element; 0: no such dtype */
+size_t sid_body_size(sid_dtype d);  /* of a linear body's */
 /* len elements of dtype d at p, from element `from` on, as floats: p itself where it is float32, else converted to buf. */
 const float *sid_load(const sid_simd *v, sid_dtype d, const void *p, uint64_t from, uint32_t len, float *buf);
 /* The reverse, rounded once. */

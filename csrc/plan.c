@@ -116,7 +116,7 @@ uint32_t sid_memory_vectors(const sid_plan *p) { return p->memory->vectors; }
 uint64_t sid_plan_extra(const sid_plan *p) { return sid_round_up(p->extra, 16) * sizeof(float); }
 
 sid_slice sid_plan_round(const sid_plan *p, uint32_t round) {
-    const uint64_t size = sid_dtype_size(p->sizes.body_dtype);
+    const uint64_t size = sid_body_size(p->sizes.body_dtype);
     if (p->sizes.rounds == 1) return (sid_slice){p->sizes.body_offset, round ? 0 : p->sizes.body_count};
     const uint64_t first = p->first; /* elements of round 0; no codec has more than two */
     return round == 0   ? (sid_slice){p->sizes.body_offset, first}

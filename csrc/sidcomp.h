@@ -57,7 +57,8 @@ const char *sid_status_text(int status);
 typedef enum sid_dtype {
     SID_F32 = 0,
     SID_F16 = 1,
-    SID_BF16 = 2
+    SID_BF16 = 2,
+    SID_I8 = 3 /* of a linear codec's body, not of vectors: sums are modulo 256 */
 } sid_dtype;
 
 /* `len` elements of the group's dtype at `ptr`; no alignment beyond the element's own. */
@@ -94,8 +95,9 @@ enum {                   /* traits */
     SID_MOMENTUM = 64u,  /* of a memory: holds the momentum, so that the optimizer must have none */
     SID_VOTE = 128u,     /* several payloads are not summed but vote (or one is drawn), whatever the scale */
     SID_SHAPED = 256u,   /* of a codec: looks at the tensors' shapes */
-    SID_SIGNS = 512u     /* of a codec: a bit an element for + or - a value of the plan's own, so that the bits of
+    SID_SIGNS = 512u,    /* of a codec: a bit an element for + or - a value of the plan's own, so that the bits of
                           * several ranks can be merged to such bits */
+    SID_IN_ROUNDS = 1024u /* of a codec: may take several exchanges a step, one after the other */
 };
 
 typedef struct sid_info {
@@ -164,6 +166,7 @@ typedef struct sid_sizes {
     uint64_t state, work; /* bytes */
     uint64_t k;           /* elements that are sent, or aimed at; n for dense codecs */
     uint32_t rounds;      /* exchanges that make up a step: 1, or more (linear codecs) */
+    uint32_t ranks;       /* linear codecs: the most whose bodies can be summed; 0: any number */
 } sid_sizes;
 
 /* What a round exchanges: `count` elements of the body's dtype from byte `offset` of the payload on. */
@@ -209,7 +212,9 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
 
 /* For plans of several rounds. sid_encode has written the slice of round 0, the ranks have summed it in place; this writes
  * the slice of `round`, 1 and up, one after the other. Segments, state, work, at and payload as they were in sid_encode;
- * where at->world is 1, sid_encode has done all rounds. A slice that is not finite makes the next ones so. */
+ * where at->world is 1, sid_encode has done all rounds. A slice that is not finite makes the next ones so. A rank that
+ * cannot write a slice sends bytes 0xff in its place, in every round from there on: NaN in any float, and codecs whose
+ * bodies are whole numbers know them too, so that the step is not finite on the other ranks. */
 sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *seg, uint32_t n_seg, void *state,
                           void *work, const sid_step *at, void *payload);
 

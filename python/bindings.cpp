@@ -96,12 +96,13 @@ struct Name {
     int value;
 };
 constexpr Name dtypes[] = {{"float32", SID_F32}, {"float16", SID_F16}, {"bfloat16", SID_BF16}};
+constexpr Name bodies[] = {{"float32", SID_F32}, {"float16", SID_F16}, {"bfloat16", SID_BF16}, {"int8", SID_I8}};
 constexpr Name isas[] = {
     {"auto", SID_ISA_AUTO}, {"base", SID_ISA_BASE}, {"avx2", SID_ISA_AVX2}, {"avx512", SID_ISA_AVX512}};
 constexpr Name traits[] = {{"linear", SID_LINEAR},     {"lossless", SID_LOSSLESS}, {"stochastic", SID_STOCHASTIC},
                            {"unbiased", SID_UNBIASED}, {"sparse", SID_SPARSE},     {"feedback", SID_FEEDBACK},
                            {"momentum", SID_MOMENTUM}, {"vote", SID_VOTE},         {"shaped", SID_SHAPED},
-                           {"signs", SID_SIGNS}};
+                           {"signs", SID_SIGNS},       {"rounds", SID_IN_ROUNDS}};
 constexpr const char *kinds[] = {"real", "int", "choice"};
 
 template <size_t N> int value_of(const Name (&names)[N], const string &name, const char *what) {
@@ -1064,11 +1065,12 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("payload_bytes", [](const Plan &p) { return p.sizes.payload; })
         .def_property_readonly("body_offset", [](const Plan &p) { return p.sizes.body_offset; })
         .def_property_readonly("body_count", [](const Plan &p) { return p.sizes.body_count; })
-        .def_property_readonly("body_dtype", [](const Plan &p) { return name_of(dtypes, p.sizes.body_dtype); })
+        .def_property_readonly("body_dtype", [](const Plan &p) { return name_of(bodies, p.sizes.body_dtype); })
         .def_property_readonly("state_bytes", [](const Plan &p) { return p.sizes.state; })
         .def_property_readonly("work_bytes", [](const Plan &p) { return p.sizes.work; })
         .def_property_readonly("extra_bytes", [](const Plan &p) { return sid_plan_extra(p.get()); })
         .def_property_readonly("rounds", [](const Plan &p) { return p.sizes.rounds; })
+        .def_property_readonly("ranks", [](const Plan &p) { return p.sizes.ranks; })
         .def_property_readonly("slices",
                                [](const Plan &p) {
                                    py::list all;

@@ -44,7 +44,8 @@ LIMITS = {  # of what a linear body carries: one rank, several ranks
     "float16": (np.float32(65504.0), np.float32(65376.0)),
     "bfloat16": (HALF_MAX["bfloat16"], np.uint32(0x7F7C0000).view(np.float32)),
 }
-STORAGE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
+STORAGE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16),
+           "int8": np.dtype(np.int8)}  # fmt: skip
 DTYPE_CODE = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 MAGIC, VERSION, HEADER_BYTES, WIRE_TILE = 0x43444953, 1, 64, 65536
@@ -130,6 +131,12 @@ def checksum_words(data: bytes) -> int:
     h ^= h >> 29
     h = h * 0xBF58476D1CE4E5B9 & mask
     return h ^ (h >> 32)
+
+
+def add_bytes(payloads: Sequence[bytes], own: int, start: int = HEADER_BYTES) -> bytes:
+    """Payload `own`, its bytes from `start` on summed over all payloads, modulo 256."""
+    bodies = [np.frombuffer(p, np.uint8)[start:] for p in payloads]
+    return payloads[own][:start] + np.sum(bodies, axis=0, dtype=np.uint8).tobytes()
 
 
 def seal(payload: bytes, linear: bool) -> bytes:
@@ -1229,6 +1236,62 @@ def terngrad(wire_id: int, n: int, dtype: str, settings: Settings) -> Quantised:
     return TernGrad(wire_id, n, dtype, settings, block=0, width=2, top=1, draw_bits=16)
 
 
+class TernGradShared(TernGrad):
+    """TernGrad with scaler sharing: each rank clips and measures its own; the largest scaler is all ranks'.
+
+    A body is 128 scalers, of which a rank writes its own, then n codes and a 1, all summed as bytes. One
+    rank's encode() does both rounds; of several, Group.further() does the second.
+    """
+
+    exact = False
+    body_dtype = "int8"
+    second_at = HEADER_BYTES + 512
+
+    @property
+    def body_count(self) -> int:
+        return 512 + self.n + 1
+
+    def own(self, acc: Array, gradient: Array) -> np.float32:
+        return self.scale(acc) if np.isfinite(gradient).all() else np.float32(np.nan)
+
+    def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        slots = np.zeros(128, "<f4")
+        slots[at.rank] = self.own(acc, gradient)
+        codes, decoded = bytes(self.n + 1), np.zeros(self.n, np.float32)
+        if at.world == 1:
+            codes, decoded = self.second(acc, gradient, slots[0], at)
+        body = _pad(slots.tobytes() + codes, 64)
+        return Sent(body, self.n, float(np.float32(1) / np.float32(at.world)), 0, decoded, self.n)
+
+    def second(self, acc: Array, gradient: Array, shared: np.float32, at: Step) -> tuple[bytes, Array]:
+        """The second slice, and what has left."""
+        if np.isnan(shared):
+            return b"\xff" * (self.n + 1), np.zeros(self.n, np.float32)
+        own = self.own(acc, gradient)
+        inverse = np.float32(1) / shared if shared else np.float32(0)
+        level = np.clip(acc, -own, own) * inverse
+        draw = Stream(self.salt(at), at.group, at.step).draw16(self.n)
+        magnitude = self.magnitudes(np.minimum(np.abs(level), np.float32(1)), draw)
+        code = np.where(level < 0, -magnitude, magnitude).astype(np.int8)
+        return code.tobytes() + b"\1", code.astype(np.float32) * shared
+
+    def shared(self, payload: bytes) -> np.float32:
+        """The largest scaler of a summed payload; NaN where one is none."""
+        slots = np.frombuffer(payload, "<f4", 128, HEADER_BYTES)
+        sound = ~np.signbit(slots) & ((slots == 0) | ((slots >= FLT_MIN) & (slots <= np.float32(M_MAX))))
+        return np.float32(slots.max() if sound.all() else np.nan)
+
+    def read(self, payload: bytes) -> Array:
+        codes = np.frombuffer(payload, np.int8, self.n + 1, self.second_at)
+        world, shared = round(1 / header(payload)["scale"]), self.shared(payload)
+        unit = np.float32(float(shared) / world) if codes[-1] == world else np.float32(np.nan)
+        return codes[:-1].astype(np.float32) * unit
+
+
+def terngrad_shared(wire_id: int, n: int, dtype: str, settings: Settings) -> TernGradShared:
+    return TernGradShared(wire_id, n, dtype, settings, linear=True, block=0, width=8, top=1, draw_bits=16)
+
+
 @dataclass
 class Signs(Codec):
     """A bit an element: what it decodes to is `high` where the element is >= 0 (so also -0), else `low`.
@@ -1330,6 +1393,7 @@ CODECS: dict[str, Callable[..., Any]] = {
     "fp8": fp8,
     "qsgd": qsgd,
     "terngrad": terngrad,
+    "terngrad-shared": terngrad_shared,
     "redsync": RedSync,
     "signsgd": lambda *a: Signs(*a, values="magnitude"),
     "efsignsgd": lambda *a: Signs(*a, values="mean"),
@@ -1531,6 +1595,14 @@ class Group:
             at.step, at.group, at.rank, sent.scale, self.codec.salt(at), 0,
         )  # fmt: skip
         return seal(head + sent.body, self.codec.linear)
+
+    def further(self, payload: bytes, elements: Array, at: Step) -> bytes:
+        """The second round of a codec that takes two, after encode() of the same: `payload` is summed."""
+        gradient = to_f32(elements, self.dtype)
+        codes, decoded = self.codec.second(self.acc, gradient, self.codec.shared(payload), at)
+        with np.errstate(all="ignore"):
+            self.memory.sent(decoded)
+        return _pad(payload[: self.codec.second_at] + codes, 64)
 
     def total(self, payloads: Sequence[bytes], scale: float) -> Array:
         """scale * sum of what the payloads stand for: a float32 sum in their order, times a float32 factor.

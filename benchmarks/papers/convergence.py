@@ -28,7 +28,7 @@ import torch.distributed as dist
 from sidcomp import _core, schedule
 from sidcomp.ddp import roles
 from sidcomp.groups import DENSE, Piece, Regime, Spec, form_groups
-from sidcomp.layout import Block
+from sidcomp.layout import BODIES, Block
 from sidcomp.route import Trip
 from sidcomp.settings import Settings
 
@@ -37,8 +37,6 @@ from benchmarks.common import RESULTS, report
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import flags
 from tasks import TASKS
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Result(NamedTuple):
@@ -90,7 +88,7 @@ class Group:
                 else:
                     plan.next_round(i, *where, step=step, **here)
             if plan.linear:
-                dtype = _DTYPES[plan.body_dtype]
+                dtype = BODIES[plan.body_dtype]
                 offset, count = plan.slices[i]
                 sent += count * dtype.itemsize
                 rows = gathered.tensor[: world * plan.payload_bytes].view(world, -1)

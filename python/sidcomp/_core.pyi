@@ -256,6 +256,7 @@ class Plan:
     work_bytes: int
     extra_bytes: int  # at the end of the state, beside the vectors
     rounds: int
+    ranks: int  # of a linear codec: the most whose bodies can be summed; 0: any number
     slices: list[tuple[int, int]]  # of a linear codec: offset in bytes and elements, for each round
     vectors: int
     def encode(

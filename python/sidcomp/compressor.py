@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from sidcomp import _core
 from sidcomp.errors import ArgumentError
-from sidcomp.registry import resolve
+from sidcomp.registry import check_ranks, resolve
 from sidcomp.schedule import Setting
 
 Array = TypeVar("Array")  # numpy.ndarray or torch.Tensor
@@ -106,6 +106,7 @@ class Compressor:
         if shapes is not None:
             extra["shapes"] = [(math.prod(s), math.prod(s[1:]) if len(s) > 1 else 1) for s in shapes]
         self.plan = _core.Plan(self.codec.name, self.memory.name, n, name, self.parameters, **extra)
+        check_ranks(self.plan, world)
         self.n = n
         self.dtype = name
         self.step = 0

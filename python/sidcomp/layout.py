@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sidcomp.cuda import CudaLane
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+BODIES = {**{name: dtype for dtype, name in DTYPES.items()}, "int8": torch.int8}  # of linear codecs
 STATE_HEADER = 256  # bytes before the vectors in a state block (sid_state)
 _HUGE = 2**21  # bytes of a huge page
 
@@ -177,7 +177,7 @@ class Group:
 
     def _view(self, offset: int, count: int) -> torch.Tensor:
         """Elements of the body."""
-        dtype = _TORCH_DTYPES[self.plan.body_dtype]
+        dtype = BODIES[self.plan.body_dtype]
         return self.payload.tensor[offset : offset + count * dtype.itemsize].view(dtype)
 
     def _swap(self, other: tuple[Any, ...]) -> tuple[Any, ...]:

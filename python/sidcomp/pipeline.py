@@ -509,7 +509,7 @@ class Pipeline:
             # The others wait for our bytes: send such that they fail with us, not those of the step before.
             g.error = e
             if g.plan.linear:
-                g.body.fill_(torch.nan)
+                _poison(g.body)
             else:
                 g.payload.tensor.zero_()
 
@@ -544,7 +544,7 @@ class Pipeline:
         except Exception as e:
             g.error = e
         if g.error is not None:  # the others wait for our part
-            g.slices[i].fill_(torch.nan)
+            _poison(g.slices[i])
         taken = perf_counter_ns() - start
         g.encode_ns += taken
         g.wait_ns -= taken
@@ -699,6 +699,11 @@ def _failed(error: Exception) -> "Future[torch.Tensor]":
     future: Future[torch.Tensor] = Future()
     future.set_exception(error)  # type: ignore[arg-type]
     return future
+
+
+def _poison(body: torch.Tensor) -> None:
+    """What a rank that failed has summed in place of a body: NaN, or whole numbers that the codec knows."""
+    body.view(torch.uint8).fill_(0xFF)
 
 
 def _explain(g: Group, cause: Exception) -> SidcompError:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from sidcomp import _core, schedule
-from sidcomp.errors import ParameterError
+from sidcomp.errors import ParameterError, UnsupportedError
 from sidcomp.schedule import Schedule, Setting
 
 V = TypeVar("V", Setting, Setting | Schedule)
@@ -28,7 +28,7 @@ class Parameter:
 @dataclass(frozen=True)
 class Codec:
     """A codec, a memory or an exchange. `traits` holds "linear", "lossless", "stochastic", "unbiased",
-    "sparse", "feedback", "momentum", "vote", "shaped", "signs"; `cuda`: kernels are built."""
+    "sparse", "feedback", "momentum", "vote", "shaped", "signs", "rounds"; `cuda`: kernels are built."""
 
     name: str
     family: str
@@ -55,6 +55,11 @@ class Codec:
         """What it costs and sends depends on the shapes of the tensors, not only on how many elements they
         have."""
         return "shaped" in self.traits
+
+    @property
+    def rounds(self) -> bool:
+        """May take several exchanges a step, each of which needs the sum of the one before."""
+        return "rounds" in self.traits
 
     @property
     def momentum(self) -> bool:
@@ -132,3 +137,12 @@ def resolve(codec: str, memory: str | None, settings: dict[str, V]) -> tuple[Cod
     for step in schedule.steps(settings):
         _core.Plan(c.name, m.name, 1, "float32", schedule.at(settings, step))  # the core knows the ranges
     return c, m, settings
+
+
+def check_ranks(plan: "_core.Plan", world: int) -> None:
+    """Refuses more ranks than the sums of a plan's bodies can hold."""
+    if 0 < plan.ranks < world:
+        raise UnsupportedError(
+            f"codec {plan.codec!r} sums what at most {plan.ranks} ranks send; here are {world}: take another "
+            "codec"
+        )

@@ -9,7 +9,7 @@ from sidcomp import _core, schedule
 from sidcomp.errors import ArgumentError, ParameterError, UnsupportedError
 from sidcomp.groups import DENSE, PLANNED, Groups, Regime, parse_groups
 from sidcomp.policy import Exclude, Policy, Rules, Shapes, parse_exclude, parse_rules
-from sidcomp.registry import Codec, find_codec, find_memory, resolve
+from sidcomp.registry import Codec, check_ranks, find_codec, find_memory, resolve
 from sidcomp.route import Route, Trip
 from sidcomp.schedule import Parameters, Schedule, Setting
 
@@ -156,9 +156,9 @@ class Settings:
             warmup,
             transport,
         )
-        if settings.planned and (shaped := [way.codec.name for way in ways if way.codec.shaped]):
+        if settings.planned and (several := [way.codec.name for way in ways if way.codec.rounds]):
             raise ArgumentError(
-                f"what {shaped[0]!r} costs depends on the tensors' shapes, which planned groups "
+                f"what {several[0]!r} costs, which takes several exchanges a step, planned groups "
                 f'(groups={settings.groups!r}) do not know: name other groups, such as "bucket", or another '
                 "codec"
             )
@@ -278,7 +278,10 @@ class Settings:
         w.check()
         if w.route is not None and w.routed and place is not None:
             return w.route.plan(w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
-        return _core.Plan(w.codec.name, w.memory.name, n, dtype, values, shapes=shapes, **extra)
+        plan = _core.Plan(w.codec.name, w.memory.name, n, dtype, values, shapes=shapes, **extra)
+        if place is not None:
+            check_ranks(plan, place[1])
+        return plan
 
     def full_plan(self, n: int, dtype: str, way: int) -> _core.Plan:
         """Of the steps that send everything, with what is kept."""

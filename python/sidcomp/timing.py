@@ -13,12 +13,11 @@ import torch.distributed as dist
 from sidcomp import _core
 from sidcomp.errors import ExchangeError
 from sidcomp.exchange import Exchange
-from sidcomp.layout import DTYPES
+from sidcomp.layout import BODIES, DTYPES
 
 _REPEATS = 15
 _BESIDE = 5  # repeats beside computing
 _ALWAYS = 2**16  # bytes: a curve without a slope would be worse than a longer wait
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 Wait = Callable[[], object]
 Samples = list[list[int]]  # ns, a list for each of the things that are measured together
@@ -103,7 +102,7 @@ class Wire(NamedTuple):
 def wire_of(plan: _core.Plan) -> tuple[Wire, int]:
     """How a payload of the plan travels, and how many of its bytes."""
     if plan.linear:
-        dtype = _TORCH_DTYPES[plan.body_dtype]
+        dtype = BODIES[plan.body_dtype]
         return Wire(False, dtype), plan.body_count * dtype.itemsize
     return Wire(True, torch.uint8), plan.payload_bytes
 

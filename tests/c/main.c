@@ -26,6 +26,8 @@
     X(rounds)                                                                                                          \
     X(rounds_low_rank)                                                                                                 \
     X(rounds_spoiled)                                                                                                  \
+    X(rounds_failed)                                                                                                   \
+    X(rounds_limit)                                                                                                    \
     X(shapes_refused)                                                                                                  \
     X(exchanges)                                                                                                       \
     X(exchange_routes_refused)                                                                                         \

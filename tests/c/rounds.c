@@ -9,10 +9,12 @@
 void test_rounds(void);
 void test_rounds_low_rank(void);
 void test_rounds_spoiled(void);
+void test_rounds_failed(void);
+void test_rounds_limit(void);
 void test_shapes_refused(void);
 
 enum {
-    MOST_RANKS = 5,
+    MOST_RANKS = 8,
     STEPS = 3,
     N = 5000
 };
@@ -46,11 +48,19 @@ static void ranks_close(ranks *r) {
     }
 }
 
-/* The all-reduce of a slice: every rank gets the sum, in rank order. */
+static uint64_t width(const ranks *r) { return r->g[0].sizes.body_dtype == SID_I8 ? 1 : 4; }
+
+/* The all-reduce of a slice: every rank gets the sum, in rank order; of bytes modulo 256. */
 static void sum_slices(ranks *r, uint32_t round) {
     const sid_slice s = sid_plan_round(r->g[0].plan, round);
     for (uint64_t i = 0; i < s.count; i++) {
         float sum = 0, v;
+        uint8_t whole = 0;
+        if (width(r) == 1) {
+            for (uint32_t k = 0; k < r->world; k++) whole = (uint8_t)(whole + r->g[k].payload.p[s.offset + i]);
+            for (uint32_t k = 0; k < r->world; k++) r->g[k].payload.p[s.offset + i] = whole;
+            continue;
+        }
         for (uint32_t k = 0; k < r->world; k++) {
             memcpy(&v, r->g[k].payload.p + s.offset + 4 * i, 4);
             sum = k ? sum + v : v;
@@ -59,16 +69,23 @@ static void sum_slices(ranks *r, uint32_t round) {
     }
 }
 
-/* A step of all ranks, with the gradients that their vectors hold; returns whether it was not finite. */
-static uint32_t step_all(ranks *r, uint64_t step) {
-    uint32_t spoiled = 0;
+/* A step of all ranks, with the gradients that their vectors hold; returns whether it was not finite. Ranks whose bit is
+ * set in `failing` send 0xff from round `from` on, and decode nothing. */
+static uint32_t step_but(ranks *r, uint64_t step, uint32_t failing, uint32_t from) {
+    uint32_t spoiled = 0, first = 0;
+    while (failing >> first & 1) first++;
     sid_error err;
     sid_report report;
     for (uint32_t round = 0; round < r->g[0].sizes.rounds; round++) {
         for (uint32_t k = 0; k < r->world; k++) {
             const sid_step at = {.step = step, .seed = 3, .group = 1, .rank = k, .world = r->world};
             group *g = &r->g[k];
+            const sid_slice slice = sid_plan_round(g->plan, round);
             sid_status s;
+            if (failing >> k & 1 && round >= from) {
+                memset(g->payload.p + slice.offset, 0xff, slice.count * width(r));
+                continue;
+            }
             if (!round)
                 s = sid_encode(g->plan, r->v[k].seg, r->v[k].n_seg, g->state.p, g->work.p, &at, g->payload.p, NULL);
             else
@@ -81,16 +98,22 @@ static uint32_t step_all(ranks *r, uint64_t step) {
     for (uint32_t k = 0; k < r->world; k++) {
         const sid_step at = {.step = step, .group = 1, .rank = k, .world = r->world};
         group *g = &r->g[k];
+        if (failing >> k & 1) continue;
         const sid_status s = sid_decode(g->plan, g->payload.p, 0, 1, 1.0f / (float)r->world, r->v[k].seg, r->v[k].n_seg,
                                         g->state.p, &at, &report, &err);
         CHECK(s == SID_OK, "%s: %s", g->name, err.text);
-        CHECK(vec_equal(&r->v[k], &r->v[0]), "%s: rank %u has decoded something else", g->name, k);
-        spoiled |= report.nonfinite;
+        CHECK(vec_equal(&r->v[k], &r->v[first]), "%s: rank %u has decoded something else", g->name, k);
+        CHECK(k == first || spoiled == report.nonfinite, "%s: rank %u reports %u", g->name, k, report.nonfinite);
+        spoiled = report.nonfinite;
         const uint64_t extra = sid_plan_extra(g->plan);
-        CHECK(extra && extra <= g->state.bytes, "%s: extra of %llu bytes", g->name, (unsigned long long)extra);
+        const int learns = (sid_plan_codec(g->plan)->traits & SID_SHAPED) != 0;
+        CHECK((extra || !learns) && extra <= g->state.bytes, "%s: extra of %llu bytes", g->name,
+              (unsigned long long)extra);
     }
     return spoiled;
 }
+
+static uint32_t step_all(ranks *r, uint64_t step) { return step_but(r, step, 0, 0); }
 
 static float largest(const float *v, uint64_t n) {
     float m = 0;
@@ -119,10 +142,11 @@ static void conserved(const sid_info *codec, sid_dtype dtype, uint32_t world) {
     uint64_t body = 0;
     for (uint32_t i = 0; i < r.g[0].sizes.rounds; i++) {
         const sid_slice s = sid_plan_round(r.g[0].plan, i);
-        CHECK(s.count && s.offset == r.g[0].sizes.body_offset + 4 * body, "%s: slice %u", r.g[0].name, i);
+        CHECK(s.count && s.offset == r.g[0].sizes.body_offset + width(&r) * body, "%s: slice %u", r.g[0].name, i);
         body += s.count;
     }
-    CHECK(body == r.g[0].sizes.body_count && body < N / 2, "%s: slices of %llu", r.g[0].name, (unsigned long long)body);
+    CHECK(body == r.g[0].sizes.body_count && width(&r) * body < 2 * N, "%s: slices of %llu", r.g[0].name,
+          (unsigned long long)body);
     for (uint64_t step = 0; step < STEPS; step++) {
         double bad = 0, top = 0, sum_of[N] = {0};
         for (uint32_t k = 0; k < world; k++) {
@@ -153,7 +177,7 @@ void test_rounds(void) {
     for (uint32_t i = 0; sid_codec_at(i); i++)
         for (int d = SID_F32; d <= SID_BF16; d++)
             for (uint32_t world = 1; world <= MOST_RANKS; world++)
-                if (sid_codec_at(i)->traits & SID_SHAPED) conserved(sid_codec_at(i), (sid_dtype)d, world);
+                if (sid_codec_at(i)->traits & SID_IN_ROUNDS) conserved(sid_codec_at(i), (sid_dtype)d, world);
 }
 
 /* Matrices of rank 2 come through whole, and so does a matrix that is zero in all ranks but one. */
@@ -193,7 +217,7 @@ void test_rounds_low_rank(void) {
 /* NaN on one rank: all ranks decode NaN there, nothing of it is kept, and the step after is as if it had not been. */
 void test_rounds_spoiled(void) {
     for (uint32_t i = 0; sid_codec_at(i); i++) {
-        if (!(sid_codec_at(i)->traits & SID_SHAPED)) continue;
+        if (!(sid_codec_at(i)->traits & SID_IN_ROUNDS)) continue;
         for (uint32_t where = 3; where < N; where += 1111) {
             ranks r;
             const sid_config c = shaped(sid_codec_at(i), "residual", SID_F32);
@@ -223,6 +247,66 @@ void test_rounds_spoiled(void) {
             }
             ranks_close(&r);
         }
+    }
+}
+
+/* Ranks that cannot write a slice, whichever and however many: the step is not finite on the others, which keep nothing of
+ * it; then all goes on. */
+void test_rounds_failed(void) {
+    static const uint32_t failing[] = {1, 2, 8, 1 | 4, 1 | 2 | 4, 2 | 4 | 8};
+    for (uint32_t i = 0; sid_codec_at(i); i++)
+        for (uint32_t k = 0; k < 2 * sizeof failing / sizeof *failing; k++) {
+            ranks r;
+            const sid_config c = shaped(sid_codec_at(i), "residual", SID_F32);
+            const uint32_t who = failing[k / 2];
+            float kept[4][N];
+            if (!(sid_codec_at(i)->traits & SID_IN_ROUNDS)) continue;
+            if (ranks_open(&r, &c, 4))
+                for (uint64_t step = 0; step < 3; step++) {
+                    for (uint32_t q = 0; q < 4; q++) {
+                        data_make(x[q], N, DATA_NORMAL, step + 9 * q);
+                        vec_set(&r.v[q], x[q]);
+                        if (step == 1) sid_residual_out(r.g[q].plan, r.g[q].state.p, kept[q]);
+                    }
+                    const uint32_t spoiled = step == 1 ? step_but(&r, step, who, k % 2) : step_all(&r, step);
+                    CHECK(spoiled == (step == 1), "%s: ranks %x fail in round %u, step %llu: %u", r.g[0].name, who,
+                          k % 2, (unsigned long long)step, spoiled);
+                    for (uint32_t q = 0; q < 4 && step == 1; q++) {
+                        float bad = 0;
+                        if (who >> q & 1) sid_unsend(r.g[q].plan, r.g[q].state.p);
+                        if (who >> q & 1) sid_residual_in(r.g[q].plan, r.g[q].state.p, kept[q]);
+                        sid_residual_out(r.g[q].plan, r.g[q].state.p, after);
+                        for (uint32_t e = 0; e < N; e++)
+                            bad = fabsf(after[e] - kept[q][e]) > bad ? fabsf(after[e] - kept[q][e]) : bad;
+                        CHECK(bad <= 0x1p-20f * (largest(kept[q], N) + 6), "%s: rank %u keeps %g more", r.g[0].name, q,
+                              (double)bad);
+                    }
+                }
+            ranks_close(&r);
+        }
+}
+
+/* More ranks than a sum can hold are refused by every call. */
+void test_rounds_limit(void) {
+    for (uint32_t i = 0; sid_codec_at(i); i++) {
+        group g;
+        const sid_config c = config_of(sid_codec_at(i), home_of(sid_codec_at(i)), 100, SID_F32);
+        if (!(sid_codec_at(i)->traits & SID_IN_ROUNDS) || !group_open(&g, &c)) continue;
+        vec v = vec_new(SID_F32, 100, CUT_ONE);
+        data_make(x[0], 100, DATA_NORMAL, 1);
+        vec_set(&v, x[0]);
+        for (uint32_t more = 0; more < 2; more++) {
+            const uint32_t world = (g.sizes.ranks ? g.sizes.ranks : 100000) + more;
+            const sid_step at = {.rank = world - 1, .world = world};
+            const sid_status want = g.sizes.ranks && more ? SID_E_UNSUPPORTED : SID_OK;
+            sid_status s = sid_encode(g.plan, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p, NULL);
+            CHECK(s == want, "%s: %u ranks: %s", g.name, world, sid_status_text(s));
+            s = sid_next_round(g.plan, 1, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p);
+            CHECK(s == want, "%s: %u ranks, round 1: %s", g.name, world, sid_status_text(s));
+        }
+        CHECK(group_intact(&g), "%s: canary", g.name);
+        vec_free(&v);
+        group_close(&g);
     }
 }
 

@@ -47,7 +47,8 @@ names=$(cat csrc/codec/*.c | grep -Pzo '\.name = "[^"]+",\s*+(?!\.kind)' | tr '\
 [ -n "$names" ] || { echo "no codec names found in csrc/codec"; bad=1; }
 none 'knows a codec by name' bash -c \
     'grep -nE "\"($1)\"" csrc/*.[ch] csrc/memory/* csrc/isa/* cuda/* python/bindings.cpp |
-     grep -vE "^csrc/memory/[^:]*:[0-9]+: *((\.info = )?\{\.name =|static const char \*const [a-z]+\[\] = )"' _ "$names" # a memory, or a choice of one, may bear a codec's name
+     grep -vE "^csrc/memory/[^:]*:[0-9]+: *((\.info = )?\{\.name =|static const char \*const [a-z]+\[\] = )" |
+     grep -vE "^python/bindings.cpp:[0-9]+:constexpr Name bodies\[\] = "' _ "$names" # a memory, a choice of one, or a body's dtype may bear a codec's name
 none 'switches on a codec by name' bash -c \
     'grep -nE "(==|!=|\bin\b|case) *[[(]*[\"'"'"']($1)[\"'"'"']" python/sidcomp/*.py' _ "$names"
 none 'switches on a codec by id' grep -rnE 'wire_id *(==|!=)|switch *\(.*(codec|wire_id)' csrc cuda python/sidcomp --include=*.c --include=*.h --include=*.cu* --include=*.py

@@ -20,7 +20,7 @@ from common import CODECS, GATHERED, LINEAR, groups_of, make_state
 from harness import RankFailed, run
 from sidcomp import _core
 
-SEVERAL_ROUNDS = [c.name for c in CODECS.values() if c.shaped]
+SEVERAL_ROUNDS = [c.name for c in CODECS.values() if c.rounds]
 ONE_OF_EACH = ["none", LINEAR[0], GATHERED[0], *SEVERAL_ROUNDS[:1]]  # travel differently
 GROUPS = ["bucket", "model"]
 

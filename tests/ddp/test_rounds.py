@@ -1,5 +1,6 @@
-"""Codecs that take several exchanges a step (PowerSGD's two), through DDP: judged by the paper's formulas in
-float64, in every order of arrival, and when something fails between the rounds."""
+"""Codecs that take several exchanges a step, through DDP: PowerSGD judged by the paper's formulas in float64,
+TernGrad's shared scale bit for bit by the reference; in every order of arrival, and when something fails
+between the rounds."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import reference
 import sidcomp
+import test_exchange
 import torch
 import torch.distributed as dist
 from cases import CASES, Case, Trainer, bits, square
@@ -24,6 +26,9 @@ from sidcomp import _core
 from torch import nn
 
 SHAPED = [c.name for c in CODECS.values() if c.shaped]
+WHOLE = [c.name for c in CODECS.values() if c.rounds and not c.shaped]  # bodies of whole numbers
+SETTINGS: dict[str, dict[str, Any]] = {name: {"r": 2} if name in SHAPED else {} for name in SHAPED + WHOLE}
+EACH = pytest.mark.parametrize("codec", SETTINGS)
 FEW = [(w, g, m) for w in (1, 2, 3) for g, m in [("bucket", "residual"), ("layer", "none")]]
 FEW += [(2, "bucket", "none"), (2, "layer", "residual")]
 MANY = [(w, g, m) for w in (1, 3, 4, 8) for g in ("bucket", "layer") for m in ("none", "residual")]
@@ -144,10 +149,18 @@ def test_equals_the_paper_in_other_modes(name: str) -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("codec", WHOLE)
+@pytest.mark.parametrize("world", [1, 3, *(pytest.param(w, marks=pytest.mark.slow) for w in (2, 4, 5, 8))])
+def test_whole_numbers_equal_the_reference(codec: str, world: int) -> None:
+    runs = [("cap-small", g, codec, m, {}, 4, {}) for g in ("bucket", "layer") for m in ("none", "residual")]
+    runs += [(name, "model", codec, "residual", {}, 4, {}) for name in ("channels-last", "mixed", "no-sync")]
+    run(test_exchange.follow_each, world, runs)
+
+
 # ---- order -------------------------------------------------------------------------------------------------
 
 
-def dawdle(rank: int, world: int, slowly: bool) -> list[Any]:
+def dawdle(rank: int, world: int, codec: str, slowly: bool) -> list[Any]:
     """Every rank is late at other places; the groups are many and small."""
     sleep = random.Random(rank)
     if slowly:
@@ -160,7 +173,7 @@ def dawdle(rank: int, world: int, slowly: bool) -> list[Any]:
 
             setattr(_core.Plan, method, late)
     trainer = Trainer(WIDE, rank)
-    state = make_state("layer", trainer.module, codec=SHAPED[0], r=1, checksum_every=3)
+    state = make_state("layer", trainer.module, codec=codec, checksum_every=3, **SETTINGS[codec])
     sidcomp.register(trainer.wrapper, state)
     for _ in range(30):
         trainer.step()
@@ -170,19 +183,23 @@ def dawdle(rank: int, world: int, slowly: bool) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
-def test_the_order_of_arrival_does_not_matter(world: int) -> None:
-    quick, late = run(dawdle, world, False), run(dawdle, world, True)
+@pytest.mark.parametrize(
+    ("codec", "world"),
+    [(c, w) if w == 2 or (w, c) == (3, SHAPED[0]) else pytest.param(c, w, marks=pytest.mark.slow)
+     for c in SETTINGS for w in (2, 3, 8)],
+)  # fmt: skip
+def test_the_order_of_arrival_does_not_matter(codec: str, world: int) -> None:
+    quick, late = run(dawdle, world, codec, False), run(dawdle, world, codec, True)
     assert all(r == quick[0] for r in [*quick, *late])
 
 
 # ---- faults ------------------------------------------------------------------------------------------------
 
 
-def spoil(rank: int, world: int) -> list[Any]:
+def spoil(rank: int, world: int, codec: str) -> list[Any]:
     """NaN on one rank in the third step: no rank keeps anything of it."""
     trainer = Trainer(WIDE, rank)
-    state = make_state("model", trainer.module, codec=SHAPED[0], memory="residual", r=2)
+    state = make_state("model", trainer.module, codec=codec, memory="residual", **SETTINGS[codec])
     sidcomp.register(trainer.wrapper, state)
     seen = []
     for step in range(5):
@@ -213,8 +230,9 @@ def spoil(rank: int, world: int) -> list[Any]:
     return out
 
 
-def test_nan_between_the_rounds() -> None:
-    results = run(spoil, 2)
+@EACH
+def test_nan_between_the_rounds(codec: str) -> None:
+    results = run(spoil, 2, codec)
     assert results[0] == results[1]
 
 
@@ -222,20 +240,20 @@ class Planted(Exception):
     pass
 
 
-def fail_once(rank: int, world: int) -> list[str]:
+def fail_once(rank: int, world: int, codec: str, method: str, when: int) -> list[str]:
     trainer = Trainer(WIDE, rank)
-    state = make_state("layer", trainer.module, codec=SHAPED[0])
+    state = make_state("layer", trainer.module, codec=codec)
     sidcomp.register(trainer.wrapper, state)
-    original, calls = _core.Plan.next_round, 0
+    original, calls = getattr(_core.Plan, method), 0
 
-    def failing(*args: Any, **named: Any) -> None:
+    def failing(*args: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
-        if rank == 0 and calls == 6:
+        if rank == 0 and calls == when:
             raise Planted("between the rounds")
-        original(*args, **named)
+        return original(*args, **named)
 
-    _core.Plan.next_round = failing  # type: ignore[method-assign]
+    setattr(_core.Plan, method, failing)
     texts = []
     for _ in range(4):
         try:
@@ -249,17 +267,20 @@ def fail_once(rank: int, world: int) -> list[str]:
     return texts
 
 
-def test_an_error_between_the_rounds() -> None:
-    """The rank that failed says so, the others get what is not finite, and nobody waits."""
-    first, second = run(fail_once, 2)
+@EACH
+@pytest.mark.parametrize(("method", "when"), [("next_round", 6), ("encode", 12)])
+def test_an_error_between_the_rounds(codec: str, method: str, when: int) -> None:
+    """The rank that failed says so, the others get what is not finite, and nobody waits. In the first round
+    it fails for all."""
+    first, second = run(fail_once, 2, codec, method, when)
     at = next(i for i, text in enumerate(first) if "between the rounds" in text)
     assert re.search(r"group \d", first[at]) and "not finite" in second[at], (first, second)
 
 
-def resume(rank: int, world: int, stop: int, full_every: int) -> list[Any]:
+def resume(rank: int, world: int, codec: str, stop: int, full_every: int) -> list[Any]:
     """Six steps, or `stop` of them, then a new State from the old one's state."""
     trainer = Trainer(WIDE, rank)
-    settings = {"codec": SHAPED[0], "memory": "residual", "r": 2, "full_every": full_every}
+    settings = {"codec": codec, "memory": "residual", "full_every": full_every, **SETTINGS[codec]}
     state = make_state("bucket", trainer.module, **settings)
     sidcomp.register(trainer.wrapper, state)
     for step in range(6):
@@ -281,10 +302,17 @@ def resume(rank: int, world: int, stop: int, full_every: int) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("full_every", [0, 3])
-def test_resumes_bit_for_bit(full_every: int) -> None:
+@pytest.mark.parametrize(
+    ("codec", "full_every"),
+    [
+        *((c, 3) for c in SETTINGS),
+        (SHAPED[0], 0),
+        *(pytest.param(c, 0, marks=pytest.mark.slow) for c in WHOLE),
+    ],
+)
+def test_resumes_bit_for_bit(codec: str, full_every: int) -> None:
     """The start of the next factors is part of what is kept; also right behind a step in full precision."""
-    whole, parts = run(resume, 2, -1, full_every), run(resume, 2, 4, full_every)
+    whole, parts = run(resume, 2, codec, -1, full_every), run(resume, 2, codec, 4, full_every)
     assert whole[0] == whole[1] == parts[0] == parts[1]
 
 
@@ -311,12 +339,13 @@ def test_the_thread_ends_with_its_state(close: bool) -> None:
         assert "sidcomp rounds" not in names
 
 
-def refuse(rank: int, world: int) -> str:
+def refuse(rank: int, world: int, codec: str) -> str:
     with pytest.raises(sidcomp.ArgumentError) as caught:
-        sidcomp.State(SHAPED[0], groups="auto")
+        sidcomp.State(codec, groups="auto")
     return str(caught.value)
 
 
-def test_planned_groups_are_refused() -> None:
-    (text,) = run(refuse, 1)
-    assert SHAPED[0] in text and "bucket" in text
+@EACH
+def test_planned_groups_are_refused(codec: str) -> None:
+    (text,) = run(refuse, 1, codec)
+    assert codec in text and "bucket" in text

@@ -1,0 +1,216 @@
+/* terngrad-shared: TernGrad (Wen et al. 2017) with its scaler shared, so that all-reduce can sum it. Each rank clips its
+ * vector at c standard deviations and measures the largest magnitude that is left, as terngrad does (quant.c); the largest
+ * of these scalers becomes every rank's, s; and each sends -1, 0 or 1 of every element,
+ *     P(|code| = 1) = |clipped acc| / s        decoded: s / world * (sum of the codes)
+ * in two rounds, whose slices are bytes:
+ *     0   128 slots of 4 bytes: a rank's scaler in its own, a float32, zeros in the others. The sum has them all.
+ *     1   n codes, a byte each, and a last byte that is 1, so that it sums up to the number of ranks
+ * A maximum is not a sum; a slot for each rank makes it one, in whole numbers that every all-reduce adds exactly, whatever
+ * its order. Sums of codes lie within -127 and 127 for as many ranks, which is the limit. So a rank sends a byte an
+ * element, however many there are, all ranks decode the same bits, and the mean over the draws is that of the clipped
+ * vectors: no sum is rounded.
+ *
+ * Bytes cannot hold a NaN. A rank whose gradient is not finite puts one into its slot; one that fails sends 0xff in place
+ * of a slice, as the contract has it. Slots of up to 127 such ranks have their sign set, where a scaler has none, and the
+ * last byte's sum is not the number of ranks: either way all of the vector decodes to NaN, on all ranks.
+ *
+ * What is kept is acc less the codes times s. With one rank the codes are terngrad's. */
+#include <math.h>
+#include <string.h>
+
+#include "linear.h"
+#include "quant.h"
+
+enum {
+    TERN_CLIP
+};
+
+enum {
+    MOST = 127, /* ranks */
+    SLOT_BYTES = 512,
+    CODES_AT = SID_HEADER_BYTES + SLOT_BYTES
+};
+
+static const quant_form form = {
+    .bits = 8, .kind = SID_GRID_INTEGERS, .rounding = SID_ROUND_DRAW16, .norm = NORM_CLIPPED, .top = 1.0f};
+
+/* Between readings and rounds. */
+typedef struct tally {
+    float own, shared; /* scalers; shared is NaN where a rank has none */
+    uint32_t key, spare;
+} tally;
+/* Behind it, running sums: of squares, and of the elements. */
+static double *sums_of(const sid_walk *w, int plain) {
+    return (double *)(void *)((tally *)w->scratch + 1) + (plain ? sid_sums(w->plan->n) : 0);
+}
+static uint64_t tally_bytes(const sid_plan *p) { return sizeof(tally) + 2 * sizeof(double) * sid_sums(p->n); }
+
+static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)err;
+    p->k = p->cap = p->n;
+    p->first = SLOT_BYTES;
+    p->sizes.rounds = 2;
+    p->sizes.ranks = MOST;
+    p->sizes.body_dtype = SID_I8;
+    p->sizes.body_count = SLOT_BYTES + p->n + 1;
+    p->sizes.payload = sid_linear_bytes(p->sizes.body_count, 1);
+    *scratch = tally_bytes(p);
+    return SID_OK;
+}
+
+static float no_number(void) { return sid_bits_f32(0x7fc00000u); }
+
+/* The largest scaler of a summed slice; NaN where one is none. */
+static float shared_of(const uint8_t *payload) {
+    const uint32_t most = sid_f32_bits(quant_scale_max(&form));
+    uint32_t slot[SLOT_BYTES / 4], largest = 0, bad = 0;
+    memcpy(slot, payload + SID_HEADER_BYTES, SLOT_BYTES);
+    for (uint32_t r = 0; r < SLOT_BYTES / 4; r++) {
+        largest = slot[r] > largest ? slot[r] : largest;
+        bad |= (uint32_t)!quant_sound(slot[r], most);
+    }
+    return bad ? no_number() : sid_bits_f32(largest);
+}
+
+/* ---- encode -------------------------------------------------------------------------------------------------- */
+
+static void begin(sid_walk *w) {
+    tally *t = w->scratch;
+    if (w->round == 0)
+        memset(t, 0, tally_bytes(w->plan));
+    else
+        t->shared = shared_of(w->payload);
+}
+
+static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t at, uint32_t len, float own,
+                    float shared, uint8_t *code) {
+    uint16_t draws[SID_TILE];
+    float x[SID_TILE];
+    const float inverse = shared > 0 ? 1.0f / shared : 0.0f;
+    const sid_grid g = {form.kind, form.rounding, form.top, 0, &shared, &inverse};
+    p->simd->draw16(d, at, len, draws);
+    p->simd->clamp(acc, x, len, own);
+    p->simd->quantise(x, len, &g, draws, code);
+}
+
+static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+    const sid_plan *p = w->plan;
+    tally *t = w->scratch;
+    if (w->round) {
+        if (t->shared == t->shared) ternary(p, &w->draw, acc, at, len, t->own, t->shared, w->payload + CODES_AT + at);
+        return;
+    }
+    const uint32_t key = p->simd->max_key(acc, len);
+    double sum[2];
+    p->simd->two_moments(acc, len, sum);
+    t->key = key > t->key ? key : t->key;
+    sid_sums_add(sums_of(w, 0), at, sum[0]);
+    sid_sums_add(sums_of(w, 1), at, sum[1]);
+}
+
+static sid_verdict finish(sid_walk *w) {
+    const sid_plan *p = w->plan;
+    tally *t = w->scratch;
+    sid_header *h = (sid_header *)(void *)w->payload;
+    if (w->round == 0) {
+        const double squares = sid_sums_total(sums_of(w, 0), p->n), sum = sid_sums_total(sums_of(w, 1), p->n);
+        t->own = w->nonfinite ? 0 : quant_group_scale(&form, t->key, sum, squares, p->n, p->codec_param[TERN_CLIP]);
+        const float slot = w->nonfinite ? no_number() : t->own;
+        memset(w->payload + SID_HEADER_BYTES, 0, p->sizes.payload - SID_HEADER_BYTES);
+        memcpy(w->payload + SID_HEADER_BYTES + 4 * w->at->rank, &slot, 4);
+        h->count = p->n;
+        h->flags = 0;
+        h->scale = 1.0f / (float)w->at->world;
+        w->state->rule = (sid_rule){0}; /* until the last round it may still be that nothing is sent */
+        w->stats.found = p->n;
+        w->stats.threshold = t->own;
+        return SID_DONE;
+    }
+    if (t->shared == t->shared) {
+        w->payload[CODES_AT + p->n] = 1;
+        w->state->rule = (sid_rule){.scale = t->shared, .inverse = t->own};
+        w->stats.threshold = t->shared;
+    } else {
+        memset(w->payload + CODES_AT, 0xff, p->n + 1);
+    }
+    return SID_DONE;
+}
+
+/* ---- what is kept -------------------------------------------------------------------------------------------- */
+
+/* rule->scale is what the codes were times, rule->inverse where acc was clipped. */
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+    const float minus = -s->rule.scale;
+    uint8_t code[SID_TILE];
+    const sid_codes sent = {code, (const uint8_t *)&minus};
+    if (minus == 0) return;
+    ternary(p, &s->draw, acc, at, len, s->rule.inverse, s->rule.scale, code);
+    p->simd->add_codes(&sent, 1, acc, len, 0, form.kind, form.bits);
+}
+
+static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
+
+/* ---- decode -------------------------------------------------------------------------------------------------- */
+
+static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    return linear_check((const sid_header *)(const void *)payload, p->n, err);
+}
+
+/* A cursor holds what a code stands for in the mean: one float32 quotient, so that no sum of codes overflows. */
+static void open_units(sid_gather *g) {
+    linear_open(g);
+    for (uint32_t r = 0; r < g->count; r++) {
+        const uint8_t *payload = g->payloads + r * g->stride;
+        const float world = linear_inverse(((const sid_header *)(const void *)payload)->scale);
+        const int whole = (float)(int8_t)payload[CODES_AT + g->plan->n] == world;
+        const float unit = whole ? (float)((double)shared_of(payload) / (double)world) : no_number();
+        g->cursor[r] = (sid_cursor){.left = sid_f32_bits(unit)};
+    }
+}
+
+enum {
+    TOGETHER = 16
+}; /* payloads whose sum stays in registers */
+
+static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+    sid_codes from[TOGETHER];
+    for (uint32_t r = 0; r < g->count; r += TOGETHER) {
+        const uint32_t count = g->count - r < TOGETHER ? g->count - r : TOGETHER;
+        for (uint32_t i = 0; i < count; i++) {
+            from[i].code = g->payloads + (r + i) * g->stride + CODES_AT + at;
+            from[i].scale = (const uint8_t *)&g->cursor[r + i].left;
+        }
+        g->plan->simd->add_codes(from, count, out, len, 0, form.kind, form.bits);
+    }
+}
+
+static const sid_param params[] = {
+    [TERN_CLIP] = {.name = "clip",
+                   .kind = SID_REAL,
+                   .dflt = 2.5,
+                   .min = 0.1,
+                   .max = 1e6,
+                   .unit = "standard deviations",
+                   .doc = "c: magnitudes above c * sigma, of the rank's own elements, become c * sigma (2.5)."},
+};
+
+const sid_codec sid_codec_terngrad_shared = {
+    .info = {.name = "terngrad-shared",
+             .family = "quantised",
+             .memory = "none",
+             .paper = "TernGrad (Wen et al. 2017), stochastic ternarizing and gradient clipping, scaler sharing",
+             .wire_id = 53,
+             .traits = SID_LINEAR | SID_STOCHASTIC | SID_IN_ROUNDS,
+             .params = params,
+             .n_params = sizeof params / sizeof *params,
+             .doc = "As terngrad, with the largest of the ranks' scalers for all of them: the codes are bytes that an "
+                    "all-reduce sums, of up to 127 ranks, after one that finds the scaler."},
+    .plan = plan,
+    .begin = begin,
+    .tile = tile,
+    .finish = finish,
+    .keep = keep,
+    .none = rule_none,
+    .check = check,
+    .open = open_units,
+    .decode = decode};
