@@ -113,6 +113,8 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
     if (status) return status;
     if (!at || round > x->sizes.rounds || at->rank != x->rank || at->world != x->world || at->group >> SID_SUBGROUPS)
         return sid_fail(err, SID_E_ARG, "step is NULL, or not the exchange's, or there is no round %u", round);
+    if (!(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF)
+        return sid_fail(err, SID_E_ARG, "the step's carry is no finite factor");
     if (n_seg && !segs_dev) return sid_fail(err, SID_E_ARG, "the segment table is NULL");
     if (n_seg > SID_CUDA_MAX_SEGMENTS)
         return sid_fail(err, SID_E_UNSUPPORTED, "%u segments in a group: the CUDA kernels take at most %d", n_seg,

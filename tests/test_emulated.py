@@ -72,7 +72,7 @@ def test_kernels_on_the_emulation() -> None:
 
 
 def test_exchanges_on_the_emulation() -> None:
-    run(share=2, tests="tests/test_cuda_exchanges.py")
+    run(share=3, tests="tests/test_cuda_exchanges.py")
 
 
 def test_nccl_on_the_emulation() -> None:

@@ -111,6 +111,18 @@ typedef struct sid_shots {
     uint64_t theirs, means, apart, server;
 } sid_shots;
 sid_shots sid_shots_of(const sid_exchange *x);
+/* All-reduce's, in wire: this rank's slice of the body, `len` elements of it, and what rank r has for it. */
+typedef struct sid_sum_of_slices {
+    uint64_t own, len, from, apart; /* from + r * apart */
+} sid_sum_of_slices;
+sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x);
+/* Hierarchical's, in wire: frames as they go out and come in, x->message apart; the inner exchange's. */
+typedef struct sid_nodes {
+    uint64_t out, in, wire;
+    uint32_t local, mine; /* ranks of a node, and which of them this one is */
+    uint32_t group;       /* what the inner exchange's has beside the group */
+} sid_nodes;
+sid_nodes sid_nodes_of(const sid_exchange *x);
 #define SID_SECOND 0x8000u /* slices of shot 2 */
 
 /* ---- helpers ------------------------------------------------------------------------------------------------- */

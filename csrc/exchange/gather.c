@@ -116,6 +116,11 @@ static uint64_t body_start(const sid_exchange *x, uint32_t s) {
 }
 static uint64_t body_len(const sid_exchange *x, uint32_t s) { return body_start(x, s + 1) - body_start(x, s); }
 
+sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x) {
+    return (sid_sum_of_slices){SID_HEADER_BYTES + body_start(x, x->rank) * width(x), body_len(x, x->rank),
+                               x->at[SLICES], x->message};
+}
+
 static uint32_t reduce_messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out) {
     uint32_t count = 0;
     for (uint32_t r = 0; r < x->world; r++) {
@@ -134,13 +139,14 @@ static void sum_slices(sid_trip *t) {
     const sid_exchange *x = t->x;
     const sid_simd *v = x->plan->simd;
     const sid_dtype d = x->plan->sizes.body_dtype;
-    const uint64_t len = body_len(x, x->rank);
-    uint8_t *own = t->wire + SID_HEADER_BYTES + body_start(x, x->rank) * width(x);
+    const sid_sum_of_slices places = sid_sum_of_slices_of(x);
+    const uint64_t len = places.len;
+    uint8_t *own = t->wire + places.own;
     for (uint64_t at = 0; at < len; at += SID_TILE) {
         const uint32_t take = len - at < SID_TILE ? (uint32_t)(len - at) : SID_TILE;
         float sum[SID_TILE], buf[SID_TILE];
         for (uint32_t r = 0; r < x->world; r++) {
-            const uint8_t *from = r == x->rank ? own : t->wire + x->at[SLICES] + r * x->message;
+            const uint8_t *from = r == x->rank ? own : t->wire + places.from + r * places.apart;
             const float *y = sid_load(v, d, from, at, take, buf);
             for (uint32_t i = 0; i < take; i++) sum[i] = r ? sum[i] + y[i] : y[i];
         }

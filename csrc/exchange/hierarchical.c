@@ -33,6 +33,11 @@ static uint64_t body_of(const sid_exchange *x, uint32_t s) {
     return sid_round_up(sid_slice_len(x, s) * size_of(x), 32);
 }
 
+sid_nodes sid_nodes_of(const sid_exchange *x) {
+    return (sid_nodes){x->at[OUT], x->at[IN],   x->at[WIRE],
+                       x->word[L], local_of(x), (0x4001u + local_of(x)) << SID_SUBGROUPS}; /* streams of its own */
+}
+
 static const char *const within[] = {"auto", "allreduce", "allgather", "ring1", "torus1", "twoshot", NULL};
 
 static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
@@ -139,7 +144,7 @@ static void enter(sid_trip *t, inner_trip *i) {
     i->at = *t->at;
     i->at.rank = node_of(x);
     i->at.world = x->word[NODES];
-    i->at.group += (0x4001u + local_of(x)) << SID_SUBGROUPS; /* streams of its own */
+    i->at.group += sid_nodes_of(x).group;
     i->report = (sid_report){0, 0};
     i->trip = (sid_trip){sid_within(x),         &i->seg, &i->cut,    1,     t->state, t->work + x->at[WORK],
                          t->wire + x->at[WIRE], &i->at,  &i->report, t->err};

@@ -96,9 +96,10 @@ def trained(
     rank: int, world: int, how: str, codec: str, log: str, exchange: str | None = None
 ) -> tuple[list[list[torch.Tensor]], int]:
     """The weights after each of four steps, and the groups of the last."""
+    more = {"ranks_per_node": 2} if exchange == "hierarchical" else {}
     r = Run(
         rank, log, codec=codec, lane=how != "cpu", exchange=exchange,
-        transport="native" if how == "native" else "torch",
+        transport="native" if how == "native" else "torch", **more,
     )  # fmt: skip
     if how == "native":
         r.state._pipeline.exchange = None
@@ -184,6 +185,7 @@ def test_full_precision_and_checksums_on_the_device(log: Path) -> None:
         ("torus1", "marsit", 4, 4 + 3),
         ("twoshot", "topk", 3, 2 * 2 + 2),
         ("twoshot", "int8", 2, 2 * 1 + 1),
+        ("hierarchical", "topk", 4, 1 + 1 + 1 + 3),  # scatter, the other node, gather
     ],
 )
 def test_exchanges_in_messages(exchange: str, codec: str, world: int, sent: int, log: Path) -> None:
@@ -366,7 +368,7 @@ def test_without_a_library() -> None:
 def test_an_exchange_without_kernels() -> None:
     for name, text in run(refused, 2, "cascade"):
         assert name == "UnsupportedError" and "exchange='cascade' has no CUDA kernels" in text, text
-        assert "these have: ring1, torus1, twoshot" in text
+        assert "these have: allreduce, allgather, ring1, torus1, twoshot, hierarchical" in text
 
 
 @emulated
