@@ -55,9 +55,13 @@ REGISTERS = 64 << 10  # of a multiprocessor, in four parts
 PER_WARP = 256  # registers are given to warps in such pieces
 GRANULE = {75: 256}  # bytes of shared memory; 128 from 8.0 on
 
-# Dynamic shared memory, which the machine code does not show: cuda/ asserts the first, the second is PART
-# floats and eight cursors of a decode of 8.
-DYNAMIC = {"sid_finish_kernel": 14 << 10, "sparse.cu sid_decode_kernel": (8 << 10) + 64}
+# Dynamic shared memory, which the machine code does not show: cuda/ asserts the first, the others are PART
+# floats and the cursors of a decode of 8, with packed indices four rows of runs as well.
+DYNAMIC = {
+    "sid_finish_kernel": 14 << 10,
+    "packed_entries": (16 << 10) + 4 * (1024 + 8) + 32,
+    "plain_entries": (16 << 10) + 64,
+}
 
 
 class Pass(NamedTuple):

@@ -298,7 +298,7 @@ __device__ inline void sid_store_floats(float *p, uint32_t count, const float (&
  *     struct shared               its shared memory
  *     struct unit                 a thread's own, for one tile
  *     begin(shared &), end(shared &)   by the whole block
- *     keep(rule, acc, i)          what the rule of the last step left of element i
+ *     keep(shared &, rule, acc, i)     what the rule of the last step left of element i
  *     start(shared &, unit &)     before a tile, and
  *     done(shared &, unit &, tile)     after it, by the whole warp
  *     quad(shared &, unit &, acc[4], i, count) four elements from i on, of which count exist; acc may be changed. By the
@@ -341,7 +341,7 @@ template <class Memory, class Codec> struct sid_walker {
             float one[Memory::VECTORS + 1];
             for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m][c];
             float kept = 0;
-            if (Memory::VECTORS) kept = memory.keeps ? codec.keep(rule, one[0], i + c) : one[0];
+            if (Memory::VECTORS) kept = memory.keeps ? codec.keep(shared, rule, one[0], i + c) : one[0];
             const float raw = x[c];
             const bool finite = sid_key(raw) < SID_KEY_INF;
             bad += !finite; /* what does not exist was read as zero */

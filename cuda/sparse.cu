@@ -8,9 +8,22 @@ enum {
 };
 
 sid_body sid_body_of(const sid_plan *p, bool mean) {
-    const bool half = p->codec_param[SID_SPARSE_VALUES] == 1;
-    const uint32_t form = mean ? (uint32_t)SID_FLAG_MEAN : half ? (uint32_t)SID_FLAG_HALF : 0u;
-    return {sid_sparse_index_at(p->n), sid_sparse_value_at(p->n, p->cap), p->sizes.payload / 32, form};
+    static const struct {
+        uint32_t form, width;
+    } values[] = {{0, 0}, {SID_FLAG_HALF, 0}, {SID_FLAG_LOG8, 8}, {SID_FLAG_LOG4, 4}};
+    const auto &v = values[(int)p->codec_param[SID_SPARSE_VALUES]];
+    sid_body b = {};
+    b.index_at = sid_sparse_index_at(p->n);
+    b.value_at = sid_sparse_value_at(p->n, p->cap);
+    b.rows = p->sizes.payload / 32;
+    b.form = mean ? (uint32_t)SID_FLAG_MEAN : v.form;
+    b.width = mean ? 0 : v.width;
+    if (p->codec_param[SID_SPARSE_INDICES] == 0) return b;
+    b.packed = SID_FLAG_PACKED;
+    b.high_at = sid_packed_high_at(p->n, p->cap);
+    b.value_at = sid_packed_value_at(p->n, p->cap);
+    b.low = sid_packed_low(p->n, p->cap);
+    return b;
 }
 
 static uint32_t slots_of(const sid_plan *p) {
@@ -91,7 +104,101 @@ __device__ inline uint64_t entries_before(const uint32_t *count, uint64_t tile) 
     return sid_warp_sum(sum);
 }
 
-/* Blocks r * each to r * each + each - 1 check payload r: its checksum, and each a run of its wire tiles. Reads all of it. */
+/* ---- packed indices */
+
+/* The low bits of entry i, of at most cap: all of them together are fewer than n. */
+__device__ inline uint32_t low_of(const payloads &p, const uint8_t *payload, uint32_t i) {
+    if (!p.b.low) return 0;
+    const uint32_t at = i * p.b.low;
+    const uint32_t *w = (const uint32_t *)(payload + p.b.index_at) + at / 32; /* the upper bits follow the last one */
+    return (uint32_t)((w[0] | (uint64_t)w[1] << 32) >> at % 32) & ((1u << p.b.low) - 1u);
+}
+
+/* The upper bits of a payload, by whole warps. Bits of a tile or part are read from `origin` on, where its first run begins;
+ * entry e of it, in run q, is bit origin + q + e. */
+struct upper_bits {
+    const uint8_t *first;
+    uint32_t bytes; /* a multiple of 8 */
+    __device__ upper_bits(const payloads &p, const uint8_t *payload)
+        : first(payload + p.b.high_at), bytes((uint32_t)(p.b.value_at - p.b.high_at)) {}
+
+    template <typename Word> __device__ Word word(uint64_t i) const { /* after the last there is no entry */
+        return i < bytes / sizeof(Word) ? ((const Word *)first)[i] : (Word)0;
+    }
+
+    /* Calls f(entry, run) for the bits set in 32 half words from `half` on: origin / 16 or later, `before` entries later.
+     * Returns how many they are. */
+    template <typename F> __device__ uint32_t row(uint64_t origin, uint64_t half, uint32_t before, const F &f) const {
+        const uint64_t mine = half + sid_lane();
+        const uint32_t place = (uint32_t)(16 * mine - origin) - 1; /* of the bit before the half word */
+        uint32_t bits = word<uint16_t>(mine);
+        if (16 * mine < origin) bits &= SID_FULL << origin % 16;
+        const uint32_t own = (uint32_t)__popc(bits), upto = sid_warp_scan(own);
+        uint32_t entry = before + upto - own;
+        for (; bits; bits &= bits - 1, entry++) f(entry, place + (uint32_t)__ffs((int)bits) - entry);
+        return __shfl_sync(SID_FULL, upto, SID_LANES - 1);
+    }
+
+    /* How many entries the first `runs` runs have: 2048 bits at a time up to where the last of them ends, that by rows. */
+    __device__ uint32_t entries(uint64_t origin, uint32_t runs) const {
+        uint32_t before = 0, mine = 0;
+        uint64_t at = origin / 64;
+        if (!runs) return 0;
+        for (;; at += SID_LANES) {
+            uint64_t bits = word<uint64_t>(at + sid_lane());
+            if (64 * (at + sid_lane()) < origin) bits &= ~0ull << origin % 64;
+            const uint32_t own = (uint32_t)(__popc((uint32_t)bits) + __popc((uint32_t)(bits >> 32)));
+            const uint32_t some = sid_warp_sum(own);
+            if (64 * (at + SID_LANES) - origin - before - some >= runs) break;
+            before += some;
+        }
+        uint64_t half = at > origin / 64 ? 4 * at : origin / 16;
+        uint32_t upto = before;
+        do {
+            upto += row(origin, half, upto, [&](uint32_t, uint32_t run) { mine += run < runs; });
+            half += SID_LANES;
+        } while (16 * half - origin - upto < runs);
+        return before + sid_warp_sum(mine);
+    }
+
+    /* packed_sound: whether tile t of `size` elements has other than `held` entries after `before`, or they do not ascend. */
+    __device__ bool broken(const payloads &p, const uint8_t *payload, uint64_t t, uint32_t before, uint32_t held,
+                           uint32_t size) const {
+        const uint64_t origin = (t * SID_WIRE_TILE >> p.b.low) + before,
+                       stop = origin + held + ((size - 1) >> p.b.low) + 1;
+        uint32_t upto = 0; /* entries of the tile */
+        bool bad = false;
+        for (uint64_t w = origin / 32; 32 * w < stop; w += SID_LANES) {
+            const uint64_t mine = w + sid_lane();
+            const bool here = 32 * mine < stop;
+            uint32_t bits = here ? word<uint32_t>(mine) : 0;
+            const uint32_t last = here && 32 * mine > origin ? word<uint32_t>(mine - 1) >> 31 : 0; /* the bit before */
+            if (32 * mine < origin) bits &= SID_FULL << origin % 32;
+            if (here && stop - 32 * mine <= 32) {
+                bits &= SID_FULL >> (32 - (uint32_t)(stop - 32 * mine));
+                bad |= bits >> ((stop - 1) % 32) & 1; /* an entry past the last run */
+            }
+            const uint32_t own = (uint32_t)__popc(bits), all = sid_warp_scan(own), entry = upto + all - own;
+            for (uint32_t next = bits & (bits << 1 | last); next; next &= next - 1) { /* in the run of the one before */
+                const uint32_t e = entry + (uint32_t)__popc(bits & ((next & (0u - next)) - 1));
+                bad |= e >= held || low_of(p, payload, before + e - 1) >= low_of(p, payload, before + e);
+            }
+            if (own && entry + own == held) {
+                const uint32_t at = 31 - (uint32_t)__clz((int)bits);
+                const uint32_t run = (uint32_t)(32 * mine + at - origin) - (held - 1);
+                bad |= (run << p.b.low | low_of(p, payload, before + held - 1)) >= size;
+            }
+            upto += __shfl_sync(SID_FULL, all, SID_LANES - 1);
+        }
+        return bad || upto != held;
+    }
+};
+
+/* ---- checks */
+
+/* Blocks r * each to r * each + each - 1 check payload r: its checksum, and each a run of its wire tiles. Reads all of it; of
+ * packed indices, of which a warp takes a tile, all bits again, from L2, and the low ones of entries that share a run. */
+template <bool PACKED>
 __global__ void __launch_bounds__(SID_BLOCK) sid_look_kernel(checking check, payloads p, uint32_t each) {
     __shared__ sid_part_sum part[SID_WARPS];
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
@@ -109,18 +216,30 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_look_kernel(checking check, pay
     }
     bool bad = claimed > p.cap;
     uint64_t from = entries_before(count, first); /* every warp for itself: no thread waits for another */
-    for (uint64_t t = first; t < last && !bad; t++) {
+    for (uint64_t t = first; t < last && (PACKED || !bad); t++) {
         const uint64_t held = count[t], size = t + 1 < tiles ? SID_WIRE_TILE : p.n - t * SID_WIRE_TILE;
         if (held > size || from > most || held > most - from) {
             bad = true; /* and nothing is read there */
             break;
         }
-        for (uint64_t i = threadIdx.x; i < held; i += SID_BLOCK)
-            bad |= i + 1 < held ? index[from + i] >= index[from + i + 1] : index[from + i] >= size;
+        if (!PACKED)
+            for (uint64_t i = threadIdx.x; i < held; i += SID_BLOCK)
+                bad |= i + 1 < held ? index[from + i] >= index[from + i + 1] : index[from + i] >= size;
+        else if (t % SID_WARPS == sid_warp())
+            bad |= upper_bits(p, payload).broken(p, payload, t, (uint32_t)from, (uint32_t)held, (uint32_t)size);
         from += held;
     }
     if (b == each - 1) bad |= from != claimed;
     if (bad) check.bad[r] = 1; /* every writer writes the same */
+}
+
+/* Levels that no encoder writes: it has finite ones, none denormal. */
+__device__ inline bool wrong_levels(const payloads &p, const uint8_t *payload, uint64_t count) {
+    if (!p.b.width) return false;
+    const uint2 v = *(const uint2 *)(payload + p.b.value_at);
+    if (!count) return v.x || v.y;
+    return !v.y || v.y > sid_level_longest(p.b.width) || v.x < SID_LEVEL_LEAST || v.x >= SID_KEY_INF ||
+           v.x + sid_level_top(p.b.width) * v.y >= SID_KEY_INF;
 }
 
 __global__ void __launch_bounds__(SID_BLOCK)
@@ -137,7 +256,8 @@ __global__ void __launch_bounds__(SID_BLOCK)
         int32_t status = sid_check_header(h, expect, r, p.b.rows, check.sum[r], check.weighted[r]);
         const uint32_t form = h.flags & ~(uint32_t)(SID_FLAG_NONFINITE | SID_FLAG_RAISED);
         const bool no_mean = sid_key(h.scale) >= SID_KEY_INF || (h.scale == 0) != (h.count == 0);
-        if (status == SID_OK && (check.bad[r] || form != p.b.form || (form & SID_FLAG_MEAN && no_mean)))
+        if (status == SID_OK && (check.bad[r] || form != (p.b.form | p.b.packed) || (form & SID_FLAG_MEAN && no_mean) ||
+                                 wrong_levels(p, p[r], h.count)))
             status = SID_E_CORRUPT;
         sid_blame(&first, r, status);
         if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
@@ -152,9 +272,11 @@ __global__ void __launch_bounds__(SID_BLOCK)
     }
 }
 
+/* ---- sums */
+
 /* A block sums one part of the group after another in shared memory: payload by payload, because floats add up in rank
  * order, the entries of one payload side by side, because their indices differ. Writes each element once: 4 + 6 W d bytes
- * an element, and W cursors of shared memory beside the part. */
+ * an element of entries of 6 bytes, fewer of others; and W cursors of shared memory beside the part. */
 enum {
     PART = SID_DECODE_TILE,
     PART_BLOCK = PART / SID_TILE * SID_LANES,
@@ -163,65 +285,72 @@ enum {
     PART_BLOCKS = 8
 };
 
-struct cursor {
-    uint32_t at, end; /* entries of the payload: the next one, and where its wire tile ends */
-};
+/* Value i as it lies there, so that several are under way before the first is made a float. */
+__device__ inline uint32_t load_value(const payloads &p, const uint8_t *payload, uint32_t i) {
+    const uint8_t *v = payload + p.b.value_at;
+    if (p.b.form & SID_FLAG_MEAN) return sid_f32_bits(((const sid_header *)payload)->scale);
+    if (p.b.form & SID_FLAG_HALF) return ((const uint16_t *)v)[i];
+    return p.b.width ? v[8 + (p.b.width == 8 ? i : i / 2)] : ((const uint32_t *)v)[i];
+}
+__device__ inline float value_of(const payloads &p, const uint8_t *payload, uint32_t i, uint32_t loaded) {
+    if (p.b.form & SID_FLAG_HALF) return sid_from_f16((uint16_t)loaded);
+    if (!p.b.width) return sid_bits_f32(loaded);
+    const uint2 v = *(const uint2 *)(payload + p.b.value_at);
+    const sid_levels l = sid_levels_from(v.x, v.y, p.b.width);
+    const uint32_t code = loaded >> i * p.b.width % 8;
+    return sid_bits_f32(sid_level_key(code & l.top, &l) | (code & (l.top + 1) ? 0x80000000u : 0u));
+}
 
-template <class Memory>
-__global__ void __launch_bounds__(PART_BLOCK, PART_BLOCKS)
-    sid_decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own,
-                      const sid_state *state) {
-    SID_DYNAMIC_SHARED(float4, memory);
-    float *out = (float *)memory;
-    cursor *cursors = (cursor *)(out + PART);
-    if (!scratch->go) return;
-    if (Memory::VECTORS) own.begin(state);
-    const bool fill = scratch->nonfinite;
-    const uint64_t parts = (p.n + PART - 1) / PART;
-    const uint64_t first = parts * blockIdx.x / gridDim.x, last = parts * (blockIdx.x + 1) / gridDim.x;
-    for (uint32_t i = threadIdx.x; i < PART; i += PART_BLOCK) out[i] = 0;
-    if (!fill && first < last)
-        for (uint32_t r = sid_warp(); r < p.count; r += PART_BLOCK / SID_LANES) {
-            const uint32_t *count = (const uint32_t *)(p[r] + SID_HEADER_BYTES);
-            const uint16_t *index = (const uint16_t *)(p[r] + p.b.index_at);
-            const uint64_t tile = first / WIRE_PARTS;
-            const uint32_t from = (uint32_t)entries_before(count, tile), end = from + count[tile];
-            uint32_t lo = from, hi = end; /* the first entry that is not before the part */
-            while (lo < hi) {
-                const uint32_t mid = lo + (hi - lo) / 2;
-                if (index[mid] < first % WIRE_PARTS * PART)
-                    lo = mid + 1;
-                else
-                    hi = mid;
-            }
-            if (sid_lane() == 0) cursors[r] = {lo, end};
+/* Entries of a part, payload by payload, into `out`. begin: of one payload, by a warp, the first of a block's parts; turn:
+ * to one that another went before; add: all payloads. */
+struct plain_entries {
+    struct cursor {
+        uint32_t at, end; /* entries of the payload: the next one, and where its wire tile ends */
+    };
+    const payloads &p;
+    float *out;
+    cursor *cursors;
+    __device__ plain_entries(const payloads &of, float *part)
+        : p(of), out(part), cursors((cursor *)(void *)(part + PART)) {}
+    static uint32_t bytes(uint32_t count) { return (uint32_t)(count * sizeof(cursor)); }
+
+    __device__ void begin(uint32_t r, uint64_t part) const {
+        const uint32_t *count = (const uint32_t *)(p[r] + SID_HEADER_BYTES);
+        const uint16_t *index = (const uint16_t *)(p[r] + p.b.index_at);
+        const uint64_t tile = part / WIRE_PARTS;
+        const uint32_t from = (uint32_t)entries_before(count, tile), end = from + count[tile];
+        uint32_t lo = from, hi = end; /* the first entry that is not before the part */
+        while (lo < hi) {
+            const uint32_t mid = lo + (hi - lo) / 2;
+            if (index[mid] < part % WIRE_PARTS * PART)
+                lo = mid + 1;
+            else
+                hi = mid;
         }
-    __syncthreads();
-    for (uint64_t part = first; part < last; part++) {
+        if (sid_lane() == 0) cursors[r] = {lo, end};
+    }
+
+    __device__ void turn(uint64_t part) const {
+        if (part % WIRE_PARTS) return;
+        for (uint32_t r = threadIdx.x; r < p.count; r += PART_BLOCK) {
+            const uint32_t *count = (const uint32_t *)(p[r] + SID_HEADER_BYTES), at = cursors[r].end;
+            cursors[r] = {at, at + count[part / WIRE_PARTS]};
+        }
+        __syncthreads();
+    }
+
+    __device__ void add(uint64_t part) const {
         const uint32_t base = (uint32_t)(part % WIRE_PARTS) * PART;
-        if (!fill && base == 0 && part != first) {
-            for (uint32_t r = threadIdx.x; r < p.count; r += PART_BLOCK) {
-                const uint32_t *count = (const uint32_t *)(p[r] + SID_HEADER_BYTES), at = cursors[r].end;
-                cursors[r] = {at, at + count[part / WIRE_PARTS]};
-            }
-            __syncthreads();
-        }
-        for (uint32_t r = 0; r < p.count && !fill; r += AHEAD) {
-            uint32_t index[AHEAD];
-            float value[AHEAD];
+        for (uint32_t r = 0; r < p.count; r += AHEAD) {
+            uint32_t index[AHEAD], value[AHEAD];
             cursor c[AHEAD] = {};
             const auto fetch = [&](uint32_t a) { /* this thread's entry, or one that lies in no part */
                                                  const uint32_t i = c[a].at + threadIdx.x;
                                                  index[a] = SID_FULL;
                                                  value[a] = 0;
                                                  if (i >= c[a].end) return;
-                                                 const uint8_t *values = p[r + a] + p.b.value_at;
                                                  index[a] = ((const uint16_t *)(p[r + a] + p.b.index_at))[i];
-                                                 value[a] = p.b.form & SID_FLAG_MEAN
-                                                                ? ((const sid_header *)p[r + a])->scale
-                                                            : p.b.form & SID_FLAG_HALF
-                                                                ? sid_from_f16(((const uint16_t *)values)[i])
-                                                                : ((const float *)values)[i];
+                                                 value[a] = load_value(p, p[r + a], i);
             };
 #pragma unroll
             for (uint32_t a = 0; a < AHEAD; a++) /* of several payloads at once, to wait for memory once */
@@ -234,7 +363,7 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_BLOCKS)
                 if (r + a >= p.count) break;
                 for (;;) {
                     const bool in = index[a] - base < PART;
-                    if (in) out[index[a] - base] += value[a];
+                    if (in) out[index[a] - base] += value_of(p, p[r + a], c[a].at + threadIdx.x, value[a]);
                     const uint32_t taken =
                         (uint32_t)__syncthreads_count(in); /* entries ascend: the first `taken` threads */
                     c[a].at += taken;
@@ -243,6 +372,125 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_BLOCKS)
                 }
                 if (threadIdx.x == 0) cursors[r + a].at = c[a].at;
             }
+        }
+    }
+};
+
+/* A part begins with a run, and as many zeros end it as it has runs: its bits follow from how many entries lie before it.
+ * Each warp finds the runs of one payload's next entries, of as many payloads at once as there are warps, while their low
+ * bits and values are under way; then all threads add them up. In shared memory 4 KB more than the part. */
+struct packed_entries {
+    enum {
+        ROW = 16 * SID_LANES /* bits */
+    };
+    struct found { /* in one row: so many entries, and whether there may be more of the part behind it */
+        uint32_t held, more;
+    };
+    const payloads &p;
+    float *out;
+    uint16_t (*runs)[ROW]; /* of the entries found, in the part */
+    found *rows;
+    uint32_t *cursors; /* the next entry */
+    __device__ packed_entries(const payloads &of, float *part)
+        : p(of), out(part), runs((uint16_t (*)[ROW])(void *)(part + PART)), rows((found *)(void *)(runs + AHEAD)),
+          cursors((uint32_t *)(void *)(rows + AHEAD)) {}
+    static uint32_t bytes(uint32_t count) {
+        return (uint32_t)(AHEAD * (ROW * sizeof(uint16_t) + sizeof(found)) + count * sizeof(uint32_t));
+    }
+    static_assert(AHEAD == 4 && PART_BLOCK == AHEAD * SID_LANES, "a payload for each warp");
+
+    __device__ void begin(uint32_t r, uint64_t part) const {
+        const uint64_t tile = part / WIRE_PARTS;
+        const uint32_t from = (uint32_t)entries_before((const uint32_t *)(p[r] + SID_HEADER_BYTES), tile);
+        const uint32_t before = upper_bits(p, p[r]).entries((tile * SID_WIRE_TILE >> p.b.low) + from,
+                                                            (uint32_t)(part % WIRE_PARTS) * PART >> p.b.low);
+        if (sid_lane() == 0) cursors[r] = from + before;
+    }
+
+    __device__ void turn(uint64_t) const {}
+
+    __device__ void add(uint64_t part) const {
+        const uint64_t at = part * PART;
+        const uint32_t len = p.n - at < PART ? (uint32_t)(p.n - at) : (uint32_t)PART, warp = sid_warp();
+        const uint32_t there = ((len - 1) >> p.b.low) + 1; /* runs */
+        for (uint32_t r = 0; r < p.count; r += AHEAD) {
+            const uint32_t some = p.count - r < AHEAD ? p.count - r : (uint32_t)AHEAD;
+            uint32_t low[AHEAD] = {}, value[AHEAD] = {};
+            const auto load = [&](uint32_t a, uint32_t i, uint32_t &l, uint32_t &v) {
+                if (i >= p.cap) return;
+                l = low_of(p, p[r + a], i);
+                v = load_value(p, p[r + a], i);
+            };
+            const auto of = [](const uint32_t (&x)[AHEAD], uint32_t a) { /* which keeps them in registers */
+                                                                         return a & 2 ? (a & 1 ? x[3] : x[2])
+                                                                                      : (a & 1 ? x[1] : x[0]);
+            };
+#pragma unroll
+            for (uint32_t a = 0; a < AHEAD; a++)
+                if (a < some) load(a, cursors[r + a] + threadIdx.x, low[a], value[a]);
+            bool finds = warp < some;
+            const uint32_t mine = finds ? r + warp : r;
+            const upper_bits upper(p, p[mine]);
+            const uint64_t origin = (at >> p.b.low) + cursors[mine];
+            uint32_t upto = 0, half = (uint32_t)(origin / 16), done = 0; /* done: added of payload r + a */
+            bool more = true;
+#pragma unroll 1
+            for (uint32_t a = 0; a < some;) {
+                if (more) { /* of the first payload, and then the others wait; or of this one */
+                    if (finds) {
+                        uint32_t held = 0;
+                        const uint32_t before = upto;
+                        upto += upper.row(origin, half, before, [&](uint32_t entry, uint32_t run) {
+                            if (run >= there) return;
+                            runs[warp][entry - before] = (uint16_t)run;
+                            held++;
+                        });
+                        half += SID_LANES;
+                        held = sid_warp_sum(held);
+                        if (sid_lane() == 0) rows[warp] = {held, 16ull * half - origin - upto < there};
+                    }
+                    __syncthreads();
+                }
+                const uint32_t next = cursors[r + a] + done;
+                const found row = rows[a];
+                for (uint32_t e = threadIdx.x; e < row.held; e += PART_BLOCK) {
+                    uint32_t l = of(low, a), v = of(value, a);
+                    if (done + e != threadIdx.x) load(a, next + e, l, v);
+                    out[(uint32_t)runs[a][e] << p.b.low | l] += value_of(p, p[r + a], next + e, v);
+                }
+                more = row.more;
+                finds = more && warp == a;
+                done += row.held;
+                __syncthreads();
+                if (more) continue;
+                if (threadIdx.x == 0) cursors[r + a] += done;
+                done = 0;
+                a++;
+            }
+        }
+    }
+};
+
+template <class Memory, class Entries>
+__global__ void __launch_bounds__(PART_BLOCK, PART_BLOCKS)
+    sid_decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own,
+                      const sid_state *state) {
+    SID_DYNAMIC_SHARED(float4, memory);
+    float *out = (float *)memory;
+    const Entries entries(p, out);
+    if (!scratch->go) return;
+    if (Memory::VECTORS) own.begin(state);
+    const bool fill = scratch->nonfinite;
+    const uint64_t parts = (p.n + PART - 1) / PART;
+    const uint64_t first = parts * blockIdx.x / gridDim.x, last = parts * (blockIdx.x + 1) / gridDim.x;
+    for (uint32_t i = threadIdx.x; i < PART; i += PART_BLOCK) out[i] = 0;
+    if (!fill && first < last)
+        for (uint32_t r = sid_warp(); r < p.count; r += PART_BLOCK / SID_LANES) entries.begin(r, first);
+    __syncthreads();
+    for (uint64_t part = first; part < last; part++) {
+        if (!fill) {
+            if (part != first) entries.turn(part);
+            entries.add(part);
         }
         const uint64_t tile = part * (PART / SID_TILE) + sid_warp();
         if (tile * SID_TILE < p.n) {
@@ -277,17 +525,22 @@ sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean) {
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const uint64_t tiles = sid_wire_tiles(p->n), share = 1 + 4ull * c.to.processors / c.count;
     const uint32_t each = (uint32_t)(tiles < 1 ? 1 : tiles < share ? tiles : share);
-    const uint32_t shared = (uint32_t)(PART * sizeof(float) + c.count * sizeof(cursor));
+    const auto look = all.b.packed ? sid_look_kernel<true> : sid_look_kernel<false>;
     sid_status s = sid_begin_decode(c, clear);
     if (!s && c.part != SID_WRITE)
-        s = sid_launch(c.to, "look", sid_look_kernel, (uint64_t)each * c.count, SID_BLOCK, 0, check, all, each);
+        s = sid_launch(c.to, "look", look, (uint64_t)each * c.count, SID_BLOCK, 0, check, all, each);
     if (!s && c.part != SID_WRITE)
         s = sid_launch(c.to, "check", sid_check_kernel, 1, SID_BLOCK, 0, c.scratch, check, all, sid_expect_of(c),
                        c.report, c.state);
     if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
-        return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>,
-                          sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS), PART_BLOCK, shared, c.group,
-                          c.scratch, all, vectors, memory, c.state);
+        const auto decode = [&](auto kernel, uint32_t cursors) {
+            return sid_launch(c.to, "decode", kernel, sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS),
+                              PART_BLOCK, (uint32_t)(PART * sizeof(float)) + cursors, c.group, c.scratch, all, vectors,
+                              memory, c.state);
+        };
+        if (all.b.packed)
+            return decode(sid_decode_kernel<decltype(memory), packed_entries>, packed_entries::bytes(c.count));
+        return decode(sid_decode_kernel<decltype(memory), plain_entries>, plain_entries::bytes(c.count));
     });
 }

@@ -9,7 +9,8 @@
  * Bytes per element, float32 with a residual, density d, 1.3 d candidates:
  *     walk      12 + 8 d      reads gradient and acc, writes acc: the floor of error feedback; and candidates of 6 bytes
  *     finish    8 d + 10 d    reads them, writes them as a list of 8 bytes; then, in L2 as a rule, 5 d a digit of a
- *               + 6 d         selection or a sum, 10 d twice to write a payload of 6 d
+ *               + 6 d         selection or a sum, 10 d twice to write a payload of 6 d; of packed indices and 4-bit values
+ *                             each entry sets 2 to 4 bit fields of zeroed words, 4 bytes a field, in L2
  *     again     4 + 8 d       a reading of acc where the prediction failed, as in the first step */
 #ifndef SID_SPARSE_CUH
 #define SID_SPARSE_CUH
@@ -44,10 +45,14 @@ struct sid_sparse_needs {
     bool mean;             /* values travel as their mean, and `extra` has room for them */
 };
 
-/* Where a sparse body's arrays lie (csrc/wire.h), in bytes from the payload's start. `form`: header flags. */
+/* Where a sparse body's arrays lie (csrc/wire.h), in bytes from the payload's start. `form`, `packed`: header flags, of the
+ * values and of the indices. */
 struct sid_body {
     uint64_t index_at, value_at, rows;
-    uint32_t form;
+    uint64_t high_at; /* of packed indices: the upper bits, up to value_at */
+    uint32_t form, packed;
+    uint32_t low;   /* of packed indices: so many bits lie apart from the upper ones */
+    uint32_t width; /* of levels: bits; else 0 */
 };
 
 enum {
@@ -80,12 +85,18 @@ __device__ inline float sid_sent_half(float x) { /* as float16: saturating */
     return sid_from_f16(sid_to_f16(x > max ? max : x < -max ? -max : x));
 }
 
+__device__ inline float sid_sent_level(float x, const sid_levels &l) {
+    const uint32_t level = sid_level_key(sid_level_of(sid_key(x), &l), &l);
+    return sid_bits_f32(level | (sid_f32_bits(x) & 0x80000000u));
+}
+
 /* What the rule left of element i. */
-__device__ inline float sid_sparse_keep(const sid_rule &rule, float acc, uint64_t i) {
+__device__ inline float sid_sparse_keep(const sid_rule &rule, const sid_levels &levels, float acc, uint64_t i) {
     const uint32_t sign = rule.flags & SID_FLAG_MEAN ? sid_f32_bits(rule.scale) & 0x80000000u : 0;
     const uint32_t key = rule.flags & SID_FLAG_MEAN ? sid_f32_bits(acc) ^ sign : sid_key(acc);
     if (key >> 31 || key < rule.key || (key == rule.key && i >= rule.cut)) return acc;
     if (rule.flags & SID_FLAG_MEAN) return acc - rule.scale;
+    if (rule.flags & (SID_FLAG_LOG8 | SID_FLAG_LOG4)) return acc - sid_sent_level(acc, levels);
     return rule.flags & SID_FLAG_HALF ? acc - sid_sent_half(acc) : 0.0f;
 }
 
@@ -208,6 +219,7 @@ template <class Law> struct sid_gathering {
     };
     struct shared {
         typename Law::reading reading;
+        sid_levels levels; /* of the last step */
     };
     struct unit {
         typename Law::unit own;
@@ -218,11 +230,17 @@ template <class Law> struct sid_gathering {
     const sid_state *state;
 
     __device__ void begin(shared &s) const {
-        if (threadIdx.x == 0) law.begin(s.reading, state->codec, state->steps);
+        if (threadIdx.x == 0) {
+            const sid_rule &rule = state->rule;
+            law.begin(s.reading, state->codec, state->steps);
+            s.levels = sid_levels_from(rule.base, rule.step, rule.flags & SID_FLAG_LOG8 ? 8 : 4);
+        }
         __syncthreads();
     }
     __device__ void end(shared &) const {}
-    __device__ float keep(const sid_rule &rule, float acc, uint64_t i) const { return sid_sparse_keep(rule, acc, i); }
+    __device__ float keep(const shared &s, const sid_rule &rule, float acc, uint64_t i) const {
+        return sid_sparse_keep(rule, s.levels, acc, i);
+    }
 
     __device__ void start(shared &s, unit &u) const {
         u.held = 0;
@@ -288,6 +306,7 @@ struct sid_crew_shared {
     sid_chosen chosen;  /* the end: what is sent, the rule, and what the header says */
     uint32_t key, flags;
     bool all; /* no tie is left out: then the rule needs no cut */
+    sid_levels levels;
     uint64_t found;
     float threshold;
     uint32_t stages;
@@ -722,11 +741,20 @@ struct sid_crew {
         const sid_chosen what = s.chosen;
         const uint64_t from = count * blockIdx.x / gridDim.x, to = count * (blockIdx.x + 1) / gridDim.x;
         unsigned long long mine = 0;
+        uint32_t most = 0;
         for (uint64_t i = from + threadIdx.x; i < to; i += SID_BLOCK) {
             const uint32_t key = sid_key(l.value[i]);
             mine += key >= what.from ? 1ull << 32 : key + 1 == what.from;
+            most = key > most ? key : most;
+        }
+        if (b.width) {
+            most = sid_warp_max(most);
+            if (sid_lane() == 0) atomicMax(&f.scratch->key, most);
         }
         const sums over = over_blocks(mine);
+        const uint32_t sent = sid_slot((uint32_t)(over.total >> 32), (uint32_t)over.total, (uint32_t)what.ties);
+        if (b.width) /* where any is sent, the largest candidate is */
+            lead([&] { s.levels = sid_levels_between(s.key, sent ? f.scratch->key : 0, b.width); });
         unsigned long long at = over.before;
         sid_part_sum own = {0, 0};
         for (uint64_t start = from; start < to; start += SID_BLOCK) {
@@ -742,10 +770,18 @@ struct sid_crew {
             if (goes) {
                 const uint64_t slot = sid_slot(more_here, same_here, (uint32_t)what.ties), p = b.index_at + 2 * slot;
                 const uint16_t short_index = (uint16_t)(index % SID_WIRE_TILE);
-                *(uint16_t *)(f.payload + p) = short_index;
-                own.add(p, sid_half_word(p, short_index), b.rows);
+                if (b.packed) {
+                    set(b.index_at, slot * b.low, index & ((1u << b.low) - 1u), own);
+                    set(b.high_at, (index >> b.low) + slot, 1, own);
+                } else {
+                    *(uint16_t *)(f.payload + p) = short_index;
+                    own.add(p, sid_half_word(p, short_index), b.rows);
+                }
                 if (b.form & SID_FLAG_MEAN) {
                     l.extra[slot] = x;
+                } else if (b.width) {
+                    const uint32_t sign = sid_f32_bits(x) >> 31 << (b.width - 1);
+                    set(b.value_at + 8, slot * b.width, sid_level_of(sid_key(x), &s.levels) | sign, own);
                 } else if (b.form & SID_FLAG_HALF) {
                     const uint64_t v = b.value_at + 2 * slot;
                     const float max = 65504.0f;
@@ -768,9 +804,21 @@ struct sid_crew {
             atomicAdd(&f.scratch->sum, own.sum);
             atomicAdd(&f.scratch->weighted, own.weighted);
         }
-        const uint32_t above = (uint32_t)(over.total >> 32), equal = (uint32_t)over.total;
         sid_grid_sync();
-        seal(sid_slot(above, equal, (uint32_t)what.ties), side);
+        seal(sent, side);
+    }
+
+    /* A field of less than 32 bits, from bit `bit` on of the array at byte `at`, where nothing was set: in whatever order
+     * others set the rest of its words, they end up the same, and their checksum is that of the fields. */
+    __device__ void set(uint64_t at, uint64_t bit, uint32_t field, sid_part_sum &own) const {
+        const uint64_t both = (uint64_t)field << bit % 32, p = at + bit / 32 * 4;
+        uint32_t *words = (uint32_t *)(f.payload + p);
+        const uint32_t low = (uint32_t)both, high = (uint32_t)(both >> 32);
+        if (low) atomicOr(words, low);
+        own.add(p, low, f.body.rows);
+        if (!high) return;
+        atomicOr(words + 1, high);
+        own.add(p + 4, high, f.body.rows);
     }
 
     /* Nearly always the whole warp is in one wire tile. */
@@ -800,13 +848,22 @@ struct sid_crew {
         own = sid_block_sums(own, s.sums);
         if (threadIdx.x) return;
         sid_rule rule = {};
+        if (b.width) {
+            rule.base = s.levels.base;
+            rule.step = s.levels.step;
+            if (sent) {
+                *(uint2 *)(f.payload + b.value_at) = make_uint2(rule.base, rule.step);
+                own.add(b.value_at, rule.base, b.rows);
+                own.add(b.value_at + 4, rule.step, b.rows);
+            }
+        }
         rule.key = s.key;
         rule.flags = b.form;
         rule.cut = s.all ? f.n : f.scratch->cut;
         if (b.form & SID_FLAG_MEAN) rule.scale = scale = side < 0 && sent ? -mean : mean;
         sid_seal((sid_header *)f.payload, f.head,
-                 s.flags | b.form | (f.scratch->nonfinite ? (uint32_t)SID_FLAG_NONFINITE : 0u), sent, scale, b.rows,
-                 f.scratch->sum + own.sum, f.scratch->weighted + own.weighted);
+                 s.flags | b.form | b.packed | (f.scratch->nonfinite ? (uint32_t)SID_FLAG_NONFINITE : 0u), sent, scale,
+                 b.rows, f.scratch->sum + own.sum, f.scratch->weighted + own.weighted);
         sid_state *state = f.state;
         state->rule = rule;
         state->draw = f.draw;

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import forged
 import numpy as np
 import pytest
 import reference as ref
@@ -909,62 +910,17 @@ def test_forged_sparse_payloads_are_refused(codec: str) -> None:
     assert len(names) == 11
 
 
-def packed_forgeries(good: bytes, n: int, cap: int) -> Iterator[tuple[str, bytes]]:
-    """As above, packed, with 4-bit values. Entries 0 and 1 share a run, 2 has the next one to itself."""
-    low_at, high_at, value_at = (64 + sum(ref.index_sizes(n, cap, "packed")[:i]) for i in (1, 2, 3))
-    assert ref.packed_low(n, cap) >= 8
-    bits, h = good[high_at], ref.header(good)
-    assert bits & 0b1111 == 0b1011
-
-    def forged(at: int, fmt: str, *values: int, **changes: int) -> bytes:
-        p = bytearray(good)
-        struct.pack_into("<" + fmt, p, at, *values)
-        return ref.with_header(bytes(p), False, **changes)
-
-    def moved(one: int, to: int) -> bytes:
-        p = bytearray(good)
-        p[high_at + one // 8] &= ~(1 << one % 8)
-        p[high_at + to // 8] |= 1 << to % 8
-        return ref.with_header(bytes(p), False)
-
-    places = np.flatnonzero(np.unpackbits(np.frombuffer(good[high_at:value_at], np.uint8), bitorder="little"))
-    first = int(np.frombuffer(good, "<u4", 1, 64)[0])
-    runs, last = ref.WIRE_TILE >> ref.packed_low(n, cap), int(places[-1])
-    yield "equal indices", forged(low_at, "Q", 0)
-    yield "an entry less in its tile", forged(high_at, "B", bits & ~1)
-    yield "an entry more in its tile", forged(high_at, "B", bits | 4)
-    yield "the last entry of a tile past its runs", moved(int(places[first - 1]), runs + first - 1)
-    yield "an index past n", moved(last, last + 1 if last % 8 != 7 else last + 2)
-    yield "plain indices", ref.with_header(good, False, flags=h["flags"] & ~ref.PACKED)
-    yield "another value format", ref.with_header(good, False, flags=h["flags"] ^ ref.LOG4 ^ ref.LOG8)
-    yield "a step of 0", forged(value_at + 4, "I", 0)
-    yield "too long a step", forged(value_at + 4, "I", (3 << 22) + 1)
-    yield "denormal levels", forged(value_at, "I", (1 << 24) - 1)
-    yield "levels up to Inf", forged(value_at, "I", 0x7F800000 - 7)
-    yield "levels that wrap around", forged(value_at, "2I", 0xFFFFFFF0, 3)
-
-
 @pytest.mark.parametrize("codec", INDEXED)
 def test_forged_packed_payloads_are_refused(codec: str) -> None:
-    n = 2 * ref.WIRE_TILE + 40_000
-    chosen = {"density": 0.0001, "values": "log4", "indices": "packed"}
-    plan = _core.Plan(codec, home(codec), n, "float32", chosen)
-    group = reference_group(plan, chosen)
-    good, cap = group.encode(np.zeros(n, np.float32), Step(step=3, group=4)), group.codec.cap
-    run = 1 << ref.packed_low(n, cap)
-    index = np.array([3, 5, run + 1, 20_000, ref.WIRE_TILE - 1, ref.WIRE_TILE, 2 * ref.WIRE_TILE + 7, n - 1])
-    value = np.linspace(1, 3, len(index)).astype(np.float32)
-    body = ref.sparse_body(n, cap, index, value, "log4", "packed", 1.0)
-    flags = ref.LOG4 | ref.PACKED
-    good = ref.with_header(good[:64] + body, False, count=len(index), flags=flags, scale=1.0)
-    Rank(plan).decode([good], 1.0, Vector(np.zeros(n, np.float32)), Step(step=3, group=4))
+    plan, good = forged.packed_payload(codec, home(codec))
+    group = reference_group(plan, forged.PACKED)
     names = []
-    for name, bad in packed_forgeries(good, n, cap):
+    for name, bad in forged.packed(plan, good):
         names.append(name)
         assert bad != good, name
         with pytest.raises(ValueError):
             group.decode([bad], 1.0)
-        refused(plan, [good, good, bad], 2, _core.CorruptPayloadError, Step(step=3, group=4))
+        refused(plan, [good, good, bad], 2, _core.CorruptPayloadError, forged.AT)
     assert len(names) == 12
 
 

@@ -120,6 +120,7 @@ template <typename T> T __shfl_sync(uint32_t, T x, uint32_t lane) {
 }
 template <typename T> T __ldcs(const T *p) { return *p; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x ? __builtin_clz((uint32_t)x) : 32; }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
     __extension__ typedef unsigned __int128 wide;
     return (uint64_t)((wide)a * b >> 64);
