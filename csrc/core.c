@@ -166,6 +166,20 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
     (void)report_dev, (void)device, (void)stream;
     return NO_CUDA(err);
 }
+sid_status sid_cuda_exchange_settle(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *state,
+                                    void *work, void *wire, int device, void *stream, sid_error *err) {
+    (void)x, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)wire, (void)device, (void)stream;
+    return NO_CUDA(err);
+}
+sid_status sid_cuda_exchange_unsend(const sid_exchange *x, void *state, int device, void *stream, sid_error *err) {
+    (void)x, (void)state, (void)device, (void)stream;
+    return NO_CUDA(err);
+}
+sid_status sid_cuda_exchange_checksum(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *work,
+                                      const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err) {
+    (void)x, (void)segs_dev, (void)n_seg, (void)work, (void)report_dev, (void)sum_dev, (void)device, (void)stream;
+    return NO_CUDA(err);
+}
 sid_status sid_device_enter(int device, int *before, sid_error *err) {
     (void)device, (void)before;
     return NO_CUDA(err);

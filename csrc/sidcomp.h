@@ -395,6 +395,13 @@ sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_er
 sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
                                      void *state, void *work, const sid_step *at, void *wire, void *stats_dev,
                                      void *report_dev, int device, void *stream, sid_error *err);
+/* As sid_cuda_settle, _unsend and _checksum, between its steps. The first two are for exchanges whose state is that of one
+ * plan (sid_exchange_share: a single part, of all elements). */
+sid_status sid_cuda_exchange_settle(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *state,
+                                    void *work, void *wire, int device, void *stream, sid_error *err);
+sid_status sid_cuda_exchange_unsend(const sid_exchange *x, void *state, int device, void *stream, sid_error *err);
+sid_status sid_cuda_exchange_checksum(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *work,
+                                      const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err);
 
 /* ---- NCCL (found at run time; neither headers nor library are needed to build) ---------------------------------- */
 

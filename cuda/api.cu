@@ -383,13 +383,21 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int 
                       (uint4 *)seen);
 }
 
+sid_status sid_enqueue_checksum(const sid_stream &to, const sid_table &t, uint64_t n, void *work,
+                                const sid_cuda_report *report, uint64_t *sum) {
+    sid_group g;
+    sid_scratch *scratch;
+    sid_status s = sid_begin_table(to, t, n, work, &g, &scratch);
+    if (!s)
+        s = sid_launch(to, "checksum", sid_sum_kernel, sid_blocks(to, sid_chunks(n), NORM_BLOCKS), SID_BLOCK, 0, g,
+                       scratch);
+    return s ? s
+             : sid_launch(to, "checksum", sid_mix_kernel, 1, SID_LANES, 0, (const sid_scratch *)scratch, report, sum);
+}
+
 sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *work,
                              const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err) {
     const sid_cuda_codec *codec;
-    uint64_t *start;
-    double *norms;
-    sid_scratch *scratch;
-    sid_carver rest;
     sid_device_scope scope;
     if (err) err->text[0] = 0;
     sid_status s = kernels_of(p, &codec, err);
@@ -400,14 +408,6 @@ sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uin
     sid_stream to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &to);
     if (s) return s;
-    carve(p, codec, work, &start, &norms, &scratch, &rest);
-    const sid_group g = {segs_dev, start, p->n, n_seg, p->dtype, 0, 0};
-    s = sid_begin(to, g, scratch, sizeof *scratch);
-    if (!s)
-        s = sid_launch(to, "checksum", sid_sum_kernel, sid_blocks(to, sid_chunks(p->n), NORM_BLOCKS), SID_BLOCK, 0, g,
-                       scratch);
-    if (!s)
-        s = sid_launch(to, "checksum", sid_mix_kernel, 1, SID_LANES, 0, scratch, (const sid_cuda_report *)report_dev,
-                       (uint64_t *)sum_dev);
-    return s;
+    return sid_enqueue_checksum(to, {segs_dev, n_seg, p->dtype, 0, 0}, p->n, work, (const sid_cuda_report *)report_dev,
+                                (uint64_t *)sum_dev);
 }

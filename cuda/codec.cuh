@@ -124,7 +124,10 @@ sid_status sid_enqueue(sid_cuda_decoding &c, const sid_table &t, void *work);
 inline sid_group sid_group_of(const sid_table &t, uint64_t n, void *work) {
     return {t.segs, (const uint64_t *)work, n, t.n_seg, t.dtype, t.before, t.after};
 }
-/* The starts alone, of n elements of a table; `work` as of any codec. (*s)->ready as in a call. */
+/* The checksum of n elements of a table, as sid_cuda_checksum has it; `work` as of any codec. */
+sid_status sid_enqueue_checksum(const sid_stream &to, const sid_table &t, uint64_t n, void *work,
+                                const sid_cuda_report *report, uint64_t *sum);
+/* Their starts alone. (*s)->ready as in a call. */
 sid_status sid_begin_table(const sid_stream &to, const sid_table &t, uint64_t n, void *work, sid_group *g,
                            sid_scratch **s);
 

@@ -77,6 +77,13 @@ sid_status kernels_of(const sid_exchange *x, const sid_cuda_exchange **kind, sid
                     x->kind->info.name);
 }
 
+sid_status table_holds(const sid_segment *segs_dev, uint32_t n_seg, sid_error *err) {
+    if (n_seg && !segs_dev) return sid_fail(err, SID_E_ARG, "the segment table is NULL");
+    if (n_seg <= SID_CUDA_MAX_SEGMENTS) return SID_OK;
+    return sid_fail(err, SID_E_UNSUPPORTED, "%u segments in a group: the CUDA kernels take at most %d", n_seg,
+                    (int)SID_CUDA_MAX_SEGMENTS);
+}
+
 } // namespace
 
 sid_status sid_enqueue_undo(const sid_cuda_trip &t, uint32_t what, const sid_plan *p, const sid_group &g,
@@ -115,10 +122,8 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
         return sid_fail(err, SID_E_ARG, "step is NULL, or not the exchange's, or there is no round %u", round);
     if (!(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF)
         return sid_fail(err, SID_E_ARG, "the step's carry is no finite factor");
-    if (n_seg && !segs_dev) return sid_fail(err, SID_E_ARG, "the segment table is NULL");
-    if (n_seg > SID_CUDA_MAX_SEGMENTS)
-        return sid_fail(err, SID_E_UNSUPPORTED, "%u segments in a group: the CUDA kernels take at most %d", n_seg,
-                        (int)SID_CUDA_MAX_SEGMENTS);
+    status = table_holds(segs_dev, n_seg, err);
+    if (status) return status;
     for (const void *p : {(const void *)state, (const void *)work, (const void *)wire})
         if (!p || (uintptr_t)p % 64)
             return sid_fail(err, SID_E_ARG, "state, work and wire must start at multiples of 64 bytes");
@@ -145,4 +150,52 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
         status = sid_launch(t.to, "confirmed", sid_confirmed_kernel, 1, SID_LANES, 0, sid_frames_of(t), confirms,
                             x->rounds, x->world);
     return status || round < x->sizes.rounds ? status : kind->finish(t);
+}
+
+/* ---- between steps ------------------------------------------------------------------------------------------------- */
+
+/* The plan whose state the exchange's is. */
+static sid_status whole_of(const sid_exchange *x, const sid_plan **p, sid_error *err) {
+    const sid_cuda_exchange *kind;
+    const sid_status s = kernels_of(x, &kind, err);
+    if (s) return s;
+    const sid_part part = x->kind->part(x, 0);
+    *p = part.plan;
+    if (x->kind->parts(x) == 1 && !part.state && !part.start && part.plan->n == x->n) return SID_OK;
+    return sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' keeps slices", x->kind->info.name);
+}
+
+sid_status sid_cuda_exchange_settle(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *state,
+                                    void *work, void *wire, int device, void *stream, sid_error *err) {
+    const sid_plan *p;
+    if (err) err->text[0] = 0;
+    const sid_status s = whole_of(x, &p, err);
+    if (s) return s;
+    return sid_cuda_settle(p, segs_dev, n_seg, state, work ? (uint8_t *)work + SID_EXCHANGE_HEAD : nullptr, wire,
+                           device, stream, err);
+}
+
+sid_status sid_cuda_exchange_unsend(const sid_exchange *x, void *state, int device, void *stream, sid_error *err) {
+    const sid_plan *p;
+    if (err) err->text[0] = 0;
+    const sid_status s = whole_of(x, &p, err);
+    return s ? s : sid_cuda_unsend(p, state, device, stream, err);
+}
+
+sid_status sid_cuda_exchange_checksum(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *work,
+                                      const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err) {
+    const sid_cuda_exchange *kind;
+    sid_device_scope scope;
+    if (err) err->text[0] = 0;
+    sid_status s = kernels_of(x, &kind, err);
+    if (!s) s = table_holds(segs_dev, n_seg, err);
+    if (s) return s;
+    if (!work || (uintptr_t)work % 64) return sid_fail(err, SID_E_ARG, "work must start at a multiple of 64 bytes");
+    if (!report_dev || (uintptr_t)report_dev % 4 || !sum_dev || (uintptr_t)sum_dev % 8 || device < 0)
+        return sid_fail(err, SID_E_ARG, "the report or the sum is NULL or misaligned, or device %d", device);
+    sid_stream to = {(cudaStream_t)stream, 0, err};
+    s = scope.enter(device, &to);
+    if (s) return s;
+    return sid_enqueue_checksum(to, {segs_dev, n_seg, x->dtype, 0, 0}, x->n, (uint8_t *)work + SID_EXCHANGE_HEAD,
+                                (const sid_cuda_report *)report_dev, (uint64_t *)sum_dev);
 }

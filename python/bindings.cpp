@@ -551,6 +551,31 @@ class Exchange {
               err);
     }
 
+    void cuda_settle(Address segs, uint32_t n_segs, Address state, Address work, Address wire, int device,
+                     Address stream) const {
+        sid_error err{};
+        check(without_gil([&] {
+                  return sid_cuda_exchange_settle(get(), pointer<const sid_segment>(segs), n_segs, pointer(state),
+                                                  pointer(work), pointer(wire), device, pointer(stream), &err);
+              }),
+              err);
+    }
+    void cuda_unsend(Address state, int device, Address stream) const {
+        sid_error err{};
+        check(
+            without_gil([&] { return sid_cuda_exchange_unsend(get(), pointer(state), device, pointer(stream), &err); }),
+            err);
+    }
+    void cuda_checksum(Address segs, uint32_t n_segs, Address work, Address report, Address sum, int device,
+                       Address stream) const {
+        sid_error err{};
+        check(without_gil([&] {
+                  return sid_cuda_exchange_checksum(get(), pointer<const sid_segment>(segs), n_segs, pointer(work),
+                                                    pointer(report), pointer(sum), device, pointer(stream), &err);
+              }),
+              err);
+    }
+
     void abandon(const Segments &seg, Address state, Address work, Address wire, uint64_t step, uint64_t seed,
                  uint32_t group) {
         const sid_step at{step, seed, group, rank, world, 1};
@@ -1014,6 +1039,11 @@ PYBIND11_MODULE(_core, m) {
         .def("cuda_advance", &Exchange::cuda_advance, arg("round"), arg("segments"), arg("n_segments"), arg("state"),
              arg("work"), arg("wire"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f,
              arg("stats"), arg("report"), arg("device"), arg("stream"))
+        .def("cuda_settle", &Exchange::cuda_settle, arg("segments"), arg("n_segments"), arg("state"), arg("work"),
+             arg("wire"), py::kw_only(), arg("device"), arg("stream"))
+        .def("cuda_unsend", &Exchange::cuda_unsend, arg("state"), py::kw_only(), arg("device"), arg("stream"))
+        .def("cuda_checksum", &Exchange::cuda_checksum, arg("segments"), arg("n_segments"), arg("work"), py::kw_only(),
+             arg("report"), arg("sum"), arg("device"), arg("stream"))
         .def("abandon", &Exchange::abandon, arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(),
              arg("step"), arg("seed"), arg("group"))
         .def("residual_out", &Exchange::residual_out, arg("state"), arg("out"))

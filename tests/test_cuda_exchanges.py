@@ -181,10 +181,10 @@ SLICED: list[tuple[str, str, dict[str, Any]]] = [  # what two-shot takes: codec,
     ("fp8", "residual", {"gamma": 0.5}),
     ("ssdm", "none", {}),
     ("terngrad", "none", {}),
-    ("topk", "none", DENSE),
+    ("topk", "residual", {**DENSE, "values": "log8", "indices": "packed"}),
     ("gaussiank", "residual", DENSE),
     ("int4", "momentum", {}),
-    ("sidco-p", "residual", DENSE),
+    ("sidco-p", "residual", {**DENSE, "values": "log4"}),
 ]
 SLICES = (9001, 3, 1999, 257, 700)
 SHOTS = [
@@ -389,6 +389,46 @@ def test_arguments() -> None:
         x.cuda_advance(x.rounds + 1, *places[1:], **good)
     with pytest.raises(_core.DeviceError, match="device"):
         x.cuda_advance(*places, **(good | {"device": 99}))
+
+
+def test_what_keeps_slices_does_not_settle() -> None:
+    x = _core.Exchange("twoshot", "topk", "residual", 100, "float32", 0, 2)
+    d = Device(x, np.zeros(100, np.float32), [100])
+    where = {"device": 0, "stream": stream()}
+    with pytest.raises(_core.UnsupportedError, match="'twoshot' keeps slices"):
+        x.cuda_settle(d.vector.table.ptr, 1, d.state.ptr, d.work.ptr, d.wire.ptr, **where)
+    with pytest.raises(_core.UnsupportedError, match="'twoshot' keeps slices"):
+        x.cuda_unsend(d.state.ptr, **where)
+
+
+@pytest.mark.parametrize("kind, codec", [("ring1", "marsit"), ("twoshot", "topk"), ("hierarchical", "int8")])
+def test_a_checksum_of_what_was_decoded(kind: str, codec: str) -> None:
+    """The same on all ranks, and as of a plan over all elements; another one where a bit differs."""
+    hosts, devices = pair(kind, codec, 2, 1999, "float16", **settings_of(kind, codec))
+    where = {"device": 0, "stream": stream()}
+    sums = [DeviceBlock(8) for _ in range(4)]
+
+    def take(i: int, d: Device) -> None:
+        d.x.cuda_checksum(
+            d.vector.table.ptr, d.vector.n_segments, d.work.ptr, report=d.report.ptr, sum=sums[i].ptr, **where
+        )
+
+    fill(hosts, devices, 0, "float16")
+    run(hosts, devices, 0)
+    for i, d in enumerate(devices):
+        take(i, d)
+    plan = _core.Plan("topk", "residual", 1999, "float16")
+    work, d = DeviceBlock(plan.cuda_work_bytes()), devices[0]
+    plan.cuda_checksum(
+        d.vector.table.ptr, d.vector.n_segments, work.ptr, report=d.report.ptr, sum=sums[2].ptr, **where
+    )
+    changed = d.vector.read().copy()
+    changed[1700] += np.float16(1)
+    d.vector.write(changed)
+    take(3, d)
+    one, two, whole, other = (s.get() for s in sums)
+    assert one == two == whole != other and any(one)
+    assert d.reported() == (0, 0, 0)
 
 
 def test_exchanges_without_kernels_are_refused_by_name() -> None:

@@ -132,6 +132,29 @@ class Exchange:
         device: int,
         stream: int,
     ) -> None: ...
+    def cuda_settle(
+        self,
+        segments: int,
+        n_segments: int,
+        state: int,
+        work: int,
+        wire: int,
+        *,
+        device: int,
+        stream: int,
+    ) -> None: ...
+    def cuda_unsend(self, state: int, *, device: int, stream: int) -> None: ...
+    def cuda_checksum(
+        self,
+        segments: int,
+        n_segments: int,
+        work: int,
+        *,
+        report: int,
+        sum: int,
+        device: int,
+        stream: int,
+    ) -> None: ...
     def abandon(
         self, segments: Segments, state: int, work: int, wire: int, *, step: int, seed: int, group: int
     ) -> None: ...

@@ -100,10 +100,6 @@ def make_layout(
             f"groups={settings.groups!r} measures exchanges of messages on the CPU only: on CUDA name other "
             'groups, such as "bucket", or leave exchange out'
         )
-    if lane is not None and any(isinstance(plan, Trip) for plan in plans):
-        for name in ("checksum_every", "full_every"):
-            if getattr(settings, name):
-                raise UnsupportedError(f"{name} beside an exchange of messages works on the CPU only")
     if settings.transport == "native":
         if lane is None:
             raise UnsupportedError("transport='native' is NCCL, which is for CUDA: leave it out on the CPU")

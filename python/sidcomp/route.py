@@ -128,6 +128,7 @@ class Trip:
         self.shares = x.shares
         self.residual_out, self.residual_in = x.residual_out, x.residual_in
         self.unsend, self.rescale = x.unsend, x.rescale
+        self.cuda_settle, self.cuda_unsend, self.cuda_checksum = x.cuda_settle, x.cuda_unsend, x.cuda_checksum
 
     def advance(
         self,

@@ -139,12 +139,17 @@ def test_the_same_bits_as_torch_and_as_the_cpu(codec: str, world: int, log: Path
     assert set(lines) == {"finalize", "all-reduce" if sums else "all-gather"}
 
 
-def special(rank: int, world: int, how: str) -> tuple[list[list[torch.Tensor]], str, int]:
+def special(
+    rank: int, world: int, how: str, settings: dict[str, Any]
+) -> tuple[list[list[torch.Tensor]], str, int]:
     """Steps of full precision and checksums; then rank 1 has wrong ones. What that raises, and when."""
     r = Run(
-        rank, lane=how != "cpu", codec="dgc", full_every=3, checksum_every=2,
+        rank,
+        lane=how != "cpu",
+        checksum_every=2,
         transport="native" if how == "native" else "torch",
-    )  # fmt: skip
+        **settings,
+    )
     r.optimizer.param_groups[0]["lr"] = 1e-3
     out = []
     for _ in range(8):
@@ -166,10 +171,20 @@ def special(rank: int, world: int, how: str) -> tuple[list[list[torch.Tensor]], 
 
 
 @emulated
-def test_full_precision_and_checksums_on_the_device(log: Path) -> None:
-    want = run(special, 2, "cpu")
-    for how in ("native", "torch"):
-        got = run(special, 2, how)
+@pytest.mark.parametrize(
+    "ways, settings",
+    [
+        (("native", "torch"), {"codec": "dgc", "full_every": 3}),
+        (("torch",), {"codec": "marsit", "exchange": "ring1", "full_every": 3}),
+        (("native",), {"codec": "topk", "exchange": "twoshot"}),
+    ],
+)
+def test_full_precision_and_checksums_on_the_device(
+    ways: tuple[str, ...], settings: dict[str, Any], log: Path
+) -> None:
+    want = run(special, 2, "cpu", settings)
+    for how in ways:
+        got = run(special, 2, how, settings)
         for (a, _, _), (b, _, _) in zip(got, want, strict=True):
             same(a, b)
         # of the tenth step, gathered in the eleventh: in all ranks the twelfth fails
