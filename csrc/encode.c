@@ -63,8 +63,9 @@ static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uin
     if (tell) p->memory->sent(p, vec, before, len);
 }
 
-/* One tile of acc from state and gradient; what is returned is what the codec reads. */
-static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t len, float *half, float *buf,
+/* One tile of acc from state and gradient; what is returned is what the codec reads. clean: no NaN or Inf is in it, as a
+ * reading before has found. */
+static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t len, int clean, float *half, float *buf,
                               float *raw) {
     const sid_plan *p = w->plan;
     const uint32_t vectors = p->memory->vectors;
@@ -86,7 +87,7 @@ static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t le
             for (uint32_t v = 0; v < vectors; v++) piece[v] = vec[v] + pos;
             ok = p->memory->tile(w, piece, g, take, sent);
         } else {
-            ok = p->simd->finite(g, take);
+            ok = clean || p->simd->finite(g, take);
             if (ok && take == len) return g; /* the gradient is acc: nothing to copy */
         }
         if (linear && (bad || !ok)) memcpy(raw + pos, g, 4ull * take);
@@ -121,14 +122,16 @@ static double norm_of(const sid_plan *p, const sid_segment *seg) {
 
 static void walk(sid_walk *w, const sid_segment *seg) {
     const sid_plan *p = w->plan;
-    const int stored = p->memory->vectors && (w->walks > 1 || w->round); /* acc is in the state already */
+    const int again = w->walks > 1 || w->round, clean = again && !w->nonfinite;
+    const int stored = p->memory->vectors && again; /* acc is in the state already */
     float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
     place from = {seg, 0};
     w->nonfinite = stored ? w->nonfinite : 0;
     p->codec->begin(w);
     for (uint64_t at = 0; at < p->n; at += p->tile) {
         const uint32_t len = p->n - at < p->tile ? (uint32_t)(p->n - at) : p->tile;
-        const float *acc = stored ? sid_vector(p, w->state, 0) + at : make_tile(w, &from, at, len, half, buf, raw);
+        const float *acc =
+            stored ? sid_vector(p, w->state, 0) + at : make_tile(w, &from, at, len, clean, half, buf, raw);
         p->codec->tile(w, acc, at, len);
     }
 }
@@ -187,7 +190,8 @@ sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *
     if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
     if (!fit(p, at)) return SID_E_UNSUPPORTED;
     sid_walk w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work, .round = round};
-    w.draw = w.state->draw; /* sid_encode's */
+    w.draw = w.state->draw; /* sid_encode's, as is what it has seen */
+    w.nonfinite = ((const sid_header *)payload)->flags & SID_FLAG_NONFINITE;
     if (at->world == 1) return SID_OK;
     walk(&w, seg);
     p->codec->finish(&w);

@@ -315,6 +315,8 @@ typedef struct sid_simd {
     /* The low `width` bits of each code, 2 to 7, one after the other from the lowest bit of out[0] on; ceil(n * width / 8)
      * bytes, what is left of the last one zero. */
     void (*pack)(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out);
+    /* Both of these at once, where the grid is -1, 0 and 1, by 16 bits, in fields of 2 bits. */
+    void (*ternary)(const float *x, uint32_t n, float inverse, const uint16_t *draws, uint8_t *out);
     /* The level of |x|, and above it the sign; and x -= what level and sign stand for where key(x) >= key. */
     void (*to_levels)(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code);
     void (*take_levels)(float *x, uint32_t n, uint32_t key, const sid_levels *levels);

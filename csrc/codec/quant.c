@@ -222,6 +222,10 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
         memcpy(w->payload + SID_HEADER_BYTES + 4 * (at / f.block), s.scale, 4ull * s.count);
         for (uint32_t b = 0; b < s.count; b++) t->scale = s.scale[b] > t->scale ? s.scale[b] : t->scale;
     }
+    if (f.bits == 2 && !f.block && f.rounding == SID_ROUND_DRAW16) { /* top is 1 */
+        p->simd->ternary(acc, len, *g.inverse, room.half, body);
+        return;
+    }
     p->simd->quantise(acc, len, &g, d, code);
     if (f.bits < 8) p->simd->pack(code, len, f.bits, body);
 }

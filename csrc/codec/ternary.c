@@ -89,8 +89,11 @@ static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint
     const float inverse = shared > 0 ? 1.0f / shared : 0.0f;
     const sid_grid g = {form.kind, form.rounding, form.top, 0, &shared, &inverse};
     p->simd->draw16(d, at, len, draws);
-    p->simd->clamp(acc, x, len, own);
-    p->simd->quantise(x, len, &g, draws, code);
+    if (own < shared) { /* else the grid ends where this rank clips */
+        p->simd->clamp(acc, x, len, own);
+        acc = x;
+    }
+    p->simd->quantise(acc, len, &g, draws, code);
 }
 
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {

@@ -1293,6 +1293,36 @@ static void pack(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out) 
     }
 }
 
+/* quantise() to -1, 0 and 1 by 16 bits, and pack() of that. What |l| and u add up to says it by itself: beyond 1 nothing has
+ * to be cut off. */
+static void ternary(const float *x, uint32_t n, float inverse, const uint16_t *draws, uint8_t *out) {
+    uint32_t i = 0;
+#if BYTES == 64
+    const vf one = (vf){0} + 1.0f;
+    for (; i + FOUR <= n; i += FOUR) {
+        uint64_t some = 0, minus = 0;
+        for (uint32_t q = 0; q < 4; q++) {
+            const vf l = load(x + i + q * WIDE) * inverse;
+            const vf sum = dithered16((vf)keys(l), load_draws(draws, i + q * WIDE, SID_ROUND_DRAW16));
+            some |= (uint64_t)_mm512_cmp_ps_mask((__m512)sum, (__m512)one, _CMP_GE_OQ) << q * WIDE;
+            minus |= mask_of(bits(l)) << q * WIDE;
+        }
+        minus &= some;
+        const uint64_t even = 0x5555555555555555ull,
+                       word[2] = {_pdep_u64(some, even) | _pdep_u64(minus, ~even),
+                                  _pdep_u64(some >> 32, even) | _pdep_u64(minus >> 32, ~even)};
+        memcpy(out + i / 4, word, sizeof word);
+    }
+#endif
+    for (uint32_t take; i < n; i += take) {
+        const sid_grid g = {SID_GRID_INTEGERS, SID_ROUND_DRAW16, 1.0f, 0, NULL, &inverse};
+        uint8_t code[SID_TILE];
+        take = n - i < SID_TILE ? n - i : SID_TILE;
+        quantise_as(x + i, take, &g, draws + i, code, SID_GRID_INTEGERS, SID_ROUND_DRAW16);
+        pack(code, take, 2, out + i / 4);
+    }
+}
+
 static void to_levels(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code) {
     const sid_levels l = *levels;
     for (uint32_t i = 0; i < n; i++) {
@@ -1878,6 +1908,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .take_out = take_out,
     .add_codes = add_codes,
     .pack = pack,
+    .ternary = ternary,
     .to_levels = to_levels,
     .take_levels = take_levels,
     .dots = dots,
