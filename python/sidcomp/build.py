@@ -95,11 +95,6 @@ def make_layout(
                 "Leave it out on CUDA"
             )
         route.warn(exchange.world)
-    if lane is not None and settings.planned and not settings.auto and settings.ways[0].routed:
-        raise UnsupportedError(
-            f"groups={settings.groups!r} measures exchanges of messages on the CPU only: on CUDA name other "
-            'groups, such as "bucket", or leave exchange out'
-        )
     if settings.transport == "native":
         if lane is None:
             raise UnsupportedError("transport='native' is NCCL, which is for CUDA: leave it out on the CPU")

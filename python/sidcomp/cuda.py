@@ -16,7 +16,7 @@ from sidcomp.errors import CorruptPayloadError, UnsupportedError
 from sidcomp.layout import Block, Group
 from sidcomp.native import Native, Progress, open_library
 from sidcomp.registry import find_codec
-from sidcomp.trips import End, ends_of
+from sidcomp.trips import ends_of, operations
 
 if TYPE_CHECKING:
     from sidcomp.exchange import Exchange
@@ -217,7 +217,8 @@ class CudaLane:
     def _travel(self, g: Group, r: Resident, exchange: "Exchange", at: dict[str, int]) -> None:
         """An exchange of messages, with torch's point-to-point calls."""
         if g.ends is None:
-            g.ends = [_operations(*ends, exchange) for ends in ends_of(g.trip, g.payload.tensor, exchange)]
+            ends = ends_of(g.trip, g.payload.tensor, exchange)
+            g.ends = [operations(*end, exchange.group) for end in ends]
         for i in range(g.plan.rounds + 1):
             g.trip.core.cuda_advance(
                 i, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
@@ -275,14 +276,6 @@ class CudaLane:
         """Of the last encode; waits for the device."""
         self.wait()
         return DeviceStats(*_STATS.unpack(bytes(g.resident.stats.tensor.tolist())))
-
-
-def _operations(sends: End, receives: End, exchange: "Exchange") -> list[dist.P2POp]:
-    group = exchange.group
-    return [
-        *(dist.P2POp(dist.irecv, view, peer, group) for peer, view in receives),
-        *(dist.P2POp(dist.isend, view, peer, group) for peer, view in sends),
-    ]
 
 
 def _progress(ref: "weakref.ref[CudaLane]") -> Progress | None:

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from itertools import pairwise
 from threading import Thread
-from time import perf_counter_ns
 
 import torch
+import torch.distributed as dist
 
 from sidcomp import _core
 from sidcomp.coding import Candidate, Gradients
 from sidcomp.exchange import Exchange
 from sidcomp.layout import Block
 from sidcomp.route import Trip
-from sidcomp.timing import Exchanging, Samples, Wait, collective
-from sidcomp.trips import ends_of, post
+from sidcomp.timing import Exchanging, Samples, Wait, clock, collective
+from sidcomp.trips import ends_of, operations, post
 
 
 class Journey:
@@ -21,13 +21,20 @@ class Journey:
 
     def __init__(self, trip: Trip, source: Gradients, exchange: Exchange) -> None:
         self.trip, self.source, self.group = trip, source, exchange.group
-        self.state, self.work, self.wire = map(Block, (trip.state_bytes, trip.work_bytes, trip.wire_bytes))
-        self.vector = Block(trip.n * source.dtype.itemsize).tensor.view(source.dtype)
+        device = source.values.device
+        self.state, self.wire = Block(trip.state_bytes, device), Block(trip.wire_bytes, device)
+        self.vector = Block(trip.n * source.dtype.itemsize, device).tensor.view(source.dtype)
         self.segments = _core.Segments([self.vector.data_ptr()], [trip.n])
         self.ends = ends_of(trip, self.wire.tensor, exchange)
         self.steps = 0
         if trip.vectors:
-            trip.residual_in(self.state.ptr, source.residual.data_ptr())
+            kept = self.state if device.type == "cpu" else Block(trip.state_bytes)
+            trip.residual_in(kept.ptr, source.residual.data_ptr())
+            self.state.tensor.copy_(kept.tensor)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.work = Block(self.trip.work_bytes)
 
     def load(self) -> None:
         self.vector.copy_(self.source.gradient(self.trip.n, self.steps))
@@ -39,18 +46,47 @@ class Journey:
             step=self.steps, seed=0, group=0,
         )  # fmt: skip
 
+    def _exchange(self, round: int) -> None:
+        for work in post(self.ends, round, self.group, round):
+            work.wait()
+
     def depart(self) -> None:
         self._advance(0)
 
     def travel(self) -> None:
         for i in range(self.trip.rounds):
-            for work in post(self.ends, i, self.group, i):
-                work.wait()
+            self._exchange(i)
             if i + 1 < self.trip.rounds:
                 self._advance(i + 1)
 
     def arrive(self) -> None:
         self._advance(self.trip.rounds)
+
+
+class DeviceJourney(Journey):
+    """The same on a GPU, enqueued on the current stream."""
+
+    def _prepare(self) -> None:
+        device = self.vector.device
+        self.work = Block(self.trip.core.cuda_work_bytes(), device)
+        self.report = Block(64, device)  # nobody reads it
+        self.table = torch.frombuffer(bytearray(self.segments.table()), dtype=torch.uint8).to(device)
+        self.rounds = [operations(*end, self.group) for end in self.ends]
+        self.where = self._place()
+
+    def _place(self) -> dict[str, int]:
+        device = self.vector.device
+        return {"device": device.index or 0, "stream": torch.cuda.current_stream(device).cuda_stream}
+
+    def _advance(self, round: int) -> None:
+        self.trip.core.cuda_advance(
+            round, self.table.data_ptr(), 1, self.state.ptr, self.work.ptr, self.wire.ptr,
+            step=self.steps, seed=0, group=0, stats=0, report=self.report.ptr, **self.where,
+        )  # fmt: skip
+
+    def _exchange(self, round: int) -> None:
+        for work in dist.batch_isend_irecv(self.rounds[round]) if self.rounds[round] else ():
+            work.wait()  # for this stream; on NCCL the host goes on
 
 
 class Journeys(Exchanging):
@@ -69,21 +105,22 @@ class Journeys(Exchanging):
         self.tick = torch.zeros(1, device=exchange.device)
 
     def measure(self, nbytes: int, repeats: int) -> Samples:
-        journey, samples = self.message(nbytes), []
+        journey, samples, device = self.message(nbytes), [], self.gradients.values.device
         for _ in range(self.fixed + repeats):
             self._gather(journey)
             with collective():
-                times = [perf_counter_ns()]
+                times = [clock(device)]
                 for stage in (journey.depart, journey.travel, journey.arrive):
                     stage()
-                    times.append(perf_counter_ns())
+                    times.append(clock(device))
             samples.append([b - a for a, b in pairwise(times)])
         return [list(column) for column in zip(*samples[-repeats:], strict=True)]
 
     def message(self, nbytes: int) -> Journey:
         place = self.exchange.rank, self.exchange.world
         trip = self.candidate.trip(nbytes, self.gradients.dtype, place, self.isa)
-        return Journey(trip, self.gradients, self.exchange)
+        kind = DeviceJourney if self.gradients.values.is_cuda else Journey
+        return kind(trip, self.gradients, self.exchange)
 
     def _gather(self, journey: Journey) -> None:
         journey.load()

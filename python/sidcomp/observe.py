@@ -235,7 +235,7 @@ def candidate(way: Way) -> probe.Candidate:
 
 def considered(p: "Pipeline", settings: Settings) -> list[int]:
     """The ways worth measuring here, on all ranks the same: a collective. A choice beside the process group's
-    own exchange is one only where fewer bytes leave a node, and on CPUs; of nodes only if they are equal."""
+    own exchange is one only where fewer bytes leave a node; of nodes only if they are equal."""
     assert p.layout is not None and p.exchange is not None
     if not settings.auto:
         return list(range(len(settings.ways)))
@@ -249,6 +249,8 @@ def considered(p: "Pipeline", settings: Settings) -> list[int]:
         if way.route is not None and way.routed:
             if not even and "ranks_per_node" in way.route.parameters:
                 continue
+            if p.lane is not None and not way.route.exchange.cuda:
+                continue
             # Along a ring, one rank of a node sends to the next node.
             plan = settings.plan(n, "float32", i)
             own = 2 * plan.payload_bytes / world if plan.linear else plan.payload_bytes
@@ -258,7 +260,7 @@ def considered(p: "Pipeline", settings: Settings) -> list[int]:
                 logger.info("%s is not considered: %s", way.label, e)
                 continue
             out = sum(t.leaving(local) for t in trips if isinstance(t, Trip))
-            if p.lane is not None or out > _FEWER * (world - 1) * own:
+            if out > _FEWER * (world - 1) * own:
                 continue
         ways.append(i)
     return ways

@@ -57,6 +57,14 @@ def post(ends: Ends, round: int, group: dist.ProcessGroup, tag: int) -> Posted:
     return works  # type: ignore[return-value]
 
 
+def operations(sends: End, receives: End, group: dist.ProcessGroup) -> list[dist.P2POp]:
+    """A round as one call of torch's has it (batch_isend_irecv): for NCCL, which orders what it sends."""
+    return [
+        *(dist.P2POp(dist.irecv, view, peer, group) for peer, view in receives),
+        *(dist.P2POp(dist.isend, view, peer, group) for peer, view in sends),
+    ]
+
+
 class Parcel:
     """A group under way: the works of the round that it is in, once they are posted."""
 

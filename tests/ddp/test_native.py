@@ -24,7 +24,11 @@ import torch.distributed as dist
 from emulated import emulate
 from harness import run
 from sidcomp import _core, native
+from sidcomp.coding import Candidate, Gradients
 from sidcomp.exchange import Exchange
+from sidcomp.journey import DeviceJourney, Journey
+from sidcomp.layout import Group
+from sidcomp.route import Route
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,6 +75,11 @@ class Run:
         self.optimizer.zero_grad()
         (self.ddp(x) ** 2).sum().backward()
         self.optimizer.step()
+
+    def groups(self) -> list[Group]:
+        layout = self.state._pipeline.layout
+        assert layout is not None
+        return layout.groups
 
     def weights(self) -> list[torch.Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
@@ -214,6 +223,69 @@ def test_exchanges_in_messages(exchange: str, codec: str, world: int, sent: int,
     assert set(lines) <= {"send", "finalize"} and lines.count("finalize") == world
 
 
+class EmulatedJourney(DeviceJourney):
+    def _place(self) -> dict[str, int]:
+        return {"device": 0, "stream": 0}
+
+
+def travelled(rank: int, world: int, codec: str, route: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What three steps of a probe's exchange leave, on the device and on the CPU."""
+    group = dist.group.WORLD
+    assert group is not None
+    exchange = Exchange(group, torch.device("cpu"))
+    more = {"ranks_per_node": 1} if route == "hierarchical" else {}
+    candidate = Candidate(codec, route=Route.parse([route], more)[0])
+    trip = candidate.trip(4 * 1999, torch.float32, (rank, world), None)
+    source = Gradients(1999, trip.vectors, torch.float32, exchange.device, seed=rank)
+    out = []
+    for kind in (EmulatedJourney, Journey):
+        one = kind(trip, source, exchange)
+        out.append([])
+        for _ in range(3):
+            one.load()
+            one.depart()
+            one.travel()
+            one.arrive()
+            out[-1].append(one.vector.clone())
+    exchange.close()
+    return out[0], out[1]
+
+
+@emulated
+@pytest.mark.parametrize("codec, route", [("topk", "twoshot"), ("int8", "hierarchical")])
+def test_the_probes_exchanges_in_messages(codec: str, route: str) -> None:
+    results = run(travelled, 2, codec, route)
+    for device, host in results:
+        assert all(torch.equal(a, b) for a, b in zip(device, host, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(device, results[0][0], strict=True))
+
+
+def planned(rank: int, world: int, codec: str, exchange: str) -> tuple[str, list[torch.Tensor]]:
+    """Groups that are found by measuring; until they are."""
+    r = Run(rank, codec=codec, exchange=exchange, groups="auto")
+    r.optimizer.param_groups[0]["lr"] = 1e-4
+    stage = ""
+    for _ in range(400):
+        r.step()
+        stage = r.state.plan_report()["stage"]
+        if stage == "resting":
+            break
+    assert r.lane is not None and all(g.routed for g in r.groups())
+    out = stage, r.weights()
+    assert all(w.isfinite().all() for w in out[1])
+    r.close()
+    return out
+
+
+@emulated
+@pytest.mark.parametrize("codec, exchange", [("topk", "twoshot"), ("signsgd", "ring1")])
+def test_groups_planned_for_messages(codec: str, exchange: str) -> None:
+    (stage, weights), *others = run(planned, 2, codec, exchange)
+    assert stage == "resting"
+    for theirs, other in others:
+        assert theirs == stage and all(torch.equal(a, b) for a, b in zip(weights, other, strict=True))
+
+
 # ---- faults ------------------------------------------------------------------------------------
 
 
@@ -352,8 +424,6 @@ def refused(rank: int, world: int, how: str) -> tuple[str, str]:
         arguments = {}
     if how == "cascade":
         arguments = {"codec": "ssdm", "memory": "none", "exchange": "cascade"}
-    if how == "planned":
-        arguments = {"codec": "signsgd", "exchange": "ring1", "groups": "auto"}
     r = Run(rank, lane=how != "cpu", **({"codec": "topk"} | arguments))
     if how == "no library" and rank == 1:
         os.environ["SIDCOMP_NCCL"] = "/no/libnccl.so.2"
@@ -384,12 +454,6 @@ def test_an_exchange_without_kernels() -> None:
     for name, text in run(refused, 2, "cascade"):
         assert name == "UnsupportedError" and "exchange='cascade' has no CUDA kernels" in text, text
         assert "these have: allreduce, allgather, ring1, torus1, twoshot, hierarchical" in text
-
-
-@emulated
-def test_groups_planned_for_messages() -> None:
-    for name, text in run(refused, 2, "planned"):
-        assert name == "UnsupportedError" and "groups='auto' measures exchanges of messages" in text, text
 
 
 @emulated
