@@ -346,6 +346,14 @@ struct sid_crew {
         __syncthreads();
         return (T)total;
     }
+    __device__ uint32_t block_max(uint32_t x) {
+        x = sid_warp_max(x);
+        if (sid_lane() == 0) s.scan[sid_warp()] = x;
+        __syncthreads();
+        for (uint32_t w = 0; w < SID_WARPS; w++) x = s.scan[w] > x ? (uint32_t)s.scan[w] : x;
+        __syncthreads();
+        return x;
+    }
 
     /* x: a thread's. Over the blocks before this one, and over all; others see what was written before. */
     struct sums {
@@ -448,20 +456,12 @@ struct sid_crew {
         unsigned long long *part = f.list.part + (part_turn ^= 1) * SID_FINISH_MOST;
         uint32_t most = 0;
         const auto take = [&](uint32_t key) { most = key > most ? key : most; };
-        const auto of_block = [&] {
-            for (uint32_t d = SID_LANES / 2; d; d /= 2) take(__shfl_xor_sync(SID_FULL, most, d));
-            if (sid_lane() == 0) s.scan[sid_warp()] = most;
-            __syncthreads();
-            for (uint32_t w = 0; w < SID_WARPS; w++) take((uint32_t)s.scan[w]);
-            __syncthreads();
-        };
         each_value(f.list.value, count, [&](float x) { take(sid_key(x)); });
-        of_block();
+        most = block_max(most);
         if (threadIdx.x == 0) part[blockIdx.x] = most;
         sid_grid_sync();
         for (uint32_t b = threadIdx.x; b < gridDim.x; b += SID_BLOCK) take((uint32_t)part[b]);
-        of_block();
-        return most;
+        return block_max(most);
     }
 
     /* ---- sums in internal.h's order */
@@ -748,8 +748,8 @@ struct sid_crew {
             most = key > most ? key : most;
         }
         if (b.width) {
-            most = sid_warp_max(most);
-            if (sid_lane() == 0) atomicMax(&f.scratch->key, most);
+            most = block_max(most);
+            if (threadIdx.x == 0) atomicMax(&f.scratch->key, most);
         }
         const sums over = over_blocks(mine);
         const uint32_t sent = sid_slot((uint32_t)(over.total >> 32), (uint32_t)over.total, (uint32_t)what.ties);
