@@ -43,7 +43,7 @@ on_gpu = pytest.mark.skipif(EMULATED, reason="needs a real GPU")
 CODECS = [c["name"] for c in _core.codecs() if c["cuda"]]
 LINEAR = {c["name"] for c in _core.codecs() if "linear" in c["traits"]}
 MEMORIES = [m["name"] for m in _core.memories() if m["cuda"]]
-DTYPES = list(ref.STORAGE)
+DTYPES = list(ref.DTYPE_CODE)
 SIZES = [0, 1, 31, 1023, 1024, 1025, 8191, 8193, 65535, 65536, 65537, 140_000]
 if not EMULATED:
     SIZES.append(1_000_000)

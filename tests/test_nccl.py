@@ -115,7 +115,7 @@ def test_all_gather(world: int) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("dtype", list(ref.STORAGE))
+@pytest.mark.parametrize("dtype", list(ref.DTYPE_CODE))
 @pytest.mark.parametrize("world", WORLDS)
 def test_sums(world: int, dtype: str) -> None:
     n = 5000
