@@ -52,17 +52,18 @@ __device__ inline void sid_put_tile(const sid_group &g, const sid_span &s, const
     }
 }
 
-/* Its way to the L2, where nothing has to hold it yet. */
-__device__ inline void sid_fetch_tile(const sid_group &g, const sid_span &s) {
+/* Rows of it from `row` on, on their way to the L2, where nothing has to hold them yet. */
+template <uint32_t ROWS> __device__ inline void sid_fetch_rows(const sid_group &g, const sid_span &s, uint32_t row) {
 #ifndef SID_EMULATE
     if (!s.base) return;
 #pragma unroll
-    for (uint32_t r = 0; r < SID_ROWS; r++)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(s.base + sid_place(r) * sid_width(g.dtype)));
+    for (uint32_t r = 0; r < ROWS; r++)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(s.base + sid_place(row + r) * sid_width(g.dtype)));
 #else
-    (void)g, (void)s;
+    (void)g, (void)s, (void)row;
 #endif
 }
+__device__ inline void sid_fetch_tile(const sid_group &g, const sid_span &s) { sid_fetch_rows<SID_ROWS>(g, s, 0); }
 
 /* Row r of a kept vector; as with sid_load_vectors a whole quad can be moved if its first element exists. */
 __device__ inline void sid_get_row(const float *p, uint32_t r, uint32_t len, float (&x)[SID_QUAD]) {

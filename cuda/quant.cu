@@ -216,6 +216,8 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
             g.draws(d, at + sid_place(r), u);
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++) x[r][c] -= y.scale * g.number(g.code(x[r][c] * y.inverse, u[c]));
+            /* The compiler would draw for more rows side by side than stay in registers. */
+            if (GROUP && ROUNDING == SID_ROUND_DRAW32 && r % 2) __syncwarp();
         }
     }
 

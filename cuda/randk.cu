@@ -147,7 +147,9 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
         if (Memory::VECTORS)
 #pragma unroll
             for (uint32_t r = 0; r < ROWS; r++) sid_get_row(first, row + r, here, acc[r]);
-        if (here) {
+        constexpr bool late = Memory::VECTORS > 1; /* then registers are few, and the gradient waits in the L2 */
+        const auto gradient = [&] {
+            if (!here) return;
             const sid_span span = sid_span_of(g, tile);
             if (span.base)
                 sid_load_quads(span.base + sid_place(row) * sid_width(g.dtype), g.dtype, y);
@@ -159,7 +161,11 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
 #pragma unroll
                     for (uint32_t c = 0; c < SID_QUAD; c++) y[r][c] = one[0][c];
                 }
-        }
+        };
+        if (!late)
+            gradient();
+        else if (here)
+            sid_fetch_rows<ROWS>(g, sid_span_of(g, tile), row);
         const bool keeps = Memory::VECTORS && memory.keeps && rule.scale != 0;
         if (keeps) {
 #pragma unroll
@@ -168,6 +174,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
             __syncthreads();
             choose(s, g.n, o.k, drawn, at, len, [&](uint64_t, uint32_t e) { x[e] -= o.v.sent(x[e], rule); });
         }
+        if (late) gradient();
 #pragma unroll
         for (uint32_t r = 0; r < ROWS; r++) {
             const float4 v =
