@@ -111,10 +111,10 @@ struct sid_plan {
 
 /* Where a tensor of a group lies, and its share of a shaped codec's body. */
 typedef struct sid_matrix {
-    uint64_t start, len; /* elements of the group */
-    uint64_t rows, cols; /* cols 0: it is no matrix to the codec, and has `len` rows */
-    uint64_t p, q, kept; /* the codec's: places of its parts in the slices of rounds 0 and 1, and in the state */
-    uint32_t rank, spare;
+    uint64_t start, len;   /* elements of the group */
+    uint64_t rows, cols;   /* cols 0: it is no matrix to the codec, and has `len` rows */
+    uint64_t p, q, kept;   /* the codec's: places of its parts in the slices of rounds 0 and 1, and in the state */
+    uint32_t rank, height; /* height: rows that are added up by themselves */
 } sid_matrix;
 SID_HD const sid_matrix *sid_matrices(const sid_plan *p) { return (const sid_matrix *)(const void *)(p + 1); }
 
@@ -320,11 +320,14 @@ typedef struct sid_simd {
     /* The level of |x|, and above it the sign; and x -= what level and sign stand for where key(x) >= key. */
     void (*to_levels)(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code);
     void (*take_levels)(float *x, uint32_t n, uint32_t key, const sid_levels *levels);
-    /* Matrices of r rows, `stride` floats apart. sum[k] += x . y_k, in 16 lanes joined in halves, n of any size; y_k += c[k] * x; out += sign * the sum of c[k] * y_k,
-     * each a product and a sum in the order of k. */
-    void (*dots)(const float *x, uint32_t n, const float *y, uint64_t stride, uint32_t r, float *sum);
+    /* Matrices of r rows y_k, `stride` floats apart. dots: x_i times y_k,i is added to lane (from + i) % 16 of the k-th 16.
+     * y_k += c[k] * x; out += sign * the sum of c[k] * y_k: each a product and a sum, in the order of k. */
+    void (*dots)(const float *x, uint32_t n, const float *y, uint64_t stride, uint32_t r, uint32_t from, float *lane);
     void (*add_rows)(const float *x, uint32_t n, const float *c, uint32_t r, float *y, uint64_t stride);
     void (*add_outer)(const float *c, const float *y, uint64_t stride, uint32_t r, float *out, uint32_t n, float sign);
+    /* In float64: x_i times y_i is added to lane i % 32; x -= the sum of c[k] * y_k, in the order of k, rounded once. */
+    void (*products)(const float *x, const float *y, uint32_t n, double *lane);
+    void (*take_columns)(float *x, uint64_t n, const float *y, uint64_t stride, uint32_t r, const double *c);
     void (*clamp)(const float *x, float *y, uint32_t n, float max); /* finite x to +-max; NaN and Inf as they are */
     void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);
     void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);

@@ -248,6 +248,7 @@ sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work) {
     if (s) return s;
     carve(p, codec, work, &start, &c.norms, &c.scratch, &c.work);
     c.group = {t.segs, start, p->n, t.n_seg, t.dtype, t.before, t.after};
+    if (c.round) return c.at.world > 1 ? codec->further(c) : SID_OK; /* the encode has done them all */
     const bool keeps = p->memory->vectors && p->memory->info.traits & SID_FEEDBACK;
     if (!c.settles || keeps) s = codec->encode(c);
     if (s || !c.settles) return s;
@@ -277,7 +278,7 @@ sid_status sid_begin_table(const sid_stream &to, const sid_table &t, uint64_t n,
     return sid_begin(to, *g, *s, sizeof **s);
 }
 
-/* What encode and settle have in common; the codec's launches are `c`'s. */
+/* What encode, the further rounds and settle have in common; the codec's launches are `c`'s. */
 static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg,
                          void *state, void *work, void *payload, int device, void *stream, sid_error *err) {
     const sid_cuda_codec *codec;
@@ -287,6 +288,10 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
     if (s) return s;
     if (!state || !payload || !aligned(state) || !aligned(payload))
         return sid_fail(err, SID_E_ARG, "state and payload must start at multiples of 64 bytes");
+    if (c.round >= p->sizes.rounds)
+        return sid_fail(err, SID_E_ARG, "round %u of a plan of %u", c.round, p->sizes.rounds);
+    if (p->sizes.ranks && c.at.world > p->sizes.ranks)
+        return sid_fail(err, SID_E_UNSUPPORTED, "%u ranks; this plan's sums hold %u", c.at.world, p->sizes.ranks);
     c.to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &c.to);
     if (s) return s;
@@ -296,16 +301,34 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
     return sid_enqueue(c, {segs_dev, n_seg, p->dtype, 0, 0}, work);
 }
 
+static sid_status check_step(const sid_step *at, sid_error *err) {
+    if (at && at->world && at->rank < at->world && at->carry >= 0 && sid_key(at->carry) < SID_KEY_INF) return SID_OK;
+    return sid_fail(err, SID_E_ARG, "step is NULL, its rank not within its world, or its carry no finite factor");
+}
+
 sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
                            const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
                            sid_error *err) {
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
     if ((uintptr_t)stats_dev % 8) return sid_fail(err, SID_E_ARG, "stats must start at a multiple of 8 bytes");
-    if (!at || !at->world || at->rank >= at->world || !(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF)
-        return sid_fail(err, SID_E_ARG, "step is NULL, its rank not within its world, or its carry no finite factor");
+    const sid_status s = check_step(at, err);
+    if (s) return s;
     c.at = *at;
     c.stats = (sid_stats *)stats_dev;
+    return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
+}
+
+sid_status sid_cuda_next_round(const sid_plan *p, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
+                               void *state, void *work, const sid_step *at, void *payload, int device, void *stream,
+                               sid_error *err) {
+    sid_cuda_encoding c = {};
+    if (err) err->text[0] = 0;
+    const sid_status s = check_step(at, err);
+    if (s) return s;
+    if (!round) return sid_fail(err, SID_E_ARG, "round 0 is sid_cuda_encode's");
+    c.at = *at;
+    c.round = round;
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
 }
 
@@ -360,6 +383,7 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     c.step = at ? at->step : 0;
     c.of_group = at ? at->group : 0;
     c.state = p->memory->vectors ? (sid_state *)state : nullptr;
+    c.learner = p->codec->learn && count == 1 ? (sid_state *)state : nullptr;
     c.report = (sid_cuda_report *)report_dev;
     return sid_enqueue(c, {segs_dev, n_seg, p->dtype, 0, 0}, work);
 }

@@ -39,6 +39,7 @@ struct sid_cuda_encoding {
     const sid_plan *plan;
     bool settles; /* no step: the walk writes to the memory's vectors what the last one left, and that is all */
     sid_step at;
+    uint32_t round; /* of the exchange: 0 is encode's, the others are further's */
     sid_group group;
     sid_state *state;
     uint8_t *payload;
@@ -75,18 +76,22 @@ struct sid_cuda_decoding {
     const int32_t *gate;       /* as in an encode */
     const uint32_t *nonfinite; /* of SID_WRITE: on the device */
     sid_group group;
-    sid_state *state; /* or NULL */
+    sid_state *state;   /* or NULL: no memory, or none to be corrected */
+    sid_state *learner; /* or NULL: one that may take something from the sum */
     sid_cuda_report *report;
     sid_scratch *scratch;
     sid_carver work;
     sid_stream to;
 };
 
-/* All functions run on the host and only launch. `encode` and `decode` begin with sid_begin. */
+/* All functions run on the host and only launch. `encode` and `decode` begin with sid_begin. `further`, of a plan of several
+ * rounds, makes the slice of one of them, scratch and work being as the round before left them; where world is 1, encode
+ * calls it itself. */
 struct sid_cuda_codec {
     uint64_t (*work)(const sid_plan *p); /* bytes beyond the head of work */
     sid_status (*encode)(sid_cuda_encoding &c);
     sid_status (*decode)(sid_cuda_decoding &c);
+    sid_status (*further)(sid_cuda_encoding &c) = nullptr;
 };
 
 const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NULL: no kernels */

@@ -1,6 +1,6 @@
 /* none, fp16, bf16 (csrc/codec/linear.c is the law): the walk writes the body as it goes.
  * Bytes per float32 element: fp16 and bf16 with a residual 14 (12 of error feedback, 2 of body), without 6; none 8. */
-#include "codec.cuh"
+#include "linear.cuh"
 
 namespace {
 
@@ -50,28 +50,6 @@ struct linear {
     }
 };
 
-enum {
-    SEAL_BLOCK = 64
-};
-
-/* Header, rule, statistics, and the bytes after the body. */
-__global__ void __launch_bounds__(SEAL_BLOCK)
-    sid_seal_kernel(sid_scratch *scratch, sid_head head, float scale, float inverse, uint8_t *payload, uint64_t used,
-                    uint64_t bytes, sid_state *state, sid_stats *stats) {
-    if (!scratch->ready) return;
-    for (uint64_t i = used + threadIdx.x; i < bytes; i += SEAL_BLOCK) payload[i] = 0;
-    if (threadIdx.x) return;
-    const uint32_t flags = scratch->nonfinite ? (uint32_t)SID_FLAG_NONFINITE : 0u;
-    sid_seal((sid_header *)payload, head, flags, head.n, scale, SID_HEADER_BYTES / 32, 0, 0);
-    sid_rule rule = {};
-    rule.scale = scale;
-    rule.inverse = inverse;
-    state->rule = rule;
-    state->draw = sid_draw();
-    state->steps++;
-    if (stats) *stats = {head.n, head.n, scratch->nonfinite, scale, 0, 1};
-}
-
 sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     const float scale = 1.0f / (float)c.at.world;
@@ -86,11 +64,7 @@ sid_status encode(sid_cuda_encoding &c) {
                               sid_blocks(c.to, sid_chunks(p->n), SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
                               c.state, vectors, (float *)nullptr, memory, codec);
         });
-    if (!s && !c.settles)
-        s = sid_launch(c.to, "seal", sid_seal_kernel, 1, SEAL_BLOCK, 0, c.scratch, sid_head_of(p, c.at), scale,
-                       (float)c.at.world, c.payload, SID_HEADER_BYTES + sid_width(codec.dtype) * p->n, p->sizes.payload,
-                       c.state, c.stats);
-    return s;
+    return s || c.settles ? s : sid_linear_seal(c, p->n, sid_linear_rule(c.at), 1);
 }
 
 /* ---- decode ---------------------------------------------------------------------------------------------------- */
@@ -183,30 +157,6 @@ __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
     if (look.bad) scratch->nonfinite = 1; /* every writer writes the same */
 }
 
-__global__ void __launch_bounds__(SID_BLOCK)
-    sid_check_kernel(sid_scratch *scratch, bodies b, sid_expect expect, sid_cuda_report *report, sid_state *state) {
-    __shared__ uint32_t first, flagged;
-    if (threadIdx.x == 0) {
-        first = SID_SOUND;
-        flagged = 0;
-    }
-    __syncthreads();
-    for (uint32_t r = threadIdx.x; r < b.count; r += SID_BLOCK) {
-        const sid_header h = *(const sid_header *)(b.payloads + r * b.stride);
-        int32_t status = sid_check_header(h, expect, r, SID_HEADER_BYTES / 32, 0, 0);
-        if (status == SID_OK && (h.count != expect.head.n || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE)))
-            status = SID_E_CORRUPT;
-        if (status == SID_OK) status = sid_check_linear(h, *(const sid_header *)b.payloads);
-        sid_blame(&first, r, status);
-        if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
-    }
-    __syncthreads();
-    if (threadIdx.x) return;
-    /* The flag counts where a memory is corrected; else the outputs tell, while they are written. */
-    sid_verdict_of(report, scratch, first, state && (flagged || scratch->nonfinite));
-    if (scratch->go && scratch->nonfinite) state->rule = sid_rule();
-}
-
 template <class Memory> struct decoder {
     const Memory &memory;
     const sid_group &g;
@@ -265,9 +215,7 @@ sid_status decode(sid_cuda_decoding &c) {
     const uint64_t grid = sid_blocks(c.to, sid_chunks(p->n), DECODE_BLOCKS);
     sid_status s = sid_begin_decode(c, sizeof *c.scratch);
     if (!s && c.state) s = sid_launch(c.to, "look", sid_look_kernel, grid, SID_BLOCK, 0, c.scratch, b, p->n);
-    if (!s)
-        s = sid_launch(c.to, "check", sid_check_kernel, 1, SID_BLOCK, 0, c.scratch, b, sid_expect_of(c), c.report,
-                       c.state);
+    if (!s) s = sid_linear_check(c, p->n);
     if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,

@@ -423,6 +423,18 @@ class Plan {
         check(s, err);
     }
 
+    void cuda_next_round(uint32_t round, Address segs, uint32_t n_segs, Address state, Address work, Address payload,
+                         uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, int device,
+                         Address stream) const {
+        const sid_step at{step, seed, group, rank, world, 1};
+        sid_error err{};
+        const sid_status s = without_gil([&] {
+            return sid_cuda_next_round(get(), round, pointer<const sid_segment>(segs), n_segs, pointer(state),
+                                       pointer(work), &at, pointer(payload), device, pointer(stream), &err);
+        });
+        check(s, err);
+    }
+
     void cuda_decode(Address payloads, uint64_t stride, uint32_t count, float scale, Address segs, uint32_t n_segs,
                      Address state, Address work, int64_t step, uint32_t group, Address report, int device,
                      Address stream) const {
@@ -1128,6 +1140,9 @@ PYBIND11_MODULE(_core, m) {
         .def("cuda_encode", &Plan::cuda_encode, arg("segments"), arg("n_segments"), arg("state"), arg("work"),
              arg("payload"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"),
              arg("carry") = 1.0f, arg("stats"), arg("device"), arg("stream"))
+        .def("cuda_next_round", &Plan::cuda_next_round, arg("round"), arg("segments"), arg("n_segments"), arg("state"),
+             arg("work"), arg("payload"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"),
+             arg("world"), arg("device"), arg("stream"))
         .def("cuda_decode", &Plan::cuda_decode, arg("payloads"), arg("stride"), arg("count"), arg("scale"),
              arg("segments"), arg("n_segments"), arg("state"), arg("work"), py::kw_only(), arg("step"), arg("group"),
              arg("report"), arg("device"), arg("stream"))

@@ -89,6 +89,22 @@ class Rank:
         self.check()
         return self.payload.data.tobytes()
 
+    def next_rounds(self, vector: Vector, at: Step) -> bytes:
+        """The rounds after the first of what encode has left, as if no rank sent anything else; what comes
+        of it."""
+        for i in range(1, self.plan.rounds):
+            self.next_round(i, vector, at)
+        return self.payload.data.tobytes()
+
+    def next_round(self, round: int, vector: Vector, at: Step) -> None:
+        before = vector.raw.copy()
+        self.plan.next_round(
+            round, vector.segments, self.state.ptr, self.work.ptr, self.payload.ptr,
+            step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
+        )  # fmt: skip
+        assert (vector.raw == before).all(), "a round wrote into the segments"
+        self.check()
+
     def decode(
         self,
         payloads: Sequence[bytes],

@@ -71,6 +71,8 @@ VALUES = {
     "max_stages": (8, 2),
     "trim": (0.2, 0.9),
     "interval": (2, 5),
+    "r": (4, 1, 7, 17),
+    "min_ratio": (1.0, 30.0),
 }
 
 
@@ -253,6 +255,23 @@ class DeviceRank:
         self.check()
         return self.payload.get()
 
+    def next_round(self, round: int, vector: DeviceVector, at: Step) -> None:
+        """Enqueues it."""
+        self.plan.cuda_next_round(
+            round, vector.table.ptr, vector.n_segments, self.state.ptr, self.work.ptr, self.payload.ptr,
+            step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
+            device=0, stream=stream(),
+        )  # fmt: skip
+
+    def next_rounds(self, vector: DeviceVector, at: Step) -> bytes:
+        """As Rank's."""
+        before = vector.block.get()
+        for i in range(1, self.plan.rounds):
+            self.next_round(i, vector, at)
+        assert vector.block.get() == before, "a round wrote into the segments"
+        self.check()
+        return self.payload.get()
+
     def decode(self, payloads: DeviceBlock, stride: int, count: int, scale: float, vector: DeviceVector,
                at: Step | None = None, state: bool = True) -> None:  # fmt: skip
         self.plan.cuda_decode(
@@ -325,8 +344,10 @@ def same_output(got: Array, want: Array, dtype: str) -> None:
     np.testing.assert_array_equal(bits(got)[~nan], bits(want)[~nan])
 
 
-def same_block(got: Array, want: Array, n: int, vectors: int) -> None:
-    """Of a state: its header (steps, rule, statistics) and its vectors; not what lies between them."""
+def same_block(got: Array, want: Array, n: int, vectors: int, extra: int = 0) -> None:
+    """Of a state: its header (steps, rule, statistics), its vectors and the codec's bytes behind them; not
+    what lies between them."""
+    np.testing.assert_array_equal(got[len(got) - extra :], want[len(want) - extra :])
     np.testing.assert_array_equal(got[:256].view(np.uint64), want[:256].view(np.uint64))
     for v in range(vectors):
         at = 256 + 4 * v * (-(-n // 16) * 16 + 16)
@@ -338,7 +359,7 @@ def same_block(got: Array, want: Array, n: int, vectors: int) -> None:
 def same_state(device: DeviceRank, host: Rank) -> None:
     """The blocks, and what is kept of them."""
     got = np.frombuffer(device.state.get(), np.uint8)
-    same_block(got, host.state.data, device.plan.n, device.plan.vectors)
+    same_block(got, host.state.data, device.plan.n, device.plan.vectors, device.plan.extra_bytes)
     other = Rank(device.plan)
     other.state.data[:] = got
     np.testing.assert_array_equal(other.residual().view(np.uint32), host.residual().view(np.uint32))
@@ -386,6 +407,8 @@ def run_steps(codec: str, settings: dict[str, Any], memory: str, n: int, dtype: 
         at = Step(step=step, group=3, rank=1, world=3, seed=5, carry=(1.0, 0.5, 1.75)[step % 3])
         want = host.encode(on_host, at)
         assert device.encoded(on_device, at) == want
+        same_state(device, host)
+        assert device.next_rounds(on_device, at) == host.next_rounds(on_host, at)
         same_state(device, host)
         s = host.stats
         threshold = struct.unpack("<I", struct.pack("<f", s.threshold))[0]
@@ -513,7 +536,9 @@ def encoded_ranks(codec: str, settings: dict[str, Any], memory: str, n: int, dty
                 x[rng.integers(0, n, 2)] = np.array([np.inf, np.nan], np.float32)
             with np.errstate(over="ignore"):
                 elements = ref.from_f32(x, dtype)
-            payloads.append(rank.encode(Vector(elements), Step(step=step, group=2, rank=r, world=world)))
+            vector, at = Vector(elements), Step(step=step, group=2, rank=r, world=world)
+            rank.encode(vector, at)
+            payloads.append(rank.next_rounds(vector, at))
             gradients.append(elements)
     return payloads, ranks, gradients
 
@@ -549,6 +574,112 @@ def test_decode_of_nonfinite_steps(step: tuple[int, bool, str, str], codec: str,
 @pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
 def test_decode_of_many_payloads(codec: str, settings: dict[str, Any], memory: str) -> None:
     compare_decode(codec, settings, memory, 700, "float32", 37, "some")
+
+
+# ---- several rounds ----------------------------------------------------------------------------
+
+SEVERAL = [c for c in CODECS if _core.Plan(c, "residual", 100, "float32", {}).rounds > 1]
+
+# Sizes and columns of tensors: vectors, one element, none, rows that end early, both ways long.
+SHAPES = {
+    "mixed": [(7, 1), (1200, 40), (0, 0), (1, 1), (1001, 50), (4096, 64), (900, 30), (300, 2), (1127, 49)],
+    "long rows": [(3, 1), (3 * 17_000, 17_000), (1025, 1)],
+    "longer rows": [(2 * 70_001 - 5, 70_001)],
+    "long columns": [(5, 1), (2 * 4300, 2), (3 * 2100 - 1, 3)],
+    "many": [(12, 4), (36, 6), (5, 1)] * 40,
+    "alone": [(1, 1)],
+}
+
+
+def sum_slices(plan: _core.Plan, round: int, payloads: Sequence[Array]) -> None:
+    """The all-reduce of a round, in rank order."""
+    offset, count = plan.slices[round]
+    dtype = ref.STORAGE[plan.body_dtype]
+    parts = [p[offset : offset + count * np.dtype(dtype).itemsize].view(dtype) for p in payloads]
+    total = parts[0].copy()
+    with np.errstate(invalid="ignore", over="ignore"):
+        for part in parts[1:]:
+            total += part
+    for part in parts:
+        part[:] = total
+
+
+def run_rounds(codec: str, settings: dict[str, Any], memory: str, dtype: str, world: int, shapes: str,
+               bad_step: int = -1) -> None:  # fmt: skip
+    """Steps of all ranks, on the device and on the CPU: payloads, states and outputs are the same."""
+    table = SHAPES[shapes]
+    n = sum(length for length, _ in table)
+    rng = np.random.default_rng(world + n)
+    plan = _core.Plan(codec, memory, n, dtype, settings, shapes=table)
+    lengths = lengths_of("tiny" if n < 10_000 else "some", n, rng)
+    devices, hosts = [DeviceRank(plan) for _ in range(world)], [Rank(plan) for _ in range(world)]
+    nothing = ref.from_f32(np.zeros(n, np.float32), dtype)
+    vectors = [both(nothing, lengths) for _ in range(world)]
+    for step in range(3):
+        for r, (on_device, on_host) in enumerate(vectors):
+            x = content(("laplace", "ties")[r % 2], n, rng)
+            if step == bad_step and r == world - 1:
+                x[rng.integers(0, n)] = np.nan
+            with np.errstate(over="ignore"):
+                elements = ref.from_f32(x, dtype)
+            on_device.write(elements)
+            on_host.write(elements)
+        for i in range(plan.rounds):
+            payloads = []
+            for r in range(world):
+                at = Step(step=step, group=2, rank=r, world=world, seed=9)
+                if i == 0:
+                    hosts[r].encode(vectors[r][1], at)
+                    devices[r].encoded(vectors[r][0], at)
+                else:
+                    hosts[r].next_round(i, vectors[r][1], at)
+                    devices[r].next_round(i, vectors[r][0], at)
+                assert devices[r].payload.get() == hosts[r].payload.data.tobytes(), f"rank {r}, round {i}"
+                same_state(devices[r], hosts[r])
+                payloads.append(hosts[r].payload.data)
+            sum_slices(plan, i, payloads)
+            for r in range(world):
+                devices[r].payload.put(payloads[r])
+        outputs = []
+        for r, (on_device, on_host) in enumerate(vectors):
+            at, payload = Step(step=step, group=2), hosts[r].payload.data.tobytes()
+            flag = hosts[r].decode([payload], 1 / world, on_host, at)
+            assert devices[r].decoded([payload], 1 / world, on_device, at) == (int(flag), 0, 0)
+            assert flag == (step == bad_step)
+            same_output(on_device.read(), on_host.read(), dtype)
+            same_state(devices[r], hosts[r])
+            outputs.append(on_host.read())
+        for output in outputs[1:]:
+            same_output(output, outputs[0], dtype)
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("codec", SEVERAL)
+def test_rounds_of_ranks(codec: str, world: int) -> None:
+    memory = MEMORIES[world % len(MEMORIES)]
+    settings = variants(codec)[world % len(variants(codec))]
+    run_rounds(codec, settings, memory, DTYPES[world % 3], world, "mixed", bad_step=world % 4)
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("memory", ["none", "residual"])
+@pytest.mark.parametrize("codec", SEVERAL)
+def test_rounds_of_shapes(codec: str, memory: str, shapes: str) -> None:
+    run_rounds(codec, {}, memory, "float32", 2, shapes)
+
+
+@pytest.mark.parametrize("codec", SEVERAL)
+def test_arguments_of_rounds(codec: str) -> None:
+    device = DeviceRank(_core.Plan(codec, "residual", 100, "float32"))
+    vector = DeviceVector(np.ones(100, np.float32), [100])
+    for round in (0, 2):
+        with pytest.raises(_core.ArgumentError, match=f"round {round}"):
+            device.next_round(round, vector, Step(world=2))
+    with pytest.raises(_core.ArgumentError, match="rank"):
+        device.next_round(1, vector, Step(rank=2, world=2))
+    one = DeviceRank(_core.Plan("topk", "residual", 100, "float32"))
+    with pytest.raises(_core.ArgumentError, match="round 1 of a plan of 1"):
+        one.next_round(1, vector, Step(world=2))
 
 
 # ---- checksums of what was decoded ---------------------------------------------------------------

@@ -17,19 +17,17 @@
 #include <string.h>
 
 #include "linear.h"
+#include "powersgd.h"
 
 enum {
     RANK,
-    MIN_RATIO,
-    MAX_RANK = 64
+    MIN_RATIO
 };
 
 static const sid_param params[] = {
-    {"r", SID_INT, 4, 1, MAX_RANK, "", NULL, "columns of the factors; at most as many as rows and columns"},
+    {"r", SID_INT, 4, 1, POWER_RANK, "", NULL, "columns of the factors; at most as many as rows and columns"},
     {"min_ratio", SID_REAL, 1, 1, 1e6, "", NULL, "a matrix travels as it is unless its factors are so much smaller"},
 };
-
-static const float LARGEST = 0x1p96f;
 
 /* The tensor as a matrix; p, q and kept are still to be set. */
 static sid_matrix matrix_of(const sid_plan *p, const sid_shape *s, uint64_t start) {
@@ -43,16 +41,18 @@ static sid_matrix matrix_of(const sid_plan *p, const sid_shape *s, uint64_t star
     m.rows = rows;
     m.cols = cols;
     m.rank = (uint32_t)rank;
+    m.height = sid_power_height(s->len, m.rank);
     return m;
 }
 
 /* What the parts of all matrices come to. */
 typedef struct totals {
     uint64_t p, q, kept; /* floats: slices of rounds 0 and 1; P of the matrices */
+    uint64_t most;       /* Q of the one that has most */
 } totals;
 
 static totals lay_out(const sid_plan *p, sid_matrix *out) {
-    totals sum = {0, 0, 0};
+    totals sum = {0, 0, 0, 0};
     uint64_t start = 0;
     for (uint32_t i = 0; i < p->n_shapes; i++) {
         sid_matrix m = matrix_of(p, &p->shapes[i], start);
@@ -61,6 +61,7 @@ static totals lay_out(const sid_plan *p, sid_matrix *out) {
         m.kept = sum.kept;
         sum.p += m.cols ? m.rank * m.rows : m.len;
         sum.q += m.rank * m.cols;
+        if (sum.most < m.rank * m.cols) sum.most = m.rank * m.cols;
         sum.kept += m.rank * m.rows * (m.cols > 0);
         start += m.len;
         if (out) out[i] = m;
@@ -72,9 +73,17 @@ static void lay(const sid_plan *p, sid_matrix *out) { lay_out(p, out); }
 
 static int feeds_back(const sid_plan *p) { return (p->memory->info.traits & SID_FEEDBACK) != 0; }
 
+/* What has not been added up yet: of the row and the block of rows that a tile's end has cut. */
+typedef struct open_sums {
+    float lane[POWER_RANK][POWER_LANES], p[POWER_RANK]; /* of a chunk; of a group of parts */
+    float *group;                                       /* of parts of Q */
+    float q[];                                          /* a block's part; behind it lies that */
+} open_sums;
+
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
-    (void)scratch, (void)err;
+    (void)err;
     const totals t = lay_out(p, NULL);
+    *scratch = sizeof(open_sums) + 2 * t.most * sizeof(float);
     p->k = p->cap = t.p + t.q;
     p->first = t.p;
     p->extra = t.q + (feeds_back(p) ? t.q + t.kept : 0);
@@ -136,35 +145,45 @@ static const float *row_of(const float *columns, const sid_matrix *m, uint64_t r
 
 /* ---- columns ------------------------------------------------------------------------------------------------------ */
 
-static double dot(const float *x, const float *y, uint64_t n) { /* in 16 lanes */
-    double lane[16] = {0};
-    uint64_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (uint32_t j = 0; j < 16; j++) lane[j] += (double)x[i + j] * (double)y[i + j];
-    for (uint32_t j = 0; i < n; i++, j++) lane[j] += (double)x[i] * (double)y[i];
-    for (uint32_t half = 8; half; half /= 2)
-        for (uint32_t j = 0; j < half; j++) lane[j] += lane[j + half];
-    return lane[0];
+/* The first `count` of POWER_STRANDS sums together; the others are 0. */
+static double halves(double *sum, uint32_t count) {
+    for (uint32_t w = POWER_STRANDS / 2; w; w /= 2) {
+        for (uint32_t j = 0; j + w < count; j++) sum[j] += sum[j + w];
+        count = count < w ? count : w;
+    }
+    return sum[0];
+}
+
+static double dot(const sid_plan *p, const float *x, const float *y, uint64_t n) {
+    double strand[POWER_STRANDS] = {0};
+    uint32_t s = 0;
+    for (; s < POWER_STRANDS && (uint64_t)s * POWER_UNIT < n; s++) {
+        double lane[POWER_STRANDS] = {0};
+        for (uint64_t i = (uint64_t)s * POWER_UNIT; i < n; i += POWER_STRANDS * POWER_UNIT)
+            p->simd->products(x + i, y + i, n - i < POWER_UNIT ? (uint32_t)(n - i) : POWER_UNIT, lane);
+        strand[s] = halves(lane, n - s * POWER_UNIT < POWER_STRANDS ? (uint32_t)(n - s * POWER_UNIT) : POWER_STRANDS);
+    }
+    return halves(strand, s);
 }
 
 static void divide(float *x, uint64_t n, double by) {
     for (uint64_t i = 0; i < n; i++) x[i] = (float)((double)x[i] / by);
 }
 
-/* Gram-Schmidt, each projection taken out twice: once would leave float32's errors, magnified. */
-static void orthonormalise(float *columns, const sid_matrix *m) {
+/* Gram-Schmidt, all projections on the columns before taken out at once, and again: once would leave float32's errors,
+ * magnified. */
+static void orthonormalise(const sid_plan *p, float *columns, const sid_matrix *m) {
     const uint64_t n = m->rows;
+    double by[POWER_RANK];
     for (uint32_t k = 0; k < m->rank; k++) {
         float *x = columns + k * n;
-        const double before = sqrt(dot(x, x, n));
+        const double before = sqrt(dot(p, x, x, n));
         if (before > 0) divide(x, n, before); /* what is left of denormals would be coarse */
-        for (uint32_t pass = 0; pass < 2; pass++)
-            for (uint32_t j = 0; j < k; j++) {
-                const float *y = columns + j * n;
-                const double d = dot(x, y, n);
-                for (uint64_t i = 0; i < n; i++) x[i] = (float)((double)x[i] - d * (double)y[i]);
-            }
-        const double after = sqrt(dot(x, x, n));
+        for (uint32_t pass = 0; pass < 2 && k; pass++) {
+            for (uint32_t j = 0; j < k; j++) by[j] = dot(p, x, columns + j * n, n);
+            p->simd->take_columns(x, n, columns, n, k, by);
+        }
+        const double after = sqrt(dot(p, x, x, n));
         if (after > 1e-6)
             divide(x, n, after);
         else
@@ -173,10 +192,10 @@ static void orthonormalise(float *columns, const sid_matrix *m) {
 }
 
 /* Columns of length 1; those that are zero are drawn. */
-static void prepare(const sid_draw *d, float *columns, const sid_matrix *m) {
+static void prepare(const sid_plan *p, const sid_draw *d, float *columns, const sid_matrix *m) {
     for (uint32_t k = 0; k < m->rank; k++) {
         float *x = columns + k * m->cols;
-        double length = sqrt(dot(x, x, m->cols));
+        double length = sqrt(dot(p, x, x, m->cols));
         if (!(length > 0)) {
             const uint64_t at = m->q + k * m->cols;
             for (uint64_t i = 0; i < m->cols; i++) {
@@ -185,7 +204,7 @@ static void prepare(const sid_draw *d, float *columns, const sid_matrix *m) {
                 const uint32_t half = 2 * ((at + i) % 2);
                 x[i] = (float)(__builtin_popcount(w[half]) + __builtin_popcount(w[half + 1]) - 32);
             }
-            length = sqrt(dot(x, x, m->cols));
+            length = sqrt(dot(p, x, x, m->cols));
             if (!(length > 0)) { /* all of them 32 */
                 x[0] = 1;
                 length = 1;
@@ -209,41 +228,90 @@ static void begin(sid_walk *w) {
     const sid_draw common = {sid_salt(w->at->seed, SID_COMMON), w->at->group, w->at->step};
     float *body = slice(w->payload);
     const int spoiled = w->round && !finite(p, body, p->first);
+    open_sums *sums = w->scratch;
+    uint64_t most = 0;
     for (uint32_t i = 0; i < p->n_shapes; i++) {
         float *columns = body + m[i].p;
         if (!m[i].cols) continue;
+        if (most < m[i].rank * m[i].cols) most = m[i].rank * m[i].cols;
         if (w->round == 0)
-            prepare(&common, next_q(p, w->state) + m[i].q, &m[i]);
+            prepare(p, &common, next_q(p, w->state) + m[i].q, &m[i]);
         else if (!spoiled)
-            orthonormalise(columns, &m[i]);
+            orthonormalise(p, columns, &m[i]);
         if (w->round == 0) memset(columns, 0, 4 * m[i].rank * m[i].rows);
     }
-    if (w->round) memset(body + p->first, 0, 4 * (p->k - p->first));
+    if (w->round) {
+        memset(body + p->first, 0, 4 * (p->k - p->first));
+        memset(sums->q, 0, 8 * most);
+        sums->group = sums->q + most;
+    }
     if (spoiled) body[p->first] = sid_bits_f32(0x7fc00000u); /* finish sees it, and fills the slice */
 }
 
-static float limit(float s) { return s == 1.0f ? 0x1.fffffep127f : sid_bits_f32(0x7f7c0000u); }
+/* to += from, which becomes 0. */
+static void pour(float *from, float *to, uint64_t n) {
+    for (uint64_t i = 0; i < n; i++) {
+        to[i] += from[i];
+        from[i] = 0;
+    }
+}
+
+static void join(float (*lane)[POWER_LANES], uint32_t rank, float *sum) {
+    for (uint32_t k = 0; k < rank; k++) {
+        float four[4], *x = lane[k];
+        for (uint32_t j = 0; j < 4; j++) four[j] = (x[j] + x[j + 8]) + (x[j + 4] + x[j + 12]);
+        sum[k] += (four[0] + four[2]) + (four[1] + four[3]);
+    }
+}
+
+/* What elements x of a row add to it in P. */
+static void add_to_p(const sid_plan *p, const piece *e, const float *x, const float *q, open_sums *s, float *columns) {
+    const sid_matrix *m = e->m;
+    const uint64_t left = m->len - e->row * m->cols, end = left < m->cols ? left : m->cols; /* of the row */
+    if (!e->col) memset(s->p, 0, 4 * m->rank);
+    for (uint64_t col = e->col, stop = e->col + e->len; col < stop;) {
+        const uint32_t in = (uint32_t)(col % POWER_CHUNK);
+        const uint32_t take = stop - col < POWER_CHUNK - in ? (uint32_t)(stop - col) : POWER_CHUNK - in;
+        if (!in) memset(s->lane, 0, sizeof *s->lane * m->rank);
+        p->simd->dots(x, take, q + col, m->cols, m->rank, in, *s->lane);
+        x += take;
+        col += take;
+        if (col % POWER_CHUNK && col < end) continue;
+        join(s->lane, m->rank, s->p);
+        if (col % (POWER_CHUNK * POWER_GROUP) && col < end) continue;
+        for (uint32_t k = 0; k < m->rank; k++) columns[k * m->rows + e->row] += s->p[k];
+        memset(s->p, 0, 4 * m->rank);
+    }
+}
+
+/* The same, times the row of P, in Q. */
+static void add_to_q(const sid_plan *p, const piece *e, const float *x, const float *c, open_sums *s, float *q) {
+    const sid_matrix *m = e->m;
+    const uint64_t at = e->row * m->cols + e->col + e->len, row = e->row + 1, n = m->rank * m->cols;
+    p->simd->add_rows(x, e->len, c, m->rank, s->q + e->col, m->cols);
+    if (at < m->len && (e->col + e->len < m->cols || row % m->height)) return;
+    pour(s->q, s->group, n);
+    if (at < m->len && row % ((uint64_t)m->height * POWER_GROUP)) return;
+    pour(s->group, q, n);
+}
 
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     const sid_plan *p = w->plan;
     const float s = 1.0f / (float)w->at->world;
-    float *body = slice(w->payload), x[SID_TILE], c[MAX_RANK];
+    float *body = slice(w->payload), x[SID_TILE], c[POWER_RANK];
     const sid_matrix *m = at_element(p, at);
+    open_sums *sums = w->scratch;
     for (uint32_t pos = 0; pos < len;) {
         const piece e = piece_at(m, at + pos, len - pos);
         m = e.m;
         if (m->cols) {
-            p->simd->clamp(acc + pos, x, e.len, LARGEST);
-            if (w->round == 0) {
-                memset(c, 0, sizeof c);
-                p->simd->dots(x, e.len, next_q(p, w->state) + m->q + e.col, m->cols, m->rank, c);
-                for (uint32_t k = 0; k < m->rank; k++) body[m->p + k * m->rows + e.row] += c[k];
-            } else {
-                row_of(body + m->p, m, e.row, c);
-                p->simd->add_rows(x, e.len, c, m->rank, body + p->first + m->q + e.col, m->cols);
-            }
+            p->simd->clamp(acc + pos, x, e.len, POWER_LARGEST);
+            if (w->round == 0)
+                add_to_p(p, &e, x, next_q(p, w->state) + m->q, sums, body + m->p);
+            else
+                add_to_q(p, &e, x, row_of(body + m->p, m, e.row, c), sums, body + p->first + m->q);
         } else if (w->round == 0) {
-            p->simd->clamp(acc + pos, x, e.len, limit(s));
+            p->simd->clamp(acc + pos, x, e.len, sid_power_limit(s));
             p->simd->scale(x, body + m->p + e.row, e.len, s);
         }
         pos += e.len;
@@ -300,7 +368,7 @@ static sid_verdict finish(sid_walk *w) {
 
 static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
     const sid_rule *rule = &s->rule;
-    float x[SID_TILE], c[MAX_RANK];
+    float x[SID_TILE], c[POWER_RANK];
     if (rule->scale == 0) return;
     const sid_matrix *m = at_element(p, at);
     for (uint32_t pos = 0; pos < len;) {
@@ -310,7 +378,7 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at,
             row_of(sent_p(p, s) + m->kept, m, e.row, c);
             p->simd->add_outer(c, sent_q(p, s) + m->q + e.col, m->cols, m->rank, acc + pos, e.len, -1.0f);
         } else {
-            p->simd->clamp(acc + pos, x, e.len, limit(rule->scale));
+            p->simd->clamp(acc + pos, x, e.len, sid_power_limit(rule->scale));
             p->simd->scale(x, x, e.len, rule->scale);
             p->simd->scale(x, x, e.len, rule->inverse);
             for (uint32_t i = 0; i < e.len; i++) acc[pos + i] -= x[i];
@@ -329,7 +397,7 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
 
 static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     const sid_plan *p = g->plan;
-    float c[MAX_RANK];
+    float c[POWER_RANK];
     for (uint32_t r = 0; r < g->count; r++) {
         const float *body = slice(g->payloads + r * g->stride);
         const sid_matrix *m = at_element(p, at);

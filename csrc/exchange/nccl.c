@@ -404,23 +404,23 @@ static sid_status collective(sid_nccl_comm *c, const sid_cuda_group *g, const si
                              sid_error *err) {
     const sid_plan *p = g->plan;
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
-    if (p->sizes.rounds > 1)
-        return sid_fail(err, SID_E_UNSUPPORTED, "codec '%s' has %u rounds; a step here has one", p->codec->info.name,
-                        p->sizes.rounds);
     if (!linear && !g->incoming) return sid_fail(err, SID_E_ARG, "incoming is NULL");
     sid_status s = sid_cuda_encode(p, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload, g->stats_dev, c->device,
                                    stream, err);
     if (s) return s;
-    if (linear) {
-        void *const body = (uint8_t *)g->payload + p->sizes.body_offset;
-        s = sid_nccl_all_reduce(c, body, body, p->sizes.body_count, p->sizes.body_dtype, stream, err);
-    } else {
-        s = sid_nccl_all_gather(c, g->payload, g->incoming, p->sizes.payload, stream, err);
+    if (!linear) s = sid_nccl_all_gather(c, g->payload, g->incoming, p->sizes.payload, stream, err);
+    for (uint32_t i = 0; !s && linear && i < p->sizes.rounds; i++) {
+        const sid_slice part = sid_plan_round(p, i);
+        void *const body = (uint8_t *)g->payload + part.offset;
+        if (i)
+            s = sid_cuda_next_round(p, i, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload, c->device, stream,
+                                    err);
+        if (!s) s = sid_nccl_all_reduce(c, body, body, part.count, p->sizes.body_dtype, stream, err);
     }
     if (s) return s;
     return sid_cuda_decode(p, linear ? g->payload : g->incoming, p->sizes.payload, linear ? 1 : c->world,
-                           1.0f / (float)c->world, g->segs_dev, g->n_seg, p->memory->vectors ? g->state : NULL, g->work,
-                           at, g->report_dev, c->device, stream, err);
+                           1.0f / (float)c->world, g->segs_dev, g->n_seg, g->state, g->work, at, g->report_dev,
+                           c->device, stream, err);
 }
 
 static sid_status trip(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err) {

@@ -73,12 +73,6 @@ static inline uint32_t total(vi v) {
     return sum;
 }
 
-static float combine(float *lane) {
-    for (int w = LANES / 2; w; w /= 2)
-        for (int j = 0; j < w; j++) lane[j] += lane[j + w];
-    return lane[0];
-}
-
 /* Of signed integers. */
 static inline vi lower(vi a, vi b) {
 #if BYTES == 64
@@ -1345,32 +1339,75 @@ static void take_levels(float *x, uint32_t n, uint32_t key, const sid_levels *le
 
 /* Four rows at once, so that x is read once for them. */
 #define DOTS(R)                                                                                                        \
-    static void dots##R(const float *x, uint32_t n, const float *y, uint64_t stride, float *sum) {                     \
-        vf part[R][PARTS] = {{{0}}};                                                                                   \
-        float lane[R][LANES];                                                                                          \
+    static void dots##R(const float *x, uint32_t n, const float *y, uint64_t stride, uint32_t from, float *lane) {     \
         uint32_t i = 0;                                                                                                \
-        for (; i + LANES <= n; i += LANES)                                                                             \
-            for (int q = 0; q < PARTS; q++) {                                                                          \
-                const vf v = load(x + i + q * WIDE);                                                                   \
-                for (uint32_t k = 0; k < R; k++) part[k][q] += v * load(y + k * stride + i + q * WIDE);                \
-            }                                                                                                          \
-        memcpy(lane, part, sizeof lane);                                                                               \
+        for (; (from + i) % LANES && i < n; i++)                                                                       \
+            for (uint32_t k = 0; k < R; k++) lane[k * LANES + (from + i) % LANES] += x[i] * y[k * stride + i];         \
+        if (i + LANES <= n) {                                                                                          \
+            vf part[R][PARTS];                                                                                         \
+            memcpy(part, lane, sizeof part);                                                                           \
+            for (; i + LANES <= n; i += LANES)                                                                         \
+                for (int q = 0; q < PARTS; q++) {                                                                      \
+                    const vf v = load(x + i + q * WIDE);                                                               \
+                    for (uint32_t k = 0; k < R; k++) part[k][q] += v * load(y + k * stride + i + q * WIDE);            \
+                }                                                                                                      \
+            memcpy(lane, part, sizeof part);                                                                           \
+        }                                                                                                              \
         for (uint32_t j = 0; i < n; i++, j++)                                                                          \
-            for (uint32_t k = 0; k < R; k++) lane[k][j] += x[i] * y[k * stride + i];                                   \
-        for (uint32_t k = 0; k < R; k++) sum[k] += combine(lane[k]);                                                   \
+            for (uint32_t k = 0; k < R; k++) lane[k * LANES + j] += x[i] * y[k * stride + i];                          \
     }
 DOTS(1)
 DOTS(2)
 DOTS(4)
 
-static void dots(const float *x, uint32_t n, const float *y, uint64_t stride, uint32_t r, float *sum) {
-    for (; r >= 4; r -= 4, y += 4 * stride, sum += 4) dots4(x, n, y, stride, sum);
+static void dots(const float *x, uint32_t n, const float *y, uint64_t stride, uint32_t r, uint32_t from, float *lane) {
+    for (; r >= 4; r -= 4, y += 4 * stride, lane += 4 * LANES) dots4(x, n, y, stride, from, lane);
     if (r & 2) {
-        dots2(x, n, y, stride, sum);
+        dots2(x, n, y, stride, from, lane);
         y += 2 * stride;
-        sum += 2;
+        lane += 2 * LANES;
     }
-    if (r & 1) dots1(x, n, y, stride, sum);
+    if (r & 1) dots1(x, n, y, stride, from, lane);
+}
+
+/* Products of floats are exact in float64: one rounding is the same as two. */
+static void products(const float *x, const float *y, uint32_t n, double *lane) {
+    enum {
+        MOST = 32,
+        COUNT = MOST / LONGS
+    };
+    uint32_t i = 0;
+    if (n >= MOST) {
+        vd sum[COUNT];
+        memcpy(sum, lane, sizeof sum);
+        for (; i + MOST <= n; i += MOST)
+            for (int q = 0; q < COUNT; q++) sum[q] += wide(x + i + q * LONGS) * wide(y + i + q * LONGS);
+        memcpy(lane, sum, sizeof sum);
+    }
+    for (uint32_t j = 0; i < n; i++, j++) lane[j] += (double)x[i] * (double)y[i];
+}
+
+static inline void store_floats(float *x, vd v) {
+#if BYTES == 64
+    _mm256_storeu_ps(x, _mm512_cvtpd_ps((__m512d)v));
+#elif BYTES == 32
+    _mm_storeu_ps(x, _mm256_cvtpd_ps((__m256d)v));
+#else
+    for (int j = 0; j < LONGS; j++) x[j] = (float)v[j];
+#endif
+}
+static void take_columns(float *x, uint64_t n, const float *y, uint64_t stride, uint32_t r, const double *c) {
+    uint64_t i = 0;
+    for (; i + LONGS <= n; i += LONGS) {
+        vd v = wide(x + i);
+        for (uint32_t k = 0; k < r; k++) v -= c[k] * wide(y + k * stride + i);
+        store_floats(x + i, v);
+    }
+    for (; i < n; i++) {
+        double v = (double)x[i];
+        for (uint32_t k = 0; k < r; k++) v -= c[k] * (double)y[k * stride + i];
+        x[i] = (float)v;
+    }
 }
 
 static void add_rows(const float *x, uint32_t n, const float *c, uint32_t r, float *y, uint64_t stride) {
@@ -1914,6 +1951,8 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .dots = dots,
     .add_rows = add_rows,
     .add_outer = add_outer,
+    .products = products,
+    .take_columns = take_columns,
     .clamp = clamp,
     .f32_to_f16 = f32_to_f16,
     .f32_to_bf16 = f32_to_bf16,

@@ -352,6 +352,23 @@ class Plan:
         device: int,
         stream: int,
     ) -> None: ...
+    def cuda_next_round(
+        self,
+        round: int,
+        segments: int,
+        n_segments: int,
+        state: int,
+        work: int,
+        payload: int,
+        *,
+        step: int,
+        seed: int,
+        group: int,
+        rank: int,
+        world: int,
+        device: int,
+        stream: int,
+    ) -> None: ...
     def cuda_decode(
         self,
         payloads: int,

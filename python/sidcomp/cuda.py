@@ -198,19 +198,21 @@ class CudaLane:
             if g.routed:
                 self._travel(g, r, exchange, {**at, "seed": seed})
                 return
-            g.plan.cuda_encode(
-                table, n_segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
-                seed=seed, rank=exchange.rank, world=exchange.world, carry=g.carry, stats=r.stats.ptr, **at,
-                **self.where,
-            )  # fmt: skip
-            # wait() makes this stream wait for the collective; on NCCL it does not stop the host.
+            places = (table, n_segments, g.state.ptr, g.scratch.ptr, g.payload.ptr)
+            who = {"seed": seed, "rank": exchange.rank, "world": exchange.world}
+            g.plan.cuda_encode(*places, carry=g.carry, stats=r.stats.ptr, **who, **at, **self.where)
+            # wait() makes this stream wait for the collective; on NCCL it does not stop the host. All groups
+            # are launched by one thread, in the same order on all ranks, and so are their rounds.
             if g.plan.linear:
-                exchange.all_reduce(g.body).wait()
+                for i, part in enumerate(g.slices):
+                    if i:
+                        g.plan.cuda_next_round(i, *places, **who, **at, **self.where)
+                    exchange.all_reduce(part).wait()
             else:
                 exchange.all_gather(g.incoming.tensor, g.payload.tensor).wait()
             g.plan.cuda_decode(
                 g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / exchange.world, table, n_segments,
-                g.state.ptr if g.plan.vectors else 0, g.scratch.ptr, report=r.report.ptr, **at, **self.where,
+                g.state.ptr, g.scratch.ptr, report=r.report.ptr, **at, **self.where,
             )  # fmt: skip
             _core.cuda_show(r.report.ptr, (step + 1) % _MARKS, r.shown, **self.where)
 

@@ -263,7 +263,8 @@ class Pipeline:
             assert self.lane is not None
             self.lane.connect(exchange)
         parent = self.process_group or binding.process_group
-        if self.rounds is None and any(g.plan.rounds > 1 and not g.routed for g in layout.groups):
+        several = any(g.plan.rounds > 1 and not g.routed for g in layout.groups)
+        if self.rounds is None and self.lane is None and several:
             self.rounds = Rounds(parent, exchange.device)
         if self.trips is None and self.lane is None and any(g.routed for g in layout.groups):
             self.trips = Trips(parent, exchange.device)

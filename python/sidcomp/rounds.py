@@ -4,6 +4,7 @@ The thread takes the groups in the order in which they were launched, which is t
 issues their collectives one after the other on its own process group: so all ranks issue the same ones in
 the same order, whatever the order in which first rounds end. It waits for a round, computes the next, and
 hands the last one's future back; nothing waits in a callback, and the hook's thread is not held up.
+On a device a stream does all that (sidcomp.cuda).
 """
 
 import threading

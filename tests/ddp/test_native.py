@@ -132,7 +132,8 @@ def same(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> None:
 
 @emulated
 @pytest.mark.parametrize(
-    "codec, world", [("topk", 1), ("sidco-e", 2), ("int8", 3), ("marsit", 4), ("fp16", 2), ("none", 1)]
+    "codec, world",
+    [("topk", 1), ("sidco-e", 2), ("int8", 3), ("marsit", 4), ("fp16", 2), ("none", 1), ("powersgd", 2)],
 )
 def test_the_same_bits_as_torch_and_as_the_cpu(codec: str, world: int, log: Path) -> None:
     """Linear codecs up to two ranks, of which a sum has one order only."""
@@ -141,11 +142,13 @@ def test_the_same_bits_as_torch_and_as_the_cpu(codec: str, world: int, log: Path
         for (a, _), (b, _) in zip(ours, run(trained, world, other, codec, ""), strict=True):
             same(a, b)
     lines = [line.split()[0] for line in log.read_text().splitlines()]
-    sums = codec in ("fp16", "none")
+    plan = _core.Plan(codec, "residual", 1000, "float32")
     # one group in the first step, then one a bucket
-    assert lines.count("all-reduce" if sums else "all-gather") == world * (1 + 3 * ours[0][1])
+    assert lines.count("all-reduce" if plan.linear else "all-gather") == world * plan.rounds * (
+        1 + 3 * ours[0][1]
+    )
     assert lines.count("finalize") == world and "abort" not in lines
-    assert set(lines) == {"finalize", "all-reduce" if sums else "all-gather"}
+    assert set(lines) == {"finalize", "all-reduce" if plan.linear else "all-gather"}
 
 
 def special(

@@ -1,0 +1,37 @@
+/* In what order powersgd adds up, for host and device: pieces that many threads can take, joined in one order.
+ *
+ * P: a row's products with a column of Q, in float32, CHUNK columns at a time: column j is added to lane j % LANES of the
+ * chunk, in the order of j, and the lanes in halves, the upper half onto the lower one, down to one. The chunks' sums are
+ * parts.
+ * Q: the rows' products, `height` rows at a time, in the order of the rows. The blocks' sums are parts.
+ * Parts, in float32: GROUP of them in turn, then the groups in turn.
+ * A column of P or Q times another, in float64: unit u of UNIT elements belongs to strand u % STRANDS, element i of it is
+ * added to the strand's lane i % STRANDS, in the order of i; a strand's lanes in halves, then the strands.
+ * All start at 0. */
+#ifndef SID_POWERSGD_H
+#define SID_POWERSGD_H
+
+#include "../internal.h"
+
+enum {
+    POWER_RANK = 64, /* the most */
+    POWER_LANES = 16,
+    POWER_CHUNK = 512,
+    POWER_GROUP = 32,
+    POWER_UNIT = 256,
+    POWER_STRANDS = 32
+};
+
+/* Rows of a block of Q's sums: 64, in large matrices so many that 128 Ki remain of one column of them; but so many that the
+ * parts are a sixteenth of the matrix at most. */
+SID_HD uint32_t sid_power_height(uint64_t len, uint32_t rank) {
+    uint32_t height = 64;
+    while (height < 16 * rank || (uint64_t)height << 17 < len) height *= 2;
+    return height;
+}
+
+/* Elements of a matrix count as at most 2^96; those that travel as they are, as linear.c clamps them. */
+#define POWER_LARGEST 0x1p96f
+SID_HD float sid_power_limit(float s) { return sid_bits_f32(s == 1.0f ? 0x7f7fffffu : 0x7f7c0000u); }
+
+#endif

@@ -1,0 +1,92 @@
+/* What the codecs whose bodies are summed share: the end of an encode, the check of headers. Their checksum covers the
+ * header alone, so that a payload is not read for it. */
+#ifndef SID_LINEAR_CUH
+#define SID_LINEAR_CUH
+
+#include "codec.cuh"
+
+enum {
+    SID_SEAL_BLOCK = 64
+};
+
+/* Header, rule, statistics, and the bytes after the body, which begin at byte `used`. */
+struct sid_linear_ending {
+    sid_scratch *scratch;
+    sid_head head;
+    uint64_t count; /* elements of the body */
+    float scale;
+    sid_rule rule;
+    uint8_t *payload;
+    uint64_t used, bytes;
+    sid_state *state;
+    sid_stats *stats; /* or NULL */
+    uint32_t walks;
+};
+
+inline sid_rule sid_linear_rule(const sid_step &at) {
+    sid_rule rule = {};
+    rule.scale = 1.0f / (float)at.world;
+    rule.inverse = (float)at.world;
+    return rule;
+}
+
+static __global__ void __launch_bounds__(SID_SEAL_BLOCK) sid_linear_seal_kernel(sid_linear_ending e) {
+    if (!e.scratch->ready) return;
+    for (uint64_t i = e.used + threadIdx.x; i < e.bytes; i += SID_SEAL_BLOCK) e.payload[i] = 0;
+    if (threadIdx.x) return;
+    const uint32_t bad = e.scratch->nonfinite;
+    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, e.count, e.scale,
+             SID_HEADER_BYTES / 32, 0, 0);
+    e.state->rule = e.rule;
+    e.state->draw = sid_draw();
+    e.state->steps++;
+    if (e.stats) *e.stats = {e.count, e.count, bad, e.scale, 0, e.walks};
+}
+
+inline sid_status sid_linear_seal(const sid_cuda_encoding &c, uint64_t count, const sid_rule &rule, uint32_t walks) {
+    const sid_plan *p = c.plan;
+    const sid_linear_ending e = {c.scratch,
+                                 sid_head_of(p, c.at),
+                                 count,
+                                 1.0f / (float)c.at.world,
+                                 rule,
+                                 c.payload,
+                                 SID_HEADER_BYTES + sid_width(p->sizes.body_dtype) * p->sizes.body_count,
+                                 p->sizes.payload,
+                                 c.state,
+                                 c.stats,
+                                 walks};
+    return sid_launch(c.to, "seal", sid_linear_seal_kernel, 1, SID_SEAL_BLOCK, 0, e);
+}
+
+/* Whether any payload is at fault. Elements that are not finite have been found before, where a memory is to be corrected;
+ * else the outputs tell, while they are written. */
+static __global__ void __launch_bounds__(SID_BLOCK)
+    sid_linear_check_kernel(sid_scratch *scratch, const uint8_t *payloads, uint64_t stride, uint32_t payload_count,
+                            uint64_t count, sid_expect expect, sid_cuda_report *report, sid_state *state) {
+    __shared__ uint32_t first, flagged;
+    if (threadIdx.x == 0) {
+        first = SID_SOUND;
+        flagged = 0;
+    }
+    __syncthreads();
+    for (uint32_t r = threadIdx.x; r < payload_count; r += SID_BLOCK) {
+        const sid_header h = *(const sid_header *)(payloads + r * stride);
+        int32_t status = sid_check_header(h, expect, r, SID_HEADER_BYTES / 32, 0, 0);
+        if (status == SID_OK && (h.count != count || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE))) status = SID_E_CORRUPT;
+        if (status == SID_OK) status = sid_check_linear(h, *(const sid_header *)payloads);
+        sid_blame(&first, r, status);
+        if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
+    }
+    __syncthreads();
+    if (threadIdx.x) return;
+    sid_verdict_of(report, scratch, first, state && (flagged || scratch->nonfinite));
+    if (scratch->go && scratch->nonfinite) state->rule = sid_rule();
+}
+
+inline sid_status sid_linear_check(const sid_cuda_decoding &c, uint64_t count) {
+    return sid_launch(c.to, "check", sid_linear_check_kernel, 1, SID_BLOCK, 0, c.scratch, c.payloads, c.stride, c.count,
+                      count, sid_expect_of(c), c.report, c.state);
+}
+
+#endif
