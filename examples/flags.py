@@ -25,7 +25,10 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     presets = ", ".join(sorted(f.stem for f in CONFIGS.glob("*.toml")))
     p = argparse.ArgumentParser(description=description)
     add = p.add_argument_group("what is trained").add_argument
-    add("--config", default="topk-1pct", help=f"preset: {presets}, or a .toml file; topk-1pct unless given")
+    add(
+        "--config",
+        help=f"preset: {presets}, or a .toml file; topk-fortieth unless given, and with --codec none",
+    )
     add(
         "--task",
         choices=sorted(TASKS),
@@ -111,6 +114,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     if (args.resume or args.stop_at is not None) and not args.checkpoint:
         p.error("--resume and --stop-at need --checkpoint DIR")
 
+    args.config = args.config or ("topk-fortieth" if args.codec is None else "topk-1pct")  # its own defaults
     path = Path(args.config) if args.config.endswith(".toml") else CONFIGS / f"{args.config}.toml"
     if not path.is_file():
         p.error(f"--config {args.config}: no such file; the presets are {presets}")

@@ -60,7 +60,7 @@ def test_train_writes_table_and_picture(digits: tuple[str, Path]) -> None:
     assert [row["name"] for row in record["summary"]] == [
         "no communication",
         "plain DDP",
-        "topk density=0.01",
+        "topk density=0.084 values=log4 indices=packed",
     ]
     for row in record["summary"][1:]:
         assert f"{row['median']:.1f}" in table
@@ -105,7 +105,7 @@ def test_train_counts_the_bytes_that_it_computes(digits: tuple[str, Path]) -> No
         pytest.skip("this kernel does not count bytes per connection")
     for row in (dense, ours):
         assert row["bytes_computed"] <= row["bytes_counted"] < 1.1 * row["bytes_computed"] + 4096
-    assert dense["bytes_counted"] > 50 * ours["bytes_counted"]
+    assert dense["bytes_counted"] > 35 * ours["bytes_counted"]
 
 
 @pytest.mark.slow

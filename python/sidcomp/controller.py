@@ -420,12 +420,12 @@ class Controller:
         """The density goes down to its own in stages, as DGC's does at the start of training; what that is
         worth after a switch in its midst is in docs/accuracy.md."""
         r, each = self.report, self.settings.warmup
-        sparse = any(way != DENSE and self.settings.way(way).density for way in regime.ways)
-        if not (self.settings.auto and sparse and each):
+        own = [d for way in regime.ways if way != DENSE and (d := self.settings.way(way).density)]
+        if not (self.settings.auto and own and each):
             return regime
         if not r.floors:
             assert self._p is not None and self._p.exchange is not None
-            floors = [f for f in _FLOORS if f < _BREAK_EVEN / self._p.exchange.world]
+            floors = [f for f in _FLOORS if min(own) < f < _BREAK_EVEN / self._p.exchange.world]
             r.floors = [(self._p.step + each * i, f) for i, f in enumerate([*floors, 0.0])]
         regime = replace(regime, floors=tuple((since, floor) for since, floor in r.floors))
         while (self._p.step if self._p is not None else self._resumed_at) < r.floors[-1][0]:

@@ -15,10 +15,15 @@ from sidcomp.schedule import Parameters, Schedule, Setting
 
 Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
 
-# What codec="auto" chooses from beside dense: one sparsifier, whose default density keeps accuracy in our
-# measurements, and one codec that changes next to nothing; and how payloads may travel that an all-gather
-# would take to every rank.
-CANDIDATES = ("topk", "fp16")
+# What a State has whose codec is not named: at a fortieth of dense's bytes it kept the accuracy of dense best
+# (docs/accuracy.md).
+DEFAULT: tuple[str, Mapping[str, Setting]] = (
+    "topk",
+    {"density": 0.084, "values": "log4", "indices": "packed"},
+)
+# What codec="auto" chooses from beside dense: that, and one codec that changes next to nothing; and how
+# payloads may travel that an all-gather would take to every rank.
+CANDIDATES = (DEFAULT, "fp16")
 EXCHANGES = ("twoshot", "hierarchical")
 
 TRANSPORTS = ("torch", "native")
@@ -43,8 +48,9 @@ class Way:
 
     @property
     def density(self) -> float:
-        """The codec's own; 0 where it has none."""
-        return next((float(p.default) for p in self.codec.parameters if p.name == "density"), 0.0)
+        """What it comes to in the end; 0 where the codec has none."""
+        own = next((p.default for p in self.codec.parameters if p.name == "density"), 0.0)
+        return float(schedule.last(self.parameters).get("density", own))
 
     @property
     def label(self) -> str:
@@ -88,7 +94,7 @@ class Settings:
     @classmethod
     def parse(
         cls,
-        codec: str,
+        codec: str | None,
         parameters: Parameters,
         *,
         memory: str | None = None,
@@ -104,6 +110,8 @@ class Settings:
         exchange: str | Sequence[str] | None = None,
         transport: str = "torch",
     ) -> "Settings":
+        if codec is None:
+            codec, parameters = DEFAULT[0], {**DEFAULT[1], **parameters}
         parameters = dict(parameters)
         auto = codec == "auto"
         if not auto and exchange is not None and not isinstance(exchange, str):
@@ -135,7 +143,7 @@ class Settings:
                 f'codec="auto" finds the groups itself: leave groups={groups!r} out, or name a codec'
             )
         if auto:
-            ways = _ways(CANDIDATES if candidates is None else candidates, memory, parameters)
+            ways = _ways(candidates, memory, parameters)
             ways += _over(routes, ways, named=exchange is not None)
         else:
             ways = (Way(*resolve(codec, memory, parameters), *routes),)
@@ -315,10 +323,11 @@ class Settings:
         }
 
 
-def _ways(candidates: Candidates, memory: str | None, parameters: Parameters) -> tuple[Way, ...]:
+def _ways(candidates: Candidates | None, memory: str | None, parameters: Parameters) -> tuple[Way, ...]:
     """The candidates of codec="auto", which share a memory, for a group may go from one to another; a
-    parameter of the State goes to all of them that have it."""
+    parameter of the State goes to all of them that have it, but for those that are given one of their own."""
     memory = "residual" if memory is None else memory
+    given, candidates = candidates is not None, CANDIDATES if candidates is None else candidates
     if isinstance(candidates, str) or not candidates:
         raise ArgumentError(f'candidates={candidates!r}: a list of codecs, such as ["topk", "fp16"]')
     ways, taken = [], set()
@@ -330,7 +339,7 @@ def _ways(candidates: Candidates, memory: str | None, parameters: Parameters) ->
         known = {p.name for p in (*codec.parameters, *find_memory(memory).parameters)}
         common = {k: v for k, v in parameters.items() if k in known}
         taken |= set(common)
-        ways.append(Way(*resolve(name, memory, {**common, **own})))
+        ways.append(Way(*resolve(name, memory, {**common, **own} if given else {**own, **common})))
     if unknown := sorted(set(parameters) - taken):
         names = ", ".join(w.codec.name for w in ways)
         raise ArgumentError(f"no candidate ({names}) has a parameter {', '.join(map(repr, unknown))}")

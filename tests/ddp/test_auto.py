@@ -207,17 +207,25 @@ def choices(rank: int, world: int, local: str, arguments: dict[str, Any]) -> lis
         return [settings.ways[i].label for i in observe.considered(t.state._pipeline, settings)]
 
 
+DEFAULT = "topk density=0.084 values=log4 indices=packed"
+
+
 @pytest.mark.parametrize(
     ("world", "local", "exchange", "expected"),
     [
-        (2, "1", None, ["topk", "fp16"]),
-        (4, "1", None, ["topk", "fp16", "topk over twoshot"]),
-        (4, "4", None, ["topk", "fp16", "topk over twoshot"]),
-        (4, "2", None, ["topk", "fp16", "topk over twoshot", "topk over hierarchical ranks_per_node=2"]),
-        (3, "2", None, ["topk", "fp16", "topk over twoshot"]),
-        (4, "2 2 1 1", None, ["topk", "fp16", "topk over twoshot"]),
-        (4, "2", (), ["topk", "fp16"]),
-        (4, "1", "allgather", ["topk", "fp16"]),
+        (2, "1", None, [DEFAULT, "fp16"]),
+        (4, "1", None, [DEFAULT, "fp16", f"{DEFAULT} over twoshot"]),
+        (4, "4", None, [DEFAULT, "fp16", f"{DEFAULT} over twoshot"]),
+        (
+            4,
+            "2",
+            None,
+            [DEFAULT, "fp16", f"{DEFAULT} over twoshot", f"{DEFAULT} over hierarchical ranks_per_node=2"],
+        ),
+        (3, "2", None, [DEFAULT, "fp16", f"{DEFAULT} over twoshot"]),
+        (4, "2 2 1 1", None, [DEFAULT, "fp16", f"{DEFAULT} over twoshot"]),
+        (4, "2", (), [DEFAULT, "fp16"]),
+        (4, "1", "allgather", [DEFAULT, "fp16"]),
     ],
 )
 def test_exchanges_are_measured_where_they_send_less(
