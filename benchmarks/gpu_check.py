@@ -32,6 +32,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = 77
 SIZES = (1_000_000, 25_600_000, 110_000_000)
 DENSITIES = (0.1, 0.01, 0.001)
+FORMS: dict[str, list[dict[str, Any]]] = {  # beside the densities of its defaults
+    "topk": [
+        {"density": 0.01, "values": "log8", "indices": "packed"},
+        {"density": 0.084, "values": "log4", "indices": "packed"},  # a fortieth of float32
+    ]
+}
 WORLD = 8  # payloads of a gathered decode
 TIME_LIMIT = 450  # seconds; what has not begun by then is left out, and said so
 
@@ -348,7 +354,8 @@ def measure(deadline: float) -> list[dict[str, Any]]:
             if not codec["cuda"]:
                 continue
             density = any(p["name"] == "density" for p in codec["parameters"])
-            for settings in [{"density": d} for d in DENSITIES] if density else [{}]:
+            plain: list[dict[str, Any]] = [{"density": d} for d in DENSITIES] if density else [{}]
+            for settings in plain + FORMS.get(codec["name"], []):
                 name = " ".join([codec["name"], *(f"{k}={v}" for k, v in settings.items())])
                 rank = Rank(codec["name"], n, settings, gradient)
                 last: Callable[[], tuple[Any, Any]] | None = None
