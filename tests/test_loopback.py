@@ -41,8 +41,8 @@ PAIRS = [(e, c.name) for e in KINDS for c in sidcomp.codecs() if takes(e, c.name
 
 def test_every_exchange_takes_a_codec_and_every_codec_has_an_exchange() -> None:
     assert {e for e, _ in PAIRS} == set(KINDS)
-    rounds = {c.name for c in sidcomp.codecs() if c.rounds}  # they travel by the process group's own
-    assert {c for _, c in PAIRS} == {c.name for c in sidcomp.codecs()} - rounds
+    shaped = {c.name for c in sidcomp.codecs() if c.shaped}  # they travel by the process group's own
+    assert {c for _, c in PAIRS} == {c.name for c in sidcomp.codecs()} - shaped
     assert {c for e, c in PAIRS if e == "ring1"} == {"signsgd", "signum", "marsit"}
 
 
@@ -555,7 +555,8 @@ def test_refusals_name_the_reason_and_what_would_do() -> None:
         (("cascade", "topk"), {}, "memory 'none'"),
         (("expand", "marsit"), {}, "ring1"),
         (("allreduce", "powersgd"), {}, "leave the exchange out"),
-        (("twoshot", "terngrad-shared"), {}, "leave the exchange out"),
+        (("twoshot", "terngrad-shared"), {}, "allreduce"),
+        (("hierarchical", "terngrad-shared"), {}, "allreduce"),
     ]
     for (exchange, codec), more, text in refused:
         with pytest.raises(sidcomp.UnsupportedError, match=text) as e:

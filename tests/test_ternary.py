@@ -24,7 +24,16 @@ SLOTS, CODES = slice(64, 576), 576  # of a payload
 class Ranks:
     """All ranks of a world, and what goes wrong at one of them between the rounds."""
 
-    def __init__(self, world: int, n: int, memory: str = "none", dtype: str = "float32", **settings: Any):
+    def __init__(
+        self,
+        world: int,
+        n: int,
+        memory: str = "none",
+        dtype: str = "float32",
+        group: int = 5,
+        **settings: Any,
+    ) -> None:
+        self.group = group
         self.plan = _core.Plan(CODEC, memory, n, dtype, settings)
         self.world, self.n, self.dtype, self.settings = world, n, dtype, settings
         self.ranks = [Rank(_core.Plan(CODEC, memory, n, dtype, settings)) for _ in range(world)]
@@ -50,7 +59,7 @@ class Ranks:
         held = [
             Vector(g, cuts(self.n, "random", np.random.default_rng(i)), i) for i, g in enumerate(gradients)
         ]
-        at = [Step(self.step, 5, rank, self.world, seed) for rank in range(self.world)]
+        at = [Step(self.step, self.group, rank, self.world, seed) for rank in range(self.world)]
         self.rounds: list[list[bytes]] = []  # payloads after each round, not summed yet
         for i, (offset, count) in enumerate(self.plan.slices):
             for r, v, a in zip(self.ranks, held, at, strict=True):
@@ -361,9 +370,38 @@ def test_no_kernels_no_messages() -> None:
     plan = _core.Plan(CODEC, "none", 100, "float32")
     with pytest.raises(sidcomp.UnsupportedError, match="CUDA"):
         plan.cuda_work_bytes()
-    for exchange in ("allreduce", "twoshot", "hierarchical"):
+    for exchange in ("allgather", "twoshot", "hierarchical", "cascade", "ring1"):
         with pytest.raises(sidcomp.UnsupportedError, match="terngrad-shared"):
             sidcomp.Loopback(2, exchange, CODEC, 100)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7, MOST])
+def test_in_messages(world: int) -> None:
+    """Both sums as exchange "allreduce": the bits of the process group's, and twice its rounds."""
+    for n in (0, 1, 900):
+        x = sidcomp.Loopback(world, "allreduce", CODEC, n, seed=7)
+        ranks = Ranks(world, n, group=0)
+        for step in range(2):
+            gradients = [content("laplace", n, np.random.default_rng(100 * step + r)) for r in range(world)]
+            out = x.step(gradients)
+            assert same(np.asarray(out), ranks.exchange(gradients, seed=7)[0])
+        assert x.rounds == (4 if world > 1 else 0)
+        body = sum(count for _, count in ranks.plan.slices)
+        assert world == 1 or 2 * body * (world - 1) / world <= x.bytes_per_rank < 2 * body + 64 * 2 * world
+    with pytest.raises(sidcomp.UnsupportedError, match=r"terngrad-shared.*so many ranks"):
+        sidcomp.Loopback(MOST + 1, "allreduce", CODEC, 10)
+
+
+@pytest.mark.parametrize("world", [2, 5])
+def test_not_finite_in_messages(world: int) -> None:
+    n = 700
+    x = sidcomp.Loopback(world, "allreduce", CODEC, n, memory="residual")
+    gradients = [content("normal", n, np.random.default_rng(r)) for r in range(world)]
+    x.step(gradients)
+    before = [x.residual(r) for r in range(world)]
+    gradients[-1][3] = np.inf
+    assert np.isnan(np.asarray(x.step(gradients))).all()
+    assert all(np.allclose(x.residual(r), before[r], atol=1e-5) for r in range(world))
 
 
 def test_compressor_of_several_ranks() -> None:

@@ -112,10 +112,10 @@ sid_status sid_route_plan(const sid_route *r, sid_exchange *x, sid_error *err) {
         if (s) return s;
     }
     const sid_info *codec = sid_codec_find(c->codec);
-    if (codec && codec->traits & SID_IN_ROUNDS)
+    if (codec && codec->traits & SID_SHAPED)
         return sid_refuse(err, r,
-                          "its rounds, each of which needs the sum of the one before, go by the process group's own "
-                          "all-reduce; leave the exchange out");
+                          "what its matrices need goes by the process group's own all-reduce; leave the "
+                          "exchange out");
     const sid_status s = x->kind->plan(x, r, err);
     if (s) return s;
     x->sizes.rounds = x->rounds;

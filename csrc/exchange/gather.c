@@ -2,7 +2,8 @@
  *
  *     allgather   every rank sends its payload to every other: (W - 1) P bytes, one round
  *     allreduce   linear codecs: slice s of all bodies goes to rank s, which sums in rank order and sends the sum to all:
- *                 2 (W - 1) / W B bytes, two rounds */
+ *                 2 (W - 1) / W B bytes, two rounds; of a codec that takes several sums, slice by slice of the body, two for
+ *                 each */
 #include <string.h>
 
 #include "exchange.h"
@@ -86,83 +87,113 @@ const sid_exchange_kind sid_exchange_allgather = {
 
 /* ---- allreduce ----------------------------------------------------------------------------------------------- */
 
-static uint64_t width(const sid_exchange *x) { return sid_dtype_size(x->plan->sizes.body_dtype); }
+static uint64_t width(const sid_exchange *x) { return sid_body_size(x->plan->sizes.body_dtype); }
+
+/* Piece s of what the codec's round `sum` sums: bytes of the payload; pieces start at multiples of 64 of them. */
+typedef struct piece {
+    uint64_t start, bytes;
+} piece;
+static piece piece_of(const sid_exchange *x, uint32_t sum, uint32_t s) {
+    const sid_slice of = sid_plan_round(x->plan, sum);
+    const uint64_t all = of.count * width(x), each = sid_round_up((all + x->world - 1) / x->world, 64);
+    const uint64_t at = s * each < all ? s * each : all, left = all - at;
+    return (piece){of.offset + at, left < each ? left : each};
+}
 
 static sid_status plan_reduce(sid_exchange *x, const sid_route *r, sid_error *err) {
     const sid_status s = plan_whole(x, r, err);
     if (s) return s;
     if (!(x->plan->codec->info.traits & SID_LINEAR))
         return sid_refuse(err, r, "its payloads cannot be summed: take exchange 'allgather', or leave it out");
-    const uint64_t body = x->plan->sizes.body_count;
-    x->slice =
-        sid_round_up((body + x->world - 1) / x->world, 64 / width(x)); /* slices start at multiples of 64 bytes */
-    x->n = body;                                                       /* of slices: elements of the body */
-    x->message = x->slice * width(x);
+    if (x->plan->sizes.ranks && x->world > x->plan->sizes.ranks)
+        return sid_refuse(err, r, "its sums do not hold what so many ranks send: take another codec");
+    const uint32_t sums = x->plan->sizes.rounds;
+    for (uint32_t i = 0; i < sums; i++) {
+        const uint64_t bytes = piece_of(x, i, 0).bytes; /* the first is the longest */
+        if (bytes > x->message) x->message = bytes;
+    }
+    x->message = sid_round_up(x->message, 64);
     x->at[SLICES] = x->plan->sizes.payload;
     x->sizes.wire = sid_round_up(x->plan->sizes.payload, 64) + x->world * x->message;
-    x->rounds = x->world > 1 ? 2 : 0;
-    for (uint32_t q = 0; q < x->world; q++) { /* rank q sends all slices but its own, and its own to all others */
-        const uint64_t own = sid_slice_len(x, q);
-        const uint64_t sent = x->world > 1 ? (body - own + (x->world - 1) * own) * width(x) : 0;
+    x->rounds = x->world > 1 ? 2 * sums : 0;
+    for (uint32_t q = 0; q < x->world && x->world > 1; q++) { /* all pieces but its own, and its own to all others */
+        uint64_t sent = 0;
+        for (uint32_t i = 0; i < sums; i++)
+            sent += sid_plan_round(x->plan, i).count * width(x) + (x->world - 2) * piece_of(x, i, q).bytes;
         if (sent > x->sizes.sent) x->sizes.sent = sent;
     }
-    x->n = r->group->n;
     return SID_OK;
 }
 
-static uint64_t body_start(const sid_exchange *x, uint32_t s) {
-    const uint64_t at = s * x->slice, all = x->plan->sizes.body_count;
-    return at < all ? at : all;
-}
-static uint64_t body_len(const sid_exchange *x, uint32_t s) { return body_start(x, s + 1) - body_start(x, s); }
-
 sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x) {
-    return (sid_sum_of_slices){SID_HEADER_BYTES + body_start(x, x->rank) * width(x), body_len(x, x->rank),
-                               x->at[SLICES], x->message};
+    const piece own = piece_of(x, 0, x->rank);
+    return (sid_sum_of_slices){own.start, own.bytes / width(x), x->at[SLICES], x->message};
 }
 
 static uint32_t reduce_messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out) {
+    const uint32_t sum = round / 2, scatter = round % 2 == 0;
     uint32_t count = 0;
     for (uint32_t r = 0; r < x->world; r++) {
-        const uint32_t s = (round == 0) == !receive ? r : x->rank; /* scatter: theirs goes out, ours comes in */
-        const uint64_t bytes = body_len(x, s) * width(x);
-        if (r == x->rank || !bytes) continue;
-        const uint64_t at =
-            round == 0 && receive ? x->at[SLICES] + r * x->message : SID_HEADER_BYTES + body_start(x, s) * width(x);
-        out[count++] = (sid_message){at, bytes, r, 0};
+        const piece p =
+            piece_of(x, sum, scatter == !receive ? r : x->rank); /* scatter: theirs goes out, ours comes in */
+        if (r == x->rank || !p.bytes) continue;
+        const uint64_t at = scatter && receive ? x->at[SLICES] + r * x->message : p.start;
+        out[count++] = (sid_message){at, p.bytes, r, 0};
     }
     return count;
 }
 
-/* This rank's slice of the body <- the sum over the ranks, in rank order, in float32, rounded once. */
-static void sum_slices(sid_trip *t) {
+/* This rank's piece <- the sum over the ranks, in rank order, in float32, rounded once; or of bytes modulo 256. */
+static void sum_pieces(sid_trip *t, uint32_t sum) {
     const sid_exchange *x = t->x;
     const sid_simd *v = x->plan->simd;
     const sid_dtype d = x->plan->sizes.body_dtype;
-    const sid_sum_of_slices places = sid_sum_of_slices_of(x);
-    const uint64_t len = places.len;
-    uint8_t *own = t->wire + places.own;
+    const piece mine = piece_of(x, sum, x->rank);
+    const uint64_t len = mine.bytes / width(x);
+    uint8_t *own = t->wire + mine.start;
+    if (d == SID_I8) {
+        for (uint32_t r = 0; r < x->world; r++)
+            for (uint64_t i = 0; i < len && r != x->rank; i++)
+                own[i] = (uint8_t)(own[i] + t->wire[x->at[SLICES] + r * x->message + i]);
+        return;
+    }
     for (uint64_t at = 0; at < len; at += SID_TILE) {
         const uint32_t take = len - at < SID_TILE ? (uint32_t)(len - at) : SID_TILE;
-        float sum[SID_TILE], buf[SID_TILE];
+        float total[SID_TILE], buf[SID_TILE];
         for (uint32_t r = 0; r < x->world; r++) {
-            const uint8_t *from = r == x->rank ? own : t->wire + places.from + r * places.apart;
+            const uint8_t *from = r == x->rank ? own : t->wire + x->at[SLICES] + r * x->message;
             const float *y = sid_load(v, d, from, at, take, buf);
-            for (uint32_t i = 0; i < take; i++) sum[i] = r ? sum[i] + y[i] : y[i];
+            for (uint32_t i = 0; i < take; i++) total[i] = r ? total[i] + y[i] : y[i];
         }
-        sid_store(v, d, own, at, take, sum);
+        sid_store(v, d, own, at, take, total);
     }
+}
+
+/* What this rank has to say in the codec's round `sum`; where it cannot, the others wait for it all the same, and the step
+ * is not finite for them (sid_next_round). */
+static void say(sid_trip *t, uint32_t sum) {
+    const sid_exchange *x = t->x;
+    sid_status s = (sid_status)sid_fault_of(t)->status;
+    if (!s && !sum) s = encode(t, t->wire);
+    if (!s && sum) {
+        s = sid_next_round(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->at[SCRATCH], t->at, t->wire);
+        if (s) sid_fail(t->err, s, "round %u: %s", sum, sid_status_text(s));
+        sid_blame(t, s, x->rank);
+    }
+    if (!s) return;
+    const sid_slice of = sid_plan_round(x->plan, sum);
+    const float nan = sid_bits_f32(0x7fc00000u);
+    for (uint64_t i = 0; i < of.count; i++)
+        if (x->plan->sizes.body_dtype == SID_I8)
+            t->wire[of.offset + i] = 0xff;
+        else
+            sid_store(x->plan->simd, x->plan->sizes.body_dtype, t->wire + of.offset, i, 1, &nan);
 }
 
 static sid_status reduce_advance(sid_trip *t, uint32_t round) {
     const sid_exchange *x = t->x;
-    if (!round && encode(t, t->wire)) { /* the others wait for our part, and shall fail with us */
-        for (uint64_t i = 0; i < x->plan->sizes.body_count; i++) {
-            const float nan = sid_bits_f32(0x7fc00000u);
-            sid_store(x->plan->simd, x->plan->sizes.body_dtype, t->wire + SID_HEADER_BYTES, i, 1, &nan);
-        }
-    }
-    if (round == 1) sum_slices(t);
+    if (round % 2) sum_pieces(t, round / 2);
+    if (round % 2 == 0 && (round < x->rounds || !round)) say(t, round / 2);
     if (round == x->rounds && !sid_fault_of(t)->status)
         sid_blame(t, sid_check(x->plan, t->wire, x->plan->sizes.payload, t->at, t->err), x->rank);
     return SID_OK;

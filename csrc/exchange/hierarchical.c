@@ -49,6 +49,9 @@ static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
     if (x->world % l)
         return sid_fail(err, SID_E_PARAM, "hierarchical: ranks_per_node = %u does not divide the %u ranks", l,
                         x->world);
+    if (codec->traits & SID_IN_ROUNDS)
+        return sid_refuse(err, r,
+                          "it takes several sums, one after the other: take exchange 'allreduce', or leave it out");
     x->word[L] = l;
     x->word[NODES] = x->members = x->world / l;
     x->word[SCATTER] = l > 1;

@@ -241,7 +241,8 @@ def _row(
     spent = _compute(kind, n, world, local, compute)
     if kind in _RINGS and world > 1:
         # the ring's last rank of a node sends to the next node; the others stay inside
-        steps = _RINGS[kind] * (world - 1)
+        sums = first.rounds // _RINGS[kind]  # of a codec in rounds: more than one
+        steps = _RINGS[kind] * (world - 1) * sums
         each = first.sent_bytes / steps
         over, inside = (each, each if local > 1 else 0.0) if world > local else (0.0, each)
         slowest = max(

@@ -157,6 +157,24 @@ def test_whole_numbers_equal_the_reference(codec: str, world: int) -> None:
     run(test_exchange.follow_each, world, runs)
 
 
+def by_way(rank: int, world: int, codec: str, exchange: str | None) -> list[Any]:
+    trainer = Trainer(WIDE, rank)
+    state = make_state("bucket", trainer.module, codec=codec, memory="residual", exchange=exchange)
+    sidcomp.register(trainer.wrapper, state)
+    for _ in range(4):
+        trainer.step()
+    out = [bits(p) for _, p in trainer.named()]
+    trainer.close()
+    state.close()
+    return out
+
+
+@pytest.mark.parametrize("codec", WHOLE)
+def test_in_messages_the_bits_are_the_same(codec: str) -> None:
+    group, messages = run(by_way, 3, codec, None), run(by_way, 3, codec, "allreduce")
+    assert all(r == group[0] for r in [*group, *messages])
+
+
 # ---- order -------------------------------------------------------------------------------------------------
 
 
