@@ -211,7 +211,7 @@ def test_full_precision_and_checksums_on_the_device(
         ("ring1", "marsit", 3, 4 + 2),
         ("torus1", "marsit", 4, 4 + 3),
         ("twoshot", "topk", 3, 2 * 2 + 2),
-        ("twoshot", "int8", 2, 2 * 1 + 1),
+        ("twoshot", "onebit", 2, 2 * 1 + 1),
         ("hierarchical", "topk", 4, 1 + 1 + 1 + 3),  # scatter, the other node, gather
     ],
 )
