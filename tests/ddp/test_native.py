@@ -343,6 +343,39 @@ def midway(rank: int, world: int, fault: str, log: str) -> tuple[str, str, float
     return out
 
 
+def changed(rank: int, world: int, exchange: str, codec: str) -> tuple[str, str]:
+    """Rank 1 gets a changed byte in the first message of a step."""
+    r = Run(rank, codec=codec, exchange=exchange, groups="model")
+    r.step()
+    real, left = dist.batch_isend_irecv, [rank == 1]
+
+    def spoiled(ops: list[dist.P2POp]) -> list[dist.Work]:
+        works = real(ops)
+        for work in works:
+            work.wait()
+        if left[0]:
+            ops[0].tensor[40] ^= 2
+            left[0] = False
+        return []
+
+    dist.batch_isend_irecv = spoiled
+    name, text, _ = r.fails()
+    assert not name, f"the host waited for the device: {text}"
+    name, text, _ = r.fails()
+    r.close()
+    return name, text
+
+
+@emulated
+@pytest.mark.parametrize(
+    "exchange, codec", [("ring1", "marsit"), ("twoshot", "topk"), ("hierarchical", "int8")]
+)
+def test_a_message_that_is_changed(exchange: str, codec: str) -> None:
+    """All ranks learn of it in the step after."""
+    for name, text in run(changed, 3, exchange, codec):
+        assert name == "CorruptPayloadError" and "in an earlier step" in text, (name, text)
+
+
 @emulated
 def test_a_rank_that_does_not_join(log: Path) -> None:
     for r, (name, text, took, _) in enumerate(run(broken, 2, "JOIN", "hang", 1, str(log))):
