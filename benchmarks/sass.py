@@ -56,10 +56,10 @@ PER_WARP = 256  # registers are given to warps in such pieces
 GRANULE = {75: 256}  # bytes of shared memory; 128 from 8.0 on
 
 # Dynamic shared memory, which the machine code does not show: cuda/ asserts the first, the others are PART
-# floats and the cursors of a decode of 8, with packed indices four rows of runs as well.
+# floats and the cursors of a decode of 8, with packed indices the runs of four payloads as well.
 DYNAMIC = {
     "sid_finish_kernel": 14 << 10,
-    "packed_entries": (16 << 10) + 4 * (1024 + 8) + 32,
+    "packed_entries": (16 << 10) + 4 * (2048 + 8) + 32,
     "plain_entries": (16 << 10) + 64,
 }
 

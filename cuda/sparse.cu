@@ -174,16 +174,13 @@ struct upper_bits {
             uint32_t bits = here ? word<uint32_t>(mine) : 0;
             const uint32_t last = here && 32 * mine > origin ? word<uint32_t>(mine - 1) >> 31 : 0; /* the bit before */
             if (32 * mine < origin) bits &= SID_FULL << origin % 32;
-            if (here && stop - 32 * mine <= 32) {
-                bits &= SID_FULL >> (32 - (uint32_t)(stop - 32 * mine));
-                bad |= bits >> ((stop - 1) % 32) & 1; /* an entry past the last run */
-            }
+            if (here && stop - 32 * mine <= 32) bits &= SID_FULL >> (32 - (uint32_t)(stop - 32 * mine));
             const uint32_t own = (uint32_t)__popc(bits), all = sid_warp_scan(own), entry = upto + all - own;
             for (uint32_t next = bits & (bits << 1 | last); next; next &= next - 1) { /* in the run of the one before */
                 const uint32_t e = entry + (uint32_t)__popc(bits & ((next & (0u - next)) - 1));
                 bad |= e >= held || low_of(p, payload, before + e - 1) >= low_of(p, payload, before + e);
             }
-            if (own && entry + own == held) {
+            if (own && entry + own == held) { /* the last: not past the runs, nor in the last one past the tile */
                 const uint32_t at = 31 - (uint32_t)__clz((int)bits);
                 const uint32_t run = (uint32_t)(32 * mine + at - origin) - (held - 1);
                 bad |= (run << p.b.low | low_of(p, payload, before + held - 1)) >= size;
@@ -378,24 +375,27 @@ struct plain_entries {
 
 /* A part begins with a run, and as many zeros end it as it has runs: its bits follow from how many entries lie before it.
  * Each warp finds the runs of one payload's next entries, of as many payloads at once as there are warps, while their low
- * bits and values are under way; then all threads add them up. In shared memory 4 KB more than the part. */
+ * bits and values are under way; then all threads add them up. As many bits as a part has up to a tenth of the elements are
+ * found before any is added: 8 KB of shared memory more than the part. */
 struct packed_entries {
     enum {
-        ROW = 16 * SID_LANES /* bits */
+        ROWS = 2, /* at once */
+        BITS = ROWS * 16 * SID_LANES,
+        DEEP = 4 /* entries of a thread, of which all loads go out before the first is used */
     };
-    struct found { /* in one row: so many entries, and whether there may be more of the part behind it */
+    struct found { /* in so many bits: entries, and whether there may be more of the part behind them */
         uint32_t held, more;
     };
     const payloads &p;
     float *out;
-    uint16_t (*runs)[ROW]; /* of the entries found, in the part */
+    uint16_t (*runs)[BITS]; /* of the entries found, in the part */
     found *rows;
     uint32_t *cursors; /* the next entry */
     __device__ packed_entries(const payloads &of, float *part)
-        : p(of), out(part), runs((uint16_t (*)[ROW])(void *)(part + PART)), rows((found *)(void *)(runs + AHEAD)),
+        : p(of), out(part), runs((uint16_t (*)[BITS])(void *)(part + PART)), rows((found *)(void *)(runs + AHEAD)),
           cursors((uint32_t *)(void *)(rows + AHEAD)) {}
     static uint32_t bytes(uint32_t count) {
-        return (uint32_t)(AHEAD * (ROW * sizeof(uint16_t) + sizeof(found)) + count * sizeof(uint32_t));
+        return (uint32_t)(AHEAD * (BITS * sizeof(uint16_t) + sizeof(found)) + count * sizeof(uint32_t));
     }
     static_assert(AHEAD == 4 && PART_BLOCK == AHEAD * SID_LANES, "a payload for each warp");
 
@@ -440,23 +440,38 @@ struct packed_entries {
                     if (finds) {
                         uint32_t held = 0;
                         const uint32_t before = upto;
-                        upto += upper.row(origin, half, before, [&](uint32_t entry, uint32_t run) {
-                            if (run >= there) return;
-                            runs[warp][entry - before] = (uint16_t)run;
-                            held++;
-                        });
-                        half += SID_LANES;
+                        bool rest = true;
+#pragma unroll 1
+                        for (uint32_t row = 0; row < ROWS && rest; row++) {
+                            upto += upper.row(origin, half, upto, [&](uint32_t entry, uint32_t run) {
+                                if (run >= there) return;
+                                runs[warp][entry - before] = (uint16_t)run;
+                                held++;
+                            });
+                            half += SID_LANES;
+                            rest = 16ull * half - origin - upto < there;
+                        }
                         held = sid_warp_sum(held);
-                        if (sid_lane() == 0) rows[warp] = {held, 16ull * half - origin - upto < there};
+                        if (sid_lane() == 0) rows[warp] = {held, rest};
                     }
                     __syncthreads();
                 }
                 const uint32_t next = cursors[r + a] + done;
                 const found row = rows[a];
-                for (uint32_t e = threadIdx.x; e < row.held; e += PART_BLOCK) {
-                    uint32_t l = of(low, a), v = of(value, a);
-                    if (done + e != threadIdx.x) load(a, next + e, l, v);
-                    out[(uint32_t)runs[a][e] << p.b.low | l] += value_of(p, p[r + a], next + e, v);
+#pragma unroll 1
+                for (uint32_t first = threadIdx.x; first < row.held; first += DEEP * PART_BLOCK) {
+                    uint32_t l[DEEP] = {of(low, a)}, v[DEEP] = {of(value, a)};
+#pragma unroll
+                    for (uint32_t j = 0; j < DEEP; j++) {
+                        const uint32_t e = first + j * PART_BLOCK;
+                        if (e < row.held && done + e != threadIdx.x) load(a, next + e, l[j], v[j]);
+                    }
+#pragma unroll
+                    for (uint32_t j = 0; j < DEEP; j++) {
+                        const uint32_t e = first + j * PART_BLOCK;
+                        if (e < row.held)
+                            out[(uint32_t)runs[a][e] << p.b.low | l[j]] += value_of(p, p[r + a], next + e, v[j]);
+                    }
                 }
                 more = row.more;
                 finds = more && warp == a;
