@@ -67,6 +67,12 @@ __global__ void __launch_bounds__(SID_LANES)
 
 sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) { return sid_cuda_work(x->plan, bytes, err); }
 
+sid_status reduce_work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
+    if (x->plan->sizes.rounds == 1) return work(x, bytes, err);
+    return sid_fail(err, SID_E_UNSUPPORTED, "codec '%s' takes %u sums; exchange '%s' on CUDA has one",
+                    x->plan->codec->info.name, x->plan->sizes.rounds, x->kind->info.name);
+}
+
 sid_status encode(const sid_cuda_trip &t, uint8_t *payload, const summed_body &body) {
     sid_cuda_encoding c = sid_encoding_of(t, t.x->plan, t.at, t.state, payload);
     c.stats = t.stats;
@@ -108,6 +114,6 @@ sid_status reduce_finish(sid_cuda_trip &t) { return decode(t, t.x->plan->sizes.p
 
 extern "C" {
 extern const sid_cuda_exchange sid_cuda_exchange_allreduce, sid_cuda_exchange_allgather;
-const sid_cuda_exchange sid_cuda_exchange_allreduce = {work, reduce_advance, reduce_finish};
+const sid_cuda_exchange sid_cuda_exchange_allreduce = {reduce_work, reduce_advance, reduce_finish};
 const sid_cuda_exchange sid_cuda_exchange_allgather = {work, gather_advance, gather_finish};
 }

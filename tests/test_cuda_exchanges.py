@@ -466,3 +466,6 @@ def test_exchanges_without_kernels_are_refused_by_name() -> None:
         x = _core.Exchange(kind, codec, memory, 100, "float32", 0, 2)
         with pytest.raises(_core.UnsupportedError, match=f"exchange '{kind}' has no CUDA kernels"):
             x.cuda_work_bytes()
+    x = _core.Exchange("allreduce", "terngrad-shared", "none", 100, "float32", 0, 2)
+    with pytest.raises(_core.UnsupportedError, match="'terngrad-shared' takes 2 sums"):
+        x.cuda_work_bytes()
