@@ -486,8 +486,15 @@ struct packed_entries {
     }
 };
 
+/* Blocks of a multiprocessor that share its registers: all, or where shared memory holds fewer and code takes more, those. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define PART_RESIDENT 5
+#else
+#define PART_RESIDENT PART_BLOCKS
+#endif
+
 template <class Memory, class Entries>
-__global__ void __launch_bounds__(PART_BLOCK, PART_BLOCKS)
+__global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
     sid_decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own,
                       const sid_state *state) {
     SID_DYNAMIC_SHARED(float4, memory);
