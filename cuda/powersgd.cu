@@ -411,7 +411,7 @@ template <class Memory, class Shape> struct walker {
             return;
         }
         float sum[R][DEEP] = {};
-#pragma unroll 4
+#pragma unroll 2
         for (uint32_t k = 0; k < f.rank; k++) {
             const float *const p = c.sent_p + f.kept + (uint64_t)k * f.rows, *const q =
                                                                                  c.sent_q + f.q + (uint64_t)k * f.cols;

@@ -288,11 +288,12 @@ static void add_to_p(const sid_plan *p, const piece *e, const float *x, const fl
 static void add_to_q(const sid_plan *p, const piece *e, const float *x, const float *c, open_sums *s, float *q) {
     const sid_matrix *m = e->m;
     const uint64_t at = e->row * m->cols + e->col + e->len, row = e->row + 1, n = m->rank * m->cols;
-    p->simd->add_rows(x, e->len, c, m->rank, s->q + e->col, m->cols);
-    if (at < m->len && (e->col + e->len < m->cols || row % m->height)) return;
-    pour(s->q, s->group, n);
-    if (at < m->len && row % ((uint64_t)m->height * POWER_GROUP)) return;
-    pour(s->group, q, n);
+    const uint64_t group = (uint64_t)m->height * POWER_GROUP;
+    float *part = m->rows <= m->height ? q : s->q; /* the only one is the sum, and so is the only group */
+    p->simd->add_rows(x, e->len, c, m->rank, part + e->col, m->cols);
+    if (part == q || (at < m->len && (e->col + e->len < m->cols || row % m->height))) return;
+    pour(part, m->rows <= group ? q : s->group, n);
+    if (m->rows > group && (at == m->len || row % group == 0)) pour(s->group, q, n);
 }
 
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {

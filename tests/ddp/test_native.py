@@ -189,6 +189,7 @@ def special(
         (("native", "torch"), {"codec": "dgc", "full_every": 3}),
         (("torch",), {"codec": "marsit", "exchange": "ring1", "full_every": 3}),
         (("native",), {"codec": "topk", "exchange": "twoshot"}),
+        (("torch",), {"codec": "powersgd", "r": 2, "full_every": 3}),
     ],
 )
 def test_full_precision_and_checksums_on_the_device(
@@ -201,6 +202,37 @@ def test_full_precision_and_checksums_on_the_device(
             same(a, b)
         # of the tenth step, gathered in the eleventh: in all ranks the twelfth fails
         assert [(error, steps) for _, error, steps in got] == [("DivergenceError", 12)] * 2
+
+
+def spoiled(rank: int, world: int, how: str) -> list[list[torch.Tensor]]:
+    """The third step is not finite on the last rank; nobody takes it."""
+    r = Run(
+        rank, lane=how != "cpu", codec="powersgd", r=3, groups="model",
+        transport="native" if how == "native" else "torch",
+    )  # fmt: skip
+    out = []
+    for step in range(6):
+        before = r.weights()
+        weight = r.model[2].weight
+        hook = weight.register_hook(lambda g: g * torch.nan) if step == 2 and rank == world - 1 else None
+        r.step()
+        assert all(w.isfinite().all() for w in r.weights()) == (step != 2)
+        if hook is not None:
+            hook.remove()
+        if step == 2:
+            with torch.no_grad():
+                for p, w in zip(r.model.parameters(), before, strict=True):
+                    p.copy_(w)
+        out.append(r.weights())
+    r.close()
+    return out
+
+
+@emulated
+@pytest.mark.parametrize("how", ["torch", "native"])
+def test_nan_between_rounds(how: str, log: Path) -> None:
+    for a, b in zip(run(spoiled, 2, how), run(spoiled, 2, "cpu"), strict=True):
+        same(a, b)
 
 
 @emulated
