@@ -7,9 +7,9 @@
  *
  * Bytes per float32 element beside a residual: the walk 12, the strips 4 (acc as the memory has stored it; the gradient
  * where none does); decode 4, and 8 more where a memory takes the step back. Beside them, of an m x n matrix and r columns,
- * twice: parts of P 4 r / min(n, 512) and of Q 4 r / height, at most a quarter. Factors come from the caches, a warp's 16 or
- * 32 columns of them for as many rows as registers allow; from some 16 columns on it is they, and the arithmetic, that take
- * the time. Sums of a column of P or Q are a block's, one for each matrix. */
+ * twice: parts of P 4 r / min(n, 512) and of Q 4 r / min(m, height). Factors come from the caches, a warp's 16 or 32 columns of
+ * them for as many rows as registers allow: by the count of loads it is they that take the time from r = 16 on. Sums of a
+ * column of P or Q are a block's, one for each matrix. */
 #include "codec/powersgd.h"
 #include "linear.cuh"
 
