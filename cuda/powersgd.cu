@@ -381,7 +381,7 @@ template <uint32_t RANKS> struct walk_shape {
 };
 template <class Memory, class Shape> struct walk_blocks { /* on a multiprocessor */
     enum {
-        N = Memory::VECTORS || Shape::AGAIN ? 2 : 3
+        N = Memory::VECTORS > 0 || Shape::AGAIN > 0 ? 2 : 3
     };
 };
 
@@ -437,7 +437,7 @@ template <class Memory, class Shape> struct walker {
         for (uint32_t top = first; top < end; top += 2 * R) {
             columns<QUICK, true>(chunk, top, end, base, 0);
 #pragma unroll 1
-            for (uint32_t k = Shape::MOST; Shape::AGAIN && k < f.rank; k += Shape::MOST)
+            for (uint32_t k = Shape::MOST; Shape::AGAIN > 0 && k < f.rank; k += Shape::MOST)
                 columns<QUICK, false>(chunk, top, end, base, k);
         }
     }
