@@ -412,22 +412,27 @@ def expected(plan: _core.Plan, hosts: list[Rank], gradients: list[Array], step: 
     """What the CPU's codec makes of the ranks' gradients; its states move on."""
     world = len(hosts)
     at = [Step(step=step, seed=5, group=3, rank=r, world=world) for r in range(world)]
-    payloads = [h.encode(Vector(g), a) for h, g, a in zip(hosts, gradients, at, strict=True)]
+    given = [Vector(g) for g in gradients]
+    for i in range(plan.rounds):
+        for h, vector, a in zip(hosts, given, at, strict=True):
+            if i == 0:
+                h.encode(vector, a)
+            else:
+                h.next_round(i, vector, a)
+        if plan.linear:
+            begin, count = plan.slices[i]
+            kind = np.dtype(ref.STORAGE[plan.body_dtype])
+            slices = [h.payload.data[begin : begin + count * kind.itemsize] for h in hosts]
+            total = np.zeros(count, np.float32)
+            for body in slices:
+                total = total + ref.to_f32(body.view(kind), plan.body_dtype)
+            for body in slices:
+                body[:] = ref.from_f32(total, plan.body_dtype).view(np.uint8)
+    payloads = [h.payload.data.tobytes() for h in hosts]
     outs = []
     for r, h in enumerate(hosts):
         out = Vector(gradients[r])
-        taken = payloads
-        if plan.linear:
-            begin, count = plan.body_offset, plan.body_count
-            kind = ref.STORAGE[plan.body_dtype]
-            size = np.dtype(kind).itemsize
-            bodies = [np.frombuffer(p, kind, count, begin) for p in payloads]
-            total = np.zeros(count, np.float32)
-            for b in bodies:
-                total = total + ref.to_f32(b, plan.body_dtype)
-            summed = ref.from_f32(total, plan.body_dtype)
-            taken = [payloads[r][:begin] + summed.tobytes() + payloads[r][begin + count * size :]]
-        h.decode(taken, 1 / world, out, at[0], True)
+        h.decode([payloads[r]] if plan.linear else payloads, 1 / world, out, at[0], True)
         outs.append(out.read())
     for o in outs[1:]:
         np.testing.assert_array_equal(o.view(np.uint8), outs[0].view(np.uint8))

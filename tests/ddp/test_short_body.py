@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,9 @@ from harness import run
 class InAnyOrder(Reference):
     """The sum in float64: whatever order the process group adds in is within rounding of it."""
 
-    def sum_bodies(self, side: reference.Group, payloads: Sequence[bytes]) -> Array:
+    def sum_bodies(
+        self, side: reference.Group, payloads: list[Any], mine: Array, at: reference.Step
+    ) -> Array:
         total = np.sum([side.codec.read(p).astype(np.float64) for p in payloads], axis=0)
         return reference.from_f32(total.astype(np.float32), side.dtype)
 
