@@ -80,7 +80,7 @@ def test_nccl_on_the_emulation() -> None:
 
 
 def test_the_native_transport_on_the_emulation() -> None:
-    run(share=2, tests="tests/ddp/test_native.py")
+    run(share=3, tests="tests/ddp/test_native.py")
 
 
 @pytest.mark.slow
