@@ -68,7 +68,7 @@ def run(share: int, tests: str = "tests/test_cuda.py") -> None:
 
 
 def test_kernels_on_the_emulation() -> None:
-    run(share=7)
+    run(share=10)
 
 
 def test_exchanges_on_the_emulation() -> None:
