@@ -371,8 +371,8 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err);
 sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
                            const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
                            sid_error *err);
-/* As sid_next_round, enqueued: the ranks' sum of the round before must have been enqueued, or be there. Segments, state, work,
- * at and payload as they were in sid_cuda_encode: work too, as the call before has left it. */
+/* As sid_next_round, enqueued: the ranks' sum of the round before must have been enqueued, or be there. Segments, state,
+ * work, at and payload as they were in sid_cuda_encode: work too, as the call before has left it. */
 sid_status sid_cuda_next_round(const sid_plan *p, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
                                void *state, void *work, const sid_step *at, void *payload, int device, void *stream,
                                sid_error *err);
@@ -466,8 +466,8 @@ typedef struct sid_cuda_group {
     uint32_t n_seg, spare;
 } sid_cuda_group;
 
-/* Enqueues a group's step: encode, all-gather or all-reduce (one a round), decode to the mean over the ranks; or the exchange's advances
- * and messages in turn; and show, with the low bits of step + 1 for a mark. */
+/* Enqueues a group's step: encode, all-gather or all-reduce (one a round), decode to the mean over the ranks; or the
+ * exchange's advances and messages in turn; and show, with the low bits of step + 1 for a mark. */
 sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err);
 
 #ifdef __cplusplus

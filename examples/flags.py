@@ -27,7 +27,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     add = p.add_argument_group("what is trained").add_argument
     add(
         "--config",
-        help=f"preset: {presets}, or a .toml file; topk-fortieth unless given, and with --codec none",
+        help=f"preset: {presets}, or a .toml file; topk-fortieth unless this or --codec is given",
     )
     add(
         "--task",

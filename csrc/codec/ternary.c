@@ -171,19 +171,10 @@ static void open_units(sid_gather *g) {
     }
 }
 
-enum {
-    TOGETHER = 16
-}; /* payloads whose sum stays in registers */
-
 static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
-    sid_codes from[TOGETHER];
-    for (uint32_t r = 0; r < g->count; r += TOGETHER) {
-        const uint32_t count = g->count - r < TOGETHER ? g->count - r : TOGETHER;
-        for (uint32_t i = 0; i < count; i++) {
-            from[i].code = g->payloads + (r + i) * g->stride + CODES_AT + at;
-            from[i].scale = (const uint8_t *)&g->cursor[r + i].left;
-        }
-        g->plan->simd->add_codes(from, count, out, len, 0, form.kind, form.bits);
+    for (uint32_t r = 0; r < g->count; r++) {
+        const sid_codes from = {g->payloads + r * g->stride + CODES_AT + at, (const uint8_t *)&g->cursor[r].left};
+        g->plan->simd->add_codes(&from, 1, out, len, 0, form.kind, form.bits);
     }
 }
 

@@ -118,10 +118,8 @@ class Group:
         self.full: tuple[
             Any, ...
         ] = ()  # what a full-precision step has in place of plan, payload and the like
-        self.rates: list[
-            int
-        ] = []  # the optimizer's parameter groups that its parameters are in; most of them first
-        self.warned = False
+        self.rates: list[int] = []  # the optimizer's parameter groups of its parameters; the largest first
+        self.warned = False  # that their rates change apart
         # this iteration
         self.carry = 1.0  # of what it owes
         self.sent = False

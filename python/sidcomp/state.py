@@ -58,9 +58,9 @@ class State:
                     arguments. None: the process group's all-reduce for linear codecs, its all-gather for the
                     others. "ring1" and "torus1" (Marsit's), "twoshot", "hierarchical" (ranks_per_node=
                     LOCAL_WORLD_SIZE of torchrun, or a DeviceMesh whose last dimension is the node) send
-                    messages from rank to rank; docs/exchanges.md says when they pay. On CUDA "ring1" and
-                    "torus1" only. For "auto" a name, or several, to choose from beside the process group's
-                    own; None: "twoshot" and "hierarchical".
+                    messages from rank to rank; docs/exchanges.md says when they pay. For "auto" a name, or
+                    several, to choose from beside the process group's own; None: "twoshot" and
+                    "hierarchical".
     transport       who enqueues the collectives of groups on a GPU: "torch", the process group; "native",
                     sidcomp itself by NCCL's C interface, found at run time, so that one call enqueues a
                     group's whole step (docs/exchanges.md). Which is the faster has not been measured yet.
@@ -335,6 +335,9 @@ class State:
         Momenta are left alone, as by torch's SGD. The rates, `lr` of each of optimizer.param_groups, are read
         as backward() begins; set them before it or after the step, as schedulers do. They must be the same on
         every rank. A checkpoint has the last ones.
+
+        Raises ArgumentError for what is no optimizer, one that has none of the model's parameters, or a
+        rate that is a tensor on a device or no number from 0 on; one that becomes so later fails backward().
         """
         self._open()
         self._pipeline.quiet()
@@ -380,6 +383,8 @@ class State:
         if self._bound is not None:
             resume.check(self._bound.shapes)
         p.resume, p.kept_groups, p.layout, p.parked = resume, resume.layout, None, {}
+        if p.rates is not None:
+            p.rates.last = {}  # what is loaded brings its own
         if p.controller is not None:
             p.controller = Controller(self.settings, None)
             p.regime, p.kept_groups = p.controller.resume(resume), []

@@ -293,6 +293,32 @@ def refused(rank: int, world: int) -> list[str]:
     return said
 
 
+def rolled_back(rank: int, world: int) -> list[list[float]]:
+    trainer = Trainer(CASES["cap-tiny"], rank)
+    state = sidcomp.State("topk", density=0.1)
+    sidcomp.register(trainer.wrapper, state)
+    state.follow(trainer.optimizer)
+    before: dict[str, object] = {}
+    seen = []
+    for i, rate in enumerate((0.4, 0.4, 0.2, 0.1, 0.05)):
+        if i == 3:
+            before = state.state_dict()  # owes at the rate of .2
+        if i == 4:
+            state.load_state_dict(before)
+        trainer.optimizer.param_groups[0]["lr"] = rate
+        trainer.step()
+        assert state._pipeline.layout is not None
+        seen.append([g.carry for g in state._pipeline.layout.groups])
+    trainer.close()
+    state.close()
+    return seen
+
+
+def test_what_is_loaded_owes_at_its_own_rate() -> None:
+    (seen,) = run(rolled_back, 1)
+    assert [set(carries) for carries in seen] == [{1.0}, {1.0}, {2.0}, {2.0}, {4.0}]
+
+
 def test_what_cannot_be_followed_is_refused() -> None:
     for said in run(refused, 2):
         assert said and "ArgumentError" in said[0]
