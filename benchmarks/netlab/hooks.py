@@ -3,9 +3,10 @@
 dense                   plain DDP, no hook
 fp16, powersgd          torch's own hooks; PowerSGD of rank 4, in one bucket
 topk:GROUPS             a codec of sidcomp with its State(groups=GROUPS); topk alone: 25MB. powersgd:GROUPS is
-                        ours, in as many buckets as there are
+                        ours, in as many buckets as there are. A density is 1 %
+default:GROUPS          what State() has, its density too: auto's candidate beside dense and fp16
 layer, even:8, mergecomp, cupcake
-                        topk with these groups, as their papers choose them
+                        the default with these groups, as their papers choose them
 +EXCHANGE               of a codec of sidcomp: how its payloads travel, as in marsit+ring1, topk:25MB+twoshot
 auto                    State("auto"): groups, codecs and exchanges chosen
 @MB                     DDP's bucket_cap_mb, @0 for a bucket of each tensor; DDP's own default unless given
@@ -26,7 +27,7 @@ DENSITY = 0.01
 
 class Hook(NamedTuple):
     name: str  # as given
-    kind: str  # one of OF_TORCH, "auto", or a codec of sidcomp
+    kind: str  # one of OF_TORCH, "auto", "default", or a codec of sidcomp
     groups: str
     bucket_mb: float | None
     exchange: str | None = None  # the process group's own
@@ -53,7 +54,7 @@ class Hook(NamedTuple):
             if any(p.name == "density" for p in _parameters(self.kind)):
                 settings["density"] = DENSITY
             # warmup changes steps, not what they settle at
-            state = sidcomp.State(self.kind, warmup=0, **settings)
+            state = sidcomp.State(None if self.kind == "default" else self.kind, warmup=0, **settings)
             sidcomp.register(ddp, state)
             return ddp, state
         if self.kind == "fp16":
@@ -91,14 +92,14 @@ def parse(text: str) -> Hook:
             raise ValueError(f"hook {text!r}: after + comes an exchange, for a codec of sidcomp: {known}")
         return Hook(text, kind, _groups(text, groups or "25MB"), bucket_mb, exchange)
     if kind in PAPERS:
-        return Hook(text, "topk", _groups(text, body), bucket_mb)
+        return Hook(text, "default", _groups(text, body), bucket_mb)
     if kind == "auto" and not colon:
         return Hook(text, "auto", "", bucket_mb)
     if kind in OF_TORCH and not colon:
         return Hook(text, kind, "", bucket_mb)
     codecs = [c.name for c in sidcomp.codecs()]
-    if kind not in codecs:
-        known = ", ".join((*OF_TORCH, *PAPERS, "auto"))
+    if kind not in ("default", *codecs):
+        known = ", ".join((*OF_TORCH, *PAPERS, "auto", "default"))
         raise ValueError(
             f"hook {text!r}: one of {known}, or CODEC:GROUPS with a codec of {', '.join(codecs)}"
         )
