@@ -5,8 +5,8 @@
 
 namespace {
 
-/* After the encode, which leaves no header where the segment table is not the group's. Then a body to be summed becomes NaN,
- * so that the others fail too. */
+/* After the encode, which leaves no header where the segment table is not the group's. Then what is to be summed becomes NaN,
+ * or 0xff where it is of bytes, so that the others fail too. */
 struct summed_body {
     uint8_t *first; /* NULL: it is not summed */
     uint64_t count;
@@ -29,7 +29,10 @@ __global__ void __launch_bounds__(SID_BLOCK)
     if (!none || !body.first) return;
     for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < body.count;
          i += (uint64_t)gridDim.x * SID_BLOCK)
-        sid_store1(body.first + i * sid_width(body.dtype), body.dtype, sid_bits_f32(0x7fc00000u));
+        if (body.dtype == SID_I8)
+            body.first[i] = 0xff;
+        else
+            sid_store1(body.first + i * sid_width(body.dtype), body.dtype, sid_bits_f32(0x7fc00000u));
 }
 
 /* Four elements of the slice a thread <- the sum over the ranks, in rank order, in float32, rounded once. */
@@ -52,6 +55,28 @@ __global__ void __launch_bounds__(SID_BLOCK)
     }
 }
 
+/* The same of bytes, modulo 256; four of them are added at once. Slices start at multiples of 64. */
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_sum_bytes_kernel(uint8_t *wire, sid_sum_of_slices at, uint32_t rank, uint32_t world) {
+    const uint32_t low = 0x7f7f7f7fu;
+    for (uint64_t i = 4 * ((uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x); i < at.len;
+         i += 4 * (uint64_t)gridDim.x * SID_BLOCK) {
+        const uint32_t count = at.len - i < 4 ? (uint32_t)(at.len - i) : 4;
+        uint8_t *const own = wire + at.own + i;
+        uint32_t sum = 0;
+        for (uint32_t r = 0; r < world; r++) {
+            const uint8_t *const from = r == rank ? own : wire + at.from + r * at.apart + i;
+            uint32_t y = 0;
+            if (count == 4)
+                y = *(const uint32_t *)(const void *)from;
+            else
+                for (uint32_t b = 0; b < count; b++) y |= (uint32_t)from[b] << (8 * b);
+            sum = ((sum & low) + (y & low)) ^ ((sum ^ y) & ~low);
+        }
+        for (uint32_t b = 0; b < count; b++) own[b] = (uint8_t)(sum >> (8 * b));
+    }
+}
+
 /* After the decode. `first`: whose payload it calls the first. */
 __global__ void __launch_bounds__(SID_LANES)
     sid_gathered_kernel(sid_exchange_head *head, uint32_t first, sid_cuda_report *report) {
@@ -67,16 +92,13 @@ __global__ void __launch_bounds__(SID_LANES)
 
 sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) { return sid_cuda_work(x->plan, bytes, err); }
 
-sid_status reduce_work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
-    if (x->plan->sizes.rounds == 1) return work(x, bytes, err);
-    return sid_fail(err, SID_E_UNSUPPORTED, "codec '%s' takes %u sums; exchange '%s' on CUDA has one",
-                    x->plan->codec->info.name, x->plan->sizes.rounds, x->kind->info.name);
-}
-
-sid_status encode(const sid_cuda_trip &t, uint8_t *payload, const summed_body &body) {
+/* Or of a codec of several rounds the slice of one. */
+sid_status encode(const sid_cuda_trip &t, uint8_t *payload, const summed_body &body, uint32_t round = 0) {
     sid_cuda_encoding c = sid_encoding_of(t, t.x->plan, t.at, t.state, payload);
+    sid_status s = SID_OK;
+    c.round = round;
     c.stats = t.stats;
-    sid_status s = sid_launch(t.to, "begin", sid_gather_begin_kernel, 1, SID_LANES, 0, t.head);
+    if (!round) s = sid_launch(t.to, "begin", sid_gather_begin_kernel, 1, SID_LANES, 0, t.head);
     if (!s) s = sid_enqueue(c, t.table, t.work);
     const uint64_t pieces = 1 + (body.first ? body.count / SID_BLOCK : 0);
     if (!s)
@@ -100,13 +122,20 @@ sid_status gather_advance(sid_cuda_trip &t, uint32_t round) {
 }
 sid_status gather_finish(sid_cuda_trip &t) { return decode(t, t.x->message, t.x->world, 0); }
 
+/* Sum i of the codec's: rounds 2 i and 2 i + 1. */
 sid_status reduce_advance(sid_cuda_trip &t, uint32_t round) {
-    const sid_sizes &z = t.x->plan->sizes;
-    if (!round) return encode(t, t.wire, {t.wire + z.body_offset, z.body_count, z.body_dtype});
-    if (round != 1) return SID_OK;
-    const sid_sum_of_slices at = sid_sum_of_slices_of(t.x);
-    return sid_launch(t.to, "sum", sid_sum_slices_kernel, sid_blocks(t.to, (at.len + SID_CHUNK - 1) / SID_CHUNK, 8),
-                      SID_BLOCK, 0, t.wire, at, t.x->rank, t.x->world, z.body_dtype);
+    const uint32_t i = round / 2, rank = t.x->rank, world = t.x->world;
+    const sid_dtype dtype = t.x->plan->sizes.body_dtype;
+    if (round % 2 == 0) {
+        if (round && round == t.x->rounds) return SID_OK;
+        const sid_slice of = sid_plan_round(t.x->plan, i);
+        return encode(t, t.wire, {t.wire + of.offset, of.count, dtype}, i);
+    }
+    const sid_sum_of_slices at = sid_sum_of_slices_of(t.x, i);
+    const uint64_t grid = sid_blocks(t.to, (at.len + SID_CHUNK - 1) / SID_CHUNK, 8);
+    if (dtype == SID_I8)
+        return sid_launch(t.to, "sum", sid_sum_bytes_kernel, grid, SID_BLOCK, 0, t.wire, at, rank, world);
+    return sid_launch(t.to, "sum", sid_sum_slices_kernel, grid, SID_BLOCK, 0, t.wire, at, rank, world, dtype);
 }
 sid_status reduce_finish(sid_cuda_trip &t) { return decode(t, t.x->plan->sizes.payload, 1, t.x->rank); }
 
@@ -114,6 +143,6 @@ sid_status reduce_finish(sid_cuda_trip &t) { return decode(t, t.x->plan->sizes.p
 
 extern "C" {
 extern const sid_cuda_exchange sid_cuda_exchange_allreduce, sid_cuda_exchange_allgather;
-const sid_cuda_exchange sid_cuda_exchange_allreduce = {reduce_work, reduce_advance, reduce_finish};
+const sid_cuda_exchange sid_cuda_exchange_allreduce = {work, reduce_advance, reduce_finish};
 const sid_cuda_exchange sid_cuda_exchange_allgather = {work, gather_advance, gather_finish};
 }

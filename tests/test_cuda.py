@@ -527,6 +527,7 @@ def encoded_ranks(codec: str, settings: dict[str, Any], memory: str, n: int, dty
     rng = np.random.default_rng(world * 1000 + n)
     plan = _core.Plan(codec, memory, n, dtype, settings)
     ranks = [Rank(plan) for _ in range(world)]
+    alone = plan.linear and plan.body_dtype == "int8"  # such a body says of how many ranks it is the sum
     payloads, gradients = [], []
     for step in range(2):
         payloads, gradients = [], []
@@ -536,7 +537,8 @@ def encoded_ranks(codec: str, settings: dict[str, Any], memory: str, n: int, dty
                 x[rng.integers(0, n, 2)] = np.array([np.inf, np.nan], np.float32)
             with np.errstate(over="ignore"):
                 elements = ref.from_f32(x, dtype)
-            vector, at = Vector(elements), Step(step=step, group=2, rank=r, world=world)
+            at = Step(step=step, group=2, rank=0 if alone else r, world=1 if alone else world)
+            vector = Vector(elements)
             rank.encode(vector, at)
             payloads.append(rank.next_rounds(vector, at))
             gradients.append(elements)

@@ -423,11 +423,15 @@ def expected(plan: _core.Plan, hosts: list[Rank], gradients: list[Array], step: 
             begin, count = plan.slices[i]
             kind = np.dtype(ref.STORAGE[plan.body_dtype])
             slices = [h.payload.data[begin : begin + count * kind.itemsize] for h in hosts]
-            total = np.zeros(count, np.float32)
+            if kind == np.int8:
+                body_sum = np.sum(slices, axis=0, dtype=np.uint8)
+            else:
+                total = np.zeros(count, np.float32)
+                for body in slices:
+                    total = total + ref.to_f32(body.view(kind), plan.body_dtype)
+                body_sum = ref.from_f32(total, plan.body_dtype).view(np.uint8)
             for body in slices:
-                total = total + ref.to_f32(body.view(kind), plan.body_dtype)
-            for body in slices:
-                body[:] = ref.from_f32(total, plan.body_dtype).view(np.uint8)
+                body[:] = body_sum
     payloads = [h.payload.data.tobytes() for h in hosts]
     outs = []
     for r, h in enumerate(hosts):

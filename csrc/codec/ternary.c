@@ -19,20 +19,7 @@
 #include <string.h>
 
 #include "linear.h"
-#include "quant.h"
-
-enum {
-    TERN_CLIP
-};
-
-enum {
-    MOST = 127, /* ranks */
-    SLOT_BYTES = 512,
-    CODES_AT = SID_HEADER_BYTES + SLOT_BYTES
-};
-
-static const quant_form form = {
-    .bits = 8, .kind = SID_GRID_INTEGERS, .rounding = SID_ROUND_DRAW16, .norm = NORM_CLIPPED, .top = 1.0f};
+#include "ternary.h"
 
 /* Between readings and rounds. */
 typedef struct tally {
@@ -48,11 +35,11 @@ static uint64_t tally_bytes(const sid_plan *p) { return sizeof(tally) + 2 * size
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
     p->k = p->cap = p->n;
-    p->first = SLOT_BYTES;
+    p->first = TERN_SLOT_BYTES;
     p->sizes.rounds = 2;
-    p->sizes.ranks = MOST;
+    p->sizes.ranks = TERN_RANKS;
     p->sizes.body_dtype = SID_I8;
-    p->sizes.body_count = SLOT_BYTES + p->n + 1;
+    p->sizes.body_count = TERN_SLOT_BYTES + p->n + 1;
     p->sizes.payload = sid_linear_bytes(p->sizes.body_count, 1);
     *scratch = tally_bytes(p);
     return SID_OK;
@@ -62,10 +49,11 @@ static float no_number(void) { return sid_bits_f32(0x7fc00000u); }
 
 /* The largest scaler of a summed slice; NaN where one is none. */
 static float shared_of(const uint8_t *payload) {
+    const quant_form form = ternary_form();
     const uint32_t most = sid_f32_bits(quant_scale_max(&form));
-    uint32_t slot[SLOT_BYTES / 4], largest = 0, bad = 0;
-    memcpy(slot, payload + SID_HEADER_BYTES, SLOT_BYTES);
-    for (uint32_t r = 0; r < SLOT_BYTES / 4; r++) {
+    uint32_t slot[TERN_SLOTS], largest = 0, bad = 0;
+    memcpy(slot, payload + SID_HEADER_BYTES, TERN_SLOT_BYTES);
+    for (uint32_t r = 0; r < TERN_SLOTS; r++) {
         largest = slot[r] > largest ? slot[r] : largest;
         bad |= (uint32_t)!quant_sound(slot[r], most);
     }
@@ -87,6 +75,7 @@ static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint
     uint16_t draws[SID_TILE];
     float x[SID_TILE];
     const float inverse = shared > 0 ? 1.0f / shared : 0.0f;
+    const quant_form form = ternary_form();
     const sid_grid g = {form.kind, form.rounding, form.top, 0, &shared, &inverse};
     p->simd->draw16(d, at, len, draws);
     if (own < shared) { /* else the grid ends where this rank clips */
@@ -100,7 +89,8 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     const sid_plan *p = w->plan;
     tally *t = w->scratch;
     if (w->round) {
-        if (t->shared == t->shared) ternary(p, &w->draw, acc, at, len, t->own, t->shared, w->payload + CODES_AT + at);
+        if (t->shared == t->shared)
+            ternary(p, &w->draw, acc, at, len, t->own, t->shared, w->payload + TERN_CODES_AT + at);
         return;
     }
     const uint32_t key = p->simd->max_key(acc, len);
@@ -113,6 +103,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
 
 static sid_verdict finish(sid_walk *w) {
     const sid_plan *p = w->plan;
+    const quant_form form = ternary_form();
     tally *t = w->scratch;
     sid_header *h = (sid_header *)(void *)w->payload;
     if (w->round == 0) {
@@ -130,11 +121,11 @@ static sid_verdict finish(sid_walk *w) {
         return SID_DONE;
     }
     if (t->shared == t->shared) {
-        w->payload[CODES_AT + p->n] = 1;
+        w->payload[TERN_CODES_AT + p->n] = 1;
         w->state->rule = (sid_rule){.scale = t->shared, .inverse = t->own};
         w->stats.threshold = t->shared;
     } else {
-        memset(w->payload + CODES_AT, 0xff, p->n + 1);
+        memset(w->payload + TERN_CODES_AT, 0xff, p->n + 1);
     }
     return SID_DONE;
 }
@@ -148,7 +139,7 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at,
     const sid_codes sent = {code, (const uint8_t *)&minus};
     if (minus == 0) return;
     ternary(p, &s->draw, acc, at, len, s->rule.inverse, s->rule.scale, code);
-    p->simd->add_codes(&sent, 1, acc, len, 0, form.kind, form.bits);
+    p->simd->add_codes(&sent, 1, acc, len, 0, SID_GRID_INTEGERS, 8);
 }
 
 static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
@@ -165,7 +156,7 @@ static void open_units(sid_gather *g) {
     for (uint32_t r = 0; r < g->count; r++) {
         const uint8_t *payload = g->payloads + r * g->stride;
         const float world = linear_inverse(((const sid_header *)(const void *)payload)->scale);
-        const int whole = (float)(int8_t)payload[CODES_AT + g->plan->n] == world;
+        const int whole = (float)(int8_t)payload[TERN_CODES_AT + g->plan->n] == world;
         const float unit = whole ? (float)((double)shared_of(payload) / (double)world) : no_number();
         g->cursor[r] = (sid_cursor){.left = sid_f32_bits(unit)};
     }
@@ -173,8 +164,8 @@ static void open_units(sid_gather *g) {
 
 static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     for (uint32_t r = 0; r < g->count; r++) {
-        const sid_codes from = {g->payloads + r * g->stride + CODES_AT + at, (const uint8_t *)&g->cursor[r].left};
-        g->plan->simd->add_codes(&from, 1, out, len, 0, form.kind, form.bits);
+        const sid_codes from = {g->payloads + r * g->stride + TERN_CODES_AT + at, (const uint8_t *)&g->cursor[r].left};
+        g->plan->simd->add_codes(&from, 1, out, len, 0, SID_GRID_INTEGERS, 8);
     }
 }
 

@@ -111,11 +111,12 @@ typedef struct sid_shots {
     uint64_t theirs, means, apart, server;
 } sid_shots;
 sid_shots sid_shots_of(const sid_exchange *x);
-/* All-reduce's, in wire: this rank's slice of the body, `len` elements of it, and what rank r has for it. */
+/* All-reduce's, in wire: this rank's slice of what the codec's round `sum` sums, `len` elements of it, and what rank r has
+ * for it. */
 typedef struct sid_sum_of_slices {
     uint64_t own, len, from, apart; /* from + r * apart */
 } sid_sum_of_slices;
-sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x);
+sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x, uint32_t sum);
 /* Hierarchical's, in wire: frames as they go out and come in, x->message apart; the inner exchange's. */
 typedef struct sid_nodes {
     uint64_t out, in, wire;

@@ -125,8 +125,8 @@ static sid_status plan_reduce(sid_exchange *x, const sid_route *r, sid_error *er
     return SID_OK;
 }
 
-sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x) {
-    const piece own = piece_of(x, 0, x->rank);
+sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x, uint32_t sum) {
+    const piece own = piece_of(x, sum, x->rank);
     return (sid_sum_of_slices){own.start, own.bytes / width(x), x->at[SLICES], x->message};
 }
 

@@ -351,7 +351,10 @@ static sid_status finish(sid_nccl_comm *c, int result, const char *what, int bef
     return s;
 }
 
-static int type_of(sid_dtype d) { return d == SID_F32 ? FLOAT : d == SID_F16 ? HALF : d == SID_BF16 ? BFLOAT : -1; }
+/* Sums of whole numbers are modulo 256, so that their sign is nothing to NCCL. */
+static int type_of(sid_dtype d) {
+    return d == SID_F32 ? FLOAT : d == SID_F16 ? HALF : d == SID_BF16 ? BFLOAT : d == SID_I8 ? BYTES : -1;
+}
 
 sid_status sid_nccl_all_gather(sid_nccl_comm *c, const void *in, void *out, uint64_t bytes, void *stream,
                                sid_error *err) {

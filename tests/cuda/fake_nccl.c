@@ -119,6 +119,13 @@ static uint64_t width(int type) { return type == 1 ? 1 : type == 7 ? 4 : 2; }
 
 static void add_up(const struct ncclComm *c, const work *w) {
     for (uint64_t i = 0; i < w->count; i++) {
+        if (w->type == 1) {
+            uint8_t total = 0;
+            for (int r = 0; r < c->world; r++)
+                total = (uint8_t)(total + (r == c->rank ? w->own : w->gathered + (uint64_t)r * w->count)[i]);
+            ((uint8_t *)w->out)[i] = total;
+            continue;
+        }
         float sum = 0;
         for (int r = 0; r < c->world; r++)
             sum += value(r == c->rank ? w->own : w->gathered + (uint64_t)r * w->count * width(w->type), i, w->type);

@@ -1,0 +1,23 @@
+/* What ternary.c and cuda/ternary.cu share: the codec's form, where a payload has what. */
+#ifndef SID_TERNARY_H
+#define SID_TERNARY_H
+
+#include "quant.h"
+
+enum { /* parameters */
+    TERN_CLIP
+};
+
+enum {
+    TERN_RANKS = 127, /* the most */
+    TERN_SLOTS = 128,
+    TERN_SLOT_BYTES = 4 * TERN_SLOTS,
+    TERN_CODES_AT = SID_HEADER_BYTES + TERN_SLOT_BYTES
+};
+
+SID_HD quant_form ternary_form(void) {
+    const quant_form f = {0, 8, SID_GRID_INTEGERS, SID_ROUND_DRAW16, NORM_CLIPPED, 1.0f};
+    return f;
+}
+
+#endif
