@@ -23,9 +23,7 @@ from benchmarks.netlab.measure import common_step, loss_at, measure, medians, se
 
 RATES = "1gbit,none,100mbit,10gbit,500mbit,2gbit"  # those that say most come first
 TASKS = "lm,mlp,cnn"
-HOOKS = (
-    "dense,fp16,powersgd,default:25MB,layer@0,even:4@0,mergecomp@0,cupcake@0,auto,auto@0"
-)
+HOOKS = "dense,fp16,powersgd,default:25MB,layer@0,even:4@0,mergecomp@0,cupcake@0,auto,auto@0"
 OURS = "auto"
 Cell = dict[str, Any]
 

@@ -9,6 +9,7 @@ bytes   Figures 1a and 5: bits that a rank sends for each element, rounds, ms th
         Elias: the bits that gamma codes of the same counts would take, signs and zigzag included.
 k       Figure 3, and table 1's columns: what K, the period of full-precision steps, does to the metric; the
         ring, on simulated ranks, with compensation. K = 1 is dense, infinity is never.
+rivals  Tables 1 and 2: the metric at the end beside that of the paper's rivals, on as many simulated ranks.
 """
 
 import argparse
@@ -184,14 +185,44 @@ def periods(
     return rows
 
 
+# Tables 1 and 2: train.py's flags, and the paper's accuracies of AlexNet and ResNet-20 on CIFAR-10. What is
+# sent late counts as in the papers; rates as in docs/accuracy.md.
+SSDM = "--codec ssdm --momentum 0 --lr 0.0005 --clip inf"
+RIVALS = {
+    "PSGD": ("--codec none", "82.38, 93.42"),
+    "signSGD, majority": ("--codec signsgd --param aggregate=majority --exchange expand", "80.74, 88.92"),
+    "EF-signSGD": ("--codec efsignsgd --no-follow", "82.25, 91.85"),
+    "SSDM, all-gather": (SSDM, "81.89, 89.18"),
+    "SSDM, cascading": (f"{SSDM} --exchange cascade", ""),
+    "Marsit-100": (f"{SETTINGS} --full-every 100", "82.30, 92.18"),
+    "Marsit": (f"{SETTINGS} --full-every 0", "81.58, 90.15"),
+}
+
+
+def rivals(task: str, worlds: list[int], seeds: int, steps: int | None) -> list[dict[str, Any]]:
+    rows = []
+    more = ["--task", task, *([] if steps is None else ["--steps", str(steps)])]
+    for name, (text, paper) in RIVALS.items():
+        args = flags.parse("", [*shlex.split(text), *more])
+        row: dict[str, Any] = {"way": name}
+        for world in worlds:
+            found = [convergence.train(args, world, seed) for seed in range(seeds)]
+            row[f"{world} ranks"] = ", ".join(f"{r.metric:.4f}" for r in found)
+            row[f"{world} ranks: bits sent an element"] = 32 * mean(r.share for r in found)
+        rows.append(row | {"paper, %": paper})
+        print(row, flush=True)
+    return rows
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--what", nargs="+", default=["rate", "bytes", "k"], choices=["rate", "bytes", "k"])
+    what = ["rate", "bytes", "k", "rivals"]
+    parser.add_argument("--what", nargs="+", default=what, choices=what)
     parser.add_argument("--task", default="digits", choices=sorted(TASKS))
     parser.add_argument("--world", type=int, nargs="+", default=[3, 4, 8])
-    parser.add_argument("--steps", type=int, help="of k; the task's unless given")
+    parser.add_argument("--steps", type=int, help="of k and rivals; the task's unless given")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--settings", default=SETTINGS, help="train.py's flags of k")
     parser.add_argument("--gbit", type=float, default=1.0)
@@ -218,6 +249,10 @@ def main(argv: list[str] | None = None) -> None:
             "Paper (AlexNet, CIFAR-10): K = 1, 50, 100, 200, infinity: 93.42, 92.28, 91.73, 92.00, 90.75 %."
         )
         report(f"papers-marsit-k-{args.task}", "Full-precision period (Marsit, figure 3)", rows, note, out)
+    if "rivals" in args.what:
+        rows = rivals(args.task, args.world, args.seeds, args.steps)
+        note = f"{TASKS[args.task].metric} at the end, seeds from 0 on; bits as of a payload or frame."
+        report(f"papers-marsit-rivals-{args.task}", "Marsit's rivals (tables 1 and 2)", rows, note, out)
 
 
 if __name__ == "__main__":
