@@ -3,15 +3,17 @@
 Needs no network. Ends with 0 if all went well, 1 if something failed, 77 if there is no GPU (after compiling
 everything). Writes <gpu>-<date>.md and .json to benchmarks/results, or to the folder given by --out.
 
-The figures. A row is one call on n float32 elements in one segment: median and quartiles in microseconds, the
-L2 flushed before each. `graph`: replayed from a CUDA graph; `stream`: enqueued by the host. The limit of an
-encode with a residual is one pass of R += G over the same memory (12 bytes an element), that of a decode one
-write of the vector (4 bytes), both measured in the same run by torch's kernels, that of a hop of a ring what
-its bytes are of the former. The rival is the same step in torch operations, as today's communication hooks do
-it. A gathered decode takes one payload several times.
+The figures. A row is one call on n float32 elements in one segment: median and quartiles in microseconds.
+`graph`: replayed from a CUDA graph; `stream`: enqueued by the host, both with the L2 flushed before each
+call; `warm`: replayed, not flushed. The limit of an encode with a residual is one pass of R += G over the
+same memory (12 bytes an element), that of a decode one write of the vector (4 bytes), both measured in the
+same run by torch's kernels, that of a hop of a ring what its bytes are of the former. `torch`: the same in
+torch's operations, as today's communication hooks do it (benchmarks/rivals.py), from a graph where it never
+waits for the device. A gathered decode takes one payload several times.
 """
 
 import argparse
+import csv
 import datetime
 import importlib.util
 import json
@@ -19,27 +21,19 @@ import os
 import platform
 import re
 import shutil
-import statistics
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = 77
-SIZES = (1_000_000, 25_600_000, 110_000_000)
-DENSITIES = (0.1, 0.01, 0.001)
-FORMS: dict[str, list[dict[str, Any]]] = {  # beside the densities of its defaults
-    "topk": [
-        {"density": 0.01, "values": "log8", "indices": "packed"},
-        {"density": 0.084, "values": "log4", "indices": "packed"},  # a fortieth of float32
-    ]
-}
-WORLD = 8  # payloads of a gathered decode
-TIME_LIMIT = 450  # seconds; what has not begun by then is left out, and said so
+DDP_MODES = ("default", "no-sync", "static-tiny", "unused-odd", "mixed", "shapes")
+PARTS = {  # in this order; shares of the time that is left
+    "tests": 10, "times": 9, "ranks": 3, "models": 4, "bytes": 2, "ddp": 4, "sanitizers": 4
+}  # fmt: skip
+TIME_LIMIT = 450  # seconds of all; what a part has not begun by its share is left out, and said so
 
 
 def say(text: str) -> None:
@@ -107,15 +101,30 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
 
 
-def run_tests() -> dict[str, Any]:
+def run_tests(deadline: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py",
                "tests/test_cuda_exchanges.py"]  # fmt: skip
-    status, output = run(command, 240, PYTHONPATH=python_path())
+    limit = max(1.0, min(240.0, deadline - time.monotonic()))
+    status, output = run(command, limit, PYTHONPATH=python_path())
     last = output.strip().splitlines()[-1] if output.strip() else ""
     say(f"tests: {last}")
     if status:
         say(output[-6000:])
     return {"status": status, "summary": last}
+
+
+def run_ddp(deadline: float) -> dict[str, Any]:
+    """Some of the hook's suite with model and gradients on the GPU, which two ranks share, by Gloo."""
+    modes = " or ".join(f"[{m}] or [{m}-views0]" for m in DDP_MODES)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ddp/test_dense.py",
+               "tests/ddp/test_exchange.py", "-k", f"(plain_ddp or every_mode) and ({modes})"]  # fmt: skip
+    limit = max(1.0, min(150.0, deadline - time.monotonic()))
+    status, output = run(command, limit, PYTHONPATH=python_path(), SIDCOMP_TEST_DEVICE="cuda")
+    last = output.strip().splitlines()[-1] if output.strip() else ""
+    say(f"DDP: {last if status != 124 else f'stopped after {limit:.0f} s'}")
+    if status not in (0, 124):
+        say(output[-6000:])
+    return {"status": 0 if status == 124 else status, "summary": last}
 
 
 def run_sanitizers(deadline: float) -> dict[str, Any]:
@@ -171,228 +180,73 @@ def run_ranks(deadline: float) -> dict[str, Any]:
     return results
 
 
-# ---- timing ------------------------------------------------------------------------------------
+# ---- times ---------------------------------------------------------------------------------------
 
 
-class Rank:
-    """One rank's blocks on the device."""
+def run_times(deadline: float) -> list[dict[str, Any]]:
+    sys.path[:0] = [str(ROOT), str(ROOT / "python")]
+    from benchmarks import gpu_time
 
-    def __init__(self, codec: str, n: int, settings: dict[str, Any], gradient: Any) -> None:
-        import torch
-        from sidcomp import _core
-
-        def block(nbytes: int) -> Any:
-            return torch.zeros(max(nbytes, 64), dtype=torch.uint8, device="cuda")
-
-        self.plan = _core.Plan(codec, "residual", n, "float32", settings)
-        self.gradient = gradient
-        self.state, self.work = block(self.plan.state_bytes), block(self.plan.cuda_work_bytes())
-        self.payload, self.report = block(self.plan.payload_bytes), block(16)
-        table = _core.Segments([gradient.data_ptr()], [n]).table()
-        self.table = torch.frombuffer(bytearray(table), dtype=torch.uint8).cuda()
-        self.stream = lambda: torch.cuda.current_stream().cuda_stream
-
-    def encode(self) -> None:
-        self.plan.cuda_encode(
-            self.table.data_ptr(), 1, self.state.data_ptr(), self.work.data_ptr(), self.payload.data_ptr(),
-            step=0, seed=0, group=0, rank=0, world=1, stats=0, device=0, stream=self.stream(),
-        )  # fmt: skip
-
-    def decode(self, payloads: Any, count: int) -> None:
-        self.plan.cuda_decode(
-            payloads.data_ptr(), self.plan.payload_bytes, count, 1.0 / count, self.table.data_ptr(), 1,
-            0, self.work.data_ptr(), step=-1, group=0,
-            report=self.report.data_ptr(), device=0, stream=self.stream(),
-        )  # fmt: skip
+    bench = gpu_time.Bench(gpu_time.GpuClock(), deadline, say)
+    gpu_time.measure(bench)
+    return bench.rows
 
 
-def hop_of_ring(n: int, world: int) -> Callable[[], None]:
-    """A hop of Marsit's ring of n elements that merges a slice of which two votes have come."""
-    import torch
-    from sidcomp import _core
-
-    x = _core.Exchange("ring1", "marsit", "compensation", n, "float32", 0, world)
-    gradient = torch.zeros(n, device="cuda")
-    state, work, wire = (
-        torch.zeros(size, dtype=torch.uint8, device="cuda")
-        for size in (x.state_bytes, x.cuda_work_bytes(), x.wire_bytes)
-    )
-    report = torch.zeros(64, dtype=torch.uint8, device="cuda")
-    table = torch.frombuffer(
-        bytearray(_core.Segments([gradient.data_ptr()], [n]).table()), dtype=torch.uint8
-    ).cuda()
-
-    def advance(round: int) -> None:
-        x.cuda_advance(
-            round, table.data_ptr(), 1, state.data_ptr(), work.data_ptr(), wire.data_ptr(),
-            step=0, seed=0, group=0, stats=0, report=report.data_ptr(), device=0,
-            stream=torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
-
-    advance(0)
-    torch.cuda.synchronize()
-    wire.random_(0, 256)  # what has come, and own bits; that it is no message changes nothing of the work
-    return lambda: advance(2)
-
-
-class Clock:
-    """Times calls on the device, the L2 flushed before each."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.torch = torch
-        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-    def measure(self, call: Callable[[], None], n: int) -> dict[str, list[float]]:
-        torch = self.torch
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        repeats = 40 if n < 50_000_000 else 20
-        return {"graph": self.times(graph.replay, repeats), "stream": self.times(call, repeats)}
-
-    def times(self, call: Callable[[], None], repeats: int) -> list[float]:
-        torch, took = self.torch, []
-        for i in range(repeats + 3):
-            self.flush.fill_(i)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            if i >= 3:
-                took.append(start.elapsed_time(end) * 1e3)
-        return took
-
-
-def quartiles(x: list[float]) -> list[float]:
-    low, _, high = statistics.quantiles(x, n=4, method="inclusive")
-    return [statistics.median(x), low, high]
-
-
-def rival_topk(gradient: Any, k: int) -> tuple[Callable[[], None], Callable[[], tuple[Any, Any]]]:
-    """Top-k with a residual in torch operations; the second call gives the last indices and values."""
-    import torch
-
-    residual = torch.zeros_like(gradient)
-    sent: list[Any] = [None, None]
-
-    def encode() -> None:
-        acc = residual + gradient
-        index = torch.topk(acc.abs(), k, sorted=False).indices
-        sent[0], sent[1] = index, acc[index]
-        residual.copy_(acc)
-        residual[index] = 0
-
-    return encode, lambda: (sent[0], sent[1])
-
-
-def rival_cast(gradient: Any, dtype: Any) -> Callable[[], None]:
-    import torch
-
-    residual = torch.zeros_like(gradient)
-    body = torch.empty(gradient.shape, dtype=dtype, device="cuda")
-
-    def encode() -> None:
-        acc = residual + gradient
-        body.copy_(acc)
-        torch.sub(acc, body.float(), out=residual)
-
-    return encode
-
-
-def measure(deadline: float) -> list[dict[str, Any]]:
-    sys.path.insert(0, str(ROOT / "python"))
-    import torch
-    from sidcomp import _core
-
-    clock, rows = Clock(), []
-
-    def row(
-        what: str, n: int, call: Callable[[], None], limit: float, rival: dict[str, list[float]] | None
-    ) -> float:
-        took = clock.measure(call, n)
-        graph, stream = quartiles(took["graph"]), quartiles(took["stream"])
-        r = {
-            "what": what,
-            "n": n,
-            "graph us": graph,
-            "stream us": stream,
-            "x limit": graph[0] / limit if limit else 1.0,
-        }
-        if rival:
-            r["rival us"] = quartiles(rival["graph"])
-            r["x faster"] = r["rival us"][0] / graph[0]
-        rows.append(r)
-        say(
-            f"  {what:34} n {n:>11,}  graph {graph[0]:9.1f} [{graph[1]:.1f}, {graph[2]:.1f}] us"
-            f"  stream {stream[0]:9.1f}  x limit {r['x limit']:5.2f}"
-            + (f"  rival {r['rival us'][0]:9.1f} us, {r['x faster']:.1f}x" if rival else "")
-        )
-        return graph[0]
-
-    for n in SIZES:
-        if time.monotonic() > deadline:
-            say(f"  n {n:,} was left out: no time")
-            break
-        torch.manual_seed(n)
-        u = torch.rand(n, device="cuda") - 0.5
-        gradient = -torch.sign(u) * torch.log1p(-1.999 * u.abs())  # Laplace
-        out = torch.empty_like(gradient)
-        other = torch.zeros_like(gradient)
-        pass_limit = row("limit: R += G", n, lambda r=other, g=gradient: r.add_(g), 0, None)
-        write_limit = row("limit: write once", n, lambda o=out: o.zero_(), 0, None)
-        del u, other
-        for codec in _core.codecs():
-            if not codec["cuda"]:
-                continue
-            density = any(p["name"] == "density" for p in codec["parameters"])
-            plain: list[dict[str, Any]] = [{"density": d} for d in DENSITIES] if density else [{}]
-            for settings in plain + FORMS.get(codec["name"], []):
-                name = " ".join([codec["name"], *(f"{k}={v}" for k, v in settings.items())])
-                rank = Rank(codec["name"], n, settings, gradient)
-                last: Callable[[], tuple[Any, Any]] | None = None
-                rival = None
-                if density:
-                    rival, last = rival_topk(gradient, rank.plan.k)
-                elif rank.plan.linear and rank.plan.vectors:
-                    rival = rival_cast(gradient, getattr(torch, rank.plan.body_dtype))
-                slow = clock.measure(rival, n) if rival else None
-                row(f"encode {name}", n, rank.encode, pass_limit, slow)
-                count = 1 if rank.plan.linear else WORLD
-                payloads = rank.payload.repeat(count)
-                slow = None
-                if last is not None:
-                    index, value = (t.clone() for t in last())
-
-                    def gather(index: Any = index, value: Any = value, out: Any = out) -> None:
-                        out.zero_()
-                        for _ in range(WORLD):
-                            out.index_add_(0, index, value, alpha=1 / WORLD)
-
-                    slow = clock.measure(gather, n)
-                target = Rank(codec["name"], n, settings, out)
-                row(
-                    f"decode {name} of {count}",
-                    n,
-                    lambda t=target, p=payloads, c=count: t.decode(p, c),
-                    write_limit,
-                    slow,
-                )
-                status = struct.unpack("<IIiI", bytes(target.report[:16].tolist()))[2]
-                assert status == 0, f"decode of {name} reports {status}"
-                del rank, target, payloads, rival, last, slow
-                torch.cuda.empty_cache()
-        for world in (3, 8):  # 4 bytes for each of the slice's, where the pass of R += G moves 12 an element
-            row(f"hop of ring1, {world} ranks", n, hop_of_ring(n, world), pass_limit / (24 * world), None)
+def run_models(deadline: float) -> list[dict[str, Any]]:
+    """In a process of its own, so that what it takes of the device's memory is given back."""
+    limit = max(1.0, min(150.0, deadline - time.monotonic()))
+    status, output = run([sys.executable, "benchmarks/gpu_model.py"], limit, PYTHONPATH=python_path())
+    if status:
+        say(f"models: ended with {status}\n{output[-3000:]}")
+        return []
+    rows: list[dict[str, Any]] = json.loads(output.strip().splitlines()[-1])
+    for r in rows:
+        say(f"  {r['model']:10} {r['hook']:15} {r['ms'][0]:8.2f} ms, {r['x dense']:.3f} of a dense step")
     return rows
+
+
+COUNTED = ("topk", "sidco-e", "dgc", "efsignsgd", "int8", "fp16")
+N_COUNTED = 25_600_000
+
+
+def run_bytes(deadline: float) -> list[dict[str, Any]]:
+    """Bytes that each kernel moves to and from the device's memory, where Nsight Compute may count."""
+    tool = shutil.which("ncu") or next(iter(map(str, Path("/opt/nvidia/nsight-compute").glob("*/ncu"))), None)
+    if not tool:
+        say("bytes: Nsight Compute (ncu) was not found")
+        return []
+    rows = []
+    for codec in COUNTED:
+        if time.monotonic() > deadline:
+            say(f"bytes of {codec}: left out: no time")
+            continue
+        status, output = run(
+            [tool, "--csv", "--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", "--kernel-name",
+             "regex:sid_", "--print-units", "base", sys.executable, "benchmarks/gpu_time.py", "--once", codec,
+             str(N_COUNTED)],
+            60, PYTHONPATH=python_path(),
+        )  # fmt: skip
+        found = bytes_of(output)
+        if status or not found:
+            why = re.search(r"==(?:ERROR|WARNING)== (.*)", output)
+            say(f"bytes: ncu counts nothing here: {why[1] if why else output[-200:]}")
+            return rows
+        rows += [{"codec": codec, "kernel": k, "bytes an element": b / N_COUNTED} for k, b in found]
+        for k, b in found:
+            say(f"  {codec:10} {k:40} {b / N_COUNTED:6.2f} bytes an element")
+    return rows
+
+
+def bytes_of(output: str) -> list[tuple[str, float]]:
+    """Of what ncu prints: kernels as they were launched, and the bytes that each has read and written."""
+    lines = [line for line in output.splitlines() if line.startswith('"')]
+    sums: dict[tuple[int, str], float] = {}
+    for row in csv.DictReader(lines):
+        if not row.get("Metric Name", "").startswith("dram__bytes"):
+            continue
+        key = (int(row["ID"]), re.sub(r"<.*|\(.*", "", row["Kernel Name"]).removeprefix("void "))
+        sums[key] = sums.get(key, 0.0) + float(row["Metric Value"].replace(",", ""))
+    return [(name, sums[i, name]) for i, name in sorted(sums)]
 
 
 # ---- the report --------------------------------------------------------------------------------
@@ -426,34 +280,59 @@ def cell(x: Any) -> str:
     return f"{x:.2f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else str(x)
 
 
-def write(results: dict[str, Any], folder: Path) -> None:
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Markdown; a column for each key of any row."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    return lines + ["| " + " | ".join(cell(r.get(c, "")) for c in columns) + " |" for r in rows]
+
+
+def text_of(results: dict[str, Any]) -> str:
     m = results["machine"]
-    stem = re.sub(r"[^a-z0-9]+", "-", m["gpu"].lower()).strip("-") + "-" + results["date"]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.json").write_text(json.dumps(results, indent=1))
-    columns = ["what", "n", "graph us", "stream us", "x limit", "rival us", "x faster"]
     lines = [
         f"# CUDA kernels on one {m['gpu']}, {results['date']}",
         "",
         (__doc__ or "").split("\n\n", 2)[2].strip(),
-        "",
     ]
-    lines += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(cell(r.get(c, "")) for c in columns) + " |" for r in results["rows"]]
-    if ranks := results["ranks"]["rows"]:
+    if rows := results.get("times"):
+        lines += ["", "## Kernels", "", *table(rows)]
+    if rows := results.get("models"):
+        lines += ["", "## Steps of models, one rank (benchmarks/gpu_model.py)", "", *table(rows)]
+    if rows := results.get("bytes"):
+        lines += ["", f"## Bytes that Nsight Compute counts, n {N_COUNTED:,}", "", *table(rows)]
+    if rows := results.get("ranks", {}).get("rows"):
         lines += [
             "",
-            "Ranks on this GPU (benchmarks/one_gpu.py): the host's time to enqueue a group's step.",
+            "## The host's time to enqueue a group's step (benchmarks/one_gpu.py)",
             "",
+            *table(rows),
         ]
-        lines += ["| " + " | ".join(ranks[0]) + " |", "|" + " --- |" * len(ranks[0])]
-        lines += ["| " + " | ".join(cell(v) for v in r.values()) + " |" for r in ranks]
-    lines += ["", *(f"Ranks on this GPU: {w}" for w in results["ranks"]["wrong"])]
-    lines += ["", f"Tests: {results['tests']['summary']}."]
-    lines += [f"{tool}: {verdict}." for tool, verdict in results["sanitizers"].items()]
-    lines += ["", ", ".join(f"{k} {v}" for k, v in m.items() if v) + ".", ""]
-    (folder / f"{stem}.md").write_text("\n".join(lines))
+    lines += ["", *(f"Ranks on this GPU: {w}" for w in results.get("ranks", {}).get("wrong", []))]
+    lines += [
+        f"{what}: {results[key]['summary']}."
+        for key, what in (("tests", "Tests"), ("ddp", "DDP"))
+        if key in results
+    ]
+    lines += [f"{tool}: {verdict}." for tool, verdict in results.get("sanitizers", {}).items()]
+    return "\n".join([*lines, "", ", ".join(f"{k} {v}" for k, v in m.items() if v) + ".", ""])
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    """Parts that were measured before, on the same day, stay."""
+    stem = re.sub(r"[^a-z0-9]+", "-", results["machine"]["gpu"].lower()).strip("-") + "-" + results["date"]
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / f"{stem}.json"
+    if kept.exists():
+        results = json.loads(kept.read_text()) | results
+    kept.write_text(json.dumps(results, indent=1))
+    (folder / f"{stem}.md").write_text(text_of(results))
     say(f"written: {folder / stem}.md and .json")
+
+
+def failures(results: dict[str, Any]) -> list[str]:
+    wrong = [part for part in ("tests", "ddp") if results.get(part, {}).get("status")]
+    wrong += ["ranks"] if results.get("ranks", {}).get("wrong") else []
+    return wrong + [tool for tool, said in results.get("sanitizers", {}).items() if said.startswith("failed")]
 
 
 def main() -> int:
@@ -463,7 +342,11 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results"
     )
-    out = parser.parse_args().out
+    parser.add_argument("--only", default=",".join(PARTS), help="some of these, with commas: %(default)s")
+    args = parser.parse_args()
+    wanted = args.only.split(",")
+    if unknown := [part for part in wanted if part not in PARTS]:
+        parser.error(f"--only {unknown[0]}: there are {', '.join(PARTS)}")
     deadline = time.monotonic() + TIME_LIMIT
     build()
     if not importlib.util.find_spec("torch"):
@@ -472,19 +355,19 @@ def main() -> int:
     if why := no_gpu():
         say(f"gpu-check: skipped: {why}; everything was compiled, nothing could be run")
         return SKIPPED
-    tests = run_tests()
-    ranks = run_ranks(deadline - 200)
-    rows = measure(deadline - 60)
-    sanitizers = run_sanitizers(deadline - 60)
-    today = datetime.date.today().isoformat()
-    results = {
-        "date": today, "machine": machine(), "tests": tests, "ranks": ranks, "sanitizers": sanitizers,
-        "rows": rows,
-    }  # fmt: skip
-    write(results, out)
-    failed = tests["status"] or ranks["wrong"] or any(v.startswith("failed") for v in sanitizers.values())
-    say("gpu-check: " + ("something failed; see above" if failed else "all went well"))
-    return 1 if failed else 0
+    results: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": machine()}
+    shares = {part: share for part, share in PARTS.items() if part in wanted}
+    while shares:
+        left = deadline - time.monotonic()
+        part = next(iter(shares))
+        results[part] = globals()[f"run_{part}"](
+            time.monotonic() + left * shares[part] / sum(shares.values())
+        )
+        del shares[part]
+    write(results, args.out)
+    wrong = failures(results)
+    say("gpu-check: " + (f"something failed, see above: {', '.join(wrong)}" if wrong else "all went well"))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

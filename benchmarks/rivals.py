@@ -39,7 +39,7 @@ def _values(acc: Tensor, index: Tensor) -> tuple[Tensor, ...]:
 
 def _scatter(job: Job, payload: tuple[Tensor, ...]) -> Tensor:
     index, value = payload
-    return torch.zeros(job.n).index_add_(0, index, value)
+    return value.new_zeros(job.n).index_add_(0, index, value)
 
 
 def _topk(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
@@ -52,7 +52,7 @@ def _beyond(acc: Tensor, threshold: float | Tensor) -> tuple[Tensor, ...]:
 
 def _dgc(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
     magnitude = acc.abs()
-    sample = magnitude[torch.randint(job.n, (max(1000, job.n // 100),))]
+    sample = magnitude[torch.randint(job.n, (max(1000, job.n // 100),), device=acc.device)]
     threshold = torch.topk(sample, max(1, int(len(sample) * job.delta)), sorted=False).values.min()
     index = (magnitude >= threshold).nonzero().flatten()
     if len(index) > job.k:
@@ -61,7 +61,7 @@ def _dgc(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
 
 
 def _randk(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
-    return _values(acc, torch.randperm(job.n)[: job.k])
+    return _values(acc, torch.randperm(job.n, device=acc.device)[: job.k])
 
 
 def _sidco_e(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
@@ -148,14 +148,14 @@ def _of_onebit(job: Job, payload: tuple[Tensor, ...]) -> Tensor:
 
 def _ssdm(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
     norm = acc.norm()
-    return (torch.rand(job.n) < 0.5 + acc / (2 * norm)).to(torch.uint8), norm
+    return (torch.rand_like(acc) < 0.5 + acc / (2 * norm)).to(torch.uint8), norm
 
 
 def _qsgd(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
     norm = acc.norm()
     level = acc.abs() * (127 / norm)
     low = level.floor()
-    low += (torch.rand(job.n) < level - low).to(torch.float32)
+    low += (torch.rand_like(acc) < level - low).to(torch.float32)
     return (low * acc.sign()).to(torch.int8), norm / 127
 
 
@@ -167,7 +167,7 @@ def _terngrad(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
     bound = 2.5 * acc.std()
     clipped = acc.clamp(-bound, bound)
     scale = clipped.abs().max()
-    chosen = torch.rand(job.n) < clipped.abs() / scale
+    chosen = torch.rand_like(acc) < clipped.abs() / scale
     return (clipped.sign() * chosen).to(torch.int8), scale
 
 
@@ -198,7 +198,7 @@ def _powersgd(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
     """Rank 4, one matrix as square as n elements go, orthonormal columns by QR, Q kept."""
     cols = ceil(job.n**0.5)
     m = torch.nn.functional.pad(acc, (0, -job.n % cols)).view(-1, cols)
-    q = torch.randn(cols, 4) if job.start is None else job.start
+    q = acc.new_empty(cols, 4).normal_() if job.start is None else job.start
     p, _ = torch.linalg.qr(m @ q)
     job.start = m.T @ p
     return p, job.start
@@ -271,7 +271,7 @@ class Rival:
 
     def decode(self) -> Tensor:
         decode = RIVALS[self.name][1]
-        out = torch.zeros(self.job.n)
+        out = self.residual.new_zeros(self.job.n)
         for payload in self.sent:
             if decode is _scatter:
                 out.index_add_(0, *payload)

@@ -79,6 +79,10 @@ def test_nccl_on_the_emulation() -> None:
     run(share=1, tests="tests/test_nccl.py")
 
 
+def test_what_gpu_check_times_on_the_emulation() -> None:
+    run(share=1, tests="tests/test_gpu_check.py")
+
+
 def test_the_native_transport_on_the_emulation() -> None:
     run(share=3, tests="tests/ddp/test_native.py")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,6 +182,7 @@ def twice(step: int) -> list[str]:
     return ["sync", "sync"]
 
 
+DEVICE = torch.device(os.environ.get("SIDCOMP_TEST_DEVICE", "cpu"))  # all ranks share it (make gpu-check)
 IMAGE = (4, 3, 6, 6)
 UNUSED = {"find_unused_parameters": True}
 TINY = 1e-6  # MB: one bucket a tensor
@@ -233,7 +235,7 @@ class Trainer:
     ):
         torch.manual_seed(seed)
         self.case, self.rank, self.steps = case, rank, 0
-        self.module = case.build()
+        self.module = case.build().to(DEVICE)
         self.wrapper: Any = DDP(self.module, **{**case.ddp, **arguments}) if ddp else None
         self.optimizer = torch.optim.SGD(
             [p for p in self.module.parameters() if p.requires_grad], lr, momentum=0.9
@@ -244,7 +246,7 @@ class Trainer:
 
     def backward(self, number: int, kind: str) -> None:
         generator = torch.Generator().manual_seed(1 + self.rank + 100 * (number + 100 * self.steps))
-        x = torch.randn(self.case.shape, generator=generator)
+        x = torch.randn(self.case.shape, generator=generator).to(DEVICE)
         local = self.wrapper is not None and kind == "local"
         with self.wrapper.no_sync() if local else contextlib.nullcontext():
             self.case.loss(self.wrapper or self.module, x, self.steps, self.rank).backward()
@@ -285,7 +287,9 @@ def explicit_groups(module: nn.Module, parts: int = 3) -> list[list[str]]:
 
 
 def bits(x: Tensor | None) -> bytes | None:
-    return None if x is None else x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        None if x is None else x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    )
 
 
 def assert_same(got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None], where: str) -> None:

@@ -156,7 +156,7 @@ class Reference:
         for number, group in enumerate(groups):
             names = [str(name) for name in group["names"]]
             ps = [parameters[name] for name in names]
-            mine = torch.cat([flat(torch.zeros_like(p) if p.grad is None else p.grad, p) for p in ps])
+            mine = torch.cat([flat(torch.zeros_like(p) if p.grad is None else p.grad, p) for p in ps]).cpu()
             codec = str(group["codec"])
             settings, dtype = self._settings(codec, names), dtype_name(ps[0])
             key = (*names, codec)
@@ -190,7 +190,7 @@ class Reference:
                 at_element += p.numel()
                 self.vec[name] = side.memory.vec[:, part]
                 if name in anywhere:
-                    p.grad = shaped(reduced[part], p)
+                    p.grad = shaped(reduced[part], p).to(p.device)
         self.sides = sides
         self.steps += 1
 

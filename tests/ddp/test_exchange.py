@@ -75,7 +75,7 @@ def follow(
             keeps = (lossy and not CODECS[codec].lossless) or MEMORIES[memory].momentum
             assert (parameter in kept) == (memory != "none" and keeps), f"{where}: {list(kept)}"
             if parameter in kept:
-                mine, right = kept[parameter].numpy(), judge.kept[parameter]
+                mine, right = kept[parameter].cpu().numpy(), judge.kept[parameter]
                 assert np.array_equal(mine, right), f"{where}: residual of {parameter}: {mine} is not {right}"
     ours.close()
     state.close()

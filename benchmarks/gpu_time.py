@@ -1,0 +1,435 @@
+"""The times of the CUDA kernels, for gpu_check.py: each beside what the memory allows and torch's operations.
+
+`measure` fills a Bench with rows; the clock says on which device, so that the tests run all of it on the
+emulation. By itself, `python benchmarks/gpu_time.py --once topk 25600000` encodes and decodes once, for a
+profiler that counts bytes.
+"""
+
+import argparse
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+ROOT = Path(__file__).resolve().parent.parent
+DENSITIES = (0.1, 0.01, 0.001)
+WORLD = 8  # payloads of a gathered decode
+SOME = ("topk", "sidco-e", "dgc", "efsignsgd", "int8", "fp16")  # timed at every size, and every density
+FORMS: dict[str, list[dict[str, Any]]] = {  # beside the densities
+    "topk": [
+        {"density": 0.01, "values": "log8", "indices": "packed"},
+        {"density": 0.084, "values": "log4", "indices": "packed"},  # a fortieth of float32: the default
+    ]
+}
+CAPTURED = ("topk", "fp16", "bf16", "efsignsgd", "onebit", "int8", "int4", "fp8", "signsgd")  # never wait
+COMPILED = ("topk", "sidco-e", "efsignsgd", "int8")
+TRIPS = (("twoshot", "int8"), ("twoshot", "topk"), ("hierarchical", "topk"), ("hierarchical", "fp16"))
+COLUMNS = 1024  # of the one matrix that a group is to powersgd
+NODES = {"hierarchical": {"ranks_per_node": 2}}
+RANKS = 4  # of a trip, two of them on a node
+
+Call = Callable[[], object]
+Times = dict[str, list[float]]
+
+
+class Size(NamedTuple):
+    n: int
+    all: bool  # codecs, not SOME
+    rivals: bool
+    compiled: bool
+    trips: bool
+
+
+SIZES = (
+    Size(65_536, False, False, False, True),
+    Size(1_000_000, True, True, False, False),
+    Size(25_600_000, True, True, True, True),
+    Size(6_500_000, False, False, False, False),
+    Size(110_000_000, True, False, False, False),
+    Size(1_000_000_000, False, False, False, False),
+)  # what says most comes first: time may run out
+
+
+class Clock(Protocol):
+    device: str
+
+    def stream(self) -> int: ...
+    def measure(self, call: Call, n: int, graph: bool) -> Times:
+        """Microseconds of each repetition, by how it was enqueued: "graph", "stream", "warm"."""
+
+    def room(self) -> int:
+        """Bytes of memory that are free."""
+
+    def settle(self) -> None:
+        """Waits for the device and gives back what is not in use."""
+
+
+class GpuClock:
+    """CUDA events. "stream": enqueued by the host; "graph": replayed, both with the L2 flushed before;
+    "warm": replayed, not flushed."""
+
+    device = "cuda"
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+    def stream(self) -> int:
+        return int(self.torch.cuda.current_stream().cuda_stream)
+
+    def measure(self, call: Call, n: int, graph: bool) -> Times:
+        torch = self.torch
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        repeats = 40 if n < 50_000_000 else 20 if n < 500_000_000 else 8
+        out = {"stream": self._times(call, repeats, True)}
+        if graph:
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                call()
+            out["graph"] = self._times(captured.replay, repeats, True)
+            if n <= 6_500_000:  # else nothing of it is still in the L2
+                out["warm"] = self._times(captured.replay, repeats, False)
+        return out
+
+    def _times(self, call: Call, repeats: int, flush: bool) -> list[float]:
+        torch, took = self.torch, []
+        for i in range(repeats + 3):
+            if flush:
+                self.flush.fill_(i)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= 3:
+                took.append(start.elapsed_time(end) * 1e3)
+        return took
+
+    def room(self) -> int:
+        return int(self.torch.cuda.mem_get_info()[0])
+
+    def settle(self) -> None:
+        self.torch.cuda.synchronize()
+        self.torch.cuda.empty_cache()
+
+
+def quartiles(x: list[float]) -> list[float]:
+    low, _, high = statistics.quantiles(x, n=4, method="inclusive")
+    return [statistics.median(x), low, high]
+
+
+class Bench:
+    """Rows of a table, said as they are measured, until the deadline."""
+
+    def __init__(self, clock: Clock, deadline: float, say: Callable[[str], None] = print) -> None:
+        self.clock, self.deadline, self.say = clock, deadline, say
+        self.rows: list[dict[str, Any]] = []
+
+    def late(self, what: str) -> bool:
+        if time.monotonic() <= self.deadline:
+            return False
+        self.say(f"  {what}: left out, no time")
+        return True
+
+    def row(
+        self, what: str, n: int, call: Call, limit: float = 0, rival: float = 0, graph: bool = True
+    ) -> float:
+        """limit, rival: microseconds. Returns its own, replayed from a graph where it can be."""
+        took = {how: quartiles(t) for how, t in self.clock.measure(call, n, graph).items()}
+        own = took.get("graph", took["stream"])[0]
+        r: dict[str, Any] = {"what": what, "n": n} | {f"{how} us": t for how, t in took.items()}
+        text = f"  {what:44} n {n:>13,}  {own:9.1f} us  stream {took['stream'][0]:9.1f}"
+        if limit:
+            r["x limit"] = own / limit
+            text += f"  x limit {r['x limit']:5.2f}"
+        if rival:
+            r["torch us"], r["x faster"] = rival, rival / own
+            text += f"  torch {rival:9.1f} us, {r['x faster']:.1f}x"
+        self.rows.append(r)
+        self.say(text)
+        return own
+
+
+class Rank:
+    """One rank's blocks on the device."""
+
+    def __init__(self, clock: Clock, codec: str, settings: dict[str, Any], gradient: Any) -> None:
+        from sidcomp import _core
+
+        n = len(gradient)
+        self.plan = _core.Plan(codec, "residual", n, "float32", settings, shapes=[(n, COLUMNS)])
+        self.clock, self.gradient = clock, gradient
+        self.state, self.work = block(clock, self.plan.state_bytes), block(clock, self.plan.cuda_work_bytes())
+        self.payload, self.report = block(clock, self.plan.payload_bytes), block(clock, 16)
+        self.table = table_of(clock, gradient)
+
+    def encode(self) -> None:
+        self.plan.cuda_encode(
+            self.table.data_ptr(), 1, self.state.data_ptr(), self.work.data_ptr(), self.payload.data_ptr(),
+            step=0, seed=0, group=0, rank=0, world=1, stats=0, device=0, stream=self.clock.stream(),
+        )  # fmt: skip
+
+    def decode(self, payloads: Any, count: int) -> None:
+        self.plan.cuda_decode(
+            payloads.data_ptr(), self.plan.payload_bytes, count, 1.0 / count, self.table.data_ptr(), 1,
+            0, self.work.data_ptr(), step=-1, group=0,
+            report=self.report.data_ptr(), device=0, stream=self.clock.stream(),
+        )  # fmt: skip
+
+    def reported(self) -> int:
+        return int(struct.unpack("<IIiI", bytes(self.report[:16].tolist()))[2])
+
+
+def block(clock: Clock, nbytes: int) -> Any:
+    """Zeroed bytes that start at a multiple of 64."""
+    import torch
+
+    room = torch.zeros(max(nbytes, 64) + 64, dtype=torch.uint8, device=clock.device)
+    skip = -room.data_ptr() % 64
+    return room[skip : skip + max(nbytes, 64)]
+
+
+def table_of(clock: Clock, x: Any) -> Any:
+    import torch
+    from sidcomp import _core
+
+    table = _core.Segments([x.data_ptr()], [len(x)]).table()
+    return torch.frombuffer(bytearray(table), dtype=torch.uint8).to(clock.device)
+
+
+def laplace(clock: Clock, n: int) -> Any:
+    import torch
+
+    torch.manual_seed(n)
+    x = torch.rand(n, device=clock.device).sub_(0.5)
+    sign = torch.sign(x)
+    return x.abs_().mul_(-1.999).log1p_().mul_(-1).mul_(sign)
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+class Limits(NamedTuple):
+    """Microseconds of torch's plain passes: 12, 4, 8 and 4 bytes an element."""
+
+    add: float
+    write: float
+    copy: float
+    read: float
+
+
+def limits(bench: Bench, gradient: Any) -> Limits:
+    import torch
+
+    n, other = len(gradient), torch.zeros_like(gradient)
+    return Limits(
+        bench.row("limit: R += G", n, lambda: other.add_(gradient)),
+        bench.row("limit: write once", n, lambda: other.zero_()),
+        bench.row("limit: copy", n, lambda: other.copy_(gradient)),
+        bench.row("limit: read once (sum)", n, lambda: gradient.sum()),
+    )
+
+
+# ---- codecs --------------------------------------------------------------------------------------
+
+
+def forms_of(codec: dict[str, Any], size: Size) -> list[dict[str, Any]]:
+    if not any(p["name"] == "density" for p in codec["parameters"]):
+        return [{}]
+    densities = DENSITIES if codec["name"] in SOME else (0.01,)
+    forms = FORMS.get(codec["name"], []) if size.all else []
+    return [{"density": d} for d in densities] + forms
+
+
+def codecs(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
+    from sidcomp import _core
+
+    for codec in _core.codecs():
+        if not codec["cuda"] or not (size.all or codec["name"] in SOME):
+            continue
+        for settings in forms_of(codec, size):
+            name = " ".join([codec["name"], *(f"{k}={v}" for k, v in settings.items())])
+            if bench.late(f"{name}, n {size.n:,}"):
+                return
+            slow = rival(bench, codec["name"], settings, gradient) if size.rivals else (0.0, 0.0)
+            one_codec(bench, name, Rank(bench.clock, codec["name"], settings, gradient), limit, slow)
+            bench.clock.settle()
+
+
+def one_codec(bench: Bench, name: str, rank: Rank, limit: Limits, slow: tuple[float, float]) -> None:
+    n, count = rank.plan.n, 1 if rank.plan.linear else WORLD
+    bench.row(f"encode {name}", n, rank.encode, limit.add, slow[0])
+    payloads = rank.payload[: rank.plan.payload_bytes].repeat(count)
+    rank.gradient = rank.gradient.clone()  # what is decoded goes elsewhere
+    rank.table = table_of(bench.clock, rank.gradient)
+    bench.row(
+        f"decode {name} of {count}", n, lambda: rank.decode(payloads, count), limit.write, slow[1] * count
+    )
+    assert rank.reported() == 0, f"decode of {name} reports {rank.reported()}"
+
+
+def rival(bench: Bench, codec: str, settings: dict[str, Any], gradient: Any) -> tuple[float, float]:
+    """Microseconds of torch's operations: an encode, and a decode of one payload. 0: there is none."""
+    from sidcomp import _core
+
+    from benchmarks.rivals import RIVALS, Job, Rival
+
+    if codec not in RIVALS or "values" in settings:
+        return 0.0, 0.0
+    import torch
+
+    n = len(gradient)
+    plan = _core.Plan(codec, "residual", n, "float32", settings)
+    r = Rival(codec, Job(n, plan.k if settings else n), [gradient], torch.zeros_like(gradient), 1)
+    graph = codec in CAPTURED
+    took = [bench.clock.measure(call, n, graph) for call in (r.encode, r.decode)]
+    encode, decode = (statistics.median(t.get("graph", t["stream"])) for t in took)
+    return encode, decode
+
+
+def compiled(bench: Bench, size: Size, gradient: Any) -> None:
+    """The rivals by torch.compile, which needs triton and a C compiler."""
+    import torch
+
+    from benchmarks.rivals import RIVALS, Job, Rival
+
+    for codec in COMPILED:
+        if bench.late(f"compiled {codec}"):
+            return
+        r = Rival(codec, Job(size.n, size.n // 100), [gradient], torch.zeros_like(gradient), 1)
+        plain = RIVALS[codec]
+        try:
+            RIVALS[codec] = (torch.compile(plain[0], dynamic=True), torch.compile(plain[1], dynamic=True))
+            bench.row(f"torch.compile, encode {codec}", size.n, r.encode, graph=False)
+        except Exception as e:  # what a compiler may raise has no bounds
+            bench.say(f"  torch.compile, {codec}: {type(e).__name__}: {str(e).splitlines()[0][:200]}")
+        finally:
+            RIVALS[codec] = plain
+
+
+# ---- exchanges -----------------------------------------------------------------------------------
+
+
+class Trip:
+    """All ranks of an exchange on this device, their messages moved by copies that are not timed."""
+
+    def __init__(self, clock: Clock, kind: str, codec: str, n: int, settings: dict[str, Any]) -> None:
+        import torch
+        from sidcomp import _core
+
+        memory = "compensation" if codec == "marsit" else "residual"
+        world = settings.pop("world", RANKS)
+        self.clock, self.ranks = clock, []
+        for r in range(world):
+            x = _core.Exchange(kind, codec, memory, n, "float32", r, world, settings)
+            gradient = torch.randn(n, device=clock.device)
+            blocks = [block(clock, b) for b in (x.state_bytes, x.cuda_work_bytes(), x.wire_bytes, 64)]
+            self.ranks.append((x, gradient, table_of(clock, gradient), *blocks))
+
+    def advance(self, r: int, round: int) -> None:
+        x, _, table, state, work, wire, report = self.ranks[r]
+        x.cuda_advance(
+            round, table.data_ptr(), 1, state.data_ptr(), work.data_ptr(), wire.data_ptr(),
+            step=0, seed=0, group=0, stats=0, report=report.data_ptr(), device=0, stream=self.clock.stream(),
+        )  # fmt: skip
+
+    def move(self, round: int) -> None:
+        for r, (x, *_, wire, _) in enumerate(self.ranks):
+            for peer, at, size in x.messages(round, True):
+                other, *_, theirs, _ = self.ranks[peer]
+                start = next(m for m in other.messages(round, False) if m[0] == r)[1]
+                wire[at : at + size].copy_(theirs[start : start + size])
+
+    def reported(self) -> list[int]:
+        return [struct.unpack("<IIiI", bytes(report[:16].tolist()))[2] for *_, report in self.ranks]
+
+
+def trips(bench: Bench, n: int, limit: Limits) -> None:
+    """What rank 0 computes in each round of a step, to the end."""
+    for kind, codec in TRIPS:
+        if bench.late(f"{kind} of {codec}"):
+            return
+        settings = {"density": 0.01} if codec == "topk" else {}
+        trip = Trip(bench.clock, kind, codec, n, settings | NODES.get(kind, {}))
+        rounds = trip.ranks[0][0].rounds
+        for round in range(rounds + 1):
+            for r in range(1, len(trip.ranks)):
+                trip.advance(r, round)
+            what = f"{kind} of {codec}, {len(trip.ranks)} ranks, after {round} of {rounds} rounds"
+            bench.row(what, n, partial(trip.advance, 0, round), limit.add)
+            if round < rounds:
+                trip.move(round)
+        assert not any(trip.reported()), f"{kind} of {codec} reports {trip.reported()}"
+        bench.clock.settle()
+
+
+def hops(bench: Bench, n: int, limit: Limits) -> None:
+    """A hop of Marsit's ring that merges a slice of which two votes have come: 4 bytes for each of the
+    slice's elements, where R += G moves 12."""
+    for world in (3, 8):
+        if bench.late(f"hop of ring1, {world} ranks"):
+            return
+        trip = Trip(bench.clock, "ring1", "marsit", n, {"world": world})
+        for r in range(world):
+            trip.advance(r, 0)
+        bench.clock.settle()
+        trip.ranks[0][5].random_(0, 256)  # that it is no message changes nothing of the work
+        what = f"hop of ring1, {world} ranks"
+        bench.row(what, n, partial(trip.advance, 0, 2), limit.add / (24 * world))
+
+
+def measure(bench: Bench, sizes: tuple[Size, ...] = SIZES) -> None:
+    for size in sizes:
+        if bench.late(f"n {size.n:,}"):
+            return
+        if bench.clock.room() < 14 * 4 * size.n:
+            bench.say(f"  n {size.n:,}: left out, the device has no room for it")
+            continue
+        gradient = laplace(bench.clock, size.n)
+        limit = limits(bench, gradient)
+        codecs(bench, size, gradient, limit)
+        if size.trips:
+            trips(bench, size.n, limit)
+            hops(bench, size.n, limit)
+        if size.compiled:
+            compiled(bench, size, gradient)
+        del gradient
+        bench.clock.settle()
+
+
+# ---- bytes, by a profiler --------------------------------------------------------------------------
+
+
+def once(codec: str, n: int) -> None:
+    clock = GpuClock()
+    rank = Rank(
+        clock, codec, {"density": 0.01} if codec in ("topk", "sidco-e", "dgc") else {}, laplace(clock, n)
+    )
+    rank.encode()
+    clock.settle()
+    count = 1 if rank.plan.linear else WORLD
+    rank.decode(rank.payload[: rank.plan.payload_bytes].repeat(count), count)
+    clock.settle()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--once", nargs=2, metavar=("CODEC", "N"), required=True)
+    args = parser.parse_args()
+    sys.path[:0] = [str(ROOT), str(ROOT / "python")]
+    once(args.once[0], int(args.once[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What `make gpu-check` does where there is a GPU, as far as it can be tried without one.
+
+The kernels' rows are made on the emulation of tests/cuda, by a clock that only calls (test_emulated.py); the
+models' steps on the CPU; reports from figures made up here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sidcomp import _core
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks import gpu_check, gpu_time  # noqa: E402
+
+torch = pytest.importorskip("torch")
+emulated = pytest.mark.skipif(_core.cuda_archs != "emulated", reason="the device is the CPU emulation")
+
+
+class StillClock:
+    """Calls, and says that it took so many microseconds."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.free = 1 << 40
+
+    def stream(self) -> int:
+        return 0
+
+    def measure(self, call: gpu_time.Call, n: int, graph: bool) -> gpu_time.Times:
+        call()
+        call()
+        return {"stream": [3.0, 4.0, 5.0], **({"graph": [1.0, 2.0, 3.0]} if graph else {})}
+
+    def room(self) -> int:
+        return self.free
+
+    def settle(self) -> None:
+        pass
+
+
+def bench_of(seconds: float = 1e6) -> tuple[gpu_time.Bench, list[str]]:
+    said: list[str] = []
+    return gpu_time.Bench(StillClock(), time.monotonic() + seconds, said.append), said
+
+
+@emulated
+def test_every_kernel_has_its_rows() -> None:
+    """Encode and decode of every codec, its form and rivals; every round of the exchanges."""
+    bench, said = bench_of()
+    gpu_time.measure(bench, (gpu_time.Size(3000, True, True, False, True),))
+    names = [r["what"] for r in bench.rows]
+    assert len(names) == len(set(names)) and not [line for line in said if "left out" in line]
+    for codec in _core.codecs():
+        own = [r for r in bench.rows if r["what"].split()[:2] == ["encode", codec["name"]]]
+        densities = len(gpu_time.DENSITIES) if codec["name"] in gpu_time.SOME else 1
+        has = any(p["name"] == "density" for p in codec["parameters"])
+        wanted = (densities if has else 1) + len(gpu_time.FORMS.get(codec["name"], []))
+        assert len(own) == (wanted if codec["cuda"] else 0), codec["name"]
+        assert all(r["x limit"] == 1.0 for r in own)
+    from benchmarks.rivals import RIVALS
+
+    beside = {r["what"].split()[1] for r in bench.rows if "torch us" in r}
+    assert beside == {c["name"] for c in _core.codecs() if c["cuda"]} & set(RIVALS)
+    one = next(r for r in bench.rows if r["what"] == "decode topk density=0.01 of 8")
+    assert one["torch us"] == 16.0 and one["x faster"] == 8.0, "as many payloads as ours"
+    for kind, codec_name in gpu_time.TRIPS:
+        rows = [n for n in names if n.startswith(f"{kind} of {codec_name},")]
+        assert len(rows) == int(rows[0].split()[-2]) + 1
+    assert sum("hop of ring1" in n for n in names) == 2
+
+
+@emulated
+def test_time_and_room_may_run_out() -> None:
+    bench, said = bench_of(-1)
+    gpu_time.measure(bench)
+    assert bench.rows == [] and len(said) == 1 and "left out" in said[0]
+    bench, said = bench_of()
+    assert isinstance(bench.clock, StillClock)
+    bench.clock.free = 1000
+    gpu_time.measure(bench, (gpu_time.SIZES[0],))
+    assert bench.rows == [] and "no room" in said[0]
+
+
+def test_steps_of_models() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_model.py"), "--device", "cpu", "--small"]
+    path = f"{Path(_core.__file__).parent.parent}:{ROOT}"
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout.strip().splitlines()[-1])
+    from benchmarks.gpu_model import HOOKS, Gpt, resnet
+
+    assert [(r["model"], r["hook"]) for r in rows] == [(m, h) for m in ("resnet-50", "gpt-2") for h in HOOKS]
+    assert all(r["ms"][1] <= r["ms"][0] <= r["ms"][2] for r in rows)
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in m.parameters()) for m in (resnet(), Gpt())]
+    assert sizes == [25_557_032, 124_439_808], "the papers' models"
+
+
+NCU = """==PROF== Connected to process 7
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Metric Name","Metric Unit","Metric Value"
+"0","7","python","h","void sid_walk_kernel<sid_memory1, topk>(sid_group)","1","7","dram__bytes_read.sum","byte","204,800,000"
+"0","7","python","h","void sid_walk_kernel<sid_memory1, topk>(sid_group)","1","7","dram__bytes_write.sum","byte","102,400,000"
+"1","7","python","h","sid_finish_kernel(sid_end)","1","7","dram__bytes_read.sum","byte","5"
+==PROF== Disconnected
+"""  # noqa: E501
+
+
+def test_bytes_that_ncu_counts() -> None:
+    assert gpu_check.bytes_of(NCU) == [("sid_walk_kernel", 307_200_000.0), ("sid_finish_kernel", 5.0)]
+    assert gpu_check.bytes_of("==ERROR== ERR_NVGPUCTRPERM") == []
+
+
+RESULTS: dict[str, Any] = {
+    "date": "2026-01-02",
+    "machine": {"gpu": "NVIDIA X", "torch": "2"},
+    "times": [
+        {"what": "limit: copy", "n": 1000, "graph us": [2.0, 1.0, 3.0]},
+        {"what": "encode topk", "n": 1000, "graph us": [3.0, 1.0, 4.0], "x limit": 1.5},
+    ],
+    "tests": {"status": 0, "summary": "9 passed"},
+    "sanitizers": {"memcheck": "ok"},
+}
+
+
+def test_parts_of_one_day_come_together(tmp_path: Path) -> None:
+    gpu_check.write(RESULTS, tmp_path)
+    later = {k: RESULTS[k] for k in ("date", "machine")} | {"ddp": {"status": 1, "summary": "1 failed"}}
+    gpu_check.write(later, tmp_path)
+    kept = json.loads((tmp_path / "nvidia-x-2026-01-02.json").read_text())
+    assert kept == RESULTS | later
+    text = (tmp_path / "nvidia-x-2026-01-02.md").read_text()
+    for words in (
+        "| limit: copy | 1,000 | 2.0 [1.0, 3.0] |  |",
+        "x limit",
+        "DDP: 1 failed.",
+        "memcheck: ok.",
+    ):
+        assert words in text
+    assert gpu_check.failures(RESULTS) == [] and gpu_check.failures(kept) == ["ddp"]
+    spoiled = RESULTS | {"ranks": {"rows": [], "wrong": ["x"]}, "sanitizers": {"racecheck": "failed (1): y"}}
+    assert gpu_check.failures(spoiled) == ["ranks", "racecheck"]
+
+
+def test_only_parts_that_there_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu-check", "--only", "tests,nosuch"])
+    with pytest.raises(SystemExit):
+        gpu_check.main()
+    assert "nosuch: there are tests" in capsys.readouterr().err
