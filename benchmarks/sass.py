@@ -98,7 +98,30 @@ PASSES = (
     Pass(r"linear\.cu sid_decode_kernel", "decode of one", OUT, 4, HALVES, must=OUT),
     Pass(r"sparse\.cu sid_decode_kernel", "decode, the rest", OUT, -4, r"ST\.E\.64", must=OUT),
     Pass(r"sid_randk_decode_kernel", "decode, the rest", OUT, -4, r"ST\.E\.64", must=OUT),
-)  # of several for the same the first holds
+    Pass(r"sid_ternary_(decode|look)_kernel", "decode, each payload", r"LDG\.E\.EF", -TILE),
+    Pass(r"sid_ternary_decode_kernel", "decode, the rest", OUT, -TILE, r"ST\.E\.64", r"LDG\.E\.EF", must=OUT),
+    Pass(r"sid_hop_kernel", "hop, but for its draws", r"LDG?\.E\.128", -128),
+    Pass(r"sid_ring_sum_kernel", "checksum of signs", r"LDG?\.E\.128", -128),
+    Pass(r"sid_sum_slices_kernel", "sum, each rank", r"LDG\.E\.EF\.128", 4, HALVES),
+    Pass(r"sid_sum_bytes_kernel", "sum, each rank", r"LDG?\.E", 4),
+    Pass(r"sid_scatter_kernel", "slices out", r"LDG?\.E\.128", 4, r"LDG?\.E\.64"),
+    Pass(r"sid_spread_kernel", "mean out", r"LDG\.E\.EF\.128", 4),
+    Pass(r"sid_look_frames_kernel", "check", r"LDG?\.E\.128", 4),
+    Pass(r"sid_add_up_kernel", "sum, each rank", r"LDG\.E\.EF\.128", 4, HALVES),
+    Pass(r"sid_nodes_write_kernel", "write", OUT, 4, r"ST\.E\.64", must=OUT),
+    Pass(r"sid_second_shot_kernel", "zeros after a fault", r"STG?\.E\.128", 4),
+    Pass(
+        r"sid_power_walk_kernel<.*walk_shape<4u>", "encode, with all that may be", r"LDG?\.E\.EF", 1,
+        r"LDG?\.E\.EF\.U16", must=r"(STG?|LDG?)\.E",
+    ),
+    Pass(
+        r"sid_power_walk_kernel<.*walk_shape<8u>", "8 columns more", r"LDG?\.E\.EF", 1,
+        r"LDG?\.E\.EF\.U16", must=r"LDG?\.E",
+    ),
+    Pass(r"sid_power_strip_kernel", "second factor", r"LDG?\.E(\.EF)?", 1),
+    Pass(r"sid_power_output_kernel", "decode of rank 1", r"STG?\.E", 1),
+    Pass(r"sid_power_look_kernel", "check", r"LDG?\.E", 1),
+)  # fmt: skip  # of several for the same the first holds
 
 
 # ---- a listing ---------------------------------------------------------------------------------

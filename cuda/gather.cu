@@ -35,23 +35,29 @@ __global__ void __launch_bounds__(SID_BLOCK)
             sid_store1(body.first + i * sid_width(body.dtype), body.dtype, sid_bits_f32(0x7fc00000u));
 }
 
-/* Four elements of the slice a thread <- the sum over the ranks, in rank order, in float32, rounded once. */
+/* Four elements of the slice a thread <- the sum over the ranks, in rank order, in float32, rounded once. Slices start at
+ * multiples of 64 bytes. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_sum_slices_kernel(uint8_t *wire, sid_sum_of_slices at, uint32_t rank, uint32_t world, sid_dtype dtype) {
+    const uint32_t width = sid_width(dtype);
     for (uint64_t i = SID_QUAD * ((uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x); i < at.len;
          i += SID_QUAD * (uint64_t)gridDim.x * SID_BLOCK) {
-        const uint64_t place = i * sid_width(dtype);
+        const uint32_t count = at.len - i < SID_QUAD ? (uint32_t)(at.len - i) : (uint32_t)SID_QUAD;
+        uint8_t *const own = wire + at.own + i * width;
         float sum[SID_QUAD] = {};
         for (uint32_t r = 0; r < world; r++) {
-            const uint8_t *from = wire + (r == rank ? at.own : at.from + r * at.apart) + place;
-            for (uint32_t c = 0; c < SID_QUAD; c++) {
-                if (i + c >= at.len) break;
-                const float y = sid_load1(from + c * sid_width(dtype), dtype);
-                sum[c] = r ? sum[c] + y : y;
-            }
+            const uint8_t *const from = r == rank ? own : wire + at.from + r * at.apart + i * width;
+            float y[1][SID_QUAD] = {};
+            if (count == SID_QUAD)
+                sid_load_quads(from, dtype, y);
+            else
+                for (uint32_t c = 0; c < count; c++) y[0][c] = sid_load1(from + c * width, dtype);
+            for (uint32_t c = 0; c < SID_QUAD; c++) sum[c] = r ? sum[c] + y[0][c] : y[0][c];
         }
-        for (uint32_t c = 0; c < SID_QUAD; c++)
-            if (i + c < at.len) sid_store1(wire + at.own + place + c * sid_width(dtype), dtype, sum[c]);
+        if (count == SID_QUAD)
+            sid_store_quad(own, dtype, sum);
+        else
+            for (uint32_t c = 0; c < count; c++) sid_store1(own + c * width, dtype, sum[c]);
     }
 }
 

@@ -110,9 +110,14 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_spread_kernel(slices k, uint64_
     for (uint64_t i = SID_QUAD * ((uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x); i * to.width < body;
          i += SID_QUAD * (uint64_t)gridDim.x * SID_BLOCK) {
         uint32_t bits[SID_QUAD] = {};
+        float x[SID_QUAD] = {};
+        if (i + SID_QUAD <= len)
+            load_quad(sum + i, SID_F32, x);
+        else
+            for (uint32_t c = 0; c < SID_QUAD; c++)
+                if (i + c < len) x[c] = sum[i + c];
         for (uint32_t c = 0; c < SID_QUAD; c++)
-            if (i + c < len)
-                bits[c] = k.dtype == SID_F32 ? sid_f32_bits(sum[i + c]) : sid_encode_half(sum[i + c], k.dtype);
+            if (i + c < len) bits[c] = k.dtype == SID_F32 ? sid_f32_bits(x[c]) : sid_encode_half(x[c], k.dtype);
         to.put(i, bits);
     }
     add_sums(k.sums[k.mine], to.own, part);
@@ -223,10 +228,12 @@ __global__ void __launch_bounds__(SID_BLOCK)
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);
          tile += (uint64_t)gridDim.x * SID_WARPS) {
         const sid_span span = sid_span_of(g, tile);
+        uint32_t s = (uint32_t)(span.at / k.slice);
+        uint64_t start = s * k.slice;
         for (uint32_t i = sid_lane() * SID_QUAD; i < span.len; i += SID_ROW) {
-            const uint64_t at = span.at + i; /* a quad lies in one slice */
-            const uint32_t s = (uint32_t)(at / k.slice), count = sid_count4(span.len, i);
-            const uint64_t place = at - s * k.slice;
+            const uint32_t count = sid_count4(span.len, i);
+            for (; span.at + i >= start + k.slice; s++) start += k.slice; /* a quad lies in one slice */
+            const uint64_t place = span.at + i - start;
             float x[SID_QUAD];
             if (s == k.mine)
                 load_quad(sum + place, SID_F32, x);
