@@ -3,8 +3,9 @@
 `check(world)` starts the ranks; gpu_check.py calls it. Each trains a small model of several groups with
 either transport, from the same start. Gathered payloads must give all ranks the same weights, whatever the
 transport, and so must sums of two ranks. The host's time is that of enqueueing a group's step
-(CudaLane.launch), the device idle before each step; the median over groups and steps, of rank 0. Ranks on one
-GPU take turns, so nothing is said of how long the exchange itself takes.
+(CudaLane.launch), the device idle before each step; the median over groups and steps, of rank 0. While it
+enqueues, waiting for the device is an error (torch's sync debug mode), and nothing may be allocated. Ranks on
+one GPU take turns, so nothing is said of how long the exchange itself takes.
 
 NCCL takes two ranks of a device for a mistake unless their hosts differ, so that each gets a name of its own;
 it then goes through sockets on the loopback.
@@ -78,6 +79,8 @@ def compare(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         for transport in ranks[0][codec]:
             if len({r[codec][transport]["weights"] for r in ranks}) > 1:
                 wrong.append(f"{codec} over {transport}: the ranks have different weights")
+            if grown := max(r[codec][transport]["allocations"] for r in ranks):
+                wrong.append(f"{codec} over {transport}: {grown} allocations after the first steps")
         torch, native = (ranks[0][codec][t] for t in ("torch", "native"))
         if torch["weights"] != native["weights"] and not (torch["sums"] and len(ranks) > 2):
             wrong.append(f"{codec}: the transports give different weights")
@@ -106,6 +109,7 @@ def train(rank: int, codec: str, transport: str, emulated: bool, steps: int) -> 
     sidcomp.register(ddp, state)
     rng = torch.Generator().manual_seed(50 + rank)
     took: list[int] = []
+    grown = 0
     warm = min(WARM, steps)
     for step in range(warm + steps):
         if step == warm:
@@ -114,9 +118,18 @@ def train(rank: int, codec: str, transport: str, emulated: bool, steps: int) -> 
             launch = lane.launch
 
             def timed(*arguments: Any, launch: Any = launch) -> None:
-                start = perf_counter_ns()
-                launch(*arguments)
-                took.append(perf_counter_ns() - start)
+                nonlocal grown
+                before = allocations(emulated)
+                if not emulated:
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    start = perf_counter_ns()
+                    launch(*arguments)
+                    took.append(perf_counter_ns() - start)
+                finally:
+                    if not emulated:
+                        torch.cuda.set_sync_debug_mode("default")
+                grown += allocations(emulated) - before
 
             lane.launch = timed  # type: ignore[method-assign]
         x = torch.randn(16, width, generator=rng).to(device)
@@ -133,7 +146,15 @@ def train(rank: int, codec: str, transport: str, emulated: bool, steps: int) -> 
         "weights": hashlib.sha256(weights).hexdigest(),
         "host us": round(statistics.median(took) / 1e3, 1),
         "sums": sums,
+        "allocations": grown,
     }
+
+
+def allocations(emulated: bool) -> int:
+    """Blocks that torch's allocator has handed out so far."""
+    import torch
+
+    return 0 if emulated else int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 
 def main() -> None:

@@ -187,7 +187,7 @@ def blocks_of(lines: Iterable[str]) -> list[Block]:
         m = LINE.match(line)
         if not m:
             continue
-        i = Instruction(m[1] or "", m[2], m[3])
+        i = Instruction(m[1] or "", m[2].removesuffix(".SYS"), m[3])  # Turing says it of every access
         here, target = len(blocks) - 1, LABEL.search(i.operands)
         blocks[-1].code.append(i)
         op = i.op.split(".")[0]
@@ -742,7 +742,8 @@ def main(argv: list[str] | None = None) -> None:
     text = markdown(record, shown)
     if args.save:
         DOC.write_text(text)
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        kept = record | {"passes": [p for p in record["passes"] if p["arch"] == shown]}
+        RECORD.write_text(json.dumps(kept, indent=None if len(wanted) > 1 else 1) + "\n")
     else:
         print(text)
     lost = [p for p in record["passes"] if "dear" not in p]

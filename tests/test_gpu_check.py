@@ -90,6 +90,7 @@ def test_time_and_room_may_run_out() -> None:
     assert bench.rows == [] and "no room" in said[0]
 
 
+@pytest.mark.skipif(_core.cuda_archs == "emulated", reason="has nothing of the device")
 def test_steps_of_models() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_model.py"), "--device", "cpu", "--small"]
     path = f"{Path(_core.__file__).parent.parent}:{ROOT}"

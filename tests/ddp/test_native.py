@@ -583,13 +583,14 @@ def test_ranks_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got["wrong"] == []
     assert [row["codec"] for row in got["rows"]] == list(one_gpu.CODECS)
     assert all(row["torch us"] > 0 and row["native us"] > 0 for row in got["rows"])
-    one = {"weights": "a", "host us": 1.0, "sums": False}
+    one = {"weights": "a", "host us": 1.0, "sums": False, "allocations": 0}
     for ranks, words in (
         (
             [{"c": {"torch": one, "native": one}}, {"c": {"torch": one, "native": {**one, "weights": "b"}}}],
             "ranks",
         ),
         ([{"c": {"torch": one, "native": {**one, "weights": "b"}}}] * 2, "transports"),
+        ([{"c": {"torch": one, "native": {**one, "allocations": 3}}}] * 2, "3 allocations"),
     ):
         assert len(wrong := one_gpu.compare(ranks)["wrong"]) == 1 and words in wrong[0]
     summed = {"torch": {**one, "sums": True}, "native": {**one, "sums": True, "weights": "b"}}
