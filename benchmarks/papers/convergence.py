@@ -172,7 +172,7 @@ def settings_of(args: Namespace, seed: int) -> Settings:
     )  # fmt: skip
 
 
-def train(args: Namespace, world: int, seed: int, autocast: bool = False) -> Result:
+def train(args: Namespace, world: int, seed: int, autocast: bool = False, adam: bool = False) -> Result:
     """args: of `flags.parse`."""
     kind = TASKS[args.task]
     tasks = [kind(rank, world, args.batch, torch.device("cpu")) for rank in range(world)]
@@ -188,7 +188,9 @@ def train(args: Namespace, world: int, seed: int, autocast: bool = False) -> Res
     ]
     groups = groups_of(model, settings, gradients)
     momentum = 0.0 if settings.momentum else args.momentum
-    optimizer = torch.optim.SGD(parameters, lr=args.lr, momentum=momentum)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=args.lr, momentum=momentum)
+    if adam:
+        optimizer = torch.optim.Adam(parameters, lr=args.lr)
     hidden: list[Any] = [None] * world
     sent, losses, last = 0, [], 0.0
     for step in range(args.steps):
@@ -296,6 +298,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--bf16", action="store_true", help="forward and backward in bfloat16 (torch.autocast), dense too"
     )
+    parser.add_argument("--adam", type=float, metavar="RATE", help="Adam with this rate, not the task's SGD")
     parser.add_argument(
         "--save",
         action="store_true",
@@ -305,7 +308,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     kind = TASKS[args.task]
     steps = args.steps or kind.steps
-    shown = f"{steps}{' bf16' if args.bf16 else ''}"
+    shown = f"{steps}{' bf16' if args.bf16 else ''}{' Adam' if args.adam else ''}"
     only = [name for name in args.only.split(",") if name]
     runs = {text: text for text in args.flags} or rows_of(args.task, steps, only)
     name = f"papers-convergence-{args.task}"
@@ -317,9 +320,10 @@ def main(argv: list[str] | None = None) -> None:
 
     def measure(label: str, text: str, world: int) -> dict[str, Any]:
         begun, found = time.monotonic(), []
-        parsed = flags.parse("", [*shlex.split(text), "--task", args.task, "--steps", str(steps)])
+        rate = ["--lr", str(args.adam)] if args.adam else []
+        parsed = flags.parse("", [*shlex.split(text), "--task", args.task, "--steps", str(steps), *rate])
         for seed in range(args.seeds):
-            found.append(train(parsed, world, seed, args.bf16))
+            found.append(train(parsed, world, seed, args.bf16, bool(args.adam)))
             print(f"{label}, seed {seed}: {found[-1].metric:.4f}", flush=True)
         values = [result.metric for result in found]
         row = {
