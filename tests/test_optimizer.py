@@ -53,12 +53,12 @@ def test_an_optimizer_without_momentum_is_fine(
 ) -> None:
     with caplog.at_level(logging.WARNING, "sidcomp"):
         sidcomp.check_optimizer(sidcomp.State("topk", memory=memory), optimizer(kind, **arguments))
-    assert not caplog.records
+    assert all("With Adam" in r.getMessage() for r in caplog.records)
 
 
 @pytest.mark.parametrize("memory", LEFT)
 def test_memories_that_leave_momentum_to_the_optimizer(memory: str, caplog: pytest.LogCaptureFixture) -> None:
-    state = sidcomp.State("topk", memory=memory)
+    state = sidcomp.State("int8", memory=memory)
     with caplog.at_level(logging.WARNING, "sidcomp"):
         sidcomp.check_optimizer(state, optimizer(SGD, momentum=0.9, weight_decay=0.1), clip_grad_norm=1.0)
         sidcomp.check_optimizer(state, optimizer(Adam))
@@ -132,3 +132,25 @@ def test_a_codec_of_the_policy_brings_its_memory() -> None:
     assert found(codec="fp16", memory="none") == ["none"]
     assert found(codec="fp16", memory="dgc") == ["dgc"]
     assert found(codec="none") == ["residual"]
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "told"),
+    [
+        ("topk", Adam, True),
+        ("auto", torch.optim.AdamW, True),
+        ("sidco-e", torch.optim.NAdam, True),
+        ("int4", Adam, False),
+        ("fp16", torch.optim.AdamW, False),
+        ("topk", SGD, False),
+        ("topk", torch.optim.RMSprop, False),
+    ],
+)
+def test_adam_beside_a_sparse_codec_is_told_of(
+    codec: str, kind: Any, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = sidcomp.State(codec)
+    with caplog.at_level(logging.WARNING, logger="sidcomp"):
+        sidcomp.check_optimizer(state, optimizer(kind))
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == told and all("With Adam" in s and s.startswith(kind.__name__) for s in said)
