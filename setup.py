@@ -15,6 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 DEFAULT_ARCHS = "7.5 8.0 8.6 8.9 9.0 10.0 12.0"  # those that nvcc knows; the last also as PTX
+ANY_GPU = "8.0+PTX"  # runs on that one and later ones, compiled once more there when it is loaded
 env = os.environ.get
 
 
@@ -58,11 +59,21 @@ def find_nvcc():
     return ""
 
 
-def archs(nvcc):
-    """-gencode flags and the names of the architectures."""
+def own_archs():
+    """Of this machine's GPUs, as nvidia-smi tells; empty where it has none."""
+    smi = shutil.which("nvidia-smi")
+    if not smi:
+        return ""
+    command = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    found = re.findall(r"^\d+\.\d+$", done.stdout, re.M) if done.returncode == 0 else []
+    return " ".join(sorted(set(found)))
+
+
+def archs(nvcc, asked):
+    """-gencode flags and the names of the architectures; asked: names, or "all" for those of a release."""
     known = re.findall(r"sm_(\d+)", subprocess.check_output([nvcc, "--list-gpu-code"], text=True))
-    asked = env("TORCH_CUDA_ARCH_LIST", "").strip()
-    if asked:
+    if asked != "all":
         items = [a for a in re.split(r"[;,\s]+", asked) if a]
     else:
         items = [a for a in DEFAULT_ARCHS.split() if a.replace(".", "") in known]
@@ -87,7 +98,9 @@ class Build(build_ext):
 
         check_tools()
         nvcc = find_nvcc()
-        gencode, names = archs(nvcc) if nvcc else ("", "")
+        # A build in place is for here, and takes minutes for each architecture.
+        here = (own_archs() or ANY_GPU) if nvcc and self.inplace else "all"
+        gencode, names = archs(nvcc, env("TORCH_CUDA_ARCH_LIST", "").strip() or here) if nvcc else ("", "")
         print("sidcomp:", f"CUDA {names} by {nvcc}" if nvcc else "no CUDA, CPU only", flush=True)
         # The folder names pybind11's version, not its path: under build isolation the path is new each time.
         out = f"build/{sys.implementation.cache_tag}-pb{pybind11.__version__}-{'cuda' if nvcc else 'cpu'}"

@@ -61,25 +61,17 @@ def run(command: list[str], limit: float, **env: str) -> tuple[int, str]:
 
 def build() -> None:
     """Compiles for this machine's GPU, or for all default architectures where there is none."""
-    env = {"SIDCOMP_CUDA": "1"}
-    if "TORCH_CUDA_ARCH_LIST" not in os.environ and (capability := gpu_capability()):
-        env["TORCH_CUDA_ARCH_LIST"] = capability
+    sys.path.insert(0, str(ROOT))
+    from setup import own_archs
+
+    names = os.environ.get("TORCH_CUDA_ARCH_LIST") or own_archs() or "all"
+    env = {"SIDCOMP_CUDA": "1", "TORCH_CUDA_ARCH_LIST": names}
     start = time.perf_counter()
     status, output = run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], 600, **env)
     if status:
         say(output[-4000:])
         sys.exit("gpu-check: the build failed; is nvcc there (CUDA toolkit), or in SIDCOMP_NVCC?")
     say(f"built in {time.perf_counter() - start:.0f} s")
-
-
-def gpu_capability() -> str:
-    """Of the first GPU, as nvidia-smi tells it; empty where there is none."""
-    smi = shutil.which("nvidia-smi")
-    if not smi:
-        return ""
-    status, output = run([smi, "--query-gpu=compute_cap", "--format=csv,noheader"], 30)
-    found = re.match(r"\d+\.\d+", output)
-    return found[0] if status == 0 and found else ""
 
 
 def no_gpu() -> str:
