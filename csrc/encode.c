@@ -120,33 +120,75 @@ static double norm_of(const sid_plan *p, const sid_segment *seg) {
     return sqrt(sid_sums_total(sums, p->n));
 }
 
-static void walk(sid_walk *w, const sid_segment *seg) {
+/* Elements [from, to). stored: acc is in the state already; clean: as of make_tile. */
+static void tiles(sid_walk *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean) {
     const sid_plan *p = w->plan;
-    const int again = w->walks > 1 || w->round, clean = again && !w->nonfinite;
-    const int stored = p->memory->vectors && again; /* acc is in the state already */
     float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
-    place from = {seg, 0};
-    w->nonfinite = stored ? w->nonfinite : 0;
-    p->codec->begin(w);
-    for (uint64_t at = 0; at < p->n; at += p->tile) {
-        const uint32_t len = p->n - at < p->tile ? (uint32_t)(p->n - at) : p->tile;
+    place here = {seg, from};
+    while (from < to && here.off >= here.seg->len) {
+        here.off -= here.seg->len;
+        here.seg++;
+    }
+    for (uint64_t at = from; at < to; at += p->tile) {
+        const uint32_t len = to - at < p->tile ? (uint32_t)(to - at) : p->tile;
         const float *acc =
-            stored ? sid_vector(p, w->state, 0) + at : make_tile(w, &from, at, len, clean, half, buf, raw);
+            stored ? sid_vector(p, w->state, 0) + at : make_tile(w, &here, at, len, clean, half, buf, raw);
         p->codec->tile(w, acc, at, len);
     }
 }
 
-sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
-                      const sid_step *at, void *payload, sid_stats *stats) {
+static void walk(sid_walk *w, const sid_segment *seg) {
+    const int again = w->walks > 1 || w->round, clean = again && !w->nonfinite;
+    const int stored = w->plan->memory->vectors && again;
+    w->nonfinite = stored ? w->nonfinite : 0;
+    w->plan->codec->begin(w);
+    tiles(w, seg, 0, w->plan->n, stored, clean);
+}
+
+/* Before the first reading. */
+static sid_status enter(sid_walk *w, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
+                        const sid_step *at, void *payload) {
     if (!p || !state || !work || !at || !payload || !at->world || at->rank >= at->world) return SID_E_ARG;
     if (!(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF) return SID_E_ARG;
     if (!aligned(state) || !aligned(work) || !aligned(payload)) return SID_E_ARG;
     if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
     if (!fit(p, at)) return SID_E_UNSUPPORTED;
-    sid_walk w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work};
-    if (p->codec->info.traits & SID_STOCHASTIC) w.draw = (sid_draw){sid_salt(at->seed, at->rank), at->group, at->step};
-    if (p->memory->wants_norm && p->memory->wants_norm(p)) w.norm = norm_of(p, seg);
-    if (p->memory->begin) p->memory->begin(&w);
+    *w = (sid_walk){.plan = p, .at = at, .state = state, .payload = payload, .scratch = work};
+    if (p->codec->info.traits & SID_STOCHASTIC) w->draw = (sid_draw){sid_salt(at->seed, at->rank), at->group, at->step};
+    if (p->memory->wants_norm && p->memory->wants_norm(p)) w->norm = norm_of(p, seg);
+    if (p->memory->begin) p->memory->begin(w);
+    return SID_OK;
+}
+
+/* After the last one: the header, but for its checksum. */
+static void leave(sid_walk *w) {
+    const sid_plan *p = w->plan;
+    sid_header *h = (sid_header *)(void *)w->payload;
+    const uint32_t flags = h->flags | (w->nonfinite ? (uint32_t)SID_FLAG_NONFINITE : 0u);
+    *h = (sid_header){.magic = SID_MAGIC,
+                      .version = SID_WIRE_VERSION,
+                      .codec = p->codec->info.wire_id,
+                      .dtype = (uint32_t)p->dtype,
+                      .flags = flags,
+                      .n = p->n,
+                      .count = h->count,
+                      .step = w->at->step,
+                      .group = w->at->group,
+                      .rank = w->at->rank,
+                      .scale = h->scale,
+                      .salt = w->draw.salt};
+    w->state->draw = w->draw;
+    w->state->steps++;
+    w->stats.count = h->count;
+    w->stats.nonfinite = w->nonfinite;
+    w->stats.walks = w->walks;
+}
+
+sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
+                      const sid_step *at, void *payload, sid_stats *stats) {
+    sid_walk w;
+    const sid_status s = enter(&w, p, seg, n_seg, state, work, at, payload);
+    if (s) return s;
     do {
         w.walks++;
         walk(&w, seg);
@@ -157,30 +199,33 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
             walk(&w, seg);
             p->codec->finish(&w);
         }
-
-    sid_header *h = payload;
-    const uint32_t flags = h->flags | (w.nonfinite ? (uint32_t)SID_FLAG_NONFINITE : 0u);
-    *h = (sid_header){.magic = SID_MAGIC,
-                      .version = SID_WIRE_VERSION,
-                      .codec = p->codec->info.wire_id,
-                      .dtype = (uint32_t)p->dtype,
-                      .flags = flags,
-                      .n = p->n,
-                      .count = h->count,
-                      .step = at->step,
-                      .group = at->group,
-                      .rank = at->rank,
-                      .scale = h->scale,
-                      .salt = w.draw.salt};
+    leave(&w);
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
-    h->checksum = sid_payload_checksum(p->simd, payload, linear ? SID_HEADER_BYTES : p->sizes.payload);
-    w.state->draw = w.draw;
-    w.state->steps++;
-    w.stats.count = h->count;
-    w.stats.nonfinite = w.nonfinite;
-    w.stats.walks = w.walks;
+    ((sid_header *)payload)->checksum =
+        sid_payload_checksum(p->simd, payload, linear ? SID_HEADER_BYTES : p->sizes.payload);
     if (stats) *stats = w.stats;
     return SID_OK;
+}
+
+sid_status sid_begin_ranges(sid_ranges *r, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state,
+                            void *work, const sid_step *at, void *payload) {
+    const sid_status s = enter(&r->walk, p, seg, n_seg, state, work, at, payload);
+    if (s) return s;
+    r->at = *at;
+    r->walk.at = &r->at;
+    r->walk.walks = 1;
+    p->codec->begin(&r->walk);
+    return SID_OK;
+}
+
+void sid_take_range(sid_ranges *r, const sid_segment *seg, uint64_t from, uint64_t to) {
+    tiles(&r->walk, seg, from, to, 0, 0);
+}
+
+int sid_end_ranges(sid_ranges *r) {
+    r->walk.plan->codec->finish(&r->walk);
+    leave(&r->walk);
+    return r->walk.nonfinite != 0;
 }
 
 sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *seg, uint32_t n_seg, void *state,

@@ -380,6 +380,19 @@ static inline float *sid_extra(const sid_plan *p, const sid_state *s) { return s
  * whatever the plan's. A state must come with segments of the plan's dtype, which still hold the gradient. */
 void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
                       const sid_segment *seg, sid_dtype dtype, void *state, sid_report *report);
+/* encode.c: sid_encode in pieces, for who sends some elements while others are still to be read: ranges that together are
+ * the group, in any order, each from a multiple of 256 on, of a codec that reads once and whose tiles have nothing to do
+ * with each other (SID_SIGNS). seg, state, work and payload as in sid_begin_ranges, to the end; the bits of a range are in
+ * the payload after sid_take_range, the header, without a checksum, after sid_end_ranges, which returns 1 if there were NaN
+ * or Inf. */
+typedef struct sid_ranges {
+    sid_walk walk;
+    sid_step at;
+} sid_ranges;
+sid_status sid_begin_ranges(sid_ranges *r, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state,
+                            void *work, const sid_step *at, void *payload);
+void sid_take_range(sid_ranges *r, const sid_segment *seg, uint64_t from, uint64_t to);
+int sid_end_ranges(sid_ranges *r);
 /* encode.c: sid_residual_out and _in with the memory's vectors `stride` floats apart, and x finite. */
 void sid_kept_out(const sid_plan *p, const sid_state *s, float *x, uint64_t stride);
 void sid_kept_in(const sid_plan *p, sid_state *s, const float *x, uint64_t stride);

@@ -266,7 +266,8 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor);
  * function of its route; whoever moves bytes between wire blocks is its transport (sid_loopback is one, for ranks that
  * live in one process):
  *
- *     for round = 0 to rounds:  sid_exchange_advance(round);  if round < rounds: move the messages of `round`
+ *     for round = 0 to rounds:  sid_exchange_advance(round);  if round < rounds: move the messages of `round`, and
+ *                               while they travel sid_exchange_meanwhile(round)
  *
  * advance(0) encodes and prepares what round 0 sends, advance(i) takes in what round i - 1 brought and prepares round i,
  * advance(rounds) writes the mean over the ranks into the segments, or fails and writes nothing. A rank at which something
@@ -312,6 +313,12 @@ uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receiv
 sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
                                 sid_segment *cut, void *state, void *work, const sid_step *at, void *wire,
                                 sid_report *report, sid_error *err);
+
+/* What a rank may do while the messages of `round` travel: what of advance(round + 1) needs none of them (ring1, torus1:
+ * the signs of the slice that is merged next). It may be left out; the outcome is the same bit for bit. */
+sid_status sid_exchange_meanwhile(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
+                                  sid_segment *cut, void *state, void *work, const sid_step *at, void *wire);
+int sid_exchange_has_meanwhile(const sid_exchange *x); /* 1: there is something to do */
 
 /* Of a step that cannot go on, because messages do not come: what it has put into the memory is taken out again. To be
  * called in place of the advances that are left, with what they would have got; after a step that has ended it does

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_undo_kernel(sid_group g, const 
 
 /* A frame without a body to all ranks, that of rank r at `at` + 64 (r + 1); own one at `at`. */
 __global__ void __launch_bounds__(SID_LANES) sid_confirm_kernel(sid_frames s, uint64_t at, uint32_t round) {
-    if (threadIdx.x == 0) sid_close_frame(s, {at, 0, 0, 0, round, 0}, {0, 0});
+    if (threadIdx.x == 0) sid_close_frame(s, {at, 0, 0, 0, round, 0, 0}, {0, 0});
 }
 __global__ void __launch_bounds__(SID_LANES)
     sid_confirmed_kernel(sid_frames s, uint64_t at, uint32_t round, uint32_t world) {

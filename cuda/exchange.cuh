@@ -153,7 +153,7 @@ __device__ inline void sid_close_frame(const sid_frames &s, const sid_hop_side &
     sid_frame f;
     memset(&f, 0, sizeof f);
     f.magic = SID_FRAME_MAGIC;
-    f.flags = s.head->fault.flags;
+    f.flags = s.head->fault.flags & ~h.untold;
     f.step = s.draw.step;
     f.group = s.draw.group;
     f.exchange = s.exchange;

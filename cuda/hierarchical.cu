@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_spread_kernel(slices k, uint64_
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_close_kernel(slices k, uint64_t out, uint32_t round, uint32_t first, uint32_t count) {
     for (uint32_t s = first + threadIdx.x; s < first + count; s += SID_BLOCK) {
-        sid_close_frame(k.frames, {out + s * k.message, k.body(s), 0, 0, round, 0}, k.sums[s]);
+        sid_close_frame(k.frames, {out + s * k.message, k.body(s), 0, 0, round, 0, 0}, k.sums[s]);
         k.sums[s] = {0, 0};
     }
 }

@@ -306,6 +306,23 @@ sid_status sid_exchange_abandon(const sid_exchange *x, const sid_segment *seg, u
     return SID_OK;
 }
 
+int sid_exchange_has_meanwhile(const sid_exchange *x) {
+    if (!x || !x->kind->meanwhile) return 0;
+    return x->within ? sid_exchange_has_meanwhile(sid_within(x)) : x->rounds > 0;
+}
+
+sid_status sid_exchange_meanwhile(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
+                                  sid_segment *cut, void *state, void *work, const sid_step *at, void *wire) {
+    sid_report report = {0, 0};
+    sid_error text = {{0}};
+    if (!x || !at || round >= x->sizes.rounds || (n_seg && (!seg || !cut)) || !aligned(work) || !aligned(state) ||
+        !aligned(wire) || holds(x, seg, n_seg))
+        return SID_E_ARG;
+    sid_trip t = {x, seg, cut, n_seg, state, work, wire, at, &report, &text};
+    if (x->kind->meanwhile && round < x->rounds && sid_fault_of(&t)->encoded & SID_OWN) x->kind->meanwhile(&t, round);
+    return SID_OK;
+}
+
 sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
                                 sid_segment *cut, void *state, void *work, const sid_step *at, void *wire,
                                 sid_report *report, sid_error *err) {

@@ -35,6 +35,7 @@ typedef struct sid_hop_side {
     uint64_t body;        /* bytes that follow the frame */
     uint64_t bits, bytes; /* of them, where the slice's own bits lie, in whole units of 32 bytes */
     uint32_t round, peer;
+    uint32_t untold; /* flags that the frame does not carry yet */
 } sid_hop_side;
 typedef struct sid_hop {
     sid_hop_side in, out;
@@ -51,6 +52,9 @@ typedef struct sid_exchange_kind {
     /* Rounds 0 to rounds - 1, and once more with `rounds`, where everything received must be checked. It goes on after a
      * failure: what cannot be had is replaced by what tells the others (sid_poison, an empty payload). */
     sid_status (*advance)(sid_trip *t, uint32_t round);
+    /* What may be done while the messages of `round` travel, before advance(round + 1), which else does it: it touches
+     * none of them. NULL: nothing. */
+    void (*meanwhile)(sid_trip *t, uint32_t round);
     void (*finish)(sid_trip *t); /* all is well on all ranks: writes the segments */
     void (*undo)(sid_trip *t);   /* something went wrong: the step did not happen. NULL: sid_undo_parts */
     void (*hop)(const sid_exchange *x, uint32_t round, sid_hop *out); /* of a one-bit ring; else NULL */

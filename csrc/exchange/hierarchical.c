@@ -259,6 +259,15 @@ static sid_status advance(sid_trip *t, uint32_t round) {
     return SID_OK;
 }
 
+static void meanwhile(sid_trip *t, uint32_t round) {
+    const sid_exchange *x = t->x, *in = sid_within(x);
+    const uint32_t first = x->word[SCATTER];
+    if (!in->kind->meanwhile || round < first || round - first >= in->rounds) return;
+    inner_trip i;
+    enter(t, &i);
+    in->kind->meanwhile(&i.trip, round - first);
+}
+
 static void undo(sid_trip *t) {
     const sid_exchange *in = sid_within(t->x);
     inner_trip i;
@@ -335,6 +344,7 @@ const sid_exchange_kind sid_exchange_hierarchical = {
     .plan = plan,
     .messages = messages,
     .advance = advance,
+    .meanwhile = meanwhile,
     .finish = finish,
     .undo = undo,
     .parts = parts,

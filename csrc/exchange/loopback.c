@@ -66,6 +66,12 @@ sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *step
             }
             report->nonfinite |= one.nonfinite;
         }
+        for (uint32_t r = 0; r < world && round < rounds; r++) {
+            const sid_rank *q = &ranks[r];
+            sid_step at = *step;
+            at.rank = r;
+            sid_exchange_meanwhile(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work, &at, q->wire);
+        }
         if (round < rounds) {
             const sid_status s = move(ranks, world, round, room, most, err);
             if (s) return s;

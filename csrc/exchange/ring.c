@@ -14,8 +14,10 @@
  * is undecided: exact but for 2^-63. The digits come from the rank's own stream (rng.h), counted by 128 elements, digit
  * and phase; no element is merged twice by one rank in a phase.
  *
- * Local signs are all taken before round 0; the paper takes those of a slice while the one before is on its way. The
- * codec's walk costs less than a tenth of a hop's time on the links that this is for. */
+ * Of local signs those of the slice that goes out first are taken before round 0, those of the slice that a round brings
+ * while it is on its way, as the paper draws it; by the first ring's last slice all are. Whether there was NaN or Inf is
+ * known then, and told from there on: that ring's second half brings it to all its ranks, and where it has none, the other
+ * ring's do. */
 #include <string.h>
 
 #include "exchange.h"
@@ -90,6 +92,9 @@ static uint32_t own_round(const ring *k, uint32_t round, int phase) {
     return round - k->first + (phase == ROW_GATHER ? k->size - 1 : 0);
 }
 
+/* The ring in whose reduce phase all own signs are needed for the first time, slice by slice. */
+static ring leading(const sid_exchange *x) { return x->word[COLS] > 1 ? row_of(x, 0) : column_of(x); }
+
 static uint64_t message_of(const ring *k) { return SID_FRAME_BYTES + 32 * ((k->all.len + k->size - 1) / k->size); }
 
 /* The largest slice that any rank has in a round: all columns' messages are as long as the longest. */
@@ -100,6 +105,14 @@ static uint64_t message_at(const sid_exchange *x, uint32_t round) {
     return message_of(&k);
 }
 
+/* What a step remembers of its own signs, behind sid_fault. */
+typedef struct signing {
+    uint32_t slices; /* of the leading ring, that have been taken */
+    uint32_t spare;
+    sid_ranges ranges;
+} signing;
+static signing *signing_of(const sid_trip *t) { return (signing *)(void *)(t->work + SID_FAULT_BYTES); }
+
 static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
     const sid_status s = sid_sub_plan(r, r->group->n, NULL, r->group->dtype, &x->plan[0], err);
     if (s) return s;
@@ -108,8 +121,8 @@ static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
                           "a one-bit ring merges signs that stand for the same value on all ranks, as 'marsit', "
                           "'signsgd' and 'signum' have; for others take 'twoshot' or 'allgather'");
     x->confirms = 1;
-    x->at[SCRATCH] = SID_FAULT_BYTES;
-    x->sizes.work = SID_FAULT_BYTES + x->plan->sizes.work;
+    x->at[SCRATCH] = sid_round_up(SID_FAULT_BYTES + sizeof(signing), 64);
+    x->sizes.work = x->at[SCRATCH] + x->plan->sizes.work;
     x->sizes.state = sid_round_up(x->plan->sizes.state, 64);
     x->sizes.vectors = x->plan->memory->vectors;
     x->sizes.k = x->plan->k;
@@ -209,7 +222,8 @@ static void hop(const sid_exchange *x, uint32_t round, sid_hop *out) {
                                  SID_HEADER_BYTES + 32 * r.from,
                                  32 * r.len,
                                  round - 1,
-                                 k.before};
+                                 k.before,
+                                 0};
         out->block = 2 * r.from;
         out->phase = (uint32_t)phase;
         out->votes = own < k.size - 1 ? own + 1 : 0;
@@ -217,9 +231,13 @@ static void hop(const sid_exchange *x, uint32_t round, sid_hop *out) {
     if (round < x->rounds) {
         const ring k = ring_at(x, round, &phase);
         const range r = slice_at(&k, own_round(&k, round, phase));
-        out->out = (sid_hop_side){
-            x->at[OUT], message_at(x, round) - SID_FRAME_BYTES, SID_HEADER_BYTES + 32 * r.from, 32 * r.len, round,
-            k.next};
+        out->out = (sid_hop_side){x->at[OUT],
+                                  message_at(x, round) - SID_FRAME_BYTES,
+                                  SID_HEADER_BYTES + 32 * r.from,
+                                  32 * r.len,
+                                  round,
+                                  k.next,
+                                  round + 1 < leading(x).size ? SID_FRAME_NONFINITE : 0u};
     }
 }
 
@@ -227,7 +245,7 @@ static void send(sid_trip *t, const sid_hop_side *h) {
     uint8_t *frame = t->wire + h->frame, *body = frame + SID_FRAME_BYTES;
     memcpy(body, t->wire + h->bits, h->bytes);
     memset(body + h->bytes, 0, h->body - h->bytes);
-    sid_frame_close(t, (sid_frame *)(void *)frame, h->round, sid_fault_of(t)->flags, h->body);
+    sid_frame_close(t, (sid_frame *)(void *)frame, h->round, sid_fault_of(t)->flags & ~h->untold, h->body);
 }
 
 static void receive(sid_trip *t, const sid_hop *h) {
@@ -244,22 +262,54 @@ static void receive(sid_trip *t, const sid_hop *h) {
     }
 }
 
-static sid_status advance(sid_trip *t, uint32_t round) {
+/* ---- own signs --------------------------------------------------------------------------------------------------- */
+
+static void begin_signs(sid_trip *t) {
     const sid_exchange *x = t->x;
-    sid_fault *f = sid_fault_of(t);
-    sid_hop h;
-    if (!round) {
-        memset(t->wire, 0, x->at[OUT]); /* also what the last unit has beyond the payload */
-        if (!sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->at[SCRATCH], t->at, t->wire)) {
-            f->encoded |= SID_OWN;
-            if (((const sid_header *)(const void *)t->wire)->flags & SID_FLAG_NONFINITE)
-                f->flags |= SID_FRAME_NONFINITE;
-        }
+    signing *s = signing_of(t);
+    memset(t->wire, 0, x->at[OUT]); /* also what the last unit has beyond the payload */
+    s->slices = 0;
+    const sid_status bad =
+        sid_begin_ranges(&s->ranges, x->plan, t->seg, t->n_seg, t->state, t->work + x->at[SCRATCH], t->at, t->wire);
+    if (!bad) {
+        sid_fault_of(t)->encoded |= SID_OWN;
+        return;
     }
-    hop(x, round, &h);
+    sid_fail(t->err, bad, "encode: %s", sid_status_text(bad));
+    sid_blame(t, bad, x->rank);
+}
+
+/* Those of the leading ring's first `slices` slices, in the order in which they are merged. */
+static void take_signs(sid_trip *t, uint32_t slices) {
+    const ring k = leading(t->x);
+    const uint64_t n = t->x->n;
+    signing *s = signing_of(t);
+    if (slices > k.size) slices = k.size;
+    if (!(sid_fault_of(t)->encoded & SID_OWN) || s->slices >= slices) return;
+    for (; s->slices < slices; s->slices++) {
+        const range r = slice_at(&k, s->slices);
+        const uint64_t from = UNIT * r.from, to = UNIT * (r.from + r.len);
+        sid_take_range(&s->ranges, t->seg, from < n ? from : n, to < n ? to : n);
+    }
+    if (slices == k.size && sid_end_ranges(&s->ranges)) sid_fault_of(t)->flags |= SID_FRAME_NONFINITE;
+}
+
+static sid_status advance(sid_trip *t, uint32_t round) {
+    sid_hop h;
+    if (!round) begin_signs(t);
+    take_signs(t, round + 1);
+    hop(t->x, round, &h);
     if (h.in.frame) receive(t, &h);
     if (h.out.frame) send(t, &h.out);
     return SID_OK;
+}
+
+static void meanwhile(sid_trip *t, uint32_t round) { take_signs(t, round + 2); }
+
+static void undo(sid_trip *t) {
+    /* What is kept is of the last step where no sign has been taken: all of it must be of this one. */
+    take_signs(t, UINT32_MAX);
+    sid_undo_parts(t);
 }
 
 static void finish(sid_trip *t) {
@@ -289,7 +339,9 @@ const sid_exchange_kind sid_exchange_ring1 = {
     .plan = plan_ring,
     .messages = messages,
     .advance = advance,
+    .meanwhile = meanwhile,
     .finish = finish,
+    .undo = undo,
     .hop = hop,
     .parts = sid_one_part,
     .part = sid_whole_part,
@@ -308,7 +360,9 @@ const sid_exchange_kind sid_exchange_torus1 = {
     .plan = plan_torus,
     .messages = messages,
     .advance = advance,
+    .meanwhile = meanwhile,
     .finish = finish,
+    .undo = undo,
     .hop = hop,
     .parts = sid_one_part,
     .part = sid_whole_part,

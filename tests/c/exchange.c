@@ -221,6 +221,11 @@ void test_exchange_routes_refused(void) {
     CHECK(sid_exchange_advance(x, 0, seg, k, room, st, wk, &other, wi, NULL, &err) == SID_E_ARG, "another rank");
     CHECK(sid_exchange_advance(x, 0, seg, k, room, st, wk, &far, wi, NULL, &err) == SID_E_ARG, "group");
     CHECK(sid_exchange_advance(x, 0, seg, k, room, (char *)st + 8, wk, &at, wi, NULL, &err) == SID_E_ARG, "misaligned");
+    CHECK(sid_exchange_meanwhile(NULL, 0, seg, k, room, st, wk, &at, wi) == SID_E_ARG, "meanwhile: no exchange");
+    CHECK(sid_exchange_meanwhile(x, p.sizes.rounds, seg, k, room, st, wk, &at, wi) == SID_E_ARG, "meanwhile: round");
+    CHECK(sid_exchange_meanwhile(x, 0, seg, k - 1, room, st, wk, &at, wi) == SID_E_ARG, "meanwhile: segments");
+    CHECK(sid_exchange_meanwhile(x, 0, seg, k, room, st, wk, &at, wi) == SID_OK, "meanwhile: no step");
+    CHECK(sid_exchange_has_meanwhile(x) && !sid_exchange_has_meanwhile(NULL), "has meanwhile");
     CHECK(sid_exchange_messages(x, 99, 0, m) == 0, "messages of no round");
     CHECK(sid_exchange_residual_out(x, NULL, NULL) == SID_E_ARG, "out");
     CHECK(sid_exchange_rescale(x, st, 0) == SID_E_ARG, "factor");
@@ -300,6 +305,13 @@ static uint32_t hurt(party *p, uint64_t step, uint32_t where, rng *r_, uint8_t *
                                                       &at, q->wire, NULL, err);
             CHECK(!s || s == SID_E_CORRUPT || s == SID_E_MISMATCH, "%s: %s", p->name, err->text);
             if (round == p->sizes.rounds) count += failed[r] = s != SID_OK;
+        }
+        for (uint32_t r = 1; r < p->world && round < p->sizes.rounds; r += 2) { /* the others leave it to advance */
+            const sid_step at = {.step = step, .seed = 5, .group = 3, .rank = r, .world = p->world};
+            const sid_rank *q = &p->rank[r];
+            CHECK(sid_exchange_meanwhile(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work, &at,
+                                         q->wire) == SID_OK,
+                  "%s: meanwhile", p->name);
         }
         for (uint32_t r = 0; r < p->world && round < p->sizes.rounds; r++) {
             sid_message *in = p->room, *out = p->room + p->sizes.messages;
