@@ -544,6 +544,17 @@ class Exchange {
         return report.nonfinite != 0;
     }
 
+    bool has_meanwhile() const { return sid_exchange_has_meanwhile(get()) != 0; }
+    void meanwhile(uint32_t round, const Segments &seg, Address state, Address work, Address wire, uint64_t step,
+                   uint64_t seed, uint32_t group, float carry) {
+        const sid_step at{step, seed, group, rank, world, carry};
+        sid_segment *room = cut(seg);
+        check(without_gil([&] {
+            return sid_exchange_meanwhile(get(), round, seg.parts.data(), seg.count(), room, pointer(state),
+                                          pointer(work), &at, pointer(wire));
+        }));
+    }
+
     uint64_t cuda_work_bytes() const {
         uint64_t bytes = 0;
         sid_error err{};
@@ -1046,6 +1057,9 @@ PYBIND11_MODULE(_core, m) {
                                })
         .def("messages", &Exchange::messages, arg("round"), arg("receive"))
         .def("advance", &Exchange::advance, arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"),
+             py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f)
+        .def_property_readonly("has_meanwhile", &Exchange::has_meanwhile)
+        .def("meanwhile", &Exchange::meanwhile, arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"),
              py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f)
         .def("cuda_work_bytes", &Exchange::cuda_work_bytes)
         .def("cuda_advance", &Exchange::cuda_advance, arg("round"), arg("segments"), arg("n_segments"), arg("state"),

@@ -345,8 +345,83 @@ def test_a_step_that_counts_as_not_sent_is_owed_once(exchange: str) -> None:
     np.testing.assert_allclose(owed(), before + np.mean(g, axis=0, dtype=np.float64), atol=1e-5)
 
 
+def move(x: Loopback, round: int) -> None:
+    """The messages of a round, by hand."""
+    for r, rank in enumerate(x.ranks):
+        for peer, to, size in rank.messages(round, True):
+            offset = next(m[1] for m in x.ranks[peer].messages(round, False) if m[0] == r)
+            ctypes.memmove(x._wire[r].ptr + to, x._wire[peer].ptr + offset, size)
+
+
+RINGS = [  # world, exchange, its settings
+    (1, "ring1", {}),
+    *((w, "ring1", {}) for w in (2, 3, 8)),
+    *((6, "torus1", {"rows": rows}) for rows in (1, 2, 3, 6)),
+    (4, "hierarchical", {"ranks_per_node": 2, "within": "ring1"}),
+]
+
+
+@pytest.mark.parametrize("memory", ("compensation", "residual", "momentum", "none"))
+@pytest.mark.parametrize("world, exchange, settings", RINGS)
+def test_signs_taken_beside_a_hop_are_those_taken_before_it(
+    world: int, exchange: str, settings: dict[str, Any], memory: str
+) -> None:
+    """Where every rank, some ranks, and none use the time that messages travel: bit for bit the same."""
+    n, seen = 3001, []
+    for busy in (range(world), range(0, world, 2), ()):
+        x = Loopback(world, exchange, "marsit", n, memory=memory, **settings)
+        assert x.ranks[0].has_meanwhile == (world > 1)
+        for step in range(3):
+            vectors = [Vector(g) for g in gradients(world, n, seed=step)]
+            at = {"step": step, "seed": 7, "group": 2}
+            places = [
+                (vectors[r].segments, x._state[r].ptr, x._work[r].ptr, x._wire[r].ptr) for r in range(world)
+            ]
+            for i in range(x.ranks[0].rounds + 1):
+                for r, rank in enumerate(x.ranks):
+                    rank.advance(i, *places[r], **at, carry=0.5)
+                if i == x.ranks[0].rounds:
+                    break
+                for r in busy:
+                    x.ranks[r].meanwhile(i, *places[r], **at, carry=0.5)
+                move(x, i)
+        seen.append(([v.read().copy() for v in vectors], [x.residual(r) for r in range(world)]))
+    for other in seen[1:]:
+        for a, b in zip(seen[0], other, strict=True):
+            assert all(np.array_equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("world, exchange, settings", RINGS)
+def test_a_ring_tells_all_ranks_of_nan_in_any_slice(
+    world: int, exchange: str, settings: dict[str, Any]
+) -> None:
+    """In whichever slice, and so in whichever round it is seen. What is kept is as before (hierarchical:
+    all that the nodes' means left counts as kept, tested elsewhere)."""
+    n = 2 * 256 * world
+    x = Loopback(world, exchange, "marsit", n, **settings)
+    x.step(gradients(world, n))
+    for r, at in itertools.product(range(world), range(0, n, 256)):
+        g, kept = gradients(world, n, seed=at), [x.residual(i) for i in range(world)]
+        g[r][at] = np.nan
+        assert np.isnan(x.step(g)).all(), (r, at)
+        for i in range(world if exchange != "hierarchical" else 0):
+            np.testing.assert_allclose(x.residual(i), kept[i], atol=1e-5)
+
+
+def test_meanwhile_refuses_what_advance_does() -> None:
+    x = Loopback(2, "ring1", "marsit", 1000)
+    v, places = Vector(np.ones(999, F32)), (x._state[0].ptr, x._work[0].ptr, x._wire[0].ptr)
+    for round, segments in ((0, v.segments), (x.ranks[0].rounds, Vector(np.ones(1000, F32)).segments)):
+        with pytest.raises(sidcomp.ArgumentError):
+            x.ranks[0].meanwhile(round, segments, *places, step=0, seed=0, group=0)
+    assert not Loopback(2, "twoshot", "int8", 1000).ranks[0].has_meanwhile
+
+
 @pytest.mark.parametrize("exchange, settings", [
     ("ring1", {"codec": "marsit"}),
+    ("ring1", {"codec": "marsit", "memory": "residual"}),
+    ("torus1", {"codec": "marsit", "rows": 2}),
+    ("hierarchical", {"codec": "marsit", "memory": "residual", "ranks_per_node": 2, "within": "ring1"}),
     ("twoshot", {"codec": "topk"}),
     ("hierarchical", {"codec": "topk", "ranks_per_node": 2}),
     ("hierarchical", {"codec": "topk", "ranks_per_node": 2, "within": "twoshot"}),
@@ -367,11 +442,7 @@ def test_a_step_that_is_abandoned_leaves_the_memory(exchange: str, settings: dic
         for i in range(stop):
             for r, rank in enumerate(x.ranks):
                 rank.advance(i, vectors[r].segments, *blocks[r], **at)
-            sent = {(r, m[0]): x._wire[r] for r, rank in enumerate(x.ranks) for m in rank.messages(i, False)}
-            for r, rank in enumerate(x.ranks):
-                for peer, to, size in rank.messages(i, True):
-                    offset = next(m[1] for m in x.ranks[peer].messages(i, False) if m[0] == r)
-                    ctypes.memmove(x._wire[r].ptr + to, sent[peer, r].ptr + offset, size)
+            move(x, i)
         for r, rank in enumerate(x.ranks):
             for _ in range(2):
                 rank.abandon(vectors[r].segments, *blocks[r], **at)

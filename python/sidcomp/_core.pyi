@@ -111,6 +111,20 @@ class Exchange:
         group: int,
         carry: float = ...,  # of what is owed, before the gradient is added
     ) -> bool: ...  # whether the step was not finite, after the last round
+    has_meanwhile: bool
+    def meanwhile(  # while the messages of `round` travel; may be left out
+        self,
+        round: int,
+        segments: Segments,
+        state: int,
+        work: int,
+        wire: int,
+        *,
+        step: int,
+        seed: int,
+        group: int,
+        carry: float = ...,
+    ) -> None: ...
     def cuda_work_bytes(self) -> int:
         """UnsupportedError where the exchange, codec or memory has no CUDA kernels."""
 

@@ -47,7 +47,12 @@ class Journey:
         )  # fmt: skip
 
     def _exchange(self, round: int) -> None:
-        for work in post(self.ends, round, self.group, round):
+        works = post(self.ends, round, self.group, round)
+        self.trip.meanwhile(
+            round, self.segments, self.state.ptr, self.work.ptr, self.wire.ptr,
+            step=self.steps, seed=0, group=0,
+        )  # fmt: skip
+        for work in works:
             work.wait()
 
     def depart(self) -> None:

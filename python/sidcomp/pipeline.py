@@ -447,6 +447,17 @@ class Pipeline:
         else:
             self.trips.launch(self, g)
 
+    def travels(self, parcel: Parcel) -> None:
+        """A round's messages are on their way: what may be done meanwhile, in a thread of trips. The time it
+        takes is part of the round's."""
+        g = parcel.group
+        if g.error is not None:
+            return
+        g.trip.meanwhile(
+            parcel.round, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+            step=self.step - 1, seed=self.settings.seed, group=g.index,
+        )  # fmt: skip
+
     def arrived(self, parcel: Parcel, failure: Exception | None) -> bool:
         """A round's messages are here, or will never be: in a thread of trips. Whether another follows."""
         g, last = parcel.group, parcel.round + 1 == parcel.group.plan.rounds

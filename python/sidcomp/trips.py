@@ -124,7 +124,11 @@ def _work(queue: "SimpleQueue[tuple[weakref.ref[Pipeline], Parcel] | None]") -> 
         ref, parcel = item
         going = True
         while going:
+            pipeline = ref()
             failure = parcel.lost
+            if pipeline is not None and failure is None:
+                pipeline.travels(parcel)
+            del pipeline  # nothing may be held while the thread waits
             for work in parcel.works:  # all of them: a message that nobody waits for blocks its pair of ranks
                 try:
                     work.wait()
@@ -133,5 +137,5 @@ def _work(queue: "SimpleQueue[tuple[weakref.ref[Pipeline], Parcel] | None]") -> 
             parcel.works = []
             pipeline = ref()
             going = pipeline is not None and pipeline.arrived(parcel, failure)
-            del pipeline  # nothing may be held while the thread waits
+            del pipeline
         del item, ref, parcel
