@@ -26,6 +26,8 @@ FORMS: dict[str, list[dict[str, Any]]] = {  # beside the densities
     ]
 }
 CAPTURED = ("topk", "fp16", "bf16", "efsignsgd", "onebit", "int8", "int4", "fp8", "signsgd")  # never wait
+EARLY = ("topk", "dgc", "int8", "efsignsgd")
+EARLY_TO = 1_000_000  # elements: above, a launch is nothing beside its kernel
 COMPILED = ("topk", "sidco-e", "efsignsgd", "int8")
 TRIPS = (("twoshot", "int8"), ("twoshot", "topk"), ("hierarchical", "topk"), ("hierarchical", "fp16"))
 COLUMNS = 1024  # of the one matrix that a group is to powersgd
@@ -169,7 +171,7 @@ class Rank:
 
         n = len(gradient)
         self.plan = _core.Plan(codec, "residual", n, "float32", settings, shapes=[(n, COLUMNS)])
-        self.clock, self.gradient = clock, gradient
+        self.clock, self.gradient, self.device = clock, gradient, 0
         self.state, self.work = block(clock, self.plan.state_bytes), block(clock, self.plan.cuda_work_bytes())
         self.payload, self.report = block(clock, self.plan.payload_bytes), block(clock, 16)
         self.table = table_of(clock, gradient)
@@ -177,14 +179,15 @@ class Rank:
     def encode(self) -> None:
         self.plan.cuda_encode(
             self.table.data_ptr(), 1, self.state.data_ptr(), self.work.data_ptr(), self.payload.data_ptr(),
-            step=0, seed=0, group=0, rank=0, world=1, stats=0, device=0, stream=self.clock.stream(),
+            step=0, seed=0, group=0, rank=0, world=1, stats=0, device=self.device,
+            stream=self.clock.stream(),
         )  # fmt: skip
 
     def decode(self, payloads: Any, count: int) -> None:
         self.plan.cuda_decode(
             payloads.data_ptr(), self.plan.payload_bytes, count, 1.0 / count, self.table.data_ptr(), 1,
             0, self.work.data_ptr(), step=-1, group=0,
-            report=self.report.data_ptr(), device=0, stream=self.clock.stream(),
+            report=self.report.data_ptr(), device=self.device, stream=self.clock.stream(),
         )  # fmt: skip
 
     def reported(self) -> int:
@@ -267,14 +270,38 @@ def codecs(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
             bench.clock.settle()
 
 
-def one_codec(bench: Bench, name: str, rank: Rank, limit: Limits, slow: tuple[float, float]) -> None:
+def early(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
+    """Kernels launched before the one ahead of them has ended (SID_CUDA_EARLY), in small groups."""
+    import sidcomp
+    from sidcomp import _core
+
+    for codec in EARLY if size.n <= EARLY_TO else ():
+        name = f"{codec} density=0.01" if codec in SOME[:3] else codec
+        if bench.late(f"early: {name}, n {size.n:,}"):
+            return
+        rank = Rank(bench.clock, codec, {"density": 0.01} if codec in SOME[:3] else {}, gradient)
+        rank.device |= _core.cuda_early
+        try:
+            one_codec(bench, name, rank, limit, (0.0, 0.0), "early: ")
+        except sidcomp.SidcompError as e:
+            bench.say(f"  early: {name}: {e}")
+        bench.clock.settle()
+
+
+def one_codec(
+    bench: Bench, name: str, rank: Rank, limit: Limits, slow: tuple[float, float], how: str = ""
+) -> None:
     n, count = rank.plan.n, 1 if rank.plan.linear else WORLD
-    bench.row(f"encode {name}", n, rank.encode, limit.add, slow[0])
+    bench.row(f"{how}encode {name}", n, rank.encode, limit.add, slow[0])
     payloads = rank.payload[: rank.plan.payload_bytes].repeat(count)
     rank.gradient = rank.gradient.clone()  # what is decoded goes elsewhere
     rank.table = table_of(bench.clock, rank.gradient)
     bench.row(
-        f"decode {name} of {count}", n, lambda: rank.decode(payloads, count), limit.write, slow[1] * count
+        f"{how}decode {name} of {count}",
+        n,
+        lambda: rank.decode(payloads, count),
+        limit.write,
+        slow[1] * count,
     )
     assert rank.reported() == 0, f"decode of {name} reports {rank.reported()}"
 
@@ -405,6 +432,7 @@ def measure(bench: Bench, sizes: tuple[Size, ...] = SIZES) -> None:
         gradient = laplace(bench.clock, size.n)
         limit = limits(bench, gradient)
         codecs(bench, size, gradient, limit)
+        early(bench, size, gradient, limit)
         if size.trips:
             trips(bench, size.n, limit)
             hops(bench, size.n, limit)

@@ -372,6 +372,10 @@ int sid_cuda_built(void); /* 1 if the kernels are in this build */
 sid_status sid_cuda_devices(int *count, sid_error *err);
 /* Sizes on the device: state is the same as on the CPU (a checkpoint moves between them), work differs. */
 sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err);
+/* Or'ed to `device` below: a kernel may be launched while the one before it on the stream still runs (programmatic
+ * dependent launch), and waits for its end before it touches memory. Not measured yet, hence not the default; devices
+ * before sm_90 ignore it. */
+#define SID_CUDA_EARLY (1 << 16)
 /* As sid_encode and sid_decode, on device memory, enqueued on `stream` (a cudaStream_t) of `device`: no host
  * synchronisation, no allocation. segs is a table in device memory. report_dev: 4 uint32 in device memory
  * {nonfinite, culprit, status, 0}, zeroed by the caller once; status is sticky. stats_dev: NULL or a sid_stats. */

@@ -18,6 +18,7 @@ __device__ static void zero_bytes(void *p, uint64_t bytes, uint64_t first, uint6
 /* Block 0 sums up the lengths; the others zero. Reads 16 and writes 8 bytes a segment. */
 static __global__ void __launch_bounds__(BEGIN_BLOCK)
     sid_begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, sid_beginning b) {
+    sid_follow();
     __shared__ unsigned long long part[SID_LANES + 1];
     if (blockIdx.x) {
         const uint64_t first = (uint64_t)(blockIdx.x - 1) * BEGIN_BLOCK + threadIdx.x;
@@ -77,6 +78,7 @@ enum {
 /* Each tile's sum of squares, NaN and Inf counted as 0. Reads the gradient. */
 static __global__ void __launch_bounds__(SID_BLOCK, NORM_BLOCKS)
     sid_norm_kernel(sid_group g, const sid_scratch *scratch, double *norms) {
+    sid_follow();
     if (!scratch->ready) return;
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);
          tile += (uint64_t)gridDim.x * SID_WARPS) {
@@ -102,6 +104,7 @@ static __global__ void __launch_bounds__(SID_BLOCK, NORM_BLOCKS)
 /* most: what the norm may be. */
 static __global__ void __launch_bounds__(SID_SUMS)
     sid_factor_kernel(const sid_scratch *scratch, const double *norms, uint64_t tiles, double most, sid_state *state) {
+    sid_follow();
     __shared__ double part[SID_SUMS];
     if (!scratch->ready) return;
     const double norm = sqrt(sid_total(norms, tiles, part));
@@ -127,6 +130,7 @@ sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t
 
 /* Of the elements as float32, which halves become without loss, as words of one vector. Reads it: 4 bytes an element. */
 static __global__ void __launch_bounds__(SID_BLOCK, NORM_BLOCKS) sid_sum_kernel(sid_group g, sid_scratch *scratch) {
+    sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
     if (!scratch->ready) return;
     const uint64_t rows = (g.n + 7) / 8;
@@ -156,6 +160,7 @@ static __global__ void __launch_bounds__(SID_BLOCK, NORM_BLOCKS) sid_sum_kernel(
 
 static __global__ void __launch_bounds__(SID_LANES)
     sid_mix_kernel(const sid_scratch *scratch, const sid_cuda_report *report, uint64_t *sum) {
+    sid_follow();
     if (threadIdx.x) return;
     *sum = report->nonfinite || !scratch->ready ? 0 : sid_checksum_mix(scratch->sum, scratch->weighted);
 }
@@ -163,6 +168,7 @@ static __global__ void __launch_bounds__(SID_LANES)
 /* scratch: of the settling before, or NULL. */
 static __global__ void __launch_bounds__(SID_LANES)
     sid_rule_kernel(const sid_scratch *scratch, sid_state *state, sid_rule rule, bool factor) {
+    sid_follow();
     if (threadIdx.x || (scratch && !scratch->ready)) return;
     state->rule = rule;
     if (factor) state->factor = scratch->former;
@@ -204,6 +210,7 @@ static sid_status check_call(const sid_segment *segs, uint32_t n_seg, const void
 int sid_cuda_built(void) { return 1; }
 
 sid_status sid_device_enter(int device, int *before, sid_error *err) {
+    device &= ~SID_CUDA_EARLY;
     cudaError_t e = cudaGetDevice(before);
     if (e == cudaSuccess && *before != device) e = cudaSetDevice(device);
     return e == cudaSuccess ? SID_OK : sid_device_failed(err, "choosing the device", e);
@@ -391,6 +398,7 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
 /* One store, which the host sees whole: it reads what a step has left when the next one begins. */
 static __global__ void __launch_bounds__(SID_LANES)
     sid_show_kernel(const sid_cuda_report *report, uint32_t mark, uint4 *seen) {
+    sid_follow();
     if (threadIdx.x) return;
     *seen = make_uint4(report->nonfinite, report->culprit, (uint32_t)report->status, mark);
 }

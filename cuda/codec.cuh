@@ -380,6 +380,7 @@ template <class Memory, class Codec>
 __global__ void __launch_bounds__(SID_BLOCK, sid_walk_blocks<Codec>::N)
     sid_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
                     Memory memory, Codec codec) {
+    sid_follow();
     __shared__ typename Codec::shared shared;
     if (!scratch->ready) return;
     memory.begin(state);

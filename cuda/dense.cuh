@@ -95,6 +95,7 @@ template <class Memory, class Codec, bool AGAIN>
 __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
     sid_tile_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
                     Codec codec) {
+    sid_follow();
     __shared__ typename Codec::shared shared;
     if (!scratch->ready) return;
     if (Memory::VECTORS) memory.begin(state);
@@ -289,6 +290,7 @@ inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear) {
 template <class Body>
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_dense_look_kernel(sid_findings f, sid_payloads p, Body body, uint32_t each) {
+    sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
     __shared__ uint32_t bad, most;
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
@@ -311,6 +313,7 @@ template <class Body>
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_dense_check_kernel(sid_scratch *scratch, sid_findings f, sid_payloads p, Body body, sid_expect expect,
                            sid_cuda_report *report, sid_state *state) {
+    sid_follow();
     __shared__ uint32_t first, flagged;
     if (threadIdx.x == 0) {
         first = SID_SOUND;
@@ -342,6 +345,7 @@ template <class Memory, class Body>
 __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
     sid_dense_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
                             sid_payloads p, Memory memory, Body body) {
+    sid_follow();
     if (!scratch->go) return;
     if (Memory::VECTORS) memory.begin(state);
     const bool fill = scratch->nonfinite;

@@ -25,7 +25,16 @@ struct sid_stream {
     cudaStream_t stream;
     uint32_t processors; /* of the device */
     sid_error *err;
+    bool early = false; /* SID_CUDA_EARLY, and the device can */
 };
+
+/* The first statement of every kernel: with SID_CUDA_EARLY it may run while the one before it still does, whose memory is
+ * not to be touched before this returns. */
+__device__ inline void sid_follow() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 /* ---- devices --------------------------------------------------------------------------------------------------- */
 
@@ -39,15 +48,19 @@ struct sid_device_scope {
     int before = 0;
     bool set = false;
     sid_status enter(int device, sid_stream *to) {
-        int processors = 0;
+        int processors = 0, major = 0;
+        const bool early = (device & SID_CUDA_EARLY) != 0;
+        device &= ~SID_CUDA_EARLY;
         cudaError_t e = cudaGetDevice(&before);
         if (e == cudaSuccess && before != device) {
             e = cudaSetDevice(device);
             set = e == cudaSuccess;
         }
         if (e == cudaSuccess) e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+        if (early && e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
         if (e != cudaSuccess) return sid_device_failed(to->err, "choosing the device", e);
         to->processors = (uint32_t)processors;
+        to->early = major >= 9;
         return SID_OK;
     }
     ~sid_device_scope() {
@@ -57,16 +70,26 @@ struct sid_device_scope {
 
 /* A failed launch surfaces here; what fails while it runs surfaces at the caller's next synchronisation. */
 template <typename... P, typename... A>
-sid_status sid_launch_as(cudaLaunchAttribute *how, const sid_stream &to, const char *what, void (*kernel)(P...),
-                         uint64_t grid, uint32_t block, uint32_t shared, const A &...args) {
+sid_status sid_launch_as(bool together, const sid_stream &to, const char *what, void (*kernel)(P...), uint64_t grid,
+                         uint32_t block, uint32_t shared, const A &...args) {
     if (!grid) return SID_OK;
+    cudaLaunchAttribute how[2] = {};
+    uint32_t count = 0;
+    if (together) {
+        how[count].id = cudaLaunchAttributeCooperative;
+        how[count++].val.cooperative = 1;
+    }
+    if (to.early) {
+        how[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        how[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((uint32_t)grid);
     config.blockDim = dim3(block);
     config.dynamicSmemBytes = shared;
     config.stream = to.stream;
-    config.attrs = how;
-    config.numAttrs = how ? 1 : 0;
+    config.attrs = count ? how : nullptr;
+    config.numAttrs = count;
     const cudaError_t e = cudaLaunchKernelEx(&config, kernel, (P)args...);
     if (e == cudaSuccess) return SID_OK;
     (void)cudaGetLastError();
@@ -75,17 +98,14 @@ sid_status sid_launch_as(cudaLaunchAttribute *how, const sid_stream &to, const c
 template <typename... P, typename... A>
 sid_status sid_launch(const sid_stream &to, const char *what, void (*kernel)(P...), uint64_t grid, uint32_t block,
                       uint32_t shared, const A &...args) {
-    return sid_launch_as(nullptr, to, what, kernel, grid, block, shared, args...);
+    return sid_launch_as(false, to, what, kernel, grid, block, shared, args...);
 }
 
 /* All blocks at once, so that they can wait for one another (sid_grid_sync): no more of them than the device holds. */
 template <typename... P, typename... A>
 sid_status sid_launch_together(const sid_stream &to, const char *what, void (*kernel)(P...), uint64_t grid,
                                uint32_t block, uint32_t shared, const A &...args) {
-    cudaLaunchAttribute how = {};
-    how.id = cudaLaunchAttributeCooperative;
-    how.val.cooperative = 1;
-    return sid_launch_as(&how, to, what, kernel, grid, block, shared, args...);
+    return sid_launch_as(true, to, what, kernel, grid, block, shared, args...);
 }
 #ifdef SID_EMULATE
 inline void sid_grid_sync() { emulate::meet(emulate::GRID_BARRIER, 0, 0); }

@@ -37,6 +37,7 @@ enum {
 template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK) sid_undo_kernel(sid_group g, const sid_exchange_head *head, uint32_t what,
                                                              sid_own_parts parts, sid_rule none, Memory memory) {
+    sid_follow();
     if (!(head->undo & what)) return;
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);
          tile += (uint64_t)gridDim.x * SID_WARPS) {
@@ -60,10 +61,12 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_undo_kernel(sid_group g, const 
 
 /* A frame without a body to all ranks, that of rank r at `at` + 64 (r + 1); own one at `at`. */
 __global__ void __launch_bounds__(SID_LANES) sid_confirm_kernel(sid_frames s, uint64_t at, uint32_t round) {
+    sid_follow();
     if (threadIdx.x == 0) sid_close_frame(s, {at, 0, 0, 0, round, 0, 0}, {0, 0});
 }
 __global__ void __launch_bounds__(SID_LANES)
     sid_confirmed_kernel(sid_frames s, uint64_t at, uint32_t round, uint32_t world) {
+    sid_follow();
     if (threadIdx.x) return;
     for (uint32_t r = 0; r < world; r++) /* in order: of several at fault the first is told */
         if (r != s.rank) sid_open_frame(s, {at + (r + 1ull) * 64, 0, 0, 0, round, r}, {0, 0});

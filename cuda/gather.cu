@@ -14,11 +14,13 @@ struct summed_body {
 };
 
 __global__ void __launch_bounds__(SID_LANES) sid_gather_begin_kernel(sid_exchange_head *head) {
+    sid_follow();
     if (threadIdx.x == 0) sid_enter(*head, nullptr, 0);
 }
 
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_gather_sent_kernel(sid_exchange_head *head, const uint8_t *payload, uint32_t rank, summed_body body) {
+    sid_follow();
     const bool none = ((const sid_header *)(const void *)payload)->magic != SID_MAGIC;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         if (none)
@@ -39,6 +41,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
  * multiples of 64 bytes. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_sum_slices_kernel(uint8_t *wire, sid_sum_of_slices at, uint32_t rank, uint32_t world, sid_dtype dtype) {
+    sid_follow();
     const uint32_t width = sid_width(dtype);
     for (uint64_t i = SID_QUAD * ((uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x); i < at.len;
          i += SID_QUAD * (uint64_t)gridDim.x * SID_BLOCK) {
@@ -64,6 +67,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 /* The same of bytes, modulo 256; four of them are added at once. Slices start at multiples of 64. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_sum_bytes_kernel(uint8_t *wire, sid_sum_of_slices at, uint32_t rank, uint32_t world) {
+    sid_follow();
     const uint32_t low = 0x7f7f7f7fu;
     for (uint64_t i = 4 * ((uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x); i < at.len;
          i += 4 * (uint64_t)gridDim.x * SID_BLOCK) {
@@ -86,6 +90,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 /* After the decode. `first`: whose payload it calls the first. */
 __global__ void __launch_bounds__(SID_LANES)
     sid_gathered_kernel(sid_exchange_head *head, uint32_t first, sid_cuda_report *report) {
+    sid_follow();
     if (threadIdx.x) return;
     const sid_cuda_report found = head->report;
     if (found.status) sid_blame_rank(head->fault, found.status, first + found.culprit);

@@ -33,6 +33,7 @@ __device__ inline void load_quad(const void *p, sid_dtype d, float (&x)[SID_QUAD
 /* ---- frames out -------------------------------------------------------------------------------------------------- */
 
 __global__ void __launch_bounds__(SID_BLOCK) sid_nodes_begin_kernel(slices k, float *sum, const sid_scratch *scratch) {
+    sid_follow();
     for (uint32_t s = threadIdx.x; s < k.local; s += SID_BLOCK) k.sums[s] = {0, 0};
     if (threadIdx.x) return;
     sid_enter(*k.frames.head, sum, k.len(k.mine));
@@ -70,6 +71,7 @@ __device__ inline void add_sums(sid_side_sums &to, sid_part_sum own, sid_part_su
 /* Blocks s * each to s * each + each - 1 copy slice s of the group, as it is. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_scatter_kernel(sid_group g, const sid_scratch *scratch, slices k, uint64_t out, uint32_t each) {
+    sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
     const uint32_t s = blockIdx.x / each;
     if (s == k.mine) return;
@@ -104,6 +106,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 
 /* Our slice, as the nodes have made it. */
 __global__ void __launch_bounds__(SID_BLOCK) sid_spread_kernel(slices k, uint64_t out, const float *sum) {
+    sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
     const uint64_t len = k.len(k.mine), body = k.body(k.mine);
     body_writer to = {k.frame(out, k.mine) + SID_FRAME_BYTES, 1 + body / 32, sid_width(k.dtype), {0, 0}};
@@ -126,6 +129,7 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_spread_kernel(slices k, uint64_
 /* Of slices from `first` on, `count` of them. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_close_kernel(slices k, uint64_t out, uint32_t round, uint32_t first, uint32_t count) {
+    sid_follow();
     for (uint32_t s = first + threadIdx.x; s < first + count; s += SID_BLOCK) {
         sid_close_frame(k.frames, {out + s * k.message, k.body(s), 0, 0, round, 0, 0}, k.sums[s]);
         k.sums[s] = {0, 0};
@@ -136,6 +140,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 
 /* Blocks l * each to l * each + each - 1 read the body that has come from rank l. `own`: all are of our slice. */
 __global__ void __launch_bounds__(SID_BLOCK) sid_look_frames_kernel(slices k, uint64_t in, bool own, uint32_t each) {
+    sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
     const uint32_t l = blockIdx.x / each;
     if (l == k.mine) return;
@@ -148,6 +153,7 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_look_frames_kernel(slices k, ui
     add_sums(k.sums[l], sum, part);
 }
 __global__ void __launch_bounds__(SID_LANES) sid_open_kernel(slices k, uint64_t in, bool own, uint32_t round) {
+    sid_follow();
     if (threadIdx.x) return;
     for (uint32_t l = 0; l < k.local; l++) { /* in order: of several at fault the first is told */
         if (l == k.mine) continue;
@@ -160,6 +166,7 @@ __global__ void __launch_bounds__(SID_LANES) sid_open_kernel(slices k, uint64_t 
 
 /* The node's mean of our slice, in the order of its ranks; g: our window of the group. */
 __global__ void __launch_bounds__(SID_BLOCK) sid_add_up_kernel(sid_group g, slices k, uint64_t in, float *sum) {
+    sid_follow();
     const bool failed = k.frames.head->fault.status != SID_OK;
     const float share = 1.0f / (float)k.local;
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);
@@ -191,10 +198,12 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_add_up_kernel(sid_group g, slic
 
 /* Before its end: what has failed around it. */
 __global__ void __launch_bounds__(SID_LANES) sid_go_in_kernel(const sid_exchange_head *head, sid_exchange_head *inner) {
+    sid_follow();
     if (threadIdx.x == 0 && head->fault.status) sid_blame_rank(inner->fault, head->fault.status, 0);
 }
 /* After it: its rank r is ours r * local + mine. */
 __global__ void __launch_bounds__(SID_LANES) sid_come_out_kernel(slices k, const sid_exchange_head *inner) {
+    sid_follow();
     if (threadIdx.x) return;
     sid_exchange_head &head = *k.frames.head;
     if (inner->fault.status) sid_blame_rank(head.fault, inner->fault.status, inner->fault.culprit * k.local + k.mine);
@@ -208,6 +217,7 @@ __global__ void __launch_bounds__(SID_LANES) sid_come_out_kernel(slices k, const
 /* ---- the end ------------------------------------------------------------------------------------------------------- */
 
 __global__ void __launch_bounds__(SID_LANES) sid_nodes_end_kernel(sid_exchange_head *head, sid_cuda_report *report) {
+    sid_follow();
     if (threadIdx.x) return;
     head->nonfinite = (head->fault.flags & SID_FRAME_NONFINITE) != 0;
     if (head->fault.status || head->nonfinite) head->undo = head->fault.encoded & SID_SPENT;
@@ -217,12 +227,14 @@ __global__ void __launch_bounds__(SID_LANES) sid_nodes_end_kernel(sid_exchange_h
 /* What was sent counts as kept: `count` states that lie `apart`. */
 __global__ void __launch_bounds__(SID_BLOCK) sid_nodes_unsend_kernel(const sid_exchange_head *head, uint8_t *state,
                                                                      uint64_t apart, uint32_t count, sid_rule none) {
+    sid_follow();
     if (!head->undo) return;
     for (uint32_t i = threadIdx.x; i < count; i += SID_BLOCK) ((sid_state *)(void *)(state + i * apart))->rule = none;
 }
 
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_nodes_write_kernel(sid_group g, slices k, uint64_t in, const float *sum) {
+    sid_follow();
     const sid_exchange_head &head = *k.frames.head;
     if (head.fault.status) return;
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);

@@ -143,6 +143,7 @@ struct looker {
 
 __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
     sid_look_kernel(sid_scratch *scratch, bodies b, uint64_t n) {
+    sid_follow();
     const bool aligned = quick(b);
     looker look = {b, false};
     const auto one = [&](uint64_t tile) {
@@ -191,6 +192,7 @@ template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
     sid_decode_kernel(sid_group g, const sid_scratch *scratch, bodies b, sid_vectors vectors, Memory memory,
                       const sid_state *state, sid_cuda_report *report) {
+    sid_follow();
     if (!scratch->go) return;
     if (Memory::VECTORS) memory.begin(state);
     const bool aligned = quick(b), undo = Memory::VECTORS && scratch->nonfinite;

@@ -31,6 +31,7 @@ inline sid_rule sid_linear_rule(const sid_step &at) {
 }
 
 static __global__ void __launch_bounds__(SID_SEAL_BLOCK) sid_linear_seal_kernel(sid_linear_ending e) {
+    sid_follow();
     if (!e.scratch->ready) return;
     for (uint64_t i = e.used + threadIdx.x; i < e.bytes; i += SID_SEAL_BLOCK) e.payload[i] = 0;
     if (threadIdx.x) return;
@@ -64,6 +65,7 @@ inline sid_status sid_linear_seal(const sid_cuda_encoding &c, uint64_t count, co
 static __global__ void __launch_bounds__(SID_BLOCK)
     sid_linear_check_kernel(sid_scratch *scratch, const uint8_t *payloads, uint64_t stride, uint32_t payload_count,
                             uint64_t count, sid_expect expect, sid_cuda_report *report, sid_state *state) {
+    sid_follow();
     __shared__ uint32_t first, flagged;
     if (threadIdx.x == 0) {
         first = SID_SOUND;

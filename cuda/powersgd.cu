@@ -105,6 +105,7 @@ struct table_rows {
 static_assert(sizeof(table_rows) + 16 <= 4096, "of a kernel's arguments");
 
 __global__ void __launch_bounds__(64) sid_power_table_kernel(table_rows rows, uint32_t count, factors *to) {
+    sid_follow();
     if (threadIdx.x < count) to[threadIdx.x] = rows.row[threadIdx.x];
 }
 
@@ -274,6 +275,7 @@ __device__ inline void divide(float *x, uint64_t n, double by) {
  * round's slice will be. */
 __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
     sid_power_prepare_kernel(const sid_scratch *scratch, power c, sid_draw d) {
+    sid_follow();
     __shared__ strands s;
     __shared__ double square[AT_ONCE], again[1];
     if (!scratch->ready) return;
@@ -317,6 +319,7 @@ __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
 /* The ranks' sum of P, a block a matrix; what the memory will want to know of it is copied. */
 __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
     sid_power_orthonormalise_kernel(const sid_scratch *scratch, power c) {
+    sid_follow();
     __shared__ strands s;
     __shared__ double before[POWER_RANK], by[POWER_RANK], after[1];
     if (!scratch->ready || scratch->codec[0]) return;
@@ -521,6 +524,7 @@ template <class Memory, class Shape>
 __global__ void __launch_bounds__(SID_BLOCK, (walk_blocks<Memory, Shape>::N))
     sid_power_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
                           power c) {
+    sid_follow();
     if (!scratch->ready) return;
     memory.begin(state);
     const sid_rule rule = state->rule;
@@ -616,6 +620,7 @@ template <bool STORED, class Shape> struct stripper {
 template <bool STORED, class Shape>
 __global__ void __launch_bounds__(SID_BLOCK, Shape::BLOCKS)
     sid_power_strip_kernel(sid_group g, const sid_scratch *scratch, const float *acc, power c) {
+    sid_follow();
     __shared__ float4 stage[SID_WARPS][Shape::STAGED * Shape::MOST / SID_QUAD];
     if (!scratch->ready || scratch->codec[0]) return;
 #pragma unroll 1
@@ -653,6 +658,7 @@ enum {
 template <bool Q, bool FEW>
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_power_sum_kernel(const sid_scratch *scratch, power c, uint64_t count, sid_state *state, sid_rule rule) {
+    sid_follow();
     __shared__ float group[SUM_GROUPS][SID_LANES];
     if (!scratch->ready) return;
     const bool spoiled = Q && scratch->codec[0];
@@ -720,6 +726,7 @@ sid_status sum_parts(const sid_cuda_encoding &c, const extent &e, const power &x
 /* Whether x, n floats of each of `count` payloads, has what is not finite. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_power_look_kernel(const uint8_t *x, uint64_t stride, uint32_t count, uint64_t n, uint32_t *found) {
+    sid_follow();
     bool bad = false;
     for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < n; i += (uint64_t)gridDim.x * SID_BLOCK)
         for (uint32_t r = 0; r < count; r++) bad |= sid_key(*(const float *)(x + r * stride + 4 * i)) >= SID_KEY_INF;
@@ -885,6 +892,7 @@ template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, OUT_BLOCKS)
     sid_power_output_kernel(sid_group g, sid_scratch *scratch, bodies b, sid_vectors vectors, Memory memory,
                             const sid_state *state, sid_cuda_report *report, power c, bool looks) {
+    sid_follow();
     __shared__ float4 stage[SID_WARPS][POWER_RANK * 8 / SID_QUAD];
     if (!scratch->ready || (!looks && !scratch->go)) return;
     if (Memory::VECTORS) memory.begin(state);
@@ -914,6 +922,7 @@ __global__ void __launch_bounds__(SID_BLOCK, OUT_BLOCKS)
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_power_learn_kernel(const sid_scratch *scratch, const sid_cuda_report *report, const float *q, float *next_q,
                            uint64_t n) {
+    sid_follow();
     if (!scratch->go || report->nonfinite) return;
     for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < n; i += (uint64_t)gridDim.x * SID_BLOCK)
         next_q[i] = q[i];

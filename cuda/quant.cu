@@ -305,6 +305,7 @@ template <sid_rounding ROUNDING> struct measure : coder<false, ROUNDING, true> {
 /* Between the readings: the scale. */
 __global__ void __launch_bounds__(SID_SUMS)
     sid_quant_scale_kernel(sid_scratch *scratch, quant_form f, const double *sums, uint64_t n, double clip) {
+    sid_follow();
     __shared__ double part[SID_SUMS];
     if (!scratch->ready) return;
     const double squares = sid_total(sums, sid_tiles(n), part);
@@ -318,6 +319,7 @@ enum {
     SEAL_BLOCK = 64
 };
 __global__ void __launch_bounds__(SEAL_BLOCK) sid_quant_seal_kernel(sid_ending e, quant_form f) {
+    sid_follow();
     if (!e.scratch->ready) return;
     const uint64_t n = e.head.n, codes = quant_codes_at(n, f.block);
     const uint64_t scales = SID_HEADER_BYTES + 4 * quant_blocks(n, f.block);

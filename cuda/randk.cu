@@ -124,6 +124,7 @@ template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     sid_randk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
                      coder o) {
+    sid_follow();
     __shared__ choice s;
     __shared__ float4 held[PART / SID_QUAD];
     __shared__ sid_part_sum part[SID_WARPS];
@@ -217,6 +218,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
 
 /* What is not finite may stand where nobody looks: a sum of bodies shows it by NaN throughout. */
 __global__ void __launch_bounds__(SID_BLOCK) sid_randk_spoil_kernel(const sid_scratch *scratch, coder o) {
+    sid_follow();
     if (!scratch->ready || !scratch->nonfinite) return;
     for (uint64_t i = blockIdx.x * (uint64_t)SID_BLOCK + threadIdx.x; i < o.k; i += (uint64_t)gridDim.x * SID_BLOCK)
         sid_store1(o.payload + SID_HEADER_BYTES + o.v.width() * i, o.v.half ? SID_F16 : SID_F32,
@@ -227,6 +229,7 @@ enum {
     SEAL_BLOCK = 64
 };
 __global__ void __launch_bounds__(SEAL_BLOCK) sid_randk_seal_kernel(sid_ending e, coder o, float inverse) {
+    sid_follow();
     if (!e.scratch->ready) return;
     for (uint64_t i = SID_HEADER_BYTES + o.v.width() * o.k + threadIdx.x; i < e.bytes; i += SEAL_BLOCK)
         e.payload[i] = 0;
@@ -314,6 +317,7 @@ __device__ inline void add(choice &s, const sid_payloads &p, const body &b, uint
 /* Before anything is written, where a memory would have to be corrected: whether a sum is finite. */
 __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     sid_randk_look_kernel(sid_scratch *scratch, sid_payloads p, body b) {
+    sid_follow();
     __shared__ choice s;
     __shared__ float out[PART];
     const uint64_t parts = (p.n + PART - 1) / PART;
@@ -333,6 +337,7 @@ template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     sid_randk_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
                             sid_payloads p, Memory memory, body b, sid_cuda_report *report) {
+    sid_follow();
     __shared__ choice s;
     __shared__ float4 held[PART / SID_QUAD];
     float *const out = (float *)held;

@@ -38,6 +38,7 @@ enum {
 
 /* A thread has 16 bytes, a block of the random stream. `one`: what comes in is what goes out. */
 __global__ void __launch_bounds__(SID_BLOCK, HOP_BLOCKS) sid_hop_kernel(sid_frames s, sid_hop h, bool one) {
+    sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
     const uint64_t first = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x, step = (uint64_t)gridDim.x * SID_BLOCK;
     const uint64_t in_rows = 1 + h.in.body / 32, out_rows = 1 + h.out.body / 32;
@@ -81,6 +82,7 @@ __global__ void __launch_bounds__(SID_BLOCK, HOP_BLOCKS) sid_hop_kernel(sid_fram
 }
 
 __global__ void __launch_bounds__(SID_LANES) sid_hop_end_kernel(sid_frames s, sid_hop h) {
+    sid_follow();
     if (threadIdx.x) return;
     if (h.in.frame) sid_open_frame(s, h.in, s.head->in);
     if (h.out.frame) sid_close_frame(s, h.out, s.head->out);
@@ -113,6 +115,7 @@ sid_status hop(const sid_stream &to, const sid_frames &s, const sid_hop &h) {
 /* After the encode, which leaves no header where the segment table is not the group's: to byte `end` the wire block is the
  * payload, and zero. */
 __global__ void __launch_bounds__(SID_LANES) sid_ring_begin_kernel(sid_frames s, uint64_t payload, uint64_t end) {
+    sid_follow();
     for (uint64_t i = payload + 4 * threadIdx.x; i < end; i += 4 * SID_LANES) *(uint32_t *)(void *)(s.wire + i) = 0;
     if (threadIdx.x) return;
     const sid_header h = *(const sid_header *)(const void *)s.wire;
@@ -128,6 +131,7 @@ __global__ void __launch_bounds__(SID_LANES) sid_ring_begin_kernel(sid_frames s,
 
 /* The merged bits are a payload again: their checksum; or, after a fault, they are none, and the report says why. */
 __global__ void __launch_bounds__(SID_BLOCK, HOP_BLOCKS) sid_ring_sum_kernel(sid_frames s, uint64_t bytes) {
+    sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
     sid_part_sum own = {0, 0};
     for (uint64_t i = SID_HEADER_BYTES / 16 + (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < bytes / 16;
@@ -140,6 +144,7 @@ __global__ void __launch_bounds__(SID_BLOCK, HOP_BLOCKS) sid_ring_sum_kernel(sid
 }
 __global__ void __launch_bounds__(SID_LANES)
     sid_ring_seal_kernel(sid_frames s, uint64_t bytes, sid_cuda_report *report) {
+    sid_follow();
     if (threadIdx.x) return;
     sid_header &h = *(sid_header *)(void *)s.wire;
     sid_exchange_head &own = *s.head;

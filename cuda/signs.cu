@@ -142,6 +142,7 @@ struct draw_signs : drawing { /* the second */
 
 /* Between the readings: the norm. */
 __global__ void __launch_bounds__(SID_SUMS) sid_sign_norm_kernel(sid_scratch *scratch, const double *sums, uint64_t n) {
+    sid_follow();
     __shared__ double part[SID_SUMS];
     const float max = 3.402823466e38f;
     if (!scratch->ready) return;
@@ -163,6 +164,7 @@ struct forms {
 
 /* What the signs stand for, and the end of the payload. By one block. */
 __global__ void __launch_bounds__(SID_SUMS) sid_sign_seal_kernel(sid_ending e, coder k, forms f) {
+    sid_follow();
     __shared__ double part[SID_SUMS];
     if (!e.scratch->ready) return;
     const uint64_t n = e.head.n, tiles = sid_tiles(n), used = SID_HEADER_BYTES + 4 * ((n + 31) / 32);

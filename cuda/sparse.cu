@@ -197,6 +197,7 @@ struct upper_bits {
  * packed indices, of which a warp takes a tile, all bits again, from L2, and the low ones of entries that share a run. */
 template <bool PACKED>
 __global__ void __launch_bounds__(SID_BLOCK) sid_look_kernel(checking check, payloads p, uint32_t each) {
+    sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
     const uint8_t *payload = p[r];
@@ -242,6 +243,7 @@ __device__ inline bool wrong_levels(const payloads &p, const uint8_t *payload, u
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_check_kernel(sid_scratch *scratch, checking check, payloads p, sid_expect expect, sid_cuda_report *report,
                      sid_state *state) {
+    sid_follow();
     __shared__ uint32_t first, flagged;
     if (threadIdx.x == 0) {
         first = SID_SOUND;
@@ -497,6 +499,7 @@ template <class Memory, class Entries>
 __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
     sid_decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own,
                       const sid_state *state) {
+    sid_follow();
     SID_DYNAMIC_SHARED(float4, memory);
     float *out = (float *)memory;
     const Entries entries(p, out);

@@ -890,6 +890,7 @@ template <class Law> struct sid_finish_shared {
 
 template <class Law>
 __global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS) sid_finish_kernel(sid_finishing f, Law law) {
+    sid_follow();
     static_assert(sizeof(sid_finish_shared<Law>) <= SID_FINISH_SHARED, "occupancy");
     SID_DYNAMIC_SHARED(uint4, memory);
     sid_finish_shared<Law> &s = *(sid_finish_shared<Law> *)(void *)memory;

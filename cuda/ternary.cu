@@ -107,6 +107,7 @@ struct measure : coder {
 /* The end of round 0: scaler, slots, header. */
 __global__ void __launch_bounds__(SID_SUMS)
     sid_ternary_seal_kernel(sid_ending e, const double *sums, double clip, float scale, uint32_t walks) {
+    sid_follow();
     __shared__ double part[SID_SUMS];
     if (!e.scratch->ready) return;
     const uint64_t n = e.head.n;
@@ -149,6 +150,7 @@ __device__ inline float shared_of(const uint8_t *payload) {
 /* The start of round 1: what the ranks' scalers come to. */
 __global__ void __launch_bounds__(SID_LANES)
     sid_ternary_shared_kernel(sid_scratch *scratch, uint8_t *payload, uint64_t n, sid_state *state) {
+    sid_follow();
     if (!scratch->ready) return;
     const float shared = shared_of(payload);
     const bool sound = shared == shared;
@@ -191,6 +193,7 @@ sid_status further(sid_cuda_encoding &c) { return second(c, coder_of(c)); }
 /* What a code of each payload stands for in the mean, a NaN where a rank had no scaler: then all of it is. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_ternary_units_kernel(sid_scratch *scratch, sid_payloads p, float *units) {
+    sid_follow();
     if (!scratch->ready) return;
     for (uint32_t r = sid_warp(); r < p.count; r += SID_WARPS) {
         const float shared = shared_of(p[r]), world = sid_linear_inverse(p.head(r).scale);
@@ -228,6 +231,7 @@ __device__ inline bool sum(const sid_payloads &p, const float *units, sid_quads 
 /* What several payloads may add up to, before the check, whose verdict this is not to wait for. */
 __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
     sid_ternary_look_kernel(sid_scratch *scratch, sid_payloads p, const float *units) {
+    sid_follow();
     if (!scratch->ready) return;
     bool finite = true;
 #pragma unroll 1
@@ -244,6 +248,7 @@ template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
     sid_ternary_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
                               sid_payloads p, const float *units, Memory memory, sid_cuda_report *report) {
+    sid_follow();
     if (!scratch->go) return;
     if (Memory::VECTORS) memory.begin(state);
     const float factor = sid_linear_factor(p.head(0), p.scale);

@@ -42,6 +42,7 @@ sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
 
 __global__ void __launch_bounds__(SID_LANES)
     sid_shots_begin_kernel(sid_exchange_head *head, float *mean, uint64_t len) {
+    sid_follow();
     if (threadIdx.x == 0) sid_enter(*head, mean, len);
 }
 
@@ -50,6 +51,7 @@ __global__ void __launch_bounds__(SID_LANES)
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_first_shot_kernel(sid_exchange_head *head, const uint8_t *payloads, const uint8_t *own, uint64_t apart,
                           uint32_t slices, uint32_t mine) {
+    sid_follow();
     int none = 0;
     for (uint32_t s = threadIdx.x; s < slices; s += SID_BLOCK) {
         const uint8_t *p = s == mine ? own : payloads + s * apart;
@@ -65,6 +67,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 
 /* What a codec's call has found of payloads from rank `first` on. */
 __global__ void __launch_bounds__(SID_LANES) sid_found_kernel(sid_exchange_head *head, uint32_t first) {
+    sid_follow();
     if (threadIdx.x) return;
     if (head->report.status) sid_blame_rank(head->fault, head->report.status, first + head->report.culprit);
     head->report = {0, 0, SID_OK, 0};
@@ -73,6 +76,7 @@ __global__ void __launch_bounds__(SID_LANES) sid_found_kernel(sid_exchange_head 
 /* After the second encode, or where its gate was closed: what goes out is no payload. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_second_shot_kernel(sid_exchange_head *head, uint8_t *payload, uint64_t bytes) {
+    sid_follow();
     if (head->fault.status == SID_OK) {
         if (blockIdx.x == 0 && threadIdx.x == 0) head->fault.encoded |= SID_FOR_ALL;
         return;
@@ -86,6 +90,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_shots_end_kernel(sid_exchange_head *head, const uint8_t *means, uint64_t apart, uint32_t slices,
                          sid_cuda_report *report) {
+    sid_follow();
     int bad = 0;
     const bool sound = head->fault.status == SID_OK;
     for (uint32_t s = threadIdx.x; s < slices && sound; s += SID_BLOCK)

@@ -975,6 +975,7 @@ PYBIND11_MODULE(_core, m) {
     m.attr("version") = std::to_string(SID_VERSION / 10000) + "." + std::to_string(SID_VERSION / 100 % 100) + "." +
                         std::to_string(SID_VERSION % 100);
     m.attr("cuda_built") = sid_cuda_built() != 0;
+    m.attr("cuda_early") = SID_CUDA_EARLY;
 #ifdef SID_WITH_CUDA
     m.attr("cuda_archs") = SID_CUDA_ARCH;
 #else

@@ -230,8 +230,8 @@ class DeviceVector:
 
 
 class DeviceRank:
-    def __init__(self, plan: _core.Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: _core.Plan, device: int = 0) -> None:
+        self.plan, self.device = plan, device
         self.state = DeviceBlock(plan.state_bytes)
         self.work = DeviceBlock(plan.cuda_work_bytes())
         self.payload = DeviceBlock(plan.payload_bytes)
@@ -243,7 +243,7 @@ class DeviceRank:
         self.plan.cuda_encode(
             vector.table.ptr, vector.n_segments, self.state.ptr, self.work.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
-            carry=at.carry, stats=self.stats.ptr, device=0, stream=stream(),
+            carry=at.carry, stats=self.stats.ptr, device=self.device, stream=stream(),
         )  # fmt: skip
 
     def encoded(self, vector: DeviceVector, at: Step) -> bytes:
@@ -260,7 +260,7 @@ class DeviceRank:
         self.plan.cuda_next_round(
             round, vector.table.ptr, vector.n_segments, self.state.ptr, self.work.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
-            device=0, stream=stream(),
+            device=self.device, stream=stream(),
         )  # fmt: skip
 
     def next_rounds(self, vector: DeviceVector, at: Step) -> bytes:
@@ -278,7 +278,7 @@ class DeviceRank:
             payloads.ptr, stride, count, scale, vector.table.ptr, vector.n_segments,
             self.state.ptr if state else 0, self.work.ptr,
             step=-1 if at is None else at.step, group=0 if at is None else at.group,
-            report=self.report.ptr, device=0, stream=stream(),
+            report=self.report.ptr, device=self.device, stream=stream(),
         )  # fmt: skip
 
     def decoded(self, payloads: Sequence[bytes], scale: float, vector: DeviceVector, at: Step | None = None,
@@ -951,3 +951,20 @@ def test_streams_and_repeats(codec: str, settings: dict[str, Any], memory: str) 
         torch.cuda.synchronize()
         first = first or device.payload.get()
         assert device.payload.get() == first, f"repeat {i} differs"
+
+
+@pytest.mark.parametrize("n", [5_000] if EMULATED else [5_000, 300_000])
+@pytest.mark.parametrize("codec", CODECS)
+def test_launched_early(codec: str, n: int) -> None:
+    """A kernel that may begin before the one ahead of it has ended waits for it: steps back to back."""
+    x, seen = content("laplace", n, np.random.default_rng(n)), []
+    memory = "residual" if fits(codec, "residual") else "none"
+    for early in (0, _core.cuda_early):
+        vector, rank = DeviceVector(x, [n]), DeviceRank(_core.Plan(codec, memory, n, "float32"), early)
+        for step in range(4):
+            rank.encode(vector, Step(step=step))
+            for i in range(1, rank.plan.rounds):
+                rank.next_round(i, vector, Step(step=step))
+            rank.decode(rank.payload, rank.plan.payload_bytes, 1, 1.0, vector, Step(step=step))
+        seen.append((rank.payload.get(), rank.state.get(), vector.read().tobytes(), rank.report.get()))
+    assert seen[0] == seen[1]

@@ -76,6 +76,7 @@ def test_every_kernel_has_its_rows() -> None:
         rows = [n for n in names if n.startswith(f"{kind} of {codec_name},")]
         assert len(rows) == int(rows[0].split()[-2]) + 1
     assert sum("hop of ring1" in n for n in names) == 2
+    assert sum(n.startswith("early: ") for n in names) == 2 * len(gpu_time.EARLY)
 
 
 @emulated

@@ -5,6 +5,7 @@ from typing import TypedDict, overload
 
 version: str
 cuda_built: bool
+cuda_early: int  # or'ed to a device: sidcomp.h, SID_CUDA_EARLY
 cuda_archs: str
 
 class SidcompError(Exception):

@@ -1,5 +1,6 @@
 """The step on a CUDA device: encode, exchange and decode on one side stream. The host waits for nothing."""
 
+import os
 import struct
 import weakref
 from collections.abc import Callable, Iterator
@@ -82,7 +83,8 @@ class CudaLane:
 
     def _enter(self) -> None:
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.where = {"device": self.stream.device.index, "stream": self.stream.cuda_stream}
+        early = _core.cuda_early if os.environ.get("SIDCOMP_LAUNCH_EARLY") == "1" else 0
+        self.where = {"device": self.stream.device.index | early, "stream": self.stream.cuda_stream}
 
     def current(self) -> AbstractContextManager[object]:
         """What is enqueued within goes to the side stream; DDP waits for it where a future is completed

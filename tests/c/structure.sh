@@ -42,6 +42,9 @@ none 'the core has a global that changes' \
 none 'a device call waits for the host' \
     grep -rnE 'cuda(DeviceSynchronize|StreamSynchronize|EventSynchronize|Malloc|Free|Memcpy)\(' cuda --include=*.cu --include=*.cuh
 
+none 'a kernel does not begin with sid_follow()' \
+    bash -c 'grep -Pzo "__global__[^{;]*\{(?!\s*sid_follow\(\);)[^\n]*" "$@" | tr "\0" "\n"' _ cuda/*.cu cuda/*.cuh
+
 # a codec's own name, not those of its parameters, which their kind follows
 names=$(cat csrc/codec/*.c | grep -Pzo '\.name = "[^"]+",\s*+(?!\.kind)' | tr '\0' '\n' | cut -sd'"' -f2 | grep -vx none | paste -sd'|')
 [ -n "$names" ] || { echo "no codec names found in csrc/codec"; bad=1; }

@@ -199,7 +199,7 @@ cudaError_t cudaSetDevice(int d) {
     emulate::device = d;
     return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr, int d) {
-    *value = 2;
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr what, int d) {
+    *value = what == cudaDevAttrMultiProcessorCount ? 2 : 9;
     return d == 0 ? cudaSuccess : cudaErrorInvalidDevice;
 }

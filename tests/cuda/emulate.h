@@ -47,16 +47,18 @@ enum cudaError_t {
     cudaErrorInvalidDevice = 101
 };
 enum cudaDeviceAttr {
-    cudaDevAttrMultiProcessorCount
+    cudaDevAttrMultiProcessorCount,
+    cudaDevAttrComputeCapabilityMajor
 };
 #define CUDART_VERSION 13000
 enum cudaLaunchAttributeID {
-    cudaLaunchAttributeCooperative = 2
+    cudaLaunchAttributeCooperative = 2,
+    cudaLaunchAttributeProgrammaticStreamSerialization = 6
 };
 struct cudaLaunchAttribute {
     cudaLaunchAttributeID id;
     struct {
-        int cooperative;
+        int cooperative, programmaticStreamSerializationAllowed;
     } val;
 };
 struct cudaLaunchConfig_t {
