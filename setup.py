@@ -92,6 +92,11 @@ def archs(nvcc, asked):
     return " ".join(flags), " ".join(items)
 
 
+def in_place(command):
+    """`build_ext --inplace`, or `pip install -e`, for which setuptools sets something else."""
+    return bool(command.inplace or getattr(command, "editable_mode", False))
+
+
 class Build(build_ext):
     def build_extension(self, ext):
         import pybind11
@@ -99,7 +104,7 @@ class Build(build_ext):
         check_tools()
         nvcc = find_nvcc()
         # A build in place is for here, and takes minutes for each architecture.
-        here = (own_archs() or ANY_GPU) if nvcc and self.inplace else "all"
+        here = (own_archs() or ANY_GPU) if nvcc and in_place(self) else "all"
         gencode, names = archs(nvcc, env("TORCH_CUDA_ARCH_LIST", "").strip() or here) if nvcc else ("", "")
         print("sidcomp:", f"CUDA {names} by {nvcc}" if nvcc else "no CUDA, CPU only", flush=True)
         # The folder names pybind11's version, not its path: under build isolation the path is new each time.

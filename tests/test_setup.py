@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -39,3 +41,22 @@ def test_the_machines_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert setup.own_archs() == "8.6 9.0"
     tool(tmp_path, "nvidia-smi", "[N/A]")
     assert setup.own_archs() == ""
+
+
+def test_an_editable_install_is_in_place() -> None:
+    command = setup.Build(setuptools.Distribution())
+    command.initialize_options()
+    assert not setup.in_place(command)
+    _set_editable_mode(command)
+    assert setup.in_place(command)
+    command.initialize_options()
+    command.inplace = True
+    assert setup.in_place(command)
+
+
+def _set_editable_mode(command: Any) -> None:
+    """As setuptools' editable_wheel does it with the commands that build."""
+    if hasattr(command, "editable_mode"):
+        command.editable_mode = True
+    else:
+        command.inplace = True
