@@ -98,13 +98,17 @@ def in_place(command):
 
 
 class Build(build_ext):
+    def run(self):
+        self.here = in_place(self)  # setuptools takes `inplace` back while it builds
+        super().run()
+
     def build_extension(self, ext):
         import pybind11
 
         check_tools()
         nvcc = find_nvcc()
         # A build in place is for here, and takes minutes for each architecture.
-        here = (own_archs() or ANY_GPU) if nvcc and in_place(self) else "all"
+        here = (own_archs() or ANY_GPU) if nvcc and self.here else "all"
         gencode, names = archs(nvcc, env("TORCH_CUDA_ARCH_LIST", "").strip() or here) if nvcc else ("", "")
         print("sidcomp:", f"CUDA {names} by {nvcc}" if nvcc else "no CUDA, CPU only", flush=True)
         # The folder names pybind11's version, not its path: under build isolation the path is new each time.

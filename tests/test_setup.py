@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import setuptools
@@ -43,20 +42,21 @@ def test_the_machines_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert setup.own_archs() == ""
 
 
-def test_an_editable_install_is_in_place() -> None:
-    command = setup.Build(setuptools.Distribution())
-    command.initialize_options()
-    assert not setup.in_place(command)
-    _set_editable_mode(command)
-    assert setup.in_place(command)
-    command.initialize_options()
-    command.inplace = True
-    assert setup.in_place(command)
-
-
-def _set_editable_mode(command: Any) -> None:
-    """As setuptools' editable_wheel does it with the commands that build."""
-    if hasattr(command, "editable_mode"):
-        command.editable_mode = True
-    else:
-        command.inplace = True
+@pytest.mark.parametrize("how", ["wheel", "inplace", "editable_mode"])
+def test_whom_a_build_is_for(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel is for everybody; what is built in place, or for `pip install -e`, for this machine."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SIDCOMP_NVCC", tool(tmp_path, "nvcc", "sm_80", "sm_90"))
+    monkeypatch.setenv("MAKE", tool(tmp_path, "make"))
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(setup, "own_archs", lambda: "")
+    asked: list[str] = []
+    monkeypatch.setattr(setup, "archs", lambda nvcc, archs: (asked.append(archs), "")[1:] * 2)
+    command = setup.Build(setuptools.Distribution({"ext_modules": [setuptools.Extension("x._y", [])]}))
+    command.build_lib = command.build_temp = str(tmp_path)
+    if how != "wheel":
+        setattr(command, how, True)
+    command.copy_extensions_to_source = lambda: None
+    command.ensure_finalized()
+    command.run()
+    assert asked == ["all" if how == "wheel" else setup.ANY_GPU]
