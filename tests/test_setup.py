@@ -46,6 +46,7 @@ def test_the_machines_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_whom_a_build_is_for(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel is for everybody; what is built in place, or for `pip install -e`, for this machine."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SIDCOMP_CUDA", "1")
     monkeypatch.setenv("SIDCOMP_NVCC", tool(tmp_path, "nvcc", "sm_80", "sm_90"))
     monkeypatch.setenv("MAKE", tool(tmp_path, "make"))
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
