@@ -26,7 +26,12 @@ FORMS: dict[str, list[dict[str, Any]]] = {  # beside the densities
     ]
 }
 CAPTURED = ("topk", "fp16", "bf16", "efsignsgd", "onebit", "int8", "int4", "fp8", "signsgd")  # never wait
-EARLY = ("topk", "dgc", "int8", "efsignsgd")
+EARLY: dict[str, dict[str, Any]] = {
+    "topk": {"density": 0.01},
+    "dgc": {"density": 0.01},
+    "int8": {},
+    "efsignsgd": {},
+}
 EARLY_TO = 1_000_000  # elements: above, a launch is nothing beside its kernel
 COMPILED = ("topk", "sidco-e", "efsignsgd", "int8")
 TRIPS = (("twoshot", "int8"), ("twoshot", "topk"), ("hierarchical", "topk"), ("hierarchical", "fp16"))
@@ -255,6 +260,10 @@ def forms_of(codec: dict[str, Any], size: Size) -> list[dict[str, Any]]:
     return [{"density": d} for d in densities] + forms
 
 
+def name_of(codec: str, settings: dict[str, Any]) -> str:
+    return " ".join([codec, *(f"{k}={v}" for k, v in settings.items())])
+
+
 def codecs(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
     from sidcomp import _core
 
@@ -262,7 +271,7 @@ def codecs(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
         if not codec["cuda"] or not (size.all or codec["name"] in SOME):
             continue
         for settings in forms_of(codec, size):
-            name = " ".join([codec["name"], *(f"{k}={v}" for k, v in settings.items())])
+            name = name_of(codec["name"], settings)
             if bench.late(f"{name}, n {size.n:,}"):
                 return
             slow = rival(bench, codec["name"], settings, gradient) if size.rivals else (0.0, 0.0)
@@ -275,11 +284,11 @@ def early(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
     import sidcomp
     from sidcomp import _core
 
-    for codec in EARLY if size.n <= EARLY_TO else ():
-        name = f"{codec} density=0.01" if codec in SOME[:3] else codec
+    for codec, settings in EARLY.items() if size.n <= EARLY_TO else ():
+        name = name_of(codec, settings)
         if bench.late(f"early: {name}, n {size.n:,}"):
             return
-        rank = Rank(bench.clock, codec, {"density": 0.01} if codec in SOME[:3] else {}, gradient)
+        rank = Rank(bench.clock, codec, settings, gradient)
         rank.device |= _core.cuda_early
         try:
             one_codec(bench, name, rank, limit, (0.0, 0.0), "early: ")

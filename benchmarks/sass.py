@@ -718,12 +718,8 @@ def main(argv: list[str] | None = None) -> None:
     if not nvcc:
         sys.exit("sass: no nvcc (CUDA toolkit); name it in SIDCOMP_NVCC")
     nvdisasm = find_nvdisasm(args.nvdisasm, nvcc)
-    wanted = sorted(
-        {
-            int(n)
-            for n in re.findall(r"sm_(\d+)", archs(nvcc, os.environ.get("TORCH_CUDA_ARCH_LIST") or "all")[0])
-        }
-    )
+    flags, _ = archs(nvcc, os.environ.get("TORCH_CUDA_ARCH_LIST") or "all")
+    wanted = sorted({int(n) for n in re.findall(r"sm_(\d+)", flags)})
     if unknown := [a for a in wanted if a not in LIMITS]:
         sys.exit(f"sass: the limits of sm_{unknown[0]} are not in benchmarks/sass.py; it has {list(LIMITS)}")
     files = (

@@ -546,8 +546,8 @@ class Exchange {
 
     bool has_meanwhile() const { return sid_exchange_has_meanwhile(get()) != 0; }
     void meanwhile(uint32_t round, const Segments &seg, Address state, Address work, Address wire, uint64_t step,
-                   uint64_t seed, uint32_t group, float carry) {
-        const sid_step at{step, seed, group, rank, world, carry};
+                   uint64_t seed, uint32_t group) {
+        const sid_step at{step, seed, group, rank, world, 1.0f}; // what is owed was weighted by advance(0)'s
         sid_segment *room = cut(seg);
         check(without_gil([&] {
             return sid_exchange_meanwhile(get(), round, seg.parts.data(), seg.count(), room, pointer(state),
@@ -1061,7 +1061,7 @@ PYBIND11_MODULE(_core, m) {
              py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f)
         .def_property_readonly("has_meanwhile", &Exchange::has_meanwhile)
         .def("meanwhile", &Exchange::meanwhile, arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"),
-             py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f)
+             py::kw_only(), arg("step"), arg("seed"), arg("group"))
         .def("cuda_work_bytes", &Exchange::cuda_work_bytes)
         .def("cuda_advance", &Exchange::cuda_advance, arg("round"), arg("segments"), arg("n_segments"), arg("state"),
              arg("work"), arg("wire"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f,

@@ -383,7 +383,7 @@ def test_signs_taken_beside_a_hop_are_those_taken_before_it(
                 if i == x.ranks[0].rounds:
                     break
                 for r in busy:
-                    x.ranks[r].meanwhile(i, *places[r], **at, carry=0.5)
+                    x.ranks[r].meanwhile(i, *places[r], **at)
                 move(x, i)
         seen.append(([v.read().copy() for v in vectors], [x.residual(r) for r in range(world)]))
     for other in seen[1:]:

@@ -124,7 +124,6 @@ class Exchange:
         step: int,
         seed: int,
         group: int,
-        carry: float = ...,
     ) -> None: ...
     def cuda_work_bytes(self) -> int:
         """UnsupportedError where the exchange, codec or memory has no CUDA kernels."""

@@ -48,10 +48,11 @@ class Journey:
 
     def _exchange(self, round: int) -> None:
         works = post(self.ends, round, self.group, round)
-        self.trip.meanwhile(
-            round, self.segments, self.state.ptr, self.work.ptr, self.wire.ptr,
-            step=self.steps, seed=0, group=0,
-        )  # fmt: skip
+        if self.trip.busy:
+            self.trip.core.meanwhile(
+                round, self.segments, self.state.ptr, self.work.ptr, self.wire.ptr,
+                step=self.steps, seed=0, group=0,
+            )  # fmt: skip
         for work in works:
             work.wait()
 

@@ -451,13 +451,16 @@ class Pipeline:
         """A round's messages are on their way: what may be done meanwhile, in a thread of trips. That is
         encoding, not waiting."""
         g = parcel.group
-        if g.error is not None:
+        if not g.trip.busy or g.error is not None:
             return
         begin = perf_counter_ns()
-        g.trip.meanwhile(
-            parcel.round, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
-            step=self.step - 1, seed=self.settings.seed, group=g.index,
-        )  # fmt: skip
+        try:
+            g.trip.core.meanwhile(
+                parcel.round, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                step=self.step - 1, seed=self.settings.seed, group=g.index,
+            )  # fmt: skip
+        except Exception as e:  # the thread serves others too, and the peers wait for this group's messages
+            g.error = e
         taken = perf_counter_ns() - begin
         g.encode_ns += taken
         g.wait_ns -= taken

@@ -126,7 +126,7 @@ class Trip:
         self.state_bytes, self.work_bytes, self.wire_bytes = x.state_bytes, x.work_bytes, x.wire_bytes
         self.payload_bytes = x.sent_bytes
         self.shares = x.shares
-        self.busy = x.has_meanwhile
+        self.busy = x.has_meanwhile  # core.meanwhile does something while messages travel
         self.residual_out, self.residual_in = x.residual_out, x.residual_in
         self.unsend, self.rescale = x.unsend, x.rescale
         self.cuda_settle, self.cuda_unsend, self.cuda_checksum = x.cuda_settle, x.cuda_unsend, x.cuda_checksum
@@ -146,23 +146,6 @@ class Trip:
     ) -> bool:
         at = {"step": step, "seed": seed, "group": group}
         return self.core.advance(round, segments, state, work, wire, **at, carry=carry)
-
-    def meanwhile(
-        self,
-        round: int,
-        segments: _core.Segments,
-        state: int,
-        work: int,
-        wire: int,
-        *,
-        step: int,
-        seed: int,
-        group: int,
-    ) -> None:
-        """What can be done while the messages of a round travel."""
-        if self.busy:
-            at = {"step": step, "seed": seed, "group": group}
-            self.core.meanwhile(round, segments, state, work, wire, **at)
 
     def leaving(self, local: int) -> int:
         """Bytes that this rank sends to ranks of other nodes, of `local` ranks each."""
