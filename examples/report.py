@@ -6,6 +6,7 @@ import statistics
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import sidcomp
@@ -202,6 +203,11 @@ def split(row: Row, alone: Row) -> dict[str, float]:
     return {"compute": compute, "encode": row["encode"], "wait": wait, "decode": row["decode"]}
 
 
+def folded(name: str) -> str:
+    """A run's name on several lines: a codec with its parameters is longer than a picture is wide."""
+    return "\n".join(wrap(name, 16, break_long_words=False, break_on_hyphens=False))
+
+
 def figure(args: Namespace, task: Task, alone: Row, rows: list[Row], runs: "list[Run]") -> bool:
     try:
         import matplotlib
@@ -215,11 +221,11 @@ def figure(args: Namespace, task: Task, alone: Row, rows: list[Row], runs: "list
     by_step, by_time, parts = axes
     for run, color in zip(runs, ("#7a7f87", "#d1495b"), strict=True):
         steps, seconds, metric = zip(*run.curve, strict=True)
-        by_step.plot(steps, metric, "o-", ms=3, color=color, label=run.name)
-        by_time.plot(seconds, metric, "o-", ms=3, color=color, label=run.name)
+        by_step.plot(steps, metric, "o-", ms=3, color=color, label=folded(run.name))
+        by_time.plot(seconds, metric, "o-", ms=3, color=color, label=folded(run.name))
     by_step.set(xlabel="step", title=f"{task.metric} ({task.unit})")
     by_time.set(xlabel="seconds of training", title="the same, by time")
-    by_step.legend(frameon=False)
+    by_step.legend(frameon=False, fontsize=8)
 
     shades = {"compute": "#9fb3c8", "encode": "#d1495b", "wait": "#edae49", "decode": "#66a182"}
     for y, row in enumerate(reversed(rows)):
@@ -228,10 +234,10 @@ def figure(args: Namespace, task: Task, alone: Row, rows: list[Row], runs: "list
             parts.barh(y, ms, left=left, height=0.5, color=shades[what], label=None if y else what)
             left += ms
         parts.text(left, y, f" {left:.0f} ms, {row['bytes_computed'] / 1e6:.2f} MB", va="center", fontsize=8)
-    parts.set_yticks(range(len(rows)), [row["name"].replace(" ", "\n", 1) for row in reversed(rows)])
-    parts.set(xlabel="ms", title="a step, and what a rank sends in it", ylim=(-0.5, len(rows) - 0.1))
+    parts.set_yticks(range(len(rows)), [folded(row["name"]) for row in reversed(rows)])
+    parts.set(xlabel="ms", title="a step, and what a rank sends in it", ylim=(-0.5, len(rows) + 0.1))
     parts.set_xlim(0, 1.4 * max(row["median"] for row in rows))
-    parts.legend(frameon=False, fontsize=8, ncols=4, loc="upper center")
+    parts.legend(frameon=False, fontsize=8, ncols=2, loc="upper center")
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
     fig.savefig(args.out / "train.png", dpi=100)
