@@ -80,14 +80,13 @@ template <bool SQUARES, bool LOGS> struct sidco {
     };
     struct own {
         sidco_tail all;
-        double eta[SIDCO_STAGES], step[SIDCO_STAGES];
+        double eta[SIDCO_STAGES], step[SIDCO_STAGES], beyond[SIDCO_STAGES];
         sidco_probe probe[SIDCO_PROBES];
         uint32_t known, vague;
         sidco_tail tail; /* that is being fitted */
     };
     sidco_rule rule;
     uint64_t cap;
-    double tolerance;
     double inner, last[SIDCO_STAGES + 1]; /* logarithms of one over the stages' ratios; last: by the number of stages */
 
     __device__ uint64_t best() const { return cap; }
@@ -329,7 +328,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
             return o.probe[0].key == key;
         }
         for (uint32_t i = 0; i + 1 < r.o.probes; i += 2)
-            if (sidco_between(&o.probe[i], &o.probe[i + 1], eta, tolerance, &t)) return true;
+            if (sidco_between(&o.probe[i], &o.probe[i + 1], eta, rule.tolerance, &t)) return true;
         return false;
     }
 
@@ -367,6 +366,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
                     o.known = 0;
                     o.vague = 1;
                 } else {
+                    if (m) o.beyond[m - 1] = o.tail.count;
                     const double step = fit(o.tail, m, from, inner);
                     const double used = m + 1 < r.o.stages ? step : fit(o.tail, m, from, last[r.o.stages]);
                     const double little = 0x1p-5 * o.all.sum / (double)rule.n; /* the gamma's terms nearly cancel */
@@ -391,7 +391,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
             return again(crew, r, o, key, crew.again(key));
         crew.lead([&] {
             crew.s.stages = r.o.stages;
-            sidco_learn(&rule, crew.s.codec, r.o.stages, key, o.step, found);
+            sidco_learn(&rule, crew.s.codec, r.o.stages, key, o.step, o.beyond, found);
         });
         crew.send_capped(key, found);
         return true;
@@ -399,24 +399,23 @@ template <bool SQUARES, bool LOGS> struct sidco {
 };
 
 sid_sparse_needs needs(const sid_plan *p) {
-    const uint32_t limit = sidco_rule_of(p).limit, probes = limit > 2 ? 2 * (limit - 1) : 2;
+    const uint32_t limit = sidco_rule_of(p, 0).limit, probes = limit > 2 ? 2 * (limit - 1) : 2;
     return {OF_PROBES + 2 * probes, AT_PROBES + probes, 0, false};
 }
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }
-template <class Law> sid_status encode(sid_cuda_encoding &c, double tolerance) {
+template <class Law> sid_status encode(sid_cuda_encoding &c, int squares) {
     const sid_plan *p = c.plan;
     Law law;
-    law.rule = sidco_rule_of(p);
+    law.rule = sidco_rule_of(p, squares);
     law.cap = p->cap;
-    law.tolerance = tolerance;
     law.inner = p->n ? sidco_log_inverse_ratio(&law.rule, 2, 0) : 0;
     for (uint32_t m = 0; m <= SIDCO_STAGES; m++)
         law.last[m] = p->n && m ? sidco_log_inverse_ratio(&law.rule, m, m - 1) : 0;
     return sid_sparse_encode(c, law, needs(p));
 }
-sid_status encode_e(sid_cuda_encoding &c) { return encode<sidco<false, false>>(c, SIDCO_TOLERANCE_E); }
-sid_status encode_gp(sid_cuda_encoding &c) { return encode<sidco<true, true>>(c, SIDCO_TOLERANCE_P); }
-sid_status encode_p(sid_cuda_encoding &c) { return encode<sidco<true, false>>(c, SIDCO_TOLERANCE_P); }
+sid_status encode_e(sid_cuda_encoding &c) { return encode<sidco<false, false>>(c, 0); }
+sid_status encode_gp(sid_cuda_encoding &c) { return encode<sidco<true, true>>(c, 1); }
+sid_status encode_p(sid_cuda_encoding &c) { return encode<sidco<true, false>>(c, 1); }
 sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, false); }
 
 } // namespace

@@ -306,6 +306,24 @@ def test_large_groups_read_once(codec: str) -> None:
     assert sum(walks[14:]) <= 12, walks
 
 
+@pytest.mark.parametrize("n", [1_500_000, 2_600_000])
+@pytest.mark.parametrize("codec, density", [("sidco-e", 0.01), ("sidco-p", 0.01), ("sidco-e", 0.1)])
+def test_beside_a_full_residual_it_reads_once(codec: str, density: float, n: int) -> None:
+    """A residual of many steps: more lies beyond the first stages than their ratios say, so that candidates
+    picked by the ratios did not fit, and probes were too far apart for what was left: two readings a step. At
+    10 % the number of stages goes up and down, and the thresholds with it, by some percent at every step."""
+    rng = np.random.default_rng(0)
+    gradients = [rng.laplace(size=n).astype(np.float32) for _ in range(3)]
+    rank = Rank(_core.Plan(codec, "residual", n, "float32", {"density": density}))
+    start = (20 * rng.laplace(size=n)).astype(np.float32)
+    rank.plan.residual_in(rank.state.ptr, start.ctypes.data)
+    walks = []
+    for step in range(60):
+        rank.encode(Vector(gradients[step % 3]), Step(step=step))
+        walks.append(rank.stats.walks)
+    assert sum(walks[40:]) <= (22 if density < 0.1 else 27), walks
+
+
 # ---- the rival -----------------------------------------------------------------------------------
 
 

@@ -104,7 +104,6 @@ static const sid_param gamma_params[] = {
 typedef struct family {
     int squares, logs; /* fits read sums of squares; the first one reads the sum of logarithms */
     uint64_t small;    /* elements: below, all candidates fit in work and no probe is needed */
-    double tolerance;  /* of the estimate between probes */
     /* sidco.h's fits of all elements, and of those beyond a threshold; below 0: 0. */
     double (*first)(const sidco_rule *p, const sidco_tail *t, double log_inverse);
     double (*later)(const sidco_tail *t, double from, double log_inverse);
@@ -114,8 +113,9 @@ typedef struct family {
 typedef struct sidco_work {
     sidco_tail all; /* count: of the elements that are not 0, where logs are summed */
     double eta[SIDCO_STAGES], step[SIDCO_STAGES];
-    uint32_t stages, known; /* eta[0 .. known) are settled */
-    uint32_t probes, exact; /* exact: the one probe stands at eta[known - 1] itself, or at the final threshold */
+    double beyond[SIDCO_STAGES]; /* elements beyond eta */
+    uint32_t stages, known;      /* eta[0 .. known) are settled */
+    uint32_t probes, exact;      /* exact: the one probe stands at eta[known - 1] itself, or at the final threshold */
     uint32_t key[SIDCO_PROBES];
     uint64_t count[SIDCO_PROBES];
     double sum[SIDCO_PROBES], squares[SIDCO_PROBES]; /* after a reading, as `all` */
@@ -161,10 +161,10 @@ static double pareto_first(const sidco_rule *p, const sidco_tail *t, double log_
 
 /* ---- the walk -------------------------------------------------------------------------------------------------- */
 
-static void begin(sid_walk *w) {
+static void begin(sid_walk *w, const family *f) {
     sidco_work *o = own(w);
     if (w->walks == 1) {
-        const sidco_rule rule = sidco_rule_of(w->plan);
+        const sidco_rule rule = sidco_rule_of(w->plan, f->squares);
         sidco_start start;
         sidco_begin(&rule, w->state->codec, &start);
         *o = (sidco_work){.stages = start.stages, .low = start.low, .whole = start.whole, .probes = start.probes};
@@ -240,7 +240,7 @@ static void among_candidates(const sid_walk *w, uint32_t key, const family *f, s
 }
 
 /* The magnitudes beyond eta, if this reading knows them. */
-static int beyond(const sid_walk *w, double eta, const family *f, sidco_tail *t) {
+static int beyond(const sid_walk *w, const sidco_rule *p, double eta, const family *f, sidco_tail *t) {
     const sidco_work *o = own(w);
     const uint32_t key = sidco_key_beyond(eta);
     if (key >= sparse_of(w)->low) {
@@ -256,7 +256,7 @@ static int beyond(const sid_walk *w, double eta, const family *f, sidco_tail *t)
     for (uint32_t i = 0; i + 1 < o->probes; i += 2) {
         const sidco_probe low = {o->key[i], (double)o->count[i], o->sum[i], o->squares[i]};
         const sidco_probe high = {o->key[i + 1], (double)o->count[i + 1], o->sum[i + 1], o->squares[i + 1]};
-        if (sidco_between(&low, &high, eta, f->tolerance, t)) return 1;
+        if (sidco_between(&low, &high, eta, p->tolerance, t)) return 1;
     }
     return 0;
 }
@@ -285,19 +285,20 @@ static sid_verdict finish(sid_walk *w, const family *f) {
         o->sum[i] = total(w, OF_PROBES + 2 * i);
         o->squares[i] = total(w, OF_PROBES + 2 * i + 1);
     }
-    const sidco_rule rule = sidco_rule_of(p);
+    const sidco_rule rule = sidco_rule_of(p, f->squares);
     const double inner = sidco_log_inverse_ratio(&rule, 2, 0),
                  last = sidco_log_inverse_ratio(&rule, o->stages, o->stages - 1);
     for (; o->known < o->stages; o->known++) {
         const uint32_t m = o->known;
         const double from = m ? o->eta[m - 1] : 0;
         sidco_tail t = o->all;
-        if (m && !beyond(w, from, f, &t)) return again(o, sidco_key_beyond(from), o->low);
+        if (m && !beyond(w, &rule, from, f, &t)) return again(o, sidco_key_beyond(from), o->low);
         if (f->squares && !(m == 0 && f->logs) && !(from > 0) && !o->exactly && sidco_narrow(&rule, &t)) {
             o->exactly = 1;
             o->known = 0;
             return SID_AGAIN;
         }
+        if (m) o->beyond[m - 1] = t.count;
         const double step = m ? f->later(&t, from, inner) : f->first(&rule, &t, inner);
         const double used = m + 1 < o->stages ? step : m ? f->later(&t, from, last) : f->first(&rule, &t, last);
         const double little = 0x1p-5 * o->all.sum / (double)p->n; /* the gamma's terms nearly cancel */
@@ -320,7 +321,7 @@ static sid_verdict finish(sid_walk *w, const family *f) {
 
     w->stats.found = found;
     w->stats.stages = o->stages;
-    sidco_learn(&rule, w->state->codec, o->stages, key, o->step, found);
+    sidco_learn(&rule, w->state->codec, o->stages, key, o->step, o->beyond, found);
     if (found > p->cap) {
         const sparse_pick pick = sparse_select(w, p->cap, 0, 0);
         sparse_emit(w, pick, p->cap - pick.above, SID_FLAG_RAISED);
@@ -333,7 +334,8 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
     (void)p;
     s->codec[SIDCO_LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[SIDCO_LAST]) * factor);
     for (int m = 0; m < SIDCO_STAGES; m++)
-        s->codec[SIDCO_STEP + m] = sid_key(sid_bits_f32((uint32_t)s->codec[SIDCO_STEP + m]) * factor);
+        s->codec[SIDCO_STEP + m] =
+            s->codec[SIDCO_STEP + m] >> 32 << 32 | sid_key(sid_bits_f32((uint32_t)s->codec[SIDCO_STEP + m]) * factor);
 }
 
 /* ---- the three ------------------------------------------------------------------------------------------------- */
@@ -343,38 +345,33 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
         (void)err;                                                                                                     \
         return plan(p, scratch, &x);                                                                                   \
     }                                                                                                                  \
+    static void begin_##x(sid_walk *w) { begin(w, &x); }                                                               \
     static void tile_##x(sid_walk *w, const float *acc, uint64_t at, uint32_t len) { tile(w, acc, at, len, &x); }      \
     static sid_verdict finish_##x(sid_walk *w) { return finish(w, &x); }
 
-static const family exponential = {
-    .small = 1 << 20, .tolerance = SIDCO_TOLERANCE_E, .first = exponential_first, .later = exponential_later};
+static const family exponential = {.small = 1 << 20, .first = exponential_first, .later = exponential_later};
 FUNCTIONS(exponential)
-SPARSE_CODEC(sidco_e, params, plan_exponential, tile_exponential, finish_exponential, sparse_check, sparse_decode,
-             .name = "sidco-e",
+SPARSE_CODEC(sidco_e, params, plan_exponential, begin_exponential, tile_exponential, finish_exponential, sparse_check,
+             sparse_decode, .name = "sidco-e",
              .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with exponential fits: equations 6, 10, 11",
              .doc = "A threshold fitted in stages to an exponential tail, for about k elements of largest magnitude.",
              .traits = SID_SPARSE, .wire_id = 17);
 
-static const family gamma_pareto = {.squares = 1,
-                                    .logs = 1,
-                                    .small = 1 << 21,
-                                    .tolerance = SIDCO_TOLERANCE_P,
-                                    .first = sidco_gamma,
-                                    .later = pareto_later};
+static const family gamma_pareto = {
+    .squares = 1, .logs = 1, .small = 1 << 21, .first = sidco_gamma, .later = pareto_later};
 FUNCTIONS(gamma_pareto)
-SPARSE_CODEC(sidco_gp, gamma_params, plan_gamma_pareto, tile_gamma_pareto, finish_gamma_pareto, sparse_check,
-             sparse_decode, .name = "sidco-gp",
+SPARSE_CODEC(sidco_gp, gamma_params, plan_gamma_pareto, begin_gamma_pareto, tile_gamma_pareto, finish_gamma_pareto,
+             sparse_check, sparse_decode, .name = "sidco-gp",
              .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with a gamma fit, then generalised Pareto fits: "
                       "equations 15, 16, 7 to 9",
              .doc = "As sidco-e, but the first stage fits a gamma distribution and the later ones a generalised Pareto "
                     "tail.",
              .traits = SID_SPARSE, .wire_id = 18);
 
-static const family all_pareto = {
-    .squares = 1, .small = 1 << 21, .tolerance = SIDCO_TOLERANCE_P, .first = pareto_first, .later = pareto_later};
+static const family all_pareto = {.squares = 1, .small = 1 << 21, .first = pareto_first, .later = pareto_later};
 FUNCTIONS(all_pareto)
 SPARSE_CODEC(
-    sidco_p, params, plan_all_pareto, tile_all_pareto, finish_all_pareto, sparse_check, sparse_decode,
+    sidco_p, params, plan_all_pareto, begin_all_pareto, tile_all_pareto, finish_all_pareto, sparse_check, sparse_decode,
     .name = "sidco-p",
     .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with generalised Pareto fits: equations 28, 29, 7 to 9",
     .doc = "As sidco-e, but all stages fit a generalised Pareto tail.", .traits = SID_SPARSE, .wire_id = 19);

@@ -8,7 +8,9 @@ enum {
     SIDCO_STAGES = 8,
     SIDCO_PROBES = 2 * (SIDCO_STAGES - 1)
 };
-/* Standard error of a count at which the estimate between two probes is taken: of exponential fits, and of the others. */
+/* Standard error of an estimated count, over the square root of how many lie between the probes; and that error, over the
+ * count, up to which an estimate is taken: of exponential fits, and of the others. */
+#define SIDCO_ERROR 0.35
 #define SIDCO_TOLERANCE_E 3.3e-4
 #define SIDCO_TOLERANCE_P 3e-4
 enum { /* parameters, after those of every sparse codec */
@@ -22,7 +24,9 @@ enum { /* parameters, after those of every sparse codec */
 };
 /* words of state->codec: stages for the next step and of the last one, steps and counts since the last adaptation, the
  * last key and its spread, the last adaptation's direction (0: none, 1: up, 2: down) and deviation, how far each stage of
- * the last step lay (would have lain, at delta_1) above the one before */
+ * the last step lay (would have lain, at delta_1) above the one before, and in the upper half of these words which share
+ * of the elements lay beyond it (0: not known); in that of the spread by which factor the first stage moved, for the next
+ * step may go on like that (0: not known) */
 enum {
     SIDCO_AT_STAGES,
     SIDCO_AT_USED,
@@ -43,18 +47,22 @@ typedef struct sidco_tail {
 
 /* The plan, as far as this needs it. */
 typedef struct sidco_rule {
-    uint64_t n, k, room;
+    uint64_t n, k, room, cheap; /* cheap: so many candidates cost less than a pair of probes */
     double delta1, epsilon, q;
+    double tolerance;       /* SIDCO_TOLERANCE_E or P */
     uint32_t limit;         /* most stages that leave the last one a ratio below 1 */
     int turning, likeliest; /* adapt, shape */
 } sidco_rule;
 
-static inline sidco_rule sidco_rule_of(const sid_plan *p) {
+/* squares: probes sum squares too. */
+static inline sidco_rule sidco_rule_of(const sid_plan *p, int squares) {
     const double *a = p->codec_param, delta = (double)p->k / (double)p->n;
     sidco_rule r;
     r.n = p->n;
     r.k = p->k;
     r.room = p->room;
+    r.cheap = squares ? p->n / 8 : p->n / 32;
+    r.tolerance = squares ? SIDCO_TOLERANCE_P : SIDCO_TOLERANCE_E;
     r.delta1 = a[SIDCO_DELTA1];
     r.epsilon = a[SIDCO_EPSILON];
     r.q = a[SIDCO_Q];
@@ -79,30 +87,47 @@ SID_HD double sidco_last_step(const uint64_t *c, uint32_t m) {
     return (double)sid_bits_f32((uint32_t)c[SIDCO_STEP + m]);
 }
 
+/* Of all elements, beyond stage m of the last step; 0: not known. */
+SID_HD double sidco_last_share(const uint64_t *c, uint32_t m) {
+    return (double)sid_bits_f32((uint32_t)(c[SIDCO_STEP + m] >> 32));
+}
+
 SID_HD void sidco_begin(const sidco_rule *p, const uint64_t *c, sidco_start *o) {
-    const double width = 1.0 / 16;       /* probes lie this fraction below and above the predicted eta */
     const uint32_t new_stages = 1 << 22; /* spread of the key where the number of stages has changed: half an octave */
     const uint32_t wanted = c[SIDCO_AT_STAGES] ? (uint32_t)c[SIDCO_AT_STAGES] : 1;
     o->stages = wanted < p->limit ? wanted : p->limit;
     const uint32_t spread = o->stages == c[SIDCO_AT_USED] ? (uint32_t)c[SIDCO_SPREAD]
-                            : c[SIDCO_SPREAD]             ? new_stages
+                            : (uint32_t)c[SIDCO_SPREAD]   ? new_stages
                                                           : 0;
     o->low = sid_from_last((uint32_t)c[SIDCO_LAST], spread, 0);
     o->whole = o->stages > 1 && !(sidco_last_step(c, 0) > 0);
     o->probes = 0;
-    double eta = 0, share = 1;
+    const float moved = sid_bits_f32((uint32_t)(c[SIDCO_SPREAD] >> 32));
+    double eta = 0, ratio = 1;
     for (uint32_t m = 0; m + 1 < o->stages && m < c[SIDCO_AT_USED]; m++) {
         const double step = sidco_last_step(c, m);
         if (!(step > 0)) continue; /* a stage at 0 needs no probe */
-        eta += step;
-        share *= p->delta1;
-        const uint32_t below = sidco_key_at(eta * (1 - width)), above = sidco_key_at(eta * (1 + width));
-        if (1.5 * share * (double)p->n <= (double)p->room) {
-            o->low = below < o->low ? below : o->low;
+        eta += moved > 0 ? step * (double)moved : step;
+        ratio *= p->delta1;
+        const double share = sidco_last_share(c, m), beyond = (share > 0 ? share : ratio) * (double)p->n;
+        const double next = m + 1 < c[SIDCO_AT_USED] ? sidco_last_step(c, m + 1) : step;
+        double width = 1.0 / 8; /* probes lie this fraction below and above the predicted eta */
+        int sure = 0; /* whether sidco_between will do, if beyond eta magnitudes fall off as the next step says */
+        while (!sure && width > 1.0 / 64) {
+            width /= 2;
+            const double both = 2 * width * eta * sid_log(1 / p->delta1) / next;
+            sure = next > 0 && both < 1 &&
+                   1.25 * SIDCO_ERROR * sqrt(both * beyond) <= p->tolerance * beyond * (1 - both / 2);
+        }
+        /* candidates below it too, and the share is no longer that of the last step */
+        const double candidates = (share > 0 ? 1.25 : 1.5) * beyond;
+        if (candidates <= (double)p->room && (!sure || candidates <= (double)p->cheap)) {
+            const uint32_t low = sidco_key_at(eta * (1 - (width > 1.0 / 32 ? width : 1.0 / 32)));
+            o->low = low < o->low ? low : o->low;
             break; /* and the later stages lie above */
         }
-        o->key[o->probes++] = below;
-        o->key[o->probes++] = above;
+        o->key[o->probes++] = sidco_key_at(eta * (1 - width));
+        o->key[o->probes++] = sidco_key_at(eta * (1 + width));
     }
 }
 
@@ -165,7 +190,7 @@ SID_HD int sidco_between(const sidco_probe *low, const sidco_probe *high, double
     const double cb = high->count, between = low->count - cb;
     const double wide = b - a, mid = (a + b) / 2, half = wide / 2, from = eta - mid;
     /* how many lie between the probes is known, where is not */
-    if (eta < a || eta > b || cb < 1 || 0.35 * sqrt(between) > tolerance * cb) return 0;
+    if (eta < a || eta > b || cb < 1 || SIDCO_ERROR * sqrt(between) > tolerance * cb) return 0;
     /* a density that is linear in u = x - mid and has the band's count and its first moment */
     const double p = between / wide, q = 12 * (low->sum - high->sum - mid * between) / (wide * wide * wide);
     const double u2 = half * half - from * from, u3 = half * half * half - from * from * from,
@@ -209,14 +234,23 @@ SID_HD void sidco_adapt(const sidco_rule *p, uint64_t *c, uint32_t m, uint64_t f
     c[SIDCO_AT_STAGES] = m;
 }
 
-/* The end of a step of so many stages. */
+/* The end of a step of so many stages. beyond[m]: elements beyond the m-th, not of the last one. */
 SID_HD void sidco_learn(const sidco_rule *p, uint64_t *c, uint32_t stages, uint32_t key, const double *step,
-                        uint64_t found) {
-    if (c[SIDCO_AT_USED] == stages || !c[SIDCO_SPREAD])
-        c[SIDCO_SPREAD] = sid_spread((uint32_t)c[SIDCO_SPREAD], (uint32_t)c[SIDCO_LAST], key);
+                        const double *beyond, uint64_t found) {
+    float moved = 0;
+    uint32_t spread = (uint32_t)c[SIDCO_SPREAD];
+    if (c[SIDCO_AT_USED] == stages || !spread) {
+        spread = sid_spread(spread, (uint32_t)c[SIDCO_LAST], key);
+        moved = (float)(step[0] / sidco_last_step(c, 0));
+        if (!(moved >= 0.75f && moved <= 1.25f)) moved = 0;
+    }
+    c[SIDCO_SPREAD] = (uint64_t)sid_f32_bits(moved) << 32 | spread;
     c[SIDCO_LAST] = key;
     c[SIDCO_AT_USED] = stages;
-    for (uint32_t m = 0; m < stages; m++) c[SIDCO_STEP + m] = sid_f32_bits((float)step[m]);
+    for (uint32_t m = 0; m < stages; m++) {
+        const float share = m + 1 < stages ? (float)(beyond[m] / (double)p->n) : 0;
+        c[SIDCO_STEP + m] = (uint64_t)sid_f32_bits(share) << 32 | sid_f32_bits((float)step[m]);
+    }
     sidco_adapt(p, c, stages, found);
 }
 
