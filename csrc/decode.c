@@ -58,7 +58,7 @@ static int nonfinite(sid_gather *g) {
     /* a body of whole numbers holds no NaN: all of it decodes to NaN, or nothing */
     const int alike = p->sizes.body_dtype == SID_I8 && g->count == 1;
     for (uint64_t at = 0; at < (alike && p->n ? 1 : p->n); at += SID_DECODE_TILE) {
-        float x[SID_DECODE_TILE] = {0};
+        SID_LINE float x[SID_DECODE_TILE] = {0};
         const uint32_t len = p->n - at < SID_DECODE_TILE ? (uint32_t)(p->n - at) : SID_DECODE_TILE;
         p->codec->decode(g, x, at, len);
         if (!p->simd->finite(x, len)) return 1;
@@ -80,7 +80,7 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
     const int fill = report->nonfinite && !linear;
     const int told = memory && p->memory->received && !report->nonfinite;
     const int past = p->n >= STREAM_FROM;
-    float x[SID_DECODE_TILE] = {0};
+    SID_LINE float x[SID_DECODE_TILE] = {0};
     uint64_t off = 0;
     for (uint64_t from = 0; from < p->n; from += SID_DECODE_TILE) {
         const uint32_t len = p->n - from < SID_DECODE_TILE ? (uint32_t)(p->n - from) : SID_DECODE_TILE;

@@ -55,7 +55,7 @@ static int feedback(const sid_plan *p) { return p->memory->info.traits & SID_FEE
 
 /* What the last step left of a tile: vec[0], and what else depends on it. */
 static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uint64_t at, uint32_t len) {
-    float before[SID_MAX_TILE];
+    SID_LINE float before[SID_MAX_TILE];
     if (!feedback(p)) return;
     const int tell = p->memory->sent && p->codec->info.traits & SID_SPARSE;
     if (tell) memcpy(before, vec[0], 4ull * len);
@@ -105,7 +105,7 @@ static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t le
 
 /* Euclidean norm of the gradient, NaN and Inf counted as 0; however it is cut into segments. */
 static double norm_of(const sid_plan *p, const sid_segment *seg) {
-    float half[SID_TILE], tile[SID_TILE];
+    SID_LINE float half[SID_TILE], tile[SID_TILE];
     double sums[SID_SUMS];
     place from = {seg, 0};
     memset(sums, 0, sizeof(double) * sid_sums(p->n));
@@ -123,7 +123,7 @@ static double norm_of(const sid_plan *p, const sid_segment *seg) {
 /* Elements [from, to). stored: acc is in the state already; clean: as of make_tile. */
 static void tiles(sid_walk *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean) {
     const sid_plan *p = w->plan;
-    float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
+    SID_LINE float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
     place here = {seg, from};
     while (from < to && here.off >= here.seg->len) {
         here.off -= here.seg->len;
@@ -306,7 +306,7 @@ void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg) {
     place from = {seg, 0};
     if (!p->memory->vectors) return;
     for (uint64_t at = 0; at < p->n;) {
-        float half[SID_TILE], *vec[SID_MAX_VECTORS];
+        SID_LINE float half[SID_TILE], *vec[SID_MAX_VECTORS];
         uint32_t take;
         const uint64_t left = p->n - at;
         const float *g = next_piece(p, &from, left < SID_TILE ? (uint32_t)left : SID_TILE, &take, half);

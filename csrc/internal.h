@@ -24,6 +24,9 @@ enum {
 };
 #define SID_MAX_N (1ull << 40)
 
+/* Of a tile on the stack: no register's worth of it lies in two lines of a cache. */
+#define SID_LINE _Alignas(64)
+
 /* ---- sums -------------------------------------------------------------------------------------------------------
  * In one order everywhere, which a warp and a vector register both like. A unit is SID_TILE elements of a group or entries
  * of a list, or what is left at its end. Element i of a unit is added to lane i % 128, in the order of i; then the lanes in
@@ -320,6 +323,9 @@ typedef struct sid_simd {
     /* The level of |x|, and above it the sign; and x -= what level and sign stand for where key(x) >= key. */
     void (*to_levels)(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code);
     void (*take_levels)(float *x, uint32_t n, uint32_t key, const sid_levels *levels);
+    /* The low `bits` of each, up to 12, one after the other from the lowest bit of out[0] on; what is left of the last byte
+     * zero. Returns what comes after it. May write 8 bytes past that. */
+    uint8_t *(*pack_low)(const uint16_t *idx, uint64_t n, uint32_t bits, uint8_t *out);
     /* Matrices of r rows y_k, `stride` floats apart. dots: x_i times y_k,i is added to lane (from + i) % 16 of the k-th 16.
      * y_k += c[k] * x; out += sign * the sum of c[k] * y_k: each a product and a sum, in the order of k. */
     void (*dots)(const float *x, uint32_t n, const float *y, uint64_t stride, uint32_t r, uint32_t from, float *lane);

@@ -505,6 +505,35 @@ def test_topk_sends_exactly_k() -> None:
     assert rank.stats.count == rank.stats.found == ref.header(payload)["count"] == k
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["laplace", "equal", "two values", "sorted", "one in 96", "all but one in 96", "steps", "large last"],
+)
+@pytest.mark.parametrize("density", [1e-5, 0.01, 0.34, 0.9, 1.0])
+def test_topk_of_many_candidates(kind: str, density: float) -> None:
+    """So many that a sample says between which keys to look: also where it says nothing, or is wrong, since
+    magnitudes repeat at its own stride, are few, or those that count lie where it does not reach."""
+    n = 196_637
+    rng = np.random.default_rng(1)
+    at = np.arange(n)
+    x = {
+        "laplace": rng.laplace(size=n),
+        "equal": np.full(n, -3.0),
+        "two values": rng.choice([1.0, 2.0], n),
+        "sorted": np.sort(rng.laplace(size=n)),
+        "one in 96": np.where(at % (n // 2048) == 0, 1e3, 1) + rng.random(n),
+        "all but one in 96": np.where(at % (n // 2048) == 0, 1, 1e3) + rng.random(n),
+        "steps": 2.0 ** (at % 7),
+        "large last": np.where(at > n - 40, 9, 1) * rng.random(n),
+    }[kind].astype(np.float32)
+    rank = Rank(_core.Plan("topk", "none", n, "float32", {"density": density}))
+    payload = rank.encode(Vector(x), Step())
+    k = rank.stats.count
+    assert k == max(1, round(density * n))
+    index, value = ref.read_sparse_body(payload[64:], n, k, k)
+    assert (index == np.sort(np.argsort(-np.abs(x), kind="stable")[:k])).all() and (value == x[index]).all()
+
+
 @pytest.mark.parametrize("codec", INDEXED)
 @pytest.mark.parametrize("n", [0, 1, 63, 1000, 4097, 65536, 140_000])
 def test_every_form_of_a_sparse_body(codec: str, n: int) -> None:

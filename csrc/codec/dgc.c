@@ -148,7 +148,7 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
     s->codec[LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[LAST]) * factor);
 }
 
-SPARSE_CODEC(dgc, params, plan, tile, finish, sparse_check, sparse_decode, .name = "dgc", .memory = "dgc",
+SPARSE_CODEC(dgc, params, plan, begin, tile, finish, sparse_check, sparse_decode, .name = "dgc", .memory = "dgc",
              .paper = "DGC (Lin et al. 2018), sparsification with hierarchical selection",
              .doc = "A threshold estimated from a random sample; of what reaches it the k largest. The momentum "
                     "correction of the same paper is a memory.",

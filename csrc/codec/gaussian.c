@@ -164,7 +164,7 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
 }
 
 SPARSE_CODEC(
-    gaussiank, params, plan, tile, finish, sparse_check, sparse_decode, .name = "gaussiank",
+    gaussiank, params, plan, begin, tile, finish, sparse_check, sparse_decode, .name = "gaussiank",
     .paper = "GaussianKSGD (Shi et al. 2019); SIDCo's rival",
     .doc = "A threshold from a normal distribution fitted to the vector, halved or raised by half until roughly k "
            "elements pass or the rounds are over.",

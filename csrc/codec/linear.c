@@ -40,7 +40,7 @@ static float limit(sid_dtype body, int alone) {
 /* body[at ...) = clamp(acc) * s, rounded to the body's dtype; what is finite stays finite. */
 static void write_body(const sid_plan *p, const float *acc, float s, void *body, uint64_t at, uint32_t len) {
     const sid_dtype d = body_dtype(p);
-    float x[SID_TILE];
+    SID_LINE float x[SID_TILE];
     if (d == SID_F32) {
         p->simd->scale(acc, (float *)body + at, len, s);
     } else if (p->codec->info.traits & SID_LOSSLESS) {
@@ -71,7 +71,7 @@ static sid_verdict finish(sid_walk *w) {
 
 static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
     const sid_rule *rule = &s->rule;
-    float sent[SID_TILE], body[SID_TILE];
+    SID_LINE float sent[SID_TILE], body[SID_TILE];
     (void)at;
     const sid_dtype d = body_dtype(p);
     if (rule->scale == 0) return;
@@ -92,7 +92,7 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
 
 static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     const sid_plan *p = g->plan;
-    float buf[SID_DECODE_TILE];
+    SID_LINE float buf[SID_DECODE_TILE];
     for (uint32_t r = 0; r < g->count; r++) {
         const float *x = sid_load(p->simd, body_dtype(p), g->payloads + r * g->stride + SID_HEADER_BYTES, at, len, buf);
         if (r == 0)

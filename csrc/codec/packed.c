@@ -4,35 +4,13 @@
 
 static uint32_t low_bits(const sid_plan *p) { return sid_packed_low(p->n, p->cap); }
 
-/* Stores run over by up to 8 bytes: into the high bits, which are written afterwards and are 8 bytes at least. */
-static void write_low(const uint16_t *idx, uint64_t sent, uint32_t bits, uint8_t *out, const uint8_t *end) {
-    const uint64_t mask = (1u << bits) - 1;
-    uint64_t held = 0, i = 0;
-    uint32_t have = 0;
-    for (; i < sent; i += 4) {
-        const uint32_t some = sent - i < 4 ? (uint32_t)(sent - i) : 4;
-        uint64_t four = 0;
-        if (some == 4)
-            four = (idx[i] & mask) | (idx[i + 1] & mask) << bits | (idx[i + 2] & mask) << 2 * bits |
-                   (idx[i + 3] & mask) << 3 * bits;
-        else
-            for (uint32_t j = 0; j < some; j++) four |= (idx[i + j] & mask) << j * bits;
-        held |= four << have; /* at most 7 + 4 * 12 bits */
-        memcpy(out, &held, 8);
-        have += some * bits;
-        out += have / 8;
-        held >>= have & ~7u;
-        have &= 7;
-    }
-    if (have) out++;
-    if (out < end) memset(out, 0, (size_t)(end - out));
-}
-
 void packed_write(const sid_plan *p, const uint32_t *count, const uint16_t *idx, uint64_t sent, uint8_t *payload) {
     const uint32_t bits = low_bits(p);
     const uint64_t high_at = sid_packed_high_at(p->n, p->cap), tiles = sid_wire_tiles(p->n);
     uint64_t *high = (uint64_t *)(void *)(payload + high_at), word = 0, held = 0, i = 0;
-    write_low(idx, sent, bits, payload + sid_sparse_index_at(p->n), payload + high_at);
+    /* may run over by 8 bytes: into the high bits, which are 8 bytes at least, and written afterwards */
+    uint8_t *const low_end = p->simd->pack_low(idx, sent, bits, payload + sid_sparse_index_at(p->n));
+    if (low_end < payload + high_at) memset(low_end, 0, (size_t)(payload + high_at - low_end));
     memset(high, 0, sid_packed_value_at(p->n, p->cap) - high_at);
     for (uint64_t t = 0; t < tiles; t++)
         for (const uint64_t end = i + count[t]; i < end; i++) {

@@ -299,7 +299,7 @@ static void add_to_q(const sid_plan *p, const piece *e, const float *x, const fl
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     const sid_plan *p = w->plan;
     const float s = 1.0f / (float)w->at->world;
-    float *body = slice(w->payload), x[SID_TILE], c[POWER_RANK];
+    SID_LINE float *body = slice(w->payload), x[SID_TILE], c[POWER_RANK];
     const sid_matrix *m = at_element(p, at);
     open_sums *sums = w->scratch;
     for (uint32_t pos = 0; pos < len;) {
@@ -369,7 +369,7 @@ static sid_verdict finish(sid_walk *w) {
 
 static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
     const sid_rule *rule = &s->rule;
-    float x[SID_TILE], c[POWER_RANK];
+    SID_LINE float x[SID_TILE], c[POWER_RANK];
     if (rule->scale == 0) return;
     const sid_matrix *m = at_element(p, at);
     for (uint32_t pos = 0; pos < len;) {

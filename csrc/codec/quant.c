@@ -169,8 +169,8 @@ static float group_scale(const sid_walk *w, const quant_form *f) {
 /* ---- encode -------------------------------------------------------------------------------------------------- */
 
 typedef union draws {
-    uint16_t half[SID_MAX_TILE];
-    uint32_t word[SID_MAX_TILE];
+    SID_LINE uint16_t half[SID_MAX_TILE];
+    SID_LINE uint32_t word[SID_MAX_TILE];
 } draws;
 
 /* The tile's random bits. NULL where none are drawn. */
@@ -214,7 +214,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     }
     draws room;
     const void *d = draw(p, &f, &w->draw, at, len, &room);
-    uint8_t *body = w->payload + quant_codes_at(p->n, f.block) + at * f.bits / 8, buf[SID_MAX_TILE];
+    SID_LINE uint8_t *body = w->payload + quant_codes_at(p->n, f.block) + at * f.bits / 8, buf[SID_MAX_TILE];
     uint8_t *code = f.bits == 8 ? body : buf;
     scale_list s;
     const sid_grid g = grid_of(p, &f, acc, len, t->scale, &s);

@@ -114,7 +114,7 @@ static void begin(sid_walk *w) {
 
 static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     redsync_work *o = own(w);
-    float side[SID_TILE];
+    SID_LINE float side[SID_TILE];
     if (quantised(w->plan)) {
         w->plan->simd->one_side(acc, side, len, negative(w));
         acc = side;
@@ -216,7 +216,7 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
 }
 
 SPARSE_CODEC(
-    redsync, params, plan, tile, finish, check, decode, .name = "redsync", .memory = "dgc",
+    redsync, params, plan, begin, tile, finish, check, decode, .name = "redsync", .memory = "dgc",
     .paper = "RedSync (Fang et al. 2019), section 5.2, Algorithms 2, 3 and 5",
     .doc = "k elements of largest magnitude by a trim of the rest, or k to 2k by a threshold that is searched for "
            "and used again; on request of one sign a step, with their mean instead of the values.",

@@ -95,8 +95,8 @@ static void tile_means(sid_walk *w, const float *acc, uint64_t at, uint32_t len)
 
 static void draw(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t at, uint32_t len, float norm,
                  uint8_t *bits) {
-    uint32_t u[SID_TILE];
-    float up[SID_TILE];
+    SID_LINE uint32_t u[SID_TILE];
+    SID_LINE float up[SID_TILE];
     p->simd->draw32(d, at, len, u);
     if (norm < 0x1p-96f) { /* the quotient would overflow */
         p->simd->scale(acc, up, len, 0x1p64f);
@@ -260,7 +260,7 @@ static void tally(const sid_plan *p, float *x, uint32_t len, uint32_t count) {
 static void decode_merge(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     const sid_header *h = (const sid_header *)(const void *)g->payloads;
     const sid_draw common = {h->salt, h->group, h->step};
-    uint16_t u[SID_DECODE_TILE];
+    SID_LINE uint16_t u[SID_DECODE_TILE];
     add_all(g, out, at, len, 0, otherwise(g->plan));
     if (!otherwise(g->plan)) return;
     g->plan->simd->draw16(&common, at, len, u); /* the probability is right to 2^-16 */

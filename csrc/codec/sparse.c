@@ -11,7 +11,9 @@ const char *const sparse_index_names[] = {"u16", "packed", NULL};
 enum {
     BINS = 2048,
     WAYS = 4,
-    OWN_AT = 128
+    OWN_AT = 128,
+    SAMPLE = 2048,
+    WORTH = 65536 /* candidates: from so many on a sample costs less than it saves */
 };
 _Static_assert(sizeof(sparse_work) <= OWN_AT, "the header of work and the codec's part of it overlap");
 static const float half_max = 65504.0f;
@@ -239,23 +241,45 @@ static sparse_pick select_key(uint32_t *keys, uint64_t n, uint64_t rank, uint32_
     }
 }
 
+/* *lo, and what is returned: of a sample, three standard deviations and more to either side of where the rank-th largest of
+ * `count` values should be. */
+static uint32_t between(const float *val, uint64_t count, uint64_t rank, uint32_t *lo) {
+    uint32_t sample[2][SAMPLE];
+    const uint64_t stride = count / SAMPLE;
+    for (uint64_t i = 0; i < SAMPLE; i++) sample[0][i] = sid_key(val[i * stride]);
+    memcpy(sample[1], sample[0], sizeof *sample);
+    const double at = (double)rank / (double)count * SAMPLE, margin = 3 * sqrt(at * (1 - at / SAMPLE)) + 4;
+    *lo = at + margin < SAMPLE ? select_key(sample[0], SAMPLE, (uint64_t)(at + margin) + 1, 0, 31).key : 0;
+    return at - margin >= 1 ? select_key(sample[1], SAMPLE, (uint64_t)(at - margin), 0, 31).key + 1 : 0x80000000u;
+}
+
+/* Into *pick, if the key lies in [lo, hi). */
+static int select_in(const sid_simd *v, const float *val, uint64_t count, uint32_t *keys, uint64_t rank, uint32_t lo,
+                     uint32_t hi, sparse_pick *pick) {
+    uint64_t above;
+    uint32_t bits = 1;
+    const uint64_t n = v->band(val, count, lo, hi, keys, &above);
+    if (rank <= above || rank > above + n) return 0;
+    while (bits < 31 && hi - lo > 1u << bits) bits++;
+    *pick = select_key(keys, n, rank - above, lo, bits);
+    pick->above += above;
+    return 1;
+}
+
 sparse_pick sparse_select_of(const sid_simd *v, const float *val, uint64_t count, uint32_t *keys, uint64_t rank,
                              uint32_t guess, uint32_t spread) {
-    uint64_t above, n;
-    for (uint32_t half = spread / 8; half && half <= spread;
-         half *= 8) { /* close by first: fewer keys to sort through */
-        uint32_t bits = 1;
-        const uint32_t lo = guess > half ? guess - half : 0;
-        while (bits < 31 && (1u << bits) < 2 * half) bits++;
-        n = v->band(val, count, lo, lo + (1u << bits), keys, &above);
-        if (above < rank && rank <= above + n) {
-            sparse_pick pick = select_key(keys, n, rank - above, lo, bits);
-            pick.above += above;
-            return pick;
-        }
-    }
-    n = v->band(val, count, 0, 0x80000000u, keys, &above);
-    return select_key(keys, n, rank, 0, 31);
+    sparse_pick pick;
+    /* close by first: fewer keys to sort through */
+    const uint32_t half = spread / 8;
+    if (half && select_in(v, val, count, keys, rank, guess > half ? guess - half : 0, guess + half, &pick)) return pick;
+    if (count >= WORTH) {
+        uint32_t lo;
+        const uint32_t hi = between(val, count, rank, &lo);
+        if (select_in(v, val, count, keys, rank, lo, hi, &pick)) return pick;
+    } else if (half && select_in(v, val, count, keys, rank, guess > spread ? guess - spread : 0, guess + spread, &pick))
+        return pick;
+    select_in(v, val, count, keys, rank, 0, 0x80000000u, &pick);
+    return pick;
 }
 
 sparse_pick sparse_select(const sid_walk *w, uint64_t rank, uint32_t guess, uint32_t spread) {
@@ -322,7 +346,7 @@ static void write_levels(const sid_plan *p, const float *val, uint64_t sent, uin
     memcpy(out, (uint32_t[2]){sent ? levels.base : 0, sent ? levels.step : 0}, 8);
     out += 8;
     for (uint64_t i = 0; i < sent; i += SID_TILE) {
-        uint8_t code[SID_TILE];
+        SID_LINE uint8_t code[SID_TILE];
         const uint32_t len = sent - i < SID_TILE ? (uint32_t)(sent - i) : SID_TILE;
         p->simd->to_levels(val + i, len, &levels, width == 8 ? out + i : code);
         if (width < 8) p->simd->pack(code, len, width, out + i * width / 8);
@@ -501,36 +525,62 @@ static const uint16_t *take_indices(sid_gather *g, uint32_t r, uint64_t at, uint
     return idx;
 }
 
-static float level_at(const uint8_t *code, uint64_t i, uint32_t width, const sid_levels *l) {
-    const uint32_t c = width == 8 ? code[i] : (uint32_t)(code[i / 2] >> 4 * (i % 2) & 15);
-    return sid_bits_f32(sid_level_key(c & l->top, l) | (c > l->top ? 0x80000000u : 0));
+/* An index is a place in the wire tile, where `out` begins at `base`. */
+static void add_at(float *out, const uint16_t *idx, uint32_t base, const float *v, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) out[idx[i] - base] += v[i];
+}
+
+enum {
+    FEW = 256 /* entries: fewer are decoded one by one, where eight bits have as many codes */
+};
+static float level_of(uint32_t code, const sid_levels *l) {
+    return sid_bits_f32(sid_level_key(code & l->top, l) | (code > l->top ? 0x80000000u : 0));
+}
+/* n entries, from entry `first` on. */
+static void add_levels(float *out, const uint16_t *idx, uint32_t base, const uint8_t *code, uint64_t first, uint32_t n,
+                       uint32_t width, const sid_levels *l) {
+    float value[256];
+    if (width == 8 && n < FEW) {
+        for (uint32_t i = 0; i < n; i++) out[idx[i] - base] += level_of(code[first + i], l);
+        return;
+    }
+    for (uint32_t c = 0; c < 1u << width; c++) value[c] = level_of(c, l);
+    if (width == 8) {
+        for (uint32_t i = 0; i < n; i++) out[idx[i] - base] += value[code[first + i]];
+        return;
+    }
+    uint32_t i = 0;
+    code += first / 2;
+    if (n && first % 2) out[idx[i++] - base] += value[*code++ >> 4];
+    for (; i + 2 <= n; i += 2, code++) {
+        out[idx[i] - base] += value[*code & 15];
+        out[idx[i + 1] - base] += value[*code >> 4];
+    }
+    if (i < n) out[idx[i] - base] += value[*code & 15];
 }
 
 void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     const sid_plan *p = g->plan;
     const uint64_t at_val = value_at(p);
     const uint32_t base = (uint32_t)(at % SID_WIRE_TILE), values = values_of(p);
-    uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
+    SID_LINE uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
         const uint8_t *val = g->payloads + r * g->stride + at_val;
         uint64_t first;
         uint32_t here;
         const uint16_t *idx = take_indices(g, r, at, len, buf, &first, &here);
-        if (values == SID_VALUES_F32) {
-            const float *v = (const float *)(const void *)val + first;
-            for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += v[i];
-        } else if (values == SID_VALUES_F16) {
-            const uint16_t *v = (const uint16_t *)(const void *)val + first;
-            for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += sid_f16_to_f32(v[i]);
+        if (values == SID_VALUES_F32)
+            add_at(out, idx, base, (const float *)(const void *)val + first, here);
+        else if (values == SID_VALUES_F16) {
+            SID_LINE float wide[SID_DECODE_TILE];
+            p->simd->f16_to_f32((const uint16_t *)(const void *)val + first, wide, here);
+            add_at(out, idx, base, wide, here);
         } else {
             uint32_t v[2];
             memcpy(v, val, 8);
-            const sid_levels l = sid_levels_from(v[0], v[1], width_of(values));
-            val += 8;
-            if (values == SID_VALUES_LOG8)
-                for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += level_at(val, first + i, 8, &l);
-            else
-                for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += level_at(val, first + i, 4, &l);
+            const uint32_t width = width_of(values);
+            const sid_levels l = sid_levels_from(v[0], v[1], width);
+            add_levels(out, idx, base, val + 8, first, here, width, &l);
         }
         const uint64_t next = sid_sparse_value_bytes(first + here, values), more = sid_sparse_value_bytes(here, values);
         for (uint64_t i = 0; i < more; i += 64) __builtin_prefetch(g->payloads + r * g->stride + at_val + next + i);
@@ -539,7 +589,7 @@ void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
 
 void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     const uint32_t base = (uint32_t)(at % SID_WIRE_TILE);
-    uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
+    SID_LINE uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
         const float mean = ((const sid_header *)(const void *)(g->payloads + r * g->stride))->scale;
         uint64_t first;

@@ -109,7 +109,7 @@ void sparse_emit_from(sid_walk *w, uint32_t key, uint32_t flags);
 /* Settles the rule "key > pick.key, and the first `take` of the ties", and writes the payload. */
 void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags);
 
-/* Slots that need nothing of the codec; and all of a codec's, whose file has `begin` and `rescale`. */
+/* Slots that need nothing of the codec; and all of a codec's, whose file has `rescale`. */
 void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);
 int sparse_sent_from(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
 void sparse_none(sid_rule *rule);
@@ -128,11 +128,11 @@ uint64_t sparse_mean_bytes(const sid_plan *p);
 sid_status sparse_mean_check(const sid_plan *p, const uint8_t *payload, sid_error *err);
 void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
 
-#define SPARSE_CODEC(symbol, rows, plan_, tile_, finish_, check_, decode_, ...)                                        \
+#define SPARSE_CODEC(symbol, rows, plan_, begin_, tile_, finish_, check_, decode_, ...)                                \
     const sid_codec sid_codec_##symbol = {                                                                             \
         .info = {.family = "sparse", .params = rows, .n_params = sizeof rows / sizeof *rows, __VA_ARGS__},             \
         .plan = plan_,                                                                                                 \
-        .begin = begin,                                                                                                \
+        .begin = begin_,                                                                                               \
         .tile = tile_,                                                                                                 \
         .finish = finish_,                                                                                             \
         .keep = sparse_keep,                                                                                           \

@@ -72,8 +72,8 @@ static void begin(sid_walk *w) {
 
 static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t at, uint32_t len, float own,
                     float shared, uint8_t *code) {
-    uint16_t draws[SID_TILE];
-    float x[SID_TILE];
+    SID_LINE uint16_t draws[SID_TILE];
+    SID_LINE float x[SID_TILE];
     const float inverse = shared > 0 ? 1.0f / shared : 0.0f;
     const quant_form form = ternary_form();
     const sid_grid g = {form.kind, form.rounding, form.top, 0, &shared, &inverse};
@@ -135,7 +135,7 @@ static sid_verdict finish(sid_walk *w) {
 /* rule->scale is what the codes were times, rule->inverse where acc was clipped. */
 static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
     const float minus = -s->rule.scale;
-    uint8_t code[SID_TILE];
+    SID_LINE uint8_t code[SID_TILE];
     const sid_codes sent = {code, (const uint8_t *)&minus};
     if (minus == 0) return;
     ternary(p, &s->draw, acc, at, len, s->rule.inverse, s->rule.scale, code);

@@ -41,7 +41,7 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
     s->codec[LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[LAST]) * factor);
 }
 
-SPARSE_CODEC(topk, params, plan, sparse_capture, finish, sparse_check, sparse_decode, .name = "topk",
+SPARSE_CODEC(topk, params, plan, begin, sparse_capture, finish, sparse_check, sparse_decode, .name = "topk",
              .paper = "Aji and Heafield 2017 (as exact selection over the whole group)",
              .doc = "The k elements of largest magnitude, exactly; of equal ones those of lowest index.",
              .traits = SID_SPARSE, .wire_id = 16);

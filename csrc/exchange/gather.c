@@ -159,7 +159,7 @@ static void sum_pieces(sid_trip *t, uint32_t sum) {
     }
     for (uint64_t at = 0; at < len; at += SID_TILE) {
         const uint32_t take = len - at < SID_TILE ? (uint32_t)(len - at) : SID_TILE;
-        float total[SID_TILE], buf[SID_TILE];
+        SID_LINE float total[SID_TILE], buf[SID_TILE];
         for (uint32_t r = 0; r < x->world; r++) {
             const uint8_t *from = r == x->rank ? own : t->wire + x->at[SLICES] + r * x->message;
             const float *y = sid_load(v, d, from, at, take, buf);

@@ -175,7 +175,7 @@ static void add_up(sid_trip *t) {
     const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
     const uint32_t mine = local_of(x);
     const uint64_t len = sid_slice_len(x, mine);
-    float *sum = sum_of(t), buf[SID_TILE];
+    SID_LINE float *sum = sum_of(t), buf[SID_TILE];
     uint32_t flags;
     for (uint32_t l = 0; l < x->word[L]; l++)
         if (l != mine)
@@ -296,7 +296,7 @@ static void finish(sid_trip *t) {
             for (uint64_t k = 0; k < t->cut[i].len; k += SID_TILE) {
                 const uint64_t left = t->cut[i].len - k;
                 const uint32_t take = left < SID_TILE ? (uint32_t)left : SID_TILE;
-                float x_[SID_TILE], buf[SID_TILE];
+                SID_LINE float x_[SID_TILE], buf[SID_TILE];
                 const float *y = sid_load(v, own ? SID_F32 : x->dtype, from, at + k, take, buf);
                 for (uint32_t e = 0; e < take; e++) x_[e] = bad ? sid_bits_f32(0x7fc00000u) : y[e];
                 sid_store(v, x->dtype, t->cut[i].ptr, k, take, x_);

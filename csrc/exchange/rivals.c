@@ -72,7 +72,7 @@ static void encode_on(sid_trip *t, uint32_t s, int come) {
     const uint64_t len = sid_slice_len(x, s);
     const sid_plan *p = plan_of(x, s);
     const sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
-    float *sum = (float *)(void *)(t->work + x->at[SUM]), buf[SID_TILE];
+    SID_LINE float *sum = (float *)(void *)(t->work + x->at[SUM]), buf[SID_TILE];
     uint8_t *payload = t->wire + s * x->message;
     const sid_segment all = {sum, len};
     sid_report report;
@@ -266,7 +266,7 @@ static void finish_expand(sid_trip *t) {
         for (uint64_t k = 0; k < t->seg[i].len;) {
             const uint64_t left = t->seg[i].len - k;
             const uint32_t take = left < SID_TILE ? (uint32_t)left : SID_TILE;
-            float v[SID_TILE];
+            SID_LINE float v[SID_TILE];
             for (uint32_t e = 0; e < take; e++) v[e] = (float)((int)x->world - 2 * (int)counts[at + e]);
             p->codec->tally(p, v, take, x->world);
             for (uint32_t e = 0; e < take && bad; e++) v[e] = sid_bits_f32(0x7fc00000u);

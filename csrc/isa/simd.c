@@ -284,9 +284,8 @@ static void subtract_from(float *acc, uint32_t n, uint32_t key, float value) {
 
 enum {
     ROW = SID_UNIT_LANES,
-    MANY = 8,                   /* registers of one sum */
-    SOME = BYTES == 64 ? 4 : 2, /* of each of two or three */
-    FEW = 2                     /* of five */
+    MANY = 8,                  /* registers of one sum */
+    SOME = BYTES == 64 ? 4 : 2 /* of each of two to five */
 };
 
 /* Written out: an array that is indexed in nested loops does not stay in registers. */
@@ -313,6 +312,20 @@ enum {
     }
 JOIN(float)
 JOIN(double)
+/* Of one register's lanes or two's; of smaller registers, of as many as they take. */
+INLINE float join_parts(const vf *part, const int n) {
+#if BYTES == 64
+    const vf all = n == 2 ? part[0] + part[1] : part[0];
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)all), _mm512_extractf32x8_ps((__m512)all, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehdup_ps(four)); /* 0 + 1, and 2 + 3 */
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehl_ps(two, two)));
+#else
+    float lane[ROW];
+    for (int j = 0; j < n; j++) store(lane + j * WIDE, part[j]);
+    return join_float(lane, n * WIDE);
+#endif
+}
 
 /* Elements of whole rows. What comes after them goes to `last`, filled up with zeros, which change no sum. */
 static inline uint32_t whole_rows(const float *x, uint32_t n, float *last) {
@@ -330,7 +343,8 @@ static inline uint32_t whole_rows(const float *x, uint32_t n, float *last) {
     } while (0)
 
 static float sum_abs(const float *x, uint32_t n) {
-    float lane[ROW / MANY], last[ROW];
+    vf part[ROW / MANY / WIDE];
+    float last[ROW];
     const uint32_t whole = whole_rows(x, n, last);
     for (uint32_t c = 0; c < ROW / MANY; c += WIDE) {
         vf sum[MANY] = {{0}};
@@ -338,9 +352,9 @@ static float sum_abs(const float *x, uint32_t n) {
     for (int q = 0; q < MANY; q++) sum[q] += (vf)keys(load((p) + q * (ROW / MANY)))
         DOWN(ADD);
 #undef ADD
-        store(lane + c, FOLD_8(sum));
+        part[c / WIDE] = FOLD_8(sum);
     }
-    return join_float(lane, ROW / MANY);
+    return join_parts(part, ROW / MANY / WIDE);
 }
 
 /* Lanes of a comparison: sums and counts of these alone. A zero is added to the others where there are no masks. */
@@ -364,7 +378,8 @@ INLINE uint32_t sum_of(tallies c) { return total(c); }
 
 static void tail_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]) {
     const vi from_a = (vi){0} + (int32_t)a, from_b = (vi){0} + (int32_t)b;
-    float lane[3][ROW / SOME], last[ROW];
+    vf part[3][ROW / SOME / WIDE];
+    float last[ROW];
     tallies count_a = {0}, count_b = {0};
     const uint32_t whole = whole_rows(x, n, last), none = (ROW - n % ROW) % ROW;
     for (uint32_t c = 0; c < ROW / SOME; c += WIDE) {
@@ -381,14 +396,14 @@ static void tail_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float 
     }
         DOWN(ADD);
 #undef ADD
-        store(lane[0] + c, FOLD_SOME(all));
-        store(lane[1] + c, FOLD_SOME(above_a));
-        store(lane[2] + c, FOLD_SOME(above_b));
+        part[0][c / WIDE] = FOLD_SOME(all);
+        part[1][c / WIDE] = FOLD_SOME(above_a);
+        part[2][c / WIDE] = FOLD_SOME(above_b);
     }
     /* the zeros that fill up the last row are not below 0 */
     count[0] = sum_of(count_a) - (a ? 0 : none);
     count[1] = sum_of(count_b) - (b ? 0 : none);
-    for (int j = 0; j < 3; j++) sum[j] = join_float(lane[j], ROW / SOME);
+    for (int j = 0; j < 3; j++) sum[j] = join_parts(part[j], ROW / SOME / WIDE);
 }
 
 #ifdef SID_HAS_AVX512
@@ -687,7 +702,8 @@ static double sum_squares(const float *x, uint32_t n) {
 }
 
 static void square_sums(const float *x, uint32_t n, float sum[3]) {
-    float lane[3][ROW / SOME], last[ROW];
+    vf part[3][ROW / SOME / WIDE];
+    float last[ROW];
     const uint32_t whole = whole_rows(x, n, last);
     for (uint32_t c = 0; c < ROW / SOME; c += WIDE) {
         vf size[SOME] = {{0}}, square[SOME] = {{0}}, plain[SOME] = {{0}};
@@ -700,24 +716,25 @@ static void square_sums(const float *x, uint32_t n, float sum[3]) {
     }
         DOWN(ADD);
 #undef ADD
-        store(lane[0] + c, FOLD_SOME(size));
-        store(lane[1] + c, FOLD_SOME(square));
-        store(lane[2] + c, FOLD_SOME(plain));
+        part[0][c / WIDE] = FOLD_SOME(size);
+        part[1][c / WIDE] = FOLD_SOME(square);
+        part[2][c / WIDE] = FOLD_SOME(plain);
     }
-    for (int j = 0; j < 3; j++) sum[j] = join_float(lane[j], ROW / SOME);
+    for (int j = 0; j < 3; j++) sum[j] = join_parts(part[j], ROW / SOME / WIDE);
 }
 
 static void probe_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[5], uint32_t count[2]) {
     const vi from_a = (vi){0} + (int32_t)a, from_b = (vi){0} + (int32_t)b;
     const float at_a = sid_bits_f32(a), at_b = sid_bits_f32(b);
-    float lane[5][ROW / FEW], last[ROW];
+    vf lanes[5][ROW / SOME / WIDE];
+    float last[ROW];
     tallies count_a = {0}, count_b = {0};
     const uint32_t whole = whole_rows(x, n, last), none = (ROW - n % ROW) % ROW;
-    for (uint32_t c = 0; c < ROW / FEW; c += WIDE) {
-        vf part[5][FEW] = {{{0}}};
+    for (uint32_t c = 0; c < ROW / SOME; c += WIDE) {
+        vf part[5][SOME] = {{{0}}};
 #define ADD(p)                                                                                                         \
-    for (int q = 0; q < FEW; q++) {                                                                                    \
-        const vi k = keys(load((p) + q * (ROW / FEW)));                                                                \
+    for (int q = 0; q < SOME; q++) {                                                                                   \
+        const vi k = keys(load((p) + q * (ROW / SOME)));                                                               \
         const chosen in_a = from(k, from_a), in_b = from(k, from_b);                                                   \
         const vf over_b = (vf)k - at_b;                                                                                \
         part[0][q] += (vf)k;                                                                                           \
@@ -730,11 +747,11 @@ static void probe_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float
     }
         DOWN(ADD);
 #undef ADD
-        for (int j = 0; j < 5; j++) store(lane[j] + c, FOLD_2(part[j]));
+        for (int j = 0; j < 5; j++) lanes[j][c / WIDE] = FOLD_SOME(part[j]);
     }
     count[0] = sum_of(count_a) - (a ? 0 : none);
     count[1] = sum_of(count_b) - (b ? 0 : none);
-    for (int j = 0; j < 5; j++) sum[j] = join_float(lane[j], ROW / FEW);
+    for (int j = 0; j < 5; j++) sum[j] = join_parts(lanes[j], ROW / SOME / WIDE);
 }
 
 INLINE void moments_of(const float *x, uint32_t n, double sum[3], const int sizes) {
@@ -773,26 +790,33 @@ static double sum_log2(const float *x, uint32_t n, uint32_t *count) {
     const vi one = (vi){0} + 0x3f800000;
     float lane[ROW / MANY], last[ROW];
     double rest[ROW / MANY];
-    vi exponents = {0}, some = {0}, denormal = {0};
-    uint32_t tiny = 0;
+    vi exponents = {0}, least = (vi){0} + INT32_MAX;
+    uint32_t tiny = 0, smallest = INT32_MAX;
     const uint32_t whole = whole_rows(x, n, last);
     for (uint32_t c = 0; c < ROW / MANY; c += WIDE) {
         vf product[MANY];
         for (int q = 0; q < MANY; q++) product[q] = (vf)one;
 #define MULTIPLY(p)                                                                                                    \
     for (int q = 0; q < MANY; q++) {                                                                                   \
-        const vi k = keys(load((p) + q * (ROW / MANY))), ok = k > 0x7fffff;                                            \
+        const vi k = keys(load((p) + q * (ROW / MANY)));                                                               \
         product[q] *= (vf)((k & 0x7fffff) | one);                                                                      \
         exponents += k >> 23;                                                                                          \
-        some -= ok;                                                                                                    \
-        denormal |= k & ~ok;                                                                                           \
+        least = lower(least, k);                                                                                       \
     }
         DOWN(MULTIPLY);
 #undef MULTIPLY
         store(lane + c, PRODUCT_8(product));
     }
-    for (int j = 0; j < WIDE; j++) tiny |= (uint32_t)denormal[j];
-    *count = total(some);
+    for (int j = 0; j < WIDE; j++) smallest = (uint32_t)least[j] < smallest ? (uint32_t)least[j] : smallest;
+    *count = n;
+    if (smallest < 0x800000) { /* zeros, or denormal ones; what fills up a row is neither */
+        *count = 0;
+        for (uint32_t i = 0; i < n; i++) {
+            const uint32_t k = sid_key(x[i]), ok = k > 0x7fffff;
+            *count += ok;
+            tiny |= ok ? 0 : k;
+        }
+    }
     int64_t exponent = total(exponents) - 127 * (int64_t)*count;
     if (tiny) { /* again, with the denormal ones made normal */
         float all[ROW];
@@ -1328,11 +1352,59 @@ static void to_levels(const float *x, uint32_t n, const sid_levels *levels, uint
 static void take_levels(float *x, uint32_t n, uint32_t key, const sid_levels *levels) {
     const sid_levels l = *levels;
     const int32_t from = (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key);
-    for (uint32_t i = 0; i < n; i++) {
+    uint32_t i = 0;
+#ifdef SID_HAS_AVX512
+    if (l.top < 16) { /* what each level stands for in one register */
+        uint32_t what[16];
+        for (uint32_t c = 0; c < 16; c++) what[c] = sid_level_key(c, &l);
+        const __m512i table = _mm512_loadu_si512(what), base = _mm512_set1_epi32((int)l.base),
+                      top = _mm512_set1_epi32((int)l.top), low = _mm512_set1_epi32(from);
+        for (; i + 16 <= n; i += 16) {
+            const __m512 v = _mm512_loadu_ps(x + i);
+            const __m512i k = keys16(x + i);
+            const __m512 steps =
+                _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(k, base)), _mm512_set1_ps(l.inverse));
+            __m512i c = _mm512_cvttps_epi32(_mm512_add_ps(steps, _mm512_set1_ps(0.5f)));
+            c = _mm512_min_epi32(_mm512_max_epi32(c, _mm512_setzero_si512()), top);
+            const __m512i sign = _mm512_xor_si512(_mm512_castps_si512(v), k);
+            const __m512 sent = _mm512_castsi512_ps(_mm512_or_si512(_mm512_permutexvar_epi32(c, table), sign));
+            _mm512_storeu_ps(x + i, _mm512_mask_sub_ps(v, _mm512_cmpge_epi32_mask(k, low), v, sent));
+        }
+    }
+#endif
+    for (; i < n; i++) {
         const uint32_t u = sid_f32_bits(x[i]), k = u & 0x7fffffffu;
         const uint32_t sent = sid_level_key(sid_level_of(k, &l), &l) | (u & 0x80000000u);
         x[i] -= sid_bits_f32((int32_t)k >= from ? sent : 0u);
     }
+}
+
+/* The low bits of entries, one after the other. Stores run over by up to 8 bytes. */
+static uint8_t *pack_low(const uint16_t *idx, uint64_t n, uint32_t bits, uint8_t *out) {
+    const uint64_t mask = (1u << bits) - 1;
+    uint64_t held = 0, i = 0;
+    uint32_t have = 0;
+    for (; i < n; i += 4) {
+        const uint32_t some = n - i < 4 ? (uint32_t)(n - i) : 4;
+        uint64_t four = 0;
+        if (some == 4) {
+#ifdef SID_HAS_AVX2
+            memcpy(&four, idx + i, 8);
+            four = _pext_u64(four, mask * 0x0001000100010001ull);
+#else
+            four = (idx[i] & mask) | (idx[i + 1] & mask) << bits | (idx[i + 2] & mask) << 2 * bits |
+                   (idx[i + 3] & mask) << 3 * bits;
+#endif
+        } else
+            for (uint32_t j = 0; j < some; j++) four |= (idx[i + j] & mask) << j * bits;
+        held |= four << have; /* at most 7 + 4 * 12 bits */
+        memcpy(out, &held, 8);
+        have += some * bits;
+        out += have / 8;
+        held >>= have & ~7u;
+        have &= 7;
+    }
+    return out + (have > 0);
 }
 
 /* ---- a few rows: y_k is row k of r, `stride` floats apart ------------------------------------------------------- */
@@ -1499,6 +1571,12 @@ static inline __m256i to_bf16(__m512i u) {
 static inline __m256i to_half(__m512i u, int bf16) {
     return bf16 ? to_bf16(u) : _mm512_cvtps_ph(_mm512_castsi512_ps(u), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+/* Of a finite number: to_bf16's, in the upper half of each word. */
+static inline __m512i rounded_bf16(__m512i u) {
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+}
+static inline int any_over(const float *x, __m512i top) { return _mm512_cmpgt_epi32_mask(keys16(x), top) != 0; }
 static inline __m512 of_half(__m256i h, int bf16) {
     return bf16 ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)) : _mm512_cvtph_ps(h);
 }
@@ -1517,10 +1595,18 @@ static void half_chunk(const float *x, uint16_t *y, uint32_t n, float s, float m
         f32_to_f16(buf, y, n);
 }
 
+/* What is beyond max, and no finite number, is rare: the rest takes half the instructions. */
 static void half_body(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16) {
     uint32_t i = 0;
 #ifdef SID_HAS_AVX512
-    for (; i + 16 <= n; i += 16) _mm256_storeu_si256((__m256i *)(void *)(y + i), to_half(clamped(x + i, max, s), bf16));
+    const __m512i top = _mm512_set1_epi32((int)sid_f32_bits(max));
+    for (; i + 16 <= n; i += 16) {
+        const __m512i u = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(s)));
+        const __m256i half = any_over(x + i, top) ? to_half(clamped(x + i, max, s), bf16)
+                             : bf16               ? _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bf16(u), 16))
+                                                  : to_half(u, 0);
+        _mm256_storeu_si256((__m256i *)(void *)(y + i), half);
+    }
 #endif
     for (; i < n; i += CHUNK) half_chunk(x + i, y + i, n - i < CHUNK ? n - i : CHUNK, s, max, bf16);
 }
@@ -1529,10 +1615,14 @@ static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse
     const int32_t from = (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key);
     uint32_t i = 0;
 #ifdef SID_HAS_AVX512
+    const __m512i top = _mm512_set1_epi32((int)sid_f32_bits(max)), upper = _mm512_set1_epi32((int)0xffff0000u);
     for (; i + 16 <= n; i += 16) {
-        const __m512 sent =
-            _mm512_mul_ps(of_half(to_half(clamped(x + i, max, s), bf16), bf16), _mm512_set1_ps(inverse));
         const __m512 v = _mm512_loadu_ps(x + i);
+        const __m512i u = _mm512_castps_si512(_mm512_mul_ps(v, _mm512_set1_ps(s)));
+        const __m512 half = any_over(x + i, top) ? of_half(to_half(clamped(x + i, max, s), bf16), bf16)
+                            : bf16               ? _mm512_castsi512_ps(_mm512_and_si512(rounded_bf16(u), upper))
+                                                 : of_half(to_half(u, 0), 0);
+        const __m512 sent = _mm512_mul_ps(half, _mm512_set1_ps(inverse));
         const __mmask16 m = _mm512_cmpge_epi32_mask(keys16(x + i), _mm512_set1_epi32(from));
         _mm512_storeu_ps(x + i, _mm512_mask_sub_ps(v, m, v, sent));
     }
@@ -1948,6 +2038,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .ternary = ternary,
     .to_levels = to_levels,
     .take_levels = take_levels,
+    .pack_low = pack_low,
     .dots = dots,
     .add_rows = add_rows,
     .add_outer = add_outer,
