@@ -244,8 +244,9 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
     if (!finite) scratch->nonfinite = 1; /* every writer writes the same */
 }
 
+/* A memory of two vectors takes more registers than three blocks leave each. */
 template <class Memory>
-__global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
+__global__ void __launch_bounds__(SID_BLOCK, Memory::VECTORS > 1 ? 2 : SID_DENSE_BLOCKS)
     sid_ternary_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
                               sid_payloads p, const float *units, Memory memory, sid_cuda_report *report) {
     sid_follow();
