@@ -1,5 +1,5 @@
 """codec="auto": measured, planned, verified and kept, or plain DDP; on real ranks, over links that are slow
-where a test says so."""
+where a test says so, by a clock that only the test moves: what is decided does not depend on the machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import clock
 import pytest
 import sidcomp
 import torch
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 SLOW_DENSE = {"all_reduce": 1e-7}  # seconds a byte: 10 MB/s
 SLOW_SPARSE = {"all_gather": 1e-6}
+FORWARD_S, GRADIENT_S = 4e-4, 1e-4  # what a step computes, and each parameter's gradient, by a test's clock
 
 
 def brisk() -> None:
@@ -39,7 +41,7 @@ def slow_down(rates: dict[str, float]) -> None:
         real = getattr(Exchange, name)
 
         def paced(self: Exchange, *tensors: torch.Tensor, real: Any = real, name: str = name) -> dist.Work:
-            time.sleep(RATES[name] * tensors[-1].nbytes)
+            clock.take(RATES[name] * tensors[-1].nbytes)
             work: dist.Work = real(self, *tensors)
             return work
 
@@ -92,6 +94,11 @@ class Training:
         ddp_arguments = how.pop("ddp", {"bucket_cap_mb": 0.08})
         how.setdefault("warmup", 2)
         self.ddp = DistributedDataParallel(MODELS[model](), **ddp_arguments)
+        if how.pop("by_test", slow is not None):
+            clock.install()
+            self.ddp.module.register_forward_pre_hook(lambda *_: clock.take(FORWARD_S))
+            for p in self.ddp.module.parameters():
+                p.register_hook(lambda _: clock.take(GRADIENT_S))
         self.state = sidcomp.State(how.pop("codec", "auto"), **how)
         sidcomp.register(self.ddp, self.state)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
@@ -306,7 +313,7 @@ def test_what_is_excluded_stays_dense() -> None:
 
 
 def with_a_slow_rank(rank: int, world: int) -> dict[str, Any]:
-    with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
+    with Training(rank, candidates=["topk"], slow=SLOW_DENSE, by_test=False) as t:
         if rank == 1:
             t.ddp.module.register_forward_hook(lambda *_: time.sleep(0.01))
         return t.until_it_rests()
