@@ -1,4 +1,4 @@
-"""A clock that only tests move: what is decided by times is then decided by theirs, on any machine, however busy.
+"""A clock that only tests move: what is decided by times is then decided by theirs, however busy the machine.
 
 Each rank's process has its own. It stands still but for what a test says that something takes, and for a step
 at each reading, so that nothing takes no time at all. Ranks do the same work, so that their clocks agree but
@@ -37,7 +37,7 @@ _instead: Clock | None = None
 
 
 def install() -> None:
-    """In place of the machine's clock wherever sidcomp measures, not where it waits for something that hangs."""
+    """In place of the machine's clock wherever sidcomp measures, not where something may hang."""
     global _instead
     if _instead is not None:
         return
