@@ -278,6 +278,17 @@ def test_contention_and_rates_move_the_tables() -> None:
         profile.instance(contention=1500)
 
 
+def test_dense_groups_are_copied_where_they_are_no_buckets() -> None:
+    profile = make_profile()
+    profile.methods[0] = replace(profile.methods[0], decode=line(10**6, 40))
+    pure, copied = (profile.instance(copied=c)["methods"] for c in (False, True))
+    assert (pure[0]["encode"], pure[0]["decode"]) == (None, None)
+    assert copied[0]["encode"] is None and copied[0]["decode"] == line(10**6, 40).knots
+    assert pure[1] == copied[1]
+    profile.methods[0] = replace(profile.methods[0], decode=None)  # as earlier versions measured it
+    assert profile.instance(copied=True)["methods"][0]["decode"] is None
+
+
 def test_contention_never_makes_an_exchange_faster() -> None:
     profile = make_profile()
     profile.methods[0] = replace(profile.methods[0], contended=line(MS // 8, 1000))

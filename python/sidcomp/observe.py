@@ -308,7 +308,7 @@ def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
     """What the planner gets, its methods those of `ways_of`."""
     dense = profile.methods[0].name
     names = [dense if i == DENSE else candidate(settings.ways[i]).name for i in ways_of(profile, settings)]
-    made = profile.instance(buckets, names, contention=contention(profile))
+    made = profile.instance(buckets, names, contention=contention(profile), copied=True)
     kinds = [t["kind"] for t in profile.tensors]
     made["cut_before"] = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
     return Model(made, profile.contention.get("stolen_permille", 0))
@@ -348,7 +348,7 @@ def leaves_behind(layout: Layout, parked: Iterable[str], target: Regime) -> bool
 def refit(model: Model, found: dict[str, Any], seen: Sequence[Seen], measured_ps: int, agree: Agree) -> Model:
     """The model, its costs scaled by what was seen of a plan that ran, so that it explains its time.
 
-    Every method's encode, exchange and decode by one factor each (between 1/4 and 4), the backward pass by
+    Every method's encode, exchange and decode by one factor each (between 1/16 and 16), the backward pass by
     one; what is left over goes to the time outside of it.
     """
     again = Model({**model.instance}, model.stolen)
@@ -375,14 +375,14 @@ def _rescaled(model: Model, found: dict[str, Any], seen: Sequence[Seen], agree: 
         for i, kind in enumerate(spans):
             said = sum(Curve(method[kind]).at(groups[k]) for k in mine) if method[kind] else 0
             if said:
-                factor = min(4.0, max(0.25, _PS * sum(slow[3 * k + i] for k in mine) / said))
+                factor = min(16.0, max(1 / 16, _PS * sum(slow[3 * k + i] for k in mine) / said))
                 scaled[kind] = [[x, round(y * factor)] for x, y in method[kind]]
         methods.append(scaled)
     passes = [_span(s) - sum(b - a for a, b, _, _ in s.groups if a < s.arrivals[-1]) for s in seen]
     (backward,) = agree([int(median(passes))])
-    tensors, said = instance["tensors"], sum(t["backward_ps"] for t in instance["tensors"])
-    # What of the pass is seen begins with the first bucket.
-    said -= next((t["backward_ps"] for t in tensors if t["backward_ps"]), 0)
+    tensors = instance["tensors"]
+    # What of the pass is seen begins with the first bucket, all of whose time its first tensor has.
+    said = sum(t["backward_ps"] for t in tensors[1:])
     exchanges = sum(
         _PS * slow[3 * k + 1]
         for k, s in enumerate(seen[0].groups[: len(groups)])
@@ -395,7 +395,7 @@ def _rescaled(model: Model, found: dict[str, Any], seen: Sequence[Seen], agree: 
 
 
 def _took(s: Seen, k: int, a: int, b: int) -> int:
-    """A span of group k; its exchange does not begin before that of the group before it has ended."""
+    """A span of group k; its exchange and decode do not begin before those of the group before have ended."""
     row = s.groups[k]
-    start = max(row[a], s.groups[k - 1][2]) if a == 1 and k else row[a]
+    start = max(row[a], s.groups[k - 1][b]) if a and k else row[a]
     return max(0, row[b] - start)

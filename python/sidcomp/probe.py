@@ -82,13 +82,14 @@ def measure(
         vectors = max([0, *(p.vectors for p in plans.values()), *(t.vectors for t in trips)])
         gradients = Gradients(sizes[-1] // dtype.itemsize, vectors, dtype, device, seed)
         codings = {c.name: Coding(c, sizes, exchange, gradients, isa) for c in candidates if c.name in plans}
+        whole = Coding(Candidate("none", "none"), sizes, exchange, gradients, isa)
         latency = rounds.latency()
         journeys = {
             c.name: Journeys(c, sizes, exchange, gradients, isa, latency)
             for c in candidates
             if c.name not in plans
         }
-        rounds.run(list(codings.values()), _CODECS * budget_s)
+        rounds.run([whole, *codings.values()], _CODECS * budget_s)
         alone = {
             wire: Exchanges(wire, _ladder(_SMALLEST_MESSAGE, nbytes), exchange, latency)
             for wire, nbytes in wires.items()
@@ -100,10 +101,10 @@ def measure(
             beside = {one: Beside(one, _few(one)) for one in (*alone.values(), *journeys.values())}
             product = beside[alone[dense]].product.timed(_PRODUCTS)
             rounds.run(list(beside.values()), budget_s)
-    series: list[Series] = [*codings.values(), *alone.values(), *journeys.values(), *beside.values()]
+    series: list[Series] = [whole, *codings.values(), *alone.values(), *journeys.values(), *beside.values()]
     _take_slowest(exchange, [product, *(s for one in series for _, samples in one.points for s in samples)])
     points = {wire: (_points(one), _contended(one, beside.get(one))) for wire, one in alone.items()}
-    methods = [_dense(*points[dense], total)]
+    methods = [_dense(whole, *points[dense], total)]
     for c in candidates:
         if c.name in plans:
             wire, _ = wire_of(plans[c.name])
@@ -200,9 +201,12 @@ def _few(series: Series) -> list[int]:
     return sorted({sizes[0], *sizes[::-3]})
 
 
-def _dense(alone: _Points, contended: _Points, total: int) -> Method:
+def _dense(whole: Coding, alone: _Points, contended: _Points, total: int) -> Method:
+    """A group that is no bucket of DDP's is copied, out of its buckets and back. On the way out it is divided
+    by the number of ranks, as a bucket is before its exchange: that is measured with the exchange."""
     beside = fit(contended, total) if contended else None
-    return Method("dense", "none", "none", {}, "allreduce", None, fit(alone, total), None, beside)
+    back = fit(_points(whole, 1), total)
+    return Method("dense", "none", "none", {}, "allreduce", None, fit(alone, total), back, beside)
 
 
 def _method(coding: Coding, wire: Wire, alone: _Points, contended: _Points, total: int) -> Method:

@@ -23,7 +23,10 @@ _COUNTS = ("world", "threads", *_STEPS, "overlap_permille")
 
 @dataclass(frozen=True)
 class Method:
-    """One way to send a group. `contended`: its exchange while the processor computes; None: not measured."""
+    """One way to send a group. `contended`: its exchange while the processor computes; None: not measured.
+
+    Dense has no encode; its decode is the copy of a group that is no bucket of DDP's back into its buckets.
+    """
 
     name: str
     codec: str
@@ -170,6 +173,7 @@ class Profile:
         methods: Sequence[str] | None = None,
         rates: Mapping[str, Mapping[str, int]] | None = None,
         contention: int = 0,
+        copied: bool = False,
     ) -> dict[str, Any]:
         """An instance for `sidcomp.plan`.
 
@@ -179,6 +183,8 @@ class Profile:
                     what was seen since
         contention  0: exchanges cost what they cost alone, which holds for what is left when the backward
                     pass has ended; 1000: what they cost beside computing
+        copied      dense groups cost the copy back that all of them need but DDP's own buckets; without it
+                    dense has neither encode nor decode, as planners take it
         """
         if not 0 <= contention <= 1000:
             raise ArgumentError(f"contention={contention}: per mille, from 0 to 1000")
@@ -197,6 +203,8 @@ class Profile:
             tensors.append({"name": t["name"], "backward_ps": ready - now, "bytes": t["bytes"]})
             now = ready
         costs = [_costs(m, rates.get(m.name, {}), contention) for m in self.methods if m.name in chosen]
+        if not copied:
+            costs = [{**c, "decode": None} if c["encode"] is None else c for c in costs]
         return {
             "forward_ps": self.forward_ps,
             "tensors": tensors,

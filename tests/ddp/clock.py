@@ -1,24 +1,33 @@
 """A clock that only tests move: what is decided by times is then decided by theirs, however busy the machine.
 
 Each rank's process has its own. It stands still but for what a test says that something takes, and for a step
-at each reading, so that nothing takes no time at all. Ranks do the same work, so that their clocks agree but
-for readings; what one rank waits for another does not pass on either.
+at each reading, so that nothing takes no time at all. Collectives travel one after the other, beside whatever
+their rank does; what follows one, its decode, is done beside that too, one at a time: as the planner's model
+has it. Ranks do the same work, so that their clocks agree but for readings; what one rank waits for another
+does not pass on either.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from sidcomp import controller, observe, pipeline, probe, timing
+import torch
+import torch.distributed as dist
+from sidcomp import _core, controller, observe, pipeline, probe, timing
+from sidcomp.exchange import Exchange
 
-READING = 2_000  # ns
+READING = 1_000  # ns
+Cost = float | tuple[float, float]  # seconds of a byte or an element; or of a call, and of each
 
 
 class Clock:
     def __init__(self) -> None:
-        self._ns = 0
+        self._ns = self._link_free = self._side_free = 0
+        self._side = threading.local()  # of who does what follows a collective
         self._lock = threading.Lock()
 
     def read_ns(self) -> int:
@@ -28,26 +37,116 @@ class Clock:
         return 1e-9 * self.read_ns()
 
     def move(self, ns: int) -> int:
+        if hasattr(self._side, "ns"):
+            self._side.ns += ns
+            return int(self._side.ns)
         with self._lock:
             self._ns += ns
             return self._ns
 
+    def travel(self, ns: int) -> int:
+        """A collective begins now, or when the link is free; its end."""
+        now = self.move(0)
+        with self._lock:
+            self._link_free = max(now, self._link_free) + ns
+            return self._link_free
+
+    @contextmanager
+    def beside(self, since: int) -> Iterator[None]:
+        """What is done when a collective has ended, beside everything else."""
+        self._side.ns = since
+        try:
+            yield
+        finally:
+            self._side_free = max(self._side_free, self._side.ns)
+            del self._side.ns
+
+    def work(self, ns: int) -> None:
+        """Takes so long; beside everything else one piece of work waits for another."""
+        if hasattr(self._side, "ns"):
+            self._side.ns = max(self._side.ns, self._side_free)
+        self.move(ns)
+
+    def meet(self, since: int = 0) -> None:
+        """Waits for a moment, or for all that is done beside."""
+        with self._lock:
+            self._ns = max(self._ns, since or max(self._side_free, self._link_free))
+
+
+class Landed:
+    """A collective that is done, but for the time that it takes."""
+
+    def __init__(self, clock: Clock, work: dist.Work, end: int) -> None:
+        self.clock, self.work, self.end = clock, work, end
+
+    def wait(self) -> None:
+        self.clock.meet(self.end)
+
+    def get_future(self) -> Landed:
+        return self
+
+    def then(self, callback: Callable[[Any], Any]) -> None:
+        with self.clock.beside(self.end):
+            callback(self.work.get_future())
+
 
 _instead: Clock | None = None
+COSTS: dict[str, tuple[float, float]] = {}  # of this rank's process, now
 
 
-def install() -> None:
+def set_costs(costs: Mapping[str, Cost]) -> None:
+    """From now on: of all_reduce and all_gather by the bytes that a rank hands over, of encode and decode by
+    the elements, decode's of all payloads. On top of what the machine takes, if that is the clock."""
+    for name in set(costs) - set(COSTS):
+        if name in ("all_reduce", "all_gather"):
+            _slow_collective(name)
+        else:
+            _slow_codec(name)
+    COSTS.update({name: one if isinstance(one, tuple) else (0.0, one) for name, one in costs.items()})
+
+
+def _cost(name: str, size: int) -> float:
+    call, each = COSTS[name]
+    return call + each * size
+
+
+def _slow_collective(name: str) -> None:
+    real = getattr(Exchange, name)
+
+    def begin(self: Exchange, *tensors: torch.Tensor) -> Any:
+        taken = _cost(name, tensors[-1].nbytes)
+        if _instead is None:
+            time.sleep(taken)
+            return real(self, *tensors)
+        work = real(self, *tensors)
+        work.wait()
+        return Landed(_instead, work, _instead.travel(int(1e9 * taken)))
+
+    setattr(Exchange, name, begin)
+
+
+def _slow_codec(name: str) -> None:
+    real = getattr(_core.Plan, name)
+
+    def work(self: _core.Plan, *arguments: Any, **named: Any) -> Any:
+        size = self.n * (arguments[2] if name == "decode" else 1)  # 2: the count of payloads
+        take(_cost(name, size) if name == "decode" or self.vectors else 0.0)
+        return real(self, *arguments, **named)
+
+    setattr(_core.Plan, name, work)
+
+
+def install() -> Clock:
     """In place of the machine's clock wherever sidcomp measures, not where something may hang."""
     global _instead
-    if _instead is not None:
-        return
-    _instead = Clock()
-    measuring: tuple[ModuleType, ...] = (controller, observe, pipeline, timing)
-    for module in measuring:
-        assert module.perf_counter_ns is time.perf_counter_ns
-        module.perf_counter_ns = _instead.read_ns  # type: ignore[attr-defined]
-    assert probe.perf_counter is time.perf_counter  # type: ignore[attr-defined]
-    probe.perf_counter = _instead.read  # type: ignore[attr-defined]
+    if _instead is None:
+        _instead = Clock()
+        for module in (controller, observe, pipeline, timing):
+            assert module.perf_counter_ns is time.perf_counter_ns  # type: ignore[attr-defined]
+            module.perf_counter_ns = _instead.read_ns  # type: ignore[attr-defined]
+        assert probe.perf_counter is time.perf_counter  # type: ignore[attr-defined]
+        probe.perf_counter = _instead.read  # type: ignore[attr-defined]
+    return _instead
 
 
 def take(seconds: float) -> None:
@@ -55,4 +154,13 @@ def take(seconds: float) -> None:
     if _instead is None:
         time.sleep(seconds)
     else:
-        _instead.move(int(1e9 * seconds))
+        _instead.work(int(1e9 * seconds))
+
+
+def now() -> int:
+    return time.perf_counter_ns() if _instead is None else _instead.read_ns()
+
+
+def meet() -> None:
+    if _instead is not None:
+        _instead.meet()
