@@ -59,18 +59,28 @@ def clock(instance: Instance) -> Clock:
     return Clock(now, now, now, now, 0)
 
 
-def step(now: Clock, group: Group, overlap: int) -> Clock:
-    """One group later. While an encode runs, backward goes on at overlap/1000 of its speed."""
-    behind = max(0, now.encode - now.backward)
-    meanwhile = behind - behind * (1000 - overlap) // 1000  # backward work done by the end of that encode
-    if group.backward >= meanwhile:
-        backward = max(now.backward, now.encode) + group.backward - meanwhile
+def beside(now: int, busy: int, work: int, stolen: int) -> int:
+    """The end of work that until `busy` loses stolen/1000 of its speed."""
+    behind = max(0, busy - now)
+    meanwhile = behind - behind * stolen // 1000  # done by then
+    if work >= meanwhile:
+        return max(now, busy) + work - meanwhile
+    return min(busy, now + -(-work * 1000 // (1000 - stolen)))
+
+
+def step(now: Clock, group: Group, overlap: int, stolen: int) -> Clock:
+    """One group later. While an encode runs, backward goes on at overlap/1000 of its speed; or, while an
+    exchange does, all that is on the main stream loses stolen/1000 of its."""
+    if stolen:
+        backward = encode = ready = beside(now.backward, now.exchange, group.backward, stolen)
+        if group.encode is not None:
+            backward = encode = ready = beside(backward, now.exchange, group.encode, stolen)
     else:
-        backward = min(now.encode, now.backward + -(-group.backward * 1000 // overlap))
-    ready, encode = backward, now.encode
-    if group.encode is not None:
-        ready = encode = max(backward, encode) + group.encode
-        backward = encode if overlap == 0 else backward  # it ran on the main stream
+        ready = backward = beside(now.backward, now.encode, group.backward, 1000 - overlap)
+        encode = now.encode
+        if group.encode is not None:
+            ready = encode = max(backward, encode) + group.encode
+            backward = encode if overlap == 0 else backward  # it ran on the main stream
     exchange = max(now.exchange, ready) + group.exchange
     decode, decodes = now.decode, now.decodes
     if group.decode is not None:
@@ -87,7 +97,8 @@ def finish(now: Clock, main: bool) -> int:
 def evaluate(instance: Instance, ends: list[int], methods: list[int]) -> int:
     now, start = clock(instance), 0
     for end, method in zip(ends, methods, strict=True):
-        now = step(now, group_of(instance, start, end, method), instance["overlap_permille"])
+        group = group_of(instance, start, end, method)
+        now = step(now, group, instance["overlap_permille"], instance.get("stolen_permille", 0))
         start = end
     return finish(now, instance["decode"] == "main")
 
@@ -105,6 +116,7 @@ def brute_force(instance: Instance, methods: list[int] | None = None) -> int:
     """The least time over all partitions and all methods."""
     n, which = len(instance["tensors"]), methods or range(len(instance["methods"]))
     main, overlap = instance["decode"] == "main", instance["overlap_permille"]
+    stolen = instance.get("stolen_permille", 0)
     groups = [
         [
             [group_of(instance, i, j, m) for m in which] if allowed(instance, i, j) else []
@@ -117,7 +129,9 @@ def brute_force(instance: Instance, methods: list[int] | None = None) -> int:
         if start == n:
             return finish(now, main)
         return min(
-            rest(step(now, g, overlap), start + 1 + j) for j, gs in enumerate(groups[start]) for g in gs
+            rest(step(now, g, overlap, stolen), start + 1 + j)
+            for j, gs in enumerate(groups[start])
+            for g in gs
         )
 
     return rest(clock(instance), 0)

@@ -164,8 +164,9 @@ static void extend(ldp *s, uint32_t i, uint32_t parent, uint32_t e, uint32_t m, 
         }
         return;
     }
-    /* A resource that is free before the next group can use it might as well not be: more labels are then alike. */
-    l.at.link = sid_max(l.at.link, l.at.main + s->soon[e]);
+    /* A resource that is free before the next group can use it might as well not be: more labels are then alike. But a
+     * link that is not may steal. */
+    l.at.link = sid_max(l.at.link, l.at.main + (s->p.in->stolen_permille ? 0 : s->soon[e]));
     l.at.decode = sid_max(l.at.decode, l.at.link + s->sent[e]);
     for (uint32_t k = 0; k < s->n_weights; k++)
         if (bound_by(s, &l.at, e, k) > 4 * (s->best - 1)) return;

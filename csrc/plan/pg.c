@@ -123,7 +123,8 @@ int sid_is_affine(const sid_problem *p, uint32_t method) {
     const int64_t total = p->size[p->in->n];
     line h, g;
     return p->in->n_methods == 1 && !m->decode.n && !(m->encode.n && p->in->overlap_permille) &&
-           is_line(&m->encode, total, &h) && !h.rise.rest && is_line(&m->exchange, total, &g) && !g.rise.rest;
+           !p->in->stolen_permille && is_line(&m->encode, total, &h) && !h.rise.rest &&
+           is_line(&m->exchange, total, &g) && !g.rise.rest;
 }
 
 /* A rising line through the curve at about half and twice `size` bytes. */

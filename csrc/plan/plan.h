@@ -92,23 +92,26 @@ static inline sid_clock sid_clock_start(const sid_instance *in) {
     return (sid_clock){in->forward_ps, in->forward_ps, in->forward_ps, in->forward_ps, 0};
 }
 
-/* Main stream after `work` of the backward pass, of which a running encode steals its share. */
-static inline int64_t sid_backward(int64_t main, int64_t encode, int64_t work, int64_t overlap) {
-    if (encode <= main) return main + work;
-    const int64_t lag = encode - main, done = lag - sid_permille(lag, 1000 - overlap); /* by the time the encode ends */
-    if (work >= done) return encode + work - done;
-    return sid_min(encode, main + work / overlap * 1000 + (work % overlap * 1000 + overlap - 1) / overlap);
+/* Main stream after `work`, which until the end of something beside it goes on at `keeps` per mille of its speed. */
+static inline int64_t sid_work(int64_t main, int64_t beside, int64_t work, int64_t keeps) {
+    if (beside <= main) return main + work;
+    const int64_t lag = beside - main, done = lag - sid_permille(lag, 1000 - keeps); /* by then */
+    if (work >= done) return beside + work - done;
+    return sid_min(beside, main + work / keeps * 1000 + (work % keeps * 1000 + keeps - 1) / keeps);
 }
 
 /* THE transition: puts a group with `work` of the backward pass behind what is there. row may be NULL. */
 static inline void sid_step(const sid_instance *in, sid_clock *c, int64_t work, const sid_cost *cost, sid_row *row) {
     const sid_clock was = *c;
-    c->main = sid_backward(was.main, was.encode, work, in->overlap_permille);
+    const int64_t keeps =
+        1000 - in->stolen_permille; /* beside exchanges: they follow on each other from here to was.link */
+    c->main = keeps < 1000 ? sid_work(was.main, was.link, work, keeps)
+                           : sid_work(was.main, was.encode, work, in->overlap_permille);
     int64_t ready = c->main;
     if (row) row->backward = (sid_span){was.main, ready};
     if (cost->encode >= 0) {
         const int64_t start = sid_max(ready, was.encode);
-        ready = c->encode = start + cost->encode;
+        ready = c->encode = keeps < 1000 ? sid_work(start, was.link, cost->encode, keeps) : start + cost->encode;
         if (row) row->encode = (sid_span){start, ready};
         if (!in->overlap_permille) c->main = ready;
     }

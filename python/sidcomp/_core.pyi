@@ -475,6 +475,7 @@ class Instance:
         max_group_bytes: int = ...,
         cut_before: Sequence[int] = ...,
         overlap_permille: int = ...,
+        stolen_permille: int = ...,
         decode_main: bool = ...,
     ) -> None: ...
     def fuse(self, algorithm: str, options: Mapping[str, int | Sequence[int]] = ...) -> FusionDict: ...

@@ -211,7 +211,7 @@ class Controller:
         """Plans for buckets that are groups: their sizes in bytes, none if nothing was planned before."""
         if self.report.profile is None or self.report.plan is None:
             return []
-        costs = observe.model(self.report.profile, self.settings, buckets=False).costs()
+        costs = observe.model(self.report.profile, self.settings, buckets=False)
         found = self.plan(costs)
         self._script = self._rewrapped(costs, found)
         self._order = next(self._script)
@@ -298,21 +298,21 @@ class Controller:
         r.stage = "planning"
         model = observe.model(profile, self.settings)
         if self.algorithm != "ldp":  # a paper's own choice is kept as it is
-            found = self.plan(model.costs())
+            found = self.plan(model)
             regime = self._regime(found)
             times = yield from self._timed(regime, _STEPS)
-            self._keep(model.costs(), found, int(1000 * median(times)))
+            self._keep(model, found, int(1000 * median(times)))
             return regime, f"{self.algorithm} chose it"
         return (yield from self._compare(model))
 
     def _compare(self, model: observe.Model) -> Generator[Order, Iteration, tuple[Regime, str]]:
         """Plan, verify, refit, plan again: what is kept has won against what was there before."""
         r = self.report
-        best, to_beat = self.base, self._baseline_of(model.costs())
+        best, to_beat = self.base, self._baseline_of(model)
         why = "no plan was predicted to be faster"
         for attempt in range(3):
             # The model is not exact: what it finds a little slower than the baseline is tried once.
-            found = self._choose(model.costs(), int(to_beat * (MARGIN if attempt else 1.1)), best)
+            found = self._choose(model, int(to_beat * (MARGIN if attempt else 1.1)), best)
             if found is None:
                 break
             regime = self._regime(found)
@@ -340,7 +340,7 @@ class Controller:
                 r.baseline_ps = to_beat = other
             if won:
                 best, to_beat, why = regime, tried, said
-                self._keep(model.costs(), found, tried)
+                self._keep(model, found, tried)
             elif best == self.base:
                 why = f"the plan took {said}"
             model = observe.refit(model, found, seen, tried, self._agree)

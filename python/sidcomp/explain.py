@@ -48,7 +48,7 @@ def report(p: "Pipeline") -> dict[str, Any]:
         )
     rewrapped = None
     if r.profile is not None and ours is not None:
-        free = c.plan(observe.model(r.profile, settings, buckets=False).costs())
+        free = c.plan(observe.model(r.profile, settings, buckets=False))
         rewrapped = free["time_ps"] + r.measured_ps - r.predicted_ps
     return {
         "stage": r.stage,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sidcomp import probe, schedule
-from sidcomp.curve import Curve
 from sidcomp.errors import ParameterError, SetupError
 from sidcomp.groups import DENSE, Piece, Regime
 from sidcomp.layout import Layout
@@ -216,14 +215,14 @@ def _span(s: Seen) -> int:
 
 
 def _stolen(probed: probe.Measurement, longer: int, sizes: list[int], span: int) -> int:
-    """Per mille of an exchange's time that it takes from the computing beside it: where processors carry it.
+    """Per mille of its speed that computing loses beside an exchange: where processors carry it.
 
     longer: how much longer backward() took, from the first bucket to the last, beside the exchanges of all
     buckets but the last, in ns. Where these are too short to tell, what the probe saw.
     """
     beside = sum(probed.methods[0].exchange_curve.at(size) for size in sizes[:-1]) // _PS
     if 20 * beside > span > 0:
-        return max(0, min(_MOST_STOLEN, 1000 * longer // min(beside, span)))
+        return max(0, min(_MOST_STOLEN, 1000 * longer // min(beside, span + longer))) if longer > 0 else 0
     slower = probed.contention.get("compute_permille", 1000)
     return max(0, min(_MOST_STOLEN, 1000 - 1_000_000 // max(slower, 1)))
 
@@ -281,27 +280,7 @@ def ways_of(profile: Profile, settings: Settings) -> list[int]:
     return [DENSE, *ways] if settings.auto else ways
 
 
-@dataclass(frozen=True)
-class Model:
-    """A planner's instance, whose exchanges are whole, and what they take from the computing beside them."""
-
-    instance: dict[str, Any]
-    stolen: int  # per mille
-
-    def costs(self) -> dict[str, Any]:
-        """The instance for a planner: what an exchange takes from the processor is a part of encode there."""
-        return {**self.instance, "methods": [self._split(m) for m in self.instance["methods"]]}
-
-    def _split(self, method: dict[str, Any]) -> dict[str, Any]:
-        if not self.stolen:
-            return method
-        whole, encode = Curve(method["exchange"]), Curve(method["encode"] or [[0, 0]])
-        at = sorted({x for curve in (whole, encode) for x, _ in curve.knots})
-        return {
-            **method,
-            "encode": [[x, encode.at(x) + whole.at(x) * self.stolen // 1000] for x in at],
-            "exchange": [[x, y - y * self.stolen // 1000] for x, y in whole.knots],
-        }
+Model = dict[str, Any]  # a planner's instance
 
 
 def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
@@ -311,7 +290,8 @@ def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
     made = profile.instance(buckets, names, contention=contention(profile), copied=True)
     kinds = [t["kind"] for t in profile.tensors]
     made["cut_before"] = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
-    return Model(made, profile.contention.get("stolen_permille", 0))
+    made["stolen_permille"] = profile.contention.get("stolen_permille", 0)
+    return made
 
 
 def contention(profile: Profile) -> int:
@@ -323,8 +303,8 @@ def contention(profile: Profile) -> int:
     while low < high:
         middle = (low + high) // 2
         made = profile.instance(True, [profile.methods[0].name], contention=middle)
-        costs = Model(made, profile.contention.get("stolen_permille", 0)).costs()
-        if evaluate(costs, buckets)["time_ps"] < profile.dense_ps:
+        made["stolen_permille"] = profile.contention.get("stolen_permille", 0)
+        if evaluate(made, buckets)["time_ps"] < profile.dense_ps:
             low = middle + 1
         else:
             high = middle
@@ -351,47 +331,45 @@ def refit(model: Model, found: dict[str, Any], seen: Sequence[Seen], measured_ps
     Every method's encode, exchange and decode by one factor each (between 1/16 and 16), the backward pass by
     one; what is left over goes to the time outside of it.
     """
-    again = Model({**model.instance}, model.stolen)
-    if seen:
-        again.instance.update(_rescaled(model, found, seen, agree))
-    off = measured_ps - evaluate(again.costs(), found)["time_ps"]
-    again.instance["forward_ps"] = max(0, model.instance["forward_ps"] + off)
-    return again
+    again = {**model, **(_rescaled(model, found, seen, agree) if seen else {})}
+    off = measured_ps - evaluate(again, found)["time_ps"]
+    return {**again, "forward_ps": max(0, model["forward_ps"] + off)}
 
 
 def _rescaled(model: Model, found: dict[str, Any], seen: Sequence[Seen], agree: Agree) -> dict[str, Any]:
-    instance, spans = model.instance, {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}
+    spans = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}
     took = [
         {kind: int(median(_took(s, k, *ab) for s in seen)) for kind, ab in spans.items()}
         for k in range(len(found["ends"]))
     ]
     slow = agree([t[kind] for t in took for kind in spans])
-    sizes = [t["bytes"] for t in instance["tensors"]]
-    groups = [sum(sizes[a:b]) for a, b in pairwise([0, *found["ends"]])]
+    rows = evaluate(model, found)["timeline"]  # and what is stolen from encodes
     methods = []
-    for m, method in enumerate(instance["methods"]):
+    for m, method in enumerate(model["methods"]):
         scaled = {**method}
         mine = [k for k, used in enumerate(found["methods"]) if used == m]
         for i, kind in enumerate(spans):
-            said = sum(Curve(method[kind]).at(groups[k]) for k in mine) if method[kind] else 0
+            said = sum(rows[k][kind][1] - rows[k][kind][0] for k in mine) if method[kind] else 0
             if said:
                 factor = min(16.0, max(1 / 16, _PS * sum(slow[3 * k + i] for k in mine) / said))
                 scaled[kind] = [[x, round(y * factor)] for x, y in method[kind]]
         methods.append(scaled)
-    passes = [_span(s) - sum(b - a for a, b, _, _ in s.groups if a < s.arrivals[-1]) for s in seen]
-    (backward,) = agree([int(median(passes))])
-    tensors = instance["tensors"]
+    (backward,) = agree([int(median(_pass(s, model.get("stolen_permille", 0)) for s in seen))])
+    tensors = model["tensors"]
     # What of the pass is seen begins with the first bucket, all of whose time its first tensor has.
     said = sum(t["backward_ps"] for t in tensors[1:])
-    exchanges = sum(
-        _PS * slow[3 * k + 1]
-        for k, s in enumerate(seen[0].groups[: len(groups)])
-        if s[0] < seen[0].arrivals[-1]
-    )
     if said > 0 and backward > 0:
-        factor = min(2.0, max(0.5, _PS * backward / (said + exchanges * model.stolen // 1000)))
+        factor = min(2.0, max(0.5, _PS * backward / said))
         tensors = [{**t, "backward_ps": round(t["backward_ps"] * factor)} for t in tensors]
     return {"methods": methods, "tensors": tensors}
+
+
+def _pass(s: Seen, stolen: int) -> int:
+    """The backward pass from the first bucket on, without encodes and what exchanges took from it."""
+    last = s.arrivals[-1]
+    free = _span(s) - sum(min(b, last) - a for a, b, _, _ in s.groups if a < last)
+    beside = sum(max(0, min(row[2], last) - (row[2] - _took(s, k, 1, 2))) for k, row in enumerate(s.groups))
+    return free - int(beside * free / max(_span(s), 1)) * stolen // 1000
 
 
 def _took(s: Seen, k: int, a: int, b: int) -> int:

@@ -17,7 +17,7 @@ VERSION = 1  # of the plan's format; evaluate() refuses another
 SPANS = ("backward", "encode", "exchange", "decode")
 
 _INSTANCE = {"forward_ps", "tensors", "methods"}
-_OPTIONAL = {"max_group_bytes", "cut_before", "overlap_permille", "decode"}
+_OPTIONAL = {"max_group_bytes", "cut_before", "overlap_permille", "stolen_permille", "decode"}
 _TENSOR = {"name", "backward_ps", "bytes"}
 _METHOD = {"name", "encode", "exchange", "decode"}
 _DECODE = ("side", "main")
@@ -121,6 +121,7 @@ def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         "max_group_bytes": _integer("max_group_bytes", instance.get("max_group_bytes", 0)),
         "cut_before": cuts,
         "overlap_permille": _within("overlap_permille", instance.get("overlap_permille", 0), 0, 1000),
+        "stolen_permille": _within("stolen_permille", instance.get("stolen_permille", 0), 0, 999),
         "decode": decode,
     }
 
@@ -149,6 +150,7 @@ def build(instance: Mapping[str, Any]) -> _core.Instance:
         max_group_bytes=instance["max_group_bytes"],
         cut_before=instance["cut_before"],
         overlap_permille=instance["overlap_permille"],
+        stolen_permille=instance["stolen_permille"],
         decode_main=instance["decode"] == "main",
     )
 

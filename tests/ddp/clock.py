@@ -25,6 +25,8 @@ Cost = float | tuple[float, float]  # seconds of a byte or an element; or of a c
 
 
 class Clock:
+    stolen = 0.0  # of the processor, while a collective travels
+
     def __init__(self) -> None:
         self._ns = self._link_free = self._side_free = 0
         self._side = threading.local()  # of who does what follows a collective
@@ -62,9 +64,13 @@ class Clock:
             del self._side.ns
 
     def work(self, ns: int) -> None:
-        """Takes so long; beside everything else one piece of work waits for another."""
+        """Takes so long, and longer while a collective takes its share of the processor; beside everything
+        else one piece of work waits for another."""
         if hasattr(self._side, "ns"):
             self._side.ns = max(self._side.ns, self._side_free)
+        else:
+            slow = min(ns, int(max(0, self._link_free - self._ns) * (1 - self.stolen)))
+            ns += int(slow * self.stolen / (1 - self.stolen))
         self.move(ns)
 
     def meet(self, since: int = 0) -> None:

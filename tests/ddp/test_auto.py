@@ -170,9 +170,12 @@ WORLDS: dict[str, Costs] = {
 OTHERS = ("bucket", "layer", "model", "even:2", "even:3", "even:4", "even:8")
 
 
-def in_a_world(rank: int, world: int, costs: Costs, later: Costs) -> tuple[dict[str, Any], dict[str, int]]:
+def in_a_world(
+    rank: int, world: int, costs: Costs, later: Costs, stolen: float = 0.0
+) -> tuple[dict[str, Any], dict[str, int]]:
     """What auto found, where things cost something else once they have been measured; and what steps take
     then with other groups, all of them compressed, in ps."""
+    clock.install().stolen = stolen
     real = probe.measure
 
     def measure(*arguments: Any, **named: Any) -> probe.Measurement:
@@ -195,16 +198,18 @@ def in_a_world(rank: int, world: int, costs: Costs, later: Costs) -> tuple[dict[
     return report, others
 
 
+@pytest.mark.parametrize("stolen", [0.0, 0.4])
 @pytest.mark.parametrize("name", WORLDS)
-def test_nothing_is_faster_where_the_model_holds(name: str) -> None:
-    for report, others in run(in_a_world, 2, WORLDS[name], {}):
+def test_nothing_is_faster_where_the_model_holds(name: str, stolen: float) -> None:
+    """stolen: of the processor's speed, by a collective that travels."""
+    for report, others in run(in_a_world, 2, WORLDS[name], {}, stolen):
         check(report)
         took = report["measured_ps"] or report["dense_ps"]
         assert took <= 1.02 * min(report["dense_ps"], *others.values()), (others, report["explain"])
         for plan in report["tried"]:
             assert plan["predicted_ps"] == pytest.approx(plan["measured_ps"], rel=0.02), report["explain"]
-        kept = [plan["kept"] for plan in report["tried"]]
-        assert kept in ([], [True], [False]), "what it saw of a plan as predicted made it think again"
+        taken = [plan["measured_ps"] for plan in report["tried"]]
+        assert not taken or min(taken) >= 0.97 * taken[0], "the first plan was not the best by far"
 
 
 @pytest.mark.parametrize("what", ["encode", "decode", "all_gather"])
