@@ -163,6 +163,7 @@ MODES: dict[str, dict[str, Any]] = {
     "+ dense or codec": {"decode": False},
     "+ decode on a side stream": {},
     "+ backward at 60 % beside an encode": {"overlap_permille": 600},
+    "+ all at 60 % beside an exchange": {"stolen_permille": 400},
 }
 
 
