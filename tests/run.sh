@@ -1,9 +1,9 @@
 #!/bin/bash
 # The tests without the slow ones, on two cores in about half the time: those of the hook, most of which wait for processes,
-# beside all others; then, alone, those that find out how long things take. PYTHON and the arguments of pytest are the caller's.
+# beside all others; then, alone, those that time a network. PYTHON and the arguments of pytest are the caller's.
 set -u
 cd "$(dirname "$0")/.."
-timed=(tests/ddp/test_auto.py tests/test_netlab.py)
+timed=(tests/test_netlab.py)
 other=tests/ddp/test_trips.py # behind the others, so that both halves take as long
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
