@@ -103,8 +103,7 @@ static inline int64_t sid_work(int64_t main, int64_t beside, int64_t work, int64
 /* THE transition: puts a group with `work` of the backward pass behind what is there. row may be NULL. */
 static inline void sid_step(const sid_instance *in, sid_clock *c, int64_t work, const sid_cost *cost, sid_row *row) {
     const sid_clock was = *c;
-    const int64_t keeps =
-        1000 - in->stolen_permille; /* beside exchanges: they follow on each other from here to was.link */
+    const int64_t keeps = 1000 - in->stolen_permille; /* of its speed, until was.link: exchanges leave no gap by then */
     c->main = keeps < 1000 ? sid_work(was.main, was.link, work, keeps)
                            : sid_work(was.main, was.encode, work, in->overlap_permille);
     int64_t ready = c->main;
