@@ -880,7 +880,7 @@ class PowerSgd(Codec):
             assert np.isnan(q).all()
         else:
             self.judge(self.matrix(acc), start, p, q)
-            decoded = self.read(self.dictated)
+            decoded = self.product(self.dictated)
         data = self.dictated[HEADER_BYTES : HEADER_BYTES + 4 * self.body_count]
         return Sent(_pad(data, 64), self.body_count, float(factor), 0, decoded, self.body_count)
 
@@ -894,11 +894,14 @@ class PowerSgd(Codec):
     def read(self, payload: bytes) -> Array:
         if self.whole:
             return self.body_values(payload).astype(np.float32)
+        return np.float32(0) + self.product(payload)
+
+    def product(self, payload: bytes) -> Array:
         p, q = self.factors(payload)
         out = p[0][:, None] * q[0][None, :]
         for k in range(1, self.r):
             out = out + p[k][:, None] * q[k][None, :]
-        return (np.float32(0) + out.reshape(-1)[: self.n]).astype(np.float32)
+        return out.reshape(-1)[: self.n].astype(np.float32)
 
 
 @dataclass

@@ -655,6 +655,24 @@ def test_many_steps_deep(codec: str, memory: str, dtype: str, data: st.DataObjec
     many_steps(codec, memory, dtype, data, 20)
 
 
+@pytest.mark.parametrize(("codec", "memory"), [(c, m) for c, m, dtype in COMBOS if dtype == "float32"])
+def test_zeros_have_signs(codec: str, memory: str) -> None:
+    """Rows and columns of zeros of either sign: the same bits as the reference, on all instruction sets."""
+    n, rng = 40 * 40, np.random.default_rng(11)
+    fading = {"beta": 0.0} if memory == "residual" else {}  # 0 times what is kept has its sign
+    for settings in ({}, fading):
+        trial = Trial(codec, memory, n, "float32", settings)
+        for step in range(6):
+            x = rng.normal(0, 1, (40, 40)).astype(np.float32)
+            if step % 2:
+                x[:, ::3] *= np.float32(0)
+                x[:, 1::3] = x[5:9] = np.float32(-0.0)
+            at = Step(step=step, world=2)
+            payload = trial.encode(x.ravel(), at, [n], step)
+            trial.residual()
+            trial.decode([payload, payload], 0.5, x.ravel(), at)
+
+
 def test_a_denormal_threshold_decides_as_it_is_rounded() -> None:
     """The normal fit gives 8.09 units of 2^-149: the element of 8 units passes, and nothing is corrected."""
     x = np.array([2, -3, 0, 7, 3, -4, 8]) * 2.0**-149
