@@ -161,6 +161,11 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int 
     (void)report_dev, (void)mark, (void)seen, (void)device, (void)stream;
     return NO_CUDA(err);
 }
+sid_status sid_cuda_cancel(const sid_cuda_sent *sent_dev, uint32_t count, int always, int device, void *stream,
+                           sid_error *err) {
+    (void)sent_dev, (void)count, (void)always, (void)device, (void)stream;
+    return NO_CUDA(err);
+}
 sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
     (void)x;
     *bytes = 0;

@@ -481,6 +481,22 @@ typedef struct sid_cuda_group {
  * exchange's advances and messages in turn; and show, with the low bits of step + 1 for a mark. */
 sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err);
 
+/* An entry of the table that sid_cuda_cancel reads. */
+typedef struct sid_cuda_sent {
+    void *state;        /* on the device, of one plan; NULL: nothing is kept */
+    const void *report; /* of the group's decode, on the device */
+    uint64_t none[4];   /* the rule of a step that sent nothing */
+} sid_cuda_sent;
+
+/* Writes the entries of a group, one for each plan whose memory sid_unsend or sid_exchange_unsend is for, and one where
+ * there is none; returns how many there are, of which at most `room` were written. */
+uint32_t sid_cuda_sent_by(const sid_cuda_group *g, sid_cuda_sent *sent, uint32_t room);
+/* Behind the decodes of all groups of a step, enqueued: where the report of one of `count` entries (in device memory) is that
+ * of a step that was not finite or failed, or always != 0, what the groups of the others have sent counts as not sent. Who
+ * guards the run throws such a step away as a whole; a group that was not finite has undone its own. */
+sid_status sid_cuda_cancel(const sid_cuda_sent *sent_dev, uint32_t count, int always, int device, void *stream,
+                           sid_error *err);
+
 #ifdef __cplusplus
 }
 #endif

@@ -415,6 +415,33 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int 
                       (uint4 *)seen);
 }
 
+/* One block: what one entry tells must have been read of all before the first state changes. */
+static __global__ void __launch_bounds__(SID_BLOCK)
+    sid_cancel_kernel(const sid_cuda_sent *sent, uint32_t count, uint32_t always) {
+    sid_follow();
+    uint32_t bad = always;
+    for (uint32_t i = threadIdx.x; i < count; i += SID_BLOCK) {
+        const sid_cuda_report *r = (const sid_cuda_report *)sent[i].report;
+        bad |= r->nonfinite | (uint32_t)(r->status != SID_OK);
+    }
+    if (!__syncthreads_or((int)bad)) return;
+    for (uint32_t i = threadIdx.x; i < count; i += SID_BLOCK)
+        if (sent[i].state && !((const sid_cuda_report *)sent[i].report)->nonfinite)
+            memcpy(&((sid_state *)sent[i].state)->rule, sent[i].none, sizeof(sid_rule));
+}
+
+sid_status sid_cuda_cancel(const sid_cuda_sent *sent_dev, uint32_t count, int always, int device, void *stream,
+                           sid_error *err) {
+    sid_device_scope scope;
+    sid_stream to = {(cudaStream_t)stream, 0, err};
+    if (err) err->text[0] = 0;
+    if (!sent_dev || (uintptr_t)sent_dev % 8 || device < 0)
+        return sid_fail(err, SID_E_ARG, "the table is NULL or misaligned, or device %d", device);
+    const sid_status s = scope.enter(device, &to);
+    if (s) return s;
+    return sid_launch(to, "cancel", sid_cancel_kernel, 1, SID_BLOCK, 0, sent_dev, count, (uint32_t)(always != 0));
+}
+
 sid_status sid_enqueue_checksum(const sid_stream &to, const sid_table &t, uint64_t n, void *work,
                                 const sid_cuda_report *report, uint64_t *sum) {
     sid_group g;

@@ -795,6 +795,12 @@ class DeviceGroup {
         });
     }
 
+    py::bytes sent() const {
+        std::vector<sid_cuda_sent> entries(sid_cuda_sent_by(&group_, nullptr, 0));
+        sid_cuda_sent_by(&group_, entries.data(), static_cast<uint32_t>(entries.size()));
+        return {reinterpret_cast<const char *>(entries.data()), entries.size() * sizeof entries[0]};
+    }
+
   private:
     DeviceGroup(Address segments, uint32_t n_segments, Address state, Address work, Address payload, Address incoming,
                 Address stats, Address report, Address seen) {
@@ -1174,6 +1180,15 @@ PYBIND11_MODULE(_core, m) {
             check(sid_cuda_show(pointer(report), mark, pointer(seen), device, pointer(stream), &err), err);
         },
         arg("report"), arg("mark"), arg("seen"), py::kw_only(), arg("device"), arg("stream"));
+    m.attr("cuda_sent_bytes") = sizeof(sid_cuda_sent);
+    m.def(
+        "cuda_cancel",
+        [](Address sent, uint32_t count, bool always, int device, Address stream) {
+            sid_error err{};
+            check(sid_cuda_cancel(pointer<const sid_cuda_sent>(sent), count, always, device, pointer(stream), &err),
+                  err);
+        },
+        arg("sent"), arg("count"), py::kw_only(), arg("always"), arg("device"), arg("stream"));
 
     py::class_<DeviceGroup>(m, "DeviceGroup")
         .def(py::init<const Plan &, Address, uint32_t, Address, Address, Address, Address, Address, Address, Address>(),
@@ -1183,7 +1198,8 @@ PYBIND11_MODULE(_core, m) {
              arg("exchange"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("wire"), arg("stats"),
              arg("report"), arg("seen"), py::keep_alive<1, 2>())
         .def("step", &DeviceGroup::step, arg("communicator"), py::kw_only(), arg("step"), arg("seed"), arg("group"),
-             arg("carry") = 1.0f, arg("stream"));
+             arg("carry") = 1.0f, arg("stream"))
+        .def("sent", &DeviceGroup::sent);
 
     py::class_<Instance>(m, "Instance", "A planning problem (csrc/fusion.h).")
         .def(py::init<int64_t, std::vector<int64_t>, std::vector<int64_t>, const std::vector<Instance::Method> &,

@@ -518,6 +518,70 @@ def test_settle(codec: str, settings: dict[str, Any], memory: str) -> None:
         same_state(device, host)
 
 
+class Cancelled:
+    """Groups of one step, each of another codec, on both sides."""
+
+    def __init__(self) -> None:
+        self.ranks = [pair(*case, 1500 + 100 * i, "float32") for i, case in enumerate(CASES)]
+        rng = np.random.default_rng(23)
+        entries = []
+        for i, (device, host) in enumerate(self.ranks):
+            x = content("laplace", device.plan.n, rng)
+            on_device, on_host = both(x, [device.plan.n])
+            for step in range(2):
+                at = Step(step=step, group=i)
+                assert device.encoded(on_device, at) == host.encode(on_host, at)
+            group = _core.DeviceGroup(
+                device.plan, on_device.table.ptr, 1, device.state.ptr, device.work.ptr, device.payload.ptr, 0,
+                device.stats.ptr, device.report.ptr, 0,
+            )  # fmt: skip
+            entries.append(group.sent())
+        assert {len(e) for e in entries} == {_core.cuda_sent_bytes}
+        self.table = DeviceBlock(len(entries) * _core.cuda_sent_bytes)
+        self.table.put(b"".join(entries))
+
+    def report(self, i: int, nonfinite: int, status: int) -> None:
+        self.ranks[i][0].report.put(np.array([nonfinite, 0, status, 0], np.int32))
+
+    def cancel(self, always: bool = False, count: int | None = None) -> None:
+        n = len(self.ranks) if count is None else count
+        _core.cuda_cancel(self.table.ptr, n, always=always, device=0, stream=stream())
+
+
+@pytest.mark.parametrize("why", ["nothing", "nonfinite", "failed", "always", "outside"])
+def test_cancel(why: str) -> None:
+    """Where one group's step is thrown away, those of the others count as not sent: as sid_unsend has it."""
+    c = Cancelled()
+    culprit = len(c.ranks) - 2
+    if why in ("nonfinite", "outside"):
+        c.report(culprit, 1, 0)
+    if why == "failed":
+        c.report(culprit, 0, -4)
+    c.cancel(always=why == "always", count=culprit if why == "outside" else None)
+    moved = 0
+    for i, (device, host) in enumerate(c.ranks):
+        before = host.state.data.copy()
+        thrown = why in ("failed", "always") or (why == "nonfinite" and i != culprit)
+        if thrown and host.plan.vectors:  # else there is nothing that anything could be owed to
+            host.plan.unsend(host.state.ptr)
+        moved += int((before != host.state.data).any())
+        same_state(device, host)
+        device.state.check()
+    kept = sum(host.plan.vectors > 0 for _, host in c.ranks)
+    assert moved >= kept // 2 if why in ("nonfinite", "failed", "always") else moved == 0
+
+
+def test_cancel_refuses_what_is_no_table() -> None:
+    table = DeviceBlock(_core.cuda_sent_bytes, offset=4)
+    for place, device, text in (
+        (0, 0, "NULL"),
+        (table.ptr, 0, "misaligned"),
+        (table.ptr + 4, -1, "device -1"),
+    ):
+        with pytest.raises(_core.ArgumentError, match=text):
+            _core.cuda_cancel(place, 1, always=False, device=device, stream=stream())
+
+
 # ---- decode ------------------------------------------------------------------------------------
 
 

@@ -453,6 +453,41 @@ def test_what_keeps_slices_does_not_settle() -> None:
         x.cuda_unsend(d.state.ptr, **where)
 
 
+@pytest.mark.parametrize(
+    "kind, codec, memory",
+    [
+        ("ring1", "marsit", "residual"),
+        ("ring1", "marsit", "none"),
+        ("twoshot", "topk", "residual"),
+        ("twoshot", "signsgd", "none"),
+        ("hierarchical", "int8", "residual"),
+        ("hierarchical", "topk", "residual"),
+    ],
+)
+def test_a_step_thrown_away(kind: str, codec: str, memory: str) -> None:
+    """What it has sent counts as not sent, in the same parts of what is kept as on the CPU."""
+    hosts, devices = pair(kind, codec, 4, 1999, "float32", memory, **settings_of(kind, codec))
+    for step in range(2):
+        fill(hosts, devices, step, "float32")
+        run(hosts, devices, step)
+    for h, d in zip(hosts, devices, strict=True):
+        group = _core.DeviceGroup(
+            d.x, d.vector.table.ptr, d.vector.n_segments, d.state.ptr, d.work.ptr, d.wire.ptr, d.stats.ptr,
+            d.report.ptr, 0,
+        )  # fmt: skip
+        entries = group.sent()
+        table = DeviceBlock(len(entries))
+        table.put(entries)
+        for always in (False, True):
+            count = len(entries) // _core.cuda_sent_bytes
+            _core.cuda_cancel(table.ptr, count, always=always, device=0, stream=stream())
+            before = h.state.data.copy()
+            if always and h.x.vectors:
+                h.x.unsend(h.state.ptr)
+            assert (before != h.state.data).any() == (always and h.x.vectors > 0)
+            same_kept(h, d)
+
+
 @pytest.mark.parametrize("kind, codec", [("ring1", "marsit"), ("twoshot", "topk"), ("hierarchical", "int8")])
 def test_a_checksum_of_what_was_decoded(kind: str, codec: str) -> None:
     """The same on all ranks, and as of a plan over all elements; another one where a bit differs."""

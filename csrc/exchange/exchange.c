@@ -424,20 +424,52 @@ sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const fl
     return SID_OK;
 }
 
-sid_status sid_exchange_unsend(const sid_exchange *x, void *state) {
-    if (!x || !state) return SID_E_ARG;
-    /* What is kept for all has taken in what the ranks sent: where there is such a part, that counts as kept, and theirs
-     * as sent. Else it would be owed twice. */
+/* What is kept for all has taken in what the ranks sent: where there is such a part, that counts as kept, and theirs as
+ * sent. Else it would be owed twice. */
+static int keeps_for_all(const sid_exchange *x) {
     int for_all = 0;
     for (uint32_t i = 0; i < x->kind->parts(x); i++) {
         const sid_part part = x->kind->part(x, i);
         for_all |= part.common && part.plan->memory->vectors;
     }
+    return for_all;
+}
+
+sid_status sid_exchange_unsend(const sid_exchange *x, void *state) {
+    if (!x || !state) return SID_E_ARG;
+    const int for_all = keeps_for_all(x);
     for (uint32_t i = 0; i < x->kind->parts(x); i++) {
         const sid_part part = x->kind->part(x, i);
         if (part.common == for_all) sid_unsend(part.plan, state_of(&part, state));
     }
     return SID_OK;
+}
+
+static sid_cuda_sent entry_of(const sid_plan *p, void *state, const void *report) {
+    sid_cuda_sent e = {p->memory->vectors ? state : NULL, report, {0}};
+    sid_rule none = {0};
+    _Static_assert(sizeof none == sizeof e.none, "a rule fills its place");
+    p->codec->none(&none);
+    memcpy(e.none, &none, sizeof none);
+    return e;
+}
+
+uint32_t sid_cuda_sent_by(const sid_cuda_group *g, sid_cuda_sent *sent, uint32_t room) {
+    uint32_t count = 0;
+    if (!g->exchange) {
+        if (room) *sent = entry_of(g->plan, g->state, g->report_dev);
+        return 1;
+    }
+    const sid_exchange *x = g->exchange;
+    const int for_all = keeps_for_all(x);
+    for (uint32_t i = 0; i < x->kind->parts(x); i++) {
+        const sid_part part = x->kind->part(x, i);
+        if (part.common != for_all) continue;
+        if (count < room) sent[count] = entry_of(part.plan, state_of(&part, g->state), g->report_dev);
+        count++;
+    }
+    if (!count && room) *sent = (sid_cuda_sent){NULL, g->report_dev, {0}};
+    return count ? count : 1;
 }
 
 sid_status sid_exchange_rescale(const sid_exchange *x, void *state, float factor) {

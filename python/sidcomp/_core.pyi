@@ -261,6 +261,14 @@ class DeviceGroup:
     ) -> None:
         """Enqueues encode, all-gather or all-reduce, and decode, or an exchange's rounds; `seen` gets the
         report, with step + 1."""
+    def sent(self) -> bytes:
+        """Its entries in the table of cuda_cancel, of cuda_sent_bytes each."""
+
+cuda_sent_bytes: int
+
+def cuda_cancel(sent: int, count: int, *, always: bool, device: int, stream: int) -> None:
+    """Enqueues: where one of `count` groups' steps was not finite, or always, what the others have sent
+    counts as not sent."""
 
 def cuda_show(report: int, mark: int, seen: int, *, device: int, stream: int) -> None:
     """Enqueues: nonfinite, culprit, status and `mark`, to pinned host memory."""

@@ -143,7 +143,7 @@ class Controller:
     def _between(self, p: "Pipeline") -> Regime:
         clean = not self._disturbed and p.layout is self._layout
         if p.regime.flush:
-            lost = max(self._agree([int(p.lost == p.step)]))  # what was flushed did not count: once more
+            lost = max(self._agree([int(not p.counts())]))  # what was flushed did not count: once more
             return p.regime if lost else self._order.regime
         assert p.layout is not None
         exploring = self.report.stage not in FOUND

@@ -60,10 +60,8 @@ class CudaLane:
     device. The collectives are enqueued from it as well and need no callback: torch's, or, once `connect` has
     been called, our own (sidcomp.native), where one call enqueues all that a group's step has. A payload that
     fails its check is found by the device, and so are replicas that differ; the host learns of it without
-    waiting, and fails a later step.
-
-    One thing is not done here, because the host would have to wait for it: after a non-finite step the groups
-    that were finite do not count as not sent.
+    waiting, and fails a later step. Nor does it wait to know of a step that was not finite: the device itself
+    takes back what the other groups have sent (`cancel`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,6 +75,8 @@ class CudaLane:
         # checksums of all ranks on their way to the host: how to wait for them, they, their step
         self._late: list[tuple[Callable[[], None], torch.Tensor, int]] = []
         self._spare: list[torch.Tensor] = []  # memory for more of them
+        self._sent = torch.empty(0)  # cancel's table
+        self._sent_by: list[_core.DeviceGroup] = []
         self._enter()
 
     # What is torch's on a device; the tests have it otherwise.
@@ -239,6 +239,24 @@ class CudaLane:
         seen = tuple(r.seen[3] for r in all_of)
         return any(r.mark != mark for r, mark in zip(all_of, seen, strict=True)), seen
 
+    def cancel(self, groups: list[Group], always: bool = False) -> None:
+        """Behind the last of an iteration's groups: where one was not finite, or failed, the step is thrown
+        away by whoever guards the run, and what the others have sent counts as not sent. The device
+        decides."""
+        places = [g.resident.places for g in groups]
+        if places != self._sent_by:
+            table = bytearray(b"".join(p.sent() for p in places))
+            with self.current():
+                self._sent = torch.frombuffer(table, dtype=torch.uint8).to(self.device)
+            self._sent_by = places
+        count = len(self._sent) // _core.cuda_sent_bytes
+        _core.cuda_cancel(self._sent.data_ptr(), count, always=always, **self.where)
+
+    def spoiled(self, groups: list[Group]) -> bool:
+        """Whether one of the last step's groups was not finite; waits for the device."""
+        self.wait()
+        return any(g.resident.seen[0] for g in groups)
+
     def settle(self, g: Group) -> None:
         """What the last step sent is taken out of what the group keeps."""
         if g.resident.placed_for is not g.segments:
@@ -274,7 +292,7 @@ class CudaLane:
 
     def forget(self) -> None:
         """The groups change: checksums have other places from now on."""
-        self._late, self._spare = [], []
+        self._late, self._spare, self._sent_by = [], [], []
 
     def stats(self, g: Group) -> DeviceStats:
         """Of the last encode; waits for the device."""

@@ -86,6 +86,7 @@ class Pipeline:
         self._idle = threading.Condition()
         self._inflight = 0  # callbacks that have not ended
         self._spoiled = False  # a group of the last iteration was not finite, or failed
+        self._launched = 0  # groups of this iteration, on a device
         self._checking = False
         self._checks = bytearray()  # a checksum for each group, written by the callbacks
         self._checks_mine = self._checks_all = torch.empty(0, dtype=torch.uint8)
@@ -339,12 +340,23 @@ class Pipeline:
                 self._idle.wait()
         if self._spoiled:
             self.lost = self.step
-        if self.lane is None and self.layout is not None:
-            for g in self.layout.groups:
-                if self._spoiled and g.sent and not g.undone:
-                    g.plan.unsend(g.state.ptr)
-                g.sent = g.undone = False
+        groups = self.layout.groups if self.layout is not None else []
+        sent = [g for g in groups if g.sent and not g.undone] if self._spoiled else []
+        if self.lane is None:
+            for g in sent:
+                g.plan.unsend(g.state.ptr)
+        elif sent:
+            self.lane.cancel(sent, always=True)
+        for g in groups:
+            g.sent = g.undone = False
+        self._launched = 0
         self._spoiled = False
+
+    def counts(self) -> bool:
+        """Whether the last iteration was not thrown away. Waits for a device; after quiet()."""
+        if self.lane is not None and self.layout is not None and self.lane.spoiled(self.layout.groups):
+            self.lost = self.step
+        return self.lost != self.step
 
     def abandon(self, error: Exception) -> set[int]:
         """Forgets an iteration that cannot end: its pending futures fail. Returns the first parameters of its
@@ -378,9 +390,14 @@ class Pipeline:
             if self.lane is not None:
                 check = self._checks_mine.data_ptr() + 8 * g.index if self._checking else 0
                 self.lane.launch(g, exchange, self.step - 1, self.settings.seed, check)
+                g.sent = True
+                self._launched += 1
                 self._account(g, exchange)
                 with self.lane.current():  # DDP then waits for this stream
                     self._complete(g)
+                assert self.layout is not None
+                if self._launched == len(self.layout.groups) > 1:
+                    self.lane.cancel(self.layout.groups)
                 return
             g.begun_at = perf_counter_ns()
             if g.routed:

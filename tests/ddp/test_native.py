@@ -204,26 +204,27 @@ def test_full_precision_and_checksums_on_the_device(
         assert [(error, steps) for _, error, steps in got] == [("DivergenceError", 12)] * 2
 
 
-def spoiled(rank: int, world: int, how: str) -> list[list[torch.Tensor]]:
-    """The third step is not finite on the last rank; nobody takes it."""
-    r = Run(
-        rank, lane=how != "cpu", codec="powersgd", r=3, groups="model",
-        transport="native" if how == "native" else "torch",
-    )  # fmt: skip
+def spoiled(rank: int, world: int, how: str, settings: dict[str, Any]) -> list[list[torch.Tensor]]:
+    """The third and sixth steps are not finite on the last rank; nobody takes them."""
+    r = Run(rank, lane=how != "cpu", transport="native" if how == "native" else "torch", **settings)
     out = []
     for step in range(6):
         before = r.weights()
         weight = r.model[2].weight
-        hook = weight.register_hook(lambda g: g * torch.nan) if step == 2 and rank == world - 1 else None
+        bad = step in (2, 5)
+        hook = weight.register_hook(lambda g: g * torch.nan) if bad and rank == world - 1 else None
         r.step()
-        assert all(w.isfinite().all() for w in r.weights()) == (step != 2)
+        assert all(w.isfinite().all() for w in r.weights()) == (not bad)
         if hook is not None:
             hook.remove()
-        if step == 2:
+        if bad:
             with torch.no_grad():
                 for p, w in zip(r.model.parameters(), before, strict=True):
                     p.copy_(w)
         out.append(r.weights())
+        if step > 3:
+            r.state._pipeline.quiet()
+            assert r.state._pipeline.counts() == (step != 5), "a flush would not be done again"
     r.close()
     return out
 
@@ -231,8 +232,70 @@ def spoiled(rank: int, world: int, how: str) -> list[list[torch.Tensor]]:
 @emulated
 @pytest.mark.parametrize("how", ["torch", "native"])
 def test_nan_between_rounds(how: str, log: Path) -> None:
-    for a, b in zip(run(spoiled, 2, how), run(spoiled, 2, "cpu"), strict=True):
+    settings = {"codec": "powersgd", "r": 3, "groups": "model"}
+    for a, b in zip(run(spoiled, 2, how, settings), run(spoiled, 2, "cpu", settings), strict=True):
         same(a, b)
+
+
+@emulated
+@pytest.mark.parametrize("how", ["torch", "native"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"codec": "topk", "groups": "layer"},
+        {"codec": "int8", "groups": "layer", "full_every": 4},
+        {"codec": "topk", "memory": "none", "groups": "layer"},
+        {"codec": "marsit", "exchange": "ring1", "groups": "layer"},
+        {"codec": "topk", "exchange": "twoshot", "groups": "layer"},
+        {"codec": "topk", "exchange": "hierarchical", "ranks_per_node": 1, "groups": "layer"},
+    ],
+    ids=str,
+)
+def test_a_step_thrown_away(how: str, settings: dict[str, Any], log: Path) -> None:
+    """One group is not finite: what the others sent counts as not sent, and is sent again. As on the CPU."""
+    got, want = run(spoiled, 2, how, settings), run(spoiled, 2, "cpu", settings)
+    for a, b in zip(got, want, strict=True):
+        same(a, b)
+
+
+def interrupted(rank: int, world: int) -> None:
+    """A group cannot be launched: what those before it in the step have sent counts as not sent."""
+    r = Run(rank, codec="topk", groups="layer")
+    for _ in range(3):
+        r.step()
+    lane = r.lane
+    assert lane is not None
+    launch, launched = lane.launch, []
+
+    def failing(g: Group, *rest: Any) -> None:
+        if len(launched) == 2:
+            raise ValueError("no more")
+        launched.append(g)
+        launch(g, *rest)
+
+    lane.launch = failing  # type: ignore[method-assign]
+    name, text, _ = r.fails()
+    assert name == "ExchangeError" and "no more" in text, text
+    lane.launch = launch  # type: ignore[method-assign]
+    assert len(launched) == 2
+
+    def owes(g: Group) -> torch.Tensor:
+        out = torch.empty(g.n)
+        g.plan.residual_out(g.state.ptr, out.data_ptr())
+        return out
+
+    sent = [owes(g) for g in launched]
+    r.state._pipeline.quiet()
+    for g, before in zip(launched, sent, strict=True):
+        acc = g.state.tensor[256 : 256 + 4 * g.n].view(torch.float32)
+        assert not torch.equal(before, acc), "nothing was sent"
+        assert torch.equal(owes(g), acc)
+    r.close()
+
+
+@emulated
+def test_a_step_that_is_not_launched_to_its_end(log: Path) -> None:
+    run(interrupted, 2)
 
 
 @emulated
