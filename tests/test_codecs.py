@@ -660,8 +660,8 @@ def test_zeros_have_signs(codec: str, memory: str) -> None:
     """Rows and columns of zeros of either sign: the same bits as the reference, on all instruction sets."""
     n, rng = 40 * 40, np.random.default_rng(11)
     fading = {"beta": 0.0} if memory == "residual" else {}  # 0 times what is kept has its sign
-    for settings in ({}, fading):
-        trial = Trial(codec, memory, n, "float32", settings)
+    for chosen in ({}, fading):
+        trial = Trial(codec, memory, n, "float32", chosen)
         for step in range(6):
             x = rng.normal(0, 1, (40, 40)).astype(np.float32)
             if step % 2:
