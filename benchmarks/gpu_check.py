@@ -108,8 +108,9 @@ def run_tests(deadline: float) -> dict[str, Any]:
 def run_ddp(deadline: float) -> dict[str, Any]:
     """Some of the hook's suite with model and gradients on the GPU, which two ranks share, by Gloo."""
     modes = " or ".join(f"[{m}] or [{m}-views0]" for m in DDP_MODES)
+    chosen = f"(plain_ddp or every_mode) and ({modes}) or one_bad_element_on and (topk-bucket or int8-model)"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ddp/test_dense.py",
-               "tests/ddp/test_exchange.py", "-k", f"(plain_ddp or every_mode) and ({modes})"]  # fmt: skip
+               "tests/ddp/test_exchange.py", "tests/ddp/test_nonfinite.py", "-k", chosen]  # fmt: skip
     limit = max(1.0, min(150.0, deadline - time.monotonic()))
     status, output = run(command, limit, PYTHONPATH=python_path(), SIDCOMP_TEST_DEVICE="cuda")
     last = output.strip().splitlines()[-1] if output.strip() else ""

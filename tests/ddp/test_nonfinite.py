@@ -103,7 +103,7 @@ def spoiled_step(
         was, now = before[n], after[n]
         assert now.isfinite().all(), f"{n}: the memory has taken in what is not finite"
         assert p.grad is not None
-        gradient = p.grad.float().as_strided((p.numel(),), (1,))
+        gradient = p.grad.float().as_strided((p.numel(),), (1,)).cpu()
         if n not in spoiled:
             assert torch.equal(now, gradient + was), f"{n}: a group that was finite does not keep all it had"
             continue
