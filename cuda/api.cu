@@ -415,7 +415,7 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int 
                       (uint4 *)seen);
 }
 
-/* One block: what one entry tells must have been read of all before the first state changes. */
+/* One block, all of which knows what every report says before a state changes. */
 static __global__ void __launch_bounds__(SID_BLOCK)
     sid_cancel_kernel(const sid_cuda_sent *sent, uint32_t count, uint32_t always) {
     sid_follow();
