@@ -491,9 +491,10 @@ typedef struct sid_cuda_sent {
 /* Writes the entries of a group, one for each plan whose memory sid_unsend or sid_exchange_unsend is for, and one where
  * there is none; returns how many there are, of which at most `room` were written. */
 uint32_t sid_cuda_sent_by(const sid_cuda_group *g, sid_cuda_sent *sent, uint32_t room);
-/* Behind the decodes of all groups of a step, enqueued: where the report of one of `count` entries (in device memory) is that
- * of a step that was not finite or failed, or always != 0, what the groups of the others have sent counts as not sent. Who
- * guards the run throws such a step away as a whole; a group that was not finite has undone its own. */
+/* Behind the decodes of all groups of a step, enqueued: where the report of one of `count` entries (in device memory, at a
+ * multiple of 8 bytes; else SID_E_ARG) is that of a step that was not finite or failed, or always != 0, what the groups have
+ * sent counts as not sent. Who guards the run throws such a step away as a whole; a group that was not finite has undone its
+ * own, and is left alone. */
 sid_status sid_cuda_cancel(const sid_cuda_sent *sent_dev, uint32_t count, int always, int device, void *stream,
                            sid_error *err);
 
