@@ -1,10 +1,12 @@
 """The network lab: what it builds carries what it says, and nothing is left of it."""
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -181,6 +183,33 @@ def test_without_namespaces_sockets_are_paced(monkeypatch: pytest.MonkeyPatch) -
         assert lab.calibrate().goodput < 0.51 * GBIT
         scratch = lab.scratch
     assert scratch is not None and not scratch.exists()
+
+
+def test_the_receiver_listens_at_its_address_and_asks_for_the_token() -> None:
+    """A stranger is neither served nor in the way, and no other address of the host answers."""
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    script = [sys.executable, str(ROOT / "benchmarks" / "netlab" / "stream.py"), "127.0.0.1", str(port)]
+    env = {**os.environ, "NETLAB_TOKEN": "known"}
+    with subprocess.Popen(script, env=env) as receiver:
+        try:
+            for _ in range(500):
+                try:
+                    stranger = socket.create_connection(("127.0.0.1", port), timeout=20)
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.02)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", port), timeout=20)
+            stranger.sendall(b"guess")
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b"", "it was let in"
+            stranger.close()
+            sender = subprocess.run([*script, "80000000", "1000"], env=env, capture_output=True, timeout=60)
+            assert json.loads(sender.stdout)["goodput"] > 0, sender.stderr
+            assert receiver.wait(20) == 0
+        finally:
+            receiver.kill()
 
 
 def test_without_a_compiler_it_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import socket
 import struct
@@ -278,13 +279,14 @@ class Lab:
     def calibrate(self) -> Calibration:
         """Sends from the last host to the first; nothing else may run meanwhile. Takes about two seconds."""
         port = 29400 if self.emulation == "namespaces" else _free_port()
-        script = [sys.executable, str(HERE / "stream.py")]
-        listen = self.start(0, [*script, str(port)], {}, stdin=subprocess.DEVNULL)
+        script = [sys.executable, str(HERE / "stream.py"), self.address, str(port)]
+        secret = {"NETLAB_TOKEN": secrets.token_hex(16)}
+        listen = self.start(0, script, secret, stdin=subprocess.DEVNULL)
         sizes = [str(size) for size in IDLE.values()]
         send = self.start(
             self.hosts - 1,
-            [*script, str(port), self.address, str(self.rate or 0), *sizes],
-            {},
+            [*script, str(self.rate or 0), *sizes],
+            secret,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,8 +1,12 @@
-"""Measures a link. `stream.py PORT` receives; `stream.py PORT ADDRESS RATE SIZE...` sends, and prints JSON.
+"""Measures a link. `stream.py ADDRESS PORT` receives there, and nowhere else; `stream.py ADDRESS PORT RATE
+SIZE...` sends, and prints JSON.
 
+A connection begins with $NETLAB_TOKEN, which both have; the receiver closes any other and goes on listening.
 Each request is a count and so many bytes. The answer says how long the last four fifths took to arrive.
 """
 
+import contextlib
+import hmac
 import json
 import os
 import socket
@@ -13,6 +17,11 @@ import time
 
 COUNT, ANSWER = struct.Struct("!Q"), struct.Struct("!QQ")  # bytes; bytes and nanoseconds
 CHUNK = 1 << 18
+GREETING = 5.0  # seconds that a stranger may hold up the receiver
+
+
+def token() -> bytes:
+    return os.environ["NETLAB_TOKEN"].encode()
 
 
 def receive(s: socket.socket, n: int) -> bytes:
@@ -22,9 +31,25 @@ def receive(s: socket.socket, n: int) -> bytes:
     return data
 
 
-def serve(port: int) -> None:
-    with socket.create_server(("", port)) as server:
+def welcome(server: socket.socket) -> socket.socket:
+    """The first connection that knows the token."""
+    want = token()
+    while True:
         s, _ = server.accept()
+        said, end = b"", time.monotonic() + GREETING
+        with contextlib.suppress(OSError):
+            while len(said) < len(want) and (left := end - time.monotonic()) > 0:
+                s.settimeout(left)
+                said += s.recv(len(want) - len(said)) or b"\0" * len(want)  # the end
+        if hmac.compare_digest(said, want):
+            s.settimeout(None)
+            return s
+        s.close()
+
+
+def serve(address: str, port: int) -> None:
+    with socket.create_server((address, port)) as server:
+        s = welcome(server)
     s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     buffer = bytearray(CHUNK)
     while True:
@@ -53,13 +78,16 @@ def request(s: socket.socket, n: int) -> tuple[float, int, int]:
 def connect(address: str, port: int) -> socket.socket:
     for _ in range(200):
         try:
-            return socket.create_connection((address, port), timeout=20)
+            s = socket.create_connection((address, port), timeout=20)
         except OSError:
             time.sleep(0.02)  # it does not listen yet
+        else:
+            s.sendall(token())
+            return s
     sys.exit(f"stream.py: nothing listens at {address}:{port}")
 
 
-def send(port: int, address: str, rate: int, sizes: list[int]) -> None:
+def send(address: str, port: int, rate: int, sizes: list[int]) -> None:
     s = connect(address, port)
     s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _, counted, took = request(s, min(rate // 8, 1 << 29) or 1 << 29)  # a second of it, half a GB at most
@@ -85,7 +113,8 @@ def send(port: int, address: str, rate: int, sizes: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        serve(int(sys.argv[1]))
+    where = sys.argv[1], int(sys.argv[2])
+    if len(sys.argv) == 3:
+        serve(*where)
     else:
-        send(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), [int(size) for size in sys.argv[4:]])
+        send(*where, int(sys.argv[3]), [int(size) for size in sys.argv[4:]])
