@@ -75,7 +75,7 @@ $(DEPS): ;
 # ---- C tests and fuzzers, without Python --------------------------------------------------------------------------
 
 TESTOBJ  = $(patsubst %,$O/%.o,$(sort $(wildcard tests/c/*.c)))
-FUZZOBJ  = $(patsubst %,$O/tests/%.c.o,c/support c/report c/fusion_model fuzz/subject) $(if $(LIBFUZZER),,$O/tests/fuzz/standalone.c.o)
+FUZZOBJ  = $(patsubst %,$O/tests/%.c.o,c/support c/report c/tampered c/fusion_model fuzz/subject) $(if $(LIBFUZZER),,$O/tests/fuzz/standalone.c.o)
 JOBS    := $(or $(MAX_JOBS),$(shell env -u OMP_NUM_THREADS nproc 2>/dev/null),2)
 SUB      = $(MAKE) -s --no-print-directory $(if $(filter 0,$(MAKELEVEL)),-j$(JOBS)) PYTHON=$(PYTHON)
 
@@ -97,17 +97,18 @@ RUNS ?= 100000
 # because the harness starts from sound payloads and signs what it changed.
 FUZZFLAGS = -O2 -g -fsanitize-coverage=inline-8bit-counters,pc-table
 FUZZCC ?= $(if $(shell command -v clang),clang,$(CC))
-fuzz: ## arbitrary bytes into decode, header checks and the planners (RUNS=10000000; libFuzzer where clang has it)
+fuzz: ## arbitrary bytes into decode, header checks, states and the planners (RUNS=10000000; libFuzzer where clang has it)
 	@mkdir -p build/fuzz; printf '%s\n' '#include <stddef.h>' 'int LLVMFuzzerTestOneInput(const unsigned char *, size_t);' \
 	    'int LLVMFuzzerTestOneInput(const unsigned char *d, size_t n) { return d == 0 && n == 0; }' > build/fuzz/probe.c
 	+@if $(FUZZCC) -fsanitize=fuzzer,address build/fuzz/probe.c -o build/fuzz/probe 2>/dev/null; then \
 	    $(SUB) fuzz-run LIBFUZZER=1 CC=$(FUZZCC) SAN=address,undefined CFLAGS='$(FUZZFLAGS)' O=build/fuzz/lib; \
 	else echo "no libFuzzer (Debian: clang libclang-rt-14-dev): random mutations instead"; \
 	    $(SUB) fuzz-run CC=$(FUZZCC) SAN=address,undefined CFLAGS='-O2 -g' O=build/fuzz/alone; fi
-# exchange, fusion: a tenth of the runs, which are whole steps of all ranks, or compared with brute force.
-fuzz-run: $O/fuzz-header $O/fuzz-decode $O/fuzz-exchange $O/fuzz-fusion
-	@for t in header decode exchange fusion; do mkdir -p build/fuzz/corpus-$$t && runs=$(RUNS) && \
-	    case $$t in exchange|fusion) runs=$$((runs / 10));; esac && echo "fuzz $$t, $$runs runs" && \
+# exchange, fusion: a tenth of the runs, which are whole steps of all ranks, or compared with brute force. state: a fiftieth, each
+# of them four steps.
+fuzz-run: $O/fuzz-header $O/fuzz-decode $O/fuzz-exchange $O/fuzz-fusion $O/fuzz-state
+	@for t in header decode exchange fusion state; do mkdir -p build/fuzz/corpus-$$t && runs=$(RUNS) && \
+	    case $$t in exchange|fusion) runs=$$((runs / 10));; state) runs=$$((runs / 50));; esac && echo "fuzz $$t, $$runs runs" && \
 	    $O/fuzz-$$t -runs=$$runs -max_len=256 -rss_limit_mb=2048 -print_final_stats=1 -verbosity=0 -artifact_prefix=build/fuzz/ build/fuzz/corpus-$$t || exit 1; done
 
 coverage: ## lines and branches of csrc/ that the C tests reach
@@ -154,6 +155,22 @@ venv-make:
 	@.venv/bin/pip install -q 'setuptools>=70.1' 'pybind11>=2.11'
 	@.venv/bin/pip install -q --no-build-isolation -e '.[test,plot,examples]'
 
+# The extension, and beside it the package's own files. What cannot be under a sanitizer, or has nothing of the core, is left out.
+ASANPY   = $(CURDIR)/build/asan-python
+# Some of everything that gets pointers from Python: arrays, payloads, checkpoints, ranks that exchange.
+ASANSOME = $(addprefix tests/,test_compressor.py test_wire.py test_memories.py ddp/test_dense.py ddp/test_trips.py ddp/test_checkpoint.py)
+ASANALL  = tests $(addprefix --ignore=tests/,test_netlab.py test_setup.py test_sass.py test_gpu_check.py test_examples.py test_docs.py)
+asan-python: env ## one in 16 of some Python tests, the core under AddressSanitizer and UBSan; gcc (ALL=1: nearly all; TESTS=..., ARGS=...)
+	@test -e "$$($(CC) -print-file-name=libasan.so)" || { echo "sidcomp: $(CC) has no libasan.so: set CC=gcc CXX=g++"; exit 1; }
+	@rm -rf $(ASANPY)/lib; mkdir -p $(ASANPY)/lib/sidcomp; ln -s $(CURDIR)/python/sidcomp/*.py* $(ASANPY)/lib/sidcomp/
+	+@$(SUB) ext SAN=address,undefined DEBUG=1 O=build/asan-python OUT=$(ASANPY)/_core.so \
+	    PYINC="$$($(PYTHON) -c 'import sysconfig, pybind11; print("-isystem", sysconfig.get_paths()["include"], "-isystem", pybind11.get_include())')"
+	@ln -s $(ASANPY)/_core.so $(ASANPY)/lib/sidcomp/_core.so
+	@# With the sanitizer libstdc++, of whose exceptions it must know before Python is there.
+	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	    UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(ASANPY)/lib OMP_NUM_THREADS=1 \
+	    SHARE=$(if $(ALL)$(TESTS),1,16) $(PYTHON) -m pytest -q -p no:cacheprovider -m 'not slow' $(ARGS) $(or $(TESTS),$(if $(ALL),$(ASANALL),$(ASANSOME)))
+
 train: all ## two ranks train: plain DDP beside sidcomp, a table and a picture (ARGS="--task digits")
 	$(PYTHON) examples/launch.py $(ARGS)
 test: all ## the tests, without the slow ones (ARGS="-k topk" TESTS=tests/ddp)
@@ -163,6 +180,7 @@ test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
 	+@$(SUB) ctest ALL=1
 	+@$(SUB) asan ALL=1
 	+@$(SUB) tsan
+	+@$(SUB) asan-python ALL=1
 	+@$(SUB) fuzz RUNS=10000000
 bench-codecs: all ## encode and decode of every codec, beside the limit and torch (ARGS="--only topk --n 2600000")
 	$(PYTHON) -m benchmarks.bench_codec --n 260000 2600000 25600000 $(ARGS)
@@ -197,7 +215,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real sass gpu-check ctest asan tsan fuzz fuzz-run coverage \
+.PHONY: all ext env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real sass gpu-check ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 .SECONDARY:
 -include $(wildcard $(DEPS))

@@ -6,9 +6,8 @@ the machine meets them alike. With `none` the hook does what plain DDP does; the
 
 import argparse
 import gc
-import os
+import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import sidcomp
@@ -25,6 +24,7 @@ SHOWN: list[tuple[str, dict[str, Any]]] = [
     ("fp16", {"codec": "fp16"}),
     ("topk 1 %", {"codec": "topk", "density": 0.01}),
     ("topk 1 %, one group", {"codec": "topk", "density": 0.01, "groups": "model"}),
+    ("topk 1 %, rollback", {"codec": "topk", "density": 0.01, "nonfinite": "rollback"}),
 ]
 
 
@@ -89,12 +89,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--world", type=int, default=2, help="ranks, one thread each (default 2)")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/hook.{md,json}")
     args = parser.parse_args(argv)
-    store = Path(os.environ.get("TMPDIR", "/tmp")) / f"sidcomp-bench-{os.getpid()}"
-    with mp.Manager() as manager:
+    with tempfile.TemporaryDirectory() as room, mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(rank_main, (args.world, str(store), args, results), nprocs=args.world)
+        mp.spawn(rank_main, (args.world, f"{room}/store", args, results), nprocs=args.world)
         times, sent, allocations = results["times"], results["bytes"], results["allocations"]
-    store.unlink(missing_ok=True)
     plain = summary(times["plain DDP"]).median
     n = sum(p.numel() for p in model(args.width, args.depth).parameters())
     rows = [

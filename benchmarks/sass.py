@@ -104,6 +104,8 @@ PASSES = (
     Pass(r"sid_ring_sum_kernel", "checksum of signs", r"LDG?\.E\.128", -128),
     Pass(r"sid_sum_slices_kernel", "sum, each rank", r"LDG\.E\.EF\.128", 4, HALVES),
     Pass(r"sid_sum_bytes_kernel", "sum, each rank", r"LDG?\.E", 4),
+    Pass(r"sid_pieces_out_kernel", "slices out", r"LDG?\.E\.128", 4),
+    Pass(r"sid_pieces_in_kernel", "slices in", r"LDG?\.E\.128", 4),
     Pass(r"sid_scatter_kernel", "slices out", r"LDG?\.E\.128", 4, r"LDG?\.E\.64"),
     Pass(r"sid_spread_kernel", "mean out", r"LDG\.E\.EF\.128", 4),
     Pass(r"sid_look_frames_kernel", "check", r"LDG?\.E\.128", 4),

@@ -9,14 +9,12 @@ enum {
 
 static sid_status check_one(const sid_plan *p, const uint8_t *payload, const sid_step *at, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
-    const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     if (h->magic != SID_MAGIC) return sid_fail(err, SID_E_CORRUPT, "no payload of sidcomp: magic is %08x", h->magic);
     if (h->version != SID_WIRE_VERSION)
         return sid_fail(err, SID_E_MISMATCH,
                         "payload format %u; this build reads %d: run the same sidcomp on all ranks", h->version,
                         SID_WIRE_VERSION);
-    if (h->checksum != sid_payload_checksum(p->simd, payload, linear ? SID_HEADER_BYTES : p->sizes.payload))
-        return sid_fail(err, SID_E_CORRUPT, "checksum does not match");
+    if (h->checksum != sid_payload_checksum(p, payload)) return sid_fail(err, SID_E_CORRUPT, "checksum does not match");
     if (h->codec != p->codec->info.wire_id || h->dtype != (uint32_t)p->dtype || h->n != p->n)
         return sid_fail(err, SID_E_MISMATCH, "payload of codec %u, dtype %u, n %llu; the plan has %u, %u, %llu",
                         h->codec, h->dtype, (unsigned long long)h->n, p->codec->info.wire_id, (unsigned)p->dtype,
@@ -66,9 +64,45 @@ static int nonfinite(sid_gather *g) {
     return 0;
 }
 
+/* Near float32's largest number the sum of the payloads may overflow although their mean, which is asked for, does not:
+ * plain DDP divides before it adds. So where an element of a tile is not finite although every gradient was, the mean is
+ * taken again, in float64, and rounded once. The first time, the tiles before this one are walked again: `next` is the
+ * first element that the cursors, one a payload, have not come to. */
+static void mean_again(const sid_gather *g, sid_cursor *cursor, uint64_t *next, float *out, uint64_t from,
+                       uint32_t len) {
+    const sid_plan *p = g->plan;
+    double sum[SID_DECODE_TILE];
+    SID_LINE float y[SID_DECODE_TILE];
+    memset(sum, 0, sizeof sum);
+    for (uint32_t r = 0; r < g->count; r++) {
+        sid_gather one = {p, g->payloads + r * g->stride, g->stride, 1, 1.0f, cursor + r};
+        if (!*next) p->codec->open(&one);
+        for (uint64_t at = *next; at <= from; at += SID_DECODE_TILE) {
+            const uint32_t take = p->n - at < SID_DECODE_TILE ? (uint32_t)(p->n - at) : SID_DECODE_TILE;
+            memset(y, 0, sizeof y);
+            p->codec->decode(&one, y, at, take);
+        }
+        for (uint32_t i = 0; i < len; i++) sum[i] += (double)y[i];
+    }
+    *next = from + SID_DECODE_TILE;
+    for (uint32_t i = 0; i < len; i++) out[i] = sid_mean(sum[i], g->scale);
+}
+
+/* What is not finite of the segments' elements from seg[0]'s element `off` on <- x. */
+static void mend(const sid_segment *seg, uint64_t off, const float *x, uint32_t len) {
+    for (uint32_t i = 0; i < len; i++, off++) {
+        while (off == seg->len) {
+            seg++;
+            off = 0;
+        }
+        float *y = (float *)seg->ptr + off;
+        if (sid_key(*y) >= SID_KEY_INF) *y = x[i];
+    }
+}
+
 void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
                       const sid_segment *seg, sid_dtype dtype, void *state, sid_report *report) {
-    sid_cursor cursor[SID_MAX_COUNT];
+    sid_cursor cursor[SID_MAX_COUNT], again[SID_MAX_COUNT];
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     sid_gather g = {p, payloads, stride, count, scale, cursor};
     const int memory = state && p->memory->vectors;
@@ -79,9 +113,10 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
 
     const int fill = report->nonfinite && !linear;
     const int told = memory && p->memory->received && !report->nonfinite;
+    const int summed = count > 1 && !fill && !linear && !(p->codec->info.traits & SID_VOTE);
     const int past = p->n >= STREAM_FROM;
     SID_LINE float x[SID_DECODE_TILE] = {0};
-    uint64_t off = 0;
+    uint64_t off = 0, next = 0;
     for (uint64_t from = 0; from < p->n; from += SID_DECODE_TILE) {
         const uint32_t len = p->n - from < SID_DECODE_TILE ? (uint32_t)(p->n - from) : SID_DECODE_TILE;
         if (fill)
@@ -89,12 +124,21 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
         else
             p->codec->decode(&g, x, from, len);
         if (linear && !memory && !p->simd->finite(x, len)) report->nonfinite = 1;
-        if (dtype != SID_F32 || told) p->simd->scale(x, x, len, g.scale);
+        if (dtype != SID_F32 || told) {
+            const int over = summed && !p->simd->finite(x, len);
+            SID_LINE float mean[SID_DECODE_TILE];
+            if (over) mean_again(&g, again, &next, mean, from, len);
+            p->simd->scale(x, x, len, g.scale);
+            for (uint32_t i = 0; over && i < len; i++) x[i] = sid_key(x[i]) < SID_KEY_INF ? x[i] : mean[i];
+        }
         if (told) {
             float *vec[SID_MAX_VECTORS];
             for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, state, v) + from;
             p->memory->received(p, vec, x, len);
         }
+        const sid_segment *const first = seg;
+        const uint64_t first_off = off;
+        int whole = 1;
         for (uint32_t pos = 0; pos < len;) {
             while (off == seg->len) {
                 seg++;
@@ -103,13 +147,17 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
             const uint64_t left = seg->len - off;
             const uint32_t take = left < len - pos ? (uint32_t)left : len - pos;
             if (dtype == SID_F32)
-                p->simd->drain(x + pos, (float *)seg->ptr + off, take, told ? 1.0f : g.scale, past);
+                whole &= p->simd->drain(x + pos, (float *)seg->ptr + off, take, told ? 1.0f : g.scale, past);
             else
                 sid_store(p->simd, dtype, seg->ptr, off, take, x + pos);
             off += take;
             pos += take;
         }
-        if (dtype != SID_F32) memset(x, 0, 4ull * len);
+        if (!whole && summed && !told) { /* drain looks at what it stores anyway */
+            mean_again(&g, again, &next, x, from, len);
+            mend(first, first_off, x, len);
+        }
+        if (dtype != SID_F32 || !whole) memset(x, 0, 4ull * len);
     }
     if (past && dtype == SID_F32) p->simd->fence();
     if (p->codec->learn && state && count == 1 && !report->nonfinite) p->codec->learn(p, state, payloads);

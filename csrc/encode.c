@@ -63,17 +63,15 @@ static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uin
     if (tell) p->memory->sent(p, vec, before, len);
 }
 
-/* One tile of acc from state and gradient; what is returned is what the codec reads. clean: no NaN or Inf is in it, as a
- * reading before has found. */
-static const float *make_tile(sid_walk *w, place *from, uint64_t at, uint32_t len, int clean, float *half, float *buf,
-                              float *raw) {
+/* One tile of acc from state and gradient; what is returned is what the codec reads. vec: the tile of each of the memory's
+ * vectors. clean: no NaN or Inf is in it, as a reading before has found. */
+static const float *make_tile(sid_walk *w, place *from, float *const *vec, uint64_t at, uint32_t len, int clean,
+                              float *half, float *buf, float *raw) {
     const sid_plan *p = w->plan;
     const uint32_t vectors = p->memory->vectors;
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
-    float *vec[SID_MAX_VECTORS];
     uint32_t sent = SID_KEY_NONE;
     int bad = 0;
-    for (uint32_t v = 0; v < vectors; v++) vec[v] = sid_vector(p, w->state, v) + at;
     /* a rule that is one threshold is applied in the memory's own pass */
     if (!(vectors && feedback(p) && p->codec->sent_from && p->codec->sent_from(&w->state->rule, at, len, &sent))) {
         settle(p, w->state, vec, at, len);
@@ -123,6 +121,7 @@ static double norm_of(const sid_plan *p, const sid_segment *seg) {
 /* Elements [from, to). stored: acc is in the state already; clean: as of make_tile. */
 static void tiles(sid_walk *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean) {
     const sid_plan *p = w->plan;
+    const sid_state *const origin = sid_origin(w->state, w->at);
     SID_LINE float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
     place here = {seg, from};
     while (from < to && here.off >= here.seg->len) {
@@ -131,8 +130,12 @@ static void tiles(sid_walk *w, const sid_segment *seg, uint64_t from, uint64_t t
     }
     for (uint64_t at = from; at < to; at += p->tile) {
         const uint32_t len = to - at < p->tile ? (uint32_t)(to - at) : p->tile;
-        const float *acc =
-            stored ? sid_vector(p, w->state, 0) + at : make_tile(w, &here, at, len, clean, half, buf, raw);
+        float *vec[SID_MAX_VECTORS];
+        for (uint32_t v = 0; v < p->memory->vectors; v++) {
+            vec[v] = sid_vector(p, w->state, v) + at;
+            if (origin != w->state && !stored) memcpy(vec[v], sid_vector(p, origin, v) + at, 4ull * len);
+        }
+        const float *acc = stored ? vec[0] : make_tile(w, &here, vec, at, len, clean, half, buf, raw);
         p->codec->tile(w, acc, at, len);
     }
 }
@@ -145,15 +148,27 @@ static void walk(sid_walk *w, const sid_segment *seg) {
     tiles(w, seg, 0, w->plan->n, stored, clean);
 }
 
+/* What the header has that no encode has left there counts as absent. */
+static void mend(const sid_plan *p, sid_state *s) {
+    if (!sid_words_sound(p->codec->bound, p->codec->bounds, s->codec)) memset(s->codec, 0, sizeof s->codec);
+    if (!sid_rule_sound(&p->ruling, &s->rule)) p->codec->none(&s->rule);
+}
+
 /* Before the first reading. */
 static sid_status enter(sid_walk *w, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
                         const sid_step *at, void *payload) {
     if (!p || !state || !work || !at || !payload || !at->world || at->rank >= at->world) return SID_E_ARG;
     if (!(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF) return SID_E_ARG;
-    if (!aligned(state) || !aligned(work) || !aligned(payload)) return SID_E_ARG;
+    if (!aligned(state) || !aligned(work) || !aligned(payload) || at->origin % 64) return SID_E_ARG;
     if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
     if (!fit(p, at)) return SID_E_UNSUPPORTED;
+    if (at->origin) {
+        const sid_state *const origin = sid_origin(state, at);
+        memcpy(state, origin, SID_STATE_BYTES);
+        memcpy(sid_extra(p, state), sid_extra(p, origin), sid_plan_extra(p));
+    }
     *w = (sid_walk){.plan = p, .at = at, .state = state, .payload = payload, .scratch = work};
+    mend(p, w->state);
     if (p->codec->info.traits & SID_STOCHASTIC) w->draw = (sid_draw){sid_salt(at->seed, at->rank), at->group, at->step};
     if (p->memory->wants_norm && p->memory->wants_norm(p)) w->norm = norm_of(p, seg);
     if (p->memory->begin) p->memory->begin(w);
@@ -200,9 +215,7 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
             p->codec->finish(&w);
         }
     leave(&w);
-    const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
-    ((sid_header *)payload)->checksum =
-        sid_payload_checksum(p->simd, payload, linear ? SID_HEADER_BYTES : p->sizes.payload);
+    ((sid_header *)payload)->checksum = sid_payload_checksum(p, payload);
     if (stats) *stats = w.stats;
     return SID_OK;
 }
@@ -247,7 +260,8 @@ sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *
 
 void sid_kept_out(const sid_plan *p, const sid_state *s, float *x, uint64_t stride) {
     for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(x + v * stride, sid_vector(p, s, v), 4 * p->n);
-    for (uint64_t at = 0; at < p->n && p->memory->vectors; at += p->tile) {
+    const uint64_t sent = p->memory->vectors && sid_rule_sound(&p->ruling, &s->rule) ? p->n : 0;
+    for (uint64_t at = 0; at < sent; at += p->tile) {
         const uint32_t len = p->n - at < p->tile ? (uint32_t)(p->n - at) : p->tile;
         float *vec[SID_MAX_VECTORS];
         for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = x + v * stride + at;
@@ -281,9 +295,16 @@ sid_status sid_unsend(const sid_plan *p, void *state) {
     return SID_OK;
 }
 
+sid_status sid_forget(const sid_plan *p, void *state) {
+    if (!p || !state) return SID_E_ARG;
+    memset(sid_vector(p, state, 0), 0, 4 * sid_kept_floats(p));
+    return sid_unsend(p, state);
+}
+
 sid_status sid_rescale(const sid_plan *p, void *state, float factor) {
     if (!p || !state || !(factor > 0) || sid_key(factor) >= SID_KEY_INF) return SID_E_ARG;
     sid_state *s = state;
+    mend(p, s);
     const float max = 0x1.fffffep127f;
     for (uint64_t at = 0; at < p->n && p->memory->vectors; at += p->tile) {
         const uint32_t len = p->n - at < p->tile ? (uint32_t)(p->n - at) : p->tile;

@@ -2,6 +2,7 @@
 #ifndef SID_INTERNAL_H
 #define SID_INTERNAL_H
 
+#include <math.h>
 #include <stddef.h>
 
 #include "bits.h"
@@ -64,6 +65,14 @@ static inline double sid_join(const double *lane) {
     return (half[0] + half[1]) + (half[2] + half[3]);
 }
 
+/* Where a sum of finite float32 overflows: what it is times `scale`, which may be 1 / world rounded up. */
+SID_HD float sid_mean(double sum, float scale) {
+    const double mean = sum * (double)scale, largest = 3.4028234663852886e38, in_reach = 3.4028240e38;
+    return mean > largest && mean < in_reach     ? (float)largest
+           : mean < -largest && mean > -in_reach ? (float)-largest
+                                                 : (float)mean;
+}
+
 /* ---- rule: what was sent of acc --------------------------------------------------------------------------------
  * Written by the codec at the end of an encode, read by its keep() at the next one. All-zero is valid beside acc == 0. */
 typedef struct sid_rule {
@@ -84,11 +93,71 @@ typedef struct sid_state {
     sid_draw draw; /* the random stream of the last encode */
     float factor;  /* what the memory multiplied the last gradient with before it was taken in (clipping) */
     uint32_t spare;
-    uint64_t codec[16]; /* bytes 64 to 191: the codec's own statistics */
+    uint64_t codec[16]; /* bytes 64 to 191: the codec's own statistics, SID_WORDS of them */
 } sid_state;
 enum {
     SID_STATE_BYTES = 256
 };
+
+/* ---- a state from outside ----------------------------------------------------------------------------------------
+ * A checkpoint brings a state that may hold any bytes. So each encode first looks at what it is going to rely on. What no
+ * encode writes counts as absent: the codec starts anew, as from zeros, and nothing was sent. */
+
+/* What an encode leaves in a word of state->codec: in each half 0, or a number from `least` to `most`. */
+typedef struct sid_bound {
+    uint32_t least, most;
+    uint32_t upper_least, upper_most;
+} sid_bound;
+enum {
+    SID_WORDS = 16
+};
+
+/* What it leaves in state->rule. */
+typedef enum sid_ruling_form {
+    SID_RULES_BY_KEY,   /* of sparse bodies */
+    SID_RULES_BY_SHARE, /* inverse is a whole number, scale 1 / inverse; both 0: nothing was sent */
+    SID_RULES_BY_SCALE  /* scale is 0, or within `scale`; inverse within `inverse` */
+} sid_ruling_form;
+typedef struct sid_ruling {
+    sid_ruling_form form;
+    uint32_t scale[2], inverse[2]; /* bits of the least and of the largest one */
+} sid_ruling;
+
+SID_HD int sid_words_sound(const sid_bound *bound, uint32_t count, const uint64_t *words) {
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t low = (uint32_t)words[i], high = (uint32_t)(words[i] >> 32);
+        if (low && (low < bound[i].least || low > bound[i].most)) return 0;
+        if (high && (high < bound[i].upper_least || high > bound[i].upper_most)) return 0;
+    }
+    return 1;
+}
+
+SID_HD int sid_levels_sound(uint32_t base, uint32_t step, uint32_t bits) {
+    return step && step <= sid_level_longest(bits) && base >= SID_LEVEL_LEAST && base < SID_KEY_INF &&
+           base + sid_level_top(bits) * step < SID_KEY_INF;
+}
+
+SID_HD int sid_rule_sound(const sid_ruling *r, const sid_rule *rule) {
+    const uint32_t scale = sid_f32_bits(rule->scale), inverse = sid_f32_bits(rule->inverse);
+    if (r->form == SID_RULES_BY_SHARE) {
+        if (!scale) return !inverse;
+        return rule->inverse >= 1 && rule->inverse <= 0x1p32f && floorf(rule->inverse) == rule->inverse &&
+               1.0f / rule->inverse == rule->scale;
+    }
+    if (r->form == SID_RULES_BY_SCALE)
+        return (!scale || (scale >= r->scale[0] && scale <= r->scale[1])) &&
+               (!inverse || (inverse >= r->inverse[0] && inverse <= r->inverse[1]));
+    if (rule->key == SID_KEY_NONE) return 1;
+    if (rule->key > SID_KEY_INF) return 0;
+    if (rule->flags == SID_FLAG_MEAN) return rule->key && sid_key(rule->scale) < SID_KEY_INF;
+    if (rule->flags == SID_FLAG_LOG8) return sid_levels_sound(rule->base, rule->step, 8);
+    if (rule->flags == SID_FLAG_LOG4) return sid_levels_sound(rule->base, rule->step, 4);
+    return !rule->flags || rule->flags == SID_FLAG_HALF;
+}
+
+/* What the memory multiplied the last gradient with. */
+SID_HD float sid_factor_of(const sid_state *s) { return s->factor >= 0 && s->factor <= 1 ? s->factor : 1.0f; }
+
 SID_HD uint64_t sid_state_stride(uint64_t n) { return sid_round_up(n, 16) + 16; } /* slack: vector loads may run over */
 
 /* ---- plan ----------------------------------------------------------------------------------------------------- */
@@ -106,6 +175,7 @@ struct sid_plan {
     sid_dtype dtype;
     sid_sizes sizes;
     double codec_param[SID_MAX_PARAMS], memory_param[SID_MAX_PARAMS]; /* in the order of the tables */
+    sid_ruling ruling;                                                /* what an encode leaves in the rule */
     uint64_t first;          /* of two rounds: elements of the body that round 0 exchanges */
     uint64_t extra;          /* floats at the end of the state that are the codec's */
     const sid_shape *shapes; /* while the plan is made; then n_shapes sid_matrix follow the plan */
@@ -143,9 +213,12 @@ typedef struct sid_walk {
     sid_stats stats;
 } sid_walk;
 
+enum {
+    SID_READINGS = 64
+};
 typedef enum sid_verdict {
     SID_DONE = 0,
-    SID_AGAIN = 1
+    SID_AGAIN = 1 /* at most SID_READINGS - 1 times, whatever is read: the codec's parameters bound it */
 } sid_verdict;
 
 typedef struct sid_cursor {
@@ -164,7 +237,7 @@ typedef struct sid_gather { /* decode of W payloads */
 
 typedef struct sid_codec {
     sid_info info;
-    /* Resolves parameters: sets p->k, p->cap, sizes.payload, body_*, k; returns the scratch bytes of encode. */
+    /* Resolves parameters: sets p->k, p->cap, p->ruling, sizes.payload, body_*, k; returns the scratch bytes of encode. */
     sid_status (*plan)(sid_plan *p, uint64_t *scratch, sid_error *err);
     void (*lay)(const sid_plan *p, sid_matrix *m); /* beside SID_SHAPED: fills in all n_shapes */
     void (*begin)(sid_walk *w);                    /* before each reading */
@@ -177,6 +250,9 @@ typedef struct sid_codec {
      * its own pass. NULL: never. */
     int (*sent_from)(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
     void (*none)(sid_rule *rule); /* the rule that sent nothing */
+    /* What is in the first `bounds` words of state->codec; all of them 0 is sound, too. */
+    const sid_bound *bound;
+    uint32_t bounds;
     /* A change of scale; NULL if the statistics in state->codec do not depend on it. */
     void (*rescale)(const sid_plan *p, sid_state *s, float factor);
     /* The body of one payload, header already checked. */
@@ -255,6 +331,11 @@ typedef struct sid_packed {
 
 /* What a step multiplies by what is owed. */
 static inline float sid_carry(const sid_step *at) { return at->carry > 0 ? at->carry : 1.0f; }
+
+/* The state that a step starts from. */
+static inline const sid_state *sid_origin(const void *state, const sid_step *at) {
+    return (const sid_state *)(const void *)((const uint8_t *)state + at->origin);
+}
 
 /* ---- primitives, once per instruction set (csrc/isa/simd.c); the base variant is the law -------------------------
  * Arrays may have any element alignment. Sums are of a unit, n at most SID_TILE, in the order that `sums` above has. */
@@ -344,7 +425,8 @@ typedef struct sid_simd {
      * bfloat16. */
     void (*half_body)(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16);
     void (*half_keep)(float *x, uint32_t n, uint32_t key, float s, float inverse, float max, int bf16);
-    void (*drain)(float *x, float *y, uint32_t n, float s, int past); /* y = x * s, past the caches or not; x = 0 */
+    /* y = x * s, past the caches or not; x = 0. 1 if all of y is finite. */
+    int (*drain)(float *x, float *y, uint32_t n, float s, int past);
     /* Random bits of elements at .. at + len of the stream; `at` a multiple of 8, room in out for 512 bytes from any
      * multiple of 512 that it reaches. draw16: 16 bits an element, half as costly. rng.h is the law. */
     void (*draw16)(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out);
@@ -362,7 +444,9 @@ typedef struct sid_simd {
     /* x, a sum of `count` signs = +-1, becomes 1 as often as one of them drawn at random is, else -1. */
     void (*merge)(float *x, const uint16_t *u, uint32_t n, uint32_t count);
     void (*fence)(void); /* makes drained stores visible to other threads */
-    void (*checksum)(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted);
+    /* What `count` words at w, an even number, add to a message's checksum (wire.h), being its words from `from` on, a
+     * multiple of 16. */
+    uint64_t (*checksum)(const uint32_t *w, uint64_t from, uint64_t count);
 } sid_simd;
 
 const sid_simd *sid_simd_for(sid_isa isa); /* NULL: this build or processor has it not */
@@ -378,6 +462,9 @@ sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attrib
 static inline float *sid_vector(const sid_plan *p, const sid_state *s, uint32_t i) {
     return (float *)(void *)((uint8_t *)(uintptr_t)s + SID_STATE_BYTES) + i * sid_state_stride(p->n);
 }
+
+/* Floats of all vectors, slack included. */
+static inline uint64_t sid_kept_floats(const sid_plan *p) { return p->memory->vectors * sid_state_stride(p->n); }
 
 /* The part of a state that is the codec's own. */
 static inline float *sid_extra(const sid_plan *p, const sid_state *s) { return sid_vector(p, s, p->memory->vectors); }
@@ -408,10 +495,14 @@ int sid_exchange_has_cuda(const sid_info *info); /* exchange.c */
 /* api.cu: makes `device` the thread's own; *before: what it was, to be put back. */
 sid_status sid_device_enter(int device, int *before, sid_error *err);
 void sid_device_leave(int before);
-/* wire.h's checksum of a payload, or of the header alone (bytes == 64). */
-uint64_t sid_payload_checksum(const sid_simd *v, const uint8_t *payload, uint64_t bytes);
-size_t sid_dtype_size(sid_dtype d); /* of a vector's element; 0: no such dtype */
-size_t sid_body_size(sid_dtype d);  /* of a linear body's */
+/* wire.h's checksum of a message of `bytes`, a multiple of 8, whose own field for it is at byte `field`. */
+uint64_t sid_message_checksum(const sid_simd *v, const void *message, uint64_t bytes, uint64_t field);
+/* Of a payload; of the header alone where the body is linear and there are others to be summed with: header.scale, which is
+ * 1 / world, is not 1. */
+uint64_t sid_payload_checksum(const sid_plan *p, const uint8_t *payload);
+extern const uint64_t sid_sum_pairs[SID_SUM_PAIRS]; /* wire.h's keys */
+size_t sid_dtype_size(sid_dtype d);                 /* of a vector's element; 0: no such dtype */
+size_t sid_body_size(sid_dtype d);                  /* of a linear body's */
 /* len elements of dtype d at p, from element `from` on, as floats: p itself where it is float32, else converted to buf. */
 const float *sid_load(const sid_simd *v, sid_dtype d, const void *p, uint64_t from, uint32_t len, float *buf);
 /* The reverse, rounded once. */

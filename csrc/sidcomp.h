@@ -8,7 +8,9 @@
  *
  * Memory.   Nothing here allocates, prints, exits or keeps a global. Three memories, never mixed:
  *             plan   immutable; a pure function of sid_config
- *             state  survives steps and goes into checkpoints; all-zero bytes are its valid start
+ *             state  survives steps and goes into checkpoints; all-zero bytes are its valid start. A damaged one cannot
+ *                    make a call read out of bounds or never end: statistics in its header that no encode writes count
+ *                    as absent. Only the floats of its vectors must be finite
  *             work   garbage between calls
  *           Ask the sizes first (sid_plan_make with mem == NULL, then sid_plan_sizes), bring the bytes.
  *           plan, state, work and payload must start at a multiple of 64 bytes; segments may start at any element.
@@ -193,6 +195,11 @@ typedef struct sid_step {
      * The learning rate of the step before over this one's makes p = rate g + e of EF-SGD (Karimireddy et al. 2019,
      * Algorithm 1) of it: what is sent late then moves the parameters as far as when it was due. */
     float carry;
+    /* Where the state that the step starts from lies: in bytes from `state`, a multiple of 64. 0: the step works in place.
+     * Otherwise the step only reads that state, and writes the state after the step to `state`, whatever it held before. To
+     * throw the step away, go on with the state that was read: no bit of it has changed. This takes a second state block
+     * and, on a CPU, up to 8 bytes of memory traffic per element and vector (docs/how-it-works.md). */
+    int64_t origin;
 } sid_step;
 
 typedef struct sid_stats {
@@ -227,9 +234,11 @@ typedef struct sid_report {
     uint32_t culprit;   /* on SID_E_CORRUPT and SID_E_MISMATCH: which payload, 0 to count - 1 */
 } sid_report;
 
-/* segments = scale * sum over `count` payloads, in payload order, in float32, rounded once to the dtype. Payload i
- * starts at payloads + i * stride bytes (stride a multiple of 8, count at most SID_MAX_COUNT). A linear codec that
- * travelled by all-reduce gives one payload whose body was summed (count == 1); header and scale stay each rank's own.
+/* segments = scale * sum over `count` payloads, in payload order, in float32, rounded once to the dtype. (With codecs
+ * that gather, an element whose sum overflows float32, although scale times the sum does not, is summed in float64.)
+ * Payload i starts at payloads + i * stride bytes (stride a multiple of 8, count at most SID_MAX_COUNT). A linear codec
+ * that travelled by all-reduce gives one payload whose body was summed (count == 1); header and scale stay each rank's
+ * own.
  * Every byte is checked before anything is written: SID_E_CORRUPT and SID_E_MISMATCH leave the segments alone.
  * at: step and group that are expected in the headers; NULL accepts any.
  * state: NULL, or this rank's own. Then, on a non-finite step, the gradient that the segments still hold is taken back
@@ -257,6 +266,9 @@ sid_status sid_residual_out(const sid_plan *p, const void *state, float *x);
 sid_status sid_residual_in(const sid_plan *p, void *state, const float *x);
 /* The last step's payload was not used: all of acc counts as kept. */
 sid_status sid_unsend(const sid_plan *p, void *state);
+/* Forgets what is owed, and sets momenta to 0. For a step that worked in place and is thrown away: what was owed before it
+ * can no longer be told from the step's own gradient. */
+sid_status sid_forget(const sid_plan *p, void *state);
 /* Multiplies what is kept, and the statistics that predict thresholds, by factor > 0 (a change of AMP's loss scale). */
 sid_status sid_rescale(const sid_plan *p, void *state, float factor);
 
@@ -309,7 +321,8 @@ uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receiv
 
 /* seg, state, work, wire, at: the same through all rounds of a step. cut: room for n_seg segments. at->rank and at->world
  * are the route's. Once it has failed, it does so until the end of the step, where the memory is as before the step, but
- * for at->carry; report.culprit is the rank at fault, as far as it is known. */
+ * for at->carry (hierarchical, once the nodes have their means: it has forgotten what it owed); report.culprit is the rank at
+ * fault, as far as it is known. */
 sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
                                 sid_segment *cut, void *state, void *work, const sid_step *at, void *wire,
                                 sid_report *report, sid_error *err);
@@ -332,6 +345,7 @@ sid_status sid_exchange_abandon(const sid_exchange *x, const sid_segment *seg, u
 sid_status sid_exchange_residual_out(const sid_exchange *x, const void *state, float *out);
 sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const float *in);
 sid_status sid_exchange_unsend(const sid_exchange *x, void *state);
+sid_status sid_exchange_forget(const sid_exchange *x, void *state);
 sid_status sid_exchange_rescale(const sid_exchange *x, void *state, float factor);
 
 /* A part of the state: at byte `state` of it a state of its own, as of a plan, of elements [start, start + n). */
@@ -482,20 +496,21 @@ typedef struct sid_cuda_group {
 sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err);
 
 /* An entry of the table that sid_cuda_cancel reads. */
-typedef struct sid_cuda_sent {
+typedef struct sid_cuda_kept {
     void *state;        /* on the device, of one plan; NULL: nothing is kept */
     const void *report; /* of the group's decode, on the device */
     uint64_t none[4];   /* the rule of a step that sent nothing */
-} sid_cuda_sent;
+    uint64_t floats;    /* how many the memory's vectors have together */
+} sid_cuda_kept;
 
-/* Writes the entries of a group, one for each plan whose memory sid_unsend or sid_exchange_unsend is for, and one where
- * there is none; returns how many there are, of which at most `room` were written. */
-uint32_t sid_cuda_sent_by(const sid_cuda_group *g, sid_cuda_sent *sent, uint32_t room);
-/* Behind the decodes of all groups of a step, enqueued: where the report of one of `count` entries (in device memory, at a
- * multiple of 8 bytes; else SID_E_ARG) is that of a step that was not finite or failed, or always != 0, what the groups have
- * sent counts as not sent. Who guards the run throws such a step away as a whole; a group that was not finite has undone its
- * own, and is left alone. */
-sid_status sid_cuda_cancel(const sid_cuda_sent *sent_dev, uint32_t count, int always, int device, void *stream,
+/* Writes the entries of a group, at least one: one for each of its plans, with state NULL if the plan keeps nothing. Returns
+ * how many there are, of which it has written at most `room`. */
+uint32_t sid_cuda_kept_by(const sid_cuda_group *g, sid_cuda_kept *kept, uint32_t room);
+/* To be enqueued after the decodes of all groups of a step that worked in place. If the report of any of `count` entries (in
+ * device memory, at a multiple of 8 bytes; else SID_E_ARG) says that the step was not finite or failed, or if always != 0,
+ * the groups forget (sid_forget), because such a step is thrown away as a whole. A group that was not finite has already
+ * taken its own gradient out again, and stays as it is. */
+sid_status sid_cuda_cancel(const sid_cuda_kept *kept_dev, uint32_t count, int always, int device, void *stream,
                            sid_error *err);
 
 #ifdef __cplusplus

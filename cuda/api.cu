@@ -15,6 +15,17 @@ __device__ static void zero_bytes(void *p, uint64_t bytes, uint64_t first, uint6
     for (uint64_t i = first; i < bytes / 16; i += step) ((uint4 *)p)[i] = make_uint4(0, 0, 0, 0);
 }
 
+/* By a warp. */
+__device__ static void mend(const sid_mending &m) {
+    const uint32_t lane = sid_lane();
+    const uint64_t word = lane < SID_WORDS ? m.state->codec[lane] : 0;
+    const bool odd = lane < m.bounds && !sid_words_sound(&m.bound[lane], 1, &word);
+    if (__ballot_sync(SID_FULL, odd) && lane < SID_WORDS) m.state->codec[lane] = 0;
+    if (lane) return;
+    const sid_rule rule = m.state->rule;
+    if (!sid_rule_sound(&m.ruling, &rule)) m.state->rule = m.none;
+}
+
 /* Block 0 sums up the lengths; the others zero. Reads 16 and writes 8 bytes a segment. */
 static __global__ void __launch_bounds__(BEGIN_BLOCK)
     sid_begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, sid_beginning b) {
@@ -48,8 +59,10 @@ static __global__ void __launch_bounds__(BEGIN_BLOCK)
     }
     if (threadIdx.x == 0) start[g.n_seg] = carry;
     bad = __syncthreads_or(bad);
-    if (threadIdx.x) return;
+    if (threadIdx.x >= SID_LANES) return;
     const bool ready = !bad && carry == g.before + g.n + g.after && (!b.gate || *b.gate == SID_OK);
+    if (ready && b.mend.state) mend(b.mend);
+    if (threadIdx.x) return;
     scratch->ready = ready;
     if (b.nonfinite) {
         scratch->go = ready;
@@ -114,9 +127,14 @@ static __global__ void __launch_bounds__(SID_SUMS)
 sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes) {
     const sid_plan *p = c.plan;
     const bool norm = wants_norm(p) && !c.settles, factor = p->memory->begin && !norm;
-    sid_status s = sid_begin(
-        c.to, c.group, c.scratch, clear,
-        {c.payload, zero_bytes, factor ? &c.state->factor : nullptr, c.settles ? 0.0f : 1.0f, c.gate, nullptr});
+    sid_beginning b = {c.payload, zero_bytes, factor ? &c.state->factor : nullptr, c.settles ? 0.0f : 1.0f, c.gate,
+                       nullptr,   {}};
+    b.mend.state = c.state;
+    p->codec->none(&b.mend.none);
+    b.mend.ruling = p->ruling;
+    b.mend.bounds = p->codec->bounds;
+    for (uint32_t i = 0; i < p->codec->bounds; i++) b.mend.bound[i] = p->codec->bound[i];
+    sid_status s = sid_begin(c.to, c.group, c.scratch, clear, b);
     if (s || !norm) return s;
     s = sid_launch(c.to, "norm", sid_norm_kernel, sid_blocks(c.to, sid_chunks(p->n), NORM_BLOCKS), SID_BLOCK, 0,
                    c.group, c.scratch, c.norms);
@@ -133,36 +151,30 @@ static __global__ void __launch_bounds__(SID_BLOCK, NORM_BLOCKS) sid_sum_kernel(
     sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
     if (!scratch->ready) return;
-    const uint64_t rows = (g.n + 7) / 8;
-    sid_part_sum own = {0, 0};
+    sid_part_sum own = {0};
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);
          tile += (uint64_t)gridDim.x * SID_WARPS) {
         const sid_span s = sid_span_of(g, tile);
-        sid_word_run run[SID_QUAD] = {};
         for (uint32_t i = sid_lane() * SID_QUAD; i < s.len; i += SID_ROW) {
             float x[1][SID_QUAD];
             if (s.base)
                 sid_get<true>(g, s, i, SID_QUAD, x);
             else
                 sid_get<false>(g, s, i, sid_count4(s.len, i), x); /* 0 where there is none, which adds nothing */
-#pragma unroll
-            for (uint32_t c = 0; c < SID_QUAD; c++) run[c].add(sid_f32_bits(x[0][c]));
+            own.add(4 * (s.at + i), make_uint4(sid_f32_bits(x[0][0]), sid_f32_bits(x[0][1]), sid_f32_bits(x[0][2]),
+                                               sid_f32_bits(x[0][3])));
         }
-#pragma unroll
-        for (uint32_t c = 0; c < SID_QUAD; c++)
-            own.add(4 * (s.at + sid_lane() * SID_QUAD + c), run[c], SID_ROW / 8, rows);
     }
     own = sid_block_sums(own, part);
     if (threadIdx.x) return;
     atomicAdd(&scratch->sum, own.sum);
-    atomicAdd(&scratch->weighted, own.weighted);
 }
 
 static __global__ void __launch_bounds__(SID_LANES)
-    sid_mix_kernel(const sid_scratch *scratch, const sid_cuda_report *report, uint64_t *sum) {
+    sid_tell_sum_kernel(const sid_scratch *scratch, const sid_cuda_report *report, uint64_t *sum) {
     sid_follow();
     if (threadIdx.x) return;
-    *sum = report->nonfinite || !scratch->ready ? 0 : sid_checksum_mix(scratch->sum, scratch->weighted);
+    *sum = report->nonfinite || !scratch->ready ? 0 : scratch->sum;
 }
 
 /* scratch: of the settling before, or NULL. */
@@ -247,6 +259,25 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err) {
     return SID_OK;
 }
 
+/* The header and the codec's own part of a state, where it is to become the one after another: the rest is the walk's. */
+static __global__ void __launch_bounds__(SID_BLOCK)
+    sid_origin_kernel(const uint4 *from, uint4 *to, uint64_t header, uint64_t extra, uint64_t end) {
+    sid_follow();
+    for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < header + (end - extra);
+         i += (uint64_t)gridDim.x * SID_BLOCK) {
+        const uint64_t k = i < header ? i : extra + (i - header);
+        to[k] = from[k];
+    }
+}
+static sid_status start_from(const sid_cuda_encoding &c) {
+    const uint64_t header = SID_STATE_BYTES / sizeof(uint4), own = sid_plan_extra(c.plan) / sizeof(uint4);
+    const uint64_t end = c.plan->sizes.state / sizeof(uint4);
+    return sid_launch(c.to, "origin", sid_origin_kernel,
+                      sid_blocks(c.to, (header + own + SID_BLOCK - 1) / SID_BLOCK, NORM_BLOCKS), SID_BLOCK, 0,
+                      (const uint4 *)(const void *)sid_origin(c.state, &c.at), (uint4 *)(void *)c.state, header,
+                      end - own, end);
+}
+
 sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work) {
     const sid_plan *p = c.plan;
     const sid_cuda_codec *codec;
@@ -256,6 +287,8 @@ sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work) {
     carve(p, codec, work, &start, &c.norms, &c.scratch, &c.work);
     c.group = {t.segs, start, p->n, t.n_seg, t.dtype, t.before, t.after};
     if (c.round) return c.at.world > 1 ? codec->further(c) : SID_OK; /* the encode has done them all */
+    if (c.at.origin) s = start_from(c);
+    if (s) return s;
     const bool keeps = p->memory->vectors && p->memory->info.traits & SID_FEEDBACK;
     if (!c.settles || keeps) s = codec->encode(c);
     if (s || !c.settles) return s;
@@ -309,6 +342,7 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
 }
 
 static sid_status check_step(const sid_step *at, sid_error *err) {
+    if (at && at->origin % 64) return sid_fail(err, SID_E_ARG, "the step's origin is no multiple of 64 bytes");
     if (at && at->world && at->rank < at->world && at->carry >= 0 && sid_key(at->carry) < SID_KEY_INF) return SID_OK;
     return sid_fail(err, SID_E_ARG, "step is NULL, its rank not within its world, or its carry no finite factor");
 }
@@ -415,31 +449,35 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int 
                       (uint4 *)seen);
 }
 
-/* One block, all of which knows what every report says before a state changes. */
+/* Every block looks at all reports, which nothing here changes, and forgets its part of all vectors. */
 static __global__ void __launch_bounds__(SID_BLOCK)
-    sid_cancel_kernel(const sid_cuda_sent *sent, uint32_t count, uint32_t always) {
+    sid_cancel_kernel(const sid_cuda_kept *kept, uint32_t count, uint32_t always) {
     sid_follow();
     uint32_t bad = always;
     for (uint32_t i = threadIdx.x; i < count; i += SID_BLOCK) {
-        const sid_cuda_report *r = (const sid_cuda_report *)sent[i].report;
+        const sid_cuda_report *r = (const sid_cuda_report *)kept[i].report;
         bad |= r->nonfinite | (uint32_t)(r->status != SID_OK);
     }
     if (!__syncthreads_or((int)bad)) return;
-    for (uint32_t i = threadIdx.x; i < count; i += SID_BLOCK)
-        if (sent[i].state && !((const sid_cuda_report *)sent[i].report)->nonfinite)
-            memcpy(&((sid_state *)sent[i].state)->rule, sent[i].none, sizeof(sid_rule));
+    for (uint32_t i = 0; i < count; i++) {
+        if (!kept[i].state || ((const sid_cuda_report *)kept[i].report)->nonfinite) continue;
+        sid_rule none;
+        memcpy(&none, kept[i].none, sizeof none);
+        sid_forget_all((uint8_t *)kept[i].state, kept[i].floats, none);
+    }
 }
 
-sid_status sid_cuda_cancel(const sid_cuda_sent *sent_dev, uint32_t count, int always, int device, void *stream,
+sid_status sid_cuda_cancel(const sid_cuda_kept *kept_dev, uint32_t count, int always, int device, void *stream,
                            sid_error *err) {
     sid_device_scope scope;
     sid_stream to = {(cudaStream_t)stream, 0, err};
     if (err) err->text[0] = 0;
-    if (!sent_dev || (uintptr_t)sent_dev % 8 || device < 0)
+    if (!kept_dev || (uintptr_t)kept_dev % 8 || device < 0)
         return sid_fail(err, SID_E_ARG, "the table is NULL or misaligned, or device %d", device);
     const sid_status s = scope.enter(device, &to);
     if (s) return s;
-    return sid_launch(to, "cancel", sid_cancel_kernel, 1, SID_BLOCK, 0, sent_dev, count, (uint32_t)(always != 0));
+    return sid_launch(to, "cancel", sid_cancel_kernel, to.processors, SID_BLOCK, 0, kept_dev, count,
+                      (uint32_t)(always != 0));
 }
 
 sid_status sid_enqueue_checksum(const sid_stream &to, const sid_table &t, uint64_t n, void *work,
@@ -451,7 +489,8 @@ sid_status sid_enqueue_checksum(const sid_stream &to, const sid_table &t, uint64
         s = sid_launch(to, "checksum", sid_sum_kernel, sid_blocks(to, sid_chunks(n), NORM_BLOCKS), SID_BLOCK, 0, g,
                        scratch);
     return s ? s
-             : sid_launch(to, "checksum", sid_mix_kernel, 1, SID_LANES, 0, (const sid_scratch *)scratch, report, sum);
+             : sid_launch(to, "checksum", sid_tell_sum_kernel, 1, SID_LANES, 0, (const sid_scratch *)scratch, report,
+                          sum);
 }
 
 sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *work,

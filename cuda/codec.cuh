@@ -8,16 +8,17 @@
 /* ---- work ---------------------------------------------------------------------------------------------------- */
 
 /* The head of work: sums of one call, all-zero before it. */
-struct sid_scratch {
-    unsigned long long sum, weighted; /* of the payload's checksum */
-    uint32_t ready;                   /* the segment table holds the group: everything else runs only then */
+struct alignas(64) sid_scratch {
+    unsigned long long sum; /* of the payload's checksum */
+    uint32_t ready;         /* the segment table holds the group: everything else runs only then */
     uint32_t nonfinite;
     uint32_t taken; /* entries of the codec's list that are given out */
     uint32_t key, ties;
     uint32_t go; /* decode: the payloads are sound */
     uint64_t cut;
     uint32_t codec[3];
-    float former; /* the state's factor, where the begin has written another one */
+    float former;  /* the state's factor, where the begin has written another one */
+    uint32_t over; /* decode: some sums are not finite, though all payloads are: left to the launch of means */
 };
 static_assert(sizeof(sid_scratch) == 64, "codecs carve what they want zeroed directly behind it");
 
@@ -98,6 +99,13 @@ const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NUL
 
 /* Zeroes scratch (`clear` bytes of work) and the given bytes of the payload, sums up the segment table. Of an encode, what
  * the memory wants to know before the walk as well: clipping reads the gradient once more, 4 bytes an element. */
+struct sid_mending {  /* internal.h: what the state has that no encode has left there becomes absent */
+    sid_state *state; /* or NULL */
+    sid_rule none;
+    sid_ruling ruling;
+    uint32_t bounds;
+    sid_bound bound[SID_WORDS];
+};
 struct sid_beginning {
     void *zero; /* of the payload */
     uint64_t zero_bytes;
@@ -105,13 +113,15 @@ struct sid_beginning {
     float value;
     const int32_t *gate;
     const uint32_t *nonfinite;
+    sid_mending mend;
 };
 sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear,
                      const sid_beginning &b = {});
 sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes);
 inline sid_status sid_begin_decode(const sid_cuda_decoding &c, uint64_t clear) {
     const bool told = c.part == SID_WRITE;
-    return sid_begin(c.to, c.group, c.scratch, clear, {nullptr, 0, nullptr, 0, c.gate, told ? c.nonfinite : nullptr});
+    return sid_begin(c.to, c.group, c.scratch, clear,
+                     {nullptr, 0, nullptr, 0, c.gate, told ? c.nonfinite : nullptr, {}});
 }
 
 /* A call of the library's own, arguments as they should be: of p->n elements of a table, `work` as sid_cuda_work says. What
@@ -193,7 +203,7 @@ struct sid_memory2 { /* dgc: vec[1] is the velocity */
     float momentum, of_u, factor, carry;
     sid_memory2 settling() const { return {keeps, false, masks, true, 1, 0, 0, 1}; } /* where the state's factor is 0 */
     sid_memory2 carried(float by) const { return {keeps, receives, masks, adds, momentum, of_u, factor, by}; }
-    __device__ void begin(const sid_state *s) { factor = s->factor; }
+    __device__ void begin(const sid_state *s) { factor = sid_factor_of(s); }
     __device__ float step(float u, float x) const { return adds ? u * of_u + x : u; }
     __device__ float tile(float *vec, float kept, float g) const {
         const float x = g * factor;
@@ -268,11 +278,27 @@ template <typename F> sid_status sid_with_memory_of(const sid_cuda_decoding &c, 
 struct sid_vectors { /* where acc and the memory's other vectors lie */
     float *first;
     uint64_t stride;
+    int64_t origin; /* floats from there to where a first reading reads them: 0, or those of sid_step.origin */
 };
 
 inline sid_vectors sid_vectors_of(const sid_plan *p, sid_state *s) {
-    if (!s) return {nullptr, 0};
-    return {(float *)(void *)((char *)s + SID_STATE_BYTES), sid_state_stride(p->n)};
+    if (!s) return {nullptr, 0, 0};
+    return {(float *)(void *)((char *)s + SID_STATE_BYTES), sid_state_stride(p->n), 0};
+}
+/* For the first reading of an encode. */
+inline sid_vectors sid_vectors_of(const sid_cuda_encoding &c) {
+    sid_vectors v = sid_vectors_of(c.plan, c.state);
+    v.origin = c.at.origin / (int64_t)sizeof(float);
+    return v;
+}
+
+/* sid_forget, by all blocks of a grid. floats: of all vectors together. */
+__device__ inline void sid_forget_all(uint8_t *state, uint64_t floats, const sid_rule &none) {
+    float4 *const vectors = (float4 *)(void *)(state + SID_STATE_BYTES);
+    for (uint64_t k = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; k < floats / SID_QUAD;
+         k += (uint64_t)gridDim.x * blockDim.x)
+        vectors[k] = make_float4(0, 0, 0, 0);
+    if (!blockIdx.x && !threadIdx.x) ((sid_state *)(void *)state)->rule = none;
 }
 
 /* The kept vectors' four elements from i on. State begins at 64 bytes and tiles at multiples of 4 KiB, and the stride
@@ -280,7 +306,7 @@ inline sid_vectors sid_vectors_of(const sid_plan *p, sid_state *s) {
 template <class Memory>
 __device__ inline void sid_load_vectors(const sid_vectors &v, uint64_t i, float (&x)[Memory::VECTORS + 1][SID_QUAD]) {
     for (int m = 0; m < Memory::VECTORS; m++) {
-        const float4 y = *(const float4 *)(v.first + m * v.stride + i);
+        const float4 y = *(const float4 *)(v.first + v.origin + m * v.stride + i);
         x[m][0] = y.x, x[m][1] = y.y, x[m][2] = y.z, x[m][3] = y.w;
     }
 }
@@ -433,75 +459,113 @@ __device__ inline void sid_receive(const Memory &memory, const sid_vectors &v, u
     if (Memory::VECTORS) sid_store_floats(v.first + i, count, vec[0]);
 }
 
-/* Words of a payload that lie whole rows of its checksum apart, always as many. */
-struct sid_word_run {
-    unsigned long long sum, moment; /* moment: each times its place in the run */
-    uint32_t count;
-    __device__ void add(uint32_t word) {
-        sum += word;
-        moment += (unsigned long long)count++ * word;
+/* Where a sum of payloads may overflow although the mean is finite, that is taken in float64 (csrc/decode.c): by one launch
+ * more, which ends at once where the decode has left it nothing. */
+inline bool sid_has_means(const sid_cuda_decoding &c) {
+    return c.count > 1 && !(c.plan->codec->info.traits & (SID_LINEAR | SID_VOTE));
+}
+/* f: makes that launch with the memory, where it learns from what is received; others need not know. */
+template <typename F> sid_status sid_with_means(const sid_cuda_decoding &c, F f) {
+    if (!sid_has_means(c)) return SID_OK;
+    return sid_with_memory_of(c, [&](auto memory) {
+        if constexpr (decltype(memory)::VECTORS == 1)
+            if (memory.receives) return f(memory);
+        return f(sid_memory0());
+    });
+}
+
+/* This thread's share of a message's checksum. */
+struct sid_part_sum {
+    unsigned long long sum;
+    __device__ void add(uint64_t at, uint64_t word) { /* `word` at byte `at`, shifted to its place */
+        sum += word * sid_sum_key(at / 4);
+    }
+    __device__ void add(uint64_t at, const uint4 &w) { /* at a multiple of 16 */
+        const uint32_t q = (uint32_t)(at % SID_SUM_BYTES) / 8;
+        const uint64_t a = sid_sum_pair(q), b = sid_sum_pair(q + 1);
+        sum += (w.x * a + w.z * b + (w.y * a + w.w * b) * SID_SUM_ODD) * sid_sum_block(at / SID_SUM_BYTES);
     }
 };
 
-/* This thread's share of the payload's checksum. */
-struct sid_part_sum {
-    unsigned long long sum, weighted;
-    __device__ void add(uint64_t at, uint64_t word, uint64_t rows) { /* `word` at byte `at`, shifted to its place */
-        sum += word;
-        weighted += word * sid_checksum_weight(at / 4, rows);
+/* Words of a message, the first of them at byte `at`, the others less than a block of the checksum and an even number of
+ * words after it. */
+struct sid_word_run {
+    uint64_t at;
+    unsigned long long here, next; /* in its block and in the one behind it */
+    __device__ void add(uint32_t after, uint32_t word) {
+        const uint32_t q = (uint32_t)(at % SID_SUM_BYTES) / 8 + after / 2;
+        const unsigned long long x = (unsigned long long)word * sid_sum_pair(q % SID_SUM_PAIRS);
+        if (q < SID_SUM_PAIRS)
+            here += x;
+        else
+            next += x;
     }
-    /* The first word at byte `at`, the others `apart` rows after one another. */
-    __device__ void add(uint64_t at, const sid_word_run &run, uint32_t apart, uint64_t rows) {
-        const uint64_t i = at / 4;
-        sum += run.sum;
-        weighted += (i % 8 + 1) * ((rows - i / 8) * run.sum - apart * run.moment);
+    __device__ void add_to(sid_part_sum &own) const {
+        const uint64_t b = at / SID_SUM_BYTES, all = here * sid_sum_block(b) + next * sid_sum_block(b + 1);
+        own.sum += at / 4 % 2 ? all * SID_SUM_ODD : all;
     }
 };
 
 /* The share of a thread of block `b` of `each` in the checksum of a whole payload but for its header. look(i, w): of word i,
- * called where the caller has to see it: everywhere but in bytes plain_from to plain_to, both multiples of 8. */
+ * called at least where the caller has to see it: everywhere but in bytes plain_from to plain_to. A block of threads reads
+ * as many bytes as a block of the checksum has, so that a thread's words always have the same keys of pairs. */
 template <typename F>
 __device__ inline sid_part_sum sid_sum_words(const uint8_t *payload, uint64_t bytes, uint32_t b, uint32_t each,
                                              uint64_t plain_from, uint64_t plain_to, const F &look) {
-    const uint64_t first = SID_HEADER_BYTES + 8 * (b * (uint64_t)SID_BLOCK + threadIdx.x),
-                   step = 8ull * SID_BLOCK * each;
-    sid_word_run even = {}, odd = {};
-    uint64_t at = first;
+    static_assert(16 * SID_BLOCK == SID_SUM_BYTES, "a thread's keys");
+    uint64_t at = SID_HEADER_BYTES + 16 * (b * (uint64_t)SID_BLOCK + threadIdx.x), block = at / SID_SUM_BYTES;
+    const uint32_t q = (uint32_t)(at % SID_SUM_BYTES) / 8;
+    const uint64_t step = (uint64_t)SID_SUM_BYTES * each, one = sid_sum_pair(q), two = sid_sum_pair(q + 1);
+    sid_part_sum own = {0};
+    const auto add = [&](const uint4 &w) {
+        own.sum += (w.x * one + w.z * two + (w.y * one + w.w * two) * SID_SUM_ODD) * sid_sum_block(block);
+        at += step;
+        block += each;
+    };
+    const auto pairs = [&] { /* a payload may begin at any multiple of 8 */
+                             const uint2 *const w = (const uint2 *)(const void *)(payload + at);
+                             return make_uint4(w[0].x, w[0].y, w[1].x, w[1].y);
+    };
     const auto seen = [&](uint64_t end) {
 #pragma unroll 1
-        for (; at < end; at += step) {
-            const uint2 w = *(const uint2 *)(const void *)(payload + at);
-            even.add(w.x);
-            odd.add(w.y);
-            look(at / 4, w.x);
-            look(at / 4 + 1, w.y);
+        while (at < end) {
+            const uint4 w = pairs();
+            const uint64_t i = at / 4;
+            add(w);
+            look(i, w.x);
+            look(i + 1, w.y);
+            look(i + 2, w.z);
+            look(i + 3, w.w);
         }
     };
-    seen(plain_from < bytes ? plain_from : bytes);
+    seen(plain_from < bytes ? sid_round_up(plain_from, 16) : bytes);
+    if ((uintptr_t)payload % sizeof(uint4))
+        while (at + 16 <= plain_to) add(pairs());
+    else
 #pragma unroll 4
-    for (; at < plain_to; at += step) {
-        const uint2 w = *(const uint2 *)(const void *)(payload + at);
-        even.add(w.x);
-        odd.add(w.y);
-    }
+        while (at + 16 <= plain_to) add(*(const uint4 *)(const void *)(payload + at));
     seen(bytes);
-    sid_part_sum own = {0, 0};
-    own.add(first, even, SID_BLOCK / 4 * each, bytes / 32);
-    own.add(first + 4, odd, SID_BLOCK / 4 * each, bytes / 32);
     return own;
 }
 
 /* The block's shares together, in every thread of warp 0. */
 __device__ inline sid_part_sum sid_block_sums(sid_part_sum x, sid_part_sum (&part)[SID_WARPS]) {
     x.sum = sid_warp_sum(x.sum);
-    x.weighted = sid_warp_sum(x.weighted);
     if (sid_lane() == 0) part[sid_warp()] = x;
     __syncthreads();
-    x = {0, 0};
+    x = {0};
     if (sid_lane() < SID_WARPS) x = part[sid_lane()];
     x.sum = sid_warp_sum(x.sum);
-    x.weighted = sid_warp_sum(x.weighted);
     return x;
+}
+/* A header's share, its checksum field apart. */
+__device__ inline uint64_t sid_sum_header(const sid_header &h) {
+    uint32_t w[SID_HEADER_BYTES / 4];
+    uint64_t sum = 0;
+    memcpy(w, &h, sizeof h);
+#pragma unroll
+    for (uint32_t i = 0; i < SID_HEADER_BYTES / 4 - 2; i++) sum += w[i] * sid_sum_key(i);
+    return sum;
 }
 
 /* ---- headers ------------------------------------------------------------------------------------------------- */
@@ -525,9 +589,9 @@ inline sid_draw sid_draw_of(const sid_plan *p, const sid_step &at) {
     return {sid_salt(at.seed, at.rank), at.group, at.step};
 }
 
-/* Writes the header of one payload; `sum` and `weighted` are those of the body, for a checksum over `rows` rows. */
+/* Writes the header of one payload; `sum` is what the checksum covers of the body. */
 __device__ inline void sid_seal(sid_header *h, const sid_head &head, uint32_t flags, uint64_t count, float scale,
-                                uint64_t rows, uint64_t sum, uint64_t weighted) {
+                                uint64_t sum) {
     sid_header x;
     memset(&x, 0, sizeof x);
     x.magic = SID_MAGIC;
@@ -542,18 +606,12 @@ __device__ inline void sid_seal(sid_header *h, const sid_head &head, uint32_t fl
     x.rank = head.rank;
     x.scale = scale;
     x.salt = head.salt;
-    uint32_t w[SID_HEADER_BYTES / 4];
-    memcpy(w, &x, sizeof x);
-    for (uint32_t i = 0; i < SID_HEADER_BYTES / 4; i++) {
-        sum += w[i];
-        weighted += w[i] * sid_checksum_weight(i, rows);
-    }
-    x.checksum = sid_checksum_mix(sum, weighted);
+    x.checksum = sum + sid_sum_header(x);
     *h = x;
 }
 
-/* What a payload's header must say, in the order in which csrc/decode.c asks. `sum` and `weighted`: of everything after
- * the header that the checksum covers. Codec's own rules come after. */
+/* What a payload's header must say, in the order in which csrc/decode.c asks. `sum`: of everything after the header
+ * that the checksum covers. Codec's own rules come after. */
 struct sid_expect {
     sid_head head;
     uint32_t apart;
@@ -565,17 +623,10 @@ inline sid_expect sid_expect_of(const sid_cuda_decoding &c) {
     return {{p->n, c.step, c.of_group, 0, (uint32_t)p->dtype, 0, p->codec->info.wire_id}, c.apart, c.any, sid_draws(p)};
 }
 
-__device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect &e, uint32_t r, uint64_t rows,
-                                           uint64_t sum, uint64_t weighted) {
+__device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect &e, uint32_t r, uint64_t sum) {
     if (h.magic != SID_MAGIC) return SID_E_CORRUPT;
     if (h.version != SID_WIRE_VERSION) return SID_E_MISMATCH;
-    uint32_t w[SID_HEADER_BYTES / 4];
-    memcpy(w, &h, sizeof h);
-    for (uint32_t i = 0; i < 14; i++) { /* all but the checksum itself */
-        sum += w[i];
-        weighted += w[i] * sid_checksum_weight(i, rows);
-    }
-    if (h.checksum != sid_checksum_mix(sum, weighted)) return SID_E_CORRUPT;
+    if (h.checksum != sum + sid_sum_header(h)) return SID_E_CORRUPT;
     if (h.codec != e.head.codec || h.dtype != e.head.dtype || h.n != e.head.n) return SID_E_MISMATCH;
     if (h.salt && !e.draws) return SID_E_CORRUPT;
     if (!e.any && (h.step != e.head.step || h.group != e.head.group + r * e.apart)) return SID_E_MISMATCH;

@@ -110,6 +110,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
         const uint64_t at = (chunk * SID_WARPS + sid_warp()) * SID_TILE;
         const uint32_t len = at < g.n ? sid_tile_len(g.n, at) : 0;
         float *const first = vectors.first + at;
+        const float *const origin = first + vectors.origin;
         sid_quads x = {};
         if constexpr (AGAIN && Memory::VECTORS) {
 #pragma unroll
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
             if (len) s = sid_span_of(g, at / SID_TILE);
             if (Memory::VECTORS)
 #pragma unroll
-                for (uint32_t r = 0; r < SID_ROWS; r++) sid_get_row(first, r, len, acc[r]);
+                for (uint32_t r = 0; r < SID_ROWS; r++) sid_get_row(origin, r, len, acc[r]);
             if (late)
                 sid_fetch_tile(g, s);
             else if (len)
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++) {
                 float more[Memory::VECTORS + 1][SID_QUAD] = {};
-                for (int m = 1; m < Memory::VECTORS; m++) sid_get_row(first + m * vectors.stride, r, len, more[m]);
+                for (int m = 1; m < Memory::VECTORS; m++) sid_get_row(origin + m * vectors.stride, r, len, more[m]);
 #pragma unroll
                 for (uint32_t c = 0; c < SID_QUAD; c++) {
                     float one[Memory::VECTORS + 1] = {acc[r][c]};
@@ -163,7 +164,7 @@ template <class Codec> sid_status sid_walk_tiles(const sid_cuda_encoding &c, con
     const uint64_t grid = sid_blocks(c.to, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "walk", sid_tile_kernel<decltype(memory), Codec, false>, grid, SID_BLOCK, 0, c.group,
-                          c.scratch, c.state, sid_vectors_of(c.plan, c.state), memory, codec);
+                          c.scratch, c.state, sid_vectors_of(c), memory, codec);
     });
 }
 template <class Codec> sid_status sid_walk_again(const sid_cuda_encoding &c, const Codec &codec) {
@@ -216,7 +217,6 @@ __device__ inline void sid_add_words(sid_scratch &scratch, sid_part_sum own, sid
     own = sid_block_sums(own, part);
     if (threadIdx.x) return;
     atomicAdd(&scratch.sum, own.sum);
-    atomicAdd(&scratch.weighted, own.weighted);
 }
 
 /* ---- the end of an encode ---------------------------------------------------------------------------------------- */
@@ -240,8 +240,8 @@ inline sid_ending sid_ending_of(const sid_cuda_encoding &c) {
 __device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t walks,
                                const sid_part_sum &own) {
     const uint32_t bad = e.scratch->nonfinite;
-    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, e.head.n, scale, e.bytes / 32,
-             e.scratch->sum + own.sum, e.scratch->weighted + own.weighted);
+    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, e.head.n, scale,
+             e.scratch->sum + own.sum);
     e.state->rule = rule;
     e.state->draw = e.draw;
     e.state->steps++;
@@ -255,25 +255,25 @@ struct sid_payloads {
     uint64_t stride, n, bytes;
     uint32_t count;
     float scale;
+    bool means; /* sid_has_means */
     __device__ const uint8_t *operator[](uint32_t r) const { return first + r * stride; }
     __device__ const sid_header &head(uint32_t r) const {
         return *(const sid_header *)(const void *)(first + r * stride);
     }
 };
 inline sid_payloads sid_payloads_of(const sid_cuda_decoding &c) {
-    return {c.payloads, c.stride, c.plan->n, c.plan->sizes.payload, c.count, c.scale};
+    return {c.payloads, c.stride, c.plan->n, c.plan->sizes.payload, c.count, c.scale, sid_has_means(c)};
 }
 
 /* What is found out about each payload; zeroed. */
 struct sid_findings {
-    unsigned long long *sum, *weighted;
+    unsigned long long *sum;
     uint32_t *bad, *most;
 };
 inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear) {
     const uint64_t start = c->at - sizeof(sid_scratch);
     sid_findings f;
     f.sum = c->take<unsigned long long>(SID_MAX_COUNT);
-    f.weighted = c->take<unsigned long long>(SID_MAX_COUNT);
     f.bad = c->take<uint32_t>(SID_MAX_COUNT);
     f.most = c->take<uint32_t>(SID_MAX_COUNT);
     *clear = c->at - start;
@@ -304,7 +304,6 @@ __global__ void __launch_bounds__(SID_BLOCK)
     __syncthreads();
     if (threadIdx.x) return;
     atomicAdd(&f.sum[r], own.sum);
-    atomicAdd(&f.weighted[r], own.weighted);
     if (bad) atomicOr(&f.bad[r], 1u);
     if (most) atomicMax(&f.most[r], most);
 }
@@ -322,7 +321,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
     __syncthreads();
     for (uint32_t r = threadIdx.x; r < p.count; r += SID_BLOCK) {
         const sid_header h = p.head(r);
-        int32_t status = sid_check_header(h, expect, r, p.bytes / 32, f.sum[r], f.weighted[r]);
+        int32_t status = sid_check_header(h, expect, r, f.sum[r]);
         if (status == SID_OK &&
             (f.bad[r] || h.count != body.count() || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) != body.form()))
             status = SID_E_CORRUPT;
@@ -343,7 +342,7 @@ enum {
 
 template <class Memory, class Body>
 __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
-    sid_dense_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
+    sid_dense_decode_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
                             sid_payloads p, Memory memory, Body body) {
     sid_follow();
     if (!scratch->go) return;
@@ -355,9 +354,13 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
          tile += (uint64_t)gridDim.x * SID_WARPS) {
         const sid_span s = sid_span_of(g, tile);
         sid_quads x = {};
-        if (!fill)
+        if (!fill) {
             body.sum(p, x, s.at, s.len);
-        else
+            if (p.means && __ballot_sync(SID_FULL, sid_overflows(x))) {
+                scratch->over = 1; /* every writer writes the same */
+                continue;
+            }
+        } else
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++) x[r][0] = x[r][1] = x[r][2] = x[r][3] = sid_bits_f32(0x7fc00000u);
         if (Memory::VECTORS && fill)
@@ -365,6 +368,48 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
             for (uint32_t i = sid_place(0); i < s.len; i += SID_ROW)
                 sid_undo(memory, g, s, vectors, i, sid_count4(s.len, i));
         else if (memory.receives)
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++)
+                sid_receive(memory, vectors, s.at + sid_place(r), sid_count4(s.len, sid_place(r)), x[r]);
+        sid_put_tile(g, s, x);
+    }
+}
+
+/* The tiles that the decode has left: what is not finite of them is averaged in float64, payload by payload. */
+template <class Memory, class Body>
+__global__ void __launch_bounds__(SID_BLOCK, 1)
+    sid_dense_mean_kernel(sid_group g, const sid_scratch *scratch, sid_vectors vectors, sid_payloads p, Memory memory,
+                          Body body) {
+    sid_follow();
+    if (!scratch->over) return;
+    const uint64_t tiles = sid_tiles(g.n);
+#pragma unroll 1
+    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
+         tile += (uint64_t)gridDim.x * SID_WARPS) {
+        const sid_span s = sid_span_of(g, tile);
+        sid_quads x = {};
+        body.sum(p, x, s.at, s.len);
+        if (!__ballot_sync(SID_FULL, sid_overflows(x))) continue;
+        double sum[SID_ROWS][SID_QUAD] = {};
+#pragma unroll 1
+        for (uint32_t i = 0; i < p.count; i++) {
+            sid_payloads one = p;
+            one.first = p[i];
+            one.count = 1;
+            one.scale = 1;
+            sid_quads y = {};
+            body.sum(one, y, s.at, s.len);
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++)
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++) sum[r][c] += (double)y[r][c];
+        }
+#pragma unroll
+        for (uint32_t r = 0; r < SID_ROWS; r++)
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++)
+                x[r][c] = sid_key(x[r][c]) < SID_KEY_INF ? x[r][c] : sid_mean(sum[r][c], p.scale);
+        if (memory.receives)
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++)
                 sid_receive(memory, vectors, s.at + sid_place(r), sid_count4(s.len, sid_place(r)), x[r]);
@@ -400,12 +445,19 @@ sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Bo
 
 template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body) {
     const sid_payloads p = sid_payloads_of(c);
-    const sid_status s = sid_dense_check(c, p, body, [] { return SID_OK; });
+    const sid_vectors vectors = sid_vectors_of(c.plan, c.state);
+    sid_status s = sid_dense_check(c, p, body, [] { return SID_OK; });
     if (s || c.part == SID_CHECK) return s;
-    return sid_with_memory_of(c, [&](auto memory) {
+    s = sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_dense_decode_kernel<decltype(memory), Body>,
                           sid_blocks(c.to, sid_chunks(p.n), SID_DENSE_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
-                          c.state, sid_vectors_of(c.plan, c.state), p, memory, body);
+                          c.state, vectors, p, memory, body);
+    });
+    if (s) return s;
+    return sid_with_means(c, [&](auto memory) {
+        return sid_launch(c.to, "means", sid_dense_mean_kernel<decltype(memory), Body>,
+                          sid_blocks(c.to, sid_chunks(p.n), 1), SID_BLOCK, 0, c.group, (const sid_scratch *)c.scratch,
+                          vectors, p, memory, body);
     });
 }
 

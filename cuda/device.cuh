@@ -213,6 +213,22 @@ __device__ inline float sid_from_f16(uint16_t h) {
 }
 #endif
 
+/* Whether one of them is not finite: then a product with 0 is NaN. */
+template <uint32_t N> __device__ inline bool sid_overflows(const float (&x)[N][SID_QUAD]) {
+    float none = 0;
+#pragma unroll
+    for (uint32_t r = 0; r < N; r++)
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) none = fmaf(x[r][c], 0.0f, none);
+    return none != 0;
+}
+__device__ inline bool sid_overflows(const float (&x)[SID_QUAD]) {
+    float none = 0;
+#pragma unroll
+    for (uint32_t c = 0; c < SID_QUAD; c++) none = fmaf(x[c], 0.0f, none);
+    return none != 0;
+}
+
 __device__ inline float sid_decode_half(uint16_t h, sid_dtype d) {
     return d == SID_F16 ? sid_from_f16(h) : sid_bf16_to_f32(h);
 }

@@ -10,13 +10,9 @@ extern "C" {
 #include "exchange/exchange.h"
 }
 
-struct sid_side_sums {
-    unsigned long long sum, weighted;
-};
-
 struct sid_exchange_head {
     sid_fault fault;        /* as the CPU's, but for the text */
-    sid_side_sums in, out;  /* of a round's frames; zero between kernels */
+    sid_part_sum in, out;   /* of a round's frames; zero between kernels */
     sid_cuda_report report; /* what a codec's call has found, until it is taken for a fault */
     sid_segment own;        /* a table of one segment: a vector in work, */
     uint64_t own_start[2];  /* and its starts */
@@ -84,7 +80,7 @@ inline sid_cuda_decoding sid_decoding_of(const sid_cuda_trip &t, const sid_plan 
 __device__ inline void sid_enter(sid_exchange_head &h, float *own, uint64_t len) {
     h.fault.status = SID_OK;
     h.fault.culprit = h.fault.flags = h.fault.encoded = 0;
-    h.in = h.out = {0, 0};
+    h.in = h.out = {0};
     h.report = {0, 0, SID_OK, 0};
     h.own = {own, len};
     h.own_start[0] = 0;
@@ -109,6 +105,13 @@ __device__ inline void sid_tell(const sid_exchange_head &h, sid_cuda_report *rep
 
 /* ---- frames ------------------------------------------------------------------------------------------------------ */
 
+/* A block's share of a body's sum. */
+__device__ inline void sid_add_sums(sid_part_sum &to, sid_part_sum own, sid_part_sum (&part)[SID_WARPS]) {
+    own = sid_block_sums(own, part);
+    if (threadIdx.x) return;
+    atomicAdd(&to.sum, own.sum);
+}
+
 /* What a kernel knows of the step. */
 struct sid_frames {
     uint8_t *wire;
@@ -122,23 +125,19 @@ inline sid_frames sid_frames_of(const sid_cuda_trip &t) {
         t.wire, t.head, {sid_salt(t.at.seed, t.at.rank), t.at.group, t.at.step}, t.at.rank, t.x->kind->info.wire_id};
 }
 
-/* The frame's checksum, with `body` the sums of what follows it. */
-__device__ inline uint64_t sid_frame_checksum(const sid_frame &f, sid_side_sums body, uint64_t bytes) {
+/* The frame's checksum, with `body` the share of what follows it. */
+__device__ inline uint64_t sid_frame_checksum(const sid_frame &f, sid_part_sum body) {
     uint32_t w[SID_FRAME_BYTES / 4];
-    const uint64_t rows = 1 + bytes / 32;
     memcpy(w, &f, sizeof f);
-    for (uint32_t i = 0; i < SID_FRAME_BYTES / 4 - 2; i++) {
-        body.sum += w[i];
-        body.weighted += w[i] * sid_checksum_weight(i, rows);
-    }
-    return sid_checksum_mix(body.sum, body.weighted);
+    for (uint32_t i = 0; i < SID_FRAME_BYTES / 4 - 2; i++) body.sum += w[i] * sid_sum_key(i);
+    return body.sum;
 }
 
 /* What sid_frame_open finds. */
-__device__ inline void sid_open_frame(const sid_frames &s, const sid_hop_side &h, const sid_side_sums &body) {
+__device__ inline void sid_open_frame(const sid_frames &s, const sid_hop_side &h, const sid_part_sum &body) {
     const sid_frame f = *(const sid_frame *)(const void *)(s.wire + h.frame);
     sid_fault &fault = s.head->fault;
-    if (f.magic != SID_FRAME_MAGIC || f.checksum != sid_frame_checksum(f, body, h.body))
+    if (f.magic != SID_FRAME_MAGIC || f.checksum != sid_frame_checksum(f, body))
         sid_blame_rank(fault, SID_E_CORRUPT, h.peer);
     else if (f.exchange != s.exchange || f.round != (uint16_t)h.round || f.step != s.draw.step ||
              f.group != s.draw.group)
@@ -149,7 +148,7 @@ __device__ inline void sid_open_frame(const sid_frames &s, const sid_hop_side &h
         fault.flags |= f.flags & SID_FRAME_NONFINITE;
 }
 
-__device__ inline void sid_close_frame(const sid_frames &s, const sid_hop_side &h, const sid_side_sums &body) {
+__device__ inline void sid_close_frame(const sid_frames &s, const sid_hop_side &h, const sid_part_sum &body) {
     sid_frame f;
     memset(&f, 0, sizeof f);
     f.magic = SID_FRAME_MAGIC;
@@ -158,16 +157,8 @@ __device__ inline void sid_close_frame(const sid_frames &s, const sid_hop_side &
     f.group = s.draw.group;
     f.exchange = s.exchange;
     f.round = (uint16_t)h.round;
-    f.checksum = sid_frame_checksum(f, body, h.body);
+    f.checksum = sid_frame_checksum(f, body);
     *(sid_frame *)(void *)(s.wire + h.frame) = f;
-}
-
-/* 16 bytes at byte `at` of a message. */
-__device__ inline void sid_add_quad(sid_part_sum &sums, uint64_t at, const uint4 &w, uint64_t rows) {
-    sums.add(at, w.x, rows);
-    sums.add(at + 4, w.y, rows);
-    sums.add(at + 8, w.z, rows);
-    sums.add(at + 12, w.w, rows);
 }
 
 /* ---- the end of a step ------------------------------------------------------------------------------------------- */

@@ -4,8 +4,8 @@
  *     within    the inner exchange of n / L elements, whose group is that sum
  *     gather    n / L written as a frame
  *     end       n b read twice, n b written
- * The inner exchange has a head of its own behind ours, and ends before the gather: what has failed until then is taken out
- * of the memory there, what fails later counts as not sent. */
+ * The inner exchange has a head of its own behind ours, and ends before the gather: what fails before that end is taken out
+ * of the memory there. After what fails later, the memory forgets what it owes. */
 #include "exchange.cuh"
 
 namespace {
@@ -13,7 +13,7 @@ namespace {
 /* What a kernel knows of the slices. */
 struct slices {
     sid_frames frames;
-    sid_side_sums *sums; /* a frame each; zero between kernels */
+    sid_part_sum *sums; /* a frame each; zero between kernels */
     uint64_t n, slice, message;
     sid_dtype dtype;
     uint32_t local, mine;
@@ -34,7 +34,7 @@ __device__ inline void load_quad(const void *p, sid_dtype d, float (&x)[SID_QUAD
 
 __global__ void __launch_bounds__(SID_BLOCK) sid_nodes_begin_kernel(slices k, float *sum, const sid_scratch *scratch) {
     sid_follow();
-    for (uint32_t s = threadIdx.x; s < k.local; s += SID_BLOCK) k.sums[s] = {0, 0};
+    for (uint32_t s = threadIdx.x; s < k.local; s += SID_BLOCK) k.sums[s] = {0};
     if (threadIdx.x) return;
     sid_enter(*k.frames.head, sum, k.len(k.mine));
     if (!scratch->ready) sid_blame_rank(k.frames.head->fault, SID_E_ARG, k.frames.rank);
@@ -43,7 +43,6 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_nodes_begin_kernel(slices k, fl
 /* A quad's bits to a frame's body, at element i of the slice; what does not exist is 0. */
 struct body_writer {
     uint8_t *body;
-    uint64_t rows;
     uint32_t width;
     sid_part_sum own;
     __device__ void put(uint64_t i, const uint32_t (&bits)[SID_QUAD]) {
@@ -51,22 +50,15 @@ struct body_writer {
         if (width == 4) {
             const uint4 w = make_uint4(bits[0], bits[1], bits[2], bits[3]);
             *(uint4 *)(void *)(body + at) = w;
-            sid_add_quad(own, SID_FRAME_BYTES + at, w, rows);
+            own.add(SID_FRAME_BYTES + at, w);
             return;
         }
         const uint2 w = make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
         *(uint2 *)(void *)(body + at) = w;
-        own.add(SID_FRAME_BYTES + at, w.x, rows);
-        own.add(SID_FRAME_BYTES + at + 4, w.y, rows);
+        own.add(SID_FRAME_BYTES + at, w.x);
+        own.add(SID_FRAME_BYTES + at + 4, w.y);
     }
 };
-
-__device__ inline void add_sums(sid_side_sums &to, sid_part_sum own, sid_part_sum (&part)[SID_WARPS]) {
-    own = sid_block_sums(own, part);
-    if (threadIdx.x) return;
-    atomicAdd(&to.sum, own.sum);
-    atomicAdd(&to.weighted, own.weighted);
-}
 
 /* Blocks s * each to s * each + each - 1 copy slice s of the group, as it is. */
 __global__ void __launch_bounds__(SID_BLOCK)
@@ -77,7 +69,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
     if (s == k.mine) return;
     const bool ready = scratch->ready;
     const uint64_t body = k.body(s);
-    body_writer to = {k.frame(out, s) + SID_FRAME_BYTES, 1 + body / 32, sid_width(g.dtype), {0, 0}};
+    body_writer to = {k.frame(out, s) + SID_FRAME_BYTES, sid_width(g.dtype), {0}};
     g.before += k.start(s);
     g.n = k.len(s);
     for (uint64_t tile = (uint64_t)(blockIdx.x % each) * SID_WARPS + sid_warp(); tile < sid_tiles(g.n);
@@ -101,7 +93,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
             to.put(span.at + i, bits);
         }
     }
-    add_sums(k.sums[s], to.own, part);
+    sid_add_sums(k.sums[s], to.own, part);
 }
 
 /* Our slice, as the nodes have made it. */
@@ -109,7 +101,7 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_spread_kernel(slices k, uint64_
     sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
     const uint64_t len = k.len(k.mine), body = k.body(k.mine);
-    body_writer to = {k.frame(out, k.mine) + SID_FRAME_BYTES, 1 + body / 32, sid_width(k.dtype), {0, 0}};
+    body_writer to = {k.frame(out, k.mine) + SID_FRAME_BYTES, sid_width(k.dtype), {0}};
     for (uint64_t i = SID_QUAD * ((uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x); i * to.width < body;
          i += SID_QUAD * (uint64_t)gridDim.x * SID_BLOCK) {
         uint32_t bits[SID_QUAD] = {};
@@ -123,7 +115,7 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_spread_kernel(slices k, uint64_
             if (i + c < len) bits[c] = k.dtype == SID_F32 ? sid_f32_bits(x[c]) : sid_encode_half(x[c], k.dtype);
         to.put(i, bits);
     }
-    add_sums(k.sums[k.mine], to.own, part);
+    sid_add_sums(k.sums[k.mine], to.own, part);
 }
 
 /* Of slices from `first` on, `count` of them. */
@@ -132,7 +124,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
     sid_follow();
     for (uint32_t s = first + threadIdx.x; s < first + count; s += SID_BLOCK) {
         sid_close_frame(k.frames, {out + s * k.message, k.body(s), 0, 0, round, 0, 0}, k.sums[s]);
-        k.sums[s] = {0, 0};
+        k.sums[s] = {0};
     }
 }
 
@@ -146,11 +138,11 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_look_frames_kernel(slices k, ui
     if (l == k.mine) return;
     const uint64_t body = k.body(own ? k.mine : l);
     const uint4 *const from = (const uint4 *)(const void *)(k.frame(in, l) + SID_FRAME_BYTES);
-    sid_part_sum sum = {0, 0};
+    sid_part_sum sum = {0};
     for (uint64_t i = (uint64_t)(blockIdx.x % each) * SID_BLOCK + threadIdx.x; i < body / 16;
          i += (uint64_t)each * SID_BLOCK)
-        sid_add_quad(sum, SID_FRAME_BYTES + 16 * i, from[i], 1 + body / 32);
-    add_sums(k.sums[l], sum, part);
+        sum.add(SID_FRAME_BYTES + 16 * i, from[i]);
+    sid_add_sums(k.sums[l], sum, part);
 }
 __global__ void __launch_bounds__(SID_LANES) sid_open_kernel(slices k, uint64_t in, bool own, uint32_t round) {
     sid_follow();
@@ -160,12 +152,13 @@ __global__ void __launch_bounds__(SID_LANES) sid_open_kernel(slices k, uint64_t 
         sid_open_frame(k.frames,
                        {in + l * k.message, k.body(own ? k.mine : l), 0, 0, round, k.frames.rank - k.mine + l},
                        k.sums[l]);
-        k.sums[l] = {0, 0};
+        k.sums[l] = {0};
     }
 }
 
-/* The node's mean of our slice, in the order of its ranks; g: our window of the group. */
-__global__ void __launch_bounds__(SID_BLOCK) sid_add_up_kernel(sid_group g, slices k, uint64_t in, float *sum) {
+/* The node's mean of our slice, in the order of its ranks; g: our window of the group. No more blocks of a multiprocessor
+ * are launched than the bounds say, so that nothing need be spilled. */
+__global__ void __launch_bounds__(SID_BLOCK, 4) sid_add_up_kernel(sid_group g, slices k, uint64_t in, float *sum) {
     sid_follow();
     const bool failed = k.frames.head->fault.status != SID_OK;
     const float share = 1.0f / (float)k.local;
@@ -188,7 +181,24 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_add_up_kernel(sid_group g, slic
                     sid_get<false>(g, span, i, count, y);
                 for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = l ? x[c] + y[0][c] : y[0][c];
             }
-            for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = failed ? sid_bits_f32(0x7fc00000u) : x[c] * share;
+            if (sid_overflows(x)) { /* the mean may not: it is taken again in float64 */
+                double sum[SID_QUAD] = {};
+#pragma unroll 1
+                for (uint32_t l = 0; l < k.local; l++) {
+                    float y[1][SID_QUAD] = {};
+                    const uint8_t *const from = k.frame(in, l) + SID_FRAME_BYTES + (span.at + i) * sid_width(k.dtype);
+                    if (l == k.mine)
+                        sid_get<false>(g, span, i, count, y);
+                    else
+                        for (uint32_t c = 0; c < count; c++)
+                            y[0][c] = sid_load1(from + c * sid_width(k.dtype), k.dtype);
+                    for (uint32_t c = 0; c < SID_QUAD; c++) sum[c] += (double)y[0][c];
+                }
+                for (uint32_t c = 0; c < SID_QUAD; c++)
+                    x[c] = sid_key(x[c]) < SID_KEY_INF ? x[c] * share : sid_mean(sum[c], share);
+            } else
+                for (uint32_t c = 0; c < SID_QUAD; c++) x[c] *= share;
+            for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = failed ? sid_bits_f32(0x7fc00000u) : x[c];
             sid_store_floats(sum + span.at + i, count, x);
         }
     }
@@ -208,7 +218,7 @@ __global__ void __launch_bounds__(SID_LANES) sid_come_out_kernel(slices k, const
     sid_exchange_head &head = *k.frames.head;
     if (inner->fault.status) sid_blame_rank(head.fault, inner->fault.status, inner->fault.culprit * k.local + k.mine);
     if (head.fault.status == SID_OK) {
-        head.fault.encoded = SID_SPENT;
+        head.fault.encoded = head.report.nonfinite ? 0 : SID_SPENT;
         if (head.report.nonfinite) head.fault.flags |= SID_FRAME_NONFINITE;
     }
     head.report = {0, 0, SID_OK, 0};
@@ -224,12 +234,23 @@ __global__ void __launch_bounds__(SID_LANES) sid_nodes_end_kernel(sid_exchange_h
     sid_tell(*head, report);
 }
 
-/* What was sent counts as kept: `count` states that lie `apart`. */
-__global__ void __launch_bounds__(SID_BLOCK) sid_nodes_unsend_kernel(const sid_exchange_head *head, uint8_t *state,
-                                                                     uint64_t apart, uint32_t count, sid_rule none) {
+/* `count` states that lie `apart`, the last one's plan may be smaller. */
+struct states {
+    uint8_t *first;
+    uint64_t apart, floats, of_last;
+    uint32_t count;
+    sid_rule none;
+};
+/* sid_exchange_forget: of what each rank keeps for itself, and of what it keeps for all. */
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_nodes_forget_kernel(const sid_exchange_head *head, states own, states for_all) {
     sid_follow();
     if (!head->undo) return;
-    for (uint32_t i = threadIdx.x; i < count; i += SID_BLOCK) ((sid_state *)(void *)(state + i * apart))->rule = none;
+    for (uint32_t i = 0; i < own.count; i++)
+        sid_forget_all(own.first + i * own.apart, i + 1 < own.count ? own.floats : own.of_last, own.none);
+    for (uint32_t i = 0; i < for_all.count; i++)
+        sid_forget_all(for_all.first + i * for_all.apart, i + 1 < for_all.count ? for_all.floats : for_all.of_last,
+                       for_all.none);
 }
 
 __global__ void __launch_bounds__(SID_BLOCK)
@@ -267,7 +288,7 @@ enum {
 };
 
 uint64_t sum_bytes(const sid_exchange *x) { return sid_round_up(4 * x->slice, 64); }
-uint64_t sums_bytes(const sid_nodes &at) { return sid_round_up(at.local * sizeof(sid_side_sums), 64); }
+uint64_t sums_bytes(const sid_nodes &at) { return sid_round_up(at.local * sizeof(sid_part_sum), 64); }
 
 /* A step, as all of its parts see it. work: the sum, the frames' sums, the inner exchange's head and work. */
 struct step {
@@ -284,7 +305,7 @@ struct step {
         : t(trip), x(trip.x), in(sid_within(trip.x)), kind(sid_cuda_exchange_of(in->kind)), at(sid_nodes_of(x)),
           sum((float *)(void *)t.work), inner(trip) {
         k = {sid_frames_of(t),
-             (sid_side_sums *)(void *)(t.work + sum_bytes(x)),
+             (sid_part_sum *)(void *)(t.work + sum_bytes(x)),
              x->n,
              x->slice,
              x->message,
@@ -364,28 +385,27 @@ struct step {
         return s;
     }
 
-    /* sid_exchange_unsend: which parts count as kept. */
-    sid_status unsend() const {
+    states states_of(int common) const {
         const uint32_t parts = in->kind->parts(in);
-        uint32_t count = 0;
-        int for_all = 0;
-        sid_part first = {}, second = {};
+        states found = {};
         for (uint32_t i = 0; i < parts; i++) {
             const sid_part part = in->kind->part(in, i);
-            for_all |= part.common && part.plan->memory->vectors;
+            uint8_t *const state = t.state + part.state;
+            if (part.common != common) continue;
+            if (found.count == 1) found.apart = (uint64_t)(state - found.first);
+            if (!found.count) {
+                found.first = state;
+                found.floats = sid_kept_floats(part.plan);
+                part.plan->codec->none(&found.none);
+            }
+            found.of_last = sid_kept_floats(part.plan);
+            found.count++;
         }
-        for (uint32_t i = 0; i < parts; i++) {
-            const sid_part part = in->kind->part(in, i);
-            if (part.common != for_all) continue;
-            if (count == 0) first = part;
-            if (count == 1) second = part;
-            count++;
-        }
-        if (!count) return SID_OK;
-        sid_rule none = {};
-        first.plan->codec->none(&none);
-        return sid_launch(t.to, "unsend", sid_nodes_unsend_kernel, 1, SID_BLOCK, 0, (const sid_exchange_head *)t.head,
-                          t.state + first.state, count > 1 ? second.state - first.state : 0, count, none);
+        return found;
+    }
+    sid_status forget() const {
+        return sid_launch(t.to, "forget", sid_nodes_forget_kernel, t.to.processors, SID_BLOCK, 0,
+                          (const sid_exchange_head *)t.head, states_of(0), states_of(1));
     }
 };
 
@@ -420,7 +440,7 @@ sid_status finish(sid_cuda_trip &t) {
     sid_group g;
     sid_scratch *scratch;
     sid_status s = sid_launch(t.to, "end", sid_nodes_end_kernel, 1, SID_LANES, 0, t.head, t.report);
-    if (!s) s = a.unsend();
+    if (!s) s = a.forget();
     if (!s) s = a.begin_table(&g, &scratch);
     return s ? s
              : sid_launch(t.to, "write", sid_nodes_write_kernel, a.tiles(a.x->n), SID_BLOCK, 0, g, a.k, a.at.in,

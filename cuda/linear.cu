@@ -56,7 +56,7 @@ sid_status encode(sid_cuda_encoding &c) {
     const bool lossless = p->codec->info.traits & SID_LOSSLESS;
     const linear codec = {c.payload + SID_HEADER_BYTES, scale, p->sizes.body_dtype,
                           p->sizes.body_dtype != SID_F32 && !lossless};
-    const sid_vectors vectors = sid_vectors_of(p, c.state);
+    const sid_vectors vectors = sid_vectors_of(c);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s)
         s = sid_with_memory_of(c, [&](auto memory) {
@@ -64,7 +64,8 @@ sid_status encode(sid_cuda_encoding &c) {
                               sid_blocks(c.to, sid_chunks(p->n), SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
                               c.state, vectors, (float *)nullptr, memory, codec);
         });
-    return s || c.settles ? s : sid_linear_seal(c, p->n, sid_linear_rule(c.at), 1);
+    if (!s && !c.settles) s = sid_linear_seal(c, p->n, sid_linear_rule(c.at), 1);
+    return s || c.settles ? s : sid_linear_cover(c);
 }
 
 /* ---- decode ---------------------------------------------------------------------------------------------------- */
@@ -215,9 +216,11 @@ sid_status decode(sid_cuda_decoding &c) {
     const bodies b = {c.payloads, c.stride, c.count, c.scale, p->sizes.body_dtype};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const uint64_t grid = sid_blocks(c.to, sid_chunks(p->n), DECODE_BLOCKS);
-    sid_status s = sid_begin_decode(c, sizeof *c.scratch);
+    uint64_t clear;
+    unsigned long long *const sums = sid_carve_covered(&c.work, &clear);
+    sid_status s = sid_begin_decode(c, clear);
     if (!s && c.state) s = sid_launch(c.to, "look", sid_look_kernel, grid, SID_BLOCK, 0, c.scratch, b, p->n);
-    if (!s) s = sid_linear_check(c, p->n);
+    if (!s) s = sid_linear_check(c, p->n, sums);
     if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,
@@ -225,7 +228,7 @@ sid_status decode(sid_cuda_decoding &c) {
     });
 }
 
-uint64_t work(const sid_plan *) { return 0; }
+uint64_t work(const sid_plan *) { return sid_covered_work(); }
 
 } // namespace
 

@@ -1,5 +1,5 @@
 /* What the codecs whose bodies are summed share: the end of an encode, the check of headers. Their checksum covers the
- * header alone, so that a payload is not read for it. */
+ * header alone, so that a payload is not read for it; but in a world of one, where nothing is summed, all of it. */
 #ifndef SID_LINEAR_CUH
 #define SID_LINEAR_CUH
 
@@ -36,8 +36,7 @@ static __global__ void __launch_bounds__(SID_SEAL_BLOCK) sid_linear_seal_kernel(
     for (uint64_t i = e.used + threadIdx.x; i < e.bytes; i += SID_SEAL_BLOCK) e.payload[i] = 0;
     if (threadIdx.x) return;
     const uint32_t bad = e.scratch->nonfinite;
-    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, e.count, e.scale,
-             SID_HEADER_BYTES / 32, 0, 0);
+    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, e.count, e.scale, 0);
     e.state->rule = e.rule;
     e.state->draw = sid_draw();
     e.state->steps++;
@@ -60,11 +59,64 @@ inline sid_status sid_linear_seal(const sid_cuda_encoding &c, uint64_t count, co
     return sid_launch(c.to, "seal", sid_linear_seal_kernel, 1, SID_SEAL_BLOCK, 0, e);
 }
 
+/* Adds the body to the checksum of a payload that is alone. Reads it. */
+static __global__ void __launch_bounds__(SID_BLOCK)
+    sid_cover_kernel(const sid_scratch *scratch, uint8_t *payload, uint64_t bytes) {
+    sid_follow();
+    __shared__ sid_part_sum part[SID_WARPS];
+    if (!scratch->ready) return;
+    sid_part_sum own =
+        sid_sum_words(payload, bytes, blockIdx.x, gridDim.x, SID_HEADER_BYTES, bytes, [](uint64_t, uint32_t) {});
+    own = sid_block_sums(own, part);
+    if (threadIdx.x == 0) atomicAdd((unsigned long long *)(void *)&((sid_header *)(void *)payload)->checksum, own.sum);
+}
+inline uint64_t sid_cover_blocks(const sid_stream &to, uint64_t bytes) {
+    return sid_blocks(to, bytes / SID_SUM_BYTES + 1, 4);
+}
+/* The end of an encode, all rounds included. */
+inline sid_status sid_linear_cover(const sid_cuda_encoding &c) {
+    const uint64_t bytes = c.plan->sizes.payload;
+    if (c.at.world != 1) return SID_OK;
+    return sid_launch(c.to, "cover", sid_cover_kernel, sid_cover_blocks(c.to, bytes), SID_BLOCK, 0,
+                      (const sid_scratch *)c.scratch, c.payload, bytes);
+}
+
+/* What the bodies of such payloads add to their checksums; first of what a decode carves, and zeroed. */
+inline unsigned long long *sid_carve_covered(sid_carver *c, uint64_t *clear) {
+    const uint64_t start = c->at - sizeof(sid_scratch);
+    unsigned long long *sums = c->take<unsigned long long>(SID_MAX_COUNT);
+    *clear = c->at - start;
+    return sums;
+}
+inline uint64_t sid_covered_work() { return sid_round_up(SID_MAX_COUNT * sizeof(unsigned long long), 64); }
+
+/* Blocks r * each to r * each + each - 1 read payload r, if its checksum covers all of it. */
+static __global__ void __launch_bounds__(SID_BLOCK)
+    sid_covered_kernel(unsigned long long *sums, const uint8_t *payloads, uint64_t stride, uint64_t bytes,
+                       uint32_t each) {
+    sid_follow();
+    __shared__ sid_part_sum part[SID_WARPS];
+    const uint32_t r = blockIdx.x / each;
+    const uint8_t *payload = payloads + r * stride;
+    if (((const sid_header *)(const void *)payload)->scale != 1.0f) return;
+    sid_part_sum own =
+        sid_sum_words(payload, bytes, blockIdx.x % each, each, SID_HEADER_BYTES, bytes, [](uint64_t, uint32_t) {});
+    own = sid_block_sums(own, part);
+    if (threadIdx.x == 0) atomicAdd(&sums[r], own.sum);
+}
+inline sid_status sid_linear_covered(const sid_cuda_decoding &c, unsigned long long *sums) {
+    const uint64_t bytes = c.plan->sizes.payload, most = sid_cover_blocks(c.to, bytes) / c.count;
+    const uint32_t each = most ? (uint32_t)most : 1;
+    return sid_launch(c.to, "cover", sid_covered_kernel, (uint64_t)each * c.count, SID_BLOCK, 0, sums, c.payloads,
+                      c.stride, bytes, each);
+}
+
 /* Whether any payload is at fault. Elements that are not finite have been found before, where a memory is to be corrected;
  * else the outputs tell, while they are written. */
 static __global__ void __launch_bounds__(SID_BLOCK)
     sid_linear_check_kernel(sid_scratch *scratch, const uint8_t *payloads, uint64_t stride, uint32_t payload_count,
-                            uint64_t count, sid_expect expect, sid_cuda_report *report, sid_state *state) {
+                            uint64_t count, const unsigned long long *sums, sid_expect expect, sid_cuda_report *report,
+                            sid_state *state) {
     sid_follow();
     __shared__ uint32_t first, flagged;
     if (threadIdx.x == 0) {
@@ -74,7 +126,7 @@ static __global__ void __launch_bounds__(SID_BLOCK)
     __syncthreads();
     for (uint32_t r = threadIdx.x; r < payload_count; r += SID_BLOCK) {
         const sid_header h = *(const sid_header *)(payloads + r * stride);
-        int32_t status = sid_check_header(h, expect, r, SID_HEADER_BYTES / 32, 0, 0);
+        int32_t status = sid_check_header(h, expect, r, sums[r]);
         if (status == SID_OK && (h.count != count || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE))) status = SID_E_CORRUPT;
         if (status == SID_OK) status = sid_check_linear(h, *(const sid_header *)payloads);
         sid_blame(&first, r, status);
@@ -86,9 +138,11 @@ static __global__ void __launch_bounds__(SID_BLOCK)
     if (scratch->go && scratch->nonfinite) state->rule = sid_rule();
 }
 
-inline sid_status sid_linear_check(const sid_cuda_decoding &c, uint64_t count) {
+inline sid_status sid_linear_check(const sid_cuda_decoding &c, uint64_t count, unsigned long long *sums) {
+    const sid_status s = sid_linear_covered(c, sums);
+    if (s) return s;
     return sid_launch(c.to, "check", sid_linear_check_kernel, 1, SID_BLOCK, 0, c.scratch, c.payloads, c.stride, c.count,
-                      count, sid_expect_of(c), c.report, c.state);
+                      count, (const unsigned long long *)sums, sid_expect_of(c), c.report, c.state);
 }
 
 #endif

@@ -271,7 +271,7 @@ __device__ inline void divide(float *x, uint64_t n, double by) {
     each_own(n, [&](uint64_t i) { x[i] = (float)((double)x[i] / by); });
 }
 
-/* The start of the matrices' steps, a block each: columns of length 1, those that are zero drawn; and zeros where the next
+/* The start of the matrices' steps, a block each: columns of length 1, others drawn; and zeros where the next
  * round's slice will be. */
 __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
     sid_power_prepare_kernel(const sid_scratch *scratch, power c, sid_draw d) {
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
             for (uint32_t b = 0; b < count; b++) {
                 float *const x = columns + (first + b) * n;
                 double length = sqrt(square[b]);
-                if (!(length > 0)) {
+                if (!sid_power_starts(length)) {
                     const uint64_t at = f.q + (first + b) * n;
                     each_own(n, [&](uint64_t i) {
                         uint32_t w[4];
@@ -450,6 +450,7 @@ template <class Memory, class Shape> struct walker {
     __device__ void columns(uint32_t chunk, uint32_t top, uint32_t end, const char *base, uint32_t k0) {
         const uint32_t lane = sid_lane() % LANES, from = chunk * POWER_CHUNK, row = top + sid_lane() / LANES * R;
         const uint32_t to = f.cols - from < POWER_CHUNK ? f.cols : from + POWER_CHUNK, ranks = f.rank - k0;
+        const float *const kept_at = vectors.first + (FIRST ? vectors.origin : 0);
         float sum[R][Shape::MOST] = {};
 #pragma unroll 1
         for (uint32_t left = from; left < to; left += DEEP * LANES) {
@@ -466,7 +467,7 @@ template <class Memory, class Shape> struct walker {
                     const bool is = row + i < stop[d];
                     x[i][d] = is ? load_once(place_of<QUICK>(g, f, base, at), g.dtype) : 0.0f;
                     for (int m = 0; m < (FIRST ? Memory::VECTORS : Memory::VECTORS > 0); m++)
-                        vec[m][i][d] = is ? vectors.first[m * vectors.stride + ((uint64_t)f.start + at)] : 0.0f;
+                        vec[m][i][d] = is ? kept_at[m * vectors.stride + ((uint64_t)f.start + at)] : 0.0f;
                     if (Memory::VECTORS) kept[i][d] = vec[0][i][d];
                 }
             if (FIRST && Memory::VECTORS && memory.keeps) keep(kept, row, end, col, to);
@@ -781,7 +782,7 @@ sid_status encode(sid_cuda_encoding &c) {
         return sid_with_memory_of(c, [&](auto memory) {
             const uint64_t grid = sid_blocks(c.to, pieces(e.walk, SID_WARPS), walk_blocks<decltype(memory), S>::N);
             return sid_launch(c.to, "walk", sid_power_walk_kernel<decltype(memory), S>, grid, SID_BLOCK, 0, c.group,
-                              c.scratch, c.state, sid_vectors_of(p, c.state), memory, x);
+                              c.scratch, c.state, sid_vectors_of(c), memory, x);
         });
     });
     if (s || c.settles) return s;
@@ -789,7 +790,8 @@ sid_status encode(sid_cuda_encoding &c) {
     if (e.q) s = sum_parts<false>(c, e, x, {});
     /* until the last round it may still be that nothing is sent */
     if (!s) s = sid_linear_seal(c, p->k, further ? sid_rule() : sid_linear_rule(c.at), further && alone ? 2 : 1);
-    return !s && further && alone ? second(c, e, x) : s;
+    if (!s && further && alone) s = second(c, e, x);
+    return s ? s : sid_linear_cover(c);
 }
 
 sid_status further(sid_cuda_encoding &c) {
@@ -931,6 +933,8 @@ __global__ void __launch_bounds__(SID_BLOCK)
 sid_status decode(sid_cuda_decoding &c) {
     const sid_plan *p = c.plan;
     const extent e = extent_of(p);
+    uint64_t clear;
+    unsigned long long *const sums = sid_carve_covered(&c.work, &clear);
     const places w = carve(&c.work, e);
     const bodies b = {c.payloads, c.stride, p->first, c.count, c.scale};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
@@ -943,11 +947,11 @@ sid_status decode(sid_cuda_decoding &c) {
         return sid_launch(c.to, "output", sid_power_output_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
                           c.scratch, b, vectors, memory, c.state, c.report, x, looks);
     };
-    sid_status s = sid_begin_decode(c, sizeof *c.scratch);
+    sid_status s = sid_begin_decode(c, clear);
     if (!s) s = put_table(c.to, p, w.table);
     if (!s && c.state) s = look(c.to, c.payloads + SID_HEADER_BYTES, c.stride, c.count, p->k, &c.scratch->nonfinite);
     if (!s && c.state && c.count > 1) s = run(sid_memory0(), true);
-    if (!s) s = sid_linear_check(c, p->k);
+    if (!s) s = sid_linear_check(c, p->k, sums);
     if (s || c.part == SID_CHECK) return s;
     s = sid_with_memory_of(c, [&](auto memory) { return run(memory, false); });
     if (s || !c.learner || !nq) return s;
@@ -959,7 +963,7 @@ sid_status decode(sid_cuda_decoding &c) {
 uint64_t work(const sid_plan *p) {
     sid_carver c = {nullptr, 0};
     carve(&c, extent_of(p));
-    return c.at;
+    return c.at + sid_covered_work();
 }
 
 } // namespace

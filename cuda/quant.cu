@@ -103,7 +103,7 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
     grid<FLOATS, ROUNDING> g;
     sid_draw draw;
     uint8_t *payload;
-    uint64_t rows, codes_at;
+    uint64_t codes_at;
     uint32_t shift; /* of a block's length */
     shape blocks;
     double *sums; /* of the tiles, where the scale is the group's: squares, and `stride` further the elements */
@@ -229,7 +229,7 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
         const uint64_t place = SID_HEADER_BYTES + 4 * (i >> shift);
         const uint32_t b = sid_f32_bits(scale);
         *(uint32_t *)(void *)(payload + place) = b;
-        o.words.add(place, b, rows);
+        o.words.add(place, b);
         o.largest = b > o.largest ? b : o.largest;
     }
 
@@ -248,16 +248,16 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
             for (uint32_t c = 0; c < SID_QUAD; c++) w[r] |= g.field(g.code(x[r][c] * inverse, u[c])) << (f.bits * c);
         }
         if (!GROUP) put_scales(o, scale, at, len);
-        sid_word_run run = {};
         const uint64_t place = codes_at + at / 8 * f.bits + 4 * sid_lane();
+        sid_word_run run = {place, 0, 0};
         if (f.bits == 8) {
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++)
                 if (sid_place(r) < len) {
                     *(uint32_t *)(void *)(payload + place + SID_ROW * r) = w[r];
-                    run.add(w[r]);
+                    run.add(SID_ROW / 4 * r, w[r]);
                 }
-            o.words.add(place, run, SID_ROW / 32, rows);
+            run.add_to(o.words);
             return;
         }
         uint8_t *const staged = (uint8_t *)s.staged[sid_warp()];
@@ -272,9 +272,9 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
         for (uint32_t j = sid_lane(); j < SID_LANES * f.bits && 32 * j < len * f.bits; j += SID_LANES) {
             const uint32_t word = s.staged[sid_warp()][j];
             *(uint32_t *)(void *)(payload + codes_at + at / 8 * f.bits + 4 * j) = word;
-            run.add(word);
+            run.add(j - sid_lane(), word);
         }
-        o.words.add(place, run, SID_ROW / 32, rows);
+        run.add_to(o.words);
         __syncwarp(); /* before the next tile's codes */
     }
 };
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(SEAL_BLOCK) sid_quant_seal_kernel(sid_ending e
     const float scale = sid_bits_f32(f.block ? e.scratch->codec[LARGEST] : e.scratch->key);
     sid_rule rule = {};
     rule.scale = f.block ? 1.0f : scale;
-    sid_end(e, scale, rule, f.block ? 1 : 2, {0, 0});
+    sid_end(e, scale, rule, f.block ? 1 : 2, {0});
 }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
@@ -469,7 +469,6 @@ Coder coder_of(const sid_cuda_encoding &c, const quant_form &f, const sid_ending
             grid_of<decltype(Coder::g)>(f),
             e.draw,
             c.payload,
-            e.bytes / 32,
             quant_codes_at(n, f.block),
             shift_of(f.block),
             shape_of(f.block),

@@ -8,6 +8,7 @@
  * fallback of another asks whether that one fell back: a chain of ever earlier rounds, two or three long at most as a
  * rule, since each link has a probability of at most a half. */
 #include "dense.cuh"
+#include "linear.cuh"
 
 namespace {
 
@@ -114,7 +115,7 @@ struct values {
 struct coder {
     values v;
     sid_draw draw;
-    uint64_t k, rows;
+    uint64_t k;
     float scale; /* 1 / world, or 1 */
     bool linear;
     uint8_t *payload;
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     const sid_draw drawn = state->draw;
     const uint64_t parts = (g.n + PART - 1) / PART;
     const uint32_t row = sid_warp() % 2 * ROWS, mine = (sid_warp() / 2 * SID_ROWS + row) * SID_LANES + sid_lane();
-    sid_part_sum words = {0, 0};
+    sid_part_sum words = {0};
     uint32_t bad = 0;
     start(s);
 #pragma unroll 1
@@ -144,10 +145,11 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
         const uint32_t len = g.n - at < PART ? (uint32_t)(g.n - at) : (uint32_t)PART;
         const uint32_t here = tile * SID_TILE < g.n ? sid_tile_len(g.n, tile * SID_TILE) : 0;
         float *const first = vectors.first + tile * SID_TILE;
+        const float *const origin = first + vectors.origin;
         float y[ROWS][SID_QUAD] = {}, acc[ROWS][SID_QUAD] = {}, kept[ROWS][SID_QUAD];
         if (Memory::VECTORS)
 #pragma unroll
-            for (uint32_t r = 0; r < ROWS; r++) sid_get_row(first, row + r, here, acc[r]);
+            for (uint32_t r = 0; r < ROWS; r++) sid_get_row(origin, row + r, here, acc[r]);
         constexpr bool late = Memory::VECTORS > 1; /* then registers are few, and the gradient waits in the L2 */
         const auto gradient = [&] {
             if (!here) return;
@@ -182,7 +184,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
                 keeps ? held[mine + r * SID_LANES] : make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
             kept[r][0] = v.x, kept[r][1] = v.y, kept[r][2] = v.z, kept[r][3] = v.w;
             float more[Memory::VECTORS + 1][SID_QUAD] = {};
-            for (int m = 1; m < Memory::VECTORS; m++) sid_get_row(first + m * vectors.stride, row + r, here, more[m]);
+            for (int m = 1; m < Memory::VECTORS; m++) sid_get_row(origin + m * vectors.stride, row + r, here, more[m]);
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++) {
                 float one[Memory::VECTORS + 1] = {acc[r][c]};
@@ -204,10 +206,10 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
             if (o.v.half) {
                 const uint16_t h = sid_to_f16(v);
                 *(uint16_t *)(void *)(o.payload + place) = h;
-                words.add(place, sid_half_word(place, h), o.rows);
+                words.add(place, sid_half_word(place, h));
             } else {
                 *(float *)(void *)(o.payload + place) = v;
-                words.add(place, sid_f32_bits(v), o.rows);
+                words.add(place, sid_f32_bits(v));
             }
         });
     }
@@ -237,7 +239,7 @@ __global__ void __launch_bounds__(SEAL_BLOCK) sid_randk_seal_kernel(sid_ending e
     const uint32_t bad = e.scratch->nonfinite;
     sid_seal((sid_header *)e.payload, e.head,
              (o.v.half ? (uint32_t)SID_FLAG_HALF : 0u) | (bad ? (uint32_t)SID_FLAG_NONFINITE : 0u), o.k,
-             o.linear ? o.scale : o.v.times, o.rows, e.scratch->sum, e.scratch->weighted);
+             o.linear ? o.scale : o.v.times, e.scratch->sum);
     sid_rule rule = {};
     rule.scale = o.scale;
     rule.inverse = inverse;
@@ -253,8 +255,8 @@ values values_of(const sid_plan *p) {
     return {p->codec_param[VALUES] == SID_VALUES_F16, times ? (float)((double)p->n / (double)p->k) : 1.0f};
 }
 bool is_linear(const sid_plan *p) { return p->codec->info.traits & SID_LINEAR; }
-/* What the checksum covers. */
-uint64_t covered(const sid_plan *p) { return is_linear(p) ? (uint64_t)SID_HEADER_BYTES : p->sizes.payload; }
+/* What a reader of any payload sees of it. */
+uint64_t seen(const sid_plan *p) { return is_linear(p) ? (uint64_t)SID_HEADER_BYTES : p->sizes.payload; }
 
 sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
@@ -262,18 +264,18 @@ sid_status encode(sid_cuda_encoding &c) {
     sid_ending e = sid_ending_of(c);
     if (linear) e.draw.salt = e.head.salt = sid_salt(c.at.seed, SID_COMMON);
     const float world = linear ? (float)c.at.world : 1.0f;
-    const coder o = {values_of(p), e.draw, p->k, covered(p) / 32, 1.0f / world, linear, c.payload};
+    const coder o = {values_of(p), e.draw, p->k, 1.0f / world, linear, c.payload};
     const uint64_t grid = sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s)
         s = sid_with_memory_of(c, [&](auto memory) {
             return sid_launch(c.to, "walk", sid_randk_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,
-                              c.state, sid_vectors_of(p, c.state), memory, o);
+                              c.state, sid_vectors_of(c), memory, o);
         });
     if (s || c.settles) return s;
     if (linear) s = sid_launch(c.to, "spoil", sid_randk_spoil_kernel, grid, SID_BLOCK, 0, c.scratch, o);
     if (!s) s = sid_launch(c.to, "seal", sid_randk_seal_kernel, 1, SEAL_BLOCK, 0, e, o, world);
-    return s;
+    return s || !linear ? s : sid_linear_cover(c);
 }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
@@ -335,7 +337,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
 
 template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
-    sid_randk_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
+    sid_randk_decode_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
                             sid_payloads p, Memory memory, body b, sid_cuda_report *report) {
     sid_follow();
     __shared__ choice s;
@@ -367,6 +369,10 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
                     bad |= sid_key(y[c]) >= SID_KEY_INF;
                     y[c] *= scale;
                 }
+                if (!fill && p.means && sid_overflows(y)) {
+                    scratch->over = 1; /* every writer writes the same */
+                    continue;
+                }
                 if (undo)
                     sid_undo(memory, g, span, vectors, i, count);
                 else if (memory.receives)
@@ -382,6 +388,63 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     if (b.linear && bad) report->nonfinite = 1; /* every writer writes the same */
 }
 
+/* The quads that the decode has left: what is not finite of them is averaged in float64, payload by payload. */
+template <class Memory>
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_randk_mean_kernel(sid_group g, const sid_scratch *scratch, sid_vectors vectors, sid_payloads p, Memory memory,
+                          body b) {
+    sid_follow();
+    __shared__ choice s;
+    __shared__ float4 held[PART / SID_QUAD];
+    if (!scratch->over) return;
+    const uint32_t first = sid_warp() % 2 * ROWS * SID_ROW + sid_lane() * SID_QUAD; /* of this thread in its tile */
+    float4 *const mine = held + (sid_warp() / 2 * SID_TILE + first) / SID_QUAD;
+    for (uint32_t r = 0; r < ROWS; r++) mine[r * SID_LANES] = make_float4(0, 0, 0, 0);
+    start(s);
+    /* Adds up payloads over a part, which this thread's quads f(row, of them) then take, and which is 0 again. */
+    const auto add_up = [&](const sid_payloads &of, uint64_t at, const auto &f) {
+        add(s, of, b, at, g.n - at < PART ? (uint32_t)(g.n - at) : (uint32_t)PART, (float *)held);
+        __syncthreads();
+#pragma unroll
+        for (uint32_t r = 0; r < ROWS; r++) {
+            f(r, mine[r * SID_LANES]);
+            mine[r * SID_LANES] = make_float4(0, 0, 0, 0);
+        }
+        __syncthreads();
+    };
+#pragma unroll 1
+    for (uint64_t at = blockIdx.x * (uint64_t)PART; at < g.n; at += gridDim.x * (uint64_t)PART) {
+        float x[ROWS][SID_QUAD];
+        double sum[ROWS][SID_QUAD] = {};
+        add_up(p, at, [&](uint32_t r, const float4 &v) {
+            x[r][0] = v.x * p.scale, x[r][1] = v.y * p.scale, x[r][2] = v.z * p.scale, x[r][3] = v.w * p.scale;
+        });
+        if (!__syncthreads_or(sid_overflows(x))) continue;
+#pragma unroll 1
+        for (uint32_t i = 0; i < p.count; i++) {
+            sid_payloads one = p;
+            one.first = p[i];
+            one.count = 1;
+            add_up(one, at, [&](uint32_t r, const float4 &v) {
+                sum[r][0] += (double)v.x, sum[r][1] += (double)v.y, sum[r][2] += (double)v.z, sum[r][3] += (double)v.w;
+            });
+        }
+        const uint64_t tile = at / SID_TILE + sid_warp() / 2;
+        if (tile * SID_TILE >= g.n) continue;
+        const sid_span span = sid_span_of(g, tile);
+#pragma unroll
+        for (uint32_t r = 0; r < ROWS; r++) {
+            const uint32_t i = first + r * SID_ROW, count = sid_count4(span.len, i);
+            if (!count || !sid_overflows(x[r])) continue;
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++)
+                x[r][c] = sid_key(x[r][c]) < SID_KEY_INF ? x[r][c] : sid_mean(sum[r][c], p.scale);
+            if (memory.receives) sid_receive(memory, vectors, span.at + i, count, x[r]);
+            sid_put<false>(g, span, i, count, x[r]);
+        }
+    }
+}
+
 uint64_t work(const sid_plan *) { return sid_findings_work(); }
 
 sid_status decode(sid_cuda_decoding &c) {
@@ -389,15 +452,25 @@ sid_status decode(sid_cuda_decoding &c) {
     const body b = {values_of(p), p->k, is_linear(p)};
     const uint64_t grid = sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS);
     sid_payloads all = sid_payloads_of(c);
-    all.bytes = covered(p);
+    all.bytes = seen(p);
+    sid_carver work = c.work;
+    uint64_t clear;
+    unsigned long long *const sums = sid_carve_covered(&work, &clear); /* the first of the findings */
     sid_status s = sid_dense_check(c, all, b, [&] {
-        if (!b.linear || !c.state) return SID_OK;
+        sid_status bad = b.linear ? sid_linear_covered(c, sums) : SID_OK;
+        if (bad || !b.linear || !c.state) return bad;
         return sid_launch(c.to, "look", sid_randk_look_kernel, grid, SID_BLOCK, 0, c.scratch, all, b);
     });
     if (s || c.part == SID_CHECK) return s;
-    return sid_with_memory_of(c, [&](auto memory) {
+    const sid_vectors vectors = sid_vectors_of(p, c.state);
+    s = sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_randk_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
-                          c.scratch, c.state, sid_vectors_of(p, c.state), all, memory, b, c.report);
+                          c.scratch, c.state, vectors, all, memory, b, c.report);
+    });
+    if (s) return s;
+    return sid_with_means(c, [&](auto memory) {
+        return sid_launch(c.to, "means", sid_randk_mean_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
+                          (const sid_scratch *)c.scratch, vectors, all, memory, b);
     });
 }
 

@@ -41,18 +41,17 @@ __global__ void __launch_bounds__(SID_BLOCK, HOP_BLOCKS) sid_hop_kernel(sid_fram
     sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
     const uint64_t first = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x, step = (uint64_t)gridDim.x * SID_BLOCK;
-    const uint64_t in_rows = 1 + h.in.body / 32, out_rows = 1 + h.out.body / 32;
     const uint64_t in = h.in.frame ? h.in.body / 16 : 0, out = h.out.frame ? h.out.body / 16 : 0;
     const uint4 *const came = (const uint4 *)(const void *)(s.wire + h.in.frame + SID_FRAME_BYTES);
     uint4 *const goes = (uint4 *)(void *)(s.wire + h.out.frame + SID_FRAME_BYTES);
     uint4 *const own = (uint4 *)(void *)(s.wire + (in ? h.in.bits : h.out.bits));
     const uint64_t units = (in ? h.in.bytes : h.out.bytes) / 16;
-    sid_part_sum ins = {0, 0}, outs = {0, 0};
+    sid_part_sum ins = {0}, outs = {0};
     for (uint64_t i = first; i < in || (i < out && (one || !in)); i += step) {
         uint4 x = make_uint4(0, 0, 0, 0);
         if (i < in) {
             x = came[i];
-            sid_add_quad(ins, SID_FRAME_BYTES + 16 * i, x, in_rows);
+            ins.add(SID_FRAME_BYTES + 16 * i, x);
             if (i < units && h.votes) {
                 const uint4 m = mask_of(s.draw, h.block + i, h.phase, h.votes), y = own[i];
                 x = make_uint4((x.x & m.x) | (y.x & ~m.x), (x.y & m.y) | (y.y & ~m.y), (x.z & m.z) | (y.z & ~m.z),
@@ -65,20 +64,16 @@ __global__ void __launch_bounds__(SID_BLOCK, HOP_BLOCKS) sid_hop_kernel(sid_fram
         if (i >= out || !(one || !in)) continue;
         if (i >= units) x = make_uint4(0, 0, 0, 0);
         goes[i] = x;
-        sid_add_quad(outs, SID_FRAME_BYTES + 16 * i, x, out_rows);
+        outs.add(SID_FRAME_BYTES + 16 * i, x);
     }
     if (in) {
         ins = sid_block_sums(ins, part);
-        if (threadIdx.x == 0) {
-            atomicAdd(&s.head->in.sum, ins.sum);
-            atomicAdd(&s.head->in.weighted, ins.weighted);
-        }
+        if (threadIdx.x == 0) atomicAdd(&s.head->in.sum, ins.sum);
         __syncthreads(); /* part is used again */
     }
     outs = sid_block_sums(outs, part);
     if (threadIdx.x) return;
     atomicAdd(&s.head->out.sum, outs.sum);
-    atomicAdd(&s.head->out.weighted, outs.weighted);
 }
 
 __global__ void __launch_bounds__(SID_LANES) sid_hop_end_kernel(sid_frames s, sid_hop h) {
@@ -86,7 +81,7 @@ __global__ void __launch_bounds__(SID_LANES) sid_hop_end_kernel(sid_frames s, si
     if (threadIdx.x) return;
     if (h.in.frame) sid_open_frame(s, h.in, s.head->in);
     if (h.out.frame) sid_close_frame(s, h.out, s.head->out);
-    s.head->in = s.head->out = {0, 0};
+    s.head->in = s.head->out = {0};
 }
 
 sid_status hop(const sid_stream &to, const sid_frames &s, const sid_hop &h) {
@@ -133,17 +128,15 @@ __global__ void __launch_bounds__(SID_LANES) sid_ring_begin_kernel(sid_frames s,
 __global__ void __launch_bounds__(SID_BLOCK, HOP_BLOCKS) sid_ring_sum_kernel(sid_frames s, uint64_t bytes) {
     sid_follow();
     __shared__ sid_part_sum part[SID_WARPS];
-    sid_part_sum own = {0, 0};
+    sid_part_sum own = {0};
     for (uint64_t i = SID_HEADER_BYTES / 16 + (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < bytes / 16;
          i += (uint64_t)gridDim.x * SID_BLOCK)
-        sid_add_quad(own, 16 * i, ((const uint4 *)(const void *)s.wire)[i], bytes / 32);
+        own.add(16 * i, ((const uint4 *)(const void *)s.wire)[i]);
     own = sid_block_sums(own, part);
     if (threadIdx.x) return;
     atomicAdd(&s.head->in.sum, own.sum);
-    atomicAdd(&s.head->in.weighted, own.weighted);
 }
-__global__ void __launch_bounds__(SID_LANES)
-    sid_ring_seal_kernel(sid_frames s, uint64_t bytes, sid_cuda_report *report) {
+__global__ void __launch_bounds__(SID_LANES) sid_ring_seal_kernel(sid_frames s, sid_cuda_report *report) {
     sid_follow();
     if (threadIdx.x) return;
     sid_header &h = *(sid_header *)(void *)s.wire;
@@ -152,14 +145,7 @@ __global__ void __launch_bounds__(SID_LANES)
     if (own.fault.status) own.undo = own.fault.encoded & SID_OWN;
     if (own.fault.status) return;
     if (own.fault.flags & SID_FRAME_NONFINITE) h.flags |= SID_FLAG_NONFINITE;
-    uint32_t w[SID_HEADER_BYTES / 4];
-    sid_side_sums all = own.in;
-    memcpy(w, &h, sizeof h);
-    for (uint32_t i = 0; i < 14; i++) {
-        all.sum += w[i];
-        all.weighted += w[i] * sid_checksum_weight(i, bytes / 32);
-    }
-    h.checksum = sid_checksum_mix(all.sum, all.weighted);
+    h.checksum = own.in.sum + sid_sum_header(h);
 }
 
 sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) { return sid_cuda_work(x->plan, bytes, err); }
@@ -187,7 +173,7 @@ sid_status finish(sid_cuda_trip &t) {
     const uint64_t bytes = p->sizes.payload;
     sid_status status = sid_launch(t.to, "sum", sid_ring_sum_kernel,
                                    sid_blocks(t.to, bytes / (16 * SID_BLOCK) + 1, HOP_BLOCKS), SID_BLOCK, 0, s, bytes);
-    if (!status) status = sid_launch(t.to, "seal", sid_ring_seal_kernel, 1, SID_LANES, 0, s, bytes, t.report);
+    if (!status) status = sid_launch(t.to, "seal", sid_ring_seal_kernel, 1, SID_LANES, 0, s, t.report);
     if (status) return status;
     sid_cuda_decoding c = sid_decoding_of(t, p, t.at, t.wire, bytes, 1, 1.0f);
     c.state = p->memory->vectors ? (sid_state *)(void *)t.state : nullptr;

@@ -39,7 +39,6 @@ template <typename F> __device__ inline uint32_t bits_of(const F &f) {
 
 struct coder {
     uint8_t *payload;
-    uint64_t rows;
     double
         *sums; /* of the tiles: of their positive elements, then, `stride` further, of the negative ones; or squares */
     uint64_t stride;
@@ -70,7 +69,7 @@ struct coder {
         if (32 * i >= len) return;
         const uint64_t place = SID_HEADER_BYTES + at / 8 + 4 * i;
         *(uint32_t *)(void *)(payload + place) = w;
-        o.words.add(place, w, rows);
+        o.words.add(place, w);
         o.negative += (uint32_t)__popc(w);
     }
     __device__ void end(shared &s, own &o, sid_scratch &scratch) const {
@@ -183,11 +182,11 @@ __global__ void __launch_bounds__(SID_SUMS) sid_sign_seal_kernel(sid_ending e, c
     for (uint64_t i = used + 4 * threadIdx.x; i < e.bytes; i += 4 * SID_SUMS) *(uint32_t *)(void *)(e.payload + i) = 0;
     __syncthreads();
     if (threadIdx.x) return;
-    sid_part_sum own = {0, 0};
+    sid_part_sum own = {0};
     if (f.of == MEANS) {
         const uint64_t at = sid_sign_low_at(n);
         *(float *)(void *)(e.payload + at) = low;
-        own.add(at, sid_f32_bits(low), e.bytes / 32);
+        own.add(at, sid_f32_bits(low));
     }
     sid_rule rule = {};
     rule.scale = high;
@@ -342,7 +341,7 @@ template <value OF, bool DRAWS> sid_status encode(sid_cuda_encoding &c) {
     const forms f = forms_of(p, OF, DRAWS);
     sid_ending e = sid_ending_of(c);
     if (DRAWS) e.draw.salt = e.head.salt = sid_salt(c.at.seed, SID_COMMON);
-    coder k = {c.payload, e.bytes / 32, carve(p, &c.work, OF), sid_tiles(p->n)};
+    coder k = {c.payload, carve(p, &c.work, OF), sid_tiles(p->n)};
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (s) return s;
     if constexpr (OF == FIXED)

@@ -15,7 +15,7 @@ sid_body sid_body_of(const sid_plan *p, bool mean) {
     sid_body b = {};
     b.index_at = sid_sparse_index_at(p->n);
     b.value_at = sid_sparse_value_at(p->n, p->cap);
-    b.rows = p->sizes.payload / 32;
+    b.bytes = p->sizes.payload;
     b.form = mean ? (uint32_t)SID_FLAG_MEAN : v.form;
     b.width = mean ? 0 : v.width;
     if (p->codec_param[SID_SPARSE_INDICES] == 0) return b;
@@ -60,7 +60,7 @@ sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const
 namespace {
 
 struct checking {
-    unsigned long long *sum, *weighted; /* a payload each, zeroed */
+    unsigned long long *sum; /* a payload each, zeroed */
     uint32_t *bad;
 };
 
@@ -68,7 +68,6 @@ checking carve_checking(sid_carver *c, uint64_t *clear) {
     const uint64_t start = c->at - sizeof(sid_scratch);
     checking k;
     k.sum = c->take<unsigned long long>(SID_MAX_COUNT);
-    k.weighted = c->take<unsigned long long>(SID_MAX_COUNT);
     k.bad = c->take<uint32_t>(SID_MAX_COUNT);
     *clear = c->at - start;
     return k;
@@ -93,6 +92,7 @@ struct payloads {
     uint64_t stride, n, cap;
     uint32_t count;
     float scale;
+    bool means; /* sid_has_means */
     sid_body b;
     __device__ const uint8_t *operator[](uint32_t r) const { return first + r * stride; }
 };
@@ -206,12 +206,9 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_look_kernel(checking check, pay
     const uint64_t claimed = ((const sid_header *)payload)->count, most = claimed < p.cap ? claimed : p.cap;
     const uint64_t tiles = sid_wire_tiles(p.n), first = tiles * b / each, last = tiles * (b + 1) / each;
     sid_part_sum own =
-        sid_sum_words(payload, 32 * p.b.rows, b, each, SID_HEADER_BYTES, 32 * p.b.rows, [](uint64_t, uint32_t) {});
+        sid_sum_words(payload, p.b.bytes, b, each, SID_HEADER_BYTES, p.b.bytes, [](uint64_t, uint32_t) {});
     own = sid_block_sums(own, part);
-    if (threadIdx.x == 0) {
-        atomicAdd(&check.sum[r], own.sum);
-        atomicAdd(&check.weighted[r], own.weighted);
-    }
+    if (threadIdx.x == 0) atomicAdd(&check.sum[r], own.sum);
     bool bad = claimed > p.cap;
     uint64_t from = entries_before(count, first); /* every warp for itself: no thread waits for another */
     for (uint64_t t = first; t < last && (PACKED || !bad); t++) {
@@ -252,7 +249,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
     __syncthreads();
     for (uint32_t r = threadIdx.x; r < p.count; r += SID_BLOCK) {
         const sid_header h = *(const sid_header *)p[r];
-        int32_t status = sid_check_header(h, expect, r, p.b.rows, check.sum[r], check.weighted[r]);
+        int32_t status = sid_check_header(h, expect, r, check.sum[r]);
         const uint32_t form = h.flags & ~(uint32_t)(SID_FLAG_NONFINITE | SID_FLAG_RAISED);
         const bool no_mean = sid_key(h.scale) >= SID_KEY_INF || (h.scale == 0) != (h.count == 0);
         if (status == SID_OK && (check.bad[r] || form != (p.b.form | p.b.packed) || (form & SID_FLAG_MEAN && no_mean) ||
@@ -497,7 +494,7 @@ struct packed_entries {
 
 template <class Memory, class Entries>
 __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
-    sid_decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own,
+    sid_decode_kernel(sid_group g, sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own,
                       const sid_state *state) {
     sid_follow();
     SID_DYNAMIC_SHARED(float4, memory);
@@ -525,6 +522,10 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
                 float4 *mine = (float4 *)(out + sid_warp() * SID_TILE + i);
                 float x[SID_QUAD] = {mine->x * p.scale, mine->y * p.scale, mine->z * p.scale, mine->w * p.scale};
                 *mine = make_float4(0, 0, 0, 0);
+                if (!fill && p.means && sid_overflows(x)) {
+                    scratch->over = 1; /* every writer writes the same */
+                    continue;
+                }
                 if (fill) {
                     for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = sid_bits_f32(0x7fc00000u);
                     if (Memory::VECTORS) sid_undo(own, g, s, vectors, i, count);
@@ -540,13 +541,71 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
     }
 }
 
+/* The quads that the decode has left: what is not finite of them is averaged in float64, payload by payload. */
+template <class Memory, class Entries>
+__global__ void __launch_bounds__(PART_BLOCK)
+    sid_sparse_mean_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own) {
+    sid_follow();
+    SID_DYNAMIC_SHARED(float4, memory);
+    float *out = (float *)memory;
+    if (!scratch->over) return;
+    float4 *const mine = memory + sid_warp() * (SID_TILE / SID_QUAD) + sid_lane();
+    for (uint32_t i = threadIdx.x; i < PART; i += PART_BLOCK) out[i] = 0;
+    __syncthreads();
+    /* Adds up payloads over a part, which this thread's quads f(row, of them) then take, and which is 0 again. */
+    const auto add_up = [&](const payloads &of, uint64_t part, const auto &f) {
+        const Entries entries(of, out);
+        for (uint32_t r = sid_warp(); r < of.count; r += PART_BLOCK / SID_LANES) entries.begin(r, part);
+        __syncthreads();
+        entries.add(part);
+        __syncthreads();
+#pragma unroll
+        for (uint32_t r = 0; r < SID_ROWS; r++) {
+            f(r, mine[r * SID_LANES]);
+            mine[r * SID_LANES] = make_float4(0, 0, 0, 0);
+        }
+        __syncthreads();
+    };
+#pragma unroll 1
+    for (uint64_t part = blockIdx.x; part < (p.n + PART - 1) / PART; part += gridDim.x) {
+        float x[SID_ROWS][SID_QUAD];
+        double sum[SID_ROWS][SID_QUAD] = {};
+        add_up(p, part, [&](uint32_t r, const float4 &v) {
+            x[r][0] = v.x * p.scale, x[r][1] = v.y * p.scale, x[r][2] = v.z * p.scale, x[r][3] = v.w * p.scale;
+        });
+        if (!__syncthreads_or(sid_overflows(x))) continue;
+#pragma unroll 1
+        for (uint32_t i = 0; i < p.count; i++) {
+            payloads one = p;
+            one.first = p[i];
+            one.count = 1;
+            add_up(one, part, [&](uint32_t r, const float4 &v) {
+                sum[r][0] += (double)v.x, sum[r][1] += (double)v.y, sum[r][2] += (double)v.z, sum[r][3] += (double)v.w;
+            });
+        }
+        const uint64_t tile = part * (PART / SID_TILE) + sid_warp();
+        if (tile * SID_TILE >= p.n) continue;
+        const sid_span s = sid_span_of(g, tile);
+#pragma unroll
+        for (uint32_t r = 0; r < SID_ROWS; r++) {
+            const uint32_t i = r * SID_ROW + sid_lane() * SID_QUAD, count = sid_count4(s.len, i);
+            if (!count || !sid_overflows(x[r])) continue;
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++)
+                x[r][c] = sid_key(x[r][c]) < SID_KEY_INF ? x[r][c] : sid_mean(sum[r][c], p.scale);
+            if (own.receives) sid_receive(own, vectors, s.at + i, count, x[r]);
+            sid_put<false>(g, s, i, count, x[r]);
+        }
+    }
+}
+
 } // namespace
 
 sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean) {
     const sid_plan *p = c.plan;
     uint64_t clear;
     const checking check = carve_checking(&c.work, &clear);
-    const payloads all = {c.payloads, c.stride, p->n, p->cap, c.count, c.scale, sid_body_of(p, mean)};
+    const payloads all = {c.payloads, c.stride, p->n, p->cap, c.count, c.scale, sid_has_means(c), sid_body_of(p, mean)};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const uint64_t tiles = sid_wire_tiles(p->n), share = 1 + 4ull * c.to.processors / c.count;
     const uint32_t each = (uint32_t)(tiles < 1 ? 1 : tiles < share ? tiles : share);
@@ -558,7 +617,7 @@ sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean) {
         s = sid_launch(c.to, "check", sid_check_kernel, 1, SID_BLOCK, 0, c.scratch, check, all, sid_expect_of(c),
                        c.report, c.state);
     if (s || c.part == SID_CHECK) return s;
-    return sid_with_memory_of(c, [&](auto memory) {
+    s = sid_with_memory_of(c, [&](auto memory) {
         const auto decode = [&](auto kernel, uint32_t cursors) {
             return sid_launch(c.to, "decode", kernel, sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS),
                               PART_BLOCK, (uint32_t)(PART * sizeof(float)) + cursors, c.group, c.scratch, all, vectors,
@@ -567,5 +626,16 @@ sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean) {
         if (all.b.packed)
             return decode(sid_decode_kernel<decltype(memory), packed_entries>, packed_entries::bytes(c.count));
         return decode(sid_decode_kernel<decltype(memory), plain_entries>, plain_entries::bytes(c.count));
+    });
+    if (s) return s;
+    return sid_with_means(c, [&](auto memory) {
+        const auto means = [&](auto kernel, uint32_t cursors) {
+            return sid_launch(c.to, "means", kernel, sid_blocks(c.to, (p->n + PART - 1) / PART, 2), PART_BLOCK,
+                              (uint32_t)(PART * sizeof(float)) + cursors, c.group, (const sid_scratch *)c.scratch, all,
+                              vectors, memory);
+        };
+        if (all.b.packed)
+            return means(sid_sparse_mean_kernel<decltype(memory), packed_entries>, packed_entries::bytes(c.count));
+        return means(sid_sparse_mean_kernel<decltype(memory), plain_entries>, plain_entries::bytes(c.count));
     });
 }

@@ -48,7 +48,7 @@ struct sid_sparse_needs {
 /* Where a sparse body's arrays lie (csrc/wire.h), in bytes from the payload's start. `form`, `packed`: header flags, of the
  * values and of the indices. */
 struct sid_body {
-    uint64_t index_at, value_at, rows;
+    uint64_t index_at, value_at, bytes;
     uint64_t high_at; /* of packed indices: the upper bits, up to value_at */
     uint32_t form, packed;
     uint32_t low;   /* of packed indices: so many bits lie apart from the upper ones */
@@ -756,7 +756,7 @@ struct sid_crew {
         if (b.width) /* where any is sent, the largest candidate is */
             lead([&] { s.levels = sid_levels_between(s.key, sent ? f.scratch->key : 0, b.width); });
         unsigned long long at = over.before;
-        sid_part_sum own = {0, 0};
+        sid_part_sum own = {0};
         for (uint64_t start = from; start < to; start += SID_BLOCK) {
             const uint64_t i = start + threadIdx.x;
             const float x = i < to ? l.value[i] : 0.0f;
@@ -775,7 +775,7 @@ struct sid_crew {
                     set(b.high_at, (index >> b.low) + slot, 1, own);
                 } else {
                     *(uint16_t *)(f.payload + p) = short_index;
-                    own.add(p, sid_half_word(p, short_index), b.rows);
+                    own.add(p, sid_half_word(p, short_index));
                 }
                 if (b.form & SID_FLAG_MEAN) {
                     l.extra[slot] = x;
@@ -787,11 +787,11 @@ struct sid_crew {
                     const float max = 65504.0f;
                     const uint16_t h = sid_to_f16(x > max ? max : x < -max ? -max : x);
                     *(uint16_t *)(f.payload + v) = h;
-                    own.add(v, sid_half_word(v, h), b.rows);
+                    own.add(v, sid_half_word(v, h));
                 } else {
                     const uint64_t v = b.value_at + 4 * slot;
                     *(float *)(f.payload + v) = x;
-                    own.add(v, sid_f32_bits(x), b.rows);
+                    own.add(v, sid_f32_bits(x));
                 }
                 if (same && same_here + 1 == what.ties) f.scratch->cut = index + 1ull;
             }
@@ -800,10 +800,7 @@ struct sid_crew {
             __syncthreads(); /* before the next round writes scan */
         }
         own = sid_block_sums(own, s.sums);
-        if (threadIdx.x == 0) {
-            atomicAdd(&f.scratch->sum, own.sum);
-            atomicAdd(&f.scratch->weighted, own.weighted);
-        }
+        if (threadIdx.x == 0) atomicAdd(&f.scratch->sum, own.sum);
         sid_grid_sync();
         seal(sent, side);
     }
@@ -815,10 +812,10 @@ struct sid_crew {
         uint32_t *words = (uint32_t *)(f.payload + p);
         const uint32_t low = (uint32_t)both, high = (uint32_t)(both >> 32);
         if (low) atomicOr(words, low);
-        own.add(p, low, f.body.rows);
+        own.add(p, low);
         if (!high) return;
         atomicOr(words + 1, high);
-        own.add(p + 4, high, f.body.rows);
+        own.add(p + 4, high);
     }
 
     /* Nearly always the whole warp is in one wire tile. */
@@ -842,9 +839,9 @@ struct sid_crew {
         }
         if (blockIdx.x) return;
         const uint32_t *counts = (const uint32_t *)(f.payload + SID_HEADER_BYTES);
-        sid_part_sum own = {0, 0};
+        sid_part_sum own = {0};
         for (uint64_t t = threadIdx.x; t < sid_wire_tiles(f.n); t += SID_BLOCK)
-            own.add(SID_HEADER_BYTES + 4 * t, counts[t], b.rows);
+            own.add(SID_HEADER_BYTES + 4 * t, counts[t]);
         own = sid_block_sums(own, s.sums);
         if (threadIdx.x) return;
         sid_rule rule = {};
@@ -853,8 +850,8 @@ struct sid_crew {
             rule.step = s.levels.step;
             if (sent) {
                 *(uint2 *)(f.payload + b.value_at) = make_uint2(rule.base, rule.step);
-                own.add(b.value_at, rule.base, b.rows);
-                own.add(b.value_at + 4, rule.step, b.rows);
+                own.add(b.value_at, rule.base);
+                own.add(b.value_at + 4, rule.step);
             }
         }
         rule.key = s.key;
@@ -863,7 +860,7 @@ struct sid_crew {
         if (b.form & SID_FLAG_MEAN) rule.scale = scale = side < 0 && sent ? -mean : mean;
         sid_seal((sid_header *)f.payload, f.head,
                  s.flags | b.form | b.packed | (f.scratch->nonfinite ? (uint32_t)SID_FLAG_NONFINITE : 0u), sent, scale,
-                 b.rows, f.scratch->sum + own.sum, f.scratch->weighted + own.weighted);
+                 f.scratch->sum + own.sum);
         sid_state *state = f.state;
         state->rule = rule;
         state->draw = f.draw;
@@ -915,7 +912,7 @@ template <class Law> sid_status sid_sparse_encode(sid_cuda_encoding &c, const La
     uint64_t clear;
     sid_finishing f = {};
     f.list = sid_carve_list(p, &c.work, &clear, needs);
-    const sid_vectors vectors = sid_vectors_of(p, c.state);
+    const sid_vectors vectors = sid_vectors_of(c);
     const uint64_t chunks = sid_chunks(p->n), pieces = (chunks + SID_FINISH_CHUNKS - 1) / SID_FINISH_CHUNKS;
     f.scratch = c.scratch;
     f.state = c.state;

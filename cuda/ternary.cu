@@ -124,8 +124,7 @@ __global__ void __launch_bounds__(SID_SUMS)
     const float own = bad ? 0.0f : quant_group_scale(&form, e.scratch->codec[LARGEST], sum, squares, n, clip);
     slots[e.head.rank] = sid_f32_bits(bad ? no_number() : own);
     e.scratch->key = sid_f32_bits(own);
-    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, n, scale, SID_HEADER_BYTES / 32,
-             0, 0);
+    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, n, scale, 0);
     e.state->rule = sid_rule(); /* until the last round it may still be that nothing is sent */
     e.state->draw = e.draw;
     e.state->steps++;
@@ -183,7 +182,8 @@ sid_status encode(sid_cuda_encoding &c) {
     if (s || c.settles) return s;
     s = sid_launch(c.to, "seal", sid_ternary_seal_kernel, 1, SID_SUMS, 0, sid_ending_of(c), (const double *)k.sums,
                    c.plan->codec_param[TERN_CLIP], 1.0f / (float)c.at.world, alone ? 2u : 1u);
-    return !s && alone ? second(c, k) : s;
+    if (!s && alone) s = second(c, k);
+    return s ? s : sid_linear_cover(c);
 }
 
 sid_status further(sid_cuda_encoding &c) { return second(c, coder_of(c)); }
@@ -281,14 +281,16 @@ __global__ void __launch_bounds__(SID_BLOCK, Memory::VECTORS > 1 ? 2 : SID_DENSE
 sid_status decode(sid_cuda_decoding &c) {
     const sid_plan *p = c.plan;
     const sid_payloads from = sid_payloads_of(c);
+    uint64_t clear;
+    unsigned long long *const sums = sid_carve_covered(&c.work, &clear);
     float *const units = c.work.take<float>(SID_MAX_COUNT);
     const uint64_t grid = sid_blocks(c.to, sid_chunks(p->n), SID_DENSE_BLOCKS);
-    sid_status s = sid_begin_decode(c, sizeof *c.scratch);
+    sid_status s = sid_begin_decode(c, clear);
     if (!s) s = sid_launch(c.to, "units", sid_ternary_units_kernel, 1, SID_BLOCK, 0, c.scratch, from, units);
     if (!s && c.state && c.count > 1)
         s = sid_launch(c.to, "look", sid_ternary_look_kernel, grid, SID_BLOCK, 0, c.scratch, from,
                        (const float *)units);
-    if (!s) s = sid_linear_check(c, p->n);
+    if (!s) s = sid_linear_check(c, p->n, sums);
     if (s || c.part == SID_CHECK) return s;
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_ternary_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
@@ -299,6 +301,7 @@ sid_status decode(sid_cuda_decoding &c) {
 uint64_t work(const sid_plan *p) {
     sid_carver encodes = {nullptr, 0}, decodes = {nullptr, 0};
     encodes.take<double>(2 * sid_tiles(p->n));
+    decodes.at += sid_covered_work();
     decodes.take<float>(SID_MAX_COUNT);
     return encodes.at > decodes.at ? encodes.at : decodes.at;
 }

@@ -1,9 +1,9 @@
-"""Automatic mixed precision with a GradScaler: tell the State each change of scale.
+"""Automatic mixed precision with a GradScaler, which the State follows.
 
 torchrun --standalone --nproc-per-node 2 examples/amp.py
 
-The scale starts far too high, so the first gradients overflow: every rank skips these steps, and no memory
-keeps what is not finite.
+The scale starts far too high, so the first gradients overflow: every rank skips these steps, and they leave
+no trace in what the State keeps.
 """
 
 import gc
@@ -25,6 +25,7 @@ scaler = torch.amp.GradScaler(kind, init_scale=2.0**24, growth_interval=50)
 
 state = sidcomp.State("topk", density=0.05)
 sidcomp.register(ddp, state)
+state.follow(optimizer, scaler)  # rescales what is kept with the loss scale, and undoes skipped steps
 
 target = torch.randn(64, 1, device=device)
 torch.manual_seed(1 + dist.get_rank())
@@ -38,7 +39,6 @@ for step in range(201):
     scaler.step(optimizer)
     before = scaler.get_scale()
     scaler.update()
-    state.update_scale(scaler.get_scale())  # what is kept is in units of scaled gradients
     skipped += scaler.get_scale() < before
     if step % 50 == 0 and dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}, scale {scaler.get_scale():g}, {skipped} steps skipped")

@@ -330,11 +330,11 @@ class Plan {
     bool has(uint32_t trait) const { return (sid_plan_codec(get())->traits & trait) != 0; }
 
     sid_stats encode(const Segments &seg, Address state, Address work, Address payload, uint64_t step, uint64_t seed,
-                     uint32_t group, uint32_t rank, uint32_t world, float carry) const {
+                     uint32_t group, uint32_t rank, uint32_t world, float carry, int64_t origin) const {
         need(state, sizes.state, "state");
         need(work, sizes.work, "work");
         need(payload, sizes.payload, "payload");
-        const sid_step at{step, seed, group, rank, world, carry};
+        const sid_step at{step, seed, group, rank, world, carry, origin};
         sid_stats stats{};
         const sid_status s = without_gil([&] {
             return sid_encode(get(), seg.parts.data(), seg.count(), pointer(state), pointer(work), &at,
@@ -349,7 +349,7 @@ class Plan {
         need(state, sizes.state, "state");
         need(work, sizes.work, "work");
         need(payload, sizes.payload, "payload");
-        const sid_step at{step, seed, group, rank, world, 1};
+        const sid_step at{step, seed, group, rank, world, 1, 0};
         check(without_gil([&] {
             return sid_next_round(get(), round, seg.parts.data(), seg.count(), pointer(state), pointer(work), &at,
                                   pointer(payload));
@@ -398,6 +398,10 @@ class Plan {
         need(state, sizes.state, "state");
         check(sid_unsend(get(), pointer(state)));
     }
+    void forget(Address state) const {
+        need(state, sizes.state, "state");
+        check(without_gil([&] { return sid_forget(get(), pointer(state)); }));
+    }
     void rescale(Address state, float factor) const {
         need(state, sizes.state, "state");
         check(without_gil([&] { return sid_rescale(get(), pointer(state), factor); }));
@@ -412,9 +416,9 @@ class Plan {
     }
 
     void cuda_encode(Address segs, uint32_t n_segs, Address state, Address work, Address payload, uint64_t step,
-                     uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, float carry, Address stats,
-                     int device, Address stream) const {
-        const sid_step at{step, seed, group, rank, world, carry};
+                     uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, float carry, int64_t origin,
+                     Address stats, int device, Address stream) const {
+        const sid_step at{step, seed, group, rank, world, carry, origin};
         sid_error err{};
         const sid_status s = without_gil([&] {
             return sid_cuda_encode(get(), pointer<const sid_segment>(segs), n_segs, pointer(state), pointer(work), &at,
@@ -426,7 +430,7 @@ class Plan {
     void cuda_next_round(uint32_t round, Address segs, uint32_t n_segs, Address state, Address work, Address payload,
                          uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, int device,
                          Address stream) const {
-        const sid_step at{step, seed, group, rank, world, 1};
+        const sid_step at{step, seed, group, rank, world, 1, 0};
         sid_error err{};
         const sid_status s = without_gil([&] {
             return sid_cuda_next_round(get(), round, pointer<const sid_segment>(segs), n_segs, pointer(state),
@@ -531,8 +535,8 @@ class Exchange {
     }
 
     bool advance(uint32_t round, const Segments &seg, Address state, Address work, Address wire, uint64_t step,
-                 uint64_t seed, uint32_t group, float carry) {
-        const sid_step at{step, seed, group, rank, world, carry};
+                 uint64_t seed, uint32_t group, float carry, int64_t origin) {
+        const sid_step at{step, seed, group, rank, world, carry, origin};
         sid_report report{};
         sid_error err{};
         sid_segment *room = cut(seg);
@@ -547,7 +551,7 @@ class Exchange {
     bool has_meanwhile() const { return sid_exchange_has_meanwhile(get()) != 0; }
     void meanwhile(uint32_t round, const Segments &seg, Address state, Address work, Address wire, uint64_t step,
                    uint64_t seed, uint32_t group) {
-        const sid_step at{step, seed, group, rank, world, 1.0f}; // what is owed was weighted by advance(0)'s
+        const sid_step at{step, seed, group, rank, world, 1.0f, 0}; // what is owed was weighted by advance(0)'s
         sid_segment *room = cut(seg);
         check(without_gil([&] {
             return sid_exchange_meanwhile(get(), round, seg.parts.data(), seg.count(), room, pointer(state),
@@ -562,9 +566,9 @@ class Exchange {
         return bytes;
     }
     void cuda_advance(uint32_t round, Address segs, uint32_t n_segs, Address state, Address work, Address wire,
-                      uint64_t step, uint64_t seed, uint32_t group, float carry, Address stats, Address report,
-                      int device, Address stream) const {
-        const sid_step at{step, seed, group, rank, world, carry};
+                      uint64_t step, uint64_t seed, uint32_t group, float carry, int64_t origin, Address stats,
+                      Address report, int device, Address stream) const {
+        const sid_step at{step, seed, group, rank, world, carry, origin};
         sid_error err{};
         check(without_gil([&] {
                   return sid_cuda_exchange_advance(get(), round, pointer<const sid_segment>(segs), n_segs,
@@ -601,7 +605,7 @@ class Exchange {
 
     void abandon(const Segments &seg, Address state, Address work, Address wire, uint64_t step, uint64_t seed,
                  uint32_t group) {
-        const sid_step at{step, seed, group, rank, world, 1};
+        const sid_step at{step, seed, group, rank, world, 1, 0};
         sid_segment *room = cut(seg);
         check(without_gil([&] {
             return sid_exchange_abandon(get(), seg.parts.data(), seg.count(), room, pointer(state), pointer(work), &at,
@@ -621,6 +625,10 @@ class Exchange {
     void unsend(Address state) const {
         need(state, sizes.state, "state");
         check(sid_exchange_unsend(get(), pointer(state)));
+    }
+    void forget(Address state) const {
+        need(state, sizes.state, "state");
+        check(without_gil([&] { return sid_exchange_forget(get(), pointer(state)); }));
     }
     void rescale(Address state, float factor) const {
         need(state, sizes.state, "state");
@@ -658,7 +666,7 @@ py::tuple loopback(const std::vector<Exchange *> &ranks, const std::vector<Segme
         if (most < ranks[r]->sizes.messages) most = ranks[r]->sizes.messages;
     }
     std::vector<sid_message> room(2 * (most + 1));
-    const sid_step at{step, seed, group, 0, static_cast<uint32_t>(world), carry};
+    const sid_step at{step, seed, group, 0, static_cast<uint32_t>(world), carry, 0};
     sid_report report{};
     sid_error err{};
     const sid_status s = without_gil([&] { return sid_loopback(all.data(), room.data(), &at, &report, &err); });
@@ -788,16 +796,17 @@ class DeviceGroup {
     DeviceGroup(const DeviceGroup &) = delete;
     DeviceGroup &operator=(const DeviceGroup &) = delete;
 
-    void step(Communicator &c, uint64_t step, uint64_t seed, uint32_t group, float carry, Address stream) const {
-        const sid_step at{step, seed, group, c.rank, c.world, carry};
+    void step(Communicator &c, uint64_t step, uint64_t seed, uint32_t group, float carry, int64_t origin,
+              Address stream) const {
+        const sid_step at{step, seed, group, c.rank, c.world, carry, origin};
         c.call([&](sid_nccl_comm *comm, sid_error *err) {
             return sid_nccl_step(comm, &group_, &at, pointer(stream), err);
         });
     }
 
-    py::bytes sent() const {
-        std::vector<sid_cuda_sent> entries(sid_cuda_sent_by(&group_, nullptr, 0));
-        sid_cuda_sent_by(&group_, entries.data(), static_cast<uint32_t>(entries.size()));
+    py::bytes kept() const {
+        std::vector<sid_cuda_kept> entries(sid_cuda_kept_by(&group_, nullptr, 0));
+        sid_cuda_kept_by(&group_, entries.data(), static_cast<uint32_t>(entries.size()));
         return {reinterpret_cast<const char *>(entries.data()), entries.size() * sizeof entries[0]};
     }
 
@@ -1065,14 +1074,14 @@ PYBIND11_MODULE(_core, m) {
                                })
         .def("messages", &Exchange::messages, arg("round"), arg("receive"))
         .def("advance", &Exchange::advance, arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"),
-             py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f)
+             py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f, arg("origin") = 0)
         .def_property_readonly("has_meanwhile", &Exchange::has_meanwhile)
         .def("meanwhile", &Exchange::meanwhile, arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"),
              py::kw_only(), arg("step"), arg("seed"), arg("group"))
         .def("cuda_work_bytes", &Exchange::cuda_work_bytes)
         .def("cuda_advance", &Exchange::cuda_advance, arg("round"), arg("segments"), arg("n_segments"), arg("state"),
              arg("work"), arg("wire"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f,
-             arg("stats"), arg("report"), arg("device"), arg("stream"))
+             arg("origin") = 0, arg("stats"), arg("report"), arg("device"), arg("stream"))
         .def("cuda_settle", &Exchange::cuda_settle, arg("segments"), arg("n_segments"), arg("state"), arg("work"),
              arg("wire"), py::kw_only(), arg("device"), arg("stream"))
         .def("cuda_unsend", &Exchange::cuda_unsend, arg("state"), py::kw_only(), arg("device"), arg("stream"))
@@ -1083,6 +1092,7 @@ PYBIND11_MODULE(_core, m) {
         .def("residual_out", &Exchange::residual_out, arg("state"), arg("out"))
         .def("residual_in", &Exchange::residual_in, arg("state"), arg("values"))
         .def("unsend", &Exchange::unsend, arg("state"))
+        .def("forget", &Exchange::forget, arg("state"))
         .def("rescale", &Exchange::rescale, arg("state"), arg("factor"));
 
     m.attr("nccl_least") = static_cast<int>(SID_NCCL_LEAST);
@@ -1146,7 +1156,7 @@ PYBIND11_MODULE(_core, m) {
                                })
         .def_property_readonly("vectors", &Plan::vectors)
         .def("encode", &Plan::encode, arg("segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(),
-             arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"), arg("carry") = 1.0f)
+             arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"), arg("carry") = 1.0f, arg("origin") = 0)
         .def("next_round", &Plan::next_round, arg("round"), arg("segments"), arg("state"), arg("work"), arg("payload"),
              py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"))
         .def("decode", &Plan::decode, arg("payloads"), arg("stride"), arg("count"), arg("scale"), arg("segments"),
@@ -1157,11 +1167,12 @@ PYBIND11_MODULE(_core, m) {
         .def("residual_out", &Plan::residual_out, arg("state"), arg("out"))
         .def("residual_in", &Plan::residual_in, arg("state"), arg("values"))
         .def("unsend", &Plan::unsend, arg("state"))
+        .def("forget", &Plan::forget, arg("state"))
         .def("rescale", &Plan::rescale, arg("state"), arg("factor"))
         .def("cuda_work_bytes", &Plan::cuda_work_bytes)
         .def("cuda_encode", &Plan::cuda_encode, arg("segments"), arg("n_segments"), arg("state"), arg("work"),
              arg("payload"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"),
-             arg("carry") = 1.0f, arg("stats"), arg("device"), arg("stream"))
+             arg("carry") = 1.0f, arg("origin") = 0, arg("stats"), arg("device"), arg("stream"))
         .def("cuda_next_round", &Plan::cuda_next_round, arg("round"), arg("segments"), arg("n_segments"), arg("state"),
              arg("work"), arg("payload"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"),
              arg("world"), arg("device"), arg("stream"))
@@ -1180,15 +1191,15 @@ PYBIND11_MODULE(_core, m) {
             check(sid_cuda_show(pointer(report), mark, pointer(seen), device, pointer(stream), &err), err);
         },
         arg("report"), arg("mark"), arg("seen"), py::kw_only(), arg("device"), arg("stream"));
-    m.attr("cuda_sent_bytes") = sizeof(sid_cuda_sent);
+    m.attr("cuda_kept_bytes") = sizeof(sid_cuda_kept);
     m.def(
         "cuda_cancel",
-        [](Address sent, uint32_t count, bool always, int device, Address stream) {
+        [](Address kept, uint32_t count, bool always, int device, Address stream) {
             sid_error err{};
-            check(sid_cuda_cancel(pointer<const sid_cuda_sent>(sent), count, always, device, pointer(stream), &err),
+            check(sid_cuda_cancel(pointer<const sid_cuda_kept>(kept), count, always, device, pointer(stream), &err),
                   err);
         },
-        arg("sent"), arg("count"), py::kw_only(), arg("always"), arg("device"), arg("stream"));
+        arg("kept"), arg("count"), py::kw_only(), arg("always"), arg("device"), arg("stream"));
 
     py::class_<DeviceGroup>(m, "DeviceGroup")
         .def(py::init<const Plan &, Address, uint32_t, Address, Address, Address, Address, Address, Address, Address>(),
@@ -1198,8 +1209,8 @@ PYBIND11_MODULE(_core, m) {
              arg("exchange"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("wire"), arg("stats"),
              arg("report"), arg("seen"), py::keep_alive<1, 2>())
         .def("step", &DeviceGroup::step, arg("communicator"), py::kw_only(), arg("step"), arg("seed"), arg("group"),
-             arg("carry") = 1.0f, arg("stream"))
-        .def("sent", &DeviceGroup::sent);
+             arg("carry") = 1.0f, arg("origin") = 0, arg("stream"))
+        .def("kept", &DeviceGroup::kept);
 
     py::class_<Instance>(m, "Instance", "A planning problem (csrc/fusion.h).")
         .def(py::init<int64_t, std::vector<int64_t>, std::vector<int64_t>, const std::vector<Instance::Method> &,

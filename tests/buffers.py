@@ -83,7 +83,7 @@ class Rank:
         self.stats = self.plan.encode(
             vector.segments, self.state.ptr, self.work.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
-            carry=at.carry,
+            carry=at.carry, origin=at.origin,
         )  # fmt: skip
         assert (vector.raw == before).all(), "encode wrote into the segments"
         self.check()

@@ -48,7 +48,7 @@ STORAGE = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bf
            "int8": np.dtype(np.int8)}  # fmt: skip
 DTYPE_CODE = {"float32": 0, "float16": 1, "bfloat16": 2}
 
-MAGIC, VERSION, HEADER_BYTES, WIRE_TILE = 0x43444953, 1, 64, 65536
+MAGIC, VERSION, HEADER_BYTES, WIRE_TILE = 0x43444953, 2, 64, 65536
 NONFINITE, RAISED, HALF, MEAN, LOG8, LOG4, PACKED = 1, 2, 4, 8, 16, 32, 64
 HEADER = struct.Struct("<IHHIIQQQIIfIQ")
 FIELDS = ("magic", "version", "codec", "dtype", "flags", "n", "count", "step", "group", "rank", "scale",
@@ -121,16 +121,18 @@ def checksum(payload: bytes) -> int:
 
 
 def checksum_words(data: bytes) -> int:
-    """Two sums modulo 2^64 over 32-bit words in rows of 8 (the last row filled up with zeros), mixed."""
-    words = np.frombuffer(_pad(data, 32), "<u4").astype(np.uint64)  # uint64 wraps: modulo 2^64
-    rows, mask = len(words) // 8, (1 << 64) - 1
-    place = np.arange(len(words), dtype=np.uint64)
-    weight = (np.uint64(rows) - place // np.uint64(8)) * (place % np.uint64(8) + np.uint64(1))
-    total, weighted = int(words.sum()), int((words * weight).sum())
-    h = (total * 0x9E3779B97F4A7C15 + weighted) & mask
-    h ^= h >> 29
-    h = h * 0xBF58476D1CE4E5B9 & mask
-    return h ^ (h >> 32)
+    """The sum of 32-bit words, each times the key of its place, modulo 2^64."""
+    words = np.frombuffer(_pad(data, 4), "<u4").astype(np.uint64)  # uint64 wraps: modulo 2^64
+    return int((words * checksum_keys(len(words))).sum(dtype=np.uint64))
+
+
+def checksum_keys(words: int) -> Array:
+    """The keys of a message's first words."""
+    i = np.arange(words, dtype=np.uint64)
+    q, b = i % np.uint64(1024) // np.uint64(2), i // np.uint64(1024) + np.uint64(1)
+    pair = (np.uint64(1) + q * (np.uint64(0x05E9BF98) + np.uint64(0xC7F7F460) * q)) & np.uint64(_32)
+    block = np.uint64(1) + b * (np.uint64(0x2EC4E27BE3115000) + np.uint64(0x2B458B95144C4000) * b)
+    return pair * block * np.where(i % np.uint64(2) == 0, np.uint64(1), np.uint64(0x22EDC4B0FA431B6D))
 
 
 def add_bytes(payloads: Sequence[bytes], own: int, start: int = HEADER_BYTES) -> bytes:
@@ -141,7 +143,8 @@ def add_bytes(payloads: Sequence[bytes], own: int, start: int = HEADER_BYTES) ->
 
 def seal(payload: bytes, linear: bool) -> bytes:
     """The payload with its checksum field made right."""
-    covered = payload[:HEADER_BYTES] if linear else payload
+    alone = payload[48:52] == struct.pack("<f", 1)  # nothing is summed with it
+    covered = payload[:HEADER_BYTES] if linear and not alone else payload
     return payload[:56] + struct.pack("<Q", checksum(covered)) + payload[64:]
 
 
@@ -494,6 +497,7 @@ class Step:
     world: int = 1
     seed: int = 0
     carry: float = 1.0  # of what is owed, before the gradient is added
+    origin: int = 0  # of the state that it starts from, in bytes from the one that it writes
 
 
 @dataclass
@@ -1611,7 +1615,9 @@ class Group:
         """scale * sum of what the payloads stand for: a float32 sum in their order, times a float32 factor.
 
         A linear body stands for body * world; where `scale` is the 1/world of its header, the factor is 1.
+        Of several gathered payloads, an element that overflows is averaged in float64.
         """
+        every = list(payloads)
         factor = np.float32(scale)
         total = np.zeros(self.n, np.float32)
         with np.errstate(all="ignore"):
@@ -1638,7 +1644,15 @@ class Group:
                         block = []
                 if header(payload)["flags"] & NONFINITE and not self.codec.linear:
                     factor = np.float32(np.nan)
-            return (total * factor).astype(np.float32)
+            out: Array = (total * factor).astype(np.float32)
+            over = ~np.isfinite(out)
+            if over.any() and vote is None and not self.codec.linear and len(every) > 1 and factor == factor:
+                mean = sum(self.codec.read(p).astype(np.float64) for p in every) * float(factor)
+                largest = float(np.finfo(np.float32).max)
+                near = np.abs(mean) < 3.4028240e38  # 1 / world may have been rounded up
+                mean = np.where(near, np.clip(mean, -largest, largest), mean)
+                out[over] = mean.astype(np.float32)[over]
+            return out
 
     def decode(self, payloads: Sequence[bytes], scale: float) -> Array:
         """total(), rounded once to the dtype; all NaN if a sparse payload's gradient was not finite."""

@@ -147,3 +147,153 @@ def test_every_command_and_option_has_help() -> None:
         assert sub.help, name
         for option in sub.params:
             assert option.help, f"{name} {option.name}"
+
+
+# ---- bad command lines -------------------------------------------------------------------------------------
+
+GOOD = {
+    "forward_ps": 1,
+    "tensors": [{"name": "a", "backward_ps": 1, "bytes": 4}],
+    "methods": [{"name": "m", "encode": None, "exchange": [[0, 1]], "decode": None}],
+}
+# What is in braces is a file or folder: {good} an instance, {nowhere} in a folder that is not there.
+BAD = """
+nosuch
+--nosuch
+codecs nosuch
+codecs topk nosuch
+codecs --markdown --measured {folder}
+codecs --markdown --measured {binary}
+codecs --markdown --measured {deep}
+codecs --markdown --measured {list}
+codecs --markdown --measured {rows}
+plan
+plan --all
+plan {nowhere}
+plan {folder}
+plan {empty}
+plan {binary}
+plan {deep}
+plan {list}
+plan {half}
+plan {surrogate}
+plan {twice}
+plan {infinite}
+plan {other}
+plan {good} --algorithm nosuch
+plan {good} --all --option groups=1
+plan {good} --all --plot {folder}/p.png
+plan {good} --option groups
+plan {good} --option =1
+plan {good} --option nosuch=1
+plan {good} --option groups=--1
+plan {good} --option work_limit=-1
+plan {good} --option work_limit=99999999999999999999
+plan {good} --option instance=1
+plan {good} --option algorithm=pg
+plan {good} --option in_use=1
+plan {good} --option work_limit=9 --option work_limit=8
+plan {good} --plot {folder}
+plan {good} --plot {nowhere}/p.png
+plan {good} --plot {folder}/p.nosuch
+simulate nosuch
+simulate nosuch --measure
+simulate powersgd
+simulate topk -n -1
+simulate topk -n 1.5
+simulate topk -n 99999999999999999999
+simulate topk -n 1000000000000000
+simulate topk --gbit nan
+simulate topk --gbit 0
+simulate topk --gbit -1
+simulate topk --gbit fast
+simulate topk --latency-us -1
+simulate topk --latency-us inf
+simulate topk --message-us nan
+simulate topk --node-gbit 0
+simulate topk --ranks-per-node 0
+simulate topk --ranks-per-node -1
+simulate topk --ranks-per-node 5000
+simulate topk --param density
+simulate topk --param density=
+simulate topk --param density=0
+simulate topk --param density=2
+simulate topk --param density=nan
+simulate topk --param density=1e400
+simulate topk --param density=much
+simulate topk --param density=0.1 --param density=0.2
+simulate topk --param =1
+simulate topk --param nosuch=1
+simulate topk --param memory=nosuch
+simulate topk --param memory=1
+simulate topk --param n=3
+simulate topk --param codec=int8
+simulate topk --param worlds=3
+simulate topk --param link=1
+simulate topk --param compute=1
+simulate topk --param exchange=ring1
+simulate topk --param ranks_per_node=3
+simulate topk --measure --param ranks_per_node=3
+simulate topk --measure --param density=2
+simulate topk --plot {folder}
+simulate topk --plot {nowhere}/p.png
+simulate topk --plot {folder}/p.nosuch
+doctor nosuch
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bad")
+    good = json.dumps(GOOD)
+    texts = {
+        "good": good.encode(),
+        "empty": b"",
+        "binary": b'{"\xff\xfe": 1}',
+        "deep": b'{"a": ' + 100_000 * b"[",
+        "list": b"[1, 2]",
+        "rows": b'{"rows": [{"codec": "topk", "memory": 1}]}',
+        "half": good[: len(good) // 2].encode(),
+        "surrogate": good.replace('"a"', '"\\ud800"').encode(),
+        "twice": good.replace('"forward_ps"', '"forward_ps": 2, "forward_ps"').encode(),
+        "infinite": good.replace('"forward_ps": 1', '"forward_ps": Infinity').encode(),
+        "other": b'{"format": 1, "model": "0123"}',
+    }
+    for name, text in texts.items():
+        (folder / name).write_bytes(text)
+    paths = {name: folder / name for name in texts}
+    return {**paths, "folder": folder, "nowhere": folder / "no" / "such"}
+
+
+@pytest.mark.parametrize("line", BAD.strip().splitlines())
+def test_a_bad_command_line_is_one_message(line: str, files: dict[str, Path]) -> None:
+    before = set(files["folder"].parent.rglob("*"))
+    done = run(*(word.format(**files) for word in line.split()))
+    if "--plot" in line and "matplotlib" in done.stderr:
+        pytest.skip("no matplotlib")
+    assert isinstance(done.exception, SystemExit), f"a traceback: {done.exception!r}"
+    assert done.exit_code == 2
+    messages = [text for text in done.stderr.splitlines() if text.startswith("Error: ")]
+    assert len(messages) == 1 and len(messages[0]) > 20, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert set(files["folder"].parent.rglob("*")) == before, "it has left a file"
+
+
+@pytest.mark.parametrize(
+    "line, status, words",
+    [
+        ("codecs >/dev/full", 1, "No space left"),
+        ("codecs --json >&-", 0, ""),
+        ("plan --list | head -c 1", 0, ""),
+        ("codecs --markdown", 2, "unknown SIDCOMP_ISA 'mmx'"),
+    ],
+)
+def test_where_it_cannot_write_it_says_so_at_most(line: str, status: int, words: str) -> None:
+    if "/dev/full" in line and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "SIDCOMP_ISA": "mmx" if "mmx" in words else ""}
+    command = f"set -o pipefail; {sys.executable} -m sidcomp {line}"
+    done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=100)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert words in done.stderr
+    assert done.returncode == status or "|" in line

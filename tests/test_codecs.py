@@ -811,7 +811,7 @@ def test_every_half_becomes_its_float(codec: str) -> None:
     half = trial.plan.body_dtype
     patterns = np.arange(65536, dtype=np.uint16).view(ref.STORAGE[half])
     blank = trial.group.encode(np.zeros(65536, np.float32), Step())
-    payload = blank[:64] + patterns.tobytes()
+    payload = ref.with_header(blank[:64] + patterns.tobytes(), False)
     out = trial.decode([payload], 1.0, np.zeros(65536, np.float32))
     assert_same(out, ref.to_f32(patterns, half), "half to float32")
 
@@ -883,7 +883,7 @@ def test_sound_payloads_of_another_place_are_told_apart(codec: str) -> None:
     n, at = 200, Step(step=3, group=4)
     good, *_ = shares(codec, home(codec), n, "float32", {}, 1, 0)
     plan = _core.Plan(codec, home(codec), n, "float32")
-    other = {"step": 2, "group": 5, "codec": 999, "dtype": 1, "n": n + 1, "version": 2}
+    other = {"step": 2, "group": 5, "codec": 999, "dtype": 1, "n": n + 1, "version": 1}
     for name, value in other.items():
         bad = ref.with_header(good, plan.linear, **{name: value})
         refused(plan, [good, bad], 1, _core.MismatchError, at)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +258,197 @@ def test_without_torch() -> None:
 def test_a_rank_outside_the_world_is_named(rank: int, world: int) -> None:
     with pytest.raises(sidcomp.ArgumentError, match=f"rank={rank}, world={world}"):
         sidcomp.Compressor("topk", 100, rank=rank, world=world)
+
+
+@pytest.mark.parametrize("number", [-1, 2**64])
+def test_a_seed_or_group_that_no_payload_can_carry_is_refused(number: int) -> None:
+    for what in ("seed", "group"):
+        with pytest.raises(sidcomp.ArgumentError, match=f"{what}="):
+            sidcomp.Compressor("topk", 100, **{what: number})
+        with pytest.raises(sidcomp.ArgumentError, match=f"{what}="):
+            sidcomp.Loopback(2, "twoshot", "topk", 100, **{what: number})
+
+
+# ---- what must not be written, and what memory does not tell --------------------------------------
+
+
+def unwritable() -> dict[str, Callable[[], Any]]:
+    """Arrays of 100 float32 that decode(out=...) must refuse, and a word of the reason."""
+
+    def mapped() -> Any:
+        with tempfile.NamedTemporaryFile() as f:
+            f.write(bytes(400))
+            f.flush()
+            return np.memmap(f.name, np.float32, "r")
+
+    def torch() -> Any:
+        return pytest.importorskip("torch")
+
+    return {
+        "read-only: bytes": lambda: np.frombuffer(bytes(400), np.float32),
+        "read-only: memmap": mapped,
+        "contiguous: broadcast": lambda: np.broadcast_to(np.zeros(1, np.float32), 100),
+        "whole element": lambda: np.frombuffer(bytearray(401), np.float32, offset=1),
+        "neither": lambda: memoryview(bytearray(400)),
+        "contiguous: expanded": lambda: torch().zeros(1).expand(100),
+        "contiguous: every other": lambda: torch().zeros(200)[::2],
+        "requires grad: leaf": lambda: torch().zeros(100, requires_grad=True),
+        "requires grad: result": lambda: torch().zeros(100, requires_grad=True) * 2,
+        "signs": lambda: torch()._neg_view(torch().zeros(100)),
+        "layout": lambda: torch().zeros(100).to_sparse(),
+        "without memory": lambda: torch()._efficientzerotensor((100,)),
+        "is on meta": lambda: torch().zeros(100, device="meta"),
+        "float64": lambda: torch().zeros(100, dtype=torch().float64),
+        "99 elements": lambda: torch().zeros(99),
+    }
+
+
+@pytest.mark.parametrize("what", unwritable())
+def test_what_must_not_be_written_is_refused_and_stays(what: str) -> None:
+    c = sidcomp.Compressor("none", 100)
+    payload = c.encode(np.arange(100, dtype=np.float32))
+    out = unwritable()[what]()
+    with pytest.raises(sidcomp.ArgumentError, match=f"^out: .*{what.partition(':')[0]}"):
+        c.decode(payload, out)
+    if isinstance(out, np.ndarray):
+        assert not np.asarray(out).any()
+
+
+def test_a_payload_that_must_not_be_written_is_refused() -> None:
+    c = sidcomp.Compressor("powersgd", 100, rank=0, world=2)
+    x = gradient(100, 0)
+    payload = c.encode(x)
+    payload.flags.writeable = False
+    with pytest.raises(sidcomp.ArgumentError, match="payload: is read-only"):
+        c.next_round(1, payload, x)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_out_may_not_lie_where_a_payload_does(codec: str) -> None:
+    n = 1000
+    c = sidcomp.Compressor(codec, n, **settings_of(codec))
+    payload = c.encode(gradient(n, 0))
+    room = np.zeros(payload.size + 4 * n, np.uint8)
+    room[: payload.size] = payload
+    last = payload.size // 4 * 4 - 4
+    for at in (0, last):
+        with pytest.raises(sidcomp.ArgumentError, match=r"out: shares memory with payloads\[0\]"):
+            c.decode(room[: payload.size], room[at : at + 4 * n].view(np.float32))
+    assert np.array_equal(room[: payload.size], payload)
+    beside = room[-(-payload.size // 4) * 4 :][: 4 * n].view(np.float32)
+    beside = np.zeros(n, np.float32) if beside.size < n else beside
+    assert np.array_equal(c.decode(room[: payload.size], beside), c.decode(payload))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_view_with_pending_signs_is_what_it_says(codec: str) -> None:
+    """Torch may leave a view's signs to whoever reads it."""
+    torch = pytest.importorskip("torch")
+    n = 500
+    x = torch.from_numpy(gradient(n, 3))
+    negative = torch._neg_view(x)
+    assert negative.is_neg() and negative.data_ptr() == x.data_ptr()
+    a, b = (sidcomp.Compressor(codec, n, **settings_of(codec)) for _ in range(2))
+    assert torch.equal(a.encode(negative), b.encode(x.neg()))
+    assert torch.equal(a.residual(x), b.residual(x))
+    kept = torch.ones(a.residual().size)
+    a.set_residual(torch._neg_view(kept))
+    b.set_residual(-kept)
+    assert torch.equal(a.residual(x), b.residual(x))
+    imaginary = torch.tensor([1 + 2j]).conj().imag  # what conj() leaves behind, in one element
+    assert imaginary.is_neg() and imaginary.is_contiguous()
+    one = sidcomp.Compressor("none", 1)
+    assert one.decode(one.encode(imaginary)).item() == -2
+    assert one.decode(torch._neg_view(one.encode(imaginary).neg())).item() == -2
+
+
+def test_loopback_takes_views_with_pending_signs_and_gradients_of_parameters() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(gradient(300, 5))
+    a, b = (sidcomp.Loopback(2, "allgather", "topk", 300) for _ in range(2))
+    got = a.step([torch._neg_view(x), x.clone().requires_grad_()])
+    assert not got.requires_grad
+    assert torch.equal(got, b.step([-x, x]))
+
+
+def test_autograd_sees_that_out_was_written() -> None:
+    torch = pytest.importorskip("torch")
+    c = sidcomp.Compressor("none", 10)
+    payload, out = c.encode(torch.ones(10)), torch.zeros(10)
+    weight = torch.ones(10, requires_grad=True)
+    loss = (weight * out).sum()  # keeps out for the backward pass
+    c.decode(payload, out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(*calls: Callable[[], Any]) -> None:
+    """Runs all at once, each in a thread; raises what any of them raised."""
+    failed: list[BaseException] = []
+    start = threading.Barrier(len(calls))
+
+    def one(call: Callable[[], Any]) -> None:
+        start.wait()
+        try:
+            call()
+        except BaseException as e:
+            failed.append(e)
+
+    threads = [threading.Thread(target=one, args=(call,)) for call in calls]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("codec", CODECS)
+def test_threads_share_a_compressor(codec: str) -> None:
+    """The same gradient again and again: what several threads get, in any order, is what one gets."""
+    n, threads, times = 20_000, 3, 4
+    x = gradient(n, 1)
+    alone, shared = (sidcomp.Compressor(codec, n, **settings_of(codec)) for _ in range(2))
+    right = [alone.encode(x) for _ in range(threads * times)]
+    got: list[Array] = []
+    together(*[lambda: got.extend(shared.encode(x) for _ in range(times))] * threads)
+    assert shared.step == threads * times
+    assert sorted(p.tobytes() for p in got) == sorted(p.tobytes() for p in right)
+    assert np.array_equal(shared.residual(), alone.residual())
+
+    pair = right[:1] * 2 if CODECS[codec].linear else right[:2]
+    want = [alone.decode(pair), alone.residual()]
+    misaligned = np.concatenate([np.zeros(1, np.uint8), pair[0]])[1:]
+
+    def read() -> None:
+        for _ in range(times):
+            assert np.array_equal(shared.decode(pair), want[0])
+            assert np.array_equal(shared.decode([misaligned, pair[1]]), want[0])
+            assert np.array_equal(shared.residual(), want[1])
+
+    together(*[read] * threads)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("exchange, codec", [("allgather", "topk"), ("twoshot", "int8"), ("ring1", "marsit")])
+def test_threads_share_a_loopback(exchange: str, codec: str) -> None:
+    n, threads, times = 20_000, 3, 4
+    x = [gradient(n, 1), gradient(n, 2)]
+    alone, shared = (sidcomp.Loopback(2, exchange, codec, n) for _ in range(2))
+    right = [alone.step(x).tobytes() for _ in range(threads * times)]
+    got: list[bytes] = []
+    together(*[lambda: got.extend(shared.step(x).tobytes() for _ in range(times))] * threads)
+    assert sorted(got) == sorted(right)
+    assert all(np.array_equal(shared.residual(r), alone.residual(r)) for r in range(2))

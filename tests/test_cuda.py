@@ -243,7 +243,7 @@ class DeviceRank:
         self.plan.cuda_encode(
             vector.table.ptr, vector.n_segments, self.state.ptr, self.work.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
-            carry=at.carry, stats=self.stats.ptr, device=self.device, stream=stream(),
+            carry=at.carry, origin=at.origin, stats=self.stats.ptr, device=self.device, stream=stream(),
         )  # fmt: skip
 
     def encoded(self, vector: DeviceVector, at: Step) -> bytes:
@@ -490,6 +490,46 @@ def test_state_moves_between_cpu_and_gpu() -> None:
                 other.state.data[:] = np.frombuffer(device.state.get(), np.uint8)
 
 
+# Indices, sizes and floats at and beyond the ends of what a header may hold.
+NASTY = np.array(
+    [0, 1, 7, 8, 9, 255, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 0x3F400000, 0x3F800000, 0x7F7FFFFF, 0x7F800000,
+     0x7FC00000, 0x7FFFFFFF, 0x80000000, 0xBF800000, 0xFF800000, 0xFFFFFFFE, 0xFFFFFFFF],
+    np.uint32,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
+def test_a_header_that_no_encode_has_written(codec: str, settings: dict[str, Any], memory: str) -> None:
+    """What it lacks and what it may say is the same on both sides, and so are payloads and states."""
+    n = 3000
+    rng = np.random.default_rng(31)
+    device, host = pair(codec, settings, memory, n, "float32")
+    on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
+    for step in range(6):
+        x = content("laplace", n, rng)
+        if step == 5:
+            x[n // 2] = np.nan
+        on_device.write(x)
+        on_host.write(x)
+        if step:
+            words = host.state.data[:192].view(np.uint32)
+            for place in rng.integers(0, len(words), 1 + 4 * (step % 3)):
+                words[place] = rng.choice(NASTY)
+            if host.plan.extra_bytes:
+                host.plan.unsend(host.state.ptr)  # what was sent is there, too
+                host.state.data[len(host.state.data) - host.plan.extra_bytes :] = 0xFF
+            device.state.put(host.state.data)
+        at = Step(step=step, world=2)
+        payload = host.encode(on_host, at)
+        assert device.encoded(on_device, at) == payload
+        payload = host.next_rounds(on_host, at)
+        assert device.next_rounds(on_device, at) == payload
+        same_state(device, host)
+        device.decoded([payload], 0.5, on_device, at)
+        host.decode([payload], 0.5, on_host, at)
+        same_state(device, host)
+
+
 @pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
 def test_settle(codec: str, settings: dict[str, Any], memory: str) -> None:
     """What was sent leaves what is kept, as on the CPU; and the steps after it are the CPU's."""
@@ -535,9 +575,9 @@ class Cancelled:
                 device.plan, on_device.table.ptr, 1, device.state.ptr, device.work.ptr, device.payload.ptr, 0,
                 device.stats.ptr, device.report.ptr, 0,
             )  # fmt: skip
-            entries.append(group.sent())
-        assert {len(e) for e in entries} == {_core.cuda_sent_bytes}
-        self.table = DeviceBlock(len(entries) * _core.cuda_sent_bytes)
+            entries.append(group.kept())
+        assert {len(e) for e in entries} == {_core.cuda_kept_bytes}
+        self.table = DeviceBlock(len(entries) * _core.cuda_kept_bytes)
         self.table.put(b"".join(entries))
 
     def report(self, i: int, nonfinite: int, status: int) -> None:
@@ -550,7 +590,7 @@ class Cancelled:
 
 @pytest.mark.parametrize("why", ["nothing", "nonfinite", "failed", "always", "outside"])
 def test_cancel(why: str) -> None:
-    """Where one group's step is thrown away, those of the others count as not sent: as sid_unsend has it."""
+    """Where one group's step is thrown away, what the others keep is forgotten: as sid_forget has it."""
     c = Cancelled()
     culprit = len(c.ranks) - 2
     if why in ("nonfinite", "outside"):
@@ -563,7 +603,7 @@ def test_cancel(why: str) -> None:
         before = host.state.data.copy()
         thrown = why in ("failed", "always") or (why == "nonfinite" and i != culprit)
         if thrown and host.plan.vectors:  # else there is nothing that anything could be owed to
-            host.plan.unsend(host.state.ptr)
+            host.plan.forget(host.state.ptr)
         moved += int((before != host.state.data).any())
         same_state(device, host)
         device.state.check()
@@ -571,8 +611,55 @@ def test_cancel(why: str) -> None:
     assert moved >= kept // 2 if why in ("nonfinite", "failed", "always") else moved == 0
 
 
+class Window:
+    """A part of a block on the device, with the face of one."""
+
+    def __init__(self, block: DeviceBlock, at: int, nbytes: int) -> None:
+        self.data = block.data[at : at + nbytes]
+        self.ptr = block.ptr + at
+        self.check = block.check
+
+    def get(self) -> bytes:
+        return self.data.cpu().numpy().tobytes()
+
+
+def two_states(nbytes: int) -> list[Window]:
+    """The first one is at its start; what the other one holds does not matter."""
+    apart = -(-nbytes // 64) * 64
+    block = DeviceBlock(2 * apart, 0xCD)
+    block.data[:apart].zero_()
+    return [Window(block, 0, nbytes), Window(block, apart, nbytes)]
+
+
+@pytest.mark.parametrize("n, codec, settings, memory", beside((1, 1023, 4097, 9001), 1), ids=case_id)
+def test_steps_thrown_away(codec: str, settings: dict[str, Any], memory: str, n: int) -> None:
+    """Of two states a step reads one and writes the other: steps that are thrown away leave no trace."""
+    device, host = pair(codec, settings, memory, n, "float32")
+    rng = np.random.default_rng(n)
+    now, after = two_states(device.plan.state_bytes)
+    lengths = lengths_of("some", n, rng)
+    for step in range(3):
+        elements = content("laplace", n, rng)
+        for thrown in (np.nan, 1e30, None):
+            x = elements.copy()
+            if thrown is not None:
+                x[rng.integers(0, n, 3)] = thrown
+            device.state = after  # type: ignore[assignment]
+            before = now.get()
+            at = Step(step=step, group=1, carry=0.5 if step == 1 else 1.0, origin=now.ptr - after.ptr)
+            on_device, on_host = both(x, lengths)
+            payload = device.encoded(on_device, at)
+            device.decoded([payload], 1.0, on_device, at)
+            assert now.get() == before, "a step wrote to the state that it starts from"
+        at = Step(step=step, group=1, carry=at.carry)
+        assert payload == host.encode(on_host, at)
+        host.decode([payload], 1.0, on_host, at)
+        same_state(device, host)
+        now, after = after, now
+
+
 def test_cancel_refuses_what_is_no_table() -> None:
-    table = DeviceBlock(_core.cuda_sent_bytes, offset=4)
+    table = DeviceBlock(_core.cuda_kept_bytes, offset=4)
     for place, device, text in (
         (0, 0, "NULL"),
         (table.ptr, 0, "misaligned"),
@@ -640,6 +727,68 @@ def test_decode_of_nonfinite_steps(step: tuple[int, bool, str, str], codec: str,
 @pytest.mark.parametrize("codec, settings, memory", CASES, ids=case_id)
 def test_decode_of_many_payloads(codec: str, settings: dict[str, Any], memory: str) -> None:
     compare_decode(codec, settings, memory, 700, "float32", 37, "some")
+
+
+def near_the_largest(n: int, world: int, rng: np.random.Generator) -> list[Array]:
+    """Gradients of ranks that agree on signs: of several the sum overflows, the mean does not. Some elements
+    are small, and some are small on all ranks but one."""
+    largest = np.finfo(np.float32).max
+    signs = rng.choice(np.array([-1, 1], np.float32), n)
+    out = [signs * (rng.uniform(0.5, 1, n) * largest).astype(np.float32) for _ in range(world)]
+    for r, x in enumerate(out):
+        x[n // 3 : n // 2] = content("laplace", n // 2 - n // 3, rng)
+        if r:
+            x[n // 2 : n // 2 + n // 9] = content("laplace", n // 9, rng)
+        x[::97] = signs[::97] * largest
+    return out
+
+
+GATHERED_CASES = [c for c in CASES if c[0] not in LINEAR]
+
+
+@pytest.mark.parametrize(
+    "i, codec, settings, memory", [(i, *c) for i, c in enumerate(GATHERED_CASES)], ids=case_id
+)
+def test_decode_of_a_sum_that_overflows(codec: str, settings: dict[str, Any], memory: str, i: int) -> None:
+    """Where the mean is finite, it is the CPU's, whatever the layout; with a state and without one."""
+    world, n, dtype = 2 + i % 7, (4101, 9001, 1021)[i % 3], ("float32", "bfloat16")[i // 2 % 2]
+    rng = np.random.default_rng(i)
+    plan = _core.Plan(codec, memory, n, dtype, settings)
+    share = np.float32(0.99) if dtype == "bfloat16" else np.float32(1)  # which rounds the largest to Inf
+    elements = [ref.from_f32(x * share, dtype) for x in near_the_largest(n, world, rng)]
+    ranks = [Rank(plan) for _ in range(world)]
+    payloads = []
+    for r, rank in enumerate(ranks):
+        payloads.append(rank.encode(Vector(elements[r]), Step(step=1, group=2, rank=r, world=world)))
+    host, device = ranks[0], DeviceRank(plan)
+    for state in (True, False):
+        device.state.put(host.state.data)
+        on_device, on_host = both(elements[0], lengths_of(("one", "some", "tiny")[i // 2 % 3], n, rng))
+        at = Step(step=1, group=2)
+        assert host.decode(payloads, 1 / world, on_host, at, state) is False
+        assert device.decoded(payloads, 1 / world, on_device, at, state) == (0, 0, 0)
+        if dtype == "float32":  # a bfloat16 is rounded once more
+            assert np.isfinite(on_host.read()).all()
+        same_output(on_device.read(), on_host.read(), dtype)
+        same_state(device, host)
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if c not in LINEAR])
+def test_an_infinite_sum_that_was_asked_for(codec: str) -> None:
+    """Of scale 1: where the sum overflows and is no mean, both sides say so."""
+    n, rng = 5003, np.random.default_rng(3)
+    memory = next(m for m in MEMORIES if fits(codec, m))
+    plan = _core.Plan(codec, memory, n, "float32")
+    ranks = [Rank(plan) for _ in range(3)]
+    payloads = [
+        rank.encode(Vector(x), Step(step=1, group=2, rank=r, world=3))
+        for r, (rank, x) in enumerate(zip(ranks, near_the_largest(n, 3, rng), strict=True))
+    ]
+    device = DeviceRank(plan)
+    on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
+    ranks[0].decode(payloads, 1.0, on_host, None, False)
+    device.decoded(payloads, 1.0, on_device, None, False)
+    same_output(on_device.read(), on_host.read(), "float32")
 
 
 # ---- several rounds ----------------------------------------------------------------------------
@@ -808,7 +957,7 @@ def faulty(codec: str, settings: dict[str, Any], sound: bytes, n: int) -> Iterat
         flipped = bytearray(sound)
         flipped[at] ^= 1
         yield f"bit of header byte {at}", bytes(flipped)
-    for field, value in [("version", 2), ("codec", 999), ("dtype", 1), ("n", n + 1), ("count", n + 1),
+    for field, value in [("version", 1), ("codec", 999), ("dtype", 1), ("n", n + 1), ("count", n + 1),
                          ("count", 0), ("step", 9), ("group", 9), ("flags", 0x80), ("scale", 0.3),
                          ("scale", 0.25), ("rank", 7), ("salt", 1)]:  # fmt: skip
         yield f"{field} = {value}, checksum right", ref.with_header(sound, linear, **{field: value})

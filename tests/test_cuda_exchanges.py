@@ -14,7 +14,19 @@ import reference as ref
 from buffers import Block, Vector
 from reference import Array
 from sidcomp import _core
-from test_cuda import EMULATED, DeviceBlock, DeviceVector, bits, lengths_of, same_block, same_output, stream
+from test_cuda import (
+    EMULATED,
+    DeviceBlock,
+    DeviceVector,
+    bits,
+    fits,
+    lengths_of,
+    near_the_largest,
+    same_block,
+    same_output,
+    stream,
+    two_states,
+)
 
 KINDS = [e["name"] for e in _core.exchanges() if e["cuda"]]
 RINGS = ["ring1", "torus1"]
@@ -67,14 +79,15 @@ class Device:
         self.x = x
         self.state, self.work = DeviceBlock(x.state_bytes), DeviceBlock(x.cuda_work_bytes(), 0xC3)
         self.wire = DeviceBlock(x.wire_bytes, 0x3C)
+        self.origin = 0
         self.stats, self.report = DeviceBlock(40), DeviceBlock(16)
         self.vector = DeviceVector(elements, lengths, seed_of(lengths))
 
     def advance(self, round: int, step: int) -> None:
         self.x.cuda_advance(
             round, self.vector.table.ptr, self.vector.n_segments, self.state.ptr, self.work.ptr,
-            self.wire.ptr, step=step, seed=9, group=3, carry=carry_of(step), stats=self.stats.ptr,
-            report=self.report.ptr, device=0, stream=stream(),
+            self.wire.ptr, step=step, seed=9, group=3, carry=carry_of(step), origin=self.origin,
+            stats=self.stats.ptr, report=self.report.ptr, device=0, stream=stream(),
         )  # fmt: skip
 
     def read(self, at: int, size: int) -> bytes:
@@ -92,8 +105,8 @@ class Device:
         return struct.unpack("<IIi", self.report.get()[:12])
 
 
-def move(ranks: list[Any], round: int, spoil: tuple[int, int] | None = None) -> list[bytes]:
-    """The messages of a round; spoil: a receiver, and a byte of what it gets that is changed."""
+def move(ranks: list[Any], round: int, spoil: tuple[int, ...] | None = None) -> list[bytes]:
+    """The messages of a round; spoil: a receiver, and bytes of what it gets that are changed."""
     gone = []
     for r, rank in enumerate(ranks):
         for peer, at, size in rank.x.messages(round, True):
@@ -102,7 +115,8 @@ def move(ranks: list[Any], round: int, spoil: tuple[int, int] | None = None) -> 
             gone.append((rank, at, bytearray(ranks[peer].read(source[1], size)), r))
     for rank, at, data, r in gone:
         if spoil is not None and spoil[0] == r:
-            data[spoil[1] % len(data)] ^= 4
+            for place in spoil[1:]:
+                data[place % len(data)] ^= 4
         rank.write(at, bytes(data))
     return [bytes(data) for _, _, data, _ in gone]
 
@@ -154,11 +168,9 @@ def kept(x: _core.Exchange, state: bytes) -> Array:
     return out.data.view(np.float32)
 
 
-def run(
-    hosts: list[Host], devices: list[Device], step: int, spoil: tuple[int, int, int] | None = None
-) -> None:
-    """A step on both sides. spoil: a round, a receiver, and a byte."""
-    rounds = hosts[0].x.rounds
+def run(hosts: list[Host], devices: list[Device], step: int, spoil: tuple[int, ...] | None = None) -> None:
+    """A step on both sides. spoil: a round, a receiver, and bytes."""
+    rounds = devices[0].x.rounds
     for round in range(rounds + 1):
         for rank in (*hosts, *devices):
             rank.advance(round, step)
@@ -166,7 +178,7 @@ def run(
             spoiled = spoil[1:] if spoil is not None and spoil[0] == round else None
             theirs, ours = move(hosts, round, spoiled), move(devices, round, spoiled)
             if spoil is None:
-                for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+                for i, (a, b) in enumerate(zip(theirs, ours, strict=bool(hosts))):
                     assert a == b, f"step {step}, round {round}: message {i} differs"
 
 
@@ -227,6 +239,15 @@ GATHERED = [
         [("allgather", "int8"), ("allreduce", "fp16"), ("allgather", "topk"), ("allreduce", "randk")]
     )
 ]
+FRAMED = [  # last slices that are no whole words, and ranks without a slice
+    ("allreduce", world, n, codec, dtype, "residual", {})
+    for world, n, codec, dtype in (
+        (3, 1999, "fp16", "float32"),
+        (5, 9001, "none", "float32"),
+        (4, 65, "bf16", "bfloat16"),
+        (8, 33, "none", "float16"),
+    )
+]
 SUMMED = [  # in two rounds, as bytes
     ("allreduce", world, n, "terngrad-shared", dtype, memory, {})
     for world, n, dtype, memory in (
@@ -244,7 +265,9 @@ def test_the_cpus_bits(kind: str, world: int, n: int, codec: str, dtype: str) ->
     same_steps(*pair(kind, codec, world, n, dtype), dtype)
 
 
-@pytest.mark.parametrize("kind, world, n, codec, dtype, memory, settings", SHOTS + NODED + GATHERED + SUMMED)
+@pytest.mark.parametrize(
+    "kind, world, n, codec, dtype, memory, settings", SHOTS + NODED + GATHERED + FRAMED + SUMMED
+)
 def test_the_cpus_bits_in_slices(
     kind: str, world: int, n: int, codec: str, dtype: str, memory: str, settings: dict[str, Any]
 ) -> None:
@@ -277,6 +300,44 @@ def same_steps(hosts: list[Host], devices: list[Device], dtype: str) -> None:
         first = devices[0].vector.read()
         for d in devices[1:]:
             assert (bits(d.vector.read()) == bits(first)).all()
+
+
+LARGE = [  # exchange, codec, ranks, what is between nodes
+    ("allgather", "int8", 3, ""),
+    ("allgather", "topk", 2, ""),
+    ("allgather", "randk-own", 5, ""),
+    ("twoshot", "int8", 4, ""),
+    ("twoshot", "topk", 3, ""),
+    ("twoshot", "onebit", 2, ""),
+    ("hierarchical", "int8", 6, "auto"),
+    ("hierarchical", "topk", 4, "twoshot"),
+    ("hierarchical", "none", 4, "auto"),
+    ("hierarchical", "marsit", 4, "ring1"),
+    ("allreduce", "none", 3, ""),
+    ("ring1", "marsit", 3, ""),
+    ("torus1", "marsit", 4, ""),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind, codec, world, within", LARGE)
+def test_a_sum_that_overflows(kind: str, codec: str, world: int, within: str, dtype: str) -> None:
+    """Near float32's largest number: the ranks' mean is finite, and the CPU's."""
+    assert {row[0] for row in LARGE} == set(KINDS)
+    own: dict[str, Any] = {"ranks_per_node": world // 2, "within": within} if within else {}
+    memory = "none" if fits(codec, "none") else "residual"
+    hosts, devices = pair(kind, codec, world, 9001, dtype, memory, "some", **own)
+    share = np.float32(0.98) if dtype == "bfloat16" else np.float32(1)  # which rounds the largest to Inf
+    given = near_the_largest(9001, world, np.random.default_rng(world))
+    for h, d, x in zip(hosts, devices, given, strict=True):
+        h.vector.write(ref.from_f32(x * share, dtype))
+        d.vector.write(ref.from_f32(x * share, dtype))
+    run(hosts, devices, 0)
+    for h, d in zip(hosts, devices, strict=True):
+        assert h.failure is None and d.reported() == (0, 0, 0)
+        same_output(d.vector.read(), h.vector.read(), dtype)
+        same_kept(h, d)
+        assert np.isfinite(ref.to_f32(h.vector.read(), dtype)).all()
 
 
 def settings_of(kind: str, codec: str) -> dict[str, Any]:
@@ -315,6 +376,19 @@ def test_a_step_that_is_not_finite(kind: str, codec: str, memory: str, world: in
         assert (nan.any() if kind == "allreduce" else nan.all()) == (bad >= 0)
 
 
+SUMS_CHANGED = [
+    ("allreduce", "fp16", 3, 0, 40),
+    ("allreduce", "none", 4, 1, 70),
+    ("allreduce", "bf16", 2, 1, 5),
+    ("allreduce", "terngrad-shared", 3, 0, 60),
+    ("allreduce", "terngrad-shared", 3, 1, 41),
+    ("allreduce", "terngrad-shared", 3, 2, 200),
+    ("allreduce", "terngrad-shared", 3, 3, 90),
+    ("hierarchical", "fp16", 4, 1, 50),
+    ("hierarchical", "none", 4, 2, 90),
+]
+
+
 @pytest.mark.parametrize(
     "kind, codec, world, round, byte",
     [
@@ -335,23 +409,34 @@ def test_a_step_that_is_not_finite(kind: str, codec: str, memory: str, world: in
         ("hierarchical", "marsit", 4, 2, 40),
         ("hierarchical", "int8", 4, 1, 400),
         ("hierarchical", "none", 4, 3, 8),
+        *SUMS_CHANGED,
     ],
 )
 def test_a_changed_byte(kind: str, codec: str, world: int, round: int, byte: int) -> None:
     """In any round but the last: an error on every rank, gradient and memory as before the step."""
+    all_fail(kind, codec, world, round, byte)
+
+
+@pytest.mark.parametrize("kind, codec, world, round, byte", SUMS_CHANGED)
+def test_two_changed_bits(kind: str, codec: str, world: int, round: int, byte: int) -> None:
+    """The same one of two words."""
+    all_fail(kind, codec, world, round, byte, byte + 8)
+
+
+def all_fail(kind: str, codec: str, world: int, round: int, *places: int) -> None:
     hosts, devices = pair(kind, codec, world, 1999, "float32", "residual", **settings_of(kind, codec))
     assert round < hosts[0].x.rounds - 1
     fill(hosts, devices, 0, "float32")
     run(hosts, devices, 0)
     before = [d.state.get() for d in devices]
     given = fill(hosts, devices, 2, "float32")
-    run(hosts, devices, 2, spoil=(round, 1, byte))
+    run(hosts, devices, 2, spoil=(round, 1, *places))
     for r, (h, d) in enumerate(zip(hosts, devices, strict=True)):
         assert h.failure is not None
         assert d.reported() == (0, h.failure.culprit, h.failure.status), f"rank {r}"  # type: ignore[attr-defined]
         np.testing.assert_array_equal(d.vector.read(), given[r])
         same_kept(h, d)
-        if kind != "hierarchical":  # where nodes have gone on by then, all of the step counts as kept
+        if kind != "hierarchical" or kept(h.x, d.state.get()).any():  # where nodes have gone on, it forgets
             np.testing.assert_allclose(kept(h.x, d.state.get()), kept(h.x, before[r]), rtol=0, atol=1e-5)
     # and the next step is one as any, but for the report, which keeps the first fault
     fill(hosts, devices, 3, "float32")
@@ -364,7 +449,10 @@ def test_a_changed_byte(kind: str, codec: str, world: int, round: int, byte: int
         same_kept(h, d)
 
 
-@pytest.mark.parametrize("kind, codec", [("ring1", "marsit"), ("twoshot", "int8"), ("hierarchical", "int8")])
+@pytest.mark.parametrize(
+    "kind, codec",
+    [("ring1", "marsit"), ("twoshot", "int8"), ("hierarchical", "int8"), ("allreduce", "fp16")],
+)
 def test_a_message_of_another_step(kind: str, codec: str) -> None:
     hosts, devices = pair(kind, codec, 2, 600, "float32", **settings_of(kind, codec))
     fill(hosts, devices, 0, "float32")
@@ -395,7 +483,16 @@ def with_a_wrong_table(kind: str, codec: str) -> list[Device]:
     return devices
 
 
-@pytest.mark.parametrize("kind, codec", [("ring1", "marsit"), ("twoshot", "topk"), ("allgather", "int8")])
+@pytest.mark.parametrize(
+    "kind, codec",
+    [
+        ("ring1", "marsit"),
+        ("twoshot", "topk"),
+        ("allgather", "int8"),
+        ("allreduce", "fp16"),
+        ("allreduce", "terngrad-shared"),
+    ],
+)
 def test_a_table_that_does_not_hold_the_group(kind: str, codec: str) -> None:
     """One rank's encode is refused on the device: all ranks fail, by its name."""
     for r, d in enumerate(with_a_wrong_table(kind, codec)):
@@ -404,16 +501,6 @@ def test_a_table_that_does_not_hold_the_group(kind: str, codec: str) -> None:
             _core.ArgumentError.status if r == 1 else _core.CorruptPayloadError.status
         )
         assert (d.vector.read() == r).all()
-
-
-@pytest.mark.parametrize("codec", ["fp16", "terngrad-shared"])
-def test_a_table_that_does_not_hold_the_group_of_a_sum(codec: str) -> None:
-    """The rank's own fault; the others' sum has nothing of it, and is not finite."""
-    devices = with_a_wrong_table("allreduce", codec)
-    assert devices[1].reported() == (0, 1, _core.ArgumentError.status)
-    assert (devices[1].vector.read() == 1).all()
-    for d in (devices[0], devices[2]):
-        assert d.reported() == (1, 0, 0) and np.isnan(d.vector.read()).all()
 
 
 def test_arguments() -> None:
@@ -464,8 +551,8 @@ def test_what_keeps_slices_does_not_settle() -> None:
         ("hierarchical", "topk", "residual"),
     ],
 )
-def test_a_step_thrown_away(kind: str, codec: str, memory: str) -> None:
-    """What it has sent counts as not sent, in the same parts of what is kept as on the CPU."""
+def test_a_step_in_place_thrown_away(kind: str, codec: str, memory: str) -> None:
+    """What is kept is forgotten, in the same parts as on the CPU."""
     hosts, devices = pair(kind, codec, 4, 1999, "float32", memory, **settings_of(kind, codec))
     for step in range(2):
         fill(hosts, devices, step, "float32")
@@ -475,17 +562,52 @@ def test_a_step_thrown_away(kind: str, codec: str, memory: str) -> None:
             d.x, d.vector.table.ptr, d.vector.n_segments, d.state.ptr, d.work.ptr, d.wire.ptr, d.stats.ptr,
             d.report.ptr, 0,
         )  # fmt: skip
-        entries = group.sent()
+        entries = group.kept()
         table = DeviceBlock(len(entries))
         table.put(entries)
         for always in (False, True):
-            count = len(entries) // _core.cuda_sent_bytes
+            count = len(entries) // _core.cuda_kept_bytes
             _core.cuda_cancel(table.ptr, count, always=always, device=0, stream=stream())
             before = h.state.data.copy()
             if always and h.x.vectors:
-                h.x.unsend(h.state.ptr)
+                h.x.forget(h.state.ptr)
             assert (before != h.state.data).any() == (always and h.x.vectors > 0)
             same_kept(h, d)
+
+
+@pytest.mark.parametrize(
+    "kind, codec, memory",
+    [
+        ("ring1", "marsit", "compensation"),
+        ("torus1", "signum", "momentum"),
+        ("twoshot", "topk", "residual"),
+        ("twoshot", "dgc", "dgc"),
+        ("hierarchical", "sidco-e", "residual"),
+        ("hierarchical", "marsit", "residual"),
+        ("allgather", "int8", "residual"),
+        ("allreduce", "terngrad-shared", "residual"),
+    ],
+)
+def test_steps_thrown_away(kind: str, codec: str, memory: str) -> None:
+    """Of two states a step reads one and writes the other: steps that are thrown away leave no trace."""
+    hosts, devices = pair(kind, codec, 4, 1999, "float32", memory, **settings_of(kind, codec))
+    states = [two_states(d.x.state_bytes) for d in devices]
+    for step in range(3):
+        for thrown in (True, False):
+            before = []
+            for d, (now, after) in zip(devices, states, strict=True):
+                d.state, d.origin = after, now.ptr - after.ptr  # type: ignore[assignment]
+                before.append(now.get())
+            if thrown:
+                fill(hosts, devices, 50 + step, "float32", bad=1)
+                run([], devices, step)
+            else:
+                fill(hosts, devices, step, "float32")
+                run(hosts, devices, step)
+            assert before == [now.get() for now, _ in states], "a step wrote to the state that it starts from"
+        for h, d, s in zip(hosts, devices, states, strict=True):
+            same_kept(h, d)
+            s.reverse()
 
 
 @pytest.mark.parametrize("kind, codec", [("ring1", "marsit"), ("twoshot", "topk"), ("hierarchical", "int8")])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import sidcomp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sidcomp import _core
+from sidcomp import _core, plancli, planning, planplot
 from sidcomp.curve import Curve, fit
 from sidcomp.errors import ArgumentError
 from sidcomp.profile import Method, Profile, model_digest
@@ -104,10 +107,11 @@ def make_profile(**changes: Any) -> Profile:
         ),
     ]  # fmt: skip
     tensors = [
-        {"name": "a", "bytes": 4 * KB, "bucket": 0, "ready_ps": 12 * MS},
-        {"name": "b", "bytes": 4 * MB, "bucket": 0, "ready_ps": 14 * MS},
-        {"name": "c", "bytes": 0, "bucket": 1, "ready_ps": 13 * MS},  # measured before b: noise
-        {"name": "d", "bytes": 2 * MB, "bucket": 1, "ready_ps": 20 * MS},
+        {"name": "a", "bytes": 4 * KB, "bucket": 0, "ready_ps": 12 * MS, "kind": "float32 cpu"},
+        {"name": "b", "bytes": 4 * MB, "bucket": 0, "ready_ps": 14 * MS, "kind": "float32 cpu"},
+        # measured before b: noise
+        {"name": "c", "bytes": 0, "bucket": 1, "ready_ps": 13 * MS, "kind": "float32 cpu"},
+        {"name": "d", "bytes": 2 * MB, "bucket": 1, "ready_ps": 20 * MS, "kind": "float32 cpu"},
     ]
     arguments: dict[str, Any] = {
         "model": "0123456789abcdef", "world": 2, "device": "cpu", "backend": "gloo", "threads": 1,
@@ -157,6 +161,143 @@ def test_a_broken_file_says_which_and_what_to_do(tmp_path: Path, what: str) -> N
     path.write_text(text[: len(text) // 2] if what == "not JSON" else text)
     with pytest.raises(ArgumentError, match=r"broken\.json.*measure again"):
         Profile.load(path)
+
+
+# ---- whatever is changed in one, it is refused, or works for every use ------------------------------------
+
+GONE, TWICE, MORE = object(), object(), object()
+VALUES = [
+    GONE, TWICE, MORE, None, True, -1, 0, 1, 1.5, -0.5, 1e999, float("nan"), 2**53, 2**63, 10**30, -(10**30),
+    "", "x", "dense", "\ud800", "\x00\n[bold]", [], [1], [[]], [[[]]], [[0, 1]], {}, {"knots": 1}, {"": None},
+]  # fmt: skip
+Path_ = tuple[str | int, ...]
+
+
+def places(value: Any, at: Path_ = ()) -> list[Path_]:
+    """Every field and element, however deep."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(p for key, v in inner for p in places(v, (*at, key)))]
+
+
+def changed(data: Any, place: Path_, value: Any) -> str | None:
+    """The JSON text with one thing in another way; None: it cannot be there."""
+    data = json.loads(json.dumps(data))
+    if not place:
+        return None if value in (GONE, TWICE, MORE) else json.dumps(value)
+    *way, last = place
+    parent = data
+    for step in way:
+        parent = parent[step]
+    if value is GONE:
+        del parent[last]
+    elif value is TWICE and isinstance(parent, list):
+        parent.insert(last, parent[last])
+    elif value is TWICE:
+        text = json.dumps({"the same again": data})
+        field = f"{json.dumps(last)}: {json.dumps(parent[last])}"
+        return text[len('{"the same again": ') : -1].replace(field, f"{field}, {field}", 1)
+    elif value is MORE and isinstance(parent[last], dict):
+        parent[last]["more"] = 1
+    elif value is MORE and isinstance(parent[last], list):
+        parent[last].append(parent[last][0] if parent[last] else 7)
+    elif value is MORE:
+        return None
+    else:
+        parent[last] = value
+    return json.dumps(data)
+
+
+def every_change(data: Any, one_in: int) -> Iterator[tuple[Path_, Any, str]]:
+    every = [(place, value) for place in places(data) for value in VALUES]
+    for place, value in every[::one_in]:
+        text = changed(data, place, value)
+        if text is not None:
+            yield place, value, text
+
+
+# Every seventh: each of the values comes at every 29th place.
+SHARES = pytest.mark.parametrize("one_in", [7, pytest.param(1, marks=pytest.mark.slow)])
+
+
+def use(profile: Profile, path: Path) -> None:
+    """All that is done with a profile."""
+    assert profile.table().encode()
+    assert make_profile().compare(profile) == [] or profile.compare(make_profile())
+    assert "\n".join(profile.compare(profile)) == ""
+    profile.stale(**PRESENT, dense_ps=MS)
+    profile.save(path)
+    assert Profile.load(path) == profile
+    slow = {m.name: {"encode": 16_000, "exchange": 16_000, "decode": 62} for m in profile.methods}
+    for buckets, contention, rates in ((True, 0, None), (False, 1000, slow)):
+        made = profile.instance(buckets, rates=rates, contention=contention, copied=buckets)
+        made["stolen_permille"] = profile.contention.get("stolen_permille", 0)
+        found = sidcomp.plan(made, "pg")
+        assert sidcomp.evaluate(made, found)["time_ps"] == found["time_ps"]
+    pytest.importorskip("torch")
+    from sidcomp import observe
+
+    assert 0 <= observe.contention(profile) <= 1000
+
+
+@SHARES
+def test_a_profile_with_anything_changed_is_refused_or_works(one_in: int, tmp_path: Path) -> None:
+    path, data = tmp_path / "p.json", json.loads(json.dumps(make_profile(), default=vars))
+    accepted = refused = 0
+    for place, value, text in every_change(data, one_in):
+        path.write_text(text)
+        try:
+            profile = Profile.load(path)
+        except ArgumentError as e:
+            assert str(path) in str(e) and "measure again" in str(e)
+            named = [p.rstrip("s") for p in place if isinstance(p, str)]  # the core counts "method 0"
+            assert not named or any(n in str(e) for n in (*named, "twice")), (e, place)
+            refused += 1
+            continue
+        try:
+            use(profile, tmp_path / "q.json")
+        except Exception as e:
+            raise AssertionError(f"{place} as {value!r} is accepted, but: {type(e).__name__}: {e}") from e
+        accepted += 1
+    assert refused > 2500 / one_in and accepted > 150 / one_in
+
+
+@SHARES
+def test_an_instance_with_anything_changed_is_refused_or_works(one_in: int) -> None:
+    made = make_profile().instance()
+    data = {**made, "cut_before": [1], "max_group_bytes": 8 * MB, "stolen_permille": 10}
+    accepted = refused = 0
+    for place, value, text in every_change(json.loads(json.dumps(data)), one_in):
+        if not text.lstrip().startswith("{"):
+            continue  # would be a path
+        try:
+            found = sidcomp.plan(text, "pg")
+        except ArgumentError:
+            refused += 1
+            continue
+        try:
+            assert sidcomp.evaluate(text, found)["time_ps"] == found["time_ps"]
+            loaded = planning.load(text)
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                plancli.show(loaded, found)
+            assert out.getvalue().encode()
+            if not accepted % 20:
+                json.dumps(plancli.compare(loaded))
+        except Exception as e:
+            raise AssertionError(f"{place} as {value!r} is accepted, but: {type(e).__name__}: {e}") from e
+        accepted += 1
+    assert refused > 700 / one_in and accepted > 100 / one_in
+
+
+@pytest.mark.parametrize("ps", [0, 1, 10**18])
+def test_a_timeline_of_any_length_is_drawn(ps: int, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    made = {
+        "forward_ps": 0,
+        "tensors": [{"name": "a", "backward_ps": ps // 4, "bytes": 1}],
+        "methods": [{"name": "m", "encode": None, "exchange": [[0, ps // 4]], "decode": None}],
+    }
+    planplot.draw({"found": sidcomp.plan(made, "pg")["timeline"]}, tmp_path / "p.png", r"$\frac")
+    assert (tmp_path / "p.png").stat().st_size > 1000
 
 
 PRESENT: dict[str, Any] = {

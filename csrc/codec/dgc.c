@@ -21,6 +21,7 @@ enum {
     LAST,
     SPREAD
 }; /* words of state->codec, as topk's: the last threshold, and how far from it the next may lie (0: no last one) */
+static const sid_bound bounds[] = {[LAST] = SID_KEY_BOUND, [SPREAD] = SID_SPREAD_BOUND};
 enum {
     SMALL = 1 << 20, /* elements: below, all candidates fit in work */
     DRAWS = 128      /* random words at a time */

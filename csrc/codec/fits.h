@@ -6,9 +6,14 @@
 
 #include "../internal.h"
 
+enum { /* 2^19 key units are a sixteenth of an octave */
+    SID_SPREAD_LEAST = 1 << 17,
+    SID_SPREAD_FIRST = 1 << 20,
+    SID_SPREAD_MOST = 1 << 22
+};
 /* How far from `now` the next step's key may be expected, given how far this one's was from `last`; 0: no last one. */
 SID_HD uint32_t sid_spread(uint32_t spread, uint32_t last, uint32_t now) {
-    const uint32_t least = 1 << 17, most = 1 << 22, first = 1 << 20; /* 2^19 key units are a sixteenth of an octave */
+    const uint32_t least = SID_SPREAD_LEAST, most = SID_SPREAD_MOST, first = SID_SPREAD_FIRST;
     const uint64_t drift = 2ull * (now > last ? now - last : last - now), held = spread - spread / 8;
     if (!spread) return first;
     const uint64_t want = drift > held ? drift : held;
@@ -19,6 +24,9 @@ SID_HD void sid_learn_key(uint64_t *last, uint64_t *spread, uint32_t now) {
     *spread = sid_spread((uint32_t)*spread, (uint32_t)*last, now);
     *last = now;
 }
+/* What these words hold: a threshold may lie beyond float32. */
+#define SID_KEY_BOUND {0, SID_KEY_INF, 0, 0}
+#define SID_SPREAD_BOUND {SID_SPREAD_LEAST, SID_SPREAD_MOST, 0, 0}
 /* From where on to capture; `none`: of the first step. */
 SID_HD uint32_t sid_from_last(uint32_t last, uint32_t spread, uint32_t none) {
     return spread && last > spread ? last - spread : none;

@@ -21,6 +21,7 @@ enum {
     LAST,
     SPREAD
 }; /* words of state->codec: the key from where on candidates were needed, and how far from it the next may lie */
+static const sid_bound bounds[] = {[LAST] = SID_KEY_BOUND, [SPREAD] = SID_SPREAD_BOUND};
 
 static const sid_param params[] = {
     SPARSE_PARAM_ROWS,

@@ -11,6 +11,7 @@ static sid_dtype body_dtype(const sid_plan *p) { return p->sizes.body_dtype; }
 
 static sid_status plan_as(sid_plan *p, sid_dtype body) {
     p->k = p->cap = p->n;
+    p->ruling = (sid_ruling){.form = SID_RULES_BY_SHARE};
     p->sizes.body_dtype = body;
     p->sizes.body_count = p->n;
     p->sizes.payload = sid_linear_bytes(p->n, (unsigned)sid_dtype_size(body));

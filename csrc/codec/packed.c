@@ -63,7 +63,7 @@ int packed_sound(const sid_plan *p, const uint8_t *payload, uint64_t t, uint64_t
         ascend &= !done || idx[0] < idx[1];
         done += most;
         idx[0] = idx[most];
-        tile.from = tile.runs + (idx[0] >> tile.bits) + before + done; /* past the last one's bit */
+        tile.from = tile.runs + ((uint32_t)idx[0] >> tile.bits) + before + done; /* past the last one's bit */
     }
     return ascend && !any(tile.high, tile.from, tile.stop);
 }

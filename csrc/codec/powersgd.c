@@ -87,6 +87,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     p->k = p->cap = t.p + t.q;
     p->first = t.p;
     p->extra = t.q + (feeds_back(p) ? t.q + t.kept : 0);
+    p->ruling = (sid_ruling){.form = SID_RULES_BY_SHARE};
     p->sizes.rounds = t.q ? 2 : 1;
     p->sizes.body_dtype = SID_F32;
     p->sizes.body_count = p->k;
@@ -191,12 +192,12 @@ static void orthonormalise(const sid_plan *p, float *columns, const sid_matrix *
     }
 }
 
-/* Columns of length 1; those that are zero are drawn. */
+/* Columns of length 1; those that are zero, or have NaN or Inf, are drawn. */
 static void prepare(const sid_plan *p, const sid_draw *d, float *columns, const sid_matrix *m) {
     for (uint32_t k = 0; k < m->rank; k++) {
         float *x = columns + k * m->cols;
         double length = sqrt(dot(p, x, x, m->cols));
-        if (!(length > 0)) {
+        if (!sid_power_starts(length)) {
             const uint64_t at = m->q + k * m->cols;
             for (uint64_t i = 0; i < m->cols; i++) {
                 uint32_t w[4];

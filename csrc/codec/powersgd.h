@@ -32,6 +32,9 @@ SID_HD uint32_t sid_power_height(uint64_t len, uint32_t rank) {
 
 /* Elements of a matrix count as at most 2^96; those that travel as they are, as linear.c clamps them. */
 #define POWER_LARGEST 0x1p96f
+/* No column of finite elements is as long. */
+#define POWER_LONGEST 0x1p200
+SID_HD int sid_power_starts(double length) { return length > 0 && length < POWER_LONGEST; }
 SID_HD float sid_power_limit(float s) { return sid_bits_f32(s == 1.0f ? 0x7f7fffffu : 0x7f7c0000u); }
 
 #endif

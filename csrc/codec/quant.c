@@ -50,6 +50,9 @@ static sid_status settle(sid_plan *p, uint64_t *scratch, quant_form f) {
     v[TOP] = (double)f.top;
     if (f.block > SID_TILE) p->tile = f.block;
     p->k = p->cap = p->n;
+    p->ruling.form = SID_RULES_BY_SCALE;
+    p->ruling.scale[0] = sid_f32_bits(f.block ? 1.0f : QUANT_SCALE_MIN);
+    p->ruling.scale[1] = sid_f32_bits(f.block ? 1.0f : quant_scale_max(&f));
     p->sizes.payload = sid_round_up(quant_codes_at(p->n, f.block) + quant_code_bytes(p->n, f.bits), 64);
     *scratch = tally_bytes(p, f.block);
     return SID_OK;

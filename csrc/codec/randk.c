@@ -67,6 +67,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     sparse_k(p);
     p->cap = p->k;
     p->tile = BLOCK;
+    p->ruling = (sid_ruling){.form = SID_RULES_BY_SHARE};
     if (is_linear(p)) {
         p->sizes.body_count = p->k;
         p->sizes.body_dtype = body_dtype(p);

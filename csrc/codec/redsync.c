@@ -26,6 +26,15 @@
 
 _Static_assert((int)REDSYNC_METHOD == (int)SPARSE_PARAMS, "redsync.h has the parameters' places");
 
+static const sid_bound bounds[] = {
+    [REDSYNC_LAST] = SID_KEY_BOUND,
+    [REDSYNC_SPREAD] = SID_SPREAD_BOUND,
+    [REDSYNC_OTHER_LAST] = SID_KEY_BOUND,
+    [REDSYNC_OTHER_SPREAD] = SID_SPREAD_BOUND,
+    [REDSYNC_THRESHOLD] = {0, SID_KEY_INF - 1, 0, 0},
+    [REDSYNC_AGE] = {0, REDSYNC_LONGEST, 0, 0},
+};
+
 static const char *const method_names[] = {"trimmed", "binary", NULL}, *const switch_names[] = {"off", "on", NULL};
 static const sid_param params[] = {
     SPARSE_PARAM_ROWS,
@@ -63,7 +72,7 @@ static const sid_param params[] = {
      .kind = SID_INT,
      .dflt = 5,
      .min = 1,
-     .max = 10000,
+     .max = REDSYNC_LONGEST,
      .unit = "steps",
      .doc = "Steps that a threshold of the binary search serves (section 5.2.2: 5)."},
 };

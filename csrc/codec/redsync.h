@@ -12,6 +12,9 @@ enum { /* parameters, after those of every sparse codec */
     REDSYNC_INTERVAL
 };
 enum {
+    REDSYNC_LONGEST = 10000 /* steps: REDSYNC_INTERVAL's most */
+};
+enum {
     REDSYNC_TRIMMED,
     REDSYNC_BINARY
 };

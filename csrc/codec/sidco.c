@@ -39,6 +39,28 @@
 _Static_assert((int)SIDCO_DELTA1 == (int)SPARSE_PARAMS, "sidco.h has the parameters' places");
 _Static_assert(SIDCO_STEP + SIDCO_STAGES <= 16, "state->codec holds 16 words");
 
+/* A step in float32, and of a share 1 at most. */
+#define STEP_BOUND {0, SID_KEY_INF, 0, 0x3f800000}
+static const sid_bound bounds[] = {
+    [SIDCO_AT_STAGES] = {1, SIDCO_STAGES, 0, 0},
+    [SIDCO_AT_USED] = {1, SIDCO_STAGES, 0, 0},
+    [SIDCO_AT_STEPS] = {0, SIDCO_LONGEST, 0, 0},
+    [SIDCO_AT_SUM] = {0, UINT32_MAX, 0, (uint32_t)(SIDCO_LONGEST * SID_MAX_N >> 32)},
+    [SIDCO_LAST] = SID_KEY_BOUND,
+    [SIDCO_SPREAD] = {SID_SPREAD_LEAST, SID_SPREAD_MOST, 0x3f400000, 0x3fa00000}, /* the factor: .75 to 1.25 */
+    [SIDCO_TURN] = {1, 2, 0, 0},
+    [SIDCO_DEVIATION] = {0, UINT32_MAX, 0, 0x7fefffff}, /* a finite double */
+    [SIDCO_STEP] = STEP_BOUND,
+    STEP_BOUND,
+    STEP_BOUND,
+    STEP_BOUND,
+    STEP_BOUND,
+    STEP_BOUND,
+    STEP_BOUND,
+    STEP_BOUND,
+};
+_Static_assert(sizeof bounds / sizeof *bounds == SIDCO_STEP + SIDCO_STAGES, "a bound for each word");
+
 static const char *const adapt_names[] = {"printed", "turning", NULL};
 #define SIDCO_PARAM_ROWS                                                                                               \
     SPARSE_PARAM_ROWS,                                                                                                 \
@@ -60,7 +82,7 @@ static const char *const adapt_names[] = {"printed", "turning", NULL};
          .kind = SID_INT,                                                                                              \
          .dflt = 5,                                                                                                    \
          .min = 1,                                                                                                     \
-         .max = 10000,                                                                                                 \
+         .max = SIDCO_LONGEST,                                                                                         \
          .unit = "steps",                                                                                              \
          .doc = "Steps between adaptations of the number of stages (section 4.1: 5)."},                                \
         {.name = "max_stages",                                                                                         \

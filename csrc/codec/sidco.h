@@ -6,7 +6,8 @@
 
 enum {
     SIDCO_STAGES = 8,
-    SIDCO_PROBES = 2 * (SIDCO_STAGES - 1)
+    SIDCO_PROBES = 2 * (SIDCO_STAGES - 1),
+    SIDCO_LONGEST = 10000 /* steps: SIDCO_Q's most */
 };
 /* Standard error of an estimated count, over the square root of how many lie between the probes; and that error, over the
  * count, up to which an estimate is taken: of exponential fits, and of the others. */

@@ -48,6 +48,7 @@ static double *sums_of(const sid_walk *w, int k) {
 
 static sid_status plan_for(sid_plan *p, uint64_t *scratch, unsigned pair) {
     p->k = p->cap = p->n;
+    p->ruling = (sid_ruling){SID_RULES_BY_SCALE, {0, 0x7f7fffff}, {0x80000000, 0xff7fffff}};
     p->sizes.payload = sid_sign_bytes(p->n, pair);
     *scratch = sizeof(sign_work) + 2 * sizeof(double) * sid_sums(p->n);
     return SID_OK;

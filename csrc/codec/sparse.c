@@ -57,6 +57,7 @@ sid_status sparse_plan(sid_plan *p, uint64_t room, uint64_t *scratch) {
     const uint64_t least = 2 * p->cap + 4096;
     if (room < least) room = least;
     p->room = room < p->n ? room : p->n;
+    p->ruling = (sid_ruling){.form = SID_RULES_BY_KEY};
     p->sizes.payload = sid_round_up(value_at(p) + sid_sparse_value_bytes(p->cap, values_of(p)), 64);
     *scratch = carve(p, NULL, NULL);
     return SID_OK;
@@ -431,9 +432,7 @@ static sid_status check_levels(const sid_plan *p, const uint8_t *payload, sid_er
     const uint32_t width = width_of(values_of(p));
     uint32_t v[2];
     memcpy(v, payload + value_at(p), 8);
-    const int sound = count ? v[1] && v[1] <= sid_level_longest(width) && v[0] >= SID_LEVEL_LEAST &&
-                                  v[0] < SID_KEY_INF && v[0] + sid_level_top(width) * v[1] < SID_KEY_INF
-                            : !v[0] && !v[1];
+    const int sound = count ? sid_levels_sound(v[0], v[1], width) : !v[0] && !v[1];
     if (sound) return SID_OK;
     return sid_fail(err, SID_E_CORRUPT, "no levels go from key %08x by %08x", v[0], v[1]);
 }

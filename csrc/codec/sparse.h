@@ -109,7 +109,7 @@ void sparse_emit_from(sid_walk *w, uint32_t key, uint32_t flags);
 /* Settles the rule "key > pick.key, and the first `take` of the ties", and writes the payload. */
 void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags);
 
-/* Slots that need nothing of the codec; and all of a codec's, whose file has `rescale`. */
+/* Slots that need nothing of the codec; and all of a codec's, whose file has `rescale` and `bounds`. */
 void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);
 int sparse_sent_from(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
 void sparse_none(sid_rule *rule);
@@ -139,6 +139,8 @@ void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
         .sent_from = sparse_sent_from,                                                                                 \
         .none = sparse_none,                                                                                           \
         .rescale = rescale,                                                                                            \
+        .bound = bounds,                                                                                               \
+        .bounds = sizeof bounds / sizeof *bounds,                                                                      \
         .check = check_,                                                                                               \
         .open = sparse_open,                                                                                           \
         .decode = decode_}

@@ -34,7 +34,10 @@ static uint64_t tally_bytes(const sid_plan *p) { return sizeof(tally) + 2 * size
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
+    const quant_form form = ternary_form();
+    const uint32_t least = sid_f32_bits(QUANT_SCALE_MIN), most = sid_f32_bits(quant_scale_max(&form));
     p->k = p->cap = p->n;
+    p->ruling = (sid_ruling){SID_RULES_BY_SCALE, {least, most}, {least, most}};
     p->first = TERN_SLOT_BYTES;
     p->sizes.rounds = 2;
     p->sizes.ranks = TERN_RANKS;

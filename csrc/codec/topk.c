@@ -8,6 +8,8 @@ enum {
     SPREAD
 }; /* words of state->codec: the last key, and how far from it the next may lie (0: no last one) */
 
+static const sid_bound bounds[] = {[LAST] = SID_KEY_BOUND, [SPREAD] = SID_SPREAD_BOUND};
+
 static const sid_param params[] = {SPARSE_PARAM_ROWS};
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {

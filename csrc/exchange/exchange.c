@@ -162,15 +162,7 @@ uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receiv
 /* ---- frames -------------------------------------------------------------------------------------------------- */
 
 static uint64_t frame_sum(const sid_frame *f, uint64_t bytes) {
-    uint64_t sum, weighted;
-    const uint64_t rows = (SID_FRAME_BYTES + bytes) / 32;
-    const uint32_t *w = (const uint32_t *)(const void *)f;
-    sid_simd_for(SID_ISA_AUTO)->checksum(w, rows, &sum, &weighted);
-    for (uint64_t i = 6; i < 8; i++) { /* the checksum's own words */
-        sum -= w[i];
-        weighted -= w[i] * sid_checksum_weight(i, rows);
-    }
-    return sid_checksum_mix(sum, weighted);
+    return sid_message_checksum(sid_simd_for(SID_ISA_AUTO), f, SID_FRAME_BYTES + bytes, offsetof(sid_frame, checksum));
 }
 
 void sid_frame_close(const sid_trip *t, sid_frame *f, uint32_t round, uint32_t flags, uint64_t bytes) {
@@ -274,6 +266,15 @@ static sid_status holds(const sid_exchange *x, const sid_segment *seg, uint32_t 
 
 static int aligned(const void *p) { return p && (uintptr_t)p % 64 == 0; }
 
+/* The headers of all parts: some of an encode's are never written, where a slice is empty. */
+static void start_from(const sid_trip *t) {
+    const sid_exchange_kind *kind = t->x->kind;
+    for (uint32_t i = 0; i < kind->parts(t->x); i++) {
+        uint8_t *const state = t->state + kind->part(t->x, i).state;
+        memcpy(state, sid_origin(state, t->at), SID_STATE_BYTES);
+    }
+}
+
 static void confirm(sid_trip *t) {
     const sid_fault *f = sid_fault_of(t);
     sid_frame_close(t, (sid_frame *)(void *)(t->wire + t->x->at[7]), t->x->rounds, f->flags, 0);
@@ -333,8 +334,8 @@ sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid
     if (err) err->text[0] = 0;
     if (!x || !at || round > x->sizes.rounds || (n_seg && (!seg || !cut)))
         return sid_fail(err, SID_E_ARG, "exchange, step or segments missing, or no such round");
-    if (!aligned(work) || !aligned(state) || !aligned(wire))
-        return sid_fail(err, SID_E_ARG, "state, work and wire must start at multiples of 64 bytes");
+    if (!aligned(work) || !aligned(state) || !aligned(wire) || at->origin % 64)
+        return sid_fail(err, SID_E_ARG, "state, its origin, work and wire must start at multiples of 64 bytes");
     if (at->rank != x->rank || at->world != x->world || at->group >> SID_SUBGROUPS)
         return sid_fail(err, SID_E_ARG, "rank %u of %u, group %u; the exchange is for rank %u of %u, groups below 2^%d",
                         at->rank, at->world, at->group, x->rank, x->world, SID_SUBGROUPS);
@@ -343,6 +344,7 @@ sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid
     sid_trip t = {x, seg, cut, n_seg, state, work, wire, at, report, err ? err : &text};
     sid_fault *f = sid_fault_of(&t);
     if (!round) memset(f, 0, sizeof *f);
+    if (!round && at->origin) start_from(&t);
     if (round <= x->rounds) x->kind->advance(&t, round);
     if (x->confirms && round == x->rounds) confirm(&t);
     if (x->confirms && round > x->rounds) confirmed(&t);
@@ -445,8 +447,17 @@ sid_status sid_exchange_unsend(const sid_exchange *x, void *state) {
     return SID_OK;
 }
 
-static sid_cuda_sent entry_of(const sid_plan *p, void *state, const void *report) {
-    sid_cuda_sent e = {p->memory->vectors ? state : NULL, report, {0}};
+sid_status sid_exchange_forget(const sid_exchange *x, void *state) {
+    if (!x || !state) return SID_E_ARG;
+    for (uint32_t i = 0; i < x->kind->parts(x); i++) {
+        const sid_part part = x->kind->part(x, i);
+        sid_forget(part.plan, state_of(&part, state));
+    }
+    return SID_OK;
+}
+
+static sid_cuda_kept entry_of(const sid_plan *p, void *state, const void *report) {
+    sid_cuda_kept e = {p->memory->vectors ? state : NULL, report, {0}, sid_kept_floats(p)};
     sid_rule none = {0};
     _Static_assert(sizeof none == sizeof e.none, "a rule fills its place");
     p->codec->none(&none);
@@ -454,21 +465,14 @@ static sid_cuda_sent entry_of(const sid_plan *p, void *state, const void *report
     return e;
 }
 
-uint32_t sid_cuda_sent_by(const sid_cuda_group *g, sid_cuda_sent *sent, uint32_t room) {
-    uint32_t count = 0;
-    if (!g->exchange) {
-        if (room) *sent = entry_of(g->plan, g->state, g->report_dev);
-        return 1;
-    }
+uint32_t sid_cuda_kept_by(const sid_cuda_group *g, sid_cuda_kept *kept, uint32_t room) {
     const sid_exchange *x = g->exchange;
-    const int for_all = keeps_for_all(x);
-    for (uint32_t i = 0; i < x->kind->parts(x); i++) {
-        const sid_part part = x->kind->part(x, i);
-        if (part.common != for_all) continue;
-        if (count < room) sent[count] = entry_of(part.plan, state_of(&part, g->state), g->report_dev);
-        count++;
+    const uint32_t count = x ? x->kind->parts(x) : 1;
+    for (uint32_t i = 0; i < count && i < room; i++) {
+        const sid_part part = x ? x->kind->part(x, i) : (sid_part){g->plan, 0, 0, 0};
+        kept[i] = entry_of(part.plan, state_of(&part, g->state), g->report_dev);
     }
-    if (!count && room) *sent = (sid_cuda_sent){NULL, g->report_dev, {0}};
+    if (!count && room) *kept = (sid_cuda_kept){NULL, g->report_dev, {0}, 0};
     return count ? count : 1;
 }
 

@@ -116,9 +116,11 @@ typedef struct sid_shots {
 } sid_shots;
 sid_shots sid_shots_of(const sid_exchange *x);
 /* All-reduce's, in wire: this rank's slice of what the codec's round `sum` sums, `len` elements of it, and what rank r has
- * for it. */
+ * for it. Slice s are `each` bytes from first + s * each on, or what there is of them before first + bytes; its frame goes
+ * out from out + s * apart, and from rank r one comes in at in + r * apart. */
 typedef struct sid_sum_of_slices {
     uint64_t own, len, from, apart; /* from + r * apart */
+    uint64_t first, bytes, each, out, in;
 } sid_sum_of_slices;
 sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x, uint32_t sum);
 /* Hierarchical's, in wire: frames as they go out and come in, x->message apart; the inner exchange's. */
@@ -188,7 +190,7 @@ enum {
     SID_FAULT_BYTES = 320,
     SID_OWN = 1,
     SID_FOR_ALL = 2,
-    SID_SPENT = 4 /* the vector that was encoded is gone: what it left in acc can only count as kept */
+    SID_SPENT = 4 /* the vector that was encoded is gone: what is owed can only be forgotten with it */
 };
 
 const sid_exchange_kind *sid_kind_of(const sid_info *info);

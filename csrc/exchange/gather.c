@@ -3,14 +3,16 @@
  *     allgather   every rank sends its payload to every other: (W - 1) P bytes, one round
  *     allreduce   linear codecs: slice s of all bodies goes to rank s, which sums in rank order and sends the sum to all:
  *                 2 (W - 1) / W B bytes, two rounds; of a codec that takes several sums, slice by slice of the body, two for
- *                 each */
+ *                 each. Slices and sums travel in frames */
 #include <string.h>
 
 #include "exchange.h"
 
 enum {
-    PAYLOADS, /* x->at: in wire, this rank's or all; in wire, slices that came in; in work, the codec's */
-    SLICES,
+    PAYLOADS, /* x->at: in wire, this rank's or all; frames of slices as they go out, as they come in; in work, the
+                 codec's */
+    OUT,
+    IN,
     SCRATCH
 };
 
@@ -100,6 +102,8 @@ static piece piece_of(const sid_exchange *x, uint32_t sum, uint32_t s) {
     return (piece){of.offset + at, left < each ? left : each};
 }
 
+static uint64_t framed(piece p) { return p.bytes ? SID_FRAME_BYTES + sid_round_up(p.bytes, 32) : 0; }
+
 static sid_status plan_reduce(sid_exchange *x, const sid_route *r, sid_error *err) {
     const sid_status s = plan_whole(x, r, err);
     if (s) return s;
@@ -107,40 +111,81 @@ static sid_status plan_reduce(sid_exchange *x, const sid_route *r, sid_error *er
         return sid_refuse(err, r, "its payloads cannot be summed: take exchange 'allgather', or leave it out");
     if (x->plan->sizes.ranks && x->world > x->plan->sizes.ranks)
         return sid_refuse(err, r, "its sums do not hold what so many ranks send: take another codec");
-    const uint32_t sums = x->plan->sizes.rounds;
-    for (uint32_t i = 0; i < sums; i++) {
-        const uint64_t bytes = piece_of(x, i, 0).bytes; /* the first is the longest */
-        if (bytes > x->message) x->message = bytes;
+    const uint32_t sums = x->plan->sizes.rounds, others = x->world - 1;
+    x->confirms = 1;
+    x->rounds = others ? 2 * sums : 0;
+    for (uint32_t i = 0; i < sums && others; i++) {
+        const uint64_t most = framed(piece_of(x, i, 0)); /* the first is the longest: no rank sends more than rank 0 */
+        if (most > x->message) x->message = most;
+        for (uint32_t q = 1; q < x->world; q++) x->sizes.sent += framed(piece_of(x, i, q));
+        x->sizes.sent += others * most;
     }
     x->message = sid_round_up(x->message, 64);
-    x->at[SLICES] = x->plan->sizes.payload;
-    x->sizes.wire = sid_round_up(x->plan->sizes.payload, 64) + x->world * x->message;
-    x->rounds = x->world > 1 ? 2 * sums : 0;
-    for (uint32_t q = 0; q < x->world && x->world > 1; q++) { /* all pieces but its own, and its own to all others */
-        uint64_t sent = 0;
-        for (uint32_t i = 0; i < sums; i++)
-            sent += sid_plan_round(x->plan, i).count * width(x) + (x->world - 2) * piece_of(x, i, q).bytes;
-        if (sent > x->sizes.sent) x->sizes.sent = sent;
-    }
+    x->at[OUT] = sid_round_up(x->plan->sizes.payload, 64);
+    x->at[IN] = x->at[OUT] + (others ? x->world * x->message : 0);
+    x->sizes.wire = x->at[IN] + (others ? x->world * x->message : 0);
     return SID_OK;
 }
 
 sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x, uint32_t sum) {
-    const piece own = piece_of(x, sum, x->rank);
-    return (sid_sum_of_slices){own.start, own.bytes / width(x), x->at[SLICES], x->message};
+    const sid_slice of = sid_plan_round(x->plan, sum);
+    const piece own = piece_of(x, sum, x->rank), first = piece_of(x, sum, 0);
+    return (sid_sum_of_slices){.own = own.start,
+                               .len = own.bytes / width(x),
+                               .from = x->at[IN] + SID_FRAME_BYTES,
+                               .apart = x->message,
+                               .first = of.offset,
+                               .bytes = of.count * width(x),
+                               .each = first.bytes,
+                               .out = x->at[OUT],
+                               .in = x->at[IN]};
 }
 
 static uint32_t reduce_messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out) {
     const uint32_t sum = round / 2, scatter = round % 2 == 0;
     uint32_t count = 0;
     for (uint32_t r = 0; r < x->world; r++) {
-        const piece p =
-            piece_of(x, sum, scatter == !receive ? r : x->rank); /* scatter: theirs goes out, ours comes in */
-        if (r == x->rank || !p.bytes) continue;
-        const uint64_t at = scatter && receive ? x->at[SLICES] + r * x->message : p.start;
-        out[count++] = (sid_message){at, p.bytes, r, 0};
+        const uint32_t s = scatter == !receive ? r : x->rank; /* scatter: theirs goes out, ours comes in */
+        const uint64_t bytes = framed(piece_of(x, sum, s));
+        if (r == x->rank || !bytes) continue;
+        out[count++] = (sid_message){x->at[receive ? IN : OUT] + (receive ? r : s) * x->message, bytes, r, 0};
     }
     return count;
+}
+
+static uint8_t *frame_of(const sid_trip *t, uint32_t where, uint32_t i) {
+    return t->wire + t->x->at[where] + i * t->x->message;
+}
+
+/* Piece s goes out; after a failure zeros, in a frame that names the rank at fault. */
+static void send_piece(const sid_trip *t, uint32_t round, uint32_t s) {
+    const piece p = piece_of(t->x, round / 2, s);
+    const uint64_t body = sid_round_up(p.bytes, 32), bytes = sid_fault_of(t)->status ? 0 : p.bytes;
+    uint8_t *frame = frame_of(t, OUT, s), *to = frame + SID_FRAME_BYTES;
+    if (!p.bytes) return;
+    memcpy(to, t->wire + p.start, bytes);
+    memset(to + bytes, 0, body - bytes);
+    sid_frame_close(t, (sid_frame *)(void *)frame, round, sid_fault_of(t)->flags, body);
+}
+
+/* What has come in `round` is sound, or there is a fault. */
+static void open_pieces(sid_trip *t, uint32_t round) {
+    const sid_exchange *x = t->x;
+    for (uint32_t r = 0; r < x->world; r++) {
+        const piece p = piece_of(x, round / 2, round % 2 ? r : x->rank);
+        uint32_t flags;
+        if (r != x->rank && p.bytes)
+            sid_frame_open(t, (const sid_frame *)(const void *)frame_of(t, IN, r), round, sid_round_up(p.bytes, 32), r,
+                           &flags);
+    }
+}
+
+/* The other ranks' sums, into their places. */
+static void take_sums(sid_trip *t, uint32_t sum) {
+    for (uint32_t r = 0; r < t->x->world; r++) {
+        const piece p = piece_of(t->x, sum, r);
+        if (r != t->x->rank) memcpy(t->wire + p.start, frame_of(t, IN, r) + SID_FRAME_BYTES, p.bytes);
+    }
 }
 
 /* This rank's piece <- the sum over the ranks, in rank order, in float32, rounded once; or of bytes modulo 256. */
@@ -154,14 +199,14 @@ static void sum_pieces(sid_trip *t, uint32_t sum) {
     if (d == SID_I8) {
         for (uint32_t r = 0; r < x->world; r++)
             for (uint64_t i = 0; i < len && r != x->rank; i++)
-                own[i] = (uint8_t)(own[i] + t->wire[x->at[SLICES] + r * x->message + i]);
+                own[i] = (uint8_t)(own[i] + frame_of(t, IN, r)[SID_FRAME_BYTES + i]);
         return;
     }
     for (uint64_t at = 0; at < len; at += SID_TILE) {
         const uint32_t take = len - at < SID_TILE ? (uint32_t)(len - at) : SID_TILE;
         SID_LINE float total[SID_TILE], buf[SID_TILE];
         for (uint32_t r = 0; r < x->world; r++) {
-            const uint8_t *from = r == x->rank ? own : t->wire + x->at[SLICES] + r * x->message;
+            const uint8_t *from = r == x->rank ? own : frame_of(t, IN, r) + SID_FRAME_BYTES;
             const float *y = sid_load(v, d, from, at, take, buf);
             for (uint32_t i = 0; i < take; i++) total[i] = r ? total[i] + y[i] : y[i];
         }
@@ -169,32 +214,31 @@ static void sum_pieces(sid_trip *t, uint32_t sum) {
     }
 }
 
-/* What this rank has to say in the codec's round `sum`; where it cannot, the others wait for it all the same, and the step
- * is not finite for them (sid_next_round). */
+/* What this rank has to say in the codec's round `sum`. */
 static void say(sid_trip *t, uint32_t sum) {
     const sid_exchange *x = t->x;
-    sid_status s = (sid_status)sid_fault_of(t)->status;
-    if (!s && !sum) s = encode(t, t->wire);
-    if (!s && sum) {
-        s = sid_next_round(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->at[SCRATCH], t->at, t->wire);
-        if (s) sid_fail(t->err, s, "round %u: %s", sum, sid_status_text(s));
-        sid_blame(t, s, x->rank);
-    }
-    if (!s) return;
-    const sid_slice of = sid_plan_round(x->plan, sum);
-    const float nan = sid_bits_f32(0x7fc00000u);
-    for (uint64_t i = 0; i < of.count; i++)
-        if (x->plan->sizes.body_dtype == SID_I8)
-            t->wire[of.offset + i] = 0xff;
-        else
-            sid_store(x->plan->simd, x->plan->sizes.body_dtype, t->wire + of.offset, i, 1, &nan);
+    if (!sum) encode(t, t->wire);
+    if (!sum || sid_fault_of(t)->status) return;
+    const sid_status s =
+        sid_next_round(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->at[SCRATCH], t->at, t->wire);
+    if (s) sid_fail(t->err, s, "round %u: %s", sum, sid_status_text(s));
+    sid_blame(t, s, x->rank);
 }
 
 static sid_status reduce_advance(sid_trip *t, uint32_t round) {
     const sid_exchange *x = t->x;
-    if (round % 2) sum_pieces(t, round / 2);
-    if (round % 2 == 0 && (round < x->rounds || !round)) say(t, round / 2);
-    if (round == x->rounds && !sid_fault_of(t)->status)
+    const sid_fault *f = sid_fault_of(t);
+    if (round) open_pieces(t, round - 1);
+    if (round % 2) {
+        if (!f->status) sum_pieces(t, round / 2);
+        send_piece(t, round, x->rank);
+        return SID_OK;
+    }
+    if (round && !f->status) take_sums(t, round / 2 - 1);
+    if (!round || round < x->rounds) say(t, round / 2);
+    for (uint32_t s = 0; s < x->world && round < x->rounds; s++)
+        if (s != x->rank) send_piece(t, round, s);
+    if (round == x->rounds && !f->status)
         sid_blame(t, sid_check(x->plan, t->wire, x->plan->sizes.payload, t->at, t->err), x->rank);
     return SID_OK;
 }

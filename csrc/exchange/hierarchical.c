@@ -169,6 +169,34 @@ static void scatter(sid_trip *t) {
     }
 }
 
+/* As in csrc/decode.c: where the sum of the node's ranks overflows, although their mean may not, that is taken in float64.
+ * x: the sums of elements at .. at + len of our slice, and then their means. */
+static void means(sid_trip *t, float *x, uint64_t at, uint32_t len) {
+    const sid_exchange *e = t->x;
+    const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
+    const uint32_t mine = local_of(e);
+    const float scale = 1.0f / (float)e->word[L];
+    double sum[SID_TILE];
+    SID_LINE float buf[SID_TILE];
+    if (v->finite(x, len)) {
+        v->scale(x, x, len, scale);
+        return;
+    }
+    memset(sum, 0, sizeof sum);
+    for (uint32_t l = 0; l < e->word[L]; l++) {
+        const uint32_t segs = l == mine ? sid_cut(t, sid_slice_start(e, mine) + at, len) : 1;
+        uint32_t done = 0;
+        for (uint32_t i = 0; i < segs; i++) {
+            const uint32_t take = l == mine ? (uint32_t)t->cut[i].len : len;
+            const float *y = l == mine ? sid_load(v, e->dtype, t->cut[i].ptr, 0, take, buf)
+                                       : sid_load(v, e->dtype, frame_of(t, IN, l) + SID_FRAME_BYTES, at, take, buf);
+            for (uint32_t k = 0; k < take; k++) sum[done + k] += (double)y[k];
+            done += take;
+        }
+    }
+    for (uint32_t i = 0; i < len; i++) x[i] = sid_key(x[i]) < SID_KEY_INF ? x[i] * scale : sid_mean(sum[i], scale);
+}
+
 /* The node's mean of our slice, in the order of its ranks. */
 static void add_up(sid_trip *t) {
     const sid_exchange *x = t->x;
@@ -196,7 +224,7 @@ static void add_up(sid_trip *t) {
     }
     for (uint64_t k = 0; k < len; k += SID_TILE) {
         const uint32_t take = len - k < SID_TILE ? (uint32_t)(len - k) : SID_TILE;
-        v->scale(sum + k, sum + k, take, 1.0f / (float)x->word[L]);
+        means(t, sum + k, k, take);
     }
     for (uint64_t k = 0; sid_fault_of(t)->status && k < len; k++) sum[k] = sid_bits_f32(0x7fc00000u);
 }
@@ -250,7 +278,8 @@ static sid_status advance(sid_trip *t, uint32_t round) {
         f->encoded |= inside->encoded;
         if (round == last && !f->status) {
             in->kind->finish(&i.trip);
-            f->encoded = SID_SPENT; /* the vector holds no gradient any more */
+            /* Where that was not finite, the gradient is out of the memory again; else the vector holds none any more. */
+            f->encoded = i.report.nonfinite ? 0 : SID_SPENT;
             if (i.report.nonfinite) f->flags |= SID_FRAME_NONFINITE;
         }
         if (round == last && first) spread(t);
@@ -274,7 +303,7 @@ static void undo(sid_trip *t) {
     enter(t, &i);
     const uint32_t encoded = sid_fault_of(t)->encoded;
     if (encoded & SID_SPENT)
-        sid_exchange_unsend(in, t->state);
+        sid_exchange_forget(in, t->state);
     else if (encoded)
         (in->kind->undo ? in->kind->undo : sid_undo_parts)(&i.trip);
 }
@@ -283,9 +312,7 @@ static void finish(sid_trip *t) {
     const sid_exchange *x = t->x;
     const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
     const int bad = (sid_fault_of(t)->flags & SID_FRAME_NONFINITE) != 0;
-    inner_trip inner;
-    enter(t, &inner);
-    if (bad) sid_exchange_unsend(sid_within(x), t->state);
+    if (bad && sid_fault_of(t)->encoded & SID_SPENT) sid_exchange_forget(sid_within(x), t->state);
     t->report->nonfinite = (uint32_t)bad;
     for (uint32_t s = 0; s < x->word[L]; s++) {
         const uint32_t segs = sid_cut(t, sid_slice_start(x, s), sid_slice_len(x, s));

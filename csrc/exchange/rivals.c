@@ -71,7 +71,8 @@ static void encode_on(sid_trip *t, uint32_t s, int come) {
     const sid_exchange *x = t->x;
     const uint64_t len = sid_slice_len(x, s);
     const sid_plan *p = plan_of(x, s);
-    const sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
+    sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
+    uint32_t *const encoded = &sid_fault_of(t)->encoded;
     SID_LINE float *sum = (float *)(void *)(t->work + x->at[SUM]), buf[SID_TILE];
     uint8_t *payload = t->wire + s * x->message;
     const sid_segment all = {sum, len};
@@ -94,7 +95,9 @@ static void encode_on(sid_trip *t, uint32_t s, int come) {
             for (uint32_t e = 0; e < take; e++) sum[e] += y[e];
             sum += take;
         }
-    sid_encode_part(t, p, &all, 1, t->state, t->work + x->at[SCRATCH], &at, payload);
+    if (*encoded & SID_OWN)
+        at.origin = 0; /* all of a step's encodes share one state, of which the first has made a new one */
+    if (!sid_encode_part(t, p, &all, 1, t->state, t->work + x->at[SCRATCH], &at, payload)) *encoded |= SID_OWN;
 }
 
 static sid_status advance_cascade(sid_trip *t, uint32_t round) {

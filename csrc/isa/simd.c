@@ -13,6 +13,8 @@
 #endif
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -92,6 +94,20 @@ static inline vi higher(vi a, vi b) {
     return either(a > b, a, b);
 #endif
 }
+
+#ifdef SID_HAS_AVX512
+/* The lanes of a comparison as a number. gcc 12 takes the 16 bits of a mask that is used as a mask, too, for 32: where it
+ * runs out of registers, it stores two bytes and reads four. So gcc is told which instruction extends them. */
+static inline uint32_t number(__mmask16 m) {
+#if defined(__GNUC__) && !defined(__clang__)
+    uint32_t n;
+    __asm__("kmovw %1, %0" : "=r"(n) : "k"(m));
+    return n;
+#else
+    return m;
+#endif
+}
+#endif
 
 /* Bit j: element j of a mask is set. */
 static inline uint64_t mask_of(vi m) {
@@ -361,10 +377,10 @@ static float sum_abs(const float *x, uint32_t n) {
 #if BYTES == 64
 typedef __mmask16 chosen;
 INLINE chosen from(vi key, vi low) { return _mm512_cmpge_epi32_mask((__m512i)key, (__m512i)low); }
-INLINE uint64_t word_of(chosen m) { return m; } /* bit j: lane j */
+INLINE uint64_t word_of(chosen m) { return number(m); } /* bit j: lane j */
 INLINE vf plus(vf sum, chosen m, vf x) { return (vf)_mm512_mask_add_ps((__m512)sum, m, (__m512)sum, (__m512)x); }
 typedef uint32_t tallies;
-INLINE tallies counted(tallies c, chosen m) { return c + (uint32_t)__builtin_popcount(m); }
+INLINE tallies counted(tallies c, chosen m) { return c + (uint32_t)__builtin_popcount(number(m)); }
 INLINE uint32_t sum_of(tallies c) { return c; }
 #else
 typedef vi chosen;
@@ -410,7 +426,7 @@ static void tail_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float 
 static __m512i keys16(const float *x) {
     return _mm512_and_si512(_mm512_castps_si512(_mm512_loadu_ps(x)), _mm512_set1_epi32(0x7fffffff));
 }
-static unsigned bits16(__mmask16 m) { return (unsigned)__builtin_popcount(m); }
+static unsigned bits16(__mmask16 m) { return (unsigned)__builtin_popcount(number(m)); }
 #elif defined(SID_HAS_AVX2)
 static __m256i keys8(const float *x) {
     return _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x)), _mm256_set1_epi32(0x7fffffff));
@@ -590,7 +606,7 @@ static uint32_t places_of(uint64_t word, uint32_t base, uint16_t *at) {
         const __mmask16 m = (__mmask16)(word >> j);
         _mm256_storeu_si256((__m256i *)(void *)(at + c), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(m, here)));
         here = _mm512_add_epi32(here, _mm512_set1_epi32(16));
-        c += bits16(m);
+        c += (unsigned)__builtin_popcount(m);
     }
 #elif defined(SID_HAS_AVX2)
     __m128i here = _mm_set1_epi16((short)base);
@@ -1642,15 +1658,20 @@ static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse
     }
 }
 
-/* y = x * s, past the caches or not, and x = 0. Past them in two loops: other stores between these would send half a line
- * of them on its way. */
-static void drain(float *x, float *y, uint32_t n, float s, int past) {
-    uint32_t i = 0;
+/* y = x * s, past the caches or not, and x = 0; whether y is finite. Past them in two loops: other stores between these
+ * would send half a line of them on its way. */
+static int drain(float *x, float *y, uint32_t n, float s, int past) {
+    uint32_t i = 0, max = 0;
+    vi top = {0};
 #if defined(__SSE2__)
     if (past) {
-        for (; i < n && ((uintptr_t)(y + i) & 63u); i++) y[i] = x[i] * s;
+        for (; i < n && ((uintptr_t)(y + i) & 63u); i++) {
+            y[i] = x[i] * s;
+            max = sid_key(y[i]) > max ? sid_key(y[i]) : max;
+        }
         for (; i + WIDE <= n; i += WIDE) {
             const vf v = load(x + i) * s;
+            top = higher(top, keys(v));
 #if BYTES == 64
             _mm512_stream_ps(y + i, (__m512)v);
 #elif BYTES == 32
@@ -1659,20 +1680,24 @@ static void drain(float *x, float *y, uint32_t n, float s, int past) {
             _mm_stream_ps(y + i, (__m128)v);
 #endif
         }
-        for (; i < n; i++) y[i] = x[i] * s;
-        memset(x, 0, 4ull * n);
-        return;
     }
+#else
+    past = 0; /* there are no such stores */
 #endif
-    (void)past;
-    for (; i + WIDE <= n; i += WIDE) {
-        store(y + i, load(x + i) * s);
+    for (; !past && i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i) * s;
+        top = higher(top, keys(v));
+        store(y + i, v);
         store(x + i, (vf){0});
     }
     for (; i < n; i++) {
         y[i] = x[i] * s;
+        max = sid_key(y[i]) > max ? sid_key(y[i]) : max;
         x[i] = 0;
     }
+    if (past) memset(x, 0, 4ull * n);
+    for (int j = 0; j < WIDE; j++) max = (uint32_t)top[j] > max ? (uint32_t)top[j] : max;
+    return max < SID_KEY_INF;
 }
 
 /* ---- signs ----------------------------------------------------------------------------------------------------- */
@@ -1883,45 +1908,56 @@ static void fence(void) {
 #endif
 }
 
-/* Two words of a row share a long: A, the sum of all longs, is that of the lower words plus 2^32 that of the upper ones,
- * and so is B, the sum of all A so far; H and I are the same of the upper words alone. Five operations for a register,
- * where widening every word took six for half of one. With AVX-512 a register is two rows: row 2 t + 1 counts once less. */
+INLINE vu product(vu a, vu b) { /* of the lower halves */
+#if BYTES == 64
+    return (vu)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif BYTES == 32
+    return (vu)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (vu)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#elif defined(__aarch64__) /* compilers would multiply longs one by one */
+    return (vu)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b));
+#else
+    return (a & 0xffffffff) * (b & 0xffffffff);
+#endif
+}
+
+/* A long of data has two words and one of `keys` their key: two products. */
 enum {
-    AT_A_TIME = BYTES == 64 ? 2 : 1, /* rows */
-    REGISTERS = 32 * AT_A_TIME / BYTES
-};
-static void checksum(const uint32_t *w, uint64_t rows, uint64_t *sum, uint64_t *weighted) {
-    uint64_t a[8] = {0}, b[8] = {0}; /* after T rows b[j] is the sum of (T - row) * w: the place weights of wire.h */
-    const uint64_t steps = rows / AT_A_TIME;
-    vu all[REGISTERS] = {{0}}, high[REGISTERS] = {{0}}, sums[REGISTERS] = {{0}}, highs[REGISTERS] = {{0}};
-    for (uint64_t t = 0; t < steps; t++)
-        for (uint64_t q = 0; q < REGISTERS; q++) {
-            vu x;
-            memcpy(&x, w + 8 * AT_A_TIME * t + q * BYTES / 4, BYTES);
-            all[q] += x;
-            sums[q] += all[q];
-            high[q] += x >> 32;
-            highs[q] += high[q];
+    AT_ONCE = 8
+}; /* registers */
+INLINE void add_products(const uint32_t *w, const uint64_t *key, vu *even, vu *odd) {
+    vu x, k;
+    memcpy(&x, w, BYTES);
+    memcpy(&k, __builtin_assume_aligned(key, BYTES), BYTES);
+    *even += product(x, k);
+    *odd += product(x >> 32, k);
+}
+
+static uint64_t checksum(const uint32_t *w, uint64_t from, uint64_t count) {
+    uint64_t total = 0;
+    while (count) {
+        const uint64_t at = from % SID_SUM_BLOCK, room = SID_SUM_BLOCK - at, len = count < room ? count : room;
+        const uint32_t *const end = w + len;
+        const uint64_t *key = sid_sum_pairs + at / 2;
+        uint64_t evens = 0, odds = 0;
+        vu even = {0}, odd = {0};
+        for (; end - w >= AT_ONCE * WIDE; w += AT_ONCE * WIDE, key += AT_ONCE * LONGS)
+            for (int q = 0; q < AT_ONCE; q++) add_products(w + q * WIDE, key + q * LONGS, &even, &odd);
+        for (; end - w >= WIDE; w += WIDE, key += LONGS) add_products(w, key, &even, &odd);
+        for (; w < end; w += 2, key++) {
+            evens += w[0] * *key;
+            odds += w[1] * *key;
         }
-    for (uint64_t k = 0; k < 4 * AT_A_TIME; k++) {
-        const uint64_t q = k / LONGS, j = k % LONGS, at = k % 4 * 2, late = k / 4;
-        const uint64_t odd = high[q][j], even = all[q][j] - (odd << 32);
-        const uint64_t odds = highs[q][j], evens = sums[q][j] - (odds << 32);
-        a[at] += even;
-        a[at + 1] += odd;
-        b[at] += AT_A_TIME * evens - late * even;
-        b[at + 1] += AT_A_TIME * odds - late * odd;
-    }
-    for (uint64_t r = steps * AT_A_TIME; r < rows; r++)
-        for (int j = 0; j < 8; j++) {
-            a[j] += w[8 * r + (uint64_t)j];
-            b[j] += a[j];
+        for (int j = 0; j < LONGS; j++) {
+            evens += even[j];
+            odds += odd[j];
         }
-    *sum = *weighted = 0;
-    for (uint64_t j = 0; j < 8; j++) {
-        *sum += a[j];
-        *weighted += (j + 1) * b[j];
+        total += (evens + odds * SID_SUM_ODD) * sid_sum_block(from / SID_SUM_BLOCK);
+        from += len;
+        count -= len;
     }
+    return total;
 }
 
 /* ---- random bits -------------------------------------------------------------------------------------------------
@@ -1932,18 +1968,6 @@ enum {
     SETS = BYTES == 64 ? 4 : 2, /* four registers each */
     BLOCKS = SETS * LONGS
 };
-
-INLINE vu product(vu a, vu b) { /* of the lower halves */
-#if BYTES == 64
-    return (vu)_mm512_mul_epu32((__m512i)a, (__m512i)b);
-#elif BYTES == 32
-    return (vu)_mm256_mul_epu32((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-    return (vu)_mm_mul_epu32((__m128i)a, (__m128i)b);
-#else
-    return (a & 0xffffffff) * (b & 0xffffffff);
-#endif
-}
 
 /* A register of blocks in the order of memory. */
 INLINE void lay(uint8_t *out, vu c0, vu c1, vu c2, vu c3) {

@@ -66,7 +66,7 @@ static const sid_param params[] = {
 static sid_velocity weights(const sid_plan *p, const sid_state *s, float carry) {
     const float m = (float)p->memory_param[MOMENTUM];
     const int form = (int)p->memory_param[NESTEROV];
-    return (sid_velocity){m, s->factor, form == 1 ? m : 1.0f, form ? 1.0f : 0.0f, carry};
+    return (sid_velocity){m, sid_factor_of(s), form == 1 ? m : 1.0f, form ? 1.0f : 0.0f, carry};
 }
 
 static int masks(const sid_plan *p) { return p->memory_param[MASKING] > 0 && p->codec->info.traits & SID_SPARSE; }

@@ -111,6 +111,7 @@ class Exchange:
         seed: int,
         group: int,
         carry: float = ...,  # of what is owed, before the gradient is added
+        origin: int = ...,  # of the state that the step starts from, in bytes from state; 0: in place
     ) -> bool: ...  # whether the step was not finite, after the last round
     has_meanwhile: bool
     def meanwhile(  # while the messages of `round` travel; may be left out
@@ -141,6 +142,7 @@ class Exchange:
         seed: int,
         group: int,
         carry: float = ...,
+        origin: int = ...,
         stats: int,
         report: int,
         device: int,
@@ -175,6 +177,7 @@ class Exchange:
     def residual_out(self, state: int, out: int) -> None: ...
     def residual_in(self, state: int, values: int) -> None: ...
     def unsend(self, state: int) -> None: ...
+    def forget(self, state: int) -> None: ...  # nothing is owed any more; momenta begin at 0
     def rescale(self, state: int, factor: float) -> None: ...
 
 def loopback(
@@ -257,14 +260,22 @@ class DeviceGroup:
         seen: int,
     ) -> None: ...
     def step(
-        self, communicator: Communicator, *, step: int, seed: int, group: int, carry: float = ..., stream: int
+        self,
+        communicator: Communicator,
+        *,
+        step: int,
+        seed: int,
+        group: int,
+        carry: float = ...,
+        origin: int = ...,
+        stream: int,
     ) -> None:
         """Enqueues encode, all-gather or all-reduce, and decode, or an exchange's rounds; `seen` gets the
         report, with step + 1."""
-    def sent(self) -> bytes:
-        """Its entries in the table of cuda_cancel, of cuda_sent_bytes each."""
+    def kept(self) -> bytes:
+        """Its entries in the table of cuda_cancel, of cuda_kept_bytes each."""
 
-cuda_sent_bytes: int
+cuda_kept_bytes: int
 
 def cuda_cancel(sent: int, count: int, *, always: bool, device: int, stream: int) -> None:
     """Enqueues: where one of `count` groups' steps was not finite, or always, what the others have sent
@@ -317,6 +328,7 @@ class Plan:
         rank: int,
         world: int,
         carry: float = ...,  # of what is owed, before the gradient is added
+        origin: int = ...,  # of the state that the step starts from, in bytes from state; 0: in place
     ) -> Stats: ...
     def next_round(
         self,
@@ -353,6 +365,7 @@ class Plan:
     def residual_out(self, state: int, out: int) -> None: ...
     def residual_in(self, state: int, values: int) -> None: ...
     def unsend(self, state: int) -> None: ...
+    def forget(self, state: int) -> None: ...  # nothing is owed any more; momenta begin at 0
     def rescale(self, state: int, factor: float) -> None: ...
     # CUDA: everything on `stream` of `device`; segments is a device copy of Segments.table()
     def cuda_work_bytes(self) -> int: ...
@@ -370,6 +383,7 @@ class Plan:
         rank: int,
         world: int,
         carry: float = ...,
+        origin: int = ...,
         stats: int,
         device: int,
         stream: int,

@@ -19,11 +19,11 @@ from sidcomp.settings import Settings
 _FAILED = bytes(32)  # in place of a digest
 
 
-def agreed(exchange: Exchange, make: Callable[[], Layout], header: str) -> Layout:
+def agreed(exchange: Exchange, make: Callable[[], Layout], header: str, what: str) -> Layout:
     """make(), if it gives the same on all ranks; else all ranks raise. A difference would corrupt or hang an
     exchange.
 
-    A collective; `header` is what else has to be the same.
+    A collective; `header` is what else has to be the same, `what` says for errors what the ranks are at.
     """
     layout, failure, text = None, None, ""
     try:
@@ -31,15 +31,13 @@ def agreed(exchange: Exchange, make: Callable[[], Layout], header: str) -> Layou
         text = "\n".join([header, *(f"group {g.index}: {g.describe()}" for g in layout.groups)])
     except Exception as e:
         failure, text = e, f"{type(e).__name__}: {e}"
-    digests = exchange.gather_bytes(hashlib.sha256(text.encode()).digest() if failure is None else _FAILED)
+    digest = hashlib.sha256(text.encode()).digest() if failure is None else _FAILED
+    digests = exchange.tell_all(digest, what)
     if layout is not None and len(set(digests)) == 1:
         return layout
-    texts = exchange.gather_texts(text)
-    if failure is not None:
-        raise failure
+    texts = _texts(exchange, text, what, failure)
     if _FAILED in digests:
-        rank = digests.index(_FAILED)
-        raise _differs(rank, f"rank {rank} could not form its groups: {texts[rank]}")
+        raise _failed(digests.index(_FAILED), "form its groups", texts)
     rank = next(r for r, d in enumerate(digests) if d != digests[0])
     lines = [texts[r].splitlines() for r in (0, rank)]
     at = next((i for i, (a, b) in enumerate(zip(*lines, strict=False)) if a != b), min(map(len, lines)))
@@ -49,6 +47,33 @@ def agreed(exchange: Exchange, make: Callable[[], Layout], header: str) -> Layou
         f"ranks do not agree: rank 0 has [{here}], rank {rank} has [{there}]; "
         "model, sidcomp.State and checkpoint must be the same on every rank",
     )
+
+
+def together(exchange: Exchange, do: Callable[[], None], what: str) -> None:
+    """do(); where a rank cannot `what`, all ranks raise. A collective."""
+    failure = None
+    try:
+        do()
+    except Exception as e:
+        failure = e
+    fine = exchange.tell_all(bytes([failure is None]), f"the step in which every rank must {what}")
+    if b"\0" in fine:
+        text = f"{type(failure).__name__}: {failure}"
+        texts = _texts(exchange, text, "the exchange of error messages", failure)
+        raise _failed(fine.index(b"\0"), what, texts)
+
+
+def _texts(exchange: Exchange, text: str, what: str, failure: Exception | None) -> list[str]:
+    """Every rank's text; where this rank has failed itself its failure is raised, once the others know."""
+    try:
+        return exchange.tell_texts(text, what)
+    finally:
+        if failure is not None:
+            raise failure
+
+
+def _failed(rank: int, what: str, texts: list[str]) -> RankError:
+    return _differs(rank, f"rank {rank} could not {what}: {texts[rank]}")
 
 
 def _differs(rank: int, text: str) -> RankError:
@@ -66,13 +91,15 @@ def make_layout(
     exchange: Exchange,
     lane: CudaLane | None,
     step: int,
+    twice: bool,
 ) -> Layout:
-    """kept_groups: those of a checkpoint, in place of the settings' rule. step: the iteration to come."""
+    """kept_groups: those of a checkpoint, in place of the settings' rule. step: the iteration to come. twice:
+    groups have two states."""
     pieces = [p for i, slot in enumerate(slots) for p in _pieces(i, slot, names)]
     shapes = {p.name: p.shape for p in pieces}
     own = settings.assign(shapes)
     if kept_groups:
-        specs = checkpoint.specs(kept_groups, pieces)
+        specs = checkpoint.specs(kept_groups, pieces, len(settings.ways) + len(settings.made))
     else:
         specs = form_groups(pieces, regime, settings.policy.excluded(shapes), own)
     plans = [
@@ -99,16 +126,16 @@ def make_layout(
         if lane is None:
             raise UnsupportedError("transport='native' is NCCL, which is for CUDA: leave it out on the CPU")
         lane.find_native()
-    # Reducing in place tells nothing about NaN, and a memory beside it has to know.
-    direct = lane is None and not any(plan.vectors for plan in plans)
+    # Reducing in place tells nothing about NaN, and what another group keeps or draws depends on it.
+    direct = lane is None and not any(plan.vectors or not plan.lossless for plan in plans)
     groups = [
         Group(i, spec, slots, plan, direct) for i, (spec, plan) in enumerate(zip(specs, plans, strict=True))
     ]
     for group in groups:
         if lane is None:
-            group.allocate(exchange.world, group.plan.work_bytes)
+            group.allocate(exchange.world, group.plan.work_bytes, twice)
         else:
-            lane.prepare(group, exchange.world)
+            lane.prepare(group, exchange.world, twice)
         if settings.full_every and not group.plan.lossless:
             if group.routed and not group.trip.whole:
                 raise UnsupportedError(
@@ -156,5 +183,5 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
         f"checksum_every {settings.checksum_every}, {ways}, "
         f"policy {settings.policy.saved()}, full_every {settings.full_every}, "
-        f"transport {settings.transport}"
+        f"transport {settings.transport}, nonfinite {settings.nonfinite}"
     )

@@ -15,12 +15,12 @@ from sidcomp.groups import DENSE, Piece, Spec, shorten
 from sidcomp.layout import STATE_HEADER, Group, Layout
 from sidcomp.rates import Rates
 from sidcomp.registry import find_memory
+from sidcomp.saved import FORMAT, read
 from sidcomp.settings import Settings
 
 if TYPE_CHECKING:
     from sidcomp.pipeline import Pipeline
 
-FORMAT = 1
 # The parts of a state's header that are not settled by residual_in: the count of steps and the codec's
 # statistics.
 _KEPT = (slice(0, 8), slice(64, 192))
@@ -63,7 +63,7 @@ def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
     return kept
 
 
-def save(p: "Pipeline", scale: float | None) -> dict[str, Any]:
+def save(p: "Pipeline") -> dict[str, Any]:
     if p.layout is None and p.resume is not None:
         return p.resume.source
     groups = p.layout.groups if p.layout is not None else []
@@ -72,12 +72,12 @@ def save(p: "Pipeline", scale: float | None) -> dict[str, Any]:
         "format": FORMAT,
         "version": _core.version,
         **p.settings.saved(),
-        "world": p.exchange.world if p.exchange is not None else 0,
-        "rank": p.exchange.rank if p.exchange is not None else 0,
+        "world": p.exchange.world if p.exchange is not None and p.step else 0,
+        "rank": p.exchange.rank if p.exchange is not None and p.step else 0,
         "step": p.step,
         "settled": p.settled or isinstance(p.settings.groups, list),
         "controller": p.controller.saved() if p.controller is not None else None,
-        "scale": scale,
+        "scale": p.scale,
         "layout": [_save_group(g) for g in groups],
         "residuals": {name: kept.values for name, kept in residuals.items()},
         "shared": {n: [r.local, r.common] for n, r in residuals.items() if r.local > 1 or r.common},
@@ -133,44 +133,73 @@ class Resume:
         if wrong:
             raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong)}")
 
+    def fit(self, layout: Layout) -> None:
+        """Raises CheckpointError where a group's memory keeps something else of its parameters."""
+        for g in layout.groups:
+            own = 0 if g.direct else g.plan.vectors - (g.routed and g.trip.common)
+            for p in g.spec.pieces:
+                kept = self.residuals.get(p.name)
+                if own and kept is not None and kept.values.shape != (own + kept.common, p.numel):
+                    raise CheckpointError(
+                        f"residuals[{p.name!r}] of the checkpoint is of shape {list(kept.values.shape)}; "
+                        f"memory {g.plan.memory!r} keeps {own} vectors of {p.numel} elements: use the memory "
+                        "that it was saved with"
+                    )
+
     def place(self, layout: Layout, exchange: Exchange, rates: Rates | None) -> None:
-        """Puts what was kept into fresh groups, in units of the rates of now."""
+        """Puts what was kept into fresh groups, in units of the rates of now. Raises what went wrong once all
+        ranks that wait for this one have its part; what the groups hold is of no use then."""
+        failure: Exception | None = None
         for g in layout.groups:
             if g.direct:
                 continue
-            kept = [self.residuals.get(p.name) for p in g.spec.pieces]
-            if g.plan.vectors and any(r is not None for r in kept):
-                parts = [
-                    torch.zeros(g.plan.vectors, p.numel)
-                    if r is None
-                    else _fit(
-                        g,
-                        _at_rate(g, r, 1.0 if rates is None else rates.since(p.name, r.rate)),
-                        exchange.world,
-                    )
-                    for p, r in zip(g.spec.pieces, kept, strict=True)
-                ]
-                values = torch.cat(parts, dim=1).contiguous()
+            values: torch.Tensor | None = None
+            if g.plan.vectors and any(p.name in self.residuals for p in g.spec.pieces):
+                try:
+                    values = self._values(g, exchange.world, rates)
+                except Exception as e:  # the ranks of its node wait for this one's part
+                    failure, values = failure or e, torch.zeros(g.plan.vectors, g.n)
                 if g.routed and g.trip.route.local > 1:
                     local = g.trip.route.local
                     first = exchange.rank // local * local
                     values = exchange.sum_among(list(range(first, first + local)), values)
-                with g.host_state(write=True) as state:
-                    g.plan.residual_in(state, values.data_ptr())
-            old = self.layout[g.index] if g.index < len(self.layout) else None
-            if (
-                self.same_codec and old is not None and old["names"] == g.names
-                and way_of(old) == g.spec.way and len(old["header"])
-            ):  # fmt: skip
-                header, places = old["header"].to(g.device), _headers(g)
-                if len(header) != STATE_HEADER * len(places):
-                    continue
-                for at, own in zip(places, header.split(STATE_HEADER), strict=True):
-                    for part in _KEPT:
-                        g.state.tensor[at : at + STATE_HEADER][part] = own[part]
-                extra = old.get("extra", header[:0])
-                if len(extra) == g.plan.extra_bytes:
-                    g.state.tensor[g.codec_bytes] = extra.to(g.device)
+            try:
+                self._put(g, values)
+            except Exception as e:
+                failure = failure or e
+        if failure is not None:
+            raise failure
+
+    def _put(self, g: Group, values: torch.Tensor | None) -> None:
+        """values: what its memory is to keep, if it is to keep anything."""
+        if values is not None:
+            with g.host_state(write=True) as state:
+                g.plan.residual_in(state, values.data_ptr())
+        old = self.layout[g.index] if g.index < len(self.layout) else None
+        if (
+            self.same_codec and old is not None and old["names"] == g.names
+            and way_of(old) == g.spec.way and len(old["header"])
+        ):  # fmt: skip
+            header, places = old["header"].to(g.device), _headers(g)
+            if len(header) != STATE_HEADER * len(places):
+                return
+            for at, own in zip(places, header.split(STATE_HEADER), strict=True):
+                for part in _KEPT:
+                    g.state.tensor[at : at + STATE_HEADER][part] = own[part]
+            extra = old.get("extra", header[:0])
+            if len(extra) == g.plan.extra_bytes:
+                g.state.tensor[g.codec_bytes] = extra.to(g.device)
+
+    def _values(self, g: Group, world: int, rates: Rates | None) -> torch.Tensor:
+        """What the group's memory is to keep: (vectors, n)."""
+        kept = [self.residuals.get(p.name) for p in g.spec.pieces]
+        parts = [
+            torch.zeros(g.plan.vectors, p.numel)
+            if r is None
+            else _fit(g, _at_rate(g, r, 1.0 if rates is None else rates.since(p.name, r.rate)), world)
+            for p, r in zip(g.spec.pieces, kept, strict=True)
+        ]
+        return torch.cat(parts, dim=1).contiguous()
 
     def rescale(self, factor: float) -> None:
         self.residuals = rescaled(self.residuals, factor)
@@ -227,10 +256,27 @@ def way_of(group: dict[str, Any]) -> int:
     return int(group["way"]) if "way" in group else DENSE if group["dense"] else 0
 
 
-def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece]) -> list[Spec]:
-    """The groups of a checkpoint, over the buckets of today."""
+def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece], ways: int) -> list[Spec]:
+    """The groups of a checkpoint, over the buckets of today, each sent in one of so many ways."""
     by_name = {p.name: p for p in pieces}
+    for i, g in enumerate(groups):
+        _check_way(i, g, ways)
+        own = [by_name[n] for n in g["names"]]
+        if odd := [p for p in own if (p.dtype, p.device) != (own[0].dtype, own[0].device)]:
+            raise CheckpointError(
+                f"layout[{i}] of the checkpoint is a group of {own[0].name}, {own[0].dtype} on "
+                f"{own[0].device}, and {odd[0].name}, {odd[0].dtype} on {odd[0].device}: a group has one "
+                "dtype and device; convert and move the module as it was when it was saved"
+            )
     return [Spec(way_of(g), [by_name[n] for n in g["names"]]) for g in groups]
+
+
+def _check_way(i: int, group: dict[str, Any], ways: int) -> None:
+    if way_of(group) >= ways:
+        raise CheckpointError(
+            f"layout[{i}]['way'] of the checkpoint is {way_of(group)}; this State has {ways} ways to send a "
+            "group: make it with the codec and policy that it was saved with"
+        )
 
 
 def load(
@@ -247,11 +293,11 @@ def load(
             "load_state_dict needs the process group: call torch.distributed.init_process_group first"
         )
     world, rank = dist.get_world_size(parent), dist.get_rank(parent)
-    states = [given] if isinstance(given, dict) else list(given)
-    if not states:
+    all_given = list(given) if isinstance(given, list | tuple) else [given]
+    if not all_given:
         raise CheckpointError("an empty list of states: pass this rank's state, or those of all old ranks")
-    for s in states:
-        _check_form(s)
+    several = len(all_given) > 1
+    states = [read(s, f"states[{i}]: " if several else "") for i, s in enumerate(all_given)]
     old = states[0]["world"]
     if old == 0:  # saved before the first step: nothing is kept yet
         return Resume({}, [], states[0])
@@ -264,6 +310,9 @@ def load(
     resume = Resume(_kept(source), source["layout"], source)
     resume.same_codec = old == world
     _compare(settings, resume)
+    if not settings.policy.rules:
+        for i, g in enumerate(resume.layout):
+            _check_way(i, g, len(settings.ways))
     if not source["settled"]:
         resume.layout = []  # DDP was about to form its buckets anew, and we the groups with them
     return resume
@@ -293,15 +342,6 @@ def _unsent(name: str) -> int:
     return 1 if "feedback" in memory.traits or not memory.momentum else 0
 
 
-def _check_form(s: object) -> None:
-    if not isinstance(s, dict) or "format" not in s or "residuals" not in s:
-        raise CheckpointError("this is not what State.state_dict gave")
-    if s["format"] != FORMAT:
-        raise CheckpointError(
-            f"the state has format {s['format']}; this sidcomp {_core.version} reads format {FORMAT}"
-        )
-
-
 def _check_complete(states: Sequence[dict[str, Any]], old: int, world: int, rank: int) -> None:
     ranks = sorted(s["rank"] for s in states)
     if old == world and len(states) == 1:
@@ -326,6 +366,20 @@ def _check_complete(states: Sequence[dict[str, Any]], old: int, world: int, rank
             raise CheckpointError(
                 f"the states are of different models: {shorten(odd)} are not in all of them"
             )
+    first = states[0]
+    for i, s in enumerate(states[1:], 1):
+        for key in ("memory", "shared"):
+            if s[key] != first[key]:
+                raise CheckpointError(
+                    f"the states are of different runs: {key} is {first[key]!r} in states[0], {s[key]!r} in "
+                    f"states[{i}]"
+                )
+        for n, values in s["residuals"].items():
+            if values.shape != first["residuals"][n].shape:
+                raise CheckpointError(
+                    f"the states are of different models: residuals[{n!r}] is of shape "
+                    f"{list(first['residuals'][n].shape)} in states[0], {list(values.shape)} in states[{i}]"
+                )
 
 
 def _compare(settings: Settings, resume: Resume) -> None:

@@ -1,6 +1,10 @@
 """The command `sidcomp`. Each command is a function below, registered on `app`; none needs torch to start."""
 
+import errno
+import inspect
 import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,7 +65,7 @@ def codecs_command(
             raise typer.BadParameter(str(e), param_hint="NAME") from None
         print(json.dumps(_as_dict(codec), indent=1) if as_json else codec_page(codec))
     elif markdown:
-        print(markdown_page(json.loads(measured.read_text()) if measured.is_file() else {}), end="")
+        print(markdown_page(_measured(measured)), end="")
     elif as_json:
         every = {"codecs": [_as_dict(c) for c in codecs()], "memories": [_as_dict(m) for m in memories()]}
         print(json.dumps(every, indent=1))
@@ -70,6 +74,20 @@ def codecs_command(
         print(_grid(head, *map(_row, codecs())), end="\n\n")
         print(_grid(("memory", "what it does"), *((m.name, m.doc) for m in memories())), end="\n\n")
         print("One codec's page: sidcomp codecs NAME")
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    """What a benchmark has written, as far as the page needs it; empty where there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        found = planning.parse_json(path.read_text(), "it")
+        _costs(found)
+    except (LookupError, TypeError, AttributeError) as e:
+        raise typer.BadParameter(f"{path} is not what `make bench-codecs` writes ({e!r})") from None
+    except (ValueError, OSError) as e:
+        raise typer.BadParameter(f"cannot read {path}: {e}") from None
+    return found  # type: ignore[no-any-return]
 
 
 def _fitting(c: Codec) -> list[str]:
@@ -294,6 +312,7 @@ def plan_command(
                 plancli.show_comparison(rows)
             return
         plan = planning.plan(loaded, algorithm, **plancli.options_of(option or []))
+        _no_folder(plot)
         if plot is not None:
             planplot.draw({"predicted": plan["timeline"]}, plot, f"{instance.name}, {algorithm}")
     except (SidcompError, ValueError, OSError) as e:
@@ -327,13 +346,8 @@ def simulate_command(
 ) -> None:
     """What each exchange would cost, for 2 to 4096 ranks."""
     try:
-        parameters: dict[str, Any] = {}
-        for text in param or []:
-            name, _, value = text.partition("=")
-            try:
-                parameters[name] = float(value) if "." in value or "e" in value else int(value)
-            except ValueError:
-                parameters[name] = value
+        parameters = _parameters_of(param or [])
+        _no_folder(plot)
         link = Link(gbit, latency_us, message_us, node_gbit)
         compute = measure(codec, **parameters) if measured else None
         found = simulate(
@@ -355,8 +369,49 @@ def simulate_command(
     print(_grid(("ranks", *names, "fastest"), *body))
 
 
+def _no_folder(path: Path | None) -> None:
+    """matplotlib would write a file beside it."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"--plot {path} is a folder; name a file in it")
+
+
+def _parameters_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """["density=0.1", "memory=none"] as keyword arguments of simulate(); raises ValueError."""
+    own = set(inspect.signature(simulate).parameters) - {"memory", "parameters"}
+    parameters: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"--param {pair!r} is not NAME=VALUE")
+        if name in parameters:
+            raise ValueError(f"--param {name} is given twice")
+        if name in own:
+            raise ValueError(f"--param {name}: no codec, memory or exchange has it; see --help for options")
+        try:
+            parameters[name] = float(value) if "." in value or "e" in value else int(value)
+        except ValueError:
+            parameters[name] = value
+    return parameters
+
+
 def main() -> None:
-    app()
+    """The command. Whatever is wrong with what it was given, or with where it writes, is one line."""
+    try:
+        app()
+    except (SidcompError, ValueError, OSError, MemoryError, RecursionError) as e:
+        sys.exit(f"Error: {_one_line(e)}")
+    finally:
+        try:
+            if sys.stdout is not None:  # closed by the caller
+                sys.stdout.flush()
+        except OSError as e:  # a full disk; click ends quietly where a pipe has no reader
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python tries once more when it ends
+            if e.errno != errno.EPIPE:
+                sys.exit(f"Error: {_one_line(e)}")
+
+
+def _one_line(e: BaseException) -> str:
+    return " ".join(str(e).split()) or type(e).__name__
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 import ctypes
 import math
+import sys
+import threading
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 from sidcomp import _core
 from sidcomp.errors import ArgumentError
@@ -26,19 +29,98 @@ class _Block:
         ctypes.memset(self.ptr, 0, self.nbytes)
 
 
-def _look(x: Any, what: str) -> tuple[int, int, str]:
-    """Address, elements and dtype of an array; refuses what is not one piece of memory on the CPU."""
-    if hasattr(x, "data_ptr"):
-        if x.device.type != "cpu":
-            raise ArgumentError(f"{what}: is on {x.device}; a Compressor works on the CPU")
-        if not x.is_contiguous():
-            raise ArgumentError(f"{what}: is not contiguous; pass {what}.contiguous()")
-        return x.data_ptr(), x.numel(), str(x.dtype).removeprefix("torch.")
-    if hasattr(x, "__array_interface__"):
+class _View(NamedTuple):
+    """Where an array lies. `holder` keeps the memory: the array, or a copy where its signs were pending."""
+
+    ptr: int
+    n: int
+    dtype: str
+    holder: Any
+
+    @property
+    def end(self) -> int:
+        return int(self.ptr + self.n * _ITEM.get(self.dtype, 1))
+
+
+_ITEM = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+
+
+@lru_cache(64)
+def _name(dtype: Any) -> str:
+    """Without a cache numpy takes microseconds for it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _is(x: Any, module: str, kind: str) -> bool:
+    """Whether x is an array of that module, which is not imported for it."""
+    there = sys.modules.get(module)
+    return there is not None and isinstance(x, getattr(there, kind))
+
+
+def _look(x: Any, what: str, *, writes: bool = False) -> _View:
+    """Where an array lies. Refuses arrays that are not contiguous memory on the CPU and, if a call writes to
+    the array, those that must not be written."""
+    if _is(x, "torch", "Tensor"):
+        view = _look_at_tensor(x, what, writes)
+    elif _is(x, "numpy", "ndarray"):
         if not x.flags.c_contiguous:
-            raise ArgumentError(f"{what}: is not contiguous; pass numpy.ascontiguousarray({what})")
-        return x.ctypes.data, x.size, str(x.dtype)
-    raise ArgumentError(f"{what}: is a {type(x).__name__}, neither a numpy array nor a torch tensor")
+            advice = "one that is" if writes else f"numpy.ascontiguousarray({what})"
+            raise ArgumentError(f"{what}: is not contiguous; pass {advice}")
+        if writes and not x.flags.writeable:
+            raise ArgumentError(f"{what}: is read-only; pass an array that may be written, such as a copy")
+        view = _View(x.ctypes.data, x.size, _name(x.dtype), x)
+    else:
+        raise ArgumentError(f"{what}: is a {type(x).__name__}, neither a numpy array nor a torch tensor")
+    if view.ptr % _ITEM.get(view.dtype, 1):
+        raise ArgumentError(f"{what}: does not start at a whole element of {view.dtype}; pass a copy")
+    return view
+
+
+def _look_at_tensor(x: Any, what: str, writes: bool) -> _View:
+    if x.device.type != "cpu":
+        raise ArgumentError(f"{what}: is on {x.device}; a Compressor works on the CPU")
+    if str(x.layout) != "torch.strided":
+        raise ArgumentError(f"{what}: has the layout {x.layout}; pass a dense tensor")
+    if not x.is_contiguous():  # among them tensors that overlap themselves, as expand() makes them
+        advice = "one that is" if writes else f"{what}.contiguous()"
+        raise ArgumentError(f"{what}: is not contiguous; pass {advice}")
+    if writes and x.requires_grad:
+        raise ArgumentError(f"{what}: requires grad, which a write would ignore; pass {what}.detach()")
+    pending = x.is_neg() or x.is_conj()  # a view whose signs differ from what its memory holds
+    if writes and pending:
+        raise ArgumentError(
+            f"{what}: is a view with pending signs (torch's negative or conjugate bit); pass a plain tensor"
+        )
+    if pending:
+        x = x.resolve_conj().resolve_neg()
+    try:
+        ptr = x.data_ptr()
+    except RuntimeError:  # inside torch.func's transforms, and of some subclasses
+        ptr = 0
+    if not ptr and x.numel():
+        raise ArgumentError(f"{what}: is a {type(x).__name__} without memory; pass a plain tensor")
+    return _View(ptr, x.numel(), _name(x.dtype), x)
+
+
+def _written(out: Any) -> None:
+    """Tells autograd that the values of `out` have changed."""
+    if _is(out, "torch", "Tensor"):
+        from torch.autograd.graph import increment_version
+
+        increment_version(out)
+
+
+def _apart(out: _View, what: str, *others: tuple[_View, str]) -> None:
+    """Refuses an array that overlaps one that is still to be read."""
+    for other, name in others:
+        if out.ptr < other.end and other.ptr < out.end:
+            raise ArgumentError(f"{what}: shares memory with {name}; pass another one")
+
+
+def _numbered(seed: int, group: int) -> None:
+    for what, number, bits in (("seed", seed, 64), ("group", group, 32)):
+        if not 0 <= number < 2**bits:
+            raise ArgumentError(f"{what}={number}: 0 to 2**{bits} - 1")
 
 
 def _carried(carry: float) -> float:
@@ -49,11 +131,11 @@ def _carried(carry: float) -> float:
 
 def _empty(like: Any, n: int, dtype: str) -> Any:
     """A vector of n elements of the kind of `like` that starts at a multiple of 64 bytes."""
-    if hasattr(like, "data_ptr"):
+    if _is(like, "torch", "Tensor"):
         import torch
 
         kind: Any = getattr(torch, dtype)
-        raw: Any = torch.empty(n + 64, dtype=kind)
+        raw: Any = torch.empty(n + 64, dtype=kind, device="cpu")
         start = raw.data_ptr()
     else:
         import numpy
@@ -81,6 +163,10 @@ class Compressor:
 
     Arrays may be numpy arrays or torch tensors on the CPU, contiguous, of any shape with n elements; results
     are of the kind that was passed. Nothing is converted: another dtype or size is an ArgumentError.
+
+    Threads may share a Compressor: calls that use its state take turns, and only `decode` runs in
+    several threads at once. To encode in parallel, give each thread a Compressor of its own, for a group of
+    its own: calls release the GIL. An array must not change while a call works on it.
     """
 
     def __init__(
@@ -100,6 +186,7 @@ class Compressor:
     ) -> None:
         if world < 1 or not 0 <= rank < world:
             raise ArgumentError(f"rank={rank}, world={world}: rank must be one of 0 to world - 1")
+        _numbered(seed, group)
         self.codec, self.memory, self.parameters = resolve(codec, memory, parameters)
         name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
         extra: dict[str, Any] = {} if isa is None else {"isa": isa}
@@ -114,6 +201,7 @@ class Compressor:
         self._state = _Block(self.plan.state_bytes)
         self._work = _Block(self.plan.work_bytes)
         self._stats: _core.Stats | None = None
+        self._turn = threading.Lock()  # over state, work, step and stats: the core's calls release the GIL
 
     @property
     def payload_bytes(self) -> int:
@@ -125,18 +213,20 @@ class Compressor:
         carry: what is owed from earlier steps is multiplied by it first, velocities are not: the old learning
         rate over the new one where it has changed (`State.follow`).
         """
-        segments = self._segments(x, "x")
+        source = self._vector(x, "x")
         payload = _empty(x, self.payload_bytes, "uint8")
-        self._stats = self.plan.encode(
-            segments,
-            self._state.ptr,
-            self._work.ptr,
-            _look(payload, "payload")[0],
-            step=self.step,
-            carry=_carried(carry),
-            **self._at,
-        )
-        self.step += 1
+        target, carry = _look(payload, "payload").ptr, _carried(carry)
+        with self._turn:
+            self._stats = self.plan.encode(
+                _segments(source),
+                self._state.ptr,
+                self._work.ptr,
+                target,
+                step=self.step,
+                carry=carry,
+                **self._at,
+            )
+            self.step += 1
         return payload  # type: ignore[no-any-return]
 
     @property
@@ -148,29 +238,39 @@ class Compressor:
     def next_round(self, round: int, payload: Array, x: Array) -> Array:
         """Of a codec with several slices, where world is not 1: `encode(x)` gave the first, which the ranks
         have summed in their payloads; this writes slice `round`, 1 and up, to be summed in turn."""
-        ptr, nbytes, dtype = _look(payload, "payload")
-        if dtype != "uint8" or nbytes != self.payload_bytes or ptr % 64:
+        source = self._vector(x, "x")
+        view = _look(payload, "payload", writes=True)
+        if view.dtype != "uint8" or view.n != self.payload_bytes or view.ptr % 64:
             raise ArgumentError("payload: pass what encode() returned, with its slice summed in place")
-        at = {**self._at, "step": self.step - 1}
-        self.plan.next_round(round, self._segments(x, "x"), self._state.ptr, self._work.ptr, ptr, **at)
+        _apart(view, "payload", (source, "x"))
+        with self._turn:
+            at = {**self._at, "step": self.step - 1}
+            self.plan.next_round(round, _segments(source), self._state.ptr, self._work.ptr, view.ptr, **at)
         return payload
 
     def decode(self, payloads: Any, out: Any = None, scale: float = 1.0) -> Any:
         """scale times the sum of the payloads' vectors, in their order, in float32, rounded once to the
         dtype.
 
-        payloads: one payload, a sequence of them, or a uint8 array of shape (count, payload_bytes). out:
-        written and returned; a new vector if None. Raises CorruptPayloadError or MismatchError, whose
-        `culprit` is the index of the payload; out is then as it was.
+        payloads: one payload, a sequence of them, or a uint8 array of shape (count, payload_bytes).
+        out: written and returned; a new vector if None. It must not be read-only, require grad or share
+        memory with a payload. (A tensor that torch.frombuffer() has made over read-only memory cannot be
+        recognised, and writing to it may crash.)
+        Raises CorruptPayloadError or MismatchError, whose `culprit` is the index of the payload; out is then
+        as it was.
         """
-        joined, count, like = self._join(payloads)
+        parts = self._parts(payloads)
         if out is None:
-            out = _empty(like, self.n, self.dtype)
-        self.plan.decode(
-            joined, self.payload_bytes, count, scale, self._segments(out, "out"), 0, step=-1, group=0
-        )
+            out = _empty(parts[0].holder, self.n, self.dtype)
+        target = self._vector(out, "out", writes=True)
+        _apart(target, "out", *((part, f"payloads[{i}]") for i, part in enumerate(parts)))
+        ptr, count, kept = self._join(parts)
+        self.plan.decode(ptr, self.payload_bytes, count, scale, _segments(target), 0, step=-1, group=0)
+        _written(out)
         if self.plan.extra_bytes and count == 1:
-            self.plan.learn(self._state.ptr, joined)
+            with self._turn:
+                self.plan.learn(self._state.ptr, ptr)
+        del kept
         return out
 
     def residual(self, like: Any = None) -> Any:
@@ -185,16 +285,17 @@ class Compressor:
 
             like = numpy.empty(0)
         out = _empty(like, vectors * self.n, "float32")
-        self.plan.residual_out(self._state.ptr, _look(out, "out")[0])
+        with self._turn:
+            self.plan.residual_out(self._state.ptr, _look(out, "out").ptr)
         return out if vectors == 1 else out.reshape(vectors, self.n)
 
     def set_residual(self, x: Any) -> None:
         """Sets what is kept; the counterpart of `residual`. Without a memory it does nothing."""
-        ptr, n, dtype = _look(x, "x")
-        vectors = max(self.plan.vectors, 1)
-        if dtype != "float32" or n != vectors * self.n:
-            raise ArgumentError(f"x: {n} elements of {dtype}; the residual has {vectors * self.n} of float32")
-        self.plan.residual_in(self._state.ptr, ptr)
+        view, n = _look(x, "x"), max(self.plan.vectors, 1) * self.n
+        if view.dtype != "float32" or view.n != n:
+            raise ArgumentError(f"x: {view.n} elements of {view.dtype}; the residual has {n} of float32")
+        with self._turn:
+            self.plan.residual_in(self._state.ptr, view.ptr)
 
     @property
     def stats(self) -> dict[str, int | float]:
@@ -216,38 +317,48 @@ class Compressor:
 
     def reset(self) -> None:
         """Forgets what is kept, the codec's statistics and the step."""
-        self._state.clear()
-        self._stats = None
-        self.step = 0
+        with self._turn:
+            self._state.clear()
+            self._stats = None
+            self.step = 0
 
-    def _segments(self, x: Any, what: str) -> _core.Segments:
-        ptr, n, dtype = _look(x, what)
-        if n != self.n:
-            raise ArgumentError(f"{what}: {n} elements; this Compressor is for {self.n}")
-        if dtype != self.dtype:
-            raise ArgumentError(f"{what}: {dtype}; this Compressor is for {self.dtype}")
-        return _core.Segments([ptr], [n])
+    def _vector(self, x: Any, what: str, *, writes: bool = False) -> _View:
+        view = _look(x, what, writes=writes)
+        if view.n != self.n:
+            raise ArgumentError(f"{what}: {view.n} elements; this Compressor is for {self.n}")
+        if view.dtype != self.dtype:
+            raise ArgumentError(f"{what}: {view.dtype}; this Compressor is for {self.dtype}")
+        return view
 
-    def _join(self, payloads: Any) -> tuple[int, int, Any]:
-        """Address and number of payloads that lie one after the other, copied together unless they do
-        already."""
-        parts: Sequence[Any] = payloads if isinstance(payloads, list | tuple) else [payloads]
-        if not parts:
+    def _parts(self, payloads: Any) -> list[_View]:
+        """Where payloads lie: one or several in each part."""
+        given: Sequence[Any] = payloads if isinstance(payloads, list | tuple) else [payloads]
+        if not given:
             raise ArgumentError("payloads: an empty list")
-        size, blocks = self.payload_bytes, []
-        for i, part in enumerate(parts):
-            ptr, nbytes, dtype = _look(part, f"payloads[{i}]")
-            if dtype != "uint8" or nbytes == 0 or nbytes % size:
+        size, parts = self.payload_bytes, []
+        for i, one in enumerate(given):
+            part = _look(one, f"payloads[{i}]")
+            if part.dtype != "uint8" or part.n == 0 or part.n % size:
                 raise ArgumentError(
-                    f"payloads[{i}]: {nbytes} elements of {dtype}; a payload is {size} of uint8"
+                    f"payloads[{i}]: {part.n} elements of {part.dtype}; a payload is {size} of uint8"
                 )
-            blocks.append((ptr, nbytes))
-        total = sum(nbytes for _, nbytes in blocks)
-        if len(blocks) > 1 or blocks[0][0] % 64:
-            self._joined = _Block(total)
-            at = self._joined.ptr
-            for ptr, nbytes in blocks:
-                ctypes.memmove(at, ptr, nbytes)
-                at += nbytes
-            return self._joined.ptr, total // size, parts[0]
-        return blocks[0][0], total // size, parts[0]
+            parts.append(part)
+        return parts
+
+    def _join(self, parts: list[_View]) -> tuple[int, int, Any]:
+        """Address and number of payloads that lie one after the other, copied together unless they do
+        already; and what keeps them there."""
+        total = sum(part.n for part in parts)
+        count = total // self.payload_bytes
+        if len(parts) == 1 and parts[0].ptr % 64 == 0:
+            return parts[0].ptr, count, parts
+        joined = _Block(total)
+        at = joined.ptr
+        for part in parts:
+            ctypes.memmove(at, part.ptr, part.n)
+            at += part.n
+        return joined.ptr, count, joined
+
+
+def _segments(view: _View) -> _core.Segments:
+    return _core.Segments([view.ptr], [view.n])

@@ -50,7 +50,7 @@ class Resident:
         self.mark = 0  # of the last step that was enqueued
         self.table = torch.empty(0)
         self.placed_for: _core.Segments | None = None
-        self.places: _core.DeviceGroup
+        self.places: dict[int, _core.DeviceGroup] = {}  # by the state's address
 
 
 class CudaLane:
@@ -61,7 +61,8 @@ class CudaLane:
     been called, our own (sidcomp.native), where one call enqueues all that a group's step has. A payload that
     fails its check is found by the device, and so are replicas that differ; the host learns of it without
     waiting, and fails a later step. Nor does it wait to know of a step that was not finite: the device itself
-    takes back what the other groups have sent (`cancel`).
+    makes the other groups forget (`cancel`); where groups have two states, the next step waits for the
+    reports of this one's (`spoiled`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,8 +76,8 @@ class CudaLane:
         # checksums of all ranks on their way to the host: how to wait for them, they, their step
         self._late: list[tuple[Callable[[], None], torch.Tensor, int]] = []
         self._spare: list[torch.Tensor] = []  # memory for more of them
-        self._sent = torch.empty(0)  # cancel's table
-        self._sent_by: list[_core.DeviceGroup] = []
+        self._kept_table = torch.empty(0)  # cancel's
+        self._kept_by: list[_core.DeviceGroup] = []
         self._enter()
 
     # What is torch's on a device; the tests have it otherwise.
@@ -135,7 +136,7 @@ class CudaLane:
     # ---- groups
     # --------------------------------------------------------------------------------------------------
 
-    def prepare(self, group: Group, world: int) -> None:
+    def prepare(self, group: Group, world: int, twice: bool) -> None:
         if not find_codec(group.plan.codec).cuda:
             has = ", ".join(c["name"] for c in _core.codecs() if c["cuda"])
             raise UnsupportedError(
@@ -143,7 +144,8 @@ class CudaLane:
                 "Choose one of them, or train on the CPU"
             )
         with self.current():
-            group.allocate(world, (group.trip.core if group.routed else group.plan).cuda_work_bytes())
+            work_bytes = (group.trip.core if group.routed else group.plan).cuda_work_bytes()
+            group.allocate(world, work_bytes, twice)
             self._kept.append(self._shown())
             group.resident = Resident(self.device, self._kept[-1])
             group.allocations += 3
@@ -154,16 +156,25 @@ class CudaLane:
         with self.current():
             r.table = torch.frombuffer(bytearray(g.segments.table()), dtype=torch.uint8).to(self.device)
         r.placed_for = g.segments
+        r.places = {state.ptr: self._places(g, r, state.ptr) for state in g.states}
+
+    def _places(self, g: Group, r: Resident, state: int) -> _core.DeviceGroup:
         if g.routed:
-            r.places = _core.DeviceGroup(
-                g.trip.core, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
+            return _core.DeviceGroup(
+                g.trip.core, r.table.data_ptr(), len(g.runs), state, g.scratch.ptr, g.payload.ptr,
                 r.stats.ptr, r.report.ptr, r.shown,
             )  # fmt: skip
-            return
-        r.places = _core.DeviceGroup(
-            g.plan, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
+        return _core.DeviceGroup(
+            g.plan, r.table.data_ptr(), len(g.runs), state, g.scratch.ptr, g.payload.ptr,
             0 if g.plan.linear else g.incoming.ptr, r.stats.ptr, r.report.ptr, r.shown,
         )  # fmt: skip
+
+    def keep_two(self, group: Group) -> bool:
+        """The group's states become two, if it has not got two."""
+        with self.current():
+            made = group.keep_two()
+        group.resident.placed_for = None
+        return made
 
     def prepare_full(self, group: Group, plan: _core.Plan) -> None:
         with self.current():
@@ -180,10 +191,13 @@ class CudaLane:
             )
         if r.placed_for is not g.segments:
             self._place(g, r)
+        if len(g.states) == 2:
+            with self.current():
+                g.begin()
         if self.native is not None:
-            r.places.step(
+            r.places[g.state.ptr].step(
                 self.native.communicator, step=step, seed=seed, group=g.index, carry=g.carry,
-                stream=self.where["stream"],
+                origin=g.origin, stream=self.where["stream"],
             )  # fmt: skip
         else:
             self._step(g, r, exchange, step, seed)
@@ -202,7 +216,9 @@ class CudaLane:
                 return
             places = (table, n_segments, g.state.ptr, g.scratch.ptr, g.payload.ptr)
             who = {"seed": seed, "rank": exchange.rank, "world": exchange.world}
-            g.plan.cuda_encode(*places, carry=g.carry, stats=r.stats.ptr, **who, **at, **self.where)
+            g.plan.cuda_encode(
+                *places, carry=g.carry, origin=g.origin, stats=r.stats.ptr, **who, **at, **self.where
+            )
             # wait() makes this stream wait for the collective; on NCCL it does not stop the host. All groups
             # are launched by one thread, in the same order on all ranks, and so are their rounds.
             if g.plan.linear:
@@ -226,7 +242,7 @@ class CudaLane:
         for i in range(g.plan.rounds + 1):
             g.trip.core.cuda_advance(
                 i, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
-                carry=g.carry, stats=r.stats.ptr, report=r.report.ptr, **at, **self.where,
+                carry=g.carry, origin=g.origin, stats=r.stats.ptr, report=r.report.ptr, **at, **self.where,
             )  # fmt: skip
             if i < g.plan.rounds and g.ends[i]:
                 for work in dist.batch_isend_irecv(g.ends[i]):
@@ -240,22 +256,30 @@ class CudaLane:
         return any(r.mark != mark for r, mark in zip(all_of, seen, strict=True)), seen
 
     def cancel(self, groups: list[Group], always: bool = False) -> None:
-        """Behind the last of an iteration's groups: where one was not finite, or failed, the step is thrown
-        away by whoever guards the run, and what the others have sent counts as not sent. The device
-        decides."""
-        places = [g.resident.places for g in groups]
-        if places != self._sent_by:
-            table = bytearray(b"".join(p.sent() for p in places))
+        """Behind the last of an iteration's groups, which worked in place: where one was not finite, or
+        failed, the step is thrown away by whoever guards the run, and the others forget what they kept. The
+        device decides."""
+        for g in groups:
+            if g.resident.placed_for is not g.segments:
+                self._place(g, g.resident)
+        places = [g.resident.places[g.state.ptr] for g in groups]
+        if places != self._kept_by:
+            table = bytearray(b"".join(p.kept() for p in places))
             with self.current():
-                self._sent = torch.frombuffer(table, dtype=torch.uint8).to(self.device)
-            self._sent_by = places
-        count = len(self._sent) // _core.cuda_sent_bytes
-        _core.cuda_cancel(self._sent.data_ptr(), count, always=always, **self.where)
+                self._kept_table = torch.frombuffer(table, dtype=torch.uint8).to(self.device)
+            self._kept_by = places
+        count = len(self._kept_table) // _core.cuda_kept_bytes
+        _core.cuda_cancel(self._kept_table.data_ptr(), count, always=always, **self.where)
 
     def spoiled(self, groups: list[Group]) -> bool:
-        """Whether one of the last step's groups was not finite; waits for the device."""
+        """Whether one of the last step's groups was not finite; waits for the side stream, on which nothing
+        of another step lies yet."""
         self.wait()
         return any(g.resident.seen[0] for g in groups)
+
+    def failed(self, groups: list[Group]) -> bool:
+        """Whether a payload of one of them was not sound; after `spoiled`."""
+        return any(g.resident.seen[2] for g in groups)
 
     def settle(self, g: Group) -> None:
         """What the last step sent is taken out of what the group keeps."""
@@ -292,7 +316,7 @@ class CudaLane:
 
     def forget(self) -> None:
         """The groups change: checksums have other places from now on."""
-        self._late, self._spare, self._sent_by = [], [], []
+        self._late, self._spare, self._kept_by = [], [], []
 
     def stats(self, g: Group) -> DeviceStats:
         """Of the last encode; waits for the device."""

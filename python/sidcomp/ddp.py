@@ -3,6 +3,7 @@
 import gc
 import inspect
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp.errors import SetupError, UnsupportedError
+from sidcomp.layout import Group
 from sidcomp.state import State
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
@@ -43,9 +45,11 @@ def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
 
 def register(ddp: DistributedDataParallel, state: State) -> None:
     """`ddp.register_comm_hook(state, sidcomp.hook)`, but what cannot work is refused here, not in
-    `backward()`.
+    `backward()`. Every rank must call it at the same point of its program: the ranks wait for each other here
+    and make sidcomp's process group. So, on Gloo, the others learn at once of a rank that ends later.
 
-    Raises SetupError or UnsupportedError, which say what to change.
+    Raises SetupError or UnsupportedError, which say what to change, and ExchangeError, which names the ranks
+    that have ended or did not call it in time.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise SetupError(f"register needs the DistributedDataParallel model, not a {type(ddp).__name__}")
@@ -56,6 +60,7 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
             "module in a new DDP"
         )
     state._bind(ddp)
+    state._connect()
     ddp.register_comm_hook(state, hook)
 
 
@@ -142,12 +147,24 @@ def refuse(ddp: DistributedDataParallel) -> None:
             )
 
 
-def refuse_join(ddp: DistributedDataParallel) -> None:
-    if ddp._join_config.enable:
+def refuse_join(ddp: DistributedDataParallel, groups: Sequence[Group]) -> None:
+    """Raises where a rank without data would do anything but add zero to a sum."""
+    if not ddp._divide_by_initial_world_size:
         raise UnsupportedError(
-            "DDP's join() sends zeros for ranks that have run out of data, which would flush what the memory "
-            "keeps: give every rank the same number of batches (drop_last=True) and leave join() out"
+            "DDP's join(divide_by_initial_world_size=False) divides by the number of ranks that have data "
+            "left, which sidcomp does not know: leave it True, or give every rank the same number of batches "
+            "(drop_last=True) and leave join() out"
         )
+    for g in groups:
+        p = g.plan
+        if g.routed or not p.linear or p.vectors or p.rounds > 1:
+            raise UnsupportedError(
+                "DDP's join() sends zeros for ranks that have run out of data, which would flush what the "
+                "memory keeps, or be decoded as gradients that are not zero: give every rank the same number "
+                "of batches (drop_last=True) and leave join() out, or take a codec that the ranks sum in one "
+                f"exchange (none, fp16, bf16), with memory='none'; here codec is {p.codec!r}, memory "
+                f"{p.memory!r}"
+            )
 
 
 def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:

@@ -62,6 +62,7 @@ def report(p: "Pipeline") -> dict[str, Any]:
         "finding_steps": r.steps,
         "finding_seconds": r.seconds,
         "tried": list(r.tried),
+        "compared": list(r.compared),
         "log": list(r.log),
         "groups": groups,
     }
@@ -98,6 +99,13 @@ def explain(p: "Pipeline") -> str:
     if m:
         speed = f"{r['dense_ps'] / m:.2f} times plain DDP's speed, {r['compute_ps'] / m:.0%} of the ceiling's"
         row("this plan, measured", m, speed if r["dense_ps"] else "")
+    for one in r["compared"][-1:]:
+        then = f"this plan took {one['measured_ps'] * 1e-9:.1f} ms then"
+        row(
+            f"plain DDP, compared in step {one['step']}",
+            one["against_ps"],
+            f"{then}: it {'stayed' if one['kept'] else 'was given up'}",
+        )
     if r["rewrapped_ps"] is not None and r["rewrapped_ps"] < 0.97 * m:
         row("with DDP's buckets as groups", r["rewrapped_ps"], "predicted: ddp = sidcomp.rewrap(ddp, state)")
     lines.append(

@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from ctypes import string_at
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 BODIES = {**{name: dtype for dtype, name in DTYPES.items()}, "int8": torch.int8}  # of linear codecs
+_EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}  # all set: Inf or NaN
 STATE_HEADER = 256  # bytes before the vectors in a state block (sid_state)
 _HUGE = 2**21  # bytes of a huge page
 
@@ -44,6 +46,13 @@ class Block:
         skip = -raw.data_ptr() % align
         self.tensor = raw[skip : skip + nbytes]
         self.ptr = self.tensor.data_ptr()
+
+    def part(self, at: int, nbytes: int) -> "Block":
+        """Its bytes from `at` on."""
+        part = Block.__new__(Block)
+        part.tensor = self.tensor[at : at + nbytes]
+        part.ptr = self.ptr + at
+        return part
 
 
 class Slot:
@@ -106,6 +115,7 @@ class Group:
         # A dense group that is one piece of memory may be reduced where it lies, as plain DDP does.
         self.direct = direct and plan.linear and plan.lossless and len(self.runs) == 1
         self.segments: _core.Segments
+        self.start = 0  # its address
         self.view: torch.Tensor  # what a direct group hands to the collective
         self.body = torch.empty(0)  # of a linear codec
         self.slices: list[torch.Tensor] = []  # of the body, for each round
@@ -114,6 +124,11 @@ class Group:
         # of the state, whichever plan uses it: what the codec keeps behind the memory's vectors
         self.codec_bytes = slice(plan.state_bytes - plan.extra_bytes, plan.state_bytes)
         self.allocations = 0
+        # One state, or two in one block: then a step reads one of them and writes the other.
+        self.states: list[Block] = []
+        self.state: Block  # what the last step has left
+        self.moved = False  # that step has written another state than it has read, which can be gone back to
+        self.origin = 0  # from the state to the one that the step reads, in bytes
         self.resident: Any = None  # CUDA: what else stays on the device
         self.full: tuple[
             Any, ...
@@ -122,10 +137,14 @@ class Group:
         self.warned = False  # that their rates change apart
         # this iteration
         self.carry = 1.0  # of what it owes
-        self.sent = False
+        self.sent = False  # it has worked in place, and keeps something
         self.undone = False
         self.stats: _core.Stats | None = None
         self.error: Exception | None = None
+        self.unable: Exception | None = None  # why nothing was encoded
+        self.withdrawn = (
+            False  # the iteration was given up before its turn came: nobody waits for its futures
+        )
         self.work: dist.Work | None = None
         # in ns of the host's clock: begin of encode and of exchange, its end, end of decode
         self.begun_at = self.exchanged_at = self.arrived_at = self.decoded_at = 0
@@ -142,11 +161,12 @@ class Group:
         assert isinstance(self.plan, Trip)
         return self.plan
 
-    def allocate(self, world: int, work_bytes: int) -> None:
+    def allocate(self, world: int, work_bytes: int, twice: bool) -> None:
+        """twice: two states."""
         plan = self.plan
         if self.direct:
             return
-        self.state = Block(plan.state_bytes, self.device)
+        self._make_states(2 if twice else 1)
         self.scratch = Block(work_bytes, self.device)
         self.payload = Block(plan.wire_bytes if self.routed else plan.payload_bytes, self.device)
         self.allocations += 3
@@ -160,6 +180,47 @@ class Group:
         else:
             self.incoming, self.count = Block(world * plan.payload_bytes, self.device), world
             self.allocations += 1
+
+    def _make_states(self, count: int) -> None:
+        bytes_each = self.codec_bytes.stop
+        apart = -(-bytes_each // 64) * 64
+        block = Block(count * apart, self.device)
+        self.states = [block.part(i * apart, bytes_each) for i in range(count)]
+        self.state = self.states[0]
+
+    def keep_two(self) -> bool:
+        """Two states from here on; False: it has two, or none. Between two steps; on a device within its
+        stream."""
+        if self.direct or len(self.states) == 2:
+            return False
+        kept = self.state
+        self._make_states(2)
+        self.state.tensor.copy_(kept.tensor)
+        return True
+
+    def begin(self) -> None:
+        """Before an encode: where the step reads what is kept, and where it writes it."""
+        self.origin = 0
+        if len(self.states) < 2 or self.moved:
+            return
+        before = self.state
+        self.state = self.states[before is self.states[0]]
+        self.origin = before.ptr - self.state.ptr
+        self.moved = True
+        own = self.codec_bytes
+        if self.plan.extra_bytes < own.stop - own.start:  # a step of full precision does not take it along
+            self.state.tensor[self.codec_bytes] = before.tensor[self.codec_bytes]
+
+    def go_back(self) -> None:
+        """Undoes the last step: goes back to the state that it has read."""
+        if self.moved:
+            self.state = self.states[self.state is self.states[0]]
+        self.moved = False
+
+    @property
+    def live(self) -> list[Block]:
+        """The states that the next step may still start from."""
+        return self.states if self.moved else [self.state]
 
     def allocate_full(self, plan: _core.Plan, work_bytes: int) -> None:
         """For steps that send everything, with what is kept: a lossless plan over the same state."""
@@ -222,22 +283,32 @@ class Group:
         )
         if self.direct:
             b, offset, n = self.runs[0]
+            self.start = self._by_bucket[b].ptr + offset * size
             self.view = self._by_bucket[b].buffer.view(-1)[offset : offset + n]
 
     @contextmanager
-    def host_state(self, write: bool = False) -> Iterator[int]:
-        """The address of the state block for a call on the CPU. On a device it is copied, and written back if
-        asked."""
+    def host_state(self, write: bool = False, state: Block | None = None) -> Iterator[int]:
+        """The address of the state, or of another one, for a call on the CPU. On a device it is copied, and
+        written back if asked."""
+        state = state or self.state
         if self.device.type == "cpu":
-            yield self.state.ptr
+            yield state.ptr
             return
         torch.cuda.synchronize(self.device)
         copy = Block(self.plan.state_bytes)
-        copy.tensor.copy_(self.state.tensor)
+        copy.tensor.copy_(state.tensor)
         yield copy.ptr
         if write:
-            self.state.tensor.copy_(copy.tensor)
+            state.tensor.copy_(copy.tensor)
             torch.cuda.synchronize(self.device)
+
+    def poisoned(self) -> bool:
+        """Whether a direct group's sum may have the NaN of a rank that failed, which is in all elements: one
+        look at the first, which is cheaper than any call of torch's."""
+        size = self.view.element_size()
+        first = int.from_bytes(string_at(self.start, size), "little") if self.n else 0
+        exponent = _EXPONENTS[self.dtype]
+        return first & exponent == exponent
 
     def label(self) -> str:
         return f"group {self.index} ({shorten(self.names)})"
@@ -260,3 +331,9 @@ class Layout:
         for group in groups:
             for slot in group.slots:
                 slot.groups.append(group)
+
+    def __del__(self) -> None:
+        """A slot and its groups hold each other: so they go at once, and with them the exchanges that they
+        had, not when the garbage collector comes."""
+        for slot in self.slots:
+            slot.groups.clear()

@@ -1,10 +1,11 @@
 """Loopback: any number of ranks in this process, on numpy arrays or torch tensors."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
 from sidcomp import _core
-from sidcomp.compressor import Array, _Block, _carried, _empty, _look
+from sidcomp.compressor import Array, _Block, _carried, _empty, _is, _look, _numbered, _segments
 from sidcomp.errors import ArgumentError, DivergenceError
 from sidcomp.registry import find_codec, find_exchange, find_memory
 from sidcomp.schedule import Setting
@@ -24,7 +25,8 @@ class Loopback:
     After a step: `bytes_per_rank`, the most that a rank has sent, and `bytes` of each, counted; `rounds`;
     `control_bytes`, sent beside them to tell all ranks that all went well. Before it: `stated_bytes`, what
     the exchange says of itself. The transport is deterministic: the same gradients, seed and step give the
-    same bits here as over a process group.
+    same bits here as over a process group. Threads that share a Loopback take turns; those that each have one
+    run in parallel.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Loopback:
     ) -> None:
         if not 1 <= world <= 4096:
             raise ArgumentError(f"world={world}: 1 to 4096 ranks")
+        _numbered(seed, group)
         self.exchange = find_exchange(exchange)
         self.codec = find_codec(codec)
         self.memory = find_memory(self.codec.memory if memory is None else memory)
@@ -61,6 +64,7 @@ class Loopback:
         self._work = [_Block(r.work_bytes) for r in self.ranks]
         self._wire = [_Block(r.wire_bytes) for r in self.ranks]
         self._seed, self._group = seed, group
+        self._turn = threading.Lock()  # over state, work, wire and the step: the core's calls release the GIL
 
     @property
     def bytes_per_rank(self) -> int:
@@ -79,37 +83,41 @@ class Loopback:
             raise ArgumentError(f"gradients: {len(gradients)} for {self.world} ranks")
         out = []
         for i, g in enumerate(gradients):
-            _, n, dtype = _look(g, f"gradients[{i}]")
-            if n != self.n or dtype != self.dtype:
+            view = _look(g, f"gradients[{i}]")
+            if view.n != self.n or view.dtype != self.dtype:
                 raise ArgumentError(
-                    f"gradients[{i}]: {n} elements of {dtype}; this Loopback is for {self.n} of {self.dtype}"
+                    f"gradients[{i}]: {view.n} elements of {view.dtype}; this Loopback is for {self.n} of "
+                    f"{self.dtype}"
                 )
-            mine = _empty(g, n, dtype)
-            mine[:] = cast(Any, g).reshape(-1)
+            mine, source = _empty(g, view.n, view.dtype), view.holder
+            mine[:] = (source.detach() if _is(g, "torch", "Tensor") else source).reshape(-1)
             out.append(mine)
-        segments = [_core.Segments([_look(x, "x")[0]], [self.n]) for x in out]
+        segments = [_segments(_look(x, "x")) for x in out]
         state, work, wire = ([b.ptr for b in each] for each in (self._state, self._work, self._wire))
-        _, sent, control = _core.loopback(
-            self.ranks, segments, state, work, wire,
-            step=self.step_number, seed=self._seed, group=self._group, carry=_carried(carry),
-        )  # fmt: skip
-        self.step_number += 1
-        self.bytes = [a - b for a, b in zip(sent, control, strict=True)]
+        carry = _carried(carry)
+        with self._turn:
+            _, sent, control = _core.loopback(
+                self.ranks, segments, state, work, wire,
+                step=self.step_number, seed=self._seed, group=self._group, carry=carry,
+            )  # fmt: skip
+            self.step_number += 1
+            own = [a - b for a, b in zip(sent, control, strict=True)]
+            self.bytes = own
         sums = [_core.checksum(s, self.dtype) for s in segments]
         if len(set(sums)) > 1:
             rank = next(r for r, s in enumerate(sums) if s != sums[0])
             raise DivergenceError(f"the result of rank {rank} differs from that of rank 0")
-        return cast(Array, self._result(out[0]))
+        return cast(Array, self._result(out[0], max(own) or self.stated_bytes))
 
-    def _result(self, x: Any) -> Any:
-        if not hasattr(x, "data_ptr"):
+    def _result(self, x: Any, nbytes: int) -> Any:
+        if not _is(x, "torch", "Tensor"):
             import numpy
 
             class Result(numpy.ndarray):
                 """A plain array that carries what it cost."""
 
             x = x.view(Result)
-        x.bytes_per_rank, x.rounds = self.bytes_per_rank, self.rounds
+        x.bytes_per_rank, x.rounds = nbytes, self.rounds
         return x
 
     def residual(self, rank: int) -> Any:
@@ -119,14 +127,16 @@ class Loopback:
 
         x = self.ranks[rank]
         out = numpy.zeros((max(x.vectors, 1), self.n), dtype=numpy.float32)
-        x.residual_out(self._state[rank].ptr, out.ctypes.data)
+        with self._turn:
+            x.residual_out(self._state[rank].ptr, out.ctypes.data)
         return out
 
     def set_residual(self, rank: int, values: Any) -> None:
         """The counterpart of `residual`; what is kept for all of elements that another rank sums now joins
         the rank's own, so that the ranks' sum stays."""
-        ptr, n, dtype = _look(values, "values")
-        x = self.ranks[rank]
-        if dtype != "float32" or n != max(x.vectors, 1) * self.n:
-            raise ArgumentError(f"values: {n} elements of {dtype}; the residual has {x.vectors * self.n}")
-        x.residual_in(self._state[rank].ptr, ptr)
+        view, x = _look(values, "values"), self.ranks[rank]
+        n = max(x.vectors, 1) * self.n
+        if view.dtype != "float32" or view.n != n:
+            raise ArgumentError(f"values: {view.n} elements of {view.dtype}; the residual has {n} of float32")
+        with self._turn:
+            x.residual_in(self._state[rank].ptr, view.ptr)

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidcomp import probe, schedule
+from sidcomp import journal, probe, schedule
 from sidcomp.errors import ParameterError, SetupError
+from sidcomp.exchange import Exchange
 from sidcomp.groups import DENSE, Piece, Regime
-from sidcomp.layout import Layout
+from sidcomp.layout import DTYPES, Layout, Slot
 from sidcomp.planning import evaluate
 from sidcomp.profile import Profile, model_digest
 from sidcomp.route import Trip
@@ -32,6 +33,7 @@ logger = logging.getLogger("sidcomp")
 _PS = 1000  # in a ns
 _FEWER = 0.9  # of the bytes, for an exchange to be considered
 _MOST_STOLEN = 800  # per mille
+_SPANS = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}  # of a group's moments in Seen
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,19 @@ class Alone:
         """A moment, from the end of the iteration before."""
         lead = self.compute - (self.seen.arrivals[-1] - self.seen.arrivals[0])
         return max(0, lead + at - self.seen.arrivals[0])
+
+
+def turn(dense_ns: int, dense: Seen, alone: Alone) -> dict[str, Any]:
+    """What is kept of a step of plain DDP and of one without communication beside it: in ns, from the end of
+    the iteration before. ready: -1 where a parameter got no gradient."""
+    return {
+        "dense": dense_ns,
+        "dense_span": _span(dense),
+        "alone_span": _span(alone.seen),
+        "compute": alone.compute,
+        "buckets": [alone.since_start(at) for at in alone.seen.arrivals],
+        "ready": [alone.since_start(at) if at else -1 for at in alone.ready],
+    }
 
 
 class Recorder:
@@ -113,25 +128,41 @@ def _pieces(layout: Layout) -> list[Piece]:
     return sorted((x for g in layout.groups for x in g.spec.pieces), key=lambda x: (x.bucket, x.offset))
 
 
-def identity(p: "Pipeline") -> dict[str, Any]:
-    """What a profile belongs to."""
-    assert p.layout is not None and p.exchange is not None
+def planned(layout: Layout, settings: Settings) -> list[Piece]:
+    """What plans are made for: parameters with elements that are not excluded."""
+    pieces = _pieces(layout)
+    left_out = settings.policy.excluded({x.name: x.shape for x in pieces})
+    return [x for x in pieces if x.name not in left_out]
+
+
+def identity(slots: Sequence[Slot], names: Mapping[int, str], exchange: Exchange) -> dict[str, Any]:
+    """What a profile belongs to. names: of parameters, by id. Raises nothing: it is for agreeing, too."""
     return {
-        "model": model_digest((x.name, x.shape, x.dtype) for x in _pieces(p.layout)),
-        "world": p.exchange.world,
-        "device": p.exchange.device.type,
-        "backend": p.exchange.backend,
+        "model": model_digest(
+            (names[id(p)], tuple(p.shape), DTYPES.get(s.buffer.dtype, str(s.buffer.dtype)))
+            for s in slots
+            for p in s.params
+            if p.numel()
+        ),
+        "world": exchange.world,
+        "device": exchange.device.type,
+        "backend": exchange.backend,
         "threads": torch.get_num_threads(),
     }
+
+
+def bucket_digest(p: "Pipeline", binding: "Binding") -> str:
+    """A digest of DDP's buckets, which times of gradients and plans are about."""
+    assert p.layout is not None
+    return journal.digest([[binding.names[id(q)] for q in s.params] for s in p.layout.slots])
 
 
 def profile(
     p: "Pipeline",
     binding: "Binding",
     settings: Settings,
-    dense: Sequence[Seen],
+    turns: Sequence[Mapping[str, Any]],
     dense_ns: int,
-    alone: Sequence[Alone],
     budget: float,
     agree: Agree,
     progress: probe.Progress | None,
@@ -142,17 +173,16 @@ def profile(
     """
     assert p.layout is not None and p.exchange is not None
     layout, started = p.layout, perf_counter_ns()
-    compute = int(median(a.compute for a in alone))
-    buckets = [
-        int(median(a.since_start(a.seen.arrivals[j]) for a in alone)) for j in range(len(layout.slots))
-    ]
+    compute = int(median(t["compute"] for t in turns))
+    buckets = [int(median(t["buckets"][j] for t in turns)) for j in range(len(layout.slots))]
     ready, at = [], 0
     for j, slot in enumerate(layout.slots):
         for _ in slot.params:
-            own = [a.since_start(a.ready[at]) for a in alone if a.ready[at]]
+            own = [t["ready"][at] for t in turns if t["ready"][at] >= 0]
             ready.append(int(median(own)) if own else buckets[j])
             at += 1
-    longer = int(median(_span(s) for s in dense) - median(_span(a.seen) for a in alone))
+    span = int(median(t["alone_span"] for t in turns))
+    longer = int(median(t["dense_span"] for t in turns) - span)
     agreed = agree([compute, dense_ns, longer, *buckets, *ready])
     compute, dense_ns, longer = agreed[:3]
     over = max(0, compute - dense_ns)  # on a noisy machine: an iteration with exchanges takes no less
@@ -165,8 +195,6 @@ def profile(
         buckets[j] = max(buckets[j], buckets[j - 1])
     params = [q for slot in layout.slots for q in slot.params]
     of_param = {binding.names[id(q)]: i for i, q in enumerate(params)}
-    shapes = {x.name: x.shape for x in _pieces(layout)}
-    left_out = settings.policy.excluded(shapes)
     tensors: list[dict[str, Any]] = [
         {
             "name": x.name,
@@ -175,8 +203,7 @@ def profile(
             "ready_ps": _PS * min(ready[of_param[x.name]], buckets[x.bucket]),
             "kind": f"{x.dtype} {x.device}",
         }
-        for x in _pieces(layout)
-        if x.name not in left_out
+        for x in planned(layout, settings)
     ]
     if not tensors:
         raise SetupError("every parameter is excluded: there is nothing to plan; leave exclude= out")
@@ -194,11 +221,11 @@ def profile(
     sizes = [s.buffer.numel() * s.buffer.element_size() for s in layout.slots]
     stolen = 0  # a GPU's exchanges take next to nothing from its computing
     if p.lane is None:
-        stolen = _stolen(probed, longer, sizes, int(median(_span(a.seen) for a in alone)))
+        stolen = _stolen(probed, longer, sizes, span)
     (stolen,) = agree([stolen])
     contention = {**probed.contention, "stolen_permille": stolen}
     return Profile(
-        **identity(p),
+        **identity(layout.slots, binding.names, p.exchange),
         tensors=tensors,
         forward_ps=min(t["ready_ps"] for t in tensors),
         rest_ps=0,  # what follows a backward pass counts to the next iteration
@@ -325,36 +352,37 @@ def leaves_behind(layout: Layout, parked: Iterable[str], target: Regime) -> bool
     return not target.dense_names().isdisjoint(kept)
 
 
-def refit(model: Model, found: dict[str, Any], seen: Sequence[Seen], measured_ps: int, agree: Agree) -> Model:
-    """The model, its costs scaled by what was seen of a plan that ran, so that it explains its time.
+def took(model: Model, found: dict[str, Any], s: Seen) -> list[int]:
+    """What each group of a plan that ran took for encode, exchange and decode, and the pass, in ns."""
+    spans = [_took(s, k, *ab) for k in range(len(found["ends"])) for ab in _SPANS.values()]
+    return [*spans, _pass(s, model.get("stolen_permille", 0))]
+
+
+def refit(model: Model, found: dict[str, Any], slow: Sequence[int], measured_ps: int) -> Model:
+    """The model, its costs scaled by what was seen of a plan that ran, so that it explains its time. slow:
+    what `took` gave, the medians of the slowest rank; empty: nothing was seen.
 
     Every method's encode, exchange and decode by one factor each (between 1/16 and 16), the backward pass by
     one; what is left over goes to the time outside of it.
     """
-    again = {**model, **(_rescaled(model, found, seen, agree) if seen else {})}
+    again = {**model, **(_rescaled(model, found, slow) if slow else {})}
     off = measured_ps - evaluate(again, found)["time_ps"]
     return {**again, "forward_ps": max(0, model["forward_ps"] + off)}
 
 
-def _rescaled(model: Model, found: dict[str, Any], seen: Sequence[Seen], agree: Agree) -> dict[str, Any]:
-    spans = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}
-    took = [
-        {kind: int(median(_took(s, k, *ab) for s in seen)) for kind, ab in spans.items()}
-        for k in range(len(found["ends"]))
-    ]
-    slow = agree([t[kind] for t in took for kind in spans])
+def _rescaled(model: Model, found: dict[str, Any], slow: Sequence[int]) -> dict[str, Any]:
     rows = evaluate(model, found)["timeline"]  # and what is stolen from encodes
     methods = []
     for m, method in enumerate(model["methods"]):
         scaled = {**method}
         mine = [k for k, used in enumerate(found["methods"]) if used == m]
-        for i, kind in enumerate(spans):
+        for i, kind in enumerate(_SPANS):
             said = sum(rows[k][kind][1] - rows[k][kind][0] for k in mine) if method[kind] else 0
             if said:
                 factor = min(16.0, max(1 / 16, _PS * sum(slow[3 * k + i] for k in mine) / said))
                 scaled[kind] = [[x, round(y * factor)] for x, y in method[kind]]
         methods.append(scaled)
-    (backward,) = agree([int(median(_pass(s, model.get("stolen_permille", 0)) for s in seen))])
+    backward = slow[-1]
     tensors = model["tensors"]
     # What of the pass is seen begins with the first bucket, all of whose time its first tensor has.
     said = sum(t["backward_ps"] for t in tensors[1:])

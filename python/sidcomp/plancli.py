@@ -1,5 +1,7 @@
 """What `sidcomp plan` prints: one plan group by group, or all algorithms beside each other."""
 
+import inspect
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +14,8 @@ from rich.table import Table
 from sidcomp import _core, planning
 from sidcomp.errors import SidcompError
 
+_OWN = set(inspect.signature(planning.plan).parameters) - {"options"}
+
 
 def options_of(pairs: Sequence[str]) -> dict[str, Any]:
     """["groups=3", "method=topk"] as keyword arguments; raises ValueError."""
@@ -19,8 +23,12 @@ def options_of(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not (name and equals and value):
-            raise ValueError(f"{pair!r} is not NAME=VALUE")
-        options[name] = int(value) if value.lstrip("-").isdecimal() else value
+            raise ValueError(f"--option {pair!r} is not NAME=VALUE")
+        if name in options:
+            raise ValueError(f"--option {name} is given twice")
+        if name in _OWN:
+            raise ValueError(f"--option {name}: no algorithm has such an option; --list shows all")
+        options[name] = int(value) if re.fullmatch(r"-?[0-9]+", value) else value
     return options
 
 

@@ -134,10 +134,30 @@ def _read(source: str | Path) -> Any:
             text = Path(source).read_text()
         except OSError as e:
             raise ArgumentError(f"cannot read the instance {name}: {e.strerror}") from None
+        except ValueError as e:  # not UTF-8, or no path at all
+            raise ArgumentError(f"cannot read the instance {name}: {e}") from None
+    return parse_json(text, name)
+
+
+def parse_json(text: str, name: str) -> Any:
+    """What the JSON text says. Refuses a field that is there twice, of which json.loads would take the last.
+    name: of the text, in an ArgumentError."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(items)
+        if len(fields) < len(items):
+            twice = next(key for key in fields if sum(key == k for k, _ in items) > 1)
+            raise ArgumentError(f"{name} has {twice!r} twice")
+        return fields
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=pairs)
+    except ArgumentError:
+        raise
     except ValueError as e:
         raise ArgumentError(f"{name} is not JSON: {e}") from None
+    except RecursionError:
+        raise ArgumentError(f"{name} is nested too deeply") from None
 
 
 def build(instance: Mapping[str, Any]) -> _core.Instance:
@@ -221,13 +241,19 @@ def _within(where: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{where} must be an integer, not {_said(value)}")
     if not low <= value <= high:
-        raise ArgumentError(f"{where} must be {low} to {high}, not {value}")
+        raise ArgumentError(f"{where} must be {low} to {high}, not {_said(value)}")
     return value
 
 
 def _string(where: str, value: Any) -> None:
     if not isinstance(value, str):
         raise ArgumentError(f"{where} must be a string, not {_said(value)}")
+    try:
+        value.encode()
+    except UnicodeError:
+        raise ArgumentError(
+            f"{where} is {_said(value)}, which is not valid Unicode: a lone surrogate"
+        ) from None
 
 
 def _knots(where: str, value: Any) -> None:
@@ -239,5 +265,7 @@ def _knots(where: str, value: Any) -> None:
 
 
 def _said(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -23,7 +23,7 @@ def draw(rows: Mapping[str, Timeline | None], path: str | Path, title: str) -> N
         raise SetupError("a picture needs matplotlib: pip install matplotlib") from None
     drawn = {name: timeline for name, timeline in rows.items() if timeline}
     figure = Figure(figsize=(11, 0.8 + 1.7 * len(drawn)), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     axes = figure.subplots(len(drawn), sharex=True, squeeze=False)[:, 0]
     end = max(group[k][1] for t in drawn.values() for group in t for k in SPANS if group[k])
     for axis, (name, timeline) in zip(axes, drawn.items(), strict=True):
@@ -33,11 +33,11 @@ def draw(rows: Mapping[str, Timeline | None], path: str | Path, title: str) -> N
                     _bar(axis, row, group["group"], group[kind], colors[group["group"] % 2], end)
         axis.set_yticks(range(len(SPANS)), SPANS)
         axis.invert_yaxis()
-        axis.set_ylabel(name)
+        axis.set_ylabel(name, parse_math=False)
         axis.grid(axis="x", alpha=0.3)
         axis.set_axisbelow(True)
     axes[-1].set_xlabel("ms from the start of the iteration")
-    axes[-1].set_xlim(0, end / 1e9 * 1.01)
+    axes[-1].set_xlim(0, max(end, 1) / 1e9 * 1.01)
     figure.savefig(path, dpi=150)
 
 

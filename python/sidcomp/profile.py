@@ -3,12 +3,13 @@ read. Without torch."""
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from sidcomp import _core
+from sidcomp import _core, planning
 from sidcomp.curve import Curve
 from sidcomp.errors import ArgumentError
 
@@ -18,7 +19,11 @@ _DRIFT = 0.25  # a larger change of plain DDP's step makes a profile stale
 _STEPS = {
     "forward_ps": "forward", "rest_ps": "rest", "compute_ps": "without communication", "dense_ps": "plain DDP"
 }  # fmt: skip
-_COUNTS = ("world", "threads", *_STEPS, "overlap_permille")
+_MOST = 2**53  # ps (2.5 hours) or bytes: planners add up and multiply within 2^60
+_OPTIONAL = {"contention", "overlap_permille", "measured_s"}
+_TENSOR = {"name", "bytes", "bucket", "ready_ps", "kind"}
+_STAGES = ("encode", "exchange_curve", "decode", "contended")
+_CORRECTION = 16_000  # per mille: the most that what was seen since may make of a cost
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,8 @@ class Method:
 class Profile:
     """Times are whole picoseconds, the slowest rank's; sizes are bytes of gradient.
 
-    tensors     in gradient-ready order: {"name", "bytes", "bucket", "ready_ps"}, ready since the iteration
-                began, without communication
+    tensors     in gradient-ready order: {"name", "bytes", "bucket", "ready_ps", "kind"}, ready since the
+                iteration began, without communication; kind: dtype and device, which no group mixes
     compute_ps  an iteration without communication, the ceiling: forward, backward and rest
     dense_ps    one of plain DDP
     methods     dense first
@@ -80,28 +85,68 @@ class Profile:
     # ---- as a file
 
     def save(self, path: str | Path) -> None:
-        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in asdict(self).items())
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in self.plain().items())
         Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
+        """The profile in a file. Raises ArgumentError, which names the file and the field at fault."""
         try:
-            data = json.loads(Path(path).read_text())
-            if (found := data["format"]) == FORMAT:
-                profile = cls(**{**data, "methods": [_method(m) for m in data["methods"]]})
-                profile._check()
-                return profile
-        except (ValueError, TypeError, KeyError, AttributeError) as e:
-            why = f"lacks {e}" if isinstance(e, KeyError) else e
-            raise ArgumentError(f"{path} is not a whole profile ({why}): delete it and measure again") from e
-        raise ArgumentError(f"{path} has format {found!r}, this sidcomp reads {FORMAT}: measure again")
+            data = planning.parse_json(Path(path).read_text(), "it")
+            if isinstance(data, dict) and "format" in data and data["format"] != FORMAT:
+                found = data["format"]
+                raise ArgumentError(f"it has format {found!r}, this sidcomp reads {FORMAT}")
+            return cls.of(data)
+        except ValueError as e:  # ArgumentError is one, as is what is not UTF-8
+            raise ArgumentError(f"{path} is not a whole profile ({e}): delete it and measure again") from e
+
+    def plain(self) -> dict[str, Any]:
+        """In plain types, as `of` takes it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, data: object) -> "Profile":
+        """The profile that `asdict` made `data` of, every field checked. Raises ArgumentError, which names
+        the field at fault; what it returns can be planned with, printed and saved."""
+        needed = {f.name for f in fields(cls)} - _OPTIONAL
+        planning._fields("the profile", data, needed, _OPTIONAL)
+        assert isinstance(data, Mapping)
+        methods = planning._list("methods", data["methods"])
+        made = [_method(f"methods[{i}]", m) for i, m in enumerate(methods)]
+        profile = cls(**{**data, "methods": made})
+        profile._check()
+        return profile
 
     def _check(self) -> None:
-        for name in _COUNTS:
-            _count(getattr(self, name), name)
-        for t in self.tensors:
+        for name in ("model", "device", "backend", "version"):
+            planning._string(name, getattr(self, name))
+        for name, least in (("world", 1), ("threads", 0), *((step, 0) for step in _STEPS)):
+            planning._within(name, getattr(self, name), least, _MOST)
+        planning._within("format", self.format, FORMAT, FORMAT)
+        planning._within("overlap_permille", self.overlap_permille, 0, 1000)
+        _finite("measured_s", self.measured_s)
+        if not isinstance(self.contention, Mapping):
+            raise ArgumentError(f"contention must be a dictionary, not {planning._said(self.contention)}")
+        for name, permille in self.contention.items():
+            planning._string("a name of contention", name)
+            least, most = (0, 999) if name == "stolen_permille" else (0, _MOST)
+            planning._within(f"contention[{name!r}]", permille, least, most)
+        for i, t in enumerate(planning._list("tensors", self.tensors)):
+            planning._fields(f"tensors[{i}]", t, _TENSOR)
+            planning._string(f"tensors[{i}].name", t["name"])
+            planning._string(f"tensors[{i}].kind", t["kind"])
             for name in ("bytes", "bucket", "ready_ps"):
-                _count(t[name], f"{name} of tensor {t['name']!r}")
+                planning._within(f"tensors[{i}].{name}", t[name], 0, _MOST)
+        _unlike("tensors", [t["name"] for t in self.tensors])
+        _unlike("methods", [m.name for m in self.methods])
+        if self.methods[0].encode is not None:
+            raise ArgumentError("methods[0] has an encode: the first method is dense, which has none")
+        # The planners have the last word: whatever is made of the profile must be an instance to them.
+        slowest = {m.name: dict.fromkeys(("encode", "exchange", "decode"), _CORRECTION) for m in self.methods}
+        for buckets in (True, False):
+            made = self.instance(buckets, rates=slowest, contention=1000, copied=True)
+            for method in range(len(self.methods)):
+                planning.evaluate(made, {"ends": [len(self.tensors)], "methods": [method]})
 
     # ---- against the present
 
@@ -230,14 +275,60 @@ def _costs(m: Method, rates: Mapping[str, int], contention: int) -> dict[str, An
     return {"name": m.name, **scaled}
 
 
-def _method(data: dict[str, Any]) -> Method:
-    stages = ("encode", "exchange_curve", "decode", "contended")
-    return Method(**{**data, **{s: data[s] and Curve(**data[s]) for s in stages}})
+def _method(where: str, data: Any) -> Method:
+    planning._fields(where, data, {f.name for f in fields(Method)} - {"contended"}, {"contended"})
+    for name in ("name", "codec", "memory", "exchange"):
+        planning._string(f"{where}.{name}", data[name])
+    parameters = data["parameters"]
+    if not isinstance(parameters, Mapping):
+        raise ArgumentError(f"{where}.parameters must be a dictionary, not {planning._said(parameters)}")
+    for name, value in parameters.items():
+        planning._string(f"a name of {where}.parameters", name)
+        if isinstance(value, str):
+            planning._string(f"{where}.parameters[{name!r}]", value)
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ArgumentError(
+                f"{where}.parameters[{name!r}] must be a number or a string, not {planning._said(value)}"
+            )
+    curves = {s: _curve(f"{where}.{s}", data.get(s), s == "exchange_curve") for s in _STAGES}
+    return Method(**{**data, **curves})
 
 
-def _count(value: object, what: str) -> None:
-    if type(value) is not int or value < 0:
-        raise ArgumentError(f"{what} is {value!r}, not a count")
+def _curve(where: str, data: Any, needed: bool) -> Curve | None:
+    if data is None and not needed:
+        return None
+    planning._fields(where, data, {"knots"}, {f.name for f in fields(Curve)})
+    for i, knot in enumerate(planning._list(f"{where}.knots", data["knots"])):
+        _row(f"{where}.knots[{i}]", knot, 2)
+    for i, point in enumerate(planning._list(f"{where}.points", data.get("points", []))):
+        _row(f"{where}.points[{i}]", point, 5)
+    _finite(f"{where}.error", data.get("error", 0.0))
+    if data.get("spread") is not None:
+        _finite(f"{where}.spread", data["spread"])
+    try:
+        return Curve(**data)
+    except ArgumentError as e:
+        raise ArgumentError(f"{where}: {e}") from None
+
+
+def _row(where: str, row: Any, n: int) -> None:
+    if len(planning._list(where, row)) != n:
+        raise ArgumentError(f"{where} must be {n} numbers, not {planning._said(row)}")
+    for number in row:
+        planning._within(where, number, 0, _MOST)
+
+
+def _finite(where: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ArgumentError(f"{where} must be a finite number, 0 or greater, not {planning._said(value)}")
+
+
+def _unlike(where: str, names: list[str]) -> None:
+    if not names:
+        raise ArgumentError(f"{where} is empty")
+    if len(set(names)) < len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise ArgumentError(f"{where} has {twice!r} twice")
 
 
 def _change(what: str, before: int, now: int) -> list[str]:

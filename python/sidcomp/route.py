@@ -128,7 +128,7 @@ class Trip:
         self.shares = x.shares
         self.busy = x.has_meanwhile  # core.meanwhile does something while messages travel
         self.residual_out, self.residual_in = x.residual_out, x.residual_in
-        self.unsend, self.rescale = x.unsend, x.rescale
+        self.unsend, self.forget, self.rescale = x.unsend, x.forget, x.rescale
         self.cuda_settle, self.cuda_unsend, self.cuda_checksum = x.cuda_settle, x.cuda_unsend, x.cuda_checksum
 
     def advance(
@@ -143,9 +143,10 @@ class Trip:
         seed: int,
         group: int,
         carry: float = 1.0,
+        origin: int = 0,
     ) -> bool:
         at = {"step": step, "seed": seed, "group": group}
-        return self.core.advance(round, segments, state, work, wire, **at, carry=carry)
+        return self.core.advance(round, segments, state, work, wire, **at, carry=carry, origin=origin)
 
     def leaving(self, local: int) -> int:
         """Bytes that this rank sends to ranks of other nodes, of `local` ranks each."""

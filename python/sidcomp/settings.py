@@ -27,6 +27,7 @@ CANDIDATES = (DEFAULT, "fp16")
 EXCHANGES = ("twoshot", "hierarchical")
 
 TRANSPORTS = ("torch", "native")
+NONFINITE = ("rollback", "drop")
 
 PLAIN = Regime("bucket", (DENSE,))
 
@@ -89,6 +90,7 @@ class Settings:
     full_every: int | Schedule = 0  # 0: never
     warmup: int = 0  # steps of each stage in which codec="auto" lowers the density
     transport: str = "torch"  # who enqueues the collectives of CUDA groups
+    nonfinite: str | None = None  # see State; None: "drop" until a scaler is followed
     made: list[Way] = field(default_factory=list)  # of the policy's combinations, numbered after `ways`
 
     @classmethod
@@ -109,6 +111,7 @@ class Settings:
         warmup: int = 0,
         exchange: str | Sequence[str] | None = None,
         transport: str = "torch",
+        nonfinite: str | None = None,
     ) -> "Settings":
         if codec is None:
             codec, parameters = DEFAULT[0], {**DEFAULT[1], **parameters}
@@ -134,6 +137,8 @@ class Settings:
             raise ArgumentError(f"warmup={warmup!r}: a number of steps, or 0 for none")
         if transport not in TRANSPORTS:
             raise ArgumentError(f"transport={transport!r}: one of {', '.join(TRANSPORTS)}")
+        if nonfinite is not None and nonfinite not in NONFINITE:
+            raise ArgumentError(f"nonfinite={nonfinite!r}: one of {', '.join(NONFINITE)}, or None")
         if candidates is not None and not auto:
             raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
         if groups is None:
@@ -163,6 +168,7 @@ class Settings:
             full_every,
             warmup,
             transport,
+            nonfinite,
         )
         if settings.planned and (several := [way.codec.name for way in ways if way.codec.rounds]):
             raise ArgumentError(

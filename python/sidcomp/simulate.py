@@ -151,8 +151,10 @@ def simulate(
     exchange: names, None for all that take the codec. A world that an exchange does not take is left out.
     """
     link, compute = link or Link(), compute or Compute()
-    if ranks_per_node < 1:
-        raise ArgumentError(f"ranks_per_node={ranks_per_node}: at least 1")
+    if not 0 <= n <= 2**40:
+        raise ArgumentError(f"n={n}: 0 to 2**40 elements")
+    if not 1 <= ranks_per_node <= 256:
+        raise ArgumentError(f"ranks_per_node={ranks_per_node}: 1 to 256")
     names = [e.name for e in exchanges()] if exchange is None else [find_exchange(e).name for e in exchange]
     m = find_memory(find_codec(codec).memory if memory is None else memory).name
     rows, refused = [], ""
@@ -243,14 +245,15 @@ def _row(
         # the ring's last rank of a node sends to the next node; the others stay inside
         sums = first.rounds // _RINGS[kind]  # of a codec in rounds: more than one
         steps = _RINGS[kind] * (world - 1) * sums
-        each = first.sent_bytes / steps
+        sent = _bodies(first)
+        each = sent / steps
         over, inside = (each, each if local > 1 else 0.0) if world > local else (0.0, each)
         slowest = max(
             over * 8 / (link.gbit * 1e9) + (link.latency_us * 1e-6 if over else 0),
             inside * 8 / (link.node_gbit * 1e9) + (link.node_latency_us * 1e-6 if inside else 0),
         )
         seconds = steps * (slowest + link.message_us * 1e-6)
-        return Row(name, world, first.sent_bytes, round(over * steps), steps, seconds + spent, spent)
+        return Row(name, world, sent, round(over * steps), steps, seconds + spent, spent)
     seconds, crossing = 0.0, 0
     for i in range(first.rounds):
         over = inside = count = 0
@@ -267,6 +270,14 @@ def _row(
         )
         crossing += over
     return Row(name, world, first.sent_bytes, crossing, first.rounds, seconds + spent, spent)
+
+
+def _bodies(x: _core.Exchange) -> int:
+    """What a process group sends where the exchange sends messages: no frames, nothing to confirm."""
+    if not x.control_bytes:
+        return x.sent_bytes
+    frames = sum(len(x.messages(i, False)) for i in range(x.rounds))
+    return x.sent_bytes - frames * (x.control_bytes // (x.world - 1))
 
 
 def _compute(kind: str, n: int, world: int, local: int, c: Compute) -> float:

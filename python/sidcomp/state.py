@@ -1,6 +1,7 @@
 """State: the compression of one DDP model, as the user sees it."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -8,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from sidcomp import checkpoint, explain, planplot
-from sidcomp.controller import Controller
-from sidcomp.errors import ArgumentError, SetupError
-from sidcomp.groups import PLANNED, Groups
+from sidcomp import checkpoint, explain, journal, planplot
+from sidcomp.controller import Controller, Report
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError
+from sidcomp.groups import PLANNED, Groups, Regime
 from sidcomp.layout import Group
 from sidcomp.pipeline import Pipeline
 from sidcomp.policy import Exclude, Rules
@@ -19,6 +20,7 @@ from sidcomp.profile import Profile
 from sidcomp.rates import Rates
 from sidcomp.schedule import Schedule, Setting
 from sidcomp.settings import Candidates, Settings
+from sidcomp.watch import Watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -67,6 +69,13 @@ class State:
     K               Marsit's name of full_every.
     process_group   the ranks to average over; default: the DDP model's.
     seed            of codecs that draw random numbers; the same on every rank.
+    nonfinite       what is left of a step that is thrown away, because a gradient was not finite, because the
+                    GradScaler given to `follow` skipped it, or because the program called `skip`. In either
+                    case the step's gradient is never sent later. "rollback": nothing is left; what is owed
+                    and every later bit are as if the step had never been. It takes a second copy of what is
+                    kept (4 bytes an element for memory "residual"). "drop": groups that were finite forget
+                    what they owed; no second copy. None: "drop" until the first call of `follow(optimizer,
+                    scaler)` or `update_scale`, "rollback" from then on.
     checksum_every  k > 0: every k steps the ranks compare checksums of their decoded gradients; a difference
                     fails the next backward() with a DivergenceError that names group and rank; on CUDA the
                     one after it.
@@ -81,14 +90,13 @@ class State:
     the futures of its group, so that backward() raises its text, on every rank that is affected. The next
     iteration can run.
 
-    A non-finite gradient on any rank makes its group non-finite on all, and no memory absorbs it. Whatever
-    else was sent in that step counts as not sent, since a GradScaler, or who else guards the run, throws such
-    a step away. Who applies the finite part of such a step after all will see that part again. (On CUDA the
-    other groups count as sent.)
+    A non-finite gradient on any rank makes its group non-finite on all ranks, and sidcomp throws the step
+    away, as a GradScaler does: see `nonfinite`. Do not let the optimizer apply any part of such a step.
 
     Pickling and copying take the configuration and what `state_dict` gives, not the process group: register
     the copy with a DDP model of its own. Use a State as a context manager, or `close()` it, before the
-    process group goes.
+    process group is destroyed. On Gloo a State that is not closed frees its threads and descriptors when
+    neither the program nor DDP refers to it any more. On NCCL, close it.
     """
 
     def __init__(
@@ -109,6 +117,7 @@ class State:
         exchange: str | Sequence[str] | None = None,
         transport: str = "torch",
         K: int | Schedule | None = None,
+        nonfinite: str | None = None,
         profile: Profile | str | Path | None = None,
         **parameters: Setting | Schedule,
     ) -> None:
@@ -120,6 +129,7 @@ class State:
             "memory": memory, "groups": groups, "seed": seed, "exclude": exclude,
             "checksum_every": checksum_every, "isa": isa, "candidates": candidates, "policy": policy,
             "full_every": full_every, "warmup": warmup, "exchange": exchange, "transport": transport,
+            "nonfinite": nonfinite,
         }  # fmt: skip
         self._codec = codec, parameters
         self.settings = Settings.parse(codec, parameters, **self._arguments)
@@ -133,8 +143,8 @@ class State:
         if self.settings.planned:
             self._pipeline.controller = Controller(self.settings, profile)
         self._bound: Binding | None = None
-        self._scale: float | None = None
         self._closed: dict[str, Any] | None = None  # the last stats
+        self._forward: torch.utils.hooks.RemovableHandle | None = None
 
     def __repr__(self) -> str:
         ways = ", ".join(way.label for way in self.settings.ways)
@@ -156,13 +166,12 @@ class State:
         return self._pipeline.reduce(bucket, self._binding)
 
     def _binding(self) -> "Binding":
-        from sidcomp.ddp import owner, refuse_join
+        from sidcomp.ddp import owner
 
         self._open()
         if self._bound is None or self._bound.ref() is None:
             self._bind(owner(self))
             assert self._bound is not None
-        refuse_join(self._bound.ddp())
         return self._bound
 
     def _bind(self, ddp: "DistributedDataParallel") -> None:
@@ -185,6 +194,12 @@ class State:
         if self._pipeline.resume is not None:
             self._pipeline.resume.check(bound.shapes)
         self._bound = bound
+        self._watch_forward()
+
+    def _connect(self) -> None:
+        assert self._bound is not None
+        reduced = [p for p in self._bound.ddp().parameters() if id(p) in self._bound.expected]
+        self._pipeline.connect(self._bound, reduced[-1].device, "sidcomp.register()")
 
     def _open(self) -> None:
         if self._closed is not None:
@@ -207,6 +222,7 @@ class State:
                                     sums over groups and steps; wait: from an exchange's launch to its
                                     callback
         allocations                 blocks of memory allocated; constant from the second step of a layout on
+        state_bytes                 memory that the groups' states take: both copies, where there are two
         groups                      for each group: names, n, dtype, codec, memory, k (elements aimed at),
                                     sent_bytes (in a step), steps, the seconds, and of the last step count
                                     (sent), found, density, threshold (or scale), stages
@@ -230,6 +246,7 @@ class State:
             "density": sum(g["count"] for g in groups) / n if n else 0.0,
             **{key: sum(g[key] for g in groups) for key in seconds},
             "allocations": p.allocations,
+            "state_bytes": sum(len(s.tensor) for g in p.layout.groups for s in g.states) if p.layout else 0,
             "groups": groups,
         }
 
@@ -267,10 +284,12 @@ class State:
 
     def plan_report(self) -> dict[str, Any]:
         """The same as numbers: stage ("resting" once it is settled), why, log, tried (every plan that was
-        measured), groups (names, way, exchange, sent_bytes, predicted_ps, measured_ps), finding_steps,
-        finding_seconds, and of one iteration, in ps, 0 where there is none: dense_ps (plain DDP), compute_ps
-        (no communication), baseline_ps (what the plan had to beat), predicted_ps and measured_ps (the plan),
-        rewrapped_ps (predicted with the plan's groups as DDP's buckets; None: not planned)."""
+        measured), compared (every later comparison with plain DDP: step, measured_ps of the plan, against_ps
+        of plain DDP, pairs of windows, steps that it took, and kept: whether the plan was), groups (names,
+        way, exchange, sent_bytes, predicted_ps, measured_ps), finding_steps, finding_seconds, and of one
+        iteration, in ps, 0 where there is none: dense_ps (plain DDP), compute_ps (no communication),
+        baseline_ps (what the plan had to beat), predicted_ps and measured_ps (the plan), rewrapped_ps
+        (predicted with the plan's groups as DDP's buckets; None: not planned)."""
         return explain.report(self._pipeline)
 
     def timeline(self, path: str | Path) -> None:
@@ -298,34 +317,42 @@ class State:
         """Multiplies what the memory keeps by `factor` > 0. Call it on every rank, between two iterations."""
         if not 0 < factor < float("inf"):
             raise ArgumentError(f"rescale({factor}): a finite factor greater than 0")
-        p = self._pipeline
-        p.quiet()
-        if p.layout is not None:
-            for g in p.layout.groups:
-                if g.plan.vectors:
-                    with g.host_state(write=True) as state:
-                        g.plan.rescale(state, factor)
-        p.parked = checkpoint.rescaled(p.parked, factor)
-        if p.resume is not None:
-            p.resume.rescale(factor)
+        self._pipeline.rescale(factor)
 
     def update_scale(self, scale: float) -> None:
-        """Tells the loss scale: `state.update_scale(scaler.get_scale())` after each `scaler.update()`.
+        """Sets the loss scale: call `state.update_scale(scaler.get_scale())` after each `scaler.update()`.
+        You do not need it if you give the scaler to `follow`.
 
         Residuals are in units of scaled gradients: when the scale changes they are multiplied by new / old.
+        From the first call on, nonfinite=None means "rollback".
         """
         if not 0 < scale < float("inf"):
             raise ArgumentError(f"update_scale({scale}): a finite scale greater than 0")
-        if self._scale is not None and scale != self._scale:
-            self.rescale(scale / self._scale)
-        self._scale = scale
+        self._pipeline.quiet()
+        self._pipeline.guarded()
+        self._pipeline.update_scale(scale)
+
+    def skip(self) -> None:
+        """Says that the program skips the optimizer's step for a reason of its own, such as a loss that has
+        exploded or a bad batch. Call it on every rank, after backward() and before the next one.
+
+        With nonfinite="rollback" what is owed, the random numbers and the count of steps are then as if that
+        backward() had never been; with "drop" what is owed is forgotten. sidcomp throws a step away without
+        this call if it was not finite or if the GradScaler given to `follow` skipped it; then the call
+        changes nothing. Raises SetupError if there is no step to take back.
+        """
+        self._open()
+        self._pipeline.skip()
 
     # ---- learning rate
     # -------------------------------------------------------------------------------------------
 
-    def follow(self, optimizer: "torch.optim.Optimizer | None") -> None:
-        """What is owed follows the learning rate of `optimizer`, which steps on these gradients; None: no
-        more.
+    def follow(
+        self, optimizer: "torch.optim.Optimizer | None", scaler: "torch.amp.GradScaler | None" = None
+    ) -> None:
+        """Keeps what is owed in step with `optimizer`, which steps on these gradients: with its learning rate
+        and, if `scaler` is given, with the loss scale and the steps that the scaler skips. follow(None) ends
+        it.
 
         Without it what is sent late counts with the rate of the step in which it is sent, not of the one in
         which it was due: less, where a schedule lowers the rate. With it each step first multiplies what is
@@ -336,12 +363,30 @@ class State:
         as backward() begins; set them before it or after the step, as schedulers do. They must be the same on
         every rank. A checkpoint has the last ones.
 
-        Raises ArgumentError for what is no optimizer, one that has none of the model's parameters, or a
-        rate that is a tensor on a device or no number from 0 on; one that becomes so later fails backward().
+        With a scaler, what is owed is rescaled when the loss scale changes, and a step that
+        `scaler.step(optimizer)` skips is thrown away; nonfinite=None then means "rollback". With or without a
+        scaler, all backward() calls since the optimizer's last step count as one step, if it is thrown away.
+
+        Raises ArgumentError if `optimizer` or `scaler` is something else, if the optimizer has none of the
+        model's parameters, or if a rate is a tensor on a device, negative or not finite. A rate that becomes
+        so later makes backward() fail.
         """
         self._open()
-        self._pipeline.quiet()
-        self._pipeline.follow(None if optimizer is None else Rates(optimizer))
+        if optimizer is None and scaler is not None:
+            raise ArgumentError("follow(None, scaler): give the optimizer whose steps the scaler may skip")
+        p = self._pipeline
+        p.quiet()
+        rates = None if optimizer is None else Rates(optimizer)
+        p.follow(rates, None if optimizer is None else Watch(optimizer, scaler))
+        self._watch_forward()
+
+    def _watch_forward(self) -> None:
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
+        watch, ddp = self._pipeline.watch, self._bound.ref() if self._bound is not None else None
+        if watch is not None and watch.on_device and ddp is not None:
+            self._forward = ddp.register_forward_pre_hook(watch.forward)
 
     # ---- checkpoints
     # --------------------------------------------------------------------------------------------
@@ -355,7 +400,7 @@ class State:
         """
         self._open()
         self._pipeline.quiet()
-        return checkpoint.save(self._pipeline, self._scale)
+        return checkpoint.save(self._pipeline)
 
     def load_state_dict(
         self, state: "dict[str, Any] | Sequence[dict[str, Any]]", redistribute: str = "sum"
@@ -372,24 +417,46 @@ class State:
         kept.
 
         Another codec, density, seed, grouping or exclusion: residuals are kept, the rest starts anew, with a
-        warning in the log "sidcomp". Another memory, or another model: CheckpointError. Parameters are
-        compared here if the State is bound to its model, else at first use. Call it between two iterations.
+        warning in the log "sidcomp". Another memory, another model, or a field that is missing or damaged is
+        a CheckpointError that names it, and the State stays as it was. Parameters are compared here if the
+        State is bound to its model, else at first use. Call it between two iterations.
         """
         self._open()
         p = self._pipeline
+        p.abandon(SetupError("a checkpoint was loaded before the backward pass had ended"))
         p.quiet()
         parent = p.process_group or (self._bound.process_group if self._bound is not None else None)
         resume = checkpoint.load(self.settings, parent, state, redistribute)
         if self._bound is not None:
             resume.check(self._bound.shapes)
+        planned = self._resumed(resume, p.controller.given) if p.controller is not None else None
+        # nothing fails from here on
         p.resume, p.kept_groups, p.layout, p.parked = resume, resume.layout, None, {}
         if p.rates is not None:
             p.rates.last = {}  # what is loaded brings its own
-        if p.controller is not None:
-            p.controller = Controller(self.settings, None)
-            p.regime, p.kept_groups = p.controller.resume(resume), []
+        if planned is not None:
+            (p.controller, p.regime), p.kept_groups = planned, []
         p.step = resume.source["step"]
-        self._scale = resume.source["scale"]
+        p.scale = resume.source["scale"]
+        p.lost = False
+
+    def _resumed(self, resume: checkpoint.Resume, given: Profile | None) -> tuple[Controller, Regime]:
+        """A new controller that goes on where the one in a checkpoint was."""
+        journal.check(resume.source.get("controller"))
+        controller = Controller(self.settings, given)
+        try:
+            regime = controller.resume(resume)
+            for f in fields(Report):
+                value, blank = getattr(controller.report, f.name), getattr(Report(), f.name)
+                kind = (dict, Profile, type(None)) if blank is None else (type(blank), int)
+                if not isinstance(value, kind) or isinstance(value, bool):
+                    raise TypeError(f"{f.name} is {value!r}")
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+            raise CheckpointError(
+                f"the state's controller cannot be resumed ({type(e).__name__}: {e}): the checkpoint is "
+                'damaged; set its "controller" to None to plan anew'
+            ) from e
+        return controller, regime
 
     # ---- the end
     # ------------------------------------------------------------------------------------------------
@@ -405,8 +472,10 @@ class State:
         p = self._pipeline
         p.quiet()
         self._closed = self.stats()
-        p.abandon(SetupError("the State was closed"))
+        p.abandon(SetupError("the State was closed"), telling=False)
         p.layout = self._bound = None
+        p.follow(None, None)
+        self._watch_forward()
         if p.rounds is not None:
             p.rounds.close()
         if p.trips is not None:

@@ -5,7 +5,7 @@ from math import exp, log
 from statistics import median
 
 Window = Sequence[int]  # times of consecutive steps, in ns
-Pair = tuple[Window, Window]  # of the one that is tried, and of the one to beat, measured one after the other
+Pair = Sequence[Window]  # two: of the one that is tried, and of the one to beat, measured one after the other
 
 MARGIN = 0.99  # a plan has to be a hundredth faster to be worth a switch
 PAIRS = 10  # after which what is not plain counts as noise

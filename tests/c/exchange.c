@@ -11,6 +11,8 @@ void test_exchanges(void);
 void test_exchange_routes_refused(void);
 void test_exchange_nonfinite(void);
 void test_exchange_faults(void);
+void test_exchange_sums_watched(void);
+void test_exchange_thrown_away(void);
 
 enum {
     MOST = 12
@@ -19,6 +21,8 @@ enum {
 typedef struct party {
     uint32_t world, members; /* members that are open */
     uint64_t n;
+    uint64_t apart; /* of a rank's two states, where it has two */
+    int64_t origin; /* sid_step.origin */
     sid_exchange_sizes sizes;
     block plan[MOST], state[MOST], work[MOST], wire[MOST];
     vec v[MOST];
@@ -31,7 +35,7 @@ typedef struct party {
 static const sid_exchange *of(const party *p, uint32_t r) { return (const sid_exchange *)(const void *)p->plan[r].p; }
 
 /* 0 where the exchange refuses the codec, with a reason. */
-static int open_party(party *p, const char *exchange, const sid_config *c, uint32_t world) {
+static int open_states(party *p, const char *exchange, const sid_config *c, uint32_t world, uint32_t states) {
     *p = (party){.world = world, .n = c->n};
     snprintf(p->name, sizeof p->name, "%s, %s+%s, n %llu, %s, world %u", exchange, c->codec, c->memory,
              (unsigned long long)c->n, dtype_name(c->dtype), world);
@@ -52,10 +56,10 @@ static int open_party(party *p, const char *exchange, const sid_config *c, uint3
         const sid_exchange_sizes z = sid_exchange_sizes_of(of(p, r));
         if (r) CHECK(z.rounds == p->sizes.rounds && z.messages == p->sizes.messages, "%s: rank %u", p->name, r);
         p->sizes = z;
-        p->state[r] = block_new(z.state, 0);
+        if (!r) p->apart = sid_round_up(z.state, 64); /* no rank's state is larger */
+        p->state[r] = block_new(states * p->apart, 0);
         p->work[r] = block_new(z.work, 0);
         p->wire[r] = block_new(z.wire ? z.wire : 64, 0);
-        memset(p->state[r].p, 0, z.state);
         p->v[r] = vec_new(c->dtype, c->n, r % 2 ? CUT_ODD : CUT_TINY);
         p->cut[r] = malloc((p->v[r].n_seg + 1) * sizeof(sid_segment));
         p->rank[r] = (sid_rank){
@@ -64,6 +68,10 @@ static int open_party(party *p, const char *exchange, const sid_config *c, uint3
     }
     p->room = malloc((2 * p->sizes.messages + 2) * sizeof *p->room);
     return 1;
+}
+
+static int open_party(party *p, const char *exchange, const sid_config *c, uint32_t world) {
+    return open_states(p, exchange, c, world, 1);
 }
 
 static void close_party(party *p) {
@@ -92,7 +100,7 @@ static void fill(party *p, uint64_t seed, int kind, float *x) {
 
 /* Worlds that do not divide the sizes, primes, one, and the nodes of hierarchical's. */
 static sid_status step_all(party *p, uint64_t step, sid_report *report, sid_error *err) {
-    const sid_step at = {.step = step, .seed = 5, .group = 3, .world = p->world};
+    const sid_step at = {.step = step, .seed = 5, .group = 3, .world = p->world, .origin = p->origin};
     return sid_loopback(p->rank, p->room, &at, report, err);
 }
 
@@ -114,7 +122,7 @@ static uint32_t settings_at(const char *exchange, uint32_t world, uint32_t i, si
     return has(exchange, s->name) && world % local == 0 ? 1 : 0;
 }
 
-static void walk(void (*f)(party *p, const sid_info *codec), uint32_t some) {
+static void walk_states(void (*f)(party *p, const sid_info *codec), uint32_t some, uint32_t states) {
     uint32_t turn = 0;
     for (uint32_t e = 0; sid_exchange_at(e); e++)
         for (uint32_t i = 0; sid_codec_at(i); i++)
@@ -129,10 +137,11 @@ static void walk(void (*f)(party *p, const sid_info *codec), uint32_t some) {
                         sid_config c = config_of(codec, memory, sizes[k], (sid_dtype)((i + w + k) % 3));
                         c.settings = &s;
                         c.n_settings = given;
-                        if (open_party(&p, sid_exchange_at(e)->name, &c, worlds[w])) f(&p, codec);
+                        if (open_states(&p, sid_exchange_at(e)->name, &c, worlds[w], states)) f(&p, codec);
                         close_party(&p);
                     }
 }
+static void walk(void (*f)(party *p, const sid_info *codec), uint32_t some) { walk_states(f, some, 1); }
 
 /* ---- what they state ----------------------------------------------------------------------------------------- */
 
@@ -240,17 +249,20 @@ static float *kept_of(party *p, uint32_t r) {
     return x;
 }
 
-/* The largest difference between what a rank keeps and `was`, over the largest of either. */
+/* The largest difference between what a rank keeps and `was`, over the largest of either. Hierarchical forgets all that a rank
+ * keeps if the nodes have gone on by then: that is no difference. */
 static double moved(party *p, uint32_t r, const float *was) {
     float *now = kept_of(p, r);
     double off = 0, top = 0;
+    int nothing = strstr(p->name, "hierarchical") != NULL;
     for (uint64_t i = 0; i < p->sizes.vectors * p->n; i++) {
         const double a = (double)now[i], b = (double)was[i];
+        nothing &= a == 0;
         if (fabs(a - b) > off) off = fabs(a - b);
         if (fabs(b) > top) top = fabs(b);
     }
     free(now);
-    return top > 0 ? off / top : off;
+    return nothing ? 0 : top > 0 ? off / top : off;
 }
 
 static int momentum(const party *p) { return strstr(p->name, "+momentum") || strstr(p->name, "+dgc"); }
@@ -274,8 +286,7 @@ static void spoil(party *p, const sid_info *codec) {
         CHECK(vec_equal(&p->v[r], &p->v[0]), "%s: rank %u has decoded something else", p->name, r);
         vec_get(&p->v[r], x);
         CHECK(isnan(x[p->n / 2]), "%s: rank %u decoded %g for NaN", p->name, r, (double)x[p->n / 2]);
-        /* Inside of a node the sum is taken before anybody knows, so that the other slices keep the gradient: not lost. */
-        if (!strstr(p->name, "hierarchical") && !momentum(p))
+        if (!momentum(p))
             CHECK(moved(p, r, was[r]) < 1e-5, "%s: rank %u's memory has moved by %g", p->name, r, moved(p, r, was[r]));
         float *now = kept_of(p, r);
         uint64_t wild = 0;
@@ -294,20 +305,44 @@ void test_exchange_nonfinite(void) { walk(spoil, 11); }
 
 /* ---- faults on the way ----------------------------------------------------------------------------------------- */
 
-/* As sid_loopback, but one byte of one message of round `where` changes on its way; which ranks failed. */
-static uint32_t hurt(party *p, uint64_t step, uint32_t where, rng *r_, uint8_t *failed, sid_error *err) {
+/* What changes on its way: up to two bytes of message `message` that a rank gets in a round. */
+typedef struct wound {
+    uint32_t round, rank, message, count;
+    uint64_t place[2];
+    uint8_t mask[2];
+} wound;
+
+/* A bit of some message that the rank in the middle gets, if it gets any. */
+static wound some_wound(party *p, uint32_t round, rng *r_) {
+    wound w = {.round = round, .rank = p->world / 2};
+    const uint32_t receives = sid_exchange_messages(of(p, w.rank), round, 1, p->room);
+    if (!receives) return w;
+    w.count = 1;
+    w.message = rng_below(r_, receives);
+    w.place[0] = rng_below(r_, (uint32_t)p->room[w.message].bytes);
+    w.mask[0] = (uint8_t)(1u << rng_below(r_, 8));
+    return w;
+}
+
+/* As sid_loopback, but with a wound. Returns how many ranks failed; failed[r]: 1 + whom rank r names, or 0. */
+static uint32_t hurt(party *p, uint64_t step, const wound *w, uint32_t *failed, sid_error *err) {
     uint32_t count = 0;
+    sid_report report;
     for (uint32_t round = 0; round <= p->sizes.rounds; round++) {
         for (uint32_t r = 0; r < p->world; r++) {
-            const sid_step at = {.step = step, .seed = 5, .group = 3, .rank = r, .world = p->world};
+            const sid_step at = {
+                .step = step, .seed = 5, .group = 3, .rank = r, .world = p->world, .origin = p->origin};
             const sid_rank *q = &p->rank[r];
             const sid_status s = sid_exchange_advance(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work,
-                                                      &at, q->wire, NULL, err);
+                                                      &at, q->wire, &report, err);
             CHECK(!s || s == SID_E_CORRUPT || s == SID_E_MISMATCH, "%s: %s", p->name, err->text);
-            if (round == p->sizes.rounds) count += failed[r] = s != SID_OK;
+            if (round < p->sizes.rounds) continue;
+            failed[r] = s ? 1 + report.culprit : 0;
+            count += s != SID_OK;
         }
         for (uint32_t r = 1; r < p->world && round < p->sizes.rounds; r += 2) { /* the others leave it to advance */
-            const sid_step at = {.step = step, .seed = 5, .group = 3, .rank = r, .world = p->world};
+            const sid_step at = {
+                .step = step, .seed = 5, .group = 3, .rank = r, .world = p->world, .origin = p->origin};
             const sid_rank *q = &p->rank[r];
             CHECK(sid_exchange_meanwhile(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work, &at,
                                          q->wire) == SID_OK,
@@ -323,10 +358,8 @@ static uint32_t hurt(party *p, uint64_t step, uint32_t where, rng *r_, uint8_t *
                 CHECK(k < sends && out[k].bytes == in[i].bytes, "%s: round %u: unequal ends", p->name, round);
                 memcpy(p->wire[r].p + in[i].offset, p->wire[in[i].peer].p + out[k].offset, in[i].bytes);
             }
-            if (receives && round == where && r == p->world / 2) {
-                const sid_message *m = &in[rng_below(r_, receives)];
-                p->wire[r].p[m->offset + rng_below(r_, (uint32_t)m->bytes)] ^= (uint8_t)(1u << rng_below(r_, 8));
-            }
+            for (uint32_t i = 0; i < w->count && round == w->round && r == w->rank; i++)
+                p->wire[r].p[in[w->message].offset + w->place[i]] ^= w->mask[i];
         }
     }
     return count;
@@ -337,24 +370,23 @@ static void faults(party *p, const sid_info *codec) {
     float *x = malloc(4 * (p->n + 1));
     sid_error err;
     sid_report report;
-    uint8_t failed[MOST];
-    /* bodies that are summed on the way carry no checksum, as in anybody's all-reduce */
-    const int watched = p->sizes.control && !(codec->traits & SID_LINEAR);
+    uint32_t failed[MOST];
     fill(p, 1, DATA_NORMAL, x);
     CHECK(step_all(p, 0, &report, &err) == SID_OK, "%s: %s", p->name, err.text);
     for (uint32_t round = 0; round < p->sizes.rounds; round++) {
         float *was[MOST];
         for (uint32_t r = 0; r < p->world; r++) was[r] = kept_of(p, r);
         fill(p, 2 + round, DATA_NORMAL, x);
-        const uint32_t count = hurt(p, 1 + round, round, &r_, failed, &err);
-        if (watched && sid_exchange_messages(of(p, p->world / 2), round, 1, p->room)) {
+        const wound w = some_wound(p, round, &r_);
+        const uint32_t count = hurt(p, 1 + round, &w, failed, &err);
+        if (p->sizes.control && w.count) {
             if (round + 1 < p->sizes.rounds)
                 CHECK(count == p->world, "%s: a fault in round %u failed %u ranks", p->name, round, count);
             else
                 CHECK(count >= 1, "%s: a fault in the last round failed nobody", p->name);
         }
         for (uint32_t r = 0; r < p->world; r++) {
-            if (failed[r] && !momentum(p) && !strstr(p->name, "hierarchical"))
+            if (failed[r] && !momentum(p))
                 CHECK(moved(p, r, was[r]) < 1e-5, "%s: round %u: rank %u's memory has moved by %g", p->name, round, r,
                       moved(p, r, was[r]));
             free(was[r]);
@@ -364,5 +396,159 @@ static void faults(party *p, const sid_info *codec) {
     fill(p, 50, DATA_NORMAL, x);
     CHECK(step_all(p, 50, &report, &err) == SID_OK, "%s: the step after: %s", p->name, err.text);
     free(x);
+    (void)codec;
 }
 void test_exchange_faults(void) { walk(faults, 13); }
+
+/* Every rank fails by the name of the rank that sent what changed, and its gradient is as it was. */
+static void all_fail(party *p, uint64_t step, const wound *w) {
+    uint32_t failed[MOST];
+    uint64_t was[MOST];
+    sid_error err;
+    sid_exchange_messages(of(p, w->rank), w->round, 1, p->room);
+    const uint32_t sender = p->room[w->message].peer;
+    for (uint32_t r = 0; r < p->world; r++) was[r] = sid_checksum(p->v[r].seg, p->v[r].n_seg, p->v[r].dtype);
+    hurt(p, step, w, failed, &err);
+    for (uint32_t r = 0; r < p->world; r++) {
+        CHECK(failed[r] == 1 + sender, "%s: round %u, rank %u, bytes %llu, %llu from %u: rank %u says %u", p->name,
+              w->round, w->rank, (unsigned long long)w->place[0], (unsigned long long)w->place[1], sender, r,
+              failed[r] - 1);
+        CHECK(sid_checksum(p->v[r].seg, p->v[r].n_seg, p->v[r].dtype) == was[r], "%s: rank %u wrote", p->name, r);
+    }
+}
+
+/* What is summed on the way: each byte of each message, changed in some way; and two bits, among them the same one of two
+ * words, which a plain sum of words would not see. In all rounds but the last. */
+static void bytes_and_bits(party *p) {
+    float *x = malloc(4 * (p->n + 1));
+    rng r_ = {p->world};
+    uint64_t step = 1;
+    sid_error err;
+    sid_report report;
+    wound w;
+    fill(p, 1, DATA_NORMAL, x);
+    for (w.round = 0; w.round + 1 < p->sizes.rounds; w.round++)
+        for (w.rank = 0; w.rank < p->world; w.rank++) {
+            const uint32_t receives = sid_exchange_messages(of(p, w.rank), w.round, 1, p->room);
+            for (w.message = 0; w.message < receives; w.message++) {
+                sid_exchange_messages(of(p, w.rank), w.round, 1, p->room);
+                const uint32_t bytes = (uint32_t)p->room[w.message].bytes;
+                w.count = 1;
+                w.place[1] = 0;
+                for (uint32_t i = 0; i < bytes; i += test_all ? 1 : 1 + rng_below(&r_, 3)) {
+                    w.place[0] = i;
+                    w.mask[0] = (uint8_t)(1 + rng_below(&r_, 255));
+                    all_fail(p, step++, &w);
+                }
+                w.count = 2;
+                for (uint32_t i = 0; i < 20; i++) {
+                    w.place[0] = rng_below(&r_, bytes);
+                    w.mask[0] = w.mask[1] = (uint8_t)(1u << rng_below(&r_, 8));
+                    w.place[1] = (w.place[0] + 4 * (1 + rng_below(&r_, bytes / 4 - 1))) % bytes;
+                    if (i % 2) w.place[1] = (w.place[0] + 1 + rng_below(&r_, bytes - 1)) % bytes;
+                    all_fail(p, step++, &w);
+                }
+            }
+        }
+    CHECK(step_all(p, step, &report, &err) == SID_OK, "%s: the step after: %s", p->name, err.text);
+    free(x);
+}
+void test_exchange_sums_watched(void) {
+    const sid_setting nodes = {"ranks_per_node", 2};
+    for (uint32_t i = 0; sid_codec_at(i); i++)
+        for (uint32_t noded = 0; noded < 2; noded++) {
+            party p;
+            const sid_info *codec = sid_codec_at(i);
+            sid_config c = config_of(codec, home_of(codec), noded ? 180 : 90, SID_F32);
+            c.settings = &nodes;
+            c.n_settings = noded;
+            if (!(codec->traits & SID_LINEAR)) continue;
+            if (open_party(&p, noded ? "hierarchical" : "allreduce", &c, noded ? 4 : 3)) bytes_and_bits(&p);
+            close_party(&p);
+        }
+}
+
+/* ---- steps that are thrown away -------------------------------------------------------------------------------- */
+
+/* From here on the ranks read the state that they have written last, and write the other one. */
+static void turn_over(party *p) {
+    for (uint32_t r = 0; r < p->world; r++) p->rank[r].state = (uint8_t *)p->rank[r].state + p->origin;
+    p->origin = -p->origin;
+}
+
+/* Of steps with two states some are thrown away: one of gradients far beyond the others', one with a NaN, one in which a
+ * message is lost. What is kept and decoded afterwards is, bit for bit, that of a run that never had them. */
+static void thrown_away(party *p, const sid_info *codec) {
+    enum {
+        STEPS = 3,
+        THROWN = 3
+    };
+    float *x = malloc(4 * (p->n + 1)), *kept[STEPS] = {0};
+    uint64_t sums[STEPS];
+    sid_error err;
+    sid_report report;
+    rng lost = {p->n};
+    uint32_t failed[MOST];
+    const uint32_t last = p->world - 1;
+    if (!p->n) goto out;
+    for (int thrown = 0; thrown < 2; thrown++) {
+        for (uint32_t r = 0; r < p->world; r++) {
+            memset(p->state[r].p, 0, p->state[r].bytes);
+            if (thrown) memset(p->state[r].p + p->apart, 0xcd, p->apart); /* whatever it held */
+            p->rank[r].state = p->state[r].p;
+        }
+        p->origin = 0;
+        if (thrown) { /* the first step reads the first state, and writes the second */
+            p->origin = (int64_t)p->apart;
+            turn_over(p);
+        }
+        for (uint64_t step = 0; step < STEPS; step++) {
+            for (uint32_t k = 0; thrown && k < THROWN; k++) {
+                uint8_t *was[MOST];
+                fill(p, 40 + 7 * k + step, DATA_HUGE, x);
+                if (k == 1) {
+                    data_make(x, p->n, DATA_HEAVY, 9);
+                    x[p->n / 3] = NAN;
+                    vec_set(&p->v[last], x);
+                }
+                for (uint32_t r = 0; r < p->world; r++) {
+                    was[r] = malloc(p->apart);
+                    memcpy(was[r], (uint8_t *)p->rank[r].state + p->origin, p->apart);
+                }
+                if (k == 2) {
+                    const wound w = some_wound(p, 0, &lost);
+                    hurt(p, step, &w, failed, &err);
+                } else {
+                    step_all(p, step, &report, &err);
+                }
+                for (uint32_t r = 0; r < p->world; r++) {
+                    CHECK(!memcmp(was[r], (uint8_t *)p->rank[r].state + p->origin, p->apart),
+                          "%s: step %llu, %u: rank %u wrote to the state that it starts from", p->name,
+                          (unsigned long long)step, k, r);
+                    free(was[r]);
+                }
+            }
+            fill(p, 7 * step, DATA_NORMAL, x);
+            CHECK(step_all(p, step, &report, &err) == SID_OK, "%s: %s", p->name, err.text);
+            const sid_segment *seg = p->v[last].seg;
+            const uint64_t sum = sid_checksum(seg, p->v[last].n_seg, p->v[last].dtype);
+            float *now = malloc(4 * ((p->sizes.vectors ? p->sizes.vectors : 1) * p->n + 1));
+            sid_exchange_residual_out(of(p, last), p->rank[last].state, now);
+            if (thrown) {
+                CHECK(sum == sums[step], "%s: step %llu decodes something else", p->name, (unsigned long long)step);
+                CHECK(!memcmp(now, kept[step], 4 * p->sizes.vectors * p->n), "%s: step %llu keeps something else",
+                      p->name, (unsigned long long)step);
+                free(now);
+                turn_over(p);
+            } else {
+                sums[step] = sum;
+                kept[step] = now;
+            }
+        }
+    }
+out:
+    for (uint32_t i = 0; i < STEPS; i++) free(kept[i]);
+    free(x);
+    (void)codec;
+}
+void test_exchange_thrown_away(void) { walk_states(thrown_away, 7, 2); }

@@ -13,6 +13,9 @@
     X(calls_refused)                                                                                                   \
     X(half_formats)                                                                                                    \
     X(checksum)                                                                                                        \
+    X(checksum_keys)                                                                                                   \
+    X(checksum_triples)                                                                                                \
+    X(checksum_finds)                                                                                                  \
     X(scale)                                                                                                           \
     X(random)                                                                                                          \
     X(special)                                                                                                         \
@@ -33,15 +36,21 @@
     X(exchange_routes_refused)                                                                                         \
     X(exchange_nonfinite)                                                                                              \
     X(exchange_faults)                                                                                                 \
+    X(exchange_sums_watched)                                                                                           \
+    X(exchange_thrown_away)                                                                                            \
     X(isa_agrees)                                                                                                      \
     X(steady)                                                                                                          \
     X(kept)                                                                                                            \
     X(nonfinite)                                                                                                       \
+    X(thrown_away)                                                                                                     \
     X(header_flips)                                                                                                    \
     X(body_flips)                                                                                                      \
+    X(two_bits)                                                                                                        \
     X(signed_mutations)                                                                                                \
     X(random_bytes)                                                                                                    \
     X(other_step)                                                                                                      \
+    X(state_edits)                                                                                                     \
+    X(state_words)                                                                                                     \
     X(threads)                                                                                                         \
     X(map)                                                                                                             \
     X(fuse_optimal)                                                                                                    \

@@ -17,6 +17,7 @@ void test_isa_agrees(void);
 void test_steady(void);
 void test_kept(void);
 void test_nonfinite(void);
+void test_thrown_away(void);
 
 enum {
     MAX_N = 70001
@@ -566,4 +567,70 @@ void test_nonfinite(void) {
     every(run_nonfinite, 1, CUT_ONE);
     every(run_nonfinite, 3000, CUT_TINY);
     every(run_nonfinite, MAX_N, CUT_ODD);
+}
+
+/* Two states, of which a step reads one and writes the other: steps that are thrown away leave no trace, and the others
+ * have the bits of steps in place. */
+static void thrown_away(const sid_config *c, uint32_t how) {
+    group g, twice;
+    sid_report report;
+    sid_error err;
+    if (!group_open(&g, c)) return;
+    if (!group_open(&twice, c)) return;
+    const size_t apart = (size_t)sid_round_up(g.sizes.state, 64);
+    block states = block_new(2 * apart, 0), was = block_new(apart, 0);
+    uint8_t *now = states.p, *next = states.p + apart;
+    vec x = vec_new(c->dtype, c->n, (cut)how), out = vec_new(c->dtype, c->n, CUT_ONE);
+    vec wanted = vec_new(c->dtype, c->n, CUT_ONE);
+    memset(next, 0xcd, apart);
+    for (uint64_t step = 0; step < 4; step++) {
+        sid_step at = {.step = step, .seed = 11, .group = 3, .world = 1, .carry = step % 2 ? 0.5f : 1};
+        data_make(grad, c->n, DATA_NORMAL, step + 1);
+        vec_set(&x, grad);
+        CHECK(!sid_encode(g.plan, x.seg, x.n_seg, g.state.p, g.work.p, &at, g.payload.p, NULL), "%s", g.name);
+        sid_decode(g.plan, g.payload.p, g.sizes.payload, 1, 1.0f, wanted.seg, 1, g.state.p, &at, &report, &err);
+        for (int thrown = 2; thrown >= 0; thrown--) { /* NaN, then huge, then the step itself */
+            data_make(grad, c->n, thrown ? DATA_HUGE : DATA_NORMAL, step + 1 + 50u * (unsigned)thrown);
+            if (thrown == 2 && c->n) grad[c->n / 2] = NAN;
+            vec_set(&x, grad);
+            vec_get(&x, grad);
+            memcpy(was.p, now, apart);
+            at.origin = now - next;
+            const sid_status s = sid_encode(twice.plan, x.seg, x.n_seg, next, twice.work.p, &at, twice.payload.p, NULL);
+            CHECK(s == SID_OK, "%s: %s", g.name, sid_status_text(s));
+            vec_get(&x, grad);
+            vec_set(&out, grad); /* a decode into the gradient */
+            sid_decode(twice.plan, twice.payload.p, g.sizes.payload, 1, 1.0f, out.seg, 1, next, &at, &report, &err);
+            CHECK(!memcmp(was.p, now, apart), "%s, step %llu: the state that was read has changed", g.name,
+                  (unsigned long long)step);
+        }
+        CHECK(!memcmp(g.payload.p, twice.payload.p, g.payload.bytes) && vec_equal(&wanted, &out),
+              "%s, step %llu: another payload after steps that were thrown away", g.name, (unsigned long long)step);
+        CHECK(!memcmp(g.state.p, next, 192), "%s, step %llu: another header", g.name, (unsigned long long)step);
+        const uint64_t extra = sid_plan_extra(g.plan);
+        CHECK(!memcmp(g.state.p + g.sizes.state - extra, next + g.sizes.state - extra, extra),
+              "%s, step %llu: the codec keeps something else", g.name, (unsigned long long)step);
+        sid_residual_out(g.plan, g.state.p, before);
+        sid_residual_out(g.plan, next, after);
+        CHECK(!memcmp(before, after, 4 * (size_t)(sid_memory_vectors(g.plan) * c->n)),
+              "%s, step %llu: something else is kept", g.name, (unsigned long long)step);
+        uint8_t *const old = now;
+        now = next, next = old;
+    }
+    const sid_step odd = {.world = 1, .origin = 8};
+    CHECK(sid_encode(g.plan, x.seg, x.n_seg, g.state.p, g.work.p, &odd, g.payload.p, NULL) == SID_E_ARG,
+          "%s: a misaligned origin", g.name);
+    CHECK(block_intact(&states), "%s: wrote past a state", g.name);
+    block_free(&states);
+    block_free(&was);
+    vec_free(&x);
+    vec_free(&out);
+    vec_free(&wanted);
+    group_close(&g);
+    group_close(&twice);
+}
+
+void test_thrown_away(void) {
+    static const uint64_t sizes[] = {0, 1, 1025, 9001, MAX_N};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) every(thrown_away, sizes[i], (uint32_t)(i % CUTS));
 }

@@ -279,16 +279,19 @@ void data_make(float *x, uint64_t n, int kind, uint64_t seed) {
     pthread_mutex_unlock(&lock);
 }
 
-void payload_sign(uint8_t *payload, uint64_t bytes, int linear) {
-    const uint64_t rows = (linear ? SID_HEADER_BYTES : bytes) / 32;
-    uint64_t sum = 0, weighted = 0;
-    memset(payload + 56, 0, 8);
-    for (uint64_t i = 0; i < rows * 8; i++) {
+void message_sign(uint8_t *message, uint64_t bytes, uint64_t field) {
+    uint64_t sum = 0;
+    memset(message + field, 0, 8);
+    for (uint64_t i = 0; i < bytes / 4; i++) {
         uint32_t w;
-        memcpy(&w, payload + 4 * i, 4);
-        sum += w;
-        weighted += w * sid_checksum_weight(i, rows);
+        memcpy(&w, message + 4 * i, 4);
+        sum += w * sid_sum_key(i);
     }
-    const uint64_t h = sid_checksum_mix(sum, weighted);
-    memcpy(payload + 56, &h, 8);
+    memcpy(message + field, &sum, 8);
+}
+
+void payload_sign(uint8_t *payload, uint64_t bytes, int linear) {
+    float scale;
+    memcpy(&scale, payload + 48, 4);
+    message_sign(payload, linear && scale != 1.0f ? SID_HEADER_BYTES : bytes, 56);
 }

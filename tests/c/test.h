@@ -111,7 +111,14 @@ enum {
 };
 void data_make(float *x, uint64_t n, int kind, uint64_t seed);
 
+/* Bytes that say which words of the state's header become what; own: and of the codec's own part at its end. */
+void state_edit(group *g, const uint8_t *d, size_t size, int own);
+/* All calls on a state that is edited again and again: CHECKs that they end, write to their blocks alone, send what sid_check
+ * takes, and lose nothing. The first byte says how. */
+void state_lives(group *g, const sid_config *c, const uint8_t *d, size_t size, int own);
+
 /* Writes the checksum that the header should carry (by the page's formula, not by the core's code). */
+void message_sign(uint8_t *message, uint64_t bytes, uint64_t field);
 void payload_sign(uint8_t *payload, uint64_t bytes, int linear);
 
 #endif

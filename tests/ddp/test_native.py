@@ -246,18 +246,21 @@ def test_nan_between_rounds(how: str, log: Path) -> None:
         ("torch", {"codec": "topk", "memory": "none", "groups": "layer"}),
         ("native", {"codec": "topk", "exchange": "twoshot", "groups": "layer"}),
         ("torch", {"codec": "topk", "exchange": "hierarchical", "ranks_per_node": 1, "groups": "layer"}),
+        ("native", {"codec": "topk", "groups": "layer", "nonfinite": "rollback"}),
+        ("torch", {"codec": "powersgd", "groups": "layer", "full_every": 2, "nonfinite": "rollback"}),
+        ("native", {"codec": "topk", "exchange": "twoshot", "groups": "layer", "nonfinite": "rollback"}),
     ],
     ids=str,
 )
 def test_a_step_thrown_away(how: str, settings: dict[str, Any], log: Path) -> None:
-    """One group is not finite: what the others sent counts as not sent, and is sent again. As on the CPU."""
+    """One group is not finite: the others forget, or go back to the state before it. As on the CPU."""
     got, want = run(spoiled, 2, how, settings), run(spoiled, 2, "cpu", settings)
     for a, b in zip(got, want, strict=True):
         same(a, b)
 
 
 def interrupted(rank: int, world: int) -> None:
-    """A group cannot be launched: what those before it in the step have sent counts as not sent."""
+    """A group cannot be launched: those before it in the step forget."""
     r = Run(rank, codec="topk", groups="layer")
     for _ in range(3):
         r.step()
@@ -285,9 +288,7 @@ def interrupted(rank: int, world: int) -> None:
     sent = [owes(g) for g in launched]
     r.state._pipeline.quiet()
     for g, before in zip(launched, sent, strict=True):
-        acc = g.state.tensor[256 : 256 + 4 * g.n].view(torch.float32)
-        assert not torch.equal(before, acc), "nothing was sent"
-        assert torch.equal(owes(g), acc)
+        assert before.any() and not owes(g).any()
     r.close()
 
 

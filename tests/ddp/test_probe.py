@@ -142,7 +142,10 @@ def test_the_slowest_rank_counts() -> None:
 def to_a_plan(rank: int, world: int, path: str) -> dict[str, Any]:
     candidates = [probe.Candidate("topk", parameters={"density": 0.01}), probe.Candidate("fp16")]
     measured = measure(candidates, 2**18)
-    tensors = [{"name": f"t{i}", "bytes": 2**16, "bucket": i // 2, "ready_ps": 10**9 * i} for i in range(4)]
+    tensors = [
+        {"name": f"t{i}", "bytes": 2**16, "bucket": i // 2, "ready_ps": 10**9 * i, "kind": "float32 cpu"}
+        for i in range(4)
+    ]
     profile = Profile(
         model="0", world=world, device="cpu", backend="gloo", threads=1, tensors=tensors, forward_ps=0,
         rest_ps=0, compute_ps=4 * 10**9, dense_ps=9 * 10**9, methods=measured.methods,

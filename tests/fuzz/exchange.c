@@ -67,17 +67,7 @@ static void sign(uint8_t *m, uint64_t bytes) {
     if (bytes >= 4) memcpy(&magic, m, 4);
     if (magic == SID_MAGIC && bytes >= SID_HEADER_BYTES) payload_sign(m, bytes, 0);
     if (magic == SID_MAGIC || bytes < FRAME || bytes % 32) return;
-    const uint64_t rows = bytes / 32;
-    uint64_t sum = 0, weighted = 0;
-    memset(m + 24, 0, 8);
-    for (uint64_t i = 0; i < rows * 8; i++) {
-        uint32_t w;
-        memcpy(&w, m + 4 * i, 4);
-        sum += w;
-        weighted += w * sid_checksum_weight(i, rows);
-    }
-    const uint64_t h = sid_checksum_mix(sum, weighted);
-    memcpy(m + 24, &h, 8);
+    message_sign(m, bytes, 24);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *d, size_t size) {

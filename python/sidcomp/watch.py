@@ -1,0 +1,136 @@
+"""What becomes of a step: whether the optimizer took it, or a GradScaler skipped it (State.follow)."""
+
+import logging
+from typing import Any
+
+import torch
+
+from sidcomp.errors import ArgumentError
+
+logger = logging.getLogger("sidcomp")
+
+_MOST_PASSES = 100  # backward passes in one step; after more than these the optimizer is the wrong one
+
+
+class _Stepped:
+    """Set by the optimizer's hook, which must not keep a State alive."""
+
+    def __init__(self) -> None:
+        self.ran = False
+        self.found: torch.Tensor | None = None  # not 0 if a fused optimizer skipped its own step
+        self.copied: torch.cuda.Event | None = None
+
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        self.ran = True
+        found = getattr(optimizer, "found_inf", None)  # a scaler sets it during the step of a fused optimizer
+        if isinstance(found, torch.Tensor) and found.is_cuda:
+            home = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            found = home.copy_(found, non_blocking=True)
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record()
+        self.found = found
+
+
+class Watch:
+    """An optimizer, and the GradScaler that guards it, if one does.
+
+    Whether the optimizer has stepped is known from its hook or, if it has no hooks, from its parameters'
+    versions. Whether the scaler has been asked for the step is known from the stage that it keeps for each
+    optimizer. The host knows all of it without waiting for a device, except whether a fused optimizer skipped
+    its step, which only the device knows.
+    """
+
+    def __init__(self, optimizer: Any, scaler: Any = None) -> None:
+        self.scaler = scaler
+        self._key = id(optimizer)
+        if scaler is not None and not (
+            hasattr(scaler, "_per_optimizer_states") and hasattr(scaler, "get_scale")
+        ):
+            raise ArgumentError(f"follow(scaler={type(scaler).__name__}): give a torch.amp.GradScaler")
+        self._stepped = _Stepped()
+        self._scaler_state: dict[str, Any] = {}
+        self._home: torch.Tensor | None = None  # the scale, copied to the host
+        self._copied: torch.cuda.Event | None = None
+        self._passes = 0  # since the optimizer's last step
+        self._some = [g["params"][0] for g in optimizer.param_groups if g["params"]]
+        self._versions: list[int] = []
+        register = getattr(optimizer, "register_step_post_hook", None)
+        # None: an object with an optimizer's interface, but no hooks
+        self._hook = register(self._stepped) if register is not None else None
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the loss scale is on a device."""
+        return getattr(self.scaler, "_device", "cpu") != "cpu"
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._passes = 1 if self._dealt else self._passes + 1
+        if self._passes == _MOST_PASSES + 1:
+            logger.warning(
+                "follow: the optimizer has not stepped in the last %d backward passes; follow the one that "
+                "steps on this model's gradients. Until then each pass counts as a step",
+                _MOST_PASSES,
+            )
+        self._versions = [p._version for p in self._some]
+        self._stepped.ran, self._stepped.found, self._stepped.copied = False, None, None
+        if self.scaler is not None:
+            # update() replaces the table; this entry then stays as step() has left it
+            self._scaler_state = self.scaler._per_optimizer_states[self._key]
+
+    @property
+    def _offered(self) -> bool:
+        """Whether scaler.step(optimizer) has been called."""
+        return getattr(self._scaler_state.get("stage"), "name", "") == "STEPPED"
+
+    @property
+    def _dealt(self) -> bool:
+        """Whether the optimizer has stepped, or the scaler has skipped its step, since `begin`."""
+        changed = any(p._version != v for p, v in zip(self._some, self._versions, strict=False))
+        return changed or self._stepped.ran or self._offered
+
+    @property
+    def over(self) -> bool:
+        """Whether the step that the last backward pass belongs to has ended."""
+        return self._dealt or self._passes > _MOST_PASSES
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the scaler has skipped the step."""
+        if not self._offered:
+            return False
+        if self._hook is None:
+            return any(bool(found.item()) for found in self._scaler_state["found_inf_per_device"].values())
+        if not self._stepped.ran:
+            return True
+        if self._stepped.copied is not None:
+            self._stepped.copied.synchronize()
+        return self._stepped.found is not None and bool(self._stepped.found.item())
+
+    # ---- loss scale
+    # -----------------------------------------------------------------------------------------
+
+    def forward(self, *_: Any) -> None:
+        """Called before a forward pass: starts to copy a scale on a device to the host. So the host, when
+        backward() begins, waits only for what was enqueued before the forward pass."""
+        scale = getattr(self.scaler, "_scale", None)
+        if not isinstance(scale, torch.Tensor) or not scale.is_cuda:
+            return
+        if self._home is None:
+            self._home = torch.empty(scale.shape, dtype=scale.dtype, pin_memory=True)
+        self._home.copy_(scale, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def scale(self) -> float | None:
+        """The loss scale of the next gradients; None: there is no scaler."""
+        if self.scaler is None:
+            return None
+        if self._home is not None and self._copied is not None:
+            self._copied.synchronize()
+            return float(self._home.item())
+        return float(self.scaler.get_scale())

@@ -1,0 +1,439 @@
+"""State("auto") over time: a checkpoint of any stage goes on there, and a plan is given up only where it
+loses against what plain DDP takes now; by the clock that only the test moves."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import clock
+import pytest
+import sidcomp
+import test_auto
+import torch
+from harness import run
+from sidcomp import controller, journal, probe
+from sidcomp.checkpoint import Resume
+from sidcomp.controller import Controller
+from test_auto import SLOW_DENSE, Costs, Training, check, ways
+
+# What a resumed run measures again: DDP forms its buckets, which takes 4 steps and one to change groups; then
+# a step for the hooks and a turn that was begun, or a pair of windows that was begun, of up to 9 steps.
+SETTLE, TURN, PAIR = 5, 3, 10
+HOW: dict[str, Any] = {"slow": SLOW_DENSE, "candidates": ["topk"], "warmup": 0}
+
+
+class Probed:
+    """How often the costs of codecs and collectives are measured."""
+
+    def __init__(self) -> None:
+        self.count, self.real = 0, probe.measure
+        probe.measure = self
+
+    def __call__(self, *arguments: Any, **named: Any) -> probe.Measurement:
+        self.count += 1
+        return self.real(*arguments, **named)
+
+
+def taken(t: Training) -> bytes:
+    out = io.BytesIO()
+    torch.save([t.ddp.module.state_dict(), t.optimizer.state_dict(), t.state.state_dict()], out)
+    return out.getvalue()
+
+
+def given(t: Training, saved: bytes, **controller: Any) -> None:
+    module, optimizer, state = torch.load(io.BytesIO(saved), weights_only=True)
+    t.ddp.module.load_state_dict(module)
+    t.optimizer.load_state_dict(optimizer)
+    if controller:
+        state["controller"] = {**state["controller"], **controller} if "all" not in controller else None
+    t.state.load_state_dict(state)
+
+
+def stage(t: Training) -> str:
+    return str(t.state.plan_report()["stage"])
+
+
+def until_it_rests(t: Training) -> int:
+    for n in range(400):
+        if stage(t) == "resting" and n:
+            return n
+        t.step()
+    raise AssertionError(t.state.explain())
+
+
+# ---- a checkpoint of any stage
+# ------------------------------------------------------------------------------------------------
+
+
+def cut(rank: int, world: int, how: dict[str, Any], every: int) -> tuple[int, dict[str, Any], list[Any]]:
+    """A whole run, and runs that go on from its checkpoints."""
+    saved, runs = [], []
+    with Training(rank, **how) as t:
+        while stage(t) != "resting":
+            t.step()
+            saved.append((stage(t), taken(t)))
+        whole = t.report()
+    for at, (was, data) in list(enumerate(saved, 1))[2::every]:
+        probed = Probed()
+        with Training(rank, **how) as t:
+            given(t, data)
+            t.step()
+            t.step()
+            kept, now = (x["residuals"] for x in (torch.load(io.BytesIO(data))[2], t.state.state_dict()))
+            if was == "verifying":  # it waits for the plan, while DDP forms its buckets
+                assert kept.keys() == now.keys() and all(torch.equal(kept[k], now[k]) for k in kept)
+            more = 2 + until_it_rests(t)
+            assert t.state.profile is not None
+            runs.append((at, was, at + more, probed.count, t.report()))
+        probe.measure = probed.real
+    return len(saved), whole, runs
+
+
+@pytest.mark.parametrize("groups", ["auto", pytest.param("mergecomp", marks=pytest.mark.slow)])
+def test_finding_goes_on_where_the_checkpoint_was(groups: str) -> None:
+    how = HOW if groups == "auto" else {"codec": "topk", "groups": groups, "slow": SLOW_DENSE}
+    (n, whole, runs), (_, _, others) = run(cut, 2, how, 6 if groups == "auto" else 4)
+    again = {
+        "settling": SETTLE,
+        "measuring": SETTLE + TURN,
+        "verifying": SETTLE + PAIR,
+        "searching": SETTLE + TURN,
+    }
+    seen = set()
+    for (at, was, steps, probed, r), (*_, other) in zip(runs, others, strict=True):
+        check(r)
+        seen.add(was)
+        text = f"saved in step {at}, {was}: {steps} steps in all, {n} without a break\n{r['explain']}"
+        assert steps <= n + again.get(was, 1), text
+        assert probed == (was in ("settling", "measuring")), f"costs were measured {probed} times; {text}"
+        assert ways(r) == ways(whole) and len(r["tried"]) == len(whole["tried"]), text
+        assert r["log"] == other["log"] and r["log"].count("measuring codecs and exchanges") == 1, text
+        assert whole["finding_steps"] <= r["finding_steps"] <= whole["finding_steps"] + PAIR, text
+    assert seen >= {"settling", "measuring", "verifying" if groups == "auto" else "searching"}
+
+
+def in_pieces(rank: int, world: int) -> dict[str, Any]:
+    """Without a break it takes 34 steps; a run of 19 that starts over never gets there."""
+    data = b""
+    for _ in range(8):
+        with Training(rank, **HOW) as t:
+            if data:
+                given(t, data)
+            for _ in range(19):
+                t.step()
+            data, report = taken(t), t.report()
+            if report["stage"] == "resting":
+                return report
+    return report
+
+
+def test_a_run_that_is_always_cut_short_finds_its_plan() -> None:
+    for r in run(in_pieces, 2):
+        check(r)
+        assert ways(r) == {"topk"}
+
+
+# ---- ranks with different checkpoints, other machines
+# ------------------------------------------------------------------------------------------------
+
+
+def unlike(rank: int, world: int, what: str) -> dict[str, Any]:
+    late = what in ("found on one", "watched")
+    with Training(rank, **HOW) as t:
+        while stage(t) != ("resting" if late else "verifying"):
+            t.step()
+        for _ in range(12):
+            t.step()
+        data, state = taken(t), t.state.state_dict()
+    mine: dict[str, Any] = copy.deepcopy(state["controller"])
+    if what == "threads" or (rank == 1 and what in ("world", "device")):
+        mine["identity"][what] = {"world": 3, "device": "cuda", "threads": 2}[what]
+    if rank == 1 and what == "a pair":
+        del mine["journal"][-1]["pairs"][-1]
+    if rank == 1 and what == "profile":
+        mine["journal"][0]["profile"]["dense_ps"] += 1
+    if rank == 1 and what == "nothing":
+        mine["all"] = None
+    if rank == 1 and what == "found on one":
+        mine.update(found=False, regime=None, watch=None)
+    if rank == 1 and what == "watched":
+        mine["watch"]["steps"] += 1
+    probed = Probed()
+    with Training(rank, **HOW) as t:
+        given(t, data, **mine)
+        steps = until_it_rests(t)
+        return {**t.report(), "steps": steps, "probed": probed.count}
+
+
+@pytest.mark.parametrize(
+    ("what", "probed", "said"),
+    [
+        ("world", 1, "rank 1: the checkpoint's measurements were made with world 3, now it is 2"),
+        pytest.param(
+            *("device", 1, "rank 1: the checkpoint's measurements were made with device cuda, now it is cpu"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(
+                "threads",
+                1,
+                "the checkpoint's measurements were made with threads 2, now it is 1: measuring and",
+            ),
+            marks=pytest.mark.slow,
+        ),
+        ("a pair", 0, "measuring again what some of them do not have"),
+        pytest.param(
+            *("profile", 1, "the ranks' checkpoints hold different measurements"), marks=pytest.mark.slow
+        ),
+        ("nothing", 1, "rank 1: the checkpoint has no plan: measuring and planning anew"),
+        ("found on one", 0, "measuring again what some of them do not have"),
+        pytest.param(*("watched", 0, "goes on with a plan"), marks=pytest.mark.slow),
+    ],
+)
+def test_what_not_all_ranks_have_is_measured_again(what: str, probed: int, said: str) -> None:
+    for r in run(unlike, 2, what):
+        check(r)
+        assert ways(r) == {"topk"}
+        assert any(said in line for line in r["log"]), r["log"]
+        assert r["probed"] == probed, r["log"]
+        assert len(r["tried"]) == 1
+
+
+def by_three(rank: int, world: int, room: str) -> None:
+    with Training(rank, **HOW) as t:
+        until_it_rests(t)
+        torch.save([t.ddp.module.state_dict(), t.state.state_dict()], f"{room}/{rank}.pt")
+
+
+def by_two(rank: int, world: int, room: str) -> dict[str, Any]:
+    saved = [torch.load(f"{room}/{r}.pt", weights_only=True) for r in range(3)]
+    with Training(rank, **HOW) as t:
+        t.ddp.module.load_state_dict(saved[0][0])
+        t.state.load_state_dict([state for _, state in saved])
+        t.step()
+        early = stage(t)
+        until_it_rests(t)
+        return {**t.report(), "early": early}
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_finds_a_plan_of_its_own(tmp_path: Path) -> None:
+    run(by_three, 3, str(tmp_path))
+    for r in run(by_two, 2, str(tmp_path)):
+        check(r)
+        assert r["early"] == "settling"
+        assert "world 3, now it is 2" in r["log"][0]
+
+
+# ---- damage
+# ------------------------------------------------------------------------------------------------
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    if isinstance(value, dict | list | tuple):
+        for key in value if isinstance(value, dict) else range(min(len(value), 2)):
+            yield from leaves(value[key], (*path, key))
+
+
+def damaged(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """The value with another one at that place; new=damaged: with nothing there."""
+    if not path:
+        return new
+    out = dict(value) if isinstance(value, dict) else list(value)
+    if len(path) == 1 and new is damaged:
+        del out[path[0]]
+    else:
+        out[path[0]] = damaged(value[path[0]], path[1:], new)
+    return out
+
+
+def some(rank: int, world: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Checkpoints of several stages."""
+    out = []
+    with Training(rank, **HOW) as t:
+        for _ in range(60):
+            t.step()
+            if not out or stage(t) != out[-1]["controller"]["report"]["stage"]:
+                t.step()
+                out.append({k: v for k, v in t.state.state_dict().items() if k != "residuals"})
+    out.append(copy.deepcopy(out[-1]))
+    out[-1]["controller"]["watch"].update(comparing=True, pairs=[[[3, 4], [1, 2]]], times=[7])
+    return [(s, s["controller"]) for s in out]
+
+
+def test_a_damaged_field_is_named() -> None:
+    """Every field, of every stage, with values of other kinds: refused by its name, or it does no harm."""
+    settings = sidcomp.State("auto", candidates=["topk"], warmup=0).settings
+    rng, refused, tried = random.Random(0), 0, 0
+    stages = run(some, 2)[0]
+    assert {s["report"]["stage"] for _, s in stages} >= {"settling", "measuring", "verifying", "resting"}
+    for source, saved in stages:
+        journal.check(saved)
+        for path in leaves(saved):
+            for value in (
+                damaged,
+                *rng.sample([None, "x", -1, 2.5, True, [], {}, float("nan"), 2**70, [[]]], 3),
+            ):
+                bad = damaged(saved, path, value)
+                tried += 1
+                try:
+                    journal.check(bad)
+                except sidcomp.CheckpointError as e:
+                    refused += 1
+                    named = [k for k in path if isinstance(k, str)]
+                    assert any(k in str(e) for k in named), (path, value, str(e))
+                    continue
+                c = Controller(settings, None)
+                c.resume(Resume({}, source["layout"], {**source, "controller": bad}))
+    assert refused > 0.5 * tried
+
+
+def test_an_old_checkpoint_still_loads() -> None:
+    """Of a version that saved the report and whether a plan was kept."""
+    journal.check(None)
+    for source, saved in run(some, 2)[0]:
+        report = {k: v for k, v in saved["report"].items() if k != "compared"}
+        old = {"version": saved["version"], "found": saved["found"], "report": report}
+        journal.check(old)
+        c = Controller(sidcomp.State("auto", candidates=["topk"], warmup=0).settings, None)
+        regime = c.resume(Resume({}, source["layout"], {**source, "controller": old}))
+        assert (regime != controller.PLAIN) == saved["found"]
+
+
+# ---- a plan that is kept, while the machine and the link change
+# ------------------------------------------------------------------------------------------------
+
+LINK: Costs = {"all_reduce": (1e-4, 2e-7), "all_gather": (1e-4, 2e-7)}
+FAST: Costs = {"all_reduce": (1e-5, 1e-9), "all_gather": (1e-5, 1e-9)}
+CODEC: Costs = {"encode": (1e-4, 2e-8), "decode": (1e-5, 1e-9)}
+
+
+class Changing:
+    """What a run says after each of its parts, in which everything takes a factor of its time."""
+
+    def __init__(self, rank: int) -> None:
+        controller._REST = 60
+        self.t = Training(rank, slow={**LINK, **CODEC}, candidates=["topk"], warmup=0)
+        self.t.until_it_rests()
+        self.said: list[dict[str, Any]] = []
+
+    def go(self, steps: int, factor: float, link: Costs) -> None:
+        test_auto.FORWARD_S, test_auto.GRADIENT_S = factor * 4e-4, factor * 1e-4
+        costs = {k: (factor * a, factor * b) for k, (a, b) in {**link, **CODEC}.items()}  # type: ignore[misc]
+        clock.set_costs(costs)
+        stages = []
+        for _ in range(steps):
+            self.t.step()
+            stages.append(stage(self.t))
+        self.said.append({**self.t.report(), "stages": stages, "text": self.t.state.explain()})
+
+
+def disturbed(rank: int, world: int) -> list[dict[str, Any]]:
+    c = Changing(rank)
+    c.go(80, 1, LINK)
+    c.go(50, 2, LINK)  # a neighbour takes half of everything
+    c.go(150, 1, LINK)
+    c.go(40, 3, LINK)
+    return c.said
+
+
+def test_a_neighbour_does_not_cost_a_plan() -> None:
+    for calm, busy, after, again in run(disturbed, 2):
+        for r in (calm, busy, after, again):
+            assert ways(r) == {"topk"}
+            assert r["finding_steps"] == calm["finding_steps"], "the plan was looked for again"
+        assert not calm["compared"]
+        (first,) = busy["compared"]
+        assert first["kept"] and busy["stages"].count("comparing") == first["steps"] == 19
+        assert 1.9 < first["measured_ps"] / busy["measured_ps"] < 2.1
+        assert after["compared"] == [first], "that the neighbour left is no reason to doubt the plan"
+        assert "it stays" in busy["text"] and "it stays" in busy["log"][-1]
+        second = again["compared"][-1]  # not before twice as many steps have gone
+        assert second["kept"] and second["step"] - second["steps"] - first["step"] >= 120
+
+
+def relinked(rank: int, world: int) -> list[dict[str, Any]]:
+    c = Changing(rank)
+    c.go(40, 1, LINK)
+    c.go(90, 1, FAST)
+    c.go(140, 1, LINK)
+    return c.said
+
+
+def test_a_plan_goes_with_a_link_that_became_fast_and_comes_back() -> None:
+    for slow, fast, again in run(relinked, 2):
+        assert [ways(r) for r in (slow, fast, again)] == [{"topk"}, {"dense"}, {"topk"}], again["log"]
+        (given_up,) = fast["compared"]
+        assert not given_up["kept"] and given_up["against_ps"] < 0.8 * given_up["measured_ps"]
+        assert any("it is given up" in line for line in fast["log"])
+        assert again["measured_ps"] < 0.2 * again["dense_ps"]
+
+
+def never_doubted(rank: int, world: int) -> list[dict[str, Any]]:
+    controller._LONGEST = 150
+    c = Changing(rank)
+    c.go(360, 1, LINK)
+    return c.said
+
+
+@pytest.mark.slow
+def test_a_plan_is_compared_now_and_then_without_a_reason() -> None:
+    for (r,) in run(never_doubted, 2):
+        assert [x["kept"] for x in r["compared"]] == [True, True]
+
+
+def noisy(rank: int, world: int) -> tuple[list[dict[str, Any]], int]:
+    """Steps take what they like: nothing can be told from them."""
+    c = Changing(rank)
+    rng = random.Random(0)
+    c.t.ddp.module.register_forward_pre_hook(lambda *_: clock.take(2e-2 * rng.random()))
+    c.go(600, 1, LINK)
+    return c.said, sum(s == "comparing" for s in c.said[0]["stages"])
+
+
+@pytest.mark.slow
+def test_comparing_is_bounded() -> None:
+    """A comparison takes 91 steps at most, and each is twice as far away as the one before."""
+    for (r,), steps in run(noisy, 2):
+        assert ways(r) == {"topk"}
+        assert all(x["kept"] and x["steps"] <= 91 for x in r["compared"])
+        gaps = [60 * 2**i for i in range(len(r["compared"]))]
+        starts = [x["step"] - x["steps"] for x in r["compared"]]
+        ends = [x["step"] for x in r["compared"]]
+        assert all(b - a >= gap for a, b, gap in zip(ends, starts[1:], gaps[1:], strict=False))
+        assert steps <= 91 * len(r["compared"]) + 91
+
+
+def compared_again(rank: int, world: int, room: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    c = Changing(rank)
+    c.go(40, 1, LINK)
+    while stage(c.t) != "comparing":
+        c.go(1, 2, LINK)
+    c.go(15, 2, LINK)  # in the dense window of the second pair
+    assert c.t.state._pipeline.regime == controller.PLAIN
+    data = taken(c.t)
+    c.t.state.close()
+    with Training(rank, slow={**LINK, **CODEC}, candidates=["topk"], warmup=0) as t:
+        c.t = t
+        given(t, data)
+        c.go(3, 2, LINK)
+        early = c.said[-1]
+        c.go(40, 2, LINK)
+        return early, c.said[-1]
+
+
+def test_a_checkpoint_of_a_comparison_goes_on_with_it(tmp_path: Path) -> None:
+    for early, late in run(compared_again, 2, str(tmp_path)):
+        assert early["stages"] == ["comparing"] * 3
+        check(late)
+        assert ways(late) == {"topk"}
+        (one,) = late["compared"]
+        assert one["kept"] and one["pairs"] == 2 and one["steps"] <= 19 + SETTLE + PAIR
+        assert late["finding_steps"] == early["finding_steps"]

@@ -1,0 +1,501 @@
+"""A step that is thrown away leaves nothing: what is kept, and every bit of all later steps, is as if it had
+never been. One run has such steps, another one has not; they are compared after every step that both have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+from cases import CASES, Case, Trainer, assert_same, square
+from common import CODECS, MEMORIES, fits, groups_of, make_state, residuals_of, with_density
+from harness import run
+from sidcomp import _core
+from torch import Tensor, nn
+
+SETTINGS = with_density(CODECS, 0.1)
+STEPS = 5
+HUGE = 1e30
+
+
+class Run:
+    """A Trainer with a State, whose gradients can be spoiled in single steps."""
+
+    def __init__(self, rank: int, case: Case = CASES["cap-small"], **arguments: Any) -> None:
+        self.trainer = Trainer(case, rank, lr=0.01)
+        self.state = make_state(arguments.pop("groups", None), self.trainer.module, **arguments)
+        sidcomp.register(self.trainer.wrapper, self.state)
+        self.spoils: dict[str, float] = {}
+        for name, p in self.trainer.named():
+            p.register_hook(lambda g, name=name: g * self.spoils.get(name, 1.0))
+
+    def backward(self, **spoils: float) -> None:
+        """A pass without the optimizer's step, in which gradients are multiplied."""
+        self.spoils = {name.replace("__", "."): factor for name, factor in spoils.items()}
+        self.trainer.optimizer.zero_grad()
+        self.trainer.backward(0, "sync")
+        self.spoils = {}
+
+    def overflow(self, rank: int, which: str = "second.weight") -> None:
+        """On `rank` one parameter's gradient is Inf; all others are finite and enormous."""
+        names = [n.replace(".", "__") for n, _ in self.trainer.named()]
+        spoils = {n: HUGE for n in names} | {which.replace(".", "__"): 1e300}
+        self.backward(**(spoils if rank == self.trainer.rank else {}))
+
+    def everything(self) -> dict[str, Tensor | None]:
+        saved = self.state.state_dict()
+        found = self.trainer.snapshot()
+        found |= {f"residual of {n}": r for n, r in saved["residuals"].items()}
+        for i, g in enumerate(saved["layout"]):
+            found |= {f"header of group {i}": g["header"], f"extra of group {i}": g["extra"]}
+        rates = [saved["rates"].get(n, 0.0) for n in saved["residuals"]]
+        return found | {"step": torch.tensor(saved["step"]), "rates": torch.tensor(rates)}
+
+    def close(self) -> None:
+        self.trainer.close()
+        self.state.close()
+
+
+def in_step(
+    rank: int, world: int, arguments: dict[str, Any], case: str = "cap-small", follows: bool = True
+) -> None:
+    """With two states: steps that overflow in some groups and not in others, and finite ones that the program
+    skips, in rows of one to three."""
+    clean, other = (Run(rank, CASES[case], **arguments, **more) for more in ({}, {"nonfinite": "rollback"}))
+    for r in (clean, other):
+        if follows:
+            r.state.follow(r.trainer.optimizer)
+    first = (
+        0 if arguments.get("groups") == "explicit" else 2
+    )  # else groups follow DDP, which forms its buckets anew
+    allocations = 0
+    for step in range(STEPS):
+        for k in range(step - first + 1 if step >= first else 0):
+            if k % 2 == 0:
+                other.overflow(world - 1)
+                bad = [
+                    n
+                    for n, g in other.trainer.gradients().items()
+                    if g is not None and not g.isfinite().all()
+                ]
+                assert bad, "the overflow went by unnoticed"
+                if len(groups_of(other.state)) > 1:
+                    assert len(bad) < len(list(other.trainer.named())), (
+                        "every group is spoiled: nothing to see"
+                    )
+            else:
+                other.backward(first__weight=1e12, last__bias=-1e9)
+                other.state.skip()
+            other.state.skip()  # once is enough
+        for r in (clean, other):
+            for group in r.trainer.optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + step % 2)
+            r.trainer.step()
+        assert_same(other.everything(), clean.everything(), f"step {step}")
+        if step >= 2 and not isinstance(arguments.get("density"), sidcomp.Schedule):
+            assert allocations in (0, other.state.stats()["allocations"])
+            allocations = other.state.stats()["allocations"]
+    assert other.state.stats()["steps"] == clean.state.stats()["steps"] == STEPS
+    twice = other.state.stats()["state_bytes"], clean.state.stats()["state_bytes"]
+    assert twice[0] == 2 * twice[1]
+    clean.close()
+    other.close()
+
+
+def memories_of(codec: str) -> str:
+    return CODECS[codec].memory
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_every_codec(codec: str) -> None:
+    settings = SETTINGS.get(codec, {})
+    run(in_step, 2, {"codec": codec, **settings, "groups": "bucket"})
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("memory", list(MEMORIES))
+@pytest.mark.parametrize("codec", ["topk", "int8", "fp16", "none", "sidco-e"])
+def test_every_memory(codec: str, memory: str) -> None:
+    if not fits(codec, memory):
+        pytest.skip("they do not go together")
+    settings = SETTINGS.get(codec, {})
+    run(in_step, 2, {"codec": codec, "memory": memory, **settings, "groups": "explicit"})
+
+
+EXCHANGES: list[tuple[str, dict[str, Any], int]] = [
+    ("ring1", {"codec": "marsit"}, 3),
+    ("torus1", {"codec": "signum"}, 4),
+    ("twoshot", {"codec": "topk", "density": 0.1}, 3),
+    ("twoshot", {"codec": "int8"}, 2),
+    ("hierarchical", {"codec": "topk", "density": 0.1, "ranks_per_node": 2}, 4),
+    ("hierarchical", {"codec": "fp16", "ranks_per_node": 2}, 2),
+    ("allgather", {"codec": "qsgd"}, 2),
+    ("allreduce", {"codec": "terngrad-shared"}, 3),
+    ("cascade", {"codec": "ssdm", "memory": "none"}, 2),
+    ("expand", {"codec": "signsgd"}, 3),
+]
+
+
+def test_every_exchange_is_there() -> None:
+    assert {e for e, *_ in EXCHANGES} == {e["name"] for e in _core.exchanges()}
+
+
+@pytest.mark.parametrize("exchange, arguments, world", EXCHANGES)
+def test_every_exchange(exchange: str, arguments: dict[str, Any], world: int) -> None:
+    run(in_step, world, {"exchange": exchange, **arguments, "groups": "bucket"})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"full_every": 2, "codec": "powersgd", "groups": "explicit"},
+        {"full_every": 3, "codec": "marsit", "exchange": "ring1"},
+        {"full_every": 2, "density": 0.05, "groups": "explicit"},
+        {"codec": "topk", "density": sidcomp.Schedule({0: 0.5, 2: 0.1, 3: 0.05}), "groups": "explicit"},
+        {"codec": "randk", "density": 0.1, "memory": "none", "exclude": "1-D"},
+        {"policy": [("1-D", "none"), ("second.weight", {"density": 0.5})]},
+        {"checksum_every": 1},
+    ],
+    ids=lambda a: " ".join(map(str, a)),
+)
+def test_what_depends_on_the_step(arguments: dict[str, Any]) -> None:
+    run(in_step, 2, arguments, "cap-small", False)
+
+
+# ---- GradScaler ---
+
+
+def scaled(rank: int, world: int, fused: bool, codec: str, groups: str) -> None:
+    """The loop of the AMP manual. One run overflows in three steps; the other one is told the scales only."""
+    runs = [Run(rank, codec=codec, groups=groups, **SETTINGS.get(codec, {})) for _ in range(2)]
+    for r in runs:
+        r.trainer.optimizer = torch.optim.SGD(r.trainer.module.parameters(), 0.01, momentum=0.9, fused=fused)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) for _ in runs]
+    for r, scaler in zip(runs, scalers, strict=True):
+        r.state.follow(r.trainer.optimizer, scaler)
+
+    def step(i: int, at: int, bad: bool = False) -> None:
+        r, scaler = runs[i], scalers[i]
+        r.trainer.steps = at
+        generator = torch.Generator().manual_seed(7 * at + rank)
+        x = torch.randn(4, 12, generator=generator)
+        r.trainer.optimizer.zero_grad()
+        loss = scaler.scale(r.trainer.wrapper(x).pow(2).mean())
+        names = [n for n, _ in r.trainer.named()]
+        r.spoils = dict.fromkeys(names, HUGE) | {"second.weight": 1e300} if bad and rank == 1 else {}
+        loss.backward()
+        r.spoils = {}
+        scaler.step(r.trainer.optimizer)
+        scaler.update()
+
+    for at in range(9):
+        for _ in range({3: 1, 5: 2}.get(at, 0)):
+            before = scalers[0].get_scale()
+            step(0, at, bad=True)
+            assert scalers[0].get_scale() == before / 2, "the scaler has not skipped"
+            scalers[1].update(scalers[0].get_scale())
+            scalers[1]._growth_tracker.zero_()  # type: ignore[union-attr]
+        for i in range(2):
+            step(i, at)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_same(runs[0].trainer.snapshot(), runs[1].trainer.snapshot(), f"step {at}")
+        if at != 6:  # the scale's last change is taken up at the next step
+            assert_same(residuals_of(runs[0].state), residuals_of(runs[1].state), f"step {at}")
+    for r in runs:
+        r.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("codec, groups", [("topk", "bucket"), ("int8", "model")])
+def test_a_followed_scaler(codec: str, groups: str, fused: bool) -> None:
+    run(scaled, 2, fused, codec, groups)
+
+
+def only_the_scaler_knows(rank: int, world: int, fused: bool) -> None:
+    """All that is averaged is finite; the scaler skips, since another parameter of the optimizer is not."""
+    runs = [Run(rank, codec="topk", density=0.1) for _ in range(2)]
+    for r in runs:
+        extra = nn.Parameter(torch.ones(3))
+        parameters = [*r.trainer.module.parameters(), extra]
+        r.trainer.optimizer = torch.optim.SGD(parameters, 0.01, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        r.state.follow(r.trainer.optimizer, scaler)
+        for at in range(5):
+            for bad in (True, False):
+                if (bad and r is runs[0]) or (bad and at != 2):
+                    continue
+                r.trainer.steps = at
+                r.trainer.optimizer.zero_grad()
+                loss = r.trainer.case.loss(
+                    r.trainer.wrapper,
+                    torch.randn(4, 12, generator=torch.Generator().manual_seed(at)),
+                    at,
+                    rank,
+                )
+                scaler.scale(loss + extra.sum()).backward()
+                if bad:
+                    extra.grad = torch.full((3,), float("inf"))
+                scaler.step(r.trainer.optimizer)
+                scaler.update(4.0)
+    assert_same(runs[1].trainer.snapshot(), runs[0].trainer.snapshot(), "the end")
+    assert_same(residuals_of(runs[1].state), residuals_of(runs[0].state), "the end")
+    assert runs[1].state.stats()["steps"] == 5
+    for r in runs:
+        r.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_only_the_scaler_knows(fused: bool) -> None:
+    run(only_the_scaler_knows, 2, fused)
+
+
+def several_passes(rank: int, world: int) -> None:
+    """Where the optimizer is followed, all passes since its last step are thrown away with the last one."""
+    clean, other = (Run(rank, CASES["two-backwards"], codec="topk", density=0.1, nonfinite=n)
+                    for n in (None, "rollback"))  # fmt: skip
+    for r in (clean, other):
+        r.state.follow(r.trainer.optimizer)
+    for step in range(4):
+        if step >= 2:
+            other.backward(first__weight=1e6)
+            other.trainer.backward(1, "sync")
+            other.state.skip()
+            other.backward(second__weight=1e5)
+            other.trainer.backward(1, "sync")
+            other.overflow(1)
+        for r in (clean, other):
+            r.trainer.step()
+        assert_same(other.everything(), clean.everything(), f"step {step}")
+    clean.close()
+    other.close()
+
+
+def test_several_passes_of_one_step() -> None:
+    run(several_passes, 2)
+
+
+class Plain:
+    """An optimizer in its face only: it tells nothing when it steps."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.param_groups = [{"params": list(parameters), "lr": lr}]
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+
+def unlike_torchs(rank: int, world: int, scales: bool) -> None:
+    """One that has no hooks is seen to step by its parameters, and to be skipped by what the scaler found."""
+    clean, other = (Run(rank, codec="topk", density=0.1, nonfinite=n) for n in (None, "rollback"))
+    for r in (clean, other):
+        r.trainer.optimizer = Plain(r.trainer.module.parameters(), 0.01)  # type: ignore[assignment]
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000) if scales else None
+        r.state.follow(r.trainer.optimizer, scaler)
+        for at in range(5):
+            for bad in (True, False):
+                if bad and (r is clean or at != 3):
+                    continue
+                r.trainer.steps = at
+                r.trainer.optimizer.zero_grad()
+                r.spoils = {"first.weight": 1e300} if bad and rank == 0 else {}
+                loss = square(r.trainer.wrapper, torch.full((4, 12), float(at + rank)), at, rank)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                if scaler is not None:
+                    scaler.step(r.trainer.optimizer)
+                    scaler.update(1.0)
+                elif not bad:
+                    r.trainer.optimizer.step()
+        r.spoils = {}
+    assert_same(other.everything(), clean.everything(), "the end")
+    clean.close()
+    other.close()
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_an_optimizer_unlike_torchs(scales: bool) -> None:
+    run(unlike_torchs, 2, scales)
+
+
+def never_steps(rank: int, world: int) -> list[str]:
+    """The optimizer that is followed is not the one that steps: after a while every pass is a step again."""
+    one = Run(rank, codec="topk", density=0.1, nonfinite="rollback")
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sidcomp").addHandler(handler)
+    idle = torch.optim.SGD([nn.Parameter(p.detach().clone()) for p in one.trainer.module.parameters()], 0.01)
+    idle.param_groups[0]["params"] += list(one.trainer.module.parameters())[:1]
+    one.state.follow(idle)
+    for p in one.trainer.module.parameters():
+        p.requires_grad_(True)
+    for _ in range(105):
+        one.trainer.optimizer.zero_grad()
+        one.trainer.backward(0, "sync")
+        one.trainer.steps += 1
+    before = residuals_of(one.state)
+    one.backward(first__weight=1e6)
+    one.state.skip()
+    assert_same(residuals_of(one.state), before, "after skip")
+    one.close()
+    return logged
+
+
+def test_an_optimizer_that_never_steps() -> None:
+    for logged in run(never_steps, 2):
+        assert sum("has not stepped in the last 100 backward passes" in line for line in logged) == 1
+
+
+# ---- without a second state ---
+
+
+def dropped(rank: int, world: int, arguments: dict[str, Any], infinite: str) -> None:
+    """Groups that were finite are forgotten; those that were not keep no more than they had, to a rounding;
+    nothing comes back."""
+    one = Run(rank, CASES["cap-small"], nonfinite="drop", **arguments)
+    for _ in range(3):
+        one.trainer.step()
+    before = residuals_of(one.state)
+    bad: set[str] = set()
+    if not infinite:
+        one.backward(first__weight=HUGE, second__weight=HUGE)
+        one.state.skip()
+    else:
+        one.overflow(world - 1, infinite)
+        infinities = {
+            n for n, g in one.trainer.gradients().items() if g is not None and not g.isfinite().all()
+        }
+        assert infinities
+        for group in groups_of(one.state):  # a sum's other elements stay finite, of a group that was not
+            if infinities.intersection(group["names"]):
+                bad.update(group["names"])
+    after = residuals_of(one.state)
+    for name, now in after.items():
+        if name not in bad:
+            assert not now.any(), f"{name} keeps something of a step that was thrown away"
+        else:
+            assert (now.abs() <= 2 * before[name].abs()).all(), f"{name} keeps more than it did"
+    for _ in range(3):
+        one.trainer.step()
+        sent = max(float(g.abs().max()) for g in one.trainer.gradients().values() if g is not None)
+        assert sent < 100, f"{sent} comes of the step that was thrown away"
+    one.close()
+
+
+DROPPED: list[tuple[dict[str, Any], int]] = [
+    ({}, 2),
+    ({"codec": "int4"}, 2),
+    ({"codec": "fp16"}, 2),
+    ({"codec": "powersgd"}, 2),
+    ({"codec": "topk", "density": 1.0}, 2),
+    ({"codec": "none", "memory": "dgc"}, 2),
+    ({"codec": "signum"}, 2),
+    *(({"exchange": exchange, **arguments}, world) for exchange, arguments, world in EXCHANGES),
+    *(
+        ({"exchange": "hierarchical", "ranks_per_node": 2, "codec": codec, "within": within}, 4)
+        for codec, within in [("int8", "twoshot"), ("marsit", "ring1"), ("none", "allreduce")]
+    ),
+]
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("infinite", ["second.weight", "", "first.bias", "last.bias"])
+@pytest.mark.parametrize(
+    "arguments, world",
+    DROPPED,
+    ids=lambda a: str(a) if isinstance(a, int) else " ".join(map(str, a.values())) or "default",
+)
+def test_dropped(arguments: dict[str, Any], world: int, infinite: str) -> None:
+    """infinite: the parameter, "": none, the program skips the step. A small one leaves slices of a
+    group finite."""
+    if infinite.endswith("bias"):
+        if "exchange" not in arguments:
+            pytest.skip("a group's payload is one, and not finite as a whole")
+        arguments = {"groups": "model", **arguments}
+    run(dropped, world, arguments, infinite)
+
+
+# ---- the rest ---
+
+
+def calls(rank: int, world: int) -> None:
+    one = Run(rank)
+    with pytest.raises(sidcomp.SetupError, match="after backward"):
+        one.state.skip()
+    one.trainer.step()
+    assert one.state.stats()["state_bytes"] > 0
+    size = one.state.stats()["state_bytes"]
+    kept = residuals_of(one.state)
+    one.state.update_scale(8.0)  # somebody scales, and may skip: two states from here on
+    assert one.state.stats()["state_bytes"] == 2 * size
+    assert_same(residuals_of(one.state), kept, "after the second state came")
+    one.trainer.step()
+    kept = residuals_of(one.state)
+    one.backward(first__weight=1e5)
+    one.state.update_scale(2.0)  # both states are rescaled
+    one.state.skip()
+    assert_same(residuals_of(one.state), {n: r / 4 for n, r in kept.items()}, "after skip")
+    saved = one.state.state_dict()
+    one.state.load_state_dict(saved)
+    with pytest.raises(sidcomp.SetupError, match="load_state_dict"):
+        one.state.skip()
+    one.trainer.step()
+    with pytest.raises(sidcomp.ArgumentError, match="GradScaler"):
+        one.state.follow(one.trainer.optimizer, 3)  # type: ignore[arg-type]
+    with pytest.raises(sidcomp.ArgumentError, match="optimizer"):
+        one.state.follow(None, torch.amp.GradScaler("cpu"))
+    one.close()
+    with pytest.raises(sidcomp.ArgumentError, match="nonfinite='keep'"):
+        sidcomp.State(nonfinite="keep")
+
+
+def test_calls() -> None:
+    run(calls, 2)
+
+
+def failed(rank: int, world: int) -> None:
+    """A step that fails on one rank while it encodes: what every rank keeps is as before it."""
+    one = Run(rank, codec="topk", density=0.1, nonfinite="rollback")
+    for _ in range(3):
+        one.trainer.step()
+    before = one.everything()
+    pipeline: Any = one.state._pipeline
+    group = pipeline.layout.groups[-1]
+
+    class Fails:
+        def __init__(self, plan: Any) -> None:
+            self.plan = plan
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.plan, name)
+
+        def encode(self, *_: Any, **__: Any) -> None:
+            raise MemoryError("planted")
+
+    if rank == 1:
+        group.plan = Fails(group.plan)
+    with pytest.raises(RuntimeError):
+        one.backward()
+    if rank == 1:
+        group.plan = group.plan.plan
+    after = one.everything()
+    same: Callable[[str], bool] = lambda k: k.startswith(("residual", "header", "extra"))  # noqa: E731
+    assert_same(
+        {k: v for k, v in after.items() if same(k)}, {k: v for k, v in before.items() if same(k)}, "after"
+    )
+    for _ in range(2):
+        one.trainer.step()
+    one.close()
+
+
+def test_a_step_that_failed() -> None:
+    run(failed, 2)

@@ -1,0 +1,96 @@
+"""Near float32's largest number: where the mean of the ranks' values is finite, so is what is decoded, also
+where their sum is not. Plain DDP divides before it adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import sidcomp
+from sidcomp import Loopback, _core
+
+Array = npt.NDArray[Any]
+
+LARGEST = np.finfo(np.float32).max
+N = 3 * 4096 + 77  # three tiles of a decode and a bit
+GATHERED = [c for c in sidcomp.codecs() if not c.linear]
+
+
+def gradients(world: int, seed: int = 0) -> list[Array]:
+    """The ranks agree on signs. Magnitudes are from half of the largest on; in a part they are small."""
+    rng = np.random.default_rng(seed)
+    signs = rng.choice(np.array([-1, 1], np.float32), N)
+    out = [signs * (rng.uniform(0.5, 1, N) * LARGEST).astype(np.float32) for _ in range(world)]
+    for x in out:
+        x[4096:6000] = rng.standard_normal(6000 - 4096)
+        x[7] = LARGEST
+    return out
+
+
+def payloads(codec: sidcomp.registry.Codec, world: int) -> tuple[list[sidcomp.Compressor], list[Array]]:
+    memory = "residual" if "feedback" in codec.traits else "none"
+    every = [sidcomp.Compressor(codec.name, N, memory=memory, rank=r, world=world) for r in range(world)]
+    return every, [c.encode(x) for c, x in zip(every, gradients(world), strict=True)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("codec", GATHERED, ids=lambda c: c.name)
+def test_the_mean_of_payloads_does_not_overflow(codec: sidcomp.registry.Codec, world: int) -> None:
+    every, sent = payloads(codec, world)
+    decoded = every[0].decode(sent, scale=1 / world)
+    assert np.isfinite(decoded).all()
+    if "vote" in codec.traits:
+        return
+    each = [every[0].decode(p) for p in sent]
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = each[0].copy()
+        for x in each[1:]:
+            total += x
+    over = ~np.isfinite(total)
+    assert over.any() or "sparse" in codec.traits  # some estimate their threshold, and send nothing here
+    scale = np.float32(1 / world)
+    # what does not overflow: as ever, in float32 and in the order of ranks
+    np.testing.assert_array_equal(decoded[~over].view(np.uint32), (total[~over] * scale).view(np.uint32))
+    exact = np.mean(np.array(each, np.float64), axis=0)
+    np.testing.assert_allclose(decoded[over].astype(np.float64), exact[over], rtol=2**-22)
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk"])
+def test_also_where_the_bucket_is_in_pieces(codec: str) -> None:
+    every, sent = payloads(next(c for c in GATHERED if c.name == codec), 3)
+    whole = every[0].decode(sent, scale=1 / 3)
+    pieces = [np.empty(n, np.float32) for n in (1, 4100, 0, 3, N - 4104)]
+    joined = np.concatenate([np.zeros(64, np.uint8), *sent])
+    at = -joined.ctypes.data % 64
+    joined[at : at + 3 * len(sent[0])] = np.concatenate(sent)
+    segments = _core.Segments([p.ctypes.data for p in pieces], [len(p) for p in pieces])
+    every[0].plan.decode(joined.ctypes.data + at, len(sent[0]), 3, 1 / 3, segments, 0, step=-1, group=0)
+    np.testing.assert_array_equal(np.concatenate(pieces).view(np.uint32), whole.view(np.uint32))
+
+
+def test_a_gradient_that_is_not_finite_stays_so() -> None:
+    every = [sidcomp.Compressor("int8", N, memory="none", rank=r, world=2) for r in range(2)]
+    one, other = gradients(2)
+    one[5] = np.inf
+    out = every[0].decode([c.encode(x) for c, x in zip(every, (one, other), strict=True)], scale=0.5)
+    assert np.isnan(out).all()
+
+
+def test_a_sum_that_was_asked_for_may_overflow() -> None:
+    every, sent = payloads(next(c for c in GATHERED if c.name == "int8"), 2)
+    assert np.isinf(every[0].decode(sent)).sum() > N / 2
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "twoshot", "hierarchical"])
+@pytest.mark.parametrize("codec", ["int8", "topk", "onebit"])
+def test_exchanges(codec: str, exchange: str) -> None:
+    given = gradients(4)
+    memory = "none" if codec == "int8" else "residual"
+    own = {"ranks_per_node": 2} if exchange == "hierarchical" else {}
+    result = np.asarray(Loopback(4, exchange, codec, N, memory=memory, **own).step(given))
+    assert np.isfinite(result).all()
+    if codec == "int8":
+        exact = np.mean(np.array(given, np.float64), axis=0)
+        np.testing.assert_allclose(result.astype(np.float64), exact, atol=float(LARGEST) / 60)
