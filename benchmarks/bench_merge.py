@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from sidcomp import _core
-from sidcomp.compressor import _Block
+from sidcomp.standalone.compressor import _Block
 
 from benchmarks.common import RESULTS, race, report
 

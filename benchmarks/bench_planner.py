@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
-from sidcomp import planning
+from sidcomp.planner import fusion
 
 from benchmarks import models
 from benchmarks.common import RESULTS, report
@@ -46,8 +46,8 @@ class Problem:
     """An instance in the core's form, and the dictionary that it was made from; methods: those to keep."""
 
     def __init__(self, instance: dict[str, Any], methods: tuple[int, ...] = (DENSE, CODEC)) -> None:
-        self.given = planning.load({**instance, "methods": [instance["methods"][m] for m in methods]})
-        self.core = planning.build(self.given)
+        self.given = fusion.load({**instance, "methods": [instance["methods"][m] for m in methods]})
+        self.core = fusion.build(self.given)
 
     def plan(self, algorithm: str, **options: int) -> dict[str, Any]:
         return self.core.fuse(algorithm, options)

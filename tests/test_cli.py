@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import sidcomp
 import typer
-from sidcomp.cli import app
+from sidcomp.cli.app import app
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent

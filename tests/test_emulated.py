@@ -38,7 +38,8 @@ def build() -> Path:
     pybind11 = pytest.importorskip("pybind11")
     package = OUT / "sidcomp"
     package.mkdir(parents=True, exist_ok=True)
-    for source in (ROOT / "python" / "sidcomp").glob("*.py"):
+    ours = ROOT / "python" / "sidcomp"
+    for source in [*ours.glob("*.py"), *(p.parent for p in ours.glob("*/__init__.py"))]:
         link = package / source.name
         if not link.is_symlink():
             link.symlink_to(os.path.relpath(source, package))

@@ -272,7 +272,7 @@ TWOSHOT = [c for e, c in PAIRS if e == "twoshot"]
 def test_two_shot_loses_nothing(codec: str, world: int) -> None:
     """Beside residuals: the mean of what went in is what came out, and what ranks keep, and what is kept for
     all."""
-    c = sidcomp.registry.find_codec(codec)
+    c = sidcomp.config.registry.find_codec(codec)
     if "vote" in c.traits or "unbiased" in c.traits:
         pytest.skip("is used without a residual")
     n, out = 3001, np.zeros(3001)
@@ -466,7 +466,7 @@ def test_hierarchical_of_single_ranks_is_the_inner_exchange(codec: str) -> None:
     x, y = Loopback(4, "hierarchical", codec, 2000), Loopback(4, "allgather", codec, 2000)
     for _ in range(2):
         a, b = x.step(g), y.step(g)
-    if "stochastic" not in sidcomp.registry.find_codec(codec).traits:  # streams are other ones
+    if "stochastic" not in sidcomp.config.registry.find_codec(codec).traits:  # streams are other ones
         assert (np.asarray(a) == np.asarray(b)).all()
         assert (x.residual(1) == y.residual(1)).all()
 

@@ -29,7 +29,9 @@ def gradients(world: int, seed: int = 0) -> list[Array]:
     return out
 
 
-def payloads(codec: sidcomp.registry.Codec, world: int) -> tuple[list[sidcomp.Compressor], list[Array]]:
+def payloads(
+    codec: sidcomp.config.registry.Codec, world: int
+) -> tuple[list[sidcomp.Compressor], list[Array]]:
     memory = "residual" if "feedback" in codec.traits else "none"
     every = [sidcomp.Compressor(codec.name, N, memory=memory, rank=r, world=world) for r in range(world)]
     return every, [c.encode(x) for c, x in zip(every, gradients(world), strict=True)]
@@ -37,7 +39,7 @@ def payloads(codec: sidcomp.registry.Codec, world: int) -> tuple[list[sidcomp.Co
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("codec", GATHERED, ids=lambda c: c.name)
-def test_the_mean_of_payloads_does_not_overflow(codec: sidcomp.registry.Codec, world: int) -> None:
+def test_the_mean_of_payloads_does_not_overflow(codec: sidcomp.config.registry.Codec, world: int) -> None:
     every, sent = payloads(codec, world)
     decoded = every[0].decode(sent, scale=1 / world)
     assert np.isfinite(decoded).all()

@@ -12,8 +12,9 @@ import pytest
 import sidcomp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sidcomp import _core, planning, search
-from sidcomp.cli import app
+from sidcomp import _core
+from sidcomp.cli.app import app
+from sidcomp.planner import fusion, mergecomp
 from typer.testing import CliRunner
 
 Instance = dict[str, Any]
@@ -168,7 +169,7 @@ def test_evaluate_is_the_reference(seed: int, n: int, methods: int) -> None:
 
 def check_timeline(made: Instance, done: dict[str, Any]) -> None:
     """Spans are as long as their costs, in order, and nothing starts before what it waits for."""
-    before = dict.fromkeys(planning.SPANS, 0)
+    before = dict.fromkeys(fusion.SPANS, 0)
     start = 0
     for end, method, row in zip(done["ends"], done["methods"], done["timeline"], strict=True):
         group = reference.group_of(made, start, end, method)
@@ -179,7 +180,7 @@ def check_timeline(made: Instance, done: dict[str, Any]) -> None:
                 took = row[kind][1] - row[kind][0]
                 assert took == cost or (kind == "encode" and took > cost and made.get("stolen_permille"))
         ready = row["backward"][1]
-        for kind in planning.SPANS:
+        for kind in fusion.SPANS:
             if row[kind] is not None:
                 assert row[kind][0] >= before[kind]
                 assert kind == "backward" or row[kind][0] >= ready
@@ -324,7 +325,7 @@ def time_in(made: Instance) -> Callable[[list[int]], int]:
 def run_search(made: Instance, Y: int, alpha: float) -> tuple[list[int], list[list[int]]]:
     """MergeComp's measured search, told the times of the model: its choice, and all that it asked for."""
     asked: list[list[int]] = []
-    steps = search.mergecomp(len(made["tensors"]), Y, alpha)
+    steps = mergecomp.mergecomp(len(made["tensors"]), Y, alpha)
     ends = next(steps)
     while True:
         asked.append(ends)
@@ -604,10 +605,10 @@ def test_optional_fields_may_be_left_out() -> None:
 
 def test_the_hash_is_of_what_the_ranks_must_share(saved: Path) -> None:
     plan = sidcomp.plan(saved)
-    one = planning.plan_hash(plan)
-    assert one == planning.plan_hash({**plan, "time_ps": 1, "algorithm": "other"})
-    assert one != planning.plan_hash({**plan, "methods": [1 - m for m in plan["methods"]]})
-    assert one != planning.plan_hash({**plan, "ends": [1, *plan["ends"]], "methods": [0, *plan["methods"]]})
+    one = fusion.plan_hash(plan)
+    assert one == fusion.plan_hash({**plan, "time_ps": 1, "algorithm": "other"})
+    assert one != fusion.plan_hash({**plan, "methods": [1 - m for m in plan["methods"]]})
+    assert one != fusion.plan_hash({**plan, "ends": [1, *plan["ends"]], "methods": [0, *plan["methods"]]})
 
 
 def command(*args: object) -> Any:
@@ -708,5 +709,5 @@ def test_the_instance_on_the_page_is_one() -> None:
     page = (Path(__file__).resolve().parent.parent / "docs" / "planning.md").read_text()
     block = re.search(r"^```json\n(.*?)\n```$", page, re.M | re.S)
     assert block is not None
-    assert planning.load(block[1]) == json.loads(block[1])
+    assert fusion.load(block[1]) == json.loads(block[1])
     check(json.loads(block[1]), sidcomp.plan(block[1], "ldp"))

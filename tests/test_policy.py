@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import sidcomp
-from sidcomp import policy, schedule
-from sidcomp.settings import PLAIN, Settings
+from sidcomp.config import policy, schedule
+from sidcomp.config.settings import PLAIN, Settings
 
 SHAPES = {
     "embed.weight": (1000, 64),

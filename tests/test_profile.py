@@ -15,10 +15,12 @@ import pytest
 import sidcomp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sidcomp import _core, plancli, planning, planplot
-from sidcomp.curve import Curve, fit
+from sidcomp import _core
+from sidcomp.cli import plan_view
 from sidcomp.errors import ArgumentError
-from sidcomp.profile import Method, Profile, model_digest
+from sidcomp.planner import fusion, plan_plot
+from sidcomp.planner.cost_curve import Curve, fit
+from sidcomp.planner.profile import Method, Profile, model_digest
 
 KB, MB, MS = 2**10, 2**20, 10**9
 
@@ -234,9 +236,9 @@ def use(profile: Profile, path: Path) -> None:
         found = sidcomp.plan(made, "pg")
         assert sidcomp.evaluate(made, found)["time_ps"] == found["time_ps"]
     pytest.importorskip("torch")
-    from sidcomp import observe
+    from sidcomp.autotune import measurement
 
-    assert 0 <= observe.contention(profile) <= 1000
+    assert 0 <= measurement.contention(profile) <= 1000
 
 
 @SHARES
@@ -276,12 +278,12 @@ def test_an_instance_with_anything_changed_is_refused_or_works(one_in: int) -> N
             continue
         try:
             assert sidcomp.evaluate(text, found)["time_ps"] == found["time_ps"]
-            loaded = planning.load(text)
+            loaded = fusion.load(text)
             with contextlib.redirect_stdout(io.StringIO()) as out:
-                plancli.show(loaded, found)
+                plan_view.show(loaded, found)
             assert out.getvalue().encode()
             if not accepted % 20:
-                json.dumps(plancli.compare(loaded))
+                json.dumps(plan_view.compare(loaded))
         except Exception as e:
             raise AssertionError(f"{place} as {value!r} is accepted, but: {type(e).__name__}: {e}") from e
         accepted += 1
@@ -296,7 +298,7 @@ def test_a_timeline_of_any_length_is_drawn(ps: int, tmp_path: Path) -> None:
         "tensors": [{"name": "a", "backward_ps": ps // 4, "bytes": 1}],
         "methods": [{"name": "m", "encode": None, "exchange": [[0, ps // 4]], "decode": None}],
     }
-    planplot.draw({"found": sidcomp.plan(made, "pg")["timeline"]}, tmp_path / "p.png", r"$\frac")
+    plan_plot.draw({"found": sidcomp.plan(made, "pg")["timeline"]}, tmp_path / "p.png", r"$\frac")
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 

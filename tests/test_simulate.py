@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sidcomp
 from sidcomp import Link, Loopback, simulate
-from sidcomp.simulate import Compute, measure, methods
+from sidcomp.standalone.simulation import Compute, measure, methods
 from typer.testing import CliRunner
 
 FREE = Link(1.0, 0.0, 0.0)
@@ -118,7 +118,7 @@ def test_draws_and_prints(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     simulate(1 << 20, "int8", worlds=[2, 4, 8]).plot(tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 5000
-    from sidcomp.cli import app
+    from sidcomp.cli.app import app
 
     done = CliRunner().invoke(app, ["simulate", "marsit", "-n", "1000000", "--gbit", "10"])
     assert done.exit_code == 0 and "torus1" in done.stdout and "4096" in done.stdout

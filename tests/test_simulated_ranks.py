@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import sidcomp
 import torch
-from sidcomp.settings import Settings
+from sidcomp.config.settings import Settings
 
 from benchmarks.papers import convergence
 

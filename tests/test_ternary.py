@@ -14,7 +14,7 @@ import sidcomp
 from buffers import Rank, Vector, reference_group
 from reference import Array, Step
 from sidcomp import _core
-from sidcomp.registry import check_ranks
+from sidcomp.config.registry import check_ranks
 from test_codecs import KINDS, content, cuts, elements
 
 CODEC, MOST = "terngrad-shared", 127
@@ -247,7 +247,7 @@ def test_as_many_ranks_as_a_byte_counts() -> None:
 
 def test_ddp_refuses_more_ranks_by_name() -> None:
     pytest.importorskip("torch")
-    from sidcomp.settings import Settings
+    from sidcomp.config.settings import Settings
 
     settings = Settings.parse(CODEC, {}, memory=None, groups="bucket", seed=0, exclude=())
     assert settings.plan(10, "float32", 0, place=(0, MOST)).rounds == 2

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from sidcomp.verdict import MARGIN, PAIRS, gain, ratios, verdict
+from sidcomp.planner.significance import MARGIN, PAIRS, gain, ratios, verdict
 
 STEPS = 4
 

@@ -15,7 +15,7 @@ auto                    State("auto"): groups, codecs and exchanges chosen
 from typing import Any, NamedTuple
 
 import sidcomp
-from sidcomp.groups import PLANNED, parse_groups
+from sidcomp.config.grouping import PLANNED, parse_groups
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel

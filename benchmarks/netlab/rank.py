@@ -16,8 +16,8 @@ from typing import Any
 import sidcomp
 import torch
 import torch.distributed as dist
-from sidcomp import observe
-from sidcomp.profile import Profile
+from sidcomp.autotune import measurement
+from sidcomp.planner.profile import Profile
 from torch import nn
 
 from benchmarks.netlab import hooks
@@ -116,7 +116,7 @@ class Run:
             profile = run.state.profile
             alike = run.hook.bucket_mb == self.hook.bucket_mb
             if profile is not None and (alike or self.hook.bucket_mb == 0):
-                made = profile.instance(buckets=alike, contention=observe.contention(profile))
+                made = profile.instance(buckets=alike, contention=measurement.contention(profile))
                 if plan := _as_plan(self.state.stats()["groups"], made, profile):
                     return int(sidcomp.evaluate(made, plan)["time_ps"])
         return None

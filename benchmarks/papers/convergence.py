@@ -7,7 +7,7 @@
 A row is what `examples/train.py` would train with the row's flags, presets among them: the same task, groups
 (one for each bucket of DDP unless the flags say otherwise), policy, schedules, steps in full precision, rate,
 clipping. The ranks are simulated in one process, so that no network and no scheduler has a part in it: each
-rank's gradient comes from its own batches, is encoded for each rank, and decoded as `sidcomp.pipeline` would.
+rank's gradient comes from its own batches, is encoded for each rank, and decoded as sidcomp's runtime would.
 """
 
 import argparse
@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import sidcomp
 import torch
 import torch.distributed as dist
-from sidcomp import _core, schedule
-from sidcomp.ddp import roles
-from sidcomp.groups import DENSE, Piece, Regime, Spec, form_groups
-from sidcomp.layout import BODIES, Block
-from sidcomp.route import Trip
-from sidcomp.settings import Settings
+from sidcomp import _core
+from sidcomp.config import schedule
+from sidcomp.config.exchange_choice import Trip
+from sidcomp.config.grouping import DENSE, Piece, Regime, Spec, form_groups
+from sidcomp.config.settings import Settings
+from sidcomp.integrations.ddp import roles
+from sidcomp.runtime.layout import BODIES, Block
 
 from benchmarks.common import RESULTS, report
 
@@ -107,7 +108,7 @@ class Group:
         return sent
 
     def _plan(self, step: int) -> _core.Plan | Trip:
-        """This step's plan; what is kept goes over to it as in `sidcomp.layout.Group.turn`."""
+        """This step's plan; what is kept goes over to it as in `sidcomp.runtime.layout.Group.turn`."""
         s = self.settings
         way = None if self.way == DENSE else s.way(self.way)
         marks = schedule.at((way or s.way(0)).parameters, step)

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sidcomp import Link, Loopback, simulate
-from sidcomp.simulate import Compute
+from sidcomp.standalone.simulation import Compute
 
 from benchmarks.common import RESULTS, report
 from benchmarks.papers import convergence

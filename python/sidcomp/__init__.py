@@ -6,30 +6,35 @@
 Importing this package needs neither torch nor numpy: what needs torch is loaded when it is first used.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sidcomp import errors
 from sidcomp._core import version as __version__
-from sidcomp.compressor import Compressor
+from sidcomp.config.registry import Codec, Parameter, codecs, exchanges, memories
+from sidcomp.config.schedule import Schedule
 from sidcomp.errors import *  # noqa: F403
-from sidcomp.loopback import Loopback
-from sidcomp.optimizer import check_optimizer
-from sidcomp.planning import evaluate, plan
-from sidcomp.profile import Profile
-from sidcomp.registry import Codec, Parameter, codecs, exchanges, memories
-from sidcomp.schedule import Schedule
-from sidcomp.simulate import Compute, Link, Simulation, simulate
+from sidcomp.integrations.optimizer_check import check_optimizer
+from sidcomp.planner.fusion import evaluate, plan
+from sidcomp.planner.profile import Profile
+from sidcomp.standalone.compressor import Compressor
+from sidcomp.standalone.loopback import Loopback
+from sidcomp.standalone.simulation import Compute, Link, Simulation, simulate
+
+# Pickles that were written before the modules lay in folders name these.
+for _old, _of in (("schedule", Schedule), ("profile", Profile), ("registry", Codec)):
+    sys.modules[f"sidcomp.{_old}"] = sys.modules[_of.__module__]
 
 if TYPE_CHECKING:
-    from sidcomp.ddp import hook, register, rewrap
+    from sidcomp.integrations.ddp import hook, register, rewrap
     from sidcomp.state import State
 
 _LAZY = {
     "State": "sidcomp.state",
-    "hook": "sidcomp.ddp",
-    "register": "sidcomp.ddp",
-    "rewrap": "sidcomp.ddp",
+    "hook": "sidcomp.integrations.ddp",
+    "register": "sidcomp.integrations.ddp",
+    "rewrap": "sidcomp.integrations.ddp",
 }
 
 __all__ = [

@@ -1,5 +1,5 @@
 """`python -m sidcomp`: the command `sidcomp` where the scripts of pip are not on the PATH."""
 
-from sidcomp.cli import main
+from sidcomp.cli.app import main
 
 main()

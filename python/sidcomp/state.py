@@ -9,24 +9,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from sidcomp import checkpoint, explain, journal, planplot
-from sidcomp.controller import Controller, Report
+from sidcomp.autotune import journal, report
+from sidcomp.autotune.controller import Controller, Report
+from sidcomp.config.grouping import PLANNED, Groups, Regime
+from sidcomp.config.policy import Exclude, Rules
+from sidcomp.config.schedule import Schedule, Setting
+from sidcomp.config.settings import Candidates, Settings
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
-from sidcomp.groups import PLANNED, Groups, Regime
-from sidcomp.layout import Group
-from sidcomp.pipeline import Pipeline
-from sidcomp.policy import Exclude, Rules
-from sidcomp.profile import Profile
-from sidcomp.rates import Rates
-from sidcomp.schedule import Schedule, Setting
-from sidcomp.settings import Candidates, Settings
-from sidcomp.watch import Watch
+from sidcomp.planner import plan_plot
+from sidcomp.planner.profile import Profile
+from sidcomp.runtime import checkpoint
+from sidcomp.runtime.engine import Pipeline
+from sidcomp.runtime.layout import Group
+from sidcomp.runtime.learning_rates import Rates
+from sidcomp.runtime.optimizer_watch import Watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
     from torch.nn.parallel import DistributedDataParallel
 
-    from sidcomp.ddp import Binding
+    from sidcomp.integrations.ddp import Binding
 
 
 class State:
@@ -166,7 +168,7 @@ class State:
         return self._pipeline.reduce(bucket, self._binding)
 
     def _binding(self) -> "Binding":
-        from sidcomp.ddp import owner
+        from sidcomp.integrations.ddp import owner
 
         self._open()
         if self._bound is None or self._bound.ref() is None:
@@ -175,7 +177,7 @@ class State:
         return self._bound
 
     def _bind(self, ddp: "DistributedDataParallel") -> None:
-        from sidcomp.ddp import Binding, refuse, roles
+        from sidcomp.integrations.ddp import Binding, refuse, roles
 
         self._open()
         if self._bound is not None and self._bound.ref() not in (None, ddp):
@@ -280,7 +282,7 @@ class State:
     def explain(self) -> str:
         """What was measured, what was chosen and why, as a text for people. For a planned State; on this
         rank."""
-        return explain.explain(self._pipeline)
+        return report.explain(self._pipeline)
 
     def plan_report(self) -> dict[str, Any]:
         """The same as numbers: stage ("resting" once it is settled), why, log, tried (every plan that was
@@ -290,25 +292,25 @@ class State:
         iteration, in ps, 0 where there is none: dense_ps (plain DDP), compute_ps (no communication),
         baseline_ps (what the plan had to beat), predicted_ps and measured_ps (the plan), rewrapped_ps
         (predicted with the plan's groups as DDP's buckets; None: not planned)."""
-        return explain.report(self._pipeline)
+        return report.report(self._pipeline)
 
     def timeline(self, path: str | Path) -> None:
         """Writes the predicted and the last measured iteration as a Chrome trace (chrome://tracing,
         ui.perfetto.dev)."""
-        explain.trace(self._pipeline, path)
+        report.trace(self._pipeline, path)
 
     def plot(self, path: str | Path) -> None:
         """Draws them. Needs matplotlib."""
-        rows = explain.timelines(self._pipeline)
+        rows = report.timelines(self._pipeline)
         if not any(rows.values()):
             raise SetupError("there is no iteration to draw yet: train some steps first")
-        planplot.draw(rows, path, repr(self))
+        plan_plot.draw(rows, path, repr(self))
 
     @property
     def profile(self) -> Profile | None:
         """What was measured for the plan, once it was: `state.profile.save(path)`, then `State("auto",
         profile=path)` spares the next run the measuring."""
-        return explain.controller_of(self._pipeline).report.profile
+        return report.controller_of(self._pipeline).report.profile
 
     # ---- loss scale
     # ---------------------------------------------------------------------------------------------

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sidcomp import _core, controller, observe, pipeline, probe, timing
-from sidcomp.exchange import Exchange
+from sidcomp import _core
+from sidcomp.autotune import collective_benchmark, controller, measurement, probe
+from sidcomp.runtime import engine
+from sidcomp.runtime.process_group import Exchange
 
 READING = 1_000  # ns
 Cost = float | tuple[float, float]  # seconds of a byte or an element; or of a call, and of each
@@ -147,7 +149,7 @@ def install() -> Clock:
     global _instead
     if _instead is None:
         _instead = Clock()
-        for module in (controller, observe, pipeline, timing):
+        for module in (controller, measurement, engine, collective_benchmark):
             assert module.perf_counter_ns is time.perf_counter_ns  # type: ignore[attr-defined]
             module.perf_counter_ns = _instead.read_ns  # type: ignore[attr-defined]
         assert probe.perf_counter is time.perf_counter  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from cases import explicit_groups
-from sidcomp import schedule
+from sidcomp.config import schedule
 from torch import Tensor, nn
 
 Array = npt.NDArray[Any]

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import sidcomp
 import torch
-from sidcomp.cuda import CudaLane
+from sidcomp.runtime.cuda_executor import CudaLane
 
 
 class EmulatedLane(CudaLane):

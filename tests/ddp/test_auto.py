@@ -16,8 +16,9 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import RankFailed, run
-from sidcomp import controller, observe, planning, probe
-from sidcomp.profile import Profile
+from sidcomp.autotune import controller, measurement, probe
+from sidcomp.planner import fusion
+from sidcomp.planner.profile import Profile
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -263,7 +264,7 @@ def choices(rank: int, world: int, local: str, arguments: dict[str, Any]) -> lis
         for _ in range(3):
             t.step()
         settings = t.state.settings
-        return [settings.ways[i].label for i in observe.considered(t.state._pipeline, settings)]
+        return [settings.ways[i].label for i in measurement.considered(t.state._pipeline, settings)]
 
 
 DEFAULT = "topk density=0.084 values=log4 indices=packed"
@@ -593,7 +594,7 @@ def test_plans_of_another_version_are_refused() -> None:
         "methods": [{"name": "dense", "encode": None, "exchange": [[0, 1]], "decode": None}],
     }
     with pytest.raises(sidcomp.ArgumentError, match="plan again"):
-        planning.evaluate(instance, {"version": 99, "ends": [1], "methods": [0]})
+        fusion.evaluate(instance, {"version": 99, "ends": [1], "methods": [0]})
 
 
 def test_the_harness_would_notice_a_failure() -> None:
@@ -672,7 +673,7 @@ def test_the_density_goes_down_in_stages(tmp_path: Path) -> None:
 
 def test_no_stage_sends_more_than_plain_ddp() -> None:
     """6 bytes an element sent, gathered from all ranks, against 4 bytes an element all-reduced."""
-    from sidcomp.controller import _BREAK_EVEN, _FLOORS
+    from sidcomp.autotune.controller import _BREAK_EVEN, _FLOORS
 
     for world in (2, 3, 4, 8, 16, 64, 256):
         for floor in _FLOORS:

@@ -16,9 +16,9 @@ import sidcomp
 import test_auto
 import torch
 from harness import run
-from sidcomp import controller, journal, probe
-from sidcomp.checkpoint import Resume
-from sidcomp.controller import Controller
+from sidcomp.autotune import controller, journal, probe
+from sidcomp.autotune.controller import Controller
+from sidcomp.runtime.checkpoint import Resume
 from test_auto import SLOW_DENSE, Costs, Training, check, ways
 
 # What a resumed run measures again: DDP forms its buckets, which takes 4 steps and one to change groups; then

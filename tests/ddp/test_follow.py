@@ -12,8 +12,8 @@ import torch
 from cases import CASES, Trainer, assert_same
 from common import make_state, residuals_of
 from harness import run
-from sidcomp.groups import Regime
-from sidcomp.rates import Rates
+from sidcomp.config.grouping import Regime
+from sidcomp.runtime.learning_rates import Rates
 from test_switch import MIXED, NAMES, PLAIN, SIDCO, TOPK, Run, scripted
 from torch import nn
 

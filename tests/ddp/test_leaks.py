@@ -18,8 +18,8 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
-from sidcomp import reaper
-from sidcomp.pipeline import Pipeline
+from sidcomp.runtime import reaper
+from sidcomp.runtime.engine import Pipeline
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -170,7 +170,7 @@ def drop_while_under_way(rank: int, world: int) -> bool:
     """Rank 1 comes late to an exchange: rank 0, which has dropped its State, waits for nobody."""
     trained({"codec": "none"})
     before = at_rest()
-    owner = sidcomp.exchange.Exchange(dist.group.WORLD, torch.device("cpu"))
+    owner = sidcomp.runtime.process_group.Exchange(dist.group.WORLD, torch.device("cpu"))
     x = torch.ones(4)
     if rank == 1:
         time.sleep(1.0)

@@ -18,17 +18,18 @@ from typing import Any
 import fake_nccl
 import pytest
 import sidcomp
-import sidcomp.cuda
+import sidcomp.runtime.cuda_executor
 import torch
 import torch.distributed as dist
 from emulated import emulate
 from harness import run
-from sidcomp import _core, native
-from sidcomp.coding import Candidate, Gradients
-from sidcomp.exchange import Exchange
-from sidcomp.journey import DeviceJourney, Journey
-from sidcomp.layout import Group
-from sidcomp.route import Route
+from sidcomp import _core
+from sidcomp.autotune.codec_benchmark import Candidate, Gradients
+from sidcomp.autotune.exchange_benchmark import DeviceJourney, Journey
+from sidcomp.config.exchange_choice import Route
+from sidcomp.runtime import nccl
+from sidcomp.runtime.layout import Group
+from sidcomp.runtime.process_group import Exchange
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,9 +46,9 @@ def log(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "log"
 
 
-def _limited(limit: timedelta, library: _core.Nccl, exchange: Exchange, *rest: Any) -> native.Native:
+def _limited(limit: timedelta, library: _core.Nccl, exchange: Exchange, *rest: Any) -> nccl.Native:
     exchange.timeout = limit
-    return native.Native(library, exchange, *rest)
+    return nccl.Native(library, exchange, *rest)
 
 
 class Run:
@@ -58,7 +59,7 @@ class Run:
     ) -> None:
         """limit: of the communicator; the process group's own may be too short for a slow machine."""
         if limit is not None:
-            sidcomp.cuda.Native = partial(_limited, timedelta(seconds=limit))  # type: ignore[misc, assignment]
+            sidcomp.runtime.cuda_executor.Native = partial(_limited, timedelta(seconds=limit))  # type: ignore[misc, assignment]
         os.environ["SIDCOMP_NCCL"] = str(fake_nccl.LIBRARY)
         os.environ["FAKE_NCCL_LOG"] = log
         torch.manual_seed(1)
@@ -602,7 +603,7 @@ def test_names() -> None:
 FIND = """
 import ctypes, os, sys
 library, folder, sys.path[:0] = sys.argv[1], sys.argv[2], sys.argv[3:]
-from sidcomp.native import find_library
+from sidcomp.runtime.nccl import find_library
 print(find_library())
 sys.path.append(folder)
 print(find_library())

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from common import CODECS, KINDS
 from harness import run
-from sidcomp import _core, journey, probe, timing
+from sidcomp import _core
+from sidcomp.autotune import collective_benchmark, exchange_benchmark, probe
+from sidcomp.autotune.collective_benchmark import Series, Wire, wire_of
+from sidcomp.config.exchange_choice import Route
 from sidcomp.errors import ExchangeError
-from sidcomp.exchange import Exchange
-from sidcomp.profile import Profile
-from sidcomp.route import Route
-from sidcomp.timing import Series, Wire, wire_of
+from sidcomp.planner.profile import Profile
+from sidcomp.runtime.process_group import Exchange
 
 CPU = torch.device("cpu")
 EVERY = [probe.Candidate(name) for name in KINDS]
@@ -101,13 +102,13 @@ def test_exchanges_of_messages_are_measured_like_the_others() -> None:
 
 def slow_messages(rank: int, world: int) -> dict[str, int]:
     """Messages that take 20 milliseconds longer are seen in the exchange."""
-    real = journey.post
+    real = exchange_benchmark.post
 
     def paced(*arguments: Any) -> Any:
         time.sleep(0.02)
         return real(*arguments)
 
-    journey.post = paced
+    exchange_benchmark.post = paced
     (route,) = Route.parse(["twoshot"], {})
     m = measure([probe.Candidate("topk", route=route)], 2**14, budget_s=3.0).methods[1]
     return {stage: curve.at(2**14) for stage, curve in m.stages().items()}
@@ -140,7 +141,10 @@ def test_the_slowest_rank_counts() -> None:
 
 
 def to_a_plan(rank: int, world: int, path: str) -> dict[str, Any]:
-    candidates = [probe.Candidate("topk", parameters={"density": 0.01}), probe.Candidate("fp16")]
+    candidates = [
+        probe.Candidate("topk", parameters={"density": 0.01}),
+        probe.Candidate("fp16"),
+    ]
     measured = measure(candidates, 2**18)
     tensors = [
         {"name": f"t{i}", "bytes": 2**16, "bucket": i // 2, "ready_ps": 10**9 * i, "kind": "float32 cpu"}
@@ -301,21 +305,21 @@ def test_a_peer_dies_inside_a_measurement(after_s: float) -> None:
 
 
 def stop_beside_computing(rank: int, world: int) -> str:
-    run_product, beside, inside = timing.Product.run, timing.Product.beside, False
+    run_product, beside, inside = collective_benchmark.Product.run, collective_benchmark.Product.beside, False
 
-    def computing(self: timing.Product, begin: Any) -> tuple[int, int]:
+    def computing(self: collective_benchmark.Product, begin: Any) -> tuple[int, int]:
         nonlocal inside
         inside = True
         return beside(self, begin)
 
-    def stopping(self: timing.Product) -> None:
+    def stopping(self: collective_benchmark.Product) -> None:
         if inside:
             os.kill(os.getpid(), signal.SIGSTOP)
         run_product(self)
 
     if rank == 1:
-        timing.Product.beside = computing  # type: ignore[method-assign]
-        timing.Product.run = stopping  # type: ignore[method-assign]
+        collective_benchmark.Product.beside = computing  # type: ignore[method-assign]
+        collective_benchmark.Product.run = stopping  # type: ignore[method-assign]
     return lose_a_peer(rank, world, "never", 0)
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from common import CODECS, KINDS
 from harness import run
-from sidcomp import exchange, trips
-from sidcomp.pipeline import Pipeline
+from sidcomp.runtime import point_to_point, process_group
+from sidcomp.runtime.engine import Pipeline
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,9 +50,9 @@ def works_after_backward(rank: int, world: int, cases: list[dict[str, Any]]) -> 
         landed(pipeline)
         time.sleep(LATE_S)  # the thread of Gloo has still to end the work
 
-    exchange.Exchange.all_reduce = noting(exchange.Exchange.all_reduce)  # type: ignore[method-assign]
-    exchange.Exchange.all_gather = noting(exchange.Exchange.all_gather)  # type: ignore[method-assign]
-    trips.post = noting(trips.post)
+    process_group.Exchange.all_reduce = noting(process_group.Exchange.all_reduce)  # type: ignore[method-assign]
+    process_group.Exchange.all_gather = noting(process_group.Exchange.all_gather)  # type: ignore[method-assign]
+    point_to_point.post = noting(point_to_point.post)
     Pipeline._landed = late  # type: ignore[method-assign]
     failed = []
     with torch.profiler.profile():

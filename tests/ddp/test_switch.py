@@ -10,9 +10,9 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
-from sidcomp import controller
-from sidcomp.controller import Iteration, Order
-from sidcomp.groups import DENSE, Regime
+from sidcomp.autotune import controller
+from sidcomp.autotune.controller import Iteration, Order
+from sidcomp.config.grouping import DENSE, Regime
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

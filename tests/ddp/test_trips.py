@@ -23,7 +23,7 @@ from cases import CASES, Case, Trainer, bits, square
 from common import flat, groups_of, make_state, residuals_of, shaped
 from harness import run
 from sidcomp import Loopback, _core
-from sidcomp.route import Trip
+from sidcomp.config.exchange_choice import Trip
 from torch import nn
 
 Settings = dict[str, Any]

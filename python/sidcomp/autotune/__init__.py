@@ -1,0 +1,1 @@
+"""Measures what groups cost, plans, checks the plan and reports on it."""

@@ -1,0 +1,224 @@
+"""Times of collectives on an Exchange, alone and beside computing. Memory is taken for one size at a time."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import core as _core
+from sidcomp.errors import ExchangeError
+from sidcomp.runtime.layout import BODIES, DTYPES
+from sidcomp.runtime.process_group import Exchange
+
+_REPEATS = 15
+_BESIDE = 5  # repeats beside computing
+_ALWAYS = 2**16  # bytes: a curve without a slope would be worse than a longer wait
+
+Wait = Callable[[], object]
+Samples = list[list[int]]  # ns, a list for each of the things that are measured together
+
+
+@contextmanager
+def collective() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as e:
+        raise ExchangeError(
+            f"measuring for the plan: an exchange failed; a rank has ended, hangs, or failed itself: {e}"
+        ) from e
+
+
+def clock(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter_ns()
+
+
+class Series:
+    """Samples of one subject at rising sizes."""
+
+    fixed = 0  # calls that do not count
+    single = 1  # all calls of a measurement with one repeat
+
+    def __init__(self, name: str, sizes: list[int], call_s: float) -> None:
+        self.name, self.sizes = name, sizes
+        self.points: list[tuple[int, Samples]] = []
+        self.costs = [(0, call_s)]  # bytes, seconds of a call there
+
+    def measure(self, nbytes: int, repeats: int) -> Samples:
+        raise NotImplementedError
+
+    def affordable(self, nbytes: int, share_s: float, left_s: float) -> int:
+        """The repeats for a share of the time; one, if it does not take all that is left; else none."""
+        x, y = self.costs[-1]
+        cost = y
+        if len(self.costs) > 2:
+            x0, y0 = self.costs[-2]
+            cost = max(y, y + (y - y0) * (nbytes - x) / (x - x0))
+        repeats = int(share_s / max(cost, 1e-9)) - self.fixed
+        if repeats > 1:
+            return min(repeats, _REPEATS)
+        return int(nbytes <= _ALWAYS or self.single * cost < 0.8 * left_s)
+
+    def take(self, nbytes: int, repeats: int) -> None:
+        samples = self.measure(nbytes, repeats)
+        self.points.append((nbytes, samples))
+        # From the samples, not from a clock: one disturbance would cost all later sizes their repeats.
+        counted = sum(median(one) * len(one) for one in samples if one) / repeats
+        self.costs.append((nbytes, 1e-9 * counted + self.costs[0][1]))
+
+
+class Exchanging(Series):
+    """A Series with exchanges, which `Beside` takes again beside computing."""
+
+    which = 0  # of the samples: the exchange
+
+    def message(self, nbytes: int) -> Any:
+        """What there is to exchange."""
+        raise NotImplementedError
+
+    def meet(self, message: Any) -> None:
+        """All ranks come together, ready to begin."""
+        raise NotImplementedError
+
+    def begin(self, message: Any, done: Callable[[], None]) -> Wait:
+        """Calls `done` at its end, in any thread; what it returns waits, and raises what went wrong."""
+        raise NotImplementedError
+
+
+class Wire(NamedTuple):
+    """A kind of exchange. `scaled`: divided by the number of ranks first, as dense gradients are."""
+
+    gather: bool
+    dtype: torch.dtype
+    scaled: bool = False
+
+
+def wire_of(plan: _core.Plan) -> tuple[Wire, int]:
+    """How a payload of the plan travels, and how many of its bytes."""
+    if plan.linear:
+        dtype = BODIES[plan.body_dtype]
+        return Wire(False, dtype), plan.body_count * dtype.itemsize
+    return Wire(True, torch.uint8), plan.payload_bytes
+
+
+class Exchanges(Exchanging):
+    """Samples: one kind of exchange. Bytes: those that a rank hands over."""
+
+    fixed = 1
+
+    def __init__(self, wire: Wire, sizes: list[int], exchange: Exchange, call_s: float) -> None:
+        name = "all-gather" if wire.gather else f"all-reduce of {DTYPES[wire.dtype]}"
+        super().__init__(name, sizes, call_s)
+        self.wire, self.exchange = wire, exchange
+        self.tick = torch.zeros(1, device=exchange.device)
+
+    def measure(self, nbytes: int, repeats: int) -> Samples:
+        message, device = self.message(nbytes), self.exchange.device
+        times = []
+        for _ in range(self.fixed + repeats if repeats > 1 else 1):
+            self.meet(message)
+            with collective():
+                start = clock(device)
+                self.launch(*message).wait()
+                times.append(clock(device) - start)
+        return [times[-repeats:]]
+
+    def message(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        wire, exchange = self.wire, self.exchange
+        part = torch.ones(nbytes // wire.dtype.itemsize, dtype=wire.dtype, device=exchange.device)
+        return part, part.repeat(exchange.world) if wire.gather else part
+
+    def meet(self, message: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """All ranks come together, with a tensor that sums have not made infinite."""
+        message[0].fill_(1.0)
+        with collective():
+            self.exchange.all_reduce(self.tick).wait()
+
+    def begin(self, message: tuple[torch.Tensor, torch.Tensor], done: Callable[[], None]) -> Wait:
+        work = self.launch(*message)
+        work.get_future().then(lambda _: done())
+        return work.wait
+
+    def launch(self, part: torch.Tensor, out: torch.Tensor) -> dist.Work:
+        if self.wire.gather:
+            return self.exchange.all_gather(out, part)
+        if self.wire.scaled and part.is_cuda:
+            part.mul_(1.0 / self.exchange.world)
+        elif self.wire.scaled:
+            segments = _core.Segments([part.data_ptr()], [part.numel()])
+            _core.scale(segments, DTYPES[part.dtype], 1.0 / self.exchange.world)
+        return self.exchange.all_reduce(part)
+
+
+class Beside(Series):
+    """Samples: the same exchange while the processor computes; one product of the computing meanwhile.
+
+    Where ranks share processors an exchange may take a hundred times longer than alone, so that one repeat of
+    the first size comes before any guess.
+    """
+
+    def __init__(self, alone: Exchanging, sizes: list[int]) -> None:
+        super().__init__(f"{alone.name}, computing", sizes, 0.0)
+        self.alone, self.longer_s = alone, 0.0
+        self.product = Product()
+
+    def _alone_s(self, nbytes: int) -> float:
+        return 1e-9 * median(dict(self.alone.points)[nbytes][self.alone.which])
+
+    def affordable(self, nbytes: int, share_s: float, left_s: float) -> int:
+        cost = 2 * self._alone_s(nbytes) + self.longer_s
+        if share_s < 2 * cost:
+            return int(cost < 0.8 * left_s)
+        return min(int(share_s / cost), _BESIDE) if self.points else 1
+
+    def take(self, nbytes: int, repeats: int) -> None:
+        super().take(nbytes, repeats)
+        self.longer_s = max(0.0, 1e-9 * median(self.points[-1][1][0]) - self._alone_s(nbytes))
+
+    def measure(self, nbytes: int, repeats: int) -> Samples:
+        message = self.alone.message(nbytes)
+        times, products = [], []
+        for _ in range(repeats):
+            self.alone.meet(message)
+            with collective():
+                taken, product = self.product.beside(partial(self.alone.begin, message))
+            times.append(taken)
+            products.append(product)
+        return [times, products]
+
+
+class Product:
+    """What the processor does while gradients travel: a matrix product stands for the backward pass."""
+
+    def __init__(self) -> None:
+        self.a, self.b, self.c = (torch.ones(256, 256) for _ in range(3))
+
+    def run(self) -> None:
+        torch.mm(self.a, self.b, out=self.c)
+
+    def timed(self, repeats: int) -> list[int]:
+        times = []
+        for _ in range(1 + repeats):
+            start = perf_counter_ns()
+            self.run()
+            times.append(perf_counter_ns() - start)
+        return times[1:]
+
+    def beside(self, begin: Callable[[Callable[[], None]], Wait]) -> tuple[int, int]:
+        """Time of an exchange, to its callback, and of a product meanwhile."""
+        done: list[int] = []
+        start = perf_counter_ns()
+        wait = begin(lambda: done.append(perf_counter_ns()))
+        launched, products = perf_counter_ns(), 0
+        while not done:
+            self.run()
+            products += 1
+        product = (perf_counter_ns() - launched) // max(products, 1)
+        wait()  # raises what the exchange failed with
+        return done[0] - start, product

@@ -1,0 +1,842 @@
+"""The controller: measures plain DDP, plans, checks on interleaved windows that the plan wins, and keeps it
+only while it does.
+
+It is a script, a generator: it yields what the coming iteration is to be, and gets back what was measured of
+it. Every rank runs the same script; what it decides by has been agreed on by all ranks first.
+"""
+
+import json
+import logging
+import struct
+import sys
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
+from statistics import median
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+from sidcomp import core as _core
+from sidcomp.autotune import measurement
+from sidcomp.autotune.journal import Entry, Journal, digest
+from sidcomp.config.grouping import DENSE, Regime
+from sidcomp.config.settings import PLAIN, Settings
+from sidcomp.planner import mergecomp
+from sidcomp.planner.fusion import VERSION, evaluate, plan, plan_hash
+from sidcomp.planner.profile import Profile
+from sidcomp.planner.significance import MARGIN, Pair, gain, verdict
+from sidcomp.runtime.checkpoint import Resume, way_of
+from sidcomp.runtime.layout import Slot
+
+if TYPE_CHECKING:
+    from sidcomp.integrations.ddp import Binding
+    from sidcomp.runtime.engine import Pipeline
+    from sidcomp.runtime.layout import Layout
+
+logger = logging.getLogger("sidcomp")
+
+RESTING = "resting"  # the stage after finding out
+WARMING = "warming up"  # before it: what was found, with a density that goes down to its own
+COMPARING = "comparing"  # in between: what was found, in turns with what it has to beat
+FOUND = (RESTING, WARMING)
+
+_TURNS = 6  # of plain DDP, and with all exchanges after backward()
+_STEPS = 8  # of a plan that is kept unverified
+_WINDOW = 4  # timed steps of a window
+_CHECK_EVERY = 50  # steps between two looks at the step time
+_DRIFT = 1.25  # times as slow as before, twice in a row: something has changed
+_FASTER = 1.1  # times as fast: it may be the link, and then plain DDP is faster still
+_REST = 500  # steps before what was found is doubted; twice as many each time it holds
+_LONGEST = 16_000  # and at most so many; a plan is compared then in any case
+_PROBE_SHARE = 0.01  # of the first thousand steps
+_SCENARIOS = 16
+# Of Settings.saved(): what plans and measurements depend on.
+_DECIDES = ("codec", "memory", "parameters", "groups", "exclude", "policy", "exchange")
+_TIMES_ONLY = ("threads", "version")  # of an identity: a plan that was kept does not depend on it
+_FLOORS = (0.25, 0.0625, 0.015625)  # of density, while warming up: DGC's warm-up (Lin et al. 2018)
+# Times the ranks: the density at which gathering 6 bytes an element sent takes as many bytes as a ring
+# all-reduce of 4 bytes an element, 6 d (W - 1) = 8 (W - 1) / W.
+_BREAK_EVEN = 4 / 3
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the coming iteration is to be.
+
+    deferred: exchange nothing before backward() has ended. park: what groups that go dense have kept waits
+    for the next groups that can keep it, in place of being sent with the next gradient.
+    """
+
+    regime: Regime
+    deferred: bool = False
+    park: bool = False
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What was measured of the last one: from the arrival of its first bucket to that of the next, in ns."""
+
+    interval: int
+    clean: bool  # no new groups at its start
+    seen: measurement.Seen | None
+
+
+Script = Generator[Order, Iteration, None]
+Times = Generator[Order, Iteration, list[int]]
+
+
+@dataclass
+class Report:
+    """What was found out, for `State.explain()` and checkpoints. Times in ps, of one iteration."""
+
+    stage: str = "starting"
+    dense_ps: int = 0
+    compute_ps: int = 0
+    baseline_ps: int = 0  # of the groups to beat: plain DDP's, or a bucket each with the codec asked for
+    predicted_ps: int = 0
+    measured_ps: int = 0
+    steps: int = 0  # that finding out took
+    seconds: float = 0.0  # and how much longer they were than those that follow
+    why: str = ""
+    floors: list[tuple[int, float]] = field(default_factory=list)  # the iterations of warming up
+    log: list[str] = field(default_factory=list)
+    tried: list[dict[str, Any]] = field(default_factory=list)  # every plan: predicted, measured, baseline
+    compared: list[dict[str, Any]] = field(default_factory=list)  # of what was kept, later, with what it beat
+    plan: dict[str, Any] | None = None
+    instance: dict[str, Any] | None = None
+    profile: Profile | None = None
+
+
+@dataclass
+class Watch:
+    """What the controller observes of a plan that it keeps. Times in ns, the slowest rank's; `times` are this
+    rank's own."""
+
+    reference: int = 0  # time of a step; 0: the next look sets it
+    calm: int = 0  # the reference before the last comparison
+    base: int = 0  # time of what the plan has to beat, when that was measured last
+    strikes: int = 0  # looks in a row that found another time
+    steps: int = 0  # since the plan was kept, or compared
+    pause: int = field(default_factory=lambda: _REST)  # steps before the plan may be doubted
+    times: list[int] = field(default_factory=list)
+    comparing: bool = False
+    pairs: list[Pair] = field(default_factory=list)
+    taken: int = 0  # steps of the comparison
+
+    def common(self) -> dict[str, Any]:
+        return {**asdict(self), "times": len(self.times)}
+
+
+def _known(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that are fields, copied: a checkpoint stays as it is."""
+    names = {f.name for f in fields(kind)} - {"profile"}
+    return {name: deepcopy(value) for name, value in values.items() if name in names}
+
+
+def _show(text: str) -> None:
+    """A progress line, where somebody looks at it; the next one takes its place."""
+    if sys.stderr.isatty():
+        print(f"\r\033[Ksidcomp: {text}", end="", file=sys.stderr, flush=True)
+
+
+class Controller:
+    """Finds the regime of a planned State. The pipeline calls `between` and `begin` at a step boundary."""
+
+    def __init__(self, settings: Settings, profile: Profile | None) -> None:
+        self.settings = settings
+        self.given = profile
+        self.algorithm = {"auto": "ldp"}.get(str(settings.groups), str(settings.groups))
+        self.report = Report()
+        self.base = PLAIN if settings.auto else Regime("bucket")  # what a plan has to beat
+        self._p: Pipeline | None = None  # only during a call: a generator must not keep a process group alive
+        self._binding: Binding | None = None
+        self._order = Order(PLAIN)
+        self._loaded: Resume | None = None  # waits for the first groups
+        self._regime_kept = PLAIN  # its groups
+        self._identity: dict[str, Any] | None = None  # what is measured belongs to it
+        self._journal = Journal()
+        self._replaying = False  # the script is on its way to where the checkpoint was
+        self._kept: Regime | None = None  # what was found; None: nothing yet
+        self._watched = Watch()
+        self._disturbed = True
+        self._layout: Callable[[], Layout | None] = lambda: None  # weak: the script keeps this object alive
+        self._mark = self._entered = 0
+        self._spent = self._counted = 0  # ns of the iterations that finding out took; of which steps not
+        self._script = self._whole()
+        next(self._script)
+
+    # ---- the pipeline's side
+    # ------------------------------------------------------------------------------------
+
+    def between(self, p: "Pipeline", binding: "Binding") -> Regime:
+        """Before the first bucket of an iteration, on every rank: the regime from here on. Collectives run
+        here."""
+        if p.lane is not None and self.report.stage not in FOUND:
+            p.lane.wait(everything=True)  # else the host's clock tells when it was asked, not done
+        self._entered = perf_counter_ns()
+        self._p, self._binding, self._loaded = p, binding, None
+        try:
+            return self._between(p)
+        except Exception:
+            self._watched = Watch()
+            self._script = self._rest(self.base, "measuring failed; State.error has the reason")
+            self._order = next(self._script)
+            p.deferred = False
+            raise
+        finally:
+            self._p = self._binding = None
+
+    def _between(self, p: "Pipeline") -> Regime:
+        clean = not self._disturbed and p.layout is self._layout()
+        if p.regime.flush:
+            lost = max(self._agree([int(not p.counts())]))  # what was flushed did not count: once more
+            return p.regime if lost else self._order.regime
+        assert p.layout is not None
+        exploring = self.report.stage not in FOUND
+        it = Iteration(self._entered - self._mark, clean, measurement.Seen.of(p) if exploring else None)
+        self._order = self._script.send(it)
+        p.deferred = self._order.deferred
+        target = self._order.regime
+        # dense groups take what is kept along with a memory that holds the momentum
+        ours = self._order.park or self.settings.momentum
+        behind = not ours and measurement.leaves_behind(p.layout, p.parked, target)
+        return replace(target, flush=True) if behind else target
+
+    def begin(self, p: "Pipeline") -> None:
+        """After the groups of the coming iteration have been made."""
+        assert p.layout is not None
+        self._disturbed = p.layout is not self._layout()
+        self._layout = weakref.ref(p.layout)
+        self._mark = perf_counter_ns()
+        if self.report.stage not in (*FOUND, COMPARING):
+            self._spent += self._mark - self._entered
+
+    # ---- checkpoints
+    # ---------------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """All that was measured and found, in plain types."""
+        report = {f.name: getattr(self.report, f.name) for f in fields(Report) if f.name != "profile"}
+        found = self._kept is not None
+        return deepcopy(
+            {
+                "version": VERSION,
+                "found": found,
+                "report": report,
+                "identity": self._identity,
+                "journal": self._journal.entries,
+                "spent": [self._spent, self._counted],
+                "regime": {"rule": self._kept.rule, "ways": list(self._kept.ways)} if self._kept else None,
+                "watch": asdict(self._watched) if found else None,
+            }
+        )
+
+    def resume(self, resume: Resume) -> Regime:
+        """What a checkpoint says, as far as one rank can tell: with the first groups, in `meet`, all ranks
+        agree on where they go on. What `check` has let pass."""
+        self._loaded, saved = resume, resume.source.get("controller")
+        if saved is None or saved["version"] != VERSION:
+            return PLAIN
+        self.report = Report(**_known(Report, saved["report"]))
+        self._journal = Journal(deepcopy(saved.get("journal") or []))
+        self._spent, self._counted = saved.get("spent") or (0, self.report.steps)
+        for e in self._journal.entries:
+            if e["kind"] == "profile":
+                self.report.profile = Profile.of(e["profile"])
+        if not saved["found"]:
+            return PLAIN
+        self._watched = Watch(**_known(Watch, saved.get("watch") or {}))
+        self._kept, self._regime_kept = self._loaded_regime(resume, saved.get("regime"))
+        return self._regime_kept
+
+    def _loaded_regime(self, resume: Resume, regime: dict[str, Any] | None) -> tuple[Regime | None, Regime]:
+        """What was kept, and its groups: those of the checkpoint, but where it was saved while others had
+        their turn, or before DDP had its buckets. An old checkpoint has the groups alone."""
+        kept = Regime(regime["rule"], tuple(regime["ways"])) if regime else None
+        if kept is not None and (kept == PLAIN or self._watched.comparing or not resume.layout):
+            return kept, kept
+        shapes = {n: tuple(s) for g in resume.layout for n, s in zip(g["names"], g["shapes"], strict=True)}
+        out = self.settings.policy.excluded(shapes)
+        groups = [g for g in resume.layout if g["names"][0] not in out]
+        ways = tuple(way_of(g) for g in groups)
+        lists = Regime([list(g["names"]) for g in groups], ways)
+        asked = lists if any(way != DENSE for way in ways) else PLAIN
+        return (kept or asked if groups else None), asked
+
+    def _unfit(self, resume: Resume, here: dict[str, Any]) -> str:
+        """Why what was loaded is of no use here; empty where it is."""
+        saved, source, mine = resume.source.get("controller"), resume.source, self.settings.saved()
+        if saved is None:
+            return "the checkpoint has no plan"
+        if saved["version"] != VERSION:
+            return f"the plan in the checkpoint has version {saved['version']}, this sidcomp makes {VERSION}"
+        if any(mine[k] != source.get(k, mine[k]) for k in _DECIDES):
+            return "the checkpoint is of other settings"
+        was = saved.get("identity")
+        if was is None and not saved["found"]:
+            return "the checkpoint was saved before anything was measured"
+        if was is None and not resume.same_codec:
+            return "the checkpoint is of another world size"
+        for k in here if was is not None else ():
+            if was[k] != here[k] and not (saved["found"] and k in _TIMES_ONLY):
+                if k == "model":
+                    return "the checkpoint's measurements are of a model with other parameters"
+                return f"the checkpoint's measurements were made with {k} {was[k]}, now it is {here[k]}"
+        if saved["found"] and self._kept is None:
+            return "the checkpoint was saved before a plan was kept"
+        if self._kept is not None and max(self._kept.ways) >= len(self.settings.ways):
+            return "the checkpoint's plan uses codecs or exchanges that this State does not have"
+        return ""
+
+    def meet(self, p: "Pipeline", slots: Sequence[Slot], binding: "Binding") -> Regime:
+        """Before the first groups, a collective: where the ranks go on if they have loaded checkpoints. What
+        one of them does not have, or has otherwise, nobody uses: all go on at the least advanced stage."""
+        assert p.exchange is not None
+        here = {**measurement.identity(slots, binding.names, p.exchange), "version": _core.version}
+        self._identity = here
+        why = self._unfit(self._loaded, here) if self._loaded is not None else "it loaded no checkpoint"
+        kept = self._kept if not why else None
+        mine = {
+            "loaded": self._loaded is not None,
+            "why": why,
+            "kept": digest([kept.rule, kept.ways, self.report.floors]) if kept is not None else "",
+            "watch": digest(self._watched.common()),
+            "journal": [] if why else self._journal.digests(),
+        }
+        what = "the step in which ranks resume their plans"
+        rows = [json.loads(row) for row in p.exchange.tell_texts(json.dumps(mine), what)]
+        if not any(row["loaded"] for row in rows):
+            return p.regime
+        self._p, self._binding = p, binding
+        try:
+            return self._go_on(rows)
+        finally:
+            self._p = self._binding = None
+
+    def _go_on(self, rows: list[dict[str, Any]]) -> Regime:
+        """Where what the ranks have says."""
+        r, own = self.report, self._journal.entries
+        alike = 0
+        for column in zip(*(row["journal"] for row in rows), strict=False):
+            if len(set(column)) > 1:
+                break
+            alike += 1
+        self._journal = Journal(own[:alike])
+        residuals = self._loaded.residuals.keys() if self._loaded is not None else set()
+        reasons = [f"rank {i}: {row['why']}" for i, row in enumerate(rows) if row["why"]]
+        if len(reasons) == len(rows) and len({row["why"] for row in rows}) == 1:
+            reasons = [rows[0]["why"]]
+        if rows[0]["kept"] and len({row["kept"] for row in rows}) == 1:
+            if len({row["watch"] for row in rows}) > 1:
+                self._watched = Watch()
+            regime = self._regime_kept
+            self._script = self._rest(regime, r.why, self._kept)
+            everything = residuals if regime == PLAIN else set()
+            dense = regime.dense_names() if isinstance(regime.rule, list) else everything
+            flush = not residuals.isdisjoint(dense)
+        else:
+            self._kept, self._watched = None, Watch()
+            if alike:
+                # the script comes by what was tried again, and tells it again
+                again = sum(e["kind"] == "pairs" and e["done"] for e in own)
+                del r.tried[len(r.tried) - again :]
+                if any(len(row["journal"]) > alike or row["kept"] for row in rows):
+                    self._say("the ranks' checkpoints differ: measuring again what some of them do not have")
+                self._say("goes on measuring where the checkpoint was")
+            else:
+                self.report, self._spent, self._counted = Report(), 0, 0
+                why = reasons[0] if reasons else "the ranks' checkpoints hold different measurements"
+                self._warn(f"{why}: measuring and planning anew")
+            self._replaying = alike > 0
+            park = self._replaying and self._journal.entries[-1]["kind"] == "pairs"
+            self._script = self._whole(park)
+            regime, flush = PLAIN, not park and bool(residuals)
+        self._order = next(self._script)
+        return replace(self._order.regime, flush=flush and not self.settings.momentum)
+
+    def plan(self, costs: dict[str, Any]) -> dict[str, Any]:
+        """As this State plans: by ldp, or by the paper whose groups were asked for."""
+        options: dict[str, Any] = {"scenarios": _SCENARIOS} if self.algorithm == "ldp" else {}
+        return plan(costs, self.algorithm, None, **options)
+
+    def rewrap(self) -> list[int]:
+        """Plans for buckets that are groups: their sizes in bytes, none if nothing was planned before."""
+        if self.report.profile is None or self.report.plan is None:
+            return []
+        costs = measurement.model(self.report.profile, self.settings, buckets=False)
+        found = self.plan(costs)
+        self._script = self._rewrapped(costs, found)
+        self._order = next(self._script)
+        sizes = [t["bytes"] for t in self.report.profile.tensors]
+        return [sum(sizes[a:b]) for a, b in pairwise([0, *found["ends"]])]
+
+    def _rewrapped(self, costs: dict[str, Any], found: dict[str, Any]) -> Script:
+        regime, clean = self._regime(found), 0
+        self._kept, self._watched = regime, Watch()
+        while clean < 2:  # DDP forms the buckets after it has seen the order of the gradients
+            it = yield Order(regime)
+            clean = clean + 1 if it.clean else 0
+        times: list[int] = []
+        while len(times) < _STEPS:
+            it = yield from self._explore(Order(regime))
+            if it.clean:
+                times.append(it.interval)
+        before = self.report.measured_ps
+        self._keep(costs, found, int(1000 * median(self._agree(times))))
+        share = self.report.measured_ps / before
+        self._watched = self._fresh_watch()
+        yield from self._rest(regime, f"with DDP's buckets as groups: {share:.2f} of the time before")
+
+    # ---- agreeing
+    # -----------------------------------------------------------------------------------------------
+
+    def _agree(self, values: list[int]) -> list[int]:
+        """The largest of each over the ranks."""
+        assert self._p is not None and self._p.exchange is not None
+        exchange = self._p.exchange
+        packed = struct.pack(f"<{len(values)}q", *values)
+        rows = [struct.unpack(f"<{len(values)}q", b) for b in exchange.gather_bytes(packed)]
+        self._p.control += exchange.world * len(packed)
+        return [max(column) for column in zip(*rows, strict=True)]
+
+    def _say(self, text: str) -> None:
+        if self._replaying:  # it was said before the checkpoint
+            return
+        self.report.log.append(text)
+        if self._first():
+            logger.info(text)
+            _show(text)
+
+    def _warn(self, text: str) -> None:
+        self.report.log.append(text)
+        if self._first():
+            logger.warning(text)
+
+    def _first(self) -> bool:
+        return self._p is not None and self._p.exchange is not None and self._p.exchange.rank == 0
+
+    # ---- the script
+    # ---------------------------------------------------------------------------------------------
+
+    def _whole(self, park: bool = False) -> Script:
+        yield from self._settle(park)
+        assert self._p is not None and self._p.exchange is not None
+        if self._p.exchange.world == 1:
+            regime, why = self.base, "one rank: there is nothing to exchange"
+        else:
+            regime, why = yield from self._find_out()
+        self._watched = self._fresh_watch()
+        yield from self._rest(regime, why)
+
+    def _settle(self, park: bool) -> Script:
+        """Until DDP has formed its buckets for good. park: what is kept waits for the plan on trial."""
+        self.report.stage = "settling"
+        clean = 0
+        while clean < 2:
+            it = yield Order(PLAIN, park=park)
+            assert self._p is not None
+            clean = clean + 1 if it.clean and self._p.settled else 0
+
+    def _explore(self, order: Order) -> Generator[Order, Iteration, Iteration]:
+        """An iteration for the sake of finding out."""
+        self._replaying = False
+        it = yield order
+        if self.report.stage == COMPARING:
+            self._watched.taken += 1
+        else:
+            self.report.steps += 1
+            self._spent += it.interval
+        return it
+
+    def _next(self, kind: str, of: str) -> Entry:
+        """What comes next of what is measured: whole or begun where it came with a checkpoint."""
+        entry, dropped = self._journal.next(kind, of)
+        if dropped:
+            self._replaying = False
+            self._say("the checkpoint's next measurement is of another plan: measuring anew")
+        return entry
+
+    def _timed(self, of: str, regime: Regime, n: int) -> Times:
+        """The times of n steps, those of the slowest rank; steps in which groups changed do not count."""
+        e = self._next("times", of)
+        while not e["done"]:
+            if len(e["times"]) < n:
+                it = yield from self._explore(Order(regime))
+                if it.clean:
+                    e["times"].append(it.interval)
+            else:
+                e["times"], e["done"] = self._agree(e["times"]), True
+        times: list[int] = e["times"]
+        return times
+
+    def _find_out(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
+        r = self.report
+        r.stage, r.plan, r.predicted_ps, r.measured_ps, r.baseline_ps = "measuring", None, 0, 0, 0
+        r.profile = profile = yield from self._profile()
+        r.dense_ps, r.compute_ps = profile.dense_ps, profile.compute_ps
+        if self.settings.groups == "mergecomp":
+            return (yield from self._mergecomp())
+        r.stage = "planning"
+        model = measurement.model(profile, self.settings)
+        if self.algorithm != "ldp":  # a paper's own choice is kept as it is
+            found = self.plan(model)
+            regime = self._regime(found)
+            times = yield from self._timed(plan_hash(found), regime, _STEPS)
+            self._keep(model, found, int(1000 * median(times)))
+            return regime, f"{self.algorithm} chose it"
+        return (yield from self._compare(model))
+
+    def _compare(self, model: measurement.Model) -> Generator[Order, Iteration, tuple[Regime, str]]:
+        """Plan, verify, refit, plan again: what is kept has won against what was there before."""
+        r = self.report
+        best, to_beat = self.base, self._baseline_of(model)
+        why = "no plan was predicted to be faster"
+        for attempt in range(3):
+            # The model is not exact: what it finds a little slower than the baseline is tried once.
+            found = self._choose(model, int(to_beat * (MARGIN if attempt else 1.1)), best)
+            if found is None:
+                break
+            regime = self._regime(found)
+            r.stage = "verifying"
+            self._say(
+                f"plan {plan_hash(found)[:8]}: {len(found['ends'])} groups, predicted "
+                f"{found['time_ps'] * 1e-9:.1f} ms against {to_beat * 1e-9:.1f} ms"
+            )
+            e = yield from self._verify(model, found, best)
+            pairs = e["pairs"]
+            won = bool(verdict(pairs))
+            tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
+            said = f"{gain(pairs):.3f} of the time of {self._called(best)} in {len(pairs)} pairs of windows"
+            r.tried.append(
+                {
+                    "groups": len(found["ends"]),
+                    "predicted_ps": found["time_ps"],
+                    "measured_ps": tried,
+                    "against_ps": other,
+                    "pairs": len(pairs),
+                    "kept": won,
+                }
+            )
+            self._say(f"measured: {said}, {'kept' if won else 'not kept'}")
+            if best == self.base:
+                r.baseline_ps = to_beat = other
+            if won:
+                best, to_beat, why = regime, tried, said
+                self._keep(model, found, tried)
+            elif best == self.base:
+                why = f"the plan took {said}"
+            model = measurement.refit(model, found, e["took"], tried)
+        return best, why
+
+    def _choose(self, costs: dict[str, Any], limit: int, best: Regime) -> dict[str, Any] | None:
+        """A plan of at most `limit` ps that is none of ours; where dense is the best, the best without it."""
+        found = self.plan(costs)
+        if self._regime(found) == best and self.settings.auto:
+            lossy = {**costs, "methods": costs["methods"][1:]}
+            found = self.plan(lossy)
+            found["methods"] = [m + 1 for m in found["methods"]]
+        if found["time_ps"] > limit or self._regime(found) == best:
+            return None
+        return found
+
+    def _verify(
+        self, model: measurement.Model, found: dict[str, Any], other: Regime
+    ) -> Generator[Order, Iteration, Entry]:
+        """Takes turns between a plan and the best one before it."""
+        e, regime, groups = self._next("pairs", plan_hash(found)), self._regime(found), len(found["ends"])
+        width = 3 * groups + 1
+
+        def note(it: Iteration) -> None:
+            assert self._p is not None
+            if it.seen is not None and self._p.lane is None and len(it.seen.groups) >= groups:
+                e["rows"].append(measurement.took(model, found, it.seen))
+
+        if not e["done"]:
+            yield from self._turns(regime, other, e["pairs"], note)
+            rows = [row for row in e["rows"] if len(row) == width]
+            e["took"] = self._agree([int(median(c)) for c in zip(*rows, strict=True)]) if rows else []
+            e["rows"], e["done"] = [], True
+        return {**e, "took": e["took"] if len(e["took"]) == width else []}
+
+    def _turns(
+        self, tried: Regime, other: Regime, pairs: list[Pair], note: Callable[[Iteration], None] | None = None
+    ) -> Script:
+        """Adds windows of two ways to train, until there is a verdict. A pair counts when both of its windows
+        have been measured, one after the other: one that a checkpoint has cut in two is measured anew."""
+        while verdict(pairs) is None:
+            windows = {}
+            for which in ((True, False), (False, True))[len(pairs) % 2]:
+                times: list[int] = []
+                while len(times) < _WINDOW:
+                    it = yield from self._explore(Order(tried if which else other, park=True))
+                    if it.clean:
+                        times.append(it.interval)
+                        if which and note is not None:
+                            note(it)
+                windows[which] = times
+            both = self._agree(windows[True] + windows[False])
+            pairs.append([both[:_WINDOW], both[_WINDOW:]])
+
+    def _mergecomp(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
+        """MergeComp's Algorithm 2 as published: by measured iteration times, at the start of training."""
+        assert self.report.profile is not None
+        names = [t["name"] for t in self.report.profile.tensors]
+        asked = mergecomp.mergecomp(len(names))
+        ends = next(asked)
+        self.report.stage = "searching"
+        tries = 0
+        while True:
+            times = yield from self._timed(f"groups to {ends}", self._grouped(names, ends, (0,)), _WINDOW)
+            tries += 1
+            try:
+                ends = asked.send(median(times))
+            except StopIteration as stop:
+                ends = stop.value
+                break
+        regime = self._grouped(names, ends, (0,))
+        times = yield from self._timed("what was chosen", regime, _STEPS)
+        self.report.measured_ps = int(1000 * median(times))
+        return regime, f"MergeComp's search chose {len(ends)} groups after {tries} measurements"
+
+    def _rest(self, regime: Regime, why: str, kept: Regime | None = None) -> Script:
+        """Trains on with what was found, while it is worth it. kept: as it was asked for, if its groups are
+        those of a checkpoint."""
+        self._replaying = False
+        while True:
+            self._kept = kept or regime
+            kept, last = None, self._kept
+            self.report.stage, self.report.why = WARMING, why
+            self._say(f"goes on with {self._called(regime)}: {why}")
+            self._count_cost()
+            if self._first():
+                _show("\r\033[K")
+            regime = yield from self._warm_up(regime)
+            self.report.stage = RESTING
+            yield from self._watch(regime, last == self.base)
+            self.report.stage = "looking again"
+            self._kept, self._journal = None, Journal()
+            regime, why = yield from self._find_out()
+            pause = self._watched.pause
+            self._watched = self._fresh_watch()
+            if regime == last:
+                self._watched.pause = min(2 * pause, _LONGEST)
+
+    def _fresh_watch(self) -> Watch:
+        r = self.report
+        base = r.baseline_ps or r.dense_ps
+        return Watch(reference=(r.measured_ps or base) // 1000, base=base // 1000)
+
+    def _warm_up(self, regime: Regime) -> Generator[Order, Iteration, Regime]:
+        """The density goes down to its own in stages, as DGC's does at the start of training; what that is
+        worth after a switch in its midst is in docs/accuracy.md."""
+        r, each = self.report, self.settings.warmup
+        own = [d for way in regime.ways if way != DENSE and (d := self.settings.way(way).density)]
+        if not (self.settings.auto and own and each):
+            return regime
+        if not r.floors:
+            assert self._p is not None and self._p.exchange is not None
+            floors = [f for f in _FLOORS if min(own) < f < _BREAK_EVEN / self._p.exchange.world]
+            r.floors = [(self._p.step + each * i, f) for i, f in enumerate([*floors, 0.0])]
+        regime = replace(regime, floors=tuple((since, floor) for since, floor in r.floors))
+        while self._p is not None and self._p.step < r.floors[-1][0]:
+            yield Order(regime)
+        return regime
+
+    def _watch(self, regime: Regime, plain: bool) -> Script:
+        """Until what was found has to be found anew. A plan is given up if it loses against what it has to
+        beat, measured at the same time. plain: it is that itself; then a step time that has drifted is reason
+        enough."""
+        r, w = self.report, self._watched
+        while True:
+            if not w.comparing:
+                yield from self._doubt(regime, plain)
+                if plain:
+                    return
+                w.comparing, w.taken = True, 0
+            r.stage = COMPARING
+            yield from self._turns(self.base, regime, w.pairs)
+            base, own = (int(median(median(p[i]) for p in w.pairs)) for i in (0, 1))
+            lost = bool(verdict(w.pairs))
+            assert self._p is not None
+            r.compared.append(
+                {
+                    "step": self._p.step,
+                    "measured_ps": 1000 * own,
+                    "against_ps": 1000 * base,
+                    "pairs": len(w.pairs),
+                    "steps": w.taken,
+                    "kept": not lost,
+                }
+            )
+            said = (
+                f"the plan takes {1 / gain(w.pairs):.3f} of the time of {self._called(self.base)}, measured"
+            )
+            said += f" anew in {len(w.pairs)} pairs of windows"
+            if lost:
+                self._say(f"{said}: it is given up, looking again")
+                w.comparing, w.pairs = False, []
+                return
+            w.reference, w.calm, w.base, w.pause = 0, w.reference, base, min(2 * w.pause, _LONGEST)
+            self._say(f"{said}: it stays, for {w.pause} steps at least")
+            w.comparing, w.pairs, w.times, w.strikes, w.steps = False, [], [], 0, 0
+            r.stage = RESTING
+
+    def _doubt(self, regime: Regime, plain: bool) -> Script:
+        """Until the time of a step gives reason to doubt what was found."""
+        w = self._watched
+        while True:
+            it = yield Order(regime)
+            w.steps += 1
+            if it.clean:
+                w.times.append(it.interval)
+            if len(w.times) < _CHECK_EVERY:
+                continue
+            now, w.times = int(median(self._agree(w.times))), []
+            then = w.reference = w.reference or now
+            moved = now > _DRIFT * then or (not plain and _FASTER * now < then)
+            if moved and w.calm <= _FASTER * now and now <= _DRIFT * w.calm:
+                then, moved = w.calm, False  # what had disturbed it is over
+            other = moved or (not plain and 0 < w.base < now)
+            w.strikes = w.strikes + 1 if other else 0
+            if not other:
+                w.reference = min(then, now)
+            if self.algorithm != "ldp":
+                continue
+            if w.strikes >= 2 and w.steps >= w.pause:
+                self._say(
+                    f"the step time has drifted: {now * 1e-6:.1f} ms, after {then * 1e-6:.1f} ms: "
+                    + ("looking again" if plain else f"comparing with {self._called(self.base)}")
+                )
+                return
+            if not plain and w.steps >= _LONGEST:
+                self._say(f"{w.steps} steps have passed: comparing with {self._called(self.base)}")
+                return
+
+    def _dense_and_alone(self, of: str) -> Generator[Order, Iteration, list[dict[str, Any]]]:
+        """Steps of plain DDP and steps without communication beside backward(), in turns."""
+        self._say("measuring plain DDP, and backward() alone")
+        assert self._p is not None and self._p.layout is not None
+        slots = [len(s.params) for s in self._p.layout.slots]
+        buckets, params = len(slots), sum(slots)
+        e = self._next("turns", of)
+        turns: list[dict[str, Any]] = e["turns"]
+        if any((len(t["buckets"]), len(t["ready"])) != (buckets, params) for t in turns):
+            turns.clear()
+        if len(turns) >= _TURNS:
+            return turns
+        assert self._p is not None and self._p.layout is not None
+        recorder = measurement.Recorder(self._p.layout)
+        try:
+            yield from self._explore(Order(PLAIN))  # its first gradients came before the hooks
+            while len(turns) < _TURNS:
+                dense, alone = None, None
+                for deferred in (False, True):
+                    it = yield from self._explore(Order(PLAIN, deferred))
+                    assert it.seen is not None
+                    ready = recorder.take(it.seen.arrivals[-1])
+                    if it.clean and deferred:
+                        alone = measurement.Alone(it.interval, it.seen, ready)
+                    elif it.clean:
+                        dense = it
+                if dense is not None and dense.seen is not None and alone is not None:
+                    turns.append(measurement.turn(dense.interval, dense.seen, alone))
+        finally:
+            recorder.close()
+        return turns
+
+    # ---- pieces of it
+    # -------------------------------------------------------------------------------------------
+
+    def _profile(self) -> Generator[Order, Iteration, Profile]:
+        assert self._p is not None and self._p.layout is not None and self._binding is not None
+        of = measurement.bucket_digest(self._p, self._binding)
+        if (known := self._known_profile(of)) is not None:
+            return known
+        if self.given is not None and self._journal.kind() != "turns":
+            given, self.given = self.given, None
+            reason = given.stale(**self._here()) or measurement.lacks(given, self._p, self.settings)
+            if reason is None:
+                times = yield from self._timed("plain DDP", PLAIN, _STEPS)
+                reason = given.stale(**self._here(), dense_ps=int(1000 * median(times)))
+            if reason is None:
+                self._say("using the profile that was given")
+                return self._note_profile(of, given)
+            self._say(f"the profile that was given does not fit ({reason}): measuring anew")
+        turns = yield from self._dense_and_alone(of)
+        dense = int(median(self._agree([t["dense"] for t in turns])))
+        self._say("measuring codecs and exchanges")
+        budget = max(0.5, _PROBE_SHARE * 1000 * dense * 1e-9)
+        assert self._p is not None and self._binding is not None
+        found = measurement.profile(
+            self._p, self._binding, self.settings, turns, dense, budget, self._agree,
+            (lambda what, share: _show(f"measuring {what}, {share:.0%}")) if self._first() else None,
+        )  # fmt: skip
+        return self._note_profile(of, found)
+
+    def _here(self) -> dict[str, Any]:
+        assert self._identity is not None
+        return {k: v for k, v in self._identity.items() if k != "version"}
+
+    def _note_profile(self, of: str, profile: Profile) -> Profile:
+        self._journal.turn_into({"kind": "profile", "of": of, "done": True, "profile": profile.plain()})
+        return profile
+
+    def _known_profile(self, of: str) -> Profile | None:
+        """That of a checkpoint, where it fits. All ranks have the same."""
+        if self._journal.kind() != "profile":
+            return None
+        assert self._p is not None and self._p.layout is not None
+        e = self._journal.entries[0]
+        profile = Profile.of(e["profile"])
+        names = {x.name for x in measurement.planned(self._p.layout, self.settings)}
+        reason = "DDP has formed other buckets" if e["of"] != of else None
+        if {t["name"] for t in profile.tensors} != names:
+            reason = "it is of other parameters"
+        reason = reason or profile.stale(**self._here()) or measurement.lacks(profile, self._p, self.settings)
+        if reason is None:
+            self._journal.next("profile", of)
+            return profile
+        self._journal, self._replaying = Journal(), False
+        self._say(f"the profile in the checkpoint does not fit ({reason}): measuring anew")
+        return None
+
+    def _baseline_of(self, costs: dict[str, Any]) -> int:
+        """The time of what a plan has to beat: plain DDP's, measured; of a codec by buckets, predicted."""
+        assert self.report.profile is not None
+        if self.settings.auto:
+            return self.report.dense_ps
+        ends = measurement.bucket_ends(self.report.profile)
+        return int(evaluate(costs, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
+
+    def _regime(self, found: dict[str, Any]) -> Regime:
+        assert self.report.profile is not None
+        names = [t["name"] for t in self.report.profile.tensors]
+        known = measurement.ways_of(self.report.profile, self.settings)
+        ways = tuple(known[m] for m in found["methods"])
+        if all(way == DENSE for way in ways):
+            return PLAIN
+        return self._grouped(names, found["ends"], ways)
+
+    @staticmethod
+    def _grouped(names: list[str], ends: list[int], ways: tuple[int, ...]) -> Regime:
+        ways = ways if len(ways) == len(ends) else ways * len(ends)
+        return Regime([names[a:b] for a, b in pairwise([0, *ends])], ways)
+
+    def _keep(self, instance: dict[str, Any], found: dict[str, Any], measured_ps: int) -> None:
+        r = self.report
+        r.instance, r.plan, r.predicted_ps, r.measured_ps = instance, found, found["time_ps"], measured_ps
+
+    def _count_cost(self) -> None:
+        """How much longer finding out took than the same steps with what was found."""
+        r = self.report
+        settled = r.measured_ps or r.baseline_ps or r.dense_ps
+        r.seconds += max(0.0, self._spent * 1e-9 - (r.steps - self._counted) * settled * 1e-12)
+        self._spent, self._counted = 0, r.steps
+
+    def _called(self, regime: Regime) -> str:
+        if regime == PLAIN:
+            return "plain DDP's dense exchange"
+        n = len(regime.rule) if isinstance(regime.rule, list) else 0
+        return f"a plan of {n} groups" if n else "a group for each bucket"

@@ -1,0 +1,160 @@
+"""Times of exchanges of messages, as the pipeline does them. Memory is taken for one size at a time."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import core as _core
+from sidcomp.autotune.codec_benchmark import Candidate, Gradients
+from sidcomp.autotune.collective_benchmark import Exchanging, Samples, Wait, clock, collective
+from sidcomp.config.exchange_choice import Trip
+from sidcomp.runtime.layout import Block
+from sidcomp.runtime.point_to_point import ends_of, operations, post
+from sidcomp.runtime.process_group import Exchange
+
+
+class Journey:
+    """A group of synthetic gradients on its way through an exchange of messages, step after step."""
+
+    def __init__(self, trip: Trip, source: Gradients, exchange: Exchange) -> None:
+        self.trip, self.source, self.group = trip, source, exchange.group
+        device = source.values.device
+        self.state, self.wire = Block(trip.state_bytes, device), Block(trip.wire_bytes, device)
+        self.vector = Block(trip.n * source.dtype.itemsize, device).tensor.view(source.dtype)
+        self.segments = _core.Segments([self.vector.data_ptr()], [trip.n])
+        self.ends = ends_of(trip, self.wire.tensor, exchange)
+        self.steps = 0
+        if trip.vectors:
+            kept = self.state if device.type == "cpu" else Block(trip.state_bytes)
+            trip.residual_in(kept.ptr, source.residual.data_ptr())
+            self.state.tensor.copy_(kept.tensor)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.work = Block(self.trip.work_bytes)
+
+    def load(self) -> None:
+        self.vector.copy_(self.source.gradient(self.trip.n, self.steps))
+        self.steps += 1
+
+    def _advance(self, round: int) -> None:
+        self.trip.advance(
+            round, self.segments, self.state.ptr, self.work.ptr, self.wire.ptr,
+            step=self.steps, seed=0, group=0,
+        )  # fmt: skip
+
+    def _exchange(self, round: int) -> None:
+        works = post(self.ends, round, self.group, round)
+        if self.trip.busy:
+            self.trip.core.meanwhile(
+                round, self.segments, self.state.ptr, self.work.ptr, self.wire.ptr,
+                step=self.steps, seed=0, group=0,
+            )  # fmt: skip
+        for work in works:
+            work.wait()
+
+    def depart(self) -> None:
+        self._advance(0)
+
+    def travel(self) -> None:
+        for i in range(self.trip.rounds):
+            self._exchange(i)
+            if i + 1 < self.trip.rounds:
+                self._advance(i + 1)
+
+    def arrive(self) -> None:
+        self._advance(self.trip.rounds)
+
+
+class DeviceJourney(Journey):
+    """The same on a GPU, enqueued on the current stream."""
+
+    def _prepare(self) -> None:
+        device = self.vector.device
+        self.work = Block(self.trip.core.cuda_work_bytes(), device)
+        self.report = Block(64, device)  # nobody reads it
+        self.table = torch.frombuffer(bytearray(self.segments.table()), dtype=torch.uint8).to(device)
+        self.rounds = [operations(*end, self.group) for end in self.ends]
+        self.where = self._place()
+
+    def _place(self) -> dict[str, int]:
+        device = self.vector.device
+        return {"device": device.index or 0, "stream": torch.cuda.current_stream(device).cuda_stream}
+
+    def _advance(self, round: int) -> None:
+        self.trip.core.cuda_advance(
+            round, self.table.data_ptr(), 1, self.state.ptr, self.work.ptr, self.wire.ptr,
+            step=self.steps, seed=0, group=0, stats=0, report=self.report.ptr, **self.where,
+        )  # fmt: skip
+
+    def _exchange(self, round: int) -> None:
+        for work in dist.batch_isend_irecv(self.rounds[round]) if self.rounds[round] else ():
+            work.wait()  # for this stream; on NCCL the host goes on
+
+
+class Journeys(Exchanging):
+    """Samples: a rank's part before the first message of an exchange, from there to the last, and after it.
+    Bytes: of gradient."""
+
+    which = 1
+    fixed, single = 4, 5  # as those of codecs
+
+    def __init__(
+        self, candidate: Candidate, sizes: list[int], exchange: Exchange, gradients: Gradients,
+        isa: str | None, call_s: float,
+    ) -> None:  # fmt: skip
+        super().__init__(candidate.name, sizes, call_s)
+        self.candidate, self.exchange, self.gradients, self.isa = candidate, exchange, gradients, isa
+        self.tick = torch.zeros(1, device=exchange.device)
+
+    def measure(self, nbytes: int, repeats: int) -> Samples:
+        journey, samples, device = self.message(nbytes), [], self.gradients.values.device
+        for _ in range(self.fixed + repeats):
+            self._gather(journey)
+            with collective():
+                times = [clock(device)]
+                for stage in (journey.depart, journey.travel, journey.arrive):
+                    stage()
+                    times.append(clock(device))
+            samples.append([b - a for a, b in pairwise(times)])
+        return [list(column) for column in zip(*samples[-repeats:], strict=True)]
+
+    def message(self, nbytes: int) -> Journey:
+        place = self.exchange.rank, self.exchange.world
+        trip = self.candidate.trip(nbytes, self.gradients.dtype, place, self.isa)
+        kind = DeviceJourney if self.gradients.values.is_cuda else Journey
+        return kind(trip, self.gradients, self.exchange)
+
+    def _gather(self, journey: Journey) -> None:
+        journey.load()
+        with collective():
+            self.exchange.all_reduce(self.tick).wait()
+
+    def meet(self, journey: Journey) -> None:
+        """All ranks come together, with their first messages ready."""
+        self._gather(journey)
+        journey.depart()
+
+    def begin(self, journey: Journey, done: Callable[[], None]) -> Wait:
+        failures: list[Exception] = []
+
+        def travel() -> None:
+            try:
+                journey.travel()
+            except Exception as e:
+                failures.append(e)
+            done()
+
+        thread = Thread(target=travel, name="sidcomp probe")
+        thread.start()
+
+        def wait() -> None:
+            thread.join()
+            if failures:
+                raise failures[0]
+            journey.arrive()
+
+        return wait

@@ -1,0 +1,207 @@
+"""The journal: what was measured so far while a plan is being found, in plain types, for checkpoints.
+
+The controller's script measures the same things in the same order after a resume. It takes from the journal
+what is there, and measures only what is not. This module also checks all that a checkpoint holds of a
+controller. It does not import torch.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+from sidcomp.config.grouping import DENSE
+from sidcomp.errors import ArgumentError, CheckpointError
+from sidcomp.planner.fusion import VERSION
+from sidcomp.planner.profile import Profile
+from sidcomp.planner.significance import verdict
+from sidcomp.runtime.plain_data import (
+    Check,
+    count,
+    either,
+    flag,
+    listing,
+    number,
+    positive,
+    record,
+    table,
+    text,
+    whole,
+    wrong,
+)
+
+Entry = dict[str, Any]
+
+# What an entry holds besides "kind", "of" (what was measured) and "done" (it is complete).
+#   turns    of the buckets: see observe.turn; this rank's alone
+#   profile  of the buckets: the whole profile, in place of the turns
+#   times    of groups: steps, ns; this rank's own until it is done, then those of the slowest rank
+#   pairs    of a plan: pairs of windows, ns, of the slowest rank; rows, see observe.took, this rank's own;
+#            took, their medians on the slowest rank once it is done
+_EMPTY: dict[str, dict[str, Any]] = {
+    "turns": {"turns": []},
+    "profile": {"profile": None},
+    "times": {"times": []},
+    "pairs": {"pairs": [], "rows": [], "took": []},
+}
+
+
+class Journal:
+    def __init__(self, entries: list[Entry] | None = None) -> None:
+        self.entries: list[Entry] = [] if entries is None else entries
+        self._at = 0
+
+    def kind(self) -> str | None:
+        """The kind of the next entry; None: there is none."""
+        return self.entries[self._at]["kind"] if self._at < len(self.entries) else None
+
+    def next(self, kind: str, of: str) -> tuple[Entry, bool]:
+        """The next entry, which may be complete, begun or new; and whether it replaces an entry of something
+        else, which was then dropped with all that came after it."""
+        left = self.entries[self._at :]
+        known = bool(left) and (left[0]["kind"], left[0]["of"]) == (kind, of)
+        if not known:
+            fresh = {name: [] if value == [] else value for name, value in _EMPTY[kind].items()}
+            self.entries[self._at :] = [{"kind": kind, "of": of, "done": False, **fresh}]
+        self._at += 1
+        return self.entries[self._at - 1], bool(left) and not known
+
+    def turn_into(self, entry: Entry) -> None:
+        """Replaces the last entry that was asked for, and all before it, by `entry`."""
+        self.entries[: self._at] = [entry]
+        self._at = 1
+
+    def digests(self) -> list[str]:
+        """A digest of each entry, of what all ranks must have in common before they go on with it."""
+        return [digest(_common(e)) for e in self.entries]
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _common(e: Entry) -> Entry:
+    """The entry without the values that differ from rank to rank; how many there are must be the same."""
+    if e["kind"] == "turns":
+        return {**e, "turns": [[len(t["buckets"]), len(t["ready"])] for t in e["turns"]]}
+    if e["kind"] == "times" and not e["done"]:
+        return {**e, "times": len(e["times"])}
+    if e["kind"] == "pairs":
+        return {**e, "rows": [len(row) for row in e["rows"]]}
+    if e["kind"] == "profile":
+        return {**e, "profile": {**e["profile"], "measured_s": 0}}
+    return e
+
+
+# ---- what a checkpoint holds
+# ------------------------------------------------------------------------------------------------
+
+
+def _profile(value: object, where: str) -> None:
+    record({"tensors": listing(record({"name": text, "kind": text}), least=1), "model": text})(value, where)
+    try:
+        Profile.of(value)
+    except ArgumentError as e:
+        raise CheckpointError(f"{where}: {e}") from e
+
+
+window = listing(positive, least=1)
+pair = listing(window, least=2, most=2)
+_HOLDS: dict[str, dict[str, Check]] = {
+    "turns": {
+        "turns": listing(
+            record(
+                {
+                    **dict.fromkeys(("dense", "dense_span", "alone_span"), count),
+                    "compute": whole,
+                    "buckets": listing(count),
+                    "ready": listing(whole),
+                }
+            )
+        )
+    },
+    "profile": {"profile": _profile},
+    "times": {"times": listing(count)},
+    "pairs": {"pairs": listing(pair), "rows": listing(listing(whole)), "took": listing(whole)},
+}
+
+
+def entries(value: object, where: str) -> None:
+    listing(record({"kind": text, "of": text, "done": flag}))(value, where)
+    assert isinstance(value, list | tuple)
+    for i, e in enumerate(value):
+        if e["kind"] not in _HOLDS:
+            raise wrong(f"{where}[{i}]['kind']", e["kind"], f"one of {', '.join(_HOLDS)}")
+        record(_HOLDS[e["kind"]])(e, f"{where}[{i}]")
+        if e["kind"] == "pairs":
+            widths = {len(row) for row in (*e["rows"], *([e["took"]] if e["took"] else []))}
+            if len(widths) > 1:
+                raise wrong(f"{where}[{i}]['rows']", e["rows"], "rows of the same length")
+            if e["done"] and verdict(e["pairs"]) is None:
+                raise wrong(f"{where}[{i}]['pairs']", e["pairs"], "enough pairs for a verdict")
+        if i + 1 < len(value) and not e["done"]:
+            raise wrong(f"{where}[{i}]['done']", False, "True, as in all entries but the last")
+
+
+_SPAN = either(listing(whole, 2, 2))
+_ROW = record({"backward": listing(whole, 2, 2), "encode": _SPAN, "exchange": _SPAN, "decode": _SPAN})
+_TRIED = {"measured_ps": count, "against_ps": count, "pairs": count, "kept": flag}
+_REPORT: dict[str, Check] = {
+    "stage": text,
+    **dict.fromkeys(("dense_ps", "compute_ps", "baseline_ps", "predicted_ps", "measured_ps", "steps"), count),
+    "seconds": number,
+    "why": text,
+    "floors": listing(listing(number, 2, 2)),
+    "log": listing(text),
+    "tried": listing(record({**_TRIED, "groups": count, "predicted_ps": count})),
+    "compared": listing(record({**_TRIED, "step": count, "steps": count})),
+    "plan": either(
+        record(
+            {"ends": listing(count), "methods": listing(count), "time_ps": count, "timeline": listing(_ROW)}
+        )
+    ),
+    "instance": either(table(lambda value, where: None)),
+}
+_WATCH: dict[str, Check] = {
+    **dict.fromkeys(("reference", "calm", "base", "strikes", "steps", "pause", "taken"), count),
+    "times": listing(count),
+    "comparing": flag,
+    "pairs": listing(pair),
+}
+_IDENTITY: dict[str, Check] = {
+    **dict.fromkeys(("model", "device", "backend", "version"), text),
+    **dict.fromkeys(("world", "threads"), count),
+}
+
+
+def _rule(value: object, where: str) -> None:
+    if value != "bucket":
+        listing(listing(text, 1), 1)(value, where)
+
+
+def check(saved: object) -> None:
+    """Raises CheckpointError, which names the field, if a checkpoint's "controller" is not what
+    Controller.saved gave. Accepts None, and does not look at what another version saved."""
+    if saved is None:
+        return
+    record({"version": whole})(saved, "controller")
+    assert isinstance(saved, dict)
+    if saved["version"] != VERSION:
+        return  # it is not used
+    record(
+        {"found": flag, "report": record({}, _REPORT)},
+        {
+            "identity": either(record(_IDENTITY)),
+            "journal": entries,
+            "spent": listing(count, 2, 2),
+            "regime": either(record({"rule": _rule, "ways": listing(whole, 1)})),
+            "watch": either(record({}, _WATCH)),
+        },
+    )(saved, "controller")
+    regime, ways = saved.get("regime"), "controller['regime']['ways']"
+    if regime is not None:
+        if isinstance(regime["rule"], list) and len(regime["ways"]) != len(regime["rule"]):
+            raise wrong(ways, regime["ways"], f"one number for each of {len(regime['rule'])} groups")
+        if min(regime["ways"]) < DENSE:
+            raise wrong(ways, regime["ways"], f"numbers, {DENSE} or greater")
+    if saved["found"] and regime is None and (saved.get("watch") or {}).get("comparing"):
+        raise wrong("controller['regime']", None, "the groups of the plan that is being compared")

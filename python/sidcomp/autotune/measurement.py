@@ -1,0 +1,408 @@
+"""What the controller sees of an iteration: when buckets and parameters became ready, what groups took."""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from statistics import median
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sidcomp.autotune import journal, probe
+from sidcomp.config import schedule
+from sidcomp.config.exchange_choice import Trip
+from sidcomp.config.grouping import DENSE, Piece, Regime
+from sidcomp.config.settings import Settings, Way
+from sidcomp.errors import ParameterError, SetupError
+from sidcomp.planner.fusion import evaluate
+from sidcomp.planner.profile import Profile, model_digest
+from sidcomp.runtime.layout import DTYPES, Layout, Slot
+from sidcomp.runtime.process_group import Exchange
+
+if TYPE_CHECKING:
+    from sidcomp.integrations.ddp import Binding
+    from sidcomp.runtime.engine import Pipeline
+
+Agree = Callable[[list[int]], list[int]]
+
+logger = logging.getLogger("sidcomp")
+
+_PS = 1000  # in a ns
+_FEWER = 0.9  # of the bytes, for an exchange to be considered
+_MOST_STOLEN = 800  # per mille
+_SPANS = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}  # of a group's moments in Seen
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One iteration, in ns of the host's clock."""
+
+    arrivals: tuple[int, ...]  # of the buckets, in their order
+    groups: tuple[tuple[int, int, int, int], ...]  # begin of encode and exchange, end of exchange and decode
+    landed: int  # when the last group was decoded
+
+    @staticmethod
+    def of(p: "Pipeline") -> "Seen":
+        assert p.layout is not None
+        return Seen(
+            tuple(s.arrived_at for s in p.layout.slots),
+            tuple((g.begun_at, g.exchanged_at, g.arrived_at, g.decoded_at) for g in p.layout.groups),
+            p.landed_at,
+        )
+
+
+@dataclass(frozen=True)
+class Alone:
+    """An iteration whose exchanges all came after backward(), and when each gradient was ready."""
+
+    interval: int
+    seen: Seen
+    ready: list[int]  # 0: it got no gradient
+
+    @property
+    def compute(self) -> int:
+        """What it would have taken without any exchange."""
+        return self.interval - (self.seen.landed - self.seen.arrivals[-1])
+
+    def since_start(self, at: int) -> int:
+        """A moment, from the end of the iteration before."""
+        lead = self.compute - (self.seen.arrivals[-1] - self.seen.arrivals[0])
+        return max(0, lead + at - self.seen.arrivals[0])
+
+
+def turn(dense_ns: int, dense: Seen, alone: Alone) -> dict[str, Any]:
+    """What is kept of a step of plain DDP and of one without communication beside it: in ns, from the end of
+    the iteration before. ready: -1 where a parameter got no gradient."""
+    return {
+        "dense": dense_ns,
+        "dense_span": _span(dense),
+        "alone_span": _span(alone.seen),
+        "compute": alone.compute,
+        "buckets": [alone.since_start(at) for at in alone.seen.arrivals],
+        "ready": [alone.since_start(at) if at else -1 for at in alone.ready],
+    }
+
+
+class Recorder:
+    """Notes when each parameter's gradient is ready, by hooks on the parameters, until it is closed.
+
+    On CUDA by events, which are read when backward() has ended.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        params = [p for slot in layout.slots for p in slot.params]
+        self._cuda = params[0].is_cuda
+        self._ready = [0] * len(params)
+        self._events: list[tuple[int, torch.cuda.Event]] = []
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._note, i))  # type: ignore[no-untyped-call]
+            for i, p in enumerate(params)
+        ]
+
+    def _note(self, i: int, _: torch.Tensor) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append((i, event))
+        else:
+            self._ready[i] = perf_counter_ns()
+
+    def take(self, end: int) -> list[int]:
+        """Of the last iteration; `end`: when its last gradient was ready, by the host's clock."""
+        taken, self._ready[:] = list(self._ready), [0] * len(self._ready)
+        for i, event in self._events:
+            taken[i] = end - int(1e6 * event.elapsed_time(self._events[-1][1]))
+        self._events = []
+        return taken
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _pieces(layout: Layout) -> list[Piece]:
+    """Every parameter of the layout, in the order in which DDP shows them."""
+    return sorted((x for g in layout.groups for x in g.spec.pieces), key=lambda x: (x.bucket, x.offset))
+
+
+def planned(layout: Layout, settings: Settings) -> list[Piece]:
+    """What plans are made for: parameters with elements that are not excluded."""
+    pieces = _pieces(layout)
+    left_out = settings.policy.excluded({x.name: x.shape for x in pieces})
+    return [x for x in pieces if x.name not in left_out]
+
+
+def identity(slots: Sequence[Slot], names: Mapping[int, str], exchange: Exchange) -> dict[str, Any]:
+    """What a profile belongs to. names: of parameters, by id. Raises nothing: it is for agreeing, too."""
+    return {
+        "model": model_digest(
+            (names[id(p)], tuple(p.shape), DTYPES.get(s.buffer.dtype, str(s.buffer.dtype)))
+            for s in slots
+            for p in s.params
+            if p.numel()
+        ),
+        "world": exchange.world,
+        "device": exchange.device.type,
+        "backend": exchange.backend,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def bucket_digest(p: "Pipeline", binding: "Binding") -> str:
+    """A digest of DDP's buckets, which times of gradients and plans are about."""
+    assert p.layout is not None
+    return journal.digest([[binding.names[id(q)] for q in s.params] for s in p.layout.slots])
+
+
+def profile(
+    p: "Pipeline",
+    binding: "Binding",
+    settings: Settings,
+    turns: Sequence[Mapping[str, Any]],
+    dense_ns: int,
+    budget: float,
+    agree: Agree,
+    progress: probe.Progress | None,
+) -> Profile:
+    """A profile of the model as it trains here. A collective: all ranks get the same numbers.
+
+    Excluded parameters and such without elements are not in it: no plan is made for them.
+    """
+    assert p.layout is not None and p.exchange is not None
+    layout, started = p.layout, perf_counter_ns()
+    compute = int(median(t["compute"] for t in turns))
+    buckets = [int(median(t["buckets"][j] for t in turns)) for j in range(len(layout.slots))]
+    ready, at = [], 0
+    for j, slot in enumerate(layout.slots):
+        for _ in slot.params:
+            own = [t["ready"][at] for t in turns if t["ready"][at] >= 0]
+            ready.append(int(median(own)) if own else buckets[j])
+            at += 1
+    span = int(median(t["alone_span"] for t in turns))
+    longer = int(median(t["dense_span"] for t in turns) - span)
+    agreed = agree([compute, dense_ns, longer, *buckets, *ready])
+    compute, dense_ns, longer = agreed[:3]
+    over = max(0, compute - dense_ns)  # on a noisy machine: an iteration with exchanges takes no less
+    compute, times = compute - over, [max(0, t - over) for t in agreed[3:]]
+    buckets, ready = times[: len(buckets)], times[len(buckets) :]
+    if p.lane is not None:  # the host's clock saw only when a bucket was enqueued
+        ends = list(accumulate(len(slot.params) for slot in layout.slots))
+        buckets = [max(ready[a:b]) for a, b in pairwise([0, *ends])]
+    for j in range(1, len(buckets)):
+        buckets[j] = max(buckets[j], buckets[j - 1])
+    params = [q for slot in layout.slots for q in slot.params]
+    of_param = {binding.names[id(q)]: i for i, q in enumerate(params)}
+    tensors: list[dict[str, Any]] = [
+        {
+            "name": x.name,
+            "bytes": x.numel * x.itemsize,
+            "bucket": x.bucket,
+            "ready_ps": _PS * min(ready[of_param[x.name]], buckets[x.bucket]),
+            "kind": f"{x.dtype} {x.device}",
+        }
+        for x in planned(layout, settings)
+    ]
+    if not tensors:
+        raise SetupError("every parameter is excluded: there is nothing to plan; leave exclude= out")
+    probed = probe.measure(
+        [candidate(settings.ways[i]) for i in considered(p, settings)],
+        p.exchange,
+        sum(t["bytes"] for t in tensors),
+        layout.slots[0].buffer.dtype,
+        p.exchange.device,
+        budget,
+        settings.seed,
+        settings.isa,
+        progress,
+    )
+    sizes = [s.buffer.numel() * s.buffer.element_size() for s in layout.slots]
+    stolen = 0  # a GPU's exchanges take next to nothing from its computing
+    if p.lane is None:
+        stolen = _stolen(probed, longer, sizes, span)
+    (stolen,) = agree([stolen])
+    contention = {**probed.contention, "stolen_permille": stolen}
+    return Profile(
+        **identity(layout.slots, binding.names, p.exchange),
+        tensors=tensors,
+        forward_ps=min(t["ready_ps"] for t in tensors),
+        rest_ps=0,  # what follows a backward pass counts to the next iteration
+        compute_ps=_PS * compute,
+        dense_ps=_PS * dense_ns,
+        methods=probed.methods,
+        contention=contention,
+        measured_s=(perf_counter_ns() - started) * 1e-9,
+    )
+
+
+def _span(s: Seen) -> int:
+    return s.arrivals[-1] - s.arrivals[0]
+
+
+def _stolen(probed: probe.Measurement, longer: int, sizes: list[int], span: int) -> int:
+    """Per mille of its speed that computing loses beside an exchange: where processors carry it.
+
+    longer: how much longer backward() took, from the first bucket to the last, beside the exchanges of all
+    buckets but the last, in ns. Where these are too short to tell, what the probe saw.
+    """
+    beside = sum(probed.methods[0].exchange_curve.at(size) for size in sizes[:-1]) // _PS
+    if 20 * beside > span > 0:
+        return max(0, min(_MOST_STOLEN, 1000 * longer // min(beside, span + longer))) if longer > 0 else 0
+    slower = probed.contention.get("compute_permille", 1000)
+    return max(0, min(_MOST_STOLEN, 1000 - 1_000_000 // max(slower, 1)))
+
+
+def candidate(way: Way) -> probe.Candidate:
+    route = way.route if way.routed else None
+    return probe.Candidate(way.codec.name, way.memory.name, schedule.last(way.parameters), route)
+
+
+def considered(p: "Pipeline", settings: Settings) -> list[int]:
+    """The ways worth measuring here, on all ranks the same: a collective. A choice beside the process group's
+    own exchange is one only where fewer bytes leave a node; of nodes only if they are equal."""
+    assert p.layout is not None and p.exchange is not None
+    if not settings.auto:
+        return list(range(len(settings.ways)))
+    n = max(1, sum(x.numel for x in _pieces(p.layout)))
+    world = p.exchange.world
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    even = len(set(p.exchange.gather_bytes(local.to_bytes(4, "little")))) == 1
+    local = local if even and world % local == 0 and local < world else 1
+    ways = []
+    for i, way in enumerate(settings.ways):
+        if way.route is not None and way.routed:
+            if not even and "ranks_per_node" in way.route.parameters:
+                continue
+            if p.lane is not None and not way.route.exchange.cuda:
+                continue
+            # Along a ring, one rank of a node sends to the next node.
+            plan = settings.plan(n, "float32", i)
+            own = 2 * plan.payload_bytes / world if plan.linear else plan.payload_bytes
+            try:
+                trips = [settings.plan(n, "float32", i, place=(r, world)) for r in range(local)]
+            except ParameterError as e:  # of another shape of nodes
+                logger.info("%s is not considered: %s", way.label, e)
+                continue
+            out = sum(t.leaving(local) for t in trips if isinstance(t, Trip))
+            if out > _FEWER * (world - 1) * own:
+                continue
+        ways.append(i)
+    return ways
+
+
+def lacks(profile: Profile, p: "Pipeline", settings: Settings) -> str | None:
+    """What there is to choose from and the profile does not have, if anything."""
+    known = {m.name for m in profile.methods}
+    names = [candidate(settings.ways[i]).name for i in considered(p, settings)]
+    missing = [name for name in names if name not in known]
+    return f"it has no costs of {', '.join(missing)}" if missing else None
+
+
+def ways_of(profile: Profile, settings: Settings) -> list[int]:
+    """The ways of an instance's methods, in their order: dense first where the codec is free."""
+    known = {m.name for m in profile.methods}
+    ways = [i for i, way in enumerate(settings.ways) if candidate(way).name in known]
+    return [DENSE, *ways] if settings.auto else ways
+
+
+Model = dict[str, Any]  # a planner's instance
+
+
+def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
+    """What the planner gets, its methods those of `ways_of`."""
+    dense = profile.methods[0].name
+    names = [dense if i == DENSE else candidate(settings.ways[i]).name for i in ways_of(profile, settings)]
+    made = profile.instance(buckets, names, contention=contention(profile), copied=True)
+    kinds = [t["kind"] for t in profile.tensors]
+    made["cut_before"] = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
+    made["stolen_permille"] = profile.contention.get("stolen_permille", 0)
+    return made
+
+
+def contention(profile: Profile) -> int:
+    """How far exchanges suffer from the computing beside them, per mille: such that the model gives plain DDP
+    the time it was measured to take."""
+    ends = bucket_ends(profile)
+    buckets = {"ends": ends, "methods": [0] * len(ends)}
+    low, high = 0, 1000
+    while low < high:
+        middle = (low + high) // 2
+        made = profile.instance(True, [profile.methods[0].name], contention=middle)
+        made["stolen_permille"] = profile.contention.get("stolen_permille", 0)
+        if evaluate(made, buckets)["time_ps"] < profile.dense_ps:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def bucket_ends(profile: Profile) -> list[int]:
+    """DDP's own buckets as the groups of a plan."""
+    at = [t["bucket"] for t in profile.tensors]
+    return [*(i for i in range(1, len(at)) if at[i] != at[i - 1]), len(at)]
+
+
+def leaves_behind(layout: Layout, parked: Iterable[str], target: Regime) -> bool:
+    """Whether what the layout's memories keep, or what is parked, has no place in the groups of `target`."""
+    kept = [*parked, *(name for g in layout.groups if g.plan.vectors for name in g.names)]
+    if not isinstance(target.rule, list):
+        return bool(kept) and target.ways[0] == DENSE
+    return not target.dense_names().isdisjoint(kept)
+
+
+def took(model: Model, found: dict[str, Any], s: Seen) -> list[int]:
+    """What each group of a plan that ran took for encode, exchange and decode, and the pass, in ns."""
+    spans = [_took(s, k, *ab) for k in range(len(found["ends"])) for ab in _SPANS.values()]
+    return [*spans, _pass(s, model.get("stolen_permille", 0))]
+
+
+def refit(model: Model, found: dict[str, Any], slow: Sequence[int], measured_ps: int) -> Model:
+    """The model, its costs scaled by what was seen of a plan that ran, so that it explains its time. slow:
+    what `took` gave, the medians of the slowest rank; empty: nothing was seen.
+
+    Every method's encode, exchange and decode by one factor each (between 1/16 and 16), the backward pass by
+    one; what is left over goes to the time outside of it.
+    """
+    again = {**model, **(_rescaled(model, found, slow) if slow else {})}
+    off = measured_ps - evaluate(again, found)["time_ps"]
+    return {**again, "forward_ps": max(0, model["forward_ps"] + off)}
+
+
+def _rescaled(model: Model, found: dict[str, Any], slow: Sequence[int]) -> dict[str, Any]:
+    rows = evaluate(model, found)["timeline"]  # and what is stolen from encodes
+    methods = []
+    for m, method in enumerate(model["methods"]):
+        scaled = {**method}
+        mine = [k for k, used in enumerate(found["methods"]) if used == m]
+        for i, kind in enumerate(_SPANS):
+            said = sum(rows[k][kind][1] - rows[k][kind][0] for k in mine) if method[kind] else 0
+            if said:
+                factor = min(16.0, max(1 / 16, _PS * sum(slow[3 * k + i] for k in mine) / said))
+                scaled[kind] = [[x, round(y * factor)] for x, y in method[kind]]
+        methods.append(scaled)
+    backward = slow[-1]
+    tensors = model["tensors"]
+    # What of the pass is seen begins with the first bucket, all of whose time its first tensor has.
+    said = sum(t["backward_ps"] for t in tensors[1:])
+    if said > 0 and backward > 0:
+        factor = min(2.0, max(0.5, _PS * backward / said))
+        tensors = [{**t, "backward_ps": round(t["backward_ps"] * factor)} for t in tensors]
+    return {"methods": methods, "tensors": tensors}
+
+
+def _pass(s: Seen, stolen: int) -> int:
+    """The backward pass from the first bucket on, without encodes and what exchanges took from it."""
+    last = s.arrivals[-1]
+    free = _span(s) - sum(min(b, last) - a for a, b, _, _ in s.groups if a < last)
+    beside = sum(max(0, min(row[2], last) - (row[2] - _took(s, k, 1, 2))) for k, row in enumerate(s.groups))
+    return free - int(beside * free / max(_span(s), 1)) * stolen // 1000
+
+
+def _took(s: Seen, k: int, a: int, b: int) -> int:
+    """A span of group k; its exchange and decode do not begin before those of the group before have ended."""
+    row = s.groups[k]
+    start = max(row[a], s.groups[k - 1][b]) if a and k else row[a]
+    return max(0, row[b] - start)

@@ -1,0 +1,265 @@
+"""Measures what groups cost: encode and decode of codecs on this device, collectives on this process group.
+
+All ranks measure at the same time, take the same number of repeats and end with the same curves: those of the
+slowest rank. Nothing of the training is touched: no gradient, no global random state, no thread count.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from sidcomp.autotune.codec_benchmark import Candidate, Coding, Gradients
+from sidcomp.autotune.collective_benchmark import (
+    Beside,
+    Exchanges,
+    Exchanging,
+    Series,
+    Wire,
+    collective,
+    wire_of,
+)
+from sidcomp.autotune.exchange_benchmark import Journeys
+from sidcomp.errors import ArgumentError, UnsupportedError
+from sidcomp.planner.cost_curve import fit
+from sidcomp.planner.profile import Method, format_bytes
+from sidcomp.runtime.layout import DTYPES
+from sidcomp.runtime.process_group import Exchange
+
+__all__ = ["Candidate", "Measurement", "Progress", "measure"]
+
+_LARGEST = 2**26  # bytes; beyond, times are proportional to the size, and the memory is the training's
+_SMALLEST_GROUP, _SMALLEST_MESSAGE = 2**12, 2**10  # bytes
+_CODECS, _ALONE = 0.3, 0.8  # of the budget: when codecs, and exchanges by themselves, must be done
+_WARM = 5  # exchanges before the first that is timed
+_LEAST = 0.02  # of the time left, for a size
+_PRODUCTS = 25  # that are timed alone
+_LENGTHS = range(1, 2**36)  # of groups, in elements
+
+Progress = Callable[[str, float], None]  # what is measured next, and the fraction of the budget that has gone
+_Points = list[tuple[int, list[int]]]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """methods: dense first, then as the candidates. contention: see Profile; empty on CUDA, and where an
+    exchange beside computing did not fit the budget."""
+
+    methods: list[Method]
+    contention: dict[str, int]
+    seconds: float
+
+
+def measure(
+    candidates: Sequence[Candidate],
+    exchange: Exchange,
+    total_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    budget_s: float = 2.0,
+    seed: int = 0,
+    isa: str | None = None,
+    progress: Progress | None = None,
+) -> Measurement:
+    """The curves of dense and of every candidate, for groups of up to total_bytes of gradient.
+
+    A collective over the exchange: every rank calls it at the same point, with no other collective under way.
+    budget_s, on the clock of rank 0, bounds repeats and sizes, but for a repeat of each up to 64 KB; beyond,
+    curves are continued. Raises ExchangeError where a collective fails, within the process group's timeout.
+    """
+    names = [c.name for c in candidates]
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"candidates {', '.join(names)}: one is named twice")
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"{dtype} gradients, not {', '.join(DTYPES.values())}: convert the module")
+    rounds = _Rounds(exchange, budget_s, progress)
+    total = max(total_bytes // dtype.itemsize, 1) * dtype.itemsize
+    place = exchange.rank, exchange.world
+    plans = {c.name: c.plan(total, dtype, isa) for c in candidates if c.route is None}
+    trips = [c.trip(total, dtype, place, isa) for c in candidates if c.route is not None]
+    dense = Wire(False, dtype, scaled=True)
+    wires = {dense: total}  # each kind is measured once for all that use it
+    for wire, nbytes in map(wire_of, plans.values()):
+        wires[wire] = max(wires.get(wire, 0), nbytes)
+    with torch.no_grad():
+        sizes = _ladder(_SMALLEST_GROUP, total)
+        vectors = max([0, *(p.vectors for p in plans.values()), *(t.vectors for t in trips)])
+        gradients = Gradients(sizes[-1] // dtype.itemsize, vectors, dtype, device, seed)
+        codings = {c.name: Coding(c, sizes, exchange, gradients, isa) for c in candidates if c.name in plans}
+        whole = Coding(Candidate("none", "none"), sizes, exchange, gradients, isa)
+        latency = rounds.latency()
+        journeys = {
+            c.name: Journeys(c, sizes, exchange, gradients, isa, latency)
+            for c in candidates
+            if c.name not in plans
+        }
+        rounds.run([whole, *codings.values()], _CODECS * budget_s)
+        alone = {
+            wire: Exchanges(wire, _ladder(_SMALLEST_MESSAGE, nbytes), exchange, latency)
+            for wire, nbytes in wires.items()
+        }
+        rounds.run([*alone.values(), *journeys.values()], _ALONE * budget_s)
+        beside: dict[Exchanging, Beside] = {}
+        product: list[int] = []
+        if device.type == "cpu":
+            beside = {one: Beside(one, _few(one)) for one in (*alone.values(), *journeys.values())}
+            product = beside[alone[dense]].product.timed(_PRODUCTS)
+            rounds.run(list(beside.values()), budget_s)
+    series: list[Series] = [whole, *codings.values(), *alone.values(), *journeys.values(), *beside.values()]
+    _take_slowest(exchange, [product, *(s for one in series for _, samples in one.points for s in samples)])
+    points = {wire: (_points(one), _contended(one, beside.get(one))) for wire, one in alone.items()}
+    methods = [_dense(whole, *points[dense], total)]
+    for c in candidates:
+        if c.name in plans:
+            wire, _ = wire_of(plans[c.name])
+            methods.append(_method(codings[c.name], wire, *points[wire], total))
+        else:
+            methods.append(_routed(journeys[c.name], beside.get(journeys[c.name]), total))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Measurement(methods, _contention(alone[dense], beside.get(alone[dense]), product), rounds.gone())
+
+
+class _Rounds:
+    """Goes through series, the smallest sizes first. Rank 0 decides how often, and what is left out."""
+
+    def __init__(self, exchange: Exchange, budget_s: float, progress: Progress | None) -> None:
+        self.exchange, self.budget_s = exchange, budget_s
+        self.progress = progress or (lambda what, fraction: None)
+        self.began = perf_counter()
+
+    def gone(self) -> float:
+        return perf_counter() - self.began
+
+    def agree(self, value: int) -> int:
+        with collective():
+            return self.exchange.gather_bytes(bytes([value]))[0][0]
+
+    def latency(self) -> float:
+        """Of a small exchange, in seconds. The first ones connect the group, if nobody has used it yet."""
+        times = []
+        for _ in range(_WARM):
+            start = perf_counter()
+            self.agree(0)
+            times.append(perf_counter() - start)
+        return min(times)
+
+    def run(self, series: Sequence[Series], until_s: float) -> None:
+        todo = sorted((nbytes, i) for i, s in enumerate(series) for nbytes in s.sizes)
+        while todo:
+            nbytes, i = todo.pop(0)
+            one = series[i]
+            self.progress(f"{one.name}, {format_bytes(nbytes)}", min(self.gone() / self.budget_s, 1.0))
+            left = until_s - self.gone()
+            part = _weight(nbytes) / (_weight(nbytes) + sum(_weight(t[0]) for t in todo))
+            repeats = self.agree(one.affordable(nbytes, left * max(part, _LEAST), left))
+            if repeats:
+                one.take(nbytes, repeats)
+            else:
+                todo = [t for t in todo if t[1] != i]
+
+
+def _weight(nbytes: int) -> float:
+    """For dividing the time: the largest sizes get more of it than the smallest, not all."""
+    return float(nbytes**0.25)
+
+
+def _ladder(smallest: int, largest: int) -> list[int]:
+    """The largest size, a quarter of it, and so on."""
+    sizes = [min(largest, _LARGEST)]
+    while sizes[0] // 4 >= smallest:
+        sizes.insert(0, sizes[0] // 4 // 64 * 64)
+    return sizes
+
+
+def _take_slowest(exchange: Exchange, lists: list[list[int]]) -> None:
+    """In place of every list that of the rank where its median is largest."""
+    mine = array("q", [ns for one in lists for ns in one])
+    with collective():
+        ranks = [array("q", data).tolist() for data in exchange.gather_bytes(mine.tobytes())]
+    at = 0
+    for one in lists:
+        theirs = [rank[at : at + len(one)] for rank in ranks]
+        at += len(one)
+        if one:
+            one[:] = max(theirs, key=median)
+
+
+def _points(series: Series, which: int = 0) -> _Points:
+    return [(nbytes, samples[which]) for nbytes, samples in series.points]
+
+
+def _contended(alone: Exchanging, beside: Series | None) -> _Points:
+    """Beside computing; beyond what was affordable, later than alone by as much as at the last size."""
+    if beside is None or not beside.points:
+        return []
+    points, before = _points(beside), dict(_points(alone, alone.which))
+    last, times = points[-1]
+    later = max(0, int(median(times) - median(before[last])))
+    return points + [(x, [later + ns for ns in one]) for x, one in before.items() if x > last]
+
+
+def _few(series: Series) -> list[int]:
+    """The smallest size, and from the largest down every third."""
+    sizes = [nbytes for nbytes, _ in series.points]
+    return sorted({sizes[0], *sizes[::-3]})
+
+
+def _dense(whole: Coding, alone: _Points, contended: _Points, total: int) -> Method:
+    """A group that is no bucket of DDP's is copied, out of its buckets and back. On the way out it is divided
+    by the number of ranks, as a bucket is before its exchange: that is measured with the exchange."""
+    beside = fit(contended, total) if contended else None
+    back = fit(_points(whole, 1), total)
+    return Method("dense", "none", "none", {}, "allreduce", None, fit(alone, total), back, beside)
+
+
+def _method(coding: Coding, wire: Wire, alone: _Points, contended: _Points, total: int) -> Method:
+    codec, memory, parameters = coding.candidate.resolved
+    dtype = coding.gradients.dtype
+
+    def sent(n: int) -> int:
+        return wire_of(coding.candidate.plan(n * dtype.itemsize, dtype, coding.isa))[1]
+
+    def by_gradient(points: _Points) -> _Points:
+        """Over the bytes of gradient whose payload has the size."""
+        return list(
+            {(1 + bisect_left(_LENGTHS, x, key=sent)) * dtype.itemsize: ns for x, ns in points}.items()
+        )
+
+    return Method(
+        coding.name,
+        codec.name,
+        memory.name,
+        parameters,
+        "allgather" if wire.gather else "allreduce",
+        fit(_points(coding, 0), total),
+        fit(by_gradient(alone), total),
+        fit(_points(coding, 1), total),
+        fit(by_gradient(contended), total) if contended else None,
+    )
+
+
+def _routed(journeys: Journeys, beside: Series | None, total: int) -> Method:
+    route = journeys.candidate.route
+    assert route is not None
+    codec, memory, parameters = journeys.candidate.resolved
+    encode, exchange, decode = (fit(_points(journeys, i), total) for i in range(3))
+    contended = _contended(journeys, beside)
+    return Method(
+        journeys.name, codec.name, memory.name, parameters, route.exchange.name, encode, exchange, decode,
+        fit(contended, total) if contended else None,
+    )  # fmt: skip
+
+
+def _contention(alone: Series, beside: Series | None, product: list[int]) -> dict[str, int]:
+    if beside is None or not beside.points:
+        return {}
+    nbytes, (times, products) = beside.points[-1]
+    return {
+        "exchange_permille": int(1000 * median(times) / median(dict(_points(alone))[nbytes])),
+        "compute_permille": int(1000 * median(products) / median(product)),
+    }

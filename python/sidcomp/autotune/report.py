@@ -1,0 +1,179 @@
+"""What a planned State found out, for people: a table, a trace for the browser, a picture."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sidcomp.autotune import measurement
+from sidcomp.autotune.controller import Controller
+from sidcomp.config.grouping import DENSE, shorten
+from sidcomp.errors import SetupError
+
+if TYPE_CHECKING:
+    from sidcomp.runtime.engine import Pipeline
+    from sidcomp.runtime.layout import Group
+
+_KINDS = ("encode", "exchange", "decode")
+
+
+def controller_of(p: "Pipeline") -> Controller:
+    if p.controller is None:
+        raise SetupError('nothing is planned here: State(codec="auto"), or groups="auto" with a codec, plans')
+    return p.controller
+
+
+def report(p: "Pipeline") -> dict[str, Any]:
+    """See State.plan_report."""
+    c = controller_of(p)
+    r, settings = c.report, p.settings
+    ours = r.plan if p.regime.rule != "bucket" else None
+    groups = []
+    for g in p.layout.groups if p.layout is not None else []:
+        planned = ours["timeline"][g.index] if ours is not None and g.index < len(ours["timeline"]) else None
+        groups.append(
+            {
+                "names": list(g.names),
+                "elements": g.n,
+                "way": "dense" if g.spec.way == DENSE else settings.way(g.spec.way).label,
+                "exchange": g.trip.route.exchange.name
+                if g.routed
+                else "all-reduce"
+                if g.plan.linear
+                else "all-gather",
+                "rounds": g.plan.rounds,
+                "sent_bytes": g.bytes_sent,
+                "predicted_ps": {k: _length(planned[k]) for k in _KINDS} if planned else None,
+                "measured_ps": _measured(g),
+            }
+        )
+    rewrapped = None
+    if r.profile is not None and ours is not None:
+        free = c.plan(measurement.model(r.profile, settings, buckets=False))
+        rewrapped = free["time_ps"] + r.measured_ps - r.predicted_ps
+    return {
+        "stage": r.stage,
+        "why": r.why,
+        "dense_ps": r.dense_ps,
+        "compute_ps": r.compute_ps,
+        "baseline_ps": r.baseline_ps,
+        "predicted_ps": r.predicted_ps,
+        "measured_ps": r.measured_ps,
+        "rewrapped_ps": rewrapped,
+        "finding_steps": r.steps,
+        "finding_seconds": r.seconds,
+        "tried": list(r.tried),
+        "compared": list(r.compared),
+        "log": list(r.log),
+        "groups": groups,
+    }
+
+
+def _length(span: list[int] | None) -> int:
+    return span[1] - span[0] if span is not None else 0
+
+
+def _measured(g: "Group") -> dict[str, int] | None:
+    if not g.steps:
+        return None
+    times = (g.encode_ns, g.wait_ns, g.decode_ns)
+    return {k: 1000 * ns // g.steps for k, ns in zip(_KINDS, times, strict=True)}
+
+
+def explain(p: "Pipeline") -> str:
+    """See State.explain."""
+    r = report(p)
+    if r["stage"] != "resting":
+        return "\n".join([f"sidcomp is still {r['stage']}", *("  " + line for line in r["log"])])
+    dense = all(g["way"] == "dense" for g in r["groups"])
+    name = "plain DDP's dense exchange" if dense else f"{len(r['groups'])} groups"
+    lines = [f"sidcomp: {name}. {r['why']}", ""]
+
+    def row(what: str, ps: int | None, note: str = "") -> None:
+        if ps:
+            lines.append(f"  {what:<34}{ps * 1e-9:9.1f} ms a step{'   ' + note if note else ''}")
+
+    row("plain DDP, measured", r["dense_ps"])
+    row("without communication: the ceiling", r["compute_ps"])
+    row("this plan, predicted", r["predicted_ps"])
+    m = r["measured_ps"]
+    if m:
+        speed = f"{r['dense_ps'] / m:.2f} times plain DDP's speed, {r['compute_ps'] / m:.0%} of the ceiling's"
+        row("this plan, measured", m, speed if r["dense_ps"] else "")
+    for one in r["compared"][-1:]:
+        then = f"this plan took {one['measured_ps'] * 1e-9:.1f} ms then"
+        row(
+            f"plain DDP, compared in step {one['step']}",
+            one["against_ps"],
+            f"{then}: it {'stayed' if one['kept'] else 'was given up'}",
+        )
+    if r["rewrapped_ps"] is not None and r["rewrapped_ps"] < 0.97 * m:
+        row("with DDP's buckets as groups", r["rewrapped_ps"], "predicted: ddp = sidcomp.rewrap(ddp, state)")
+    lines.append(
+        f"  finding out: {r['finding_steps']} steps, {r['finding_seconds']:.1f} s more than as many now"
+    )
+    if r["groups"]:
+        lines += ["", *_table(r["groups"])]
+    if r["log"]:
+        lines += ["", *("  " + line for line in r["log"])]
+    return "\n".join(lines)
+
+
+def _table(groups: list[dict[str, Any]]) -> list[str]:
+    head = ["group", "parameters", "elements", "sent as", "exchange", "bytes", *_KINDS]
+    rows = [head]
+    for i, g in enumerate(groups):
+        said, took = g["predicted_ps"], g["measured_ps"]
+        times = [" / ".join(f"{t[k] * 1e-9:.2f}" if t else "-" for t in (said, took)) for k in _KINDS]
+        counts = f"{g['elements']:,}", f"{g['sent_bytes']:,}"
+        rows.append([str(i), shorten(g["names"], 2), counts[0], g["way"], g["exchange"], counts[1], *times])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  " + "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        *table,
+        "  encode, exchange, decode: ms, predicted / measured; measured exchanges wait for those before",
+    ]
+
+
+def timelines(p: "Pipeline") -> dict[str, list[dict[str, Any]] | None]:
+    """The predicted and the last measured iteration, in ps, as `sidcomp.plan` gives a timeline."""
+    c = controller_of(p)
+    predicted = c.report.plan["timeline"] if c.report.plan is not None and p.regime.rule != "bucket" else None
+    if p.layout is None or p.lane is not None or not all(s.arrived_at for s in p.layout.slots):
+        return {"predicted": predicted, "measured": None}
+    p.quiet()
+    slots, rows = p.layout.slots, []
+    # The model's iteration begins where the one before ended; ours is laid beside it at the first bucket.
+    lead = predicted[0]["backward"][1] if predicted else 0
+    zero = before = slots[0].arrived_at - lead // 1000
+    for g in p.layout.groups:
+        ready = max(s.arrived_at for s in g.slots)
+        moments = {
+            "backward": (before, ready),
+            "encode": (g.begun_at, g.exchanged_at),
+            "exchange": (g.exchanged_at, g.arrived_at),
+            "decode": (g.arrived_at, g.decoded_at),
+        }
+        before = max(before, ready)
+        spans = {k: [1000 * (start - zero), 1000 * (end - zero)] for k, (start, end) in moments.items()}
+        rows.append({"group": g.index, **spans})
+    return {"predicted": predicted, "measured": rows}
+
+
+def trace(p: "Pipeline", path: str | Path) -> None:
+    """See State.timeline."""
+    events: list[dict[str, Any]] = []
+    labels = [g.label() for g in p.layout.groups] if p.layout is not None else []
+    for pid, (name, rows) in enumerate(timelines(p).items()):
+        if rows is None:
+            continue
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        for tid, kind in enumerate(("backward", *_KINDS)):
+            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": kind}})
+            for row in rows:
+                if row[kind] is None or row[kind][1] <= row[kind][0]:
+                    continue
+                start, end = row[kind]
+                label = labels[row["group"]] if row["group"] < len(labels) else f"group {row['group']}"
+                event = {"ph": "X", "pid": pid, "tid": tid, "name": label}
+                events.append({**event, "ts": start * 1e-6, "dur": (end - start) * 1e-6})
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -1,0 +1,129 @@
+"""What `sidcomp plan` prints: one plan group by group, or all algorithms beside each other."""
+
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sidcomp import core as _core
+from sidcomp.errors import SidcompError
+from sidcomp.planner import fusion
+
+_OWN = set(inspect.signature(fusion.plan).parameters) - {"options"}
+
+
+def options_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """["groups=3", "method=topk"] as keyword arguments; raises ValueError."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"--option {pair!r} is not NAME=VALUE")
+        if name in options:
+            raise ValueError(f"--option {name} is given twice")
+        if name in _OWN:
+            raise ValueError(f"--option {name}: no algorithm has such an option; --list shows all")
+        options[name] = int(value) if re.fullmatch(r"-?[0-9]+", value) else value
+    return options
+
+
+def list_algorithms() -> str:
+    """The algorithms and their options, as text."""
+    lines = []
+    for a in _core.algorithms():
+        lines.append(f"{a['name']:<14}{a['doc']}" + (f" ({a['paper']})" if a["paper"] else ""))
+        lines += [
+            f"{'':<14}{o['name']}={o['default']}, {o['min']} to {o['max']}: {o['doc']}" for o in a["options"]
+        ]
+    return "\n".join(lines)
+
+
+def show(instance: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Prints a plan: a row for each group, then what it amounts to."""
+    columns = ("group", "tensors", "first", "MB", "method", *(f"{kind} ms" for kind in fusion.SPANS))
+    table, start = _table(columns, left=("first", "method")), 0
+    for end, method, spans in zip(plan["ends"], plan["methods"], plan["timeline"], strict=True):
+        tensors = instance["tensors"][start:end]
+        table.add_row(
+            str(spans["group"]),
+            str(len(tensors)),
+            escape(tensors[0]["name"]),
+            f"{sum(t['bytes'] for t in tensors) / 1e6:.2f}",
+            escape(instance["methods"][method]["name"]),
+            *(_span(spans[kind]) for kind in fusion.SPANS),
+        )
+        start = end
+    least = _ms(plan["lower_bound_ps"])
+    bound = "which is the optimum" if plan["exact"] else f"no plan takes less than {least}"
+    console = _console()
+    console.print(table)
+    console.print(
+        f"{plan['algorithm']}: {_ms(plan['time_ps'])} an iteration, {bound}; "
+        f"forward {_ms(instance['forward_ps'])}, {len(plan['ends'])} groups, {plan['work']} steps of search"
+    )
+
+
+def compare(instance: dict[str, Any]) -> list[dict[str, Any]]:
+    """All algorithms with their default options; regret is against the best of them."""
+    rows: list[dict[str, Any]] = []
+    for algorithm in _core.algorithms():
+        row: dict[str, Any] = {"algorithm": algorithm["name"], "time_ps": None}
+        try:
+            plan = fusion.plan(instance, algorithm["name"])
+        except SidcompError as e:
+            row["refused"] = str(e)
+        else:
+            limit = next((o["default"] for o in algorithm["options"] if o["name"] == "work_limit"), None)
+            row |= {"time_ps": plan["time_ps"], "groups": len(plan["ends"]), "exact": plan["exact"]}
+            row["cut"] = limit is not None and plan["work"] >= limit
+            row["methods"] = sorted({instance["methods"][m]["name"] for m in plan["methods"]})
+        rows.append(row)
+    best = min((row["time_ps"] for row in rows if row["time_ps"] is not None), default=0)
+    for row in rows:
+        if row["time_ps"] is not None:
+            row["regret"] = row["time_ps"] / best - 1 if best else 0.0
+    return rows
+
+
+def show_comparison(rows: Sequence[dict[str, Any]]) -> None:
+    columns = ("algorithm", "iteration ms", "regret %", "groups", "methods", "search")
+    table = _table(columns, left=("algorithm", "methods", "search"))
+    for row in rows:
+        if row["time_ps"] is None:
+            table.add_row(row["algorithm"], "refused", "", "", escape(row["refused"]))
+            continue
+        table.add_row(
+            row["algorithm"],
+            f"{row['time_ps'] / 1e9:.3f}",
+            f"{100 * row['regret']:.2f}",
+            str(row["groups"]),
+            escape(", ".join(row["methods"])),
+            "cut at its work_limit" if row["cut"] else "optimum" if row["exact"] else "",
+        )
+    _console().print(table)
+
+
+def _table(columns: Sequence[str], left: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    return table
+
+
+def _console() -> Console:
+    """As wide as the terminal; wide enough for every line where the output is a file or a pipe."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 250)
+
+
+def _ms(ps: int) -> str:
+    return f"{ps / 1e9:.3f} ms"
+
+
+def _span(span: Sequence[int] | None) -> str:
+    return "" if span is None else f"{span[0] / 1e9:.3f} to {span[1] / 1e9:.3f}"

@@ -1,0 +1,1 @@
+"""What a user may say: settings, rules for parameters, schedules, groups, exchanges."""

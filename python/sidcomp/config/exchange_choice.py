@@ -1,0 +1,165 @@
+"""How a group travels where it is not a collective of the process group: an exchange of messages."""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sidcomp import core as _core
+from sidcomp.config.registry import Codec, find_exchange
+from sidcomp.config.schedule import Setting
+from sidcomp.errors import ArgumentError, ParameterError
+
+logger = logging.getLogger("sidcomp")
+
+# What the process group does itself, and as well.
+_NATIVE = ("allreduce", "allgather")
+
+
+@dataclass(frozen=True)
+class Route:
+    """An exchange by name, with its own parameters; `native`: the process group's."""
+
+    exchange: Codec
+    parameters: Mapping[str, Setting] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, names: Sequence[str], parameters: "dict[str, Any]") -> "list[Route]":
+        """Takes the exchanges' parameters out of `parameters`."""
+        routes = [cls._parse(name, parameters) for name in names]
+        if len(set(names)) < len(names):
+            raise ArgumentError(f"exchange={list(names)}: one is named twice")
+        for name in {p.name for route in routes for p in route.exchange.parameters}:
+            parameters.pop(name, None)
+        return routes
+
+    @classmethod
+    def _parse(cls, name: str, parameters: "Mapping[str, Any]") -> "Route":
+        exchange = find_exchange(name)
+        own = {p.name: parameters[p.name] for p in exchange.parameters if p.name in parameters}
+        for key, value in own.items():
+            if hasattr(value, "mesh"):
+                own[key] = _ranks_per_node(value)
+            elif not isinstance(value, int | float | str):
+                raise ParameterError(
+                    f"{name}: {key}={value!r}: a number or a name; an exchange's parameters are no schedules"
+                )
+        if any(p.name == "ranks_per_node" for p in exchange.parameters) and "ranks_per_node" not in own:
+            own["ranks_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return cls(exchange, own)
+
+    @property
+    def native(self) -> bool:
+        return self.exchange.name in _NATIVE
+
+    @property
+    def local(self) -> int:
+        """Ranks that share what is kept of an element."""
+        return int(self.parameters.get("ranks_per_node", 1))
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.exchange.name, *(f"{k}={v}" for k, v in self.parameters.items())])
+
+    def saved(self) -> dict[str, Any]:
+        return {"exchange": self.exchange.name, "parameters": dict(self.parameters)}
+
+    def plan(
+        self,
+        codec: str,
+        memory: str,
+        n: int,
+        dtype: str,
+        settings: Mapping[str, Setting],
+        place: tuple[int, int],
+        isa: str | None,
+    ) -> "Trip":
+        both = set(settings) & set(self.parameters)
+        if both:
+            raise ArgumentError(f"parameters of both codec and exchange: {', '.join(sorted(both))}")
+        return Trip(self, codec, memory, n, dtype, {**settings, **self.parameters}, place, isa)
+
+    def warn(self, world: int) -> None:
+        """What the user should know before the first step."""
+        rows = any(p.name == "rows" for p in self.exchange.parameters)
+        if rows and world > 3 and all(world % i for i in range(2, world)):
+            logger.warning("%s over %d ranks, a prime number, is a ring", self.exchange.name, world)
+
+
+def _ranks_per_node(mesh: Any) -> int:
+    """Of a DeviceMesh whose last dimension is the node."""
+    flat = mesh.mesh.flatten().tolist()
+    if flat != list(range(len(flat))):
+        raise ArgumentError(
+            f"the mesh has ranks {flat}: a node's ranks must follow one another, and nodes too, as torchrun "
+            "has them"
+        )
+    return int(mesh.size(-1))
+
+
+class Trip:
+    """A group's part in an exchange on this rank, with the face of a `_core.Plan`."""
+
+    linear = False
+    lossless = False
+    extra_bytes = 0
+
+    def __init__(
+        self,
+        route: Route,
+        codec: str,
+        memory: str,
+        n: int,
+        dtype: str,
+        settings: Mapping[str, Setting],
+        place: tuple[int, int],
+        isa: str | None,
+    ) -> None:
+        rank, world = self.place = place
+        self.route = route
+        self.codec, self.memory, self.n, self.dtype = codec, memory, n, dtype
+        x = self.core = _core.Exchange(
+            route.exchange.name, codec, memory, n, dtype, rank, world, settings, isa
+        )
+        self.rounds, self.vectors, self.k = x.rounds, x.vectors, x.k
+        self.state_bytes, self.work_bytes, self.wire_bytes = x.state_bytes, x.work_bytes, x.wire_bytes
+        self.payload_bytes = x.sent_bytes
+        self.shares = x.shares
+        self.busy = x.has_meanwhile  # core.meanwhile does something while messages travel
+        self.residual_out, self.residual_in = x.residual_out, x.residual_in
+        self.unsend, self.forget, self.rescale = x.unsend, x.forget, x.rescale
+        self.cuda_settle, self.cuda_unsend, self.cuda_checksum = x.cuda_settle, x.cuda_unsend, x.cuda_checksum
+
+    def advance(
+        self,
+        round: int,
+        segments: _core.Segments,
+        state: int,
+        work: int,
+        wire: int,
+        *,
+        step: int,
+        seed: int,
+        group: int,
+        carry: float = 1.0,
+        origin: int = 0,
+    ) -> bool:
+        at = {"step": step, "seed": seed, "group": group}
+        return self.core.advance(round, segments, state, work, wire, **at, carry=carry, origin=origin)
+
+    def leaving(self, local: int) -> int:
+        """Bytes that this rank sends to ranks of other nodes, of `local` ranks each."""
+        node = self.place[0] // local
+        rounds = (self.core.messages(i, False) for i in range(self.rounds))
+        return sum(size for sent in rounds for peer, _, size in sent if peer // local != node)
+
+    @property
+    def whole(self) -> bool:
+        """The state is that of one plan over all elements."""
+        return [(at, start, n) for at, start, n, _ in self.shares] == [(0, 0, self.n)]
+
+    @property
+    def common(self) -> bool:
+        """The last vector is what this rank keeps for all."""
+        return self.vectors > 0 and any(c for *_, c in self.shares)

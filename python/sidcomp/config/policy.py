@@ -1,0 +1,109 @@
+"""Which parameters are sent in which way: the rules behind `State(exclude=..., policy=...)`."""
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from sidcomp.config.grouping import UNITS, shorten
+from sidcomp.errors import ArgumentError, SetupError
+
+Exclude = str | int | Sequence[str | int]
+Rule = tuple[str | int, str | Mapping[str, Any]]
+Rules = Sequence[Rule]
+Shapes = Mapping[str, tuple[int, ...]]
+
+ROLES = ("1-D", "embedding", "output")
+_SIZE = re.compile(r"\s*(<=|>=|<|>)\s*(\d+(?:\.\d+)?)\s*([KMG]?)(i?)B\s*", re.IGNORECASE)
+_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_ITEM = 4  # bytes of an element, for the rules about sizes: those of float32, whatever the gradient's dtype
+
+GRAMMAR = (
+    "a name, a pattern, '1-D', 'embedding', 'output', a size such as '<128KB' or '>=4MB', or a number of "
+    "elements that smaller parameters are under"
+)
+
+
+def check_rule(rule: object, what: str) -> None:
+    if isinstance(rule, bool) or not isinstance(rule, str | int):
+        raise ArgumentError(f"{what}: {rule!r} is none of these: {GRAMMAR}")
+
+
+def fits(rule: str | int, shapes: Shapes, roles: Mapping[str, frozenset[str]], what: str) -> set[str]:
+    """Names of the parameters that a rule is about. A name or pattern that fits none is an error: a slip."""
+    if isinstance(rule, int):
+        return {name for name, shape in shapes.items() if prod(shape) < rule}
+    if rule == "1-D":
+        return {name for name, shape in shapes.items() if len(shape) <= 1}
+    if rule in ROLES:
+        return {name for name in shapes if name in roles.get(rule, ())}
+    if size := _SIZE.fullmatch(rule):
+        compare, bound = _COMPARE[size[1]], float(size[2]) * UNITS[size[3].upper() + "B"]
+        return {name for name, shape in shapes.items() if compare(_ITEM * prod(shape), bound)}
+    found = {name for name in shapes if name == rule or fnmatchcase(name, rule)}
+    if not found:
+        raise SetupError(f"{what}: rule {rule!r} fits no parameter; there are: {shorten(list(shapes))}")
+    return found
+
+
+@dataclass
+class Policy:
+    """exclude: rules of what stays dense. rules: pairs of a rule and the settings it changes; of a parameter
+    that several are about, all apply, the later over the earlier.
+
+    Roles are those of the model that the State is registered with: `roles` is set then.
+    """
+
+    exclude: tuple[str | int, ...] = ()
+    rules: tuple[tuple[str | int, dict[str, Any]], ...] = ()
+    dense: frozenset[int] = frozenset()  # rules that name a codec which sends everything as it is
+    roles: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    def excluded(self, shapes: Shapes) -> set[str]:
+        """Names of the parameters that stay dense."""
+        out: set[str] = set()
+        for rule in self.exclude:
+            out |= fits(rule, shapes, self.roles, "exclude")
+        return out | {name for name, which in self.matches(shapes).items() if self._ends_dense(which)}
+
+    def _ends_dense(self, which: tuple[int, ...]) -> bool:
+        named = [i for i in which if "codec" in self.rules[i][1]]
+        return bool(named) and named[-1] in self.dense
+
+    def matches(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+        """For each parameter the rules that are about it, by number."""
+        about = [fits(rule, shapes, self.roles, "policy") for rule, _ in self.rules]
+        return {name: tuple(i for i, names in enumerate(about) if name in names) for name in shapes}
+
+    def saved(self) -> list[Any]:
+        return [[rule, dict(settings)] for rule, settings in self.rules]
+
+
+def parse_exclude(exclude: Exclude) -> tuple[str | int, ...]:
+    rules = (exclude,) if isinstance(exclude, str | int) else tuple(exclude)
+    for rule in rules:
+        check_rule(rule, "exclude")
+    return rules
+
+
+def parse_rules(rules: Rules) -> tuple[tuple[str | int, dict[str, Any]], ...]:
+    out = []
+    if isinstance(rules, str | Mapping):
+        raise ArgumentError(f"policy={rules!r}: a list of pairs (rule, settings)")
+    for pair in rules:
+        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise ArgumentError(f"policy: {pair!r} is not a pair (rule, settings)")
+        rule, settings = pair
+        check_rule(rule, "policy")
+        if isinstance(settings, str):
+            settings = {"codec": settings}
+        if not isinstance(settings, Mapping) or not settings:
+            raise ArgumentError(
+                f"policy: {rule!r} has {settings!r}: give a codec's name, or a dictionary of parameters, "
+                'which may hold "codec" and "memory"'
+            )
+        out.append((rule, dict(settings)))
+    return tuple(out)

@@ -1,0 +1,379 @@
+"""The arguments of a State, checked."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sidcomp import core as _core
+from sidcomp.config import schedule
+from sidcomp.config.exchange_choice import Route, Trip
+from sidcomp.config.grouping import DENSE, PLANNED, Groups, Regime, parse_groups
+from sidcomp.config.policy import Exclude, Policy, Rules, Shapes, parse_exclude, parse_rules
+from sidcomp.config.registry import Codec, check_ranks, find_codec, find_memory, resolve
+from sidcomp.config.schedule import Parameters, Schedule, Setting
+from sidcomp.errors import ArgumentError, ParameterError, UnsupportedError
+
+Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
+
+# What a State has whose codec is not named: at a fortieth of dense's bytes it kept the accuracy of dense best
+# (docs/accuracy.md).
+DEFAULT: tuple[str, Mapping[str, Setting]] = (
+    "topk",
+    {"density": 0.084, "values": "log4", "indices": "packed"},
+)
+# What codec="auto" chooses from beside dense: that, and one codec that changes next to nothing; and how
+# payloads may travel that an all-gather would take to every rank.
+CANDIDATES = (DEFAULT, "fp16")
+EXCHANGES = ("twoshot", "hierarchical")
+
+TRANSPORTS = ("torch", "native")
+NONFINITE = ("rollback", "drop")
+
+PLAIN = Regime("bucket", (DENSE,))
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a group may be sent: a codec, its memory, and their parameters; by which exchange, where it is not
+    the process group's own."""
+
+    codec: Codec
+    memory: Codec
+    parameters: Parameters
+    route: Route | None = None
+
+    @property
+    def routed(self) -> bool:
+        """It travels in messages."""
+        return self.route is not None and not self.route.native
+
+    @property
+    def density(self) -> float:
+        """What it comes to in the end; 0 where the codec has none."""
+        own = next((p.default for p in self.codec.parameters if p.name == "density"), 0.0)
+        return float(schedule.last(self.parameters).get("density", own))
+
+    @property
+    def label(self) -> str:
+        over = f" over {self.route.label}" if self.route is not None and self.routed else ""
+        return " ".join([self.codec.name, *(f"{k}={v}" for k, v in self.parameters.items())]) + over
+
+    def saved(self) -> dict[str, Any]:
+        return {
+            "codec": self.codec.name,
+            "memory": self.memory.name,
+            "parameters": schedule.plain(self.parameters),
+            "exchange": self.route.saved() if self.route is not None else None,
+        }
+
+    def check(self) -> None:
+        """Raises UnsupportedError where codec and exchange do not go together: the core says, which does not
+        need the world for it."""
+        if self.route is None:
+            return
+        alone = {k: v for k, v in self.route.parameters.items() if k not in ("rows", "ranks_per_node")}
+        values = {**schedule.last(self.parameters), **alone}
+        name = self.route.exchange.name
+        _core.Exchange(name, self.codec.name, self.memory.name, 1, "float32", 0, 1, values)
+
+
+@dataclass(frozen=True)
+class Settings:
+    auto: bool  # codec="auto": which way, or dense, is left to the controller
+    ways: tuple[Way, ...]
+    groups: str | int | list[list[str]]
+    policy: Policy
+    seed: int
+    checksum_every: int
+    isa: str | None
+    named: bool = True  # the memory was asked for, not the codec's own
+    full_every: int | Schedule = 0  # 0: never
+    warmup: int = 0  # steps of each stage in which codec="auto" lowers the density
+    transport: str = "torch"  # who enqueues the collectives of CUDA groups
+    nonfinite: str | None = None  # see State; None: "drop" until a scaler is followed
+    made: list[Way] = field(default_factory=list)  # of the policy's combinations, numbered after `ways`
+
+    @classmethod
+    def parse(
+        cls,
+        codec: str | None,
+        parameters: Parameters,
+        *,
+        memory: str | None = None,
+        groups: Groups | None = None,
+        seed: int = 0,
+        exclude: Exclude = (),
+        checksum_every: int = 0,
+        isa: str | None = None,
+        candidates: Candidates | None = None,
+        policy: Rules = (),
+        full_every: int | Schedule = 0,
+        warmup: int = 0,
+        exchange: str | Sequence[str] | None = None,
+        transport: str = "torch",
+        nonfinite: str | None = None,
+    ) -> "Settings":
+        if codec is None:
+            codec, parameters = DEFAULT[0], {**DEFAULT[1], **parameters}
+        parameters = dict(parameters)
+        auto = codec == "auto"
+        if not auto and exchange is not None and not isinstance(exchange, str):
+            raise ArgumentError(
+                f'exchange={exchange!r}: a list is for codec="auto" to choose from; the codec is {codec!r}: '
+                "name one"
+            )
+        names = (
+            EXCHANGES if auto and exchange is None else [exchange] if isinstance(exchange, str) else exchange
+        )
+        routes = Route.parse(names or (), parameters)
+        if not 0 <= seed < 2**64:
+            raise ArgumentError(f"seed={seed}: a number from 0 to 2**64 - 1")
+        if checksum_every < 0:
+            raise ArgumentError(f"checksum_every={checksum_every}: a number of steps, or 0 for never")
+        for _, k in full_every.marks if isinstance(full_every, Schedule) else [(0, full_every)]:
+            if not isinstance(k, int) or k < 0:
+                raise ArgumentError(f"full_every={k!r}: a number of steps, or 0 for never")
+        if not isinstance(warmup, int) or warmup < 0:
+            raise ArgumentError(f"warmup={warmup!r}: a number of steps, or 0 for none")
+        if transport not in TRANSPORTS:
+            raise ArgumentError(f"transport={transport!r}: one of {', '.join(TRANSPORTS)}")
+        if nonfinite is not None and nonfinite not in NONFINITE:
+            raise ArgumentError(f"nonfinite={nonfinite!r}: one of {', '.join(NONFINITE)}, or None")
+        if candidates is not None and not auto:
+            raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
+        if groups is None:
+            groups = "auto" if auto else "bucket"
+        if auto and groups != "auto":
+            raise ArgumentError(
+                f'codec="auto" finds the groups itself: leave groups={groups!r} out, or name a codec'
+            )
+        if auto:
+            ways = _ways(candidates, memory, parameters)
+            ways += _over(routes, ways, named=exchange is not None)
+        else:
+            ways = (Way(*resolve(codec, memory, parameters), *routes),)
+        rules = parse_rules(policy)
+        dense = frozenset(
+            i for i, (_, r) in enumerate(rules) if "codec" in r and find_codec(r["codec"]).lossless
+        )
+        settings = cls(
+            auto,
+            ways,
+            parse_groups(groups),
+            Policy(parse_exclude(exclude), rules, dense),
+            seed,
+            checksum_every,
+            isa,
+            memory is not None,
+            full_every,
+            warmup,
+            transport,
+            nonfinite,
+        )
+        if settings.planned and (several := [way.codec.name for way in ways if way.codec.rounds]):
+            raise ArgumentError(
+                f"what {several[0]!r} costs, which takes several exchanges a step, planned groups "
+                f'(groups={settings.groups!r}) do not know: name other groups, such as "bucket", or another '
+                "codec"
+            )
+        if full_every and settings.planned:
+            raise ArgumentError(
+                f"full_every is not for planned groups: leave it out, or name groups={groups!r}"
+            )
+        for way in range(len(ways)):  # the core knows the ranges, and which isa this processor has
+            settings.plan(1, "float32", way)
+        settings._check_rules()
+        return settings
+
+    def _check_rules(self) -> None:
+        """What the policy sets must be known to a codec or memory in it, and be in range there."""
+        first, rules = self.ways[0], self.policy.rules
+        names = {first.codec.name} | {c["codec"] for _, c in rules if "codec" in c}
+        memories = {first.memory.name} | {c["memory"] for _, c in rules if "memory" in c}
+        entries = [*map(find_codec, sorted(names)), *map(find_memory, sorted(memories))]
+        known = {"codec", "memory"} | {p.name for entry in entries for p in entry.parameters}
+        if len({find_memory(m).momentum for m in memories}) > 1:
+            raise ArgumentError(
+                f"policy: of the memories {', '.join(sorted(memories))} some hold the momentum, some "
+                "leave it to the optimizer: name memories of one kind for all parameters"
+            )
+        for i, (rule, changes) in enumerate(rules):
+            if self.planned and i not in self.policy.dense:
+                raise ArgumentError(
+                    f"policy: {rule!r} has {changes}, but groups={self.groups!r} are planned for one way of "
+                    'sending: name other groups, such as "bucket", or let the policy say "none" only'
+                )
+            if unknown := sorted(set(changes) - known):
+                raise ParameterError(
+                    f"policy: {rule!r} sets {', '.join(map(repr, unknown))}; "
+                    f"{', '.join(e.name for e in entries)} have: {', '.join(sorted(known))}"
+                )
+            self.combined((i,))
+
+    @property
+    def planned(self) -> bool:
+        """Whether a controller finds the groups out while training."""
+        return self.groups in PLANNED
+
+    @property
+    def momentum(self) -> bool:
+        """Whether the memory holds the momentum, also of what is sent dense: the optimizer must have none."""
+        return self.ways[0].memory.momentum
+
+    @property
+    def start(self) -> Regime:
+        """How training begins."""
+        if not self.planned:
+            return Regime(self.groups)
+        return Regime("bucket", (DENSE,))
+
+    def way(self, index: int) -> Way:
+        return self.ways[index] if index < len(self.ways) else self.made[index - len(self.ways)]
+
+    def combined(self, which: tuple[int, ...]) -> Way:
+        """The first way as these rules of the policy change it, one after the other."""
+        first = self.ways[0]
+        codec, memory, parameters = first.codec.name, first.memory.name, dict(first.parameters)
+        for i in which:
+            changes = self.policy.rules[i][1]
+            if "codec" in changes:
+                codec = changes["codec"]
+                memory = memory if self.named else self._own_memory(codec, memory)
+            memory = changes.get("memory", memory)
+            parameters |= {k: v for k, v in changes.items() if k not in ("codec", "memory")}
+        tables = (*find_codec(codec).parameters, *find_memory(memory).parameters)
+        own = {p.name: parameters[p.name] for p in tables if p.name in parameters}
+        return Way(*resolve(codec, memory, own), first.route)
+
+    def _own_memory(self, codec: str, memory: str) -> str:
+        """That of a codec which the policy names, unless only one of the two holds the momentum."""
+        own = find_memory(find_codec(codec).memory)
+        return own.name if own.momentum == self.momentum else memory
+
+    def assign(self, shapes: Shapes) -> dict[str, int]:
+        """The ways of the parameters that the policy is about. Their numbers depend on the model alone."""
+        matches = {name: which for name, which in self.policy.matches(shapes).items() if which}
+        combinations = sorted(set(matches.values()))
+        self.made[:] = [self.combined(which) for which in combinations]
+        return {name: len(self.ways) + combinations.index(which) for name, which in matches.items()}
+
+    def next_change(self, step: int, regime: Regime) -> float:
+        """The first iteration after `step` at which a scheduled parameter changes; infinity: none will."""
+        marks = {since for since, _ in regime.floors}
+        for way in (*self.ways, *self.made):
+            marks.update(schedule.steps(way.parameters))
+        return min((mark for mark in marks if mark > step), default=math.inf)
+
+    def plan(
+        self,
+        n: int,
+        dtype: str,
+        way: int,
+        regime: Regime = PLAIN,
+        step: int = 0,
+        shapes: Sequence[tuple[int, int]] | None = None,
+        place: tuple[int, int] | None = None,
+    ) -> "_core.Plan | Trip":
+        """The plan of a group of n elements in iteration `step`. shapes: elements and columns of its
+        tensors; place: rank and world, where they are known."""
+        extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
+        if way == DENSE:
+            first = self.ways[0]
+            if not (regime.flush or self.momentum):
+                return _core.Plan("none", "none", n, dtype, {}, **extra)
+            own = {p.name for p in first.memory.parameters}
+            parameters = {k: v for k, v in schedule.at(first.parameters, step).items() if k in own}
+            return _core.Plan("none", first.memory.name, n, dtype, parameters, flush=regime.flush, **extra)
+        w = self.way(way)
+        values = schedule.at(w.parameters, step)
+        floor = regime.floor(step)
+        if floor and w.density and not isinstance(w.parameters.get("density"), Schedule):
+            values["density"] = max(float(values.get("density", w.density)), floor)
+        w.check()
+        if w.route is not None and w.routed and place is not None:
+            return w.route.plan(w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
+        plan = _core.Plan(w.codec.name, w.memory.name, n, dtype, values, shapes=shapes, **extra)
+        if place is not None:
+            check_ranks(plan, place[1])
+        return plan
+
+    def full_plan(self, n: int, dtype: str, way: int) -> _core.Plan:
+        """Of the steps that send everything, with what is kept."""
+        w = self.way(way)
+        own = {p.name for p in w.memory.parameters}
+        parameters = {k: v for k, v in schedule.last(w.parameters).items() if k in own}
+        extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
+        return _core.Plan("none", w.memory.name, n, dtype, parameters, flush=True, **extra)
+
+    def full(self, step: int) -> bool:
+        """Whether iteration `step`, counted from 0, is one of full precision."""
+        every = self.full_every.at(step) if isinstance(self.full_every, Schedule) else self.full_every
+        return bool(every) and step % int(every) == 0
+
+    def saved(self) -> dict[str, Any]:
+        """What decides the bits of a run, in plain types."""
+        first = self.ways[0].saved()
+        return {
+            "codec": "auto" if self.auto else first["codec"],
+            "memory": first["memory"],
+            "parameters": {"candidates": [w.saved() for w in self.ways]}
+            if self.auto
+            else first["parameters"],
+            "seed": self.seed,
+            "groups": self.groups,
+            "exclude": list(self.policy.exclude),
+            "policy": self.policy.saved(),
+            "warmup": self.warmup if self.auto else 0,
+            "exchange": None if self.auto else first["exchange"],
+            "full_every": self.full_every.plain if isinstance(self.full_every, Schedule) else self.full_every,
+        }
+
+
+def _ways(candidates: Candidates | None, memory: str | None, parameters: Parameters) -> tuple[Way, ...]:
+    """The candidates of codec="auto", which share a memory, for a group may go from one to another; a
+    parameter of the State goes to all of them that have it, but for those that are given one of their own."""
+    memory = "residual" if memory is None else memory
+    given, candidates = candidates is not None, CANDIDATES if candidates is None else candidates
+    if isinstance(candidates, str) or not candidates:
+        raise ArgumentError(f'candidates={candidates!r}: a list of codecs, such as ["topk", "fp16"]')
+    ways, taken = [], set()
+    for c in candidates:
+        name, own = (c, {}) if isinstance(c, str) else c
+        codec = find_codec(name)
+        if codec.lossless:
+            raise ArgumentError(f"candidates: {name!r} is what dense is; it is always among the choices")
+        known = {p.name for p in (*codec.parameters, *find_memory(memory).parameters)}
+        common = {k: v for k, v in parameters.items() if k in known}
+        taken |= set(common)
+        ways.append(Way(*resolve(name, memory, {**common, **own} if given else {**own, **common})))
+    if unknown := sorted(set(parameters) - taken):
+        names = ", ".join(w.codec.name for w in ways)
+        raise ArgumentError(f"no candidate ({names}) has a parameter {', '.join(map(repr, unknown))}")
+    if len({w.label for w in ways}) < len(ways):
+        raise ArgumentError("candidates: the same one is listed twice")
+    return tuple(ways)
+
+
+def _over(routes: Sequence[Route], ways: Sequence[Way], named: bool) -> tuple[Way, ...]:
+    """The candidates again, over the exchanges that they go with. What travels by all-reduce gains nothing by
+    one that was not asked for: its bytes do not grow with the ranks."""
+    more: list[Way] = []
+    for route in routes:
+        if route.native:
+            continue
+        refused: UnsupportedError | None = None
+        fitting = []
+        for way in ways:
+            over = replace(way, route=route)
+            try:
+                over.check()
+            except UnsupportedError as e:
+                refused = e
+            else:
+                if named or not way.codec.linear:
+                    fitting.append(over)
+        if named and refused is not None and not fitting:
+            raise refused
+        more += fitting
+    return tuple(more)

@@ -1,0 +1,1 @@
+"""The doors: how training programs hand their gradients to the runtime."""

@@ -1,0 +1,271 @@
+"""Fusion plans: which tensors travel together and how, under a model of the iteration (docs/planning.md).
+
+The algorithms are in the C core, in integers: the same instance gives the same plan on every rank. Here the
+instance is read and checked. Times are integer picoseconds, sizes are bytes of gradient.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sidcomp import core as _core
+from sidcomp.errors import ArgumentError
+
+VERSION = 1  # of the plan's format; evaluate() refuses another
+SPANS = ("backward", "encode", "exchange", "decode")
+
+_INSTANCE = {"forward_ps", "tensors", "methods"}
+_OPTIONAL = {"max_group_bytes", "cut_before", "overlap_permille", "stolen_permille", "decode"}
+_TENSOR = {"name", "backward_ps", "bytes"}
+_METHOD = {"name", "encode", "exchange", "decode"}
+_DECODE = ("side", "main")
+_MOST = 2**63 - 1
+
+
+def plan(
+    instance: Mapping[str, Any] | str | Path,
+    algorithm: str = "pg",
+    in_use: Mapping[str, Any] | None = None,
+    **options: int | str,
+) -> dict[str, Any]:
+    """Plans the groups of an iteration, and the method of each.
+
+    instance: the dictionary of docs/planning.md, a path to it as JSON, or JSON text.
+    algorithm, options: one of `sidcomp plan --list`, and its own options; `method` may be given by name.
+    in_use: a plan that pg and ldp start from; theirs is never slower.
+
+    Returns {"version", "algorithm", "ends" (the tensor after each group), "methods" (index, for each group),
+    "time_ps", "lower_bound_ps", "exact", "work" (steps of the search), "timeline" (for each group {"group",
+    "backward", "encode", "exchange", "decode"}: [start, end] in ps from the iteration's start, or None)}.
+    Raises ArgumentError, which names the field at fault.
+    """
+    loaded = load(instance)
+    settings: dict[str, int | list[int]] = {}
+    for name, value in options.items():
+        settings[name] = (
+            _method_index(loaded["methods"], value) if name == "method" else _integer(name, value)
+        )
+    if in_use is not None:
+        settings["seed_ends"], settings["seed_methods"] = _lists(in_use, loaded)
+    core = build(loaded)
+    found = core.fuse(algorithm, settings)
+    timed = core.evaluate(found["ends"], found["methods"])
+    return {
+        "version": VERSION,
+        "algorithm": algorithm,
+        **found,
+        "timeline": _timeline(timed["timeline"]),
+    }
+
+
+def evaluate(instance: Mapping[str, Any] | str | Path, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The iteration under a given plan, of which "ends" and "methods" are read.
+
+    Returns {"version", "ends", "methods", "time_ps", "timeline"} as plan() does. Raises ArgumentError.
+    """
+    loaded = load(instance)
+    ends, methods = _lists(plan, loaded)
+    timed = build(loaded).evaluate(ends, methods)
+    return {
+        "version": VERSION,
+        "ends": ends,
+        "methods": methods,
+        "time_ps": timed["time_ps"],
+        "timeline": _timeline(timed["timeline"]),
+    }
+
+
+def plan_hash(plan: Mapping[str, Any]) -> str:
+    """What two ranks compare before they use a plan: SHA-256 of its version, ends and methods, as hex."""
+    ends, methods = _lists(plan)
+    text = json.dumps(
+        {"ends": ends, "methods": methods, "version": VERSION}, sort_keys=True, separators=(",", ":")
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """The instance as a dictionary with every optional field filled in, its types checked."""
+    if isinstance(instance, str | Path):
+        instance = _read(instance)
+    if not isinstance(instance, Mapping):
+        raise ArgumentError(f"the instance must be a dictionary, JSON or a path, not {_said(instance)}")
+    _fields("the instance", instance, _INSTANCE, _OPTIONAL)
+    tensors = _list("tensors", instance["tensors"])
+    for i, tensor in enumerate(tensors):
+        where = f"tensors[{i}]"
+        _fields(where, tensor, _TENSOR)
+        _string(f"{where}.name", tensor["name"])
+        _integer(f"{where}.backward_ps", tensor["backward_ps"])
+        _integer(f"{where}.bytes", tensor["bytes"])
+    methods = _list("methods", instance["methods"])
+    for i, method in enumerate(methods):
+        where = f"methods[{i}]"
+        _fields(where, method, _METHOD)
+        _string(f"{where}.name", method["name"])
+        for kind in ("encode", "exchange", "decode"):
+            if kind == "exchange" or method[kind] is not None:
+                _knots(f"{where}.{kind}", method[kind])
+    cuts = _list("cut_before", instance.get("cut_before") or [])
+    for i, cut in enumerate(cuts):
+        _within(f"cut_before[{i}]", cut, 0, len(tensors) - 1)
+    decode = instance.get("decode", "side")
+    if decode not in _DECODE:
+        raise ArgumentError(f"decode must be 'side' or 'main', not {_said(decode)}")
+    return {
+        "forward_ps": _integer("forward_ps", instance["forward_ps"]),
+        "tensors": tensors,
+        "methods": methods,
+        "max_group_bytes": _integer("max_group_bytes", instance.get("max_group_bytes", 0)),
+        "cut_before": cuts,
+        "overlap_permille": _within("overlap_permille", instance.get("overlap_permille", 0), 0, 1000),
+        "stolen_permille": _within("stolen_permille", instance.get("stolen_permille", 0), 0, 999),
+        "decode": decode,
+    }
+
+
+def _read(source: str | Path) -> Any:
+    text, name = str(source), "the instance"
+    if isinstance(source, Path) or not text.lstrip().startswith("{"):
+        name = text
+        try:
+            text = Path(source).read_text()
+        except OSError as e:
+            raise ArgumentError(f"cannot read the instance {name}: {e.strerror}") from None
+        except ValueError as e:  # not UTF-8, or no path at all
+            raise ArgumentError(f"cannot read the instance {name}: {e}") from None
+    return parse_json(text, name)
+
+
+def parse_json(text: str, name: str) -> Any:
+    """What the JSON text says. Refuses a field that is there twice, of which json.loads would take the last.
+    name: of the text, in an ArgumentError."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(items)
+        if len(fields) < len(items):
+            twice = next(key for key in fields if sum(key == k for k, _ in items) > 1)
+            raise ArgumentError(f"{name} has {twice!r} twice")
+        return fields
+
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except ArgumentError:
+        raise
+    except ValueError as e:
+        raise ArgumentError(f"{name} is not JSON: {e}") from None
+    except RecursionError:
+        raise ArgumentError(f"{name} is nested too deeply") from None
+
+
+def build(instance: Mapping[str, Any]) -> _core.Instance:
+    """The core's form of what load() returns."""
+    return _core.Instance(
+        forward_ps=instance["forward_ps"],
+        backward_ps=[t["backward_ps"] for t in instance["tensors"]],
+        bytes=[t["bytes"] for t in instance["tensors"]],
+        methods=[(m["encode"], m["exchange"], m["decode"]) for m in instance["methods"]],
+        max_group_bytes=instance["max_group_bytes"],
+        cut_before=instance["cut_before"],
+        overlap_permille=instance["overlap_permille"],
+        stolen_permille=instance["stolen_permille"],
+        decode_main=instance["decode"] == "main",
+    )
+
+
+def _timeline(rows: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "group": group,
+            **{
+                kind: None if row[2 * i] < 0 else [row[2 * i], row[2 * i + 1]] for i, kind in enumerate(SPANS)
+            },
+        }
+        for group, row in enumerate(rows)
+    ]
+
+
+def _method_index(methods: Sequence[Mapping[str, Any]], method: object) -> int:
+    if not isinstance(method, str):
+        return _integer("method", method)
+    names = [m["name"] for m in methods]
+    if method not in names:
+        raise ArgumentError(f"no method is called {method!r}: the instance has {', '.join(names)}")
+    return names.index(method)
+
+
+def _lists(plan: Mapping[str, Any], instance: dict[str, Any] | None = None) -> tuple[list[int], list[int]]:
+    """Ends and methods of a plan, which exist in the instance if one is given."""
+    if not isinstance(plan, Mapping) or not {"ends", "methods"} <= plan.keys():
+        raise ArgumentError("a plan is a dictionary with 'ends' and 'methods'")
+    version = plan.get("version", VERSION)
+    if version != VERSION:
+        raise ArgumentError(f"the plan has version {version!r}, this sidcomp reads {VERSION}: plan again")
+    ends, methods = _list("ends", plan["ends"]), _list("methods", plan["methods"])
+    if len(ends) != len(methods):
+        raise ArgumentError(
+            f"the plan has {len(ends)} ends and {len(methods)} methods: a group has one of each"
+        )
+    last = (len(instance["tensors"]), len(instance["methods"]) - 1) if instance else (_MOST, _MOST)
+    for i in range(len(ends)):
+        _within(f"ends[{i}]", ends[i], 1, last[0])
+        _within(f"methods[{i}]", methods[i], 0, last[1])
+    return ends, methods
+
+
+# ---- types -------------------------------------------------------------------------------------------------
+
+
+def _fields(where: str, value: Any, needed: set[str], optional: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{where} must be a dictionary, not {_said(value)}")
+    for field in sorted(needed - value.keys()):
+        raise ArgumentError(f"{where} lacks {field!r}")
+    for field in sorted(map(str, value.keys() - needed - optional)):
+        raise ArgumentError(f"{where} has no field {field!r}: it has {', '.join(sorted(needed | optional))}")
+
+
+def _list(where: str, value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise ArgumentError(f"{where} must be a list, not {_said(value)}")
+    return list(value)
+
+
+def _integer(where: str, value: Any) -> int:
+    return _within(where, value, -_MOST, _MOST)
+
+
+def _within(where: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentError(f"{where} must be an integer, not {_said(value)}")
+    if not low <= value <= high:
+        raise ArgumentError(f"{where} must be {low} to {high}, not {_said(value)}")
+    return value
+
+
+def _string(where: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ArgumentError(f"{where} must be a string, not {_said(value)}")
+    try:
+        value.encode()
+    except UnicodeError:
+        raise ArgumentError(
+            f"{where} is {_said(value)}, which is not valid Unicode: a lone surrogate"
+        ) from None
+
+
+def _knots(where: str, value: Any) -> None:
+    for i, knot in enumerate(_list(where, value)):
+        if not isinstance(knot, list | tuple) or len(knot) != 2:
+            raise ArgumentError(f"{where}[{i}] must be [bytes, ps], not {_said(knot)}")
+        for part, number in zip(("bytes", "ps"), knot, strict=True):
+            _integer(f"{where}[{i}], its {part},", number)
+
+
+def _said(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

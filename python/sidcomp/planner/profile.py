@@ -1,0 +1,350 @@
+"""A profile: what was measured of a model, its network and the codecs. Saved, loaded, compared; what planners
+read. Without torch."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from sidcomp import core as _core
+from sidcomp.errors import ArgumentError
+from sidcomp.planner import fusion
+from sidcomp.planner.cost_curve import Curve
+
+FORMAT = 1
+_SAME = 0.05  # smaller changes are not worth a line of a comparison
+_DRIFT = 0.25  # a larger change of plain DDP's step makes a profile stale
+_STEPS = {
+    "forward_ps": "forward", "rest_ps": "rest", "compute_ps": "without communication", "dense_ps": "plain DDP"
+}  # fmt: skip
+_MOST = 2**53  # ps (2.5 hours) or bytes: planners add up and multiply within 2^60
+_OPTIONAL = {"contention", "overlap_permille", "measured_s"}
+_TENSOR = {"name", "bytes", "bucket", "ready_ps", "kind"}
+_STAGES = ("encode", "exchange_curve", "decode", "contended")
+_CORRECTION = 16_000  # per mille: the most that what was seen since may make of a cost
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to send a group. `contended`: its exchange while the processor computes; None: not measured.
+
+    Dense has no encode; its decode is the copy of a group that is no bucket of DDP's back into its buckets.
+    """
+
+    name: str
+    codec: str
+    memory: str
+    parameters: dict[str, Any]
+    exchange: str  # a name in sidcomp.exchanges()
+    encode: Curve | None
+    exchange_curve: Curve
+    decode: Curve | None
+    contended: Curve | None = None
+
+    def stages(self) -> dict[str, Curve]:
+        names = ("encode", "exchange_curve", "contended", "decode")
+        return {n.removesuffix("_curve"): c for n in names if (c := getattr(self, n)) is not None}
+
+
+@dataclass
+class Profile:
+    """Times are whole picoseconds, the slowest rank's; sizes are bytes of gradient.
+
+    tensors     in gradient-ready order: {"name", "bytes", "bucket", "ready_ps", "kind"}, ready since the
+                iteration began, without communication; kind: dtype and device, which no group mixes
+    compute_ps  an iteration without communication, the ceiling: forward, backward and rest
+    dense_ps    one of plain DDP
+    methods     dense first
+    contention  per mille of the time alone: what an exchange takes beside computing ("exchange_permille"),
+                and computing beside an exchange ("compute_permille")
+    """
+
+    model: str  # model_digest
+    world: int
+    device: str
+    backend: str
+    threads: int
+    tensors: list[dict[str, Any]]
+    forward_ps: int
+    rest_ps: int
+    compute_ps: int
+    dense_ps: int
+    methods: list[Method]
+    contention: dict[str, int] = field(default_factory=dict)
+    overlap_permille: int = 0
+    measured_s: float = 0.0
+    version: str = _core.version
+    format: int = FORMAT
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(t["bytes"] for t in self.tensors)
+
+    # ---- as a file
+
+    def save(self, path: str | Path) -> None:
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in self.plain().items())
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Profile":
+        """The profile in a file. Raises ArgumentError, which names the file and the field at fault."""
+        try:
+            data = fusion.parse_json(Path(path).read_text(), "it")
+            if isinstance(data, dict) and "format" in data and data["format"] != FORMAT:
+                found = data["format"]
+                raise ArgumentError(f"it has format {found!r}, this sidcomp reads {FORMAT}")
+            return cls.of(data)
+        except ValueError as e:  # ArgumentError is one, as is what is not UTF-8
+            raise ArgumentError(f"{path} is not a whole profile ({e}): delete it and measure again") from e
+
+    def plain(self) -> dict[str, Any]:
+        """In plain types, as `of` takes it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, data: object) -> "Profile":
+        """The profile that `asdict` made `data` of, every field checked. Raises ArgumentError, which names
+        the field at fault; what it returns can be planned with, printed and saved."""
+        needed = {f.name for f in fields(cls)} - _OPTIONAL
+        fusion._fields("the profile", data, needed, _OPTIONAL)
+        assert isinstance(data, Mapping)
+        methods = fusion._list("methods", data["methods"])
+        made = [_method(f"methods[{i}]", m) for i, m in enumerate(methods)]
+        profile = cls(**{**data, "methods": made})
+        profile._check()
+        return profile
+
+    def _check(self) -> None:
+        for name in ("model", "device", "backend", "version"):
+            fusion._string(name, getattr(self, name))
+        for name, least in (("world", 1), ("threads", 0), *((step, 0) for step in _STEPS)):
+            fusion._within(name, getattr(self, name), least, _MOST)
+        fusion._within("format", self.format, FORMAT, FORMAT)
+        fusion._within("overlap_permille", self.overlap_permille, 0, 1000)
+        _finite("measured_s", self.measured_s)
+        if not isinstance(self.contention, Mapping):
+            raise ArgumentError(f"contention must be a dictionary, not {fusion._said(self.contention)}")
+        for name, permille in self.contention.items():
+            fusion._string("a name of contention", name)
+            least, most = (0, 999) if name == "stolen_permille" else (0, _MOST)
+            fusion._within(f"contention[{name!r}]", permille, least, most)
+        for i, t in enumerate(fusion._list("tensors", self.tensors)):
+            fusion._fields(f"tensors[{i}]", t, _TENSOR)
+            fusion._string(f"tensors[{i}].name", t["name"])
+            fusion._string(f"tensors[{i}].kind", t["kind"])
+            for name in ("bytes", "bucket", "ready_ps"):
+                fusion._within(f"tensors[{i}].{name}", t[name], 0, _MOST)
+        _unlike("tensors", [t["name"] for t in self.tensors])
+        _unlike("methods", [m.name for m in self.methods])
+        if self.methods[0].encode is not None:
+            raise ArgumentError("methods[0] has an encode: the first method is dense, which has none")
+        # The planners have the last word: whatever is made of the profile must be an instance to them.
+        slowest = {m.name: dict.fromkeys(("encode", "exchange", "decode"), _CORRECTION) for m in self.methods}
+        for buckets in (True, False):
+            made = self.instance(buckets, rates=slowest, contention=1000, copied=True)
+            for method in range(len(self.methods)):
+                fusion.evaluate(made, {"ends": [len(self.tensors)], "methods": [method]})
+
+    # ---- against the present
+
+    def stale(
+        self, *, model: str, world: int, device: str, backend: str, threads: int, dense_ps: int | None = None
+    ) -> str | None:
+        """Why this profile must not be used now; None: it may. dense_ps: plain DDP's step, measured now."""
+        if model != self.model:
+            return "the profile is of another model: names, shapes or dtypes of the parameters differ"
+        now = {"world": world, "device": device, "backend": backend, "threads": threads}
+        for name, value in {**now, "version": _core.version}.items():
+            if (then := getattr(self, name)) != value:
+                return f"the profile was measured with {name} {then}, now it is {value}"
+        if dense_ps is None or abs(dense_ps - self.dense_ps) <= _DRIFT * self.dense_ps:
+            return None
+        return (
+            f"a step of plain DDP took {_ms(self.dense_ps)} ms when the profile was measured and takes "
+            f"{_ms(dense_ps)} ms now: another network, or a machine with other work"
+        )
+
+    def compare(self, other: "Profile") -> list[str]:
+        """What is different in `other`, a line each; empty where nothing is, by more than 5 %."""
+        lines = []
+        for name in ("version", "model", "world", "device", "backend", "threads"):
+            if (a := getattr(self, name)) != (b := getattr(other, name)):
+                lines.append(f"{name}: {a} -> {b}")
+        for name, what in _STEPS.items():
+            lines += _change(what, getattr(self, name), getattr(other, name))
+        theirs = {m.name: m for m in other.methods}
+        for m in self.methods:
+            if m.name not in theirs:
+                lines.append(f"{m.name}: not measured any more")
+                continue
+            stages = theirs.pop(m.name).stages()
+            for stage, curve in m.stages().items():
+                if stage in stages:
+                    for size in (0, self.total_bytes):
+                        what = f"{m.name}, {stage}, {format_bytes(size) if size else 'latency'}"
+                        lines += _change(what, curve.at(size), stages[stage].at(size))
+        return lines + [f"{name}: not measured before" for name in theirs]
+
+    def table(self) -> str:
+        total = self.total_bytes
+        sizes = [0, *(s for s in (total // 256, total // 16, total) if s)]
+        heads = ["latency", *map(format_bytes, sizes[1:])]
+        rows = [["method", "stage", *heads, "fit", "spread"]]
+        for m in self.methods:
+            for stage, c in m.stages().items():
+                spread = "" if c.spread is None else f"{100 * c.spread:.1f} %"
+                times = [f"{_ms(c.at(s))} ms" for s in sizes]
+                rows.append([m.name, stage, *times, f"{100 * c.error:.1f} %", spread])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        text = [
+            f"{self.world} ranks, {self.backend}, {self.device}, threads {self.threads}; {len(self.tensors)} "
+            f"tensors, {format_bytes(total)}; measured in {self.measured_s:.1f} s",
+            f"plain DDP {_ms(self.dense_ps)} ms a step, without communication {_ms(self.compute_ps)} ms",
+        ]
+        for name, permille in self.contention.items():
+            text.append(f"{name.removesuffix('_permille')} under overlap: {permille / 1000:.2f} of alone")
+        for row in rows:
+            text.append("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip())
+        return "\n".join(text)
+
+    # ---- for the planners
+
+    def instance(
+        self,
+        buckets: bool = True,
+        methods: Sequence[str] | None = None,
+        rates: Mapping[str, Mapping[str, int]] | None = None,
+        contention: int = 0,
+        copied: bool = False,
+    ) -> dict[str, Any]:
+        """An instance for `sidcomp.plan`.
+
+        buckets     a tensor is ready when DDP shows its bucket; False: when itself is (after a rewrap)
+        methods     names of those that may be chosen; None: all
+        rates       {method: {"encode" | "exchange" | "decode": per mille}}: corrections of the times, from
+                    what was seen since
+        contention  0: exchanges cost what they cost alone, which holds for what is left when the backward
+                    pass has ended; 1000: what they cost beside computing
+        copied      dense groups cost the copy back that all of them need but DDP's own buckets; without it
+                    dense has neither encode nor decode, as planners take it
+        """
+        if not 0 <= contention <= 1000:
+            raise ArgumentError(f"contention={contention}: per mille, from 0 to 1000")
+        known = [m.name for m in self.methods]
+        chosen, rates = known if methods is None else list(methods), rates or {}
+        for name in (*chosen, *rates):
+            if name not in known:
+                raise ArgumentError(f"no method {name!r} in the profile; it has: {', '.join(known)}")
+        last: dict[int, int] = {}
+        for t in self.tensors:
+            key = t["bucket"] if buckets else len(last)
+            last[key] = max(last.get(key, 0), t["ready_ps"])
+        tensors, now = [], self.forward_ps
+        for i, t in enumerate(self.tensors):
+            ready = max(now, last[t["bucket"] if buckets else i])
+            tensors.append({"name": t["name"], "backward_ps": ready - now, "bytes": t["bytes"]})
+            now = ready
+        costs = [_costs(m, rates.get(m.name, {}), contention) for m in self.methods if m.name in chosen]
+        if not copied:
+            costs = [{**c, "decode": None} if c["encode"] is None else c for c in costs]
+        return {
+            "forward_ps": self.forward_ps,
+            "tensors": tensors,
+            "methods": costs,
+            "overlap_permille": self.overlap_permille,
+            "decode": "side",
+        }
+
+
+def model_digest(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
+    """Of (name, shape, dtype) of each parameter, in any order."""
+    text = "\n".join(sorted(f"{name} {list(shape)} {dtype}" for name, shape, dtype in parameters))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _costs(m: Method, rates: Mapping[str, int], contention: int) -> dict[str, Any]:
+    alone, beside = m.exchange_curve, m.contended or m.exchange_curve
+    at = sorted({x for curve in (alone, beside) for x, _ in curve.knots})
+    weighed = [[x, (1000 * (a := alone.at(x)) + max(0, beside.at(x) - a) * contention) // 1000] for x in at]
+    encode, decode = (curve and curve.knots for curve in (m.encode, m.decode))
+    tables = {"encode": encode, "exchange": weighed, "decode": decode}
+    scaled = {k: t and [[x, y * rates.get(k, 1000) // 1000] for x, y in t] for k, t in tables.items()}
+    return {"name": m.name, **scaled}
+
+
+def _method(where: str, data: Any) -> Method:
+    fusion._fields(where, data, {f.name for f in fields(Method)} - {"contended"}, {"contended"})
+    for name in ("name", "codec", "memory", "exchange"):
+        fusion._string(f"{where}.{name}", data[name])
+    parameters = data["parameters"]
+    if not isinstance(parameters, Mapping):
+        raise ArgumentError(f"{where}.parameters must be a dictionary, not {fusion._said(parameters)}")
+    for name, value in parameters.items():
+        fusion._string(f"a name of {where}.parameters", name)
+        if isinstance(value, str):
+            fusion._string(f"{where}.parameters[{name!r}]", value)
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ArgumentError(
+                f"{where}.parameters[{name!r}] must be a number or a string, not {fusion._said(value)}"
+            )
+    curves = {s: _curve(f"{where}.{s}", data.get(s), s == "exchange_curve") for s in _STAGES}
+    return Method(**{**data, **curves})
+
+
+def _curve(where: str, data: Any, needed: bool) -> Curve | None:
+    if data is None and not needed:
+        return None
+    fusion._fields(where, data, {"knots"}, {f.name for f in fields(Curve)})
+    for i, knot in enumerate(fusion._list(f"{where}.knots", data["knots"])):
+        _row(f"{where}.knots[{i}]", knot, 2)
+    for i, point in enumerate(fusion._list(f"{where}.points", data.get("points", []))):
+        _row(f"{where}.points[{i}]", point, 5)
+    _finite(f"{where}.error", data.get("error", 0.0))
+    if data.get("spread") is not None:
+        _finite(f"{where}.spread", data["spread"])
+    try:
+        return Curve(**data)
+    except ArgumentError as e:
+        raise ArgumentError(f"{where}: {e}") from None
+
+
+def _row(where: str, row: Any, n: int) -> None:
+    if len(fusion._list(where, row)) != n:
+        raise ArgumentError(f"{where} must be {n} numbers, not {fusion._said(row)}")
+    for number in row:
+        fusion._within(where, number, 0, _MOST)
+
+
+def _finite(where: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ArgumentError(f"{where} must be a finite number, 0 or greater, not {fusion._said(value)}")
+
+
+def _unlike(where: str, names: list[str]) -> None:
+    if not names:
+        raise ArgumentError(f"{where} is empty")
+    if len(set(names)) < len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise ArgumentError(f"{where} has {twice!r} twice")
+
+
+def _change(what: str, before: int, now: int) -> list[str]:
+    if abs(now - before) <= _SAME * before:
+        return []
+    percent = f" ({100 * (now - before) / before:+.0f} %)" if before else ""
+    return [f"{what}: {_ms(before)} -> {_ms(now)} ms{percent}"]
+
+
+def _ms(ps: int) -> str:
+    return f"{ps / 1e9:.{4 if ps < 10**9 else 2}f}"
+
+
+def format_bytes(nbytes: int) -> str:
+    for unit, name in ((2**20, "MB"), (2**10, "KB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} B"

@@ -1,0 +1,404 @@
+"""state_dict: what is kept, by parameter name; and how it comes back, at the same or at another world
+size."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import core as _core
+from sidcomp.config.grouping import DENSE, Piece, Spec, shorten
+from sidcomp.config.registry import find_memory
+from sidcomp.config.settings import Settings
+from sidcomp.errors import ArgumentError, CheckpointError
+from sidcomp.runtime.checkpoint_reader import FORMAT, read
+from sidcomp.runtime.layout import STATE_HEADER, Group, Layout
+from sidcomp.runtime.learning_rates import Rates
+from sidcomp.runtime.process_group import Exchange
+
+if TYPE_CHECKING:
+    from sidcomp.runtime.engine import Pipeline
+
+# The parts of a state's header that are not settled by residual_in: the count of steps and the codec's
+# statistics.
+_KEPT = (slice(0, 8), slice(64, 192))
+
+logger = logging.getLogger("sidcomp")
+
+
+class Kept(NamedTuple):
+    """What is kept of one parameter: (vectors, elements) float32. `local` ranks, a node's, share it; where
+    `common`, the last vector is what this rank keeps for all. What is owed of it is in units of `rate`, the
+    learning rate of the last step; None: no optimizer was followed."""
+
+    values: torch.Tensor
+    local: int = 1
+    common: bool = False
+    rate: float | None = None
+
+
+Residuals = dict[str, Kept]
+
+
+def _residual(g: Group) -> torch.Tensor:
+    """What the group's memory keeps: (vectors, n) float32."""
+    out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32)
+    with g.host_state() as state:
+        g.plan.residual_out(state, out.data_ptr())
+    return out
+
+
+def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
+    kept: Residuals = {}
+    for g in groups:
+        if g.plan.vectors:
+            parts = torch.split(_residual(g), [p.numel for p in g.spec.pieces], dim=1)
+            how = (g.trip.route.local, g.trip.common) if g.routed else (1, False)
+            kept.update(
+                (p.name, Kept(part.clone(), *how, rates.rate(p.name) if rates is not None else None))
+                for p, part in zip(g.spec.pieces, parts, strict=True)
+            )
+    return kept
+
+
+def save(p: "Pipeline") -> dict[str, Any]:
+    if p.layout is None and p.resume is not None:
+        return p.resume.source
+    groups = p.layout.groups if p.layout is not None else []
+    residuals = {**p.parked, **_residuals(groups, p.rates)}
+    return {
+        "format": FORMAT,
+        "version": _core.version,
+        **p.settings.saved(),
+        "world": p.exchange.world if p.exchange is not None and p.step else 0,
+        "rank": p.exchange.rank if p.exchange is not None and p.step else 0,
+        "step": p.step,
+        "settled": p.settled or isinstance(p.settings.groups, list),
+        "controller": p.controller.saved() if p.controller is not None else None,
+        "scale": p.scale,
+        "layout": [_save_group(g) for g in groups],
+        "residuals": {name: kept.values for name, kept in residuals.items()},
+        "shared": {n: [r.local, r.common] for n, r in residuals.items() if r.local > 1 or r.common},
+        "rates": {name: kept.rate for name, kept in residuals.items() if kept.rate is not None},
+    }
+
+
+def _headers(g: Group) -> list[int]:
+    """Where the state's parts begin: one, but for exchanges that keep slices."""
+    return [at for at, *_ in g.trip.shares] if g.routed else [0]
+
+
+def _save_group(g: Group) -> dict[str, Any]:
+    header = extra = torch.zeros(0, dtype=torch.uint8)
+    if not g.direct:
+        header = torch.cat([header, *(g.state.tensor[at : at + STATE_HEADER].cpu() for at in _headers(g))])
+        extra = g.state.tensor[g.codec_bytes].cpu().clone()
+    return {
+        "names": list(g.names),
+        "shapes": [list(p.shape) for p in g.spec.pieces],
+        "way": g.spec.way,
+        "header": header,
+        "extra": extra,
+    }
+
+
+class Resume:
+    """What waits for groups to be made: a loaded state, or what the groups of the layout before have kept."""
+
+    def __init__(self, residuals: Residuals, layout: list[dict[str, Any]], source: dict[str, Any]) -> None:
+        self.residuals = residuals
+        self.layout = layout
+        self.source = source
+        self.same_codec = True  # the codec's statistics are taken over with a group that is the same
+
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raises CheckpointError where the parameters of checkpoint and model are not the same."""
+        saved = {
+            name: tuple(shape)
+            for g in self.source.get("layout", [])
+            for name, shape in zip(g["names"], g["shapes"], strict=True)
+        }
+        if not saved:
+            return
+        here = {name: shape for name, shape in shapes.items() if 0 not in shape}
+        wrong = []
+        if missing := [n for n in here if n not in saved]:
+            wrong.append(f"it lacks {shorten(missing)}")
+        if extra := [n for n in saved if n not in here]:
+            wrong.append(f"the model lacks {shorten(extra)}")
+        for n in (n for n in here if n in saved and here[n] != saved[n]):
+            wrong.append(f"{n} is {list(saved[n])} in it and {list(here[n])} in the model")
+        if wrong:
+            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong)}")
+
+    def fit(self, layout: Layout) -> None:
+        """Raises CheckpointError where a group's memory keeps something else of its parameters."""
+        for g in layout.groups:
+            own = 0 if g.direct else g.plan.vectors - (g.routed and g.trip.common)
+            for p in g.spec.pieces:
+                kept = self.residuals.get(p.name)
+                if own and kept is not None and kept.values.shape != (own + kept.common, p.numel):
+                    raise CheckpointError(
+                        f"residuals[{p.name!r}] of the checkpoint is of shape {list(kept.values.shape)}; "
+                        f"memory {g.plan.memory!r} keeps {own} vectors of {p.numel} elements: use the memory "
+                        "that it was saved with"
+                    )
+
+    def place(self, layout: Layout, exchange: Exchange, rates: Rates | None) -> None:
+        """Puts what was kept into fresh groups, in units of the rates of now. Raises what went wrong once all
+        ranks that wait for this one have its part; what the groups hold is of no use then."""
+        failure: Exception | None = None
+        for g in layout.groups:
+            if g.direct:
+                continue
+            values: torch.Tensor | None = None
+            if g.plan.vectors and any(p.name in self.residuals for p in g.spec.pieces):
+                try:
+                    values = self._values(g, exchange.world, rates)
+                except Exception as e:  # the ranks of its node wait for this one's part
+                    failure, values = failure or e, torch.zeros(g.plan.vectors, g.n)
+                if g.routed and g.trip.route.local > 1:
+                    local = g.trip.route.local
+                    first = exchange.rank // local * local
+                    values = exchange.sum_among(list(range(first, first + local)), values)
+            try:
+                self._put(g, values)
+            except Exception as e:
+                failure = failure or e
+        if failure is not None:
+            raise failure
+
+    def _put(self, g: Group, values: torch.Tensor | None) -> None:
+        """values: what its memory is to keep, if it is to keep anything."""
+        if values is not None:
+            with g.host_state(write=True) as state:
+                g.plan.residual_in(state, values.data_ptr())
+        old = self.layout[g.index] if g.index < len(self.layout) else None
+        if (
+            self.same_codec and old is not None and old["names"] == g.names
+            and way_of(old) == g.spec.way and len(old["header"])
+        ):  # fmt: skip
+            header, places = old["header"].to(g.device), _headers(g)
+            if len(header) != STATE_HEADER * len(places):
+                return
+            for at, own in zip(places, header.split(STATE_HEADER), strict=True):
+                for part in _KEPT:
+                    g.state.tensor[at : at + STATE_HEADER][part] = own[part]
+            extra = old.get("extra", header[:0])
+            if len(extra) == g.plan.extra_bytes:
+                g.state.tensor[g.codec_bytes] = extra.to(g.device)
+
+    def _values(self, g: Group, world: int, rates: Rates | None) -> torch.Tensor:
+        """What the group's memory is to keep: (vectors, n)."""
+        kept = [self.residuals.get(p.name) for p in g.spec.pieces]
+        parts = [
+            torch.zeros(g.plan.vectors, p.numel)
+            if r is None
+            else _fit(g, _at_rate(g, r, 1.0 if rates is None else rates.since(p.name, r.rate)), world)
+            for p, r in zip(g.spec.pieces, kept, strict=True)
+        ]
+        return torch.cat(parts, dim=1).contiguous()
+
+    def rescale(self, factor: float) -> None:
+        self.residuals = rescaled(self.residuals, factor)
+        self.source = {**self.source, "residuals": {name: r.values for name, r in self.residuals.items()}}
+
+
+def _fit(g: Group, kept: Kept, world: int) -> torch.Tensor:
+    """What was kept, as this group's exchange keeps it: with a last vector of what is kept for all ranks, or
+    without; and of this rank's own vector, or of its node's. The sum over the ranks stays."""
+    values, was = kept.values, kept.local
+    local, common = (g.trip.route.local, g.trip.common) if g.routed else (1, False)
+    own = len(values) - kept.common
+    if kept.common and not common:
+        values = torch.cat([values[:1] + world // was * values[-1:], values[1:own]])
+    if was != local:
+        values = torch.cat([values[:own] * (was / local), values[own:]])
+    if common and not kept.common:
+        values = torch.cat([values, torch.zeros(1, values.shape[1])])
+    return values
+
+
+def _at_rate(g: Group, kept: Kept, factor: float) -> Kept:
+    """What is owed, times `factor`; momenta as they are."""
+    if factor == 1:
+        return kept
+    own = len(kept.values) - kept.common
+    owed = min(_unsent(g.plan.memory), own)
+    factors = torch.ones(len(kept.values), 1)
+    factors[:owed] = factor
+    factors[own:] = factor
+    return kept._replace(values=kept.values * factors)
+
+
+def rescaled(residuals: Residuals, factor: float) -> Residuals:
+    return {name: r._replace(values=r.values * factor) for name, r in residuals.items()}
+
+
+def _kept(source: dict[str, Any]) -> Residuals:
+    shared, rates = source.get("shared", {}), source.get("rates", {})
+    kept: Residuals = {}
+    for name, values in source["residuals"].items():
+        local, common = shared.get(name, (1, False))
+        kept[name] = Kept(values, local, common, rates.get(name))
+    return kept
+
+
+def carry(layout: Layout, rates: Rates | None) -> Resume:
+    """What the groups of a layout keep, for the groups of the next one."""
+    return Resume(_residuals(layout.groups, rates), [_save_group(g) for g in layout.groups], {})
+
+
+def way_of(group: dict[str, Any]) -> int:
+    """How a group of a checkpoint was sent; before there was a choice it said only whether it was dense."""
+    return int(group["way"]) if "way" in group else DENSE if group["dense"] else 0
+
+
+def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece], ways: int) -> list[Spec]:
+    """The groups of a checkpoint, over the buckets of today, each sent in one of so many ways."""
+    by_name = {p.name: p for p in pieces}
+    for i, g in enumerate(groups):
+        _check_way(i, g, ways)
+        own = [by_name[n] for n in g["names"]]
+        if odd := [p for p in own if (p.dtype, p.device) != (own[0].dtype, own[0].device)]:
+            raise CheckpointError(
+                f"layout[{i}] of the checkpoint is a group of {own[0].name}, {own[0].dtype} on "
+                f"{own[0].device}, and {odd[0].name}, {odd[0].dtype} on {odd[0].device}: a group has one "
+                "dtype and device; convert and move the module as it was when it was saved"
+            )
+    return [Spec(way_of(g), [by_name[n] for n in g["names"]]) for g in groups]
+
+
+def _check_way(i: int, group: dict[str, Any], ways: int) -> None:
+    if way_of(group) >= ways:
+        raise CheckpointError(
+            f"layout[{i}]['way'] of the checkpoint is {way_of(group)}; this State has {ways} ways to send a "
+            "group: make it with the codec and policy that it was saved with"
+        )
+
+
+def load(
+    settings: Settings,
+    parent: dist.ProcessGroup | None,
+    given: "dict[str, Any] | Sequence[dict[str, Any]]",
+    redistribute: str,
+) -> Resume:
+    """parent: the process group of the model, None for the default one."""
+    if redistribute not in ("sum", "mean"):
+        raise ArgumentError(f'redistribute={redistribute!r}: "sum" or "mean"')
+    if not dist.is_initialized():
+        raise CheckpointError(
+            "load_state_dict needs the process group: call torch.distributed.init_process_group first"
+        )
+    world, rank = dist.get_world_size(parent), dist.get_rank(parent)
+    all_given = list(given) if isinstance(given, list | tuple) else [given]
+    if not all_given:
+        raise CheckpointError("an empty list of states: pass this rank's state, or those of all old ranks")
+    several = len(all_given) > 1
+    states = [read(s, f"states[{i}]: " if several else "") for i, s in enumerate(all_given)]
+    old = states[0]["world"]
+    if old == 0:  # saved before the first step: nothing is kept yet
+        return Resume({}, [], states[0])
+    own = [s for s in states if old == world and s["rank"] == rank]
+    if len(own) != 1:
+        _check_complete(states, old, world, rank)
+        own = [_redistributed(states, world, rank, old if redistribute == "mean" else world)]
+        logger.warning("residuals of %d ranks were redistributed over %d (%s)", old, world, redistribute)
+    source = own[0]
+    resume = Resume(_kept(source), source["layout"], source)
+    resume.same_codec = old == world
+    _compare(settings, resume)
+    if not settings.policy.rules:
+        for i, g in enumerate(resume.layout):
+            _check_way(i, g, len(settings.ways))
+    if not source["settled"]:
+        resume.layout = []  # DDP was about to form its buckets anew, and we the groups with them
+    return resume
+
+
+def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, parts: int) -> dict[str, Any]:
+    """The state of one new rank: the old ranks' residuals, added in rank order, over `parts`; of momenta the
+    mean."""
+    states = sorted(states, key=lambda s: int(s["rank"]))
+    first = states[0]
+    residuals = {}
+    for name, (_, local, common, _) in _kept(first).items():
+        total = torch.stack([s["residuals"][name].double() for s in states]).sum(dim=0)
+        # as if every rank had kept all of it on its own: a node's counts for its ranks, what is for all, all
+        if common:
+            total = torch.cat([total[:1] + len(states) // local * total[-1:], total[1:-1]])
+        total = total * local
+        over = torch.full((len(total), 1), float(parts), dtype=torch.float64)
+        over[_unsent(first["memory"]) :] = len(states)
+        residuals[name] = (total / over).float()
+    return {**first, "world": world, "rank": rank, "residuals": residuals, "shared": {}}
+
+
+def _unsent(name: str) -> int:
+    """How many of the vectors of a memory are still to be sent; the others are momenta."""
+    memory = find_memory(name)
+    return 1 if "feedback" in memory.traits or not memory.momentum else 0
+
+
+def _check_complete(states: Sequence[dict[str, Any]], old: int, world: int, rank: int) -> None:
+    ranks = sorted(s["rank"] for s in states)
+    if old == world and len(states) == 1:
+        raise CheckpointError(
+            f"this is the state of rank {ranks[0]}, but this process is rank {rank}: every rank saves and "
+            f"loads its own; pass that of rank {rank}, or a list with those of all {old} ranks"
+        )
+    if any(s["world"] != old for s in states):
+        raise CheckpointError(f"states of different runs: world sizes {sorted({s['world'] for s in states})}")
+    if ranks != list(range(old)):
+        lack = [r for r in range(old) if r not in ranks]
+        what = f"those of ranks {lack} are missing" if lack else f"ranks {ranks} are given more than once"
+        raise CheckpointError(
+            f"the states were saved by {old} ranks and are loaded by {world}: pass load_state_dict a list "
+            f"with the states of all {old} ranks ({what})"
+        )
+    if len({s["step"] for s in states}) > 1:
+        raise CheckpointError(f"the states are of different steps: {sorted({s['step'] for s in states})}")
+    names = set(states[0]["residuals"])
+    for s in states[1:]:
+        if odd := sorted(names ^ set(s["residuals"])):
+            raise CheckpointError(
+                f"the states are of different models: {shorten(odd)} are not in all of them"
+            )
+    first = states[0]
+    for i, s in enumerate(states[1:], 1):
+        for key in ("memory", "shared"):
+            if s[key] != first[key]:
+                raise CheckpointError(
+                    f"the states are of different runs: {key} is {first[key]!r} in states[0], {s[key]!r} in "
+                    f"states[{i}]"
+                )
+        for n, values in s["residuals"].items():
+            if values.shape != first["residuals"][n].shape:
+                raise CheckpointError(
+                    f"the states are of different models: residuals[{n!r}] is of shape "
+                    f"{list(first['residuals'][n].shape)} in states[0], {list(values.shape)} in states[{i}]"
+                )
+
+
+def _compare(settings: Settings, resume: Resume) -> None:
+    """Another codec, seed or grouping may take over what is kept, but not bit for bit: say so. Another memory
+    may not."""
+    saved, mine = resume.source, settings.saved()
+    if saved["memory"] != mine["memory"]:
+        raise CheckpointError(
+            f"the state is of memory {saved['memory']!r}, this State has {mine['memory']!r}: "
+            "use the same memory"
+        )
+    changed = [k for k in mine if mine[k] != saved.get(k, mine[k])]
+    if changed:
+        if {"codec", "parameters", "policy"} & set(changed):
+            resume.same_codec = False
+        chosen = {"codec", "parameters", "exchange"} if settings.planned else set()  # what a plan is made of
+        if ({"groups", "exclude", "policy"} | chosen) & set(changed):
+            resume.layout = []
+        logger.warning(
+            "resuming with other settings (%s): what was kept is taken over, but not bit for bit",
+            ", ".join(f"{k} {saved[k]!r} -> {mine[k]!r}" for k in changed),
+        )

@@ -1,0 +1,329 @@
+"""The step on a CUDA device: encode, exchange and decode on one side stream. The host waits for nothing."""
+
+import os
+import struct
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import core as _core
+from sidcomp.config.registry import find_codec
+from sidcomp.errors import CorruptPayloadError, UnsupportedError
+from sidcomp.runtime.layout import Block, Group
+from sidcomp.runtime.nccl import Native, Progress, open_library
+from sidcomp.runtime.point_to_point import ends_of, operations
+
+if TYPE_CHECKING:
+    from sidcomp.runtime.process_group import Exchange
+
+_STATS = struct.Struct("<QQQfII")  # sid_stats
+_REPORT_BYTES = 16  # nonfinite, culprit, status, and 0; as the host sees it, step + 1
+_MARKS = 2**32
+
+
+@dataclass
+class DeviceStats:
+    """sid_stats of the last encode, as read back from the device."""
+
+    count: int
+    found: int
+    nonfinite: int
+    threshold: float
+    stages: int
+    walks: int
+
+
+class Resident:
+    """What a group keeps on the device beside its blocks, and the host's late view of its report."""
+
+    def __init__(self, device: torch.device, shown: torch.Tensor) -> None:
+        self.stats = Block(_STATS.size, device)
+        self.report = Block(_REPORT_BYTES, device)
+        self.shown = shown.data_ptr()
+        self.seen = memoryview(shown.numpy().data).cast("I")  # written by the device
+        self.mark = 0  # of the last step that was enqueued
+        self.table = torch.empty(0)
+        self.placed_for: _core.Segments | None = None
+        self.places: dict[int, _core.DeviceGroup] = {}  # by the state's address
+
+
+class CudaLane:
+    """A side stream of one device, in which all groups are processed one after the other.
+
+    The futures of the hook are completed with this stream current, so DDP's own stream waits for it on the
+    device. The collectives are enqueued from it as well and need no callback: torch's, or, once `connect`
+    has been called, our own (nccl.py), where one call enqueues all that a group's step has. A payload that
+    fails its check is found by the device, and so are replicas that differ; the host learns of it without
+    waiting, and fails a later step. Nor does it wait to know of a step that was not finite: the device
+    itself makes the other groups forget (`cancel`); where groups have two states, the next step waits for
+    the reports of this one's (`spoiled`).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if not _core.cuda_built:
+            raise UnsupportedError("this build of sidcomp has no CUDA kernels: build it where nvcc is found")
+        self.device = device
+        self.native: Native | None = None
+        self._library: _core.Nccl | None = None
+        self._residents: tuple[weakref.ref[Resident], ...] = ()  # replaced whole: another thread reads it
+        self._kept: list[torch.Tensor] = []  # pinned memory is given to others at once when it is freed
+        # checksums of all ranks on their way to the host: how to wait for them, they, their step
+        self._late: list[tuple[Callable[[], None], torch.Tensor, int]] = []
+        self._spare: list[torch.Tensor] = []  # memory for more of them
+        self._kept_table = torch.empty(0)  # cancel's
+        self._kept_by: list[_core.DeviceGroup] = []
+        self._enter()
+
+    # What is torch's on a device; the tests have it otherwise.
+
+    def _enter(self) -> None:
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        early = _core.cuda_early if os.environ.get("SIDCOMP_LAUNCH_EARLY") == "1" else 0
+        self.where = {"device": self.stream.device.index | early, "stream": self.stream.cuda_stream}
+
+    def current(self) -> AbstractContextManager[object]:
+        """What is enqueued within goes to the side stream; DDP waits for it where a future is completed
+        within."""
+        return torch.cuda.stream(self.stream)
+
+    def future(self) -> "torch.futures.Future[torch.Tensor]":
+        """Of a bucket, whose gradients the current stream has been given: the side stream waits for them."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.futures.Future(devices=[self.device])
+
+    def wait(self, everything: bool = False) -> None:
+        """Until the side stream, or the device, is done."""
+        if everything:
+            torch.cuda.synchronize(self.device)
+        else:
+            self.stream.synchronize()
+
+    def _shown(self) -> torch.Tensor:
+        return torch.zeros(_REPORT_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def _send_home(self, x: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
+        """To the host: how to wait for it, and where it will be."""
+        seen = self._spare.pop() if self._spare else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        seen.copy_(x, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(self.stream)
+        return done.synchronize, seen
+
+    # ---- NCCL of our own
+    # -----------------------------------------------------------------------------------------
+
+    def find_native(self) -> None:
+        """Raises where there is no NCCL."""
+        self._library = self._library or open_library()
+
+    def connect(self, exchange: "Exchange") -> None:
+        """By all ranks at the same point: from here on the collectives are our own."""
+        if self.native is None:
+            assert self._library is not None
+            progress = partial(_progress, weakref.ref(self))
+            self.native = Native(self._library, exchange, self.where["device"], progress)
+
+    def close(self) -> None:
+        if self.native is not None:
+            self.native.close()
+
+    # ---- groups
+    # --------------------------------------------------------------------------------------------------
+
+    def prepare(self, group: Group, world: int, twice: bool) -> None:
+        if not find_codec(group.plan.codec).cuda:
+            has = ", ".join(c["name"] for c in _core.codecs() if c["cuda"])
+            raise UnsupportedError(
+                f"codec {group.plan.codec!r} has no CUDA kernels in this build; these have: {has}. "
+                "Choose one of them, or train on the CPU"
+            )
+        with self.current():
+            work_bytes = (group.trip.core if group.routed else group.plan).cuda_work_bytes()
+            group.allocate(world, work_bytes, twice)
+            self._kept.append(self._shown())
+            group.resident = Resident(self.device, self._kept[-1])
+            group.allocations += 3
+        self._residents = (*(r for r in self._residents if r() is not None), weakref.ref(group.resident))
+
+    def _place(self, g: Group, r: Resident) -> None:
+        """The segment table goes to the device."""
+        with self.current():
+            r.table = torch.frombuffer(bytearray(g.segments.table()), dtype=torch.uint8).to(self.device)
+        r.placed_for = g.segments
+        r.places = {state.ptr: self._places(g, r, state.ptr) for state in g.states}
+
+    def _places(self, g: Group, r: Resident, state: int) -> _core.DeviceGroup:
+        if g.routed:
+            return _core.DeviceGroup(
+                g.trip.core, r.table.data_ptr(), len(g.runs), state, g.scratch.ptr, g.payload.ptr,
+                r.stats.ptr, r.report.ptr, r.shown,
+            )  # fmt: skip
+        return _core.DeviceGroup(
+            g.plan, r.table.data_ptr(), len(g.runs), state, g.scratch.ptr, g.payload.ptr,
+            0 if g.plan.linear else g.incoming.ptr, r.stats.ptr, r.report.ptr, r.shown,
+        )  # fmt: skip
+
+    def keep_two(self, group: Group) -> bool:
+        """The group's states become two, if it has not got two."""
+        with self.current():
+            made = group.keep_two()
+        group.resident.placed_for = None
+        return made
+
+    def prepare_full(self, group: Group, plan: _core.Plan) -> None:
+        with self.current():
+            group.allocate_full(plan, plan.cuda_work_bytes())
+
+    def launch(self, g: Group, exchange: "Exchange", step: int, seed: int, check: int = 0) -> None:
+        """check: where a checksum of what was decoded goes, on the device; or 0."""
+        r: Resident = g.resident
+        if status := r.seen[2]:
+            if self.native is not None:
+                self.native.communicator.poll()  # knows better why nothing sound has come
+            raise CorruptPayloadError(
+                f"status {status - 2**32} of the payload of rank {r.seen[1]} in an earlier step"
+            )
+        if r.placed_for is not g.segments:
+            self._place(g, r)
+        if len(g.states) == 2:
+            with self.current():
+                g.begin()
+        if self.native is not None:
+            r.places[g.state.ptr].step(
+                self.native.communicator, step=step, seed=seed, group=g.index, carry=g.carry,
+                origin=g.origin, stream=self.where["stream"],
+            )  # fmt: skip
+        else:
+            self._step(g, r, exchange, step, seed)
+        if check:
+            self._sum(g, r, check)
+        r.mark = (step + 1) % _MARKS
+        g.steps += 1
+
+    def _step(self, g: Group, r: Resident, exchange: "Exchange", step: int, seed: int) -> None:
+        """With torch's collectives."""
+        at = {"step": step, "group": g.index}
+        with self.current():
+            table, n_segments = r.table.data_ptr(), len(g.runs)
+            if g.routed:
+                self._travel(g, r, exchange, {**at, "seed": seed})
+                return
+            places = (table, n_segments, g.state.ptr, g.scratch.ptr, g.payload.ptr)
+            who = {"seed": seed, "rank": exchange.rank, "world": exchange.world}
+            g.plan.cuda_encode(
+                *places, carry=g.carry, origin=g.origin, stats=r.stats.ptr, **who, **at, **self.where
+            )
+            # wait() makes this stream wait for the collective; on NCCL it does not stop the host. All groups
+            # are launched by one thread, in the same order on all ranks, and so are their rounds.
+            if g.plan.linear:
+                for i, part in enumerate(g.slices):
+                    if i:
+                        g.plan.cuda_next_round(i, *places, **who, **at, **self.where)
+                    exchange.all_reduce(part).wait()
+            else:
+                exchange.all_gather(g.incoming.tensor, g.payload.tensor).wait()
+            g.plan.cuda_decode(
+                g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / exchange.world, table, n_segments,
+                g.state.ptr, g.scratch.ptr, report=r.report.ptr, **at, **self.where,
+            )  # fmt: skip
+            _core.cuda_show(r.report.ptr, (step + 1) % _MARKS, r.shown, **self.where)
+
+    def _travel(self, g: Group, r: Resident, exchange: "Exchange", at: dict[str, int]) -> None:
+        """An exchange of messages, with torch's point-to-point calls."""
+        if g.ends is None:
+            ends = ends_of(g.trip, g.payload.tensor, exchange)
+            g.ends = [operations(*end, exchange.group) for end in ends]
+        for i in range(g.plan.rounds + 1):
+            g.trip.core.cuda_advance(
+                i, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                carry=g.carry, origin=g.origin, stats=r.stats.ptr, report=r.report.ptr, **at, **self.where,
+            )  # fmt: skip
+            if i < g.plan.rounds and g.ends[i]:
+                for work in dist.batch_isend_irecv(g.ends[i]):
+                    work.wait()
+        _core.cuda_show(r.report.ptr, (at["step"] + 1) % _MARKS, r.shown, **self.where)
+
+    def progress(self) -> Progress:
+        """Of the groups' steps; any thread."""
+        all_of = [r for ref in self._residents if (r := ref()) is not None]
+        seen = tuple(r.seen[3] for r in all_of)
+        return any(r.mark != mark for r, mark in zip(all_of, seen, strict=True)), seen
+
+    def cancel(self, groups: list[Group], always: bool = False) -> None:
+        """Behind the last of an iteration's groups, which worked in place: where one was not finite, or
+        failed, the step is thrown away by whoever guards the run, and the others forget what they kept. The
+        device decides."""
+        for g in groups:
+            if g.resident.placed_for is not g.segments:
+                self._place(g, g.resident)
+        places = [g.resident.places[g.state.ptr] for g in groups]
+        if places != self._kept_by:
+            table = bytearray(b"".join(p.kept() for p in places))
+            with self.current():
+                self._kept_table = torch.frombuffer(table, dtype=torch.uint8).to(self.device)
+            self._kept_by = places
+        count = len(self._kept_table) // _core.cuda_kept_bytes
+        _core.cuda_cancel(self._kept_table.data_ptr(), count, always=always, **self.where)
+
+    def spoiled(self, groups: list[Group]) -> bool:
+        """Whether one of the last step's groups was not finite; waits for the side stream, on which nothing
+        of another step lies yet."""
+        self.wait()
+        return any(g.resident.seen[0] for g in groups)
+
+    def failed(self, groups: list[Group]) -> bool:
+        """Whether a payload of one of them was not sound; after `spoiled`."""
+        return any(g.resident.seen[2] for g in groups)
+
+    def settle(self, g: Group) -> None:
+        """What the last step sent is taken out of what the group keeps."""
+        if g.resident.placed_for is not g.segments:
+            self._place(g, g.resident)
+        g.plan.cuda_settle(
+            g.resident.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr, **self.where
+        )
+
+    def unsend(self, g: Group) -> None:
+        """After the group has changed its plan."""
+        g.plan.cuda_unsend(g.state.ptr, **self.where)
+        g.resident.placed_for = None  # its places are those of the other plan
+
+    def _sum(self, g: Group, r: Resident, place: int) -> None:
+        g.plan.cuda_checksum(
+            r.table.data_ptr(), len(g.runs), g.scratch.ptr, report=r.report.ptr, sum=place, **self.where
+        )
+
+    def compare(self, all_sums: torch.Tensor, mine: torch.Tensor, exchange: "Exchange", step: int) -> None:
+        """Gathers checksums of a step on the device and sends them to the host, which will see them later."""
+        with self.current():
+            exchange.all_gather(all_sums, mine).wait()
+            self._late.append((*self._send_home(all_sums), step))
+
+    def compared(self, before: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Those of steps before this one, each with its step, in all ranks alike: a rank that went on would
+        wait for the others. So the host waits, where it is more than an iteration ahead of the device."""
+        while self._late and self._late[0][2] < before:
+            wait, seen, step = self._late.pop(0)
+            wait()
+            yield seen, step
+            self._spare.append(seen)
+
+    def forget(self) -> None:
+        """The groups change: checksums have other places from now on."""
+        self._late, self._spare, self._kept_by = [], [], []
+
+    def stats(self, g: Group) -> DeviceStats:
+        """Of the last encode; waits for the device."""
+        self.wait()
+        return DeviceStats(*_STATS.unpack(bytes(g.resident.stats.tensor.tolist())))
+
+
+def _progress(ref: "weakref.ref[CudaLane]") -> Progress | None:
+    lane = ref()
+    return lane.progress() if lane is not None else None

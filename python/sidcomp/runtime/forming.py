@@ -1,0 +1,188 @@
+"""From the buckets that DDP shows to a layout: groups by the rules, their plans and blocks, the same on every
+rank."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sidcomp import core as _core
+from sidcomp.config.exchange_choice import Trip
+from sidcomp.config.grouping import Piece, Regime, form_groups, shorten
+from sidcomp.config.settings import Settings
+from sidcomp.errors import RankError, UnsupportedError
+from sidcomp.runtime import checkpoint
+from sidcomp.runtime.cuda_executor import CudaLane
+from sidcomp.runtime.layout import DTYPES, Group, Layout, Slot
+from sidcomp.runtime.process_group import Exchange
+
+_FAILED = bytes(32)  # in place of a digest
+
+
+def agreed(exchange: Exchange, make: Callable[[], Layout], header: str, what: str) -> Layout:
+    """make(), if it gives the same on all ranks; else all ranks raise. A difference would corrupt or hang an
+    exchange.
+
+    A collective; `header` is what else has to be the same, `what` says for errors what the ranks are at.
+    """
+    layout, failure, text = None, None, ""
+    try:
+        layout = make()
+        text = "\n".join([header, *(f"group {g.index}: {g.describe()}" for g in layout.groups)])
+    except Exception as e:
+        failure, text = e, f"{type(e).__name__}: {e}"
+    digest = hashlib.sha256(text.encode()).digest() if failure is None else _FAILED
+    digests = exchange.tell_all(digest, what)
+    if layout is not None and len(set(digests)) == 1:
+        return layout
+    texts = _texts(exchange, text, what, failure)
+    if _FAILED in digests:
+        raise _failed(digests.index(_FAILED), "form its groups", texts)
+    rank = next(r for r, d in enumerate(digests) if d != digests[0])
+    lines = [texts[r].splitlines() for r in (0, rank)]
+    at = next((i for i, (a, b) in enumerate(zip(*lines, strict=False)) if a != b), min(map(len, lines)))
+    here, there = (x[at] if at < len(x) else "nothing more" for x in lines)
+    raise _differs(
+        rank,
+        f"ranks do not agree: rank 0 has [{here}], rank {rank} has [{there}]; "
+        "model, sidcomp.State and checkpoint must be the same on every rank",
+    )
+
+
+def together(exchange: Exchange, do: Callable[[], None], what: str) -> None:
+    """do(); where a rank cannot `what`, all ranks raise. A collective."""
+    failure = None
+    try:
+        do()
+    except Exception as e:
+        failure = e
+    fine = exchange.tell_all(bytes([failure is None]), f"the step in which every rank must {what}")
+    if b"\0" in fine:
+        text = f"{type(failure).__name__}: {failure}"
+        texts = _texts(exchange, text, "the exchange of error messages", failure)
+        raise _failed(fine.index(b"\0"), what, texts)
+
+
+def _texts(exchange: Exchange, text: str, what: str, failure: Exception | None) -> list[str]:
+    """Every rank's text; where this rank has failed itself its failure is raised, once the others know."""
+    try:
+        return exchange.tell_texts(text, what)
+    finally:
+        if failure is not None:
+            raise failure
+
+
+def _failed(rank: int, what: str, texts: list[str]) -> RankError:
+    return _differs(rank, f"rank {rank} could not {what}: {texts[rank]}")
+
+
+def _differs(rank: int, text: str) -> RankError:
+    error = RankError(text)
+    error.rank = rank
+    return error
+
+
+def make_layout(
+    settings: Settings,
+    regime: Regime,
+    names: dict[int, str],
+    kept_groups: Sequence[dict[str, Any]],
+    slots: list[Slot],
+    exchange: Exchange,
+    lane: CudaLane | None,
+    step: int,
+    twice: bool,
+) -> Layout:
+    """kept_groups: those of a checkpoint, in place of the settings' rule. step: the iteration to come. twice:
+    groups have two states."""
+    pieces = [p for i, slot in enumerate(slots) for p in _pieces(i, slot, names)]
+    shapes = {p.name: p.shape for p in pieces}
+    own = settings.assign(shapes)
+    if kept_groups:
+        specs = checkpoint.specs(kept_groups, pieces, len(settings.ways) + len(settings.made))
+    else:
+        specs = form_groups(pieces, regime, settings.policy.excluded(shapes), own)
+    plans = [
+        settings.plan(
+            sum(p.numel for p in spec.pieces),
+            spec.pieces[0].dtype,
+            spec.way,
+            regime,
+            step,
+            [p.matrix for p in spec.pieces],
+            (exchange.rank, exchange.world),
+        )
+        for spec in specs
+    ]
+    for route in {plan.route.label: plan.route for plan in plans if isinstance(plan, Trip)}.values():
+        if lane is not None and not route.exchange.cuda:
+            has = ", ".join(e["name"] for e in _core.exchanges() if e["cuda"])
+            raise UnsupportedError(
+                f"exchange={route.exchange.name!r} has no CUDA kernels in this build; these have: {has}. "
+                "Leave it out on CUDA"
+            )
+        route.warn(exchange.world)
+    if settings.transport == "native":
+        if lane is None:
+            raise UnsupportedError("transport='native' is NCCL, which is for CUDA: leave it out on the CPU")
+        lane.find_native()
+    # Reducing in place tells nothing about NaN, and what another group keeps or draws depends on it.
+    direct = lane is None and not any(plan.vectors or not plan.lossless for plan in plans)
+    groups = [
+        Group(i, spec, slots, plan, direct) for i, (spec, plan) in enumerate(zip(specs, plans, strict=True))
+    ]
+    for group in groups:
+        if lane is None:
+            group.allocate(exchange.world, group.plan.work_bytes, twice)
+        else:
+            lane.prepare(group, exchange.world, twice)
+        if settings.full_every and not group.plan.lossless:
+            if group.routed and not group.trip.whole:
+                raise UnsupportedError(
+                    f"full_every: exchange {group.trip.route.exchange.name!r} keeps slices, which a step "
+                    "of full precision does not send: leave it out, or take an exchange that keeps the "
+                    "whole vector, such as 'allgather' or 'ring1'"
+                )
+            full = settings.full_plan(group.n, group.dtype, group.spec.way)
+            if lane is None:
+                group.allocate_full(full, full.work_bytes)
+            else:
+                lane.prepare_full(group, full)
+    return Layout(slots, groups)
+
+
+def _pieces(index: int, slot: Slot, names: dict[int, str]) -> list[Piece]:
+    buffer, offset, out = slot.buffer, 0, []
+    own = [names[id(p)] for p in slot.params]
+    which = shorten(own)
+    if buffer.layout is not torch.strided:
+        raise UnsupportedError(f"{which} have sparse gradients: construct the module with sparse=False")
+    if buffer.dtype not in DTYPES:
+        known = ", ".join(DTYPES.values())
+        raise UnsupportedError(f"{which} have {buffer.dtype} gradients, not {known}: convert the module")
+    if buffer.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"{which} are on {buffer.device}; sidcomp knows cpu and cuda")
+    kind = (DTYPES[buffer.dtype], buffer.element_size(), str(buffer.device))
+    for name, p in zip(own, slot.params, strict=True):
+        out.append(Piece(name, tuple(p.shape), p.numel(), *kind, bucket=index, offset=offset))
+        offset += p.numel()
+    if offset != buffer.numel():
+        raise UnsupportedError(
+            f"the bucket of {which} holds {buffer.numel()} elements for parameters of {offset}: complex "
+            "gradients do not work, keep real and imaginary parts as two real parameters"
+        )
+    return out
+
+
+def header(settings: Settings, exchange: Exchange, step: int) -> str:
+    """What all ranks must have in common beside the groups; of exchanges that auto may choose the names, for
+    nodes may be of several sizes."""
+    auto = settings.auto
+    ways = [w.route.exchange.name if auto and w.route is not None else w.label for w in settings.ways]
+    return (
+        f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
+        f"checksum_every {settings.checksum_every}, {ways}, "
+        f"policy {settings.policy.saved()}, full_every {settings.full_every}, "
+        f"transport {settings.transport}, nonfinite {settings.nonfinite}"
+    )

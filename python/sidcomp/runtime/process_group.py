@@ -1,0 +1,355 @@
+"""How payloads travel: collectives on a process group of our own, issued only from the hook's thread."""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from sidcomp.errors import ExchangeError, MismatchError
+from sidcomp.runtime import reaper
+
+logger = logging.getLogger("sidcomp")
+
+# all_gather_into_tensor warns from torch 2.13 on, where it is called all_gather_single.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # torch has no public way to ask; None is the backend's default
+        return None
+    return timeout
+
+
+def _backend_of(group: dist.ProcessGroup) -> str:
+    name = str(dist.get_backend(group))
+    return name if name in ("gloo", "nccl") else str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
+
+
+# Groups over fewer than all ranks, which only their members create, get their name from torch by counting; a
+# second one of the same name finds the addresses of the first in the store, and hangs. So a closed one is
+# kept and used again.
+_Kept = list["weakref.ref[dist.ProcessGroup]"]
+_kept: dict[tuple[object, ...], _Kept] = {}
+
+# A rank waits this long before it logs which ranks it waits for, and where. Waiting is not an error: a rank
+# may load data for minutes before its first step.
+SILENT_S = 30.0
+# Once all ranks have said that they are here, they must make the process group within this time. The process
+# group's own timeout, 30 minutes unless the program sets another, is for ranks that are slow to get here.
+_FORMING = timedelta(seconds=60)
+_FORMING_EACH = timedelta(seconds=0.1)  # and for each rank
+# A rank that finds another one lost waits this long before it raises. So ranks that get here a little later
+# still hear from it, and their errors name the lost rank, not this one.
+_GRACE_S = 1.0
+_PROBE = timedelta(seconds=10)  # for a rank to say that it, too, could not make the group
+_MAX_TEXT = 1 << 20  # bytes of a text that a rank sends; what is longer is cut off
+
+_REASON = 256  # bytes that say why a rank failed in a step
+_TAG = 0x51DC  # of what is told from rank to rank on a process group that is not only ours
+_calls: "Counter[tuple[int, ...]]" = Counter()  # roll calls of these ranks, of which each has had as many
+# Of roll calls that failed. A message whose Work is dropped is never sent: its receiver would wait for it.
+_pending: list[object] = []
+
+# Groups that are over, and since when. torch 2.4 joins a group's threads with the interpreter locked, and
+# hangs if one of them still has to drop a tensor or a callback of Python's, as just after an exchange.
+_over: list[tuple[float, dist.ProcessGroup]] = []
+_DROPPED_S = 2.0
+
+
+def _free_old() -> None:
+    now = time.monotonic()
+    _over[:] = [one for one in _over if now - one[0] < _DROPPED_S]
+
+
+@contextmanager
+def _announced(text: Callable[[], str]) -> Iterator[None]:
+    """Logs a line if its block takes longer than SILENT_S."""
+    since = time.monotonic()
+
+    def say() -> None:
+        logger.warning("%s (for %.0f s now)", text(), time.monotonic() - since)
+
+    timer = threading.Timer(SILENT_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _waiting(rank: int, ranks: list[int], what: str) -> str:
+    return f"rank {rank} is waiting for {_ranks(ranks)} to reach {what}; every rank must do so"
+
+
+def _lost(ranks: list[int], what: str, cause: Exception) -> ExchangeError:
+    """Why this rank cannot go on: `ranks` have not done `what`."""
+    who, has = _ranks(ranks), "has" if len(ranks) == 1 else "have"
+    if "timed out" in str(cause).lower() or "timeout" in str(cause).lower():
+        text = (
+            f"{who} {has} not reached {what} within the timeout: hung, stopped, or without sidcomp's hook, "
+            "which every rank must register"
+        )
+    else:
+        text = f"{who} {has} ended, or lost the connection, before {what}"
+    error = ExchangeError(f"{text}. Look at the output of {who} first ({cause})")
+    error.__dict__["rank"] = ranks[0]
+    error.__cause__ = cause
+    return error
+
+
+def _has_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of `group` are connected by Gloo on the CPU. Such a connection closes when its peer's
+    process ends, and who reads from it is told at once."""
+    try:
+        return "cpu:gloo" in str(dist.get_backend_config(group)).split(",")
+    except ValueError:
+        return False
+
+
+def tell_all(
+    group: dist.ProcessGroup, mine: bytes, what: str, timeout: timedelta | None = None, tag: int = _TAG
+) -> list[bytes]:
+    """What every rank of `group`, which has Gloo, passes here, equal-sized, in the order of ranks.
+
+    In messages from rank to rank, not by a collective: so it is known which rank has ended. Raises
+    ExchangeError, which names the ranks that are lost. what: the point in the program that they are to reach,
+    for that text.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if world == 1:
+        return [mine]
+    parts = [torch.frombuffer(bytearray(mine), dtype=torch.uint8) for _ in range(world)]
+    sent = parts[rank].clone()
+    works: dict[int, list[dist.Work]] = {}
+    lost: dict[int, Exception] = {}
+    for r in (r for r in range(world) if r != rank):
+        peer = dist.get_global_rank(group, r)
+        works[r] = []
+        try:
+            for one in (
+                dist.irecv(parts[r], src=peer, group=group, tag=tag),
+                dist.isend(sent, dst=peer, group=group, tag=tag),
+            ):
+                assert one is not None
+                works[r].append(one)
+        except RuntimeError as e:
+            lost[r] = e
+    current = [r for r in works if r not in lost]
+    with _announced(lambda: _waiting(rank, current[:1], what)):
+        while current and not lost:
+            r = current[0]
+            try:
+                for work in works[r]:
+                    if timeout is None:
+                        work.wait()
+                    else:
+                        work.wait(timeout)
+            except RuntimeError as e:
+                lost[r] = e
+            del current[0]
+    if lost:
+        _pending.append((works, parts, sent))
+        if len(lost) < world - 1:
+            time.sleep(_GRACE_S)
+        raise _lost(sorted(lost), what, next(iter(lost.values())))
+    return [bytes(part.numpy()) for part in parts]
+
+
+def _roll_call(group: dist.ProcessGroup, what: str, timeout: timedelta | None) -> None:
+    """Returns when all ranks of `group` have called it. Raises ExchangeError, which names those that have
+    not: with Gloo as soon as a process ends, else after the timeout."""
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return
+    if _has_gloo(group):
+        tell_all(group, b"sidcomp", what)
+        return
+    # NCCL has nothing that a host could wait for without a stream; the store knows who has been here.
+    store = dist.distributed_c10d._get_default_store()
+    call = f"sidcomp/{','.join(map(str, ranks))}/{_calls[tuple(ranks)]}"
+    _calls[tuple(ranks)] += 1
+    keys = {r: f"{call}/{r}" for r in range(len(ranks))}
+    rank = dist.get_rank(group)
+    store.set(keys[rank], "here")
+    missing = list(keys)
+    end = time.monotonic() + (timeout or dist.default_pg_timeout).total_seconds()
+    with _announced(lambda: _waiting(rank, missing, what)):
+        while missing:
+            try:
+                left = max(0.01, end - time.monotonic())
+                store.wait([keys[missing[0]]], timedelta(seconds=left))
+            except RuntimeError as e:
+                absent = [r for r in missing if not store.check([keys[r]])]
+                raise _lost(absent or missing[:1], what, e) from e
+            missing = [r for r in missing[1:] if not store.check([keys[r]])]
+
+
+class Exchange:
+    """A process group over the ranks of `parent`, with its backend and timeout.
+
+    Our own, because DDP issues collectives on its group at moments that we do not see. Every rank of `parent`
+    must construct its Exchange at the same point of the program. When that returns they are all
+    connected, and on Gloo a rank that waits for one that has ended learns of it at once.
+
+    Raises ExchangeError, which names the ranks that have ended or did not reach this point in time. what: the
+    name of this point, for that text.
+    """
+
+    def __init__(
+        self, parent: dist.ProcessGroup, device: torch.device, what: str = "setting up sidcomp"
+    ) -> None:
+        _free_old()
+        ranks = dist.get_process_group_ranks(parent)
+        self.device = device
+        self.rank = dist.get_rank(parent)
+        self.world = len(ranks)
+        self._pool: _Kept | None = None
+        self.backend = backend = _backend_of(parent)
+        self.timeout = timeout = _timeout_of(parent, device)  # None: not known
+        _roll_call(parent, what, timeout)
+        # Not an attribute: the group must not go with this object, which any thread may collect.
+        self._box: reaper.Box = []
+        self._collected: weakref.finalize[..., Exchange] | None = None
+        if backend == "gloo":  # to leave NCCL takes all ranks at once, and they collect when they like
+            reaper.start()
+            self._collected = weakref.finalize(self, reaper.collected, self._box, os.getpid())
+            self._collected.atexit = False
+        if self.world < dist.get_world_size():
+            self._pool = _kept.setdefault((*ranks, backend, timeout), [])
+            for ref in self._pool:
+                if group := ref():
+                    self._pool.remove(ref)
+                    self.group = group
+                    return
+        # Gloo connects all ranks here, and waits for one that is gone until the timeout.
+        forming, may = timeout, backend == "gloo" and hasattr(dist.ProcessGroupGloo, "_set_default_timeout")
+        if timeout is not None and may:
+            forming = min(timeout, _FORMING + self.world * _FORMING_EACH)
+        end = f"the end of {what}"
+        try:
+            self.group = dist.new_group(
+                ranks, timeout=forming, backend=backend, use_local_synchronization=self._pool is not None
+            )
+        except (RuntimeError, ValueError) as e:
+            if _has_gloo(parent):  # raises with the name of a rank that has ended since
+                tell_all(parent, b"failed ", end, forming and min(forming, _PROBE))
+            raise ExchangeError(
+                f"torch could not make a process group for {what}; look at the other ranks' output ({e})"
+            ) from e
+        # Gloo returns when this rank is connected: a rank that closed its group now would cut the others off.
+        if _has_gloo(parent) and b"failed " in (told := tell_all(parent, b"sidcomp", end, forming)):
+            rank = told.index(b"failed ")
+            error = ExchangeError(
+                f"rank {rank} could not make a process group for {what}; look at its output"
+            )
+            error.__dict__["rank"] = rank
+            raise error
+        if timeout is not None and forming != timeout:
+            self.group._get_backend(device)._set_default_timeout(timeout)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._box[0]
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup) -> None:
+        self._box[:] = [group]
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        return cast(dist.Work, dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+        return cast(dist.Work, _all_gather(out, tensor, group=self.group, async_op=True))
+
+    def sum_among(self, ranks: list[int], x: torch.Tensor) -> torch.Tensor:
+        """The sum, in their order, of what these ranks pass, each with the same list. For setting up."""
+        if len(ranks) == 1:
+            return x
+        parts = [x if r == self.rank else torch.empty_like(x) for r in ranks]
+        peers = {r: dist.get_global_rank(self.group, r) for r in ranks if r != self.rank}
+        works = [
+            dist.irecv(part, src=peers[r], group=self.group)
+            for r, part in zip(ranks, parts, strict=True)
+            if r in peers
+        ]
+        works += [dist.isend(x, dst=peer, group=self.group) for peer in peers.values()]
+        for work in works:
+            if work is not None:
+                work.wait()
+        return torch.stack(parts).sum(dim=0)
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Equal-sized bytes of all ranks, waited for. For setting up, not for steps."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        out = torch.empty(self.world * len(data), dtype=torch.uint8, device=self.device)
+        _all_gather(out, mine, group=self.group)
+        flat = bytes(out.tolist())
+        return [flat[i * len(data) : (i + 1) * len(data)] for i in range(self.world)]
+
+    def tell_all(self, data: bytes, what: str) -> list[bytes]:
+        """As gather_bytes, but an error names the ranks that ended before `what`, or did not reach it."""
+        if _has_gloo(self.group):
+            return tell_all(self.group, data, what)
+        others = [r for r in range(self.world) if r != self.rank]
+        with _announced(lambda: _waiting(self.rank, others, what)):
+            try:
+                return self.gather_bytes(data)
+            except RuntimeError as e:
+                raise ExchangeError(f"a rank has ended, or has not reached {what} ({e})") from e
+
+    def tell_texts(self, text: str, what: str) -> list[str]:
+        """The texts of all ranks, each cut off after 2^20 bytes. Raises MismatchError if a rank announces a
+        longer one: no rank can make another one allocate more."""
+        data = text.encode()[:_MAX_TEXT]
+        sizes = [int.from_bytes(b, "little") for b in self.tell_all(len(data).to_bytes(8, "little"), what)]
+        for rank, size in enumerate(sizes):
+            if size > _MAX_TEXT:
+                error = MismatchError(
+                    f"rank {rank} announces a text of {size} bytes, more than the {_MAX_TEXT} allowed: "
+                    "run the same version of sidcomp on all ranks"
+                )
+                error.__dict__["rank"] = rank
+                raise error
+        texts = self.tell_all(data.ljust(max(sizes), b"\0"), what)
+        return [t[:size].decode(errors="replace") for t, size in zip(texts, sizes, strict=True)]
+
+    def tell_reasons(self, error: Exception | None, about: int) -> list[str]:
+        """For each rank why it failed, "" where it did not. May be called in any thread. about: a number that
+        all ranks pass here, and to no other call at the same time. With a backend other than Gloo it asks
+        nobody and returns "" for all."""
+        mine = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_REASON]
+        if not _has_gloo(self.group):
+            return [""] * self.world
+        told = tell_all(self.group, mine.ljust(_REASON, b"\0"), "the end of a step", tag=_TAG + 1 + about)
+        return [t.rstrip(b"\0").decode(errors="replace") for t in told]
+
+    def close(self) -> None:
+        """Gives the group up; nothing where the default group, and ours with it, is gone already."""
+        _free_old()
+        if self._collected is not None:
+            self._collected.detach()
+        if self._pool is not None:
+            self._pool.append(weakref.ref(self.group))
+        elif dist.is_initialized():
+            with suppress(ValueError):  # it was made anew since
+                dist.destroy_process_group(self.group)
+        if self._collected is not None and self._pool is None:
+            reaper.free(self._box)
+        else:
+            _over.append((time.monotonic(), self._box.pop()))

@@ -1,0 +1,142 @@
+"""Loopback: any number of ranks in this process, on numpy arrays or torch tensors."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+from sidcomp import core as _core
+from sidcomp.config.registry import find_codec, find_exchange, find_memory
+from sidcomp.config.schedule import Setting
+from sidcomp.errors import ArgumentError, DivergenceError
+from sidcomp.standalone.compressor import Array, _Block, _carried, _empty, _is, _look, _numbered, _segments
+
+
+class Loopback:
+    """An exchange without a network: `mean = loopback.step(gradients)` is what `world` ranks would do.
+
+    world           ranks, 1 to 4096.
+    exchange        a name in `sidcomp.exchanges()`; its parameters are further keyword arguments, beside
+                    those of codec and memory.
+    codec, memory   as a Compressor's.
+    n               elements of the vectors.
+    dtype           of the vectors: "float32", "float16" or "bfloat16".
+    seed, group, isa   as a Compressor's.
+
+    After a step: `bytes_per_rank`, the most that a rank has sent, and `bytes` of each, counted; `rounds`;
+    `control_bytes`, sent beside them to tell all ranks that all went well. Before it: `stated_bytes`, what
+    the exchange says of itself. The transport is deterministic: the same gradients, seed and step give the
+    same bits here as over a process group. Threads that share a Loopback take turns; those that each have one
+    run in parallel.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        exchange: str,
+        codec: str,
+        n: int,
+        *,
+        memory: str | None = None,
+        dtype: Any = "float32",
+        seed: int = 0,
+        group: int = 0,
+        isa: str | None = None,
+        **parameters: Setting,
+    ) -> None:
+        if not 1 <= world <= 4096:
+            raise ArgumentError(f"world={world}: 1 to 4096 ranks")
+        _numbered(seed, group)
+        self.exchange = find_exchange(exchange)
+        self.codec = find_codec(codec)
+        self.memory = find_memory(self.codec.memory if memory is None else memory)
+        self.world, self.n, self.step_number = world, n, 0
+        self.dtype = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
+        names = (exchange, codec, self.memory.name)
+        self.ranks = [
+            _core.Exchange(*names, n, self.dtype, rank, world, parameters, isa) for rank in range(world)
+        ]
+        first = self.ranks[0]
+        self.control_bytes = max(r.control_bytes for r in self.ranks)
+        self.stated_bytes = max(r.sent_bytes for r in self.ranks) - self.control_bytes
+        self.rounds = first.rounds - (1 if self.control_bytes else 0)
+        self.bytes = [0] * world
+        self._state = [_Block(r.state_bytes) for r in self.ranks]
+        self._work = [_Block(r.work_bytes) for r in self.ranks]
+        self._wire = [_Block(r.wire_bytes) for r in self.ranks]
+        self._seed, self._group = seed, group
+        self._turn = threading.Lock()  # over state, work, wire and the step: the core's calls release the GIL
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """The most that a rank has sent in the last step, `control_bytes` not counted; before the first step
+        what the exchange states."""
+        return max(self.bytes) or self.stated_bytes
+
+    def step(self, gradients: Sequence[Array], *, carry: float = 1.0) -> Array:
+        """The mean of the ranks' gradients as each of them gets it; theirs are not changed. carry: as
+        `Compressor.encode` has it.
+
+        Of the kind of the first gradient, with attributes `bytes_per_rank` and `rounds`. Raises
+        CorruptPayloadError and the like as the ranks would, and DivergenceError if their results differ.
+        """
+        if len(gradients) != self.world:
+            raise ArgumentError(f"gradients: {len(gradients)} for {self.world} ranks")
+        out = []
+        for i, g in enumerate(gradients):
+            view = _look(g, f"gradients[{i}]")
+            if view.n != self.n or view.dtype != self.dtype:
+                raise ArgumentError(
+                    f"gradients[{i}]: {view.n} elements of {view.dtype}; this Loopback is for {self.n} of "
+                    f"{self.dtype}"
+                )
+            mine, source = _empty(g, view.n, view.dtype), view.holder
+            mine[:] = (source.detach() if _is(g, "torch", "Tensor") else source).reshape(-1)
+            out.append(mine)
+        segments = [_segments(_look(x, "x")) for x in out]
+        state, work, wire = ([b.ptr for b in each] for each in (self._state, self._work, self._wire))
+        carry = _carried(carry)
+        with self._turn:
+            _, sent, control = _core.loopback(
+                self.ranks, segments, state, work, wire,
+                step=self.step_number, seed=self._seed, group=self._group, carry=carry,
+            )  # fmt: skip
+            self.step_number += 1
+            own = [a - b for a, b in zip(sent, control, strict=True)]
+            self.bytes = own
+        sums = [_core.checksum(s, self.dtype) for s in segments]
+        if len(set(sums)) > 1:
+            rank = next(r for r, s in enumerate(sums) if s != sums[0])
+            raise DivergenceError(f"the result of rank {rank} differs from that of rank 0")
+        return cast(Array, self._result(out[0], max(own) or self.stated_bytes))
+
+    def _result(self, x: Any, nbytes: int) -> Any:
+        if not _is(x, "torch", "Tensor"):
+            import numpy
+
+            class Result(numpy.ndarray):
+                """A plain array that carries what it cost."""
+
+            x = x.view(Result)
+        x.bytes_per_rank, x.rounds = nbytes, self.rounds
+        return x
+
+    def residual(self, rank: int) -> Any:
+        """What a rank keeps: float32, numpy, shape (vectors, n); with two-shot the last vector is what it
+        keeps for all ranks, in the elements that it sums."""
+        import numpy
+
+        x = self.ranks[rank]
+        out = numpy.zeros((max(x.vectors, 1), self.n), dtype=numpy.float32)
+        with self._turn:
+            x.residual_out(self._state[rank].ptr, out.ctypes.data)
+        return out
+
+    def set_residual(self, rank: int, values: Any) -> None:
+        """The counterpart of `residual`; what is kept for all of elements that another rank sums now joins
+        the rank's own, so that the ranks' sum stays."""
+        view, x = _look(values, "values"), self.ranks[rank]
+        n = max(x.vectors, 1) * self.n
+        if view.dtype != "float32" or view.n != n:
+            raise ArgumentError(f"values: {view.n} elements of {view.dtype}; the residual has {n} of float32")
+        with self._turn:
+            x.residual_in(self._state[rank].ptr, view.ptr)

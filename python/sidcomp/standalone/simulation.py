@@ -1,0 +1,329 @@
+"""What exchanges would cost at sizes that nobody has here: bytes and rounds, on links of given speed."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sidcomp import core as _core
+from sidcomp.config.registry import exchanges, find_codec, find_exchange, find_memory
+from sidcomp.config.schedule import Setting
+from sidcomp.errors import ArgumentError, SetupError, SidcompError
+
+WORLDS = tuple(2**i for i in range(1, 13))
+DENSE = "dense"
+# What a process group does in rings, whatever its messages are here.
+_RINGS = {"allreduce": 2, "allgather": 1}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A node's way to the network, and that between the ranks of a node.
+
+    gbit            Gbit/s of a node, each way, shared by its ranks.
+    latency_us      of a round of messages, in microseconds, until the next may begin.
+    message_us      what each message costs its sender beside that (software).
+    node_gbit, node_latency_us
+                    the same inside a node.
+    """
+
+    gbit: float = 1.0
+    latency_us: float = 100.0
+    message_us: float = 0.0
+    node_gbit: float = 400.0
+    node_latency_us: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least = 0.0 if name.endswith("_us") else 1e-6
+            if not least <= value < math.inf:
+                raise ArgumentError(f"Link: {name}={value}: a finite number from {least:g} on")
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Nanoseconds an element that a rank computes: to encode, to decode one payload, to merge signs once."""
+
+    encode_ns: float = 0.0
+    decode_ns: float = 0.0
+    merge_ns: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One exchange over one world: `bytes`, the most that a rank sends; `node_bytes`, what a node of ranks
+    sends to others; rounds; seconds, of which `compute_seconds` are the codec's."""
+
+    exchange: str
+    world: int
+    bytes: int
+    node_bytes: int
+    rounds: int
+    seconds: float
+    compute_seconds: float
+
+
+class Simulation:
+    """The rows of `simulate`, by exchange and world."""
+
+    def __init__(self, n: int, codec: str, link: Link, ranks_per_node: int, rows: Sequence[Row]) -> None:
+        self.n, self.codec, self.link, self.ranks_per_node = n, codec, link, ranks_per_node
+        self.rows = tuple(rows)
+
+    def row(self, exchange: str, world: int) -> Row:
+        for r in self.rows:
+            if (r.exchange, r.world) == (exchange, world):
+                return r
+        raise ArgumentError(f"no row of exchange {exchange!r} over {world} ranks")
+
+    @property
+    def worlds(self) -> list[int]:
+        return sorted({r.world for r in self.rows})
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(r.exchange for r in self.rows))
+
+    def best(self, world: int) -> Row:
+        """The fastest over `world` ranks, dense among them."""
+        return min((r for r in self.rows if r.world == world), key=lambda r: r.seconds)
+
+    def crossover(self, exchange: str, other: str = DENSE) -> int | None:
+        """The smallest world from which on `other` is faster; None: never within what was simulated."""
+        for world in self.worlds:
+            if self.row(exchange, world).seconds > self.row(other, world).seconds:
+                return world
+        return None
+
+    def table(self) -> list[dict[str, Any]]:
+        """A dictionary for each world: milliseconds by exchange, and the best."""
+        return [
+            {
+                "world": w,
+                **{r.exchange: r.seconds * 1e3 for r in self.rows if r.world == w},
+                "best": self.best(w).exchange,
+            }
+            for w in self.worlds
+        ]
+
+    def plot(self, path: str | Path) -> None:
+        """Time by world for each exchange. Needs matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise SetupError("a picture needs matplotlib: pip install matplotlib") from None
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axis = figure.subplots()
+        for name in self.names:
+            rows = [r for r in self.rows if r.exchange == name]
+            style: Any = {"color": "black", "linestyle": "--"} if name == DENSE else {}
+            axis.plot(
+                [r.world for r in rows], [r.seconds * 1e3 for r in rows], marker=".", label=name, **style
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel(f"ranks ({self.ranks_per_node} a node)")
+        axis.set_ylabel("ms of an exchange")
+        axis.set_title(f"{self.codec}, {self.n:,} elements, {self.link.gbit:g} Gbit/s a node")
+        axis.grid(alpha=0.3)
+        axis.legend()
+        figure.savefig(path, dpi=150)
+
+
+def simulate(
+    n: int,
+    codec: str = "topk",
+    *,
+    worlds: Sequence[int] = WORLDS,
+    link: Link | None = None,
+    compute: Compute | None = None,
+    exchange: Sequence[str] | None = None,
+    memory: str | None = None,
+    ranks_per_node: int = 1,
+    **parameters: Setting,
+) -> Simulation:
+    """Bytes, rounds and time of a group of n float32 elements, by exchange and number of ranks.
+
+    Bytes and rounds are the core's own statements, which its tests compare with counted bytes; the time of a
+    round is that of the first node's ranks: latency, messages, and bytes over the link. "dense" is float32 by
+    the process group's ring all-reduce; where a codec goes by all-reduce or all-gather, that is a ring, too.
+    exchange: names, None for all that take the codec. A world that an exchange does not take is left out.
+    """
+    link, compute = link or Link(), compute or Compute()
+    if not 0 <= n <= 2**40:
+        raise ArgumentError(f"n={n}: 0 to 2**40 elements")
+    if not 1 <= ranks_per_node <= 256:
+        raise ArgumentError(f"ranks_per_node={ranks_per_node}: 1 to 256")
+    names = [e.name for e in exchanges()] if exchange is None else [find_exchange(e).name for e in exchange]
+    m = find_memory(find_codec(codec).memory if memory is None else memory).name
+    rows, refused = [], ""
+    for world in worlds:
+        if not 1 <= world <= 4096:
+            raise ArgumentError(f"worlds: {world}: 1 to 4096 ranks")
+        rows.append(_row(DENSE, "none", "none", n, world, {}, link, Compute(), ranks_per_node))
+        for name in names:
+            try:
+                rows.append(_row(name, codec, m, n, world, parameters, link, compute, ranks_per_node))
+            except SidcompError as e:
+                refused = refused or str(e)
+    if len(rows) == len(worlds):
+        raise ArgumentError(f"no exchange takes codec {codec!r} here: {refused}")
+    return Simulation(n, codec, link, ranks_per_node, rows)
+
+
+Candidate = tuple[str, str, Mapping[str, Setting]]  # codec, exchange, their parameters
+
+
+def methods(
+    candidates: Mapping[str, Candidate],
+    world: int,
+    link: Link | None = None,
+    compute: Mapping[str, Compute] | None = None,
+    *,
+    most_bytes: int = 1 << 30,
+    ranks_per_node: int = 1,
+) -> list[dict[str, Any]]:
+    """The "methods" of an instance for `sidcomp.plan`: dense, and each candidate by its name.
+
+    With costs of up to `most_bytes` of gradient; compute: of the candidates that have any. So a planner
+    chooses exchanges, too.
+    """
+    sizes = [0, *(1 << i for i in range(12, max(13, most_bytes.bit_length()), 2))]
+    out: list[dict[str, Any]] = []
+
+    def curve(times: Sequence[float]) -> list[list[int]]:
+        ps = [round(t * 1e12) for t in times]
+        return [[size, max(ps[: i + 1])] for i, size in enumerate(sizes)]  # costs may not fall
+
+    for name, (codec, exchange, parameters) in {DENSE: ("none", "allreduce", {}), **candidates}.items():
+        rows = []
+        for size in sizes:
+            n = max(1, size // 4)
+            own: dict[str, Any] = {} if name == DENSE else dict(parameters)
+            found = simulate(
+                n, codec, worlds=[world], link=link, exchange=[exchange], ranks_per_node=ranks_per_node, **own
+            )
+            rows.append(found.row(DENSE if name == DENSE else exchange, world).seconds)
+        c = (compute or {}).get(name)
+        encode = decode = None
+        if c is not None:
+            parts = [
+                (
+                    _compute(exchange, size // 4, world, ranks_per_node, Compute(c.encode_ns)),
+                    _compute(exchange, size // 4, world, ranks_per_node, Compute(0, c.decode_ns, c.merge_ns)),
+                )
+                for size in sizes
+            ]
+            encode, decode = curve([e for e, _ in parts]), curve([d for _, d in parts])
+        out.append({"name": name, "encode": encode, "exchange": curve(rows), "decode": decode})
+    return out
+
+
+def _row(
+    name: str,
+    codec: str,
+    memory: str,
+    n: int,
+    world: int,
+    parameters: Mapping[str, Setting],
+    link: Link,
+    compute: Compute,
+    per_node: int,
+) -> Row:
+    kind = "allreduce" if name == DENSE else name
+    settings = dict(parameters)
+    local = min(per_node, world)
+    if any(p.name == "ranks_per_node" for p in find_exchange(kind).parameters):
+        settings["ranks_per_node"] = local
+    ranks = [
+        _core.Exchange(kind, codec, memory, n, "float32", rank, world, settings) for rank in range(local)
+    ]
+    first = ranks[0]
+    spent = _compute(kind, n, world, local, compute)
+    if kind in _RINGS and world > 1:
+        # the ring's last rank of a node sends to the next node; the others stay inside
+        sums = first.rounds // _RINGS[kind]  # of a codec in rounds: more than one
+        steps = _RINGS[kind] * (world - 1) * sums
+        sent = _bodies(first)
+        each = sent / steps
+        over, inside = (each, each if local > 1 else 0.0) if world > local else (0.0, each)
+        slowest = max(
+            over * 8 / (link.gbit * 1e9) + (link.latency_us * 1e-6 if over else 0),
+            inside * 8 / (link.node_gbit * 1e9) + (link.node_latency_us * 1e-6 if inside else 0),
+        )
+        seconds = steps * (slowest + link.message_us * 1e-6)
+        return Row(name, world, sent, round(over * steps), steps, seconds + spent, spent)
+    seconds, crossing = 0.0, 0
+    for i in range(first.rounds):
+        over = inside = count = 0
+        for rank, x in enumerate(ranks):
+            messages = x.messages(i, False)
+            count = max(count, len(messages))
+            over += sum(size for peer, _, size in messages if peer // local)
+            inside = max(
+                inside, sum(size for peer, _, size in messages if not peer // local and peer != rank)
+            )
+        seconds += count * link.message_us * 1e-6 + max(
+            over * 8 / (link.gbit * 1e9) + (link.latency_us * 1e-6 if over else 0),
+            inside * 8 / (link.node_gbit * 1e9) + (link.node_latency_us * 1e-6 if inside else 0),
+        )
+        crossing += over
+    return Row(name, world, first.sent_bytes, crossing, first.rounds, seconds + spent, spent)
+
+
+def _bodies(x: _core.Exchange) -> int:
+    """What a process group sends where the exchange sends messages: no frames, nothing to confirm."""
+    if not x.control_bytes:
+        return x.sent_bytes
+    frames = sum(len(x.messages(i, False)) for i in range(x.rounds))
+    return x.sent_bytes - frames * (x.control_bytes // (x.world - 1))
+
+
+def _compute(kind: str, n: int, world: int, local: int, c: Compute) -> float:
+    """Seconds that a rank computes: how often it encodes, decodes and merges which part."""
+    slices = {
+        "allgather": (1.0, float(world), 0.0),
+        "allreduce": (1.0, 1.0, 0.0),
+        "ring1": (1.0, 1.0, (world - 1) / world),
+        "torus1": (1.0, 1.0, (world - 1) / world),
+        "twoshot": (1 + 1 / world, 2.0, 0.0),
+        "hierarchical": (1 / local, world / local / local, 0.0),
+        "cascade": (1.0, 1 + (world - 1) / world, 0.0),
+        "expand": (1.0, 1.0, (world - 1) / world),
+    }
+    encode, decode, merge = slices.get(kind, (1.0, 1.0, 0.0))
+    return n * 1e-9 * (encode * c.encode_ns + decode * c.decode_ns + merge * c.merge_ns)
+
+
+def measure(codec: str, n: int = 1 << 20, memory: str | None = None, **parameters: Setting) -> Compute:
+    """What this machine takes: medians over some calls of one thread; for codecs of signs ring1's merging."""
+    import time
+    from statistics import median
+
+    import numpy
+
+    from sidcomp.standalone.compressor import Compressor
+    from sidcomp.standalone.loopback import Loopback
+
+    def of(call: Any) -> float:
+        times = []
+        for _ in range(7):
+            begin = time.perf_counter_ns()
+            call()
+            times.append(time.perf_counter_ns() - begin)
+        return median(times[1:]) / n
+
+    own = {p.name for e in exchanges() for p in e.parameters}
+    settings: dict[str, Any] = {k: v for k, v in parameters.items() if k not in own}
+    c = Compressor(codec, n, memory=memory, world=1, **settings)
+    x = numpy.random.default_rng(0).standard_normal(n).astype(numpy.float32)
+    payload = c.encode(x)
+    out = numpy.empty(n, numpy.float32)
+    encode, decode = of(lambda: c.encode(x)), of(lambda: c.decode(payload, out))
+    merge = 0.0
+    if "signs" in c.codec.traits:
+        loop = Loopback(4, "ring1", codec, n, memory=memory, **settings)
+        whole = of(lambda: loop.step([x] * 4))
+        merge = max(0.0, (whole / 4 - encode - decode) / 0.75)
+    return Compute(encode, decode, merge)
