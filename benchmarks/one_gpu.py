@@ -3,7 +3,7 @@
 `check(world)` starts the ranks; gpu_check.py calls it. Each trains a small model of several groups with
 either transport, from the same start. Gathered payloads must give all ranks the same weights, whatever the
 transport, and so must sums of two ranks. The host's time is that of enqueueing a group's step
-(CudaLane.launch), the device idle before each step; the median over groups and steps, of rank 0. While it
+(`_launch`), the device idle before each step; the median over groups and steps, of rank 0. While it
 enqueues, waiting for the device is an error (torch's sync debug mode), and nothing may be allocated. Ranks on
 one GPU take turns, so nothing is said of how long the exchange itself takes.
 
@@ -113,9 +113,11 @@ def train(rank: int, codec: str, transport: str, emulated: bool, steps: int) -> 
     warm = min(WARM, steps)
     for step in range(warm + steps):
         if step == warm:
-            lane = state._pipeline.lane
-            assert lane is not None
-            launch = lane.launch
+            from sidcomp.runtime.cuda_executor import CudaExecutor
+
+            executor = state._engine.executor
+            assert isinstance(executor, CudaExecutor)
+            launch = executor._launch
 
             def timed(*arguments: Any, launch: Any = launch) -> None:
                 nonlocal grown
@@ -131,7 +133,7 @@ def train(rank: int, codec: str, transport: str, emulated: bool, steps: int) -> 
                         torch.cuda.set_sync_debug_mode("default")
                 grown += allocations(emulated) - before
 
-            lane.launch = timed  # type: ignore[method-assign]
+            executor._launch = timed  # type: ignore[method-assign]
         x = torch.randn(16, width, generator=rng).to(device)
         optimizer.zero_grad()
         loss = ddp(x).square().mean()

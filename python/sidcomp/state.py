@@ -1,10 +1,10 @@
 """State: the compression of one DDP model, as the user sees it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,27 @@ from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.planner import plan_plot
 from sidcomp.planner.profile import Profile
 from sidcomp.runtime import checkpoint
-from sidcomp.runtime.engine import Pipeline
+from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.layout import Group
 from sidcomp.runtime.learning_rates import Rates
 from sidcomp.runtime.optimizer_watch import Watch
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
-    from torch.nn.parallel import DistributedDataParallel
 
-    from sidcomp.integrations.ddp import Binding
+class Door(Protocol):
+    """What a State is registered with: it hands the gradients of a model to the State's engine."""
+
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def open(self) -> bool:
+        """The model is still there."""
+
+    def reset(self, error: Exception) -> None:
+        """The step under way has been abandoned."""
+
+    def before_forward(self, function: Callable[..., None]) -> "torch.utils.hooks.RemovableHandle":
+        """Calls `function` before each forward pass."""
 
 
 class State:
@@ -141,10 +152,10 @@ class State:
             )
         if isinstance(profile, str | Path):
             profile = Profile.load(profile)
-        self._pipeline = Pipeline(self.settings, process_group)
+        self._engine = Engine(self.settings, process_group)
         if self.settings.planned:
-            self._pipeline.controller = Controller(self.settings, profile)
-        self._bound: Binding | None = None
+            self._engine.tuner = Controller(self.settings, profile)
+        self._door: Door | None = None
         self._closed: dict[str, Any] | None = None  # the last stats
         self._forward: torch.utils.hooks.RemovableHandle | None = None
 
@@ -153,55 +164,35 @@ class State:
         chosen = f"auto from {ways}" if self.settings.auto else ways
         memory = self.settings.ways[0].memory.name
         return (
-            f"State({chosen}, memory={memory!r}, groups={self.settings.groups!r}, step={self._pipeline.step})"
+            f"State({chosen}, memory={memory!r}, groups={self.settings.groups!r}, step={self._engine.step})"
         )
 
     @property
     def error(self) -> Exception | None:
         """The last exception of the hook, with its type; None if there was none."""
-        return self._pipeline.error
+        return self._engine.error
 
-    # ---- hook and model
-    # -----------------------------------------------------------------------------------------
+    # ---- the door
+    # -----------------------------------------------------------------------------------------------
 
-    def _reduce(self, bucket: "GradBucket") -> "torch.futures.Future[torch.Tensor]":
-        return self._pipeline.reduce(bucket, self._binding)
-
-    def _binding(self) -> "Binding":
-        from sidcomp.integrations.ddp import owner
-
+    def _attach(self, door: Door, roles: dict[str, frozenset[str]]) -> None:
+        """Serves the door's model from now on. roles: names of the parameters that rules such as "embedding"
+        are about. Raises SetupError."""
         self._open()
-        if self._bound is None or self._bound.ref() is None:
-            self._bind(owner(self))
-            assert self._bound is not None
-        return self._bound
-
-    def _bind(self, ddp: "DistributedDataParallel") -> None:
-        from sidcomp.integrations.ddp import Binding, refuse, roles
-
-        self._open()
-        if self._bound is not None and self._bound.ref() not in (None, ddp):
-            raise SetupError("one State serves one DDP model: give each model a State of its own")
-        refuse(ddp)
-        if self._pipeline.process_group is not None:
-            mine = dist.get_process_group_ranks(self._pipeline.process_group)
-            its = dist.get_process_group_ranks(ddp.process_group)
+        model = door.model
+        if self._engine.process_group is not None:
+            mine = dist.get_process_group_ranks(self._engine.process_group)
+            its = dist.get_process_group_ranks(model.process_group)
             if mine != its:
                 raise SetupError(
                     f"State(process_group=...) has ranks {mine}, but DDP averages over ranks {its}"
                 )
-        bound = Binding.of(ddp)
-        self.settings.policy.roles = roles(ddp.module)
-        self.settings.assign(bound.shapes)  # refuses a rule that fits no parameter here, not in backward()
-        if self._pipeline.resume is not None:
-            self._pipeline.resume.check(bound.shapes)
-        self._bound = bound
+        self.settings.policy.roles = roles
+        self.settings.assign(model.shapes)  # refuses a rule that fits no parameter here, not in backward()
+        if self._engine.resume is not None:
+            self._engine.resume.check(model.shapes)
+        self._door = door
         self._watch_forward()
-
-    def _connect(self) -> None:
-        assert self._bound is not None
-        reduced = [p for p in self._bound.ddp().parameters() if id(p) in self._bound.expected]
-        self._pipeline.connect(self._bound, reduced[-1].device, "sidcomp.register()")
 
     def _open(self) -> None:
         if self._closed is not None:
@@ -233,18 +224,18 @@ class State:
         """
         if self._closed is not None:
             return self._closed
-        p = self._pipeline
+        p = self._engine
         groups = [self._group_stats(g) for g in p.layout.groups] if p.layout else []
         n = sum(g["n"] for g in groups)
         seconds = [f"{what}_seconds" for what in ("encode", "wait", "decode")]
         return {
             "steps": p.step,
             "world": p.exchange.world if p.exchange else 0,
-            "sent_bytes": p.sent,
-            "received_bytes": p.received,
-            "dense_bytes": p.dense,
+            "sent_bytes": p.current.sent,
+            "received_bytes": p.current.received,
+            "dense_bytes": p.current.dense,
             "control_bytes": p.control,
-            "ratio": p.dense / p.sent if p.sent else 0.0,
+            "ratio": p.current.dense / p.current.sent if p.current.sent else 0.0,
             "density": sum(g["count"] for g in groups) / n if n else 0.0,
             **{key: sum(g[key] for g in groups) for key in seconds},
             "allocations": p.allocations,
@@ -253,9 +244,9 @@ class State:
         }
 
     def _group_stats(self, g: Group) -> dict[str, Any]:
-        lane = self._pipeline.lane
+        executor = self._engine.executor
         sliced = g.routed and not g.trip.whole  # slices have statistics of their own
-        s = lane.stats(g) if lane is not None and not sliced else g.stats
+        s = executor.stats(g) if executor is not None and not sliced else None
         count = s.count if s is not None else g.n if g.direct else g.plan.k if g.routed else 0
         return {
             "names": list(g.names),
@@ -282,7 +273,7 @@ class State:
     def explain(self) -> str:
         """What was measured, what was chosen and why, as a text for people. For a planned State; on this
         rank."""
-        return report.explain(self._pipeline)
+        return report.explain(self._engine)
 
     def plan_report(self) -> dict[str, Any]:
         """The same as numbers: stage ("resting" once it is settled), why, log, tried (every plan that was
@@ -292,16 +283,16 @@ class State:
         iteration, in ps, 0 where there is none: dense_ps (plain DDP), compute_ps (no communication),
         baseline_ps (what the plan had to beat), predicted_ps and measured_ps (the plan), rewrapped_ps
         (predicted with the plan's groups as DDP's buckets; None: not planned)."""
-        return report.report(self._pipeline)
+        return report.report(self._engine)
 
     def timeline(self, path: str | Path) -> None:
         """Writes the predicted and the last measured iteration as a Chrome trace (chrome://tracing,
         ui.perfetto.dev)."""
-        report.trace(self._pipeline, path)
+        report.trace(self._engine, path)
 
     def plot(self, path: str | Path) -> None:
         """Draws them. Needs matplotlib."""
-        rows = report.timelines(self._pipeline)
+        rows = report.timelines(self._engine)
         if not any(rows.values()):
             raise SetupError("there is no iteration to draw yet: train some steps first")
         plan_plot.draw(rows, path, repr(self))
@@ -310,7 +301,7 @@ class State:
     def profile(self) -> Profile | None:
         """What was measured for the plan, once it was: `state.profile.save(path)`, then `State("auto",
         profile=path)` spares the next run the measuring."""
-        return report.controller_of(self._pipeline).report.profile
+        return report.controller_of(self._engine).report.profile
 
     # ---- loss scale
     # ---------------------------------------------------------------------------------------------
@@ -319,7 +310,7 @@ class State:
         """Multiplies what the memory keeps by `factor` > 0. Call it on every rank, between two iterations."""
         if not 0 < factor < float("inf"):
             raise ArgumentError(f"rescale({factor}): a finite factor greater than 0")
-        self._pipeline.rescale(factor)
+        self._engine.rescale(factor)
 
     def update_scale(self, scale: float) -> None:
         """Sets the loss scale: call `state.update_scale(scaler.get_scale())` after each `scaler.update()`.
@@ -330,9 +321,9 @@ class State:
         """
         if not 0 < scale < float("inf"):
             raise ArgumentError(f"update_scale({scale}): a finite scale greater than 0")
-        self._pipeline.quiet()
-        self._pipeline.guarded()
-        self._pipeline.update_scale(scale)
+        self._engine.quiet()
+        self._engine.guarded()
+        self._engine.update_scale(scale)
 
     def skip(self) -> None:
         """Says that the program skips the optimizer's step for a reason of its own, such as a loss that has
@@ -344,7 +335,7 @@ class State:
         changes nothing. Raises SetupError if there is no step to take back.
         """
         self._open()
-        self._pipeline.skip()
+        self._engine.skip()
 
     # ---- learning rate
     # -------------------------------------------------------------------------------------------
@@ -376,8 +367,7 @@ class State:
         self._open()
         if optimizer is None and scaler is not None:
             raise ArgumentError("follow(None, scaler): give the optimizer whose steps the scaler may skip")
-        p = self._pipeline
-        p.quiet()
+        p = self._engine
         rates = None if optimizer is None else Rates(optimizer)
         p.follow(rates, None if optimizer is None else Watch(optimizer, scaler))
         self._watch_forward()
@@ -386,9 +376,9 @@ class State:
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
-        watch, ddp = self._pipeline.watch, self._bound.ref() if self._bound is not None else None
-        if watch is not None and watch.on_device and ddp is not None:
-            self._forward = ddp.register_forward_pre_hook(watch.forward)
+        watch, door = self._engine.watch, self._door
+        if watch is not None and watch.on_device and door is not None and door.open:
+            self._forward = door.before_forward(watch.forward)
 
     # ---- checkpoints
     # --------------------------------------------------------------------------------------------
@@ -401,8 +391,7 @@ class State:
         of shape (vectors, elements) in the gradient's memory order; "layout" the groups, in order.
         """
         self._open()
-        self._pipeline.quiet()
-        return checkpoint.save(self._pipeline)
+        return self._engine.state_dict()
 
     def load_state_dict(
         self, state: "dict[str, Any] | Sequence[dict[str, Any]]", redistribute: str = "sum"
@@ -424,23 +413,21 @@ class State:
         State is bound to its model, else at first use. Call it between two iterations.
         """
         self._open()
-        p = self._pipeline
-        p.abandon(SetupError("a checkpoint was loaded before the backward pass had ended"))
+        p = self._engine
+        self._abandon(SetupError("a checkpoint was loaded before the backward pass had ended"))
         p.quiet()
-        parent = p.process_group or (self._bound.process_group if self._bound is not None else None)
+        model = self._door.model if self._door is not None else None
+        parent = p.process_group or (model.process_group if model is not None else None)
         resume = checkpoint.load(self.settings, parent, state, redistribute)
-        if self._bound is not None:
-            resume.check(self._bound.shapes)
-        planned = self._resumed(resume, p.controller.given) if p.controller is not None else None
-        # nothing fails from here on
-        p.resume, p.kept_groups, p.layout, p.parked = resume, resume.layout, None, {}
-        if p.rates is not None:
-            p.rates.last = {}  # what is loaded brings its own
-        if planned is not None:
-            (p.controller, p.regime), p.kept_groups = planned, []
-        p.step = resume.source["step"]
-        p.scale = resume.source["scale"]
-        p.lost = False
+        if model is not None:
+            resume.check(model.shapes)
+        planned = self._resumed(resume, p.tuner.given) if isinstance(p.tuner, Controller) else None
+        p.start_from(resume, planned)  # nothing fails from here on
+
+    def _abandon(self, error: Exception, telling: bool = True) -> None:
+        self._engine.abandon(error, telling)
+        if self._door is not None:
+            self._door.reset(error)
 
     def _resumed(self, resume: checkpoint.Resume, given: Profile | None) -> tuple[Controller, Regime]:
         """A new controller that goes on where the one in a checkpoint was."""
@@ -471,21 +458,13 @@ class State:
         """
         if self._closed is not None:
             return
-        p = self._pipeline
+        p = self._engine
         p.quiet()
         self._closed = self.stats()
-        p.abandon(SetupError("the State was closed"), telling=False)
-        p.layout = self._bound = None
-        p.follow(None, None)
+        self._abandon(SetupError("the State was closed"), telling=False)
+        self._door = None
+        p.close()
         self._watch_forward()
-        if p.rounds is not None:
-            p.rounds.close()
-        if p.trips is not None:
-            p.trips.close()
-        if p.lane is not None:
-            p.lane.close()
-        if p.exchange is not None:
-            p.exchange.close()
 
     def __enter__(self) -> "State":
         return self
@@ -496,7 +475,7 @@ class State:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        p = self._pipeline
+        p = self._engine
         started = self._closed is None and (p.layout is not None or p.resume is not None)
         memory = self.state_dict() if started else None
         return {"codec": self._codec, "arguments": self._arguments, "memory": memory}

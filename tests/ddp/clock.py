@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from sidcomp import _core
 from sidcomp.autotune import collective_benchmark, controller, measurement, probe
-from sidcomp.runtime import engine
+from sidcomp.runtime import cpu_executor, engine, step
 from sidcomp.runtime.process_group import Exchange
 
 READING = 1_000  # ns
@@ -149,7 +149,7 @@ def install() -> Clock:
     global _instead
     if _instead is None:
         _instead = Clock()
-        for module in (controller, measurement, engine, collective_benchmark):
+        for module in (controller, measurement, engine, cpu_executor, step, collective_benchmark):
             assert module.perf_counter_ns is time.perf_counter_ns  # type: ignore[attr-defined]
             module.perf_counter_ns = _instead.read_ns  # type: ignore[attr-defined]
         assert probe.perf_counter is time.perf_counter  # type: ignore[attr-defined]

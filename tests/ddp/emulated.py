@@ -1,4 +1,4 @@
-"""CUDA's lane on the CPU emulation of tests/cuda: streams that run at once, any memory is pinned."""
+"""CUDA's executor on the CPU emulation of tests/cuda: streams that run at once, any memory is pinned."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import sidcomp
 import torch
-from sidcomp.runtime.cuda_executor import CudaLane
+from sidcomp.runtime.cuda_executor import CudaExecutor
 
 
-class EmulatedLane(CudaLane):
+class EmulatedExecutor(CudaExecutor):
     def _enter(self) -> None:
         self.where = {"device": 0, "stream": 0}
 
@@ -20,8 +20,8 @@ class EmulatedLane(CudaLane):
     def future(self) -> torch.futures.Future[torch.Tensor]:
         return torch.futures.Future()
 
-    def wait(self, everything: bool = False) -> None:
-        pass
+    def synchronize(self, everything: bool = False) -> bool:
+        return True
 
     def _shown(self) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)
@@ -30,8 +30,8 @@ class EmulatedLane(CudaLane):
         return (lambda: None), x.clone()
 
 
-def emulate(state: sidcomp.State) -> EmulatedLane:
-    """The State's groups go through the CUDA lane from here on."""
-    lane = EmulatedLane(torch.device("cpu"))
-    state._pipeline.lane = lane
-    return lane
+def emulate(state: sidcomp.State) -> EmulatedExecutor:
+    """The State's groups go through the CUDA executor from here on."""
+    executor = EmulatedExecutor(torch.device("cpu"), state._engine.current)
+    state._engine.use(executor)
+    return executor

@@ -264,7 +264,7 @@ def choices(rank: int, world: int, local: str, arguments: dict[str, Any]) -> lis
         for _ in range(3):
             t.step()
         settings = t.state.settings
-        return [settings.ways[i].label for i in measurement.considered(t.state._pipeline, settings)]
+        return [settings.ways[i].label for i in measurement.considered(t.state._engine, settings)]
 
 
 DEFAULT = "topk density=0.084 values=log4 indices=packed"
@@ -572,10 +572,10 @@ def rewrapped(rank: int, world: int) -> dict[str, Any]:
         now = t.state.state_dict()["residuals"]
         moved = all(torch.equal(kept[n], now[n]) for n in kept)
         r = t.until_it_rests()
-        layout = t.state._pipeline.layout
+        layout = t.state._engine.layout
         assert layout is not None
-        shared = [len(g.slots) for g in layout.groups]
-        return {**r, "moved": moved, "buckets": len(layout.slots), "shared": shared}
+        shared = [len(g.buckets) for g in layout.groups]
+        return {**r, "moved": moved, "buckets": len(layout.buckets), "shared": shared}
 
 
 def test_a_new_wrapper_has_the_plans_groups_as_buckets() -> None:
@@ -616,7 +616,7 @@ def steps_of(rank: int, world: int, plain: bool) -> list[float]:
         optimizer.zero_grad()
         ddp(x).square().mean().backward()
         optimizer.step()
-        deferred += state._pipeline.deferred
+        deferred += state._engine._deferred
         out.append(float(torch.cat([p.detach().flatten() for p in ddp.parameters()]).double().sum()))
     assert plain or deferred >= 2, "no step was measured without communication beside it"
     assert plain or state.plan_report()["stage"] == "measuring"
@@ -641,7 +641,7 @@ def densities(rank: int, world: int, warmup: int, room: str) -> tuple[list[float
         seen, weights = [], []
         for i in range(16):
             t.step()
-            layout = t.state._pipeline.layout
+            layout = t.state._engine.layout
             assert layout is not None
             sparse = [g for g in layout.groups if g.plan.codec == "topk"]
             seen.append(sum(g.plan.k for g in sparse) / max(1, sum(g.n for g in sparse)))

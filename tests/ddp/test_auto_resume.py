@@ -417,7 +417,7 @@ def compared_again(rank: int, world: int, room: str) -> tuple[dict[str, Any], di
     while stage(c.t) != "comparing":
         c.go(1, 2, LINK)
     c.go(15, 2, LINK)  # in the dense window of the second pair
-    assert c.t.state._pipeline.regime == controller.PLAIN
+    assert c.t.state._engine.regime == controller.PLAIN
     data = taken(c.t)
     c.t.state.close()
     with Training(rank, slow={**LINK, **CODEC}, candidates=["topk"], warmup=0) as t:

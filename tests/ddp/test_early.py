@@ -134,8 +134,8 @@ def late(rank: int, world: int, when: str) -> tuple[list[str], float]:
         time.sleep(1)
     for _ in range(3):
         trainer.step()
-    assert state._pipeline.exchange is not None
-    timeout = process_group._timeout_of(state._pipeline.exchange.group, cases.DEVICE)
+    assert state._engine.exchange is not None
+    timeout = process_group._timeout_of(state._engine.exchange.group, cases.DEVICE)
     assert timeout is not None
     trainer.close()
     state.close()

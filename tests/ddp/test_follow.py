@@ -239,13 +239,13 @@ def two_rates(rank: int, world: int, apart: bool) -> tuple[list[float], list[str
         for group, rate in zip(optimizer.param_groups, (first, second), strict=True):
             group["lr"] = rate
         ddp(torch.ones(2, 40)).sum().backward()
-    assert state._pipeline.layout is not None
-    carries = [g.carry for g in state._pipeline.layout.groups]
+    assert state._engine.layout is not None
+    carries = [g.carry for g in state._engine.layout.groups]
     ddp(torch.ones(2, 40)).sum().backward()
-    assert all(g.carry == 1 for g in state._pipeline.layout.groups)
+    assert all(g.carry == 1 for g in state._engine.layout.groups)
     optimizer.param_groups[0]["lr"] = 0.3
     ddp(torch.ones(2, 40)).sum().backward()
-    carries += [g.carry for g in state._pipeline.layout.groups]
+    carries += [g.carry for g in state._engine.layout.groups]
     logging.getLogger("sidcomp").removeHandler(handler)
     state.close()
     return carries, [r for r in records if "learning rates" in r]
@@ -286,7 +286,7 @@ def refused(rank: int, world: int) -> list[str]:
     state.follow(None)
     trainer.optimizer.param_groups[0]["lr"] = 0.01
     trainer.step()
-    assert state._pipeline.layout is not None and state._pipeline.layout.groups[0].carry == 1
+    assert state._engine.layout is not None and state._engine.layout.groups[0].carry == 1
     state.close()
     with pytest.raises(sidcomp.SetupError, match="closed"):
         state.follow(trainer.optimizer)
@@ -307,8 +307,8 @@ def rolled_back(rank: int, world: int) -> list[list[float]]:
             state.load_state_dict(before)
         trainer.optimizer.param_groups[0]["lr"] = rate
         trainer.step()
-        assert state._pipeline.layout is not None
-        seen.append([g.carry for g in state._pipeline.layout.groups])
+        assert state._engine.layout is not None
+        seen.append([g.carry for g in state._engine.layout.groups])
     trainer.close()
     state.close()
     return seen

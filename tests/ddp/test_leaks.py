@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from harness import run
 from sidcomp.runtime import reaper
-from sidcomp.runtime.engine import Pipeline
+from sidcomp.runtime.cpu_executor import CpuExecutor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -144,15 +144,15 @@ def drop_in_a_callback(rank: int, world: int) -> bool:
     """The last to hold it is a thread of its own process group, which frees it, but not the group."""
     trained({"codec": "none"})
     before = at_rest()
-    landed: Callable[[Pipeline], None] = Pipeline._landed
+    landed: Callable[[CpuExecutor], None] = CpuExecutor._leave
     threads: set[str] = set()
 
-    def late(pipeline: Pipeline) -> None:
-        landed(pipeline)
+    def late(executor: CpuExecutor) -> None:
+        landed(executor)
         time.sleep(0.3)
         threads.add(threading.current_thread().name)
 
-    Pipeline._landed = late  # type: ignore[method-assign]
+    CpuExecutor._leave = late  # type: ignore[method-assign]
     with no_collector():
         ddp = wrapped()
         ddp.register_comm_hook(sidcomp.State("topk"), sidcomp.hook)  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ class Run:
         self.optimizer.step()
 
     def groups(self) -> list[Group]:
-        layout = self.state._pipeline.layout
+        layout = self.state._engine.layout
         assert layout is not None
         return layout.groups
 
@@ -112,7 +112,7 @@ def trained(
         transport="native" if how == "native" else "torch", **more,
     )  # fmt: skip
     if how == "native":
-        r.state._pipeline.exchange = None
+        r.state._engine.exchange = None
         Exchange.all_gather = no_collectives  # type: ignore[method-assign]
         Exchange.all_reduce = no_collectives  # type: ignore[method-assign]
         dist.batch_isend_irecv = no_collectives
@@ -173,8 +173,8 @@ def special(
     if r.lane is not None:
         assert r.lane._spare, "no checksums came"
         if rank == 1:
-            sums = r.state._pipeline
-            r.lane._sum = lambda *_: sums._checks_mine.fill_(7)  # type: ignore[method-assign]
+            executor = r.lane
+            executor._sum = lambda *_: executor._check.mine.fill_(7)  # type: ignore[method-assign]
         while not error and len(out) < 16:
             error, text, _ = r.fails()
             out.append([])
@@ -224,8 +224,8 @@ def spoiled(rank: int, world: int, how: str, settings: dict[str, Any]) -> list[l
                     p.copy_(w)
         out.append(r.weights())
         if step > 3:
-            r.state._pipeline.quiet()
-            assert r.state._pipeline.counts() == (step != 5), "a flush would not be done again"
+            r.state._engine.quiet()
+            assert r.state._engine.counts() == (step != 5), "a flush would not be done again"
     r.close()
     return out
 
@@ -267,18 +267,18 @@ def interrupted(rank: int, world: int) -> None:
         r.step()
     lane = r.lane
     assert lane is not None
-    launch, launched = lane.launch, []
+    launch, launched = lane._launch, []
 
-    def failing(g: Group, *rest: Any) -> None:
+    def failing(g: Group) -> None:
         if len(launched) == 2:
             raise ValueError("no more")
         launched.append(g)
-        launch(g, *rest)
+        launch(g)
 
-    lane.launch = failing  # type: ignore[method-assign]
+    lane._launch = failing  # type: ignore[method-assign]
     name, text, _ = r.fails()
     assert name == "ExchangeError" and "no more" in text, text
-    lane.launch = launch  # type: ignore[method-assign]
+    lane._launch = launch  # type: ignore[method-assign]
     assert len(launched) == 2
 
     def owes(g: Group) -> torch.Tensor:
@@ -287,7 +287,7 @@ def interrupted(rank: int, world: int) -> None:
         return out
 
     sent = [owes(g) for g in launched]
-    r.state._pipeline.quiet()
+    r.state._engine.quiet()
     for g, before in zip(launched, sent, strict=True):
         assert before.any() and not owes(g).any()
     r.close()
@@ -486,8 +486,8 @@ def watched(rank: int, world: int, how: str, log: str) -> tuple[str, str]:
     r.step()
     assert r.lane is not None and r.lane.native is not None
     if how == "stuck":  # as if the device had not got to the end of the last step
-        assert r.state._pipeline.layout is not None
-        r.state._pipeline.layout.groups[0].resident.mark += 1
+        assert r.state._engine.layout is not None
+        r.state._engine.layout.groups[0].resident.mark += 1
     r.lane.native._thread.join(20)
     assert not r.lane.native._thread.is_alive(), "the watch goes on"
     assert "abort" in Path(log).read_text()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from common import CODECS, KINDS
 from harness import run
 from sidcomp.runtime import point_to_point, process_group
-from sidcomp.runtime.engine import Pipeline
+from sidcomp.runtime.cpu_executor import CpuExecutor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,16 +44,16 @@ def works_after_backward(rank: int, world: int, cases: list[dict[str, Any]]) -> 
 
         return noted
 
-    landed = Pipeline._landed
+    landed = CpuExecutor._leave
 
-    def late(pipeline: Pipeline) -> None:
-        landed(pipeline)
+    def late(executor: CpuExecutor) -> None:
+        landed(executor)
         time.sleep(LATE_S)  # the thread of Gloo has still to end the work
 
     process_group.Exchange.all_reduce = noting(process_group.Exchange.all_reduce)  # type: ignore[method-assign]
     process_group.Exchange.all_gather = noting(process_group.Exchange.all_gather)  # type: ignore[method-assign]
     point_to_point.post = noting(point_to_point.post)
-    Pipeline._landed = late  # type: ignore[method-assign]
+    CpuExecutor._leave = late  # type: ignore[method-assign]
     failed = []
     with torch.profiler.profile():
         for case in cases:

@@ -32,8 +32,8 @@ def scripted(state: sidcomp.State, regimes: list[Regime], park: bool = False) ->
         while True:
             yield Order(regimes[-1])
 
-    c = state._pipeline.controller
-    assert c is not None
+    c = state._engine.tuner
+    assert isinstance(c, controller.Controller)
     c._script = script()
     c._order = next(c._script)
 
@@ -137,7 +137,7 @@ def conserve_over_exchanges(rank: int, world: int, park: bool) -> dict[str, Any]
         r.step()
         lost.append(r.missing())
         kept.append(r.kept())
-        p = r.state._pipeline
+        p = r.state._engine
         assert p.layout is not None
         seen |= {g.trip.route.exchange.name for g in p.layout.groups if g.routed}
     return {"lost": max(lost), "kept": kept, "seen": seen, "error": repr(r.state.error)}
@@ -165,7 +165,7 @@ def spoiled_flush(rank: int, world: int) -> dict[str, Any]:
         r.step()
     before, flushes = r.kept(), 0
     for _ in range(6):
-        p = r.state._pipeline
+        p = r.state._engine
         c = p.controller
         assert c is not None
         flushing = any(g.plan.vectors and g.plan.codec == "none" for g in p.layout.groups)  # type: ignore[union-attr]

@@ -468,7 +468,7 @@ def failed(rank: int, world: int) -> None:
     for _ in range(3):
         one.trainer.step()
     before = one.everything()
-    pipeline: Any = one.state._pipeline
+    pipeline: Any = one.state._engine
     group = pipeline.layout.groups[-1]
 
     class Fails:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from statistics import median
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sidcomp import core as _core
 from sidcomp.autotune import measurement
@@ -27,13 +27,10 @@ from sidcomp.planner import mergecomp
 from sidcomp.planner.fusion import VERSION, evaluate, plan, plan_hash
 from sidcomp.planner.profile import Profile
 from sidcomp.planner.significance import MARGIN, Pair, gain, verdict
+from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint import Resume, way_of
-from sidcomp.runtime.layout import Slot
-
-if TYPE_CHECKING:
-    from sidcomp.integrations.ddp import Binding
-    from sidcomp.runtime.engine import Pipeline
-    from sidcomp.runtime.layout import Layout
+from sidcomp.runtime.engine import Engine, Model
+from sidcomp.runtime.layout import Layout
 
 logger = logging.getLogger("sidcomp")
 
@@ -150,8 +147,8 @@ class Controller:
         self.algorithm = {"auto": "ldp"}.get(str(settings.groups), str(settings.groups))
         self.report = Report()
         self.base = PLAIN if settings.auto else Regime("bucket")  # what a plan has to beat
-        self._p: Pipeline | None = None  # only during a call: a generator must not keep a process group alive
-        self._binding: Binding | None = None
+        self._p: Engine | None = None  # only during a call: a generator must not keep a process group alive
+        self._model: Model | None = None
         self._order = Order(PLAIN)
         self._loaded: Resume | None = None  # waits for the first groups
         self._regime_kept = PLAIN  # its groups
@@ -170,25 +167,24 @@ class Controller:
     # ---- the pipeline's side
     # ------------------------------------------------------------------------------------
 
-    def between(self, p: "Pipeline", binding: "Binding") -> Regime:
+    def between(self, p: Engine, model: Model) -> Regime:
         """Before the first bucket of an iteration, on every rank: the regime from here on. Collectives run
         here."""
-        if p.lane is not None and self.report.stage not in FOUND:
-            p.lane.wait(everything=True)  # else the host's clock tells when it was asked, not done
+        if p.executor is not None and self.report.stage not in FOUND:
+            p.executor.synchronize(everything=True)  # else the host's clock tells when it was asked, not done
         self._entered = perf_counter_ns()
-        self._p, self._binding, self._loaded = p, binding, None
+        self._p, self._loaded = p, None
         try:
             return self._between(p)
         except Exception:
             self._watched = Watch()
             self._script = self._rest(self.base, "measuring failed; State.error has the reason")
             self._order = next(self._script)
-            p.deferred = False
             raise
         finally:
-            self._p = self._binding = None
+            self._p = None
 
-    def _between(self, p: "Pipeline") -> Regime:
+    def _between(self, p: Engine) -> Regime:
         clean = not self._disturbed and p.layout is self._layout()
         if p.regime.flush:
             lost = max(self._agree([int(not p.counts())]))  # what was flushed did not count: once more
@@ -197,14 +193,17 @@ class Controller:
         exploring = self.report.stage not in FOUND
         it = Iteration(self._entered - self._mark, clean, measurement.Seen.of(p) if exploring else None)
         self._order = self._script.send(it)
-        p.deferred = self._order.deferred
         target = self._order.regime
         # dense groups take what is kept along with a memory that holds the momentum
         ours = self._order.park or self.settings.momentum
         behind = not ours and measurement.leaves_behind(p.layout, p.parked, target)
         return replace(target, flush=True) if behind else target
 
-    def begin(self, p: "Pipeline") -> None:
+    @property
+    def deferred(self) -> bool:
+        return self._order.deferred
+
+    def begin(self, p: Engine) -> None:
         """After the groups of the coming iteration have been made."""
         assert p.layout is not None
         self._disturbed = p.layout is not self._layout()
@@ -290,11 +289,11 @@ class Controller:
             return "the checkpoint's plan uses codecs or exchanges that this State does not have"
         return ""
 
-    def meet(self, p: "Pipeline", slots: Sequence[Slot], binding: "Binding") -> Regime:
+    def meet(self, p: Engine, buckets: Sequence[Bucket], model: Model) -> Regime:
         """Before the first groups, a collective: where the ranks go on if they have loaded checkpoints. What
         one of them does not have, or has otherwise, nobody uses: all go on at the least advanced stage."""
         assert p.exchange is not None
-        here = {**measurement.identity(slots, binding.names, p.exchange), "version": _core.version}
+        here = {**measurement.identity(buckets, p.exchange), "version": _core.version}
         self._identity = here
         why = self._unfit(self._loaded, here) if self._loaded is not None else "it loaded no checkpoint"
         kept = self._kept if not why else None
@@ -309,11 +308,11 @@ class Controller:
         rows = [json.loads(row) for row in p.exchange.tell_texts(json.dumps(mine), what)]
         if not any(row["loaded"] for row in rows):
             return p.regime
-        self._p, self._binding = p, binding
+        self._p = p
         try:
             return self._go_on(rows)
         finally:
-            self._p = self._binding = None
+            self._p = None
 
     def _go_on(self, rows: list[dict[str, Any]]) -> Regime:
         """Where what the ranks have says."""
@@ -398,7 +397,7 @@ class Controller:
         exchange = self._p.exchange
         packed = struct.pack(f"<{len(values)}q", *values)
         rows = [struct.unpack(f"<{len(values)}q", b) for b in exchange.gather_bytes(packed)]
-        self._p.control += exchange.world * len(packed)
+        self._p.count_control(exchange.world * len(packed))
         return [max(column) for column in zip(*rows, strict=True)]
 
     def _say(self, text: str) -> None:
@@ -550,7 +549,7 @@ class Controller:
 
         def note(it: Iteration) -> None:
             assert self._p is not None
-            if it.seen is not None and self._p.lane is None and len(it.seen.groups) >= groups:
+            if it.seen is not None and not self._p.on_device and len(it.seen.groups) >= groups:
                 e["rows"].append(measurement.took(model, found, it.seen))
 
         if not e["done"]:
@@ -718,7 +717,7 @@ class Controller:
         """Steps of plain DDP and steps without communication beside backward(), in turns."""
         self._say("measuring plain DDP, and backward() alone")
         assert self._p is not None and self._p.layout is not None
-        slots = [len(s.params) for s in self._p.layout.slots]
+        slots = [len(s.parameters) for s in self._p.layout.buckets]
         buckets, params = len(slots), sum(slots)
         e = self._next("turns", of)
         turns: list[dict[str, Any]] = e["turns"]
@@ -750,8 +749,8 @@ class Controller:
     # -------------------------------------------------------------------------------------------
 
     def _profile(self) -> Generator[Order, Iteration, Profile]:
-        assert self._p is not None and self._p.layout is not None and self._binding is not None
-        of = measurement.bucket_digest(self._p, self._binding)
+        assert self._p is not None and self._p.layout is not None
+        of = measurement.bucket_digest(self._p)
         if (known := self._known_profile(of)) is not None:
             return known
         if self.given is not None and self._journal.kind() != "turns":
@@ -768,9 +767,9 @@ class Controller:
         dense = int(median(self._agree([t["dense"] for t in turns])))
         self._say("measuring codecs and exchanges")
         budget = max(0.5, _PROBE_SHARE * 1000 * dense * 1e-9)
-        assert self._p is not None and self._binding is not None
+        assert self._p is not None
         found = measurement.profile(
-            self._p, self._binding, self.settings, turns, dense, budget, self._agree,
+            self._p, self.settings, turns, dense, budget, self._agree,
             (lambda what, share: _show(f"measuring {what}, {share:.0%}")) if self._first() else None,
         )  # fmt: skip
         return self._note_profile(of, found)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from math import prod
 from statistics import median
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,12 +21,10 @@ from sidcomp.config.settings import Settings, Way
 from sidcomp.errors import ParameterError, SetupError
 from sidcomp.planner.fusion import evaluate
 from sidcomp.planner.profile import Profile, model_digest
-from sidcomp.runtime.layout import DTYPES, Layout, Slot
+from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.engine import Engine
+from sidcomp.runtime.layout import DTYPES, Layout
 from sidcomp.runtime.process_group import Exchange
-
-if TYPE_CHECKING:
-    from sidcomp.integrations.ddp import Binding
-    from sidcomp.runtime.engine import Pipeline
 
 Agree = Callable[[list[int]], list[int]]
 
@@ -46,12 +45,12 @@ class Seen:
     landed: int  # when the last group was decoded
 
     @staticmethod
-    def of(p: "Pipeline") -> "Seen":
+    def of(p: Engine) -> "Seen":
         assert p.layout is not None
         return Seen(
-            tuple(s.arrived_at for s in p.layout.slots),
+            tuple(s.arrived_at for s in p.layout.buckets),
             tuple((g.begun_at, g.exchanged_at, g.arrived_at, g.decoded_at) for g in p.layout.groups),
-            p.landed_at,
+            p.current.ended_at,
         )
 
 
@@ -94,7 +93,7 @@ class Recorder:
     """
 
     def __init__(self, layout: Layout) -> None:
-        params = [p for slot in layout.slots for p in slot.params]
+        params = [p for bucket in layout.buckets for p in bucket.parameters]
         self._cuda = params[0].is_cuda
         self._ready = [0] * len(params)
         self._events: list[tuple[int, torch.cuda.Event]] = []
@@ -136,14 +135,14 @@ def planned(layout: Layout, settings: Settings) -> list[Piece]:
     return [x for x in pieces if x.name not in left_out]
 
 
-def identity(slots: Sequence[Slot], names: Mapping[int, str], exchange: Exchange) -> dict[str, Any]:
-    """What a profile belongs to. names: of parameters, by id. Raises nothing: it is for agreeing, too."""
+def identity(buckets: Sequence[Bucket], exchange: Exchange) -> dict[str, Any]:
+    """What a profile belongs to. Raises nothing: it is for agreeing, too."""
     return {
         "model": model_digest(
-            (names[id(p)], tuple(p.shape), DTYPES.get(s.buffer.dtype, str(s.buffer.dtype)))
-            for s in slots
-            for p in s.params
-            if p.numel()
+            (name, shape, DTYPES.get(b.buffer.dtype, str(b.buffer.dtype)))
+            for b in buckets
+            for name, shape in zip(b.names, b.shapes, strict=True)
+            if prod(shape)
         ),
         "world": exchange.world,
         "device": exchange.device.type,
@@ -152,15 +151,14 @@ def identity(slots: Sequence[Slot], names: Mapping[int, str], exchange: Exchange
     }
 
 
-def bucket_digest(p: "Pipeline", binding: "Binding") -> str:
+def bucket_digest(p: Engine) -> str:
     """A digest of DDP's buckets, which times of gradients and plans are about."""
     assert p.layout is not None
-    return journal.digest([[binding.names[id(q)] for q in s.params] for s in p.layout.slots])
+    return journal.digest([list(b.names) for b in p.layout.buckets])
 
 
 def profile(
-    p: "Pipeline",
-    binding: "Binding",
+    p: Engine,
     settings: Settings,
     turns: Sequence[Mapping[str, Any]],
     dense_ns: int,
@@ -175,10 +173,10 @@ def profile(
     assert p.layout is not None and p.exchange is not None
     layout, started = p.layout, perf_counter_ns()
     compute = int(median(t["compute"] for t in turns))
-    buckets = [int(median(t["buckets"][j] for t in turns)) for j in range(len(layout.slots))]
+    buckets = [int(median(t["buckets"][j] for t in turns)) for j in range(len(layout.buckets))]
     ready, at = [], 0
-    for j, slot in enumerate(layout.slots):
-        for _ in slot.params:
+    for j, bucket in enumerate(layout.buckets):
+        for _ in bucket.names:
             own = [t["ready"][at] for t in turns if t["ready"][at] >= 0]
             ready.append(int(median(own)) if own else buckets[j])
             at += 1
@@ -189,13 +187,13 @@ def profile(
     over = max(0, compute - dense_ns)  # on a noisy machine: an iteration with exchanges takes no less
     compute, times = compute - over, [max(0, t - over) for t in agreed[3:]]
     buckets, ready = times[: len(buckets)], times[len(buckets) :]
-    if p.lane is not None:  # the host's clock saw only when a bucket was enqueued
-        ends = list(accumulate(len(slot.params) for slot in layout.slots))
+    if p.on_device:  # the host's clock saw only when a bucket was enqueued
+        ends = list(accumulate(len(bucket.names) for bucket in layout.buckets))
         buckets = [max(ready[a:b]) for a, b in pairwise([0, *ends])]
     for j in range(1, len(buckets)):
         buckets[j] = max(buckets[j], buckets[j - 1])
-    params = [q for slot in layout.slots for q in slot.params]
-    of_param = {binding.names[id(q)]: i for i, q in enumerate(params)}
+    params = [name for bucket in layout.buckets for name in bucket.names]
+    of_param = {name: i for i, name in enumerate(params)}
     tensors: list[dict[str, Any]] = [
         {
             "name": x.name,
@@ -212,21 +210,21 @@ def profile(
         [candidate(settings.ways[i]) for i in considered(p, settings)],
         p.exchange,
         sum(t["bytes"] for t in tensors),
-        layout.slots[0].buffer.dtype,
+        layout.buckets[0].buffer.dtype,
         p.exchange.device,
         budget,
         settings.seed,
         settings.isa,
         progress,
     )
-    sizes = [s.buffer.numel() * s.buffer.element_size() for s in layout.slots]
+    sizes = [s.buffer.numel() * s.buffer.element_size() for s in layout.buckets]
     stolen = 0  # a GPU's exchanges take next to nothing from its computing
-    if p.lane is None:
+    if not p.on_device:
         stolen = _stolen(probed, longer, sizes, span)
     (stolen,) = agree([stolen])
     contention = {**probed.contention, "stolen_permille": stolen}
     return Profile(
-        **identity(layout.slots, binding.names, p.exchange),
+        **identity(layout.buckets, p.exchange),
         tensors=tensors,
         forward_ps=min(t["ready_ps"] for t in tensors),
         rest_ps=0,  # what follows a backward pass counts to the next iteration
@@ -260,7 +258,7 @@ def candidate(way: Way) -> probe.Candidate:
     return probe.Candidate(way.codec.name, way.memory.name, schedule.last(way.parameters), route)
 
 
-def considered(p: "Pipeline", settings: Settings) -> list[int]:
+def considered(p: Engine, settings: Settings) -> list[int]:
     """The ways worth measuring here, on all ranks the same: a collective. A choice beside the process group's
     own exchange is one only where fewer bytes leave a node; of nodes only if they are equal."""
     assert p.layout is not None and p.exchange is not None
@@ -276,7 +274,7 @@ def considered(p: "Pipeline", settings: Settings) -> list[int]:
         if way.route is not None and way.routed:
             if not even and "ranks_per_node" in way.route.parameters:
                 continue
-            if p.lane is not None and not way.route.exchange.cuda:
+            if p.on_device and not way.route.exchange.cuda:
                 continue
             # Along a ring, one rank of a node sends to the next node.
             plan = settings.plan(n, "float32", i)
@@ -293,7 +291,7 @@ def considered(p: "Pipeline", settings: Settings) -> list[int]:
     return ways
 
 
-def lacks(profile: Profile, p: "Pipeline", settings: Settings) -> str | None:
+def lacks(profile: Profile, p: Engine, settings: Settings) -> str | None:
     """What there is to choose from and the profile does not have, if anything."""
     known = {m.name for m in profile.methods}
     names = [candidate(settings.ways[i]).name for i in considered(p, settings)]

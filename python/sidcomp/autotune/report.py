@@ -2,27 +2,25 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sidcomp.autotune import measurement
 from sidcomp.autotune.controller import Controller
 from sidcomp.config.grouping import DENSE, shorten
 from sidcomp.errors import SetupError
-
-if TYPE_CHECKING:
-    from sidcomp.runtime.engine import Pipeline
-    from sidcomp.runtime.layout import Group
+from sidcomp.runtime.engine import Engine
+from sidcomp.runtime.layout import Group
 
 _KINDS = ("encode", "exchange", "decode")
 
 
-def controller_of(p: "Pipeline") -> Controller:
-    if p.controller is None:
+def controller_of(p: Engine) -> Controller:
+    if not isinstance(p.tuner, Controller):
         raise SetupError('nothing is planned here: State(codec="auto"), or groups="auto" with a codec, plans')
-    return p.controller
+    return p.tuner
 
 
-def report(p: "Pipeline") -> dict[str, Any]:
+def report(p: Engine) -> dict[str, Any]:
     """See State.plan_report."""
     c = controller_of(p)
     r, settings = c.report, p.settings
@@ -79,7 +77,7 @@ def _measured(g: "Group") -> dict[str, int] | None:
     return {k: 1000 * ns // g.steps for k, ns in zip(_KINDS, times, strict=True)}
 
 
-def explain(p: "Pipeline") -> str:
+def explain(p: Engine) -> str:
     """See State.explain."""
     r = report(p)
     if r["stage"] != "resting":
@@ -134,19 +132,19 @@ def _table(groups: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def timelines(p: "Pipeline") -> dict[str, list[dict[str, Any]] | None]:
+def timelines(p: Engine) -> dict[str, list[dict[str, Any]] | None]:
     """The predicted and the last measured iteration, in ps, as `sidcomp.plan` gives a timeline."""
     c = controller_of(p)
     predicted = c.report.plan["timeline"] if c.report.plan is not None and p.regime.rule != "bucket" else None
-    if p.layout is None or p.lane is not None or not all(s.arrived_at for s in p.layout.slots):
+    if p.layout is None or p.on_device or not all(s.arrived_at for s in p.layout.buckets):
         return {"predicted": predicted, "measured": None}
     p.quiet()
-    slots, rows = p.layout.slots, []
+    buckets, rows = p.layout.buckets, []
     # The model's iteration begins where the one before ended; ours is laid beside it at the first bucket.
     lead = predicted[0]["backward"][1] if predicted else 0
-    zero = before = slots[0].arrived_at - lead // 1000
+    zero = before = buckets[0].arrived_at - lead // 1000
     for g in p.layout.groups:
-        ready = max(s.arrived_at for s in g.slots)
+        ready = max(s.arrived_at for s in g.buckets)
         moments = {
             "backward": (before, ready),
             "encode": (g.begun_at, g.exchanged_at),
@@ -159,7 +157,7 @@ def timelines(p: "Pipeline") -> dict[str, list[dict[str, Any]] | None]:
     return {"predicted": predicted, "measured": rows}
 
 
-def trace(p: "Pipeline", path: str | Path) -> None:
+def trace(p: Engine, path: str | Path) -> None:
     """See State.timeline."""
     events: list[dict[str, Any]] = []
     labels = [g.label() for g in p.layout.groups] if p.layout is not None else []

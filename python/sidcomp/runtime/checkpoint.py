@@ -3,7 +3,7 @@ size."""
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from sidcomp.runtime.checkpoint_reader import FORMAT, read
 from sidcomp.runtime.layout import STATE_HEADER, Group, Layout
 from sidcomp.runtime.learning_rates import Rates
 from sidcomp.runtime.process_group import Exchange
-
-if TYPE_CHECKING:
-    from sidcomp.runtime.engine import Pipeline
 
 # The parts of a state's header that are not settled by residual_in: the count of steps and the codec's
 # statistics.
@@ -63,21 +60,15 @@ def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
     return kept
 
 
-def save(p: "Pipeline") -> dict[str, Any]:
-    if p.layout is None and p.resume is not None:
-        return p.resume.source
-    groups = p.layout.groups if p.layout is not None else []
-    residuals = {**p.parked, **_residuals(groups, p.rates)}
+def save(
+    settings: Settings, groups: Sequence[Group], parked: Residuals, rates: Rates | None
+) -> dict[str, Any]:
+    """What the groups of an engine keep. parked: of parameters whose groups keep nothing."""
+    residuals = {**parked, **_residuals(groups, rates)}
     return {
         "format": FORMAT,
         "version": _core.version,
-        **p.settings.saved(),
-        "world": p.exchange.world if p.exchange is not None and p.step else 0,
-        "rank": p.exchange.rank if p.exchange is not None and p.step else 0,
-        "step": p.step,
-        "settled": p.settled or isinstance(p.settings.groups, list),
-        "controller": p.controller.saved() if p.controller is not None else None,
-        "scale": p.scale,
+        **settings.saved(),
         "layout": [_save_group(g) for g in groups],
         "residuals": {name: kept.values for name, kept in residuals.items()},
         "shared": {n: [r.local, r.common] for n, r in residuals.items() if r.local > 1 or r.common},

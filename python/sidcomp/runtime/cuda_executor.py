@@ -3,24 +3,25 @@
 import os
 import struct
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from sidcomp import core as _core
 from sidcomp.config.registry import find_codec
+from sidcomp.config.settings import Settings
 from sidcomp.errors import CorruptPayloadError, UnsupportedError
+from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.layout import Block, Group
 from sidcomp.runtime.nccl import Native, Progress, open_library
 from sidcomp.runtime.point_to_point import ends_of, operations
-
-if TYPE_CHECKING:
-    from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.replica_check import ReplicaCheck
+from sidcomp.runtime.step import Step
 
 _STATS = struct.Struct("<QQQfII")  # sid_stats
 _REPORT_BYTES = 16  # nonfinite, culprit, status, and 0; as the host sees it, step + 1
@@ -53,7 +54,7 @@ class Resident:
         self.places: dict[int, _core.DeviceGroup] = {}  # by the state's address
 
 
-class CudaLane:
+class CudaExecutor:
     """A side stream of one device, in which all groups are processed one after the other.
 
     The futures of the hook are completed with this stream current, so DDP's own stream waits for it on the
@@ -62,14 +63,19 @@ class CudaLane:
     fails its check is found by the device, and so are replicas that differ; the host learns of it without
     waiting, and fails a later step. Nor does it wait to know of a step that was not finite: the device
     itself makes the other groups forget (`cancel`); where groups have two states, the next step waits for
-    the reports of this one's (`spoiled`).
+    the reports of this one's (`outcome`).
     """
 
-    def __init__(self, device: torch.device) -> None:
+    on_device = True
+
+    def __init__(self, device: torch.device, step: Step) -> None:
         if not _core.cuda_built:
             raise UnsupportedError("this build of sidcomp has no CUDA kernels: build it where nvcc is found")
         self.device = device
+        self.step = step
         self.native: Native | None = None
+        self._exchange: Exchange
+        self._check: ReplicaCheck
         self._library: _core.Nccl | None = None
         self._residents: tuple[weakref.ref[Resident], ...] = ()  # replaced whole: another thread reads it
         self._kept: list[torch.Tensor] = []  # pinned memory is given to others at once when it is freed
@@ -97,12 +103,13 @@ class CudaLane:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.futures.Future(devices=[self.device])
 
-    def wait(self, everything: bool = False) -> None:
+    def synchronize(self, everything: bool = False) -> bool:
         """Until the side stream, or the device, is done."""
         if everything:
             torch.cuda.synchronize(self.device)
         else:
             self.stream.synchronize()
+        return True
 
     def _shown(self) -> torch.Tensor:
         return torch.zeros(_REPORT_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -118,13 +125,28 @@ class CudaLane:
     # ---- NCCL of our own
     # -----------------------------------------------------------------------------------------
 
-    def find_native(self) -> None:
-        """Raises where there is no NCCL."""
-        self._library = self._library or open_library()
+    def check(self, settings: Settings, groups: Sequence[Group]) -> None:
+        for route in {g.trip.route.label: g.trip.route for g in groups if g.routed}.values():
+            if not route.exchange.cuda:
+                has = ", ".join(e["name"] for e in _core.exchanges() if e["cuda"])
+                raise UnsupportedError(
+                    f"exchange={route.exchange.name!r} has no CUDA kernels in this build; these have: {has}. "
+                    "Leave it out on CUDA"
+                )
+        if settings.transport == "native":
+            self._library = self._library or open_library()  # raises where there is no NCCL
 
-    def connect(self, exchange: "Exchange") -> None:
-        """By all ranks at the same point: from here on the collectives are our own."""
-        if self.native is None:
+    def connect(
+        self,
+        settings: Settings,
+        groups: Sequence[Group],
+        exchange: Exchange,
+        parent: dist.ProcessGroup,
+        check: ReplicaCheck,
+    ) -> None:
+        self._exchange, self._check = exchange, check
+        self._late, self._spare, self._kept_by = [], [], []  # checksums have other places from now on
+        if settings.transport == "native" and self.native is None:
             assert self._library is not None
             progress = partial(_progress, weakref.ref(self))
             self.native = Native(self._library, exchange, self.where["device"], progress)
@@ -180,9 +202,31 @@ class CudaLane:
         with self.current():
             group.allocate_full(plan, plan.cuda_work_bytes())
 
-    def launch(self, g: Group, exchange: "Exchange", step: int, seed: int, check: int = 0) -> None:
-        """check: where a checksum of what was decoded goes, on the device; or 0."""
+    def turn(self, group: Group) -> None:
+        # What was sent is taken out of what is kept; then nothing is left to be taken out.
+        self.settle(group)
+        group.exchange_plans()
+        self.unsend(group)
+
+    # ---- a step
+    # ------------------------------------------------------------------------------------------------
+
+    def launch(self, g: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
+        g.error, g.withdrawn = unable, withdrawn
+        try:
+            if unable is not None:
+                raise unable
+            self._launch(g)
+            g.sent = True
+            self.step.count(g, self._exchange.world)
+            with self.current():  # who waits for the buckets then waits for this stream
+                self.step.complete(g)
+        except Exception as e:
+            self.step.fail(g, e)
+
+    def _launch(self, g: Group) -> None:
         r: Resident = g.resident
+        step = self.step.index
         if status := r.seen[2]:
             if self.native is not None:
                 self.native.communicator.poll()  # knows better why nothing sound has come
@@ -196,17 +240,21 @@ class CudaLane:
                 g.begin()
         if self.native is not None:
             r.places[g.state.ptr].step(
-                self.native.communicator, step=step, seed=seed, group=g.index, carry=g.carry,
+                self.native.communicator, step=step, seed=self.step.seed, group=g.index, carry=g.carry,
                 origin=g.origin, stream=self.where["stream"],
             )  # fmt: skip
         else:
-            self._step(g, r, exchange, step, seed)
-        if check:
+            self._step(g, r, self._exchange, step, self.step.seed)
+        if check := self._check.place(g):
             self._sum(g, r, check)
         r.mark = (step + 1) % _MARKS
         g.steps += 1
 
-    def _step(self, g: Group, r: Resident, exchange: "Exchange", step: int, seed: int) -> None:
+    def launched(self, groups: Sequence[Group], in_place: bool) -> None:
+        if in_place and len(groups) > 1 and all(g.sent for g in groups):
+            self.cancel(groups)
+
+    def _step(self, g: Group, r: Resident, exchange: Exchange, step: int, seed: int) -> None:
         """With torch's collectives."""
         at = {"step": step, "group": g.index}
         with self.current():
@@ -234,7 +282,7 @@ class CudaLane:
             )  # fmt: skip
             _core.cuda_show(r.report.ptr, (step + 1) % _MARKS, r.shown, **self.where)
 
-    def _travel(self, g: Group, r: Resident, exchange: "Exchange", at: dict[str, int]) -> None:
+    def _travel(self, g: Group, r: Resident, exchange: Exchange, at: dict[str, int]) -> None:
         """An exchange of messages, with torch's point-to-point calls."""
         if g.ends is None:
             ends = ends_of(g.trip, g.payload.tensor, exchange)
@@ -255,7 +303,7 @@ class CudaLane:
         seen = tuple(r.seen[3] for r in all_of)
         return any(r.mark != mark for r, mark in zip(all_of, seen, strict=True)), seen
 
-    def cancel(self, groups: list[Group], always: bool = False) -> None:
+    def cancel(self, groups: Sequence[Group], always: bool = False) -> None:
         """Behind the last of an iteration's groups, which worked in place: where one was not finite, or
         failed, the step is thrown away by whoever guards the run, and the others forget what they kept. The
         device decides."""
@@ -271,15 +319,18 @@ class CudaLane:
         count = len(self._kept_table) // _core.cuda_kept_bytes
         _core.cuda_cancel(self._kept_table.data_ptr(), count, always=always, **self.where)
 
-    def spoiled(self, groups: list[Group]) -> bool:
-        """Whether one of the last step's groups was not finite; waits for the side stream, on which nothing
-        of another step lies yet."""
-        self.wait()
-        return any(g.resident.seen[0] for g in groups)
+    def outcome(self, groups: Sequence[Group]) -> tuple[bool, bool]:
+        """Waits for the side stream, on which nothing of another step lies yet."""
+        self.synchronize()
+        nonfinite = any(g.resident.seen[0] for g in groups)
+        failed = any(g.resident.seen[2] for g in groups)  # a payload was not sound
+        return self.step.nonfinite or nonfinite, self.step.failed or failed
 
-    def failed(self, groups: list[Group]) -> bool:
-        """Whether a payload of one of them was not sound; after `spoiled`."""
-        return any(g.resident.seen[2] for g in groups)
+    def forget(self, groups: Sequence[Group], several: bool) -> None:
+        self.cancel(groups, always=True)
+
+    def before_exit(self) -> None:
+        pass
 
     def settle(self, g: Group) -> None:
         """What the last step sent is taken out of what the group keeps."""
@@ -299,31 +350,31 @@ class CudaLane:
             r.table.data_ptr(), len(g.runs), g.scratch.ptr, report=r.report.ptr, sum=place, **self.where
         )
 
-    def compare(self, all_sums: torch.Tensor, mine: torch.Tensor, exchange: "Exchange", step: int) -> None:
-        """Gathers checksums of a step on the device and sends them to the host, which will see them later."""
+    def compare(self, bucket: Bucket, step: int) -> None:
+        """Gathers the checksums on the device and sends them to the host, which will see them later."""
+        check = self._check
         with self.current():
-            exchange.all_gather(all_sums, mine).wait()
-            self._late.append((*self._send_home(all_sums), step))
+            self._exchange.all_gather(check.all_ranks, check.mine).wait()
+            self._late.append((*self._send_home(check.all_ranks), step))
 
-    def compared(self, before: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """Those of steps before this one, each with its step, in all ranks alike: a rank that went on would
-        wait for the others. So the host waits, where it is more than an iteration ahead of the device."""
+    def compared(self, before: int) -> Exception | None:
+        """In all ranks alike: a rank that went on would wait for the others. So the host waits, where it is
+        more than a step ahead of the device."""
         while self._late and self._late[0][2] < before:
             wait, seen, step = self._late.pop(0)
             wait()
-            yield seen, step
+            error = self._check.difference(seen, step)
             self._spare.append(seen)
-
-    def forget(self) -> None:
-        """The groups change: checksums have other places from now on."""
-        self._late, self._spare, self._kept_by = [], [], []
+            if error is not None:
+                return error
+        return None
 
     def stats(self, g: Group) -> DeviceStats:
         """Of the last encode; waits for the device."""
-        self.wait()
+        self.synchronize()
         return DeviceStats(*_STATS.unpack(bytes(g.resident.stats.tensor.tolist())))
 
 
-def _progress(ref: "weakref.ref[CudaLane]") -> Progress | None:
-    lane = ref()
-    return lane.progress() if lane is not None else None
+def _progress(ref: "weakref.ref[CudaExecutor]") -> Progress | None:
+    executor = ref()
+    return executor.progress() if executor is not None else None

@@ -1,8 +1,9 @@
-"""From the buckets that DDP shows to a layout: groups by the rules, their plans and blocks, the same on every
+"""From buckets to a layout: groups by the rules, their plans and blocks, the same on every
 rank."""
 
 import hashlib
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from sidcomp.config.grouping import Piece, Regime, form_groups, shorten
 from sidcomp.config.settings import Settings
 from sidcomp.errors import RankError, UnsupportedError
 from sidcomp.runtime import checkpoint
-from sidcomp.runtime.cuda_executor import CudaLane
-from sidcomp.runtime.layout import DTYPES, Group, Layout, Slot
+from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.executor import Executor
+from sidcomp.runtime.layout import DTYPES, Group, Layout
 from sidcomp.runtime.process_group import Exchange
 
 _FAILED = bytes(32)  # in place of a digest
@@ -86,17 +88,16 @@ def _differs(rank: int, text: str) -> RankError:
 def make_layout(
     settings: Settings,
     regime: Regime,
-    names: dict[int, str],
     kept_groups: Sequence[dict[str, Any]],
-    slots: list[Slot],
+    buckets: list[Bucket],
     exchange: Exchange,
-    lane: CudaLane | None,
+    executor: Executor,
     step: int,
     twice: bool,
 ) -> Layout:
     """kept_groups: those of a checkpoint, in place of the settings' rule. step: the iteration to come. twice:
     groups have two states."""
-    pieces = [p for i, slot in enumerate(slots) for p in _pieces(i, slot, names)]
+    pieces = [p for i, bucket in enumerate(buckets) for p in _pieces(i, bucket)]
     shapes = {p.name: p.shape for p in pieces}
     own = settings.assign(shapes)
     if kept_groups:
@@ -116,27 +117,15 @@ def make_layout(
         for spec in specs
     ]
     for route in {plan.route.label: plan.route for plan in plans if isinstance(plan, Trip)}.values():
-        if lane is not None and not route.exchange.cuda:
-            has = ", ".join(e["name"] for e in _core.exchanges() if e["cuda"])
-            raise UnsupportedError(
-                f"exchange={route.exchange.name!r} has no CUDA kernels in this build; these have: {has}. "
-                "Leave it out on CUDA"
-            )
         route.warn(exchange.world)
-    if settings.transport == "native":
-        if lane is None:
-            raise UnsupportedError("transport='native' is NCCL, which is for CUDA: leave it out on the CPU")
-        lane.find_native()
     # Reducing in place tells nothing about NaN, and what another group keeps or draws depends on it.
-    direct = lane is None and not any(plan.vectors or not plan.lossless for plan in plans)
+    direct = not executor.on_device and not any(plan.vectors or not plan.lossless for plan in plans)
     groups = [
-        Group(i, spec, slots, plan, direct) for i, (spec, plan) in enumerate(zip(specs, plans, strict=True))
+        Group(i, spec, buckets, plan, direct) for i, (spec, plan) in enumerate(zip(specs, plans, strict=True))
     ]
+    executor.check(settings, groups)
     for group in groups:
-        if lane is None:
-            group.allocate(exchange.world, group.plan.work_bytes, twice)
-        else:
-            lane.prepare(group, exchange.world, twice)
+        executor.prepare(group, exchange.world, twice)
         if settings.full_every and not group.plan.lossless:
             if group.routed and not group.trip.whole:
                 raise UnsupportedError(
@@ -145,17 +134,13 @@ def make_layout(
                     "whole vector, such as 'allgather' or 'ring1'"
                 )
             full = settings.full_plan(group.n, group.dtype, group.spec.way)
-            if lane is None:
-                group.allocate_full(full, full.work_bytes)
-            else:
-                lane.prepare_full(group, full)
-    return Layout(slots, groups)
+            executor.prepare_full(group, full)
+    return Layout(buckets, groups)
 
 
-def _pieces(index: int, slot: Slot, names: dict[int, str]) -> list[Piece]:
-    buffer, offset, out = slot.buffer, 0, []
-    own = [names[id(p)] for p in slot.params]
-    which = shorten(own)
+def _pieces(index: int, bucket: Bucket) -> list[Piece]:
+    buffer, offset, out = bucket.buffer, 0, []
+    which = shorten(list(bucket.names))
     if buffer.layout is not torch.strided:
         raise UnsupportedError(f"{which} have sparse gradients: construct the module with sparse=False")
     if buffer.dtype not in DTYPES:
@@ -164,9 +149,10 @@ def _pieces(index: int, slot: Slot, names: dict[int, str]) -> list[Piece]:
     if buffer.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"{which} are on {buffer.device}; sidcomp knows cpu and cuda")
     kind = (DTYPES[buffer.dtype], buffer.element_size(), str(buffer.device))
-    for name, p in zip(own, slot.params, strict=True):
-        out.append(Piece(name, tuple(p.shape), p.numel(), *kind, bucket=index, offset=offset))
-        offset += p.numel()
+    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+        numel = prod(shape)
+        out.append(Piece(name, shape, numel, *kind, bucket=index, offset=offset))
+        offset += numel
     if offset != buffer.numel():
         raise UnsupportedError(
             f"the bucket of {which} holds {buffer.numel()} elements for parameters of {offset}: complex "

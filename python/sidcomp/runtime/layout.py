@@ -1,11 +1,10 @@
-"""What is built once for a bucket layout: slots (DDP's buckets), groups, and the groups' blocks of memory."""
+"""What is built once for a layout: the groups of its buckets, and the groups' blocks of memory."""
 
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import string_at
-from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +12,7 @@ import torch.distributed as dist
 from sidcomp import core as _core
 from sidcomp.config.exchange_choice import Trip
 from sidcomp.config.grouping import Spec, shorten
-
-if TYPE_CHECKING:
-    from sidcomp.runtime.cuda_executor import CudaLane
+from sidcomp.runtime.bucket import Bucket
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 BODIES = {**{name: dtype for dtype, name in DTYPES.items()}, "int8": torch.int8}  # of linear codecs
@@ -55,51 +52,11 @@ class Block:
         return part
 
 
-class Slot:
-    """One bucket of DDP: whose gradients it holds, and the future that DDP waits for in this iteration."""
-
-    __slots__ = ("arrived_at", "buffer", "done", "future", "groups", "params", "ptr", "remaining", "seen")
-
-    def __init__(self, params: list[torch.Tensor], buffer: torch.Tensor) -> None:
-        self.params = params
-        self.buffer = buffer
-        self.ptr = buffer.data_ptr()
-        self.groups: list[Group] = []
-        self.seen = False
-        self.arrived_at = 0  # in ns of the host's clock
-        self.remaining = 0  # groups that have not been decoded yet
-        self.done = False
-        self.future: torch.futures.Future[torch.Tensor]
-
-    def same(self, params: Sequence[torch.Tensor], buffer: torch.Tensor) -> bool:
-        """Whether this is that bucket, wherever its memory lies now. By identity: addresses are used
-        again."""
-        mine = self.buffer
-        return (
-            len(params) == len(self.params)
-            and all(map(is_, params, self.params))
-            and buffer.numel() == mine.numel()
-            and buffer.dtype is mine.dtype
-            and buffer.device == mine.device
-        )
-
-    def open(self, buffer: torch.Tensor, future: "torch.futures.Future[torch.Tensor]") -> None:
-        self.seen = True
-        self.done = False
-        self.remaining = len(self.groups)
-        self.future = future
-        self.buffer = buffer
-        if buffer.data_ptr() != self.ptr:
-            self.ptr = buffer.data_ptr()
-            for group in self.groups:
-                group.place()
-
-
 class Group:
     """One group at run time: its plan, its blocks, and what it did in this iteration."""
 
     def __init__(
-        self, index: int, spec: Spec, slots: Sequence[Slot], plan: _core.Plan | Trip, direct: bool
+        self, index: int, spec: Spec, buckets: Sequence[Bucket], plan: _core.Plan | Trip, direct: bool
     ) -> None:
         self.index = index
         self.spec = spec
@@ -107,10 +64,10 @@ class Group:
         self.plan: Any = plan  # a _core.Plan, or a Trip, which has its face
         self.n = plan.n
         self.dtype = plan.dtype
-        self._by_bucket = {i: slots[i] for i in sorted({p.bucket for p in spec.pieces})}
-        self.slots = list(self._by_bucket.values())
-        self.device = self.slots[0].buffer.device
-        self.missing = len(self.slots)  # buckets that have not come yet
+        self._by_bucket = {i: buckets[i] for i in sorted({p.bucket for p in spec.pieces})}
+        self.buckets = list(self._by_bucket.values())
+        self.device = self.buckets[0].buffer.device
+        self.missing = len(self.buckets)  # buckets that have not come yet
         self.runs = self._merge()
         # A dense group that is one piece of memory may be reduced where it lies, as plain DDP does.
         self.direct = direct and plan.linear and plan.lossless and len(self.runs) == 1
@@ -245,17 +202,10 @@ class Group:
             (self.plan, self.scratch, self.payload, self.incoming, self.count, self.body, self.slices) = other
         return mine
 
-    def turn(self, lane: "CudaLane | None") -> None:
-        """From the codec's steps to one of full precision, or back."""
-        # What was sent is taken out of what is kept; then nothing is left to be taken out.
-        if lane is not None:
-            lane.settle(self)
-            self.full = self._swap(self.full)
-            lane.unsend(self)
-        else:
-            self.plan.rescale(self.state.ptr, 1.0)
-            self.full = self._swap(self.full)
-            self.plan.unsend(self.state.ptr)
+    def exchange_plans(self) -> None:
+        """From the codec's plan to that of full precision, or back. What was sent must have been taken out of
+        what is kept; the caller then says that nothing is left to be taken out (`unsend`)."""
+        self.full = self._swap(self.full)
 
     @property
     def bytes_sent(self) -> int:
@@ -276,7 +226,7 @@ class Group:
 
     def place(self) -> None:
         """Points the segments at where the buckets lie now."""
-        size = self.slots[0].buffer.element_size()
+        size = self.buckets[0].buffer.element_size()
         self.segments = _core.Segments(
             [self._by_bucket[b].ptr + offset * size for b, offset, _ in self.runs],
             [n for _, _, n in self.runs],
@@ -321,19 +271,13 @@ class Group:
 
 
 class Layout:
-    """Slots and groups that belong together. Dropped as a whole when DDP shows other buckets."""
+    """Buckets and groups that belong together. Dropped as a whole when the buckets change."""
 
-    def __init__(self, slots: list[Slot], groups: list[Group]) -> None:
-        self.slots = slots
+    def __init__(self, buckets: list[Bucket], groups: list[Group]) -> None:
+        self.buckets = buckets
         self.groups = groups
         self.full = False  # in a step of full precision
-        self.by_first = {id(s.params[0]): s for s in slots}
+        self.groups_of: dict[int, list[Group]] = {id(b): [] for b in buckets}
         for group in groups:
-            for slot in group.slots:
-                slot.groups.append(group)
-
-    def __del__(self) -> None:
-        """A slot and its groups hold each other: so they go at once, and with them the exchanges that they
-        had, not when the garbage collector comes."""
-        for slot in self.slots:
-            slot.groups.clear()
+            for bucket in group.buckets:
+                self.groups_of[id(bucket)].append(group)

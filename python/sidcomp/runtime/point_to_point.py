@@ -1,6 +1,6 @@
-"""The transport of exchanges of messages over a process group: point to point, by threads.
+"""The transport of exchanges in messages over a process group: point to point, by threads.
 
-The hook's thread encodes a group and posts its first round. What follows is done by a thread, on a process
+The engine's thread encodes a group and posts its first round. What follows is done by a thread, on a process
 group of its own: it waits for a round, computes, posts the next, to the end of the group; then it takes the
 next one. There are a few threads, so that while one waits, or computes, the messages of others travel.
 
@@ -15,7 +15,7 @@ could: it may wait in one for a rank that waits in another.)
 import threading
 import weakref
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ import torch.distributed as dist
 from sidcomp.config.exchange_choice import Trip
 from sidcomp.runtime.layout import Group
 from sidcomp.runtime.process_group import Exchange
-
-if TYPE_CHECKING:
-    from sidcomp.runtime.engine import Pipeline
 
 Posted = list[dist.Work]
 End = list[tuple[int, torch.Tensor]]
@@ -65,7 +62,7 @@ def operations(sends: End, receives: End, group: dist.ProcessGroup) -> list[dist
     ]
 
 
-class Parcel:
+class Transfer:
     """A group under way: the works of the round that it is in, once they are posted."""
 
     def __init__(self, group: Group) -> None:
@@ -76,29 +73,40 @@ class Parcel:
         self.lost: Exception | None = None  # why the first round was never posted
 
 
-class Trips:
-    """Constructed by every rank of `parent` at the same point of the program."""
+class Receiver(Protocol):
+    """What computes between a group's rounds. Called in the transport's threads."""
+
+    def travels(self, transfer: Transfer) -> None:
+        """The messages of a round are on their way."""
+
+    def arrived(self, transfer: Transfer, failure: Exception | None) -> bool:
+        """They are here, or will never be. Whether another round has been posted."""
+
+
+class PointToPoint:
+    """Constructed by every rank of `parent` at the same point of the program. Holds a receiver weakly: while
+    a thread waits, nothing may keep an engine alive."""
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
         self.exchange = Exchange(parent, device)
-        self._queue: SimpleQueue[tuple[weakref.ref[Pipeline], Parcel] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[weakref.ref[Receiver], Transfer] | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=_work, args=(self._queue,), name="sidcomp trips", daemon=True)
+            threading.Thread(target=_work, args=(self._queue,), name="sidcomp messages", daemon=True)
             for _ in range(_THREADS)
         ]
         for thread in self._threads:
             thread.start()
         self._end = weakref.finalize(self, _stop, self._queue)  # also for a State that nobody closed
 
-    def launch(self, pipeline: "Pipeline", group: Group) -> None:
-        """Posts the first round, which is encoded; a thread does the rest and calls `pipeline.arrived`. To be
+    def start(self, receiver: Receiver, group: Group) -> None:
+        """Posts the first round, which is encoded; a thread does the rest and calls `receiver.arrived`. To be
         called in the same order on all ranks."""
-        parcel = Parcel(group)
+        transfer = Transfer(group)
         try:
-            parcel.works = self.post(group, 0)
+            transfer.works = self.post(group, 0)
         except Exception as e:
-            parcel.lost = e
-        self._queue.put((weakref.ref(pipeline), parcel))
+            transfer.lost = e
+        self._queue.put((weakref.ref(receiver), transfer))
 
     def post(self, g: Group, round: int) -> Posted:
         """Begins to send and receive a round."""
@@ -114,28 +122,30 @@ class Trips:
         self.exchange.close()
 
 
-def _stop(queue: "SimpleQueue[tuple[weakref.ref[Pipeline], Parcel] | None]") -> None:
+def _stop(queue: "SimpleQueue[tuple[weakref.ref[Receiver], Transfer] | None]") -> None:
     for _ in range(_THREADS):
         queue.put(None)
 
 
-def _work(queue: "SimpleQueue[tuple[weakref.ref[Pipeline], Parcel] | None]") -> None:
+def _work(queue: "SimpleQueue[tuple[weakref.ref[Receiver], Transfer] | None]") -> None:
     while (item := queue.get()) is not None:
-        ref, parcel = item
+        ref, transfer = item
         going = True
         while going:
-            pipeline = ref()
-            failure = parcel.lost
-            if pipeline is not None and failure is None:
-                pipeline.travels(parcel)
-            del pipeline  # nothing may be held while the thread waits
-            for work in parcel.works:  # all of them: a message that nobody waits for blocks its pair of ranks
+            receiver = ref()
+            failure = transfer.lost
+            if receiver is not None and failure is None:
+                receiver.travels(transfer)
+            del receiver  # nothing may be held while the thread waits
+            for (
+                work
+            ) in transfer.works:  # all of them: a message that nobody waits for blocks its pair of ranks
                 try:
                     work.wait()
                 except Exception as e:
                     failure = failure or e
-            parcel.works = []
-            pipeline = ref()
-            going = pipeline is not None and pipeline.arrived(parcel, failure)
-            del pipeline
-        del item, ref, parcel
+            transfer.works = []
+            receiver = ref()
+            going = receiver is not None and receiver.arrived(transfer, failure)
+            del receiver
+        del item, ref, transfer

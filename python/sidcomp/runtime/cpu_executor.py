@@ -1,0 +1,417 @@
+"""The step on the CPU: the engine's thread encodes, threads of the backend and of transports decode."""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import core as _core
+from sidcomp.config.settings import Settings
+from sidcomp.errors import ExchangeError, UnsupportedError
+from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.layout import Group
+from sidcomp.runtime.point_to_point import PointToPoint, Transfer, ends_of
+from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.reductions import Reductions
+from sidcomp.runtime.replica_check import ReplicaCheck
+from sidcomp.runtime.step import Step
+
+Future = torch.futures.Future
+
+
+class CpuExecutor:
+    """Encodes in the thread of `launch`, which issues every collective. A group is decoded in the callback of
+    its exchange: in a thread of the backend or, if the exchange is over already, in the caller's."""
+
+    on_device = False
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.reductions: Reductions | None = None  # where a codec takes several all-reduces
+        self.point_to_point: PointToPoint | None = None  # where a group travels in messages
+        self._exchange: Exchange
+        self._check: ReplicaCheck
+        self._groups: Sequence[Group] = ()
+        self._compared: dist.Work | None = None
+
+    # ---- groups
+    # ------------------------------------------------------------------------------------------------
+
+    def check(self, settings: Settings, groups: Sequence[Group]) -> None:
+        if settings.transport == "native":
+            raise UnsupportedError("transport='native' is NCCL, which is for CUDA: leave it out on the CPU")
+
+    def prepare(self, group: Group, world: int, twice: bool) -> None:
+        group.allocate(world, group.plan.work_bytes, twice)
+
+    def prepare_full(self, group: Group, plan: _core.Plan) -> None:
+        group.allocate_full(plan, plan.work_bytes)
+
+    def connect(
+        self,
+        settings: Settings,
+        groups: Sequence[Group],
+        exchange: Exchange,
+        parent: dist.ProcessGroup,
+        check: ReplicaCheck,
+    ) -> None:
+        self._exchange, self._check, self._groups = exchange, check, groups
+        if self.reductions is None and any(g.plan.rounds > 1 and not g.routed for g in groups):
+            self.reductions = Reductions(parent, exchange.device)
+        if self.point_to_point is None and any(g.routed for g in groups):
+            self.point_to_point = PointToPoint(parent, exchange.device)
+        for g in groups:
+            if g.routed:
+                assert self.point_to_point is not None
+                g.ends = ends_of(g.trip, g.payload.tensor, self.point_to_point.exchange)
+
+    def keep_two(self, group: Group) -> bool:
+        return group.keep_two()
+
+    def turn(self, group: Group) -> None:
+        # What was sent is taken out of what is kept; then nothing is left to be taken out.
+        group.plan.rescale(group.state.ptr, 1.0)
+        group.exchange_plans()
+        group.plan.unsend(group.state.ptr)
+
+    # ---- a step
+    # ------------------------------------------------------------------------------------------------
+
+    def future(self) -> "Future[torch.Tensor]":
+        return Future()
+
+    def launch(self, g: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
+        exchange = self._exchange
+        g.error = g.unable = unable
+        g.withdrawn = withdrawn
+        try:
+            g.begun_at = perf_counter_ns()
+            if g.routed:
+                self._depart(g)
+                return
+            if not g.direct:
+                self._encode(g)
+            elif unable is None and exchange.world > 1:
+                _core.scale(g.segments, g.dtype, 1.0 / exchange.world)
+            g.exchanged_at = perf_counter_ns()
+            g.encode_ns += g.exchanged_at - g.begun_at
+            if g.direct:
+                # another step's gradients may be in the bucket by now
+                work = exchange.all_reduce(g.view if unable is None else _poison(torch.empty_like(g.view)))
+            elif g.plan.linear:
+                work = exchange.all_reduce(g.slices[0])
+            else:
+                work = exchange.all_gather(g.incoming.tensor, g.payload.tensor)
+            g.work = work  # must outlive the exchange
+            further = not g.direct and g.plan.rounds > 1
+            future = None if further else work.get_future()
+            self.step.count(g, exchange.world)
+        except Exception as e:
+            self.step.fail(g, e)
+            return
+        self.step.enter()
+        if future is None:
+            assert self.reductions is not None
+            self.reductions.start(self, g)
+        else:
+            future.then(partial(_finish, weakref.ref(self), g))
+
+    def launched(self, groups: Sequence[Group], in_place: bool) -> None:
+        pass  # what they owe is forgotten where the step is thrown away
+
+    def _encode(self, g: Group) -> None:
+        try:
+            if g.error is not None:
+                raise g.error
+            g.begin()
+            g.stats = g.plan.encode(
+                g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                step=self.step.index, seed=self.step.seed, group=g.index,
+                rank=self._exchange.rank, world=self._exchange.world, carry=g.carry, origin=g.origin,
+            )  # fmt: skip
+            g.sent = g.plan.vectors > 0
+        except Exception as e:
+            # The others wait for our bytes: send such that they fail with us, not those of the step before.
+            g.error = e
+            if g.plan.linear:
+                _poison(g.body)
+            else:
+                g.payload.tensor.zero_()
+
+    def further(self, g: Group) -> None:
+        """The all-reduces of a group after the first, in the thread that does nothing else."""
+        assert self.reductions is not None
+        try:
+            work = g.work
+            assert work is not None
+            for i in range(1, g.plan.rounds):
+                work.wait()
+                self._next_reduction(g, i)
+                work = g.work = self.reductions.exchange.all_reduce(g.slices[i])
+            future = work.get_future()
+        except Exception as e:
+            try:
+                self.step.fail(g, e)
+            finally:
+                self._leave()
+            return
+        future.then(partial(_finish, weakref.ref(self), g))
+
+    def _next_reduction(self, g: Group, i: int) -> None:
+        start = perf_counter_ns()
+        try:
+            if g.error is None:
+                g.plan.next_round(
+                    i, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                    step=self.step.index, seed=self.step.seed, group=g.index,
+                    rank=self._exchange.rank, world=self._exchange.world,
+                )  # fmt: skip
+        except Exception as e:
+            g.error = e
+        if g.error is not None:  # the others wait for our part
+            _poison(g.slices[i])
+        taken = perf_counter_ns() - start
+        g.encode_ns += taken
+        g.wait_ns -= taken
+
+    def finish(self, g: Group, exchanged: "Future[Any]") -> None:
+        """The callback of an exchange: decodes. No collectives here; the caller may be any thread."""
+        failure: Exception | None = None
+        try:
+            exchanged.value()  # raises what the collective failed with: unread, nobody notices a dead peer
+            g.arrived_at = perf_counter_ns()
+            g.wait_ns += g.arrived_at - g.exchanged_at
+            if g.error is None and not g.direct:
+                self._decode(g)
+            if g.plan.linear and (g.error is not None or g.undone or (g.direct and g.poisoned())):
+                self._ask(g)
+            if g.error is not None:
+                raise g.error
+            self._check.note(g)
+            g.decoded_at = perf_counter_ns()
+            g.decode_ns += g.decoded_at - g.arrived_at
+            g.steps += 1
+        except Exception as e:
+            failure = e
+        try:
+            if failure is None:
+                self.step.complete(g)
+            else:
+                self.step.fail(g, failure)
+        finally:
+            self._leave()
+
+    def _ask(self, g: Group) -> None:
+        """Finds out whether a sum is not finite because of a gradient, or because a rank failed and sent NaN.
+        All ranks see the same sum, so all of them ask here, in the group's callback. That cannot deadlock: a
+        backend's threads take the groups in the order of their launch."""
+        reasons = self._exchange.tell_reasons(g.error, g.index)
+        if g.error is None and any(reasons):
+            rank = next(r for r, reason in enumerate(reasons) if reason)
+            error = ExchangeError(f"rank {rank} failed in this step: {reasons[rank]}")
+            error.__dict__["culprit"] = rank
+            raise error
+
+    def _decode(self, g: Group) -> None:
+        state = g.state.ptr if g.plan.vectors or g.plan.extra_bytes else 0
+        nonfinite = g.plan.decode(
+            g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / self._exchange.world, g.segments, state,
+            step=self.step.index, group=g.index,
+        )  # fmt: skip
+        if nonfinite:
+            g.undone = self.step.nonfinite = True
+
+    def _leave(self) -> None:
+        self.step.leave()
+
+    # ---- groups that travel in messages
+    # ------------------------------------------------------------------------------
+
+    def _advance(self, g: Group, round: int) -> bool:
+        return g.trip.advance(
+            round, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+            step=self.step.index, seed=self.step.seed, group=g.index, carry=g.carry, origin=g.origin,
+        )  # fmt: skip
+
+    def _depart(self, g: Group) -> None:
+        """The first round, in the engine's thread. A rank at which something goes wrong keeps its place in
+        the exchange, so that all ranks come to know."""
+        assert self.point_to_point is not None
+        single = g.plan.rounds == 0
+        try:
+            if g.error is not None:
+                g.payload.tensor.zero_()
+                raise g.error
+            g.begin()
+            nonfinite = self._advance(g, 0)
+            g.sent = g.plan.vectors > 0
+            if single and nonfinite:
+                g.undone = self.step.nonfinite = True
+        except Exception as e:
+            g.error = e
+        g.exchanged_at = perf_counter_ns()
+        g.encode_ns += g.exchanged_at - g.begun_at
+        self.step.count(g, self._exchange.world)
+        self.step.enter()
+        if single:
+            g.arrived_at = g.exchanged_at
+            self._end(g, g.error)
+        else:
+            self.point_to_point.start(self, g)
+
+    def travels(self, transfer: Transfer) -> None:
+        """A round's messages are on their way: what may be done meanwhile, in a thread of the transport. That
+        is encoding, not waiting."""
+        g = transfer.group
+        if not g.trip.busy or g.error is not None:
+            return
+        begin = perf_counter_ns()
+        try:
+            g.trip.core.meanwhile(
+                transfer.round, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                step=self.step.index, seed=self.step.seed, group=g.index,
+            )  # fmt: skip
+        except Exception as e:  # the thread serves others too, and the peers wait for this group's messages
+            g.error = e
+        taken = perf_counter_ns() - begin
+        g.encode_ns += taken
+        g.wait_ns -= taken
+
+    def arrived(self, transfer: Transfer, failure: Exception | None) -> bool:
+        """A round's messages are here, or will never be: in a thread of the transport."""
+        g, last = transfer.group, transfer.round + 1 == transfer.group.plan.rounds
+        begin = perf_counter_ns()
+        g.wait_ns += begin - (transfer.posted_at or g.exchanged_at)
+        if last:
+            g.arrived_at = begin
+        if failure is None and g.unable is None:
+            try:
+                if self._advance(g, transfer.round + 1):
+                    g.undone = self.step.nonfinite = True
+            except Exception as e:
+                g.error = g.error or e
+        transfer.posted_at = perf_counter_ns()
+        taken = transfer.posted_at - begin
+        if last:
+            g.decode_ns += taken
+        else:
+            g.encode_ns += taken
+        if failure is None and not last:
+            try:
+                assert self.point_to_point is not None
+                transfer.round += 1
+                transfer.works = self.point_to_point.post(g, transfer.round)
+                return True
+            except Exception as e:
+                failure = e
+        self._end(g, failure or g.error)
+        return False
+
+    def _end(self, g: Group, failure: Exception | None) -> None:
+        """Of an exchange in messages."""
+        try:
+            if failure is None:
+                self._check.note(g)
+                g.decoded_at = perf_counter_ns()
+                g.steps += 1
+                self.step.complete(g)
+            else:
+                if g.unable is None:
+                    g.trip.core.abandon(
+                        g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
+                        step=self.step.index, seed=self.step.seed, group=g.index,
+                    )  # fmt: skip
+                g.undone = True
+                self.step.fail(g, failure)
+        finally:
+            self._leave()
+
+    # ---- between steps
+    # -----------------------------------------------------------------------------------------
+
+    def before_exit(self) -> None:
+        """A collective of Gloo first completes its future, with our callback, and with it the buckets'
+        futures; then its thread ends the record that the profiler has of it. A callback needs the
+        interpreter, so that backward() may have returned by then, and the profiler, too: it has freed the
+        record. wait() returns once the record has ended."""
+        self.step.wait()
+        for work in (*(g.work for g in self._groups), self._compared):
+            if work is not None:
+                with suppress(RuntimeError):  # the callback has told it
+                    work.wait()
+
+    def outcome(self, groups: Sequence[Group]) -> tuple[bool, bool]:
+        return self.step.nonfinite, self.step.failed
+
+    def forget(self, groups: Sequence[Group], several: bool) -> None:
+        for g in groups:
+            if not g.undone or several:
+                g.plan.forget(g.state.ptr)
+
+    def compare(self, bucket: Bucket, step: int) -> None:
+        self._check.freeze()
+        work = self._exchange.all_gather(self._check.all_ranks, self._check.mine)
+        self._compared = work
+        future = work.get_future()
+        bucket.expect()
+        self.step.enter()
+        future.then(partial(_compare, weakref.ref(self), bucket, step))
+
+    def finish_comparing(self, bucket: Bucket, step: int, exchanged: "Future[Any]") -> None:
+        """The callback of `compare`."""
+        error: Exception | None = None
+        try:
+            exchanged.value()
+            error = self._check.difference(self._check.all_ranks, step)
+        except Exception as e:
+            error = ExchangeError(f"comparing checksums: the exchange failed: {e}")
+        try:
+            if error is None:
+                bucket.complete()
+            else:
+                self.step.report(error)
+                bucket.fail(error)
+        finally:
+            self._leave()
+
+    def compared(self, before: int) -> Exception | None:
+        return None
+
+    def synchronize(self, everything: bool = False) -> bool:
+        return False
+
+    def stats(self, group: Group) -> Any:
+        return group.stats
+
+    def close(self) -> None:
+        if self.reductions is not None:
+            self.reductions.close()
+        if self.point_to_point is not None:
+            self.point_to_point.close()
+
+
+# A callback holds its executor weakly. A thread of the backend drops callbacks when it likes; if the process
+# group went with one, it would be freed in a thread of its own, which ends the program.
+
+
+def _finish(ref: "weakref.ref[CpuExecutor]", g: Group, exchanged: "Future[Any]") -> None:
+    executor = ref()
+    if executor is not None:
+        executor.finish(g, exchanged)
+
+
+def _compare(ref: "weakref.ref[CpuExecutor]", bucket: Bucket, step: int, exchanged: "Future[Any]") -> None:
+    executor = ref()
+    if executor is not None:
+        executor.finish_comparing(bucket, step, exchanged)
+
+
+def _poison(body: torch.Tensor) -> torch.Tensor:
+    """What a rank that failed has summed in place of a body: NaN, or whole numbers that the codec knows."""
+    body.view(torch.uint8).fill_(0xFF)
+    return body

@@ -1,0 +1,87 @@
+"""The step that is under way, as the engine, its executor and the threads of transports share it."""
+
+import logging
+import threading
+from time import perf_counter_ns
+
+from sidcomp.errors import ExchangeError, SidcompError
+from sidcomp.runtime.layout import Group
+
+logger = logging.getLogger("sidcomp")
+
+
+class Step:
+    """One object for all steps of an engine. Groups end in any thread; the next step waits for all of them,
+    because its futures take the place of this one's."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.number = 0  # steps begun
+        self.error: Exception | None = None  # the last one
+        self.nonfinite = False  # a group was not finite, or failed
+        self.failed = False  # a group failed
+        self.ended_at = 0  # when the last group was decoded, in ns of the host's clock
+        self.sent = self.received = self.dense = 0  # bytes, of all steps
+        self._idle = threading.Condition()
+        self._open = 0  # groups, and comparisons, that have not ended
+
+    @property
+    def index(self) -> int:
+        """The number that codecs draw from: steps before this one."""
+        return self.number - 1
+
+    def enter(self) -> None:
+        with self._idle:
+            self._open += 1
+
+    def leave(self) -> None:
+        """The last act of a callback."""
+        with self._idle:
+            self._open -= 1
+            self.ended_at = perf_counter_ns()
+            self._idle.notify_all()
+
+    def wait(self) -> None:
+        with self._idle:
+            while self._open:
+                self._idle.wait()
+
+    def report(self, error: Exception) -> None:
+        self.error = error
+        logger.error("step %d: %s: %s", self.number, type(error).__name__, error)
+
+    def count(self, g: Group, world: int) -> None:
+        """What the group hands to its exchange."""
+        sent = g.bytes_sent
+        self.sent += sent
+        self.received += sent * (1 if g.plan.linear or g.routed else world - 1)
+        self.dense += 4 * g.n
+
+    def complete(self, g: Group) -> None:
+        for bucket in g.buckets:
+            bucket.complete()
+
+    def fail(self, g: Group, cause: Exception) -> None:
+        if g.withdrawn:  # its futures have failed already, and the cause is known
+            return
+        self.nonfinite = self.failed = True
+        error = explain(g, cause)
+        self.report(error)
+        for bucket in g.buckets:
+            bucket.fail(error)
+
+
+def explain(g: Group, cause: Exception) -> SidcompError:
+    """`cause`, as an error of ours that names group and rank."""
+    rank = getattr(cause, "culprit", None)
+    where = g.label() if rank is None else f"{g.label()}, payload of rank {rank}"
+    error: SidcompError
+    if isinstance(cause, SidcompError):
+        error = type(cause)(f"{where}: {cause}")
+    else:
+        error = ExchangeError(
+            f"{where}: the exchange failed; a rank has ended, hangs, or failed itself: {cause}"
+        )
+    error.__cause__ = cause
+    error.__dict__.update(group=g.index, parameters=tuple(g.names), rank=-1 if rank is None else rank)
+    return error
