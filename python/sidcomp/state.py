@@ -20,7 +20,7 @@ from sidcomp.planner import plan_plot
 from sidcomp.planner.profile import Profile
 from sidcomp.runtime import checkpoint
 from sidcomp.runtime.engine import Engine, Model
-from sidcomp.runtime.layout import Group
+from sidcomp.runtime.group import Group
 from sidcomp.runtime.learning_rates import Rates
 from sidcomp.runtime.optimizer_watch import Watch
 
@@ -239,7 +239,7 @@ class State:
             "density": sum(g["count"] for g in groups) / n if n else 0.0,
             **{key: sum(g[key] for g in groups) for key in seconds},
             "allocations": p.allocations,
-            "state_bytes": sum(len(s.tensor) for g in p.layout.groups for s in g.states) if p.layout else 0,
+            "state_bytes": sum(len(s.tensor) for g in p.groups if not g.direct for s in g.states.all),
             "groups": groups,
         }
 
@@ -261,10 +261,10 @@ class State:
             "threshold": s.threshold if s is not None else 0.0,
             "stages": s.stages if s is not None else 0,
             "sent_bytes": g.bytes_sent,
-            "steps": g.steps,
-            "encode_seconds": g.encode_ns * 1e-9,
-            "wait_seconds": g.wait_ns * 1e-9,
-            "decode_seconds": g.decode_ns * 1e-9,
+            "steps": g.counters.steps,
+            "encode_seconds": g.counters.encode_ns * 1e-9,
+            "wait_seconds": g.counters.wait_ns * 1e-9,
+            "decode_seconds": g.counters.decode_ns * 1e-9,
         }
 
     # ---- the plan

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cases import CASES, Trainer
 from common import GATHERED, LINEAR
 from harness import run
-from sidcomp.runtime import checkpoint, layout, process_group
+from sidcomp.runtime import block, checkpoint, process_group
 
 TIMEOUT = 200.0  # seconds, of a process group
 SOON = 90.0  # on a busy machine
@@ -59,7 +59,7 @@ def lose(rank: int, world: int, when: str, how: str) -> tuple[str, str, int, flo
     else:
         sidcomp.register(trainer.wrapper, state)
     if lost and when == "groups":
-        layout.Block.__init__ = lambda *_: end(how)  # type: ignore[method-assign]
+        block.Block.__init__ = lambda *_: end(how)  # type: ignore[method-assign]
     elif lost:
         end(how)
     told = caught_at(state, trainer.step)
@@ -212,7 +212,7 @@ def run_on(trainer: Trainer, world: int) -> None:
 def short_of_memory(rank: int, world: int, codec: str, which: list[int]) -> list[tuple[str, str, int, float]]:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State(codec)
-    original, blocks = layout.Block.__init__, 0
+    original, blocks = block.Block.__init__, 0
 
     def count(self: Any, *arguments: Any) -> None:
         nonlocal blocks
@@ -221,7 +221,7 @@ def short_of_memory(rank: int, world: int, codec: str, which: list[int]) -> list
             raise MemoryError("planted")
         original(self, *arguments)
 
-    layout.Block.__init__ = count  # type: ignore[method-assign,assignment]
+    block.Block.__init__ = count  # type: ignore[method-assign,assignment]
     sidcomp.register(trainer.wrapper, state)
     told = []
     for _ in range(8):

@@ -240,12 +240,12 @@ def two_rates(rank: int, world: int, apart: bool) -> tuple[list[float], list[str
             group["lr"] = rate
         ddp(torch.ones(2, 40)).sum().backward()
     assert state._engine.layout is not None
-    carries = [g.carry for g in state._engine.layout.groups]
+    carries = [g.stage.carry for g in state._engine.layout.groups]
     ddp(torch.ones(2, 40)).sum().backward()
-    assert all(g.carry == 1 for g in state._engine.layout.groups)
+    assert all(g.stage.carry == 1 for g in state._engine.layout.groups)
     optimizer.param_groups[0]["lr"] = 0.3
     ddp(torch.ones(2, 40)).sum().backward()
-    carries += [g.carry for g in state._engine.layout.groups]
+    carries += [g.stage.carry for g in state._engine.layout.groups]
     logging.getLogger("sidcomp").removeHandler(handler)
     state.close()
     return carries, [r for r in records if "learning rates" in r]
@@ -308,7 +308,7 @@ def rolled_back(rank: int, world: int) -> list[list[float]]:
         trainer.optimizer.param_groups[0]["lr"] = rate
         trainer.step()
         assert state._engine.layout is not None
-        seen.append([g.carry for g in state._engine.layout.groups])
+        seen.append([g.stage.carry for g in state._engine.layout.groups])
     trainer.close()
     state.close()
     return seen

@@ -25,10 +25,10 @@ from emulated import emulate
 from harness import run
 from sidcomp import _core
 from sidcomp.autotune.codec_benchmark import Candidate, Gradients
-from sidcomp.autotune.exchange_benchmark import DeviceJourney, Journey
+from sidcomp.autotune.exchange_benchmark import DeviceTravelling, Travelling
 from sidcomp.config.exchange_choice import Route
 from sidcomp.runtime import nccl
-from sidcomp.runtime.layout import Group
+from sidcomp.runtime.group import Group
 from sidcomp.runtime.process_group import Exchange
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -321,7 +321,7 @@ def test_exchanges_in_messages(exchange: str, codec: str, world: int, sent: int,
     assert set(lines) <= {"send", "finalize"} and lines.count("finalize") == world
 
 
-class EmulatedJourney(DeviceJourney):
+class EmulatedTravelling(DeviceTravelling):
     def _place(self) -> dict[str, int]:
         return {"device": 0, "stream": 0}
 
@@ -336,7 +336,7 @@ def travelled(rank: int, world: int, codec: str, route: str) -> tuple[list[torch
     trip = candidate.trip(4 * 1999, torch.float32, (rank, world), None)
     source = Gradients(1999, trip.vectors, torch.float32, exchange.device, seed=rank)
     out = []
-    for kind in (EmulatedJourney, Journey):
+    for kind in (EmulatedTravelling, Travelling):
         one = kind(trip, source, exchange)
         out.append([])
         for _ in range(3):

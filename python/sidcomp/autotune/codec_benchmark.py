@@ -1,4 +1,4 @@
-"""Times of encode and decode, as the pipeline does them. Memory is taken for one size at a time."""
+"""Times of encode and decode, by the calls that the runtime makes. Memory is taken for one size at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,9 @@ from sidcomp.autotune.collective_benchmark import Samples, Series, clock
 from sidcomp.config.exchange_choice import Route, Trip
 from sidcomp.config.registry import Codec, resolve
 from sidcomp.config.schedule import Setting
-from sidcomp.runtime.layout import DTYPES, Block
+from sidcomp.runtime.block import DTYPES, Block
+from sidcomp.runtime.cuda_executor import CudaCalls
+from sidcomp.runtime.group import Form, Moment
 from sidcomp.runtime.process_group import Exchange
 
 _POOL = 5  # gradients in turn, so that no step meets the last one's
@@ -96,68 +98,71 @@ class Coding(Series):
     def measure(self, nbytes: int, repeats: int) -> Samples:
         source, device = self.gradients, self.gradients.values.device
         plan = self.candidate.plan(nbytes, source.dtype, self.isa)
-        side: _OnCpu | _OnCuda = (_OnCuda if device.type == "cuda" else _OnCpu)(plan, self.exchange, source)
-        if plan.vectors:
-            host = side.state if device.type == "cpu" else Block(plan.state_bytes)
-            plan.residual_in(host.ptr, source.residual.data_ptr())
-            side.state.tensor.copy_(host.tensor)
-        size, count = plan.payload_bytes, 1 if plan.linear else self.exchange.world
-        payloads = Block(count * size, device)
+        side = (OnCuda if device.type == "cuda" else OnCpu)(plan, self.exchange, source)
+        size, payload, incoming = plan.payload_bytes, side.form.payload.tensor, side.form.incoming.tensor
         encodes, decodes = [], []
         for step in range(self.fixed + repeats):
             start = clock(device)
             side.encode(step)
             encodes.append(clock(device) - start)
-            if step < count:
-                payloads.tensor[step * size :][:size].copy_(side.payload.tensor)
-        for rank in range(len(encodes), count):  # more ranks than encodes: their payloads again
-            payloads.tensor[rank * size :][:size].copy_(side.payload.tensor)
+            if step < side.form.count:
+                incoming[step * size :][:size].copy_(payload)
+        for rank in range(len(encodes), side.form.count):  # more ranks than encodes: their payloads again
+            incoming[rank * size :][:size].copy_(payload)
         for _ in range(1 + repeats):
             start = clock(device)
-            side.decode(payloads, count)
+            side.decode()
             decodes.append(clock(device) - start)
         return [encodes[-repeats:], decodes[-repeats:]]
 
 
-class _OnCpu:
-    def __init__(self, plan: _core.Plan, exchange: Exchange, source: Gradients) -> None:
-        self.plan, self.world, self.rank = plan, exchange.world, exchange.rank
-        self.state, self.work = Block(plan.state_bytes), Block(plan.work_bytes)
-        self.payload = Block(plan.payload_bytes)
+def filled_state(plan: Any, source: Gradients, device: torch.device) -> Block:
+    """A state whose residual many steps have filled."""
+    state = Block(plan.state_bytes, device)
+    if plan.vectors:
+        kept = state if device.type == "cpu" else Block(plan.state_bytes)
+        plan.residual_in(kept.ptr, source.residual.data_ptr())
+        state.tensor.copy_(kept.tensor)
+    return state
+
+
+class OnCpu:
+    """A form with synthetic gradients, encoded and decoded by the calls that the runtime makes."""
+
+    def __init__(self, plan: Any, exchange: Exchange, source: Gradients) -> None:
+        device = source.values.device
+        self.form = Form(plan, self._work_bytes(plan), exchange.world, device)
+        self.state = filled_state(plan, source, device)
+        self.at = Moment(0, 0, 0, exchange.rank, exchange.world)
         self.segments = source.segments(plan.n)
         self.out = _core.Segments([source.out.data_ptr()], [plan.n])
 
+    def _work_bytes(self, plan: Any) -> int:
+        return int(plan.work_bytes)
+
     def encode(self, step: int) -> None:
-        self.plan.encode(
-            self.segments[step % _POOL], self.state.ptr, self.work.ptr, self.payload.ptr,
-            step=step, seed=0, group=0, rank=self.rank, world=self.world,
-        )  # fmt: skip
+        self.form.encode(self.segments[step % _POOL], self.state.ptr, self.at._replace(step=step))
 
-    def decode(self, payloads: Block, count: int) -> None:
-        size = self.plan.payload_bytes
-        self.plan.decode(payloads.ptr, size, count, 1.0 / self.world, self.out, 0, step=-1, group=0)
+    def decode(self) -> None:
+        self.form.decode(self.out, 0, self.at._replace(step=-1))
 
 
-class _OnCuda:
-    def __init__(self, plan: _core.Plan, exchange: Exchange, source: Gradients) -> None:
+class OnCuda(OnCpu):
+    def __init__(self, plan: Any, exchange: Exchange, source: Gradients) -> None:
+        super().__init__(plan, exchange, source)
         device = source.values.device
-        self.plan, self.world, self.rank = plan, exchange.world, exchange.rank
-        self.state, self.work = Block(plan.state_bytes, device), Block(plan.cuda_work_bytes(), device)
-        self.payload = Block(plan.payload_bytes, device)
-        self.report = Block(64, device)  # the call's report and statistics: nobody reads them
-        tables = [s.table() for s in source.segments(plan.n)]
-        tables.append(_core.Segments([source.out.data_ptr()], [plan.n]).table())
-        self.tables = [torch.frombuffer(bytearray(t), dtype=torch.uint8).to(device) for t in tables]
-        self.where = {"device": device.index or 0, "stream": torch.cuda.current_stream(device).cuda_stream}
+        self.report = Block(64, device)  # nobody reads it
+        where = {"device": device.index or 0, "stream": torch.cuda.current_stream(device).cuda_stream}
+        self.calls = []
+        for segments in (*self.segments, self.out):
+            table = torch.frombuffer(bytearray(segments.table()), dtype=torch.uint8).to(device)
+            self.calls.append((table, CudaCalls(self.form, table, 1, 0, self.report.ptr, where)))
+
+    def _work_bytes(self, plan: Any) -> int:
+        return int(plan.cuda_work_bytes())
 
     def encode(self, step: int) -> None:
-        self.plan.cuda_encode(
-            self.tables[step % _POOL].data_ptr(), 1, self.state.ptr, self.work.ptr, self.payload.ptr,
-            step=step, seed=0, group=0, rank=self.rank, world=self.world, stats=0, **self.where,
-        )  # fmt: skip
+        self.calls[step % _POOL][1].encode(self.state.ptr, self.at._replace(step=step))
 
-    def decode(self, payloads: Block, count: int) -> None:
-        self.plan.cuda_decode(
-            payloads.ptr, self.plan.payload_bytes, count, 1.0 / self.world, self.tables[-1].data_ptr(), 1,
-            0, self.work.ptr, step=-1, group=0, report=self.report.ptr, **self.where,
-        )  # fmt: skip
+    def decode(self) -> None:
+        self.calls[-1][1].decode(0, self.at._replace(step=-1))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sidcomp import core as _core
 from sidcomp.errors import ExchangeError
-from sidcomp.runtime.layout import BODIES, DTYPES
+from sidcomp.runtime.block import BODIES, DTYPES
 from sidcomp.runtime.process_group import Exchange
 
 _REPEATS = 15

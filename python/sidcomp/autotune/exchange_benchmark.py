@@ -1,4 +1,4 @@
-"""Times of exchanges of messages, as the pipeline does them. Memory is taken for one size at a time."""
+"""Times of exchanges in messages, by the runtime's own calls. Memory is taken for one size at a time."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -8,51 +8,47 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import core as _core
-from sidcomp.autotune.codec_benchmark import Candidate, Gradients
+from sidcomp.autotune.codec_benchmark import Candidate, Gradients, filled_state
 from sidcomp.autotune.collective_benchmark import Exchanging, Samples, Wait, clock, collective
 from sidcomp.config.exchange_choice import Trip
-from sidcomp.runtime.layout import Block
+from sidcomp.runtime.block import Block
+from sidcomp.runtime.cuda_executor import CudaCalls
+from sidcomp.runtime.group import Form, Moment
 from sidcomp.runtime.point_to_point import ends_of, operations, post
 from sidcomp.runtime.process_group import Exchange
 
 
-class Journey:
-    """A group of synthetic gradients on its way through an exchange of messages, step after step."""
+class Travelling:
+    """A group of synthetic gradients in an exchange of messages, step after step."""
 
     def __init__(self, trip: Trip, source: Gradients, exchange: Exchange) -> None:
         self.trip, self.source, self.group = trip, source, exchange.group
         device = source.values.device
-        self.state, self.wire = Block(trip.state_bytes, device), Block(trip.wire_bytes, device)
+        self.form = Form(trip, self._work_bytes(), exchange.world, device)
+        self.state = filled_state(trip, source, device)
         self.vector = Block(trip.n * source.dtype.itemsize, device).tensor.view(source.dtype)
         self.segments = _core.Segments([self.vector.data_ptr()], [trip.n])
-        self.ends = ends_of(trip, self.wire.tensor, exchange)
-        self.steps = 0
-        if trip.vectors:
-            kept = self.state if device.type == "cpu" else Block(trip.state_bytes)
-            trip.residual_in(kept.ptr, source.residual.data_ptr())
-            self.state.tensor.copy_(kept.tensor)
+        self.ends = ends_of(trip, self.form.payload.tensor, exchange)
+        self.at = Moment(0, 0, 0, exchange.rank, exchange.world)
         self._prepare()
 
+    def _work_bytes(self) -> int:
+        return self.trip.work_bytes
+
     def _prepare(self) -> None:
-        self.work = Block(self.trip.work_bytes)
+        pass
 
     def load(self) -> None:
-        self.vector.copy_(self.source.gradient(self.trip.n, self.steps))
-        self.steps += 1
+        self.vector.copy_(self.source.gradient(self.trip.n, self.at.step))
+        self.at = self.at._replace(step=self.at.step + 1)
 
     def _advance(self, round: int) -> None:
-        self.trip.advance(
-            round, self.segments, self.state.ptr, self.work.ptr, self.wire.ptr,
-            step=self.steps, seed=0, group=0,
-        )  # fmt: skip
+        self.form.advance(round, self.segments, self.state.ptr, self.at)
 
     def _exchange(self, round: int) -> None:
         works = post(self.ends, round, self.group, round)
         if self.trip.busy:
-            self.trip.core.meanwhile(
-                round, self.segments, self.state.ptr, self.work.ptr, self.wire.ptr,
-                step=self.steps, seed=0, group=0,
-            )  # fmt: skip
+            self.form.meanwhile(round, self.segments, self.state.ptr, self.at)
         for work in works:
             work.wait()
 
@@ -69,33 +65,32 @@ class Journey:
         self._advance(self.trip.rounds)
 
 
-class DeviceJourney(Journey):
+class DeviceTravelling(Travelling):
     """The same on a GPU, enqueued on the current stream."""
+
+    def _work_bytes(self) -> int:
+        return int(self.trip.core.cuda_work_bytes())
 
     def _prepare(self) -> None:
         device = self.vector.device
-        self.work = Block(self.trip.core.cuda_work_bytes(), device)
         self.report = Block(64, device)  # nobody reads it
         self.table = torch.frombuffer(bytearray(self.segments.table()), dtype=torch.uint8).to(device)
         self.rounds = [operations(*end, self.group) for end in self.ends]
-        self.where = self._place()
+        self.calls = CudaCalls(self.form, self.table, 1, 0, self.report.ptr, self._place())
 
     def _place(self) -> dict[str, int]:
         device = self.vector.device
         return {"device": device.index or 0, "stream": torch.cuda.current_stream(device).cuda_stream}
 
     def _advance(self, round: int) -> None:
-        self.trip.core.cuda_advance(
-            round, self.table.data_ptr(), 1, self.state.ptr, self.work.ptr, self.wire.ptr,
-            step=self.steps, seed=0, group=0, stats=0, report=self.report.ptr, **self.where,
-        )  # fmt: skip
+        self.calls.advance(round, self.state.ptr, self.at)
 
     def _exchange(self, round: int) -> None:
         for work in dist.batch_isend_irecv(self.rounds[round]) if self.rounds[round] else ():
             work.wait()  # for this stream; on NCCL the host goes on
 
 
-class Journeys(Exchanging):
+class MessageExchanges(Exchanging):
     """Samples: a rank's part before the first message of an exchange, from there to the last, and after it.
     Bytes: of gradient."""
 
@@ -111,39 +106,39 @@ class Journeys(Exchanging):
         self.tick = torch.zeros(1, device=exchange.device)
 
     def measure(self, nbytes: int, repeats: int) -> Samples:
-        journey, samples, device = self.message(nbytes), [], self.gradients.values.device
+        group, samples, device = self.message(nbytes), [], self.gradients.values.device
         for _ in range(self.fixed + repeats):
-            self._gather(journey)
+            self._gather(group)
             with collective():
                 times = [clock(device)]
-                for stage in (journey.depart, journey.travel, journey.arrive):
+                for stage in (group.depart, group.travel, group.arrive):
                     stage()
                     times.append(clock(device))
             samples.append([b - a for a, b in pairwise(times)])
         return [list(column) for column in zip(*samples[-repeats:], strict=True)]
 
-    def message(self, nbytes: int) -> Journey:
+    def message(self, nbytes: int) -> Travelling:
         place = self.exchange.rank, self.exchange.world
         trip = self.candidate.trip(nbytes, self.gradients.dtype, place, self.isa)
-        kind = DeviceJourney if self.gradients.values.is_cuda else Journey
+        kind = DeviceTravelling if self.gradients.values.is_cuda else Travelling
         return kind(trip, self.gradients, self.exchange)
 
-    def _gather(self, journey: Journey) -> None:
-        journey.load()
+    def _gather(self, group: Travelling) -> None:
+        group.load()
         with collective():
             self.exchange.all_reduce(self.tick).wait()
 
-    def meet(self, journey: Journey) -> None:
+    def meet(self, group: Travelling) -> None:
         """All ranks come together, with their first messages ready."""
-        self._gather(journey)
-        journey.depart()
+        self._gather(group)
+        group.depart()
 
-    def begin(self, journey: Journey, done: Callable[[], None]) -> Wait:
+    def begin(self, group: Travelling, done: Callable[[], None]) -> Wait:
         failures: list[Exception] = []
 
         def travel() -> None:
             try:
-                journey.travel()
+                group.travel()
             except Exception as e:
                 failures.append(e)
             done()
@@ -155,6 +150,6 @@ class Journeys(Exchanging):
             thread.join()
             if failures:
                 raise failures[0]
-            journey.arrive()
+            group.arrive()
 
         return wait

@@ -21,9 +21,10 @@ from sidcomp.config.settings import Settings, Way
 from sidcomp.errors import ParameterError, SetupError
 from sidcomp.planner.fusion import evaluate
 from sidcomp.planner.profile import Profile, model_digest
+from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine
-from sidcomp.runtime.layout import DTYPES, Layout
+from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.process_group import Exchange
 
 Agree = Callable[[list[int]], list[int]]
@@ -49,7 +50,10 @@ class Seen:
         assert p.layout is not None
         return Seen(
             tuple(s.arrived_at for s in p.layout.buckets),
-            tuple((g.begun_at, g.exchanged_at, g.arrived_at, g.decoded_at) for g in p.layout.groups),
+            tuple(
+                (g.stage.begun_at, g.stage.exchanged_at, g.stage.arrived_at, g.stage.decoded_at)
+                for g in p.layout.groups
+            ),
             p.current.ended_at,
         )
 

@@ -23,11 +23,11 @@ from sidcomp.autotune.collective_benchmark import (
     collective,
     wire_of,
 )
-from sidcomp.autotune.exchange_benchmark import Journeys
+from sidcomp.autotune.exchange_benchmark import MessageExchanges
 from sidcomp.errors import ArgumentError, UnsupportedError
 from sidcomp.planner.cost_curve import fit
 from sidcomp.planner.profile import Method, format_bytes
-from sidcomp.runtime.layout import DTYPES
+from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.process_group import Exchange
 
 __all__ = ["Candidate", "Measurement", "Progress", "measure"]
@@ -92,8 +92,8 @@ def measure(
         codings = {c.name: Coding(c, sizes, exchange, gradients, isa) for c in candidates if c.name in plans}
         whole = Coding(Candidate("none", "none"), sizes, exchange, gradients, isa)
         latency = rounds.latency()
-        journeys = {
-            c.name: Journeys(c, sizes, exchange, gradients, isa, latency)
+        exchanges = {
+            c.name: MessageExchanges(c, sizes, exchange, gradients, isa, latency)
             for c in candidates
             if c.name not in plans
         }
@@ -102,14 +102,14 @@ def measure(
             wire: Exchanges(wire, _ladder(_SMALLEST_MESSAGE, nbytes), exchange, latency)
             for wire, nbytes in wires.items()
         }
-        rounds.run([*alone.values(), *journeys.values()], _ALONE * budget_s)
+        rounds.run([*alone.values(), *exchanges.values()], _ALONE * budget_s)
         beside: dict[Exchanging, Beside] = {}
         product: list[int] = []
         if device.type == "cpu":
-            beside = {one: Beside(one, _few(one)) for one in (*alone.values(), *journeys.values())}
+            beside = {one: Beside(one, _few(one)) for one in (*alone.values(), *exchanges.values())}
             product = beside[alone[dense]].product.timed(_PRODUCTS)
             rounds.run(list(beside.values()), budget_s)
-    series: list[Series] = [whole, *codings.values(), *alone.values(), *journeys.values(), *beside.values()]
+    series: list[Series] = [whole, *codings.values(), *alone.values(), *exchanges.values(), *beside.values()]
     _take_slowest(exchange, [product, *(s for one in series for _, samples in one.points for s in samples)])
     points = {wire: (_points(one), _contended(one, beside.get(one))) for wire, one in alone.items()}
     methods = [_dense(whole, *points[dense], total)]
@@ -118,7 +118,7 @@ def measure(
             wire, _ = wire_of(plans[c.name])
             methods.append(_method(codings[c.name], wire, *points[wire], total))
         else:
-            methods.append(_routed(journeys[c.name], beside.get(journeys[c.name]), total))
+            methods.append(_routed(exchanges[c.name], beside.get(exchanges[c.name]), total))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return Measurement(methods, _contention(alone[dense], beside.get(alone[dense]), product), rounds.gone())
@@ -243,14 +243,14 @@ def _method(coding: Coding, wire: Wire, alone: _Points, contended: _Points, tota
     )
 
 
-def _routed(journeys: Journeys, beside: Series | None, total: int) -> Method:
-    route = journeys.candidate.route
+def _routed(exchanges: MessageExchanges, beside: Series | None, total: int) -> Method:
+    route = exchanges.candidate.route
     assert route is not None
-    codec, memory, parameters = journeys.candidate.resolved
-    encode, exchange, decode = (fit(_points(journeys, i), total) for i in range(3))
-    contended = _contended(journeys, beside)
+    codec, memory, parameters = exchanges.candidate.resolved
+    encode, exchange, decode = (fit(_points(exchanges, i), total) for i in range(3))
+    contended = _contended(exchanges, beside)
     return Method(
-        journeys.name, codec.name, memory.name, parameters, route.exchange.name, encode, exchange, decode,
+        exchanges.name, codec.name, memory.name, parameters, route.exchange.name, encode, exchange, decode,
         fit(contended, total) if contended else None,
     )  # fmt: skip
 

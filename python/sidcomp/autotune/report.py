@@ -9,7 +9,7 @@ from sidcomp.autotune.controller import Controller
 from sidcomp.config.grouping import DENSE, shorten
 from sidcomp.errors import SetupError
 from sidcomp.runtime.engine import Engine
-from sidcomp.runtime.layout import Group
+from sidcomp.runtime.group import Group
 
 _KINDS = ("encode", "exchange", "decode")
 
@@ -71,10 +71,10 @@ def _length(span: list[int] | None) -> int:
 
 
 def _measured(g: "Group") -> dict[str, int] | None:
-    if not g.steps:
+    if not g.counters.steps:
         return None
-    times = (g.encode_ns, g.wait_ns, g.decode_ns)
-    return {k: 1000 * ns // g.steps for k, ns in zip(_KINDS, times, strict=True)}
+    times = (g.counters.encode_ns, g.counters.wait_ns, g.counters.decode_ns)
+    return {k: 1000 * ns // g.counters.steps for k, ns in zip(_KINDS, times, strict=True)}
 
 
 def explain(p: Engine) -> str:
@@ -147,9 +147,9 @@ def timelines(p: Engine) -> dict[str, list[dict[str, Any]] | None]:
         ready = max(s.arrived_at for s in g.buckets)
         moments = {
             "backward": (before, ready),
-            "encode": (g.begun_at, g.exchanged_at),
-            "exchange": (g.exchanged_at, g.arrived_at),
-            "decode": (g.arrived_at, g.decoded_at),
+            "encode": (g.stage.begun_at, g.stage.exchanged_at),
+            "exchange": (g.stage.exchanged_at, g.stage.arrived_at),
+            "decode": (g.stage.arrived_at, g.stage.decoded_at),
         }
         before = max(before, ready)
         spans = {k: [1000 * (start - zero), 1000 * (end - zero)] for k, (start, end) in moments.items()}

@@ -16,7 +16,7 @@ from sidcomp.config.grouping import shorten
 from sidcomp.errors import SetupError, UnsupportedError
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import UNFINISHED, Engine, Model
-from sidcomp.runtime.layout import Group
+from sidcomp.runtime.group import Group
 from sidcomp.state import State
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.

@@ -13,8 +13,9 @@ from sidcomp.config.grouping import DENSE, Piece, Spec, shorten
 from sidcomp.config.registry import find_memory
 from sidcomp.config.settings import Settings
 from sidcomp.errors import ArgumentError, CheckpointError
-from sidcomp.runtime.checkpoint_reader import FORMAT, read
-from sidcomp.runtime.layout import STATE_HEADER, Group, Layout
+from sidcomp.runtime.checkpoint_reader import FORMAT, STATE_HEADER, read
+from sidcomp.runtime.group import Group
+from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Rates
 from sidcomp.runtime.process_group import Exchange
 
@@ -85,7 +86,7 @@ def _save_group(g: Group) -> dict[str, Any]:
     header = extra = torch.zeros(0, dtype=torch.uint8)
     if not g.direct:
         header = torch.cat([header, *(g.state.tensor[at : at + STATE_HEADER].cpu() for at in _headers(g))])
-        extra = g.state.tensor[g.codec_bytes].cpu().clone()
+        extra = g.state.tensor[g.states.codec_bytes].cpu().clone()
     return {
         "names": list(g.names),
         "shapes": [list(p.shape) for p in g.spec.pieces],
@@ -179,7 +180,7 @@ class Resume:
                     g.state.tensor[at : at + STATE_HEADER][part] = own[part]
             extra = old.get("extra", header[:0])
             if len(extra) == g.plan.extra_bytes:
-                g.state.tensor[g.codec_bytes] = extra.to(g.device)
+                g.state.tensor[g.states.codec_bytes] = extra.to(g.device)
 
     def _values(self, g: Group, world: int, rates: Rates | None) -> torch.Tensor:
         """What the group's memory is to keep: (vectors, n)."""

@@ -14,7 +14,7 @@ from sidcomp import core as _core
 from sidcomp.config.settings import Settings
 from sidcomp.errors import ExchangeError, UnsupportedError
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.layout import Group
+from sidcomp.runtime.group import Group, Moment
 from sidcomp.runtime.point_to_point import PointToPoint, Transfer, ends_of
 from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.reductions import Reductions
@@ -68,15 +68,15 @@ class CpuExecutor:
         for g in groups:
             if g.routed:
                 assert self.point_to_point is not None
-                g.ends = ends_of(g.trip, g.payload.tensor, self.point_to_point.exchange)
+                g.ends = ends_of(g.trip, g.form.payload.tensor, self.point_to_point.exchange)
 
     def keep_two(self, group: Group) -> bool:
-        return group.keep_two()
+        return not group.direct and group.states.keep_two()
 
     def turn(self, group: Group) -> None:
         # What was sent is taken out of what is kept; then nothing is left to be taken out.
         group.plan.rescale(group.state.ptr, 1.0)
-        group.exchange_plans()
+        group.change_form()
         group.plan.unsend(group.state.ptr)
 
     # ---- a step
@@ -87,10 +87,10 @@ class CpuExecutor:
 
     def launch(self, g: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
         exchange = self._exchange
-        g.error = g.unable = unable
-        g.withdrawn = withdrawn
+        g.stage.error = g.stage.unable = unable
+        g.stage.withdrawn = withdrawn
         try:
-            g.begun_at = perf_counter_ns()
+            g.stage.begun_at = perf_counter_ns()
             if g.routed:
                 self._depart(g)
                 return
@@ -98,16 +98,16 @@ class CpuExecutor:
                 self._encode(g)
             elif unable is None and exchange.world > 1:
                 _core.scale(g.segments, g.dtype, 1.0 / exchange.world)
-            g.exchanged_at = perf_counter_ns()
-            g.encode_ns += g.exchanged_at - g.begun_at
+            g.stage.exchanged_at = perf_counter_ns()
+            g.counters.encode_ns += g.stage.exchanged_at - g.stage.begun_at
             if g.direct:
                 # another step's gradients may be in the bucket by now
                 work = exchange.all_reduce(g.view if unable is None else _poison(torch.empty_like(g.view)))
             elif g.plan.linear:
-                work = exchange.all_reduce(g.slices[0])
+                work = exchange.all_reduce(g.form.slices[0])
             else:
-                work = exchange.all_gather(g.incoming.tensor, g.payload.tensor)
-            g.work = work  # must outlive the exchange
+                work = exchange.all_gather(g.form.incoming.tensor, g.form.payload.tensor)
+            g.stage.work = work  # must outlive the exchange
             further = not g.direct and g.plan.rounds > 1
             future = None if further else work.get_future()
             self.step.count(g, exchange.world)
@@ -121,38 +121,39 @@ class CpuExecutor:
         else:
             future.then(partial(_finish, weakref.ref(self), g))
 
+    def _at(self, g: Group) -> Moment:
+        return Moment(self.step.index, self.step.seed, g.index, self._exchange.rank, self._exchange.world)
+
     def launched(self, groups: Sequence[Group], in_place: bool) -> None:
         pass  # what they owe is forgotten where the step is thrown away
 
     def _encode(self, g: Group) -> None:
         try:
-            if g.error is not None:
-                raise g.error
-            g.begin()
-            g.stats = g.plan.encode(
-                g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
-                step=self.step.index, seed=self.step.seed, group=g.index,
-                rank=self._exchange.rank, world=self._exchange.world, carry=g.carry, origin=g.origin,
-            )  # fmt: skip
-            g.sent = g.plan.vectors > 0
+            if g.stage.error is not None:
+                raise g.stage.error
+            g.states.begin(g.plan.extra_bytes)
+            g.stage.stats = g.form.encode(
+                g.segments, g.state.ptr, self._at(g), g.stage.carry, g.states.origin
+            )
+            g.stage.sent = g.plan.vectors > 0
         except Exception as e:
             # The others wait for our bytes: send such that they fail with us, not those of the step before.
-            g.error = e
+            g.stage.error = e
             if g.plan.linear:
-                _poison(g.body)
+                _poison(g.form.body)
             else:
-                g.payload.tensor.zero_()
+                g.form.payload.tensor.zero_()
 
     def further(self, g: Group) -> None:
         """The all-reduces of a group after the first, in the thread that does nothing else."""
         assert self.reductions is not None
         try:
-            work = g.work
+            work = g.stage.work
             assert work is not None
             for i in range(1, g.plan.rounds):
                 work.wait()
                 self._next_reduction(g, i)
-                work = g.work = self.reductions.exchange.all_reduce(g.slices[i])
+                work = g.stage.work = self.reductions.exchange.all_reduce(g.form.slices[i])
             future = work.get_future()
         except Exception as e:
             try:
@@ -165,37 +166,33 @@ class CpuExecutor:
     def _next_reduction(self, g: Group, i: int) -> None:
         start = perf_counter_ns()
         try:
-            if g.error is None:
-                g.plan.next_round(
-                    i, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
-                    step=self.step.index, seed=self.step.seed, group=g.index,
-                    rank=self._exchange.rank, world=self._exchange.world,
-                )  # fmt: skip
+            if g.stage.error is None:
+                g.form.next_reduction(i, g.segments, g.state.ptr, self._at(g))
         except Exception as e:
-            g.error = e
-        if g.error is not None:  # the others wait for our part
-            _poison(g.slices[i])
+            g.stage.error = e
+        if g.stage.error is not None:  # the others wait for our part
+            _poison(g.form.slices[i])
         taken = perf_counter_ns() - start
-        g.encode_ns += taken
-        g.wait_ns -= taken
+        g.counters.encode_ns += taken
+        g.counters.wait_ns -= taken
 
     def finish(self, g: Group, exchanged: "Future[Any]") -> None:
         """The callback of an exchange: decodes. No collectives here; the caller may be any thread."""
         failure: Exception | None = None
         try:
             exchanged.value()  # raises what the collective failed with: unread, nobody notices a dead peer
-            g.arrived_at = perf_counter_ns()
-            g.wait_ns += g.arrived_at - g.exchanged_at
-            if g.error is None and not g.direct:
+            g.stage.arrived_at = perf_counter_ns()
+            g.counters.wait_ns += g.stage.arrived_at - g.stage.exchanged_at
+            if g.stage.error is None and not g.direct:
                 self._decode(g)
-            if g.plan.linear and (g.error is not None or g.undone or (g.direct and g.poisoned())):
+            if g.plan.linear and (g.stage.error is not None or g.stage.undone or (g.direct and g.poisoned())):
                 self._ask(g)
-            if g.error is not None:
-                raise g.error
+            if g.stage.error is not None:
+                raise g.stage.error
             self._check.note(g)
-            g.decoded_at = perf_counter_ns()
-            g.decode_ns += g.decoded_at - g.arrived_at
-            g.steps += 1
+            g.stage.decoded_at = perf_counter_ns()
+            g.counters.decode_ns += g.stage.decoded_at - g.stage.arrived_at
+            g.counters.steps += 1
         except Exception as e:
             failure = e
         try:
@@ -210,8 +207,8 @@ class CpuExecutor:
         """Finds out whether a sum is not finite because of a gradient, or because a rank failed and sent NaN.
         All ranks see the same sum, so all of them ask here, in the group's callback. That cannot deadlock: a
         backend's threads take the groups in the order of their launch."""
-        reasons = self._exchange.tell_reasons(g.error, g.index)
-        if g.error is None and any(reasons):
+        reasons = self._exchange.tell_reasons(g.stage.error, g.index)
+        if g.stage.error is None and any(reasons):
             rank = next(r for r, reason in enumerate(reasons) if reason)
             error = ExchangeError(f"rank {rank} failed in this step: {reasons[rank]}")
             error.__dict__["culprit"] = rank
@@ -219,12 +216,8 @@ class CpuExecutor:
 
     def _decode(self, g: Group) -> None:
         state = g.state.ptr if g.plan.vectors or g.plan.extra_bytes else 0
-        nonfinite = g.plan.decode(
-            g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / self._exchange.world, g.segments, state,
-            step=self.step.index, group=g.index,
-        )  # fmt: skip
-        if nonfinite:
-            g.undone = self.step.nonfinite = True
+        if g.form.decode(g.segments, state, self._at(g)):
+            g.stage.undone = self.step.nonfinite = True
 
     def _leave(self) -> None:
         self.step.leave()
@@ -233,10 +226,7 @@ class CpuExecutor:
     # ------------------------------------------------------------------------------
 
     def _advance(self, g: Group, round: int) -> bool:
-        return g.trip.advance(
-            round, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
-            step=self.step.index, seed=self.step.seed, group=g.index, carry=g.carry, origin=g.origin,
-        )  # fmt: skip
+        return g.form.advance(round, g.segments, g.state.ptr, self._at(g), g.stage.carry, g.states.origin)
 
     def _depart(self, g: Group) -> None:
         """The first round, in the engine's thread. A rank at which something goes wrong keeps its place in
@@ -244,23 +234,23 @@ class CpuExecutor:
         assert self.point_to_point is not None
         single = g.plan.rounds == 0
         try:
-            if g.error is not None:
-                g.payload.tensor.zero_()
-                raise g.error
-            g.begin()
+            if g.stage.error is not None:
+                g.form.payload.tensor.zero_()
+                raise g.stage.error
+            g.states.begin(g.plan.extra_bytes)
             nonfinite = self._advance(g, 0)
-            g.sent = g.plan.vectors > 0
+            g.stage.sent = g.plan.vectors > 0
             if single and nonfinite:
-                g.undone = self.step.nonfinite = True
+                g.stage.undone = self.step.nonfinite = True
         except Exception as e:
-            g.error = e
-        g.exchanged_at = perf_counter_ns()
-        g.encode_ns += g.exchanged_at - g.begun_at
+            g.stage.error = e
+        g.stage.exchanged_at = perf_counter_ns()
+        g.counters.encode_ns += g.stage.exchanged_at - g.stage.begun_at
         self.step.count(g, self._exchange.world)
         self.step.enter()
         if single:
-            g.arrived_at = g.exchanged_at
-            self._end(g, g.error)
+            g.stage.arrived_at = g.stage.exchanged_at
+            self._end(g, g.stage.error)
         else:
             self.point_to_point.start(self, g)
 
@@ -268,39 +258,36 @@ class CpuExecutor:
         """A round's messages are on their way: what may be done meanwhile, in a thread of the transport. That
         is encoding, not waiting."""
         g = transfer.group
-        if not g.trip.busy or g.error is not None:
+        if not g.trip.busy or g.stage.error is not None:
             return
         begin = perf_counter_ns()
         try:
-            g.trip.core.meanwhile(
-                transfer.round, g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
-                step=self.step.index, seed=self.step.seed, group=g.index,
-            )  # fmt: skip
+            g.form.meanwhile(transfer.round, g.segments, g.state.ptr, self._at(g))
         except Exception as e:  # the thread serves others too, and the peers wait for this group's messages
-            g.error = e
+            g.stage.error = e
         taken = perf_counter_ns() - begin
-        g.encode_ns += taken
-        g.wait_ns -= taken
+        g.counters.encode_ns += taken
+        g.counters.wait_ns -= taken
 
     def arrived(self, transfer: Transfer, failure: Exception | None) -> bool:
         """A round's messages are here, or will never be: in a thread of the transport."""
         g, last = transfer.group, transfer.round + 1 == transfer.group.plan.rounds
         begin = perf_counter_ns()
-        g.wait_ns += begin - (transfer.posted_at or g.exchanged_at)
+        g.counters.wait_ns += begin - (transfer.posted_at or g.stage.exchanged_at)
         if last:
-            g.arrived_at = begin
-        if failure is None and g.unable is None:
+            g.stage.arrived_at = begin
+        if failure is None and g.stage.unable is None:
             try:
                 if self._advance(g, transfer.round + 1):
-                    g.undone = self.step.nonfinite = True
+                    g.stage.undone = self.step.nonfinite = True
             except Exception as e:
-                g.error = g.error or e
+                g.stage.error = g.stage.error or e
         transfer.posted_at = perf_counter_ns()
         taken = transfer.posted_at - begin
         if last:
-            g.decode_ns += taken
+            g.counters.decode_ns += taken
         else:
-            g.encode_ns += taken
+            g.counters.encode_ns += taken
         if failure is None and not last:
             try:
                 assert self.point_to_point is not None
@@ -309,7 +296,7 @@ class CpuExecutor:
                 return True
             except Exception as e:
                 failure = e
-        self._end(g, failure or g.error)
+        self._end(g, failure or g.stage.error)
         return False
 
     def _end(self, g: Group, failure: Exception | None) -> None:
@@ -317,16 +304,13 @@ class CpuExecutor:
         try:
             if failure is None:
                 self._check.note(g)
-                g.decoded_at = perf_counter_ns()
-                g.steps += 1
+                g.stage.decoded_at = perf_counter_ns()
+                g.counters.steps += 1
                 self.step.complete(g)
             else:
-                if g.unable is None:
-                    g.trip.core.abandon(
-                        g.segments, g.state.ptr, g.scratch.ptr, g.payload.ptr,
-                        step=self.step.index, seed=self.step.seed, group=g.index,
-                    )  # fmt: skip
-                g.undone = True
+                if g.stage.unable is None:
+                    g.form.abandon(g.segments, g.state.ptr, self._at(g))
+                g.stage.undone = True
                 self.step.fail(g, failure)
         finally:
             self._leave()
@@ -340,7 +324,7 @@ class CpuExecutor:
         interpreter, so that backward() may have returned by then, and the profiler, too: it has freed the
         record. wait() returns once the record has ended."""
         self.step.wait()
-        for work in (*(g.work for g in self._groups), self._compared):
+        for work in (*(g.stage.work for g in self._groups), self._compared):
             if work is not None:
                 with suppress(RuntimeError):  # the callback has told it
                     work.wait()
@@ -350,7 +334,7 @@ class CpuExecutor:
 
     def forget(self, groups: Sequence[Group], several: bool) -> None:
         for g in groups:
-            if not g.undone or several:
+            if not g.stage.undone or several:
                 g.plan.forget(g.state.ptr)
 
     def compare(self, bucket: Bucket, step: int) -> None:
@@ -386,7 +370,7 @@ class CpuExecutor:
         return False
 
     def stats(self, group: Group) -> Any:
-        return group.stats
+        return group.stage.stats
 
     def close(self) -> None:
         if self.reductions is not None:

@@ -3,7 +3,7 @@
 import os
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +15,9 @@ from sidcomp import core as _core
 from sidcomp.config.registry import find_codec
 from sidcomp.config.settings import Settings
 from sidcomp.errors import CorruptPayloadError, UnsupportedError
+from sidcomp.runtime.block import Block
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.layout import Block, Group
+from sidcomp.runtime.group import Form, Group, Moment
 from sidcomp.runtime.nccl import Native, Progress, open_library
 from sidcomp.runtime.point_to_point import ends_of, operations
 from sidcomp.runtime.process_group import Exchange
@@ -52,6 +53,51 @@ class Resident:
         self.table = torch.empty(0)
         self.placed_for: _core.Segments | None = None
         self.places: dict[int, _core.DeviceGroup] = {}  # by the state's address
+
+
+class CudaCalls:
+    """The calls of a group's form on a device: the same as Form's on the CPU, enqueued.
+
+    table: of the segments, on the device. stats, report: where the calls write, there too; stats may be 0.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        table: torch.Tensor,
+        n_segments: int,
+        stats: int,
+        report: int,
+        where: Mapping[str, int],
+    ) -> None:
+        self.form, self.stats, self.report, self.where = form, stats, report, where
+        self.segments = table.data_ptr(), n_segments
+
+    def encode(self, state: int, at: Moment, carry: float = 1.0, origin: int = 0) -> None:
+        self.form.plan.cuda_encode(
+            *self.segments, state, self.form.scratch.ptr, self.form.payload.ptr,
+            carry=carry, origin=origin, stats=self.stats, **at._asdict(), **self.where,
+        )  # fmt: skip
+
+    def next_reduction(self, i: int, state: int, at: Moment) -> None:
+        self.form.plan.cuda_next_round(
+            i, *self.segments, state, self.form.scratch.ptr, self.form.payload.ptr,
+            **at._asdict(), **self.where,
+        )  # fmt: skip
+
+    def decode(self, state: int, at: Moment) -> None:
+        form = self.form
+        form.plan.cuda_decode(
+            form.incoming.ptr, form.plan.payload_bytes, form.count, 1.0 / at.world, *self.segments,
+            state, form.scratch.ptr, report=self.report, step=at.step, group=at.group, **self.where,
+        )  # fmt: skip
+
+    def advance(self, round: int, state: int, at: Moment, carry: float = 1.0, origin: int = 0) -> None:
+        self.form.plan.core.cuda_advance(
+            round, *self.segments, state, self.form.scratch.ptr, self.form.payload.ptr,
+            carry=carry, origin=origin, stats=self.stats, report=self.report,
+            step=at.step, seed=at.seed, group=at.group, **self.where,
+        )  # fmt: skip
 
 
 class CudaExecutor:
@@ -170,7 +216,6 @@ class CudaExecutor:
             group.allocate(world, work_bytes, twice)
             self._kept.append(self._shown())
             group.resident = Resident(self.device, self._kept[-1])
-            group.allocations += 3
         self._residents = (*(r for r in self._residents if r() is not None), weakref.ref(group.resident))
 
     def _place(self, g: Group, r: Resident) -> None:
@@ -178,23 +223,23 @@ class CudaExecutor:
         with self.current():
             r.table = torch.frombuffer(bytearray(g.segments.table()), dtype=torch.uint8).to(self.device)
         r.placed_for = g.segments
-        r.places = {state.ptr: self._places(g, r, state.ptr) for state in g.states}
+        r.places = {state.ptr: self._places(g, r, state.ptr) for state in g.states.all}
 
     def _places(self, g: Group, r: Resident, state: int) -> _core.DeviceGroup:
         if g.routed:
             return _core.DeviceGroup(
-                g.trip.core, r.table.data_ptr(), len(g.runs), state, g.scratch.ptr, g.payload.ptr,
+                g.trip.core, r.table.data_ptr(), len(g.runs), state, g.form.scratch.ptr, g.form.payload.ptr,
                 r.stats.ptr, r.report.ptr, r.shown,
             )  # fmt: skip
         return _core.DeviceGroup(
-            g.plan, r.table.data_ptr(), len(g.runs), state, g.scratch.ptr, g.payload.ptr,
-            0 if g.plan.linear else g.incoming.ptr, r.stats.ptr, r.report.ptr, r.shown,
+            g.plan, r.table.data_ptr(), len(g.runs), state, g.form.scratch.ptr, g.form.payload.ptr,
+            0 if g.plan.linear else g.form.incoming.ptr, r.stats.ptr, r.report.ptr, r.shown,
         )  # fmt: skip
 
     def keep_two(self, group: Group) -> bool:
         """The group's states become two, if it has not got two."""
         with self.current():
-            made = group.keep_two()
+            made = group.states.keep_two()
         group.resident.placed_for = None
         return made
 
@@ -205,19 +250,19 @@ class CudaExecutor:
     def turn(self, group: Group) -> None:
         # What was sent is taken out of what is kept; then nothing is left to be taken out.
         self.settle(group)
-        group.exchange_plans()
+        group.change_form()
         self.unsend(group)
 
     # ---- a step
     # ------------------------------------------------------------------------------------------------
 
     def launch(self, g: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
-        g.error, g.withdrawn = unable, withdrawn
+        g.stage.error, g.stage.withdrawn = unable, withdrawn
         try:
             if unable is not None:
                 raise unable
             self._launch(g)
-            g.sent = True
+            g.stage.sent = True
             self.step.count(g, self._exchange.world)
             with self.current():  # who waits for the buckets then waits for this stream
                 self.step.complete(g)
@@ -235,67 +280,57 @@ class CudaExecutor:
             )
         if r.placed_for is not g.segments:
             self._place(g, r)
-        if len(g.states) == 2:
+        if len(g.states.all) == 2:
             with self.current():
-                g.begin()
+                g.states.begin(g.plan.extra_bytes)
         if self.native is not None:
             r.places[g.state.ptr].step(
-                self.native.communicator, step=step, seed=self.step.seed, group=g.index, carry=g.carry,
-                origin=g.origin, stream=self.where["stream"],
+                self.native.communicator, step=step, seed=self.step.seed, group=g.index, carry=g.stage.carry,
+                origin=g.states.origin, stream=self.where["stream"],
             )  # fmt: skip
         else:
-            self._step(g, r, self._exchange, step, self.step.seed)
+            self._step(g, r)
         if check := self._check.place(g):
             self._sum(g, r, check)
         r.mark = (step + 1) % _MARKS
-        g.steps += 1
+        g.counters.steps += 1
 
     def launched(self, groups: Sequence[Group], in_place: bool) -> None:
-        if in_place and len(groups) > 1 and all(g.sent for g in groups):
+        if in_place and len(groups) > 1 and all(g.stage.sent for g in groups):
             self.cancel(groups)
 
-    def _step(self, g: Group, r: Resident, exchange: Exchange, step: int, seed: int) -> None:
+    def _step(self, g: Group, r: Resident) -> None:
         """With torch's collectives."""
-        at = {"step": step, "group": g.index}
+        exchange = self._exchange
+        at = Moment(self.step.index, self.step.seed, g.index, exchange.rank, exchange.world)
         with self.current():
-            table, n_segments = r.table.data_ptr(), len(g.runs)
+            calls = CudaCalls(g.form, r.table, len(g.runs), r.stats.ptr, r.report.ptr, self.where)
             if g.routed:
-                self._travel(g, r, exchange, {**at, "seed": seed})
-                return
-            places = (table, n_segments, g.state.ptr, g.scratch.ptr, g.payload.ptr)
-            who = {"seed": seed, "rank": exchange.rank, "world": exchange.world}
-            g.plan.cuda_encode(
-                *places, carry=g.carry, origin=g.origin, stats=r.stats.ptr, **who, **at, **self.where
-            )
-            # wait() makes this stream wait for the collective; on NCCL it does not stop the host. All groups
-            # are launched by one thread, in the same order on all ranks, and so are their rounds.
-            if g.plan.linear:
-                for i, part in enumerate(g.slices):
-                    if i:
-                        g.plan.cuda_next_round(i, *places, **who, **at, **self.where)
-                    exchange.all_reduce(part).wait()
+                self._travel(g, calls, at)
             else:
-                exchange.all_gather(g.incoming.tensor, g.payload.tensor).wait()
-            g.plan.cuda_decode(
-                g.incoming.ptr, g.plan.payload_bytes, g.count, 1.0 / exchange.world, table, n_segments,
-                g.state.ptr, g.scratch.ptr, report=r.report.ptr, **at, **self.where,
-            )  # fmt: skip
-            _core.cuda_show(r.report.ptr, (step + 1) % _MARKS, r.shown, **self.where)
+                calls.encode(g.state.ptr, at, g.stage.carry, g.states.origin)
+                # wait() makes this stream wait for the collective; on NCCL it does not stop the host. All
+                # groups are launched by one thread, in the same order on all ranks, and so are their rounds.
+                if g.plan.linear:
+                    for i, part in enumerate(g.form.slices):
+                        if i:
+                            calls.next_reduction(i, g.state.ptr, at)
+                        exchange.all_reduce(part).wait()
+                else:
+                    exchange.all_gather(g.form.incoming.tensor, g.form.payload.tensor).wait()
+                calls.decode(g.state.ptr, at)
+            _core.cuda_show(r.report.ptr, (at.step + 1) % _MARKS, r.shown, **self.where)
 
-    def _travel(self, g: Group, r: Resident, exchange: Exchange, at: dict[str, int]) -> None:
-        """An exchange of messages, with torch's point-to-point calls."""
+    def _travel(self, g: Group, calls: "CudaCalls", at: Moment) -> None:
+        """An exchange in messages, with torch's point-to-point calls."""
         if g.ends is None:
-            ends = ends_of(g.trip, g.payload.tensor, exchange)
-            g.ends = [operations(*end, exchange.group) for end in ends]
+            ends = ends_of(g.trip, g.form.payload.tensor, self._exchange)
+            g.ends = [operations(*end, self._exchange.group) for end in ends]
         for i in range(g.plan.rounds + 1):
-            g.trip.core.cuda_advance(
-                i, r.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr,
-                carry=g.carry, origin=g.origin, stats=r.stats.ptr, report=r.report.ptr, **at, **self.where,
-            )  # fmt: skip
+            calls.advance(i, g.state.ptr, at, g.stage.carry, g.states.origin)
             if i < g.plan.rounds and g.ends[i]:
                 for work in dist.batch_isend_irecv(g.ends[i]):
                     work.wait()
-        _core.cuda_show(r.report.ptr, (at["step"] + 1) % _MARKS, r.shown, **self.where)
 
     def progress(self) -> Progress:
         """Of the groups' steps; any thread."""
@@ -337,7 +372,12 @@ class CudaExecutor:
         if g.resident.placed_for is not g.segments:
             self._place(g, g.resident)
         g.plan.cuda_settle(
-            g.resident.table.data_ptr(), len(g.runs), g.state.ptr, g.scratch.ptr, g.payload.ptr, **self.where
+            g.resident.table.data_ptr(),
+            len(g.runs),
+            g.state.ptr,
+            g.form.scratch.ptr,
+            g.form.payload.ptr,
+            **self.where,
         )
 
     def unsend(self, g: Group) -> None:
@@ -347,7 +387,7 @@ class CudaExecutor:
 
     def _sum(self, g: Group, r: Resident, place: int) -> None:
         g.plan.cuda_checksum(
-            r.table.data_ptr(), len(g.runs), g.scratch.ptr, report=r.report.ptr, sum=place, **self.where
+            r.table.data_ptr(), len(g.runs), g.form.scratch.ptr, report=r.report.ptr, sum=place, **self.where
         )
 
     def compare(self, bucket: Bucket, step: int) -> None:

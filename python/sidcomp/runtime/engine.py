@@ -22,7 +22,8 @@ from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.cpu_executor import CpuExecutor
 from sidcomp.runtime.cuda_executor import CudaExecutor
 from sidcomp.runtime.executor import Executor
-from sidcomp.runtime.layout import Group, Layout
+from sidcomp.runtime.group import Group
+from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Rates
 from sidcomp.runtime.optimizer_watch import Watch
 from sidcomp.runtime.process_group import Exchange
@@ -380,7 +381,8 @@ class Engine:
         if self.watch is None or self.watch.over or not self._revocable:
             self._mark = self.step, dict(self.rates.last) if self.rates is not None else {}
             for g in self.layout.groups:
-                g.moved = False
+                if not g.direct:
+                    g.states.moved = False
         self._revocable, self.lost = True, False
         self._deferred = self.tuner is not None and self.tuner.deferred
         if self.watch is not None:
@@ -391,7 +393,7 @@ class Engine:
         if self.settings.full(self.step) is not self.layout.full:
             self.layout.full = not self.layout.full
             for g in self.layout.groups:
-                if g.full:
+                if g.has_full:
                     self.executor.turn(g)
         self.current.number += 1
         self._posted, self._unable, factors = 0, None, {}
@@ -402,8 +404,7 @@ class Engine:
                 raise
             self._unable = e
         for g in self.layout.groups:
-            g.sent = g.undone = False
-            g.carry = self.rates.carry(g, factors) if self.rates is not None and factors else 1.0
+            g.stage.begin(self.rates.carry(g, factors) if self.rates is not None and factors else 1.0)
         every = self.settings.checksum_every
         self._check.on = every > 0 and self.step % every == 0
         return compare
@@ -427,12 +428,13 @@ class Engine:
         out."""
         self._revocable, self.lost = False, True
         number, rates = self._mark
-        in_place = [g for g in self.groups if g.sent and not g.moved]
+        in_place = [g for g in self.groups if g.stage.sent and not g.moved]
         if in_place:
             assert self.executor is not None
             self.executor.forget(in_place, several=self.step > number + 1)
         for g in self.groups:
-            g.go_back()
+            if not g.direct:
+                g.states.go_back()
         if self.rollback:
             if self.rates is not None:
                 self.rates.last = rates
@@ -457,13 +459,14 @@ class Engine:
         self.rollback = True
         for g in self.groups:
             assert self.executor is not None
-            self.allocations += self.executor.keep_two(g)
+            if not g.direct:
+                self.allocations += self.executor.keep_two(g)
 
     def rescale(self, factor: float) -> None:
         """Multiplies what is kept."""
         self.quiet()
         for g in self.groups:
-            for state in g.live if g.plan.vectors else ():
+            for state in g.states.live if g.plan.vectors else ():
                 with g.host_state(True, state) as address:
                     g.plan.rescale(address, factor)
         self.parked = checkpoint.rescaled(self.parked, factor)

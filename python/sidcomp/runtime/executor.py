@@ -9,7 +9,7 @@ import torch.distributed as dist
 from sidcomp import core as _core
 from sidcomp.config.settings import Settings
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.layout import Group
+from sidcomp.runtime.group import Group
 from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.replica_check import ReplicaCheck
 

@@ -14,9 +14,11 @@ from sidcomp.config.grouping import Piece, Regime, form_groups, shorten
 from sidcomp.config.settings import Settings
 from sidcomp.errors import RankError, UnsupportedError
 from sidcomp.runtime import checkpoint
+from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.executor import Executor
-from sidcomp.runtime.layout import DTYPES, Group, Layout
+from sidcomp.runtime.group import Group
+from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.process_group import Exchange
 
 _FAILED = bytes(32)  # in place of a digest

@@ -16,7 +16,7 @@ from sidcomp.config.grouping import shorten
 from sidcomp.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from sidcomp.runtime.layout import Group
+    from sidcomp.runtime.group import Group
 
 _LEAST, _MOST = 1e-30, 1e30  # of a factor: C multiplies float32 by it
 

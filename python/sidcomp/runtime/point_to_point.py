@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.config.exchange_choice import Trip
-from sidcomp.runtime.layout import Group
+from sidcomp.runtime.group import Group
 from sidcomp.runtime.process_group import Exchange
 
 Posted = list[dist.Work]

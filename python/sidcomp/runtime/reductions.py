@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from sidcomp.runtime.layout import Group
+from sidcomp.runtime.group import Group
 from sidcomp.runtime.process_group import Exchange
 
 

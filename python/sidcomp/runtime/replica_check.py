@@ -7,7 +7,7 @@ import torch
 
 from sidcomp import core as _core
 from sidcomp.errors import DivergenceError
-from sidcomp.runtime.layout import Group
+from sidcomp.runtime.group import Group
 from sidcomp.runtime.process_group import Exchange
 
 
@@ -30,7 +30,7 @@ class ReplicaCheck:
     def note(self, g: Group) -> None:
         """Of a group that has been decoded. Any thread."""
         if self.on:
-            value = 0 if g.undone else _core.checksum(g.segments, g.dtype)
+            value = 0 if g.stage.undone else _core.checksum(g.segments, g.dtype)
             struct.pack_into("<Q", self._noted, 8 * g.index, value)
 
     def place(self, g: Group) -> int:

@@ -5,7 +5,7 @@ import threading
 from time import perf_counter_ns
 
 from sidcomp.errors import ExchangeError, SidcompError
-from sidcomp.runtime.layout import Group
+from sidcomp.runtime.group import Group
 
 logger = logging.getLogger("sidcomp")
 
@@ -62,7 +62,7 @@ class Step:
             bucket.complete()
 
     def fail(self, g: Group, cause: Exception) -> None:
-        if g.withdrawn:  # its futures have failed already, and the cause is known
+        if g.stage.withdrawn:  # its futures have failed already, and the cause is known
             return
         self.nonfinite = self.failed = True
         error = explain(g, cause)

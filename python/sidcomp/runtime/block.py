@@ -1,0 +1,41 @@
+"""Blocks of memory, and the names of dtypes."""
+
+import mmap
+from contextlib import suppress
+
+import torch
+
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+BODIES = {**{name: dtype for dtype, name in DTYPES.items()}, "int8": torch.int8}  # of linear codecs
+_HUGE = 2**21  # bytes of a huge page
+
+
+class Block:
+    """Zeroed bytes that start at a multiple of 64. `tensor` is a flat uint8 view of them, `ptr` their
+    address."""
+
+    __slots__ = ("ptr", "tensor")
+
+    def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
+        align = 64
+        if str(device) == "cpu" and nbytes >= 2 * _HUGE:
+            # An encode walks several blocks at once; with small pages it waits for address translation
+            # instead.
+            align = _HUGE
+            pages = mmap.mmap(-1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a kernel without huge pages
+                    pages.madvise(mmap.MADV_HUGEPAGE)
+            raw = torch.frombuffer(pages, dtype=torch.uint8)
+        else:
+            raw = torch.zeros(nbytes + align, dtype=torch.uint8, device=device)
+        skip = -raw.data_ptr() % align
+        self.tensor = raw[skip : skip + nbytes]
+        self.ptr = self.tensor.data_ptr()
+
+    def part(self, at: int, nbytes: int) -> "Block":
+        """Its bytes from `at` on."""
+        part = Block.__new__(Block)
+        part.tensor = self.tensor[at : at + nbytes]
+        part.ptr = self.ptr + at
+        return part

@@ -1,0 +1,158 @@
+"""The engine without DDP: named tensors in, averaged tensors out, bit for bit as through the hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from harness import run
+from sidcomp.config.settings import Settings
+from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.engine import Engine, Model
+from sidcomp.runtime.step import Step
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+SHAPES = {"a.weight": (40, 30), "a.bias": (30,), "b.weight": (7, 50), "scale": ()}
+BUCKETS = [["b.weight", "scale"], ["a.bias"], ["a.weight"]]  # in the order in which they become ready
+STEPS = 4
+
+
+def gradients(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+class Named:
+    """A minimal door: it lays named tensors into buckets and waits for their averages."""
+
+    def __init__(self, codec: str, **arguments: Any) -> None:
+        parameters = {k: arguments.pop(k) for k in ("density",) if k in arguments}
+        settings = Settings.parse(codec, parameters, **{**sidcomp.State()._arguments, **arguments})
+        self.engine = Engine(settings)
+        self.model = Model(dist.group.WORLD, SHAPES, {})  # type: ignore[arg-type]
+        self.buffers = [torch.zeros(sum(torch.Size(SHAPES[n]).numel() for n in names)) for names in BUCKETS]
+
+    def average(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        for names, buffer in zip(BUCKETS, self.buffers, strict=True):
+            buffer.copy_(torch.cat([named[n].reshape(-1) for n in names]))
+        if self.engine.layout is None:
+            self.engine.form(
+                self.model,
+                [Bucket(ns, [SHAPES[n] for n in ns], b) for ns, b in zip(BUCKETS, self.buffers, strict=True)],
+            )
+        futures = [self.engine.ready(i, buffer) for i, buffer in enumerate(self.buffers)]
+        out: dict[str, Tensor] = {}
+        for names, future in zip(BUCKETS, futures, strict=True):
+            parts = future.wait().split([torch.Size(SHAPES[n]).numel() for n in names])
+            out |= {n: part.reshape(SHAPES[n]).clone() for n, part in zip(names, parts, strict=True)}
+        return out
+
+
+class Given(nn.Module):
+    """A model whose gradients are what they are said to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = nn.ParameterDict(
+            {n.replace(".", "_"): nn.Parameter(torch.zeros(s)) for n, s in SHAPES.items()}
+        )
+
+    def forward(self, named: dict[str, Tensor]) -> Tensor:
+        return sum((self.given[n.replace(".", "_")] * g).sum() for n, g in named.items())  # type: ignore[return-value]
+
+
+def both(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> None:
+    groups = [
+        [f"given.{n.replace('.', '_')}" for n in names] for names in (BUCKETS[0] + BUCKETS[1], BUCKETS[2])
+    ]
+    module = Given()
+    ddp = DistributedDataParallel(module)
+    state = sidcomp.State(codec, groups=groups, **arguments)
+    sidcomp.register(ddp, state)
+    door = Named(codec, groups=[BUCKETS[0] + BUCKETS[1], BUCKETS[2]], **arguments)
+    for step in range(STEPS):
+        given = gradients(rank, step)
+        module.zero_grad()
+        ddp(given).backward()
+        averages = door.average(given)
+        for name, average in averages.items():
+            want = module.given[name.replace(".", "_")].grad
+            assert torch.equal(average, want), f"step {step}: {name}"
+    mine, hook = door.engine.state_dict(), state.state_dict()
+    for name, kept in mine["residuals"].items():
+        assert torch.equal(kept, hook["residuals"][f"given.{name.replace('.', '_')}"]), name
+    assert mine["step"] == hook["step"] == STEPS
+    door.engine.close()
+    state.close()
+
+
+@pytest.mark.parametrize(
+    "codec, arguments",
+    [
+        ("topk", {"density": 0.1}),
+        ("int8", {}),
+        ("none", {}),
+        ("fp16", {"checksum_every": 1}),
+        ("topk", {"density": 0.1, "exchange": "twoshot"}),
+        ("powersgd", {}),
+        ("qsgd", {"nonfinite": "rollback", "seed": 5}),
+    ],
+)
+def test_named_tensors_get_the_hooks_averages(codec: str, arguments: dict[str, Any]) -> None:
+    run(both, 2, codec, arguments)
+
+
+def throws_away(rank: int, world: int) -> None:
+    door = Named("topk", density=0.2, nonfinite="rollback", groups="bucket")
+    for step in range(2):
+        door.average(gradients(rank, step))
+    before = {n: r.clone() for n, r in door.engine.state_dict()["residuals"].items()}
+    bad = gradients(rank, 2)
+    if rank == 1:
+        bad["scale"] = torch.tensor(float("inf"))
+    spoiled = door.average(bad)
+    assert not spoiled["scale"].isfinite()
+    after = door.engine.state_dict()
+    assert after["step"] == 2
+    assert all(torch.equal(after["residuals"][n], r) for n, r in before.items())
+    door.engine.close()
+
+
+def test_a_step_that_is_not_finite_is_thrown_away() -> None:
+    run(throws_away, 2)
+
+
+def gives_up(rank: int, world: int) -> tuple[str, bool]:
+    """A bucket that does not come: the step is abandoned on all ranks, and the next one is whole."""
+    door = Named("none", groups="model")
+    door.average(gradients(rank, 0))
+    futures = [door.engine.ready(0, door.buffers[0])]
+    assert door.engine.within and door.engine.seen(0)
+    door.engine.abandon(RuntimeError("given up"))
+    try:
+        futures[0].wait()
+        text = ""
+    except RuntimeError as e:
+        text = str(e)
+    door.average(gradients(rank, 1))
+    same = door.average(gradients(0, 2))["scale"] == gradients(0, 2)["scale"]
+    door.engine.close()
+    return text, bool(same)
+
+
+def test_a_step_can_be_given_up() -> None:
+    for text, same in run(gives_up, 2):
+        assert "given up" in text and same
+
+
+def test_a_step_waits_for_what_was_entered() -> None:
+    step = Step(seed=0)
+    step.wait()
+    step.enter()
+    step.leave()
+    step.wait()
+    assert step.ended_at > 0
