@@ -29,8 +29,8 @@ only csrc/*.c -- internal.h codecs.def memories.def
 only csrc/codec/*.[ch] -- '\.\./internal.h' '[a-z]+\.h'
 only csrc/memory/*.c csrc/isa/*.c -- '\.\./internal.h'
 only csrc/fusion.h --
-only csrc/plan/*.h -- '\.\./fusion.h'
-only csrc/plan/*.c -- plan.h
+only csrc/fusion/*.h -- '\.\./fusion.h'
+only csrc/fusion/*.c -- planner.h
 only csrc/exchange/*.h -- '\.\./internal.h'
 only csrc/exchange/*.c -- exchange.h '\.\./exchanges.def'
 only python/bindings.cpp -- fusion.h sidcomp.h

@@ -2,7 +2,7 @@
  * on their mean time over all of these; the winner gives away little where the costs are right and loses less where not. */
 #include <string.h>
 
-#include "plan.h"
+#include "planner.h"
 
 typedef struct robust {
     sid_instance in; /* of a scenario */

@@ -10,7 +10,7 @@
  * long a group may become. */
 #include <string.h>
 
-#include "plan.h"
+#include "planner.h"
 
 /* ---- the greedy ------------------------------------------------------------------------------------------------- */
 

@@ -3,7 +3,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-#include "plan.h"
+#include "planner.h"
 
 sid_fuse_status sid_fuse_fail(sid_fuse_error *err, sid_fuse_status s, const char *fmt, ...) {
     if (!err) return s;

@@ -2,7 +2,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-#include "plan.h"
+#include "planner.h"
 
 static const sid_planner *const planners[] = {&sid_planner_pg,           &sid_planner_ldp,       &sid_planner_dense,
                                               &sid_planner_layerwise,    &sid_planner_even,      &sid_planner_bucket,

@@ -1,7 +1,7 @@
 /* A plan's time and timeline: the transition, group after group. */
 #include <string.h>
 
-#include "plan.h"
+#include "planner.h"
 
 sid_fuse_status sid_fuse_evaluate(const sid_instance *in, uint32_t groups, const uint32_t *ends, const uint8_t *methods,
                                   int64_t *time_ps, sid_row *timeline, sid_fuse_error *err) {

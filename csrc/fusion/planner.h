@@ -1,6 +1,6 @@
 /* What the planners share: prepared instances, cost lookup, the transition, scratch. */
-#ifndef SID_PLAN_H
-#define SID_PLAN_H
+#ifndef SID_PLANNER_H
+#define SID_PLANNER_H
 
 #include "../fusion.h"
 

@@ -10,7 +10,7 @@
  * that sum's least value over all plans of the tensors that are left is a short recursion from the end. */
 #include <string.h>
 
-#include "plan.h"
+#include "planner.h"
 
 enum {
     MOST_ATOMS = 4096,  /* above, only pg's plans */

@@ -1,7 +1,7 @@
 /* The groupings that papers and frameworks use. */
 #include <string.h>
 
-#include "plan.h"
+#include "planner.h"
 
 #define METHOD {"method", -1, -1, SID_FUSE_MAX_METHODS - 1, "index of the method; -1: the first that is not dense"}
 
