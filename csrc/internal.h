@@ -21,8 +21,16 @@ enum {
 };
 enum {
     SID_MAX_PARAMS = 12,
-    SID_MAX_VECTORS = 4
+    SID_MAX_VECTORS = 4,
+    SID_DERIVED_WORDS = 8
 };
+/* A parameter table in a sid_info. A plan has room for SID_MAX_PARAMS values: a longer table does not compile. */
+#define SID_PARAMETERS(rows)                                                                                           \
+    .params = (rows),                                                                                                  \
+    .n_params = sizeof(struct {                                                                                        \
+        _Static_assert(sizeof(rows) / sizeof *(rows) <= SID_MAX_PARAMS, "more rows than SID_MAX_PARAMS");              \
+        char row[sizeof(rows) / sizeof *(rows)];                                                                       \
+    })
 #define SID_MAX_N (1ull << 40)
 
 /* Of a tile on the stack: no register's worth of it lies in two lines of a cache. */
@@ -175,10 +183,11 @@ struct sid_plan {
     sid_dtype dtype;
     sid_sizes sizes;
     double codec_param[SID_MAX_PARAMS], memory_param[SID_MAX_PARAMS]; /* in the order of the tables */
-    sid_ruling ruling;                                                /* what an encode leaves in the rule */
-    uint64_t first;          /* of two rounds: elements of the body that round 0 exchanges */
-    uint64_t extra;          /* floats at the end of the state that are the codec's */
-    const sid_shape *shapes; /* while the plan is made; then n_shapes sid_matrix follow the plan */
+    uint64_t derived[SID_DERIVED_WORDS]; /* what codec->plan made of the parameters: a struct of the codec's own */
+    sid_ruling ruling;                   /* what an encode leaves in the rule */
+    uint64_t first;                      /* of two rounds: elements of the body that round 0 exchanges */
+    uint64_t extra;                      /* floats at the end of the state that are the codec's */
+    const sid_shape *shapes;             /* while the plan is made; then n_shapes sid_matrix follow the plan */
     uint32_t n_shapes;
 };
 

@@ -485,7 +485,7 @@ sid_status walk(const sid_cuda_encoding &c, const quant_form &f, const sid_endin
         sid_status s = sid_walk_tiles(c, measure<ROUNDING>{k});
         if (s || c.settles) return s;
         s = sid_launch(c.to, "scale", sid_quant_scale_kernel, 1, SID_SUMS, 0, c.scratch, f, (const double *)sums,
-                       c.plan->n, c.plan->codec_param[CLIP]);
+                       c.plan->n, quant_derived_of(c.plan).clip);
         return s ? s : sid_walk_again(c, k);
     }
     return SID_E_UNSUPPORTED; /* no plan has it */

@@ -431,8 +431,7 @@ const sid_codec sid_codec_powersgd = {
              .paper = "PowerSGD (Vogels et al. 2019), algorithms 1 and 2",
              .wire_id = 30,
              .traits = SID_LINEAR | SID_SHAPED | SID_IN_ROUNDS,
-             .params = params,
-             .n_params = sizeof params / sizeof *params,
+             SID_PARAMETERS(params),
              .doc =
                  "Matrices as two thin factors that start from those of the last step, averaged by all-reduce in two "
                  "rounds; vectors as they are."},

@@ -40,14 +40,11 @@ static uint64_t tally_bytes(const sid_plan *p, uint32_t block) {
 
 /* ---- plan ---------------------------------------------------------------------------------------------------- */
 
-static sid_status settle(sid_plan *p, uint64_t *scratch, quant_form f) {
-    double *v = p->codec_param;
-    v[BLOCK] = f.block;
-    v[BITS] = f.bits;
-    v[KIND] = f.kind;
-    v[ROUNDING] = f.rounding;
-    v[NORM] = f.norm;
-    v[TOP] = (double)f.top;
+_Static_assert(sizeof(quant_derived) <= sizeof((sid_plan *)0)->derived, "SID_DERIVED_WORDS is too small");
+
+static sid_status settle_clipped(sid_plan *p, uint64_t *scratch, quant_form f, double clip) {
+    const quant_derived d = {f, clip};
+    memcpy(p->derived, &d, sizeof d);
     if (f.block > SID_TILE) p->tile = f.block;
     p->k = p->cap = p->n;
     p->ruling.form = SID_RULES_BY_SCALE;
@@ -57,6 +54,7 @@ static sid_status settle(sid_plan *p, uint64_t *scratch, quant_form f) {
     *scratch = tally_bytes(p, f.block);
     return SID_OK;
 }
+static sid_status settle(sid_plan *p, uint64_t *scratch, quant_form f) { return settle_clipped(p, scratch, f, 0); }
 
 static sid_status is_power(const sid_plan *p, const char *name, double value, sid_error *err) {
     const uint32_t v = (uint32_t)value;
@@ -117,9 +115,9 @@ enum {
 };
 static sid_status plan_terngrad(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
-    p->codec_param[CLIP] = p->codec_param[TERN_CLIP];
     /* a step is at most `clip` standard deviations: 16 bits are right to 2^-17 of that */
-    return settle(p, scratch, (quant_form){0, 2, SID_GRID_INTEGERS, SID_ROUND_DRAW16, NORM_CLIPPED, 1.0f});
+    return settle_clipped(p, scratch, (quant_form){0, 2, SID_GRID_INTEGERS, SID_ROUND_DRAW16, NORM_CLIPPED, 1.0f},
+                          p->codec_param[TERN_CLIP]);
 }
 
 /* ---- scales -------------------------------------------------------------------------------------------------- */
@@ -166,7 +164,7 @@ static sid_grid grid_of(const sid_plan *p, const quant_form *f, const float *x, 
 static float group_scale(const sid_walk *w, const quant_form *f) {
     const sid_plan *p = w->plan;
     const double sum = sid_sums_total(sums_of(w, PLAIN), p->n), squares = sid_sums_total(sums_of(w, SQUARES), p->n);
-    return quant_group_scale(f, ((const tally *)w->scratch)->key, sum, squares, p->n, p->codec_param[CLIP]);
+    return quant_group_scale(f, ((const tally *)w->scratch)->key, sum, squares, p->n, quant_derived_of(p).clip);
 }
 
 /* ---- encode -------------------------------------------------------------------------------------------------- */
@@ -398,17 +396,16 @@ static const sid_param terngrad_params[] = {
 };
 
 #define QUANT_CODEC(symbol, rows, ...)                                                                                 \
-    const sid_codec sid_codec_##symbol = {                                                                             \
-        .info = {.family = "quantised", .params = rows, .n_params = sizeof rows / sizeof *rows, __VA_ARGS__},          \
-        .plan = plan_##symbol,                                                                                         \
-        .begin = begin,                                                                                                \
-        .tile = tile,                                                                                                  \
-        .finish = finish,                                                                                              \
-        .keep = keep,                                                                                                  \
-        .none = rule_none,                                                                                             \
-        .check = check,                                                                                                \
-        .open = open_all,                                                                                              \
-        .decode = decode}
+    const sid_codec sid_codec_##symbol = {.info = {.family = "quantised", SID_PARAMETERS(rows), __VA_ARGS__},          \
+                                          .plan = plan_##symbol,                                                       \
+                                          .begin = begin,                                                              \
+                                          .tile = tile,                                                                \
+                                          .finish = finish,                                                            \
+                                          .keep = keep,                                                                \
+                                          .none = rule_none,                                                           \
+                                          .check = check,                                                              \
+                                          .open = open_all,                                                            \
+                                          .decode = decode}
 
 QUANT_CODEC(int8, int_params, .name = "int8", .wire_id = 48, .traits = SID_STOCHASTIC,
             .paper = "Dettmers et al. 2022 (block-wise quantisation), with even steps",

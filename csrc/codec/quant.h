@@ -3,6 +3,7 @@
 #define SID_QUANT_H
 
 #include <math.h>
+#include <string.h>
 
 #include "../internal.h"
 
@@ -15,17 +16,6 @@ typedef enum quant_norm {
     NORM_CLIPPED /* the maximum after clipping at `clip` standard deviations */
 } quant_norm;
 
-/* What plan() made of the parameters, in the slots behind them. */
-enum {
-    FORM = 4,
-    BLOCK = FORM,
-    BITS,
-    KIND,
-    ROUNDING,
-    NORM,
-    TOP,
-    CLIP
-};
 typedef struct quant_form {
     uint32_t block; /* elements that share a scale; 0: all of them */
     uint32_t bits;
@@ -35,12 +25,18 @@ typedef struct quant_form {
     float top;
 } quant_form;
 
-static inline quant_form quant_form_of(const sid_plan *p) {
-    const double *v = p->codec_param;
-    const quant_form f = {(uint32_t)v[BLOCK],        (uint32_t)v[BITS],   (sid_grid_kind)v[KIND],
-                          (sid_rounding)v[ROUNDING], (quant_norm)v[NORM], (float)v[TOP]};
-    return f;
+/* What plan() makes of the parameters, kept in plan->derived. */
+typedef struct quant_derived {
+    quant_form form;
+    double clip; /* of NORM_CLIPPED, in standard deviations */
+} quant_derived;
+
+static inline quant_derived quant_derived_of(const sid_plan *p) {
+    quant_derived d;
+    memcpy(&d, p->derived, sizeof d);
+    return d;
 }
+static inline quant_form quant_form_of(const sid_plan *p) { return quant_derived_of(p).form; }
 
 SID_HD uint64_t quant_blocks(uint64_t n, uint32_t block) { return block ? (n + block - 1) / block : 0; }
 SID_HD uint64_t quant_codes_at(uint64_t n, uint32_t block) {

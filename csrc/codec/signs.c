@@ -311,7 +311,6 @@ static const sid_param params_marsit[] = {
      .doc = "What a sign decodes to, in the gradient's unit: the paper's global step size over its local one."},
 };
 
-#define WITH(rows) .params = rows, .n_params = sizeof(rows) / sizeof *(rows)
 /* What fixes the magnitude beforehand. */
 #define FIXED(begin_, decode_)                                                                                         \
     .plan = plan_one, .begin = begin_, .tile = tile, .finish = finish_fixed, .keep = keep, .none = rule_none,          \
@@ -324,7 +323,7 @@ const sid_codec sid_codec_signsgd = {
              .paper = "signSGD (Bernstein et al. 2018), and with majority vote",
              .doc = "The signs alone, decoded to +-magnitude; zero counts as positive. With magnitude 1 learning rates "
                     "are those of Adam. A GradScaler would divide the signs by the loss scale: not for float16 AMP.",
-             WITH(params_signsgd),
+             SID_PARAMETERS(params_signsgd),
              .traits = SID_VOTE | SID_SIGNS,
              .wire_id = 32},
     FIXED(begin, decode_vote),
@@ -377,7 +376,7 @@ const sid_codec sid_codec_signum = {
              .memory = "momentum",
              .paper = "Signum (Bernstein et al. 2018), with majority vote (Bernstein et al. 2019)",
              .doc = "As signsgd, by majority vote; the signs are those of the momentum where the memory keeps one.",
-             WITH(params_signum),
+             SID_PARAMETERS(params_signum),
              .traits = SID_VOTE | SID_SIGNS,
              .wire_id = 35},
     FIXED(begin, decode_vote),
@@ -411,7 +410,7 @@ const sid_codec sid_codec_marsit = {
              .paper = "Marsit, section 4.1 and algorithm 1, without the ring: equation 2 over all payloads at once",
              .doc = "The signs; for each element one of the ranks' is drawn, the same on all ranks, and decoded to "
                     "+-eta_s: what Marsit's one-bit ring gives.",
-             WITH(params_marsit),
+             SID_PARAMETERS(params_marsit),
              .traits = SID_STOCHASTIC | SID_VOTE | SID_SIGNS,
              .wire_id = 37},
     FIXED(begin_common, decode_merge),

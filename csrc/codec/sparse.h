@@ -129,20 +129,19 @@ sid_status sparse_mean_check(const sid_plan *p, const uint8_t *payload, sid_erro
 void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
 
 #define SPARSE_CODEC(symbol, rows, plan_, begin_, tile_, finish_, check_, decode_, ...)                                \
-    const sid_codec sid_codec_##symbol = {                                                                             \
-        .info = {.family = "sparse", .params = rows, .n_params = sizeof rows / sizeof *rows, __VA_ARGS__},             \
-        .plan = plan_,                                                                                                 \
-        .begin = begin_,                                                                                               \
-        .tile = tile_,                                                                                                 \
-        .finish = finish_,                                                                                             \
-        .keep = sparse_keep,                                                                                           \
-        .sent_from = sparse_sent_from,                                                                                 \
-        .none = sparse_none,                                                                                           \
-        .rescale = rescale,                                                                                            \
-        .bound = bounds,                                                                                               \
-        .bounds = sizeof bounds / sizeof *bounds,                                                                      \
-        .check = check_,                                                                                               \
-        .open = sparse_open,                                                                                           \
-        .decode = decode_}
+    const sid_codec sid_codec_##symbol = {.info = {.family = "sparse", SID_PARAMETERS(rows), __VA_ARGS__},             \
+                                          .plan = plan_,                                                               \
+                                          .begin = begin_,                                                             \
+                                          .tile = tile_,                                                               \
+                                          .finish = finish_,                                                           \
+                                          .keep = sparse_keep,                                                         \
+                                          .sent_from = sparse_sent_from,                                               \
+                                          .none = sparse_none,                                                         \
+                                          .rescale = rescale,                                                          \
+                                          .bound = bounds,                                                             \
+                                          .bounds = sizeof bounds / sizeof *bounds,                                    \
+                                          .check = check_,                                                             \
+                                          .open = sparse_open,                                                         \
+                                          .decode = decode_}
 
 #endif

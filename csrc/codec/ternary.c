@@ -189,8 +189,7 @@ const sid_codec sid_codec_terngrad_shared = {
              .paper = "TernGrad (Wen et al. 2017), stochastic ternarizing and gradient clipping, scaler sharing",
              .wire_id = 53,
              .traits = SID_LINEAR | SID_STOCHASTIC | SID_IN_ROUNDS,
-             .params = params,
-             .n_params = sizeof params / sizeof *params,
+             SID_PARAMETERS(params),
              .doc = "As terngrad, with the largest of the ranks' scalers for all of them: the codes are bytes that an "
                     "all-reduce sums, of up to 127 ranks, after one that finds the scaler."},
     .plan = plan,

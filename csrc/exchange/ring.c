@@ -354,8 +354,7 @@ const sid_exchange_kind sid_exchange_torus1 = {
          .paper = "Marsit (Wu et al. 2022), section 5: TAR",
          .doc = "The one-bit all-reduce on a torus: rings along the rows, then along the columns. As many bytes, fewer "
                 "rounds; the ring where the number of ranks is prime.",
-         .params = torus_params,
-         .n_params = 1,
+         SID_PARAMETERS(torus_params),
          .wire_id = 4},
     .plan = plan_torus,
     .messages = messages,

@@ -112,8 +112,7 @@ const sid_memory sid_memory_dgc = {
          .paper = "Momentum correction of DGC (Lin et al. 2018); RedSync (Fang et al. 2018), Algorithm 4",
          .doc = "Momentum correction: what was not sent of the velocity is kept, and so is the velocity. The optimizer "
                 "must have no momentum of its own.",
-         .params = params,
-         .n_params = sizeof params / sizeof *params,
+         SID_PARAMETERS(params),
          .traits = SID_FEEDBACK | SID_MOMENTUM},
     .vectors = 2,
     .wants_norm = wants_norm,

@@ -66,8 +66,7 @@ const sid_memory sid_memory_residual = {
              .family = "error feedback",
              .paper = "Error feedback of 1-bit SGD (Seide et al. 2014); EF-SGD (Karimireddy et al. 2019)",
              .doc = "What was not sent is added to the next gradient, in float32.",
-             .params = residual_params,
-             .n_params = sizeof residual_params / sizeof *residual_params,
+             SID_PARAMETERS(residual_params),
              .traits = SID_FEEDBACK},
     .vectors = 1,
     .tile = residual_tile,
@@ -106,8 +105,7 @@ const sid_memory sid_memory_momentum = {
              .doc =
                  "The codec reads an average of the gradients, fading by beta a step; nothing is taken out of it. The "
                  "optimizer must have no momentum of its own.",
-             .params = momentum_params,
-             .n_params = sizeof momentum_params / sizeof *momentum_params,
+             SID_PARAMETERS(momentum_params),
              .traits = SID_MOMENTUM},
     .vectors = 1,
     .tile = momentum_tile,

@@ -45,6 +45,11 @@ none 'a device call waits for the host' \
 none 'a kernel does not begin with sid_follow()' \
     bash -c 'grep -Pzo "__global__[^{;]*\{(?!\s*sid_follow\(\);)[^\n]*" "$@" | tr "\0" "\n"' _ cuda/*.cu cuda/*.cuh
 
+none "writes among a codec's or memory's parameters" \
+    grep -rnE '(codec|memory)_param\[[^]]*\] *[-+*/|&^]?=[^=]|(^|[^t] )double \*[a-z_]+ = [a-z>.-]*(codec|memory)_param' csrc cuda --exclude=plan.c
+none 'a table of parameters whose length nobody asserts: SID_PARAMETERS does' \
+    grep -rnE '\.n_params *=' csrc cuda --include=*.c --include=*.cu --include=*.cuh
+
 # a codec's own name, not those of its parameters, which their kind follows
 names=$(cat csrc/codec/*.c | grep -Pzo '\.name = "[^"]+",\s*+(?!\.kind)' | tr '\0' '\n' | cut -sd'"' -f2 | grep -vx none | paste -sd'|')
 [ -n "$names" ] || { echo "no codec names found in csrc/codec"; bad=1; }
