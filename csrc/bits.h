@@ -98,6 +98,11 @@ SID_HD sid_levels sid_levels_from(uint32_t base, uint32_t step, uint32_t bits) {
     l.inverse = 1.0f / (float)(int32_t)step;
     return l;
 }
+/* 1 if an encoder may write these levels: all of them are finite, and none is denormal. */
+SID_HD int sid_levels_sound(uint32_t base, uint32_t step, uint32_t bits) {
+    return step && step <= sid_level_longest(bits) && base >= SID_LEVEL_LEAST && base < SID_KEY_INF &&
+           base + sid_level_top(bits) * step < SID_KEY_INF;
+}
 SID_HD sid_levels sid_levels_between(uint32_t least, uint32_t most, uint32_t bits) {
     const uint32_t top = sid_level_top(bits), longest = sid_level_longest(bits), span = top * longest;
     if (least >= SID_LEVEL_LEAST && most - least < span) {

@@ -1,5 +1,5 @@
-/* Status texts, choice of instruction set, and the loads, stores and checksums that every path shares. */
-#include "internal.h"
+/* Status texts, the choice of an instruction set, and the loads and stores that every path shares. */
+#include "core.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -69,45 +69,6 @@ void sid_store(const sid_simd *v, sid_dtype d, void *p, uint64_t from, uint32_t 
         (d == SID_F16 ? v->f32_to_f16 : v->f32_to_bf16)(x, (uint16_t *)p + from, len);
 }
 
-#define K1(q) 1u + (q) * (SID_SUM_PAIR_1 + SID_SUM_PAIR_2 * (q))
-#define K8(q) K1(q), K1(q + 1), K1(q + 2), K1(q + 3), K1(q + 4), K1(q + 5), K1(q + 6), K1(q + 7)
-#define K64(q) K8(q), K8(q + 8), K8(q + 16), K8(q + 24), K8(q + 32), K8(q + 40), K8(q + 48), K8(q + 56)
-_Alignas(64) const uint64_t sid_sum_pairs[SID_SUM_PAIRS] = {K64(0u),   K64(64u),  K64(128u), K64(192u),
-                                                            K64(256u), K64(320u), K64(384u), K64(448u)};
-
-uint64_t sid_message_checksum(const sid_simd *v, const void *message, uint64_t bytes, uint64_t field) {
-    const uint32_t *w = message;
-    const uint64_t own = field / 4;
-    return v->checksum(w, 0, bytes / 4) - w[own] * sid_sum_key(own) - w[own + 1] * sid_sum_key(own + 1);
-}
-
-uint64_t sid_payload_checksum(const sid_plan *p, const uint8_t *payload) {
-    const sid_header *h = (const sid_header *)(const void *)payload;
-    const int whole = !(p->codec->info.traits & SID_LINEAR) || h->scale == 1.0f;
-    return sid_message_checksum(p->simd, payload, whole ? p->sizes.payload : SID_HEADER_BYTES,
-                                offsetof(sid_header, checksum));
-}
-
-uint64_t sid_checksum(const sid_segment *seg, uint32_t n_seg, sid_dtype dtype) {
-    const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
-    const size_t size = sid_dtype_size(dtype);
-    uint64_t h = 0;
-    for (uint32_t s = 0; s < n_seg; s++) { /* a segment may start anywhere: go through aligned blocks */
-        const uint8_t *p = seg[s].ptr;
-        uint64_t left = seg[s].len * size;
-        while (left) {
-            uint32_t block[SID_SUM_BLOCK];
-            const uint64_t take = left < sizeof block ? left : sizeof block, full = sid_round_up(take, 8);
-            memcpy(block, p, take);
-            memset((uint8_t *)block + take, 0, full - take);
-            h = (h ^ h >> 29) * 0xbf58476d1ce4e5b9ull + v->checksum(block, 0, full / 4) + take;
-            p += take;
-            left -= take;
-        }
-    }
-    return h ^ h >> 32;
-}
-
 sid_status sid_scale(const sid_segment *seg, uint32_t n_seg, sid_dtype dtype, float factor) {
     const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
     if (!sid_dtype_size(dtype) || (n_seg && !seg)) return SID_E_ARG;
@@ -127,93 +88,3 @@ sid_status sid_scale(const sid_segment *seg, uint32_t n_seg, sid_dtype dtype, fl
         }
     return SID_OK;
 }
-
-#ifndef SID_WITH_CUDA
-#define NO_CUDA(err)                                                                                                   \
-    sid_fail(err, SID_E_UNSUPPORTED, "built without CUDA; install nvcc and build again with SIDCOMP_CUDA=1")
-int sid_cuda_built(void) { return 0; }
-sid_status sid_cuda_devices(int *count, sid_error *err) {
-    *count = 0;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err) {
-    (void)p;
-    *bytes = 0;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
-                           const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
-                           sid_error *err) {
-    (void)p, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)at, (void)payload, (void)stats_dev;
-    (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_next_round(const sid_plan *p, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
-                               void *state, void *work, const sid_step *at, void *payload, int device, void *stream,
-                               sid_error *err) {
-    (void)p, (void)round, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)at, (void)payload;
-    (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *at,
-                           void *report_dev, int device, void *stream, sid_error *err) {
-    (void)p, (void)payloads, (void)stride, (void)count, (void)scale, (void)segs_dev, (void)n_seg, (void)state;
-    (void)work, (void)at, (void)report_dev, (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err) {
-    (void)report_dev, (void)mark, (void)seen, (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_cancel(const sid_cuda_kept *kept_dev, uint32_t count, int always, int device, void *stream,
-                           sid_error *err) {
-    (void)kept_dev, (void)count, (void)always, (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
-    (void)x;
-    *bytes = 0;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
-                                     void *state, void *work, const sid_step *at, void *wire, void *stats_dev,
-                                     void *report_dev, int device, void *stream, sid_error *err) {
-    (void)x, (void)round, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)at, (void)wire, (void)stats_dev;
-    (void)report_dev, (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_exchange_settle(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *state,
-                                    void *work, void *wire, int device, void *stream, sid_error *err) {
-    (void)x, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)wire, (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_exchange_unsend(const sid_exchange *x, void *state, int device, void *stream, sid_error *err) {
-    (void)x, (void)state, (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_exchange_checksum(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *work,
-                                      const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err) {
-    (void)x, (void)segs_dev, (void)n_seg, (void)work, (void)report_dev, (void)sum_dev, (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-sid_status sid_device_enter(int device, int *before, sid_error *err) {
-    (void)device, (void)before;
-    return NO_CUDA(err);
-}
-void sid_device_leave(int before) { (void)before; }
-sid_status sid_cuda_settle(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
-                           void *payload, int device, void *stream, sid_error *err) {
-    (void)p, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)payload, (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *stream, sid_error *err) {
-    (void)p, (void)state, (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *work,
-                             const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err) {
-    (void)p, (void)segs_dev, (void)n_seg, (void)work, (void)report_dev, (void)sum_dev, (void)device, (void)stream;
-    return NO_CUDA(err);
-}
-#endif

@@ -1,7 +1,8 @@
 /* Payloads -> segments. Everything is checked before anything is written. */
 #include <string.h>
 
-#include "internal.h"
+#include "checksum.h"
+#include "core.h"
 
 enum {
     STREAM_FROM = 1 << 20

@@ -2,7 +2,9 @@
 #include <math.h>
 #include <string.h>
 
-#include "internal.h"
+#include "checksum.h"
+#include "core.h"
+#include "sound.h"
 
 /* Place in a list of segments. */
 typedef struct place {
@@ -65,7 +67,7 @@ static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uin
 
 /* One tile of acc from state and gradient; what is returned is what the codec reads. vec: the tile of each of the memory's
  * vectors. clean: no NaN or Inf is in it, as a reading before has found. */
-static const float *make_tile(sid_walk *w, place *from, float *const *vec, uint64_t at, uint32_t len, int clean,
+static const float *make_tile(sid_pass *w, place *from, float *const *vec, uint64_t at, uint32_t len, int clean,
                               float *half, float *buf, float *raw) {
     const sid_plan *p = w->plan;
     const uint32_t vectors = p->memory->vectors;
@@ -119,7 +121,7 @@ static double norm_of(const sid_plan *p, const sid_segment *seg) {
 }
 
 /* Elements [from, to). stored: acc is in the state already; clean: as of make_tile. */
-static void tiles(sid_walk *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean) {
+static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean) {
     const sid_plan *p = w->plan;
     const sid_state *const origin = sid_origin(w->state, w->at);
     SID_LINE float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
@@ -140,7 +142,7 @@ static void tiles(sid_walk *w, const sid_segment *seg, uint64_t from, uint64_t t
     }
 }
 
-static void walk(sid_walk *w, const sid_segment *seg) {
+static void walk(sid_pass *w, const sid_segment *seg) {
     const int again = w->walks > 1 || w->round, clean = again && !w->nonfinite;
     const int stored = w->plan->memory->vectors && again;
     w->nonfinite = stored ? w->nonfinite : 0;
@@ -155,7 +157,7 @@ static void mend(const sid_plan *p, sid_state *s) {
 }
 
 /* Before the first reading. */
-static sid_status enter(sid_walk *w, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
+static sid_status enter(sid_pass *w, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
                         const sid_step *at, void *payload) {
     if (!p || !state || !work || !at || !payload || !at->world || at->rank >= at->world) return SID_E_ARG;
     if (!(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF) return SID_E_ARG;
@@ -167,7 +169,7 @@ static sid_status enter(sid_walk *w, const sid_plan *p, const sid_segment *seg, 
         memcpy(state, origin, SID_STATE_BYTES);
         memcpy(sid_extra(p, state), sid_extra(p, origin), sid_plan_extra(p));
     }
-    *w = (sid_walk){.plan = p, .at = at, .state = state, .payload = payload, .scratch = work};
+    *w = (sid_pass){.plan = p, .at = at, .state = state, .payload = payload, .scratch = work};
     mend(p, w->state);
     if (p->codec->info.traits & SID_STOCHASTIC) w->draw = (sid_draw){sid_salt(at->seed, at->rank), at->group, at->step};
     if (p->memory->wants_norm && p->memory->wants_norm(p)) w->norm = norm_of(p, seg);
@@ -176,7 +178,7 @@ static sid_status enter(sid_walk *w, const sid_plan *p, const sid_segment *seg, 
 }
 
 /* After the last one: the header, but for its checksum. */
-static void leave(sid_walk *w) {
+static void leave(sid_pass *w) {
     const sid_plan *p = w->plan;
     sid_header *h = (sid_header *)(void *)w->payload;
     const uint32_t flags = h->flags | (w->nonfinite ? (uint32_t)SID_FLAG_NONFINITE : 0u);
@@ -201,7 +203,7 @@ static void leave(sid_walk *w) {
 
 sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
                       const sid_step *at, void *payload, sid_stats *stats) {
-    sid_walk w;
+    sid_pass w;
     const sid_status s = enter(&w, p, seg, n_seg, state, work, at, payload);
     if (s) return s;
     do {
@@ -222,23 +224,23 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
 
 sid_status sid_begin_ranges(sid_ranges *r, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state,
                             void *work, const sid_step *at, void *payload) {
-    const sid_status s = enter(&r->walk, p, seg, n_seg, state, work, at, payload);
+    const sid_status s = enter(&r->pass, p, seg, n_seg, state, work, at, payload);
     if (s) return s;
     r->at = *at;
-    r->walk.at = &r->at;
-    r->walk.walks = 1;
-    p->codec->begin(&r->walk);
+    r->pass.at = &r->at;
+    r->pass.walks = 1;
+    p->codec->begin(&r->pass);
     return SID_OK;
 }
 
 void sid_take_range(sid_ranges *r, const sid_segment *seg, uint64_t from, uint64_t to) {
-    tiles(&r->walk, seg, from, to, 0, 0);
+    tiles(&r->pass, seg, from, to, 0, 0);
 }
 
 int sid_end_ranges(sid_ranges *r) {
-    r->walk.plan->codec->finish(&r->walk);
-    leave(&r->walk);
-    return r->walk.nonfinite != 0;
+    r->pass.plan->codec->finish(&r->pass);
+    leave(&r->pass);
+    return r->pass.nonfinite != 0;
 }
 
 sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *seg, uint32_t n_seg, void *state,
@@ -247,7 +249,7 @@ sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *
     if (!aligned(state) || !aligned(work) || !aligned(payload) || !round || round >= p->sizes.rounds) return SID_E_ARG;
     if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
     if (!fit(p, at)) return SID_E_UNSUPPORTED;
-    sid_walk w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work, .round = round};
+    sid_pass w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work, .round = round};
     w.draw = w.state->draw; /* sid_encode's, as is what it has seen */
     w.nonfinite = ((const sid_header *)payload)->flags & SID_FLAG_NONFINITE;
     if (at->world == 1) return SID_OK;

@@ -2,7 +2,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "internal.h"
+#include "core.h"
 
 sid_status sid_set_param(const sid_info *info, double *value, const sid_setting *s, int *known, sid_error *err) {
     for (uint32_t i = 0; i < info->n_params; i++) {

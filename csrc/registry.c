@@ -1,7 +1,7 @@
 /* The only place that knows all codecs and memories. */
 #include <string.h>
 
-#include "internal.h"
+#include "core.h"
 
 #define SID_CODEC(symbol, cuda) extern const sid_codec sid_codec_##symbol;
 #include "codecs.def"

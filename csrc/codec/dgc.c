@@ -56,7 +56,7 @@ typedef struct dgc_work {
 } dgc_work;
 _Static_assert(sizeof(dgc_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
 
-static dgc_work *own(const sid_walk *w) { return sparse_own(w); }
+static dgc_work *own(const sid_pass *w) { return sparse_own(w); }
 
 static uint64_t run_length(const sid_plan *p) {
     return sid_run_length(p->n, p->k, p->codec_param[SAMPLE], p->codec_param[HITS]);
@@ -73,7 +73,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     return SID_OK;
 }
 
-static void begin(sid_walk *w) {
+static void begin(sid_pass *w) {
     dgc_work *o = own(w);
     if (w->walks == 1) {
         const uint64_t *c = w->state->codec;
@@ -89,7 +89,7 @@ static void begin(sid_walk *w) {
 
 /* Each run's element: word `run` of the stream, scaled to the run's length. One that lies past the end of a last, shorter
  * run is none, so that all elements are as likely as one another. */
-static void sample(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void sample(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     dgc_work *o = own(w);
     const uint64_t length = o->length, end = at + len;
     float *out = o->sample + o->taken;
@@ -109,13 +109,13 @@ static void sample(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     o->taken = (uint64_t)(out - o->sample);
 }
 
-static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     if (w->walks == 1) sample(w, acc, at, len);
     sparse_probing(w, &own(w)->probe, acc, len);
     sparse_capture(w, acc, at, len);
 }
 
-static sid_verdict finish(sid_walk *w) {
+static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     dgc_work *o = own(w);
     uint64_t *c = w->state->codec, found;

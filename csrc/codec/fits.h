@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "../internal.h"
+#include "../codec.h"
 
 enum { /* 2^19 key units are a sixteenth of an octave */
     SID_SPREAD_LEAST = 1 << 17,

@@ -11,6 +11,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "../special.h"
 #include "sparse.h"
 
 enum {
@@ -59,7 +60,7 @@ typedef struct gauss_work {
 } gauss_work;
 _Static_assert(sizeof(gauss_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
 
-static gauss_work *own(const sid_walk *w) { return sparse_own(w); }
+static gauss_work *own(const sid_pass *w) { return sparse_own(w); }
 /* The largest that say from where on the next step captures. */
 static uint64_t wanted(const sid_plan *p) { return p->k + p->k / 2 + 1; }
 
@@ -73,7 +74,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     return SID_OK;
 }
 
-static void begin(sid_walk *w) {
+static void begin(sid_pass *w) {
     gauss_work *o = own(w);
     if (w->walks == 1) {
         const uint64_t *c = w->state->codec;
@@ -85,7 +86,7 @@ static void begin(sid_walk *w) {
     s->best = w->plan->cap > wanted(w->plan) ? w->plan->cap : wanted(w->plan);
 }
 
-static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     gauss_work *o = own(w);
     if (!o->fitted) {
         double sum[3];
@@ -101,7 +102,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     sparse_capture(w, acc, at, len);
 }
 
-static sid_verdict finish(sid_walk *w) {
+static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     const sparse_work *s = sparse_settle(w);
     gauss_work *o = own(w);

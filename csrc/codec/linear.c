@@ -31,7 +31,7 @@ static sid_status plan_bf16(sid_plan *p, uint64_t *scratch, sid_error *err) {
     return plan_as(p, SID_BF16);
 }
 
-static void begin(sid_walk *w) { (void)w; }
+static void begin(sid_pass *w) { (void)w; }
 
 static float limit(sid_dtype body, int alone) {
     if (body == SID_F16) return alone ? 65504.0f : 65376.0f;
@@ -52,11 +52,11 @@ static void write_body(const sid_plan *p, const float *acc, float s, void *body,
     }
 }
 
-static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     write_body(w->plan, acc, 1.0f / (float)w->at->world, w->payload + SID_HEADER_BYTES, at, len);
 }
 
-static sid_verdict finish(sid_walk *w) {
+static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     sid_header *h = (sid_header *)(void *)w->payload;
     const uint64_t used = SID_HEADER_BYTES + sid_dtype_size(body_dtype(p)) * p->n;

@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-#include "../internal.h"
+#include "../codec.h"
 
 /* The factor that undoes header.scale: the sender's world size. */
 static inline float linear_inverse(float scale) { return (float)floor(1.0 / (double)scale + 0.5); }

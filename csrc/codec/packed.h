@@ -5,7 +5,7 @@
 #ifndef SID_PACKED_H
 #define SID_PACKED_H
 
-#include "../internal.h"
+#include "../codec.h"
 
 enum {
     PACKED_SLACK = 128 /* offsets that reading may write past the last one */

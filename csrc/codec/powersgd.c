@@ -223,7 +223,7 @@ static int finite(const sid_plan *p, const float *x, uint64_t n) {
     return 1;
 }
 
-static void begin(sid_walk *w) {
+static void begin(sid_pass *w) {
     const sid_plan *p = w->plan;
     const sid_matrix *m = sid_matrices(p);
     const sid_draw common = {sid_salt(w->at->seed, SID_COMMON), w->at->group, w->at->step};
@@ -297,7 +297,7 @@ static void add_to_q(const sid_plan *p, const piece *e, const float *x, const fl
     if (m->rows > group && (at == m->len || row % group == 0)) pour(s->group, q, n);
 }
 
-static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     const sid_plan *p = w->plan;
     const float s = 1.0f / (float)w->at->world;
     SID_LINE float *body = slice(w->payload), x[SID_TILE], c[POWER_RANK];
@@ -328,7 +328,7 @@ static void scale(const sid_plan *p, float *x, uint64_t n, float s) {
     }
 }
 
-static sid_verdict finish(sid_walk *w) {
+static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     const sid_matrix *m = sid_matrices(p);
     const uint64_t nq = p->k - p->first;

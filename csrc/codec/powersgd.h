@@ -11,7 +11,7 @@
 #ifndef SID_POWERSGD_H
 #define SID_POWERSGD_H
 
-#include "../internal.h"
+#include "../codec.h"
 
 enum {
     POWER_RANK = 64, /* the most */

@@ -31,7 +31,7 @@ enum {
     SQUARES,
     PLAIN
 };
-static double *sums_of(const sid_walk *w, int k) {
+static double *sums_of(const sid_pass *w, int k) {
     return (double *)(void *)((tally *)w->scratch + 1) + (k ? sid_sums(w->plan->n) : 0);
 }
 static uint64_t tally_bytes(const sid_plan *p, uint32_t block) {
@@ -161,7 +161,7 @@ static sid_grid grid_of(const sid_plan *p, const quant_form *f, const float *x, 
     return (sid_grid){f->kind, f->rounding, f->top, f->block, s->scale, s->inverse};
 }
 
-static float group_scale(const sid_walk *w, const quant_form *f) {
+static float group_scale(const sid_pass *w, const quant_form *f) {
     const sid_plan *p = w->plan;
     const double sum = sid_sums_total(sums_of(w, PLAIN), p->n), squares = sid_sums_total(sums_of(w, SQUARES), p->n);
     return quant_group_scale(f, ((const tally *)w->scratch)->key, sum, squares, p->n, quant_derived_of(p).clip);
@@ -185,13 +185,13 @@ static const void *draw(const sid_plan *p, const quant_form *f, const sid_draw *
     return to;
 }
 
-static void begin(sid_walk *w) {
+static void begin(sid_pass *w) {
     const quant_form f = quant_form_of(w->plan);
     if (f.rounding == SID_ROUND_NEAREST) w->draw = (sid_draw){0, 0, 0};
     if (w->walks == 1) memset(w->scratch, 0, tally_bytes(w->plan, f.block));
 }
 
-static void gather(const sid_walk *w, const quant_form *f, const float *acc, uint64_t at, uint32_t len) {
+static void gather(const sid_pass *w, const quant_form *f, const float *acc, uint64_t at, uint32_t len) {
     const sid_simd *v = w->plan->simd;
     tally *t = w->scratch;
     const uint32_t key = f->norm == NORM_L2 ? 0 : v->max_key(acc, len);
@@ -205,7 +205,7 @@ static void gather(const sid_walk *w, const quant_form *f, const float *acc, uin
     }
 }
 
-static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     const sid_plan *p = w->plan;
     const quant_form f = quant_form_of(p);
     tally *t = w->scratch;
@@ -231,7 +231,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     if (f.bits < 8) p->simd->pack(code, len, f.bits, body);
 }
 
-static sid_verdict finish(sid_walk *w) {
+static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     const quant_form f = quant_form_of(p);
     tally *t = w->scratch;

@@ -5,7 +5,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "../internal.h"
+#include "../codec.h"
 
 #define QUANT_M_MAX 0x1.fffffcp127
 #define QUANT_SCALE_MIN 0x1p-126f

@@ -117,7 +117,7 @@ static void take(const block *b, const float *acc, float *x) {
 
 /* ---- encode ------------------------------------------------------------------------------------------------------- */
 
-static void begin(sid_walk *w) {
+static void begin(sid_pass *w) {
     if (is_linear(w->plan)) w->draw.salt = sid_salt(w->at->seed, SID_COMMON);
 }
 
@@ -140,9 +140,9 @@ static void write_body(const sid_plan *p, float *x, float s, void *body, uint64_
     sid_store(p->simd, SID_F16, body, at, len, x);
 }
 
-static float divisor(const sid_walk *w) { return is_linear(w->plan) ? 1.0f / (float)w->at->world : 1.0f; }
+static float divisor(const sid_pass *w) { return is_linear(w->plan) ? 1.0f / (float)w->at->world : 1.0f; }
 
-static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     block b;
     float x[BLOCK];
     choose(w->plan, &w->draw, at, len, &b);
@@ -150,7 +150,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     write_body(w->plan, x, divisor(w), w->payload + SID_HEADER_BYTES, b.first, b.count);
 }
 
-static sid_verdict finish(sid_walk *w) {
+static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     sid_header *h = (sid_header *)(void *)w->payload;
     const uint64_t used = SID_HEADER_BYTES + sid_dtype_size(body_dtype(p)) * p->k;

@@ -88,11 +88,11 @@ typedef struct redsync_work {
 } redsync_work;
 _Static_assert(sizeof(redsync_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
 
-static redsync_work *own(const sid_walk *w) { return sparse_own(w); }
+static redsync_work *own(const sid_pass *w) { return sparse_own(w); }
 static int quantised(const sid_plan *p) { return p->codec_param[REDSYNC_QUANTISED] == 1; }
 static int binary(const sid_plan *p) { return p->codec_param[REDSYNC_METHOD] == REDSYNC_BINARY; }
-static int negative(const sid_walk *w) { return quantised(w->plan) && w->state->steps % 2; }
-static uint64_t *statistics(const sid_walk *w) { return redsync_statistics(w->state->codec, negative(w)); }
+static int negative(const sid_pass *w) { return quantised(w->plan) && w->state->steps % 2; }
+static uint64_t *statistics(const sid_pass *w) { return redsync_statistics(w->state->codec, negative(w)); }
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
@@ -104,7 +104,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     return SID_OK;
 }
 
-static void begin(sid_walk *w) {
+static void begin(sid_pass *w) {
     redsync_work *o = own(w);
     const uint64_t *words = w->state->codec, *c = statistics(w);
     if (w->walks == 1) {
@@ -121,7 +121,7 @@ static void begin(sid_walk *w) {
     if (!o->settled) memset(sparse_sums_of(w, 0), 0, sizeof(double) * sid_sums(w->plan->n));
 }
 
-static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     redsync_work *o = own(w);
     SID_LINE float side[SID_TILE];
     if (quantised(w->plan)) {
@@ -133,7 +133,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     sparse_capture(w, acc, at, len);
 }
 
-static sid_verdict again(sid_walk *w, uint32_t low) {
+static sid_outcome again(sid_pass *w, uint32_t low) {
     own(w)->low = low;
     return SID_AGAIN;
 }
@@ -144,7 +144,7 @@ static uint32_t largest(const sparse_work *s) { /* key */
     return most;
 }
 
-static sid_verdict trimmed(sid_walk *w) {
+static sid_outcome trimmed(sid_pass *w) {
     const sparse_work *s = sparse_of(w);
     const redsync_rule *r = &own(w)->rule;
     const uint64_t k = s->count < r->k ? s->count : r->k; /* one sign may have fewer */
@@ -164,7 +164,7 @@ static sid_verdict trimmed(sid_walk *w) {
 }
 
 /* Algorithm 3; 0: a trial's answer lies below what was captured. */
-static int search(sid_walk *w) {
+static int search(sid_pass *w) {
     const sparse_work *s = sparse_of(w);
     redsync_work *o = own(w);
     const uint64_t k = o->rule.k, held = s->count, *c = statistics(w);
@@ -180,7 +180,7 @@ static int search(sid_walk *w) {
     return 1;
 }
 
-static sid_verdict finish(sid_walk *w) {
+static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     redsync_work *o = own(w);
     uint64_t found;

@@ -155,7 +155,7 @@ enum {
     ROWS = OF_PROBES + 2 * SIDCO_PROBES
 };
 
-static sidco_work *own(const sid_walk *w) { return sparse_own(w); }
+static sidco_work *own(const sid_pass *w) { return sparse_own(w); }
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, const family *f) {
     sparse_k(p);
@@ -183,7 +183,7 @@ static double pareto_first(const sidco_rule *p, const sidco_tail *t, double log_
 
 /* ---- the walk -------------------------------------------------------------------------------------------------- */
 
-static void begin(sid_walk *w, const family *f) {
+static void begin(sid_pass *w, const family *f) {
     sidco_work *o = own(w);
     if (w->walks == 1) {
         const sidco_rule rule = sidco_rule_of(w->plan, f->squares);
@@ -198,10 +198,10 @@ static void begin(sid_walk *w, const family *f) {
     sparse_begin(w, o->low);
 }
 
-static void add(const sid_walk *w, uint32_t row, uint64_t at, double x) { sid_sums_add(sparse_sums_of(w, row), at, x); }
-static double total(const sid_walk *w, uint32_t row) { return sid_sums_total(sparse_sums_of(w, row), w->plan->n); }
+static void add(const sid_pass *w, uint32_t row, uint64_t at, double x) { sid_sums_add(sparse_sums_of(w, row), at, x); }
+static double total(const sid_pass *w, uint32_t row) { return sid_sums_total(sparse_sums_of(w, row), w->plan->n); }
 
-static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len, const family *f) {
+static inline void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len, const family *f) {
     sidco_work *o = own(w);
     const sid_simd *v = w->plan->simd;
     const int first = !o->known;
@@ -240,7 +240,7 @@ static inline void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len
 }
 
 /* Of the candidates with keys from `key` on. */
-static void among_candidates(const sid_walk *w, uint32_t key, const family *f, sidco_tail *t) {
+static void among_candidates(const sid_pass *w, uint32_t key, const family *f, sidco_tail *t) {
     const sparse_work *s = sparse_of(w);
     double sums[2][SID_SUMS];
     *t = (sidco_tail){0, 0, 0, 0};
@@ -262,7 +262,7 @@ static void among_candidates(const sid_walk *w, uint32_t key, const family *f, s
 }
 
 /* The magnitudes beyond eta, if this reading knows them. */
-static int beyond(const sid_walk *w, const sidco_rule *p, double eta, const family *f, sidco_tail *t) {
+static int beyond(const sid_pass *w, const sidco_rule *p, double eta, const family *f, sidco_tail *t) {
     const sidco_work *o = own(w);
     const uint32_t key = sidco_key_beyond(eta);
     if (key >= sparse_of(w)->low) {
@@ -283,14 +283,14 @@ static int beyond(const sid_walk *w, const sidco_rule *p, double eta, const fami
     return 0;
 }
 
-static sid_verdict again(sidco_work *o, uint32_t probe, uint32_t low) {
+static sid_outcome again(sidco_work *o, uint32_t probe, uint32_t low) {
     o->key[0] = probe;
     o->probes = o->exact = 1;
     o->low = low;
     return SID_AGAIN;
 }
 
-static sid_verdict finish(sid_walk *w, const family *f) {
+static sid_outcome finish(sid_pass *w, const family *f) {
     const sid_plan *p = w->plan;
     const sparse_work *s = sparse_settle(w);
     sidco_work *o = own(w);
@@ -367,9 +367,9 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
         (void)err;                                                                                                     \
         return plan(p, scratch, &x);                                                                                   \
     }                                                                                                                  \
-    static void begin_##x(sid_walk *w) { begin(w, &x); }                                                               \
-    static void tile_##x(sid_walk *w, const float *acc, uint64_t at, uint32_t len) { tile(w, acc, at, len, &x); }      \
-    static sid_verdict finish_##x(sid_walk *w) { return finish(w, &x); }
+    static void begin_##x(sid_pass *w) { begin(w, &x); }                                                               \
+    static void tile_##x(sid_pass *w, const float *acc, uint64_t at, uint32_t len) { tile(w, acc, at, len, &x); }      \
+    static sid_outcome finish_##x(sid_pass *w) { return finish(w, &x); }
 
 static const family exponential = {.small = 1 << 20, .first = exponential_first, .later = exponential_later};
 FUNCTIONS(exponential)

@@ -2,6 +2,7 @@
 #ifndef SID_SIDCO_H
 #define SID_SIDCO_H
 
+#include "../special.h"
 #include "fits.h"
 
 enum {

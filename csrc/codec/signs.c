@@ -26,7 +26,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "../internal.h"
+#include "../codec.h"
 
 enum {
     AGGREGATE,
@@ -42,7 +42,7 @@ typedef struct sign_work {
     float norm, spare;
 } sign_work;
 /* Behind it the running sums of the positive elements and of the negative ones; or of the squares. */
-static double *sums_of(const sid_walk *w, int k) {
+static double *sums_of(const sid_pass *w, int k) {
     return (double *)(void *)((sign_work *)w->scratch + 1) + (k ? sid_sums(w->plan->n) : 0);
 }
 
@@ -62,20 +62,20 @@ static sid_status plan_pair(sid_plan *p, uint64_t *scratch, sid_error *err) {
     return plan_for(p, scratch, 1);
 }
 
-static uint8_t *bits_of(const sid_walk *w, uint64_t at) { return w->payload + SID_HEADER_BYTES + at / 8; }
+static uint8_t *bits_of(const sid_pass *w, uint64_t at) { return w->payload + SID_HEADER_BYTES + at / 8; }
 static float fixed(const sid_plan *p) { return (float)p->codec_param[VALUE]; }
 
 /* ---- encode ------------------------------------------------------------------------------------------------------ */
 
-static void begin(sid_walk *w) {
+static void begin(sid_pass *w) {
     if (w->walks == 1) memset(w->scratch, 0, sizeof(sign_work) + 2 * sizeof(double) * sid_sums(w->plan->n));
 }
-static void begin_common(sid_walk *w) {
+static void begin_common(sid_pass *w) {
     begin(w);
     w->draw.salt = sid_salt(w->at->seed, SID_COMMON);
 }
 
-static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     sign_work *s = w->scratch;
     s->negative += w->plan->simd->signs(acc, len, bits_of(w, at));
 }
@@ -86,7 +86,7 @@ static double wide_sum(const float *x, uint32_t len, int negative) {
     return sid_join(lane);
 }
 
-static void tile_means(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile_means(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     float sum[2];
     tile(w, acc, at, len);
     w->plan->simd->sign_sums(acc, len, sum);
@@ -107,7 +107,7 @@ static void draw(const sid_plan *p, const sid_draw *d, const float *acc, uint64_
     p->simd->draw_signs(acc, u, len, 0x1.000004p31f / norm, bits); /* above 2^31: where |x| is the norm, it stays */
 }
 
-static void tile_drawn(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile_drawn(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     const sign_work *s = w->scratch;
     if (w->walks == 1)
         sid_sums_add(sums_of(w, 0), at, w->plan->simd->sum_squares(acc, len));
@@ -116,7 +116,7 @@ static void tile_drawn(sid_walk *w, const float *acc, uint64_t at, uint32_t len)
 }
 
 /* The bits are there; low: what the negative ones stand for. */
-static sid_verdict emit(sid_walk *w, float high, float low, unsigned pair) {
+static sid_outcome emit(sid_pass *w, float high, float low, unsigned pair) {
     const sid_plan *p = w->plan;
     sid_header *h = (sid_header *)(void *)w->payload;
     const uint64_t used = SID_HEADER_BYTES + (p->n + 7) / 8;
@@ -131,23 +131,23 @@ static sid_verdict emit(sid_walk *w, float high, float low, unsigned pair) {
     return SID_DONE;
 }
 
-static sid_verdict finish_fixed(sid_walk *w) { return emit(w, fixed(w->plan), -fixed(w->plan), 0); }
+static sid_outcome finish_fixed(sid_pass *w) { return emit(w, fixed(w->plan), -fixed(w->plan), 0); }
 
-static double total(const sid_walk *w, int k) { return sid_sums_total(sums_of(w, k), w->plan->n); }
+static double total(const sid_pass *w, int k) { return sid_sums_total(sums_of(w, k), w->plan->n); }
 
-static sid_verdict finish_mean(sid_walk *w) {
+static sid_outcome finish_mean(sid_pass *w) {
     const float mean = w->plan->n ? (float)((total(w, 0) - total(w, 1)) / (double)w->plan->n) : 0;
     return emit(w, mean, -mean, 0);
 }
 
-static sid_verdict finish_means(sid_walk *w) {
+static sid_outcome finish_means(sid_pass *w) {
     const sign_work *s = w->scratch;
     const uint64_t positive = w->plan->n - s->negative;
     return emit(w, positive ? (float)(total(w, 0) / (double)positive) : 0,
                 s->negative ? (float)(total(w, 1) / (double)s->negative) : 0, 1);
 }
 
-static sid_verdict finish_drawn(sid_walk *w) {
+static sid_outcome finish_drawn(sid_pass *w) {
     sign_work *s = w->scratch;
     const float max = 0x1.fffffep127f;
     if (w->walks == 1) {

@@ -65,14 +65,14 @@ sid_status sparse_plan(sid_plan *p, uint64_t room, uint64_t *scratch) {
 
 uint64_t sparse_bytes(const sid_plan *p) { return sid_round_up(carve(p, NULL, NULL), 64); }
 
-double *sparse_sums_of(const sid_walk *w, uint32_t i) {
+double *sparse_sums_of(const sid_pass *w, uint32_t i) {
     return (double *)(void *)((uint8_t *)w->scratch + sparse_bytes(w->plan)) + (uint64_t)i * sid_sums(w->plan->n);
 }
 
-sparse_work *sparse_of(const sid_walk *w) { return w->scratch; }
-void *sparse_own(const sid_walk *w) { return (uint8_t *)w->scratch + OWN_AT; }
+sparse_work *sparse_of(const sid_pass *w) { return w->scratch; }
+void *sparse_own(const sid_pass *w) { return (uint8_t *)w->scratch + OWN_AT; }
 
-sparse_work *sparse_begin(sid_walk *w, uint32_t low) {
+sparse_work *sparse_begin(sid_pass *w, uint32_t low) {
     sparse_work *s = sparse_of(w);
     memset(s, 0, sizeof *s);
     carve(w->plan, w->scratch, s);
@@ -85,7 +85,7 @@ sparse_work *sparse_begin(sid_walk *w, uint32_t low) {
 /* Keeps the candidates with key > `key` and the first `ties` with that very key (ALL: every one), in place or into a
  * payload; returns how many. *cut: one past the group index of the last tie taken, n for ALL. */
 #define ALL UINT64_MAX
-static uint64_t keep_best(const sid_walk *w, uint32_t key, uint64_t ties, uint32_t *count, uint16_t *idx, float *val,
+static uint64_t keep_best(const sid_pass *w, uint32_t key, uint64_t ties, uint32_t *count, uint16_t *idx, float *val,
                           uint64_t room, uint64_t *cut) {
     const sid_plan *p = w->plan;
     const sparse_work *s = sparse_of(w);
@@ -108,7 +108,7 @@ static uint64_t keep_best(const sid_walk *w, uint32_t key, uint64_t ties, uint32
 }
 
 /* Makes room: only the `best` largest so far can still matter, and of equal ones the first. */
-static void compact(sid_walk *w) {
+static void compact(sid_pass *w) {
     sparse_work *s = sparse_of(w);
     uint64_t cut;
     if (s->count > s->best) {
@@ -119,7 +119,7 @@ static void compact(sid_walk *w) {
     s->compacted = 1;
 }
 
-void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+void sparse_capture(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     sparse_work *s = sparse_of(w);
     if (s->count + SID_TILE > s->room && s->room < w->plan->n) compact(w);
     const uint32_t c = w->plan->simd->capture(acc, len, s->low, (uint16_t)(at % SID_WIRE_TILE), s->idx + s->count,
@@ -129,7 +129,7 @@ void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     s->count += c;
 }
 
-sparse_work *sparse_settle(sid_walk *w) {
+sparse_work *sparse_settle(sid_pass *w) {
     sparse_work *s = sparse_of(w);
     if (s->compacted) compact(w);
     return s;
@@ -141,12 +141,12 @@ static double wide_sum(const float *x, uint32_t len, uint32_t key) {
     return sid_join(lane);
 }
 
-double sparse_sum(const sid_walk *w, const float *x, uint32_t len) {
+double sparse_sum(const sid_pass *w, const float *x, uint32_t len) {
     const float sum = w->plan->simd->sum_abs(x, len);
     return sid_key(sum) < SID_KEY_INF ? (double)sum : wide_sum(x, len, 0);
 }
 
-void sparse_sums(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, double sum[3],
+void sparse_sums(const sid_pass *w, const float *x, uint32_t len, uint32_t a, uint32_t b, double sum[3],
                  uint32_t count[2]) {
     const uint32_t from[3] = {0, a, b};
     float part[3];
@@ -154,7 +154,7 @@ void sparse_sums(const sid_walk *w, const float *x, uint32_t len, uint32_t a, ui
     for (int i = 0; i < 3; i++) sum[i] = sid_key(part[i]) < SID_KEY_INF ? (double)part[i] : wide_sum(x, len, from[i]);
 }
 
-void sparse_moments(const sid_walk *w, const float *x, uint32_t len, uint32_t exact, double sum[3]) {
+void sparse_moments(const sid_pass *w, const float *x, uint32_t len, uint32_t exact, double sum[3]) {
     float part[3];
     if (!exact) {
         w->plan->simd->square_sums(x, len, part);
@@ -163,7 +163,7 @@ void sparse_moments(const sid_walk *w, const float *x, uint32_t len, uint32_t ex
     if (exact || !sid_held(part[0], part[1])) w->plan->simd->moments(x, len, sum);
 }
 
-void sparse_tails(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, uint32_t exact,
+void sparse_tails(const sid_pass *w, const float *x, uint32_t len, uint32_t a, uint32_t b, uint32_t exact,
                   double sum[5], uint32_t count[2]) {
     const double at_a = (double)sid_bits_f32(a), at_b = (double)sid_bits_f32(b);
     float part[5];
@@ -190,7 +190,7 @@ void sparse_tails(const sid_walk *w, const float *x, uint32_t len, uint32_t a, u
     for (int i = 0; i < 5; i++) sum[i] = sid_join(lane[i]);
 }
 
-uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum) {
+uint64_t sparse_above(const sid_pass *w, uint32_t key, double *sum) {
     const sparse_work *s = sparse_of(w);
     double sums[SID_SUMS];
     uint64_t count = 0;
@@ -283,12 +283,12 @@ sparse_pick sparse_select_of(const sid_simd *v, const float *val, uint64_t count
     return pick;
 }
 
-sparse_pick sparse_select(const sid_walk *w, uint64_t rank, uint32_t guess, uint32_t spread) {
+sparse_pick sparse_select(const sid_pass *w, uint64_t rank, uint32_t guess, uint32_t spread) {
     const sparse_work *s = sparse_of(w);
     return sparse_select_of(w->plan->simd, s->val, s->count, s->keys, rank, guess, spread);
 }
 
-void sparse_probing(const sid_walk *w, sparse_probe *probe, const float *x, uint32_t len) {
+void sparse_probing(const sid_pass *w, sparse_probe *probe, const float *x, uint32_t len) {
     double sum[3];
     uint32_t count[2];
     if (!probe->on) return;
@@ -296,7 +296,7 @@ void sparse_probing(const sid_walk *w, sparse_probe *probe, const float *x, uint
     probe->count += count[0];
 }
 
-int sparse_reach(const sid_walk *w, sparse_probe *probe, uint32_t key, uint64_t *found) {
+int sparse_reach(const sid_pass *w, sparse_probe *probe, uint32_t key, uint64_t *found) {
     double sum;
     if (key >= sparse_of(w)->low) {
         *found = sparse_above(w, key, &sum);
@@ -308,7 +308,7 @@ int sparse_reach(const sid_walk *w, sparse_probe *probe, uint32_t key, uint64_t 
     return 0;
 }
 
-uint32_t sparse_again(const sid_walk *w, uint32_t key) {
+uint32_t sparse_again(const sid_pass *w, uint32_t key) {
     const sparse_work *s = sparse_of(w);
     return s->compacted ? s->low - 1 : key;
 }
@@ -316,7 +316,7 @@ uint32_t sparse_again(const sid_walk *w, uint32_t key) {
 uint64_t sparse_mean_bytes(const sid_plan *p) { return sid_round_up(value_at(p), 64); }
 
 /* What was sent instead of each of n magnitudes. */
-static float mean_of(const sid_walk *w, const float *val, uint64_t n) {
+static float mean_of(const sid_pass *w, const float *val, uint64_t n) {
     double sums[SID_SUMS];
     memset(sums, 0, sizeof(double) * sid_sums(n));
     for (uint64_t i = 0; i < n; i += SID_TILE)
@@ -354,7 +354,7 @@ static void write_levels(const sid_plan *p, const float *val, uint64_t sent, uin
     }
 }
 
-static void emit(sid_walk *w, uint32_t key, uint64_t ties, uint32_t flags) {
+static void emit(sid_pass *w, uint32_t key, uint64_t ties, uint32_t flags) {
     const sid_plan *p = w->plan;
     sparse_work *s = sparse_of(w);
     sid_header *h = (sid_header *)(void *)w->payload;
@@ -385,9 +385,9 @@ static void emit(sid_walk *w, uint32_t key, uint64_t ties, uint32_t flags) {
     if (mean) rule->scale = h->scale = sent ? (float)mean * mean_of(w, val, sent) : 0.0f;
 }
 
-void sparse_emit_from(sid_walk *w, uint32_t key, uint32_t flags) { emit(w, key, ALL, flags); }
+void sparse_emit_from(sid_pass *w, uint32_t key, uint32_t flags) { emit(w, key, ALL, flags); }
 
-void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags) {
+void sparse_emit(sid_pass *w, sparse_pick pick, uint64_t take, uint32_t flags) {
     const sparse_work *s = sparse_of(w);
     const int dropped = s->compacted && pick.key < s->low; /* there may be ties that are candidates no more */
     emit(w, pick.key, take == pick.ties && !dropped ? ALL : take, flags);

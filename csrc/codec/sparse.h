@@ -3,7 +3,7 @@
 #ifndef SID_SPARSE_H
 #define SID_SPARSE_H
 
-#include "../internal.h"
+#include "../codec.h"
 #include "fits.h"
 
 /* Parameters every sparse codec begins its table with; the last one where indices travel. */
@@ -67,29 +67,29 @@ sid_status sparse_plan(sid_plan *p, uint64_t room, uint64_t *scratch);
 /* The scratch that sparse_plan asks for, rounded up; a codec may ask for more and use what lies beyond. */
 uint64_t sparse_bytes(const sid_plan *p);
 /* Rows of running sums over the group, which a codec has asked for beyond it. */
-double *sparse_sums_of(const sid_walk *w, uint32_t i);
+double *sparse_sums_of(const sid_pass *w, uint32_t i);
 
-sparse_work *sparse_of(const sid_walk *w);
-void *sparse_own(const sid_walk *w);
+sparse_work *sparse_of(const sid_pass *w);
+void *sparse_own(const sid_pass *w);
 /* Starts a reading that captures keys >= low. */
-sparse_work *sparse_begin(sid_walk *w, uint32_t low);
-void sparse_capture(sid_walk *w, const float *acc, uint64_t at, uint32_t len);
+sparse_work *sparse_begin(sid_pass *w, uint32_t low);
+void sparse_capture(sid_pass *w, const float *acc, uint64_t at, uint32_t len);
 /* The end of a reading, before anything is made of the candidates. */
-sparse_work *sparse_settle(sid_walk *w);
+sparse_work *sparse_settle(sid_pass *w);
 /* Over a tile: sum of |x|; and sum[0] the same, sum[1], count[0] of those with key(x) >= a; sum[2], count[1] with key(x) >= b. In float32
  * and a fixed order, in float64 where that overflows. */
-double sparse_sum(const sid_walk *w, const float *x, uint32_t len);
-void sparse_sums(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, double sum[3],
+double sparse_sum(const sid_pass *w, const float *x, uint32_t len);
+void sparse_sums(const sid_pass *w, const float *x, uint32_t len, uint32_t a, uint32_t b, double sum[3],
                  uint32_t count[2]);
 /* How many candidates have key >= key, and the sum of their magnitudes in a fixed order. */
-uint64_t sparse_above(const sid_walk *w, uint32_t key, double *sum);
+uint64_t sparse_above(const sid_pass *w, uint32_t key, double *sum);
 typedef struct sparse_pick {
     uint32_t key;         /* of the rank-th largest candidate */
     uint64_t above, ties; /* candidates beyond that key, and with that very key */
 } sparse_pick;
 
 /* rank 1 to count. The key is expected within guess +- spread, which only makes it faster; spread 0: no idea. */
-sparse_pick sparse_select(const sid_walk *w, uint64_t rank, uint32_t guess, uint32_t spread);
+sparse_pick sparse_select(const sid_pass *w, uint64_t rank, uint32_t guess, uint32_t spread);
 /* The same of any values; keys: room for their keys and 16 more. */
 sparse_pick sparse_select_of(const sid_simd *v, const float *val, uint64_t count, uint32_t *keys, uint64_t rank,
                              uint32_t guess, uint32_t spread);
@@ -100,14 +100,14 @@ typedef struct sparse_probe {
     uint32_t key, on;
     uint64_t count;
 } sparse_probe;
-void sparse_probing(const sid_walk *w, sparse_probe *probe, const float *x, uint32_t len); /* each tile */
-int sparse_reach(const sid_walk *w, sparse_probe *probe, uint32_t key, uint64_t *found);   /* 0: read again */
-uint32_t sparse_again(const sid_walk *w, uint32_t key);
+void sparse_probing(const sid_pass *w, sparse_probe *probe, const float *x, uint32_t len); /* each tile */
+int sparse_reach(const sid_pass *w, sparse_probe *probe, uint32_t key, uint64_t *found);   /* 0: read again */
+uint32_t sparse_again(const sid_pass *w, uint32_t key);
 
 /* Settles the rule "all from key on", and writes the payload. */
-void sparse_emit_from(sid_walk *w, uint32_t key, uint32_t flags);
+void sparse_emit_from(sid_pass *w, uint32_t key, uint32_t flags);
 /* Settles the rule "key > pick.key, and the first `take` of the ties", and writes the payload. */
-void sparse_emit(sid_walk *w, sparse_pick pick, uint64_t take, uint32_t flags);
+void sparse_emit(sid_pass *w, sparse_pick pick, uint64_t take, uint32_t flags);
 
 /* Slots that need nothing of the codec; and all of a codec's, whose file has `rescale` and `bounds`. */
 void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);
@@ -117,10 +117,10 @@ sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *er
 void sparse_open(sid_gather *g);
 void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
 /* Sums of |x|, x^2 and x: in float64 if `exact`, else from float lanes where these hold them, to about 1e-7. */
-void sparse_moments(const sid_walk *w, const float *x, uint32_t len, uint32_t exact, double sum[3]);
+void sparse_moments(const sid_pass *w, const float *x, uint32_t len, uint32_t exact, double sum[3]);
 /* Sums of |x|, x^2; of |x| over key(x) >= a, count[0] of them; of |x|, x^2 over >= b, count[1]. As above; and as the sums
  * over >= b are made from those of |x| - b, the variance there too is good to 1e-7. */
-void sparse_tails(const sid_walk *w, const float *x, uint32_t len, uint32_t a, uint32_t b, uint32_t exact,
+void sparse_tails(const sid_pass *w, const float *x, uint32_t len, uint32_t a, uint32_t b, uint32_t exact,
                   double sum[5], uint32_t count[2]);
 
 /* The same of payloads without values, SID_FLAG_MEAN. sparse_keep does both, by the rule. */

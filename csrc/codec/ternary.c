@@ -27,7 +27,7 @@ typedef struct tally {
     uint32_t key, spare;
 } tally;
 /* Behind it, running sums: of squares, and of the elements. */
-static double *sums_of(const sid_walk *w, int plain) {
+static double *sums_of(const sid_pass *w, int plain) {
     return (double *)(void *)((tally *)w->scratch + 1) + (plain ? sid_sums(w->plan->n) : 0);
 }
 static uint64_t tally_bytes(const sid_plan *p) { return sizeof(tally) + 2 * sizeof(double) * sid_sums(p->n); }
@@ -65,7 +65,7 @@ static float shared_of(const uint8_t *payload) {
 
 /* ---- encode -------------------------------------------------------------------------------------------------- */
 
-static void begin(sid_walk *w) {
+static void begin(sid_pass *w) {
     tally *t = w->scratch;
     if (w->round == 0)
         memset(t, 0, tally_bytes(w->plan));
@@ -88,7 +88,7 @@ static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint
     p->simd->quantise(acc, len, &g, draws, code);
 }
 
-static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     const sid_plan *p = w->plan;
     tally *t = w->scratch;
     if (w->round) {
@@ -104,7 +104,7 @@ static void tile(sid_walk *w, const float *acc, uint64_t at, uint32_t len) {
     sid_sums_add(sums_of(w, 1), at, sum[1]);
 }
 
-static sid_verdict finish(sid_walk *w) {
+static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     const quant_form form = ternary_form();
     tally *t = w->scratch;

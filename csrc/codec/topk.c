@@ -19,12 +19,12 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     return sparse_plan(p, 0, scratch);
 }
 
-static void begin(sid_walk *w) {
+static void begin(sid_pass *w) {
     const uint64_t *c = w->state->codec;
     sparse_begin(w, w->walks == 1 ? sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0) : 0);
 }
 
-static sid_verdict finish(sid_walk *w) {
+static sid_outcome finish(sid_pass *w) {
     const uint64_t k = w->plan->k;
     uint64_t *c = w->state->codec;
     if (sparse_settle(w)->count < k) return SID_AGAIN; /* the second reading captures from key 0 and holds k or more */

@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "../checksum.h"
+
 #define SID_EXCHANGE(symbol, cuda) extern const sid_exchange_kind sid_exchange_##symbol;
 #include "../exchanges.def"
 #undef SID_EXCHANGE

@@ -2,7 +2,7 @@
 #ifndef SID_EXCHANGE_H
 #define SID_EXCHANGE_H
 
-#include "../internal.h"
+#include "../core.h"
 
 enum {
     SID_MAX_PLANS = 3, /* of a cut group: whole slices, the short one, empty ones */

@@ -3,7 +3,8 @@
  * intrinsics stand only where compilers do not vectorise (compaction, half floats, stores past the caches). */
 #include <string.h>
 
-#include "../internal.h"
+#include "../special.h"
+#include "simd.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define SID_HAS_AVX512 1

@@ -6,7 +6,7 @@
  *     compensation   acc = g + c; once the ranks' update U is there, c = acc - U; 0 after a full-precision step
  *
  * e and c are multiplied by the step's carry first. What undo leaves of them has it still. */
-#include "../internal.h"
+#include "../codec.h"
 
 static float saturate(float x) {
     const float max = 0x1.fffffep127f;
@@ -41,7 +41,7 @@ static const sid_param residual_params[] = {
     {.name = "gamma", .kind = SID_REAL, .dflt = 1, .min = .001, .max = 1, .unit = "", .doc = "Weight of the gradient."},
 };
 
-static int residual_tile(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
+static int residual_tile(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
     const double *q = w->plan->memory_param;
     const float beta = (float)q[BETA] * sid_carry(w->at);
     if (beta == 1 && q[GAMMA] == 1) return w->plan->simd->add_kept(vec[0], g, len, sent_from);
@@ -85,7 +85,7 @@ static const sid_param momentum_params[] = {
      .doc = "beta of m = beta m + (1 - beta) g."},
 };
 
-static int momentum_tile(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
+static int momentum_tile(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
     const double beta = w->plan->memory_param[BETA];
     return w->plan->simd->add_weighted(vec[0], g, len, sent_from, (float)beta, (float)(1 - beta));
 }
@@ -117,7 +117,7 @@ const sid_memory sid_memory_momentum = {
 /* Marsit, Algorithm 1, in the optimizer's unit: the paper hands eta_l g in and takes the update out whole; here the
  * optimizer multiplies by eta_l afterwards, so g, c and the update are the paper's over eta_l. That is the same while
  * eta_l stays, or where carry tells how it changes; the paper changes it only at full-precision steps, where c becomes 0. */
-static int compensation_tile(const sid_walk *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
+static int compensation_tile(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
     const float carry = sid_carry(w->at);
     return carry == 1 ? w->plan->simd->add_kept(vec[0], g, len, sent_from)
                       : w->plan->simd->add_weighted(vec[0], g, len, sent_from, carry, 1);

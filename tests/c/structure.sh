@@ -23,16 +23,21 @@ only() { # FILES..., --, the headers of the project that they may include
 }
 
 only csrc/wire.h csrc/sidcomp.h --
-only csrc/bits.h csrc/rng.h csrc/special.h -- wire.h
-only csrc/internal.h -- bits.h rng.h sidcomp.h special.h wire.h
-only csrc/*.c -- internal.h codecs.def memories.def
-only csrc/codec/*.[ch] -- '\.\./internal.h' '[a-z]+\.h'
-only csrc/memory/*.c csrc/isa/*.c -- '\.\./internal.h'
+only csrc/bits.h csrc/rng.h csrc/special.h csrc/sums.h -- wire.h
+only csrc/plan.h -- sidcomp.h wire.h
+only csrc/isa/simd.h -- '\.\./(bits|rng|sidcomp|sums).h'
+only csrc/isa/simd.c -- '\.\./special.h' simd.h
+only csrc/codec.h -- '(bits|isa/simd|plan|rng|sums).h'
+only csrc/codec/*.[ch] -- '\.\./(codec|special).h' '[a-z]+\.h'
+only csrc/memory/*.c -- '\.\./codec.h'
+only csrc/checksum.h csrc/core.h csrc/sound.h -- codec.h
+only csrc/*.c -- '(checksum|core|sound).h' codecs.def memories.def
 only csrc/fusion.h --
 only csrc/fusion/*.h -- '\.\./fusion.h'
 only csrc/fusion/*.c -- planner.h
-only csrc/exchange/*.h -- '\.\./internal.h'
-only csrc/exchange/*.c -- exchange.h '\.\./exchanges.def'
+only csrc/exchange/*.h -- '\.\./core.h'
+only csrc/exchange/*.c -- exchange.h '\.\./checksum.h' '\.\./exchanges.def'
+none 'internal.h is for cuda/ and the tests' grep -rn '"\(\.\./\)*internal\.h"' csrc
 only python/bindings.cpp -- fusion.h sidcomp.h
 none 'torch belongs to Python' grep -rnE '#include *[<"](torch|ATen|c10)' csrc cuda python --include=*.[ch]* --include=*.cu
 none 'the core allocates, prints, exits or reads the environment' \

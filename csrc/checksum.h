@@ -1,0 +1,20 @@
+/* Checksums of messages and payloads (wire.h defines the sum). */
+#ifndef SID_CHECKSUM_H
+#define SID_CHECKSUM_H
+
+#include "codec.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Of a message of `bytes`, a multiple of 8, whose own field for the checksum is at byte `field`. */
+uint64_t sid_message_checksum(const sid_simd *v, const void *message, uint64_t bytes, uint64_t field);
+/* Of a payload. Of its header alone where the body is linear and is summed with others: there header.scale, which is 1 / world,
+ * is not 1. */
+uint64_t sid_payload_checksum(const sid_plan *p, const uint8_t *payload);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

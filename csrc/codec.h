@@ -1,0 +1,175 @@
+/* What a codec and a memory are: the contract to which csrc/codec/ and csrc/memory/ are written (docs/adding-a-codec.md).
+ *
+ * Encode passes over a group once, a tile at a time:
+ *     codec->keep    acc <- what the last step's rule left of it        (if the memory gives feedback; or sent_from)
+ *     memory->tile   acc <- gradient + what is kept
+ *     codec->tile    reads acc, gathers statistics and candidates
+ * Then codec->finish settles the rule and writes the payload, or asks for another pass over the same acc. A plan of several
+ * rounds passes over acc once more for each of them: begin, tile and finish then look at w->round, and at the payload's
+ * earlier slices as the ranks have summed them. */
+#ifndef SID_CODEC_H
+#define SID_CODEC_H
+
+#include "bits.h"
+#include "isa/simd.h"
+#include "plan.h"
+#include "rng.h"
+#include "sums.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    SID_MAX_VECTORS = 4,
+    SID_MAX_PASSES = 64,
+    SID_STATE_BYTES = 256,
+    SID_DECODE_TILE = 4096
+};
+
+/* ---- rule: what was sent of acc --------------------------------------------------------------------------------
+ * The codec writes it at the end of an encode, and its keep() reads it in the next one. All-zero is valid beside acc == 0.
+ *   sparse         acc[i] was sent if key(acc[i]) > key, or if it is equal and i < cut; of SID_KEY_NONE: nothing was sent
+ *   SID_FLAG_MEAN  of these, only the elements with the sign of `scale` were sent, each of them as `scale`
+ *   SID_FLAG_HALF, LOG8, LOG4: how sparse values were rounded; base and step are the levels (bits.h)
+ *   linear         body = round(acc * scale), and body * inverse is what was sent; scale 0: nothing was sent */
+typedef struct sid_rule {
+    uint32_t key, flags;
+    uint64_t cut;
+    float scale, inverse;
+    uint32_t base, step;
+} sid_rule;
+
+/* ---- state -----------------------------------------------------------------------------------------------------
+ * This header, then memory->vectors vectors of sid_state_stride(n) floats, then the codec's extra floats. */
+enum {
+    SID_WORDS = 16
+};
+typedef struct sid_state {
+    uint64_t steps; /* encodes so far */
+    sid_rule rule;
+    sid_draw draw; /* the random stream of the last encode */
+    float factor;  /* what the memory multiplied the last gradient by before it took it in (clipping) */
+    uint32_t spare;
+    uint64_t codec[SID_WORDS]; /* bytes 64 to 191: the codec's own statistics */
+} sid_state;
+
+/* What an encode leaves in a word of state->codec: in each half 0, or a number from `least` to `most`. */
+typedef struct sid_bound {
+    uint32_t least, most;
+    uint32_t upper_least, upper_most;
+} sid_bound;
+
+/* ---- a pass over the tiles ------------------------------------------------------------------------------------- */
+typedef struct sid_pass {
+    const sid_plan *plan;
+    const sid_step *at;
+    sid_state *state;
+    uint8_t *payload; /* header and body; finish fills the body and header.{count, flags, scale} */
+    sid_draw draw;    /* this step's random stream; begin may set it to the ranks' common one */
+    double norm;      /* of the finite part of the gradient; only where the memory asks for it */
+    void *scratch;    /* the codec's part of work */
+    uint64_t nonfinite;
+    uint32_t walks; /* passes so far, this one included */
+    uint32_t round; /* of the exchange: 0 to sizes.rounds - 1 */
+    sid_stats stats;
+} sid_pass;
+typedef enum sid_outcome {
+    SID_DONE = 0,
+    SID_AGAIN = 1 /* at most SID_MAX_PASSES - 1 times, whatever the data: the codec's parameters bound it */
+} sid_outcome;
+
+typedef struct sid_cursor {
+    uint64_t pos;  /* entries of the payload that have been read */
+    uint32_t left; /* how many are left in the current wire tile; or what else open() remembers of a payload */
+} sid_cursor;
+typedef struct sid_gather { /* decode of `count` payloads */
+    const sid_plan *plan;
+    const uint8_t *payloads;
+    uint64_t stride;
+    uint32_t count;
+    float scale;
+    sid_cursor *cursor; /* one a payload */
+} sid_gather;
+
+/* ---- codec ---------------------------------------------------------------------------------------------------- */
+typedef struct sid_codec {
+    sid_info info;
+    /* Resolves parameters: sets p->k, p->cap, p->ruling, sizes.payload, body_*, k; returns the scratch bytes of encode. */
+    sid_status (*plan)(sid_plan *p, uint64_t *scratch, sid_error *err);
+    void (*lay)(const sid_plan *p, sid_matrix *m); /* with SID_SHAPED: fills in all n_shapes */
+    void (*begin)(sid_pass *w);                    /* before each pass */
+    void (*tile)(sid_pass *w, const float *acc, uint64_t at, uint32_t len);
+    sid_outcome (*finish)(sid_pass *w);
+    /* In place: acc -> what s->rule left of it (s->draw: what was drawn for it). Element i of acc is element at + i of
+     * the group; a whole tile, or the last one. */
+    void (*keep)(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);
+    /* 1 if of these elements the rule sent, whole, exactly those with key(acc) >= *key: a memory can then do keep's work in
+     * its own loop. NULL: never. */
+    int (*sent_from)(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
+    void (*none)(sid_rule *rule); /* the rule that sent nothing */
+    /* What the first `bounds` words of state->codec hold; all of them 0 is sound, too. */
+    const sid_bound *bound;
+    uint32_t bounds;
+    /* Multiplies the statistics in state->codec by a change of the gradient's scale; NULL if they do not depend on it. */
+    void (*rescale)(const sid_plan *p, sid_state *s, float factor);
+    /* Refuses a body that finish would not write; the header has been checked. */
+    sid_status (*check)(const sid_plan *p, const uint8_t *payload, sid_error *err);
+    void (*open)(sid_gather *g); /* payloads already checked; places cursors, and may correct g->scale */
+    /* Sum of the payloads over elements at .. at + len, unscaled, into out, which holds zeros; called with at ascending,
+     * in steps of SID_DECODE_TILE. */
+    void (*decode)(sid_gather *g, float *out, uint64_t at, uint32_t len);
+    /* With SID_SIGNS: x, sums of `count` ranks' signs, becomes what the ranks make of them. NULL: they are drawn. */
+    void (*tally)(const sid_plan *p, float *x, uint32_t len, uint32_t count);
+    /* The step is over, and finite: s->codec and the extra part of the state may learn from the summed payload. NULL:
+     * nothing. */
+    void (*learn)(const sid_plan *p, sid_state *s, const uint8_t *payload);
+} sid_codec;
+
+/* ---- memory --------------------------------------------------------------------------------------------------- */
+typedef struct sid_memory {
+    sid_info info;
+    uint32_t vectors; /* floats kept per element; vector 0 is acc */
+    /* Refuses what the parameters' ranges cannot; NULL: nothing. */
+    sid_status (*plan)(const sid_plan *p, sid_error *err);
+    /* 1 where the plan's parameters make it read w->norm. NULL: never. */
+    int (*wants_norm)(const sid_plan *p);
+    /* Before the first pass, w->norm known: may set w->state->factor and own words; NULL: nothing. */
+    void (*begin)(sid_pass *w);
+    /* vec[0][0..len) <- acc from g and what is kept. On entry vec[0] holds what is kept, except that elements with
+     * key >= sent_from count as 0. NaN and Inf in g count as 0; returns 1 if there were none. */
+    int (*tile)(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from);
+    /* With a SID_SPARSE codec, where sent_from does not tell: vec[0] has been through codec->keep, `before` is
+     * what it was. NULL: the other vectors do not depend on what was sent. */
+    void (*sent)(const sid_plan *p, float *const *vec, const float *before, uint32_t len);
+    /* Takes g (finite) out of vec again: the step did not happen. */
+    void (*undo)(const sid_plan *p, const sid_state *s, float *const *vec, const float *g, uint32_t len);
+    /* x: what the ranks made of the step (decoded, scaled, finite): vec <- what is kept after it. NULL: unused. */
+    void (*received)(const sid_plan *p, float *const *vec, const float *x, uint32_t len);
+} sid_memory;
+
+/* ---- helpers --------------------------------------------------------------------------------------------------- */
+/* Writes err->text; returns s. */
+sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
+/* What a step multiplies by what is kept of earlier ones. */
+static inline float sid_carry(const sid_step *at) { return at->carry > 0 ? at->carry : 1.0f; }
+/* What the memory multiplied the last gradient by. */
+SID_HD float sid_factor_of(const sid_state *s) { return s->factor >= 0 && s->factor <= 1 ? s->factor : 1.0f; }
+SID_HD uint64_t sid_state_stride(uint64_t n) { return sid_round_up(n, 16) + 16; } /* slack: vector loads may run over */
+/* Vector i of a state: n floats. */
+static inline float *sid_vector(const sid_plan *p, const sid_state *s, uint32_t i) {
+    return (float *)(void *)((uint8_t *)(uintptr_t)s + SID_STATE_BYTES) + i * sid_state_stride(p->n);
+}
+/* The extra part of a state, which is the codec's own. */
+static inline float *sid_extra(const sid_plan *p, const sid_state *s) { return sid_vector(p, s, p->memory->vectors); }
+size_t sid_dtype_size(sid_dtype d); /* of a vector's element; 0: no such dtype */
+size_t sid_body_size(sid_dtype d);  /* of a linear body's element */
+/* len elements of dtype d at p, from element `from` on, as floats: p itself where it is float32, else converted to buf. */
+const float *sid_load(const sid_simd *v, sid_dtype d, const void *p, uint64_t from, uint32_t len, float *buf);
+/* The reverse, rounded once. */
+void sid_store(const sid_simd *v, sid_dtype d, void *p, uint64_t from, uint32_t len, const float *x);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
