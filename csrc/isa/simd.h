@@ -1,7 +1,7 @@
 /* The primitives that codecs and memories are made of: one table of functions for each instruction set (simd.c). The base
- * variant defines the bits; the others write the same ones.
+ * variant defines the bits, and the others write the same ones.
  *
- * Arrays may start at any element. Sums are of one unit, n at most SID_TILE, in the order that sums.h gives. */
+ * Arrays may start at any element. n is at most SID_TILE where a sum is taken, which has the order of sums.h. */
 #ifndef SID_SIMD_H
 #define SID_SIMD_H
 
@@ -14,20 +14,23 @@
 extern "C" {
 #endif
 
-/* ---- grids: what quantisers round to ------------------------------------------------------------------------------
- * An element x becomes the code of x * inverse, which stands for scale times a number of the grid. */
+typedef struct sid_velocity { /* of add_velocity */
+    float momentum, factor;   /* of the old velocity; of the gradient */
+    float of_u, of_g;         /* what acc takes of the new velocity, and of the gradient besides */
+    float carry;              /* of what acc was */
+} sid_velocity;
+
+/* What quantisers round to. An element x becomes the code of x * inverse, which stands for scale times a number of the grid. */
 typedef enum sid_grid_kind {
     SID_GRID_INTEGERS, /* -top .. top; the code is two's complement in as many bits as are kept of it */
     SID_GRID_E4M3,
     SID_GRID_E5M2
 } sid_grid_kind;
-
 typedef enum sid_rounding {
     SID_ROUND_NEAREST, /* ties to even; for integers |x * inverse| < top + 1/2 */
     SID_ROUND_DRAW16,  /* to one of both neighbours, x on average, by 16 random bits an element */
     SID_ROUND_DRAW32   /* by 32, where a step is thousands of times a usual element; integers only */
 } sid_rounding;
-
 typedef struct sid_grid {
     sid_grid_kind kind;
     sid_rounding rounding;
@@ -35,7 +38,6 @@ typedef struct sid_grid {
     uint32_t block; /* elements that share a scale, a multiple of 64; 0: all of them */
     const float *scale, *inverse;
 } sid_grid;
-
 typedef struct sid_codes {
     const uint8_t *code;  /* `width` bits each, from the lowest bit of the first byte on */
     const uint8_t *scale; /* float32 a block of elements (64 or more), little-endian; block 0: one for all of them */
@@ -50,22 +52,22 @@ typedef struct sid_packed {
     uint32_t bits; /* of the low part; a run is 2^bits elements */
 } sid_packed;
 
-typedef struct sid_velocity { /* of add_velocity */
-    float momentum, factor;   /* of the old velocity; of the gradient */
-    float of_u, of_g;         /* what acc takes of the new velocity, and of the gradient besides */
-    float carry;              /* of what acc was */
-} sid_velocity;
-
 typedef struct sid_simd {
     const char *name;
-    int (*finite)(const float *x, uint32_t n); /* 1: no NaN, no Inf */
-    /* acc = (key(acc) < key ? acc : 0) + (g finite ? g : 0), saturating at +-FLT_MAX; 1: all of g was finite. */
+
+    /* keys.inc.h: the largest magnitude */
+    int (*finite)(const float *x, uint32_t n);                                     /* 1: no NaN, no Inf */
+    uint32_t (*max_key)(const float *x, uint32_t n);                               /* the largest key; 0 where n is 0 */
+    void (*block_keys)(const float *x, uint32_t n, uint32_t block, uint32_t *key); /* the largest key of each block */
+
+    /* accumulate.inc.h: what memories do
+     * add_kept: acc = (key(acc) < key ? acc : 0) + (g finite ? g : 0), saturating at +-FLT_MAX; 1: all of g was finite.
+     * add_weighted: the same with weights, acc = beta * (...) + gamma * (...); beta at least 0, gamma within 0 to 1.
+     * add_velocity: x = factor * (g finite ? g : 0); u = momentum * (key(acc) < mask ? u : 0) + x, saturating;
+     *     acc = carry * (key(acc) < key ? acc : 0) + (of_u * u + of_g * x), saturating (of weights 1 and 0 just u);
+     *     1: all of g was finite. No weight but carry is above 1. */
     int (*add_kept)(float *acc, const float *g, uint32_t n, uint32_t key);
-    /* The same, weighted: acc = beta * (...) + gamma * (...); beta at least 0, gamma within 0 to 1. */
     int (*add_weighted)(float *acc, const float *g, uint32_t n, uint32_t key, float beta, float gamma);
-    /* x = factor * (g finite ? g : 0); u = momentum * (key(acc) < mask ? u : 0) + x, saturating;
-     * acc = carry * (key(acc) < key ? acc : 0) + (of_u * u + of_g * x), saturating (of weights 1 and 0 just u);
-     * 1: all of g was finite. No weight but carry beyond 1. */
     int (*add_velocity)(float *acc, float *u, const float *g, uint32_t n, uint32_t key, uint32_t mask,
                         const sid_velocity *c);
     void (*zero_from)(float *acc, uint32_t n, uint32_t key); /* acc = 0 where key(acc) >= key */
@@ -73,91 +75,105 @@ typedef struct sid_simd {
     void (*one_side)(const float *x, float *y, uint32_t n, int negative);
     /* acc -= value where acc has value's sign and key(acc) >= key > 0. */
     void (*subtract_from)(float *acc, uint32_t n, uint32_t key, float value);
-    /* Appends index (base + i) and value of elements with key(x) >= key; may write up to 16 entries past the last.
-     * expected: how many that may be in a tile, which only makes it faster. */
-    uint32_t (*capture)(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val,
-                        uint32_t expected);
-    /* The same from pairs to pairs, never writing past `room` entries; in place is allowed. */
-    uint64_t (*filter)(const uint16_t *idx, const float *val, uint64_t n, uint32_t key, uint16_t *idx_out,
-                       float *val_out, uint64_t room);
-    /* Keys in [lo, hi), in order, to out (16 entries of slack); *above: how many are >= hi. */
-    uint64_t (*band)(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uint32_t *out, uint64_t *above);
-    /* Offsets in the tile of its entries, at most `most`, and none from the first on that is not below `end`; how many. May
-     * write up to 128 past them. */
-    uint32_t (*unpack)(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx);
+
+    /* sums.inc.h: sums over a unit */
     float (*sum_abs)(const float *x, uint32_t n);
     /* sum[0]: as sum_abs; sum[1], count[0]: of those with key(x) >= a; sum[2], count[1]: >= b. a, b below 2^31. */
     void (*tail_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[3], uint32_t count[2]);
     double (*sum_squares)(const float *x, uint32_t n);              /* of exact squares, in float64 */
     void (*moments)(const float *x, uint32_t n, double sum[3]);     /* of |x|, x^2, x, in float64 */
-    void (*two_moments)(const float *x, uint32_t n, double sum[2]); /* of x^2, x */
-    void (*square_sums)(const float *x, uint32_t n, float sum[3]);  /* the same in float: may over- and underflow */
+    void (*two_moments)(const float *x, uint32_t n, double sum[2]); /* of x^2, x, in float64 */
+    void (*square_sums)(const float *x, uint32_t n,
+                        float sum[3]); /* of |x|, x^2, x, in float: may over- and underflow */
     /* In float: |x|, x^2; |x| - a over key(x) >= a, count[0] of them; |x| - b and its square over >= b, count[1].
      * a and b: keys below 2^31, and their magnitudes. */
     void (*probe_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[5], uint32_t count[2]);
-    /* Sum of log2 |x| over the count elements that are not 0: products in the lanes; to 6e-8 * count. */
+    /* Sum of log2 |x| over the elements that are not 0, *count of them: products in the lanes; to 6e-8 * count. */
     double (*sum_log2)(const float *x, uint32_t n, uint32_t *count);
-    uint32_t (*max_key)(const float *x, uint32_t n); /* the largest key; 0 of none */
-    /* The same of each block. */
-    void (*block_keys)(const float *x, uint32_t n, uint32_t block, uint32_t *key);
-    /* draws: uint16_t or uint32_t, one an element, as grid->rounding says; NULL beside SID_ROUND_NEAREST. */
+
+    /* select.inc.h: what is at least as large as a key
+     * capture appends index (base + i) and value of elements with key(x) >= key, and may write up to 16 entries past the
+     * last. expected: how many there may be in a tile, which only makes it faster. filter does the same from pairs to pairs,
+     * never writes past `room` entries, and may work in place. band appends the keys in [lo, hi), in order (16 entries of
+     * slack); *above: how many are >= hi. */
+    uint32_t (*capture)(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val,
+                        uint32_t expected);
+    uint64_t (*filter)(const uint16_t *idx, const float *val, uint64_t n, uint32_t key, uint16_t *idx_out,
+                       float *val_out, uint64_t room);
+    uint64_t (*band)(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uint32_t *out, uint64_t *above);
+
+    /* indices.inc.h: packed indices
+     * unpack: offsets in the tile of its entries, at most `most`, and none from the first on that is not below `end`;
+     * returns how many. May write up to 128 past them. pack_low: the low `bits` of each, up to 12, one after the other from
+     * the lowest bit of out[0] on, the rest of the last byte zero. Returns what comes after it; may write 8 bytes past that. */
+    uint32_t (*unpack)(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx);
+    uint8_t *(*pack_low)(const uint16_t *idx, uint64_t n, uint32_t bits, uint8_t *out);
+
+    /* quantise.inc.h: draws are uint16_t or uint32_t, one an element, as grid->rounding says; NULL for SID_ROUND_NEAREST.
+     * take_out: x -= what quantise would send of it. */
     void (*quantise)(const float *x, uint32_t n, const sid_grid *grid, const void *draws, uint8_t *code);
-    /* x -= what quantise() would send of it. */
     void (*take_out)(float *x, uint32_t n, const sid_grid *grid, const void *draws);
-    /* out += scale * what the codes stand for, for one of `count` payloads after the other. */
+
+    /* pack.inc.h: fields of some bits
+     * add_codes: out += scale * what the codes stand for, for one of `count` payloads after the other. pack: the low `width`
+     * bits of each code, 2 to 7, one after the other from the lowest bit of out[0] on; ceil(n * width / 8) bytes, the rest of
+     * the last one zero. ternary: quantise and pack at once, where the grid is -1, 0 and 1, by 16 bits, in fields of 2 bits. */
     void (*add_codes)(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block, sid_grid_kind kind,
                       uint32_t width);
-    /* The low `width` bits of each code, 2 to 7, one after the other from the lowest bit of out[0] on; ceil(n * width / 8)
-     * bytes, what is left of the last one zero. */
     void (*pack)(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out);
-    /* Both of these at once, where the grid is -1, 0 and 1, by 16 bits, in fields of 2 bits. */
     void (*ternary)(const float *x, uint32_t n, float inverse, const uint16_t *draws, uint8_t *out);
-    /* The level of |x|, and above it the sign; and x -= what level and sign stand for where key(x) >= key. */
+
+    /* levels.inc.h: the level of |x|, and above it the sign; and x -= what level and sign stand for where key(x) >= key. */
     void (*to_levels)(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code);
     void (*take_levels)(float *x, uint32_t n, uint32_t key, const sid_levels *levels);
-    /* The low `bits` of each, up to 12, one after the other from the lowest bit of out[0] on; what is left of the last byte
-     * zero. Returns what comes after it. May write 8 bytes past that. */
-    uint8_t *(*pack_low)(const uint16_t *idx, uint64_t n, uint32_t bits, uint8_t *out);
-    /* Matrices of r rows y_k, `stride` floats apart. dots: x_i times y_k,i is added to lane (from + i) % 16 of the k-th 16.
-     * y_k += c[k] * x; out += sign * the sum of c[k] * y_k: each a product and a sum, in the order of k. */
+
+    /* rows.inc.h: matrices of r rows y_k, `stride` floats apart
+     * dots: x_i times y_k,i is added to lane (from + i) % 16 of the k-th 16. add_rows: y_k += c[k] * x. add_outer: out +=
+     * sign * the sum of c[k] * y_k. Each is a product and a sum, in the order of k. In float64: products adds x_i times y_i
+     * to lane i % 32; take_columns: x -= the sum of c[k] * y_k, in the order of k, rounded once. */
     void (*dots)(const float *x, uint32_t n, const float *y, uint64_t stride, uint32_t r, uint32_t from, float *lane);
     void (*add_rows)(const float *x, uint32_t n, const float *c, uint32_t r, float *y, uint64_t stride);
     void (*add_outer)(const float *c, const float *y, uint64_t stride, uint32_t r, float *out, uint32_t n, float sign);
-    /* In float64: x_i times y_i is added to lane i % 32; x -= the sum of c[k] * y_k, in the order of k, rounded once. */
     void (*products)(const float *x, const float *y, uint32_t n, double *lane);
     void (*take_columns)(float *x, uint64_t n, const float *y, uint64_t stride, uint32_t r, const double *c);
+
+    /* halves.inc.h: half floats, scaling, storing */
     void (*clamp)(const float *x, float *y, uint32_t n, float max); /* finite x to +-max; NaN and Inf as they are */
     void (*f32_to_f16)(const float *x, uint16_t *y, uint32_t n);
     void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);
     void (*f16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*bf16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*scale)(const float *x, float *y, uint32_t n, float s); /* y = x * s; may be in place */
-    /* half(clamp(x, max) * s), NaN and Inf as they are; and finite x less inverse * what that became. Half: float16, or
-     * bfloat16. */
+    /* half_body: half(clamp(x, max) * s), NaN and Inf as they are. half_keep: x, finite, less inverse * what that became, where
+     * key(x) >= key. Half: float16, or bfloat16. */
     void (*half_body)(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16);
     void (*half_keep)(float *x, uint32_t n, uint32_t key, float s, float inverse, float max, int bf16);
-    /* y = x * s, past the caches or not; x = 0. 1 if all of y is finite. */
+    /* y = x * s, past the caches or not; x = 0. 1: all of y is finite. fence makes such stores visible to other threads. */
     int (*drain)(float *x, float *y, uint32_t n, float s, int past);
-    /* Random bits of elements at .. at + len of the stream; `at` a multiple of 8, room in out for 512 bytes from any
-     * multiple of 512 that it reaches. draw16: 16 bits an element, half as costly. rng.h is the law. */
-    void (*draw16)(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out);
-    void (*draw32)(const sid_draw *d, uint64_t at, uint32_t len, uint32_t *out);
-    /* Bit i % 8 of bits[i / 8], i < n: x[i] < 0 (-0 is not), the last byte filled up with zeros; how many are set. */
+    void (*fence)(void);
+
+    /* signs.inc.h: a bit an element
+     * signs: bit i % 8 of bits[i / 8], i < n: x[i] < 0 (-0 is not), the last byte filled up with zeros; returns how many are
+     * set. draw_signs: the same of stochastic signs, which differ from x[i]'s with probability
+     * 1/2 - min(|x[i]| * chance, 2^31) / 2^32, as the random u[i] falls out. */
     uint32_t (*signs)(const float *x, uint32_t n, uint8_t *bits);
-    /* The same of stochastic signs: another than x[i]'s with probability 1/2 - min(|x[i]| * chance, 2^31) / 2^32, as u[i]
-     * falls out. */
     void (*draw_signs)(const float *x, const uint32_t *u, uint32_t n, float chance, uint8_t *bits);
-    void (*sign_sums)(const float *x, uint32_t n, float sum[2]);     /* of the elements above 0 and of those below */
+    void (*sign_sums)(const float *x, uint32_t n, float sum[2]);     /* of the elements above 0, and of those below */
     void (*take_signs)(float *x, uint32_t n, float high, float low); /* x -= x < 0 ? low : high */
     /* out[i] += value[r][bit i of bits[r]], for r = 0 to count - 1; in blocks of four, each of which is added up first. */
     void (*sum_signs)(float *out, uint32_t n, const uint8_t *const *bits, const float (*value)[2], uint32_t count);
     void (*vote)(float *x, uint32_t n); /* x = 1, -1 or 0: its sign */
     /* x, a sum of `count` signs = +-1, becomes 1 as often as one of them drawn at random is, else -1. */
     void (*merge)(float *x, const uint16_t *u, uint32_t n, uint32_t count);
-    void (*fence)(void); /* makes drained stores visible to other threads */
-    /* What `count` words at w, an even number, add to a message's checksum (wire.h), being its words from `from` on, a
-     * multiple of 16. */
+
+    /* checksum.inc.h: what `count` words at w, an even number, add to a message's checksum (wire.h); they are its words from
+     * `from` on, a multiple of 16. */
     uint64_t (*checksum)(const uint32_t *w, uint64_t from, uint64_t count);
+
+    /* random.inc.h: random bits (rng.h) of elements at .. at + len of the stream; `at` a multiple of 8, room in out for 512
+     * bytes from any multiple of 512 that it reaches. draw16: 16 bits an element, at half the cost. */
+    void (*draw16)(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out);
+    void (*draw32)(const sid_draw *d, uint64_t at, uint32_t len, uint32_t *out);
 } sid_simd;
 
 const sid_simd *sid_simd_for(sid_isa isa); /* NULL: this build or processor has it not */

@@ -1,6 +1,6 @@
 #!/bin/sh
 # coverage.sh FOLDER: what gcov says of the objects there, by file of csrc/: lines, and branches taken at least once.
-# csrc/isa/simd.c is compiled once per instruction set and counted once per set.
+# csrc/isa/simd.c, with its fragments, is compiled once per instruction set and counted once per set.
 set -eu
 find "$1" -name '*.gcda' | grep -v /tests/ | while read -r data; do
     gcov -b -n -o "$data" "$data" 2>/dev/null

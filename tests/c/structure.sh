@@ -26,7 +26,8 @@ only csrc/wire.h csrc/sidcomp.h --
 only csrc/bits.h csrc/rng.h csrc/special.h csrc/sums.h -- wire.h
 only csrc/plan.h -- sidcomp.h wire.h
 only csrc/isa/simd.h -- '\.\./(bits|rng|sidcomp|sums).h'
-only csrc/isa/simd.c -- '\.\./special.h' simd.h
+only csrc/isa/simd.c -- '\.\./special.h' simd.h '[a-z]+\.inc\.h'
+only csrc/isa/*.inc.h --
 only csrc/codec.h -- '(bits|isa/simd|plan|rng|sums).h'
 only csrc/codec/*.[ch] -- '\.\./(codec|special).h' '[a-z]+\.h'
 only csrc/memory/*.c -- '\.\./codec.h'

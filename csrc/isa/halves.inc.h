@@ -1,0 +1,190 @@
+/* simd.c: half floats, scaling and storing: float16 and bfloat16 from and to float32, the bodies that they make up, what they leave of
+ * acc, and the store of a decoded tile.
+ *
+ * Each element by itself: it is clamped, multiplied by s, which rounds, then rounded to the half format, to nearest with ties to
+ * even. half_keep multiplies by `inverse`, which rounds, and subtracts. */
+
+static void clamp(const float *x, float *y, uint32_t n, float max) {
+    uint32_t i = 0;
+    const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i);
+        const vi k = keys(v);
+        store(y + i, (vf)(either((k > top) & (k < (int32_t)SID_KEY_INF), top, k) | (bits(v) & ~0x7fffffff)));
+    }
+    for (; i < n; i++) {
+        const float v = x[i];
+        y[i] = sid_key(v) >= SID_KEY_INF ? v : v > max ? max : v < -max ? -max : v;
+    }
+}
+
+static void f32_to_f16(const float *x, uint16_t *y, uint32_t n) {
+    uint32_t i = 0;
+#if defined(SID_HAS_AVX2) || defined(SID_HAS_AVX512)
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(void *)(y + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#endif
+    for (; i < n; i++) y[i] = sid_f32_to_f16(x[i]);
+}
+
+static void f16_to_f32(const uint16_t *x, float *y, uint32_t n) {
+    uint32_t i = 0;
+#if defined(SID_HAS_AVX2) || defined(SID_HAS_AVX512)
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(x + i))));
+#endif
+    for (; i < n; i++) y[i] = sid_f16_to_f32(x[i]);
+}
+
+static void f32_to_bf16(const float *x, uint16_t *y, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) y[i] = sid_f32_to_bf16(x[i]);
+}
+
+static void bf16_to_f32(const uint16_t *x, float *y, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) y[i] = sid_bf16_to_f32(x[i]);
+}
+
+static void scale(const float *x, float *y, uint32_t n, float s) {
+    for (uint32_t i = 0; i < n; i++) y[i] = x[i] * s;
+}
+
+#ifdef SID_HAS_AVX512
+static inline __m512i clamped(const float *x, float max, float s) {
+    const __m512 v = _mm512_loadu_ps(x);
+    const __m512i k = keys16(x), top = _mm512_set1_epi32((int)sid_f32_bits(max));
+    const __mmask16 over =
+        _mm512_cmpgt_epi32_mask(k, top) & _mm512_cmplt_epi32_mask(k, _mm512_set1_epi32((int)SID_KEY_INF));
+    const __m512i sign = _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32((int)0x80000000u));
+    const __m512i y = _mm512_mask_mov_epi32(_mm512_castps_si512(v), over, _mm512_or_si512(top, sign));
+    return _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(y), _mm512_set1_ps(s)));
+}
+static inline __m256i to_bf16(__m512i u) {
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
+    const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
+    const __mmask16 nan = _mm512_cmpgt_epi32_mask(_mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff)),
+                                                  _mm512_set1_epi32((int)SID_KEY_INF));
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(up, nan, quiet));
+}
+static inline __m256i to_half(__m512i u, int bf16) {
+    return bf16 ? to_bf16(u) : _mm512_cvtps_ph(_mm512_castsi512_ps(u), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+/* Of a finite number: to_bf16's, in the upper half of each word. */
+static inline __m512i rounded_bf16(__m512i u) {
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+}
+static inline int any_over(const float *x, __m512i top) { return _mm512_cmpgt_epi32_mask(keys16(x), top) != 0; }
+static inline __m512 of_half(__m256i h, int bf16) {
+    return bf16 ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)) : _mm512_cvtph_ps(h);
+}
+#endif
+enum {
+    CHUNK = 64
+}; /* elements between two buffers that stay in registers or close by */
+
+static void half_chunk(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16) {
+    float buf[CHUNK];
+    clamp(x, buf, n, max);
+    scale(buf, buf, n, s);
+    if (bf16)
+        f32_to_bf16(buf, y, n);
+    else
+        f32_to_f16(buf, y, n);
+}
+
+/* What is beyond max, and no finite number, is rare: the rest takes half the instructions. */
+static void half_body(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16) {
+    uint32_t i = 0;
+#ifdef SID_HAS_AVX512
+    const __m512i top = _mm512_set1_epi32((int)sid_f32_bits(max));
+    for (; i + 16 <= n; i += 16) {
+        const __m512i u = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(s)));
+        const __m256i half = any_over(x + i, top) ? to_half(clamped(x + i, max, s), bf16)
+                             : bf16               ? _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bf16(u), 16))
+                                                  : to_half(u, 0);
+        _mm256_storeu_si256((__m256i *)(void *)(y + i), half);
+    }
+#endif
+    for (; i < n; i += CHUNK) half_chunk(x + i, y + i, n - i < CHUNK ? n - i : CHUNK, s, max, bf16);
+}
+
+static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse, float max, int bf16) {
+    const int32_t from = (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key);
+    uint32_t i = 0;
+#ifdef SID_HAS_AVX512
+    const __m512i top = _mm512_set1_epi32((int)sid_f32_bits(max)), upper = _mm512_set1_epi32((int)0xffff0000u);
+    for (; i + 16 <= n; i += 16) {
+        const __m512 v = _mm512_loadu_ps(x + i);
+        const __m512i u = _mm512_castps_si512(_mm512_mul_ps(v, _mm512_set1_ps(s)));
+        const __m512 half = any_over(x + i, top) ? of_half(to_half(clamped(x + i, max, s), bf16), bf16)
+                            : bf16               ? _mm512_castsi512_ps(_mm512_and_si512(rounded_bf16(u), upper))
+                                                 : of_half(to_half(u, 0), 0);
+        const __m512 sent = _mm512_mul_ps(half, _mm512_set1_ps(inverse));
+        const __mmask16 m = _mm512_cmpge_epi32_mask(keys16(x + i), _mm512_set1_epi32(from));
+        _mm512_storeu_ps(x + i, _mm512_mask_sub_ps(v, m, v, sent));
+    }
+#endif
+    for (; i < n; i += CHUNK) {
+        const uint32_t len = n - i < CHUNK ? n - i : CHUNK;
+        uint16_t body[CHUNK];
+        float sent[CHUNK] = {0};
+        half_chunk(x + i, body, len, s, max, bf16);
+        if (bf16)
+            bf16_to_f32(body, sent, len);
+        else
+            f16_to_f32(body, sent, len);
+        scale(sent, sent, len, inverse);
+        for (uint32_t j = 0; j < len; j++)
+            x[i + j] -= sid_bits_f32((int32_t)sid_key(x[i + j]) >= from ? sid_f32_bits(sent[j]) : 0u);
+    }
+}
+
+/* y = x * s, past the caches or not, and x = 0; whether y is finite. Past them in two loops: other stores between these
+ * would send half a line of them on its way. */
+static int drain(float *x, float *y, uint32_t n, float s, int past) {
+    uint32_t i = 0, max = 0;
+    vi top = {0};
+#if defined(__SSE2__)
+    if (past) {
+        for (; i < n && ((uintptr_t)(y + i) & 63u); i++) {
+            y[i] = x[i] * s;
+            max = sid_key(y[i]) > max ? sid_key(y[i]) : max;
+        }
+        for (; i + WIDE <= n; i += WIDE) {
+            const vf v = load(x + i) * s;
+            top = higher(top, keys(v));
+#if BYTES == 64
+            _mm512_stream_ps(y + i, (__m512)v);
+#elif BYTES == 32
+            _mm256_stream_ps(y + i, (__m256)v);
+#else
+            _mm_stream_ps(y + i, (__m128)v);
+#endif
+        }
+    }
+#else
+    past = 0; /* there are no such stores */
+#endif
+    for (; !past && i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i) * s;
+        top = higher(top, keys(v));
+        store(y + i, v);
+        store(x + i, (vf){0});
+    }
+    for (; i < n; i++) {
+        y[i] = x[i] * s;
+        max = sid_key(y[i]) > max ? sid_key(y[i]) : max;
+        x[i] = 0;
+    }
+    if (past) memset(x, 0, 4ull * n);
+    for (int j = 0; j < WIDE; j++) max = (uint32_t)top[j] > max ? (uint32_t)top[j] : max;
+    return max < SID_KEY_INF;
+}
+
+static void fence(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
