@@ -11,7 +11,6 @@ extern "C" {
 /* ---- registry.c ------------------------------------------------------------------------------------------------ */
 const sid_codec *sid_codec_of(const sid_info *i);
 const sid_memory *sid_memory_of(const sid_info *i);
-int sid_exchange_has_cuda(const sid_info *info); /* exchange.c */
 
 /* ---- encode.c: the state a step starts from, and what it keeps --------------------------------------------------- */
 static inline const sid_state *sid_origin(const void *state, const sid_step *at) {

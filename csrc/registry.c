@@ -1,7 +1,8 @@
-/* The only place that knows all codecs and memories. */
+/* The only place that knows all codecs, memories and exchanges. */
 #include <string.h>
 
 #include "core.h"
+#include "exchange/exchange.h"
 
 #define SID_CODEC(symbol, cuda) extern const sid_codec sid_codec_##symbol;
 #include "codecs.def"
@@ -9,6 +10,9 @@
 #define SID_MEMORY(symbol, cuda) extern const sid_memory sid_memory_##symbol;
 #include "memories.def"
 #undef SID_MEMORY
+#define SID_EXCHANGE(symbol, cuda) extern const sid_exchange_kind sid_exchange_##symbol;
+#include "exchanges.def"
+#undef SID_EXCHANGE
 
 #ifdef SID_WITH_CUDA
 enum {
@@ -38,13 +42,24 @@ static const struct {
 #undef SID_MEMORY
 };
 
+static const struct {
+    const sid_exchange_kind *kind;
+    int cuda;
+} exchanges[] = {
+#define SID_EXCHANGE(symbol, cuda) {&sid_exchange_##symbol, (cuda) && WITH_CUDA},
+#include "exchanges.def"
+#undef SID_EXCHANGE
+};
+
 enum {
     N_CODECS = sizeof codecs / sizeof *codecs,
-    N_MEMORIES = sizeof memories / sizeof *memories
+    N_MEMORIES = sizeof memories / sizeof *memories,
+    N_EXCHANGES = sizeof exchanges / sizeof *exchanges
 };
 
 const sid_info *sid_codec_at(uint32_t i) { return i < N_CODECS ? &codecs[i].codec->info : NULL; }
 const sid_info *sid_memory_at(uint32_t i) { return i < N_MEMORIES ? &memories[i].memory->info : NULL; }
+const sid_info *sid_exchange_at(uint32_t i) { return i < N_EXCHANGES ? &exchanges[i].kind->info : NULL; }
 
 const sid_info *sid_codec_find(const char *name) {
     for (uint32_t i = 0; name && i < N_CODECS; i++)
@@ -55,6 +70,12 @@ const sid_info *sid_codec_find(const char *name) {
 const sid_info *sid_memory_find(const char *name) {
     for (uint32_t i = 0; name && i < N_MEMORIES; i++)
         if (!strcmp(memories[i].memory->info.name, name)) return &memories[i].memory->info;
+    return NULL;
+}
+
+const sid_info *sid_exchange_find(const char *name) {
+    for (uint32_t i = 0; name && i < N_EXCHANGES; i++)
+        if (!strcmp(exchanges[i].kind->info.name, name)) return &exchanges[i].kind->info;
     return NULL;
 }
 
@@ -70,10 +91,18 @@ const sid_memory *sid_memory_of(const sid_info *info) {
     return NULL;
 }
 
+const sid_exchange_kind *sid_kind_of(const sid_info *info) {
+    for (uint32_t i = 0; i < N_EXCHANGES; i++)
+        if (&exchanges[i].kind->info == info) return exchanges[i].kind;
+    return NULL;
+}
+
 int sid_has_cuda(const sid_info *info) {
     for (uint32_t i = 0; i < N_CODECS; i++)
         if (&codecs[i].codec->info == info) return codecs[i].cuda;
     for (uint32_t i = 0; i < N_MEMORIES; i++)
         if (&memories[i].memory->info == info) return memories[i].cuda;
-    return sid_exchange_has_cuda(info);
+    for (uint32_t i = 0; i < N_EXCHANGES; i++)
+        if (&exchanges[i].kind->info == info) return exchanges[i].cuda;
+    return 0;
 }

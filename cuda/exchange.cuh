@@ -24,7 +24,7 @@ enum {
 };
 static_assert(sizeof(sid_exchange_head) <= SID_EXCHANGE_HEAD, "what is the exchange's own begins behind it");
 
-/* One step of one rank, as of sid_trip. */
+/* One step of one rank, as of sid_exchange_step. */
 struct sid_cuda_trip {
     const sid_exchange *x;
     sid_table table;              /* of the group */

@@ -58,7 +58,9 @@ typedef struct sparse_work {
 } sparse_work;
 enum {
     SPARSE_OWN = 1024
-}; /* bytes of work for the codec itself; they survive from one reading to the next */
+}; /* bytes of work for the codec itself; they survive from one pass to the next */
+
+/* ---- sparse.c: sizes, candidates, sums ---------------------------------------------------------------------------- */
 
 /* p->k from the density. */
 void sparse_k(sid_plan *p);
@@ -69,20 +71,40 @@ uint64_t sparse_bytes(const sid_plan *p);
 /* Rows of running sums over the group, which a codec has asked for beyond it. */
 double *sparse_sums_of(const sid_pass *w, uint32_t i);
 
-sparse_work *sparse_of(const sid_pass *w);
+static inline sparse_work *sparse_of(const sid_pass *w) { return (sparse_work *)w->scratch; }
 void *sparse_own(const sid_pass *w);
-/* Starts a reading that captures keys >= low. */
+/* Starts a pass that captures keys >= low. */
 sparse_work *sparse_begin(sid_pass *w, uint32_t low);
 void sparse_capture(sid_pass *w, const float *acc, uint64_t at, uint32_t len);
-/* The end of a reading, before anything is made of the candidates. */
+/* The end of a pass, before anything is made of the candidates. */
 sparse_work *sparse_settle(sid_pass *w);
-/* Over a tile: sum of |x|; and sum[0] the same, sum[1], count[0] of those with key(x) >= a; sum[2], count[1] with key(x) >= b. In float32
- * and a fixed order, in float64 where that overflows. */
+
+/* Over a tile, in float32 and a fixed order, in float64 where that overflows. sparse_sum: of |x|. sparse_sums: sum[0] the same;
+ * sum[1], count[0] of those with key(x) >= a; sum[2], count[1] with key(x) >= b. */
 double sparse_sum(const sid_pass *w, const float *x, uint32_t len);
 void sparse_sums(const sid_pass *w, const float *x, uint32_t len, uint32_t a, uint32_t b, double sum[3],
                  uint32_t count[2]);
+/* Sums of |x|, x^2 and x: in float64 if `exact`, else from float lanes where these hold them, to about 1e-7. */
+void sparse_moments(const sid_pass *w, const float *x, uint32_t len, uint32_t exact, double sum[3]);
+/* Sums of |x|, x^2; of |x| over key(x) >= a, count[0] of them; of |x|, x^2 over >= b, count[1]. As above; and as the sums
+ * over >= b are made from those of |x| - b, the variance there too is good to 1e-7. */
+void sparse_tails(const sid_pass *w, const float *x, uint32_t len, uint32_t a, uint32_t b, uint32_t exact,
+                  double sum[5], uint32_t count[2]);
 /* How many candidates have key >= key, and the sum of their magnitudes in a fixed order. */
 uint64_t sparse_above(const sid_pass *w, uint32_t key, double *sum);
+
+/* How many elements reach a key that is settled after the pass. The candidates tell, if it is not below `low`; else
+ * another pass counts, for which sparse_again says what to capture. All-zero before the first pass. */
+typedef struct sparse_probe {
+    uint32_t key, on;
+    uint64_t count;
+} sparse_probe;
+void sparse_probing(const sid_pass *w, sparse_probe *probe, const float *x, uint32_t len); /* each tile */
+int sparse_reach(const sid_pass *w, sparse_probe *probe, uint32_t key, uint64_t *found);   /* 0: make another pass */
+uint32_t sparse_again(const sid_pass *w, uint32_t key);
+
+/* ---- sparse_select.c: the rank-th largest, exactly ---------------------------------------------------------------- */
+
 typedef struct sparse_pick {
     uint32_t key;         /* of the rank-th largest candidate */
     uint64_t above, ties; /* candidates beyond that key, and with that very key */
@@ -94,40 +116,28 @@ sparse_pick sparse_select(const sid_pass *w, uint64_t rank, uint32_t guess, uint
 sparse_pick sparse_select_of(const sid_simd *v, const float *val, uint64_t count, uint32_t *keys, uint64_t rank,
                              uint32_t guess, uint32_t spread);
 
-/* How many elements reach a key that is settled after the reading. The candidates tell, if it is not below `low`; else
- * another reading counts, for which sparse_again says what to capture. All-zero before the first reading. */
-typedef struct sparse_probe {
-    uint32_t key, on;
-    uint64_t count;
-} sparse_probe;
-void sparse_probing(const sid_pass *w, sparse_probe *probe, const float *x, uint32_t len); /* each tile */
-int sparse_reach(const sid_pass *w, sparse_probe *probe, uint32_t key, uint64_t *found);   /* 0: read again */
-uint32_t sparse_again(const sid_pass *w, uint32_t key);
+/* ---- sparse_emit.c: the body, and the rule ------------------------------------------------------------------------ */
 
 /* Settles the rule "all from key on", and writes the payload. */
 void sparse_emit_from(sid_pass *w, uint32_t key, uint32_t flags);
 /* Settles the rule "key > pick.key, and the first `take` of the ties", and writes the payload. */
 void sparse_emit(sid_pass *w, sparse_pick pick, uint64_t take, uint32_t flags);
-
-/* Slots that need nothing of the codec; and all of a codec's, whose file has `rescale` and `bounds`. */
+/* Bytes of a payload without values, SID_FLAG_MEAN. */
+uint64_t sparse_mean_bytes(const sid_plan *p);
+/* For a sid_codec: by the rule, which also says whether values were sent. */
 void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);
 int sparse_sent_from(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
 void sparse_none(sid_rule *rule);
+
+/* ---- sparse_decode.c: for a sid_codec, too; `mean`: of payloads without values ------------------------------------ */
+
 sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *err);
 void sparse_open(sid_gather *g);
 void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
-/* Sums of |x|, x^2 and x: in float64 if `exact`, else from float lanes where these hold them, to about 1e-7. */
-void sparse_moments(const sid_pass *w, const float *x, uint32_t len, uint32_t exact, double sum[3]);
-/* Sums of |x|, x^2; of |x| over key(x) >= a, count[0] of them; of |x|, x^2 over >= b, count[1]. As above; and as the sums
- * over >= b are made from those of |x| - b, the variance there too is good to 1e-7. */
-void sparse_tails(const sid_pass *w, const float *x, uint32_t len, uint32_t a, uint32_t b, uint32_t exact,
-                  double sum[5], uint32_t count[2]);
-
-/* The same of payloads without values, SID_FLAG_MEAN. sparse_keep does both, by the rule. */
-uint64_t sparse_mean_bytes(const sid_plan *p);
 sid_status sparse_mean_check(const sid_plan *p, const uint8_t *payload, sid_error *err);
 void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
 
+/* All of a sparse codec, whose file has `rescale` and `bounds`. */
 #define SPARSE_CODEC(symbol, rows, plan_, begin_, tile_, finish_, check_, decode_, ...)                                \
     const sid_codec sid_codec_##symbol = {.info = {.family = "sparse", SID_PARAMETERS(rows), __VA_ARGS__},             \
                                           .plan = plan_,                                                               \

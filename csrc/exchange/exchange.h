@@ -1,4 +1,5 @@
-/* The contract between exchange.c, which keeps a step together, and the exchanges. */
+/* What an exchange is: the contract to which this folder is written (docs/exchanges.md). route.c makes one, step.c keeps a
+ * step together, frames.c has the messages that are no payloads, kept.c what stays from step to step. */
 #ifndef SID_EXCHANGE_H
 #define SID_EXCHANGE_H
 
@@ -10,7 +11,7 @@ enum {
 };
 
 /* One step of one rank. */
-typedef struct sid_trip {
+typedef struct sid_exchange_step {
     const sid_exchange *x;
     const sid_segment *seg;
     sid_segment *cut; /* room for n_seg */
@@ -19,7 +20,7 @@ typedef struct sid_trip {
     const sid_step *at;
     sid_report *report;
     sid_error *err;
-} sid_trip;
+} sid_exchange_step;
 
 /* A part of a state: what `plan` keeps of the elements from `start` on. */
 typedef struct sid_part {
@@ -51,12 +52,12 @@ typedef struct sid_exchange_kind {
     uint32_t (*messages)(const sid_exchange *x, uint32_t round, int receive, sid_message *out);
     /* Rounds 0 to rounds - 1, and once more with `rounds`, where everything received must be checked. It goes on after a
      * failure: what cannot be had is replaced by what tells the others (sid_poison, an empty payload). */
-    sid_status (*advance)(sid_trip *t, uint32_t round);
+    sid_status (*advance)(sid_exchange_step *t, uint32_t round);
     /* What may be done while the messages of `round` travel, before advance(round + 1), which else does it: it touches
      * none of them. NULL: nothing. */
-    void (*meanwhile)(sid_trip *t, uint32_t round);
-    void (*finish)(sid_trip *t); /* all is well on all ranks: writes the segments */
-    void (*undo)(sid_trip *t);   /* something went wrong: the step did not happen. NULL: sid_undo_parts */
+    void (*meanwhile)(sid_exchange_step *t, uint32_t round);
+    void (*finish)(sid_exchange_step *t); /* all is well on all ranks: writes the segments */
+    void (*undo)(sid_exchange_step *t);   /* something went wrong: the step did not happen. NULL: sid_undo_parts */
     void (*hop)(const sid_exchange *x, uint32_t round, sid_hop *out); /* of a one-bit ring; else NULL */
     uint32_t (*parts)(const sid_exchange *x);
     sid_part (*part)(const sid_exchange *x, uint32_t i);
@@ -102,9 +103,9 @@ enum {
 };
 
 /* Closes a frame around `bytes` (a multiple of 32) that follow it. */
-void sid_frame_close(const sid_trip *t, sid_frame *f, uint32_t round, uint32_t flags, uint64_t bytes);
+void sid_frame_close(const sid_exchange_step *t, sid_frame *f, uint32_t round, uint32_t flags, uint64_t bytes);
 /* Opens one from `peer`: SID_OK and its flags, or why not. A poisoned one is SID_E_CORRUPT. */
-sid_status sid_frame_open(sid_trip *t, const sid_frame *f, uint32_t round, uint64_t bytes, uint32_t peer,
+sid_status sid_frame_open(sid_exchange_step *t, const sid_frame *f, uint32_t round, uint64_t bytes, uint32_t peer,
                           uint32_t *flags);
 
 /* ---- places, for the kernels of a device ------------------------------------------------------------------------ */
@@ -156,9 +157,9 @@ static inline uint32_t sid_slice_kind(const sid_exchange *x, uint32_t s) {
 sid_status sid_slice_plans(const sid_exchange *x, const sid_route *r, const char *memory, sid_dtype dtype,
                            sid_plan plan[SID_MAX_PLANS], sid_error *err);
 /* t->cut <- elements [start, start + len) of the segments; returns how many segments that are. */
-uint32_t sid_cut(const sid_trip *t, uint64_t start, uint64_t len);
+uint32_t sid_cut(const sid_exchange_step *t, uint64_t start, uint64_t len);
 /* Remembers the first failure of a step, and whose; returns it. */
-sid_status sid_blame(sid_trip *t, sid_status s, uint32_t culprit);
+sid_status sid_blame(sid_exchange_step *t, sid_status s, uint32_t culprit);
 /* `step` for slice s, by a rank of `world`. */
 static inline sid_step sid_slice_step(const sid_step *step, uint32_t s, uint32_t rank, uint32_t world) {
     sid_step at = *step;
@@ -168,10 +169,10 @@ static inline sid_step sid_slice_step(const sid_step *step, uint32_t s, uint32_t
     return at;
 }
 /* Encodes slice s of the segments, or on failure leaves a payload that nobody takes for one. */
-sid_status sid_encode_part(sid_trip *t, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, uint8_t *state,
-                           uint8_t *work, const sid_step *at, uint8_t *payload);
+sid_status sid_encode_part(sid_exchange_step *t, const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
+                           uint8_t *state, uint8_t *work, const sid_step *at, uint8_t *payload);
 /* Takes the gradient out of all parts again that are not common. */
-void sid_undo_parts(sid_trip *t);
+void sid_undo_parts(sid_exchange_step *t);
 
 /* Of an exchange that keeps what its one plan keeps. */
 uint32_t sid_one_part(const sid_exchange *x);
@@ -185,7 +186,7 @@ typedef struct sid_fault {
     uint32_t encoded; /* what there is to undo: SID_OWN, SID_FOR_ALL, SID_SPENT */
     char text[256];
 } sid_fault;
-static inline sid_fault *sid_fault_of(const sid_trip *t) { return (sid_fault *)(void *)t->work; }
+static inline sid_fault *sid_fault_of(const sid_exchange_step *t) { return (sid_fault *)(void *)t->work; }
 enum {
     SID_FAULT_BYTES = 320,
     SID_OWN = 1,
@@ -193,7 +194,7 @@ enum {
     SID_SPENT = 4 /* the vector that was encoded is gone: what is owed can only be forgotten with it */
 };
 
-const sid_exchange_kind *sid_kind_of(const sid_info *info);
+const sid_exchange_kind *sid_kind_of(const sid_info *info); /* registry.c */
 /* x from the route; x[1] is room for one within. */
 sid_status sid_route_plan(const sid_route *r, sid_exchange *x, sid_error *err);
 

@@ -28,7 +28,7 @@ static sid_status plan_whole(sid_exchange *x, const sid_route *r, sid_error *err
     return SID_OK;
 }
 
-static sid_status encode(sid_trip *t, uint8_t *payload) {
+static sid_status encode(sid_exchange_step *t, uint8_t *payload) {
     const sid_exchange *x = t->x;
     const sid_status s =
         sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->at[SCRATCH], t->at, payload);
@@ -58,7 +58,7 @@ static uint32_t gather_messages(const sid_exchange *x, uint32_t round, int recei
     return count;
 }
 
-static sid_status gather_advance(sid_trip *t, uint32_t round) {
+static sid_status gather_advance(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
     if (!round) encode(t, t->wire + x->rank * x->message);
     for (uint32_t r = 0; round == x->rounds && r < x->world && !sid_fault_of(t)->status; r++)
@@ -66,7 +66,7 @@ static sid_status gather_advance(sid_trip *t, uint32_t round) {
     return SID_OK;
 }
 
-static void gather_finish(sid_trip *t) {
+static void gather_finish(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     sid_decode_sound(x->plan, t->wire, x->message, x->world, 1.0f / (float)x->world, t->seg, x->dtype,
                      x->sizes.vectors ? t->state : NULL, t->report);
@@ -153,12 +153,12 @@ static uint32_t reduce_messages(const sid_exchange *x, uint32_t round, int recei
     return count;
 }
 
-static uint8_t *frame_of(const sid_trip *t, uint32_t where, uint32_t i) {
+static uint8_t *frame_of(const sid_exchange_step *t, uint32_t where, uint32_t i) {
     return t->wire + t->x->at[where] + i * t->x->message;
 }
 
 /* Piece s goes out; after a failure zeros, in a frame that names the rank at fault. */
-static void send_piece(const sid_trip *t, uint32_t round, uint32_t s) {
+static void send_piece(const sid_exchange_step *t, uint32_t round, uint32_t s) {
     const piece p = piece_of(t->x, round / 2, s);
     const uint64_t body = sid_round_up(p.bytes, 32), bytes = sid_fault_of(t)->status ? 0 : p.bytes;
     uint8_t *frame = frame_of(t, OUT, s), *to = frame + SID_FRAME_BYTES;
@@ -169,7 +169,7 @@ static void send_piece(const sid_trip *t, uint32_t round, uint32_t s) {
 }
 
 /* What has come in `round` is sound, or there is a fault. */
-static void open_pieces(sid_trip *t, uint32_t round) {
+static void open_pieces(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
     for (uint32_t r = 0; r < x->world; r++) {
         const piece p = piece_of(x, round / 2, round % 2 ? r : x->rank);
@@ -181,7 +181,7 @@ static void open_pieces(sid_trip *t, uint32_t round) {
 }
 
 /* The other ranks' sums, into their places. */
-static void take_sums(sid_trip *t, uint32_t sum) {
+static void take_sums(sid_exchange_step *t, uint32_t sum) {
     for (uint32_t r = 0; r < t->x->world; r++) {
         const piece p = piece_of(t->x, sum, r);
         if (r != t->x->rank) memcpy(t->wire + p.start, frame_of(t, IN, r) + SID_FRAME_BYTES, p.bytes);
@@ -189,7 +189,7 @@ static void take_sums(sid_trip *t, uint32_t sum) {
 }
 
 /* This rank's piece <- the sum over the ranks, in rank order, in float32, rounded once; or of bytes modulo 256. */
-static void sum_pieces(sid_trip *t, uint32_t sum) {
+static void sum_pieces(sid_exchange_step *t, uint32_t sum) {
     const sid_exchange *x = t->x;
     const sid_simd *v = x->plan->simd;
     const sid_dtype d = x->plan->sizes.body_dtype;
@@ -215,7 +215,7 @@ static void sum_pieces(sid_trip *t, uint32_t sum) {
 }
 
 /* What this rank has to say in the codec's round `sum`. */
-static void say(sid_trip *t, uint32_t sum) {
+static void say(sid_exchange_step *t, uint32_t sum) {
     const sid_exchange *x = t->x;
     if (!sum) encode(t, t->wire);
     if (!sum || sid_fault_of(t)->status) return;
@@ -225,7 +225,7 @@ static void say(sid_trip *t, uint32_t sum) {
     sid_blame(t, s, x->rank);
 }
 
-static sid_status reduce_advance(sid_trip *t, uint32_t round) {
+static sid_status reduce_advance(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
     const sid_fault *f = sid_fault_of(t);
     if (round) open_pieces(t, round - 1);
@@ -243,7 +243,7 @@ static sid_status reduce_advance(sid_trip *t, uint32_t round) {
     return SID_OK;
 }
 
-static void reduce_finish(sid_trip *t) {
+static void reduce_finish(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     sid_decode_sound(x->plan, t->wire, x->plan->sizes.payload, 1, 1.0f / (float)x->world, t->seg, x->dtype,
                      x->sizes.vectors ? t->state : NULL, t->report);

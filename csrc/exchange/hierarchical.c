@@ -129,19 +129,19 @@ static uint32_t messages(const sid_exchange *x, uint32_t round, int receive, sid
 
 /* ---- a step -------------------------------------------------------------------------------------------------- */
 
-static float *sum_of(const sid_trip *t) { return (float *)(void *)(t->work + t->x->at[SUM]); }
-static uint8_t *frame_of(const sid_trip *t, uint32_t where, uint32_t i) {
+static float *sum_of(const sid_exchange_step *t) { return (float *)(void *)(t->work + t->x->at[SUM]); }
+static uint8_t *frame_of(const sid_exchange_step *t, uint32_t where, uint32_t i) {
     return t->wire + t->x->at[where] + i * t->x->message;
 }
 
 typedef struct inner_trip {
-    sid_trip trip;
+    sid_exchange_step trip;
     sid_step at;
     sid_segment seg, cut;
     sid_report report;
 } inner_trip;
 
-static void enter(sid_trip *t, inner_trip *i) {
+static void enter(sid_exchange_step *t, inner_trip *i) {
     const sid_exchange *x = t->x;
     i->seg = i->cut = (sid_segment){sum_of(t), sid_slice_len(x, local_of(x))};
     i->at = *t->at;
@@ -149,11 +149,11 @@ static void enter(sid_trip *t, inner_trip *i) {
     i->at.world = x->word[NODES];
     i->at.group += sid_nodes_of(x).group;
     i->report = (sid_report){0, 0};
-    i->trip = (sid_trip){sid_within(x),         &i->seg, &i->cut,    1,     t->state, t->work + x->at[WORK],
-                         t->wire + x->at[WIRE], &i->at,  &i->report, t->err};
+    i->trip = (sid_exchange_step){sid_within(x),         &i->seg, &i->cut,    1,     t->state, t->work + x->at[WORK],
+                                  t->wire + x->at[WIRE], &i->at,  &i->report, t->err};
 }
 
-static void scatter(sid_trip *t) {
+static void scatter(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     for (uint32_t s = 0; s < x->word[L]; s++) {
         if (s == local_of(x)) continue;
@@ -171,7 +171,7 @@ static void scatter(sid_trip *t) {
 
 /* As in csrc/decode.c: where the sum of the node's ranks overflows, although their mean may not, that is taken in float64.
  * x: the sums of elements at .. at + len of our slice, and then their means. */
-static void means(sid_trip *t, float *x, uint64_t at, uint32_t len) {
+static void means(sid_exchange_step *t, float *x, uint64_t at, uint32_t len) {
     const sid_exchange *e = t->x;
     const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
     const uint32_t mine = local_of(e);
@@ -198,7 +198,7 @@ static void means(sid_trip *t, float *x, uint64_t at, uint32_t len) {
 }
 
 /* The node's mean of our slice, in the order of its ranks. */
-static void add_up(sid_trip *t) {
+static void add_up(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
     const uint32_t mine = local_of(x);
@@ -230,7 +230,7 @@ static void add_up(sid_trip *t) {
 }
 
 /* What the nodes made of our slice goes to the node's other ranks. */
-static void spread(sid_trip *t) {
+static void spread(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     const uint32_t mine = local_of(x);
     uint8_t *frame = frame_of(t, OUT, mine);
@@ -243,7 +243,7 @@ static void spread(sid_trip *t) {
     sid_frame_close(t, (sid_frame *)(void *)frame, x->rounds - 1, sid_fault_of(t)->flags, body);
 }
 
-static void look(sid_trip *t) {
+static void look(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     for (uint32_t l = 0; l < x->word[L]; l++) {
         uint32_t flags;
@@ -254,7 +254,7 @@ static void look(sid_trip *t) {
     }
 }
 
-static sid_status advance(sid_trip *t, uint32_t round) {
+static sid_status advance(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x, *in = sid_within(x);
     const uint32_t first = x->word[SCATTER], last = first + in->rounds;
     sid_fault *f = sid_fault_of(t);
@@ -288,7 +288,7 @@ static sid_status advance(sid_trip *t, uint32_t round) {
     return SID_OK;
 }
 
-static void meanwhile(sid_trip *t, uint32_t round) {
+static void meanwhile(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x, *in = sid_within(x);
     const uint32_t first = x->word[SCATTER];
     if (!in->kind->meanwhile || round < first || round - first >= in->rounds) return;
@@ -297,7 +297,7 @@ static void meanwhile(sid_trip *t, uint32_t round) {
     in->kind->meanwhile(&i.trip, round - first);
 }
 
-static void undo(sid_trip *t) {
+static void undo(sid_exchange_step *t) {
     const sid_exchange *in = sid_within(t->x);
     inner_trip i;
     enter(t, &i);
@@ -308,7 +308,7 @@ static void undo(sid_trip *t) {
         (in->kind->undo ? in->kind->undo : sid_undo_parts)(&i.trip);
 }
 
-static void finish(sid_trip *t) {
+static void finish(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
     const int bad = (sid_fault_of(t)->flags & SID_FRAME_NONFINITE) != 0;

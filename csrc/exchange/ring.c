@@ -111,7 +111,7 @@ typedef struct signing {
     uint32_t spare;
     sid_ranges ranges;
 } signing;
-static signing *signing_of(const sid_trip *t) { return (signing *)(void *)(t->work + SID_FAULT_BYTES); }
+static signing *signing_of(const sid_exchange_step *t) { return (signing *)(void *)(t->work + SID_FAULT_BYTES); }
 
 static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
     const sid_status s = sid_sub_plan(r, r->group->n, NULL, r->group->dtype, &x->plan[0], err);
@@ -241,14 +241,14 @@ static void hop(const sid_exchange *x, uint32_t round, sid_hop *out) {
     }
 }
 
-static void send(sid_trip *t, const sid_hop_side *h) {
+static void send(sid_exchange_step *t, const sid_hop_side *h) {
     uint8_t *frame = t->wire + h->frame, *body = frame + SID_FRAME_BYTES;
     memcpy(body, t->wire + h->bits, h->bytes);
     memset(body + h->bytes, 0, h->body - h->bytes);
     sid_frame_close(t, (sid_frame *)(void *)frame, h->round, sid_fault_of(t)->flags & ~h->untold, h->body);
 }
 
-static void receive(sid_trip *t, const sid_hop *h) {
+static void receive(sid_exchange_step *t, const sid_hop *h) {
     uint32_t flags;
     const uint8_t *frame = t->wire + h->in.frame, *body = frame + SID_FRAME_BYTES;
     if (sid_frame_open(t, (const sid_frame *)(const void *)frame, h->in.round, h->in.body, h->in.peer, &flags)) return;
@@ -264,7 +264,7 @@ static void receive(sid_trip *t, const sid_hop *h) {
 
 /* ---- own signs --------------------------------------------------------------------------------------------------- */
 
-static void begin_signs(sid_trip *t) {
+static void begin_signs(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     signing *s = signing_of(t);
     memset(t->wire, 0, x->at[OUT]); /* also what the last unit has beyond the payload */
@@ -280,7 +280,7 @@ static void begin_signs(sid_trip *t) {
 }
 
 /* Those of the leading ring's first `slices` slices, in the order in which they are merged. */
-static void take_signs(sid_trip *t, uint32_t slices) {
+static void take_signs(sid_exchange_step *t, uint32_t slices) {
     const ring k = leading(t->x);
     const uint64_t n = t->x->n;
     signing *s = signing_of(t);
@@ -294,7 +294,7 @@ static void take_signs(sid_trip *t, uint32_t slices) {
     if (slices == k.size && sid_end_ranges(&s->ranges)) sid_fault_of(t)->flags |= SID_FRAME_NONFINITE;
 }
 
-static sid_status advance(sid_trip *t, uint32_t round) {
+static sid_status advance(sid_exchange_step *t, uint32_t round) {
     sid_hop h;
     if (!round) begin_signs(t);
     take_signs(t, round + 1);
@@ -304,15 +304,15 @@ static sid_status advance(sid_trip *t, uint32_t round) {
     return SID_OK;
 }
 
-static void meanwhile(sid_trip *t, uint32_t round) { take_signs(t, round + 2); }
+static void meanwhile(sid_exchange_step *t, uint32_t round) { take_signs(t, round + 2); }
 
-static void undo(sid_trip *t) {
+static void undo(sid_exchange_step *t) {
     /* What is kept is of the last step where no sign has been taken: all of it must be of this one. */
     take_signs(t, UINT32_MAX);
     sid_undo_parts(t);
 }
 
-static void finish(sid_trip *t) {
+static void finish(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     sid_header *h = (sid_header *)(void *)t->wire;
     if (sid_fault_of(t)->flags & SID_FRAME_NONFINITE) h->flags |= SID_FLAG_NONFINITE;

@@ -98,9 +98,9 @@ static uint32_t messages(const sid_exchange *x, uint32_t round, int receive, sid
 
 /* ---- a step -------------------------------------------------------------------------------------------------- */
 
-static float *sum_of(const sid_trip *t) { return (float *)(void *)(t->work + place(t->x, SUM)); }
+static float *sum_of(const sid_exchange_step *t) { return (float *)(void *)(t->work + place(t->x, SUM)); }
 
-static void first_shot(sid_trip *t) {
+static void first_shot(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     sid_fault *f = sid_fault_of(t);
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s); s++) {
@@ -113,7 +113,7 @@ static void first_shot(sid_trip *t) {
     if (!f->status) f->encoded |= SID_OWN;
 }
 
-static void second_shot(sid_trip *t) {
+static void second_shot(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     const uint32_t s = x->rank;
     const sid_plan *own = plan_of(x, x->plan, s);
@@ -138,7 +138,7 @@ static void second_shot(sid_trip *t) {
         sid_fault_of(t)->encoded |= SID_FOR_ALL;
 }
 
-static sid_status advance(sid_trip *t, uint32_t round) {
+static sid_status advance(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
     if (!round) first_shot(t);
     if (round == 1 || !x->rounds) second_shot(t);
@@ -152,7 +152,7 @@ static sid_status advance(sid_trip *t, uint32_t round) {
     return SID_OK;
 }
 
-static void undo(sid_trip *t) {
+static void undo(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     const sid_segment all = {sum_of(t), sid_slice_len(x, x->rank)};
     sid_undo_parts(t);
@@ -160,7 +160,7 @@ static void undo(sid_trip *t) {
         sid_take_back(plan_of(x, x->server, x->rank), (sid_state *)(void *)(t->state + x->at[SERVER]), &all);
 }
 
-static void finish(sid_trip *t) {
+static void finish(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     const uint64_t stride = x->server->sizes.payload;
     int bad = 0;

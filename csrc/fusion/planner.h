@@ -186,7 +186,7 @@ typedef struct sid_planner {
     void (*run)(sid_job *j);                  /* leaves a plan in j->best */
 } sid_planner;
 
-/* Offers the best dense plan, where there is a dense method. Returns a bound of all dense plans; 0: none is known. */
+/* greedy.c: offers the best dense plan, where there is a dense method. Returns a bound of all dense plans; 0: none is known. */
 int64_t sid_dense(sid_job *j);
 /* Plans of one method each, only that one or (-1) all, beside the dense optimum. */
 void sid_pg(sid_job *j, int64_t only);

@@ -29,17 +29,63 @@ only csrc/isa/simd.h -- '\.\./(bits|rng|sidcomp|sums).h'
 only csrc/isa/simd.c -- '\.\./special.h' simd.h '[a-z]+\.inc\.h'
 only csrc/isa/*.inc.h --
 only csrc/codec.h -- '(bits|isa/simd|plan|rng|sums).h'
-only csrc/codec/*.[ch] -- '\.\./(codec|special).h' '[a-z]+\.h'
+only csrc/codec/*.[ch] -- '\.\./(codec|special).h' '[a-z_]+\.h'
 only csrc/memory/*.c -- '\.\./codec.h'
 only csrc/checksum.h csrc/core.h csrc/sound.h -- codec.h
-only csrc/*.c -- '(checksum|core|sound).h' codecs.def memories.def
+only csrc/registry.c -- core.h exchange/exchange.h '(codecs|exchanges|memories).def'
+only $(ls csrc/*.c | grep -v registry.c) -- '(checksum|core|sound).h'
 only csrc/fusion.h --
 only csrc/fusion/*.h -- '\.\./fusion.h'
 only csrc/fusion/*.c -- planner.h
 only csrc/exchange/*.h -- '\.\./core.h'
-only csrc/exchange/*.c -- exchange.h '\.\./checksum.h' '\.\./exchanges.def'
+only csrc/exchange/*.c -- exchange.h '\.\./checksum.h'
 none 'internal.h is for cuda/ and the tests' grep -rn '"\(\.\./\)*internal\.h"' csrc
 only python/bindings.cpp -- fusion.h sidcomp.h
+
+circles() { # TEXT, then pairs of files on stdin, of which the first stands on the second
+    local found
+    found=$(tsort 2>&1 >/dev/null || true)
+    [ -z "$found" ] && return
+    printf '%s:\n%s\n' "$1" "$found" | sed '2,$s/^tsort: //; 2,$s/^/    /'
+    bad=1
+}
+sources=$(find csrc -name '*.[ch]' | sort)
+circles 'headers include one another in a circle' < <(
+    grep -nE '^#include "' $sources | sed -E 's/^([^:]*):[0-9]+:#include "([^"]*)".*/\1 \2/' | while read -r from to; do
+        echo "$from $(realpath -m --relative-to=. "$(dirname "$from")/$to")"
+    done)
+# A function that is defined at the start of a line of one file, and its name in another; comments left out. Tables of
+# codecs, memories and exchanges are data, and no calls.
+circles 'files call one another in a circle' < <(
+    awk '
+    FNR == 1 { file[++files] = FILENAME }
+    {
+        line = $0 # without comments
+        while ((inside && (i = index(line, "*/"))) || (!inside && (i = index(line, "/*")))) {
+            kept = kept (inside ? "" : substr(line, 1, i - 1))
+            line = substr(line, i + 2)
+            inside = !inside
+        }
+        kept = kept (inside ? "" : line)
+        if (kept ~ /^[a-z][a-z0-9_ *]*[ *][a-z0-9_]+\(/ && kept !~ /^(static|typedef|extern) / && kept !~ /;$/) {
+            name = substr(kept, 1, index(kept, "(") - 1)
+            sub(/.*[ *]/, "", name)
+            home[name] = FILENAME
+        }
+        gsub(/[^A-Za-z0-9_]+/, " ", kept)
+        text[files] = text[files] " " kept
+        kept = ""
+    }
+    END {
+        for (f = 1; f <= files; f++) {
+            n = split(text[f], word, " ")
+            for (i = 1; i <= n; i++)
+                if (word[i] in home && home[word[i]] != file[f] && !((f, home[word[i]]) in told)) {
+                    told[f, home[word[i]]] = 1
+                    print file[f], home[word[i]]
+                }
+        }
+    }' $(find csrc -name '*.c' ! -path 'csrc/isa/*' | sort))
 none 'torch belongs to Python' grep -rnE '#include *[<"](torch|ATen|c10)' csrc cuda python --include=*.[ch]* --include=*.cu
 none 'the core allocates, prints, exits or reads the environment' \
     grep -nE '\b(malloc|calloc|realloc|free|printf|fprintf|puts|exit|abort|getenv|fopen|time|clock)\(' -r csrc

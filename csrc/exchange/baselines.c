@@ -67,7 +67,7 @@ static uint32_t messages_cascade(const sid_exchange *x, uint32_t round, int rece
 }
 
 /* Slice s: own, with what has come of it, encoded. */
-static void encode_on(sid_trip *t, uint32_t s, int come) {
+static void encode_on(sid_exchange_step *t, uint32_t s, int come) {
     const sid_exchange *x = t->x;
     const uint64_t len = sid_slice_len(x, s);
     const sid_plan *p = plan_of(x, s);
@@ -100,7 +100,7 @@ static void encode_on(sid_trip *t, uint32_t s, int come) {
     if (!sid_encode_part(t, p, &all, 1, t->state, t->work + x->at[SCRATCH], &at, payload)) *encoded |= SID_OWN;
 }
 
-static sid_status advance_cascade(sid_trip *t, uint32_t round) {
+static sid_status advance_cascade(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
     if (!round)
         encode_on(t, slice_of(x, 0), 0);
@@ -114,7 +114,7 @@ static sid_status advance_cascade(sid_trip *t, uint32_t round) {
     return SID_OK;
 }
 
-static void finish_cascade(sid_trip *t) {
+static void finish_cascade(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     int bad = 0;
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s); s++)
@@ -223,9 +223,11 @@ static void unpack_add(const uint8_t *in, uint64_t n, uint32_t bits, uint8_t *ou
     }
 }
 
-static uint8_t *counts_of(const sid_trip *t, uint32_t s) { return t->work + t->x->at[COUNTS] + s * t->x->slice; }
+static uint8_t *counts_of(const sid_exchange_step *t, uint32_t s) {
+    return t->work + t->x->at[COUNTS] + s * t->x->slice;
+}
 
-static void receive_expand(sid_trip *t, uint32_t round) {
+static void receive_expand(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
     const uint8_t *frame = t->wire + x->at[IN];
     uint8_t *counts = counts_of(t, slice_of(x, round + 1));
@@ -236,7 +238,7 @@ static void receive_expand(sid_trip *t, uint32_t round) {
     unpack_add(frame + SID_FRAME_BYTES, x->slice, bits_at(x, round), counts);
 }
 
-static sid_status advance_expand(sid_trip *t, uint32_t round) {
+static sid_status advance_expand(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
     sid_fault *f = sid_fault_of(t);
     if (!round) {
@@ -257,7 +259,7 @@ static sid_status advance_expand(sid_trip *t, uint32_t round) {
     return SID_OK;
 }
 
-static void finish_expand(sid_trip *t) {
+static void finish_expand(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     const sid_plan *p = x->plan;
     const int bad = (sid_fault_of(t)->flags & SID_FRAME_NONFINITE) != 0, told = p->memory->received && !bad;
