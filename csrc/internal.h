@@ -8,6 +8,8 @@
 #include "checksum.h"
 #include "codec.h"
 #include "core.h"
+#include "sidcomp_cuda.h"
+#include "sidcomp_nccl.h"
 #include "sound.h"
 #include "special.h"
 

@@ -19,6 +19,8 @@
 
 #include "fusion.h"
 #include "sidcomp.h"
+#include "sidcomp_cuda.h"
+#include "sidcomp_nccl.h"
 
 namespace py = pybind11;
 using std::string;

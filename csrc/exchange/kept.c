@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "../sidcomp_cuda.h"
+
 uint32_t sid_one_part(const sid_exchange *x) {
     (void)x;
     return 1;

@@ -12,6 +12,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "../sidcomp_nccl.h"
 #include "exchange.h"
 
 /* ---- what NCCL's header has of it ------------------------------------------------------------------------------- */

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "bits.h"
+#include "sidcomp_cuda.h"
 #include "test.h"
 
 void test_status_texts(void);

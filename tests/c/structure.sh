@@ -23,6 +23,8 @@ only() { # FILES..., --, the headers of the project that they may include
 }
 
 only csrc/wire.h csrc/sidcomp.h --
+only csrc/sidcomp_cuda.h -- sidcomp.h
+only csrc/sidcomp_nccl.h -- sidcomp_cuda.h
 only csrc/bits.h csrc/rng.h csrc/special.h csrc/sums.h -- wire.h
 only csrc/plan.h -- sidcomp.h wire.h
 only csrc/isa/simd.h -- '\.\./(bits|rng|sidcomp|sums).h'
@@ -33,14 +35,14 @@ only csrc/codec/*.[ch] -- '\.\./(codec|special).h' '[a-z_]+\.h'
 only csrc/memory/*.c -- '\.\./codec.h'
 only csrc/checksum.h csrc/core.h csrc/sound.h -- codec.h
 only csrc/registry.c -- core.h exchange/exchange.h '(codecs|exchanges|memories).def'
-only $(ls csrc/*.c | grep -v registry.c) -- '(checksum|core|sound).h'
+only $(ls csrc/*.c | grep -v registry.c) -- '(checksum|core|sidcomp_cuda|sound).h'
 only csrc/fusion.h --
 only csrc/fusion/*.h -- '\.\./fusion.h'
 only csrc/fusion/*.c -- planner.h
 only csrc/exchange/*.h -- '\.\./core.h'
-only csrc/exchange/*.c -- exchange.h '\.\./checksum.h'
+only csrc/exchange/*.c -- exchange.h '\.\./(checksum|sidcomp_cuda|sidcomp_nccl).h'
 none 'internal.h is for cuda/ and the tests' grep -rn '"\(\.\./\)*internal\.h"' csrc
-only python/bindings.cpp -- fusion.h sidcomp.h
+only python/bindings.cpp -- fusion.h 'sidcomp(_cuda|_nccl)?.h'
 
 circles() { # TEXT, then pairs of files on stdin, of which the first stands on the second
     local found
