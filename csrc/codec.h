@@ -70,8 +70,8 @@ typedef struct sid_pass {
     double norm;      /* of the finite part of the gradient; only where the memory asks for it */
     void *scratch;    /* the codec's part of work */
     uint64_t nonfinite;
-    uint32_t walks; /* passes so far, this one included */
-    uint32_t round; /* of the exchange: 0 to sizes.rounds - 1 */
+    uint32_t passes; /* so far, this one included */
+    uint32_t round;  /* of the exchange: 0 to sizes.rounds - 1 */
     sid_stats stats;
 } sid_pass;
 typedef enum sid_outcome {
@@ -97,8 +97,8 @@ typedef struct sid_codec {
     sid_info info;
     /* Resolves parameters: sets p->k, p->cap, p->ruling, sizes.payload, body_*, k; returns the scratch bytes of encode. */
     sid_status (*plan)(sid_plan *p, uint64_t *scratch, sid_error *err);
-    void (*lay)(const sid_plan *p, sid_matrix *m); /* with SID_SHAPED: fills in all n_shapes */
-    void (*begin)(sid_pass *w);                    /* before each pass */
+    void (*place)(const sid_plan *p, sid_matrix *m); /* with SID_SHAPED: fills in all n_shapes */
+    void (*begin)(sid_pass *w);                      /* before each pass */
     void (*tile)(sid_pass *w, const float *acc, uint64_t at, uint32_t len);
     sid_outcome (*finish)(sid_pass *w);
     /* In place: acc -> what s->rule left of it (s->draw: what was drawn for it). Element i of acc is element at + i of
@@ -120,7 +120,7 @@ typedef struct sid_codec {
      * in steps of SID_DECODE_TILE. */
     void (*decode)(sid_gather *g, float *out, uint64_t at, uint32_t len);
     /* With SID_SIGNS: x, sums of `count` ranks' signs, becomes what the ranks make of them. NULL: they are drawn. */
-    void (*tally)(const sid_plan *p, float *x, uint32_t len, uint32_t count);
+    void (*decide)(const sid_plan *p, float *x, uint32_t len, uint32_t count);
     /* The step is over, and finite: s->codec and the extra part of the state may learn from the summed payload. NULL:
      * nothing. */
     void (*learn)(const sid_plan *p, sid_state *s, const uint8_t *payload);

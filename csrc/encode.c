@@ -1,4 +1,4 @@
-/* The walk over a group, and what is kept of it. */
+/* The pass over a group, and what is kept of it. */
 #include <math.h>
 #include <string.h>
 
@@ -66,7 +66,7 @@ static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uin
 }
 
 /* One tile of acc from state and gradient; what is returned is what the codec reads. vec: the tile of each of the memory's
- * vectors. clean: no NaN or Inf is in it, as a reading before has found. */
+ * vectors. clean: no NaN or Inf is in it, as a pass before has found. */
 static const float *make_tile(sid_pass *w, place *from, float *const *vec, uint64_t at, uint32_t len, int clean,
                               float *half, float *buf, float *raw) {
     const sid_plan *p = w->plan;
@@ -142,8 +142,8 @@ static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t t
     }
 }
 
-static void walk(sid_pass *w, const sid_segment *seg) {
-    const int again = w->walks > 1 || w->round, clean = again && !w->nonfinite;
+static void make_pass(sid_pass *w, const sid_segment *seg) {
+    const int again = w->passes > 1 || w->round, clean = again && !w->nonfinite;
     const int stored = w->plan->memory->vectors && again;
     w->nonfinite = stored ? w->nonfinite : 0;
     w->plan->codec->begin(w);
@@ -156,7 +156,7 @@ static void mend(const sid_plan *p, sid_state *s) {
     if (!sid_rule_sound(&p->ruling, &s->rule)) p->codec->none(&s->rule);
 }
 
-/* Before the first reading. */
+/* Before the first pass. */
 static sid_status enter(sid_pass *w, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
                         const sid_step *at, void *payload) {
     if (!p || !state || !work || !at || !payload || !at->world || at->rank >= at->world) return SID_E_ARG;
@@ -198,7 +198,7 @@ static void leave(sid_pass *w) {
     w->state->steps++;
     w->stats.count = h->count;
     w->stats.nonfinite = w->nonfinite;
-    w->stats.walks = w->walks;
+    w->stats.walks = w->passes;
 }
 
 sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
@@ -207,13 +207,13 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
     const sid_status s = enter(&w, p, seg, n_seg, state, work, at, payload);
     if (s) return s;
     do {
-        w.walks++;
-        walk(&w, seg);
+        w.passes++;
+        make_pass(&w, seg);
     } while (p->codec->finish(&w) == SID_AGAIN);
     if (at->world == 1)
         for (w.round = 1; w.round < p->sizes.rounds; w.round++) {
-            w.walks++;
-            walk(&w, seg);
+            w.passes++;
+            make_pass(&w, seg);
             p->codec->finish(&w);
         }
     leave(&w);
@@ -228,7 +228,7 @@ sid_status sid_begin_ranges(sid_ranges *r, const sid_plan *p, const sid_segment 
     if (s) return s;
     r->at = *at;
     r->pass.at = &r->at;
-    r->pass.walks = 1;
+    r->pass.passes = 1;
     p->codec->begin(&r->pass);
     return SID_OK;
 }
@@ -253,7 +253,7 @@ sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *
     w.draw = w.state->draw; /* sid_encode's, as is what it has seen */
     w.nonfinite = ((const sid_header *)payload)->flags & SID_FLAG_NONFINITE;
     if (at->world == 1) return SID_OK;
-    walk(&w, seg);
+    make_pass(&w, seg);
     p->codec->finish(&w);
     return SID_OK;
 }

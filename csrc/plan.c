@@ -101,7 +101,7 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     if (mem) {
         if ((uintptr_t)mem % 64)
             return sid_fail(err, SID_E_ARG, "the plan's block must start at a multiple of 64 bytes");
-        if (p.codec->lay) p.codec->lay(&p, (sid_matrix *)(void *)((uint8_t *)mem + sizeof p));
+        if (p.codec->place) p.codec->place(&p, (sid_matrix *)(void *)((uint8_t *)mem + sizeof p));
         p.shapes = NULL; /* they are the caller's */
         memcpy(mem, &p, sizeof p);
     }

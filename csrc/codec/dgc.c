@@ -6,7 +6,7 @@
  * for small groups: without it the threshold of 10000 elements at density .001 would be the maximum of 100 of them. A
  * threshold that is too high is not corrected, there or here: fewer than k are sent and the rest is kept.
  *
- * The sample is gathered during the one reading. As the threshold is known only after it, candidates are captured from a
+ * The sample is gathered during the one pass. As the threshold is known only after it, candidates are captured from a
  * little below the last step's; where that was too high, acc is read again. The paper's momentum correction is a memory. */
 #include <math.h>
 #include <string.h>
@@ -45,12 +45,12 @@ static const sid_param params[] = {
      .doc = "The sample is made large enough that about so many of it pass (not in the paper; for small groups)."},
 };
 
-/* Persists over the readings of one encode. */
+/* Persists over the passes of one encode. */
 typedef struct dgc_work {
     sparse_probe probe;
     uint64_t run, taken;  /* runs that have been sampled from, and elements of the sample */
     uint32_t length, key; /* L; the threshold */
-    uint32_t low;         /* captured from here on in the next reading */
+    uint32_t low;         /* captured from here on in the next pass */
     uint32_t *draw, *keys;
     float *sample;
 } dgc_work;
@@ -75,7 +75,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
 
 static void begin(sid_pass *w) {
     dgc_work *o = own(w);
-    if (w->walks == 1) {
+    if (w->passes == 1) {
         const uint64_t *c = w->state->codec;
         uint32_t *beyond = (uint32_t *)(void *)((uint8_t *)w->scratch + sparse_bytes(w->plan));
         *o = (dgc_work){.length = (uint32_t)run_length(w->plan), /* at most 1 / sample */
@@ -110,7 +110,7 @@ static void sample(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
 }
 
 static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
-    if (w->walks == 1) sample(w, acc, at, len);
+    if (w->passes == 1) sample(w, acc, at, len);
     sparse_probing(w, &own(w)->probe, acc, len);
     sparse_capture(w, acc, at, len);
 }
@@ -124,7 +124,7 @@ static sid_outcome finish(sid_pass *w) {
         sparse_emit_from(w, 0, 0);
         return SID_DONE;
     }
-    if (w->walks == 1) {
+    if (w->passes == 1) {
         const double rank = ceil((double)o->taken * (double)p->k / (double)p->n);
         const uint64_t least = rank < (double)o->taken ? (uint64_t)rank : o->taken;
         o->key =

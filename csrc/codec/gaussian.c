@@ -6,7 +6,7 @@
  * percentile 1 - delta of x, which on both sides of 0 would let pass twice as many; its published code has 1 - delta / 2,
  * as SIDCo's lemma 1, and three rounds. The standard deviation is that of n, not n - 1; a threshold below 0 is 0.
  *
- * One reading suffices in the steady state: mean and deviation are known after it, and of the counts that follow only
+ * One pass suffices in the steady state: mean and deviation are known after it, and of the counts that follow only
  * those up to 4k/3 must be exact, so that the 3k/2 largest of the last step say from where on to capture. */
 #include <math.h>
 #include <string.h>
@@ -50,7 +50,7 @@ enum {
     ROWS
 };
 
-/* Persists over the readings of one encode. */
+/* Persists over the passes of one encode. */
 typedef struct gauss_work {
     double threshold;
     uint64_t count;
@@ -76,7 +76,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
 
 static void begin(sid_pass *w) {
     gauss_work *o = own(w);
-    if (w->walks == 1) {
+    if (w->passes == 1) {
         const uint64_t *c = w->state->codec;
         *o = (gauss_work){.low = sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0)};
     }

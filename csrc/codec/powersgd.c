@@ -69,7 +69,7 @@ static totals lay_out(const sid_plan *p, sid_matrix *out) {
     return sum;
 }
 
-static void lay(const sid_plan *p, sid_matrix *out) { lay_out(p, out); }
+static void place(const sid_plan *p, sid_matrix *out) { lay_out(p, out); }
 
 static int feeds_back(const sid_plan *p) { return (p->memory->info.traits & SID_FEEDBACK) != 0; }
 
@@ -228,7 +228,7 @@ static void begin(sid_pass *w) {
     const sid_matrix *m = sid_matrices(p);
     const sid_draw common = {sid_salt(w->at->seed, SID_COMMON), w->at->group, w->at->step};
     float *body = slice(w->payload);
-    const int spoiled = w->round && !finite(p, body, p->first);
+    const int not_finite = w->round && !finite(p, body, p->first);
     open_sums *sums = w->scratch;
     uint64_t most = 0;
     for (uint32_t i = 0; i < p->n_shapes; i++) {
@@ -237,7 +237,7 @@ static void begin(sid_pass *w) {
         if (most < m[i].rank * m[i].cols) most = m[i].rank * m[i].cols;
         if (w->round == 0)
             prepare(p, &common, next_q(p, w->state) + m[i].q, &m[i]);
-        else if (!spoiled)
+        else if (!not_finite)
             orthonormalise(p, columns, &m[i]);
         if (w->round == 0) memset(columns, 0, 4 * m[i].rank * m[i].rows);
     }
@@ -246,7 +246,7 @@ static void begin(sid_pass *w) {
         memset(sums->q, 0, 8 * most);
         sums->group = sums->q + most;
     }
-    if (spoiled) body[p->first] = sid_bits_f32(0x7fc00000u); /* finish sees it, and fills the slice */
+    if (not_finite) body[p->first] = sid_bits_f32(0x7fc00000u); /* finish sees it, and fills the slice */
 }
 
 /* to += from, which becomes 0. */
@@ -436,7 +436,7 @@ const sid_codec sid_codec_powersgd = {
                  "Matrices as two thin factors that start from those of the last step, averaged by all-reduce in two "
                  "rounds; vectors as they are."},
     .plan = plan,
-    .lay = lay,
+    .place = place,
     .begin = begin,
     .tile = tile,
     .finish = finish,

@@ -9,7 +9,7 @@
  *   - a scale below 2^-126 is 0: nothing of such a block is sent, and no reciprocal overflows;
  *   - l = acc * inverse, inverse = 1 / scale rounded to float32, one division a block; |l| is cut off at top.
  * Where a block has a scale of its own, keep() finds it again from acc, and with it what was sent, so that nothing is
- * stored beside acc. A scale of the whole group takes a second reading: the first one gathers the norm.
+ * stored beside acc. A scale of the whole group takes a second pass: the first one gathers the norm.
  *
  * QSGD (Alistarh et al. 2017): Q(v_i) = ||v||_2 sign(v_i) xi_i, xi_i one of the levels 0, 1/s .. 1 beside
  * |v_i| / ||v||_2 with E[xi_i] = |v_i| / ||v||_2. MergeComp's 8 bits: sign and s = 127. Fields have a fixed width here;
@@ -21,21 +21,21 @@
 
 #include "quant.h"
 
-/* Between readings: of the whole group. */
-typedef struct tally {
+/* Between passes: of the whole group. */
+typedef struct totals {
     float scale; /* the group's, or the largest of a block */
     uint32_t key;
-} tally;
+} totals;
 /* Behind it, where the scale is the group's, running sums. */
 enum {
     SQUARES,
     PLAIN
 };
 static double *sums_of(const sid_pass *w, int k) {
-    return (double *)(void *)((tally *)w->scratch + 1) + (k ? sid_sums(w->plan->n) : 0);
+    return (double *)(void *)((totals *)w->scratch + 1) + (k ? sid_sums(w->plan->n) : 0);
 }
-static uint64_t tally_bytes(const sid_plan *p, uint32_t block) {
-    return sizeof(tally) + (block ? 0 : 2 * sizeof(double) * sid_sums(p->n));
+static uint64_t totals_bytes(const sid_plan *p, uint32_t block) {
+    return sizeof(totals) + (block ? 0 : 2 * sizeof(double) * sid_sums(p->n));
 }
 
 /* ---- plan ---------------------------------------------------------------------------------------------------- */
@@ -51,7 +51,7 @@ static sid_status settle_clipped(sid_plan *p, uint64_t *scratch, quant_form f, d
     p->ruling.scale[0] = sid_f32_bits(f.block ? 1.0f : QUANT_SCALE_MIN);
     p->ruling.scale[1] = sid_f32_bits(f.block ? 1.0f : quant_scale_max(&f));
     p->sizes.payload = sid_round_up(quant_codes_at(p->n, f.block) + quant_code_bytes(p->n, f.bits), 64);
-    *scratch = tally_bytes(p, f.block);
+    *scratch = totals_bytes(p, f.block);
     return SID_OK;
 }
 static sid_status settle(sid_plan *p, uint64_t *scratch, quant_form f) { return settle_clipped(p, scratch, f, 0); }
@@ -164,7 +164,7 @@ static sid_grid grid_of(const sid_plan *p, const quant_form *f, const float *x, 
 static float group_scale(const sid_pass *w, const quant_form *f) {
     const sid_plan *p = w->plan;
     const double sum = sid_sums_total(sums_of(w, PLAIN), p->n), squares = sid_sums_total(sums_of(w, SQUARES), p->n);
-    return quant_group_scale(f, ((const tally *)w->scratch)->key, sum, squares, p->n, quant_derived_of(p).clip);
+    return quant_group_scale(f, ((const totals *)w->scratch)->key, sum, squares, p->n, quant_derived_of(p).clip);
 }
 
 /* ---- encode -------------------------------------------------------------------------------------------------- */
@@ -188,12 +188,12 @@ static const void *draw(const sid_plan *p, const quant_form *f, const sid_draw *
 static void begin(sid_pass *w) {
     const quant_form f = quant_form_of(w->plan);
     if (f.rounding == SID_ROUND_NEAREST) w->draw = (sid_draw){0, 0, 0};
-    if (w->walks == 1) memset(w->scratch, 0, tally_bytes(w->plan, f.block));
+    if (w->passes == 1) memset(w->scratch, 0, totals_bytes(w->plan, f.block));
 }
 
 static void gather(const sid_pass *w, const quant_form *f, const float *acc, uint64_t at, uint32_t len) {
     const sid_simd *v = w->plan->simd;
-    tally *t = w->scratch;
+    totals *t = w->scratch;
     const uint32_t key = f->norm == NORM_L2 ? 0 : v->max_key(acc, len);
     t->key = key > t->key ? key : t->key;
     if (f->norm == NORM_L2) sid_sums_add(sums_of(w, SQUARES), at, v->sum_squares(acc, len));
@@ -208,8 +208,8 @@ static void gather(const sid_pass *w, const quant_form *f, const float *acc, uin
 static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     const sid_plan *p = w->plan;
     const quant_form f = quant_form_of(p);
-    tally *t = w->scratch;
-    if (!f.block && w->walks == 1) {
+    totals *t = w->scratch;
+    if (!f.block && w->passes == 1) {
         gather(w, &f, acc, at, len);
         return;
     }
@@ -234,8 +234,8 @@ static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
 static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     const quant_form f = quant_form_of(p);
-    tally *t = w->scratch;
-    if (!f.block && w->walks == 1) {
+    totals *t = w->scratch;
+    if (!f.block && w->passes == 1) {
         t->scale = group_scale(w, &f);
         return SID_AGAIN;
     }

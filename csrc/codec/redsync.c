@@ -77,11 +77,11 @@ static const sid_param params[] = {
      .doc = "Steps that a threshold of the binary search serves (section 5.2.2: 5)."},
 };
 
-/* Persists over the readings of one encode. */
+/* Persists over the passes of one encode. */
 typedef struct redsync_work {
     redsync_rule rule;
     sparse_probe probe;
-    double total; /* sum of magnitudes, after a reading that added them up */
+    double total; /* sum of magnitudes, after a pass that added them up */
     uint32_t low; /* captured from here on */
     uint32_t key; /* of the threshold, once `settled` */
     uint32_t settled;
@@ -107,7 +107,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
 static void begin(sid_pass *w) {
     redsync_work *o = own(w);
     const uint64_t *words = w->state->codec, *c = statistics(w);
-    if (w->walks == 1) {
+    if (w->passes == 1) {
         *o = (redsync_work){.rule = redsync_rule_of(w->plan)};
         o->low = sid_from_last((uint32_t)c[REDSYNC_LAST], (uint32_t)c[REDSYNC_SPREAD], redsync_least(&o->rule));
         if (redsync_reuses(&o->rule, words)) {

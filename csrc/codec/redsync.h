@@ -1,4 +1,4 @@
-/* RedSync's arithmetic: what is the same on host and device of csrc/codec/redsync.c, which is the law and explains it. */
+/* RedSync's arithmetic: what host and device share of csrc/codec/redsync.c, which explains it. */
 #ifndef SID_REDSYNC_H
 #define SID_REDSYNC_H
 

@@ -26,10 +26,10 @@
  * condition on the quantile fails) is 0. The threshold is so always finite and not negative, and what does not fit the
  * payload is kept.
  *
- * One reading suffices in the steady state. What a stage needs of the elements beyond eta_m comes from the captured
+ * One pass suffices in the steady state. What a stage needs of the elements beyond eta_m comes from the captured
  * candidates, for which `low` is set below the predicted eta_m wherever so many fit; and for the first stages of a large
  * group from two probes, a sixteenth below and above the predicted eta_m, with a linear density between them, if the
- * number of elements in between says that this is good to 0.1 %. Else another reading has a probe at the exact place. */
+ * number of elements in between says that this is good to 0.1 %. Else another pass has a probe at the exact place. */
 #include <math.h>
 #include <string.h>
 
@@ -131,7 +131,7 @@ typedef struct family {
     double (*later)(const sidco_tail *t, double from, double log_inverse);
 } family;
 
-/* Persists over the readings of one encode. */
+/* Persists over the passes of one encode. */
 typedef struct sidco_work {
     sidco_tail all; /* count: of the elements that are not 0, where logs are summed */
     double eta[SIDCO_STAGES], step[SIDCO_STAGES];
@@ -140,8 +140,8 @@ typedef struct sidco_work {
     uint32_t probes, exact;      /* exact: the one probe stands at eta[known - 1] itself, or at the final threshold */
     uint32_t key[SIDCO_PROBES];
     uint64_t count[SIDCO_PROBES];
-    double sum[SIDCO_PROBES], squares[SIDCO_PROBES]; /* after a reading, as `all` */
-    uint32_t low;                                    /* captured from here on in the next reading */
+    double sum[SIDCO_PROBES], squares[SIDCO_PROBES]; /* after a pass, as `all` */
+    uint32_t low;                                    /* captured from here on in the next pass */
     uint32_t exactly; /* sums of all elements in float64: their variance is small beside the mean */
     uint32_t whole;   /* stage 1 may end at 0, so that stage 2 needs the squares of all elements */
 } sidco_work;
@@ -181,11 +181,11 @@ static double pareto_first(const sidco_rule *p, const sidco_tail *t, double log_
     return sidco_pareto((double)p->n, t->sum, t->squares, 0, log_inverse);
 }
 
-/* ---- the walk -------------------------------------------------------------------------------------------------- */
+/* ---- the pass -------------------------------------------------------------------------------------------------- */
 
 static void begin(sid_pass *w, const family *f) {
     sidco_work *o = own(w);
-    if (w->walks == 1) {
+    if (w->passes == 1) {
         const sidco_rule rule = sidco_rule_of(w->plan, f->squares);
         sidco_start start;
         sidco_begin(&rule, w->state->codec, &start);
@@ -261,7 +261,7 @@ static void among_candidates(const sid_pass *w, uint32_t key, const family *f, s
     t->squares = sid_sums_total(sums[1], s->count);
 }
 
-/* The magnitudes beyond eta, if this reading knows them. */
+/* The magnitudes beyond eta, if this pass knows them. */
 static int beyond(const sid_pass *w, const sidco_rule *p, double eta, const family *f, sidco_tail *t) {
     const sidco_work *o = own(w);
     const uint32_t key = sidco_key_beyond(eta);

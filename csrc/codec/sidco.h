@@ -1,4 +1,4 @@
-/* SIDCo's arithmetic: what is the same on host and device of csrc/codec/sidco.c, which is the law and explains it. */
+/* SIDCo's arithmetic: what host and device share of csrc/codec/sidco.c, which explains it. */
 #ifndef SID_SIDCO_H
 #define SID_SIDCO_H
 
@@ -75,7 +75,7 @@ static inline sidco_rule sidco_rule_of(const sid_plan *p, int squares) {
     return r;
 }
 
-/* What the first reading is to do, from the state's words. */
+/* What the first pass is to do, from the state's words. */
 typedef struct sidco_start {
     uint32_t stages, low, whole, probes;
     uint32_t key[SIDCO_PROBES];

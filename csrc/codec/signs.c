@@ -68,7 +68,7 @@ static float fixed(const sid_plan *p) { return (float)p->codec_param[VALUE]; }
 /* ---- encode ------------------------------------------------------------------------------------------------------ */
 
 static void begin(sid_pass *w) {
-    if (w->walks == 1) memset(w->scratch, 0, sizeof(sign_work) + 2 * sizeof(double) * sid_sums(w->plan->n));
+    if (w->passes == 1) memset(w->scratch, 0, sizeof(sign_work) + 2 * sizeof(double) * sid_sums(w->plan->n));
 }
 static void begin_common(sid_pass *w) {
     begin(w);
@@ -109,7 +109,7 @@ static void draw(const sid_plan *p, const sid_draw *d, const float *acc, uint64_
 
 static void tile_drawn(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     const sign_work *s = w->scratch;
-    if (w->walks == 1)
+    if (w->passes == 1)
         sid_sums_add(sums_of(w, 0), at, w->plan->simd->sum_squares(acc, len));
     else
         draw(w->plan, &w->draw, acc, at, len, s->norm, bits_of(w, at));
@@ -150,7 +150,7 @@ static sid_outcome finish_means(sid_pass *w) {
 static sid_outcome finish_drawn(sid_pass *w) {
     sign_work *s = w->scratch;
     const float max = 0x1.fffffep127f;
-    if (w->walks == 1) {
+    if (w->passes == 1) {
         const double norm = sqrt(total(w, 0)); /* neither it nor its rounding is below the largest element */
         s->norm = norm < (double)max ? (float)norm : max;
         if (s->norm > 0) return SID_AGAIN;
@@ -253,7 +253,7 @@ static void decode_vote(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     if (otherwise(g->plan)) g->plan->simd->vote(out, len);
 }
 
-static void tally(const sid_plan *p, float *x, uint32_t len, uint32_t count) {
+static void decide(const sid_plan *p, float *x, uint32_t len, uint32_t count) {
     if (otherwise(p)) p->simd->vote(x, len);
     p->simd->scale(x, x, len, otherwise(p) ? fixed(p) : fixed(p) * (1.0f / (float)count));
 }
@@ -327,7 +327,7 @@ const sid_codec sid_codec_signsgd = {
              .traits = SID_VOTE | SID_SIGNS,
              .wire_id = 32},
     FIXED(begin, decode_vote),
-    .tally = tally,
+    .decide = decide,
 };
 
 const sid_codec sid_codec_efsignsgd = {
@@ -380,7 +380,7 @@ const sid_codec sid_codec_signum = {
              .traits = SID_VOTE | SID_SIGNS,
              .wire_id = 35},
     FIXED(begin, decode_vote),
-    .tally = tally,
+    .decide = decide,
 };
 
 const sid_codec sid_codec_ssdm = {

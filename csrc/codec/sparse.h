@@ -1,5 +1,5 @@
-/* What the sparsifying codecs share: candidates captured during the walk, exact selection by magnitude, the sparse body
- * and its decoding. A codec on top of it chooses a lower bound before the walk and a key after it. */
+/* What the sparsifying codecs share: candidates captured during the pass, exact selection by magnitude, the sparse body
+ * and its decoding. A codec on top of it chooses a lower bound before the pass and a key after it. */
 #ifndef SID_SPARSE_H
 #define SID_SPARSE_H
 
@@ -43,8 +43,8 @@ extern const char *const sparse_value_names[], *const sparse_index_names[];
          .doc = "u16: 16 bits each; packed: about 2 + log2(1 / density) bits, slower to read."}
 
 /* The codec's part of work. Candidates are all elements so far whose key reaches `low`, in index order; those of wire
- * tile t are counted in tile[t]. `low` only rises during a reading: where a tile comes that may not fit, all but the
- * `best` largest are dropped. When the reading has been settled they are, then too, those `best`, however often that was. */
+ * tile t are counted in tile[t]. `low` only rises during a pass: where a tile comes that may not fit, all but the
+ * `best` largest are dropped. When the pass has been settled they are, then too, those `best`, however often that was. */
 typedef struct sparse_work {
     uint64_t count, room; /* candidates held, and how many fit */
     uint32_t low;         /* keys from here on are captured */

@@ -21,16 +21,16 @@
 #include "linear.h"
 #include "ternary.h"
 
-/* Between readings and rounds. */
-typedef struct tally {
+/* Between passes and rounds. */
+typedef struct totals {
     float own, shared; /* scalers; shared is NaN where a rank has none */
     uint32_t key, spare;
-} tally;
+} totals;
 /* Behind it, running sums: of squares, and of the elements. */
 static double *sums_of(const sid_pass *w, int plain) {
-    return (double *)(void *)((tally *)w->scratch + 1) + (plain ? sid_sums(w->plan->n) : 0);
+    return (double *)(void *)((totals *)w->scratch + 1) + (plain ? sid_sums(w->plan->n) : 0);
 }
-static uint64_t tally_bytes(const sid_plan *p) { return sizeof(tally) + 2 * sizeof(double) * sid_sums(p->n); }
+static uint64_t totals_bytes(const sid_plan *p) { return sizeof(totals) + 2 * sizeof(double) * sid_sums(p->n); }
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
@@ -44,7 +44,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     p->sizes.body_dtype = SID_I8;
     p->sizes.body_count = TERN_SLOT_BYTES + p->n + 1;
     p->sizes.payload = sid_linear_bytes(p->sizes.body_count, 1);
-    *scratch = tally_bytes(p);
+    *scratch = totals_bytes(p);
     return SID_OK;
 }
 
@@ -66,9 +66,9 @@ static float shared_of(const uint8_t *payload) {
 /* ---- encode -------------------------------------------------------------------------------------------------- */
 
 static void begin(sid_pass *w) {
-    tally *t = w->scratch;
+    totals *t = w->scratch;
     if (w->round == 0)
-        memset(t, 0, tally_bytes(w->plan));
+        memset(t, 0, totals_bytes(w->plan));
     else
         t->shared = shared_of(w->payload);
 }
@@ -90,7 +90,7 @@ static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint
 
 static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     const sid_plan *p = w->plan;
-    tally *t = w->scratch;
+    totals *t = w->scratch;
     if (w->round) {
         if (t->shared == t->shared)
             ternary(p, &w->draw, acc, at, len, t->own, t->shared, w->payload + TERN_CODES_AT + at);
@@ -107,7 +107,7 @@ static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
 static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     const quant_form form = ternary_form();
-    tally *t = w->scratch;
+    totals *t = w->scratch;
     sid_header *h = (sid_header *)(void *)w->payload;
     if (w->round == 0) {
         const double squares = sid_sums_total(sums_of(w, 0), p->n), sum = sid_sums_total(sums_of(w, 1), p->n);

@@ -1,6 +1,6 @@
 /* Exactly k elements of largest magnitude, of equal ones those of lowest index.
  * The last step's k-th key predicts where this one's lies: candidates from a little below it are captured in the one
- * pass over memory and the exact key is found among them. A wrong prediction costs a second reading, never a wrong k. */
+ * pass over memory and the exact key is found among them. A wrong prediction costs a second pass, never a wrong k. */
 #include "sparse.h"
 
 enum {
@@ -21,13 +21,13 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
 
 static void begin(sid_pass *w) {
     const uint64_t *c = w->state->codec;
-    sparse_begin(w, w->walks == 1 ? sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0) : 0);
+    sparse_begin(w, w->passes == 1 ? sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0) : 0);
 }
 
 static sid_outcome finish(sid_pass *w) {
     const uint64_t k = w->plan->k;
     uint64_t *c = w->state->codec;
-    if (sparse_settle(w)->count < k) return SID_AGAIN; /* the second reading captures from key 0 and holds k or more */
+    if (sparse_settle(w)->count < k) return SID_AGAIN; /* the second pass captures from key 0 and holds k or more */
     sparse_pick pick = {0, 0, 0};
     if (k) {
         pick = sparse_select(w, k, (uint32_t)c[LAST], (uint32_t)c[SPREAD]);

@@ -137,7 +137,7 @@ static uint32_t no_parts(const sid_exchange *x) {
 
 const sid_exchange_kind sid_exchange_cascade = {
     .info = {.name = "cascade",
-             .family = "rivals",
+             .family = "baselines",
              .paper = "Cascading compression: Marsit (Wu et al. 2022), section 3.2 and appendix A",
              .doc = "A ring on which every hop decodes, adds and encodes again: what Marsit shows not to work.",
              .wire_id = 7},
@@ -166,7 +166,7 @@ static uint64_t body_at(const sid_exchange *x, uint32_t round) { return x->slice
 static sid_status plan_expand(sid_exchange *x, const sid_route *r, sid_error *err) {
     const sid_status s = sid_sub_plan(r, r->group->n, NULL, r->group->dtype, &x->plan[0], err);
     if (s) return s;
-    if (!x->plan->codec->tally)
+    if (!x->plan->codec->decide)
         return sid_refuse(err, r,
                           "it adds up signs that stand for the same value on all ranks, as 'signsgd' and 'signum' "
                           "have; for signs that are drawn take 'ring1'");
@@ -273,7 +273,7 @@ static void finish_expand(sid_exchange_step *t) {
             const uint32_t take = left < SID_TILE ? (uint32_t)left : SID_TILE;
             SID_LINE float v[SID_TILE];
             for (uint32_t e = 0; e < take; e++) v[e] = (float)((int)x->world - 2 * (int)counts[at + e]);
-            p->codec->tally(p, v, take, x->world);
+            p->codec->decide(p, v, take, x->world);
             for (uint32_t e = 0; e < take && bad; e++) v[e] = sid_bits_f32(0x7fc00000u);
             if (told) {
                 float *vec[SID_MAX_VECTORS];
@@ -289,7 +289,7 @@ static void finish_expand(sid_exchange_step *t) {
 
 const sid_exchange_kind sid_exchange_expand = {
     .info = {.name = "expand",
-             .family = "rivals",
+             .family = "baselines",
              .paper = "All-reduce of signs with growing words: Marsit (Wu et al. 2022), section 3.1",
              .doc =
                  "A ring on which signs are added up, 1 to ceil(log2(W + 1)) bits an element: the exact vote or mean.",

@@ -191,7 +191,7 @@ enum {
     SID_FAULT_BYTES = 320,
     SID_OWN = 1,
     SID_FOR_ALL = 2,
-    SID_SPENT = 4 /* the vector that was encoded is gone: what is owed can only be forgotten with it */
+    SID_SPENT = 4 /* the vector that was encoded is gone: the residual can only be set to 0 */
 };
 
 const sid_exchange_kind *sid_kind_of(const sid_info *info); /* registry.c */

@@ -135,7 +135,7 @@ static uint8_t *frame_of(const sid_exchange_step *t, uint32_t where, uint32_t i)
 }
 
 typedef struct inner_trip {
-    sid_exchange_step trip;
+    sid_exchange_step inner;
     sid_step at;
     sid_segment seg, cut;
     sid_report report;
@@ -149,8 +149,8 @@ static void enter(sid_exchange_step *t, inner_trip *i) {
     i->at.world = x->word[NODES];
     i->at.group += sid_nodes_of(x).group;
     i->report = (sid_report){0, 0};
-    i->trip = (sid_exchange_step){sid_within(x),         &i->seg, &i->cut,    1,     t->state, t->work + x->at[WORK],
-                                  t->wire + x->at[WIRE], &i->at,  &i->report, t->err};
+    i->inner = (sid_exchange_step){sid_within(x),         &i->seg, &i->cut,    1,     t->state, t->work + x->at[WORK],
+                                   t->wire + x->at[WIRE], &i->at,  &i->report, t->err};
 }
 
 static void scatter(sid_exchange_step *t) {
@@ -267,17 +267,17 @@ static sid_status advance(sid_exchange_step *t, uint32_t round) {
         enter(t, &i);
         if (round == first) {
             add_up(t);
-            memset(i.trip.work, 0, sizeof *f);
+            memset(i.inner.work, 0, sizeof *f);
         }
-        in->kind->advance(&i.trip, round - first);
-        const sid_fault *inside = sid_fault_of(&i.trip);
+        in->kind->advance(&i.inner, round - first);
+        const sid_fault *inside = sid_fault_of(&i.inner);
         if (inside->status && !f->status) {
             memcpy(t->err->text, inside->text, sizeof inside->text);
             sid_blame(t, (sid_status)inside->status, inside->culprit * x->word[L] + local_of(x));
         }
         f->encoded |= inside->encoded;
         if (round == last && !f->status) {
-            in->kind->finish(&i.trip);
+            in->kind->finish(&i.inner);
             /* Where that was not finite, the gradient is out of the memory again; else the vector holds none any more. */
             f->encoded = i.report.nonfinite ? 0 : SID_SPENT;
             if (i.report.nonfinite) f->flags |= SID_FRAME_NONFINITE;
@@ -294,7 +294,7 @@ static void meanwhile(sid_exchange_step *t, uint32_t round) {
     if (!in->kind->meanwhile || round < first || round - first >= in->rounds) return;
     inner_trip i;
     enter(t, &i);
-    in->kind->meanwhile(&i.trip, round - first);
+    in->kind->meanwhile(&i.inner, round - first);
 }
 
 static void undo(sid_exchange_step *t) {
@@ -305,7 +305,7 @@ static void undo(sid_exchange_step *t) {
     if (encoded & SID_SPENT)
         sid_exchange_forget(in, t->state);
     else if (encoded)
-        (in->kind->undo ? in->kind->undo : sid_undo_parts)(&i.trip);
+        (in->kind->undo ? in->kind->undo : sid_undo_parts)(&i.inner);
 }
 
 static void finish(sid_exchange_step *t) {

@@ -70,7 +70,7 @@ sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const fl
 }
 
 /* What is kept for all has taken in what the ranks sent: where there is such a part, that counts as kept, and theirs as
- * sent. Else it would be owed twice. */
+ * sent. Otherwise it would be sent twice. */
 static int keeps_for_all(const sid_exchange *x) {
     int for_all = 0;
     for (uint32_t i = 0; i < x->kind->parts(x); i++) {

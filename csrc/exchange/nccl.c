@@ -427,7 +427,8 @@ static sid_status collective(sid_nccl_comm *c, const sid_cuda_group *g, const si
                            c->device, stream, err);
 }
 
-static sid_status trip(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err) {
+static sid_status by_messages(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream,
+                              sid_error *err) {
     const sid_exchange *x = g->exchange;
     const uint32_t rounds = x->sizes.rounds;
     sid_message *out = g->room, *in = g->room + x->sizes.messages;
@@ -450,7 +451,7 @@ sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_st
         return sid_fail(err, SID_E_ARG, "rank %u of %u; the communicator is that of rank %u of %u", at->rank, at->world,
                         c->rank, c->world);
     sid_status s = sid_nccl_poll(c, err); /* after its end nothing goes into the memory */
-    if (!s) s = (g->plan ? collective : trip)(c, g, at, stream, err);
+    if (!s) s = (g->plan ? collective : by_messages)(c, g, at, stream, err);
     if (!s && g->seen) s = sid_cuda_show(g->report_dev, (uint32_t)(at->step + 1), g->seen, c->device, stream, err);
     return s;
 }

@@ -10,7 +10,7 @@ enum {
 };
 
 /* A register of blocks in the order of memory. */
-INLINE void lay(uint8_t *out, vu c0, vu c1, vu c2, vu c3) {
+INLINE void interleave(uint8_t *out, vu c0, vu c1, vu c2, vu c3) {
     const vu p = (c0 & 0xffffffff) | c1 << 32, r = (c2 & 0xffffffff) | c3 << 32;
 #if BYTES == 64
     const vu x[2] = {(vu)_mm512_unpacklo_epi64((__m512i)p, (__m512i)r),
@@ -51,11 +51,11 @@ INLINE void philox(const sid_draw *d, uint64_t at, void *out) {
     }
     /* written out: arrays that a loop indexes go through memory */
     uint8_t *to = out;
-    lay(to, c0[0], c1[0], c2[0], c3[0]);
-    lay(to + 2 * BYTES, c0[1], c1[1], c2[1], c3[1]);
+    interleave(to, c0[0], c1[0], c2[0], c3[0]);
+    interleave(to + 2 * BYTES, c0[1], c1[1], c2[1], c3[1]);
     if (SETS > 2) {
-        lay(to + 4 * BYTES, c0[SETS - 2], c1[SETS - 2], c2[SETS - 2], c3[SETS - 2]);
-        lay(to + 6 * BYTES, c0[SETS - 1], c1[SETS - 1], c2[SETS - 1], c3[SETS - 1]);
+        interleave(to + 4 * BYTES, c0[SETS - 2], c1[SETS - 2], c2[SETS - 2], c3[SETS - 2]);
+        interleave(to + 6 * BYTES, c0[SETS - 1], c1[SETS - 1], c2[SETS - 1], c3[SETS - 1]);
     }
 }
 

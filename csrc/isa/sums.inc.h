@@ -83,7 +83,7 @@ static void tail_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float 
     const vi from_a = (vi){0} + (int32_t)a, from_b = (vi){0} + (int32_t)b;
     vf part[3][ROW / SOME / WIDE];
     float last[ROW];
-    tallies count_a = {0}, count_b = {0};
+    counts count_a = {0}, count_b = {0};
     const uint32_t whole = whole_rows(x, n, last), none = (ROW - n % ROW) % ROW;
     for (uint32_t c = 0; c < ROW / SOME; c += WIDE) {
         vf all[SOME] = {{0}}, above_a[SOME] = {{0}}, above_b[SOME] = {{0}};
@@ -169,7 +169,7 @@ static void probe_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float
     const float at_a = sid_bits_f32(a), at_b = sid_bits_f32(b);
     vf lanes[5][ROW / SOME / WIDE];
     float last[ROW];
-    tallies count_a = {0}, count_b = {0};
+    counts count_a = {0}, count_b = {0};
     const uint32_t whole = whole_rows(x, n, last), none = (ROW - n % ROW) % ROW;
     for (uint32_t c = 0; c < ROW / SOME; c += WIDE) {
         vf part[5][SOME] = {{{0}}};

@@ -156,17 +156,17 @@ typedef __mmask16 chosen;
 INLINE chosen from(vi key, vi low) { return _mm512_cmpge_epi32_mask((__m512i)key, (__m512i)low); }
 INLINE uint64_t word_of(chosen m) { return number(m); } /* bit j: lane j */
 INLINE vf plus(vf sum, chosen m, vf x) { return (vf)_mm512_mask_add_ps((__m512)sum, m, (__m512)sum, (__m512)x); }
-typedef uint32_t tallies;
-INLINE tallies counted(tallies c, chosen m) { return c + (uint32_t)__builtin_popcount(number(m)); }
-INLINE uint32_t sum_of(tallies c) { return c; }
+typedef uint32_t counts;
+INLINE counts counted(counts c, chosen m) { return c + (uint32_t)__builtin_popcount(number(m)); }
+INLINE uint32_t sum_of(counts c) { return c; }
 #else
 typedef vi chosen;
 INLINE chosen from(vi key, vi low) { return key >= low; }
 INLINE uint64_t word_of(chosen m) { return mask_of(m); }
 INLINE vf plus(vf sum, chosen m, vf x) { return sum + (vf)(bits(x) & m); }
-typedef vi tallies;
-INLINE tallies counted(tallies c, chosen m) { return c - m; }
-INLINE uint32_t sum_of(tallies c) { return total(c); }
+typedef vi counts;
+INLINE counts counted(counts c, chosen m) { return c - m; }
+INLINE uint32_t sum_of(counts c) { return total(c); }
 #endif
 
 #ifdef SID_HAS_AVX512

@@ -72,7 +72,7 @@ static void sum_slices(ranks *r, uint32_t round) {
 /* A step of all ranks, with the gradients that their vectors hold; returns whether it was not finite. Ranks whose bit is
  * set in `failing` send 0xff from round `from` on, and decode nothing. */
 static uint32_t step_but(ranks *r, uint64_t step, uint32_t failing, uint32_t from) {
-    uint32_t spoiled = 0, first = 0;
+    uint32_t not_finite = 0, first = 0;
     while (failing >> first & 1) first++;
     sid_error err;
     sid_report report;
@@ -103,14 +103,14 @@ static uint32_t step_but(ranks *r, uint64_t step, uint32_t failing, uint32_t fro
                                         g->state.p, &at, &report, &err);
         CHECK(s == SID_OK, "%s: %s", g->name, err.text);
         CHECK(vec_equal(&r->v[k], &r->v[first]), "%s: rank %u has decoded something else", g->name, k);
-        CHECK(k == first || spoiled == report.nonfinite, "%s: rank %u reports %u", g->name, k, report.nonfinite);
-        spoiled = report.nonfinite;
+        CHECK(k == first || not_finite == report.nonfinite, "%s: rank %u reports %u", g->name, k, report.nonfinite);
+        not_finite = report.nonfinite;
         const uint64_t extra = sid_plan_extra(g->plan);
         const int learns = (sid_plan_codec(g->plan)->traits & SID_SHAPED) != 0;
         CHECK((extra || !learns) && extra <= g->state.bytes, "%s: extra of %llu bytes", g->name,
               (unsigned long long)extra);
     }
-    return spoiled;
+    return not_finite;
 }
 
 static uint32_t step_all(ranks *r, uint64_t step) { return step_but(r, step, 0, 0); }
@@ -268,9 +268,9 @@ void test_rounds_failed(void) {
                         vec_set(&r.v[q], x[q]);
                         if (step == 1) sid_residual_out(r.g[q].plan, r.g[q].state.p, kept[q]);
                     }
-                    const uint32_t spoiled = step == 1 ? step_but(&r, step, who, k % 2) : step_all(&r, step);
-                    CHECK(spoiled == (step == 1), "%s: ranks %x fail in round %u, step %llu: %u", r.g[0].name, who,
-                          k % 2, (unsigned long long)step, spoiled);
+                    const uint32_t not_finite = step == 1 ? step_but(&r, step, who, k % 2) : step_all(&r, step);
+                    CHECK(not_finite == (step == 1), "%s: ranks %x fail in round %u, step %llu: %u", r.g[0].name, who,
+                          k % 2, (unsigned long long)step, not_finite);
                     for (uint32_t q = 0; q < 4 && step == 1; q++) {
                         float bad = 0;
                         if (who >> q & 1) sid_unsend(r.g[q].plan, r.g[q].state.p);

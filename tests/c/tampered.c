@@ -63,10 +63,10 @@ void state_lives(group *g, const sid_config *c, const uint8_t *d, size_t size, i
     for (uint64_t step = 0; step < STEPS; step++) {
         const uint32_t world = g->sizes.rounds > 1 && step == 2 ? 2 : 1;
         const sid_step at = {.step = step, .seed = 5, .group = 1, .rank = 0, .world = world};
-        const int spoiled = step == STEPS - 1 && n;
+        const int not_finite = step == STEPS - 1 && n;
         sid_stats stats;
         data_make(grad, n, how & 2 ? DATA_INTEGERS : DATA_TAILS, step + 1);
-        if (spoiled) grad[n / 2] = NAN;
+        if (not_finite) grad[n / 2] = NAN;
         vec_set(&x, grad);
         vec_get(&x, grad);
         if (step || !(how & 1)) state_edit(g, d, size, own); /* else the first step is an honest one */
@@ -84,11 +84,11 @@ void state_lives(group *g, const sid_config *c, const uint8_t *d, size_t size, i
         CHECK(!sid_decode(g->plan, g->payload.p, 0, 1, 1, out.seg, out.n_seg, NULL, &at, &report, &err), "%s: %s",
               g->name, err.text);
         vec_get(&out, sent);
-        if (exact && world == 1 && !spoiled) check_conserved(g, n, grad, before, sent, after);
+        if (exact && world == 1 && !not_finite) check_conserved(g, n, grad, before, sent, after);
         if (how & 8) state_edit(g, d, size, own);
         CHECK(!sid_decode(g->plan, g->payload.p, 0, 1, 1, x.seg, x.n_seg, g->state.p, &at, &report, &err), "%s: %s",
               g->name, err.text);
-        CHECK(!spoiled || report.nonfinite, "%s: NaN goes unseen", g->name);
+        CHECK(!not_finite || report.nonfinite, "%s: NaN goes unseen", g->name);
         CHECK(group_intact(g) && vec_intact(&x) && vec_intact(&out), "%s: wrote past a block", g->name);
     }
     state_edit(g, d, size, own);
