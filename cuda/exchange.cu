@@ -145,7 +145,7 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
                        {(cudaStream_t)stream, 0, err}};
     status = scope.enter(device, &t.to);
     if (status) return status;
-    const uint64_t confirms = x->at[7];
+    const uint64_t confirms = x->confirm_at;
     if (round <= x->rounds) status = kind->advance(t, round);
     if (!status && x->confirms && round == x->rounds)
         status = sid_launch(t.to, "confirm", sid_confirm_kernel, 1, SID_LANES, 0, sid_frames_of(t), confirms, round);

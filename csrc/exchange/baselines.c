@@ -42,9 +42,9 @@ static sid_status plan_cascade(sid_exchange *x, const sid_route *r, sid_error *e
     x->sizes.messages = x->world > 1;
     x->sizes.wire = x->world * x->message;
     x->sizes.state = sid_round_up(x->plan->sizes.state, 64);
-    x->at[SUM] = SID_FAULT_BYTES;
-    x->at[SCRATCH] = x->at[SUM] + sid_round_up(4 * x->slice, 64);
-    x->sizes.work = x->at[SCRATCH] + x->plan->sizes.work;
+    x->place[SUM] = SID_FAULT_BYTES;
+    x->place[SCRATCH] = x->place[SUM] + sid_round_up(4 * x->slice, 64);
+    x->sizes.work = x->place[SCRATCH] + x->plan->sizes.work;
     for (uint32_t q = 0; q < x->world; q++) x->sizes.k += sid_slice_len(x, q) ? plan_of(x, q)->k : 0;
     uint64_t all = 0;
     for (uint32_t q = 0; q < x->world; q++) all += sid_slice_len(x, q) ? plan_of(x, q)->sizes.payload : 0;
@@ -73,7 +73,7 @@ static void encode_on(sid_exchange_step *t, uint32_t s, int come) {
     const sid_plan *p = plan_of(x, s);
     sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
     uint32_t *const encoded = &sid_fault_of(t)->encoded;
-    SID_LINE float *sum = (float *)(void *)(t->work + x->at[SUM]), buf[SID_TILE];
+    SID_LINE float *sum = (float *)(void *)(t->work + x->place[SUM]), buf[SID_TILE];
     uint8_t *payload = t->wire + s * x->message;
     const sid_segment all = {sum, len};
     sid_report report;
@@ -97,7 +97,7 @@ static void encode_on(sid_exchange_step *t, uint32_t s, int come) {
         }
     if (*encoded & SID_OWN)
         at.origin = 0; /* all of a step's encodes share one state, of which the first has made a new one */
-    if (!sid_encode_part(t, p, &all, 1, t->state, t->work + x->at[SCRATCH], &at, payload)) *encoded |= SID_OWN;
+    if (!sid_encode_part(t, p, &all, 1, t->state, t->work + x->place[SCRATCH], &at, payload)) *encoded |= SID_OWN;
 }
 
 static sid_status advance_cascade(sid_exchange_step *t, uint32_t round) {
@@ -183,18 +183,18 @@ static sid_status plan_expand(sid_exchange *x, const sid_route *r, sid_error *er
         x->sizes.sent += bytes;
         if (bytes > x->message) x->message = bytes;
     }
-    x->at[OUT] = x->plan->sizes.payload;
-    x->at[IN] = x->at[OUT] + sid_round_up(x->message, 64);
-    x->sizes.wire = x->at[IN] + sid_round_up(x->message, 64);
-    x->at[SCRATCH] = SID_FAULT_BYTES;
-    x->at[COUNTS] = sid_round_up(x->at[SCRATCH] + x->plan->sizes.work, 64);
-    x->sizes.work = x->at[COUNTS] + x->world * x->slice;
+    x->place[OUT] = x->plan->sizes.payload;
+    x->place[IN] = x->place[OUT] + sid_round_up(x->message, 64);
+    x->sizes.wire = x->place[IN] + sid_round_up(x->message, 64);
+    x->place[SCRATCH] = SID_FAULT_BYTES;
+    x->place[COUNTS] = sid_round_up(x->place[SCRATCH] + x->plan->sizes.work, 64);
+    x->sizes.work = x->place[COUNTS] + x->world * x->slice;
     return SID_OK;
 }
 
 static uint32_t messages_expand(const sid_exchange *x, uint32_t round, int receive, sid_message *out) {
-    *out =
-        (sid_message){x->at[receive ? IN : OUT], SID_FRAME_BYTES + body_at(x, round), receive ? before(x) : next(x), 0};
+    *out = (sid_message){x->place[receive ? IN : OUT], SID_FRAME_BYTES + body_at(x, round),
+                         receive ? before(x) : next(x), 0};
     return 1;
 }
 
@@ -224,12 +224,12 @@ static void unpack_add(const uint8_t *in, uint64_t n, uint32_t bits, uint8_t *ou
 }
 
 static uint8_t *counts_of(const sid_exchange_step *t, uint32_t s) {
-    return t->work + t->x->at[COUNTS] + s * t->x->slice;
+    return t->work + t->x->place[COUNTS] + s * t->x->slice;
 }
 
 static void receive_expand(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
-    const uint8_t *frame = t->wire + x->at[IN];
+    const uint8_t *frame = t->wire + x->place[IN];
     uint8_t *counts = counts_of(t, slice_of(x, round + 1));
     uint32_t flags;
     if (sid_frame_open(t, (const sid_frame *)(const void *)frame, round, body_at(x, round), before(x), &flags)) return;
@@ -242,18 +242,18 @@ static sid_status advance_expand(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
     sid_fault *f = sid_fault_of(t);
     if (!round) {
-        memset(t->work + x->at[COUNTS], 0, x->world * x->slice);
-        if (!sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->at[SCRATCH], t->at, t->wire)) {
+        memset(t->work + x->place[COUNTS], 0, x->world * x->slice);
+        if (!sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, t->wire)) {
             f->encoded |= SID_OWN;
             if (((const sid_header *)(const void *)t->wire)->flags & SID_FLAG_NONFINITE)
                 f->flags |= SID_FRAME_NONFINITE;
         }
-        unpack_add(t->wire + SID_HEADER_BYTES, sid_round_up(x->n, 8), 1, t->work + x->at[COUNTS]);
+        unpack_add(t->wire + SID_HEADER_BYTES, sid_round_up(x->n, 8), 1, t->work + x->place[COUNTS]);
     } else {
         receive_expand(t, round - 1);
     }
     if (round == x->rounds) return SID_OK;
-    uint8_t *frame = t->wire + x->at[OUT];
+    uint8_t *frame = t->wire + x->place[OUT];
     pack(x, counts_of(t, slice_of(x, round)), x->slice, bits_at(x, round), frame + SID_FRAME_BYTES);
     sid_frame_close(t, (sid_frame *)(void *)frame, round, f->flags, body_at(x, round));
     return SID_OK;

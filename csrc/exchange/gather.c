@@ -19,7 +19,7 @@ enum {
 static sid_status plan_whole(sid_exchange *x, const sid_route *r, sid_error *err) {
     const sid_status s = sid_sub_plan(r, r->group->n, NULL, r->group->dtype, &x->plan[0], err);
     if (s) return s;
-    x->at[SCRATCH] = SID_FAULT_BYTES;
+    x->place[SCRATCH] = SID_FAULT_BYTES;
     x->sizes.work = SID_FAULT_BYTES + x->plan->sizes.work;
     x->sizes.state = sid_round_up(x->plan->sizes.state, 64);
     x->sizes.vectors = x->plan->memory->vectors;
@@ -31,7 +31,7 @@ static sid_status plan_whole(sid_exchange *x, const sid_route *r, sid_error *err
 static sid_status encode(sid_exchange_step *t, uint8_t *payload) {
     const sid_exchange *x = t->x;
     const sid_status s =
-        sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->at[SCRATCH], t->at, payload);
+        sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, payload);
     if (!s) sid_fault_of(t)->encoded |= SID_OWN;
     return s;
 }
@@ -121,9 +121,9 @@ static sid_status plan_reduce(sid_exchange *x, const sid_route *r, sid_error *er
         x->sizes.sent += others * most;
     }
     x->message = sid_round_up(x->message, 64);
-    x->at[OUT] = sid_round_up(x->plan->sizes.payload, 64);
-    x->at[IN] = x->at[OUT] + (others ? x->world * x->message : 0);
-    x->sizes.wire = x->at[IN] + (others ? x->world * x->message : 0);
+    x->place[OUT] = sid_round_up(x->plan->sizes.payload, 64);
+    x->place[IN] = x->place[OUT] + (others ? x->world * x->message : 0);
+    x->sizes.wire = x->place[IN] + (others ? x->world * x->message : 0);
     return SID_OK;
 }
 
@@ -132,13 +132,13 @@ sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x, uint32_t sum) {
     const piece own = piece_of(x, sum, x->rank), first = piece_of(x, sum, 0);
     return (sid_sum_of_slices){.own = own.start,
                                .len = own.bytes / width(x),
-                               .from = x->at[IN] + SID_FRAME_BYTES,
+                               .from = x->place[IN] + SID_FRAME_BYTES,
                                .apart = x->message,
                                .first = of.offset,
                                .bytes = of.count * width(x),
                                .each = first.bytes,
-                               .out = x->at[OUT],
-                               .in = x->at[IN]};
+                               .out = x->place[OUT],
+                               .in = x->place[IN]};
 }
 
 static uint32_t reduce_messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out) {
@@ -148,13 +148,13 @@ static uint32_t reduce_messages(const sid_exchange *x, uint32_t round, int recei
         const uint32_t s = scatter == !receive ? r : x->rank; /* scatter: theirs goes out, ours comes in */
         const uint64_t bytes = framed(piece_of(x, sum, s));
         if (r == x->rank || !bytes) continue;
-        out[count++] = (sid_message){x->at[receive ? IN : OUT] + (receive ? r : s) * x->message, bytes, r, 0};
+        out[count++] = (sid_message){x->place[receive ? IN : OUT] + (receive ? r : s) * x->message, bytes, r, 0};
     }
     return count;
 }
 
 static uint8_t *frame_of(const sid_exchange_step *t, uint32_t where, uint32_t i) {
-    return t->wire + t->x->at[where] + i * t->x->message;
+    return t->wire + t->x->place[where] + i * t->x->message;
 }
 
 /* Piece s goes out; after a failure zeros, in a frame that names the rank at fault. */
@@ -220,7 +220,7 @@ static void say(sid_exchange_step *t, uint32_t sum) {
     if (!sum) encode(t, t->wire);
     if (!sum || sid_fault_of(t)->status) return;
     const sid_status s =
-        sid_next_round(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->at[SCRATCH], t->at, t->wire);
+        sid_next_round(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, t->wire);
     if (s) sid_fail(t->err, s, "round %u: %s", sum, sid_status_text(s));
     sid_blame(t, s, x->rank);
 }

@@ -34,8 +34,8 @@ static uint64_t body_of(const sid_exchange *x, uint32_t s) {
 }
 
 sid_nodes sid_nodes_of(const sid_exchange *x) {
-    return (sid_nodes){x->at[OUT], x->at[IN],   x->at[WIRE],
-                       x->word[L], local_of(x), (0x4001u + local_of(x)) << SID_SUBGROUPS}; /* streams of its own */
+    return (sid_nodes){x->place[OUT], x->place[IN], x->place[WIRE],
+                       x->word[L],    local_of(x),  (0x4001u + local_of(x)) << SID_SUBGROUPS}; /* streams of its own */
 }
 
 static const char *const within[] = {"auto", "allreduce", "allgather", "ring1", "torus1", "twoshot", NULL};
@@ -80,12 +80,12 @@ static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
     x->rounds = in->rounds + 2 * x->word[SCATTER]; /* what the inner one would confirm, ours does */
     x->message = sid_round_up(SID_FRAME_BYTES + sid_round_up(x->slice * size_of(x), 32), 64);
     const uint64_t frames = x->word[SCATTER] * l * x->message;
-    x->at[IN] = frames;
-    x->at[WIRE] = 2 * frames;
-    x->sizes.wire = x->at[WIRE] + sid_round_up(in->sizes.wire, 64);
-    x->at[SUM] = SID_FAULT_BYTES;
-    x->at[WORK] = x->at[SUM] + sid_round_up(4 * x->slice, 64);
-    x->sizes.work = x->at[WORK] + in->sizes.work;
+    x->place[IN] = frames;
+    x->place[WIRE] = 2 * frames;
+    x->sizes.wire = x->place[WIRE] + sid_round_up(in->sizes.wire, 64);
+    x->place[SUM] = SID_FAULT_BYTES;
+    x->place[WORK] = x->place[SUM] + sid_round_up(4 * x->slice, 64);
+    x->sizes.work = x->place[WORK] + in->sizes.work;
     x->sizes.state = in->sizes.state;
     x->sizes.vectors = in->sizes.vectors;
     x->sizes.k = in->sizes.k;
@@ -109,7 +109,7 @@ static uint32_t dense_messages(const sid_exchange *x, int scatter, int receive, 
         if (l == mine) continue;
         const uint32_t s = scatter == !receive ? l : mine;
         /* scatter: our slice comes from rank l into its place; gather: slice l comes into its own */
-        const uint64_t at = receive ? x->at[IN] + l * x->message : s * x->message;
+        const uint64_t at = receive ? x->place[IN] + l * x->message : s * x->message;
         out[count++] = (sid_message){at, SID_FRAME_BYTES + body_of(x, s), first + l, 0};
     }
     return count;
@@ -121,7 +121,7 @@ static uint32_t messages(const sid_exchange *x, uint32_t round, int receive, sid
     if (first && (round == 0 || round == x->rounds - 1)) return dense_messages(x, round == 0, receive, out);
     const uint32_t count = in->kind->messages(in, round - first, receive, out);
     for (uint32_t i = 0; i < count; i++) {
-        out[i].offset += x->at[WIRE];
+        out[i].offset += x->place[WIRE];
         out[i].peer = out[i].peer * x->word[L] + local_of(x);
     }
     return count;
@@ -129,9 +129,9 @@ static uint32_t messages(const sid_exchange *x, uint32_t round, int receive, sid
 
 /* ---- a step -------------------------------------------------------------------------------------------------- */
 
-static float *sum_of(const sid_exchange_step *t) { return (float *)(void *)(t->work + t->x->at[SUM]); }
+static float *sum_of(const sid_exchange_step *t) { return (float *)(void *)(t->work + t->x->place[SUM]); }
 static uint8_t *frame_of(const sid_exchange_step *t, uint32_t where, uint32_t i) {
-    return t->wire + t->x->at[where] + i * t->x->message;
+    return t->wire + t->x->place[where] + i * t->x->message;
 }
 
 typedef struct inner_trip {
@@ -149,8 +149,9 @@ static void enter(sid_exchange_step *t, inner_trip *i) {
     i->at.world = x->word[NODES];
     i->at.group += sid_nodes_of(x).group;
     i->report = (sid_report){0, 0};
-    i->inner = (sid_exchange_step){sid_within(x),         &i->seg, &i->cut,    1,     t->state, t->work + x->at[WORK],
-                                   t->wire + x->at[WIRE], &i->at,  &i->report, t->err};
+    i->inner = (sid_exchange_step){
+        sid_within(x), &i->seg,    &i->cut, 1, t->state, t->work + x->place[WORK], t->wire + x->place[WIRE],
+        &i->at,        &i->report, t->err};
 }
 
 static void scatter(sid_exchange_step *t) {

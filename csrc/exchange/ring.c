@@ -121,8 +121,8 @@ static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
                           "a one-bit ring merges signs that stand for the same value on all ranks, as 'marsit', "
                           "'signsgd' and 'signum' have; for others take 'twoshot' or 'allgather'");
     x->confirms = 1;
-    x->at[SCRATCH] = sid_round_up(SID_FAULT_BYTES + sizeof(signing), 64);
-    x->sizes.work = x->at[SCRATCH] + x->plan->sizes.work;
+    x->place[SCRATCH] = sid_round_up(SID_FAULT_BYTES + sizeof(signing), 64);
+    x->sizes.work = x->place[SCRATCH] + x->plan->sizes.work;
     x->sizes.state = sid_round_up(x->plan->sizes.state, 64);
     x->sizes.vectors = x->plan->memory->vectors;
     x->sizes.k = x->plan->k;
@@ -133,10 +133,10 @@ static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
         x->sizes.sent += bytes;
         if (bytes > x->message) x->message = bytes;
     }
-    x->at[OUT] = sid_round_up(SID_HEADER_BYTES + 32 * units_of(x), 64);
-    if (x->at[OUT] < x->plan->sizes.payload) x->at[OUT] = x->plan->sizes.payload;
-    x->at[IN] = x->at[OUT] + sid_round_up(x->message, 64);
-    x->sizes.wire = x->at[IN] + sid_round_up(x->message, 64);
+    x->place[OUT] = sid_round_up(SID_HEADER_BYTES + 32 * units_of(x), 64);
+    if (x->place[OUT] < x->plan->sizes.payload) x->place[OUT] = x->plan->sizes.payload;
+    x->place[IN] = x->place[OUT] + sid_round_up(x->message, 64);
+    x->sizes.wire = x->place[IN] + sid_round_up(x->message, 64);
     return SID_OK;
 }
 
@@ -164,7 +164,7 @@ static sid_status plan_torus(sid_exchange *x, const sid_route *r, sid_error *err
 static uint32_t messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out) {
     int phase;
     const ring k = ring_at(x, round, &phase);
-    *out = (sid_message){x->at[receive ? IN : OUT], message_at(x, round), receive ? k.before : k.next, 0};
+    *out = (sid_message){x->place[receive ? IN : OUT], message_at(x, round), receive ? k.before : k.next, 0};
     return 1;
 }
 
@@ -217,7 +217,7 @@ static void hop(const sid_exchange *x, uint32_t round, sid_hop *out) {
         const ring k = ring_at(x, round - 1, &phase);
         const uint32_t own = own_round(&k, round - 1, phase);
         const range r = slice_at(&k, own + 1);
-        out->in = (sid_hop_side){x->at[IN],
+        out->in = (sid_hop_side){x->place[IN],
                                  message_at(x, round - 1) - SID_FRAME_BYTES,
                                  SID_HEADER_BYTES + 32 * r.from,
                                  32 * r.len,
@@ -231,7 +231,7 @@ static void hop(const sid_exchange *x, uint32_t round, sid_hop *out) {
     if (round < x->rounds) {
         const ring k = ring_at(x, round, &phase);
         const range r = slice_at(&k, own_round(&k, round, phase));
-        out->out = (sid_hop_side){x->at[OUT],
+        out->out = (sid_hop_side){x->place[OUT],
                                   message_at(x, round) - SID_FRAME_BYTES,
                                   SID_HEADER_BYTES + 32 * r.from,
                                   32 * r.len,
@@ -267,10 +267,10 @@ static void receive(sid_exchange_step *t, const sid_hop *h) {
 static void begin_signs(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     signing *s = signing_of(t);
-    memset(t->wire, 0, x->at[OUT]); /* also what the last unit has beyond the payload */
+    memset(t->wire, 0, x->place[OUT]); /* also what the last unit has beyond the payload */
     s->slices = 0;
     const sid_status bad =
-        sid_begin_ranges(&s->ranges, x->plan, t->seg, t->n_seg, t->state, t->work + x->at[SCRATCH], t->at, t->wire);
+        sid_begin_ranges(&s->ranges, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, t->wire);
     if (!bad) {
         sid_fault_of(t)->encoded |= SID_OWN;
         return;

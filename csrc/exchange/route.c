@@ -83,7 +83,7 @@ sid_status sid_route_plan(const sid_route *r, sid_exchange *x, sid_error *err) {
     x->sizes.rounds = x->rounds;
     if (x->world == 1 || !x->confirms || !x->rounds) x->confirms = 0;
     if (!x->confirms) return SID_OK;
-    x->at[7] = x->sizes.wire; /* this rank's frame, then one of every rank */
+    x->confirm_at = x->sizes.wire; /* this rank's frame, then one of every rank */
     x->sizes.wire += (x->world + 1ull) * 64;
     x->sizes.rounds++;
     x->sizes.control = (x->world - 1ull) * SID_FRAME_BYTES;
@@ -117,6 +117,6 @@ uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receiv
     uint32_t count = 0;
     for (uint32_t r = 0; r < x->world; r++)
         if (r != x->rank)
-            out[count++] = (sid_message){x->at[7] + (receive ? (r + 1ull) * 64 : 0), SID_FRAME_BYTES, r, 0};
+            out[count++] = (sid_message){x->confirm_at + (receive ? (r + 1ull) * 64 : 0), SID_FRAME_BYTES, r, 0};
     return count;
 }

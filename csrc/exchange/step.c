@@ -65,7 +65,7 @@ static void start_from(const sid_exchange_step *t) {
 
 static void confirm(sid_exchange_step *t) {
     const sid_fault *f = sid_fault_of(t);
-    sid_frame_close(t, (sid_frame *)(void *)(t->wire + t->x->at[7]), t->x->rounds, f->flags, 0);
+    sid_frame_close(t, (sid_frame *)(void *)(t->wire + t->x->confirm_at), t->x->rounds, f->flags, 0);
 }
 
 static void confirmed(sid_exchange_step *t) {
@@ -73,7 +73,7 @@ static void confirmed(sid_exchange_step *t) {
     for (uint32_t r = 0; r < x->world; r++) {
         uint32_t flags;
         if (r != x->rank)
-            sid_frame_open(t, (const sid_frame *)(void *)(t->wire + x->at[7] + (r + 1ull) * 64), x->rounds, 0, r,
+            sid_frame_open(t, (const sid_frame *)(void *)(t->wire + x->confirm_at + (r + 1ull) * 64), x->rounds, 0, r,
                            &flags);
     }
 }

@@ -35,7 +35,7 @@ static uint64_t mean_bytes(const sid_exchange *x, uint32_t s) {
 static uint64_t state_at(const sid_exchange *x, uint32_t s) { return s * sid_round_up(x->plan->sizes.state, 64); }
 
 sid_shots sid_shots_of(const sid_exchange *x) {
-    return (sid_shots){x->at[THEIRS], x->at[MEANS], state_at(x, 1), x->at[SERVER]};
+    return (sid_shots){x->place[THEIRS], x->place[MEANS], state_at(x, 1), x->place[SERVER]};
 }
 
 static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
@@ -59,11 +59,11 @@ static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
     x->confirms = 1;
     x->rounds = w > 1 ? 2 : 0;
     x->message = own->payload > server->payload ? own->payload : server->payload;
-    x->at[THEIRS] = w * own->payload;
-    x->at[MEANS] = x->at[THEIRS] + w * own->payload;
-    x->sizes.wire = x->at[MEANS] + w * server->payload;
-    x->at[SERVER] = w * sid_round_up(own->state, 64);
-    x->sizes.state = x->at[SERVER] + sid_round_up(server->state, 64);
+    x->place[THEIRS] = w * own->payload;
+    x->place[MEANS] = x->place[THEIRS] + w * own->payload;
+    x->sizes.wire = x->place[MEANS] + w * server->payload;
+    x->place[SERVER] = w * sid_round_up(own->state, 64);
+    x->sizes.state = x->place[SERVER] + sid_round_up(server->state, 64);
     const uint64_t scratch = own->work > server->work ? own->work : server->work;
     x->word[SUM] = SID_FAULT_BYTES / 64;
     x->word[SCRATCH] = x->word[SUM] + (uint32_t)(sid_round_up(4 * x->slice, 64) / 64);
@@ -88,8 +88,8 @@ static uint32_t messages(const sid_exchange *x, uint32_t round, int receive, sid
         const uint32_t s = (round == 0) == !receive ? q : x->rank; /* slice */
         const uint64_t bytes = round ? mean_bytes(x, s) : bytes_of(x, s);
         if (bytes)
-            out[count++] = (sid_message){round     ? x->at[MEANS] + s * server
-                                         : receive ? x->at[THEIRS] + q * own
+            out[count++] = (sid_message){round     ? x->place[MEANS] + s * server
+                                         : receive ? x->place[THEIRS] + q * own
                                                    : q * own,
                                          bytes, q, 0};
     }
@@ -106,7 +106,7 @@ static void first_shot(sid_exchange_step *t) {
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s); s++) {
         const sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
         const uint32_t segs = sid_cut(t, sid_slice_start(x, s), sid_slice_len(x, s));
-        uint8_t *to = t->wire + (s == x->rank ? x->at[THEIRS] : 0) + s * x->plan->sizes.payload;
+        uint8_t *to = t->wire + (s == x->rank ? x->place[THEIRS] : 0) + s * x->plan->sizes.payload;
         sid_encode_part(t, plan_of(x, x->plan, s), t->cut, segs, t->state + state_at(x, s), t->work + place(x, SCRATCH),
                         &at, to);
     }
@@ -119,10 +119,10 @@ static void second_shot(sid_exchange_step *t) {
     const sid_plan *own = plan_of(x, x->plan, s);
     const sid_step from = sid_slice_step(t->at, s, x->rank, x->world),
                    to = sid_slice_step(t->at, s | SID_SECOND, x->rank, x->world);
-    const uint8_t *in = t->wire + x->at[THEIRS];
+    const uint8_t *in = t->wire + x->place[THEIRS];
     const uint64_t len = sid_slice_len(x, s), stride = x->plan->sizes.payload;
     const sid_segment all = {sum_of(t), len};
-    uint8_t *payload = t->wire + x->at[MEANS] + s * x->server->sizes.payload;
+    uint8_t *payload = t->wire + x->place[MEANS] + s * x->server->sizes.payload;
     sid_report report = {0, 0};
     if (!len) return;
     for (uint32_t q = 0; q < x->world; q++)
@@ -133,7 +133,7 @@ static void second_shot(sid_exchange_step *t) {
     }
     /* not finite: NaN, which the mean's payload then shows by its flag */
     sid_decode_sound(own, in, stride, x->world, 1.0f / (float)x->world, &all, SID_F32, NULL, &report);
-    if (!sid_encode_part(t, plan_of(x, x->server, s), &all, 1, t->state + x->at[SERVER], t->work + place(x, SCRATCH),
+    if (!sid_encode_part(t, plan_of(x, x->server, s), &all, 1, t->state + x->place[SERVER], t->work + place(x, SCRATCH),
                          &to, payload))
         sid_fault_of(t)->encoded |= SID_FOR_ALL;
 }
@@ -146,7 +146,8 @@ static sid_status advance(sid_exchange_step *t, uint32_t round) {
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s) && !sid_fault_of(t)->status; s++) {
         const sid_plan *p = plan_of(x, x->server, s);
         const sid_step at = sid_slice_step(t->at, s | SID_SECOND, s, x->world);
-        sid_blame(t, sid_check(p, t->wire + x->at[MEANS] + s * x->server->sizes.payload, p->sizes.payload, &at, t->err),
+        sid_blame(t,
+                  sid_check(p, t->wire + x->place[MEANS] + s * x->server->sizes.payload, p->sizes.payload, &at, t->err),
                   s);
     }
     return SID_OK;
@@ -157,7 +158,7 @@ static void undo(sid_exchange_step *t) {
     const sid_segment all = {sum_of(t), sid_slice_len(x, x->rank)};
     sid_undo_parts(t);
     if (sid_fault_of(t)->encoded & SID_FOR_ALL)
-        sid_take_back(plan_of(x, x->server, x->rank), (sid_state *)(void *)(t->state + x->at[SERVER]), &all);
+        sid_take_back(plan_of(x, x->server, x->rank), (sid_state *)(void *)(t->state + x->place[SERVER]), &all);
 }
 
 static void finish(sid_exchange_step *t) {
@@ -165,12 +166,12 @@ static void finish(sid_exchange_step *t) {
     const uint64_t stride = x->server->sizes.payload;
     int bad = 0;
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s); s++) {
-        const sid_header *h = (const sid_header *)(const void *)(t->wire + x->at[MEANS] + s * stride);
+        const sid_header *h = (const sid_header *)(const void *)(t->wire + x->place[MEANS] + s * stride);
         bad |= (h->flags & SID_FLAG_NONFINITE) != 0;
     }
     if (bad) undo(t); /* while the segments hold the gradient */
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s); s++) {
-        uint8_t *payload = t->wire + x->at[MEANS] + s * stride;
+        uint8_t *payload = t->wire + x->place[MEANS] + s * stride;
         sid_report report = {0, 0};
         if (bad) ((sid_header *)(void *)payload)->flags |= SID_FLAG_NONFINITE; /* of one slice, of all */
         sid_cut(t, sid_slice_start(x, s), sid_slice_len(x, s));
@@ -187,7 +188,7 @@ static uint32_t parts(const sid_exchange *x) {
 
 static sid_part part(const sid_exchange *x, uint32_t i) {
     if (i == parts(x) - 1)
-        return (sid_part){plan_of(x, x->server, x->rank), x->at[SERVER], sid_slice_start(x, x->rank), 1};
+        return (sid_part){plan_of(x, x->server, x->rank), x->place[SERVER], sid_slice_start(x, x->rank), 1};
     return (sid_part){plan_of(x, x->plan, i), state_at(x, i), sid_slice_start(x, i), 0};
 }
 

@@ -86,14 +86,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *d, size_t size) {
     d += 6;
     size -= 6;
     sid_error err;
-    sid_segment cut;
+    sid_segment part;
     for (uint32_t r = 0; r < world; r++)
         for (uint64_t i = 0; i < p->n; i++) p->g[r][i] = (float)((int)((i * 37 + r * 11) % 97) - 48);
     for (uint32_t round = 0; round <= p->sizes.rounds; round++) {
         for (uint32_t r = 0; r < world; r++) {
             const sid_segment seg = {p->g[r], p->n};
             const sid_step at = {.step = 1, .seed = 7, .group = 2, .rank = r, .world = world};
-            const sid_status s = sid_exchange_advance(p->x[r], round, &seg, 1, &cut, p->state[r], p->work[r], &at,
+            const sid_status s = sid_exchange_advance(p->x[r], round, &seg, 1, &part, p->state[r], p->work[r], &at,
                                                       p->wire[r], NULL, &err);
             MUST(s == SID_OK || s == SID_E_CORRUPT || s == SID_E_MISMATCH);
         }
