@@ -151,7 +151,7 @@ typedef struct sid_memory {
 /* ---- helpers --------------------------------------------------------------------------------------------------- */
 /* Writes err->text; returns s. */
 sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
-/* What a step multiplies by what is kept of earlier ones. */
+/* The factor by which a step multiplies the residual of earlier ones. */
 static inline float sid_carry(const sid_step *at) { return at->carry > 0 ? at->carry : 1.0f; }
 /* What the memory multiplied the last gradient by. */
 SID_HD float sid_factor_of(const sid_state *s) { return s->factor >= 0 && s->factor <= 1 ? s->factor : 1.0f; }
