@@ -1,4 +1,4 @@
-/* What sparse codecs make of their statistics: small arithmetic that is one and the same on host and device. */
+/* Small arithmetic that sparse codecs do with their statistics, the same on host and device. */
 #ifndef SID_FITS_H
 #define SID_FITS_H
 
@@ -11,7 +11,8 @@ enum { /* 2^19 key units are a sixteenth of an octave */
     SID_SPREAD_FIRST = 1 << 20,
     SID_SPREAD_MOST = 1 << 22
 };
-/* How far from `now` the next step's key may be expected, given how far this one's was from `last`; 0: no last one. */
+/* How far from `now` the key of the next step is expected at most, given how far this one's was from `last`. `spread` is the
+ * distance that was expected; 0: there was no last step. */
 SID_HD uint32_t sid_spread(uint32_t spread, uint32_t last, uint32_t now) {
     const uint32_t least = SID_SPREAD_LEAST, most = SID_SPREAD_MOST, first = SID_SPREAD_FIRST;
     const uint64_t drift = 2ull * (now > last ? now - last : last - now), held = spread - spread / 8;

@@ -16,14 +16,14 @@ static inline sid_status linear_check_scale(const sid_header *h, sid_error *err)
     return SID_OK;
 }
 
-/* Of a body of `count` elements without flags of its own. */
+/* Checks the header of a body of `count` elements that has no flags of its own. */
 static inline sid_status linear_check(const sid_header *h, uint64_t count, sid_error *err) {
     if (h->count != count || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
         return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
     return linear_check_scale(h, err);
 }
 
-/* The caller's scale comes on top of the sender's, unless it is that one. */
+/* The body already holds the sender's scale, which the caller's replaces: where they are equal, there is nothing to multiply by. */
 static inline void linear_open(sid_gather *g) {
     const sid_header *h = (const sid_header *)(const void *)g->payloads;
     g->scale = g->scale == h->scale ? 1.0f : (float)((double)g->scale * (double)linear_inverse(h->scale));

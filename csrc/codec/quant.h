@@ -1,4 +1,4 @@
-/* What quant.c and cuda/quant.cu share: a codec's form, where a payload has what, scales. */
+/* What quant.c shares with the kernels: a codec's form, where a payload has what, scales. */
 #ifndef SID_QUANT_H
 #define SID_QUANT_H
 
@@ -53,9 +53,9 @@ SID_HD float quant_scale_of(float m, float top) {
     const float most = (float)QUANT_M_MAX, s = (m < most ? m : most) / top;
     return s >= QUANT_SCALE_MIN ? s : 0.0f;
 }
-/* The largest that there is. */
+/* The largest scale that there is. */
 SID_HD float quant_scale_max(const quant_form *f) { return quant_scale(QUANT_M_MAX, f->top); }
-/* Zero, or what quant_scale gives. */
+/* 1 if these bits are 0, or a scale that quant_scale returns. */
 SID_HD int quant_sound(uint32_t bits, uint32_t most) {
     return !bits || (bits >= sid_f32_bits(QUANT_SCALE_MIN) && bits <= most);
 }

@@ -42,9 +42,9 @@ extern const char *const sparse_value_names[], *const sparse_index_names[];
          .choices = sparse_index_names,                                                                                \
          .doc = "u16: 16 bits each; packed: about 2 + log2(1 / density) bits, slower to read."}
 
-/* The codec's part of work. Candidates are all elements so far whose key reaches `low`, in index order; those of wire
- * tile t are counted in tile[t]. `low` only rises during a pass: where a tile comes that may not fit, all but the
- * `best` largest are dropped. When the pass has been settled they are, then too, those `best`, however often that was. */
+/* The codec's part of work. The candidates are all elements so far whose key reaches `low`, in index order; tile[t] counts
+ * those of wire tile t. `low` only rises during a pass: if the candidates of the next tile may not fit, all but the `best`
+ * largest are dropped. If that has happened in a pass, the candidates that sparse_settle leaves are the `best` largest, too. */
 typedef struct sparse_work {
     uint64_t count, room; /* candidates held, and how many fit */
     uint32_t low;         /* keys from here on are captured */

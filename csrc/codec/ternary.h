@@ -1,4 +1,4 @@
-/* What ternary.c and cuda/ternary.cu share: the codec's form, where a payload has what. */
+/* What ternary.c shares with the kernels: the codec's form, where a payload has what. */
 #ifndef SID_TERNARY_H
 #define SID_TERNARY_H
 
