@@ -1,4 +1,4 @@
-"""The least that a script needs: a State, the hook, and a clean end.
+"""What a script needs at least: a State, its registration with DDP, and a clean end.
 
 torchrun --standalone --nproc-per-node 2 examples/minimal.py
 """
@@ -17,9 +17,9 @@ ddp = DistributedDataParallel(
 )
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
 
-state = sidcomp.State("topk", density=0.02)  # 2 % of each gradient travel, the rest is kept and sent later
-ddp.register_comm_hook(state, sidcomp.hook)
-state.follow(optimizer)  # where the learning rate changes: what is owed keeps its worth
+state = sidcomp.State("auto")  # measures, plans, verifies; or name a codec: State("topk", density=0.01)
+sidcomp.register(ddp, state)
+state.follow(optimizer)  # the residual is rescaled when the learning rate changes
 
 target = torch.randn(256, 8)
 torch.manual_seed(1 + dist.get_rank())  # from here on each rank has its own data
@@ -32,8 +32,7 @@ for step in range(201):
     if step % 50 == 0 and dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 if dist.get_rank() == 0:
-    stats = state.stats()
-    print(f"sent {stats['sent_bytes'] / stats['steps']:,.0f} bytes a step, 1/{stats['ratio']:.0f} of float32")
+    print(state.explain())  # what was measured, what was chosen, and why
 
 state.close()
 del ddp
