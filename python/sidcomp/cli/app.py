@@ -121,26 +121,30 @@ def codec_page(c: Codec) -> str:
 _INTRODUCTION = """\
 # Codecs and memories
 
-Written from the registry, and from what `make bench-codecs` has measured, by
+This page is generated from the registry and from the measurements of `make bench-codecs`, by
 `sidcomp codecs --markdown > docs/codecs.md`; a test compares the two.
 
-A codec turns the vector of a group into a payload; a memory keeps what was not sent. Any codec goes with any
-memory, but those with the trait feedback need a memory that has it, too:
-`sidcomp.State("topk", memory="residual", density=0.01)`. A lossless codec keeps none but one that holds the
-momentum ([memories](memories.md)). The payloads
-of a linear codec are summed by an all-reduce; those of the others travel by all-gather, and every rank
-decodes them all, in rank order. Which codecs have CUDA kernels depends on the build: `sidcomp codecs` tells.
+A codec turns the vector of a group into a payload; a memory keeps what was not sent. Every codec works with
+every memory, for example `sidcomp.State("topk", memory="residual", density=0.01)`, with one exception: codecs
+with the trait feedback need a memory that has it, too. A lossless codec leaves nothing for a memory to keep,
+so only a memory that holds the momentum has an effect with it ([memories](memories.md)). The payloads of a
+linear codec are summed by an all-reduce. Those of the others travel by all-gather, and every rank decodes all
+of them, in rank order. Which codecs have CUDA kernels depends on the build: `sidcomp codecs` says which.
 """
 
 
 _COSTS = """
 ## What they cost
 
-Bits an element on the wire: of a payload of 2^20 elements, with the defaults. Unbiased: its mean over the
-random draws is the gradient. Bytes an element: what encode moves: the gradient read, the residual (where
-there is a memory) read and written, acc read again for each further reading, and the payload. Encode and
-decode: measured, over the limit of the memory (`R += G`; one write and what is read); torch: how many times
-as long the same takes with torch's operations. Of several densities 1 %; {where}.
+- bits: bits per element on the wire, for a payload of 2^20 elements with the default parameters
+- unbiased: whether the mean over the random draws is the gradient
+- bytes: bytes of memory traffic per element of encode. It reads the gradient, reads and writes the residual
+  (if there is a memory), reads acc again for each further pass, and writes the payload
+- encode, decode of 8: the measured time over the limit that the main memory sets (for encode `R += G`, for
+  decode one write and what is read)
+- torch: how many times as long the same takes with torch's operations
+
+If several densities were measured, the row is that of 1 %. Measured with {where}.
 
 | codec | memory | bits | unbiased | bytes | encode | torch | decode of 8 | torch |
 |---|---|---|---|---|---|---|---|---|
