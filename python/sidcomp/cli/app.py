@@ -144,7 +144,7 @@ _COSTS = """
   decode one write and what is read)
 - torch: how many times as long the same takes with torch's operations
 
-If several densities were measured, the row is that of 1 %. Measured with {where}.
+If several densities were measured, the row is that of 1 %. Measured: {where}.
 
 | codec | memory | bits | unbiased | bytes | encode | torch | decode of 8 | torch |
 |---|---|---|---|---|---|---|---|---|
