@@ -109,3 +109,30 @@ def test_the_changelog_names_every_codec_and_memory() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     for entry in (*sidcomp.codecs(), *sidcomp.memories()):
         assert f"`{entry.name}`" in text
+
+
+def test_the_glossary_is_short_and_its_terms_are_in_use() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    terms = [t for t in re.findall(r"^\| ([^|]+?) \|", text, re.M) if t != "term"]
+    assert len(terms) == len(set(terms)) <= 30
+    written = [p for p in PAGES if p.name not in ("glossary.md", "CHANGELOG.md")]
+    pages = " ".join(p.read_text().lower() for p in written)
+    for term in terms:
+        assert all(word in pages for word in term.split(", ")), term
+
+
+def test_pages_use_the_words_of_the_glossary() -> None:
+    """Not those that it has replaced; quoted code and error texts may still have them."""
+    gone = r"(?<!round )\btrips?\b|\b(parcels?|journeys?|verdicts?|resting|spoiled|parked|owe[sd]?)\b"
+    for page in PAGES:
+        if page.name not in ("CHANGELOG.md", "cuda-sass.md"):
+            prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+            assert not re.search(gone, prose, re.I), page.name
+
+
+def test_the_readme_is_read_in_a_minute() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert "GPU status" in lines[2]
+    rows = [line for line in lines if line.startswith("|")]
+    assert 2 < len(rows) <= 2 + 8  # one table: its head, and at most eight rows
+    assert len(lines) <= 100
