@@ -42,7 +42,8 @@ static const sid_param params[] = {
      .min = 1,
      .max = 1e6,
      .unit = "",
-     .doc = "The sample is made large enough that about so many of it pass (not in the paper; for small groups)."},
+     .doc = "The sample is at least so large that about this many of its elements pass (not in the paper; for small "
+            "groups)."},
 };
 
 /* Persists over the passes of one encode. */
@@ -151,6 +152,6 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
 
 SPARSE_CODEC(dgc, params, plan, begin, tile, finish, sparse_check, sparse_decode, .name = "dgc", .memory = "dgc",
              .paper = "DGC (Lin et al. 2018), sparsification with hierarchical selection",
-             .doc = "A threshold estimated from a random sample; of what reaches it the k largest. The momentum "
-                    "correction of the same paper is a memory.",
+             .doc = "A threshold is estimated from a random sample, and the k largest of the elements that reach it "
+                    "are sent. The momentum correction of the same paper is a memory.",
              .traits = SID_SPARSE | SID_STOCHASTIC, .wire_id = 21);

@@ -32,14 +32,14 @@ static const sid_param params[] = {
      .min = 1,
      .max = 10,
      .unit = "",
-     .doc = "Thresholds that are tried, the fitted one included."},
+     .doc = "Number of thresholds that are tried, including the fitted one."},
     {.name = "capacity",
      .kind = SID_REAL,
      .dflt = 1.34,
      .min = 1,
      .max = 1e6,
      .unit = "times k",
-     .doc = "Room of the payload; where more elements pass, the largest are sent and the rest is kept."},
+     .doc = "Capacity of the payload. If more elements pass, the largest are sent and the rest stays in the memory."},
 };
 
 /* Rows of running sums. */
@@ -165,9 +165,8 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
     s->codec[LAST] = sid_key(sid_bits_f32((uint32_t)s->codec[LAST]) * factor);
 }
 
-SPARSE_CODEC(
-    gaussiank, params, plan, begin, tile, finish, sparse_check, sparse_decode, .name = "gaussiank",
-    .paper = "GaussianKSGD (Shi et al. 2019); SIDCo's rival",
-    .doc = "A threshold from a normal distribution fitted to the vector, halved or raised by half until roughly k "
-           "elements pass or the rounds are over.",
-    .traits = SID_SPARSE, .wire_id = 20);
+SPARSE_CODEC(gaussiank, params, plan, begin, tile, finish, sparse_check, sparse_decode, .name = "gaussiank",
+             .paper = "GaussianKSGD (Shi et al. 2019); SIDCo's rival",
+             .doc = "A threshold from a normal distribution fitted to the vector. It is halved or raised by half until "
+                    "roughly k elements pass or all tries are used.",
+             .traits = SID_SPARSE, .wire_id = 20);

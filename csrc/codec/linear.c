@@ -115,9 +115,10 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
                                           .open = linear_open,                                                         \
                                           .decode = decode}
 
-LINEAR_CODEC(none, .name = "none", .memory = "none", .paper = "", .wire_id = 1,
-             .traits = SID_LINEAR | SID_LOSSLESS | SID_UNBIASED,
-             .doc = "Dense: every element in the gradient's own dtype, averaged by all-reduce as plain DDP does.");
+LINEAR_CODEC(
+    none, .name = "none", .memory = "none", .paper = "", .wire_id = 1,
+    .traits = SID_LINEAR | SID_LOSSLESS | SID_UNBIASED,
+    .doc = "Uncompressed: every element in the gradient's own dtype, averaged by all-reduce as plain DDP does.");
 LINEAR_CODEC(
     fp16, .name = "fp16", .paper = "", .wire_id = 2, .traits = SID_LINEAR,
     .doc = "Every element as IEEE half, averaged by all-reduce: half the bytes. Magnitudes above 65504 saturate.");

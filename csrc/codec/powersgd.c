@@ -432,9 +432,8 @@ const sid_codec sid_codec_powersgd = {
              .wire_id = 30,
              .traits = SID_LINEAR | SID_SHAPED | SID_IN_ROUNDS,
              SID_PARAMETERS(params),
-             .doc =
-                 "Matrices as two thin factors that start from those of the last step, averaged by all-reduce in two "
-                 "rounds; vectors as they are."},
+             .doc = "Matrices are sent as two thin factors that start from those of the last step, averaged by two "
+                    "all-reduces; vectors are sent as they are."},
     .plan = plan,
     .place = place,
     .begin = begin,

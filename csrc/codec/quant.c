@@ -332,7 +332,7 @@ static const char *const norms[] = {"l2", "max", NULL};
      .min = 64,                                                                                                        \
      .max = SID_MAX_TILE,                                                                                              \
      .unit = "elements, a power of two",                                                                               \
-     .doc = "Elements that share a scale, a float32 each."}
+     .doc = "Number of elements that share a scale. A scale is a float32."}
 #define ROUNDING_ROW                                                                                                   \
     {.name = "rounding",                                                                                               \
      .kind = SID_CHOICE,                                                                                               \
@@ -341,7 +341,8 @@ static const char *const norms[] = {"l2", "max", NULL};
      .max = 1,                                                                                                         \
      .unit = "",                                                                                                       \
      .choices = roundings,                                                                                             \
-     .doc = "To nearest, ties to even; or to one of both neighbours at random, right on average."}
+     .doc = "nearest: to the nearest code, ties to even. stochastic: to one of the two neighbors at random, so that "  \
+            "the mean is right."}
 
 static const sid_param int_params[] = {
     [INT_BLOCK] = BLOCK_ROW,
@@ -360,30 +361,31 @@ static const sid_param fp8_params[] = {
     [F8_ROUNDING] = ROUNDING_ROW,
 };
 static const sid_param qsgd_params[] = {
-    [QSGD_BITS] = {.name = "bits",
-                   .kind = SID_INT,
-                   .dflt = 8,
-                   .min = 2,
-                   .max = 8,
-                   .unit = "bits",
-                   .doc = "Sign and level of an element: s = 2^(bits - 1) - 1 levels (MergeComp: 8)."},
-    [QSGD_NORM] = {.name = "norm",
-                   .kind = SID_CHOICE,
-                   .dflt = 0,
-                   .min = 0,
-                   .max = 1,
-                   .unit = "",
-                   .choices = norms,
-                   .doc = "What the levels divide: the Euclidean norm, as in the paper, or the largest magnitude."},
+    [QSGD_BITS] =
+        {.name = "bits",
+         .kind = SID_INT,
+         .dflt = 8,
+         .min = 2,
+         .max = 8,
+         .unit = "bits",
+         .doc = "Bits of the sign and level of an element; there are s = 2^(bits - 1) - 1 levels (MergeComp: 8 bits)."},
+    [QSGD_NORM] =
+        {.name = "norm",
+         .kind = SID_CHOICE,
+         .dflt = 0,
+         .min = 0,
+         .max = 1,
+         .unit = "",
+         .choices = norms,
+         .doc = "The number that the levels divide: the Euclidean norm, as in the paper, or the largest magnitude."},
     [QSGD_BUCKET] = {.name = "bucket",
                      .kind = SID_INT,
                      .dflt = 512,
                      .min = 0,
                      .max = SID_MAX_TILE,
                      .unit = "elements, a power of two",
-                     .doc =
-                         "Elements that share a norm, 128 or more; 0: all of the group, as in the paper's theorem, and "
-                         "acc is read twice."},
+                     .doc = "Number of elements that share a norm, 128 or more. 0: the whole group, as in the paper's "
+                            "theorem, which takes a second pass."},
 };
 static const sid_param terngrad_params[] = {
     [TERN_CLIP] = {.name = "clip",
@@ -418,8 +420,9 @@ QUANT_CODEC(fp8, fp8_params, .name = "fp8", .wire_id = 50, .traits = SID_STOCHAS
             .doc = "8-bit floats and a scale for each block, which brings its largest magnitude to the format's.");
 QUANT_CODEC(qsgd, qsgd_params, .name = "qsgd", .memory = "none", .wire_id = 51, .traits = SID_STOCHASTIC | SID_UNBIASED,
             .paper = "QSGD (Alistarh et al. 2017), stochastic quantisation, without its Elias code",
-            .doc = "Levels of the norm, rounded at random to one of both neighbours: right on average.");
-QUANT_CODEC(
-    terngrad, terngrad_params, .name = "terngrad", .memory = "none", .wire_id = 52, .traits = SID_STOCHASTIC,
-    .paper = "TernGrad (Wen et al. 2017), stochastic ternarizing and gradient clipping",
-    .doc = "-1, 0 or 1 times the largest magnitude, 2 bits; at random, right on average but for what is clipped.");
+            .doc = "Levels of the norm. Each element is rounded at random to one of the two neighboring levels, so "
+                   "that the mean is right.");
+QUANT_CODEC(terngrad, terngrad_params, .name = "terngrad", .memory = "none", .wire_id = 52, .traits = SID_STOCHASTIC,
+            .paper = "TernGrad (Wen et al. 2017), stochastic ternarizing and gradient clipping",
+            .doc = "-1, 0 or 1 times the largest magnitude, in 2 bits, drawn at random so that the mean is right "
+                   "except for clipped elements.");

@@ -39,7 +39,7 @@ static const sid_param params[] = {
      .max = SID_VALUES_F16,
      .unit = "",
      .choices = value_names,
-     .doc = "Format of the values; what float16 rounds away stays in the residual."},
+     .doc = "Format of the values. The rounding error of float16 stays in the residual."},
     {.name = "scaling",
      .kind = SID_CHOICE,
      .dflt = 0,
@@ -47,8 +47,8 @@ static const sid_param params[] = {
      .max = 1,
      .unit = "",
      .choices = scaling_names,
-     .doc = "auto: values times n/k, which makes them unbiased, unless a memory keeps what is not sent; off: as they "
-            "are."},
+     .doc = "auto: values are multiplied by n/k, which makes them unbiased, unless a memory keeps what is not sent. "
+            "off: values are sent as they are."},
 };
 
 static int is_linear(const sid_plan *p) { return (p->codec->info.traits & SID_LINEAR) != 0; }
@@ -241,8 +241,8 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
 RANDK_CODEC(randk, .name = "randk", .wire_id = 22,
             .paper = "Stich et al. 2018 (rand_k); MergeComp (Wang et al. 2022), Rand-k",
             .traits = SID_LINEAR | SID_STOCHASTIC | SID_SPARSE | SID_UNBIASED,
-            .doc = "k elements drawn at random, the same on every rank, averaged by all-reduce: no indices travel.");
+            .doc = "k elements drawn at random, the same on every rank, averaged by all-reduce. No indices are sent.");
 RANDK_CODEC(randk_own, .name = "randk-own", .wire_id = 23,
             .paper = "Stich et al. 2018 (rand_k), with a draw for each rank",
             .traits = SID_STOCHASTIC | SID_SPARSE | SID_UNBIASED,
-            .doc = "k elements drawn at random, others on each rank, gathered: no indices travel.");
+            .doc = "k elements drawn at random, different ones on each rank, gathered. No indices are sent.");

@@ -45,7 +45,8 @@ static const sid_param params[] = {
      .max = 1,
      .unit = "",
      .choices = method_names,
-     .doc = "Trimmed top-k (Algorithm 2, for 128 KB to 4 MB) or threshold binary search (Algorithm 3, above)."},
+     .doc = "trimmed: trimmed top-k (Algorithm 2, for 128 KB to 4 MB). binary: threshold binary search (Algorithm 3, "
+            "for larger groups)."},
     {.name = "quantised",
      .kind = SID_CHOICE,
      .dflt = 0,
@@ -53,28 +54,29 @@ static const sid_param params[] = {
      .max = 1,
      .unit = "",
      .choices = switch_names,
-     .doc = "on: one sign a step, and one mean instead of the values (section 5.2.3); not for output layers."},
+     .doc = "on: elements of one sign in each step, and one mean instead of their values (section 5.2.3); not for "
+            "output layers."},
     {.name = "trim",
      .kind = SID_REAL,
      .dflt = .2,
      .min = .01,
      .max = 1,
      .unit = "",
-     .doc = "epsilon of Algorithm 2: what the ratio loses with each trial."},
+     .doc = "epsilon of Algorithm 2: the amount by which each trial lowers the ratio."},
     {.name = "epsilon",
      .kind = SID_REAL,
      .dflt = 1e-6,
      .min = 1e-9,
      .max = .5,
      .unit = "",
-     .doc = "epsilon of Algorithm 3, for which the paper has no number: where the search for a ratio gives up."},
+     .doc = "epsilon of Algorithm 3: the search for a ratio ends at this precision. The paper has no number for it."},
     {.name = "interval",
      .kind = SID_INT,
      .dflt = 5,
      .min = 1,
      .max = REDSYNC_LONGEST,
      .unit = "steps",
-     .doc = "Steps that a threshold of the binary search serves (section 5.2.2: 5)."},
+     .doc = "Number of steps for which a threshold of the binary search is used (section 5.2.2: 5)."},
 };
 
 /* Persists over the passes of one encode. */
@@ -224,9 +226,9 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
         sparse_decode(g, out, at, len);
 }
 
-SPARSE_CODEC(
-    redsync, params, plan, begin, tile, finish, check, decode, .name = "redsync", .memory = "dgc",
-    .paper = "RedSync (Fang et al. 2019), section 5.2, Algorithms 2, 3 and 5",
-    .doc = "k elements of largest magnitude by a trim of the rest, or k to 2k by a threshold that is searched for "
-           "and used again; on request of one sign a step, with their mean instead of the values.",
-    .traits = SID_SPARSE, .wire_id = 24);
+SPARSE_CODEC(redsync, params, plan, begin, tile, finish, check, decode, .name = "redsync", .memory = "dgc",
+             .paper = "RedSync (Fang et al. 2019), section 5.2, Algorithms 2, 3 and 5",
+             .doc = "The k elements of largest magnitude, found by trimming the rest, or k to 2k elements above a "
+                    "threshold that is searched for and reused. Optionally only elements of one sign in each step, "
+                    "with their mean instead of the values.",
+             .traits = SID_SPARSE, .wire_id = 24);

@@ -84,21 +84,22 @@ static const char *const adapt_names[] = {"printed", "turning", NULL};
          .min = 1,                                                                                                     \
          .max = SIDCO_LONGEST,                                                                                         \
          .unit = "steps",                                                                                              \
-         .doc = "Steps between adaptations of the number of stages (section 4.1: 5)."},                                \
+         .doc = "Number of steps between adaptations of the number of stages (section 4.1: 5)."},                      \
         {.name = "max_stages",                                                                                         \
          .kind = SID_INT,                                                                                              \
          .dflt = SIDCO_STAGES,                                                                                         \
          .min = 1,                                                                                                     \
          .max = SIDCO_STAGES,                                                                                          \
          .unit = "",                                                                                                   \
-         .doc = "M_max of Algorithm 1; never more than keep the last stage's ratio below 1."},                         \
+         .doc = "M_max of Algorithm 1, limited so that the ratio of the last stage stays below 1."},                   \
         {.name = "capacity",                                                                                           \
          .kind = SID_REAL,                                                                                             \
          .dflt = 1.25,                                                                                                 \
          .min = 1,                                                                                                     \
          .max = 1e6,                                                                                                   \
          .unit = "times k",                                                                                            \
-         .doc = "Room of the payload; where more elements pass, the largest are sent and the rest is kept."},          \
+         .doc = "Capacity of the payload. If more elements pass, the largest are sent and the rest stays in the "      \
+                "memory."},                                                                                            \
         {.name = "adapt",                                                                                              \
          .kind = SID_CHOICE,                                                                                           \
          .dflt = 0,                                                                                                    \
@@ -106,7 +107,8 @@ static const char *const adapt_names[] = {"printed", "turning", NULL};
          .max = 1,                                                                                                     \
          .unit = "",                                                                                                   \
          .choices = adapt_names,                                                                                       \
-         .doc = "Stages: as Algorithm 1 is printed, fewer where too many pass; or turning where that made it worse."}
+         .doc = "How the number of stages adapts. printed: as in Algorithm 1, fewer stages if too many elements "      \
+                "pass. turning: the direction changes if that made it worse."}
 
 static const sid_param params[] = {SIDCO_PARAM_ROWS};
 static const char *const shape_names[] = {"closed", "mle", NULL};
@@ -373,22 +375,24 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
 
 static const family exponential = {.small = 1 << 20, .first = exponential_first, .later = exponential_later};
 FUNCTIONS(exponential)
-SPARSE_CODEC(sidco_e, params, plan_exponential, begin_exponential, tile_exponential, finish_exponential, sparse_check,
-             sparse_decode, .name = "sidco-e",
-             .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with exponential fits: equations 6, 10, 11",
-             .doc = "A threshold fitted in stages to an exponential tail, for about k elements of largest magnitude.",
-             .traits = SID_SPARSE, .wire_id = 17);
+SPARSE_CODEC(
+    sidco_e, params, plan_exponential, begin_exponential, tile_exponential, finish_exponential, sparse_check,
+    sparse_decode, .name = "sidco-e",
+    .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with exponential fits: equations 6, 10, 11",
+    .doc = "A threshold fitted in stages to an exponential tail, which about k elements of largest magnitude pass.",
+    .traits = SID_SPARSE, .wire_id = 17);
 
 static const family gamma_pareto = {
     .squares = 1, .logs = 1, .small = 1 << 21, .first = sidco_gamma, .later = pareto_later};
 FUNCTIONS(gamma_pareto)
-SPARSE_CODEC(sidco_gp, gamma_params, plan_gamma_pareto, begin_gamma_pareto, tile_gamma_pareto, finish_gamma_pareto,
-             sparse_check, sparse_decode, .name = "sidco-gp",
-             .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with a gamma fit, then generalised Pareto fits: "
-                      "equations 15, 16, 7 to 9",
-             .doc = "As sidco-e, but the first stage fits a gamma distribution and the later ones a generalised Pareto "
-                    "tail.",
-             .traits = SID_SPARSE, .wire_id = 18);
+SPARSE_CODEC(
+    sidco_gp, gamma_params, plan_gamma_pareto, begin_gamma_pareto, tile_gamma_pareto, finish_gamma_pareto, sparse_check,
+    sparse_decode, .name = "sidco-gp",
+    .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with a gamma fit, then generalised Pareto fits: "
+             "equations 15, 16, 7 to 9",
+    .doc =
+        "Like sidco-e, but the first stage fits a gamma distribution and the later ones fit a generalized Pareto tail.",
+    .traits = SID_SPARSE, .wire_id = 18);
 
 static const family all_pareto = {.squares = 1, .small = 1 << 21, .first = pareto_first, .later = pareto_later};
 FUNCTIONS(all_pareto)
@@ -396,4 +400,4 @@ SPARSE_CODEC(
     sidco_p, params, plan_all_pareto, begin_all_pareto, tile_all_pareto, finish_all_pareto, sparse_check, sparse_decode,
     .name = "sidco-p",
     .paper = "SIDCo (Abdelmoniem et al. 2021), Algorithm 1 with generalised Pareto fits: equations 28, 29, 7 to 9",
-    .doc = "As sidco-e, but all stages fit a generalised Pareto tail.", .traits = SID_SPARSE, .wire_id = 19);
+    .doc = "Like sidco-e, but all stages fit a generalized Pareto tail.", .traits = SID_SPARSE, .wire_id = 19);

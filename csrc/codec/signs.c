@@ -282,14 +282,15 @@ static const char *const merges[] = {"mean", "draw", NULL};
          .max = 1,                                                                                                     \
          .unit = "",                                                                                                   \
          .choices = votes,                                                                                             \
-         .doc = "Of the ranks' signs the mean; or the majority: +-magnitude, 0 where they are tied."},                 \
+         .doc = "mean: the mean of the ranks' signs. majority: +-magnitude by majority vote, 0 for a tie."},           \
         {.name = "magnitude",                                                                                          \
          .kind = SID_REAL,                                                                                             \
          .dflt = 1,                                                                                                    \
          .min = 1e-12,                                                                                                 \
          .max = 1e12,                                                                                                  \
          .unit = "",                                                                                                   \
-         .doc = "What a sign decodes to: the papers' step size delta over the optimizer's learning rate."},            \
+         .doc = "The magnitude to which a sign decodes: the papers' step size delta over the optimizer's learning "    \
+                "rate."},                                                                                              \
     }
 static const sid_param params_signsgd[] = VOTE_PARAMS(MEAN), params_signum[] = VOTE_PARAMS(OTHERWISE);
 
@@ -301,14 +302,16 @@ static const sid_param params_marsit[] = {
      .max = 1,
      .unit = "",
      .choices = merges,
-     .doc = "Of the ranks' signs one that is drawn, as Marsit's ring does; or the mean, its expectation."},
+     .doc = "draw: the sign of one rank, drawn at random, as in Marsit's ring. mean: the mean of the signs, which is "
+            "its expectation."},
     {.name = "eta_s",
      .kind = SID_REAL,
      .dflt = 1e-3,
      .min = 1e-12,
      .max = 1e12,
      .unit = "",
-     .doc = "What a sign decodes to, in the gradient's unit: the paper's global step size over its local one."},
+     .doc = "The magnitude to which a sign decodes, in the gradient's unit: the paper's global step size over its "
+            "local one."},
 };
 
 /* What fixes the magnitude beforehand. */
@@ -321,8 +324,9 @@ const sid_codec sid_codec_signsgd = {
              .family = "sign",
              .memory = "none",
              .paper = "signSGD (Bernstein et al. 2018), and with majority vote",
-             .doc = "The signs alone, decoded to +-magnitude; zero counts as positive. With magnitude 1 learning rates "
-                    "are those of Adam. A GradScaler would divide the signs by the loss scale: not for float16 AMP.",
+             .doc =
+                 "Only the signs, decoded to +-magnitude; zero counts as positive. With magnitude 1 use learning rates "
+                 "as for Adam. Not for float16 AMP, because a GradScaler would divide the signs by the loss scale.",
              SID_PARAMETERS(params_signsgd),
              .traits = SID_VOTE | SID_SIGNS,
              .wire_id = 32},
@@ -334,9 +338,8 @@ const sid_codec sid_codec_efsignsgd = {
     .info = {.name = "efsignsgd",
              .family = "sign",
              .paper = "EF-signSGD (Karimireddy et al. 2019)",
-             .doc =
-                 "The signs, times the mean magnitude of the group's elements (groups=\"layer\": of each tensor's, as "
-                 "in the paper).",
+             .doc = "The signs, times the mean magnitude of the group's elements (with groups=\"layer\" of each "
+                    "tensor's elements, as in the paper).",
              .traits = SID_FEEDBACK,
              .wire_id = 33},
     .plan = plan_one,
@@ -354,9 +357,8 @@ const sid_codec sid_codec_onebit = {
     .info = {.name = "onebit",
              .family = "sign",
              .paper = "1-bit SGD (Seide et al. 2014)",
-             .doc =
-                 "The signs, decoded to two values: the mean of the group's elements >= 0 and that of those < 0 (the "
-                 "paper: of each column of a matrix).",
+             .doc = "The signs, decoded to two values: the mean of the group's elements >= 0 and the mean of those < 0 "
+                    "(in the paper, of each column of a matrix).",
              .traits = SID_FEEDBACK,
              .wire_id = 34},
     .plan = plan_pair,
@@ -371,14 +373,16 @@ const sid_codec sid_codec_onebit = {
 };
 
 const sid_codec sid_codec_signum = {
-    .info = {.name = "signum",
-             .family = "sign",
-             .memory = "momentum",
-             .paper = "Signum (Bernstein et al. 2018), with majority vote (Bernstein et al. 2019)",
-             .doc = "As signsgd, by majority vote; the signs are those of the momentum where the memory keeps one.",
-             SID_PARAMETERS(params_signum),
-             .traits = SID_VOTE | SID_SIGNS,
-             .wire_id = 35},
+    .info =
+        {.name = "signum",
+         .family = "sign",
+         .memory = "momentum",
+         .paper = "Signum (Bernstein et al. 2018), with majority vote (Bernstein et al. 2019)",
+         .doc =
+             "Like signsgd, with majority vote. If the memory keeps a momentum, the signs are those of the momentum.",
+         SID_PARAMETERS(params_signum),
+         .traits = SID_VOTE | SID_SIGNS,
+         .wire_id = 35},
     FIXED(begin, decode_vote),
     .decide = decide,
 };
@@ -388,8 +392,9 @@ const sid_codec sid_codec_ssdm = {
              .family = "sign",
              .memory = "none",
              .paper = "Stochastic sign descent (Safaryan and Richtarik 2021), its stochastic sign; Marsit, section 3.2",
-             .doc = "Signs drawn so that, times the group's Euclidean norm, they are the gradient in expectation; two "
-                    "readings. The variance is n - 1 times the squared norm: error feedback diverges.",
+             .doc =
+                 "Signs drawn at random so that their expectation, times the group's Euclidean norm, is the gradient; "
+                 "takes two passes. The variance is n - 1 times the squared norm, so error feedback diverges.",
              .traits = SID_STOCHASTIC | SID_UNBIASED,
              .wire_id = 36},
     .plan = plan_one,
@@ -408,8 +413,8 @@ const sid_codec sid_codec_marsit = {
              .family = "sign",
              .memory = "compensation",
              .paper = "Marsit, section 4.1 and algorithm 1, without the ring: equation 2 over all payloads at once",
-             .doc = "The signs; for each element one of the ranks' is drawn, the same on all ranks, and decoded to "
-                    "+-eta_s: what Marsit's one-bit ring gives.",
+             .doc = "The signs. For each element the sign of one rank is drawn, the same on all ranks, and decoded to "
+                    "+-eta_s, as Marsit's one-bit ring does.",
              SID_PARAMETERS(params_marsit),
              .traits = SID_STOCHASTIC | SID_VOTE | SID_SIGNS,
              .wire_id = 37},

@@ -190,8 +190,8 @@ const sid_codec sid_codec_terngrad_shared = {
              .wire_id = 53,
              .traits = SID_LINEAR | SID_STOCHASTIC | SID_IN_ROUNDS,
              SID_PARAMETERS(params),
-             .doc = "As terngrad, with the largest of the ranks' scalers for all of them: the codes are bytes that an "
-                    "all-reduce sums, of up to 127 ranks, after one that finds the scaler."},
+             .doc = "Like terngrad, but all ranks use the largest of their scalers. One all-reduce finds the scaler, "
+                    "and a second one sums the codes, which are bytes; for up to 127 ranks."},
     .plan = plan,
     .begin = begin,
     .tile = tile,

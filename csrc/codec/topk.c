@@ -45,5 +45,5 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
 
 SPARSE_CODEC(topk, params, plan, begin, sparse_capture, finish, sparse_check, sparse_decode, .name = "topk",
              .paper = "Aji and Heafield 2017 (as exact selection over the whole group)",
-             .doc = "The k elements of largest magnitude, exactly; of equal ones those of lowest index.",
+             .doc = "Exactly the k elements of largest magnitude; among equal ones those of lowest index.",
              .traits = SID_SPARSE, .wire_id = 16);

@@ -139,7 +139,7 @@ const sid_exchange_kind sid_exchange_cascade = {
     .info = {.name = "cascade",
              .family = "baselines",
              .paper = "Cascading compression: Marsit (Wu et al. 2022), section 3.2 and appendix A",
-             .doc = "A ring on which every hop decodes, adds and encodes again: what Marsit shows not to work.",
+             .doc = "A ring on which every hop decodes, adds and encodes again. Marsit shows that this does not work.",
              .wire_id = 7},
     .plan = plan_cascade,
     .messages = messages_cascade,
@@ -291,8 +291,8 @@ const sid_exchange_kind sid_exchange_expand = {
     .info = {.name = "expand",
              .family = "baselines",
              .paper = "All-reduce of signs with growing words: Marsit (Wu et al. 2022), section 3.1",
-             .doc =
-                 "A ring on which signs are added up, 1 to ceil(log2(W + 1)) bits an element: the exact vote or mean.",
+             .doc = "A ring on which signs are summed in 1 to ceil(log2(W + 1)) bits per element. The result is the "
+                    "exact vote or mean.",
              .wire_id = 8},
     .plan = plan_expand,
     .messages = messages_expand,

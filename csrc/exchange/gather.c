@@ -76,8 +76,8 @@ const sid_exchange_kind sid_exchange_allgather = {
     .info = {.name = "allgather",
              .family = "collective",
              .paper = "",
-             .doc =
-                 "Every rank gets every payload, and decodes them all: what codecs that are not linear do by default.",
+             .doc = "Every rank gets every payload and decodes all of them. This is the default of codecs that are not "
+                    "linear.",
              .wire_id = 2},
     .plan = plan_gather,
     .messages = gather_messages,
@@ -253,8 +253,8 @@ const sid_exchange_kind sid_exchange_allreduce = {
     .info = {.name = "allreduce",
              .family = "collective",
              .paper = "",
-             .doc =
-                 "Payloads of linear codecs are summed on the way, as plain DDP's gradients: each rank sums a slice.",
+             .doc = "Payloads of linear codecs are summed on the way, like the gradients of plain DDP. Each rank sums "
+                    "a slice.",
              .wire_id = 1},
     .plan = plan_reduce,
     .messages = reduce_messages,

@@ -348,8 +348,8 @@ static const sid_param params[] = {
      .min = 1,
      .max = SID_MAX_COUNT,
      .unit = "",
-     .doc = "Ranks that share a node, a divisor of their number; rank / ranks_per_node is a rank's node, as torchrun "
-            "counts. From Python: LOCAL_WORLD_SIZE by default."},
+     .doc = "Number of ranks per node, a divisor of the number of ranks; rank / ranks_per_node is the node of a rank, "
+            "as in torchrun. Default from Python: LOCAL_WORLD_SIZE."},
     {.name = "within",
      .kind = SID_CHOICE,
      .dflt = 0,
@@ -357,17 +357,17 @@ static const sid_param params[] = {
      .max = 5,
      .unit = "",
      .choices = within,
-     .doc = "The exchange between the nodes; auto: allreduce for linear codecs, else allgather."},
+     .doc = "The exchange between the nodes. auto: allreduce for linear codecs, otherwise allgather."},
 };
 
 const sid_exchange_kind sid_exchange_hierarchical = {
-    .info =
-        {.name = "hierarchical",
-         .family = "slices",
-         .paper = "Two-level all-reduce; Cupcake (its figure 7): compression between machines only",
-         .doc = "Dense inside a node, compressed between nodes: each rank compresses 1 / ranks_per_node of the vector.",
-         SID_PARAMETERS(params),
-         .wire_id = 6},
+    .info = {.name = "hierarchical",
+             .family = "slices",
+             .paper = "Two-level all-reduce; Cupcake (its figure 7): compression between machines only",
+             .doc = "Uncompressed within a node, compressed between nodes. Each rank compresses 1 / ranks_per_node of "
+                    "the vector.",
+             SID_PARAMETERS(params),
+             .wire_id = 6},
     .plan = plan,
     .messages = messages,
     .advance = advance,

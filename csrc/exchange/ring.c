@@ -327,14 +327,15 @@ static const sid_param torus_params[] = {
      .min = 0,
      .max = SID_MAX_COUNT,
      .unit = "",
-     .doc = "Rows of the torus, a divisor of the number of ranks; rank / columns is a rank's row. 0: the squarest."},
+     .doc = "Number of rows of the torus, a divisor of the number of ranks; rank / columns is the row of a rank. 0: as "
+            "square as possible."},
 };
 
 const sid_exchange_kind sid_exchange_ring1 = {
     .info = {.name = "ring1",
              .family = "one bit",
              .paper = "Marsit (Wu et al. 2022), Algorithm 1, equation 2",
-             .doc = "One-bit ring all-reduce: signs are merged hop by hop, a bit an element on each.",
+             .doc = "One-bit ring all-reduce. Signs are merged hop by hop, with one bit per element on each hop.",
              .wire_id = 3},
     .plan = plan_ring,
     .messages = messages,
@@ -348,14 +349,13 @@ const sid_exchange_kind sid_exchange_ring1 = {
 };
 
 const sid_exchange_kind sid_exchange_torus1 = {
-    .info =
-        {.name = "torus1",
-         .family = "one bit",
-         .paper = "Marsit (Wu et al. 2022), section 5: TAR",
-         .doc = "The one-bit all-reduce on a torus: rings along the rows, then along the columns. As many bytes, fewer "
-                "rounds; the ring where the number of ranks is prime.",
-         SID_PARAMETERS(torus_params),
-         .wire_id = 4},
+    .info = {.name = "torus1",
+             .family = "one bit",
+             .paper = "Marsit (Wu et al. 2022), section 5: TAR",
+             .doc = "The one-bit all-reduce on a torus: rings along the rows, then along the columns. It sends as many "
+                    "bytes in fewer rounds; if the number of ranks is prime, it is the ring.",
+             SID_PARAMETERS(torus_params),
+             .wire_id = 4},
     .plan = plan_torus,
     .messages = messages,
     .advance = advance,

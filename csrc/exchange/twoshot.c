@@ -198,7 +198,8 @@ const sid_exchange_kind sid_exchange_twoshot = {
              .paper =
                  "Scatter-reduce and all-gather with requantisation; double error feedback of DoubleSqueeze (Tang et "
                  "al. 2019)",
-             .doc = "Each rank sums and encodes one slice for all: two payloads a rank, whatever their number.",
+             .doc = "Each rank sums one slice and encodes it for all ranks. A rank sends two payloads, whatever the "
+                    "number of ranks.",
              .wire_id = 5},
     .plan = plan,
     .messages = messages,

@@ -42,8 +42,8 @@ static const sid_param params[] = {
      .max = 2,
      .unit = "",
      .choices = forms,
-     .doc = "Nesterov's momentum: on: v += m u + g, as torch's SGD and DGC's code; redsync: v += u + g, as RedSync's "
-            "Algorithm 4 is printed."},
+     .doc = "Nesterov's momentum. on: v += m u + g, as in torch's SGD and DGC's code. redsync: v += u + g, as printed "
+            "in RedSync's Algorithm 4."},
     {.name = "masking",
      .kind = SID_CHOICE,
      .dflt = 1,
@@ -51,16 +51,15 @@ static const sid_param params[] = {
      .max = 1,
      .unit = "",
      .choices = switches,
-     .doc = "Momentum factor masking: an element that was sent loses its velocity. Only beside sparse codecs."},
+     .doc = "Momentum factor masking: an element that was sent loses its velocity. Works only with sparse codecs."},
     {.name = "clip_norm",
      .kind = SID_REAL,
      .dflt = 0,
      .min = 0,
      .max = 1e30,
      .unit = "",
-     .doc =
-         "Local gradient clipping: a group's gradient of a norm above clip_norm / sqrt(ranks) is scaled down to it; 0: "
-         "none."},
+     .doc = "Local gradient clipping: if the norm of a group's gradient is above clip_norm / sqrt(ranks), the gradient "
+            "is scaled down to it. 0: no clipping."},
 };
 
 static sid_velocity weights(const sid_plan *p, const sid_state *s, float carry) {
@@ -106,14 +105,13 @@ static void undo(const sid_plan *p, const sid_state *s, float *const *vec, const
 }
 
 const sid_memory sid_memory_dgc = {
-    .info =
-        {.name = "dgc",
-         .family = "momentum",
-         .paper = "Momentum correction of DGC (Lin et al. 2018); RedSync (Fang et al. 2018), Algorithm 4",
-         .doc = "Momentum correction: what was not sent of the velocity is kept, and so is the velocity. The optimizer "
-                "must have no momentum of its own.",
-         SID_PARAMETERS(params),
-         .traits = SID_FEEDBACK | SID_MOMENTUM},
+    .info = {.name = "dgc",
+             .family = "momentum",
+             .paper = "Momentum correction of DGC (Lin et al. 2018); RedSync (Fang et al. 2018), Algorithm 4",
+             .doc = "Momentum correction: the memory keeps the velocity, and the part of it that was not sent. The "
+                    "optimizer must have no momentum of its own.",
+             SID_PARAMETERS(params),
+             .traits = SID_FEEDBACK | SID_MOMENTUM},
     .vectors = 2,
     .wants_norm = wants_norm,
     .begin = begin,

@@ -17,7 +17,7 @@ const sid_memory sid_memory_none = {
     .info = {.name = "none",
              .family = "none",
              .paper = "",
-             .doc = "Nothing is kept: what a codec does not send is lost.",
+             .doc = "Keeps nothing: what a codec does not send is lost.",
              .params = NULL},
     .vectors = 0,
 };
@@ -37,7 +37,7 @@ static const sid_param residual_params[] = {
      .min = 0,
      .max = 1,
      .unit = "",
-     .doc = "Weight of what was not sent; below 1 it fades, and what fades is never sent."},
+     .doc = "Weight of the residual. Below 1 the residual decays, and the decayed part is never sent."},
     {.name = "gamma", .kind = SID_REAL, .dflt = 1, .min = .001, .max = 1, .unit = "", .doc = "Weight of the gradient."},
 };
 
@@ -102,9 +102,8 @@ const sid_memory sid_memory_momentum = {
     .info = {.name = "momentum",
              .family = "momentum",
              .paper = "Signum (Bernstein et al. 2018)",
-             .doc =
-                 "The codec reads an average of the gradients, fading by beta a step; nothing is taken out of it. The "
-                 "optimizer must have no momentum of its own.",
+             .doc = "The codec reads an average of the gradients that decays by beta per step; nothing is subtracted "
+                    "from it. The optimizer must have no momentum of its own.",
              SID_PARAMETERS(momentum_params),
              .traits = SID_MOMENTUM},
     .vectors = 1,
@@ -136,13 +135,12 @@ static void compensation_received(const sid_plan *p, float *const *vec, const fl
 }
 
 const sid_memory sid_memory_compensation = {
-    .info =
-        {.name = "compensation",
-         .family = "error feedback",
-         .paper = "Marsit (Wu et al. 2022), section 4.1.3, Algorithm 1: lines 1, 11 and 15",
-         .doc = "What the update of all ranks lacks of this rank's vector is added to the next gradient, and forgotten "
-                "at every full-precision step.",
-         .params = NULL},
+    .info = {.name = "compensation",
+             .family = "error feedback",
+             .paper = "Marsit (Wu et al. 2022), section 4.1.3, Algorithm 1: lines 1, 11 and 15",
+             .doc = "The difference between this rank's vector and the update of all ranks is added to the next "
+                    "gradient, and cleared at every full-precision step.",
+             .params = NULL},
     .vectors = 1,
     .tile = compensation_tile,
     .undo = compensation_undo,
