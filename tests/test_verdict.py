@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from sidcomp.planner.significance import MARGIN, PAIRS, gain, ratios, verdict
+from sidcomp.planner.significance import MARGIN, PAIRS, gain, is_faster, ratios
 
 STEPS = 4
 
@@ -11,7 +11,7 @@ STEPS = 4
 def run(rng: random.Random, speed: float, noise: float, drift: float = 0.0) -> tuple[bool, int]:
     """Pairs until the verdict; steps of 100 ms with relative noise, and a machine that gets slower."""
     pairs, at = [], 1.0
-    while (said := verdict(pairs)) is None:
+    while (said := is_faster(pairs)) is None:
         windows = {}
         for which in ((True, False), (False, True))[len(pairs) % 2]:
             base = 1e8 * at * (speed if which else 1.0)
@@ -51,10 +51,10 @@ def test_what_is_plain_needs_two_pairs_and_never_more_than_ten() -> None:
 def test_a_gain_below_the_margin_is_not_worth_a_switch() -> None:
     pairs = [([995] * STEPS, [1000] * STEPS)] * 4
     assert gain(pairs) > MARGIN
-    assert verdict(pairs) is False
+    assert is_faster(pairs) is False
 
 
 def test_one_pause_decides_nothing() -> None:
     """A window with one step a hundred times as long: its median is what counts."""
     assert ratios([([100, 100, 100, 10_000], [200, 200, 200, 200])]) == [0.5]
-    assert verdict([([100, 100, 100, 10_000], [101, 100, 101, 100])] * 3) is None
+    assert is_faster([([100, 100, 100, 10_000], [101, 100, 101, 100])] * 3) is None

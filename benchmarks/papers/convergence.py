@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from sidcomp import _core
 from sidcomp.config import schedule
-from sidcomp.config.exchange_choice import Trip
+from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import DENSE, Piece, Regime, Spec, form_groups
 from sidcomp.config.settings import Settings
 from sidcomp.integrations.ddp import roles
@@ -58,8 +58,8 @@ class Group:
             for g in gradients
         ]
         self.full, self.marks = False, ()
-        self.plan: _core.Plan | Trip | None = None
-        self.trips: list[Trip] = []  # of the ranks, where the group travels in messages
+        self.plan: _core.Plan | MessagePlan | None = None
+        self.trips: list[MessagePlan] = []  # of the ranks, where the group travels in messages
         self.states: list[Block] = []
 
     def exchange(self, step: int, everywhere: bool, carry: float = 1.0) -> int:
@@ -69,7 +69,7 @@ class Group:
         On rank 0 alone, unless asked or where a memory learns from what was decoded.
         """
         plan, world, gathered = self._plan(step), len(self.segments), self.gathered
-        if isinstance(plan, Trip):
+        if isinstance(plan, MessagePlan):
             spoiled, sent_by, _ = _core.loopback(
                 [t.core for t in self.trips], self.segments, [s.ptr for s in self.states],
                 [b.ptr for b in self.works], [b.ptr for b in self.wires],
@@ -107,7 +107,7 @@ class Group:
                 raise FloatingPointError
         return sent
 
-    def _plan(self, step: int) -> _core.Plan | Trip:
+    def _plan(self, step: int) -> _core.Plan | MessagePlan:
         """This step's plan; what is kept goes over to it as in `sidcomp.runtime.layout.Group.turn`."""
         s = self.settings
         way = None if self.way == DENSE else s.way(self.way)
@@ -121,7 +121,7 @@ class Group:
             ]
             plan = plans[0]
             before = self.trips or [self.plan] * world
-            self.trips = [p for p in plans if isinstance(p, Trip)]
+            self.trips = [p for p in plans if isinstance(p, MessagePlan)]
             self.works = [Block(t.work_bytes) for t in self.trips]
             self.wires = [Block(t.wire_bytes) for t in self.trips]
             states = [Block(plan.state_bytes) for _ in self.segments]

@@ -245,9 +245,9 @@ class State:
 
     def _group_stats(self, g: Group) -> dict[str, Any]:
         executor = self._engine.executor
-        sliced = g.routed and not g.trip.whole  # slices have statistics of their own
+        sliced = g.in_messages and not g.message_plan.whole  # slices have statistics of their own
         s = executor.stats(g) if executor is not None and not sliced else None
-        count = s.count if s is not None else g.n if g.direct else g.plan.k if g.routed else 0
+        count = s.count if s is not None else g.n if g.direct else g.plan.k if g.in_messages else 0
         return {
             "names": list(g.names),
             "n": g.n,

@@ -56,7 +56,7 @@ class Clock:
             return self._link_free
 
     @contextmanager
-    def beside(self, since: int) -> Iterator[None]:
+    def overlapped(self, since: int) -> Iterator[None]:
         """What is done when a collective has ended, beside everything else."""
         self._side.ns = since
         try:
@@ -94,7 +94,7 @@ class Landed:
         return self
 
     def then(self, callback: Callable[[Any], Any]) -> None:
-        with self.clock.beside(self.end):
+        with self.clock.overlapped(self.end):
             callback(self.work.get_future())
 
 

@@ -254,8 +254,8 @@ def test_another_exchange_is_kept_where_collectives_are_slow(tmp_path: Path) -> 
         assert "topk over twoshot" in ways(r) <= {"topk over twoshot", "dense"}, r["explain"]
         assert "twoshot" in {g["exchange"] for g in r["groups"]}
         assert r["measured_ps"] < 0.8 * r["dense_ps"]
-        (routed,) = (m for m in r["methods"] if m.startswith("topk over"))
-        assert routed in r["explain"]
+        (in_messages,) = (m for m in r["methods"] if m.startswith("topk over"))
+        assert in_messages in r["explain"]
 
 
 def choices(rank: int, world: int, local: str, arguments: dict[str, Any]) -> list[str]:
@@ -638,13 +638,13 @@ def densities(rank: int, world: int, warmup: int, room: str) -> tuple[list[float
     with Training(rank, slow={"all_reduce": 2e-6}, candidates=["topk"], warmup=warmup) as t:
         while t.state.plan_report()["stage"] not in ("warming up", "resting"):
             t.step()
-        seen, weights = [], []
+        observed, weights = [], []
         for i in range(16):
             t.step()
             layout = t.state._engine.layout
             assert layout is not None
             sparse = [g for g in layout.groups if g.plan.codec == "topk"]
-            seen.append(sum(g.plan.k for g in sparse) / max(1, sum(g.n for g in sparse)))
+            observed.append(sum(g.plan.k for g in sparse) / max(1, sum(g.n for g in sparse)))
             weights.append(torch.cat([p.detach().flatten().clone() for p in t.ddp.parameters()]))
             if i == 5:
                 saved = t.state.state_dict(), t.ddp.module.state_dict(), t.optimizer.state_dict()
@@ -658,13 +658,13 @@ def densities(rank: int, world: int, warmup: int, room: str) -> tuple[list[float
         for _ in range(6, 16):
             t.step()
             again.append(torch.cat([p.detach().flatten().clone() for p in t.ddp.parameters()]))
-    return seen, weights, again
+    return observed, weights, again
 
 
 def test_the_density_goes_down_in_stages(tmp_path: Path) -> None:
     """And a run that is resumed in the midst of it goes on there, bit for bit."""
-    for seen, weights, again in run(densities, 2, 3, str(tmp_path)):
-        stages = [round(d, 3) for d in seen]
+    for observed, weights, again in run(densities, 2, 3, str(tmp_path)):
+        stages = [round(d, 3) for d in observed]
         start = stages.index(0.25)
         assert stages[start : start + 8] == [0.25] * 2 + [0.062] * 3 + [0.016] * 3, stages  # one before them
         assert set(stages[start + 8 :]) == {0.01}

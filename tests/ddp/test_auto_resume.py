@@ -104,17 +104,17 @@ def test_finding_goes_on_where_the_checkpoint_was(groups: str) -> None:
         "verifying": SETTLE + PAIR,
         "searching": SETTLE + TURN,
     }
-    seen = set()
+    observed = set()
     for (at, was, steps, probed, r), (*_, other) in zip(runs, others, strict=True):
         check(r)
-        seen.add(was)
+        observed.add(was)
         text = f"saved in step {at}, {was}: {steps} steps in all, {n} without a break\n{r['explain']}"
         assert steps <= n + again.get(was, 1), text
         assert probed == (was in ("settling", "measuring")), f"costs were measured {probed} times; {text}"
         assert ways(r) == ways(whole) and len(r["tried"]) == len(whole["tried"]), text
         assert r["log"] == other["log"] and r["log"].count("measuring codecs and exchanges") == 1, text
         assert whole["finding_steps"] <= r["finding_steps"] <= whole["finding_steps"] + PAIR, text
-    assert seen >= {"settling", "measuring", "verifying" if groups == "auto" else "searching"}
+    assert observed >= {"settling", "measuring", "verifying" if groups == "auto" else "searching"}
 
 
 def in_pieces(rank: int, world: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from harness import run
 from sidcomp import _core
 from sidcomp.autotune.codec_benchmark import Candidate, Gradients
 from sidcomp.autotune.exchange_benchmark import DeviceTravelling, Travelling
-from sidcomp.config.exchange_choice import Route
+from sidcomp.config.exchange_choice import ExchangeChoice
 from sidcomp.runtime import nccl
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.process_group import Exchange
@@ -326,18 +326,20 @@ class EmulatedTravelling(DeviceTravelling):
         return {"device": 0, "stream": 0}
 
 
-def travelled(rank: int, world: int, codec: str, route: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def travelled(
+    rank: int, world: int, codec: str, choice: str
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What three steps of a probe's exchange leave, on the device and on the CPU."""
     group = dist.group.WORLD
     assert group is not None
     exchange = Exchange(group, torch.device("cpu"))
-    more = {"ranks_per_node": 1} if route == "hierarchical" else {}
-    candidate = Candidate(codec, route=Route.parse([route], more)[0])
-    trip = candidate.trip(4 * 1999, torch.float32, (rank, world), None)
-    source = Gradients(1999, trip.vectors, torch.float32, exchange.device, seed=rank)
+    more = {"ranks_per_node": 1} if choice == "hierarchical" else {}
+    candidate = Candidate(codec, choice=ExchangeChoice.parse([choice], more)[0])
+    message_plan = candidate.message_plan(4 * 1999, torch.float32, (rank, world), None)
+    source = Gradients(1999, message_plan.vectors, torch.float32, exchange.device, seed=rank)
     out = []
     for kind in (EmulatedTravelling, Travelling):
-        one = kind(trip, source, exchange)
+        one = kind(message_plan, source, exchange)
         out.append([])
         for _ in range(3):
             one.load()
@@ -350,9 +352,9 @@ def travelled(rank: int, world: int, codec: str, route: str) -> tuple[list[torch
 
 
 @emulated
-@pytest.mark.parametrize("codec, route", [("topk", "twoshot"), ("int8", "hierarchical")])
-def test_the_probes_exchanges_in_messages(codec: str, route: str) -> None:
-    results = run(travelled, 2, codec, route)
+@pytest.mark.parametrize("codec, choice", [("topk", "twoshot"), ("int8", "hierarchical")])
+def test_the_probes_exchanges_in_messages(codec: str, choice: str) -> None:
+    results = run(travelled, 2, codec, choice)
     for device, host in results:
         assert all(torch.equal(a, b) for a, b in zip(device, host, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(device, results[0][0], strict=True))
@@ -368,7 +370,7 @@ def planned(rank: int, world: int, codec: str, exchange: str) -> tuple[str, list
         stage = r.state.plan_report()["stage"]
         if stage == "resting":
             break
-    assert r.lane is not None and all(g.routed for g in r.groups())
+    assert r.lane is not None and all(g.in_messages for g in r.groups())
     out = stage, r.weights()
     assert all(w.isfinite().all() for w in out[1])
     r.close()

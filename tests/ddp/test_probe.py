@@ -19,7 +19,7 @@ from harness import run
 from sidcomp import _core
 from sidcomp.autotune import collective_benchmark, exchange_benchmark, probe
 from sidcomp.autotune.collective_benchmark import Series, Wire, wire_of
-from sidcomp.config.exchange_choice import Route
+from sidcomp.config.exchange_choice import ExchangeChoice
 from sidcomp.errors import ExchangeError
 from sidcomp.planner.profile import Profile
 from sidcomp.runtime.process_group import Exchange
@@ -82,18 +82,18 @@ def test_all_ranks_get_the_same_curves_of_every_codec(world: int, total: int, dt
 
 def by_messages(rank: int, world: int, total: int) -> probe.Measurement:
     codecs = {"twoshot": "topk", "hierarchical": "topk", "ring1": "signsgd"}
-    routes = Route.parse(list(codecs), {"ranks_per_node": 2})
-    routed = [probe.Candidate(codecs[r.exchange.name], "none", route=r) for r in routes]
-    return measure([*routed, probe.Candidate("topk")], total, budget_s=60.0)
+    choices = ExchangeChoice.parse(list(codecs), {"ranks_per_node": 2})
+    in_messages = [probe.Candidate(codecs[r.exchange.name], "none", choice=r) for r in choices]
+    return measure([*in_messages, probe.Candidate("topk")], total, budget_s=60.0)
 
 
 def test_exchanges_of_messages_are_measured_like_the_others() -> None:
     results = run(by_messages, 4, 2**17)
     assert all(r.methods == results[0].methods for r in results)
-    _, *routed, topk = results[0].methods
-    assert [m.exchange for m in routed] == ["twoshot", "hierarchical", "ring1"]
-    assert routed[0].name == "topk/none over twoshot" and topk.name == "topk"
-    for m in routed:
+    _, *in_messages, topk = results[0].methods
+    assert [m.exchange for m in in_messages] == ["twoshot", "hierarchical", "ring1"]
+    assert in_messages[0].name == "topk/none over twoshot" and topk.name == "topk"
+    for m in in_messages:
         assert set(m.stages()) == {"encode", "exchange", "decode", "contended"}
         for stage, curve in m.stages().items():
             assert curve.points[-1][0] == 2**17, (m.name, stage)
@@ -109,8 +109,8 @@ def slow_messages(rank: int, world: int) -> dict[str, int]:
         return real(*arguments)
 
     exchange_benchmark.post = paced
-    (route,) = Route.parse(["twoshot"], {})
-    m = measure([probe.Candidate("topk", route=route)], 2**14, budget_s=3.0).methods[1]
+    (choice,) = ExchangeChoice.parse(["twoshot"], {})
+    m = measure([probe.Candidate("topk", choice=choice)], 2**14, budget_s=3.0).methods[1]
     return {stage: curve.at(2**14) for stage, curve in m.stages().items()}
 
 
@@ -220,17 +220,17 @@ def test_repeats_fill_a_share_of_the_time() -> None:
 
 
 def progress_of(rank: int, world: int) -> list[tuple[str, float]]:
-    seen: list[tuple[str, float]] = []
-    measure([probe.Candidate("topk")], 2**16, progress=lambda what, part: seen.append((what, part)))
-    return seen
+    observed: list[tuple[str, float]] = []
+    measure([probe.Candidate("topk")], 2**16, progress=lambda what, part: observed.append((what, part)))
+    return observed
 
 
 def test_progress_is_told() -> None:
-    seen = run(progress_of, 2)[0]
-    fractions = [part for _, part in seen]
+    observed = run(progress_of, 2)[0]
+    fractions = [part for _, part in observed]
     assert fractions == sorted(fractions) and 0 <= fractions[0] <= fractions[-1] <= 1
-    assert "topk, 64 KB" in [what for what, _ in seen]
-    assert "all-reduce of float32, 64 KB" in [what for what, _ in seen]
+    assert "topk, 64 KB" in [what for what, _ in observed]
+    assert "all-reduce of float32, 64 KB" in [what for what, _ in observed]
 
 
 # ---- nothing is disturbed ----------------------------------------------------------------------------------
@@ -305,12 +305,16 @@ def test_a_peer_dies_inside_a_measurement(after_s: float) -> None:
 
 
 def stop_beside_computing(rank: int, world: int) -> str:
-    run_product, beside, inside = collective_benchmark.Product.run, collective_benchmark.Product.beside, False
+    run_product, overlapped, inside = (
+        collective_benchmark.Product.run,
+        collective_benchmark.Product.overlapped,
+        False,
+    )
 
     def computing(self: collective_benchmark.Product, begin: Any) -> tuple[int, int]:
         nonlocal inside
         inside = True
-        return beside(self, begin)
+        return overlapped(self, begin)
 
     def stopping(self: collective_benchmark.Product) -> None:
         if inside:
@@ -318,7 +322,7 @@ def stop_beside_computing(rank: int, world: int) -> str:
         run_product(self)
 
     if rank == 1:
-        collective_benchmark.Product.beside = computing  # type: ignore[method-assign]
+        collective_benchmark.Product.overlapped = computing  # type: ignore[method-assign]
         collective_benchmark.Product.run = stopping  # type: ignore[method-assign]
     return lose_a_peer(rank, world, "never", 0)
 

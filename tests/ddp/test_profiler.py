@@ -73,9 +73,9 @@ def works_after_backward(rank: int, world: int, cases: list[dict[str, Any]]) -> 
 def ways(codecs: list[str]) -> list[dict[str, Any]]:
     """These codecs, and every exchange with the first of all codecs that it takes."""
     found: list[dict[str, Any]] = [{"codec": codec} for codec in codecs]
-    for route in sidcomp.exchanges():
+    for choice in sidcomp.exchanges():
         for codec in CODECS:
-            way = {"codec": codec, "exchange": route.name}
+            way = {"codec": codec, "exchange": choice.name}
             with contextlib.suppress(sidcomp.SidcompError):
                 sidcomp.State(**way)
                 found.append(way)

@@ -23,12 +23,12 @@ SIDCO = Regime([NAMES], (1,))
 MIXED = Regime([NAMES[:1], NAMES[1:3], NAMES[3:]], (0, DENSE, 1))
 
 
-def scripted(state: sidcomp.State, regimes: list[Regime], park: bool = False) -> None:
+def scripted(state: sidcomp.State, regimes: list[Regime], hold: bool = False) -> None:
     """The state's controller does what the list says, a step each; the last one stays."""
 
     def script() -> Generator[Order, Iteration, None]:
         for regime in regimes:
-            yield Order(regime, park=park)
+            yield Order(regime, hold=hold)
         while True:
             yield Order(regimes[-1])
 
@@ -97,23 +97,23 @@ class Run:
         return [g["names"] for g in self.state.stats()["groups"]]
 
 
-def conserve(rank: int, world: int, park: bool) -> dict[str, Any]:
+def conserve(rank: int, world: int, hold: bool) -> dict[str, Any]:
     r = Run(rank, world)
     r.step(), r.step()  # DDP forms its buckets anew
     plan = [PLAIN, TOPK, TOPK, TOPK, SIDCO, MIXED, TOPK, PLAIN, PLAIN, PLAIN, TOPK, MIXED, MIXED, PLAIN]
-    scripted(r.state, plan, park)
-    lost, kept, seen = [], [], []
+    scripted(r.state, plan, hold)
+    lost, kept, observed = [], [], []
     for _ in range(len(plan) + 6):
         r.step()
         lost.append(r.missing())
         kept.append(r.kept())
-        seen.append([g["codec"] for g in r.state.stats()["groups"]])
-    return {"lost": max(lost), "kept": kept, "seen": seen, "error": repr(r.state.error)}
+        observed.append([g["codec"] for g in r.state.stats()["groups"]])
+    return {"lost": max(lost), "kept": kept, "seen": observed, "error": repr(r.state.error)}
 
 
-@pytest.mark.parametrize(("world", "park"), [(1, False), (2, False), (3, False), (2, True)])
-def test_nothing_is_lost_when_groups_change(world: int, park: bool) -> None:
-    for r in run(conserve, world, park):
+@pytest.mark.parametrize(("world", "hold"), [(1, False), (2, False), (3, False), (2, True)])
+def test_nothing_is_lost_when_groups_change(world: int, hold: bool) -> None:
+    for r in run(conserve, world, hold):
         assert r["error"] == "None"
         assert r["lost"] < 2e-4, "what was fed is neither applied nor kept"
         assert max(r["kept"]) > 1, "the test did not have a residual to lose"
@@ -122,7 +122,7 @@ def test_nothing_is_lost_when_groups_change(world: int, park: bool) -> None:
         assert ("topk", "topk") in flat and ("topk", "none", "sidco-e") in flat and ("sidco-e",) in flat
 
 
-def conserve_over_exchanges(rank: int, world: int, park: bool) -> dict[str, Any]:
+def conserve_over_exchanges(rank: int, world: int, hold: bool) -> dict[str, Any]:
     r = Run(rank, world, exchange=["twoshot", "hierarchical"], ranks_per_node=2, within="twoshot")
     labels = [way.label for way in r.state.settings.ways]
     r.step(), r.step()
@@ -131,29 +131,29 @@ def conserve_over_exchanges(rank: int, world: int, park: bool) -> dict[str, Any]
     nodes = Regime([NAMES], (ways[HIERARCHICAL],))
     both = Regime([NAMES[:1], NAMES[1:3], NAMES[3:]], (ways["twoshot"], DENSE, ways[HIERARCHICAL]))
     plan = [PLAIN, two, two, TOPK, two, nodes, nodes, PLAIN, PLAIN, nodes, two, both, both, TOPK, both, PLAIN]
-    scripted(r.state, plan, park)
-    lost, kept, seen = [], [], set()
+    scripted(r.state, plan, hold)
+    lost, kept, observed = [], [], set()
     for _ in range(len(plan) + 6):
         r.step()
         lost.append(r.missing())
         kept.append(r.kept())
         p = r.state._engine
         assert p.layout is not None
-        seen |= {g.trip.route.exchange.name for g in p.layout.groups if g.routed}
-    return {"lost": max(lost), "kept": kept, "seen": seen, "error": repr(r.state.error)}
+        observed |= {g.message_plan.choice.exchange.name for g in p.layout.groups if g.in_messages}
+    return {"lost": max(lost), "kept": kept, "seen": observed, "error": repr(r.state.error)}
 
 
 HIERARCHICAL = "hierarchical ranks_per_node=2 within=twoshot"
 
 
-@pytest.mark.parametrize("park", [False, True])
-def test_nothing_is_lost_when_groups_change_to_another_exchange(park: bool) -> None:
-    for r in run(conserve_over_exchanges, 4, park):
+@pytest.mark.parametrize("hold", [False, True])
+def test_nothing_is_lost_when_groups_change_to_another_exchange(hold: bool) -> None:
+    for r in run(conserve_over_exchanges, 4, hold):
         assert r["error"] == "None"
         assert r["seen"] == {"twoshot", "hierarchical"}
         assert r["lost"] < 4e-4, "what was fed is neither applied nor kept"
         assert max(r["kept"]) > 1, "the test did not have a residual to lose"
-        assert park or r["kept"][-1] == 0, "plain DDP keeps nothing"
+        assert hold or r["kept"][-1] == 0, "plain DDP keeps nothing"
 
 
 def spoiled_flush(rank: int, world: int) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def spoiled_flush(rank: int, world: int) -> dict[str, Any]:
     before, flushes = r.kept(), 0
     for _ in range(6):
         p = r.state._engine
-        c = p.controller
+        c = p.tuner
         assert c is not None
         flushing = any(g.plan.vectors and g.plan.codec == "none" for g in p.layout.groups)  # type: ignore[union-attr]
         r.step(spoil=flushes < 2)

@@ -23,7 +23,7 @@ from cases import CASES, Case, Trainer, bits, square
 from common import flat, groups_of, make_state, residuals_of, shaped
 from harness import run
 from sidcomp import Loopback, _core
-from sidcomp.config.exchange_choice import Trip
+from sidcomp.config.exchange_choice import MessagePlan
 from torch import nn
 
 Settings = dict[str, Any]
@@ -208,13 +208,13 @@ def dawdle(rank: int, world: int, settings: Settings, steps: int, slowly: bool) 
     """Every rank is late at other places; the groups are many and small."""
     sleep = random.Random(rank)
     if slowly:
-        original = Trip.advance
+        original = MessagePlan.advance
 
         def late(*args: Any, **named: Any) -> Any:
             time.sleep(sleep.choice([0, 0, 0, 0, 0.0005, 0.003]))
             return original(*args, **named)
 
-        Trip.advance = late  # type: ignore[method-assign]
+        MessagePlan.advance = late  # type: ignore[method-assign]
     trainer = Trainer(MANY, rank)
     state = make_state("layer", trainer.module, checksum_every=7, **settings)
     sidcomp.register(trainer.wrapper, state)
@@ -472,9 +472,11 @@ def fail_once(rank: int, world: int, settings: Settings, corrupt: bool) -> list[
     trainer = Trainer(CASES["default"], rank)
     state = make_state("model", trainer.module, **settings)
     sidcomp.register(trainer.wrapper, state)
-    original, calls = Trip.advance, 0
+    original, calls = MessagePlan.advance, 0
 
-    def failing(self: Trip, round: int, segments: Any, state_: int, work: int, wire: int, **at: Any) -> bool:
+    def failing(
+        self: MessagePlan, round: int, segments: Any, state_: int, work: int, wire: int, **at: Any
+    ) -> bool:
         nonlocal calls
         calls += round == 1
         if rank == 0 and calls == 3 and round == 1:
@@ -487,7 +489,7 @@ def fail_once(rank: int, world: int, settings: Settings, corrupt: bool) -> list[
             byte.value ^= 0x10
         return original(self, round, segments, state_, work, wire, **at)
 
-    Trip.advance = failing  # type: ignore[method-assign]
+    MessagePlan.advance = failing  # type: ignore[method-assign]
     texts: list[Any] = []
     for step in range(5):
         before = residuals_of(state) if step else {}

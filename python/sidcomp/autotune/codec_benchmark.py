@@ -9,7 +9,7 @@ import torch
 
 from sidcomp import core as _core
 from sidcomp.autotune.collective_benchmark import Samples, Series, clock
-from sidcomp.config.exchange_choice import Route, Trip
+from sidcomp.config.exchange_choice import ExchangeChoice, MessagePlan
 from sidcomp.config.registry import Codec, resolve
 from sidcomp.config.schedule import Setting
 from sidcomp.runtime.block import DTYPES, Block
@@ -31,12 +31,12 @@ class Candidate:
     codec: str
     memory: str = "residual"
     parameters: Mapping[str, Setting] = field(default_factory=dict)
-    route: Route | None = None
+    choice: ExchangeChoice | None = None
 
     @property
     def name(self) -> str:
         memory = "" if self.memory == "residual" else f"/{self.memory}"
-        over = [f"over {self.route.label}"] if self.route is not None else []
+        over = [f"over {self.choice.label}"] if self.choice is not None else []
         return " ".join([self.codec + memory, *(f"{k}={v}" for k, v in self.parameters.items()), *over])
 
     @cached_property
@@ -49,11 +49,13 @@ class Candidate:
         n = nbytes // dtype.itemsize
         return _core.Plan(codec.name, memory.name, n, DTYPES[dtype], parameters, **extra)
 
-    def trip(self, nbytes: int, dtype: torch.dtype, place: tuple[int, int], isa: str | None) -> Trip:
+    def message_plan(
+        self, nbytes: int, dtype: torch.dtype, place: tuple[int, int], isa: str | None
+    ) -> MessagePlan:
         codec, memory, parameters = self.resolved
-        assert self.route is not None
+        assert self.choice is not None
         n = nbytes // dtype.itemsize
-        return self.route.plan(codec.name, memory.name, n, DTYPES[dtype], parameters, place, isa)
+        return self.choice.plan(codec.name, memory.name, n, DTYPES[dtype], parameters, place, isa)
 
 
 class Gradients:

@@ -156,20 +156,20 @@ class Exchanges(Exchanging):
         return self.exchange.all_reduce(part)
 
 
-class Beside(Series):
+class Overlapped(Series):
     """Samples: the same exchange while the processor computes; one product of the computing meanwhile.
 
     Where ranks share processors an exchange may take a hundred times longer than alone, so that one repeat of
     the first size comes before any guess.
     """
 
-    def __init__(self, alone: Exchanging, sizes: list[int]) -> None:
-        super().__init__(f"{alone.name}, computing", sizes, 0.0)
-        self.alone, self.longer_s = alone, 0.0
+    def __init__(self, isolated: Exchanging, sizes: list[int]) -> None:
+        super().__init__(f"{isolated.name}, computing", sizes, 0.0)
+        self.isolated, self.longer_s = isolated, 0.0
         self.product = Product()
 
     def _alone_s(self, nbytes: int) -> float:
-        return 1e-9 * median(dict(self.alone.points)[nbytes][self.alone.which])
+        return 1e-9 * median(dict(self.isolated.points)[nbytes][self.isolated.which])
 
     def affordable(self, nbytes: int, share_s: float, left_s: float) -> int:
         cost = 2 * self._alone_s(nbytes) + self.longer_s
@@ -182,12 +182,12 @@ class Beside(Series):
         self.longer_s = max(0.0, 1e-9 * median(self.points[-1][1][0]) - self._alone_s(nbytes))
 
     def measure(self, nbytes: int, repeats: int) -> Samples:
-        message = self.alone.message(nbytes)
+        message = self.isolated.message(nbytes)
         times, products = [], []
         for _ in range(repeats):
-            self.alone.meet(message)
+            self.isolated.meet(message)
             with collective():
-                taken, product = self.product.beside(partial(self.alone.begin, message))
+                taken, product = self.product.overlapped(partial(self.isolated.begin, message))
             times.append(taken)
             products.append(product)
         return [times, products]
@@ -210,7 +210,7 @@ class Product:
             times.append(perf_counter_ns() - start)
         return times[1:]
 
-    def beside(self, begin: Callable[[Callable[[], None]], Wait]) -> tuple[int, int]:
+    def overlapped(self, begin: Callable[[Callable[[], None]], Wait]) -> tuple[int, int]:
         """Time of an exchange, to its callback, and of a product meanwhile."""
         done: list[int] = []
         start = perf_counter_ns()

@@ -26,7 +26,7 @@ from sidcomp.config.settings import PLAIN, Settings
 from sidcomp.planner import mergecomp
 from sidcomp.planner.fusion import VERSION, evaluate, plan, plan_hash
 from sidcomp.planner.profile import Profile
-from sidcomp.planner.significance import MARGIN, Pair, gain, verdict
+from sidcomp.planner.significance import MARGIN, Pair, gain, is_faster
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint import Resume, way_of
 from sidcomp.runtime.engine import Engine, Model
@@ -34,10 +34,10 @@ from sidcomp.runtime.layout import Layout
 
 logger = logging.getLogger("sidcomp")
 
-RESTING = "resting"  # the stage after finding out
+SETTLED = "resting"  # the stage after finding out
 WARMING = "warming up"  # before it: what was found, with a density that goes down to its own
 COMPARING = "comparing"  # in between: what was found, in turns with what it has to beat
-FOUND = (RESTING, WARMING)
+FOUND = (SETTLED, WARMING)
 
 _TURNS = 6  # of plain DDP, and with all exchanges after backward()
 _STEPS = 8  # of a plan that is kept unverified
@@ -68,7 +68,7 @@ class Order:
 
     regime: Regime
     deferred: bool = False
-    park: bool = False
+    hold: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Iteration:
 
     interval: int
     clean: bool  # no new groups at its start
-    seen: measurement.Seen | None
+    observed: measurement.Observed | None
 
 
 Script = Generator[Order, Iteration, None]
@@ -139,7 +139,7 @@ def _show(text: str) -> None:
 
 
 class Controller:
-    """Finds the regime of a planned State. The pipeline calls `between` and `begin` at a step boundary."""
+    """Finds the regime of a planned State. The engine calls `between` and `begin` at a step boundary."""
 
     def __init__(self, settings: Settings, profile: Profile | None) -> None:
         self.settings = settings
@@ -164,7 +164,7 @@ class Controller:
         self._script = self._whole()
         next(self._script)
 
-    # ---- the pipeline's side
+    # ---- the engine's side
     # ------------------------------------------------------------------------------------
 
     def between(self, p: Engine, model: Model) -> Regime:
@@ -191,12 +191,12 @@ class Controller:
             return p.regime if lost else self._order.regime
         assert p.layout is not None
         exploring = self.report.stage not in FOUND
-        it = Iteration(self._entered - self._mark, clean, measurement.Seen.of(p) if exploring else None)
+        it = Iteration(self._entered - self._mark, clean, measurement.Observed.of(p) if exploring else None)
         self._order = self._script.send(it)
         target = self._order.regime
         # dense groups take what is kept along with a memory that holds the momentum
-        ours = self._order.park or self.settings.momentum
-        behind = not ours and measurement.leaves_behind(p.layout, p.parked, target)
+        ours = self._order.hold or self.settings.momentum
+        behind = not ours and measurement.leaves_behind(p.layout, p.unassigned, target)
         return replace(target, flush=True) if behind else target
 
     @property
@@ -349,9 +349,9 @@ class Controller:
                 why = reasons[0] if reasons else "the ranks' checkpoints hold different measurements"
                 self._warn(f"{why}: measuring and planning anew")
             self._replaying = alike > 0
-            park = self._replaying and self._journal.entries[-1]["kind"] == "pairs"
-            self._script = self._whole(park)
-            regime, flush = PLAIN, not park and bool(residuals)
+            hold = self._replaying and self._journal.entries[-1]["kind"] == "pairs"
+            self._script = self._whole(hold)
+            regime, flush = PLAIN, not hold and bool(residuals)
         self._order = next(self._script)
         return replace(self._order.regime, flush=flush and not self.settings.momentum)
 
@@ -419,8 +419,8 @@ class Controller:
     # ---- the script
     # ---------------------------------------------------------------------------------------------
 
-    def _whole(self, park: bool = False) -> Script:
-        yield from self._settle(park)
+    def _whole(self, hold: bool = False) -> Script:
+        yield from self._settle(hold)
         assert self._p is not None and self._p.exchange is not None
         if self._p.exchange.world == 1:
             regime, why = self.base, "one rank: there is nothing to exchange"
@@ -429,12 +429,12 @@ class Controller:
         self._watched = self._fresh_watch()
         yield from self._rest(regime, why)
 
-    def _settle(self, park: bool) -> Script:
+    def _settle(self, hold: bool) -> Script:
         """Until DDP has formed its buckets for good. park: what is kept waits for the plan on trial."""
         self.report.stage = "settling"
         clean = 0
         while clean < 2:
-            it = yield Order(PLAIN, park=park)
+            it = yield Order(PLAIN, hold=hold)
             assert self._p is not None
             clean = clean + 1 if it.clean and self._p.settled else 0
 
@@ -505,7 +505,7 @@ class Controller:
             )
             e = yield from self._verify(model, found, best)
             pairs = e["pairs"]
-            won = bool(verdict(pairs))
+            won = bool(is_faster(pairs))
             tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
             said = f"{gain(pairs):.3f} of the time of {self._called(best)} in {len(pairs)} pairs of windows"
             r.tried.append(
@@ -549,8 +549,8 @@ class Controller:
 
         def note(it: Iteration) -> None:
             assert self._p is not None
-            if it.seen is not None and not self._p.on_device and len(it.seen.groups) >= groups:
-                e["rows"].append(measurement.took(model, found, it.seen))
+            if it.observed is not None and not self._p.on_device and len(it.observed.groups) >= groups:
+                e["rows"].append(measurement.took(model, found, it.observed))
 
         if not e["done"]:
             yield from self._turns(regime, other, e["pairs"], note)
@@ -562,14 +562,14 @@ class Controller:
     def _turns(
         self, tried: Regime, other: Regime, pairs: list[Pair], note: Callable[[Iteration], None] | None = None
     ) -> Script:
-        """Adds windows of two ways to train, until there is a verdict. A pair counts when both of its windows
+        """Adds windows of two ways to train, until they decide. A pair counts when both of its windows
         have been measured, one after the other: one that a checkpoint has cut in two is measured anew."""
-        while verdict(pairs) is None:
+        while is_faster(pairs) is None:
             windows = {}
             for which in ((True, False), (False, True))[len(pairs) % 2]:
                 times: list[int] = []
                 while len(times) < _WINDOW:
-                    it = yield from self._explore(Order(tried if which else other, park=True))
+                    it = yield from self._explore(Order(tried if which else other, hold=True))
                     if it.clean:
                         times.append(it.interval)
                         if which and note is not None:
@@ -612,7 +612,7 @@ class Controller:
             if self._first():
                 _show("\r\033[K")
             regime = yield from self._warm_up(regime)
-            self.report.stage = RESTING
+            self.report.stage = SETTLED
             yield from self._watch(regime, last == self.base)
             self.report.stage = "looking again"
             self._kept, self._journal = None, Journal()
@@ -657,7 +657,7 @@ class Controller:
             r.stage = COMPARING
             yield from self._turns(self.base, regime, w.pairs)
             base, own = (int(median(median(p[i]) for p in w.pairs)) for i in (0, 1))
-            lost = bool(verdict(w.pairs))
+            lost = bool(is_faster(w.pairs))
             assert self._p is not None
             r.compared.append(
                 {
@@ -680,7 +680,7 @@ class Controller:
             w.reference, w.calm, w.base, w.pause = 0, w.reference, base, min(2 * w.pause, _LONGEST)
             self._say(f"{said}: it stays, for {w.pause} steps at least")
             w.comparing, w.pairs, w.times, w.strikes, w.steps = False, [], [], 0, 0
-            r.stage = RESTING
+            r.stage = SETTLED
 
     def _doubt(self, regime: Regime, plain: bool) -> Script:
         """Until the time of a step gives reason to doubt what was found."""
@@ -717,8 +717,8 @@ class Controller:
         """Steps of plain DDP and steps without communication beside backward(), in turns."""
         self._say("measuring plain DDP, and backward() alone")
         assert self._p is not None and self._p.layout is not None
-        slots = [len(s.parameters) for s in self._p.layout.buckets]
-        buckets, params = len(slots), sum(slots)
+        sizes = [len(b.names) for b in self._p.layout.buckets]
+        buckets, params = len(sizes), sum(sizes)
         e = self._next("turns", of)
         turns: list[dict[str, Any]] = e["turns"]
         if any((len(t["buckets"]), len(t["ready"])) != (buckets, params) for t in turns):
@@ -730,17 +730,17 @@ class Controller:
         try:
             yield from self._explore(Order(PLAIN))  # its first gradients came before the hooks
             while len(turns) < _TURNS:
-                dense, alone = None, None
+                dense, isolated = None, None
                 for deferred in (False, True):
                     it = yield from self._explore(Order(PLAIN, deferred))
-                    assert it.seen is not None
-                    ready = recorder.take(it.seen.arrivals[-1])
+                    assert it.observed is not None
+                    ready = recorder.take(it.observed.arrivals[-1])
                     if it.clean and deferred:
-                        alone = measurement.Alone(it.interval, it.seen, ready)
+                        isolated = measurement.Isolated(it.interval, it.observed, ready)
                     elif it.clean:
                         dense = it
-                if dense is not None and dense.seen is not None and alone is not None:
-                    turns.append(measurement.turn(dense.interval, dense.seen, alone))
+                if dense is not None and dense.observed is not None and isolated is not None:
+                    turns.append(measurement.turn(dense.interval, dense.observed, isolated))
         finally:
             recorder.close()
         return turns

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sidcomp import core as _core
 from sidcomp.autotune.codec_benchmark import Candidate, Gradients, filled_state
 from sidcomp.autotune.collective_benchmark import Exchanging, Samples, Wait, clock, collective
-from sidcomp.config.exchange_choice import Trip
+from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.runtime.block import Block
 from sidcomp.runtime.cuda_executor import CudaCalls
 from sidcomp.runtime.group import Form, Moment
@@ -21,25 +21,25 @@ from sidcomp.runtime.process_group import Exchange
 class Travelling:
     """A group of synthetic gradients in an exchange of messages, step after step."""
 
-    def __init__(self, trip: Trip, source: Gradients, exchange: Exchange) -> None:
-        self.trip, self.source, self.group = trip, source, exchange.group
+    def __init__(self, message_plan: MessagePlan, source: Gradients, exchange: Exchange) -> None:
+        self.message_plan, self.source, self.group = message_plan, source, exchange.group
         device = source.values.device
-        self.form = Form(trip, self._work_bytes(), exchange.world, device)
-        self.state = filled_state(trip, source, device)
-        self.vector = Block(trip.n * source.dtype.itemsize, device).tensor.view(source.dtype)
-        self.segments = _core.Segments([self.vector.data_ptr()], [trip.n])
-        self.ends = ends_of(trip, self.form.payload.tensor, exchange)
+        self.form = Form(message_plan, self._work_bytes(), exchange.world, device)
+        self.state = filled_state(message_plan, source, device)
+        self.vector = Block(message_plan.n * source.dtype.itemsize, device).tensor.view(source.dtype)
+        self.segments = _core.Segments([self.vector.data_ptr()], [message_plan.n])
+        self.ends = ends_of(message_plan, self.form.payload.tensor, exchange)
         self.at = Moment(0, 0, 0, exchange.rank, exchange.world)
         self._prepare()
 
     def _work_bytes(self) -> int:
-        return self.trip.work_bytes
+        return self.message_plan.work_bytes
 
     def _prepare(self) -> None:
         pass
 
     def load(self) -> None:
-        self.vector.copy_(self.source.gradient(self.trip.n, self.at.step))
+        self.vector.copy_(self.source.gradient(self.message_plan.n, self.at.step))
         self.at = self.at._replace(step=self.at.step + 1)
 
     def _advance(self, round: int) -> None:
@@ -47,7 +47,7 @@ class Travelling:
 
     def _exchange(self, round: int) -> None:
         works = post(self.ends, round, self.group, round)
-        if self.trip.busy:
+        if self.message_plan.busy:
             self.form.meanwhile(round, self.segments, self.state.ptr, self.at)
         for work in works:
             work.wait()
@@ -56,20 +56,20 @@ class Travelling:
         self._advance(0)
 
     def travel(self) -> None:
-        for i in range(self.trip.rounds):
+        for i in range(self.message_plan.rounds):
             self._exchange(i)
-            if i + 1 < self.trip.rounds:
+            if i + 1 < self.message_plan.rounds:
                 self._advance(i + 1)
 
     def arrive(self) -> None:
-        self._advance(self.trip.rounds)
+        self._advance(self.message_plan.rounds)
 
 
 class DeviceTravelling(Travelling):
     """The same on a GPU, enqueued on the current stream."""
 
     def _work_bytes(self) -> int:
-        return int(self.trip.core.cuda_work_bytes())
+        return int(self.message_plan.core.cuda_work_bytes())
 
     def _prepare(self) -> None:
         device = self.vector.device
@@ -119,9 +119,9 @@ class MessageExchanges(Exchanging):
 
     def message(self, nbytes: int) -> Travelling:
         place = self.exchange.rank, self.exchange.world
-        trip = self.candidate.trip(nbytes, self.gradients.dtype, place, self.isa)
+        message_plan = self.candidate.message_plan(nbytes, self.gradients.dtype, place, self.isa)
         kind = DeviceTravelling if self.gradients.values.is_cuda else Travelling
-        return kind(trip, self.gradients, self.exchange)
+        return kind(message_plan, self.gradients, self.exchange)
 
     def _gather(self, group: Travelling) -> None:
         group.load()

@@ -13,7 +13,7 @@ from sidcomp.config.grouping import DENSE
 from sidcomp.errors import ArgumentError, CheckpointError
 from sidcomp.planner.fusion import VERSION
 from sidcomp.planner.profile import Profile
-from sidcomp.planner.significance import verdict
+from sidcomp.planner.significance import is_faster
 from sidcomp.runtime.plain_data import (
     Check,
     count,
@@ -136,8 +136,8 @@ def entries(value: object, where: str) -> None:
             widths = {len(row) for row in (*e["rows"], *([e["took"]] if e["took"] else []))}
             if len(widths) > 1:
                 raise wrong(f"{where}[{i}]['rows']", e["rows"], "rows of the same length")
-            if e["done"] and verdict(e["pairs"]) is None:
-                raise wrong(f"{where}[{i}]['pairs']", e["pairs"], "enough pairs for a verdict")
+            if e["done"] and is_faster(e["pairs"]) is None:
+                raise wrong(f"{where}[{i}]['pairs']", e["pairs"], "enough pairs to decide")
         if i + 1 < len(value) and not e["done"]:
             raise wrong(f"{where}[{i}]['done']", False, "True, as in all entries but the last")
 

@@ -15,7 +15,7 @@ import torch
 
 from sidcomp.autotune import journal, probe
 from sidcomp.config import schedule
-from sidcomp.config.exchange_choice import Trip
+from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import DENSE, Piece, Regime
 from sidcomp.config.settings import Settings, Way
 from sidcomp.errors import ParameterError, SetupError
@@ -38,7 +38,7 @@ _SPANS = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}  # of a group'
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observed:
     """One iteration, in ns of the host's clock."""
 
     arrivals: tuple[int, ...]  # of the buckets, in their order
@@ -46,9 +46,9 @@ class Seen:
     landed: int  # when the last group was decoded
 
     @staticmethod
-    def of(p: Engine) -> "Seen":
+    def of(p: Engine) -> "Observed":
         assert p.layout is not None
-        return Seen(
+        return Observed(
             tuple(s.arrived_at for s in p.layout.buckets),
             tuple(
                 (g.stage.begun_at, g.stage.exchanged_at, g.stage.arrived_at, g.stage.decoded_at)
@@ -59,34 +59,34 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Alone:
+class Isolated:
     """An iteration whose exchanges all came after backward(), and when each gradient was ready."""
 
     interval: int
-    seen: Seen
+    observed: Observed
     ready: list[int]  # 0: it got no gradient
 
     @property
     def compute(self) -> int:
         """What it would have taken without any exchange."""
-        return self.interval - (self.seen.landed - self.seen.arrivals[-1])
+        return self.interval - (self.observed.landed - self.observed.arrivals[-1])
 
     def since_start(self, at: int) -> int:
         """A moment, from the end of the iteration before."""
-        lead = self.compute - (self.seen.arrivals[-1] - self.seen.arrivals[0])
-        return max(0, lead + at - self.seen.arrivals[0])
+        lead = self.compute - (self.observed.arrivals[-1] - self.observed.arrivals[0])
+        return max(0, lead + at - self.observed.arrivals[0])
 
 
-def turn(dense_ns: int, dense: Seen, alone: Alone) -> dict[str, Any]:
+def turn(dense_ns: int, dense: Observed, isolated: Isolated) -> dict[str, Any]:
     """What is kept of a step of plain DDP and of one without communication beside it: in ns, from the end of
     the iteration before. ready: -1 where a parameter got no gradient."""
     return {
         "dense": dense_ns,
         "dense_span": _span(dense),
-        "alone_span": _span(alone.seen),
-        "compute": alone.compute,
-        "buckets": [alone.since_start(at) for at in alone.seen.arrivals],
-        "ready": [alone.since_start(at) if at else -1 for at in alone.ready],
+        "alone_span": _span(isolated.observed),
+        "compute": isolated.compute,
+        "buckets": [isolated.since_start(at) for at in isolated.observed.arrivals],
+        "ready": [isolated.since_start(at) if at else -1 for at in isolated.ready],
     }
 
 
@@ -240,7 +240,7 @@ def profile(
     )
 
 
-def _span(s: Seen) -> int:
+def _span(s: Observed) -> int:
     return s.arrivals[-1] - s.arrivals[0]
 
 
@@ -250,16 +250,16 @@ def _stolen(probed: probe.Measurement, longer: int, sizes: list[int], span: int)
     longer: how much longer backward() took, from the first bucket to the last, beside the exchanges of all
     buckets but the last, in ns. Where these are too short to tell, what the probe saw.
     """
-    beside = sum(probed.methods[0].exchange_curve.at(size) for size in sizes[:-1]) // _PS
-    if 20 * beside > span > 0:
-        return max(0, min(_MOST_STOLEN, 1000 * longer // min(beside, span + longer))) if longer > 0 else 0
+    overlapped = sum(probed.methods[0].exchange_curve.at(size) for size in sizes[:-1]) // _PS
+    if 20 * overlapped > span > 0:
+        return max(0, min(_MOST_STOLEN, 1000 * longer // min(overlapped, span + longer))) if longer > 0 else 0
     slower = probed.contention.get("compute_permille", 1000)
     return max(0, min(_MOST_STOLEN, 1000 - 1_000_000 // max(slower, 1)))
 
 
 def candidate(way: Way) -> probe.Candidate:
-    route = way.route if way.routed else None
-    return probe.Candidate(way.codec.name, way.memory.name, schedule.last(way.parameters), route)
+    choice = way.choice if way.in_messages else None
+    return probe.Candidate(way.codec.name, way.memory.name, schedule.last(way.parameters), choice)
 
 
 def considered(p: Engine, settings: Settings) -> list[int]:
@@ -275,20 +275,20 @@ def considered(p: Engine, settings: Settings) -> list[int]:
     local = local if even and world % local == 0 and local < world else 1
     ways = []
     for i, way in enumerate(settings.ways):
-        if way.route is not None and way.routed:
-            if not even and "ranks_per_node" in way.route.parameters:
+        if way.choice is not None and way.in_messages:
+            if not even and "ranks_per_node" in way.choice.parameters:
                 continue
-            if p.on_device and not way.route.exchange.cuda:
+            if p.on_device and not way.choice.exchange.cuda:
                 continue
             # Along a ring, one rank of a node sends to the next node.
             plan = settings.plan(n, "float32", i)
             own = 2 * plan.payload_bytes / world if plan.linear else plan.payload_bytes
             try:
-                trips = [settings.plan(n, "float32", i, place=(r, world)) for r in range(local)]
+                plans = [settings.plan(n, "float32", i, place=(r, world)) for r in range(local)]
             except ParameterError as e:  # of another shape of nodes
                 logger.info("%s is not considered: %s", way.label, e)
                 continue
-            out = sum(t.leaving(local) for t in trips if isinstance(t, Trip))
+            out = sum(t.leaving(local) for t in plans if isinstance(t, MessagePlan))
             if out > _FEWER * (world - 1) * own:
                 continue
         ways.append(i)
@@ -347,15 +347,15 @@ def bucket_ends(profile: Profile) -> list[int]:
     return [*(i for i in range(1, len(at)) if at[i] != at[i - 1]), len(at)]
 
 
-def leaves_behind(layout: Layout, parked: Iterable[str], target: Regime) -> bool:
-    """Whether what the layout's memories keep, or what is parked, has no place in the groups of `target`."""
-    kept = [*parked, *(name for g in layout.groups if g.plan.vectors for name in g.names)]
+def leaves_behind(layout: Layout, unassigned: Iterable[str], target: Regime) -> bool:
+    """Whether what the layout's memories keep, or what waits for one, has no place in the groups of `target`."""
+    kept = [*unassigned, *(name for g in layout.groups if g.plan.vectors for name in g.names)]
     if not isinstance(target.rule, list):
         return bool(kept) and target.ways[0] == DENSE
     return not target.dense_names().isdisjoint(kept)
 
 
-def took(model: Model, found: dict[str, Any], s: Seen) -> list[int]:
+def took(model: Model, found: dict[str, Any], s: Observed) -> list[int]:
     """What each group of a plan that ran took for encode, exchange and decode, and the pass, in ns."""
     spans = [_took(s, k, *ab) for k in range(len(found["ends"])) for ab in _SPANS.values()]
     return [*spans, _pass(s, model.get("stolen_permille", 0))]
@@ -395,15 +395,17 @@ def _rescaled(model: Model, found: dict[str, Any], slow: Sequence[int]) -> dict[
     return {"methods": methods, "tensors": tensors}
 
 
-def _pass(s: Seen, stolen: int) -> int:
+def _pass(s: Observed, stolen: int) -> int:
     """The backward pass from the first bucket on, without encodes and what exchanges took from it."""
     last = s.arrivals[-1]
     free = _span(s) - sum(min(b, last) - a for a, b, _, _ in s.groups if a < last)
-    beside = sum(max(0, min(row[2], last) - (row[2] - _took(s, k, 1, 2))) for k, row in enumerate(s.groups))
-    return free - int(beside * free / max(_span(s), 1)) * stolen // 1000
+    overlapped = sum(
+        max(0, min(row[2], last) - (row[2] - _took(s, k, 1, 2))) for k, row in enumerate(s.groups)
+    )
+    return free - int(overlapped * free / max(_span(s), 1)) * stolen // 1000
 
 
-def _took(s: Seen, k: int, a: int, b: int) -> int:
+def _took(s: Observed, k: int, a: int, b: int) -> int:
     """A span of group k; its exchange and decode do not begin before those of the group before have ended."""
     row = s.groups[k]
     start = max(row[a], s.groups[k - 1][b]) if a and k else row[a]

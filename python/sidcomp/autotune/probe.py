@@ -15,9 +15,9 @@ import torch
 
 from sidcomp.autotune.codec_benchmark import Candidate, Coding, Gradients
 from sidcomp.autotune.collective_benchmark import (
-    Beside,
     Exchanges,
     Exchanging,
+    Overlapped,
     Series,
     Wire,
     collective,
@@ -79,15 +79,15 @@ def measure(
     rounds = _Rounds(exchange, budget_s, progress)
     total = max(total_bytes // dtype.itemsize, 1) * dtype.itemsize
     place = exchange.rank, exchange.world
-    plans = {c.name: c.plan(total, dtype, isa) for c in candidates if c.route is None}
-    trips = [c.trip(total, dtype, place, isa) for c in candidates if c.route is not None]
+    plans = {c.name: c.plan(total, dtype, isa) for c in candidates if c.choice is None}
+    in_messages = [c.message_plan(total, dtype, place, isa) for c in candidates if c.choice is not None]
     dense = Wire(False, dtype, scaled=True)
     wires = {dense: total}  # each kind is measured once for all that use it
     for wire, nbytes in map(wire_of, plans.values()):
         wires[wire] = max(wires.get(wire, 0), nbytes)
     with torch.no_grad():
         sizes = _ladder(_SMALLEST_GROUP, total)
-        vectors = max([0, *(p.vectors for p in plans.values()), *(t.vectors for t in trips)])
+        vectors = max([0, *(p.vectors for p in plans.values()), *(t.vectors for t in in_messages)])
         gradients = Gradients(sizes[-1] // dtype.itemsize, vectors, dtype, device, seed)
         codings = {c.name: Coding(c, sizes, exchange, gradients, isa) for c in candidates if c.name in plans}
         whole = Coding(Candidate("none", "none"), sizes, exchange, gradients, isa)
@@ -98,30 +98,40 @@ def measure(
             if c.name not in plans
         }
         rounds.run([whole, *codings.values()], _CODECS * budget_s)
-        alone = {
+        isolated = {
             wire: Exchanges(wire, _ladder(_SMALLEST_MESSAGE, nbytes), exchange, latency)
             for wire, nbytes in wires.items()
         }
-        rounds.run([*alone.values(), *exchanges.values()], _ALONE * budget_s)
-        beside: dict[Exchanging, Beside] = {}
+        rounds.run([*isolated.values(), *exchanges.values()], _ALONE * budget_s)
+        overlapped: dict[Exchanging, Overlapped] = {}
         product: list[int] = []
         if device.type == "cpu":
-            beside = {one: Beside(one, _few(one)) for one in (*alone.values(), *exchanges.values())}
-            product = beside[alone[dense]].product.timed(_PRODUCTS)
-            rounds.run(list(beside.values()), budget_s)
-    series: list[Series] = [whole, *codings.values(), *alone.values(), *exchanges.values(), *beside.values()]
+            overlapped = {
+                one: Overlapped(one, _few(one)) for one in (*isolated.values(), *exchanges.values())
+            }
+            product = overlapped[isolated[dense]].product.timed(_PRODUCTS)
+            rounds.run(list(overlapped.values()), budget_s)
+    series: list[Series] = [
+        whole,
+        *codings.values(),
+        *isolated.values(),
+        *exchanges.values(),
+        *overlapped.values(),
+    ]
     _take_slowest(exchange, [product, *(s for one in series for _, samples in one.points for s in samples)])
-    points = {wire: (_points(one), _contended(one, beside.get(one))) for wire, one in alone.items()}
+    points = {wire: (_points(one), _contended(one, overlapped.get(one))) for wire, one in isolated.items()}
     methods = [_dense(whole, *points[dense], total)]
     for c in candidates:
         if c.name in plans:
             wire, _ = wire_of(plans[c.name])
             methods.append(_method(codings[c.name], wire, *points[wire], total))
         else:
-            methods.append(_routed(exchanges[c.name], beside.get(exchanges[c.name]), total))
+            methods.append(_routed(exchanges[c.name], overlapped.get(exchanges[c.name]), total))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Measurement(methods, _contention(alone[dense], beside.get(alone[dense]), product), rounds.gone())
+    return Measurement(
+        methods, _contention(isolated[dense], overlapped.get(isolated[dense]), product), rounds.gone()
+    )
 
 
 class _Rounds:
@@ -193,11 +203,11 @@ def _points(series: Series, which: int = 0) -> _Points:
     return [(nbytes, samples[which]) for nbytes, samples in series.points]
 
 
-def _contended(alone: Exchanging, beside: Series | None) -> _Points:
+def _contended(isolated: Exchanging, overlapped: Series | None) -> _Points:
     """Beside computing; beyond what was affordable, later than alone by as much as at the last size."""
-    if beside is None or not beside.points:
+    if overlapped is None or not overlapped.points:
         return []
-    points, before = _points(beside), dict(_points(alone, alone.which))
+    points, before = _points(overlapped), dict(_points(isolated, isolated.which))
     last, times = points[-1]
     later = max(0, int(median(times) - median(before[last])))
     return points + [(x, [later + ns for ns in one]) for x, one in before.items() if x > last]
@@ -209,15 +219,15 @@ def _few(series: Series) -> list[int]:
     return sorted({sizes[0], *sizes[::-3]})
 
 
-def _dense(whole: Coding, alone: _Points, contended: _Points, total: int) -> Method:
+def _dense(whole: Coding, isolated: _Points, contended: _Points, total: int) -> Method:
     """A group that is no bucket of DDP's is copied, out of its buckets and back. On the way out it is divided
     by the number of ranks, as a bucket is before its exchange: that is measured with the exchange."""
-    beside = fit(contended, total) if contended else None
+    overlapped = fit(contended, total) if contended else None
     back = fit(_points(whole, 1), total)
-    return Method("dense", "none", "none", {}, "allreduce", None, fit(alone, total), back, beside)
+    return Method("dense", "none", "none", {}, "allreduce", None, fit(isolated, total), back, overlapped)
 
 
-def _method(coding: Coding, wire: Wire, alone: _Points, contended: _Points, total: int) -> Method:
+def _method(coding: Coding, wire: Wire, isolated: _Points, contended: _Points, total: int) -> Method:
     codec, memory, parameters = coding.candidate.resolved
     dtype = coding.gradients.dtype
 
@@ -237,29 +247,29 @@ def _method(coding: Coding, wire: Wire, alone: _Points, contended: _Points, tota
         parameters,
         "allgather" if wire.gather else "allreduce",
         fit(_points(coding, 0), total),
-        fit(by_gradient(alone), total),
+        fit(by_gradient(isolated), total),
         fit(_points(coding, 1), total),
         fit(by_gradient(contended), total) if contended else None,
     )
 
 
-def _routed(exchanges: MessageExchanges, beside: Series | None, total: int) -> Method:
-    route = exchanges.candidate.route
-    assert route is not None
+def _routed(exchanges: MessageExchanges, overlapped: Series | None, total: int) -> Method:
+    choice = exchanges.candidate.choice
+    assert choice is not None
     codec, memory, parameters = exchanges.candidate.resolved
     encode, exchange, decode = (fit(_points(exchanges, i), total) for i in range(3))
-    contended = _contended(exchanges, beside)
+    contended = _contended(exchanges, overlapped)
     return Method(
-        exchanges.name, codec.name, memory.name, parameters, route.exchange.name, encode, exchange, decode,
+        exchanges.name, codec.name, memory.name, parameters, choice.exchange.name, encode, exchange, decode,
         fit(contended, total) if contended else None,
     )  # fmt: skip
 
 
-def _contention(alone: Series, beside: Series | None, product: list[int]) -> dict[str, int]:
-    if beside is None or not beside.points:
+def _contention(isolated: Series, overlapped: Series | None, product: list[int]) -> dict[str, int]:
+    if overlapped is None or not overlapped.points:
         return {}
-    nbytes, (times, products) = beside.points[-1]
+    nbytes, (times, products) = overlapped.points[-1]
     return {
-        "exchange_permille": int(1000 * median(times) / median(dict(_points(alone))[nbytes])),
+        "exchange_permille": int(1000 * median(times) / median(dict(_points(isolated))[nbytes])),
         "compute_permille": int(1000 * median(products) / median(product)),
     }

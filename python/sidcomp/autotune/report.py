@@ -33,8 +33,8 @@ def report(p: Engine) -> dict[str, Any]:
                 "names": list(g.names),
                 "elements": g.n,
                 "way": "dense" if g.spec.way == DENSE else settings.way(g.spec.way).label,
-                "exchange": g.trip.route.exchange.name
-                if g.routed
+                "exchange": g.message_plan.choice.exchange.name
+                if g.in_messages
                 else "all-reduce"
                 if g.plan.linear
                 else "all-gather",

@@ -18,24 +18,24 @@ _NATIVE = ("allreduce", "allgather")
 
 
 @dataclass(frozen=True)
-class Route:
+class ExchangeChoice:
     """An exchange by name, with its own parameters; `native`: the process group's."""
 
     exchange: Codec
     parameters: Mapping[str, Setting] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, names: Sequence[str], parameters: "dict[str, Any]") -> "list[Route]":
+    def parse(cls, names: Sequence[str], parameters: "dict[str, Any]") -> "list[ExchangeChoice]":
         """Takes the exchanges' parameters out of `parameters`."""
-        routes = [cls._parse(name, parameters) for name in names]
+        choices = [cls._parse(name, parameters) for name in names]
         if len(set(names)) < len(names):
             raise ArgumentError(f"exchange={list(names)}: one is named twice")
-        for name in {p.name for route in routes for p in route.exchange.parameters}:
+        for name in {p.name for choice in choices for p in choice.exchange.parameters}:
             parameters.pop(name, None)
-        return routes
+        return choices
 
     @classmethod
-    def _parse(cls, name: str, parameters: "Mapping[str, Any]") -> "Route":
+    def _parse(cls, name: str, parameters: "Mapping[str, Any]") -> "ExchangeChoice":
         exchange = find_exchange(name)
         own = {p.name: parameters[p.name] for p in exchange.parameters if p.name in parameters}
         for key, value in own.items():
@@ -74,11 +74,11 @@ class Route:
         settings: Mapping[str, Setting],
         place: tuple[int, int],
         isa: str | None,
-    ) -> "Trip":
+    ) -> "MessagePlan":
         both = set(settings) & set(self.parameters)
         if both:
             raise ArgumentError(f"parameters of both codec and exchange: {', '.join(sorted(both))}")
-        return Trip(self, codec, memory, n, dtype, {**settings, **self.parameters}, place, isa)
+        return MessagePlan(self, codec, memory, n, dtype, {**settings, **self.parameters}, place, isa)
 
     def warn(self, world: int) -> None:
         """What the user should know before the first step."""
@@ -98,7 +98,7 @@ def _ranks_per_node(mesh: Any) -> int:
     return int(mesh.size(-1))
 
 
-class Trip:
+class MessagePlan:
     """A group's part in an exchange on this rank, with the face of a `_core.Plan`."""
 
     linear = False
@@ -107,7 +107,7 @@ class Trip:
 
     def __init__(
         self,
-        route: Route,
+        choice: ExchangeChoice,
         codec: str,
         memory: str,
         n: int,
@@ -117,10 +117,10 @@ class Trip:
         isa: str | None,
     ) -> None:
         rank, world = self.place = place
-        self.route = route
+        self.choice = choice
         self.codec, self.memory, self.n, self.dtype = codec, memory, n, dtype
         x = self.core = _core.Exchange(
-            route.exchange.name, codec, memory, n, dtype, rank, world, settings, isa
+            choice.exchange.name, codec, memory, n, dtype, rank, world, settings, isa
         )
         self.rounds, self.vectors, self.k = x.rounds, x.vectors, x.k
         self.state_bytes, self.work_bytes, self.wire_bytes = x.state_bytes, x.work_bytes, x.wire_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 from sidcomp import core as _core
 from sidcomp.config import schedule
-from sidcomp.config.exchange_choice import Route, Trip
+from sidcomp.config.exchange_choice import ExchangeChoice, MessagePlan
 from sidcomp.config.grouping import DENSE, PLANNED, Groups, Regime, parse_groups
 from sidcomp.config.policy import Exclude, Policy, Rules, Shapes, parse_exclude, parse_rules
 from sidcomp.config.registry import Codec, check_ranks, find_codec, find_memory, resolve
@@ -41,12 +41,12 @@ class Way:
     codec: Codec
     memory: Codec
     parameters: Parameters
-    route: Route | None = None
+    choice: ExchangeChoice | None = None
 
     @property
-    def routed(self) -> bool:
+    def in_messages(self) -> bool:
         """It travels in messages."""
-        return self.route is not None and not self.route.native
+        return self.choice is not None and not self.choice.native
 
     @property
     def density(self) -> float:
@@ -56,7 +56,7 @@ class Way:
 
     @property
     def label(self) -> str:
-        over = f" over {self.route.label}" if self.route is not None and self.routed else ""
+        over = f" over {self.choice.label}" if self.choice is not None and self.in_messages else ""
         return " ".join([self.codec.name, *(f"{k}={v}" for k, v in self.parameters.items())]) + over
 
     def saved(self) -> dict[str, Any]:
@@ -64,17 +64,17 @@ class Way:
             "codec": self.codec.name,
             "memory": self.memory.name,
             "parameters": schedule.plain(self.parameters),
-            "exchange": self.route.saved() if self.route is not None else None,
+            "exchange": self.choice.saved() if self.choice is not None else None,
         }
 
     def check(self) -> None:
         """Raises UnsupportedError where codec and exchange do not go together: the core says, which does not
         need the world for it."""
-        if self.route is None:
+        if self.choice is None:
             return
-        alone = {k: v for k, v in self.route.parameters.items() if k not in ("rows", "ranks_per_node")}
+        alone = {k: v for k, v in self.choice.parameters.items() if k not in ("rows", "ranks_per_node")}
         values = {**schedule.last(self.parameters), **alone}
-        name = self.route.exchange.name
+        name = self.choice.exchange.name
         _core.Exchange(name, self.codec.name, self.memory.name, 1, "float32", 0, 1, values)
 
 
@@ -126,7 +126,7 @@ class Settings:
         names = (
             EXCHANGES if auto and exchange is None else [exchange] if isinstance(exchange, str) else exchange
         )
-        routes = Route.parse(names or (), parameters)
+        choices = ExchangeChoice.parse(names or (), parameters)
         if not 0 <= seed < 2**64:
             raise ArgumentError(f"seed={seed}: a number from 0 to 2**64 - 1")
         if checksum_every < 0:
@@ -150,9 +150,9 @@ class Settings:
             )
         if auto:
             ways = _ways(candidates, memory, parameters)
-            ways += _over(routes, ways, named=exchange is not None)
+            ways += _over(choices, ways, named=exchange is not None)
         else:
-            ways = (Way(*resolve(codec, memory, parameters), *routes),)
+            ways = (Way(*resolve(codec, memory, parameters), *choices),)
         rules = parse_rules(policy)
         dense = frozenset(
             i for i, (_, r) in enumerate(rules) if "codec" in r and find_codec(r["codec"]).lossless
@@ -244,7 +244,7 @@ class Settings:
             parameters |= {k: v for k, v in changes.items() if k not in ("codec", "memory")}
         tables = (*find_codec(codec).parameters, *find_memory(memory).parameters)
         own = {p.name: parameters[p.name] for p in tables if p.name in parameters}
-        return Way(*resolve(codec, memory, own), first.route)
+        return Way(*resolve(codec, memory, own), first.choice)
 
     def _own_memory(self, codec: str, memory: str) -> str:
         """That of a codec which the policy names, unless only one of the two holds the momentum."""
@@ -274,7 +274,7 @@ class Settings:
         step: int = 0,
         shapes: Sequence[tuple[int, int]] | None = None,
         place: tuple[int, int] | None = None,
-    ) -> "_core.Plan | Trip":
+    ) -> "_core.Plan | MessagePlan":
         """The plan of a group of n elements in iteration `step`. shapes: elements and columns of its
         tensors; place: rank and world, where they are known."""
         extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
@@ -291,8 +291,8 @@ class Settings:
         if floor and w.density and not isinstance(w.parameters.get("density"), Schedule):
             values["density"] = max(float(values.get("density", w.density)), floor)
         w.check()
-        if w.route is not None and w.routed and place is not None:
-            return w.route.plan(w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
+        if w.choice is not None and w.in_messages and place is not None:
+            return w.choice.plan(w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
         plan = _core.Plan(w.codec.name, w.memory.name, n, dtype, values, shapes=shapes, **extra)
         if place is not None:
             check_ranks(plan, place[1])
@@ -355,17 +355,17 @@ def _ways(candidates: Candidates | None, memory: str | None, parameters: Paramet
     return tuple(ways)
 
 
-def _over(routes: Sequence[Route], ways: Sequence[Way], named: bool) -> tuple[Way, ...]:
+def _over(choices: Sequence[ExchangeChoice], ways: Sequence[Way], named: bool) -> tuple[Way, ...]:
     """The candidates again, over the exchanges that they go with. What travels by all-reduce gains nothing by
     one that was not asked for: its bytes do not grow with the ranks."""
     more: list[Way] = []
-    for route in routes:
-        if route.native:
+    for choice in choices:
+        if choice.native:
             continue
         refused: UnsupportedError | None = None
         fitting = []
         for way in ways:
-            over = replace(way, route=route)
+            over = replace(way, choice=choice)
             try:
                 over.check()
             except UnsupportedError as e:

@@ -23,7 +23,7 @@ def gain(pairs: Sequence[Pair]) -> float:
     return exp(middle)
 
 
-def verdict(pairs: Sequence[Pair]) -> bool | None:
+def is_faster(pairs: Sequence[Pair]) -> bool | None:
     """True: the tried one is faster. False: it is not. None: measure another pair.
 
     Settled early where two pairs do not overlap at all, every step of one faster than all of the other: by

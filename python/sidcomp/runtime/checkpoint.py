@@ -53,7 +53,7 @@ def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
     for g in groups:
         if g.plan.vectors:
             parts = torch.split(_residual(g), [p.numel for p in g.spec.pieces], dim=1)
-            how = (g.trip.route.local, g.trip.common) if g.routed else (1, False)
+            how = (g.message_plan.choice.local, g.message_plan.common) if g.in_messages else (1, False)
             kept.update(
                 (p.name, Kept(part.clone(), *how, rates.rate(p.name) if rates is not None else None))
                 for p, part in zip(g.spec.pieces, parts, strict=True)
@@ -62,10 +62,10 @@ def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
 
 
 def save(
-    settings: Settings, groups: Sequence[Group], parked: Residuals, rates: Rates | None
+    settings: Settings, groups: Sequence[Group], unassigned: Residuals, rates: Rates | None
 ) -> dict[str, Any]:
-    """What the groups of an engine keep. parked: of parameters whose groups keep nothing."""
-    residuals = {**parked, **_residuals(groups, rates)}
+    """What the groups of an engine keep. unassigned: of parameters whose groups keep nothing."""
+    residuals = {**unassigned, **_residuals(groups, rates)}
     return {
         "format": FORMAT,
         "version": _core.version,
@@ -79,7 +79,7 @@ def save(
 
 def _headers(g: Group) -> list[int]:
     """Where the state's parts begin: one, but for exchanges that keep slices."""
-    return [at for at, *_ in g.trip.shares] if g.routed else [0]
+    return [at for at, *_ in g.message_plan.shares] if g.in_messages else [0]
 
 
 def _save_group(g: Group) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Resume:
     def fit(self, layout: Layout) -> None:
         """Raises CheckpointError where a group's memory keeps something else of its parameters."""
         for g in layout.groups:
-            own = 0 if g.direct else g.plan.vectors - (g.routed and g.trip.common)
+            own = 0 if g.direct else g.plan.vectors - (g.in_messages and g.message_plan.common)
             for p in g.spec.pieces:
                 kept = self.residuals.get(p.name)
                 if own and kept is not None and kept.values.shape != (own + kept.common, p.numel):
@@ -151,8 +151,8 @@ class Resume:
                     values = self._values(g, exchange.world, rates)
                 except Exception as e:  # the ranks of its node wait for this one's part
                     failure, values = failure or e, torch.zeros(g.plan.vectors, g.n)
-                if g.routed and g.trip.route.local > 1:
-                    local = g.trip.route.local
+                if g.in_messages and g.message_plan.choice.local > 1:
+                    local = g.message_plan.choice.local
                     first = exchange.rank // local * local
                     values = exchange.sum_among(list(range(first, first + local)), values)
             try:
@@ -202,7 +202,7 @@ def _fit(g: Group, kept: Kept, world: int) -> torch.Tensor:
     """What was kept, as this group's exchange keeps it: with a last vector of what is kept for all ranks, or
     without; and of this rank's own vector, or of its node's. The sum over the ranks stays."""
     values, was = kept.values, kept.local
-    local, common = (g.trip.route.local, g.trip.common) if g.routed else (1, False)
+    local, common = (g.message_plan.choice.local, g.message_plan.common) if g.in_messages else (1, False)
     own = len(values) - kept.common
     if kept.common and not common:
         values = torch.cat([values[:1] + world // was * values[-1:], values[1:own]])

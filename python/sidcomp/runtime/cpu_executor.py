@@ -61,14 +61,14 @@ class CpuExecutor:
         check: ReplicaCheck,
     ) -> None:
         self._exchange, self._check, self._groups = exchange, check, groups
-        if self.reductions is None and any(g.plan.rounds > 1 and not g.routed for g in groups):
+        if self.reductions is None and any(g.plan.rounds > 1 and not g.in_messages for g in groups):
             self.reductions = Reductions(parent, exchange.device)
-        if self.point_to_point is None and any(g.routed for g in groups):
+        if self.point_to_point is None and any(g.in_messages for g in groups):
             self.point_to_point = PointToPoint(parent, exchange.device)
         for g in groups:
-            if g.routed:
+            if g.in_messages:
                 assert self.point_to_point is not None
-                g.ends = ends_of(g.trip, g.form.payload.tensor, self.point_to_point.exchange)
+                g.ends = ends_of(g.message_plan, g.form.payload.tensor, self.point_to_point.exchange)
 
     def keep_two(self, group: Group) -> bool:
         return not group.direct and group.states.keep_two()
@@ -91,7 +91,7 @@ class CpuExecutor:
         g.stage.withdrawn = withdrawn
         try:
             g.stage.begun_at = perf_counter_ns()
-            if g.routed:
+            if g.in_messages:
                 self._depart(g)
                 return
             if not g.direct:
@@ -258,7 +258,7 @@ class CpuExecutor:
         """A round's messages are on their way: what may be done meanwhile, in a thread of the transport. That
         is encoding, not waiting."""
         g = transfer.group
-        if not g.trip.busy or g.stage.error is not None:
+        if not g.message_plan.busy or g.stage.error is not None:
             return
         begin = perf_counter_ns()
         try:

@@ -172,12 +172,14 @@ class CudaExecutor:
     # -----------------------------------------------------------------------------------------
 
     def check(self, settings: Settings, groups: Sequence[Group]) -> None:
-        for route in {g.trip.route.label: g.trip.route for g in groups if g.routed}.values():
-            if not route.exchange.cuda:
+        for choice in {
+            g.message_plan.choice.label: g.message_plan.choice for g in groups if g.in_messages
+        }.values():
+            if not choice.exchange.cuda:
                 has = ", ".join(e["name"] for e in _core.exchanges() if e["cuda"])
                 raise UnsupportedError(
-                    f"exchange={route.exchange.name!r} has no CUDA kernels in this build; these have: {has}. "
-                    "Leave it out on CUDA"
+                    f"exchange={choice.exchange.name!r} has no CUDA kernels in this build; these have: "
+                    f"{has}. Leave it out on CUDA"
                 )
         if settings.transport == "native":
             self._library = self._library or open_library()  # raises where there is no NCCL
@@ -212,7 +214,7 @@ class CudaExecutor:
                 "Choose one of them, or train on the CPU"
             )
         with self.current():
-            work_bytes = (group.trip.core if group.routed else group.plan).cuda_work_bytes()
+            work_bytes = (group.message_plan.core if group.in_messages else group.plan).cuda_work_bytes()
             group.allocate(world, work_bytes, twice)
             self._kept.append(self._shown())
             group.resident = Resident(self.device, self._kept[-1])
@@ -226,10 +228,10 @@ class CudaExecutor:
         r.places = {state.ptr: self._places(g, r, state.ptr) for state in g.states.all}
 
     def _places(self, g: Group, r: Resident, state: int) -> _core.DeviceGroup:
-        if g.routed:
+        if g.in_messages:
             return _core.DeviceGroup(
-                g.trip.core, r.table.data_ptr(), len(g.runs), state, g.form.scratch.ptr, g.form.payload.ptr,
-                r.stats.ptr, r.report.ptr, r.shown,
+                g.message_plan.core, r.table.data_ptr(), len(g.runs), state, g.form.scratch.ptr,
+                g.form.payload.ptr, r.stats.ptr, r.report.ptr, r.shown,
             )  # fmt: skip
         return _core.DeviceGroup(
             g.plan, r.table.data_ptr(), len(g.runs), state, g.form.scratch.ptr, g.form.payload.ptr,
@@ -305,7 +307,7 @@ class CudaExecutor:
         at = Moment(self.step.index, self.step.seed, g.index, exchange.rank, exchange.world)
         with self.current():
             calls = CudaCalls(g.form, r.table, len(g.runs), r.stats.ptr, r.report.ptr, self.where)
-            if g.routed:
+            if g.in_messages:
                 self._travel(g, calls, at)
             else:
                 calls.encode(g.state.ptr, at, g.stage.carry, g.states.origin)
@@ -324,7 +326,7 @@ class CudaExecutor:
     def _travel(self, g: Group, calls: "CudaCalls", at: Moment) -> None:
         """An exchange in messages, with torch's point-to-point calls."""
         if g.ends is None:
-            ends = ends_of(g.trip, g.form.payload.tensor, self._exchange)
+            ends = ends_of(g.message_plan, g.form.payload.tensor, self._exchange)
             g.ends = [operations(*end, self._exchange.group) for end in ends]
         for i in range(g.plan.rounds + 1):
             calls.advance(i, g.state.ptr, at, g.stage.carry, g.states.origin)

@@ -89,7 +89,7 @@ class Engine:
         self.tuner: Tuner | None = None
         self.rollback = settings.nonfinite == "rollback"  # groups have two states
         self.lost = False  # the last step does not count
-        self.parked: checkpoint.Residuals = {}  # of parameters whose groups keep nothing for now
+        self.unassigned: checkpoint.Residuals = {}  # of parameters whose groups keep nothing for now
         self.rates: Rates | None = None  # of the optimizer that is followed
         self.watch: Watch | None = None  # of what it does
         self.scale: float | None = None  # AMP's, as far as it is known
@@ -294,7 +294,7 @@ class Engine:
                 flushed, self.regime, self._kept_groups = self.regime.flush, regime, []
                 self._again()
                 if flushed and not regime.flush:
-                    self.parked = {}  # at most what a rounding left
+                    self.unassigned = {}  # at most what a rounding left
             self.tuner.begin(self)
         if self.step >= self._change_at:
             self._again()
@@ -341,13 +341,13 @@ class Engine:
         if self.rates is not None:
             self.rates.bind(model.names, layout.groups)
         if kept is not None:
-            kept.residuals = {**self.parked, **kept.residuals}
+            kept.residuals = {**self.unassigned, **kept.residuals}
             what = "take over what its memory keeps" if self.resume is None else "load its checkpoint"
             forming.together(exchange, partial(kept.place, layout, exchange, self.rates), what)
             self.control += exchange.world
             if self.tuner is not None:
                 held = {name for g in layout.groups if g.plan.vectors for name in g.names}
-                self.parked = {name: r for name, r in kept.residuals.items() if name not in held}
+                self.unassigned = {name: r for name, r in kept.residuals.items() if name not in held}
         self.resume = None
         self._change_at = self.settings.next_change(self.step, self.regime)
         self.allocations += sum(g.allocations for g in layout.groups)
@@ -416,8 +416,8 @@ class Engine:
         if self._revocable:
             if self.rollback and self.executor is not None:
                 self.current.nonfinite, self.current.failed = self.executor.outcome(self.groups)
-            spoiled = self.current.nonfinite or self.current.failed
-            if spoiled or (self.watch is not None and self.watch.skipped):
+            bad = self.current.nonfinite or self.current.failed
+            if bad or (self.watch is not None and self.watch.skipped):
                 self.throw_away()
         self.current.nonfinite = self.current.failed = False
 
@@ -469,7 +469,7 @@ class Engine:
             for state in g.states.live if g.plan.vectors else ():
                 with g.host_state(True, state) as address:
                     g.plan.rescale(address, factor)
-        self.parked = checkpoint.rescaled(self.parked, factor)
+        self.unassigned = checkpoint.rescaled(self.unassigned, factor)
         if self.resume is not None:
             self.resume.rescale(factor)
 
@@ -496,7 +496,7 @@ class Engine:
             return self.resume.source
         begun = self.exchange is not None and self.step > 0
         return {
-            **checkpoint.save(self.settings, self.groups, self.parked, self.rates),
+            **checkpoint.save(self.settings, self.groups, self.unassigned, self.rates),
             "world": self.exchange.world if self.exchange is not None and begun else 0,
             "rank": self.exchange.rank if self.exchange is not None and begun else 0,
             "step": self.step,
@@ -508,7 +508,7 @@ class Engine:
     def start_from(self, resume: checkpoint.Resume, planned: tuple[Tuner, Regime] | None) -> None:
         """What was loaded is put into the groups when they are made. planned: the tuner and its regime that
         it goes on with."""
-        self.resume, self.layout, self.parked = resume, None, {}
+        self.resume, self.layout, self.unassigned = resume, None, {}
         self._kept_groups = resume.layout
         if self.rates is not None:
             self.rates.last = {}  # what is loaded brings its own

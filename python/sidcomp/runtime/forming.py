@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sidcomp import core as _core
-from sidcomp.config.exchange_choice import Trip
+from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import Piece, Regime, form_groups, shorten
 from sidcomp.config.settings import Settings
 from sidcomp.errors import RankError, UnsupportedError
@@ -118,8 +118,10 @@ def make_layout(
         )
         for spec in specs
     ]
-    for route in {plan.route.label: plan.route for plan in plans if isinstance(plan, Trip)}.values():
-        route.warn(exchange.world)
+    for choice in {
+        plan.choice.label: plan.choice for plan in plans if isinstance(plan, MessagePlan)
+    }.values():
+        choice.warn(exchange.world)
     # Reducing in place tells nothing about NaN, and what another group keeps or draws depends on it.
     direct = not executor.on_device and not any(plan.vectors or not plan.lossless for plan in plans)
     groups = [
@@ -129,10 +131,10 @@ def make_layout(
     for group in groups:
         executor.prepare(group, exchange.world, twice)
         if settings.full_every and not group.plan.lossless:
-            if group.routed and not group.trip.whole:
+            if group.in_messages and not group.message_plan.whole:
                 raise UnsupportedError(
-                    f"full_every: exchange {group.trip.route.exchange.name!r} keeps slices, which a step "
-                    "of full precision does not send: leave it out, or take an exchange that keeps the "
+                    f"full_every: exchange {group.message_plan.choice.exchange.name!r} keeps slices, which a "
+                    "step of full precision does not send: leave it out, or take an exchange that keeps the "
                     "whole vector, such as 'allgather' or 'ring1'"
                 )
             full = settings.full_plan(group.n, group.dtype, group.spec.way)
@@ -167,7 +169,7 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
     """What all ranks must have in common beside the groups; of exchanges that auto may choose the names, for
     nodes may be of several sizes."""
     auto = settings.auto
-    ways = [w.route.exchange.name if auto and w.route is not None else w.label for w in settings.ways]
+    ways = [w.choice.exchange.name if auto and w.choice is not None else w.label for w in settings.ways]
     return (
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
         f"checksum_every {settings.checksum_every}, {ways}, "

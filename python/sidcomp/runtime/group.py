@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import core as _core
-from sidcomp.config.exchange_choice import Trip
+from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import Spec, shorten
 from sidcomp.runtime.block import BODIES, Block
 from sidcomp.runtime.bucket import Bucket
 
 _EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}  # all set: Inf or NaN
 
-Plan = _core.Plan | Trip
+Plan = _core.Plan | MessagePlan
 
 
 class States:
@@ -100,7 +100,7 @@ class Form:
         self.allocations = 2
         self.body = torch.empty(0)  # of a linear codec
         self.slices: list[torch.Tensor] = []  # of the body, for each all-reduce
-        if isinstance(plan, Trip):
+        if isinstance(plan, MessagePlan):
             self.payload = self.incoming = Block(plan.wire_bytes, device)
             self.count = 1
             return
@@ -239,14 +239,14 @@ class Group:
     # ---------------------------------------------------------------------------------------------
 
     @property
-    def routed(self) -> bool:
+    def in_messages(self) -> bool:
         """It travels in messages, in this step."""
-        return isinstance(self.plan, Trip)
+        return isinstance(self.plan, MessagePlan)
 
     @property
-    def trip(self) -> Trip:
+    def message_plan(self) -> MessagePlan:
         plan = self.plan
-        assert isinstance(plan, Trip)
+        assert isinstance(plan, MessagePlan)
         return plan
 
     def label(self) -> str:
@@ -255,7 +255,7 @@ class Group:
     def describe(self) -> str:
         """What every rank must agree on."""
         shapes = ", ".join(f"{p.name}{list(p.shape)}" for p in self.spec.pieces)
-        way = f", {self.trip.route.label}" if self.routed else ""
+        way = f", {self.message_plan.choice.label}" if self.in_messages else ""
         return f"{self.plan.codec}, memory {self.plan.memory}{way}, {self.n} x {self.dtype}: {shapes}"
 
     @property

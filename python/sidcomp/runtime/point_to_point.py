@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from sidcomp.config.exchange_choice import Trip
+from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.process_group import Exchange
 
@@ -32,16 +32,16 @@ _ROUNDS = 1 << 14  # of an exchange; groups beyond 2^17 would share tags
 _THREADS = 4
 
 
-def ends_of(trip: Trip, wire: torch.Tensor, exchange: Exchange) -> Ends:
+def ends_of(message_plan: MessagePlan, wire: torch.Tensor, exchange: Exchange) -> Ends:
     """For each round what is sent and received: ranks and views of the wire block."""
 
     def views(round: int, receive: bool) -> End:
         return [
             (dist.get_global_rank(exchange.group, peer), wire[at : at + size])
-            for peer, at, size in trip.core.messages(round, receive)
+            for peer, at, size in message_plan.core.messages(round, receive)
         ]
 
-    return [(views(i, False), views(i, True)) for i in range(trip.rounds)]
+    return [(views(i, False), views(i, True)) for i in range(message_plan.rounds)]
 
 
 def post(ends: Ends, round: int, group: dist.ProcessGroup, tag: int) -> Posted:

@@ -54,7 +54,7 @@ class Step:
         """What the group hands to its exchange."""
         sent = g.bytes_sent
         self.sent += sent
-        self.received += sent * (1 if g.plan.linear or g.routed else world - 1)
+        self.received += sent * (1 if g.plan.linear or g.in_messages else world - 1)
         self.dense += 4 * g.n
 
     def complete(self, g: Group) -> None:
