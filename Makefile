@@ -198,8 +198,9 @@ gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; ne
 CLANG_FORMAT ?= $(firstword $(wildcard $(dir $(PYTHON))clang-format) clang-format)
 FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.h cuda/*.cuh python/*.cpp tests/c/*.[ch] tests/fuzz/*.[ch] benchmarks/netlab/*.c)
 PYSOURCES     = $(wildcard setup.py python tests examples benchmarks)
-lint: ## clang-format, ruff, mypy, structure; needs pip install '.[lint]'
+lint: ## clang-format, ruff, mypy, structure, the layers of the package; needs pip install '.[lint]'
 	$(CLANG_FORMAT) --dry-run -Werror $(FORMATTED)
+	PYTHONPATH=python $(PYTHON) -c 'from importlinter.cli import lint_imports_command as run; run()'
 	$(PYTHON) -m ruff check $(PYSOURCES)
 	$(PYTHON) -m ruff format --check $(PYSOURCES)
 	$(PYTHON) -m mypy

@@ -348,7 +348,7 @@ def bucket_ends(profile: Profile) -> list[int]:
 
 
 def leaves_behind(layout: Layout, unassigned: Iterable[str], target: Regime) -> bool:
-    """Whether what the layout's memories keep, or what waits for one, has no place in the groups of `target`."""
+    """Whether what the memories keep, or what waits for one, has no place in the groups of `target`."""
     kept = [*unassigned, *(name for g in layout.groups if g.plan.vectors for name in g.names)]
     if not isinstance(target.rule, list):
         return bool(kept) and target.ways[0] == DENSE
