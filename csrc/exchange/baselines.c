@@ -46,6 +46,7 @@ static sid_status plan_cascade(sid_exchange *x, const sid_route *r, sid_error *e
     x->place[SCRATCH] = x->place[SUM] + sid_round_up(4 * x->slice, 64);
     x->sizes.work = x->place[SCRATCH] + x->plan->sizes.work;
     for (uint32_t q = 0; q < x->world; q++) x->sizes.k += sid_slice_len(x, q) ? plan_of(x, q)->k : 0;
+    sid_exchange_costs(x, 1, 2 - 1.0 / x->world, 0, 0);
     uint64_t all = 0;
     for (uint32_t q = 0; q < x->world; q++) all += sid_slice_len(x, q) ? plan_of(x, q)->sizes.payload : 0;
     for (uint32_t q = 0; q < x->world && x->rounds; q++) { /* all but slice q + 1, then all but slice q + 2 */
@@ -178,6 +179,7 @@ static sid_status plan_expand(sid_exchange *x, const sid_route *r, sid_error *er
     x->sizes.state = sid_round_up(x->plan->sizes.state, 64);
     x->sizes.vectors = x->plan->memory->vectors;
     x->sizes.k = x->plan->k;
+    sid_exchange_costs(x, 1, 1, 1 - 1.0 / x->world, 0);
     for (uint32_t i = 0; i < x->rounds; i++) {
         const uint64_t bytes = SID_FRAME_BYTES + body_at(x, i);
         x->sizes.sent += bytes;

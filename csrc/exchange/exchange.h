@@ -80,6 +80,14 @@ const sid_exchange_kind *sid_kind_of(const sid_info *info); /* registry.c */
 /* x from the route; x[1] is room for the exchange within. */
 sid_status sid_route_plan(const sid_route *r, sid_exchange *x, sid_error *err);
 sid_status sid_refuse(sid_error *err, const sid_route *r, const char *why);
+/* For `plan`: what sid_exchange_sizes tells cost models. */
+static inline void sid_exchange_costs(sid_exchange *x, double encoded, double decoded, double merged,
+                                      uint32_t ring_passes) {
+    x->sizes.encoded = encoded;
+    x->sizes.decoded = decoded;
+    x->sizes.merged = merged;
+    x->sizes.ring_passes = ring_passes;
+}
 /* A plan for n elements of the route's group, with another memory (NULL: the route's) and dtype. */
 sid_status sid_sub_plan(const sid_route *r, uint64_t n, const char *memory, sid_dtype dtype, sid_plan *plan,
                         sid_error *err);

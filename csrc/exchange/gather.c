@@ -47,6 +47,7 @@ static sid_status plan_gather(sid_exchange *x, const sid_route *r, sid_error *er
     x->sizes.wire = x->message * x->world;
     x->rounds = x->world > 1;
     x->sizes.sent = (x->world - 1) * x->message;
+    sid_exchange_costs(x, 1, x->world, 0, 1);
     return SID_OK;
 }
 
@@ -112,6 +113,7 @@ static sid_status plan_reduce(sid_exchange *x, const sid_route *r, sid_error *er
     if (x->plan->sizes.ranks && x->world > x->plan->sizes.ranks)
         return sid_refuse(err, r, "its sums do not hold what so many ranks send: take another codec");
     const uint32_t sums = x->plan->sizes.rounds, others = x->world - 1;
+    sid_exchange_costs(x, 1, 1, 0, 2);
     x->confirms = 1;
     x->rounds = others ? 2 * sums : 0;
     for (uint32_t i = 0; i < sums && others; i++) {

@@ -126,6 +126,7 @@ static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
     x->sizes.state = sid_round_up(x->plan->sizes.state, 64);
     x->sizes.vectors = x->plan->memory->vectors;
     x->sizes.k = x->plan->k;
+    sid_exchange_costs(x, 1, 1, 1 - 1.0 / x->world, 0);
     x->rounds = 2 * (x->word[ROWS] + x->word[COLS] - 2);
     x->sizes.messages = x->rounds > 0;
     for (uint32_t i = 0; i < x->rounds; i++) {

@@ -69,6 +69,7 @@ static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
     x->word[SCRATCH] = x->word[SUM] + (uint32_t)(sid_round_up(4 * x->slice, 64) / 64);
     x->sizes.work = place(x, SCRATCH) + scratch;
     x->sizes.messages = x->world - 1;
+    sid_exchange_costs(x, 1 + 1.0 / x->world, 2, 0, 0);
     x->sizes.vectors = memory->vectors + x->server->memory->vectors;
     for (uint32_t q = 0; q < x->world; q++) x->sizes.k += sid_slice_len(x, q) ? plan_of(x, x->plan, q)->k : 0;
     for (uint32_t q = 0; q < x->world && w > 1; q++) {
