@@ -35,7 +35,8 @@ LIBS     = -ldl -lm
 X86     := $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null))
 CSRC    := $(sort $(wildcard csrc/*.c csrc/codec/*.c csrc/memory/*.c csrc/fusion/*.c csrc/exchange/*.c))
 COBJ     = $(CSRC:%=$O/%.o) $O/isa/base.o $(if $(X86),$O/isa/avx2.o $O/isa/avx512.o)
-OBJ      = $(COBJ) $O/python/bindings.cpp.o $(if $(NVCC),$(patsubst %,$O/%.o,$(sort $(wildcard cuda/*.cu))))
+BINDING := $(sort $(wildcard python/binding/*.cpp))
+OBJ      = $(COBJ) $(BINDING:%=$O/%.o) $(if $(NVCC),$(patsubst %,$O/%.o,$(sort $(wildcard cuda/*.cu))))
 
 ext: $(OUT)
 $(OUT): $(OBJ) $O/ld.sig
@@ -196,7 +197,7 @@ gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; ne
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
 
 CLANG_FORMAT ?= $(firstword $(wildcard $(dir $(PYTHON))clang-format) clang-format)
-FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.h cuda/*.cuh python/*.cpp tests/c/*.[ch] tests/fuzz/*.[ch] benchmarks/netlab/*.c)
+FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.h cuda/*.cuh python/binding/*.[ch]pp tests/c/*.[ch] tests/fuzz/*.[ch] benchmarks/netlab/*.c)
 PYSOURCES     = $(wildcard setup.py python tests examples benchmarks)
 lint: ## clang-format, ruff, mypy, structure, the layers of the package; needs pip install '.[lint]'
 	$(CLANG_FORMAT) --dry-run -Werror $(FORMATTED)

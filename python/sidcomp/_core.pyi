@@ -70,6 +70,13 @@ class Stats:
     stages: int
     walks: int
 
+stats_bytes: int  # of a sid_stats, as an encode on a device writes it
+
+def read_stats(data: bytes) -> Stats:
+    """Stats that an encode on a device has written: stats_bytes bytes, copied to the host."""
+
+state_header_bytes: int  # at the start of every state, before the memory's vectors
+
 class Exchange:
     """One rank's part in an exchange of messages; sidcomp.h says what its rounds do."""
 
@@ -274,6 +281,18 @@ class DeviceGroup:
         report, with step + 1."""
     def kept(self) -> bytes:
         """Its entries in the table of cuda_cancel, of cuda_kept_bytes each."""
+
+cuda_report_bytes: int  # of a report, on the device and as cuda_show copies it to the host
+
+class Report:
+    """A view of a report at an address in host memory, which cuda_show or DeviceGroup.step writes. The values
+    change while the device works. The caller keeps the memory alive."""
+
+    def __init__(self, address: int) -> None: ...
+    nonfinite: bool  # the step was not finite
+    culprit: int  # the payload or rank at fault, where there was a fault
+    status: int  # 0, or the status of the first fault so far, which is below 0
+    mark: int  # what cuda_show was given, or the low 32 bits of DeviceGroup.step's step + 1
 
 cuda_kept_bytes: int
 

@@ -42,7 +42,7 @@ only csrc/fusion/*.c -- planner.h
 only csrc/exchange/*.h -- '\.\./core.h'
 only csrc/exchange/*.c -- exchange.h '\.\./(checksum|sidcomp_cuda|sidcomp_nccl).h'
 none 'internal.h is for cuda/ and the tests' grep -rn '"\(\.\./\)*internal\.h"' csrc
-only python/bindings.cpp -- fusion.h 'sidcomp(_cuda|_nccl)?.h'
+only python/binding/*.[ch]pp -- fusion.h 'sidcomp(_cuda|_nccl)?.h' '[a-z]+\.hpp'
 
 circles() { # TEXT, then pairs of files on stdin, of which the first stands on the second
     local found
@@ -108,9 +108,9 @@ none 'a table of parameters whose length nobody asserts: SID_PARAMETERS does' \
 names=$(cat csrc/codec/*.c | grep -Pzo '\.name = "[^"]+",\s*+(?!\.kind)' | tr '\0' '\n' | cut -sd'"' -f2 | grep -vx none | paste -sd'|')
 [ -n "$names" ] || { echo "no codec names found in csrc/codec"; bad=1; }
 none 'knows a codec by name' bash -c \
-    'grep -nE "\"($1)\"" csrc/*.[ch] csrc/memory/* csrc/isa/* cuda/* python/bindings.cpp |
+    'grep -nE "\"($1)\"" csrc/*.[ch] csrc/memory/* csrc/isa/* cuda/* python/binding/* |
      grep -vE "^csrc/memory/[^:]*:[0-9]+: *((\.info = )?\{\.name =|static const char \*const [a-z]+\[\] = )" |
-     grep -vE "^python/bindings.cpp:[0-9]+:constexpr Name bodies\[\] = "' _ "$names" # a memory, a choice of one, or a body's dtype may bear a codec's name
+     grep -vE "^python/binding/registry.cpp:[0-9]+:constexpr Name bodies\[\] = "' _ "$names" # a memory, a choice of one, or a body's dtype may bear a codec's name
 none 'switches on a codec by name' bash -c \
     'grep -nE "(==|!=|\bin\b|case) *[[(]*[\"'"'"']($1)[\"'"'"']" python/sidcomp/*.py' _ "$names"
 none 'switches on a codec by id' grep -rnE 'wire_id *(==|!=)|switch *\(.*(codec|wire_id)' csrc cuda python/sidcomp --include=*.c --include=*.h --include=*.cu* --include=*.py

@@ -1,0 +1,228 @@
+// The device's calls: those of plans and exchanges, which they complete, and those of a whole step.
+#include "exchange.hpp"
+#include "plan.hpp"
+
+namespace binding {
+
+namespace {
+
+// ---- plans -------------------------------------------------------------------------------------------------------
+
+uint64_t work_bytes(const Plan &p) {
+    uint64_t bytes = 0;
+    sid_error err{};
+    check(sid_cuda_work(p.get(), &bytes, &err), err);
+    return bytes;
+}
+
+void encode(const Plan &p, const Buffers &b, const sid_step &at, Address stats, Stream to) {
+    run([&](sid_error *err) {
+        return sid_cuda_encode(p.get(), b.segs, b.n_seg, b.state, b.work, &at, b.payload, pointer(stats), to.device,
+                               to.get(), err);
+    });
+}
+
+void next_round(const Plan &p, uint32_t round, const Buffers &b, const sid_step &at, Stream to) {
+    run([&](sid_error *err) {
+        return sid_cuda_next_round(p.get(), round, b.segs, b.n_seg, b.state, b.work, &at, b.payload, to.device,
+                                   to.get(), err);
+    });
+}
+
+// b: without a payload
+void decode(const Plan &p, const Payloads &from, const Buffers &b, const Expected &at, Address report, Stream to) {
+    run([&](sid_error *err) {
+        return sid_cuda_decode(p.get(), pointer(from.first), from.stride, from.count, from.scale, b.segs, b.n_seg,
+                               b.state, b.work, at.get(), pointer(report), to.device, to.get(), err);
+    });
+}
+
+void settle(const Plan &p, const Buffers &b, Stream to) {
+    run([&](sid_error *err) {
+        return sid_cuda_settle(p.get(), b.segs, b.n_seg, b.state, b.work, b.payload, to.device, to.get(), err);
+    });
+}
+
+void unsend(const Plan &p, Address state, Stream to) {
+    run([&](sid_error *err) { return sid_cuda_unsend(p.get(), pointer(state), to.device, to.get(), err); });
+}
+
+// b: without state and payload
+void checksum(const Plan &p, const Buffers &b, Address report, Address sum, Stream to) {
+    run([&](sid_error *err) {
+        return sid_cuda_checksum(p.get(), b.segs, b.n_seg, b.work, pointer(report), pointer(sum), to.device, to.get(),
+                                 err);
+    });
+}
+
+// ---- exchanges ---------------------------------------------------------------------------------------------------
+
+uint64_t work_bytes(const Exchange &x) {
+    uint64_t bytes = 0;
+    sid_error err{};
+    check(sid_cuda_exchange_work(x.get(), &bytes, &err), err);
+    return bytes;
+}
+
+void advance(const Exchange &x, uint32_t round, const Buffers &b, const sid_step &at, Address stats, Address report,
+             Stream to) {
+    run([&](sid_error *err) {
+        return sid_cuda_exchange_advance(x.get(), round, b.segs, b.n_seg, b.state, b.work, &at, b.payload,
+                                         pointer(stats), pointer(report), to.device, to.get(), err);
+    });
+}
+
+void settle(const Exchange &x, const Buffers &b, Stream to) {
+    run([&](sid_error *err) {
+        return sid_cuda_exchange_settle(x.get(), b.segs, b.n_seg, b.state, b.work, b.payload, to.device, to.get(), err);
+    });
+}
+
+void unsend(const Exchange &x, Address state, Stream to) {
+    run([&](sid_error *err) { return sid_cuda_exchange_unsend(x.get(), pointer(state), to.device, to.get(), err); });
+}
+
+void checksum(const Exchange &x, const Buffers &b, Address report, Address sum, Stream to) {
+    run([&](sid_error *err) {
+        return sid_cuda_exchange_checksum(x.get(), b.segs, b.n_seg, b.work, pointer(report), pointer(sum), to.device,
+                                          to.get(), err);
+    });
+}
+
+// What a plan's and an exchange's class have alike; payload: what Python calls that block.
+template <class T> void bind_alike(py::class_<T> &c, const char *payload) {
+    using py::arg;
+    c.def("cuda_work_bytes", [](const T &t) { return work_bytes(t); });
+    c.def(
+        "cuda_settle",
+        [](const T &t, Address segments, uint32_t n_segments, Address state, Address work, Address payload_at,
+           int device,
+           Address stream) { settle(t, {segments, n_segments, state, work, payload_at}, {device, stream}); },
+        arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg(payload), py::kw_only(), arg("device"),
+        arg("stream"));
+    c.def(
+        "cuda_unsend",
+        [](const T &t, Address state, int device, Address stream) { unsend(t, state, {device, stream}); }, arg("state"),
+        py::kw_only(), arg("device"), arg("stream"));
+    c.def(
+        "cuda_checksum",
+        [](const T &t, Address segments, uint32_t n_segments, Address work, Address report, Address sum, int device,
+           Address stream) { checksum(t, {segments, n_segments, 0, work, 0}, report, sum, {device, stream}); },
+        arg("segments"), arg("n_segments"), arg("work"), py::kw_only(), arg("report"), arg("sum"), arg("device"),
+        arg("stream"));
+}
+
+// ---- a step's end ------------------------------------------------------------------------------------------------
+
+// sidcomp.h, report_dev and sid_cuda_show: what a decode has reported.
+struct ReportWords {
+    uint32_t nonfinite, culprit;
+    int32_t status;
+    uint32_t mark;
+};
+static_assert(sizeof(ReportWords) == 16, "as sid_cuda_show writes it");
+
+// A view of one in host memory that the device writes, and which therefore changes between two looks at it.
+struct Report {
+    explicit Report(Address address) : words(pointer<const volatile ReportWords>(address)) {
+        need(pointer(address), sizeof(ReportWords), "report");
+    }
+    const volatile ReportWords *words;
+};
+
+std::pair<int, string> devices() {
+    int count = 0;
+    sid_error err{};
+    const sid_status s = sid_cuda_devices(&count, &err);
+    const bool usable = s == SID_OK && count > 0;
+    const string reason = usable ? "" : err.text[0] ? err.text : sid_status_text(s);
+    return {usable ? count : 0, reason};
+}
+
+} // namespace
+
+void bind_cuda(py::module_ &m) {
+    using py::arg;
+    m.attr("cuda_built") = sid_cuda_built() != 0;
+    m.attr("cuda_early") = SID_CUDA_EARLY;
+#ifdef SID_WITH_CUDA
+    m.attr("cuda_archs") = SID_CUDA_ARCH;
+#else
+    m.attr("cuda_archs") = "";
+#endif
+    m.def("cuda_devices", devices);
+
+    py::class_<Plan> plan(m.attr("Plan"));
+    bind_alike(plan, "payload");
+    plan.def(
+        "cuda_encode",
+        [](const Plan &p, Address segments, uint32_t n_segments, Address state, Address work, Address payload,
+           uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, float carry, int64_t origin,
+           Address stats, int device, Address stream) {
+            encode(p, {segments, n_segments, state, work, payload}, {step, seed, group, rank, world, carry, origin},
+                   stats, {device, stream});
+        },
+        arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(), arg("step"),
+        arg("seed"), arg("group"), arg("rank"), arg("world"), arg("carry") = 1.0f, arg("origin") = 0, arg("stats"),
+        arg("device"), arg("stream"));
+    plan.def(
+        "cuda_next_round",
+        [](const Plan &p, uint32_t round, Address segments, uint32_t n_segments, Address state, Address work,
+           Address payload, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, int device,
+           Address stream) {
+            next_round(p, round, {segments, n_segments, state, work, payload}, {step, seed, group, rank, world, 1, 0},
+                       {device, stream});
+        },
+        arg("round"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(),
+        arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"), arg("device"), arg("stream"));
+    plan.def(
+        "cuda_decode",
+        [](const Plan &p, Address payloads, uint64_t stride, uint32_t count, float scale, Address segments,
+           uint32_t n_segments, Address state, Address work, int64_t step, uint32_t group, Address report, int device,
+           Address stream) {
+            decode(p, {payloads, stride, count, scale}, {segments, n_segments, state, work, 0}, {step, group}, report,
+                   {device, stream});
+        },
+        arg("payloads"), arg("stride"), arg("count"), arg("scale"), arg("segments"), arg("n_segments"), arg("state"),
+        arg("work"), py::kw_only(), arg("step"), arg("group"), arg("report"), arg("device"), arg("stream"));
+
+    py::class_<Exchange> exchange(m.attr("Exchange"));
+    bind_alike(exchange, "wire");
+    exchange.def(
+        "cuda_advance",
+        [](const Exchange &x, uint32_t round, Address segments, uint32_t n_segments, Address state, Address work,
+           Address wire, uint64_t step, uint64_t seed, uint32_t group, float carry, int64_t origin, Address stats,
+           Address report, int device, Address stream) {
+            advance(x, round, {segments, n_segments, state, work, wire},
+                    {step, seed, group, x.rank, x.world, carry, origin}, stats, report, {device, stream});
+        },
+        arg("round"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(),
+        arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f, arg("origin") = 0, arg("stats"), arg("report"),
+        arg("device"), arg("stream"));
+
+    m.attr("cuda_report_bytes") = sizeof(ReportWords);
+    py::class_<Report>(m, "Report", "What a step has reported to host memory that the device writes.")
+        .def(py::init<Address>(), arg("address"))
+        .def_property_readonly("nonfinite", [](const Report &r) { return r.words->nonfinite != 0; })
+        .def_property_readonly("culprit", [](const Report &r) { return r.words->culprit; })
+        .def_property_readonly("status", [](const Report &r) { return r.words->status; })
+        .def_property_readonly("mark", [](const Report &r) { return r.words->mark; });
+    m.def(
+        "cuda_show",
+        [](Address report, uint32_t mark, Address seen, int device, Address stream) {
+            sid_error err{};
+            check(sid_cuda_show(pointer(report), mark, pointer(seen), device, pointer(stream), &err), err);
+        },
+        arg("report"), arg("mark"), arg("seen"), py::kw_only(), arg("device"), arg("stream"));
+    m.attr("cuda_kept_bytes") = sizeof(sid_cuda_kept);
+    m.def(
+        "cuda_cancel",
+        [](Address kept, uint32_t count, bool always, int device, Address stream) {
+            sid_error err{};
+            check(sid_cuda_cancel(pointer<const sid_cuda_kept>(kept), count, always, device, pointer(stream), &err),
+                  err);
+        },
+        arg("kept"), arg("count"), py::kw_only(), arg("always"), arg("device"), arg("stream"));
+}
+
+} // namespace binding

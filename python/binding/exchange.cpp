@@ -1,0 +1,203 @@
+#include "exchange.hpp"
+
+#include <algorithm>
+
+#include "registry.hpp"
+
+namespace binding {
+
+Exchange::Exchange(const string &name, const string &codec, const string &memory, int64_t count, const string &dtype,
+                   uint32_t of, uint32_t all, const py::dict &settings, const std::optional<string> &isa)
+    : rank(of), world(all) {
+    const sid_info &e = find(sid_exchange_at, name, "exchange");
+    const Config given(codec, memory, count, dtype, settings, isa, &e);
+    const sid_route route{e.name, &given.it, of, all};
+    sid_error err{};
+    size_t bytes = 0;
+    check(sid_exchange_make(&route, nullptr, &bytes, &err), err);
+    memory_ = make_block(bytes);
+    check(sid_exchange_make(&route, memory_.get(), &bytes, &err), err);
+    sizes = sid_exchange_sizes_of(get());
+    n = given.it.n;
+}
+
+sid_segment *Exchange::cut(uint32_t n_seg) {
+    if (cut_.size() < n_seg) cut_.resize(n_seg);
+    return cut_.data();
+}
+
+py::list Exchange::shares() const {
+    py::list all;
+    for (uint32_t i = 0;; i++) {
+        const sid_share s = sid_exchange_share(get(), i);
+        if (!s.valid) return all;
+        all.append(py::make_tuple(s.state, s.start, s.n, s.common != 0));
+    }
+}
+
+std::vector<Message> Exchange::messages(uint32_t round, bool receive) const {
+    std::vector<sid_message> room(sizes.messages + 1);
+    const uint32_t count = sid_exchange_messages(get(), round, receive, room.data());
+    std::vector<Message> out;
+    for (uint32_t i = 0; i < count; i++) out.emplace_back(room[i].peer, room[i].offset, room[i].bytes);
+    return out;
+}
+
+void *Exchange::needed(Address state) const {
+    need(pointer(state), sizes.state, "state");
+    return pointer(state);
+}
+
+// ---- a step ------------------------------------------------------------------------------------------------------
+
+bool Exchange::advance(uint32_t round, const Buffers &b, const sid_step &at) {
+    sid_report report{};
+    sid_error err{};
+    sid_segment *room = cut(b.n_seg);
+    const sid_status s = without_gil([&] {
+        return sid_exchange_advance(get(), round, b.segs, b.n_seg, room, b.state, b.work, &at, b.payload, &report,
+                                    &err);
+    });
+    check(s, err, report.culprit);
+    return report.nonfinite != 0;
+}
+
+void Exchange::meanwhile(uint32_t round, const Buffers &b, const sid_step &at) {
+    sid_segment *room = cut(b.n_seg);
+    check(without_gil(
+        [&] { return sid_exchange_meanwhile(get(), round, b.segs, b.n_seg, room, b.state, b.work, &at, b.payload); }));
+}
+
+void Exchange::abandon(const Buffers &b, const sid_step &at) {
+    sid_segment *room = cut(b.n_seg);
+    check(without_gil(
+        [&] { return sid_exchange_abandon(get(), b.segs, b.n_seg, room, b.state, b.work, &at, b.payload); }));
+}
+
+// ---- what is kept ------------------------------------------------------------------------------------------------
+
+void Exchange::residual_out(Address state, Address out) const {
+    const void *const of = needed(state);
+    check(without_gil([&] { return sid_exchange_residual_out(get(), of, pointer<float>(out)); }));
+}
+void Exchange::residual_in(Address state, Address values) const {
+    void *const of = needed(state);
+    check(without_gil([&] { return sid_exchange_residual_in(get(), of, pointer<const float>(values)); }));
+}
+void Exchange::unsend(Address state) const { check(sid_exchange_unsend(get(), needed(state))); }
+void Exchange::forget(Address state) const {
+    void *const of = needed(state);
+    check(without_gil([&] { return sid_exchange_forget(get(), of); }));
+}
+void Exchange::rescale(Address state, float factor) const {
+    void *const of = needed(state);
+    check(without_gil([&] { return sid_exchange_rescale(get(), of, factor); }));
+}
+
+// ---- all ranks in this process -----------------------------------------------------------------------------------
+
+namespace {
+
+// One step: whether it was not finite, what each rank sent, and how much of that was control messages.
+py::tuple loopback(const std::vector<Exchange *> &ranks, const std::vector<Buffers> &buffers, sid_step at) {
+    std::vector<sid_rank> all;
+    uint32_t most = 0;
+    for (size_t r = 0; r < ranks.size(); r++) {
+        const Buffers &b = buffers[r];
+        sid_rank one{};
+        one.exchange = ranks[r]->get();
+        one.seg = b.segs;
+        one.n_seg = b.n_seg;
+        one.cut = ranks[r]->cut(b.n_seg);
+        one.state = b.state;
+        one.work = b.work;
+        one.wire = b.payload;
+        all.push_back(one);
+        most = std::max(most, ranks[r]->sizes.messages);
+    }
+    std::vector<sid_message> room(2 * (most + 1));
+    at.world = static_cast<uint32_t>(ranks.size());
+    sid_report report{};
+    sid_error err{};
+    const sid_status s = without_gil([&] { return sid_loopback(all.data(), room.data(), &at, &report, &err); });
+    check(s, err, report.culprit);
+    std::vector<uint64_t> sent, control;
+    for (const sid_rank &one : all) {
+        sent.push_back(one.sent);
+        control.push_back(one.control);
+    }
+    return py::make_tuple(report.nonfinite != 0, sent, control);
+}
+
+} // namespace
+
+void bind_exchange(py::module_ &m) {
+    using py::arg;
+    py::class_<Exchange>(m, "Exchange")
+        .def(py::init<const string &, const string &, const string &, int64_t, const string &, uint32_t, uint32_t,
+                      const py::dict &, const std::optional<string> &>(),
+             arg("exchange"), arg("codec"), arg("memory"), arg("n"), arg("dtype"), arg("rank"), arg("world"),
+             arg("settings") = py::dict(), arg("isa") = py::none())
+        .def_readonly("n", &Exchange::n)
+        .def_readonly("rank", &Exchange::rank)
+        .def_readonly("world", &Exchange::world)
+        .def_property_readonly("k", [](const Exchange &x) { return x.sizes.k; })
+        .def_property_readonly("state_bytes", [](const Exchange &x) { return x.sizes.state; })
+        .def_property_readonly("work_bytes", [](const Exchange &x) { return x.sizes.work; })
+        .def_property_readonly("wire_bytes", [](const Exchange &x) { return x.sizes.wire; })
+        .def_property_readonly("sent_bytes", [](const Exchange &x) { return x.sizes.sent; })
+        .def_property_readonly("control_bytes", [](const Exchange &x) { return x.sizes.control; })
+        .def_property_readonly("rounds", [](const Exchange &x) { return x.sizes.rounds; })
+        .def_property_readonly("vectors", [](const Exchange &x) { return x.sizes.vectors; })
+        .def_property_readonly("shares", &Exchange::shares)
+        .def("messages", &Exchange::messages, arg("round"), arg("receive"))
+        .def(
+            "advance",
+            [](Exchange &x, uint32_t round, const Segments &segments, Address state, Address work, Address wire,
+               uint64_t step, uint64_t seed, uint32_t group, float carry, int64_t origin) {
+                return x.advance(round, {segments, state, work, wire},
+                                 {step, seed, group, x.rank, x.world, carry, origin});
+            },
+            arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(), arg("step"),
+            arg("seed"), arg("group"), arg("carry") = 1.0f, arg("origin") = 0)
+        .def_property_readonly("has_meanwhile", &Exchange::has_meanwhile)
+        .def(
+            "meanwhile",
+            [](Exchange &x, uint32_t round, const Segments &segments, Address state, Address work, Address wire,
+               uint64_t step, uint64_t seed, uint32_t group) { // advance(0) has applied its carry to what is kept
+                x.meanwhile(round, {segments, state, work, wire}, {step, seed, group, x.rank, x.world, 1, 0});
+            },
+            arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(), arg("step"),
+            arg("seed"), arg("group"))
+        .def(
+            "abandon",
+            [](Exchange &x, const Segments &segments, Address state, Address work, Address wire, uint64_t step,
+               uint64_t seed, uint32_t group) {
+                x.abandon({segments, state, work, wire}, {step, seed, group, x.rank, x.world, 1, 0});
+            },
+            arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(), arg("step"), arg("seed"),
+            arg("group"))
+        .def("residual_out", &Exchange::residual_out, arg("state"), arg("out"))
+        .def("residual_in", &Exchange::residual_in, arg("state"), arg("values"))
+        .def("unsend", &Exchange::unsend, arg("state"))
+        .def("forget", &Exchange::forget, arg("state"))
+        .def("rescale", &Exchange::rescale, arg("state"), arg("factor"));
+
+    m.def(
+        "loopback",
+        [](const std::vector<Exchange *> &exchanges, const std::vector<Segments *> &segments,
+           const std::vector<Address> &state, const std::vector<Address> &work, const std::vector<Address> &wire,
+           uint64_t step, uint64_t seed, uint32_t group, float carry) {
+            const size_t world = exchanges.size();
+            if (!world || segments.size() != world || state.size() != world || work.size() != world ||
+                wire.size() != world)
+                fail(SID_E_ARG, "a loopback needs segments, state, work and wire of every rank");
+            std::vector<Buffers> buffers;
+            for (size_t r = 0; r < world; r++) buffers.emplace_back(*segments[r], state[r], work[r], wire[r]);
+            return loopback(exchanges, buffers, {step, seed, group, 0, 1, carry, 0});
+        },
+        arg("exchanges"), arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(), arg("step"),
+        arg("seed"), arg("group"), arg("carry") = 1.0f);
+}
+
+} // namespace binding
