@@ -24,7 +24,7 @@ CUDADEF  = $(if $(NVCC),-DSID_WITH_CUDA '-DSID_CUDA_ARCH="$(ARCH)"')
 C        = $(CC) -std=c11 $(COMMON) -Wpedantic -Wstrict-prototypes -Wmissing-prototypes -Wdouble-promotion $(CUDADEF) $(CFLAGS)
 # -O1: the binding only forwards calls, and pybind11 is slow to compile.
 CPP      = $(CXX) -std=c++17 $(COMMON) -O1 $(CUDADEF) $(CXXFLAGS)
-CU       = $(NVCC) -std=c++17 -O3 -fmad=false -t 0 $(GENCODE) -Icsrc -Icuda $(CUDADEF) \
+CU       = $(NVCC) -std=c++17 -O3 -fmad=false -t 0 $(GENCODE) -Icsrc $(CUDADEF) \
            -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra \
            $(if $(WERROR),-Werror=all-warnings -Xcompiler=-Werror) $(NVCCFLAGS)
 LD       = $(if $(NVCC),$(NVCC) -shared -cudart static $(firstword $(GENCODE)),$(CXX) -shared $(SANFLAGS)) $(LDFLAGS)
@@ -36,7 +36,8 @@ X86     := $(findstring x86_64,$(shell $(CC) -dumpmachine 2>/dev/null))
 CSRC    := $(sort $(wildcard csrc/*.c csrc/codec/*.c csrc/memory/*.c csrc/fusion/*.c csrc/exchange/*.c))
 COBJ     = $(CSRC:%=$O/%.o) $O/isa/base.o $(if $(X86),$O/isa/avx2.o $O/isa/avx512.o)
 BINDING := $(sort $(wildcard python/binding/*.cpp))
-OBJ      = $(COBJ) $(BINDING:%=$O/%.o) $(if $(NVCC),$(patsubst %,$O/%.o,$(sort $(wildcard cuda/*.cu))))
+CUSRC   := $(sort $(wildcard cuda/*/*.cu))
+OBJ      = $(COBJ) $(BINDING:%=$O/%.o) $(if $(NVCC),$(CUSRC:%=$O/%.o))
 
 ext: $(OUT)
 $(OUT): $(OBJ) $O/ld.sig
@@ -70,7 +71,7 @@ $O/%.cu.o: %.cu $O/cu.sig
 $O/%.cubin: %.cu $O/cu.sig
 	@mkdir -p $(@D)
 	$(CU) -Xptxas=-v -MMD -MP -MF $@.d -cubin $< -o $@ 2> $@.log || { cat $@.log >&2; rm -f $@; exit 1; }
-DEPS = $(OBJ:.o=.d) $(wildcard $O/cuda/*.cubin.d) $(TESTOBJ:.o=.d) $(wildcard $O/tests/fuzz/*.d)
+DEPS = $(OBJ:.o=.d) $(wildcard $O/cuda/*/*.cubin.d) $(TESTOBJ:.o=.d) $(wildcard $O/tests/fuzz/*.d)
 $(DEPS): ;
 
 # ---- C tests and fuzzers, without Python --------------------------------------------------------------------------
@@ -197,7 +198,7 @@ gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; ne
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
 
 CLANG_FORMAT ?= $(firstword $(wildcard $(dir $(PYTHON))clang-format) clang-format)
-FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.h cuda/*.cuh python/binding/*.[ch]pp tests/c/*.[ch] tests/fuzz/*.[ch] benchmarks/netlab/*.c)
+FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*/*.cu cuda/*/*.h cuda/*/*.cuh python/binding/*.[ch]pp tests/c/*.[ch] tests/fuzz/*.[ch] benchmarks/netlab/*.c)
 PYSOURCES     = $(wildcard setup.py python tests examples benchmarks)
 lint: ## clang-format, ruff, mypy, structure, the layers of the package; needs pip install '.[lint]'
 	$(CLANG_FORMAT) --dry-run -Werror $(FORMATTED)

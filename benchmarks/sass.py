@@ -563,12 +563,19 @@ def find_nvdisasm(given: str | None, nvcc: str) -> str:
     )
 
 
+def sources() -> list[str]:
+    """The files of cuda/, from there; no two have the same name, which is what tables call them by."""
+    return sorted(
+        (str(p.relative_to(ROOT / "cuda")) for p in (ROOT / "cuda").glob("*/*.cu")), key=os.path.basename
+    )
+
+
 def cubin_of(out: Path, file: str) -> Path:
     return out / "cuda" / Path(file).with_suffix(".cubin")
 
 
 def compile_all(nvcc: str, arch: int, files: list[str]) -> Path:
-    """cuda/*.cu to cubins, with the library's own flags; what ptxas says beside them."""
+    """cuda/*/*.cu to cubins, with the library's own flags; what ptxas says beside them."""
     out = ROOT / "build" / "sass" / f"sm_{arch}"
     made = [str(cubin_of(out, f)) for f in files]
     command = [
@@ -600,7 +607,7 @@ def read_arch(
         threads, code = threads_of(listing), dict(functions(listing))
         names = dict(zip(resources, demangled(list(resources)), strict=True))
         for mangled, r in resources.items():
-            name = f"{f} {names[mangled]}"
+            name = f"{os.path.basename(f)} {names[mangled]}"
             dynamic = next((v for k, v in DYNAMIC.items() if k in name), 0)
             blocks = occupancy(arch, threads[mangled], r["registers"], r["shared"] + dynamic)
             kernels.append(
@@ -707,7 +714,7 @@ def main(argv: list[str] | None = None) -> None:
     from setup import archs, find_nvcc
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sass", description=__doc__)
-    parser.add_argument("--files", nargs="+", help="of cuda/, without their ending (default: all)")
+    parser.add_argument("--files", nargs="+", help="of cuda/, without folder and ending (default: all)")
     parser.add_argument(
         "--show", type=int, default=90, help="the architecture of the table of loops (default 90)"
     )
@@ -724,11 +731,11 @@ def main(argv: list[str] | None = None) -> None:
     wanted = sorted({int(n) for n in re.findall(r"sm_(\d+)", flags)})
     if unknown := [a for a in wanted if a not in LIMITS]:
         sys.exit(f"sass: the limits of sm_{unknown[0]} are not in benchmarks/sass.py; it has {list(LIMITS)}")
-    files = (
-        [f"{f}.cu" for f in args.files]
-        if args.files
-        else sorted(p.name for p in (ROOT / "cuda").glob("*.cu"))
-    )
+    files = sources()
+    if missing := set(args.files or []) - {Path(f).stem for f in files}:
+        parser.error(f"no {min(missing)}.cu in cuda/; it has {', '.join(Path(f).stem for f in files)}")
+    if args.files:
+        files = [f for f in files if Path(f).stem in args.files]
     version = re.search(r"release (\S+),", subprocess.check_output([nvcc, "--version"], text=True))
     record: dict[str, Any] = {
         "nvcc": version[1] if version else "",

@@ -46,7 +46,7 @@ def build() -> Path:
     make, cxx = TOOLS
     flags = (
         "-std=c++17 -O1 -fPIC -ffp-contract=off -fsanitize=undefined -fno-sanitize-recover=all "
-        "-Icsrc -Icuda -Itests/cuda"
+        "-Icsrc -Itests/cuda"
     )
     call([
         make, f"-j{os.cpu_count()}", "ext", "O=build/emulated", "OUT=build/emulated/sidcomp/_core.so",

@@ -44,6 +44,11 @@ only csrc/exchange/*.c -- exchange.h '\.\./(checksum|sidcomp_cuda|sidcomp_nccl).
 none 'internal.h is for cuda/ and the tests' grep -rn '"\(\.\./\)*internal\.h"' csrc
 only python/binding/*.[ch]pp -- fusion.h 'sidcomp(_cuda|_nccl)?.h' '[a-z]+\.hpp'
 
+only cuda/core/map.h -- internal.h
+only cuda/core/*.cu* -- '(codec|device)\.cuh' '(map|emulate)\.h' '(codecs|memories)\.def'
+only cuda/codec/*.cu* -- '\.\./core/codec\.cuh' '[a-z_]+\.cuh' 'codec/[a-z]+\.h'
+only cuda/exchange/*.cu* -- '\.\./core/codec\.cuh' exchange.cuh exchange/exchange.h exchanges.def
+
 circles() { # TEXT, then pairs of files on stdin, of which the first stands on the second
     local found
     found=$(tsort 2>&1 >/dev/null || true)
@@ -97,7 +102,7 @@ none 'a device call waits for the host' \
     grep -rnE 'cuda(DeviceSynchronize|StreamSynchronize|EventSynchronize|Malloc|Free|Memcpy)\(' cuda --include=*.cu --include=*.cuh
 
 none 'a kernel does not begin with sid_follow()' \
-    bash -c 'grep -Pzo "__global__[^{;]*\{(?!\s*sid_follow\(\);)[^\n]*" "$@" | tr "\0" "\n"' _ cuda/*.cu cuda/*.cuh
+    bash -c 'grep -Pzo "__global__[^{;]*\{(?!\s*sid_follow\(\);)[^\n]*" "$@" | tr "\0" "\n"' _ cuda/*/*.cu cuda/*/*.cuh
 
 none "writes among a codec's or memory's parameters" \
     grep -rnE '(codec|memory)_param\[[^]]*\] *[-+*/|&^]?=[^=]|(^|[^t] )double \*[a-z_]+ = [a-z>.-]*(codec|memory)_param' csrc cuda --exclude=plan.c
@@ -108,7 +113,7 @@ none 'a table of parameters whose length nobody asserts: SID_PARAMETERS does' \
 names=$(cat csrc/codec/*.c | grep -Pzo '\.name = "[^"]+",\s*+(?!\.kind)' | tr '\0' '\n' | cut -sd'"' -f2 | grep -vx none | paste -sd'|')
 [ -n "$names" ] || { echo "no codec names found in csrc/codec"; bad=1; }
 none 'knows a codec by name' bash -c \
-    'grep -nE "\"($1)\"" csrc/*.[ch] csrc/memory/* csrc/isa/* cuda/* python/binding/* |
+    'grep -nE "\"($1)\"" csrc/*.[ch] csrc/memory/* csrc/isa/* cuda/*/* python/binding/* |
      grep -vE "^csrc/memory/[^:]*:[0-9]+: *((\.info = )?\{\.name =|static const char \*const [a-z]+\[\] = )" |
      grep -vE "^python/binding/registry.cpp:[0-9]+:constexpr Name bodies\[\] = "' _ "$names" # a memory, a choice of one, or a body's dtype may bear a codec's name
 none 'switches on a codec by name' bash -c \

@@ -1,7 +1,7 @@
 /* The index arithmetic that cuda/ shares with the host, where it can be tried without a device. */
 #include <string.h>
 
-#include "../../cuda/map.h"
+#include "../../cuda/core/map.h"
 #include "test.h"
 
 static void find_segments(rng *r) {

@@ -4,7 +4,7 @@
 #ifndef SID_EXCHANGE_CUH
 #define SID_EXCHANGE_CUH
 
-#include "codec.cuh"
+#include "../core/codec.cuh"
 
 extern "C" {
 #include "exchange/exchange.h"

@@ -8,7 +8,7 @@
 #ifndef SID_DENSE_CUH
 #define SID_DENSE_CUH
 
-#include "codec.cuh"
+#include "../core/codec.cuh"
 
 /* A thread's part of a tile: row r has elements 128 r + 4 l + c. */
 typedef float sid_quads[SID_ROWS][SID_QUAD];

@@ -15,7 +15,7 @@
 #ifndef SID_SPARSE_CUH
 #define SID_SPARSE_CUH
 
-#include "codec.cuh"
+#include "../core/codec.cuh"
 
 /* ---- work ------------------------------------------------------------------------------------------------------ */
 

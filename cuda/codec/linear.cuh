@@ -3,7 +3,7 @@
 #ifndef SID_LINEAR_CUH
 #define SID_LINEAR_CUH
 
-#include "codec.cuh"
+#include "../core/codec.cuh"
 
 enum {
     SID_SEAL_BLOCK = 64
