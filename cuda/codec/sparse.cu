@@ -1,5 +1,5 @@
 /* Work and decode of the sparse codecs (csrc/codec/sparse.c is the law). */
-#include "sparse.cuh"
+#include "sparse_form.cuh"
 
 enum {
     SLOTS = 4,        /* times what a tile holds where all are alike, */

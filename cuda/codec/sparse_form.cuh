@@ -1,0 +1,117 @@
+/* Where a sparse codec's work and body lie, and what an element becomes (csrc/codec/sparse.h). */
+#ifndef SID_SPARSE_FORM_CUH
+#define SID_SPARSE_FORM_CUH
+
+#include "../core/codec.cuh"
+
+/* ---- work ------------------------------------------------------------------------------------------------------ */
+
+struct sid_list {
+    float *acc; /* the memory's first vector, or where none keeps it a place in work */
+    uint64_t n;
+    uint32_t *held;            /* of each tile, how many are candidates: where more than `slots`, acc has them */
+    unsigned long long *pairs; /* of each tile, above a key << 32 | equal to it */
+    uint32_t slots;            /* a tile's, up to SID_TILE */
+    float *slot_value;         /* its candidates in index order */
+    uint16_t *slot_index;      /* from the tile's start on */
+    float *value;              /* all candidates in index order */
+    uint32_t *index;           /* in the group */
+    float *extra;              /* the codec's own; values that travel as their mean */
+    double *sums;              /* of each tile: the codec's statistics, one array after the other */
+    uint32_t *counts;          /* as well */
+    uint64_t stride;           /* of those arrays */
+    double *running;           /* SID_SUMS of each of SID_AT_ONCE sums, twice */
+    unsigned long long *part;  /* a block's, twice */
+    uint32_t *bins;            /* SID_BINS, three times, zeroed */
+};
+
+/* What a codec takes of work beside candidates. */
+struct sid_sparse_needs {
+    uint32_t sums, counts; /* of each tile */
+    uint64_t extra;        /* floats */
+    bool mean;             /* values travel as their mean, and `extra` has room for them */
+};
+
+/* Where a sparse body's arrays lie (csrc/wire.h), in bytes from the payload's start. `form`, `packed`: header flags, of the
+ * values and of the indices. */
+struct sid_body {
+    uint64_t index_at, value_at, bytes;
+    uint64_t high_at; /* of packed indices: the upper bits, up to value_at */
+    uint32_t form, packed;
+    uint32_t low;   /* of packed indices: so many bits lie apart from the upper ones */
+    uint32_t width; /* of levels: bits; else 0 */
+};
+
+enum {
+    SID_FINISH_BLOCKS = 3,      /* that fit on a multiprocessor */
+    SID_FINISH_GRID = 2,        /* that are asked for: all must run at once, beside a collective's blocks, too */
+    SID_FINISH_CHUNKS = 4,      /* for a block, or more */
+    SID_FINISH_MOST = 4 * 1024, /* blocks in all */
+    SID_FINISH_SHARED = 14
+        << 10,      /* bytes of shared memory that a block takes, at most: benchmarks/sass.py counts on it */
+    SID_AT_ONCE = 4 /* sums */
+};
+
+/* Of the codec's parameters, those every sparse codec begins its table with. */
+enum {
+    SID_SPARSE_DENSITY,
+    SID_SPARSE_VALUES,
+    SID_SPARSE_INDICES,
+    SID_SPARSE_PARAMS
+};
+
+sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const sid_sparse_needs &needs);
+sid_body sid_body_of(const sid_plan *p, bool mean);
+uint64_t sid_sparse_work(const sid_plan *p, const sid_sparse_needs &needs);
+sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean);
+
+/* ---- elements --------------------------------------------------------------------------------------------------- */
+
+__device__ inline float sid_sent_half(float x) { /* as float16: saturating */
+    const float max = 65504.0f;
+    return sid_from_f16(sid_to_f16(x > max ? max : x < -max ? -max : x));
+}
+
+__device__ inline float sid_sent_level(float x, const sid_levels &l) {
+    const uint32_t level = sid_level_key(sid_level_of(sid_key(x), &l), &l);
+    return sid_bits_f32(level | (sid_f32_bits(x) & 0x80000000u));
+}
+
+/* What the rule left of element i. */
+__device__ inline float sid_sparse_keep(const sid_rule &rule, const sid_levels &levels, float acc, uint64_t i) {
+    const uint32_t sign = rule.flags & SID_FLAG_MEAN ? sid_f32_bits(rule.scale) & 0x80000000u : 0;
+    const uint32_t key = rule.flags & SID_FLAG_MEAN ? sid_f32_bits(acc) ^ sign : sid_key(acc);
+    if (key >> 31 || key < rule.key || (key == rule.key && i >= rule.cut)) return acc;
+    if (rule.flags & SID_FLAG_MEAN) return acc - rule.scale;
+    if (rule.flags & (SID_FLAG_LOG8 | SID_FLAG_LOG4)) return acc - sid_sent_level(acc, levels);
+    return rule.flags & SID_FLAG_HALF ? acc - sid_sent_half(acc) : 0.0f;
+}
+
+/* What is selected from: x, or (side 1, -1) its magnitude where it has that sign, else 0. */
+__device__ inline float sid_side(float x, int32_t side) {
+    const uint32_t v = sid_f32_bits(x) ^ (side < 0 ? 0x80000000u : 0u);
+    return !side ? x : sid_bits_f32(v >> 31 ? 0 : v);
+}
+
+/* Calls f(c, x) for the elements of unit u of a list, by a whole warp: x goes to lane c of this thread. */
+template <typename F>
+__device__ inline void sid_each_in_unit(const float *val, uint64_t count, uint64_t u, const F &f) {
+    const uint64_t end = (u + 1) * SID_TILE < count ? (u + 1) * SID_TILE : count;
+    for (uint64_t i = u * SID_TILE + sid_lane() * SID_QUAD; i < end; i += SID_ROW)
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++)
+            if (i + c < end) f(c, val[i + c]);
+}
+
+/* The sum of its magnitudes (sparse_sum). */
+__device__ inline double sid_size_of(const float *val, uint64_t count, uint64_t u) {
+    float lane[SID_QUAD] = {};
+    sid_each_in_unit(val, count, u, [&](uint32_t c, float x) { lane[c] += sid_bits_f32(sid_key(x)); });
+    const float sum = sid_join_lanes(lane);
+    if (sid_key(sum) < SID_KEY_INF) return (double)sum;
+    double wide[SID_QUAD] = {};
+    sid_each_in_unit(val, count, u, [&](uint32_t c, float x) { wide[c] += (double)sid_bits_f32(sid_key(x)); });
+    return sid_join_lanes(wide);
+}
+
+#endif

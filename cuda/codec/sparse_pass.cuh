@@ -1,0 +1,145 @@
+/* The pass over the group: candidates go to their tile's slots, and the codec's statistics of each tile are summed up. The
+ * walk makes the pass while acc is computed; sid_candidates::reread makes it once more over acc as it is stored. */
+#ifndef SID_SPARSE_PASS_CUH
+#define SID_SPARSE_PASS_CUH
+
+#include "sparse_form.cuh"
+
+/* What a reading is to do; a codec's own adds to it what its statistics need. */
+struct sid_reading {
+    uint32_t low; /* keys from here on are captured */
+    int32_t side; /* see sid_side */
+};
+
+/* Calls f(c, x) for the elements of a tile once acc is stored, by the same lanes that have shown them to the codec. */
+template <typename F>
+__device__ inline void sid_each_in_tile(const sid_list &l, int32_t side, uint64_t tile, const F &f) {
+    const uint64_t at = tile * SID_TILE;
+    const uint32_t len = sid_tile_len(l.n, at);
+    for (uint32_t i = sid_lane() * SID_QUAD; i < len; i += SID_ROW)
+        for (uint32_t c = 0; c < SID_QUAD; c++)
+            if (i + c < len) f(c, sid_side(l.acc[at + i + c], side));
+}
+
+/* The sum of f(x) over them, in float64. */
+template <typename F>
+__device__ inline double sid_wide_sum(const sid_list &l, int32_t side, uint64_t tile, const F &f) {
+    double lane[SID_QUAD] = {};
+    sid_each_in_tile(l, side, tile, [&](uint32_t c, float x) { lane[c] += f(x); });
+    return sid_join_lanes(lane);
+}
+
+/* sparse_probe: a reading that counts keys from `probe` on, into the first of list.counts. */
+struct sid_probing : sid_reading {
+    uint32_t on, probe;
+};
+struct sid_probe_unit {
+    uint32_t count;
+    __device__ void start() { count = 0; }
+    __device__ void row(const sid_probing &r, const float (&x)[SID_QUAD], uint32_t exist) {
+        if (!r.on) return;
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) count += c < exist && sid_key(x[c]) >= r.probe;
+    }
+    __device__ void done(const sid_probing &r, const sid_list &l, uint64_t tile) {
+        if (!r.on) return;
+        const uint32_t sum = sid_warp_sum(count);
+        if (sid_lane() == 0) l.counts[tile] = sum;
+    }
+};
+
+/* The sum of a tile's magnitudes (sparse_sum). */
+struct sid_size_unit {
+    float lane[SID_QUAD];
+    __device__ void start() { lane[0] = lane[1] = lane[2] = lane[3] = 0; }
+    __device__ void row(const float (&x)[SID_QUAD]) {
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) lane[c] += sid_bits_f32(sid_key(x[c]));
+    }
+    __device__ double done(const sid_list &l, int32_t side, uint64_t tile) {
+        const float sum = sid_join_lanes(lane);
+        if (sid_key(sum) < SID_KEY_INF) return (double)sum;
+        return sid_wide_sum(l, side, tile, [](float x) { return (double)sid_bits_f32(sid_key(x)); });
+    }
+};
+
+/* A row of a tile: candidates go to its slots, in index order. By the whole warp. */
+__device__ inline void sid_capture(const sid_list &list, uint64_t tile, uint32_t first, uint32_t low,
+                                   const float (&x)[SID_QUAD], uint32_t count, uint32_t &held) {
+    uint32_t row = 0, before = 0;
+    bool hit[SID_QUAD];
+#pragma unroll
+    for (uint32_t c = 0; c < SID_QUAD; c++) {
+        hit[c] = c < count && sid_key(x[c]) >= low;
+        const uint32_t b = __ballot_sync(SID_FULL, hit[c]);
+        row += __popc(b);
+        before += __popc(b & sid_lanes_below());
+    }
+    uint32_t to = held + before;
+#pragma unroll
+    for (uint32_t c = 0; c < SID_QUAD; c++) {
+        if (hit[c] && to < list.slots) {
+            list.slot_value[tile * list.slots + to] = x[c];
+            list.slot_index[tile * list.slots + to] = (uint16_t)(first + c);
+        }
+        to += hit[c];
+    }
+    held += row;
+}
+
+/* The codec of the walk (codec.cuh). Law is a sparse codec: see sid_finish_kernel. */
+template <class Law> struct sid_gathering {
+    enum {
+        REREADS = 1,
+        RAW = 0
+    };
+    struct shared {
+        typename Law::reading reading;
+        sid_levels levels; /* of the last step */
+    };
+    struct unit {
+        typename Law::unit own;
+        uint32_t held;
+    };
+    Law law;
+    sid_list list;
+    const sid_state *state;
+
+    __device__ void begin(shared &s) const {
+        if (threadIdx.x == 0) {
+            const sid_rule &rule = state->rule;
+            law.begin(s.reading, state->codec, state->steps);
+            s.levels = sid_levels_from(rule.base, rule.step, rule.flags & SID_FLAG_LOG8 ? 8 : 4);
+        }
+        __syncthreads();
+    }
+    __device__ void end(shared &) const {}
+    __device__ float keep(const shared &s, const sid_rule &rule, float acc, uint64_t i) const {
+        return sid_sparse_keep(rule, s.levels, acc, i);
+    }
+
+    __device__ void start(shared &s, unit &u) const {
+        u.held = 0;
+        law.start(s.reading, u.own);
+    }
+    __device__ void quad(shared &s, unit &u, float (&x)[SID_QUAD], uint64_t i, uint32_t count) const {
+        const uint64_t tile = i / SID_TILE;
+        float y[SID_QUAD];
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = c < count ? sid_side(x[c], s.reading.side) : 0.0f;
+        law.row(s.reading, u.own, y, count);
+        sid_capture(list, tile, (uint32_t)(i % SID_TILE), s.reading.low, y, count, u.held);
+    }
+    __device__ void done(shared &s, unit &u, uint64_t tile) const {
+        if (sid_lane() == 0) list.held[tile] = u.held;
+        law.done(s.reading, u.own, list, tile);
+    }
+};
+
+template <class Law> struct sid_walk_blocks<sid_gathering<Law>> {
+    enum {
+        N = Law::WALK_BLOCKS
+    };
+};
+
+#endif

@@ -1,0 +1,258 @@
+/* What all blocks of the finish do together: exact selection by digits of the keys, counts, and sums in the order of the
+ * CPU's. Blocks meet at sid_grid_sync, so the launch is a cooperative one. */
+#ifndef SID_SPARSE_SELECT_CUH
+#define SID_SPARSE_SELECT_CUH
+
+#include "sparse_form.cuh"
+
+struct sid_pick { /* csrc/codec/sparse.h */
+    uint32_t key;
+    uint64_t above, ties;
+};
+
+/* What is sent: keys from `from` on, and the first `ties` of those with the key below it. */
+struct sid_chosen {
+    uint32_t from;
+    uint64_t ties;
+};
+
+struct sid_finishing {
+    sid_scratch *scratch;
+    sid_state *state;
+    sid_stats *stats; /* or NULL */
+    uint8_t *payload;
+    const float *acc;
+    uint64_t n, tiles, k, cap, room;
+    sid_list list;
+    sid_body body;
+    sid_head head;
+    sid_draw draw;
+};
+
+struct sid_picked {
+    uint32_t digit, rank, in; /* the digit of the rank-th largest, its rank among those with that digit, their number */
+};
+
+struct sid_crew_shared {
+    uint32_t bins[SID_BINS];
+    unsigned long long scan[SID_LANES + 1];
+    double tree[SID_BLOCK];
+    sid_part_sum sums[SID_WARPS];
+    sid_picked picked;
+    uint64_t codec[16]; /* the state's words, in the making */
+    sid_chosen chosen;  /* the end: what is sent, the rule, and what the header says */
+    uint32_t key, flags;
+    bool all; /* no tie is left out: then the rule needs no cut */
+    sid_levels levels;
+    uint64_t found;
+    float threshold;
+    uint32_t stages;
+};
+
+/* All blocks of the finish, or one thread's view of it. What is computed here is the same in every block, each call is
+ * made by all threads of all of them. */
+struct sid_selection {
+    const sid_finishing &f;
+    sid_crew_shared &s;
+    uint32_t bins_turn, part_turn,
+        running_turn;     /* which of several buffers is next: others may still read the last one */
+    uint64_t first, last; /* this block's tiles, whole chunks */
+
+    __device__ sid_selection(const sid_finishing &of, sid_crew_shared &shared)
+        : f(of), s(shared), bins_turn(0), part_turn(0), running_turn(0) {
+        const uint64_t chunks = f.tiles / SID_WARPS;
+        first = chunks * blockIdx.x / gridDim.x * SID_WARPS;
+        last = chunks * (blockIdx.x + 1) / gridDim.x * SID_WARPS;
+    }
+
+    /* f by one thread of each block. */
+    template <typename F> __device__ void lead(const F &f) {
+        __syncthreads();
+        if (threadIdx.x == 0) f();
+        __syncthreads();
+    }
+
+    template <typename T> __device__ T block_sum(T x) {
+        unsigned long long total;
+        (void)sid_block_scan((unsigned long long)x, s.scan, &total);
+        __syncthreads();
+        return (T)total;
+    }
+    __device__ uint32_t block_max(uint32_t x) {
+        x = sid_warp_max(x);
+        if (sid_lane() == 0) s.scan[sid_warp()] = x;
+        __syncthreads();
+        for (uint32_t w = 0; w < SID_WARPS; w++) x = s.scan[w] > x ? (uint32_t)s.scan[w] : x;
+        __syncthreads();
+        return x;
+    }
+
+    /* x: a thread's. Over the blocks before this one, and over all; others see what was written before. */
+    struct sums {
+        unsigned long long before, total;
+    };
+    __device__ sums over_blocks(unsigned long long x) {
+        unsigned long long *part = f.list.part + (part_turn ^= 1) * SID_FINISH_MOST;
+        const unsigned long long mine = block_sum(x);
+        if (threadIdx.x == 0) part[blockIdx.x] = mine;
+        sid_grid_sync();
+        unsigned long long before = 0, total = 0;
+        for (uint32_t b = threadIdx.x; b < gridDim.x; b += SID_BLOCK) {
+            total += part[b];
+            before += b < blockIdx.x ? part[b] : 0;
+        }
+        before = block_sum(before);
+        return {before, block_sum(total)};
+    }
+
+    /* ---- selection by digits */
+
+    /* `rank` from 1; what no counted digit reaches has digit 0, which is not counted: `all` are there with any. */
+    __device__ sid_picked pick_digit(const uint32_t *bins, uint64_t rank, uint64_t all) {
+        enum {
+            EACH = SID_BINS / SID_BLOCK
+        };
+        const uint32_t top = SID_BINS - 1 - threadIdx.x * EACH; /* this thread's bins: EACH from top down */
+        uint32_t own[EACH];
+        unsigned long long mine = 0, total;
+#pragma unroll
+        for (uint32_t i = 0; i < EACH; i++) {
+            own[i] = top - i ? bins[top - i] : 0;
+            mine += own[i];
+        }
+        unsigned long long above = sid_block_scan(mine, s.scan, &total) - mine;
+#pragma unroll
+        for (uint32_t i = 0; i < EACH; i++) {
+            if (above < rank && rank <= above + own[i]) s.picked = {top - i, (uint32_t)(rank - above), own[i]};
+            above += own[i];
+        }
+        if (threadIdx.x == 0 && total < rank) s.picked = {0, (uint32_t)(rank - total), (uint32_t)(all - total)};
+        __syncthreads();
+        const sid_picked p = s.picked;
+        __syncthreads();
+        return p;
+    }
+
+    /* One digit, of `bits` from bit `shift` on: of the keys that `each` shows to its argument those whose higher digits are
+     * `prefix`. */
+    template <typename Each>
+    __device__ sid_picked digit(const Each &each, uint32_t prefix, uint32_t shift, uint32_t bits, uint64_t rank,
+                                uint64_t all) {
+        uint32_t *bins = f.list.bins + bins_turn * SID_BINS;
+        for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK) s.bins[i] = 0;
+        __syncthreads();
+        each([&](uint32_t key) {
+            const uint32_t d = key >> shift, b = d & ((1u << bits) - 1u);
+            if (d >> bits == prefix && b) atomicAdd(&s.bins[b], 1u);
+        });
+        __syncthreads();
+        for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK)
+            if (s.bins[i]) atomicAdd(&bins[i], s.bins[i]);
+        sid_grid_sync();
+        bins_turn = (bins_turn + 1) % 3;
+        if (blockIdx.x == 0) { /* of the digit before: all have read it */
+            uint32_t *old = f.list.bins + (bins_turn + 1) % 3 * SID_BINS;
+            for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK) old[i] = 0;
+        }
+        return pick_digit(bins, rank, all);
+    }
+
+    template <typename Each> __device__ sid_pick select_from(const Each &each, uint64_t all, uint64_t rank) {
+        sid_picked p = digit(each, 0, 20, 11, rank, all);
+        uint32_t key = p.digit;
+#pragma unroll 1
+        for (uint32_t shift = 20; shift;) {
+            shift -= 10;
+            p = digit(each, key, shift, 10, p.rank, p.in);
+            key = key << 10 | p.digit;
+        }
+        return {key, rank - p.rank, p.in};
+    }
+
+    /* Calls f(x) for all values, each by one thread. */
+    template <typename F> __device__ void each_value(const float *val, uint64_t n, const F &f) const {
+        for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < n; i += (uint64_t)gridDim.x * SID_BLOCK)
+            f(val[i]);
+    }
+    __device__ sid_pick select_of(const float *val, uint64_t n, uint64_t rank) {
+        return select_from([&](const auto &show) { each_value(val, n, [&](float x) { show(sid_key(x)); }); }, n, rank);
+    }
+
+    /* ---- sums in internal.h's order */
+
+    template <uint32_t SUMS> __device__ double *next_running() {
+        static_assert(SUMS <= SID_AT_ONCE, "sums at once");
+        return f.list.running + (running_turn ^= 1) * SID_AT_ONCE * SID_SUMS;
+    }
+
+    /* Running sums of `units` units that unit(u, sum) computes, SUMS at a time, by a whole warp each; their totals. */
+    template <uint32_t SUMS, typename Unit>
+    __device__ void total(uint64_t units, const Unit &unit, double (&sum)[SUMS]) {
+        double *running = next_running<SUMS>();
+        const uint32_t used = units < SID_SUMS ? (uint32_t)units : (uint32_t)SID_SUMS;
+        for (uint32_t j = blockIdx.x * SID_WARPS + sid_warp(); j < used; j += gridDim.x * SID_WARPS) {
+            double own[SUMS] = {};
+            for (uint64_t u = j; u < units; u += SID_SUMS) {
+                double x[SUMS];
+                unit(u, x);
+                for (uint32_t k = 0; k < SUMS; k++) own[k] += x[k];
+            }
+            if (sid_lane() == 0)
+                for (uint32_t k = 0; k < SUMS; k++) running[k * SID_SUMS + j] = own[k];
+        }
+        sid_grid_sync();
+        for (uint32_t k = 0; k < SUMS; k++) sum[k] = tree(running + k * SID_SUMS, used);
+    }
+
+    /* `used` running sums together. */
+    __device__ double tree(const double *running, uint32_t used) {
+        double mine[SID_SUMS / SID_BLOCK];
+        for (uint32_t i = 0; i < SID_SUMS / SID_BLOCK; i++) {
+            const uint32_t j = i * SID_BLOCK + threadIdx.x;
+            mine[i] = j < used ? running[j] : 0.0;
+        }
+        static_assert(SID_SUMS == 4 * SID_BLOCK, "two halvings in a thread");
+        s.tree[threadIdx.x] = (mine[0] + mine[2]) + (mine[1] + mine[3]);
+        for (uint32_t w = SID_BLOCK / 2; w; w /= 2) {
+            __syncthreads();
+            if (threadIdx.x < w) s.tree[threadIdx.x] += s.tree[threadIdx.x + w];
+        }
+        __syncthreads();
+        const double sum = s.tree[0];
+        __syncthreads();
+        return sum;
+    }
+
+    /* Sums over the tiles of value(k, tile), for k = 0 to rows - 1. */
+    template <uint32_t SUMS, typename Value>
+    __device__ void total_by(const Value &value, double (&sum)[SUMS], uint32_t rows = SUMS) {
+        double *running = next_running<SUMS>();
+        const uint64_t units = sid_tiles(f.n);
+        const uint32_t used = units < SID_SUMS ? (uint32_t)units : (uint32_t)SID_SUMS;
+        for (uint32_t i = blockIdx.x * SID_BLOCK + threadIdx.x; i < rows * SID_SUMS; i += gridDim.x * SID_BLOCK) {
+            const uint32_t k = i / SID_SUMS;
+            double own = 0;
+            for (uint64_t u = i % SID_SUMS; u < units; u += SID_SUMS) own += value(k, u);
+            running[i] = own;
+        }
+        sid_grid_sync();
+#pragma unroll
+        for (uint32_t k = 0; k < SUMS; k++)
+            if (k < rows) sum[k] = tree(running + k * SID_SUMS, used);
+    }
+
+    /* What a reading has left of each tile. */
+    template <uint32_t SUMS> __device__ void total_of_tiles(uint32_t at, double (&sum)[SUMS], uint32_t rows = SUMS) {
+        const sid_list &l = f.list;
+        total_by([&](uint32_t k, uint64_t u) { return l.sums[(at + k) * l.stride + u]; }, sum, rows);
+    }
+    __device__ uint64_t count_of_tiles(uint32_t at) {
+        unsigned long long mine = 0;
+        for (uint64_t u = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; u < sid_tiles(f.n);
+             u += (uint64_t)gridDim.x * SID_BLOCK)
+            mine += f.list.counts[at * f.list.stride + u];
+        return over_blocks(mine).total;
+    }
+};
+
+#endif
