@@ -148,3 +148,12 @@ def test_refusals() -> None:
         simulate(10, "topk", exchange=["rign"])
     with pytest.raises(sidcomp.ArgumentError, match="no row"):
         simulate(10, "topk", worlds=[2]).row("ring1", 2)
+
+
+@pytest.mark.parametrize("exchange", [e.name for e in sidcomp.exchanges()])
+def test_every_exchange_states_what_it_computes(exchange: str) -> None:
+    """In vectors of n elements: at least one encode and decode among all ranks that share a vector."""
+    codecs = {"allreduce": "fp16", "ring1": "marsit", "torus1": "marsit", "expand": "signsgd"}
+    x = sidcomp._core.Exchange(exchange, codecs.get(exchange, "topk"), "none", 4096, "float32", 0, 4, {})
+    assert x.encoded >= 1 and x.decoded >= 1 and 0 <= x.merged < 1
+    assert (x.ring_passes > 0) == (sidcomp.config.registry.find_exchange(exchange).family == "collective")

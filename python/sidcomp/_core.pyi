@@ -101,6 +101,11 @@ class Exchange:
     wire_bytes: int
     sent_bytes: int  # by a rank in a step, the most that any does
     control_bytes: int  # of them, those of the last round, which tells whether all went well
+    # Vectors of n elements that a rank encodes, decodes, and merges as packed signs, in a step.
+    encoded: float
+    decoded: float
+    merged: float
+    ring_passes: int  # of a vector, where the process group does the exchange in a ring; else 0
     rounds: int
     vectors: int
     shares: list[tuple[int, int, int, bool]]  # of the state: offset, first element, elements, kept for all

@@ -13,9 +13,6 @@ from sidcomp.errors import ArgumentError, ParameterError
 
 logger = logging.getLogger("sidcomp")
 
-# What the process group does itself, and as well.
-_NATIVE = ("allreduce", "allgather")
-
 
 @dataclass(frozen=True)
 class ExchangeChoice:
@@ -51,7 +48,7 @@ class ExchangeChoice:
 
     @property
     def native(self) -> bool:
-        return self.exchange.name in _NATIVE
+        return self.exchange.family == "collective"
 
     @property
     def local(self) -> int:

@@ -13,7 +13,7 @@ from sidcomp.config.registry import find_codec, find_memory
 from sidcomp.errors import CheckpointError, SidcompError
 
 FORMAT = 1
-STATE_HEADER = 256  # bytes before the vectors in a state (sid_state)
+STATE_HEADER = _core.state_header_bytes  # before the vectors in a state (sid_state)
 _EXTRA = 64  # bytes that the codec's own part of a state is a multiple of
 _VECTORS = 4  # of any memory, at most
 _MOST = 2**62

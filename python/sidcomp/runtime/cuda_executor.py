@@ -1,11 +1,9 @@
 """The step on a CUDA device: encode, exchange and decode on one side stream. The host waits for nothing."""
 
 import os
-import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,31 +22,18 @@ from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.replica_check import ReplicaCheck
 from sidcomp.runtime.step import Step
 
-_STATS = struct.Struct("<QQQfII")  # sid_stats
-_REPORT_BYTES = 16  # nonfinite, culprit, status, and 0; as the host sees it, step + 1
 _MARKS = 2**32
-
-
-@dataclass
-class DeviceStats:
-    """sid_stats of the last encode, as read back from the device."""
-
-    count: int
-    found: int
-    nonfinite: int
-    threshold: float
-    stages: int
-    walks: int
 
 
 class Resident:
     """What a group keeps on the device beside its blocks, and the host's late view of its report."""
 
     def __init__(self, device: torch.device, shown: torch.Tensor) -> None:
-        self.stats = Block(_STATS.size, device)
-        self.report = Block(_REPORT_BYTES, device)
+        self.stats = Block(_core.stats_bytes, device)
+        self.report = Block(_core.cuda_report_bytes, device)
         self.shown = shown.data_ptr()
-        self.seen = memoryview(shown.numpy().data).cast("I")  # written by the device
+        # Written by the device: whether a step was not finite, the culprit, a status, and the step + 1.
+        self.seen = memoryview(shown.numpy().data).cast("I")
         self.mark = 0  # of the last step that was enqueued
         self.table = torch.empty(0)
         self.placed_for: _core.Segments | None = None
@@ -158,7 +143,7 @@ class CudaExecutor:
         return True
 
     def _shown(self) -> torch.Tensor:
-        return torch.zeros(_REPORT_BYTES, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(_core.cuda_report_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _send_home(self, x: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
         """To the host: how to wait for it, and where it will be."""
@@ -411,10 +396,10 @@ class CudaExecutor:
                 return error
         return None
 
-    def stats(self, g: Group) -> DeviceStats:
+    def stats(self, g: Group) -> _core.Stats:
         """Of the last encode; waits for the device."""
         self.synchronize()
-        return DeviceStats(*_STATS.unpack(bytes(g.resident.stats.tensor.tolist())))
+        return _core.read_stats(bytes(g.resident.stats.tensor.tolist()))
 
 
 def _progress(ref: "weakref.ref[CudaExecutor]") -> Progress | None:

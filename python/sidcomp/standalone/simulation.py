@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from sidcomp.errors import ArgumentError, SetupError, SidcompError
 
 WORLDS = tuple(2**i for i in range(1, 13))
 DENSE = "dense"
-# What a process group does in rings, whatever its messages are here.
-_RINGS = {"allreduce": 2, "allgather": 1}
+_PLAIN = "allreduce"  # the exchange of plain DDP
 
 
 @dataclass(frozen=True)
@@ -196,28 +196,27 @@ def methods(
         ps = [round(t * 1e12) for t in times]
         return [[size, max(ps[: i + 1])] for i, size in enumerate(sizes)]  # costs may not fall
 
-    for name, (codec, exchange, parameters) in {DENSE: ("none", "allreduce", {}), **candidates}.items():
-        rows = []
-        for size in sizes:
-            n = max(1, size // 4)
-            own: dict[str, Any] = {} if name == DENSE else dict(parameters)
-            found = simulate(
-                n, codec, worlds=[world], link=link, exchange=[exchange], ranks_per_node=ranks_per_node, **own
-            )
-            rows.append(found.row(DENSE if name == DENSE else exchange, world).seconds)
+    for name, (codec, exchange, parameters) in {DENSE: ("none", _PLAIN, {}), **candidates}.items():
+        own: dict[str, Any] = {} if name == DENSE else dict(parameters)
+        row_of = partial(_row, _PLAIN if name == DENSE else exchange, codec, _memory_of(codec))
+        rest = own, link or Link()
+
+        def seconds(of: Compute, row_of: Any = row_of, rest: Any = rest) -> list[Row]:
+            return [row_of(max(1, size // 4), world, *rest, of, ranks_per_node) for size in sizes]
+
         c = (compute or {}).get(name)
         encode = decode = None
         if c is not None:
-            parts = [
-                (
-                    _compute(exchange, size // 4, world, ranks_per_node, Compute(c.encode_ns)),
-                    _compute(exchange, size // 4, world, ranks_per_node, Compute(0, c.decode_ns, c.merge_ns)),
-                )
-                for size in sizes
-            ]
-            encode, decode = curve([e for e, _ in parts]), curve([d for _, d in parts])
+            after = Compute(0, c.decode_ns, c.merge_ns)
+            encode = curve([row.compute_seconds for row in seconds(Compute(c.encode_ns))])
+            decode = curve([row.compute_seconds for row in seconds(after)])
+        rows = [row.seconds for row in seconds(Compute())]
         out.append({"name": name, "encode": encode, "exchange": curve(rows), "decode": decode})
     return out
+
+
+def _memory_of(codec: str) -> str:
+    return find_memory(find_codec(codec).memory).name
 
 
 def _row(
@@ -231,7 +230,7 @@ def _row(
     compute: Compute,
     per_node: int,
 ) -> Row:
-    kind = "allreduce" if name == DENSE else name
+    kind = _PLAIN if name == DENSE else name
     settings = dict(parameters)
     local = min(per_node, world)
     if any(p.name == "ranks_per_node" for p in find_exchange(kind).parameters):
@@ -240,11 +239,11 @@ def _row(
         _core.Exchange(kind, codec, memory, n, "float32", rank, world, settings) for rank in range(local)
     ]
     first = ranks[0]
-    spent = _compute(kind, n, world, local, compute)
-    if kind in _RINGS and world > 1:
+    spent = _compute(first, compute)
+    if first.ring_passes and world > 1:  # the process group does it, whatever the messages are here
         # the ring's last rank of a node sends to the next node; the others stay inside
-        sums = first.rounds // _RINGS[kind]  # of a codec in rounds: more than one
-        steps = _RINGS[kind] * (world - 1) * sums
+        sums = first.rounds // first.ring_passes  # more than one if the codec takes several all-reduces
+        steps = first.ring_passes * (world - 1) * sums
         sent = _bodies(first)
         each = sent / steps
         over, inside = (each, each if local > 1 else 0.0) if world > local else (0.0, each)
@@ -280,20 +279,9 @@ def _bodies(x: _core.Exchange) -> int:
     return x.sent_bytes - frames * (x.control_bytes // (x.world - 1))
 
 
-def _compute(kind: str, n: int, world: int, local: int, c: Compute) -> float:
-    """Seconds that a rank computes: how often it encodes, decodes and merges which part."""
-    slices = {
-        "allgather": (1.0, float(world), 0.0),
-        "allreduce": (1.0, 1.0, 0.0),
-        "ring1": (1.0, 1.0, (world - 1) / world),
-        "torus1": (1.0, 1.0, (world - 1) / world),
-        "twoshot": (1 + 1 / world, 2.0, 0.0),
-        "hierarchical": (1 / local, world / local / local, 0.0),
-        "cascade": (1.0, 1 + (world - 1) / world, 0.0),
-        "expand": (1.0, 1.0, (world - 1) / world),
-    }
-    encode, decode, merge = slices.get(kind, (1.0, 1.0, 0.0))
-    return n * 1e-9 * (encode * c.encode_ns + decode * c.decode_ns + merge * c.merge_ns)
+def _compute(x: _core.Exchange, c: Compute) -> float:
+    """Seconds that a rank computes in a step."""
+    return x.n * 1e-9 * (x.encoded * c.encode_ns + x.decoded * c.decode_ns + x.merged * c.merge_ns)
 
 
 def measure(codec: str, n: int = 1 << 20, memory: str | None = None, **parameters: Setting) -> Compute:
