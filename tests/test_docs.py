@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import sidcomp
-from sidcomp.cli.app import markdown_page
+from sidcomp.cli.codecs import markdown_page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -16,7 +16,7 @@ import sidcomp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sidcomp import _core
-from sidcomp.cli import plan_view
+from sidcomp.cli import plan as plan_view
 from sidcomp.errors import ArgumentError
 from sidcomp.planner import fusion, plan_plot
 from sidcomp.planner.cost_curve import Curve, fit

@@ -1,5 +1,6 @@
-"""What this machine has, what of sidcomp works on it, and what to change. Needs neither torch nor numpy."""
+"""`sidcomp doctor`: what this machine has, what of sidcomp works on it, and what to change. Needs no torch."""
 
+import json
 import os
 import platform
 import subprocess
@@ -7,9 +8,13 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
 
 from sidcomp import core as _core
+from sidcomp.cli.common import Json
 from sidcomp.config.registry import codecs
 
 Verdict = Literal["ok", "note", "problem"]
@@ -190,3 +195,33 @@ def _uses(torch: ModuleType | None, found: dict[str, Finding]) -> list[Use]:
     if not gpu and without:
         uses.append(Use(f"on GPUs: {', '.join(without)}", False, "no CUDA kernels in this build"))
     return uses
+
+
+def doctor_command(
+    attempt: Annotated[
+        bool, typer.Option("--try", help="Also let two ranks take compressed steps over Gloo.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """What works on this machine, what does not, and what to do about it. Exit status 1: no DDP here."""
+    findings, uses = examine(attempt)
+    if as_json:
+        print(
+            json.dumps({"findings": [vars(f) for f in findings], "uses": [vars(u) for u in uses]}, indent=1)
+        )
+    else:
+        console = Console(highlight=False, soft_wrap=True)  # colours on a terminal only
+        colors = {"ok": "green", "note": "yellow", "problem": "red"}
+        for f in findings:
+            console.print(f"{f.verdict:<9}", style=colors[f.verdict], end="")
+            console.print(f"{f.name:<14}{f.value}", markup=False)
+            if f.advice:
+                console.print(f"{'':<23}{f.advice}", markup=False)
+        console.print()
+        for u in uses:
+            console.print(
+                "works    " if u.works else "does not ", style="green" if u.works else "red", end=""
+            )
+            console.print(u.name + (f" ({u.reason})" if u.reason else ""), markup=False)
+    if not any(u.works for u in uses if u.ddp):
+        raise typer.Exit(1)

@@ -1,19 +1,23 @@
-"""What `sidcomp plan` prints: one plan group by group, or all algorithms beside each other."""
+"""`sidcomp plan`: one plan group by group, or all algorithms beside each other."""
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from sidcomp import core as _core
+from sidcomp.cli.common import Json, refuse_folder
 from sidcomp.errors import SidcompError
-from sidcomp.planner import fusion
+from sidcomp.planner import fusion, plan_plot
 
 _OWN = set(inspect.signature(fusion.plan).parameters) - {"options"}
 
@@ -127,3 +131,49 @@ def _ms(ps: int) -> str:
 
 def _span(span: Sequence[int] | None) -> str:
     return "" if span is None else f"{span[0] / 1e9:.3f} to {span[1] / 1e9:.3f}"
+
+
+def plan_command(
+    instance: Annotated[
+        Path | None, typer.Argument(help="Tensors and costs as JSON (docs/planning.md).")
+    ] = None,
+    algorithm: Annotated[str, typer.Option(help="Who plans; --list tells which there are.")] = "pg",
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE, an option of the algorithm; may be repeated.")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Compare all algorithms, with their defaults.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the timeline into this file.")] = None,
+    as_json: Json = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the algorithms and their options.")] = False,
+) -> None:
+    """Plan which tensors travel together, and how, from a file of tensors and costs."""
+    if listed:
+        print(list_algorithms())
+        return
+    if instance is None:
+        raise typer.BadParameter("give a JSON file", param_hint="INSTANCE")
+    if every and (option or plot):
+        raise typer.BadParameter(
+            "it compares defaults: no --option and no --plot with it", param_hint="--all"
+        )
+    try:
+        loaded = fusion.load(instance)
+        if every:
+            rows = compare(loaded)
+            if as_json:
+                print(json.dumps(rows, indent=1))
+            else:
+                show_comparison(rows)
+            return
+        found = fusion.plan(loaded, algorithm, **options_of(option or []))
+        refuse_folder(plot)
+        if plot is not None:
+            plan_plot.draw({"predicted": found["timeline"]}, plot, f"{instance.name}, {algorithm}")
+    except (SidcompError, ValueError, OSError) as e:
+        raise typer.BadParameter(str(e)) from None
+    if as_json:
+        print(json.dumps(found))
+    else:
+        show(loaded, found)
