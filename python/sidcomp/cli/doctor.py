@@ -1,4 +1,4 @@
-"""`sidcomp doctor`: what this machine has, what of sidcomp works on it, and what to change. Needs no torch."""
+"""`sidcomp doctor`: what this machine has, what of sidcomp works on it, and what to change, without torch."""
 
 import json
 import os
