@@ -154,7 +154,7 @@ venv-make:
 	    echo "$$from" > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torch-of-python3.pth"; \
 	else echo "sidcomp: installing $(TORCH) into .venv (about 900 MB)"; .venv/bin/pip install -q '$(TORCH)'; fi
 	@echo "sidcomp: installing the rest into .venv"
-	@.venv/bin/pip install -q 'setuptools>=70.1' 'pybind11>=2.11'
+	@.venv/bin/pip install -q 'setuptools>=77' 'pybind11>=2.11'
 	@.venv/bin/pip install -q --no-build-isolation -e '.[test,plot,examples]'
 
 # The extension, and beside it the package's own files. What cannot be under a sanitizer, or has nothing of the core, is left out.

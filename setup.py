@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -97,6 +98,21 @@ def in_place(command):
     return bool(command.inplace or getattr(command, "editable_mode", False))
 
 
+class WithoutMetadata(setuptools.Distribution):
+    """For a setuptools that is too old for pyproject.toml, of which the extension alone needs nothing."""
+
+    def parse_config_files(self, *_, **__):
+        pass
+
+
+def distribution():
+    if int(setuptools.__version__.split(".")[0]) >= 77:  # those read a licence as pyproject.toml states it
+        return setuptools.Distribution
+    if "build_ext" not in sys.argv:
+        stop(f"setuptools 77 or later is needed, not {setuptools.__version__}: pip install -U setuptools")
+    return WithoutMetadata
+
+
 class Build(build_ext):
     def run(self):
         self.here = in_place(self)  # setuptools takes `inplace` back while it builds
@@ -137,4 +153,9 @@ class Build(build_ext):
 
 
 if __name__ == "__main__":  # benchmarks/sass.py asks for the architectures
-    setup(ext_modules=[Extension("sidcomp._core", [])], cmdclass={"build_ext": Build})
+    setup(
+        distclass=distribution(),
+        package_dir={"": "python"},
+        ext_modules=[Extension("sidcomp._core", [])],
+        cmdclass={"build_ext": Build},
+    )
