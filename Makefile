@@ -49,7 +49,8 @@ $O/c.sig:   SIG = $(C)
 $O/cpp.sig: SIG = $(CPP)
 $O/cu.sig:  SIG = $(CU)
 $O/ld.sig:  SIG = $(LD) $(OBJ)
-$O/%.sig: FORCE
+commands: $O/c.sig $O/cpp.sig $O/cu.sig $O/ld.sig # setup.py: then `make -n ext KNOWN=1` tells what will be compiled
+$O/%.sig: $(if $(KNOWN),,FORCE)
 	@mkdir -p $(@D); printf '%s' '$(subst ','\'',$(SIG))' | cmp -s - $@ || printf '%s' '$(subst ','\'',$(SIG))' > $@
 
 $O/isa/base.o:   ISA = -DSID_ISA=base
@@ -218,7 +219,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real sass gpu-check ctest asan tsan asan-python fuzz fuzz-run coverage \
+.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real sass gpu-check ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 .SECONDARY:
 -include $(wildcard $(DEPS))

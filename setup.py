@@ -1,14 +1,25 @@
 """Builds sidcomp._core by the Makefile.
 
-Reads SIDCOMP_CUDA=auto|0|1, SIDCOMP_NVCC, TORCH_CUDA_ARCH_LIST, CC, CXX and MAX_JOBS from the environment.
+The CUDA kernels are compiled for the GPUs of this machine. Where it has no GPU, or no nvcc, they are left
+out. The environment says otherwise:
+
+SIDCOMP_CUDA        0: without the kernels. 1: with them, or an error. auto, the default: as above.
+SIDCOMP_CUDA_ARCHS  The architectures: a list such as "8.0,9.0+PTX", or "all" for those of a release, which
+                    takes about 15 minutes of processor time. TORCH_CUDA_ARCH_LIST says the same, if this
+                    one is not set.
+SIDCOMP_NVCC        The compiler, if it is neither in CUDA_HOME nor on the PATH.
+CC, CXX, MAX_JOBS   The compilers for the CPU, and how many of them run at a time.
 """
 
+import collections
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 
 import setuptools
 from setuptools import Extension, setup
@@ -79,23 +90,75 @@ def archs(nvcc, asked):
     else:
         items = [a for a in DEFAULT_ARCHS.split() if a.replace(".", "") in known]
         if not items:
-            stop(f"{nvcc} knows none of {DEFAULT_ARCHS}: set TORCH_CUDA_ARCH_LIST, or SIDCOMP_CUDA=0")
+            stop(f"{nvcc} knows none of {DEFAULT_ARCHS}: set SIDCOMP_CUDA_ARCHS, or SIDCOMP_CUDA=0")
         items[-1] += "+PTX"
     flags = []
     for item in items:
         m = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", item)
         if not m:
-            stop(f"TORCH_CUDA_ARCH_LIST={asked!r}: write each as 9.0, 9.0a or 9.0+PTX, not {item!r}")
+            stop(f"architectures {asked!r}: write each as 9.0, 9.0a or 9.0+PTX, not {item!r}")
         n = m[1] + m[2]
         if n.rstrip("af") not in known:
-            stop(f"{nvcc} does not know sm_{n} (it knows {' '.join(known)}); change TORCH_CUDA_ARCH_LIST")
+            knows = f"{nvcc} does not know sm_{n} (it knows {' '.join(known)})"
+            stop(f"{knows}: set SIDCOMP_CUDA_ARCHS, or SIDCOMP_CUDA=0")
         flags.append(f"-gencode=arch=compute_{n},code=" + (f"[sm_{n},compute_{n}]" if m[3] else f"sm_{n}"))
     return " ".join(flags), " ".join(items)
 
 
-def in_place(command):
-    """`build_ext --inplace`, or `pip install -e`, for which setuptools sets something else."""
-    return bool(command.inplace or getattr(command, "editable_mode", False))
+def choose():
+    """nvcc ("" for a build without CUDA), the architectures, and a text: why, and how to change it."""
+    want = env("SIDCOMP_CUDA", "auto").lower()
+    nvcc = find_nvcc()
+    if want == "0":
+        return "", "", "CPU only, because SIDCOMP_CUDA=0"
+    if not nvcc:
+        return "", "", "CPU only, because there is no nvcc here; if you have one, name it in SIDCOMP_NVCC"
+    for name in ("SIDCOMP_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST"):
+        if asked := env(name, "").strip():
+            return nvcc, asked, f"as {name} asks; SIDCOMP_CUDA=0 leaves the kernels out"
+    others = "SIDCOMP_CUDA_ARCHS=all, or a list such as 8.0,9.0, chooses others"
+    if own := own_archs():
+        return nvcc, own, f"for this machine's GPUs; SIDCOMP_CUDA=0 leaves the kernels out, {others}"
+    if want == "1":
+        return nvcc, ANY_GPU, f"because SIDCOMP_CUDA=1 and nvidia-smi shows no GPU; {others}"
+    how = "SIDCOMP_CUDA_ARCHS to a list such as 8.0,9.0, or to all (15 minutes of processor time)"
+    why = "CPU only, because nvidia-smi shows no GPU here; to compile the CUDA kernels all the same, set "
+    return "", "", why + how
+
+
+class Progress:
+    """Says what was chosen and which file is being compiled. pip keeps back what a build prints, so under pip
+    the text also goes to the terminal, if there is one."""
+
+    EVERY = 5  # seconds between lines
+
+    def __init__(self):
+        self.begun = self.said = time.monotonic()
+        self.done = 0
+        self.terminal = None
+        if env("PIP_BUILD_TRACKER") and not sys.stdout.isatty():
+            with contextlib.suppress(OSError):  # there is none
+                self.terminal = open("/dev/tty", "w")  # noqa: SIM115
+
+    def say(self, text):
+        print(f"sidcomp: {text}", flush=True)
+        if self.terminal:
+            # pip's own line is not finished, and goes on after ours.
+            print(f"\r\n  sidcomp: {text} ", end="", file=self.terminal, flush=True)
+
+    def file(self, name, total):
+        """Called when the compilation of a file begins."""
+        self.done += 1
+        now = time.monotonic()
+        if now - self.said >= self.EVERY:
+            self.said = now
+            self.say(f"file {self.done} of {total}, {name} (after {now - self.begun:.0f} s)")
+
+
+def compiled(line):
+    """The source file that a line of make's output compiles, or None."""
+    m = re.search(r" -c (\S+) -o ", line)
+    return m[1] if m else None
 
 
 class WithoutMetadata(setuptools.Distribution):
@@ -114,19 +177,14 @@ def distribution():
 
 
 class Build(build_ext):
-    def run(self):
-        self.here = in_place(self)  # setuptools takes `inplace` back while it builds
-        super().run()
-
     def build_extension(self, ext):
         import pybind11
 
         check_tools()
-        nvcc = find_nvcc()
-        # A build in place is for here, and takes minutes for each architecture.
-        here = (own_archs() or ANY_GPU) if nvcc and self.here else "all"
-        gencode, names = archs(nvcc, env("TORCH_CUDA_ARCH_LIST", "").strip() or here) if nvcc else ("", "")
-        print("sidcomp:", f"CUDA {names} by {nvcc}" if nvcc else "no CUDA, CPU only", flush=True)
+        nvcc, wanted, why = choose()
+        gencode, names = archs(nvcc, wanted) if nvcc else ("", "")
+        progress = Progress()
+        progress.say(f"CUDA kernels for {names}, by {nvcc}, {why}" if nvcc else why)
         # The folder names pybind11's version, not its path: under build isolation the path is new each time.
         out = f"build/{sys.implementation.cache_tag}-pb{pybind11.__version__}-{'cuda' if nvcc else 'cpu'}"
         variables = {
@@ -138,21 +196,28 @@ class Build(build_ext):
             "GENCODE": gencode,
             "ARCH": names,
         }
-        command = [
-            env("MAKE") or "make",
-            "-C",
-            ROOT,
-            "--no-print-directory",
-            f"-j{env('MAX_JOBS') or os.cpu_count()}",
-        ]
-        command += ["ext", *(f"{k}={v}" for k, v in variables.items()), *([] if self.verbose else ["-s"])]
+        make = [env("MAKE") or "make", "-C", ROOT, "--no-print-directory"]
+        make += [f"{k}={v}" for k, v in variables.items()]
         clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-        if subprocess.call(command, env=clean):
+
+        # How many files will be compiled: make says it once the commands are in their files.
+        subprocess.call([*make, "-s", "commands"], env=clean)
+        dry = subprocess.run([*make, "-n", "ext", "KNOWN=1"], env=clean, stdout=subprocess.PIPE, text=True)
+        total = sum(bool(compiled(line)) for line in dry.stdout.splitlines())
+        jobs = f"-j{env('MAX_JOBS') or os.cpu_count()}"
+        last = collections.deque(maxlen=40)
+        with subprocess.Popen([*make, jobs, "ext"], env=clean, stdout=subprocess.PIPE, text=True) as running:
+            for line in running.stdout:
+                print(line, end="", flush=True) if self.verbose else last.append(line)
+                if name := compiled(line):
+                    progress.file(name, total)
+        if running.returncode:
+            print(*last, sep="", flush=True)
             hint = "; to build without CUDA, set SIDCOMP_CUDA=0" if nvcc else ""
             stop(f"the build failed; the compiler's message is above{hint}")
 
 
-if __name__ == "__main__":  # benchmarks/sass.py asks for the architectures
+if __name__ == "__main__":  # others import this file: benchmarks/sass.py and gpu_check.py
     setup(
         distclass=distribution(),
         package_dir={"": "python"},

@@ -64,8 +64,8 @@ def build() -> None:
     sys.path.insert(0, str(ROOT))
     from setup import own_archs
 
-    names = os.environ.get("TORCH_CUDA_ARCH_LIST") or own_archs() or "all"
-    env = {"SIDCOMP_CUDA": "1", "TORCH_CUDA_ARCH_LIST": names}
+    asked = os.environ.get("SIDCOMP_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
+    env = {"SIDCOMP_CUDA": "1", "SIDCOMP_CUDA_ARCHS": asked or own_archs() or "all"}
     start = time.perf_counter()
     status, output = run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], 600, **env)
     if status:

@@ -1,9 +1,13 @@
-"""Which GPUs a build is for."""
+"""Which GPUs a build is for, what it says meanwhile, and what the source archive holds."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -42,22 +46,164 @@ def test_the_machines_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert setup.own_archs() == ""
 
 
-@pytest.mark.parametrize("how", ["wheel", "inplace", "editable_mode"])
-def test_whom_a_build_is_for(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel is for everybody; what is built in place, or for `pip install -e`, for this machine."""
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("SIDCOMP_CUDA", "1")
-    monkeypatch.setenv("SIDCOMP_NVCC", tool(tmp_path, "nvcc", "sm_80", "sm_90"))
-    monkeypatch.setenv("MAKE", tool(tmp_path, "make"))
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    monkeypatch.setattr(setup, "own_archs", lambda: "")
-    asked: list[str] = []
-    monkeypatch.setattr(setup, "archs", lambda nvcc, archs: (asked.append(archs), "")[1:] * 2)
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with nvcc and, until a test adds one, no GPU. What its environment says is left out."""
+    for name in ("SIDCOMP_CUDA", "SIDCOMP_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST", "PIP_BUILD_TRACKER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin:/bin")
+    monkeypatch.setenv("SIDCOMP_NVCC", tool(tmp_path, "nvcc", "sm_75", "sm_80", "sm_86", "sm_90"))
+    tool(tmp_path, "nvidia-smi", "No devices were found")
+    return tmp_path
+
+
+def build(folder: Path, how: str) -> None:
     command = setup.Build(setuptools.Distribution({"ext_modules": [setuptools.Extension("x._y", [])]}))
-    command.build_lib = command.build_temp = str(tmp_path)
+    command.build_lib = command.build_temp = str(folder)
     if how != "wheel":
         setattr(command, how, True)
     command.copy_extensions_to_source = lambda: None
     command.ensure_finalized()
     command.run()
-    assert asked == ["all" if how == "wheel" else setup.ANY_GPU]
+
+
+@pytest.mark.parametrize("how", ["wheel", "inplace", "editable_mode"])
+@pytest.mark.parametrize(
+    ("environment", "gpus", "archs", "words"),
+    [
+        ({}, "8.6 9.0", "8.6 9.0", "this machine's GPUs"),
+        ({}, "", None, "no GPU here"),
+        ({"SIDCOMP_CUDA": "0"}, "9.0", None, "SIDCOMP_CUDA=0"),
+        ({"SIDCOMP_CUDA": "0", "SIDCOMP_CUDA_ARCHS": "all"}, "9.0", None, "SIDCOMP_CUDA=0"),
+        ({"SIDCOMP_CUDA": "1"}, "9.0", "9.0", "this machine's GPUs"),
+        ({"SIDCOMP_CUDA": "1"}, "", "8.0+PTX", "shows no GPU"),
+        ({"SIDCOMP_CUDA_ARCHS": "all"}, "9.0", "7.5 8.0 8.6 9.0+PTX", "as SIDCOMP_CUDA_ARCHS asks"),
+        ({"SIDCOMP_CUDA_ARCHS": "all"}, "", "7.5 8.0 8.6 9.0+PTX", "as SIDCOMP_CUDA_ARCHS asks"),
+        ({"TORCH_CUDA_ARCH_LIST": "8.0;8.6"}, "", "8.0 8.6", "as TORCH_CUDA_ARCH_LIST asks"),
+        (
+            {"TORCH_CUDA_ARCH_LIST": "8.0", "SIDCOMP_CUDA_ARCHS": "9.0"},
+            "",
+            "9.0",
+            "as SIDCOMP_CUDA_ARCHS asks",
+        ),
+        ({"SIDCOMP_NVCC": "", "CUDA_HOME": "/nonexistent"}, "9.0", None, "no nvcc here"),
+    ],
+    ids=lambda value: " ".join(map("=".join, value.items())) if isinstance(value, dict) else None,
+)
+def test_which_gpus_a_build_is_for(
+    how: str,
+    environment: dict[str, str],
+    gpus: str,
+    archs: str | None,
+    words: str,
+    machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A wheel, what is built in place and `pip install -e` follow one rule, and say why."""
+    if gpus:
+        tool(machine, "nvidia-smi", *gpus.split())
+    if environment.get("SIDCOMP_NVCC") == "":
+        (machine / "nvcc").unlink()
+        if os.path.exists("/usr/local/cuda/bin/nvcc"):
+            monkeypatch.setattr(setup.os, "access", lambda path, mode: False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(setup, "check_tools", lambda: None)
+    calls = machine / "calls"
+    make = Path(tool(machine, "make"))
+    make.write_text(f'#!/bin/sh\nfor a in "$@"; do echo "$a"; done >> {calls}\n')
+    monkeypatch.setenv("MAKE", str(make))
+    build(machine, how)
+    said = capfd.readouterr().out
+    assert words in said
+    assert "SIDCOMP_" in said, "how to change it"
+    given = dict(line.split("=", 1) for line in calls.read_text().splitlines() if "=" in line)
+    assert given["ARCH"] == (archs or "")
+    assert bool(given["GENCODE"]) == bool(given["NVCC"]) == bool(archs)
+    assert (f"CUDA kernels for {archs}" if archs else "CPU only") in said
+
+
+def test_a_long_build_shows_which_file_it_compiles(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make = Path(tool(machine, "make"))
+    lines = "cc -c csrc/a.c -o a.o", "touch x", "nvcc -c cuda/b.cu -o b.o", "c++ -shared a.o b.o -o x.so"
+    make.write_text("#!/bin/sh\n" + "".join(f"echo {line}\n" for line in lines))
+    monkeypatch.setenv("MAKE", str(make))
+    monkeypatch.setattr(setup.Progress, "EVERY", 0)
+    build(machine, "wheel")
+    said = capfd.readouterr().out
+    assert "file 1 of 2, csrc/a.c" in said and "file 2 of 2, cuda/b.cu" in said
+
+
+def test_under_pip_the_progress_goes_to_the_terminal(tmp_path: Path) -> None:
+    """pip reads what a build prints through a pipe and keeps it back."""
+    code = "import os, sys; sys.path.insert(0, sys.argv[1]); import setup; setup.Progress().say('chosen')"
+    child, terminal = pty.fork()
+    if child == 0:
+        os.dup2(os.open(tmp_path / "kept", os.O_WRONLY | os.O_CREAT), 1)
+        os.environ["PIP_BUILD_TRACKER"] = str(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-c", code, str(ROOT)])
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end was closed
+        while part := os.read(terminal, 1000):
+            shown += part
+    os.waitpid(child, 0)
+    assert b"sidcomp: chosen" in shown
+    assert (tmp_path / "kept").read_text() == "sidcomp: chosen\n"
+
+
+def test_a_build_that_fails_says_so(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Path(tool(machine, "make"))
+    make.write_text("#!/bin/sh\nexit 2\n")
+    monkeypatch.setenv("MAKE", str(make))
+    monkeypatch.setenv("SIDCOMP_CUDA_ARCHS", "9.0")
+    with pytest.raises(SystemExit, match=r"the build failed.*SIDCOMP_CUDA=0"):
+        build(machine, "inplace")
+
+
+def test_make_tells_how_many_files_it_will_compile(tmp_path: Path) -> None:
+    """All of them at first; a file that is there already is not counted."""
+    make = ["make", "-C", str(ROOT), f"O={tmp_path}", f"OUT={tmp_path}/x.so", f"PYTHON={sys.executable}"]
+
+    def counted() -> set[str]:
+        subprocess.run([*make, "-s", "commands"], check=True)
+        told = subprocess.run([*make, "-n", "ext", "KNOWN=1"], check=True, stdout=subprocess.PIPE, text=True)
+        return {name for line in told.stdout.splitlines() if (name := setup.compiled(line))}
+
+    first = counted()
+    assert {"csrc/core.c", "csrc/isa/simd.c"} <= first
+    assert {str(f.relative_to(ROOT)) for f in (ROOT / "python").rglob("*.cpp")} <= first
+    subprocess.run([*make, "-s", f"{tmp_path}/csrc/core.c.o"], check=True)
+    assert counted() == first - {"csrc/core.c"}
+
+
+def test_an_old_setuptools_builds_in_place_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup.setuptools, "__version__", "70.0.0")
+    monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
+    with pytest.raises(SystemExit, match="setuptools 77 or later"):
+        setup.distribution()
+    monkeypatch.setattr(sys, "argv", ["setup.py", "-q", "build_ext", "--inplace"])
+    assert setup.distribution() is setup.WithoutMetadata
+
+
+def test_the_source_archive_holds_what_the_pages_name(tmp_path: Path) -> None:
+    """Documentation, examples and presets, and all that the build and the tests need."""
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "sdist", "--dist-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("csrc", "cuda", "docs", "examples", "configs", "benchmarks", "tests")
+    for folder in folders:
+        for file in (ROOT / folder).rglob("*"):
+            if file.is_file() and file.suffix not in (".pyc", ".so") and "__pycache__" not in file.parts:
+                assert str(file.relative_to(ROOT)) in held
+    sources = (file for pattern in ("*.py", "*.[ch]pp") for file in (ROOT / "python").rglob(pattern))
+    for file in (*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *sources):
+        assert str(file.relative_to(ROOT)) in held
+    assert {"LICENSE", "Makefile", "pyproject.toml", "setup.py"} <= held
+    assert not [name for name in held if name.endswith((".so", ".pyc", ".o"))]
