@@ -198,6 +198,15 @@ sass: ## registers, occupancy, instructions and bytes per element of the CUDA ke
 gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
 
+wheel: env ## a wheel for this Python, CPU only, in build/wheel; auditwheel tells where it runs (pip install '.[wheel]')
+	@rm -rf build/wheel build/wheel-raw
+	SIDCOMP_CUDA=0 $(PYTHON) -m pip wheel -q --no-build-isolation --no-deps -w build/wheel-raw .
+	@if ! $(PYTHON) -c 'import auditwheel' 2>/dev/null; then mv build/wheel-raw build/wheel; \
+	    echo "sidcomp: not audited, for this machine only; to audit it: $(PYTHON) -m pip install '.[wheel]'"; \
+	else $(PYTHON) -m auditwheel show build/wheel-raw/*.whl && \
+	    PATH="$(dir $(PYTHON)):$$PATH" $(PYTHON) -m auditwheel repair -w build/wheel build/wheel-raw/*.whl; fi
+	@ls -l build/wheel
+
 CLANG_FORMAT ?= $(firstword $(wildcard $(dir $(PYTHON))clang-format) clang-format)
 FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*/*.cu cuda/*/*.h cuda/*/*.cuh python/binding/*.[ch]pp tests/c/*.[ch] tests/fuzz/*.[ch] benchmarks/netlab/*.c)
 PYSOURCES     = $(wildcard setup.py python tests examples benchmarks)
@@ -219,7 +228,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real sass gpu-check ctest asan tsan asan-python fuzz fuzz-run coverage \
+.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real sass gpu-check wheel ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 .SECONDARY:
 -include $(wildcard $(DEPS))

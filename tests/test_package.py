@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import sys
+import sysconfig
+import venv
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import sidcomp
 
 if sys.version_info >= (3, 11):
@@ -49,3 +56,60 @@ def test_the_metadata_names_every_python_that_is_supported() -> None:
     named = re.findall(r"Python :: (3\.\d+)$", "\n".join(project()["classifiers"]), re.M)
     assert named == [f"3.{minor}" for minor in range(int(lowest[2:]), int(named[-1][2:]) + 1)]
     assert project()["version"] == sidcomp.__version__
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """What a command prints that knows nothing of this tree."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    where = Path(command[0]).anchor
+    done = subprocess.run(
+        [*map(str, command)], cwd=where, env=inherited | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For this Python, built from the source archive, as an index would have both."""
+    # Asked in another process: looking for pip here would take setuptools' own distutils from other tests.
+    needed = [sys.executable, "-c", "import pip, pybind11"]
+    if subprocess.run(needed, capture_output=True).returncode:
+        pytest.skip("needs pip and pybind11")
+    room = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(room)]
+    subprocess.run([*command, "sdist", "--dist-dir", str(room)], cwd=ROOT, check=True, capture_output=True)
+    shutil.unpack_archive(next(room.glob("*.tar.gz")), room)
+    source = next(path.parent for path in room.glob("*/setup.py"))
+    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps")
+    run(*pip, "-w", room, source, SIDCOMP_CUDA="0")
+    return next(room.glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_the_wheel_works_where_nothing_else_of_sidcomp_is(wheel: Path, tmp_path: Path) -> None:
+    """Installed into a new environment, which takes its dependencies from this one."""
+    venv.create(tmp_path)
+    python, packages = (
+        tmp_path / "bin" / "python",
+        Path(sysconfig.get_path("purelib", vars={"base": tmp_path})),
+    )
+    run(sys.executable, "-m", "pip", "-q", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    ours = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(ours))
+    assert "25 codecs encode and decode" in run(python, ROOT / "tests" / "wheel.py")
+    assert "topk" in run(tmp_path / "bin" / "sidcomp", "codecs")
+    assert "License-Expression: BSD-3-Clause" in next(packages.glob("sidcomp-*/METADATA")).read_text()
+    installed = {str(f.relative_to(packages)) for f in (packages / "sidcomp").rglob("*")}
+    for file in (ROOT / "python" / "sidcomp").rglob("*"):
+        if file.suffix in (".py", ".pyi", ".typed", ".toml"):
+            assert str(file.relative_to(ROOT / "python")) in installed
+
+
+@pytest.mark.slow
+def test_the_wheel_needs_nothing_but_the_systems_libraries(wheel: Path) -> None:
+    """Then auditwheel names it manylinux, and an index takes it."""
+    if find_spec("auditwheel") is None:
+        pytest.skip("needs auditwheel: pip install '.[wheel]'")
+    told = " ".join(run(sys.executable, "-m", "auditwheel", "show", wheel).split())
+    assert 'platform tag: "manylinux_2_' in told, told
