@@ -207,9 +207,13 @@ wheel: env ## a wheel for this Python, CPU only, in build/wheel; auditwheel tell
 	    PATH="$(dir $(PYTHON)):$$PATH" $(PYTHON) -m auditwheel repair -w build/wheel build/wheel-raw/*.whl; fi
 	@ls -l build/wheel
 
+docs: ## the documentation as a site, in build/site; every link is checked (pip install '.[docs]')
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
+	@echo "build/site/index.html"
+
 CLANG_FORMAT ?= $(firstword $(wildcard $(dir $(PYTHON))clang-format) clang-format)
 FORMATTED     = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*/*.cu cuda/*/*.h cuda/*/*.cuh python/binding/*.[ch]pp tests/c/*.[ch] tests/fuzz/*.[ch] benchmarks/netlab/*.c)
-PYSOURCES     = $(wildcard setup.py python tests examples benchmarks)
+PYSOURCES     = $(wildcard setup.py python tests examples benchmarks docs/site)
 lint: ## clang-format, ruff, mypy, structure, the layers of the package; needs pip install '.[lint]'
 	$(CLANG_FORMAT) --dry-run -Werror $(FORMATTED)
 	PYTHONPATH=python $(PYTHON) -c 'from importlinter.cli import lint_imports_command as run; run()'
@@ -228,7 +232,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real sass gpu-check wheel ctest asan tsan asan-python fuzz fuzz-run coverage \
+.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real sass gpu-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 .SECONDARY:
 -include $(wildcard $(DEPS))

@@ -205,5 +205,5 @@ def test_the_source_archive_holds_what_the_pages_name(tmp_path: Path) -> None:
     sources = (file for pattern in ("*.py", "*.[ch]pp") for file in (ROOT / "python").rglob(pattern))
     for file in (*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *sources):
         assert str(file.relative_to(ROOT)) in held
-    assert {"LICENSE", "Makefile", "pyproject.toml", "setup.py"} <= held
+    assert {"LICENSE", "Makefile", "mkdocs.yml", "pyproject.toml", "setup.py"} <= held
     assert not [name for name in held if name.endswith((".so", ".pyc", ".o"))]

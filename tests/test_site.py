@@ -1,0 +1,68 @@
+"""The documentation's site has every page and every public name, and no link that leads nowhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import sidcomp
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTSIDE = {"index.md", "changes.md", "contributing.md", "security.md"}  # of docs/: docs/site/hooks.py
+
+
+def test_the_navigation_has_every_page() -> None:
+    listed = re.findall(r"^ +- .*: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert len(listed) == len(set(listed))
+    assert set(listed) - OUTSIDE == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = set(re.findall(r"^::: sidcomp\.(\w+)$", page, re.M))
+    errors = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
+    assert errors == set(sidcomp.errors.__all__)
+    assert shown | errors == set(sidcomp.__all__) - {"__version__", "errors"}
+    for name, base in re.findall(r"^\| `(\w+)` \|(?: `(\w+)`)? \|", page, re.M):
+        bases = {b.__name__ for b in getattr(sidcomp, name).__mro__}
+        assert base in bases if base else not bases & {"ValueError", "RuntimeError", "NotImplementedError"}
+
+
+def markdown(docstring: str) -> str:
+    pytest.importorskip("griffe")
+    sys.path.insert(0, str(ROOT / "docs" / "site"))
+    try:
+        import docstrings
+    finally:
+        sys.path.pop(0)
+    return docstrings.as_markdown(docstring)
+
+
+def test_lists_of_arguments_become_definition_lists() -> None:
+    listed = "a       first,\n        more\nb, long, one\n        second\nc\nd       both"
+    shown = "`a`\n:   first,\n    more\n\n`b`, `long`, `one`\n:   second\n\n`c`\n`d`\n:   both"
+    assert markdown(f"What,\non two lines.\n\n{listed}\n\nEnd.") == f"What,\non two lines.\n\n{shown}\n\nEnd."
+
+
+def test_other_paragraphs_of_docstrings_stay_as_they_are() -> None:
+    text = "One line.\n\n    code(here)\n\nTwo  spaces, and a list:\n- one\n- two"
+    assert markdown(text) == text
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Strict: a link to a page, picture, anchor or file that is not there is an error."""
+    for tool in ("mkdocs", "material", "mkdocstrings_handlers"):
+        if find_spec(tool) is None:
+            pytest.skip("needs mkdocs: pip install '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "api" / "index.html").read_text()
+    for name in ("State", "register", "hook", "Compressor", "Loopback", "plan", "Schedule"):
+        assert f'id="sidcomp.{name}"' in page
+    assert "<dt><code>codec</code>, <code>memory</code></dt>" in page
+    assert "blob/main/benchmarks/results/" in (tmp_path / "planning" / "index.html").read_text()
