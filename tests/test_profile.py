@@ -302,6 +302,40 @@ def test_a_timeline_of_any_length_is_drawn(ps: int, tmp_path: Path) -> None:
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
+def drawn(rows: dict[str, Any], title: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The figure that `draw` would have saved."""
+    figures = pytest.importorskip("matplotlib.figure")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    made = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, path, **_: made.append(figure))
+    plan_plot.draw(rows, "unused.png", title)
+    FigureCanvasAgg(made[0]).draw()
+    return made[0]
+
+
+def test_a_long_title_of_a_picture_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = {kind: [k, k + 1] for k, kind in enumerate(("backward", "encode", "exchange", "decode"))}
+    figure = drawn({"found": [{"group": 0, **spans}]}, repr(sidcomp.State("auto")) * 3, monkeypatch)
+    assert "One training step" in figure.get_suptitle()
+    box = figure._suptitle.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+    highest = max(axis.get_window_extent().y1 for axis in figure.axes)
+    assert box.y0 >= highest, "nor does it lie on the timelines"
+
+
+def test_a_picture_marks_the_groups_that_are_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what a timeline says of them, or else by whether they are encoded."""
+    spans = {kind: [k, k + 1] for k, kind in enumerate(("backward", "encode", "exchange", "decode"))}
+    dense = {**spans, "encode": None, "decode": None}
+    planned = [{"group": 0, **dense}, {"group": 1, **spans}]
+    measured = [{"group": 0, **spans, "compressed": False}, {"group": 1, **spans, "compressed": True}]
+    figure = drawn({"predicted": planned, "measured": measured}, "t", monkeypatch)
+    hatched = [[bool(bar.get_hatch()) for bar in axis.patches] for axis in figure.axes]
+    assert hatched == [[False, True, True, False, True, True], [False, True] * 4]
+    assert [text.get_text() for text in figure.legends[0].texts] == ["compressed", "sent dense"]
+
+
 PRESENT: dict[str, Any] = {
     "model": "0123456789abcdef", "world": 2, "device": "cpu", "backend": "gloo", "threads": 1
 }  # fmt: skip

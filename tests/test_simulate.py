@@ -114,6 +114,18 @@ def test_the_planner_chooses_exchanges() -> None:
     assert chosen[16] & {"topk two-shot", "signs"} and "topk gathered" not in chosen[16]
 
 
+def test_lines_that_lie_on_each_other_can_be_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one rank a node hierarchical takes about as long as all-gather: its line is thinner and above."""
+    figures = pytest.importorskip("matplotlib.figure")
+    made = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, path, **_: made.append(figure))
+    simulate(1 << 20, "marsit", worlds=[2, 4, 8]).plot("unused.png")
+    lines = {line.get_label(): line for line in made[0].axes[0].lines}
+    assert len({line.get_marker() for line in lines.values()}) == len(lines) == 5
+    below, above = lines["allgather"], lines["hierarchical"]
+    assert below.get_linewidth() > 2 * above.get_linewidth() and below.get_alpha() < above.get_alpha()
+
+
 def test_draws_and_prints(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     simulate(1 << 20, "int8", worlds=[2, 4, 8]).plot(tmp_path / "x.png")

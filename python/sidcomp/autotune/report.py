@@ -153,7 +153,7 @@ def timelines(p: Engine) -> dict[str, list[dict[str, Any]] | None]:
         }
         before = max(before, ready)
         spans = {k: [1000 * (start - zero), 1000 * (end - zero)] for k, (start, end) in moments.items()}
-        rows.append({"group": g.index, **spans})
+        rows.append({"group": g.index, "compressed": g.spec.way != DENSE, **spans})
     return {"predicted": predicted, "measured": rows}
 
 
