@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import statistics
 from argparse import Namespace
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-import sidcomp
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -94,17 +94,13 @@ def summary(run: "Run", world: int) -> Row:
     """Figures of one run. Bytes are what one rank sends in a step; times in milliseconds."""
     steps = run.step
     times = sorted(run.times) or [run.seconds / steps]
-    ring = 2 * (world - 1) / world
-    if run.explained:  # a plan that was found on the way: what its groups send
-        linear = {codec.name: codec.linear for codec in sidcomp.codecs()}
-        computed = sum(g["sent_bytes"] * (ring if linear[g["codec"]] else world - 1) for g in run.groups)
-    elif run.stats:
-        payload = run.stats["sent_bytes"] / run.stats["steps"]
-        summed = run.stats["received_bytes"] == run.stats["sent_bytes"]
-        # What is summed travels in a ring, as the dense gradient does; what is gathered goes to every peer.
-        computed = payload * (ring if summed else world - 1)
-    else:
-        computed = ring * 4 * run.elements
+    dense = on_the_wire(4 * run.elements, 4 * run.elements, world)
+    overall = dense
+    if run.stats:
+        of_a_step = (run.stats[f"{way}_bytes"] / run.stats["steps"] for way in ("sent", "received"))
+        overall = on_the_wire(*of_a_step, world)
+    # As what is counted: the median of the turns. A schedule may have sent far more at the beginning.
+    turns = [on_the_wire(*turn, world) for turn in run.payload_bytes]
     return {
         "name": run.name,
         "metric": run.curve[-1][2] if run.curve else None,
@@ -112,13 +108,21 @@ def summary(run: "Run", world: int) -> Row:
         "p10": times[len(times) // 10] * 1e3,
         "p90": times[len(times) * 9 // 10] * 1e3,
         "bytes_counted": statistics.median(run.tcp_bytes) if run.tcp_bytes else None,
-        "bytes_computed": computed,
+        "bytes_computed": statistics.median(turns) if turns else overall,
+        "bytes_overall": overall,
         "density": run.stats.get("density", 1.0),
         **{
             what: sum(g[f"{what}_seconds"] / max(1, g["steps"]) for g in run.groups) * 1e3
             for what in ("encode", "wait", "decode")
         },
     }
+
+
+def on_the_wire(sent: float, received: float, world: int) -> float:
+    """Bytes that a rank sends for these bytes of payloads. Those that it gets back once are summed in a ring;
+    those that it gets from each of the others go to each of them."""
+    gathered = (received - sent) / (world - 2) if world > 2 else 0.0
+    return 2 * (world - 1) / world * (sent - gathered) + (world - 1) * gathered
 
 
 def cells(task: Task, alone: Row, rows: list[Row]) -> list[list[str]]:
@@ -154,9 +158,14 @@ def remarks(
         *([] if found else [f"{ours['name']} was still finding out: it needs more steps than these."]),
         args.network,
         "Bytes are what one rank sends in a step. Counted: by the kernel, over rank 0's TCP connections, "
-        "headers left out, median of the turns that were timed. Computed: a ring all-reduce of the float32 "
-        "gradient; for sidcomp, its payloads.",
+        "headers left out. Computed: a ring all-reduce of the float32 gradient; for sidcomp, its payloads. "
+        "Both are the median of the turns that were timed.",
     ]
+    if abs(ours["bytes_overall"] / ours["bytes_computed"] - 1) > 0.05:
+        notes.append(
+            f"{ours['name']} does not send the same in all steps: over the whole run it is "
+            f"{ours['bytes_overall']:,.0f} bytes a step, computed."
+        )
     if alone["median"] <= min(dense["median"], ours["median"]):
         notes.append(
             f"Without communication a step takes {alone['median']:.1f} ms: no compression beats that."
@@ -208,6 +217,21 @@ def folded(name: str) -> str:
     return "\n".join(wrap(name, 16, break_long_words=False, break_on_hyphens=False))
 
 
+def caption(args: Namespace, task: Task, dense: Row, ours: Row, elements: int) -> str:
+    """Model, link and gain: what a picture needs that is shown without its table."""
+    rate = re.search(r"[\d.]+ [MG]bit/s", args.network)
+    link = f"a link of {rate[0]}" if rate else "loopback"
+    slower = ours["median"] / dense["median"] - 1
+    time = f"{100 * abs(slower):.0f} % {'more' if slower > 0 else 'less'} time for a step than plain DDP"
+    if ours["p10"] < dense["median"] < ours["p90"]:
+        time += " (within its spread)"
+    fewer = dense["bytes_computed"] / max(1, ours["bytes_computed"])
+    gain = f"{ours['name']}: {time}, {fewer:.1f} times fewer bytes, {task.metric} "
+    gain += f"{ours['metric']:.4f} (plain DDP: {dense['metric']:.4f})"
+    head = f"{task.title}, {elements / 1e6:.1f} million parameters, {link} between the ranks"
+    return "\n".join([head, *wrap(gain, 140)])
+
+
 def figure(args: Namespace, task: Task, alone: Row, rows: list[Row], runs: "list[Run]") -> bool:
     try:
         import matplotlib
@@ -217,14 +241,21 @@ def figure(args: Namespace, task: Task, alone: Row, rows: list[Row], runs: "list
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained", width_ratios=[1, 1, 1.1])
+    dense, ours = rows
+    fig, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained", width_ratios=[1, 1, 1.1])
+    fig.suptitle(caption(args, task, dense, ours, runs[0].elements), fontsize=10, parse_math=False)
     by_step, by_time, parts = axes
+    # The first points are far from the others, which could not be told apart beside them.
+    skipped = len(runs[0].curve) // 4
     for run, color in zip(runs, ("#7a7f87", "#d1495b"), strict=True):
-        steps, seconds, metric = zip(*run.curve, strict=True)
+        steps, seconds, metric = zip(*run.curve[skipped:], strict=True)
         by_step.plot(steps, metric, "o-", ms=3, color=color, label=folded(run.name))
         by_time.plot(seconds, metric, "o-", ms=3, color=color, label=folded(run.name))
-    by_step.set(xlabel="step", title=f"{task.metric} ({task.unit})")
-    by_time.set(xlabel="seconds of training", title="the same, by time")
+    begin = f", from {runs[0].curve[skipped][0]} on" if skipped else ""
+    by_step.set(xlabel=f"step{begin}")
+    by_step.set_title(f"{task.metric} ({task.unit})", fontsize=10)
+    by_time.set(xlabel="seconds of training")
+    by_time.set_title("the same, by time", fontsize=10)
     by_step.legend(frameon=False, fontsize=8)
 
     shades = {"compute": "#9fb3c8", "encode": "#d1495b", "wait": "#edae49", "decode": "#66a182"}
@@ -235,7 +266,8 @@ def figure(args: Namespace, task: Task, alone: Row, rows: list[Row], runs: "list
             left += ms
         parts.text(left, y, f" {left:.0f} ms, {row['bytes_computed'] / 1e6:.2f} MB", va="center", fontsize=8)
     parts.set_yticks(range(len(rows)), [folded(row["name"]) for row in reversed(rows)])
-    parts.set(xlabel="ms", title="a step, and what a rank sends in it", ylim=(-0.5, len(rows) + 0.1))
+    parts.set(xlabel="ms", ylim=(-0.5, len(rows) + 0.1))
+    parts.set_title("a step, and what a rank sends in it", fontsize=10)
     parts.set_xlim(0, 1.4 * max(row["median"] for row in rows))
     parts.legend(frameon=False, fontsize=8, ncols=2, loc="upper center")
     for ax in axes:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 
 class Task(Protocol):
-    """metric: what `measure` measures; steps, batch, lr, momentum: good ones; data: what there is."""
+    """title: the model in words; metric: what `measure` measures; steps, batch, lr, momentum: good ones;
+    data: what there is."""
 
+    title: str
     metric: str
     unit: str
     steps: int
@@ -59,6 +61,7 @@ class LanguageModel:
     reads the same.
     """
 
+    title = "GRU language model"
     metric = "validation loss"
     unit = "nats per byte"
     steps = 450
@@ -111,6 +114,7 @@ class LanguageModel:
 class Digits:
     """scikit-learn's 1797 handwritten digits of 8 x 8 pixels, by a perceptron with two wide hidden layers."""
 
+    title = "digits by a perceptron"
     metric = "accuracy"
     unit = "of the held-out digits"
     steps = 300
@@ -154,6 +158,7 @@ class Digits:
 class DigitsByPerceptron(Digits):
     """The same digits by a deeper perceptron of 6.4 million parameters: six square layers of one size."""
 
+    title = "digits by a deep perceptron"
     steps = 100
     batch = 256
     lr = 0.02
@@ -170,6 +175,7 @@ class DigitsByPerceptron(Digits):
 class DigitsByConvolution(Digits):
     """The same digits by a convolutional network of 6 million parameters, most of them in the last layers."""
 
+    title = "digits by a CNN"
     steps = 150
     batch = 64
 

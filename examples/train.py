@@ -42,6 +42,9 @@ class Run:
     losses: list[float] = field(default_factory=list)  # of each step, on this rank's batch
     curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, seconds, the task's metric
     tcp_bytes: list[float] = field(default_factory=list)  # sent in a step, by the kernel, of each turn
+    payload_bytes: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # sent, received in a step, likewise
     elements: int = 0  # of the model's gradient
     stats: dict[str, float] = field(default_factory=dict)  # State.stats() over all steps
     groups: list[dict[str, Any]] = field(default_factory=list)  # State.stats(), each group
@@ -110,7 +113,7 @@ class Trainer:
         run = self.run
         if self.state is not None and not run.found:
             run.found = self.state.plan_report()["stage"] == "resting"
-        before, sent = run.step, tcp_bytes_sent()
+        before, sent, payloads = run.step, tcp_bytes_sent(), self.payloads()
         for turn, step in enumerate(range(run.step, until)):
             start = perf_counter()
             loss = self.one_step(step)
@@ -124,8 +127,19 @@ class Trainer:
             if self.file is not None and run.step % self.args.checkpoint_every == 0:
                 self.save()
         now = tcp_bytes_sent()
+        steps = until - before
         if run.found and sent is not None and now is not None:
-            run.tcp_bytes.append((now - sent) / (until - before))
+            run.tcp_bytes.append((now - sent) / steps)
+        if run.found and self.state is not None:
+            out, back = (b - a for a, b in zip(payloads, self.payloads(), strict=True))
+            run.payload_bytes.append((out / steps, back / steps))
+
+    def payloads(self) -> tuple[int, int]:
+        """Bytes of payloads that this rank has sent and received so far."""
+        if self.state is None:
+            return 0, 0
+        stats = self.state.stats()
+        return stats["sent_bytes"], stats["received_bytes"]
 
     def one_step(self, step: int) -> float:
         done = step / self.args.steps

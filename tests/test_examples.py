@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sidcomp
@@ -106,6 +107,66 @@ def test_train_counts_the_bytes_that_it_computes(digits: tuple[str, Path]) -> No
     for row in (dense, ours):
         assert row["bytes_computed"] <= row["bytes_counted"] < 1.1 * row["bytes_computed"] + 4096
     assert dense["bytes_counted"] > 35 * ours["bytes_counted"]
+
+
+def test_train_counts_what_it_computes_after_a_warm_up(tmp_path: Path) -> None:
+    """Both are of the same steps, and the table says what the whole run has sent."""
+    pytest.importorskip("sklearn")
+    warm = ("--task", "digits", "--steps", "60", "--param", "density=0.25@0,0.01@20")
+    torchrun(EXAMPLES / "train.py", *warm, "--out", tmp_path)
+    ours = json.loads((tmp_path / "table.json").read_text())["summary"][2]
+    assert ours["bytes_overall"] > 5 * ours["bytes_computed"]
+    assert (
+        f"over the whole run it is {ours['bytes_overall']:,.0f} bytes" in (tmp_path / "table.md").read_text()
+    )
+    if ours["bytes_counted"] is not None:
+        assert ours["bytes_computed"] <= ours["bytes_counted"] < 1.1 * ours["bytes_computed"] + 4096
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """report.py, in this process."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield importlib.import_module("report")
+    for name in ("report", "tasks", "flags"):
+        sys.modules.pop(name, None)
+
+
+def test_bytes_on_the_wire(shown: Any) -> None:
+    """All-reduces in a ring, all-gathers to every other rank, and a run that has both."""
+    for world in (2, 3, 8):
+        ring, others = 2 * (world - 1) / world, world - 1
+        assert shown.on_the_wire(30, 30, world) == pytest.approx(30 * ring)
+        assert shown.on_the_wire(30, 30 * others, world) == pytest.approx(30 * others)
+        assert shown.on_the_wire(50, 20 + 30 * others, world) == pytest.approx(20 * ring + 30 * others)
+
+
+def test_the_picture_shows_the_end_and_says_of_what_it_is(
+    shown: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    made: list[Any] = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, path, **_: made.append(figure))
+    row = {"metric": 1.5, "median": 200.0, "p10": 190.0, "p90": 210.0, "encode": 4.0, "decode": 2.0}
+    dense = {**row, "name": "plain DDP", "median": 280.0, "bytes_computed": 4e6, "encode": 0.0, "decode": 0.0}
+    ours = {**row, "name": "topk " + "density=0.084 " * 12, "bytes_computed": 1e5}
+    curve = [(10 * i, 1.0 * i, 9.0 if i < 3 else 2.0 - i / 20) for i in range(1, 13)]
+    runs = [argparse.Namespace(name=r["name"], curve=curve, elements=2_300_000) for r in (dense, ours)]
+    args = argparse.Namespace(out=tmp_path, network="Network: 2 hosts; 1 Gbit/s up and down.")
+    task = argparse.Namespace(title="GRU language model", metric="validation loss", unit="nats per byte")
+    assert shown.figure(args, task, dense, [dense, ours], runs)
+    by_step = made[0].axes[0]
+    assert by_step.get_ylim()[1] < 2.5, "the first points are left out"
+    title = made[0].get_suptitle()
+    for words in (
+        "GRU language model, 2.3 million parameters",
+        "1 Gbit/s",
+        "29 % less time",
+        "40.0 times fewer",
+    ):
+        assert words in title
+    box = made[0]._suptitle.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= made[0].bbox.x1, "it is not cut off"
 
 
 @pytest.mark.slow
