@@ -1,6 +1,5 @@
 """What the benchmarks share: rivals timed in turn, a table, a JSON file that says where it was measured."""
 
-import json
 import os
 import platform
 import statistics
@@ -14,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from sidcomp import _core
+
+from benchmarks import compact_json
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -82,7 +83,7 @@ def report(name: str, title: str, rows: list[dict[str, Any]], note: str, out: Pa
         return
     out.mkdir(parents=True, exist_ok=True)
     record = {"title": title, "note": note, "machine": where, "rows": rows}
-    (out / f"{name}.json").write_text(json.dumps(record, indent=1))
+    (out / f"{name}.json").write_text(compact_json.dumps(record))
     lines = [f"# {title}", "", note, "", "| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
     lines += ["", ", ".join(f"{k} {v}" for k, v in where.items()), ""]

@@ -312,12 +312,15 @@ def text_of(results: dict[str, Any]) -> str:
 
 def write(results: dict[str, Any], folder: Path) -> None:
     """Parts that were measured before, on the same day, stay."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import compact_json
+
     stem = re.sub(r"[^a-z0-9]+", "-", results["machine"]["gpu"].lower()).strip("-") + "-" + results["date"]
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / f"{stem}.json"
     if kept.exists():
         results = json.loads(kept.read_text()) | results
-    kept.write_text(json.dumps(results, indent=1))
+    kept.write_text(compact_json.dumps(results))
     (folder / f"{stem}.md").write_text(text_of(results))
     say(f"written: {folder / stem}.md and .json")
 

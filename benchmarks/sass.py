@@ -18,7 +18,6 @@ SIDCOMP_NVDISASM, PATH, beside nvcc, and in the package triton, which brings it 
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -711,6 +710,7 @@ def markdown(record: dict[str, Any], shown: int) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     sys.path.insert(0, str(ROOT))
+    from benchmarks import compact_json
     from setup import archs, find_nvcc
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sass", description=__doc__)
@@ -752,8 +752,12 @@ def main(argv: list[str] | None = None) -> None:
     text = markdown(record, shown)
     if args.save:
         DOC.write_text(text)
-        kept = record | {"passes": [p for p in record["passes"] if p["arch"] == shown]}
-        RECORD.write_text(json.dumps(kept, indent=None if len(wanted) > 1 else 1) + "\n")
+        passes = [p for p in record["passes"] if p["arch"] == shown]
+        kept = record | {
+            "kernels": compact_json.table(record["kernels"]),
+            "passes": compact_json.table(passes),
+        }
+        RECORD.write_text(compact_json.dumps(kept))
     else:
         print(text)
     lost = [p for p in record["passes"] if "dear" not in p]

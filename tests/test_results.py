@@ -1,0 +1,39 @@
+"""Results of benchmarks: how they are written, and what is committed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import compact_json  # noqa: E402
+
+ROWS = [{"a": 1, "b": [2.5, "x y"]}, {"a": None, "c": {"d": True}}]
+
+
+def test_what_is_written_is_read_back() -> None:
+    record = {"title": "a: b", "machine": {"cores": 2}, "archs": [75, 80], "rows": ROWS, "none": []}
+    text = compact_json.dumps(record)
+    assert json.loads(text) == record
+    assert '{"a":1,"b":[2.5,"x y"]},' in text.splitlines(), "a line for each row"
+
+
+def test_a_table_has_its_names_once() -> None:
+    table = compact_json.table(ROWS)
+    assert table == {"columns": ["a", "b", "c"], "rows": [[1, [2.5, "x y"], None], [None, None, {"d": True}]]}
+    text = compact_json.dumps({"kernels": table})
+    assert json.loads(text) == {"kernels": table}
+    assert text.count('"b"') == 1 and '[1,[2.5,"x y"],null],' in text.splitlines()
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_what_is_committed_is_compact_and_has_its_table(file: Path) -> None:
+    text = file.read_text()
+    assert text == compact_json.dumps(json.loads(text))
+    assert file.with_suffix(".md").exists() or file.stem == "sass", "sass: docs/cuda-sass.md"
