@@ -165,7 +165,7 @@ ASANSOME = $(addprefix tests/,test_compressor.py test_wire.py test_memories.py d
 ASANALL  = tests $(addprefix --ignore=tests/,test_netlab.py test_setup.py test_sass.py test_gpu_check.py test_examples.py test_docs.py test_package.py test_site.py test_results.py)
 asan-python: env ## one in 16 of some Python tests, the core under AddressSanitizer and UBSan; gcc (ALL=1: nearly all; TESTS=..., ARGS=...)
 	@test -e "$$($(CC) -print-file-name=libasan.so)" || { echo "sidcomp: $(CC) has no libasan.so: set CC=gcc CXX=g++"; exit 1; }
-	@rm -rf $(ASANPY)/lib; mkdir -p $(ASANPY)/lib/sidcomp; ln -s $(CURDIR)/python/sidcomp/*.py* $(ASANPY)/lib/sidcomp/
+	@rm -rf $(ASANPY)/lib; mkdir -p $(ASANPY)/lib/sidcomp; ln -s $(filter-out %/__pycache__ %.so,$(wildcard $(CURDIR)/python/sidcomp/*)) $(ASANPY)/lib/sidcomp/
 	+@$(SUB) ext SAN=address,undefined DEBUG=1 O=build/asan-python OUT=$(ASANPY)/_core.so \
 	    PYINC="$$($(PYTHON) -c 'import sysconfig, pybind11; print("-isystem", sysconfig.get_paths()["include"], "-isystem", pybind11.get_include())')"
 	@ln -s $(ASANPY)/_core.so $(ASANPY)/lib/sidcomp/_core.so
