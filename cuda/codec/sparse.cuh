@@ -4,7 +4,7 @@
  *     finish    one cooperative launch whose blocks wait for one another: candidates into one list in index order, the
  *               codec's finish() as it stands in csrc/codec/, the payload. Where the law reads again, acc is read again
  *               here; nothing is asked of the host.
- * Counts are integers and sums have the order of internal.h, so that payload and state are those of the CPU.
+ * Counts are integers and sums have the order of sums.h, so that payload and state are those of the CPU.
  *
  * Bytes per element, float32 with a residual, density d, 1.3 d candidates:
  *     walk      12 + 8 d      reads gradient and acc, writes acc: the floor of error feedback; and candidates of 6 bytes

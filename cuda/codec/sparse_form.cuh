@@ -1,4 +1,4 @@
-/* Where a sparse codec's work and body lie, and what an element becomes (csrc/codec/sparse.h). */
+/* Where a sparse codec's work and body lie, and what an element becomes (csrc/codec/sparse_form.h). */
 #ifndef SID_SPARSE_FORM_CUH
 #define SID_SPARSE_FORM_CUH
 

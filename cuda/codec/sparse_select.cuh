@@ -178,7 +178,7 @@ struct sid_selection {
         return select_from([&](const auto &show) { each_value(val, n, [&](float x) { show(sid_key(x)); }); }, n, rank);
     }
 
-    /* ---- sums in internal.h's order */
+    /* ---- sums in the order of sums.h */
 
     template <uint32_t SUMS> __device__ double *next_running() {
         static_assert(SUMS <= SID_AT_ONCE, "sums at once");

@@ -1,4 +1,4 @@
-/* The device side of a codec, and the walk in which memory and codec meet (csrc/internal.h has the same contract for the
+/* The device side of a codec, and the walk in which memory and codec meet (csrc/codec.h has the same contract for the
  * CPU): a warp holds a tile in registers, the memory makes acc of it, the codec reads acc. */
 #ifndef SID_CODEC_CUH
 #define SID_CODEC_CUH
@@ -99,7 +99,7 @@ const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NUL
 
 /* Zeroes scratch (`clear` bytes of work) and the given bytes of the payload, sums up the segment table. Of an encode, what
  * the memory wants to know before the walk as well: clipping reads the gradient once more, 4 bytes an element. */
-struct sid_mending {  /* internal.h: what the state has that no encode has left there becomes absent */
+struct sid_mending {  /* sound.h: what the state has that no encode has left there becomes absent */
     sid_state *state; /* or NULL */
     sid_rule none;
     sid_ruling ruling;

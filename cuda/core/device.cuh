@@ -169,7 +169,7 @@ template <typename T> __device__ inline T sid_block_scan(T x, T *part, T *total)
     return x + part[sid_warp()];
 }
 
-/* The lanes of a unit together, of which this thread has four (internal.h, sums): in every thread of the warp. Halves
+/* The lanes of a unit together (sums.h), of which this thread has four: in every thread of the warp. Halves
  * keep two of the four each, then one. */
 template <typename T> __device__ inline T sid_join_lanes(const T (&lane)[SID_QUAD]) {
     const bool right = sid_lane() & 16, upper = sid_lane() & 8;

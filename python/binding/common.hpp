@@ -15,8 +15,6 @@
 #include <vector>
 
 #include "sidcomp.h"
-#include "sidcomp_cuda.h"
-#include "sidcomp_nccl.h"
 
 namespace binding {
 

@@ -1,6 +1,7 @@
 // The device's calls: those of plans and exchanges, which they complete, and those of a whole step.
 #include "exchange.hpp"
 #include "plan.hpp"
+#include "sidcomp_cuda.h"
 
 namespace binding {
 

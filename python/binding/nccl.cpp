@@ -2,6 +2,7 @@
 #include "exchange.hpp"
 #include "plan.hpp"
 #include "registry.hpp"
+#include "sidcomp_nccl.h"
 
 namespace binding {
 
