@@ -286,7 +286,7 @@ def refused(rank: int, world: int) -> list[str]:
     state.follow(None)
     trainer.optimizer.param_groups[0]["lr"] = 0.01
     trainer.step()
-    assert state._engine.layout is not None and state._engine.layout.groups[0].carry == 1
+    assert state._engine.layout is not None and state._engine.layout.groups[0].stage.carry == 1
     state.close()
     with pytest.raises(sidcomp.SetupError, match="closed"):
         state.follow(trainer.optimizer)

@@ -341,14 +341,14 @@ def forget(rank: int, world: int, close: bool) -> list[str]:
     state = make_state("bucket", trainer.module, codec=SHAPED[0])
     sidcomp.register(trainer.wrapper, state)
     trainer.step()
-    assert any(t.name == "sidcomp rounds" for t in threading.enumerate())
+    assert any(t.name == "sidcomp reductions" for t in threading.enumerate())
     if close:
         state.close()
     trainer.close()
     del state, trainer
     gc.collect()
     end = time.monotonic() + 10
-    while time.monotonic() < end and any(t.name == "sidcomp rounds" for t in threading.enumerate()):
+    while time.monotonic() < end and any(t.name == "sidcomp reductions" for t in threading.enumerate()):
         time.sleep(0.02)
     return [t.name for t in threading.enumerate()]
 
@@ -356,7 +356,7 @@ def forget(rank: int, world: int, close: bool) -> list[str]:
 @pytest.mark.parametrize("close", [True, False])
 def test_the_thread_ends_with_its_state(close: bool) -> None:
     for names in run(forget, 2, close):
-        assert "sidcomp rounds" not in names
+        assert "sidcomp reductions" not in names
 
 
 def refuse(rank: int, world: int, codec: str) -> str:

@@ -468,8 +468,7 @@ def failed(rank: int, world: int) -> None:
     for _ in range(3):
         one.trainer.step()
     before = one.everything()
-    pipeline: Any = one.state._engine
-    group = pipeline.layout.groups[-1]
+    form = one.state._engine.groups[-1].form
 
     class Fails:
         def __init__(self, plan: Any) -> None:
@@ -482,11 +481,11 @@ def failed(rank: int, world: int) -> None:
             raise MemoryError("planted")
 
     if rank == 1:
-        group.plan = Fails(group.plan)
+        form.plan = Fails(form.plan)
     with pytest.raises(RuntimeError):
         one.backward()
     if rank == 1:
-        group.plan = group.plan.plan
+        form.plan = form.plan.plan
     after = one.everything()
     same: Callable[[str], bool] = lambda k: k.startswith(("residual", "header", "extra"))  # noqa: E731
     assert_same(

@@ -556,14 +556,14 @@ def forget(rank: int, world: int, close: bool) -> list[str]:
     state = make_state("bucket", trainer.module, **RING)
     sidcomp.register(trainer.wrapper, state)
     trainer.step()
-    assert any(t.name == "sidcomp trips" for t in threading.enumerate())
+    assert any(t.name == "sidcomp messages" for t in threading.enumerate())
     if close:
         state.close()
     trainer.close()
     del state, trainer
     gc.collect()
     end = time.monotonic() + 10
-    while time.monotonic() < end and any(t.name == "sidcomp trips" for t in threading.enumerate()):
+    while time.monotonic() < end and any(t.name == "sidcomp messages" for t in threading.enumerate()):
         time.sleep(0.02)
     return [t.name for t in threading.enumerate()]
 
@@ -571,7 +571,7 @@ def forget(rank: int, world: int, close: bool) -> list[str]:
 @pytest.mark.parametrize("close", [True, False])
 def test_the_threads_end_with_their_state(close: bool) -> None:
     for names in run(forget, 2, close):
-        assert "sidcomp trips" not in names
+        assert "sidcomp messages" not in names
 
 
 def steady(rank: int, world: int) -> tuple[list[int], dict[str, Any]]:

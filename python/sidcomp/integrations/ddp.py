@@ -44,7 +44,12 @@ def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
         )
         failed.set_exception(error)
         return failed
-    return _door(state).reduce(bucket)
+    try:
+        door = _door(state)
+    except Exception as e:
+        state._engine.report(e)
+        return _failed(e)
+    return door.reduce(bucket)
 
 
 def register(ddp: DistributedDataParallel, state: State) -> None:
