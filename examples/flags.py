@@ -1,19 +1,14 @@
-"""The flags of train.py, and the presets in configs/ that they override."""
+"""The flags of train.py, and the presets that they override."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import sidcomp
+from sidcomp.config import presets
 from tasks import TASKS
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+HERE = Path(__file__).resolve().parent
 DEFAULTS: dict[str, Any] = {
     "task": "lm", "memory": None, "groups": None, "exclude": [], "policy": [], "full_every": 0, "seed": 0,
     "clip": 1.0, "exchange": None, "follow": True,
@@ -22,12 +17,12 @@ DEFAULTS: dict[str, Any] = {
 
 def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace:
     """Defaults, then the preset, then the flags: the later win. `parameters`: those of codec and memory."""
-    presets = ", ".join(sorted(f.stem for f in CONFIGS.glob("*.toml")))
     p = argparse.ArgumentParser(description=description)
     add = p.add_argument_group("what is trained").add_argument
     add(
         "--config",
-        help=f"preset: {presets}, or a .toml file; topk-fortieth unless this or --codec is given",
+        help=f"preset: {', '.join(presets.names())}, or a .toml file; topk-fortieth unless this or --codec "
+        "is given",
     )
     add(
         "--task",
@@ -115,16 +110,17 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         p.error("--resume and --stop-at need --checkpoint DIR")
 
     args.config = args.config or ("topk-fortieth" if args.codec is None else "topk-1pct")  # its own defaults
-    path = Path(args.config) if args.config.endswith(".toml") else CONFIGS / f"{args.config}.toml"
-    if not path.is_file():
-        p.error(f"--config {args.config}: no such file; the presets are {presets}")
-    preset = {**DEFAULTS, **tomllib.loads(path.read_text())}
-    parameters = {name: _scheduled(value) for name, value in preset.pop("parameters", {}).items()}
-    args.policy = _policy(preset.pop("policy"), p, path)
-    preset["full_every"] = _scheduled(preset["full_every"])
-    unknown = sorted(set(preset) - set(vars(args)))
-    if unknown or "codec" not in preset:
-        p.error(f"{path}: " + (f"unknown keys {', '.join(unknown)}" if unknown else "it names no codec"))
+    if args.config == "ci":
+        args.config = str(HERE / "ci.toml")
+    try:
+        loaded = presets.load(args.config)
+    except sidcomp.ArgumentError as e:
+        p.error(f"--config {args.config}: {e}")
+    parameters = dict(loaded.parameters)
+    preset = {**DEFAULTS, **loaded.arguments, **loaded.other}
+    args.policy = preset.pop("policy")
+    if unknown := sorted(set(preset) - set(vars(args))):
+        p.error(f"--config {args.config}: unknown keys {', '.join(unknown)}")
     if args.codec not in (None, preset["codec"]):
         parameters, args.policy = {}, []  # they are another codec's
         preset |= {"memory": None, "full_every": 0}
@@ -147,23 +143,6 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     args.parameters = parameters
     args.exclude = [_number(rule) for rule in args.exclude]
     return args
-
-
-def _scheduled(value: Any) -> Any:
-    """A list of pairs [step, value] is a schedule."""
-    return sidcomp.Schedule(value) if isinstance(value, list) else value
-
-
-def _policy(tables: list[dict[str, Any]], p: argparse.ArgumentParser, path: Path) -> list[Any]:
-    """`[[policy]]` tables: `rule` is a rule or a list of them, the rest are settings."""
-    out = []
-    for table in tables:
-        settings = {name: _scheduled(value) for name, value in table.items() if name != "rule"}
-        if "rule" not in table or not settings:
-            p.error(f"{path}: a [[policy]] has a rule and settings, not {table}")
-        rules = table["rule"] if isinstance(table["rule"], list) else [table["rule"]]
-        out += [(rule, settings) for rule in rules]
-    return out
 
 
 def _number(text: str | int) -> int | float | str:

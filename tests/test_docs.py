@@ -36,7 +36,7 @@ def test_links_and_pictures_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(
-        r"`((?:csrc|cuda|docs|examples|python|tests|configs|benchmarks)/[\w./-]+\.\w+)", page.read_text()
+        r"`((?:csrc|cuda|docs|examples|python|tests|benchmarks)/[\w./-]+\.\w+)", page.read_text()
     )
     for name in named:
         if "x.c" not in name:  # csrc/codec/x.c: any codec

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import sidcomp
+from sidcomp.config import presets
 
 pytest.importorskip("torch")
 
@@ -186,7 +187,7 @@ def test_train_resumes_with_the_same_bits(tmp_path: Path) -> None:
         assert a["curve"][-1][2] == b["curve"][-1][2]
 
 
-PRESETS = sorted(f.stem for f in (ROOT / "configs").glob("*.toml"))
+PRESETS = presets.names()
 
 
 @pytest.fixture
@@ -214,6 +215,37 @@ def test_every_preset_makes_a_state(preset: str, parse: Callable[..., argparse.N
         **args.parameters,
     )
     assert min(args.steps, args.batch, args.lr) > 0
+    state = sidcomp.State.preset(preset)
+    assert state.settings.saved()["codec"] == presets.load(preset).arguments["codec"]
+
+
+def test_a_preset_can_be_changed_and_is_read_from_a_file(tmp_path: Path) -> None:
+    assert sidcomp.State.preset("redsync", density=0.25, seed=3).settings.seed == 3
+    file = tmp_path / "mine.toml"
+    file.write_text('codec = "topk"\nfull_every = [[0, 1], [5, 0]]\nsteps = 3\n[parameters]\ndensity = 0.5\n')
+    mine = presets.load(file)
+    assert mine.parameters == {"density": 0.5} and mine.other == {"steps": 3}
+    assert sidcomp.State.preset(file).settings.full_every == sidcomp.Schedule({0: 1, 5: 0})
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("codec = ", "not TOML"),
+        ("groups = 'model'", "codec is missing"),
+        ("codec = 'topk'\nparameters = 3", "[parameters]"),
+        ("codec = 'topk'\n[parameters]\nmemory = 'none'", "memory belongs above"),
+        ("codec = 'topk'\n[[policy]]\nrule = '1-D'", "[[policy]]"),
+    ],
+)
+def test_a_wrong_preset_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(sidcomp.ArgumentError) as caught:
+        sidcomp.State.preset(file)
+    assert said in str(caught.value) and str(file) in str(caught.value)
+    with pytest.raises(sidcomp.ArgumentError, match="redsync"):
+        sidcomp.State.preset("nothing")
 
 
 def test_flags_override_the_preset(parse: Callable[..., argparse.Namespace]) -> None:

@@ -197,7 +197,7 @@ def test_the_source_archive_holds_what_the_pages_name(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    folders = ("csrc", "cuda", "docs", "examples", "configs", "benchmarks", "tests")
+    folders = ("csrc", "cuda", "docs", "examples", "benchmarks", "tests")
     for folder in folders:
         for file in (ROOT / folder).rglob("*"):
             if file.is_file() and file.suffix not in (".pyc", ".so") and "__pycache__" not in file.parts:

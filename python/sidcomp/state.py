@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from sidcomp.autotune import journal, report
 from sidcomp.autotune.controller import Controller, Report
+from sidcomp.config import presets
 from sidcomp.config.grouping import PLANNED, Groups, Regime
 from sidcomp.config.policy import Exclude, Rules
 from sidcomp.config.schedule import Schedule, Setting
@@ -158,6 +159,17 @@ class State:
         self._door: Door | None = None
         self._closed: dict[str, Any] | None = None  # the last stats
         self._forward: torch.utils.hooks.RemovableHandle | None = None
+
+    @classmethod
+    def preset(cls, name: str | Path, **changes: Any) -> "State":
+        """A State as a TOML file describes it: `State.preset("redsync")` has a paper's published setting.
+
+        name: one of `sidcomp.config.presets.names()`, or a path that ends in .toml (see
+        sidcomp/config/presets.py for what it may hold). changes: arguments and parameters that replace those
+        of the file. Raises ArgumentError, which names the file and the key.
+        """
+        found = presets.load(name)
+        return cls(**{**found.arguments, **found.parameters, **changes})
 
     def __repr__(self) -> str:
         ways = ", ".join(way.label for way in self.settings.ways)
