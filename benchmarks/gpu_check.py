@@ -94,8 +94,8 @@ def python_path() -> str:
 
 
 def run_tests(deadline: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda.py",
-               "tests/test_cuda_exchanges.py"]  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_cuda.py",
+               "tests/cuda/test_cuda_exchanges.py"]  # fmt: skip
     limit = max(1.0, min(240.0, deadline - time.monotonic()))
     status, output = run(command, limit, PYTHONPATH=python_path())
     last = output.strip().splitlines()[-1] if output.strip() else ""
@@ -134,8 +134,8 @@ def run_sanitizers(deadline: float) -> dict[str, Any]:
             results[check] = "left out: no time"
             continue
         command = [tool, "--tool", check, "--kernel-name", "kernel_substring=sid_", "--error-exitcode", "99",
-                   sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_cuda.py",
-                   "-k", subset]  # fmt: skip
+                   sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+                   "tests/cuda/test_cuda.py", "-k", subset]  # fmt: skip
         status, output = run(command, 60, PYTHONPATH=python_path(), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         found = re.findall(r"=+ (?:ERROR|RACECHECK) SUMMARY: (.*)", output)
         results[check] = (

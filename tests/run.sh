@@ -3,7 +3,7 @@
 # beside all others; then, alone, those that time a network. PYTHON and the arguments of pytest are the caller's.
 set -u
 cd "$(dirname "$0")/.."
-timed=(tests/test_netlab.py)
+timed=(tests/package/test_netlab.py)
 other=tests/ddp/test_trips.py # behind the others, so that both halves take as long
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
@@ -15,11 +15,11 @@ run() { # no tests left by the caller's choice (5) is no failure
     [ $status = 5 ] || [ $status = 0 ] || return $status
 }
 
-run tests/ddp --ignore="$other" "${timed[@]/#/--ignore=}" -p no:cacheprovider "$@" >"$log" 2>&1 &
-run tests --ignore=tests/ddp "${timed[@]/#/--ignore=}" "$@" || failed=1
+run tests/ddp tests/native --ignore="$other" "${timed[@]/#/--ignore=}" -p no:cacheprovider "$@" >"$log" 2>&1 &
+run tests --ignore=tests/ddp --ignore=tests/native "${timed[@]/#/--ignore=}" "$@" || failed=1
 run "$other" "$@" || failed=1
 wait $! || failed=1
-echo "tests/ddp:"
+echo "tests/ddp, tests/native:"
 cat "$log"
 run "${timed[@]}" "$@" || failed=1
 exit $failed

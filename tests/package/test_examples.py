@@ -17,7 +17,7 @@ from sidcomp.config import presets
 
 pytest.importorskip("torch")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 HELPERS = {"train.py", "launch.py", "tasks.py", "flags.py", "report.py", "wire.py"}
 SCRIPTS = sorted(f.name for f in EXAMPLES.glob("*.py") if f.name not in HELPERS)
@@ -303,11 +303,11 @@ def test_wrong_flags_are_refused(
     (tmp_path / "empty.toml").write_text("")
     (tmp_path / "odd.toml").write_text('codec = "topk"\n[[policy]]\nrule = "1-D"\n')
     for args, text in {
-        ("--config", "nosuch"): "the presets are",
+        ("--config", "nosuch"): "there is no such file",
         ("--param", "density"): "NAME=VALUE",
         ("--resume",): "need --checkpoint",
         ("--config", str(tmp_path / "bad.toml")): "unknown keys colour",
-        ("--config", str(tmp_path / "empty.toml")): "names no codec",
+        ("--config", str(tmp_path / "empty.toml")): "codec is missing",
         ("--config", str(tmp_path / "odd.toml")): "a rule and settings",
     }.items():
         with pytest.raises(SystemExit) as end:

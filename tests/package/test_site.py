@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sidcomp
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {"index.md", "changes.md", "contributing.md", "security.md"}  # of docs/: docs/site/hooks.py
 
 

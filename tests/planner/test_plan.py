@@ -675,7 +675,7 @@ def test_command_says_what_is_wrong(saved: Path, arguments: list[str], message: 
 
 
 def test_the_six_models_have_their_published_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2]))
     from benchmarks import models
 
     assert {m.name: (len(m.tensors), m.parameters) for m in models.MODELS} == {
@@ -695,7 +695,7 @@ def test_the_six_models_have_their_published_sizes(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_page_has_the_regret_that_was_measured() -> None:
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     rows = json.loads((root / "benchmarks" / "results" / "planner-regret.json").read_text())["rows"]
     mean, worst = ({k: v for k, v in row.items() if v not in ("", row["instance"])} for row in rows[-2:])
     page = re.findall(
@@ -706,7 +706,7 @@ def test_the_page_has_the_regret_that_was_measured() -> None:
 
 
 def test_the_instance_on_the_page_is_one() -> None:
-    page = (Path(__file__).resolve().parent.parent / "docs" / "planning.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
     block = re.search(r"^```json\n(.*?)\n```$", page, re.M | re.S)
     assert block is not None
     assert fusion.load(block[1]) == json.loads(block[1])

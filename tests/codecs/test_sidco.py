@@ -19,7 +19,7 @@ from reference import Array, Step
 from scipy import special, stats
 from sidcomp import _core
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FAMILY = ("sidco-e", "sidco-gp", "sidco-p")
 FUNCTIONS = ("log", "exp", "expm1_over", "lgamma", "digamma", "trigamma", "normal_tail")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "emulated"
 TOOLS = [os.environ.get("MAKE") or "make", os.environ.get("CXX") or "c++"]
 
@@ -59,8 +59,8 @@ def build() -> Path:
     return OUT
 
 
-def run(share: int, tests: str = "tests/test_cuda.py") -> None:
-    path = os.pathsep.join(map(str, [build(), ROOT / "tests", ROOT / "tests" / "ddp"]))
+def run(share: int, tests: str = "tests/cuda/test_cuda.py") -> None:
+    path = os.pathsep.join(map(str, [build(), ROOT / "tests" / "support"]))
     call(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests],
         PYTHONPATH=path,
@@ -73,24 +73,24 @@ def test_kernels_on_the_emulation() -> None:
 
 
 def test_exchanges_on_the_emulation() -> None:
-    run(share=3, tests="tests/test_cuda_exchanges.py")
+    run(share=3, tests="tests/cuda/test_cuda_exchanges.py")
 
 
 def test_nccl_on_the_emulation() -> None:
-    run(share=1, tests="tests/test_nccl.py")
+    run(share=1, tests="tests/native/test_nccl.py")
 
 
 def test_what_gpu_check_times_on_the_emulation() -> None:
-    run(share=1, tests="tests/test_gpu_check.py")
+    run(share=1, tests="tests/cuda/test_gpu_check.py")
 
 
 def test_the_native_transport_on_the_emulation() -> None:
-    run(share=3, tests="tests/ddp/test_native.py")
+    run(share=3, tests="tests/native/test_native.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "tests", ["tests/test_cuda.py", "tests/test_cuda_exchanges.py", "tests/ddp/test_native.py"]
+    "tests", ["tests/cuda/test_cuda.py", "tests/cuda/test_cuda_exchanges.py", "tests/native/test_native.py"]
 )
 def test_the_whole_on_the_emulation(tests: str) -> None:
     run(share=1, tests=tests)

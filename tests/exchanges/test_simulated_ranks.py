@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import sidcomp
 import torch

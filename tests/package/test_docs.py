@@ -11,7 +11,7 @@ import pytest
 import sidcomp
 from sidcomp.cli.codecs import markdown_page
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import setuptools
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 setup = pytest.importorskip("setup")
 

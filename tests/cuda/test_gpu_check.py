@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from sidcomp import _core
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmarks import gpu_check, gpu_time  # noqa: E402
 

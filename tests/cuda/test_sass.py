@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import sass
 
 # A walk over elements, eight a turn. R0 is a dtype, bit 2 of R1 a setting; P2 is data.

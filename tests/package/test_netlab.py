@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import bench_plan_real
 from benchmarks.netlab import __main__ as cli
@@ -27,7 +27,7 @@ from benchmarks.netlab import hooks
 from benchmarks.netlab.lab import Calibration, Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure, rows
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GBIT = 10**9
 
 

@@ -43,7 +43,7 @@ def fits(codec: str, memory: str) -> bool:
 
 def _kinds() -> list[str]:
     """The first codec of each kind that the hook could tell apart, of those that want error feedback or
-    nothing. What differs within a kind is the core's, and tests/test_codecs.py judges it; every codec runs
+    nothing. What differs within a kind is the core's, and test_codecs.py judges it; every codec runs
     through the hook in test_exchange.py."""
     kinds: dict[object, str] = {}
     for c in CODECS.values():
@@ -123,7 +123,7 @@ def to_tensor(x: Array, dtype: torch.dtype) -> Tensor:
 
 
 class Reference:
-    """What a step gives: gradient + residual of each rank through tests/reference.py, summed in rank order.
+    """What a step gives: gradient + residual of each rank through reference.py, summed in rank order.
 
     Residuals are kept by parameter name, so groups may change between steps.
     """

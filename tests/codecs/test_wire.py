@@ -1,6 +1,6 @@
 """docs/wire.md against the core and against the reference: the page's vectors, byte by byte.
 
-python tests/test_wire.py      writes payload, decoded and kept of the page's vectors anew
+python tests/codecs/test_wire.py      writes payload, decoded and kept of the page's vectors anew
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import reference as ref
 from reference import Array, Step
 
-PAGE = Path(__file__).parent.parent / "docs" / "wire.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "wire.md"
 BLOCK = re.compile(r"^```vector\n(.*?)^```$", re.M | re.S)
 
 

@@ -13,7 +13,7 @@ import typer
 from sidcomp.cli.app import app
 from typer.testing import CliRunner
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*args: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sidcomp import _core
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "build" / "fake_nccl" / "libnccl.so.2"
 
 
