@@ -1,9 +1,10 @@
 """Gradient compression for PyTorch DDP.
 
-    state = sidcomp.State(codec="topk", density=0.01)
-    ddp.register_comm_hook(state, sidcomp.hook)
+    state = sidcomp.State("auto")
+    sidcomp.register(ddp, state)
 
-Importing this package needs neither torch nor numpy: what needs torch is loaded when it is first used.
+Importing this package needs neither torch nor numpy: parts that need torch are loaded when they are first
+used.
 """
 
 import sys
@@ -22,7 +23,7 @@ from sidcomp.standalone.compressor import Compressor
 from sidcomp.standalone.loopback import Loopback
 from sidcomp.standalone.simulation import Compute, Link, Simulation, simulate
 
-# Pickles that were written before the modules lay in folders name these.
+# Pickles from before the modules moved into sub-packages contain these module names.
 for _old, _of in (("schedule", Schedule), ("profile", Profile), ("registry", Codec)):
     sys.modules[f"sidcomp.{_old}"] = sys.modules[_of.__module__]
 

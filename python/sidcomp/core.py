@@ -1,6 +1,7 @@
-"""The C core, as the extension module `sidcomp._core` binds it: codecs, exchanges and planners on addresses.
+"""The names of the extension module `sidcomp._core`: codecs, exchanges and planners of the C core, by
+address.
 
-The package imports it from here: tools that read imports do not see an extension module.
+The package imports them from here, because tools that check imports do not see an extension module.
 """
 
 from sidcomp._core import *  # noqa: F403

@@ -1,7 +1,7 @@
-"""Every exception that sidcomp raises. All derive from SidcompError; the texts say what to change.
+"""The exceptions that sidcomp raises. All derive from SidcompError; their texts say what to change.
 
-Inside `backward()` PyTorch turns an exception of a communication hook into a RuntimeError that keeps only the
-text: the exception itself is in `State.error`.
+Inside `backward()` PyTorch turns an exception in a communication hook into a RuntimeError that keeps only the
+text; the exception itself is in `State.error`.
 """
 
 from sidcomp._core import (
@@ -34,21 +34,22 @@ __all__ = [
 
 
 class SetupError(SidcompError, ValueError):
-    """The model, DDP or the State is set up in a way that sidcomp cannot serve."""
+    """sidcomp does not support this combination of model, DDP and State, or this order of calls."""
 
 
 class RankError(SidcompError):
-    """The ranks do not agree on groups, codec or step; `rank` is the first one that differs."""
+    """The ranks do not agree on groups, codec or step, or one of them failed; `rank` is the first such
+    rank."""
 
     rank: int = -1
 
 
 class DivergenceError(SidcompError):
-    """The checksum mode found replicas with different gradients; `group` and `rank` say where."""
+    """`checksum_every` found replicas with different gradients; `group` and `rank` say where."""
 
     group: int = -1
     rank: int = -1
 
 
 class CheckpointError(SidcompError, ValueError):
-    """A state_dict does not fit this State, model or world size."""
+    """A state_dict is damaged, or does not fit this State, model or world size."""

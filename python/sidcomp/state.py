@@ -1,4 +1,4 @@
-"""State: the compression of one DDP model, as the user sees it."""
+"""State: the object that a user registers with a DDP model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -27,89 +27,108 @@ from sidcomp.runtime.optimizer_watch import Watch
 
 
 class Door(Protocol):
-    """What a State is registered with: it hands the gradients of a model to the State's engine."""
+    """Connects a State with a model: it hands the model's gradients to the State's engine."""
 
     @property
     def model(self) -> Model: ...
 
     @property
     def open(self) -> bool:
-        """The model is still there."""
+        """Whether the model still exists."""
 
     def reset(self, error: Exception) -> None:
-        """The step under way has been abandoned."""
+        """Forgets the current step, which has been abandoned."""
 
     def before_forward(self, function: Callable[..., None]) -> "torch.utils.hooks.RemovableHandle":
         """Calls `function` before each forward pass."""
 
 
 class State:
-    """Compression for one DDP model: `ddp.register_comm_hook(state, sidcomp.hook)` or `sidcomp.register(ddp,
-    state)`.
+    """Compresses the gradients of one DDP model.
 
-    codec, memory   names in `sidcomp.codecs()` and `sidcomp.memories()`. Their parameters (for "topk":
-                    density) are further keyword arguments; each may be a Schedule. codec=None: what keeps
-                    accuracy best at a fortieth of the bytes, "topk" with density=0.084, values="log4" and
-                    indices="packed" (as far as they are not given). memory=None: the codec's
-                    own, for "auto" and most codecs "residual". A lossless codec keeps none, but for one that
-                    holds the momentum; then the optimizer must have none: `check_optimizer`.
-    groups          what is encoded and exchanged as one vector: "bucket" (each bucket of DDP), "model" (all
-                    of it), a number of bytes (also "4MB", in powers of 1024 as DDP's bucket_cap_mb:
-                    consecutive parameters up to about that size), or a list of lists of parameter names. One
-                    dtype and device each.
-    exclude         what is sent dense: a parameter's name, a pattern ("*.bias"), "1-D" (biases, norms),
-                    "embedding", "output" (the last layer), a size ("<128KB", counted as float32), a number n
-                    (all with fewer than n elements), or a list of these.
-    policy          other settings for some parameters: pairs of such a rule and a codec's name or a
-                    dictionary of parameters ("codec" and "memory" may be among them). All rules that are
-                    about a parameter apply, the later over the earlier: `policy=[("<128KB", "none"),
-                    ("output", {"density": 0.05})]`.
-    full_every      K > 0: in steps 0, K, 2 K, ... the groups send all of their gradient and of what they
-                    keep, as plain DDP would (Marsit's full-precision steps). May be a Schedule:
-                    `Schedule({0: 1, 100: 0})` begins with 100 dense steps.
-    warmup          codec="auto" comes to a sparse codec in the midst of training. Before its own density it
-                    has stages of so many steps, of 25 %, 6.25 % and 1.5625 %, those that are above it and
-                    send less than plain DDP; 0: none. docs/auto.md has what it is good for.
-    exchange        how payloads travel: a name in `sidcomp.exchanges()`, whose parameters are further keyword
-                    arguments. None: the process group's all-reduce for linear codecs, its all-gather for the
-                    others. "ring1" and "torus1" (Marsit's), "twoshot", "hierarchical" (ranks_per_node=
-                    LOCAL_WORLD_SIZE of torchrun, or a DeviceMesh whose last dimension is the node) send
-                    messages from rank to rank; docs/exchanges.md says when they pay. For "auto" a name, or
-                    several, to choose from beside the process group's own; None: "twoshot" and
-                    "hierarchical".
-    transport       who enqueues the collectives of groups on a GPU: "torch", the process group; "native",
-                    sidcomp itself by NCCL's C interface, found at run time, so that one call enqueues a
-                    group's whole step (docs/exchanges.md). Which is the faster has not been measured yet.
-    K               Marsit's name of full_every.
-    process_group   the ranks to average over; default: the DDP model's.
-    seed            of codecs that draw random numbers; the same on every rank.
-    nonfinite       what is left of a step that is thrown away, because a gradient was not finite, because the
-                    GradScaler given to `follow` skipped it, or because the program called `skip`. In either
-                    case the step's gradient is never sent later. "rollback": nothing is left; what is owed
-                    and every later bit are as if the step had never been. It takes a second copy of what is
-                    kept (4 bytes an element for memory "residual"). "drop": groups that were finite forget
-                    what they owed; no second copy. None: "drop" until the first call of `follow(optimizer,
-                    scaler)` or `update_scale`, "rollback" from then on.
-    checksum_every  k > 0: every k steps the ranks compare checksums of their decoded gradients; a difference
-                    fails the next backward() with a DivergenceError that names group and rank; on CUDA the
-                    one after it.
-    isa             instruction set of the core: "auto", "base", "avx2" or "avx512". All give the same bits.
+        state = sidcomp.State("auto")
+        sidcomp.register(ddp, state)  # or ddp.register_comm_hook(state, sidcomp.hook)
 
-    Names are those of `ddp.module.named_parameters()`. The averaged gradients replace the local ones in DDP's
-    buckets. Groups follow the order in which gradients become ready, as far as DDP's buckets show it: in the
-    first step (static graph: two) DDP has one bucket for each dtype, in the order of definition; then it
-    forms them anew, and our groups with them. What the memory keeps goes with its parameter.
+    "auto" measures the model, the machine and the network in the first steps, and chooses the groups and how
+    each is sent; where it measures no gain, the run continues as plain DDP (docs/auto.md). With any other
+    codec you choose. Every argument has a default, given in brackets.
+
+    codec           [None] "auto", or a name in `sidcomp.codecs()`. The codec's parameters (for "topk":
+                    density) are further keyword arguments; each may be a Schedule. None: "topk" with
+                    density=0.084, values="log4" and indices="packed" unless you give others; these preserved
+                    accuracy best at 1/40 of the bytes (docs/accuracy.md).
+    memory          [None] a name in `sidcomp.memories()`; its parameters, too, are further keyword arguments.
+                    None: the codec's own, for "auto" and most codecs "residual". A lossless codec uses none,
+                    except one that holds the momentum. With that, the optimizer must have no momentum:
+                    see `check_optimizer`.
+    groups          [None] what is encoded and exchanged as one vector: "bucket" (each of DDP's buckets),
+                    "model" (all parameters), "layer", "even:N" (N groups), a number of bytes or a size such
+                    as "4MB" (in powers of 1024, as DDP's bucket_cap_mb: consecutive parameters up to about
+                    that size), a list of lists of parameter names, or a planner: "auto", "mergecomp",
+                    "cupcake". A group has one dtype and one device. None: "auto" for codec="auto", else
+                    "bucket".
+    process_group   [None] the ranks to average over. None: those of the DDP model.
+    seed            [0] for codecs that draw random numbers: 0 to 2**64 - 1, the same on every rank.
+    exclude         [()] what is sent uncompressed: a parameter's name, a pattern ("*.bias"), "1-D" (biases,
+                    norms), "embedding", "output" (the last layer), a size ("<128KB", as float32), a number n
+                    (all parameters with fewer than n elements), or a list of these.
+    checksum_every  [0] k > 0: every k steps the ranks compare checksums of their decoded gradients. If they
+                    differ, the next backward() fails (on CUDA the one after it) with a DivergenceError that
+                    names group and rank. 0: never.
+    isa             [None] instruction set of the core: "auto" (the best), "base", "avx2" or "avx512". All
+                    give the same bits. None: $SIDCOMP_ISA, else "auto".
+    candidates      [None] for codec="auto": a list of the codecs to choose from, each a name or a pair of a
+                    name and a dictionary of parameters. Uncompressed is always a candidate. None: the default
+                    codec (see codec=None), and "fp16".
+    policy          [()] other settings for some parameters: a list of pairs of a rule as in `exclude` and a
+                    codec's name or a dictionary of parameters, which may also hold "codec" and "memory". If
+                    several rules fit a parameter, all apply, and later ones override earlier ones:
+                    `policy=[("<128KB", "none"), ("output", {"density": 0.05})]`.
+    full_every      [0] K > 0: steps 0, K, 2 K, ... are full-precision steps, in which the groups send their
+                    whole gradient and residual, as Marsit does. May be a Schedule: `Schedule({0: 1, 100: 0})`
+                    begins with 100 full-precision steps. 0: never.
+    warmup          [30] for codec="auto", which starts to use a sparse codec in the middle of training: it
+                    first sends 25 %, then 6.25 %, then 1.5625 % of the elements, for this many steps each,
+                    and skips stages that are below the codec's own density or send no less than plain DDP. 0:
+                    no stages.
+    exchange        [None] how payloads travel: a name in `sidcomp.exchanges()`, whose parameters are further
+                    keyword arguments. None: the process group's all-reduce for linear codecs, its all-gather
+                    for the others. "ring1" and "torus1" (Marsit's), "twoshot" and "hierarchical" send
+                    point-to-point messages; docs/exchanges.md says which pays when. "hierarchical" takes
+                    ranks_per_node: torchrun's LOCAL_WORLD_SIZE by default, or a DeviceMesh whose last
+                    dimension is the node. codec="auto" takes a name or a list of names as further
+                    candidates; None: "twoshot" and "hierarchical".
+    transport       ["torch"] what enqueues the collectives on a GPU: "torch", its process group, or "native",
+                    sidcomp itself through NCCL's C interface, one call for a group's whole step. Nobody has
+                    measured yet which is faster.
+    K               [None] Marsit's name for full_every.
+    nonfinite       [None] what remains of a discarded step. sidcomp discards a step, and never sends its
+                    gradient later, if a gradient was not finite, if the GradScaler given to `follow` skipped
+                    it, or if the program called `skip`. "rollback": nothing remains, and all later bits are
+                    as if the step had never been. This takes a second copy of the state (4 bytes per element
+                    for memory "residual"), and on CUDA the host waits for the step before. "drop": groups
+                    that were not finite remove their gradient again, up to rounding; groups that were finite
+                    lose their residual. This takes no second copy and no waiting. None: "drop" until the
+                    first call of `follow(optimizer, scaler)` or `update_scale`, "rollback" from then on.
+    profile         [None] for planned groups: a Profile of an earlier run or the path of its file, in place
+                    of measuring again (`state.profile.save(path)` writes one). One that does not fit is not
+                    used.
+
+    Parameter names are those of `ddp.module.named_parameters()`. The averaged gradients replace the local
+    ones in DDP's buckets. Groups follow the order in which gradients become ready, as far as DDP's buckets
+    show it: in the first step (static graph: two) DDP has one bucket per dtype, in the order of definition;
+    then DDP forms its buckets anew, and sidcomp its groups. Residuals move with their parameters.
 
     Errors are those of `sidcomp.errors`; `error` is the last one. The hook logs it under "sidcomp" and fails
-    the futures of its group, so that backward() raises its text, on every rank that is affected. The next
+    the futures of its group, so that backward() raises its text on every rank that is affected. The next
     iteration can run.
 
-    A non-finite gradient on any rank makes its group non-finite on all ranks, and sidcomp throws the step
-    away, as a GradScaler does: see `nonfinite`. Do not let the optimizer apply any part of such a step.
+    A non-finite gradient on any rank makes its group non-finite on all ranks, and sidcomp discards the step.
+    Do not let the optimizer apply any part of such a step; a GradScaler does not.
 
-    Pickling and copying take the configuration and what `state_dict` gives, not the process group: register
-    the copy with a DDP model of its own. Use a State as a context manager, or `close()` it, before the
-    process group is destroyed. On Gloo a State that is not closed frees its threads and descriptors when
+    Pickling and copying take the configuration and the result of `state_dict`, not the process group:
+    register the copy with a DDP model of its own. Use a State as a context manager, or `close()` it, before
+    the process group is destroyed. On Gloo a State that is not closed frees its threads and descriptors when
     neither the program nor DDP refers to it any more. On NCCL, close it.
     """
 
@@ -137,7 +156,7 @@ class State:
     ) -> None:
         if K is not None:
             if full_every:
-                raise ArgumentError(f"K={K!r} and full_every={full_every!r} are the same: give one of them")
+                raise ArgumentError(f"K={K!r} and full_every={full_every!r} mean the same: give only one")
             full_every = K
         self._arguments: dict[str, Any] = {
             "memory": memory, "groups": groups, "seed": seed, "exclude": exclude,
@@ -149,7 +168,8 @@ class State:
         self.settings = Settings.parse(codec, parameters, **self._arguments)
         if profile is not None and not self.settings.planned:
             raise ArgumentError(
-                f'profile= is for codec="auto" or groups in {PLANNED}; groups={groups!r} plans nothing'
+                f'profile= needs codec="auto" or groups in {PLANNED}; groups={groups!r} plans nothing: leave '
+                "profile out"
             )
         if isinstance(profile, str | Path):
             profile = Profile.load(profile)
@@ -181,15 +201,15 @@ class State:
 
     @property
     def error(self) -> Exception | None:
-        """The last exception of the hook, with its type; None if there was none."""
+        """The last exception in the hook, or None."""
         return self._engine.error
 
     # ---- the door
     # -----------------------------------------------------------------------------------------------
 
     def _attach(self, door: Door, roles: dict[str, frozenset[str]]) -> None:
-        """Serves the door's model from now on. roles: names of the parameters that rules such as "embedding"
-        are about. Raises SetupError."""
+        """Serves the door's model from now on. roles: the names of the parameters that rules such as
+        "embedding" fit. Raises SetupError if State and model do not fit together."""
         self._open()
         model = door.model
         if self._engine.process_group is not None:
@@ -197,10 +217,11 @@ class State:
             its = dist.get_process_group_ranks(model.process_group)
             if mine != its:
                 raise SetupError(
-                    f"State(process_group=...) has ranks {mine}, but DDP averages over ranks {its}"
+                    f"State(process_group=...) has ranks {mine}, but DDP averages over ranks {its}: give "
+                    "both the same process group"
                 )
         self.settings.policy.roles = roles
-        self.settings.assign(model.shapes)  # refuses a rule that fits no parameter here, not in backward()
+        self.settings.assign(model.shapes)  # raises here, not in backward(), if a rule fits no parameter
         if self._engine.resume is not None:
             self._engine.resume.check(model.shapes)
         self._door = door
@@ -210,29 +231,28 @@ class State:
         if self._closed is not None:
             raise SetupError("this State is closed: make a new one, and a new DDP around the module")
 
-    # ---- what it does and did
-    # -----------------------------------------------------------------------------------
+    # ---- statistics
+    # ----------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What was measured on this rank so far.
+        """Statistics of this rank so far.
 
         steps, world
-        sent_bytes, received_bytes  handed to and given back by the collectives: for an all-reduce the body of
-                                    the payload once each way, for an all-gather one payload out and world - 1
-                                    in
-        dense_bytes, ratio          the same gradients as float32; dense_bytes / sent_bytes
+        sent_bytes, received_bytes  passed to and received from exchanges: for an all-reduce the payload's
+                                    body once each way, for an all-gather one payload out and world - 1 in
+        dense_bytes, ratio          the size of the same gradients in float32; dense_bytes / sent_bytes
         control_bytes               received for checksums and for agreeing on groups
         density                     elements sent / elements, in the last step
         encode_seconds, wait_seconds, decode_seconds
-                                    sums over groups and steps; wait: from an exchange's launch to its
+                                    sums over groups and steps; wait: from the start of an exchange to its
                                     callback
-        allocations                 blocks of memory allocated; constant from the second step of a layout on
-        state_bytes                 memory that the groups' states take: both copies, where there are two
-        groups                      for each group: names, n, dtype, codec, memory, k (elements aimed at),
-                                    sent_bytes (in a step), steps, the seconds, and of the last step count
-                                    (sent), found, density, threshold (or scale), stages
+        allocations                 blocks of memory allocated; constant from a layout's second step on
+        state_bytes                 size of the groups' states: of both copies, if there are two
+        groups                      for each group: names, n (elements), dtype, codec, memory, k (elements to
+                                    send), sent_bytes (per step), steps, the three times, and of the last step
+                                    count (elements sent), found, density, threshold (or scale), stages
 
-        On CUDA it waits for the device; encode, wait and decode are not told apart there.
+        On CUDA it waits for the device, and the three times cannot be told apart.
         """
         if self._closed is not None:
             return self._closed
@@ -257,7 +277,7 @@ class State:
 
     def _group_stats(self, g: Group) -> dict[str, Any]:
         executor = self._engine.executor
-        sliced = g.in_messages and not g.message_plan.whole  # slices have statistics of their own
+        sliced = g.in_messages and not g.message_plan.whole  # each slice has statistics of its own
         s = executor.stats(g) if executor is not None and not sliced else None
         count = s.count if s is not None else g.n if g.direct else g.plan.k if g.in_messages else 0
         return {
@@ -283,27 +303,36 @@ class State:
     # -----------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """What was measured, what was chosen and why, as a text for people. For a planned State; on this
-        rank."""
+        """Returns a text for people: what this rank measured, what was chosen, and why. Raises SetupError if
+        this State plans nothing."""
         return report.explain(self._engine)
 
     def plan_report(self) -> dict[str, Any]:
-        """The same as numbers: stage ("resting" once it is settled), why, log, tried (every plan that was
-        measured), compared (every later comparison with plain DDP: step, measured_ps of the plan, against_ps
-        of plain DDP, pairs of windows, steps that it took, and kept: whether the plan was), groups (names,
-        way, exchange, sent_bytes, predicted_ps, measured_ps), finding_steps, finding_seconds, and of one
-        iteration, in ps, 0 where there is none: dense_ps (plain DDP), compute_ps (no communication),
-        baseline_ps (what the plan had to beat), predicted_ps and measured_ps (the plan), rewrapped_ps
-        (predicted with the plan's groups as DDP's buckets; None: not planned)."""
+        """Returns the same as numbers. Times are in ps; 0 means not known.
+
+        stage, why, log             "resting" once the plan is settled; the reason; what was logged
+        tried                       every plan that was measured
+        compared                    every later comparison with plain DDP: step, measured_ps (the plan),
+                                    against_ps (plain DDP), pairs of windows, steps, kept (whether the plan
+                                    was)
+        groups                      for each group: names, elements, way, exchange, rounds, sent_bytes,
+                                    predicted_ps, measured_ps
+        finding_steps, finding_seconds
+                                    what the search took
+        dense_ps, compute_ps        an iteration of plain DDP; an iteration without communication
+        baseline_ps                 the time that the plan had to beat
+        predicted_ps, measured_ps   an iteration with the plan
+        rewrapped_ps                the prediction with the plan's groups as DDP's buckets; None: no plan
+        """
         return report.report(self._engine)
 
     def timeline(self, path: str | Path) -> None:
-        """Writes the predicted and the last measured iteration as a Chrome trace (chrome://tracing,
+        """Writes the predicted and the last measured iteration to a Chrome trace file (chrome://tracing,
         ui.perfetto.dev)."""
         report.trace(self._engine, path)
 
     def plot(self, path: str | Path) -> None:
-        """Draws them. Needs matplotlib."""
+        """Draws both iterations to an image file. Needs matplotlib."""
         rows = report.timelines(self._engine)
         if not any(rows.values()):
             raise SetupError("there is no iteration to draw yet: train some steps first")
@@ -311,40 +340,40 @@ class State:
 
     @property
     def profile(self) -> Profile | None:
-        """What was measured for the plan, once it was: `state.profile.save(path)`, then `State("auto",
-        profile=path)` spares the next run the measuring."""
+        """The measurements that the plan is based on; None before there are any. After
+        `state.profile.save(path)`, the next run need not measure again: `State("auto", profile=path)`."""
         return report.controller_of(self._engine).report.profile
 
     # ---- loss scale
     # ---------------------------------------------------------------------------------------------
 
     def rescale(self, factor: float) -> None:
-        """Multiplies what the memory keeps by `factor` > 0. Call it on every rank, between two iterations."""
+        """Multiplies the memory's contents by `factor` > 0. Call it on every rank, between two iterations."""
         if not 0 < factor < float("inf"):
-            raise ArgumentError(f"rescale({factor}): a finite factor greater than 0")
+            raise ArgumentError(f"rescale({factor}): give a finite factor greater than 0")
         self._engine.rescale(factor)
 
     def update_scale(self, scale: float) -> None:
         """Sets the loss scale: call `state.update_scale(scaler.get_scale())` after each `scaler.update()`.
         You do not need it if you give the scaler to `follow`.
 
-        Residuals are in units of scaled gradients: when the scale changes they are multiplied by new / old.
+        Residuals are in units of scaled gradients: when the scale changes, they are multiplied by new / old.
         From the first call on, nonfinite=None means "rollback".
         """
         if not 0 < scale < float("inf"):
-            raise ArgumentError(f"update_scale({scale}): a finite scale greater than 0")
+            raise ArgumentError(f"update_scale({scale}): give a finite scale greater than 0")
         self._engine.quiet()
         self._engine.guarded()
         self._engine.update_scale(scale)
 
     def skip(self) -> None:
-        """Says that the program skips the optimizer's step for a reason of its own, such as a loss that has
-        exploded or a bad batch. Call it on every rank, after backward() and before the next one.
+        """Tells the State that the program skips the optimizer's step for a reason of its own, such as an
+        exploding loss or a bad batch. Call it on every rank, after backward() and before the next one.
 
-        With nonfinite="rollback" what is owed, the random numbers and the count of steps are then as if that
-        backward() had never been; with "drop" what is owed is forgotten. sidcomp throws a step away without
-        this call if it was not finite or if the GradScaler given to `follow` skipped it; then the call
-        changes nothing. Raises SetupError if there is no step to take back.
+        With nonfinite="rollback" the residuals, the random numbers and the step count are then as if that
+        backward() had never been; with "drop" the residuals are cleared. sidcomp discards a step without this
+        call if it was not finite or if the GradScaler given to `follow` skipped it; then the call changes
+        nothing. Raises SetupError if there is no step to discard.
         """
         self._open()
         self._engine.skip()
@@ -355,26 +384,27 @@ class State:
     def follow(
         self, optimizer: "torch.optim.Optimizer | None", scaler: "torch.amp.GradScaler | None" = None
     ) -> None:
-        """Keeps what is owed in step with `optimizer`, which steps on these gradients: with its learning rate
-        and, if `scaler` is given, with the loss scale and the steps that the scaler skips. follow(None) ends
-        it.
+        """Lets the residuals follow the learning rate of `optimizer`, which steps on these gradients. If
+        `scaler` is given, they also follow the loss scale and the steps that the scaler skips. follow(None)
+        ends it.
 
-        Without it what is sent late counts with the rate of the step in which it is sent, not of the one in
-        which it was due: less, where a schedule lowers the rate. With it each step first multiplies what is
-        owed by the old rate over the new one, which is EF-SGD as Karimireddy et al. (2019) have it
-        (docs/accuracy.md has what it gains). It costs no pass of its own, and nothing where the rate stays.
+        Without it an element that is sent late is multiplied by the learning rate of the step in which it is
+        sent, not by that of its own step: if a schedule lowers the rate, it counts for less. With it each
+        step first multiplies the residual by the old rate over the new one, as EF-SGD requires (Karimireddy
+        et al. 2019; docs/accuracy.md shows the gain). This takes no pass of its own, and nothing if the rate
+        has not changed.
 
-        Momenta are left alone, as by torch's SGD. The rates, `lr` of each of optimizer.param_groups, are read
-        as backward() begins; set them before it or after the step, as schedulers do. They must be the same on
-        every rank. A checkpoint has the last ones.
+        Momenta are not rescaled, as in torch's SGD. The rates (`lr` of each of optimizer.param_groups) are
+        read when backward() begins; set them before it or after the step, as schedulers do, and equally on
+        every rank. A checkpoint holds the last ones.
 
-        With a scaler, what is owed is rescaled when the loss scale changes, and a step that
-        `scaler.step(optimizer)` skips is thrown away; nonfinite=None then means "rollback". With or without a
-        scaler, all backward() calls since the optimizer's last step count as one step, if it is thrown away.
+        With a scaler, the residual is rescaled when the loss scale changes, and a step that
+        `scaler.step(optimizer)` skips is discarded; nonfinite=None then means "rollback". With or without a
+        scaler, all backward() calls since the optimizer's last step are discarded together.
 
         Raises ArgumentError if `optimizer` or `scaler` is something else, if the optimizer has none of the
         model's parameters, or if a rate is a tensor on a device, negative or not finite. A rate that becomes
-        so later makes backward() fail.
+        invalid later makes backward() fail.
         """
         self._open()
         if optimizer is None and scaler is not None:
@@ -396,11 +426,13 @@ class State:
     # --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's memory, and what it takes to go on with the same bits. Every rank saves its own.
+        """Returns the memory of this rank, and everything else that a resumed run needs for the same bits.
+        Every rank saves its own.
 
-        Call it between two iterations. It holds tensors, dictionaries, lists, strings and numbers only, so
-        that `torch.load(weights_only=True)` reads it: "residuals" has what is kept of each parameter, float32
-        of shape (vectors, elements) in the gradient's memory order; "layout" the groups, in order.
+        Call it between two iterations. It holds only tensors, dictionaries, lists, strings and numbers, so
+        that `torch.load(weights_only=True)` reads it. "residuals" holds the residuals and velocities by
+        parameter name, float32 of shape (vectors, elements) in the gradient's memory order; "layout" holds
+        the groups, in order.
         """
         self._open()
         return self._engine.state_dict()
@@ -408,21 +440,22 @@ class State:
     def load_state_dict(
         self, state: "dict[str, Any] | Sequence[dict[str, Any]]", redistribute: str = "sum"
     ) -> None:
-        """Takes what `state_dict` gave: this rank's own, or a list of those of all old ranks, in any order.
+        """Loads a result of `state_dict`: this rank's own, or a list of those of all old ranks, in any order.
 
-        The same world size: training goes on bit for bit as if it had not stopped, with the groups of the
-        checkpoint, whatever buckets DDP has. An exception: a state from before DDP has rebuilt its buckets
-        (after one step; with a static graph, two) keeps all residuals, but its groups were about to change.
+        With the same world size, training continues bit for bit as if it had not stopped, with the groups of
+        the checkpoint, whatever buckets DDP has. There is one exception: a state from before DDP has rebuilt
+        its buckets (after one step; with a static graph, two) keeps all residuals, but not its groups.
 
-        Another world size takes the list. redistribute="sum": every new rank gets the sum of the old ranks'
-        residuals over the new world size, so their sum is kept, and what a rank owes weighs as any gradient
-        of its own does. "mean": every new rank gets their mean, so what they add to the averaged gradient is
-        kept.
+        Another world size needs the list. redistribute="sum": every new rank gets the sum of the old ranks'
+        residuals divided by the new world size. This preserves their sum, and the residual of an old rank has
+        the weight of any gradient of a rank. "mean": every new rank gets the mean over the old ranks, which
+        preserves what the residuals add to the averaged gradient.
 
-        Another codec, density, seed, grouping or exclusion: residuals are kept, the rest starts anew, with a
-        warning in the log "sidcomp". Another memory, another model, or a field that is missing or damaged is
-        a CheckpointError that names it, and the State stays as it was. Parameters are compared here if the
-        State is bound to its model, else at first use. Call it between two iterations.
+        With another codec, density, seed, grouping or exclusion the residuals are kept, everything else
+        starts anew, and the log "sidcomp" has a warning. Another memory, another model, or a missing or
+        damaged field raises a CheckpointError that names it, and the State does not change. Parameters are
+        compared here if the State is bound to its model, otherwise at first use. Call it between two
+        iterations.
         """
         self._open()
         p = self._engine
@@ -442,7 +475,7 @@ class State:
             self._door.reset(error)
 
     def _resumed(self, resume: checkpoint.Resume, given: Profile | None) -> tuple[Controller, Regime]:
-        """A new controller that goes on where the one in a checkpoint was."""
+        """Returns a controller that continues where the one in a checkpoint stopped."""
         journal.check(resume.source.get("controller"))
         controller = Controller(self.settings, given)
         try:
@@ -463,7 +496,7 @@ class State:
     # ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Waits for what is under way and ends the State's own process group. May be called again.
+        """Waits for pending exchanges and ends the State's own process group. May be called again.
 
         A clean end of a program: `state.close(); del ddp; gc.collect();
         torch.distributed.destroy_process_group()`.
