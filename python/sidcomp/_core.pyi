@@ -5,7 +5,7 @@ from typing import TypedDict, overload
 
 version: str
 cuda_built: bool
-cuda_early: int  # or'ed to a device: sidcomp.h, SID_CUDA_EARLY
+cuda_early: int  # SID_CUDA_EARLY of sidcomp_cuda.h, to be or'ed to a device number
 cuda_archs: str
 
 class SidcompError(Exception):
@@ -50,18 +50,18 @@ def exchanges() -> list[Info]: ...
 def memories() -> list[Info]: ...
 def isa_best() -> str: ...
 def cuda_devices() -> tuple[int, str]:
-    """Number of usable devices, and the reason where it is 0."""
+    """The number of usable devices, and the reason if it is 0."""
 
 class Segments:
-    """A list of (pointer, length in elements): the parts of a group. Build once per bucket layout."""
+    """The parts of a group, as pointers and lengths in elements. Build it once per bucket layout."""
 
     def __init__(self, pointers: Sequence[int], lengths: Sequence[int]) -> None: ...
     n: int
     def table(self) -> bytes:
-        """The C array of sid_segment, to be copied to a device."""
+        """Returns the C array of sid_segment, to be copied to a device."""
 
 class Stats:
-    """sid_stats of the last encode."""
+    """The statistics of the last encode: sid_stats in sidcomp.h explains each."""
 
     count: int
     found: int
@@ -78,7 +78,7 @@ def read_stats(data: bytes) -> Stats:
 state_header_bytes: int  # at the start of every state, before the memory's vectors
 
 class Exchange:
-    """One rank's part in an exchange of messages; sidcomp.h says what its rounds do."""
+    """One rank's part in an exchange that sends messages; sidcomp.h says what its rounds do."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Exchange:
         dtype: str,
         rank: int,
         world: int,
-        settings: Mapping[str, float | int | str] = ...,  # of exchange, codec and memory
+        settings: Mapping[str, float | int | str] = ...,  # parameters of exchange, codec and memory
         isa: str | None = None,
     ) -> None: ...
     n: int
@@ -99,16 +99,17 @@ class Exchange:
     state_bytes: int
     work_bytes: int
     wire_bytes: int
-    sent_bytes: int  # by a rank in a step, the most that any does
-    control_bytes: int  # of them, those of the last round, which tells whether all went well
+    sent_bytes: int  # what a rank sends in a step: the maximum over the ranks
+    control_bytes: int  # the part of them that the last round sends, which reports success or failure
     # Vectors of n elements that a rank encodes, decodes, and merges as packed signs, in a step.
     encoded: float
     decoded: float
     merged: float
-    ring_passes: int  # of a vector, where the process group does the exchange in a ring; else 0
+    ring_passes: int  # of a vector, if the process group does the exchange in a ring; else 0
     rounds: int
     vectors: int
-    shares: list[tuple[int, int, int, bool]]  # of the state: offset, first element, elements, kept for all
+    # Parts of the state: offset, first element, elements, whether it is kept for all ranks.
+    shares: list[tuple[int, int, int, bool]]
     def messages(self, round: int, receive: bool) -> list[tuple[int, int, int]]:  # peer, offset, bytes
         ...
     def advance(
@@ -122,11 +123,11 @@ class Exchange:
         step: int,
         seed: int,
         group: int,
-        carry: float = ...,  # of what is owed, before the gradient is added
-        origin: int = ...,  # of the state that the step starts from, in bytes from state; 0: in place
-    ) -> bool: ...  # whether the step was not finite, after the last round
+        carry: float = ...,  # multiplies the residual before the gradient is added
+        origin: int = ...,  # the state that the step reads, in bytes from `state`; 0: it works in place
+    ) -> bool: ...  # after the last round: whether the step was not finite
     has_meanwhile: bool
-    def meanwhile(  # while the messages of `round` travel; may be left out
+    def meanwhile(  # optional work while the messages of `round` travel
         self,
         round: int,
         segments: Segments,
@@ -139,7 +140,7 @@ class Exchange:
         group: int,
     ) -> None: ...
     def cuda_work_bytes(self) -> int:
-        """UnsupportedError where the exchange, codec or memory has no CUDA kernels."""
+        """Raises UnsupportedError if the exchange, codec or memory has no CUDA kernels."""
 
     def cuda_advance(
         self,
@@ -189,7 +190,7 @@ class Exchange:
     def residual_out(self, state: int, out: int) -> None: ...
     def residual_in(self, state: int, values: int) -> None: ...
     def unsend(self, state: int) -> None: ...
-    def forget(self, state: int) -> None: ...  # nothing is owed any more; momenta begin at 0
+    def forget(self, state: int) -> None: ...  # clears the residual; momenta start from 0
     def rescale(self, state: int, factor: float) -> None: ...
 
 def loopback(
@@ -203,20 +204,20 @@ def loopback(
     seed: int,
     group: int,
     carry: float = ...,
-) -> tuple[bool, list[int], list[int]]: ...  # not finite; bytes that each rank sent, and of them for control
+) -> tuple[bool, list[int], list[int]]: ...  # not finite?; bytes sent by each rank; of these, for control
 
 nccl_least: int
 
 class Nccl:
-    """The NCCL library, found at run time. Without a path the one that is loaded, else the loader's."""
+    """The NCCL library. Without a path it is the one already loaded, else the one that the loader finds."""
 
     def __init__(self, path: str | None = None) -> None: ...
     version: int  # 22809 is 2.28.9
     def unique_id(self) -> bytes: ...
 
 class Communicator:
-    """A rank's end of an NCCL communicator. What fails, or takes longer than `limit` seconds, ends it: every
-    later call raises the same ExchangeError. Calls may come from several threads."""
+    """One rank's end of an NCCL communicator. A call that fails, or that takes longer than `limit` seconds,
+    ends it: every later call raises the same ExchangeError. Calls may come from several threads."""
 
     def __init__(
         self, nccl: Nccl, id: bytes, rank: int, world: int, *, device: int, limit: float
@@ -236,13 +237,13 @@ class Communicator:
         stream: int,
     ) -> None: ...
     def poll(self) -> None:
-        """Raises what has gone wrong since, on the device or at another rank."""
+        """Raises ExchangeError if something has failed since, on the device or at another rank."""
 
     def leave(self) -> None: ...
     def abort(self, why: str) -> None: ...
 
 class DeviceGroup:
-    """A group's places in device memory; incoming 0: a linear plan; seen 0: nobody looks."""
+    """The addresses of a group's buffers on the device. incoming 0: the plan is linear; seen 0: no report."""
 
     @overload
     def __init__(
@@ -282,10 +283,10 @@ class DeviceGroup:
         origin: int = ...,
         stream: int,
     ) -> None:
-        """Enqueues encode, all-gather or all-reduce, and decode, or an exchange's rounds; `seen` gets the
-        report, with step + 1."""
+        """Enqueues encode, all-gather or all-reduce, and decode, or the rounds of an exchange. The report,
+        with step + 1, is copied to `seen`."""
     def kept(self) -> bytes:
-        """Its entries in the table of cuda_cancel, of cuda_kept_bytes each."""
+        """The group's entries for the table of cuda_cancel, cuda_kept_bytes each."""
 
 cuda_report_bytes: int  # of a report, on the device and as cuda_show copies it to the host
 
@@ -302,11 +303,11 @@ class Report:
 cuda_kept_bytes: int
 
 def cuda_cancel(sent: int, count: int, *, always: bool, device: int, stream: int) -> None:
-    """Enqueues: where one of `count` groups' steps was not finite, or always, what the others have sent
-    counts as not sent."""
+    """Enqueues a check of the reports of `count` entries. If a step was not finite or failed, or if `always`,
+    the groups clear their residuals, except those that have already taken their own gradient out."""
 
 def cuda_show(report: int, mark: int, seen: int, *, device: int, stream: int) -> None:
-    """Enqueues: nonfinite, culprit, status and `mark`, to pinned host memory."""
+    """Enqueues a copy of nonfinite, culprit, status and `mark` to pinned host memory."""
 
 class Plan:
     def __init__(
@@ -317,7 +318,7 @@ class Plan:
         dtype: str,  # "float32", "float16" or "bfloat16"
         settings: Mapping[str, float | int | str] = ...,
         isa: str = ...,  # "auto", "base", "avx2" or "avx512"
-        flush: bool = False,  # a lossless codec takes the memory too, to send what is kept there
+        flush: bool = False,  # the lossless codec has the memory too, to send the residual
         shapes: Sequence[tuple[int, int]] | None = None,  # elements and columns of each tensor in the group
     ) -> None: ...
     codec: str
@@ -334,10 +335,10 @@ class Plan:
     body_dtype: str
     state_bytes: int
     work_bytes: int
-    extra_bytes: int  # at the end of the state, beside the vectors
+    extra_bytes: int  # the codec's own part of the state, after the vectors
     rounds: int
-    ranks: int  # of a linear codec: the most whose bodies can be summed; 0: any number
-    slices: list[tuple[int, int]]  # of a linear codec: offset in bytes and elements, for each round
+    ranks: int  # linear codecs: the maximum number of ranks whose bodies can be summed; 0: no limit
+    slices: list[tuple[int, int]]  # linear codecs: offset in bytes and elements, for each reduction
     vectors: int
     def encode(
         self,
@@ -351,8 +352,8 @@ class Plan:
         group: int,
         rank: int,
         world: int,
-        carry: float = ...,  # of what is owed, before the gradient is added
-        origin: int = ...,  # of the state that the step starts from, in bytes from state; 0: in place
+        carry: float = ...,  # multiplies the residual before the gradient is added
+        origin: int = ...,  # the state that the step reads, in bytes from `state`; 0: it works in place
     ) -> Stats: ...
     def next_round(
         self,
@@ -380,18 +381,19 @@ class Plan:
         step: int,
         group: int,
     ) -> bool:
-        """True if the step was not finite. state 0: none. step < 0 accepts any step and group.
+        """Returns whether the step was not finite. state 0: no state. step < 0: any step and group are
+        accepted.
 
-        Raises CorruptPayloadError or MismatchError; their `culprit` is the index of the payload.
+        Raises CorruptPayloadError or MismatchError; their `culprit` is the index of the payload at fault.
         """
     def learn(self, state: int, payload: int) -> None: ...
     def check(self, payload: int, nbytes: int, *, step: int = ..., group: int = ...) -> None: ...
     def residual_out(self, state: int, out: int) -> None: ...
     def residual_in(self, state: int, values: int) -> None: ...
     def unsend(self, state: int) -> None: ...
-    def forget(self, state: int) -> None: ...  # nothing is owed any more; momenta begin at 0
+    def forget(self, state: int) -> None: ...  # clears the residual; momenta start from 0
     def rescale(self, state: int, factor: float) -> None: ...
-    # CUDA: everything on `stream` of `device`; segments is a device copy of Segments.table()
+    # CUDA: all calls enqueue on `stream` of `device`; segments is a device copy of Segments.table()
     def cuda_work_bytes(self) -> int: ...
     def cuda_encode(
         self,
@@ -482,7 +484,7 @@ class AlgorithmInfo(TypedDict):
     paper: str
     doc: str
     options: list[OptionInfo]
-    takes_seed: bool  # a plan in use may be given: options "seed_ends" and "seed_methods", lists
+    takes_seed: bool  # accepts a plan to start from: the lists "seed_ends" and "seed_methods" in options
 
 class FusionDict(TypedDict):
     ends: list[int]
@@ -494,16 +496,17 @@ class FusionDict(TypedDict):
 
 class EvaluationDict(TypedDict):
     time_ps: int
-    # A row a group: start and end of backward, encode, exchange, decode in ps; -1, -1: no such stage.
+    # One row per group: start and end of backward, encode, exchange and decode in ps; -1, -1: no such stage.
     timeline: list[tuple[int, int, int, int, int, int, int, int]]
 
 def algorithms() -> list[AlgorithmInfo]: ...
 
 class Instance:
-    """A planning problem (csrc/fusion.h). Times in picoseconds, sizes in bytes of gradient, ready order.
+    """A planning problem (csrc/fusion.h). Times are in ps, sizes in bytes of gradient, tensors in ready
+    order.
 
-    methods: (encode, exchange, decode), each a list of knots (bytes, ps); encode and decode may be None.
-    Raises ArgumentError, which names the tensor, method or knot at fault.
+    methods: candidates as (encode, exchange, decode), each a list of knots (bytes, ps); encode and decode may
+    be None. Raises ArgumentError, which names the tensor, candidate or knot at fault.
     """
 
     def __init__(
@@ -529,4 +532,4 @@ class Instance:
 
 def checksum(segments: Segments, dtype: str) -> int: ...
 def scale(segments: Segments, dtype: str, factor: float) -> None:
-    """segments *= factor, in place, computed in float32 and rounded once."""
+    """Multiplies the segments by `factor`, in place, computed in float32 and rounded once."""

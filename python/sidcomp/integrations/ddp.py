@@ -1,4 +1,4 @@
-"""DistributedDataParallel: its communication hook, and the quirks of its buckets."""
+"""DistributedDataParallel (DDP): the communication hook, and what is special about its buckets."""
 
 import gc
 import inspect
@@ -19,7 +19,7 @@ from sidcomp.runtime.engine import UNFINISHED, Engine, Model
 from sidcomp.runtime.group import Group
 from sidcomp.state import State
 
-# No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
+# Do not import annotations from __future__ here: DDP compares a hook's annotations with the types themselves.
 
 _PYTHON_REDUCER = (
     "torch.compile's python reducer does not work with communication hooks: set "
@@ -30,10 +30,12 @@ _PYTHON_REDUCER = (
 def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """The communication hook: `ddp.register_comm_hook(state, sidcomp.hook)`.
 
-    The future's value is `bucket.buffer()`, which then holds the mean of the decoded gradients of all ranks.
-    Errors are not raised here, where they would leave DDP's reducer unusable: the future fails, `backward()`
-    raises a RuntimeError with the text, and the exception itself is in `state.error` and in the log
-    "sidcomp".
+    Returns a future whose value is `bucket.buffer()`, flat, in the dtype and on the device of the gradients;
+    it then holds the mean of the decoded gradients of all ranks. The hook does not raise the errors of a
+    step, because that would leave DDP's reducer unusable. Instead the future fails, `backward()` raises a
+    RuntimeError with the text, and the exception itself is in `state.error` and in the log "sidcomp".
+
+    It raises only with torch.compile's python reducer, which ignores futures: UnsupportedError.
     """
     if not hasattr(bucket, "buffer"):  # the python reducer passes a tuple, and ignores what a hook returns
         raise UnsupportedError(_PYTHON_REDUCER)
@@ -53,15 +55,16 @@ def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
 
 
 def register(ddp: DistributedDataParallel, state: State) -> None:
-    """`ddp.register_comm_hook(state, sidcomp.hook)`, but what cannot work is refused here, not in
-    `backward()`. Every rank must call it at the same point of its program: the ranks wait for each other here
-    and make sidcomp's process group. So, on Gloo, the others learn at once of a rank that ends later.
+    """Calls `ddp.register_comm_hook(state, sidcomp.hook)`, and checks here, not in `backward()`, whether
+    sidcomp supports the model. Every rank must call it at the same point of its program: the ranks wait for
+    each other and make sidcomp's process group. On Gloo, if a rank ends later, the others are then told at
+    once.
 
     Raises SetupError or UnsupportedError, which say what to change, and ExchangeError, which names the ranks
     that have ended or did not call it in time.
     """
     if not isinstance(ddp, DistributedDataParallel):
-        raise SetupError(f"register needs the DistributedDataParallel model, not a {type(ddp).__name__}")
+        raise SetupError(f"register needs a DistributedDataParallel model, not a {type(ddp).__name__}")
     refuse(ddp)
     if ddp._comm_hooks:
         raise SetupError(
@@ -73,15 +76,18 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
 
 
 def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParallel:
-    """`ddp = sidcomp.rewrap(ddp, state)`: a new DDP model around the same module, for the same State.
+    """Returns a new DDP model around the same module, for the same State: `ddp = sidcomp.rewrap(ddp, state)`.
 
-    DDP shows a gradient only when its bucket is full. The new model's buckets are the groups of a plan that
-    was made for gradients shown one by one, where the State has planned and torch takes a list of sizes
-    (bucket_cap_mb_list); else small buckets of 1 MB. The old DDP model is of no use after this; what the
-    State keeps stays. Call it on every rank, between two iterations.
+    DDP hands over a gradient only when its bucket is full. If the State has planned and torch accepts a list
+    of sizes (bucket_cap_mb_list), the new model's buckets are the groups of a plan that was made for
+    gradients that arrive one by one; otherwise they have 1 MB. The old DDP model cannot be used after this;
+    the State keeps its memory. Call it on every rank, between two iterations.
+
+    Raises SetupError if `ddp` is not the model that the State is registered with, and the errors of
+    `register`.
     """
     if not isinstance(state._door, DDPDoor) or state._door.ref() is not ddp:
-        raise SetupError("rewrap needs the DDP model that this State is registered with")
+        raise SetupError("rewrap: pass the DDP model that this State is registered with")
     state._engine.quiet()
     accepted = inspect.signature(DistributedDataParallel.__init__).parameters
     arguments: dict[str, Any] = {
@@ -100,7 +106,7 @@ def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParalle
     sizes = tuner.rewrap() if isinstance(tuner, Controller) and planned else []
     if sizes:
         arguments["bucket_cap_mb_list"] = [size / 2**20 for size in sizes]
-    # The old reducer's hooks would go on firing beside the new one's: they go when it does.
+    # The old reducer's hooks would still run in addition to the new one's; they disappear with the reducer.
     ddp.reducer = ddp.logger = None  # type: ignore[assignment]
     state._door = None
     new = DistributedDataParallel(ddp.module, **arguments)
@@ -109,7 +115,7 @@ def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParalle
 
 
 def _door(state: State) -> "DDPDoor":
-    """The door of the model that the State is registered with."""
+    """Returns the door of the model that the State is registered with."""
     state._open()
     door = state._door
     if isinstance(door, DDPDoor) and door.open:
@@ -128,8 +134,8 @@ def _bind(state: State, ddp: DistributedDataParallel) -> "DDPDoor":
 
 
 def owner(state: State) -> DistributedDataParallel:
-    """The one DDP model that `state` was registered with. DDP tells its hook nothing: ask the garbage
-    collector."""
+    """Finds the DDP model that `state` was registered with. DDP does not pass it to the hook, so this asks
+    the garbage collector."""
     found = [
         o
         for o in gc.get_objects()
@@ -147,7 +153,7 @@ def owner(state: State) -> DistributedDataParallel:
 
 
 def refuse(ddp: DistributedDataParallel) -> None:
-    """Raises for what sidcomp cannot serve, naming what to change."""
+    """Raises UnsupportedError, which says what to change, if sidcomp does not support the model."""
     if getattr(ddp, "_use_python_reducer", False):
         raise UnsupportedError(_PYTHON_REDUCER)
     if getattr(ddp, "mixed_precision", None) is not None:
@@ -176,7 +182,7 @@ def refuse(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_join(ddp: DistributedDataParallel, groups: Sequence[Group]) -> None:
-    """Raises where a rank without data would do anything but add zero to a sum."""
+    """Raises UnsupportedError if a rank without data would do more than add zero to a sum."""
     if not ddp._divide_by_initial_world_size:
         raise UnsupportedError(
             "DDP's join(divide_by_initial_world_size=False) divides by the number of ranks that have data "
@@ -196,7 +202,7 @@ def refuse_join(ddp: DistributedDataParallel, groups: Sequence[Group]) -> None:
 
 
 def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """What DDP reduces, by name; shared parameters once, under their first name."""
+    """The parameters that DDP reduces, by name; shared ones occur once, under their first name."""
     return {
         name: p
         for name, p in ddp.module.named_parameters()
@@ -205,7 +211,7 @@ def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
 
 
 def roles(module: torch.nn.Module) -> dict[str, frozenset[str]]:
-    """Names of the parameters that are embeddings, and of those that the last layer with a matrix owns."""
+    """The names of the parameters that are embeddings, and of those of the last layer that has a matrix."""
     names = {id(p): name for name, p in module.named_parameters()}
     tables, last = [], []
     for m in module.modules():
@@ -221,20 +227,20 @@ def roles(module: torch.nn.Module) -> dict[str, frozenset[str]]:
 
 
 class _Discovery:
-    """The buckets of a step for which there is no layout yet."""
+    """Collects the buckets of a step for which there is no layout yet."""
 
     def __init__(self, expected: frozenset[int]) -> None:
-        self.expected = set(expected)  # ids of parameters that have not come
+        self.expected = set(expected)  # ids of the parameters that have not arrived
         self.buckets: list[Bucket] = []
 
 
 class DDPDoor:
-    """A DDP model, which it does not keep alive, and its buckets.
+    """Connects the engine with a DDP model, which it does not keep alive.
 
-    DDP shows its buckets one by one, and no hook is told in advance which there will be. It forms them anew
-    after the first step (static graph: the second). In a step whose buckets are not known yet all futures
-    stay pending until the last bucket has come: DDP waits for none before it has called every hook.
-    Parameters are known by identity, as buckets show them.
+    DDP hands over its buckets one by one, and does not announce which there will be. It forms them anew after
+    the first step (static graph: the second). In a step whose buckets are not known yet, all futures stay
+    pending until the last bucket has arrived: DDP waits for no future before it has called the hook for every
+    bucket. Parameters are identified by object identity.
     """
 
     def __init__(self, ddp: DistributedDataParallel, engine: Engine) -> None:
@@ -246,18 +252,19 @@ class DDPDoor:
             {name: tuple(p.shape) for name, p in reduced.items()},
             {id(p): name for name, p in ddp.module.named_parameters()},
         )
-        self.expected = frozenset(map(id, reduced.values()))  # of the parameters that DDP reduces
+        self.expected = frozenset(map(id, reduced.values()))  # ids of the parameters that DDP reduces
         self.device = list(reduced.values())[-1].device if reduced else torch.device("cpu")
-        # DDP forms its buckets anew after it has seen the gradients' order
+        # DDP forms its buckets anew once it knows the order of the gradients
         self._rebuilds = ddp.static_graph or not ddp.find_unused_parameters
-        self._index: dict[int, int] = {}  # of a bucket, by its first parameter's id
+        self._index: dict[int, int] = {}  # a bucket's index, by the id of its first parameter
         self._rebuilt = False  # whether DDP had rebuilt its buckets when the layout was made
-        self._confirmed = False  # the layout's buckets have come again, under join()
+        self._confirmed = False  # under join(): the layout's buckets have arrived again
         self._discovery: _Discovery | None = None
-        # the error of a step that goes on in DDP, and the first parameters of its buckets that have come
+        # After a failure, while DDP still runs that step: the error, and the first parameters of the buckets
+        # so far.
         self._broken: tuple[Exception, set[int]] | None = None
 
-    # ---- what a State asks
+    # ---- called by a State
     # -------------------------------------------------------------------------------------
 
     @property
@@ -268,7 +275,7 @@ class DDPDoor:
         return self._ddp().register_forward_pre_hook(function)
 
     def connect(self) -> None:
-        """The ranks wait for each other, and make the process group."""
+        """Waits for the other ranks, and makes the process group with them."""
         self.engine.connect(self.model, self.device, "sidcomp.register()")
 
     def reset(self, error: Exception) -> None:
@@ -287,11 +294,11 @@ class DDPDoor:
     # -----------------------------------------------------------------------------------------------
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """The hook. Never raises: where something is wrong, this future and those still pending fail."""
+        """The hook. It never raises: after an error, this future and all pending ones fail."""
         parameters = bucket.parameters()
         if self._broken is not None:
             error, seen = self._broken
-            if id(parameters[0]) not in seen:  # still the step that failed
+            if id(parameters[0]) not in seen:  # the failed step continues
                 seen.add(id(parameters[0]))
                 if bucket.is_last():
                     self._broken = None
@@ -321,11 +328,11 @@ class DDPDoor:
 
     @property
     def _formed(self) -> bool:
-        """The engine has groups for buckets that came through this door."""
+        """Whether the engine has groups for buckets of this door."""
         return self.engine.layout is not None and bool(self._index)
 
     def _same(self, index: int, parameters: list[torch.Tensor], buffer: torch.Tensor) -> bool:
-        """Whether this is bucket `index` of the layout. By identity: addresses are used again."""
+        """Whether this is bucket `index` of the layout. Compares identities, because addresses are reused."""
         assert self.engine.layout is not None
         mine = self.engine.layout.buckets[index]
         return (
@@ -337,8 +344,8 @@ class DDPDoor:
     def _joining(self, ddp: DistributedDataParallel) -> bool:
         """Whether ranks may have run out of data.
 
-        DDP does not set `_has_rebuilt_buckets` on one that has, so that all ranks collect the buckets of a
-        step and look whether they are those of the layout.
+        DDP does not set `_has_rebuilt_buckets` on a rank that has run out. So all ranks collect the buckets
+        of a step and compare them with those of the layout.
         """
         if not ddp._join_config.enable:
             return False
@@ -355,12 +362,12 @@ class DDPDoor:
     def _discover(
         self, rebuilt: bool, parameters: list[torch.Tensor], buffer: torch.Tensor, last: bool
     ) -> torch.futures.Future[torch.Tensor]:
-        """Collects the buckets of one step; with the last one all groups are made and exchanged."""
+        """Collects the buckets of one step. When the last one arrives, all groups are made and exchanged."""
         engine, names = self.engine, self.model.names
         if any(id(p) not in names for p in parameters):
             raise SetupError(
-                "DDP reduces a parameter that its module does not have (any more): wrap the changed module "
-                "in a new DDP, and give every DDP model a State of its own"
+                "DDP reduces a parameter that its module does not have, or no longer has: wrap the changed "
+                "module in a new DDP, and give every DDP model a State of its own"
             )
         d = self._discovery
         if engine.within or (d is not None and any(b.parameters[0] is parameters[0] for b in d.buckets)):
@@ -373,7 +380,7 @@ class DDPDoor:
         bucket.future = engine.prepare(buffer.device).future()
         d.buckets.append(bucket)
         d.expected.difference_update(map(id, parameters))
-        # In a static graph's first step is_last() is false for every bucket; where it is true, it is right.
+        # In a static graph's first step is_last() is false for every bucket; if it is true, it is right.
         if d.expected and not last:
             return bucket.future
         if d.expected:
@@ -394,12 +401,12 @@ class DDPDoor:
         self._rebuilt = rebuilt
         for i, future in enumerate(futures):
             engine.ready(i, d.buckets[0].buffer, future)
-            d.buckets.pop(0)  # those that are left fail with the step, should it fail
+            d.buckets.pop(0)  # if the step fails, the remaining ones fail with it
         self._discovery = None
         return futures[-1]
 
     def _known(self, buckets: list[Bucket]) -> bool:
-        """Whether the layout is for these buckets, and for this step."""
+        """Whether the layout was made for these buckets, and still holds in this step."""
         layout = self.engine.layout
         return (
             layout is not None
@@ -409,7 +416,7 @@ class DDPDoor:
         )
 
     def _abandon(self, error: Exception) -> set[int]:
-        """Returns the first parameters of the buckets that had come."""
+        """Abandons the step. Returns the ids of the first parameters of the buckets that had arrived."""
         layout = self.engine.layout
         seen = {id(layout.buckets[i].parameters[0]) for i in self.engine.abandon(error)} if layout else set()
         if self._discovery is not None:
