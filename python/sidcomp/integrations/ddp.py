@@ -31,9 +31,9 @@ def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
     """The communication hook: `ddp.register_comm_hook(state, sidcomp.hook)`.
 
     Returns a future whose value is `bucket.buffer()`, flat, in the dtype and on the device of the gradients;
-    it then holds the mean of the decoded gradients of all ranks. The hook does not raise the errors of a
-    step, because that would leave DDP's reducer unusable. Instead the future fails, `backward()` raises a
-    RuntimeError with the text, and the exception itself is in `state.error` and in the log "sidcomp".
+    it then holds the mean of the decoded gradients of all ranks. The hook does not raise errors, because that
+    would leave DDP's reducer unusable. Instead the future fails, `backward()` raises a RuntimeError with the
+    text, and the exception itself is in `state.error` and in the log "sidcomp".
 
     It raises only with torch.compile's python reducer, which ignores futures: UnsupportedError.
     """

@@ -1,1 +1,1 @@
-"""One step of one model: buckets in, averaged gradients out."""
+"""Runs the steps of one model: takes buckets, and returns averaged gradients."""

@@ -11,16 +11,15 @@ _HUGE = 2**21  # bytes of a huge page
 
 
 class Block:
-    """Zeroed bytes that start at a multiple of 64. `tensor` is a flat uint8 view of them, `ptr` their
-    address."""
+    """Zeroed bytes whose address `ptr` is a multiple of 64. `tensor` is a flat uint8 view of them."""
 
     __slots__ = ("ptr", "tensor")
 
     def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
         align = 64
         if str(device) == "cpu" and nbytes >= 2 * _HUGE:
-            # An encode walks several blocks at once; with small pages it waits for address translation
-            # instead.
+            # An encode reads and writes several blocks at once; with small pages it would wait for address
+            # translation.
             align = _HUGE
             pages = mmap.mmap(-1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -34,7 +33,7 @@ class Block:
         self.ptr = self.tensor.data_ptr()
 
     def part(self, at: int, nbytes: int) -> "Block":
-        """Its bytes from `at` on."""
+        """Returns `nbytes` bytes from offset `at` on."""
         part = Block.__new__(Block)
         part.tensor = self.tensor[at : at + nbytes]
         part.ptr = self.ptr + at

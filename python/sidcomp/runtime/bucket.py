@@ -1,4 +1,4 @@
-"""A bucket: some parameters' gradients in one piece of memory, and the future that waits for their mean."""
+"""A bucket: the gradients of some parameters in one flat buffer, and a future for their mean."""
 
 import threading
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ Future = torch.futures.Future
 
 
 class Bucket:
-    """Named gradients that lie one after the other in a flat `buffer`.
+    """Named gradients, one after the other in a flat `buffer`.
 
-    names, shapes   of the parameters, in the buffer's order
-    parameters      the parameters themselves, where the door knows them: `auto` records when each gradient
-                    is ready; may be empty
+    names, shapes   those of the parameters, in the buffer's order
+    parameters      the parameters themselves, from which `auto` records when each gradient is ready; empty if
+                    the door does not know them
     """
 
     __slots__ = (
@@ -42,24 +42,25 @@ class Bucket:
         self.parameters = tuple(parameters)
         self.buffer = buffer
         self.ptr = buffer.data_ptr()
-        self.seen = False  # it has come in this step
+        self.seen = False  # it has arrived in this step
         self.arrived_at = 0  # in ns of the host's clock
-        self.remaining = 0  # groups, and the comparison of checksums, that have not ended
-        self.done = False  # the future has its value, or its error
+        self.remaining = 0  # groups and comparisons of checksums that have not ended
+        self.done = False  # the future has its value or its error
         self.future: Future[torch.Tensor]
         self._lock = threading.Lock()
 
     def again(self) -> "Bucket":
-        """The same bucket, of another layout."""
+        """Returns the same bucket for another layout."""
         return Bucket(self.names, self.shapes, self.buffer, self.parameters)
 
     def fits(self, buffer: torch.Tensor) -> bool:
-        """Whether `buffer` can be this bucket's, wherever it lies."""
+        """Whether `buffer` has this bucket's size, dtype and device. Its address does not matter."""
         mine = self.buffer
         return buffer.numel() == mine.numel() and buffer.dtype is mine.dtype and buffer.device == mine.device
 
     def open(self, buffer: torch.Tensor, future: "Future[torch.Tensor]", groups: int) -> bool:
-        """Begins a step, in which the future waits for so many groups. Whether the memory has moved."""
+        """Begins a step in which the future waits for `groups` groups. Returns whether the address has
+        changed."""
         moved = buffer.data_ptr() != self.ptr
         self.seen = True
         self.done = False
@@ -70,17 +71,17 @@ class Bucket:
         return moved
 
     def complete_empty(self) -> None:
-        """It has nothing to wait for."""
+        """Completes the future of a bucket that has nothing to wait for."""
         self.done = True
         self.future.set_result(self.buffer)
 
     def expect(self) -> None:
-        """The future waits for one thing more."""
+        """Makes the future wait for one more event."""
         with self._lock:
             self.remaining += 1
 
     def complete(self) -> None:
-        """One of them is there. Any thread."""
+        """Reports that one of the awaited events has happened. Any thread may call it."""
         with self._lock:
             self.remaining -= 1
             ready = not self.remaining and not self.done
@@ -89,7 +90,7 @@ class Bucket:
             self.future.set_result(self.buffer)
 
     def fail(self, error: Exception) -> None:
-        """Any thread."""
+        """Fails the future, unless it is complete. Any thread may call it."""
         with self._lock:
             self.done, done = True, self.done
         if not done and not self.future.done():

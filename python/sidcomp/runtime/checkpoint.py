@@ -1,5 +1,4 @@
-"""state_dict: what is kept, by parameter name; and how it comes back, at the same or at another world
-size."""
+"""state_dict: saves the memories by parameter name, and loads them with the same or another world size."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -19,16 +18,15 @@ from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Rates
 from sidcomp.runtime.process_group import Exchange
 
-# The parts of a state's header that are not settled by residual_in: the count of steps and the codec's
-# statistics.
+# The parts of a state's header that residual_in does not write: the step count and the codec's statistics.
 _KEPT = (slice(0, 8), slice(64, 192))
 
 logger = logging.getLogger("sidcomp")
 
 
 class Kept(NamedTuple):
-    """What is kept of one parameter: (vectors, elements) float32. `local` ranks, a node's, share it; where
-    `common`, the last vector is what this rank keeps for all. What is owed of it is in units of `rate`, the
+    """The memory of one parameter: (vectors, elements) float32. `local` ranks, those of a node, share it. If
+    `common`, the last vector is what this rank keeps for all ranks. The residual is in units of `rate`, the
     learning rate of the last step; None: no optimizer was followed."""
 
     values: torch.Tensor
@@ -41,7 +39,7 @@ Residuals = dict[str, Kept]
 
 
 def _residual(g: Group) -> torch.Tensor:
-    """What the group's memory keeps: (vectors, n) float32."""
+    """Returns the contents of the group's memory: (vectors, n) float32."""
     out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32)
     with g.host_state() as state:
         g.plan.residual_out(state, out.data_ptr())
@@ -64,7 +62,7 @@ def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
 def save(
     settings: Settings, groups: Sequence[Group], unassigned: Residuals, rates: Rates | None
 ) -> dict[str, Any]:
-    """What the groups of an engine keep. unassigned: of parameters whose groups keep nothing."""
+    """Returns the memories of an engine's groups. unassigned: those of parameters whose groups have none."""
     residuals = {**unassigned, **_residuals(groups, rates)}
     return {
         "format": FORMAT,
@@ -78,7 +76,7 @@ def save(
 
 
 def _headers(g: Group) -> list[int]:
-    """Where the state's parts begin: one, but for exchanges that keep slices."""
+    """Returns the offsets of the state's parts; there is one, except with exchanges that keep slices."""
     return [at for at, *_ in g.message_plan.shares] if g.in_messages else [0]
 
 
@@ -97,16 +95,16 @@ def _save_group(g: Group) -> dict[str, Any]:
 
 
 class Resume:
-    """What waits for groups to be made: a loaded state, or what the groups of the layout before have kept."""
+    """Memories to be put into new groups: from a loaded state, or from the groups of the layout before."""
 
     def __init__(self, residuals: Residuals, layout: list[dict[str, Any]], source: dict[str, Any]) -> None:
         self.residuals = residuals
         self.layout = layout
         self.source = source
-        self.same_codec = True  # the codec's statistics are taken over with a group that is the same
+        self.same_codec = True  # an unchanged group takes over the codec's statistics
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raises CheckpointError where the parameters of checkpoint and model are not the same."""
+        """Raises CheckpointError if the parameters of checkpoint and model are not the same."""
         saved = {
             name: tuple(shape)
             for g in self.source.get("layout", [])
@@ -126,21 +124,22 @@ class Resume:
             raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong)}")
 
     def fit(self, layout: Layout) -> None:
-        """Raises CheckpointError where a group's memory keeps something else of its parameters."""
+        """Raises CheckpointError if a group's memory does not have the saved number of vectors or
+        elements."""
         for g in layout.groups:
             own = 0 if g.direct else g.plan.vectors - (g.in_messages and g.message_plan.common)
             for p in g.spec.pieces:
                 kept = self.residuals.get(p.name)
                 if own and kept is not None and kept.values.shape != (own + kept.common, p.numel):
                     raise CheckpointError(
-                        f"residuals[{p.name!r}] of the checkpoint is of shape {list(kept.values.shape)}; "
+                        f"residuals[{p.name!r}] of the checkpoint has shape {list(kept.values.shape)}; "
                         f"memory {g.plan.memory!r} keeps {own} vectors of {p.numel} elements: use the memory "
                         "that it was saved with"
                     )
 
     def place(self, layout: Layout, exchange: Exchange, rates: Rates | None) -> None:
-        """Puts what was kept into fresh groups, in units of the rates of now. Raises what went wrong once all
-        ranks that wait for this one have its part; what the groups hold is of no use then."""
+        """Puts the saved memories into new groups, in units of the current rates. If something fails, it
+        raises only after the ranks that wait for this one have its part; the groups must not be used then."""
         failure: Exception | None = None
         for g in layout.groups:
             if g.direct:
@@ -149,7 +148,7 @@ class Resume:
             if g.plan.vectors and any(p.name in self.residuals for p in g.spec.pieces):
                 try:
                     values = self._values(g, exchange.world, rates)
-                except Exception as e:  # the ranks of its node wait for this one's part
+                except Exception as e:  # the other ranks of the node wait for this one's part
                     failure, values = failure or e, torch.zeros(g.plan.vectors, g.n)
                 if g.in_messages and g.message_plan.choice.local > 1:
                     local = g.message_plan.choice.local
@@ -163,7 +162,7 @@ class Resume:
             raise failure
 
     def _put(self, g: Group, values: torch.Tensor | None) -> None:
-        """values: what its memory is to keep, if it is to keep anything."""
+        """Fills a group's state. values: the contents of its memory, if there are any."""
         if values is not None:
             with g.host_state(write=True) as state:
                 g.plan.residual_in(state, values.data_ptr())
@@ -183,7 +182,7 @@ class Resume:
                 g.state.tensor[g.states.codec_bytes] = extra.to(g.device)
 
     def _values(self, g: Group, world: int, rates: Rates | None) -> torch.Tensor:
-        """What the group's memory is to keep: (vectors, n)."""
+        """Returns the new contents of the group's memory: (vectors, n)."""
         kept = [self.residuals.get(p.name) for p in g.spec.pieces]
         parts = [
             torch.zeros(g.plan.vectors, p.numel)
@@ -199,8 +198,8 @@ class Resume:
 
 
 def _fit(g: Group, kept: Kept, world: int) -> torch.Tensor:
-    """What was kept, as this group's exchange keeps it: with a last vector of what is kept for all ranks, or
-    without; and of this rank's own vector, or of its node's. The sum over the ranks stays."""
+    """Converts a saved memory to the form that this group's exchange uses: with or without a last vector that
+    is kept for all ranks, and for this rank alone or for its node. The sum over the ranks does not change."""
     values, was = kept.values, kept.local
     local, common = (g.message_plan.choice.local, g.message_plan.common) if g.in_messages else (1, False)
     own = len(values) - kept.common
@@ -214,7 +213,7 @@ def _fit(g: Group, kept: Kept, world: int) -> torch.Tensor:
 
 
 def _at_rate(g: Group, kept: Kept, factor: float) -> Kept:
-    """What is owed, times `factor`; momenta as they are."""
+    """Multiplies the residual by `factor`; momenta do not change."""
     if factor == 1:
         return kept
     own = len(kept.values) - kept.common
@@ -239,17 +238,18 @@ def _kept(source: dict[str, Any]) -> Residuals:
 
 
 def carry(layout: Layout, rates: Rates | None) -> Resume:
-    """What the groups of a layout keep, for the groups of the next one."""
+    """Returns the memories of a layout's groups, for the groups of the next layout."""
     return Resume(_residuals(layout.groups, rates), [_save_group(g) for g in layout.groups], {})
 
 
 def way_of(group: dict[str, Any]) -> int:
-    """How a group of a checkpoint was sent; before there was a choice it said only whether it was dense."""
+    """Returns how a saved group was sent. Old checkpoints only say whether it was dense."""
     return int(group["way"]) if "way" in group else DENSE if group["dense"] else 0
 
 
 def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece], ways: int) -> list[Spec]:
-    """The groups of a checkpoint, over the buckets of today, each sent in one of so many ways."""
+    """Returns the groups of a checkpoint for the current buckets. ways: the number of ways to send a
+    group."""
     by_name = {p.name: p for p in pieces}
     for i, g in enumerate(groups):
         _check_way(i, g, ways)
@@ -257,8 +257,8 @@ def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece], ways: int) 
         if odd := [p for p in own if (p.dtype, p.device) != (own[0].dtype, own[0].device)]:
             raise CheckpointError(
                 f"layout[{i}] of the checkpoint is a group of {own[0].name}, {own[0].dtype} on "
-                f"{own[0].device}, and {odd[0].name}, {odd[0].dtype} on {odd[0].device}: a group has one "
-                "dtype and device; convert and move the module as it was when it was saved"
+                f"{own[0].device}, and {odd[0].name}, {odd[0].dtype} on {odd[0].device}, but a group has one "
+                "dtype and one device: give the module the dtypes and devices that it was saved with"
             )
     return [Spec(way_of(g), [by_name[n] for n in g["names"]]) for g in groups]
 
@@ -266,8 +266,8 @@ def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece], ways: int) 
 def _check_way(i: int, group: dict[str, Any], ways: int) -> None:
     if way_of(group) >= ways:
         raise CheckpointError(
-            f"layout[{i}]['way'] of the checkpoint is {way_of(group)}; this State has {ways} ways to send a "
-            "group: make it with the codec and policy that it was saved with"
+            f"layout[{i}]['way'] of the checkpoint is {way_of(group)}, but this State has {ways} ways to "
+            "send a group: make it with the codec and policy that it was saved with"
         )
 
 
@@ -277,9 +277,9 @@ def load(
     given: "dict[str, Any] | Sequence[dict[str, Any]]",
     redistribute: str,
 ) -> Resume:
-    """parent: the process group of the model, None for the default one."""
+    """Checks a state, or those of all old ranks. parent: the model's process group; None: the default one."""
     if redistribute not in ("sum", "mean"):
-        raise ArgumentError(f'redistribute={redistribute!r}: "sum" or "mean"')
+        raise ArgumentError(f'redistribute={redistribute!r}: give "sum" or "mean"')
     if not dist.is_initialized():
         raise CheckpointError(
             "load_state_dict needs the process group: call torch.distributed.init_process_group first"
@@ -287,11 +287,11 @@ def load(
     world, rank = dist.get_world_size(parent), dist.get_rank(parent)
     all_given = list(given) if isinstance(given, list | tuple) else [given]
     if not all_given:
-        raise CheckpointError("an empty list of states: pass this rank's state, or those of all old ranks")
+        raise CheckpointError("the list of states is empty: pass this rank's state, or all old ranks' states")
     several = len(all_given) > 1
     states = [read(s, f"states[{i}]: " if several else "") for i, s in enumerate(all_given)]
     old = states[0]["world"]
-    if old == 0:  # saved before the first step: nothing is kept yet
+    if old == 0:  # saved before the first step: the memories are empty
         return Resume({}, [], states[0])
     own = [s for s in states if old == world and s["rank"] == rank]
     if len(own) != 1:
@@ -306,19 +306,20 @@ def load(
         for i, g in enumerate(resume.layout):
             _check_way(i, g, len(settings.ways))
     if not source["settled"]:
-        resume.layout = []  # DDP was about to form its buckets anew, and we the groups with them
+        resume.layout = []  # DDP was about to form its buckets anew, and sidcomp its groups
     return resume
 
 
 def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, parts: int) -> dict[str, Any]:
-    """The state of one new rank: the old ranks' residuals, added in rank order, over `parts`; of momenta the
-    mean."""
+    """Returns the state of one new rank: the sum of the old ranks' residuals, in rank order, divided by
+    `parts`, and the mean of their momenta."""
     states = sorted(states, key=lambda s: int(s["rank"]))
     first = states[0]
     residuals = {}
     for name, (_, local, common, _) in _kept(first).items():
         total = torch.stack([s["residuals"][name].double() for s in states]).sum(dim=0)
-        # as if every rank had kept all of it on its own: a node's counts for its ranks, what is for all, all
+        # As if every rank had kept its own: a node's counts for each of its ranks, and a common one for all
+        # ranks.
         if common:
             total = torch.cat([total[:1] + len(states) // local * total[-1:], total[1:-1]])
         total = total * local
@@ -329,7 +330,7 @@ def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, part
 
 
 def _unsent(name: str) -> int:
-    """How many of the vectors of a memory are still to be sent; the others are momenta."""
+    """Returns how many of a memory's vectors are residuals; the others are momenta."""
     memory = find_memory(name)
     return 1 if "feedback" in memory.traits or not memory.momentum else 0
 
@@ -342,7 +343,10 @@ def _check_complete(states: Sequence[dict[str, Any]], old: int, world: int, rank
             f"loads its own; pass that of rank {rank}, or a list with those of all {old} ranks"
         )
     if any(s["world"] != old for s in states):
-        raise CheckpointError(f"states of different runs: world sizes {sorted({s['world'] for s in states})}")
+        raise CheckpointError(
+            f"the states are of different runs, with world sizes {sorted({s['world'] for s in states})}: "
+            "pass those of one run"
+        )
     if ranks != list(range(old)):
         lack = [r for r in range(old) if r not in ranks]
         what = f"those of ranks {lack} are missing" if lack else f"ranks {ranks} are given more than once"
@@ -351,32 +355,37 @@ def _check_complete(states: Sequence[dict[str, Any]], old: int, world: int, rank
             f"with the states of all {old} ranks ({what})"
         )
     if len({s["step"] for s in states}) > 1:
-        raise CheckpointError(f"the states are of different steps: {sorted({s['step'] for s in states})}")
+        raise CheckpointError(
+            f"the states are of different steps, {sorted({s['step'] for s in states})}: pass those of one "
+            "step"
+        )
     names = set(states[0]["residuals"])
     for s in states[1:]:
         if odd := sorted(names ^ set(s["residuals"])):
             raise CheckpointError(
-                f"the states are of different models: {shorten(odd)} are not in all of them"
+                f"the states are of different models: {shorten(odd)} are not in all of them; pass those of "
+                "one run"
             )
     first = states[0]
     for i, s in enumerate(states[1:], 1):
         for key in ("memory", "shared"):
             if s[key] != first[key]:
                 raise CheckpointError(
-                    f"the states are of different runs: {key} is {first[key]!r} in states[0], {s[key]!r} in "
-                    f"states[{i}]"
+                    f"the states are of different runs: {key} is {first[key]!r} in states[0] and {s[key]!r} "
+                    f"in states[{i}]; pass those of one run"
                 )
         for n, values in s["residuals"].items():
             if values.shape != first["residuals"][n].shape:
                 raise CheckpointError(
-                    f"the states are of different models: residuals[{n!r}] is of shape "
-                    f"{list(first['residuals'][n].shape)} in states[0], {list(values.shape)} in states[{i}]"
+                    f"the states are of different models: residuals[{n!r}] has shape "
+                    f"{list(first['residuals'][n].shape)} in states[0] and {list(values.shape)} in "
+                    f"states[{i}]; pass those of one run"
                 )
 
 
 def _compare(settings: Settings, resume: Resume) -> None:
-    """Another codec, seed or grouping may take over what is kept, but not bit for bit: say so. Another memory
-    may not."""
+    """Compares the settings. Another codec, seed or grouping may take over the residuals, but not bit for
+    bit, and a warning says so. Another memory may not: CheckpointError."""
     saved, mine = resume.source, settings.saved()
     if saved["memory"] != mine["memory"]:
         raise CheckpointError(
@@ -387,10 +396,10 @@ def _compare(settings: Settings, resume: Resume) -> None:
     if changed:
         if {"codec", "parameters", "policy"} & set(changed):
             resume.same_codec = False
-        chosen = {"codec", "parameters", "exchange"} if settings.planned else set()  # what a plan is made of
+        chosen = {"codec", "parameters", "exchange"} if settings.planned else set()  # what a plan depends on
         if ({"groups", "exclude", "policy"} | chosen) & set(changed):
             resume.layout = []
         logger.warning(
-            "resuming with other settings (%s): what was kept is taken over, but not bit for bit",
+            "resuming with other settings (%s): the residuals are taken over, but not bit for bit",
             ", ".join(f"{k} {saved[k]!r} -> {mine[k]!r}" for k in changed),
         )

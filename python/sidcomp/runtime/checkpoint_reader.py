@@ -1,5 +1,5 @@
-"""Reads what `State.state_dict` gave. The file may be damaged, or converted: every field is checked before it
-is used, and the error names the one at fault."""
+"""Reads the result of `State.state_dict`. It may have been damaged or converted, so every field is checked
+before it is used, and the error names the field at fault."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite, prod
@@ -14,10 +14,11 @@ from sidcomp.errors import CheckpointError, SidcompError
 
 FORMAT = 1
 STATE_HEADER = _core.state_header_bytes  # before the vectors in a state (sid_state)
-_EXTRA = 64  # bytes that the codec's own part of a state is a multiple of
-_VECTORS = 4  # of any memory, at most
+_EXTRA = 64  # the size of the codec's own part of a state is a multiple of this
+_VECTORS = 4  # the maximum in any memory
 _MOST = 2**62
-# How the State was made, to be compared with the State that loads it. States of older versions lack some.
+# The arguments of the saved State, to be compared with those of the one that loads it. Older versions lack
+# some.
 _SETTINGS: dict[str, tuple[type, ...]] = {
     "version": (str,),
     "codec": (str,),
@@ -33,8 +34,8 @@ _SETTINGS: dict[str, tuple[type, ...]] = {
 
 
 def read(given: object, where: str = "") -> dict[str, Any]:
-    """A checked copy, with residuals in float32 on the CPU. Raises CheckpointError. where: which state it is,
-    to begin errors with."""
+    """Returns a checked copy, with residuals in float32 on the CPU. Raises CheckpointError. where: a name of
+    the state, with which errors begin."""
     return _Reader(where).state(given)
 
 
@@ -136,7 +137,7 @@ class _Reader:
         return out
 
     def vectors(self, memory: object) -> int:
-        """How many vectors the memory keeps."""
+        """Returns how many vectors the memory keeps."""
         if not isinstance(memory, str):
             self.wrong("memory", memory, "a name")
         try:
@@ -198,9 +199,9 @@ class _Reader:
         return out
 
     def bytes_of(self, t: object, field: str, multiple: int) -> torch.Tensor:
-        """A contiguous copy on the CPU, or the tensor itself."""
+        """Returns a contiguous copy on the CPU, or the tensor itself."""
         if not isinstance(t, torch.Tensor) or t.dtype != torch.uint8 or t.dim() != 1 or len(t) % multiple:
-            self.wrong(field, t, f"a vector of uint8 of a multiple of {multiple} elements")
+            self.wrong(field, t, f"a vector of uint8 whose length is a multiple of {multiple}")
         return self.here(t, field)
 
     def here(self, t: torch.Tensor, field: str) -> torch.Tensor:
@@ -208,7 +209,7 @@ class _Reader:
             self.wrong(field, t, "a plain tensor on the CPU or a GPU")
         return t.detach().cpu().resolve_neg().contiguous()
 
-    # ---- what is kept
+    # ---- memories
 
     def residuals(
         self, kept: object, shared: dict[str, list[Any]], vectors: Sequence[int]
@@ -231,7 +232,7 @@ class _Reader:
         return out
 
     def floats(self, t: torch.Tensor, field: str) -> torch.Tensor:
-        """The values in float32; refused if that is not exact."""
+        """Returns the values in float32, and fails if that is not exact."""
         values = t.to(torch.float32)
         if not bool(torch.isfinite(values).all()) and not bool(torch.isfinite(t).all()):
             self.fail(f"{field} has NaN or Inf, which no memory keeps")
@@ -261,7 +262,7 @@ class _Reader:
         return {name: float(rate) for name, rate in kept.items()}
 
     def complete(self, s: dict[str, Any], vectors: int) -> None:
-        """Checks that residuals fit the groups, and that each group has all of its residuals, or none."""
+        """Checks that residuals fit the groups, and that each group has all of its residuals or none."""
         sizes = {
             n: prod(shape) for g in s["layout"] for n, shape in zip(g["names"], g["shapes"], strict=True)
         }
@@ -271,7 +272,8 @@ class _Reader:
             if t.shape[1] != sizes[name]:
                 self.wrong(f"residuals[{name!r}]", t, f"of {sizes[name]} elements, as the parameter is")
         keeps = bool(vectors) and s.get("codec") is not None and not _keeps_nothing(s["codec"])
-        # under a plan, residuals may wait for a group that takes them; dense groups may have momenta, too
+        # With a plan, residuals may be unassigned, waiting for a group that takes them. Dense groups may have
+        # momenta.
         planned = s.get("controller") is not None or s.get("codec") == "auto" or s.get("groups") in PLANNED
         waits = planned or find_memory(s["memory"]).momentum
         for i, g in enumerate(s["layout"]):

@@ -1,4 +1,4 @@
-"""The step on the CPU: the engine's thread encodes, threads of the backend and of transports decode."""
+"""The executor for CPUs. The engine's thread encodes; threads of the backend and of transports decode."""
 
 import weakref
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ Future = torch.futures.Future
 
 class CpuExecutor:
     """Encodes in the thread of `launch`, which issues every collective. A group is decoded in the callback of
-    its exchange: in a thread of the backend or, if the exchange is over already, in the caller's."""
+    its exchange: in a thread of the backend or, if the exchange has already ended, in the caller's thread."""
 
     on_device = False
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.reductions: Reductions | None = None  # where a codec takes several all-reduces
-        self.point_to_point: PointToPoint | None = None  # where a group travels in messages
+        self.reductions: Reductions | None = None  # if a codec takes several all-reduces
+        self.point_to_point: PointToPoint | None = None  # if a group is sent in messages
         self._exchange: Exchange
         self._check: ReplicaCheck
         self._groups: Sequence[Group] = ()
@@ -74,7 +74,7 @@ class CpuExecutor:
         return not group.direct and group.states.keep_two()
 
     def turn(self, group: Group) -> None:
-        # What was sent is taken out of what is kept; then nothing is left to be taken out.
+        # Subtracts what was sent from the memory; then nothing must be subtracted again.
         group.plan.rescale(group.state.ptr, 1.0)
         group.change_form()
         group.plan.unsend(group.state.ptr)
@@ -101,7 +101,7 @@ class CpuExecutor:
             g.stage.exchanged_at = perf_counter_ns()
             g.counters.encode_ns += g.stage.exchanged_at - g.stage.begun_at
             if g.direct:
-                # another step's gradients may be in the bucket by now
+                # the bucket may already hold the gradients of another step
                 work = exchange.all_reduce(g.view if unable is None else _poison(torch.empty_like(g.view)))
             elif g.plan.linear:
                 work = exchange.all_reduce(g.form.slices[0])
@@ -125,7 +125,7 @@ class CpuExecutor:
         return Moment(self.step.index, self.step.seed, g.index, self._exchange.rank, self._exchange.world)
 
     def launched(self, groups: Sequence[Group], in_place: bool) -> None:
-        pass  # what they owe is forgotten where the step is thrown away
+        pass  # `forget` clears the residuals if the step is discarded
 
     def _encode(self, g: Group) -> None:
         try:
@@ -137,7 +137,8 @@ class CpuExecutor:
             )
             g.stage.sent = g.plan.vectors > 0
         except Exception as e:
-            # The others wait for our bytes: send such that they fail with us, not those of the step before.
+            # The other ranks wait for this payload: send one that makes them fail too, not that of the step
+            # before.
             g.stage.error = e
             if g.plan.linear:
                 _poison(g.form.body)
@@ -145,7 +146,7 @@ class CpuExecutor:
                 g.form.payload.tensor.zero_()
 
     def further(self, g: Group) -> None:
-        """The all-reduces of a group after the first, in the thread that does nothing else."""
+        """Does all all-reduces of a group after the first, in a thread that does nothing else."""
         assert self.reductions is not None
         try:
             work = g.stage.work
@@ -170,17 +171,17 @@ class CpuExecutor:
                 g.form.next_reduction(i, g.segments, g.state.ptr, self._at(g))
         except Exception as e:
             g.stage.error = e
-        if g.stage.error is not None:  # the others wait for our part
+        if g.stage.error is not None:  # the other ranks wait for this part
             _poison(g.form.slices[i])
         taken = perf_counter_ns() - start
         g.counters.encode_ns += taken
         g.counters.wait_ns -= taken
 
     def finish(self, g: Group, exchanged: "Future[Any]") -> None:
-        """The callback of an exchange: decodes. No collectives here; the caller may be any thread."""
+        """The callback of an exchange: decodes. It issues no collectives, because any thread may call it."""
         failure: Exception | None = None
         try:
-            exchanged.value()  # raises what the collective failed with: unread, nobody notices a dead peer
+            exchanged.value()  # raises the collective's error: otherwise nobody would notice a dead peer
             g.stage.arrived_at = perf_counter_ns()
             g.counters.wait_ns += g.stage.arrived_at - g.stage.exchanged_at
             if g.stage.error is None and not g.direct:
@@ -205,8 +206,8 @@ class CpuExecutor:
 
     def _ask(self, g: Group) -> None:
         """Finds out whether a sum is not finite because of a gradient, or because a rank failed and sent NaN.
-        All ranks see the same sum, so all of them ask here, in the group's callback. That cannot deadlock: a
-        backend's threads take the groups in the order of their launch."""
+        All ranks see the same sum, so all of them ask here, in the group's callback. This cannot deadlock,
+        because a backend's threads take the groups in the order of their launch."""
         reasons = self._exchange.tell_reasons(g.stage.error, g.index)
         if g.stage.error is None and any(reasons):
             rank = next(r for r, reason in enumerate(reasons) if reason)
@@ -222,15 +223,15 @@ class CpuExecutor:
     def _leave(self) -> None:
         self.step.leave()
 
-    # ---- groups that travel in messages
+    # ---- groups that are sent in messages
     # ------------------------------------------------------------------------------
 
     def _advance(self, g: Group, round: int) -> bool:
         return g.form.advance(round, g.segments, g.state.ptr, self._at(g), g.stage.carry, g.states.origin)
 
     def _depart(self, g: Group) -> None:
-        """The first round, in the engine's thread. A rank at which something goes wrong keeps its place in
-        the exchange, so that all ranks come to know."""
+        """Starts the first round, in the engine's thread. A rank that fails still takes part in the exchange,
+        so that all ranks learn of the failure."""
         assert self.point_to_point is not None
         single = g.plan.rounds == 0
         try:
@@ -255,22 +256,22 @@ class CpuExecutor:
             self.point_to_point.start(self, g)
 
     def travels(self, transfer: Transfer) -> None:
-        """A round's messages are on their way: what may be done meanwhile, in a thread of the transport. That
-        is encoding, not waiting."""
+        """Does optional work while a round's messages travel, in a thread of the transport. Its time counts
+        as encoding, not as waiting."""
         g = transfer.group
         if not g.message_plan.busy or g.stage.error is not None:
             return
         begin = perf_counter_ns()
         try:
             g.form.meanwhile(transfer.round, g.segments, g.state.ptr, self._at(g))
-        except Exception as e:  # the thread serves others too, and the peers wait for this group's messages
+        except Exception as e:  # the thread serves other groups too, and the peers wait for the messages
             g.stage.error = e
         taken = perf_counter_ns() - begin
         g.counters.encode_ns += taken
         g.counters.wait_ns -= taken
 
     def arrived(self, transfer: Transfer, failure: Exception | None) -> bool:
-        """A round's messages are here, or will never be: in a thread of the transport."""
+        """Called in a thread of the transport when a round's messages have arrived, or never will."""
         g, last = transfer.group, transfer.round + 1 == transfer.group.plan.rounds
         begin = perf_counter_ns()
         g.counters.wait_ns += begin - (transfer.posted_at or g.stage.exchanged_at)
@@ -300,7 +301,7 @@ class CpuExecutor:
         return False
 
     def _end(self, g: Group, failure: Exception | None) -> None:
-        """Of an exchange in messages."""
+        """Ends an exchange that sends messages."""
         try:
             if failure is None:
                 self._check.note(g)
@@ -319,14 +320,14 @@ class CpuExecutor:
     # -----------------------------------------------------------------------------------------
 
     def before_exit(self) -> None:
-        """A collective of Gloo first completes its future, with our callback, and with it the buckets'
-        futures; then its thread ends the record that the profiler has of it. A callback needs the
-        interpreter, so that backward() may have returned by then, and the profiler, too: it has freed the
-        record. wait() returns once the record has ended."""
+        """Waits until the profiling records of all collectives have ended. A thread of Gloo completes the
+        future, which runs our callback and completes the buckets' futures, and only then ends the profiler's
+        record. The callback needs the interpreter, so backward() may have returned and the profiler may have
+        stopped and freed the record. wait() returns after the record has ended."""
         self.step.wait()
         for work in (*(g.stage.work for g in self._groups), self._compared):
             if work is not None:
-                with suppress(RuntimeError):  # the callback has told it
+                with suppress(RuntimeError):  # the callback has reported it
                     work.wait()
 
     def outcome(self, groups: Sequence[Group]) -> tuple[bool, bool]:
@@ -347,7 +348,7 @@ class CpuExecutor:
         future.then(partial(_compare, weakref.ref(self), bucket, step))
 
     def finish_comparing(self, bucket: Bucket, step: int, exchanged: "Future[Any]") -> None:
-        """The callback of `compare`."""
+        """The callback of `compare`: reports a difference."""
         error: Exception | None = None
         try:
             exchanged.value()
@@ -379,8 +380,9 @@ class CpuExecutor:
             self.point_to_point.close()
 
 
-# A callback holds its executor weakly. A thread of the backend drops callbacks when it likes; if the process
-# group went with one, it would be freed in a thread of its own, which ends the program.
+# A callback holds its executor weakly. A thread of the backend drops callbacks at any time. If that dropped
+# the last reference to the process group, the group would be freed in one of its own threads, which ends the
+# program.
 
 
 def _finish(ref: "weakref.ref[CpuExecutor]", g: Group, exchanged: "Future[Any]") -> None:
@@ -396,6 +398,6 @@ def _compare(ref: "weakref.ref[CpuExecutor]", bucket: Bucket, step: int, exchang
 
 
 def _poison(body: torch.Tensor) -> torch.Tensor:
-    """What a rank that failed has summed in place of a body: NaN, or whole numbers that the codec knows."""
+    """Fills a body with what a rank that failed sends: NaN, or integers that the codec recognizes."""
     body.view(torch.uint8).fill_(0xFF)
     return body

@@ -1,4 +1,4 @@
-"""The step on a CUDA device: encode, exchange and decode on one side stream. The host waits for nothing."""
+"""The executor for CUDA: encode, exchange and decode run on one side stream, and the host does not wait."""
 
 import os
 import weakref
@@ -26,7 +26,7 @@ _MARKS = 2**32
 
 
 class Resident:
-    """What a group keeps on the device beside its blocks, and the host's late view of its report."""
+    """A group's further data on the device, and the host's copy of its report, which arrives later."""
 
     def __init__(self, device: torch.device, shown: torch.Tensor) -> None:
         self.stats = Block(_core.stats_bytes, device)
@@ -34,16 +34,17 @@ class Resident:
         self.shown = shown.data_ptr()
         # Written by the device: whether a step was not finite, the culprit, a status, and the step + 1.
         self.seen = memoryview(shown.numpy().data).cast("I")
-        self.mark = 0  # of the last step that was enqueued
+        self.mark = 0  # step + 1 of the last step that was enqueued
         self.table = torch.empty(0)
         self.placed_for: _core.Segments | None = None
-        self.places: dict[int, _core.DeviceGroup] = {}  # by the state's address
+        self.places: dict[int, _core.DeviceGroup] = {}  # by the address of the state
 
 
 class CudaCalls:
-    """The calls of a group's form on a device: the same as Form's on the CPU, enqueued.
+    """The calls of a group's form on a device: the same as those of Form on the CPU, but enqueued.
 
-    table: of the segments, on the device. stats, report: where the calls write, there too; stats may be 0.
+    table: the segments, on the device. stats, report: addresses on the device that the calls write to; stats
+    may be 0.
     """
 
     def __init__(
@@ -86,15 +87,15 @@ class CudaCalls:
 
 
 class CudaExecutor:
-    """A side stream of one device, in which all groups are processed one after the other.
+    """Processes all groups, one after the other, on a side stream of one device.
 
     The futures of the hook are completed with this stream current, so DDP's own stream waits for it on the
-    device. The collectives are enqueued from it as well and need no callback: torch's, or, once `connect`
-    has been called, our own (nccl.py), where one call enqueues all that a group's step has. A payload that
-    fails its check is found by the device, and so are replicas that differ; the host learns of it without
-    waiting, and fails a later step. Nor does it wait to know of a step that was not finite: the device
-    itself makes the other groups forget (`cancel`); where groups have two states, the next step waits for
-    the reports of this one's (`outcome`).
+    device. The collectives are enqueued on it as well and need no callback. They are torch's or, with
+    transport="native", sidcomp's own (nccl.py), where one call enqueues a group's whole step. The device
+    finds invalid payloads and replicas that differ; the host learns of them without waiting, and fails a
+    later step. The host does not wait for the result of a step that was not finite either: the device clears
+    the residuals of the other groups (`cancel`). Only if groups have two states does the next step wait for
+    the reports of this one (`outcome`).
     """
 
     on_device = True
@@ -108,16 +109,16 @@ class CudaExecutor:
         self._exchange: Exchange
         self._check: ReplicaCheck
         self._library: _core.Nccl | None = None
-        self._residents: tuple[weakref.ref[Resident], ...] = ()  # replaced whole: another thread reads it
-        self._kept: list[torch.Tensor] = []  # pinned memory is given to others at once when it is freed
-        # checksums of all ranks on their way to the host: how to wait for them, they, their step
+        self._residents: tuple[weakref.ref[Resident], ...] = ()  # never changed: another thread reads it
+        self._kept: list[torch.Tensor] = []  # torch reuses pinned memory as soon as it is freed
+        # checksums of all ranks that are being copied to the host: a function that waits, the copy, the step
         self._late: list[tuple[Callable[[], None], torch.Tensor, int]] = []
-        self._spare: list[torch.Tensor] = []  # memory for more of them
-        self._kept_table = torch.empty(0)  # cancel's
+        self._spare: list[torch.Tensor] = []  # buffers for further copies
+        self._kept_table = torch.empty(0)  # for `cancel`
         self._kept_by: list[_core.DeviceGroup] = []
         self._enter()
 
-    # What is torch's on a device; the tests have it otherwise.
+    # The following methods need torch's CUDA; the tests replace them.
 
     def _enter(self) -> None:
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -125,17 +126,17 @@ class CudaExecutor:
         self.where = {"device": self.stream.device.index | early, "stream": self.stream.cuda_stream}
 
     def current(self) -> AbstractContextManager[object]:
-        """What is enqueued within goes to the side stream; DDP waits for it where a future is completed
-        within."""
+        """Makes the side stream current. DDP waits for this stream if a future is completed within."""
         return torch.cuda.stream(self.stream)
 
     def future(self) -> "torch.futures.Future[torch.Tensor]":
-        """Of a bucket, whose gradients the current stream has been given: the side stream waits for them."""
+        """Returns a bucket's future. The side stream waits for the gradients, which the current stream
+        computes."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.futures.Future(devices=[self.device])
 
     def synchronize(self, everything: bool = False) -> bool:
-        """Until the side stream, or the device, is done."""
+        """Waits for the side stream, or for the whole device."""
         if everything:
             torch.cuda.synchronize(self.device)
         else:
@@ -146,7 +147,7 @@ class CudaExecutor:
         return torch.zeros(_core.cuda_report_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _send_home(self, x: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
-        """To the host: how to wait for it, and where it will be."""
+        """Starts a copy to the host. Returns a function that waits for it, and the copy."""
         seen = self._spare.pop() if self._spare else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         seen.copy_(x, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -167,7 +168,7 @@ class CudaExecutor:
                     f"{has}. Leave it out on CUDA"
                 )
         if settings.transport == "native":
-            self._library = self._library or open_library()  # raises where there is no NCCL
+            self._library = self._library or open_library()  # raises if there is no NCCL
 
     def connect(
         self,
@@ -178,7 +179,7 @@ class CudaExecutor:
         check: ReplicaCheck,
     ) -> None:
         self._exchange, self._check = exchange, check
-        self._late, self._spare, self._kept_by = [], [], []  # checksums have other places from now on
+        self._late, self._spare, self._kept_by = [], [], []  # checksums have other addresses from now on
         if settings.transport == "native" and self.native is None:
             assert self._library is not None
             progress = partial(_progress, weakref.ref(self))
@@ -206,7 +207,7 @@ class CudaExecutor:
         self._residents = (*(r for r in self._residents if r() is not None), weakref.ref(group.resident))
 
     def _place(self, g: Group, r: Resident) -> None:
-        """The segment table goes to the device."""
+        """Copies the segment table to the device."""
         with self.current():
             r.table = torch.frombuffer(bytearray(g.segments.table()), dtype=torch.uint8).to(self.device)
         r.placed_for = g.segments
@@ -224,7 +225,7 @@ class CudaExecutor:
         )  # fmt: skip
 
     def keep_two(self, group: Group) -> bool:
-        """The group's states become two, if it has not got two."""
+        """Makes the group's state two states. False: there are two already."""
         with self.current():
             made = group.states.keep_two()
         group.resident.placed_for = None
@@ -235,7 +236,7 @@ class CudaExecutor:
             group.allocate_full(plan, plan.cuda_work_bytes())
 
     def turn(self, group: Group) -> None:
-        # What was sent is taken out of what is kept; then nothing is left to be taken out.
+        # Subtracts what was sent from the memory; then nothing must be subtracted again.
         self.settle(group)
         group.change_form()
         self.unsend(group)
@@ -251,7 +252,7 @@ class CudaExecutor:
             self._launch(g)
             g.stage.sent = True
             self.step.count(g, self._exchange.world)
-            with self.current():  # who waits for the buckets then waits for this stream
+            with self.current():  # whoever waits for the buckets waits for this stream
                 self.step.complete(g)
         except Exception as e:
             self.step.fail(g, e)
@@ -261,9 +262,9 @@ class CudaExecutor:
         step = self.step.index
         if status := r.seen[2]:
             if self.native is not None:
-                self.native.communicator.poll()  # knows better why nothing sound has come
+                self.native.communicator.poll()  # raises the cause of the invalid payload, if it is known
             raise CorruptPayloadError(
-                f"status {status - 2**32} of the payload of rank {r.seen[1]} in an earlier step"
+                f"the payload of rank {r.seen[1]} in an earlier step was invalid (status {status - 2**32})"
             )
         if r.placed_for is not g.segments:
             self._place(g, r)
@@ -287,7 +288,7 @@ class CudaExecutor:
             self.cancel(groups)
 
     def _step(self, g: Group, r: Resident) -> None:
-        """With torch's collectives."""
+        """Enqueues a group's step with torch's collectives."""
         exchange = self._exchange
         at = Moment(self.step.index, self.step.seed, g.index, exchange.rank, exchange.world)
         with self.current():
@@ -296,8 +297,8 @@ class CudaExecutor:
                 self._travel(g, calls, at)
             else:
                 calls.encode(g.state.ptr, at, g.stage.carry, g.states.origin)
-                # wait() makes this stream wait for the collective; on NCCL it does not stop the host. All
-                # groups are launched by one thread, in the same order on all ranks, and so are their rounds.
+                # wait() makes this stream wait for the collective; on NCCL the host does not wait. One thread
+                # launches all groups and their reductions, in the same order on all ranks.
                 if g.plan.linear:
                     for i, part in enumerate(g.form.slices):
                         if i:
@@ -309,7 +310,7 @@ class CudaExecutor:
             _core.cuda_show(r.report.ptr, (at.step + 1) % _MARKS, r.shown, **self.where)
 
     def _travel(self, g: Group, calls: "CudaCalls", at: Moment) -> None:
-        """An exchange in messages, with torch's point-to-point calls."""
+        """Enqueues an exchange that sends messages, with torch's point-to-point calls."""
         if g.ends is None:
             ends = ends_of(g.message_plan, g.form.payload.tensor, self._exchange)
             g.ends = [operations(*end, self._exchange.group) for end in ends]
@@ -320,15 +321,15 @@ class CudaExecutor:
                     work.wait()
 
     def progress(self) -> Progress:
-        """Of the groups' steps; any thread."""
+        """Returns the progress of the groups' steps. Any thread may call it."""
         all_of = [r for ref in self._residents if (r := ref()) is not None]
         seen = tuple(r.seen[3] for r in all_of)
         return any(r.mark != mark for r, mark in zip(all_of, seen, strict=True)), seen
 
     def cancel(self, groups: Sequence[Group], always: bool = False) -> None:
-        """Behind the last of an iteration's groups, which worked in place: where one was not finite, or
-        failed, the step is thrown away by whoever guards the run, and the others forget what they kept. The
-        device decides."""
+        """Enqueued after the last group of a step in which groups worked in place: if a group was not finite
+        or failed, the step is discarded, and the other groups clear their residuals. The device decides.
+        always: the step is discarded in any case."""
         for g in groups:
             if g.resident.placed_for is not g.segments:
                 self._place(g, g.resident)
@@ -342,10 +343,10 @@ class CudaExecutor:
         _core.cuda_cancel(self._kept_table.data_ptr(), count, always=always, **self.where)
 
     def outcome(self, groups: Sequence[Group]) -> tuple[bool, bool]:
-        """Waits for the side stream, on which nothing of another step lies yet."""
+        """Waits for the side stream, on which no other step has been enqueued yet."""
         self.synchronize()
         nonfinite = any(g.resident.seen[0] for g in groups)
-        failed = any(g.resident.seen[2] for g in groups)  # a payload was not sound
+        failed = any(g.resident.seen[2] for g in groups)  # a payload was invalid
         return self.step.nonfinite or nonfinite, self.step.failed or failed
 
     def forget(self, groups: Sequence[Group], several: bool) -> None:
@@ -355,7 +356,7 @@ class CudaExecutor:
         pass
 
     def settle(self, g: Group) -> None:
-        """What the last step sent is taken out of what the group keeps."""
+        """Subtracts what the last step sent from the group's memory."""
         if g.resident.placed_for is not g.segments:
             self._place(g, g.resident)
         g.plan.cuda_settle(
@@ -368,9 +369,9 @@ class CudaExecutor:
         )
 
     def unsend(self, g: Group) -> None:
-        """After the group has changed its plan."""
+        """Called after the group has changed its plan: nothing remains to be subtracted."""
         g.plan.cuda_unsend(g.state.ptr, **self.where)
-        g.resident.placed_for = None  # its places are those of the other plan
+        g.resident.placed_for = None  # its addresses are those of the other plan
 
     def _sum(self, g: Group, r: Resident, place: int) -> None:
         g.plan.cuda_checksum(
@@ -378,15 +379,15 @@ class CudaExecutor:
         )
 
     def compare(self, bucket: Bucket, step: int) -> None:
-        """Gathers the checksums on the device and sends them to the host, which will see them later."""
+        """Gathers the checksums on the device, and starts to copy them to the host."""
         check = self._check
         with self.current():
             self._exchange.all_gather(check.all_ranks, check.mine).wait()
             self._late.append((*self._send_home(check.all_ranks), step))
 
     def compared(self, before: int) -> Exception | None:
-        """In all ranks alike: a rank that went on would wait for the others. So the host waits, where it is
-        more than a step ahead of the device."""
+        """All ranks must find an error in the same step: a rank that continued would wait for the others. So
+        the host waits if it is more than one step ahead of the device."""
         while self._late and self._late[0][2] < before:
             wait, seen, step = self._late.pop(0)
             wait()
@@ -397,7 +398,7 @@ class CudaExecutor:
         return None
 
     def stats(self, g: Group) -> _core.Stats:
-        """Of the last encode; waits for the device."""
+        """Returns the statistics of the last encode. Waits for the device."""
         self.synchronize()
         return _core.read_stats(bytes(g.resident.stats.tensor.tolist()))
 

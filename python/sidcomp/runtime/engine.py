@@ -1,7 +1,7 @@
-"""The engine: one step of one model after the other. Buckets of named gradients in, their averages out.
+"""The engine: runs the steps of one model. It takes buckets of named gradients, and returns their averages.
 
-A door (sidcomp.integrations) shows it a model's buckets once (`form`) and then, in every step, each bucket as
-soon as its gradients are there (`ready`). It gets a future for each.
+A door (sidcomp.integrations) passes it a model's buckets once (`form`) and then, in every step, each bucket
+as soon as its gradients are ready (`ready`). The door gets a future for each bucket.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,12 +37,12 @@ UNFINISHED = "the backward pass before this one did not finish"
 
 @dataclass(frozen=True)
 class Model:
-    """Whose gradients are averaged.
+    """The model whose gradients are averaged.
 
-    process_group   over whose ranks
-    shapes          of the parameters whose gradients are averaged, by name
-    names           of the model's parameters, by id: for the optimizer that is followed. Parameters that lie
-                    in no bucket may be among them.
+    process_group   the ranks to average over
+    shapes          the shapes of the parameters whose gradients are averaged, by name
+    names           the names of the model's parameters, by id: for the optimizer that is followed. They may
+                    include parameters that are in no bucket.
     """
 
     process_group: dist.ProcessGroup
@@ -51,30 +51,30 @@ class Model:
 
 
 class Tuner(Protocol):
-    """What finds the regime between steps, for a planned State."""
+    """Chooses the regime between steps, for a planned State."""
 
     def meet(self, engine: "Engine", buckets: Sequence[Bucket], model: Model) -> Regime:
-        """Before the first groups; a collective."""
+        """Called before the first groups are made, on all ranks; it may use collectives."""
 
     def between(self, engine: "Engine", model: Model) -> Regime:
-        """Before a step: the regime from here on. Collectives may run here."""
+        """Called before a step: returns the regime from here on. It may use collectives."""
 
     @property
     def deferred(self) -> bool:
-        """The groups of the coming step wait for its last bucket, so that backward() runs alone."""
+        """Whether the groups of the next step wait for its last bucket, so that backward() runs alone."""
 
     def begin(self, engine: "Engine") -> None:
-        """After the groups of the coming step have been made."""
+        """Called after the groups of the next step have been made."""
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """What a checkpoint holds of it."""
 
 
 class Engine:
-    """All that happens between a gradient and its average.
+    """Does everything between a gradient and its average.
 
-    `form` and `ready` are called in one thread and the same order on all ranks; every collective is issued
-    there. A group is sent when its last bucket has come.
+    The door calls `form` and `ready` in one thread, in the same order on all ranks; every collective is
+    issued there. A group is sent when its last bucket has arrived.
     """
 
     def __init__(self, settings: Settings, process_group: dist.ProcessGroup | None = None) -> None:
@@ -83,44 +83,44 @@ class Engine:
         self.exchange: Exchange | None = None
         self.executor: Executor | None = None
         self.layout: Layout | None = None
-        self.resume: checkpoint.Resume | None = None  # a loaded state that waits for its groups
-        self.settled = False  # there will be no other buckets any more
+        self.resume: checkpoint.Resume | None = None  # a loaded state, until its groups are made
+        self.settled = False  # the buckets will not change any more
         self.regime = settings.start
         self.tuner: Tuner | None = None
         self.rollback = settings.nonfinite == "rollback"  # groups have two states
-        self.lost = False  # the last step does not count
-        self.unassigned: checkpoint.Residuals = {}  # of parameters whose groups keep nothing for now
-        self.rates: Rates | None = None  # of the optimizer that is followed
-        self.watch: Watch | None = None  # of what it does
-        self.scale: float | None = None  # AMP's, as far as it is known
+        self.lost = False  # the last step was discarded
+        self.unassigned: checkpoint.Residuals = {}  # of parameters whose groups have no memory now
+        self.rates: Rates | None = None  # learning rates of the optimizer that is followed
+        self.watch: Watch | None = None  # what that optimizer does
+        self.scale: float | None = None  # AMP's loss scale, if it is known
         self.control = self.allocations = 0
 
         self.current = Step(settings.seed)
         self._check: ReplicaCheck | None = None
-        self._kept_groups: list[dict[str, Any]] = []  # those of a checkpoint, which stay
+        self._kept_groups: list[dict[str, Any]] = []  # the groups of a checkpoint, which stay as they are
         self._model: Model | None = None
-        self._refuse: Callable[[Layout], None] | None = None  # what the door cannot have
-        self._fresh = False  # the layout was made for the step to come
+        self._refuse: Callable[[Layout], None] | None = None  # raises if the door cannot use a layout
+        self._fresh = False  # the layout was made for the next step
         self._change_at = 0.0  # the step at which a scheduled parameter changes next
-        self._revocable = False  # a step has begun, and counts so far
-        # the number of steps, and rates, before the optimizer's step that this one belongs to
+        self._revocable = False  # a step has begun, and has not been discarded
+        # number of steps and rates before the first backward pass of the optimizer's current step
         self._mark: tuple[int, dict[int, float]] = (0, {})
         self._deferred = False
-        self._arrived = 0  # buckets of this step
+        self._arrived = 0  # buckets of this step that have arrived
         self._posted = 0  # groups of this step that have been launched
-        self._unable: Exception | None = None  # why this rank has nothing to send in this step
+        self._unable: Exception | None = None  # why this rank cannot encode in this step
 
-    # ---- what others may know
-    # -----------------------------------------------------------------------------------
+    # ---- queries
+    # -------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Steps begun."""
+        """The number of steps begun."""
         return self.current.number
 
     @property
     def error(self) -> Exception | None:
-        """The last one."""
+        """The last error of a step."""
         return self.current.error
 
     @property
@@ -129,16 +129,16 @@ class Engine:
 
     @property
     def within(self) -> bool:
-        """Some buckets of a step have come, and others have not."""
+        """Whether a step is incomplete: some of its buckets have arrived, others have not."""
         return self._arrived > 0
 
     def seen(self, index: int) -> bool:
-        """The bucket has come in this step, which has not ended."""
+        """Whether the bucket has arrived in the current, incomplete step."""
         return self.layout is not None and self.layout.buckets[index].seen
 
     @property
     def due(self) -> bool:
-        """The groups are to be made anew before the coming step."""
+        """Whether the groups must be made anew before the next step."""
         return self.resume is not None or self.step >= self._change_at
 
     @property
@@ -149,11 +149,11 @@ class Engine:
     # ------------------------------------------------------------------------------------------------
 
     def use(self, executor: Executor) -> None:
-        """In place of the one for the buckets' device."""
+        """Uses this executor instead of the one for the buckets' device."""
         self.executor = executor
 
     def prepare(self, device: torch.device) -> Executor:
-        """The executor for buckets on this device."""
+        """Returns the executor for buckets on this device."""
         if self.executor is None:
             self.executor = (
                 CudaExecutor(device, self.current) if device.type == "cuda" else CpuExecutor(self.current)
@@ -161,7 +161,7 @@ class Engine:
         return self.executor
 
     def connect(self, model: Model, device: torch.device, what: str) -> Exchange:
-        """The process group of our own. Where there is none yet all ranks make it, at the same point."""
+        """Returns the engine's own process group. If there is none, all ranks make it here together."""
         if self.exchange is None:
             self.exchange = Exchange(self.process_group or model.process_group, device, what)
         return self.exchange
@@ -173,9 +173,9 @@ class Engine:
         settled: bool = True,
         refuse: Callable[[Layout], None] | None = None,
     ) -> None:
-        """Makes the groups for these buckets, on all ranks at the same point, before a step.
+        """Makes the groups for these buckets. All ranks call it at the same point, before a step.
 
-        settled: there will be no other buckets. refuse: raises if the groups cannot be what this model needs.
+        settled: the buckets will not change any more. refuse: raises if the model cannot use these groups.
         """
         self.quiet()
         self._refuse = refuse
@@ -186,10 +186,11 @@ class Engine:
     def ready(
         self, index: int, buffer: torch.Tensor, future: "Future[torch.Tensor] | None" = None
     ) -> "Future[torch.Tensor]":
-        """The gradients of bucket `index` are in `buffer`, which fits it. The future's value is the buffer,
-        which then holds their average. future: one that the caller has already given away.
+        """Takes the gradients of bucket `index`, which are in `buffer`; its size, dtype and device must be
+        the bucket's. The value of the returned future is the buffer, which then holds the average. future:
+        one to use, because the caller has already passed it on.
 
-        Raises what makes the step impossible; then call `abandon`. What goes wrong later fails the futures.
+        Raises an error that makes the step impossible; then call `abandon`. Later errors fail the futures.
         """
         assert self.layout is not None and self.executor is not None and self._model is not None
         compare = False
@@ -241,8 +242,8 @@ class Engine:
         self.executor.launch(g, unable, withdrawn)
 
     def abandon(self, error: Exception, telling: bool = True) -> list[int]:
-        """Forgets a step that cannot end: its pending futures fail. Returns its buckets that had come.
-        telling: the other ranks, which wait for this one's part of it."""
+        """Abandons a step that cannot end: its pending futures fail. Returns the indices of its buckets that
+        had arrived. telling: tell the other ranks, which wait for this rank's payloads."""
         buckets = self.layout.buckets if self.layout is not None else []
         seen = [i for i, b in enumerate(buckets) if b.seen]
         if self._arrived and telling:
@@ -258,11 +259,11 @@ class Engine:
         return seen
 
     def spoil(self) -> None:
-        """The step under way, if there is one, fails."""
+        """Marks the current step, if there is one, as failed."""
         self.current.nonfinite = self.current.failed = True
 
     def _withdraw(self, error: Exception) -> None:
-        """Sends an error for every group that it has not sent. So the other ranks fail with this one, and all
+        """Sends an error in place of every group that has not been sent. So the other ranks fail too, and all
         ranks begin the next step at the same place."""
         if not self.on_device and self.layout is not None:
             last = [
@@ -272,7 +273,7 @@ class Engine:
                 self._launch(g, error, withdrawn=True)
 
     def count_control(self, nbytes: int) -> None:
-        """Bytes received that are no gradients."""
+        """Counts bytes received that are not gradients."""
         self.control += nbytes
 
     def report(self, error: Exception) -> None:
@@ -282,7 +283,8 @@ class Engine:
     # -------------------------------------------------------------------------------------------------
 
     def _between(self) -> None:
-        """Before the first bucket of a step: the tuner may want other groups from here on."""
+        """Called before the first bucket of a step: makes other groups if the tuner or a schedule asks for
+        it."""
         fresh, self._fresh = self._fresh, False
         if fresh:
             return
@@ -294,7 +296,7 @@ class Engine:
                 flushed, self.regime, self._kept_groups = self.regime.flush, regime, []
                 self._again()
                 if flushed and not regime.flush:
-                    self.unassigned = {}  # at most what a rounding left
+                    self.unassigned = {}  # at most rounding errors are left
             self.tuner.begin(self)
         if self.step >= self._change_at:
             self._again()
@@ -352,10 +354,10 @@ class Engine:
         self._change_at = self.settings.next_change(self.step, self.regime)
         self.allocations += sum(g.allocations for g in layout.groups)
         self.layout, self._check, self._model = layout, check, model
-        self._revocable = False  # the states of before are gone
+        self._revocable = False  # the former states no longer exist
 
     def follow(self, rates: Rates | None, watch: Watch | None) -> None:
-        """From the next step on."""
+        """Follows this optimizer from the next step on; None: no optimizer."""
         self.quiet()
         if rates is not None and self.rates is not None:
             rates.last = self.rates.last
@@ -371,13 +373,13 @@ class Engine:
     # -------------------------------------------------------------------------------------------------
 
     def _begin(self) -> bool:
-        """A new step. True where its first bucket has to compare the checksums of the one before."""
+        """Begins a step. Returns whether its first bucket must compare the checksums of the step before."""
         self.quiet()
         assert self.layout is not None and self.executor is not None and self._check is not None
         compare = self._check.on
         if self.watch is not None and (scale := self.watch.scale()) is not None:
             self.update_scale(scale)
-        # Several steps may come before the optimizer's: they are thrown away together.
+        # Several backward passes may precede the optimizer's step: they are discarded together.
         if self.watch is None or self.watch.over or not self._revocable:
             self._mark = self.step, dict(self.rates.last) if self.rates is not None else {}
             for g in self.layout.groups:
@@ -388,7 +390,7 @@ class Engine:
         if self.watch is not None:
             self.watch.begin()
         if not self.on_device and torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            with suppress(RuntimeError):  # outside of backward, in DDP's join()
+            with suppress(RuntimeError):  # in DDP's join(), outside of backward()
                 torch.autograd.Variable._execution_engine.queue_callback(self.executor.before_exit)
         if self.settings.full(self.step) is not self.layout.full:
             self.layout.full = not self.layout.full
@@ -410,8 +412,8 @@ class Engine:
         return compare
 
     def quiet(self) -> None:
-        """Waits for callbacks that a failed step left behind; then throws the last step away, if it was not
-        finite or failed, or if the scaler that is followed has skipped it."""
+        """Waits for the callbacks of the last step. Then discards that step if it was not finite or failed,
+        or if the scaler that is followed has skipped it."""
         self.current.wait()
         if self._revocable:
             if self.rollback and self.executor is not None:
@@ -422,10 +424,9 @@ class Engine:
         self.current.nonfinite = self.current.failed = False
 
     def throw_away(self) -> None:
-        """Throws the last step away. Where groups have two states, what is kept, the number of steps and the
-        rates are then as before it. Otherwise a group forgets what it keeps, since it can no longer tell it
-        from the gradient that it has added. A group that was not finite has already taken its gradient
-        out."""
+        """Discards the last step. If groups have two states, their memory, the number of steps and the rates
+        are then as before it. Otherwise a group clears its residual, because it can no longer separate it
+        from the gradient that was added. A group that was not finite has already removed its gradient."""
         self._revocable, self.lost = False, True
         number, rates = self._mark
         in_place = [g for g in self.groups if g.stage.sent and not g.moved]
@@ -438,22 +439,22 @@ class Engine:
         if self.rollback:
             if self.rates is not None:
                 self.rates.last = rates
-            if not self.current.failed:  # which may have happened on some ranks alone
+            if not self.current.failed:  # which may be so on some ranks only
                 self.current.number = number
 
     def skip(self) -> None:
-        """The program has skipped the last step."""
+        """Discards the last step, which the program has skipped."""
         self.quiet()
         if self._revocable:
             self.throw_away()
         elif not self.lost:
             raise SetupError(
-                "skip() takes back the step of the last backward(), and there is none: call it after "
+                "skip() discards the step of the last backward(), and there is none: call it after "
                 "backward(), before the next one and before load_state_dict()"
             )
 
     def guarded(self) -> None:
-        """A scaler may skip steps: from here on groups have two states, unless `nonfinite` is set."""
+        """Gives groups two states, because a scaler may skip steps; not if `nonfinite` is set."""
         if self.rollback or self.settings.nonfinite is not None:
             return
         self.rollback = True
@@ -463,7 +464,7 @@ class Engine:
                 self.allocations += self.executor.keep_two(g)
 
     def rescale(self, factor: float) -> None:
-        """Multiplies what is kept."""
+        """Multiplies the memory of all groups."""
         self.quiet()
         for g in self.groups:
             for state in g.states.live if g.plan.vectors else ():
@@ -474,13 +475,13 @@ class Engine:
             self.resume.rescale(factor)
 
     def update_scale(self, scale: float) -> None:
-        """Gradients come multiplied by `scale` from here on, and so does what is kept."""
+        """Takes the loss scale of the next gradients, and rescales the memory of all groups to it."""
         if self.scale is not None and scale != self.scale:
             self.rescale(scale / self.scale)
         self.scale = scale
 
     def counts(self) -> bool:
-        """Whether the last step was not thrown away. Waits for a device; after quiet()."""
+        """Whether the last step was not discarded. Waits for the device. Call it after quiet()."""
         if self.on_device and self.layout is not None:
             assert self.executor is not None
             self.lost = self.lost or self.executor.outcome(self.groups)[0]
@@ -490,7 +491,7 @@ class Engine:
     # --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two steps."""
+        """Returns the State's state_dict. Call it between two steps."""
         self.quiet()
         if self.layout is None and self.resume is not None:
             return self.resume.source
@@ -506,12 +507,12 @@ class Engine:
         }
 
     def start_from(self, resume: checkpoint.Resume, planned: tuple[Tuner, Regime] | None) -> None:
-        """What was loaded is put into the groups when they are made. planned: the tuner and its regime that
-        it goes on with."""
+        """Takes a loaded state, which is put into the groups when they are made. planned: the tuner to
+        continue with, and its regime."""
         self.resume, self.layout, self.unassigned = resume, None, {}
         self._kept_groups = resume.layout
         if self.rates is not None:
-            self.rates.last = {}  # what is loaded brings its own
+            self.rates.last = {}  # the loaded state has its own rates
         if planned is not None:
             (self.tuner, self.regime), self._kept_groups = planned, []
         self.current.number = resume.source["step"]
@@ -519,7 +520,7 @@ class Engine:
         self.lost = False
 
     def close(self) -> None:
-        """Gives up the groups, the threads and the process groups."""
+        """Frees the groups, the threads and the process groups."""
         self.layout = None
         self.follow(None, None)
         if self.executor is not None:

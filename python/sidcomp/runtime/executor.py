@@ -1,4 +1,4 @@
-"""What the engine asks of a device."""
+"""The protocol of executors: what the engine needs from a kind of device."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -19,21 +19,21 @@ Future = torch.futures.Future
 class Executor(Protocol):
     """Encodes, exchanges and decodes groups, and completes their buckets' futures.
 
-    Its functions are called in the engine's thread, in the same order on all ranks.
+    The engine calls its methods in its own thread, in the same order on all ranks.
     """
 
-    on_device: bool  # what `launch` begins ends later, and the host's clock sees only when it was enqueued
+    on_device: bool  # `launch` only enqueues: the host's clock does not show when the work ends
 
     # ---- groups
 
     def check(self, settings: Settings, groups: Sequence[Group]) -> None:
-        """Raises UnsupportedError if these groups cannot be executed here."""
+        """Raises UnsupportedError if this device cannot execute these groups."""
 
     def prepare(self, group: Group, world: int, twice: bool) -> None:
-        """Allocates what the group needs. twice: two states."""
+        """Allocates states and buffers of the group. twice: two states."""
 
     def prepare_full(self, group: Group, plan: _core.Plan) -> None:
-        """And what it needs for steps of full precision."""
+        """Allocates what the group needs for full-precision steps."""
 
     def connect(
         self,
@@ -43,47 +43,48 @@ class Executor(Protocol):
         parent: dist.ProcessGroup,
         check: ReplicaCheck,
     ) -> None:
-        """The groups of a new layout; all ranks, at the same point of the program."""
+        """Takes the groups of a new layout. All ranks call it at the same point of the program."""
 
     def keep_two(self, group: Group) -> bool:
-        """The group's states become two. False: it has two, or none."""
+        """Makes the group's state two states. False: it already has two, or has none."""
 
     def turn(self, group: Group) -> None:
-        """From the codec's steps to one of full precision, or back."""
+        """Switches the group between the codec's steps and full-precision steps."""
 
     # ---- a step
 
     def future(self) -> "Future[torch.Tensor]":
-        """For a bucket whose gradients the current stream has been given."""
+        """Returns a future for a bucket whose gradients are enqueued on the current stream."""
 
     def launch(self, group: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
-        """Encodes a group and sends it on its way. unable: why it cannot; then the others fail with this
-        rank. withdrawn: this rank has failed already."""
+        """Encodes a group and starts its exchange. unable: why this rank cannot encode; then the other ranks
+        fail too. withdrawn: the futures of this rank have failed already."""
 
     def launched(self, groups: Sequence[Group], in_place: bool) -> None:
-        """All groups of the step have been launched. in_place: they have one state."""
+        """Called when all groups of the step have been launched. in_place: the groups have one state."""
 
     def before_exit(self) -> None:
-        """Under torch's profiler, at the end of backward(): ends what the profiler may have records of."""
+        """Called at the end of backward() under torch's profiler: waits until all profiling records have
+        ended."""
 
     def outcome(self, groups: Sequence[Group]) -> tuple[bool, bool]:
-        """Whether a group of the last step was not finite, and whether one failed. May wait."""
+        """Returns whether a group of the last step was not finite, and whether one failed. May wait."""
 
     def forget(self, groups: Sequence[Group], several: bool) -> None:
-        """The last step is thrown away, and these groups have worked in place. several: more than one step
-        is."""
+        """Clears the residuals of these groups, which worked in place, because the last step is discarded.
+        several: more than one step is discarded."""
 
     def compare(self, bucket: Bucket, step: int) -> None:
-        """Gathers the checksums of `step`. `bucket` completes only if they are equal, or, on a device, a
-        later step fails."""
+        """Gathers the checksums of `step`. If they differ, `bucket` fails; on a device, a later step
+        fails."""
 
     def compared(self, before: int) -> Exception | None:
-        """An error if replicas have differed at a step before this one."""
+        """Returns an error if the replicas differed at a step before `before`."""
 
     def synchronize(self, everything: bool = False) -> bool:
-        """Waits for what was launched, or for the whole device. False: there is no device."""
+        """Waits for everything launched, or for the whole device. False: there is no device."""
 
     def stats(self, group: Group) -> Any:
-        """Of the last encode: count, found, threshold, stages; or None."""
+        """Returns the statistics of the last encode (count, found, threshold, stages), or None."""
 
     def close(self) -> None: ...

@@ -1,5 +1,4 @@
-"""From buckets to a layout: groups by the rules, their plans and blocks, the same on every
-rank."""
+"""Makes a layout from buckets: groups by the rules, their plans and buffers, the same on every rank."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -21,14 +20,15 @@ from sidcomp.runtime.group import Group
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.process_group import Exchange
 
-_FAILED = bytes(32)  # in place of a digest
+_FAILED = bytes(32)  # sent in place of a digest
 
 
 def agreed(exchange: Exchange, make: Callable[[], Layout], header: str, what: str) -> Layout:
-    """make(), if it gives the same on all ranks; else all ranks raise. A difference would corrupt or hang an
-    exchange.
+    """Returns make() if the result is the same on all ranks; otherwise all ranks raise. A difference would
+    corrupt an exchange, or make it hang.
 
-    A collective; `header` is what else has to be the same, `what` says for errors what the ranks are at.
+    All ranks must call it. header: a text that must also be the same. what: the point in the program, for
+    errors.
     """
     layout, failure, text = None, None, ""
     try:
@@ -55,7 +55,7 @@ def agreed(exchange: Exchange, make: Callable[[], Layout], header: str, what: st
 
 
 def together(exchange: Exchange, do: Callable[[], None], what: str) -> None:
-    """do(); where a rank cannot `what`, all ranks raise. A collective."""
+    """Calls do(). If it fails on a rank, all ranks raise. All ranks must call it. what: what do() does."""
     failure = None
     try:
         do()
@@ -69,7 +69,7 @@ def together(exchange: Exchange, do: Callable[[], None], what: str) -> None:
 
 
 def _texts(exchange: Exchange, text: str, what: str, failure: Exception | None) -> list[str]:
-    """Every rank's text; where this rank has failed itself its failure is raised, once the others know."""
+    """Returns every rank's text. If this rank has failed, raises its failure after the others know of it."""
     try:
         return exchange.tell_texts(text, what)
     finally:
@@ -97,8 +97,8 @@ def make_layout(
     step: int,
     twice: bool,
 ) -> Layout:
-    """kept_groups: those of a checkpoint, in place of the settings' rule. step: the iteration to come. twice:
-    groups have two states."""
+    """Makes the groups. kept_groups: those of a checkpoint, used instead of the settings' rule. step: the
+    next iteration. twice: groups have two states."""
     pieces = [p for i, bucket in enumerate(buckets) for p in _pieces(i, bucket)]
     shapes = {p.name: p.shape for p in pieces}
     own = settings.assign(shapes)
@@ -122,7 +122,8 @@ def make_layout(
         plan.choice.label: plan.choice for plan in plans if isinstance(plan, MessagePlan)
     }.values():
         choice.warn(exchange.world)
-    # Reducing in place tells nothing about NaN, and what another group keeps or draws depends on it.
+    # A reduction in place does not report NaN, on which the residual and random numbers of other groups
+    # depend.
     direct = not executor.on_device and not any(plan.vectors or not plan.lossless for plan in plans)
     groups = [
         Group(i, spec, buckets, plan, direct) for i, (spec, plan) in enumerate(zip(specs, plans, strict=True))
@@ -134,8 +135,8 @@ def make_layout(
             if group.in_messages and not group.message_plan.whole:
                 raise UnsupportedError(
                     f"full_every: exchange {group.message_plan.choice.exchange.name!r} keeps slices, which a "
-                    "step of full precision does not send: leave it out, or take an exchange that keeps the "
-                    "whole vector, such as 'allgather' or 'ring1'"
+                    "full-precision step does not send: leave full_every out, or choose an exchange that "
+                    "keeps the whole vector, such as 'allgather' or 'ring1'"
                 )
             full = settings.full_plan(group.n, group.dtype, group.spec.way)
             executor.prepare_full(group, full)
@@ -151,7 +152,7 @@ def _pieces(index: int, bucket: Bucket) -> list[Piece]:
         known = ", ".join(DTYPES.values())
         raise UnsupportedError(f"{which} have {buffer.dtype} gradients, not {known}: convert the module")
     if buffer.device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"{which} are on {buffer.device}; sidcomp knows cpu and cuda")
+        raise UnsupportedError(f"{which} are on {buffer.device}: move the module to cpu or cuda")
     kind = (DTYPES[buffer.dtype], buffer.element_size(), str(buffer.device))
     for name, shape in zip(bucket.names, bucket.shapes, strict=True):
         numel = prod(shape)
@@ -159,15 +160,15 @@ def _pieces(index: int, bucket: Bucket) -> list[Piece]:
         offset += numel
     if offset != buffer.numel():
         raise UnsupportedError(
-            f"the bucket of {which} holds {buffer.numel()} elements for parameters of {offset}: complex "
-            "gradients do not work, keep real and imaginary parts as two real parameters"
+            f"the bucket of {which} has {buffer.numel()} elements, but its parameters have {offset}: complex "
+            "gradients are not supported; keep real and imaginary parts as two real parameters"
         )
     return out
 
 
 def header(settings: Settings, exchange: Exchange, step: int) -> str:
-    """What all ranks must have in common beside the groups; of exchanges that auto may choose the names, for
-    nodes may be of several sizes."""
+    """Describes what all ranks must have in common in addition to the groups. For exchanges that `auto` may
+    choose it contains only the names, because nodes may have different sizes."""
     auto = settings.auto
     ways = [w.choice.exchange.name if auto and w.choice is not None else w.label for w in settings.ways]
     return (

@@ -1,7 +1,7 @@
 """A group: parameters whose gradients are encoded and exchanged as one vector.
 
-What it is stays with Group; what it owns is in its States and Forms; where it stands in the step under way is
-in its Stage.
+Group holds what does not change, States and Forms hold the group's memory and buffers, and Stage holds its
+progress in the current step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,23 +19,23 @@ from sidcomp.config.grouping import Spec, shorten
 from sidcomp.runtime.block import BODIES, Block
 from sidcomp.runtime.bucket import Bucket
 
-_EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}  # all set: Inf or NaN
+_EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}  # all of them set: Inf or NaN
 
 Plan = _core.Plan | MessagePlan
 
 
 class States:
-    """What the codec and the memory of a group keep from step to step: one state, or two in one block. With
-    two a step reads one of them and writes the other, so that it can be taken back."""
+    """What the codec and the memory of a group carry from step to step: one state, or two in one block. With
+    two states a step reads one and writes the other, so that it can be undone."""
 
     def __init__(self, state_bytes: int, extra_bytes: int, device: torch.device, count: int) -> None:
-        # whichever plan uses it: what the codec keeps behind the memory's vectors
+        # the codec's part, after the memory's vectors; the same in all plans of the group
         self.codec_bytes = slice(state_bytes - extra_bytes, state_bytes)
         self.device = device
         self.all = self._allocate(count)
-        self.current = self.all[0]  # what the last step has left
-        self.moved = False  # that step has written another state than it has read
-        self.origin = 0  # from the current one to the one that the step reads, in bytes
+        self.current = self.all[0]  # the result of the last step
+        self.moved = False  # that step has written another state than it read
+        self.origin = 0  # the state that the step reads, in bytes from the current one
 
     def _allocate(self, count: int) -> list[Block]:
         bytes_each = self.codec_bytes.stop
@@ -44,7 +44,8 @@ class States:
         return [block.part(i * apart, bytes_each) for i in range(count)]
 
     def keep_two(self) -> bool:
-        """Two states from here on; False: it has two. Between two steps; on a device within its stream."""
+        """Makes it two states. False: there are two already. Call it between steps; on CUDA in the side
+        stream."""
         if len(self.all) == 2:
             return False
         kept = self.current
@@ -54,9 +55,9 @@ class States:
         return True
 
     def begin(self, extra_bytes: int) -> None:
-        """Before an encode: where the step reads what is kept, and where it writes it. extra_bytes: what the
-        codec of this step keeps of its own; a step of full precision, which keeps none, does not take it
-        along."""
+        """Chooses, before an encode, the state that the step reads and the one that it writes. extra_bytes:
+        the size of the codec's part in this step's plan. If it is smaller, as in a full-precision step, the
+        encode does not carry that part over, and this call copies it."""
         self.origin = 0
         if len(self.all) < 2 or self.moved:
             return
@@ -69,19 +70,19 @@ class States:
             self.current.tensor[own] = before.tensor[own]
 
     def go_back(self) -> None:
-        """Undoes the last step: goes back to the state that it has read."""
+        """Undoes the last step: returns to the state that it read."""
         if self.moved:
             self.current = self.all[self.current is self.all[0]]
         self.moved = False
 
     @property
     def live(self) -> list[Block]:
-        """Those that the next step may still start from."""
+        """The states that the next step may start from."""
         return self.all if self.moved else [self.current]
 
 
 class Moment(NamedTuple):
-    """Of a call: what random numbers depend on, and what a payload must be of."""
+    """Identifies a call: random numbers depend on it, and a payload must match it."""
 
     step: int
     seed: int
@@ -91,15 +92,15 @@ class Moment(NamedTuple):
 
 
 class Form:
-    """A plan, the memory that a step needs for it (scratch, what goes out, what comes in), and its calls on
-    the CPU. segments: of the group's gradient; state: its address, 0 if the call needs none."""
+    """A plan, its buffers (scratch, outgoing, incoming), and its calls on the CPU. segments: those of the
+    group's gradient; state: its address, or 0 if the call needs none."""
 
     def __init__(self, plan: Any, work_bytes: int, world: int, device: torch.device) -> None:
         self.plan = plan
         self.scratch = Block(work_bytes, device)
         self.allocations = 2
-        self.body = torch.empty(0)  # of a linear codec
-        self.slices: list[torch.Tensor] = []  # of the body, for each all-reduce
+        self.body = torch.empty(0)  # linear codecs: the body of the payload
+        self.slices: list[torch.Tensor] = []  # the part of the body that each all-reduce sums
         if isinstance(plan, MessagePlan):
             self.payload = self.incoming = Block(plan.wire_bytes, device)
             self.count = 1
@@ -114,7 +115,7 @@ class Form:
             self.allocations += 1
 
     def _view(self, offset: int, count: int) -> torch.Tensor:
-        """Elements of the body."""
+        """Returns elements of the body."""
         dtype = BODIES[self.plan.body_dtype]
         return self.payload.tensor[offset : offset + count * dtype.itemsize].view(dtype)
 
@@ -129,14 +130,14 @@ class Form:
         return stats
 
     def next_reduction(self, i: int, segments: _core.Segments, state: int, at: Moment) -> None:
-        """What the all-reduce i of several is to sum."""
+        """Computes what all-reduce number i of several will sum."""
         self.plan.next_round(
             i, segments, state, self.scratch.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
         )  # fmt: skip
 
     def decode(self, segments: _core.Segments, state: int, at: Moment) -> bool:
-        """Into the segments. Whether they are not finite."""
+        """Decodes into the segments. Returns whether the result is not finite."""
         nonfinite: bool = self.plan.decode(
             self.incoming.ptr, self.plan.payload_bytes, self.count, 1.0 / at.world, segments, state,
             step=at.step, group=at.group,
@@ -147,8 +148,8 @@ class Form:
         self, round: int, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0,
         origin: int = 0,
     ) -> bool:  # fmt: skip
-        """Of a group that travels in messages: what comes before those of `round`. Whether the end is not
-        finite."""
+        """Groups that are sent in messages: computes what precedes the messages of `round`. Returns, after
+        the last round, whether the result is not finite."""
         nonfinite: bool = self.plan.advance(
             round, segments, state, self.scratch.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group, carry=carry, origin=origin,
@@ -156,14 +157,14 @@ class Form:
         return nonfinite
 
     def meanwhile(self, round: int, segments: _core.Segments, state: int, at: Moment) -> None:
-        """What may be done while the messages of `round` travel."""
+        """Does optional work while the messages of `round` travel."""
         self.plan.core.meanwhile(
             round, segments, state, self.scratch.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group,
         )  # fmt: skip
 
     def abandon(self, segments: _core.Segments, state: int, at: Moment) -> None:
-        """Takes what a step that cannot go on has put into the memory out again."""
+        """Removes from the memory what a step added that cannot continue."""
         self.plan.core.abandon(
             segments, state, self.scratch.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group,
@@ -172,19 +173,19 @@ class Form:
 
 @dataclass
 class Stage:
-    """Where a group stands in a step. Times are in ns of the host's clock."""
+    """A group's progress in the current step. Times are in ns of the host's clock."""
 
-    carry: float = 1.0  # what its residual is multiplied by first
-    sent: bool = False  # it has worked in place, and keeps something
-    undone: bool = False  # it was not finite, or failed, and has taken its gradient out again
+    carry: float = 1.0  # multiplies the residual before the gradient is added
+    sent: bool = False  # it was encoded, and its memory has changed
+    undone: bool = False  # it was not finite or failed, and has removed its gradient from the memory
     stats: _core.Stats | None = None
     error: Exception | None = None
     unable: Exception | None = None  # why nothing was encoded
-    withdrawn: bool = False  # the step was given up before its turn came: nobody waits for its futures
+    withdrawn: bool = False  # the step was abandoned before this group's turn: nobody waits for its futures
     work: dist.Work | None = None
-    begun_at: int = 0  # encode
-    exchanged_at: int = 0  # exchange
-    arrived_at: int = 0  # the end of the exchange
+    begun_at: int = 0  # start of encode
+    exchanged_at: int = 0  # start of the exchange
+    arrived_at: int = 0  # end of the exchange
     decoded_at: int = 0
 
     def begin(self, carry: float) -> None:
@@ -194,7 +195,7 @@ class Stage:
 
 @dataclass
 class Counters:
-    """Of all steps; times in ns."""
+    """Totals over all steps; times are in ns."""
 
     steps: int = 0
     encode_ns: int = 0
@@ -203,44 +204,45 @@ class Counters:
 
 
 class Group:
-    """What a group is, on this rank. An executor gives it memory; one that is reduced in place needs none."""
+    """One group on this rank. An executor allocates its memory; a group that is reduced in place needs
+    none."""
 
-    form: Form  # of the step under way
+    form: Form  # that of the current step
     states: States
 
     def __init__(self, index: int, spec: Spec, buckets: Sequence[Bucket], plan: Plan, direct: bool) -> None:
         self.index = index
         self.spec = spec
         self.names = spec.names
-        self.plan: Any = plan  # of the step under way: a _core.Plan, or a Trip, which has its face
+        self.plan: Any = plan  # of the current step: a _core.Plan, or a MessagePlan, with the same interface
         self.n = plan.n
         self.dtype = plan.dtype
         self._by_bucket = {i: buckets[i] for i in sorted({p.bucket for p in spec.pieces})}
         self.buckets = list(self._by_bucket.values())
         self.device = self.buckets[0].buffer.device
-        self.missing = len(self.buckets)  # buckets that have not come yet
+        self.missing = len(self.buckets)  # buckets that have not arrived yet
         self.runs = self._merge()
-        # A dense group that is one piece of memory may be reduced where it lies, as plain DDP does.
+        # A dense group that is contiguous in memory may be reduced in place, as in plain DDP.
         self.direct = direct and plan.linear and plan.lossless and len(self.runs) == 1
         self.segments: _core.Segments
-        self.start = 0  # its address
-        self.view: torch.Tensor  # what a direct group hands to the collective
+        self.start = 0  # address of a direct group
+        self.view: torch.Tensor  # what a direct group passes to the collective
         self.place()
         self.stage = Stage()
         self.counters = Counters()
-        self.rates: list[int] = []  # the optimizer's parameter groups of its parameters; the largest first
-        self.warned = False  # that their rates change apart
-        self._other: Form | None = None  # of full precision, or, during such a step, the codec's
-        # An executor's: the messages of each round; what stays on the device.
+        self.rates: list[int] = []  # the optimizer's parameter groups that it belongs to, largest first
+        self.warned = False  # a warning that their rates differ was logged
+        self._other: Form | None = None  # for full-precision steps; during such a step, the codec's
+        # Used by executors: the messages of each round, and what stays on the device.
         self.ends: Any = None
         self.resident: Any = None
 
-    # ---- what it is
-    # ---------------------------------------------------------------------------------------------
+    # ---- description
+    # --------------------------------------------------------------------------------------------
 
     @property
     def in_messages(self) -> bool:
-        """It travels in messages, in this step."""
+        """Whether the group is sent in messages in this step."""
         return isinstance(self.plan, MessagePlan)
 
     @property
@@ -253,24 +255,24 @@ class Group:
         return f"group {self.index} ({shorten(self.names)})"
 
     def describe(self) -> str:
-        """What every rank must agree on."""
+        """Describes the group. The text must be the same on every rank."""
         shapes = ", ".join(f"{p.name}{list(p.shape)}" for p in self.spec.pieces)
         way = f", {self.message_plan.choice.label}" if self.in_messages else ""
         return f"{self.plan.codec}, memory {self.plan.memory}{way}, {self.n} x {self.dtype}: {shapes}"
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank hands to the collective in a step."""
+        """Bytes that this rank passes to the exchange in a step."""
         if self.direct:
             return self.view.numel() * self.view.element_size()
         body = self.form.body
         return body.numel() * body.element_size() if self.plan.linear else int(self.plan.payload_bytes)
 
-    # ---- where it lies
-    # ------------------------------------------------------------------------------------------
+    # ---- place in the buckets
+    # -----------------------------------------------------------------------------------
 
     def _merge(self) -> list[tuple[int, int, int]]:
-        """(bucket, offset, length) of the pieces, neighbours joined."""
+        """Returns (bucket, offset, length) of the pieces, with neighbors merged."""
         runs: list[tuple[int, int, int]] = []
         for p in self.spec.pieces:
             if runs and runs[-1][0] == p.bucket and runs[-1][1] + runs[-1][2] == p.offset:
@@ -280,7 +282,7 @@ class Group:
         return runs
 
     def place(self) -> None:
-        """Points the segments at where the buckets lie now."""
+        """Updates the segments to the present addresses of the buckets."""
         size = self.buckets[0].buffer.element_size()
         self.segments = _core.Segments(
             [self._by_bucket[b].ptr + offset * size for b, offset, _ in self.runs],
@@ -292,18 +294,18 @@ class Group:
             self.view = self._by_bucket[b].buffer.view(-1)[offset : offset + n]
 
     def poisoned(self) -> bool:
-        """Whether a direct group's sum may have the NaN of a rank that failed, which is in all elements: one
-        look at the first, which is cheaper than any call of torch's."""
+        """Whether a direct group's sum may contain the NaN of a rank that failed. All elements have it, so
+        this reads only the first one, which is cheaper than any call of torch."""
         size = self.view.element_size()
         first = int.from_bytes(string_at(self.start, size), "little") if self.n else 0
         exponent = _EXPONENTS[self.dtype]
         return first & exponent == exponent
 
-    # ---- what it owns
-    # -------------------------------------------------------------------------------------------
+    # ---- memory
+    # -------------------------------------------------------------------------------------------------
 
     def allocate(self, world: int, work_bytes: int, twice: bool) -> None:
-        """twice: two states."""
+        """Allocates states and buffers. twice: two states."""
         plan = self.plan
         if self.direct:
             return
@@ -311,42 +313,42 @@ class Group:
         self.form = Form(plan, work_bytes, world, self.device)
 
     def allocate_full(self, plan: _core.Plan, work_bytes: int) -> None:
-        """For steps that send everything, with what is kept: a lossless plan over the same state."""
+        """Allocates buffers for full-precision steps. plan: lossless, and uses the same state."""
         self._other = Form(plan, work_bytes, 1, self.device)
 
     @property
     def has_full(self) -> bool:
-        """It can take a step of full precision."""
+        """Whether the group can take a full-precision step."""
         return self._other is not None
 
     def change_form(self) -> None:
-        """From the codec's steps to those of full precision, or back. What was sent must have been taken out
-        of what is kept; the caller then says that nothing is left to be taken out (`unsend`)."""
+        """Switches between the codec's steps and full-precision steps. Before, the caller must subtract what
+        was sent from the memory; afterwards it must call `unsend`, so that nothing is subtracted twice."""
         assert self._other is not None
         self.form, self._other = self._other, self.form
         self.plan = self.form.plan
 
     @property
     def allocations(self) -> int:
-        """Blocks of memory, made once."""
+        """The number of blocks of memory, which are allocated once."""
         forms = [] if self.direct else [self.form, *([self._other] if self._other is not None else [])]
         own = 0 if self.direct else 1
         return own + sum(f.allocations for f in forms) + (3 if self.resident is not None else 0)
 
     @property
     def state(self) -> Block:
-        """What the last step has left."""
+        """The state after the last step."""
         return self.states.current
 
     @property
     def moved(self) -> bool:
-        """The last step can be gone back on."""
+        """Whether the last step can be undone."""
         return not self.direct and self.states.moved
 
     @contextmanager
     def host_state(self, write: bool = False, state: Block | None = None) -> Iterator[int]:
-        """The address of the state, or of another one, for a call on the CPU. On a device it is copied, and
-        written back if asked."""
+        """Gives the address of `state` (default: the current one) for a call on the CPU. A state on a device
+        is copied, and is written back if `write`."""
         state = state or self.state
         if self.device.type == "cpu":
             yield state.ptr

@@ -1,11 +1,12 @@
-"""NCCL, driven by sidcomp itself (State(transport="native")): where the library is, a communicator for a
-process group and device, and a thread that watches it.
+"""NCCL, called by sidcomp itself (State(transport="native")): finds the library, makes a communicator for a
+process group and a device, and watches it from a thread.
 
-The host only enqueues, so that a rank that dies shows neither in a call nor in a return. The thread asks NCCL
-what has gone wrong, and looks whether the device gets on with what was enqueued, in memory that the device
-writes: it makes no CUDA call and holds up nothing. Whichever it is, the communicator is aborted, which frees
-the device, and the next step raises an ExchangeError. The step in which it happened ends with what the device
-had until then: gathered payloads that did not come are refused, an all-reduce that broke off is not noticed.
+The host only enqueues, so it does not notice in a call that a rank has died. The thread asks NCCL whether an
+error has occurred, and checks that the device makes progress with the enqueued work, in memory that the
+device writes. It makes no CUDA call, and holds up nothing. After an error or without progress the
+communicator is aborted, which frees the device, and the next step raises an ExchangeError. The step in which
+it happened ends with what the device had until then: gathered payloads that did not arrive are refused, but
+an incomplete all-reduce is not noticed.
 """
 
 import glob
@@ -24,16 +25,16 @@ from sidcomp.runtime.process_group import Exchange
 
 logger = logging.getLogger("sidcomp")
 
-LIMIT = 600.0  # seconds, where the process group does not tell its timeout: torch's own for NCCL
-PERIOD = 0.2
+LIMIT = 600.0  # seconds, if the process group's timeout is not known: torch's default for NCCL
+PERIOD = 0.2  # seconds between two checks
 
-# Whether the device is behind the host, and what it has done: changes as long as it gets on.
+# Whether enqueued work is left, and a value that changes as long as the device makes progress.
 Progress = tuple[bool, tuple[int, ...]]
 
 
 def find_library() -> str | None:
-    """$SIDCOMP_NCCL; else the library that this process has loaded, torch's; else that of NVIDIA's wheel;
-    None: the loader may find one."""
+    """Returns $SIDCOMP_NCCL; else the library that torch has loaded; else that of NVIDIA's wheel. None: the
+    loader may find one."""
     if named := os.environ.get("SIDCOMP_NCCL"):
         return named
     with suppress(OSError), open("/proc/self/maps") as maps:
@@ -59,8 +60,8 @@ def open_library() -> _core.Nccl:
 
 
 class Native:
-    """This rank's end of a communicator over the ranks of `exchange`. Constructed by all of them at the same
-    point of the program."""
+    """This rank's end of a communicator over the ranks of `exchange`. All of them must construct it at the
+    same point of the program."""
 
     def __init__(
         self, library: _core.Nccl, exchange: Exchange, device: int, progress: Callable[[], Progress | None]
@@ -72,10 +73,10 @@ class Native:
             try:
                 mine = library.unique_id()
             except SidcompError as e:
-                failure = e  # the others wait for an id: tell them that there is none
+                failure = e  # the other ranks wait for an id: tell them that there is none
         name = exchange.gather_bytes(mine)[0]
         if not any(name):
-            raise failure or ExchangeError("NCCL: rank 0 could not make an id")
+            raise failure or ExchangeError("NCCL: rank 0 could not make an id; look at its output")
         self.communicator = _core.Communicator(
             library, name, exchange.rank, exchange.world, device=device, limit=limit
         )
@@ -90,7 +91,7 @@ class Native:
         self._end = weakref.finalize(self, _abandon, self.communicator, self._stop)
 
     def close(self) -> None:
-        """Leaves the communicator, as all ranks do, after what is enqueued."""
+        """Leaves the communicator after all enqueued work. All ranks must do so."""
         if self._end.detach() is None:
             return
         self._stop.set()
@@ -102,7 +103,8 @@ class Native:
 
 
 def _abandon(communicator: _core.Communicator, stop: threading.Event) -> None:
-    """Of a State that nobody closed; others may still be at work, so nobody is waited for."""
+    """Ends the communicator of a State that nobody closed, without waiting for other ranks, which may still
+    be at work."""
     stop.set()
     communicator.abort("this State is gone")
 
@@ -113,7 +115,7 @@ def _watch(
     progress: Callable[[], Progress | None],
     limit: float,
 ) -> None:
-    """progress: None once there is nothing left to watch."""
+    """Aborts the communicator if it fails or makes no progress. progress: None ends the watch."""
     done: tuple[int, ...] = ()
     since = time.monotonic()
     while not stop.wait(PERIOD):

@@ -1,4 +1,4 @@
-"""What becomes of a step: whether the optimizer took it, or a GradScaler skipped it (State.follow)."""
+"""Finds out whether the optimizer took a step, or a GradScaler skipped it (State.follow)."""
 
 import logging
 from typing import Any

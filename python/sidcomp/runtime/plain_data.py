@@ -66,7 +66,7 @@ def either(of: Check) -> Check:
 
 
 def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """A dictionary that has all of `fields` and may have those of `optional`; others are not looked at."""
+    """A dictionary that has all of `fields` and may have those of `optional`; it ignores others."""
 
     def check(value: object, where: str) -> None:
         if not isinstance(value, dict):

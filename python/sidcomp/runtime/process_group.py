@@ -1,4 +1,4 @@
-"""How payloads travel: collectives on a process group of our own, issued only from the hook's thread."""
+"""sidcomp's own process group: its collectives, and how its ranks find out that one of them is lost."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     try:
         timeout: timedelta = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):  # torch has no public way to ask; None is the backend's default
+    except (AttributeError, RuntimeError):  # torch has no public function for it; None: the backend's default
         return None
     return timeout
 
@@ -36,33 +36,34 @@ def _backend_of(group: dist.ProcessGroup) -> str:
     return name if name in ("gloo", "nccl") else str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
 
 
-# Groups over fewer than all ranks, which only their members create, get their name from torch by counting; a
-# second one of the same name finds the addresses of the first in the store, and hangs. So a closed one is
-# kept and used again.
+# torch numbers the groups that are over fewer than all ranks and that only their members create. A second one
+# of the same name would find the addresses of the first in the store, and hang. So closed ones are kept and
+# used again.
 _Kept = list["weakref.ref[dist.ProcessGroup]"]
 _kept: dict[tuple[object, ...], _Kept] = {}
 
 # A rank waits this long before it logs which ranks it waits for, and where. Waiting is not an error: a rank
 # may load data for minutes before its first step.
 SILENT_S = 30.0
-# Once all ranks have said that they are here, they must make the process group within this time. The process
-# group's own timeout, 30 minutes unless the program sets another, is for ranks that are slow to get here.
+# Once all ranks have reported, they must make the process group within this time. The process group's own
+# timeout, 30 minutes unless the program sets another, is for ranks that are slow to get here.
 _FORMING = timedelta(seconds=60)
-_FORMING_EACH = timedelta(seconds=0.1)  # and for each rank
+_FORMING_EACH = timedelta(seconds=0.1)  # added for each rank
 # A rank that finds another one lost waits this long before it raises. So ranks that get here a little later
 # still hear from it, and their errors name the lost rank, not this one.
 _GRACE_S = 1.0
 _PROBE = timedelta(seconds=10)  # for a rank to say that it, too, could not make the group
-_MAX_TEXT = 1 << 20  # bytes of a text that a rank sends; what is longer is cut off
+_MAX_TEXT = 1 << 20  # bytes of a text that a rank sends; longer texts are cut off
 
 _REASON = 256  # bytes that say why a rank failed in a step
-_TAG = 0x51DC  # of what is told from rank to rank on a process group that is not only ours
-_calls: "Counter[tuple[int, ...]]" = Counter()  # roll calls of these ranks, of which each has had as many
-# Of roll calls that failed. A message whose Work is dropped is never sent: its receiver would wait for it.
+_TAG = 0x51DC  # of messages on a process group that others use too
+_calls: "Counter[tuple[int, ...]]" = Counter()  # roll calls of these ranks so far; the same on each
+# The messages of failed roll calls. A message whose Work is dropped is never sent: its receiver would wait
+# for it.
 _pending: list[object] = []
 
-# Groups that are over, and since when. torch 2.4 joins a group's threads with the interpreter locked, and
-# hangs if one of them still has to drop a tensor or a callback of Python's, as just after an exchange.
+# Closed groups, with the time of closing. torch 2.4 joins a group's threads while it holds the GIL, and hangs
+# if one of them still has to drop a tensor or a Python callback, as it does just after an exchange.
 _over: list[tuple[float, dist.ProcessGroup]] = []
 _DROPPED_S = 2.0
 
@@ -74,7 +75,7 @@ def _free_old() -> None:
 
 @contextmanager
 def _announced(text: Callable[[], str]) -> Iterator[None]:
-    """Logs a line if its block takes longer than SILENT_S."""
+    """Logs a line if the `with` block takes longer than SILENT_S."""
     since = time.monotonic()
 
     def say() -> None:
@@ -98,7 +99,7 @@ def _waiting(rank: int, ranks: list[int], what: str) -> str:
 
 
 def _lost(ranks: list[int], what: str, cause: Exception) -> ExchangeError:
-    """Why this rank cannot go on: `ranks` have not done `what`."""
+    """Returns the error of this rank, which cannot continue because `ranks` have not reached `what`."""
     who, has = _ranks(ranks), "has" if len(ranks) == 1 else "have"
     if "timed out" in str(cause).lower() or "timeout" in str(cause).lower():
         text = (
@@ -115,7 +116,7 @@ def _lost(ranks: list[int], what: str, cause: Exception) -> ExchangeError:
 
 def _has_gloo(group: dist.ProcessGroup) -> bool:
     """Whether the ranks of `group` are connected by Gloo on the CPU. Such a connection closes when its peer's
-    process ends, and who reads from it is told at once."""
+    process ends, and its readers are told at once."""
     try:
         return "cpu:gloo" in str(dist.get_backend_config(group)).split(",")
     except ValueError:
@@ -125,11 +126,12 @@ def _has_gloo(group: dist.ProcessGroup) -> bool:
 def tell_all(
     group: dist.ProcessGroup, mine: bytes, what: str, timeout: timedelta | None = None, tag: int = _TAG
 ) -> list[bytes]:
-    """What every rank of `group`, which has Gloo, passes here, equal-sized, in the order of ranks.
+    """Returns what every rank of `group` passes, in the order of ranks. All ranks must pass equally many
+    bytes.
 
-    In messages from rank to rank, not by a collective: so it is known which rank has ended. Raises
-    ExchangeError, which names the ranks that are lost. what: the point in the program that they are to reach,
-    for that text.
+    The group must have Gloo. The bytes travel in messages, not by a collective, so that it is known which
+    rank has ended. Raises ExchangeError, which names the lost ranks. what: the point in the program that they
+    must reach, for that text.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if world == 1:
@@ -173,14 +175,14 @@ def tell_all(
 
 def _roll_call(group: dist.ProcessGroup, what: str, timeout: timedelta | None) -> None:
     """Returns when all ranks of `group` have called it. Raises ExchangeError, which names those that have
-    not: with Gloo as soon as a process ends, else after the timeout."""
+    not: with Gloo as soon as a process ends, otherwise after the timeout."""
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return
     if _has_gloo(group):
         tell_all(group, b"sidcomp", what)
         return
-    # NCCL has nothing that a host could wait for without a stream; the store knows who has been here.
+    # With NCCL a host cannot wait without a stream, so the ranks report to the store.
     store = dist.distributed_c10d._get_default_store()
     call = f"sidcomp/{','.join(map(str, ranks))}/{_calls[tuple(ranks)]}"
     _calls[tuple(ranks)] += 1
@@ -203,9 +205,9 @@ def _roll_call(group: dist.ProcessGroup, what: str, timeout: timedelta | None) -
 class Exchange:
     """A process group over the ranks of `parent`, with its backend and timeout.
 
-    Our own, because DDP issues collectives on its group at moments that we do not see. Every rank of `parent`
-    must construct its Exchange at the same point of the program. When that returns they are all
-    connected, and on Gloo a rank that waits for one that has ended learns of it at once.
+    sidcomp needs its own, because DDP issues collectives on its group at times that sidcomp does not know.
+    Every rank of `parent` must construct its Exchange at the same point of the program. Then they are all
+    connected, and on Gloo a rank that waits for one that has ended is told at once.
 
     Raises ExchangeError, which names the ranks that have ended or did not reach this point in time. what: the
     name of this point, for that text.
@@ -223,10 +225,10 @@ class Exchange:
         self.backend = backend = _backend_of(parent)
         self.timeout = timeout = _timeout_of(parent, device)  # None: not known
         _roll_call(parent, what, timeout)
-        # Not an attribute: the group must not go with this object, which any thread may collect.
+        # Not an attribute: the group must not be freed with this object, which any thread may collect.
         self._box: reaper.Box = []
         self._collected: weakref.finalize[..., Exchange] | None = None
-        if backend == "gloo":  # to leave NCCL takes all ranks at once, and they collect when they like
+        if backend == "gloo":  # ranks must leave NCCL together, but collect garbage at different times
             reaper.start()
             self._collected = weakref.finalize(self, reaper.collected, self._box, os.getpid())
             self._collected.atexit = False
@@ -237,7 +239,7 @@ class Exchange:
                     self._pool.remove(ref)
                     self.group = group
                     return
-        # Gloo connects all ranks here, and waits for one that is gone until the timeout.
+        # Gloo connects all ranks here, and waits for a lost one until the timeout.
         forming, may = timeout, backend == "gloo" and hasattr(dist.ProcessGroupGloo, "_set_default_timeout")
         if timeout is not None and may:
             forming = min(timeout, _FORMING + self.world * _FORMING_EACH)
@@ -247,12 +249,12 @@ class Exchange:
                 ranks, timeout=forming, backend=backend, use_local_synchronization=self._pool is not None
             )
         except (RuntimeError, ValueError) as e:
-            if _has_gloo(parent):  # raises with the name of a rank that has ended since
+            if _has_gloo(parent):  # raises, and names a rank that has ended since
                 tell_all(parent, b"failed ", end, forming and min(forming, _PROBE))
             raise ExchangeError(
                 f"torch could not make a process group for {what}; look at the other ranks' output ({e})"
             ) from e
-        # Gloo returns when this rank is connected: a rank that closed its group now would cut the others off.
+        # Gloo returns when this rank is connected. If it closed its group now, it would cut the others off.
         if _has_gloo(parent) and b"failed " in (told := tell_all(parent, b"sidcomp", end, forming)):
             rank = told.index(b"failed ")
             error = ExchangeError(
@@ -278,7 +280,8 @@ class Exchange:
         return cast(dist.Work, _all_gather(out, tensor, group=self.group, async_op=True))
 
     def sum_among(self, ranks: list[int], x: torch.Tensor) -> torch.Tensor:
-        """The sum, in their order, of what these ranks pass, each with the same list. For setting up."""
+        """Returns the sum, in the order of `ranks`, of the tensors that these ranks pass. Not for use in
+        steps."""
         if len(ranks) == 1:
             return x
         parts = [x if r == self.rank else torch.empty_like(x) for r in ranks]
@@ -295,7 +298,7 @@ class Exchange:
         return torch.stack(parts).sum(dim=0)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Equal-sized bytes of all ranks, waited for. For setting up, not for steps."""
+        """Returns the bytes of all ranks, which must be equally many. It waits: not for use in steps."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         out = torch.empty(self.world * len(data), dtype=torch.uint8, device=self.device)
         _all_gather(out, mine, group=self.group)
@@ -330,9 +333,9 @@ class Exchange:
         return [t[:size].decode(errors="replace") for t, size in zip(texts, sizes, strict=True)]
 
     def tell_reasons(self, error: Exception | None, about: int) -> list[str]:
-        """For each rank why it failed, "" where it did not. May be called in any thread. about: a number that
-        all ranks pass here, and to no other call at the same time. With a backend other than Gloo it asks
-        nobody and returns "" for all."""
+        """Returns for each rank why it failed, or "" if it did not. Any thread may call it. about: a number
+        that identifies the call: the same on all ranks, and used by no other call at the same time. With a
+        backend other than Gloo it asks nobody, and returns "" for all ranks."""
         mine = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_REASON]
         if not _has_gloo(self.group):
             return [""] * self.world
@@ -340,14 +343,14 @@ class Exchange:
         return [t.rstrip(b"\0").decode(errors="replace") for t in told]
 
     def close(self) -> None:
-        """Gives the group up; nothing where the default group, and ours with it, is gone already."""
+        """Frees the group. Does nothing if the default group, and this one with it, no longer exists."""
         _free_old()
         if self._collected is not None:
             self._collected.detach()
         if self._pool is not None:
             self._pool.append(weakref.ref(self.group))
         elif dist.is_initialized():
-            with suppress(ValueError):  # it was made anew since
+            with suppress(ValueError):  # the default group has been made anew since
                 dist.destroy_process_group(self.group)
         if self._collected is not None and self._pool is None:
             reaper.free(self._box)

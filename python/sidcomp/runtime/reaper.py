@@ -20,7 +20,7 @@ Box = list[dist.ProcessGroup]  # holds one group; empty once the group was hande
 
 _queue: SimpleQueue[Box | None] = SimpleQueue()
 _thread: threading.Thread | None = None
-_kept: list[Box] = []  # of the process that forked this one, whose threads are not in this one to be joined
+_kept: list[Box] = []  # groups of the parent process, whose threads do not exist in this forked one
 _EXIT_S = 2.0
 
 
@@ -63,7 +63,8 @@ def free(box: Box) -> None:
 
 
 def collected(box: Box, process: int) -> None:
-    """Hands over a group whose owner is being collected, in any thread. Waits for nothing, no collective."""
+    """Hands over a group whose owner is being collected, in any thread. It does not wait, and issues no
+    collective."""
     if os.getpid() != process:
         _kept.append(box)
         return

@@ -1,5 +1,4 @@
-"""The comparison of replicas: a checksum of every group's decoded gradient, gathered and compared
-(`checksum_every`)."""
+"""Compares replicas (`checksum_every`): gathers and compares a checksum of every group's decoded gradient."""
 
 import struct
 
@@ -14,34 +13,35 @@ from sidcomp.runtime.process_group import Exchange
 class ReplicaCheck:
     """The checksums of a layout's groups, eight bytes each.
 
-    on      this step's are noted
-    mine    this rank's, on the device; all_ranks: those of every rank, once they are gathered
+    on      whether this step's checksums are recorded
+    mine    this rank's checksums, on the device; all_ranks: those of every rank, after they are gathered
     """
 
     def __init__(self, groups: list[Group], exchange: Exchange) -> None:
         self.on = False
         self.world = exchange.world
         self._groups = groups
-        self._noted = bytearray(8 * max(1, len(groups)))  # on the CPU, by callbacks
+        self._noted = bytearray(8 * max(1, len(groups)))  # on the CPU, written by callbacks
         size, device = len(self._noted), exchange.device
         self.mine = torch.zeros(size, dtype=torch.uint8, device=device)
         self.all_ranks = torch.zeros(exchange.world * size, dtype=torch.uint8, device=device)
 
     def note(self, g: Group) -> None:
-        """Of a group that has been decoded. Any thread."""
+        """Records the checksum of a decoded group. Any thread may call it."""
         if self.on:
             value = 0 if g.stage.undone else _core.checksum(g.segments, g.dtype)
             struct.pack_into("<Q", self._noted, 8 * g.index, value)
 
     def place(self, g: Group) -> int:
-        """Where a device writes a group's checksum; 0: nowhere, in this step."""
+        """Returns the address at which a device writes a group's checksum; 0: not in this step."""
         return self.mine.data_ptr() + 8 * g.index if self.on else 0
 
     def freeze(self) -> None:
-        """A copy of what was noted: callbacks of the next step may write the next ones meanwhile."""
+        """Copies the recorded checksums, because callbacks of the next step may overwrite them."""
         self.mine.copy_(torch.frombuffer(self._noted, dtype=torch.uint8))
 
     def difference(self, sums: torch.Tensor, step: int) -> DivergenceError | None:
+        """Returns an error if the checksums of the ranks differ."""
         rows = sums.view(torch.int64).view(self.world, -1).tolist()
         for g in self._groups:
             for rank, row in enumerate(rows):

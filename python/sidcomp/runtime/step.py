@@ -1,4 +1,4 @@
-"""The step that is under way, as the engine, its executor and the threads of transports share it."""
+"""The current step, which the engine, its executor and the threads of transports share."""
 
 import logging
 import threading
@@ -11,23 +11,23 @@ logger = logging.getLogger("sidcomp")
 
 
 class Step:
-    """One object for all steps of an engine. Groups end in any thread; the next step waits for all of them,
-    because its futures take the place of this one's."""
+    """The same object serves all steps of an engine. Groups end in any thread; the next step waits for all of
+    them, because its futures replace those of this step."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.number = 0  # steps begun
-        self.error: Exception | None = None  # the last one
+        self.error: Exception | None = None  # the last error
         self.nonfinite = False  # a group was not finite, or failed
         self.failed = False  # a group failed
         self.ended_at = 0  # when the last group was decoded, in ns of the host's clock
-        self.sent = self.received = self.dense = 0  # bytes, of all steps
+        self.sent = self.received = self.dense = 0  # bytes in all steps
         self._idle = threading.Condition()
-        self._open = 0  # groups, and comparisons, that have not ended
+        self._open = 0  # groups and comparisons that have not ended
 
     @property
     def index(self) -> int:
-        """The number that codecs draw from: steps before this one."""
+        """The step's number, counted from 0, which random numbers depend on."""
         return self.number - 1
 
     def enter(self) -> None:
@@ -35,7 +35,7 @@ class Step:
             self._open += 1
 
     def leave(self) -> None:
-        """The last act of a callback."""
+        """Must be the last call of a callback."""
         with self._idle:
             self._open -= 1
             self.ended_at = perf_counter_ns()
@@ -51,7 +51,7 @@ class Step:
         logger.error("step %d: %s: %s", self.number, type(error).__name__, error)
 
     def count(self, g: Group, world: int) -> None:
-        """What the group hands to its exchange."""
+        """Counts the bytes that the group passes to its exchange."""
         sent = g.bytes_sent
         self.sent += sent
         self.received += sent * (1 if g.plan.linear or g.in_messages else world - 1)
@@ -62,7 +62,7 @@ class Step:
             bucket.complete()
 
     def fail(self, g: Group, cause: Exception) -> None:
-        if g.stage.withdrawn:  # its futures have failed already, and the cause is known
+        if g.stage.withdrawn:  # its futures have already failed, and the cause is known
             return
         self.nonfinite = self.failed = True
         error = explain(g, cause)
@@ -72,7 +72,7 @@ class Step:
 
 
 def explain(g: Group, cause: Exception) -> SidcompError:
-    """`cause`, as an error of ours that names group and rank."""
+    """Returns `cause` as an error of sidcomp that names group and rank."""
     rank = getattr(cause, "culprit", None)
     where = g.label() if rank is None else f"{g.label()}, payload of rank {rank}"
     error: SidcompError
