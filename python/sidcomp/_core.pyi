@@ -70,12 +70,12 @@ class Stats:
     stages: int
     walks: int
 
-stats_bytes: int  # of a sid_stats, as an encode on a device writes it
+stats_bytes: int  # size of a sid_stats, which an encode on a device writes
 
 def read_stats(data: bytes) -> Stats:
-    """Stats that an encode on a device has written: stats_bytes bytes, copied to the host."""
+    """Reads the statistics that an encode on a device has written: stats_bytes bytes, copied to the host."""
 
-state_header_bytes: int  # at the start of every state, before the memory's vectors
+state_header_bytes: int  # size of the header of every state, before the memory's vectors
 
 class Exchange:
     """One rank's part in an exchange that sends messages; sidcomp.h says what its rounds do."""
@@ -105,7 +105,7 @@ class Exchange:
     encoded: float
     decoded: float
     merged: float
-    ring_passes: int  # of a vector, if the process group does the exchange in a ring; else 0
+    ring_passes: int  # passes of a vector, if the process group does the exchange in a ring; else 0
     rounds: int
     vectors: int
     # Parts of the state: offset, first element, elements, whether it is kept for all ranks.
@@ -288,7 +288,7 @@ class DeviceGroup:
     def kept(self) -> bytes:
         """The group's entries for the table of cuda_cancel, cuda_kept_bytes each."""
 
-cuda_report_bytes: int  # of a report, on the device and as cuda_show copies it to the host
+cuda_report_bytes: int  # size of a report, on the device and in the copy that cuda_show makes
 
 class Report:
     """A view of a report at an address in host memory, which cuda_show or DeviceGroup.step writes. The values
@@ -296,7 +296,7 @@ class Report:
 
     def __init__(self, address: int) -> None: ...
     nonfinite: bool  # the step was not finite
-    culprit: int  # the payload or rank at fault, where there was a fault
+    culprit: int  # the payload or rank at fault, if there was a fault
     status: int  # 0, or the status of the first fault so far, which is below 0
     mark: int  # what cuda_show was given, or the low 32 bits of DeviceGroup.step's step + 1
 

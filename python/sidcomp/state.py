@@ -98,18 +98,19 @@ class State:
                     ranks_per_node: torchrun's LOCAL_WORLD_SIZE by default, or a DeviceMesh whose last
                     dimension is the node. codec="auto" takes a name or a list of names as further
                     candidates; None: "twoshot" and "hierarchical".
-    transport       ["torch"] what enqueues the collectives on a GPU: "torch", its process group, or "native",
-                    sidcomp itself through NCCL's C interface, one call for a group's whole step. Nobody has
-                    measured yet which is faster.
+    transport       ["torch"] what enqueues the collectives on a GPU: "torch", through its process group,
+                    or "native", sidcomp itself through NCCL's C interface, which it finds at run time: one
+                    call enqueues a group's whole step (docs/exchanges.md). Nobody has measured yet which is
+                    faster.
     K               [None] Marsit's name for full_every.
     nonfinite       [None] what remains of a discarded step. sidcomp discards a step, and never sends its
                     gradient later, if a gradient was not finite, if the GradScaler given to `follow` skipped
                     it, or if the program called `skip`. "rollback": nothing remains, and all later bits are
                     as if the step had never been. This takes a second copy of the state (4 bytes per element
-                    for memory "residual"), and on CUDA the host waits for the step before. "drop": groups
-                    that were not finite remove their gradient again, up to rounding; groups that were finite
-                    lose their residual. This takes no second copy and no waiting. None: "drop" until the
-                    first call of `follow(optimizer, scaler)` or `update_scale`, "rollback" from then on.
+                    for memory "residual"), and on CUDA the host waits for the previous step. "drop":
+                    groups that were not finite remove their gradient again, up to rounding; groups that were
+                    finite clear their residual. This takes no second copy and no waiting. None: "drop" until
+                    the first call of `follow(optimizer, scaler)` or `update_scale`, "rollback" from then on.
     profile         [None] for planned groups: a Profile of an earlier run or the path of its file, in place
                     of measuring again (`state.profile.save(path)` writes one). One that does not fit is not
                     used.
@@ -117,7 +118,7 @@ class State:
     Parameter names are those of `ddp.module.named_parameters()`. The averaged gradients replace the local
     ones in DDP's buckets. Groups follow the order in which gradients become ready, as far as DDP's buckets
     show it: in the first step (static graph: two) DDP has one bucket per dtype, in the order of definition;
-    then DDP forms its buckets anew, and sidcomp its groups. Residuals move with their parameters.
+    then DDP rebuilds its buckets, and sidcomp its groups. Residuals move with their parameters.
 
     Errors are those of `sidcomp.errors`; `error` is the last one. The hook logs it under "sidcomp" and fails
     the futures of its group, so that backward() raises its text on every rank that is affected. The next

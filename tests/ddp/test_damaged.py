@@ -184,7 +184,7 @@ def other_fields(rank: int, world: int, codec: str) -> tuple[int, int]:
             refused += bool(text)
             loaded += not text
             assert (
-                not text or str(path[0]) in text or "what State.state_dict gave" in text or "rank" in text
+                not text or str(path[0]) in text or "what State.state_dict returned" in text or "rank" in text
             ), (
                 path,
                 value,

@@ -503,7 +503,7 @@ def watched(rank: int, world: int, how: str, log: str) -> tuple[str, str]:
     "how, words",
     [
         ("later", "while exchanging: remote error"),
-        ("stuck", "the device has not gone on for 2 s: a rank has ended"),
+        ("stuck", "the device has made no progress for 2 s: a rank has ended"),
     ],
 )
 def test_what_goes_wrong_on_the_device(how: str, words: str, log: Path) -> None:

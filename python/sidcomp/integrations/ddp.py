@@ -193,9 +193,9 @@ def refuse_join(ddp: DistributedDataParallel, groups: Sequence[Group]) -> None:
         p = g.plan
         if g.in_messages or not p.linear or p.vectors or p.rounds > 1:
             raise UnsupportedError(
-                "DDP's join() sends zeros for ranks that have run out of data, which would flush what the "
-                "memory keeps, or be decoded as gradients that are not zero: give every rank the same number "
-                "of batches (drop_last=True) and leave join() out, or take a codec that the ranks sum in one "
+                "DDP's join() sends zeros for ranks that have run out of data, which would flush the "
+                "residual, or be decoded as gradients that are not zero: give every rank the same number of "
+                "batches (drop_last=True) and leave join() out, or take a codec that the ranks sum in one "
                 f"exchange (none, fp16, bf16), with memory='none'; here codec is {p.codec!r}, memory "
                 f"{p.memory!r}"
             )
@@ -237,7 +237,7 @@ class _Discovery:
 class DDPDoor:
     """Connects the engine with a DDP model, which it does not keep alive.
 
-    DDP hands over its buckets one by one, and does not announce which there will be. It forms them anew after
+    DDP hands over its buckets one by one, and does not announce which there will be. It rebuilds them after
     the first step (static graph: the second). In a step whose buckets are not known yet, all futures stay
     pending until the last bucket has arrived: DDP waits for no future before it has called the hook for every
     bucket. Parameters are identified by object identity.
@@ -254,7 +254,7 @@ class DDPDoor:
         )
         self.expected = frozenset(map(id, reduced.values()))  # ids of the parameters that DDP reduces
         self.device = list(reduced.values())[-1].device if reduced else torch.device("cpu")
-        # DDP forms its buckets anew once it knows the order of the gradients
+        # DDP rebuilds its buckets once it knows the order of the gradients
         self._rebuilds = ddp.static_graph or not ddp.find_unused_parameters
         self._index: dict[int, int] = {}  # a bucket's index, by the id of its first parameter
         self._rebuilt = False  # whether DDP had rebuilt its buckets when the layout was made

@@ -306,7 +306,7 @@ def load(
         for i, g in enumerate(resume.layout):
             _check_way(i, g, len(settings.ways))
     if not source["settled"]:
-        resume.layout = []  # DDP was about to form its buckets anew, and sidcomp its groups
+        resume.layout = []  # DDP was about to rebuild its buckets, and sidcomp its groups
     return resume
 
 

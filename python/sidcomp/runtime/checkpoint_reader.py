@@ -74,7 +74,7 @@ class _Reader:
     def fail(self, text: str) -> NoReturn:
         text = self.where + text
         raise CheckpointError(
-            f"{text}: the checkpoint is damaged, or was converted; load what State.state_dict gave"
+            f"{text}: the checkpoint is damaged, or was converted; load what State.state_dict returned"
         )
 
     def wrong(self, field: str, value: object, wanted: str) -> NoReturn:
@@ -94,7 +94,7 @@ class _Reader:
 
     def state(self, s: object) -> dict[str, Any]:
         if not isinstance(s, Mapping) or "format" not in s or "residuals" not in s:
-            raise CheckpointError(f"{self.where}this is not what State.state_dict gave")
+            raise CheckpointError(f"{self.where}this is not what State.state_dict returned: pass its result")
         if not _is_int(s["format"], 0):
             self.wrong("format", s["format"], "a number")
         if s["format"] != FORMAT:

@@ -181,7 +181,7 @@ class CpuExecutor:
         """The callback of an exchange: decodes. It issues no collectives, because any thread may call it."""
         failure: Exception | None = None
         try:
-            exchanged.value()  # raises the collective's error: otherwise nobody would notice a dead peer
+            exchanged.value()  # raises the collective's error; otherwise a dead peer would go unnoticed
             g.stage.arrived_at = perf_counter_ns()
             g.counters.wait_ns += g.stage.arrived_at - g.stage.exchanged_at
             if g.stage.error is None and not g.direct:

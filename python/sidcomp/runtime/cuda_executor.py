@@ -109,7 +109,7 @@ class CudaExecutor:
         self._exchange: Exchange
         self._check: ReplicaCheck
         self._library: _core.Nccl | None = None
-        self._residents: tuple[weakref.ref[Resident], ...] = ()  # never changed: another thread reads it
+        self._residents: tuple[weakref.ref[Resident], ...] = ()  # replaced, not changed: a thread reads it
         self._kept: list[torch.Tensor] = []  # torch reuses pinned memory as soon as it is freed
         # checksums of all ranks that are being copied to the host: a function that waits, the copy, the step
         self._late: list[tuple[Callable[[], None], torch.Tensor, int]] = []

@@ -344,7 +344,7 @@ class Engine:
             self.rates.bind(model.names, layout.groups)
         if kept is not None:
             kept.residuals = {**self.unassigned, **kept.residuals}
-            what = "take over what its memory keeps" if self.resume is None else "load its checkpoint"
+            what = "take over its residuals" if self.resume is None else "load its checkpoint"
             forming.together(exchange, partial(kept.place, layout, exchange, self.rates), what)
             self.control += exchange.world
             if self.tuner is not None:

@@ -130,7 +130,7 @@ def _watch(
         if not now[0] or now[1] != done:
             done, since = now[1], time.monotonic()
         elif time.monotonic() - since > limit:
-            why = f"the device has not gone on for {limit:g} s: a rank has ended, or hangs"
+            why = f"the device has made no progress for {limit:g} s: a rank has ended, or hangs"
             communicator.abort(why)
             logger.error("NCCL, rank %d of %d: %s", communicator.rank, communicator.world, why)
             return
