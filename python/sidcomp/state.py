@@ -51,7 +51,8 @@ class State:
 
     "auto" measures the model, the machine and the network in the first steps, and chooses the groups and how
     each is sent; where it measures no gain, the run continues as plain DDP (docs/auto.md). With any other
-    codec you choose. Every argument has a default, given in brackets.
+    codec you choose; `State.preset` takes a paper's published setting. Every argument has a default, given in
+    brackets.
 
     codec           [None] "auto", or a name in `sidcomp.codecs()`. The codec's parameters (for "topk":
                     density) are further keyword arguments; each may be a Schedule. None: "topk" with
@@ -183,10 +184,10 @@ class State:
 
     @classmethod
     def preset(cls, name: str | Path, **changes: Any) -> "State":
-        """A State as a TOML file describes it: `State.preset("redsync")` has a paper's published setting.
+        """Makes a State from a TOML file: `State.preset("redsync")` has a paper's published setting.
 
-        name: one of `sidcomp.config.presets.names()`, or a path that ends in .toml (see
-        sidcomp/config/presets.py for what it may hold). changes: arguments and parameters that replace those
+        name: one of `sidcomp.config.presets.names()`, or a path that ends in .toml (sidcomp/config/presets.py
+        says what it may hold). changes: arguments and parameters that replace those
         of the file. Raises ArgumentError, which names the file and the key.
         """
         found = presets.load(name)
