@@ -596,7 +596,7 @@ def test_all_ranks_have_the_same() -> None:
 
 
 def test_names() -> None:
-    with pytest.raises(sidcomp.ArgumentError, match="transport='nccl': one of torch, native"):
+    with pytest.raises(sidcomp.ArgumentError, match="transport='nccl': choose one of torch, native"):
         sidcomp.State("topk", transport="nccl")
 
 

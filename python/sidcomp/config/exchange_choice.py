@@ -1,4 +1,4 @@
-"""How a group travels where it is not a collective of the process group: an exchange of messages."""
+"""The exchange that a State was given, and the message plan of one group on this rank."""
 
 import logging
 import os
@@ -16,17 +16,17 @@ logger = logging.getLogger("sidcomp")
 
 @dataclass(frozen=True)
 class ExchangeChoice:
-    """An exchange by name, with its own parameters; `native`: the process group's."""
+    """An exchange and its parameters. `native`: it is one of the process group's own collectives."""
 
     exchange: Codec
     parameters: Mapping[str, Setting] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, names: Sequence[str], parameters: "dict[str, Any]") -> "list[ExchangeChoice]":
-        """Takes the exchanges' parameters out of `parameters`."""
+        """The choices for `names`. Removes the exchanges' parameters from `parameters`."""
         choices = [cls._parse(name, parameters) for name in names]
         if len(set(names)) < len(names):
-            raise ArgumentError(f"exchange={list(names)}: one is named twice")
+            raise ArgumentError(f"exchange={list(names)}: one is named twice; name each once")
         for name in {p.name for choice in choices for p in choice.exchange.parameters}:
             parameters.pop(name, None)
         return choices
@@ -40,7 +40,7 @@ class ExchangeChoice:
                 own[key] = _ranks_per_node(value)
             elif not isinstance(value, int | float | str):
                 raise ParameterError(
-                    f"{name}: {key}={value!r}: a number or a name; an exchange's parameters are no schedules"
+                    f"{name}: {key}={value!r}: give a number or a name, because it cannot change"
                 )
         if any(p.name == "ranks_per_node" for p in exchange.parameters) and "ranks_per_node" not in own:
             own["ranks_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -52,7 +52,7 @@ class ExchangeChoice:
 
     @property
     def local(self) -> int:
-        """Ranks that share what is kept of an element."""
+        """How many ranks share the memory of an element: those of a node, or one."""
         return int(self.parameters.get("ranks_per_node", 1))
 
     @property
@@ -74,29 +74,32 @@ class ExchangeChoice:
     ) -> "MessagePlan":
         both = set(settings) & set(self.parameters)
         if both:
-            raise ArgumentError(f"parameters of both codec and exchange: {', '.join(sorted(both))}")
+            raise ArgumentError(
+                f"{codec} and {self.exchange.name} both have {', '.join(sorted(both))}: choose another one"
+            )
         return MessagePlan(self, codec, memory, n, dtype, {**settings, **self.parameters}, place, isa)
 
     def warn(self, world: int) -> None:
-        """What the user should know before the first step."""
+        """Logs a warning if this number of ranks makes a torus a ring."""
         rows = any(p.name == "rows" for p in self.exchange.parameters)
         if rows and world > 3 and all(world % i for i in range(2, world)):
-            logger.warning("%s over %d ranks, a prime number, is a ring", self.exchange.name, world)
+            logger.warning(
+                "%s over %d ranks is a ring, because this number is prime", self.exchange.name, world
+            )
 
 
 def _ranks_per_node(mesh: Any) -> int:
-    """Of a DeviceMesh whose last dimension is the node."""
+    """The ranks per node of a DeviceMesh whose last dimension is the node."""
     flat = mesh.mesh.flatten().tolist()
     if flat != list(range(len(flat))):
         raise ArgumentError(
-            f"the mesh has ranks {flat}: a node's ranks must follow one another, and nodes too, as torchrun "
-            "has them"
+            f"the mesh has the ranks {flat}: number them 0, 1, 2, ... node after node, as torchrun does"
         )
     return int(mesh.size(-1))
 
 
 class MessagePlan:
-    """A group's part in an exchange on this rank, with the face of a `_core.Plan`."""
+    """This rank's part in the exchange of one group. It has the attributes of a `_core.Plan`."""
 
     linear = False
     lossless = False
@@ -123,7 +126,7 @@ class MessagePlan:
         self.state_bytes, self.work_bytes, self.wire_bytes = x.state_bytes, x.work_bytes, x.wire_bytes
         self.payload_bytes = x.sent_bytes
         self.shares = x.shares
-        self.busy = x.has_meanwhile  # core.meanwhile does something while messages travel
+        self.busy = x.has_meanwhile  # core.meanwhile has work to do while messages travel
         self.residual_out, self.residual_in = x.residual_out, x.residual_in
         self.unsend, self.forget, self.rescale = x.unsend, x.forget, x.rescale
         self.cuda_settle, self.cuda_unsend, self.cuda_checksum = x.cuda_settle, x.cuda_unsend, x.cuda_checksum
@@ -146,17 +149,17 @@ class MessagePlan:
         return self.core.advance(round, segments, state, work, wire, **at, carry=carry, origin=origin)
 
     def leaving(self, local: int) -> int:
-        """Bytes that this rank sends to ranks of other nodes, of `local` ranks each."""
+        """The bytes that this rank sends to other nodes. A node has `local` ranks."""
         node = self.place[0] // local
         rounds = (self.core.messages(i, False) for i in range(self.rounds))
         return sum(size for sent in rounds for peer, _, size in sent if peer // local != node)
 
     @property
     def whole(self) -> bool:
-        """The state is that of one plan over all elements."""
+        """Whether the state is that of one plan over all elements."""
         return [(at, start, n) for at, start, n, _ in self.shares] == [(0, 0, self.n)]
 
     @property
     def common(self) -> bool:
-        """The last vector is what this rank keeps for all."""
+        """Whether the last vector of the memory is one that this rank keeps for all ranks."""
         return self.vectors > 0 and any(c for *_, c in self.shares)

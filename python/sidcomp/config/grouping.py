@@ -1,5 +1,7 @@
-"""Which parameters form a group: the rules behind `State(groups=...)`. Pure: no torch, no
-communication."""
+"""Decides which parameters form a group: the rules behind `State(groups=...)`.
+
+The module needs neither torch nor communication.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,7 +11,7 @@ from sidcomp.errors import ArgumentError, SetupError
 
 Groups = str | int | Sequence[Sequence[str]]
 
-# What a controller finds out while training: our planner, and the two papers' own ways.
+# Groups that a controller finds during training: with sidcomp's planner, or as one of two papers does.
 PLANNED = ("auto", "mergecomp", "cupcake")
 
 UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
@@ -20,12 +22,12 @@ DENSE = -1
 
 @dataclass(frozen=True)
 class Regime:
-    """What the groups of a layout are, and how they are sent.
+    """How parameters form groups, and how each group is sent.
 
     rule: "bucket", "model", "layer", "even:N", a number of bytes, or lists of names. ways: for each list, an
-    index into Settings.ways or DENSE; a rule that is no list has one for all its groups. flush: dense groups
-    send what another way has kept of their parameters. floors: pairs of an iteration and a density; from the
-    one on, none is below the other.
+    index into Settings.ways, or DENSE; any other rule has one way for all its groups. flush: dense groups
+    also send the residuals of their parameters. floors: pairs of an iteration and a density; from that
+    iteration on, no density is lower.
     """
 
     rule: str | int | list[list[str]]
@@ -37,7 +39,7 @@ class Regime:
         return [0.0, *(floor for since, floor in self.floors if since <= step)][-1]
 
     def dense_names(self) -> set[str]:
-        """Of a regime of lists."""
+        """The parameters of the dense groups. The rule must be lists of names."""
         assert isinstance(self.rule, list)
         pairs = zip(self.rule, self.ways, strict=True)
         return {name for names, way in pairs if way == DENSE for name in names}
@@ -45,7 +47,7 @@ class Regime:
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter where DDP shows it: `numel` elements of bucket `bucket` from element `offset` on."""
+    """One parameter and its place: `numel` elements of bucket `bucket`, from element `offset` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,8 +60,8 @@ class Piece:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Elements and columns of the tensor as a matrix, its first dimension the rows, as PowerSGD takes it;
-        a vector has one column."""
+        """(elements, columns) of the tensor as PowerSGD's matrix, whose rows are the first dimension. A
+        vector has one column."""
         return self.numel, self.numel // max(self.shape[0], 1) if len(self.shape) > 1 else 1
 
 
@@ -67,7 +69,7 @@ class Piece:
 class Spec:
     """The pieces of one group, in the order in which they form its vector.
 
-    way: how it is sent, an index into Settings.ways; DENSE: as it is.
+    way: an index into Settings.ways, or DENSE: uncompressed.
     """
 
     way: int
@@ -79,32 +81,32 @@ class Spec:
 
 
 def shorten(names: Sequence[str], limit: int = 4) -> str:
-    """Names for an error text: the first few and how many more there are."""
+    """The names as an error message lists them: the first `limit`, and how many more there are."""
     more = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def parse_groups(groups: Groups) -> str | int | list[list[str]]:
-    """ "bucket", "model", "layer", "even:N", one of PLANNED, a number of bytes (also as "4MB"; KB, MB, GB are
-    powers of 1024), or lists of names."""
+    """Checks `groups`: "bucket", "model", "layer", "even:N", one of PLANNED, a number of bytes (also "4MB";
+    KB, MB, GB are powers of 1024), or lists of names. Raises ArgumentError."""
     if isinstance(groups, str):
         if groups in ("bucket", "model", "layer", *PLANNED):
             return groups
         if even := re.fullmatch(r"even:(\d+)", groups):
             if not int(even[1]):
-                raise ArgumentError("groups='even:0': there is at least one group")
+                raise ArgumentError("groups='even:0': give at least one group, as in 'even:8'")
             return groups
         m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)(i?)B\s*", groups, re.IGNORECASE)
         if not m:
             raise ArgumentError(
-                f'groups={groups!r}: give "auto", "bucket", "model", "layer", "even:8" (so many groups), '
+                f'groups={groups!r}: give "auto", "bucket", "model", "layer", "even:8" (eight groups), '
                 '"mergecomp", "cupcake", a number of bytes, a size such as "4MB", or a list of lists of '
                 "parameter names"
             )
         groups = int(float(m[1]) * UNITS[m[2].upper() + "B"])
     if isinstance(groups, int) and not isinstance(groups, bool):
         if groups < 1:
-            raise ArgumentError(f"groups={groups}: a group needs at least one byte")
+            raise ArgumentError(f"groups={groups}: give a size of at least one byte")
         return groups
     if not isinstance(groups, Sequence) or any(
         isinstance(g, str) or not isinstance(g, Sequence) for g in groups
@@ -114,12 +116,12 @@ def parse_groups(groups: Groups) -> str | int | list[list[str]]:
     seen: set[str] = set()
     for i, names in enumerate(lists):
         if not names:
-            raise ArgumentError(f"groups: list {i} is empty")
+            raise ArgumentError(f"groups: list {i} is empty: remove it, or add names")
         for name in names:
             if not isinstance(name, str):
                 raise ArgumentError(f"groups: list {i} holds {name!r}, which is not a parameter name")
             if name in seen:
-                raise ArgumentError(f"groups: parameter {name!r} is listed twice")
+                raise ArgumentError(f"groups: parameter {name!r} is listed twice: list it once")
             seen.add(name)
     return lists
 
@@ -127,11 +129,12 @@ def parse_groups(groups: Groups) -> str | int | list[list[str]]:
 def form_groups(
     pieces: Sequence[Piece], regime: Regime, dense: set[str], own: Mapping[str, int] | None = None
 ) -> list[Spec]:
-    """The groups over `pieces`, which come as DDP shows them, bucket by bucket.
+    """Forms the groups of `pieces`, which are in DDP's order, bucket by bucket.
 
-    own: the ways of parameters that a policy gives one. Order: lists as they were given, else the order in
-    which groups complete. Excluded parameters form groups of their own by the same rule, or by bucket beside
-    explicit lists. A group has one way, one dtype and one device; parameters without elements belong to none.
+    own: the ways of parameters to which a policy gives one. Lists keep their order; other groups are in the
+    order in which they complete. Excluded parameters form groups of their own: by the same rule, or by bucket
+    if the rule is lists of names. A group has one way, one dtype and one device. Parameters without elements
+    belong to no group. Raises SetupError if the lists do not fit the parameters.
     """
     own = own or {}
     if isinstance(regime.rule, list):
@@ -142,7 +145,7 @@ def form_groups(
 
 
 def _even(pieces: Sequence[Piece], dense: set[str], count: int) -> set[str]:
-    """The last parameters of `count` groups with equal numbers of parameters."""
+    """The last parameter of each of `count` groups that have equally many parameters."""
     names = [p.name for p in pieces if p.numel and p.name not in dense]
     count = min(count, len(names))
     return {names[(i + 1) * len(names) // count - 1] for i in range(count)}
@@ -152,7 +155,7 @@ def _runs(
     pieces: Sequence[Piece], rule: str | int, way: int, dense: set[str], own: Mapping[str, int]
 ) -> list[Spec]:
     done: list[tuple[int, Spec]] = []
-    runs: dict[tuple[object, ...], tuple[int, Spec, int]] = {}  # open ones: last piece, spec, bytes
+    runs: dict[tuple[object, ...], tuple[int, Spec, int]] = {}  # open groups: last piece, spec, bytes
     even = isinstance(rule, str) and rule.startswith("even:")
     ends = _even(pieces, dense, int(str(rule)[5:])) if even else set()
     for at, p in enumerate(pieces):
@@ -185,7 +188,7 @@ def _listed(pieces: Sequence[Piece], regime: Regime, dense: set[str], own: Mappi
         )
     both = sorted(listed & dense)
     if both:
-        raise SetupError(f"groups and exclude both name {shorten(both)}: take them out of one of the two")
+        raise SetupError(f"groups and exclude both name {shorten(both)}: remove them from one of the two")
     missing = [p.name for p in pieces if p.numel and p.name not in listed and p.name not in dense]
     if missing:
         raise SetupError(f"groups: no list names {shorten(missing)}; add them to a list, or exclude them")
@@ -196,12 +199,12 @@ def _listed(pieces: Sequence[Piece], regime: Regime, dense: set[str], own: Mappi
         if way != DENSE and len({own.get(n, ways[i]) for n in names}) > 1:
             raise SetupError(
                 f"groups: list {i} ({shorten(names)}) holds parameters that the policy sends in different "
-                "ways: give each way a list of its own"
+                "ways: make one list for each way"
             )
         kinds = {(p.dtype, p.device) for p in spec.pieces}
         if len(kinds) > 1:
             raise SetupError(
-                f"groups: list {i} ({shorten(names)}) mixes {sorted(kinds)}; a group has one dtype and device"
+                f"groups: list {i} ({shorten(names)}) mixes {sorted(kinds)}: split it by dtype and device"
             )
         if spec.pieces:
             specs.append(spec)

@@ -1,4 +1,4 @@
-"""Which parameters are sent in which way: the rules behind `State(exclude=..., policy=...)`."""
+"""Decides how each parameter is sent: the rules behind `State(exclude=..., policy=...)`."""
 
 import operator
 import re
@@ -19,21 +19,22 @@ Shapes = Mapping[str, tuple[int, ...]]
 ROLES = ("1-D", "embedding", "output")
 _SIZE = re.compile(r"\s*(<=|>=|<|>)\s*(\d+(?:\.\d+)?)\s*([KMG]?)(i?)B\s*", re.IGNORECASE)
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-_ITEM = 4  # bytes of an element, for the rules about sizes: those of float32, whatever the gradient's dtype
+_ITEM = 4  # bytes per element in rules about sizes: float32's, whatever the gradient's dtype
 
 GRAMMAR = (
-    "a name, a pattern, '1-D', 'embedding', 'output', a size such as '<128KB' or '>=4MB', or a number of "
-    "elements that smaller parameters are under"
+    "a name, a pattern, '1-D', 'embedding', 'output', a size such as '<128KB' or '>=4MB', or a number n "
+    "for all parameters with fewer than n elements"
 )
 
 
 def check_rule(rule: object, what: str) -> None:
     if isinstance(rule, bool) or not isinstance(rule, str | int):
-        raise ArgumentError(f"{what}: {rule!r} is none of these: {GRAMMAR}")
+        raise ArgumentError(f"{what}: {rule!r} is not a rule: give {GRAMMAR}")
 
 
 def fits(rule: str | int, shapes: Shapes, roles: Mapping[str, frozenset[str]], what: str) -> set[str]:
-    """Names of the parameters that a rule is about. A name or pattern that fits none is an error: a slip."""
+    """The names of the parameters that a rule matches. Raises SetupError if a name or pattern matches
+    none, because that is usually a mistake."""
     if isinstance(rule, int):
         return {name for name, shape in shapes.items() if prod(shape) < rule}
     if rule == "1-D":
@@ -51,19 +52,19 @@ def fits(rule: str | int, shapes: Shapes, roles: Mapping[str, frozenset[str]], w
 
 @dataclass
 class Policy:
-    """exclude: rules of what stays dense. rules: pairs of a rule and the settings it changes; of a parameter
-    that several are about, all apply, the later over the earlier.
+    """exclude: rules for what stays dense. rules: pairs of a rule and the settings that it changes. If
+    several rules match a parameter, all apply, and the later ones override the earlier ones.
 
-    Roles are those of the model that the State is registered with: `roles` is set then.
+    roles: set when a model is registered, because they depend on it.
     """
 
     exclude: tuple[str | int, ...] = ()
     rules: tuple[tuple[str | int, dict[str, Any]], ...] = ()
-    dense: frozenset[int] = frozenset()  # rules that name a codec which sends everything as it is
+    dense: frozenset[int] = frozenset()  # indices of the rules that name a lossless codec
     roles: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def excluded(self, shapes: Shapes) -> set[str]:
-        """Names of the parameters that stay dense."""
+        """The names of the parameters that stay dense."""
         out: set[str] = set()
         for rule in self.exclude:
             out |= fits(rule, shapes, self.roles, "exclude")
@@ -74,7 +75,7 @@ class Policy:
         return bool(named) and named[-1] in self.dense
 
     def matches(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """For each parameter the rules that are about it, by number."""
+        """For each parameter the indices of the rules that match it."""
         about = [fits(rule, shapes, self.roles, "policy") for rule, _ in self.rules]
         return {name: tuple(i for i, names in enumerate(about) if name in names) for name in shapes}
 
@@ -92,7 +93,7 @@ def parse_exclude(exclude: Exclude) -> tuple[str | int, ...]:
 def parse_rules(rules: Rules) -> tuple[tuple[str | int, dict[str, Any]], ...]:
     out = []
     if isinstance(rules, str | Mapping):
-        raise ArgumentError(f"policy={rules!r}: a list of pairs (rule, settings)")
+        raise ArgumentError(f"policy={rules!r}: give a list of pairs (rule, settings)")
     for pair in rules:
         if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
             raise ArgumentError(f"policy: {pair!r} is not a pair (rule, settings)")

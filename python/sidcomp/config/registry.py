@@ -1,4 +1,4 @@
-"""The registry of codecs and memories as Python objects."""
+"""The registry of codecs, memories and exchanges as Python objects."""
 
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -13,8 +13,11 @@ V = TypeVar("V", Setting, Setting | Schedule)
 
 @dataclass(frozen=True)
 class Parameter:
-    """One row of a parameter table. `kind` is "real", "int" or "choice"; `choices` is empty unless it is
-    "choice"."""
+    """One parameter of a codec, memory or exchange.
+
+    `kind` is "real", "int" or "choice". `min` and `max` are inclusive; a "choice" takes one of the names in
+    `choices`, which is empty for other kinds. `unit` may be empty.
+    """
 
     name: str
     kind: str
@@ -28,8 +31,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Codec:
-    """A codec, a memory or an exchange. `traits` holds "linear", "lossless", "stochastic", "unbiased",
-    "sparse", "feedback", "momentum", "vote", "shaped", "signs", "rounds"; `cuda`: kernels are built."""
+    """A codec, a memory or an exchange.
+
+    `paper` names its source, `wire_id` is its number on the wire (docs/wire.md). `traits` may hold "linear",
+    "lossless", "stochastic", "unbiased", "sparse", "feedback", "momentum", "vote", "shaped", "signs" and
+    "rounds". `cuda` says whether this build has its CUDA kernels.
+    """
 
     name: str
     family: str
@@ -37,34 +44,33 @@ class Codec:
     doc: str
     wire_id: int
     traits: frozenset[str]
-    memory: str  # of a codec: the one that its paper has, and that it gets unless another is asked for
+    memory: str  # the default memory of a codec, as in its paper; else ""
     cuda: bool
     parameters: tuple[Parameter, ...]
 
     @property
     def linear(self) -> bool:
-        """Payloads travel by all-reduce; those of other codecs by all-gather."""
+        """Its payloads are summed by all-reduce. Those of other codecs travel by all-gather."""
         return "linear" in self.traits
 
     @property
     def lossless(self) -> bool:
-        """Nothing is ever left over, so no memory is kept, except for one that holds the momentum."""
+        """It leaves no residual, so it takes no memory except one that holds the momentum."""
         return "lossless" in self.traits
 
     @property
     def shaped(self) -> bool:
-        """What it costs and sends depends on the shapes of the tensors, not only on how many elements they
-        have."""
+        """Its time and its payload depend on the shapes of the tensors, not only on their size."""
         return "shaped" in self.traits
 
     @property
     def rounds(self) -> bool:
-        """May take several exchanges a step, each of which needs the sum of the one before."""
+        """It may need several reductions per step, each of which depends on the sum of the one before."""
         return "rounds" in self.traits
 
     @property
     def momentum(self) -> bool:
-        """Of a memory: it holds the momentum, so the optimizer must have none."""
+        """This memory holds the momentum, so the optimizer must have none."""
         return "momentum" in self.traits
 
 
@@ -120,8 +126,9 @@ def find_exchange(name: str) -> Codec:
 
 
 def resolve(codec: str, memory: str | None, settings: dict[str, V]) -> tuple[Codec, Codec, dict[str, V]]:
-    """Checks names and parameters against the tables; without a memory the codec's own is taken. A lossless
-    codec takes memory "none" in place of one that only keeps what was not sent."""
+    """Checks names and parameters against the tables, and returns codec, memory and parameters. memory=None
+    is the codec's own. A lossless codec takes memory "none" in place of one that only keeps a residual.
+    Raises ParameterError."""
     c: Codec = find_codec(codec)
     m: Codec = find_memory(c.memory if memory is None else memory)
     known = {p.name for p in (*c.parameters, *m.parameters)}
@@ -141,9 +148,9 @@ def resolve(codec: str, memory: str | None, settings: dict[str, V]) -> tuple[Cod
 
 
 def check_ranks(plan: "_core.Plan", world: int) -> None:
-    """Refuses more ranks than the sums of a plan's bodies can hold."""
+    """Raises UnsupportedError if the plan's payloads cannot hold the sum over so many ranks."""
     if 0 < plan.ranks < world:
         raise UnsupportedError(
-            f"codec {plan.codec!r} sums what at most {plan.ranks} ranks send; here are {world}: take another "
-            "codec"
+            f"codec {plan.codec!r} can sum the payloads of at most {plan.ranks} ranks, not of {world}: "
+            "choose another codec"
         )

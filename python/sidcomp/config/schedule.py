@@ -1,4 +1,4 @@
-"""A parameter that changes while training."""
+"""Parameters that change during training."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,11 +11,13 @@ Setting = float | int | str
 
 @dataclass(frozen=True, init=False)
 class Schedule:
-    """`density=Schedule({0: 0.25, 400: 0.0625, 800: 0.01})`: each value holds from its step on.
+    """A parameter that changes during training: `density=Schedule({0: 0.25, 400: 0.0625, 800: 0.01})`.
 
-    every: what the keys count, in steps; `every=len(loader)` makes them epochs. Steps are iterations of the
-    State: one for each backward pass that exchanges. A change of value makes the groups' plans anew, at a
-    step boundary and at the same step on all ranks; what the memory keeps moves along.
+    values  {step: value}, or pairs of them; each value holds from its step on. Steps start at 0 and increase.
+    every   the number of steps (default 1) that a key counts; `every=len(loader)` makes the keys epochs.
+
+    Steps are iterations of the State: one for each backward pass that exchanges. All ranks change the value
+    at the same step boundary; the memory's contents are kept. Raises ArgumentError.
     """
 
     marks: tuple[tuple[int, Setting], ...]
@@ -23,15 +25,15 @@ class Schedule:
     def __init__(self, values: Mapping[int, Setting] | Iterable[tuple[int, Setting]], every: int = 1) -> None:
         pairs = [tuple(pair) for pair in (values.items() if isinstance(values, Mapping) else values)]
         if not isinstance(every, int) or every < 1:
-            raise ArgumentError(f"Schedule: every={every!r} is a number of steps, 1 or more")
+            raise ArgumentError(f"Schedule: every={every!r} must be a number of steps, 1 or more")
         for pair in pairs:
             if len(pair) != 2 or not isinstance(pair[0], int) or isinstance(pair[1], bool):
                 raise ArgumentError(f"Schedule: {pair!r} is not a pair of a step and a value")
             if not isinstance(pair[1], float | int | str):
-                raise ArgumentError(f"Schedule: step {pair[0]} has {pair[1]!r}: a number or a choice's name")
+                raise ArgumentError(f"Schedule: step {pair[0]} has {pair[1]!r}: give a number or a name")
         steps = [step for step, _ in pairs]
         if not steps or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)):
-            raise ArgumentError(f"Schedule: its steps must begin with 0 and ascend, not {steps}")
+            raise ArgumentError(f"Schedule: its steps are {steps}, but must start at 0 and increase")
         object.__setattr__(self, "marks", tuple((step * every, value) for step, value in pairs))
 
     def at(self, step: int) -> Setting:
@@ -44,7 +46,7 @@ class Schedule:
 
     @property
     def plain(self) -> list[list[Setting]]:
-        """As a checkpoint keeps it."""
+        """The form that a checkpoint holds."""
         return [list(mark) for mark in self.marks]
 
     def __str__(self) -> str:
@@ -61,15 +63,15 @@ def at(parameters: Mapping[str, Setting | Schedule], step: int) -> dict[str, Set
 
 
 def last(parameters: Mapping[str, Setting | Schedule]) -> dict[str, Setting]:
-    """The parameters once all schedules have ended: what planning counts with."""
+    """The parameters after the last change of every schedule, which planning uses."""
     return {k: v.last if isinstance(v, Schedule) else v for k, v in parameters.items()}
 
 
 def steps(parameters: Mapping[str, Setting | Schedule]) -> list[int]:
-    """The iterations at which some parameter changes, 0 among them."""
+    """The iterations at which a parameter changes, including 0."""
     return sorted({0} | {s for v in parameters.values() if isinstance(v, Schedule) for s, _ in v.marks})
 
 
 def plain(parameters: Mapping[str, Setting | Schedule]) -> dict[str, Setting | list[list[Setting]]]:
-    """As a checkpoint keeps them."""
+    """The parameters in the form that a checkpoint holds."""
     return {k: v.plain if isinstance(v, Schedule) else v for k, v in parameters.items()}

@@ -1,4 +1,4 @@
-"""The arguments of a State, checked."""
+"""Checks the arguments of a State."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from sidcomp.errors import ArgumentError, ParameterError, UnsupportedError
 
 Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
 
-# What a State has whose codec is not named: at a fortieth of dense's bytes it kept the accuracy of dense best
+# The codec of a State that names none. At a fortieth of the uncompressed bytes it preserved accuracy best
 # (docs/accuracy.md).
 DEFAULT: tuple[str, Mapping[str, Setting]] = (
     "topk",
     {"density": 0.084, "values": "log4", "indices": "packed"},
 )
-# What codec="auto" chooses from beside dense: that, and one codec that changes next to nothing; and how
-# payloads may travel that an all-gather would take to every rank.
+# What codec="auto" chooses from besides dense: the default codec, and one that changes almost nothing. The
+# exchanges are for payloads that an all-gather would take to every rank.
 CANDIDATES = (DEFAULT, "fp16")
 EXCHANGES = ("twoshot", "hierarchical")
 
@@ -35,8 +35,7 @@ PLAIN = Regime("bucket", (DENSE,))
 
 @dataclass(frozen=True)
 class Way:
-    """How a group may be sent: a codec, its memory, and their parameters; by which exchange, where it is not
-    the process group's own."""
+    """One way to send a group: a codec, a memory, their parameters, and the exchange, if one was named."""
 
     codec: Codec
     memory: Codec
@@ -45,12 +44,12 @@ class Way:
 
     @property
     def in_messages(self) -> bool:
-        """It travels in messages."""
+        """Whether its payloads travel in point-to-point messages."""
         return self.choice is not None and not self.choice.native
 
     @property
     def density(self) -> float:
-        """What it comes to in the end; 0 where the codec has none."""
+        """The density after the last change of its schedule; 0 if the codec has none."""
         own = next((p.default for p in self.codec.parameters if p.name == "density"), 0.0)
         return float(schedule.last(self.parameters).get("density", own))
 
@@ -68,8 +67,8 @@ class Way:
         }
 
     def check(self) -> None:
-        """Raises UnsupportedError where codec and exchange do not go together: the core says, which does not
-        need the world for it."""
+        """Raises UnsupportedError if codec and exchange cannot be combined. The core decides that, and does
+        not need the world size."""
         if self.choice is None:
             return
         alone = {k: v for k, v in self.choice.parameters.items() if k not in ("rows", "ranks_per_node")}
@@ -80,19 +79,19 @@ class Way:
 
 @dataclass(frozen=True)
 class Settings:
-    auto: bool  # codec="auto": which way, or dense, is left to the controller
+    auto: bool  # codec="auto": the controller chooses a way, or dense, for each group
     ways: tuple[Way, ...]
     groups: str | int | list[list[str]]
     policy: Policy
     seed: int
     checksum_every: int
     isa: str | None
-    named: bool = True  # the memory was asked for, not the codec's own
+    named: bool = True  # the caller named the memory; else it is the codec's own
     full_every: int | Schedule = 0  # 0: never
     warmup: int = 0  # steps of each stage in which codec="auto" lowers the density
-    transport: str = "torch"  # who enqueues the collectives of CUDA groups
+    transport: str = "torch"  # what enqueues the collectives of CUDA groups
     nonfinite: str | None = None  # see State; None: "drop" until a scaler is followed
-    made: list[Way] = field(default_factory=list)  # of the policy's combinations, numbered after `ways`
+    made: list[Way] = field(default_factory=list)  # the policy's combinations, numbered after `ways`
 
     @classmethod
     def parse(
@@ -120,26 +119,25 @@ class Settings:
         auto = codec == "auto"
         if not auto and exchange is not None and not isinstance(exchange, str):
             raise ArgumentError(
-                f'exchange={exchange!r}: a list is for codec="auto" to choose from; the codec is {codec!r}: '
-                "name one"
+                f'exchange={exchange!r}: only codec="auto" takes a list; for {codec!r} name one exchange'
             )
         names = (
             EXCHANGES if auto and exchange is None else [exchange] if isinstance(exchange, str) else exchange
         )
         choices = ExchangeChoice.parse(names or (), parameters)
         if not 0 <= seed < 2**64:
-            raise ArgumentError(f"seed={seed}: a number from 0 to 2**64 - 1")
+            raise ArgumentError(f"seed={seed}: give a number from 0 to 2**64 - 1")
         if checksum_every < 0:
-            raise ArgumentError(f"checksum_every={checksum_every}: a number of steps, or 0 for never")
+            raise ArgumentError(f"checksum_every={checksum_every}: give a number of steps, or 0 for never")
         for _, k in full_every.marks if isinstance(full_every, Schedule) else [(0, full_every)]:
             if not isinstance(k, int) or k < 0:
-                raise ArgumentError(f"full_every={k!r}: a number of steps, or 0 for never")
+                raise ArgumentError(f"full_every={k!r}: give a number of steps, or 0 for never")
         if not isinstance(warmup, int) or warmup < 0:
-            raise ArgumentError(f"warmup={warmup!r}: a number of steps, or 0 for none")
+            raise ArgumentError(f"warmup={warmup!r}: give a number of steps, or 0 for none")
         if transport not in TRANSPORTS:
-            raise ArgumentError(f"transport={transport!r}: one of {', '.join(TRANSPORTS)}")
+            raise ArgumentError(f"transport={transport!r}: choose one of {', '.join(TRANSPORTS)}")
         if nonfinite is not None and nonfinite not in NONFINITE:
-            raise ArgumentError(f"nonfinite={nonfinite!r}: one of {', '.join(NONFINITE)}, or None")
+            raise ArgumentError(f"nonfinite={nonfinite!r}: choose one of {', '.join(NONFINITE)}, or None")
         if candidates is not None and not auto:
             raise ArgumentError(f'candidates are for codec="auto"; the codec is {codec!r}: leave them out')
         if groups is None:
@@ -173,21 +171,20 @@ class Settings:
         )
         if settings.planned and (several := [way.codec.name for way in ways if way.codec.rounds]):
             raise ArgumentError(
-                f"what {several[0]!r} costs, which takes several exchanges a step, planned groups "
-                f'(groups={settings.groups!r}) do not know: name other groups, such as "bucket", or another '
-                "codec"
+                f"codec {several[0]!r} needs several reductions per step, which "
+                f'groups={settings.groups!r} cannot plan: choose groups="bucket" or another codec'
             )
         if full_every and settings.planned:
             raise ArgumentError(
-                f"full_every is not for planned groups: leave it out, or name groups={groups!r}"
+                f'full_every does not work with groups={groups!r}: leave it out, or choose groups="bucket"'
             )
-        for way in range(len(ways)):  # the core knows the ranges, and which isa this processor has
+        for way in range(len(ways)):  # the core checks ranges, and whether this processor has the isa
             settings.plan(1, "float32", way)
         settings._check_rules()
         return settings
 
     def _check_rules(self) -> None:
-        """What the policy sets must be known to a codec or memory in it, and be in range there."""
+        """Checks that the codecs and memories in use have what the policy sets, and that it is in range."""
         first, rules = self.ways[0], self.policy.rules
         names = {first.codec.name} | {c["codec"] for _, c in rules if "codec" in c}
         memories = {first.memory.name} | {c["memory"] for _, c in rules if "memory" in c}
@@ -195,35 +192,35 @@ class Settings:
         known = {"codec", "memory"} | {p.name for entry in entries for p in entry.parameters}
         if len({find_memory(m).momentum for m in memories}) > 1:
             raise ArgumentError(
-                f"policy: of the memories {', '.join(sorted(memories))} some hold the momentum, some "
-                "leave it to the optimizer: name memories of one kind for all parameters"
+                f"policy: some of the memories {', '.join(sorted(memories))} hold the momentum, and others "
+                "leave it to the optimizer: choose memories of one kind for all parameters"
             )
         for i, (rule, changes) in enumerate(rules):
             if self.planned and i not in self.policy.dense:
                 raise ArgumentError(
-                    f"policy: {rule!r} has {changes}, but groups={self.groups!r} are planned for one way of "
-                    'sending: name other groups, such as "bucket", or let the policy say "none" only'
+                    f"policy: {rule!r} sets {changes}, but groups={self.groups!r} are planned with the same "
+                    'settings for all parameters: choose groups="bucket", or set only "none"'
                 )
             if unknown := sorted(set(changes) - known):
                 raise ParameterError(
-                    f"policy: {rule!r} sets {', '.join(map(repr, unknown))}; "
+                    f"policy: {rule!r} sets {', '.join(map(repr, unknown))}, but "
                     f"{', '.join(e.name for e in entries)} have: {', '.join(sorted(known))}"
                 )
             self.combined((i,))
 
     @property
     def planned(self) -> bool:
-        """Whether a controller finds the groups out while training."""
+        """Whether a controller finds the groups during training."""
         return self.groups in PLANNED
 
     @property
     def momentum(self) -> bool:
-        """Whether the memory holds the momentum, also of what is sent dense: the optimizer must have none."""
+        """Whether the memory holds the momentum, also for dense groups, so the optimizer must have none."""
         return self.ways[0].memory.momentum
 
     @property
     def start(self) -> Regime:
-        """How training begins."""
+        """The regime in which training begins."""
         if not self.planned:
             return Regime(self.groups)
         return Regime("bucket", (DENSE,))
@@ -232,7 +229,7 @@ class Settings:
         return self.ways[index] if index < len(self.ways) else self.made[index - len(self.ways)]
 
     def combined(self, which: tuple[int, ...]) -> Way:
-        """The first way as these rules of the policy change it, one after the other."""
+        """The first way, changed by these rules of the policy one after the other."""
         first = self.ways[0]
         codec, memory, parameters = first.codec.name, first.memory.name, dict(first.parameters)
         for i in which:
@@ -247,19 +244,19 @@ class Settings:
         return Way(*resolve(codec, memory, own), first.choice)
 
     def _own_memory(self, codec: str, memory: str) -> str:
-        """That of a codec which the policy names, unless only one of the two holds the momentum."""
+        """The memory of a codec that the policy names, unless only one of the two holds the momentum."""
         own = find_memory(find_codec(codec).memory)
         return own.name if own.momentum == self.momentum else memory
 
     def assign(self, shapes: Shapes) -> dict[str, int]:
-        """The ways of the parameters that the policy is about. Their numbers depend on the model alone."""
+        """The ways of the parameters that the policy matches. Their numbers depend only on the model."""
         matches = {name: which for name, which in self.policy.matches(shapes).items() if which}
         combinations = sorted(set(matches.values()))
         self.made[:] = [self.combined(which) for which in combinations]
         return {name: len(self.ways) + combinations.index(which) for name, which in matches.items()}
 
     def next_change(self, step: int, regime: Regime) -> float:
-        """The first iteration after `step` at which a scheduled parameter changes; infinity: none will."""
+        """The first iteration after `step` at which a scheduled parameter changes; infinity if none does."""
         marks = {since for since, _ in regime.floors}
         for way in (*self.ways, *self.made):
             marks.update(schedule.steps(way.parameters))
@@ -275,8 +272,8 @@ class Settings:
         shapes: Sequence[tuple[int, int]] | None = None,
         place: tuple[int, int] | None = None,
     ) -> "_core.Plan | MessagePlan":
-        """The plan of a group of n elements in iteration `step`. shapes: elements and columns of its
-        tensors; place: rank and world, where they are known."""
+        """The plan of a group of n elements in iteration `step`. shapes: (elements, columns) of each tensor.
+        place: rank and world size, if they are known."""
         extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
         if way == DENSE:
             first = self.ways[0]
@@ -299,7 +296,7 @@ class Settings:
         return plan
 
     def full_plan(self, n: int, dtype: str, way: int) -> _core.Plan:
-        """Of the steps that send everything, with what is kept."""
+        """The plan of the full-precision steps, which also send the residual."""
         w = self.way(way)
         own = {p.name for p in w.memory.parameters}
         parameters = {k: v for k, v in schedule.last(w.parameters).items() if k in own}
@@ -307,12 +304,12 @@ class Settings:
         return _core.Plan("none", w.memory.name, n, dtype, parameters, flush=True, **extra)
 
     def full(self, step: int) -> bool:
-        """Whether iteration `step`, counted from 0, is one of full precision."""
+        """Whether iteration `step`, counted from 0, is a full-precision step."""
         every = self.full_every.at(step) if isinstance(self.full_every, Schedule) else self.full_every
         return bool(every) and step % int(every) == 0
 
     def saved(self) -> dict[str, Any]:
-        """What decides the bits of a run, in plain types."""
+        """The settings that determine the bits of a run, in plain types."""
         first = self.ways[0].saved()
         return {
             "codec": "auto" if self.auto else first["codec"],
@@ -331,33 +328,33 @@ class Settings:
 
 
 def _ways(candidates: Candidates | None, memory: str | None, parameters: Parameters) -> tuple[Way, ...]:
-    """The candidates of codec="auto", which share a memory, for a group may go from one to another; a
-    parameter of the State goes to all of them that have it, but for those that are given one of their own."""
+    """The candidates of codec="auto". They share one memory, because a group may change from one to another.
+    A parameter of the State goes to every candidate that has it; a value in `candidates` overrides it."""
     memory = "residual" if memory is None else memory
     given, candidates = candidates is not None, CANDIDATES if candidates is None else candidates
     if isinstance(candidates, str) or not candidates:
-        raise ArgumentError(f'candidates={candidates!r}: a list of codecs, such as ["topk", "fp16"]')
+        raise ArgumentError(f'candidates={candidates!r}: give a list of codecs, such as ["topk", "fp16"]')
     ways, taken = [], set()
     for c in candidates:
         name, own = (c, {}) if isinstance(c, str) else c
         codec = find_codec(name)
         if codec.lossless:
-            raise ArgumentError(f"candidates: {name!r} is what dense is; it is always among the choices")
+            raise ArgumentError(f"candidates: leave {name!r} out; uncompressed is always among the choices")
         known = {p.name for p in (*codec.parameters, *find_memory(memory).parameters)}
         common = {k: v for k, v in parameters.items() if k in known}
         taken |= set(common)
         ways.append(Way(*resolve(name, memory, {**common, **own} if given else {**own, **common})))
     if unknown := sorted(set(parameters) - taken):
         names = ", ".join(w.codec.name for w in ways)
-        raise ArgumentError(f"no candidate ({names}) has a parameter {', '.join(map(repr, unknown))}")
+        raise ArgumentError(f"no candidate ({names}) has {', '.join(map(repr, unknown))}: leave it out")
     if len({w.label for w in ways}) < len(ways):
-        raise ArgumentError("candidates: the same one is listed twice")
+        raise ArgumentError("candidates: one is listed twice: list each once")
     return tuple(ways)
 
 
 def _over(choices: Sequence[ExchangeChoice], ways: Sequence[Way], named: bool) -> tuple[Way, ...]:
-    """The candidates again, over the exchanges that they go with. What travels by all-reduce gains nothing by
-    one that was not asked for: its bytes do not grow with the ranks."""
+    """The candidates, combined with the exchanges that support them. A linear codec is combined only with
+    exchanges that were named, because the bytes of an all-reduce do not grow with the number of ranks."""
     more: list[Way] = []
     for choice in choices:
         if choice.native:
