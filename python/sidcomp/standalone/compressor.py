@@ -1,4 +1,4 @@
-"""Compressor: a codec and a memory without DDP, on numpy arrays or torch tensors."""
+"""Compressor runs a codec and a memory without DDP, on numpy arrays or torch tensors."""
 
 import ctypes
 import math
@@ -17,7 +17,7 @@ Array = TypeVar("Array")  # numpy.ndarray or torch.Tensor
 
 
 class _Block:
-    """Zeroed bytes that start at a multiple of 64, without numpy or torch."""
+    """Zeroed memory that starts at a multiple of 64 bytes, allocated without numpy or torch."""
 
     def __init__(self, nbytes: int) -> None:
         self._raw = ctypes.create_string_buffer(nbytes + 63)
@@ -30,7 +30,7 @@ class _Block:
 
 
 class _View(NamedTuple):
-    """Where an array lies. `holder` keeps the memory: the array, or a copy where its signs were pending."""
+    """The place of an array. `holder` keeps it alive: the array, or a copy if its signs were pending."""
 
     ptr: int
     n: int
@@ -47,30 +47,32 @@ _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 
 @lru_cache(64)
 def _name(dtype: Any) -> str:
-    """Without a cache numpy takes microseconds for it."""
+    """The name of a dtype. Without a cache numpy takes microseconds for it."""
     return str(dtype).removeprefix("torch.")
 
 
 def _is(x: Any, module: str, kind: str) -> bool:
-    """Whether x is an array of that module, which is not imported for it."""
+    """Whether x is of that class of the module. Does not import the module."""
     there = sys.modules.get(module)
     return there is not None and isinstance(x, getattr(there, kind))
 
 
 def _look(x: Any, what: str, *, writes: bool = False) -> _View:
-    """Where an array lies. Refuses arrays that are not contiguous memory on the CPU and, if a call writes to
-    the array, those that must not be written."""
+    """The place of an array. Raises ArgumentError unless the array is contiguous memory on the CPU and, if a
+    call writes to it, may be written."""
     if _is(x, "torch", "Tensor"):
         view = _look_at_tensor(x, what, writes)
     elif _is(x, "numpy", "ndarray"):
         if not x.flags.c_contiguous:
-            advice = "one that is" if writes else f"numpy.ascontiguousarray({what})"
+            advice = "a contiguous array" if writes else f"numpy.ascontiguousarray({what})"
             raise ArgumentError(f"{what}: is not contiguous; pass {advice}")
         if writes and not x.flags.writeable:
             raise ArgumentError(f"{what}: is read-only; pass an array that may be written, such as a copy")
         view = _View(x.ctypes.data, x.size, _name(x.dtype), x)
     else:
-        raise ArgumentError(f"{what}: is a {type(x).__name__}, neither a numpy array nor a torch tensor")
+        raise ArgumentError(
+            f"{what}: is a {type(x).__name__}, neither a numpy array nor a torch tensor; pass one of these"
+        )
     if view.ptr % _ITEM.get(view.dtype, 1):
         raise ArgumentError(f"{what}: does not start at a whole element of {view.dtype}; pass a copy")
     return view
@@ -78,11 +80,11 @@ def _look(x: Any, what: str, *, writes: bool = False) -> _View:
 
 def _look_at_tensor(x: Any, what: str, writes: bool) -> _View:
     if x.device.type != "cpu":
-        raise ArgumentError(f"{what}: is on {x.device}; a Compressor works on the CPU")
+        raise ArgumentError(f"{what}: is on {x.device}; pass a tensor on the CPU")
     if str(x.layout) != "torch.strided":
         raise ArgumentError(f"{what}: has the layout {x.layout}; pass a dense tensor")
-    if not x.is_contiguous():  # among them tensors that overlap themselves, as expand() makes them
-        advice = "one that is" if writes else f"{what}.contiguous()"
+    if not x.is_contiguous():  # includes tensors that overlap themselves, as from expand()
+        advice = "a contiguous tensor" if writes else f"{what}.contiguous()"
         raise ArgumentError(f"{what}: is not contiguous; pass {advice}")
     if writes and x.requires_grad:
         raise ArgumentError(f"{what}: requires grad, which a write would ignore; pass {what}.detach()")
@@ -95,7 +97,7 @@ def _look_at_tensor(x: Any, what: str, writes: bool) -> _View:
         x = x.resolve_conj().resolve_neg()
     try:
         ptr = x.data_ptr()
-    except RuntimeError:  # inside torch.func's transforms, and of some subclasses
+    except RuntimeError:  # inside torch.func's transforms, and for some subclasses
         ptr = 0
     if not ptr and x.numel():
         raise ArgumentError(f"{what}: is a {type(x).__name__} without memory; pass a plain tensor")
@@ -111,7 +113,7 @@ def _written(out: Any) -> None:
 
 
 def _apart(out: _View, what: str, *others: tuple[_View, str]) -> None:
-    """Refuses an array that overlaps one that is still to be read."""
+    """Raises ArgumentError if `out` overlaps an array that is read after `out` has been written."""
     for other, name in others:
         if out.ptr < other.end and other.ptr < out.end:
             raise ArgumentError(f"{what}: shares memory with {name}; pass another one")
@@ -120,17 +122,17 @@ def _apart(out: _View, what: str, *others: tuple[_View, str]) -> None:
 def _numbered(seed: int, group: int) -> None:
     for what, number, bits in (("seed", seed, 64), ("group", group, 32)):
         if not 0 <= number < 2**bits:
-            raise ArgumentError(f"{what}={number}: 0 to 2**{bits} - 1")
+            raise ArgumentError(f"{what}={number}: give a number from 0 to 2**{bits} - 1")
 
 
 def _carried(carry: float) -> float:
     if not 0 < carry < math.inf:
-        raise ArgumentError(f"carry={carry!r}: a finite factor greater than 0")
+        raise ArgumentError(f"carry={carry!r}: give a finite factor greater than 0")
     return carry
 
 
 def _empty(like: Any, n: int, dtype: str) -> Any:
-    """A vector of n elements of the kind of `like` that starts at a multiple of 64 bytes."""
+    """A new vector of n elements, numpy or torch as `like` is, that starts at a multiple of 64 bytes."""
     if _is(like, "torch", "Tensor"):
         import torch
 
@@ -150,23 +152,24 @@ def _empty(like: Any, n: int, dtype: str) -> Any:
 class Compressor:
     """The codec and memory of one group: `payload = c.encode(gradient)`, `c.decode(payloads, out)`.
 
-    codec, memory   names in `sidcomp.codecs()` and `sidcomp.memories()`; their parameters are further keyword
-                    arguments. memory=None: the codec's own.
-    n               elements of the vectors.
-    dtype           of the vectors: "float32", "float16" or "bfloat16" (also numpy's and torch's own objects).
+    codec, memory   names in `sidcomp.codecs()` and `sidcomp.memories()`, where `paper` names their sources;
+                    their parameters are further keyword arguments. memory=None (default): the codec's own.
+    n               the number of elements of the vectors.
+    dtype           of the vectors: "float32" (default), "float16", "bfloat16", or numpy's or torch's object.
     seed, group, rank, world
-                    go into the random numbers and the payload's header; world is what a linear codec divides
-                    by when it encodes.
-    shapes          of the tensors that make up the vector, such as [(64, 3, 7, 7), (64,)]: for codecs that
-                    factor matrices; None: one matrix, as square as it goes.
-    isa             "auto" (default), "base", "avx2" or "avx512".
+                    go into the random numbers and the payload's header; defaults 0, 0, 0, 1. A linear codec
+                    divides by world when it encodes.
+    shapes          the shapes of the tensors that make up the vector, such as [(64, 3, 7, 7), (64,)], for
+                    codecs that factor matrices. None (default): one matrix, as square as possible.
+    isa             instruction set: "auto" (default), "base", "avx2" or "avx512".
 
-    Arrays may be numpy arrays or torch tensors on the CPU, contiguous, of any shape with n elements; results
-    are of the kind that was passed. Nothing is converted: another dtype or size is an ArgumentError.
+    Arrays are contiguous numpy arrays or torch tensors on the CPU, of any shape with n elements. Results are
+    of the kind that was passed. Nothing is converted: another dtype or size raises an ArgumentError. A name
+    or value that the registry does not allow raises a ParameterError.
 
-    Threads may share a Compressor: calls that use its state take turns, and only `decode` runs in
-    several threads at once. To encode in parallel, give each thread a Compressor of its own, for a group of
-    its own: calls release the GIL. An array must not change while a call works on it.
+    Threads may share a Compressor: calls that use its state take turns, and only `decode` runs in several
+    threads at once. To encode in parallel, give each thread its own Compressor for its own group: calls
+    release the GIL. An array must not change while a call uses it.
     """
 
     def __init__(
@@ -185,7 +188,7 @@ class Compressor:
         **parameters: Setting,
     ) -> None:
         if world < 1 or not 0 <= rank < world:
-            raise ArgumentError(f"rank={rank}, world={world}: rank must be one of 0 to world - 1")
+            raise ArgumentError(f"rank={rank}, world={world}: rank must be 0 to world - 1")
         _numbered(seed, group)
         self.codec, self.memory, self.parameters = resolve(codec, memory, parameters)
         name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
@@ -201,17 +204,17 @@ class Compressor:
         self._state = _Block(self.plan.state_bytes)
         self._work = _Block(self.plan.work_bytes)
         self._stats: _core.Stats | None = None
-        self._turn = threading.Lock()  # over state, work, step and stats: the core's calls release the GIL
+        self._turn = threading.Lock()  # guards state, work, step and stats: the core releases the GIL
 
     @property
     def payload_bytes(self) -> int:
         return self.plan.payload_bytes
 
     def encode(self, x: Array, *, carry: float = 1.0) -> Array:
-        """The payload of x plus what is kept: a fresh uint8 vector of `payload_bytes`. x is not changed.
+        """Encodes x and the memory's contents to a payload: a new uint8 vector of `payload_bytes`.
 
-        carry: what is owed from earlier steps is multiplied by it first, velocities are not: the old learning
-        rate over the new one where it has changed (`State.follow`).
+        x is not changed; `step` increases by 1. carry: a factor for the residual, but not for velocities:
+        the old learning rate divided by the new one, if it has changed (`State.follow`); default 1.
         """
         source = self._vector(x, "x")
         payload = _empty(x, self.payload_bytes, "uint8")
@@ -231,13 +234,15 @@ class Compressor:
 
     @property
     def slices(self) -> list[tuple[int, int]]:
-        """What the ranks of a linear codec sum, a round after the other: (offset in bytes, elements) in the
-        payload, whose dtype is `plan.body_dtype`."""
+        """The parts of a linear codec's payload that the ranks sum, one part per reduction: (offset in bytes,
+        elements) of dtype `plan.body_dtype`."""
         return self.plan.slices
 
     def next_round(self, round: int, payload: Array, x: Array) -> Array:
-        """Of a codec with several slices, where world is not 1: `encode(x)` gave the first, which the ranks
-        have summed in their payloads; this writes slice `round`, 1 and up, to be summed in turn."""
+        """Writes slice `round` (1 or greater) of a codec with several reductions, and returns `payload`.
+
+        `payload` is what `encode(x)` returned, after the ranks have summed the slice before this one in it.
+        For world > 1 only."""
         source = self._vector(x, "x")
         view = _look(payload, "payload", writes=True)
         if view.dtype != "uint8" or view.n != self.payload_bytes or view.ptr % 64:
@@ -249,15 +254,15 @@ class Compressor:
         return payload
 
     def decode(self, payloads: Any, out: Any = None, scale: float = 1.0) -> Any:
-        """scale times the sum of the payloads' vectors, in their order, in float32, rounded once to the
-        dtype.
+        """Returns scale times the sum of the payloads' vectors, summed in their order in float32 and rounded
+        once to the dtype.
 
-        payloads: one payload, a sequence of them, or a uint8 array of shape (count, payload_bytes).
-        out: written and returned; a new vector if None. It must not be read-only, require grad or share
-        memory with a payload. (A tensor that torch.frombuffer() has made over read-only memory cannot be
-        recognised, and writing to it may crash.)
-        Raises CorruptPayloadError or MismatchError, whose `culprit` is the index of the payload; out is then
-        as it was.
+        payloads: one payload, a sequence of payloads, or a uint8 array of shape (count, payload_bytes).
+        out: is written and returned; a new vector if None. It must not be read-only, require grad or share
+        memory with a payload. (A tensor that torch.frombuffer() made over read-only memory cannot be
+        recognized, and writing to it may crash.)
+        Raises CorruptPayloadError or MismatchError, whose `culprit` is the index of the payload at fault; out
+        is then unchanged.
         """
         parts = self._parts(payloads)
         if out is None:
@@ -274,10 +279,10 @@ class Compressor:
         return out
 
     def residual(self, like: Any = None) -> Any:
-        """What is kept: float32, shape (n,), or (vectors, n) where the memory keeps several; zeros without a
-        memory.
+        """The memory's contents: float32 of shape (n,), or (vectors, n) if the memory keeps several vectors;
+        zeros without a memory.
 
-        A numpy array, or of the kind of `like`.
+        like: an array of the kind to return; None: numpy.
         """
         vectors = max(self.plan.vectors, 1)
         if like is None:
@@ -290,18 +295,18 @@ class Compressor:
         return out if vectors == 1 else out.reshape(vectors, self.n)
 
     def set_residual(self, x: Any) -> None:
-        """Sets what is kept; the counterpart of `residual`. Without a memory it does nothing."""
+        """Sets the memory's contents to x, as `residual` returns it. Without a memory it does nothing."""
         view, n = _look(x, "x"), max(self.plan.vectors, 1) * self.n
         if view.dtype != "float32" or view.n != n:
-            raise ArgumentError(f"x: {view.n} elements of {view.dtype}; the residual has {n} of float32")
+            raise ArgumentError(f"x: has {view.n} elements of {view.dtype}; pass {n} of float32")
         with self._turn:
             self.plan.residual_in(self._state.ptr, view.ptr)
 
     @property
     def stats(self) -> dict[str, int | float]:
-        """Of the last encode: count (elements sent), found (chosen by the codec's rule before the capacity
-        cut), density (count / n), nonfinite (NaN and Inf in x), threshold or scale, stages (SIDCo), walks
-        (readings of the vector)."""
+        """Statistics of the last encode, {} before it: count (elements sent), found (elements that the
+        codec's rule selected, before the capacity limit), density (count / n), nonfinite (NaN and Inf in x),
+        threshold (or scale), stages (SIDCo), walks (passes over the vector)."""
         s = self._stats
         if s is None:
             return {}
@@ -316,7 +321,7 @@ class Compressor:
         }
 
     def reset(self) -> None:
-        """Forgets what is kept, the codec's statistics and the step."""
+        """Clears the memory and the codec's statistics, and sets the step to 0."""
         with self._turn:
             self._state.clear()
             self._stats = None
@@ -325,29 +330,29 @@ class Compressor:
     def _vector(self, x: Any, what: str, *, writes: bool = False) -> _View:
         view = _look(x, what, writes=writes)
         if view.n != self.n:
-            raise ArgumentError(f"{what}: {view.n} elements; this Compressor is for {self.n}")
+            raise ArgumentError(f"{what}: has {view.n} elements; this Compressor takes {self.n}")
         if view.dtype != self.dtype:
-            raise ArgumentError(f"{what}: {view.dtype}; this Compressor is for {self.dtype}")
+            raise ArgumentError(f"{what}: is {view.dtype}; this Compressor takes {self.dtype}")
         return view
 
     def _parts(self, payloads: Any) -> list[_View]:
-        """Where payloads lie: one or several in each part."""
+        """The places of payloads. Each part holds one or several."""
         given: Sequence[Any] = payloads if isinstance(payloads, list | tuple) else [payloads]
         if not given:
-            raise ArgumentError("payloads: an empty list")
+            raise ArgumentError("payloads: is an empty list; pass at least one payload")
         size, parts = self.payload_bytes, []
         for i, one in enumerate(given):
             part = _look(one, f"payloads[{i}]")
             if part.dtype != "uint8" or part.n == 0 or part.n % size:
                 raise ArgumentError(
-                    f"payloads[{i}]: {part.n} elements of {part.dtype}; a payload is {size} of uint8"
+                    f"payloads[{i}]: has {part.n} elements of {part.dtype}; a payload has {size} of uint8"
                 )
             parts.append(part)
         return parts
 
     def _join(self, parts: list[_View]) -> tuple[int, int, Any]:
-        """Address and number of payloads that lie one after the other, copied together unless they do
-        already; and what keeps them there."""
+        """Puts the payloads one after the other, without a copy if they already are. Returns their address,
+        their number, and the object that keeps them alive."""
         total = sum(part.n for part in parts)
         count = total // self.payload_bytes
         if len(parts) == 1 and parts[0].ptr % 64 == 0:

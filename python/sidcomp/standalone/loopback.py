@@ -1,4 +1,4 @@
-"""Loopback: any number of ranks in this process, on numpy arrays or torch tensors."""
+"""Loopback runs the exchange of many ranks in one process, on numpy arrays or torch tensors."""
 
 import threading
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from sidcomp.standalone.compressor import Array, _Block, _carried, _empty, _is, 
 class Loopback:
     """An exchange without a network: `mean = loopback.step(gradients)` is what `world` ranks would do.
 
-    world           ranks, 1 to 4096.
-    exchange        a name in `sidcomp.exchanges()`; its parameters are further keyword arguments, beside
-                    those of codec and memory.
-    codec, memory   as a Compressor's.
-    n               elements of the vectors.
-    dtype           of the vectors: "float32", "float16" or "bfloat16".
-    seed, group, isa   as a Compressor's.
+    world           the number of ranks, 1 to 4096.
+    exchange        a name in `sidcomp.exchanges()`, where `paper` names its source. Its parameters, and those
+                    of codec and memory, are further keyword arguments.
+    codec, memory   as for a Compressor.
+    n               the number of elements of the vectors.
+    dtype           of the vectors: "float32" (default), "float16" or "bfloat16".
+    seed, group, isa   as for a Compressor.
 
-    After a step: `bytes_per_rank`, the most that a rank has sent, and `bytes` of each, counted; `rounds`;
-    `control_bytes`, sent beside them to tell all ranks that all went well. Before it: `stated_bytes`, what
-    the exchange says of itself. The transport is deterministic: the same gradients, seed and step give the
-    same bits here as over a process group. Threads that share a Loopback take turns; those that each have one
-    run in parallel.
+    After a step `bytes` counts what each rank sent, and `bytes_per_rank` is the most that one of them sent.
+    `control_bytes`, which are not included, tell all ranks that every rank succeeded. Before a step
+    `stated_bytes` is what the exchange expects to send. `rounds` is the number of rounds. The same gradients,
+    seed and step give the same bits here as over a process group. Threads that share a Loopback take turns;
+    threads that each have one run in parallel. Raises ArgumentError, ParameterError or UnsupportedError.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Loopback:
         **parameters: Setting,
     ) -> None:
         if not 1 <= world <= 4096:
-            raise ArgumentError(f"world={world}: 1 to 4096 ranks")
+            raise ArgumentError(f"world={world}: give 1 to 4096 ranks")
         _numbered(seed, group)
         self.exchange = find_exchange(exchange)
         self.codec = find_codec(codec)
@@ -64,29 +64,30 @@ class Loopback:
         self._work = [_Block(r.work_bytes) for r in self.ranks]
         self._wire = [_Block(r.wire_bytes) for r in self.ranks]
         self._seed, self._group = seed, group
-        self._turn = threading.Lock()  # over state, work, wire and the step: the core's calls release the GIL
+        self._turn = threading.Lock()  # guards state, work, wire and the step: the core releases the GIL
 
     @property
     def bytes_per_rank(self) -> int:
-        """The most that a rank has sent in the last step, `control_bytes` not counted; before the first step
-        what the exchange states."""
+        """The most bytes that a rank sent in the last step, without `control_bytes`; before the first step
+        `stated_bytes`."""
         return max(self.bytes) or self.stated_bytes
 
     def step(self, gradients: Sequence[Array], *, carry: float = 1.0) -> Array:
-        """The mean of the ranks' gradients as each of them gets it; theirs are not changed. carry: as
-        `Compressor.encode` has it.
+        """Returns the mean of the ranks' gradients, as every rank gets it. The gradients are not changed.
 
-        Of the kind of the first gradient, with attributes `bytes_per_rank` and `rounds`. Raises
-        CorruptPayloadError and the like as the ranks would, and DivergenceError if their results differ.
+        gradients: one array per rank, as for a Compressor. carry: as for `Compressor.encode`. The result has
+        shape (n,), is of the kind of the first gradient, and has the attributes `bytes_per_rank` and
+        `rounds`. Raises the errors that the ranks would raise, such as CorruptPayloadError, and
+        DivergenceError if their results differ.
         """
         if len(gradients) != self.world:
-            raise ArgumentError(f"gradients: {len(gradients)} for {self.world} ranks")
+            raise ArgumentError(f"gradients: {len(gradients)} for {self.world} ranks; pass one for each rank")
         out = []
         for i, g in enumerate(gradients):
             view = _look(g, f"gradients[{i}]")
             if view.n != self.n or view.dtype != self.dtype:
                 raise ArgumentError(
-                    f"gradients[{i}]: {view.n} elements of {view.dtype}; this Loopback is for {self.n} of "
+                    f"gradients[{i}]: has {view.n} elements of {view.dtype}; this Loopback takes {self.n} of "
                     f"{self.dtype}"
                 )
             mine, source = _empty(g, view.n, view.dtype), view.holder
@@ -114,14 +115,14 @@ class Loopback:
             import numpy
 
             class Result(numpy.ndarray):
-                """A plain array that carries what it cost."""
+                """A plain array with the number of bytes and rounds that it took."""
 
             x = x.view(Result)
         x.bytes_per_rank, x.rounds = nbytes, self.rounds
         return x
 
     def residual(self, rank: int) -> Any:
-        """What a rank keeps: float32, numpy, shape (vectors, n); with two-shot the last vector is what it
+        """A rank's memory: float32, numpy, shape (vectors, n). With two-shot the last vector is what the rank
         keeps for all ranks, in the elements that it sums."""
         import numpy
 
@@ -132,11 +133,11 @@ class Loopback:
         return out
 
     def set_residual(self, rank: int, values: Any) -> None:
-        """The counterpart of `residual`; what is kept for all of elements that another rank sums now joins
-        the rank's own, so that the ranks' sum stays."""
+        """Sets a rank's memory to float32 values as `residual` returns them. What the last vector holds for
+        elements that another rank sums is added to the rank's own residual, so the ranks' total is kept."""
         view, x = _look(values, "values"), self.ranks[rank]
         n = max(x.vectors, 1) * self.n
         if view.dtype != "float32" or view.n != n:
-            raise ArgumentError(f"values: {view.n} elements of {view.dtype}; the residual has {n} of float32")
+            raise ArgumentError(f"values: has {view.n} elements of {view.dtype}; pass {n} of float32")
         with self._turn:
             x.residual_in(self._state[rank].ptr, view.ptr)
