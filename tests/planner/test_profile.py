@@ -386,7 +386,7 @@ def test_a_comparison_names_what_changed() -> None:
 
 def test_the_table_holds_every_stage() -> None:
     text = make_profile().table()
-    for words in ("2 ranks", "gloo", "60.00 ms a step", "21.00 ms", "1.50 of alone", "latency", "6 MB"):
+    for words in ("2 ranks", "gloo", "60.00 ms a step", "21.00 ms", "1.50 of isolated", "latency", "6 MB"):
         assert words in text
     rows = [" ".join(row.split()) for row in text.splitlines()]
     assert sum(row.startswith("dense ") for row in rows) == 2  # alone and contended

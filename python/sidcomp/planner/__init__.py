@@ -1,1 +1,1 @@
-"""Fusion plans and what they are made from: cost curves, profiles, searches. Without torch."""
+"""Fusion plans, and what they are made from: cost curves, profiles, searches. Needs no torch."""

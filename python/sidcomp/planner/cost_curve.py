@@ -1,4 +1,4 @@
-"""Cost curves: time over bytes, through measured points. Pure."""
+"""Cost curves: functions from bytes to time, fitted to measured points."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -10,17 +10,20 @@ from sidcomp.errors import ArgumentError
 
 Knots = list[list[int]]
 
-_LOSS = 0.02  # a knot goes where the line without it stays this close
+_LOSS = 0.02  # drop a knot if the line without it stays this close, as a fraction
 _PS = 1000  # picoseconds in a nanosecond
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Time in ps over bytes: [bytes, ps] knots from 0 bytes on, linear between them, the last slope goes on.
+    """Time in ps as a function of bytes, linear between [bytes, ps] knots that start at 0 bytes.
 
-    points  what was measured: [bytes, median, lower quartile, upper quartile (ps), repeats]
-    error   of the line at the points, relative to their medians; the median over the points
-    spread  of the repeats: quartile distance over median; the median over the points with three or more
+    Beyond the last knot the last slope continues. Raises ArgumentError if the knots are not in order.
+
+    points  the measured points: [bytes, median, lower quartile, upper quartile (ps), repeats]
+    error   distance of the curve from a point's median, as a fraction of it: the median over the points
+    spread  quartile distance of a point over its median: the median over the points with three or more
+            repeats, or None
     """
 
     knots: Knots
@@ -31,19 +34,18 @@ class Curve:
     def __post_init__(self) -> None:
         k = self.knots
         if not k or any(len(p) != 2 or type(p[0]) is not int or type(p[1]) is not int for p in k):
-            raise ArgumentError(f"knots {k!r}: [bytes, picoseconds] in whole numbers are needed")
+            raise ArgumentError(f"knots {k!r}: give a list of [bytes, picoseconds], whole numbers")
         rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(k))
         if k[0][0] != 0 or k[0][1] < 0 or not rising:
-            raise ArgumentError(f"knots {k}: bytes must rise from 0 on, and times must not fall")
+            raise ArgumentError(f"knots {k}: bytes must increase from 0, and times must not fall")
 
     def at(self, nbytes: int) -> int:
         return _at(self.knots, nbytes)
 
 
 def fit(points: Sequence[tuple[int, Sequence[int]]], upto: int) -> Curve:
-    """The curve through (bytes, repeats in ns), by rising bytes, at least one of each.
-
-    It never falls, and between the last point and `upto` it rises no slower than before it.
+    """Fits a curve to points (bytes, repeats in ns) in the order of their bytes: one point or more, each with
+    at least one repeat. The curve never falls, and continues to `upto` bytes at least as steeply as before.
     """
     rows = []
     for x, ns in points:
@@ -57,7 +59,7 @@ def fit(points: Sequence[tuple[int, Sequence[int]]], upto: int) -> Curve:
         (x1, y1), (x2, y2) = knots[:2]
         knots.insert(0, [0, max(y1 // 2, y1 - (y2 - y1) * x1 // (x2 - x1))])
         (xa, ya), (xb, yb) = knots[-2:]
-        if upto > xb:  # the whole as well as the last piece: noise may have made that one flat
+        if upto > xb:  # the slope of the whole, too: noise may have made the last piece flat
             slope = max((yb - ya) / (xb - xa), (yb - y1) / (xb - x1))
             knots.append([upto, yb + int(slope * (upto - xb))])
     knots = _thin(knots)
@@ -75,8 +77,8 @@ def _at(knots: Knots, nbytes: int) -> int:
 
 
 def _isotonic(samples: Sequence[Sequence[int]]) -> list[int]:
-    """A level for each point, never falling. Points out of order share the median of all their repeats: one
-    that was disturbed, and has few, does not lift its neighbours."""
+    """A level for each point, never falling. Points out of order share the median of all their repeats, so a
+    disturbed point with few repeats does not lift its neighbors."""
     pools: list[tuple[list[int], int]] = []  # samples, points
     for one in samples:
         pool, points = list(one), 1
@@ -88,7 +90,7 @@ def _isotonic(samples: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _thin(knots: Knots) -> Knots:
-    """Without the inner knots that the line does not need; the least needed goes first."""
+    """Removes the inner knots that the line does not need, the least needed one first."""
     every = knots
     while len(knots) > 2:
         fewer = [knots[:i] + knots[i + 1 :] for i in range(1, len(knots) - 1)]

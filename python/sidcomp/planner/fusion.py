@@ -1,7 +1,7 @@
-"""Fusion plans: which tensors travel together and how, under a model of the iteration (docs/planning.md).
+"""Fusion plans: which tensors travel together, and how, under a model of the iteration (docs/planning.md).
 
-The algorithms are in the C core, in integers: the same instance gives the same plan on every rank. Here the
-instance is read and checked. Times are integer picoseconds, sizes are bytes of gradient.
+The algorithms are in the C core and use integers, so the same instance gives the same plan on every rank.
+This module reads and checks the instance. Times are integer picoseconds, sizes are bytes of gradient.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 from sidcomp import core as _core
 from sidcomp.errors import ArgumentError
 
-VERSION = 1  # of the plan's format; evaluate() refuses another
+VERSION = 1  # of the plan's format; evaluate() refuses other versions
 SPANS = ("backward", "encode", "exchange", "decode")
 
 _INSTANCE = {"forward_ps", "tensors", "methods"}
@@ -30,16 +30,17 @@ def plan(
     in_use: Mapping[str, Any] | None = None,
     **options: int | str,
 ) -> dict[str, Any]:
-    """Plans the groups of an iteration, and the method of each.
+    """Divides the tensors of an iteration into groups, and chooses a candidate for each.
 
-    instance: the dictionary of docs/planning.md, a path to it as JSON, or JSON text.
-    algorithm, options: one of `sidcomp plan --list`, and its own options; `method` may be given by name.
-    in_use: a plan that pg and ldp start from; theirs is never slower.
+    instance: the dictionary of docs/planning.md, the path of a JSON file with it, or JSON text.
+    algorithm, options: one of `sidcomp plan --list` (where its source is named), and its integer options;
+    `method` may also be a name.
+    in_use: a plan from which pg and ldp start; the result is never slower than it.
 
-    Returns {"version", "algorithm", "ends" (the tensor after each group), "methods" (index, for each group),
-    "time_ps", "lower_bound_ps", "exact", "work" (steps of the search), "timeline" (for each group {"group",
-    "backward", "encode", "exchange", "decode"}: [start, end] in ps from the iteration's start, or None)}.
-    Raises ArgumentError, which names the field at fault.
+    Returns {"version", "algorithm", "ends" (the index after each group's last tensor), "methods" (the index
+    of each group's candidate), "time_ps", "lower_bound_ps", "exact", "work" (steps of the search), "timeline"
+    (for each group {"group", "backward", "encode", "exchange", "decode"}: [start, end] in ps from the start
+    of the iteration, or None)}. Raises ArgumentError, which names the field at fault.
     """
     loaded = load(instance)
     settings: dict[str, int | list[int]] = {}
@@ -61,9 +62,10 @@ def plan(
 
 
 def evaluate(instance: Mapping[str, Any] | str | Path, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The iteration under a given plan, of which "ends" and "methods" are read.
+    """Computes the time of an iteration (see plan()) with the "ends" and "methods" of a given plan.
 
-    Returns {"version", "ends", "methods", "time_ps", "timeline"} as plan() does. Raises ArgumentError.
+    Returns {"version", "ends", "methods", "time_ps", "timeline"} as plan() does. Raises ArgumentError, which
+    names the field at fault.
     """
     loaded = load(instance)
     ends, methods = _lists(plan, loaded)
@@ -78,7 +80,7 @@ def evaluate(instance: Mapping[str, Any] | str | Path, plan: Mapping[str, Any]) 
 
 
 def plan_hash(plan: Mapping[str, Any]) -> str:
-    """What two ranks compare before they use a plan: SHA-256 of its version, ends and methods, as hex."""
+    """The digest by which ranks compare plans: SHA-256 of version, ends and methods, as hex."""
     ends, methods = _lists(plan)
     text = json.dumps(
         {"ends": ends, "methods": methods, "version": VERSION}, sort_keys=True, separators=(",", ":")
@@ -87,7 +89,7 @@ def plan_hash(plan: Mapping[str, Any]) -> str:
 
 
 def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """The instance as a dictionary with every optional field filled in, its types checked."""
+    """Reads an instance, checks its types, and fills in every optional field."""
     if isinstance(instance, str | Path):
         instance = _read(instance)
     if not isinstance(instance, Mapping):
@@ -134,20 +136,20 @@ def _read(source: str | Path) -> Any:
             text = Path(source).read_text()
         except OSError as e:
             raise ArgumentError(f"cannot read the instance {name}: {e.strerror}") from None
-        except ValueError as e:  # not UTF-8, or no path at all
+        except ValueError as e:  # not UTF-8, or not a path
             raise ArgumentError(f"cannot read the instance {name}: {e}") from None
     return parse_json(text, name)
 
 
 def parse_json(text: str, name: str) -> Any:
-    """What the JSON text says. Refuses a field that is there twice, of which json.loads would take the last.
-    name: of the text, in an ArgumentError."""
+    """Parses JSON. Raises ArgumentError, which begins with `name`, also for a field that occurs twice:
+    json.loads would take the last one."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(items)
         if len(fields) < len(items):
             twice = next(key for key in fields if sum(key == k for k, _ in items) > 1)
-            raise ArgumentError(f"{name} has {twice!r} twice")
+            raise ArgumentError(f"{name} has {twice!r} twice: remove one")
         return fields
 
     try:
@@ -161,7 +163,7 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def build(instance: Mapping[str, Any]) -> _core.Instance:
-    """The core's form of what load() returns."""
+    """Converts what load() returns to the core's form."""
     return _core.Instance(
         forward_ps=instance["forward_ps"],
         backward_ps=[t["backward_ps"] for t in instance["tensors"]],
@@ -197,7 +199,7 @@ def _method_index(methods: Sequence[Mapping[str, Any]], method: object) -> int:
 
 
 def _lists(plan: Mapping[str, Any], instance: dict[str, Any] | None = None) -> tuple[list[int], list[int]]:
-    """Ends and methods of a plan, which exist in the instance if one is given."""
+    """The ends and methods of a plan. Checks that they exist in the instance, if one is given."""
     if not isinstance(plan, Mapping) or not {"ends", "methods"} <= plan.keys():
         raise ArgumentError("a plan is a dictionary with 'ends' and 'methods'")
     version = plan.get("version", VERSION)
@@ -252,7 +254,7 @@ def _string(where: str, value: Any) -> None:
         value.encode()
     except UnicodeError:
         raise ArgumentError(
-            f"{where} is {_said(value)}, which is not valid Unicode: a lone surrogate"
+            f"{where} is {_said(value)}, which is not valid Unicode: it has a lone surrogate"
         ) from None
 
 

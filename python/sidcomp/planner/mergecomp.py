@@ -1,11 +1,11 @@
-"""Plans found by timing real iterations instead of a model, as MergeComp does at the start of training."""
+"""MergeComp's search, which times real iterations at the start of training instead of using a model."""
 
 from collections.abc import Generator
 from itertools import combinations
 
 
 def mergecomp(n: int, Y: int = 2, alpha: float = 0.01) -> Generator[list[int], float, list[int]]:
-    """MergeComp's Algorithm 2 over n tensors: yields the ends of a plan, takes its measured iteration time.
+    """MergeComp's Algorithm 2 for n tensors: yields the ends of a plan, receives the time of its iteration.
 
         search = mergecomp(n)
         ends = next(search)
@@ -15,9 +15,9 @@ def mergecomp(n: int, Y: int = 2, alpha: float = 0.01) -> Generator[list[int], f
             except StopIteration as stop:
                 chosen = stop.value
 
-    Y: the most groups tried. alpha: the search ends where one group more gains less than this fraction.
-    Times may have any unit. No plan is asked for twice. About 2 log2(n) plans for Y = 2; each further group
-    multiplies that by n, since all cuts but the last are enumerated (the supplement's proof of Theorem 3).
+    Y: the largest number of groups. alpha: the search ends when one more group gains less than this fraction.
+    Times may have any unit. No plan is asked for twice. Y = 2 takes about 2 log2(n) plans; each further group
+    multiplies that by n, because all cuts but the last are enumerated (the supplement's proof of Theorem 3).
     """
     best, best_time = [n], (yield [n])
     for y in range(2, min(Y, n) + 1):
@@ -37,7 +37,7 @@ def mergecomp(n: int, Y: int = 2, alpha: float = 0.01) -> Generator[list[int], f
 
 
 def _last_cut(n: int, head: list[int]) -> Generator[list[int], float, list[tuple[list[int], float]]]:
-    """Halves the places of the last cut after the cuts `head`: with it the time first falls and then rises.
+    """Finds the last cut after the cuts `head` by bisection, as the time first falls and then rises with it.
 
     Returns all plans that were timed, with their times.
     """

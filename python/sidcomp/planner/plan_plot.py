@@ -1,4 +1,4 @@
-"""The timeline of a plan as a picture: backward, encode, exchange and decode, one row each."""
+"""Draws the timeline of a plan: backward, encode, exchange and decode in one row each."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +15,11 @@ Timeline = Sequence[Mapping[str, Any]]
 
 
 def draw(rows: Mapping[str, Timeline | None], path: str | Path, title: str) -> None:
-    """Draws the timelines of `rows`, such as {"predicted": ..., "measured": ...}, below each other.
+    """Draws the timelines in `rows`, such as {"predicted": ..., "measured": ...}, one below the other.
 
-    A timeline is what sidcomp.plan() returns; None is left out. The format follows the path's suffix. The two
-    shades of a row alternate from group to group. Groups that are compressed are hatched: those that say so
-    ("compressed"), and else those that are encoded. Raises SetupError without matplotlib.
+    A timeline is what sidcomp.plan() returns; None is skipped. The path's suffix chooses the format. The
+    two shades of a row alternate from group to group. Compressed groups are hatched: those with a true
+    "compressed" or, without that key, those that are encoded. Raises SetupError if matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure
@@ -53,6 +53,6 @@ def draw(rows: Mapping[str, Timeline | None], path: str | Path, title: str) -> N
 def _bar(axis: Any, row: int, group: int, span: Sequence[int], color: str, hatch: str, end: int) -> None:
     start, width = span[0] / 1e9, (span[1] - span[0]) / 1e9
     axis.barh(row, width, left=start, height=0.8, color=color, hatch=hatch, edgecolor="white", linewidth=0)
-    if span[1] - span[0] > end / 50:  # else the number would not fit
+    if span[1] - span[0] > end / 50:  # otherwise the number would not fit
         behind = {"facecolor": color, "edgecolor": "none", "pad": 1.5}
         axis.text(start + width / 2, row, str(group), ha="center", va="center", fontsize=8, bbox=behind)

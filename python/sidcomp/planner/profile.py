@@ -1,5 +1,5 @@
-"""A profile: what was measured of a model, its network and the codecs. Saved, loaded, compared; what planners
-read. Without torch."""
+"""Profiles: the measurements of a model, its network and the codecs, from which planners work. Needs no
+torch."""
 
 import hashlib
 import json
@@ -15,23 +15,24 @@ from sidcomp.planner import fusion
 from sidcomp.planner.cost_curve import Curve
 
 FORMAT = 1
-_SAME = 0.05  # smaller changes are not worth a line of a comparison
+_SAME = 0.05  # a comparison omits smaller changes
 _DRIFT = 0.25  # a larger change of plain DDP's step makes a profile stale
 _STEPS = {
     "forward_ps": "forward", "rest_ps": "rest", "compute_ps": "without communication", "dense_ps": "plain DDP"
 }  # fmt: skip
-_MOST = 2**53  # ps (2.5 hours) or bytes: planners add up and multiply within 2^60
+_MOST = 2**53  # ps (2.5 hours) or bytes: planners add and multiply within 2^60
 _OPTIONAL = {"contention", "overlap_permille", "measured_s"}
 _TENSOR = {"name", "bytes", "bucket", "ready_ps", "kind"}
 _STAGES = ("encode", "exchange_curve", "decode", "contended")
-_CORRECTION = 16_000  # per mille: the most that what was seen since may make of a cost
+_CORRECTION = 16_000  # per mille: the largest correction of a cost by later observations
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to send a group. `contended`: its exchange while the processor computes; None: not measured.
+    """The costs of one candidate. `exchange_curve` is isolated; `contended` is overlapped with computation,
+    None if that was not measured.
 
-    Dense has no encode; its decode is the copy of a group that is no bucket of DDP's back into its buckets.
+    Dense has no encode. Its decode is the copy back into the buckets, for a group that is not a DDP bucket.
     """
 
     name: str
@@ -51,15 +52,18 @@ class Method:
 
 @dataclass
 class Profile:
-    """Times are whole picoseconds, the slowest rank's; sizes are bytes of gradient.
+    """What was measured on this machine and network. Times are integer picoseconds, the slowest rank's; sizes
+    are bytes of gradient.
 
-    tensors     in gradient-ready order: {"name", "bytes", "bucket", "ready_ps", "kind"}, ready since the
-                iteration began, without communication; kind: dtype and device, which no group mixes
-    compute_ps  an iteration without communication, the ceiling: forward, backward and rest
-    dense_ps    one of plain DDP
-    methods     dense first
-    contention  per mille of the time alone: what an exchange takes beside computing ("exchange_permille"),
-                and computing beside an exchange ("compute_permille")
+    tensors     in gradient-ready order: {"name", "bytes", "bucket", "ready_ps", "kind"}. ready_ps counts from
+                the start of the iteration, without communication; kind is dtype and device, which no group
+                mixes
+    compute_ps  an iteration without communication: forward, backward and rest
+    dense_ps    an iteration of plain DDP
+    methods     the candidates, dense first
+    contention  overlapped time in per mille of isolated time, of an exchange ("exchange_permille") and of
+                computation ("compute_permille"); speed that an exchange takes ("stolen_permille")
+    measured_s  how long measuring took, in seconds
     """
 
     model: str  # model_digest
@@ -91,24 +95,24 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
-        """The profile in a file. Raises ArgumentError, which names the file and the field at fault."""
+        """Loads a profile from a file. Raises ArgumentError, which names the file and the field at fault."""
         try:
             data = fusion.parse_json(Path(path).read_text(), "it")
             if isinstance(data, dict) and "format" in data and data["format"] != FORMAT:
                 found = data["format"]
                 raise ArgumentError(f"it has format {found!r}, this sidcomp reads {FORMAT}")
             return cls.of(data)
-        except ValueError as e:  # ArgumentError is one, as is what is not UTF-8
-            raise ArgumentError(f"{path} is not a whole profile ({e}): delete it and measure again") from e
+        except ValueError as e:  # includes ArgumentError and files that are not UTF-8
+            raise ArgumentError(f"{path} is not a complete profile ({e}): delete it and measure again") from e
 
     def plain(self) -> dict[str, Any]:
-        """In plain types, as `of` takes it."""
+        """The profile in plain types, as `of` takes it."""
         return asdict(self)
 
     @classmethod
     def of(cls, data: object) -> "Profile":
-        """The profile that `asdict` made `data` of, every field checked. Raises ArgumentError, which names
-        the field at fault; what it returns can be planned with, printed and saved."""
+        """The profile from which `asdict` made `data`, with every field checked. Raises ArgumentError, which
+        names the field at fault. The result can be planned with, printed and saved."""
         needed = {f.name for f in fields(cls)} - _OPTIONAL
         fusion._fields("the profile", data, needed, _OPTIONAL)
         assert isinstance(data, Mapping)
@@ -141,8 +145,8 @@ class Profile:
         _unlike("tensors", [t["name"] for t in self.tensors])
         _unlike("methods", [m.name for m in self.methods])
         if self.methods[0].encode is not None:
-            raise ArgumentError("methods[0] has an encode: the first method is dense, which has none")
-        # The planners have the last word: whatever is made of the profile must be an instance to them.
+            raise ArgumentError("methods[0] has an encode: the first method must be dense, which has none")
+        # The planners decide: they must accept every instance that is made from the profile.
         slowest = {m.name: dict.fromkeys(("encode", "exchange", "decode"), _CORRECTION) for m in self.methods}
         for buckets in (True, False):
             made = self.instance(buckets, rates=slowest, contention=1000, copied=True)
@@ -154,9 +158,9 @@ class Profile:
     def stale(
         self, *, model: str, world: int, device: str, backend: str, threads: int, dense_ps: int | None = None
     ) -> str | None:
-        """Why this profile must not be used now; None: it may. dense_ps: plain DDP's step, measured now."""
+        """The reason why this profile does not apply now, or None. dense_ps: plain DDP's step, now."""
         if model != self.model:
-            return "the profile is of another model: names, shapes or dtypes of the parameters differ"
+            return "the profile is of another model: the names, shapes or dtypes of its parameters differ"
         now = {"world": world, "device": device, "backend": backend, "threads": threads}
         for name, value in {**now, "version": _core.version}.items():
             if (then := getattr(self, name)) != value:
@@ -164,12 +168,12 @@ class Profile:
         if dense_ps is None or abs(dense_ps - self.dense_ps) <= _DRIFT * self.dense_ps:
             return None
         return (
-            f"a step of plain DDP took {_ms(self.dense_ps)} ms when the profile was measured and takes "
-            f"{_ms(dense_ps)} ms now: another network, or a machine with other work"
+            f"a step of plain DDP took {_ms(self.dense_ps)} ms when the profile was measured, and takes "
+            f"{_ms(dense_ps)} ms now: another network, or other work on the machine"
         )
 
     def compare(self, other: "Profile") -> list[str]:
-        """What is different in `other`, a line each; empty where nothing is, by more than 5 %."""
+        """One line for each difference in `other`. Differences of up to 5 % in a time do not count."""
         lines = []
         for name in ("version", "model", "world", "device", "backend", "threads"):
             if (a := getattr(self, name)) != (b := getattr(other, name)):
@@ -206,7 +210,7 @@ class Profile:
             f"plain DDP {_ms(self.dense_ps)} ms a step, without communication {_ms(self.compute_ps)} ms",
         ]
         for name, permille in self.contention.items():
-            text.append(f"{name.removesuffix('_permille')} under overlap: {permille / 1000:.2f} of alone")
+            text.append(f"{name.removesuffix('_permille')} overlapped: {permille / 1000:.2f} of isolated")
         for row in rows:
             text.append("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip())
         return "\n".join(text)
@@ -221,19 +225,19 @@ class Profile:
         contention: int = 0,
         copied: bool = False,
     ) -> dict[str, Any]:
-        """An instance for `sidcomp.plan`.
+        """Makes an instance for `sidcomp.plan`. Raises ArgumentError.
 
-        buckets     a tensor is ready when DDP shows its bucket; False: when itself is (after a rewrap)
-        methods     names of those that may be chosen; None: all
+        buckets     True: a tensor is ready when its bucket is; False: when it is ready itself (after rewrap)
+        methods     the names of the candidates to choose from; None: all
         rates       {method: {"encode" | "exchange" | "decode": per mille}}: corrections of the times, from
-                    what was seen since
-        contention  0: exchanges cost what they cost alone, which holds for what is left when the backward
-                    pass has ended; 1000: what they cost beside computing
-        copied      dense groups cost the copy back that all of them need but DDP's own buckets; without it
-                    dense has neither encode nor decode, as planners take it
+                    later observations
+        contention  per mille: 0: exchanges cost their isolated time, as after the backward pass; 1000: their
+                    overlapped time
+        copied      True: dense groups include the copy back, which all but DDP's own buckets need; False:
+                    dense has neither encode nor decode, as planners expect
         """
         if not 0 <= contention <= 1000:
-            raise ArgumentError(f"contention={contention}: per mille, from 0 to 1000")
+            raise ArgumentError(f"contention={contention}: give a number from 0 to 1000 (per mille)")
         known = [m.name for m in self.methods]
         chosen, rates = known if methods is None else list(methods), rates or {}
         for name in (*chosen, *rates):
@@ -261,7 +265,7 @@ class Profile:
 
 
 def model_digest(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
-    """Of (name, shape, dtype) of each parameter, in any order."""
+    """A digest of (name, shape, dtype) of each parameter, whatever their order."""
     text = "\n".join(sorted(f"{name} {list(shape)} {dtype}" for name, shape, dtype in parameters))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
