@@ -192,7 +192,7 @@ def unlike(rank: int, world: int, what: str) -> dict[str, Any]:
         ),
         ("nothing", 1, "rank 1: the checkpoint has no plan: measuring and planning anew"),
         ("found on one", 0, "measuring again what some of them do not have"),
-        pytest.param(*("watched", 0, "goes on with a plan"), marks=pytest.mark.slow),
+        pytest.param(*("watched", 0, "continues with a plan"), marks=pytest.mark.slow),
     ],
 )
 def test_what_not_all_ranks_have_is_measured_again(what: str, probed: int, said: str) -> None:

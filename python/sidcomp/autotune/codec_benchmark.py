@@ -1,4 +1,4 @@
-"""Times of encode and decode, by the calls that the runtime makes. Memory is taken for one size at a time."""
+"""Times encode and decode, with the runtime's own calls. Allocates memory for one size at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,16 +17,15 @@ from sidcomp.runtime.cuda_executor import CudaCalls
 from sidcomp.runtime.group import Form, Moment
 from sidcomp.runtime.process_group import Exchange
 
-_POOL = 5  # gradients in turn, so that no step meets the last one's
-_SHIFT = 2**10  # elements from one to the next
-_PERIOD = 2**18  # random numbers; larger vectors repeat them
-_FILLED = 20.0  # the scale of a residual that many steps have filled, over the gradient's
+_POOL = 5  # gradients in turn, so that no step repeats the one before
+_SHIFT = 2**10  # elements from one gradient to the next
+_PERIOD = 2**18  # how many random numbers; larger vectors repeat them
+_FILLED = 20.0  # the scale of a residual after many steps, relative to the gradient's
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A codec, its memory and their parameters, as State takes them; a route, where it travels in
-    messages."""
+    """A codec, its memory and their parameters, as State takes them, and the exchange if it uses messages."""
 
     codec: str
     memory: str = "residual"
@@ -59,7 +58,7 @@ class Candidate:
 
 
 class Gradients:
-    """Synthetic ones of up to n elements, Laplace-distributed, and the residual beside them; from a seed."""
+    """Synthetic gradients of up to n elements, Laplace-distributed, and their residual; from a seed."""
 
     def __init__(self, n: int, vectors: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed % 2**63)
@@ -73,7 +72,7 @@ class Gradients:
         return self.values[step % _POOL * _SHIFT :][:n]
 
     def segments(self, n: int) -> list[_core.Segments]:
-        """Those of _POOL steps; tensors keep their memory, so addresses stay."""
+        """The segments of _POOL steps. Tensors keep their memory, so the addresses stay valid."""
         return [_core.Segments([self.gradient(n, i).data_ptr()], [n]) for i in range(_POOL)]
 
 
@@ -86,9 +85,9 @@ def _tiled(tile: torch.Tensor, n: int, dtype: torch.dtype, device: torch.device)
 
 
 class Coding(Series):
-    """Samples: encode; decode of what all ranks send. Bytes: of gradient."""
+    """Samples of encode, and of decode of the payloads of all ranks. Bytes are those of the gradient."""
 
-    fixed, single = 4, 5  # a threshold that is predicted has settled after 4 encodes
+    fixed, single = 4, 5  # a predicted threshold is stable after 4 encodes
 
     def __init__(
         self, candidate: Candidate, sizes: list[int], exchange: Exchange, gradients: Gradients,
@@ -109,7 +108,7 @@ class Coding(Series):
             encodes.append(clock(device) - start)
             if step < side.form.count:
                 incoming[step * size :][:size].copy_(payload)
-        for rank in range(len(encodes), side.form.count):  # more ranks than encodes: their payloads again
+        for rank in range(len(encodes), side.form.count):  # more ranks than encodes: repeat payloads
             incoming[rank * size :][:size].copy_(payload)
         for _ in range(1 + repeats):
             start = clock(device)
@@ -119,7 +118,7 @@ class Coding(Series):
 
 
 def filled_state(plan: Any, source: Gradients, device: torch.device) -> Block:
-    """A state whose residual many steps have filled."""
+    """A state with a residual as after many steps."""
     state = Block(plan.state_bytes, device)
     if plan.vectors:
         kept = state if device.type == "cpu" else Block(plan.state_bytes)
@@ -129,7 +128,7 @@ def filled_state(plan: Any, source: Gradients, device: torch.device) -> Block:
 
 
 class OnCpu:
-    """A form with synthetic gradients, encoded and decoded by the calls that the runtime makes."""
+    """Encodes and decodes synthetic gradients with the calls that the runtime makes."""
 
     def __init__(self, plan: Any, exchange: Exchange, source: Gradients) -> None:
         device = source.values.device

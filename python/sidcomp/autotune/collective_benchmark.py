@@ -1,4 +1,4 @@
-"""Times of collectives on an Exchange, alone and beside computing. Memory is taken for one size at a time."""
+"""Times collectives, isolated and overlapped with computation. Allocates memory for one size at a time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ from sidcomp.runtime.block import BODIES, DTYPES
 from sidcomp.runtime.process_group import Exchange
 
 _REPEATS = 15
-_BESIDE = 5  # repeats beside computing
-_ALWAYS = 2**16  # bytes: a curve without a slope would be worse than a longer wait
+_BESIDE = 5  # overlapped repeats
+_ALWAYS = 2**16  # bytes up to which every size is measured: a curve needs a slope
 
 Wait = Callable[[], object]
-Samples = list[list[int]]  # ns, a list for each of the things that are measured together
+Samples = list[list[int]]  # ns, one list for each quantity that is measured together
 
 
 @contextmanager
@@ -40,21 +40,21 @@ def clock(device: torch.device) -> int:
 
 
 class Series:
-    """Samples of one subject at rising sizes."""
+    """Samples of one quantity at increasing sizes."""
 
-    fixed = 0  # calls that do not count
-    single = 1  # all calls of a measurement with one repeat
+    fixed = 0  # calls before those that count
+    single = 1  # number of calls of a measurement with one repeat
 
     def __init__(self, name: str, sizes: list[int], call_s: float) -> None:
         self.name, self.sizes = name, sizes
         self.points: list[tuple[int, Samples]] = []
-        self.costs = [(0, call_s)]  # bytes, seconds of a call there
+        self.costs = [(0, call_s)]  # bytes, and seconds of a call with that many
 
     def measure(self, nbytes: int, repeats: int) -> Samples:
         raise NotImplementedError
 
     def affordable(self, nbytes: int, share_s: float, left_s: float) -> int:
-        """The repeats for a share of the time; one, if it does not take all that is left; else none."""
+        """How many repeats fit the share of the time: at least one, unless it would take all that is left."""
         x, y = self.costs[-1]
         cost = y
         if len(self.costs) > 2:
@@ -68,31 +68,32 @@ class Series:
     def take(self, nbytes: int, repeats: int) -> None:
         samples = self.measure(nbytes, repeats)
         self.points.append((nbytes, samples))
-        # From the samples, not from a clock: one disturbance would cost all later sizes their repeats.
+        # From the samples, because with a clock one disturbance would cost all later sizes their repeats.
         counted = sum(median(one) * len(one) for one in samples if one) / repeats
         self.costs.append((nbytes, 1e-9 * counted + self.costs[0][1]))
 
 
 class Exchanging(Series):
-    """A Series with exchanges, which `Beside` takes again beside computing."""
+    """A Series of exchanges, which `Overlapped` measures again during computation."""
 
-    which = 0  # of the samples: the exchange
+    which = 0  # index of the exchange in the samples
 
     def message(self, nbytes: int) -> Any:
-        """What there is to exchange."""
+        """Makes the data to exchange."""
         raise NotImplementedError
 
     def meet(self, message: Any) -> None:
-        """All ranks come together, ready to begin."""
+        """Waits until all ranks are ready to begin."""
         raise NotImplementedError
 
     def begin(self, message: Any, done: Callable[[], None]) -> Wait:
-        """Calls `done` at its end, in any thread; what it returns waits, and raises what went wrong."""
+        """Starts the exchange. Calls `done` at its end, in any thread. The returned function waits, and
+        raises the exchange's error."""
         raise NotImplementedError
 
 
 class Wire(NamedTuple):
-    """A kind of exchange. `scaled`: divided by the number of ranks first, as dense gradients are."""
+    """A kind of collective. `scaled`: first divides by the number of ranks, as for dense gradients."""
 
     gather: bool
     dtype: torch.dtype
@@ -100,7 +101,7 @@ class Wire(NamedTuple):
 
 
 def wire_of(plan: _core.Plan) -> tuple[Wire, int]:
-    """How a payload of the plan travels, and how many of its bytes."""
+    """How payloads of the plan travel, and how many of their bytes."""
     if plan.linear:
         dtype = BODIES[plan.body_dtype]
         return Wire(False, dtype), plan.body_count * dtype.itemsize
@@ -108,7 +109,7 @@ def wire_of(plan: _core.Plan) -> tuple[Wire, int]:
 
 
 class Exchanges(Exchanging):
-    """Samples: one kind of exchange. Bytes: those that a rank hands over."""
+    """Samples of one kind of collective. Bytes are those that a rank contributes."""
 
     fixed = 1
 
@@ -135,7 +136,7 @@ class Exchanges(Exchanging):
         return part, part.repeat(exchange.world) if wire.gather else part
 
     def meet(self, message: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """All ranks come together, with a tensor that sums have not made infinite."""
+        """Waits for all ranks, with a tensor that sums have not made infinite."""
         message[0].fill_(1.0)
         with collective():
             self.exchange.all_reduce(self.tick).wait()
@@ -157,10 +158,10 @@ class Exchanges(Exchanging):
 
 
 class Overlapped(Series):
-    """Samples: the same exchange while the processor computes; one product of the computing meanwhile.
+    """Samples of an exchange during computation, and of one matrix product of that computation.
 
-    Where ranks share processors an exchange may take a hundred times longer than alone, so that one repeat of
-    the first size comes before any guess.
+    If ranks share processors, an overlapped exchange may take a hundred times as long as an isolated one, so
+    one repeat of the first size comes before any estimate.
     """
 
     def __init__(self, isolated: Exchanging, sizes: list[int]) -> None:
@@ -194,7 +195,7 @@ class Overlapped(Series):
 
 
 class Product:
-    """What the processor does while gradients travel: a matrix product stands for the backward pass."""
+    """Computation during an exchange: a matrix product stands for the backward pass."""
 
     def __init__(self) -> None:
         self.a, self.b, self.c = (torch.ones(256, 256) for _ in range(3))
@@ -211,7 +212,7 @@ class Product:
         return times[1:]
 
     def overlapped(self, begin: Callable[[Callable[[], None]], Wait]) -> tuple[int, int]:
-        """Time of an exchange, to its callback, and of a product meanwhile."""
+        """The ns of an exchange, up to its callback, and of one product meanwhile."""
         done: list[int] = []
         start = perf_counter_ns()
         wait = begin(lambda: done.append(perf_counter_ns()))
@@ -220,5 +221,5 @@ class Product:
             self.run()
             products += 1
         product = (perf_counter_ns() - launched) // max(products, 1)
-        wait()  # raises what the exchange failed with
+        wait()  # raises the exchange's error
         return done[0] - start, product

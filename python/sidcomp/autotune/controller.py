@@ -1,8 +1,8 @@
-"""The controller: measures plain DDP, plans, checks on interleaved windows that the plan wins, and keeps it
-only while it does.
+"""The controller measures plain DDP, plans, checks on interleaved windows that the plan is faster, and keeps
+the plan only while it is.
 
-It is a script, a generator: it yields what the coming iteration is to be, and gets back what was measured of
-it. Every rank runs the same script; what it decides by has been agreed on by all ranks first.
+It runs a script, which is a generator: the script yields how the coming iteration is to run, and receives
+what was measured in it. Every rank runs the same script and decides by numbers that all ranks agreed on.
 """
 
 import json
@@ -34,36 +34,36 @@ from sidcomp.runtime.layout import Layout
 
 logger = logging.getLogger("sidcomp")
 
-SETTLED = "resting"  # the stage after finding out
-WARMING = "warming up"  # before it: what was found, with a density that goes down to its own
-COMPARING = "comparing"  # in between: what was found, in turns with what it has to beat
+SETTLED = "resting"  # the stage after the search
+WARMING = "warming up"  # the stage before it: the plan, while its density decreases to the final one
+COMPARING = "comparing"  # now and then: the plan in turns with the baseline
 FOUND = (SETTLED, WARMING)
 
-_TURNS = 6  # of plain DDP, and with all exchanges after backward()
-_STEPS = 8  # of a plan that is kept unverified
+_TURNS = 6  # steps of plain DDP, and steps with all exchanges after backward()
+_STEPS = 8  # timed steps of a plan that is not verified
 _WINDOW = 4  # timed steps of a window
-_CHECK_EVERY = 50  # steps between two looks at the step time
-_DRIFT = 1.25  # times as slow as before, twice in a row: something has changed
-_FASTER = 1.1  # times as fast: it may be the link, and then plain DDP is faster still
-_REST = 500  # steps before what was found is doubted; twice as many each time it holds
-_LONGEST = 16_000  # and at most so many; a plan is compared then in any case
-_PROBE_SHARE = 0.01  # of the first thousand steps
+_CHECK_EVERY = 50  # steps between two checks of the step time
+_DRIFT = 1.25  # something has changed if steps are so many times as slow, twice in a row
+_FASTER = 1.1  # or so many times as fast: a faster link helps plain DDP more
+_REST = 500  # steps before the first comparison; doubled each time the plan stays
+_LONGEST = 16_000  # the most steps without a comparison
+_PROBE_SHARE = 0.01  # of the time of a thousand steps
 _SCENARIOS = 16
-# Of Settings.saved(): what plans and measurements depend on.
+# The keys of Settings.saved() on which plans and measurements depend.
 _DECIDES = ("codec", "memory", "parameters", "groups", "exclude", "policy", "exchange")
-_TIMES_ONLY = ("threads", "version")  # of an identity: a plan that was kept does not depend on it
-_FLOORS = (0.25, 0.0625, 0.015625)  # of density, while warming up: DGC's warm-up (Lin et al. 2018)
-# Times the ranks: the density at which gathering 6 bytes an element sent takes as many bytes as a ring
-# all-reduce of 4 bytes an element, 6 d (W - 1) = 8 (W - 1) / W.
+_TIMES_ONLY = ("threads", "version")  # keys of an identity on which a plan that was kept does not depend
+_FLOORS = (0.25, 0.0625, 0.015625)  # least densities during the warm-up, as in DGC (Lin et al. 2018)
+# The density d, times the number of ranks W, at which an all-gather of 6 bytes per sent element takes as many
+# bytes as a ring all-reduce of 4 bytes per element: 6 d (W - 1) = 8 (W - 1) / W.
 _BREAK_EVEN = 4 / 3
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the coming iteration is to be.
+    """How the coming iteration is to run.
 
-    deferred: exchange nothing before backward() has ended. park: what groups that go dense have kept waits
-    for the next groups that can keep it, in place of being sent with the next gradient.
+    deferred: exchange nothing before backward() has ended. hold: the residuals of groups that become dense
+    wait for the next groups with a memory, and are not sent with the next gradient.
     """
 
     regime: Regime
@@ -73,10 +73,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Iteration:
-    """What was measured of the last one: from the arrival of its first bucket to that of the next, in ns."""
+    """What was measured in the last iteration: ns from its first bucket to the next iteration's first."""
 
     interval: int
-    clean: bool  # no new groups at its start
+    clean: bool  # the groups did not change at its start
     observed: measurement.Observed | None
 
 
@@ -86,21 +86,21 @@ Times = Generator[Order, Iteration, list[int]]
 
 @dataclass
 class Report:
-    """What was found out, for `State.explain()` and checkpoints. Times in ps, of one iteration."""
+    """The results, for `State.explain()` and checkpoints. Times are ps per iteration."""
 
     stage: str = "starting"
     dense_ps: int = 0
     compute_ps: int = 0
-    baseline_ps: int = 0  # of the groups to beat: plain DDP's, or a bucket each with the codec asked for
+    baseline_ps: int = 0  # the time to beat: plain DDP's, or that of the named codec with a group per bucket
     predicted_ps: int = 0
     measured_ps: int = 0
-    steps: int = 0  # that finding out took
-    seconds: float = 0.0  # and how much longer they were than those that follow
+    steps: int = 0  # how many the search took
+    seconds: float = 0.0  # by which these were longer than later steps
     why: str = ""
-    floors: list[tuple[int, float]] = field(default_factory=list)  # the iterations of warming up
+    floors: list[tuple[int, float]] = field(default_factory=list)  # the stages of the warm-up
     log: list[str] = field(default_factory=list)
     tried: list[dict[str, Any]] = field(default_factory=list)  # every plan: predicted, measured, baseline
-    compared: list[dict[str, Any]] = field(default_factory=list)  # of what was kept, later, with what it beat
+    compared: list[dict[str, Any]] = field(default_factory=list)  # later, the plan with the baseline
     plan: dict[str, Any] | None = None
     instance: dict[str, Any] | None = None
     profile: Profile | None = None
@@ -108,15 +108,15 @@ class Report:
 
 @dataclass
 class Watch:
-    """What the controller observes of a plan that it keeps. Times in ns, the slowest rank's; `times` are this
-    rank's own."""
+    """What the controller observes of a plan that it keeps. Times are ns, those of the slowest rank; `times`
+    are this rank's own."""
 
-    reference: int = 0  # time of a step; 0: the next look sets it
+    reference: int = 0  # step time; 0: the next check sets it
     calm: int = 0  # the reference before the last comparison
-    base: int = 0  # time of what the plan has to beat, when that was measured last
-    strikes: int = 0  # looks in a row that found another time
-    steps: int = 0  # since the plan was kept, or compared
-    pause: int = field(default_factory=lambda: _REST)  # steps before the plan may be doubted
+    base: int = 0  # step time of the baseline in the last comparison
+    strikes: int = 0  # checks in a row that found another step time
+    steps: int = 0  # since the plan was adopted, or last compared
+    pause: int = field(default_factory=lambda: _REST)  # steps before the next comparison
     times: list[int] = field(default_factory=list)
     comparing: bool = False
     pairs: list[Pair] = field(default_factory=list)
@@ -127,58 +127,57 @@ class Watch:
 
 
 def _known(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Those of the values that are fields, copied: a checkpoint stays as it is."""
+    """Copies those values that are fields of `kind`, so that the checkpoint does not change."""
     names = {f.name for f in fields(kind)} - {"profile"}
     return {name: deepcopy(value) for name, value in values.items() if name in names}
 
 
 def _show(text: str) -> None:
-    """A progress line, where somebody looks at it; the next one takes its place."""
+    """Shows a line of progress on a terminal. The next line replaces it."""
     if sys.stderr.isatty():
         print(f"\r\033[Ksidcomp: {text}", end="", file=sys.stderr, flush=True)
 
 
 class Controller:
-    """Finds the regime of a planned State. The engine calls `between` and `begin` at a step boundary."""
+    """Finds the regime of a planned State. The engine calls `between` and `begin` at every step boundary."""
 
     def __init__(self, settings: Settings, profile: Profile | None) -> None:
         self.settings = settings
         self.given = profile
         self.algorithm = {"auto": "ldp"}.get(str(settings.groups), str(settings.groups))
         self.report = Report()
-        self.base = PLAIN if settings.auto else Regime("bucket")  # what a plan has to beat
+        self.base = PLAIN if settings.auto else Regime("bucket")  # the baseline of every plan
         self._p: Engine | None = None  # only during a call: a generator must not keep a process group alive
         self._model: Model | None = None
         self._order = Order(PLAIN)
-        self._loaded: Resume | None = None  # waits for the first groups
-        self._regime_kept = PLAIN  # its groups
-        self._identity: dict[str, Any] | None = None  # what is measured belongs to it
+        self._loaded: Resume | None = None  # a checkpoint that waits for the first groups
+        self._regime_kept = PLAIN  # the regime of its groups
+        self._identity: dict[str, Any] | None = None  # what the measurements belong to
         self._journal = Journal()
-        self._replaying = False  # the script is on its way to where the checkpoint was
-        self._kept: Regime | None = None  # what was found; None: nothing yet
+        self._replaying = False  # the script repeats what it did before the checkpoint
+        self._kept: Regime | None = None  # the result; None: nothing yet
         self._watched = Watch()
         self._disturbed = True
         self._layout: Callable[[], Layout | None] = lambda: None  # weak: the script keeps this object alive
         self._mark = self._entered = 0
-        self._spent = self._counted = 0  # ns of the iterations that finding out took; of which steps not
+        self._spent = self._counted = 0  # ns of the search; its steps that were counted before
         self._script = self._whole()
         next(self._script)
 
-    # ---- the engine's side
-    # ------------------------------------------------------------------------------------
+    # ---- the engine's side ---------------------------------------------------------------------------------
 
     def between(self, p: Engine, model: Model) -> Regime:
-        """Before the first bucket of an iteration, on every rank: the regime from here on. Collectives run
-        here."""
+        """Returns the regime from here on. Every rank calls it before the first bucket of an iteration, as it
+        runs collectives."""
         if p.executor is not None and self.report.stage not in FOUND:
-            p.executor.synchronize(everything=True)  # else the host's clock tells when it was asked, not done
+            p.executor.synchronize(everything=True)  # else the host's clock shows when work was enqueued
         self._entered = perf_counter_ns()
         self._p, self._loaded = p, None
         try:
             return self._between(p)
         except Exception:
             self._watched = Watch()
-            self._script = self._rest(self.base, "measuring failed; State.error has the reason")
+            self._script = self._rest(self.base, "measuring failed; State.error holds the exception")
             self._order = next(self._script)
             raise
         finally:
@@ -187,14 +186,14 @@ class Controller:
     def _between(self, p: Engine) -> Regime:
         clean = not self._disturbed and p.layout is self._layout()
         if p.regime.flush:
-            lost = max(self._agree([int(not p.counts())]))  # what was flushed did not count: once more
+            lost = max(self._agree([int(not p.counts())]))  # the flush did not count: repeat it
             return p.regime if lost else self._order.regime
         assert p.layout is not None
         exploring = self.report.stage not in FOUND
         it = Iteration(self._entered - self._mark, clean, measurement.Observed.of(p) if exploring else None)
         self._order = self._script.send(it)
         target = self._order.regime
-        # dense groups take what is kept along with a memory that holds the momentum
+        # a memory that holds the momentum also serves dense groups, so nothing is left behind
         ours = self._order.hold or self.settings.momentum
         behind = not ours and measurement.leaves_behind(p.layout, p.unassigned, target)
         return replace(target, flush=True) if behind else target
@@ -204,7 +203,7 @@ class Controller:
         return self._order.deferred
 
     def begin(self, p: Engine) -> None:
-        """After the groups of the coming iteration have been made."""
+        """Called after the groups of the coming iteration have been made."""
         assert p.layout is not None
         self._disturbed = p.layout is not self._layout()
         self._layout = weakref.ref(p.layout)
@@ -212,11 +211,10 @@ class Controller:
         if self.report.stage not in (*FOUND, COMPARING):
             self._spent += self._mark - self._entered
 
-    # ---- checkpoints
-    # ---------------------------------------------------------------------------------------------
+    # ---- checkpoints ---------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
-        """All that was measured and found, in plain types."""
+        """All measurements and results, in plain types."""
         report = {f.name: getattr(self.report, f.name) for f in fields(Report) if f.name != "profile"}
         found = self._kept is not None
         return deepcopy(
@@ -233,8 +231,8 @@ class Controller:
         )
 
     def resume(self, resume: Resume) -> Regime:
-        """What a checkpoint says, as far as one rank can tell: with the first groups, in `meet`, all ranks
-        agree on where they go on. What `check` has let pass."""
+        """Takes over a checkpoint that `journal.check` accepted, and returns its regime. With the first
+        groups, in `meet`, all ranks agree on where they continue."""
         self._loaded, saved = resume, resume.source.get("controller")
         if saved is None or saved["version"] != VERSION:
             return PLAIN
@@ -251,8 +249,8 @@ class Controller:
         return self._regime_kept
 
     def _loaded_regime(self, resume: Resume, regime: dict[str, Any] | None) -> tuple[Regime | None, Regime]:
-        """What was kept, and its groups: those of the checkpoint, but where it was saved while others had
-        their turn, or before DDP had its buckets. An old checkpoint has the groups alone."""
+        """The regime that was kept, and that of its groups: the checkpoint's layout, unless it was saved
+        during a comparison or before DDP had its buckets. An old checkpoint has only the groups."""
         kept = Regime(regime["rule"], tuple(regime["ways"])) if regime else None
         if kept is not None and (kept == PLAIN or self._watched.comparing or not resume.layout):
             return kept, kept
@@ -265,23 +263,23 @@ class Controller:
         return (kept or asked if groups else None), asked
 
     def _unfit(self, resume: Resume, here: dict[str, Any]) -> str:
-        """Why what was loaded is of no use here; empty where it is."""
+        """The reason why the loaded checkpoint is of no use here; empty if it is of use."""
         saved, source, mine = resume.source.get("controller"), resume.source, self.settings.saved()
         if saved is None:
             return "the checkpoint has no plan"
         if saved["version"] != VERSION:
             return f"the plan in the checkpoint has version {saved['version']}, this sidcomp makes {VERSION}"
         if any(mine[k] != source.get(k, mine[k]) for k in _DECIDES):
-            return "the checkpoint is of other settings"
+            return "the checkpoint was saved with other settings"
         was = saved.get("identity")
         if was is None and not saved["found"]:
             return "the checkpoint was saved before anything was measured"
         if was is None and not resume.same_codec:
-            return "the checkpoint is of another world size"
+            return "the checkpoint was saved with another number of ranks"
         for k in here if was is not None else ():
             if was[k] != here[k] and not (saved["found"] and k in _TIMES_ONLY):
                 if k == "model":
-                    return "the checkpoint's measurements are of a model with other parameters"
+                    return "the checkpoint's measurements belong to a model with other parameters"
                 return f"the checkpoint's measurements were made with {k} {was[k]}, now it is {here[k]}"
         if saved["found"] and self._kept is None:
             return "the checkpoint was saved before a plan was kept"
@@ -290,8 +288,9 @@ class Controller:
         return ""
 
     def meet(self, p: Engine, buckets: Sequence[Bucket], model: Model) -> Regime:
-        """Before the first groups, a collective: where the ranks go on if they have loaded checkpoints. What
-        one of them does not have, or has otherwise, nobody uses: all go on at the least advanced stage."""
+        """A collective before the first groups: decides where the ranks continue if they have loaded
+        checkpoints. What a rank lacks, or has differently, no rank uses: all continue at the least advanced
+        stage."""
         assert p.exchange is not None
         here = {**measurement.identity(buckets, p.exchange), "version": _core.version}
         self._identity = here
@@ -315,7 +314,7 @@ class Controller:
             self._p = None
 
     def _go_on(self, rows: list[dict[str, Any]]) -> Regime:
-        """Where what the ranks have says."""
+        """Continues from what the checkpoints of all ranks have in common."""
         r, own = self.report, self._journal.entries
         alike = 0
         for column in zip(*(row["journal"] for row in rows), strict=False):
@@ -338,12 +337,12 @@ class Controller:
         else:
             self._kept, self._watched = None, Watch()
             if alike:
-                # the script comes by what was tried again, and tells it again
+                # the script reports again what it tried before
                 again = sum(e["kind"] == "pairs" and e["done"] for e in own)
                 del r.tried[len(r.tried) - again :]
                 if any(len(row["journal"]) > alike or row["kept"] for row in rows):
                     self._say("the ranks' checkpoints differ: measuring again what some of them do not have")
-                self._say("goes on measuring where the checkpoint was")
+                self._say("continues to measure where the checkpoint was")
             else:
                 self.report, self._spent, self._counted = Report(), 0, 0
                 why = reasons[0] if reasons else "the ranks' checkpoints hold different measurements"
@@ -356,12 +355,12 @@ class Controller:
         return replace(self._order.regime, flush=flush and not self.settings.momentum)
 
     def plan(self, costs: dict[str, Any]) -> dict[str, Any]:
-        """As this State plans: by ldp, or by the paper whose groups were asked for."""
+        """Plans with ldp, or with the algorithm of the paper that `groups` names."""
         options: dict[str, Any] = {"scenarios": _SCENARIOS} if self.algorithm == "ldp" else {}
         return plan(costs, self.algorithm, None, **options)
 
     def rewrap(self) -> list[int]:
-        """Plans for buckets that are groups: their sizes in bytes, none if nothing was planned before."""
+        """Plans for buckets that are groups. Returns their sizes in bytes: none if nothing was planned."""
         if self.report.profile is None or self.report.plan is None:
             return []
         costs = measurement.model(self.report.profile, self.settings, buckets=False)
@@ -374,7 +373,7 @@ class Controller:
     def _rewrapped(self, costs: dict[str, Any], found: dict[str, Any]) -> Script:
         regime, clean = self._regime(found), 0
         self._kept, self._watched = regime, Watch()
-        while clean < 2:  # DDP forms the buckets after it has seen the order of the gradients
+        while clean < 2:  # DDP forms its buckets once it has seen the order of the gradients
             it = yield Order(regime)
             clean = clean + 1 if it.clean else 0
         times: list[int] = []
@@ -388,11 +387,10 @@ class Controller:
         self._watched = self._fresh_watch()
         yield from self._rest(regime, f"with DDP's buckets as groups: {share:.2f} of the time before")
 
-    # ---- agreeing
-    # -----------------------------------------------------------------------------------------------
+    # ---- agreeing ------------------------------------------------------------------------------------------
 
     def _agree(self, values: list[int]) -> list[int]:
-        """The largest of each over the ranks."""
+        """The maximum of each value over the ranks."""
         assert self._p is not None and self._p.exchange is not None
         exchange = self._p.exchange
         packed = struct.pack(f"<{len(values)}q", *values)
@@ -401,7 +399,7 @@ class Controller:
         return [max(column) for column in zip(*rows, strict=True)]
 
     def _say(self, text: str) -> None:
-        if self._replaying:  # it was said before the checkpoint
+        if self._replaying:  # it was logged before the checkpoint
             return
         self.report.log.append(text)
         if self._first():
@@ -416,8 +414,7 @@ class Controller:
     def _first(self) -> bool:
         return self._p is not None and self._p.exchange is not None and self._p.exchange.rank == 0
 
-    # ---- the script
-    # ---------------------------------------------------------------------------------------------
+    # ---- the script ----------------------------------------------------------------------------------------
 
     def _whole(self, hold: bool = False) -> Script:
         yield from self._settle(hold)
@@ -430,7 +427,7 @@ class Controller:
         yield from self._rest(regime, why)
 
     def _settle(self, hold: bool) -> Script:
-        """Until DDP has formed its buckets for good. park: what is kept waits for the plan on trial."""
+        """Waits until DDP has formed its final buckets. hold: residuals wait for a plan."""
         self.report.stage = "settling"
         clean = 0
         while clean < 2:
@@ -439,7 +436,7 @@ class Controller:
             clean = clean + 1 if it.clean and self._p.settled else 0
 
     def _explore(self, order: Order) -> Generator[Order, Iteration, Iteration]:
-        """An iteration for the sake of finding out."""
+        """Runs one iteration of the search or of a comparison, and counts its time."""
         self._replaying = False
         it = yield order
         if self.report.stage == COMPARING:
@@ -450,15 +447,15 @@ class Controller:
         return it
 
     def _next(self, kind: str, of: str) -> Entry:
-        """What comes next of what is measured: whole or begun where it came with a checkpoint."""
+        """The journal's next entry. One from a checkpoint may be complete or begun."""
         entry, dropped = self._journal.next(kind, of)
         if dropped:
             self._replaying = False
-            self._say("the checkpoint's next measurement is of another plan: measuring anew")
+            self._say("the checkpoint's next measurement belongs to another plan: measuring anew")
         return entry
 
     def _timed(self, of: str, regime: Regime, n: int) -> Times:
-        """The times of n steps, those of the slowest rank; steps in which groups changed do not count."""
+        """The times of n steps on the slowest rank. Steps in which groups changed do not count."""
         e = self._next("times", of)
         while not e["done"]:
             if len(e["times"]) < n:
@@ -479,7 +476,7 @@ class Controller:
             return (yield from self._mergecomp())
         r.stage = "planning"
         model = measurement.model(profile, self.settings)
-        if self.algorithm != "ldp":  # a paper's own choice is kept as it is
+        if self.algorithm != "ldp":  # a paper's choice is kept without verifying
             found = self.plan(model)
             regime = self._regime(found)
             times = yield from self._timed(plan_hash(found), regime, _STEPS)
@@ -488,12 +485,12 @@ class Controller:
         return (yield from self._compare(model))
 
     def _compare(self, model: measurement.Model) -> Generator[Order, Iteration, tuple[Regime, str]]:
-        """Plan, verify, refit, plan again: what is kept has won against what was there before."""
+        """Plans, verifies, refits and plans again. A plan is kept only if it beats the one before."""
         r = self.report
         best, to_beat = self.base, self._baseline_of(model)
         why = "no plan was predicted to be faster"
         for attempt in range(3):
-            # The model is not exact: what it finds a little slower than the baseline is tried once.
+            # The model is not exact, so a plan that it predicts to be a little slower is tried once.
             found = self._choose(model, int(to_beat * (MARGIN if attempt else 1.1)), best)
             if found is None:
                 break
@@ -530,7 +527,7 @@ class Controller:
         return best, why
 
     def _choose(self, costs: dict[str, Any], limit: int, best: Regime) -> dict[str, Any] | None:
-        """A plan of at most `limit` ps that is none of ours; where dense is the best, the best without it."""
+        """A new plan of at most `limit` ps. If planning gives `best`, the best plan without dense."""
         found = self.plan(costs)
         if self._regime(found) == best and self.settings.auto:
             lossy = {**costs, "methods": costs["methods"][1:]}
@@ -543,7 +540,7 @@ class Controller:
     def _verify(
         self, model: measurement.Model, found: dict[str, Any], other: Regime
     ) -> Generator[Order, Iteration, Entry]:
-        """Takes turns between a plan and the best one before it."""
+        """Alternates between a plan and the best one before it."""
         e, regime, groups = self._next("pairs", plan_hash(found)), self._regime(found), len(found["ends"])
         width = 3 * groups + 1
 
@@ -562,8 +559,8 @@ class Controller:
     def _turns(
         self, tried: Regime, other: Regime, pairs: list[Pair], note: Callable[[Iteration], None] | None = None
     ) -> Script:
-        """Adds windows of two ways to train, until they decide. A pair counts when both of its windows
-        have been measured, one after the other: one that a checkpoint has cut in two is measured anew."""
+        """Adds pairs of windows of two regimes until they decide. A pair counts only if both of its windows
+        were measured one after the other: a pair that a checkpoint interrupted is measured again."""
         while is_faster(pairs) is None:
             windows = {}
             for which in ((True, False), (False, True))[len(pairs) % 2]:
@@ -579,7 +576,7 @@ class Controller:
             pairs.append([both[:_WINDOW], both[_WINDOW:]])
 
     def _mergecomp(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
-        """MergeComp's Algorithm 2 as published: by measured iteration times, at the start of training."""
+        """Runs MergeComp's Algorithm 2 as published: on measured iterations, at the start of training."""
         assert self.report.profile is not None
         names = [t["name"] for t in self.report.profile.tensors]
         asked = mergecomp.mergecomp(len(names))
@@ -600,14 +597,14 @@ class Controller:
         return regime, f"MergeComp's search chose {len(ends)} groups after {tries} measurements"
 
     def _rest(self, regime: Regime, why: str, kept: Regime | None = None) -> Script:
-        """Trains on with what was found, while it is worth it. kept: as it was asked for, if its groups are
-        those of a checkpoint."""
+        """Continues with the result while it is worth it, then searches again. kept: the regime to save, if
+        `regime` holds the groups of a checkpoint."""
         self._replaying = False
         while True:
             self._kept = kept or regime
             kept, last = None, self._kept
             self.report.stage, self.report.why = WARMING, why
-            self._say(f"goes on with {self._called(regime)}: {why}")
+            self._say(f"continues with {self._called(regime)}: {why}")
             self._count_cost()
             if self._first():
                 _show("\r\033[K")
@@ -628,8 +625,8 @@ class Controller:
         return Watch(reference=(r.measured_ps or base) // 1000, base=base // 1000)
 
     def _warm_up(self, regime: Regime) -> Generator[Order, Iteration, Regime]:
-        """The density goes down to its own in stages, as DGC's does at the start of training; what that is
-        worth after a switch in its midst is in docs/accuracy.md."""
+        """Lowers the density in stages, as DGC does at the start of training. docs/accuracy.md shows what
+        that is worth after a switch during training."""
         r, each = self.report, self.settings.warmup
         own = [d for way in regime.ways if way != DENSE and (d := self.settings.way(way).density)]
         if not (self.settings.auto and own and each):
@@ -644,9 +641,8 @@ class Controller:
         return regime
 
     def _watch(self, regime: Regime, plain: bool) -> Script:
-        """Until what was found has to be found anew. A plan is given up if it loses against what it has to
-        beat, measured at the same time. plain: it is that itself; then a step time that has drifted is reason
-        enough."""
+        """Returns when the search has to start again: if a plan loses against the baseline, measured at the
+        same time. plain: the regime is the baseline itself; then a step time that has drifted is enough."""
         r, w = self.report, self._watched
         while True:
             if not w.comparing:
@@ -672,7 +668,7 @@ class Controller:
             said = (
                 f"the plan takes {1 / gain(w.pairs):.3f} of the time of {self._called(self.base)}, measured"
             )
-            said += f" anew in {len(w.pairs)} pairs of windows"
+            said += f" again in {len(w.pairs)} pairs of windows"
             if lost:
                 self._say(f"{said}: it is given up, looking again")
                 w.comparing, w.pairs = False, []
@@ -683,7 +679,7 @@ class Controller:
             r.stage = SETTLED
 
     def _doubt(self, regime: Regime, plain: bool) -> Script:
-        """Until the time of a step gives reason to doubt what was found."""
+        """Returns when the step time gives a reason for a comparison, or for a new search."""
         w = self._watched
         while True:
             it = yield Order(regime)
@@ -696,7 +692,7 @@ class Controller:
             then = w.reference = w.reference or now
             moved = now > _DRIFT * then or (not plain and _FASTER * now < then)
             if moved and w.calm <= _FASTER * now and now <= _DRIFT * w.calm:
-                then, moved = w.calm, False  # what had disturbed it is over
+                then, moved = w.calm, False  # the disturbance is over
             other = moved or (not plain and 0 < w.base < now)
             w.strikes = w.strikes + 1 if other else 0
             if not other:
@@ -714,8 +710,8 @@ class Controller:
                 return
 
     def _dense_and_alone(self, of: str) -> Generator[Order, Iteration, list[dict[str, Any]]]:
-        """Steps of plain DDP and steps without communication beside backward(), in turns."""
-        self._say("measuring plain DDP, and backward() alone")
+        """Measures steps of plain DDP, and steps that exchange only after backward(), in turns."""
+        self._say("measuring plain DDP, and backward() without communication")
         assert self._p is not None and self._p.layout is not None
         sizes = [len(b.names) for b in self._p.layout.buckets]
         buckets, params = len(sizes), sum(sizes)
@@ -728,7 +724,7 @@ class Controller:
         assert self._p is not None and self._p.layout is not None
         recorder = measurement.Recorder(self._p.layout)
         try:
-            yield from self._explore(Order(PLAIN))  # its first gradients came before the hooks
+            yield from self._explore(Order(PLAIN))  # its first gradients were ready before the hooks
             while len(turns) < _TURNS:
                 dense, isolated = None, None
                 for deferred in (False, True):
@@ -745,8 +741,7 @@ class Controller:
             recorder.close()
         return turns
 
-    # ---- pieces of it
-    # -------------------------------------------------------------------------------------------
+    # ---- parts of the script -------------------------------------------------------------------------------
 
     def _profile(self) -> Generator[Order, Iteration, Profile]:
         assert self._p is not None and self._p.layout is not None
@@ -783,7 +778,7 @@ class Controller:
         return profile
 
     def _known_profile(self, of: str) -> Profile | None:
-        """That of a checkpoint, where it fits. All ranks have the same."""
+        """The profile of the checkpoint, if it fits. All ranks have the same one."""
         if self._journal.kind() != "profile":
             return None
         assert self._p is not None and self._p.layout is not None
@@ -792,7 +787,7 @@ class Controller:
         names = {x.name for x in measurement.planned(self._p.layout, self.settings)}
         reason = "DDP has formed other buckets" if e["of"] != of else None
         if {t["name"] for t in profile.tensors} != names:
-            reason = "it is of other parameters"
+            reason = "it belongs to other parameters"
         reason = reason or profile.stale(**self._here()) or measurement.lacks(profile, self._p, self.settings)
         if reason is None:
             self._journal.next("profile", of)
@@ -802,7 +797,7 @@ class Controller:
         return None
 
     def _baseline_of(self, costs: dict[str, Any]) -> int:
-        """The time of what a plan has to beat: plain DDP's, measured; of a codec by buckets, predicted."""
+        """The time of the baseline: plain DDP's, measured; for a codec with a group per bucket, predicted."""
         assert self.report.profile is not None
         if self.settings.auto:
             return self.report.dense_ps
@@ -828,7 +823,7 @@ class Controller:
         r.instance, r.plan, r.predicted_ps, r.measured_ps = instance, found, found["time_ps"], measured_ps
 
     def _count_cost(self) -> None:
-        """How much longer finding out took than the same steps with what was found."""
+        """Adds the time by which the search was longer than as many steps with its result."""
         r = self.report
         settled = r.measured_ps or r.baseline_ps or r.dense_ps
         r.seconds += max(0.0, self._spent * 1e-9 - (r.steps - self._counted) * settled * 1e-12)

@@ -1,4 +1,4 @@
-"""Times of exchanges in messages, by the runtime's own calls. Memory is taken for one size at a time."""
+"""Times message exchanges with the runtime's own calls. Allocates memory for one size at a time."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,7 +19,7 @@ from sidcomp.runtime.process_group import Exchange
 
 
 class Travelling:
-    """A group of synthetic gradients in an exchange of messages, step after step."""
+    """A group of synthetic gradients that is exchanged by messages, step after step."""
 
     def __init__(self, message_plan: MessagePlan, source: Gradients, exchange: Exchange) -> None:
         self.message_plan, self.source, self.group = message_plan, source, exchange.group
@@ -66,7 +66,7 @@ class Travelling:
 
 
 class DeviceTravelling(Travelling):
-    """The same on a GPU, enqueued on the current stream."""
+    """A Travelling group on a GPU, enqueued on the current stream."""
 
     def _work_bytes(self) -> int:
         return int(self.message_plan.core.cuda_work_bytes())
@@ -87,15 +87,15 @@ class DeviceTravelling(Travelling):
 
     def _exchange(self, round: int) -> None:
         for work in dist.batch_isend_irecv(self.rounds[round]) if self.rounds[round] else ():
-            work.wait()  # for this stream; on NCCL the host goes on
+            work.wait()  # for this stream; with NCCL the host continues
 
 
 class MessageExchanges(Exchanging):
-    """Samples: a rank's part before the first message of an exchange, from there to the last, and after it.
-    Bytes: of gradient."""
+    """Samples of a rank's part before the first message, from there to the last one, and after it. Bytes are
+    those of the gradient."""
 
     which = 1
-    fixed, single = 4, 5  # as those of codecs
+    fixed, single = 4, 5  # as for codecs
 
     def __init__(
         self, candidate: Candidate, sizes: list[int], exchange: Exchange, gradients: Gradients,
@@ -129,7 +129,7 @@ class MessageExchanges(Exchanging):
             self.exchange.all_reduce(self.tick).wait()
 
     def meet(self, group: Travelling) -> None:
-        """All ranks come together, with their first messages ready."""
+        """Waits until all ranks have their first messages ready."""
         self._gather(group)
         group.depart()
 

@@ -1,7 +1,7 @@
-"""The journal: what was measured so far while a plan is being found, in plain types, for checkpoints.
+"""The journal holds the measurements of the search for a plan, in plain types, for checkpoints.
 
-The controller's script measures the same things in the same order after a resume. It takes from the journal
-what is there, and measures only what is not. This module also checks all that a checkpoint holds of a
+After a resume the controller's script makes the same measurements in the same order. It takes those that the
+journal has, and measures only the rest. This module also checks everything that a checkpoint holds of a
 controller. It does not import torch.
 """
 
@@ -31,12 +31,12 @@ from sidcomp.runtime.plain_data import (
 
 Entry = dict[str, Any]
 
-# What an entry holds besides "kind", "of" (what was measured) and "done" (it is complete).
-#   turns    of the buckets: see observe.turn; this rank's alone
-#   profile  of the buckets: the whole profile, in place of the turns
-#   times    of groups: steps, ns; this rank's own until it is done, then those of the slowest rank
-#   pairs    of a plan: pairs of windows, ns, of the slowest rank; rows, see observe.took, this rank's own;
-#            took, their medians on the slowest rank once it is done
+# What an entry holds besides "kind", "of" (what was measured) and "done" (whether it is complete).
+#   turns    about the buckets: see measurement.turn; this rank's own
+#   profile  about the buckets: the whole profile, in place of the turns
+#   times    about groups: step times in ns; this rank's own until done, then those of the slowest rank
+#   pairs    about a plan: pairs of windows in ns, of the slowest rank; rows: see measurement.took, this
+#            rank's own; took: their medians on the slowest rank, once done
 _EMPTY: dict[str, dict[str, Any]] = {
     "turns": {"turns": []},
     "profile": {"profile": None},
@@ -51,12 +51,12 @@ class Journal:
         self._at = 0
 
     def kind(self) -> str | None:
-        """The kind of the next entry; None: there is none."""
+        """The kind of the next entry, or None if there is none."""
         return self.entries[self._at]["kind"] if self._at < len(self.entries) else None
 
     def next(self, kind: str, of: str) -> tuple[Entry, bool]:
-        """The next entry, which may be complete, begun or new; and whether it replaces an entry of something
-        else, which was then dropped with all that came after it."""
+        """The next entry, which may be complete, begun or new, and whether it replaced an entry about
+        something else. All entries after a replaced one are dropped, too."""
         left = self.entries[self._at :]
         known = bool(left) and (left[0]["kind"], left[0]["of"]) == (kind, of)
         if not known:
@@ -66,12 +66,12 @@ class Journal:
         return self.entries[self._at - 1], bool(left) and not known
 
     def turn_into(self, entry: Entry) -> None:
-        """Replaces the last entry that was asked for, and all before it, by `entry`."""
+        """Replaces the entries up to the last one that `next` returned by `entry`."""
         self.entries[: self._at] = [entry]
         self._at = 1
 
     def digests(self) -> list[str]:
-        """A digest of each entry, of what all ranks must have in common before they go on with it."""
+        """A digest of each entry: of the part that all ranks must have in common before they use it."""
         return [digest(_common(e)) for e in self.entries]
 
 
@@ -80,7 +80,7 @@ def digest(value: object) -> str:
 
 
 def _common(e: Entry) -> Entry:
-    """The entry without the values that differ from rank to rank; how many there are must be the same."""
+    """The entry with the values that differ from rank to rank replaced by their number."""
     if e["kind"] == "turns":
         return {**e, "turns": [[len(t["buckets"]), len(t["ready"])] for t in e["turns"]]}
     if e["kind"] == "times" and not e["done"]:
@@ -92,8 +92,7 @@ def _common(e: Entry) -> Entry:
     return e
 
 
-# ---- what a checkpoint holds
-# ------------------------------------------------------------------------------------------------
+# ---- what a checkpoint holds -------------------------------------------------------------------------------
 
 
 def _profile(value: object, where: str) -> None:
@@ -179,8 +178,8 @@ def _rule(value: object, where: str) -> None:
 
 
 def check(saved: object) -> None:
-    """Raises CheckpointError, which names the field, if a checkpoint's "controller" is not what
-    Controller.saved gave. Accepts None, and does not look at what another version saved."""
+    """Raises CheckpointError, which names the field at fault, unless a checkpoint's "controller" is as
+    Controller.saved returns it. Accepts None, and everything that another version saved."""
     if saved is None:
         return
     record({"version": whole})(saved, "controller")

@@ -1,4 +1,4 @@
-"""What the controller sees of an iteration: when buckets and parameters became ready, what groups took."""
+"""What the controller measures of an iteration: when gradients became ready, and how long groups took."""
 
 import logging
 import os
@@ -31,18 +31,18 @@ Agree = Callable[[list[int]], list[int]]
 
 logger = logging.getLogger("sidcomp")
 
-_PS = 1000  # in a ns
-_FEWER = 0.9  # of the bytes, for an exchange to be considered
+_PS = 1000  # picoseconds in a nanosecond
+_FEWER = 0.9  # an exchange is considered if it sends at most this share of the bytes
 _MOST_STOLEN = 800  # per mille
-_SPANS = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}  # of a group's moments in Seen
+_SPANS = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}  # indices into a row of Observed.groups
 
 
 @dataclass(frozen=True)
 class Observed:
-    """One iteration, in ns of the host's clock."""
+    """The moments of one iteration, in ns of the host's clock."""
 
     arrivals: tuple[int, ...]  # of the buckets, in their order
-    groups: tuple[tuple[int, int, int, int], ...]  # begin of encode and exchange, end of exchange and decode
+    groups: tuple[tuple[int, int, int, int], ...]  # start of encode and exchange, end of exchange and decode
     landed: int  # when the last group was decoded
 
     @staticmethod
@@ -60,7 +60,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Isolated:
-    """An iteration whose exchanges all came after backward(), and when each gradient was ready."""
+    """An iteration that exchanged only after backward(), and the moments when gradients were ready."""
 
     interval: int
     observed: Observed
@@ -68,18 +68,18 @@ class Isolated:
 
     @property
     def compute(self) -> int:
-        """What it would have taken without any exchange."""
+        """The time that it would have taken without any exchange."""
         return self.interval - (self.observed.landed - self.observed.arrivals[-1])
 
     def since_start(self, at: int) -> int:
-        """A moment, from the end of the iteration before."""
+        """Converts a moment to ns from the end of the iteration before."""
         lead = self.compute - (self.observed.arrivals[-1] - self.observed.arrivals[0])
         return max(0, lead + at - self.observed.arrivals[0])
 
 
 def turn(dense_ns: int, dense: Observed, isolated: Isolated) -> dict[str, Any]:
-    """What is kept of a step of plain DDP and of one without communication beside it: in ns, from the end of
-    the iteration before. ready: -1 where a parameter got no gradient."""
+    """The journal's entry for one step of plain DDP and one that exchanged only after backward(). Times are
+    ns from the end of the iteration before. ready: -1 if a parameter got no gradient."""
     return {
         "dense": dense_ns,
         "dense_span": _span(dense),
@@ -91,9 +91,9 @@ def turn(dense_ns: int, dense: Observed, isolated: Isolated) -> dict[str, Any]:
 
 
 class Recorder:
-    """Notes when each parameter's gradient is ready, by hooks on the parameters, until it is closed.
+    """Records when each parameter's gradient is ready, with hooks on the parameters, until it is closed.
 
-    On CUDA by events, which are read when backward() has ended.
+    On CUDA it records events, and reads them when backward() has ended.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -115,7 +115,7 @@ class Recorder:
             self._ready[i] = perf_counter_ns()
 
     def take(self, end: int) -> list[int]:
-        """Of the last iteration; `end`: when its last gradient was ready, by the host's clock."""
+        """The moments of the last iteration. end: when its last gradient was ready, by the host's clock."""
         taken, self._ready[:] = list(self._ready), [0] * len(self._ready)
         for i, event in self._events:
             taken[i] = end - int(1e6 * event.elapsed_time(self._events[-1][1]))
@@ -128,19 +128,19 @@ class Recorder:
 
 
 def _pieces(layout: Layout) -> list[Piece]:
-    """Every parameter of the layout, in the order in which DDP shows them."""
+    """Every parameter of the layout, in DDP's order."""
     return sorted((x for g in layout.groups for x in g.spec.pieces), key=lambda x: (x.bucket, x.offset))
 
 
 def planned(layout: Layout, settings: Settings) -> list[Piece]:
-    """What plans are made for: parameters with elements that are not excluded."""
+    """The parameters that plans include: those with elements that are not excluded."""
     pieces = _pieces(layout)
     left_out = settings.policy.excluded({x.name: x.shape for x in pieces})
     return [x for x in pieces if x.name not in left_out]
 
 
 def identity(buckets: Sequence[Bucket], exchange: Exchange) -> dict[str, Any]:
-    """What a profile belongs to. Raises nothing: it is for agreeing, too."""
+    """What a profile belongs to. Raises nothing, because ranks also compare it."""
     return {
         "model": model_digest(
             (name, shape, DTYPES.get(b.buffer.dtype, str(b.buffer.dtype)))
@@ -156,7 +156,7 @@ def identity(buckets: Sequence[Bucket], exchange: Exchange) -> dict[str, Any]:
 
 
 def bucket_digest(p: Engine) -> str:
-    """A digest of DDP's buckets, which times of gradients and plans are about."""
+    """A digest of DDP's buckets, to which the times of gradients and plans belong."""
     assert p.layout is not None
     return journal.digest([list(b.names) for b in p.layout.buckets])
 
@@ -170,9 +170,9 @@ def profile(
     agree: Agree,
     progress: probe.Progress | None,
 ) -> Profile:
-    """A profile of the model as it trains here. A collective: all ranks get the same numbers.
+    """Makes a profile of the model as it trains here. A collective: all ranks get the same numbers.
 
-    Excluded parameters and such without elements are not in it: no plan is made for them.
+    The profile omits excluded parameters and those without elements, because no plan includes them.
     """
     assert p.layout is not None and p.exchange is not None
     layout, started = p.layout, perf_counter_ns()
@@ -188,10 +188,10 @@ def profile(
     longer = int(median(t["dense_span"] for t in turns) - span)
     agreed = agree([compute, dense_ns, longer, *buckets, *ready])
     compute, dense_ns, longer = agreed[:3]
-    over = max(0, compute - dense_ns)  # on a noisy machine: an iteration with exchanges takes no less
+    over = max(0, compute - dense_ns)  # noise: an iteration with exchanges takes no less time
     compute, times = compute - over, [max(0, t - over) for t in agreed[3:]]
     buckets, ready = times[: len(buckets)], times[len(buckets) :]
-    if p.on_device:  # the host's clock saw only when a bucket was enqueued
+    if p.on_device:  # the host's clock shows only when a bucket was enqueued
         ends = list(accumulate(len(bucket.names) for bucket in layout.buckets))
         buckets = [max(ready[a:b]) for a, b in pairwise([0, *ends])]
     for j in range(1, len(buckets)):
@@ -209,7 +209,7 @@ def profile(
         for x in planned(layout, settings)
     ]
     if not tensors:
-        raise SetupError("every parameter is excluded: there is nothing to plan; leave exclude= out")
+        raise SetupError("every parameter is excluded, so there is nothing to plan: leave exclude= out")
     probed = probe.measure(
         [candidate(settings.ways[i]) for i in considered(p, settings)],
         p.exchange,
@@ -222,7 +222,7 @@ def profile(
         progress,
     )
     sizes = [s.buffer.numel() * s.buffer.element_size() for s in layout.buckets]
-    stolen = 0  # a GPU's exchanges take next to nothing from its computing
+    stolen = 0  # a GPU's exchanges hardly slow down its computation
     if not p.on_device:
         stolen = _stolen(probed, longer, sizes, span)
     (stolen,) = agree([stolen])
@@ -231,7 +231,7 @@ def profile(
         **identity(layout.buckets, p.exchange),
         tensors=tensors,
         forward_ps=min(t["ready_ps"] for t in tensors),
-        rest_ps=0,  # what follows a backward pass counts to the next iteration
+        rest_ps=0,  # the time after a backward pass counts to the next iteration
         compute_ps=_PS * compute,
         dense_ps=_PS * dense_ns,
         methods=probed.methods,
@@ -245,10 +245,10 @@ def _span(s: Observed) -> int:
 
 
 def _stolen(probed: probe.Measurement, longer: int, sizes: list[int], span: int) -> int:
-    """Per mille of its speed that computing loses beside an exchange: where processors carry it.
+    """The speed, in per mille, that computation loses while an exchange overlaps it on the same processors.
 
-    longer: how much longer backward() took, from the first bucket to the last, beside the exchanges of all
-    buckets but the last, in ns. Where these are too short to tell, what the probe saw.
+    longer: by how many ns backward() was longer, from the first bucket to the last, while it overlapped the
+    exchanges of all buckets but the last. If these are too short to tell, the probe's measurement decides.
     """
     overlapped = sum(probed.methods[0].exchange_curve.at(size) for size in sizes[:-1]) // _PS
     if 20 * overlapped > span > 0:
@@ -263,8 +263,9 @@ def candidate(way: Way) -> probe.Candidate:
 
 
 def considered(p: Engine, settings: Settings) -> list[int]:
-    """The ways worth measuring here, on all ranks the same: a collective. A choice beside the process group's
-    own exchange is one only where fewer bytes leave a node; of nodes only if they are equal."""
+    """The ways worth measuring here, the same on all ranks: a collective. Exchanges other than the process
+    group's own are included only if fewer bytes leave a node with them, and those of nodes only if all nodes
+    have equally many ranks."""
     assert p.layout is not None and p.exchange is not None
     if not settings.auto:
         return list(range(len(settings.ways)))
@@ -280,12 +281,12 @@ def considered(p: Engine, settings: Settings) -> list[int]:
                 continue
             if p.on_device and not way.choice.exchange.cuda:
                 continue
-            # Along a ring, one rank of a node sends to the next node.
+            # In a ring, one rank of a node sends to the next node.
             plan = settings.plan(n, "float32", i)
             own = 2 * plan.payload_bytes / world if plan.linear else plan.payload_bytes
             try:
                 plans = [settings.plan(n, "float32", i, place=(r, world)) for r in range(local)]
-            except ParameterError as e:  # of another shape of nodes
+            except ParameterError as e:  # it needs nodes of another shape
                 logger.info("%s is not considered: %s", way.label, e)
                 continue
             out = sum(t.leaving(local) for t in plans if isinstance(t, MessagePlan))
@@ -296,15 +297,15 @@ def considered(p: Engine, settings: Settings) -> list[int]:
 
 
 def lacks(profile: Profile, p: Engine, settings: Settings) -> str | None:
-    """What there is to choose from and the profile does not have, if anything."""
+    """Which candidates the profile lacks, as a sentence; None if it has all."""
     known = {m.name for m in profile.methods}
     names = [candidate(settings.ways[i]).name for i in considered(p, settings)]
     missing = [name for name in names if name not in known]
-    return f"it has no costs of {', '.join(missing)}" if missing else None
+    return f"it lacks the costs of {', '.join(missing)}" if missing else None
 
 
 def ways_of(profile: Profile, settings: Settings) -> list[int]:
-    """The ways of an instance's methods, in their order: dense first where the codec is free."""
+    """The ways of an instance's methods, in their order, with dense first if the codec is not fixed."""
     known = {m.name for m in profile.methods}
     ways = [i for i, way in enumerate(settings.ways) if candidate(way).name in known]
     return [DENSE, *ways] if settings.auto else ways
@@ -314,7 +315,7 @@ Model = dict[str, Any]  # a planner's instance
 
 
 def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
-    """What the planner gets, its methods those of `ways_of`."""
+    """The instance for the planner. Its methods are those of `ways_of`."""
     dense = profile.methods[0].name
     names = [dense if i == DENSE else candidate(settings.ways[i]).name for i in ways_of(profile, settings)]
     made = profile.instance(buckets, names, contention=contention(profile), copied=True)
@@ -325,8 +326,8 @@ def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
 
 
 def contention(profile: Profile) -> int:
-    """How far exchanges suffer from the computing beside them, per mille: such that the model gives plain DDP
-    the time it was measured to take."""
+    """How much overlapping computation slows exchanges down, in per mille from isolated to overlapped: chosen
+    so that the model gives plain DDP its measured time."""
     ends = bucket_ends(profile)
     buckets = {"ends": ends, "methods": [0] * len(ends)}
     low, high = 0, 1000
@@ -348,7 +349,7 @@ def bucket_ends(profile: Profile) -> list[int]:
 
 
 def leaves_behind(layout: Layout, unassigned: Iterable[str], target: Regime) -> bool:
-    """Whether what the memories keep, or what waits for one, has no place in the groups of `target`."""
+    """Whether residuals, in memories or unassigned, have no place in the groups of `target`."""
     kept = [*unassigned, *(name for g in layout.groups if g.plan.vectors for name in g.names)]
     if not isinstance(target.rule, list):
         return bool(kept) and target.ways[0] == DENSE
@@ -356,17 +357,17 @@ def leaves_behind(layout: Layout, unassigned: Iterable[str], target: Regime) -> 
 
 
 def took(model: Model, found: dict[str, Any], s: Observed) -> list[int]:
-    """What each group of a plan that ran took for encode, exchange and decode, and the pass, in ns."""
+    """The ns of encode, exchange and decode of each group of a plan that ran, and of the backward pass."""
     spans = [_took(s, k, *ab) for k in range(len(found["ends"])) for ab in _SPANS.values()]
     return [*spans, _pass(s, model.get("stolen_permille", 0))]
 
 
 def refit(model: Model, found: dict[str, Any], slow: Sequence[int], measured_ps: int) -> Model:
-    """The model, its costs scaled by what was seen of a plan that ran, so that it explains its time. slow:
-    what `took` gave, the medians of the slowest rank; empty: nothing was seen.
+    """Scales the costs of a model so that it explains the measured time of a plan that ran. slow: what `took`
+    observed, the medians of the slowest rank; empty if nothing was observed.
 
-    Every method's encode, exchange and decode by one factor each (between 1/16 and 16), the backward pass by
-    one; what is left over goes to the time outside of it.
+    One factor (between 1/16 and 16) scales each of encode, exchange and decode of a method, another the
+    backward pass. The rest of the difference counts as time outside the model.
     """
     again = {**model, **(_rescaled(model, found, slow) if slow else {})}
     off = measured_ps - evaluate(again, found)["time_ps"]
@@ -374,7 +375,7 @@ def refit(model: Model, found: dict[str, Any], slow: Sequence[int], measured_ps:
 
 
 def _rescaled(model: Model, found: dict[str, Any], slow: Sequence[int]) -> dict[str, Any]:
-    rows = evaluate(model, found)["timeline"]  # and what is stolen from encodes
+    rows = evaluate(model, found)["timeline"]  # includes the slowdown of encodes
     methods = []
     for m, method in enumerate(model["methods"]):
         scaled = {**method}
@@ -387,7 +388,7 @@ def _rescaled(model: Model, found: dict[str, Any], slow: Sequence[int]) -> dict[
         methods.append(scaled)
     backward = slow[-1]
     tensors = model["tensors"]
-    # What of the pass is seen begins with the first bucket, all of whose time its first tensor has.
+    # The observed pass begins with the first bucket. The bucket's first tensor holds all of its time.
     said = sum(t["backward_ps"] for t in tensors[1:])
     if said > 0 and backward > 0:
         factor = min(2.0, max(0.5, _PS * backward / said))
@@ -396,7 +397,7 @@ def _rescaled(model: Model, found: dict[str, Any], slow: Sequence[int]) -> dict[
 
 
 def _pass(s: Observed, stolen: int) -> int:
-    """The backward pass from the first bucket on, without encodes and what exchanges took from it."""
+    """The backward pass from the first bucket on, without encodes and without the slowdown by exchanges."""
     last = s.arrivals[-1]
     free = _span(s) - sum(min(b, last) - a for a, b, _, _ in s.groups if a < last)
     overlapped = sum(
@@ -406,7 +407,7 @@ def _pass(s: Observed, stolen: int) -> int:
 
 
 def _took(s: Observed, k: int, a: int, b: int) -> int:
-    """A span of group k; its exchange and decode do not begin before those of the group before have ended."""
+    """A span of group k. Exchange and decode do not start before those of the group before have ended."""
     row = s.groups[k]
     start = max(row[a], s.groups[k - 1][b]) if a and k else row[a]
     return max(0, row[b] - start)

@@ -1,7 +1,7 @@
-"""Measures what groups cost: encode and decode of codecs on this device, collectives on this process group.
+"""Measures the costs of groups: encode and decode on this device, exchanges on this process group.
 
-All ranks measure at the same time, take the same number of repeats and end with the same curves: those of the
-slowest rank. Nothing of the training is touched: no gradient, no global random state, no thread count.
+All ranks measure at the same time, take the same number of repeats and get the same curves: those of the
+slowest rank. This changes nothing of the training: no gradient, no global random state, no thread count.
 """
 
 from array import array
@@ -32,22 +32,22 @@ from sidcomp.runtime.process_group import Exchange
 
 __all__ = ["Candidate", "Measurement", "Progress", "measure"]
 
-_LARGEST = 2**26  # bytes; beyond, times are proportional to the size, and the memory is the training's
+_LARGEST = 2**26  # bytes; beyond, times are proportional to the size, and training needs the memory
 _SMALLEST_GROUP, _SMALLEST_MESSAGE = 2**12, 2**10  # bytes
-_CODECS, _ALONE = 0.3, 0.8  # of the budget: when codecs, and exchanges by themselves, must be done
-_WARM = 5  # exchanges before the first that is timed
-_LEAST = 0.02  # of the time left, for a size
-_PRODUCTS = 25  # that are timed alone
-_LENGTHS = range(1, 2**36)  # of groups, in elements
+_CODECS, _ALONE = 0.3, 0.8  # shares of the budget after which codecs, and isolated exchanges, must be done
+_WARM = 5  # exchanges, of which the fastest gives the latency
+_LEAST = 0.02  # share of the time left that a size gets at least
+_PRODUCTS = 25  # products that are timed without an exchange
+_LENGTHS = range(1, 2**36)  # lengths of groups, in elements
 
-Progress = Callable[[str, float], None]  # what is measured next, and the fraction of the budget that has gone
+Progress = Callable[[str, float], None]  # the next measurement, and the spent fraction of the budget
 _Points = list[tuple[int, list[int]]]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """methods: dense first, then as the candidates. contention: see Profile; empty on CUDA, and where an
-    exchange beside computing did not fit the budget."""
+    """methods: dense first, then the candidates in their order. contention: see Profile; empty on CUDA, and
+    if no overlapped exchange fitted the budget."""
 
     methods: list[Method]
     contention: dict[str, int]
@@ -65,24 +65,25 @@ def measure(
     isa: str | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """The curves of dense and of every candidate, for groups of up to total_bytes of gradient.
+    """Measures the curves of dense and of every candidate, for groups of up to total_bytes of gradient.
 
-    A collective over the exchange: every rank calls it at the same point, with no other collective under way.
-    budget_s, on the clock of rank 0, bounds repeats and sizes, but for a repeat of each up to 64 KB; beyond,
-    curves are continued. Raises ExchangeError where a collective fails, within the process group's timeout.
+    A collective over `exchange`: every rank calls it at the same point, with no other collective under way.
+    budget_s, in seconds of rank 0, limits repeats and sizes, except for one repeat of each size up to 64 KB;
+    curves continue beyond the sizes that were measured. Raises ExchangeError if a collective fails, within
+    the process group's timeout; ArgumentError or UnsupportedError for wrong candidates or dtypes.
     """
     names = [c.name for c in candidates]
     if len(set(names)) < len(names):
-        raise ArgumentError(f"candidates {', '.join(names)}: one is named twice")
+        raise ArgumentError(f"candidates {', '.join(names)}: one is named twice; name each once")
     if dtype not in DTYPES:
-        raise UnsupportedError(f"{dtype} gradients, not {', '.join(DTYPES.values())}: convert the module")
+        raise UnsupportedError(f"gradients are {dtype}, not {', '.join(DTYPES.values())}: convert the module")
     rounds = _Rounds(exchange, budget_s, progress)
     total = max(total_bytes // dtype.itemsize, 1) * dtype.itemsize
     place = exchange.rank, exchange.world
     plans = {c.name: c.plan(total, dtype, isa) for c in candidates if c.choice is None}
     in_messages = [c.message_plan(total, dtype, place, isa) for c in candidates if c.choice is not None]
     dense = Wire(False, dtype, scaled=True)
-    wires = {dense: total}  # each kind is measured once for all that use it
+    wires = {dense: total}  # each kind is measured once for all candidates that use it
     for wire, nbytes in map(wire_of, plans.values()):
         wires[wire] = max(wires.get(wire, 0), nbytes)
     with torch.no_grad():
@@ -135,7 +136,7 @@ def measure(
 
 
 class _Rounds:
-    """Goes through series, the smallest sizes first. Rank 0 decides how often, and what is left out."""
+    """Measures series, the smallest sizes first. Rank 0 chooses the repeats and what to leave out."""
 
     def __init__(self, exchange: Exchange, budget_s: float, progress: Progress | None) -> None:
         self.exchange, self.budget_s = exchange, budget_s
@@ -150,7 +151,7 @@ class _Rounds:
             return self.exchange.gather_bytes(bytes([value]))[0][0]
 
     def latency(self) -> float:
-        """Of a small exchange, in seconds. The first ones connect the group, if nobody has used it yet."""
+        """The seconds of a small exchange. The first ones connect the group, if it has not been used yet."""
         times = []
         for _ in range(_WARM):
             start = perf_counter()
@@ -174,7 +175,7 @@ class _Rounds:
 
 
 def _weight(nbytes: int) -> float:
-    """For dividing the time: the largest sizes get more of it than the smallest, not all."""
+    """The share of a size when time is divided: large sizes get more than small ones, but not all."""
     return float(nbytes**0.25)
 
 
@@ -187,7 +188,7 @@ def _ladder(smallest: int, largest: int) -> list[int]:
 
 
 def _take_slowest(exchange: Exchange, lists: list[list[int]]) -> None:
-    """In place of every list that of the rank where its median is largest."""
+    """Replaces every list by that of the rank where its median is largest."""
     mine = array("q", [ns for one in lists for ns in one])
     with collective():
         ranks = [array("q", data).tolist() for data in exchange.gather_bytes(mine.tobytes())]
@@ -204,7 +205,7 @@ def _points(series: Series, which: int = 0) -> _Points:
 
 
 def _contended(isolated: Exchanging, overlapped: Series | None) -> _Points:
-    """Beside computing; beyond what was affordable, later than alone by as much as at the last size."""
+    """Overlapped times. Sizes that were not measured take as much longer than isolated as the last size."""
     if overlapped is None or not overlapped.points:
         return []
     points, before = _points(overlapped), dict(_points(isolated, isolated.which))
@@ -214,14 +215,14 @@ def _contended(isolated: Exchanging, overlapped: Series | None) -> _Points:
 
 
 def _few(series: Series) -> list[int]:
-    """The smallest size, and from the largest down every third."""
+    """The smallest size, and every third one counted from the largest."""
     sizes = [nbytes for nbytes, _ in series.points]
     return sorted({sizes[0], *sizes[::-3]})
 
 
 def _dense(whole: Coding, isolated: _Points, contended: _Points, total: int) -> Method:
-    """A group that is no bucket of DDP's is copied, out of its buckets and back. On the way out it is divided
-    by the number of ranks, as a bucket is before its exchange: that is measured with the exchange."""
+    """The costs of dense. A group that is not a DDP bucket is copied out of its buckets and back. The copy
+    out also divides by the number of ranks, as for a bucket: it is measured with the exchange."""
     overlapped = fit(contended, total) if contended else None
     back = fit(_points(whole, 1), total)
     return Method("dense", "none", "none", {}, "allreduce", None, fit(isolated, total), back, overlapped)
@@ -235,7 +236,7 @@ def _method(coding: Coding, wire: Wire, isolated: _Points, contended: _Points, t
         return wire_of(coding.candidate.plan(n * dtype.itemsize, dtype, coding.isa))[1]
 
     def by_gradient(points: _Points) -> _Points:
-        """Over the bytes of gradient whose payload has the size."""
+        """Converts sizes of payloads to the bytes of gradient that give them."""
         return list(
             {(1 + bisect_left(_LENGTHS, x, key=sent)) * dtype.itemsize: ns for x, ns in points}.items()
         )

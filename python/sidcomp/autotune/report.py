@@ -1,4 +1,4 @@
-"""What a planned State found out, for people: a table, a trace for the browser, a picture."""
+"""Shows the results of a planned State: a table, a trace for the browser, the data of a picture."""
 
 import json
 from pathlib import Path
@@ -107,7 +107,7 @@ def explain(p: Engine) -> str:
     if r["rewrapped_ps"] is not None and r["rewrapped_ps"] < 0.97 * m:
         row("with DDP's buckets as groups", r["rewrapped_ps"], "predicted: ddp = sidcomp.rewrap(ddp, state)")
     lines.append(
-        f"  finding out: {r['finding_steps']} steps, {r['finding_seconds']:.1f} s more than as many now"
+        f"  finding out: {r['finding_steps']} steps, {r['finding_seconds']:.1f} s more than as many steps now"
     )
     if r["groups"]:
         lines += ["", *_table(r["groups"])]
@@ -128,19 +128,19 @@ def _table(groups: list[dict[str, Any]]) -> list[str]:
     table = ["  " + "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [
         *table,
-        "  encode, exchange, decode: ms, predicted / measured; measured exchanges wait for those before",
+        "  encode, exchange, decode: ms, predicted / measured (with the wait for earlier exchanges)",
     ]
 
 
 def timelines(p: Engine) -> dict[str, list[dict[str, Any]] | None]:
-    """The predicted and the last measured iteration, in ps, as `sidcomp.plan` gives a timeline."""
+    """The predicted and the last measured iteration, in ps, as timelines of `sidcomp.plan`."""
     c = controller_of(p)
     predicted = c.report.plan["timeline"] if c.report.plan is not None and p.regime.rule != "bucket" else None
     if p.layout is None or p.on_device or not all(s.arrived_at for s in p.layout.buckets):
         return {"predicted": predicted, "measured": None}
     p.quiet()
     buckets, rows = p.layout.buckets, []
-    # The model's iteration begins where the one before ended; ours is laid beside it at the first bucket.
+    # The model's iteration begins where the one before ended. Aligns the measured one at the first bucket.
     lead = predicted[0]["backward"][1] if predicted else 0
     zero = before = buckets[0].arrived_at - lead // 1000
     for g in p.layout.groups:
