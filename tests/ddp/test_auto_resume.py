@@ -190,7 +190,7 @@ def unlike(rank: int, world: int, what: str) -> dict[str, Any]:
         pytest.param(
             *("profile", 1, "the ranks' checkpoints hold different measurements"), marks=pytest.mark.slow
         ),
-        ("nothing", 1, "rank 1: the checkpoint has no plan: measuring and planning anew"),
+        ("nothing", 1, "rank 1: the checkpoint has no plan: measuring and planning again"),
         ("found on one", 0, "measuring again what some of them do not have"),
         pytest.param(*("watched", 0, "continues with a plan"), marks=pytest.mark.slow),
     ],

@@ -43,15 +43,15 @@ _TURNS = 6  # steps of plain DDP, and steps with all exchanges after backward()
 _STEPS = 8  # timed steps of a plan that is not verified
 _WINDOW = 4  # timed steps of a window
 _CHECK_EVERY = 50  # steps between two checks of the step time
-_DRIFT = 1.25  # something has changed if steps are so many times as slow, twice in a row
-_FASTER = 1.1  # or so many times as fast: a faster link helps plain DDP more
+_DRIFT = 1.25  # steps this many times as slow, twice in a row, mean that something has changed
+_FASTER = 1.1  # as do steps this many times as fast: a faster link helps plain DDP more
 _REST = 500  # steps before the first comparison; doubled each time the plan stays
 _LONGEST = 16_000  # the most steps without a comparison
 _PROBE_SHARE = 0.01  # of the time of a thousand steps
 _SCENARIOS = 16
 # The keys of Settings.saved() on which plans and measurements depend.
 _DECIDES = ("codec", "memory", "parameters", "groups", "exclude", "policy", "exchange")
-_TIMES_ONLY = ("threads", "version")  # keys of an identity on which a plan that was kept does not depend
+_TIMES_ONLY = ("threads", "version")  # keys of an identity on which an adopted plan does not depend
 _FLOORS = (0.25, 0.0625, 0.015625)  # least densities during the warm-up, as in DGC (Lin et al. 2018)
 # The density d, times the number of ranks W, at which an all-gather of 6 bytes per sent element takes as many
 # bytes as a ring all-reduce of 4 bytes per element: 6 d (W - 1) = 8 (W - 1) / W.
@@ -282,7 +282,7 @@ class Controller:
                     return "the checkpoint's measurements belong to a model with other parameters"
                 return f"the checkpoint's measurements were made with {k} {was[k]}, now it is {here[k]}"
         if saved["found"] and self._kept is None:
-            return "the checkpoint was saved before a plan was kept"
+            return "the checkpoint was saved before a plan was adopted"
         if self._kept is not None and max(self._kept.ways) >= len(self.settings.ways):
             return "the checkpoint's plan uses codecs or exchanges that this State does not have"
         return ""
@@ -346,7 +346,7 @@ class Controller:
             else:
                 self.report, self._spent, self._counted = Report(), 0, 0
                 why = reasons[0] if reasons else "the ranks' checkpoints hold different measurements"
-                self._warn(f"{why}: measuring and planning anew")
+                self._warn(f"{why}: measuring and planning again")
             self._replaying = alike > 0
             hold = self._replaying and self._journal.entries[-1]["kind"] == "pairs"
             self._script = self._whole(hold)
@@ -451,7 +451,7 @@ class Controller:
         entry, dropped = self._journal.next(kind, of)
         if dropped:
             self._replaying = False
-            self._say("the checkpoint's next measurement belongs to another plan: measuring anew")
+            self._say("the checkpoint's next measurement belongs to another plan: measuring again")
         return entry
 
     def _timed(self, of: str, regime: Regime, n: int) -> Times:
@@ -757,7 +757,7 @@ class Controller:
             if reason is None:
                 self._say("using the profile that was given")
                 return self._note_profile(of, given)
-            self._say(f"the profile that was given does not fit ({reason}): measuring anew")
+            self._say(f"the profile that was given does not fit ({reason}): measuring again")
         turns = yield from self._dense_and_alone(of)
         dense = int(median(self._agree([t["dense"] for t in turns])))
         self._say("measuring codecs and exchanges")
@@ -793,7 +793,7 @@ class Controller:
             self._journal.next("profile", of)
             return profile
         self._journal, self._replaying = Journal(), False
-        self._say(f"the profile in the checkpoint does not fit ({reason}): measuring anew")
+        self._say(f"the profile in the checkpoint does not fit ({reason}): measuring again")
         return None
 
     def _baseline_of(self, costs: dict[str, Any]) -> int:

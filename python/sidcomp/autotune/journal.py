@@ -185,7 +185,7 @@ def check(saved: object) -> None:
     record({"version": whole})(saved, "controller")
     assert isinstance(saved, dict)
     if saved["version"] != VERSION:
-        return  # it is not used
+        return  # such a checkpoint is not used
     record(
         {"found": flag, "report": record({}, _REPORT)},
         {

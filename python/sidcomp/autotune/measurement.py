@@ -33,7 +33,7 @@ logger = logging.getLogger("sidcomp")
 
 _PS = 1000  # picoseconds in a nanosecond
 _FEWER = 0.9  # an exchange is considered if it sends at most this share of the bytes
-_MOST_STOLEN = 800  # per mille
+_MOST_STOLEN = 800  # the largest slowdown, per mille
 _SPANS = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}  # indices into a row of Observed.groups
 
 
@@ -64,7 +64,7 @@ class Isolated:
 
     interval: int
     observed: Observed
-    ready: list[int]  # 0: it got no gradient
+    ready: list[int]  # 0 if the parameter got no gradient
 
     @property
     def compute(self) -> int:
@@ -343,7 +343,7 @@ def contention(profile: Profile) -> int:
 
 
 def bucket_ends(profile: Profile) -> list[int]:
-    """DDP's own buckets as the groups of a plan."""
+    """The `ends` of a plan whose groups are DDP's buckets."""
     at = [t["bucket"] for t in profile.tensors]
     return [*(i for i in range(1, len(at)) if at[i] != at[i - 1]), len(at)]
 

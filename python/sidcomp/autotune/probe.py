@@ -180,7 +180,7 @@ def _weight(nbytes: int) -> float:
 
 
 def _ladder(smallest: int, largest: int) -> list[int]:
-    """The largest size, a quarter of it, and so on."""
+    """Sizes from `smallest` to `largest`, each about a quarter of the next."""
     sizes = [min(largest, _LARGEST)]
     while sizes[0] // 4 >= smallest:
         sizes.insert(0, sizes[0] // 4 // 64 * 64)

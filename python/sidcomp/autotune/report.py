@@ -107,7 +107,7 @@ def explain(p: Engine) -> str:
     if r["rewrapped_ps"] is not None and r["rewrapped_ps"] < 0.97 * m:
         row("with DDP's buckets as groups", r["rewrapped_ps"], "predicted: ddp = sidcomp.rewrap(ddp, state)")
     lines.append(
-        f"  finding out: {r['finding_steps']} steps, {r['finding_seconds']:.1f} s more than as many steps now"
+        f"  search: {r['finding_steps']} steps, {r['finding_seconds']:.1f} s more than as many steps now"
     )
     if r["groups"]:
         lines += ["", *_table(r["groups"])]

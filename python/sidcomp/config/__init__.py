@@ -1,1 +1,1 @@
-"""What a user may say: settings, rules for parameters, schedules, groups, exchanges."""
+"""What a user may set: settings, rules for parameters, schedules, groups, exchanges."""

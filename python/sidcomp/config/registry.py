@@ -143,7 +143,7 @@ def resolve(codec: str, memory: str | None, settings: dict[str, V]) -> tuple[Cod
         m = find_memory("none")
         settings = {p.name: settings[p.name] for p in c.parameters if p.name in settings}
     for step in schedule.steps(settings):
-        _core.Plan(c.name, m.name, 1, "float32", schedule.at(settings, step))  # the core knows the ranges
+        _core.Plan(c.name, m.name, 1, "float32", schedule.at(settings, step))  # the core checks the ranges
     return c, m, settings
 
 

@@ -40,6 +40,7 @@ class Curve:
             raise ArgumentError(f"knots {k}: bytes must increase from 0, and times must not fall")
 
     def at(self, nbytes: int) -> int:
+        """The time in ps for so many bytes."""
         return _at(self.knots, nbytes)
 
 

@@ -64,6 +64,8 @@ class Profile:
     contention  overlapped time in per mille of isolated time, of an exchange ("exchange_permille") and of
                 computation ("compute_permille"); speed that an exchange takes ("stolen_permille")
     measured_s  how long measuring took, in seconds
+    model       a digest of the parameters' names, shapes and dtypes. A profile applies only to the same
+                model, world size, device type, backend, number of threads and version of sidcomp.
     """
 
     model: str  # model_digest
@@ -85,11 +87,13 @@ class Profile:
 
     @property
     def total_bytes(self) -> int:
+        """The bytes of gradient of all tensors."""
         return sum(t["bytes"] for t in self.tensors)
 
     # ---- as a file
 
     def save(self, path: str | Path) -> None:
+        """Writes the profile to a JSON file, which `load` reads."""
         lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in self.plain().items())
         Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -194,6 +198,7 @@ class Profile:
         return lines + [f"{name}: not measured before" for name in theirs]
 
     def table(self) -> str:
+        """The costs of every candidate as text: ms at some sizes, error of the fit, spread."""
         total = self.total_bytes
         sizes = [0, *(s for s in (total // 256, total // 16, total) if s)]
         heads = ["latency", *map(format_bytes, sizes[1:])]

@@ -5,9 +5,7 @@ from math import exp, log
 from statistics import median
 
 Window = Sequence[int]  # times of consecutive steps, in ns
-Pair = Sequence[
-    Window
-]  # two windows, measured one after the other: of the tried plan, and of the one to beat
+Pair = Sequence[Window]  # two windows, one after the other: of the tried plan, and of the one to beat
 
 MARGIN = 0.99  # a plan must be 1 % faster to be worth a switch
 PAIRS = 10  # after these a difference that is not significant counts as noise

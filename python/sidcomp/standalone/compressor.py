@@ -208,6 +208,7 @@ class Compressor:
 
     @property
     def payload_bytes(self) -> int:
+        """The size of every payload in bytes."""
         return self.plan.payload_bytes
 
     def encode(self, x: Array, *, carry: float = 1.0) -> Array:
