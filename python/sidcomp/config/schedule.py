@@ -13,8 +13,8 @@ Setting = float | int | str
 class Schedule:
     """A parameter that changes during training: `density=Schedule({0: 0.25, 400: 0.0625, 800: 0.01})`.
 
-    values  {step: value}, or pairs of them; each value holds from its step on. Steps start at 0 and increase.
-    every   the number of steps (default 1) that a key counts; `every=len(loader)` makes the keys epochs.
+    values   {step: value}, or pairs; each value holds from its step on. Steps start at 0 and increase.
+    every    the number of steps (default 1) that a key counts; `every=len(loader)` makes the keys epochs.
 
     Steps are iterations of the State: one for each backward pass that exchanges. All ranks change the value
     at the same step boundary; the memory's contents are kept. Raises ArgumentError.
