@@ -123,7 +123,7 @@ def to_tensor(x: Array, dtype: torch.dtype) -> Tensor:
 
 
 class Reference:
-    """What a step gives: gradient + residual of each rank through reference.py, summed in rank order.
+    """What a step gives: gradient + residual of each rank through `reference`, summed in rank order.
 
     Residuals are kept by parameter name, so groups may change between steps.
     """

@@ -1,0 +1,272 @@
+"""Codecs that send every element in a few bits: integers, float8, QSGD, TernGrad."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from reference.codec import Codec, Sent, Step
+from reference.formats import HEADER_BYTES, Array, Settings, _pad, header
+from reference.streams import Stream, salt_of, total
+
+FLT_MIN = np.float32(2.0**-126)
+
+M_MAX = float.fromhex("0x1.fffffcp127")
+
+
+def float8(bias: int, mantissa: int) -> Array:
+    """The numbers of the codes 0 to 127, by the definition of a float; Inf and NaN read as numbers too."""
+    code = np.arange(128)
+    exponent, fraction = code >> mantissa, (code & (1 << mantissa) - 1) / (1 << mantissa)
+    return np.where(exponent > 0, (1 + fraction) * 2.0 ** (exponent - bias), fraction * 2.0 ** (1 - bias))
+
+
+FLOAT8 = {"e4m3": (float8(7, 3), 0x7E), "e5m2": (float8(15, 2), 0x7B)}  # and the largest finite code
+
+
+def pack(code: Array, width: int) -> bytes:
+    """The low `width` bits of every code, lowest first, from the lowest bit of the first byte on."""
+    bits = code.astype(np.int64)[:, None] >> np.arange(width) & 1
+    return np.packbits(bits.astype(np.uint8).ravel(), bitorder="little").tobytes()
+
+
+def unpack(data: bytes, n: int, width: int) -> Array:
+    """Unsigned fields."""
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[: n * width]
+    return (bits.reshape(n, width).astype(np.int64) << np.arange(width)).sum(axis=1)
+
+
+@dataclass
+class Quantised(Codec):
+    """code = round(acc / scale) on a grid of numbers; a scale a block, or one for all (block 0)."""
+
+    block: int = 256
+    width: int = 8
+    top: float = 127
+    grid: str = "integers"
+    norm: str = "max"
+    k: int = 0
+    cap: int = 0
+    draw_bits: int = 0
+
+    contracts = False  # half a step or a step, see farthest()
+
+    def __post_init__(self) -> None:
+        self.k = self.cap = self.n
+
+    def salt(self, at: Step) -> int:
+        return salt_of(at.seed, at.rank) if self.draw_bits else 0
+
+    def measure(self, x: Array) -> float:
+        """M of a block or a group."""
+        if self.norm == "l2":
+            return math.sqrt(total(x.astype(np.float64) ** 2))
+        return float(np.abs(x).max(initial=0))
+
+    def scale(self, x: Array) -> np.float32:
+        scale = np.float32(min(self.measure(x), M_MAX) / self.top)
+        return scale if scale >= FLT_MIN else np.float32(0)
+
+    def spans(self) -> list[slice]:
+        step = self.block or max(self.n, 1)
+        return [slice(at, min(at + step, self.n)) for at in range(0, self.n, step)]
+
+    def magnitudes(self, a: Array, draw: Array) -> Array:
+        """Grid position (integer, or code of a float of 8 bits) of float32 0 <= a <= top."""
+        if self.grid == "integers":
+            whole = np.trunc(a)
+            if self.draw_bits == 0:
+                return np.rint(a).astype(np.int64)
+            if self.draw_bits == 16:
+                u = (draw.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-16)
+                return np.trunc(a + u).astype(np.int64)
+            up = np.trunc((a - whole) * np.float32(2.0**31)).astype(np.int64) > draw.astype(np.int64) >> 1
+            return whole.astype(np.int64) + up
+        numbers, largest = FLOAT8[self.grid]
+        low = np.clip(np.searchsorted(numbers[: largest + 1], a, "right") - 1, 0, largest - 1)
+        gap = numbers[low + 1] - numbers[low]
+        part = (a - numbers[low]) / gap  # exact in float64
+        if self.draw_bits == 0:
+            return low + ((part > 0.5) | ((part == 0.5) & (low % 2 == 1)))
+        u = (draw.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-16)
+        subnormal = (
+            a < numbers[8 if self.grid == "e4m3" else 4]
+        )  # a grid of equal steps, rounded as integers are
+        return np.where(
+            subnormal,
+            np.trunc(a / np.float32(numbers[1]) + u).astype(np.int64),
+            low + (part + u.astype(np.float64) >= 1),
+        )
+
+    def numbers(self, code: Array) -> Array:
+        """What codes (unsigned) stand for, before the scale; float32."""
+        if self.grid == "integers":
+            half = 1 << (self.width - 1)
+            return ((code ^ half) - half).astype(np.float32)
+        values, largest = FLOAT8[self.grid]
+        magnitude = values[code & 127].astype(np.float32)
+        special = code & 127 > largest
+        infinite = special & (code & 127 == 0x7C) & (self.grid == "e5m2")
+        magnitude[special] = np.nan
+        magnitude[infinite] = np.inf
+        return np.where(code & 128, -magnitude, magnitude)
+
+    def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        stream = Stream(self.salt(at), at.group, at.step)
+        draw = stream.draw32(0, self.n) if self.draw_bits == 32 else stream.draw16(self.n)
+        code, decoded = np.zeros(self.n, np.int64), np.zeros(self.n, np.float32)
+        scales = [self.scale(acc[s]) for s in self.spans()]
+        for span, scale in zip(self.spans(), scales, strict=True):
+            inverse = np.float32(1) / scale if scale else np.float32(0)
+            level = acc[span] * inverse
+            magnitude = self.magnitudes(np.minimum(np.abs(level), np.float32(self.top)), draw[span])
+            if self.grid == "integers":
+                code[span] = np.where(level < 0, -magnitude, magnitude) & (1 << self.width) - 1
+            else:
+                code[span] = magnitude | np.where(np.signbit(level), 128, 0)
+            decoded[span] = self.numbers(code[span]) * scale
+        body = pack(code, self.width)
+        if self.block:
+            body = _pad(np.array(scales, "<f4").tobytes(), 8) + body
+        return Sent(_pad(body, 64), self.n, float(max(scales, default=0)), 0, decoded, self.n)
+
+    def read(self, payload: bytes) -> Array:
+        scales = np.array([header(payload)["scale"]], np.float32)
+        codes_at = HEADER_BYTES
+        if self.block:
+            scales = np.frombuffer(payload, "<f4", len(self.spans()), HEADER_BYTES)
+            codes_at += -(-4 * len(scales) // 8) * 8
+        out = (
+            self.numbers(unpack(payload[codes_at:], self.n, self.width))
+            if self.n
+            else np.zeros(0, np.float32)
+        )
+        for span, scale in zip(self.spans(), scales, strict=False):
+            out[span] *= scale
+        return out
+
+    def farthest(self, acc: Array, sent: Sent) -> Array:
+        payload = bytes(48) + struct.pack("<f", sent.scale) + bytes(12) + sent.body
+        scale = np.zeros(self.n)
+        if self.block:
+            for span, s in zip(
+                self.spans(), np.frombuffer(payload, "<f4", len(self.spans()), 64), strict=True
+            ):
+                scale[span] = s
+        else:
+            scale[:] = sent.scale
+        step = scale.copy()
+        if self.grid != "integers":
+            numbers, largest = FLOAT8[self.grid]
+            level = np.abs(np.divide(acc, scale, out=np.zeros(self.n), where=scale > 0))
+            low = np.clip(np.searchsorted(numbers[: largest + 1], level, "right") - 1, 0, largest - 1)
+            step *= numbers[low + 1] - numbers[low]
+        step *= (1 if self.draw_bits else 0.5) * (1 + 2.0**-14)
+        return np.maximum(np.abs(acc.astype(np.float64)) - scale * self.top, step)
+
+
+def integers(width: int) -> Callable[..., Quantised]:
+    def make(wire_id: int, n: int, dtype: str, settings: Settings) -> Quantised:
+        return Quantised(
+            wire_id, n, dtype, settings, block=int(settings["block"]), width=width, top=2 ** (width - 1) - 1,
+            draw_bits=16 if settings["rounding"] == "stochastic" else 0,
+        )  # fmt: skip
+
+    return make
+
+
+def fp8(wire_id: int, n: int, dtype: str, settings: Settings) -> Quantised:
+    grid = str(settings["format"])
+    numbers, largest = FLOAT8[grid]
+    return Quantised(
+        wire_id, n, dtype, settings, block=int(settings["block"]), top=float(numbers[largest]), grid=grid,
+        draw_bits=16 if settings["rounding"] == "stochastic" else 0,
+    )  # fmt: skip
+
+
+def qsgd(wire_id: int, n: int, dtype: str, settings: Settings) -> Quantised:
+    """QSGD, section 3.1: s levels of the norm, rounded at random, right on average."""
+    width = int(settings["bits"])
+    return Quantised(
+        wire_id, n, dtype, settings, block=int(settings["bucket"]), width=width, top=2 ** (width - 1) - 1,
+        norm=str(settings["norm"]), draw_bits=16 if settings["bucket"] else 32,
+    )  # fmt: skip
+
+
+class TernGrad(Quantised):
+    """Clip at c standard deviations; scale = largest magnitude; -1, 0, 1 at random, right on average."""
+
+    def measure(self, x: Array) -> float:
+        largest = float(np.abs(x).max(initial=0))
+        if not len(x):
+            return largest
+        x = x.astype(np.float64)
+        mean, square = total(x) / len(x), total(x**2) / len(x)
+        variance = square - mean * mean
+        if variance <= square * 2.0**-40:  # all equal: nothing is an outlier
+            return largest
+        return min(largest, float(self.settings["clip"]) * math.sqrt(variance))
+
+
+def terngrad(wire_id: int, n: int, dtype: str, settings: Settings) -> Quantised:
+    return TernGrad(wire_id, n, dtype, settings, block=0, width=2, top=1, draw_bits=16)
+
+
+class TernGradShared(TernGrad):
+    """TernGrad with scaler sharing: each rank clips and measures its own; the largest scaler is all ranks'.
+
+    A body is 128 scalers, of which a rank writes its own, then n codes and a 1, all summed as bytes. One
+    rank's encode() does both rounds; of several, Group.further() does the second.
+    """
+
+    exact = False
+    body_dtype = "int8"
+    second_at = HEADER_BYTES + 512
+
+    @property
+    def body_count(self) -> int:
+        return 512 + self.n + 1
+
+    def own(self, acc: Array, gradient: Array) -> np.float32:
+        return self.scale(acc) if np.isfinite(gradient).all() else np.float32(np.nan)
+
+    def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        slots = np.zeros(128, "<f4")
+        slots[at.rank] = self.own(acc, gradient)
+        codes, decoded = bytes(self.n + 1), np.zeros(self.n, np.float32)
+        if at.world == 1:
+            codes, decoded = self.second(acc, gradient, slots[0], at)
+        body = _pad(slots.tobytes() + codes, 64)
+        return Sent(body, self.n, float(np.float32(1) / np.float32(at.world)), 0, decoded, self.n)
+
+    def second(self, acc: Array, gradient: Array, shared: np.float32, at: Step) -> tuple[bytes, Array]:
+        """The second slice, and what has left."""
+        if np.isnan(shared):
+            return b"\xff" * (self.n + 1), np.zeros(self.n, np.float32)
+        own = self.own(acc, gradient)
+        inverse = np.float32(1) / shared if shared else np.float32(0)
+        level = np.clip(acc, -own, own) * inverse
+        draw = Stream(self.salt(at), at.group, at.step).draw16(self.n)
+        magnitude = self.magnitudes(np.minimum(np.abs(level), np.float32(1)), draw)
+        code = np.where(level < 0, -magnitude, magnitude).astype(np.int8)
+        return code.tobytes() + b"\1", code.astype(np.float32) * shared
+
+    def shared(self, payload: bytes) -> np.float32:
+        """The largest scaler of a summed payload; NaN where one is none."""
+        slots = np.frombuffer(payload, "<f4", 128, HEADER_BYTES)
+        sound = ~np.signbit(slots) & ((slots == 0) | ((slots >= FLT_MIN) & (slots <= np.float32(M_MAX))))
+        return np.float32(slots.max() if sound.all() else np.nan)
+
+    def read(self, payload: bytes) -> Array:
+        codes = np.frombuffer(payload, np.int8, self.n + 1, self.second_at)
+        world, shared = round(1 / header(payload)["scale"]), self.shared(payload)
+        unit = np.float32(float(shared) / world) if codes[-1] == world else np.float32(np.nan)
+        return codes[:-1].astype(np.float32) * unit
+
+
+def terngrad_shared(wire_id: int, n: int, dtype: str, settings: Settings) -> TernGradShared:
+    return TernGradShared(wire_id, n, dtype, settings, linear=True, block=0, width=8, top=1, draw_bits=16)
