@@ -175,9 +175,8 @@ class State:
             )
         if isinstance(profile, str | Path):
             profile = Profile.load(profile)
-        self._engine = Engine(self.settings, process_group)
-        if self.settings.planned:
-            self._engine.tuner = Controller(self.settings, profile)
+        tuner = Controller(self.settings, profile) if self.settings.planned else None
+        self._engine = Engine(self.settings, process_group, tuner)
         self._door: Door | None = None
         self._closed: dict[str, Any] | None = None  # the last stats
         self._forward: torch.utils.hooks.RemovableHandle | None = None

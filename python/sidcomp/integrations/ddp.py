@@ -391,7 +391,8 @@ class DDPDoor:
         futures = [b.future for b in d.buckets]
         ddp = self._ddp()
         if self._joining(ddp) and self._known(d.buckets):
-            self._confirmed = engine.settled = True
+            self._confirmed = True
+            engine.settle()
         else:
             join = ddp._join_config.enable
             refuse = (lambda layout: refuse_join(ddp, layout.groups)) if join else None

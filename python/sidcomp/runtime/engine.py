@@ -77,7 +77,12 @@ class Engine:
     issued there. A group is sent when its last bucket has arrived.
     """
 
-    def __init__(self, settings: Settings, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        process_group: dist.ProcessGroup | None = None,
+        tuner: Tuner | None = None,
+    ) -> None:
         self.settings = settings
         self.process_group = process_group
         self.exchange: Exchange | None = None
@@ -86,7 +91,7 @@ class Engine:
         self.resume: checkpoint.Resume | None = None  # a loaded state, until its groups are made
         self.settled = False  # the buckets will not change any more
         self.regime = settings.start
-        self.tuner: Tuner | None = None
+        self.tuner = tuner
         self.rollback = settings.nonfinite == "rollback"  # groups have two states
         self.lost = False  # the last step was discarded
         self.unassigned: checkpoint.Residuals = {}  # of parameters whose groups have no memory now
@@ -182,6 +187,10 @@ class Engine:
         self._make(model, buckets)
         self._fresh = True
         self.settled = settled or bool(self._kept_groups)
+
+    def settle(self) -> None:
+        """The buckets of the layout have come again: there will be no other ones."""
+        self.settled = True
 
     def ready(
         self, index: int, buffer: torch.Tensor, future: "Future[torch.Tensor] | None" = None
