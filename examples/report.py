@@ -155,7 +155,7 @@ def remarks(
     notes = [
         f"{task.data}; {args.steps} steps, {world} ranks, seed {args.seed}; {machine()}.",
         f"{task.metric} ({task.unit}): {ours['name']} ends {apart} from plain DDP.",
-        *([] if found else [f"{ours['name']} was still finding out: it needs more steps than these."]),
+        *([] if found else [f"{ours['name']} was still measuring: it needs more steps than these."]),
         args.network,
         "Bytes are what one rank sends in a step. Counted: by the kernel, over rank 0's TCP connections, "
         "headers left out. Computed: a ring all-reduce of the float32 gradient; for sidcomp, its payloads. "

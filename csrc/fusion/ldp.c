@@ -329,7 +329,8 @@ static void run(sid_job *j) { sid_robust(j, plan); }
 
 static const sid_fuse_option options[] = {
     {"thin_ps", -1, -1, SID_FUSE_LIMIT,
-     "labels this close are one: a plan may be so much worse a group; 0: exact; -1: 0.3 % of the first plan's time"},
+     "labels this close count as one, which can cost a plan this much per group; 0: exact; -1: 0.3 % of the first "
+     "plan's time"},
     {"work_limit", 20000000, 1, INT64_MAX, "transitions, after which the best so far is returned"},
     SID_ROBUST};
 const sid_planner sid_planner_ldp = {

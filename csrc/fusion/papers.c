@@ -15,9 +15,9 @@ static void layerwise(sid_job *j) {
 }
 
 static const sid_fuse_option layerwise_options[] = {METHOD};
-const sid_planner sid_planner_layerwise = {
-    .info = {"layerwise", "what MergeComp and Cupcake compare against", "Every tensor alone.", layerwise_options, 1, 0},
-    .run = layerwise};
+const sid_planner sid_planner_layerwise = {.info = {"layerwise", "what MergeComp and Cupcake compare against",
+                                                    "Each tensor is a group of its own.", layerwise_options, 1, 0},
+                                           .run = layerwise};
 
 /* `groups` groups of equally many tensors. */
 static void even_groups(sid_job *j, uint32_t groups, uint32_t method) {
@@ -33,10 +33,11 @@ static void even_groups(sid_job *j, uint32_t groups, uint32_t method) {
 static void even(sid_job *j) { even_groups(j, (uint32_t)sid_option(j, "groups"), sid_method_of(j)); }
 
 static const sid_fuse_option even_options[] = {
-    METHOD, {"groups", 2, 1, SID_FUSE_MAX_TENSORS, "how many; at most one a tensor"}};
-const sid_planner sid_planner_even = {
-    .info = {"even", "Cupcake 4.2, its bootstrap", "So many groups of equally many tensors.", even_options, 2, 0},
-    .run = even};
+    METHOD, {"groups", 2, 1, SID_FUSE_MAX_TENSORS, "the number of groups, at most one per tensor"}};
+const sid_planner sid_planner_even = {.info = {"even", "Cupcake 4.2, its bootstrap",
+                                               "A given number of groups, with equally many tensors each.",
+                                               even_options, 2, 0},
+                                      .run = even};
 
 static void bucket(sid_job *j) {
     const sid_problem *p = &j->problem;
@@ -52,10 +53,10 @@ static void bucket(sid_job *j) {
 }
 
 static const sid_fuse_option bucket_options[] = {
-    METHOD, {"bytes", 25 << 20, 1, SID_FUSE_LIMIT, "a bucket is closed when it holds so many"}};
+    METHOD, {"bytes", 25 << 20, 1, SID_FUSE_LIMIT, "a bucket is closed when it holds this many"}};
 const sid_planner sid_planner_bucket = {.info = {"bucket", "PyTorch DDP (VLDB 2020)",
-                                                 "Buckets of bytes: each is closed when it is full.", bucket_options, 2,
-                                                 0},
+                                                 "Buckets of a given size; each is closed when it is full.",
+                                                 bucket_options, 2, 0},
                                         .run = bucket};
 
 static void threshold(sid_job *j) {
@@ -72,11 +73,11 @@ static void threshold(sid_job *j) {
 
 static const sid_fuse_option threshold_options[] = {
     METHOD, {"bytes", 1 << 20, 0, SID_FUSE_LIMIT, "larger tensors are compressed, the others are sent dense"}};
-const sid_planner sid_planner_threshold = {.info = {"threshold", "HiPress (SOSP 2021), selective compression",
-                                                    "Every tensor alone; only those above a size are compressed.",
-                                                    threshold_options, 2, 0},
-                                           .needs_dense = 1,
-                                           .run = threshold};
+const sid_planner sid_planner_threshold = {
+    .info = {"threshold", "HiPress (SOSP 2021), selective compression",
+             "Each tensor is a group of its own; those above a size are compressed.", threshold_options, 2, 0},
+    .needs_dense = 1,
+    .run = threshold};
 
 /* ---- MergeComp -------------------------------------------------------------------------------------------------- */
 
@@ -170,7 +171,7 @@ static const sid_fuse_option mergecomp_options[] = {
     {"alpha_permille", 10, 0, 1000, "alpha: the search ends when another group gains less than this share"},
     {"work_limit", 10000000, 1, INT64_MAX, "transitions, after which the best so far is returned"}};
 const sid_planner sid_planner_mergecomp = {.info = {"mergecomp", "MergeComp (MLSys 2021 version), Algorithm 2",
-                                                    "More groups, one at a time, as long as that pays.",
+                                                    "Adds one group at a time, as long as the step gets faster.",
                                                     mergecomp_options, 4, 0},
                                            .run = run_mergecomp};
 
@@ -318,7 +319,7 @@ static void cupcake_layout(sid_job *j, sid_arena *a) {
 
 static const sid_fuse_option cupcake_options[] = {
     METHOD,
-    {"groups", 0, 0, SID_FUSE_MAX_TENSORS, "bootstrap: start from so many even groups; 0: from nothing, as printed"},
+    {"groups", 0, 0, SID_FUSE_MAX_TENSORS, "bootstrap: start from this many even groups; 0: from nothing, as printed"},
     {"work_limit", 10000000, 1, INT64_MAX,
      "transitions and choices looked at, after which the best so far is returned"}};
 const sid_planner sid_planner_cupcake = {
@@ -330,7 +331,7 @@ const sid_planner sid_planner_cupcake = {
     .run = cupcake_printed};
 const sid_planner sid_planner_cupcake_fixed = {
     .info = {"cupcake-fixed", "Cupcake (MLSys 2023), Algorithm 1, repaired",
-             "The same, recording one group too, with empty groups free: optimal for affine costs.", cupcake_options, 3,
-             0},
+             "The same, but it also records one group, and empty groups cost nothing: optimal for affine costs.",
+             cupcake_options, 3, 0},
     .layout = cupcake_layout,
     .run = cupcake_fixed};

@@ -16,9 +16,9 @@ const sid_planner sid_planner_dense = {
 static void plan(sid_job *j) { sid_pg(j, sid_option(j, "method")); }
 static void pg(sid_job *j) { sid_robust(j, plan); }
 
-static const sid_fuse_option options[] = {
-    {"method", -1, -1, SID_FUSE_MAX_METHODS - 1, "index of the method to plan beside dense; -1: the best of all"},
-    SID_ROBUST};
+static const sid_fuse_option options[] = {{"method", -1, -1, SID_FUSE_MAX_METHODS - 1,
+                                           "index of the method that may be chosen besides dense; -1: the best of all"},
+                                          SID_ROBUST};
 const sid_planner sid_planner_pg = {
     .info = {"pg", "this project: docs/planning.md",
              "Groups of one method: exact for affine costs, by fitted lines otherwise; never slower than the dense "
