@@ -44,7 +44,7 @@ class Ours:
         self.payload = block(self.plan.payload_bytes)
         self.segments = [_core.Segments([g.ctypes.data], [n]) for g in gradients]
         self.step = 0
-        self.walks = 0
+        self.passes = 0
         if self.plan.vectors:
             self.plan.residual_in(self.state.ctypes.data, start.ctypes.data)
 
@@ -55,7 +55,7 @@ class Ours:
             step=self.step, seed=0, group=0, rank=0, world=1,
         )  # fmt: skip
         self.step += 1
-        self.walks += stats.walks
+        self.passes += stats.passes
 
     def floor_bytes(self) -> float:
         """What a decode has to move: the bodies that were written are read, the vector is written."""
@@ -114,9 +114,9 @@ def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -
                     torch.from_numpy(start.copy()),
                     1 if ours.plan.linear else RANKS,
                 )
-            ours.walks = 0
+            ours.passes = 0
             encode = race(runners, repeats)
-            walks = ours.walks / (repeats + 2)
+            passes = ours.passes / (repeats + 2)
             decode = race({"decode": ours.decoder(out), "write": lambda: out.fill(0)}, repeats)
             floor = ours.floor_bytes() / (4 * n)
             slow: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -
                     "R+=G ms": str(encode["R += G"]),
                     "encode / limit": encode["encode"].median / encode["R += G"].median,
                     "torch / encode": slow["encode"].median / encode["encode"].median if rival else "",
-                    "readings": walks,
+                    "readings": passes,
                     "decode ms": str(decode["decode"]),
                     "write ms": str(decode["write"]),
                     "decode / limit": decode["decode"].median / (decode["write"].median * floor),

@@ -198,7 +198,7 @@ static void leave(sid_pass *w) {
     w->state->steps++;
     w->stats.count = h->count;
     w->stats.nonfinite = w->nonfinite;
-    w->stats.walks = w->passes;
+    w->stats.passes = w->passes;
 }
 
 sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,

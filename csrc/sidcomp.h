@@ -168,7 +168,7 @@ typedef struct sid_stats {
     uint64_t nonfinite; /* NaN and Inf seen in the gradient */
     float threshold;    /* smallest magnitude sent, or the scale; 0 where it has no meaning */
     uint32_t stages;    /* SIDCo: stages used in this step; RedSync: thresholds tried; else 0 */
-    uint32_t walks;     /* passes over acc: 1 in the steady state */
+    uint32_t passes;    /* passes over acc: 1 in the steady state */
 } sid_stats;
 
 /* Reads the segments once, updates `state`, and writes a payload of sizes.payload bytes (unused ones are zero). It does not

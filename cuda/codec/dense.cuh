@@ -237,7 +237,7 @@ inline sid_ending sid_ending_of(const sid_cuda_encoding &c) {
 }
 
 /* Header, rule, statistics, by one thread; `own`: what it adds to the body's checksum. */
-__device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t walks,
+__device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t passes,
                                const sid_part_sum &own) {
     const uint32_t bad = e.scratch->nonfinite;
     sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, e.head.n, scale,
@@ -245,7 +245,7 @@ __device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule 
     e.state->rule = rule;
     e.state->draw = e.draw;
     e.state->steps++;
-    if (e.stats) *e.stats = {e.head.n, e.head.n, bad, scale, 0, walks};
+    if (e.stats) *e.stats = {e.head.n, e.head.n, bad, scale, 0, passes};
 }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */

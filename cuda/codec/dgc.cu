@@ -54,7 +54,7 @@ struct dgc {
             crew.send_from(0, 0, 0);
             return true;
         }
-        if (crew.walks == 1) {
+        if (crew.passes == 1) {
             const uint32_t key = sampled(crew);
             crew.lead([&] { o.key = key; });
         }

@@ -20,7 +20,7 @@ struct sid_linear_ending {
     uint64_t used, bytes;
     sid_state *state;
     sid_stats *stats; /* or NULL */
-    uint32_t walks;
+    uint32_t passes;
 };
 
 inline sid_rule sid_linear_rule(const sid_step &at) {
@@ -40,10 +40,10 @@ static __global__ void __launch_bounds__(SID_SEAL_BLOCK) sid_linear_seal_kernel(
     e.state->rule = e.rule;
     e.state->draw = sid_draw();
     e.state->steps++;
-    if (e.stats) *e.stats = {e.count, e.count, bad, e.scale, 0, e.walks};
+    if (e.stats) *e.stats = {e.count, e.count, bad, e.scale, 0, e.passes};
 }
 
-inline sid_status sid_linear_seal(const sid_cuda_encoding &c, uint64_t count, const sid_rule &rule, uint32_t walks) {
+inline sid_status sid_linear_seal(const sid_cuda_encoding &c, uint64_t count, const sid_rule &rule, uint32_t passes) {
     const sid_plan *p = c.plan;
     const sid_linear_ending e = {c.scratch,
                                  sid_head_of(p, c.at),
@@ -55,7 +55,7 @@ inline sid_status sid_linear_seal(const sid_cuda_encoding &c, uint64_t count, co
                                  p->sizes.payload,
                                  c.state,
                                  c.stats,
-                                 walks};
+                                 passes};
     return sid_launch(c.to, "seal", sid_linear_seal_kernel, 1, SID_SEAL_BLOCK, 0, e);
 }
 

@@ -10,10 +10,10 @@ struct sid_candidates : sid_selection {
     uint64_t count;
     uint32_t low;   /* keys from here on were captured, */
     bool compacted; /* or of those the best alone, for want of room */
-    uint32_t walks;
+    uint32_t passes;
 
     __device__ sid_candidates(const sid_finishing &of, sid_crew_shared &shared)
-        : sid_selection(of, shared), count(0), low(0), compacted(false), walks(1) {}
+        : sid_selection(of, shared), count(0), low(0), compacted(false), passes(1) {}
 
     __device__ sid_pick select(uint64_t rank) { return select_of(f.list.value, count, rank); }
 
@@ -171,7 +171,7 @@ struct sid_candidates : sid_selection {
             if (sid_lane() == 0) f.list.held[tile] = held;
             law.done(r, unit, f.list, tile);
         }
-        walks++;
+        passes++;
         __syncthreads();
     }
 };

@@ -191,7 +191,7 @@ struct sid_crew : sid_candidates {
         state->draw = f.draw;
         state->steps++;
         for (uint32_t i = 0; i < 16; i++) state->codec[i] = s.codec[i];
-        if (f.stats) *f.stats = {sent, s.found, f.scratch->nonfinite, s.threshold, s.stages, walks};
+        if (f.stats) *f.stats = {sent, s.found, f.scratch->nonfinite, s.threshold, s.stages, passes};
     }
 };
 

@@ -106,7 +106,7 @@ struct measure : coder {
 
 /* The end of round 0: scaler, slots, header. */
 __global__ void __launch_bounds__(SID_SUMS)
-    sid_ternary_seal_kernel(sid_ending e, const double *sums, double clip, float scale, uint32_t walks) {
+    sid_ternary_seal_kernel(sid_ending e, const double *sums, double clip, float scale, uint32_t passes) {
     sid_follow();
     __shared__ double part[SID_SUMS];
     if (!e.scratch->ready) return;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(SID_SUMS)
     e.state->rule = sid_rule(); /* until the last round it may still be that nothing is sent */
     e.state->draw = e.draw;
     e.state->steps++;
-    if (e.stats) *e.stats = {n, n, bad, own, 0, walks};
+    if (e.stats) *e.stats = {n, n, bad, own, 0, passes};
 }
 
 /* The largest scaler of a summed slice, or a NaN where one is none; by a warp, in every thread. */

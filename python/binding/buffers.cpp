@@ -80,7 +80,7 @@ void bind_buffers(py::module_ &m) {
         .def_readonly("nonfinite", &sid_stats::nonfinite)
         .def_readonly("threshold", &sid_stats::threshold)
         .def_readonly("stages", &sid_stats::stages)
-        .def_readonly("walks", &sid_stats::walks);
+        .def_readonly("passes", &sid_stats::passes);
     m.attr("stats_bytes") = sizeof(sid_stats);
     m.def("read_stats", read_stats, arg("data"));
     m.attr("state_header_bytes") = state_header_bytes();

@@ -68,7 +68,7 @@ class Stats:
     nonfinite: int
     threshold: float
     stages: int
-    walks: int
+    passes: int
 
 stats_bytes: int  # size of a sid_stats, which an encode on a device writes
 

@@ -60,7 +60,7 @@ static void steps(const sid_config *c, cut how, int kind, uint32_t world) {
         CHECK(group_intact(&g) && vec_intact(&x), "%s, cut %d: encode wrote past a block", g.name, how);
         CHECK(stats.count <= c->n && stats.nonfinite == 0, "%s: count %llu, %llu not finite", g.name,
               (unsigned long long)stats.count, (unsigned long long)stats.nonfinite);
-        CHECK(stats.walks >= 1 && stats.walks <= 8, "%s: %u readings", g.name, stats.walks);
+        CHECK(stats.passes >= 1 && stats.passes <= 8, "%s: %u passes", g.name, stats.passes);
         s = sid_check(g.plan, g.payload.p, g.sizes.payload, &at, &err);
         CHECK(s == SID_OK, "%s: check: %s", g.name, err.text);
 

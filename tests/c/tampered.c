@@ -74,7 +74,7 @@ void state_lives(group *g, const sid_config *c, const uint8_t *d, size_t size, i
         if (safe) CHECK(finite(before, kept), "%s: step %d: what is kept is not finite", g->name, (int)step);
         CHECK(!sid_encode(g->plan, x.seg, x.n_seg, g->state.p, g->work.p, &at, g->payload.p, &stats), "%s: encode",
               g->name);
-        CHECK(stats.walks >= 1 && stats.walks <= READINGS, "%s: %u readings", g->name, stats.walks);
+        CHECK(stats.passes >= 1 && stats.passes <= READINGS, "%s: %u passes", g->name, stats.passes);
         for (uint32_t round = 1; round < g->sizes.rounds; round++)
             CHECK(!sid_next_round(g->plan, round, x.seg, x.n_seg, g->state.p, g->work.p, &at, g->payload.p),
                   "%s: round %u", g->name, round);

@@ -263,7 +263,7 @@ class Trial:
                 r.stats.count == sent.count and r.stats.found == sent.found and r.stats.stages == sent.stages
             )
             assert r.stats.nonfinite == int((~np.isfinite(ref.to_f32(x, self.dtype))).sum())
-            assert 1 <= r.stats.walks <= 16
+            assert 1 <= r.stats.passes <= 16
         return payloads[0]
 
     def dictate(self, x: Array, payload: bytes, at: Step) -> None:
@@ -687,17 +687,17 @@ def test_the_steady_state_reads_once(codec: str, density: float) -> None:
     """Gradients of one distribution: after some steps the threshold is predicted and acc is read once."""
     n = 1 << 17
     rank = Rank(_core.Plan(codec, "residual", n, "float32", {"density": density}))
-    walks = []
+    passes = []
     for step in range(40):
         x = np.random.default_rng(step).laplace(0, 1e-3, n).astype(np.float32)
         rank.encode(Vector(x), Step(step=step))
-        walks.append(rank.stats.walks)
-    assert sum(walks[20:]) <= 22, walks
+        passes.append(rank.stats.passes)
+    assert sum(passes[20:]) <= 22, passes
     rank.plan.rescale(rank.state.ptr, 2.0**-10)  # a change of AMP's loss scale: the prediction moves along
     rank.encode(
         Vector(np.random.default_rng(40).laplace(0, 1e-3 / 1024, n).astype(np.float32)), Step(step=40)
     )
-    assert rank.stats.walks == 1
+    assert rank.stats.passes == 1
 
 
 def large_groups(codec: str, n: int, density: float, kind: str, steps: int) -> None:
@@ -1129,7 +1129,7 @@ def test_the_state_is_all_there_is_to_save(codec: str, memory: str, dtype: str) 
         assert one.encode(Vector(xs[step]), Step(step=step)) == two.encode(
             Vector(xs[step], seed=step), Step(step=step)
         )
-        assert one.stats.stages == two.stats.stages and one.stats.walks == two.stats.walks
+        assert one.stats.stages == two.stats.stages and one.stats.passes == two.stats.passes
         assert (one.residual() == two.residual()).all()
 
 

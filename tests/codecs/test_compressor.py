@@ -88,7 +88,7 @@ def test_like_the_reference(pair: tuple[str, str], n: int) -> None:
             stats = ours[rank].stats
             assert stats["count"] == reference.header(payload.tobytes())["count"]
             assert stats["density"] == stats["count"] / n
-            assert stats["nonfinite"] == 0 and stats["walks"] >= 1
+            assert stats["nonfinite"] == 0 and stats["passes"] >= 1
         if codec not in TOLERANT and not CODECS[codec].linear:
             got = ours[0].decode(payloads, scale=0.5)
             assert np.array_equal(got, theirs[0].decode(right, 0.5))

@@ -82,12 +82,12 @@ def test_trimmed_top_k_is_top_k(density: float, memory: str) -> None:
 @pytest.mark.parametrize("settings", [BINARY, {**BINARY, **QUANTISED}])
 def test_the_search_finds_k_to_2k(density: float, settings: dict[str, str]) -> None:
     n = 100_000
-    rank, walks = rank_of(n, "residual", density=density, interval=1, **settings), 0
+    rank, passes = rank_of(n, "residual", density=density, interval=1, **settings), 0
     for step in range(20):
         rank.encode(Vector(laplace(n, step)), Step(step=step))
         assert rank.plan.k <= rank.stats.found <= 2 * rank.plan.k
-        walks += rank.stats.walks if step >= 10 else 0
-    assert walks <= 11
+        passes += rank.stats.passes if step >= 10 else 0
+    assert passes <= 11
 
 
 def test_a_threshold_serves_five_steps() -> None:
@@ -96,7 +96,7 @@ def test_a_threshold_serves_five_steps() -> None:
     for step in range(11):
         scales.append(ref.header(rank.encode(Vector(laplace(n, step)), Step(step=step)))["scale"])
         tries.append(rank.stats.stages)
-        assert rank.stats.walks == 1
+        assert rank.stats.passes == 1
     assert len(set(scales[:5])) == len(set(scales[5:10])) == 1 and len(set(scales)) == 3
     assert [t > 0 for t in tries] == [True, False, False, False, False] * 2 + [True]
     rank.plan.rescale(rank.state.ptr, 0.5)
@@ -127,7 +127,7 @@ def test_equal_magnitudes(x: float, settings: dict[str, str]) -> None:
     for step in range(3):
         payload = rank.encode(Vector(np.full(n, x if step == 0 else 0, np.float32)), Step(step=step))
         out = decoded(rank, payload)
-        assert np.isfinite(out).all() and rank.stats.walks <= 3
+        assert np.isfinite(out).all() and rank.stats.passes <= 3
         total += out
     assert (total + rank.residual()[0] == np.float32(x)).all()
 

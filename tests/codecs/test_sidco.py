@@ -298,12 +298,12 @@ def test_large_groups_read_once(codec: str) -> None:
     """Where probes stand in for candidates: their moments are good enough to go without a second reading."""
     n = 6_000_000
     rank = Rank(_core.Plan(codec, "none", n, "float32", {"density": 0.001}))
-    walks = []
+    passes = []
     for step in range(24):
         x = np.random.default_rng(step % 3).laplace(0, 1, n).astype(np.float32)
         rank.encode(Vector(x), Step(step=step))
-        walks.append(rank.stats.walks)
-    assert sum(walks[14:]) <= 12, walks
+        passes.append(rank.stats.passes)
+    assert sum(passes[14:]) <= 12, passes
 
 
 @pytest.mark.parametrize("n", [1_500_000, 2_600_000])
@@ -317,11 +317,11 @@ def test_beside_a_full_residual_it_reads_once(codec: str, density: float, n: int
     rank = Rank(_core.Plan(codec, "residual", n, "float32", {"density": density}))
     start = (20 * rng.laplace(size=n)).astype(np.float32)
     rank.plan.residual_in(rank.state.ptr, start.ctypes.data)
-    walks = []
+    passes = []
     for step in range(60):
         rank.encode(Vector(gradients[step % 3]), Step(step=step))
-        walks.append(rank.stats.walks)
-    assert sum(walks[40:]) <= (22 if density < 0.1 else 27), walks
+        passes.append(rank.stats.passes)
+    assert sum(passes[40:]) <= (22 if density < 0.1 else 27), passes
 
 
 # ---- the rival -----------------------------------------------------------------------------------
@@ -364,12 +364,12 @@ def test_a_mean_far_from_zero_shifts_the_threshold() -> None:
 def test_large_groups_of_the_rival(density: float) -> None:
     n = 3_000_000
     rank = Rank(_core.Plan("gaussiank", "none", n, "float32", {"density": density}))
-    walks = []
+    passes = []
     for step in range(12):
         x = np.random.default_rng(step % 3).laplace(0, 1, n).astype(np.float32)
         rank.encode(Vector(x), Step(step=step))
-        walks.append(rank.stats.walks)
-    assert sum(walks[6:]) <= 8, walks
+        passes.append(rank.stats.passes)
+    assert sum(passes[6:]) <= 8, passes
 
 
 def test_the_table_of_ratios(monkeypatch: pytest.MonkeyPatch) -> None:

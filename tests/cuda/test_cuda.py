@@ -301,7 +301,7 @@ class DeviceRank:
             block.check()
 
     def read_stats(self) -> tuple[Any, ...]:
-        """count, found, nonfinite, threshold (as bits), stages, walks."""
+        """count, found, nonfinite, threshold (as bits), stages, passes."""
         return struct.unpack("<QQQIII", self.stats.get()[:36])
 
 
@@ -413,7 +413,7 @@ def run_steps(codec: str, settings: dict[str, Any], memory: str, n: int, dtype: 
         s = host.stats
         threshold = struct.unpack("<I", struct.pack("<f", s.threshold))[0]
         got = device.read_stats()
-        assert got[:3] + got[4:] == (s.count, s.found, s.nonfinite, s.stages, s.walks)
+        assert got[:3] + got[4:] == (s.count, s.found, s.nonfinite, s.stages, s.passes)
         assert got[3] == threshold or np.isnan(s.threshold)
 
 

@@ -10,7 +10,7 @@ from sidcomp import _core
 def test_read_stats_reads_what_an_encode_writes() -> None:
     data = struct.pack("<QQQfII", 2**40 + 1, 7, 3, 0.5, 4, 2).ljust(_core.stats_bytes, b"\x99")
     stats = _core.read_stats(data)
-    found = (stats.count, stats.found, stats.nonfinite, stats.threshold, stats.stages, stats.walks)
+    found = (stats.count, stats.found, stats.nonfinite, stats.threshold, stats.stages, stats.passes)
     assert found == (2**40 + 1, 7, 3, 0.5, 4, 2)
 
 

@@ -307,7 +307,7 @@ class Compressor:
     def stats(self) -> dict[str, int | float]:
         """Statistics of the last encode, {} before it: count (elements sent), found (elements that the
         codec's rule selected, before the capacity limit), density (count / n), nonfinite (NaN and Inf in x),
-        threshold (or scale), stages (SIDCo), walks (passes over the vector)."""
+        threshold (or scale), stages (SIDCo), passes (over the vector)."""
         s = self._stats
         if s is None:
             return {}
@@ -318,7 +318,7 @@ class Compressor:
             "nonfinite": s.nonfinite,
             "threshold": s.threshold,
             "stages": s.stages,
-            "walks": s.walks,
+            "passes": s.passes,
         }
 
     def reset(self) -> None:
