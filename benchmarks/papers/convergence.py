@@ -50,7 +50,7 @@ class Group:
     """A group on all simulated ranks."""
 
     def __init__(self, index: int, spec: Spec, settings: Settings, gradients: Sequence[torch.Tensor]) -> None:
-        self.index, self.way, self.settings = index, spec.way, settings
+        self.index, self.candidate, self.settings = index, spec.candidate, settings
         self.n = sum(p.numel for p in spec.pieces)
         self.shapes = [p.matrix for p in spec.pieces]
         self.segments = [
@@ -110,13 +110,13 @@ class Group:
     def _plan(self, step: int) -> _core.Plan | MessagePlan:
         """This step's plan; what is kept goes over to it as in `sidcomp.runtime.layout.Group.turn`."""
         s = self.settings
-        way = None if self.way == DENSE else s.way(self.way)
-        marks = schedule.at((way or s.way(0)).parameters, step)
-        full = way is not None and not way.codec.lossless and s.full(step)
+        candidate = None if self.candidate == DENSE else s.candidate(self.candidate)
+        marks = schedule.at((candidate or s.candidate(0)).parameters, step)
+        full = candidate is not None and not candidate.codec.lossless and s.full(step)
         if self.plan is None or marks != self.marks:
             world = len(self.segments)
             plans = [
-                s.plan(self.n, "float32", self.way, step=step, shapes=self.shapes, place=(rank, world))
+                s.plan(self.n, "float32", self.candidate, step=step, shapes=self.shapes, place=(rank, world))
                 for rank in range(world)
             ]
             plan = plans[0]
@@ -130,7 +130,11 @@ class Group:
                 kept = Block(4 * self.n * max(1, plan.vectors))
                 his.residual_out(old.ptr, kept.ptr)
                 mine.residual_in(new.ptr, kept.ptr)
-            other = s.full_plan(self.n, "float32", self.way) if way is not None and s.full_every else plan
+            other = (
+                s.full_plan(self.n, "float32", self.candidate)
+                if candidate is not None and s.full_every
+                else plan
+            )
             self.states, self.marks, self.full = states, marks, False
             self.plan, self.other = plan, other
             self.work = Block(max(plan.work_bytes, other.work_bytes))
@@ -331,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
             "ranks": str(world),
             "steps": shown,
             "what": label,
-            "memory": settings_of(parsed, 0).ways[0].memory.name,
+            "memory": settings_of(parsed, 0).candidates[0].memory.name,
             "1 / bytes": 1 / mean(result.share for result in found),
             kind.metric: f"{mean(values):.4f}",
             "each seed": " ".join(f"{value:.4f}" for value in values),

@@ -193,9 +193,9 @@ class State:
         return cls(**{**found.arguments, **found.parameters, **changes})
 
     def __repr__(self) -> str:
-        ways = ", ".join(way.label for way in self.settings.ways)
-        chosen = f"auto from {ways}" if self.settings.auto else ways
-        memory = self.settings.ways[0].memory.name
+        candidates = ", ".join(candidate.label for candidate in self.settings.candidates)
+        chosen = f"auto from {candidates}" if self.settings.auto else candidates
+        memory = self.settings.candidates[0].memory.name
         return (
             f"State({chosen}, memory={memory!r}, groups={self.settings.groups!r}, step={self._engine.step})"
         )

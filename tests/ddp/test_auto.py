@@ -129,7 +129,7 @@ def found(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return t.until_it_rests()
 
 
-def ways(report: dict[str, Any]) -> set[str]:
+def candidates(report: dict[str, Any]) -> set[str]:
     return {g["way"] for g in report["groups"]}
 
 
@@ -148,7 +148,7 @@ def test_compression_is_kept_where_dense_exchanges_are_slow() -> None:
     reports = run(found, 2, {"slow": SLOW_DENSE, "candidates": ["topk", "sidco-e"]})
     for r in reports:
         check(r)
-        assert ways(r) & {"topk", "sidco-e"}, r["explain"]
+        assert candidates(r) & {"topk", "sidco-e"}, r["explain"]
         assert r["measured_ps"] < 0.8 * r["dense_ps"]
         assert r["tried"][0]["kept"] and r["tried"][0]["predicted_ps"] > 0
         assert r["compute_ps"] < r["dense_ps"]
@@ -243,7 +243,7 @@ def over_exchanges(rank: int, world: int, room: str) -> dict[str, Any]:
         t.state.load_state_dict(state)
         for _ in range(3):
             t.step()
-        assert ways(t.report()) == ways(out)
+        assert candidates(t.report()) == candidates(out)
         assert all(torch.equal(a, b) for a, b in zip(after, t.ddp.parameters(), strict=True))
     return out
 
@@ -251,7 +251,7 @@ def over_exchanges(rank: int, world: int, room: str) -> dict[str, Any]:
 def test_another_exchange_is_kept_where_collectives_are_slow(tmp_path: Path) -> None:
     for r in run(over_exchanges, 3, str(tmp_path)):
         check(r)
-        assert "topk over twoshot" in ways(r) <= {"topk over twoshot", "dense"}, r["explain"]
+        assert "topk over twoshot" in candidates(r) <= {"topk over twoshot", "dense"}, r["explain"]
         assert "twoshot" in {g["exchange"] for g in r["groups"]}
         assert r["measured_ps"] < 0.8 * r["dense_ps"]
         (in_messages,) = (m for m in r["methods"] if m.startswith("topk over"))
@@ -264,7 +264,7 @@ def choices(rank: int, world: int, local: str, arguments: dict[str, Any]) -> lis
         for _ in range(3):
             t.step()
         settings = t.state.settings
-        return [settings.ways[i].label for i in measurement.considered(t.state._engine, settings)]
+        return [settings.candidates[i].label for i in measurement.considered(t.state._engine, settings)]
 
 
 DEFAULT = "topk density=0.084 values=log4 indices=packed"
@@ -298,14 +298,14 @@ def test_exchanges_are_measured_where_they_send_less(
 def test_dense_stays_where_compression_does_not_pay() -> None:
     for r in run(found, 2, {"slow": SLOW_SPARSE, "candidates": ["topk"]}):
         check(r)
-        assert ways(r) == {"dense"}
+        assert candidates(r) == {"dense"}
         assert not any(t["kept"] for t in r["tried"])
 
 
 def test_one_rank_has_nothing_to_exchange() -> None:
     (r,) = run(found, 1, {})
     check(r)
-    assert ways(r) == {"dense"} and "one rank" in r["why"]
+    assert candidates(r) == {"dense"} and "one rank" in r["why"]
 
 
 @pytest.mark.parametrize("model", ["one tensor", "forgetful"])
@@ -316,7 +316,7 @@ def test_odd_models(model: str) -> None:
     ):
         check(r)
         names = [name for g in r["groups"] for name in g["names"]]
-        assert "topk" in ways(r), r["explain"]
+        assert "topk" in candidates(r), r["explain"]
         assert len(names) == len(set(names)) == {"one tensor": 1, "forgetful": 10}[model]
 
 
@@ -333,7 +333,7 @@ def test_the_groups_alone_can_be_found(groups: str, exchange: str | None) -> Non
     over = f" over {exchange}" if exchange else ""
     for r in run(found, 2, {"codec": "topk", "density": 0.02, "groups": groups, "exchange": exchange}):
         check(r)
-        assert ways(r) == {"topk density=0.02" + over}
+        assert candidates(r) == {"topk density=0.02" + over}
 
 
 @pytest.mark.parametrize(("groups", "expected"), [("layer", 8), ("even:3", 3), ("even:100", 8)])
@@ -389,7 +389,7 @@ def drifting(rank: int, world: int) -> dict[str, Any]:
         )  # from here on it is the all-gather that is slow
         for _ in range(60):
             t.step()
-        return {"first": ways(first), **t.until_it_rests()}
+        return {"first": candidates(first), **t.until_it_rests()}
 
 
 def test_a_plan_that_has_become_slow_is_looked_at_again() -> None:
@@ -397,7 +397,7 @@ def test_a_plan_that_has_become_slow_is_looked_at_again() -> None:
         check(r)
         assert "topk" in r["first"]
         assert any("drifted" in line for line in r["log"])
-        assert ways(r) == {"dense"}
+        assert candidates(r) == {"dense"}
 
 
 def dying(rank: int, world: int) -> str:
@@ -522,7 +522,7 @@ def test_a_plan_survives_a_checkpoint_bit_for_bit() -> None:
         check(r)
         assert r["early"] == "resting", "what had been found was looked for again"
         assert r["bits"]
-        assert "topk" in ways(r), r["explain"]
+        assert "topk" in candidates(r), r["explain"]
 
 
 @pytest.mark.parametrize("when", ["version", "candidates"])
@@ -582,7 +582,7 @@ def test_a_new_wrapper_has_the_plans_groups_as_buckets() -> None:
     for r in run(rewrapped, 2):
         check(r)
         assert r["moved"]
-        assert "topk" in ways(r), r["explain"]
+        assert "topk" in candidates(r), r["explain"]
         assert r["shared"] == [1] * len(r["groups"]), "a group lies in one bucket"
         assert r["buckets"] == len(r["groups"])
 

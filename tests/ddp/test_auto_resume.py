@@ -19,7 +19,7 @@ from harness import run
 from sidcomp.autotune import controller, journal, probe
 from sidcomp.autotune.controller import Controller
 from sidcomp.runtime.checkpoint import Resume
-from test_auto import SLOW_DENSE, Costs, Training, check, ways
+from test_auto import SLOW_DENSE, Costs, Training, candidates, check
 
 # What a resumed run measures again: DDP forms its buckets, which takes 4 steps and one to change groups; then
 # a step for the hooks and a turn that was begun, or a pair of windows that was begun, of up to 9 steps.
@@ -111,7 +111,7 @@ def test_finding_goes_on_where_the_checkpoint_was(groups: str) -> None:
         text = f"saved in step {at}, {was}: {steps} steps in all, {n} without a break\n{r['explain']}"
         assert steps <= n + again.get(was, 1), text
         assert probed == (was in ("settling", "measuring")), f"costs were measured {probed} times; {text}"
-        assert ways(r) == ways(whole) and len(r["tried"]) == len(whole["tried"]), text
+        assert candidates(r) == candidates(whole) and len(r["tried"]) == len(whole["tried"]), text
         assert r["log"] == other["log"] and r["log"].count("measuring codecs and exchanges") == 1, text
         assert whole["finding_steps"] <= r["finding_steps"] <= whole["finding_steps"] + PAIR, text
     assert observed >= {"settling", "measuring", "verifying" if groups == "auto" else "searching"}
@@ -135,7 +135,7 @@ def in_pieces(rank: int, world: int) -> dict[str, Any]:
 def test_a_run_that_is_always_cut_short_finds_its_plan() -> None:
     for r in run(in_pieces, 2):
         check(r)
-        assert ways(r) == {"topk"}
+        assert candidates(r) == {"topk"}
 
 
 # ---- ranks with different checkpoints, other machines
@@ -198,7 +198,7 @@ def unlike(rank: int, world: int, what: str) -> dict[str, Any]:
 def test_what_not_all_ranks_have_is_measured_again(what: str, probed: int, said: str) -> None:
     for r in run(unlike, 2, what):
         check(r)
-        assert ways(r) == {"topk"}
+        assert candidates(r) == {"topk"}
         assert any(said in line for line in r["log"]), r["log"]
         assert r["probed"] == probed, r["log"]
         assert len(r["tried"]) == 1
@@ -347,7 +347,7 @@ def disturbed(rank: int, world: int) -> list[dict[str, Any]]:
 def test_a_neighbour_does_not_cost_a_plan() -> None:
     for calm, busy, after, again in run(disturbed, 2):
         for r in (calm, busy, after, again):
-            assert ways(r) == {"topk"}
+            assert candidates(r) == {"topk"}
             assert r["finding_steps"] == calm["finding_steps"], "the plan was looked for again"
         assert not calm["compared"]
         (first,) = busy["compared"]
@@ -369,7 +369,7 @@ def relinked(rank: int, world: int) -> list[dict[str, Any]]:
 
 def test_a_plan_goes_with_a_link_that_became_fast_and_comes_back() -> None:
     for slow, fast, again in run(relinked, 2):
-        assert [ways(r) for r in (slow, fast, again)] == [{"topk"}, {"dense"}, {"topk"}], again["log"]
+        assert [candidates(r) for r in (slow, fast, again)] == [{"topk"}, {"dense"}, {"topk"}], again["log"]
         (given_up,) = fast["compared"]
         assert not given_up["kept"] and given_up["against_ps"] < 0.8 * given_up["measured_ps"]
         assert any("it is given up" in line for line in fast["log"])
@@ -402,7 +402,7 @@ def noisy(rank: int, world: int) -> tuple[list[dict[str, Any]], int]:
 def test_comparing_is_bounded() -> None:
     """A comparison takes 91 steps at most, and each is twice as far away as the one before."""
     for (r,), steps in run(noisy, 2):
-        assert ways(r) == {"topk"}
+        assert candidates(r) == {"topk"}
         assert all(x["kept"] and x["steps"] <= 91 for x in r["compared"])
         gaps = [60 * 2**i for i in range(len(r["compared"]))]
         starts = [x["step"] - x["steps"] for x in r["compared"]]
@@ -433,7 +433,7 @@ def test_a_checkpoint_of_a_comparison_goes_on_with_it(tmp_path: Path) -> None:
     for early, late in run(compared_again, 2, str(tmp_path)):
         assert early["stages"] == ["comparing"] * 3
         check(late)
-        assert ways(late) == {"topk"}
+        assert candidates(late) == {"topk"}
         (one,) = late["compared"]
         assert one["kept"] and one["pairs"] == 2 and one["steps"] <= 19 + SETTLE + PAIR
         assert late["finding_steps"] == early["finding_steps"]

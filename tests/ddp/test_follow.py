@@ -154,10 +154,10 @@ def conserve(rank: int, world: int, park: bool, exchanges: bool) -> dict[str, fl
     r.state.follow(optimizer)
     plan = [PLAIN, TOPK, TOPK, TOPK, SIDCO, MIXED, TOPK, PLAIN, PLAIN, PLAIN, TOPK, MIXED, MIXED, PLAIN]
     if exchanges:
-        labels = [way.label for way in r.state.settings.ways]
-        ways = {0: labels.index("topk density=0.05 over twoshot")}
-        ways[1] = next(i for i, label in enumerate(labels) if "density=0.05 over hierarchical" in label)
-        plan = [Regime(g.rule, tuple(ways.get(w, w) for w in g.ways)) for g in plan]
+        labels = [candidate.label for candidate in r.state.settings.candidates]
+        candidates = {0: labels.index("topk density=0.05 over twoshot")}
+        candidates[1] = next(i for i, label in enumerate(labels) if "density=0.05 over hierarchical" in label)
+        plan = [Regime(g.rule, tuple(candidates.get(w, w) for w in g.candidates)) for g in plan]
     rates = [
         0.05,
         0.05,

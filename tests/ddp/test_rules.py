@@ -28,7 +28,7 @@ def follow(rank: int, world: int, groups: str | int, rules: Any, density: Any, s
     for step in range(steps):
         ours.step(lambda kind: formed.append(groups_of(state)) if kind == "sync" else None)
         own = state.settings.assign(shapes)
-        judge.own = {n: state.settings.way(way).parameters for n, way in own.items()}
+        judge.own = {n: state.settings.candidate(candidate).parameters for n, candidate in own.items()}
         slow.step(lambda kind: judge.exchange(formed.pop(0), parameters) if kind == "sync" else None)
         assert_same(ours.gradients(), slow.gradients(), f"step {step}")
         assert_same(dict(ours.named()), dict(slow.named()), f"step {step}")

@@ -124,12 +124,14 @@ def test_nothing_is_lost_when_groups_change(world: int, hold: bool) -> None:
 
 def conserve_over_exchanges(rank: int, world: int, hold: bool) -> dict[str, Any]:
     r = Run(rank, world, exchange=["twoshot", "hierarchical"], ranks_per_node=2, within="twoshot")
-    labels = [way.label for way in r.state.settings.ways]
+    labels = [candidate.label for candidate in r.state.settings.candidates]
     r.step(), r.step()
-    ways = {name: labels.index(f"topk density=0.05 over {name}") for name in ("twoshot", HIERARCHICAL)}
-    two = Regime([NAMES[:2], NAMES[2:]], (ways["twoshot"],) * 2)
-    nodes = Regime([NAMES], (ways[HIERARCHICAL],))
-    both = Regime([NAMES[:1], NAMES[1:3], NAMES[3:]], (ways["twoshot"], DENSE, ways[HIERARCHICAL]))
+    candidates = {name: labels.index(f"topk density=0.05 over {name}") for name in ("twoshot", HIERARCHICAL)}
+    two = Regime([NAMES[:2], NAMES[2:]], (candidates["twoshot"],) * 2)
+    nodes = Regime([NAMES], (candidates[HIERARCHICAL],))
+    both = Regime(
+        [NAMES[:1], NAMES[1:3], NAMES[3:]], (candidates["twoshot"], DENSE, candidates[HIERARCHICAL])
+    )
     plan = [PLAIN, two, two, TOPK, two, nodes, nodes, PLAIN, PLAIN, nodes, two, both, both, TOPK, both, PLAIN]
     scripted(r.state, plan, hold)
     lost, kept, observed = [], [], set()

@@ -64,7 +64,7 @@ def test_the_call_on_a_codecs_page_works(codec: sidcomp.Codec) -> None:
     line = run("codecs", codec.name).stdout.splitlines()[-1]
     assert line.startswith("sidcomp.State(")
     state = eval(line, {"sidcomp": sidcomp})
-    assert state.settings.ways[0].codec.name == codec.name
+    assert state.settings.candidates[0].codec.name == codec.name
 
 
 def test_an_unknown_codec_is_refused_by_name_with_a_list() -> None:

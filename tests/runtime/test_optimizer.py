@@ -94,20 +94,20 @@ def test_what_fights_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_state_has_the_codecs_own_memory(codec: str) -> None:
     own = next(c.memory for c in sidcomp.codecs() if c.name == codec)
     assert own in [*MOMENTA, *LEFT]
-    assert sidcomp.State(codec).settings.ways[0].memory.name == own
+    assert sidcomp.State(codec).settings.candidates[0].memory.name == own
     assert sidcomp.Compressor(codec, 10).memory.name == own
 
 
 def test_the_default_is_as_before() -> None:
-    assert sidcomp.State().settings.ways[0].memory.name == "residual"
+    assert sidcomp.State().settings.candidates[0].memory.name == "residual"
     assert sidcomp.Compressor("topk", 10).memory.name == "residual"
-    assert {w.memory.name for w in sidcomp.State("auto").settings.ways} == {"residual"}
-    assert {w.memory.name for w in sidcomp.State("auto", memory="dgc").settings.ways} == {"dgc"}
+    assert {w.memory.name for w in sidcomp.State("auto").settings.candidates} == {"residual"}
+    assert {w.memory.name for w in sidcomp.State("auto", memory="dgc").settings.candidates} == {"dgc"}
 
 
 def test_numbers_of_the_memory_are_parameters_of_the_state() -> None:
     state = sidcomp.State("topk", memory="dgc", density=0.1, momentum=0.5, nesterov="on", clip_norm=2.0)
-    assert state.settings.ways[0].parameters["momentum"] == 0.5
+    assert state.settings.candidates[0].parameters["momentum"] == 0.5
     with pytest.raises(sidcomp.ParameterError, match=r"momentum.*residual"):
         sidcomp.State("topk", momentum=0.5)
     with pytest.raises(sidcomp.ParameterError, match="momentum"):
@@ -126,7 +126,7 @@ def test_a_codec_of_the_policy_brings_its_memory() -> None:
 
     def found(**arguments: Any) -> list[str]:
         settings = sidcomp.State(policy=[("1-D", "none"), ("b", "topk")], **arguments).settings
-        return [settings.way(i).memory.name for i in settings.assign(shapes).values()]
+        return [settings.candidate(i).memory.name for i in settings.assign(shapes).values()]
 
     assert found(codec="fp16") == ["residual"]
     assert found(codec="fp16", memory="none") == ["none"]

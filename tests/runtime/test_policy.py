@@ -64,7 +64,7 @@ def test_sizes_follow_the_schedule() -> None:
     assert [p.k for p in plans] == [5000] * 4 + [1000] * 4
     assert len({p.payload_bytes for p in plans}) == 3
     assert [s.next_change(i, PLAIN) for i in (0, 3, 4, 5, 6)] == [4, 4, 6, 6, float("inf")]
-    assert schedule.plain(s.ways[0].parameters)["density"] == [[0, 0.5], [4, 0.1]]
+    assert schedule.plain(s.candidates[0].parameters)["density"] == [[0, 0.5], [4, 0.1]]
 
 
 # ---- rules ---------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_rules_apply_in_their_order() -> None:
     s = settings(rules=rules, density=0.01)
     own = s.assign(SHAPES)
     assert s.policy.excluded(SHAPES) == {"head.bias"}
-    labels = {name: s.way(own[name]).parameters for name in SHAPES if name in own}
+    labels = {name: s.candidate(own[name]).parameters for name in SHAPES if name in own}
     assert labels["layers.0.bias"] == {"density": 0.1}
     assert labels["layers.0.weight"] == {"density": 0.1, "values": "f16"}
     assert labels["layers.1.weight"] == {"density": 0.2, "values": "f16"}
@@ -118,8 +118,8 @@ def test_rules_apply_in_their_order() -> None:
 def test_another_codec_takes_only_the_parameters_that_it_knows() -> None:
     s = settings(rules=[("embedding", "fp16"), ("output", {"codec": "sidco-e", "Q": 7})], density=0.05)
     own = s.assign(SHAPES)
-    assert s.way(own["embed.weight"]).label == "fp16"
-    assert s.way(own["head.bias"]).parameters == {"density": 0.05, "Q": 7}
+    assert s.candidate(own["embed.weight"]).label == "fp16"
+    assert s.candidate(own["head.bias"]).parameters == {"density": 0.05, "Q": 7}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from sidcomp.planner.fusion import VERSION, evaluate, plan, plan_hash
 from sidcomp.planner.profile import Profile
 from sidcomp.planner.significance import MARGIN, Pair, gain, is_faster
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.checkpoint import Resume, way_of
+from sidcomp.runtime.checkpoint import Resume, candidate_of
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.layout import Layout
 
@@ -225,7 +225,9 @@ class Controller:
                 "identity": self._identity,
                 "journal": self._journal.entries,
                 "spent": [self._spent, self._counted],
-                "regime": {"rule": self._kept.rule, "ways": list(self._kept.ways)} if self._kept else None,
+                "regime": {"rule": self._kept.rule, "ways": list(self._kept.candidates)}
+                if self._kept
+                else None,
                 "watch": asdict(self._watched) if found else None,
             }
         )
@@ -257,9 +259,9 @@ class Controller:
         shapes = {n: tuple(s) for g in resume.layout for n, s in zip(g["names"], g["shapes"], strict=True)}
         out = self.settings.policy.excluded(shapes)
         groups = [g for g in resume.layout if g["names"][0] not in out]
-        ways = tuple(way_of(g) for g in groups)
-        lists = Regime([list(g["names"]) for g in groups], ways)
-        asked = lists if any(way != DENSE for way in ways) else PLAIN
+        candidates = tuple(candidate_of(g) for g in groups)
+        lists = Regime([list(g["names"]) for g in groups], candidates)
+        asked = lists if any(candidate != DENSE for candidate in candidates) else PLAIN
         return (kept or asked if groups else None), asked
 
     def _unfit(self, resume: Resume, here: dict[str, Any]) -> str:
@@ -283,7 +285,7 @@ class Controller:
                 return f"the checkpoint's measurements were made with {k} {was[k]}, now it is {here[k]}"
         if saved["found"] and self._kept is None:
             return "the checkpoint was saved before a plan was adopted"
-        if self._kept is not None and max(self._kept.ways) >= len(self.settings.ways):
+        if self._kept is not None and max(self._kept.candidates) >= len(self.settings.candidates):
             return "the checkpoint's plan uses codecs or exchanges that this State does not have"
         return ""
 
@@ -299,7 +301,7 @@ class Controller:
         mine = {
             "loaded": self._loaded is not None,
             "why": why,
-            "kept": digest([kept.rule, kept.ways, self.report.floors]) if kept is not None else "",
+            "kept": digest([kept.rule, kept.candidates, self.report.floors]) if kept is not None else "",
             "watch": digest(self._watched.common()),
             "journal": [] if why else self._journal.digests(),
         }
@@ -628,7 +630,11 @@ class Controller:
         """Lowers the density in stages, as DGC does at the start of training. docs/accuracy.md shows what
         that is worth after a switch during training."""
         r, each = self.report, self.settings.warmup
-        own = [d for way in regime.ways if way != DENSE and (d := self.settings.way(way).density)]
+        own = [
+            d
+            for candidate in regime.candidates
+            if candidate != DENSE and (d := self.settings.candidate(candidate).density)
+        ]
         if not (self.settings.auto and own and each):
             return regime
         if not r.floors:
@@ -807,16 +813,16 @@ class Controller:
     def _regime(self, found: dict[str, Any]) -> Regime:
         assert self.report.profile is not None
         names = [t["name"] for t in self.report.profile.tensors]
-        known = measurement.ways_of(self.report.profile, self.settings)
-        ways = tuple(known[m] for m in found["methods"])
-        if all(way == DENSE for way in ways):
+        known = measurement.candidates_of(self.report.profile, self.settings)
+        candidates = tuple(known[m] for m in found["methods"])
+        if all(candidate == DENSE for candidate in candidates):
             return PLAIN
-        return self._grouped(names, found["ends"], ways)
+        return self._grouped(names, found["ends"], candidates)
 
     @staticmethod
-    def _grouped(names: list[str], ends: list[int], ways: tuple[int, ...]) -> Regime:
-        ways = ways if len(ways) == len(ends) else ways * len(ends)
-        return Regime([names[a:b] for a, b in pairwise([0, *ends])], ways)
+    def _grouped(names: list[str], ends: list[int], candidates: tuple[int, ...]) -> Regime:
+        candidates = candidates if len(candidates) == len(ends) else candidates * len(ends)
+        return Regime([names[a:b] for a, b in pairwise([0, *ends])], candidates)
 
     def _keep(self, instance: dict[str, Any], found: dict[str, Any], measured_ps: int) -> None:
         r = self.report

@@ -196,11 +196,11 @@ def check(saved: object) -> None:
             "watch": either(record({}, _WATCH)),
         },
     )(saved, "controller")
-    regime, ways = saved.get("regime"), "controller['regime']['ways']"
+    regime, candidates = saved.get("regime"), "controller['regime']['ways']"
     if regime is not None:
         if isinstance(regime["rule"], list) and len(regime["ways"]) != len(regime["rule"]):
-            raise wrong(ways, regime["ways"], f"one number for each of {len(regime['rule'])} groups")
+            raise wrong(candidates, regime["ways"], f"one number for each of {len(regime['rule'])} groups")
         if min(regime["ways"]) < DENSE:
-            raise wrong(ways, regime["ways"], f"numbers, {DENSE} or greater")
+            raise wrong(candidates, regime["ways"], f"numbers, {DENSE} or greater")
     if saved["found"] and regime is None and (saved.get("watch") or {}).get("comparing"):
         raise wrong("controller['regime']", None, "the groups of the plan that is being compared")

@@ -17,7 +17,7 @@ from sidcomp.autotune import journal, probe
 from sidcomp.config import schedule
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import DENSE, Piece, Regime
-from sidcomp.config.settings import Settings, Way
+from sidcomp.config.settings import Candidate, Settings
 from sidcomp.errors import ParameterError, SetupError
 from sidcomp.planner.fusion import evaluate
 from sidcomp.planner.profile import Profile, model_digest
@@ -211,7 +211,7 @@ def profile(
     if not tensors:
         raise SetupError("every parameter is excluded, so there is nothing to plan: leave exclude= out")
     probed = probe.measure(
-        [candidate(settings.ways[i]) for i in considered(p, settings)],
+        [measurable(settings.candidates[i]) for i in considered(p, settings)],
         p.exchange,
         sum(t["bytes"] for t in tensors),
         layout.buckets[0].buffer.dtype,
@@ -257,29 +257,32 @@ def _stolen(probed: probe.Measurement, longer: int, sizes: list[int], span: int)
     return max(0, min(_MOST_STOLEN, 1000 - 1_000_000 // max(slower, 1)))
 
 
-def candidate(way: Way) -> probe.Candidate:
-    choice = way.choice if way.in_messages else None
-    return probe.Candidate(way.codec.name, way.memory.name, schedule.last(way.parameters), choice)
+def measurable(candidate: Candidate) -> probe.Candidate:
+    """The candidate, as the micro-benchmarks take it."""
+    choice = candidate.choice if candidate.in_messages else None
+    return probe.Candidate(
+        candidate.codec.name, candidate.memory.name, schedule.last(candidate.parameters), choice
+    )
 
 
 def considered(p: Engine, settings: Settings) -> list[int]:
-    """The ways worth measuring here, the same on all ranks: a collective. Exchanges other than the process
-    group's own are included only if fewer bytes leave a node with them, and those of nodes only if all nodes
-    have equally many ranks."""
+    """The candidates worth measuring here, the same on all ranks: a collective. Exchanges other than the
+    process group's own are included only if fewer bytes leave a node with them, and those of nodes only if
+    all nodes have equally many ranks."""
     assert p.layout is not None and p.exchange is not None
     if not settings.auto:
-        return list(range(len(settings.ways)))
+        return list(range(len(settings.candidates)))
     n = max(1, sum(x.numel for x in _pieces(p.layout)))
     world = p.exchange.world
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     even = len(set(p.exchange.gather_bytes(local.to_bytes(4, "little")))) == 1
     local = local if even and world % local == 0 and local < world else 1
-    ways = []
-    for i, way in enumerate(settings.ways):
-        if way.choice is not None and way.in_messages:
-            if not even and "ranks_per_node" in way.choice.parameters:
+    candidates = []
+    for i, candidate in enumerate(settings.candidates):
+        if candidate.choice is not None and candidate.in_messages:
+            if not even and "ranks_per_node" in candidate.choice.parameters:
                 continue
-            if p.on_device and not way.choice.exchange.cuda:
+            if p.on_device and not candidate.choice.exchange.cuda:
                 continue
             # In a ring, one rank of a node sends to the next node.
             plan = settings.plan(n, "float32", i)
@@ -287,37 +290,40 @@ def considered(p: Engine, settings: Settings) -> list[int]:
             try:
                 plans = [settings.plan(n, "float32", i, place=(r, world)) for r in range(local)]
             except ParameterError as e:  # it needs nodes of another shape
-                logger.info("%s is not considered: %s", way.label, e)
+                logger.info("%s is not considered: %s", candidate.label, e)
                 continue
             out = sum(t.leaving(local) for t in plans if isinstance(t, MessagePlan))
             if out > _FEWER * (world - 1) * own:
                 continue
-        ways.append(i)
-    return ways
+        candidates.append(i)
+    return candidates
 
 
 def lacks(profile: Profile, p: Engine, settings: Settings) -> str | None:
     """Which candidates the profile lacks, as a sentence; None if it has all."""
     known = {m.name for m in profile.methods}
-    names = [candidate(settings.ways[i]).name for i in considered(p, settings)]
+    names = [measurable(settings.candidates[i]).name for i in considered(p, settings)]
     missing = [name for name in names if name not in known]
     return f"it lacks the costs of {', '.join(missing)}" if missing else None
 
 
-def ways_of(profile: Profile, settings: Settings) -> list[int]:
-    """The ways of an instance's methods, in their order, with dense first if the codec is not fixed."""
+def candidates_of(profile: Profile, settings: Settings) -> list[int]:
+    """The candidates of an instance's methods, in their order, with dense first if the codec is not fixed."""
     known = {m.name for m in profile.methods}
-    ways = [i for i, way in enumerate(settings.ways) if candidate(way).name in known]
-    return [DENSE, *ways] if settings.auto else ways
+    candidates = [i for i, candidate in enumerate(settings.candidates) if measurable(candidate).name in known]
+    return [DENSE, *candidates] if settings.auto else candidates
 
 
 Model = dict[str, Any]  # a planner's instance
 
 
 def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
-    """The instance for the planner. Its methods are those of `ways_of`."""
+    """The instance for the planner. Its methods are those of `candidates_of`."""
     dense = profile.methods[0].name
-    names = [dense if i == DENSE else candidate(settings.ways[i]).name for i in ways_of(profile, settings)]
+    names = [
+        dense if i == DENSE else measurable(settings.candidates[i]).name
+        for i in candidates_of(profile, settings)
+    ]
     made = profile.instance(buckets, names, contention=contention(profile), copied=True)
     kinds = [t["kind"] for t in profile.tensors]
     made["cut_before"] = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
@@ -352,7 +358,7 @@ def leaves_behind(layout: Layout, unassigned: Iterable[str], target: Regime) -> 
     """Whether residuals, in memories or unassigned, have no place in the groups of `target`."""
     kept = [*unassigned, *(name for g in layout.groups if g.plan.vectors for name in g.names)]
     if not isinstance(target.rule, list):
-        return bool(kept) and target.ways[0] == DENSE
+        return bool(kept) and target.candidates[0] == DENSE
     return not target.dense_names().isdisjoint(kept)
 
 

@@ -32,7 +32,7 @@ def report(p: Engine) -> dict[str, Any]:
             {
                 "names": list(g.names),
                 "elements": g.n,
-                "way": "dense" if g.spec.way == DENSE else settings.way(g.spec.way).label,
+                "way": "dense" if g.spec.candidate == DENSE else settings.candidate(g.spec.candidate).label,
                 "exchange": g.message_plan.choice.exchange.name
                 if g.in_messages
                 else "all-reduce"
@@ -153,7 +153,7 @@ def timelines(p: Engine) -> dict[str, list[dict[str, Any]] | None]:
         }
         before = max(before, ready)
         spans = {k: [1000 * (start - zero), 1000 * (end - zero)] for k, (start, end) in moments.items()}
-        rows.append({"group": g.index, "compressed": g.spec.way != DENSE, **spans})
+        rows.append({"group": g.index, "compressed": g.spec.candidate != DENSE, **spans})
     return {"predicted": predicted, "measured": rows}
 
 

@@ -24,14 +24,14 @@ DENSE = -1
 class Regime:
     """How parameters form groups, and how each group is sent.
 
-    rule: "bucket", "model", "layer", "even:N", a number of bytes, or lists of names. ways: for each list, an
-    index into Settings.ways, or DENSE; any other rule has one way for all its groups. flush: dense groups
-    also send the residuals of their parameters. floors: pairs of an iteration and a density; from that
+    rule: "bucket", "model", "layer", "even:N", a number of bytes, or lists of names. candidates: for each
+    list, an index into Settings.candidates, or DENSE; any other rule has one for all its groups. flush: dense
+    groups also send the residuals of their parameters. floors: pairs of an iteration and a density; from that
     iteration on, no density is lower.
     """
 
     rule: str | int | list[list[str]]
-    ways: tuple[int, ...] = (0,)
+    candidates: tuple[int, ...] = (0,)
     flush: bool = False
     floors: tuple[tuple[int, float], ...] = ()
 
@@ -41,8 +41,8 @@ class Regime:
     def dense_names(self) -> set[str]:
         """The parameters of the dense groups. The rule must be lists of names."""
         assert isinstance(self.rule, list)
-        pairs = zip(self.rule, self.ways, strict=True)
-        return {name for names, way in pairs if way == DENSE for name in names}
+        pairs = zip(self.rule, self.candidates, strict=True)
+        return {name for names, candidate in pairs if candidate == DENSE for name in names}
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Piece:
 class Spec:
     """The pieces of one group, in the order in which they form its vector.
 
-    way: an index into Settings.ways, or DENSE: uncompressed.
+    candidate: an index into Settings.candidates, or DENSE: uncompressed.
     """
 
-    way: int
+    candidate: int
     pieces: list[Piece] = field(default_factory=list)
 
     @property
@@ -131,17 +131,17 @@ def form_groups(
 ) -> list[Spec]:
     """Forms the groups of `pieces`, which are in DDP's order, bucket by bucket.
 
-    own: the ways of parameters to which a policy gives one. Lists keep their order; other groups are in the
-    order in which they complete. Excluded parameters form groups of their own: by the same rule, or by bucket
-    if the rule is lists of names. A group has one way, one dtype and one device. Parameters without elements
+    own: the candidates of parameters to which a policy gives one. Lists keep their order; other groups are
+    in the order in which they complete. Excluded parameters form groups of their own: by the same rule, or by bucket
+    if the rule is lists of names. A group has one candidate, one dtype and one device. Parameters without elements
     belong to no group. Raises SetupError if the lists do not fit the parameters.
     """
     own = own or {}
     if isinstance(regime.rule, list):
         left = [p for p in pieces if p.name in dense]
         return _listed(pieces, regime, dense, own) + _runs(left, "bucket", DENSE, dense, {})
-    way = regime.ways[0]
-    return _runs(pieces, regime.rule, way, dense, {} if way == DENSE else own)
+    candidate = regime.candidates[0]
+    return _runs(pieces, regime.rule, candidate, dense, {} if candidate == DENSE else own)
 
 
 def _even(pieces: Sequence[Piece], dense: set[str], count: int) -> set[str]:
@@ -152,7 +152,7 @@ def _even(pieces: Sequence[Piece], dense: set[str], count: int) -> set[str]:
 
 
 def _runs(
-    pieces: Sequence[Piece], rule: str | int, way: int, dense: set[str], own: Mapping[str, int]
+    pieces: Sequence[Piece], rule: str | int, candidate: int, dense: set[str], own: Mapping[str, int]
 ) -> list[Spec]:
     done: list[tuple[int, Spec]] = []
     runs: dict[tuple[object, ...], tuple[int, Spec, int]] = {}  # open groups: last piece, spec, bytes
@@ -161,7 +161,7 @@ def _runs(
     for at, p in enumerate(pieces):
         if not p.numel:
             continue
-        its = DENSE if p.name in dense else own.get(p.name, way)
+        its = DENSE if p.name in dense else own.get(p.name, candidate)
         chain = (p.dtype, p.device, p.name in dense, its, p.bucket if rule == "bucket" else 0)
         _, spec, size = runs.get(chain) or (at, Spec(its), 0)
         spec.pieces.append(p)
@@ -178,7 +178,7 @@ def _runs(
 def _listed(pieces: Sequence[Piece], regime: Regime, dense: set[str], own: Mapping[str, int]) -> list[Spec]:
     lists = regime.rule
     assert isinstance(lists, list)
-    ways = regime.ways if len(regime.ways) == len(lists) else regime.ways * len(lists)
+    candidates = regime.candidates if len(regime.candidates) == len(lists) else regime.candidates * len(lists)
     by_name = {p.name: p for p in pieces}
     listed = {name for names in lists for name in names}
     unknown = sorted(listed - by_name.keys())
@@ -194,9 +194,9 @@ def _listed(pieces: Sequence[Piece], regime: Regime, dense: set[str], own: Mappi
         raise SetupError(f"groups: no list names {shorten(missing)}; add them to a list, or exclude them")
     specs = []
     for i, names in enumerate(lists):
-        way = ways[i] if ways[i] == DENSE else own.get(names[0], ways[i])
-        spec = Spec(way, [by_name[n] for n in names if by_name[n].numel])
-        if way != DENSE and len({own.get(n, ways[i]) for n in names}) > 1:
+        candidate = candidates[i] if candidates[i] == DENSE else own.get(names[0], candidates[i])
+        spec = Spec(candidate, [by_name[n] for n in names if by_name[n].numel])
+        if candidate != DENSE and len({own.get(n, candidates[i]) for n in names}) > 1:
             raise SetupError(
                 f"groups: list {i} ({shorten(names)}) holds parameters that the policy sends in different "
                 "ways: make one list for each way"

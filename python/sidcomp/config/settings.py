@@ -34,7 +34,7 @@ PLAIN = Regime("bucket", (DENSE,))
 
 
 @dataclass(frozen=True)
-class Way:
+class Candidate:
     """One way to send a group: a codec, a memory, their parameters, and the exchange, if one was named."""
 
     codec: Codec
@@ -79,8 +79,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Settings:
-    auto: bool  # codec="auto": the controller chooses a way, or dense, for each group
-    ways: tuple[Way, ...]
+    auto: bool  # codec="auto": the controller chooses a candidate, or dense, for each group
+    candidates: tuple[Candidate, ...]
     groups: str | int | list[list[str]]
     policy: Policy
     seed: int
@@ -91,7 +91,9 @@ class Settings:
     warmup: int = 0  # steps of each stage in which codec="auto" lowers the density
     transport: str = "torch"  # what enqueues the collectives of CUDA groups
     nonfinite: str | None = None  # see State; None: "drop" until a scaler is followed
-    made: list[Way] = field(default_factory=list)  # the policy's combinations, numbered after `ways`
+    made: list[Candidate] = field(
+        default_factory=list
+    )  # the policy's combinations, numbered after `candidates`
 
     @classmethod
     def parse(
@@ -147,17 +149,17 @@ class Settings:
                 f'codec="auto" finds the groups itself: leave groups={groups!r} out, or name a codec'
             )
         if auto:
-            ways = _ways(candidates, memory, parameters)
-            ways += _over(choices, ways, named=exchange is not None)
+            chosen = _candidates(candidates, memory, parameters)
+            chosen += _over(choices, chosen, named=exchange is not None)
         else:
-            ways = (Way(*resolve(codec, memory, parameters), *choices),)
+            chosen = (Candidate(*resolve(codec, memory, parameters), *choices),)
         rules = parse_rules(policy)
         dense = frozenset(
             i for i, (_, r) in enumerate(rules) if "codec" in r and find_codec(r["codec"]).lossless
         )
         settings = cls(
             auto,
-            ways,
+            chosen,
             parse_groups(groups),
             Policy(parse_exclude(exclude), rules, dense),
             seed,
@@ -169,7 +171,9 @@ class Settings:
             transport,
             nonfinite,
         )
-        if settings.planned and (several := [way.codec.name for way in ways if way.codec.rounds]):
+        if settings.planned and (
+            several := [candidate.codec.name for candidate in chosen if candidate.codec.rounds]
+        ):
             raise ArgumentError(
                 f"codec {several[0]!r} needs several reductions per step, which "
                 f'groups={settings.groups!r} cannot plan: choose groups="bucket" or another codec'
@@ -178,14 +182,14 @@ class Settings:
             raise ArgumentError(
                 f'full_every does not work with groups={groups!r}: leave it out, or choose groups="bucket"'
             )
-        for way in range(len(ways)):  # the core checks ranges, and whether this processor has the isa
-            settings.plan(1, "float32", way)
+        for candidate in range(len(chosen)):  # the core checks ranges, and whether this processor has the isa
+            settings.plan(1, "float32", candidate)
         settings._check_rules()
         return settings
 
     def _check_rules(self) -> None:
         """Checks that the codecs and memories in use have what the policy sets, and that it is in range."""
-        first, rules = self.ways[0], self.policy.rules
+        first, rules = self.candidates[0], self.policy.rules
         names = {first.codec.name} | {c["codec"] for _, c in rules if "codec" in c}
         memories = {first.memory.name} | {c["memory"] for _, c in rules if "memory" in c}
         entries = [*map(find_codec, sorted(names)), *map(find_memory, sorted(memories))]
@@ -216,7 +220,7 @@ class Settings:
     @property
     def momentum(self) -> bool:
         """Whether the memory holds the momentum, also for dense groups, so the optimizer must have none."""
-        return self.ways[0].memory.momentum
+        return self.candidates[0].memory.momentum
 
     @property
     def start(self) -> Regime:
@@ -225,12 +229,16 @@ class Settings:
             return Regime(self.groups)
         return Regime("bucket", (DENSE,))
 
-    def way(self, index: int) -> Way:
-        return self.ways[index] if index < len(self.ways) else self.made[index - len(self.ways)]
+    def candidate(self, index: int) -> Candidate:
+        return (
+            self.candidates[index]
+            if index < len(self.candidates)
+            else self.made[index - len(self.candidates)]
+        )
 
-    def combined(self, which: tuple[int, ...]) -> Way:
-        """The first way, changed by these rules of the policy one after the other."""
-        first = self.ways[0]
+    def combined(self, which: tuple[int, ...]) -> Candidate:
+        """The first candidate, changed by these rules of the policy one after the other."""
+        first = self.candidates[0]
         codec, memory, parameters = first.codec.name, first.memory.name, dict(first.parameters)
         for i in which:
             changes = self.policy.rules[i][1]
@@ -241,7 +249,7 @@ class Settings:
             parameters |= {k: v for k, v in changes.items() if k not in ("codec", "memory")}
         tables = (*find_codec(codec).parameters, *find_memory(memory).parameters)
         own = {p.name: parameters[p.name] for p in tables if p.name in parameters}
-        return Way(*resolve(codec, memory, own), first.choice)
+        return Candidate(*resolve(codec, memory, own), first.choice)
 
     def _own_memory(self, codec: str, memory: str) -> str:
         """The memory of a codec that the policy names, unless only one of the two holds the momentum."""
@@ -249,24 +257,24 @@ class Settings:
         return own.name if own.momentum == self.momentum else memory
 
     def assign(self, shapes: Shapes) -> dict[str, int]:
-        """The ways of the parameters that the policy matches. Their numbers depend only on the model."""
+        """The candidates of parameters that the policy matches. Their numbers depend only on the model."""
         matches = {name: which for name, which in self.policy.matches(shapes).items() if which}
         combinations = sorted(set(matches.values()))
         self.made[:] = [self.combined(which) for which in combinations]
-        return {name: len(self.ways) + combinations.index(which) for name, which in matches.items()}
+        return {name: len(self.candidates) + combinations.index(which) for name, which in matches.items()}
 
     def next_change(self, step: int, regime: Regime) -> float:
         """The first iteration after `step` at which a scheduled parameter changes; infinity if none does."""
         marks = {since for since, _ in regime.floors}
-        for way in (*self.ways, *self.made):
-            marks.update(schedule.steps(way.parameters))
+        for candidate in (*self.candidates, *self.made):
+            marks.update(schedule.steps(candidate.parameters))
         return min((mark for mark in marks if mark > step), default=math.inf)
 
     def plan(
         self,
         n: int,
         dtype: str,
-        way: int,
+        candidate: int,
         regime: Regime = PLAIN,
         step: int = 0,
         shapes: Sequence[tuple[int, int]] | None = None,
@@ -275,14 +283,14 @@ class Settings:
         """The plan of a group of n elements in iteration `step`. shapes: (elements, columns) of each tensor.
         place: rank and world size, if they are known."""
         extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
-        if way == DENSE:
-            first = self.ways[0]
+        if candidate == DENSE:
+            first = self.candidates[0]
             if not (regime.flush or self.momentum):
                 return _core.Plan("none", "none", n, dtype, {}, **extra)
             own = {p.name for p in first.memory.parameters}
             parameters = {k: v for k, v in schedule.at(first.parameters, step).items() if k in own}
             return _core.Plan("none", first.memory.name, n, dtype, parameters, flush=regime.flush, **extra)
-        w = self.way(way)
+        w = self.candidate(candidate)
         values = schedule.at(w.parameters, step)
         floor = regime.floor(step)
         if floor and w.density and not isinstance(w.parameters.get("density"), Schedule):
@@ -295,9 +303,9 @@ class Settings:
             check_ranks(plan, place[1])
         return plan
 
-    def full_plan(self, n: int, dtype: str, way: int) -> _core.Plan:
+    def full_plan(self, n: int, dtype: str, candidate: int) -> _core.Plan:
         """The plan of the full-precision steps, which also send the residual."""
-        w = self.way(way)
+        w = self.candidate(candidate)
         own = {p.name for p in w.memory.parameters}
         parameters = {k: v for k, v in schedule.last(w.parameters).items() if k in own}
         extra: dict[str, Any] = {} if self.isa is None else {"isa": self.isa}
@@ -310,11 +318,11 @@ class Settings:
 
     def saved(self) -> dict[str, Any]:
         """The settings that determine the bits of a run, in plain types."""
-        first = self.ways[0].saved()
+        first = self.candidates[0].saved()
         return {
             "codec": "auto" if self.auto else first["codec"],
             "memory": first["memory"],
-            "parameters": {"candidates": [w.saved() for w in self.ways]}
+            "parameters": {"candidates": [w.saved() for w in self.candidates]}
             if self.auto
             else first["parameters"],
             "seed": self.seed,
@@ -327,14 +335,16 @@ class Settings:
         }
 
 
-def _ways(candidates: Candidates | None, memory: str | None, parameters: Parameters) -> tuple[Way, ...]:
+def _candidates(
+    candidates: Candidates | None, memory: str | None, parameters: Parameters
+) -> tuple[Candidate, ...]:
     """The candidates of codec="auto". They share one memory, because a group may change from one to another.
     A parameter of the State goes to every candidate that has it; a value in `candidates` overrides it."""
     memory = "residual" if memory is None else memory
     given, candidates = candidates is not None, CANDIDATES if candidates is None else candidates
     if isinstance(candidates, str) or not candidates:
         raise ArgumentError(f'candidates={candidates!r}: give a list of codecs, such as ["topk", "fp16"]')
-    ways, taken = [], set()
+    found, taken = [], set()
     for c in candidates:
         name, own = (c, {}) if isinstance(c, str) else c
         codec = find_codec(name)
@@ -343,32 +353,34 @@ def _ways(candidates: Candidates | None, memory: str | None, parameters: Paramet
         known = {p.name for p in (*codec.parameters, *find_memory(memory).parameters)}
         common = {k: v for k, v in parameters.items() if k in known}
         taken |= set(common)
-        ways.append(Way(*resolve(name, memory, {**common, **own} if given else {**own, **common})))
+        found.append(Candidate(*resolve(name, memory, {**common, **own} if given else {**own, **common})))
     if unknown := sorted(set(parameters) - taken):
-        names = ", ".join(w.codec.name for w in ways)
+        names = ", ".join(w.codec.name for w in found)
         raise ArgumentError(f"no candidate ({names}) has {', '.join(map(repr, unknown))}: leave it out")
-    if len({w.label for w in ways}) < len(ways):
+    if len({w.label for w in found}) < len(found):
         raise ArgumentError("candidates: one is listed twice: list each once")
-    return tuple(ways)
+    return tuple(found)
 
 
-def _over(choices: Sequence[ExchangeChoice], ways: Sequence[Way], named: bool) -> tuple[Way, ...]:
+def _over(
+    choices: Sequence[ExchangeChoice], candidates: Sequence[Candidate], named: bool
+) -> tuple[Candidate, ...]:
     """The candidates, combined with the exchanges that support them. A linear codec is combined only with
     exchanges that were named, because the bytes of an all-reduce do not grow with the number of ranks."""
-    more: list[Way] = []
+    more: list[Candidate] = []
     for choice in choices:
         if choice.native:
             continue
         refused: UnsupportedError | None = None
         fitting = []
-        for way in ways:
-            over = replace(way, choice=choice)
+        for candidate in candidates:
+            over = replace(candidate, choice=choice)
             try:
                 over.check()
             except UnsupportedError as e:
                 refused = e
             else:
-                if named or not way.codec.linear:
+                if named or not candidate.codec.linear:
                     fitting.append(over)
         if named and refused is not None and not fitting:
             raise refused

@@ -23,9 +23,15 @@ def check_optimizer(state: "State", optimizer: "Optimizer", clip_grad_norm: floa
     "sidcomp" for Adam with a sparse codec, and for weight decay or clipping after a memory that holds a
     velocity.
     """
-    memory = state.settings.ways[0].memory
+    memory = state.settings.candidates[0].memory
     kind = type(optimizer).__name__
-    sparse = sorted({way.codec.name for way in state.settings.ways if "sparse" in way.codec.traits})
+    sparse = sorted(
+        {
+            candidate.codec.name
+            for candidate in state.settings.candidates
+            if "sparse" in candidate.codec.traits
+        }
+    )
     if sparse and any(len(group.get("betas") or ()) == 2 for group in optimizer.param_groups):
         logger.warning(
             "%s divides by the size of the gradients, which codec %r makes rare and large: at 1/40 of the "

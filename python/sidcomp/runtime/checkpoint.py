@@ -88,7 +88,7 @@ def _save_group(g: Group) -> dict[str, Any]:
     return {
         "names": list(g.names),
         "shapes": [list(p.shape) for p in g.spec.pieces],
-        "way": g.spec.way,
+        "way": g.spec.candidate,
         "header": header,
         "extra": extra,
     }
@@ -169,7 +169,7 @@ class Resume:
         old = self.layout[g.index] if g.index < len(self.layout) else None
         if (
             self.same_codec and old is not None and old["names"] == g.names
-            and way_of(old) == g.spec.way and len(old["header"])
+            and candidate_of(old) == g.spec.candidate and len(old["header"])
         ):  # fmt: skip
             header, places = old["header"].to(g.device), _headers(g)
             if len(header) != STATE_HEADER * len(places):
@@ -242,17 +242,17 @@ def carry(layout: Layout, rates: Rates | None) -> Resume:
     return Resume(_residuals(layout.groups, rates), [_save_group(g) for g in layout.groups], {})
 
 
-def way_of(group: dict[str, Any]) -> int:
+def candidate_of(group: dict[str, Any]) -> int:
     """Returns how a saved group was sent. Old checkpoints only say whether it was dense."""
     return int(group["way"]) if "way" in group else DENSE if group["dense"] else 0
 
 
-def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece], ways: int) -> list[Spec]:
-    """Returns the groups of a checkpoint for the current buckets. ways: the number of ways to send a
+def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece], candidates: int) -> list[Spec]:
+    """Returns the groups of a checkpoint for the current buckets. candidates: the number of ways to send a
     group."""
     by_name = {p.name: p for p in pieces}
     for i, g in enumerate(groups):
-        _check_way(i, g, ways)
+        _check_candidate(i, g, candidates)
         own = [by_name[n] for n in g["names"]]
         if odd := [p for p in own if (p.dtype, p.device) != (own[0].dtype, own[0].device)]:
             raise CheckpointError(
@@ -260,14 +260,14 @@ def specs(groups: Sequence[dict[str, Any]], pieces: Sequence[Piece], ways: int) 
                 f"{own[0].device}, and {odd[0].name}, {odd[0].dtype} on {odd[0].device}, but a group has one "
                 "dtype and one device: give the module the dtypes and devices that it was saved with"
             )
-    return [Spec(way_of(g), [by_name[n] for n in g["names"]]) for g in groups]
+    return [Spec(candidate_of(g), [by_name[n] for n in g["names"]]) for g in groups]
 
 
-def _check_way(i: int, group: dict[str, Any], ways: int) -> None:
-    if way_of(group) >= ways:
+def _check_candidate(i: int, group: dict[str, Any], candidates: int) -> None:
+    if candidate_of(group) >= candidates:
         raise CheckpointError(
-            f"layout[{i}]['way'] of the checkpoint is {way_of(group)}, but this State has {ways} ways to "
-            "send a group: make it with the codec and policy that it was saved with"
+            f"layout[{i}]['way'] of the checkpoint is {candidate_of(group)}, but this State has {candidates} "
+            "ways to send a group: make it with the codec and policy that it was saved with"
         )
 
 
@@ -304,7 +304,7 @@ def load(
     _compare(settings, resume)
     if not settings.policy.rules:
         for i, g in enumerate(resume.layout):
-            _check_way(i, g, len(settings.ways))
+            _check_candidate(i, g, len(settings.candidates))
     if not source["settled"]:
         resume.layout = []  # DDP was about to rebuild its buckets, and sidcomp its groups
     return resume

@@ -278,11 +278,13 @@ class _Reader:
         waits = planned or find_memory(s["memory"]).momentum
         for i, g in enumerate(s["layout"]):
             lack = [n for n in g["names"] if n not in s["residuals"]]
-            way = g.get("way", DENSE if g.get("dense") else 0)
-            if lack and ((keeps and way == 0) or len(lack) < len(g["names"])):
+            candidate = g.get("way", DENSE if g.get("dense") else 0)
+            if lack and ((keeps and candidate == 0) or len(lack) < len(g["names"])):
                 self.fail(f"there is no residuals[{lack[0]!r}], of a parameter of layout[{i}]")
-            if not lack and way == DENSE and not waits:
-                self.fail(f"layout[{i}]['way'] is {way} (dense), but there is residuals[{g['names'][0]!r}]")
+            if not lack and candidate == DENSE and not waits:
+                self.fail(
+                    f"layout[{i}]['way'] is {candidate} (dense), but there is residuals[{g['names'][0]!r}]"
+                )
 
 
 def _keeps_nothing(codec: str) -> bool:

@@ -103,14 +103,14 @@ def make_layout(
     shapes = {p.name: p.shape for p in pieces}
     own = settings.assign(shapes)
     if kept_groups:
-        specs = checkpoint.specs(kept_groups, pieces, len(settings.ways) + len(settings.made))
+        specs = checkpoint.specs(kept_groups, pieces, len(settings.candidates) + len(settings.made))
     else:
         specs = form_groups(pieces, regime, settings.policy.excluded(shapes), own)
     plans = [
         settings.plan(
             sum(p.numel for p in spec.pieces),
             spec.pieces[0].dtype,
-            spec.way,
+            spec.candidate,
             regime,
             step,
             [p.matrix for p in spec.pieces],
@@ -138,7 +138,7 @@ def make_layout(
                     "full-precision step does not send: leave full_every out, or choose an exchange that "
                     "keeps the whole vector, such as 'allgather' or 'ring1'"
                 )
-            full = settings.full_plan(group.n, group.dtype, group.spec.way)
+            full = settings.full_plan(group.n, group.dtype, group.spec.candidate)
             executor.prepare_full(group, full)
     return Layout(buckets, groups)
 
@@ -170,10 +170,12 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
     """Describes what all ranks must have in common in addition to the groups. For exchanges that `auto` may
     choose it contains only the names, because nodes may have different sizes."""
     auto = settings.auto
-    ways = [w.choice.exchange.name if auto and w.choice is not None else w.label for w in settings.ways]
+    candidates = [
+        w.choice.exchange.name if auto and w.choice is not None else w.label for w in settings.candidates
+    ]
     return (
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
-        f"checksum_every {settings.checksum_every}, {ways}, "
+        f"checksum_every {settings.checksum_every}, {candidates}, "
         f"policy {settings.policy.saved()}, full_every {settings.full_every}, "
         f"transport {settings.transport}, nonfinite {settings.nonfinite}"
     )

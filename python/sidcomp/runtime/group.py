@@ -257,8 +257,8 @@ class Group:
     def describe(self) -> str:
         """Describes the group. The text must be the same on every rank."""
         shapes = ", ".join(f"{p.name}{list(p.shape)}" for p in self.spec.pieces)
-        way = f", {self.message_plan.choice.label}" if self.in_messages else ""
-        return f"{self.plan.codec}, memory {self.plan.memory}{way}, {self.n} x {self.dtype}: {shapes}"
+        candidate = f", {self.message_plan.choice.label}" if self.in_messages else ""
+        return f"{self.plan.codec}, memory {self.plan.memory}{candidate}, {self.n} x {self.dtype}: {shapes}"
 
     @property
     def bytes_sent(self) -> int:
