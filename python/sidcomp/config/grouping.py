@@ -132,9 +132,9 @@ def form_groups(
     """Forms the groups of `pieces`, which are in DDP's order, bucket by bucket.
 
     own: the candidates of parameters to which a policy gives one. Lists keep their order; other groups are
-    in the order in which they complete. Excluded parameters form groups of their own: by the same rule, or by bucket
-    if the rule is lists of names. A group has one candidate, one dtype and one device. Parameters without elements
-    belong to no group. Raises SetupError if the lists do not fit the parameters.
+    in the order in which they complete. Excluded parameters form groups of their own: by the same rule, or
+    by bucket if the rule is lists of names. A group has one candidate, one dtype and one device. Parameters
+    without elements belong to no group. Raises SetupError if the lists do not fit the parameters.
     """
     own = own or {}
     if isinstance(regime.rule, list):
