@@ -637,7 +637,7 @@ def refusals(rank: int, world: int) -> list[str]:
 def test_what_makes_no_sense_is_refused() -> None:
     words = [
         "twoshot", "allreduce", "allgather", "leave the exchange out", "hierarchical", "takes a list",
-        "signsgd", "twice", "the same", "schedules", "rows", "ranks_per_node = 3", "rows = 3", "ring1",
+        "signsgd", "twice", "the same", "cannot change", "rows", "ranks_per_node = 3", "rows = 3", "ring1",
     ]  # fmt: skip
     for texts in run(refusals, 2):
         for word, text in zip(words, texts, strict=True):

@@ -34,6 +34,7 @@ import numpy as np
 
 from reference.codec import *
 from reference.formats import *
+from reference.formats import _pad
 from reference.memories import *
 from reference.powersgd import *
 from reference.quantised import *
