@@ -197,6 +197,9 @@ def _collect(
                 pipe.send_bytes(b"bye")
     for rank in answers:
         processes[rank].join(20)
+        if processes[rank].exitcode is None:
+            os.kill(processes[rank].pid or 0, signal.SIGUSR1)  # its stack joins its output
+            time.sleep(0.5)
         if processes[rank].exitcode != 0:
             raise RankFailed(
                 f"rank {rank}: returned, but then ended with exit code {processes[rank].exitcode}\n"
