@@ -239,10 +239,10 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
                                           .decode = decode}
 
 RANDK_CODEC(randk, .name = "randk", .wire_id = 22,
-            .paper = "Stich et al. 2018 (rand_k); MergeComp (Wang et al. 2022), Rand-k",
+            .paper = "Stich et al. 2018 (rand_k), with the same draw on every rank",
             .traits = SID_LINEAR | SID_STOCHASTIC | SID_SPARSE | SID_UNBIASED,
             .doc = "k elements drawn at random, the same on every rank, averaged by all-reduce. No indices are sent.");
 RANDK_CODEC(randk_own, .name = "randk-own", .wire_id = 23,
-            .paper = "Stich et al. 2018 (rand_k), with a draw for each rank",
+            .paper = "Stich et al. 2018 (rand_k), with a draw for each rank; MergeComp (Wang et al. 2022), Rand-k",
             .traits = SID_STOCHASTIC | SID_SPARSE | SID_UNBIASED,
             .doc = "k elements drawn at random, different ones on each rank, gathered. No indices are sent.");
