@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sidcomp import errors
 from sidcomp._core import version as __version__
+from sidcomp.config.presets import names as presets
 from sidcomp.config.registry import Codec, Parameter, codecs, exchanges, memories
 from sidcomp.config.schedule import Schedule
 from sidcomp.errors import *  # noqa: F403
@@ -29,11 +30,12 @@ for _old, _of in (("schedule", Schedule), ("profile", Profile), ("registry", Cod
 
 if TYPE_CHECKING:
     from sidcomp.integrations.ddp import hook, register, rewrap
-    from sidcomp.state import State
+    from sidcomp.state import State, preset
 
 _LAZY = {
     "State": "sidcomp.state",
     "hook": "sidcomp.integrations.ddp",
+    "preset": "sidcomp.state",
     "register": "sidcomp.integrations.ddp",
     "rewrap": "sidcomp.integrations.ddp",
 }
@@ -58,6 +60,8 @@ __all__ = [
     "hook",
     "memories",
     "plan",
+    "preset",
+    "presets",
     "register",
     "rewrap",
     "simulate",

@@ -185,7 +185,7 @@ class State:
     def preset(cls, name: str | Path, **changes: Any) -> "State":
         """Makes a State from a TOML file: `State.preset("redsync")` has a paper's published setting.
 
-        name: one of `sidcomp.config.presets.names()`, or a path that ends in .toml (sidcomp/config/presets.py
+        name: one of `sidcomp.presets()`, or a path that ends in .toml (sidcomp/config/presets.py
         says what it may hold). changes: arguments and parameters that replace those
         of the file. Raises ArgumentError, which names the file and the key.
         """
@@ -531,3 +531,12 @@ class State:
         self.__init__(codec, **saved["arguments"], **parameters)  # type: ignore[misc]
         if saved["memory"] is not None:
             self.load_state_dict(saved["memory"])
+
+
+def preset(name: str | Path, **changes: Any) -> State:
+    """Makes a State with a paper's published setting: `sidcomp.preset("redsync", density=0.01)`.
+
+    name: one of `sidcomp.presets()`, or a path that ends in .toml. changes: arguments and parameters of a
+    State that replace those of the file. Raises ArgumentError, which names the file and the key.
+    """
+    return State.preset(name, **changes)

@@ -187,7 +187,11 @@ def test_train_resumes_with_the_same_bits(tmp_path: Path) -> None:
         assert a["curve"][-1][2] == b["curve"][-1][2]
 
 
-PRESETS = presets.names()
+PRESETS = sidcomp.presets()
+
+
+def test_all_five_papers_have_a_preset() -> None:
+    assert {"mergecomp", "cupcake", "sidco", "redsync", "marsit"} <= set(PRESETS)
 
 
 @pytest.fixture
@@ -215,12 +219,13 @@ def test_every_preset_makes_a_state(preset: str, parse: Callable[..., argparse.N
         **args.parameters,
     )
     assert min(args.steps, args.batch, args.lr) > 0
-    state = sidcomp.State.preset(preset)
-    assert state.settings.saved()["codec"] == presets.load(preset).arguments["codec"]
+    for state in (sidcomp.State.preset(preset), sidcomp.preset(preset)):
+        assert state.settings.saved()["codec"] == presets.load(preset).arguments["codec"]
 
 
 def test_a_preset_can_be_changed_and_is_read_from_a_file(tmp_path: Path) -> None:
     assert sidcomp.State.preset("redsync", density=0.25, seed=3).settings.seed == 3
+    assert sidcomp.preset("redsync", seed=4).settings.seed == 4
     file = tmp_path / "mine.toml"
     file.write_text('codec = "topk"\nfull_every = [[0, 1], [5, 0]]\nsteps = 3\n[parameters]\ndensity = 0.5\n')
     mine = presets.load(file)
