@@ -17,11 +17,12 @@ import torch.distributed as dist
 from common import CODECS, KINDS
 from harness import run
 from sidcomp import _core
-from sidcomp.autotune import collective_benchmark, exchange_benchmark, probe
+from sidcomp.autotune import collective_benchmark, probe
 from sidcomp.autotune.collective_benchmark import Series, Wire, wire_of
 from sidcomp.config.exchange_choice import ExchangeChoice
 from sidcomp.errors import ExchangeError
 from sidcomp.planner.profile import Profile
+from sidcomp.runtime import point_to_point
 from sidcomp.runtime.process_group import Exchange
 
 CPU = torch.device("cpu")
@@ -102,13 +103,13 @@ def test_exchanges_of_messages_are_measured_like_the_others() -> None:
 
 def slow_messages(rank: int, world: int) -> dict[str, int]:
     """Messages that take 20 milliseconds longer are seen in the exchange."""
-    real = exchange_benchmark.post
+    real = point_to_point.post
 
     def paced(*arguments: Any) -> Any:
         time.sleep(0.02)
         return real(*arguments)
 
-    exchange_benchmark.post = paced
+    point_to_point.post = paced
     (choice,) = ExchangeChoice.parse(["twoshot"], {})
     m = measure([probe.Candidate("topk", choice=choice)], 2**14, budget_s=3.0).methods[1]
     return {stage: curve.at(2**14) for stage, curve in m.stages().items()}

@@ -13,8 +13,8 @@ from sidcomp.config.exchange_choice import ExchangeChoice, MessagePlan
 from sidcomp.config.registry import Codec, resolve
 from sidcomp.config.schedule import Setting
 from sidcomp.runtime.block import DTYPES, Block
-from sidcomp.runtime.cuda_executor import CudaCalls
-from sidcomp.runtime.group import Form, Moment
+from sidcomp.runtime.cuda_executor import CudaCollectiveCalls
+from sidcomp.runtime.form import CollectiveForm, Moment
 from sidcomp.runtime.process_group import Exchange
 
 _POOL = 5  # gradients in turn, so that no step repeats the one before
@@ -132,7 +132,7 @@ class OnCpu:
 
     def __init__(self, plan: Any, exchange: Exchange, source: Gradients) -> None:
         device = source.values.device
-        self.form = Form(plan, self._work_bytes(plan), exchange.world, device)
+        self.form = CollectiveForm(plan, self._work_bytes(plan), exchange.world, device)
         self.state = filled_state(plan, source, device)
         self.at = Moment(0, 0, 0, exchange.rank, exchange.world)
         self.segments = source.segments(plan.n)
@@ -157,7 +157,7 @@ class OnCuda(OnCpu):
         self.calls = []
         for segments in (*self.segments, self.out):
             table = torch.frombuffer(bytearray(segments.table()), dtype=torch.uint8).to(device)
-            self.calls.append((table, CudaCalls(self.form, table, 1, 0, self.report.ptr, where)))
+            self.calls.append((table, CudaCollectiveCalls(self.form, table, 1, 0, self.report.ptr, where)))
 
     def _work_bytes(self, plan: Any) -> int:
         return int(plan.cuda_work_bytes())

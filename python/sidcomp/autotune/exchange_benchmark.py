@@ -5,35 +5,41 @@ from itertools import pairwise
 from threading import Thread
 
 import torch
-import torch.distributed as dist
 
 from sidcomp import core as _core
 from sidcomp.autotune.codec_benchmark import Candidate, Gradients, filled_state
 from sidcomp.autotune.collective_benchmark import Exchanging, Samples, Wait, clock, collective
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.runtime.block import Block
-from sidcomp.runtime.cuda_executor import CudaCalls
-from sidcomp.runtime.group import Form, Moment
-from sidcomp.runtime.point_to_point import ends_of, operations, post
+from sidcomp.runtime.cuda_executor import CudaMessageCalls
+from sidcomp.runtime.form import Form, MessageForm, Moment
+from sidcomp.runtime.point_to_point import BatchedMessages, Messages
 from sidcomp.runtime.process_group import Exchange
 
 
 class Travelling:
-    """A group of synthetic gradients that is exchanged by messages, step after step."""
+    """A group of synthetic gradients that is exchanged by messages, step after step, over the runtime's
+    transport and with its calls."""
+
+    index = 0
 
     def __init__(self, message_plan: MessagePlan, source: Gradients, exchange: Exchange) -> None:
-        self.message_plan, self.source, self.group = message_plan, source, exchange.group
+        self.message_plan, self.source = message_plan, source
         device = source.values.device
-        self.form = Form(message_plan, self._work_bytes(), exchange.world, device)
+        self.form: Form = MessageForm(message_plan, self._work_bytes(), device)
         self.state = filled_state(message_plan, source, device)
         self.vector = Block(message_plan.n * source.dtype.itemsize, device).tensor.view(source.dtype)
         self.segments = _core.Segments([self.vector.data_ptr()], [message_plan.n])
-        self.ends = ends_of(message_plan, self.form.payload.tensor, exchange)
         self.at = Moment(0, 0, 0, exchange.rank, exchange.world)
+        self.transport = self._transport(exchange)
+        self.transport.connect(self.form)
         self._prepare()
 
     def _work_bytes(self) -> int:
         return self.message_plan.work_bytes
+
+    def _transport(self, exchange: Exchange) -> Messages:
+        return Messages(exchange)
 
     def _prepare(self) -> None:
         pass
@@ -42,27 +48,30 @@ class Travelling:
         self.vector.copy_(self.source.gradient(self.message_plan.n, self.at.step))
         self.at = self.at._replace(step=self.at.step + 1)
 
-    def _advance(self, round: int) -> None:
-        self.form.advance(round, self.segments, self.state.ptr, self.at)
-
-    def _exchange(self, round: int) -> None:
-        works = post(self.ends, round, self.group, round)
-        if self.message_plan.busy:
-            self.form.meanwhile(round, self.segments, self.state.ptr, self.at)
-        for work in works:
-            work.wait()
-
     def depart(self) -> None:
-        self._advance(0)
+        self._compute(0)
 
     def travel(self) -> None:
-        for i in range(self.message_plan.rounds):
-            self._exchange(i)
-            if i + 1 < self.message_plan.rounds:
-                self._advance(i + 1)
+        self.transport.start(self, self)
 
     def arrive(self) -> None:
-        self._advance(self.message_plan.rounds)
+        self._compute(self.form.rounds)
+
+    def _compute(self, round: int) -> None:
+        self.form.advance(round, self.segments, self.state.ptr, self.at)
+
+    # What the transport calls while it travels.
+
+    def meanwhile(self, group: "Travelling", round: int) -> None:
+        if self.form.busy:
+            self.form.meanwhile(round, self.segments, self.state.ptr, self.at)
+
+    def advance(self, group: "Travelling", round: int) -> None:
+        self._compute(round)
+
+    def finish(self, group: "Travelling", failure: Exception | None) -> None:
+        if failure is not None:
+            raise failure
 
 
 class DeviceTravelling(Travelling):
@@ -71,23 +80,24 @@ class DeviceTravelling(Travelling):
     def _work_bytes(self) -> int:
         return int(self.message_plan.core.cuda_work_bytes())
 
+    def _transport(self, exchange: Exchange) -> Messages:
+        return BatchedMessages(exchange)
+
     def _prepare(self) -> None:
         device = self.vector.device
         self.report = Block(64, device)  # nobody reads it
         self.table = torch.frombuffer(bytearray(self.segments.table()), dtype=torch.uint8).to(device)
-        self.rounds = [operations(*end, self.group) for end in self.ends]
-        self.calls = CudaCalls(self.form, self.table, 1, 0, self.report.ptr, self._place())
+        self.calls = CudaMessageCalls(self.form, self.table, 1, 0, self.report.ptr, self._place())
 
     def _place(self) -> dict[str, int]:
         device = self.vector.device
         return {"device": device.index or 0, "stream": torch.cuda.current_stream(device).cuda_stream}
 
-    def _advance(self, round: int) -> None:
+    def _compute(self, round: int) -> None:
         self.calls.advance(round, self.state.ptr, self.at)
 
-    def _exchange(self, round: int) -> None:
-        for work in dist.batch_isend_irecv(self.rounds[round]) if self.rounds[round] else ():
-            work.wait()  # for this stream; with NCCL the host continues
+    def meanwhile(self, group: Travelling, round: int) -> None:
+        pass
 
 
 class MessageExchanges(Exchanging):

@@ -14,29 +14,34 @@ from sidcomp import core as _core
 from sidcomp.config.settings import Settings
 from sidcomp.errors import ExchangeError, UnsupportedError
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.group import Group, Moment
-from sidcomp.runtime.point_to_point import PointToPoint, Transfer, ends_of
+from sidcomp.runtime.collectives import SingleCollective
+from sidcomp.runtime.form import Form, MessageForm, Moment
+from sidcomp.runtime.group import Group
+from sidcomp.runtime.point_to_point import PointToPoint
 from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.reductions import Reductions
 from sidcomp.runtime.replica_check import ReplicaCheck
 from sidcomp.runtime.step import Step
+from sidcomp.runtime.transport import Transport
 
 Future = torch.futures.Future
 
 
 class CpuExecutor:
-    """Encodes in the thread of `launch`, which issues every collective. A group is decoded in the callback of
-    its exchange: in a thread of the backend or, if the exchange has already ended, in the caller's thread."""
+    """Encodes in the thread of `launch`, which starts every exchange. The transport calls back between rounds
+    and at the end, where the group is decoded: in one of its own threads, in a thread of the backend or, if
+    the exchange has already ended, in the caller's thread."""
 
     on_device = False
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.reductions: Reductions | None = None  # if a codec takes several all-reduces
-        self.point_to_point: PointToPoint | None = None  # if a group is sent in messages
         self._exchange: Exchange
         self._check: ReplicaCheck
         self._groups: Sequence[Group] = ()
+        self._reductions: Reductions | None = None  # if a codec takes several all-reduces
+        self._point_to_point: PointToPoint | None = None  # if a group is sent in messages
+        self._transports: dict[Form, Transport] = {}  # of the groups' forms
         self._compared: dist.Work | None = None
 
     # ---- groups
@@ -61,14 +66,25 @@ class CpuExecutor:
         check: ReplicaCheck,
     ) -> None:
         self._exchange, self._check, self._groups = exchange, check, groups
-        if self.reductions is None and any(g.plan.rounds > 1 and not g.in_messages for g in groups):
-            self.reductions = Reductions(parent, exchange.device)
-        if self.point_to_point is None and any(g.in_messages for g in groups):
-            self.point_to_point = PointToPoint(parent, exchange.device)
-        for g in groups:
-            if g.in_messages:
-                assert self.point_to_point is not None
-                g.ends = ends_of(g.message_plan, g.form.payload.tensor, self.point_to_point.exchange)
+        single = SingleCollective(exchange)
+        self._transports = {
+            form: self._transport(form, parent) or single for group in groups for form in group.forms
+        }
+        for form, transport in self._transports.items():
+            transport.connect(form)
+
+    def _transport(self, form: Form, parent: dist.ProcessGroup) -> Transport | None:
+        """Returns the transport of a form that takes more than one collective. There is one of each kind,
+        which stays as long as the executor."""
+        if isinstance(form, MessageForm):
+            if self._point_to_point is None:
+                self._point_to_point = PointToPoint(parent, self._exchange.device)
+            return self._point_to_point
+        if form.rounds > 1:
+            if self._reductions is None:
+                self._reductions = Reductions(self._exchange, parent)
+            return self._reductions
+        return None
 
     def keep_two(self, group: Group) -> bool:
         return not group.direct and group.states.keep_two()
@@ -86,121 +102,103 @@ class CpuExecutor:
         return Future()
 
     def launch(self, g: Group, unable: Exception | None = None, withdrawn: bool = False) -> None:
-        exchange = self._exchange
-        g.stage.error = g.stage.unable = unable
-        g.stage.withdrawn = withdrawn
+        stage = g.stage
+        stage.error = stage.unable = unable
+        stage.withdrawn = withdrawn
+        step, exchange = self.step, self._exchange
+        stage.moment = Moment(step.index, step.seed, g.index, exchange.rank, exchange.world)
+        stage.begun_at = perf_counter_ns()
+        self._compute(g, 0)
+        stage.exchanged_at = perf_counter_ns()
+        g.counters.encode_ns += stage.exchanged_at - stage.begun_at
+        step.enter()
         try:
-            g.stage.begun_at = perf_counter_ns()
-            if g.in_messages:
-                self._depart(g)
-                return
-            if not g.direct:
-                self._encode(g)
-            elif unable is None and exchange.world > 1:
-                _core.scale(g.segments, g.dtype, 1.0 / exchange.world)
-            g.stage.exchanged_at = perf_counter_ns()
-            g.counters.encode_ns += g.stage.exchanged_at - g.stage.begun_at
-            if g.direct:
-                # the bucket may already hold the gradients of another step
-                work = exchange.all_reduce(g.view if unable is None else _poison(torch.empty_like(g.view)))
-            elif g.plan.linear:
-                work = exchange.all_reduce(g.form.slices[0])
-            else:
-                work = exchange.all_gather(g.form.incoming.tensor, g.form.payload.tensor)
-            g.stage.work = work  # must outlive the exchange
-            further = not g.direct and g.plan.rounds > 1
-            future = None if further else work.get_future()
-            self.step.count(g, exchange.world)
+            self._transports[g.form].start(self, g)
         except Exception as e:
-            self.step.fail(g, e)
+            try:
+                step.fail(g, e)
+            finally:
+                self._leave()
             return
-        self.step.enter()
-        if future is None:
-            assert self.reductions is not None
-            self.reductions.start(self, g)
-        else:
-            future.then(partial(_finish, weakref.ref(self), g))
-
-    def _at(self, g: Group) -> Moment:
-        return Moment(self.step.index, self.step.seed, g.index, self._exchange.rank, self._exchange.world)
+        step.count(g, exchange.world)
 
     def launched(self, groups: Sequence[Group], in_place: bool) -> None:
         pass  # `forget` clears the residuals if the step is discarded
 
-    def _encode(self, g: Group) -> None:
-        try:
-            if g.stage.error is not None:
-                raise g.stage.error
-            g.states.begin(g.plan.extra_bytes)
-            g.stage.stats = g.form.encode(
-                g.segments, g.state.ptr, self._at(g), g.stage.carry, g.states.origin
-            )
-            g.stage.sent = g.plan.vectors > 0
-        except Exception as e:
-            # The other ranks wait for this payload: send one that makes them fail too, not that of the step
-            # before.
-            g.stage.error = e
-            if g.plan.linear:
-                _poison(g.form.body)
-            else:
-                g.form.payload.tensor.zero_()
-
-    def further(self, g: Group) -> None:
-        """Does all all-reduces of a group after the first, in a thread that does nothing else."""
-        assert self.reductions is not None
-        try:
-            work = g.stage.work
-            assert work is not None
-            for i in range(1, g.plan.rounds):
-                work.wait()
-                self._next_reduction(g, i)
-                work = g.stage.work = self.reductions.exchange.all_reduce(g.form.slices[i])
-            future = work.get_future()
-        except Exception as e:
+    def _compute(self, g: Group, round: int) -> None:
+        """Computes what `round` sends or, after the last round, the result. A rank that fails still takes
+        part in all rounds, so that all ranks learn of the failure."""
+        stage, form = g.stage, g.form
+        if stage.unable is None and (stage.error is None or form.continues):
             try:
-                self.step.fail(g, e)
-            finally:
-                self._leave()
+                states = g.states
+                if round == 0:
+                    states.begin(form.extra_bytes)
+                state = states.current.ptr
+                if form.advance(round, g.segments, state, stage.moment, stage.carry, states.origin):
+                    stage.undone = self.step.nonfinite = True
+                if round == 0:
+                    stage.sent = form.vectors > 0
+                return
+            except Exception as e:
+                stage.error = stage.error or e
+                if form.continues:
+                    return
+        form.withhold(round)
+
+    # ---- what a transport calls, in any thread
+    # ---------------------------------------------------------------------------
+
+    def meanwhile(self, group: Group, round: int) -> None:
+        """Does optional work while a round's messages travel. Its time counts as encoding, not as waiting."""
+        if not group.form.busy or group.stage.error is not None:
             return
-        future.then(partial(_finish, weakref.ref(self), g))
-
-    def _next_reduction(self, g: Group, i: int) -> None:
-        start = perf_counter_ns()
+        begin = perf_counter_ns()
         try:
-            if g.stage.error is None:
-                g.form.next_reduction(i, g.segments, g.state.ptr, self._at(g))
-        except Exception as e:
-            g.stage.error = e
-        if g.stage.error is not None:  # the other ranks wait for this part
-            _poison(g.form.slices[i])
-        taken = perf_counter_ns() - start
+            group.form.meanwhile(round, group.segments, group.state.ptr, group.stage.moment)
+        except Exception as e:  # the thread serves other groups too, and the peers wait for the messages
+            group.stage.error = e
+        self._count_encoding(group, begin)
+
+    def advance(self, group: Group, round: int) -> None:
+        """Computes what a further round sends. Its time counts as encoding."""
+        begin = perf_counter_ns()
+        self._compute(group, round)
+        self._count_encoding(group, begin)
+
+    def _count_encoding(self, g: Group, begin: int) -> None:
+        taken = perf_counter_ns() - begin
         g.counters.encode_ns += taken
-        g.counters.wait_ns -= taken
+        g.counters.wait_ns -= taken  # `finish` adds the whole time of the exchange
 
-    def finish(self, g: Group, exchanged: "Future[Any]") -> None:
-        """The callback of an exchange: decodes. It issues no collectives, because any thread may call it."""
-        failure: Exception | None = None
-        try:
-            exchanged.value()  # raises the collective's error; otherwise a dead peer would go unnoticed
-            g.stage.arrived_at = perf_counter_ns()
-            g.counters.wait_ns += g.stage.arrived_at - g.stage.exchanged_at
-            if g.stage.error is None and not g.direct:
-                self._decode(g)
-            if g.plan.linear and (g.stage.error is not None or g.stage.undone or (g.direct and g.poisoned())):
-                self._ask(g)
-            if g.stage.error is not None:
-                raise g.stage.error
-            self._check.note(g)
-            g.stage.decoded_at = perf_counter_ns()
-            g.counters.decode_ns += g.stage.decoded_at - g.stage.arrived_at
-            g.counters.steps += 1
-        except Exception as e:
-            failure = e
+    def finish(self, group: Group, failure: Exception | None) -> None:
+        """Decodes a group and completes its buckets. It issues no collectives, because any thread may call
+        it."""
+        stage, form, counters = group.stage, group.form, group.counters
+        stage.arrived_at = perf_counter_ns()
+        counters.wait_ns += stage.arrived_at - stage.exchanged_at
+        if failure is None:
+            try:
+                told = stage.error  # the sum shows it to all ranks; it does not show an error in decode
+                self._compute(group, form.rounds)
+                suspect = told is not None or stage.undone or form.poisoned()
+                if suspect and form.slices and stage.error is told:
+                    self._ask(group)
+                if stage.error is not None:
+                    raise stage.error
+                self._check.note(group)
+                stage.decoded_at = perf_counter_ns()
+                counters.decode_ns += stage.decoded_at - stage.arrived_at
+                counters.steps += 1
+            except Exception as e:
+                failure = e
         try:
             if failure is None:
-                self.step.complete(g)
-            else:
-                self.step.fail(g, failure)
+                self.step.complete(group)
+                return
+            if stage.unable is None:
+                stage.undone |= form.abandon(group.segments, group.state.ptr, stage.moment)
+            self.step.fail(group, failure)
         finally:
             self._leave()
 
@@ -215,106 +213,8 @@ class CpuExecutor:
             error.__dict__["culprit"] = rank
             raise error
 
-    def _decode(self, g: Group) -> None:
-        state = g.state.ptr if g.plan.vectors or g.plan.extra_bytes else 0
-        if g.form.decode(g.segments, state, self._at(g)):
-            g.stage.undone = self.step.nonfinite = True
-
     def _leave(self) -> None:
         self.step.leave()
-
-    # ---- groups that are sent in messages
-    # ------------------------------------------------------------------------------
-
-    def _advance(self, g: Group, round: int) -> bool:
-        return g.form.advance(round, g.segments, g.state.ptr, self._at(g), g.stage.carry, g.states.origin)
-
-    def _depart(self, g: Group) -> None:
-        """Starts the first round, in the engine's thread. A rank that fails still takes part in the exchange,
-        so that all ranks learn of the failure."""
-        assert self.point_to_point is not None
-        single = g.plan.rounds == 0
-        try:
-            if g.stage.error is not None:
-                g.form.payload.tensor.zero_()
-                raise g.stage.error
-            g.states.begin(g.plan.extra_bytes)
-            nonfinite = self._advance(g, 0)
-            g.stage.sent = g.plan.vectors > 0
-            if single and nonfinite:
-                g.stage.undone = self.step.nonfinite = True
-        except Exception as e:
-            g.stage.error = e
-        g.stage.exchanged_at = perf_counter_ns()
-        g.counters.encode_ns += g.stage.exchanged_at - g.stage.begun_at
-        self.step.count(g, self._exchange.world)
-        self.step.enter()
-        if single:
-            g.stage.arrived_at = g.stage.exchanged_at
-            self._end(g, g.stage.error)
-        else:
-            self.point_to_point.start(self, g)
-
-    def travels(self, transfer: Transfer) -> None:
-        """Does optional work while a round's messages travel, in a thread of the transport. Its time counts
-        as encoding, not as waiting."""
-        g = transfer.group
-        if not g.message_plan.busy or g.stage.error is not None:
-            return
-        begin = perf_counter_ns()
-        try:
-            g.form.meanwhile(transfer.round, g.segments, g.state.ptr, self._at(g))
-        except Exception as e:  # the thread serves other groups too, and the peers wait for the messages
-            g.stage.error = e
-        taken = perf_counter_ns() - begin
-        g.counters.encode_ns += taken
-        g.counters.wait_ns -= taken
-
-    def arrived(self, transfer: Transfer, failure: Exception | None) -> bool:
-        """Called in a thread of the transport when a round's messages have arrived, or never will."""
-        g, last = transfer.group, transfer.round + 1 == transfer.group.plan.rounds
-        begin = perf_counter_ns()
-        g.counters.wait_ns += begin - (transfer.posted_at or g.stage.exchanged_at)
-        if last:
-            g.stage.arrived_at = begin
-        if failure is None and g.stage.unable is None:
-            try:
-                if self._advance(g, transfer.round + 1):
-                    g.stage.undone = self.step.nonfinite = True
-            except Exception as e:
-                g.stage.error = g.stage.error or e
-        transfer.posted_at = perf_counter_ns()
-        taken = transfer.posted_at - begin
-        if last:
-            g.counters.decode_ns += taken
-        else:
-            g.counters.encode_ns += taken
-        if failure is None and not last:
-            try:
-                assert self.point_to_point is not None
-                transfer.round += 1
-                transfer.works = self.point_to_point.post(g, transfer.round)
-                return True
-            except Exception as e:
-                failure = e
-        self._end(g, failure or g.stage.error)
-        return False
-
-    def _end(self, g: Group, failure: Exception | None) -> None:
-        """Ends an exchange that sends messages."""
-        try:
-            if failure is None:
-                self._check.note(g)
-                g.stage.decoded_at = perf_counter_ns()
-                g.counters.steps += 1
-                self.step.complete(g)
-            else:
-                if g.stage.unable is None:
-                    g.form.abandon(g.segments, g.state.ptr, self._at(g))
-                g.stage.undone = True
-                self.step.fail(g, failure)
-        finally:
-            self._leave()
 
     # ---- between steps
     # -----------------------------------------------------------------------------------------
@@ -325,7 +225,7 @@ class CpuExecutor:
         record. The callback needs the interpreter, so backward() may have returned and the profiler may have
         stopped and freed the record. wait() returns after the record has ended."""
         self.step.wait()
-        for work in (*(g.stage.work for g in self._groups), self._compared):
+        for work in (*(g.form.work for g in self._groups), self._compared):
             if work is not None:
                 with suppress(RuntimeError):  # the callback has reported it
                     work.wait()
@@ -371,33 +271,16 @@ class CpuExecutor:
         return False
 
     def stats(self, group: Group) -> Any:
-        return group.stage.stats
+        return group.form.stats
 
     def close(self) -> None:
-        if self.reductions is not None:
-            self.reductions.close()
-        if self.point_to_point is not None:
-            self.point_to_point.close()
+        for transport in (self._reductions, self._point_to_point):
+            if transport is not None:
+                transport.close()
 
 
-# A callback holds its executor weakly. A thread of the backend drops callbacks at any time. If that dropped
-# the last reference to the process group, the group would be freed in one of its own threads, which ends the
-# program.
-
-
-def _finish(ref: "weakref.ref[CpuExecutor]", g: Group, exchanged: "Future[Any]") -> None:
-    executor = ref()
-    if executor is not None:
-        executor.finish(g, exchanged)
-
-
+# Holds its executor weakly, as the callbacks of transports do.
 def _compare(ref: "weakref.ref[CpuExecutor]", bucket: Bucket, step: int, exchanged: "Future[Any]") -> None:
     executor = ref()
     if executor is not None:
         executor.finish_comparing(bucket, step, exchanged)
-
-
-def _poison(body: torch.Tensor) -> torch.Tensor:
-    """Fills a body with what a rank that failed sends: NaN, or integers that the codec recognizes."""
-    body.view(torch.uint8).fill_(0xFF)
-    return body

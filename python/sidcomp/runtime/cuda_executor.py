@@ -15,12 +15,15 @@ from sidcomp.config.settings import Settings
 from sidcomp.errors import CorruptPayloadError, UnsupportedError
 from sidcomp.runtime.block import Block
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.group import Form, Group, Moment
+from sidcomp.runtime.collectives import Collectives
+from sidcomp.runtime.form import CollectiveForm, Form, MessageForm, Moment
+from sidcomp.runtime.group import Group
 from sidcomp.runtime.nccl import Native, Progress, open_library
-from sidcomp.runtime.point_to_point import ends_of, operations
+from sidcomp.runtime.point_to_point import BatchedMessages
 from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.replica_check import ReplicaCheck
 from sidcomp.runtime.step import Step
+from sidcomp.runtime.transport import Transport
 
 _MARKS = 2**32
 
@@ -38,10 +41,11 @@ class Resident:
         self.table = torch.empty(0)
         self.placed_for: _core.Segments | None = None
         self.places: dict[int, _core.DeviceGroup] = {}  # by the address of the state
+        self.calls: CudaCalls  # of this step
 
 
 class CudaCalls:
-    """The calls of a group's form on a device: the same as those of Form on the CPU, but enqueued.
+    """The calls of a form on a device: the same as on the CPU, but enqueued.
 
     table: the segments, on the device. stats, report: addresses on the device that the calls write to; stats
     may be 0.
@@ -59,6 +63,20 @@ class CudaCalls:
         self.form, self.stats, self.report, self.where = form, stats, report, where
         self.segments = table.data_ptr(), n_segments
 
+    def advance(self, round: int, state: int, at: Moment, carry: float = 1.0, origin: int = 0) -> None:
+        """Enqueues what computes the bytes of `round` or, after the last round, the result."""
+        raise NotImplementedError
+
+
+class CudaCollectiveCalls(CudaCalls):
+    def advance(self, round: int, state: int, at: Moment, carry: float = 1.0, origin: int = 0) -> None:
+        if round == 0:
+            self.encode(state, at, carry, origin)
+        elif round < self.form.rounds:
+            self.next_reduction(round, state, at)
+        else:
+            self.decode(state, at)
+
     def encode(self, state: int, at: Moment, carry: float = 1.0, origin: int = 0) -> None:
         self.form.plan.cuda_encode(
             *self.segments, state, self.form.scratch.ptr, self.form.payload.ptr,
@@ -73,12 +91,17 @@ class CudaCalls:
 
     def decode(self, state: int, at: Moment) -> None:
         form = self.form
+        assert isinstance(form, CollectiveForm)
         form.plan.cuda_decode(
             form.incoming.ptr, form.plan.payload_bytes, form.count, 1.0 / at.world, *self.segments,
             state, form.scratch.ptr, report=self.report, step=at.step, group=at.group, **self.where,
         )  # fmt: skip
 
+
+class CudaMessageCalls(CudaCalls):
     def advance(self, round: int, state: int, at: Moment, carry: float = 1.0, origin: int = 0) -> None:
+        if round > self.form.plan.rounds:
+            return  # a rank alone: the call before has done everything
         self.form.plan.core.cuda_advance(
             round, *self.segments, state, self.form.scratch.ptr, self.form.payload.ptr,
             carry=carry, origin=origin, stats=self.stats, report=self.report,
@@ -109,6 +132,7 @@ class CudaExecutor:
         self._exchange: Exchange
         self._check: ReplicaCheck
         self._library: _core.Nccl | None = None
+        self._transports: dict[Form, Transport] = {}  # of the groups' forms; without NCCL of our own
         self._residents: tuple[weakref.ref[Resident], ...] = ()  # replaced, not changed: a thread reads it
         self._kept: list[torch.Tensor] = []  # torch reuses pinned memory as soon as it is freed
         # checksums of all ranks that are being copied to the host: a function that waits, the copy, the step
@@ -184,6 +208,15 @@ class CudaExecutor:
             assert self._library is not None
             progress = partial(_progress, weakref.ref(self))
             self.native = Native(self._library, exchange, self.where["device"], progress)
+        if self.native is None:
+            collectives, messages = Collectives(exchange), BatchedMessages(exchange)
+            self._transports = {
+                form: messages if isinstance(form, MessageForm) else collectives
+                for group in groups
+                for form in group.forms
+            }
+            for form, transport in self._transports.items():
+                transport.connect(form)
 
     def close(self) -> None:
         if self.native is not None:
@@ -288,37 +321,29 @@ class CudaExecutor:
             self.cancel(groups)
 
     def _step(self, g: Group, r: Resident) -> None:
-        """Enqueues a group's step with torch's collectives."""
-        exchange = self._exchange
-        at = Moment(self.step.index, self.step.seed, g.index, exchange.rank, exchange.world)
+        """Enqueues a group's step with torch's collectives or point-to-point calls. One thread does so for
+        all groups, in the same order on all ranks."""
         with self.current():
-            calls = CudaCalls(g.form, r.table, len(g.runs), r.stats.ptr, r.report.ptr, self.where)
-            if g.in_messages:
-                self._travel(g, calls, at)
-            else:
-                calls.encode(g.state.ptr, at, g.stage.carry, g.states.origin)
-                # wait() makes this stream wait for the collective; on NCCL the host does not wait. One thread
-                # launches all groups and their reductions, in the same order on all ranks.
-                if g.plan.linear:
-                    for i, part in enumerate(g.form.slices):
-                        if i:
-                            calls.next_reduction(i, g.state.ptr, at)
-                        exchange.all_reduce(part).wait()
-                else:
-                    exchange.all_gather(g.form.incoming.tensor, g.form.payload.tensor).wait()
-                calls.decode(g.state.ptr, at)
-            _core.cuda_show(r.report.ptr, (at.step + 1) % _MARKS, r.shown, **self.where)
+            kind = CudaMessageCalls if g.in_messages else CudaCollectiveCalls
+            r.calls = kind(g.form, r.table, len(g.runs), r.stats.ptr, r.report.ptr, self.where)
+            self.advance(g, 0)
+            self._transports[g.form].start(self, g)
+            _core.cuda_show(r.report.ptr, (self.step.index + 1) % _MARKS, r.shown, **self.where)
 
-    def _travel(self, g: Group, calls: "CudaCalls", at: Moment) -> None:
-        """Enqueues an exchange that sends messages, with torch's point-to-point calls."""
-        if g.ends is None:
-            ends = ends_of(g.message_plan, g.form.payload.tensor, self._exchange)
-            g.ends = [operations(*end, self._exchange.group) for end in ends]
-        for i in range(g.plan.rounds + 1):
-            calls.advance(i, g.state.ptr, at, g.stage.carry, g.states.origin)
-            if i < g.plan.rounds and g.ends[i]:
-                for work in dist.batch_isend_irecv(g.ends[i]):
-                    work.wait()
+    # What a transport calls, in the thread that has started it: everything is enqueued.
+
+    def meanwhile(self, group: Group, round: int) -> None:
+        pass
+
+    def advance(self, group: Group, round: int) -> None:
+        exchange, step = self._exchange, self.step
+        at = Moment(step.index, step.seed, group.index, exchange.rank, exchange.world)
+        group.resident.calls.advance(round, group.state.ptr, at, group.stage.carry, group.states.origin)
+
+    def finish(self, group: Group, failure: Exception | None) -> None:
+        if failure is not None:
+            raise failure
+        self.advance(group, group.form.rounds)
 
     def progress(self) -> Progress:
         """Returns the progress of the groups' steps. Any thread may call it."""

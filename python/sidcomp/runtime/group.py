@@ -1,27 +1,26 @@
 """A group: parameters whose gradients are encoded and exchanged as one vector.
 
-Group holds what does not change, States and Forms hold the group's memory and buffers, and Stage holds its
-progress in the current step.
+Group holds what does not change, States and forms (form.py) hold the group's memory and buffers, and Stage
+holds its progress in the current step.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import string_at
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sidcomp import core as _core
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import Spec, shorten
-from sidcomp.runtime.block import BODIES, Block
+from sidcomp.runtime.block import Block
 from sidcomp.runtime.bucket import Bucket
-
-_EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}  # all of them set: Inf or NaN
+from sidcomp.runtime.form import Form, InPlaceForm, Moment, make_form
 
 Plan = _core.Plan | MessagePlan
+
+_NEVER = Moment(0, 0, 0, 0, 1)
 
 
 class States:
@@ -81,108 +80,17 @@ class States:
         return self.all if self.moved else [self.current]
 
 
-class Moment(NamedTuple):
-    """Identifies a call: random numbers depend on it, and a payload must match it."""
-
-    step: int
-    seed: int
-    group: int
-    rank: int
-    world: int
-
-
-class Form:
-    """A plan, its buffers (scratch, outgoing, incoming), and its calls on the CPU. segments: those of the
-    group's gradient; state: its address, or 0 if the call needs none."""
-
-    def __init__(self, plan: Any, work_bytes: int, world: int, device: torch.device) -> None:
-        self.plan = plan
-        self.scratch = Block(work_bytes, device)
-        self.allocations = 2
-        self.body = torch.empty(0)  # linear codecs: the body of the payload
-        self.slices: list[torch.Tensor] = []  # the part of the body that each all-reduce sums
-        if isinstance(plan, MessagePlan):
-            self.payload = self.incoming = Block(plan.wire_bytes, device)
-            self.count = 1
-            return
-        self.payload = self.incoming = Block(plan.payload_bytes, device)
-        self.count = 1
-        if plan.linear:
-            self.body = self._view(plan.body_offset, plan.body_count)
-            self.slices = [self._view(*part) for part in plan.slices]
-        else:
-            self.incoming, self.count = Block(world * plan.payload_bytes, device), world
-            self.allocations += 1
-
-    def _view(self, offset: int, count: int) -> torch.Tensor:
-        """Returns elements of the body."""
-        dtype = BODIES[self.plan.body_dtype]
-        return self.payload.tensor[offset : offset + count * dtype.itemsize].view(dtype)
-
-    def encode(
-        self, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0, origin: int = 0
-    ) -> _core.Stats:
-        stats: _core.Stats = self.plan.encode(
-            segments, state, self.scratch.ptr, self.payload.ptr,
-            step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
-            carry=carry, origin=origin,
-        )  # fmt: skip
-        return stats
-
-    def next_reduction(self, i: int, segments: _core.Segments, state: int, at: Moment) -> None:
-        """Computes what all-reduce number i of several will sum."""
-        self.plan.next_round(
-            i, segments, state, self.scratch.ptr, self.payload.ptr,
-            step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
-        )  # fmt: skip
-
-    def decode(self, segments: _core.Segments, state: int, at: Moment) -> bool:
-        """Decodes into the segments. Returns whether the result is not finite."""
-        nonfinite: bool = self.plan.decode(
-            self.incoming.ptr, self.plan.payload_bytes, self.count, 1.0 / at.world, segments, state,
-            step=at.step, group=at.group,
-        )  # fmt: skip
-        return nonfinite
-
-    def advance(
-        self, round: int, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0,
-        origin: int = 0,
-    ) -> bool:  # fmt: skip
-        """Groups that are sent in messages: computes what precedes the messages of `round`. Returns, after
-        the last round, whether the result is not finite."""
-        nonfinite: bool = self.plan.advance(
-            round, segments, state, self.scratch.ptr, self.payload.ptr,
-            step=at.step, seed=at.seed, group=at.group, carry=carry, origin=origin,
-        )  # fmt: skip
-        return nonfinite
-
-    def meanwhile(self, round: int, segments: _core.Segments, state: int, at: Moment) -> None:
-        """Does optional work while the messages of `round` travel."""
-        self.plan.core.meanwhile(
-            round, segments, state, self.scratch.ptr, self.payload.ptr,
-            step=at.step, seed=at.seed, group=at.group,
-        )  # fmt: skip
-
-    def abandon(self, segments: _core.Segments, state: int, at: Moment) -> None:
-        """Removes from the memory what a step added that cannot continue."""
-        self.plan.core.abandon(
-            segments, state, self.scratch.ptr, self.payload.ptr,
-            step=at.step, seed=at.seed, group=at.group,
-        )  # fmt: skip
-
-
 @dataclass
 class Stage:
     """A group's progress in the current step. Times are in ns of the host's clock."""
 
     carry: float = 1.0  # multiplies the residual before the gradient is added
+    moment: Moment = _NEVER
     sent: bool = False  # it was encoded, and its memory has changed
     undone: bool = False  # it was not finite or failed, and has removed its gradient from the memory
-    stats: _core.Stats | None = None
     error: Exception | None = None
     unable: Exception | None = None  # why nothing was encoded
     withdrawn: bool = False  # the step was abandoned before this group's turn: nobody waits for its futures
-    work: dist.Work | None = None
     begun_at: int = 0  # start of encode
     exchanged_at: int = 0  # start of the exchange
     arrived_at: int = 0  # end of the exchange
@@ -204,8 +112,8 @@ class Counters:
 
 
 class Group:
-    """One group on this rank. An executor allocates its memory; a group that is reduced in place needs
-    none."""
+    """One group on this rank. An executor allocates its memory, except for a group that is reduced in
+    place."""
 
     form: Form  # that of the current step
     states: States
@@ -224,18 +132,16 @@ class Group:
         self.runs = self._merge()
         # A dense group that is contiguous in memory may be reduced in place, as in plain DDP.
         self.direct = direct and plan.linear and plan.lossless and len(self.runs) == 1
+        if self.direct:
+            self.states, self.form = States(0, 0, self.device, 1), InPlaceForm(plan)
         self.segments: _core.Segments
-        self.start = 0  # address of a direct group
-        self.view: torch.Tensor  # what a direct group passes to the collective
         self.place()
         self.stage = Stage()
         self.counters = Counters()
         self.rates: list[int] = []  # the optimizer's parameter groups that it belongs to, largest first
         self.warned = False  # a warning that their rates differ was logged
         self._other: Form | None = None  # for full-precision steps; during such a step, the codec's
-        # Used by executors: the messages of each round, and what stays on the device.
-        self.ends: Any = None
-        self.resident: Any = None
+        self.resident: Any = None  # used by executors: what stays on the device
 
     # ---- description
     # --------------------------------------------------------------------------------------------
@@ -263,10 +169,7 @@ class Group:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank passes to the exchange in a step."""
-        if self.direct:
-            return self.view.numel() * self.view.element_size()
-        body = self.form.body
-        return body.numel() * body.element_size() if self.plan.linear else int(self.plan.payload_bytes)
+        return self.form.bytes_sent
 
     # ---- place in the buckets
     # -----------------------------------------------------------------------------------
@@ -289,17 +192,9 @@ class Group:
             [n for _, _, n in self.runs],
         )
         if self.direct:
+            assert isinstance(self.form, InPlaceForm)
             b, offset, n = self.runs[0]
-            self.start = self._by_bucket[b].ptr + offset * size
-            self.view = self._by_bucket[b].buffer.view(-1)[offset : offset + n]
-
-    def poisoned(self) -> bool:
-        """Whether a direct group's sum may contain the NaN of a rank that failed. All elements have it, so
-        this reads only the first one, which is cheaper than any call of torch."""
-        size = self.view.element_size()
-        first = int.from_bytes(string_at(self.start, size), "little") if self.n else 0
-        exponent = _EXPONENTS[self.dtype]
-        return first & exponent == exponent
+            self.form.place(self._by_bucket[b].buffer.view(-1)[offset : offset + n])
 
     # ---- memory
     # -------------------------------------------------------------------------------------------------
@@ -310,11 +205,16 @@ class Group:
         if self.direct:
             return
         self.states = States(plan.state_bytes, plan.extra_bytes, self.device, 2 if twice else 1)
-        self.form = Form(plan, work_bytes, world, self.device)
+        self.form = make_form(plan, work_bytes, world, self.device)
 
     def allocate_full(self, plan: _core.Plan, work_bytes: int) -> None:
         """Allocates buffers for full-precision steps. plan: lossless, and uses the same state."""
-        self._other = Form(plan, work_bytes, 1, self.device)
+        self._other = make_form(plan, work_bytes, 1, self.device)
+
+    @property
+    def forms(self) -> list[Form]:
+        """That of the current step, and the one for the other kind of steps, if there are two kinds."""
+        return [self.form] if self._other is None else [self.form, self._other]
 
     @property
     def has_full(self) -> bool:
@@ -331,9 +231,8 @@ class Group:
     @property
     def allocations(self) -> int:
         """The number of blocks of memory, which are allocated once."""
-        forms = [] if self.direct else [self.form, *([self._other] if self._other is not None else [])]
         own = 0 if self.direct else 1
-        return own + sum(f.allocations for f in forms) + (3 if self.resident is not None else 0)
+        return own + sum(f.allocations for f in self.forms) + (3 if self.resident is not None else 0)
 
     @property
     def state(self) -> Block:

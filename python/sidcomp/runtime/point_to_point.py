@@ -1,9 +1,9 @@
-"""The transport of exchanges that send messages: point to point, on a process group, by threads.
+"""The transports of exchanges that send messages: point to point, on a process group.
 
-The engine's thread encodes a group and posts its first round. A thread does the rest, on a process group of
-its own: it waits for a round, computes, and posts the next one, until the group is done; then it takes the
-next group. There are several threads, so that the messages of other groups travel while one thread waits or
-computes.
+PointToPoint does so by threads, on a process group of its own. The engine's thread encodes a group and posts
+its first round. A thread does the rest: it waits for a round, computes, and posts the next one, until the
+group is done; then it takes the next group. There are several threads, so that the messages of other groups
+travel while one thread waits or computes.
 
 Messages cannot be confused: they are matched by sender, receiver and tag, and the tag contains group and
 round. So the order in which ranks post does not matter.
@@ -18,16 +18,18 @@ another.)
 import threading
 import weakref
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sidcomp.config.exchange_choice import MessagePlan
-from sidcomp.runtime.group import Group
+from sidcomp.runtime.form import Form
 from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.transport import Computation, Exchanged, G, Inline, Transfer, Works
 
-Posted = list[dist.Work]
+_Queue = SimpleQueue[Transfer[Any] | None]
+
 End = list[tuple[int, torch.Tensor]]
 Ends = list[tuple[End, End]]
 
@@ -47,7 +49,7 @@ def ends_of(message_plan: MessagePlan, wire: torch.Tensor, exchange: Exchange) -
     return [(views(i, False), views(i, True)) for i in range(message_plan.rounds)]
 
 
-def post(ends: Ends, round: int, group: dist.ProcessGroup, tag: int) -> Posted:
+def post(ends: Ends, round: int, group: dist.ProcessGroup, tag: int) -> Works:
     """Starts to send and receive the messages of a round."""
     sends, receives = ends[round]
     works = [dist.irecv(view, src=peer, group=group, tag=tag) for peer, view in receives]
@@ -65,34 +67,39 @@ def operations(sends: End, receives: End, group: dist.ProcessGroup) -> list[dist
     ]
 
 
-class Transfer:
-    """A group whose exchange is in progress, and the works of its current round after they are posted."""
+class Messages(Inline):
+    """The messages of groups, one round after the other, in the thread that starts them."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.round = 0
-        self.posted_at = 0  # ns; 0 for the first round, whose time is in the group's Stage
-        self.works: Posted = []
-        self.lost: Exception | None = None  # why the first round was never posted
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
 
+    def connect(self, form: Form) -> None:
+        form.ends = ends_of(form.plan, form.payload.tensor, self.exchange)
 
-class Receiver(Protocol):
-    """Computes between a group's rounds. Called in the transport's threads."""
-
-    def travels(self, transfer: Transfer) -> None:
-        """Called while the messages of a round travel."""
-
-    def arrived(self, transfer: Transfer, failure: Exception | None) -> bool:
-        """Called when they have arrived, or never will. Returns whether another round has been posted."""
+    def post(self, group: Exchanged, round: int) -> Works:
+        if not group.form.ends:
+            return []  # a rank alone
+        return post(group.form.ends, round, self.exchange.group, group.index * _ROUNDS % 2**31 + round)
 
 
-class PointToPoint:
-    """Every rank of `parent` must construct it at the same point of the program. It holds receivers weakly:
-    while a thread waits, it must not keep an engine alive."""
+class BatchedMessages(Messages):
+    """The same with torch's batch_isend_irecv, which NCCL needs."""
+
+    def connect(self, form: Form) -> None:
+        super().connect(form)
+        form.ends = [operations(s, r, self.exchange.group) for s, r in form.ends]
+
+    def post(self, group: Exchanged, round: int) -> Works:
+        ends = group.form.ends
+        return dist.batch_isend_irecv(ends[round]) if ends and ends[round] else []
+
+
+class PointToPoint(Messages):
+    """Every rank of `parent` must construct it at the same point of the program."""
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
-        self.exchange = Exchange(parent, device)
-        self._queue: SimpleQueue[tuple[weakref.ref[Receiver], Transfer] | None] = SimpleQueue()
+        super().__init__(Exchange(parent, device))
+        self._queue: _Queue = SimpleQueue()
         self._threads = [
             threading.Thread(target=_work, args=(self._queue,), name="sidcomp messages", daemon=True)
             for _ in range(_THREADS)
@@ -101,52 +108,32 @@ class PointToPoint:
             thread.start()
         self._end = weakref.finalize(self, _stop, self._queue)  # also if nobody closes the State
 
-    def start(self, receiver: Receiver, group: Group) -> None:
-        """Posts the first round, which is encoded already; a thread does the rest, and calls
-        `receiver.arrived`. Call it in the same order on all ranks."""
-        transfer = Transfer(group)
+    def start(self, computation: Computation[G], group: G) -> None:
+        if not group.form.ends:
+            computation.finish(group, None)
+            return
+        transfer = Transfer(self, computation, group)
         try:
-            transfer.works = self.post(group, 0)
+            transfer.post()
         except Exception as e:
-            transfer.lost = e
-        self._queue.put((weakref.ref(receiver), transfer))
-
-    def post(self, g: Group, round: int) -> Posted:
-        """Starts to send and receive the messages of a round."""
-        if round >= g.plan.rounds:
-            return []
-        return post(g.ends, round, self.exchange.group, g.index * _ROUNDS % 2**31 + round)
+            transfer.failure = e
+        self._queue.put(transfer)
 
     def close(self) -> None:
-        """Ends the idle threads and the process group."""
         self._end()
         for thread in self._threads:
             thread.join()
         self.exchange.close()
 
 
-def _stop(queue: "SimpleQueue[tuple[weakref.ref[Receiver], Transfer] | None]") -> None:
+def _stop(queue: _Queue) -> None:
     for _ in range(_THREADS):
         queue.put(None)
 
 
-def _work(queue: "SimpleQueue[tuple[weakref.ref[Receiver], Transfer] | None]") -> None:
-    while (item := queue.get()) is not None:
-        ref, transfer = item
-        going = True
-        while going:
-            receiver = ref()
-            failure = transfer.lost
-            if receiver is not None and failure is None:
-                receiver.travels(transfer)
-            del receiver  # the thread must hold no references while it waits
-            for work in transfer.works:  # all of them: a message that nobody waits for blocks its two ranks
-                try:
-                    work.wait()
-                except Exception as e:
-                    failure = failure or e
-            transfer.works = []
-            receiver = ref()
-            going = receiver is not None and receiver.arrived(transfer, failure)
-            del receiver
-        del item, ref, transfer
+def _work(queue: _Queue) -> None:
+    while (transfer := queue.get()) is not None:
+        transfer.reach_last()
+        transfer.wait()
+        transfer.finish()
+        del transfer  # the thread must hold no references while it waits

@@ -1,61 +1,57 @@
-"""The all-reduces after the first, for codecs that take several. A thread with a process group of its own
-issues them.
+"""The transport of codecs that take several all-reduces. A thread with a process group of its own issues
+those after the first.
 
 The thread takes the groups in the order in which they were launched, which is the same on every rank, and
 issues their collectives one after the other. So all ranks issue the same collectives in the same order,
-whatever the order in which the first ones end. The thread waits for one all-reduce, computes the next, and
-returns the last one's future. No callback waits, and the engine's thread is not held up. On a device a stream
-does all this (cuda_executor.py).
+whatever the order in which the first ones end. The thread waits for one all-reduce, has the next computed,
+and leaves the end to a callback of the last one. No callback waits, and the engine's thread is not held up.
+On a device a stream does all this (cuda_executor.py).
 """
 
 import threading
 import weakref
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from sidcomp.runtime.group import Group
+from sidcomp.runtime.collectives import Collectives
 from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.transport import Computation, Exchanged, G, Transfer, Works
+
+_Queue = SimpleQueue[Transfer[Any] | None]
 
 
-class Reducer(Protocol):
-    """Computes between a group's all-reduces."""
+class Reductions(Collectives):
+    """Every rank of `parent` must construct it at the same point of the program. exchange: for the first
+    all-reduces, which the engine's thread issues."""
 
-    def further(self, group: Group) -> None:
-        """Does everything after the group's first all-reduce. Called in the transport's thread."""
-
-
-_Item = tuple["weakref.ref[Reducer]", Group]
-
-
-class Reductions:
-    """Every rank of `parent` must construct it at the same point of the program."""
-
-    def __init__(self, parent: dist.ProcessGroup, device: torch.device) -> None:
-        self.exchange = Exchange(parent, device)
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+    def __init__(self, exchange: Exchange, parent: dist.ProcessGroup) -> None:
+        super().__init__(exchange)
+        self.further = Collectives(Exchange(parent, exchange.device))
+        self._queue: _Queue = SimpleQueue()
         self._thread = threading.Thread(
             target=_work, args=(self._queue,), name="sidcomp reductions", daemon=True
         )
         self._thread.start()
         self._end = weakref.finalize(self, self._queue.put, None)  # also if nobody closes the State
 
-    def start(self, reducer: Reducer, group: Group) -> None:
-        """Call it in the same order on all ranks, after the group's first all-reduce has been issued."""
-        self._queue.put((weakref.ref(reducer), group))
+    def post(self, group: Exchanged, round: int) -> Works:
+        return self.further.post(group, round) if round else super().post(group, round)
+
+    def start(self, computation: Computation[G], group: G) -> None:
+        transfer = Transfer(self, computation, group)
+        transfer.post()
+        self._queue.put(transfer)
 
     def close(self) -> None:
-        """Ends the idle thread and the process group."""
         self._end()
         self._thread.join()
-        self.exchange.close()
+        self.further.exchange.close()
 
 
-def _work(queue: "SimpleQueue[_Item | None]") -> None:
-    while (item := queue.get()) is not None:
-        reducer, group = item[0](), item[1]
-        if reducer is not None:
-            reducer.further(group)
-        del reducer, group, item  # the thread must hold no references while it waits
+def _work(queue: _Queue) -> None:
+    while (transfer := queue.get()) is not None:
+        transfer.reach_last()
+        transfer.finish_later()
+        del transfer  # the thread must hold no references while it waits

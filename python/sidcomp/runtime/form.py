@@ -1,0 +1,244 @@
+"""Forms: a plan, the buffers that it needs, and what it computes in each round of its exchange.
+
+The exchange of a group takes one round or several, and its form counts them: `advance(0)` computes what the
+first round sends, `advance(i)` what round i sends, once round i - 1 has ended, and `advance(rounds)`, after
+the last one, the result. An all-gather and most all-reduces are one round: encode before it, decode after it.
+"""
+
+from ctypes import string_at
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import core as _core
+from sidcomp.config.exchange_choice import MessagePlan
+from sidcomp.runtime.block import BODIES, Block
+
+_EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}  # all of them set: Inf or NaN
+
+
+class Moment(NamedTuple):
+    """Identifies a call: random numbers depend on it, and a payload must match it."""
+
+    step: int
+    seed: int
+    group: int
+    rank: int
+    world: int
+
+
+class Form:
+    """A plan, its buffers, and its calls on the CPU. This base class holds what all exchanges have in common.
+    It keeps the properties of the plan that every step reads, because a Plan takes longer to answer.
+
+    segments: those of the group's gradient; state: its address, or 0 if the call needs none.
+    """
+
+    rounds = 1
+    continues = False  # after an error it computes the further rounds too, and tells the other ranks itself
+    busy = False  # `meanwhile` has work to do
+    allocations = 0  # blocks of memory
+    bytes_sent = 0  # bytes that this rank passes to the exchange in a step
+    stats: _core.Stats | None = None  # of the last encode
+    # The buffers; a group that is reduced in place has none.
+    scratch: Block
+    payload: Block  # what this rank sends
+    incoming: Block  # what it receives
+    slices: list[torch.Tensor]  # of the payload or the gradient: what each all-reduce sums, if there are any
+    # Used by transports: the operation in progress, and the messages of each round.
+    work: dist.Work | None = None
+    ends: Any = None
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+        self.dtype, self.vectors, self.extra_bytes = plan.dtype, plan.vectors, plan.extra_bytes
+        self.slices = []
+
+    def advance(
+        self, round: int, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0,
+        origin: int = 0,
+    ) -> bool:  # fmt: skip
+        """Computes what `round` sends or, after the last round, the result. Returns whether the result is not
+        finite."""
+        raise NotImplementedError
+
+    def withhold(self, round: int) -> None:
+        """Takes the place of `advance` on a rank that has failed: the other ranks wait for what it sends. It
+        sends what makes them fail too, not the payload of the step before."""
+        raise NotImplementedError
+
+    def meanwhile(self, round: int, segments: _core.Segments, state: int, at: Moment) -> None:
+        """Does optional work while `round` is under way."""
+
+    def poisoned(self) -> bool:
+        """Whether a sum that `advance` has not examined may contain the NaN of a rank that failed."""
+        return False
+
+    def abandon(self, segments: _core.Segments, state: int, at: Moment) -> bool:
+        """Called when the step cannot continue. Returns whether what it added is out of the memory."""
+        return False
+
+
+class CollectiveForm(Form):
+    """A form whose payloads travel by collectives: they are summed in one all-reduce or several, or gathered
+    in one all-gather."""
+
+    def __init__(self, plan: Any, work_bytes: int, world: int, device: torch.device) -> None:
+        super().__init__(plan)
+        self.scratch = Block(work_bytes, device)
+        self.payload = self.incoming = Block(plan.payload_bytes, device)
+        self.count = 1  # payloads to decode
+        if plan.linear:
+            self.slices = [self._view(*part) for part in plan.slices]
+            self.rounds = len(self.slices)
+            self.bytes_sent = plan.body_count * BODIES[plan.body_dtype].itemsize
+            self.allocations = 2
+        else:
+            self.incoming, self.count = Block(world * plan.payload_bytes, device), world
+            self.bytes_sent = plan.payload_bytes
+            self.allocations = 3
+
+    def _view(self, offset: int, count: int) -> torch.Tensor:
+        """Returns elements of the body."""
+        dtype = BODIES[self.plan.body_dtype]
+        return self.payload.tensor[offset : offset + count * dtype.itemsize].view(dtype)
+
+    def advance(
+        self, round: int, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0,
+        origin: int = 0,
+    ) -> bool:  # fmt: skip
+        if round == 0:
+            self.stats = self.encode(segments, state, at, carry, origin)
+        elif round < self.rounds:
+            self.next_reduction(round, segments, state, at)
+        else:
+            return self.decode(segments, state if self.vectors or self.extra_bytes else 0, at)
+        return False
+
+    def encode(
+        self, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0, origin: int = 0
+    ) -> _core.Stats:
+        stats: _core.Stats = self.plan.encode(
+            segments, state, self.scratch.ptr, self.payload.ptr,
+            step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
+            carry=carry, origin=origin,
+        )  # fmt: skip
+        return stats
+
+    def next_reduction(self, i: int, segments: _core.Segments, state: int, at: Moment) -> None:
+        """Computes what all-reduce number i of several will sum."""
+        self.plan.next_round(
+            i, segments, state, self.scratch.ptr, self.payload.ptr,
+            step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
+        )  # fmt: skip
+
+    def decode(self, segments: _core.Segments, state: int, at: Moment) -> bool:
+        """Decodes into the segments. Returns whether the result is not finite."""
+        nonfinite: bool = self.plan.decode(
+            self.incoming.ptr, self.plan.payload_bytes, self.count, 1.0 / at.world, segments, state,
+            step=at.step, group=at.group,
+        )  # fmt: skip
+        return nonfinite
+
+    def withhold(self, round: int) -> None:
+        if round == self.rounds:
+            return
+        if self.slices:
+            _poison(self.slices[round])
+        else:
+            self.payload.tensor.zero_()
+
+
+class InPlaceForm(Form):
+    """A form without buffers, for a dense group that is contiguous in memory: one all-reduce sums the
+    gradient where it is, as in plain DDP."""
+
+    def __init__(self, plan: Any) -> None:
+        super().__init__(plan)
+        self._view = torch.empty(0)
+        self._start = self._size = 0
+        self.slices = [self._view]
+
+    def place(self, view: torch.Tensor) -> None:
+        """Takes the present place of the group's gradient."""
+        self._view, self._start, self._size = view, view.data_ptr(), view.element_size()
+        self.bytes_sent = view.numel() * self._size
+
+    def advance(
+        self, round: int, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0,
+        origin: int = 0,
+    ) -> bool:  # fmt: skip
+        if round == 0:
+            self.slices[0] = self._view
+            if at.world > 1:
+                _core.scale(segments, self.dtype, 1.0 / at.world)
+        return False  # `poisoned` examines the sum
+
+    def withhold(self, round: int) -> None:
+        if round == 0:  # the bucket may already hold the gradients of another step
+            self.slices[0] = _poison(torch.empty_like(self._view))
+
+    def poisoned(self) -> bool:
+        # All elements of a sum have the NaN of a rank that failed, so this reads only the first one, which is
+        # cheaper than any call of torch.
+        first = int.from_bytes(string_at(self._start, self._size), "little") if self.bytes_sent else 0
+        exponent = _EXPONENTS[self.dtype]
+        return first & exponent == exponent
+
+
+class MessageForm(Form):
+    """A form that is sent in point-to-point messages."""
+
+    continues = True
+
+    def __init__(self, plan: MessagePlan, work_bytes: int, device: torch.device) -> None:
+        super().__init__(plan)
+        self.scratch = Block(work_bytes, device)
+        self.payload = self.incoming = Block(plan.wire_bytes, device)
+        self.allocations = 2
+        self.bytes_sent = plan.payload_bytes
+        self.rounds = max(1, plan.rounds)  # a rank alone sends no messages in its round
+        self.busy = plan.busy and plan.rounds > 0
+
+    def advance(
+        self, round: int, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0,
+        origin: int = 0,
+    ) -> bool:  # fmt: skip
+        if round > self.plan.rounds:
+            return False  # a rank alone: the call before has done everything
+        nonfinite: bool = self.plan.advance(
+            round, segments, state, self.scratch.ptr, self.payload.ptr,
+            step=at.step, seed=at.seed, group=at.group, carry=carry, origin=origin,
+        )  # fmt: skip
+        return nonfinite
+
+    def withhold(self, round: int) -> None:
+        if round == 0:
+            self.payload.tensor.zero_()
+
+    def meanwhile(self, round: int, segments: _core.Segments, state: int, at: Moment) -> None:
+        self.plan.core.meanwhile(
+            round, segments, state, self.scratch.ptr, self.payload.ptr,
+            step=at.step, seed=at.seed, group=at.group,
+        )  # fmt: skip
+
+    def abandon(self, segments: _core.Segments, state: int, at: Moment) -> bool:
+        self.plan.core.abandon(
+            segments, state, self.scratch.ptr, self.payload.ptr,
+            step=at.step, seed=at.seed, group=at.group,
+        )  # fmt: skip
+        return True
+
+
+def make_form(plan: Any, work_bytes: int, world: int, device: torch.device) -> CollectiveForm | MessageForm:
+    """Allocates the buffers of a plan for this number of ranks."""
+    if isinstance(plan, MessagePlan):
+        return MessageForm(plan, work_bytes, device)
+    return CollectiveForm(plan, work_bytes, world, device)
+
+
+def _poison(body: torch.Tensor) -> torch.Tensor:
+    """Fills a body with what a rank that failed sends: NaN, or integers that the codec recognizes."""
+    body.view(torch.uint8).fill_(0xFF)
+    return body
