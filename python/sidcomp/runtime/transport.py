@@ -41,10 +41,12 @@ class Computation(Protocol[G_contra]):
     group never from two threads at once."""
 
     def meanwhile(self, group: G_contra, round: int) -> None:
-        """Called while the bytes of `round` travel, unless the transport only waits for their arrival."""
+        """May do optional work while the bytes of `round` travel. Only transports that wait for a round call
+        it."""
 
     def advance(self, group: G_contra, round: int) -> None:
-        """Computes what `round` sends; the round before it has ended. Called for all rounds but the first."""
+        """Computes what `round` sends; the round before it has ended. Called for all rounds but the first. It
+        raises no error, unless it is called in the thread that has started the exchange."""
 
     def finish(self, group: G_contra, failure: Exception | None) -> None:
         """The last round has ended, or the exchange has failed."""
