@@ -233,8 +233,8 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor);
 /* ---- exchange ------------------------------------------------------------------------------------------------ */
 
 /* An exchange says how payloads travel: which messages the ranks send one another in each round, and what each rank makes of
- * them. It is a pure function of its route. Its transport moves bytes between the ranks' wire blocks (sid_loopback is one, for
- * ranks that live in one process):
+ * them. It is a pure function of its sid_exchange_config. Its transport moves bytes between the ranks' wire blocks
+ * (sid_loopback is one, for ranks that live in one process):
  *
  *     for round = 0 to rounds:  sid_exchange_advance(round);  if round < rounds: move the messages of `round`, and
  *                               while they travel sid_exchange_meanwhile(round)
@@ -245,14 +245,15 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor);
  * last round is lost, its receiver fails alone. */
 typedef struct sid_exchange sid_exchange;
 
-typedef struct sid_route {
+typedef struct sid_exchange_config {
     const char *exchange;    /* a name in the registry */
     const sid_config *group; /* codec, memory, n, dtype; the settings may hold the exchange's too */
     uint32_t rank, world;    /* world: 1 to SID_MAX_COUNT */
-} sid_route;
+} sid_exchange_config;
 
-/* As sid_plan_make. A route that makes no sense is refused (SID_E_UNSUPPORTED); the text says why, and what to use instead. */
-sid_status sid_exchange_make(const sid_route *r, void *mem, size_t *bytes, sid_error *err);
+/* As sid_plan_make. A configuration that makes no sense is refused (SID_E_UNSUPPORTED); the text says why, and what to use
+ * instead. */
+sid_status sid_exchange_make(const sid_exchange_config *c, void *mem, size_t *bytes, sid_error *err);
 
 typedef struct sid_exchange_sizes {
     uint64_t state, work, wire; /* bytes; work and wire, which holds the messages, are garbage between steps */
@@ -279,8 +280,9 @@ typedef struct sid_message {
 uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out);
 
 /* seg, state, work, wire and at stay the same through all rounds of a step. cut: room for n_seg segments. at->rank and
- * at->world are the route's. Once it has failed, it fails in every round until the end of the step. The memory is then as
- * before the step, except for at->carry (and hierarchical, once the nodes have their means, has set its residual to 0).
+ * at->world are the configuration's. Once it has failed, it fails in every round until the end of the step. The memory is
+ * then as before the step, except for at->carry (and hierarchical, once the nodes have their means, has set its residual to
+ * 0).
  * report.culprit is the rank at fault, as far as it is known. */
 sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
                                 sid_segment *cut, void *state, void *work, const sid_step *at, void *wire,

@@ -26,16 +26,17 @@ static uint32_t before(const sid_exchange *x) { return (x->rank + x->world - 1) 
 
 static const sid_plan *plan_of(const sid_exchange *x, uint32_t s) { return &x->plan[sid_slice_kind(x, s)]; }
 
-static sid_status plan_cascade(sid_exchange *x, const sid_route *r, sid_error *err) {
+static sid_status plan_cascade(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
     x->slice = sid_round_up((x->n + x->world - 1) / x->world, 64);
-    const sid_status s = sid_slice_plans(x, r, NULL, SID_F32, x->plan, err);
+    const sid_status s = sid_slice_plans(x, config, NULL, SID_F32, x->plan, err);
     if (s) return s;
     if (x->plan->memory->vectors)
-        return sid_refuse(err, r,
+        return sid_refuse(err, config,
                           "what is sent on is not this rank's vector, so that no memory can know what of it was "
                           "sent: take memory 'none', as Marsit's section 3.2, or exchange 'twoshot'");
     if (x->plan->codec->info.traits & SID_LINEAR)
-        return sid_refuse(err, r, "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
+        return sid_refuse(err, config,
+                          "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
     x->confirms = 1;
     x->message = x->plan->sizes.payload;
     x->rounds = 2 * (x->world - 1);
@@ -164,14 +165,14 @@ static uint32_t bits_at(const sid_exchange *x, uint32_t round) {
 }
 static uint64_t body_at(const sid_exchange *x, uint32_t round) { return x->slice / 8 * bits_at(x, round); }
 
-static sid_status plan_expand(sid_exchange *x, const sid_route *r, sid_error *err) {
-    const sid_status s = sid_sub_plan(r, r->group->n, NULL, r->group->dtype, &x->plan[0], err);
+static sid_status plan_expand(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
+    const sid_status s = sid_sub_plan(config, config->group->n, NULL, config->group->dtype, &x->plan[0], err);
     if (s) return s;
     if (!x->plan->codec->decide)
-        return sid_refuse(err, r,
+        return sid_refuse(err, config,
                           "it adds up signs that stand for the same value on all ranks, as 'signsgd' and 'signum' "
                           "have; for signs that are drawn take 'ring1'");
-    if (x->world > 255) return sid_refuse(err, r, "it counts to 255 ranks");
+    if (x->world > 255) return sid_refuse(err, config, "it counts to 255 ranks");
     x->confirms = 1;
     x->slice = sid_round_up((x->n + x->world - 1) / x->world, 256);
     x->rounds = 2 * (x->world - 1);

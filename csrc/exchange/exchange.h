@@ -1,4 +1,4 @@
-/* What an exchange is: the contract to which this folder is written (docs/exchanges.md). route.c makes an exchange, step.c keeps
+/* What an exchange is: the contract to which this folder is written (docs/exchanges.md). make.c makes an exchange, step.c keeps
  * its steps together, frames.c has the messages that are no payloads, kept.c the state. */
 #ifndef SID_EXCHANGE_H
 #define SID_EXCHANGE_H
@@ -36,7 +36,7 @@ struct sid_hop;
 typedef struct sid_exchange_kind {
     sid_info info;
     /* Sets plans, sizes without those of the last, confirming round, and own words; refuses what makes no sense. */
-    sid_status (*plan)(sid_exchange *x, const sid_route *r, sid_error *err);
+    sid_status (*plan)(sid_exchange *x, const sid_exchange_config *config, sid_error *err);
     uint32_t (*messages)(const sid_exchange *x, uint32_t round, int receive, sid_message *out);
     /* Rounds 0 to rounds - 1, and once more with `rounds`; everything received must be checked. It goes on after a failure:
      * in place of what it cannot have, it sends what tells the other ranks (SID_FRAME_POISON, an empty payload). */
@@ -75,11 +75,11 @@ static inline sid_exchange *sid_within(const sid_exchange *x) { return (sid_exch
 
 const sid_exchange_kind *sid_kind_of(const sid_info *info); /* registry.c */
 
-/* ---- route.c: making one ----------------------------------------------------------------------------------------- */
+/* ---- make.c: making one ------------------------------------------------------------------------------------------ */
 
-/* x from the route; x[1] is room for the exchange within. */
-sid_status sid_route_plan(const sid_route *r, sid_exchange *x, sid_error *err);
-sid_status sid_refuse(sid_error *err, const sid_route *r, const char *why);
+/* x from its configuration; x[1] is room for the exchange within. */
+sid_status sid_exchange_plan(const sid_exchange_config *config, sid_exchange *x, sid_error *err);
+sid_status sid_refuse(sid_error *err, const sid_exchange_config *config, const char *why);
 /* For `plan`: what sid_exchange_sizes tells cost models. */
 static inline void sid_exchange_costs(sid_exchange *x, double encoded, double decoded, double merged,
                                       uint32_t ring_passes) {
@@ -88,12 +88,12 @@ static inline void sid_exchange_costs(sid_exchange *x, double encoded, double de
     x->sizes.merged = merged;
     x->sizes.ring_passes = ring_passes;
 }
-/* A plan for n elements of the route's group, with another memory (NULL: the route's) and dtype. */
-sid_status sid_sub_plan(const sid_route *r, uint64_t n, const char *memory, sid_dtype dtype, sid_plan *plan,
-                        sid_error *err);
+/* A plan for n elements of the configured group, with another memory (NULL: the configured one) and dtype. */
+sid_status sid_sub_plan(const sid_exchange_config *config, uint64_t n, const char *memory, sid_dtype dtype,
+                        sid_plan *plan, sid_error *err);
 /* The three plans for slices of x->slice elements. */
-sid_status sid_slice_plans(const sid_exchange *x, const sid_route *r, const char *memory, sid_dtype dtype,
-                           sid_plan plan[SID_MAX_PLANS], sid_error *err);
+sid_status sid_slice_plans(const sid_exchange *x, const sid_exchange_config *config, const char *memory,
+                           sid_dtype dtype, sid_plan plan[SID_MAX_PLANS], sid_error *err);
 
 /* Elements [start, start + len) of slice s. */
 static inline uint64_t sid_slice_start(const sid_exchange *x, uint32_t s) {

@@ -16,15 +16,15 @@ enum {
     SCRATCH
 };
 
-static sid_status plan_whole(sid_exchange *x, const sid_route *r, sid_error *err) {
-    const sid_status s = sid_sub_plan(r, r->group->n, NULL, r->group->dtype, &x->plan[0], err);
+static sid_status plan_whole(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
+    const sid_status s = sid_sub_plan(config, config->group->n, NULL, config->group->dtype, &x->plan[0], err);
     if (s) return s;
     x->place[SCRATCH] = SID_FAULT_BYTES;
     x->sizes.work = SID_FAULT_BYTES + x->plan->sizes.work;
     x->sizes.state = sid_round_up(x->plan->sizes.state, 64);
     x->sizes.vectors = x->plan->memory->vectors;
     x->sizes.k = x->plan->k;
-    x->sizes.messages = r->world - 1;
+    x->sizes.messages = config->world - 1;
     return SID_OK;
 }
 
@@ -38,11 +38,12 @@ static sid_status encode(sid_exchange_step *t, uint8_t *payload) {
 
 /* ---- allgather ----------------------------------------------------------------------------------------------- */
 
-static sid_status plan_gather(sid_exchange *x, const sid_route *r, sid_error *err) {
-    const sid_status s = plan_whole(x, r, err);
+static sid_status plan_gather(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
+    const sid_status s = plan_whole(x, config, err);
     if (s) return s;
     if (x->plan->codec->info.traits & SID_LINEAR)
-        return sid_refuse(err, r, "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
+        return sid_refuse(err, config,
+                          "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
     x->message = x->plan->sizes.payload;
     x->sizes.wire = x->message * x->world;
     x->rounds = x->world > 1;
@@ -105,13 +106,13 @@ static piece piece_of(const sid_exchange *x, uint32_t sum, uint32_t s) {
 
 static uint64_t framed(piece p) { return p.bytes ? SID_FRAME_BYTES + sid_round_up(p.bytes, 32) : 0; }
 
-static sid_status plan_reduce(sid_exchange *x, const sid_route *r, sid_error *err) {
-    const sid_status s = plan_whole(x, r, err);
+static sid_status plan_reduce(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
+    const sid_status s = plan_whole(x, config, err);
     if (s) return s;
     if (!(x->plan->codec->info.traits & SID_LINEAR))
-        return sid_refuse(err, r, "its payloads cannot be summed: take exchange 'allgather', or leave it out");
+        return sid_refuse(err, config, "its payloads cannot be summed: take exchange 'allgather', or leave it out");
     if (x->plan->sizes.ranks && x->world > x->plan->sizes.ranks)
-        return sid_refuse(err, r, "its sums do not hold what so many ranks send: take another codec");
+        return sid_refuse(err, config, "its sums do not hold what so many ranks send: take another codec");
     const uint32_t sums = x->plan->sizes.rounds, others = x->world - 1;
     sid_exchange_costs(x, 1, 1, 0, 2);
     x->confirms = 1;

@@ -40,40 +40,41 @@ sid_nodes sid_nodes_of(const sid_exchange *x) {
 
 static const char *const within[] = {"auto", "allreduce", "allgather", "ring1", "torus1", "twoshot", NULL};
 
-static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
+static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
     sid_exchange *in = sid_within(x);
     const uint32_t l = (uint32_t)x->param[LOCAL], which = (uint32_t)x->param[WITHIN];
-    const sid_info *codec = sid_codec_find(r->group->codec);
+    const sid_info *codec = sid_codec_find(config->group->codec);
     sid_setting settings[2 * SID_MAX_PARAMS];
-    if (!codec) return sid_fail(err, SID_E_PARAM, "no codec is named '%s'", r->group->codec ? r->group->codec : "");
+    if (!codec)
+        return sid_fail(err, SID_E_PARAM, "no codec is named '%s'", config->group->codec ? config->group->codec : "");
     if (x->world % l)
         return sid_fail(err, SID_E_PARAM, "hierarchical: ranks_per_node = %u does not divide the %u ranks", l,
                         x->world);
     if (codec->traits & SID_IN_ROUNDS)
-        return sid_refuse(err, r,
+        return sid_refuse(err, config,
                           "it takes several sums, one after the other: take exchange 'allreduce', or leave it out");
     x->word[L] = l;
     x->word[NODES] = x->members = x->world / l;
     x->word[SCATTER] = l > 1;
     x->slice = sid_round_up((x->n + l - 1) / l, 64);
 
-    sid_config c = *r->group;
+    sid_config c = *config->group;
     c.n = sid_slice_len(x, local_of(x));
     c.dtype = SID_F32;
     c.settings = settings;
     c.n_settings = 0;
-    for (uint32_t i = 0; i < r->group->n_settings; i++) { /* all but our own */
-        const char *name = r->group->settings[i].name;
+    for (uint32_t i = 0; i < config->group->n_settings; i++) { /* all but our own */
+        const char *name = config->group->settings[i].name;
         int own = 0;
         for (uint32_t k = 0; k < x->kind->info.n_params; k++) own |= !strcmp(name, x->kind->info.params[k].name);
         if (own) continue;
         if (c.n_settings == 2 * SID_MAX_PARAMS) return sid_fail(err, SID_E_PARAM, "too many settings");
-        settings[c.n_settings++] = r->group->settings[i];
+        settings[c.n_settings++] = config->group->settings[i];
     }
-    sid_route inner = {within[which], &c, node_of(x), x->word[NODES]};
+    sid_exchange_config inner = {within[which], &c, node_of(x), x->word[NODES]};
     if (!which) inner.exchange = codec->traits & SID_LINEAR ? within[1] : within[2];
     memset(in, 0, sizeof *in);
-    sid_status s = sid_route_plan(&inner, in, err);
+    sid_status s = sid_exchange_plan(&inner, in, err);
     if (s) return s;
     x->within = 1;
     x->confirms = 1;

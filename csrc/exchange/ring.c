@@ -113,11 +113,11 @@ typedef struct signing {
 } signing;
 static signing *signing_of(const sid_exchange_step *t) { return (signing *)(void *)(t->work + SID_FAULT_BYTES); }
 
-static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
-    const sid_status s = sid_sub_plan(r, r->group->n, NULL, r->group->dtype, &x->plan[0], err);
+static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
+    const sid_status s = sid_sub_plan(config, config->group->n, NULL, config->group->dtype, &x->plan[0], err);
     if (s) return s;
     if (!(x->plan->codec->info.traits & SID_SIGNS))
-        return sid_refuse(err, r,
+        return sid_refuse(err, config,
                           "a one-bit ring merges signs that stand for the same value on all ranks, as 'marsit', "
                           "'signsgd' and 'signum' have; for others take 'twoshot' or 'allgather'");
     x->confirms = 1;
@@ -141,13 +141,13 @@ static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
     return SID_OK;
 }
 
-static sid_status plan_ring(sid_exchange *x, const sid_route *r, sid_error *err) {
+static sid_status plan_ring(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
     x->word[ROWS] = 1;
     x->word[COLS] = x->world;
-    return plan(x, r, err);
+    return plan(x, config, err);
 }
 
-static sid_status plan_torus(sid_exchange *x, const sid_route *r, sid_error *err) {
+static sid_status plan_torus(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
     uint32_t rows = (uint32_t)x->param[0];
     if (rows && x->world % rows)
         return sid_fail(err, SID_E_PARAM,
@@ -159,7 +159,7 @@ static sid_status plan_torus(sid_exchange *x, const sid_route *r, sid_error *err
             if (x->world % i == 0) rows = i;
     x->word[ROWS] = rows; /* 1 where the world is prime: the ring */
     x->word[COLS] = x->world / rows;
-    return plan(x, r, err);
+    return plan(x, config, err);
 }
 
 static uint32_t messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out) {

@@ -38,21 +38,22 @@ sid_shots sid_shots_of(const sid_exchange *x) {
     return (sid_shots){x->place[THEIRS], x->place[MEANS], state_at(x, 1), x->place[SERVER]};
 }
 
-static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
+static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
     x->slice = sid_round_up((x->n + x->world - 1) / x->world, 64);
-    sid_status s = sid_slice_plans(x, r, NULL, x->dtype, x->plan, err);
+    sid_status s = sid_slice_plans(x, config, NULL, x->dtype, x->plan, err);
     if (s) return s;
     const sid_codec *codec = x->plan->codec;
     const sid_memory *memory = x->plan->memory;
     if (codec->info.traits & SID_LINEAR)
-        return sid_refuse(err, r, "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
+        return sid_refuse(err, config,
+                          "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
     if (memory->received)
-        return sid_refuse(err, r,
+        return sid_refuse(err, config,
                           "its memory learns from what all ranks make of their signs, which two-shot does not "
                           "tell: take exchange 'ring1', or memory 'residual' or 'none'");
     /* What rounding the mean loses is kept wherever anything is, and where the codec cannot do without. */
     const int keeps = (memory->info.traits | codec->info.traits) & SID_FEEDBACK;
-    s = sid_slice_plans(x, r, keeps ? "residual" : "none", SID_F32, x->server, err);
+    s = sid_slice_plans(x, config, keeps ? "residual" : "none", SID_F32, x->server, err);
     if (s) return s;
     const sid_sizes *own = &x->plan->sizes, *server = &x->server->sizes;
     const uint64_t w = x->world;

@@ -11,12 +11,12 @@ Exchange::Exchange(const string &name, const string &codec, const string &memory
     : rank(of), world(all) {
     const sid_info &e = find(sid_exchange_at, name, "exchange");
     const Config given(codec, memory, count, dtype, settings, isa, &e);
-    const sid_route route{e.name, &given.it, of, all};
+    const sid_exchange_config config{e.name, &given.it, of, all};
     sid_error err{};
     size_t bytes = 0;
-    check(sid_exchange_make(&route, nullptr, &bytes, &err), err);
+    check(sid_exchange_make(&config, nullptr, &bytes, &err), err);
     memory_ = make_block(bytes);
-    check(sid_exchange_make(&route, memory_.get(), &bytes, &err), err);
+    check(sid_exchange_make(&config, memory_.get(), &bytes, &err), err);
     sizes = sid_exchange_sizes_of(get());
     n = given.it.n;
 }

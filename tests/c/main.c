@@ -33,7 +33,7 @@
     X(rounds_limit)                                                                                                    \
     X(shapes_refused)                                                                                                  \
     X(exchanges)                                                                                                       \
-    X(exchange_routes_refused)                                                                                         \
+    X(exchange_configs_refused)                                                                                         \
     X(exchange_nonfinite)                                                                                              \
     X(exchange_faults)                                                                                                 \
     X(exchange_sums_watched)                                                                                           \
