@@ -5,8 +5,8 @@
  *     memory->tile   acc <- gradient + what is kept
  *     codec->tile    reads acc, gathers statistics and candidates
  * Then codec->finish settles the rule and writes the payload, or asks for another pass over the same acc. A plan of several
- * rounds passes over acc once more for each of them: begin, tile and finish then look at w->round, and at the payload's
- * earlier slices as the ranks have summed them. */
+ * reductions passes over acc once more for each of them: begin, tile and finish then look at w->reduction, and at the
+ * payload's earlier slices as the ranks have summed them. */
 #ifndef SID_CODEC_H
 #define SID_CODEC_H
 
@@ -70,8 +70,8 @@ typedef struct sid_pass {
     double norm;      /* of the finite part of the gradient; only where the memory asks for it */
     void *scratch;    /* the codec's part of work */
     uint64_t nonfinite;
-    uint32_t passes; /* so far, this one included */
-    uint32_t round;  /* of the exchange: 0 to sizes.rounds - 1 */
+    uint32_t passes;    /* so far, this one included */
+    uint32_t reduction; /* 0 to sizes.reductions - 1 */
     sid_stats stats;
 } sid_pass;
 typedef enum sid_outcome {

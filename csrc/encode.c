@@ -143,7 +143,7 @@ static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t t
 }
 
 static void make_pass(sid_pass *w, const sid_segment *seg) {
-    const int again = w->passes > 1 || w->round, clean = again && !w->nonfinite;
+    const int again = w->passes > 1 || w->reduction, clean = again && !w->nonfinite;
     const int stored = w->plan->memory->vectors && again;
     w->nonfinite = stored ? w->nonfinite : 0;
     w->plan->codec->begin(w);
@@ -211,7 +211,7 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
         make_pass(&w, seg);
     } while (p->codec->finish(&w) == SID_AGAIN);
     if (at->world == 1)
-        for (w.round = 1; w.round < p->sizes.rounds; w.round++) {
+        for (w.reduction = 1; w.reduction < p->sizes.reductions; w.reduction++) {
             w.passes++;
             make_pass(&w, seg);
             p->codec->finish(&w);
@@ -243,13 +243,14 @@ int sid_end_ranges(sid_ranges *r) {
     return r->pass.nonfinite != 0;
 }
 
-sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *seg, uint32_t n_seg, void *state,
+sid_status sid_next_slice(const sid_plan *p, uint32_t reduction, const sid_segment *seg, uint32_t n_seg, void *state,
                           void *work, const sid_step *at, void *payload) {
     if (!p || !state || !work || !at || !payload || !at->world || at->rank >= at->world) return SID_E_ARG;
-    if (!aligned(state) || !aligned(work) || !aligned(payload) || !round || round >= p->sizes.rounds) return SID_E_ARG;
+    if (!aligned(state) || !aligned(work) || !aligned(payload) || !reduction || reduction >= p->sizes.reductions)
+        return SID_E_ARG;
     if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
     if (!fit(p, at)) return SID_E_UNSUPPORTED;
-    sid_pass w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work, .round = round};
+    sid_pass w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work, .reduction = reduction};
     w.draw = w.state->draw; /* sid_encode's, as is what it has seen */
     w.nonfinite = ((const sid_header *)payload)->flags & SID_FLAG_NONFINITE;
     if (at->world == 1) return SID_OK;

@@ -42,7 +42,7 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     if (err) err->text[0] = 0;
     if (!c || !bytes) return sid_fail(err, SID_E_ARG, "config or bytes is NULL");
     memset(&p, 0, sizeof p);
-    p.sizes.rounds = 1;
+    p.sizes.reductions = 1;
     const sid_info *ci = sid_codec_find(c->codec), *mi = sid_memory_find(c->memory);
     if (!ci) return sid_fail(err, SID_E_PARAM, "no codec is named '%s'", c->codec ? c->codec : "");
     if (!mi) return sid_fail(err, SID_E_PARAM, "no memory is named '%s'", c->memory ? c->memory : "");
@@ -115,11 +115,11 @@ const char *sid_plan_isa(const sid_plan *p) { return p->simd->name; }
 uint32_t sid_memory_vectors(const sid_plan *p) { return p->memory->vectors; }
 uint64_t sid_plan_extra(const sid_plan *p) { return sid_round_up(p->extra, 16) * sizeof(float); }
 
-sid_slice sid_plan_round(const sid_plan *p, uint32_t round) {
+sid_slice sid_plan_slice(const sid_plan *p, uint32_t reduction) {
     const uint64_t size = sid_body_size(p->sizes.body_dtype);
-    if (p->sizes.rounds == 1) return (sid_slice){p->sizes.body_offset, round ? 0 : p->sizes.body_count};
-    const uint64_t first = p->first; /* elements of round 0; no codec has more than two */
-    return round == 0   ? (sid_slice){p->sizes.body_offset, first}
-           : round == 1 ? (sid_slice){p->sizes.body_offset + first * size, p->sizes.body_count - first}
-                        : (sid_slice){0, 0};
+    if (p->sizes.reductions == 1) return (sid_slice){p->sizes.body_offset, reduction ? 0 : p->sizes.body_count};
+    const uint64_t first = p->first; /* elements of reduction 0; no codec has more than two */
+    return reduction == 0   ? (sid_slice){p->sizes.body_offset, first}
+           : reduction == 1 ? (sid_slice){p->sizes.body_offset + first * size, p->sizes.body_count - first}
+                            : (sid_slice){0, 0};
 }

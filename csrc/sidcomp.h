@@ -126,18 +126,18 @@ typedef struct sid_sizes {
     sid_dtype body_dtype; /* linear codecs: their dtype */
     uint64_t state, work; /* bytes */
     uint64_t k;           /* elements that are sent, or aimed at; n for dense codecs */
-    uint32_t rounds;      /* exchanges that make up a step: 1, or more (linear codecs) */
+    uint32_t reductions;  /* sums over the ranks that a linear codec needs, one after the other; else 1 */
     uint32_t ranks;       /* linear codecs: the most whose bodies can be summed; 0: any number */
 } sid_sizes;
 
-/* What a round exchanges: `count` elements of the body's dtype from byte `offset` of the payload on. */
+/* What a reduction sums: `count` elements of the body's dtype from byte `offset` of the payload on. */
 typedef struct sid_slice {
     uint64_t offset, count;
 } sid_slice;
 
 sid_sizes sid_plan_sizes(const sid_plan *p);
-/* The slice of a round, 0 to sizes.rounds - 1, of a linear codec. Together the slices are the body. */
-sid_slice sid_plan_round(const sid_plan *p, uint32_t round);
+/* The slice of a reduction, 0 to sizes.reductions - 1, of a linear codec. Together the slices are the body. */
+sid_slice sid_plan_slice(const sid_plan *p, uint32_t reduction);
 typedef struct sid_info sid_info; /* below: registry */
 const sid_info *sid_plan_codec(const sid_plan *p);
 const sid_info *sid_plan_memory(const sid_plan *p);
@@ -177,12 +177,12 @@ typedef struct sid_stats {
 sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
                       const sid_step *at, void *payload, sid_stats *stats);
 
-/* For plans of several rounds. sid_encode has written the slice of round 0, and the ranks have summed it in place; this
- * writes the slices of rounds 1 and up, one a call. Segments, state, work, at and payload are those of sid_encode. Where
- * at->world is 1, sid_encode has done all rounds. A slice that is not finite makes the later ones so. A rank that cannot write
- * a slice sends bytes 0xff in its place, from that round on. They are NaN in any float, and codecs whose bodies are whole
- * numbers know them too, so that the step is not finite on the other ranks. */
-sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *seg, uint32_t n_seg, void *state,
+/* For plans of several reductions. sid_encode has written the slice of reduction 0, and the ranks have summed it in place;
+ * this writes the slices of reductions 1 and up, one a call. Segments, state, work, at and payload are those of sid_encode.
+ * Where at->world is 1, sid_encode has written all slices. A slice that is not finite makes the later ones so. A rank that
+ * cannot write a slice sends bytes 0xff in its place, and in place of the later ones. They are NaN in any float, and codecs
+ * whose bodies are whole numbers know them too, so that the step is not finite on the other ranks. */
+sid_status sid_next_slice(const sid_plan *p, uint32_t reduction, const sid_segment *seg, uint32_t n_seg, void *state,
                           void *work, const sid_step *at, void *payload);
 
 enum {
@@ -358,7 +358,7 @@ enum {                   /* traits */
     SID_SHAPED = 256u,   /* of a codec: looks at the tensors' shapes */
     SID_SIGNS = 512u,    /* of a codec: a bit an element for + or - a value of the plan's own, so that the bits of
                           * several ranks can be merged to such bits */
-    SID_IN_ROUNDS = 1024u /* of a codec: may take several exchanges a step, one after the other */
+    SID_SEVERAL_REDUCTIONS = 1024u /* of a codec: may need several reductions a step, one after the other */
 };
 
 struct sid_info {

@@ -1,9 +1,9 @@
-/* powersgd: every matrix M (rows x cols, M = gradient + what is kept) travels as two thin factors, in two rounds of
- * all-reduce (Vogels, Karimireddy, Jaggi 2019, "PowerSGD", algorithms 1 and 2):
+/* powersgd: every matrix M (rows x cols, M = gradient + what is kept) travels as two thin factors, in two
+ * reductions (Vogels, Karimireddy, Jaggi 2019, "PowerSGD", algorithms 1 and 2):
  *     P = M Q            Q: what the last step ended with (warm start), its columns scaled to length 1
  *     P = mean over the ranks, orthonormalised by Gram-Schmidt
  *     Q = M^T P, and its mean over the ranks                            decoded: P Q^T
- * What is not worth factoring (vectors, small matrices) travels as it is in round 0.
+ * What is not worth factoring (vectors, small matrices) travels as it is in reduction 0.
  *
  * Two things differ from the paper's text, neither in what is sent. It keeps M - P mean(Q)^T; here each rank keeps
  * M - P Q^T with its own Q, so that what a rank sent and what it keeps make up what came in. The sums over the ranks are
@@ -47,7 +47,7 @@ static sid_matrix matrix_of(const sid_plan *p, const sid_shape *s, uint64_t star
 
 /* What the parts of all matrices come to. */
 typedef struct totals {
-    uint64_t p, q, kept; /* floats: slices of rounds 0 and 1; P of the matrices */
+    uint64_t p, q, kept; /* floats: slices of reductions 0 and 1; P of the matrices */
     uint64_t most;       /* Q of the one that has most */
 } totals;
 
@@ -88,7 +88,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     p->first = t.p;
     p->extra = t.q + (feeds_back(p) ? t.q + t.kept : 0);
     p->ruling = (sid_ruling){.form = SID_RULES_BY_SHARE};
-    p->sizes.rounds = t.q ? 2 : 1;
+    p->sizes.reductions = t.q ? 2 : 1;
     p->sizes.body_dtype = SID_F32;
     p->sizes.body_count = p->k;
     p->sizes.payload = sid_linear_bytes(p->k, 4);
@@ -228,20 +228,20 @@ static void begin(sid_pass *w) {
     const sid_matrix *m = sid_matrices(p);
     const sid_draw common = {sid_salt(w->at->seed, SID_COMMON), w->at->group, w->at->step};
     float *body = slice(w->payload);
-    const int not_finite = w->round && !finite(p, body, p->first);
+    const int not_finite = w->reduction && !finite(p, body, p->first);
     open_sums *sums = w->scratch;
     uint64_t most = 0;
     for (uint32_t i = 0; i < p->n_shapes; i++) {
         float *columns = body + m[i].p;
         if (!m[i].cols) continue;
         if (most < m[i].rank * m[i].cols) most = m[i].rank * m[i].cols;
-        if (w->round == 0)
+        if (w->reduction == 0)
             prepare(p, &common, next_q(p, w->state) + m[i].q, &m[i]);
         else if (!not_finite)
             orthonormalise(p, columns, &m[i]);
-        if (w->round == 0) memset(columns, 0, 4 * m[i].rank * m[i].rows);
+        if (w->reduction == 0) memset(columns, 0, 4 * m[i].rank * m[i].rows);
     }
-    if (w->round) {
+    if (w->reduction) {
         memset(body + p->first, 0, 4 * (p->k - p->first));
         memset(sums->q, 0, 8 * most);
         sums->group = sums->q + most;
@@ -308,11 +308,11 @@ static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
         m = e.m;
         if (m->cols) {
             p->simd->clamp(acc + pos, x, e.len, POWER_LARGEST);
-            if (w->round == 0)
+            if (w->reduction == 0)
                 add_to_p(p, &e, x, next_q(p, w->state) + m->q, sums, body + m->p);
             else
                 add_to_q(p, &e, x, row_of(body + m->p, m, e.row, c), sums, body + p->first + m->q);
-        } else if (w->round == 0) {
+        } else if (w->reduction == 0) {
             p->simd->clamp(acc + pos, x, e.len, sid_power_limit(s));
             p->simd->scale(x, body + m->p + e.row, e.len, s);
         }
@@ -335,7 +335,7 @@ static sid_outcome finish(sid_pass *w) {
     const float world = (float)w->at->world, s = 1.0f / world;
     float *body = slice(w->payload), *q = body + p->first;
     const sid_rule sent = {.scale = s, .inverse = world};
-    if (w->round == 0) {
+    if (w->reduction == 0) {
         sid_header *h = (sid_header *)(void *)w->payload;
         const uint64_t used = SID_HEADER_BYTES + 4 * p->k;
         for (uint32_t i = 0; i < p->n_shapes; i++)
@@ -347,7 +347,7 @@ static sid_outcome finish(sid_pass *w) {
         h->count = p->k;
         h->flags = 0;
         h->scale = s;
-        w->state->rule = nq ? (sid_rule){0} : sent; /* until the last round it may still be that nothing is sent */
+        w->state->rule = nq ? (sid_rule){0} : sent; /* until the last reduction it may still be that nothing is sent */
         w->stats.found = p->k;
         w->stats.threshold = s;
         return SID_DONE;
@@ -430,7 +430,7 @@ const sid_codec sid_codec_powersgd = {
              .family = "low rank",
              .paper = "PowerSGD (Vogels et al. 2019), algorithms 1 and 2",
              .wire_id = 30,
-             .traits = SID_LINEAR | SID_SHAPED | SID_IN_ROUNDS,
+             .traits = SID_LINEAR | SID_SHAPED | SID_SEVERAL_REDUCTIONS,
              SID_PARAMETERS(params),
              .doc = "Matrices are sent as two thin factors that start from those of the last step, averaged by two "
                     "all-reduces; vectors are sent as they are."},

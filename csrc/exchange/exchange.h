@@ -198,7 +198,7 @@ typedef struct sid_shots {
     uint64_t theirs, means, apart, server;
 } sid_shots;
 sid_shots sid_shots_of(const sid_exchange *x);
-/* All-reduce, in wire: this rank's slice of what the codec's round `sum` sums, `len` elements of it, and what rank r has
+/* All-reduce, in wire: this rank's slice of what the codec's reduction `sum` sums, `len` elements of it, and what rank r has
  * for it. Slice s is `each` bytes from first + s * each on, or as many as there are before first + bytes. Its frame goes
  * out from out + s * apart, and the frame from rank r comes in at in + r * apart. */
 typedef struct sid_sum_of_slices {

@@ -93,12 +93,12 @@ const sid_exchange_kind sid_exchange_allgather = {
 
 static uint64_t width(const sid_exchange *x) { return sid_body_size(x->plan->sizes.body_dtype); }
 
-/* Piece s of what the codec's round `sum` sums: bytes of the payload; pieces start at multiples of 64 of them. */
+/* Piece s of what the codec's reduction `sum` sums: bytes of the payload; pieces start at multiples of 64 of them. */
 typedef struct piece {
     uint64_t start, bytes;
 } piece;
 static piece piece_of(const sid_exchange *x, uint32_t sum, uint32_t s) {
-    const sid_slice of = sid_plan_round(x->plan, sum);
+    const sid_slice of = sid_plan_slice(x->plan, sum);
     const uint64_t all = of.count * width(x), each = sid_round_up((all + x->world - 1) / x->world, 64);
     const uint64_t at = s * each < all ? s * each : all, left = all - at;
     return (piece){of.offset + at, left < each ? left : each};
@@ -113,7 +113,7 @@ static sid_status plan_reduce(sid_exchange *x, const sid_exchange_config *config
         return sid_refuse(err, config, "its payloads cannot be summed: take exchange 'allgather', or leave it out");
     if (x->plan->sizes.ranks && x->world > x->plan->sizes.ranks)
         return sid_refuse(err, config, "its sums do not hold what so many ranks send: take another codec");
-    const uint32_t sums = x->plan->sizes.rounds, others = x->world - 1;
+    const uint32_t sums = x->plan->sizes.reductions, others = x->world - 1;
     sid_exchange_costs(x, 1, 1, 0, 2);
     x->confirms = 1;
     x->rounds = others ? 2 * sums : 0;
@@ -131,7 +131,7 @@ static sid_status plan_reduce(sid_exchange *x, const sid_exchange_config *config
 }
 
 sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x, uint32_t sum) {
-    const sid_slice of = sid_plan_round(x->plan, sum);
+    const sid_slice of = sid_plan_slice(x->plan, sum);
     const piece own = piece_of(x, sum, x->rank), first = piece_of(x, sum, 0);
     return (sid_sum_of_slices){.own = own.start,
                                .len = own.bytes / width(x),
@@ -217,14 +217,14 @@ static void sum_pieces(sid_exchange_step *t, uint32_t sum) {
     }
 }
 
-/* What this rank has to say in the codec's round `sum`. */
+/* What this rank has to say for the codec's reduction `sum`. */
 static void say(sid_exchange_step *t, uint32_t sum) {
     const sid_exchange *x = t->x;
     if (!sum) encode(t, t->wire);
     if (!sum || sid_fault_of(t)->status) return;
     const sid_status s =
-        sid_next_round(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, t->wire);
-    if (s) sid_fail(t->err, s, "round %u: %s", sum, sid_status_text(s));
+        sid_next_slice(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, t->wire);
+    if (s) sid_fail(t->err, s, "reduction %u: %s", sum, sid_status_text(s));
     sid_blame(t, s, x->rank);
 }
 

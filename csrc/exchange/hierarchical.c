@@ -50,7 +50,7 @@ static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_e
     if (x->world % l)
         return sid_fail(err, SID_E_PARAM, "hierarchical: ranks_per_node = %u does not divide the %u ranks", l,
                         x->world);
-    if (codec->traits & SID_IN_ROUNDS)
+    if (codec->traits & SID_SEVERAL_REDUCTIONS)
         return sid_refuse(err, config,
                           "it takes several sums, one after the other: take exchange 'allreduce', or leave it out");
     x->word[L] = l;

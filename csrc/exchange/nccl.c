@@ -413,11 +413,11 @@ static sid_status collective(sid_nccl_comm *c, const sid_cuda_group *g, const si
                                    stream, err);
     if (s) return s;
     if (!linear) s = sid_nccl_all_gather(c, g->payload, g->incoming, p->sizes.payload, stream, err);
-    for (uint32_t i = 0; !s && linear && i < p->sizes.rounds; i++) {
-        const sid_slice part = sid_plan_round(p, i);
+    for (uint32_t i = 0; !s && linear && i < p->sizes.reductions; i++) {
+        const sid_slice part = sid_plan_slice(p, i);
         void *const body = (uint8_t *)g->payload + part.offset;
         if (i)
-            s = sid_cuda_next_round(p, i, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload, c->device, stream,
+            s = sid_cuda_next_slice(p, i, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload, c->device, stream,
                                     err);
         if (!s) s = sid_nccl_all_reduce(c, body, body, part.count, p->sizes.body_dtype, stream, err);
     }

@@ -33,7 +33,7 @@ struct gaussian {
     };
     struct own {
         double threshold;
-        uint32_t round;
+        uint32_t corrections;
     };
     uint64_t k, cap, n;
     uint32_t rounds;
@@ -105,7 +105,7 @@ struct gaussian {
         uint32_t key;
         uint64_t found;
         for (;;) {
-            const bool last = o.round + 1 >= rounds;
+            const bool last = o.corrections + 1 >= rounds;
             key = sid_key((float)o.threshold); /* beyond float32: Inf, and nothing passes */
             if (key >= crew.low)
                 found = crew.above(key);
@@ -124,7 +124,7 @@ struct gaussian {
             if (last || (3 * found >= 2 * k && 3 * found <= 4 * k)) break;
             crew.lead([&] {
                 o.threshold *= 3 * found < 2 * k ? 0.5 : 1.5;
-                o.round++;
+                o.corrections++;
             });
         }
         uint32_t from = key;

@@ -73,7 +73,7 @@ static __global__ void __launch_bounds__(SID_BLOCK)
 inline uint64_t sid_cover_blocks(const sid_stream &to, uint64_t bytes) {
     return sid_blocks(to, bytes / SID_SUM_BYTES + 1, 4);
 }
-/* The end of an encode, all rounds included. */
+/* The end of an encode, all reductions included. */
 inline sid_status sid_linear_cover(const sid_cuda_encoding &c) {
     const uint64_t bytes = c.plan->sizes.payload;
     if (c.at.world != 1) return SID_OK;

@@ -2,7 +2,7 @@
  * segments, rows at any alignment; a vector travels as it is and is read like a matrix of POWER_CHUNK columns.
  *
  *     encode     begin, table, prepare (Q's columns to length 1), walk (memory, residual, parts of P), sum, seal
- *     round 1    look (is the sum of P finite), orthonormalise, strips (parts of Q), sum
+ *     next       look (is the sum of P finite), orthonormalise, strips (parts of Q), sum
  *     decode     begin, table, look, check, output (P Q^T), learn
  *
  * Bytes per float32 element beside a residual: the walk 12, the strips 4 (acc as the memory has stored it; the gradient
@@ -272,7 +272,7 @@ __device__ inline void divide(float *x, uint64_t n, double by) {
 }
 
 /* The start of the matrices' steps, a block each: columns of length 1, others drawn; and zeros where the next
- * round's slice will be. */
+ * reduction's slice will be. */
 __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
     sid_power_prepare_kernel(const sid_scratch *scratch, power c, sid_draw d) {
     sid_follow();
@@ -786,15 +786,15 @@ sid_status encode(sid_cuda_encoding &c) {
         });
     });
     if (s || c.settles) return s;
-    const bool further = p->sizes.rounds > 1, alone = c.at.world == 1;
+    const bool more = p->sizes.reductions > 1, alone = c.at.world == 1;
     if (e.q) s = sum_parts<false>(c, e, x, {});
-    /* until the last round it may still be that nothing is sent */
-    if (!s) s = sid_linear_seal(c, p->k, further ? sid_rule() : sid_linear_rule(c.at), further && alone ? 2 : 1);
-    if (!s && further && alone) s = second(c, e, x);
+    /* until the last reduction it may still be that nothing is sent */
+    if (!s) s = sid_linear_seal(c, p->k, more ? sid_rule() : sid_linear_rule(c.at), more && alone ? 2 : 1);
+    if (!s && more && alone) s = second(c, e, x);
     return s ? s : sid_linear_cover(c);
 }
 
-sid_status further(sid_cuda_encoding &c) {
+sid_status next(sid_cuda_encoding &c) {
     const extent e = extent_of(c.plan);
     const places w = carve(&c.work, e);
     return second(c, e, power_of(c, e, w));
@@ -970,5 +970,5 @@ uint64_t work(const sid_plan *p) {
 
 extern "C" {
 extern const sid_cuda_codec sid_cuda_codec_powersgd;
-const sid_cuda_codec sid_cuda_codec_powersgd = {work, encode, decode, further};
+const sid_cuda_codec sid_cuda_codec_powersgd = {work, encode, decode, next};
 }

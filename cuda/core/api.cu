@@ -286,7 +286,7 @@ sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work) {
     if (s) return s;
     carve(p, codec, work, &start, &c.norms, &c.scratch, &c.work);
     c.group = {t.segs, start, p->n, t.n_seg, t.dtype, t.before, t.after};
-    if (c.round) return c.at.world > 1 ? codec->further(c) : SID_OK; /* the encode has done them all */
+    if (c.reduction) return c.at.world > 1 ? codec->next(c) : SID_OK; /* the encode has done them all */
     if (c.at.origin) s = start_from(c);
     if (s) return s;
     const bool keeps = p->memory->vectors && p->memory->info.traits & SID_FEEDBACK;
@@ -318,7 +318,7 @@ sid_status sid_begin_table(const sid_stream &to, const sid_table &t, uint64_t n,
     return sid_begin(to, *g, *s, sizeof **s);
 }
 
-/* What encode, the further rounds and settle have in common; the codec's launches are `c`'s. */
+/* What encode, the next slices and settle have in common; the codec's launches are `c`'s. */
 static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg,
                          void *state, void *work, void *payload, int device, void *stream, sid_error *err) {
     const sid_cuda_codec *codec;
@@ -328,8 +328,9 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
     if (s) return s;
     if (!state || !payload || !aligned(state) || !aligned(payload))
         return sid_fail(err, SID_E_ARG, "state and payload must start at multiples of 64 bytes");
-    if (c.round >= p->sizes.rounds)
-        return sid_fail(err, SID_E_ARG, "round %u of a plan of %u", c.round, p->sizes.rounds);
+    if (c.reduction >= p->sizes.reductions)
+        return sid_fail(err, SID_E_ARG, "reduction %u, but the plan has %u: the first is 0", c.reduction,
+                        p->sizes.reductions);
     if (p->sizes.ranks && c.at.world > p->sizes.ranks)
         return sid_fail(err, SID_E_UNSUPPORTED, "%u ranks; this plan's sums hold %u", c.at.world, p->sizes.ranks);
     c.to = {(cudaStream_t)stream, 0, err};
@@ -360,16 +361,17 @@ sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint3
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
 }
 
-sid_status sid_cuda_next_round(const sid_plan *p, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
+sid_status sid_cuda_next_slice(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
                                void *state, void *work, const sid_step *at, void *payload, int device, void *stream,
                                sid_error *err) {
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
     const sid_status s = check_step(at, err);
     if (s) return s;
-    if (!round) return sid_fail(err, SID_E_ARG, "round 0 is sid_cuda_encode's");
+    if (!reduction)
+        return sid_fail(err, SID_E_ARG, "reduction 0: sid_cuda_encode writes its slice; ask for 1 or a later one");
     c.at = *at;
-    c.round = round;
+    c.reduction = reduction;
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
 }
 

@@ -40,7 +40,7 @@ struct sid_cuda_encoding {
     const sid_plan *plan;
     bool settles; /* no step: the walk writes to the memory's vectors what the last one left, and that is all */
     sid_step at;
-    uint32_t round; /* of the exchange: 0 is encode's, the others are further's */
+    uint32_t reduction; /* whose slice is written: 0 by encode, a later one by next */
     sid_group group;
     sid_state *state;
     uint8_t *payload;
@@ -85,14 +85,14 @@ struct sid_cuda_decoding {
     sid_stream to;
 };
 
-/* All functions run on the host and only launch. `encode` and `decode` begin with sid_begin. `further`, of a plan of several
- * rounds, makes the slice of one of them, scratch and work being as the round before left them; where world is 1, encode
- * calls it itself. */
+/* All functions run on the host and only launch. `encode` and `decode` begin with sid_begin. `next`, of a plan of
+ * several reductions, writes the slice of a later one, scratch and work being as the slice before left them; where world is
+ * 1, encode calls it itself. */
 struct sid_cuda_codec {
     uint64_t (*work)(const sid_plan *p); /* bytes beyond the head of work */
     sid_status (*encode)(sid_cuda_encoding &c);
     sid_status (*decode)(sid_cuda_decoding &c);
-    sid_status (*further)(sid_cuda_encoding &c) = nullptr;
+    sid_status (*next)(sid_cuda_encoding &c) = nullptr;
 };
 
 const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NULL: no kernels */

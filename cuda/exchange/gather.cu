@@ -201,15 +201,15 @@ __global__ void __launch_bounds__(SID_LANES)
 
 sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) { return sid_cuda_work(x->plan, bytes, err); }
 
-/* Or of a codec of several rounds the slice of one. sums: of an all-reduce's frames. */
-sid_status encode(const sid_cuda_trip &t, uint8_t *payload, uint32_t round = 0, sid_part_sum *sums = nullptr) {
+/* Writes the slice of one of the codec's reductions. sums: of an all-reduce's frames. */
+sid_status encode(const sid_cuda_trip &t, uint8_t *payload, uint32_t reduction = 0, sid_part_sum *sums = nullptr) {
     sid_cuda_encoding c = sid_encoding_of(t, t.x->plan, t.at, t.state, payload);
     sid_status s = SID_OK;
-    c.round = round;
+    c.reduction = reduction;
     c.stats = t.stats;
-    if (!round) s = sid_launch(t.to, "begin", sid_gather_begin_kernel, 1, SID_LANES, 0, t.head, sums, t.x->world);
+    if (!reduction) s = sid_launch(t.to, "begin", sid_gather_begin_kernel, 1, SID_LANES, 0, t.head, sums, t.x->world);
     if (!s) s = sid_enqueue(c, t.table, t.work);
-    if (!s && !round)
+    if (!s && !reduction)
         s = sid_launch(t.to, "sent", sid_gather_sent_kernel, 1, SID_LANES, 0, t.head, (const uint8_t *)payload,
                        t.at.rank);
     return s;

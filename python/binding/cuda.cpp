@@ -23,9 +23,9 @@ void encode(const Plan &p, const Buffers &b, const sid_step &at, Address stats, 
     });
 }
 
-void next_round(const Plan &p, uint32_t round, const Buffers &b, const sid_step &at, Stream to) {
+void next_slice(const Plan &p, uint32_t reduction, const Buffers &b, const sid_step &at, Stream to) {
     run([&](sid_error *err) {
-        return sid_cuda_next_round(p.get(), round, b.segs, b.n_seg, b.state, b.work, &at, b.payload, to.device,
+        return sid_cuda_next_slice(p.get(), reduction, b.segs, b.n_seg, b.state, b.work, &at, b.payload, to.device,
                                    to.get(), err);
     });
 }
@@ -168,11 +168,11 @@ void bind_cuda(py::module_ &m) {
         arg("device"), arg("stream"));
     plan.def(
         "cuda_next_round",
-        [](const Plan &p, uint32_t round, Address segments, uint32_t n_segments, Address state, Address work,
+        [](const Plan &p, uint32_t reduction, Address segments, uint32_t n_segments, Address state, Address work,
            Address payload, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, int device,
            Address stream) {
-            next_round(p, round, {segments, n_segments, state, work, payload}, {step, seed, group, rank, world, 1, 0},
-                       {device, stream});
+            next_slice(p, reduction, {segments, n_segments, state, work, payload},
+                       {step, seed, group, rank, world, 1, 0}, {device, stream});
         },
         arg("round"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(),
         arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"), arg("device"), arg("stream"));

@@ -888,12 +888,12 @@ def test_arguments_of_rounds(codec: str) -> None:
     device = DeviceRank(_core.Plan(codec, "residual", 100, "float32"))
     vector = DeviceVector(np.ones(100, np.float32), [100])
     for round in (0, 2):
-        with pytest.raises(_core.ArgumentError, match=f"round {round}"):
+        with pytest.raises(_core.ArgumentError, match=f"reduction {round}"):
             device.next_round(round, vector, Step(world=2))
     with pytest.raises(_core.ArgumentError, match="rank"):
         device.next_round(1, vector, Step(rank=2, world=2))
     one = DeviceRank(_core.Plan("topk", "residual", 100, "float32"))
-    with pytest.raises(_core.ArgumentError, match="round 1 of a plan of 1"):
+    with pytest.raises(_core.ArgumentError, match="reduction 1, but the plan has 1"):
         one.next_round(1, vector, Step(world=2))
 
 
