@@ -63,7 +63,7 @@ typedef struct sid_bound {
 /* ---- a pass over the tiles ------------------------------------------------------------------------------------- */
 typedef struct sid_pass {
     const sid_plan *plan;
-    const sid_step *at;
+    const sid_step *step;
     sid_state *state;
     uint8_t *payload; /* header and body; finish fills the body and header.{count, flags, scale} */
     sid_draw draw;    /* this step's random stream; begin may set it to the ranks' common one */
@@ -152,7 +152,7 @@ typedef struct sid_memory {
 /* Writes err->text; returns s. */
 sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 /* The factor by which a step multiplies the residual of earlier ones. */
-static inline float sid_carry(const sid_step *at) { return at->carry > 0 ? at->carry : 1.0f; }
+static inline float sid_carry(const sid_step *step) { return step->carry > 0 ? step->carry : 1.0f; }
 /* What the memory multiplied the last gradient by. */
 SID_HD float sid_factor_of(const sid_state *s) { return s->factor >= 0 && s->factor <= 1 ? s->factor : 1.0f; }
 SID_HD uint64_t sid_state_stride(uint64_t n) { return sid_round_up(n, 16) + 16; } /* slack: vector loads may run over */

@@ -8,7 +8,7 @@ enum {
     STREAM_FROM = 1 << 20
 }; /* elements: a group larger than the caches is stored past them */
 
-static sid_status check_one(const sid_plan *p, const uint8_t *payload, const sid_step *at, sid_error *err) {
+static sid_status check_one(const sid_plan *p, const uint8_t *payload, const sid_step *step, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     if (h->magic != SID_MAGIC) return sid_fail(err, SID_E_CORRUPT, "no payload of sidcomp: magic is %08x", h->magic);
     if (h->version != SID_WIRE_VERSION)
@@ -22,20 +22,20 @@ static sid_status check_one(const sid_plan *p, const uint8_t *payload, const sid
                         (unsigned long long)p->n);
     if (h->salt && !(p->codec->info.traits & SID_STOCHASTIC))
         return sid_fail(err, SID_E_CORRUPT, "salt is %08x, and this codec draws nothing", h->salt);
-    if (at && (h->step != at->step || h->group != at->group))
+    if (step && (h->step != step->step || h->group != step->group))
         return sid_fail(err, SID_E_MISMATCH, "payload of step %llu, group %u; expected step %llu, group %u",
-                        (unsigned long long)h->step, h->group, (unsigned long long)at->step, at->group);
+                        (unsigned long long)h->step, h->group, (unsigned long long)step->step, step->group);
     return p->codec->check(p, payload, err);
 }
 
-sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *at, sid_error *err) {
+sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *step, sid_error *err) {
     if (err) err->text[0] = 0;
     if (!p || !payload) return sid_fail(err, SID_E_ARG, "plan or payload is NULL");
     if ((uintptr_t)payload % 8) return sid_fail(err, SID_E_ARG, "a payload must start at a multiple of 8 bytes");
     if (bytes != p->sizes.payload)
         return sid_fail(err, SID_E_CORRUPT, "payload of %llu bytes; this plan's have %llu", (unsigned long long)bytes,
                         (unsigned long long)p->sizes.payload);
-    return check_one(p, payload, at, err);
+    return check_one(p, payload, step, err);
 }
 
 /* Some rank's gradient was not finite: a linear body shows it by itself, other payloads by their flag. */
@@ -165,7 +165,7 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
 }
 
 sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *at, sid_report *report,
+                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *step, sid_report *report,
                       sid_error *err) {
     sid_report none;
     uint64_t sum = 0;
@@ -192,7 +192,7 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     for (uint32_t i = 0; i < count; i++) {
         const sid_header *h = (const sid_header *)(const void *)((const uint8_t *)payloads + i * stride);
-        sid_status s = check_one(p, (const uint8_t *)h, at, err);
+        sid_status s = check_one(p, (const uint8_t *)h, step, err);
         if (!s && linear && h->scale != ((const sid_header *)payloads)->scale)
             s = sid_fail(err, SID_E_MISMATCH, "payloads of different world sizes cannot be summed");
         if (s) {

@@ -175,15 +175,15 @@ typedef struct sid_stats {
  * write the segments. NaN and Inf in the gradient count as 0 in the memory and raise a flag in the payload (a linear body
  * carries them instead), which makes the decoded step non-finite on every rank. stats may be NULL. */
 sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
-                      const sid_step *at, void *payload, sid_stats *stats);
+                      const sid_step *step, void *payload, sid_stats *stats);
 
 /* For plans of several reductions. sid_encode has written the slice of reduction 0, and the ranks have summed it in place;
- * this writes the slices of reductions 1 and up, one a call. Segments, state, work, at and payload are those of sid_encode.
- * Where at->world is 1, sid_encode has written all slices. A slice that is not finite makes the later ones so. A rank that
+ * this writes the slices of reductions 1 and up, one a call. Segments, state, work, step and payload are those of sid_encode.
+ * Where step->world is 1, sid_encode has written all slices. A slice that is not finite makes the later ones so. A rank that
  * cannot write a slice sends bytes 0xff in its place, and in place of the later ones. They are NaN in any float, and codecs
  * whose bodies are whole numbers know them too, so that the step is not finite on the other ranks. */
 sid_status sid_next_slice(const sid_plan *p, uint32_t reduction, const sid_segment *seg, uint32_t n_seg, void *state,
-                          void *work, const sid_step *at, void *payload);
+                          void *work, const sid_step *step, void *payload);
 
 enum {
     SID_MAX_COUNT = 4096
@@ -199,11 +199,11 @@ typedef struct sid_report {
  * Payload i starts at payloads + i * stride bytes (stride a multiple of 8, count at most SID_MAX_COUNT). After an all-reduce
  * of a linear codec's bodies there is one payload (count == 1), whose header and scale are this rank's own.
  * Every byte is checked before anything is written: SID_E_CORRUPT and SID_E_MISMATCH leave the segments alone.
- * at: the step and group that the headers must name; NULL accepts any.
+ * step: the step and group that the headers must name; NULL accepts any.
  * state: NULL, or this rank's own. With it, a non-finite step takes the gradient, which the segments still hold, out of the
  * memory again before it overwrites them (r' = acc - g, within one unit in the last place of acc of what it was). */
 sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *at, sid_report *report,
+                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *step, sid_report *report,
                       sid_error *err);
 
 /* Stores what a codec takes from a summed payload for its next step (PowerSGD's start). sid_decode does so if it is given the
@@ -212,7 +212,7 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
 sid_status sid_learn(const sid_plan *p, void *state, const void *payload);
 
 /* Checks one payload against the plan without decoding it. */
-sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *at, sid_error *err);
+sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *step, sid_error *err);
 
 /* ---- what is kept -------------------------------------------------------------------------------------------- */
 
@@ -279,25 +279,25 @@ typedef struct sid_message {
  * many. A pair of ranks exchanges at most one message a round each way; both sides state the same bytes. */
 uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out);
 
-/* seg, state, work, wire and at stay the same through all rounds of a step. cut: room for n_seg segments. at->rank and
- * at->world are the configuration's. Once it has failed, it fails in every round until the end of the step. The memory is
- * then as before the step, except for at->carry (and hierarchical, once the nodes have their means, has set its residual to
+/* seg, state, work, wire and step stay the same through all rounds of a step. cut: room for n_seg segments. step->rank and
+ * step->world are the configuration's. Once it has failed, it fails in every round until the end of the step. The memory is
+ * then as before the step, except for step->carry (and hierarchical, once the nodes have their means, has set its residual to
  * 0).
  * report.culprit is the rank at fault, as far as it is known. */
 sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
-                                sid_segment *cut, void *state, void *work, const sid_step *at, void *wire,
+                                sid_segment *cut, void *state, void *work, const sid_step *step, void *wire,
                                 sid_report *report, sid_error *err);
 
 /* Does the part of advance(round + 1) that needs none of the messages of `round`, while they travel (ring1, torus1: the
  * signs of the slice that is merged next). It may be left out; the outcome is the same bit for bit. */
 sid_status sid_exchange_meanwhile(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
-                                  sid_segment *cut, void *state, void *work, const sid_step *at, void *wire);
+                                  sid_segment *cut, void *state, void *work, const sid_step *step, void *wire);
 int sid_exchange_has_meanwhile(const sid_exchange *x); /* 1: there is something to do */
 
 /* Ends a step that cannot go on because messages do not come: takes what it has put into the memory out again. Call it in
  * place of the advances that are left, with their arguments. After a step that has ended it does nothing. */
 sid_status sid_exchange_abandon(const sid_exchange *x, const sid_segment *seg, uint32_t n_seg, sid_segment *cut,
-                                void *state, void *work, const sid_step *at, void *wire);
+                                void *state, void *work, const sid_step *step, void *wire);
 
 /* As sid_residual_out and _in: vectors of n floats. If this rank keeps something for all ranks (two-shot), it is the last
  * vector. Elements of which this rank keeps nothing are 0. _in: the last vector may hold elements that this rank does not
@@ -325,8 +325,8 @@ typedef struct sid_rank {
         control; /* out: bytes sent; control: those of the last round that only tells whether all went well */
 } sid_rank;
 
-/* One step of at->world ranks in one process; at->rank is not read. room: for 2 * sizes.messages sid_message. */
-sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *at, sid_report *report, sid_error *err);
+/* One step of step->world ranks in one process; step->rank is not read. room: for 2 * sizes.messages sid_message. */
+sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *step, sid_report *report, sid_error *err);
 
 /* ---- registry ------------------------------------------------------------------------------------------------ */
 

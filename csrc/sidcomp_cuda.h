@@ -25,15 +25,15 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err);
  * Devices before sm_90 ignore it. */
 #define SID_CUDA_EARLY (1 << 16)
 /* As sid_encode, sid_next_slice and sid_decode, on device memory. A next slice needs the ranks' sum of the one before, which
- * must have been enqueued; segments, state, work (as the call before left it), at and payload are those of sid_cuda_encode. */
+ * must have been enqueued; segments, state, work (as the call before left it), step and payload are those of sid_cuda_encode. */
 sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
-                           const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
+                           const sid_step *step, void *payload, void *stats_dev, int device, void *stream,
                            sid_error *err);
 sid_status sid_cuda_next_slice(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
-                               void *state, void *work, const sid_step *at, void *payload, int device, void *stream,
+                               void *state, void *work, const sid_step *step, void *payload, int device, void *stream,
                                sid_error *err);
 sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *at,
+                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *step,
                            void *report_dev, int device, void *stream, sid_error *err);
 /* As sid_rescale by 1, except that a -0 may become 0; and as sid_unsend. settle reads the segments, whatever they hold, and
  * leaves garbage in the plan's work and payload. */
@@ -56,7 +56,7 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int 
  * round, and the memory is as before the step. */
 sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_error *err);
 sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
-                                     void *state, void *work, const sid_step *at, void *wire, void *stats_dev,
+                                     void *state, void *work, const sid_step *step, void *wire, void *stats_dev,
                                      void *report_dev, int device, void *stream, sid_error *err);
 /* As sid_cuda_settle, _unsend and _checksum, between the steps of an exchange. The first two are for exchanges whose state is
  * that of one plan (sid_exchange_share: a single part, of all elements). */

@@ -53,7 +53,7 @@ static void write_body(const sid_plan *p, const float *acc, float s, void *body,
 }
 
 static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
-    write_body(w->plan, acc, 1.0f / (float)w->at->world, w->payload + SID_HEADER_BYTES, at, len);
+    write_body(w->plan, acc, 1.0f / (float)w->step->world, w->payload + SID_HEADER_BYTES, at, len);
 }
 
 static sid_outcome finish(sid_pass *w) {
@@ -63,8 +63,8 @@ static sid_outcome finish(sid_pass *w) {
     memset(w->payload + used, 0, p->sizes.payload - used);
     h->count = p->n;
     h->flags = 0;
-    h->scale = 1.0f / (float)w->at->world;
-    w->state->rule = (sid_rule){.scale = h->scale, .inverse = (float)w->at->world};
+    h->scale = 1.0f / (float)w->step->world;
+    w->state->rule = (sid_rule){.scale = h->scale, .inverse = (float)w->step->world};
     w->stats.found = p->n;
     w->stats.threshold = h->scale;
     return SID_DONE;

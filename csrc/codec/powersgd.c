@@ -226,7 +226,7 @@ static int finite(const sid_plan *p, const float *x, uint64_t n) {
 static void begin(sid_pass *w) {
     const sid_plan *p = w->plan;
     const sid_matrix *m = sid_matrices(p);
-    const sid_draw common = {sid_salt(w->at->seed, SID_COMMON), w->at->group, w->at->step};
+    const sid_draw common = {sid_salt(w->step->seed, SID_COMMON), w->step->group, w->step->step};
     float *body = slice(w->payload);
     const int not_finite = w->reduction && !finite(p, body, p->first);
     open_sums *sums = w->scratch;
@@ -299,7 +299,7 @@ static void add_to_q(const sid_plan *p, const piece *e, const float *x, const fl
 
 static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     const sid_plan *p = w->plan;
-    const float s = 1.0f / (float)w->at->world;
+    const float s = 1.0f / (float)w->step->world;
     SID_LINE float *body = slice(w->payload), x[SID_TILE], c[POWER_RANK];
     const sid_matrix *m = at_element(p, at);
     open_sums *sums = w->scratch;
@@ -332,7 +332,7 @@ static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     const sid_matrix *m = sid_matrices(p);
     const uint64_t nq = p->k - p->first;
-    const float world = (float)w->at->world, s = 1.0f / world;
+    const float world = (float)w->step->world, s = 1.0f / world;
     float *body = slice(w->payload), *q = body + p->first;
     const sid_rule sent = {.scale = s, .inverse = world};
     if (w->reduction == 0) {

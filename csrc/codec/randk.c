@@ -118,7 +118,7 @@ static void take(const block *b, const float *acc, float *x) {
 /* ---- encode ------------------------------------------------------------------------------------------------------- */
 
 static void begin(sid_pass *w) {
-    if (is_linear(w->plan)) w->draw.salt = sid_salt(w->at->seed, SID_COMMON);
+    if (is_linear(w->plan)) w->draw.salt = sid_salt(w->step->seed, SID_COMMON);
 }
 
 /* Largest magnitude that a body carries: as linear.c's, where bodies are summed or multiplied. */
@@ -140,7 +140,7 @@ static void write_body(const sid_plan *p, float *x, float s, void *body, uint64_
     sid_store(p->simd, SID_F16, body, at, len, x);
 }
 
-static float divisor(const sid_pass *w) { return is_linear(w->plan) ? 1.0f / (float)w->at->world : 1.0f; }
+static float divisor(const sid_pass *w) { return is_linear(w->plan) ? 1.0f / (float)w->step->world : 1.0f; }
 
 static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
     block b;
@@ -164,7 +164,7 @@ static sid_outcome finish(sid_pass *w) {
     h->count = p->k;
     h->flags = is_half(p) ? (uint32_t)SID_FLAG_HALF : 0u;
     h->scale = is_linear(p) ? divisor(w) : multiplier(p);
-    w->state->rule = (sid_rule){.scale = divisor(w), .inverse = is_linear(p) ? (float)w->at->world : 1.0f};
+    w->state->rule = (sid_rule){.scale = divisor(w), .inverse = is_linear(p) ? (float)w->step->world : 1.0f};
     w->stats.found = p->k;
     return SID_DONE;
 }

@@ -72,7 +72,7 @@ static void begin(sid_pass *w) {
 }
 static void begin_common(sid_pass *w) {
     begin(w);
-    w->draw.salt = sid_salt(w->at->seed, SID_COMMON);
+    w->draw.salt = sid_salt(w->step->seed, SID_COMMON);
 }
 
 static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {

@@ -114,10 +114,10 @@ static sid_outcome finish(sid_pass *w) {
         t->own = w->nonfinite ? 0 : quant_group_scale(&form, t->key, sum, squares, p->n, p->codec_param[TERN_CLIP]);
         const float slot = w->nonfinite ? no_number() : t->own;
         memset(w->payload + SID_HEADER_BYTES, 0, p->sizes.payload - SID_HEADER_BYTES);
-        memcpy(w->payload + SID_HEADER_BYTES + 4 * w->at->rank, &slot, 4);
+        memcpy(w->payload + SID_HEADER_BYTES + 4 * w->step->rank, &slot, 4);
         h->count = p->n;
         h->flags = 0;
-        h->scale = 1.0f / (float)w->at->world;
+        h->scale = 1.0f / (float)w->step->world;
         w->state->rule = (sid_rule){0}; /* until the last reduction it may still be that nothing is sent */
         w->stats.found = p->n;
         w->stats.threshold = t->own;

@@ -9,7 +9,7 @@
 #include "exchange.h"
 
 enum {
-    SUM, /* x->at: in work; the codec's */
+    SUM, /* x->place: in work; the codec's */
     SCRATCH,
     OUT, /* expand, in wire: frames */
     IN,
@@ -73,14 +73,14 @@ static void encode_on(sid_exchange_step *t, uint32_t s, int come) {
     const sid_exchange *x = t->x;
     const uint64_t len = sid_slice_len(x, s);
     const sid_plan *p = plan_of(x, s);
-    sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
+    sid_step step = sid_slice_step(t->step, s, x->rank, x->world);
     uint32_t *const encoded = &sid_fault_of(t)->encoded;
     SID_LINE float *sum = (float *)(void *)(t->work + x->place[SUM]), buf[SID_TILE];
     uint8_t *payload = t->wire + s * x->message;
     const sid_segment all = {sum, len};
     sid_report report;
     if (!len) return;
-    if (come && sid_blame(t, sid_check(p, payload, p->sizes.payload, &at, t->err), before(x))) {
+    if (come && sid_blame(t, sid_check(p, payload, p->sizes.payload, &step, t->err), before(x))) {
         memset(payload, 0, p->sizes.payload); /* nobody will take it for one */
         return;
     }
@@ -98,8 +98,8 @@ static void encode_on(sid_exchange_step *t, uint32_t s, int come) {
             sum += take;
         }
     if (*encoded & SID_OWN)
-        at.origin = 0; /* all of a step's encodes share one state, of which the first has made a new one */
-    if (!sid_encode_part(t, p, &all, 1, t->state, t->work + x->place[SCRATCH], &at, payload)) *encoded |= SID_OWN;
+        step.origin = 0; /* all of a step's encodes share one state, of which the first has made a new one */
+    if (!sid_encode_part(t, p, &all, 1, t->state, t->work + x->place[SCRATCH], &step, payload)) *encoded |= SID_OWN;
 }
 
 static sid_status advance_cascade(sid_exchange_step *t, uint32_t round) {
@@ -109,8 +109,8 @@ static sid_status advance_cascade(sid_exchange_step *t, uint32_t round) {
     else if (round < x->world)
         encode_on(t, slice_of(x, round), 1);
     for (uint32_t s = 0; round == x->rounds && s < x->world && sid_slice_len(x, s) && !sid_fault_of(t)->status; s++) {
-        const sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
-        sid_blame(t, sid_check(plan_of(x, s), t->wire + s * x->message, plan_of(x, s)->sizes.payload, &at, t->err),
+        const sid_step step = sid_slice_step(t->step, s, x->rank, x->world);
+        sid_blame(t, sid_check(plan_of(x, s), t->wire + s * x->message, plan_of(x, s)->sizes.payload, &step, t->err),
                   before(x));
     }
     return SID_OK;
@@ -246,7 +246,7 @@ static sid_status advance_expand(sid_exchange_step *t, uint32_t round) {
     sid_fault *f = sid_fault_of(t);
     if (!round) {
         memset(t->work + x->place[COUNTS], 0, x->world * x->slice);
-        if (!sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, t->wire)) {
+        if (!sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->step, t->wire)) {
             f->encoded |= SID_OWN;
             if (((const sid_header *)(const void *)t->wire)->flags & SID_FLAG_NONFINITE)
                 f->flags |= SID_FRAME_NONFINITE;

@@ -19,7 +19,7 @@ typedef struct sid_exchange_step {
     sid_segment *cut; /* room for n_seg */
     uint32_t n_seg;
     uint8_t *state, *work, *wire;
-    const sid_step *at;
+    const sid_step *step;
     sid_report *report;
     sid_error *err;
 } sid_exchange_step;
@@ -156,15 +156,15 @@ sid_status sid_frame_open(sid_exchange_step *t, const sid_frame *f, uint32_t rou
 uint32_t sid_cut(const sid_exchange_step *t, uint64_t start, uint64_t len);
 /* `step` for slice s, by a rank of `world`. */
 static inline sid_step sid_slice_step(const sid_step *step, uint32_t s, uint32_t rank, uint32_t world) {
-    sid_step at = *step;
-    at.group += (s + 1u) << SID_SUBGROUPS;
-    at.rank = rank;
-    at.world = world;
-    return at;
+    sid_step part = *step;
+    part.group += (s + 1u) << SID_SUBGROUPS;
+    part.rank = rank;
+    part.world = world;
+    return part;
 }
 /* Encodes the segments of a slice. If that fails, it leaves a payload that no rank takes for one. */
 sid_status sid_encode_part(sid_exchange_step *t, const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
-                           uint8_t *state, uint8_t *work, const sid_step *at, uint8_t *payload);
+                           uint8_t *state, uint8_t *work, const sid_step *step, uint8_t *payload);
 /* Takes the gradient out of all parts again that are not common. */
 void sid_undo_parts(sid_exchange_step *t);
 

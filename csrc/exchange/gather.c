@@ -9,7 +9,7 @@
 #include "exchange.h"
 
 enum {
-    PAYLOADS, /* x->at: in wire, this rank's or all; frames of slices as they go out, as they come in; in work, the
+    PAYLOADS, /* x->place: in wire, this rank's or all; frames of slices as they go out, as they come in; in work, the
                  codec's */
     OUT,
     IN,
@@ -31,7 +31,7 @@ static sid_status plan_whole(sid_exchange *x, const sid_exchange_config *config,
 static sid_status encode(sid_exchange_step *t, uint8_t *payload) {
     const sid_exchange *x = t->x;
     const sid_status s =
-        sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, payload);
+        sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->step, payload);
     if (!s) sid_fault_of(t)->encoded |= SID_OWN;
     return s;
 }
@@ -64,7 +64,7 @@ static sid_status gather_advance(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
     if (!round) encode(t, t->wire + x->rank * x->message);
     for (uint32_t r = 0; round == x->rounds && r < x->world && !sid_fault_of(t)->status; r++)
-        sid_blame(t, sid_check(x->plan, t->wire + r * x->message, x->message, t->at, t->err), r);
+        sid_blame(t, sid_check(x->plan, t->wire + r * x->message, x->message, t->step, t->err), r);
     return SID_OK;
 }
 
@@ -223,7 +223,7 @@ static void say(sid_exchange_step *t, uint32_t sum) {
     if (!sum) encode(t, t->wire);
     if (!sum || sid_fault_of(t)->status) return;
     const sid_status s =
-        sid_next_slice(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, t->wire);
+        sid_next_slice(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->step, t->wire);
     if (s) sid_fail(t->err, s, "reduction %u: %s", sum, sid_status_text(s));
     sid_blame(t, s, x->rank);
 }
@@ -242,7 +242,7 @@ static sid_status reduce_advance(sid_exchange_step *t, uint32_t round) {
     for (uint32_t s = 0; s < x->world && round < x->rounds; s++)
         if (s != x->rank) send_piece(t, round, s);
     if (round == x->rounds && !f->status)
-        sid_blame(t, sid_check(x->plan, t->wire, x->plan->sizes.payload, t->at, t->err), x->rank);
+        sid_blame(t, sid_check(x->plan, t->wire, x->plan->sizes.payload, t->step, t->err), x->rank);
     return SID_OK;
 }
 

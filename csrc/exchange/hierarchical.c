@@ -10,7 +10,7 @@
 #include "exchange.h"
 
 enum {
-    OUT, /* x->at, in wire: frames of the slices as they go out, as they come in; the inner exchange's wire */
+    OUT, /* x->place, in wire: frames of the slices as they go out, as they come in; the inner exchange's wire */
     IN,
     WIRE,
     SUM, /* in work: the node's mean, then everybody's; the inner exchange's work */
@@ -136,24 +136,24 @@ static uint8_t *frame_of(const sid_exchange_step *t, uint32_t where, uint32_t i)
     return t->wire + t->x->place[where] + i * t->x->message;
 }
 
-typedef struct inner_trip {
+typedef struct inner_step {
     sid_exchange_step inner;
-    sid_step at;
+    sid_step step;
     sid_segment seg, cut;
     sid_report report;
-} inner_trip;
+} inner_step;
 
-static void enter(sid_exchange_step *t, inner_trip *i) {
+static void enter(sid_exchange_step *t, inner_step *i) {
     const sid_exchange *x = t->x;
     i->seg = i->cut = (sid_segment){sum_of(t), sid_slice_len(x, local_of(x))};
-    i->at = *t->at;
-    i->at.rank = node_of(x);
-    i->at.world = x->word[NODES];
-    i->at.group += sid_nodes_of(x).group;
+    i->step = *t->step;
+    i->step.rank = node_of(x);
+    i->step.world = x->word[NODES];
+    i->step.group += sid_nodes_of(x).group;
     i->report = (sid_report){0, 0};
     i->inner = (sid_exchange_step){
         sid_within(x), &i->seg,    &i->cut, 1, t->state, t->work + x->place[WORK], t->wire + x->place[WIRE],
-        &i->at,        &i->report, t->err};
+        &i->step,      &i->report, t->err};
 }
 
 static void scatter(sid_exchange_step *t) {
@@ -266,7 +266,7 @@ static sid_status advance(sid_exchange_step *t, uint32_t round) {
         return SID_OK;
     }
     if (round >= first && round <= last) {
-        inner_trip i;
+        inner_step i;
         enter(t, &i);
         if (round == first) {
             add_up(t);
@@ -295,14 +295,14 @@ static void meanwhile(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x, *in = sid_within(x);
     const uint32_t first = x->word[SCATTER];
     if (!in->kind->meanwhile || round < first || round - first >= in->rounds) return;
-    inner_trip i;
+    inner_step i;
     enter(t, &i);
     in->kind->meanwhile(&i.inner, round - first);
 }
 
 static void undo(sid_exchange_step *t) {
     const sid_exchange *in = sid_within(t->x);
-    inner_trip i;
+    inner_step i;
     enter(t, &i);
     const uint32_t encoded = sid_fault_of(t)->encoded;
     if (encoded & SID_SPENT)

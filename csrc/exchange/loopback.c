@@ -51,10 +51,10 @@ sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *step
     for (uint32_t round = 0; round <= rounds; round++) {
         for (uint32_t r = 0; r < world; r++) {
             const sid_rank *q = &ranks[r];
-            sid_step at = *step;
-            at.rank = r;
+            sid_step own = *step;
+            own.rank = r;
             const sid_status s = sid_exchange_advance(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work,
-                                                      &at, q->wire, &one, &text);
+                                                      &own, q->wire, &one, &text);
             if (s == SID_E_ARG && !round) { /* refused before it began: nobody may go on */
                 if (err) *err = text;
                 return s;
@@ -68,9 +68,9 @@ sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *step
         }
         for (uint32_t r = 0; r < world && round < rounds; r++) {
             const sid_rank *q = &ranks[r];
-            sid_step at = *step;
-            at.rank = r;
-            sid_exchange_meanwhile(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work, &at, q->wire);
+            sid_step own = *step;
+            own.rank = r;
+            sid_exchange_meanwhile(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work, &own, q->wire);
         }
         if (round < rounds) {
             const sid_status s = move(ranks, world, round, room, most, err);

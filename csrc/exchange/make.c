@@ -59,8 +59,7 @@ sid_status sid_exchange_plan(const sid_exchange_config *config, sid_exchange *x,
     const sid_config *c = config->group;
     memset(x, 0, sizeof *x);
     if (!info) return sid_fail(err, SID_E_PARAM, "no exchange is named '%s'", config->exchange ? config->exchange : "");
-    if (!c)
-        return sid_fail(err, SID_E_ARG, "the configuration's group is NULL: set sid_exchange_config.group");
+    if (!c) return sid_fail(err, SID_E_ARG, "the configuration's group is NULL: set sid_exchange_config.group");
     if (!config->world || config->world > SID_MAX_COUNT || config->rank >= config->world)
         return sid_fail(err, SID_E_ARG, "rank %u of %u: a world has 1 to %d ranks", config->rank, config->world,
                         SID_MAX_COUNT);

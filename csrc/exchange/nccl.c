@@ -404,37 +404,37 @@ sid_status sid_nccl_messages(sid_nccl_comm *c, void *wire, const sid_message *se
 
 /* ---- a group's step --------------------------------------------------------------------------------------------- */
 
-static sid_status collective(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream,
+static sid_status collective(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *step, void *stream,
                              sid_error *err) {
     const sid_plan *p = g->plan;
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     if (!linear && !g->incoming) return sid_fail(err, SID_E_ARG, "incoming is NULL");
-    sid_status s = sid_cuda_encode(p, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload, g->stats_dev, c->device,
-                                   stream, err);
+    sid_status s = sid_cuda_encode(p, g->segs_dev, g->n_seg, g->state, g->work, step, g->payload, g->stats_dev,
+                                   c->device, stream, err);
     if (s) return s;
     if (!linear) s = sid_nccl_all_gather(c, g->payload, g->incoming, p->sizes.payload, stream, err);
     for (uint32_t i = 0; !s && linear && i < p->sizes.reductions; i++) {
         const sid_slice part = sid_plan_slice(p, i);
         void *const body = (uint8_t *)g->payload + part.offset;
         if (i)
-            s = sid_cuda_next_slice(p, i, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload, c->device, stream,
+            s = sid_cuda_next_slice(p, i, g->segs_dev, g->n_seg, g->state, g->work, step, g->payload, c->device, stream,
                                     err);
         if (!s) s = sid_nccl_all_reduce(c, body, body, part.count, p->sizes.body_dtype, stream, err);
     }
     if (s) return s;
     return sid_cuda_decode(p, linear ? g->payload : g->incoming, p->sizes.payload, linear ? 1 : c->world,
-                           1.0f / (float)c->world, g->segs_dev, g->n_seg, g->state, g->work, at, g->report_dev,
+                           1.0f / (float)c->world, g->segs_dev, g->n_seg, g->state, g->work, step, g->report_dev,
                            c->device, stream, err);
 }
 
-static sid_status by_messages(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream,
+static sid_status by_messages(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *step, void *stream,
                               sid_error *err) {
     const sid_exchange *x = g->exchange;
     const uint32_t rounds = x->sizes.rounds;
     sid_message *out = g->room, *in = g->room + x->sizes.messages;
     if (rounds && !g->room) return sid_fail(err, SID_E_ARG, "room is NULL");
     for (uint32_t i = 0;; i++) {
-        sid_status s = sid_cuda_exchange_advance(x, i, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload,
+        sid_status s = sid_cuda_exchange_advance(x, i, g->segs_dev, g->n_seg, g->state, g->work, step, g->payload,
                                                  g->stats_dev, g->report_dev, c->device, stream, err);
         if (s || i == rounds) return s;
         const uint32_t sends = sid_exchange_messages(x, i, 0, out), receives = sid_exchange_messages(x, i, 1, in);
@@ -443,15 +443,16 @@ static sid_status by_messages(sid_nccl_comm *c, const sid_cuda_group *g, const s
     }
 }
 
-sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err) {
+sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *step, void *stream,
+                         sid_error *err) {
     if (err) err->text[0] = 0;
-    if (!c || !g || !g->plan == !g->exchange || !at)
+    if (!c || !g || !g->plan == !g->exchange || !step)
         return sid_fail(err, SID_E_ARG, "communicator, group or step is NULL, or not one of plan and exchange");
-    if (at->rank != c->rank || at->world != c->world)
-        return sid_fail(err, SID_E_ARG, "rank %u of %u; the communicator is that of rank %u of %u", at->rank, at->world,
-                        c->rank, c->world);
+    if (step->rank != c->rank || step->world != c->world)
+        return sid_fail(err, SID_E_ARG, "rank %u of %u; the communicator is that of rank %u of %u", step->rank,
+                        step->world, c->rank, c->world);
     sid_status s = sid_nccl_poll(c, err); /* after its end nothing goes into the memory */
-    if (!s) s = (g->plan ? collective : by_messages)(c, g, at, stream, err);
-    if (!s && g->seen) s = sid_cuda_show(g->report_dev, (uint32_t)(at->step + 1), g->seen, c->device, stream, err);
+    if (!s) s = (g->plan ? collective : by_messages)(c, g, step, stream, err);
+    if (!s && g->seen) s = sid_cuda_show(g->report_dev, (uint32_t)(step->step + 1), g->seen, c->device, stream, err);
     return s;
 }

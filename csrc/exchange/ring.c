@@ -23,7 +23,7 @@
 #include "exchange.h"
 
 enum {
-    OUT, /* x->at, in wire: the codec's payload is at 0; the frame that goes out, the one that comes in */
+    OUT, /* x->place, in wire: the codec's payload is at 0; the frame that goes out, the one that comes in */
     IN,
     SCRATCH
 };
@@ -255,7 +255,7 @@ static void receive(sid_exchange_step *t, const sid_hop *h) {
     if (sid_frame_open(t, (const sid_frame *)(const void *)frame, h->in.round, h->in.body, h->in.peer, &flags)) return;
     sid_fault_of(t)->flags |= flags & SID_FRAME_NONFINITE;
     if (h->votes) {
-        const sid_draw d = {sid_salt(t->at->seed, t->at->rank), t->at->group, t->at->step};
+        const sid_draw d = {sid_salt(t->step->seed, t->step->rank), t->step->group, t->step->step};
         merge(t->x->plan->simd, &d, h->block, h->in.bytes / 16, h->phase, h->votes, h->votes + 1, body,
               t->wire + h->in.bits);
     } else {
@@ -270,8 +270,8 @@ static void begin_signs(sid_exchange_step *t) {
     signing *s = signing_of(t);
     memset(t->wire, 0, x->place[OUT]); /* also what the last unit has beyond the payload */
     s->slices = 0;
-    const sid_status bad =
-        sid_begin_ranges(&s->ranges, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, t->wire);
+    const sid_status bad = sid_begin_ranges(&s->ranges, x->plan, t->seg, t->n_seg, t->state,
+                                            t->work + x->place[SCRATCH], t->step, t->wire);
     if (!bad) {
         sid_fault_of(t)->encoded |= SID_OWN;
         return;

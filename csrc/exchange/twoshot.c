@@ -12,7 +12,7 @@
 #include "exchange.h"
 
 enum {
-    MINE, /* x->at, in wire: own payloads of all slices; what the ranks have for our slice; the means */
+    MINE, /* x->place, in wire: own payloads of all slices; what the ranks have for our slice; the means */
     THEIRS,
     MEANS,
     SERVER /* in state: what is kept for all */
@@ -106,11 +106,11 @@ static void first_shot(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     sid_fault *f = sid_fault_of(t);
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s); s++) {
-        const sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
+        const sid_step step = sid_slice_step(t->step, s, x->rank, x->world);
         const uint32_t segs = sid_cut(t, sid_slice_start(x, s), sid_slice_len(x, s));
         uint8_t *to = t->wire + (s == x->rank ? x->place[THEIRS] : 0) + s * x->plan->sizes.payload;
         sid_encode_part(t, plan_of(x, x->plan, s), t->cut, segs, t->state + state_at(x, s), t->work + place(x, SCRATCH),
-                        &at, to);
+                        &step, to);
     }
     if (!f->status) f->encoded |= SID_OWN;
 }
@@ -119,8 +119,8 @@ static void second_shot(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     const uint32_t s = x->rank;
     const sid_plan *own = plan_of(x, x->plan, s);
-    const sid_step from = sid_slice_step(t->at, s, x->rank, x->world),
-                   to = sid_slice_step(t->at, s | SID_SECOND, x->rank, x->world);
+    const sid_step from = sid_slice_step(t->step, s, x->rank, x->world),
+                   to = sid_slice_step(t->step, s | SID_SECOND, x->rank, x->world);
     const uint8_t *in = t->wire + x->place[THEIRS];
     const uint64_t len = sid_slice_len(x, s), stride = x->plan->sizes.payload;
     const sid_segment all = {sum_of(t), len};
@@ -147,10 +147,10 @@ static sid_status advance(sid_exchange_step *t, uint32_t round) {
     if (round < x->rounds) return SID_OK;
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s) && !sid_fault_of(t)->status; s++) {
         const sid_plan *p = plan_of(x, x->server, s);
-        const sid_step at = sid_slice_step(t->at, s | SID_SECOND, s, x->world);
-        sid_blame(t,
-                  sid_check(p, t->wire + x->place[MEANS] + s * x->server->sizes.payload, p->sizes.payload, &at, t->err),
-                  s);
+        const sid_step step = sid_slice_step(t->step, s | SID_SECOND, s, x->world);
+        sid_blame(
+            t, sid_check(p, t->wire + x->place[MEANS] + s * x->server->sizes.payload, p->sizes.payload, &step, t->err),
+            s);
     }
     return SID_OK;
 }

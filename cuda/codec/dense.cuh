@@ -232,7 +232,8 @@ struct sid_ending {
 };
 
 inline sid_ending sid_ending_of(const sid_cuda_encoding &c) {
-    return {c.scratch, sid_head_of(c.plan, c.at), sid_draw_of(c.plan, c.at), c.payload, c.plan->sizes.payload, c.state,
+    return {c.scratch, sid_head_of(c.plan, c.step), sid_draw_of(c.plan, c.step),
+            c.payload, c.plan->sizes.payload,       c.state,
             c.stats};
 }
 

@@ -52,7 +52,7 @@ struct linear {
 
 sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
-    const float scale = 1.0f / (float)c.at.world;
+    const float scale = 1.0f / (float)c.step.world;
     const bool lossless = p->codec->info.traits & SID_LOSSLESS;
     const linear codec = {c.payload + SID_HEADER_BYTES, scale, p->sizes.body_dtype,
                           p->sizes.body_dtype != SID_F32 && !lossless};
@@ -64,7 +64,7 @@ sid_status encode(sid_cuda_encoding &c) {
                               sid_blocks(c.to, sid_chunks(p->n), SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
                               c.state, vectors, (float *)nullptr, memory, codec);
         });
-    if (!s && !c.settles) s = sid_linear_seal(c, p->n, sid_linear_rule(c.at), 1);
+    if (!s && !c.settles) s = sid_linear_seal(c, p->n, sid_linear_rule(c.step), 1);
     return s || c.settles ? s : sid_linear_cover(c);
 }
 

@@ -164,8 +164,8 @@ power power_of(const sid_cuda_encoding &c, const extent &e, const places &w) {
             extra,
             tells ? extra + q : nullptr,
             tells ? extra + 2 * q : nullptr,
-            1.0f / (float)c.at.world,
-            (float)c.at.world};
+            1.0f / (float)c.step.world,
+            (float)c.step.world};
 }
 
 /* The tensor that a task belongs to: the last one whose first is not above it, which never has none. */
@@ -761,7 +761,7 @@ sid_status second(sid_cuda_encoding &c, const extent &e, power x) {
                                   : sid_launch(c.to, "strips", sid_power_strip_kernel<false, S>, grid, SID_BLOCK, 0,
                                                c.group, c.scratch, acc, x);
     });
-    return s ? s : sum_parts<true>(c, e, x, sid_linear_rule(c.at));
+    return s ? s : sum_parts<true>(c, e, x, sid_linear_rule(c.step));
 }
 
 sid_status encode(sid_cuda_encoding &c) {
@@ -769,7 +769,7 @@ sid_status encode(sid_cuda_encoding &c) {
     const extent e = extent_of(p);
     const places w = carve(&c.work, e);
     power x = power_of(c, e, w);
-    const sid_draw common = {sid_salt(c.at.seed, SID_COMMON), c.at.group, c.at.step};
+    const sid_draw common = {sid_salt(c.step.seed, SID_COMMON), c.step.group, c.step.step};
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s) s = put_table(c.to, p, w.table);
     if (!s && !c.settles && e.q)
@@ -786,10 +786,10 @@ sid_status encode(sid_cuda_encoding &c) {
         });
     });
     if (s || c.settles) return s;
-    const bool more = p->sizes.reductions > 1, alone = c.at.world == 1;
+    const bool more = p->sizes.reductions > 1, alone = c.step.world == 1;
     if (e.q) s = sum_parts<false>(c, e, x, {});
     /* until the last reduction it may still be that nothing is sent */
-    if (!s) s = sid_linear_seal(c, p->k, more ? sid_rule() : sid_linear_rule(c.at), more && alone ? 2 : 1);
+    if (!s) s = sid_linear_seal(c, p->k, more ? sid_rule() : sid_linear_rule(c.step), more && alone ? 2 : 1);
     if (!s && more && alone) s = second(c, e, x);
     return s ? s : sid_linear_cover(c);
 }

@@ -262,8 +262,8 @@ sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     const bool linear = is_linear(p);
     sid_ending e = sid_ending_of(c);
-    if (linear) e.draw.salt = e.head.salt = sid_salt(c.at.seed, SID_COMMON);
-    const float world = linear ? (float)c.at.world : 1.0f;
+    if (linear) e.draw.salt = e.head.salt = sid_salt(c.step.seed, SID_COMMON);
+    const float world = linear ? (float)c.step.world : 1.0f;
     const coder o = {values_of(p), e.draw, p->k, 1.0f / world, linear, c.payload};
     const uint64_t grid = sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);

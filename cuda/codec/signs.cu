@@ -340,7 +340,7 @@ template <value OF, bool DRAWS> sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     const forms f = forms_of(p, OF, DRAWS);
     sid_ending e = sid_ending_of(c);
-    if (DRAWS) e.draw.salt = e.head.salt = sid_salt(c.at.seed, SID_COMMON);
+    if (DRAWS) e.draw.salt = e.head.salt = sid_salt(c.step.seed, SID_COMMON);
     coder k = {c.payload, carve(p, &c.work, OF), sid_tiles(p->n)};
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (s) return s;

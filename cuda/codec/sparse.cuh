@@ -81,8 +81,8 @@ template <class Law> sid_status sid_sparse_encode(sid_cuda_encoding &c, const La
     f.cap = p->cap;
     f.room = p->room;
     f.body = sid_body_of(p, needs.mean);
-    f.head = sid_head_of(p, c.at);
-    f.draw = sid_draw_of(p, c.at);
+    f.head = sid_head_of(p, c.step);
+    f.draw = sid_draw_of(p, c.step);
     const uint64_t grid = sid_blocks(c.to, pieces ? pieces : 1, SID_FINISH_GRID);
     sid_status s = sid_begin_encode(c, clear, p->sizes.payload);
     if (!s)

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(SID_LANES)
 
 coder coder_of(sid_cuda_encoding &c) {
     const uint64_t tiles = sid_tiles(c.plan->n);
-    return {sid_draw_of(c.plan, c.at), c.payload + TERN_CODES_AT, c.work.take<double>(2 * tiles), tiles};
+    return {sid_draw_of(c.plan, c.step), c.payload + TERN_CODES_AT, c.work.take<double>(2 * tiles), tiles};
 }
 
 sid_status second(const sid_cuda_encoding &c, const coder &k) {
@@ -175,13 +175,13 @@ sid_status second(const sid_cuda_encoding &c, const coder &k) {
 }
 
 sid_status encode(sid_cuda_encoding &c) {
-    const bool alone = c.at.world == 1;
+    const bool alone = c.step.world == 1;
     const coder k = coder_of(c);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s) s = sid_walk_tiles(c, measure{k});
     if (s || c.settles) return s;
     s = sid_launch(c.to, "seal", sid_ternary_seal_kernel, 1, SID_SUMS, 0, sid_ending_of(c), (const double *)k.sums,
-                   c.plan->codec_param[TERN_CLIP], 1.0f / (float)c.at.world, alone ? 2u : 1u);
+                   c.plan->codec_param[TERN_CLIP], 1.0f / (float)c.step.world, alone ? 2u : 1u);
     if (!s && alone) s = second(c, k);
     return s ? s : sid_linear_cover(c);
 }

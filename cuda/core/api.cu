@@ -140,7 +140,7 @@ sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t
                    c.group, c.scratch, c.norms);
     if (!s)
         s = sid_launch(c.to, "factor", sid_factor_kernel, 1, SID_SUMS, 0, c.scratch, c.norms, sid_tiles(p->n),
-                       sid_memories::clip(p) / sqrt((double)c.at.world), c.state);
+                       sid_memories::clip(p) / sqrt((double)c.step.world), c.state);
     return s;
 }
 
@@ -274,7 +274,7 @@ static sid_status start_from(const sid_cuda_encoding &c) {
     const uint64_t end = c.plan->sizes.state / sizeof(uint4);
     return sid_launch(c.to, "origin", sid_origin_kernel,
                       sid_blocks(c.to, (header + own + SID_BLOCK - 1) / SID_BLOCK, NORM_BLOCKS), SID_BLOCK, 0,
-                      (const uint4 *)(const void *)sid_origin(c.state, &c.at), (uint4 *)(void *)c.state, header,
+                      (const uint4 *)(const void *)sid_origin(c.state, &c.step), (uint4 *)(void *)c.state, header,
                       end - own, end);
 }
 
@@ -286,8 +286,8 @@ sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work) {
     if (s) return s;
     carve(p, codec, work, &start, &c.norms, &c.scratch, &c.work);
     c.group = {t.segs, start, p->n, t.n_seg, t.dtype, t.before, t.after};
-    if (c.reduction) return c.at.world > 1 ? codec->next(c) : SID_OK; /* the encode has done them all */
-    if (c.at.origin) s = start_from(c);
+    if (c.reduction) return c.step.world > 1 ? codec->next(c) : SID_OK; /* the encode has done them all */
+    if (c.step.origin) s = start_from(c);
     if (s) return s;
     const bool keeps = p->memory->vectors && p->memory->info.traits & SID_FEEDBACK;
     if (!c.settles || keeps) s = codec->encode(c);
@@ -331,8 +331,8 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
     if (c.reduction >= p->sizes.reductions)
         return sid_fail(err, SID_E_ARG, "reduction %u, but the plan has %u: the first is 0", c.reduction,
                         p->sizes.reductions);
-    if (p->sizes.ranks && c.at.world > p->sizes.ranks)
-        return sid_fail(err, SID_E_UNSUPPORTED, "%u ranks; this plan's sums hold %u", c.at.world, p->sizes.ranks);
+    if (p->sizes.ranks && c.step.world > p->sizes.ranks)
+        return sid_fail(err, SID_E_UNSUPPORTED, "%u ranks; this plan's sums hold %u", c.step.world, p->sizes.ranks);
     c.to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &c.to);
     if (s) return s;
@@ -342,35 +342,36 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
     return sid_enqueue(c, {segs_dev, n_seg, p->dtype, 0, 0}, work);
 }
 
-static sid_status check_step(const sid_step *at, sid_error *err) {
-    if (at && at->origin % 64) return sid_fail(err, SID_E_ARG, "the step's origin is no multiple of 64 bytes");
-    if (at && at->world && at->rank < at->world && at->carry >= 0 && sid_key(at->carry) < SID_KEY_INF) return SID_OK;
+static sid_status check_step(const sid_step *step, sid_error *err) {
+    if (step && step->origin % 64) return sid_fail(err, SID_E_ARG, "the step's origin is no multiple of 64 bytes");
+    if (step && step->world && step->rank < step->world && step->carry >= 0 && sid_key(step->carry) < SID_KEY_INF)
+        return SID_OK;
     return sid_fail(err, SID_E_ARG, "step is NULL, its rank not within its world, or its carry no finite factor");
 }
 
 sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
-                           const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
+                           const sid_step *step, void *payload, void *stats_dev, int device, void *stream,
                            sid_error *err) {
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
     if ((uintptr_t)stats_dev % 8) return sid_fail(err, SID_E_ARG, "stats must start at a multiple of 8 bytes");
-    const sid_status s = check_step(at, err);
+    const sid_status s = check_step(step, err);
     if (s) return s;
-    c.at = *at;
+    c.step = *step;
     c.stats = (sid_stats *)stats_dev;
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
 }
 
 sid_status sid_cuda_next_slice(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
-                               void *state, void *work, const sid_step *at, void *payload, int device, void *stream,
+                               void *state, void *work, const sid_step *step, void *payload, int device, void *stream,
                                sid_error *err) {
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
-    const sid_status s = check_step(at, err);
+    const sid_status s = check_step(step, err);
     if (s) return s;
     if (!reduction)
         return sid_fail(err, SID_E_ARG, "reduction 0: sid_cuda_encode writes its slice; ask for 1 or a later one");
-    c.at = *at;
+    c.step = *step;
     c.reduction = reduction;
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
 }
@@ -380,7 +381,7 @@ sid_status sid_cuda_settle(const sid_plan *p, const sid_segment *segs_dev, uint3
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
     c.settles = true;
-    c.at.world = 1;
+    c.step.world = 1;
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
 }
 
@@ -398,7 +399,7 @@ sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *str
 }
 
 sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *at,
+                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *step,
                            void *report_dev, int device, void *stream, sid_error *err) {
     const sid_cuda_codec *codec;
     sid_cuda_decoding c = {};
@@ -422,9 +423,9 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     c.stride = stride;
     c.count = count;
     c.scale = scale;
-    c.any = !at;
-    c.step = at ? at->step : 0;
-    c.of_group = at ? at->group : 0;
+    c.any = !step;
+    c.step = step ? step->step : 0;
+    c.of_group = step ? step->group : 0;
     c.state = p->memory->vectors ? (sid_state *)state : nullptr;
     c.learner = p->codec->learn && count == 1 ? (sid_state *)state : nullptr;
     c.report = (sid_cuda_report *)report_dev;

@@ -39,7 +39,7 @@ struct sid_carver {
 struct sid_cuda_encoding {
     const sid_plan *plan;
     bool settles; /* no step: the walk writes to the memory's vectors what the last one left, and that is all */
-    sid_step at;
+    sid_step step;
     uint32_t reduction; /* whose slice is written: 0 by encode, a later one by next */
     sid_group group;
     sid_state *state;
@@ -265,7 +265,7 @@ template <typename F> sid_status sid_with_memory(const sid_plan *p, sid_error *e
 /* The same for an encode's first reading. */
 template <typename F> sid_status sid_with_memory_of(const sid_cuda_encoding &c, F f) {
     return sid_with_memory(c.plan, c.to.err, [&](auto memory) {
-        return f(c.settles ? memory.settling() : memory.carried(sid_carry(&c.at)));
+        return f(c.settles ? memory.settling() : memory.carried(sid_carry(&c.step)));
     });
 }
 /* And for a decode: without a state there is none. */
@@ -288,7 +288,7 @@ inline sid_vectors sid_vectors_of(const sid_plan *p, sid_state *s) {
 /* For the first reading of an encode. */
 inline sid_vectors sid_vectors_of(const sid_cuda_encoding &c) {
     sid_vectors v = sid_vectors_of(c.plan, c.state);
-    v.origin = c.at.origin / (int64_t)sizeof(float);
+    v.origin = c.step.origin / (int64_t)sizeof(float);
     return v;
 }
 
@@ -579,14 +579,14 @@ struct sid_head {
 };
 
 inline bool sid_draws(const sid_plan *p) { return p->codec->info.traits & SID_STOCHASTIC; }
-inline sid_head sid_head_of(const sid_plan *p, const sid_step &at) {
-    const uint32_t salt = sid_draws(p) ? sid_salt(at.seed, at.rank) : 0;
-    return {p->n, at.step, at.group, at.rank, (uint32_t)p->dtype, salt, p->codec->info.wire_id};
+inline sid_head sid_head_of(const sid_plan *p, const sid_step &step) {
+    const uint32_t salt = sid_draws(p) ? sid_salt(step.seed, step.rank) : 0;
+    return {p->n, step.step, step.group, step.rank, (uint32_t)p->dtype, salt, p->codec->info.wire_id};
 }
 /* The random stream of this step. */
-inline sid_draw sid_draw_of(const sid_plan *p, const sid_step &at) {
+inline sid_draw sid_draw_of(const sid_plan *p, const sid_step &step) {
     if (!sid_draws(p)) return {};
-    return {sid_salt(at.seed, at.rank), at.group, at.step};
+    return {sid_salt(step.seed, step.rank), step.group, step.step};
 }
 
 /* Writes the header of one payload; `sum` is what the checksum covers of the body. */

@@ -89,7 +89,7 @@ sid_status table_holds(const sid_segment *segs_dev, uint32_t n_seg, sid_error *e
 
 } // namespace
 
-sid_status sid_enqueue_undo(const sid_cuda_trip &t, uint32_t what, const sid_plan *p, const sid_group &g,
+sid_status sid_enqueue_undo(const sid_cuda_exchange_step &t, uint32_t what, const sid_plan *p, const sid_group &g,
                             const sid_own_parts &parts) {
     sid_rule none = {};
     if (!p->memory->vectors || !g.n) return SID_OK;
@@ -114,16 +114,17 @@ sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_er
 }
 
 sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
-                                     void *state, void *work, const sid_step *at, void *wire, void *stats_dev,
+                                     void *state, void *work, const sid_step *step, void *wire, void *stats_dev,
                                      void *report_dev, int device, void *stream, sid_error *err) {
     const sid_cuda_exchange *kind;
     sid_device_scope scope;
     if (err) err->text[0] = 0;
     sid_status status = kernels_of(x, &kind, err);
     if (status) return status;
-    if (!at || round > x->sizes.rounds || at->rank != x->rank || at->world != x->world || at->group >> SID_SUBGROUPS)
+    if (!step || round > x->sizes.rounds || step->rank != x->rank || step->world != x->world ||
+        step->group >> SID_SUBGROUPS)
         return sid_fail(err, SID_E_ARG, "step is NULL, or not the exchange's, or there is no round %u", round);
-    if (!(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF)
+    if (!(step->carry >= 0) || sid_key(step->carry) >= SID_KEY_INF)
         return sid_fail(err, SID_E_ARG, "the step's carry is no finite factor");
     status = table_holds(segs_dev, n_seg, err);
     if (status) return status;
@@ -133,16 +134,16 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
     if (!report_dev || (uintptr_t)report_dev % 4) return sid_fail(err, SID_E_ARG, "the report is NULL or misaligned");
     if ((uintptr_t)stats_dev % 8) return sid_fail(err, SID_E_ARG, "stats must start at a multiple of 8 bytes");
     if (device < 0) return sid_fail(err, SID_E_ARG, "device %d", device);
-    sid_cuda_trip t = {x,
-                       {segs_dev, n_seg, x->dtype, 0, 0},
-                       (uint8_t *)state,
-                       (uint8_t *)wire,
-                       (uint8_t *)work + SID_EXCHANGE_HEAD,
-                       (sid_exchange_head *)work,
-                       *at,
-                       (sid_stats *)stats_dev,
-                       (sid_cuda_report *)report_dev,
-                       {(cudaStream_t)stream, 0, err}};
+    sid_cuda_exchange_step t = {x,
+                                {segs_dev, n_seg, x->dtype, 0, 0},
+                                (uint8_t *)state,
+                                (uint8_t *)wire,
+                                (uint8_t *)work + SID_EXCHANGE_HEAD,
+                                (sid_exchange_head *)work,
+                                *step,
+                                (sid_stats *)stats_dev,
+                                (sid_cuda_report *)report_dev,
+                                {(cudaStream_t)stream, 0, err}};
     status = scope.enter(device, &t.to);
     if (status) return status;
     const uint64_t confirms = x->confirm_at;

@@ -16,16 +16,16 @@ uint64_t work_bytes(const Plan &p) {
     return bytes;
 }
 
-void encode(const Plan &p, const Buffers &b, const sid_step &at, Address stats, Stream to) {
+void encode(const Plan &p, const Buffers &b, const sid_step &step, Address stats, Stream to) {
     run([&](sid_error *err) {
-        return sid_cuda_encode(p.get(), b.segs, b.n_seg, b.state, b.work, &at, b.payload, pointer(stats), to.device,
+        return sid_cuda_encode(p.get(), b.segs, b.n_seg, b.state, b.work, &step, b.payload, pointer(stats), to.device,
                                to.get(), err);
     });
 }
 
-void next_slice(const Plan &p, uint32_t reduction, const Buffers &b, const sid_step &at, Stream to) {
+void next_slice(const Plan &p, uint32_t reduction, const Buffers &b, const sid_step &step, Stream to) {
     run([&](sid_error *err) {
-        return sid_cuda_next_slice(p.get(), reduction, b.segs, b.n_seg, b.state, b.work, &at, b.payload, to.device,
+        return sid_cuda_next_slice(p.get(), reduction, b.segs, b.n_seg, b.state, b.work, &step, b.payload, to.device,
                                    to.get(), err);
     });
 }
@@ -65,10 +65,10 @@ uint64_t work_bytes(const Exchange &x) {
     return bytes;
 }
 
-void advance(const Exchange &x, uint32_t round, const Buffers &b, const sid_step &at, Address stats, Address report,
+void advance(const Exchange &x, uint32_t round, const Buffers &b, const sid_step &step, Address stats, Address report,
              Stream to) {
     run([&](sid_error *err) {
-        return sid_cuda_exchange_advance(x.get(), round, b.segs, b.n_seg, b.state, b.work, &at, b.payload,
+        return sid_cuda_exchange_advance(x.get(), round, b.segs, b.n_seg, b.state, b.work, &step, b.payload,
                                          pointer(stats), pointer(report), to.device, to.get(), err);
     });
 }

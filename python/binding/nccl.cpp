@@ -113,8 +113,8 @@ class DeviceGroup {
     DeviceGroup(const DeviceGroup &) = delete;
     DeviceGroup &operator=(const DeviceGroup &) = delete;
 
-    void step(Communicator &c, const sid_step &at, Address stream) const {
-        run([&](sid_error *err) { return sid_nccl_step(c.get(), &group_, &at, pointer(stream), err); });
+    void step(Communicator &c, const sid_step &step, Address stream) const {
+        run([&](sid_error *err) { return sid_nccl_step(c.get(), &group_, &step, pointer(stream), err); });
     }
 
     py::bytes kept() const {

@@ -48,17 +48,17 @@ void *Plan::needed(Address state) const {
 
 // ---- a step ------------------------------------------------------------------------------------------------------
 
-sid_stats Plan::encode(const Buffers &b, const sid_step &at) const {
+sid_stats Plan::encode(const Buffers &b, const sid_step &step) const {
     need_all(b);
     sid_stats stats{};
-    check(without_gil([&] { return sid_encode(get(), b.segs, b.n_seg, b.state, b.work, &at, b.payload, &stats); }));
+    check(without_gil([&] { return sid_encode(get(), b.segs, b.n_seg, b.state, b.work, &step, b.payload, &stats); }));
     return stats;
 }
 
-void Plan::next_slice(uint32_t reduction, const Buffers &b, const sid_step &at) const {
+void Plan::next_slice(uint32_t reduction, const Buffers &b, const sid_step &step) const {
     need_all(b);
     check(without_gil(
-        [&] { return sid_next_slice(get(), reduction, b.segs, b.n_seg, b.state, b.work, &at, b.payload); }));
+        [&] { return sid_next_slice(get(), reduction, b.segs, b.n_seg, b.state, b.work, &step, b.payload); }));
 }
 
 bool Plan::decode(const Payloads &from, const Segments &seg, Address state, const Expected &at) const {
