@@ -67,7 +67,7 @@ static int nonfinite(sid_gather *g) {
 
 /* Near float32's largest number the sum of the payloads may overflow although their mean, which is asked for, does not:
  * plain DDP divides before it adds. So where an element of a tile is not finite although every gradient was, the mean is
- * taken again, in float64, and rounded once. The first time, the tiles before this one are walked again: `next` is the
+ * taken again, in float64, and rounded once. The first time, the tiles before this one are decoded again: `next` is the
  * first element that the cursors, one a payload, have not come to. */
 static void mean_again(const sid_gather *g, sid_cursor *cursor, uint64_t *next, float *out, uint64_t from,
                        uint32_t len) {

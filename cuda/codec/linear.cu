@@ -1,4 +1,4 @@
-/* none, fp16, bf16 (csrc/codec/linear.c is the law): the walk writes the body as it goes.
+/* none, fp16, bf16 (csrc/codec/linear.c defines the result): the pass writes the body as it goes.
  * Bytes per float32 element: fp16 and bf16 with a residual 14 (12 of error feedback, 2 of body), without 6; none 8. */
 #include "linear.cuh"
 
@@ -60,8 +60,8 @@ sid_status encode(sid_cuda_encoding &c) {
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s)
         s = sid_with_memory_of(c, [&](auto memory) {
-            return sid_launch(c.to, "encode", sid_walk_kernel<decltype(memory), linear>,
-                              sid_blocks(c.to, sid_chunks(p->n), SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
+            return sid_launch(c.to, "encode", sid_pass_kernel<decltype(memory), linear>,
+                              sid_blocks(c.to, sid_chunks(p->n), SID_PASS_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
                               c.state, vectors, (float *)nullptr, memory, codec);
         });
     if (!s && !c.settles) s = sid_linear_seal(c, p->n, sid_linear_rule(c.step), 1);
@@ -72,7 +72,7 @@ sid_status encode(sid_cuda_encoding &c) {
 
 enum {
     DECODE_BLOCKS = 4
-}; /* on a multiprocessor, as SID_WALK_BLOCKS */
+}; /* on a multiprocessor, as SID_PASS_BLOCKS */
 
 struct bodies {
     const uint8_t *payloads;

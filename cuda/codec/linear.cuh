@@ -134,7 +134,7 @@ static __global__ void __launch_bounds__(SID_BLOCK)
     }
     __syncthreads();
     if (threadIdx.x) return;
-    sid_verdict_of(report, scratch, first, state && (flagged || scratch->nonfinite));
+    sid_end_check(report, scratch, first, state && (flagged || scratch->nonfinite));
     if (scratch->go && scratch->nonfinite) state->rule = sid_rule();
 }
 

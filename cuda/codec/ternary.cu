@@ -1,4 +1,4 @@
-/* terngrad-shared (csrc/codec/ternary.c is the law). Bytes per float32 element:
+/* terngrad-shared (csrc/codec/ternary.c defines the result). Bytes per float32 element:
  *     slice 0    13 with a residual (12 of error feedback, and zeros where the codes will be), 5 without a memory
  *     slice 1    5: acc as the memory has stored it, or the gradient, and the codes
  *     decode     5 a sum; 1 more where a memory is to be corrected and there are several */
@@ -171,14 +171,14 @@ coder coder_of(sid_cuda_encoding &c) {
 sid_status second(const sid_cuda_encoding &c, const coder &k) {
     const sid_status s = sid_launch(c.to, "shared", sid_ternary_shared_kernel, 1, SID_LANES, 0, c.scratch, c.payload,
                                     c.plan->n, c.state);
-    return s ? s : sid_walk_again(c, k);
+    return s ? s : sid_pass_again(c, k);
 }
 
 sid_status encode(sid_cuda_encoding &c) {
     const bool alone = c.step.world == 1;
     const coder k = coder_of(c);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
-    if (!s) s = sid_walk_tiles(c, measure{k});
+    if (!s) s = sid_pass_tiles(c, measure{k});
     if (s || c.settles) return s;
     s = sid_launch(c.to, "seal", sid_ternary_seal_kernel, 1, SID_SUMS, 0, sid_ending_of(c), (const double *)k.sums,
                    c.plan->codec_param[TERN_CLIP], 1.0f / (float)c.step.world, alone ? 2u : 1u);
@@ -228,7 +228,7 @@ __device__ inline bool sum(const sid_payloads &p, const float *units, sid_quads 
     return finite;
 }
 
-/* What several payloads may add up to, before the check, whose verdict this is not to wait for. */
+/* What several payloads may add up to, before the check, for whose result this is not to wait. */
 __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
     sid_ternary_look_kernel(sid_scratch *scratch, sid_payloads p, const float *units) {
     sid_follow();

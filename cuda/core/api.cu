@@ -259,7 +259,7 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err) {
     return SID_OK;
 }
 
-/* The header and the codec's own part of a state, where it is to become the one after another: the rest is the walk's. */
+/* The header and the codec's own part of a state, where it is to become the one after another: the rest is the pass's. */
 static __global__ void __launch_bounds__(SID_BLOCK)
     sid_origin_kernel(const uint4 *from, uint4 *to, uint64_t header, uint64_t extra, uint64_t end) {
     sid_follow();

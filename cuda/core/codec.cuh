@@ -1,4 +1,4 @@
-/* The device side of a codec, and the walk in which memory and codec meet (csrc/codec.h has the same contract for the
+/* The device side of a codec, and the pass in which memory and codec meet (csrc/codec.h has the same contract for the
  * CPU): a warp holds a tile in registers, the memory makes acc of it, the codec reads acc. */
 #ifndef SID_CODEC_CUH
 #define SID_CODEC_CUH
@@ -38,7 +38,7 @@ struct sid_carver {
 /* `clear` bytes from scratch on are zeroed at the start of a call: a codec takes what it wants zeroed first. */
 struct sid_cuda_encoding {
     const sid_plan *plan;
-    bool settles; /* no step: the walk writes to the memory's vectors what the last one left, and that is all */
+    bool settles; /* no step: the pass writes to the memory's vectors what the last one left, and that is all */
     sid_step step;
     uint32_t reduction; /* whose slice is written: 0 by encode, a later one by next */
     sid_group group;
@@ -98,7 +98,7 @@ struct sid_cuda_codec {
 const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NULL: no kernels */
 
 /* Zeroes scratch (`clear` bytes of work) and the given bytes of the payload, sums up the segment table. Of an encode, what
- * the memory wants to know before the walk as well: clipping reads the gradient once more, 4 bytes an element. */
+ * the memory wants to know before the pass as well: clipping reads the gradient once more, 4 bytes an element. */
 struct sid_mending {  /* sound.h: what the state has that no encode has left there becomes absent */
     sid_state *state; /* or NULL */
     sid_rule none;
@@ -148,8 +148,8 @@ sid_status sid_begin_table(const sid_stream &to, const sid_table &t, uint64_t n,
 
 /* ---- memories ------------------------------------------------------------------------------------------------ */
 
-/* A memory with its parameters, passed to kernels by value; csrc/memory/ is the law. Vector 0 is acc.
- *     carried    as a step has it that multiplies what is owed by `carry`
+/* A memory with its parameters, passed to kernels by value; csrc/memory/ defines them. Vector 0 is acc.
+ *     carried    as a step has it that multiplies the residual by `carry`
  *     begin      by every thread of a kernel: what the state has of it
  *     tile       vec[0] as it was stored, `kept` what the codec's rule left of it; returns acc
  *     undo       takes g out of vec again
@@ -262,7 +262,7 @@ template <typename F> sid_status sid_with_memory(const sid_plan *p, sid_error *e
 #undef MEMORY_0
 #undef MEMORY_1
 #undef SID_MEMORY
-/* The same for an encode's first reading. */
+/* The same for an encode's first pass. */
 template <typename F> sid_status sid_with_memory_of(const sid_cuda_encoding &c, F f) {
     return sid_with_memory(c.plan, c.to.err, [&](auto memory) {
         return f(c.settles ? memory.settling() : memory.carried(sid_carry(&c.step)));
@@ -273,19 +273,19 @@ template <typename F> sid_status sid_with_memory_of(const sid_cuda_decoding &c, 
     return c.state ? sid_with_memory(c.plan, c.to.err, f) : f(sid_memory0());
 }
 
-/* ---- the walk ------------------------------------------------------------------------------------------------ */
+/* ---- the pass ------------------------------------------------------------------------------------------------ */
 
 struct sid_vectors { /* where acc and the memory's other vectors lie */
     float *first;
     uint64_t stride;
-    int64_t origin; /* floats from there to where a first reading reads them: 0, or those of sid_step.origin */
+    int64_t origin; /* floats from there to where a first pass reads them: 0, or those of sid_step.origin */
 };
 
 inline sid_vectors sid_vectors_of(const sid_plan *p, sid_state *s) {
     if (!s) return {nullptr, 0, 0};
     return {(float *)(void *)((char *)s + SID_STATE_BYTES), sid_state_stride(p->n), 0};
 }
-/* For the first reading of an encode. */
+/* For the first pass of an encode. */
 inline sid_vectors sid_vectors_of(const sid_cuda_encoding &c) {
     sid_vectors v = sid_vectors_of(c.plan, c.state);
     v.origin = c.step.origin / (int64_t)sizeof(float);
@@ -337,7 +337,7 @@ __device__ inline void sid_store_floats(float *p, uint32_t count, const float (&
  *     done(shared &, unit &, tile)     after it, by the whole warp
  *     quad(shared &, unit &, acc[4], i, count) four elements from i on, of which count exist; acc may be changed. By the
  *                                 whole warp, row by row: count may be 0. What does not exist is garbage */
-template <class Memory, class Codec> struct sid_walker {
+template <class Memory, class Codec> struct sid_tile_pass {
     const sid_group &g;
     const sid_vectors &vectors;
     const Memory &memory;
@@ -393,25 +393,25 @@ template <class Memory, class Codec> struct sid_walker {
 /* Blocks that every multiprocessor holds at once (1024 threads are the most that sm_75 has): a grid of as many has no
  * second, half empty wave. */
 enum {
-    SID_WALK_BLOCKS = 4
+    SID_PASS_BLOCKS = 4
 };
 /* Fewer, for a codec that needs more registers. */
-template <class Codec> struct sid_walk_blocks {
+template <class Codec> struct sid_pass_blocks {
     enum {
-        N = SID_WALK_BLOCKS
+        N = SID_PASS_BLOCKS
     };
 };
 
 template <class Memory, class Codec>
-__global__ void __launch_bounds__(SID_BLOCK, sid_walk_blocks<Codec>::N)
-    sid_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
+__global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
+    sid_pass_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
                     Memory memory, Codec codec) {
     sid_follow();
     __shared__ typename Codec::shared shared;
     if (!scratch->ready) return;
     memory.begin(state);
     codec.begin(shared);
-    sid_walker<Memory, Codec> walker = {g, vectors, memory, acc, codec, shared, state->rule, 0};
+    sid_tile_pass<Memory, Codec> pass = {g, vectors, memory, acc, codec, shared, state->rule, 0};
     const uint64_t tiles = sid_tiles(g.n);
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
          tile += (uint64_t)gridDim.x * SID_WARPS) {
@@ -419,13 +419,13 @@ __global__ void __launch_bounds__(SID_BLOCK, sid_walk_blocks<Codec>::N)
         typename Codec::unit unit;
         codec.start(shared, unit);
         if (s.base)
-            walker.template tile<true>(s, unit);
+            pass.template tile<true>(s, unit);
         else
-            walker.template tile<false>(s, unit);
+            pass.template tile<false>(s, unit);
         codec.done(shared, unit, tile);
     }
     codec.end(shared);
-    const uint32_t bad = sid_warp_sum(walker.bad);
+    const uint32_t bad = sid_warp_sum(pass.bad);
     if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
 }
 
@@ -570,7 +570,7 @@ __device__ inline uint64_t sid_sum_header(const sid_header &h) {
 
 /* ---- headers ------------------------------------------------------------------------------------------------- */
 
-/* Everything of a header that is known before the walk. */
+/* Everything of a header that is known before the pass. */
 struct sid_head {
     uint64_t n, step;
     uint32_t group, rank, dtype;
@@ -644,14 +644,14 @@ __device__ inline float sid_linear_factor(const sid_header &first, float scale) 
     return scale == first.scale ? 1.0f : (float)((double)scale * (double)sid_linear_inverse(first.scale));
 }
 
-/* A block's verdict on all payloads: of those at fault the first, with its status. */
+/* What a block finds in all payloads: of those at fault the first, with its status. */
 #define SID_SOUND 0xffffffffu
 __device__ inline void sid_blame(uint32_t *first, uint32_t payload, int32_t status) {
     if (status != SID_OK) atomicMin(first, payload << 8 | (uint32_t)-status);
 }
 
 /* The end of a check, by one thread. The report keeps the first fault that it is told of. */
-__device__ inline void sid_verdict_of(sid_cuda_report *report, sid_scratch *scratch, uint32_t first, bool nonfinite) {
+__device__ inline void sid_end_check(sid_cuda_report *report, sid_scratch *scratch, uint32_t first, bool nonfinite) {
     if (!scratch->ready) first = (uint32_t)-SID_E_ARG; /* the segment table does not hold the group */
     const bool sound = first == SID_SOUND;
     report->nonfinite = sound && nonfinite;

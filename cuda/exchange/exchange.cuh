@@ -1,6 +1,7 @@
-/* What exchanges of messages share on a device (csrc/exchange/ is the law): the head of their work, frames, and the end of a
- * step. Between the messages everything is enqueued: a fault stays on the device, travels to the other ranks as on the CPU,
- * in frames or in payloads that are none, and closes the gate of what would follow. The host sees it in the report. */
+/* What exchanges of messages share on a device (csrc/exchange/ defines the result): the head of their work, frames, and
+ * the end of a step. Between the messages everything is enqueued: a fault stays on the device, travels to the other ranks
+ * as on the CPU, in frames or in payloads that are none, and closes the gate of what would follow. The host sees it in
+ * the report. */
 #ifndef SID_EXCHANGE_CUH
 #define SID_EXCHANGE_CUH
 

@@ -1,6 +1,6 @@
-/* All-gather and all-reduce as messages, between them (csrc/exchange/gather.c is the law): for exchanges that have one of
- * them within, since process groups have both themselves. The codec's own passes; and for a sum of bodies of b bytes among W
- * ranks
+/* All-gather and all-reduce as messages, between them (csrc/exchange/gather.c defines the result): for exchanges that
+ * have one of them within, since process groups have both themselves. The codec's own passes; and for a sum of bodies of
+ * b bytes among W ranks
  *     out    b read and written, as frames
  *     sum    b read twice, once for the frames' checksums, b / W written
  *     out    b / W read and written, as a frame

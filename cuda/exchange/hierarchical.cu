@@ -1,11 +1,12 @@
-/* Hierarchical between the messages (csrc/exchange/hierarchical.c is the law). Of n elements of b bytes, L ranks a node:
+/* Hierarchical between the messages (csrc/exchange/hierarchical.c defines the result). Of n elements of b bytes, L ranks
+ * a node:
  *     scatter   n b read and written, as frames
  *     sum       n b read twice, once for the frames' checksums, 4 n / L written
  *     within    the inner exchange of n / L elements, whose group is that sum
  *     gather    n / L written as a frame
  *     end       n b read twice, n b written
  * The inner exchange has a head of its own behind ours, and ends before the gather: what fails before that end is taken out
- * of the memory there. After what fails later, the memory forgets what it owes. */
+ * of the memory there. After what fails later, the memory forgets its residual. */
 #include "exchange.cuh"
 
 namespace {

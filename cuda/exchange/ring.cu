@@ -1,5 +1,5 @@
-/* One-bit rings between the messages (csrc/exchange/ring.c is the law): what sid_exchange_advance does, enqueued. A slice
- * of b bytes, n / (8 W) of them in a ring of W ranks, costs a hop
+/* One-bit rings between the messages (csrc/exchange/ring.c defines the result): what sid_exchange_advance does, enqueued.
+ * A slice of b bytes, n / (8 W) of them in a ring of W ranks, costs a hop
  *     merging    4 b    what came, own bits, and both places where the outcome goes
  *     copying    3 b
  * and where the torus turns from rows to columns, whose slices are others, b or 2 b more. At the end n / 8 bytes are read

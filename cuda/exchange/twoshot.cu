@@ -1,5 +1,5 @@
-/* Two-shot between the messages (csrc/exchange/twoshot.c is the law). A rank's step of n elements, W ranks and payloads of
- * P(m) bytes for m elements is the codec's own passes:
+/* Two-shot between the messages (csrc/exchange/twoshot.c defines the result). A rank's step of n elements, W ranks and
+ * payloads of P(m) bytes for m elements is the codec's own passes:
  *     shot 1   W encodes of n / W elements, windows of the group's table, each with its own state, one after the other
  *     sum      a decode of W payloads of n / W elements into float32 in work
  *     shot 2   an encode of that
