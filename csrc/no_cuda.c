@@ -36,8 +36,8 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     (void)work, (void)step, (void)report_dev, (void)device, (void)stream;
     return NO_CUDA(err);
 }
-sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err) {
-    (void)report_dev, (void)mark, (void)seen, (void)device, (void)stream;
+sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int device, void *stream, sid_error *err) {
+    (void)report_dev, (void)mark, (void)shown, (void)device, (void)stream;
     return NO_CUDA(err);
 }
 sid_status sid_cuda_cancel(const sid_cuda_kept *kept_dev, uint32_t count, int always, int device, void *stream,

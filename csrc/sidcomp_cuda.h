@@ -45,9 +45,9 @@ sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *str
 sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *work,
                              const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err);
 
-/* Copies what a decode has reported to `seen`, 16 bytes of host memory that the device can write (pinned): {nonfinite,
+/* Copies what a decode has reported to `shown`, 16 bytes of host memory that the device can write (pinned): {nonfinite,
  * culprit, status, mark}. A caller that does not want to wait looks there a step later. */
-sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err);
+sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int device, void *stream, sid_error *err);
 
 /* ---- exchanges -------------------------------------------------------------------------------------------------- */
 
@@ -69,14 +69,14 @@ sid_status sid_cuda_exchange_checksum(const sid_exchange *x, const sid_segment *
 /* ---- a group, and the end of a step of several groups ------------------------------------------------------------ */
 
 /* A group on the device: the arguments of sid_cuda_encode and sid_cuda_decode. incoming: room for the payloads of all ranks;
- * unused by linear plans, whose bodies are summed in place. seen: NULL, or as in sid_cuda_show. With plan NULL it is the group
+ * unused by linear plans, whose bodies are summed in place. shown: NULL, or as in sid_cuda_show. With plan NULL it is the group
  * of an exchange: payload is the wire block, and room (host memory) is for 2 * sizes.messages messages. */
 typedef struct sid_cuda_group {
     const sid_plan *plan;
     const sid_exchange *exchange;
     sid_message *room;
     const sid_segment *segs_dev;
-    void *state, *work, *payload, *incoming, *stats_dev, *report_dev, *seen;
+    void *state, *work, *payload, *incoming, *stats_dev, *report_dev, *shown;
     uint32_t n_seg, spare;
 } sid_cuda_group;
 

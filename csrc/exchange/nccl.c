@@ -453,6 +453,6 @@ sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_st
                         step->world, c->rank, c->world);
     sid_status s = sid_nccl_poll(c, err); /* after its end nothing goes into the memory */
     if (!s) s = (g->plan ? collective : by_messages)(c, g, step, stream, err);
-    if (!s && g->seen) s = sid_cuda_show(g->report_dev, (uint32_t)(step->step + 1), g->seen, c->device, stream, err);
+    if (!s && g->shown) s = sid_cuda_show(g->report_dev, (uint32_t)(step->step + 1), g->shown, c->device, stream, err);
     return s;
 }

@@ -147,10 +147,10 @@ sid_fuse_status sid_check_instance(const sid_instance *in, int64_t limit, sid_fu
         return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_BYTES, "max_group_bytes is %" PRId64, in->max_group_bytes);
     if (in->overlap_permille > 1000)
         return sid_fuse_fail(err, SID_FUSE_E_SHARE, "overlap_permille is %u: at most 1000", in->overlap_permille);
-    if (in->stolen_permille > 999)
-        return sid_fuse_fail(err, SID_FUSE_E_SHARE, "stolen_permille is %u: at most 999", in->stolen_permille);
-    if (in->stolen_permille && in->overlap_permille)
-        return sid_fuse_fail(err, SID_FUSE_E_SHARE, "stolen_permille and overlap_permille: only one may be given");
+    if (in->slowdown_permille > 999)
+        return sid_fuse_fail(err, SID_FUSE_E_SHARE, "slowdown_permille is %u: at most 999", in->slowdown_permille);
+    if (in->slowdown_permille && in->overlap_permille)
+        return sid_fuse_fail(err, SID_FUSE_E_SHARE, "slowdown_permille and overlap_permille: only one may be given");
     if (in->forward_ps > SID_FUSE_LIMIT) return sid_fuse_fail(err, SID_FUSE_E_SUM, "forward_ps is above 2^60");
     int64_t time = in->forward_ps, total = 0;
     for (uint32_t i = 0; i < in->n; i++) {

@@ -434,22 +434,22 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
 
 /* One store, which the host sees whole: it reads what a step has left when the next one begins. */
 static __global__ void __launch_bounds__(SID_LANES)
-    sid_show_kernel(const sid_cuda_report *report, uint32_t mark, uint4 *seen) {
+    sid_show_kernel(const sid_cuda_report *report, uint32_t mark, uint4 *shown) {
     sid_follow();
     if (threadIdx.x) return;
-    *seen = make_uint4(report->nonfinite, report->culprit, (uint32_t)report->status, mark);
+    *shown = make_uint4(report->nonfinite, report->culprit, (uint32_t)report->status, mark);
 }
 
-sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err) {
+sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int device, void *stream, sid_error *err) {
     sid_device_scope scope;
     sid_stream to = {(cudaStream_t)stream, 0, err};
     if (err) err->text[0] = 0;
-    if (!report_dev || (uintptr_t)report_dev % 4 || !seen || (uintptr_t)seen % 16 || device < 0)
-        return sid_fail(err, SID_E_ARG, "report or seen is NULL or misaligned, or device %d", device);
+    if (!report_dev || (uintptr_t)report_dev % 4 || !shown || (uintptr_t)shown % 16 || device < 0)
+        return sid_fail(err, SID_E_ARG, "report or shown is NULL or misaligned, or device %d", device);
     const sid_status s = scope.enter(device, &to);
     if (s) return s;
     return sid_launch(to, "show", sid_show_kernel, 1, SID_LANES, 0, (const sid_cuda_report *)report_dev, mark,
-                      (uint4 *)seen);
+                      (uint4 *)shown);
 }
 
 /* Every block looks at all reports, which nothing here changes, and forgets its part of all vectors. */

@@ -210,11 +210,11 @@ void bind_cuda(py::module_ &m) {
         .def_property_readonly("mark", [](const Report &r) { return r.words->mark; });
     m.def(
         "cuda_show",
-        [](Address report, uint32_t mark, Address seen, int device, Address stream) {
+        [](Address report, uint32_t mark, Address shown, int device, Address stream) {
             sid_error err{};
-            check(sid_cuda_show(pointer(report), mark, pointer(seen), device, pointer(stream), &err), err);
+            check(sid_cuda_show(pointer(report), mark, pointer(shown), device, pointer(stream), &err), err);
         },
-        arg("report"), arg("mark"), arg("seen"), py::kw_only(), arg("device"), arg("stream"));
+        arg("report"), arg("mark"), arg("shown"), py::kw_only(), arg("device"), arg("stream"));
     m.attr("cuda_kept_bytes") = sizeof(sid_cuda_kept);
     m.def(
         "cuda_cancel",

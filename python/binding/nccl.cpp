@@ -100,7 +100,7 @@ class Communicator {
 class DeviceGroup {
   public:
     struct Places { // besides the buffers
-        Address incoming, stats, report, seen;
+        Address incoming, stats, report, shown;
     };
     DeviceGroup(const Plan &plan, const Buffers &b, const Places &also) : DeviceGroup(b, also) {
         group_.plan = plan.get();
@@ -133,7 +133,7 @@ class DeviceGroup {
         group_.incoming = pointer(also.incoming);
         group_.stats_dev = pointer(also.stats);
         group_.report_dev = pointer(also.report);
-        group_.seen = pointer(also.seen);
+        group_.shown = pointer(also.shown);
     }
 
     std::vector<sid_message> room_;
@@ -170,19 +170,19 @@ void bind_nccl(py::module_ &m) {
 
     py::class_<DeviceGroup>(m, "DeviceGroup")
         .def(py::init([](const Plan &plan, Address segments, uint32_t n_segments, Address state, Address work,
-                         Address payload, Address incoming, Address stats, Address report, Address seen) {
+                         Address payload, Address incoming, Address stats, Address report, Address shown) {
                  return std::make_unique<DeviceGroup>(plan, Buffers(segments, n_segments, state, work, payload),
-                                                      DeviceGroup::Places{incoming, stats, report, seen});
+                                                      DeviceGroup::Places{incoming, stats, report, shown});
              }),
              arg("plan"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"),
-             arg("incoming"), arg("stats"), arg("report"), arg("seen"), py::keep_alive<1, 2>())
+             arg("incoming"), arg("stats"), arg("report"), arg("shown"), py::keep_alive<1, 2>())
         .def(py::init([](const Exchange &exchange, Address segments, uint32_t n_segments, Address state, Address work,
-                         Address wire, Address stats, Address report, Address seen) {
+                         Address wire, Address stats, Address report, Address shown) {
                  return std::make_unique<DeviceGroup>(exchange, Buffers(segments, n_segments, state, work, wire),
-                                                      DeviceGroup::Places{0, stats, report, seen});
+                                                      DeviceGroup::Places{0, stats, report, shown});
              }),
              arg("exchange"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("wire"), arg("stats"),
-             arg("report"), arg("seen"), py::keep_alive<1, 2>())
+             arg("report"), arg("shown"), py::keep_alive<1, 2>())
         .def(
             "step",
             [](const DeviceGroup &g, Communicator &c, uint64_t step, uint64_t seed, uint32_t group, float carry,

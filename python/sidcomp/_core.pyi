@@ -243,7 +243,7 @@ class Communicator:
     def abort(self, why: str) -> None: ...
 
 class DeviceGroup:
-    """The addresses of a group's buffers on the device. incoming 0: the plan is linear; seen 0: no report."""
+    """The addresses of a group's buffers on the device. incoming 0: the plan is linear; shown 0: no report."""
 
     @overload
     def __init__(
@@ -256,7 +256,7 @@ class DeviceGroup:
         wire: int,
         stats: int,
         report: int,
-        seen: int,
+        shown: int,
     ) -> None: ...
     @overload
     def __init__(
@@ -270,7 +270,7 @@ class DeviceGroup:
         incoming: int,
         stats: int,
         report: int,
-        seen: int,
+        shown: int,
     ) -> None: ...
     def step(
         self,
@@ -284,7 +284,7 @@ class DeviceGroup:
         stream: int,
     ) -> None:
         """Enqueues encode, all-gather or all-reduce, and decode, or the rounds of an exchange. The report,
-        with step + 1, is copied to `seen`."""
+        with step + 1, is copied to `shown`."""
     def kept(self) -> bytes:
         """The group's entries for the table of cuda_cancel, cuda_kept_bytes each."""
 
@@ -306,7 +306,7 @@ def cuda_cancel(sent: int, count: int, *, always: bool, device: int, stream: int
     """Enqueues a check of the reports of `count` entries. If a step was not finite or failed, or if `always`,
     the groups clear their residuals, except those that have already taken their own gradient out."""
 
-def cuda_show(report: int, mark: int, seen: int, *, device: int, stream: int) -> None:
+def cuda_show(report: int, mark: int, shown: int, *, device: int, stream: int) -> None:
     """Enqueues a copy of nonfinite, culprit, status and `mark` to pinned host memory."""
 
 class Plan:
@@ -524,7 +524,7 @@ class Instance:
         max_group_bytes: int = ...,
         cut_before: Sequence[int] = ...,
         overlap_permille: int = ...,
-        stolen_permille: int = ...,
+        slowdown_permille: int = ...,
         decode_main: bool = ...,
     ) -> None: ...
     def fuse(self, algorithm: str, options: Mapping[str, int | Sequence[int]] = ...) -> FusionDict: ...

@@ -531,6 +531,12 @@ def test_bad_instances_are_refused_by_name(path: str, value: Any, message: str) 
         sidcomp.plan(broken(path, value))
 
 
+def test_overlap_and_slowdown_exclude_each_other() -> None:
+    both = broken("overlap_permille", 10) | {"stolen_permille": 10}
+    with pytest.raises(sidcomp.ArgumentError, match="overlap_permille and stolen_permille are both given"):
+        sidcomp.plan(both)
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

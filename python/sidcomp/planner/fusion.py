@@ -116,6 +116,8 @@ def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     decode = instance.get("decode", "side")
     if decode not in _DECODE:
         raise ArgumentError(f"decode must be 'side' or 'main', not {_said(decode)}")
+    if instance.get("overlap_permille", 0) and instance.get("stolen_permille", 0):
+        raise ArgumentError("overlap_permille and stolen_permille are both given: at most one may differ from 0")
     return {
         "forward_ps": _integer("forward_ps", instance["forward_ps"]),
         "tensors": tensors,
@@ -172,7 +174,7 @@ def build(instance: Mapping[str, Any]) -> _core.Instance:
         max_group_bytes=instance["max_group_bytes"],
         cut_before=instance["cut_before"],
         overlap_permille=instance["overlap_permille"],
-        stolen_permille=instance["stolen_permille"],
+        slowdown_permille=instance["stolen_permille"],
         decode_main=instance["decode"] == "main",
     )
 
