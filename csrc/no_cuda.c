@@ -4,7 +4,7 @@
 
 #ifndef SID_WITH_CUDA
 #define NO_CUDA(err)                                                                                                   \
-    sid_fail(err, SID_E_UNSUPPORTED, "built without CUDA; install nvcc and build again with SIDCOMP_CUDA=1")
+    sid_fail(err, SID_E_UNSUPPORTED, "this build has no CUDA kernels: install nvcc and build again with SIDCOMP_CUDA=1")
 int sid_cuda_built(void) { return 0; }
 sid_status sid_cuda_devices(int *count, sid_error *err) {
     *count = 0;

@@ -28,11 +28,13 @@ static uint64_t as_square(uint64_t n) {
 static sid_status shapes_hold(const sid_config *c, sid_error *err) {
     uint64_t sum = 0;
     for (uint32_t i = 0; i < c->n_shapes; i++) {
-        if (c->shapes[i].len > c->n - sum) return sid_fail(err, SID_E_ARG, "the shapes hold more than n elements");
+        if (c->shapes[i].len > c->n - sum)
+            return sid_fail(err, SID_E_ARG, "the shapes hold more than the group's %llu elements",
+                            (unsigned long long)c->n);
         sum += c->shapes[i].len;
     }
     if (sum == c->n) return SID_OK;
-    return sid_fail(err, SID_E_ARG, "the shapes hold %llu elements, n is %llu", (unsigned long long)sum,
+    return sid_fail(err, SID_E_ARG, "the shapes hold %llu elements, the group has %llu", (unsigned long long)sum,
                     (unsigned long long)c->n);
 }
 
@@ -40,7 +42,7 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     sid_plan p;
     uint64_t scratch = 0;
     if (err) err->text[0] = 0;
-    if (!c || !bytes) return sid_fail(err, SID_E_ARG, "config or bytes is NULL");
+    if (!c || !bytes) return sid_fail(err, SID_E_ARG, "config or bytes is NULL: give both");
     memset(&p, 0, sizeof p);
     p.sizes.reductions = 1;
     const sid_info *ci = sid_codec_find(c->codec), *mi = sid_memory_find(c->memory);
@@ -49,8 +51,9 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     if (c->n > SID_MAX_N)
         return sid_fail(err, SID_E_ARG, "n = %llu: a group holds at most 2^40 elements", (unsigned long long)c->n);
     if (!sid_dtype_size(c->dtype))
-        return sid_fail(err, SID_E_ARG, "dtype %d is none of float32, float16, bfloat16", (int)c->dtype);
-    if (c->n_settings && !c->settings) return sid_fail(err, SID_E_ARG, "settings is NULL");
+        return sid_fail(err, SID_E_ARG, "dtype is %d; it must be float32, float16 or bfloat16", (int)c->dtype);
+    if (c->n_settings && !c->settings)
+        return sid_fail(err, SID_E_ARG, "settings is NULL, but n_settings is %u", c->n_settings);
     p.codec = sid_codec_of(ci);
     if (ci->traits & SID_FEEDBACK && !(mi->traits & SID_FEEDBACK))
         return sid_fail(
@@ -65,8 +68,8 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     p.dtype = c->dtype;
     p.simd = sid_simd_for(c->isa);
     if (!p.simd)
-        return sid_fail(err, SID_E_UNSUPPORTED, "instruction set %d is not one this build and processor have",
-                        (int)c->isa);
+        return sid_fail(err, SID_E_UNSUPPORTED,
+                        "this build or this processor lacks instruction set %d: take SID_ISA_AUTO", (int)c->isa);
     for (uint32_t i = 0; i < ci->n_params; i++) p.codec_param[i] = ci->params[i].dflt;
     for (uint32_t i = 0; i < mi->n_params; i++) p.memory_param[i] = mi->params[i].dflt;
     for (uint32_t i = 0; i < c->n_settings; i++) {
@@ -89,7 +92,8 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     }
     const size_t room = *bytes;
     *bytes = need;
-    if (mem && room < need) return sid_fail(err, SID_E_SPACE, "a plan needs %zu bytes, %zu given", need, room);
+    if (mem && room < need)
+        return sid_fail(err, SID_E_SPACE, "the plan needs %zu bytes, but %zu were given", need, room);
     p.sizes.body_offset = SID_HEADER_BYTES;
     sid_status s = p.codec->plan(&p, &scratch, err);
     if (!s && p.memory->plan) s = p.memory->plan(&p, err);

@@ -277,9 +277,11 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
                    end = codes + quant_code_bytes(p->n, f.bits);
     uint32_t largest = 0, bad = 0;
     if (h->count != p->n || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
-        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
+        return sid_fail(err, SID_E_CORRUPT, "count %llu and flags %08x do not belong to a payload of this plan",
+                        (unsigned long long)h->count, h->flags);
     if (h->salt && f.rounding == SID_ROUND_NEAREST)
-        return sid_fail(err, SID_E_CORRUPT, "salt is %08x, and rounding to nearest draws nothing", h->salt);
+        return sid_fail(err, SID_E_CORRUPT,
+                        "salt is %08x; it must be 0, because rounding to nearest draws no random bits", h->salt);
     for (uint64_t i = 0; i < blocks; i++) {
         uint32_t s;
         memcpy(&s, payload + SID_HEADER_BYTES + 4 * i, 4);
@@ -287,13 +289,15 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
         bad |= (uint32_t)!quant_sound(s, most);
     }
     if (bad || !quant_sound(sid_f32_bits(h->scale), most))
-        return sid_fail(err, SID_E_CORRUPT, "a scale that is no number from 2^-126 to %g", (double)quant_scale_max(&f));
+        return sid_fail(err, SID_E_CORRUPT, "a scale is neither 0 nor a number from 2^-126 to %g",
+                        (double)quant_scale_max(&f));
     if ((f.block || !p->n) && sid_f32_bits(h->scale) != largest)
-        return sid_fail(err, SID_E_CORRUPT, "scale %g is not the largest of the blocks'", (double)h->scale);
+        return sid_fail(err, SID_E_CORRUPT, "scale is %g; it must be the largest of the blocks' scales",
+                        (double)h->scale);
     for (uint64_t i = SID_HEADER_BYTES + 4 * blocks; i < codes; i++) bad |= payload[i];
     for (uint64_t i = end; i < p->sizes.payload; i++) bad |= payload[i];
     if (p->n * f.bits % 8) bad |= (uint32_t)payload[end - 1] >> (p->n * f.bits % 8);
-    if (bad) return sid_fail(err, SID_E_CORRUPT, "bytes beside the codes that are not zero");
+    if (bad) return sid_fail(err, SID_E_CORRUPT, "bytes around the codes are set; they must be 0");
     return SID_OK;
 }
 

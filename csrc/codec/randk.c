@@ -189,13 +189,16 @@ static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     const uint64_t used = SID_HEADER_BYTES + sid_dtype_size(body_dtype(p)) * p->k;
-    if (h->count != p->k) return sid_fail(err, SID_E_CORRUPT, "count is not the plan's k");
+    if (h->count != p->k)
+        return sid_fail(err, SID_E_CORRUPT, "count is %llu; the plan's k is %llu", (unsigned long long)h->count,
+                        (unsigned long long)p->k);
     if ((h->flags & ~(uint32_t)SID_FLAG_NONFINITE) != (is_half(p) ? (uint32_t)SID_FLAG_HALF : 0u))
-        return sid_fail(err, SID_E_CORRUPT, "flags %08x are not the plan's", h->flags);
+        return sid_fail(err, SID_E_CORRUPT, "flags are %08x, which this plan does not write", h->flags);
     if (is_linear(p)) return linear_check_scale(h, err);
-    if (h->scale != multiplier(p)) return sid_fail(err, SID_E_CORRUPT, "scale %g is not the plan's", (double)h->scale);
+    if (h->scale != multiplier(p))
+        return sid_fail(err, SID_E_CORRUPT, "scale is %g; the plan's is %g", (double)h->scale, (double)multiplier(p));
     for (uint64_t i = used; i < p->sizes.payload; i++)
-        if (payload[i]) return sid_fail(err, SID_E_CORRUPT, "bytes after the last value are not zero");
+        if (payload[i]) return sid_fail(err, SID_E_CORRUPT, "bytes after the last value are set; they must be 0");
     return SID_OK;
 }
 

@@ -188,18 +188,20 @@ static sid_status check_body(const sid_plan *p, const uint8_t *payload, sid_erro
     const uint64_t low_at = sid_sign_low_at(p->n);
     uint32_t rest = p->n % 8 ? (uint32_t)payload[SID_HEADER_BYTES + p->n / 8] >> p->n % 8 : 0;
     if (h->count != p->n || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
-        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
+        return sid_fail(err, SID_E_CORRUPT, "count %llu and flags %08x do not belong to a payload of this plan",
+                        (unsigned long long)h->count, h->flags);
     if (sid_f32_bits(h->scale) >= SID_KEY_INF)
-        return sid_fail(err, SID_E_CORRUPT, "scale %g is negative or not finite", (double)h->scale);
+        return sid_fail(err, SID_E_CORRUPT, "scale is %g; it must be finite and not negative", (double)h->scale);
     for (uint64_t i = SID_HEADER_BYTES + (p->n + 7) / 8; i < p->sizes.payload; i++)
         if (i < low_at || i >= low_at + 4 || p->sizes.payload != sid_sign_bytes(p->n, 1)) rest |= payload[i];
-    return rest ? sid_fail(err, SID_E_CORRUPT, "bits past the last element are set") : SID_OK;
+    return rest ? sid_fail(err, SID_E_CORRUPT, "bits after the last element are set; they must be 0") : SID_OK;
 }
 
 static sid_status check_fixed(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     if (h->scale != fixed(p))
-        return sid_fail(err, SID_E_CORRUPT, "signs stand for +-%g; the plan has %g: give all ranks the same settings",
+        return sid_fail(err, SID_E_CORRUPT,
+                        "the payload's signs stand for +-%g, the plan's for +-%g: give all ranks the same settings",
                         (double)h->scale, (double)fixed(p));
     return check_body(p, payload, err);
 }
@@ -213,7 +215,7 @@ static float low_of(const sid_plan *p, const uint8_t *payload) {
 static sid_status check_pair(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const float low = low_of(p, payload);
     if (sid_f32_bits(low) && (low >= 0 || sid_key(low) >= SID_KEY_INF || low != low))
-        return sid_fail(err, SID_E_CORRUPT, "low is %g: neither 0 nor negative and finite", (double)low);
+        return sid_fail(err, SID_E_CORRUPT, "low is %g; it must be 0, or negative and finite", (double)low);
     return check_body(p, payload, err);
 }
 

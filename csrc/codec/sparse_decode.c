@@ -12,7 +12,8 @@ static sid_status check_levels(const sid_plan *p, const uint8_t *payload, sid_er
     memcpy(v, payload + sparse_value_at(p), 8);
     const int sound = count ? sid_levels_sound(v[0], v[1], width) : !v[0] && !v[1];
     if (sound) return SID_OK;
-    return sid_fail(err, SID_E_CORRUPT, "no levels go from key %08x by %08x", v[0], v[1]);
+    return sid_fail(err, SID_E_CORRUPT, "levels start at key %08x in steps of %08x, which no encoder writes", v[0],
+                    v[1]);
 }
 
 static sid_status check_form(const sid_plan *p, const uint8_t *payload, uint32_t form, sid_error *err) {
@@ -23,16 +24,18 @@ static sid_status check_form(const sid_plan *p, const uint8_t *payload, uint32_t
     uint64_t from = 0;
     form |= sparse_packed(p) ? (uint32_t)SID_FLAG_PACKED : 0u;
     if (h->count > p->cap)
-        return sid_fail(err, SID_E_CORRUPT, "count %llu is above the capacity %llu", (unsigned long long)h->count,
+        return sid_fail(err, SID_E_CORRUPT, "count is %llu; the plan's capacity is %llu", (unsigned long long)h->count,
                         (unsigned long long)p->cap);
     if ((h->flags & ~(uint32_t)(SID_FLAG_NONFINITE | SID_FLAG_RAISED)) != form)
-        return sid_fail(err, SID_E_CORRUPT, "flags %08x are not the plan's", h->flags);
+        return sid_fail(err, SID_E_CORRUPT, "flags are %08x, which this plan does not write", h->flags);
     for (uint64_t t = 0; t < tiles; t++) {
         const uint64_t c = count[t], size = t + 1 < tiles ? SID_WIRE_TILE : p->n - t * SID_WIRE_TILE;
         int ascending = 1;
         if (c > size || c > h->count - from)
-            return sid_fail(err, SID_E_CORRUPT, "tile %llu claims %llu entries", (unsigned long long)t,
-                            (unsigned long long)c);
+            return sid_fail(err, SID_E_CORRUPT,
+                            "tile %llu has %llu entries; it can hold %llu, and %llu are left of the header's count",
+                            (unsigned long long)t, (unsigned long long)c, (unsigned long long)size,
+                            (unsigned long long)(h->count - from));
         if (sparse_packed(p)) {
             ascending = packed_sound(p, payload, t, from, c, size);
         } else {
@@ -40,10 +43,13 @@ static sid_status check_form(const sid_plan *p, const uint8_t *payload, uint32_t
             ascending &= !c || idx[from + c - 1] < size;
         }
         if (!ascending)
-            return sid_fail(err, SID_E_CORRUPT, "indices of tile %llu do not ascend within it", (unsigned long long)t);
+            return sid_fail(err, SID_E_CORRUPT, "the indices of tile %llu do not ascend, or lie outside it",
+                            (unsigned long long)t);
         from += c;
     }
-    if (from != h->count) return sid_fail(err, SID_E_CORRUPT, "tile counts do not add up to count");
+    if (from != h->count)
+        return sid_fail(err, SID_E_CORRUPT, "the tiles have %llu entries, the header has %llu",
+                        (unsigned long long)from, (unsigned long long)h->count);
     return SID_OK;
 }
 
@@ -56,8 +62,9 @@ sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *er
 sid_status sparse_mean_check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     if (sid_key(h->scale) >= SID_KEY_INF || (h->scale == 0) != (h->count == 0))
-        return sid_fail(err, SID_E_CORRUPT, "a mean of %g for %llu elements", (double)h->scale,
-                        (unsigned long long)h->count);
+        return sid_fail(err, SID_E_CORRUPT,
+                        "the mean of %llu elements is %g; it must be finite, and 0 only for no elements",
+                        (unsigned long long)h->count, (double)h->scale);
     return check_form(p, payload, SID_FLAG_MEAN, err);
 }
 

@@ -32,11 +32,12 @@ static sid_status plan_cascade(sid_exchange *x, const sid_exchange_config *confi
     if (s) return s;
     if (x->plan->memory->vectors)
         return sid_refuse(err, config,
-                          "what is sent on is not this rank's vector, so that no memory can know what of it was "
-                          "sent: take memory 'none', as Marsit's section 3.2, or exchange 'twoshot'");
+                          "a rank sends on sums of others' vectors, so no memory can know what was sent of its own: "
+                          "take memory 'none', as Marsit's section 3.2, or exchange 'twoshot'");
     if (x->plan->codec->info.traits & SID_LINEAR)
-        return sid_refuse(err, config,
-                          "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
+        return sid_refuse(
+            err, config,
+            "the codec's payloads can be summed by all-reduce: take exchange 'allreduce', or leave it out");
     x->confirms = 1;
     x->message = x->plan->sizes.payload;
     x->rounds = 2 * (x->world - 1);
@@ -170,9 +171,9 @@ static sid_status plan_expand(sid_exchange *x, const sid_exchange_config *config
     if (s) return s;
     if (!x->plan->codec->decide)
         return sid_refuse(err, config,
-                          "it adds up signs that stand for the same value on all ranks, as 'signsgd' and 'signum' "
-                          "have; for signs that are drawn take 'ring1'");
-    if (x->world > 255) return sid_refuse(err, config, "it counts to 255 ranks");
+                          "it adds up signs that stand for the same value on all ranks, as those of 'signsgd' and "
+                          "'signum' do: take one of these, or exchange 'ring1' for signs that are drawn");
+    if (x->world > 255) return sid_refuse(err, config, "its sums hold at most 255 ranks: take another exchange");
     x->confirms = 1;
     x->slice = sid_round_up((x->n + x->world - 1) / x->world, 256);
     x->rounds = 2 * (x->world - 1);

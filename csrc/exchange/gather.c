@@ -42,8 +42,9 @@ static sid_status plan_gather(sid_exchange *x, const sid_exchange_config *config
     const sid_status s = plan_whole(x, config, err);
     if (s) return s;
     if (x->plan->codec->info.traits & SID_LINEAR)
-        return sid_refuse(err, config,
-                          "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
+        return sid_refuse(
+            err, config,
+            "the codec's payloads can be summed by all-reduce: take exchange 'allreduce', or leave it out");
     x->message = x->plan->sizes.payload;
     x->sizes.wire = x->message * x->world;
     x->rounds = x->world > 1;
@@ -110,9 +111,10 @@ static sid_status plan_reduce(sid_exchange *x, const sid_exchange_config *config
     const sid_status s = plan_whole(x, config, err);
     if (s) return s;
     if (!(x->plan->codec->info.traits & SID_LINEAR))
-        return sid_refuse(err, config, "its payloads cannot be summed: take exchange 'allgather', or leave it out");
+        return sid_refuse(err, config,
+                          "the codec's payloads cannot be summed: take exchange 'allgather', or leave it out");
     if (x->plan->sizes.ranks && x->world > x->plan->sizes.ranks)
-        return sid_refuse(err, config, "its sums do not hold what so many ranks send: take another codec");
+        return sid_refuse(err, config, "the codec's sums would overflow with so many ranks: take another codec");
     const uint32_t sums = x->plan->sizes.reductions, others = x->world - 1;
     sid_exchange_costs(x, 1, 1, 0, 2);
     x->confirms = 1;
@@ -224,7 +226,7 @@ static void say(sid_exchange_step *t, uint32_t sum) {
     if (!sum || sid_fault_of(t)->status) return;
     const sid_status s =
         sid_next_slice(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->step, t->wire);
-    if (s) sid_fail(t->err, s, "reduction %u: %s", sum, sid_status_text(s));
+    if (s) sid_fail(t->err, s, "writing the slice of reduction %u: %s", sum, sid_status_text(s));
     sid_blame(t, s, x->rank);
 }
 

@@ -48,11 +48,12 @@ static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_e
     if (!codec)
         return sid_fail(err, SID_E_PARAM, "no codec is named '%s'", config->group->codec ? config->group->codec : "");
     if (x->world % l)
-        return sid_fail(err, SID_E_PARAM, "hierarchical: ranks_per_node = %u does not divide the %u ranks", l,
+        return sid_fail(err, SID_E_PARAM, "hierarchical: ranks_per_node = %u must divide the number of ranks, %u", l,
                         x->world);
     if (codec->traits & SID_SEVERAL_REDUCTIONS)
-        return sid_refuse(err, config,
-                          "it takes several sums, one after the other: take exchange 'allreduce', or leave it out");
+        return sid_refuse(
+            err, config,
+            "the codec needs several reductions, one after the other: take exchange 'allreduce', or leave it out");
     x->word[L] = l;
     x->word[NODES] = x->members = x->world / l;
     x->word[SCATTER] = l > 1;
@@ -68,7 +69,9 @@ static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_e
         int own = 0;
         for (uint32_t k = 0; k < x->kind->info.n_params; k++) own |= !strcmp(name, x->kind->info.params[k].name);
         if (own) continue;
-        if (c.n_settings == 2 * SID_MAX_PARAMS) return sid_fail(err, SID_E_PARAM, "too many settings");
+        if (c.n_settings == 2 * SID_MAX_PARAMS)
+            return sid_fail(err, SID_E_PARAM, "there are more than %d settings for the codec and its memory",
+                            2 * SID_MAX_PARAMS);
         settings[c.n_settings++] = config->group->settings[i];
     }
     sid_exchange_config inner = {within[which], &c, node_of(x), x->word[NODES]};

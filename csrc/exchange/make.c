@@ -36,7 +36,9 @@ sid_status sid_sub_plan(const sid_exchange_config *config, uint64_t n, const cha
         const sid_info *given = sid_memory_find(config->group->memory);
         if (memory && given) sid_set_param(given, value, s, &other, NULL);
         if (!known && other) continue;
-        if (c.n_settings == 2 * SID_MAX_PARAMS) return sid_fail(err, SID_E_PARAM, "too many settings");
+        if (c.n_settings == 2 * SID_MAX_PARAMS)
+            return sid_fail(err, SID_E_PARAM, "there are more than %d settings for the codec and its memory",
+                            2 * SID_MAX_PARAMS);
         settings[c.n_settings++] = *s;
     }
     const sid_status bad = sid_plan_make(&c, &made, &bytes, err);
@@ -61,9 +63,10 @@ sid_status sid_exchange_plan(const sid_exchange_config *config, sid_exchange *x,
     if (!info) return sid_fail(err, SID_E_PARAM, "no exchange is named '%s'", config->exchange ? config->exchange : "");
     if (!c) return sid_fail(err, SID_E_ARG, "the configuration's group is NULL: set sid_exchange_config.group");
     if (!config->world || config->world > SID_MAX_COUNT || config->rank >= config->world)
-        return sid_fail(err, SID_E_ARG, "rank %u of %u: a world has 1 to %d ranks", config->rank, config->world,
-                        SID_MAX_COUNT);
-    if (c->n_settings && !c->settings) return sid_fail(err, SID_E_ARG, "settings is NULL");
+        return sid_fail(err, SID_E_ARG, "rank is %u and world is %u: a world has 1 to %d ranks, counted from 0",
+                        config->rank, config->world, SID_MAX_COUNT);
+    if (c->n_settings && !c->settings)
+        return sid_fail(err, SID_E_ARG, "settings is NULL, but n_settings is %u", c->n_settings);
     x->kind = sid_kind_of(info);
     x->rank = config->rank;
     x->world = x->members = config->world;
@@ -78,8 +81,7 @@ sid_status sid_exchange_plan(const sid_exchange_config *config, sid_exchange *x,
     const sid_info *codec = sid_codec_find(c->codec);
     if (codec && codec->traits & SID_SHAPED)
         return sid_refuse(err, config,
-                          "what its matrices need goes by the process group's own all-reduce; leave the "
-                          "exchange out");
+                          "it sums its matrices by the process group's own all-reduce: leave the exchange out");
     const sid_status s = x->kind->plan(x, config, err);
     if (s) return s;
     x->sizes.rounds = x->rounds;
@@ -104,7 +106,7 @@ sid_status sid_exchange_make(const sid_exchange_config *config, void *mem, size_
     const size_t need = sizeof *x * (1u + x->within);
     *bytes = need;
     if (!mem) return SID_OK;
-    if (room < need) return sid_fail(err, SID_E_SPACE, "an exchange needs %zu bytes, %zu given", need, room);
+    if (room < need) return sid_fail(err, SID_E_SPACE, "the exchange needs %zu bytes, but %zu were given", need, room);
     if ((uintptr_t)mem % 64)
         return sid_fail(err, SID_E_ARG, "the exchange's block must start at a multiple of 64 bytes");
     memcpy(mem, x, need);

@@ -118,8 +118,8 @@ static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_e
     if (s) return s;
     if (!(x->plan->codec->info.traits & SID_SIGNS))
         return sid_refuse(err, config,
-                          "a one-bit ring merges signs that stand for the same value on all ranks, as 'marsit', "
-                          "'signsgd' and 'signum' have; for others take 'twoshot' or 'allgather'");
+                          "a one-bit ring merges signs that stand for the same value on all ranks, as those of "
+                          "'marsit', 'signsgd' and 'signum' do: for others take 'twoshot' or 'allgather'");
     x->confirms = 1;
     x->place[SCRATCH] = sid_round_up(SID_FAULT_BYTES + sizeof(signing), 64);
     x->sizes.work = x->place[SCRATCH] + x->plan->sizes.work;
@@ -151,8 +151,8 @@ static sid_status plan_torus(sid_exchange *x, const sid_exchange_config *config,
     uint32_t rows = (uint32_t)x->param[0];
     if (rows && x->world % rows)
         return sid_fail(err, SID_E_PARAM,
-                        "torus1: rows = %u does not divide the %u ranks: name a divisor, or 0 for the "
-                        "squarest",
+                        "torus1: rows = %u must divide the number of ranks, %u, or be 0, for the squarest "
+                        "torus",
                         rows, x->world);
     if (!rows)
         for (uint32_t i = 1; i * i <= x->world; i++)
@@ -276,7 +276,7 @@ static void begin_signs(sid_exchange_step *t) {
         sid_fault_of(t)->encoded |= SID_OWN;
         return;
     }
-    sid_fail(t->err, bad, "encode: %s", sid_status_text(bad));
+    sid_fail(t->err, bad, "encoding: %s", sid_status_text(bad));
     sid_blame(t, bad, x->rank);
 }
 

@@ -26,7 +26,7 @@ sid_status sid_encode_part(sid_exchange_step *t, const sid_plan *p, const sid_se
     const sid_status s = sid_encode(p, seg, n_seg, state, work, step, payload, NULL);
     if (!s) return s;
     memset(payload, 0, SID_HEADER_BYTES);
-    sid_fail(t->err, s, "encode: %s", sid_status_text(s));
+    sid_fail(t->err, s, "encoding: %s", sid_status_text(s));
     return sid_blame(t, s, t->x->rank);
 }
 
@@ -121,11 +121,12 @@ sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid
     *report = (sid_report){0, 0};
     if (err) err->text[0] = 0;
     if (!x || !step || round > x->sizes.rounds || (n_seg && (!seg || !cut)))
-        return sid_fail(err, SID_E_ARG, "exchange, step or segments missing, or no such round");
+        return sid_fail(err, SID_E_ARG, "exchange, step or segments is NULL, or there is no round %u", round);
     if (!aligned(work) || !aligned(state) || !aligned(wire) || step->origin % 64)
         return sid_fail(err, SID_E_ARG, "state, its origin, work and wire must start at multiples of 64 bytes");
     if (step->rank != x->rank || step->world != x->world || step->group >> SID_SUBGROUPS)
-        return sid_fail(err, SID_E_ARG, "rank %u of %u, group %u; the exchange is for rank %u of %u, groups below 2^%d",
+        return sid_fail(err, SID_E_ARG,
+                        "the step is of rank %u of %u, group %u; the exchange is for rank %u of %u, groups below 2^%d",
                         step->rank, step->world, step->group, x->rank, x->world, SID_SUBGROUPS);
     if (holds(x, seg, n_seg))
         return sid_fail(err, SID_E_ARG, "the segments do not hold the group's %llu elements", (unsigned long long)x->n);

@@ -45,12 +45,13 @@ static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_e
     const sid_codec *codec = x->plan->codec;
     const sid_memory *memory = x->plan->memory;
     if (codec->info.traits & SID_LINEAR)
-        return sid_refuse(err, config,
-                          "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
+        return sid_refuse(
+            err, config,
+            "the codec's payloads can be summed by all-reduce: take exchange 'allreduce', or leave it out");
     if (memory->received)
         return sid_refuse(err, config,
-                          "its memory learns from what all ranks make of their signs, which two-shot does not "
-                          "tell: take exchange 'ring1', or memory 'residual' or 'none'");
+                          "the memory needs the ranks' merged signs, which two-shot does not show it: take exchange "
+                          "'ring1', or memory 'residual' or 'none'");
     /* What rounding the mean loses is kept wherever anything is, and where the codec cannot do without. */
     const int keeps = (memory->info.traits | codec->info.traits) & SID_FEEDBACK;
     s = sid_slice_plans(x, config, keeps ? "residual" : "none", SID_F32, x->server, err);

@@ -202,9 +202,11 @@ static uint64_t carve(const sid_plan *p, const sid_cuda_codec *codec, void *base
 static sid_status kernels_of(const sid_plan *p, const sid_cuda_codec **codec, sid_error *err) {
     if (!p) return sid_fail(err, SID_E_ARG, "plan is NULL");
     *codec = sid_cuda_codec_of(p->codec);
-    if (!*codec) return sid_fail(err, SID_E_UNSUPPORTED, "codec '%s' has no CUDA kernels", p->codec->info.name);
+    if (!*codec)
+        return sid_fail(err, SID_E_UNSUPPORTED, "codec '%s' has no CUDA kernels: take another on CUDA",
+                        p->codec->info.name);
     if (p->n > SID_CUDA_MAX_N)
-        return sid_fail(err, SID_E_UNSUPPORTED, "a group of %llu elements: the CUDA kernels take at most %llu",
+        return sid_fail(err, SID_E_UNSUPPORTED, "the group has %llu elements: the CUDA kernels take at most %llu",
                         (unsigned long long)p->n, SID_CUDA_MAX_N);
     return sid_with_memory(p, err, [](auto) { return SID_OK; });
 }
@@ -212,10 +214,10 @@ static sid_status kernels_of(const sid_plan *p, const sid_cuda_codec **codec, si
 static sid_status check_call(const sid_segment *segs, uint32_t n_seg, const void *work, int device, sid_error *err) {
     if (n_seg && !segs) return sid_fail(err, SID_E_ARG, "the segment table is NULL");
     if (n_seg > SID_CUDA_MAX_SEGMENTS)
-        return sid_fail(err, SID_E_UNSUPPORTED, "%u segments in a group: the CUDA kernels take at most %d", n_seg,
+        return sid_fail(err, SID_E_UNSUPPORTED, "the group has %u segments: the CUDA kernels take at most %d", n_seg,
                         (int)SID_CUDA_MAX_SEGMENTS);
     if (!work || !aligned(work)) return sid_fail(err, SID_E_ARG, "work must start at a multiple of 64 bytes");
-    if (device < 0) return sid_fail(err, SID_E_ARG, "device %d", device);
+    if (device < 0) return sid_fail(err, SID_E_ARG, "device is %d: give the number of a GPU, from 0 on", device);
     return SID_OK;
 }
 
@@ -237,8 +239,9 @@ sid_status sid_cuda_devices(int *count, sid_error *err) {
     *count = 0;
     (void)cudaGetLastError();
     if (e == cudaErrorInsufficientDriver)
-        return sid_fail(err, SID_E_UNSUPPORTED, "no NVIDIA driver, or one older than this build's CUDA %d.%d",
-                        CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+        return sid_fail(err, SID_E_UNSUPPORTED,
+                        "there is no NVIDIA driver, or it is older than this build's CUDA %d.%d", CUDART_VERSION / 1000,
+                        CUDART_VERSION % 1000 / 10);
     if (e == cudaErrorNoDevice || e == cudaSuccess)
         return sid_fail(err, SID_E_UNSUPPORTED, "the NVIDIA driver sees no GPU (is CUDA_VISIBLE_DEVICES set?)");
     return sid_fail(err, SID_E_DEVICE, "counting devices: %s", cudaGetErrorString(e));
@@ -332,7 +335,9 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
         return sid_fail(err, SID_E_ARG, "reduction %u, but the plan has %u: the first is 0", c.reduction,
                         p->sizes.reductions);
     if (p->sizes.ranks && c.step.world > p->sizes.ranks)
-        return sid_fail(err, SID_E_UNSUPPORTED, "%u ranks; this plan's sums hold %u", c.step.world, p->sizes.ranks);
+        return sid_fail(err, SID_E_UNSUPPORTED,
+                        "there are %u ranks, but this plan's sums hold at most %u: take another codec", c.step.world,
+                        p->sizes.ranks);
     c.to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &c.to);
     if (s) return s;
@@ -343,10 +348,13 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
 }
 
 static sid_status check_step(const sid_step *step, sid_error *err) {
-    if (step && step->origin % 64) return sid_fail(err, SID_E_ARG, "the step's origin is no multiple of 64 bytes");
+    if (step && step->origin % 64)
+        return sid_fail(err, SID_E_ARG, "the step's origin is %lld: it must be a multiple of 64 bytes",
+                        (long long)step->origin);
     if (step && step->world && step->rank < step->world && step->carry >= 0 && sid_key(step->carry) < SID_KEY_INF)
         return SID_OK;
-    return sid_fail(err, SID_E_ARG, "step is NULL, its rank not within its world, or its carry no finite factor");
+    return sid_fail(err, SID_E_ARG,
+                    "step is NULL, or its rank is not below its world, or its carry is negative or not finite");
 }
 
 sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
@@ -389,7 +397,10 @@ sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *str
     sid_device_scope scope;
     if (err) err->text[0] = 0;
     if (!p || !state || !aligned(state) || device < 0)
-        return sid_fail(err, SID_E_ARG, "plan or state is NULL, or the state misaligned, or there is no such device");
+        return sid_fail(err, SID_E_ARG,
+                        "plan or state is NULL, or state does not start at a multiple of 64 bytes, or device %d is "
+                        "negative",
+                        device);
     sid_stream to = {(cudaStream_t)stream, 0, err};
     const sid_status s = scope.enter(device, &to);
     if (s) return s;
@@ -409,11 +420,13 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     if (!s) s = check_call(segs_dev, n_seg, work, device, err);
     if (s) return s;
     if (!payloads || !count || count > SID_MAX_COUNT)
-        return sid_fail(err, SID_E_ARG, "payloads missing, or count not within 1 to %d", (int)SID_MAX_COUNT);
+        return sid_fail(err, SID_E_ARG, "payloads is NULL, or count is %u: it must be 1 to %d", count,
+                        (int)SID_MAX_COUNT);
     if ((uintptr_t)payloads % 8 || stride % 8 || (count > 1 && stride < p->sizes.payload))
-        return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, %llu or more apart",
+        return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, and at least %llu bytes apart",
                         (unsigned long long)p->sizes.payload);
-    if (!report_dev || (uintptr_t)report_dev % 4) return sid_fail(err, SID_E_ARG, "the report is NULL or misaligned");
+    if (!report_dev || (uintptr_t)report_dev % 4)
+        return sid_fail(err, SID_E_ARG, "report is NULL, or does not start at a multiple of 4 bytes");
     if (!aligned(state)) return sid_fail(err, SID_E_ARG, "state must start at a multiple of 64 bytes");
     c.to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &c.to);
@@ -445,7 +458,7 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int
     sid_stream to = {(cudaStream_t)stream, 0, err};
     if (err) err->text[0] = 0;
     if (!report_dev || (uintptr_t)report_dev % 4 || !shown || (uintptr_t)shown % 16 || device < 0)
-        return sid_fail(err, SID_E_ARG, "report or shown is NULL or misaligned, or device %d", device);
+        return sid_fail(err, SID_E_ARG, "report or shown is NULL or misaligned, or device %d is negative", device);
     const sid_status s = scope.enter(device, &to);
     if (s) return s;
     return sid_launch(to, "show", sid_show_kernel, 1, SID_LANES, 0, (const sid_cuda_report *)report_dev, mark,
@@ -476,7 +489,7 @@ sid_status sid_cuda_cancel(const sid_cuda_kept *kept_dev, uint32_t count, int al
     sid_stream to = {(cudaStream_t)stream, 0, err};
     if (err) err->text[0] = 0;
     if (!kept_dev || (uintptr_t)kept_dev % 8 || device < 0)
-        return sid_fail(err, SID_E_ARG, "the table is NULL or misaligned, or device %d", device);
+        return sid_fail(err, SID_E_ARG, "the table is NULL or misaligned, or device %d is negative", device);
     const sid_status s = scope.enter(device, &to);
     if (s) return s;
     return sid_launch(to, "cancel", sid_cancel_kernel, to.processors, SID_BLOCK, 0, kept_dev, count,
@@ -505,7 +518,8 @@ sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uin
     if (!s) s = check_call(segs_dev, n_seg, work, device, err);
     if (s) return s;
     if (!report_dev || (uintptr_t)report_dev % 4 || !sum_dev || (uintptr_t)sum_dev % 8)
-        return sid_fail(err, SID_E_ARG, "the report or the sum is NULL or misaligned");
+        return sid_fail(err, SID_E_ARG,
+                        "report or sum is NULL or misaligned: they start at multiples of 4 and 8 bytes");
     sid_stream to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &to);
     if (s) return s;

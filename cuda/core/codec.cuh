@@ -257,7 +257,8 @@ inline sid_memory2 dgc(const sid_plan *p) {
     if (p->memory == &sid_memory_##symbol) return f(sid_memories::symbol(p));
 template <typename F> sid_status sid_with_memory(const sid_plan *p, sid_error *err, F f) {
 #include "memories.def"
-    return sid_fail(err, SID_E_UNSUPPORTED, "memory '%s' has no CUDA kernels", p->memory->info.name);
+    return sid_fail(err, SID_E_UNSUPPORTED, "memory '%s' has no CUDA kernels: take another on CUDA",
+                    p->memory->info.name);
 }
 #undef MEMORY_0
 #undef MEMORY_1

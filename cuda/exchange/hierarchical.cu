@@ -415,8 +415,8 @@ sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
     const sid_cuda_exchange *kind = sid_cuda_exchange_of(in->kind);
     uint64_t inner = 0;
     if (!kind)
-        return sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' within '%s' has no CUDA kernels", in->kind->info.name,
-                        x->kind->info.name);
+        return sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' within '%s' has no CUDA kernels: take another",
+                        in->kind->info.name, x->kind->info.name);
     const sid_status s = kind->work(in, &inner, err);
     *bytes = sum_bytes(x) + sums_bytes(sid_nodes_of(x)) + SID_EXCHANGE_HEAD + inner;
     return s;

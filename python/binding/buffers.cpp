@@ -30,7 +30,8 @@ sid_stats read_stats(const py::bytes &data) {
     const string bytes = data;
     sid_stats stats;
     if (bytes.size() != sizeof stats)
-        fail(SID_E_ARG, "Stats have " + std::to_string(sizeof stats) + " bytes, not " + std::to_string(bytes.size()));
+        fail(SID_E_ARG,
+             "data has " + std::to_string(bytes.size()) + " bytes; Stats have " + std::to_string(sizeof stats));
     std::memcpy(&stats, bytes.data(), sizeof stats);
     return stats;
 }
@@ -39,13 +40,15 @@ sid_stats read_stats(const py::bytes &data) {
 
 Segments::Segments(const std::vector<Address> &pointers, const std::vector<uint64_t> &lengths) {
     if (pointers.size() != lengths.size())
-        fail(SID_E_ARG,
-             std::to_string(pointers.size()) + " pointers, but " + std::to_string(lengths.size()) + " lengths");
-    if (pointers.size() > UINT32_MAX) fail(SID_E_ARG, "more than 2^32 - 1 segments");
+        fail(SID_E_ARG, "there are " + std::to_string(pointers.size()) + " pointers, but " +
+                            std::to_string(lengths.size()) + " lengths: give one of each per segment");
+    if (pointers.size() > UINT32_MAX) fail(SID_E_ARG, "there are more than 2^32 - 1 segments");
     parts.reserve(pointers.size());
     for (size_t i = 0; i < pointers.size(); i++) {
-        if (!pointers[i] && lengths[i]) fail(SID_E_ARG, "segment " + std::to_string(i) + " is NULL");
-        if (lengths[i] > UINT64_MAX - n) fail(SID_E_ARG, "the segments' lengths overflow");
+        if (!pointers[i] && lengths[i])
+            fail(SID_E_ARG,
+                 "segment " + std::to_string(i) + " is NULL, but has " + std::to_string(lengths[i]) + " elements");
+        if (lengths[i] > UINT64_MAX - n) fail(SID_E_ARG, "the segments' lengths add up to more than 2^64 - 1");
         parts.push_back({pointer(pointers[i]), lengths[i]});
         n += lengths[i];
     }

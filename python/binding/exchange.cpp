@@ -196,7 +196,7 @@ void bind_exchange(py::module_ &m) {
             const size_t world = exchanges.size();
             if (!world || segments.size() != world || state.size() != world || work.size() != world ||
                 wire.size() != world)
-                fail(SID_E_ARG, "a loopback needs segments, state, work and wire of every rank");
+                fail(SID_E_ARG, "a loopback needs at least one rank, and segments, state, work and wire for each rank");
             std::vector<Buffers> buffers;
             for (size_t r = 0; r < world; r++) buffers.emplace_back(*segments[r], state[r], work[r], wire[r]);
             return loopback(exchanges, buffers, {step, seed, group, 0, 1, carry, 0});

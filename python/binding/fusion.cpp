@@ -24,10 +24,10 @@ class Instance {
              uint32_t overlap_permille, uint32_t slowdown_permille, bool decode_main)
         : backward_(std::move(backward_ps)), bytes_(std::move(bytes)), cuts_(backward_.size()) {
         if (backward_.size() != bytes_.size())
-            fail(SID_E_ARG, std::to_string(backward_.size()) + " times of tensors, but " +
+            fail(SID_E_ARG, "there are " + std::to_string(backward_.size()) + " times of tensors, but " +
                                 std::to_string(bytes_.size()) + " sizes");
         if (bytes_.size() > SID_FUSE_MAX_TENSORS || methods.size() > SID_FUSE_MAX_METHODS)
-            fail(SID_E_ARG, "at most " + std::to_string(SID_FUSE_MAX_TENSORS) + " tensors and " +
+            fail(SID_E_ARG, "an instance has at most " + std::to_string(SID_FUSE_MAX_TENSORS) + " tensors and " +
                                 std::to_string(SID_FUSE_MAX_METHODS) + " methods");
         for (uint32_t i : cut_before) {
             if (i >= cuts_.size()) fail(SID_E_ARG, "cut_before: there is no tensor " + std::to_string(i));
@@ -133,8 +133,8 @@ class Instance {
   private:
     static void need_pair(const std::vector<uint32_t> &ends, const std::vector<uint8_t> &methods) {
         if (ends.size() != methods.size())
-            fail(SID_E_ARG, std::to_string(ends.size()) + " ends, but " + std::to_string(methods.size()) +
-                                " methods: one of each a group");
+            fail(SID_E_ARG, "there are " + std::to_string(ends.size()) + " ends, but " +
+                                std::to_string(methods.size()) + " methods: give one of each per group");
     }
 
     std::vector<int64_t> backward_, bytes_;

@@ -36,8 +36,10 @@ class Communicator {
         : rank(of), world(all), device(on) {
         const string bytes_of_id = id;
         if (bytes_of_id.size() != SID_NCCL_ID_BYTES)
-            fail(SID_E_ARG, "an id has " + std::to_string(SID_NCCL_ID_BYTES) + " bytes");
-        if (!(limit >= 0.001)) fail(SID_E_ARG, "the time limit is in seconds, and more than 0");
+            fail(SID_E_ARG, "an id has " + std::to_string(SID_NCCL_ID_BYTES) + " bytes, not " +
+                                std::to_string(bytes_of_id.size()));
+        if (!(limit >= 0.001))
+            fail(SID_E_ARG, "the time limit is " + std::to_string(limit) + " s: it must be at least 0.001");
         const uint32_t ms = limit < 4e6 ? static_cast<uint32_t>(limit * 1000) : UINT32_MAX;
         sid_error err{};
         size_t bytes = 0;

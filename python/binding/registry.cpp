@@ -163,7 +163,7 @@ Config::Config(const string &codec, const string &memory, int64_t count, const s
                const std::optional<string> &isa, const sid_info *exchange)
     : codec_(find(sid_codec_at, codec, "codec")), memory_(find(sid_memory_at, memory, "memory")),
       given_(exchange ? std::vector{exchange, &codec_, &memory_} : std::vector{&codec_, &memory_}, settings) {
-    if (count < 0) fail(SID_E_ARG, "n is negative");
+    if (count < 0) fail(SID_E_ARG, "n is " + std::to_string(count) + ": it must not be negative");
     it.codec = codec_.name;
     it.memory = memory_.name;
     it.n = static_cast<uint64_t>(count);

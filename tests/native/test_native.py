@@ -576,7 +576,7 @@ def test_on_the_cpu_it_is_refused() -> None:
 def test_without_a_library() -> None:
     (name0, text0), (name1, text1) = run(refused, 2, "no library")
     assert name1 == "UnsupportedError", text1
-    assert "NCCL is not to be had: /no/libnccl.so.2" in text1 and "SIDCOMP_NCCL" in text1
+    assert "NCCL cannot be loaded: /no/libnccl.so.2" in text1 and "SIDCOMP_NCCL" in text1
     assert name0 == "RankError" and "rank 1 could not form its groups" in text0 and "/no/libnccl" in text0
     for name, text in run(refused, 2, "old library"):
         assert name == "UnsupportedError" and "is NCCL 21212; 2.14 (21400) or later is needed" in text

@@ -116,7 +116,9 @@ def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     decode = instance.get("decode", "side")
     if decode not in _DECODE:
         raise ArgumentError(f"decode must be 'side' or 'main', not {_said(decode)}")
-    if instance.get("overlap_permille", 0) and instance.get("stolen_permille", 0):
+    overlap = _within("overlap_permille", instance.get("overlap_permille", 0), 0, 1000)
+    slowdown = _within("stolen_permille", instance.get("stolen_permille", 0), 0, 999)
+    if overlap and slowdown:
         raise ArgumentError("overlap_permille and stolen_permille are both given: at most one may differ from 0")
     return {
         "forward_ps": _integer("forward_ps", instance["forward_ps"]),
@@ -124,8 +126,8 @@ def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         "methods": methods,
         "max_group_bytes": _integer("max_group_bytes", instance.get("max_group_bytes", 0)),
         "cut_before": cuts,
-        "overlap_permille": _within("overlap_permille", instance.get("overlap_permille", 0), 0, 1000),
-        "stolen_permille": _within("stolen_permille", instance.get("stolen_permille", 0), 0, 999),
+        "overlap_permille": overlap,
+        "stolen_permille": slowdown,
         "decode": decode,
     }
 
