@@ -21,7 +21,6 @@ extern "C" {
 #endif
 
 enum {
-    SID_MAX_VECTORS = 4,
     SID_MAX_PASSES = 64,
     SID_STATE_BYTES = 256,
     SID_DECODE_TILE = 4096

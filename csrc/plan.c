@@ -117,7 +117,16 @@ const sid_info *sid_plan_codec(const sid_plan *p) { return &p->codec->info; }
 const sid_info *sid_plan_memory(const sid_plan *p) { return &p->memory->info; }
 const char *sid_plan_isa(const sid_plan *p) { return p->simd->name; }
 uint32_t sid_memory_vectors(const sid_plan *p) { return p->memory->vectors; }
-uint64_t sid_plan_extra(const sid_plan *p) { return sid_round_up(p->extra, 16) * sizeof(float); }
+uint64_t sid_plan_extra(const sid_plan *p) { return sid_round_up(p->extra * sizeof(float), SID_EXTRA_UNIT); }
+_Static_assert(SID_EXTRA_UNIT == 16 * sizeof(float), "as sizes.state rounds");
+
+sid_byte_range sid_state_lasting(uint32_t i) {
+    static const sid_byte_range parts[] = {
+        {offsetof(sid_state, steps), offsetof(sid_state, steps) + sizeof(uint64_t)},
+        {offsetof(sid_state, codec), offsetof(sid_state, codec) + SID_WORDS * sizeof(uint64_t)},
+    };
+    return i < sizeof parts / sizeof *parts ? parts[i] : (sid_byte_range){0, 0};
+}
 
 sid_slice sid_plan_slice(const sid_plan *p, uint32_t reduction) {
     const uint64_t size = sid_body_size(p->sizes.body_dtype);

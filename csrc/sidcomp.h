@@ -143,8 +143,18 @@ const sid_info *sid_plan_codec(const sid_plan *p);
 const sid_info *sid_plan_memory(const sid_plan *p);
 /* The instruction set in use: "base", "avx2" or "avx512". */
 const char *sid_plan_isa(const sid_plan *p);
-/* Bytes at the end of a state that the codec keeps beside the memory's vectors; a checkpoint takes them along. */
+/* Bytes at the end of a state that are the codec's own, a multiple of SID_EXTRA_UNIT; a checkpoint takes them along. */
 uint64_t sid_plan_extra(const sid_plan *p);
+enum {
+    SID_EXTRA_UNIT = 64,
+    SID_MAX_VECTORS = 4 /* that a memory keeps (sid_memory_vectors) */
+};
+/* Bytes of a state, from its start on, that do not depend on the residual and outlast a new one (sid_residual_in): the count of
+ * steps (i == 0) and the codec's statistics (i == 1); first == end for any other i. */
+typedef struct sid_byte_range {
+    uint64_t first, end;
+} sid_byte_range;
+sid_byte_range sid_state_lasting(uint32_t i);
 
 /* ---- step ---------------------------------------------------------------------------------------------------- */
 

@@ -1,5 +1,5 @@
-/* GaussianKSGD (Shi et al. 2019, "Understanding top-k sparsification in distributed deep learning"), SIDCo's baseline: a
- * normal distribution fitted to x, and a few corrections.
+/* GaussianKSGD (Shi et al. 2019, "Understanding top-k sparsification in distributed deep learning"), SIDCo's
+ * baseline: a normal distribution fitted to x, and a few corrections.
  *     t = mean + z * std      z: a standard normal variable exceeds it with probability delta / 2, delta = k/n
  *     up to `rounds` times: count |x| >= t; below 2k/3: t = t / 2; above 4k/3: t = 1.5 t; else done
  * The threshold of the last count is used, whatever it was; what does not fit the payload is kept. The paper prints the

@@ -33,9 +33,9 @@ static sid_status plan_bf16(sid_plan *p, uint64_t *scratch, sid_error *err) {
 
 static void begin(sid_pass *w) { (void)w; }
 
-static float limit(sid_dtype body, int alone) {
-    if (body == SID_F16) return alone ? 65504.0f : 65376.0f;
-    return sid_bits_f32(alone ? 0x7f7f0000u : 0x7f7c0000u);
+static float limit(sid_dtype body, int one_rank) {
+    if (body == SID_F16) return one_rank ? 65504.0f : 65376.0f;
+    return sid_bits_f32(one_rank ? 0x7f7f0000u : 0x7f7c0000u);
 }
 
 /* body[at ...) = clamp(acc) * s, rounded to the body's dtype; what is finite stays finite. */

@@ -786,11 +786,11 @@ sid_status encode(sid_cuda_encoding &c) {
         });
     });
     if (s || c.settles) return s;
-    const bool more = p->sizes.reductions > 1, alone = c.step.world == 1;
+    const bool more = p->sizes.reductions > 1, one_rank = c.step.world == 1;
     if (e.q) s = sum_parts<false>(c, e, x, {});
     /* until the last reduction it may still be that nothing is sent */
-    if (!s) s = sid_linear_seal(c, p->k, more ? sid_rule() : sid_linear_rule(c.step), more && alone ? 2 : 1);
-    if (!s && more && alone) s = second(c, e, x);
+    if (!s) s = sid_linear_seal(c, p->k, more ? sid_rule() : sid_linear_rule(c.step), more && one_rank ? 2 : 1);
+    if (!s && more && one_rank) s = second(c, e, x);
     return s ? s : sid_linear_cover(c);
 }
 

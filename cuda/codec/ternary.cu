@@ -175,14 +175,14 @@ sid_status second(const sid_cuda_encoding &c, const coder &k) {
 }
 
 sid_status encode(sid_cuda_encoding &c) {
-    const bool alone = c.step.world == 1;
+    const bool one_rank = c.step.world == 1;
     const coder k = coder_of(c);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s) s = sid_pass_tiles(c, measure{k});
     if (s || c.settles) return s;
     s = sid_launch(c.to, "seal", sid_ternary_seal_kernel, 1, SID_SUMS, 0, sid_ending_of(c), (const double *)k.sums,
-                   c.plan->codec_param[TERN_CLIP], 1.0f / (float)c.step.world, alone ? 2u : 1u);
-    if (!s && alone) s = second(c, k);
+                   c.plan->codec_param[TERN_CLIP], 1.0f / (float)c.step.world, one_rank ? 2u : 1u);
+    if (!s && one_rank) s = second(c, k);
     return s ? s : sid_linear_cover(c);
 }
 

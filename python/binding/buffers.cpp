@@ -26,12 +26,20 @@ uint64_t state_header_bytes() {
     return sid_plan_sizes(plan).state - sid_plan_extra(plan);
 }
 
+py::tuple state_lasting() {
+    py::list parts;
+    for (uint32_t i = 0;; i++) {
+        const sid_byte_range part = sid_state_lasting(i);
+        if (part.first == part.end) return py::tuple(parts);
+        parts.append(py::make_tuple(part.first, part.end));
+    }
+}
+
 sid_stats read_stats(const py::bytes &data) {
     const string bytes = data;
     sid_stats stats;
     if (bytes.size() != sizeof stats)
-        fail(SID_E_ARG,
-             "data has " + std::to_string(bytes.size()) + " bytes; Stats have " + std::to_string(sizeof stats));
+        fail(SID_E_ARG, "Stats have " + std::to_string(sizeof stats) + " bytes, not " + std::to_string(bytes.size()));
     std::memcpy(&stats, bytes.data(), sizeof stats);
     return stats;
 }
@@ -87,6 +95,9 @@ void bind_buffers(py::module_ &m) {
     m.attr("stats_bytes") = sizeof(sid_stats);
     m.def("read_stats", read_stats, arg("data"));
     m.attr("state_header_bytes") = state_header_bytes();
+    m.attr("state_lasting") = state_lasting();
+    m.attr("extra_unit_bytes") = static_cast<int>(SID_EXTRA_UNIT);
+    m.attr("max_vectors") = static_cast<int>(SID_MAX_VECTORS);
 }
 
 } // namespace binding

@@ -76,6 +76,9 @@ def read_stats(data: bytes) -> Stats:
     """Reads the statistics that an encode on a device has written: stats_bytes bytes, copied to the host."""
 
 state_header_bytes: int  # size of the header of every state, before the memory's vectors
+state_lasting: tuple[tuple[int, int], ...]  # first and end of the parts of a header that outlast residual_in
+extra_unit_bytes: int  # the size of the codec's own part of a state is a multiple of this
+max_vectors: int  # the maximum that a memory keeps
 
 class Exchange:
     """One rank's part in an exchange that sends messages; sidcomp.h says what its rounds do."""
@@ -243,7 +246,8 @@ class Communicator:
     def abort(self, why: str) -> None: ...
 
 class DeviceGroup:
-    """The addresses of a group's buffers on the device. incoming 0: the plan is linear; shown 0: no report."""
+    """The addresses of a group's buffers on the device. incoming is 0 if the plan is linear, shown if no
+    report is wanted."""
 
     @overload
     def __init__(

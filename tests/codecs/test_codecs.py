@@ -30,8 +30,8 @@ MEMORIES = [m["name"] for m in _core.memories()]
 ISAS = ("base", "avx2", "avx512")
 ISAS = ISAS[: ISAS.index(_core.isa_best()) + 1]
 SPARSE = [c["name"] for c in _core.codecs() if any(p["name"] == "density" for p in c["parameters"])]
-# What needs several reductions is judged over several ranks by tests/c/reductions.c and tests/ddp/test_reductions.py;
-# here by one rank, which makes all slices at once.
+# What needs several reductions is judged over several ranks by tests/c/reductions.c and
+# tests/ddp/test_reductions.py; here by one rank, which makes all slices at once.
 IN_ROUNDS = [c["name"] for c in _core.codecs() if "rounds" in c["traits"]]
 LINEAR = [c["name"] for c in _core.codecs() if "linear" in c["traits"] and c["name"] not in IN_ROUNDS]
 INDEXED = [c for c in SPARSE if isinstance(ref.CODECS[c], type) and issubclass(ref.CODECS[c], ref.Sparse)]

@@ -176,8 +176,8 @@ def test_arguments() -> None:
     library = _core.Nccl(str(fake_nccl.build()))
     name = library.unique_id()
     for rank, world, limit, text in (
-        (1, 1, 1, "rank 1 of 1"),
-        (0, 0, 1, "rank 0 of 0"),
+        (1, 1, 1, "rank is 1 and world is 1"),
+        (0, 0, 1, "rank is 0 and world is 0"),
         (0, 1, 0, "time limit"),
     ):
         with pytest.raises(_core.ArgumentError, match=text):

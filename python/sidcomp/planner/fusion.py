@@ -119,7 +119,7 @@ def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     overlap = _within("overlap_permille", instance.get("overlap_permille", 0), 0, 1000)
     slowdown = _within("stolen_permille", instance.get("stolen_permille", 0), 0, 999)
     if overlap and slowdown:
-        raise ArgumentError("overlap_permille and stolen_permille are both given: at most one may differ from 0")
+        raise ArgumentError("overlap_permille and stolen_permille are both given: one of them must be 0")
     return {
         "forward_ps": _integer("forward_ps", instance["forward_ps"]),
         "tensors": tensors,
