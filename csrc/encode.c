@@ -244,8 +244,8 @@ int sid_end_ranges(sid_ranges *r) {
     return r->pass.nonfinite != 0;
 }
 
-sid_status sid_next_slice(const sid_plan *p, uint32_t reduction, const sid_segment *seg, uint32_t n_seg, void *state,
-                          void *work, const sid_step *step, void *payload) {
+sid_status sid_next_reduction(const sid_plan *p, uint32_t reduction, const sid_segment *seg, uint32_t n_seg,
+                              void *state, void *work, const sid_step *step, void *payload) {
     if (!p || !state || !work || !step || !payload || !step->world || step->rank >= step->world) return SID_E_ARG;
     if (!aligned(state) || !aligned(work) || !aligned(payload) || !reduction || reduction >= p->sizes.reductions)
         return SID_E_ARG;

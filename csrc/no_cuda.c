@@ -22,9 +22,9 @@ sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint3
     (void)device, (void)stream;
     return NO_CUDA(err);
 }
-sid_status sid_cuda_next_slice(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
-                               void *state, void *work, const sid_step *step, void *payload, int device, void *stream,
-                               sid_error *err) {
+sid_status sid_cuda_next_reduction(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
+                                   void *state, void *work, const sid_step *step, void *payload, int device,
+                                   void *stream, sid_error *err) {
     (void)p, (void)reduction, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)step, (void)payload;
     (void)device, (void)stream;
     return NO_CUDA(err);

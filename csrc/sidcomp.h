@@ -192,8 +192,8 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
  * Where step->world is 1, sid_encode has written all slices. A slice that is not finite makes the later ones so. A rank that
  * cannot write a slice sends bytes 0xff in its place, and in place of the later ones. They are NaN in any float, and codecs
  * whose bodies are whole numbers know them too, so that the step is not finite on the other ranks. */
-sid_status sid_next_slice(const sid_plan *p, uint32_t reduction, const sid_segment *seg, uint32_t n_seg, void *state,
-                          void *work, const sid_step *step, void *payload);
+sid_status sid_next_reduction(const sid_plan *p, uint32_t reduction, const sid_segment *seg, uint32_t n_seg,
+                              void *state, void *work, const sid_step *step, void *payload);
 
 enum {
     SID_MAX_COUNT = 4096

@@ -24,14 +24,14 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err);
  * launch); it waits for the end of that one before it touches memory. It is not the default because it has not been measured.
  * Devices before sm_90 ignore it. */
 #define SID_CUDA_EARLY (1 << 16)
-/* As sid_encode, sid_next_slice and sid_decode, on device memory. A next slice needs the ranks' sum of the one before, which
+/* As sid_encode, sid_next_reduction and sid_decode, on device memory. A next slice needs the ranks' sum of the one before, which
  * must have been enqueued; segments, state, work (as the call before left it), step and payload are those of sid_cuda_encode. */
 sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
                            const sid_step *step, void *payload, void *stats_dev, int device, void *stream,
                            sid_error *err);
-sid_status sid_cuda_next_slice(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
-                               void *state, void *work, const sid_step *step, void *payload, int device, void *stream,
-                               sid_error *err);
+sid_status sid_cuda_next_reduction(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
+                                   void *state, void *work, const sid_step *step, void *payload, int device,
+                                   void *stream, sid_error *err);
 sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
                            const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *step,
                            void *report_dev, int device, void *stream, sid_error *err);

@@ -225,7 +225,7 @@ static void say(sid_exchange_step *t, uint32_t sum) {
     if (!sum) encode(t, t->wire);
     if (!sum || sid_fault_of(t)->status) return;
     const sid_status s =
-        sid_next_slice(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->step, t->wire);
+        sid_next_reduction(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->step, t->wire);
     if (s) sid_fail(t->err, s, "writing the slice of reduction %u: %s", sum, sid_status_text(s));
     sid_blame(t, s, x->rank);
 }

@@ -422,8 +422,8 @@ static sid_status collective(sid_nccl_comm *c, const sid_cuda_group *g, const si
         const sid_slice part = sid_plan_slice(p, i);
         void *const body = (uint8_t *)g->payload + part.offset;
         if (i)
-            s = sid_cuda_next_slice(p, i, g->segs_dev, g->n_seg, g->state, g->work, step, g->payload, c->device, stream,
-                                    err);
+            s = sid_cuda_next_reduction(p, i, g->segs_dev, g->n_seg, g->state, g->work, step, g->payload, c->device,
+                                        stream, err);
         if (!s) s = sid_nccl_all_reduce(c, body, body, part.count, p->sizes.body_dtype, stream, err);
     }
     if (s) return s;

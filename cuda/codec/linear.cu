@@ -19,8 +19,8 @@ struct linear {
     __device__ float scaled(float x, float s) const {
         if (clamps && sid_key(x) < SID_KEY_INF) {
             const bool one_rank = s == 1.0f;
-            const float max =
-                dtype == SID_F16 ? (one_rank ? 65504.0f : 65376.0f) : sid_bits_f32(one_rank ? 0x7f7f0000u : 0x7f7c0000u);
+            const float max = dtype == SID_F16 ? (one_rank ? 65504.0f : 65376.0f)
+                                               : sid_bits_f32(one_rank ? 0x7f7f0000u : 0x7f7c0000u);
             x = x > max ? max : x < -max ? -max : x;
         }
         return x * s;

@@ -96,9 +96,9 @@ struct values {
 
     __device__ float scaled(float x, float s) const { /* what a body carries, before it is rounded to halves */
         const bool one_rank = s == 1.0f;
-        const float most = half                     ? (one_rank ? 65504.0f : 65376.0f) / times
+        const float most = half                        ? (one_rank ? 65504.0f : 65376.0f) / times
                            : one_rank && times == 1.0f ? 3.402823466e38f
-                                                    : sid_bits_f32(0x7f7c0000u) / times;
+                                                       : sid_bits_f32(0x7f7c0000u) / times;
         return (x > most ? most : x < -most ? -most : x) * (s * times);
     }
     __device__ float sent(float x, const sid_rule &rule) const {

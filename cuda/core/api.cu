@@ -370,9 +370,9 @@ sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint3
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
 }
 
-sid_status sid_cuda_next_slice(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
-                               void *state, void *work, const sid_step *step, void *payload, int device, void *stream,
-                               sid_error *err) {
+sid_status sid_cuda_next_reduction(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
+                                   void *state, void *work, const sid_step *step, void *payload, int device,
+                                   void *stream, sid_error *err) {
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
     const sid_status s = check_step(step, err);

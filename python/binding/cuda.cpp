@@ -23,10 +23,10 @@ void encode(const Plan &p, const Buffers &b, const sid_step &step, Address stats
     });
 }
 
-void next_slice(const Plan &p, uint32_t reduction, const Buffers &b, const sid_step &step, Stream to) {
+void next_reduction(const Plan &p, uint32_t reduction, const Buffers &b, const sid_step &step, Stream to) {
     run([&](sid_error *err) {
-        return sid_cuda_next_slice(p.get(), reduction, b.segs, b.n_seg, b.state, b.work, &step, b.payload, to.device,
-                                   to.get(), err);
+        return sid_cuda_next_reduction(p.get(), reduction, b.segs, b.n_seg, b.state, b.work, &step, b.payload,
+                                       to.device, to.get(), err);
     });
 }
 
@@ -167,14 +167,14 @@ void bind_cuda(py::module_ &m) {
         arg("seed"), arg("group"), arg("rank"), arg("world"), arg("carry") = 1.0f, arg("origin") = 0, arg("stats"),
         arg("device"), arg("stream"));
     plan.def(
-        "cuda_next_round",
+        "cuda_next_reduction",
         [](const Plan &p, uint32_t reduction, Address segments, uint32_t n_segments, Address state, Address work,
            Address payload, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, int device,
            Address stream) {
-            next_slice(p, reduction, {segments, n_segments, state, work, payload},
-                       {step, seed, group, rank, world, 1, 0}, {device, stream});
+            next_reduction(p, reduction, {segments, n_segments, state, work, payload},
+                           {step, seed, group, rank, world, 1, 0}, {device, stream});
         },
-        arg("round"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(),
+        arg("reduction"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(),
         arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"), arg("device"), arg("stream"));
     plan.def(
         "cuda_decode",

@@ -55,10 +55,10 @@ sid_stats Plan::encode(const Buffers &b, const sid_step &step) const {
     return stats;
 }
 
-void Plan::next_slice(uint32_t reduction, const Buffers &b, const sid_step &step) const {
+void Plan::next_reduction(uint32_t reduction, const Buffers &b, const sid_step &step) const {
     need_all(b);
     check(without_gil(
-        [&] { return sid_next_slice(get(), reduction, b.segs, b.n_seg, b.state, b.work, &step, b.payload); }));
+        [&] { return sid_next_reduction(get(), reduction, b.segs, b.n_seg, b.state, b.work, &step, b.payload); }));
 }
 
 bool Plan::decode(const Payloads &from, const Segments &seg, Address state, const Expected &at) const {
@@ -130,7 +130,7 @@ void bind_plan(py::module_ &m) {
         .def_property_readonly("state_bytes", [](const Plan &p) { return p.sizes.state; })
         .def_property_readonly("work_bytes", [](const Plan &p) { return p.sizes.work; })
         .def_property_readonly("extra_bytes", [](const Plan &p) { return sid_plan_extra(p.get()); })
-        .def_property_readonly("rounds", [](const Plan &p) { return p.sizes.reductions; })
+        .def_property_readonly("reductions", [](const Plan &p) { return p.sizes.reductions; })
         .def_property_readonly("ranks", [](const Plan &p) { return p.sizes.ranks; })
         .def_property_readonly("slices", &Plan::slices)
         .def_property_readonly("vectors", &Plan::vectors)
@@ -143,12 +143,12 @@ void bind_plan(py::module_ &m) {
             arg("segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(), arg("step"), arg("seed"),
             arg("group"), arg("rank"), arg("world"), arg("carry") = 1.0f, arg("origin") = 0)
         .def(
-            "next_round",
+            "next_reduction",
             [](const Plan &p, uint32_t reduction, const Segments &segments, Address state, Address work,
                Address payload, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world) {
-                p.next_slice(reduction, {segments, state, work, payload}, {step, seed, group, rank, world, 1, 0});
+                p.next_reduction(reduction, {segments, state, work, payload}, {step, seed, group, rank, world, 1, 0});
             },
-            arg("round"), arg("segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(), arg("step"),
+            arg("reduction"), arg("segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(), arg("step"),
             arg("seed"), arg("group"), arg("rank"), arg("world"))
         .def(
             "decode",

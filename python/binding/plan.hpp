@@ -44,7 +44,7 @@ class Plan {
     py::list slices() const;
 
     sid_stats encode(const Buffers &b, const sid_step &step) const;
-    void next_slice(uint32_t reduction, const Buffers &b, const sid_step &step) const;
+    void next_reduction(uint32_t reduction, const Buffers &b, const sid_step &step) const;
     bool decode(const Payloads &from, const Segments &seg, Address state, const Expected &step) const;
     void learn(Address state, Address payload) const;
     void check_payload(Address payload, uint64_t bytes, const Expected &step) const;

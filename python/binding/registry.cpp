@@ -21,7 +21,7 @@ constexpr Name isas[] = {
 constexpr Name traits[] = {
     {"linear", SID_LINEAR}, {"lossless", SID_LOSSLESS}, {"stochastic", SID_STOCHASTIC},    {"unbiased", SID_UNBIASED},
     {"sparse", SID_SPARSE}, {"feedback", SID_FEEDBACK}, {"momentum", SID_MOMENTUM},        {"vote", SID_VOTE},
-    {"shaped", SID_SHAPED}, {"signs", SID_SIGNS},       {"rounds", SID_SEVERAL_REDUCTIONS}};
+    {"shaped", SID_SHAPED}, {"signs", SID_SIGNS},       {"reductions", SID_SEVERAL_REDUCTIONS}};
 constexpr const char *kinds[] = {"real", "int", "choice"};
 
 template <size_t N> int value_of(const Name (&names)[N], const string &name, const char *what) {

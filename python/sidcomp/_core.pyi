@@ -340,7 +340,7 @@ class Plan:
     state_bytes: int
     work_bytes: int
     extra_bytes: int  # the codec's own part of the state, after the vectors
-    rounds: int
+    reductions: int  # linear codecs: how many sums over the ranks a step takes; else 1
     ranks: int  # linear codecs: the maximum number of ranks whose bodies can be summed; 0: no limit
     slices: list[tuple[int, int]]  # linear codecs: offset in bytes and elements, for each reduction
     vectors: int
@@ -359,9 +359,9 @@ class Plan:
         carry: float = ...,  # multiplies the residual before the gradient is added
         origin: int = ...,  # the state that the step reads, in bytes from `state`; 0: it works in place
     ) -> Stats: ...
-    def next_round(
+    def next_reduction(
         self,
-        round: int,
+        reduction: int,
         segments: Segments,
         state: int,
         work: int,
@@ -418,9 +418,9 @@ class Plan:
         device: int,
         stream: int,
     ) -> None: ...
-    def cuda_next_round(
+    def cuda_next_reduction(
         self,
-        round: int,
+        reduction: int,
         segments: int,
         n_segments: int,
         state: int,

@@ -89,8 +89,8 @@ static uint32_t step_but(ranks *r, uint64_t step, uint32_t failing, uint32_t fro
             if (!reduction)
                 s = sid_encode(g->plan, r->v[k].seg, r->v[k].n_seg, g->state.p, g->work.p, &at, g->payload.p, NULL);
             else
-                s = sid_next_slice(g->plan, reduction, r->v[k].seg, r->v[k].n_seg, g->state.p, g->work.p, &at,
-                                   g->payload.p);
+                s = sid_next_reduction(g->plan, reduction, r->v[k].seg, r->v[k].n_seg, g->state.p, g->work.p, &at,
+                                       g->payload.p);
             CHECK(s == SID_OK, "%s: reduction %u: %s", g->name, reduction, sid_status_text(s));
         }
         sum_slices(r, reduction);
@@ -301,7 +301,7 @@ void test_reductions_limit(void) {
             const sid_status want = g.sizes.ranks && more ? SID_E_UNSUPPORTED : SID_OK;
             sid_status s = sid_encode(g.plan, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p, NULL);
             CHECK(s == want, "%s: %u ranks: %s", g.name, world, sid_status_text(s));
-            s = sid_next_slice(g.plan, 1, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p);
+            s = sid_next_reduction(g.plan, 1, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p);
             CHECK(s == want, "%s: %u ranks, reduction 1: %s", g.name, world, sid_status_text(s));
         }
         CHECK(group_intact(&g), "%s: canary", g.name);
@@ -330,13 +330,14 @@ void test_shapes_refused(void) {
         vec v = vec_new(SID_F32, N, CUT_ONE);
         CHECK(!sid_encode(g.plan, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p, NULL), "%s", g.name);
         for (uint32_t reduction = 0; reduction < 4; reduction++)
-            CHECK((sid_next_slice(g.plan, reduction, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p) ==
+            CHECK((sid_next_reduction(g.plan, reduction, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p) ==
                    SID_OK) == (reduction && reduction < g.sizes.reductions),
                   "reduction %u", reduction);
         const sid_slice none = sid_plan_slice(g.plan, g.sizes.reductions);
         CHECK(!none.count, "a slice past the last reduction");
-        CHECK(sid_next_slice(g.plan, 1, v.seg, 0, g.state.p, g.work.p, &at, g.payload.p) == SID_E_ARG, "no segments");
-        CHECK(sid_next_slice(g.plan, 1, v.seg, v.n_seg, NULL, g.work.p, &at, g.payload.p) == SID_E_ARG, "no state");
+        CHECK(sid_next_reduction(g.plan, 1, v.seg, 0, g.state.p, g.work.p, &at, g.payload.p) == SID_E_ARG,
+              "no segments");
+        CHECK(sid_next_reduction(g.plan, 1, v.seg, v.n_seg, NULL, g.work.p, &at, g.payload.p) == SID_E_ARG, "no state");
         vec_free(&v);
         group_close(&g);
     }

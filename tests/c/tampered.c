@@ -76,7 +76,7 @@ void state_lives(group *g, const sid_config *c, const uint8_t *d, size_t size, i
               g->name);
         CHECK(stats.passes >= 1 && stats.passes <= READINGS, "%s: %u passes", g->name, stats.passes);
         for (uint32_t reduction = 1; reduction < g->sizes.reductions; reduction++)
-            CHECK(!sid_next_slice(g->plan, reduction, x.seg, x.n_seg, g->state.p, g->work.p, &at, g->payload.p),
+            CHECK(!sid_next_reduction(g->plan, reduction, x.seg, x.n_seg, g->state.p, g->work.p, &at, g->payload.p),
                   "%s: reduction %u", g->name, reduction);
         CHECK(!sid_check(g->plan, g->payload.p, g->sizes.payload, &at, &err), "%s: step %d: %s", g->name, (int)step,
               err.text);

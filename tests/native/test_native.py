@@ -145,7 +145,7 @@ def test_the_same_bits_as_torch_and_as_the_cpu(codec: str, world: int, log: Path
     lines = [line.split()[0] for line in log.read_text().splitlines()]
     plan = _core.Plan(codec, "residual", 1000, "float32")
     # one group in the first step, then one a bucket
-    assert lines.count("all-reduce" if plan.linear else "all-gather") == world * plan.rounds * (
+    assert lines.count("all-reduce" if plan.linear else "all-gather") == world * plan.reductions * (
         1 + 3 * ours[0][1]
     )
     assert lines.count("finalize") == world and "abort" not in lines

@@ -54,7 +54,7 @@ def test_library_that_is_another_one() -> None:
     other = ctypes.util.find_library("m")
     assert other
     with pytest.raises(
-        _core.UnsupportedError, match=rf"{re.escape(other)} has no ncclGetVersion: is it NCCL"
+        _core.UnsupportedError, match=rf"{re.escape(other)} has no function ncclGetVersion: give the path of NCCL"
     ):
         _core.Nccl(other)
 
@@ -413,12 +413,12 @@ def expected(plan: _core.Plan, hosts: list[Rank], gradients: list[Array], step: 
     world = len(hosts)
     at = [Step(step=step, seed=5, group=3, rank=r, world=world) for r in range(world)]
     given = [Vector(g) for g in gradients]
-    for i in range(plan.rounds):
+    for i in range(plan.reductions):
         for h, vector, a in zip(hosts, given, at, strict=True):
             if i == 0:
                 h.encode(vector, a)
             else:
-                h.next_round(i, vector, a)
+                h.next_reduction(i, vector, a)
         if plan.linear:
             begin, count = plan.slices[i]
             kind = np.dtype(ref.STORAGE[plan.body_dtype])

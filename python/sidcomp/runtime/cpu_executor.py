@@ -61,7 +61,7 @@ class CpuExecutor:
         check: ReplicaCheck,
     ) -> None:
         self._exchange, self._check, self._groups = exchange, check, groups
-        if self.reductions is None and any(g.plan.rounds > 1 and not g.in_messages for g in groups):
+        if self.reductions is None and any(g.plan.reductions > 1 for g in groups):
             self.reductions = Reductions(parent, exchange.device)
         if self.point_to_point is None and any(g.in_messages for g in groups):
             self.point_to_point = PointToPoint(parent, exchange.device)
@@ -108,7 +108,7 @@ class CpuExecutor:
             else:
                 work = exchange.all_gather(g.form.incoming.tensor, g.form.payload.tensor)
             g.stage.work = work  # must outlive the exchange
-            further = not g.direct and g.plan.rounds > 1
+            further = not g.direct and g.plan.reductions > 1
             future = None if further else work.get_future()
             self.step.count(g, exchange.world)
         except Exception as e:
@@ -151,7 +151,7 @@ class CpuExecutor:
         try:
             work = g.stage.work
             assert work is not None
-            for i in range(1, g.plan.rounds):
+            for i in range(1, g.plan.reductions):
                 work.wait()
                 self._next_reduction(g, i)
                 work = g.stage.work = self.reductions.exchange.all_reduce(g.form.slices[i])

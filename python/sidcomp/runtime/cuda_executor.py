@@ -66,7 +66,7 @@ class CudaCalls:
         )  # fmt: skip
 
     def next_reduction(self, i: int, state: int, at: Moment) -> None:
-        self.form.plan.cuda_next_round(
+        self.form.plan.cuda_next_reduction(
             i, *self.segments, state, self.form.scratch.ptr, self.form.payload.ptr,
             **at._asdict(), **self.where,
         )  # fmt: skip
