@@ -1,5 +1,5 @@
 /* What the dense codecs share: every element becomes a few bits, at a place that follows from its index, so that a pass
- * writes the payload as it goes. A warp holds a whole tile in registers, memory and codec meet there as in codec.cuh's
+ * writes the payload as it goes. A warp holds a whole tile in registers, memory and codec meet there as in pass.cuh's
  * pass; and decoding sums the payloads tile by tile, in rank order, with one store.
  *
  * Bytes per float32 element, with b bits of payload and a residual: an encode 12 + b / 8, the floor of error feedback;

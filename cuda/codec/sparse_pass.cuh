@@ -87,7 +87,7 @@ __device__ inline void sid_capture(const sid_list &list, uint64_t tile, uint32_t
     held += row;
 }
 
-/* What the pass of codec.cuh takes for its codec. Codec is a sparse one: see sid_finish_kernel. */
+/* What the pass (core/pass.cuh) takes for its codec. Codec is a sparse one: see sid_finish_kernel. */
 template <class Codec> struct sid_gathering {
     enum {
         REREADS = 1,
