@@ -98,14 +98,14 @@ typedef struct sid_codec {
     sid_status (*plan)(sid_plan *p, uint64_t *scratch, sid_error *err);
     void (*place)(const sid_plan *p, sid_matrix *m); /* with SID_SHAPED: fills in all n_shapes */
     void (*begin)(sid_pass *w);                      /* before each pass */
-    void (*tile)(sid_pass *w, const float *acc, uint64_t at, uint32_t len);
+    void (*tile)(sid_pass *w, const float *acc, uint64_t offset, uint32_t len);
     sid_outcome (*finish)(sid_pass *w);
-    /* In place: acc -> what s->rule left of it (s->draw: what was drawn for it). Element i of acc is element at + i of
+    /* In place: acc -> what s->rule left of it (s->draw: what was drawn for it). Element i of acc is element offset + i of
      * the group; a whole tile, or the last one. */
-    void (*keep)(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);
+    void (*keep)(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len);
     /* 1 if of these elements the rule sent, whole, exactly those with key(acc) >= *key: a memory can then do keep's work in
      * its own loop. NULL: never. */
-    int (*sent_from)(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
+    int (*sent_from)(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key);
     void (*none)(sid_rule *rule); /* the rule that sent nothing */
     /* What the first `bounds` words of state->codec hold; all of them 0 is sound, too. */
     const sid_bound *bound;
@@ -115,9 +115,9 @@ typedef struct sid_codec {
     /* Refuses a body that finish would not write; the header has been checked. */
     sid_status (*check)(const sid_plan *p, const uint8_t *payload, sid_error *err);
     void (*open)(sid_gather *g); /* payloads already checked; places cursors, and may correct g->scale */
-    /* Sum of the payloads over elements at .. at + len, unscaled, into out, which holds zeros; called with at ascending,
-     * in steps of SID_DECODE_TILE. */
-    void (*decode)(sid_gather *g, float *out, uint64_t at, uint32_t len);
+    /* Sum of the payloads over elements offset .. offset + len, unscaled, into out, which holds zeros; called with
+     * ascending offsets, SID_DECODE_TILE apart. */
+    void (*decode)(sid_gather *g, float *out, uint64_t offset, uint32_t len);
     /* With SID_SIGNS: x, sums of `count` ranks' signs, becomes what the ranks make of them. NULL: they are drawn. */
     void (*decide)(const sid_plan *p, float *x, uint32_t len, uint32_t count);
     /* The step is over, and finite: s->codec and the extra part of the state may learn from the summed payload. NULL:

@@ -105,12 +105,12 @@ static float *next_q(const sid_plan *p, const sid_state *s) { return sid_extra(p
 static float *sent_q(const sid_plan *p, const sid_state *s) { return sid_extra(p, s) + (p->k - p->first); }
 static float *sent_p(const sid_plan *p, const sid_state *s) { return sid_extra(p, s) + 2 * (p->k - p->first); }
 
-static const sid_matrix *at_element(const sid_plan *p, uint64_t at) {
+static const sid_matrix *at_element(const sid_plan *p, uint64_t offset) {
     const sid_matrix *m = sid_matrices(p);
     uint32_t lo = 0, hi = p->n_shapes;
     while (hi - lo > 1) {
         const uint32_t mid = lo + (hi - lo) / 2;
-        if (m[mid].start <= at)
+        if (m[mid].start <= offset)
             lo = mid;
         else
             hi = mid;
@@ -118,16 +118,16 @@ static const sid_matrix *at_element(const sid_plan *p, uint64_t at) {
     return m + lo;
 }
 
-/* Elements of one row, or of a tensor that travels as it is, from element `at` of the group on. */
+/* Elements of one row, or of a tensor that travels as it is, from element `offset` of the group on. */
 typedef struct piece {
     const sid_matrix *m;
     uint64_t row, col; /* row: of one that travels as it is, the element's place in it */
     uint32_t len;
 } piece;
 
-static piece piece_at(const sid_matrix *m, uint64_t at, uint32_t left) {
-    while (at - m->start >= m->len) m++;
-    piece x = {m, at - m->start, 0, left};
+static piece piece_at(const sid_matrix *m, uint64_t offset, uint32_t left) {
+    while (offset - m->start >= m->len) m++;
+    piece x = {m, offset - m->start, 0, left};
     uint64_t most = m->len - x.row;
     if (m->cols) {
         x.col = x.row % m->cols;
@@ -297,14 +297,14 @@ static void add_to_q(const sid_plan *p, const piece *e, const float *x, const fl
     if (m->rows > group && (at == m->len || row % group == 0)) pour(s->group, q, n);
 }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     const sid_plan *p = w->plan;
     const float s = 1.0f / (float)w->step->world;
     SID_LINE float *body = slice(w->payload), x[SID_TILE], c[POWER_RANK];
-    const sid_matrix *m = at_element(p, at);
+    const sid_matrix *m = at_element(p, offset);
     open_sums *sums = w->scratch;
     for (uint32_t pos = 0; pos < len;) {
-        const piece e = piece_at(m, at + pos, len - pos);
+        const piece e = piece_at(m, offset + pos, len - pos);
         m = e.m;
         if (m->cols) {
             p->simd->clamp(acc + pos, x, e.len, POWER_LARGEST);
@@ -322,9 +322,9 @@ static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
 
 /* In place of what the matrices' parts of a slice hold: that, times s. */
 static void scale(const sid_plan *p, float *x, uint64_t n, float s) {
-    for (uint64_t at = 0; at < n; at += 1u << 16) {
-        const uint32_t len = n - at < 1u << 16 ? (uint32_t)(n - at) : 1u << 16;
-        p->simd->scale(x + at, x + at, len, s);
+    for (uint64_t offset = 0; offset < n; offset += 1u << 16) {
+        const uint32_t len = n - offset < 1u << 16 ? (uint32_t)(n - offset) : 1u << 16;
+        p->simd->scale(x + offset, x + offset, len, s);
     }
 }
 
@@ -368,13 +368,13 @@ static sid_outcome finish(sid_pass *w) {
     return SID_DONE;
 }
 
-static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
     const sid_rule *rule = &s->rule;
     SID_LINE float x[SID_TILE], c[POWER_RANK];
     if (rule->scale == 0) return;
-    const sid_matrix *m = at_element(p, at);
+    const sid_matrix *m = at_element(p, offset);
     for (uint32_t pos = 0; pos < len;) {
-        const piece e = piece_at(m, at + pos, len - pos);
+        const piece e = piece_at(m, offset + pos, len - pos);
         m = e.m;
         if (m->cols) {
             row_of(sent_p(p, s) + m->kept, m, e.row, c);
@@ -397,14 +397,14 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     return linear_check((const sid_header *)(const void *)payload, p->k, err);
 }
 
-static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     float c[POWER_RANK];
     for (uint32_t r = 0; r < g->count; r++) {
         const float *body = slice(g->payloads + r * g->stride);
-        const sid_matrix *m = at_element(p, at);
+        const sid_matrix *m = at_element(p, offset);
         for (uint32_t pos = 0; pos < len;) {
-            const piece e = piece_at(m, at + pos, len - pos);
+            const piece e = piece_at(m, offset + pos, len - pos);
             m = e.m;
             if (m->cols) {
                 row_of(body + m->p, m, e.row, c);

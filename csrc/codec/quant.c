@@ -175,13 +175,13 @@ typedef union draws {
 } draws;
 
 /* The tile's random bits. NULL where none are drawn. */
-static const void *draw(const sid_plan *p, const quant_form *f, const sid_draw *d, uint64_t at, uint32_t len,
+static const void *draw(const sid_plan *p, const quant_form *f, const sid_draw *d, uint64_t offset, uint32_t len,
                         draws *to) {
     if (f->rounding == SID_ROUND_NEAREST) return NULL;
     if (f->rounding == SID_ROUND_DRAW16)
-        p->simd->draw16(d, at, len, to->half);
+        p->simd->draw16(d, offset, len, to->half);
     else
-        p->simd->draw32(d, at, len, to->word);
+        p->simd->draw32(d, offset, len, to->word);
     return to;
 }
 
@@ -191,36 +191,36 @@ static void begin(sid_pass *w) {
     if (w->passes == 1) memset(w->scratch, 0, totals_bytes(w->plan, f.block));
 }
 
-static void gather(const sid_pass *w, const quant_form *f, const float *acc, uint64_t at, uint32_t len) {
+static void gather(const sid_pass *w, const quant_form *f, const float *acc, uint64_t offset, uint32_t len) {
     const sid_simd *v = w->plan->simd;
     totals *t = w->scratch;
     const uint32_t key = f->norm == NORM_L2 ? 0 : v->max_key(acc, len);
     t->key = key > t->key ? key : t->key;
-    if (f->norm == NORM_L2) sid_sums_add(sums_of(w, SQUARES), at, v->sum_squares(acc, len));
+    if (f->norm == NORM_L2) sid_sums_add(sums_of(w, SQUARES), offset, v->sum_squares(acc, len));
     if (f->norm == NORM_CLIPPED) {
         double sum[2];
         v->two_moments(acc, len, sum);
-        sid_sums_add(sums_of(w, SQUARES), at, sum[0]);
-        sid_sums_add(sums_of(w, PLAIN), at, sum[1]);
+        sid_sums_add(sums_of(w, SQUARES), offset, sum[0]);
+        sid_sums_add(sums_of(w, PLAIN), offset, sum[1]);
     }
 }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     const sid_plan *p = w->plan;
     const quant_form f = quant_form_of(p);
     totals *t = w->scratch;
     if (!f.block && w->passes == 1) {
-        gather(w, &f, acc, at, len);
+        gather(w, &f, acc, offset, len);
         return;
     }
     draws room;
-    const void *d = draw(p, &f, &w->draw, at, len, &room);
-    SID_LINE uint8_t *body = w->payload + quant_codes_at(p->n, f.block) + at * f.bits / 8, buf[SID_MAX_TILE];
+    const void *d = draw(p, &f, &w->draw, offset, len, &room);
+    SID_LINE uint8_t *body = w->payload + quant_codes_at(p->n, f.block) + offset * f.bits / 8, buf[SID_MAX_TILE];
     uint8_t *code = f.bits == 8 ? body : buf;
     scale_list s;
     const sid_grid g = grid_of(p, &f, acc, len, t->scale, &s);
     if (f.block) {
-        memcpy(w->payload + SID_HEADER_BYTES + 4 * (at / f.block), s.scale, 4ull * s.count);
+        memcpy(w->payload + SID_HEADER_BYTES + 4 * (offset / f.block), s.scale, 4ull * s.count);
         for (uint32_t b = 0; b < s.count; b++) t->scale = s.scale[b] > t->scale ? s.scale[b] : t->scale;
     }
     if (f.bits == 2 && !f.block && f.rounding == SID_ROUND_DRAW16) { /* top is 1 */
@@ -255,11 +255,11 @@ static sid_outcome finish(sid_pass *w) {
 
 /* ---- what is kept -------------------------------------------------------------------------------------------- */
 
-static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
     const quant_form f = quant_form_of(p);
     draws room;
     if (s->rule.scale == 0) return;
-    const void *d = draw(p, &f, &s->draw, at, len, &room);
+    const void *d = draw(p, &f, &s->draw, offset, len, &room);
     scale_list of;
     const sid_grid g = grid_of(p, &f, acc, len, s->rule.scale, &of);
     p->simd->take_out(acc, len, &g, d);
@@ -307,7 +307,7 @@ enum {
     TOGETHER = 16
 }; /* payloads whose sum stays in registers */
 
-static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     const quant_form f = quant_form_of(p);
     sid_codes from[TOGETHER];
@@ -315,9 +315,9 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
         const uint32_t count = g->count - r < TOGETHER ? g->count - r : TOGETHER;
         for (uint32_t i = 0; i < count; i++) {
             const uint8_t *payload = g->payloads + (r + i) * g->stride;
-            from[i].code = payload + quant_codes_at(p->n, f.block) + at * f.bits / 8;
+            from[i].code = payload + quant_codes_at(p->n, f.block) + offset * f.bits / 8;
             from[i].scale =
-                f.block ? payload + SID_HEADER_BYTES + 4 * (at / f.block) : payload + offsetof(sid_header, scale);
+                f.block ? payload + SID_HEADER_BYTES + 4 * (offset / f.block) : payload + offsetof(sid_header, scale);
         }
         p->simd->add_codes(from, count, out, len, f.block, f.kind, f.bits);
     }

@@ -84,19 +84,19 @@ typedef struct block {
     uint16_t in[BLOCK + 64]; /* which of the block's elements, in the body's order */
 } block;
 
-static uint64_t entry_at(const sid_plan *p, uint64_t r, uint64_t at) {
-    return (uint64_t)(((wide)p->k * at + r) / p->n);
+static uint64_t entry_at(const sid_plan *p, uint64_t r, uint64_t offset) {
+    return (uint64_t)(((wide)p->k * offset + r) / p->n);
 }
 
-static void choose(const sid_plan *p, const sid_draw *d, uint64_t at, uint32_t len, block *b) {
-    uint32_t word[BLOCK / 2], offset[4];
+static void choose(const sid_plan *p, const sid_draw *d, uint64_t offset, uint32_t len, block *b) {
+    uint32_t word[BLOCK / 2], start[4];
     uint8_t taken[BLOCK] = {0}; /* bytes: of bits, one word's store would often hold up the next load */
-    sid_draw_block(d, OFFSET_AT, offset);
-    const uint64_t r = (uint64_t)(((wide)(offset[0] | (uint64_t)offset[1] << 32) * p->n) >> 64);
-    b->first = entry_at(p, r, at);
-    b->count = (uint32_t)(entry_at(p, r, at + len) - b->first);
+    sid_draw_block(d, OFFSET_AT, start);
+    const uint64_t r = (uint64_t)(((wide)(start[0] | (uint64_t)start[1] << 32) * p->n) >> 64);
+    b->first = entry_at(p, r, offset);
+    b->count = (uint32_t)(entry_at(p, r, offset + len) - b->first);
     const uint32_t rest = 2 * b->count > len, take = rest ? len - b->count : b->count;
-    p->simd->draw32(d, at, take, word);
+    p->simd->draw32(d, offset, take, word);
     for (uint32_t i = 0; i < take; i++) {
         const uint32_t j = len - take + i, t = (uint32_t)((uint64_t)word[i] * (j + 1) >> 32);
         const uint32_t one = t ^ ((t ^ j) & (0u - taken[t])); /* no branch to guess */
@@ -129,23 +129,23 @@ static float limit(const sid_plan *p, float s, float times) {
 }
 
 /* body = round(clamp(x) * s * times); x is changed */
-static void write_body(const sid_plan *p, float *x, float s, void *body, uint64_t at, uint32_t len) {
+static void write_body(const sid_plan *p, float *x, float s, void *body, uint64_t offset, uint32_t len) {
     const float times = multiplier(p);
     p->simd->clamp(x, x, len, limit(p, s, times));
     if (!is_half(p)) {
-        p->simd->scale(x, (float *)body + at, len, s * times);
+        p->simd->scale(x, (float *)body + offset, len, s * times);
         return;
     }
     p->simd->scale(x, x, len, s * times);
-    sid_store(p->simd, SID_F16, body, at, len, x);
+    sid_store(p->simd, SID_F16, body, offset, len, x);
 }
 
 static float divisor(const sid_pass *w) { return is_linear(w->plan) ? 1.0f / (float)w->step->world : 1.0f; }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     block b;
     float x[BLOCK];
-    choose(w->plan, &w->draw, at, len, &b);
+    choose(w->plan, &w->draw, offset, len, &b);
     take(&b, acc, x);
     write_body(w->plan, x, divisor(w), w->payload + SID_HEADER_BYTES, b.first, b.count);
 }
@@ -169,13 +169,13 @@ static sid_outcome finish(sid_pass *w) {
     return SID_DONE;
 }
 
-static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
     const sid_rule *rule = &s->rule;
     block b;
     float x[BLOCK], body[BLOCK];
     if (rule->scale == 0) return;
     for (uint32_t i = 0; i < len; i += 16) __builtin_prefetch(acc + i, 1); /* in order, while elements are drawn */
-    choose(p, &s->draw, at, len, &b);
+    choose(p, &s->draw, offset, len, &b);
     take(&b, acc, x);
     write_body(p, x, rule->scale, body, 0, b.count);
     p->simd->scale(sid_load(p->simd, body_dtype(p), body, 0, b.count, x), x, b.count, rule->inverse);
@@ -206,7 +206,7 @@ static void open_all(sid_gather *g) {
     if (is_linear(g->plan)) linear_open(g);
 }
 
-static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     const sid_dtype d = body_dtype(p);
     block b;
@@ -220,7 +220,7 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
             if (sid_key(*first) > SID_KEY_INF) /* some rank's gradient was not finite */
                 for (uint32_t i = 0; i < len; i++) out[i] = sid_bits_f32(0x7fc00000u);
         }
-        choose(p, &draw, at, len, &b);
+        choose(p, &draw, offset, len, &b);
         const float *x = sid_load(p->simd, d, body, b.first, b.count, buf);
         if (r == 0 && is_linear(p)) /* not 0 + x, which would lose the sign of -0 */
             for (uint32_t i = 0; i < b.count; i++) out[b.in[i]] = x[i];

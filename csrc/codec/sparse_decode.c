@@ -88,17 +88,17 @@ static uint32_t entries_below(const uint16_t *idx, uint32_t left, uint32_t end) 
     return lo;
 }
 
-/* Payload r's entries of elements at .. at + len, and the cursor past them. In `buf` where they are packed. */
-static const uint16_t *take_indices(sid_gather *g, uint32_t r, uint64_t at, uint32_t len, uint16_t *buf,
+/* Payload r's entries of elements offset .. offset + len, and the cursor past them. In `buf` where they are packed. */
+static const uint16_t *take_indices(sid_gather *g, uint32_t r, uint64_t offset, uint32_t len, uint16_t *buf,
                                     uint64_t *first, uint32_t *here) {
     const sid_plan *p = g->plan;
     const uint8_t *payload = g->payloads + r * g->stride;
-    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE);
+    const uint32_t base = (uint32_t)(offset % SID_WIRE_TILE);
     sid_cursor *c = &g->cursor[r];
-    if (base == 0) c->left = ((const uint32_t *)(const void *)(payload + SID_HEADER_BYTES))[at / SID_WIRE_TILE];
+    if (base == 0) c->left = ((const uint32_t *)(const void *)(payload + SID_HEADER_BYTES))[offset / SID_WIRE_TILE];
     const uint16_t *idx = (const uint16_t *)(const void *)(payload + sid_sparse_index_at(p->n)) + c->pos;
     if (sparse_packed(p)) idx = buf;
-    *here = sparse_packed(p) ? packed_read(p, payload, c->pos, at, c->left, base + len, buf)
+    *here = sparse_packed(p) ? packed_read(p, payload, c->pos, offset, c->left, base + len, buf)
                              : entries_below(idx, c->left, base + len);
     *first = c->pos;
     c->pos += *here;
@@ -143,16 +143,16 @@ static void add_levels(float *out, const uint16_t *idx, uint32_t base, const uin
     if (i < n) out[idx[i] - base] += value[*code & 15];
 }
 
-void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+void sparse_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     const uint64_t at_val = sparse_value_at(p);
-    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE), values = sparse_values_of(p);
+    const uint32_t base = (uint32_t)(offset % SID_WIRE_TILE), values = sparse_values_of(p);
     SID_LINE uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
         const uint8_t *val = g->payloads + r * g->stride + at_val;
         uint64_t first;
         uint32_t here;
-        const uint16_t *idx = take_indices(g, r, at, len, buf, &first, &here);
+        const uint16_t *idx = take_indices(g, r, offset, len, buf, &first, &here);
         if (values == SID_VALUES_F32)
             add_at(out, idx, base, (const float *)(const void *)val + first, here);
         else if (values == SID_VALUES_F16) {
@@ -171,14 +171,14 @@ void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     }
 }
 
-void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
-    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE);
+void sparse_mean_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
+    const uint32_t base = (uint32_t)(offset % SID_WIRE_TILE);
     SID_LINE uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
         const float mean = ((const sid_header *)(const void *)(g->payloads + r * g->stride))->scale;
         uint64_t first;
         uint32_t here;
-        const uint16_t *idx = take_indices(g, r, at, len, buf, &first, &here);
+        const uint16_t *idx = take_indices(g, r, offset, len, buf, &first, &here);
         for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += mean;
     }
 }

@@ -73,14 +73,14 @@ static void begin(sid_pass *w) {
         t->shared = shared_of(w->payload);
 }
 
-static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t at, uint32_t len, float own,
+static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t offset, uint32_t len, float own,
                     float shared, uint8_t *code) {
     SID_LINE uint16_t draws[SID_TILE];
     SID_LINE float x[SID_TILE];
     const float inverse = shared > 0 ? 1.0f / shared : 0.0f;
     const quant_form form = ternary_form();
     const sid_grid g = {form.kind, form.rounding, form.top, 0, &shared, &inverse};
-    p->simd->draw16(d, at, len, draws);
+    p->simd->draw16(d, offset, len, draws);
     if (own < shared) { /* else the grid ends where this rank clips */
         p->simd->clamp(acc, x, len, own);
         acc = x;
@@ -88,20 +88,20 @@ static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint
     p->simd->quantise(acc, len, &g, draws, code);
 }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     const sid_plan *p = w->plan;
     totals *t = w->scratch;
     if (w->reduction) {
         if (t->shared == t->shared)
-            ternary(p, &w->draw, acc, at, len, t->own, t->shared, w->payload + TERN_CODES_AT + at);
+            ternary(p, &w->draw, acc, offset, len, t->own, t->shared, w->payload + TERN_CODES_AT + offset);
         return;
     }
     const uint32_t key = p->simd->max_key(acc, len);
     double sum[2];
     p->simd->two_moments(acc, len, sum);
     t->key = key > t->key ? key : t->key;
-    sid_sums_add(sums_of(w, 0), at, sum[0]);
-    sid_sums_add(sums_of(w, 1), at, sum[1]);
+    sid_sums_add(sums_of(w, 0), offset, sum[0]);
+    sid_sums_add(sums_of(w, 1), offset, sum[1]);
 }
 
 static sid_outcome finish(sid_pass *w) {
@@ -136,12 +136,12 @@ static sid_outcome finish(sid_pass *w) {
 /* ---- what is kept -------------------------------------------------------------------------------------------- */
 
 /* rule->scale is what the codes were times, rule->inverse where acc was clipped. */
-static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
     const float minus = -s->rule.scale;
     SID_LINE uint8_t code[SID_TILE];
     const sid_codes sent = {code, (const uint8_t *)&minus};
     if (minus == 0) return;
-    ternary(p, &s->draw, acc, at, len, s->rule.inverse, s->rule.scale, code);
+    ternary(p, &s->draw, acc, offset, len, s->rule.inverse, s->rule.scale, code);
     p->simd->add_codes(&sent, 1, acc, len, 0, SID_GRID_INTEGERS, 8);
 }
 
@@ -165,9 +165,10 @@ static void open_units(sid_gather *g) {
     }
 }
 
-static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     for (uint32_t r = 0; r < g->count; r++) {
-        const sid_codes from = {g->payloads + r * g->stride + TERN_CODES_AT + at, (const uint8_t *)&g->cursor[r].left};
+        const sid_codes from = {g->payloads + r * g->stride + TERN_CODES_AT + offset,
+                                (const uint8_t *)&g->cursor[r].left};
         g->plan->simd->add_codes(&from, 1, out, len, 0, SID_GRID_INTEGERS, 8);
     }
 }
