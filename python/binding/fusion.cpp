@@ -14,6 +14,25 @@ void check(sid_fuse_status s, const sid_fuse_error &err) {
     if (s != SID_FUSE_OK) fail(SID_E_ARG, err.text);
 }
 
+const sid_algorithm &find_algorithm(const string &name) {
+    std::vector<string> valid;
+    for (uint32_t i = 0; const sid_algorithm *a = sid_algorithm_at(i); i++) {
+        if (name == a->name) return *a;
+        valid.emplace_back(a->name);
+    }
+    fail(SID_E_ARG, "unknown algorithm '" + name + "'; there are: " + joined(valid));
+}
+
+void need_option(const sid_algorithm &a, const string &name) {
+    if (name == "seed_ends" || name == "seed_methods") return;
+    std::vector<string> valid;
+    for (uint32_t i = 0; i < a.n_options; i++) {
+        if (name == a.options[i].name) return;
+        valid.emplace_back(a.options[i].name);
+    }
+    fail(SID_E_ARG, string(a.name) + " has no option '" + name + "'; it has: " + joined(valid));
+}
+
 class Instance {
   public:
     using Knots = std::vector<std::pair<int64_t, int64_t>>;
@@ -64,6 +83,7 @@ class Instance {
     Instance &operator=(const Instance &) = delete;
 
     py::dict fuse(const string &algorithm, const py::dict &options) const {
+        const sid_algorithm &chosen = find_algorithm(algorithm);
         std::vector<string> names; // keeps the settings' names alive
         std::vector<sid_fuse_setting> settings;
         std::vector<uint32_t> seed_ends;
@@ -72,6 +92,7 @@ class Instance {
         for (const auto &[key, value] : options) {
             names.push_back(py::str(key));
             const string &name = names.back();
+            need_option(chosen, name);
             try {
                 if (name == "seed_ends")
                     seed_ends = py::cast<std::vector<uint32_t>>(value);

@@ -30,7 +30,7 @@ template <size_t N> int value_of(const Name (&names)[N], const string &name, con
         if (name == n.name) return n.value;
         valid.emplace_back(n.name);
     }
-    fail(SID_E_ARG, string("unknown ") + what + " '" + name + "'; one of: " + joined(valid));
+    fail(SID_E_ARG, string("unknown ") + what + " '" + name + "'; there are: " + joined(valid));
 }
 
 template <size_t N> string name_of(const Name (&names)[N], int value) {
@@ -145,7 +145,7 @@ const sid_info &find(const sid_info *(*at)(uint32_t), const string &name, const 
         if (name == c->name) return *c;
         valid.emplace_back(c->name);
     }
-    fail(SID_E_PARAM, string("unknown ") + what + " '" + name + "'; one of: " + joined(valid));
+    fail(SID_E_PARAM, string("unknown ") + what + " '" + name + "'; there are: " + joined(valid));
 }
 
 Settings::Settings(const std::vector<const sid_info *> &from, const py::dict &settings) {

@@ -65,7 +65,7 @@ def test_versions(version: int, good: bool) -> None:
         if good:
             assert _core.Nccl(str(fake_nccl.build())).version == version
         else:
-            with pytest.raises(_core.UnsupportedError, match=rf"is NCCL {version}; 2\.14 \(21400\) or later"):
+            with pytest.raises(_core.UnsupportedError, match=rf"is NCCL {version}: 2\.14 \(21400\) or later"):
                 _core.Nccl(str(fake_nccl.build()))
 
 
