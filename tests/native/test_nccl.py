@@ -54,7 +54,7 @@ def test_library_that_is_another_one() -> None:
     other = ctypes.util.find_library("m")
     assert other
     with pytest.raises(
-        _core.UnsupportedError, match=rf"{re.escape(other)} has no function ncclGetVersion: give the path of NCCL"
+        _core.UnsupportedError, match=rf"{re.escape(other)} has no function ncclGetVersion: give the path"
     ):
         _core.Nccl(other)
 
