@@ -579,7 +579,7 @@ def test_without_a_library() -> None:
     assert "NCCL cannot be loaded: /no/libnccl.so.2" in text1 and "SIDCOMP_NCCL" in text1
     assert name0 == "RankError" and "rank 1 could not form its groups" in text0 and "/no/libnccl" in text0
     for name, text in run(refused, 2, "old library"):
-        assert name == "UnsupportedError" and "is NCCL 21212; 2.14 (21400) or later is needed" in text
+        assert name == "UnsupportedError" and "is NCCL 21212: 2.14 (21400) or later is needed" in text
 
 
 @emulated
