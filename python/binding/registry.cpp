@@ -18,10 +18,17 @@ constexpr Name dtypes[] = {{"float32", SID_F32}, {"float16", SID_F16}, {"bfloat1
 constexpr Name bodies[] = {{"float32", SID_F32}, {"float16", SID_F16}, {"bfloat16", SID_BF16}, {"int8", SID_I8}};
 constexpr Name isas[] = {
     {"auto", SID_ISA_AUTO}, {"base", SID_ISA_BASE}, {"avx2", SID_ISA_AVX2}, {"avx512", SID_ISA_AVX512}};
-constexpr Name traits[] = {
-    {"linear", SID_LINEAR}, {"lossless", SID_LOSSLESS}, {"stochastic", SID_STOCHASTIC},    {"unbiased", SID_UNBIASED},
-    {"sparse", SID_SPARSE}, {"feedback", SID_FEEDBACK}, {"momentum", SID_MOMENTUM},        {"vote", SID_VOTE},
-    {"shaped", SID_SHAPED}, {"signs", SID_SIGNS},       {"reductions", SID_SEVERAL_REDUCTIONS}};
+constexpr Name traits[] = {{"linear", SID_LINEAR},
+                           {"lossless", SID_LOSSLESS},
+                           {"stochastic", SID_STOCHASTIC},
+                           {"unbiased", SID_UNBIASED},
+                           {"sparse", SID_SPARSE},
+                           {"feedback", SID_FEEDBACK},
+                           {"momentum", SID_MOMENTUM},
+                           {"vote", SID_VOTE},
+                           {"shaped", SID_SHAPED},
+                           {"signs", SID_SIGNS},
+                           {"reductions", SID_SEVERAL_REDUCTIONS}};
 constexpr const char *kinds[] = {"real", "int", "choice"};
 
 template <size_t N> int value_of(const Name (&names)[N], const string &name, const char *what) {
