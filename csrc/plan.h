@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 enum {
-    SID_MAX_PARAMS = 12,
+    SID_MAX_PARAMS = 16,
     SID_DERIVED_WORDS = 8
 };
 #define SID_MAX_N (1ull << 40)

@@ -33,6 +33,12 @@ SID_HD uint32_t sid_from_last(uint32_t last, uint32_t spread, uint32_t none) {
     return spread && last > spread ? last - spread : none;
 }
 
+/* If fewer elements pass a threshold, the k largest are sent: else a fit that nothing passes might send nothing for ever. */
+SID_HD uint64_t sid_floor_count(double floor, uint64_t k) {
+    const double least = ceil(floor * (double)k);
+    return least > 1 ? (uint64_t)least : 1;
+}
+
 /* Whether float lanes hold a unit's sum of squares. 2^-90: elements that matter have squares that are no denormals. */
 SID_HD int sid_held(float size, float squares) {
     return sid_key(size) < SID_KEY_INF && sid_key(squares) < SID_KEY_INF && (squares >= 0x1p-90f || !(size > 0));

@@ -2,7 +2,8 @@
  * baseline: a normal distribution fitted to x, and a few corrections.
  *     t = mean + z * std      z: a standard normal variable exceeds it with probability delta / 2, delta = k/n
  *     up to `rounds` times: count |x| >= t; below 2k/3: t = t / 2; above 4k/3: t = 1.5 t; else done
- * The threshold of the last count is used, whatever it was; what does not fit the payload is kept. The paper prints the
+ * The threshold of the last count is used, whatever it was; what does not fit the payload is kept. Where fewer than `floor`
+ * of k pass, the k largest are sent: beside a residual a fit may let nothing pass for ever. The paper prints the
  * percentile 1 - delta of x, which on both sides of 0 would let pass twice as many; its published code has 1 - delta / 2,
  * as SIDCo's lemma 1, and three corrections. The standard deviation is that of n, not n - 1; a threshold below 0 is 0.
  *
@@ -16,7 +17,8 @@
 
 enum {
     ROUNDS = SPARSE_PARAMS,
-    CAPACITY
+    CAPACITY,
+    FLOOR
 };
 enum {
     LAST,
@@ -40,6 +42,7 @@ static const sid_param params[] = {
      .max = 1e6,
      .unit = "times k",
      .doc = "Capacity of the payload. If more elements pass, the largest are sent and the rest stays in the memory."},
+    SPARSE_FLOOR_ROW,
 };
 
 /* Rows of running sums. */
@@ -143,6 +146,12 @@ static sid_outcome finish(sid_pass *w) {
         if (last || (3 * found >= 2 * p->k && 3 * found <= 4 * p->k)) break;
         o->threshold *= 3 * found < 2 * p->k ? 0.5 : 1.5;
     }
+    const int few = found < sid_floor_count(p->codec_param[FLOOR], p->k);
+    if (few && s->count < p->k) {
+        o->probe = key;
+        o->low = 0;
+        return SID_AGAIN;
+    }
     w->stats.found = found;
 
     const uint64_t rank = wanted(p) < s->count ? wanted(p) : s->count;
@@ -152,7 +161,10 @@ static sid_outcome finish(sid_pass *w) {
         from = pick.key < key ? pick.key : key;
     }
     sid_learn_key(c + LAST, c + SPREAD, from);
-    if (found > p->cap) {
+    if (few) {
+        const sparse_pick pick = sparse_select(w, p->k, 0, 0);
+        sparse_emit(w, pick, p->k - pick.above, 0);
+    } else if (found > p->cap) {
         const sparse_pick pick = sparse_select(w, p->cap, 0, 0);
         sparse_emit(w, pick, p->cap - pick.above, SID_FLAG_RAISED);
     } else

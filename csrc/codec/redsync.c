@@ -12,7 +12,7 @@
  *     taken here. Whatever it tries, the k largest are the k largest: this codec's choice is then topk's.
  *   - Algorithm 3 sets the bounds of the ratio to thresholds, and goes down where nnz < k/2: between k/2 and k it would go
  *     up, away from k. Meant are the ratio and k. Where no threshold above the mean has k elements beyond it, the search
- *     ends with fewer than k, as printed.
+ *     ends with fewer than k, as printed. Where fewer than `floor` of k pass, the k largest are sent instead.
  *   - Algorithm 5 never advances its counter of steps. Meant is a search in one step of five.
  *   - For the quantised form the listing has no formulas. Mean and max are of all elements, the other sign as 0.
  * The sizes that choose between methods (128 KB, 4 MB), and the output layer that is not quantised, are a policy.
@@ -77,6 +77,7 @@ static const sid_param params[] = {
      .max = REDSYNC_LONGEST,
      .unit = "steps",
      .doc = "Number of steps for which a threshold of the binary search is used (section 5.2.2: 5)."},
+    SPARSE_FLOOR_ROW,
 };
 
 /* Persists over the passes of one encode. */
@@ -195,9 +196,17 @@ static sid_outcome finish(sid_pass *w) {
     if (!binary(p)) return trimmed(w);
     if (!o->settled && !search(w)) return again(w, redsync_least(&o->rule));
     if (!sparse_reach(w, &o->probe, o->key, &found)) return again(w, sparse_again(w, o->key));
+    const sparse_work *s = sparse_of(w);
+    const uint64_t some = s->count < o->rule.k ? s->count : o->rule.k; /* one sign may have fewer */
+    const int few = found < o->rule.floor;
+    if (few && some < o->rule.k && s->low > redsync_least(&o->rule)) return again(w, redsync_least(&o->rule));
     w->stats.found = found;
     redsync_age(&o->rule, w->state->codec);
-    if (found > p->cap) {
+    if (few && found < some) {
+        const sparse_pick pick = sparse_select(w, some, o->key, 0);
+        redsync_lowered(w->state->codec, negative(w), pick.key);
+        sparse_emit(w, pick, some - pick.above, 0);
+    } else if (found > p->cap) {
         const sparse_pick pick = sparse_select(w, p->cap, o->key, 0);
         sparse_emit(w, pick, p->cap - pick.above, SID_FLAG_RAISED);
     } else

@@ -9,7 +9,8 @@ enum { /* parameters, after those of every sparse codec */
     REDSYNC_QUANTISED,
     REDSYNC_TRIM,
     REDSYNC_EPSILON,
-    REDSYNC_INTERVAL
+    REDSYNC_INTERVAL,
+    REDSYNC_FLOOR
 };
 enum {
     REDSYNC_LONGEST = 10000 /* steps: REDSYNC_INTERVAL's most */
@@ -29,7 +30,7 @@ enum {
 };
 
 typedef struct redsync_rule {
-    uint64_t n, k;
+    uint64_t n, k, floor; /* floor: of the binary search; if fewer elements pass, the k largest are sent */
     double trim, epsilon, interval;
     uint32_t binary, quantised;
 } redsync_rule;
@@ -38,6 +39,7 @@ static inline redsync_rule redsync_rule_of(const sid_plan *p) {
     const double *a = p->codec_param;
     const redsync_rule r = {p->n,
                             p->k,
+                            sid_floor_count(a[REDSYNC_FLOOR], p->k),
                             a[REDSYNC_TRIM],
                             a[REDSYNC_EPSILON],
                             a[REDSYNC_INTERVAL],
@@ -62,6 +64,12 @@ SID_HD int redsync_reuses(const redsync_rule *r, const uint64_t *words) {
 SID_HD void redsync_age(const redsync_rule *r, uint64_t *words) {
     const uint64_t age = words[REDSYNC_AGE] + 1;
     if (!r->quantised) words[REDSYNC_AGE] = (double)age < r->interval ? age : 0;
+}
+
+/* The threshold let too few elements pass, and those down to `key` are sent: the next step searches for a new one. */
+SID_HD void redsync_lowered(uint64_t *words, int negative, uint32_t key) {
+    redsync_statistics(words, negative)[REDSYNC_LAST] = key;
+    words[REDSYNC_AGE] = 0;
 }
 
 /* Trials of Algorithm 2 until the k-th largest magnitude exceeds the threshold, or all of acc is taken. `sum` of magnitudes;

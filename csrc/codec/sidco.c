@@ -1,11 +1,13 @@
 /* SIDCo (Abdelmoniem et al. 2021), Algorithm 1: a threshold fitted in stages. With eta_0 = 0 and over all x at first,
  *     eta_m = eta_(m-1) + F^-1(1 - delta_m)     F fitted to |x| - eta_(m-1) over |x| > eta_(m-1)
- * with delta_m = delta_1 for all stages but the last, whose ratio makes the product delta = k/n. All |x| >= eta_M are
- * sent, up to the payload's capacity. With mean mu and variance s2 of what is fitted, and L = log(1 / delta_m), F^-1 is
+ * whose ratios have the product delta = k/n. Section 4.1 says of them only that delta_1 = 0.25. `ratios = even` gives the
+ * stages after the first the same ratio, (delta/delta_1)^(1/(M-1)), as the authors' release does; `repeated` gives
+ * delta_1 to all but the last, which then is the ratio that is left. All |x| >= eta_M are sent, up to the payload's
+ * capacity. With mean mu and variance s2 of what is fitted, and L = log(1 / delta_m), F^-1 is
  *     exponential            mu L                                                     equations 6, 10, 11
  *     generalised Pareto     b (e^(a L) - 1) / a                                      equations 7 to 9, 28, 29
  *                            a = (1 - mu^2/s2) / 2, b = mu (mu^2/s2 + 1) / 2
- *     gamma (first stage)    b (L - log Gamma(a)), b = mu / a                         equations 15, 16
+ *     gamma (first stage)    b P^-1(a, 1 - delta_m), or b (L - log Gamma(a)), b = mu / a    equations 14, 15, 16
  *                            a = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s), s = log mu - mean(log |x|)
  * sidco-e is exponential in all stages, sidco-p Pareto in all, sidco-gp gamma and then Pareto (section 2.4).
  *
@@ -19,6 +21,9 @@
  * Algorithm 1 takes a stage away where too many elements pass. At one stage that is the end: a tail heavier than the
  * distribution fitted lets too many pass for good (20 times k was seen), where more stages would fit it. `adapt = turning`
  * moves on in one direction while the average comes nearer to k, and turns where it does not or no stage is left.
+ *
+ * Equal magnitudes, and those that a residual has cut off at the last thresholds, may pass no threshold of the paper's, in
+ * this step or in any later one. Where fewer than `floor` of k pass, the k largest are sent.
  *
  * Where moments make no sense: no variance is the limit a -> -inf, eta_m = eta_(m-1) + mu, at which equal magnitudes
  * pass. No element beyond eta_(m-1): eta_m = eta_(m-1). log 0: zeros are set apart; the gamma is fitted to the others,
@@ -61,6 +66,7 @@ static const sid_bound bounds[] = {
 };
 _Static_assert(sizeof bounds / sizeof *bounds == SIDCO_STEP + SIDCO_STAGES, "a bound for each word");
 
+static const char *const ratio_names[] = {"repeated", "even", NULL};
 static const char *const adapt_names[] = {"printed", "turning", NULL};
 #define SIDCO_PARAM_ROWS                                                                                               \
     SPARSE_PARAM_ROWS,                                                                                                 \
@@ -70,14 +76,21 @@ static const char *const adapt_names[] = {"printed", "turning", NULL};
          .min = .01,                                                                                                   \
          .max = .99,                                                                                                   \
          .unit = "",                                                                                                   \
-         .doc = "delta_1: ratio of every stage but the last (section 4.1: 0.25)."},                                    \
-        {.name = "epsilon",                                                                                            \
+         .doc = "delta_1: ratio of the first stage (section 4.1: 0.25)."},                                             \
+        {.name = "epsilon_H",                                                                                          \
+         .kind = SID_REAL,                                                                                             \
+         .dflt = .2,                                                                                                   \
+         .min = 0,                                                                                                     \
+         .max = 1e6,                                                                                                   \
+         .unit = "",                                                                                                   \
+         .doc = "Tolerated excess of the achieved ratio (section 4.1: 20 %)."},                                        \
+        {.name = "epsilon_L",                                                                                          \
          .kind = SID_REAL,                                                                                             \
          .dflt = .2,                                                                                                   \
          .min = 0,                                                                                                     \
          .max = .99,                                                                                                   \
          .unit = "",                                                                                                   \
-         .doc = "Tolerated error of the achieved ratio, epsilon_H = epsilon_L (section 4.1: 20 %)."},                  \
+         .doc = "Tolerated shortfall of the achieved ratio (section 4.1: 20 %)."},                                     \
         {.name = "Q",                                                                                                  \
          .kind = SID_INT,                                                                                              \
          .dflt = 5,                                                                                                    \
@@ -91,7 +104,8 @@ static const char *const adapt_names[] = {"printed", "turning", NULL};
          .min = 1,                                                                                                     \
          .max = SIDCO_STAGES,                                                                                          \
          .unit = "",                                                                                                   \
-         .doc = "M_max of Algorithm 1, limited so that the ratio of the last stage stays below 1."},                   \
+         .doc = "M_max of Algorithm 1. ratios=even uses up to log2(1/density) stages, ratios=repeated as many as "     \
+                "leave the last one a ratio below 1."},                                                                \
         {.name = "capacity",                                                                                           \
          .kind = SID_REAL,                                                                                             \
          .dflt = 1.25,                                                                                                 \
@@ -100,18 +114,29 @@ static const char *const adapt_names[] = {"printed", "turning", NULL};
          .unit = "times k",                                                                                            \
          .doc = "Capacity of the payload. If more elements pass, the largest are sent and the rest stays in the "      \
                 "memory."},                                                                                            \
+        {.name = "ratios",                                                                                             \
+         .kind = SID_CHOICE,                                                                                           \
+         .dflt = 1,                                                                                                    \
+         .min = 0,                                                                                                     \
+         .max = 1,                                                                                                     \
+         .unit = "",                                                                                                   \
+         .choices = ratio_names,                                                                                       \
+         .doc = "Ratios of the stages after the first. even: all the same. repeated: delta_1 for all but the last, "   \
+                "which gets the rest."},                                                                               \
         {.name = "adapt",                                                                                              \
          .kind = SID_CHOICE,                                                                                           \
-         .dflt = 0,                                                                                                    \
+         .dflt = 1,                                                                                                    \
          .min = 0,                                                                                                     \
          .max = 1,                                                                                                     \
          .unit = "",                                                                                                   \
          .choices = adapt_names,                                                                                       \
          .doc = "How the number of stages adapts. printed: as in Algorithm 1, fewer stages if too many elements "      \
-                "pass. turning: the direction changes if that made it worse."}
+                "pass. turning: the direction changes if that made it worse."},                                        \
+        SPARSE_FLOOR_ROW
 
 static const sid_param params[] = {SIDCO_PARAM_ROWS};
 static const char *const shape_names[] = {"closed", "mle", NULL};
+static const char *const quantile_names[] = {"bound", "exact", NULL};
 static const sid_param gamma_params[] = {
     SIDCO_PARAM_ROWS,
     {.name = "shape",
@@ -122,6 +147,14 @@ static const sid_param gamma_params[] = {
      .unit = "",
      .choices = shape_names,
      .doc = "Estimate of the gamma's shape: closed form (equation 16), or maximum likelihood (equation 26)."},
+    {.name = "quantile",
+     .kind = SID_CHOICE,
+     .dflt = 1,
+     .min = 0,
+     .max = 1,
+     .unit = "",
+     .choices = quantile_names,
+     .doc = "Quantile of the fitted gamma distribution. exact: equation 14. bound: equation 15, which lies above it."},
 };
 
 /* Which distribution is fitted. */
@@ -310,8 +343,7 @@ static sid_outcome finish(sid_pass *w, const family *f) {
         o->squares[i] = total(w, OF_PROBES + 2 * i + 1);
     }
     const sidco_rule rule = sidco_rule_of(p, f->squares);
-    const double inner = sidco_log_inverse_ratio(&rule, 2, 0),
-                 last = sidco_log_inverse_ratio(&rule, o->stages, o->stages - 1);
+    const double last = sidco_log_inverse_ratio(&rule, o->stages, o->stages - 1);
     for (; o->known < o->stages; o->known++) {
         const uint32_t m = o->known;
         const double from = m ? o->eta[m - 1] : 0;
@@ -323,6 +355,7 @@ static sid_outcome finish(sid_pass *w, const family *f) {
             return SID_AGAIN;
         }
         if (m) o->beyond[m - 1] = t.count;
+        const double inner = sidco_log_inverse_inner(&rule, o->stages, m);
         const double step = m ? f->later(&t, from, inner) : f->first(&rule, &t, inner);
         const double used = m + 1 < o->stages ? step : m ? f->later(&t, from, last) : f->first(&rule, &t, last);
         const double little = 0x1p-5 * o->all.sum / (double)p->n; /* the gamma's terms nearly cancel */
@@ -343,11 +376,19 @@ static sid_outcome finish(sid_pass *w, const family *f) {
     else
         return again(o, key, s->compacted ? s->low - 1 : key);
 
+    const int few = found < rule.floor;
+    sparse_pick pick = {key, 0, 0};
+    if (few) {
+        if (s->count < p->k) return again(o, key, 0);
+        pick = sparse_select(w, p->k, (uint32_t)w->state->codec[SIDCO_LAST], (uint32_t)w->state->codec[SIDCO_SPREAD]);
+    }
     w->stats.found = found;
     w->stats.stages = o->stages;
-    sidco_learn(&rule, w->state->codec, o->stages, key, o->step, o->beyond, found);
-    if (found > p->cap) {
-        const sparse_pick pick = sparse_select(w, p->cap, 0, 0);
+    sidco_learn(&rule, w->state->codec, o->stages, pick.key, o->step, o->beyond, found);
+    if (few)
+        sparse_emit(w, pick, p->k - pick.above, 0);
+    else if (found > p->cap) {
+        pick = sparse_select(w, p->cap, 0, 0);
         sparse_emit(w, pick, p->cap - pick.above, SID_FLAG_RAISED);
     } else
         sparse_emit_from(w, key, 0);

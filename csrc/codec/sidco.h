@@ -17,12 +17,16 @@ enum {
 #define SIDCO_TOLERANCE_P 3e-4
 enum { /* parameters, after those of every sparse codec */
     SIDCO_DELTA1 = 3,
-    SIDCO_EPSILON,
+    SIDCO_EPSILON_H,
+    SIDCO_EPSILON_L,
     SIDCO_Q,
     SIDCO_MAX_STAGES,
     SIDCO_CAPACITY,
+    SIDCO_RATIOS,
     SIDCO_ADAPT,
-    SIDCO_SHAPE /* of sidco-gp */
+    SIDCO_FLOOR,
+    SIDCO_SHAPE, /* the last two of sidco-gp */
+    SIDCO_QUANTILE
 };
 /* words of state->codec: stages for the next step and of the last one, steps and counts since the last adaptation, the
  * last key and its spread, the last adaptation's direction (0: none, 1: up, 2: down) and deviation, how far each stage of
@@ -49,11 +53,13 @@ typedef struct sidco_tail {
 
 /* The plan, as far as this needs it. */
 typedef struct sidco_rule {
-    uint64_t n, k, room, cheap; /* cheap: so many candidates cost less than a pair of probes */
-    double delta1, epsilon, q;
-    double tolerance;       /* SIDCO_TOLERANCE_E or P */
-    uint32_t limit;         /* most stages that leave the last one a ratio below 1 */
-    int turning, likeliest; /* adapt, shape */
+    uint64_t n, k, room, cheap;         /* cheap: so many candidates cost less than a pair of probes */
+    double delta, delta1, high, low, q; /* high, low: the tolerances epsilon_H and epsilon_L */
+    double tolerance;                   /* SIDCO_TOLERANCE_E or P */
+    uint64_t floor;                     /* if fewer elements pass, the k largest are sent */
+    uint32_t limit;                     /* most stages */
+    int even, turning;                  /* ratios, adapt */
+    int likeliest, exact;               /* shape, quantile */
 } sidco_rule;
 
 /* squares: probes sum squares too. */
@@ -65,13 +71,21 @@ static inline sidco_rule sidco_rule_of(const sid_plan *p, int squares) {
     r.room = p->room;
     r.cheap = squares ? p->n / 8 : p->n / 32;
     r.tolerance = squares ? SIDCO_TOLERANCE_P : SIDCO_TOLERANCE_E;
+    r.delta = delta;
     r.delta1 = a[SIDCO_DELTA1];
-    r.epsilon = a[SIDCO_EPSILON];
+    r.high = a[SIDCO_EPSILON_H];
+    r.low = a[SIDCO_EPSILON_L];
     r.q = a[SIDCO_Q];
-    r.limit = 1;
-    for (double d = r.delta1; r.limit < (uint32_t)a[SIDCO_MAX_STAGES] && d > delta; d *= r.delta1) r.limit++;
+    r.floor = sid_floor_count(a[SIDCO_FLOOR], p->k);
+    r.even = a[SIDCO_RATIOS] > 0;
     r.turning = a[SIDCO_ADAPT] > 0;
     r.likeliest = a[SIDCO_SHAPE] > 0; /* 0 where there is no such parameter */
+    r.exact = a[SIDCO_QUANTILE] > 0;
+    /* even: up to ceil(log2(1 / delta)) stages; else as many as leave the last one a ratio below 1 */
+    const double each = r.even ? 0.5 : r.delta1;
+    r.limit = 1;
+    if (r.delta1 > delta)
+        for (double d = each; r.limit < (uint32_t)a[SIDCO_MAX_STAGES] && d > delta; d *= each) r.limit++;
     return r;
 }
 
@@ -94,6 +108,19 @@ SID_HD double sidco_last_share(const uint64_t *c, uint32_t m) {
     return (double)sid_bits_f32((uint32_t)(c[SIDCO_STEP + m] >> 32));
 }
 
+/* log of one over the ratio of stage m of so many; the ratios' product is delta. */
+SID_HD double sidco_log_inverse_ratio(const sidco_rule *p, uint32_t stages, uint32_t m) {
+    double ratio = p->delta;
+    if (p->even && m) return sid_log(p->delta1 / p->delta) / (stages - 1);
+    if (m + 1 < stages) return sid_log(1 / p->delta1);
+    while (m--) ratio /= p->delta1;
+    return sid_log(1 / ratio);
+}
+/* The same if it is not the last stage. */
+SID_HD double sidco_log_inverse_inner(const sidco_rule *p, uint32_t stages, uint32_t m) {
+    return p->even && m ? sidco_log_inverse_ratio(p, stages, m) : sid_log(1 / p->delta1);
+}
+
 SID_HD void sidco_begin(const sidco_rule *p, const uint64_t *c, sidco_start *o) {
     const uint32_t new_stages = 1 << 22; /* spread of the key where the number of stages has changed: half an octave */
     const uint32_t wanted = c[SIDCO_AT_STAGES] ? (uint32_t)c[SIDCO_AT_STAGES] : 1;
@@ -106,18 +133,24 @@ SID_HD void sidco_begin(const sidco_rule *p, const uint64_t *c, sidco_start *o) 
     o->probes = 0;
     const float moved = sid_bits_f32((uint32_t)(c[SIDCO_SPREAD] >> 32));
     double eta = 0, ratio = 1;
-    for (uint32_t m = 0; m + 1 < o->stages && m < c[SIDCO_AT_USED]; m++) {
-        const double step = sidco_last_step(c, m);
+    const uint32_t used = (uint32_t)c[SIDCO_AT_USED];
+    const int changed = p->even && used != o->stages; /* then the stages after the first have other ratios */
+    for (uint32_t m = 0; m + 1 < o->stages && m < used; m++) {
+        const double inner = sidco_log_inverse_inner(p, o->stages, m);
+        const double was = changed && m ? sidco_log_inverse_inner(p, used, m) : inner;
+        const double step = sidco_last_step(c, m) * (inner / was);
         if (!(step > 0)) continue; /* a stage at 0 needs no probe */
         eta += moved > 0 ? step * (double)moved : step;
-        ratio *= p->delta1;
-        const double share = sidco_last_share(c, m), beyond = (share > 0 ? share : ratio) * (double)p->n;
-        const double next = m + 1 < c[SIDCO_AT_USED] ? sidco_last_step(c, m + 1) : step;
+        ratio *= p->even && m ? sid_exp(-inner) : p->delta1;
+        const double share = changed && m ? 0 : sidco_last_share(c, m);
+        const double beyond = (share > 0 ? share : ratio) * (double)p->n;
+        const double next = m + 1 < used ? sidco_last_step(c, m + 1) : step;
+        const double falls = m + 1 < used ? sidco_log_inverse_inner(p, used, m + 1) : inner;
         double width = 1.0 / 8; /* probes lie this fraction below and above the predicted eta */
         int sure = 0; /* whether sidco_between will do, if beyond eta magnitudes fall off as the next step says */
         while (!sure && width > 1.0 / 64) {
             width /= 2;
-            const double both = 2 * width * eta * sid_log(1 / p->delta1) / next;
+            const double both = 2 * width * eta * falls / next;
             sure = next > 0 && both < 1 &&
                    1.25 * SIDCO_ERROR * sqrt(both * beyond) <= p->tolerance * beyond * (1 - both / 2);
         }
@@ -131,14 +164,6 @@ SID_HD void sidco_begin(const sidco_rule *p, const uint64_t *c, sidco_start *o) 
         o->key[o->probes++] = sidco_key_at(eta * (1 - width));
         o->key[o->probes++] = sidco_key_at(eta * (1 + width));
     }
-}
-
-/* log of one over the ratio of stage m. */
-SID_HD double sidco_log_inverse_ratio(const sidco_rule *p, uint32_t stages, uint32_t m) {
-    double ratio = (double)p->k / (double)p->n;
-    if (m + 1 < stages) return sid_log(1 / p->delta1);
-    while (m--) ratio /= p->delta1;
-    return sid_log(1 / ratio);
 }
 
 /* ---- fits: quantile 1 - exp(-log_inverse) of the distribution fitted to magnitudes, shifted down by `from` ----------- */
@@ -167,15 +192,18 @@ SID_HD double sidco_likeliest_shape(double shape, double s) {
     return shape;
 }
 
-/* Of the first stage; where it is below 0, the threshold is 0. */
+/* Of the first stage; where it is below 0, the threshold is 0. exact: equation 14, else equation 15. */
 SID_HD double sidco_gamma(const sidco_rule *p, const sidco_tail *t, double log_inverse) {
     const double ln2 = 0.69314718055994530942;
     if (!(t->count > 0)) return 0;
     const double mean = t->sum / t->count, s = sid_log(mean) - ln2 * (t->logs / t->count);
+    const double share = sid_log(t->count / (double)p->n); /* of the elements that are not 0 */
+    if (p->exact && !(log_inverse + share > 1e-9)) return 0;
+    if (p->exact && !(s > 1e-6)) return mean; /* all alike, as far as sums of logarithms, good to 1e-7, can tell */
     if (!(s > 0)) return 0;
     double shape = (3 - s + sqrt((s - 3) * (s - 3) + 24 * s)) / (12 * s);
     if (p->likeliest) shape = sidco_likeliest_shape(shape, s);
-    const double share = sid_log(t->count / (double)p->n); /* of the elements that are not 0 */
+    if (p->exact) return mean / shape * sid_gamma_tail(shape, log_inverse + share);
     return mean / shape * (log_inverse + share - sid_lgamma(shape));
 }
 
@@ -219,7 +247,7 @@ SID_HD void sidco_adapt(const sidco_rule *p, uint64_t *c, uint32_t m, uint64_t f
     c[SIDCO_AT_SUM] += found;
     if ((double)++c[SIDCO_AT_STEPS] >= p->q) {
         const double k = (double)p->k, average = (double)c[SIDCO_AT_SUM] / p->q, off = fabs(average / k - 1);
-        int up = average<k * (1 - p->epsilon), down = average> k * (1 + p->epsilon);
+        int up = average<k * (1 - p->low), down = average> k * (1 + p->high);
         if (p->turning && (up || down) && p->limit > 1) {
             double last;
             memcpy(&last, &c[SIDCO_DEVIATION], 8);

@@ -42,6 +42,15 @@ extern const char *const sparse_value_names[], *const sparse_index_names[];
          .choices = sparse_index_names,                                                                                \
          .doc = "u16: 16 bits each; packed: about 2 + log2(1 / density) bits, slower to read."}
 
+#define SPARSE_FLOOR_ROW                                                                                               \
+    {.name = "floor",                                                                                                  \
+     .kind = SID_REAL,                                                                                                 \
+     .dflt = .1,                                                                                                       \
+     .min = 0,                                                                                                         \
+     .max = 1,                                                                                                         \
+     .unit = "times k",                                                                                                \
+     .doc = "If fewer elements pass the threshold, or none, the k largest are sent instead."}
+
 /* The codec's part of work. The candidates are all elements so far whose key reaches `low`, in index order; tile[t] counts
  * those of wire tile t. `low` only rises during a pass: if the candidates of the next tile may not fit, all but the `best`
  * largest are dropped. If that has happened in a pass, the candidates that sparse_settle leaves are the `best` largest, too. */

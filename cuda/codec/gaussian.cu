@@ -6,7 +6,9 @@
 namespace {
 
 enum {
-    ROUNDS = SID_SPARSE_PARAMS
+    ROUNDS = SID_SPARSE_PARAMS,
+    CAPACITY,
+    FLOOR
 };
 enum {
     LAST,
@@ -35,7 +37,7 @@ struct gaussian {
         double threshold;
         uint32_t corrections;
     };
-    uint64_t k, cap, n;
+    uint64_t k, cap, n, floor;
     uint32_t rounds;
     double tail; /* z */
 
@@ -127,13 +129,26 @@ struct gaussian {
                 o.corrections++;
             });
         }
+        const bool few = found < floor;
+        if (few && crew.count < k) {
+            crew.lead([&] {
+                r.on = key != 0;
+                r.probe = key;
+                r.low = 0;
+            });
+            return false;
+        }
         uint32_t from = key;
         if (crew.count) {
             const sid_pick pick = crew.select(wanted() < crew.count ? wanted() : crew.count);
             from = pick.key < key ? pick.key : key;
         }
         crew.lead([&] { sid_learn_key(crew.s.codec + LAST, crew.s.codec + SPREAD, from); });
-        crew.send_capped(key, found);
+        if (few) {
+            const sid_pick pick = crew.select(k);
+            crew.send(pick, k - pick.above, found, 0);
+        } else
+            crew.send_capped(key, found);
         return true;
     }
 };
@@ -144,7 +159,10 @@ uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs); }
 sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     const double tail = p->n ? sid_normal_tail((double)p->k / (double)p->n / 2) : 0;
-    return sid_sparse_encode(c, gaussian{p->k, p->cap, p->n, (uint32_t)p->codec_param[ROUNDS], tail}, needs);
+    return sid_sparse_encode(c,
+                             gaussian{p->k, p->cap, p->n, sid_floor_count(p->codec_param[FLOOR], p->k),
+                                      (uint32_t)p->codec_param[ROUNDS], tail},
+                             needs);
 }
 sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, false); }
 

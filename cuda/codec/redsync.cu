@@ -107,6 +107,18 @@ struct redsync {
         if (!rule.binary) return trimmed(crew, r, o);
         if (!r.settled && !search(crew, r, o)) return again(crew, r, redsync_least(&rule));
         if (!crew.reach(r, r.key, &found)) return false;
+        const uint64_t some = crew.count < rule.k ? crew.count : rule.k; /* one sign may have fewer */
+        const bool few = found < rule.floor;
+        if (few && some < rule.k && crew.low > redsync_least(&rule)) return again(crew, r, redsync_least(&rule));
+        if (few && found < some) {
+            const sid_pick pick = crew.select(some);
+            crew.lead([&] {
+                redsync_age(&rule, crew.s.codec);
+                redsync_lowered(crew.s.codec, r.side < 0, pick.key);
+            });
+            crew.send(pick, some - pick.above, found, 0);
+            return true;
+        }
         crew.lead([&] { redsync_age(&rule, crew.s.codec); });
         crew.send_capped(r.key, found);
         return true;

@@ -88,7 +88,6 @@ template <bool SQUARES, bool LOGS> struct sidco {
     };
     sidco_rule rule;
     uint64_t cap;
-    double inner, last[SIDCO_STAGES + 1]; /* logarithms of one over the stages' ratios; last: by the number of stages */
 
     __device__ uint64_t best() const { return cap; }
     __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
@@ -367,8 +366,9 @@ template <bool SQUARES, bool LOGS> struct sidco {
                     o.vague = 1;
                 } else {
                     if (m) o.beyond[m - 1] = o.tail.count;
-                    const double step = fit(o.tail, m, from, inner);
-                    const double used = m + 1 < r.o.stages ? step : fit(o.tail, m, from, last[r.o.stages]);
+                    const double step = fit(o.tail, m, from, sidco_log_inverse_inner(&rule, r.o.stages, m));
+                    const double used =
+                        m + 1 < r.o.stages ? step : fit(o.tail, m, from, sidco_log_inverse_ratio(&rule, r.o.stages, m));
                     const double little = 0x1p-5 * o.all.sum / (double)rule.n; /* the gamma's terms nearly cancel */
                     o.vague = m == 0 && LOGS && !r.exactly && used < little && used > -little;
                     if (!o.vague) {
@@ -389,11 +389,17 @@ template <bool SQUARES, bool LOGS> struct sidco {
             found = (uint64_t)o.probe[0].count; /* candidates were dropped, but the capacity's worth of them is here */
         else
             return again(crew, r, o, key, crew.again(key));
+        const bool few = found < rule.floor;
+        if (few && crew.count < rule.k) return again(crew, r, o, key, 0);
+        const sid_pick pick = few ? crew.select(rule.k) : sid_pick{key, 0, 0};
         crew.lead([&] {
             crew.s.stages = r.o.stages;
-            sidco_learn(&rule, crew.s.codec, r.o.stages, key, o.step, o.beyond, found);
+            sidco_learn(&rule, crew.s.codec, r.o.stages, pick.key, o.step, o.beyond, found);
         });
-        crew.send_capped(key, found);
+        if (few)
+            crew.send(pick, rule.k - pick.above, found, 0);
+        else
+            crew.send_capped(key, found);
         return true;
     }
 };
@@ -408,9 +414,6 @@ template <class Codec> sid_status encode(sid_cuda_encoding &c, int squares) {
     Codec codec;
     codec.rule = sidco_rule_of(p, squares);
     codec.cap = p->cap;
-    codec.inner = p->n ? sidco_log_inverse_ratio(&codec.rule, 2, 0) : 0;
-    for (uint32_t m = 0; m <= SIDCO_STAGES; m++)
-        codec.last[m] = p->n && m ? sidco_log_inverse_ratio(&codec.rule, m, m - 1) : 0;
     return sid_sparse_encode(c, codec, needs(p));
 }
 sid_status encode_e(sid_cuda_encoding &c) { return encode<sidco<false, false>>(c, 0); }

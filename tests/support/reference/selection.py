@@ -20,8 +20,10 @@ def largest(acc: Array, k: int) -> Array:
     return np.sort(order[:k])
 
 
-def stage_ratios(delta: float, first: float, stages: int) -> list[float]:
+def stage_ratios(delta: float, first: float, stages: int, even: bool = True) -> list[float]:
     """delta_1 ... delta_M, their product delta."""
+    if even and stages > 1:
+        return [first] + [(delta / first) ** (1 / (stages - 1))] * (stages - 1)
     return [first] * (stages - 1) + [delta / first ** (stages - 1)]
 
 
@@ -41,22 +43,28 @@ def pareto_quantile(count: Array, mean: Array, square: Array, ratio: float) -> A
         return np.where(flat, mean, beta * over)
 
 
-def gamma_quantile(magnitude: Array, ratio: float, closed: bool) -> float:
-    """Equations (15) and (16), or the shape of equation (26), by bisection."""
+def gamma_quantile(magnitude: Array, ratio: float, closed: bool, exact: bool = False) -> float:
+    """Equation (15), or (14) if exact, with the shape of (16), or of (26), by bisection."""
     some = magnitude[magnitude > 0].astype(np.longdouble)
     if not len(some):
         return 0.0
     mean = some.mean()
     s = float(np.log(mean) - np.log(some).mean())
     ratio *= len(magnitude) / len(some)
-    if s < 1e-9:  # so narrow a gamma has, by (15), a quantile far below 0
+    if exact and ratio > 1 - 1e-9:
         return 0.0
+    if s < (1e-6 if exact else 1e-9):  # so narrow a gamma has, by (15), a quantile far below 0
+        return float(mean) if exact else 0.0
     alpha = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
     if not closed:
         low, high = alpha / 4, alpha * 4
         for _ in range(200):
             alpha = math.sqrt(low * high)
             low, high = (alpha, high) if digamma(alpha) - math.log(alpha) + s < 0 else (low, alpha)
+    if exact:
+        from scipy.special import gammainccinv
+
+        return float(mean) / alpha * float(gammainccinv(alpha, ratio))
     return max(0.0, -float(mean) / alpha * (math.log(ratio) + math.lgamma(alpha)))
 
 

@@ -67,6 +67,11 @@ class Sparse(Codec):
         body = sparse_body(self.n, self.cap, index, value, self.values, self.indices, threshold)
         return Sent(body, len(index), threshold, flags | self.form, decoded, found, stages)
 
+    @property
+    def floor_count(self) -> int:
+        """If fewer pass a threshold, the k largest are sent."""
+        return max(1, math.ceil(float(self.settings["floor"]) * self.k))
+
     def read(self, payload: bytes) -> Array:
         h = header(payload)
         if h["flags"] & ~(NONFINITE | RAISED) != self.form:
@@ -110,19 +115,28 @@ class Sidco(Sparse):
 
     @property
     def first(self) -> Callable[[Array, float], float] | None:
-        closed = self.settings.get("shape") == "closed"
-        return (lambda magnitude, ratio: gamma_quantile(magnitude, ratio, closed)) if self.gamma else None
+        if not self.gamma:
+            return None
+        closed, exact = self.settings["shape"] == "closed", self.settings["quantile"] == "exact"
+        return lambda magnitude, ratio: gamma_quantile(magnitude, ratio, closed, exact)
+
+    @property
+    def even(self) -> bool:
+        return bool(self.settings["ratios"] == "even")
 
     @property
     def max_stages(self) -> int:
-        """The most stages whose last ratio is still below 1."""
+        """ceil(log2(1 / delta)), or the most stages whose last ratio is still below 1."""
         most = int(self.settings["max_stages"])
+        if self.even:
+            several = self.delta < float(self.settings["delta1"])
+            return max(1, min(most, math.ceil(math.log2(1 / self.delta)))) if several else 1
         while most > 1 and math.prod([float(self.settings["delta1"])] * (most - 1)) <= self.delta:
             most -= 1
         return most
 
     def threshold(self, acc: Array, slack: float = 0.0) -> tuple[float, float]:
-        ratios = stage_ratios(self.delta, float(self.settings["delta1"]), self.stages)
+        ratios = stage_ratios(self.delta, float(self.settings["delta1"]), self.stages, self.even)
         return sidco_thresholds(np.abs(acc), ratios, slack, self.first, self.later)
 
     def adapt(self, found: int) -> None:
@@ -130,8 +144,8 @@ class Sidco(Sparse):
         if len(self.found_since) < int(self.settings["Q"]):
             return
         average = sum(self.found_since) / len(self.found_since)
-        epsilon = float(self.settings["epsilon"])
-        move = int(average < self.k * (1 - epsilon)) - int(average > self.k * (1 + epsilon))
+        low, high = float(self.settings["epsilon_L"]), float(self.settings["epsilon_H"])
+        move = int(average < self.k * (1 - low)) - int(average > self.k * (1 + high))
         if move and self.settings["adapt"] == "turning" and self.max_stages > 1:
             off = abs(average / self.k - 1)
             if self.moved:  # as last time, unless that made it worse
@@ -149,7 +163,10 @@ class Sidco(Sparse):
         index = np.flatnonzero(np.abs(acc) >= np.float32(eta))
         found = len(index) if self.dictated is None else self.dictated[1]
         flags, stages = 0, self.stages
-        if found > self.cap:
+        if found < self.floor_count:
+            index = largest(acc, self.k)
+            eta = float(np.abs(acc[index]).min())
+        elif found > self.cap:
             index, flags = largest(acc, self.cap), RAISED
             eta = float(np.abs(acc[index]).min())
         self.adapt(found)
@@ -250,7 +267,12 @@ class RedSync(Sparse):
         index = np.flatnonzero(x > self.threshold)
         found, flags = len(index), 0
         scale = (self.threshold.view(np.uint32) + np.uint32(1)).view(np.float32)
-        if found > self.cap:
+        most = min(self.k, np.count_nonzero(x)) if self.mean else self.k
+        if found < min(most, self.floor_count):
+            index = largest(x, most)
+            scale = x[index].min()
+            self.age = 0
+        elif found > self.cap:
             index, flags = largest(x, self.cap), RAISED
             scale = x[index].min()
         return self.pack(acc, index, scale, flags, found, stages, sign)
