@@ -37,7 +37,7 @@ COMPILED = ("topk", "sidco-e", "efsignsgd", "int8")
 TRIPS = (("twoshot", "int8"), ("twoshot", "topk"), ("hierarchical", "topk"), ("hierarchical", "fp16"))
 COLUMNS = 1024  # of the one matrix that a group is to powersgd
 NODES = {"hierarchical": {"ranks_per_node": 2}}
-RANKS = 4  # of a trip, two of them on a node
+RANKS = 4  # of an exchange, two of them on a node
 
 Call = Callable[[], object]
 Times = dict[str, list[float]]
@@ -363,7 +363,7 @@ def compiled(bench: Bench, size: Size, gradient: Any) -> None:
 # ---- exchanges -----------------------------------------------------------------------------------
 
 
-class Trip:
+class ExchangeSteps:
     """All ranks of an exchange on this device, their messages moved by copies that are not timed."""
 
     def __init__(self, clock: Clock, kind: str, codec: str, n: int, settings: dict[str, Any]) -> None:
@@ -403,16 +403,16 @@ def trips(bench: Bench, n: int, limit: Limits) -> None:
         if bench.late(f"{kind} of {codec}"):
             return
         settings = {"density": 0.01} if codec == "topk" else {}
-        trip = Trip(bench.clock, kind, codec, n, settings | NODES.get(kind, {}))
-        rounds = trip.ranks[0][0].rounds
+        steps = ExchangeSteps(bench.clock, kind, codec, n, settings | NODES.get(kind, {}))
+        rounds = steps.ranks[0][0].rounds
         for round in range(rounds + 1):
-            for r in range(1, len(trip.ranks)):
-                trip.advance(r, round)
-            what = f"{kind} of {codec}, {len(trip.ranks)} ranks, after {round} of {rounds} rounds"
-            bench.row(what, n, partial(trip.advance, 0, round), limit.add)
+            for r in range(1, len(steps.ranks)):
+                steps.advance(r, round)
+            what = f"{kind} of {codec}, {len(steps.ranks)} ranks, after {round} of {rounds} rounds"
+            bench.row(what, n, partial(steps.advance, 0, round), limit.add)
             if round < rounds:
-                trip.move(round)
-        assert not any(trip.reported()), f"{kind} of {codec} reports {trip.reported()}"
+                steps.move(round)
+        assert not any(steps.reported()), f"{kind} of {codec} reports {steps.reported()}"
         bench.clock.settle()
 
 
@@ -422,13 +422,13 @@ def hops(bench: Bench, n: int, limit: Limits) -> None:
     for world in (3, 8):
         if bench.late(f"hop of ring1, {world} ranks"):
             return
-        trip = Trip(bench.clock, "ring1", "marsit", n, {"world": world})
+        steps = ExchangeSteps(bench.clock, "ring1", "marsit", n, {"world": world})
         for r in range(world):
-            trip.advance(r, 0)
+            steps.advance(r, 0)
         bench.clock.settle()
-        trip.ranks[0][5].random_(0, 256)  # that it is no message changes nothing of the work
+        steps.ranks[0][5].random_(0, 256)  # that it is no message changes nothing of the work
         what = f"hop of ring1, {world} ranks"
-        bench.row(what, n, partial(trip.advance, 0, 2), limit.add / (24 * world))
+        bench.row(what, n, partial(steps.advance, 0, 2), limit.add / (24 * world))
 
 
 def measure(bench: Bench, sizes: tuple[Size, ...] = SIZES) -> None:

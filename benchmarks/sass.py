@@ -82,9 +82,9 @@ OUT = r"ST\.E\.128"  # of segments: addresses from a table, which the compiler d
 CODES = r"STG?\.E"  # words of a payload; the stores of ragged tiles look alike, but the wide ones come first
 TILE, PAYLOAD = 32, 4  # elements that a thread has of a tile; payloads at once
 PASSES = (
-    Pass(r"linear\.cu sid_walk_kernel", "encode", QUAD, 4, r"LDG\.E\.EF\.64"),
-    Pass(r"sid_walk_kernel", "encode", QUAD, 4, HALVES),
-    Pass(r"sid_tile_kernel<.*true>$", "second reading", r"LDG\.E(\.EF)?\.128", 4, HALVES, through=CODES),
+    Pass(r"linear\.cu sid_pass_kernel", "encode", QUAD, 4, r"LDG\.E\.EF\.64"),
+    Pass(r"sid_pass_kernel", "encode", QUAD, 4, HALVES),
+    Pass(r"sid_tile_kernel<.*true>$", "second pass", r"LDG\.E(\.EF)?\.128", 4, HALVES, through=CODES),
     Pass(r"sid_tile_kernel<.*false>$", "encode", QUAD, 4, HALVES, through=CODES),
     Pass(r"sid_randk_kernel", "encode", QUAD, 4, HALVES),
     Pass(r"sid_norm_kernel", "clip's norm", QUAD, 4, HALVES),
@@ -112,11 +112,11 @@ PASSES = (
     Pass(r"sid_nodes_write_kernel", "write", OUT, 4, r"ST\.E\.64", must=OUT),
     Pass(r"sid_second_shot_kernel", "zeros after a fault", r"STG?\.E\.128", 4),
     Pass(
-        r"sid_power_walk_kernel<.*walk_shape<4u>", "encode, with all that may be", r"LDG?\.E\.EF", 1,
+        r"sid_power_pass_kernel<.*pass_shape<4u>", "encode, with all that may be", r"LDG?\.E\.EF", 1,
         r"LDG?\.E\.EF\.U16", must=r"(STG?|LDG?)\.E",
     ),
     Pass(
-        r"sid_power_walk_kernel<.*walk_shape<8u>", "8 columns more", r"LDG?\.E\.EF", 1,
+        r"sid_power_pass_kernel<.*pass_shape<8u>", "8 columns more", r"LDG?\.E\.EF", 1,
         r"LDG?\.E\.EF\.U16", must=r"LDG?\.E",
     ),
     Pass(r"sid_power_strip_kernel", "second factor", r"LDG?\.E(\.EF)?", 1),
@@ -537,8 +537,8 @@ def demangled(names: list[str]) -> list[str]:
 
 
 def short(name: str) -> str:
-    """`void sid_walk_kernel<sid_memory1, (anonymous namespace)::linear>(...)` is
-    `sid_walk_kernel<memory1, linear>`."""
+    """`void sid_pass_kernel<sid_memory1, (anonymous namespace)::linear>(...)` is
+    `sid_pass_kernel<memory1, linear>`."""
     name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     name = re.sub(r"\(sid_rounding\)", "", name)
     return re.sub(r"(?<=[<, ])sid_", "", name.split("(")[0])

@@ -5,8 +5,8 @@
  *     memory->tile   acc <- gradient + what is kept
  *     codec->tile    reads acc, gathers statistics and candidates
  * Then codec->finish settles the rule and writes the payload, or asks for another pass over the same acc. A plan of several
- * rounds passes over acc once more for each of them: begin, tile and finish then look at w->round, and at the payload's
- * earlier slices as the ranks have summed them. */
+ * reductions passes over acc once more for each of them: begin, tile and finish then look at w->reduction, and at the
+ * payload's earlier slices as the ranks have summed them. */
 #ifndef SID_CODEC_H
 #define SID_CODEC_H
 
@@ -21,7 +21,6 @@ extern "C" {
 #endif
 
 enum {
-    SID_MAX_VECTORS = 4,
     SID_MAX_PASSES = 64,
     SID_STATE_BYTES = 256,
     SID_DECODE_TILE = 4096
@@ -63,15 +62,15 @@ typedef struct sid_bound {
 /* ---- a pass over the tiles ------------------------------------------------------------------------------------- */
 typedef struct sid_pass {
     const sid_plan *plan;
-    const sid_step *at;
+    const sid_step *step;
     sid_state *state;
     uint8_t *payload; /* header and body; finish fills the body and header.{count, flags, scale} */
     sid_draw draw;    /* this step's random stream; begin may set it to the ranks' common one */
     double norm;      /* of the finite part of the gradient; only where the memory asks for it */
     void *scratch;    /* the codec's part of work */
     uint64_t nonfinite;
-    uint32_t passes; /* so far, this one included */
-    uint32_t round;  /* of the exchange: 0 to sizes.rounds - 1 */
+    uint32_t passes;    /* so far, this one included */
+    uint32_t reduction; /* 0 to sizes.reductions - 1 */
     sid_stats stats;
 } sid_pass;
 typedef enum sid_outcome {
@@ -99,14 +98,14 @@ typedef struct sid_codec {
     sid_status (*plan)(sid_plan *p, uint64_t *scratch, sid_error *err);
     void (*place)(const sid_plan *p, sid_matrix *m); /* with SID_SHAPED: fills in all n_shapes */
     void (*begin)(sid_pass *w);                      /* before each pass */
-    void (*tile)(sid_pass *w, const float *acc, uint64_t at, uint32_t len);
+    void (*tile)(sid_pass *w, const float *acc, uint64_t offset, uint32_t len);
     sid_outcome (*finish)(sid_pass *w);
-    /* In place: acc -> what s->rule left of it (s->draw: what was drawn for it). Element i of acc is element at + i of
+    /* In place: acc -> what s->rule left of it (s->draw: what was drawn for it). Element i of acc is element offset + i of
      * the group; a whole tile, or the last one. */
-    void (*keep)(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);
+    void (*keep)(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len);
     /* 1 if of these elements the rule sent, whole, exactly those with key(acc) >= *key: a memory can then do keep's work in
      * its own loop. NULL: never. */
-    int (*sent_from)(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
+    int (*sent_from)(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key);
     void (*none)(sid_rule *rule); /* the rule that sent nothing */
     /* What the first `bounds` words of state->codec hold; all of them 0 is sound, too. */
     const sid_bound *bound;
@@ -116,9 +115,9 @@ typedef struct sid_codec {
     /* Refuses a body that finish would not write; the header has been checked. */
     sid_status (*check)(const sid_plan *p, const uint8_t *payload, sid_error *err);
     void (*open)(sid_gather *g); /* payloads already checked; places cursors, and may correct g->scale */
-    /* Sum of the payloads over elements at .. at + len, unscaled, into out, which holds zeros; called with at ascending,
-     * in steps of SID_DECODE_TILE. */
-    void (*decode)(sid_gather *g, float *out, uint64_t at, uint32_t len);
+    /* Sum of the payloads over elements offset .. offset + len, unscaled, into out, which holds zeros; called with
+     * ascending offsets, SID_DECODE_TILE apart. */
+    void (*decode)(sid_gather *g, float *out, uint64_t offset, uint32_t len);
     /* With SID_SIGNS: x, sums of `count` ranks' signs, becomes what the ranks make of them. NULL: they are drawn. */
     void (*decide)(const sid_plan *p, float *x, uint32_t len, uint32_t count);
     /* The step is over, and finite: s->codec and the extra part of the state may learn from the summed payload. NULL:
@@ -152,7 +151,7 @@ typedef struct sid_memory {
 /* Writes err->text; returns s. */
 sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 /* The factor by which a step multiplies the residual of earlier ones. */
-static inline float sid_carry(const sid_step *at) { return at->carry > 0 ? at->carry : 1.0f; }
+static inline float sid_carry(const sid_step *step) { return step->carry > 0 ? step->carry : 1.0f; }
 /* What the memory multiplied the last gradient by. */
 SID_HD float sid_factor_of(const sid_state *s) { return s->factor >= 0 && s->factor <= 1 ? s->factor : 1.0f; }
 SID_HD uint64_t sid_state_stride(uint64_t n) { return sid_round_up(n, 16) + 16; } /* slack: vector loads may run over */

@@ -13,8 +13,8 @@ const sid_codec *sid_codec_of(const sid_info *i);
 const sid_memory *sid_memory_of(const sid_info *i);
 
 /* ---- encode.c: the state a step starts from, and what it keeps --------------------------------------------------- */
-static inline const sid_state *sid_origin(const void *state, const sid_step *at) {
-    return (const sid_state *)(const void *)((const uint8_t *)state + at->origin);
+static inline const sid_state *sid_origin(const void *state, const sid_step *step) {
+    return (const sid_state *)(const void *)((const uint8_t *)state + step->origin);
 }
 /* Floats of all vectors, slack included. */
 static inline uint64_t sid_kept_floats(const sid_plan *p) { return p->memory->vectors * sid_state_stride(p->n); }
@@ -31,10 +31,10 @@ void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg);
  * Inf. */
 typedef struct sid_ranges {
     sid_pass pass;
-    sid_step at;
+    sid_step step;
 } sid_ranges;
 sid_status sid_begin_ranges(sid_ranges *r, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state,
-                            void *work, const sid_step *at, void *payload);
+                            void *work, const sid_step *step, void *payload);
 void sid_take_range(sid_ranges *r, const sid_segment *seg, uint64_t from, uint64_t to);
 int sid_end_ranges(sid_ranges *r);
 

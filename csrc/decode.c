@@ -8,34 +8,39 @@ enum {
     STREAM_FROM = 1 << 20
 }; /* elements: a group larger than the caches is stored past them */
 
-static sid_status check_one(const sid_plan *p, const uint8_t *payload, const sid_step *at, sid_error *err) {
+static sid_status check_one(const sid_plan *p, const uint8_t *payload, const sid_step *step, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
-    if (h->magic != SID_MAGIC) return sid_fail(err, SID_E_CORRUPT, "no payload of sidcomp: magic is %08x", h->magic);
+    if (h->magic != SID_MAGIC)
+        return sid_fail(err, SID_E_CORRUPT, "this is no payload of sidcomp: it starts with %08x", h->magic);
     if (h->version != SID_WIRE_VERSION)
         return sid_fail(err, SID_E_MISMATCH,
-                        "payload format %u; this build reads %d: run the same sidcomp on all ranks", h->version,
-                        SID_WIRE_VERSION);
-    if (h->checksum != sid_payload_checksum(p, payload)) return sid_fail(err, SID_E_CORRUPT, "checksum does not match");
+                        "the payload has format %u, this build reads format %d: run the same sidcomp on all ranks",
+                        h->version, SID_WIRE_VERSION);
+    if (h->checksum != sid_payload_checksum(p, payload))
+        return sid_fail(err, SID_E_CORRUPT, "the payload's checksum does not match its bytes");
     if (h->codec != p->codec->info.wire_id || h->dtype != (uint32_t)p->dtype || h->n != p->n)
-        return sid_fail(err, SID_E_MISMATCH, "payload of codec %u, dtype %u, n %llu; the plan has %u, %u, %llu",
-                        h->codec, h->dtype, (unsigned long long)h->n, p->codec->info.wire_id, (unsigned)p->dtype,
-                        (unsigned long long)p->n);
+        return sid_fail(
+            err, SID_E_MISMATCH,
+            "the payload has codec %u, dtype %u, n %llu, the plan %u, %u, %llu: give all ranks the same settings",
+            h->codec, h->dtype, (unsigned long long)h->n, p->codec->info.wire_id, (unsigned)p->dtype,
+            (unsigned long long)p->n);
     if (h->salt && !(p->codec->info.traits & SID_STOCHASTIC))
-        return sid_fail(err, SID_E_CORRUPT, "salt is %08x, and this codec draws nothing", h->salt);
-    if (at && (h->step != at->step || h->group != at->group))
-        return sid_fail(err, SID_E_MISMATCH, "payload of step %llu, group %u; expected step %llu, group %u",
-                        (unsigned long long)h->step, h->group, (unsigned long long)at->step, at->group);
+        return sid_fail(err, SID_E_CORRUPT, "salt is %08x; it must be 0, because this codec draws no random bits",
+                        h->salt);
+    if (step && (h->step != step->step || h->group != step->group))
+        return sid_fail(err, SID_E_MISMATCH, "the payload is of step %llu, group %u; expected step %llu, group %u",
+                        (unsigned long long)h->step, h->group, (unsigned long long)step->step, step->group);
     return p->codec->check(p, payload, err);
 }
 
-sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *at, sid_error *err) {
+sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *step, sid_error *err) {
     if (err) err->text[0] = 0;
     if (!p || !payload) return sid_fail(err, SID_E_ARG, "plan or payload is NULL");
     if ((uintptr_t)payload % 8) return sid_fail(err, SID_E_ARG, "a payload must start at a multiple of 8 bytes");
     if (bytes != p->sizes.payload)
-        return sid_fail(err, SID_E_CORRUPT, "payload of %llu bytes; this plan's have %llu", (unsigned long long)bytes,
-                        (unsigned long long)p->sizes.payload);
-    return check_one(p, payload, at, err);
+        return sid_fail(err, SID_E_CORRUPT, "the payload has %llu bytes; this plan's have %llu",
+                        (unsigned long long)bytes, (unsigned long long)p->sizes.payload);
+    return check_one(p, payload, step, err);
 }
 
 /* Some rank's gradient was not finite: a linear body shows it by itself, other payloads by their flag. */
@@ -67,7 +72,7 @@ static int nonfinite(sid_gather *g) {
 
 /* Near float32's largest number the sum of the payloads may overflow although their mean, which is asked for, does not:
  * plain DDP divides before it adds. So where an element of a tile is not finite although every gradient was, the mean is
- * taken again, in float64, and rounded once. The first time, the tiles before this one are walked again: `next` is the
+ * taken again, in float64, and rounded once. The first time, the tiles before this one are decoded again: `next` is the
  * first element that the cursors, one a payload, have not come to. */
 static void mean_again(const sid_gather *g, sid_cursor *cursor, uint64_t *next, float *out, uint64_t from,
                        uint32_t len) {
@@ -165,7 +170,7 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
 }
 
 sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *at, sid_report *report,
+                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *step, sid_report *report,
                       sid_error *err) {
     sid_report none;
     uint64_t sum = 0;
@@ -173,28 +178,29 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
     *report = (sid_report){0, 0};
     if (err) err->text[0] = 0;
     if (!p || !payloads || !count || count > SID_MAX_COUNT || (n_seg && !seg))
-        return sid_fail(err, SID_E_ARG, "plan, payloads or segments missing, or count not within 1 to %d",
+        return sid_fail(err, SID_E_ARG, "plan, payloads or segments is NULL, or count is %u: it must be 1 to %d", count,
                         SID_MAX_COUNT);
     if ((uintptr_t)payloads % 8 || stride % 8 || (count > 1 && stride < p->sizes.payload))
-        return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, %llu or more apart",
+        return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, and at least %llu bytes apart",
                         (unsigned long long)p->sizes.payload);
     for (uint32_t i = 0; i < n_seg; i++) {
         if ((seg[i].len && !seg[i].ptr) || (uintptr_t)seg[i].ptr % sid_dtype_size(p->dtype))
-            return sid_fail(err, SID_E_ARG, "segment %u is NULL or misaligned", i);
+            return sid_fail(err, SID_E_ARG, "segment %u is NULL, or not aligned to its elements", i);
         if (seg[i].len > p->n - sum)
             return sid_fail(err, SID_E_ARG, "the segments hold more than the group's %llu elements",
                             (unsigned long long)p->n);
         sum += seg[i].len;
     }
     if (sum != p->n)
-        return sid_fail(err, SID_E_ARG, "segments hold %llu elements, the group has %llu", (unsigned long long)sum,
+        return sid_fail(err, SID_E_ARG, "the segments hold %llu elements, the group has %llu", (unsigned long long)sum,
                         (unsigned long long)p->n);
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     for (uint32_t i = 0; i < count; i++) {
         const sid_header *h = (const sid_header *)(const void *)((const uint8_t *)payloads + i * stride);
-        sid_status s = check_one(p, (const uint8_t *)h, at, err);
+        sid_status s = check_one(p, (const uint8_t *)h, step, err);
         if (!s && linear && h->scale != ((const sid_header *)payloads)->scale)
-            s = sid_fail(err, SID_E_MISMATCH, "payloads of different world sizes cannot be summed");
+            s = sid_fail(err, SID_E_MISMATCH,
+                         "the payloads are of different world sizes: sum those of one step of one process group");
         if (s) {
             report->culprit = i;
             return s;

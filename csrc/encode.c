@@ -24,7 +24,7 @@ static sid_status segments_hold(const sid_plan *p, const sid_segment *seg, uint3
 }
 
 /* Where the ranks' bodies are summed, there may be too many. */
-static int fit(const sid_plan *p, const sid_step *at) { return !p->sizes.ranks || at->world <= p->sizes.ranks; }
+static int fit(const sid_plan *p, const sid_step *step) { return !p->sizes.ranks || step->world <= p->sizes.ranks; }
 
 static int aligned(const void *p) { return (uintptr_t)p % 64 == 0; }
 
@@ -123,7 +123,7 @@ static double norm_of(const sid_plan *p, const sid_segment *seg) {
 /* Elements [from, to). stored: acc is in the state already; clean: as of make_tile. */
 static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean) {
     const sid_plan *p = w->plan;
-    const sid_state *const origin = sid_origin(w->state, w->at);
+    const sid_state *const origin = sid_origin(w->state, w->step);
     SID_LINE float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
     place here = {seg, from};
     while (from < to && here.off >= here.seg->len) {
@@ -143,7 +143,7 @@ static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t t
 }
 
 static void make_pass(sid_pass *w, const sid_segment *seg) {
-    const int again = w->passes > 1 || w->round, clean = again && !w->nonfinite;
+    const int again = w->passes > 1 || w->reduction, clean = again && !w->nonfinite;
     const int stored = w->plan->memory->vectors && again;
     w->nonfinite = stored ? w->nonfinite : 0;
     w->plan->codec->begin(w);
@@ -158,20 +158,21 @@ static void mend(const sid_plan *p, sid_state *s) {
 
 /* Before the first pass. */
 static sid_status enter(sid_pass *w, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
-                        const sid_step *at, void *payload) {
-    if (!p || !state || !work || !at || !payload || !at->world || at->rank >= at->world) return SID_E_ARG;
-    if (!(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF) return SID_E_ARG;
-    if (!aligned(state) || !aligned(work) || !aligned(payload) || at->origin % 64) return SID_E_ARG;
+                        const sid_step *step, void *payload) {
+    if (!p || !state || !work || !step || !payload || !step->world || step->rank >= step->world) return SID_E_ARG;
+    if (!(step->carry >= 0) || sid_key(step->carry) >= SID_KEY_INF) return SID_E_ARG;
+    if (!aligned(state) || !aligned(work) || !aligned(payload) || step->origin % 64) return SID_E_ARG;
     if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
-    if (!fit(p, at)) return SID_E_UNSUPPORTED;
-    if (at->origin) {
-        const sid_state *const origin = sid_origin(state, at);
+    if (!fit(p, step)) return SID_E_UNSUPPORTED;
+    if (step->origin) {
+        const sid_state *const origin = sid_origin(state, step);
         memcpy(state, origin, SID_STATE_BYTES);
         memcpy(sid_extra(p, state), sid_extra(p, origin), sid_plan_extra(p));
     }
-    *w = (sid_pass){.plan = p, .at = at, .state = state, .payload = payload, .scratch = work};
+    *w = (sid_pass){.plan = p, .step = step, .state = state, .payload = payload, .scratch = work};
     mend(p, w->state);
-    if (p->codec->info.traits & SID_STOCHASTIC) w->draw = (sid_draw){sid_salt(at->seed, at->rank), at->group, at->step};
+    if (p->codec->info.traits & SID_STOCHASTIC)
+        w->draw = (sid_draw){sid_salt(step->seed, step->rank), step->group, step->step};
     if (p->memory->wants_norm && p->memory->wants_norm(p)) w->norm = norm_of(p, seg);
     if (p->memory->begin) p->memory->begin(w);
     return SID_OK;
@@ -189,9 +190,9 @@ static void leave(sid_pass *w) {
                       .flags = flags,
                       .n = p->n,
                       .count = h->count,
-                      .step = w->at->step,
-                      .group = w->at->group,
-                      .rank = w->at->rank,
+                      .step = w->step->step,
+                      .group = w->step->group,
+                      .rank = w->step->rank,
                       .scale = h->scale,
                       .salt = w->draw.salt};
     w->state->draw = w->draw;
@@ -202,16 +203,16 @@ static void leave(sid_pass *w) {
 }
 
 sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
-                      const sid_step *at, void *payload, sid_stats *stats) {
+                      const sid_step *step, void *payload, sid_stats *stats) {
     sid_pass w;
-    const sid_status s = enter(&w, p, seg, n_seg, state, work, at, payload);
+    const sid_status s = enter(&w, p, seg, n_seg, state, work, step, payload);
     if (s) return s;
     do {
         w.passes++;
         make_pass(&w, seg);
     } while (p->codec->finish(&w) == SID_AGAIN);
-    if (at->world == 1)
-        for (w.round = 1; w.round < p->sizes.rounds; w.round++) {
+    if (step->world == 1)
+        for (w.reduction = 1; w.reduction < p->sizes.reductions; w.reduction++) {
             w.passes++;
             make_pass(&w, seg);
             p->codec->finish(&w);
@@ -223,11 +224,11 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
 }
 
 sid_status sid_begin_ranges(sid_ranges *r, const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state,
-                            void *work, const sid_step *at, void *payload) {
-    const sid_status s = enter(&r->pass, p, seg, n_seg, state, work, at, payload);
+                            void *work, const sid_step *step, void *payload) {
+    const sid_status s = enter(&r->pass, p, seg, n_seg, state, work, step, payload);
     if (s) return s;
-    r->at = *at;
-    r->pass.at = &r->at;
+    r->step = *step;
+    r->pass.step = &r->step;
     r->pass.passes = 1;
     p->codec->begin(&r->pass);
     return SID_OK;
@@ -243,16 +244,17 @@ int sid_end_ranges(sid_ranges *r) {
     return r->pass.nonfinite != 0;
 }
 
-sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *seg, uint32_t n_seg, void *state,
-                          void *work, const sid_step *at, void *payload) {
-    if (!p || !state || !work || !at || !payload || !at->world || at->rank >= at->world) return SID_E_ARG;
-    if (!aligned(state) || !aligned(work) || !aligned(payload) || !round || round >= p->sizes.rounds) return SID_E_ARG;
+sid_status sid_next_reduction(const sid_plan *p, uint32_t reduction, const sid_segment *seg, uint32_t n_seg,
+                              void *state, void *work, const sid_step *step, void *payload) {
+    if (!p || !state || !work || !step || !payload || !step->world || step->rank >= step->world) return SID_E_ARG;
+    if (!aligned(state) || !aligned(work) || !aligned(payload) || !reduction || reduction >= p->sizes.reductions)
+        return SID_E_ARG;
     if (segments_hold(p, seg, n_seg)) return SID_E_ARG;
-    if (!fit(p, at)) return SID_E_UNSUPPORTED;
-    sid_pass w = {.plan = p, .at = at, .state = state, .payload = payload, .scratch = work, .round = round};
+    if (!fit(p, step)) return SID_E_UNSUPPORTED;
+    sid_pass w = {.plan = p, .step = step, .state = state, .payload = payload, .scratch = work, .reduction = reduction};
     w.draw = w.state->draw; /* sid_encode's, as is what it has seen */
     w.nonfinite = ((const sid_header *)payload)->flags & SID_FLAG_NONFINITE;
-    if (at->world == 1) return SID_OK;
+    if (step->world == 1) return SID_OK;
     make_pass(&w, seg);
     p->codec->finish(&w);
     return SID_OK;

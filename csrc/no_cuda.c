@@ -4,7 +4,7 @@
 
 #ifndef SID_WITH_CUDA
 #define NO_CUDA(err)                                                                                                   \
-    sid_fail(err, SID_E_UNSUPPORTED, "built without CUDA; install nvcc and build again with SIDCOMP_CUDA=1")
+    sid_fail(err, SID_E_UNSUPPORTED, "this build has no CUDA kernels: install nvcc and build again with SIDCOMP_CUDA=1")
 int sid_cuda_built(void) { return 0; }
 sid_status sid_cuda_devices(int *count, sid_error *err) {
     *count = 0;
@@ -16,28 +16,28 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err) {
     return NO_CUDA(err);
 }
 sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
-                           const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
+                           const sid_step *step, void *payload, void *stats_dev, int device, void *stream,
                            sid_error *err) {
-    (void)p, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)at, (void)payload, (void)stats_dev;
+    (void)p, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)step, (void)payload, (void)stats_dev;
     (void)device, (void)stream;
     return NO_CUDA(err);
 }
-sid_status sid_cuda_next_round(const sid_plan *p, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
-                               void *state, void *work, const sid_step *at, void *payload, int device, void *stream,
-                               sid_error *err) {
-    (void)p, (void)round, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)at, (void)payload;
+sid_status sid_cuda_next_reduction(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
+                                   void *state, void *work, const sid_step *step, void *payload, int device,
+                                   void *stream, sid_error *err) {
+    (void)p, (void)reduction, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)step, (void)payload;
     (void)device, (void)stream;
     return NO_CUDA(err);
 }
 sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *at,
+                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *step,
                            void *report_dev, int device, void *stream, sid_error *err) {
     (void)p, (void)payloads, (void)stride, (void)count, (void)scale, (void)segs_dev, (void)n_seg, (void)state;
-    (void)work, (void)at, (void)report_dev, (void)device, (void)stream;
+    (void)work, (void)step, (void)report_dev, (void)device, (void)stream;
     return NO_CUDA(err);
 }
-sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err) {
-    (void)report_dev, (void)mark, (void)seen, (void)device, (void)stream;
+sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int device, void *stream, sid_error *err) {
+    (void)report_dev, (void)mark, (void)shown, (void)device, (void)stream;
     return NO_CUDA(err);
 }
 sid_status sid_cuda_cancel(const sid_cuda_kept *kept_dev, uint32_t count, int always, int device, void *stream,
@@ -51,9 +51,9 @@ sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_er
     return NO_CUDA(err);
 }
 sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
-                                     void *state, void *work, const sid_step *at, void *wire, void *stats_dev,
+                                     void *state, void *work, const sid_step *step, void *wire, void *stats_dev,
                                      void *report_dev, int device, void *stream, sid_error *err) {
-    (void)x, (void)round, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)at, (void)wire, (void)stats_dev;
+    (void)x, (void)round, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)step, (void)wire, (void)stats_dev;
     (void)report_dev, (void)device, (void)stream;
     return NO_CUDA(err);
 }

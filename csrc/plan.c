@@ -28,11 +28,13 @@ static uint64_t as_square(uint64_t n) {
 static sid_status shapes_hold(const sid_config *c, sid_error *err) {
     uint64_t sum = 0;
     for (uint32_t i = 0; i < c->n_shapes; i++) {
-        if (c->shapes[i].len > c->n - sum) return sid_fail(err, SID_E_ARG, "the shapes hold more than n elements");
+        if (c->shapes[i].len > c->n - sum)
+            return sid_fail(err, SID_E_ARG, "the shapes hold more than the group's %llu elements",
+                            (unsigned long long)c->n);
         sum += c->shapes[i].len;
     }
     if (sum == c->n) return SID_OK;
-    return sid_fail(err, SID_E_ARG, "the shapes hold %llu elements, n is %llu", (unsigned long long)sum,
+    return sid_fail(err, SID_E_ARG, "the shapes hold %llu elements, the group has %llu", (unsigned long long)sum,
                     (unsigned long long)c->n);
 }
 
@@ -40,17 +42,18 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     sid_plan p;
     uint64_t scratch = 0;
     if (err) err->text[0] = 0;
-    if (!c || !bytes) return sid_fail(err, SID_E_ARG, "config or bytes is NULL");
+    if (!c || !bytes) return sid_fail(err, SID_E_ARG, "config or bytes is NULL: give both");
     memset(&p, 0, sizeof p);
-    p.sizes.rounds = 1;
+    p.sizes.reductions = 1;
     const sid_info *ci = sid_codec_find(c->codec), *mi = sid_memory_find(c->memory);
     if (!ci) return sid_fail(err, SID_E_PARAM, "no codec is named '%s'", c->codec ? c->codec : "");
     if (!mi) return sid_fail(err, SID_E_PARAM, "no memory is named '%s'", c->memory ? c->memory : "");
     if (c->n > SID_MAX_N)
         return sid_fail(err, SID_E_ARG, "n = %llu: a group holds at most 2^40 elements", (unsigned long long)c->n);
     if (!sid_dtype_size(c->dtype))
-        return sid_fail(err, SID_E_ARG, "dtype %d is none of float32, float16, bfloat16", (int)c->dtype);
-    if (c->n_settings && !c->settings) return sid_fail(err, SID_E_ARG, "settings is NULL");
+        return sid_fail(err, SID_E_ARG, "dtype is %d; it must be float32, float16 or bfloat16", (int)c->dtype);
+    if (c->n_settings && !c->settings)
+        return sid_fail(err, SID_E_ARG, "settings is NULL, but n_settings is %u", c->n_settings);
     p.codec = sid_codec_of(ci);
     if (ci->traits & SID_FEEDBACK && !(mi->traits & SID_FEEDBACK))
         return sid_fail(
@@ -65,8 +68,8 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     p.dtype = c->dtype;
     p.simd = sid_simd_for(c->isa);
     if (!p.simd)
-        return sid_fail(err, SID_E_UNSUPPORTED, "instruction set %d is not one this build and processor have",
-                        (int)c->isa);
+        return sid_fail(err, SID_E_UNSUPPORTED,
+                        "this build or this processor lacks instruction set %d: take SID_ISA_AUTO", (int)c->isa);
     for (uint32_t i = 0; i < ci->n_params; i++) p.codec_param[i] = ci->params[i].dflt;
     for (uint32_t i = 0; i < mi->n_params; i++) p.memory_param[i] = mi->params[i].dflt;
     for (uint32_t i = 0; i < c->n_settings; i++) {
@@ -89,7 +92,8 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     }
     const size_t room = *bytes;
     *bytes = need;
-    if (mem && room < need) return sid_fail(err, SID_E_SPACE, "a plan needs %zu bytes, %zu given", need, room);
+    if (mem && room < need)
+        return sid_fail(err, SID_E_SPACE, "the plan needs %zu bytes, but %zu were given", need, room);
     p.sizes.body_offset = SID_HEADER_BYTES;
     sid_status s = p.codec->plan(&p, &scratch, err);
     if (!s && p.memory->plan) s = p.memory->plan(&p, err);
@@ -113,13 +117,22 @@ const sid_info *sid_plan_codec(const sid_plan *p) { return &p->codec->info; }
 const sid_info *sid_plan_memory(const sid_plan *p) { return &p->memory->info; }
 const char *sid_plan_isa(const sid_plan *p) { return p->simd->name; }
 uint32_t sid_memory_vectors(const sid_plan *p) { return p->memory->vectors; }
-uint64_t sid_plan_extra(const sid_plan *p) { return sid_round_up(p->extra, 16) * sizeof(float); }
+uint64_t sid_plan_extra(const sid_plan *p) { return sid_round_up(p->extra * sizeof(float), SID_EXTRA_UNIT); }
+_Static_assert(SID_EXTRA_UNIT == 16 * sizeof(float), "as sizes.state rounds");
 
-sid_slice sid_plan_round(const sid_plan *p, uint32_t round) {
+sid_byte_range sid_state_lasting(uint32_t i) {
+    static const sid_byte_range parts[] = {
+        {offsetof(sid_state, steps), offsetof(sid_state, steps) + sizeof(uint64_t)},
+        {offsetof(sid_state, codec), offsetof(sid_state, codec) + SID_WORDS * sizeof(uint64_t)},
+    };
+    return i < sizeof parts / sizeof *parts ? parts[i] : (sid_byte_range){0, 0};
+}
+
+sid_slice sid_plan_slice(const sid_plan *p, uint32_t reduction) {
     const uint64_t size = sid_body_size(p->sizes.body_dtype);
-    if (p->sizes.rounds == 1) return (sid_slice){p->sizes.body_offset, round ? 0 : p->sizes.body_count};
-    const uint64_t first = p->first; /* elements of round 0; no codec has more than two */
-    return round == 0   ? (sid_slice){p->sizes.body_offset, first}
-           : round == 1 ? (sid_slice){p->sizes.body_offset + first * size, p->sizes.body_count - first}
-                        : (sid_slice){0, 0};
+    if (p->sizes.reductions == 1) return (sid_slice){p->sizes.body_offset, reduction ? 0 : p->sizes.body_count};
+    const uint64_t first = p->first; /* elements of reduction 0; no codec has more than two */
+    return reduction == 0   ? (sid_slice){p->sizes.body_offset, first}
+           : reduction == 1 ? (sid_slice){p->sizes.body_offset + first * size, p->sizes.body_count - first}
+                            : (sid_slice){0, 0};
 }

@@ -52,7 +52,7 @@ struct sid_plan {
     double codec_param[SID_MAX_PARAMS], memory_param[SID_MAX_PARAMS]; /* in the order of the tables */
     uint64_t derived[SID_DERIVED_WORDS]; /* what codec->plan made of the parameters: a struct of the codec's own */
     sid_ruling ruling;
-    uint64_t first;          /* of two rounds: elements of the body that round 0 exchanges */
+    uint64_t first;          /* of two reductions: elements of the body that reduction 0 sums */
     uint64_t extra;          /* floats at the end of the state that are the codec's */
     const sid_shape *shapes; /* while the plan is made; then n_shapes sid_matrix follow the plan */
     uint32_t n_shapes;
@@ -61,7 +61,7 @@ struct sid_plan {
 typedef struct sid_matrix {
     uint64_t start, len;   /* elements of the group */
     uint64_t rows, cols;   /* cols 0: the codec sends it as a vector, of `len` rows */
-    uint64_t p, q, kept;   /* the codec's: where its parts lie in the slices of rounds 0 and 1, and in the state */
+    uint64_t p, q, kept;   /* the codec's: where its parts lie in the slices of reductions 0 and 1, and in the state */
     uint32_t rank, height; /* height: rows that are added up by themselves */
 } sid_matrix;
 SID_HD const sid_matrix *sid_matrices(const sid_plan *p) { return (const sid_matrix *)(const void *)(p + 1); }

@@ -126,25 +126,35 @@ typedef struct sid_sizes {
     sid_dtype body_dtype; /* linear codecs: their dtype */
     uint64_t state, work; /* bytes */
     uint64_t k;           /* elements that are sent, or aimed at; n for dense codecs */
-    uint32_t rounds;      /* exchanges that make up a step: 1, or more (linear codecs) */
+    uint32_t reductions;  /* sums over the ranks that a linear codec needs, one after the other; else 1 */
     uint32_t ranks;       /* linear codecs: the most whose bodies can be summed; 0: any number */
 } sid_sizes;
 
-/* What a round exchanges: `count` elements of the body's dtype from byte `offset` of the payload on. */
+/* What a reduction sums: `count` elements of the body's dtype from byte `offset` of the payload on. */
 typedef struct sid_slice {
     uint64_t offset, count;
 } sid_slice;
 
 sid_sizes sid_plan_sizes(const sid_plan *p);
-/* The slice of a round, 0 to sizes.rounds - 1, of a linear codec. Together the slices are the body. */
-sid_slice sid_plan_round(const sid_plan *p, uint32_t round);
+/* The slice of a reduction, 0 to sizes.reductions - 1, of a linear codec. Together the slices are the body. */
+sid_slice sid_plan_slice(const sid_plan *p, uint32_t reduction);
 typedef struct sid_info sid_info; /* below: registry */
 const sid_info *sid_plan_codec(const sid_plan *p);
 const sid_info *sid_plan_memory(const sid_plan *p);
 /* The instruction set in use: "base", "avx2" or "avx512". */
 const char *sid_plan_isa(const sid_plan *p);
-/* Bytes at the end of a state that the codec keeps beside the memory's vectors; a checkpoint takes them along. */
+/* Bytes at the end of a state that are the codec's own, a multiple of SID_EXTRA_UNIT; a checkpoint takes them along. */
 uint64_t sid_plan_extra(const sid_plan *p);
+enum {
+    SID_EXTRA_UNIT = 64,
+    SID_MAX_VECTORS = 4 /* that a memory keeps (sid_memory_vectors) */
+};
+/* Bytes of a state, from its start on, that do not depend on the residual and outlast a new one (sid_residual_in): the count of
+ * steps (i == 0) and the codec's statistics (i == 1); first == end for any other i. */
+typedef struct sid_byte_range {
+    uint64_t first, end;
+} sid_byte_range;
+sid_byte_range sid_state_lasting(uint32_t i);
 
 /* ---- step ---------------------------------------------------------------------------------------------------- */
 
@@ -175,15 +185,15 @@ typedef struct sid_stats {
  * write the segments. NaN and Inf in the gradient count as 0 in the memory and raise a flag in the payload (a linear body
  * carries them instead), which makes the decoded step non-finite on every rank. stats may be NULL. */
 sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg, void *state, void *work,
-                      const sid_step *at, void *payload, sid_stats *stats);
+                      const sid_step *step, void *payload, sid_stats *stats);
 
-/* For plans of several rounds. sid_encode has written the slice of round 0, and the ranks have summed it in place; this
- * writes the slices of rounds 1 and up, one a call. Segments, state, work, at and payload are those of sid_encode. Where
- * at->world is 1, sid_encode has done all rounds. A slice that is not finite makes the later ones so. A rank that cannot write
- * a slice sends bytes 0xff in its place, from that round on. They are NaN in any float, and codecs whose bodies are whole
- * numbers know them too, so that the step is not finite on the other ranks. */
-sid_status sid_next_round(const sid_plan *p, uint32_t round, const sid_segment *seg, uint32_t n_seg, void *state,
-                          void *work, const sid_step *at, void *payload);
+/* For plans of several reductions. sid_encode has written the slice of reduction 0, and the ranks have summed it in place;
+ * this writes the slices of reductions 1 and up, one a call. Segments, state, work, step and payload are those of sid_encode.
+ * Where step->world is 1, sid_encode has written all slices. A slice that is not finite makes the later ones so. A rank that
+ * cannot write a slice sends bytes 0xff in its place, and in place of the later ones. They are NaN in any float, and codecs
+ * whose bodies are whole numbers know them too, so that the step is not finite on the other ranks. */
+sid_status sid_next_reduction(const sid_plan *p, uint32_t reduction, const sid_segment *seg, uint32_t n_seg,
+                              void *state, void *work, const sid_step *step, void *payload);
 
 enum {
     SID_MAX_COUNT = 4096
@@ -199,11 +209,11 @@ typedef struct sid_report {
  * Payload i starts at payloads + i * stride bytes (stride a multiple of 8, count at most SID_MAX_COUNT). After an all-reduce
  * of a linear codec's bodies there is one payload (count == 1), whose header and scale are this rank's own.
  * Every byte is checked before anything is written: SID_E_CORRUPT and SID_E_MISMATCH leave the segments alone.
- * at: the step and group that the headers must name; NULL accepts any.
+ * step: the step and group that the headers must name; NULL accepts any.
  * state: NULL, or this rank's own. With it, a non-finite step takes the gradient, which the segments still hold, out of the
  * memory again before it overwrites them (r' = acc - g, within one unit in the last place of acc of what it was). */
 sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *at, sid_report *report,
+                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *step, sid_report *report,
                       sid_error *err);
 
 /* Stores what a codec takes from a summed payload for its next step (PowerSGD's start). sid_decode does so if it is given the
@@ -212,7 +222,7 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
 sid_status sid_learn(const sid_plan *p, void *state, const void *payload);
 
 /* Checks one payload against the plan without decoding it. */
-sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *at, sid_error *err);
+sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, const sid_step *step, sid_error *err);
 
 /* ---- what is kept -------------------------------------------------------------------------------------------- */
 
@@ -233,8 +243,8 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor);
 /* ---- exchange ------------------------------------------------------------------------------------------------ */
 
 /* An exchange says how payloads travel: which messages the ranks send one another in each round, and what each rank makes of
- * them. It is a pure function of its route. Its transport moves bytes between the ranks' wire blocks (sid_loopback is one, for
- * ranks that live in one process):
+ * them. It is a pure function of its sid_exchange_config. Its transport moves bytes between the ranks' wire blocks
+ * (sid_loopback is one, for ranks that live in one process):
  *
  *     for round = 0 to rounds:  sid_exchange_advance(round);  if round < rounds: move the messages of `round`, and
  *                               while they travel sid_exchange_meanwhile(round)
@@ -245,14 +255,15 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor);
  * last round is lost, its receiver fails alone. */
 typedef struct sid_exchange sid_exchange;
 
-typedef struct sid_route {
+typedef struct sid_exchange_config {
     const char *exchange;    /* a name in the registry */
     const sid_config *group; /* codec, memory, n, dtype; the settings may hold the exchange's too */
     uint32_t rank, world;    /* world: 1 to SID_MAX_COUNT */
-} sid_route;
+} sid_exchange_config;
 
-/* As sid_plan_make. A route that makes no sense is refused (SID_E_UNSUPPORTED); the text says why, and what to use instead. */
-sid_status sid_exchange_make(const sid_route *r, void *mem, size_t *bytes, sid_error *err);
+/* As sid_plan_make. A configuration that makes no sense is refused (SID_E_UNSUPPORTED); the text says why, and what to use
+ * instead. */
+sid_status sid_exchange_make(const sid_exchange_config *c, void *mem, size_t *bytes, sid_error *err);
 
 typedef struct sid_exchange_sizes {
     uint64_t state, work, wire; /* bytes; work and wire, which holds the messages, are garbage between steps */
@@ -278,24 +289,25 @@ typedef struct sid_message {
  * many. A pair of ranks exchanges at most one message a round each way; both sides state the same bytes. */
 uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out);
 
-/* seg, state, work, wire and at stay the same through all rounds of a step. cut: room for n_seg segments. at->rank and
- * at->world are the route's. Once it has failed, it fails in every round until the end of the step. The memory is then as
- * before the step, except for at->carry (and hierarchical, once the nodes have their means, has set its residual to 0).
+/* seg, state, work, wire and step stay the same through all rounds of a step. cut: room for n_seg segments. step->rank and
+ * step->world are the configuration's. Once it has failed, it fails in every round until the end of the step. The memory is
+ * then as before the step, except for step->carry (and hierarchical, once the nodes have their means, has set its residual to
+ * 0).
  * report.culprit is the rank at fault, as far as it is known. */
 sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
-                                sid_segment *cut, void *state, void *work, const sid_step *at, void *wire,
+                                sid_segment *cut, void *state, void *work, const sid_step *step, void *wire,
                                 sid_report *report, sid_error *err);
 
 /* Does the part of advance(round + 1) that needs none of the messages of `round`, while they travel (ring1, torus1: the
  * signs of the slice that is merged next). It may be left out; the outcome is the same bit for bit. */
 sid_status sid_exchange_meanwhile(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
-                                  sid_segment *cut, void *state, void *work, const sid_step *at, void *wire);
+                                  sid_segment *cut, void *state, void *work, const sid_step *step, void *wire);
 int sid_exchange_has_meanwhile(const sid_exchange *x); /* 1: there is something to do */
 
 /* Ends a step that cannot go on because messages do not come: takes what it has put into the memory out again. Call it in
  * place of the advances that are left, with their arguments. After a step that has ended it does nothing. */
 sid_status sid_exchange_abandon(const sid_exchange *x, const sid_segment *seg, uint32_t n_seg, sid_segment *cut,
-                                void *state, void *work, const sid_step *at, void *wire);
+                                void *state, void *work, const sid_step *step, void *wire);
 
 /* As sid_residual_out and _in: vectors of n floats. If this rank keeps something for all ranks (two-shot), it is the last
  * vector. Elements of which this rank keeps nothing are 0. _in: the last vector may hold elements that this rank does not
@@ -323,8 +335,8 @@ typedef struct sid_rank {
         control; /* out: bytes sent; control: those of the last round that only tells whether all went well */
 } sid_rank;
 
-/* One step of at->world ranks in one process; at->rank is not read. room: for 2 * sizes.messages sid_message. */
-sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *at, sid_report *report, sid_error *err);
+/* One step of step->world ranks in one process; step->rank is not read. room: for 2 * sizes.messages sid_message. */
+sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *step, sid_report *report, sid_error *err);
 
 /* ---- registry ------------------------------------------------------------------------------------------------ */
 
@@ -356,7 +368,7 @@ enum {                   /* traits */
     SID_SHAPED = 256u,   /* of a codec: looks at the tensors' shapes */
     SID_SIGNS = 512u,    /* of a codec: a bit an element for + or - a value of the plan's own, so that the bits of
                           * several ranks can be merged to such bits */
-    SID_IN_ROUNDS = 1024u /* of a codec: may take several exchanges a step, one after the other */
+    SID_SEVERAL_REDUCTIONS = 1024u /* of a codec: may need several reductions a step, one after the other */
 };
 
 struct sid_info {

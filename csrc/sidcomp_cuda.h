@@ -24,16 +24,16 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err);
  * launch); it waits for the end of that one before it touches memory. It is not the default because it has not been measured.
  * Devices before sm_90 ignore it. */
 #define SID_CUDA_EARLY (1 << 16)
-/* As sid_encode, sid_next_round and sid_decode, on device memory. A next round needs the ranks' sum of the round before, which
- * must have been enqueued; segments, state, work (as the call before left it), at and payload are those of sid_cuda_encode. */
+/* As sid_encode, sid_next_reduction and sid_decode, on device memory. A next slice needs the ranks' sum of the one before, which
+ * must have been enqueued; segments, state, work (as the call before left it), step and payload are those of sid_cuda_encode. */
 sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
-                           const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
+                           const sid_step *step, void *payload, void *stats_dev, int device, void *stream,
                            sid_error *err);
-sid_status sid_cuda_next_round(const sid_plan *p, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
-                               void *state, void *work, const sid_step *at, void *payload, int device, void *stream,
-                               sid_error *err);
+sid_status sid_cuda_next_reduction(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
+                                   void *state, void *work, const sid_step *step, void *payload, int device,
+                                   void *stream, sid_error *err);
 sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *at,
+                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *step,
                            void *report_dev, int device, void *stream, sid_error *err);
 /* As sid_rescale by 1, except that a -0 may become 0; and as sid_unsend. settle reads the segments, whatever they hold, and
  * leaves garbage in the plan's work and payload. */
@@ -45,9 +45,9 @@ sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *str
 sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *work,
                              const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err);
 
-/* Copies what a decode has reported to `seen`, 16 bytes of host memory that the device can write (pinned): {nonfinite,
+/* Copies what a decode has reported to `shown`, 16 bytes of host memory that the device can write (pinned): {nonfinite,
  * culprit, status, mark}. A caller that does not want to wait looks there a step later. */
-sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err);
+sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int device, void *stream, sid_error *err);
 
 /* ---- exchanges -------------------------------------------------------------------------------------------------- */
 
@@ -56,7 +56,7 @@ sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int 
  * round, and the memory is as before the step. */
 sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_error *err);
 sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
-                                     void *state, void *work, const sid_step *at, void *wire, void *stats_dev,
+                                     void *state, void *work, const sid_step *step, void *wire, void *stats_dev,
                                      void *report_dev, int device, void *stream, sid_error *err);
 /* As sid_cuda_settle, _unsend and _checksum, between the steps of an exchange. The first two are for exchanges whose state is
  * that of one plan (sid_exchange_share: a single part, of all elements). */
@@ -69,14 +69,14 @@ sid_status sid_cuda_exchange_checksum(const sid_exchange *x, const sid_segment *
 /* ---- a group, and the end of a step of several groups ------------------------------------------------------------ */
 
 /* A group on the device: the arguments of sid_cuda_encode and sid_cuda_decode. incoming: room for the payloads of all ranks;
- * unused by linear plans, whose bodies are summed in place. seen: NULL, or as in sid_cuda_show. With plan NULL it is the group
+ * unused by linear plans, whose bodies are summed in place. shown: NULL, or as in sid_cuda_show. With plan NULL it is the group
  * of an exchange: payload is the wire block, and room (host memory) is for 2 * sizes.messages messages. */
 typedef struct sid_cuda_group {
     const sid_plan *plan;
     const sid_exchange *exchange;
     sid_message *room;
     const sid_segment *segs_dev;
-    void *state, *work, *payload, *incoming, *stats_dev, *report_dev, *seen;
+    void *state, *work, *payload, *incoming, *stats_dev, *report_dev, *shown;
     uint32_t n_seg, spare;
 } sid_cuda_group;
 

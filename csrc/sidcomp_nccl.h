@@ -55,9 +55,9 @@ sid_status sid_nccl_reduce_scatter(sid_nccl_comm *c, const void *in, void *out, 
 sid_status sid_nccl_messages(sid_nccl_comm *c, void *wire, const sid_message *sends, uint32_t n_sends,
                              const sid_message *receives, uint32_t n_receives, void *stream, sid_error *err);
 
-/* Enqueues a group's step: encode, all-gather or all-reduce (one a round), and decode to the mean over the ranks; or the
+/* Enqueues a group's step: encode, all-gather or all-reduce (one a reduction), and decode to the mean over the ranks; or the
  * exchange's advances and messages in turn. Then sid_cuda_show, with the low bits of step + 1 as the mark. */
-sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err);
+sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *step, void *stream, sid_error *err);
 
 #ifdef __cplusplus
 }

@@ -80,14 +80,14 @@ class Group:
             return max(sent_by)
         at = [gathered.ptr + rank * plan.payload_bytes for rank in range(world)]
         sent = 0 if plan.linear else plan.payload_bytes
-        for i in range(plan.rounds):
+        for i in range(plan.reductions):
             for rank, segments in enumerate(self.segments):
                 where = (segments, self.states[rank].ptr, self.work.ptr, at[rank])
                 here = {"seed": self.settings.seed, "group": self.index, "rank": rank, "world": world}
                 if i == 0:
                     plan.encode(*where, step=step, carry=carry, **here)
                 else:
-                    plan.next_round(i, *where, step=step, **here)
+                    plan.next_reduction(i, *where, step=step, **here)
             if plan.linear:
                 dtype = BODIES[plan.body_dtype]
                 offset, count = plan.slices[i]

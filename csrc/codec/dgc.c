@@ -90,9 +90,9 @@ static void begin(sid_pass *w) {
 
 /* Each run's element: word `run` of the stream, scaled to the run's length. One that lies past the end of a last, shorter
  * run is none, so that all elements are as likely as one another. */
-static void sample(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void sample(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     dgc_work *o = own(w);
-    const uint64_t length = o->length, end = at + len;
+    const uint64_t length = o->length, end = offset + len;
     float *out = o->sample + o->taken;
     uint64_t run = o->run;
     if (length == 1) {
@@ -104,16 +104,16 @@ static void sample(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
         if (run % DRAWS == 0) w->plan->simd->draw32(&w->draw, run, DRAWS, o->draw);
         const uint64_t i = run * length + (o->draw[run % DRAWS] * length >> 32);
         if (i >= end) break; /* in the next tile */
-        *out++ = acc[i - at];
+        *out++ = acc[i - offset];
     }
     o->run = run;
     o->taken = (uint64_t)(out - o->sample);
 }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
-    if (w->passes == 1) sample(w, acc, at, len);
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
+    if (w->passes == 1) sample(w, acc, offset, len);
     sparse_probing(w, &own(w)->probe, acc, len);
-    sparse_capture(w, acc, at, len);
+    sparse_capture(w, acc, offset, len);
 }
 
 static sid_outcome finish(sid_pass *w) {

@@ -1,11 +1,11 @@
 /* GaussianKSGD (Shi et al. 2019, "Understanding top-k sparsification in distributed deep learning"), SIDCo's
- * rival: a normal distribution fitted to x, and a few corrections.
+ * baseline: a normal distribution fitted to x, and a few corrections.
  *     t = mean + z * std      z: a standard normal variable exceeds it with probability delta / 2, delta = k/n
  *     up to `rounds` times: count |x| >= t; below 2k/3: t = t / 2; above 4k/3: t = 1.5 t; else done
  * The threshold of the last count is used, whatever it was; what does not fit the payload is kept. Where fewer than `floor`
  * of k pass, the k largest are sent: beside a residual a fit may let nothing pass for ever. The paper prints the
  * percentile 1 - delta of x, which on both sides of 0 would let pass twice as many; its published code has 1 - delta / 2,
- * as SIDCo's lemma 1, and three rounds. The standard deviation is that of n, not n - 1; a threshold below 0 is 0.
+ * as SIDCo's lemma 1, and three corrections. The standard deviation is that of n, not n - 1; a threshold below 0 is 0.
  *
  * One pass suffices in the steady state: mean and deviation are known after it, and of the counts that follow only
  * those up to 4k/3 must be exact, so that the 3k/2 largest of the last step say from where on to capture. */
@@ -57,7 +57,7 @@ enum {
 typedef struct gauss_work {
     double threshold;
     uint64_t count;
-    uint32_t fitted, round;
+    uint32_t fitted, corrections;
     uint32_t exactly;    /* sums in float64: those of float lanes leave too few digits */
     uint32_t probe, low; /* probe: keys from here on are counted, where not 0; low: captured from here on */
 } gauss_work;
@@ -128,9 +128,9 @@ static sid_outcome finish(sid_pass *w) {
     }
     uint32_t key;
     uint64_t found;
-    for (;; o->round++) {
+    for (;; o->corrections++) {
         double sum;
-        const int last = o->round + 1 >= (uint32_t)p->codec_param[ROUNDS];
+        const int last = o->corrections + 1 >= (uint32_t)p->codec_param[ROUNDS];
         key = sid_key((float)o->threshold); /* beyond float32: Inf, and nothing passes */
         if (key >= s->low)
             found = sparse_above(w, key, &sum);
@@ -178,7 +178,7 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
 }
 
 SPARSE_CODEC(gaussiank, params, plan, begin, tile, finish, sparse_check, sparse_decode, .name = "gaussiank",
-             .paper = "GaussianKSGD (Shi et al. 2019); SIDCo's rival",
+             .paper = "GaussianKSGD (Shi et al. 2019); a baseline of SIDCo",
              .doc = "A threshold from a normal distribution fitted to the vector. It is halved or raised by half until "
                     "roughly k elements pass or all tries are used.",
              .traits = SID_SPARSE, .wire_id = 20);

@@ -33,27 +33,27 @@ static sid_status plan_bf16(sid_plan *p, uint64_t *scratch, sid_error *err) {
 
 static void begin(sid_pass *w) { (void)w; }
 
-static float limit(sid_dtype body, int alone) {
-    if (body == SID_F16) return alone ? 65504.0f : 65376.0f;
-    return sid_bits_f32(alone ? 0x7f7f0000u : 0x7f7c0000u);
+static float limit(sid_dtype body, int one_rank) {
+    if (body == SID_F16) return one_rank ? 65504.0f : 65376.0f;
+    return sid_bits_f32(one_rank ? 0x7f7f0000u : 0x7f7c0000u);
 }
 
-/* body[at ...) = clamp(acc) * s, rounded to the body's dtype; what is finite stays finite. */
-static void write_body(const sid_plan *p, const float *acc, float s, void *body, uint64_t at, uint32_t len) {
+/* body[offset ...) = clamp(acc) * s, rounded to the body's dtype; what is finite stays finite. */
+static void write_body(const sid_plan *p, const float *acc, float s, void *body, uint64_t offset, uint32_t len) {
     const sid_dtype d = body_dtype(p);
     SID_LINE float x[SID_TILE];
     if (d == SID_F32) {
-        p->simd->scale(acc, (float *)body + at, len, s);
+        p->simd->scale(acc, (float *)body + offset, len, s);
     } else if (p->codec->info.traits & SID_LOSSLESS) {
         p->simd->scale(acc, x, len, s);
-        sid_store(p->simd, d, body, at, len, x);
+        sid_store(p->simd, d, body, offset, len, x);
     } else {
-        p->simd->half_body(acc, (uint16_t *)body + at, len, s, limit(d, s == 1.0f), d == SID_BF16);
+        p->simd->half_body(acc, (uint16_t *)body + offset, len, s, limit(d, s == 1.0f), d == SID_BF16);
     }
 }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
-    write_body(w->plan, acc, 1.0f / (float)w->at->world, w->payload + SID_HEADER_BYTES, at, len);
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
+    write_body(w->plan, acc, 1.0f / (float)w->step->world, w->payload + SID_HEADER_BYTES, offset, len);
 }
 
 static sid_outcome finish(sid_pass *w) {
@@ -63,17 +63,17 @@ static sid_outcome finish(sid_pass *w) {
     memset(w->payload + used, 0, p->sizes.payload - used);
     h->count = p->n;
     h->flags = 0;
-    h->scale = 1.0f / (float)w->at->world;
-    w->state->rule = (sid_rule){.scale = h->scale, .inverse = (float)w->at->world};
+    h->scale = 1.0f / (float)w->step->world;
+    w->state->rule = (sid_rule){.scale = h->scale, .inverse = (float)w->step->world};
     w->stats.found = p->n;
     w->stats.threshold = h->scale;
     return SID_DONE;
 }
 
-static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
     const sid_rule *rule = &s->rule;
     SID_LINE float sent[SID_TILE], body[SID_TILE];
-    (void)at;
+    (void)offset;
     const sid_dtype d = body_dtype(p);
     if (rule->scale == 0) return;
     if (d != SID_F32 && !(p->codec->info.traits & SID_LOSSLESS)) {
@@ -91,11 +91,12 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     return linear_check((const sid_header *)(const void *)payload, p->n, err);
 }
 
-static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     SID_LINE float buf[SID_DECODE_TILE];
     for (uint32_t r = 0; r < g->count; r++) {
-        const float *x = sid_load(p->simd, body_dtype(p), g->payloads + r * g->stride + SID_HEADER_BYTES, at, len, buf);
+        const float *x =
+            sid_load(p->simd, body_dtype(p), g->payloads + r * g->stride + SID_HEADER_BYTES, offset, len, buf);
         if (r == 0)
             memcpy(out, x, 4ull * len); /* not 0 + x, which would lose the sign of -0 */
         else

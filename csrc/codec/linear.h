@@ -12,14 +12,15 @@ static inline float linear_inverse(float scale) { return (float)floor(1.0 / (dou
 
 static inline sid_status linear_check_scale(const sid_header *h, sid_error *err) {
     if (!(h->scale > 0 && h->scale <= 1) || 1.0f / linear_inverse(h->scale) != h->scale)
-        return sid_fail(err, SID_E_CORRUPT, "scale %g is not 1 / world size", (double)h->scale);
+        return sid_fail(err, SID_E_CORRUPT, "scale is %g; it must be 1 / world size", (double)h->scale);
     return SID_OK;
 }
 
 /* Checks the header of a body of `count` elements that has no flags of its own. */
 static inline sid_status linear_check(const sid_header *h, uint64_t count, sid_error *err) {
     if (h->count != count || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
-        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
+        return sid_fail(err, SID_E_CORRUPT, "count %llu and flags %08x do not belong to a payload of this plan",
+                        (unsigned long long)h->count, h->flags);
     return linear_check_scale(h, err);
 }
 

@@ -25,11 +25,11 @@ void packed_write(const sid_plan *p, const uint32_t *count, const uint16_t *idx,
     if (sent) high[word] = held;
 }
 
-static sid_packed tile_of(const sid_plan *p, const uint8_t *payload, uint64_t at) {
+static sid_packed tile_of(const sid_plan *p, const uint8_t *payload, uint64_t offset) {
     const uint32_t bits = low_bits(p);
     return (sid_packed){.low = payload + sid_sparse_index_at(p->n),
                         .high = (const uint64_t *)(const void *)(payload + sid_packed_high_at(p->n, p->cap)),
-                        .runs = at / SID_WIRE_TILE * SID_WIRE_TILE >> bits,
+                        .runs = offset / SID_WIRE_TILE * SID_WIRE_TILE >> bits,
                         .bits = bits};
 }
 
@@ -68,11 +68,12 @@ int packed_sound(const sid_plan *p, const uint8_t *payload, uint64_t t, uint64_t
     return ascend && !any(tile.high, tile.from, tile.stop);
 }
 
-uint32_t packed_read(const sid_plan *p, const uint8_t *payload, uint64_t pos, uint64_t at, uint32_t left, uint32_t end,
-                     uint16_t *idx) {
-    sid_packed tile = tile_of(p, payload, at);
+uint32_t packed_read(const sid_plan *p, const uint8_t *payload, uint64_t pos, uint64_t offset, uint32_t left,
+                     uint32_t end, uint16_t *idx) {
+    sid_packed tile = tile_of(p, payload, offset);
     tile.pos = pos;
-    tile.from = (at >> tile.bits) + pos; /* entries before pos lie before `at`, so their bits lie before this one */
+    tile.from =
+        (offset >> tile.bits) + pos; /* entries before pos lie before `offset`, so their bits lie before this one */
     tile.stop = sid_packed_bits(p->n, p->cap);
     return p->simd->unpack(&tile, left, end, idx);
 }

@@ -1,9 +1,9 @@
-/* powersgd: every matrix M (rows x cols, M = gradient + what is kept) travels as two thin factors, in two rounds of
- * all-reduce (Vogels, Karimireddy, Jaggi 2019, "PowerSGD", algorithms 1 and 2):
+/* powersgd: every matrix M (rows x cols, M = gradient + what is kept) travels as two thin factors, in two
+ * reductions (Vogels, Karimireddy, Jaggi 2019, "PowerSGD", algorithms 1 and 2):
  *     P = M Q            Q: what the last step ended with (warm start), its columns scaled to length 1
  *     P = mean over the ranks, orthonormalised by Gram-Schmidt
  *     Q = M^T P, and its mean over the ranks                            decoded: P Q^T
- * What is not worth factoring (vectors, small matrices) travels as it is in round 0.
+ * What is not worth factoring (vectors, small matrices) travels as it is in reduction 0.
  *
  * Two things differ from the paper's text, neither in what is sent. It keeps M - P mean(Q)^T; here each rank keeps
  * M - P Q^T with its own Q, so that what a rank sent and what it keeps make up what came in. The sums over the ranks are
@@ -47,7 +47,7 @@ static sid_matrix matrix_of(const sid_plan *p, const sid_shape *s, uint64_t star
 
 /* What the parts of all matrices come to. */
 typedef struct totals {
-    uint64_t p, q, kept; /* floats: slices of rounds 0 and 1; P of the matrices */
+    uint64_t p, q, kept; /* floats: slices of reductions 0 and 1; P of the matrices */
     uint64_t most;       /* Q of the one that has most */
 } totals;
 
@@ -88,7 +88,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     p->first = t.p;
     p->extra = t.q + (feeds_back(p) ? t.q + t.kept : 0);
     p->ruling = (sid_ruling){.form = SID_RULES_BY_SHARE};
-    p->sizes.rounds = t.q ? 2 : 1;
+    p->sizes.reductions = t.q ? 2 : 1;
     p->sizes.body_dtype = SID_F32;
     p->sizes.body_count = p->k;
     p->sizes.payload = sid_linear_bytes(p->k, 4);
@@ -105,12 +105,12 @@ static float *next_q(const sid_plan *p, const sid_state *s) { return sid_extra(p
 static float *sent_q(const sid_plan *p, const sid_state *s) { return sid_extra(p, s) + (p->k - p->first); }
 static float *sent_p(const sid_plan *p, const sid_state *s) { return sid_extra(p, s) + 2 * (p->k - p->first); }
 
-static const sid_matrix *at_element(const sid_plan *p, uint64_t at) {
+static const sid_matrix *at_element(const sid_plan *p, uint64_t offset) {
     const sid_matrix *m = sid_matrices(p);
     uint32_t lo = 0, hi = p->n_shapes;
     while (hi - lo > 1) {
         const uint32_t mid = lo + (hi - lo) / 2;
-        if (m[mid].start <= at)
+        if (m[mid].start <= offset)
             lo = mid;
         else
             hi = mid;
@@ -118,16 +118,16 @@ static const sid_matrix *at_element(const sid_plan *p, uint64_t at) {
     return m + lo;
 }
 
-/* Elements of one row, or of a tensor that travels as it is, from element `at` of the group on. */
+/* Elements of one row, or of a tensor that travels as it is, from element `offset` of the group on. */
 typedef struct piece {
     const sid_matrix *m;
     uint64_t row, col; /* row: of one that travels as it is, the element's place in it */
     uint32_t len;
 } piece;
 
-static piece piece_at(const sid_matrix *m, uint64_t at, uint32_t left) {
-    while (at - m->start >= m->len) m++;
-    piece x = {m, at - m->start, 0, left};
+static piece piece_at(const sid_matrix *m, uint64_t offset, uint32_t left) {
+    while (offset - m->start >= m->len) m++;
+    piece x = {m, offset - m->start, 0, left};
     uint64_t most = m->len - x.row;
     if (m->cols) {
         x.col = x.row % m->cols;
@@ -226,22 +226,22 @@ static int finite(const sid_plan *p, const float *x, uint64_t n) {
 static void begin(sid_pass *w) {
     const sid_plan *p = w->plan;
     const sid_matrix *m = sid_matrices(p);
-    const sid_draw common = {sid_salt(w->at->seed, SID_COMMON), w->at->group, w->at->step};
+    const sid_draw common = {sid_salt(w->step->seed, SID_COMMON), w->step->group, w->step->step};
     float *body = slice(w->payload);
-    const int not_finite = w->round && !finite(p, body, p->first);
+    const int not_finite = w->reduction && !finite(p, body, p->first);
     open_sums *sums = w->scratch;
     uint64_t most = 0;
     for (uint32_t i = 0; i < p->n_shapes; i++) {
         float *columns = body + m[i].p;
         if (!m[i].cols) continue;
         if (most < m[i].rank * m[i].cols) most = m[i].rank * m[i].cols;
-        if (w->round == 0)
+        if (w->reduction == 0)
             prepare(p, &common, next_q(p, w->state) + m[i].q, &m[i]);
         else if (!not_finite)
             orthonormalise(p, columns, &m[i]);
-        if (w->round == 0) memset(columns, 0, 4 * m[i].rank * m[i].rows);
+        if (w->reduction == 0) memset(columns, 0, 4 * m[i].rank * m[i].rows);
     }
-    if (w->round) {
+    if (w->reduction) {
         memset(body + p->first, 0, 4 * (p->k - p->first));
         memset(sums->q, 0, 8 * most);
         sums->group = sums->q + most;
@@ -297,22 +297,22 @@ static void add_to_q(const sid_plan *p, const piece *e, const float *x, const fl
     if (m->rows > group && (at == m->len || row % group == 0)) pour(s->group, q, n);
 }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     const sid_plan *p = w->plan;
-    const float s = 1.0f / (float)w->at->world;
+    const float s = 1.0f / (float)w->step->world;
     SID_LINE float *body = slice(w->payload), x[SID_TILE], c[POWER_RANK];
-    const sid_matrix *m = at_element(p, at);
+    const sid_matrix *m = at_element(p, offset);
     open_sums *sums = w->scratch;
     for (uint32_t pos = 0; pos < len;) {
-        const piece e = piece_at(m, at + pos, len - pos);
+        const piece e = piece_at(m, offset + pos, len - pos);
         m = e.m;
         if (m->cols) {
             p->simd->clamp(acc + pos, x, e.len, POWER_LARGEST);
-            if (w->round == 0)
+            if (w->reduction == 0)
                 add_to_p(p, &e, x, next_q(p, w->state) + m->q, sums, body + m->p);
             else
                 add_to_q(p, &e, x, row_of(body + m->p, m, e.row, c), sums, body + p->first + m->q);
-        } else if (w->round == 0) {
+        } else if (w->reduction == 0) {
             p->simd->clamp(acc + pos, x, e.len, sid_power_limit(s));
             p->simd->scale(x, body + m->p + e.row, e.len, s);
         }
@@ -322,9 +322,9 @@ static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
 
 /* In place of what the matrices' parts of a slice hold: that, times s. */
 static void scale(const sid_plan *p, float *x, uint64_t n, float s) {
-    for (uint64_t at = 0; at < n; at += 1u << 16) {
-        const uint32_t len = n - at < 1u << 16 ? (uint32_t)(n - at) : 1u << 16;
-        p->simd->scale(x + at, x + at, len, s);
+    for (uint64_t offset = 0; offset < n; offset += 1u << 16) {
+        const uint32_t len = n - offset < 1u << 16 ? (uint32_t)(n - offset) : 1u << 16;
+        p->simd->scale(x + offset, x + offset, len, s);
     }
 }
 
@@ -332,10 +332,10 @@ static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     const sid_matrix *m = sid_matrices(p);
     const uint64_t nq = p->k - p->first;
-    const float world = (float)w->at->world, s = 1.0f / world;
+    const float world = (float)w->step->world, s = 1.0f / world;
     float *body = slice(w->payload), *q = body + p->first;
     const sid_rule sent = {.scale = s, .inverse = world};
-    if (w->round == 0) {
+    if (w->reduction == 0) {
         sid_header *h = (sid_header *)(void *)w->payload;
         const uint64_t used = SID_HEADER_BYTES + 4 * p->k;
         for (uint32_t i = 0; i < p->n_shapes; i++)
@@ -347,7 +347,7 @@ static sid_outcome finish(sid_pass *w) {
         h->count = p->k;
         h->flags = 0;
         h->scale = s;
-        w->state->rule = nq ? (sid_rule){0} : sent; /* until the last round it may still be that nothing is sent */
+        w->state->rule = nq ? (sid_rule){0} : sent; /* until the last reduction it may still be that nothing is sent */
         w->stats.found = p->k;
         w->stats.threshold = s;
         return SID_DONE;
@@ -368,13 +368,13 @@ static sid_outcome finish(sid_pass *w) {
     return SID_DONE;
 }
 
-static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
     const sid_rule *rule = &s->rule;
     SID_LINE float x[SID_TILE], c[POWER_RANK];
     if (rule->scale == 0) return;
-    const sid_matrix *m = at_element(p, at);
+    const sid_matrix *m = at_element(p, offset);
     for (uint32_t pos = 0; pos < len;) {
-        const piece e = piece_at(m, at + pos, len - pos);
+        const piece e = piece_at(m, offset + pos, len - pos);
         m = e.m;
         if (m->cols) {
             row_of(sent_p(p, s) + m->kept, m, e.row, c);
@@ -397,14 +397,14 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     return linear_check((const sid_header *)(const void *)payload, p->k, err);
 }
 
-static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     float c[POWER_RANK];
     for (uint32_t r = 0; r < g->count; r++) {
         const float *body = slice(g->payloads + r * g->stride);
-        const sid_matrix *m = at_element(p, at);
+        const sid_matrix *m = at_element(p, offset);
         for (uint32_t pos = 0; pos < len;) {
-            const piece e = piece_at(m, at + pos, len - pos);
+            const piece e = piece_at(m, offset + pos, len - pos);
             m = e.m;
             if (m->cols) {
                 row_of(body + m->p, m, e.row, c);
@@ -430,7 +430,7 @@ const sid_codec sid_codec_powersgd = {
              .family = "low rank",
              .paper = "PowerSGD (Vogels et al. 2019), algorithms 1 and 2",
              .wire_id = 30,
-             .traits = SID_LINEAR | SID_SHAPED | SID_IN_ROUNDS,
+             .traits = SID_LINEAR | SID_SHAPED | SID_SEVERAL_REDUCTIONS,
              SID_PARAMETERS(params),
              .doc = "Matrices are sent as two thin factors that start from those of the last step, averaged by two "
                     "all-reduces; vectors are sent as they are."},

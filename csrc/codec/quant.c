@@ -175,13 +175,13 @@ typedef union draws {
 } draws;
 
 /* The tile's random bits. NULL where none are drawn. */
-static const void *draw(const sid_plan *p, const quant_form *f, const sid_draw *d, uint64_t at, uint32_t len,
+static const void *draw(const sid_plan *p, const quant_form *f, const sid_draw *d, uint64_t offset, uint32_t len,
                         draws *to) {
     if (f->rounding == SID_ROUND_NEAREST) return NULL;
     if (f->rounding == SID_ROUND_DRAW16)
-        p->simd->draw16(d, at, len, to->half);
+        p->simd->draw16(d, offset, len, to->half);
     else
-        p->simd->draw32(d, at, len, to->word);
+        p->simd->draw32(d, offset, len, to->word);
     return to;
 }
 
@@ -191,36 +191,36 @@ static void begin(sid_pass *w) {
     if (w->passes == 1) memset(w->scratch, 0, totals_bytes(w->plan, f.block));
 }
 
-static void gather(const sid_pass *w, const quant_form *f, const float *acc, uint64_t at, uint32_t len) {
+static void gather(const sid_pass *w, const quant_form *f, const float *acc, uint64_t offset, uint32_t len) {
     const sid_simd *v = w->plan->simd;
     totals *t = w->scratch;
     const uint32_t key = f->norm == NORM_L2 ? 0 : v->max_key(acc, len);
     t->key = key > t->key ? key : t->key;
-    if (f->norm == NORM_L2) sid_sums_add(sums_of(w, SQUARES), at, v->sum_squares(acc, len));
+    if (f->norm == NORM_L2) sid_sums_add(sums_of(w, SQUARES), offset, v->sum_squares(acc, len));
     if (f->norm == NORM_CLIPPED) {
         double sum[2];
         v->two_moments(acc, len, sum);
-        sid_sums_add(sums_of(w, SQUARES), at, sum[0]);
-        sid_sums_add(sums_of(w, PLAIN), at, sum[1]);
+        sid_sums_add(sums_of(w, SQUARES), offset, sum[0]);
+        sid_sums_add(sums_of(w, PLAIN), offset, sum[1]);
     }
 }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     const sid_plan *p = w->plan;
     const quant_form f = quant_form_of(p);
     totals *t = w->scratch;
     if (!f.block && w->passes == 1) {
-        gather(w, &f, acc, at, len);
+        gather(w, &f, acc, offset, len);
         return;
     }
     draws room;
-    const void *d = draw(p, &f, &w->draw, at, len, &room);
-    SID_LINE uint8_t *body = w->payload + quant_codes_at(p->n, f.block) + at * f.bits / 8, buf[SID_MAX_TILE];
+    const void *d = draw(p, &f, &w->draw, offset, len, &room);
+    SID_LINE uint8_t *body = w->payload + quant_codes_at(p->n, f.block) + offset * f.bits / 8, buf[SID_MAX_TILE];
     uint8_t *code = f.bits == 8 ? body : buf;
     scale_list s;
     const sid_grid g = grid_of(p, &f, acc, len, t->scale, &s);
     if (f.block) {
-        memcpy(w->payload + SID_HEADER_BYTES + 4 * (at / f.block), s.scale, 4ull * s.count);
+        memcpy(w->payload + SID_HEADER_BYTES + 4 * (offset / f.block), s.scale, 4ull * s.count);
         for (uint32_t b = 0; b < s.count; b++) t->scale = s.scale[b] > t->scale ? s.scale[b] : t->scale;
     }
     if (f.bits == 2 && !f.block && f.rounding == SID_ROUND_DRAW16) { /* top is 1 */
@@ -255,11 +255,11 @@ static sid_outcome finish(sid_pass *w) {
 
 /* ---- what is kept -------------------------------------------------------------------------------------------- */
 
-static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
     const quant_form f = quant_form_of(p);
     draws room;
     if (s->rule.scale == 0) return;
-    const void *d = draw(p, &f, &s->draw, at, len, &room);
+    const void *d = draw(p, &f, &s->draw, offset, len, &room);
     scale_list of;
     const sid_grid g = grid_of(p, &f, acc, len, s->rule.scale, &of);
     p->simd->take_out(acc, len, &g, d);
@@ -277,9 +277,11 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
                    end = codes + quant_code_bytes(p->n, f.bits);
     uint32_t largest = 0, bad = 0;
     if (h->count != p->n || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
-        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
+        return sid_fail(err, SID_E_CORRUPT, "count %llu and flags %08x do not belong to a payload of this plan",
+                        (unsigned long long)h->count, h->flags);
     if (h->salt && f.rounding == SID_ROUND_NEAREST)
-        return sid_fail(err, SID_E_CORRUPT, "salt is %08x, and rounding to nearest draws nothing", h->salt);
+        return sid_fail(err, SID_E_CORRUPT,
+                        "salt is %08x; it must be 0, because rounding to nearest draws no random bits", h->salt);
     for (uint64_t i = 0; i < blocks; i++) {
         uint32_t s;
         memcpy(&s, payload + SID_HEADER_BYTES + 4 * i, 4);
@@ -287,13 +289,15 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
         bad |= (uint32_t)!quant_sound(s, most);
     }
     if (bad || !quant_sound(sid_f32_bits(h->scale), most))
-        return sid_fail(err, SID_E_CORRUPT, "a scale that is no number from 2^-126 to %g", (double)quant_scale_max(&f));
+        return sid_fail(err, SID_E_CORRUPT, "a scale is neither 0 nor a number from 2^-126 to %g",
+                        (double)quant_scale_max(&f));
     if ((f.block || !p->n) && sid_f32_bits(h->scale) != largest)
-        return sid_fail(err, SID_E_CORRUPT, "scale %g is not the largest of the blocks'", (double)h->scale);
+        return sid_fail(err, SID_E_CORRUPT, "scale is %g; it must be the largest of the blocks' scales",
+                        (double)h->scale);
     for (uint64_t i = SID_HEADER_BYTES + 4 * blocks; i < codes; i++) bad |= payload[i];
     for (uint64_t i = end; i < p->sizes.payload; i++) bad |= payload[i];
     if (p->n * f.bits % 8) bad |= (uint32_t)payload[end - 1] >> (p->n * f.bits % 8);
-    if (bad) return sid_fail(err, SID_E_CORRUPT, "bytes beside the codes that are not zero");
+    if (bad) return sid_fail(err, SID_E_CORRUPT, "bytes around the codes are set; they must be 0");
     return SID_OK;
 }
 
@@ -303,7 +307,7 @@ enum {
     TOGETHER = 16
 }; /* payloads whose sum stays in registers */
 
-static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     const quant_form f = quant_form_of(p);
     sid_codes from[TOGETHER];
@@ -311,9 +315,9 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
         const uint32_t count = g->count - r < TOGETHER ? g->count - r : TOGETHER;
         for (uint32_t i = 0; i < count; i++) {
             const uint8_t *payload = g->payloads + (r + i) * g->stride;
-            from[i].code = payload + quant_codes_at(p->n, f.block) + at * f.bits / 8;
+            from[i].code = payload + quant_codes_at(p->n, f.block) + offset * f.bits / 8;
             from[i].scale =
-                f.block ? payload + SID_HEADER_BYTES + 4 * (at / f.block) : payload + offsetof(sid_header, scale);
+                f.block ? payload + SID_HEADER_BYTES + 4 * (offset / f.block) : payload + offsetof(sid_header, scale);
         }
         p->simd->add_codes(from, count, out, len, f.block, f.kind, f.bits);
     }

@@ -84,19 +84,19 @@ typedef struct block {
     uint16_t in[BLOCK + 64]; /* which of the block's elements, in the body's order */
 } block;
 
-static uint64_t entry_at(const sid_plan *p, uint64_t r, uint64_t at) {
-    return (uint64_t)(((wide)p->k * at + r) / p->n);
+static uint64_t entry_at(const sid_plan *p, uint64_t r, uint64_t offset) {
+    return (uint64_t)(((wide)p->k * offset + r) / p->n);
 }
 
-static void choose(const sid_plan *p, const sid_draw *d, uint64_t at, uint32_t len, block *b) {
-    uint32_t word[BLOCK / 2], offset[4];
+static void choose(const sid_plan *p, const sid_draw *d, uint64_t offset, uint32_t len, block *b) {
+    uint32_t word[BLOCK / 2], start[4];
     uint8_t taken[BLOCK] = {0}; /* bytes: of bits, one word's store would often hold up the next load */
-    sid_draw_block(d, OFFSET_AT, offset);
-    const uint64_t r = (uint64_t)(((wide)(offset[0] | (uint64_t)offset[1] << 32) * p->n) >> 64);
-    b->first = entry_at(p, r, at);
-    b->count = (uint32_t)(entry_at(p, r, at + len) - b->first);
+    sid_draw_block(d, OFFSET_AT, start);
+    const uint64_t r = (uint64_t)(((wide)(start[0] | (uint64_t)start[1] << 32) * p->n) >> 64);
+    b->first = entry_at(p, r, offset);
+    b->count = (uint32_t)(entry_at(p, r, offset + len) - b->first);
     const uint32_t rest = 2 * b->count > len, take = rest ? len - b->count : b->count;
-    p->simd->draw32(d, at, take, word);
+    p->simd->draw32(d, offset, take, word);
     for (uint32_t i = 0; i < take; i++) {
         const uint32_t j = len - take + i, t = (uint32_t)((uint64_t)word[i] * (j + 1) >> 32);
         const uint32_t one = t ^ ((t ^ j) & (0u - taken[t])); /* no branch to guess */
@@ -118,34 +118,34 @@ static void take(const block *b, const float *acc, float *x) {
 /* ---- encode ------------------------------------------------------------------------------------------------------- */
 
 static void begin(sid_pass *w) {
-    if (is_linear(w->plan)) w->draw.salt = sid_salt(w->at->seed, SID_COMMON);
+    if (is_linear(w->plan)) w->draw.salt = sid_salt(w->step->seed, SID_COMMON);
 }
 
 /* Largest magnitude that a body carries: as linear.c's, where bodies are summed or multiplied. */
 static float limit(const sid_plan *p, float s, float times) {
-    const int alone = s == 1.0f;
-    if (is_half(p)) return (alone ? 65504.0f : 65376.0f) / times;
-    return alone && times == 1.0f ? 0x1.fffffep127f : sid_bits_f32(0x7f7c0000u) / times;
+    const int one_rank = s == 1.0f;
+    if (is_half(p)) return (one_rank ? 65504.0f : 65376.0f) / times;
+    return one_rank && times == 1.0f ? 0x1.fffffep127f : sid_bits_f32(0x7f7c0000u) / times;
 }
 
 /* body = round(clamp(x) * s * times); x is changed */
-static void write_body(const sid_plan *p, float *x, float s, void *body, uint64_t at, uint32_t len) {
+static void write_body(const sid_plan *p, float *x, float s, void *body, uint64_t offset, uint32_t len) {
     const float times = multiplier(p);
     p->simd->clamp(x, x, len, limit(p, s, times));
     if (!is_half(p)) {
-        p->simd->scale(x, (float *)body + at, len, s * times);
+        p->simd->scale(x, (float *)body + offset, len, s * times);
         return;
     }
     p->simd->scale(x, x, len, s * times);
-    sid_store(p->simd, SID_F16, body, at, len, x);
+    sid_store(p->simd, SID_F16, body, offset, len, x);
 }
 
-static float divisor(const sid_pass *w) { return is_linear(w->plan) ? 1.0f / (float)w->at->world : 1.0f; }
+static float divisor(const sid_pass *w) { return is_linear(w->plan) ? 1.0f / (float)w->step->world : 1.0f; }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     block b;
     float x[BLOCK];
-    choose(w->plan, &w->draw, at, len, &b);
+    choose(w->plan, &w->draw, offset, len, &b);
     take(&b, acc, x);
     write_body(w->plan, x, divisor(w), w->payload + SID_HEADER_BYTES, b.first, b.count);
 }
@@ -164,18 +164,18 @@ static sid_outcome finish(sid_pass *w) {
     h->count = p->k;
     h->flags = is_half(p) ? (uint32_t)SID_FLAG_HALF : 0u;
     h->scale = is_linear(p) ? divisor(w) : multiplier(p);
-    w->state->rule = (sid_rule){.scale = divisor(w), .inverse = is_linear(p) ? (float)w->at->world : 1.0f};
+    w->state->rule = (sid_rule){.scale = divisor(w), .inverse = is_linear(p) ? (float)w->step->world : 1.0f};
     w->stats.found = p->k;
     return SID_DONE;
 }
 
-static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
     const sid_rule *rule = &s->rule;
     block b;
     float x[BLOCK], body[BLOCK];
     if (rule->scale == 0) return;
     for (uint32_t i = 0; i < len; i += 16) __builtin_prefetch(acc + i, 1); /* in order, while elements are drawn */
-    choose(p, &s->draw, at, len, &b);
+    choose(p, &s->draw, offset, len, &b);
     take(&b, acc, x);
     write_body(p, x, rule->scale, body, 0, b.count);
     p->simd->scale(sid_load(p->simd, body_dtype(p), body, 0, b.count, x), x, b.count, rule->inverse);
@@ -189,13 +189,16 @@ static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     const uint64_t used = SID_HEADER_BYTES + sid_dtype_size(body_dtype(p)) * p->k;
-    if (h->count != p->k) return sid_fail(err, SID_E_CORRUPT, "count is not the plan's k");
+    if (h->count != p->k)
+        return sid_fail(err, SID_E_CORRUPT, "count is %llu; the plan's k is %llu", (unsigned long long)h->count,
+                        (unsigned long long)p->k);
     if ((h->flags & ~(uint32_t)SID_FLAG_NONFINITE) != (is_half(p) ? (uint32_t)SID_FLAG_HALF : 0u))
-        return sid_fail(err, SID_E_CORRUPT, "flags %08x are not the plan's", h->flags);
+        return sid_fail(err, SID_E_CORRUPT, "flags are %08x, which this plan does not write", h->flags);
     if (is_linear(p)) return linear_check_scale(h, err);
-    if (h->scale != multiplier(p)) return sid_fail(err, SID_E_CORRUPT, "scale %g is not the plan's", (double)h->scale);
+    if (h->scale != multiplier(p))
+        return sid_fail(err, SID_E_CORRUPT, "scale is %g; the plan's is %g", (double)h->scale, (double)multiplier(p));
     for (uint64_t i = used; i < p->sizes.payload; i++)
-        if (payload[i]) return sid_fail(err, SID_E_CORRUPT, "bytes after the last value are not zero");
+        if (payload[i]) return sid_fail(err, SID_E_CORRUPT, "bytes after the last value are set; they must be 0");
     return SID_OK;
 }
 
@@ -203,7 +206,7 @@ static void open_all(sid_gather *g) {
     if (is_linear(g->plan)) linear_open(g);
 }
 
-static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     const sid_dtype d = body_dtype(p);
     block b;
@@ -217,7 +220,7 @@ static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
             if (sid_key(*first) > SID_KEY_INF) /* some rank's gradient was not finite */
                 for (uint32_t i = 0; i < len; i++) out[i] = sid_bits_f32(0x7fc00000u);
         }
-        choose(p, &draw, at, len, &b);
+        choose(p, &draw, offset, len, &b);
         const float *x = sid_load(p->simd, d, body, b.first, b.count, buf);
         if (r == 0 && is_linear(p)) /* not 0 + x, which would lose the sign of -0 */
             for (uint32_t i = 0; i < b.count; i++) out[b.in[i]] = x[i];

@@ -62,7 +62,7 @@ static sid_status plan_pair(sid_plan *p, uint64_t *scratch, sid_error *err) {
     return plan_for(p, scratch, 1);
 }
 
-static uint8_t *bits_of(const sid_pass *w, uint64_t at) { return w->payload + SID_HEADER_BYTES + at / 8; }
+static uint8_t *bits_of(const sid_pass *w, uint64_t offset) { return w->payload + SID_HEADER_BYTES + offset / 8; }
 static float fixed(const sid_plan *p) { return (float)p->codec_param[VALUE]; }
 
 /* ---- encode ------------------------------------------------------------------------------------------------------ */
@@ -72,12 +72,12 @@ static void begin(sid_pass *w) {
 }
 static void begin_common(sid_pass *w) {
     begin(w);
-    w->draw.salt = sid_salt(w->at->seed, SID_COMMON);
+    w->draw.salt = sid_salt(w->step->seed, SID_COMMON);
 }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     sign_work *s = w->scratch;
-    s->negative += w->plan->simd->signs(acc, len, bits_of(w, at));
+    s->negative += w->plan->simd->signs(acc, len, bits_of(w, offset));
 }
 
 static double wide_sum(const float *x, uint32_t len, int negative) {
@@ -86,19 +86,19 @@ static double wide_sum(const float *x, uint32_t len, int negative) {
     return sid_join(lane);
 }
 
-static void tile_means(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile_means(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     float sum[2];
-    tile(w, acc, at, len);
+    tile(w, acc, offset, len);
     w->plan->simd->sign_sums(acc, len, sum);
     for (int k = 0; k < 2; k++)
-        sid_sums_add(sums_of(w, k), at, sid_key(sum[k]) < SID_KEY_INF ? (double)sum[k] : wide_sum(acc, len, k));
+        sid_sums_add(sums_of(w, k), offset, sid_key(sum[k]) < SID_KEY_INF ? (double)sum[k] : wide_sum(acc, len, k));
 }
 
-static void draw(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t at, uint32_t len, float norm,
+static void draw(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t offset, uint32_t len, float norm,
                  uint8_t *bits) {
     SID_LINE uint32_t u[SID_TILE];
     SID_LINE float up[SID_TILE];
-    p->simd->draw32(d, at, len, u);
+    p->simd->draw32(d, offset, len, u);
     if (norm < 0x1p-96f) { /* the quotient would overflow */
         p->simd->scale(acc, up, len, 0x1p64f);
         acc = up;
@@ -107,12 +107,12 @@ static void draw(const sid_plan *p, const sid_draw *d, const float *acc, uint64_
     p->simd->draw_signs(acc, u, len, 0x1.000004p31f / norm, bits); /* above 2^31: where |x| is the norm, it stays */
 }
 
-static void tile_drawn(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile_drawn(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     const sign_work *s = w->scratch;
     if (w->passes == 1)
-        sid_sums_add(sums_of(w, 0), at, w->plan->simd->sum_squares(acc, len));
+        sid_sums_add(sums_of(w, 0), offset, w->plan->simd->sum_squares(acc, len));
     else
-        draw(w->plan, &w->draw, acc, at, len, s->norm, bits_of(w, at));
+        draw(w->plan, &w->draw, acc, offset, len, s->norm, bits_of(w, offset));
 }
 
 /* The bits are there; low: what the negative ones stand for. */
@@ -161,18 +161,18 @@ static sid_outcome finish_drawn(sid_pass *w) {
 
 /* ---- what is kept ------------------------------------------------------------------------------------------------ */
 
-static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
-    (void)at;
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
+    (void)offset;
     if (s->rule.scale == 0 && s->rule.inverse == 0) return;
     p->simd->take_signs(acc, len, s->rule.scale, s->rule.inverse);
 }
 
-static void keep_drawn(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+static void keep_drawn(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
     uint8_t bits[SID_TILE / 8];
     const uint8_t *const from[1] = {bits};
     const float max = 0x1.fffffep127f, less[1][2] = {{-s->rule.scale, s->rule.scale}};
     if (s->rule.scale == 0) return;
-    draw(p, &s->draw, acc, at, len, s->rule.scale, bits);
+    draw(p, &s->draw, acc, offset, len, s->rule.scale, bits);
     p->simd->sum_signs(acc, len, from, less, 1);
     if (s->rule.scale < max / 2) /* else a difference may be too large: |acc| is not above the norm */
         return;
@@ -188,18 +188,20 @@ static sid_status check_body(const sid_plan *p, const uint8_t *payload, sid_erro
     const uint64_t low_at = sid_sign_low_at(p->n);
     uint32_t rest = p->n % 8 ? (uint32_t)payload[SID_HEADER_BYTES + p->n / 8] >> p->n % 8 : 0;
     if (h->count != p->n || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
-        return sid_fail(err, SID_E_CORRUPT, "count or flags are none of this codec");
+        return sid_fail(err, SID_E_CORRUPT, "count %llu and flags %08x do not belong to a payload of this plan",
+                        (unsigned long long)h->count, h->flags);
     if (sid_f32_bits(h->scale) >= SID_KEY_INF)
-        return sid_fail(err, SID_E_CORRUPT, "scale %g is negative or not finite", (double)h->scale);
+        return sid_fail(err, SID_E_CORRUPT, "scale is %g; it must be finite and not negative", (double)h->scale);
     for (uint64_t i = SID_HEADER_BYTES + (p->n + 7) / 8; i < p->sizes.payload; i++)
         if (i < low_at || i >= low_at + 4 || p->sizes.payload != sid_sign_bytes(p->n, 1)) rest |= payload[i];
-    return rest ? sid_fail(err, SID_E_CORRUPT, "bits past the last element are set") : SID_OK;
+    return rest ? sid_fail(err, SID_E_CORRUPT, "bits after the last element are set; they must be 0") : SID_OK;
 }
 
 static sid_status check_fixed(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     if (h->scale != fixed(p))
-        return sid_fail(err, SID_E_CORRUPT, "signs stand for +-%g; the plan has %g: give all ranks the same settings",
+        return sid_fail(err, SID_E_CORRUPT,
+                        "the payload's signs stand for +-%g, the plan's for +-%g: give all ranks the same settings",
                         (double)h->scale, (double)fixed(p));
     return check_body(p, payload, err);
 }
@@ -213,14 +215,14 @@ static float low_of(const sid_plan *p, const uint8_t *payload) {
 static sid_status check_pair(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const float low = low_of(p, payload);
     if (sid_f32_bits(low) && (low >= 0 || sid_key(low) >= SID_KEY_INF || low != low))
-        return sid_fail(err, SID_E_CORRUPT, "low is %g: neither 0 nor negative and finite", (double)low);
+        return sid_fail(err, SID_E_CORRUPT, "low is %g; it must be 0, or negative and finite", (double)low);
     return check_body(p, payload, err);
 }
 
 static void open_all(sid_gather *g) { (void)g; }
 
 /* out += the payloads' values; unit: +-1 instead. */
-static void add_all(const sid_gather *g, float *out, uint64_t at, uint32_t len, unsigned pair, int unit) {
+static void add_all(const sid_gather *g, float *out, uint64_t offset, uint32_t len, unsigned pair, int unit) {
     enum {
         MANY = 16
     };
@@ -231,7 +233,7 @@ static void add_all(const sid_gather *g, float *out, uint64_t at, uint32_t len, 
         for (; k < MANY && r < g->count; k++, r++) {
             const uint8_t *payload = g->payloads + r * g->stride;
             const float scale = ((const sid_header *)(const void *)payload)->scale;
-            bits[k] = payload + SID_HEADER_BYTES + at / 8;
+            bits[k] = payload + SID_HEADER_BYTES + offset / 8;
             value[k][0] = unit ? 1 : scale;
             value[k][1] = unit ? -1 : pair ? low_of(g->plan, payload) : -scale;
         }
@@ -239,8 +241,10 @@ static void add_all(const sid_gather *g, float *out, uint64_t at, uint32_t len, 
     }
 }
 
-static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) { add_all(g, out, at, len, 0, 0); }
-static void decode_pair(sid_gather *g, float *out, uint64_t at, uint32_t len) { add_all(g, out, at, len, 1, 0); }
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) { add_all(g, out, offset, len, 0, 0); }
+static void decode_pair(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
+    add_all(g, out, offset, len, 1, 0);
+}
 
 static int otherwise(const sid_plan *p) { return p->codec_param[AGGREGATE] == OTHERWISE; }
 
@@ -248,8 +252,8 @@ static void open_vote(sid_gather *g) {
     if (otherwise(g->plan)) g->scale = fixed(g->plan);
 }
 
-static void decode_vote(sid_gather *g, float *out, uint64_t at, uint32_t len) {
-    add_all(g, out, at, len, 0, otherwise(g->plan));
+static void decode_vote(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
+    add_all(g, out, offset, len, 0, otherwise(g->plan));
     if (otherwise(g->plan)) g->plan->simd->vote(out, len);
 }
 
@@ -258,13 +262,13 @@ static void decide(const sid_plan *p, float *x, uint32_t len, uint32_t count) {
     p->simd->scale(x, x, len, otherwise(p) ? fixed(p) : fixed(p) * (1.0f / (float)count));
 }
 
-static void decode_merge(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+static void decode_merge(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_header *h = (const sid_header *)(const void *)g->payloads;
     const sid_draw common = {h->salt, h->group, h->step};
     SID_LINE uint16_t u[SID_DECODE_TILE];
-    add_all(g, out, at, len, 0, otherwise(g->plan));
+    add_all(g, out, offset, len, 0, otherwise(g->plan));
     if (!otherwise(g->plan)) return;
-    g->plan->simd->draw16(&common, at, len, u); /* the probability is right to 2^-16 */
+    g->plan->simd->draw16(&common, offset, len, u); /* the probability is right to 2^-16 */
     g->plan->simd->merge(out, u, len, g->count);
 }
 

@@ -97,13 +97,13 @@ static void compact(sid_pass *w) {
     s->compacted = 1;
 }
 
-void sparse_capture(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+void sparse_capture(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     sparse_work *s = sparse_of(w);
     if (s->count + SID_TILE > s->room && s->room < w->plan->n) compact(w);
-    const uint32_t c = w->plan->simd->capture(acc, len, s->low, (uint16_t)(at % SID_WIRE_TILE), s->idx + s->count,
+    const uint32_t c = w->plan->simd->capture(acc, len, s->low, (uint16_t)(offset % SID_WIRE_TILE), s->idx + s->count,
                                               s->val + s->count, s->last);
     s->last = c;
-    s->tile[at / SID_WIRE_TILE] += c;
+    s->tile[offset / SID_WIRE_TILE] += c;
     s->count += c;
 }
 

@@ -84,7 +84,7 @@ static inline sparse_work *sparse_of(const sid_pass *w) { return (sparse_work *)
 void *sparse_own(const sid_pass *w);
 /* Starts a pass that captures keys >= low. */
 sparse_work *sparse_begin(sid_pass *w, uint32_t low);
-void sparse_capture(sid_pass *w, const float *acc, uint64_t at, uint32_t len);
+void sparse_capture(sid_pass *w, const float *acc, uint64_t offset, uint32_t len);
 /* The end of a pass, before anything is made of the candidates. */
 sparse_work *sparse_settle(sid_pass *w);
 
@@ -134,17 +134,17 @@ void sparse_emit(sid_pass *w, sparse_pick pick, uint64_t take, uint32_t flags);
 /* Bytes of a payload without values, SID_FLAG_MEAN. */
 uint64_t sparse_mean_bytes(const sid_plan *p);
 /* For a sid_codec: by the rule, which also says whether values were sent. */
-void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len);
-int sparse_sent_from(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key);
+void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len);
+int sparse_sent_from(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key);
 void sparse_none(sid_rule *rule);
 
 /* ---- sparse_decode.c: for a sid_codec, too; `mean`: of payloads without values ------------------------------------ */
 
 sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *err);
 void sparse_open(sid_gather *g);
-void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
+void sparse_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len);
 sid_status sparse_mean_check(const sid_plan *p, const uint8_t *payload, sid_error *err);
-void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len);
+void sparse_mean_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len);
 
 /* All of a sparse codec, whose file has `rescale` and `bounds`. */
 #define SPARSE_CODEC(symbol, rows, plan_, begin_, tile_, finish_, check_, decode_, ...)                                \

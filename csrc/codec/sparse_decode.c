@@ -12,7 +12,8 @@ static sid_status check_levels(const sid_plan *p, const uint8_t *payload, sid_er
     memcpy(v, payload + sparse_value_at(p), 8);
     const int sound = count ? sid_levels_sound(v[0], v[1], width) : !v[0] && !v[1];
     if (sound) return SID_OK;
-    return sid_fail(err, SID_E_CORRUPT, "no levels go from key %08x by %08x", v[0], v[1]);
+    return sid_fail(err, SID_E_CORRUPT, "levels start at key %08x in steps of %08x, which no encoder writes", v[0],
+                    v[1]);
 }
 
 static sid_status check_form(const sid_plan *p, const uint8_t *payload, uint32_t form, sid_error *err) {
@@ -23,16 +24,18 @@ static sid_status check_form(const sid_plan *p, const uint8_t *payload, uint32_t
     uint64_t from = 0;
     form |= sparse_packed(p) ? (uint32_t)SID_FLAG_PACKED : 0u;
     if (h->count > p->cap)
-        return sid_fail(err, SID_E_CORRUPT, "count %llu is above the capacity %llu", (unsigned long long)h->count,
+        return sid_fail(err, SID_E_CORRUPT, "count is %llu; the plan's capacity is %llu", (unsigned long long)h->count,
                         (unsigned long long)p->cap);
     if ((h->flags & ~(uint32_t)(SID_FLAG_NONFINITE | SID_FLAG_RAISED)) != form)
-        return sid_fail(err, SID_E_CORRUPT, "flags %08x are not the plan's", h->flags);
+        return sid_fail(err, SID_E_CORRUPT, "flags are %08x, which this plan does not write", h->flags);
     for (uint64_t t = 0; t < tiles; t++) {
         const uint64_t c = count[t], size = t + 1 < tiles ? SID_WIRE_TILE : p->n - t * SID_WIRE_TILE;
         int ascending = 1;
         if (c > size || c > h->count - from)
-            return sid_fail(err, SID_E_CORRUPT, "tile %llu claims %llu entries", (unsigned long long)t,
-                            (unsigned long long)c);
+            return sid_fail(err, SID_E_CORRUPT,
+                            "tile %llu has %llu entries; it can hold %llu, and %llu are left of the header's count",
+                            (unsigned long long)t, (unsigned long long)c, (unsigned long long)size,
+                            (unsigned long long)(h->count - from));
         if (sparse_packed(p)) {
             ascending = packed_sound(p, payload, t, from, c, size);
         } else {
@@ -40,10 +43,13 @@ static sid_status check_form(const sid_plan *p, const uint8_t *payload, uint32_t
             ascending &= !c || idx[from + c - 1] < size;
         }
         if (!ascending)
-            return sid_fail(err, SID_E_CORRUPT, "indices of tile %llu do not ascend within it", (unsigned long long)t);
+            return sid_fail(err, SID_E_CORRUPT, "the indices of tile %llu do not ascend, or lie outside it",
+                            (unsigned long long)t);
         from += c;
     }
-    if (from != h->count) return sid_fail(err, SID_E_CORRUPT, "tile counts do not add up to count");
+    if (from != h->count)
+        return sid_fail(err, SID_E_CORRUPT, "the tiles have %llu entries, the header has %llu",
+                        (unsigned long long)from, (unsigned long long)h->count);
     return SID_OK;
 }
 
@@ -56,8 +62,9 @@ sid_status sparse_check(const sid_plan *p, const uint8_t *payload, sid_error *er
 sid_status sparse_mean_check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     if (sid_key(h->scale) >= SID_KEY_INF || (h->scale == 0) != (h->count == 0))
-        return sid_fail(err, SID_E_CORRUPT, "a mean of %g for %llu elements", (double)h->scale,
-                        (unsigned long long)h->count);
+        return sid_fail(err, SID_E_CORRUPT,
+                        "the mean of %llu elements is %g; it must be finite, and 0 only for no elements",
+                        (unsigned long long)h->count, (double)h->scale);
     return check_form(p, payload, SID_FLAG_MEAN, err);
 }
 
@@ -81,17 +88,17 @@ static uint32_t entries_below(const uint16_t *idx, uint32_t left, uint32_t end) 
     return lo;
 }
 
-/* Payload r's entries of elements at .. at + len, and the cursor past them. In `buf` where they are packed. */
-static const uint16_t *take_indices(sid_gather *g, uint32_t r, uint64_t at, uint32_t len, uint16_t *buf,
+/* Payload r's entries of elements offset .. offset + len, and the cursor past them. In `buf` where they are packed. */
+static const uint16_t *take_indices(sid_gather *g, uint32_t r, uint64_t offset, uint32_t len, uint16_t *buf,
                                     uint64_t *first, uint32_t *here) {
     const sid_plan *p = g->plan;
     const uint8_t *payload = g->payloads + r * g->stride;
-    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE);
+    const uint32_t base = (uint32_t)(offset % SID_WIRE_TILE);
     sid_cursor *c = &g->cursor[r];
-    if (base == 0) c->left = ((const uint32_t *)(const void *)(payload + SID_HEADER_BYTES))[at / SID_WIRE_TILE];
+    if (base == 0) c->left = ((const uint32_t *)(const void *)(payload + SID_HEADER_BYTES))[offset / SID_WIRE_TILE];
     const uint16_t *idx = (const uint16_t *)(const void *)(payload + sid_sparse_index_at(p->n)) + c->pos;
     if (sparse_packed(p)) idx = buf;
-    *here = sparse_packed(p) ? packed_read(p, payload, c->pos, at, c->left, base + len, buf)
+    *here = sparse_packed(p) ? packed_read(p, payload, c->pos, offset, c->left, base + len, buf)
                              : entries_below(idx, c->left, base + len);
     *first = c->pos;
     c->pos += *here;
@@ -136,16 +143,16 @@ static void add_levels(float *out, const uint16_t *idx, uint32_t base, const uin
     if (i < n) out[idx[i] - base] += value[*code & 15];
 }
 
-void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+void sparse_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     const uint64_t at_val = sparse_value_at(p);
-    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE), values = sparse_values_of(p);
+    const uint32_t base = (uint32_t)(offset % SID_WIRE_TILE), values = sparse_values_of(p);
     SID_LINE uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
         const uint8_t *val = g->payloads + r * g->stride + at_val;
         uint64_t first;
         uint32_t here;
-        const uint16_t *idx = take_indices(g, r, at, len, buf, &first, &here);
+        const uint16_t *idx = take_indices(g, r, offset, len, buf, &first, &here);
         if (values == SID_VALUES_F32)
             add_at(out, idx, base, (const float *)(const void *)val + first, here);
         else if (values == SID_VALUES_F16) {
@@ -164,14 +171,14 @@ void sparse_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
     }
 }
 
-void sparse_mean_decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
-    const uint32_t base = (uint32_t)(at % SID_WIRE_TILE);
+void sparse_mean_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
+    const uint32_t base = (uint32_t)(offset % SID_WIRE_TILE);
     SID_LINE uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
         const float mean = ((const sid_header *)(const void *)(g->payloads + r * g->stride))->scale;
         uint64_t first;
         uint32_t here;
-        const uint16_t *idx = take_indices(g, r, at, len, buf, &first, &here);
+        const uint16_t *idx = take_indices(g, r, offset, len, buf, &first, &here);
         for (uint32_t i = 0; i < here; i++) out[idx[i] - base] += mean;
     }
 }

@@ -101,16 +101,16 @@ static void keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint
     p->simd->take_levels(acc, len, key, &levels);
 }
 
-void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
     const sid_rule *rule = &s->rule;
-    const uint32_t before = rule->cut <= at ? 0 : rule->cut - at < len ? (uint32_t)(rule->cut - at) : len;
+    const uint32_t before = rule->cut <= offset ? 0 : rule->cut - offset < len ? (uint32_t)(rule->cut - offset) : len;
     if (rule->key == SID_KEY_NONE) return;
     if (before) keep_range(p, rule, acc, before, rule->key);
     if (before < len) keep_range(p, rule, acc + before, len - before, rule->key + 1);
 }
 
-int sparse_sent_from(const sid_rule *rule, uint64_t at, uint32_t len, uint32_t *key) {
-    const int before = at + len <= rule->cut, after = at >= rule->cut;
+int sparse_sent_from(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key) {
+    const int before = offset + len <= rule->cut, after = offset >= rule->cut;
     *key = rule->key == SID_KEY_NONE ? SID_KEY_NONE : rule->key + (uint32_t)!before;
     return rule->key == SID_KEY_NONE || ((before || after) && !rule->flags);
 }

@@ -2,7 +2,7 @@
  * vector at c standard deviations and measures the largest magnitude that is left, as terngrad does (quant.c); the largest
  * of these scalers becomes every rank's, s; and each sends -1, 0 or 1 of every element,
  *     P(|code| = 1) = |clipped acc| / s        decoded: s / world * (sum of the codes)
- * in two rounds, whose slices are bytes:
+ * in two reductions, whose slices are bytes:
  *     0   128 slots of 4 bytes: a rank's scaler in its own, a float32, zeros in the others. The sum has them all.
  *     1   n codes, a byte each, and a last byte that is 1, so that it sums up to the number of ranks
  * A maximum is not a sum; a slot for each rank makes it one, in whole numbers that every all-reduce adds exactly, whatever
@@ -21,7 +21,7 @@
 #include "linear.h"
 #include "ternary.h"
 
-/* Between passes and rounds. */
+/* Between passes and reductions. */
 typedef struct totals {
     float own, shared; /* scalers; shared is NaN where a rank has none */
     uint32_t key, spare;
@@ -39,7 +39,7 @@ static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     p->k = p->cap = p->n;
     p->ruling = (sid_ruling){SID_RULES_BY_SCALE, {least, most}, {least, most}};
     p->first = TERN_SLOT_BYTES;
-    p->sizes.rounds = 2;
+    p->sizes.reductions = 2;
     p->sizes.ranks = TERN_RANKS;
     p->sizes.body_dtype = SID_I8;
     p->sizes.body_count = TERN_SLOT_BYTES + p->n + 1;
@@ -67,20 +67,20 @@ static float shared_of(const uint8_t *payload) {
 
 static void begin(sid_pass *w) {
     totals *t = w->scratch;
-    if (w->round == 0)
+    if (w->reduction == 0)
         memset(t, 0, totals_bytes(w->plan));
     else
         t->shared = shared_of(w->payload);
 }
 
-static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t at, uint32_t len, float own,
+static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint64_t offset, uint32_t len, float own,
                     float shared, uint8_t *code) {
     SID_LINE uint16_t draws[SID_TILE];
     SID_LINE float x[SID_TILE];
     const float inverse = shared > 0 ? 1.0f / shared : 0.0f;
     const quant_form form = ternary_form();
     const sid_grid g = {form.kind, form.rounding, form.top, 0, &shared, &inverse};
-    p->simd->draw16(d, at, len, draws);
+    p->simd->draw16(d, offset, len, draws);
     if (own < shared) { /* else the grid ends where this rank clips */
         p->simd->clamp(acc, x, len, own);
         acc = x;
@@ -88,20 +88,20 @@ static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint
     p->simd->quantise(acc, len, &g, draws, code);
 }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     const sid_plan *p = w->plan;
     totals *t = w->scratch;
-    if (w->round) {
+    if (w->reduction) {
         if (t->shared == t->shared)
-            ternary(p, &w->draw, acc, at, len, t->own, t->shared, w->payload + TERN_CODES_AT + at);
+            ternary(p, &w->draw, acc, offset, len, t->own, t->shared, w->payload + TERN_CODES_AT + offset);
         return;
     }
     const uint32_t key = p->simd->max_key(acc, len);
     double sum[2];
     p->simd->two_moments(acc, len, sum);
     t->key = key > t->key ? key : t->key;
-    sid_sums_add(sums_of(w, 0), at, sum[0]);
-    sid_sums_add(sums_of(w, 1), at, sum[1]);
+    sid_sums_add(sums_of(w, 0), offset, sum[0]);
+    sid_sums_add(sums_of(w, 1), offset, sum[1]);
 }
 
 static sid_outcome finish(sid_pass *w) {
@@ -109,16 +109,16 @@ static sid_outcome finish(sid_pass *w) {
     const quant_form form = ternary_form();
     totals *t = w->scratch;
     sid_header *h = (sid_header *)(void *)w->payload;
-    if (w->round == 0) {
+    if (w->reduction == 0) {
         const double squares = sid_sums_total(sums_of(w, 0), p->n), sum = sid_sums_total(sums_of(w, 1), p->n);
         t->own = w->nonfinite ? 0 : quant_group_scale(&form, t->key, sum, squares, p->n, p->codec_param[TERN_CLIP]);
         const float slot = w->nonfinite ? no_number() : t->own;
         memset(w->payload + SID_HEADER_BYTES, 0, p->sizes.payload - SID_HEADER_BYTES);
-        memcpy(w->payload + SID_HEADER_BYTES + 4 * w->at->rank, &slot, 4);
+        memcpy(w->payload + SID_HEADER_BYTES + 4 * w->step->rank, &slot, 4);
         h->count = p->n;
         h->flags = 0;
-        h->scale = 1.0f / (float)w->at->world;
-        w->state->rule = (sid_rule){0}; /* until the last round it may still be that nothing is sent */
+        h->scale = 1.0f / (float)w->step->world;
+        w->state->rule = (sid_rule){0}; /* until the last reduction it may still be that nothing is sent */
         w->stats.found = p->n;
         w->stats.threshold = t->own;
         return SID_DONE;
@@ -136,12 +136,12 @@ static sid_outcome finish(sid_pass *w) {
 /* ---- what is kept -------------------------------------------------------------------------------------------- */
 
 /* rule->scale is what the codes were times, rule->inverse where acc was clipped. */
-static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t at, uint32_t len) {
+static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len) {
     const float minus = -s->rule.scale;
     SID_LINE uint8_t code[SID_TILE];
     const sid_codes sent = {code, (const uint8_t *)&minus};
     if (minus == 0) return;
-    ternary(p, &s->draw, acc, at, len, s->rule.inverse, s->rule.scale, code);
+    ternary(p, &s->draw, acc, offset, len, s->rule.inverse, s->rule.scale, code);
     p->simd->add_codes(&sent, 1, acc, len, 0, SID_GRID_INTEGERS, 8);
 }
 
@@ -165,9 +165,10 @@ static void open_units(sid_gather *g) {
     }
 }
 
-static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     for (uint32_t r = 0; r < g->count; r++) {
-        const sid_codes from = {g->payloads + r * g->stride + TERN_CODES_AT + at, (const uint8_t *)&g->cursor[r].left};
+        const sid_codes from = {g->payloads + r * g->stride + TERN_CODES_AT + offset,
+                                (const uint8_t *)&g->cursor[r].left};
         g->plan->simd->add_codes(&from, 1, out, len, 0, SID_GRID_INTEGERS, 8);
     }
 }
@@ -188,7 +189,7 @@ const sid_codec sid_codec_terngrad_shared = {
              .memory = "none",
              .paper = "TernGrad (Wen et al. 2017), stochastic ternarizing and gradient clipping, scaler sharing",
              .wire_id = 53,
-             .traits = SID_LINEAR | SID_STOCHASTIC | SID_IN_ROUNDS,
+             .traits = SID_LINEAR | SID_STOCHASTIC | SID_SEVERAL_REDUCTIONS,
              SID_PARAMETERS(params),
              .doc = "Like terngrad, but all ranks use the largest of their scalers. One all-reduce finds the scaler, "
                     "and a second one sums the codes, which are bytes; for up to 127 ranks."},

@@ -9,7 +9,7 @@
 #include "exchange.h"
 
 enum {
-    SUM, /* x->at: in work; the codec's */
+    SUM, /* x->place: in work; the codec's */
     SCRATCH,
     OUT, /* expand, in wire: frames */
     IN,
@@ -26,16 +26,18 @@ static uint32_t before(const sid_exchange *x) { return (x->rank + x->world - 1) 
 
 static const sid_plan *plan_of(const sid_exchange *x, uint32_t s) { return &x->plan[sid_slice_kind(x, s)]; }
 
-static sid_status plan_cascade(sid_exchange *x, const sid_route *r, sid_error *err) {
+static sid_status plan_cascade(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
     x->slice = sid_round_up((x->n + x->world - 1) / x->world, 64);
-    const sid_status s = sid_slice_plans(x, r, NULL, SID_F32, x->plan, err);
+    const sid_status s = sid_slice_plans(x, config, NULL, SID_F32, x->plan, err);
     if (s) return s;
     if (x->plan->memory->vectors)
-        return sid_refuse(err, r,
-                          "what is sent on is not this rank's vector, so that no memory can know what of it was "
-                          "sent: take memory 'none', as Marsit's section 3.2, or exchange 'twoshot'");
+        return sid_refuse(err, config,
+                          "a rank sends on sums of others' vectors, so no memory can know what was sent of its own: "
+                          "take memory 'none', as Marsit's section 3.2, or exchange 'twoshot'");
     if (x->plan->codec->info.traits & SID_LINEAR)
-        return sid_refuse(err, r, "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
+        return sid_refuse(
+            err, config,
+            "the codec's payloads can be summed by all-reduce: take exchange 'allreduce', or leave it out");
     x->confirms = 1;
     x->message = x->plan->sizes.payload;
     x->rounds = 2 * (x->world - 1);
@@ -72,14 +74,14 @@ static void encode_on(sid_exchange_step *t, uint32_t s, int come) {
     const sid_exchange *x = t->x;
     const uint64_t len = sid_slice_len(x, s);
     const sid_plan *p = plan_of(x, s);
-    sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
+    sid_step step = sid_slice_step(t->step, s, x->rank, x->world);
     uint32_t *const encoded = &sid_fault_of(t)->encoded;
     SID_LINE float *sum = (float *)(void *)(t->work + x->place[SUM]), buf[SID_TILE];
     uint8_t *payload = t->wire + s * x->message;
     const sid_segment all = {sum, len};
     sid_report report;
     if (!len) return;
-    if (come && sid_blame(t, sid_check(p, payload, p->sizes.payload, &at, t->err), before(x))) {
+    if (come && sid_blame(t, sid_check(p, payload, p->sizes.payload, &step, t->err), before(x))) {
         memset(payload, 0, p->sizes.payload); /* nobody will take it for one */
         return;
     }
@@ -97,8 +99,8 @@ static void encode_on(sid_exchange_step *t, uint32_t s, int come) {
             sum += take;
         }
     if (*encoded & SID_OWN)
-        at.origin = 0; /* all of a step's encodes share one state, of which the first has made a new one */
-    if (!sid_encode_part(t, p, &all, 1, t->state, t->work + x->place[SCRATCH], &at, payload)) *encoded |= SID_OWN;
+        step.origin = 0; /* all of a step's encodes share one state, of which the first has made a new one */
+    if (!sid_encode_part(t, p, &all, 1, t->state, t->work + x->place[SCRATCH], &step, payload)) *encoded |= SID_OWN;
 }
 
 static sid_status advance_cascade(sid_exchange_step *t, uint32_t round) {
@@ -108,8 +110,8 @@ static sid_status advance_cascade(sid_exchange_step *t, uint32_t round) {
     else if (round < x->world)
         encode_on(t, slice_of(x, round), 1);
     for (uint32_t s = 0; round == x->rounds && s < x->world && sid_slice_len(x, s) && !sid_fault_of(t)->status; s++) {
-        const sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
-        sid_blame(t, sid_check(plan_of(x, s), t->wire + s * x->message, plan_of(x, s)->sizes.payload, &at, t->err),
+        const sid_step step = sid_slice_step(t->step, s, x->rank, x->world);
+        sid_blame(t, sid_check(plan_of(x, s), t->wire + s * x->message, plan_of(x, s)->sizes.payload, &step, t->err),
                   before(x));
     }
     return SID_OK;
@@ -164,14 +166,14 @@ static uint32_t bits_at(const sid_exchange *x, uint32_t round) {
 }
 static uint64_t body_at(const sid_exchange *x, uint32_t round) { return x->slice / 8 * bits_at(x, round); }
 
-static sid_status plan_expand(sid_exchange *x, const sid_route *r, sid_error *err) {
-    const sid_status s = sid_sub_plan(r, r->group->n, NULL, r->group->dtype, &x->plan[0], err);
+static sid_status plan_expand(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
+    const sid_status s = sid_sub_plan(config, config->group->n, NULL, config->group->dtype, &x->plan[0], err);
     if (s) return s;
     if (!x->plan->codec->decide)
-        return sid_refuse(err, r,
-                          "it adds up signs that stand for the same value on all ranks, as 'signsgd' and 'signum' "
-                          "have; for signs that are drawn take 'ring1'");
-    if (x->world > 255) return sid_refuse(err, r, "it counts to 255 ranks");
+        return sid_refuse(err, config,
+                          "it adds up signs that stand for the same value on all ranks, as those of 'signsgd' and "
+                          "'signum' do: take one of these, or exchange 'ring1' for signs that are drawn");
+    if (x->world > 255) return sid_refuse(err, config, "its sums hold at most 255 ranks: take another exchange");
     x->confirms = 1;
     x->slice = sid_round_up((x->n + x->world - 1) / x->world, 256);
     x->rounds = 2 * (x->world - 1);
@@ -245,7 +247,7 @@ static sid_status advance_expand(sid_exchange_step *t, uint32_t round) {
     sid_fault *f = sid_fault_of(t);
     if (!round) {
         memset(t->work + x->place[COUNTS], 0, x->world * x->slice);
-        if (!sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, t->wire)) {
+        if (!sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->step, t->wire)) {
             f->encoded |= SID_OWN;
             if (((const sid_header *)(const void *)t->wire)->flags & SID_FLAG_NONFINITE)
                 f->flags |= SID_FRAME_NONFINITE;

@@ -1,4 +1,4 @@
-/* What an exchange is: the contract to which this folder is written (docs/exchanges.md). route.c makes an exchange, step.c keeps
+/* What an exchange is: the contract to which this folder is written (docs/exchanges.md). make.c makes an exchange, step.c keeps
  * its steps together, frames.c has the messages that are no payloads, kept.c the state. */
 #ifndef SID_EXCHANGE_H
 #define SID_EXCHANGE_H
@@ -19,7 +19,7 @@ typedef struct sid_exchange_step {
     sid_segment *cut; /* room for n_seg */
     uint32_t n_seg;
     uint8_t *state, *work, *wire;
-    const sid_step *at;
+    const sid_step *step;
     sid_report *report;
     sid_error *err;
 } sid_exchange_step;
@@ -36,7 +36,7 @@ struct sid_hop;
 typedef struct sid_exchange_kind {
     sid_info info;
     /* Sets plans, sizes without those of the last, confirming round, and own words; refuses what makes no sense. */
-    sid_status (*plan)(sid_exchange *x, const sid_route *r, sid_error *err);
+    sid_status (*plan)(sid_exchange *x, const sid_exchange_config *config, sid_error *err);
     uint32_t (*messages)(const sid_exchange *x, uint32_t round, int receive, sid_message *out);
     /* Rounds 0 to rounds - 1, and once more with `rounds`; everything received must be checked. It goes on after a failure:
      * in place of what it cannot have, it sends what tells the other ranks (SID_FRAME_POISON, an empty payload). */
@@ -75,11 +75,11 @@ static inline sid_exchange *sid_within(const sid_exchange *x) { return (sid_exch
 
 const sid_exchange_kind *sid_kind_of(const sid_info *info); /* registry.c */
 
-/* ---- route.c: making one ----------------------------------------------------------------------------------------- */
+/* ---- make.c: making one ------------------------------------------------------------------------------------------ */
 
-/* x from the route; x[1] is room for the exchange within. */
-sid_status sid_route_plan(const sid_route *r, sid_exchange *x, sid_error *err);
-sid_status sid_refuse(sid_error *err, const sid_route *r, const char *why);
+/* x from its configuration; x[1] is room for the exchange within. */
+sid_status sid_exchange_plan(const sid_exchange_config *config, sid_exchange *x, sid_error *err);
+sid_status sid_refuse(sid_error *err, const sid_exchange_config *config, const char *why);
 /* For `plan`: what sid_exchange_sizes tells cost models. */
 static inline void sid_exchange_costs(sid_exchange *x, double encoded, double decoded, double merged,
                                       uint32_t ring_passes) {
@@ -88,12 +88,12 @@ static inline void sid_exchange_costs(sid_exchange *x, double encoded, double de
     x->sizes.merged = merged;
     x->sizes.ring_passes = ring_passes;
 }
-/* A plan for n elements of the route's group, with another memory (NULL: the route's) and dtype. */
-sid_status sid_sub_plan(const sid_route *r, uint64_t n, const char *memory, sid_dtype dtype, sid_plan *plan,
-                        sid_error *err);
+/* A plan for n elements of the configured group, with another memory (NULL: the configured one) and dtype. */
+sid_status sid_sub_plan(const sid_exchange_config *config, uint64_t n, const char *memory, sid_dtype dtype,
+                        sid_plan *plan, sid_error *err);
 /* The three plans for slices of x->slice elements. */
-sid_status sid_slice_plans(const sid_exchange *x, const sid_route *r, const char *memory, sid_dtype dtype,
-                           sid_plan plan[SID_MAX_PLANS], sid_error *err);
+sid_status sid_slice_plans(const sid_exchange *x, const sid_exchange_config *config, const char *memory,
+                           sid_dtype dtype, sid_plan plan[SID_MAX_PLANS], sid_error *err);
 
 /* Elements [start, start + len) of slice s. */
 static inline uint64_t sid_slice_start(const sid_exchange *x, uint32_t s) {
@@ -156,15 +156,15 @@ sid_status sid_frame_open(sid_exchange_step *t, const sid_frame *f, uint32_t rou
 uint32_t sid_cut(const sid_exchange_step *t, uint64_t start, uint64_t len);
 /* `step` for slice s, by a rank of `world`. */
 static inline sid_step sid_slice_step(const sid_step *step, uint32_t s, uint32_t rank, uint32_t world) {
-    sid_step at = *step;
-    at.group += (s + 1u) << SID_SUBGROUPS;
-    at.rank = rank;
-    at.world = world;
-    return at;
+    sid_step part = *step;
+    part.group += (s + 1u) << SID_SUBGROUPS;
+    part.rank = rank;
+    part.world = world;
+    return part;
 }
 /* Encodes the segments of a slice. If that fails, it leaves a payload that no rank takes for one. */
 sid_status sid_encode_part(sid_exchange_step *t, const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
-                           uint8_t *state, uint8_t *work, const sid_step *at, uint8_t *payload);
+                           uint8_t *state, uint8_t *work, const sid_step *step, uint8_t *payload);
 /* Takes the gradient out of all parts again that are not common. */
 void sid_undo_parts(sid_exchange_step *t);
 
@@ -198,7 +198,7 @@ typedef struct sid_shots {
     uint64_t theirs, means, apart, server;
 } sid_shots;
 sid_shots sid_shots_of(const sid_exchange *x);
-/* All-reduce, in wire: this rank's slice of what the codec's round `sum` sums, `len` elements of it, and what rank r has
+/* All-reduce, in wire: this rank's slice of what the codec's reduction `sum` sums, `len` elements of it, and what rank r has
  * for it. Slice s is `each` bytes from first + s * each on, or as many as there are before first + bytes. Its frame goes
  * out from out + s * apart, and the frame from rank r comes in at in + r * apart. */
 typedef struct sid_sum_of_slices {

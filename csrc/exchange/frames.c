@@ -23,8 +23,8 @@ static uint64_t frame_sum(const sid_frame *f, uint64_t bytes) {
 void sid_frame_close(const sid_exchange_step *t, sid_frame *f, uint32_t round, uint32_t flags, uint64_t bytes) {
     *f = (sid_frame){.magic = SID_FRAME_MAGIC,
                      .flags = flags,
-                     .step = t->at->step,
-                     .group = t->at->group,
+                     .step = t->step->step,
+                     .group = t->step->group,
                      .exchange = t->x->kind->info.wire_id,
                      .round = (uint16_t)round};
     f->checksum = frame_sum(f, bytes);
@@ -37,22 +37,23 @@ sid_status sid_frame_open(sid_exchange_step *t, const sid_frame *f, uint32_t rou
     uint32_t culprit = peer;
     *flags = 0;
     if (f->magic != SID_FRAME_MAGIC)
-        s = sid_fail(&e, SID_E_CORRUPT, "round %u, from rank %u: no message of sidcomp: magic is %08x", round, peer,
-                     f->magic);
+        s = sid_fail(&e, SID_E_CORRUPT, "what rank %u sent in round %u is no message of sidcomp: it starts with %08x",
+                     peer, round, f->magic);
     else if (f->checksum != frame_sum(f, bytes))
-        s = sid_fail(&e, SID_E_CORRUPT, "round %u, from rank %u: checksum does not match", round, peer);
-    else if (f->exchange != t->x->kind->info.wire_id || f->round != (uint16_t)round || f->step != t->at->step ||
-             f->group != t->at->group)
+        s = sid_fail(&e, SID_E_CORRUPT, "the message of rank %u in round %u was changed: its checksum does not match",
+                     peer, round);
+    else if (f->exchange != t->x->kind->info.wire_id || f->round != (uint16_t)round || f->step != t->step->step ||
+             f->group != t->step->group)
         s = sid_fail(&e, SID_E_MISMATCH,
-                     "message of exchange %u, step %llu, group %u, round %u; expected %u, %llu, %u, %u: run the same "
-                     "program on all ranks",
+                     "the message is of exchange %u, step %llu, group %u, round %u; expected %u, %llu, %u, %u: run the "
+                     "same program on all ranks",
                      f->exchange, (unsigned long long)f->step, f->group, f->round, t->x->kind->info.wire_id,
-                     (unsigned long long)t->at->step, t->at->group, (uint16_t)round);
+                     (unsigned long long)t->step->step, t->step->group, (uint16_t)round);
     else
         *flags = f->flags;
     if (*flags & SID_FRAME_POISON) {
         culprit = *flags >> SID_FRAME_CULPRIT;
-        s = sid_fail(&e, SID_E_CORRUPT, "rank %u had a failure, or a message that it could not read", culprit);
+        s = sid_fail(&e, SID_E_CORRUPT, "rank %u failed, or could not read a message", culprit);
     }
     if (!s) return s;
     if (!sid_fault_of(t)->status) *t->err = e;

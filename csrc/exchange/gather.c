@@ -9,40 +9,42 @@
 #include "exchange.h"
 
 enum {
-    PAYLOADS, /* x->at: in wire, this rank's or all; frames of slices as they go out, as they come in; in work, the
+    PAYLOADS, /* x->place: in wire, this rank's or all; frames of slices as they go out, as they come in; in work, the
                  codec's */
     OUT,
     IN,
     SCRATCH
 };
 
-static sid_status plan_whole(sid_exchange *x, const sid_route *r, sid_error *err) {
-    const sid_status s = sid_sub_plan(r, r->group->n, NULL, r->group->dtype, &x->plan[0], err);
+static sid_status plan_whole(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
+    const sid_status s = sid_sub_plan(config, config->group->n, NULL, config->group->dtype, &x->plan[0], err);
     if (s) return s;
     x->place[SCRATCH] = SID_FAULT_BYTES;
     x->sizes.work = SID_FAULT_BYTES + x->plan->sizes.work;
     x->sizes.state = sid_round_up(x->plan->sizes.state, 64);
     x->sizes.vectors = x->plan->memory->vectors;
     x->sizes.k = x->plan->k;
-    x->sizes.messages = r->world - 1;
+    x->sizes.messages = config->world - 1;
     return SID_OK;
 }
 
 static sid_status encode(sid_exchange_step *t, uint8_t *payload) {
     const sid_exchange *x = t->x;
     const sid_status s =
-        sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, payload);
+        sid_encode_part(t, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->step, payload);
     if (!s) sid_fault_of(t)->encoded |= SID_OWN;
     return s;
 }
 
 /* ---- allgather ----------------------------------------------------------------------------------------------- */
 
-static sid_status plan_gather(sid_exchange *x, const sid_route *r, sid_error *err) {
-    const sid_status s = plan_whole(x, r, err);
+static sid_status plan_gather(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
+    const sid_status s = plan_whole(x, config, err);
     if (s) return s;
     if (x->plan->codec->info.traits & SID_LINEAR)
-        return sid_refuse(err, r, "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
+        return sid_refuse(
+            err, config,
+            "the codec's payloads can be summed by all-reduce: take exchange 'allreduce', or leave it out");
     x->message = x->plan->sizes.payload;
     x->sizes.wire = x->message * x->world;
     x->rounds = x->world > 1;
@@ -63,7 +65,7 @@ static sid_status gather_advance(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x;
     if (!round) encode(t, t->wire + x->rank * x->message);
     for (uint32_t r = 0; round == x->rounds && r < x->world && !sid_fault_of(t)->status; r++)
-        sid_blame(t, sid_check(x->plan, t->wire + r * x->message, x->message, t->at, t->err), r);
+        sid_blame(t, sid_check(x->plan, t->wire + r * x->message, x->message, t->step, t->err), r);
     return SID_OK;
 }
 
@@ -92,12 +94,12 @@ const sid_exchange_kind sid_exchange_allgather = {
 
 static uint64_t width(const sid_exchange *x) { return sid_body_size(x->plan->sizes.body_dtype); }
 
-/* Piece s of what the codec's round `sum` sums: bytes of the payload; pieces start at multiples of 64 of them. */
+/* Piece s of what the codec's reduction `sum` sums: bytes of the payload; pieces start at multiples of 64 of them. */
 typedef struct piece {
     uint64_t start, bytes;
 } piece;
 static piece piece_of(const sid_exchange *x, uint32_t sum, uint32_t s) {
-    const sid_slice of = sid_plan_round(x->plan, sum);
+    const sid_slice of = sid_plan_slice(x->plan, sum);
     const uint64_t all = of.count * width(x), each = sid_round_up((all + x->world - 1) / x->world, 64);
     const uint64_t at = s * each < all ? s * each : all, left = all - at;
     return (piece){of.offset + at, left < each ? left : each};
@@ -105,14 +107,15 @@ static piece piece_of(const sid_exchange *x, uint32_t sum, uint32_t s) {
 
 static uint64_t framed(piece p) { return p.bytes ? SID_FRAME_BYTES + sid_round_up(p.bytes, 32) : 0; }
 
-static sid_status plan_reduce(sid_exchange *x, const sid_route *r, sid_error *err) {
-    const sid_status s = plan_whole(x, r, err);
+static sid_status plan_reduce(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
+    const sid_status s = plan_whole(x, config, err);
     if (s) return s;
     if (!(x->plan->codec->info.traits & SID_LINEAR))
-        return sid_refuse(err, r, "its payloads cannot be summed: take exchange 'allgather', or leave it out");
+        return sid_refuse(err, config,
+                          "the codec's payloads cannot be summed: take exchange 'allgather', or leave it out");
     if (x->plan->sizes.ranks && x->world > x->plan->sizes.ranks)
-        return sid_refuse(err, r, "its sums do not hold what so many ranks send: take another codec");
-    const uint32_t sums = x->plan->sizes.rounds, others = x->world - 1;
+        return sid_refuse(err, config, "the codec's sums would overflow with so many ranks: take another codec");
+    const uint32_t sums = x->plan->sizes.reductions, others = x->world - 1;
     sid_exchange_costs(x, 1, 1, 0, 2);
     x->confirms = 1;
     x->rounds = others ? 2 * sums : 0;
@@ -130,7 +133,7 @@ static sid_status plan_reduce(sid_exchange *x, const sid_route *r, sid_error *er
 }
 
 sid_sum_of_slices sid_sum_of_slices_of(const sid_exchange *x, uint32_t sum) {
-    const sid_slice of = sid_plan_round(x->plan, sum);
+    const sid_slice of = sid_plan_slice(x->plan, sum);
     const piece own = piece_of(x, sum, x->rank), first = piece_of(x, sum, 0);
     return (sid_sum_of_slices){.own = own.start,
                                .len = own.bytes / width(x),
@@ -216,14 +219,14 @@ static void sum_pieces(sid_exchange_step *t, uint32_t sum) {
     }
 }
 
-/* What this rank has to say in the codec's round `sum`. */
+/* What this rank has to say for the codec's reduction `sum`. */
 static void say(sid_exchange_step *t, uint32_t sum) {
     const sid_exchange *x = t->x;
     if (!sum) encode(t, t->wire);
     if (!sum || sid_fault_of(t)->status) return;
     const sid_status s =
-        sid_next_round(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, t->wire);
-    if (s) sid_fail(t->err, s, "round %u: %s", sum, sid_status_text(s));
+        sid_next_reduction(x->plan, sum, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->step, t->wire);
+    if (s) sid_fail(t->err, s, "writing the slice of reduction %u: %s", sum, sid_status_text(s));
     sid_blame(t, s, x->rank);
 }
 
@@ -241,7 +244,7 @@ static sid_status reduce_advance(sid_exchange_step *t, uint32_t round) {
     for (uint32_t s = 0; s < x->world && round < x->rounds; s++)
         if (s != x->rank) send_piece(t, round, s);
     if (round == x->rounds && !f->status)
-        sid_blame(t, sid_check(x->plan, t->wire, x->plan->sizes.payload, t->at, t->err), x->rank);
+        sid_blame(t, sid_check(x->plan, t->wire, x->plan->sizes.payload, t->step, t->err), x->rank);
     return SID_OK;
 }
 

@@ -10,7 +10,7 @@
 #include "exchange.h"
 
 enum {
-    OUT, /* x->at, in wire: frames of the slices as they go out, as they come in; the inner exchange's wire */
+    OUT, /* x->place, in wire: frames of the slices as they go out, as they come in; the inner exchange's wire */
     IN,
     WIRE,
     SUM, /* in work: the node's mean, then everybody's; the inner exchange's work */
@@ -40,40 +40,44 @@ sid_nodes sid_nodes_of(const sid_exchange *x) {
 
 static const char *const within[] = {"auto", "allreduce", "allgather", "ring1", "torus1", "twoshot", NULL};
 
-static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
+static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
     sid_exchange *in = sid_within(x);
     const uint32_t l = (uint32_t)x->param[LOCAL], which = (uint32_t)x->param[WITHIN];
-    const sid_info *codec = sid_codec_find(r->group->codec);
+    const sid_info *codec = sid_codec_find(config->group->codec);
     sid_setting settings[2 * SID_MAX_PARAMS];
-    if (!codec) return sid_fail(err, SID_E_PARAM, "no codec is named '%s'", r->group->codec ? r->group->codec : "");
+    if (!codec)
+        return sid_fail(err, SID_E_PARAM, "no codec is named '%s'", config->group->codec ? config->group->codec : "");
     if (x->world % l)
-        return sid_fail(err, SID_E_PARAM, "hierarchical: ranks_per_node = %u does not divide the %u ranks", l,
+        return sid_fail(err, SID_E_PARAM, "hierarchical: ranks_per_node = %u must divide the number of ranks, %u", l,
                         x->world);
-    if (codec->traits & SID_IN_ROUNDS)
-        return sid_refuse(err, r,
-                          "it takes several sums, one after the other: take exchange 'allreduce', or leave it out");
+    if (codec->traits & SID_SEVERAL_REDUCTIONS)
+        return sid_refuse(
+            err, config,
+            "the codec needs several reductions, one after the other: take exchange 'allreduce', or leave it out");
     x->word[L] = l;
     x->word[NODES] = x->members = x->world / l;
     x->word[SCATTER] = l > 1;
     x->slice = sid_round_up((x->n + l - 1) / l, 64);
 
-    sid_config c = *r->group;
+    sid_config c = *config->group;
     c.n = sid_slice_len(x, local_of(x));
     c.dtype = SID_F32;
     c.settings = settings;
     c.n_settings = 0;
-    for (uint32_t i = 0; i < r->group->n_settings; i++) { /* all but our own */
-        const char *name = r->group->settings[i].name;
+    for (uint32_t i = 0; i < config->group->n_settings; i++) { /* all but our own */
+        const char *name = config->group->settings[i].name;
         int own = 0;
         for (uint32_t k = 0; k < x->kind->info.n_params; k++) own |= !strcmp(name, x->kind->info.params[k].name);
         if (own) continue;
-        if (c.n_settings == 2 * SID_MAX_PARAMS) return sid_fail(err, SID_E_PARAM, "too many settings");
-        settings[c.n_settings++] = r->group->settings[i];
+        if (c.n_settings == 2 * SID_MAX_PARAMS)
+            return sid_fail(err, SID_E_PARAM, "there are more than %d settings for the codec and its memory",
+                            2 * SID_MAX_PARAMS);
+        settings[c.n_settings++] = config->group->settings[i];
     }
-    sid_route inner = {within[which], &c, node_of(x), x->word[NODES]};
+    sid_exchange_config inner = {within[which], &c, node_of(x), x->word[NODES]};
     if (!which) inner.exchange = codec->traits & SID_LINEAR ? within[1] : within[2];
     memset(in, 0, sizeof *in);
-    sid_status s = sid_route_plan(&inner, in, err);
+    sid_status s = sid_exchange_plan(&inner, in, err);
     if (s) return s;
     x->within = 1;
     x->confirms = 1;
@@ -135,24 +139,24 @@ static uint8_t *frame_of(const sid_exchange_step *t, uint32_t where, uint32_t i)
     return t->wire + t->x->place[where] + i * t->x->message;
 }
 
-typedef struct inner_trip {
+typedef struct inner_step {
     sid_exchange_step inner;
-    sid_step at;
+    sid_step step;
     sid_segment seg, cut;
     sid_report report;
-} inner_trip;
+} inner_step;
 
-static void enter(sid_exchange_step *t, inner_trip *i) {
+static void enter(sid_exchange_step *t, inner_step *i) {
     const sid_exchange *x = t->x;
     i->seg = i->cut = (sid_segment){sum_of(t), sid_slice_len(x, local_of(x))};
-    i->at = *t->at;
-    i->at.rank = node_of(x);
-    i->at.world = x->word[NODES];
-    i->at.group += sid_nodes_of(x).group;
+    i->step = *t->step;
+    i->step.rank = node_of(x);
+    i->step.world = x->word[NODES];
+    i->step.group += sid_nodes_of(x).group;
     i->report = (sid_report){0, 0};
     i->inner = (sid_exchange_step){
         sid_within(x), &i->seg,    &i->cut, 1, t->state, t->work + x->place[WORK], t->wire + x->place[WIRE],
-        &i->at,        &i->report, t->err};
+        &i->step,      &i->report, t->err};
 }
 
 static void scatter(sid_exchange_step *t) {
@@ -265,7 +269,7 @@ static sid_status advance(sid_exchange_step *t, uint32_t round) {
         return SID_OK;
     }
     if (round >= first && round <= last) {
-        inner_trip i;
+        inner_step i;
         enter(t, &i);
         if (round == first) {
             add_up(t);
@@ -294,14 +298,14 @@ static void meanwhile(sid_exchange_step *t, uint32_t round) {
     const sid_exchange *x = t->x, *in = sid_within(x);
     const uint32_t first = x->word[SCATTER];
     if (!in->kind->meanwhile || round < first || round - first >= in->rounds) return;
-    inner_trip i;
+    inner_step i;
     enter(t, &i);
     in->kind->meanwhile(&i.inner, round - first);
 }
 
 static void undo(sid_exchange_step *t) {
     const sid_exchange *in = sid_within(t->x);
-    inner_trip i;
+    inner_step i;
     enter(t, &i);
     const uint32_t encoded = sid_fault_of(t)->encoded;
     if (encoded & SID_SPENT)

@@ -23,9 +23,10 @@ static sid_status move(sid_rank *ranks, uint32_t world, uint32_t round, sid_mess
             uint32_t k = 0;
             while (k < sends && out[k].peer != r) k++;
             if (k == sends || out[k].bytes != in[i].bytes)
-                return sid_fail(
-                    err, SID_E_MISMATCH, "round %u: rank %u expects %llu bytes of rank %u, which sends %llu", round, r,
-                    (unsigned long long)in[i].bytes, in[i].peer, k == sends ? 0ull : (unsigned long long)out[k].bytes);
+                return sid_fail(err, SID_E_MISMATCH,
+                                "round %u: rank %u expects %llu bytes from rank %u, which sends %llu", round, r,
+                                (unsigned long long)in[i].bytes, in[i].peer,
+                                k == sends ? 0ull : (unsigned long long)out[k].bytes);
             memcpy((uint8_t *)ranks[r].wire + in[i].offset, (const uint8_t *)from->wire + out[k].offset, in[i].bytes);
         }
     }
@@ -39,22 +40,23 @@ sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *step
     if (!report) report = &none;
     *report = (sid_report){0, 0};
     if (err) err->text[0] = 0;
-    if (!ranks || !step || !step->world || !room) return sid_fail(err, SID_E_ARG, "ranks, step or room missing");
+    if (!ranks || !step || !step->world || !room)
+        return sid_fail(err, SID_E_ARG, "ranks, step or room is NULL, or the world is 0");
     const uint32_t world = step->world;
     const uint32_t rounds = ranks[0].exchange->sizes.rounds, most = ranks[0].exchange->sizes.messages;
     for (uint32_t r = 0; r < world; r++) {
         const sid_exchange *x = ranks[r].exchange;
         if (x->world != world || x->rank != r || x->sizes.rounds != rounds || x->sizes.messages != most)
-            return sid_fail(err, SID_E_ARG, "rank %u has the exchange of another rank or world", r);
+            return sid_fail(err, SID_E_ARG, "the exchange of rank %u was made for another rank or world", r);
         ranks[r].sent = ranks[r].control = 0;
     }
     for (uint32_t round = 0; round <= rounds; round++) {
         for (uint32_t r = 0; r < world; r++) {
             const sid_rank *q = &ranks[r];
-            sid_step at = *step;
-            at.rank = r;
+            sid_step own = *step;
+            own.rank = r;
             const sid_status s = sid_exchange_advance(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work,
-                                                      &at, q->wire, &one, &text);
+                                                      &own, q->wire, &one, &text);
             if (s == SID_E_ARG && !round) { /* refused before it began: nobody may go on */
                 if (err) *err = text;
                 return s;
@@ -68,9 +70,9 @@ sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *step
         }
         for (uint32_t r = 0; r < world && round < rounds; r++) {
             const sid_rank *q = &ranks[r];
-            sid_step at = *step;
-            at.rank = r;
-            sid_exchange_meanwhile(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work, &at, q->wire);
+            sid_step own = *step;
+            own.rank = r;
+            sid_exchange_meanwhile(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work, &own, q->wire);
         }
         if (round < rounds) {
             const sid_status s = move(ranks, world, round, room, most, err);

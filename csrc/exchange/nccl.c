@@ -104,7 +104,7 @@ static sid_status room(size_t need, const void *mem, size_t *bytes, sid_error *e
     const size_t given = *bytes;
     *bytes = need;
     if (!mem) return SID_OK;
-    if (given < need) return sid_fail(err, SID_E_SPACE, "%zu bytes are needed, %zu given", need, given);
+    if (given < need) return sid_fail(err, SID_E_SPACE, "%zu bytes are needed, but %zu were given", need, given);
     if ((uintptr_t)mem % 64) return sid_fail(err, SID_E_ARG, "the block must start at a multiple of 64 bytes");
     return SID_OK;
 }
@@ -115,16 +115,18 @@ static sid_status find(sid_nccl *lib, const char *path, sid_error *err) {
     if (!lib->handle) lib->handle = dlopen(file, RTLD_NOW | RTLD_LOCAL);
     if (!lib->handle) {
         const char *why = dlerror();
-        return sid_fail(err, SID_E_UNSUPPORTED, "NCCL is not to be had: %s", why ? why : file);
+        return sid_fail(err, SID_E_UNSUPPORTED, "NCCL cannot be loaded: %s", why ? why : file);
     }
     for (uint32_t i = 0; i < N_CALLS; i++) {
         void *const f = dlsym(lib->handle, calls[i].name);
         memcpy((char *)lib + calls[i].place, &f, sizeof f); /* C has no cast from an object to a function */
         if (i == 0 && f && lib->get_version(&lib->version)) lib->version = 0;
         if (i == 0 && f && lib->version < SID_NCCL_LEAST)
-            return sid_fail(err, SID_E_UNSUPPORTED, "%s is NCCL %d; 2.14 (%d) or later is needed", file, lib->version,
+            return sid_fail(err, SID_E_UNSUPPORTED, "%s is NCCL %d: 2.14 (%d) or later is needed", file, lib->version,
                             SID_NCCL_LEAST);
-        if (!f) return sid_fail(err, SID_E_UNSUPPORTED, "%s has no %s: is it NCCL?", file, calls[i].name);
+        if (!f)
+            return sid_fail(err, SID_E_UNSUPPORTED, "%s has no function %s: give the path of NCCL's library", file,
+                            calls[i].name);
     }
     return SID_OK;
 }
@@ -254,8 +256,9 @@ sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uin
     if (err) err->text[0] = 0;
     if (!lib || !id || !bytes) return sid_fail(err, SID_E_ARG, "library, id or bytes is NULL");
     if (!world || world > SID_MAX_COUNT || rank >= world)
-        return sid_fail(err, SID_E_ARG, "rank %u of %u: a world has 1 to %d ranks", rank, world, SID_MAX_COUNT);
-    if (!limit_ms) return sid_fail(err, SID_E_ARG, "the time limit is 0");
+        return sid_fail(err, SID_E_ARG, "rank is %u and world is %u: a world has 1 to %d ranks, counted from 0", rank,
+                        world, SID_MAX_COUNT);
+    if (!limit_ms) return sid_fail(err, SID_E_ARG, "the time limit is 0 ms: give at least 1");
     sid_status s = room(sizeof *c, mem, bytes, err);
     if (s || !mem) return s;
     s = sid_device_enter(device, &before, err);
@@ -338,7 +341,7 @@ sid_status sid_nccl_leave(sid_nccl_comm *c, sid_error *err) {
 /* What all of them begin with; finish must follow where it is SID_OK. *before as of sid_device_enter. */
 static sid_status begin(sid_nccl_comm *c, int there, int *before, sid_error *err) {
     if (err) err->text[0] = 0;
-    if (!c || !there) return sid_fail(err, SID_E_ARG, "communicator or buffer is NULL, or no such dtype");
+    if (!c || !there) return sid_fail(err, SID_E_ARG, "communicator or buffer is NULL, or the dtype is unknown");
     take(c);
     const sid_status s = c->comm ? sid_device_enter(c->device, before, err) : ended(c, err);
     if (s) give(c);
@@ -404,37 +407,40 @@ sid_status sid_nccl_messages(sid_nccl_comm *c, void *wire, const sid_message *se
 
 /* ---- a group's step --------------------------------------------------------------------------------------------- */
 
-static sid_status collective(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream,
+static sid_status collective(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *step, void *stream,
                              sid_error *err) {
     const sid_plan *p = g->plan;
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
-    if (!linear && !g->incoming) return sid_fail(err, SID_E_ARG, "incoming is NULL");
-    sid_status s = sid_cuda_encode(p, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload, g->stats_dev, c->device,
-                                   stream, err);
+    if (!linear && !g->incoming)
+        return sid_fail(err, SID_E_ARG,
+                        "incoming is NULL: a gathered plan needs room there for the payloads of all ranks");
+    sid_status s = sid_cuda_encode(p, g->segs_dev, g->n_seg, g->state, g->work, step, g->payload, g->stats_dev,
+                                   c->device, stream, err);
     if (s) return s;
     if (!linear) s = sid_nccl_all_gather(c, g->payload, g->incoming, p->sizes.payload, stream, err);
-    for (uint32_t i = 0; !s && linear && i < p->sizes.rounds; i++) {
-        const sid_slice part = sid_plan_round(p, i);
+    for (uint32_t i = 0; !s && linear && i < p->sizes.reductions; i++) {
+        const sid_slice part = sid_plan_slice(p, i);
         void *const body = (uint8_t *)g->payload + part.offset;
         if (i)
-            s = sid_cuda_next_round(p, i, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload, c->device, stream,
-                                    err);
+            s = sid_cuda_next_reduction(p, i, g->segs_dev, g->n_seg, g->state, g->work, step, g->payload, c->device,
+                                        stream, err);
         if (!s) s = sid_nccl_all_reduce(c, body, body, part.count, p->sizes.body_dtype, stream, err);
     }
     if (s) return s;
     return sid_cuda_decode(p, linear ? g->payload : g->incoming, p->sizes.payload, linear ? 1 : c->world,
-                           1.0f / (float)c->world, g->segs_dev, g->n_seg, g->state, g->work, at, g->report_dev,
+                           1.0f / (float)c->world, g->segs_dev, g->n_seg, g->state, g->work, step, g->report_dev,
                            c->device, stream, err);
 }
 
-static sid_status by_messages(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream,
+static sid_status by_messages(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *step, void *stream,
                               sid_error *err) {
     const sid_exchange *x = g->exchange;
     const uint32_t rounds = x->sizes.rounds;
     sid_message *out = g->room, *in = g->room + x->sizes.messages;
-    if (rounds && !g->room) return sid_fail(err, SID_E_ARG, "room is NULL");
+    if (rounds && !g->room)
+        return sid_fail(err, SID_E_ARG, "room is NULL: an exchange needs room there for its messages");
     for (uint32_t i = 0;; i++) {
-        sid_status s = sid_cuda_exchange_advance(x, i, g->segs_dev, g->n_seg, g->state, g->work, at, g->payload,
+        sid_status s = sid_cuda_exchange_advance(x, i, g->segs_dev, g->n_seg, g->state, g->work, step, g->payload,
                                                  g->stats_dev, g->report_dev, c->device, stream, err);
         if (s || i == rounds) return s;
         const uint32_t sends = sid_exchange_messages(x, i, 0, out), receives = sid_exchange_messages(x, i, 1, in);
@@ -443,15 +449,17 @@ static sid_status by_messages(sid_nccl_comm *c, const sid_cuda_group *g, const s
     }
 }
 
-sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *at, void *stream, sid_error *err) {
+sid_status sid_nccl_step(sid_nccl_comm *c, const sid_cuda_group *g, const sid_step *step, void *stream,
+                         sid_error *err) {
     if (err) err->text[0] = 0;
-    if (!c || !g || !g->plan == !g->exchange || !at)
-        return sid_fail(err, SID_E_ARG, "communicator, group or step is NULL, or not one of plan and exchange");
-    if (at->rank != c->rank || at->world != c->world)
-        return sid_fail(err, SID_E_ARG, "rank %u of %u; the communicator is that of rank %u of %u", at->rank, at->world,
-                        c->rank, c->world);
+    if (!c || !g || !g->plan == !g->exchange || !step)
+        return sid_fail(err, SID_E_ARG,
+                        "communicator, group or step is NULL, or the group has both plan and exchange, or neither");
+    if (step->rank != c->rank || step->world != c->world)
+        return sid_fail(err, SID_E_ARG, "the step is of rank %u of %u, the communicator of rank %u of %u", step->rank,
+                        step->world, c->rank, c->world);
     sid_status s = sid_nccl_poll(c, err); /* after its end nothing goes into the memory */
-    if (!s) s = (g->plan ? collective : by_messages)(c, g, at, stream, err);
-    if (!s && g->seen) s = sid_cuda_show(g->report_dev, (uint32_t)(at->step + 1), g->seen, c->device, stream, err);
+    if (!s) s = (g->plan ? collective : by_messages)(c, g, step, stream, err);
+    if (!s && g->shown) s = sid_cuda_show(g->report_dev, (uint32_t)(step->step + 1), g->shown, c->device, stream, err);
     return s;
 }

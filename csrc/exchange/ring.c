@@ -23,7 +23,7 @@
 #include "exchange.h"
 
 enum {
-    OUT, /* x->at, in wire: the codec's payload is at 0; the frame that goes out, the one that comes in */
+    OUT, /* x->place, in wire: the codec's payload is at 0; the frame that goes out, the one that comes in */
     IN,
     SCRATCH
 };
@@ -113,13 +113,13 @@ typedef struct signing {
 } signing;
 static signing *signing_of(const sid_exchange_step *t) { return (signing *)(void *)(t->work + SID_FAULT_BYTES); }
 
-static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
-    const sid_status s = sid_sub_plan(r, r->group->n, NULL, r->group->dtype, &x->plan[0], err);
+static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
+    const sid_status s = sid_sub_plan(config, config->group->n, NULL, config->group->dtype, &x->plan[0], err);
     if (s) return s;
     if (!(x->plan->codec->info.traits & SID_SIGNS))
-        return sid_refuse(err, r,
-                          "a one-bit ring merges signs that stand for the same value on all ranks, as 'marsit', "
-                          "'signsgd' and 'signum' have; for others take 'twoshot' or 'allgather'");
+        return sid_refuse(err, config,
+                          "a one-bit ring merges signs that stand for the same value on all ranks, as those of "
+                          "'marsit', 'signsgd' and 'signum' do: for others take 'twoshot' or 'allgather'");
     x->confirms = 1;
     x->place[SCRATCH] = sid_round_up(SID_FAULT_BYTES + sizeof(signing), 64);
     x->sizes.work = x->place[SCRATCH] + x->plan->sizes.work;
@@ -141,25 +141,25 @@ static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
     return SID_OK;
 }
 
-static sid_status plan_ring(sid_exchange *x, const sid_route *r, sid_error *err) {
+static sid_status plan_ring(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
     x->word[ROWS] = 1;
     x->word[COLS] = x->world;
-    return plan(x, r, err);
+    return plan(x, config, err);
 }
 
-static sid_status plan_torus(sid_exchange *x, const sid_route *r, sid_error *err) {
+static sid_status plan_torus(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
     uint32_t rows = (uint32_t)x->param[0];
     if (rows && x->world % rows)
         return sid_fail(err, SID_E_PARAM,
-                        "torus1: rows = %u does not divide the %u ranks: name a divisor, or 0 for the "
-                        "squarest",
+                        "torus1: rows = %u must divide the number of ranks, %u, or be 0, for the squarest "
+                        "torus",
                         rows, x->world);
     if (!rows)
         for (uint32_t i = 1; i * i <= x->world; i++)
             if (x->world % i == 0) rows = i;
     x->word[ROWS] = rows; /* 1 where the world is prime: the ring */
     x->word[COLS] = x->world / rows;
-    return plan(x, r, err);
+    return plan(x, config, err);
 }
 
 static uint32_t messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out) {
@@ -255,7 +255,7 @@ static void receive(sid_exchange_step *t, const sid_hop *h) {
     if (sid_frame_open(t, (const sid_frame *)(const void *)frame, h->in.round, h->in.body, h->in.peer, &flags)) return;
     sid_fault_of(t)->flags |= flags & SID_FRAME_NONFINITE;
     if (h->votes) {
-        const sid_draw d = {sid_salt(t->at->seed, t->at->rank), t->at->group, t->at->step};
+        const sid_draw d = {sid_salt(t->step->seed, t->step->rank), t->step->group, t->step->step};
         merge(t->x->plan->simd, &d, h->block, h->in.bytes / 16, h->phase, h->votes, h->votes + 1, body,
               t->wire + h->in.bits);
     } else {
@@ -270,13 +270,13 @@ static void begin_signs(sid_exchange_step *t) {
     signing *s = signing_of(t);
     memset(t->wire, 0, x->place[OUT]); /* also what the last unit has beyond the payload */
     s->slices = 0;
-    const sid_status bad =
-        sid_begin_ranges(&s->ranges, x->plan, t->seg, t->n_seg, t->state, t->work + x->place[SCRATCH], t->at, t->wire);
+    const sid_status bad = sid_begin_ranges(&s->ranges, x->plan, t->seg, t->n_seg, t->state,
+                                            t->work + x->place[SCRATCH], t->step, t->wire);
     if (!bad) {
         sid_fault_of(t)->encoded |= SID_OWN;
         return;
     }
-    sid_fail(t->err, bad, "encode: %s", sid_status_text(bad));
+    sid_fail(t->err, bad, "encoding: %s", sid_status_text(bad));
     sid_blame(t, bad, x->rank);
 }
 

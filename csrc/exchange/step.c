@@ -22,11 +22,11 @@ uint32_t sid_cut(const sid_exchange_step *t, uint64_t start, uint64_t len) {
 }
 
 sid_status sid_encode_part(sid_exchange_step *t, const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
-                           uint8_t *state, uint8_t *work, const sid_step *at, uint8_t *payload) {
-    const sid_status s = sid_encode(p, seg, n_seg, state, work, at, payload, NULL);
+                           uint8_t *state, uint8_t *work, const sid_step *step, uint8_t *payload) {
+    const sid_status s = sid_encode(p, seg, n_seg, state, work, step, payload, NULL);
     if (!s) return s;
     memset(payload, 0, SID_HEADER_BYTES);
-    sid_fail(t->err, s, "encode: %s", sid_status_text(s));
+    sid_fail(t->err, s, "encoding: %s", sid_status_text(s));
     return sid_blame(t, s, t->x->rank);
 }
 
@@ -59,7 +59,7 @@ static void start_from(const sid_exchange_step *t) {
     const sid_exchange_kind *kind = t->x->kind;
     for (uint32_t i = 0; i < kind->parts(t->x); i++) {
         uint8_t *const state = t->state + kind->part(t->x, i).state;
-        memcpy(state, sid_origin(state, t->at), SID_STATE_BYTES);
+        memcpy(state, sid_origin(state, t->step), SID_STATE_BYTES);
     }
 }
 
@@ -84,13 +84,13 @@ static void undo(sid_exchange_step *t) {
 }
 
 sid_status sid_exchange_abandon(const sid_exchange *x, const sid_segment *seg, uint32_t n_seg, sid_segment *cut,
-                                void *state, void *work, const sid_step *at, void *wire) {
+                                void *state, void *work, const sid_step *step, void *wire) {
     sid_report report = {0, 0};
     sid_error text = {{0}};
-    if (!x || !at || (n_seg && (!seg || !cut)) || !aligned(work) || !aligned(state) || !aligned(wire) ||
+    if (!x || !step || (n_seg && (!seg || !cut)) || !aligned(work) || !aligned(state) || !aligned(wire) ||
         holds(x, seg, n_seg))
         return SID_E_ARG;
-    sid_exchange_step t = {x, seg, cut, n_seg, state, work, wire, at, &report, &text};
+    sid_exchange_step t = {x, seg, cut, n_seg, state, work, wire, step, &report, &text};
     undo(&t);
     return SID_OK;
 }
@@ -101,38 +101,39 @@ int sid_exchange_has_meanwhile(const sid_exchange *x) {
 }
 
 sid_status sid_exchange_meanwhile(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
-                                  sid_segment *cut, void *state, void *work, const sid_step *at, void *wire) {
+                                  sid_segment *cut, void *state, void *work, const sid_step *step, void *wire) {
     sid_report report = {0, 0};
     sid_error text = {{0}};
-    if (!x || !at || round >= x->sizes.rounds || (n_seg && (!seg || !cut)) || !aligned(work) || !aligned(state) ||
+    if (!x || !step || round >= x->sizes.rounds || (n_seg && (!seg || !cut)) || !aligned(work) || !aligned(state) ||
         !aligned(wire) || holds(x, seg, n_seg))
         return SID_E_ARG;
-    sid_exchange_step t = {x, seg, cut, n_seg, state, work, wire, at, &report, &text};
+    sid_exchange_step t = {x, seg, cut, n_seg, state, work, wire, step, &report, &text};
     if (x->kind->meanwhile && round < x->rounds && sid_fault_of(&t)->encoded & SID_OWN) x->kind->meanwhile(&t, round);
     return SID_OK;
 }
 
 sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
-                                sid_segment *cut, void *state, void *work, const sid_step *at, void *wire,
+                                sid_segment *cut, void *state, void *work, const sid_step *step, void *wire,
                                 sid_report *report, sid_error *err) {
     sid_report none;
     sid_error text = {{0}};
     if (!report) report = &none;
     *report = (sid_report){0, 0};
     if (err) err->text[0] = 0;
-    if (!x || !at || round > x->sizes.rounds || (n_seg && (!seg || !cut)))
-        return sid_fail(err, SID_E_ARG, "exchange, step or segments missing, or no such round");
-    if (!aligned(work) || !aligned(state) || !aligned(wire) || at->origin % 64)
+    if (!x || !step || round > x->sizes.rounds || (n_seg && (!seg || !cut)))
+        return sid_fail(err, SID_E_ARG, "exchange, step or segments is NULL, or there is no round %u", round);
+    if (!aligned(work) || !aligned(state) || !aligned(wire) || step->origin % 64)
         return sid_fail(err, SID_E_ARG, "state, its origin, work and wire must start at multiples of 64 bytes");
-    if (at->rank != x->rank || at->world != x->world || at->group >> SID_SUBGROUPS)
-        return sid_fail(err, SID_E_ARG, "rank %u of %u, group %u; the exchange is for rank %u of %u, groups below 2^%d",
-                        at->rank, at->world, at->group, x->rank, x->world, SID_SUBGROUPS);
+    if (step->rank != x->rank || step->world != x->world || step->group >> SID_SUBGROUPS)
+        return sid_fail(err, SID_E_ARG,
+                        "the step is of rank %u of %u, group %u; the exchange is for rank %u of %u, groups below 2^%d",
+                        step->rank, step->world, step->group, x->rank, x->world, SID_SUBGROUPS);
     if (holds(x, seg, n_seg))
         return sid_fail(err, SID_E_ARG, "the segments do not hold the group's %llu elements", (unsigned long long)x->n);
-    sid_exchange_step t = {x, seg, cut, n_seg, state, work, wire, at, report, err ? err : &text};
+    sid_exchange_step t = {x, seg, cut, n_seg, state, work, wire, step, report, err ? err : &text};
     sid_fault *f = sid_fault_of(&t);
     if (!round) memset(f, 0, sizeof *f);
-    if (!round && at->origin) start_from(&t);
+    if (!round && step->origin) start_from(&t);
     if (round <= x->rounds) x->kind->advance(&t, round);
     if (x->confirms && round == x->rounds) confirm(&t);
     if (x->confirms && round > x->rounds) confirmed(&t);

@@ -12,7 +12,7 @@
 #include "exchange.h"
 
 enum {
-    MINE, /* x->at, in wire: own payloads of all slices; what the ranks have for our slice; the means */
+    MINE, /* x->place, in wire: own payloads of all slices; what the ranks have for our slice; the means */
     THEIRS,
     MEANS,
     SERVER /* in state: what is kept for all */
@@ -38,21 +38,23 @@ sid_shots sid_shots_of(const sid_exchange *x) {
     return (sid_shots){x->place[THEIRS], x->place[MEANS], state_at(x, 1), x->place[SERVER]};
 }
 
-static sid_status plan(sid_exchange *x, const sid_route *r, sid_error *err) {
+static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_error *err) {
     x->slice = sid_round_up((x->n + x->world - 1) / x->world, 64);
-    sid_status s = sid_slice_plans(x, r, NULL, x->dtype, x->plan, err);
+    sid_status s = sid_slice_plans(x, config, NULL, x->dtype, x->plan, err);
     if (s) return s;
     const sid_codec *codec = x->plan->codec;
     const sid_memory *memory = x->plan->memory;
     if (codec->info.traits & SID_LINEAR)
-        return sid_refuse(err, r, "its payloads can be summed on the way: take exchange 'allreduce', or leave it out");
+        return sid_refuse(
+            err, config,
+            "the codec's payloads can be summed by all-reduce: take exchange 'allreduce', or leave it out");
     if (memory->received)
-        return sid_refuse(err, r,
-                          "its memory learns from what all ranks make of their signs, which two-shot does not "
-                          "tell: take exchange 'ring1', or memory 'residual' or 'none'");
+        return sid_refuse(err, config,
+                          "the memory needs the ranks' merged signs, which two-shot does not show it: take exchange "
+                          "'ring1', or memory 'residual' or 'none'");
     /* What rounding the mean loses is kept wherever anything is, and where the codec cannot do without. */
     const int keeps = (memory->info.traits | codec->info.traits) & SID_FEEDBACK;
-    s = sid_slice_plans(x, r, keeps ? "residual" : "none", SID_F32, x->server, err);
+    s = sid_slice_plans(x, config, keeps ? "residual" : "none", SID_F32, x->server, err);
     if (s) return s;
     const sid_sizes *own = &x->plan->sizes, *server = &x->server->sizes;
     const uint64_t w = x->world;
@@ -105,11 +107,11 @@ static void first_shot(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     sid_fault *f = sid_fault_of(t);
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s); s++) {
-        const sid_step at = sid_slice_step(t->at, s, x->rank, x->world);
+        const sid_step step = sid_slice_step(t->step, s, x->rank, x->world);
         const uint32_t segs = sid_cut(t, sid_slice_start(x, s), sid_slice_len(x, s));
         uint8_t *to = t->wire + (s == x->rank ? x->place[THEIRS] : 0) + s * x->plan->sizes.payload;
         sid_encode_part(t, plan_of(x, x->plan, s), t->cut, segs, t->state + state_at(x, s), t->work + place(x, SCRATCH),
-                        &at, to);
+                        &step, to);
     }
     if (!f->status) f->encoded |= SID_OWN;
 }
@@ -118,8 +120,8 @@ static void second_shot(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
     const uint32_t s = x->rank;
     const sid_plan *own = plan_of(x, x->plan, s);
-    const sid_step from = sid_slice_step(t->at, s, x->rank, x->world),
-                   to = sid_slice_step(t->at, s | SID_SECOND, x->rank, x->world);
+    const sid_step from = sid_slice_step(t->step, s, x->rank, x->world),
+                   to = sid_slice_step(t->step, s | SID_SECOND, x->rank, x->world);
     const uint8_t *in = t->wire + x->place[THEIRS];
     const uint64_t len = sid_slice_len(x, s), stride = x->plan->sizes.payload;
     const sid_segment all = {sum_of(t), len};
@@ -146,10 +148,10 @@ static sid_status advance(sid_exchange_step *t, uint32_t round) {
     if (round < x->rounds) return SID_OK;
     for (uint32_t s = 0; s < x->world && sid_slice_len(x, s) && !sid_fault_of(t)->status; s++) {
         const sid_plan *p = plan_of(x, x->server, s);
-        const sid_step at = sid_slice_step(t->at, s | SID_SECOND, s, x->world);
-        sid_blame(t,
-                  sid_check(p, t->wire + x->place[MEANS] + s * x->server->sizes.payload, p->sizes.payload, &at, t->err),
-                  s);
+        const sid_step step = sid_slice_step(t->step, s | SID_SECOND, s, x->world);
+        sid_blame(
+            t, sid_check(p, t->wire + x->place[MEANS] + s * x->server->sizes.payload, p->sizes.payload, &step, t->err),
+            s);
     }
     return SID_OK;
 }

@@ -65,7 +65,8 @@ static int64_t tail_bound(const sid_problem *p) {
 static sid_fuse_status set_options(sid_job *j, const sid_fuse_request *what, sid_fuse_error *err) {
     const sid_algorithm *a = &j->planner->info;
     for (uint32_t i = 0; i < a->n_options; i++) j->option[i] = a->options[i].dflt;
-    if (what->n_settings && !what->settings) return sid_fuse_fail(err, SID_FUSE_E_ARG, "settings is NULL");
+    if (what->n_settings && !what->settings)
+        return sid_fuse_fail(err, SID_FUSE_E_ARG, "settings is NULL, but n_settings is %u", what->n_settings);
     for (uint32_t k = 0; k < what->n_settings; k++) {
         const sid_fuse_setting *s = &what->settings[k];
         uint32_t i = 0;
@@ -86,7 +87,9 @@ static sid_fuse_status check_seed(const sid_job *j, const sid_fuse_request *what
     const sid_instance *in = j->problem.in;
     if (!what->seed_groups) return SID_FUSE_OK;
     if (!j->planner->info.takes_seed)
-        return sid_fuse_fail(err, SID_FUSE_E_OPTION, "%s takes no plan in use", j->planner->info.name);
+        return sid_fuse_fail(err, SID_FUSE_E_OPTION,
+                             "%s does not start from a plan in use: leave it out, or take another algorithm",
+                             j->planner->info.name);
     const sid_fuse_status s = sid_check_plan(in, what->seed_groups, what->seed_ends, what->seed_methods, err);
     if (s) return s;
     for (uint32_t k = 0, at = 0; k < what->seed_groups; k++) {
@@ -142,7 +145,7 @@ sid_fuse_status sid_fuse(const sid_instance *in, const sid_fuse_request *what, s
     *bytes = arena.used;
     if (!scratch) return SID_FUSE_OK;
     if (given < arena.used)
-        return sid_fuse_fail(err, SID_FUSE_E_SPACE, "scratch needs %zu bytes, %zu given", arena.used, given);
+        return sid_fuse_fail(err, SID_FUSE_E_SPACE, "scratch needs %zu bytes, but %zu were given", arena.used, given);
     if ((uintptr_t)scratch % 64)
         return sid_fuse_fail(err, SID_FUSE_E_SPACE, "scratch must start at a multiple of 64 bytes");
     if (!out || !out->ends || !out->methods)

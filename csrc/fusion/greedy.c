@@ -123,7 +123,7 @@ int sid_is_affine(const sid_problem *p, uint32_t method) {
     const int64_t total = p->size[p->in->n];
     line h, g;
     return p->in->n_methods == 1 && !m->decode.n && !(m->encode.n && p->in->overlap_permille) &&
-           !p->in->stolen_permille && is_line(&m->encode, total, &h) && !h.rise.rest &&
+           !p->in->slowdown_permille && is_line(&m->encode, total, &h) && !h.rise.rest &&
            is_line(&m->exchange, total, &g) && !g.rise.rest;
 }
 
@@ -164,15 +164,15 @@ static line both(line a, line b, uint32_t n) { /* a + b */
 /* Offers the plan that is best on these lines; returns its time on them. */
 static int64_t offer_on_lines(sid_job *j, uint32_t method, const line *encode, const line *exchange) {
     const sid_problem *p = &j->problem;
-    const int64_t steal =
+    const int64_t taken =
         1000 - p->in->overlap_permille; /* an encode delays the backward pass by this share of itself */
     const uint32_t n = p->in->n;
     for (uint32_t i = 0; i <= n; i++) {
         const int64_t u = sid_piece_at(&encode->rise, p->size[i]);
-        j->w[i] = p->back[i] + (steal == 1000 ? u : u / 1000 * steal);
+        j->w[i] = p->back[i] + (taken == 1000 ? u : u / 1000 * taken);
         j->v[i] = sid_piece_at(&exchange->rise, p->size[i]);
     }
-    const int64_t ah = steal == 1000 ? encode->latency : encode->latency / 1000 * steal;
+    const int64_t ah = taken == 1000 ? encode->latency : encode->latency / 1000 * taken;
     const lines l = {n, p->in->forward_ps, ah, exchange->latency, j->w, j->v, p->far};
     const int64_t time = best_on_lines(&l, &j->draft, j->trial, &j->work);
     memset(j->draft.methods, (int)method, j->draft.groups);

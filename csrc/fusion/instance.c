@@ -102,8 +102,9 @@ static sid_fuse_status check_curve(const sid_curve *c, uint32_t method, const ch
                              method, stage, k[0].bytes);
     for (uint32_t i = 0; i < c->n; i++) {
         if (k[i].ps < 0)
-            return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_TIME, "method %u: %s: knot %u has %" PRId64 " ps", method,
-                                 stage, i, k[i].ps);
+            return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_TIME,
+                                 "method %u: %s: knot %u has %" PRId64 " ps: it must not be negative", method, stage, i,
+                                 k[i].ps);
         if (k[i].ps > SID_FUSE_LIMIT || k[i].bytes > SID_FUSE_LIMIT)
             return sid_fuse_fail(err, SID_FUSE_E_SUM, "method %u: %s: knot %u is above 2^60", method, stage, i);
         if (i && k[i].bytes <= k[i - 1].bytes)
@@ -142,21 +143,30 @@ sid_fuse_status sid_check_instance(const sid_instance *in, int64_t limit, sid_fu
     if (!in->backward_ps || !in->bytes || !in->methods)
         return sid_fuse_fail(err, SID_FUSE_E_ARG, "backward_ps, bytes or methods is NULL");
     if (in->forward_ps < 0)
-        return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_TIME, "forward_ps is %" PRId64, in->forward_ps);
+        return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_TIME, "forward_ps is %" PRId64 ": it must not be negative",
+                             in->forward_ps);
     if (in->max_group_bytes < 0)
-        return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_BYTES, "max_group_bytes is %" PRId64, in->max_group_bytes);
+        return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_BYTES, "max_group_bytes is %" PRId64 ": it must not be negative",
+                             in->max_group_bytes);
     if (in->overlap_permille > 1000)
-        return sid_fuse_fail(err, SID_FUSE_E_SHARE, "overlap_permille is %u: at most 1000", in->overlap_permille);
-    if (in->stolen_permille > 999)
-        return sid_fuse_fail(err, SID_FUSE_E_SHARE, "stolen_permille is %u: at most 999", in->stolen_permille);
-    if (in->stolen_permille && in->overlap_permille)
-        return sid_fuse_fail(err, SID_FUSE_E_SHARE, "stolen_permille and overlap_permille: only one may be given");
+        return sid_fuse_fail(err, SID_FUSE_E_SHARE, "overlap_permille is %u: it must be at most 1000",
+                             in->overlap_permille);
+    if (in->slowdown_permille > 999)
+        return sid_fuse_fail(err, SID_FUSE_E_SHARE, "slowdown_permille is %u: it must be at most 999",
+                             in->slowdown_permille);
+    if (in->slowdown_permille && in->overlap_permille)
+        return sid_fuse_fail(err, SID_FUSE_E_SHARE,
+                             "slowdown_permille and overlap_permille are both given: only one may differ from 0");
     if (in->forward_ps > SID_FUSE_LIMIT) return sid_fuse_fail(err, SID_FUSE_E_SUM, "forward_ps is above 2^60");
     int64_t time = in->forward_ps, total = 0;
     for (uint32_t i = 0; i < in->n; i++) {
         const int64_t b = in->backward_ps[i], s = in->bytes[i];
-        if (b < 0) return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_TIME, "tensor %u: backward_ps is %" PRId64, i, b);
-        if (s < 0) return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_BYTES, "tensor %u: bytes is %" PRId64, i, s);
+        if (b < 0)
+            return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_TIME,
+                                 "tensor %u: backward_ps is %" PRId64 ": it must not be negative", i, b);
+        if (s < 0)
+            return sid_fuse_fail(err, SID_FUSE_E_NEGATIVE_BYTES,
+                                 "tensor %u: bytes is %" PRId64 ": it must not be negative", i, s);
         if (b > SID_FUSE_LIMIT - time || s > SID_FUSE_LIMIT - total)
             return sid_fuse_fail(err, SID_FUSE_E_SUM, "tensor %u: the %s up to here add up to more than 2^60", i,
                                  b > SID_FUSE_LIMIT - time ? "times" : "bytes");
@@ -166,7 +176,9 @@ sid_fuse_status sid_check_instance(const sid_instance *in, int64_t limit, sid_fu
     int64_t worst = 0;
     for (uint32_t m = 0; m < in->n_methods; m++) {
         const sid_method *q = &in->methods[m];
-        if (!q->exchange.n) return sid_fuse_fail(err, SID_FUSE_E_NO_EXCHANGE, "method %u: exchange has no knots", m);
+        if (!q->exchange.n)
+            return sid_fuse_fail(err, SID_FUSE_E_NO_EXCHANGE, "method %u: exchange has no knots: it needs at least one",
+                                 m);
         sid_fuse_status s = check_curve(&q->encode, m, "encode", total, err);
         if (!s) s = check_curve(&q->exchange, m, "exchange", total, err);
         if (!s) s = check_curve(&q->decode, m, "decode", total, err);

@@ -66,7 +66,7 @@ static void set_weights(ldp *s, int encodes, int decodes) {
 
 static void set_rest(ldp *s) {
     const sid_instance *in = s->p.in;
-    const int64_t steal = 1000 - in->overlap_permille;
+    const int64_t taken = 1000 - in->overlap_permille;
     for (uint32_t i = s->n + 1; i--;) {
         int64_t *r = s->rest + (size_t)i * s->n_weights;
         for (uint32_t k = 0; k < s->n_weights; k++) r[k] = i == s->n ? 0 : INT64_MAX;
@@ -75,12 +75,12 @@ static void set_rest(ldp *s) {
             sid_pieces near = {0};
             for (uint32_t e = i + 1; e <= s->p.far[i]; e++) {
                 const sid_cost c = sid_cost_near(&in->methods[m], &near, s->p.size[e] - s->p.size[i]);
-                const int64_t h = sid_max(c.encode, 0), d = sid_max(c.decode, 0), stolen = sid_permille(h, steal);
+                const int64_t h = sid_max(c.encode, 0), d = sid_max(c.decode, 0), exposed = sid_permille(h, taken);
                 const int64_t *after = s->rest + (size_t)e * s->n_weights;
                 for (uint32_t k = 0; k < s->n_weights; k++) {
                     const weights w = s->w[k];
-                    const int64_t sum = w.main * stolen + w.encode * h + w.link * c.exchange +
-                                        (w.decode + (in->decode_main && steal == 1000 ? w.main : 0)) * d;
+                    const int64_t sum = w.main * exposed + w.encode * h + w.link * c.exchange +
+                                        (w.decode + (in->decode_main && taken == 1000 ? w.main : 0)) * d;
                     r[k] = sid_min(r[k], after[k] + sum);
                 }
                 s->rest_link[i] = sid_min(s->rest_link[i], s->rest_link[e] + c.exchange);
@@ -96,7 +96,7 @@ static inline int64_t bound_by(const ldp *s, const sid_clock *c, uint32_t i, uin
     int64_t main = c->main + s->p.back[s->n] - s->p.back[i];
     if (!in->overlap_permille) {
         main += in->decode_main ? c->pending : s->tail;
-    } else { /* each transition may round down what an encode steals */
+    } else { /* each transition may round down what an encode takes of the backward pass */
         main += sid_permille(sid_max(0, c->encode - c->main), 1000 - in->overlap_permille) - (s->n - i) + s->tail;
     }
     return w.main * main + w.encode * c->encode + w.link * (c->link + s->tail_decode) + w.decode * c->decode +
@@ -165,8 +165,8 @@ static void extend(ldp *s, uint32_t i, uint32_t parent, uint32_t e, uint32_t m, 
         return;
     }
     /* A resource that is free before the next group can use it might as well not be: more labels are then alike. But a
-     * link that is not may steal. */
-    l.at.link = sid_max(l.at.link, l.at.main + (s->p.in->stolen_permille ? 0 : s->soon[e]));
+     * link that is not may slow down the main stream. */
+    l.at.link = sid_max(l.at.link, l.at.main + (s->p.in->slowdown_permille ? 0 : s->soon[e]));
     l.at.decode = sid_max(l.at.decode, l.at.link + s->sent[e]);
     for (uint32_t k = 0; k < s->n_weights; k++)
         if (bound_by(s, &l.at, e, k) > 4 * (s->best - 1)) return;

@@ -262,7 +262,7 @@ static void run_cupcake(sid_job *j, int fixed) {
     cupcake s = {.job = j, .paper = *p->in, .method = p->in->methods[m], .fixed = fixed, .best = INT64_MAX};
     s.nodes = j->own;
     s.method.decode.n = 0;
-    s.paper.overlap_permille = s.paper.stolen_permille = 0;
+    s.paper.overlap_permille = s.paper.slowdown_permille = 0;
     s.paper.decode_main = 0;
     for (uint32_t i = 0; i <= n; i++) {
         j->w[i] = encode_of(&s, i, n);

@@ -92,18 +92,19 @@ static inline sid_clock sid_clock_start(const sid_instance *in) {
     return (sid_clock){in->forward_ps, in->forward_ps, in->forward_ps, in->forward_ps, 0};
 }
 
-/* Main stream after `work`, which until the end of something beside it goes on at `keeps` per mille of its speed. */
-static inline int64_t sid_work(int64_t main, int64_t beside, int64_t work, int64_t keeps) {
-    if (beside <= main) return main + work;
-    const int64_t lag = beside - main, done = lag - sid_permille(lag, 1000 - keeps); /* by then */
-    if (work >= done) return beside + work - done;
-    return sid_min(beside, main + work / keeps * 1000 + (work % keeps * 1000 + keeps - 1) / keeps);
+/* Main stream after `work`, which goes on at `keeps` per mille of its speed while something overlaps it, until `busy`. */
+static inline int64_t sid_work(int64_t main, int64_t busy, int64_t work, int64_t keeps) {
+    if (busy <= main) return main + work;
+    const int64_t lag = busy - main, done = lag - sid_permille(lag, 1000 - keeps); /* by then */
+    if (work >= done) return busy + work - done;
+    return sid_min(busy, main + work / keeps * 1000 + (work % keeps * 1000 + keeps - 1) / keeps);
 }
 
 /* THE transition: puts a group with `work` of the backward pass behind what is there. row may be NULL. */
 static inline void sid_step(const sid_instance *in, sid_clock *c, int64_t work, const sid_cost *cost, sid_row *row) {
     const sid_clock was = *c;
-    const int64_t keeps = 1000 - in->stolen_permille; /* of its speed, until was.link: exchanges leave no gap by then */
+    const int64_t keeps =
+        1000 - in->slowdown_permille; /* of its speed, until was.link: exchanges leave no gap by then */
     c->main = keeps < 1000 ? sid_work(was.main, was.link, work, keeps)
                            : sid_work(was.main, was.encode, work, in->overlap_permille);
     int64_t ready = c->main;
@@ -188,7 +189,7 @@ typedef struct sid_planner {
 
 /* greedy.c: offers the best dense plan, where there is a dense method. Returns a bound of all dense plans; 0: none is known. */
 int64_t sid_dense(sid_job *j);
-/* Plans of one method each, only that one or (-1) all, beside the dense optimum. */
+/* Plans of one method each, only that one or (-1) all, and the dense optimum. */
 void sid_pg(sid_job *j, int64_t only);
 
 /* 1 if no decode, no overlap and costs that are lines of whole picoseconds a byte, in an instance of one method: then

@@ -73,12 +73,12 @@ static int masks(const sid_plan *p) { return p->memory_param[MASKING] > 0 && p->
 static int wants_norm(const sid_plan *p) { return p->memory_param[CLIP] > 0; }
 
 static void begin(sid_pass *w) {
-    const double most = w->plan->memory_param[CLIP] / sqrt((double)w->at->world);
+    const double most = w->plan->memory_param[CLIP] / sqrt((double)w->step->world);
     w->state->factor = most > 0 && w->norm > most ? (float)(most / w->norm) : 1.0f;
 }
 
 static int tile(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
-    const sid_velocity c = weights(w->plan, w->state, sid_carry(w->at));
+    const sid_velocity c = weights(w->plan, w->state, sid_carry(w->step));
     const uint32_t mask = !masks(w->plan) ? SID_KEY_NONE : sent_from ? sent_from : 1; /* of 0 nothing was sent */
     return w->plan->simd->add_velocity(vec[0], vec[1], g, len, sent_from, mask, &c);
 }

@@ -43,7 +43,7 @@ static const sid_param residual_params[] = {
 
 static int residual_tile(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
     const double *q = w->plan->memory_param;
-    const float beta = (float)q[BETA] * sid_carry(w->at);
+    const float beta = (float)q[BETA] * sid_carry(w->step);
     if (beta == 1 && q[GAMMA] == 1) return w->plan->simd->add_kept(vec[0], g, len, sent_from);
     return w->plan->simd->add_weighted(vec[0], g, len, sent_from, beta, (float)q[GAMMA]);
 }
@@ -117,7 +117,7 @@ const sid_memory sid_memory_momentum = {
  * optimizer multiplies by eta_l afterwards, so g, c and the update are the paper's over eta_l. That is the same while
  * eta_l stays, or where carry tells how it changes; the paper changes it only at full-precision steps, where c becomes 0. */
 static int compensation_tile(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
-    const float carry = sid_carry(w->at);
+    const float carry = sid_carry(w->step);
     return carry == 1 ? w->plan->simd->add_kept(vec[0], g, len, sent_from)
                       : w->plan->simd->add_weighted(vec[0], g, len, sent_from, carry, 1);
 }

@@ -1,9 +1,9 @@
-/* What the dense codecs share: every element becomes a few bits, at a place that follows from its index, so that a walk
- * writes the payload as it goes. A warp holds a whole tile in registers, memory and codec meet there as in codec.cuh's
- * walk; and decoding sums the payloads tile by tile, in rank order, with one store.
+/* What the dense codecs share: every element becomes a few bits, at a place that follows from its index, so that a pass
+ * writes the payload as it goes. A warp holds a whole tile in registers, memory and codec meet there as in pass.cuh's
+ * pass; and decoding sums the payloads tile by tile, in rank order, with one store.
  *
- * Bytes per float32 element beside b bits of payload and a residual: an encode 12 + b / 8, the floor of error feedback;
- * 4 more for each further reading of acc (a norm of the whole group), or for each reading of the gradient where no memory
+ * Bytes per float32 element, with b bits of payload and a residual: an encode 12 + b / 8, the floor of error feedback;
+ * 4 more for each further pass over acc (a norm of the whole group), or for each pass over the gradient where no memory
  * keeps acc. A decode of W payloads W b / 8 + 4, and W b / 8 before it, since all is checked before anything is written. */
 #ifndef SID_DENSE_CUH
 #define SID_DENSE_CUH
@@ -76,7 +76,7 @@ __device__ inline void sid_get_row(const float *p, uint32_t r, uint32_t len, flo
     for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = c < count ? x[c] : 0.0f;
 }
 
-/* ---- the walk ---------------------------------------------------------------------------------------------------- */
+/* ---- the pass ---------------------------------------------------------------------------------------------------- */
 
 /* A codec here is an object passed by value with
  *     enum { LATE }               keep() wants registers: the gradient waits in the L2 meanwhile
@@ -86,7 +86,7 @@ __device__ inline void sid_get_row(const float *p, uint32_t r, uint32_t len, flo
  *     keep(shared &, rule, draw, acc, at, len)    in place: what the last step left of a tile
  *     tile(shared &, own &, x, at, len)           reads it; what does not exist is 0
  * The last two are called by all warps of a block together, with len 0 where there is no tile.
- * AGAIN: a further reading, of acc as the memory has stored it, or of the gradient. */
+ * AGAIN: a further pass, over acc as the memory has stored it, or over the gradient. */
 enum {
     SID_TILE_BLOCKS = 2
 }; /* on a multiprocessor: 128 registers a thread, of which a tile takes 64 while gradient and acc are on their way */
@@ -159,18 +159,18 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
     if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
 }
 
-/* The first reading of a call, and further ones. */
-template <class Codec> sid_status sid_walk_tiles(const sid_cuda_encoding &c, const Codec &codec) {
+/* The first pass of a call, and further ones. */
+template <class Codec> sid_status sid_pass_tiles(const sid_cuda_encoding &c, const Codec &codec) {
     const uint64_t grid = sid_blocks(c.to, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
     return sid_with_memory_of(c, [&](auto memory) {
-        return sid_launch(c.to, "walk", sid_tile_kernel<decltype(memory), Codec, false>, grid, SID_BLOCK, 0, c.group,
+        return sid_launch(c.to, "pass", sid_tile_kernel<decltype(memory), Codec, false>, grid, SID_BLOCK, 0, c.group,
                           c.scratch, c.state, sid_vectors_of(c), memory, codec);
     });
 }
-template <class Codec> sid_status sid_walk_again(const sid_cuda_encoding &c, const Codec &codec) {
+template <class Codec> sid_status sid_pass_again(const sid_cuda_encoding &c, const Codec &codec) {
     const uint64_t grid = sid_blocks(c.to, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
     const auto run = [&](auto memory) {
-        return sid_launch(c.to, "walk again", sid_tile_kernel<decltype(memory), Codec, true>, grid, SID_BLOCK, 0,
+        return sid_launch(c.to, "pass again", sid_tile_kernel<decltype(memory), Codec, true>, grid, SID_BLOCK, 0,
                           c.group, c.scratch, c.state, sid_vectors_of(c.plan, c.state), memory, codec);
     };
     return c.plan->memory->vectors ? run(sid_memory1()) : run(sid_memory0());
@@ -232,7 +232,8 @@ struct sid_ending {
 };
 
 inline sid_ending sid_ending_of(const sid_cuda_encoding &c) {
-    return {c.scratch, sid_head_of(c.plan, c.at), sid_draw_of(c.plan, c.at), c.payload, c.plan->sizes.payload, c.state,
+    return {c.scratch, sid_head_of(c.plan, c.step), sid_draw_of(c.plan, c.step),
+            c.payload, c.plan->sizes.payload,       c.state,
             c.stats};
 }
 
@@ -332,7 +333,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
     __syncthreads();
     if (threadIdx.x) return;
     /* Of bodies that are summed the flag counts where a memory is corrected; else the outputs tell, while they are written. */
-    sid_verdict_of(report, scratch, first, (body.gathered() || state) && (flagged || scratch->nonfinite));
+    sid_end_check(report, scratch, first, (body.gathered() || state) && (flagged || scratch->nonfinite));
     if (scratch->go && scratch->nonfinite && state) state->rule = sid_rule();
 }
 
@@ -424,7 +425,8 @@ inline uint64_t sid_findings_work() {
     return c.at - sizeof(sid_scratch);
 }
 
-/* All of the payloads is looked at, if it has not been; `more` may launch what else there is to see, before the verdict. */
+/* Checks all of the payloads that has not been checked; `more` may launch what else there is to see, before the check
+ * ends. */
 template <class Body, typename F>
 sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Body &body, const F &more) {
     uint64_t clear;

@@ -1,5 +1,5 @@
-/* csrc/codec/dgc.c is the law. Bytes per element: 12 + 8 d in the walk; in the finish about 45 d as topk, and 32 bytes, a
- * sector of acc, an element of the sample. */
+/* csrc/codec/dgc.c defines the result. Bytes per element: 12 + 8 d in the pass; in the finish about 45 d as topk, and 32
+ * bytes, a sector of acc, an element of the sample. */
 #include "codec/fits.h"
 #include "sparse.cuh"
 
@@ -12,9 +12,9 @@ enum {
 
 struct dgc {
     enum {
-        WALK_BLOCKS = SID_WALK_BLOCKS
+        PASS_BLOCKS = SID_PASS_BLOCKS
     };
-    typedef sid_probing reading;
+    typedef sid_probing task;
     typedef sid_probe_unit unit;
     struct own {
         uint32_t key;
@@ -22,15 +22,15 @@ struct dgc {
     uint64_t k, cap, length; /* length: L, of the runs that an element each is drawn from */
 
     __device__ uint64_t best() const { return cap; }
-    __device__ void begin(reading &r, const uint64_t *c, uint64_t) const {
+    __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
         r = {};
         r.low = sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0);
     }
-    __device__ void start(const reading &, unit &u) const { u.start(); }
-    __device__ void row(const reading &r, unit &u, const float (&x)[SID_QUAD], uint32_t count) const {
+    __device__ void start(const task &, unit &u) const { u.start(); }
+    __device__ void row(const task &r, unit &u, const float (&x)[SID_QUAD], uint32_t count) const {
         u.row(r, x, count);
     }
-    __device__ void done(const reading &r, unit &u, const sid_list &l, uint64_t tile) const { u.done(r, l, tile); }
+    __device__ void done(const task &r, unit &u, const sid_list &l, uint64_t tile) const { u.done(r, l, tile); }
 
     __device__ uint64_t drawn(const sid_draw &draw, uint64_t run) const {
         return length == 1 ? run : run * length + (sid_draw_32(&draw, run) * length >> 32);
@@ -48,7 +48,7 @@ struct dgc {
         return crew.select_of(f.list.extra, taken, rank < (double)taken ? (uint64_t)rank : taken).key;
     }
 
-    __device__ bool finish(sid_crew &crew, reading &r, own &o) const {
+    __device__ bool finish(sid_crew &crew, task &r, own &o) const {
         uint64_t found;
         if (crew.f.n == 0) {
             crew.send_from(0, 0, 0);

@@ -1,5 +1,5 @@
-/* csrc/codec/gaussian.c is the law. Bytes per element: 12 + 12 d in the walk (1.5 k candidates and more), whose three sums
- * cost 24 bytes a tile; in the finish about 65 d, with two selections. */
+/* csrc/codec/gaussian.c defines the result. Bytes per element: 12 + 12 d in the pass (1.5 k candidates and more), whose
+ * three sums cost 24 bytes a tile; in the finish about 65 d, with two selections. */
 #include "codec/fits.h"
 #include "sparse.cuh"
 
@@ -23,9 +23,9 @@ enum { /* of the sums */
 
 struct gaussian {
     enum {
-        WALK_BLOCKS = 3 /* for its three sums */
+        PASS_BLOCKS = 3 /* for its three sums */
     };
-    struct reading : sid_probing {
+    struct task : sid_probing {
         uint32_t fitted, exactly;
     };
     struct unit {
@@ -35,7 +35,7 @@ struct gaussian {
     };
     struct own {
         double threshold;
-        uint32_t round;
+        uint32_t corrections;
     };
     uint64_t k, cap, n, floor;
     uint32_t rounds;
@@ -44,16 +44,16 @@ struct gaussian {
     __device__ uint64_t wanted() const { return k + k / 2 + 1; }
     __device__ uint64_t best() const { return cap > wanted() ? cap : wanted(); }
 
-    __device__ void begin(reading &r, const uint64_t *c, uint64_t) const {
+    __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
         r = {};
         r.low = sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0);
     }
-    __device__ void start(const reading &, unit &u) const {
+    __device__ void start(const task &, unit &u) const {
         u.probe.start();
         u.size.start();
         for (uint32_t c = 0; c < SID_QUAD; c++) u.square[c] = u.plain[c] = 0;
     }
-    __device__ void row(const reading &r, unit &u, const float (&x)[SID_QUAD], uint32_t count) const {
+    __device__ void row(const task &r, unit &u, const float (&x)[SID_QUAD], uint32_t count) const {
         u.probe.row(r, x, count);
         if (r.fitted) return;
         u.size.row(x);
@@ -64,7 +64,7 @@ struct gaussian {
         }
     }
     /* sparse_moments */
-    __device__ void done(const reading &r, unit &u, const sid_list &l, uint64_t tile) const {
+    __device__ void done(const task &r, unit &u, const sid_list &l, uint64_t tile) const {
         u.probe.done(r, l, tile);
         if (r.fitted) return;
         const float size = sid_join_lanes(u.size.lane), square = sid_join_lanes(u.square);
@@ -84,7 +84,7 @@ struct gaussian {
     }
 
     /* 0: read again with sums in float64. */
-    __device__ bool fit(sid_crew &crew, reading &r, own &o) const {
+    __device__ bool fit(sid_crew &crew, task &r, own &o) const {
         double sum[ROWS];
         crew.total_of_tiles(0, sum);
         const double count = (double)n, mean = sum[PLAIN] / count, variance = sum[SQUARES] / count - mean * mean;
@@ -98,7 +98,7 @@ struct gaussian {
         return !vague;
     }
 
-    __device__ bool finish(sid_crew &crew, reading &r, own &o) const {
+    __device__ bool finish(sid_crew &crew, task &r, own &o) const {
         if (n == 0) {
             crew.send_from(0, 0, 0);
             return true;
@@ -107,7 +107,7 @@ struct gaussian {
         uint32_t key;
         uint64_t found;
         for (;;) {
-            const bool last = o.round + 1 >= rounds;
+            const bool last = o.corrections + 1 >= rounds;
             key = sid_key((float)o.threshold); /* beyond float32: Inf, and nothing passes */
             if (key >= crew.low)
                 found = crew.above(key);
@@ -126,7 +126,7 @@ struct gaussian {
             if (last || (3 * found >= 2 * k && 3 * found <= 4 * k)) break;
             crew.lead([&] {
                 o.threshold *= 3 * found < 2 * k ? 0.5 : 1.5;
-                o.round++;
+                o.corrections++;
             });
         }
         const bool few = found < floor;

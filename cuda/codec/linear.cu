@@ -1,4 +1,4 @@
-/* none, fp16, bf16 (csrc/codec/linear.c is the law): the walk writes the body as it goes.
+/* none, fp16, bf16 (csrc/codec/linear.c defines the result): the pass writes the body as it goes.
  * Bytes per float32 element: fp16 and bf16 with a residual 14 (12 of error feedback, 2 of body), without 6; none 8. */
 #include "linear.cuh"
 
@@ -18,9 +18,9 @@ struct linear {
 
     __device__ float scaled(float x, float s) const {
         if (clamps && sid_key(x) < SID_KEY_INF) {
-            const bool alone = s == 1.0f;
-            const float max =
-                dtype == SID_F16 ? (alone ? 65504.0f : 65376.0f) : sid_bits_f32(alone ? 0x7f7f0000u : 0x7f7c0000u);
+            const bool one_rank = s == 1.0f;
+            const float max = dtype == SID_F16 ? (one_rank ? 65504.0f : 65376.0f)
+                                               : sid_bits_f32(one_rank ? 0x7f7f0000u : 0x7f7c0000u);
             x = x > max ? max : x < -max ? -max : x;
         }
         return x * s;
@@ -52,7 +52,7 @@ struct linear {
 
 sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
-    const float scale = 1.0f / (float)c.at.world;
+    const float scale = 1.0f / (float)c.step.world;
     const bool lossless = p->codec->info.traits & SID_LOSSLESS;
     const linear codec = {c.payload + SID_HEADER_BYTES, scale, p->sizes.body_dtype,
                           p->sizes.body_dtype != SID_F32 && !lossless};
@@ -60,11 +60,11 @@ sid_status encode(sid_cuda_encoding &c) {
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s)
         s = sid_with_memory_of(c, [&](auto memory) {
-            return sid_launch(c.to, "encode", sid_walk_kernel<decltype(memory), linear>,
-                              sid_blocks(c.to, sid_chunks(p->n), SID_WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
+            return sid_launch(c.to, "encode", sid_pass_kernel<decltype(memory), linear>,
+                              sid_blocks(c.to, sid_chunks(p->n), SID_PASS_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
                               c.state, vectors, (float *)nullptr, memory, codec);
         });
-    if (!s && !c.settles) s = sid_linear_seal(c, p->n, sid_linear_rule(c.at), 1);
+    if (!s && !c.settles) s = sid_linear_seal(c, p->n, sid_linear_rule(c.step), 1);
     return s || c.settles ? s : sid_linear_cover(c);
 }
 
@@ -72,7 +72,7 @@ sid_status encode(sid_cuda_encoding &c) {
 
 enum {
     DECODE_BLOCKS = 4
-}; /* on a multiprocessor, as SID_WALK_BLOCKS */
+}; /* on a multiprocessor, as SID_PASS_BLOCKS */
 
 struct bodies {
     const uint8_t *payloads;

@@ -23,10 +23,10 @@ struct sid_linear_ending {
     uint32_t passes;
 };
 
-inline sid_rule sid_linear_rule(const sid_step &at) {
+inline sid_rule sid_linear_rule(const sid_step &step) {
     sid_rule rule = {};
-    rule.scale = 1.0f / (float)at.world;
-    rule.inverse = (float)at.world;
+    rule.scale = 1.0f / (float)step.world;
+    rule.inverse = (float)step.world;
     return rule;
 }
 
@@ -46,9 +46,9 @@ static __global__ void __launch_bounds__(SID_SEAL_BLOCK) sid_linear_seal_kernel(
 inline sid_status sid_linear_seal(const sid_cuda_encoding &c, uint64_t count, const sid_rule &rule, uint32_t passes) {
     const sid_plan *p = c.plan;
     const sid_linear_ending e = {c.scratch,
-                                 sid_head_of(p, c.at),
+                                 sid_head_of(p, c.step),
                                  count,
-                                 1.0f / (float)c.at.world,
+                                 1.0f / (float)c.step.world,
                                  rule,
                                  c.payload,
                                  SID_HEADER_BYTES + sid_width(p->sizes.body_dtype) * p->sizes.body_count,
@@ -73,10 +73,10 @@ static __global__ void __launch_bounds__(SID_BLOCK)
 inline uint64_t sid_cover_blocks(const sid_stream &to, uint64_t bytes) {
     return sid_blocks(to, bytes / SID_SUM_BYTES + 1, 4);
 }
-/* The end of an encode, all rounds included. */
+/* The end of an encode, all reductions included. */
 inline sid_status sid_linear_cover(const sid_cuda_encoding &c) {
     const uint64_t bytes = c.plan->sizes.payload;
-    if (c.at.world != 1) return SID_OK;
+    if (c.step.world != 1) return SID_OK;
     return sid_launch(c.to, "cover", sid_cover_kernel, sid_cover_blocks(c.to, bytes), SID_BLOCK, 0,
                       (const sid_scratch *)c.scratch, c.payload, bytes);
 }
@@ -134,7 +134,7 @@ static __global__ void __launch_bounds__(SID_BLOCK)
     }
     __syncthreads();
     if (threadIdx.x) return;
-    sid_verdict_of(report, scratch, first, state && (flagged || scratch->nonfinite));
+    sid_end_check(report, scratch, first, state && (flagged || scratch->nonfinite));
     if (scratch->go && scratch->nonfinite) state->rule = sid_rule();
 }
 

@@ -1,11 +1,11 @@
-/* powersgd (csrc/codec/powersgd.c is the law, powersgd.h the order of the sums). A group's matrices lie anywhere in its
- * segments, rows at any alignment; a vector travels as it is and is read like a matrix of POWER_CHUNK columns.
+/* powersgd (csrc/codec/powersgd.c defines the result, powersgd.h the order of the sums). A group's matrices lie anywhere
+ * in its segments, rows at any alignment; a vector travels as it is and is read like a matrix of POWER_CHUNK columns.
  *
- *     encode     begin, table, prepare (Q's columns to length 1), walk (memory, residual, parts of P), sum, seal
- *     round 1    look (is the sum of P finite), orthonormalise, strips (parts of Q), sum
+ *     encode     begin, table, prepare (Q's columns to length 1), pass (memory, residual, parts of P), sum, seal
+ *     next       look (is the sum of P finite), orthonormalise, strips (parts of Q), sum
  *     decode     begin, table, look, check, output (P Q^T), learn
  *
- * Bytes per float32 element beside a residual: the walk 12, the strips 4 (acc as the memory has stored it; the gradient
+ * Bytes per float32 element beside a residual: the pass 12, the strips 4 (acc as the memory has stored it; the gradient
  * where none does); decode 4, and 8 more where a memory takes the step back. Beside them, of an m x n matrix and r columns,
  * twice: parts of P 4 r / min(n, 512) and of Q 4 r / min(m, height). Factors come from the caches, a warp's 16 or 32 columns of
  * them for as many rows as registers allow: by the count of loads it is they that take the time from r = 16 on. Sums of a
@@ -20,7 +20,7 @@ namespace {
 struct factors {                                    /* a tensor, or several vectors that follow one another */
     uint32_t start, rows, cols, last, rank, height; /* last: columns of the last row; rank 0: vectors */
     uint32_t p, q, kept;                            /* as in sid_matrix */
-    uint32_t walk, strip, out;                      /* warps' tasks of the tensors before it */
+    uint32_t pass, strip, out;                      /* warps' tasks of the tensors before it */
     uint64_t parts_p, parts_q;                      /* where its parts begin, in floats */
 };
 enum {
@@ -28,21 +28,21 @@ enum {
 };
 
 enum {
-    WALK_ROWS = 4, /* that a warp walks at once: two a half at most */
+    PASS_ROWS = 4, /* that a warp reads at once: two a half at most */
     STRIP_COLS = 32,
     OUT_ROWS = 32,
     OUT_BLOCKS = 3 /* on a multiprocessor */
 };
 
-/* Rows of a task of the walk: a chunk's worth of elements a row. */
-__host__ __device__ inline uint32_t walk_rows(uint32_t cols) {
-    return WALK_ROWS * (cols < POWER_CHUNK ? POWER_CHUNK / cols : 1);
+/* Rows of a task of the pass: a chunk's worth of elements a row. */
+__host__ __device__ inline uint32_t pass_rows(uint32_t cols) {
+    return PASS_ROWS * (cols < POWER_CHUNK ? POWER_CHUNK / cols : 1);
 }
 __host__ __device__ inline uint32_t pieces(uint32_t n, uint32_t of) { return n / of + (n % of != 0); }
 __host__ __device__ inline uint32_t chunks_of(const factors &f) { return pieces(f.cols, POWER_CHUNK); }
 
 struct extent {
-    uint32_t count, walk, strip, out;
+    uint32_t count, pass, strip, out;
     uint64_t parts, p, q; /* floats: of P's or Q's parts, which come one after the other; of the matrices' P and Q */
     uint32_t most, rank;  /* the most: parts of a sum; columns of a factor */
 };
@@ -59,7 +59,7 @@ template <typename F> extent each_tensor(const sid_plan *p, const F &f) {
         x.p = (uint32_t)m[i].p;
         x.q = (uint32_t)m[i].q;
         x.kept = (uint32_t)m[i].kept;
-        x.walk = e.walk;
+        x.pass = e.pass;
         x.strip = e.strip;
         x.out = e.out;
         x.parts_p = parts_p;
@@ -77,7 +77,7 @@ template <typename F> extent each_tensor(const sid_plan *p, const F &f) {
         }
         if (!len) continue;
         x.last = (uint32_t)(len - (uint64_t)(x.rows - 1) * x.cols);
-        e.walk += pieces(x.rows, walk_rows(x.cols)) * chunks_of(x);
+        e.pass += pieces(x.rows, pass_rows(x.cols)) * chunks_of(x);
         e.out += pieces(x.rows, OUT_ROWS) * pieces(x.cols, STRIP_COLS);
         if (x.rank) {
             const uint32_t blocks = pieces(x.rows, x.height), most = chunks_of(x) > blocks ? chunks_of(x) : blocks;
@@ -164,8 +164,8 @@ power power_of(const sid_cuda_encoding &c, const extent &e, const places &w) {
             extra,
             tells ? extra + q : nullptr,
             tells ? extra + 2 * q : nullptr,
-            1.0f / (float)c.at.world,
-            (float)c.at.world};
+            1.0f / (float)c.step.world,
+            (float)c.step.world};
 }
 
 /* The tensor that a task belongs to: the last one whose first is not above it, which never has none. */
@@ -272,7 +272,7 @@ __device__ inline void divide(float *x, uint64_t n, double by) {
 }
 
 /* The start of the matrices' steps, a block each: columns of length 1, others drawn; and zeros where the next
- * round's slice will be. */
+ * reduction's slice will be. */
 __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
     sid_power_prepare_kernel(const sid_scratch *scratch, power c, sid_draw d) {
     sid_follow();
@@ -370,11 +370,11 @@ __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
     }
 }
 
-/* ---- the walk ---------------------------------------------------------------------------------------------------------- */
+/* ---- the pass ---------------------------------------------------------------------------------------------------------- */
 
 /* Of a half of a warp: R rows, and DEEP times 16 columns of them, on their way at once. MOST columns of a factor: of more,
  * gradient and acc are read again, which are near. */
-template <uint32_t RANKS> struct walk_shape {
+template <uint32_t RANKS> struct pass_shape {
     enum {
         MOST = RANKS,
         AGAIN = RANKS > 4,
@@ -382,13 +382,13 @@ template <uint32_t RANKS> struct walk_shape {
         DEEP = RANKS > 4 ? 2 : 4
     };
 };
-template <class Memory, class Shape> struct walk_blocks { /* on a multiprocessor */
+template <class Memory, class Shape> struct pass_blocks { /* on a multiprocessor */
     enum {
         N = Memory::VECTORS > 0 || Shape::AGAIN > 0 ? 2 : 3
     };
 };
 
-template <class Memory, class Shape> struct walker {
+template <class Memory, class Shape> struct tensor_pass {
     enum {
         R = Shape::R,
         DEEP = Shape::DEEP,
@@ -522,8 +522,8 @@ template <class Memory, class Shape> struct walker {
 };
 
 template <class Memory, class Shape>
-__global__ void __launch_bounds__(SID_BLOCK, (walk_blocks<Memory, Shape>::N))
-    sid_power_walk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
+__global__ void __launch_bounds__(SID_BLOCK, (pass_blocks<Memory, Shape>::N))
+    sid_power_pass_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
                           power c) {
     sid_follow();
     if (!scratch->ready) return;
@@ -533,18 +533,18 @@ __global__ void __launch_bounds__(SID_BLOCK, (walk_blocks<Memory, Shape>::N))
 #pragma unroll 1
     for (uint64_t task = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); task < c.tasks;
          task += (uint64_t)gridDim.x * SID_WARPS) {
-        const factors &f = tensor_of(c, &factors::walk, task);
-        const uint32_t chunks = chunks_of(f), number = (uint32_t)task - f.walk;
-        const uint32_t chunk = number % chunks, first = number / chunks * walk_rows(f.cols);
-        const uint32_t end = f.rows - first < walk_rows(f.cols) ? f.rows : first + walk_rows(f.cols);
+        const factors &f = tensor_of(c, &factors::pass, task);
+        const uint32_t chunks = chunks_of(f), number = (uint32_t)task - f.pass;
+        const uint32_t chunk = number % chunks, first = number / chunks * pass_rows(f.cols);
+        const uint32_t end = f.rows - first < pass_rows(f.cols) ? f.rows : first + pass_rows(f.cols);
         const uint32_t from = chunk * POWER_CHUNK;
         const uint32_t to = f.cols - from < POWER_CHUNK ? f.cols : from + POWER_CHUNK;
-        walker<Memory, Shape> walk = {g, vectors, memory, c, rule, f, 0};
+        tensor_pass<Memory, Shape> pass = {g, vectors, memory, c, rule, f, 0};
         if (const char *base = base_of(g, f, first, from, end, to))
-            walk.template rows<true>(chunk, first, end, base);
+            pass.template rows<true>(chunk, first, end, base);
         else
-            walk.template rows<false>(chunk, first, end, nullptr);
-        bad += walk.bad;
+            pass.template rows<false>(chunk, first, end, nullptr);
+        bad += pass.bad;
     }
     bad = sid_warp_sum(bad);
     if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
@@ -662,8 +662,8 @@ __global__ void __launch_bounds__(SID_BLOCK)
     sid_follow();
     __shared__ float group[SUM_GROUPS][SID_LANES];
     if (!scratch->ready) return;
-    const bool spoiled = Q && scratch->codec[0];
-    if (Q && !spoiled && blockIdx.x == 0 && threadIdx.x == 0) state->rule = rule;
+    const bool not_finite = Q && scratch->codec[0];
+    if (Q && !not_finite && blockIdx.x == 0 && threadIdx.x == 0) state->rule = rule;
     const uint32_t each = FEW ? SID_BLOCK : SID_LANES;
 #pragma unroll 1
     for (uint64_t base = (uint64_t)blockIdx.x * each; base < count; base += (uint64_t)gridDim.x * each) {
@@ -675,7 +675,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
             f = tensor_of(c, Q ? &factors::q : &factors::kept, i);
             own = i - (Q ? f.q : f.kept);
         }
-        if (!spoiled) {
+        if (!not_finite) {
             const uint64_t apart = (uint64_t)f.rank * (Q ? f.cols : f.rows);
             const float *const part = c.parts + (Q ? f.parts_q : f.parts_p) + own;
             const uint32_t parts = i >= count ? 0 : Q ? pieces(f.rows, f.height) : chunks_of(f);
@@ -701,7 +701,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
         if (i >= count || (!FEW && sid_warp())) continue;
         if (!Q) {
             c.p[f.p + own] = one_nan(sum * c.scale);
-        } else if (spoiled) {
+        } else if (not_finite) {
             c.q[i] = sid_bits_f32(0x7fc00000u);
         } else {
             c.q[i] = sum * c.scale;
@@ -739,9 +739,9 @@ sid_status look(const sid_stream &to, const uint8_t *x, uint64_t stride, uint32_
 }
 
 template <typename F> sid_status with_rank(uint32_t rank, const F &f) {
-    return rank > 16  ? f(walk_shape<8>(), strip_shape<POWER_RANK>())
-           : rank > 4 ? f(walk_shape<8>(), strip_shape<16>())
-                      : f(walk_shape<4>(), strip_shape<4>());
+    return rank > 16  ? f(pass_shape<8>(), strip_shape<POWER_RANK>())
+           : rank > 4 ? f(pass_shape<8>(), strip_shape<16>())
+                      : f(pass_shape<4>(), strip_shape<4>());
 }
 
 sid_status second(sid_cuda_encoding &c, const extent &e, power x) {
@@ -761,7 +761,7 @@ sid_status second(sid_cuda_encoding &c, const extent &e, power x) {
                                   : sid_launch(c.to, "strips", sid_power_strip_kernel<false, S>, grid, SID_BLOCK, 0,
                                                c.group, c.scratch, acc, x);
     });
-    return s ? s : sum_parts<true>(c, e, x, sid_linear_rule(c.at));
+    return s ? s : sum_parts<true>(c, e, x, sid_linear_rule(c.step));
 }
 
 sid_status encode(sid_cuda_encoding &c) {
@@ -769,32 +769,32 @@ sid_status encode(sid_cuda_encoding &c) {
     const extent e = extent_of(p);
     const places w = carve(&c.work, e);
     power x = power_of(c, e, w);
-    const sid_draw common = {sid_salt(c.at.seed, SID_COMMON), c.at.group, c.at.step};
+    const sid_draw common = {sid_salt(c.step.seed, SID_COMMON), c.step.group, c.step.step};
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s) s = put_table(c.to, p, w.table);
     if (!s && !c.settles && e.q)
         s = sid_launch(c.to, "prepare", sid_power_prepare_kernel, sid_blocks(c.to, e.count, 2), COLUMN_BLOCK, 0,
                        c.scratch, x, common);
     if (s) return s;
-    x.tasks = e.walk;
+    x.tasks = e.pass;
     s = with_rank(e.rank, [&](auto shape, auto) {
         using S = decltype(shape);
         return sid_with_memory_of(c, [&](auto memory) {
-            const uint64_t grid = sid_blocks(c.to, pieces(e.walk, SID_WARPS), walk_blocks<decltype(memory), S>::N);
-            return sid_launch(c.to, "walk", sid_power_walk_kernel<decltype(memory), S>, grid, SID_BLOCK, 0, c.group,
+            const uint64_t grid = sid_blocks(c.to, pieces(e.pass, SID_WARPS), pass_blocks<decltype(memory), S>::N);
+            return sid_launch(c.to, "pass", sid_power_pass_kernel<decltype(memory), S>, grid, SID_BLOCK, 0, c.group,
                               c.scratch, c.state, sid_vectors_of(c), memory, x);
         });
     });
     if (s || c.settles) return s;
-    const bool further = p->sizes.rounds > 1, alone = c.at.world == 1;
+    const bool more = p->sizes.reductions > 1, one_rank = c.step.world == 1;
     if (e.q) s = sum_parts<false>(c, e, x, {});
-    /* until the last round it may still be that nothing is sent */
-    if (!s) s = sid_linear_seal(c, p->k, further ? sid_rule() : sid_linear_rule(c.at), further && alone ? 2 : 1);
-    if (!s && further && alone) s = second(c, e, x);
+    /* until the last reduction it may still be that nothing is sent */
+    if (!s) s = sid_linear_seal(c, p->k, more ? sid_rule() : sid_linear_rule(c.step), more && one_rank ? 2 : 1);
+    if (!s && more && one_rank) s = second(c, e, x);
     return s ? s : sid_linear_cover(c);
 }
 
-sid_status further(sid_cuda_encoding &c) {
+sid_status next(sid_cuda_encoding &c) {
     const extent e = extent_of(c.plan);
     const places w = carve(&c.work, e);
     return second(c, e, power_of(c, e, w));
@@ -889,7 +889,7 @@ template <class Memory> struct writer {
     }
 };
 
-/* looks: for what several payloads may add up to; before the check, whose verdict this is not to wait for. */
+/* looks: for what several payloads may add up to; before the check, for whose result this is not to wait. */
 template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, OUT_BLOCKS)
     sid_power_output_kernel(sid_group g, sid_scratch *scratch, bodies b, sid_vectors vectors, Memory memory,
@@ -970,5 +970,5 @@ uint64_t work(const sid_plan *p) {
 
 extern "C" {
 extern const sid_cuda_codec sid_cuda_codec_powersgd;
-const sid_cuda_codec sid_cuda_codec_powersgd = {work, encode, decode, further};
+const sid_cuda_codec sid_cuda_codec_powersgd = {work, encode, decode, next};
 }

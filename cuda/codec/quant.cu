@@ -1,5 +1,5 @@
-/* int8, int4, fp8, qsgd, terngrad (csrc/codec/quant.c is the law). Bytes per float32 element with a residual, b bits:
- *     a scale a block    12 + b / 8 + 4 / block   one reading: a block's norm is known while its tile is in registers
+/* int8, int4, fp8, qsgd, terngrad (csrc/codec/quant.c defines the result). Bytes per float32 element with a residual, b bits:
+ *     a scale a block    12 + b / 8 + 4 / block   one pass: a block's norm is known while its tile is in registers
  *     one for the group  16 + b / 8               the norm first; without a memory 8 + b / 8
  * What was sent last is found again from acc, by the same norm and the same random bits. Of W payloads W b / 8 to check
  * them, W b / 8 + 4 to decode. */
@@ -279,7 +279,7 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
     }
 };
 
-/* The first reading where the scale is the group's. */
+/* The first pass where the scale is the group's. */
 template <sid_rounding ROUNDING> struct measure : coder<false, ROUNDING, true> {
     using base = coder<false, ROUNDING, true>;
     using typename base::own;
@@ -302,7 +302,7 @@ template <sid_rounding ROUNDING> struct measure : coder<false, ROUNDING, true> {
     __device__ void end(shared &, own &o, sid_scratch &scratch) const { this->keep_largest(o, scratch); }
 };
 
-/* Between the readings: the scale. */
+/* Between the passes: the scale. */
 __global__ void __launch_bounds__(SID_SUMS)
     sid_quant_scale_kernel(sid_scratch *scratch, quant_form f, const double *sums, uint64_t n, double clip) {
     sid_follow();
@@ -477,16 +477,16 @@ Coder coder_of(const sid_cuda_encoding &c, const quant_form &f, const sid_ending
 }
 
 template <bool FLOATS, sid_rounding ROUNDING>
-sid_status walk(const sid_cuda_encoding &c, const quant_form &f, const sid_ending &e, double *sums) {
+sid_status pass(const sid_cuda_encoding &c, const quant_form &f, const sid_ending &e, double *sums) {
     if constexpr (ROUNDING != SID_ROUND_DRAW32)
-        if (f.block) return sid_walk_tiles(c, coder_of<coder<FLOATS, ROUNDING, false>>(c, f, e, sums));
+        if (f.block) return sid_pass_tiles(c, coder_of<coder<FLOATS, ROUNDING, false>>(c, f, e, sums));
     if constexpr (!FLOATS && ROUNDING != SID_ROUND_NEAREST) {
         const auto k = coder_of<coder<FLOATS, ROUNDING, true>>(c, f, e, sums);
-        sid_status s = sid_walk_tiles(c, measure<ROUNDING>{k});
+        sid_status s = sid_pass_tiles(c, measure<ROUNDING>{k});
         if (s || c.settles) return s;
         s = sid_launch(c.to, "scale", sid_quant_scale_kernel, 1, SID_SUMS, 0, c.scratch, f, (const double *)sums,
                        c.plan->n, quant_derived_of(c.plan).clip);
-        return s ? s : sid_walk_again(c, k);
+        return s ? s : sid_pass_again(c, k);
     }
     return SID_E_UNSUPPORTED; /* no plan has it */
 }
@@ -500,10 +500,10 @@ template <bool FLOATS> sid_status encode(sid_cuda_encoding &c) {
     }
     double *sums = carve(c.plan, &c.work, f);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
-    if (!s && f.rounding == SID_ROUND_NEAREST) s = walk<FLOATS, SID_ROUND_NEAREST>(c, f, e, sums);
-    if (!s && f.rounding == SID_ROUND_DRAW16) s = walk<FLOATS, SID_ROUND_DRAW16>(c, f, e, sums);
+    if (!s && f.rounding == SID_ROUND_NEAREST) s = pass<FLOATS, SID_ROUND_NEAREST>(c, f, e, sums);
+    if (!s && f.rounding == SID_ROUND_DRAW16) s = pass<FLOATS, SID_ROUND_DRAW16>(c, f, e, sums);
     if constexpr (!FLOATS)
-        if (!s && f.rounding == SID_ROUND_DRAW32) s = walk<false, SID_ROUND_DRAW32>(c, f, e, sums);
+        if (!s && f.rounding == SID_ROUND_DRAW32) s = pass<false, SID_ROUND_DRAW32>(c, f, e, sums);
     if (!s && !c.settles) s = sid_launch(c.to, "seal", sid_quant_seal_kernel, 1, SEAL_BLOCK, 0, e, f);
     return s;
 }

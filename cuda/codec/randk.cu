@@ -1,4 +1,5 @@
-/* randk, randk-own (csrc/codec/randk.c is the law). Bytes per float32 element with a residual, density d, 4-byte values:
+/* randk, randk-own (csrc/codec/randk.c defines the result). Bytes per float32 element with a residual, density d, 4-byte
+ * values:
  *     encode   12 + 4 d        the floor of error feedback; what is drawn of 4096 elements meets them in shared memory
  *     decode    4 + 4 W d      and 4 W d before it where payloads are gathered, to check them, or where a memory makes an
  *                              all-reduced one be looked at first
@@ -94,10 +95,10 @@ struct values {
     float times; /* n/k or 1 */
 
     __device__ float scaled(float x, float s) const { /* what a body carries, before it is rounded to halves */
-        const bool alone = s == 1.0f;
-        const float most = half                     ? (alone ? 65504.0f : 65376.0f) / times
-                           : alone && times == 1.0f ? 3.402823466e38f
-                                                    : sid_bits_f32(0x7f7c0000u) / times;
+        const bool one_rank = s == 1.0f;
+        const float most = half                        ? (one_rank ? 65504.0f : 65376.0f) / times
+                           : one_rank && times == 1.0f ? 3.402823466e38f
+                                                       : sid_bits_f32(0x7f7c0000u) / times;
         return (x > most ? most : x < -most ? -most : x) * (s * times);
     }
     __device__ float sent(float x, const sid_rule &rule) const {
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
 }
 
 /* What is not finite may stand where nobody looks: a sum of bodies shows it by NaN throughout. */
-__global__ void __launch_bounds__(SID_BLOCK) sid_randk_spoil_kernel(const sid_scratch *scratch, coder o) {
+__global__ void __launch_bounds__(SID_BLOCK) sid_randk_nonfinite_kernel(const sid_scratch *scratch, coder o) {
     sid_follow();
     if (!scratch->ready || !scratch->nonfinite) return;
     for (uint64_t i = blockIdx.x * (uint64_t)SID_BLOCK + threadIdx.x; i < o.k; i += (uint64_t)gridDim.x * SID_BLOCK)
@@ -262,18 +263,18 @@ sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     const bool linear = is_linear(p);
     sid_ending e = sid_ending_of(c);
-    if (linear) e.draw.salt = e.head.salt = sid_salt(c.at.seed, SID_COMMON);
-    const float world = linear ? (float)c.at.world : 1.0f;
+    if (linear) e.draw.salt = e.head.salt = sid_salt(c.step.seed, SID_COMMON);
+    const float world = linear ? (float)c.step.world : 1.0f;
     const coder o = {values_of(p), e.draw, p->k, 1.0f / world, linear, c.payload};
     const uint64_t grid = sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s)
         s = sid_with_memory_of(c, [&](auto memory) {
-            return sid_launch(c.to, "walk", sid_randk_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,
+            return sid_launch(c.to, "pass", sid_randk_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,
                               c.state, sid_vectors_of(c), memory, o);
         });
     if (s || c.settles) return s;
-    if (linear) s = sid_launch(c.to, "spoil", sid_randk_spoil_kernel, grid, SID_BLOCK, 0, c.scratch, o);
+    if (linear) s = sid_launch(c.to, "nonfinite", sid_randk_nonfinite_kernel, grid, SID_BLOCK, 0, c.scratch, o);
     if (!s) s = sid_launch(c.to, "seal", sid_randk_seal_kernel, 1, SEAL_BLOCK, 0, e, o, world);
     return s || !linear ? s : sid_linear_cover(c);
 }

@@ -1,5 +1,6 @@
-/* csrc/codec/redsync.c is the law, redsync.h its arithmetic. Bytes per element: 12 + 8 d in the walk, whose one sum costs none; in the finish about
- * 40 d as topk, 15 d more for the second key of the binary search; 6 d less in the payload of the quantised form. */
+/* csrc/codec/redsync.c defines the result, redsync.h its arithmetic. Bytes per element: 12 + 8 d in the pass, whose one
+ * sum costs none; in the finish about 40 d as topk, 15 d more for the second key of the binary search; 6 d less in the
+ * payload of the quantised form. */
 #include "codec/redsync.h"
 #include "sparse.cuh"
 
@@ -9,9 +10,9 @@ static_assert((int)REDSYNC_METHOD == (int)SID_SPARSE_PARAMS, "redsync.h has the 
 
 struct redsync {
     enum {
-        WALK_BLOCKS = 3
+        PASS_BLOCKS = 3
     };
-    struct reading : sid_probing {
+    struct task : sid_probing {
         uint32_t settled, key; /* key: of the threshold, once settled */
     };
     struct unit {
@@ -26,9 +27,9 @@ struct redsync {
     uint64_t cap;
 
     __device__ uint64_t best() const { return cap + rule.binary; } /* one more: whether there are too many */
-    __device__ static uint64_t *statistics(uint64_t *c, const reading &r) { return redsync_statistics(c, r.side < 0); }
+    __device__ static uint64_t *statistics(uint64_t *c, const task &r) { return redsync_statistics(c, r.side < 0); }
 
-    __device__ void begin(reading &r, const uint64_t *c, uint64_t steps) const {
+    __device__ void begin(task &r, const uint64_t *c, uint64_t steps) const {
         r = {};
         r.side = !rule.quantised ? 0 : redsync_negative(&rule, steps) ? -1 : 1;
         const uint64_t *own = statistics((uint64_t *)c, r);
@@ -38,26 +39,26 @@ struct redsync {
             r.settled = 1;
         }
     }
-    __device__ void start(const reading &, unit &u) const {
+    __device__ void start(const task &, unit &u) const {
         u.probe.start();
         u.size.start();
     }
-    __device__ void row(const reading &r, unit &u, const float (&x)[SID_QUAD], uint32_t count) const {
+    __device__ void row(const task &r, unit &u, const float (&x)[SID_QUAD], uint32_t count) const {
         u.probe.row(r, x, count);
         if (!r.settled) u.size.row(x);
     }
-    __device__ void done(const reading &r, unit &u, const sid_list &l, uint64_t tile) const {
+    __device__ void done(const task &r, unit &u, const sid_list &l, uint64_t tile) const {
         u.probe.done(r, l, tile);
         if (r.settled) return;
         const double sum = u.size.done(l, r.side, tile);
         if (sid_lane() == 0) l.sums[tile] = sum;
     }
 
-    __device__ bool again(sid_crew &crew, reading &r, uint32_t low) const {
+    __device__ bool again(sid_crew &crew, task &r, uint32_t low) const {
         crew.lead([&] { r.low = low; });
         return false;
     }
-    __device__ bool trimmed(sid_crew &crew, reading &r, const own &o) const {
+    __device__ bool trimmed(sid_crew &crew, task &r, const own &o) const {
         const uint64_t some = crew.count < rule.k ? crew.count : rule.k; /* one sign may have fewer */
         if (some < rule.k && crew.low > redsync_least(&rule)) return again(crew, r, redsync_least(&rule));
         if (!some) {
@@ -77,7 +78,7 @@ struct redsync {
     }
 
     /* Algorithm 3; 0: a trial's answer lies below what was captured. */
-    __device__ bool search(sid_crew &crew, reading &r, own &o) const {
+    __device__ bool search(sid_crew &crew, task &r, own &o) const {
         const uint64_t held = crew.count, k = rule.k;
         const uint32_t kth = held >= k ? crew.select(k).key : 0, next = held > 2 * k ? crew.select(2 * k + 1).key : 0;
         const uint32_t most = crew.largest(), low = crew.low;
@@ -92,7 +93,7 @@ struct redsync {
         return o.found;
     }
 
-    __device__ bool finish(sid_crew &crew, reading &r, own &o) const {
+    __device__ bool finish(sid_crew &crew, task &r, own &o) const {
         uint64_t found;
         if (rule.n == 0) {
             crew.send_from(0, 0, 0);

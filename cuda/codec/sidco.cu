@@ -1,7 +1,8 @@
-/* csrc/codec/sidco.c is the law, sidco.h its arithmetic. Bytes per element: 12 in the walk, 8 for a candidate, and 8 to 56 a
- * tile for its sums; in the finish 30 d, and 5 for each stage after the first and candidate, of which there are up to an
- * eighth of the elements. Where probes stand in the first reading, exponential fits count at the first pair of them as rows
- * pass; for more, and for Pareto fits, whose sums would not stay in registers, each pair reads the tile again, 4 from L2. */
+/* csrc/codec/sidco.c defines the result, sidco.h its arithmetic. Bytes per element: 12 in the pass, 8 for a candidate,
+ * and 8 to 56 a tile for its sums; in the finish 30 d, and 5 for each stage after the first and candidate, of which there
+ * are up to an eighth of the elements. Where probes stand in the first pass, exponential fits count at the first pair of
+ * them as rows pass; for more, and for Pareto fits, whose sums would not stay in registers, each pair reads the tile
+ * again, 4 from L2. */
 #include "codec/sidco.h"
 #include "sparse.cuh"
 
@@ -23,11 +24,11 @@ enum { /* of list.counts; one for each probe */
 
 template <bool SQUARES, bool LOGS> struct sidco {
     enum {
-        WALK_BLOCKS = 3,
+        PASS_BLOCKS = 3,
         PASSING = SQUARES ? 0 : 2 /* probes that see rows as they pass */
     };
-    struct reading : sid_reading {
-        sidco_start o;  /* probes, and how many stages; the law changes them as it goes */
+    struct task : sid_pass_task {
+        sidco_start o;  /* probes, and how many stages; the codec changes them as it goes */
         uint32_t first; /* all elements are summed up, for the first stage */
         uint32_t exact, exactly;
     };
@@ -89,7 +90,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
     uint64_t cap;
 
     __device__ uint64_t best() const { return cap; }
-    __device__ void begin(reading &r, const uint64_t *c, uint64_t) const {
+    __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
         sidco_begin(&rule, c, &r.o);
         r.low = r.o.low;
         r.side = 0;
@@ -99,18 +100,18 @@ template <bool SQUARES, bool LOGS> struct sidco {
 
     /* ---- the statistics of a tile */
 
-    __device__ static bool of_squares(const reading &r) {
+    __device__ static bool of_squares(const task &r) {
         return SQUARES && (r.o.probes || (r.first && (!LOGS || r.o.whole || r.exactly)));
     }
-    __device__ static uint32_t upper(const reading &r, uint32_t i) { return i + (i + 1 < r.o.probes); }
+    __device__ static uint32_t upper(const task &r, uint32_t i) { return i + (i + 1 < r.o.probes); }
 
-    __device__ void start(const reading &, unit &u) const {
+    __device__ void start(const task &, unit &u) const {
         u.size.start();
         for (uint32_t c = 0; c < SID_QUAD; c++) u.square[c] = 0;
         u.probe.start();
         u.log.start();
     }
-    __device__ void row(const reading &r, unit &u, const float (&x)[SID_QUAD], uint32_t count) const {
+    __device__ void row(const task &r, unit &u, const float (&x)[SID_QUAD], uint32_t count) const {
         if (r.first || (SQUARES && r.o.probes)) u.size.row(x);
         if (of_squares(r))
 #pragma unroll
@@ -147,8 +148,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
     }
 
     /* Probes i and, where it has one, its upper neighbour: sparse_sums, sparse_tails. */
-    __device__ void done_pair(const reading &r, uint32_t i, pair &p, bool held, const sid_list &l,
-                              uint64_t tile) const {
+    __device__ void done_pair(const task &r, uint32_t i, pair &p, bool held, const sid_list &l, uint64_t tile) const {
         const uint32_t j = upper(r, i), key_a = r.o.key[i], key_b = r.o.key[j];
         const uint32_t count_a = sid_warp_sum(p.count_a), count_b = sid_warp_sum(p.count_b);
         const float a = sid_join_lanes(p.a), b = sid_join_lanes(p.b);
@@ -204,7 +204,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
         put_count(l, EXPONENT, tile, exponent + more);
     }
 
-    __device__ void done(const reading &r, unit &u, const sid_list &l, uint64_t tile) const {
+    __device__ void done(const task &r, unit &u, const sid_list &l, uint64_t tile) const {
         bool held = false;
         if (r.first || (SQUARES && r.o.probes)) {
             const float size = sid_join_lanes(u.size.lane), square = of_squares(r) ? sid_join_lanes(u.square) : 0.0f;
@@ -227,8 +227,8 @@ template <bool SQUARES, bool LOGS> struct sidco {
 
     /* ---- the fit */
 
-    /* What the reading has summed up. */
-    __device__ void gather(sid_crew &crew, const reading &r, own &o) const {
+    /* What the pass has summed up. */
+    __device__ void gather(sid_crew &crew, const task &r, own &o) const {
         const sid_list &l = crew.f.list;
         if (r.first) {
             double sum[2] = {}, of_logs[1] = {};
@@ -311,8 +311,8 @@ template <bool SQUARES, bool LOGS> struct sidco {
         return {(double)crew.over_blocks(many).total, sum[0], sum[1], 0};
     }
 
-    /* The magnitudes beyond eta, if this reading knows them. */
-    __device__ bool beyond(sid_crew &crew, const reading &r, const own &o, double eta, sidco_tail &t) const {
+    /* The magnitudes beyond eta, if this pass knows them. */
+    __device__ bool beyond(sid_crew &crew, const task &r, const own &o, double eta, sidco_tail &t) const {
         const uint32_t key = sidco_key_beyond(eta);
         if (key >= crew.low) {
             t = among_candidates(crew, key);
@@ -331,7 +331,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
         return false;
     }
 
-    __device__ bool again(sid_crew &crew, reading &r, const own &o, uint32_t probe, uint32_t low) const {
+    __device__ bool again(sid_crew &crew, task &r, const own &o, uint32_t probe, uint32_t low) const {
         crew.lead([&] {
             r.o.key[0] = probe;
             r.o.probes = r.exact = 1;
@@ -348,7 +348,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
         return sidco_pareto(count, t.sum, t.squares, from, log_inverse);
     }
 
-    __device__ bool finish(sid_crew &crew, reading &r, own &o) const {
+    __device__ bool finish(sid_crew &crew, task &r, own &o) const {
         if (rule.n == 0) {
             crew.send_from(0, 0, 0);
             return true;
@@ -409,12 +409,12 @@ sid_sparse_needs needs(const sid_plan *p) {
     return {OF_PROBES + 2 * probes, AT_PROBES + probes, 0, false};
 }
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }
-template <class Law> sid_status encode(sid_cuda_encoding &c, int squares) {
+template <class Codec> sid_status encode(sid_cuda_encoding &c, int squares) {
     const sid_plan *p = c.plan;
-    Law law;
-    law.rule = sidco_rule_of(p, squares);
-    law.cap = p->cap;
-    return sid_sparse_encode(c, law, needs(p));
+    Codec codec;
+    codec.rule = sidco_rule_of(p, squares);
+    codec.cap = p->cap;
+    return sid_sparse_encode(c, codec, needs(p));
 }
 sid_status encode_e(sid_cuda_encoding &c) { return encode<sidco<false, false>>(c, 0); }
 sid_status encode_gp(sid_cuda_encoding &c) { return encode<sidco<true, true>>(c, 1); }

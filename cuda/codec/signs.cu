@@ -1,4 +1,5 @@
-/* One bit an element (csrc/codec/signs.c is the law). Bytes per float32 element with a residual, beside .125 of payload:
+/* One bit an element (csrc/codec/signs.c defines the result). Bytes per float32 element with a residual, beside .125 of
+ * payload:
  *     signsgd, signum, marsit   12                the floor of error feedback
  *     efsignsgd, onebit         12 + 1/64         the means are in the header: known when all bits are written
  *     ssdm                      16 + 1/128        the norm is read before a sign can be drawn; without a memory 8
@@ -123,7 +124,7 @@ struct drawing : coder {
                 x[r][c] = sid_saturated(x[r][c] + (w >> (SID_QUAD * r + c) & 1 ? scale : -scale));
     }
 };
-struct measure : drawing { /* the first reading */
+struct measure : drawing { /* the first pass */
     __device__ void tile(shared &, own &, const sid_quads &x, uint64_t at, uint32_t len) const {
         if (!len) return;
         const double squares = sid_tile_squares(x);
@@ -139,7 +140,7 @@ struct draw_signs : drawing { /* the second */
     }
 };
 
-/* Between the readings: the norm. */
+/* Between the passes: the norm. */
 __global__ void __launch_bounds__(SID_SUMS) sid_sign_norm_kernel(sid_scratch *scratch, const double *sums, uint64_t n) {
     sid_follow();
     __shared__ double part[SID_SUMS];
@@ -340,19 +341,19 @@ template <value OF, bool DRAWS> sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     const forms f = forms_of(p, OF, DRAWS);
     sid_ending e = sid_ending_of(c);
-    if (DRAWS) e.draw.salt = e.head.salt = sid_salt(c.at.seed, SID_COMMON);
+    if (DRAWS) e.draw.salt = e.head.salt = sid_salt(c.step.seed, SID_COMMON);
     coder k = {c.payload, carve(p, &c.work, OF), sid_tiles(p->n)};
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (s) return s;
     if constexpr (OF == FIXED)
-        s = sid_walk_tiles(c, signs<false>{k});
+        s = sid_pass_tiles(c, signs<false>{k});
     else if constexpr (OF == DRAWN) {
-        s = sid_walk_tiles(c, measure{{k, e.draw}});
+        s = sid_pass_tiles(c, measure{{k, e.draw}});
         if (s || c.settles) return s;
         s = sid_launch(c.to, "norm", sid_sign_norm_kernel, 1, SID_SUMS, 0, c.scratch, (const double *)k.sums, p->n);
-        if (!s) s = sid_walk_again(c, draw_signs{{k, e.draw}});
+        if (!s) s = sid_pass_again(c, draw_signs{{k, e.draw}});
     } else
-        s = sid_walk_tiles(c, signs<true>{k});
+        s = sid_pass_tiles(c, signs<true>{k});
     if (!s && !c.settles) s = sid_launch(c.to, "seal", sid_sign_seal_kernel, 1, SID_SUMS, 0, e, k, f);
     return s;
 }

@@ -1,4 +1,4 @@
-/* Work and decode of the sparse codecs (csrc/codec/sparse.c is the law). */
+/* Work and decode of the sparse codecs (csrc/codec/sparse.c defines the result). */
 #include "sparse_form.cuh"
 
 enum {
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
     }
     __syncthreads();
     if (threadIdx.x) return;
-    sid_verdict_of(report, scratch, first, flagged);
+    sid_end_check(report, scratch, first, flagged);
     if (scratch->go && flagged && state) {
         sid_rule none = {};
         none.key = SID_KEY_NONE;

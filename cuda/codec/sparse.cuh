@@ -1,17 +1,17 @@
-/* What the sparse codecs share (csrc/codec/sparse.c is the law). An encode is two kernels after sid_begin:
- *     walk      acc from gradient and memory; candidates, all keys from a predicted `low` on, into their tile's slots;
+/* What the sparse codecs share (csrc/codec/sparse.c defines the result). An encode is two kernels after sid_begin:
+ *     pass      acc from gradient and memory; candidates, all keys from a predicted `low` on, into their tile's slots;
  *               the sums of each tile that the codec asks for
  *     finish    one cooperative launch whose blocks wait for one another: candidates into one list in index order, the
- *               codec's finish() as it stands in csrc/codec/, the payload. Where the law reads again, acc is read again
- *               here; nothing is asked of the host.
+ *               codec's finish() as it stands in csrc/codec/, the payload. Where the codec needs another pass over acc, it
+ *               makes it here; nothing is asked of the host.
  * Counts are integers and sums have the order of sums.h, so that payload and state are those of the CPU.
  *
  * Bytes per element, float32 with a residual, density d, 1.3 d candidates:
- *     walk      12 + 8 d      reads gradient and acc, writes acc: the floor of error feedback; and candidates of 6 bytes
+ *     pass      12 + 8 d      reads gradient and acc, writes acc: the floor of error feedback; and candidates of 6 bytes
  *     finish    8 d + 10 d    reads them, writes them as a list of 8 bytes; then, in L2 as a rule, 5 d a digit of a
  *               + 6 d         selection or a sum, 10 d twice to write a payload of 6 d; of packed indices and 4-bit values
  *                             each entry sets 2 to 4 bit fields of zeroed words, 4 bytes a field, in L2
- *     again     4 + 8 d       a reading of acc where the prediction failed, as in the first step
+ *     again     4 + 8 d       a pass over acc where the prediction failed, as in the first step
  *
  * The files, each standing on those before it:
  *     sparse_form.cuh        where work and body lie
@@ -24,44 +24,45 @@
 
 #include "sparse_emit.cuh"
 
-/* A sparse codec's Law, its file in csrc/codec/ over again:
- *     enum { WALK_BLOCKS }        on a multiprocessor: its registers
- *     struct reading : sid_reading; struct own
- *     begin(reading &, words, steps)   of the first reading, from the state's words, by one thread
+/* What a sparse codec is here, its file in csrc/codec/ over again:
+ *     enum { PASS_BLOCKS }        on a multiprocessor: its registers
+ *     struct task : sid_pass_task; struct own
+ *     begin(task &, words, steps)   of the first pass, from the state's words, by one thread
  *     best()                      how many of the largest are never dropped
- *     struct unit; start(reading, unit &); row(reading, unit &, x[4], count); done(reading, unit &, list, tile)
- *                                 the statistics of a tile, by a warp, as for the walk; what does not exist is 0
- *     finish(crew, reading &, own &)   true: settled, by crew.send or send_from; false: read again, as `reading` says.
- *                                 `own`, all zero at first, and `reading` are shared: only lead() writes to them */
-template <class Law> struct sid_finish_shared {
+ *     struct unit; start(task, unit &); row(task, unit &, x[4], count); done(task, unit &, list, tile)
+ *                                 the statistics of a tile, by a warp, as for the first pass; what does not exist is 0
+ *     finish(crew, task &, own &)   true: settled, by crew.send or send_from; false: pass again, as `task` says.
+ *                                 `own`, all zero at first, and `task` are shared: only lead() writes to them */
+template <class Codec> struct sid_finish_shared {
     sid_crew_shared crew;
-    typename Law::reading reading;
-    typename Law::own own;
+    typename Codec::task task;
+    typename Codec::own own;
 };
 
-template <class Law>
-__global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS) sid_finish_kernel(sid_finishing f, Law law) {
+template <class Codec>
+__global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS) sid_finish_kernel(sid_finishing f, Codec codec) {
     sid_follow();
-    static_assert(sizeof(sid_finish_shared<Law>) <= SID_FINISH_SHARED, "occupancy");
+    static_assert(sizeof(sid_finish_shared<Codec>) <= SID_FINISH_SHARED, "occupancy");
     SID_DYNAMIC_SHARED(uint4, memory);
-    sid_finish_shared<Law> &s = *(sid_finish_shared<Law> *)(void *)memory;
+    sid_finish_shared<Codec> &s = *(sid_finish_shared<Codec> *)(void *)memory;
     if (!f.scratch->ready) return;
     sid_crew crew(f, s.crew);
     if (threadIdx.x < 16) s.crew.codec[threadIdx.x] = f.state->codec[threadIdx.x];
     crew.lead([&] {
         s.crew.stages = 0;
         s.own = {};
-        law.begin(s.reading, s.crew.codec, f.state->steps);
+        codec.begin(s.task, s.crew.codec, f.state->steps);
     });
     for (;;) {
-        crew.settle(s.reading, law.best());
-        if (law.finish(crew, s.reading, s.own)) break;
-        crew.reread(law, s.reading);
+        crew.settle(s.task, codec.best());
+        if (codec.finish(crew, s.task, s.own)) break;
+        crew.pass_again(codec, s.task);
     }
-    crew.write(s.reading.side);
+    crew.write(s.task.side);
 }
 
-template <class Law> sid_status sid_sparse_encode(sid_cuda_encoding &c, const Law &law, const sid_sparse_needs &needs) {
+template <class Codec>
+sid_status sid_sparse_encode(sid_cuda_encoding &c, const Codec &codec, const sid_sparse_needs &needs) {
     const sid_plan *p = c.plan;
     uint64_t clear;
     sid_finishing f = {};
@@ -81,20 +82,20 @@ template <class Law> sid_status sid_sparse_encode(sid_cuda_encoding &c, const La
     f.cap = p->cap;
     f.room = p->room;
     f.body = sid_body_of(p, needs.mean);
-    f.head = sid_head_of(p, c.at);
-    f.draw = sid_draw_of(p, c.at);
+    f.head = sid_head_of(p, c.step);
+    f.draw = sid_draw_of(p, c.step);
     const uint64_t grid = sid_blocks(c.to, pieces ? pieces : 1, SID_FINISH_GRID);
     sid_status s = sid_begin_encode(c, clear, p->sizes.payload);
     if (!s)
         s = sid_with_memory_of(c, [&](auto memory) {
-            return sid_launch(c.to, "walk", sid_walk_kernel<decltype(memory), sid_gathering<Law>>,
-                              sid_blocks(c.to, chunks, Law::WALK_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
-                              vectors, stored, memory, sid_gathering<Law>{law, f.list, c.state});
+            return sid_launch(c.to, "pass", sid_pass_kernel<decltype(memory), sid_gathering<Codec>>,
+                              sid_blocks(c.to, chunks, Codec::PASS_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
+                              vectors, stored, memory, sid_gathering<Codec>{codec, f.list, c.state});
         });
     if (!s && !c.settles)
-        s = sid_launch_together(c.to, "finish", sid_finish_kernel<Law>,
+        s = sid_launch_together(c.to, "finish", sid_finish_kernel<Codec>,
                                 grid < SID_FINISH_MOST ? grid : (uint64_t)SID_FINISH_MOST, SID_BLOCK,
-                                (uint32_t)sizeof(sid_finish_shared<Law>), f, law);
+                                (uint32_t)sizeof(sid_finish_shared<Codec>), f, codec);
     return s;
 }
 

@@ -38,7 +38,7 @@ struct sid_candidates : sid_selection {
 
     /* Calls f(is one, index in the tile, value) for those of a tile in index order, 32 at a time, by a whole warp. */
     template <typename F>
-    __device__ void each_of(const sid_reading &r, uint64_t tile, uint32_t held, const F &f) const {
+    __device__ void each_of(const sid_pass_task &r, uint64_t tile, uint32_t held, const F &f) const {
         const sid_list &l = this->f.list;
         const bool spilled = held > l.slots;
         const uint64_t at = tile * SID_TILE;
@@ -62,7 +62,7 @@ struct sid_candidates : sid_selection {
     __device__ uint32_t held(uint64_t tile) const { return tile * SID_TILE < f.n ? f.list.held[tile] : 0; }
 
     /* Candidates of the tiles above and equal to a key. */
-    __device__ unsigned long long count_pairs(const sid_reading &r, uint32_t from) {
+    __device__ unsigned long long count_pairs(const sid_pass_task &r, uint32_t from) {
         unsigned long long own = 0;
         for (uint64_t tile = first + sid_warp(); tile < last; tile += SID_WARPS) {
             unsigned long long pair = 0;
@@ -82,7 +82,7 @@ struct sid_candidates : sid_selection {
 
     /* The end of a pass: candidates into the list. `best`: how many of the largest matter where not all have room; then
      * these are all that is left (sparse_settle). */
-    __device__ void settle(const sid_reading &r, uint64_t best) {
+    __device__ void settle(const sid_pass_task &r, uint64_t best) {
         const uint64_t real = sid_tiles(f.n);
         unsigned long long own = 0;
         for (uint64_t tile = first + threadIdx.x; tile < last; tile += SID_BLOCK) own += held(tile);
@@ -110,7 +110,7 @@ struct sid_candidates : sid_selection {
     }
 
     /* `at`: chosen ones above, and equal << 32, in the blocks before. */
-    __device__ void gather(const sid_reading &r, const sid_chosen &what, unsigned long long at) {
+    __device__ void gather(const sid_pass_task &r, const sid_chosen &what, unsigned long long at) {
         const sid_list &l = f.list;
         for (uint64_t group = first; group < last; group += SID_LANES) { /* so many tiles: their counts a lane each */
             const uint64_t mine = group + sid_lane();
@@ -146,15 +146,15 @@ struct sid_candidates : sid_selection {
     }
 
     /* Another pass, over acc as it is stored. */
-    template <class Law> __device__ void reread(const Law &law, const typename Law::reading &r) {
+    template <class Codec> __device__ void pass_again(const Codec &codec, const typename Codec::task &r) {
         __syncthreads();
         for (uint64_t tile = first + sid_warp(); tile < last; tile += SID_WARPS) {
             const uint64_t at = tile * SID_TILE;
             if (at >= f.n) break;
             const uint32_t len = sid_tile_len(f.n, at);
-            typename Law::unit unit;
+            typename Codec::unit unit;
             uint32_t held = 0;
-            law.start(r, unit);
+            codec.start(r, unit);
 #pragma unroll 2
             for (uint32_t i = sid_lane() * SID_QUAD; i < SID_TILE; i += SID_ROW) {
                 const uint32_t count = sid_count4(len, i);
@@ -165,11 +165,11 @@ struct sid_candidates : sid_selection {
                 }
 #pragma unroll
                 for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = c < count ? sid_side(x[c], r.side) : 0.0f;
-                law.row(r, unit, x, count);
+                codec.row(r, unit, x, count);
                 sid_capture(f.list, tile, i, r.low, x, count, held);
             }
             if (sid_lane() == 0) f.list.held[tile] = held;
-            law.done(r, unit, f.list, tile);
+            codec.done(r, unit, f.list, tile);
         }
         passes++;
         __syncthreads();

@@ -41,7 +41,7 @@ struct sid_crew : sid_candidates {
     }
 
     /* sparse_reach: 0: read again, as r then says. */
-    template <class Reading> __device__ bool reach(Reading &r, uint32_t key, uint64_t *found) {
+    template <class Task> __device__ bool reach(Task &r, uint32_t key, uint64_t *found) {
         if (key >= low) {
             *found = above(key);
             return true;

@@ -1,12 +1,12 @@
 /* The pass over the group: candidates go to their tile's slots, and the codec's statistics of each tile are summed up. The
- * walk makes the pass while acc is computed; sid_candidates::reread makes it once more over acc as it is stored. */
+ * first pass goes while acc is computed; sid_candidates::pass_again makes it once more over acc as it is stored. */
 #ifndef SID_SPARSE_PASS_CUH
 #define SID_SPARSE_PASS_CUH
 
 #include "sparse_form.cuh"
 
-/* What a reading is to do; a codec's own adds to it what its statistics need. */
-struct sid_reading {
+/* What a pass is to do; a codec's own adds to it what its statistics need. */
+struct sid_pass_task {
     uint32_t low; /* keys from here on are captured */
     int32_t side; /* see sid_side */
 };
@@ -29,8 +29,8 @@ __device__ inline double sid_wide_sum(const sid_list &l, int32_t side, uint64_t 
     return sid_join_lanes(lane);
 }
 
-/* sparse_probe: a reading that counts keys from `probe` on, into the first of list.counts. */
-struct sid_probing : sid_reading {
+/* sparse_probe: a pass that counts keys from `probe` on, into the first of list.counts. */
+struct sid_probing : sid_pass_task {
     uint32_t on, probe;
 };
 struct sid_probe_unit {
@@ -87,28 +87,28 @@ __device__ inline void sid_capture(const sid_list &list, uint64_t tile, uint32_t
     held += row;
 }
 
-/* The codec of the walk (codec.cuh). Law is a sparse codec: see sid_finish_kernel. */
-template <class Law> struct sid_gathering {
+/* What the pass (core/pass.cuh) takes for its codec. Codec is a sparse one: see sid_finish_kernel. */
+template <class Codec> struct sid_gathering {
     enum {
         REREADS = 1,
         RAW = 0
     };
     struct shared {
-        typename Law::reading reading;
+        typename Codec::task task;
         sid_levels levels; /* of the last step */
     };
     struct unit {
-        typename Law::unit own;
+        typename Codec::unit own;
         uint32_t held;
     };
-    Law law;
+    Codec codec;
     sid_list list;
     const sid_state *state;
 
     __device__ void begin(shared &s) const {
         if (threadIdx.x == 0) {
             const sid_rule &rule = state->rule;
-            law.begin(s.reading, state->codec, state->steps);
+            codec.begin(s.task, state->codec, state->steps);
             s.levels = sid_levels_from(rule.base, rule.step, rule.flags & SID_FLAG_LOG8 ? 8 : 4);
         }
         __syncthreads();
@@ -120,25 +120,25 @@ template <class Law> struct sid_gathering {
 
     __device__ void start(shared &s, unit &u) const {
         u.held = 0;
-        law.start(s.reading, u.own);
+        codec.start(s.task, u.own);
     }
     __device__ void quad(shared &s, unit &u, float (&x)[SID_QUAD], uint64_t i, uint32_t count) const {
         const uint64_t tile = i / SID_TILE;
         float y[SID_QUAD];
 #pragma unroll
-        for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = c < count ? sid_side(x[c], s.reading.side) : 0.0f;
-        law.row(s.reading, u.own, y, count);
-        sid_capture(list, tile, (uint32_t)(i % SID_TILE), s.reading.low, y, count, u.held);
+        for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = c < count ? sid_side(x[c], s.task.side) : 0.0f;
+        codec.row(s.task, u.own, y, count);
+        sid_capture(list, tile, (uint32_t)(i % SID_TILE), s.task.low, y, count, u.held);
     }
     __device__ void done(shared &s, unit &u, uint64_t tile) const {
         if (sid_lane() == 0) list.held[tile] = u.held;
-        law.done(s.reading, u.own, list, tile);
+        codec.done(s.task, u.own, list, tile);
     }
 };
 
-template <class Law> struct sid_walk_blocks<sid_gathering<Law>> {
+template <class Codec> struct sid_pass_blocks<sid_gathering<Codec>> {
     enum {
-        N = Law::WALK_BLOCKS
+        N = Codec::PASS_BLOCKS
     };
 };
 

@@ -241,7 +241,7 @@ struct sid_selection {
             if (k < rows) sum[k] = tree(running + k * SID_SUMS, used);
     }
 
-    /* What a reading has left of each tile. */
+    /* What a pass has left of each tile. */
     template <uint32_t SUMS> __device__ void total_of_tiles(uint32_t at, double (&sum)[SUMS], uint32_t rows = SUMS) {
         const sid_list &l = f.list;
         total_by([&](uint32_t k, uint64_t u) { return l.sums[(at + k) * l.stride + u]; }, sum, rows);

@@ -1,6 +1,6 @@
-/* terngrad-shared (csrc/codec/ternary.c is the law). Bytes per float32 element:
- *     round 0    13 with a residual (12 of error feedback, and zeros where the codes will be), 5 without a memory
- *     round 1    5: acc as the memory has stored it, or the gradient, and the codes
+/* terngrad-shared (csrc/codec/ternary.c defines the result). Bytes per float32 element:
+ *     slice 0    13 with a residual (12 of error feedback, and zeros where the codes will be), 5 without a memory
+ *     slice 1    5: acc as the memory has stored it, or the gradient, and the codes
  *     decode     5 a sum; 1 more where a memory is to be corrected and there are several */
 #include "codec/ternary.h"
 #include "dense.cuh"
@@ -104,7 +104,7 @@ struct measure : coder {
     }
 };
 
-/* The end of round 0: scaler, slots, header. */
+/* The end of reduction 0: scaler, slots, header. */
 __global__ void __launch_bounds__(SID_SUMS)
     sid_ternary_seal_kernel(sid_ending e, const double *sums, double clip, float scale, uint32_t passes) {
     sid_follow();
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(SID_SUMS)
     slots[e.head.rank] = sid_f32_bits(bad ? no_number() : own);
     e.scratch->key = sid_f32_bits(own);
     sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, n, scale, 0);
-    e.state->rule = sid_rule(); /* until the last round it may still be that nothing is sent */
+    e.state->rule = sid_rule(); /* until the last reduction it may still be that nothing is sent */
     e.state->draw = e.draw;
     e.state->steps++;
     if (e.stats) *e.stats = {n, n, bad, own, 0, passes};
@@ -146,7 +146,7 @@ __device__ inline float shared_of(const uint8_t *payload) {
     return sid_warp_max(bad) ? no_number() : sid_bits_f32(largest);
 }
 
-/* The start of round 1: what the ranks' scalers come to. */
+/* The start of reduction 1: what the ranks' scalers come to. */
 __global__ void __launch_bounds__(SID_LANES)
     sid_ternary_shared_kernel(sid_scratch *scratch, uint8_t *payload, uint64_t n, sid_state *state) {
     sid_follow();
@@ -165,28 +165,28 @@ __global__ void __launch_bounds__(SID_LANES)
 
 coder coder_of(sid_cuda_encoding &c) {
     const uint64_t tiles = sid_tiles(c.plan->n);
-    return {sid_draw_of(c.plan, c.at), c.payload + TERN_CODES_AT, c.work.take<double>(2 * tiles), tiles};
+    return {sid_draw_of(c.plan, c.step), c.payload + TERN_CODES_AT, c.work.take<double>(2 * tiles), tiles};
 }
 
 sid_status second(const sid_cuda_encoding &c, const coder &k) {
     const sid_status s = sid_launch(c.to, "shared", sid_ternary_shared_kernel, 1, SID_LANES, 0, c.scratch, c.payload,
                                     c.plan->n, c.state);
-    return s ? s : sid_walk_again(c, k);
+    return s ? s : sid_pass_again(c, k);
 }
 
 sid_status encode(sid_cuda_encoding &c) {
-    const bool alone = c.at.world == 1;
+    const bool one_rank = c.step.world == 1;
     const coder k = coder_of(c);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
-    if (!s) s = sid_walk_tiles(c, measure{k});
+    if (!s) s = sid_pass_tiles(c, measure{k});
     if (s || c.settles) return s;
     s = sid_launch(c.to, "seal", sid_ternary_seal_kernel, 1, SID_SUMS, 0, sid_ending_of(c), (const double *)k.sums,
-                   c.plan->codec_param[TERN_CLIP], 1.0f / (float)c.at.world, alone ? 2u : 1u);
-    if (!s && alone) s = second(c, k);
+                   c.plan->codec_param[TERN_CLIP], 1.0f / (float)c.step.world, one_rank ? 2u : 1u);
+    if (!s && one_rank) s = second(c, k);
     return s ? s : sid_linear_cover(c);
 }
 
-sid_status further(sid_cuda_encoding &c) { return second(c, coder_of(c)); }
+sid_status next(sid_cuda_encoding &c) { return second(c, coder_of(c)); }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
 
@@ -228,7 +228,7 @@ __device__ inline bool sum(const sid_payloads &p, const float *units, sid_quads 
     return finite;
 }
 
-/* What several payloads may add up to, before the check, whose verdict this is not to wait for. */
+/* What several payloads may add up to, before the check, for whose result this is not to wait. */
 __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
     sid_ternary_look_kernel(sid_scratch *scratch, sid_payloads p, const float *units) {
     sid_follow();
@@ -310,5 +310,5 @@ uint64_t work(const sid_plan *p) {
 
 extern "C" {
 extern const sid_cuda_codec sid_cuda_codec_terngrad_shared;
-const sid_cuda_codec sid_cuda_codec_terngrad_shared = {work, encode, decode, further};
+const sid_cuda_codec sid_cuda_codec_terngrad_shared = {work, encode, decode, next};
 }

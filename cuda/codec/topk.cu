@@ -1,4 +1,4 @@
-/* csrc/codec/topk.c is the law. Bytes per element: 12 + 8 d in the walk and about 40 d in the finish (sparse.cuh). */
+/* csrc/codec/topk.c defines the result. Bytes per element: 12 + 8 d in the pass and about 40 d in the finish (sparse.cuh). */
 #include "codec/fits.h"
 #include "sparse.cuh"
 
@@ -11,23 +11,23 @@ enum {
 
 struct topk {
     enum {
-        WALK_BLOCKS = SID_WALK_BLOCKS
+        PASS_BLOCKS = SID_PASS_BLOCKS
     };
-    struct reading : sid_reading {};
+    struct task : sid_pass_task {};
     struct own {};
     struct unit {};
     uint64_t k;
 
     __device__ uint64_t best() const { return k; }
-    __device__ void begin(reading &r, const uint64_t *c, uint64_t) const {
+    __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
         r.low = sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0);
         r.side = 0;
     }
-    __device__ void start(const reading &, unit &) const {}
-    __device__ void row(const reading &, unit &, const float (&)[SID_QUAD], uint32_t) const {}
-    __device__ void done(const reading &, unit &, const sid_list &, uint64_t) const {}
+    __device__ void start(const task &, unit &) const {}
+    __device__ void row(const task &, unit &, const float (&)[SID_QUAD], uint32_t) const {}
+    __device__ void done(const task &, unit &, const sid_list &, uint64_t) const {}
 
-    __device__ bool finish(sid_crew &crew, reading &r, own &) const {
+    __device__ bool finish(sid_crew &crew, task &r, own &) const {
         if (crew.count < k) {
             crew.lead([&] { r.low = 0; });
             return false;

@@ -140,7 +140,7 @@ sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t
                    c.group, c.scratch, c.norms);
     if (!s)
         s = sid_launch(c.to, "factor", sid_factor_kernel, 1, SID_SUMS, 0, c.scratch, c.norms, sid_tiles(p->n),
-                       sid_memories::clip(p) / sqrt((double)c.at.world), c.state);
+                       sid_memories::clip(p) / sqrt((double)c.step.world), c.state);
     return s;
 }
 
@@ -202,9 +202,11 @@ static uint64_t carve(const sid_plan *p, const sid_cuda_codec *codec, void *base
 static sid_status kernels_of(const sid_plan *p, const sid_cuda_codec **codec, sid_error *err) {
     if (!p) return sid_fail(err, SID_E_ARG, "plan is NULL");
     *codec = sid_cuda_codec_of(p->codec);
-    if (!*codec) return sid_fail(err, SID_E_UNSUPPORTED, "codec '%s' has no CUDA kernels", p->codec->info.name);
+    if (!*codec)
+        return sid_fail(err, SID_E_UNSUPPORTED, "codec '%s' has no CUDA kernels: take another on CUDA",
+                        p->codec->info.name);
     if (p->n > SID_CUDA_MAX_N)
-        return sid_fail(err, SID_E_UNSUPPORTED, "a group of %llu elements: the CUDA kernels take at most %llu",
+        return sid_fail(err, SID_E_UNSUPPORTED, "the group has %llu elements: the CUDA kernels take at most %llu",
                         (unsigned long long)p->n, SID_CUDA_MAX_N);
     return sid_with_memory(p, err, [](auto) { return SID_OK; });
 }
@@ -212,10 +214,10 @@ static sid_status kernels_of(const sid_plan *p, const sid_cuda_codec **codec, si
 static sid_status check_call(const sid_segment *segs, uint32_t n_seg, const void *work, int device, sid_error *err) {
     if (n_seg && !segs) return sid_fail(err, SID_E_ARG, "the segment table is NULL");
     if (n_seg > SID_CUDA_MAX_SEGMENTS)
-        return sid_fail(err, SID_E_UNSUPPORTED, "%u segments in a group: the CUDA kernels take at most %d", n_seg,
+        return sid_fail(err, SID_E_UNSUPPORTED, "the group has %u segments: the CUDA kernels take at most %d", n_seg,
                         (int)SID_CUDA_MAX_SEGMENTS);
     if (!work || !aligned(work)) return sid_fail(err, SID_E_ARG, "work must start at a multiple of 64 bytes");
-    if (device < 0) return sid_fail(err, SID_E_ARG, "device %d", device);
+    if (device < 0) return sid_fail(err, SID_E_ARG, "device is %d: give the number of a GPU, from 0 on", device);
     return SID_OK;
 }
 
@@ -237,8 +239,9 @@ sid_status sid_cuda_devices(int *count, sid_error *err) {
     *count = 0;
     (void)cudaGetLastError();
     if (e == cudaErrorInsufficientDriver)
-        return sid_fail(err, SID_E_UNSUPPORTED, "no NVIDIA driver, or one older than this build's CUDA %d.%d",
-                        CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+        return sid_fail(err, SID_E_UNSUPPORTED,
+                        "there is no NVIDIA driver, or it is older than this build's CUDA %d.%d", CUDART_VERSION / 1000,
+                        CUDART_VERSION % 1000 / 10);
     if (e == cudaErrorNoDevice || e == cudaSuccess)
         return sid_fail(err, SID_E_UNSUPPORTED, "the NVIDIA driver sees no GPU (is CUDA_VISIBLE_DEVICES set?)");
     return sid_fail(err, SID_E_DEVICE, "counting devices: %s", cudaGetErrorString(e));
@@ -259,7 +262,7 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err) {
     return SID_OK;
 }
 
-/* The header and the codec's own part of a state, where it is to become the one after another: the rest is the walk's. */
+/* The header and the codec's own part of a state, where it is to become the one after another: the rest is the pass's. */
 static __global__ void __launch_bounds__(SID_BLOCK)
     sid_origin_kernel(const uint4 *from, uint4 *to, uint64_t header, uint64_t extra, uint64_t end) {
     sid_follow();
@@ -274,7 +277,7 @@ static sid_status start_from(const sid_cuda_encoding &c) {
     const uint64_t end = c.plan->sizes.state / sizeof(uint4);
     return sid_launch(c.to, "origin", sid_origin_kernel,
                       sid_blocks(c.to, (header + own + SID_BLOCK - 1) / SID_BLOCK, NORM_BLOCKS), SID_BLOCK, 0,
-                      (const uint4 *)(const void *)sid_origin(c.state, &c.at), (uint4 *)(void *)c.state, header,
+                      (const uint4 *)(const void *)sid_origin(c.state, &c.step), (uint4 *)(void *)c.state, header,
                       end - own, end);
 }
 
@@ -286,8 +289,8 @@ sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work) {
     if (s) return s;
     carve(p, codec, work, &start, &c.norms, &c.scratch, &c.work);
     c.group = {t.segs, start, p->n, t.n_seg, t.dtype, t.before, t.after};
-    if (c.round) return c.at.world > 1 ? codec->further(c) : SID_OK; /* the encode has done them all */
-    if (c.at.origin) s = start_from(c);
+    if (c.reduction) return c.step.world > 1 ? codec->next(c) : SID_OK; /* the encode has done them all */
+    if (c.step.origin) s = start_from(c);
     if (s) return s;
     const bool keeps = p->memory->vectors && p->memory->info.traits & SID_FEEDBACK;
     if (!c.settles || keeps) s = codec->encode(c);
@@ -318,7 +321,7 @@ sid_status sid_begin_table(const sid_stream &to, const sid_table &t, uint64_t n,
     return sid_begin(to, *g, *s, sizeof **s);
 }
 
-/* What encode, the further rounds and settle have in common; the codec's launches are `c`'s. */
+/* What encode, the next slices and settle have in common; the codec's launches are `c`'s. */
 static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg,
                          void *state, void *work, void *payload, int device, void *stream, sid_error *err) {
     const sid_cuda_codec *codec;
@@ -328,10 +331,13 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
     if (s) return s;
     if (!state || !payload || !aligned(state) || !aligned(payload))
         return sid_fail(err, SID_E_ARG, "state and payload must start at multiples of 64 bytes");
-    if (c.round >= p->sizes.rounds)
-        return sid_fail(err, SID_E_ARG, "round %u of a plan of %u", c.round, p->sizes.rounds);
-    if (p->sizes.ranks && c.at.world > p->sizes.ranks)
-        return sid_fail(err, SID_E_UNSUPPORTED, "%u ranks; this plan's sums hold %u", c.at.world, p->sizes.ranks);
+    if (c.reduction >= p->sizes.reductions)
+        return sid_fail(err, SID_E_ARG, "reduction %u, but the plan has %u: the first is 0", c.reduction,
+                        p->sizes.reductions);
+    if (p->sizes.ranks && c.step.world > p->sizes.ranks)
+        return sid_fail(err, SID_E_UNSUPPORTED,
+                        "there are %u ranks, but this plan's sums hold at most %u: take another codec", c.step.world,
+                        p->sizes.ranks);
     c.to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &c.to);
     if (s) return s;
@@ -341,35 +347,40 @@ static sid_status encode(sid_cuda_encoding &c, const sid_plan *p, const sid_segm
     return sid_enqueue(c, {segs_dev, n_seg, p->dtype, 0, 0}, work);
 }
 
-static sid_status check_step(const sid_step *at, sid_error *err) {
-    if (at && at->origin % 64) return sid_fail(err, SID_E_ARG, "the step's origin is no multiple of 64 bytes");
-    if (at && at->world && at->rank < at->world && at->carry >= 0 && sid_key(at->carry) < SID_KEY_INF) return SID_OK;
-    return sid_fail(err, SID_E_ARG, "step is NULL, its rank not within its world, or its carry no finite factor");
+static sid_status check_step(const sid_step *step, sid_error *err) {
+    if (step && step->origin % 64)
+        return sid_fail(err, SID_E_ARG, "the step's origin is %lld: it must be a multiple of 64 bytes",
+                        (long long)step->origin);
+    if (step && step->world && step->rank < step->world && step->carry >= 0 && sid_key(step->carry) < SID_KEY_INF)
+        return SID_OK;
+    return sid_fail(err, SID_E_ARG,
+                    "step is NULL, or its rank is not below its world, or its carry is negative or not finite");
 }
 
 sid_status sid_cuda_encode(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
-                           const sid_step *at, void *payload, void *stats_dev, int device, void *stream,
+                           const sid_step *step, void *payload, void *stats_dev, int device, void *stream,
                            sid_error *err) {
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
     if ((uintptr_t)stats_dev % 8) return sid_fail(err, SID_E_ARG, "stats must start at a multiple of 8 bytes");
-    const sid_status s = check_step(at, err);
+    const sid_status s = check_step(step, err);
     if (s) return s;
-    c.at = *at;
+    c.step = *step;
     c.stats = (sid_stats *)stats_dev;
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
 }
 
-sid_status sid_cuda_next_round(const sid_plan *p, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
-                               void *state, void *work, const sid_step *at, void *payload, int device, void *stream,
-                               sid_error *err) {
+sid_status sid_cuda_next_reduction(const sid_plan *p, uint32_t reduction, const sid_segment *segs_dev, uint32_t n_seg,
+                                   void *state, void *work, const sid_step *step, void *payload, int device,
+                                   void *stream, sid_error *err) {
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
-    const sid_status s = check_step(at, err);
+    const sid_status s = check_step(step, err);
     if (s) return s;
-    if (!round) return sid_fail(err, SID_E_ARG, "round 0 is sid_cuda_encode's");
-    c.at = *at;
-    c.round = round;
+    if (!reduction)
+        return sid_fail(err, SID_E_ARG, "reduction 0: sid_cuda_encode writes its slice; ask for 1 or a later one");
+    c.step = *step;
+    c.reduction = reduction;
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
 }
 
@@ -378,7 +389,7 @@ sid_status sid_cuda_settle(const sid_plan *p, const sid_segment *segs_dev, uint3
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
     c.settles = true;
-    c.at.world = 1;
+    c.step.world = 1;
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
 }
 
@@ -386,7 +397,10 @@ sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *str
     sid_device_scope scope;
     if (err) err->text[0] = 0;
     if (!p || !state || !aligned(state) || device < 0)
-        return sid_fail(err, SID_E_ARG, "plan or state is NULL, or the state misaligned, or there is no such device");
+        return sid_fail(err, SID_E_ARG,
+                        "plan or state is NULL, or state does not start at a multiple of 64 bytes, or device %d is "
+                        "negative",
+                        device);
     sid_stream to = {(cudaStream_t)stream, 0, err};
     const sid_status s = scope.enter(device, &to);
     if (s) return s;
@@ -396,7 +410,7 @@ sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *str
 }
 
 sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *at,
+                           const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *step,
                            void *report_dev, int device, void *stream, sid_error *err) {
     const sid_cuda_codec *codec;
     sid_cuda_decoding c = {};
@@ -406,11 +420,13 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     if (!s) s = check_call(segs_dev, n_seg, work, device, err);
     if (s) return s;
     if (!payloads || !count || count > SID_MAX_COUNT)
-        return sid_fail(err, SID_E_ARG, "payloads missing, or count not within 1 to %d", (int)SID_MAX_COUNT);
+        return sid_fail(err, SID_E_ARG, "payloads is NULL, or count is %u: it must be 1 to %d", count,
+                        (int)SID_MAX_COUNT);
     if ((uintptr_t)payloads % 8 || stride % 8 || (count > 1 && stride < p->sizes.payload))
-        return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, %llu or more apart",
+        return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, and at least %llu bytes apart",
                         (unsigned long long)p->sizes.payload);
-    if (!report_dev || (uintptr_t)report_dev % 4) return sid_fail(err, SID_E_ARG, "the report is NULL or misaligned");
+    if (!report_dev || (uintptr_t)report_dev % 4)
+        return sid_fail(err, SID_E_ARG, "report is NULL, or does not start at a multiple of 4 bytes");
     if (!aligned(state)) return sid_fail(err, SID_E_ARG, "state must start at a multiple of 64 bytes");
     c.to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &c.to);
@@ -420,9 +436,9 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
     c.stride = stride;
     c.count = count;
     c.scale = scale;
-    c.any = !at;
-    c.step = at ? at->step : 0;
-    c.of_group = at ? at->group : 0;
+    c.any = !step;
+    c.step = step ? step->step : 0;
+    c.of_group = step ? step->group : 0;
     c.state = p->memory->vectors ? (sid_state *)state : nullptr;
     c.learner = p->codec->learn && count == 1 ? (sid_state *)state : nullptr;
     c.report = (sid_cuda_report *)report_dev;
@@ -431,22 +447,22 @@ sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t str
 
 /* One store, which the host sees whole: it reads what a step has left when the next one begins. */
 static __global__ void __launch_bounds__(SID_LANES)
-    sid_show_kernel(const sid_cuda_report *report, uint32_t mark, uint4 *seen) {
+    sid_show_kernel(const sid_cuda_report *report, uint32_t mark, uint4 *shown) {
     sid_follow();
     if (threadIdx.x) return;
-    *seen = make_uint4(report->nonfinite, report->culprit, (uint32_t)report->status, mark);
+    *shown = make_uint4(report->nonfinite, report->culprit, (uint32_t)report->status, mark);
 }
 
-sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *seen, int device, void *stream, sid_error *err) {
+sid_status sid_cuda_show(const void *report_dev, uint32_t mark, void *shown, int device, void *stream, sid_error *err) {
     sid_device_scope scope;
     sid_stream to = {(cudaStream_t)stream, 0, err};
     if (err) err->text[0] = 0;
-    if (!report_dev || (uintptr_t)report_dev % 4 || !seen || (uintptr_t)seen % 16 || device < 0)
-        return sid_fail(err, SID_E_ARG, "report or seen is NULL or misaligned, or device %d", device);
+    if (!report_dev || (uintptr_t)report_dev % 4 || !shown || (uintptr_t)shown % 16 || device < 0)
+        return sid_fail(err, SID_E_ARG, "report or shown is NULL or misaligned, or device %d is negative", device);
     const sid_status s = scope.enter(device, &to);
     if (s) return s;
     return sid_launch(to, "show", sid_show_kernel, 1, SID_LANES, 0, (const sid_cuda_report *)report_dev, mark,
-                      (uint4 *)seen);
+                      (uint4 *)shown);
 }
 
 /* Every block looks at all reports, which nothing here changes, and forgets its part of all vectors. */
@@ -473,7 +489,7 @@ sid_status sid_cuda_cancel(const sid_cuda_kept *kept_dev, uint32_t count, int al
     sid_stream to = {(cudaStream_t)stream, 0, err};
     if (err) err->text[0] = 0;
     if (!kept_dev || (uintptr_t)kept_dev % 8 || device < 0)
-        return sid_fail(err, SID_E_ARG, "the table is NULL or misaligned, or device %d", device);
+        return sid_fail(err, SID_E_ARG, "the table is NULL or misaligned, or device %d is negative", device);
     const sid_status s = scope.enter(device, &to);
     if (s) return s;
     return sid_launch(to, "cancel", sid_cancel_kernel, to.processors, SID_BLOCK, 0, kept_dev, count,
@@ -502,7 +518,8 @@ sid_status sid_cuda_checksum(const sid_plan *p, const sid_segment *segs_dev, uin
     if (!s) s = check_call(segs_dev, n_seg, work, device, err);
     if (s) return s;
     if (!report_dev || (uintptr_t)report_dev % 4 || !sum_dev || (uintptr_t)sum_dev % 8)
-        return sid_fail(err, SID_E_ARG, "the report or the sum is NULL or misaligned");
+        return sid_fail(err, SID_E_ARG,
+                        "report or sum is NULL or misaligned: they start at multiples of 4 and 8 bytes");
     sid_stream to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &to);
     if (s) return s;

@@ -83,13 +83,13 @@ sid_status kernels_of(const sid_exchange *x, const sid_cuda_exchange **kind, sid
 sid_status table_holds(const sid_segment *segs_dev, uint32_t n_seg, sid_error *err) {
     if (n_seg && !segs_dev) return sid_fail(err, SID_E_ARG, "the segment table is NULL");
     if (n_seg <= SID_CUDA_MAX_SEGMENTS) return SID_OK;
-    return sid_fail(err, SID_E_UNSUPPORTED, "%u segments in a group: the CUDA kernels take at most %d", n_seg,
+    return sid_fail(err, SID_E_UNSUPPORTED, "the group has %u segments: the CUDA kernels take at most %d", n_seg,
                     (int)SID_CUDA_MAX_SEGMENTS);
 }
 
 } // namespace
 
-sid_status sid_enqueue_undo(const sid_cuda_trip &t, uint32_t what, const sid_plan *p, const sid_group &g,
+sid_status sid_enqueue_undo(const sid_cuda_exchange_step &t, uint32_t what, const sid_plan *p, const sid_group &g,
                             const sid_own_parts &parts) {
     sid_rule none = {};
     if (!p->memory->vectors || !g.n) return SID_OK;
@@ -114,35 +114,39 @@ sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_er
 }
 
 sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
-                                     void *state, void *work, const sid_step *at, void *wire, void *stats_dev,
+                                     void *state, void *work, const sid_step *step, void *wire, void *stats_dev,
                                      void *report_dev, int device, void *stream, sid_error *err) {
     const sid_cuda_exchange *kind;
     sid_device_scope scope;
     if (err) err->text[0] = 0;
     sid_status status = kernels_of(x, &kind, err);
     if (status) return status;
-    if (!at || round > x->sizes.rounds || at->rank != x->rank || at->world != x->world || at->group >> SID_SUBGROUPS)
-        return sid_fail(err, SID_E_ARG, "step is NULL, or not the exchange's, or there is no round %u", round);
-    if (!(at->carry >= 0) || sid_key(at->carry) >= SID_KEY_INF)
-        return sid_fail(err, SID_E_ARG, "the step's carry is no finite factor");
+    if (!step || round > x->sizes.rounds || step->rank != x->rank || step->world != x->world ||
+        step->group >> SID_SUBGROUPS)
+        return sid_fail(err, SID_E_ARG, "step is NULL or of another rank than the exchange, or there is no round %u",
+                        round);
+    if (!(step->carry >= 0) || sid_key(step->carry) >= SID_KEY_INF)
+        return sid_fail(err, SID_E_ARG, "the step's carry is %g: it must be finite and not negative",
+                        (double)step->carry);
     status = table_holds(segs_dev, n_seg, err);
     if (status) return status;
     for (const void *p : {(const void *)state, (const void *)work, (const void *)wire})
         if (!p || (uintptr_t)p % 64)
             return sid_fail(err, SID_E_ARG, "state, work and wire must start at multiples of 64 bytes");
-    if (!report_dev || (uintptr_t)report_dev % 4) return sid_fail(err, SID_E_ARG, "the report is NULL or misaligned");
+    if (!report_dev || (uintptr_t)report_dev % 4)
+        return sid_fail(err, SID_E_ARG, "report is NULL, or does not start at a multiple of 4 bytes");
     if ((uintptr_t)stats_dev % 8) return sid_fail(err, SID_E_ARG, "stats must start at a multiple of 8 bytes");
-    if (device < 0) return sid_fail(err, SID_E_ARG, "device %d", device);
-    sid_cuda_trip t = {x,
-                       {segs_dev, n_seg, x->dtype, 0, 0},
-                       (uint8_t *)state,
-                       (uint8_t *)wire,
-                       (uint8_t *)work + SID_EXCHANGE_HEAD,
-                       (sid_exchange_head *)work,
-                       *at,
-                       (sid_stats *)stats_dev,
-                       (sid_cuda_report *)report_dev,
-                       {(cudaStream_t)stream, 0, err}};
+    if (device < 0) return sid_fail(err, SID_E_ARG, "device is %d: give the number of a GPU, from 0 on", device);
+    sid_cuda_exchange_step t = {x,
+                                {segs_dev, n_seg, x->dtype, 0, 0},
+                                (uint8_t *)state,
+                                (uint8_t *)wire,
+                                (uint8_t *)work + SID_EXCHANGE_HEAD,
+                                (sid_exchange_head *)work,
+                                *step,
+                                (sid_stats *)stats_dev,
+                                (sid_cuda_report *)report_dev,
+                                {(cudaStream_t)stream, 0, err}};
     status = scope.enter(device, &t.to);
     if (status) return status;
     const uint64_t confirms = x->confirm_at;
@@ -165,7 +169,8 @@ static sid_status whole_of(const sid_exchange *x, const sid_plan **p, sid_error 
     const sid_part part = x->kind->part(x, 0);
     *p = part.plan;
     if (x->kind->parts(x) == 1 && !part.state && !part.start && part.plan->n == x->n) return SID_OK;
-    return sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' keeps slices", x->kind->info.name);
+    return sid_fail(err, SID_E_UNSUPPORTED,
+                    "exchange '%s' keeps its state in slices, which cannot be settled on a device", x->kind->info.name);
 }
 
 sid_status sid_cuda_exchange_settle(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *state,
@@ -195,7 +200,7 @@ sid_status sid_cuda_exchange_checksum(const sid_exchange *x, const sid_segment *
     if (s) return s;
     if (!work || (uintptr_t)work % 64) return sid_fail(err, SID_E_ARG, "work must start at a multiple of 64 bytes");
     if (!report_dev || (uintptr_t)report_dev % 4 || !sum_dev || (uintptr_t)sum_dev % 8 || device < 0)
-        return sid_fail(err, SID_E_ARG, "the report or the sum is NULL or misaligned, or device %d", device);
+        return sid_fail(err, SID_E_ARG, "report or sum is NULL or misaligned, or device %d is negative", device);
     sid_stream to = {(cudaStream_t)stream, 0, err};
     s = scope.enter(device, &to);
     if (s) return s;

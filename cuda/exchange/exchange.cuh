@@ -1,6 +1,7 @@
-/* What exchanges of messages share on a device (csrc/exchange/ is the law): the head of their work, frames, and the end of a
- * step. Between the messages everything is enqueued: a fault stays on the device, travels to the other ranks as on the CPU,
- * in frames or in payloads that are none, and closes the gate of what would follow. The host sees it in the report. */
+/* What exchanges of messages share on a device (csrc/exchange/ defines the result): the head of their work, frames, and
+ * the end of a step. Between the messages everything is enqueued: a fault stays on the device, travels to the other ranks
+ * as on the CPU, in frames or in payloads that are none, and closes the gate of what would follow. The host sees it in
+ * the report. */
 #ifndef SID_EXCHANGE_CUH
 #define SID_EXCHANGE_CUH
 
@@ -25,12 +26,12 @@ enum {
 static_assert(sizeof(sid_exchange_head) <= SID_EXCHANGE_HEAD, "what is the exchange's own begins behind it");
 
 /* One step of one rank, as of sid_exchange_step. */
-struct sid_cuda_trip {
+struct sid_cuda_exchange_step {
     const sid_exchange *x;
     sid_table table;              /* of the group */
     uint8_t *state, *wire, *work; /* work: what lies behind the head */
     sid_exchange_head *head;
-    sid_step at;
+    sid_step step;
     sid_stats *stats;        /* or NULL */
     sid_cuda_report *report; /* the caller's */
     sid_stream to;
@@ -40,25 +41,25 @@ struct sid_cuda_trip {
 /* All functions run on the host and only launch. */
 struct sid_cuda_exchange {
     sid_status (*work)(const sid_exchange *x, uint64_t *bytes, sid_error *err); /* beyond the head */
-    sid_status (*advance)(sid_cuda_trip &t, uint32_t round);                    /* as of sid_exchange_kind */
+    sid_status (*advance)(sid_cuda_exchange_step &t, uint32_t round);           /* as of sid_exchange_kind */
     /* Writes the segments; or, after a fault, takes out of the memory what the step has put in. Tells the report. */
-    sid_status (*finish)(sid_cuda_trip &t);
+    sid_status (*finish)(sid_cuda_exchange_step &t);
 };
 const sid_cuda_exchange *sid_cuda_exchange_of(const sid_exchange_kind *k); /* exchange.cu; NULL: no kernels */
 
 /* The codec's calls within a step. */
-inline sid_cuda_encoding sid_encoding_of(const sid_cuda_trip &t, const sid_plan *p, const sid_step &at, uint8_t *state,
-                                         uint8_t *payload) {
+inline sid_cuda_encoding sid_encoding_of(const sid_cuda_exchange_step &t, const sid_plan *p, const sid_step &step,
+                                         uint8_t *state, uint8_t *payload) {
     sid_cuda_encoding c = {};
     c.plan = p;
-    c.at = at;
+    c.step = step;
     c.state = (sid_state *)(void *)state;
     c.payload = payload;
     c.to = t.to;
     return c;
 }
 /* Gated, without a memory. */
-inline sid_cuda_decoding sid_decoding_of(const sid_cuda_trip &t, const sid_plan *p, const sid_step &at,
+inline sid_cuda_decoding sid_decoding_of(const sid_cuda_exchange_step &t, const sid_plan *p, const sid_step &step,
                                          const uint8_t *payloads, uint64_t stride, uint32_t count, float scale) {
     sid_cuda_decoding c = {};
     c.plan = p;
@@ -66,8 +67,8 @@ inline sid_cuda_decoding sid_decoding_of(const sid_cuda_trip &t, const sid_plan 
     c.stride = stride;
     c.count = count;
     c.scale = scale;
-    c.step = at.step;
-    c.of_group = at.group;
+    c.step = step.step;
+    c.of_group = step.group;
     c.gate = t.gate();
     c.report = &t.head->report;
     c.to = t.to;
@@ -120,9 +121,12 @@ struct sid_frames {
     uint32_t rank;
     uint16_t exchange;
 };
-inline sid_frames sid_frames_of(const sid_cuda_trip &t) {
-    return {
-        t.wire, t.head, {sid_salt(t.at.seed, t.at.rank), t.at.group, t.at.step}, t.at.rank, t.x->kind->info.wire_id};
+inline sid_frames sid_frames_of(const sid_cuda_exchange_step &t) {
+    return {t.wire,
+            t.head,
+            {sid_salt(t.step.seed, t.step.rank), t.step.group, t.step.step},
+            t.step.rank,
+            t.x->kind->info.wire_id};
 }
 
 /* The frame's checksum, with `body` the share of what follows it. */
@@ -171,7 +175,7 @@ struct sid_own_parts {
 
 /* Where head->undo has `what`: takes the gradient, which g still holds, out of the parts again, and nothing counts as sent.
  * Reads and writes what the memory keeps, and reads the gradient, only then. */
-sid_status sid_enqueue_undo(const sid_cuda_trip &t, uint32_t what, const sid_plan *p, const sid_group &g,
+sid_status sid_enqueue_undo(const sid_cuda_exchange_step &t, uint32_t what, const sid_plan *p, const sid_group &g,
                             const sid_own_parts &parts);
 
 #endif

@@ -1,6 +1,6 @@
-/* All-gather and all-reduce as messages, between them (csrc/exchange/gather.c is the law): for exchanges that have one of
- * them within, since process groups have both themselves. The codec's own passes; and for a sum of bodies of b bytes among W
- * ranks
+/* All-gather and all-reduce as messages, between them (csrc/exchange/gather.c defines the result): for exchanges that
+ * have one of them within, since process groups have both themselves. The codec's own passes; and for a sum of bodies of
+ * b bytes among W ranks
  *     out    b read and written, as frames
  *     sum    b read twice, once for the frames' checksums, b / W written
  *     out    b / W read and written, as a frame
@@ -201,23 +201,24 @@ __global__ void __launch_bounds__(SID_LANES)
 
 sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) { return sid_cuda_work(x->plan, bytes, err); }
 
-/* Or of a codec of several rounds the slice of one. sums: of an all-reduce's frames. */
-sid_status encode(const sid_cuda_trip &t, uint8_t *payload, uint32_t round = 0, sid_part_sum *sums = nullptr) {
-    sid_cuda_encoding c = sid_encoding_of(t, t.x->plan, t.at, t.state, payload);
+/* Writes the slice of one of the codec's reductions. sums: of an all-reduce's frames. */
+sid_status encode(const sid_cuda_exchange_step &t, uint8_t *payload, uint32_t reduction = 0,
+                  sid_part_sum *sums = nullptr) {
+    sid_cuda_encoding c = sid_encoding_of(t, t.x->plan, t.step, t.state, payload);
     sid_status s = SID_OK;
-    c.round = round;
+    c.reduction = reduction;
     c.stats = t.stats;
-    if (!round) s = sid_launch(t.to, "begin", sid_gather_begin_kernel, 1, SID_LANES, 0, t.head, sums, t.x->world);
+    if (!reduction) s = sid_launch(t.to, "begin", sid_gather_begin_kernel, 1, SID_LANES, 0, t.head, sums, t.x->world);
     if (!s) s = sid_enqueue(c, t.table, t.work);
-    if (!s && !round)
+    if (!s && !reduction)
         s = sid_launch(t.to, "sent", sid_gather_sent_kernel, 1, SID_LANES, 0, t.head, (const uint8_t *)payload,
-                       t.at.rank);
+                       t.step.rank);
     return s;
 }
 
-sid_status decode(const sid_cuda_trip &t, uint64_t stride, uint32_t count, uint32_t first) {
+sid_status decode(const sid_cuda_exchange_step &t, uint64_t stride, uint32_t count, uint32_t first) {
     const sid_plan *p = t.x->plan;
-    sid_cuda_decoding c = sid_decoding_of(t, p, t.at, t.wire, stride, count, 1.0f / (float)t.x->world);
+    sid_cuda_decoding c = sid_decoding_of(t, p, t.step, t.wire, stride, count, 1.0f / (float)t.x->world);
     c.state = p->memory->vectors ? (sid_state *)(void *)t.state : nullptr;
     sid_status s = sid_enqueue(c, t.table, t.work);
     if (!s) s = sid_launch(t.to, "gathered", sid_gathered_kernel, 1, SID_LANES, 0, t.head, first, t.report);
@@ -225,10 +226,10 @@ sid_status decode(const sid_cuda_trip &t, uint64_t stride, uint32_t count, uint3
     return sid_enqueue_undo(t, SID_OWN, p, sid_group_of(t.table, p->n, t.work), {t.state, 0, p->n});
 }
 
-sid_status gather_advance(sid_cuda_trip &t, uint32_t round) {
+sid_status gather_advance(sid_cuda_exchange_step &t, uint32_t round) {
     return round ? SID_OK : encode(t, t.wire + t.x->rank * t.x->message);
 }
-sid_status gather_finish(sid_cuda_trip &t) { return decode(t, t.x->message, t.x->world, 0); }
+sid_status gather_finish(sid_cuda_exchange_step &t) { return decode(t, t.x->message, t.x->world, 0); }
 
 /* All-reduce's work: the codec's, and the frames' sums. */
 sid_status reduce_work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
@@ -243,11 +244,11 @@ enum {
 
 /* The frames of a round of sum i. */
 struct frames_of {
-    const sid_cuda_trip &t;
+    const sid_cuda_exchange_step &t;
     pieces k;
     uint32_t each; /* blocks of a frame */
-    frames_of(const sid_cuda_trip &trip, sid_part_sum *sums, uint32_t i)
-        : t(trip), k{sid_frames_of(trip), sums, sid_sum_of_slices_of(trip.x, i), trip.x->world} {
+    frames_of(const sid_cuda_exchange_step &step, sid_part_sum *sums, uint32_t i)
+        : t(step), k{sid_frames_of(step), sums, sid_sum_of_slices_of(step.x, i), step.x->world} {
         const uint64_t pieces = 1 + t.x->message / (16 * SID_BLOCK);
         const uint64_t most = 1 + (uint64_t)t.to.processors * PIECE_BLOCKS / t.x->world;
         each = (uint32_t)(pieces < most ? pieces : most);
@@ -265,7 +266,7 @@ struct frames_of {
 };
 
 /* Sum i of the codec's: rounds 2 i and 2 i + 1. */
-sid_status reduce_advance(sid_cuda_trip &t, uint32_t round) {
+sid_status reduce_advance(sid_cuda_exchange_step &t, uint32_t round) {
     const uint32_t i = round / 2, rank = t.x->rank, world = t.x->world;
     const sid_dtype dtype = t.x->plan->sizes.body_dtype;
     uint64_t scratch;
@@ -289,7 +290,7 @@ sid_status reduce_advance(sid_cuda_trip &t, uint32_t round) {
         s = sid_launch(t.to, "sum", sid_sum_slices_kernel, grid, SID_BLOCK, 0, t.wire, at, rank, world, dtype);
     return s ? s : f.send(rank, 1, round);
 }
-sid_status reduce_finish(sid_cuda_trip &t) { return decode(t, t.x->plan->sizes.payload, 1, t.x->rank); }
+sid_status reduce_finish(sid_cuda_exchange_step &t) { return decode(t, t.x->plan->sizes.payload, 1, t.x->rank); }
 
 } // namespace
 

@@ -1,11 +1,12 @@
-/* Hierarchical between the messages (csrc/exchange/hierarchical.c is the law). Of n elements of b bytes, L ranks a node:
+/* Hierarchical between the messages (csrc/exchange/hierarchical.c defines the result). Of n elements of b bytes, L ranks
+ * a node:
  *     scatter   n b read and written, as frames
  *     sum       n b read twice, once for the frames' checksums, 4 n / L written
  *     within    the inner exchange of n / L elements, whose group is that sum
  *     gather    n / L written as a frame
  *     end       n b read twice, n b written
  * The inner exchange has a head of its own behind ours, and ends before the gather: what fails before that end is taken out
- * of the memory there. After what fails later, the memory forgets what it owes. */
+ * of the memory there. After what fails later, the memory forgets its residual. */
 #include "exchange.cuh"
 
 namespace {
@@ -291,19 +292,19 @@ uint64_t sum_bytes(const sid_exchange *x) { return sid_round_up(4 * x->slice, 64
 uint64_t sums_bytes(const sid_nodes &at) { return sid_round_up(at.local * sizeof(sid_part_sum), 64); }
 
 /* A step, as all of its parts see it. work: the sum, the frames' sums, the inner exchange's head and work. */
-struct step {
-    const sid_cuda_trip &t;
+struct node_step {
+    const sid_cuda_exchange_step &t;
     const sid_exchange *x, *in;
     const sid_cuda_exchange *kind; /* of `in` */
     sid_nodes at;
     float *sum;
     slices k;
     uint64_t len;
-    sid_cuda_trip inner;
+    sid_cuda_exchange_step inner;
 
-    step(const sid_cuda_trip &trip)
-        : t(trip), x(trip.x), in(sid_within(trip.x)), kind(sid_cuda_exchange_of(in->kind)), at(sid_nodes_of(x)),
-          sum((float *)(void *)t.work), inner(trip) {
+    node_step(const sid_cuda_exchange_step &step)
+        : t(step), x(step.x), in(sid_within(step.x)), kind(sid_cuda_exchange_of(in->kind)), at(sid_nodes_of(x)),
+          sum((float *)(void *)t.work), inner(step) {
         k = {sid_frames_of(t),
              (sid_part_sum *)(void *)(t.work + sum_bytes(x)),
              x->n,
@@ -318,9 +319,9 @@ struct step {
         inner.wire = t.wire + at.wire;
         inner.head = (sid_exchange_head *)(void *)(t.work + sum_bytes(x) + sums_bytes(at));
         inner.work = (uint8_t *)(void *)inner.head + SID_EXCHANGE_HEAD;
-        inner.at.rank = in->rank;
-        inner.at.world = in->world;
-        inner.at.group += at.group;
+        inner.step.rank = in->rank;
+        inner.step.world = in->world;
+        inner.step.group += at.group;
         inner.stats = nullptr;
         inner.report = &t.head->report;
     }
@@ -414,15 +415,15 @@ sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
     const sid_cuda_exchange *kind = sid_cuda_exchange_of(in->kind);
     uint64_t inner = 0;
     if (!kind)
-        return sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' within '%s' has no CUDA kernels", in->kind->info.name,
-                        x->kind->info.name);
+        return sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' within '%s' has no CUDA kernels: take another",
+                        in->kind->info.name, x->kind->info.name);
     const sid_status s = kind->work(in, &inner, err);
     *bytes = sum_bytes(x) + sums_bytes(sid_nodes_of(x)) + SID_EXCHANGE_HEAD + inner;
     return s;
 }
 
-sid_status advance(sid_cuda_trip &t, uint32_t round) {
-    step a(t);
+sid_status advance(sid_cuda_exchange_step &t, uint32_t round) {
+    node_step a(t);
     const uint32_t first = a.at.local > 1, last = first + a.in->rounds;
     sid_status s = SID_OK;
     if (first && !round) return a.scatter();
@@ -435,8 +436,8 @@ sid_status advance(sid_cuda_trip &t, uint32_t round) {
     return s;
 }
 
-sid_status finish(sid_cuda_trip &t) {
-    const step a(t);
+sid_status finish(sid_cuda_exchange_step &t) {
+    const node_step a(t);
     sid_group g;
     sid_scratch *scratch;
     sid_status s = sid_launch(t.to, "end", sid_nodes_end_kernel, 1, SID_LANES, 0, t.head, t.report);

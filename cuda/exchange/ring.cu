@@ -1,5 +1,5 @@
-/* One-bit rings between the messages (csrc/exchange/ring.c is the law): what sid_exchange_advance does, enqueued. A slice
- * of b bytes, n / (8 W) of them in a ring of W ranks, costs a hop
+/* One-bit rings between the messages (csrc/exchange/ring.c defines the result): what sid_exchange_advance does, enqueued.
+ * A slice of b bytes, n / (8 W) of them in a ring of W ranks, costs a hop
  *     merging    4 b    what came, own bits, and both places where the outcome goes
  *     copying    3 b
  * and where the torus turns from rows to columns, whose slices are others, b or 2 b more. At the end n / 8 bytes are read
@@ -150,14 +150,14 @@ __global__ void __launch_bounds__(SID_LANES) sid_ring_seal_kernel(sid_frames s, 
 
 sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) { return sid_cuda_work(x->plan, bytes, err); }
 
-sid_status advance(sid_cuda_trip &t, uint32_t round) {
+sid_status advance(sid_cuda_exchange_step &t, uint32_t round) {
     const sid_plan *p = t.x->plan;
     const sid_frames s = sid_frames_of(t);
     sid_status status = SID_OK;
     sid_hop h = {};
     t.x->kind->hop(t.x, round, &h);
     if (!round) {
-        sid_cuda_encoding c = sid_encoding_of(t, p, t.at, t.state, t.wire);
+        sid_cuda_encoding c = sid_encoding_of(t, p, t.step, t.state, t.wire);
         c.stats = t.stats;
         status = sid_enqueue(c, t.table, t.work);
         if (!status)
@@ -167,7 +167,7 @@ sid_status advance(sid_cuda_trip &t, uint32_t round) {
     return status ? status : hop(t.to, s, h);
 }
 
-sid_status finish(sid_cuda_trip &t) {
+sid_status finish(sid_cuda_exchange_step &t) {
     const sid_plan *p = t.x->plan;
     const sid_frames s = sid_frames_of(t);
     const uint64_t bytes = p->sizes.payload;
@@ -175,7 +175,7 @@ sid_status finish(sid_cuda_trip &t) {
                                    sid_blocks(t.to, bytes / (16 * SID_BLOCK) + 1, HOP_BLOCKS), SID_BLOCK, 0, s, bytes);
     if (!status) status = sid_launch(t.to, "seal", sid_ring_seal_kernel, 1, SID_LANES, 0, s, t.report);
     if (status) return status;
-    sid_cuda_decoding c = sid_decoding_of(t, p, t.at, t.wire, bytes, 1, 1.0f);
+    sid_cuda_decoding c = sid_decoding_of(t, p, t.step, t.wire, bytes, 1, 1.0f);
     c.state = p->memory->vectors ? (sid_state *)(void *)t.state : nullptr;
     c.report = t.report;
     status = sid_enqueue(c, t.table, t.work);

@@ -1,5 +1,5 @@
-/* Two-shot between the messages (csrc/exchange/twoshot.c is the law). A rank's step of n elements, W ranks and payloads of
- * P(m) bytes for m elements is the codec's own passes:
+/* Two-shot between the messages (csrc/exchange/twoshot.c defines the result). A rank's step of n elements, W ranks and
+ * payloads of P(m) bytes for m elements is the codec's own passes:
  *     shot 1   W encodes of n / W elements, windows of the group's table, each with its own state, one after the other
  *     sum      a decode of W payloads of n / W elements into float32 in work
  *     shot 2   an encode of that
@@ -22,8 +22,8 @@ uint32_t slices_of(const sid_exchange *x) {
 }
 
 /* work: the mean of our slice; the codec's. */
-float *mean_of(const sid_cuda_trip &t) { return (float *)(void *)t.work; }
-uint8_t *codec_work(const sid_cuda_trip &t) { return t.work + sid_round_up(4 * t.x->slice, 64); }
+float *mean_of(const sid_cuda_exchange_step &t) { return (float *)(void *)t.work; }
+uint8_t *codec_work(const sid_cuda_exchange_step &t) { return t.work + sid_round_up(4 * t.x->slice, 64); }
 
 sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
     uint64_t most = 0;
@@ -104,12 +104,12 @@ __global__ void __launch_bounds__(SID_BLOCK)
 
 /* ---- a step -------------------------------------------------------------------------------------------------------- */
 
-sid_table slice_of(const sid_cuda_trip &t, uint32_t s) {
+sid_table slice_of(const sid_cuda_exchange_step &t, uint32_t s) {
     const uint64_t at = sid_slice_start(t.x, s), end = at + sid_slice_len(t.x, s);
     return {t.table.segs, t.table.n_seg, t.table.dtype, t.table.before + at, t.table.after + t.x->n - end};
 }
 
-sid_status first_shot(const sid_cuda_trip &t) {
+sid_status first_shot(const sid_cuda_exchange_step &t) {
     const sid_exchange *x = t.x;
     const sid_shots at = sid_shots_of(x);
     const uint64_t apart = x->plan->sizes.payload;
@@ -118,7 +118,7 @@ sid_status first_shot(const sid_cuda_trip &t) {
     sid_status status = sid_launch(t.to, "begin", sid_shots_begin_kernel, 1, SID_LANES, 0, t.head, mean_of(t),
                                    sid_slice_len(x, x->rank));
     for (uint32_t s = 0; s < slices && !status; s++) {
-        sid_cuda_encoding c = sid_encoding_of(t, plan_of(x, x->plan, s), sid_slice_step(&t.at, s, x->rank, x->world),
+        sid_cuda_encoding c = sid_encoding_of(t, plan_of(x, x->plan, s), sid_slice_step(&t.step, s, x->rank, x->world),
                                               t.state + s * at.apart, s == x->rank ? own : t.wire + s * apart);
         status = sid_enqueue(c, slice_of(t, s), codec_work(t));
     }
@@ -128,7 +128,7 @@ sid_status first_shot(const sid_cuda_trip &t) {
     return status;
 }
 
-sid_status second_shot(const sid_cuda_trip &t) {
+sid_status second_shot(const sid_cuda_exchange_step &t) {
     const sid_exchange *x = t.x;
     const uint32_t s = x->rank;
     const uint64_t len = sid_slice_len(x, s);
@@ -137,14 +137,14 @@ sid_status second_shot(const sid_cuda_trip &t) {
     const sid_table mean = {&t.head->own, 1, SID_F32, 0, 0};
     uint8_t *const payload = t.wire + at.means + s * x->server->sizes.payload;
     sid_cuda_decoding in =
-        sid_decoding_of(t, plan_of(x, x->plan, s), sid_slice_step(&t.at, s, s, x->world), t.wire + at.theirs,
+        sid_decoding_of(t, plan_of(x, x->plan, s), sid_slice_step(&t.step, s, s, x->world), t.wire + at.theirs,
                         x->plan->sizes.payload, x->world, 1.0f / (float)x->world);
     sid_status status = sid_enqueue(in, mean, codec_work(t));
     if (!status) status = sid_launch(t.to, "found", sid_found_kernel, 1, SID_LANES, 0, t.head, 0u);
     if (status) return status;
     const sid_plan *server = plan_of(x, x->server, s);
     sid_cuda_encoding out =
-        sid_encoding_of(t, server, sid_slice_step(&t.at, s | SID_SECOND, s, x->world), t.state + at.server, payload);
+        sid_encoding_of(t, server, sid_slice_step(&t.step, s | SID_SECOND, s, x->world), t.state + at.server, payload);
     out.gate = t.gate();
     status = sid_enqueue(out, mean, codec_work(t));
     if (status) return status;
@@ -155,7 +155,7 @@ sid_status second_shot(const sid_cuda_trip &t) {
 }
 
 /* The means of whole slices at once, and that of the short one. */
-sid_status check_means(const sid_cuda_trip &t) {
+sid_status check_means(const sid_cuda_exchange_step &t) {
     const sid_exchange *x = t.x;
     const sid_shots at = sid_shots_of(x);
     const uint32_t slices = slices_of(x);
@@ -164,7 +164,7 @@ sid_status check_means(const sid_cuda_trip &t) {
         uint32_t count = 1;
         while (s + count < slices && sid_slice_kind(x, s + count) == sid_slice_kind(x, s)) count++;
         sid_cuda_decoding c =
-            sid_decoding_of(t, plan_of(x, x->server, s), sid_slice_step(&t.at, s | SID_SECOND, s, x->world),
+            sid_decoding_of(t, plan_of(x, x->server, s), sid_slice_step(&t.step, s | SID_SECOND, s, x->world),
                             t.wire + at.means + s * apart, apart, count, 1.0f);
         c.apart = 1u << SID_SUBGROUPS;
         c.part = SID_CHECK;
@@ -176,14 +176,14 @@ sid_status check_means(const sid_cuda_trip &t) {
     return SID_OK;
 }
 
-sid_status advance(sid_cuda_trip &t, uint32_t round) {
+sid_status advance(sid_cuda_exchange_step &t, uint32_t round) {
     sid_status status = SID_OK;
     if (!round) status = first_shot(t);
     if (!status && (round == 1 || !t.x->rounds)) status = second_shot(t);
     return status || round < t.x->rounds ? status : check_means(t);
 }
 
-sid_status finish(sid_cuda_trip &t) {
+sid_status finish(sid_cuda_exchange_step &t) {
     const sid_exchange *x = t.x;
     const sid_shots at = sid_shots_of(x);
     const uint32_t slices = slices_of(x), s = x->rank;
@@ -203,7 +203,7 @@ sid_status finish(sid_cuda_trip &t) {
     }
     for (uint32_t i = 0; i < slices && !status; i++) {
         sid_cuda_decoding c =
-            sid_decoding_of(t, plan_of(x, x->server, i), sid_slice_step(&t.at, i | SID_SECOND, i, x->world),
+            sid_decoding_of(t, plan_of(x, x->server, i), sid_slice_step(&t.step, i | SID_SECOND, i, x->world),
                             means + i * apart, apart, 1, 1.0f);
         c.part = SID_WRITE;
         c.nonfinite = &t.head->nonfinite;

@@ -26,6 +26,15 @@ uint64_t state_header_bytes() {
     return sid_plan_sizes(plan).state - sid_plan_extra(plan);
 }
 
+py::tuple state_lasting() {
+    py::list parts;
+    for (uint32_t i = 0;; i++) {
+        const sid_byte_range part = sid_state_lasting(i);
+        if (part.first == part.end) return py::tuple(parts);
+        parts.append(py::make_tuple(part.first, part.end));
+    }
+}
+
 sid_stats read_stats(const py::bytes &data) {
     const string bytes = data;
     sid_stats stats;
@@ -39,13 +48,15 @@ sid_stats read_stats(const py::bytes &data) {
 
 Segments::Segments(const std::vector<Address> &pointers, const std::vector<uint64_t> &lengths) {
     if (pointers.size() != lengths.size())
-        fail(SID_E_ARG,
-             std::to_string(pointers.size()) + " pointers, but " + std::to_string(lengths.size()) + " lengths");
-    if (pointers.size() > UINT32_MAX) fail(SID_E_ARG, "more than 2^32 - 1 segments");
+        fail(SID_E_ARG, "there are " + std::to_string(pointers.size()) + " pointers, but " +
+                            std::to_string(lengths.size()) + " lengths: give one of each per segment");
+    if (pointers.size() > UINT32_MAX) fail(SID_E_ARG, "there are more than 2^32 - 1 segments");
     parts.reserve(pointers.size());
     for (size_t i = 0; i < pointers.size(); i++) {
-        if (!pointers[i] && lengths[i]) fail(SID_E_ARG, "segment " + std::to_string(i) + " is NULL");
-        if (lengths[i] > UINT64_MAX - n) fail(SID_E_ARG, "the segments' lengths overflow");
+        if (!pointers[i] && lengths[i])
+            fail(SID_E_ARG,
+                 "segment " + std::to_string(i) + " is NULL, but has " + std::to_string(lengths[i]) + " elements");
+        if (lengths[i] > UINT64_MAX - n) fail(SID_E_ARG, "the segments' lengths add up to more than 2^64 - 1");
         parts.push_back({pointer(pointers[i]), lengths[i]});
         n += lengths[i];
     }
@@ -84,6 +95,9 @@ void bind_buffers(py::module_ &m) {
     m.attr("stats_bytes") = sizeof(sid_stats);
     m.def("read_stats", read_stats, arg("data"));
     m.attr("state_header_bytes") = state_header_bytes();
+    m.attr("state_lasting") = state_lasting();
+    m.attr("extra_unit_bytes") = static_cast<int>(SID_EXTRA_UNIT);
+    m.attr("max_vectors") = static_cast<int>(SID_MAX_VECTORS);
 }
 
 } // namespace binding

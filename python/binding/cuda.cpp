@@ -16,17 +16,17 @@ uint64_t work_bytes(const Plan &p) {
     return bytes;
 }
 
-void encode(const Plan &p, const Buffers &b, const sid_step &at, Address stats, Stream to) {
+void encode(const Plan &p, const Buffers &b, const sid_step &step, Address stats, Stream to) {
     run([&](sid_error *err) {
-        return sid_cuda_encode(p.get(), b.segs, b.n_seg, b.state, b.work, &at, b.payload, pointer(stats), to.device,
+        return sid_cuda_encode(p.get(), b.segs, b.n_seg, b.state, b.work, &step, b.payload, pointer(stats), to.device,
                                to.get(), err);
     });
 }
 
-void next_round(const Plan &p, uint32_t round, const Buffers &b, const sid_step &at, Stream to) {
+void next_reduction(const Plan &p, uint32_t reduction, const Buffers &b, const sid_step &step, Stream to) {
     run([&](sid_error *err) {
-        return sid_cuda_next_round(p.get(), round, b.segs, b.n_seg, b.state, b.work, &at, b.payload, to.device,
-                                   to.get(), err);
+        return sid_cuda_next_reduction(p.get(), reduction, b.segs, b.n_seg, b.state, b.work, &step, b.payload,
+                                       to.device, to.get(), err);
     });
 }
 
@@ -65,10 +65,10 @@ uint64_t work_bytes(const Exchange &x) {
     return bytes;
 }
 
-void advance(const Exchange &x, uint32_t round, const Buffers &b, const sid_step &at, Address stats, Address report,
+void advance(const Exchange &x, uint32_t round, const Buffers &b, const sid_step &step, Address stats, Address report,
              Stream to) {
     run([&](sid_error *err) {
-        return sid_cuda_exchange_advance(x.get(), round, b.segs, b.n_seg, b.state, b.work, &at, b.payload,
+        return sid_cuda_exchange_advance(x.get(), round, b.segs, b.n_seg, b.state, b.work, &step, b.payload,
                                          pointer(stats), pointer(report), to.device, to.get(), err);
     });
 }
@@ -167,14 +167,14 @@ void bind_cuda(py::module_ &m) {
         arg("seed"), arg("group"), arg("rank"), arg("world"), arg("carry") = 1.0f, arg("origin") = 0, arg("stats"),
         arg("device"), arg("stream"));
     plan.def(
-        "cuda_next_round",
-        [](const Plan &p, uint32_t round, Address segments, uint32_t n_segments, Address state, Address work,
+        "cuda_next_reduction",
+        [](const Plan &p, uint32_t reduction, Address segments, uint32_t n_segments, Address state, Address work,
            Address payload, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, int device,
            Address stream) {
-            next_round(p, round, {segments, n_segments, state, work, payload}, {step, seed, group, rank, world, 1, 0},
-                       {device, stream});
+            next_reduction(p, reduction, {segments, n_segments, state, work, payload},
+                           {step, seed, group, rank, world, 1, 0}, {device, stream});
         },
-        arg("round"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(),
+        arg("reduction"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(),
         arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"), arg("device"), arg("stream"));
     plan.def(
         "cuda_decode",
@@ -210,11 +210,11 @@ void bind_cuda(py::module_ &m) {
         .def_property_readonly("mark", [](const Report &r) { return r.words->mark; });
     m.def(
         "cuda_show",
-        [](Address report, uint32_t mark, Address seen, int device, Address stream) {
+        [](Address report, uint32_t mark, Address shown, int device, Address stream) {
             sid_error err{};
-            check(sid_cuda_show(pointer(report), mark, pointer(seen), device, pointer(stream), &err), err);
+            check(sid_cuda_show(pointer(report), mark, pointer(shown), device, pointer(stream), &err), err);
         },
-        arg("report"), arg("mark"), arg("seen"), py::kw_only(), arg("device"), arg("stream"));
+        arg("report"), arg("mark"), arg("shown"), py::kw_only(), arg("device"), arg("stream"));
     m.attr("cuda_kept_bytes") = sizeof(sid_cuda_kept);
     m.def(
         "cuda_cancel",

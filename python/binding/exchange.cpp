@@ -11,12 +11,12 @@ Exchange::Exchange(const string &name, const string &codec, const string &memory
     : rank(of), world(all) {
     const sid_info &e = find(sid_exchange_at, name, "exchange");
     const Config given(codec, memory, count, dtype, settings, isa, &e);
-    const sid_route route{e.name, &given.it, of, all};
+    const sid_exchange_config config{e.name, &given.it, of, all};
     sid_error err{};
     size_t bytes = 0;
-    check(sid_exchange_make(&route, nullptr, &bytes, &err), err);
+    check(sid_exchange_make(&config, nullptr, &bytes, &err), err);
     memory_ = make_block(bytes);
-    check(sid_exchange_make(&route, memory_.get(), &bytes, &err), err);
+    check(sid_exchange_make(&config, memory_.get(), &bytes, &err), err);
     sizes = sid_exchange_sizes_of(get());
     n = given.it.n;
 }
@@ -50,28 +50,29 @@ void *Exchange::needed(Address state) const {
 
 // ---- a step ------------------------------------------------------------------------------------------------------
 
-bool Exchange::advance(uint32_t round, const Buffers &b, const sid_step &at) {
+bool Exchange::advance(uint32_t round, const Buffers &b, const sid_step &step) {
     sid_report report{};
     sid_error err{};
     sid_segment *room = cut(b.n_seg);
     const sid_status s = without_gil([&] {
-        return sid_exchange_advance(get(), round, b.segs, b.n_seg, room, b.state, b.work, &at, b.payload, &report,
+        return sid_exchange_advance(get(), round, b.segs, b.n_seg, room, b.state, b.work, &step, b.payload, &report,
                                     &err);
     });
     check(s, err, report.culprit);
     return report.nonfinite != 0;
 }
 
-void Exchange::meanwhile(uint32_t round, const Buffers &b, const sid_step &at) {
+void Exchange::meanwhile(uint32_t round, const Buffers &b, const sid_step &step) {
     sid_segment *room = cut(b.n_seg);
-    check(without_gil(
-        [&] { return sid_exchange_meanwhile(get(), round, b.segs, b.n_seg, room, b.state, b.work, &at, b.payload); }));
+    check(without_gil([&] {
+        return sid_exchange_meanwhile(get(), round, b.segs, b.n_seg, room, b.state, b.work, &step, b.payload);
+    }));
 }
 
-void Exchange::abandon(const Buffers &b, const sid_step &at) {
+void Exchange::abandon(const Buffers &b, const sid_step &step) {
     sid_segment *room = cut(b.n_seg);
     check(without_gil(
-        [&] { return sid_exchange_abandon(get(), b.segs, b.n_seg, room, b.state, b.work, &at, b.payload); }));
+        [&] { return sid_exchange_abandon(get(), b.segs, b.n_seg, room, b.state, b.work, &step, b.payload); }));
 }
 
 // ---- what is kept ------------------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ void Exchange::rescale(Address state, float factor) const {
 namespace {
 
 // One step: whether it was not finite, what each rank sent, and how much of that was control messages.
-py::tuple loopback(const std::vector<Exchange *> &ranks, const std::vector<Buffers> &buffers, sid_step at) {
+py::tuple loopback(const std::vector<Exchange *> &ranks, const std::vector<Buffers> &buffers, sid_step step) {
     std::vector<sid_rank> all;
     uint32_t most = 0;
     for (size_t r = 0; r < ranks.size(); r++) {
@@ -116,10 +117,10 @@ py::tuple loopback(const std::vector<Exchange *> &ranks, const std::vector<Buffe
         most = std::max(most, ranks[r]->sizes.messages);
     }
     std::vector<sid_message> room(2 * (most + 1));
-    at.world = static_cast<uint32_t>(ranks.size());
+    step.world = static_cast<uint32_t>(ranks.size());
     sid_report report{};
     sid_error err{};
-    const sid_status s = without_gil([&] { return sid_loopback(all.data(), room.data(), &at, &report, &err); });
+    const sid_status s = without_gil([&] { return sid_loopback(all.data(), room.data(), &step, &report, &err); });
     check(s, err, report.culprit);
     std::vector<uint64_t> sent, control;
     for (const sid_rank &one : all) {
@@ -195,7 +196,7 @@ void bind_exchange(py::module_ &m) {
             const size_t world = exchanges.size();
             if (!world || segments.size() != world || state.size() != world || work.size() != world ||
                 wire.size() != world)
-                fail(SID_E_ARG, "a loopback needs segments, state, work and wire of every rank");
+                fail(SID_E_ARG, "a loopback needs at least one rank, and segments, state, work and wire for each rank");
             std::vector<Buffers> buffers;
             for (size_t r = 0; r < world; r++) buffers.emplace_back(*segments[r], state[r], work[r], wire[r]);
             return loopback(exchanges, buffers, {step, seed, group, 0, 1, carry, 0});

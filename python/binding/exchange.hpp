@@ -23,9 +23,9 @@ class Exchange {
     std::vector<Message> messages(uint32_t round, bool receive) const;
     bool has_meanwhile() const { return sid_exchange_has_meanwhile(get()) != 0; }
 
-    bool advance(uint32_t round, const Buffers &b, const sid_step &at);
-    void meanwhile(uint32_t round, const Buffers &b, const sid_step &at);
-    void abandon(const Buffers &b, const sid_step &at);
+    bool advance(uint32_t round, const Buffers &b, const sid_step &step);
+    void meanwhile(uint32_t round, const Buffers &b, const sid_step &step);
+    void abandon(const Buffers &b, const sid_step &step);
 
     void residual_out(Address state, Address out) const;
     void residual_in(Address state, Address values) const;

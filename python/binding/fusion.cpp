@@ -14,6 +14,25 @@ void check(sid_fuse_status s, const sid_fuse_error &err) {
     if (s != SID_FUSE_OK) fail(SID_E_ARG, err.text);
 }
 
+const sid_algorithm &find_algorithm(const string &name) {
+    std::vector<string> valid;
+    for (uint32_t i = 0; const sid_algorithm *a = sid_algorithm_at(i); i++) {
+        if (name == a->name) return *a;
+        valid.emplace_back(a->name);
+    }
+    fail(SID_E_ARG, "unknown algorithm '" + name + "'; there are: " + joined(valid));
+}
+
+void need_option(const sid_algorithm &a, const string &name) {
+    if (name == "seed_ends" || name == "seed_methods") return;
+    std::vector<string> valid;
+    for (uint32_t i = 0; i < a.n_options; i++) {
+        if (name == a.options[i].name) return;
+        valid.emplace_back(a.options[i].name);
+    }
+    fail(SID_E_ARG, string(a.name) + " has no option '" + name + "'; it has: " + joined(valid));
+}
+
 class Instance {
   public:
     using Knots = std::vector<std::pair<int64_t, int64_t>>;
@@ -21,13 +40,13 @@ class Instance {
 
     Instance(int64_t forward_ps, std::vector<int64_t> backward_ps, std::vector<int64_t> bytes,
              const std::vector<Method> &methods, int64_t max_group_bytes, const std::vector<uint32_t> &cut_before,
-             uint32_t overlap_permille, uint32_t stolen_permille, bool decode_main)
+             uint32_t overlap_permille, uint32_t slowdown_permille, bool decode_main)
         : backward_(std::move(backward_ps)), bytes_(std::move(bytes)), cuts_(backward_.size()) {
         if (backward_.size() != bytes_.size())
-            fail(SID_E_ARG, std::to_string(backward_.size()) + " times of tensors, but " +
+            fail(SID_E_ARG, "there are " + std::to_string(backward_.size()) + " times of tensors, but " +
                                 std::to_string(bytes_.size()) + " sizes");
         if (bytes_.size() > SID_FUSE_MAX_TENSORS || methods.size() > SID_FUSE_MAX_METHODS)
-            fail(SID_E_ARG, "at most " + std::to_string(SID_FUSE_MAX_TENSORS) + " tensors and " +
+            fail(SID_E_ARG, "an instance has at most " + std::to_string(SID_FUSE_MAX_TENSORS) + " tensors and " +
                                 std::to_string(SID_FUSE_MAX_METHODS) + " methods");
         for (uint32_t i : cut_before) {
             if (i >= cuts_.size()) fail(SID_E_ARG, "cut_before: there is no tensor " + std::to_string(i));
@@ -55,7 +74,7 @@ class Instance {
         in_.n_methods = static_cast<uint32_t>(methods_.size());
         in_.methods = methods_.data();
         in_.overlap_permille = overlap_permille;
-        in_.stolen_permille = stolen_permille;
+        in_.slowdown_permille = slowdown_permille;
         in_.decode_main = decode_main;
         sid_fuse_error err{};
         check(sid_fuse_check(&in_, &err), err);
@@ -64,6 +83,7 @@ class Instance {
     Instance &operator=(const Instance &) = delete;
 
     py::dict fuse(const string &algorithm, const py::dict &options) const {
+        const sid_algorithm &chosen = find_algorithm(algorithm);
         std::vector<string> names; // keeps the settings' names alive
         std::vector<sid_fuse_setting> settings;
         std::vector<uint32_t> seed_ends;
@@ -72,6 +92,7 @@ class Instance {
         for (const auto &[key, value] : options) {
             names.push_back(py::str(key));
             const string &name = names.back();
+            need_option(chosen, name);
             try {
                 if (name == "seed_ends")
                     seed_ends = py::cast<std::vector<uint32_t>>(value);
@@ -133,8 +154,8 @@ class Instance {
   private:
     static void need_pair(const std::vector<uint32_t> &ends, const std::vector<uint8_t> &methods) {
         if (ends.size() != methods.size())
-            fail(SID_E_ARG, std::to_string(ends.size()) + " ends, but " + std::to_string(methods.size()) +
-                                " methods: one of each a group");
+            fail(SID_E_ARG, "there are " + std::to_string(ends.size()) + " ends, but " +
+                                std::to_string(methods.size()) + " methods: give one of each per group");
     }
 
     std::vector<int64_t> backward_, bytes_;
@@ -177,7 +198,7 @@ void bind_fusion(py::module_ &m) {
         .def(py::init<int64_t, std::vector<int64_t>, std::vector<int64_t>, const std::vector<Instance::Method> &,
                       int64_t, const std::vector<uint32_t> &, uint32_t, uint32_t, bool>(),
              arg("forward_ps"), arg("backward_ps"), arg("bytes"), arg("methods"), arg("max_group_bytes") = 0,
-             arg("cut_before") = std::vector<uint32_t>(), arg("overlap_permille") = 0, arg("stolen_permille") = 0,
+             arg("cut_before") = std::vector<uint32_t>(), arg("overlap_permille") = 0, arg("slowdown_permille") = 0,
              arg("decode_main") = false)
         .def("fuse", &Instance::fuse, arg("algorithm"), arg("options") = py::dict())
         .def("evaluate", &Instance::evaluate, arg("ends"), arg("methods"));

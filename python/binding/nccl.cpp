@@ -36,8 +36,10 @@ class Communicator {
         : rank(of), world(all), device(on) {
         const string bytes_of_id = id;
         if (bytes_of_id.size() != SID_NCCL_ID_BYTES)
-            fail(SID_E_ARG, "an id has " + std::to_string(SID_NCCL_ID_BYTES) + " bytes");
-        if (!(limit >= 0.001)) fail(SID_E_ARG, "the time limit is in seconds, and more than 0");
+            fail(SID_E_ARG, "an id has " + std::to_string(SID_NCCL_ID_BYTES) + " bytes, not " +
+                                std::to_string(bytes_of_id.size()));
+        if (!(limit >= 0.001))
+            fail(SID_E_ARG, "the time limit is " + std::to_string(limit) + " s: it must be at least 0.001");
         const uint32_t ms = limit < 4e6 ? static_cast<uint32_t>(limit * 1000) : UINT32_MAX;
         sid_error err{};
         size_t bytes = 0;
@@ -100,7 +102,7 @@ class Communicator {
 class DeviceGroup {
   public:
     struct Places { // besides the buffers
-        Address incoming, stats, report, seen;
+        Address incoming, stats, report, shown;
     };
     DeviceGroup(const Plan &plan, const Buffers &b, const Places &also) : DeviceGroup(b, also) {
         group_.plan = plan.get();
@@ -113,8 +115,8 @@ class DeviceGroup {
     DeviceGroup(const DeviceGroup &) = delete;
     DeviceGroup &operator=(const DeviceGroup &) = delete;
 
-    void step(Communicator &c, const sid_step &at, Address stream) const {
-        run([&](sid_error *err) { return sid_nccl_step(c.get(), &group_, &at, pointer(stream), err); });
+    void step(Communicator &c, const sid_step &step, Address stream) const {
+        run([&](sid_error *err) { return sid_nccl_step(c.get(), &group_, &step, pointer(stream), err); });
     }
 
     py::bytes kept() const {
@@ -133,7 +135,7 @@ class DeviceGroup {
         group_.incoming = pointer(also.incoming);
         group_.stats_dev = pointer(also.stats);
         group_.report_dev = pointer(also.report);
-        group_.seen = pointer(also.seen);
+        group_.shown = pointer(also.shown);
     }
 
     std::vector<sid_message> room_;
@@ -170,19 +172,19 @@ void bind_nccl(py::module_ &m) {
 
     py::class_<DeviceGroup>(m, "DeviceGroup")
         .def(py::init([](const Plan &plan, Address segments, uint32_t n_segments, Address state, Address work,
-                         Address payload, Address incoming, Address stats, Address report, Address seen) {
+                         Address payload, Address incoming, Address stats, Address report, Address shown) {
                  return std::make_unique<DeviceGroup>(plan, Buffers(segments, n_segments, state, work, payload),
-                                                      DeviceGroup::Places{incoming, stats, report, seen});
+                                                      DeviceGroup::Places{incoming, stats, report, shown});
              }),
              arg("plan"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"),
-             arg("incoming"), arg("stats"), arg("report"), arg("seen"), py::keep_alive<1, 2>())
+             arg("incoming"), arg("stats"), arg("report"), arg("shown"), py::keep_alive<1, 2>())
         .def(py::init([](const Exchange &exchange, Address segments, uint32_t n_segments, Address state, Address work,
-                         Address wire, Address stats, Address report, Address seen) {
+                         Address wire, Address stats, Address report, Address shown) {
                  return std::make_unique<DeviceGroup>(exchange, Buffers(segments, n_segments, state, work, wire),
-                                                      DeviceGroup::Places{0, stats, report, seen});
+                                                      DeviceGroup::Places{0, stats, report, shown});
              }),
              arg("exchange"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("wire"), arg("stats"),
-             arg("report"), arg("seen"), py::keep_alive<1, 2>())
+             arg("report"), arg("shown"), py::keep_alive<1, 2>())
         .def(
             "step",
             [](const DeviceGroup &g, Communicator &c, uint64_t step, uint64_t seed, uint32_t group, float carry,

@@ -28,8 +28,8 @@ Plan::Plan(const string &codec, const string &memory, int64_t count, const strin
 
 py::list Plan::slices() const {
     py::list all;
-    for (uint32_t i = 0; has(SID_LINEAR) && i < sizes.rounds; i++) {
-        const sid_slice s = sid_plan_round(get(), i);
+    for (uint32_t i = 0; has(SID_LINEAR) && i < sizes.reductions; i++) {
+        const sid_slice s = sid_plan_slice(get(), i);
         all.append(py::make_tuple(s.offset, s.count));
     }
     return all;
@@ -48,16 +48,17 @@ void *Plan::needed(Address state) const {
 
 // ---- a step ------------------------------------------------------------------------------------------------------
 
-sid_stats Plan::encode(const Buffers &b, const sid_step &at) const {
+sid_stats Plan::encode(const Buffers &b, const sid_step &step) const {
     need_all(b);
     sid_stats stats{};
-    check(without_gil([&] { return sid_encode(get(), b.segs, b.n_seg, b.state, b.work, &at, b.payload, &stats); }));
+    check(without_gil([&] { return sid_encode(get(), b.segs, b.n_seg, b.state, b.work, &step, b.payload, &stats); }));
     return stats;
 }
 
-void Plan::next_round(uint32_t round, const Buffers &b, const sid_step &at) const {
+void Plan::next_reduction(uint32_t reduction, const Buffers &b, const sid_step &step) const {
     need_all(b);
-    check(without_gil([&] { return sid_next_round(get(), round, b.segs, b.n_seg, b.state, b.work, &at, b.payload); }));
+    check(without_gil(
+        [&] { return sid_next_reduction(get(), reduction, b.segs, b.n_seg, b.state, b.work, &step, b.payload); }));
 }
 
 bool Plan::decode(const Payloads &from, const Segments &seg, Address state, const Expected &at) const {
@@ -129,7 +130,7 @@ void bind_plan(py::module_ &m) {
         .def_property_readonly("state_bytes", [](const Plan &p) { return p.sizes.state; })
         .def_property_readonly("work_bytes", [](const Plan &p) { return p.sizes.work; })
         .def_property_readonly("extra_bytes", [](const Plan &p) { return sid_plan_extra(p.get()); })
-        .def_property_readonly("rounds", [](const Plan &p) { return p.sizes.rounds; })
+        .def_property_readonly("reductions", [](const Plan &p) { return p.sizes.reductions; })
         .def_property_readonly("ranks", [](const Plan &p) { return p.sizes.ranks; })
         .def_property_readonly("slices", &Plan::slices)
         .def_property_readonly("vectors", &Plan::vectors)
@@ -142,12 +143,12 @@ void bind_plan(py::module_ &m) {
             arg("segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(), arg("step"), arg("seed"),
             arg("group"), arg("rank"), arg("world"), arg("carry") = 1.0f, arg("origin") = 0)
         .def(
-            "next_round",
-            [](const Plan &p, uint32_t round, const Segments &segments, Address state, Address work, Address payload,
-               uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world) {
-                p.next_round(round, {segments, state, work, payload}, {step, seed, group, rank, world, 1, 0});
+            "next_reduction",
+            [](const Plan &p, uint32_t reduction, const Segments &segments, Address state, Address work,
+               Address payload, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world) {
+                p.next_reduction(reduction, {segments, state, work, payload}, {step, seed, group, rank, world, 1, 0});
             },
-            arg("round"), arg("segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(), arg("step"),
+            arg("reduction"), arg("segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(), arg("step"),
             arg("seed"), arg("group"), arg("rank"), arg("world"))
         .def(
             "decode",

@@ -43,11 +43,11 @@ class Plan {
     uint32_t vectors() const { return sid_memory_vectors(get()); }
     py::list slices() const;
 
-    sid_stats encode(const Buffers &b, const sid_step &at) const;
-    void next_round(uint32_t round, const Buffers &b, const sid_step &at) const;
-    bool decode(const Payloads &from, const Segments &seg, Address state, const Expected &at) const;
+    sid_stats encode(const Buffers &b, const sid_step &step) const;
+    void next_reduction(uint32_t reduction, const Buffers &b, const sid_step &step) const;
+    bool decode(const Payloads &from, const Segments &seg, Address state, const Expected &step) const;
     void learn(Address state, Address payload) const;
-    void check_payload(Address payload, uint64_t bytes, const Expected &at) const;
+    void check_payload(Address payload, uint64_t bytes, const Expected &step) const;
 
     void residual_out(Address state, Address out) const;
     void residual_in(Address state, Address values) const;

@@ -18,10 +18,17 @@ constexpr Name dtypes[] = {{"float32", SID_F32}, {"float16", SID_F16}, {"bfloat1
 constexpr Name bodies[] = {{"float32", SID_F32}, {"float16", SID_F16}, {"bfloat16", SID_BF16}, {"int8", SID_I8}};
 constexpr Name isas[] = {
     {"auto", SID_ISA_AUTO}, {"base", SID_ISA_BASE}, {"avx2", SID_ISA_AVX2}, {"avx512", SID_ISA_AVX512}};
-constexpr Name traits[] = {{"linear", SID_LINEAR},     {"lossless", SID_LOSSLESS}, {"stochastic", SID_STOCHASTIC},
-                           {"unbiased", SID_UNBIASED}, {"sparse", SID_SPARSE},     {"feedback", SID_FEEDBACK},
-                           {"momentum", SID_MOMENTUM}, {"vote", SID_VOTE},         {"shaped", SID_SHAPED},
-                           {"signs", SID_SIGNS},       {"rounds", SID_IN_ROUNDS}};
+constexpr Name traits[] = {{"linear", SID_LINEAR},
+                           {"lossless", SID_LOSSLESS},
+                           {"stochastic", SID_STOCHASTIC},
+                           {"unbiased", SID_UNBIASED},
+                           {"sparse", SID_SPARSE},
+                           {"feedback", SID_FEEDBACK},
+                           {"momentum", SID_MOMENTUM},
+                           {"vote", SID_VOTE},
+                           {"shaped", SID_SHAPED},
+                           {"signs", SID_SIGNS},
+                           {"reductions", SID_SEVERAL_REDUCTIONS}};
 constexpr const char *kinds[] = {"real", "int", "choice"};
 
 template <size_t N> int value_of(const Name (&names)[N], const string &name, const char *what) {
@@ -30,7 +37,7 @@ template <size_t N> int value_of(const Name (&names)[N], const string &name, con
         if (name == n.name) return n.value;
         valid.emplace_back(n.name);
     }
-    fail(SID_E_ARG, string("unknown ") + what + " '" + name + "'; one of: " + joined(valid));
+    fail(SID_E_ARG, string("unknown ") + what + " '" + name + "'; there are: " + joined(valid));
 }
 
 template <size_t N> string name_of(const Name (&names)[N], int value) {
@@ -145,7 +152,7 @@ const sid_info &find(const sid_info *(*at)(uint32_t), const string &name, const 
         if (name == c->name) return *c;
         valid.emplace_back(c->name);
     }
-    fail(SID_E_PARAM, string("unknown ") + what + " '" + name + "'; one of: " + joined(valid));
+    fail(SID_E_PARAM, string("unknown ") + what + " '" + name + "'; there are: " + joined(valid));
 }
 
 Settings::Settings(const std::vector<const sid_info *> &from, const py::dict &settings) {
@@ -163,7 +170,7 @@ Config::Config(const string &codec, const string &memory, int64_t count, const s
                const std::optional<string> &isa, const sid_info *exchange)
     : codec_(find(sid_codec_at, codec, "codec")), memory_(find(sid_memory_at, memory, "memory")),
       given_(exchange ? std::vector{exchange, &codec_, &memory_} : std::vector{&codec_, &memory_}, settings) {
-    if (count < 0) fail(SID_E_ARG, "n is negative");
+    if (count < 0) fail(SID_E_ARG, "n is " + std::to_string(count) + ": it must not be negative");
     it.codec = codec_.name;
     it.memory = memory_.name;
     it.n = static_cast<uint64_t>(count);

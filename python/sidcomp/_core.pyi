@@ -76,6 +76,9 @@ def read_stats(data: bytes) -> Stats:
     """Reads the statistics that an encode on a device has written: stats_bytes bytes, copied to the host."""
 
 state_header_bytes: int  # size of the header of every state, before the memory's vectors
+state_lasting: tuple[tuple[int, int], ...]  # first and end of the parts of a header that outlast residual_in
+extra_unit_bytes: int  # the size of the codec's own part of a state is a multiple of this
+max_vectors: int  # the maximum that a memory keeps
 
 class Exchange:
     """One rank's part in an exchange that sends messages; sidcomp.h says what its rounds do."""
@@ -243,7 +246,8 @@ class Communicator:
     def abort(self, why: str) -> None: ...
 
 class DeviceGroup:
-    """The addresses of a group's buffers on the device. incoming 0: the plan is linear; seen 0: no report."""
+    """The addresses of a group's buffers on the device. incoming is 0 if the plan is linear, shown if no
+    report is wanted."""
 
     @overload
     def __init__(
@@ -256,7 +260,7 @@ class DeviceGroup:
         wire: int,
         stats: int,
         report: int,
-        seen: int,
+        shown: int,
     ) -> None: ...
     @overload
     def __init__(
@@ -270,7 +274,7 @@ class DeviceGroup:
         incoming: int,
         stats: int,
         report: int,
-        seen: int,
+        shown: int,
     ) -> None: ...
     def step(
         self,
@@ -284,7 +288,7 @@ class DeviceGroup:
         stream: int,
     ) -> None:
         """Enqueues encode, all-gather or all-reduce, and decode, or the rounds of an exchange. The report,
-        with step + 1, is copied to `seen`."""
+        with step + 1, is copied to `shown`."""
     def kept(self) -> bytes:
         """The group's entries for the table of cuda_cancel, cuda_kept_bytes each."""
 
@@ -306,7 +310,7 @@ def cuda_cancel(sent: int, count: int, *, always: bool, device: int, stream: int
     """Enqueues a check of the reports of `count` entries. If a step was not finite or failed, or if `always`,
     the groups clear their residuals, except those that have already taken their own gradient out."""
 
-def cuda_show(report: int, mark: int, seen: int, *, device: int, stream: int) -> None:
+def cuda_show(report: int, mark: int, shown: int, *, device: int, stream: int) -> None:
     """Enqueues a copy of nonfinite, culprit, status and `mark` to pinned host memory."""
 
 class Plan:
@@ -336,7 +340,7 @@ class Plan:
     state_bytes: int
     work_bytes: int
     extra_bytes: int  # the codec's own part of the state, after the vectors
-    rounds: int
+    reductions: int  # linear codecs: how many sums over the ranks a step takes; else 1
     ranks: int  # linear codecs: the maximum number of ranks whose bodies can be summed; 0: no limit
     slices: list[tuple[int, int]]  # linear codecs: offset in bytes and elements, for each reduction
     vectors: int
@@ -355,9 +359,9 @@ class Plan:
         carry: float = ...,  # multiplies the residual before the gradient is added
         origin: int = ...,  # the state that the step reads, in bytes from `state`; 0: it works in place
     ) -> Stats: ...
-    def next_round(
+    def next_reduction(
         self,
-        round: int,
+        reduction: int,
         segments: Segments,
         state: int,
         work: int,
@@ -414,9 +418,9 @@ class Plan:
         device: int,
         stream: int,
     ) -> None: ...
-    def cuda_next_round(
+    def cuda_next_reduction(
         self,
-        round: int,
+        reduction: int,
         segments: int,
         n_segments: int,
         state: int,
@@ -524,7 +528,7 @@ class Instance:
         max_group_bytes: int = ...,
         cut_before: Sequence[int] = ...,
         overlap_permille: int = ...,
-        stolen_permille: int = ...,
+        slowdown_permille: int = ...,
         decode_main: bool = ...,
     ) -> None: ...
     def fuse(self, algorithm: str, options: Mapping[str, int | Sequence[int]] = ...) -> FusionDict: ...

@@ -32,7 +32,7 @@ static int victim_open(victim *v, const sid_config *c, int alone) {
     float *x = malloc((size_t)c->n * 4 + 4);
     v->linear = (sid_plan_codec(v->g.plan)->traits & SID_LINEAR) != 0;
     v->at = (sid_step){.step = 6, .seed = 1, .group = 2, .rank = 1, .world = 2};
-    if (alone || v->g.sizes.rounds > 1) { /* one rank does them all */
+    if (alone || v->g.sizes.reductions > 1) { /* one rank does them all */
         v->at.rank = 0;
         v->at.world = 1;
     }

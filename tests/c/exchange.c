@@ -8,7 +8,7 @@
 #include "test.h"
 
 void test_exchanges(void);
-void test_exchange_routes_refused(void);
+void test_exchange_configs_refused(void);
 void test_exchange_nonfinite(void);
 void test_exchange_faults(void);
 void test_exchange_sums_watched(void);
@@ -40,10 +40,10 @@ static int open_states(party *p, const char *exchange, const sid_config *c, uint
     snprintf(p->name, sizeof p->name, "%s, %s+%s, n %llu, %s, world %u", exchange, c->codec, c->memory,
              (unsigned long long)c->n, dtype_name(c->dtype), world);
     for (uint32_t r = 0; r < world; r++) {
-        const sid_route route = {exchange, c, r, world};
+        const sid_exchange_config config = {exchange, c, r, world};
         sid_error err;
         size_t bytes = 0;
-        sid_status s = sid_exchange_make(&route, NULL, &bytes, &err);
+        sid_status s = sid_exchange_make(&config, NULL, &bytes, &err);
         if (s == SID_E_UNSUPPORTED || s == SID_E_PARAM) {
             CHECK(strlen(err.text) > 30, "%s: refused with '%s'", p->name, err.text);
             CHECK(r == 0, "%s: rank %u refuses what rank 0 takes", p->name, r);
@@ -51,7 +51,7 @@ static int open_states(party *p, const char *exchange, const sid_config *c, uint
         }
         CHECK(s == SID_OK, "%s: %s", p->name, err.text);
         p->plan[r] = block_new(bytes, 0);
-        s = sid_exchange_make(&route, p->plan[r].p, &bytes, &err);
+        s = sid_exchange_make(&config, p->plan[r].p, &bytes, &err);
         CHECK(s == SID_OK, "%s: %s", p->name, err.text);
         const sid_exchange_sizes z = sid_exchange_sizes_of(of(p, r));
         if (r) CHECK(z.rounds == p->sizes.rounds && z.messages == p->sizes.messages, "%s: rank %u", p->name, r);
@@ -182,21 +182,21 @@ static void steps(party *p, const sid_info *codec) {
 }
 void test_exchanges(void) { walk(steps, 5); }
 
-void test_exchange_routes_refused(void) {
+void test_exchange_configs_refused(void) {
     sid_config c = {.codec = "topk", .memory = "residual", .n = 100, .dtype = SID_F32};
     sid_error err;
     size_t bytes = 0;
     sid_message m[4];
     const struct {
-        sid_route r;
+        sid_exchange_config r;
         sid_status status;
         const char *says;
     } wrong[] = {
         {{"ring", &c, 0, 2}, SID_E_PARAM, "no exchange is named 'ring'"},
         {{NULL, &c, 0, 2}, SID_E_PARAM, "no exchange"},
         {{"twoshot", NULL, 0, 2}, SID_E_ARG, "NULL"},
-        {{"twoshot", &c, 2, 2}, SID_E_ARG, "rank 2 of 2"},
-        {{"twoshot", &c, 0, 0}, SID_E_ARG, "rank 0 of 0"},
+        {{"twoshot", &c, 2, 2}, SID_E_ARG, "rank is 2 and world is 2"},
+        {{"twoshot", &c, 0, 0}, SID_E_ARG, "rank is 0 and world is 0"},
         {{"twoshot", &c, 0, 5000}, SID_E_ARG, "4096"},
         {{"ring1", &c, 0, 2}, SID_E_UNSUPPORTED, "twoshot"},
         {{"allreduce", &c, 0, 2}, SID_E_UNSUPPORTED, "allgather"},
@@ -208,7 +208,7 @@ void test_exchange_routes_refused(void) {
     }
     const sid_setting s = {"rows", 3};
     c = (sid_config){.codec = "marsit", .memory = "compensation", .n = 100, .settings = &s, .n_settings = 1};
-    const sid_route torus = {"torus1", &c, 0, 4};
+    const sid_exchange_config torus = {"torus1", &c, 0, 4};
     CHECK(sid_exchange_make(&torus, NULL, &bytes, &err) == SID_E_PARAM && strstr(err.text, "rows = 3"), "%s", err.text);
     const sid_setting huge = {"rows", 1e9};
     c.settings = &huge;

@@ -37,7 +37,7 @@ static void check_all(const tiny *t, kind k) {
     const int64_t best = brute(&t->in, 0);
     int64_t dense = brute(&t->in, 1);
     const int none = dense == INT64_MAX;
-    if (t->in.stolen_permille) dense = INT64_MAX; /* is not promised then */
+    if (t->in.slowdown_permille) dense = INT64_MAX; /* is not promised then */
     const planned seed = plan_tiny(&t->in, "even", NULL, 0, NULL);
     for (uint32_t i = 0; sid_algorithm_at(i); i++) {
         const sid_algorithm *a = sid_algorithm_at(i);
@@ -424,8 +424,8 @@ void test_fuse_refusals(void) {
     REFUSED(in.forward_ps = INT64_MAX, in = sound, SID_FUSE_E_SUM, "forward_ps");
     REFUSED(in.max_group_bytes = -5, in = sound, SID_FUSE_E_NEGATIVE_BYTES, "max_group_bytes");
     REFUSED(in.overlap_permille = 1001, in = sound, SID_FUSE_E_SHARE, "1001");
-    REFUSED(in.stolen_permille = 1000, in = sound, SID_FUSE_E_SHARE, "stolen_permille is 1000");
-    REFUSED(in.stolen_permille = in.overlap_permille = 1, in = sound, SID_FUSE_E_SHARE, "only one");
+    REFUSED(in.slowdown_permille = 1000, in = sound, SID_FUSE_E_SHARE, "slowdown_permille is 1000");
+    REFUSED(in.slowdown_permille = in.overlap_permille = 1, in = sound, SID_FUSE_E_SHARE, "only one");
     REFUSED(backward[1] = -2, backward[1] = 2, SID_FUSE_E_NEGATIVE_TIME, "tensor 1");
     REFUSED(bytes[0] = -2, bytes[0] = 3, SID_FUSE_E_NEGATIVE_BYTES, "tensor 0");
     REFUSED(backward[1] = INT64_MAX, backward[1] = 2, SID_FUSE_E_SUM, "tensor 1: the times");

@@ -55,7 +55,7 @@ void tiny_make(tiny *t, draws *d, kind k, uint32_t n, uint32_t n_methods) {
         t->methods[m].exchange = curve(t, d, k, 3 * m + 1, scale);
         if (k == GENERAL && draw(d, 2)) t->methods[m].decode = curve(t, d, k, 3 * m + 2, scale);
     }
-    static const uint32_t overlaps[] = {0, 0, 1000, 999, 1, 500, 400, 600}, stolen[] = {0, 1, 200, 500, 700, 999};
+    static const uint32_t overlaps[] = {0, 0, 1000, 999, 1, 500, 400, 600}, slowdowns[] = {0, 1, 200, 500, 700, 999};
     t->in = (sid_instance){.n = n,
                            .backward_ps = t->backward,
                            .bytes = t->bytes,
@@ -66,7 +66,7 @@ void tiny_make(tiny *t, draws *d, kind k, uint32_t n, uint32_t n_methods) {
     if (!draw(d, 3) && total) t->in.max_group_bytes = 1 + draw(d, total > 200 ? 200 : (uint32_t)total) * scale;
     if (k == GENERAL) {
         t->in.overlap_permille = overlaps[draw(d, 8)];
-        if (!t->in.overlap_permille) t->in.stolen_permille = stolen[draw(d, 6)];
+        if (!t->in.overlap_permille) t->in.slowdown_permille = slowdowns[draw(d, 6)];
         t->in.decode_main = draw(d, 3) == 1;
     }
 }
@@ -100,19 +100,19 @@ static wide slowed(wide now, wide busy, wide work, int64_t keeps) {
 
 static void put(const sid_instance *in, clocks *c, uint32_t from, uint32_t end, uint32_t method) {
     const sid_method *m = &in->methods[method];
-    const int64_t overlap = in->overlap_permille, left = 1000 - (int64_t)in->stolen_permille;
+    const int64_t overlap = in->overlap_permille, left = 1000 - (int64_t)in->slowdown_permille;
     wide work = 0;
     int64_t bytes = 0;
     for (uint32_t i = from; i < end; i++) {
         work += in->backward_ps[i];
         bytes += in->bytes[i];
     }
-    /* beside an encode, or beside an exchange */
-    c->main = in->stolen_permille ? slowed(c->main, c->link, work, left) : slowed(c->main, c->encode, work, overlap);
+    /* overlapped by an encode, or by an exchange */
+    c->main = in->slowdown_permille ? slowed(c->main, c->link, work, left) : slowed(c->main, c->encode, work, overlap);
     wide ready = c->main;
     if (m->encode.n) {
         const wide h = cost_of(&m->encode, bytes), start = later(ready, c->encode);
-        ready = c->encode = in->stolen_permille ? slowed(start, c->link, h, left) : start + h;
+        ready = c->encode = in->slowdown_permille ? slowed(start, c->link, h, left) : start + h;
         if (!overlap) c->main = ready;
     }
     if (c->encode < c->main) c->encode = c->main;

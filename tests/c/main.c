@@ -26,14 +26,14 @@
     X(edge_values)                                                                                                     \
     X(gather)                                                                                                          \
     X(linear_sum)                                                                                                      \
-    X(rounds)                                                                                                          \
-    X(rounds_low_rank)                                                                                                 \
-    X(rounds_spoiled)                                                                                                  \
-    X(rounds_failed)                                                                                                   \
-    X(rounds_limit)                                                                                                    \
+    X(reductions)                                                                                                      \
+    X(reductions_low_rank)                                                                                             \
+    X(reductions_spoiled)                                                                                              \
+    X(reductions_failed)                                                                                               \
+    X(reductions_limit)                                                                                                \
     X(shapes_refused)                                                                                                  \
     X(exchanges)                                                                                                       \
-    X(exchange_routes_refused)                                                                                         \
+    X(exchange_configs_refused)                                                                                        \
     X(exchange_nonfinite)                                                                                              \
     X(exchange_faults)                                                                                                 \
     X(exchange_sums_watched)                                                                                           \

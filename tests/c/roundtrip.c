@@ -42,7 +42,7 @@ static void steps(const sid_config *c, cut how, int kind, uint32_t world) {
     vec x = vec_new(c->dtype, c->n, how), copy = vec_new(c->dtype, c->n, CUT_ONE), out = vec_new(c->dtype, c->n, how);
     const uint32_t traits = sid_plan_codec(g.plan)->traits, vectors = sid_memory_vectors(g.plan);
     const int exact = conserves(&g, c);
-    if (g.sizes.rounds > 1) world = 1; /* rounds.c has several */
+    if (g.sizes.reductions > 1) world = 1; /* reductions.c has several */
     for (uint64_t step = 0; step < 3; step++) {
         const sid_step at = {.step = step, .seed = 11, .group = 3, .rank = world - 1, .world = world};
         sid_stats stats, again;
@@ -88,7 +88,7 @@ static void steps(const sid_config *c, cut how, int kind, uint32_t world) {
         max = largest(sent, c->n) > max ? largest(sent, c->n) : max; /* such as a sign's magnitude */
         /* elements are sent as they are, or not at all */
         const uint32_t levels = ((sid_header *)(void *)g.payload.p)->flags & (SID_FLAG_LOG8 | SID_FLAG_LOG4);
-        const int whole = (traits & (SID_LINEAR | SID_SPARSE)) && !(traits & SID_IN_ROUNDS) && !levels;
+        const int whole = (traits & (SID_LINEAR | SID_SPARSE)) && !(traits & SID_SEVERAL_REDUCTIONS) && !levels;
         for (uint64_t i = 0; i < c->n; i++) {
             const float d = fabsf((sent[i] - before[i]) + after[i] - grad[i]);
             if (!whole && fabsf(after[i]) == FLT_MAX) continue; /* saturated */
@@ -179,7 +179,7 @@ enum {
 /* Encodes for WORLD ranks; payloads lie one after the other in `all`. */
 static sid_status encode_all(group *g, const sid_config *c, uint8_t *all, uint64_t stride, vec *x) {
     sid_status s = SID_OK;
-    const int alone = g->sizes.rounds > 1; /* rounds.c has the others */
+    const int alone = g->sizes.reductions > 1; /* reductions.c has the others */
     for (uint32_t rank = 0; rank < WORLD && !s; rank++) {
         const sid_step at = {.step = 4, .rank = alone ? 0 : rank, .world = alone ? 1 : WORLD};
         data_make(grad, c->n, DATA_NORMAL, rank + 10);
@@ -280,7 +280,7 @@ static void run_linear_sum(const sid_config *c, uint32_t how) {
     sid_error err;
     if (!(sid_codec_find(c->codec)->traits & SID_LINEAR) || !group_open(&g, c)) return;
     const uint32_t traits = sid_plan_memory(g.plan)->traits;
-    if (g.sizes.rounds > 1) { /* rounds.c */
+    if (g.sizes.reductions > 1) { /* reductions.c */
         group_close(&g);
         return;
     }
@@ -359,7 +359,7 @@ static void isas_agree(const sid_config *base, uint32_t kind) {
         vec x = vec_new(c.dtype, c.n, CUT_ODD),
             out[2] = {vec_new(c.dtype, c.n, CUT_ODD), vec_new(c.dtype, c.n, CUT_ODD)};
         for (uint64_t step = 0; step < 3; step++) {
-            const sid_step at = {.step = step, .seed = 5, .world = g[0].sizes.rounds > 1 ? 1 : 2};
+            const sid_step at = {.step = step, .seed = 5, .world = g[0].sizes.reductions > 1 ? 1 : 2};
             data_make(grad, c.n, (int)kind, step);
             if (step == 1 && c.n > 5) grad[5] = NAN;
             vec_set(&x, grad);
@@ -546,7 +546,7 @@ static void run_nonfinite(const sid_config *c, uint32_t how) {
         if (!vectors) continue;
         sid_residual_out(g.plan, g.state.p, after);
         const uint32_t traits = sid_plan_codec(g.plan)->traits;
-        const int whole = traits & (SID_LINEAR | SID_SPARSE) && !(traits & SID_IN_ROUNDS);
+        const int whole = traits & (SID_LINEAR | SID_SPARSE) && !(traits & SID_SEVERAL_REDUCTIONS);
         float off = 0;
         const float most = (sid_plan_memory(g.plan)->traits & SID_MOMENTUM ? 60.0f : 6.0f) * 0x1p-22f *
                            (whole ? 1 : 1 + largest(before, vectors * c->n));

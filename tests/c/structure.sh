@@ -45,7 +45,7 @@ none 'internal.h is for cuda/ and the tests' grep -rn '"\(\.\./\)*internal\.h"' 
 only python/binding/*.[ch]pp -- fusion.h 'sidcomp(_cuda|_nccl)?.h' '[a-z]+\.hpp'
 
 only cuda/core/map.h -- internal.h
-only cuda/core/*.cu* -- '(codec|device)\.cuh' '(map|emulate)\.h' '(codecs|memories)\.def'
+only cuda/core/*.cu* -- '(call|codec|device|header|memories|pass)\.cuh' '(map|emulate)\.h' '(codecs|memories)\.def'
 only cuda/codec/*.cu* -- '\.\./core/codec\.cuh' '[a-z_]+\.cuh' 'codec/[a-z]+\.h'
 only cuda/exchange/*.cu* -- '\.\./core/codec\.cuh' exchange.cuh exchange/exchange.h exchanges.def
 

@@ -61,7 +61,7 @@ void state_lives(group *g, const sid_config *c, const uint8_t *d, size_t size, i
     d += size != 0;
     size -= size != 0;
     for (uint64_t step = 0; step < STEPS; step++) {
-        const uint32_t world = g->sizes.rounds > 1 && step == 2 ? 2 : 1;
+        const uint32_t world = g->sizes.reductions > 1 && step == 2 ? 2 : 1;
         const sid_step at = {.step = step, .seed = 5, .group = 1, .rank = 0, .world = world};
         const int not_finite = step == STEPS - 1 && n;
         sid_stats stats;
@@ -75,9 +75,9 @@ void state_lives(group *g, const sid_config *c, const uint8_t *d, size_t size, i
         CHECK(!sid_encode(g->plan, x.seg, x.n_seg, g->state.p, g->work.p, &at, g->payload.p, &stats), "%s: encode",
               g->name);
         CHECK(stats.passes >= 1 && stats.passes <= READINGS, "%s: %u passes", g->name, stats.passes);
-        for (uint32_t round = 1; round < g->sizes.rounds; round++)
-            CHECK(!sid_next_round(g->plan, round, x.seg, x.n_seg, g->state.p, g->work.p, &at, g->payload.p),
-                  "%s: round %u", g->name, round);
+        for (uint32_t reduction = 1; reduction < g->sizes.reductions; reduction++)
+            CHECK(!sid_next_reduction(g->plan, reduction, x.seg, x.n_seg, g->state.p, g->work.p, &at, g->payload.p),
+                  "%s: reduction %u", g->name, reduction);
         CHECK(!sid_check(g->plan, g->payload.p, g->sizes.payload, &at, &err), "%s: step %d: %s", g->name, (int)step,
               err.text);
         CHECK(!sid_residual_out(g->plan, g->state.p, after), "%s: residual_out", g->name);

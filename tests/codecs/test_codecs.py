@@ -30,10 +30,10 @@ MEMORIES = [m["name"] for m in _core.memories()]
 ISAS = ("base", "avx2", "avx512")
 ISAS = ISAS[: ISAS.index(_core.isa_best()) + 1]
 SPARSE = [c["name"] for c in _core.codecs() if any(p["name"] == "density" for p in c["parameters"])]
-# What takes several rounds is judged over several ranks by tests/c/rounds.c and tests/ddp/test_rounds.py;
-# here by one rank, which does all rounds at once.
-IN_ROUNDS = [c["name"] for c in _core.codecs() if "rounds" in c["traits"]]
-LINEAR = [c["name"] for c in _core.codecs() if "linear" in c["traits"] and c["name"] not in IN_ROUNDS]
+# What needs several reductions is judged over several ranks by tests/c/reductions.c and
+# tests/ddp/test_reductions.py; here by one rank, which makes all slices at once.
+SEVERAL = [c["name"] for c in _core.codecs() if "reductions" in c["traits"]]
+LINEAR = [c["name"] for c in _core.codecs() if "linear" in c["traits"] and c["name"] not in SEVERAL]
 INDEXED = [c for c in SPARSE if isinstance(ref.CODECS[c], type) and issubclass(ref.CODECS[c], ref.Sparse)]
 DENSE = [c for c in LINEAR if _core.Plan(c, "none", 1000, "float32").body_count == 1000]
 INFO = {c["name"]: c for c in _core.codecs()}
@@ -247,7 +247,7 @@ class Trial:
 
     def encode(self, x: Array, at: Step, lengths: list[int] | None = None, seed: int = 0) -> bytes:
         """The payload, after comparing it with the reference's."""
-        if self.plan.codec in IN_ROUNDS:
+        if self.plan.codec in SEVERAL:
             at = replace(at, rank=0, world=1)
         payloads = [r.encode(Vector(x, lengths, seed + i), at) for i, r in enumerate(self.ranks)]
         for isa, p in zip(self.isas, payloads, strict=True):
@@ -356,7 +356,7 @@ def test_every_codec_and_memory_has_a_judge() -> None:
         assert info["doc"] and info["family"]
         assert set(info["traits"]) <= {
             "linear", "lossless", "stochastic", "unbiased", "sparse", "feedback", "momentum", "vote",
-            "shaped", "signs", "rounds",
+            "shaped", "signs", "reductions",
         }  # fmt: skip
         names = [p["name"] for p in info["parameters"]]
         assert len(set(names)) == len(names)
@@ -405,7 +405,7 @@ def one_step(
     chosen = data.draw(drawn_settings(codec, memory))
     n, kind, seed = data.draw(size), data.draw(st.sampled_from(KINDS)), data.draw(seeds)
     how = data.draw(st.sampled_from(["one", "tiny", "random"]))
-    world = 1 if codec in IN_ROUNDS else data.draw(st.sampled_from([1, 1, 2, 3, 8]))
+    world = 1 if codec in SEVERAL else data.draw(st.sampled_from([1, 1, 2, 3, 8]))
     rng = np.random.default_rng(seed)
     trial = Trial(codec, memory, n, dtype, chosen)
     x = elements(kind, n, dtype, rng)
@@ -743,7 +743,7 @@ def shares(
     for rank in range(world):
         group = reference_group(plan, chosen)
         x = elements(str(rng.choice(["laplace", "few", "mostly zero", "equal"])), n, dtype, rng)
-        if codec in IN_ROUNDS:
+        if codec in SEVERAL:
             out.append(Rank(plan).encode(Vector(x), Step(step=3, group=4)))
             continue
         out.append(group.encode(x, Step(step=3, group=4, rank=rank, world=world)))

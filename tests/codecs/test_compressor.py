@@ -230,7 +230,7 @@ for codec in sidcomp.codecs():
     c = sidcomp.Compressor(codec.name, 1000, memory="residual")
     x = np.arange(1000, dtype=np.float32)
     out = c.decode(c.encode(x), np.zeros(1000, np.float32))
-    as_it_is = {"linear", "sparse"} & codec.traits and not codec.rounds
+    as_it_is = {"linear", "sparse"} & codec.traits and not codec.reductions
     slack = 0 if as_it_is else np.abs(out).max() * 2.0**-23
     near = (np.abs(out + c.residual() - x) <= slack).all()
     assert near or (codec.lossless and (out == x).all()), codec.name
@@ -320,7 +320,7 @@ def test_a_payload_that_must_not_be_written_is_refused() -> None:
     payload = c.encode(x)
     payload.flags.writeable = False
     with pytest.raises(sidcomp.ArgumentError, match="payload: is read-only"):
-        c.next_round(1, payload, x)
+        c.next_reduction(1, payload, x)
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -19,7 +19,7 @@ def exchange(ranks: Sequence[sidcomp.Compressor], gradients: Sequence[Array]) ->
     for i, (offset, count) in enumerate(ranks[0].slices):
         if i:
             for c, p, g in zip(ranks, payloads, gradients, strict=True):
-                c.next_round(i, p, g)
+                c.next_reduction(i, p, g)
         parts = [p[offset : offset + 4 * count].view(np.float32) for p in payloads]
         total = np.sum(parts, axis=0, dtype=np.float32)
         for part in parts if len(parts) > 1 else []:  # alone, the checksum knows every bit, that of -0 too
@@ -86,12 +86,12 @@ def test_a_short_last_row() -> None:
 
 def test_bytes_are_those_of_the_factors() -> None:
     plan = _core.Plan("powersgd", "none", 1207, "float32", {"r": 3}, shapes=[(1200, 40), (7, 1)])
-    assert plan.rounds == 2 and plan.body_count == 3 * (30 + 40) + 7
+    assert plan.reductions == 2 and plan.body_count == 3 * (30 + 40) + 7
     assert plan.slices == [(64, 3 * 30 + 7), (64 + 4 * 97, 3 * 40)]
     whole = _core.Plan(
         "powersgd", "none", 1207, "float32", {"r": 3, "min_ratio": 9}, shapes=[(1200, 40), (7, 1)]
     )
-    assert whole.rounds == 1 and whole.body_count == 1207
+    assert whole.reductions == 1 and whole.body_count == 1207
 
 
 def test_decoding_what_is_not_finite_leaves_the_memory_alone() -> None:
@@ -119,7 +119,7 @@ def test_bad_shapes_are_named() -> None:
     x = np.ones(100, np.float32)
     payload = c.encode(x)
     with pytest.raises(sidcomp.ArgumentError, match="payload"):
-        c.next_round(1, payload[:-64], x)
+        c.next_reduction(1, payload[:-64], x)
     for wrong in (0, 2):
         with pytest.raises(sidcomp.ArgumentError):
-            c.next_round(wrong, payload, x)
+            c.next_reduction(wrong, payload, x)

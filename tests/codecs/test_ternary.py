@@ -66,7 +66,7 @@ class Ranks:
                 if i == 0:
                     r.encode(v, a)
                 else:
-                    r.plan.next_round(
+                    r.plan.next_reduction(
                         i, v.segments, r.state.ptr, r.work.ptr, r.payload.ptr,
                         step=a.step, seed=a.seed, group=a.group, rank=a.rank, world=a.world,
                     )  # fmt: skip
@@ -250,7 +250,7 @@ def test_ddp_refuses_more_ranks_by_name() -> None:
     from sidcomp.config.settings import Settings
 
     settings = Settings.parse(CODEC, {}, memory=None, groups="bucket", seed=0, exclude=())
-    assert settings.plan(10, "float32", 0, place=(0, MOST)).rounds == 2
+    assert settings.plan(10, "float32", 0, place=(0, MOST)).reductions == 2
     with pytest.raises(sidcomp.UnsupportedError, match=r"'terngrad-shared' .* 127 .* 128"):
         settings.plan(10, "float32", 0, place=(0, MOST + 1))
 
@@ -356,7 +356,7 @@ def test_a_step_out_of_turn() -> None:
     where: tuple[Any, ...] = (v.segments, rank.state.ptr, rank.work.ptr, rank.payload.ptr)
     for wrong in (0, 2, 7):
         with pytest.raises(_core.ArgumentError):
-            plan.next_round(wrong, *where, step=0, seed=0, group=0, rank=0, world=2)
+            plan.next_reduction(wrong, *where, step=0, seed=0, group=0, rank=0, world=2)
     out = Vector(np.zeros(100, np.float32))
     assert rank.decode(
         [rank.payload.data.tobytes()], 0.5, out
@@ -366,7 +366,7 @@ def test_a_step_out_of_turn() -> None:
 
 def test_what_it_is() -> None:
     codec = next(c for c in sidcomp.codecs() if c.name == CODEC)
-    assert codec.rounds and codec.linear and codec.memory == "none"
+    assert codec.reductions and codec.linear and codec.memory == "none"
     assert codec.cuda == _core.cuda_built
     for exchange in ("allgather", "twoshot", "hierarchical", "cascade", "ring1"):
         with pytest.raises(sidcomp.UnsupportedError, match="terngrad-shared"):
@@ -403,7 +403,7 @@ def test_not_finite_in_messages(world: int) -> None:
 
 
 def test_compressor_of_several_ranks() -> None:
-    """The public way: encode, sum a slice, next_round, sum the other, decode."""
+    """The public way: encode, sum a slice, next_reduction, sum the other, decode."""
     n, world = 777, 3
     ranks = [sidcomp.Compressor(CODEC, n, rank=r, world=world, memory="residual") for r in range(world)]
     for step in range(3):
@@ -413,7 +413,7 @@ def test_compressor_of_several_ranks() -> None:
         for i, (offset, count) in enumerate(ranks[0].slices):
             if i:
                 for c, p, g in zip(ranks, payloads, gradients, strict=True):
-                    c.next_round(i, p, g)
+                    c.next_reduction(i, p, g)
             parts = [p[offset : offset + count].view(ranks[0].plan.body_dtype) for p in payloads]
             total = np.sum(parts, axis=0, dtype=np.int8)
             for part in parts:

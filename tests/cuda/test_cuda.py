@@ -255,19 +255,19 @@ class DeviceRank:
         self.check()
         return self.payload.get()
 
-    def next_round(self, round: int, vector: DeviceVector, at: Step) -> None:
+    def next_reduction(self, round: int, vector: DeviceVector, at: Step) -> None:
         """Enqueues it."""
-        self.plan.cuda_next_round(
+        self.plan.cuda_next_reduction(
             round, vector.table.ptr, vector.n_segments, self.state.ptr, self.work.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
             device=self.device, stream=stream(),
         )  # fmt: skip
 
-    def next_rounds(self, vector: DeviceVector, at: Step) -> bytes:
+    def next_reductions(self, vector: DeviceVector, at: Step) -> bytes:
         """As Rank's."""
         before = vector.block.get()
-        for i in range(1, self.plan.rounds):
-            self.next_round(i, vector, at)
+        for i in range(1, self.plan.reductions):
+            self.next_reduction(i, vector, at)
         assert vector.block.get() == before, "a round wrote into the segments"
         self.check()
         return self.payload.get()
@@ -408,7 +408,7 @@ def run_steps(codec: str, settings: dict[str, Any], memory: str, n: int, dtype: 
         want = host.encode(on_host, at)
         assert device.encoded(on_device, at) == want
         same_state(device, host)
-        assert device.next_rounds(on_device, at) == host.next_rounds(on_host, at)
+        assert device.next_reductions(on_device, at) == host.next_reductions(on_host, at)
         same_state(device, host)
         s = host.stats
         threshold = struct.unpack("<I", struct.pack("<f", s.threshold))[0]
@@ -522,8 +522,8 @@ def test_a_header_that_no_encode_has_written(codec: str, settings: dict[str, Any
         at = Step(step=step, world=2)
         payload = host.encode(on_host, at)
         assert device.encoded(on_device, at) == payload
-        payload = host.next_rounds(on_host, at)
-        assert device.next_rounds(on_device, at) == payload
+        payload = host.next_reductions(on_host, at)
+        assert device.next_reductions(on_device, at) == payload
         same_state(device, host)
         device.decoded([payload], 0.5, on_device, at)
         host.decode([payload], 0.5, on_host, at)
@@ -691,7 +691,7 @@ def encoded_ranks(codec: str, settings: dict[str, Any], memory: str, n: int, dty
             at = Step(step=step, group=2, rank=0 if alone else r, world=1 if alone else world)
             vector = Vector(elements)
             rank.encode(vector, at)
-            payloads.append(rank.next_rounds(vector, at))
+            payloads.append(rank.next_reductions(vector, at))
             gradients.append(elements)
     return payloads, ranks, gradients
 
@@ -793,7 +793,7 @@ def test_an_infinite_sum_that_was_asked_for(codec: str) -> None:
 
 # ---- several rounds ----------------------------------------------------------------------------
 
-SEVERAL = [c for c in CODECS if _core.Plan(c, "residual", 100, "float32", {}).rounds > 1]
+SEVERAL = [c for c in CODECS if _core.Plan(c, "residual", 100, "float32", {}).reductions > 1]
 
 # Sizes and columns of tensors: vectors, one element, none, rows that end early, both ways long.
 SHAPES = {
@@ -839,7 +839,7 @@ def run_rounds(codec: str, settings: dict[str, Any], memory: str, dtype: str, wo
                 elements = ref.from_f32(x, dtype)
             on_device.write(elements)
             on_host.write(elements)
-        for i in range(plan.rounds):
+        for i in range(plan.reductions):
             payloads = []
             for r in range(world):
                 at = Step(step=step, group=2, rank=r, world=world, seed=9)
@@ -847,8 +847,8 @@ def run_rounds(codec: str, settings: dict[str, Any], memory: str, dtype: str, wo
                     hosts[r].encode(vectors[r][1], at)
                     devices[r].encoded(vectors[r][0], at)
                 else:
-                    hosts[r].next_round(i, vectors[r][1], at)
-                    devices[r].next_round(i, vectors[r][0], at)
+                    hosts[r].next_reduction(i, vectors[r][1], at)
+                    devices[r].next_reduction(i, vectors[r][0], at)
                 assert devices[r].payload.get() == hosts[r].payload.data.tobytes(), f"rank {r}, round {i}"
                 same_state(devices[r], hosts[r])
                 payloads.append(hosts[r].payload.data)
@@ -888,13 +888,13 @@ def test_arguments_of_rounds(codec: str) -> None:
     device = DeviceRank(_core.Plan(codec, "residual", 100, "float32"))
     vector = DeviceVector(np.ones(100, np.float32), [100])
     for round in (0, 2):
-        with pytest.raises(_core.ArgumentError, match=f"round {round}"):
-            device.next_round(round, vector, Step(world=2))
+        with pytest.raises(_core.ArgumentError, match=f"reduction {round}"):
+            device.next_reduction(round, vector, Step(world=2))
     with pytest.raises(_core.ArgumentError, match="rank"):
-        device.next_round(1, vector, Step(rank=2, world=2))
+        device.next_reduction(1, vector, Step(rank=2, world=2))
     one = DeviceRank(_core.Plan("topk", "residual", 100, "float32"))
-    with pytest.raises(_core.ArgumentError, match="round 1 of a plan of 1"):
-        one.next_round(1, vector, Step(world=2))
+    with pytest.raises(_core.ArgumentError, match="reduction 1, but the plan has 1"):
+        one.next_reduction(1, vector, Step(world=2))
 
 
 # ---- checksums of what was decoded ---------------------------------------------------------------
@@ -1176,8 +1176,8 @@ def test_launched_early(codec: str, n: int) -> None:
         vector, rank = DeviceVector(x, [n]), DeviceRank(_core.Plan(codec, memory, n, "float32"), early)
         for step in range(4):
             rank.encode(vector, Step(step=step))
-            for i in range(1, rank.plan.rounds):
-                rank.next_round(i, vector, Step(step=step))
+            for i in range(1, rank.plan.reductions):
+                rank.next_reduction(i, vector, Step(step=step))
             rank.decode(rank.payload, rank.plan.payload_bytes, 1, 1.0, vector, Step(step=step))
         seen.append((rank.payload.get(), rank.state.get(), vector.read().tobytes(), rank.report.get()))
     assert seen[0] == seen[1]

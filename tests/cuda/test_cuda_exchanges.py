@@ -534,9 +534,9 @@ def test_what_keeps_slices_does_not_settle() -> None:
     x = _core.Exchange("twoshot", "topk", "residual", 100, "float32", 0, 2)
     d = Device(x, np.zeros(100, np.float32), [100])
     where = {"device": 0, "stream": stream()}
-    with pytest.raises(_core.UnsupportedError, match="'twoshot' keeps slices"):
+    with pytest.raises(_core.UnsupportedError, match="'twoshot' keeps its state in slices"):
         x.cuda_settle(d.vector.table.ptr, 1, d.state.ptr, d.work.ptr, d.wire.ptr, **where)
-    with pytest.raises(_core.UnsupportedError, match="'twoshot' keeps slices"):
+    with pytest.raises(_core.UnsupportedError, match="'twoshot' keeps its state in slices"):
         x.cuda_unsend(d.state.ptr, **where)
 
 

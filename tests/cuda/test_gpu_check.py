@@ -115,15 +115,15 @@ def test_steps_of_models() -> None:
 
 NCU = """==PROF== Connected to process 7
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Metric Name","Metric Unit","Metric Value"
-"0","7","python","h","void sid_walk_kernel<sid_memory1, topk>(sid_group)","1","7","dram__bytes_read.sum","byte","204,800,000"
-"0","7","python","h","void sid_walk_kernel<sid_memory1, topk>(sid_group)","1","7","dram__bytes_write.sum","byte","102,400,000"
+"0","7","python","h","void sid_pass_kernel<sid_memory1, topk>(sid_group)","1","7","dram__bytes_read.sum","byte","204,800,000"
+"0","7","python","h","void sid_pass_kernel<sid_memory1, topk>(sid_group)","1","7","dram__bytes_write.sum","byte","102,400,000"
 "1","7","python","h","sid_finish_kernel(sid_end)","1","7","dram__bytes_read.sum","byte","5"
 ==PROF== Disconnected
 """  # noqa: E501
 
 
 def test_bytes_that_ncu_counts() -> None:
-    assert gpu_check.bytes_of(NCU) == [("sid_walk_kernel", 307_200_000.0), ("sid_finish_kernel", 5.0)]
+    assert gpu_check.bytes_of(NCU) == [("sid_pass_kernel", 307_200_000.0), ("sid_finish_kernel", 5.0)]
     assert gpu_check.bytes_of("==ERROR== ERR_NVGPUCTRPERM") == []
 
 

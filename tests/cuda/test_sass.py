@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import sass
 
-# A walk over elements, eight a turn. R0 is a dtype, bit 2 of R1 a setting; P2 is data.
+# A pass over elements, eight a turn. R0 is a dtype, bit 2 of R1 a setting; P2 is data.
 LISTING = """\
 	.headerflags	@"EF_CUDA_SM90"
 	.section	.nv.info._Z1w,"",@"SHT_CUDA_INFO"
@@ -84,7 +84,7 @@ ptxas info    : Used 14 registers, used 0 barriers
 def test_a_loop() -> None:
     ((name, lines),) = sass.functions(LISTING)
     assert name == "_Z1w"
-    (row,) = sass.passes_of("x.cu sid_walk_kernel<memory1, x>", lines)
+    (row,) = sass.passes_of("x.cu sid_pass_kernel<memory1, x>", lines)
     assert (row["loop"], row["elements"], row["vector"]) == (".L_x_9", 8, 16)
     # head 3, both loads 2, packing 4, probe 3, BSYNC 1, stores' test 2, stores 2, end 3; the setting 2 more
     assert (row["cheap"], row["dear"]) == (20 / 8, 22 / 8)
@@ -95,8 +95,8 @@ def test_a_loop() -> None:
 
 def test_no_loop_is_said() -> None:
     lines = [line for line in dict(sass.functions(LISTING))["_Z1w"] if ".L_x_9)" not in line]
-    assert sass.passes_of("x.cu sid_walk_kernel<memory1, x>", lines) == [
-        {"kernel": "x.cu sid_walk_kernel<memory1, x>", "pass": "encode"}
+    assert sass.passes_of("x.cu sid_pass_kernel<memory1, x>", lines) == [
+        {"kernel": "x.cu sid_pass_kernel<memory1, x>", "pass": "encode"}
     ]
     assert sass.passes_of("x.cu sid_check_kernel", lines) == []
 
@@ -137,8 +137,8 @@ def test_occupancy(arch: int, threads: int, registers: int, shared: int, blocks:
 
 def test_names() -> None:
     assert sass.short(
-        "void sid_walk_kernel<sid_memory1, sid_gathering<(anonymous namespace)::topk> >(int)"
-    ) == ("sid_walk_kernel<memory1, gathering<topk> >")
+        "void sid_pass_kernel<sid_memory1, sid_gathering<(anonymous namespace)::topk> >(int)"
+    ) == ("sid_pass_kernel<memory1, gathering<topk> >")
     long = "sid_tile_kernel<sid_memory0, (anonymous namespace)::coder<true, (sid_rounding)1>, false>(x)"
     assert sass.short(long) == "sid_tile_kernel<memory0, coder<true, 1>, false>"
     assert sass.short("(anonymous namespace)::sid_seal_kernel(sid_ending)") == "sid_seal_kernel"

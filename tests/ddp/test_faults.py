@@ -20,8 +20,8 @@ from common import CODECS, GATHERED, LINEAR, groups_of, make_state
 from harness import RankFailed, run
 from sidcomp import _core
 
-SEVERAL_ROUNDS = [c.name for c in CODECS.values() if c.rounds]
-ONE_OF_EACH = ["none", LINEAR[0], GATHERED[0], *SEVERAL_ROUNDS[:1]]  # travel differently
+SEVERAL = [c.name for c in CODECS.values() if c.reductions]
+ONE_OF_EACH = ["none", LINEAR[0], GATHERED[0], *SEVERAL[:1]]  # travel differently
 GROUPS = ["bucket", "model"]
 
 
@@ -245,7 +245,7 @@ def between_buckets(rank: int, world: int, arguments: dict[str, Any], how: str) 
         {"codec": "none"},
         {"codec": LINEAR[0], "checksum_every": 1},
         pytest.param({"codec": GATHERED[0]}, marks=pytest.mark.slow),
-        *(pytest.param({"codec": c}, marks=pytest.mark.slow) for c in SEVERAL_ROUNDS),
+        *(pytest.param({"codec": c}, marks=pytest.mark.slow) for c in SEVERAL),
         pytest.param({"codec": GATHERED[0], "exchange": "twoshot"}, marks=pytest.mark.slow),
     ],
     ids=lambda a: "-".join(map(str, a.values())),

@@ -13,7 +13,7 @@ from harness import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-SUMMED = [name for name, c in CODECS.items() if c.linear and not c.rounds]
+SUMMED = [name for name, c in CODECS.items() if c.linear and not c.reductions]
 OTHERS = [name for name in CODECS if name not in SUMMED][:2]
 BATCHES = {2: [[5, 3], [0, 3]], 3: [[4, 1, 2], [3, 0, 3]]}  # of each rank, context by context
 

@@ -42,14 +42,14 @@ static party *make(uint32_t kind, uint32_t codec, uint32_t world, uint64_t n) {
     for (uint32_t r = 0; r < world; r++) {
         const sid_info *c = sid_codec_at(codec);
         const sid_config config = {.codec = c->name, .memory = home_of(c)->name, .n = n, .dtype = SID_F32};
-        const sid_route route = {sid_exchange_at(kind)->name, &config, r, world};
+        const sid_exchange_config given = {sid_exchange_at(kind)->name, &config, r, world};
         size_t bytes = 0;
-        const sid_status s = sid_exchange_make(&route, NULL, &bytes, NULL);
+        const sid_status s = sid_exchange_make(&given, NULL, &bytes, NULL);
         MUST(s == SID_OK || s == SID_E_UNSUPPORTED || s == SID_E_PARAM);
         p->refused = s != SID_OK;
         if (p->refused) return p;
         p->x[r] = aligned(bytes);
-        MUST(!sid_exchange_make(&route, p->x[r], &bytes, NULL));
+        MUST(!sid_exchange_make(&given, p->x[r], &bytes, NULL));
         p->sizes = sid_exchange_sizes_of(p->x[r]);
         p->state[r] = aligned(p->sizes.state);
         memset(p->state[r], 0, p->sizes.state);

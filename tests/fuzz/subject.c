@@ -29,7 +29,7 @@ static void encode(const subject *s, uint32_t rank) {
     for (size_t i = 0; i < bytes; i++) x[i] = (uint8_t)(i * 37 + rank);
     for (size_t i = s->element - 1; i < bytes; i += s->element) x[i] &= 0x3f; /* finite in every dtype */
     const sid_segment seg = {x, s->n};
-    const int alone = s->sizes.rounds > 1; /* does them all: a payload that decodes to numbers */
+    const int alone = s->sizes.reductions > 1; /* does them all: a payload that decodes to numbers */
     const sid_step at = {.step = 1, .group = 2, .rank = alone ? 0 : rank, .world = alone ? 1 : RANKS};
     MUST(sid_encode(s->plan, &seg, 1, state, work, &at, s->sound[rank], NULL) == SID_OK);
     free(state);

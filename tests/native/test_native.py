@@ -145,7 +145,7 @@ def test_the_same_bits_as_torch_and_as_the_cpu(codec: str, world: int, log: Path
     lines = [line.split()[0] for line in log.read_text().splitlines()]
     plan = _core.Plan(codec, "residual", 1000, "float32")
     # one group in the first step, then one a bucket
-    assert lines.count("all-reduce" if plan.linear else "all-gather") == world * plan.rounds * (
+    assert lines.count("all-reduce" if plan.linear else "all-gather") == world * plan.reductions * (
         1 + 3 * ours[0][1]
     )
     assert lines.count("finalize") == world and "abort" not in lines
@@ -576,10 +576,10 @@ def test_on_the_cpu_it_is_refused() -> None:
 def test_without_a_library() -> None:
     (name0, text0), (name1, text1) = run(refused, 2, "no library")
     assert name1 == "UnsupportedError", text1
-    assert "NCCL is not to be had: /no/libnccl.so.2" in text1 and "SIDCOMP_NCCL" in text1
+    assert "NCCL cannot be loaded: /no/libnccl.so.2" in text1 and "SIDCOMP_NCCL" in text1
     assert name0 == "RankError" and "rank 1 could not form its groups" in text0 and "/no/libnccl" in text0
     for name, text in run(refused, 2, "old library"):
-        assert name == "UnsupportedError" and "is NCCL 21212; 2.14 (21400) or later is needed" in text
+        assert name == "UnsupportedError" and "is NCCL 21212: 2.14 (21400) or later is needed" in text
 
 
 @emulated

@@ -46,7 +46,7 @@ def test_library() -> None:
 
 
 def test_library_that_is_not_there() -> None:
-    with pytest.raises(_core.UnsupportedError, match=r"NCCL is not to be had: .*no_such_lib"):
+    with pytest.raises(_core.UnsupportedError, match=r"NCCL cannot be loaded: .*no_such_lib"):
         _core.Nccl("/no_such_lib.so.2")
 
 
@@ -54,7 +54,7 @@ def test_library_that_is_another_one() -> None:
     other = ctypes.util.find_library("m")
     assert other
     with pytest.raises(
-        _core.UnsupportedError, match=rf"{re.escape(other)} has no ncclGetVersion: is it NCCL"
+        _core.UnsupportedError, match=rf"{re.escape(other)} has no function ncclGetVersion: give the path"
     ):
         _core.Nccl(other)
 
@@ -65,7 +65,7 @@ def test_versions(version: int, good: bool) -> None:
         if good:
             assert _core.Nccl(str(fake_nccl.build())).version == version
         else:
-            with pytest.raises(_core.UnsupportedError, match=rf"is NCCL {version}; 2\.14 \(21400\) or later"):
+            with pytest.raises(_core.UnsupportedError, match=rf"is NCCL {version}: 2\.14 \(21400\) or later"):
                 _core.Nccl(str(fake_nccl.build()))
 
 
@@ -73,7 +73,7 @@ def test_versions(version: int, good: bool) -> None:
 def test_a_build_without_cuda_cannot_join() -> None:
     library = _core.Nccl(str(fake_nccl.build()))
     name = library.unique_id()
-    with pytest.raises(_core.UnsupportedError, match="built without CUDA"):
+    with pytest.raises(_core.UnsupportedError, match="this build has no CUDA kernels"):
         _core.Communicator(library, name, 0, 1, device=0, limit=1)
     os.unlink(name.rstrip(b"\0"))
 
@@ -176,8 +176,8 @@ def test_arguments() -> None:
     library = _core.Nccl(str(fake_nccl.build()))
     name = library.unique_id()
     for rank, world, limit, text in (
-        (1, 1, 1, "rank 1 of 1"),
-        (0, 0, 1, "rank 0 of 0"),
+        (1, 1, 1, "rank is 1 and world is 1"),
+        (0, 0, 1, "rank is 0 and world is 0"),
         (0, 1, 0, "time limit"),
     ):
         with pytest.raises(_core.ArgumentError, match=text):
@@ -413,12 +413,12 @@ def expected(plan: _core.Plan, hosts: list[Rank], gradients: list[Array], step: 
     world = len(hosts)
     at = [Step(step=step, seed=5, group=3, rank=r, world=world) for r in range(world)]
     given = [Vector(g) for g in gradients]
-    for i in range(plan.rounds):
+    for i in range(plan.reductions):
         for h, vector, a in zip(hosts, given, at, strict=True):
             if i == 0:
                 h.encode(vector, a)
             else:
-                h.next_round(i, vector, a)
+                h.next_reduction(i, vector, a)
         if plan.linear:
             begin, count = plan.slices[i]
             kind = np.dtype(ref.STORAGE[plan.body_dtype])

@@ -130,6 +130,23 @@ def test_pages_use_the_words_of_the_glossary() -> None:
             assert not re.search(gone, prose, re.I), page.name
 
 
+def test_sources_use_the_words_of_the_glossary() -> None:
+    """In names and in comments of C, CUDA and the binding."""
+    gone = (
+        "trips? parcels? journeys? routes? verdicts? resting spoil(ed|s)? parked owe[sd]? walk(s|ed|er)? "
+        "laws? rivals? stolen steals?"
+    )
+    word = re.compile(f"(?<![a-z])({gone.replace(' ', '|')})(?![a-z])", re.I)
+    for folder in ("csrc", "cuda", "python/binding"):
+        files = [
+            p for p in (ROOT / folder).rglob("*") if p.suffix in (".c", ".h", ".cu", ".cuh", ".cpp", ".hpp")
+        ]
+        assert files
+        for path in files:
+            found = word.search(path.read_text())
+            assert not found, f"{path.relative_to(ROOT)}: {found[0] if found else ''}"
+
+
 def test_the_readme_is_read_in_a_minute() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert "GPU status" in lines[2]

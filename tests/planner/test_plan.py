@@ -531,6 +531,20 @@ def test_bad_instances_are_refused_by_name(path: str, value: Any, message: str) 
         sidcomp.plan(broken(path, value))
 
 
+def test_unknown_names_are_refused_with_those_that_there_are() -> None:
+    made = instance([1], [4], None, [[0, 1]])
+    with pytest.raises(sidcomp.ArgumentError, match=r"unknown algorithm 'best'; there are: .*\bpg\b"):
+        sidcomp.plan(made, "best")
+    with pytest.raises(sidcomp.ArgumentError, match=r"even has no option 'length'; it has: .*groups"):
+        sidcomp.plan(made, "even", length=2)
+
+
+def test_overlap_and_slowdown_exclude_each_other() -> None:
+    both = broken("overlap_permille", 10) | {"stolen_permille": 10}
+    with pytest.raises(sidcomp.ArgumentError, match="overlap_permille and stolen_permille are both given"):
+        sidcomp.plan(both)
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

@@ -39,6 +39,34 @@ def test_a_state_is_a_header_then_vectors_then_what_the_codec_keeps(n: int) -> N
         assert rest == plan.extra_bytes, codec["name"]
 
 
+def test_residual_in_leaves_the_lasting_parts_of_a_header() -> None:
+    for codec in _core.codecs():
+        plan = _core.Plan(codec["name"], codec["memory"], 64, "float32")
+        state, values = Block(plan.state_bytes), Block(4 * 64 * max(plan.vectors, 1))
+        header = state.data[: _core.state_header_bytes]
+        before = bytes(i % 251 + 1 for i in range(len(header)))
+        header[:] = list(before)
+        plan.residual_in(state.ptr, values.ptr)
+        for first, end in _core.state_lasting:
+            assert bytes(header[first:end]) == before[first:end], codec["name"]
+        assert plan.extra_bytes % _core.extra_unit_bytes == 0 and plan.vectors <= _core.max_vectors
+
+
+def test_the_lasting_parts_are_the_step_count_and_the_statistics() -> None:
+    plan = _core.Plan("topk", "residual", 1000, "float32", {"density": 0.01})
+    state, work = Block(plan.state_bytes), Block(plan.work_bytes)
+    payload, gradient = Block(plan.payload_bytes), Block(4 * 1000)
+    gradient.data.view("float32")[:] = range(1000)
+    segments = _core.Segments([gradient.ptr], [1000])
+    where = segments, state.ptr, work.ptr, payload.ptr
+    plan.encode(*where, step=0, seed=0, group=0, rank=0, world=1)
+    (first, end), (own, own_end) = _core.state_lasting
+    assert int.from_bytes(state.data[first:end], "little") == 1
+    assert any(state.data[own:own_end])  # what topk has learned of its threshold
+    kept = [e for pair in _core.state_lasting for e in pair]
+    assert kept == sorted(kept) and own_end <= _core.state_header_bytes
+
+
 def test_the_first_vector_lies_right_behind_the_header() -> None:
     plan = _core.Plan("topk", "residual", 64, "float32")
     state, values = Block(plan.state_bytes), Block(4 * 64)

@@ -89,16 +89,16 @@ class Rank:
         self.check()
         return self.payload.data.tobytes()
 
-    def next_rounds(self, vector: Vector, at: Step) -> bytes:
+    def next_reductions(self, vector: Vector, at: Step) -> bytes:
         """The rounds after the first of what encode has left, as if no rank sent anything else; what comes
         of it."""
-        for i in range(1, self.plan.rounds):
-            self.next_round(i, vector, at)
+        for i in range(1, self.plan.reductions):
+            self.next_reduction(i, vector, at)
         return self.payload.data.tobytes()
 
-    def next_round(self, round: int, vector: Vector, at: Step) -> None:
+    def next_reduction(self, round: int, vector: Vector, at: Step) -> None:
         before = vector.raw.copy()
-        self.plan.next_round(
+        self.plan.next_reduction(
             round, vector.segments, self.state.ptr, self.work.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
         )  # fmt: skip

@@ -38,7 +38,7 @@ def report(p: Engine) -> dict[str, Any]:
                 else "all-reduce"
                 if g.plan.linear
                 else "all-gather",
-                "rounds": g.plan.rounds,
+                "rounds": g.plan.rounds if g.in_messages else g.plan.reductions,
                 "sent_bytes": g.bytes_sent,
                 "predicted_ps": {k: _length(planned[k]) for k in _KINDS} if planned else None,
                 "measured_ps": _measured(g),

@@ -103,6 +103,7 @@ class MessagePlan:
 
     linear = False
     lossless = False
+    reductions = 1
     extra_bytes = 0
 
     def __init__(

@@ -35,7 +35,7 @@ class Codec:
 
     `paper` names its source, `wire_id` is its number on the wire (docs/wire.md). `traits` may hold "linear",
     "lossless", "stochastic", "unbiased", "sparse", "feedback", "momentum", "vote", "shaped", "signs" and
-    "rounds". `cuda` says whether this build has its CUDA kernels.
+    "reductions". `cuda` says whether this build has its CUDA kernels.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Codec:
         return "shaped" in self.traits
 
     @property
-    def rounds(self) -> bool:
+    def reductions(self) -> bool:
         """It may need several reductions per step, each of which depends on the sum of the one before."""
-        return "rounds" in self.traits
+        return "reductions" in self.traits
 
     @property
     def momentum(self) -> bool:

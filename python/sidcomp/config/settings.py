@@ -172,7 +172,7 @@ class Settings:
             nonfinite,
         )
         if settings.planned and (
-            several := [candidate.codec.name for candidate in chosen if candidate.codec.rounds]
+            several := [candidate.codec.name for candidate in chosen if candidate.codec.reductions]
         ):
             raise ArgumentError(
                 f"codec {several[0]!r} needs several reductions per step, which "

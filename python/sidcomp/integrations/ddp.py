@@ -191,7 +191,7 @@ def refuse_join(ddp: DistributedDataParallel, groups: Sequence[Group]) -> None:
         )
     for g in groups:
         p = g.plan
-        if g.in_messages or not p.linear or p.vectors or p.rounds > 1:
+        if g.in_messages or not p.linear or p.vectors or p.reductions > 1:
             raise UnsupportedError(
                 "DDP's join() sends zeros for ranks that have run out of data, which would flush the "
                 "residual, or be decoded as gradients that are not zero: give every rank the same number of "

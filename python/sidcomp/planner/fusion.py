@@ -116,14 +116,18 @@ def load(instance: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     decode = instance.get("decode", "side")
     if decode not in _DECODE:
         raise ArgumentError(f"decode must be 'side' or 'main', not {_said(decode)}")
+    overlap = _within("overlap_permille", instance.get("overlap_permille", 0), 0, 1000)
+    slowdown = _within("stolen_permille", instance.get("stolen_permille", 0), 0, 999)
+    if overlap and slowdown:
+        raise ArgumentError("overlap_permille and stolen_permille are both given: one of them must be 0")
     return {
         "forward_ps": _integer("forward_ps", instance["forward_ps"]),
         "tensors": tensors,
         "methods": methods,
         "max_group_bytes": _integer("max_group_bytes", instance.get("max_group_bytes", 0)),
         "cut_before": cuts,
-        "overlap_permille": _within("overlap_permille", instance.get("overlap_permille", 0), 0, 1000),
-        "stolen_permille": _within("stolen_permille", instance.get("stolen_permille", 0), 0, 999),
+        "overlap_permille": overlap,
+        "stolen_permille": slowdown,
         "decode": decode,
     }
 
@@ -172,7 +176,7 @@ def build(instance: Mapping[str, Any]) -> _core.Instance:
         max_group_bytes=instance["max_group_bytes"],
         cut_before=instance["cut_before"],
         overlap_permille=instance["overlap_permille"],
-        stolen_permille=instance["stolen_permille"],
+        slowdown_permille=instance["stolen_permille"],
         decode_main=instance["decode"] == "main",
     )
 

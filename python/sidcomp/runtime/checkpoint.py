@@ -18,9 +18,6 @@ from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Rates
 from sidcomp.runtime.process_group import Exchange
 
-# The parts of a state's header that residual_in does not write: the step count and the codec's statistics.
-_KEPT = (slice(0, 8), slice(64, 192))
-
 logger = logging.getLogger("sidcomp")
 
 
@@ -175,8 +172,8 @@ class Resume:
             if len(header) != STATE_HEADER * len(places):
                 return
             for at, own in zip(places, header.split(STATE_HEADER), strict=True):
-                for part in _KEPT:
-                    g.state.tensor[at : at + STATE_HEADER][part] = own[part]
+                for first, end in _core.state_lasting:  # residual_in has written the rest
+                    g.state.tensor[at + first : at + end] = own[first:end]
             extra = old.get("extra", header[:0])
             if len(extra) == g.plan.extra_bytes:
                 g.state.tensor[g.states.codec_bytes] = extra.to(g.device)

@@ -14,8 +14,6 @@ from sidcomp.errors import CheckpointError, SidcompError
 
 FORMAT = 1
 STATE_HEADER = _core.state_header_bytes  # before the vectors in a state (sid_state)
-_EXTRA = 64  # the size of the codec's own part of a state is a multiple of this
-_VECTORS = 4  # the maximum in any memory
 _MOST = 2**62
 # The arguments of the saved State, to be compared with those of the one that loads it. Older versions lack
 # some.
@@ -121,7 +119,9 @@ class _Reader:
             self.wrong("scale", scale, "None or a finite number greater than 0")
         self.controller(s.get("controller"))
         vectors = self.vectors(self.of(s, "memory"))
-        some = (vectors,) if not s.get("policy") else range(1, _VECTORS + 1)  # a policy may name another
+        some = (
+            (vectors,) if not s.get("policy") else range(1, _core.max_vectors + 1)
+        )  # a policy may name another
         out["layout"] = self.layout(self.of(s, "layout"))
         if s.get("exchange") is not None:
             self.of(s, "shared")
@@ -192,7 +192,7 @@ class _Reader:
         elif not isinstance(self.of(g, "dense", f"{field}['way']"), bool):
             self.wrong(f"{field}['dense']", g["dense"], "True or False")
         out = {**g, "names": names, "shapes": shapes}
-        for key, multiple in (("header", STATE_HEADER), ("extra", _EXTRA)):
+        for key, multiple in (("header", STATE_HEADER), ("extra", _core.extra_unit_bytes)):
             if key == "header" or key in g:
                 where = f"{field}[{key!r}]"
                 out[key] = self.bytes_of(self.of(g, key, where), where, multiple)

@@ -34,9 +34,8 @@ class Resident:
     def __init__(self, device: torch.device, shown: torch.Tensor) -> None:
         self.stats = Block(_core.stats_bytes, device)
         self.report = Block(_core.cuda_report_bytes, device)
-        self.shown = shown.data_ptr()
-        # Written by the device: whether a step was not finite, the culprit, a status, and the step + 1.
-        self.seen = memoryview(shown.numpy().data).cast("I")
+        self.shown = shown  # pinned memory, which the device writes
+        self.latest = _core.Report(shown.data_ptr())
         self.mark = 0  # step + 1 of the last step that was enqueued
         self.table = torch.empty(0)
         self.placed_for: _core.Segments | None = None
@@ -84,7 +83,7 @@ class CudaCollectiveCalls(CudaCalls):
         )  # fmt: skip
 
     def next_reduction(self, i: int, state: int, at: Moment) -> None:
-        self.form.plan.cuda_next_round(
+        self.form.plan.cuda_next_reduction(
             i, *self.segments, state, self.form.scratch.ptr, self.form.payload.ptr,
             **at._asdict(), **self.where,
         )  # fmt: skip
@@ -250,11 +249,11 @@ class CudaExecutor:
         if g.in_messages:
             return _core.DeviceGroup(
                 g.message_plan.core, r.table.data_ptr(), len(g.runs), state, g.form.scratch.ptr,
-                g.form.payload.ptr, r.stats.ptr, r.report.ptr, r.shown,
+                g.form.payload.ptr, r.stats.ptr, r.report.ptr, r.shown.data_ptr(),
             )  # fmt: skip
         return _core.DeviceGroup(
             g.plan, r.table.data_ptr(), len(g.runs), state, g.form.scratch.ptr, g.form.payload.ptr,
-            0 if g.plan.linear else g.form.incoming.ptr, r.stats.ptr, r.report.ptr, r.shown,
+            0 if g.plan.linear else g.form.incoming.ptr, r.stats.ptr, r.report.ptr, r.shown.data_ptr(),
         )  # fmt: skip
 
     def keep_two(self, group: Group) -> bool:
@@ -293,11 +292,11 @@ class CudaExecutor:
     def _launch(self, g: Group) -> None:
         r: Resident = g.resident
         step = self.step.index
-        if status := r.seen[2]:
+        if status := r.latest.status:
             if self.native is not None:
                 self.native.communicator.poll()  # raises the cause of the invalid payload, if it is known
             raise CorruptPayloadError(
-                f"the payload of rank {r.seen[1]} in an earlier step was invalid (status {status - 2**32})"
+                f"the payload of rank {r.latest.culprit} in an earlier step was invalid (status {status})"
             )
         if r.placed_for is not g.segments:
             self._place(g, r)
@@ -328,7 +327,7 @@ class CudaExecutor:
             r.calls = kind(g.form, r.table, len(g.runs), r.stats.ptr, r.report.ptr, self.where)
             self.advance(g, 0)
             self._transports[g.form].start(self, g)
-            _core.cuda_show(r.report.ptr, (self.step.index + 1) % _MARKS, r.shown, **self.where)
+            _core.cuda_show(r.report.ptr, (self.step.index + 1) % _MARKS, r.shown.data_ptr(), **self.where)
 
     # What a transport calls, in the thread that has started it: everything is enqueued.
 
@@ -348,8 +347,8 @@ class CudaExecutor:
     def progress(self) -> Progress:
         """Returns the progress of the groups' steps. Any thread may call it."""
         all_of = [r for ref in self._residents if (r := ref()) is not None]
-        seen = tuple(r.seen[3] for r in all_of)
-        return any(r.mark != mark for r, mark in zip(all_of, seen, strict=True)), seen
+        marks = tuple(r.latest.mark for r in all_of)
+        return any(r.mark != mark for r, mark in zip(all_of, marks, strict=True)), marks
 
     def cancel(self, groups: Sequence[Group], always: bool = False) -> None:
         """Enqueued after the last group of a step in which groups worked in place: if a group was not finite
@@ -370,8 +369,8 @@ class CudaExecutor:
     def outcome(self, groups: Sequence[Group]) -> tuple[bool, bool]:
         """Waits for the side stream, on which no other step has been enqueued yet."""
         self.synchronize()
-        nonfinite = any(g.resident.seen[0] for g in groups)
-        failed = any(g.resident.seen[2] for g in groups)  # a payload was invalid
+        nonfinite = any(g.resident.latest.nonfinite for g in groups)
+        failed = any(g.resident.latest.status for g in groups)  # a payload was invalid
         return self.step.nonfinite or nonfinite, self.step.failed or failed
 
     def forget(self, groups: Sequence[Group], several: bool) -> None:

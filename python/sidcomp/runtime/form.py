@@ -128,7 +128,7 @@ class CollectiveForm(Form):
 
     def next_reduction(self, i: int, segments: _core.Segments, state: int, at: Moment) -> None:
         """Computes what all-reduce number i of several will sum."""
-        self.plan.next_round(
+        self.plan.next_reduction(
             i, segments, state, self.scratch.ptr, self.payload.ptr,
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
         )  # fmt: skip

@@ -239,8 +239,8 @@ class Compressor:
         elements) of dtype `plan.body_dtype`."""
         return self.plan.slices
 
-    def next_round(self, round: int, payload: Array, x: Array) -> Array:
-        """Writes slice `round` (1 or greater) of a codec with several reductions, and returns `payload`.
+    def next_reduction(self, reduction: int, payload: Array, x: Array) -> Array:
+        """Writes the slice of a reduction, 1 or greater, of a codec with several. Returns `payload`.
 
         `payload` is what `encode(x)` returned, after the ranks have summed the slice before this one in it.
         For world > 1 only."""
@@ -251,8 +251,12 @@ class Compressor:
         _apart(view, "payload", (source, "x"))
         with self._turn:
             at = {**self._at, "step": self.step - 1}
-            self.plan.next_round(round, _segments(source), self._state.ptr, self._work.ptr, view.ptr, **at)
+            self.plan.next_reduction(
+                reduction, _segments(source), self._state.ptr, self._work.ptr, view.ptr, **at
+            )
         return payload
+
+    next_round = next_reduction  # its earlier name
 
     def decode(self, payloads: Any, out: Any = None, scale: float = 1.0) -> Any:
         """Returns scale times the sum of the payloads' vectors, summed in their order in float32 and rounded

@@ -1,4 +1,4 @@
-/* Plans of several rounds, walked from the registry: what the ranks sum between the rounds, and what comes of it. */
+/* Plans of several reductions, walked from the registry: what the ranks sum between the reductions, and what comes of it. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -6,11 +6,11 @@
 
 #include "test.h"
 
-void test_rounds(void);
-void test_rounds_low_rank(void);
-void test_rounds_spoiled(void);
-void test_rounds_failed(void);
-void test_rounds_limit(void);
+void test_reductions(void);
+void test_reductions_low_rank(void);
+void test_reductions_spoiled(void);
+void test_reductions_failed(void);
+void test_reductions_limit(void);
 void test_shapes_refused(void);
 
 enum {
@@ -37,7 +37,7 @@ static int ranks_open(ranks *r, const sid_config *c, uint32_t world) {
         if (!group_open(&r->g[i], c)) return 0;
         r->v[i] = vec_new(c->dtype, c->n, CUT_ODD);
     }
-    return r->g[0].sizes.rounds > 1;
+    return r->g[0].sizes.reductions > 1;
 }
 
 static void ranks_close(ranks *r) {
@@ -51,8 +51,8 @@ static void ranks_close(ranks *r) {
 static uint64_t width(const ranks *r) { return r->g[0].sizes.body_dtype == SID_I8 ? 1 : 4; }
 
 /* The all-reduce of a slice: every rank gets the sum, in rank order; of bytes modulo 256. */
-static void sum_slices(ranks *r, uint32_t round) {
-    const sid_slice s = sid_plan_round(r->g[0].plan, round);
+static void sum_slices(ranks *r, uint32_t reduction) {
+    const sid_slice s = sid_plan_slice(r->g[0].plan, reduction);
     for (uint64_t i = 0; i < s.count; i++) {
         float sum = 0, v;
         uint8_t whole = 0;
@@ -70,30 +70,30 @@ static void sum_slices(ranks *r, uint32_t round) {
 }
 
 /* A step of all ranks, with the gradients that their vectors hold; returns whether it was not finite. Ranks whose bit is
- * set in `failing` send 0xff from round `from` on, and decode nothing. */
+ * set in `failing` send 0xff from reduction `from` on, and decode nothing. */
 static uint32_t step_but(ranks *r, uint64_t step, uint32_t failing, uint32_t from) {
     uint32_t not_finite = 0, first = 0;
     while (failing >> first & 1) first++;
     sid_error err;
     sid_report report;
-    for (uint32_t round = 0; round < r->g[0].sizes.rounds; round++) {
+    for (uint32_t reduction = 0; reduction < r->g[0].sizes.reductions; reduction++) {
         for (uint32_t k = 0; k < r->world; k++) {
             const sid_step at = {.step = step, .seed = 3, .group = 1, .rank = k, .world = r->world};
             group *g = &r->g[k];
-            const sid_slice slice = sid_plan_round(g->plan, round);
+            const sid_slice slice = sid_plan_slice(g->plan, reduction);
             sid_status s;
-            if (failing >> k & 1 && round >= from) {
+            if (failing >> k & 1 && reduction >= from) {
                 memset(g->payload.p + slice.offset, 0xff, slice.count * width(r));
                 continue;
             }
-            if (!round)
+            if (!reduction)
                 s = sid_encode(g->plan, r->v[k].seg, r->v[k].n_seg, g->state.p, g->work.p, &at, g->payload.p, NULL);
             else
-                s = sid_next_round(g->plan, round, r->v[k].seg, r->v[k].n_seg, g->state.p, g->work.p, &at,
-                                   g->payload.p);
-            CHECK(s == SID_OK, "%s: round %u: %s", g->name, round, sid_status_text(s));
+                s = sid_next_reduction(g->plan, reduction, r->v[k].seg, r->v[k].n_seg, g->state.p, g->work.p, &at,
+                                       g->payload.p);
+            CHECK(s == SID_OK, "%s: reduction %u: %s", g->name, reduction, sid_status_text(s));
         }
-        sum_slices(r, round);
+        sum_slices(r, reduction);
     }
     for (uint32_t k = 0; k < r->world; k++) {
         const sid_step at = {.step = step, .group = 1, .rank = k, .world = r->world};
@@ -140,8 +140,8 @@ static void conserved(const sid_info *codec, sid_dtype dtype, uint32_t world) {
         return;
     }
     uint64_t body = 0;
-    for (uint32_t i = 0; i < r.g[0].sizes.rounds; i++) {
-        const sid_slice s = sid_plan_round(r.g[0].plan, i);
+    for (uint32_t i = 0; i < r.g[0].sizes.reductions; i++) {
+        const sid_slice s = sid_plan_slice(r.g[0].plan, i);
         CHECK(s.count && s.offset == r.g[0].sizes.body_offset + width(&r) * body, "%s: slice %u", r.g[0].name, i);
         body += s.count;
     }
@@ -173,15 +173,15 @@ static void conserved(const sid_info *codec, sid_dtype dtype, uint32_t world) {
     ranks_close(&r);
 }
 
-void test_rounds(void) {
+void test_reductions(void) {
     for (uint32_t i = 0; sid_codec_at(i); i++)
         for (int d = SID_F32; d <= SID_BF16; d++)
             for (uint32_t world = 1; world <= MOST_RANKS; world++)
-                if (sid_codec_at(i)->traits & SID_IN_ROUNDS) conserved(sid_codec_at(i), (sid_dtype)d, world);
+                if (sid_codec_at(i)->traits & SID_SEVERAL_REDUCTIONS) conserved(sid_codec_at(i), (sid_dtype)d, world);
 }
 
 /* Matrices of rank 2 come through whole, and so does a matrix that is zero in all ranks but one. */
-void test_rounds_low_rank(void) {
+void test_reductions_low_rank(void) {
     for (uint32_t i = 0; sid_codec_at(i); i++) {
         ranks r;
         sid_config c = shaped(sid_codec_at(i), "none", SID_F32);
@@ -215,9 +215,9 @@ void test_rounds_low_rank(void) {
 }
 
 /* NaN on one rank: all ranks decode NaN there, nothing of it is kept, and the step after is as if it had not been. */
-void test_rounds_spoiled(void) {
+void test_reductions_spoiled(void) {
     for (uint32_t i = 0; sid_codec_at(i); i++) {
-        if (!(sid_codec_at(i)->traits & SID_IN_ROUNDS)) continue;
+        if (!(sid_codec_at(i)->traits & SID_SEVERAL_REDUCTIONS)) continue;
         for (uint32_t where = 3; where < N; where += 1111) {
             ranks r;
             const sid_config c = shaped(sid_codec_at(i), "residual", SID_F32);
@@ -252,7 +252,7 @@ void test_rounds_spoiled(void) {
 
 /* Ranks that cannot write a slice, whichever and however many: the step is not finite on the others, which keep nothing of
  * it; then all goes on. */
-void test_rounds_failed(void) {
+void test_reductions_failed(void) {
     static const uint32_t failing[] = {1, 2, 8, 1 | 4, 1 | 2 | 4, 2 | 4 | 8};
     for (uint32_t i = 0; sid_codec_at(i); i++)
         for (uint32_t k = 0; k < 2 * sizeof failing / sizeof *failing; k++) {
@@ -260,7 +260,7 @@ void test_rounds_failed(void) {
             const sid_config c = shaped(sid_codec_at(i), "residual", SID_F32);
             const uint32_t who = failing[k / 2];
             float kept[4][N];
-            if (!(sid_codec_at(i)->traits & SID_IN_ROUNDS)) continue;
+            if (!(sid_codec_at(i)->traits & SID_SEVERAL_REDUCTIONS)) continue;
             if (ranks_open(&r, &c, 4))
                 for (uint64_t step = 0; step < 3; step++) {
                     for (uint32_t q = 0; q < 4; q++) {
@@ -269,8 +269,8 @@ void test_rounds_failed(void) {
                         if (step == 1) sid_residual_out(r.g[q].plan, r.g[q].state.p, kept[q]);
                     }
                     const uint32_t not_finite = step == 1 ? step_but(&r, step, who, k % 2) : step_all(&r, step);
-                    CHECK(not_finite == (step == 1), "%s: ranks %x fail in round %u, step %llu: %u", r.g[0].name, who,
-                          k % 2, (unsigned long long)step, not_finite);
+                    CHECK(not_finite == (step == 1), "%s: ranks %x fail in reduction %u, step %llu: %u", r.g[0].name,
+                          who, k % 2, (unsigned long long)step, not_finite);
                     for (uint32_t q = 0; q < 4 && step == 1; q++) {
                         float bad = 0;
                         if (who >> q & 1) sid_unsend(r.g[q].plan, r.g[q].state.p);
@@ -287,11 +287,11 @@ void test_rounds_failed(void) {
 }
 
 /* More ranks than a sum can hold are refused by every call. */
-void test_rounds_limit(void) {
+void test_reductions_limit(void) {
     for (uint32_t i = 0; sid_codec_at(i); i++) {
         group g;
         const sid_config c = config_of(sid_codec_at(i), home_of(sid_codec_at(i)), 100, SID_F32);
-        if (!(sid_codec_at(i)->traits & SID_IN_ROUNDS) || !group_open(&g, &c)) continue;
+        if (!(sid_codec_at(i)->traits & SID_SEVERAL_REDUCTIONS) || !group_open(&g, &c)) continue;
         vec v = vec_new(SID_F32, 100, CUT_ONE);
         data_make(x[0], 100, DATA_NORMAL, 1);
         vec_set(&v, x[0]);
@@ -301,8 +301,8 @@ void test_rounds_limit(void) {
             const sid_status want = g.sizes.ranks && more ? SID_E_UNSUPPORTED : SID_OK;
             sid_status s = sid_encode(g.plan, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p, NULL);
             CHECK(s == want, "%s: %u ranks: %s", g.name, world, sid_status_text(s));
-            s = sid_next_round(g.plan, 1, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p);
-            CHECK(s == want, "%s: %u ranks, round 1: %s", g.name, world, sid_status_text(s));
+            s = sid_next_reduction(g.plan, 1, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p);
+            CHECK(s == want, "%s: %u ranks, reduction 1: %s", g.name, world, sid_status_text(s));
         }
         CHECK(group_intact(&g), "%s: canary", g.name);
         vec_free(&v);
@@ -329,14 +329,15 @@ void test_shapes_refused(void) {
         const sid_step at = {.world = 2};
         vec v = vec_new(SID_F32, N, CUT_ONE);
         CHECK(!sid_encode(g.plan, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p, NULL), "%s", g.name);
-        for (uint32_t round = 0; round < 4; round++)
-            CHECK((sid_next_round(g.plan, round, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p) == SID_OK) ==
-                      (round && round < g.sizes.rounds),
-                  "round %u", round);
-        const sid_slice none = sid_plan_round(g.plan, g.sizes.rounds);
-        CHECK(!none.count, "a slice past the last round");
-        CHECK(sid_next_round(g.plan, 1, v.seg, 0, g.state.p, g.work.p, &at, g.payload.p) == SID_E_ARG, "no segments");
-        CHECK(sid_next_round(g.plan, 1, v.seg, v.n_seg, NULL, g.work.p, &at, g.payload.p) == SID_E_ARG, "no state");
+        for (uint32_t reduction = 0; reduction < 4; reduction++)
+            CHECK((sid_next_reduction(g.plan, reduction, v.seg, v.n_seg, g.state.p, g.work.p, &at, g.payload.p) ==
+                   SID_OK) == (reduction && reduction < g.sizes.reductions),
+                  "reduction %u", reduction);
+        const sid_slice none = sid_plan_slice(g.plan, g.sizes.reductions);
+        CHECK(!none.count, "a slice past the last reduction");
+        CHECK(sid_next_reduction(g.plan, 1, v.seg, 0, g.state.p, g.work.p, &at, g.payload.p) == SID_E_ARG,
+              "no segments");
+        CHECK(sid_next_reduction(g.plan, 1, v.seg, v.n_seg, NULL, g.work.p, &at, g.payload.p) == SID_E_ARG, "no state");
         vec_free(&v);
         group_close(&g);
     }

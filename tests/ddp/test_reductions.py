@@ -26,7 +26,7 @@ from sidcomp import _core
 from torch import nn
 
 SHAPED = [c.name for c in CODECS.values() if c.shaped]
-WHOLE = [c.name for c in CODECS.values() if c.rounds and not c.shaped]  # bodies of whole numbers
+WHOLE = [c.name for c in CODECS.values() if c.reductions and not c.shaped]  # bodies of whole numbers
 SETTINGS: dict[str, dict[str, Any]] = {name: {"r": 2} if name in SHAPED else {} for name in SHAPED + WHOLE}
 EACH = pytest.mark.parametrize("codec", SETTINGS)
 FEW = [(w, g, m) for w in (1, 2, 3) for g, m in [("bucket", "residual"), ("layer", "none")]]
@@ -182,7 +182,7 @@ def dawdle(rank: int, world: int, codec: str, slowly: bool) -> list[Any]:
     """Every rank is late at other places; the groups are many and small."""
     sleep = random.Random(rank)
     if slowly:
-        for method in ("encode", "next_round", "decode"):
+        for method in ("encode", "next_reduction", "decode"):
             original = getattr(_core.Plan, method)
 
             def late(*args: Any, original: Callable[..., Any] = original, **named: Any) -> Any:
@@ -286,7 +286,7 @@ def fail_once(rank: int, world: int, codec: str, method: str, when: int) -> list
 
 
 @EACH
-@pytest.mark.parametrize(("method", "when"), [("next_round", 6), ("encode", 12)])
+@pytest.mark.parametrize(("method", "when"), [("next_reduction", 6), ("encode", 12)])
 def test_an_error_between_the_rounds(codec: str, method: str, when: int) -> None:
     """The rank that failed says so, so do the others, and nobody waits."""
     first, second = run(fail_once, 2, codec, method, when)

@@ -1,15 +1,16 @@
-/* From a route to an exchange: names resolved, parameters checked, plans of the group's slices made, sizes fixed. */
+/* From a configuration to an exchange: names resolved, parameters checked, plans of the group's slices made, sizes fixed. */
 #include "exchange.h"
 
 #include <string.h>
 
-sid_status sid_refuse(sid_error *err, const sid_route *r, const char *why) {
-    return sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' with codec '%s': %s", r->exchange, r->group->codec, why);
+sid_status sid_refuse(sid_error *err, const sid_exchange_config *config, const char *why) {
+    return sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' with codec '%s': %s", config->exchange, config->group->codec,
+                    why);
 }
 
-sid_status sid_sub_plan(const sid_route *r, uint64_t n, const char *memory, sid_dtype dtype, sid_plan *plan,
-                        sid_error *err) {
-    sid_config c = *r->group;
+sid_status sid_sub_plan(const sid_exchange_config *config, uint64_t n, const char *memory, sid_dtype dtype,
+                        sid_plan *plan, sid_error *err) {
+    sid_config c = *config->group;
     sid_setting settings[2 * SID_MAX_PARAMS];
     _Alignas(64) sid_plan made;
     size_t bytes = sizeof made;
@@ -22,8 +23,8 @@ sid_status sid_sub_plan(const sid_route *r, uint64_t n, const char *memory, sid_
     /* Of the settings, those that are not the exchange's; nor the memory's, where another takes its place. */
     c.settings = settings;
     c.n_settings = 0;
-    for (uint32_t i = 0; i < r->group->n_settings; i++) {
-        const sid_setting *s = &r->group->settings[i];
+    for (uint32_t i = 0; i < config->group->n_settings; i++) {
+        const sid_setting *s = &config->group->settings[i];
         double value[SID_MAX_PARAMS];
         int known = 0, other = 0;
         if (codec && mem) {
@@ -31,11 +32,13 @@ sid_status sid_sub_plan(const sid_route *r, uint64_t n, const char *memory, sid_
             if (!bad) bad = sid_set_param(mem, value, s, &known, err);
             if (bad) return bad;
         }
-        sid_set_param(sid_exchange_find(r->exchange), value, s, &other, NULL);
-        const sid_info *given = sid_memory_find(r->group->memory);
+        sid_set_param(sid_exchange_find(config->exchange), value, s, &other, NULL);
+        const sid_info *given = sid_memory_find(config->group->memory);
         if (memory && given) sid_set_param(given, value, s, &other, NULL);
         if (!known && other) continue;
-        if (c.n_settings == 2 * SID_MAX_PARAMS) return sid_fail(err, SID_E_PARAM, "too many settings");
+        if (c.n_settings == 2 * SID_MAX_PARAMS)
+            return sid_fail(err, SID_E_PARAM, "there are more than %d settings for the codec and its memory",
+                            2 * SID_MAX_PARAMS);
         settings[c.n_settings++] = *s;
     }
     const sid_status bad = sid_plan_make(&c, &made, &bytes, err);
@@ -43,28 +46,30 @@ sid_status sid_sub_plan(const sid_route *r, uint64_t n, const char *memory, sid_
     return bad;
 }
 
-sid_status sid_slice_plans(const sid_exchange *x, const sid_route *r, const char *memory, sid_dtype dtype,
-                           sid_plan plan[SID_MAX_PLANS], sid_error *err) {
+sid_status sid_slice_plans(const sid_exchange *x, const sid_exchange_config *config, const char *memory,
+                           sid_dtype dtype, sid_plan plan[SID_MAX_PLANS], sid_error *err) {
     const uint64_t len[SID_MAX_PLANS] = {x->slice, x->slice ? x->n % x->slice : 0, 0};
     for (uint32_t i = 0; i < SID_MAX_PLANS; i++) {
-        const sid_status s = sid_sub_plan(r, len[i], memory, dtype, &plan[i], err);
+        const sid_status s = sid_sub_plan(config, len[i], memory, dtype, &plan[i], err);
         if (s) return s;
     }
     return SID_OK;
 }
 
-sid_status sid_route_plan(const sid_route *r, sid_exchange *x, sid_error *err) {
-    const sid_info *info = sid_exchange_find(r->exchange);
-    const sid_config *c = r->group;
+sid_status sid_exchange_plan(const sid_exchange_config *config, sid_exchange *x, sid_error *err) {
+    const sid_info *info = sid_exchange_find(config->exchange);
+    const sid_config *c = config->group;
     memset(x, 0, sizeof *x);
-    if (!info) return sid_fail(err, SID_E_PARAM, "no exchange is named '%s'", r->exchange ? r->exchange : "");
-    if (!c) return sid_fail(err, SID_E_ARG, "the route's group is NULL");
-    if (!r->world || r->world > SID_MAX_COUNT || r->rank >= r->world)
-        return sid_fail(err, SID_E_ARG, "rank %u of %u: a world has 1 to %d ranks", r->rank, r->world, SID_MAX_COUNT);
-    if (c->n_settings && !c->settings) return sid_fail(err, SID_E_ARG, "settings is NULL");
+    if (!info) return sid_fail(err, SID_E_PARAM, "no exchange is named '%s'", config->exchange ? config->exchange : "");
+    if (!c) return sid_fail(err, SID_E_ARG, "the configuration's group is NULL: set sid_exchange_config.group");
+    if (!config->world || config->world > SID_MAX_COUNT || config->rank >= config->world)
+        return sid_fail(err, SID_E_ARG, "rank is %u and world is %u: a world has 1 to %d ranks, counted from 0",
+                        config->rank, config->world, SID_MAX_COUNT);
+    if (c->n_settings && !c->settings)
+        return sid_fail(err, SID_E_ARG, "settings is NULL, but n_settings is %u", c->n_settings);
     x->kind = sid_kind_of(info);
-    x->rank = r->rank;
-    x->world = x->members = r->world;
+    x->rank = config->rank;
+    x->world = x->members = config->world;
     x->n = c->n;
     x->dtype = c->dtype;
     for (uint32_t i = 0; i < info->n_params; i++) x->param[i] = info->params[i].dflt;
@@ -75,10 +80,9 @@ sid_status sid_route_plan(const sid_route *r, sid_exchange *x, sid_error *err) {
     }
     const sid_info *codec = sid_codec_find(c->codec);
     if (codec && codec->traits & SID_SHAPED)
-        return sid_refuse(err, r,
-                          "what its matrices need goes by the process group's own all-reduce; leave the "
-                          "exchange out");
-    const sid_status s = x->kind->plan(x, r, err);
+        return sid_refuse(err, config,
+                          "it sums its matrices by the process group's own all-reduce: leave the exchange out");
+    const sid_status s = x->kind->plan(x, config, err);
     if (s) return s;
     x->sizes.rounds = x->rounds;
     if (x->world == 1 || !x->confirms || !x->rounds) x->confirms = 0;
@@ -92,17 +96,17 @@ sid_status sid_route_plan(const sid_route *r, sid_exchange *x, sid_error *err) {
     return SID_OK;
 }
 
-sid_status sid_exchange_make(const sid_route *r, void *mem, size_t *bytes, sid_error *err) {
+sid_status sid_exchange_make(const sid_exchange_config *config, void *mem, size_t *bytes, sid_error *err) {
     sid_exchange x[2];
     if (err) err->text[0] = 0;
-    if (!r || !bytes) return sid_fail(err, SID_E_ARG, "route or bytes is NULL");
+    if (!config || !bytes) return sid_fail(err, SID_E_ARG, "the configuration or bytes is NULL: give both");
     const size_t room = *bytes;
-    const sid_status s = sid_route_plan(r, x, err);
+    const sid_status s = sid_exchange_plan(config, x, err);
     if (s) return s;
     const size_t need = sizeof *x * (1u + x->within);
     *bytes = need;
     if (!mem) return SID_OK;
-    if (room < need) return sid_fail(err, SID_E_SPACE, "an exchange needs %zu bytes, %zu given", need, room);
+    if (room < need) return sid_fail(err, SID_E_SPACE, "the exchange needs %zu bytes, but %zu were given", need, room);
     if ((uintptr_t)mem % 64)
         return sid_fail(err, SID_E_ARG, "the exchange's block must start at a multiple of 64 bytes");
     memcpy(mem, x, need);

@@ -1,0 +1,148 @@
+/* What one call of a codec is on a device: its memory, its arguments, and how it begins. */
+#ifndef SID_CALL_CUH
+#define SID_CALL_CUH
+
+#include "device.cuh"
+
+/* ---- work ---------------------------------------------------------------------------------------------------- */
+
+/* The head of work: sums of one call, all-zero before it. */
+struct alignas(64) sid_scratch {
+    unsigned long long sum; /* of the payload's checksum */
+    uint32_t ready;         /* the segment table holds the group: everything else runs only then */
+    uint32_t nonfinite;
+    uint32_t taken; /* entries of the codec's list that are given out */
+    uint32_t key, ties;
+    uint32_t go; /* decode: the payloads are sound */
+    uint64_t cut;
+    uint32_t codec[3];
+    float former;  /* the state's factor, where the begin has written another one */
+    uint32_t over; /* decode: some sums are not finite, though all payloads are: left to the launch of means */
+};
+static_assert(sizeof(sid_scratch) == 64, "codecs carve what they want zeroed directly behind it");
+
+/* Carves a block; with base == NULL it only counts. One routine gives the sizes and, later, the places. */
+struct sid_carver {
+    char *base;
+    uint64_t at;
+    template <typename T> T *take(uint64_t count) {
+        T *p = base ? (T *)(void *)(base + at) : nullptr;
+        at = sid_round_up(at + count * sizeof(T), 64);
+        return p;
+    }
+};
+
+/* ---- one call ------------------------------------------------------------------------------------------------ */
+
+/* `clear` bytes from scratch on are zeroed at the start of a call: a codec takes what it wants zeroed first. */
+struct sid_cuda_encoding {
+    const sid_plan *plan;
+    bool settles; /* no step: the pass writes to the memory's vectors what the last one left, and that is all */
+    sid_step step;
+    uint32_t reduction; /* whose slice is written: 0 by encode, a later one by next */
+    sid_group group;
+    sid_state *state;
+    uint8_t *payload;
+    sid_stats *stats; /* or NULL */
+    sid_scratch *scratch;
+    double *norms;       /* of the tiles' gradients, squared; where the memory wants to know */
+    sid_carver work;     /* what is left for the codec */
+    const int32_t *gate; /* or NULL: on the device; where it is not SID_OK, nothing happens */
+    sid_stream to;
+};
+
+struct sid_cuda_report { /* sidcomp.h: report_dev */
+    uint32_t nonfinite, culprit;
+    int32_t status;
+    uint32_t zero;
+};
+
+enum sid_decode_part {
+    SID_DECODE,
+    SID_CHECK, /* nothing but the report is written */
+    SID_WRITE  /* they have been checked; `nonfinite` is known. Not of linear codecs */
+};
+
+struct sid_cuda_decoding {
+    const sid_plan *plan;
+    const uint8_t *payloads;
+    uint64_t stride;
+    uint32_t count;
+    float scale;
+    bool any; /* any step and group will do */
+    uint64_t step;
+    uint32_t of_group, apart; /* payload i is of group of_group + i * apart */
+    sid_decode_part part;
+    const int32_t *gate;       /* as in an encode */
+    const uint32_t *nonfinite; /* of SID_WRITE: on the device */
+    sid_group group;
+    sid_state *state;   /* or NULL: no memory, or none to be corrected */
+    sid_state *learner; /* or NULL: one that may take something from the sum */
+    sid_cuda_report *report;
+    sid_scratch *scratch;
+    sid_carver work;
+    sid_stream to;
+};
+
+/* All functions run on the host and only launch. `encode` and `decode` begin with sid_begin. `next`, of a plan of
+ * several reductions, writes the slice of a later one, scratch and work being as the slice before left them; where world is
+ * 1, encode calls it itself. */
+struct sid_cuda_codec {
+    uint64_t (*work)(const sid_plan *p); /* bytes beyond the head of work */
+    sid_status (*encode)(sid_cuda_encoding &c);
+    sid_status (*decode)(sid_cuda_decoding &c);
+    sid_status (*next)(sid_cuda_encoding &c) = nullptr;
+};
+
+const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NULL: no kernels */
+
+/* Zeroes scratch (`clear` bytes of work) and the given bytes of the payload, sums up the segment table. Of an encode, what
+ * the memory wants to know before the pass as well: clipping reads the gradient once more, 4 bytes an element. */
+struct sid_mending {  /* sound.h: what the state has that no encode has left there becomes absent */
+    sid_state *state; /* or NULL */
+    sid_rule none;
+    sid_ruling ruling;
+    uint32_t bounds;
+    sid_bound bound[SID_WORDS];
+};
+struct sid_beginning {
+    void *zero; /* of the payload */
+    uint64_t zero_bytes;
+    float *factor; /* becomes value; or NULL */
+    float value;
+    const int32_t *gate;
+    const uint32_t *nonfinite;
+    sid_mending mend;
+};
+sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear,
+                     const sid_beginning &b = {});
+sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes);
+inline sid_status sid_begin_decode(const sid_cuda_decoding &c, uint64_t clear) {
+    const bool told = c.part == SID_WRITE;
+    return sid_begin(c.to, c.group, c.scratch, clear,
+                     {nullptr, 0, nullptr, 0, c.gate, told ? c.nonfinite : nullptr, {}});
+}
+
+/* A call of the library's own, arguments as they should be: of p->n elements of a table, `work` as sid_cuda_work says. What
+ * is in c: plan, step, state, payload, stats, gate, to; or payloads to state, report, to. */
+struct sid_table {
+    const sid_segment *segs; /* in device memory */
+    uint32_t n_seg;
+    sid_dtype dtype;
+    uint64_t before, after; /* so many other elements */
+};
+sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work);
+sid_status sid_enqueue(sid_cuda_decoding &c, const sid_table &t, void *work);
+
+/* The group of a call whose work has been through sid_begin: the segments' starts are the first thing there. */
+inline sid_group sid_group_of(const sid_table &t, uint64_t n, void *work) {
+    return {t.segs, (const uint64_t *)work, n, t.n_seg, t.dtype, t.before, t.after};
+}
+/* The checksum of n elements of a table, as sid_cuda_checksum has it; `work` as of any codec. */
+sid_status sid_enqueue_checksum(const sid_stream &to, const sid_table &t, uint64_t n, void *work,
+                                const sid_cuda_report *report, uint64_t *sum);
+/* Their starts alone. (*s)->ready as in a call. */
+sid_status sid_begin_table(const sid_stream &to, const sid_table &t, uint64_t n, void *work, sid_group *g,
+                           sid_scratch **s);
+
+#endif

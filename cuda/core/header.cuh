@@ -1,0 +1,198 @@
+/* Headers and checksums of payloads: how they are written, and what they must say. */
+#ifndef SID_HEADER_CUH
+#define SID_HEADER_CUH
+
+#include "call.cuh"
+
+/* ---- checksums ----------------------------------------------------------------------------------------------- */
+
+/* This thread's share of a message's checksum. */
+struct sid_part_sum {
+    unsigned long long sum;
+    __device__ void add(uint64_t at, uint64_t word) { /* `word` at byte `at`, shifted to its place */
+        sum += word * sid_sum_key(at / 4);
+    }
+    __device__ void add(uint64_t at, const uint4 &w) { /* at a multiple of 16 */
+        const uint32_t q = (uint32_t)(at % SID_SUM_BYTES) / 8;
+        const uint64_t a = sid_sum_pair(q), b = sid_sum_pair(q + 1);
+        sum += (w.x * a + w.z * b + (w.y * a + w.w * b) * SID_SUM_ODD) * sid_sum_block(at / SID_SUM_BYTES);
+    }
+};
+
+/* Words of a message, the first of them at byte `at`, the others less than a block of the checksum and an even number of
+ * words after it. */
+struct sid_word_run {
+    uint64_t at;
+    unsigned long long here, next; /* in its block and in the one behind it */
+    __device__ void add(uint32_t after, uint32_t word) {
+        const uint32_t q = (uint32_t)(at % SID_SUM_BYTES) / 8 + after / 2;
+        const unsigned long long x = (unsigned long long)word * sid_sum_pair(q % SID_SUM_PAIRS);
+        if (q < SID_SUM_PAIRS)
+            here += x;
+        else
+            next += x;
+    }
+    __device__ void add_to(sid_part_sum &own) const {
+        const uint64_t b = at / SID_SUM_BYTES, all = here * sid_sum_block(b) + next * sid_sum_block(b + 1);
+        own.sum += at / 4 % 2 ? all * SID_SUM_ODD : all;
+    }
+};
+
+/* The share of a thread of block `b` of `each` in the checksum of a whole payload but for its header. look(i, w): of word i,
+ * called at least where the caller has to see it: everywhere but in bytes plain_from to plain_to. A block of threads reads
+ * as many bytes as a block of the checksum has, so that a thread's words always have the same keys of pairs. */
+template <typename F>
+__device__ inline sid_part_sum sid_sum_words(const uint8_t *payload, uint64_t bytes, uint32_t b, uint32_t each,
+                                             uint64_t plain_from, uint64_t plain_to, const F &look) {
+    static_assert(16 * SID_BLOCK == SID_SUM_BYTES, "a thread's keys");
+    uint64_t at = SID_HEADER_BYTES + 16 * (b * (uint64_t)SID_BLOCK + threadIdx.x), block = at / SID_SUM_BYTES;
+    const uint32_t q = (uint32_t)(at % SID_SUM_BYTES) / 8;
+    const uint64_t step = (uint64_t)SID_SUM_BYTES * each, one = sid_sum_pair(q), two = sid_sum_pair(q + 1);
+    sid_part_sum own = {0};
+    const auto add = [&](const uint4 &w) {
+        own.sum += (w.x * one + w.z * two + (w.y * one + w.w * two) * SID_SUM_ODD) * sid_sum_block(block);
+        at += step;
+        block += each;
+    };
+    const auto pairs = [&] { /* a payload may begin at any multiple of 8 */
+                             const uint2 *const w = (const uint2 *)(const void *)(payload + at);
+                             return make_uint4(w[0].x, w[0].y, w[1].x, w[1].y);
+    };
+    const auto seen = [&](uint64_t end) {
+#pragma unroll 1
+        while (at < end) {
+            const uint4 w = pairs();
+            const uint64_t i = at / 4;
+            add(w);
+            look(i, w.x);
+            look(i + 1, w.y);
+            look(i + 2, w.z);
+            look(i + 3, w.w);
+        }
+    };
+    seen(plain_from < bytes ? sid_round_up(plain_from, 16) : bytes);
+    if ((uintptr_t)payload % sizeof(uint4))
+        while (at + 16 <= plain_to) add(pairs());
+    else
+#pragma unroll 4
+        while (at + 16 <= plain_to) add(*(const uint4 *)(const void *)(payload + at));
+    seen(bytes);
+    return own;
+}
+
+/* The block's shares together, in every thread of warp 0. */
+__device__ inline sid_part_sum sid_block_sums(sid_part_sum x, sid_part_sum (&part)[SID_WARPS]) {
+    x.sum = sid_warp_sum(x.sum);
+    if (sid_lane() == 0) part[sid_warp()] = x;
+    __syncthreads();
+    x = {0};
+    if (sid_lane() < SID_WARPS) x = part[sid_lane()];
+    x.sum = sid_warp_sum(x.sum);
+    return x;
+}
+/* A header's share, its checksum field apart. */
+__device__ inline uint64_t sid_sum_header(const sid_header &h) {
+    uint32_t w[SID_HEADER_BYTES / 4];
+    uint64_t sum = 0;
+    memcpy(w, &h, sizeof h);
+#pragma unroll
+    for (uint32_t i = 0; i < SID_HEADER_BYTES / 4 - 2; i++) sum += w[i] * sid_sum_key(i);
+    return sum;
+}
+
+/* ---- headers ------------------------------------------------------------------------------------------------- */
+
+/* Everything of a header that is known before the pass. */
+struct sid_head {
+    uint64_t n, step;
+    uint32_t group, rank, dtype;
+    uint32_t salt; /* of the random stream; 0: the codec draws nothing */
+    uint16_t codec;
+};
+
+inline bool sid_draws(const sid_plan *p) { return p->codec->info.traits & SID_STOCHASTIC; }
+inline sid_head sid_head_of(const sid_plan *p, const sid_step &step) {
+    const uint32_t salt = sid_draws(p) ? sid_salt(step.seed, step.rank) : 0;
+    return {p->n, step.step, step.group, step.rank, (uint32_t)p->dtype, salt, p->codec->info.wire_id};
+}
+/* The random stream of this step. */
+inline sid_draw sid_draw_of(const sid_plan *p, const sid_step &step) {
+    if (!sid_draws(p)) return {};
+    return {sid_salt(step.seed, step.rank), step.group, step.step};
+}
+
+/* Writes the header of one payload; `sum` is what the checksum covers of the body. */
+__device__ inline void sid_seal(sid_header *h, const sid_head &head, uint32_t flags, uint64_t count, float scale,
+                                uint64_t sum) {
+    sid_header x;
+    memset(&x, 0, sizeof x);
+    x.magic = SID_MAGIC;
+    x.version = SID_WIRE_VERSION;
+    x.codec = head.codec;
+    x.dtype = head.dtype;
+    x.flags = flags;
+    x.n = head.n;
+    x.count = count;
+    x.step = head.step;
+    x.group = head.group;
+    x.rank = head.rank;
+    x.scale = scale;
+    x.salt = head.salt;
+    x.checksum = sum + sid_sum_header(x);
+    *h = x;
+}
+
+/* What a payload's header must say, in the order in which csrc/decode.c asks. `sum`: of everything after the header
+ * that the checksum covers. Codec's own rules come after. */
+struct sid_expect {
+    sid_head head;
+    uint32_t apart;
+    bool any, draws;
+};
+
+inline sid_expect sid_expect_of(const sid_cuda_decoding &c) {
+    const sid_plan *p = c.plan;
+    return {{p->n, c.step, c.of_group, 0, (uint32_t)p->dtype, 0, p->codec->info.wire_id}, c.apart, c.any, sid_draws(p)};
+}
+
+__device__ inline int32_t sid_check_header(const sid_header &h, const sid_expect &e, uint32_t r, uint64_t sum) {
+    if (h.magic != SID_MAGIC) return SID_E_CORRUPT;
+    if (h.version != SID_WIRE_VERSION) return SID_E_MISMATCH;
+    if (h.checksum != sum + sid_sum_header(h)) return SID_E_CORRUPT;
+    if (h.codec != e.head.codec || h.dtype != e.head.dtype || h.n != e.head.n) return SID_E_MISMATCH;
+    if (h.salt && !e.draws) return SID_E_CORRUPT;
+    if (!e.any && (h.step != e.head.step || h.group != e.head.group + r * e.apart)) return SID_E_MISMATCH;
+    return SID_OK;
+}
+
+/* Of a linear body: header.scale is 1 / world, and that of all of them (csrc/codec/linear.h). */
+__device__ inline float sid_linear_inverse(float scale) { return (float)floor(1.0 / (double)scale + 0.5); }
+__device__ inline int32_t sid_check_linear(const sid_header &h, const sid_header &first) {
+    if (!(h.scale > 0 && h.scale <= 1) || 1.0f / sid_linear_inverse(h.scale) != h.scale) return SID_E_CORRUPT;
+    return h.scale == first.scale ? SID_OK : SID_E_MISMATCH;
+}
+/* The caller's scale comes on top of the sender's, unless it is that one. */
+__device__ inline float sid_linear_factor(const sid_header &first, float scale) {
+    return scale == first.scale ? 1.0f : (float)((double)scale * (double)sid_linear_inverse(first.scale));
+}
+
+/* What a block finds in all payloads: of those at fault the first, with its status. */
+#define SID_SOUND 0xffffffffu
+__device__ inline void sid_blame(uint32_t *first, uint32_t payload, int32_t status) {
+    if (status != SID_OK) atomicMin(first, payload << 8 | (uint32_t)-status);
+}
+
+/* The end of a check, by one thread. The report keeps the first fault that it is told of. */
+__device__ inline void sid_end_check(sid_cuda_report *report, sid_scratch *scratch, uint32_t first, bool nonfinite) {
+    if (!scratch->ready) first = (uint32_t)-SID_E_ARG; /* the segment table does not hold the group */
+    const bool sound = first == SID_SOUND;
+    report->nonfinite = sound && nonfinite;
+    scratch->nonfinite = nonfinite;
+    scratch->go = sound;
+    if (!sound && report->status == SID_OK) {
+        report->status = -(int32_t)(first & 0xff);
+        report->culprit = first >> 8;
+    }
+}
+
+#endif

@@ -1,0 +1,207 @@
+/* The pass over a group, in which memory and codec meet: a warp holds a tile in registers, the memory makes acc of it, the
+ * codec reads acc. And what a decode does to a memory, an element at a time. */
+#ifndef SID_PASS_CUH
+#define SID_PASS_CUH
+
+#include "memories.cuh"
+
+struct sid_vectors { /* where acc and the memory's other vectors lie */
+    float *first;
+    uint64_t stride;
+    int64_t origin; /* floats from there to where a first pass reads them: 0, or those of sid_step.origin */
+};
+
+inline sid_vectors sid_vectors_of(const sid_plan *p, sid_state *s) {
+    if (!s) return {nullptr, 0, 0};
+    return {(float *)(void *)((char *)s + SID_STATE_BYTES), sid_state_stride(p->n), 0};
+}
+/* For the first pass of an encode. */
+inline sid_vectors sid_vectors_of(const sid_cuda_encoding &c) {
+    sid_vectors v = sid_vectors_of(c.plan, c.state);
+    v.origin = c.step.origin / (int64_t)sizeof(float);
+    return v;
+}
+
+/* sid_forget, by all blocks of a grid. floats: of all vectors together. */
+__device__ inline void sid_forget_all(uint8_t *state, uint64_t floats, const sid_rule &none) {
+    float4 *const vectors = (float4 *)(void *)(state + SID_STATE_BYTES);
+    for (uint64_t k = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; k < floats / SID_QUAD;
+         k += (uint64_t)gridDim.x * blockDim.x)
+        vectors[k] = make_float4(0, 0, 0, 0);
+    if (!blockIdx.x && !threadIdx.x) ((sid_state *)(void *)state)->rule = none;
+}
+
+/* The kept vectors' four elements from i on. State begins at 64 bytes and tiles at multiples of 4 KiB, and the stride
+ * has slack: a whole quad can always be moved, if its first element exists. */
+template <class Memory>
+__device__ inline void sid_load_vectors(const sid_vectors &v, uint64_t i, float (&x)[Memory::VECTORS + 1][SID_QUAD]) {
+    for (int m = 0; m < Memory::VECTORS; m++) {
+        const float4 y = *(const float4 *)(v.first + v.origin + m * v.stride + i);
+        x[m][0] = y.x, x[m][1] = y.y, x[m][2] = y.z, x[m][3] = y.w;
+    }
+}
+__device__ inline void sid_store_floats(float *p, uint32_t count, const float (&x)[SID_QUAD]) {
+    if (count == SID_QUAD)
+#ifdef SID_EMULATE
+        sid_store_quad(p, SID_F32, x);
+#else /* the compiler would take a plain store apart, to share code with the single ones below */
+        asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                     : "memory");
+#endif
+    else
+        for (uint32_t c = 0; c < SID_QUAD; c++)
+            if (c < count) p[c] = x[c];
+}
+
+/* Reads the gradient and what is kept, stores acc, shows it to the codec. Per element, float32 with one kept vector:
+ * reads 4 + 4, writes 4 bytes, the floor of error feedback; plus what the codec writes.
+ *
+ * A codec here is an object passed by value with
+ *     enum { REREADS }            it reads acc again later: acc is stored in work where no memory keeps it
+ *     enum { RAW }                it is shown NaN and Inf as they came, not as the 0 that the memory takes them for
+ *     struct shared               its shared memory
+ *     struct unit                 a thread's own, for one tile
+ *     begin(shared &), end(shared &)   by the whole block
+ *     keep(shared &, rule, acc, i)     what the rule of the last step left of element i
+ *     start(shared &, unit &)     before a tile, and
+ *     done(shared &, unit &, tile)     after it, by the whole warp
+ *     quad(shared &, unit &, acc[4], i, count) four elements from i on, of which count exist; acc may be changed. By the
+ *                                 whole warp, row by row: count may be 0. What does not exist is garbage */
+template <class Memory, class Codec> struct sid_tile_pass {
+    const sid_group &g;
+    const sid_vectors &vectors;
+    const Memory &memory;
+    float *acc;
+    const Codec &codec;
+    typename Codec::shared &shared;
+    const sid_rule rule;
+    uint32_t bad;
+
+    /* Two rows in flight on the quick path: both rows' loads go out before the first is used. */
+    template <bool QUICK> __device__ void tile(const sid_span &s, typename Codec::unit &unit) {
+        enum {
+            DEEP = QUICK ? 2 : 1
+        };
+#pragma unroll 1
+        for (uint32_t r = 0; r < SID_ROWS; r += DEEP) {
+            const uint32_t first = r * SID_ROW + sid_lane() * SID_QUAD;
+            const uint32_t count = QUICK ? (uint32_t)SID_QUAD : sid_count4(s.len, first);
+            if (!QUICK && r * SID_ROW >= s.len) break;
+            float x[DEEP][SID_QUAD], vec[DEEP][Memory::VECTORS + 1][SID_QUAD] = {};
+            sid_get<QUICK>(g, s, first, count, x);
+            if (QUICK || count)
+#pragma unroll
+                for (uint32_t d = 0; d < DEEP; d++)
+                    sid_load_vectors<Memory>(vectors, s.at + first + d * SID_ROW, vec[d]);
+#pragma unroll
+            for (uint32_t d = 0; d < DEEP; d++) quad(unit, x[d], vec[d], s.at + first + d * SID_ROW, count);
+        }
+    }
+
+    __device__ void quad(typename Codec::unit &unit, float (&x)[SID_QUAD], float (&vec)[Memory::VECTORS + 1][SID_QUAD],
+                         uint64_t i, uint32_t count) {
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) {
+            float one[Memory::VECTORS + 1];
+            for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m][c];
+            float kept = 0;
+            if (Memory::VECTORS) kept = memory.keeps ? codec.keep(shared, rule, one[0], i + c) : one[0];
+            const float raw = x[c];
+            const bool finite = sid_key(raw) < SID_KEY_INF;
+            bad += !finite; /* what does not exist was read as zero */
+            x[c] = memory.tile(one, kept, finite ? raw : 0.0f);
+            for (int m = 0; m < Memory::VECTORS; m++) vec[m][c] = one[m];
+            if (Codec::RAW && !finite) x[c] = raw;
+        }
+        for (int m = 0; m < Memory::VECTORS; m++)
+            sid_store_floats(vectors.first + m * vectors.stride + i, count, vec[m]);
+        if (Codec::REREADS && !Memory::VECTORS) sid_store_floats(acc + i, count, x);
+        codec.quad(shared, unit, x, i, count);
+    }
+};
+
+/* Blocks that every multiprocessor holds at once (1024 threads are the most that sm_75 has): a grid of as many has no
+ * second, half empty wave. */
+enum {
+    SID_PASS_BLOCKS = 4
+};
+/* Fewer, for a codec that needs more registers. */
+template <class Codec> struct sid_pass_blocks {
+    enum {
+        N = SID_PASS_BLOCKS
+    };
+};
+
+template <class Memory, class Codec>
+__global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
+    sid_pass_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
+                    Memory memory, Codec codec) {
+    sid_follow();
+    __shared__ typename Codec::shared shared;
+    if (!scratch->ready) return;
+    memory.begin(state);
+    codec.begin(shared);
+    sid_tile_pass<Memory, Codec> pass = {g, vectors, memory, acc, codec, shared, state->rule, 0};
+    const uint64_t tiles = sid_tiles(g.n);
+    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
+         tile += (uint64_t)gridDim.x * SID_WARPS) {
+        const sid_span s = sid_span_of(g, tile);
+        typename Codec::unit unit;
+        codec.start(shared, unit);
+        if (s.base)
+            pass.template tile<true>(s, unit);
+        else
+            pass.template tile<false>(s, unit);
+        codec.done(shared, unit, tile);
+    }
+    codec.end(shared);
+    const uint32_t bad = sid_warp_sum(pass.bad);
+    if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
+}
+
+/* For a decoder, before it overwrites the elements i .. i + count: the gradient that is still there is taken back out of
+ * the memory. */
+template <class Memory>
+__device__ inline void sid_undo(const Memory &memory, const sid_group &g, const sid_span &s, const sid_vectors &v,
+                                uint32_t i, uint32_t count) {
+    float x[1][SID_QUAD], vec[Memory::VECTORS + 1][SID_QUAD];
+    sid_get<false>(g, s, i, count, x);
+    sid_load_vectors<Memory>(v, s.at + i, vec);
+#pragma unroll
+    for (uint32_t c = 0; c < SID_QUAD; c++) {
+        float one[Memory::VECTORS + 1];
+        for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m][c];
+        memory.undo(one, sid_key(x[0][c]) < SID_KEY_INF ? x[0][c] : 0.0f);
+        for (int m = 0; m < Memory::VECTORS; m++) vec[m][c] = one[m];
+    }
+    for (int m = 0; m < Memory::VECTORS; m++) sid_store_floats(v.first + m * v.stride + s.at + i, count, vec[m]);
+}
+
+/* The same place of the ranks' step, scaled: for a memory that learns from it, `memory.receives`. */
+template <class Memory>
+__device__ inline void sid_receive(const Memory &memory, const sid_vectors &v, uint64_t i, uint32_t count,
+                                   const float (&x)[SID_QUAD]) {
+    float vec[Memory::VECTORS + 1][SID_QUAD];
+    if (!count) return;
+    sid_load_vectors<Memory>(v, i, vec);
+#pragma unroll
+    for (uint32_t c = 0; c < SID_QUAD; c++) memory.received(&vec[0][c], x[c]);
+    if (Memory::VECTORS) sid_store_floats(v.first + i, count, vec[0]);
+}
+
+/* Where a sum of payloads may overflow although the mean is finite, that is taken in float64 (csrc/decode.c): by one launch
+ * more, which ends at once where the decode has left it nothing. */
+inline bool sid_has_means(const sid_cuda_decoding &c) {
+    return c.count > 1 && !(c.plan->codec->info.traits & (SID_LINEAR | SID_VOTE));
+}
+/* f: makes that launch with the memory, where it learns from what is received; others need not know. */
+template <typename F> sid_status sid_with_means(const sid_cuda_decoding &c, F f) {
+    if (!sid_has_means(c)) return SID_OK;
+    return sid_with_memory_of(c, [&](auto memory) {
+        if constexpr (decltype(memory)::VECTORS == 1)
+            if (memory.receives) return f(memory);
+        return f(sid_memory0());
+    });
+}
+
+#endif
