@@ -74,8 +74,8 @@ def test_a_constant_gradient_is_delivered(codec: str, settings: dict[str, Any], 
         steps = math.ceil(40 / share)
         for step in range(steps):
             rank.encode(x, Step(step=step))
-            payload = rank.next_rounds(x, Step(step=step))
-            if plan.rounds > 1:  # the last reduction's result is a part of what is kept
+            payload = rank.next_reductions(x, Step(step=step))
+            if plan.reductions > 1:  # the last reduction's result is a part of what is kept
                 rank.decode([payload], 1.0, out, Step(step=step))
         missing = float(np.linalg.norm(rank.residual()[0].astype(np.float64)))
         asked = steps * float(np.linalg.norm(g.astype(np.float64)))
