@@ -1,7 +1,8 @@
 """Files that an earlier version wrote still load, and training goes on as it did.
 
 saved/RANK.pt was written by `write` below while all modules were in one folder: a checkpoint, and a pickled
-State whose arguments hold a Schedule. SIDCo had other defaults then; FORMER names them. To write such files anew: `python test_saved_before.py`.
+State whose arguments hold a Schedule. SIDCo had other defaults then; FORMER names them. To write such files
+anew: `python test_saved_before.py`.
 """
 
 from __future__ import annotations
