@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import signal
 import struct
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cases
+import harness
 import pytest
 import sidcomp
 import torch
@@ -401,3 +405,33 @@ def raises_on_one(rank: int, world: int) -> None:
 def test_the_harness_shows_a_failing_rank() -> None:
     with pytest.raises(RankFailed, match="what the harness must show"):
         run(raises_on_one, 2)
+
+
+def hangs_in_torch(rank: int, world: int, marks: str, every_time: bool) -> int:
+    """Hangs at the end as torch's Gloo does now and then: on one rank, and in the first run or in all."""
+    mark = Path(marks) / "seen"
+    if rank == 1 and (every_time or not mark.exists()):
+        mark.touch()
+        dist.destroy_process_group = lambda: time.sleep(60)  # type: ignore[assignment]
+    return rank
+
+
+def test_a_rank_that_hangs_in_torch_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "END_LIMIT", 2.0)
+    with pytest.warns(UserWarning, match="hangs_in_torch again"):
+        assert run(hangs_in_torch, 2, str(tmp_path), False) == [0, 1]
+    with pytest.warns(UserWarning), pytest.raises(harness.HungAtEnd, match="rank 1: returned"):
+        run(hangs_in_torch, 2, str(tmp_path), True)
+
+
+def does_not_collect(rank: int, world: int) -> None:
+    """Hangs before torch's part: what this rank made is never freed."""
+    if rank == 1:
+        gc.collect = lambda *_: time.sleep(60)  # type: ignore[assignment]
+
+
+def test_a_rank_that_hangs_before_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "END_LIMIT", 2.0)
+    with pytest.raises(RankFailed, match="exit code None") as caught:
+        run(does_not_collect, 2)
+    assert not isinstance(caught.value, harness.HungAtEnd)
