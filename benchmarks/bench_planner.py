@@ -73,8 +73,8 @@ CODEC_CHOICES: dict[str, Callable[[Problem], int]] = {
     "mergecomp 2": lambda p: p.time("mergecomp", groups=2),
     "mergecomp 4": lambda p: p.time("mergecomp", groups=4, alpha_permille=0),
     "cupcake": lambda p: p.time("cupcake", work_limit=CUPCAKE_WORK),
-    "cupcake-fixed": lambda p: p.time("cupcake-fixed", work_limit=CUPCAKE_WORK),
-    "cupcake even start": lambda p: p.time("cupcake-fixed", work_limit=CUPCAKE_WORK, groups=2),
+    "cupcake-repaired": lambda p: p.time("cupcake-repaired", work_limit=CUPCAKE_WORK),
+    "cupcake even start": lambda p: p.time("cupcake-repaired", work_limit=CUPCAKE_WORK, groups=2),
 }
 # The same where groups may also go dense.
 MIXED_CHOICES: dict[str, Callable[[Problem], int]] = {
@@ -149,10 +149,10 @@ def speed_table(instances: dict[str, dict[str, Any]], repeats: int) -> list[dict
             row[label] = spread(medians)
         cut, seconds = 0, []
         for p in codec:
-            plan, took = p.timed("cupcake-fixed", work_limit=CUPCAKE_WORK)
+            plan, took = p.timed("cupcake-repaired", work_limit=CUPCAKE_WORK)
             cut += plan["work"] >= CUPCAKE_WORK
             seconds.append(took)
-        rows.append(row | {"cupcake-fixed s": spread(seconds, 4), "cut": f"{cut} of {len(codec)}"})
+        rows.append(row | {"cupcake-repaired s": spread(seconds, 4), "cut": f"{cut} of {len(codec)}"})
     return rows
 
 
@@ -274,14 +274,14 @@ def main(argv: list[str] | None = None) -> None:
     if "speed" in wanted:
         note = (
             "Wall time of a call and its binding, one thread; median [least, greatest] over a model's 8 "
-            f"instances, each the median of {args.repeats} loops; cupcake-fixed once; {cut}."
+            f"instances, each the median of {args.repeats} loops; cupcake-repaired once; {cut}."
         )
         report("planner-speed", "Time of planning", speed_table(instances, args.repeats), note, out)
     if "regret" in wanted:
         note = (
             "Iteration time over the codec's optimum under the affine model without decode. even, bucket, "
             "threshold (1 KB to 128 MB): the best setting; mergecomp 4: alpha 0; dense: nothing is "
-            f"compressed; cupcake even start: cupcake-fixed from two even groups; {cut}."
+            f"compressed; cupcake even start: cupcake-repaired from two even groups; {cut}."
         )
         report("planner-regret", "Regret", regret_table(instances), note, out)
     if "ldp" in wanted:

@@ -4,10 +4,11 @@
 
 #include "planner.h"
 
-static const sid_planner *const planners[] = {&sid_planner_pg,           &sid_planner_ldp,       &sid_planner_dense,
-                                              &sid_planner_layerwise,    &sid_planner_even,      &sid_planner_bucket,
-                                              &sid_planner_threshold,    &sid_planner_mergecomp, &sid_planner_cupcake,
-                                              &sid_planner_cupcake_fixed};
+static const sid_planner *const planners[] = {&sid_planner_pg,        &sid_planner_ldp,
+                                              &sid_planner_dense,     &sid_planner_layerwise,
+                                              &sid_planner_even,      &sid_planner_bucket,
+                                              &sid_planner_threshold, &sid_planner_mergecomp,
+                                              &sid_planner_cupcake,   &sid_planner_cupcake_repaired};
 
 enum {
     N_PLANNERS = sizeof planners / sizeof *planners

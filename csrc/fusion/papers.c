@@ -311,7 +311,7 @@ static void run_cupcake(sid_job *j, int fixed) {
 }
 
 static void cupcake_printed(sid_job *j) { run_cupcake(j, 0); }
-static void cupcake_fixed(sid_job *j) { run_cupcake(j, 1); }
+static void cupcake_repaired(sid_job *j) { run_cupcake(j, 1); }
 
 static void cupcake_layout(sid_job *j, sid_arena *a) {
     j->own = sid_take(a, (size_t)j->problem.in->n + 1, sizeof(node));
@@ -329,9 +329,9 @@ const sid_planner sid_planner_cupcake = {
          cupcake_options, 3, 0},
     .layout = cupcake_layout,
     .run = cupcake_printed};
-const sid_planner sid_planner_cupcake_fixed = {
-    .info = {"cupcake-fixed", "Cupcake (MLSys 2023), Algorithm 1, repaired",
+const sid_planner sid_planner_cupcake_repaired = {
+    .info = {"cupcake-repaired", "Cupcake (MLSys 2023), Algorithm 1, repaired",
              "The same, but it also records one group, and empty groups cost nothing: optimal for affine costs.",
              cupcake_options, 3, 0},
     .layout = cupcake_layout,
-    .run = cupcake_fixed};
+    .run = cupcake_repaired};

@@ -203,7 +203,7 @@ void sid_robust(sid_job *j, void (*plan)(sid_job *));
     {"scenarios", 0, 0, 256, "plan for the mean over so many randomly wrong costs; 0: trust the costs"},               \
         {"scenario_permille", 200, 0, 999, "how wrong a cost may be"}, {"seed", 0, 0, INT64_MAX, "of the scenarios"}
 
-extern const sid_planner sid_planner_ldp, sid_planner_mergecomp, sid_planner_cupcake, sid_planner_cupcake_fixed,
+extern const sid_planner sid_planner_ldp, sid_planner_mergecomp, sid_planner_cupcake, sid_planner_cupcake_repaired,
     sid_planner_pg, sid_planner_dense, sid_planner_layerwise, sid_planner_even, sid_planner_bucket,
     sid_planner_threshold;
 

@@ -48,7 +48,7 @@ static void check_all(const tiny *t, kind k) {
             continue;
         }
         check_plan(t, a->name, &p, best);
-        if (labels || (k == AFFINE && (!strcmp(a->name, "pg") || !strcmp(a->name, "cupcake-fixed"))))
+        if (labels || (k == AFFINE && (!strcmp(a->name, "pg") || !strcmp(a->name, "cupcake-repaired"))))
             CHECK(p.plan.exact && p.plan.time_ps == best, "%s: %lld, best %lld", a->name, (long long)p.plan.time_ps,
                   (long long)best);
         if (a->takes_seed || !strcmp(a->name, "dense"))
@@ -117,7 +117,7 @@ void test_fuse_vectors(void) {
                     {"pg", NULL, 0, i == 2 ? 57 : v->best},
                     {"mergecomp", wide, 2, v->mergecomp},
                     {"cupcake", NULL, 0, v->printed},
-                    {"cupcake-fixed", NULL, 0, v->repaired}};
+                    {"cupcake-repaired", NULL, 0, v->repaired}};
         CHECK(brute(&in, 0) == v->best, "vector %zu: brute force finds %lld", i, (long long)brute(&in, 0));
         for (size_t k = 0; k < sizeof runs / sizeof *runs; k++) {
             const planned p = plan_tiny(&in, runs[k].name, runs[k].settings, runs[k].n_settings, NULL);
@@ -132,7 +132,7 @@ void test_fuse_vectors(void) {
 /* A longer forward pass moves everything by as much; the order of the methods does not matter. */
 void test_fuse_shift(void) {
     static const char *const names[] = {"pg",   "ldp",    "dense",     "layerwise",
-                                        "even", "bucket", "threshold", "cupcake-fixed"};
+                                        "even", "bucket", "threshold", "cupcake-repaired"};
     draws d = {.r = {5}};
     tiny t;
     for (int i = 0; i < 150; i++) {
@@ -196,11 +196,11 @@ void test_fuse_limits(void) {
     sid_instance in = {.n = 10, .backward_ps = backward, .bytes = bytes, .n_methods = 1, .methods = &free};
     const sid_fuse_setting enough = {"work_limit", 100000}, little = {"work_limit", 50};
     /* Nothing can be pruned here: 3 * 2^(n - 2) nodes. */
-    const planned whole = plan_tiny(&in, "cupcake-fixed", &enough, 1, NULL);
-    CHECK(whole.plan.exact && whole.plan.time_ps == 10 && whole.plan.work > 3 << 8, "cupcake-fixed: work %llu",
+    const planned whole = plan_tiny(&in, "cupcake-repaired", &enough, 1, NULL);
+    CHECK(whole.plan.exact && whole.plan.time_ps == 10 && whole.plan.work > 3 << 8, "cupcake-repaired: work %llu",
           (unsigned long long)whole.plan.work);
     for (int k = 0; k < 2; k++) {
-        const planned early = plan_tiny(&in, k ? "cupcake-fixed" : "cupcake", &little, 1, NULL);
+        const planned early = plan_tiny(&in, k ? "cupcake-repaired" : "cupcake", &little, 1, NULL);
         CHECK(!early.status && early.plan.work < 100 && early.plan.time_ps == 10, "cut: work %llu",
               (unsigned long long)early.plan.work);
     }
