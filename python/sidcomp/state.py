@@ -65,9 +65,9 @@ class State:
     groups          [None] what is encoded and exchanged as one vector: "bucket" (each of DDP's buckets),
                     "model" (all parameters), "layer", "even:N" (N groups), a number of bytes or a size such
                     as "4MB" (in powers of 1024, as DDP's bucket_cap_mb: consecutive parameters up to about
-                    that size), a list of lists of parameter names, or a planner: "auto", "mergecomp",
-                    "cupcake". A group has one dtype and one device. None: "auto" for codec="auto", else
-                    "bucket".
+                    that size), a list of lists of parameter names, or a planner: "auto", "pg" (sidcomp's, for
+                    one codec), "mergecomp", "cupcake", "cupcake-repaired". A group has one dtype and one
+                    device. None: "auto" for codec="auto", else "bucket".
     process_group   [None] the ranks to average over. None: those of the DDP model.
     seed            [0] for codecs that draw random numbers: 0 to 2**64 - 1, the same on every rank.
     exclude         [()] what is sent uncompressed: a parameter's name, a pattern ("*.bias"), "1-D" (biases,
@@ -112,6 +112,9 @@ class State:
                     groups that were not finite remove their gradient again, up to rounding; groups that were
                     finite clear their residual. This takes no second copy and no waiting. None: "drop" until
                     the first call of `follow(optimizer, scaler)` or `update_scale`, "rollback" from then on.
+    Y, alpha        [None] for groups="mergecomp": the largest number of groups (2), and the gain below which
+                    its search adds no more (0.01). Each group beyond two multiplies the number of measured
+                    iterations by that of the tensors.
     profile         [None] for planned groups: a Profile of an earlier run or the path of its file, in place
                     of measuring again (`state.profile.save(path)` writes one). One that does not fit is not
                     used.
@@ -153,6 +156,8 @@ class State:
         transport: str = "torch",
         K: int | Schedule | None = None,
         nonfinite: str | None = None,
+        Y: int | None = None,
+        alpha: float | None = None,
         profile: Profile | str | Path | None = None,
         **parameters: Setting | Schedule,
     ) -> None:
@@ -164,7 +169,7 @@ class State:
             "memory": memory, "groups": groups, "seed": seed, "exclude": exclude,
             "checksum_every": checksum_every, "isa": isa, "candidates": candidates, "policy": policy,
             "full_every": full_every, "warmup": warmup, "exchange": exchange, "transport": transport,
-            "nonfinite": nonfinite,
+            "nonfinite": nonfinite, "Y": Y, "alpha": alpha,
         }  # fmt: skip
         self._codec = codec, parameters
         self.settings = Settings.parse(codec, parameters, **self._arguments)

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import RankFailed, run
 from sidcomp.autotune import controller, measurement, probe
-from sidcomp.planner import fusion
+from sidcomp.planner import fusion, mergecomp
 from sidcomp.planner.profile import Profile
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -328,12 +329,51 @@ def test_five_thousand_tensors() -> None:
 
 
 @pytest.mark.parametrize("exchange", [None, "twoshot"])
-@pytest.mark.parametrize("groups", ["auto", "mergecomp", "cupcake"])
+@pytest.mark.parametrize("groups", ["auto", "pg", "mergecomp", "cupcake", "cupcake-repaired"])
 def test_the_groups_alone_can_be_found(groups: str, exchange: str | None) -> None:
     over = f" over {exchange}" if exchange else ""
     for r in run(found, 2, {"codec": "topk", "density": 0.02, "groups": groups, "exchange": exchange}):
         check(r)
         assert candidates(r) == {"topk density=0.02" + over}
+
+
+def searched(rank: int, world: int, Y: int) -> tuple[int, int]:
+    """The groups that MergeComp's search keeps, and the most that it tried."""
+    tried: list[int] = []
+    search = mergecomp.mergecomp
+
+    def noted(n: int, Y: int, alpha: float) -> Generator[list[int], float, list[int]]:
+        asked = search(n, Y, alpha)
+        ends = next(asked)
+        while True:
+            tried.append(len(ends))
+            try:
+                ends = asked.send((yield ends))
+            except StopIteration as stop:
+                return list(stop.value)
+
+    mergecomp.mergecomp = noted
+    r = found(rank, world, {"codec": "topk", "density": 0.02, "groups": "mergecomp", "Y": Y, "alpha": 0.0})
+    return len(r["groups"]), max(tried)
+
+
+@pytest.mark.parametrize("Y", [1, 3])
+def test_mergecomp_tries_at_most_y_groups(Y: int) -> None:
+    for kept, most in run(searched, 2, Y):
+        assert kept <= most <= Y
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"Y": 3}, 'groups="mergecomp"'),
+        ({"groups": "mergecomp", "Y": 0}, "at least 1"),
+        ({"groups": "mergecomp", "alpha": 1.5}, "from 0 to 1"),
+    ],
+)
+def test_wrong_options_of_the_search_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(sidcomp.ArgumentError, match=said):
+        sidcomp.State("topk", **wrong)
 
 
 @pytest.mark.parametrize(("groups", "expected"), [("layer", 8), ("even:3", 3), ("even:100", 8)])

@@ -48,7 +48,10 @@ _FASTER = 1.1  # as do steps this many times as fast: a faster link helps plain 
 _REST = 500  # steps before the first comparison; doubled each time the plan stays
 _LONGEST = 16_000  # the most steps without a comparison
 _PROBE_SHARE = 0.01  # of the time of a thousand steps
-_SCENARIOS = 16
+# Of the planners. Cupcake searches for as long as the paper lets it, some seconds, and starts from two even
+# groups (its section 4.2).
+_CUPCAKE = {"groups": 2, "work_limit": 400_000_000}
+_OPTIONS = {"ldp": {"scenarios": 16}, "cupcake": _CUPCAKE, "cupcake-repaired": _CUPCAKE}
 # The keys of Settings.saved() on which plans and measurements depend.
 _DECIDES = ("codec", "memory", "parameters", "groups", "exclude", "policy", "exchange")
 _TIMES_ONLY = ("threads", "version")  # keys of an identity on which an adopted plan does not depend
@@ -358,8 +361,7 @@ class Controller:
 
     def plan(self, costs: dict[str, Any]) -> dict[str, Any]:
         """Plans with ldp, or with the algorithm of the paper that `groups` names."""
-        options: dict[str, Any] = {"scenarios": _SCENARIOS} if self.algorithm == "ldp" else {}
-        return plan(costs, self.algorithm, None, **options)
+        return plan(costs, self.algorithm, None, **_OPTIONS.get(self.algorithm, {}))
 
     def rewrap(self) -> list[int]:
         """Plans for buckets that are groups. Returns their sizes in bytes: none if nothing was planned."""
@@ -581,7 +583,7 @@ class Controller:
         """Runs MergeComp's Algorithm 2 as published: on measured iterations, at the start of training."""
         assert self.report.profile is not None
         names = [t["name"] for t in self.report.profile.tensors]
-        asked = mergecomp.mergecomp(len(names))
+        asked = mergecomp.mergecomp(len(names), *self.settings.search)
         ends = next(asked)
         self.report.stage = "searching"
         tries = 0

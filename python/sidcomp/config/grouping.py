@@ -11,8 +11,9 @@ from sidcomp.errors import ArgumentError, SetupError
 
 Groups = str | int | Sequence[Sequence[str]]
 
-# Groups that a controller finds during training: with sidcomp's planner, or as one of two papers does.
-PLANNED = ("auto", "mergecomp", "cupcake")
+# Groups that a controller finds during training: "auto" with sidcomp's planner for groups and codecs, "pg"
+# with that for one codec, "mergecomp" by its search on measured iterations, "cupcake" as printed or repaired.
+PLANNED = ("auto", "pg", "mergecomp", "cupcake", "cupcake-repaired")
 
 UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 
@@ -100,8 +101,8 @@ def parse_groups(groups: Groups) -> str | int | list[list[str]]:
         if not m:
             raise ArgumentError(
                 f'groups={groups!r}: give "auto", "bucket", "model", "layer", "even:8" (eight groups), '
-                '"mergecomp", "cupcake", a number of bytes, a size such as "4MB", or a list of lists of '
-                "parameter names"
+                '"pg", "mergecomp", "cupcake", "cupcake-repaired", a number of bytes, a size such as "4MB", '
+                "or a list of lists of parameter names"
             )
         groups = int(float(m[1]) * UNITS[m[2].upper() + "B"])
     if isinstance(groups, int) and not isinstance(groups, bool):

@@ -33,7 +33,7 @@ _FOLDER = Path(__file__).parent / "presets"
 _ARGUMENTS = frozenset(
     {
         "codec", "memory", "groups", "seed", "exclude", "checksum_every", "isa", "candidates", "full_every",
-        "warmup", "exchange", "transport", "nonfinite",
+        "warmup", "exchange", "transport", "nonfinite", "Y", "alpha",
     }
 )  # fmt: skip
 

@@ -30,6 +30,8 @@ EXCHANGES = ("twoshot", "hierarchical")
 TRANSPORTS = ("torch", "native")
 NONFINITE = ("rollback", "drop")
 
+MERGECOMP = (2, 0.01)  # Y, what MergeComp recommends, and alpha, for which it gives no number
+
 PLAIN = Regime("bucket", (DENSE,))
 
 
@@ -91,6 +93,7 @@ class Settings:
     warmup: int = 0  # steps of each stage in which codec="auto" lowers the density
     transport: str = "torch"  # what enqueues the collectives of CUDA groups
     nonfinite: str | None = None  # see State; None: "drop" until a scaler is followed
+    search: tuple[int, float] = MERGECOMP  # Y and alpha of groups="mergecomp"
     made: list[Candidate] = field(
         default_factory=list
     )  # the policy's combinations, numbered after `candidates`
@@ -114,6 +117,8 @@ class Settings:
         exchange: str | Sequence[str] | None = None,
         transport: str = "torch",
         nonfinite: str | None = None,
+        Y: int | None = None,
+        alpha: float | None = None,
     ) -> "Settings":
         if codec is None:
             codec, parameters = DEFAULT[0], {**DEFAULT[1], **parameters}
@@ -170,6 +175,7 @@ class Settings:
             warmup,
             transport,
             nonfinite,
+            _search(groups, Y, alpha),
         )
         if settings.planned and (
             several := [candidate.codec.name for candidate in chosen if candidate.codec.reductions]
@@ -333,6 +339,17 @@ class Settings:
             "exchange": None if self.auto else first["exchange"],
             "full_every": self.full_every.plain if isinstance(self.full_every, Schedule) else self.full_every,
         }
+
+
+def _search(groups: Groups, Y: int | None, alpha: float | None) -> tuple[int, float]:
+    """Checks the options of MergeComp's search."""
+    if groups != "mergecomp" and (Y is not None or alpha is not None):
+        raise ArgumentError(f'Y and alpha are for groups="mergecomp"; groups={groups!r}: leave them out')
+    if Y is not None and (not isinstance(Y, int) or isinstance(Y, bool) or Y < 1):
+        raise ArgumentError(f"Y={Y!r}: give the largest number of groups, at least 1")
+    if alpha is not None and not 0 <= alpha < 1:
+        raise ArgumentError(f"alpha={alpha!r}: give the least gain of a further group, from 0 to 1")
+    return MERGECOMP[0] if Y is None else Y, MERGECOMP[1] if alpha is None else float(alpha)
 
 
 def _candidates(
