@@ -188,6 +188,7 @@ typedef struct cupcake {
     sid_instance paper; /* the paper's model: encodes block the backward pass, decodes cost nothing */
     sid_method method;
     int fixed;    /* 1: with the two repairs */
+    int prunings; /* 1: by insight 1, 2: by insight 2, 3: by both */
     int64_t best; /* global_opt_time; its plan in job->draft */
     node *nodes;
     sid_pieces near;
@@ -228,7 +229,8 @@ static void enter(cupcake *s, node *v, sid_clock m, uint32_t k) {
         v->local = sid_finish(&whole);
     }
     v->end = k + 1;
-    for (uint32_t e = k + 1; e <= p->far[k] && p->back[e] - p->back[k] + encode_of(s, k, e) <= delay; e++) {
+    for (uint32_t e = k + 1; s->prunings & 2 && e <= p->far[k] && p->back[e] - p->back[k] + encode_of(s, k, e) <= delay;
+         e++) {
         v->end = e;
         s->job->work++;
     }
@@ -261,6 +263,7 @@ static void run_cupcake(sid_job *j, int fixed) {
     const uint64_t limit = (uint64_t)sid_option(j, "work_limit");
     cupcake s = {.job = j, .paper = *p->in, .method = p->in->methods[m], .fixed = fixed, .best = INT64_MAX};
     s.nodes = j->own;
+    s.prunings = (int)sid_option(j, "prunings");
     s.method.decode.n = 0;
     s.paper.overlap_permille = s.paper.slowdown_permille = 0;
     s.paper.decode_main = 0;
@@ -283,7 +286,7 @@ static void run_cupcake(sid_job *j, int fixed) {
         node *v = &s.nodes[depth];
         if (j->work >= limit) break;
         if (v->end <= (v->k < n ? p->far[v->k] : n)) {
-            if (depth && hopeless(&s, v)) {
+            if (depth && s.prunings & 1 && hopeless(&s, v)) {
                 v->end++;
                 continue;
             }
@@ -321,17 +324,18 @@ static const sid_fuse_option cupcake_options[] = {
     METHOD,
     {"groups", 0, 0, SID_FUSE_MAX_TENSORS, "bootstrap: start from this many even groups; 0: from nothing, as printed"},
     {"work_limit", 10000000, 1, INT64_MAX,
-     "transitions and choices looked at, after which the best so far is returned"}};
+     "transitions and choices looked at, after which the best so far is returned"},
+    {"prunings", 3, 0, 3, "1: by the bound (insight 1), 2: by the groups that begin too early (insight 2), 3: both"}};
 const sid_planner sid_planner_cupcake = {
     .info =
         {"cupcake", "Cupcake (MLSys 2023), Algorithm 1",
          "Depth-first search with two prunings, as printed: one group is never recorded, empty groups cost a latency.",
-         cupcake_options, 3, 0},
+         cupcake_options, 4, 0},
     .layout = cupcake_layout,
     .run = cupcake_printed};
 const sid_planner sid_planner_cupcake_repaired = {
     .info = {"cupcake-repaired", "Cupcake (MLSys 2023), Algorithm 1, repaired",
              "The same, but it also records one group, and empty groups cost nothing: optimal for affine costs.",
-             cupcake_options, 3, 0},
+             cupcake_options, 4, 0},
     .layout = cupcake_layout,
     .run = cupcake_repaired};

@@ -313,6 +313,20 @@ def test_cupcake_is_the_reference() -> None:
     cupcake_is_the_reference(300, 8)
 
 
+def test_cupcakes_prunings_change_the_work_alone() -> None:
+    """Both are sound for affine costs, each spares work, and without them it is every partition."""
+    rng = random.Random(4)
+    work = [0, 0, 0, 0]
+    for _ in range(60):
+        made = affine(rng, rng.randint(2, 9), rng.choice(list(FAMILIES)))
+        plans = [sidcomp.plan(made, "cupcake-repaired", prunings=p) for p in range(4)]
+        assert {p["time_ps"] for p in plans} == {reference.brute_force(made)}
+        assert plans[0]["work"] >= 2 ** (len(made["tensors"]) - 1)
+        work = [w + p["work"] for w, p in zip(work, plans, strict=True)]
+    none, first, second, both = work  # a pruning's own tests count, too
+    assert both < min(first, second) and max(first, second) < none, work
+
+
 @pytest.mark.slow
 def test_cupcake_is_the_reference_many_times() -> None:
     cupcake_is_the_reference(2000, 10)
