@@ -331,11 +331,14 @@ def test_forged_quantised_payloads_are_refused(codec: str, settings: dict[str, A
         blocks = len(group.spans())
         codes_at += -(-4 * blocks // 8) * 8
         if blocks % 2:
-            refused(with_word(64 + 4 * blocks, 1.0), "not zero")
+            refused(with_word(64 + 4 * blocks, 1.0), "are set; they must be 0")
     end = codes_at + n * group.width / 8
     if end % 1:
         at = int(end)
-        refused(ref.seal(payload[:at] + bytes([payload[at] | 0x80]) + payload[at + 1 :], False), "not zero")
-    refused(ref.seal(payload[:-1] + b"\x01", False), "not zero")
+        refused(
+            ref.seal(payload[:at] + bytes([payload[at] | 0x80]) + payload[at + 1 :], False),
+            "are set; they must be 0",
+        )
+    refused(ref.seal(payload[:-1] + b"\x01", False), "are set; they must be 0")
     if not head["salt"]:
         refused(ref.with_header(payload, False, salt=5), "salt")

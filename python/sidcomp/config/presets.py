@@ -50,7 +50,7 @@ class Preset:
 
 
 def names() -> list[str]:
-    """The names of the presets that are shipped: the settings that papers publish, and this library's own."""
+    """The names of the shipped presets: the settings that papers publish, and this library's own."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
