@@ -28,10 +28,9 @@ class Sent:
     count: int
     scale: float
     flags: int
-    decoded: Array  # float32
+    decoded: Array  # float32, to be subtracted from acc
     found: int
     stages: int = 0
-    left: Array | None = None  # what is subtracted from acc, if it is not what was decoded
 
 
 @dataclass
