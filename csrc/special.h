@@ -1,8 +1,8 @@
 /* The functions that fitted distributions need, in float64 from +, -, *, / and integer arithmetic alone (and sqrt, which
  * IEEE fixes), so that every compiler, C library and device gives the same bits. Shared by host and device.
  * Relative errors, as tests/codecs/test_sidco.py measures them against SciPy: log, exp 4e-16, log-gamma, digamma and trigamma
- * 1e-14 (digamma next to its zero at 1.46: 1e-14 of 1), normal quantile 1e-13. Arguments outside what is said are the
- * caller's fault. */
+ * 1e-14 (digamma next to its zero at 1.46: 1e-14 of 1), normal quantile 1e-13, gamma quantile 1e-9 over its shape if that
+ * is below 1 (1e-6 for shapes from 1e4 on). Arguments outside what is said are the caller's fault. */
 #ifndef SID_SPECIAL_H
 #define SID_SPECIAL_H
 

@@ -130,8 +130,8 @@ def run(
 ) -> list[Any]:
     """What function(rank, world, *arguments) returned on each rank; ranks in `dying` may end without.
 
-    About once in a thousand runs on a busy machine, destroy_process_group() of a rank that ends last hangs in
-    the destructor of torch's default Gloo group. Then everything runs once more, and must end.
+    On a busy machine a rank that ends last may hang in destroy_process_group(), in the destructor of torch's
+    default Gloo group: one of some 2,500 runs did. Then everything runs once more, and must end.
     """
     try:
         return _run(function, world, arguments, dying, hard_limit, group_timeout)
