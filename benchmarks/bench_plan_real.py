@@ -8,24 +8,24 @@ file as they are done, and are not done again: stop it, or give it `--minutes`; 
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, report, summary
 from benchmarks.netlab import hooks
-from benchmarks.netlab.lab import Lab, LabError, parse_rate
-from benchmarks.netlab.measure import common_step, loss_at, measure, medians, sent
+from benchmarks.netlab.cells import Cell, Kept, Turns, one_cell
+from benchmarks.netlab.lab import parse_rate
+from benchmarks.netlab.measure import common_step, loss_at, medians, sent
 
 RATES = "1gbit,none,100mbit,10gbit,500mbit,2gbit"  # those that say most come first
 TASKS = "lm,mlp,cnn"
 HOOKS = "dense,fp16,powersgd,default:25MB,layer@0,even:4@0,mergecomp@0,cupcake@0,auto,auto@0"
 OURS = "auto"
-Cell = dict[str, Any]
 
 
 def plans(result: dict[str, Any]) -> list[str]:
@@ -138,24 +138,6 @@ def said(cells: list[Cell]) -> str:
     return " ".join(lines)
 
 
-def one_cell(hosts: int, rate: str, task: str, args: argparse.Namespace) -> Cell:
-    with Lab.build(hosts, parse_rate(rate)) as lab:
-        network = lab.introduce()
-        print(*network, sep="\n", flush=True)
-        names = args.hooks.split(",")
-        result = measure(lab, task, names, args.blocks, args.steps, args.warmup, args.timeout)
-    return {
-        "hosts": hosts,
-        "rate": rate,
-        "task": task,
-        "hooks": args.hooks,
-        "turns": [args.blocks, args.steps, args.warmup],
-        "emulation": lab.emulation,
-        "network": network,
-        "result": result,
-    }
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_plan_real", description=__doc__)
     add = parser.add_argument
@@ -186,33 +168,22 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         parser.error(str(e))
 
-    turns = [args.blocks, args.steps, args.warmup]
-    kept: dict[str, Cell] = json.loads(args.cells.read_text()) if args.cells.exists() else {}
-    known = {k: cell for k, cell in kept.items() if (cell["hooks"], cell["turns"]) == (args.hooks, turns)}
-    started, failed = time.monotonic(), []
+    turns = Turns(args.blocks, args.steps, args.warmup, args.timeout)
+    kept = Kept(args.cells)
+    started = time.monotonic()
     for i, (hosts, rate, task) in enumerate(wanted):
         key = f"{hosts} hosts, {rate}, {task}"
-        if key in known and not args.again:
+        if kept.get(key, args.hooks, turns) and not args.again:
             continue
         if time.monotonic() - started > 60 * args.minutes:
             print(f"out of time: {len(wanted) - i} cells were not looked at; call it again to go on")
             break
-        print(f"\n{key}: cell {i + 1} of {len(wanted)}", flush=True)
-        begun = time.monotonic()
-        try:
-            known[key] = one_cell(hosts, rate, task, args)
-        except LabError as e:
-            print(f"{key}: {e}", file=sys.stderr)
-            failed.append(key)
-            continue
-        print(f"{key}: {time.monotonic() - begun:.0f} s", flush=True)
-        args.cells.parent.mkdir(parents=True, exist_ok=True)
-        part = args.cells.with_suffix(".part")
-        part.write_text(json.dumps(kept | known))
-        part.replace(args.cells)
+        kept.measure(
+            key, f"cell {i + 1} of {len(wanted)}", partial(one_cell, hosts, rate, task, args.hooks, turns)
+        )
 
-    keys = [f"{hosts} hosts, {rate}, {task}" for hosts, rate, task in wanted]
-    cells = [known[key] for key in keys if key in known]
+    found = [kept.get(f"{hosts} hosts, {rate}, {task}", args.hooks, turns) for hosts, rate, task in wanted]
+    cells = [cell for cell in found if cell is not None]
     if not cells:
         print("nothing was measured", file=sys.stderr)
         return 1
@@ -227,9 +198,9 @@ def main(argv: list[str] | None = None) -> int:
     out = RESULTS if args.save else None
     report("plan-real-hooks", "Every hook over real links", details(cells), note, out)
     report("plan-real", "Plans over real links", overview(cells), note, out)
-    if failed:
-        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    if kept.failed:
+        print(f"failed: {'; '.join(kept.failed)}", file=sys.stderr)
+    return 1 if kept.failed else 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from benchmarks.netlab import hooks
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure, rows
 
-TASKS = ("lm", "cnn", "mlp", "digits")
+TASKS = ("lm", "lstm", "transformer", "resnet50", "resnet101", "cnn", "mlp", "digits")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,8 @@
-"""What is compared: NAME[:GROUPS][+EXCHANGE][@MB], and how each is attached to a model.
+"""What is compared: NAME[:GROUPS][+EXCHANGE][[KEY=VALUE;...]][@MB], and how each is attached to a model.
 
 dense                   plain DDP, no hook
 fp16, powersgd          torch's own hooks; PowerSGD of rank 4, in one bucket
+bf16-sum32              bf16 on the wire, float32 sums: bf16_wire.py
 topk:GROUPS             a codec of sidcomp with its State(groups=GROUPS); topk alone: 25MB. powersgd:GROUPS is
                         ours, in as many buckets as there are. A density is 1 %
 default:GROUPS          what State() has, its density too: auto's candidate beside dense and fp16
@@ -9,9 +10,11 @@ layer, even:8, mergecomp, cupcake
                         the default with these groups, as their papers choose them
 +EXCHANGE               of a codec of sidcomp: how its payloads travel, as in marsit+ring1, topk:25MB+twoshot
 auto                    State("auto"): groups, codecs and exchanges chosen
+[KEY=VALUE;...]         further arguments of State: redsync[density=0.001], dgc:mergecomp[Y=3]@0
 @MB                     DDP's bucket_cap_mb, @0 for a bucket of each tensor; DDP's own default unless given
 """
 
+import re
 from typing import Any, NamedTuple
 
 import sidcomp
@@ -20,7 +23,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-OF_TORCH = ("dense", "fp16", "powersgd")
+from benchmarks.netlab.bf16_wire import Bf16Wire
+
+OF_TORCH = ("dense", "fp16", "powersgd", "bf16-sum32")  # whose hooks are not sidcomp's
 PAPERS = ("layer", "even", "mergecomp", "cupcake")
 DENSITY = 0.01
 
@@ -31,6 +36,7 @@ class Hook(NamedTuple):
     groups: str
     bucket_mb: float | None
     exchange: str | None = None  # the process group's own
+    arguments: tuple[tuple[str, Any], ...] = ()  # of State
 
     @property
     def ours(self) -> bool:
@@ -41,8 +47,8 @@ class Hook(NamedTuple):
         """Whether a controller measures and chooses during the first steps."""
         return self.kind == "auto" or self.groups in PLANNED
 
-    def attach(self, module: nn.Module) -> "tuple[nn.Module, sidcomp.State | None]":
-        """DDP around `module`, and its State where it has one."""
+    def attach(self, module: nn.Module) -> "tuple[nn.Module, sidcomp.State | Bf16Wire | None]":
+        """DDP around `module`, and what must be closed, if there is anything."""
         cap = 1024 if self.kind == "powersgd" and not self.ours else self.bucket_mb
         # The smallest cap there is still gives each bucket a tensor.
         buckets: dict[str, Any] = {} if cap is None else {"bucket_cap_mb": max(cap, 2**-20)}
@@ -53,6 +59,7 @@ class Hook(NamedTuple):
                 settings["exchange"] = self.exchange
             if any(p.name == "density" for p in _parameters(self.kind)):
                 settings["density"] = DENSITY
+            settings |= dict(self.arguments)
             # warmup changes steps, not what they settle at
             state = sidcomp.State(None if self.kind == "default" else self.kind, warmup=0, **settings)
             sidcomp.register(ddp, state)
@@ -64,6 +71,10 @@ class Hook(NamedTuple):
             # deadlock, or pair with each other's. From step 2 on: after the first, DDP orders it anew.
             kept = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             ddp.register_comm_hook(kept, powerSGD_hook.powerSGD_hook)
+        elif self.kind == "bf16-sum32":
+            wire = Bf16Wire()
+            ddp.register_comm_hook(wire, Bf16Wire.hook)
+            return ddp, wire
         return ddp, None
 
 
@@ -74,8 +85,14 @@ def _parameters(codec: str) -> Any:
 def parse(text: str) -> Hook:
     """Raises ValueError, which says what can be written."""
     body, at, cap = text.partition("@")
+    found = re.fullmatch(r"([^\[\]]*)(?:\[([^\[\]]+)\])?", body)
+    if not found:
+        raise ValueError(f"hook {text!r}: write arguments as in dgc:mergecomp[Y=3;alpha=0.02]@0")
+    body, arguments = found[1], _arguments(text, found[2])
     body, plus, exchange = body.partition("+")
     kind, colon, groups = body.partition(":")
+    if arguments and kind in OF_TORCH and not colon:
+        raise ValueError(f"hook {text!r}: {kind} takes no arguments")
     if at:
         try:
             bucket_mb = float(cap)
@@ -90,11 +107,11 @@ def parse(text: str) -> Hook:
         if kind in (*PAPERS, "auto") or exchange not in [e.name for e in sidcomp.exchanges()]:
             known = ", ".join(e.name for e in sidcomp.exchanges())
             raise ValueError(f"hook {text!r}: after + comes an exchange, for a codec of sidcomp: {known}")
-        return Hook(text, kind, _groups(text, groups or "25MB"), bucket_mb, exchange)
+        return Hook(text, kind, _groups(text, groups or "25MB"), bucket_mb, exchange, arguments)
     if kind in PAPERS:
-        return Hook(text, "default", _groups(text, body), bucket_mb)
+        return Hook(text, "default", _groups(text, body), bucket_mb, None, arguments)
     if kind == "auto" and not colon:
-        return Hook(text, "auto", "", bucket_mb)
+        return Hook(text, "auto", "", bucket_mb, None, arguments)
     if kind in OF_TORCH and not colon:
         return Hook(text, kind, "", bucket_mb)
     codecs = [c.name for c in sidcomp.codecs()]
@@ -103,7 +120,27 @@ def parse(text: str) -> Hook:
         raise ValueError(
             f"hook {text!r}: one of {known}, or CODEC:GROUPS with a codec of {', '.join(codecs)}"
         )
-    return Hook(text, kind, _groups(text, groups or "25MB"), bucket_mb)
+    return Hook(text, kind, _groups(text, groups or "25MB"), bucket_mb, None, arguments)
+
+
+def _arguments(text: str, given: str | None) -> tuple[tuple[str, Any], ...]:
+    """The arguments of State between brackets: numbers where they read as numbers, else words."""
+    out = []
+    for item in given.split(";") if given else ():
+        key, equals, value = item.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"hook {text!r}: {item!r} is not KEY=VALUE")
+        out.append((key, _number(value)))
+    return tuple(out)
+
+
+def _number(value: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    return value
 
 
 def _groups(text: str, groups: str) -> str:

@@ -72,6 +72,7 @@ def rows(result: Result) -> list[dict[str, Any]]:
                 "speed / plain DDP": f"{plain / ms:.2f}" if plain else "",
                 "bytes sent a step": sent(run),
                 f"loss at {at}": f"{loss_at(run, at):.4f}",
+                "error of one mean": f"{run['error']:.1e}" if run["error"] is not None else "",
                 "predicted ms": f"{predicted / 1e9:.2f}" if predicted else "",
                 "error": f"{predicted / 1e9 / ms - 1:+.1%}" if predicted else "",
             }

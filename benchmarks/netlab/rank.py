@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,10 @@ class Run:
         self.name, self.task = name, task
         self.module: nn.Module = task.model()
         self.hook = None if name == CEILING else hooks.parse(name)
-        self.model, self.state = (self.module, None) if self.hook is None else self.hook.attach(self.module)
+        self.model, self.attached = (
+            (self.module, None) if self.hook is None else self.hook.attach(self.module)
+        )
+        self.state = self.attached if isinstance(self.attached, sidcomp.State) else None
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=task.lr, momentum=task.momentum)
         self.carry: torch.Tensor | None = None
         self.losses: list[float] = []
@@ -121,13 +125,47 @@ class Run:
                     return int(sidcomp.evaluate(made, plan)["time_ps"])
         return None
 
+    def error(self) -> float | None:
+        """The distance of a step's averaged gradient from the mean in float64, over the norm of that mean.
+        What error feedback holds back counts as error here."""
+        if not isinstance(self.model, nn.parallel.DistributedDataParallel):
+            return None
+        exact = torch.cat([g.flatten().double() for g in self._gradients(synchronize=False)])
+        dist.all_reduce(exact)
+        exact /= dist.get_world_size()
+        found = torch.cat([g.flatten().double() for g in self._gradients(synchronize=True)])
+        return float((found - exact).norm() / exact.norm())
+
+    def _gradients(self, synchronize: bool) -> list[torch.Tensor]:
+        """Of the next step's batch; the parameters stay as they are."""
+        self.optimizer.zero_grad()
+        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+        with nullcontext() if synchronize else self.model.no_sync():
+            loss, _ = self.task.loss(self.model, len(self.losses), self.carry)
+            loss.backward()
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
+    def seconds(self) -> dict[str, float] | None:
+        """What this rank spent a step in encode, in waiting for the exchange, and in decode; of sidcomp's
+        hooks."""
+        if self.state is None:
+            return None
+        stats = self.state.stats()
+        return {
+            what: stats[f"{what}_seconds"] / max(1, stats["steps"]) for what in ("encode", "wait", "decode")
+        }
+
     def result(self, profiled: "list[Run]") -> dict[str, Any]:
+        seconds = _gather(self.seconds())  # before a step that is not counted
+        error = self.error()
         losses = [sum(of_ranks) / len(of_ranks) for of_ranks in zip(*_gather(self.losses), strict=True)]
         return {
             "name": self.name,
             "ms": self.milliseconds,
             "bytes": _gather(self.bytes / self.counted if self.counted else None),
             "losses": losses,
+            "error": error,
+            "seconds": seconds,
             "groups": len(self.state.stats()["groups"]) if self.state is not None else None,
             "predicted_ps": self.predicted(profiled),
             "plan": self.report(),
@@ -187,8 +225,8 @@ def main() -> None:
         record = {**spec, "world": world, "elements": sum(tensors), "tensors": len(tensors), "runs": results}
         out.write_text(json.dumps(record))
     for run in runs:
-        if run.state is not None:
-            run.state.close()
+        if run.attached is not None:
+            run.attached.close()
     del run, runs, profiled
     gc.collect()
     dist.barrier()

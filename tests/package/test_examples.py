@@ -370,3 +370,34 @@ def test_every_flag_has_help(
     for flag, rest in flags:
         words = [w for w in rest.split() if not w.isupper() and not w.startswith("{")]
         assert len(words) >= 3, f"{flag}: {rest}"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "elements"),
+    [
+        ("resnet50", 161, 1_483_898),
+        ("resnet101", 314, 2_680_698),
+        ("transformer", 200, 1_407_136),
+        ("lstm", 11, 3_580_160),
+    ],
+)
+def test_deep_tasks_have_their_originals_tensors(
+    name: str, tensors: int, elements: int, parse: Callable[..., argparse.Namespace]
+) -> None:
+    """As many tensors as the networks they are named for (the transformer: as BERT-base but one), trainable
+    and measurable."""
+    pytest.importorskip("sklearn")
+    assert parse("--task", name).task == name
+    torch = importlib.import_module("torch")
+    task = importlib.import_module("tasks").TASKS[name](0, 2, 2, torch.device("cpu"))
+    torch.manual_seed(0)
+    model = task.model()
+    assert len(list(model.parameters())) == tensors
+    assert sum(p.numel() for p in model.parameters()) == elements
+    loss, carry = task.loss(model, 0, None)
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    task.loss(model, 1, carry)
+    with torch.no_grad():
+        total, count = task.measure(model.eval())
+    assert count > 100 and total == total

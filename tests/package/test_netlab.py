@@ -1,6 +1,5 @@
 """The network lab: what it builds carries what it says, and nothing is left of it."""
 
-import argparse
 import contextlib
 import json
 import os
@@ -261,6 +260,9 @@ def test_a_calibration_that_is_off_says_so() -> None:
         ("auto@1", "auto", "", 1),
         ("topk:4MB+twoshot@1", "topk", "4MB", 1, "twoshot"),
         ("marsit+ring1", "marsit", "25MB", None, "ring1"),
+        ("bf16-sum32", "bf16-sum32", "", None),
+        ("dgc:mergecomp[Y=3;alpha=0.5]@0", "dgc", "mergecomp", 0, None, (("Y", 3), ("alpha", 0.5))),
+        ("even:2[exclude=<128KB]", "default", "even:2", None, None, (("exclude", "<128KB"),)),
     ],
 )
 def test_hooks(row: tuple[Any, ...]) -> None:
@@ -277,6 +279,9 @@ def test_hooks(row: tuple[Any, ...]) -> None:
         ("--hooks powersgd@4", "PowerSGD needs one bucket"),
         ("--hooks topk+tworing", "after + comes an exchange"),
         ("--hooks auto+ring1", "after + comes an exchange"),
+        ("--hooks topk[density]", "'density' is not KEY=VALUE"),
+        ("--hooks topk[density=0.1]x", "write arguments as in dgc:mergecomp"),
+        ("--hooks dense[K=1]", "dense takes no arguments"),
         ("--hooks topk@x", "after @ comes a size in MB"),
         ("--hosts 0", "--hosts 1 to 200"),
         ("--steps 2", "--steps 3"),
@@ -344,7 +349,7 @@ def test_the_sweep_goes_on_where_it_stopped(
     fast = {"no communication": 50.0, "dense": 60.0, "fp16": 90.0, "layer@0": 64.0, "auto": 60.0}
     asked = []
 
-    def one_cell(hosts: int, rate: str, task: str, args: argparse.Namespace) -> dict[str, Any]:
+    def one_cell(hosts: int, rate: str, task: str, hooks: str, turns: object) -> dict[str, Any]:
         asked.append((hosts, rate, task))
         if len(asked) == 2:
             raise LabError("the power failed")
@@ -368,6 +373,20 @@ def test_the_sweep_goes_on_where_it_stopped(
     assert "2 plans: median error 10.0%" in text
     bench_plan_real.main([*given[:-3], "dense", *given[-2:], "--minutes", "0"])
     assert "2 cells were not looked at" in capsys.readouterr().out  # other hooks: other cells
+
+
+def test_bf16_on_the_wire_and_the_error_of_one_mean() -> None:
+    """bf16 has 8 bits: an element is rounded twice, by 2^-9 of itself at most."""
+    with Lab.build(2, None, loopback=True) as lab:
+        result = measure(lab, "digits", ["dense", "bf16-sum32", "topk[density=0.5]"], 1, 3, 2, 60)
+    plain, dense, bf16, topk = result["runs"]
+    assert plain["error"] is None and dense["error"] < 1e-6
+    assert 1e-4 < bf16["error"] < 2**-8
+    assert 1e-2 < topk["error"] < 1.5
+    assert bf16["losses"][0] == dense["losses"][0] and abs(bf16["losses"][-1] - dense["losses"][-1]) < 0.05
+    assert (
+        all(s["encode"] > 0 and s["decode"] > 0 for s in topk["seconds"]) and dense["seconds"] == [None] * 2
+    )
 
 
 @pytest.mark.slow
