@@ -1,0 +1,450 @@
+"""What the five papers measured of training over a network, in small: ranks on hosts of their own, here.
+
+    python -m benchmarks.papers.training --list
+    python -m benchmarks.papers.training --only mergecomp-scaling --save
+
+Each figure is some cells of the lab (benchmarks/netlab) and a table. Cells that are done are kept in a file:
+stop it, or give it --minutes; called once more, it goes on. --short measures two hosts only, in fewer turns.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from benchmarks.common import RESULTS, report, summary
+from benchmarks.netlab.cells import Cell, Kept, Turns, one_cell
+from benchmarks.netlab.measure import loss_at, medians, sent
+
+Row = dict[str, Any]
+USUAL = Turns(blocks=3, steps=6, warmup=6, timeout=1800)
+LONG = Turns(blocks=6, steps=31, warmup=6, timeout=2400)  # for a loss over time
+
+NINE = ("fp16", "dgc", "topk", "randk-own", "efsignsgd", "qsgd", "signsgd", "onebit", "signum")  # MergeComp
+FOUR = ("randk-own", "dgc", "efsignsgd", "onebit")  # Cupcake
+SEVEN = ("topk", "dgc", "redsync", "gaussiank", "sidco-e", "sidco-gp", "sidco-p")  # SIDCo
+
+
+class Place(NamedTuple):
+    """A network and a task."""
+
+    hosts: int
+    rate: str
+    task: str
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.hosts} hosts, {self.rate}"
+
+
+class Figure(NamedTuple):
+    """paper: what it reproduces; claim: what the paper says. says: what was found, from the cells."""
+
+    paper: str
+    claim: str
+    places: tuple[Place, ...]
+    hooks: tuple[str, ...]
+    rows: "Callable[[Cell], list[Row]]"
+    says: "Callable[[list[Cell]], str]"
+    turns: Turns = USUAL
+
+
+# ---- rows
+
+
+def milliseconds(cell: Cell) -> dict[str, float]:
+    return medians(cell["result"])
+
+
+def ceiling(cell: Cell) -> float:
+    """ms a step of the same ranks without communication, which a scaling factor is a share of."""
+    return milliseconds(cell)[cell["result"]["runs"][0]["name"]]
+
+
+def of(cell: Cell) -> Row:
+    return {"task": cell["task"], "hosts": str(cell["hosts"]), "link": cell["rate"]}
+
+
+def each_hook(cell: Cell) -> list[Row]:
+    """One row for each hook."""
+    took, best, out = milliseconds(cell), ceiling(cell), []
+    for run in cell["result"]["runs"]:
+        ms = took[run["name"]]
+        phases = [fmean(s[what] for s in run["seconds"]) * 1e3 if run["seconds"][0] else None
+                  for what in ("encode", "wait", "decode")]  # fmt: skip
+        row = of(cell) | {
+            "hook": run["name"],
+            "ms a step": str(summary(run["ms"])),
+            "scaling factor": f"{best / ms:.2f}",
+            "speed / plain DDP": f"{took['dense'] / ms:.2f}",
+            "bytes sent a step": sent(run),
+            "groups": str(run["groups"] or ""),
+        }
+        row |= {
+            f"{what} ms": "" if x is None else f"{x:.2f}"
+            for what, x in zip(("encode", "wait", "decode"), phases, strict=True)
+        }
+        row["error of one mean"] = f"{run['error']:.1e}" if run["error"] is not None else ""
+        out.append(row)
+    return out
+
+
+def by_codec(variants: tuple[str, ...], codecs: tuple[str, ...], cell: Cell) -> list[Row]:
+    """One row for each codec: the scaling factors of its variants, beside plain DDP's."""
+    took, best = milliseconds(cell), ceiling(cell)
+    out = []
+    for codec in codecs:
+        row = of(cell) | {"codec": codec, "no communication, ms": f"{best:.1f}"}
+        row |= {f"plain DDP {how}": f"{best / took[name]:.2f}" for how, name in PLAIN.items()}
+        row |= {v: f"{best / took[f'{codec}:{v}@0']:.2f}" for v in variants}
+        first, last = (took[f"{codec}:{v}@0"] for v in (variants[0], variants[-1]))
+        row[f"{variants[-1]} / {variants[0]}"] = f"{first / last:.2f}"
+        row[f"{variants[-1]} / plain DDP by layer"] = f"{took['dense@0'] / last:.2f}"
+        out.append(row)
+    return out
+
+
+PLAIN = {"by layer": "dense@0", "in buckets": "dense"}
+
+
+def gains(over: str, under: str, codecs: tuple[str, ...], cells: list[Cell]) -> list[tuple[float, str]]:
+    """How many times as fast `codec:over@0` is as `under`, where {} is the codec; the largest last."""
+    out = []
+    for cell in cells:
+        took = milliseconds(cell)
+        for codec in codecs:
+            where = f"{codec}, {Place(cell['hosts'], cell['rate'], cell['task'])}"
+            out.append((took[under.format(codec)] / took[f"{codec}:{over}@0"], where))
+    return sorted(out)
+
+
+def spread(name: str, found: list[tuple[float, str]]) -> str:
+    middle = found[len(found) // 2][0]
+    return f"{name}: {found[0][0]:.2f} to {found[-1][0]:.2f} times ({found[-1][1]}), median {middle:.2f}."
+
+
+def says_scaling(variant: str, codecs: tuple[str, ...], cells: list[Cell]) -> str:
+    over = gains(variant, "{}:layer@0", codecs, cells)
+    plain = gains(variant, "dense@0", codecs, cells)
+    buckets = gains(variant, "dense", codecs, cells)
+    by_layer = [1 / gain for gain, _ in gains("layer", "dense@0", codecs, cells)]
+    behind = sum(x > 1 for x in by_layer)
+    return " ".join(
+        [
+            spread(f"{variant} over layer-wise compression", over),
+            spread(f"{variant} over plain DDP by layer", plain),
+            spread(f"{variant} over plain DDP in its buckets", buckets),
+            f"Layer-wise compression is slower than plain DDP by layer in {behind} of {len(by_layer)} cases.",
+        ]
+    )
+
+
+def says_groups(cells: list[Cell]) -> str:
+    out = []
+    for codec in ("fp16", "dgc", "efsignsgd"):
+        for y in (2, 3, 4):
+            found = gains(f"mergecomp[Y={y}]", "{}:model@0", (codec,), cells)
+            out.append(spread(f"{codec}, Y = {y} over one group", found))
+        out.append(spread(f"{codec}, Y = 2 over two even groups",
+                          gains("mergecomp[Y=2]", "{}:even:2@0", (codec,), cells)))  # fmt: skip
+    return " ".join(out)
+
+
+def says_cupcake(cells: list[Cell]) -> str:
+    rest = [
+        spread(f"cupcake over {what}", gains("cupcake", under, FOUR, cells))
+        for what, under in (
+            ("compressing only tensors of 16 KB and more", "{}:layer[exclude=<16KB]@0"),
+            ("two even groups", "{}:even:2@0"),
+            ("the planner pg", "{}:pg@0"),
+        )
+    ]
+    return " ".join([says_scaling("cupcake", FOUR, cells), *rest])
+
+
+def says_fastest(cells: list[Cell]) -> str:
+    out = []
+    for cell in cells:
+        took = milliseconds(cell)
+        names = [run["name"] for run in cell["result"]["runs"][1:]]
+        first = min(names, key=lambda n: took[n])
+        place = Place(cell["hosts"], cell["rate"], cell["task"])
+        out.append(f"{place}: fastest {first}, {took['dense'] / took[first]:.2f} times plain DDP.")
+    return " ".join(out)
+
+
+# ---- loss over time
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    return [fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
+
+
+def time_to_loss(cell: Cell, share: float = 1.0) -> dict[str, float | None]:
+    """Seconds until each hook's loss, a mean of ten steps, is that of plain DDP at the end; None: never.
+
+    A step takes the hook's median time, so a controller's search costs its steps, but not what they took."""
+    took = milliseconds(cell)
+    curves = {run["name"]: smoothed(run["losses"]) for run in cell["result"]["runs"]}
+    length = min(map(len, curves.values()))
+    target = min(curves["dense"][: round(share * length)][-10:])
+    reached = {n: next((i + 1 for i, x in enumerate(c) if x <= target), None) for n, c in curves.items()}
+    return {n: None if i is None else i * took[n] / 1e3 for n, i in reached.items()}
+
+
+def losses_over_time(cell: Cell) -> list[Row]:
+    took, until = milliseconds(cell), time_to_loss(cell)
+    steps = min(len(run["losses"]) for run in cell["result"]["runs"])
+    dense = until["dense"]
+    out = []
+    for run in cell["result"]["runs"][1:]:
+        seconds = until[run["name"]]
+        out.append(
+            of(cell)
+            | {
+                "hook": run["name"],
+                "ms a step": str(summary(run["ms"])),
+                "speed / plain DDP": f"{took['dense'] / took[run['name']]:.2f}",
+                f"loss at {steps}": f"{loss_at(run, steps):.4f}",
+                "seconds to plain DDP's loss": f"{seconds:.1f}" if seconds else "not reached",
+                "times as soon": f"{dense / seconds:.2f}" if seconds and dense else "",
+            }
+        )
+    return out
+
+
+def says_losses(cells: list[Cell]) -> str:
+    out = []
+    for cell in cells:
+        until = time_to_loss(cell)
+        dense = until["dense"]
+        assert dense is not None
+        rest = {n: s for n, s in until.items() if n not in (cell["result"]["runs"][0]["name"], "dense")}
+        reached = {n: dense / s for n, s in rest.items() if s}
+        missed = [n for n, s in rest.items() if not s]
+        best = max(reached, key=lambda n: reached[n], default=None)
+        text = f"{Place(cell['hosts'], cell['rate'], cell['task'])}: "
+        text += f"{best} is there {reached[best]:.2f} times as soon" if best else "no hook gets there"
+        out.append(text + (f"; {', '.join(missed)} not within these steps." if missed else "."))
+    return " ".join(out)
+
+
+def at(hosts: int, rate: str, *tasks: str) -> tuple[Place, ...]:
+    return tuple(Place(hosts, rate, task) for task in tasks)
+
+
+def grid(codecs: tuple[str, ...], *variants: str) -> tuple[str, ...]:
+    return ("dense", "dense@0", *(f"{c}:{v}@0" for c in codecs for v in variants))
+
+
+SMALLER = "layer[exclude=<16KB]"
+DENSITIES = tuple(f"{c}[density={d}]" for d in ("0.1", "0.01", "0.001") for c in SEVEN)
+QUANTISED = "redsync:layer[memory=dgc;density=0.001;momentum=0.9;quantised=on;exclude=<128KB]"
+RGC = "redsync:layer[memory=dgc;density=0.001;momentum=0.9;exclude=<128KB]"
+
+FIGURES: dict[str, Figure] = {
+    "mergecomp-scaling": Figure(
+        "MergeComp, figures 2 and 4 to 6",
+        "Layer by layer most of nine compressors scale worse than no compression at all; merged in two "
+        "groups they scale up to 3.83 times as well as layer by layer, and up to 2.91 times as well as none.",
+        (*at(2, "1gbit", "resnet50", "resnet101", "transformer"), *at(4, "1gbit", "resnet50", "transformer"),
+         *at(2, "10gbit", "resnet50"), *at(8, "1gbit", "resnet50")),
+        grid(NINE, "layer", "mergecomp"),
+        partial(by_codec, ("layer", "mergecomp"), NINE),
+        partial(says_scaling, "mergecomp", NINE),
+    ),
+    "mergecomp-groups": Figure(
+        "MergeComp, tables 2 and 3",
+        "Two groups are 1.04 to 1.23 times as fast as one, three and four no faster than two; the search is "
+        "1.9 to 5.5 % faster than two groups of as many tensors.",
+        (*at(2, "1gbit", "resnet101"), *at(4, "1gbit", "resnet101")),
+        grid(("fp16", "dgc", "efsignsgd"), "model", "even:2", *(f"mergecomp[Y={y}]" for y in (2, 3, 4))),
+        partial(by_codec, ("model", "even:2", *(f"mergecomp[Y={y}]" for y in (4, 3, 2))),
+                ("fp16", "dgc", "efsignsgd")),
+        says_groups,
+    ),
+    "mergecomp-loss": Figure(
+        "MergeComp, figures 7 and 8",
+        "Merged, ResNet50 on CIFAR10 with DGC converges 2.27 times as soon as without compression and 3.28 "
+        "times as soon as layer by layer.",
+        at(2, "1gbit", "resnet50"),
+        ("dense", "dense@0", *(f"{c}:{v}@0" for c in ("dgc", "efsignsgd") for v in ("layer", "mergecomp"))),
+        losses_over_time,
+        says_losses,
+        LONG,
+    ),
+    "cupcake-scaling": Figure(
+        "Cupcake, figures 2a, 6, 7 and 9",
+        "Cupcake is up to 1.72 times as fast as no compression, 2.3 times as fast as layer by layer and 1.64 "
+        "times as fast as compressing only large tensors; up to 1.12 times as fast as the best buckets and "
+        "1.18 times as fast as the best even groups.",
+        (*at(2, "1gbit", "resnet50", "resnet101", "transformer"), *at(4, "1gbit", "resnet50")),
+        grid(FOUR, "layer", SMALLER, "even:2", "even:4", "25MB", "pg", "cupcake"),
+        partial(by_codec, ("layer", SMALLER, "even:2", "even:4", "25MB", "pg", "cupcake"), FOUR),
+        says_cupcake,
+    ),
+    "cupcake-loss": Figure(
+        "Cupcake, figure 8",
+        "With Cupcake a model converges 1.3 to 1.68 times as soon as without compression, and ends as good.",
+        at(2, "1gbit", "transformer"),
+        ("dense", "dense@0", *(f"{c}:{v}@0" for c in ("dgc", "randk-own") for v in (SMALLER, "cupcake"))),
+        losses_over_time,
+        says_losses,
+        LONG,
+    ),
+    "sidco-training": Figure(
+        "SIDCo, figures 3a, 3b, 5, 6 and 18",
+        "Training an LSTM at 0.1 % is up to 41.7 times as fast with SIDCo as without compression, up to 7.5 "
+        "times as fast as with top-k and 1.9 times as fast as with DGC.",
+        (*at(2, "100mbit", "lstm"), *at(2, "1gbit", "lstm"), *at(4, "1gbit", "lstm")),
+        ("dense", "fp16", "bf16-sum32", *DENSITIES),
+        each_hook,
+        says_fastest,
+    ),
+    "sidco-loss": Figure(
+        "SIDCo, figure 10",
+        "At equal time the loss with SIDCo is the lowest.",
+        at(2, "1gbit", "lstm"),
+        ("dense", *(f"{c}[density=0.01]" for c in SEVEN)),
+        losses_over_time,
+        says_losses,
+        LONG,
+    ),
+    "redsync-scaling": Figure(
+        "RedSync, figures 7 to 10",
+        "RGC and quantised RGC are 1.42 and 1.71 times as fast as the baseline on VGG16 and faster on LSTMs; "
+        "on a network with much computation (ResNet50) they gain nothing.",
+        (*at(2, "1gbit", "lstm", "cnn", "resnet50"), *at(4, "1gbit", "lstm", "cnn"), *at(8, "1gbit", "lstm")),
+        ("dense", "bf16-sum32", RGC, QUANTISED, "redsync:25MB[density=0.001]", "topk[density=0.001]"),
+        each_hook,
+        says_fastest,
+    ),
+    "marsit-time": Figure(
+        "Marsit, figures 1a and 5",
+        "One bit on a ring takes the least time of a round: the other one-bit methods send more, because "
+        "their sums grow on the way.",
+        (*at(4, "100mbit", "cnn"), *at(4, "1gbit", "cnn")),
+        ("dense", "bf16-sum32", "signsgd", "efsignsgd", "onebit", "ssdm", "marsit+ring1", "marsit+torus1",
+         "onebit+twoshot"),
+        each_hook,
+        says_fastest,
+    ),
+    "marsit-loss": Figure(
+        "Marsit, figure 4",
+        "ResNet-50 on ImageNet reaches its accuracy 1.5 times as soon as without compression.",
+        at(4, "1gbit", "mlp"),
+        ("dense", "signsgd", "efsignsgd", "marsit+ring1[full_every=100]", "marsit+ring1"),
+        losses_over_time,
+        says_losses,
+        LONG,
+    ),
+}  # fmt: skip
+
+
+def plot(key: str, figure: Figure, cells: list[Cell], out: Path) -> None:
+    """Scaling factors as bars or, of a long run, losses over time; one picture for each place."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    over_time = figure.turns is LONG
+    width = 4 + 0.16 * len(figure.hooks) if not over_time else 7
+    fig, axes = plt.subplots(len(cells), 1, figsize=(width + 2, 3.4 * len(cells)), layout="constrained",
+                             squeeze=False)  # fmt: skip
+    for ax, cell in zip(axes[:, 0], cells, strict=True):
+        took, best = milliseconds(cell), ceiling(cell)
+        ax.set_title(str(Place(cell["hosts"], cell["rate"], cell["task"])))
+        names = [run["name"] for run in cell["result"]["runs"][1:]]
+        if over_time:
+            for run in cell["result"]["runs"][1:]:
+                curve = smoothed(run["losses"])[10:]
+                ax.plot(
+                    [(i + 10) * took[run["name"]] / 1e3 for i in range(len(curve))], curve, label=run["name"]
+                )
+            ax.set(xlabel="seconds", ylabel="training loss, mean of ten steps")
+            ax.legend(fontsize=7)
+        else:
+            ax.bar(range(len(names)), [best / took[n] for n in names])
+            ax.axhline(best / took["dense"], linestyle="--", color="gray", linewidth=1)
+            ax.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
+            ax.set_ylabel("scaling factor")
+    fig.suptitle(
+        f"{figure.paper} in small; dashed: plain DDP" if not over_time else f"{figure.paper} in small"
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    fig.savefig(out / f"papers-{key}.png", dpi=80)
+    plt.close(fig)
+
+
+def wanted(figure: Figure, short: bool) -> tuple[tuple[Place, ...], Turns]:
+    if not short:
+        return figure.places, figure.turns
+    return figure.places[:1], figure.turns._replace(blocks=2)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.papers.training", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--only", default="", help="figures, or the papers that their names begin with, with commas")
+    add("--short", action="store_true", help="only the first place of each figure, in fewer turns")
+    add("--minutes", type=float, default=float("inf"), help="start no cell after so many minutes")
+    add("--cells", type=Path, default=Path("build/papers.json"), help="kept there (default %(default)s)")
+    add("--again", action="store_true", help="measure cells that are there already")
+    add("--list", action="store_true", help="say what there is, and stop")
+    add("--save", action="store_true", help="write benchmarks/results/papers-FIGURE.{md,json,png}")
+    args = parser.parse_args(argv)
+    names = [n for n in args.only.split(",") if n]
+    if unknown := [n for n in names if not any(key.startswith(n) for key in FIGURES)]:
+        parser.error(f"--only {unknown[0]}: there are {', '.join(FIGURES)}")
+    chosen = {k: f for k, f in FIGURES.items() if not names or any(k.startswith(n) for n in names)}
+    if args.list:
+        for key, figure in chosen.items():
+            places = "; ".join(map(str, wanted(figure, args.short)[0]))
+            print(f"{key}: {figure.paper}. {len(figure.hooks)} hooks; {places}")
+        return 0
+
+    kept, started = Kept(args.cells), time.monotonic()
+    for key, figure in chosen.items():
+        places, turns = wanted(figure, args.short)
+        given = ",".join(figure.hooks)
+        for i, place in enumerate(places):
+            name = f"{key}: {place}"
+            if kept.get(name, given, turns) and not args.again:
+                continue
+            if time.monotonic() - started > 60 * args.minutes:
+                print(f"{name}: out of time; call it again to go on")
+                continue
+            kept.measure(name, f"cell {i + 1} of {len(places)}", partial(one_cell, *place, given, turns))
+        found = [kept.get(f"{key}: {place}", given, turns) for place in places]
+        cells = [cell for cell in found if cell is not None]
+        if cells:
+            show(key, figure, cells, turns, RESULTS if args.save else None)
+    if kept.failed:
+        print(f"failed: {'; '.join(kept.failed)}", file=sys.stderr)
+    return 1 if kept.failed else 0
+
+
+def show(key: str, figure: Figure, cells: list[Cell], turns: Turns, out: Path | None) -> None:
+    emulation = ", ".join(sorted({cell["emulation"] for cell in cells}))
+    note = (
+        f"The paper: {figure.claim} Here: {figure.says(cells)} Medians of {turns.blocks * (turns.steps - 1)} "
+        f"steps in {turns.blocks} turns, all hooks of a place in the same processes, one thread a rank, two "
+        "cores: four ranks and more wait for a core. The scaling factor is the time of a step without "
+        "communication over the time of the hook's step. @0: each tensor is one of DDP's buckets. "
+        f"Network: {emulation} (benchmarks/netlab)."
+    )
+    rows = [row for cell in cells for row in figure.rows(cell)]
+    report(f"papers-{key}", f"{figure.paper}: {key}", rows, note, out)
+    if out is not None:
+        plot(key, figure, cells, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
