@@ -87,7 +87,9 @@ class State:
                     `policy=[("<128KB", "none"), ("output", {"density": 0.05})]`.
     full_every      [0] K > 0: steps 0, K, 2 K, ... are full-precision steps, in which the groups send their
                     whole gradient and residual, as Marsit does. May be a Schedule: `Schedule({0: 1, 100: 0})`
-                    begins with 100 full-precision steps. 0: never.
+                    begins with 100 full-precision steps. 0: never. Planned groups cannot have it; groups that
+                    a run without it has found can: `groups=[g["names"] for g in
+                    state.plan_report()["groups"]]`.
     warmup          [30] for codec="auto", which starts to use a sparse codec in the middle of training: it
                     first sends 25 %, then 6.25 %, then 1.5625 % of the elements, for this many steps each,
                     and skips stages that are below the codec's own density or send no less than plain DDP. 0:

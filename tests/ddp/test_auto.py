@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Generator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -355,6 +356,32 @@ def searched(rank: int, world: int, Y: int) -> tuple[int, int]:
     mergecomp.mergecomp = noted
     r = found(rank, world, {"codec": "topk", "density": 0.02, "groups": "mergecomp", "Y": Y, "alpha": 0.0})
     return len(r["groups"]), max(tried)
+
+
+def with_full_steps(rank: int, world: int) -> tuple[int, list[int], list[int]]:
+    """The route that the error names: found groups, given by name to a run with K = 3. How many groups, what
+    each of seven steps sent, and what their elements take in float32."""
+    settings = {"codec": "topk", "density": 0.02}
+    with Training(rank, groups="pg", **settings) as t:
+        report = t.until_it_rests()
+    groups = [g["names"] for g in report["groups"]]
+    sent = [0]
+    with Training(rank, groups=groups, K=3, **settings) as t:
+        for _ in range(9):
+            t.step()
+            sent.append(t.state.stats()["sent_bytes"])
+        stats = t.state.stats()
+    dense = 4 * sum(g["n"] for g in stats["groups"])
+    return len(groups), [b - a for a, b in pairwise(sent)], [len(stats["groups"]), dense]
+
+
+def test_found_groups_and_full_precision_steps() -> None:
+    with pytest.raises(sidcomp.ArgumentError, match=r"(?s)full_every \(K\).*plan_report.*bucket"):
+        sidcomp.State("topk", groups="pg", K=3)
+    for count, sent, (groups, dense) in run(with_full_steps, 2):
+        assert count == groups
+        full = [i for i, nbytes in enumerate(sent) if nbytes >= dense]
+        assert full == [0, 3, 6] and max(sent[1:3]) < dense / 10
 
 
 @pytest.mark.parametrize("Y", [1, 3])

@@ -186,7 +186,10 @@ class Settings:
             )
         if full_every and settings.planned:
             raise ArgumentError(
-                f'full_every does not work with groups={groups!r}: leave it out, or choose groups="bucket"'
+                f"full_every (K) does not work with groups={groups!r}, which are planned by measured steps: "
+                "full-precision steps would change their times. Find the groups in a run without it and give "
+                'them to the next one: groups=[g["names"] for g in state.plan_report()["groups"]]. Or choose '
+                'groups="bucket"'
             )
         for candidate in range(len(chosen)):  # the core checks ranges, and whether this processor has the isa
             settings.plan(1, "float32", candidate)
