@@ -187,7 +187,7 @@ test-all: all ## every test, the sanitizers, fuzzing with 10^7 runs each
 	+@$(SUB) fuzz RUNS=10000000
 bench-codecs: all ## encode and decode of every codec, beside the limit and torch (ARGS="--only topk --n 2600000")
 	$(PYTHON) -m benchmarks.bench_codec --n 260000 2600000 25600000 $(ARGS)
-bench: all ## the benchmarks, each with its limit and its rival
+bench: all ## the benchmarks, each with its limit and its baseline
 	$(PYTHON) -m benchmarks $(ARGS)
 bench-planner: all ## how long each algorithm plans six models, and what its plan costs (ARGS="--only speed")
 	$(PYTHON) -m benchmarks.bench_planner $(ARGS)

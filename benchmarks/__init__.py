@@ -1,1 +1,1 @@
-"""Benchmarks: each prints medians with their spread, and ratios to a limit and to a rival of the same run."""
+"""Benchmarks: each prints medians, their spread, and ratios to a limit and to a baseline of the same run."""

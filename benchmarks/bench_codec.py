@@ -1,8 +1,8 @@
 """Encode with error feedback and decode of 8 ranks, against the memory limit and against torch's operations.
 
 The limit of encode is `R += G` over the same memory (it reads the gradient, reads and writes the residual:
-12 bytes an element); that of decode is one write of the vector, times what else has to be read. The rival is
-what a hook written with torch's operations does (rivals.py). One thread.
+12 bytes an element); that of decode is one write of the vector, times what else has to be read. The baseline
+is what a hook written with torch's operations does (baselines.py). One thread.
 """
 
 import argparse
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from sidcomp import _core
 
+from benchmarks.baselines import BASELINES, Baseline, Job
 from benchmarks.common import RESULTS, race, report
-from benchmarks.rivals import RIVALS, Job, Rival
 
 RANKS = 8
 POOL = 5  # gradients in turn, so that no step meets the last one's
@@ -84,7 +84,7 @@ def home(codec: str) -> str:
     return own if own == "none" else "residual"
 
 
-def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -> list[dict[str, Any]]:
+def run(n: int, repeats: int, densities: list[float], baselines: bool, only: str) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     gradients = [rng.laplace(size=n).astype(np.float32) for _ in range(POOL)]
     start = (20 * rng.laplace(size=n)).astype(np.float32)  # a residual that many steps have filled
@@ -104,10 +104,10 @@ def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -
                 "encode": ours.encode,
                 "R += G": lambda turn=turn: np.add(summed, gradients[next(turn) % POOL], out=summed),
             }
-            rival = None
-            if rivals and info["name"] in RIVALS:
+            baseline = None
+            if baselines and info["name"] in BASELINES:
                 job = Job(n, ours.plan.k)
-                rival = Rival(
+                baseline = Baseline(
                     info["name"],
                     job,
                     [*map(torch.from_numpy, gradients)],
@@ -120,12 +120,12 @@ def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -
             decode = race({"decode": ours.decoder(out), "write": lambda: out.fill(0)}, repeats)
             floor = ours.floor_bytes() / (4 * n)
             slow: dict[str, Any] = {}
-            if rival:  # after ours: what it allocates would push ours out of the caches
+            if baseline:  # after ours: what it allocates would push ours out of the caches
                 few = max(3, repeats // 3)
-                slow = race({"encode": rival.encode}, few, 1)
-                while len(rival.sent) < rival.ranks:
-                    rival.encode()
-                slow["decode"] = race({"decode": rival.decode}, few, 1)["decode"]
+                slow = race({"encode": baseline.encode}, few, 1)
+                while len(baseline.sent) < baseline.ranks:
+                    baseline.encode()
+                slow["decode"] = race({"decode": baseline.decode}, few, 1)["decode"]
             per = ours.plan.payload_bytes * 8 / n
             rows.append(
                 {
@@ -137,12 +137,12 @@ def run(n: int, repeats: int, densities: list[float], rivals: bool, only: str) -
                     "encode ms": str(encode["encode"]),
                     "R+=G ms": str(encode["R += G"]),
                     "encode / limit": encode["encode"].median / encode["R += G"].median,
-                    "torch / encode": slow["encode"].median / encode["encode"].median if rival else "",
+                    "torch / encode": slow["encode"].median / encode["encode"].median if baseline else "",
                     "readings": passes,
                     "decode ms": str(decode["decode"]),
                     "write ms": str(decode["write"]),
                     "decode / limit": decode["decode"].median / (decode["write"].median * floor),
-                    "torch / decode": slow["decode"].median / decode["decode"].median if rival else "",
+                    "torch / decode": slow["decode"].median / decode["decode"].median if baseline else "",
                 }
             )
     return rows
@@ -158,7 +158,7 @@ def save(rows: list[dict[str, Any]], repeats: int, runs: int, out: Path | None) 
         "float32, one thread, Laplace gradients on a residual that many steps have filled; median "
         f"[quartiles] of {repeats}. Limits: of encode: R += G, 12 bytes an element, of decode ({RANKS} "
         "ranks, linear: their sum): the time of one write, times the bytes read and written over those of "
-        "that write. torch: the same written with torch's operations (benchmarks/rivals.py)."
+        "that write. torch: the same written with torch's operations (benchmarks/baselines.py)."
     )
     if runs > 1:
         note += f" Each row from the one of {runs} runs of the table in which its encode took least."
@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each (default 15)")
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01, 0.1], help="fractions")
     parser.add_argument("--only", default="", help="codecs whose names hold this")
-    parser.add_argument("--no-rival", action="store_true", help="leave torch's operations out")
+    parser.add_argument("--no-baseline", action="store_true", help="leave torch's operations out")
     parser.add_argument(
         "--runs",
         type=int,
@@ -207,9 +207,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/codec.{md,json,png}")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    rivals = not args.no_rival
+    baselines = not args.no_baseline
     tables = [
-        [row for n in args.n for row in run(n, args.repeats, args.density, rivals, args.only)]
+        [row for n in args.n for row in run(n, args.repeats, args.density, baselines, args.only)]
         for _ in range(args.runs)
     ]
     save(quieter(tables), args.repeats, args.runs, RESULTS if args.save else None)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_merge --save
 
-All ranks' work by one thread, over their number: ms a rank. The rival keeps a byte for each sign and draws a
-float for each, as a hook in tensor operations does. Limit: reading two bit vectors and writing one at the
+All ranks' work by one thread, over their number: ms a rank. The baseline keeps a byte for each sign and draws
+a float for each, as a hook in tensor operations does. Limit: reading two bit vectors and writing one at the
 bandwidth of a copy of as many bytes.
 """
 
@@ -75,14 +75,14 @@ def main(argv: list[str] | None = None) -> None:
         own, come = (rng.integers(0, 2, part, dtype=np.uint8) for _ in range(2))
         bits = np.zeros(part // 8, np.uint8)
 
-        def rival(own: Any = own, come: Any = come, hops: int = world - 1, rng: Any = rng) -> None:
+        def baseline(own: Any = own, come: Any = come, hops: int = world - 1, rng: Any = rng) -> None:
             byte_per_sign(own, come, hops, rng)
 
         def limit(bits: Any = bits, hops: int = world - 1) -> None:
             for _ in range(hops):
                 bits.copy()
 
-        times = race({"ring": ring.step, "rival": rival, "limit": limit}, args.repeats)
+        times = race({"ring": ring.step, "baseline": baseline, "limit": limit}, args.repeats)
         encode, merge, decode = (median(p[i] for p in ring.parts[2:]) for i in range(3))
         rows.append(
             {
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
                 "all of encode": (encode + merge + decode) / encode,
                 "merged G bits/s": part * (world - 1) / merge / 1e6,
                 "merge of the limit": merge / (1.5 * times["limit"].median),
-                "merge, a byte a sign, ms": times["rival"].median,
+                "merge, a byte a sign, ms": times["baseline"].median,
             }
         )
     note = f"{args.n:,} elements, medians of {args.repeats}. Goal: with 8 ranks at most 2 times the encode."

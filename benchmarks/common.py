@@ -1,4 +1,4 @@
-"""What the benchmarks share: rivals timed in turn, a table, a JSON file that says where it was measured."""
+"""What the benchmarks share: calls timed in turn, a table, a JSON file that says where it was measured."""
 
 import os
 import platform

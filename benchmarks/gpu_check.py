@@ -8,8 +8,8 @@ The figures. A row is one call on n float32 elements in one segment: median and 
 call; `warm`: replayed, not flushed. The limit of an encode with a residual is one pass of R += G over the
 same memory (12 bytes an element), that of a decode one write of the vector (4 bytes), both measured in the
 same run by torch's kernels, that of a hop of a ring what its bytes are of the former. `torch`: the same in
-torch's operations, as today's communication hooks do it (benchmarks/rivals.py), from a graph where it never
-waits for the device. A gathered decode takes one payload several times.
+torch's operations, as today's communication hooks do it (benchmarks/baselines.py), from a graph where it
+never waits for the device. A gathered decode takes one payload several times.
 """
 
 import argparse

@@ -46,7 +46,7 @@ Times = dict[str, list[float]]
 class Size(NamedTuple):
     n: int
     all: bool  # codecs, not SOME
-    rivals: bool
+    baselines: bool
     compiled: bool
     trips: bool
 
@@ -150,9 +150,9 @@ class Bench:
         return True
 
     def row(
-        self, what: str, n: int, call: Call, limit: float = 0, rival: float = 0, graph: bool = True
+        self, what: str, n: int, call: Call, limit: float = 0, baseline: float = 0, graph: bool = True
     ) -> float:
-        """limit, rival: microseconds. Returns its own, replayed from a graph where it can be."""
+        """limit, baseline: microseconds. Returns its own, replayed from a graph where it can be."""
         took = {how: quartiles(t) for how, t in self.clock.measure(call, n, graph).items()}
         own = took.get("graph", took["stream"])[0]
         r: dict[str, Any] = {"what": what, "n": n} | {f"{how} us": t for how, t in took.items()}
@@ -160,9 +160,9 @@ class Bench:
         if limit:
             r["x limit"] = own / limit
             text += f"  x limit {r['x limit']:5.2f}"
-        if rival:
-            r["torch us"], r["x faster"] = rival, rival / own
-            text += f"  torch {rival:9.1f} us, {r['x faster']:.1f}x"
+        if baseline:
+            r["torch us"], r["x faster"] = baseline, baseline / own
+            text += f"  torch {baseline:9.1f} us, {r['x faster']:.1f}x"
         self.rows.append(r)
         self.say(text)
         return own
@@ -274,7 +274,7 @@ def codecs(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
             name = name_of(codec["name"], settings)
             if bench.late(f"{name}, n {size.n:,}"):
                 return
-            slow = rival(bench, codec["name"], settings, gradient) if size.rivals else (0.0, 0.0)
+            slow = baseline(bench, codec["name"], settings, gradient) if size.baselines else (0.0, 0.0)
             one_codec(bench, name, Rank(bench.clock, codec["name"], settings, gradient), limit, slow)
             bench.clock.settle()
 
@@ -315,19 +315,19 @@ def one_codec(
     assert rank.reported() == 0, f"decode of {name} reports {rank.reported()}"
 
 
-def rival(bench: Bench, codec: str, settings: dict[str, Any], gradient: Any) -> tuple[float, float]:
+def baseline(bench: Bench, codec: str, settings: dict[str, Any], gradient: Any) -> tuple[float, float]:
     """Microseconds of torch's operations: an encode, and a decode of one payload. 0: there is none."""
     from sidcomp import _core
 
-    from benchmarks.rivals import RIVALS, Job, Rival
+    from benchmarks.baselines import BASELINES, Baseline, Job
 
-    if codec not in RIVALS or "values" in settings:
+    if codec not in BASELINES or "values" in settings:
         return 0.0, 0.0
     import torch
 
     n = len(gradient)
     plan = _core.Plan(codec, "residual", n, "float32", settings)
-    r = Rival(codec, Job(n, plan.k if settings else n), [gradient], torch.zeros_like(gradient), 1)
+    r = Baseline(codec, Job(n, plan.k if settings else n), [gradient], torch.zeros_like(gradient), 1)
     graph = codec in CAPTURED
     kept: list[Any] = []  # what a captured call reads must not be freed before it is replayed
 
@@ -341,23 +341,23 @@ def rival(bench: Bench, codec: str, settings: dict[str, Any], gradient: Any) -> 
 
 
 def compiled(bench: Bench, size: Size, gradient: Any) -> None:
-    """The rivals by torch.compile, which needs triton and a C compiler."""
+    """The baselines by torch.compile, which needs triton and a C compiler."""
     import torch
 
-    from benchmarks.rivals import RIVALS, Job, Rival
+    from benchmarks.baselines import BASELINES, Baseline, Job
 
     for codec in COMPILED:
         if bench.late(f"compiled {codec}"):
             return
-        r = Rival(codec, Job(size.n, size.n // 100), [gradient], torch.zeros_like(gradient), 1)
-        plain = RIVALS[codec]
+        r = Baseline(codec, Job(size.n, size.n // 100), [gradient], torch.zeros_like(gradient), 1)
+        plain = BASELINES[codec]
         try:
-            RIVALS[codec] = (torch.compile(plain[0], dynamic=True), plain[1])
+            BASELINES[codec] = (torch.compile(plain[0], dynamic=True), plain[1])
             bench.row(f"torch.compile, encode {codec}", size.n, r.encode, graph=False)
         except Exception as e:  # what a compiler may raise has no bounds
             bench.say(f"  torch.compile, {codec}: {type(e).__name__}: {str(e).splitlines()[0][:200]}")
         finally:
-            RIVALS[codec] = plain
+            BASELINES[codec] = plain
 
 
 # ---- exchanges -----------------------------------------------------------------------------------

@@ -2,14 +2,15 @@
 
     python -m benchmarks.papers.marsit --what rate bytes k --save
 
-rate    Figure 1b: how often a synchronised sign is that of the sum of the gradients. The gradients are those
-        of ranks that train the task without compression; every exchange then gets the same ones.
-bytes   Figures 1a and 5: bits that a rank sends for each element, rounds, ms that a rank computes (loopback,
-        one thread, all ranks' work over their number), and with them the ms of a synchronisation over a link.
-        Elias: the bits that gamma codes of the same counts would take, signs and zigzag included.
-k       Figure 3, and table 1's columns: what K, the period of full-precision steps, does to the metric; the
-        ring, on simulated ranks, with compensation. K = 1 is dense, infinity is never.
-rivals  Tables 1 and 2: the metric at the end beside that of the paper's rivals, on as many simulated ranks.
+rate: Figure 1b: how often a synchronised sign is that of the sum of the gradients. The gradients are those
+    of ranks that train the task without compression; every exchange then gets the same ones.
+bytes: Figures 1a and 5: bits that a rank sends for each element, rounds, ms that a rank computes (loopback,
+    one thread, all ranks' work over their number), and with them the ms of a synchronisation over a link.
+    Elias: the bits that gamma codes of the same counts would take, signs and zigzag included.
+k: Figure 3, and table 1's columns: what K, the period of full-precision steps, does to the metric; the ring,
+    on simulated ranks, with compensation. K = 1 is dense, infinity is never.
+baselines: Tables 1 and 2: the metric at the end, and that of the paper's baselines, on as many simulated
+    ranks.
 """
 
 import argparse
@@ -188,7 +189,7 @@ def periods(
 # Tables 1 and 2: train.py's flags, and the paper's accuracies of AlexNet and ResNet-20 on CIFAR-10. What is
 # sent late counts as in the papers; rates as in docs/accuracy.md.
 SSDM = "--codec ssdm --momentum 0 --lr 0.0005 --clip inf"
-RIVALS = {
+BASELINES = {
     "PSGD": ("--codec none", "82.38, 93.42"),
     "signSGD, majority": ("--codec signsgd --param aggregate=majority --exchange expand", "80.74, 88.92"),
     "EF-signSGD": ("--codec efsignsgd --no-follow", "82.25, 91.85"),
@@ -199,10 +200,10 @@ RIVALS = {
 }
 
 
-def rivals(task: str, worlds: list[int], seeds: int, steps: int | None) -> list[dict[str, Any]]:
+def baselines(task: str, worlds: list[int], seeds: int, steps: int | None) -> list[dict[str, Any]]:
     rows = []
     more = ["--task", task, *([] if steps is None else ["--steps", str(steps)])]
-    for name, (text, paper) in RIVALS.items():
+    for name, (text, paper) in BASELINES.items():
         args = flags.parse("", [*shlex.split(text), *more])
         row: dict[str, Any] = {"way": name}
         for world in worlds:
@@ -218,11 +219,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = ["rate", "bytes", "k", "rivals"]
+    what = ["rate", "bytes", "k", "baselines"]
     parser.add_argument("--what", nargs="+", default=what, choices=what)
     parser.add_argument("--task", default="digits", choices=sorted(TASKS))
     parser.add_argument("--world", type=int, nargs="+", default=[3, 4, 8])
-    parser.add_argument("--steps", type=int, help="of k and rivals; the task's unless given")
+    parser.add_argument("--steps", type=int, help="of k and baselines; the task's unless given")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--settings", default=SETTINGS, help="train.py's flags of k")
     parser.add_argument("--gbit", type=float, default=1.0)
@@ -249,10 +250,10 @@ def main(argv: list[str] | None = None) -> None:
             "Paper (AlexNet, CIFAR-10): K = 1, 50, 100, 200, infinity: 93.42, 92.28, 91.73, 92.00, 90.75 %."
         )
         report(f"papers-marsit-k-{args.task}", "Full-precision period (Marsit, figure 3)", rows, note, out)
-    if "rivals" in args.what:
-        rows = rivals(args.task, args.world, args.seeds, args.steps)
+    if "baselines" in args.what:
+        rows = baselines(args.task, args.world, args.seeds, args.steps)
         note = f"{TASKS[args.task].metric} at the end, seeds from 0 on; bits as of a payload or frame."
-        report(f"papers-marsit-rivals-{args.task}", "Marsit's rivals (tables 1 and 2)", rows, note, out)
+        report(f"papers-marsit-baselines-{args.task}", "Marsit's baselines (tables 1 and 2)", rows, note, out)
 
 
 if __name__ == "__main__":

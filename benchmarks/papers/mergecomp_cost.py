@@ -4,7 +4,7 @@
 
 The paper measures GPU implementations whose cost is flat up to 2^20 elements and never below .1 ms: that
 floor is why layer-wise compression does not scale. Here: ours on a CPU thread, and torch's operations
-(benchmarks/rivals.py), whose floor is that of the paper's implementations in kind.
+(benchmarks/baselines.py), whose floor is that of the paper's implementations in kind.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.baselines import Baseline, Job
 from benchmarks.bench_codec import POOL, Ours
 from benchmarks.common import RESULTS, race, report
-from benchmarks.rivals import Job, Rival
 
 NINE = ("fp16", "dgc", "topk", "randk", "efsignsgd", "qsgd", "signsgd", "onebit", "signum")
 
@@ -62,12 +62,12 @@ def measured(n: int, repeats: int) -> dict[str, tuple[float, float]]:
         ours = Ours(name, n, {}, gradients, start)
         for _ in range(12):
             ours.encode()
-        rival = Rival(
+        baseline = Baseline(
             name, Job(n, max(1, ours.plan.k)), [*map(torch.from_numpy, gradients)], torch.zeros(n), 2
         )
-        runners: dict[str, Callable[[], object]] = {"encode": ours.encode, "torch": rival.encode}
+        runners: dict[str, Callable[[], object]] = {"encode": ours.encode, "torch": baseline.encode}
         encode = race(runners, repeats)
-        decode = race({"decode": ours.decoder(out), "torch": rival.decode}, repeats)
+        decode = race({"decode": ours.decoder(out), "torch": baseline.decode}, repeats)
         for what, times in (("encode", encode), ("decode", decode)):
             found[f"{name} {what}"] = (1e3 * times[what].median, 1e3 * times["torch"].median)
         print(n, name, found[f"{name} encode"], found[f"{name} decode"], flush=True)

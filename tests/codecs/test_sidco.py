@@ -394,7 +394,7 @@ def test_a_mean_far_from_zero_shifts_the_threshold() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
-def test_large_groups_of_the_rival(density: float) -> None:
+def test_large_groups_of_gaussiank(density: float) -> None:
     n = 3_000_000
     rank = Rank(_core.Plan("gaussiank", "none", n, "float32", {"density": density}))
     passes = []

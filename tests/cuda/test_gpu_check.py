@@ -54,7 +54,7 @@ def bench_of(seconds: float = 1e6) -> tuple[gpu_time.Bench, list[str]]:
 
 @emulated
 def test_every_kernel_has_its_rows() -> None:
-    """Encode and decode of every codec, its form and rivals; every round of the exchanges."""
+    """Encode and decode of every codec, its form and baselines; every round of the exchanges."""
     bench, said = bench_of()
     gpu_time.measure(bench, (gpu_time.Size(3000, True, True, False, True),))
     names = [r["what"] for r in bench.rows]
@@ -66,10 +66,10 @@ def test_every_kernel_has_its_rows() -> None:
         wanted = (densities if has else 1) + len(gpu_time.FORMS.get(codec["name"], []))
         assert len(own) == (wanted if codec["cuda"] else 0), codec["name"]
         assert all(r["x limit"] == 1.0 for r in own)
-    from benchmarks.rivals import RIVALS
+    from benchmarks.baselines import BASELINES
 
     beside = {r["what"].split()[1] for r in bench.rows if "torch us" in r}
-    assert beside == {c["name"] for c in _core.codecs() if c["cuda"]} & set(RIVALS)
+    assert beside == {c["name"] for c in _core.codecs() if c["cuda"]} & set(BASELINES)
     one = next(r for r in bench.rows if r["what"] == "decode topk density=0.01 of 8")
     assert one["torch us"] == 16.0 and one["x faster"] == 8.0, "as many payloads as ours"
     for kind, codec_name in gpu_time.TRIPS:

@@ -500,7 +500,7 @@ def test_hierarchical_keeps_what_the_nodes_did_not_send(within: str) -> None:
         assert not kept[r][:, outside].any()
 
 
-# ---- rivals --------------------------------------------------------------------------------------
+# ---- baselines -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", ("ssdm", "qsgd", "terngrad"))

@@ -13,6 +13,7 @@ from sidcomp.cli.codecs import markdown_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+TEXTS = (".py", ".pyi", ".c", ".h", ".cu", ".cuh", ".cpp", ".hpp", ".sh", ".md", ".json", ".toml")
 
 
 def names(pages: list[Path]) -> list[str]:
@@ -123,7 +124,7 @@ def test_the_glossary_is_short_and_its_terms_are_in_use() -> None:
 
 def test_pages_use_the_words_of_the_glossary() -> None:
     """Not those that it has replaced; quoted code and error texts may still have them."""
-    gone = r"(?<!round )\btrips?\b|\b(parcels?|journeys?|verdicts?|resting|spoiled|parked|owe[sd]?)\b"
+    gone = r"(?<!round )\btrips?\b|\b(parcels?|journeys?|verdicts?|resting|spoiled|parked|owe[sd]?|rivals?)\b"
     for page in PAGES:
         if page.name not in ("CHANGELOG.md", "cuda-sass.md"):
             prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
@@ -145,6 +146,21 @@ def test_sources_use_the_words_of_the_glossary() -> None:
         for path in files:
             found = word.search(path.read_text())
             assert not found, f"{path.relative_to(ROOT)}: {found[0] if found else ''}"
+
+
+def test_python_uses_the_words_of_the_glossary() -> None:
+    """In names and texts of the package, the examples, the benchmarks, their results, and the tests."""
+    gone = "rivals?"
+    word = re.compile(f"(?<![a-z])({gone.replace(' ', '|')})(?![a-z])", re.I)
+    folders = ("python", "examples", "configs", "benchmarks", "tests")
+    files = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in TEXTS]
+    assert len(files) > 200
+    for path in [ROOT / "Makefile", ROOT / "setup.py", *sorted(files)]:
+        if path == Path(__file__):  # names what it refuses
+            continue
+        named = word.search(str(path.relative_to(ROOT)))
+        found = named or word.search(path.read_text())
+        assert not found, f"{path.relative_to(ROOT)}: {found[0] if found else ''}"
 
 
 def test_the_readme_is_read_in_a_minute() -> None:

@@ -1,7 +1,7 @@
 """What a hook author would write today with torch's operations: each codec with error feedback.
 
 Plain and careful, not slow on purpose: no Python loop over elements, no copy that is not needed. They stand
-beside ours in benchmarks/bench_codec.py; a codec without an entry has no rival there.
+beside ours in benchmarks/bench_codec.py; a codec without an entry has no baseline there.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ BLOCK = 256
 
 @dataclass
 class Job:
-    """What a rival needs to know: n elements, k of them to be sent where it selects."""
+    """What a baseline needs to know: n elements, k of them to be sent where it selects."""
 
     n: int
     k: int
@@ -216,7 +216,7 @@ def _of_half(job: Job, payload: tuple[Tensor, ...]) -> Tensor:
     return payload[0].to(torch.float32)
 
 
-RIVALS: dict[str, tuple[Encode, Decode]] = {
+BASELINES: dict[str, tuple[Encode, Decode]] = {
     "fp16": (_half(torch.float16), _of_half),
     "bf16": (_half(torch.bfloat16), _of_half),
     "powersgd": (_powersgd, _of_factors),
@@ -247,8 +247,8 @@ RIVALS: dict[str, tuple[Encode, Decode]] = {
 
 
 @dataclass
-class Rival:
-    """One codec's rival over a group, with error feedback."""
+class Baseline:
+    """One codec's baseline over a group, with error feedback."""
 
     name: str
     job: Job
@@ -258,7 +258,7 @@ class Rival:
     sent: list[Any] = field(default_factory=list)
 
     def encode(self) -> None:
-        encode, decode = RIVALS[self.name]
+        encode, decode = BASELINES[self.name]
         acc = self.residual + self.gradients[self.job.pos % len(self.gradients)]
         self.job.pos += 1
         payload = encode(self.job, acc)
@@ -270,7 +270,7 @@ class Rival:
         self.sent = [*self.sent[1 - self.ranks :], payload]
 
     def decode(self) -> Tensor:
-        decode = RIVALS[self.name][1]
+        decode = BASELINES[self.name][1]
         out = self.residual.new_zeros(self.job.n)
         for payload in self.sent:
             if decode is _scatter:
