@@ -306,7 +306,7 @@ def text_of(results: dict[str, Any]) -> str:
         for key, what in (("tests", "Tests"), ("ddp", "DDP"))
         if key in results
     ]
-    lines += [f"{tool}: {verdict}." for tool, verdict in results.get("sanitizers", {}).items()]
+    lines += [f"{tool}: {outcome}." for tool, outcome in results.get("sanitizers", {}).items()]
     return "\n".join([*lines, "", ", ".join(f"{k} {v}" for k, v in m.items() if v) + ".", ""])
 
 

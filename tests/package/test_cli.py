@@ -90,8 +90,10 @@ def test_doctor_finds_what_this_process_finds() -> None:
     report = json.loads(run("doctor", "--json").stdout)
     found = {f["name"]: f for f in report["findings"]}
     assert found["torch"]["value"] == torch.__version__
+    assert all(set(f) == {"name", "value", "status", "advice"} for f in report["findings"])
+    assert all(f["status"] in ("ok", "note", "problem") for f in report["findings"])
     assert f"instruction set {sidcomp._core.isa_best()}" in found["processor"]["value"]
-    assert (found["CUDA kernels"]["verdict"] == "ok") == (sidcomp._core.cuda_devices()[0] > 0)
+    assert (found["CUDA kernels"]["status"] == "ok") == (sidcomp._core.cuda_devices()[0] > 0)
     gpu = next(u for u in report["uses"] if "GPUs" in u["name"])
     assert gpu["works"] == (torch.cuda.is_available() and sidcomp._core.cuda_devices()[0] > 0)
 
@@ -133,7 +135,7 @@ def test_an_old_torch_is_a_problem(tmp_path: Path) -> None:
     done = start("doctor", "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT / 'python'}")
     found = {f["name"]: f for f in json.loads(done.stdout)["findings"]}
     assert done.returncode == 1
-    assert found["torch"]["verdict"] == "problem"
+    assert found["torch"]["status"] == "problem"
     assert "2.4" in found["torch"]["advice"]
 
 

@@ -1,4 +1,4 @@
-"""The verdict on interleaved windows: what is faster is found, and noise does not switch plans."""
+"""The decision on interleaved windows: what is faster is found, and noise does not switch plans."""
 
 import random
 
@@ -9,7 +9,7 @@ STEPS = 4
 
 
 def run(rng: random.Random, speed: float, noise: float, drift: float = 0.0) -> tuple[bool, int]:
-    """Pairs until the verdict; steps of 100 ms with relative noise, and a machine that gets slower."""
+    """Pairs until the decision; steps of 100 ms with relative noise, and a machine that gets slower."""
     pairs, at = [], 1.0
     while (said := is_faster(pairs)) is None:
         windows = {}

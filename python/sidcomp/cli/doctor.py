@@ -17,7 +17,7 @@ from sidcomp import core as _core
 from sidcomp.cli.common import Json
 from sidcomp.config.registry import codecs
 
-Verdict = Literal["ok", "note", "problem"]
+Status = Literal["ok", "note", "problem"]
 TORCH_NEEDED = (2, 4)
 
 
@@ -27,7 +27,7 @@ class Finding:
 
     name: str
     value: str
-    verdict: Verdict = "ok"
+    status: Status = "ok"
     advice: str = ""
 
 
@@ -182,7 +182,7 @@ _NETWORK = (
 
 def _uses(torch: ModuleType | None, found: dict[str, Finding]) -> list[Use]:
     def lacks(*names: str) -> str:
-        return ", ".join(n for n in names if n in found and found[n].verdict != "ok")
+        return ", ".join(n for n in names if n in found and found[n].status != "ok")
 
     cpu = lacks("torch", "Gloo", "two ranks")
     gpu = lacks("torch", "NCCL", "CUDA in torch", "CUDA kernels")
@@ -213,7 +213,7 @@ def doctor_command(
         console = Console(highlight=False, soft_wrap=True)  # colours on a terminal only
         colors = {"ok": "green", "note": "yellow", "problem": "red"}
         for f in findings:
-            console.print(f"{f.verdict:<9}", style=colors[f.verdict], end="")
+            console.print(f"{f.status:<9}", style=colors[f.status], end="")
             console.print(f"{f.name:<14}{f.value}", markup=False)
             if f.advice:
                 console.print(f"{'':<23}{f.advice}", markup=False)
