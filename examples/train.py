@@ -112,7 +112,7 @@ class Trainer:
         """Steps up to number `until`. The first of a turn is not timed: caches hold the other runs' data."""
         run = self.run
         if self.state is not None and not run.found:
-            run.found = self.state.plan_report()["stage"] == "resting"
+            run.found = self.state.plan_report()["stage"] == "settled"
         before, sent, payloads = run.step, tcp_bytes_sent(), self.payloads()
         for turn, step in enumerate(range(run.step, until)):
             start = perf_counter()

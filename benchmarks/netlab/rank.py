@@ -81,7 +81,7 @@ class Run:
 
     def _settled(self) -> bool:
         report = self.report()
-        return report is None or report["stage"] == "resting"
+        return report is None or report["stage"] == "settled"
 
     def report(self) -> dict[str, Any] | None:
         """What a controller found out; None where there is none."""

@@ -318,7 +318,7 @@ class State:
     def plan_report(self) -> dict[str, Any]:
         """Returns the same as numbers. Times are in ps; 0 means not known.
 
-        stage, why, log             "resting" once the plan is settled; the reason; what was logged
+        stage, why, log             "settled" once the search is over; the reason; what was logged
         tried                       every plan that was measured
         compared                    every later comparison with plain DDP: step, measured_ps (the plan),
                                     against_ps (plain DDP), pairs of windows, steps, kept (whether the plan

@@ -103,11 +103,11 @@ class Training:
         clock.meet()
         self.optimizer.step()
 
-    def until_it_rests(self, most: int = 600) -> dict[str, Any]:
+    def until_it_settles(self, most: int = 600) -> dict[str, Any]:
         """Trains until the controller has decided, and a few steps more; then what it says."""
         for _ in range(most):
             self.step()
-            if self.state.plan_report()["stage"] == "resting":
+            if self.state.plan_report()["stage"] == "settled":
                 break
         for _ in range(4):
             self.step()
@@ -128,7 +128,7 @@ class Training:
 
 def found(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
     with Training(rank, **arguments) as t:
-        return t.until_it_rests()
+        return t.until_it_settles()
 
 
 def candidates(report: dict[str, Any]) -> set[str]:
@@ -137,7 +137,7 @@ def candidates(report: dict[str, Any]) -> set[str]:
 
 def check(report: dict[str, Any]) -> None:
     assert report["error"] == "None"
-    assert report["stage"] == "resting"
+    assert report["stage"] == "settled"
     assert report["same"], "the replicas differ"
     assert report["why"] in report["explain"]
 
@@ -188,7 +188,7 @@ def in_a_world(
 
     probe.measure = measure
     with Training(rank, "deep", costs, candidates=["topk"], warmup=0) as t:
-        report = t.until_it_rests()
+        report = t.until_it_settles()
     others = {}
     for groups in OTHERS:
         with Training(rank, "deep", {}, codec="topk", groups=groups) as t:
@@ -233,7 +233,7 @@ def test_a_plan_that_ran_teaches_what_the_probe_could_not_see(what: str) -> None
 def over_exchanges(rank: int, world: int, room: str) -> dict[str, Any]:
     how: dict[str, Any] = {"slow": {"all_reduce": 2e-7, "all_gather": 2e-5}, "candidates": ["topk"]}
     with Training(rank, **how) as t:
-        out = t.until_it_rests()
+        out = t.until_it_settles()
         torch.save([t.state.state_dict(), t.ddp.state_dict(), t.optimizer.state_dict()], f"{room}/{rank}")
         for _ in range(3):
             t.step()
@@ -436,7 +436,7 @@ def with_a_slow_rank(rank: int, world: int) -> dict[str, Any]:
     with Training(rank, candidates=["topk"], slow=SLOW_DENSE, by_test=False) as t:
         if rank == 1:
             t.ddp.module.register_forward_hook(lambda *_: time.sleep(0.01))
-        return t.until_it_rests()
+        return t.until_it_settles()
 
 
 def test_all_ranks_go_by_the_slowest() -> None:
@@ -448,15 +448,15 @@ def test_all_ranks_go_by_the_slowest() -> None:
 
 
 def drifting(rank: int, world: int) -> dict[str, Any]:
-    controller._REST = 20
+    controller._FIRST_PAUSE = 20
     with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
-        first = t.until_it_rests()
+        first = t.until_it_settles()
         clock.set_costs(
             {"all_gather": 2e-5, "all_reduce": 0.0}
         )  # from here on it is the all-gather that is slow
         for _ in range(60):
             t.step()
-        return {"first": candidates(first), **t.until_it_rests()}
+        return {"first": candidates(first), **t.until_it_settles()}
 
 
 def test_a_plan_that_has_become_slow_is_looked_at_again() -> None:
@@ -482,7 +482,7 @@ def dying(rank: int, world: int) -> str:
         probe.measure = broken  # type: ignore[assignment]
         started = time.monotonic()
         with pytest.raises(RuntimeError):
-            t.until_it_rests()
+            t.until_it_settles()
         assert time.monotonic() - started < 40
         return f"{type(t.state.error).__name__}: {t.state.error}"
 
@@ -500,7 +500,7 @@ def with_profiles(rank: int, world: int, room: str) -> dict[str, Any]:
     path = Path(room) / "profile.json"
     slower = 5e-7
     with Training(rank, candidates=["topk"], slow={"all_reduce": slower}) as first:
-        first.until_it_rests()
+        first.until_it_settles()
         if rank == 0:
             assert first.state.profile is not None
             first.state.profile.save(path)
@@ -513,7 +513,7 @@ def with_profiles(rank: int, world: int, room: str) -> dict[str, Any]:
     ):
         rates = {"all_reduce": slow * slower}
         with Training(rank, model, profile=path, candidates=["topk"], slow=rates) as t:
-            out[name] = t.until_it_rests()
+            out[name] = t.until_it_settles()
     return out
 
 
@@ -556,7 +556,7 @@ def resumed(rank: int, world: int, when: str) -> dict[str, Any]:
     candidates = ["fp16", "topk"] if when == "candidates" else ["topk"]
     with Training(rank, candidates=candidates, slow=SLOW_DENSE) as t:
         if when in ("found", "candidates"):
-            t.until_it_rests()
+            t.until_it_settles()
         else:
             for _ in range(9):
                 t.step()
@@ -579,7 +579,7 @@ def resumed(rank: int, world: int, when: str) -> dict[str, Any]:
         again = torch.cat([p.detach().flatten() for p in u.ddp.parameters()])
         same = bool(torch.equal(went_on, again))
         early = u.state.plan_report()["stage"]
-        report = u.until_it_rests()
+        report = u.until_it_settles()
         u.state.close()
         return {**report, "bits": same, "early": early}
 
@@ -587,7 +587,7 @@ def resumed(rank: int, world: int, when: str) -> dict[str, Any]:
 def test_a_plan_survives_a_checkpoint_bit_for_bit() -> None:
     for r in run(resumed, 2, "found"):
         check(r)
-        assert r["early"] == "resting", "what had been found was looked for again"
+        assert r["early"] == "settled", "what had been found was looked for again"
         assert r["bits"]
         assert "topk" in candidates(r), r["explain"]
 
@@ -596,7 +596,7 @@ def test_a_plan_survives_a_checkpoint_bit_for_bit() -> None:
 def test_a_checkpoint_without_a_plan_that_fits_starts_anew(when: str) -> None:
     for r in run(resumed, 2, when):
         check(r)
-        assert r["early"] != "resting"
+        assert r["early"] != "settled"
 
 
 # ---- what a user sees
@@ -606,7 +606,7 @@ def test_a_checkpoint_without_a_plan_that_fits_starts_anew(when: str) -> None:
 def pictured(rank: int, world: int, room: str) -> dict[str, Any]:
     with Training(rank, candidates=["topk"], slow=SLOW_DENSE) as t:
         early = t.state.explain()
-        r = t.until_it_rests()
+        r = t.until_it_settles()
         if rank == 0:
             t.state.timeline(f"{room}/step.json")
             t.state.plot(f"{room}/plan.png")
@@ -633,12 +633,12 @@ def test_trace_and_picture(tmp_path: Path) -> None:
 
 def rewrapped(rank: int, world: int) -> dict[str, Any]:
     with Training(rank, candidates=["topk"], slow=SLOW_DENSE, ddp={}) as t:
-        t.until_it_rests()
+        t.until_it_settles()
         kept = t.state.state_dict()["residuals"]
         t.ddp = sidcomp.rewrap(t.ddp, t.state)
         now = t.state.state_dict()["residuals"]
         moved = all(torch.equal(kept[n], now[n]) for n in kept)
-        r = t.until_it_rests()
+        r = t.until_it_settles()
         layout = t.state._engine.layout
         assert layout is not None
         shared = [len(g.buckets) for g in layout.groups]
@@ -703,7 +703,7 @@ def test_measuring_trains_as_plain_ddp_does() -> None:
 def densities(rank: int, world: int, warmup: int, room: str) -> tuple[list[float], list[Any], list[Any]]:
     """Of the sparse groups in each step once a plan was kept; the weights; those of a resumed run."""
     with Training(rank, slow={"all_reduce": 2e-6}, candidates=["topk"], warmup=warmup) as t:
-        while t.state.plan_report()["stage"] not in ("warming up", "resting"):
+        while t.state.plan_report()["stage"] not in ("warming up", "settled"):
             t.step()
         observed, weights = [], []
         for i in range(16):

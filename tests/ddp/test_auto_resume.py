@@ -58,9 +58,9 @@ def stage(t: Training) -> str:
     return str(t.state.plan_report()["stage"])
 
 
-def until_it_rests(t: Training) -> int:
+def until_it_settles(t: Training) -> int:
     for n in range(400):
-        if stage(t) == "resting" and n:
+        if stage(t) == "settled" and n:
             return n
         t.step()
     raise AssertionError(t.state.explain())
@@ -74,7 +74,7 @@ def cut(rank: int, world: int, how: dict[str, Any], every: int) -> tuple[int, di
     """A whole run, and runs that go on from its checkpoints."""
     saved, runs = [], []
     with Training(rank, **how) as t:
-        while stage(t) != "resting":
+        while stage(t) != "settled":
             t.step()
             saved.append((stage(t), taken(t)))
         whole = t.report()
@@ -87,7 +87,7 @@ def cut(rank: int, world: int, how: dict[str, Any], every: int) -> tuple[int, di
             kept, now = (x["residuals"] for x in (torch.load(io.BytesIO(data))[2], t.state.state_dict()))
             if was == "verifying":  # it waits for the plan, while DDP forms its buckets
                 assert kept.keys() == now.keys() and all(torch.equal(kept[k], now[k]) for k in kept)
-            more = 2 + until_it_rests(t)
+            more = 2 + until_it_settles(t)
             assert t.state.profile is not None
             runs.append((at, was, at + more, probed.count, t.report()))
         probe.measure = probed.real
@@ -127,7 +127,7 @@ def in_pieces(rank: int, world: int) -> dict[str, Any]:
             for _ in range(19):
                 t.step()
             data, report = taken(t), t.report()
-            if report["stage"] == "resting":
+            if report["stage"] == "settled":
                 return report
     return report
 
@@ -145,7 +145,7 @@ def test_a_run_that_is_always_cut_short_finds_its_plan() -> None:
 def unlike(rank: int, world: int, what: str) -> dict[str, Any]:
     late = what in ("found on one", "watched")
     with Training(rank, **HOW) as t:
-        while stage(t) != ("resting" if late else "verifying"):
+        while stage(t) != ("settled" if late else "verifying"):
             t.step()
         for _ in range(12):
             t.step()
@@ -166,7 +166,7 @@ def unlike(rank: int, world: int, what: str) -> dict[str, Any]:
     probed = Probed()
     with Training(rank, **HOW) as t:
         given(t, data, **mine)
-        steps = until_it_rests(t)
+        steps = until_it_settles(t)
         return {**t.report(), "steps": steps, "probed": probed.count}
 
 
@@ -206,7 +206,7 @@ def test_what_not_all_ranks_have_is_measured_again(what: str, probed: int, said:
 
 def by_three(rank: int, world: int, room: str) -> None:
     with Training(rank, **HOW) as t:
-        until_it_rests(t)
+        until_it_settles(t)
         torch.save([t.ddp.module.state_dict(), t.state.state_dict()], f"{room}/{rank}.pt")
 
 
@@ -217,7 +217,7 @@ def by_two(rank: int, world: int, room: str) -> dict[str, Any]:
         t.state.load_state_dict([state for _, state in saved])
         t.step()
         early = stage(t)
-        until_it_rests(t)
+        until_it_settles(t)
         return {**t.report(), "early": early}
 
 
@@ -273,7 +273,7 @@ def test_a_damaged_field_is_named() -> None:
     settings = sidcomp.State("auto", candidates=["topk"], warmup=0).settings
     rng, refused, tried = random.Random(0), 0, 0
     stages = run(some, 2)[0]
-    assert {s["report"]["stage"] for _, s in stages} >= {"settling", "measuring", "verifying", "resting"}
+    assert {s["report"]["stage"] for _, s in stages} >= {"settling", "measuring", "verifying", "settled"}
     for source, saved in stages:
         journal.check(saved)
         for path in leaves(saved):
@@ -307,6 +307,19 @@ def test_an_old_checkpoint_still_loads() -> None:
         assert (regime != controller.PLAIN) == saved["found"]
 
 
+def test_the_former_name_of_a_stage_still_loads() -> None:
+    """The stage after the search was saved as resting."""
+    ends = [(s, c) for s, c in run(some, 2)[0] if c["report"]["stage"] == controller.SETTLED]
+    assert ends
+    for source, saved in ends:
+        old = {**saved, "report": {**saved["report"], "stage": "resting"}}
+        journal.check(old)
+        c = Controller(sidcomp.State("auto", candidates=["topk"], warmup=0).settings, None)
+        c.resume(Resume({}, source["layout"], {**source, "controller": old}))
+        assert c.report.stage == controller.SETTLED
+        assert old["report"]["stage"] == "resting", "the checkpoint itself does not change"
+
+
 # ---- a plan that is kept, while the machine and the link change
 # ------------------------------------------------------------------------------------------------
 
@@ -319,9 +332,9 @@ class Changing:
     """What a run says after each of its parts, in which everything takes a factor of its time."""
 
     def __init__(self, rank: int) -> None:
-        controller._REST = 60
+        controller._FIRST_PAUSE = 60
         self.t = Training(rank, slow={**LINK, **CODEC}, candidates=["topk"], warmup=0)
-        self.t.until_it_rests()
+        self.t.until_it_settles()
         self.said: list[dict[str, Any]] = []
 
     def go(self, steps: int, factor: float, link: Costs) -> None:

@@ -368,7 +368,7 @@ def planned(rank: int, world: int, codec: str, exchange: str) -> tuple[str, list
     for _ in range(400):
         r.step()
         stage = r.state.plan_report()["stage"]
-        if stage == "resting":
+        if stage == "settled":
             break
     assert r.lane is not None and all(g.in_messages for g in r.groups())
     out = stage, r.weights()
@@ -381,7 +381,7 @@ def planned(rank: int, world: int, codec: str, exchange: str) -> tuple[str, list
 @pytest.mark.parametrize("codec, exchange", [("topk", "twoshot"), ("signsgd", "ring1")])
 def test_groups_planned_for_messages(codec: str, exchange: str) -> None:
     (stage, weights), *others = run(planned, 2, codec, exchange)
-    assert stage == "resting"
+    assert stage == "settled"
     for theirs, other in others:
         assert theirs == stage and all(torch.equal(a, b) for a, b in zip(weights, other, strict=True))
 

@@ -34,7 +34,8 @@ from sidcomp.runtime.layout import Layout
 
 logger = logging.getLogger("sidcomp")
 
-SETTLED = "resting"  # the stage after the search
+SETTLED = "settled"  # the stage after the search
+_FORMER = {"resting": SETTLED}  # stages as older checkpoints name them
 WARMING = "warming up"  # the stage before it: the plan, while its density decreases to the final one
 COMPARING = "comparing"  # now and then: the plan in turns with the baseline
 FOUND = (SETTLED, WARMING)
@@ -45,7 +46,7 @@ _WINDOW = 4  # timed steps of a window
 _CHECK_EVERY = 50  # steps between two checks of the step time
 _DRIFT = 1.25  # steps this many times as slow, twice in a row, mean that something has changed
 _FASTER = 1.1  # as do steps this many times as fast: a faster link helps plain DDP more
-_REST = 500  # steps before the first comparison; doubled each time the plan stays
+_FIRST_PAUSE = 500  # steps before the first comparison; doubled each time the plan stays
 _LONGEST = 16_000  # the most steps without a comparison
 _PROBE_SHARE = 0.01  # of the time of a thousand steps
 # Of the planners. Cupcake searches for as long as the paper lets it, some seconds, and starts from two even
@@ -119,7 +120,7 @@ class Watch:
     base: int = 0  # step time of the baseline in the last comparison
     strikes: int = 0  # checks in a row that found another step time
     steps: int = 0  # since the plan was adopted, or last compared
-    pause: int = field(default_factory=lambda: _REST)  # steps before the next comparison
+    pause: int = field(default_factory=lambda: _FIRST_PAUSE)  # steps before the next comparison
     times: list[int] = field(default_factory=list)
     comparing: bool = False
     pairs: list[Pair] = field(default_factory=list)
@@ -180,7 +181,7 @@ class Controller:
             return self._between(p)
         except Exception:
             self._watched = Watch()
-            self._script = self._rest(self.base, "measuring failed; State.error holds the exception")
+            self._script = self._settled(self.base, "measuring failed; State.error holds the exception")
             self._order = next(self._script)
             raise
         finally:
@@ -242,6 +243,7 @@ class Controller:
         if saved is None or saved["version"] != VERSION:
             return PLAIN
         self.report = Report(**_known(Report, saved["report"]))
+        self.report.stage = _FORMER.get(self.report.stage, self.report.stage)
         self._journal = Journal(deepcopy(saved.get("journal") or []))
         self._spent, self._counted = saved.get("spent") or (0, self.report.steps)
         for e in self._journal.entries:
@@ -335,7 +337,7 @@ class Controller:
             if len({row["watch"] for row in rows}) > 1:
                 self._watched = Watch()
             regime = self._regime_kept
-            self._script = self._rest(regime, r.why, self._kept)
+            self._script = self._settled(regime, r.why, self._kept)
             everything = residuals if regime == PLAIN else set()
             dense = regime.dense_names() if isinstance(regime.rule, list) else everything
             flush = not residuals.isdisjoint(dense)
@@ -389,7 +391,7 @@ class Controller:
         self._keep(costs, found, int(1000 * median(self._agree(times))))
         share = self.report.measured_ps / before
         self._watched = self._fresh_watch()
-        yield from self._rest(regime, f"with DDP's buckets as groups: {share:.2f} of the time before")
+        yield from self._settled(regime, f"with DDP's buckets as groups: {share:.2f} of the time before")
 
     # ---- agreeing ------------------------------------------------------------------------------------------
 
@@ -428,7 +430,7 @@ class Controller:
         else:
             regime, why = yield from self._find_out()
         self._watched = self._fresh_watch()
-        yield from self._rest(regime, why)
+        yield from self._settled(regime, why)
 
     def _settle(self, hold: bool) -> Script:
         """Waits until DDP has formed its final buckets. hold: residuals wait for a plan."""
@@ -600,7 +602,7 @@ class Controller:
         self.report.measured_ps = int(1000 * median(times))
         return regime, f"MergeComp's search chose {len(ends)} groups after {tries} measurements"
 
-    def _rest(self, regime: Regime, why: str, kept: Regime | None = None) -> Script:
+    def _settled(self, regime: Regime, why: str, kept: Regime | None = None) -> Script:
         """Continues with the result while it is worth it, then searches again. kept: the regime to save, if
         `regime` holds the groups of a checkpoint."""
         self._replaying = False

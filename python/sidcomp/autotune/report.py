@@ -80,7 +80,7 @@ def _measured(g: "Group") -> dict[str, int] | None:
 def explain(p: Engine) -> str:
     """See State.explain."""
     r = report(p)
-    if r["stage"] != "resting":
+    if r["stage"] != "settled":
         return "\n".join([f"sidcomp is still {r['stage']}", *("  " + line for line in r["log"])])
     dense = all(g["way"] == "dense" for g in r["groups"])
     name = "plain DDP's dense exchange" if dense else f"{len(r['groups'])} groups"
