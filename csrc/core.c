@@ -73,18 +73,18 @@ sid_status sid_scale(const sid_segment *seg, uint32_t n_seg, sid_dtype dtype, fl
     const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
     if (!sid_dtype_size(dtype) || (n_seg && !seg)) return SID_E_ARG;
     for (uint32_t s = 0; s < n_seg; s++)
-        for (uint64_t at = 0; at < seg[s].len;) {
+        for (uint64_t offset = 0; offset < seg[s].len;) {
             float buf[SID_TILE];
-            const uint32_t len = seg[s].len - at < SID_TILE ? (uint32_t)(seg[s].len - at) : SID_TILE;
+            const uint32_t len = seg[s].len - offset < SID_TILE ? (uint32_t)(seg[s].len - offset) : SID_TILE;
             if (dtype == SID_F32) {
-                float *x = (float *)seg[s].ptr + at;
+                float *x = (float *)seg[s].ptr + offset;
                 v->scale(x, x, len, factor);
             } else {
-                sid_load(v, dtype, seg[s].ptr, at, len, buf);
+                sid_load(v, dtype, seg[s].ptr, offset, len, buf);
                 v->scale(buf, buf, len, factor);
-                sid_store(v, dtype, seg[s].ptr, at, len, buf);
+                sid_store(v, dtype, seg[s].ptr, offset, len, buf);
             }
-            at += len;
+            offset += len;
         }
     return SID_OK;
 }

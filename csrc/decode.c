@@ -52,19 +52,19 @@ static int nonfinite(sid_gather *g) {
     if (p->sizes.body_dtype == SID_F32) { /* the body shows it, at less cost than what is made of it */
         for (uint32_t i = 0; i < g->count; i++) {
             const float *x = (const float *)(const void *)(g->payloads + i * g->stride + p->sizes.body_offset);
-            for (uint64_t at = 0; at < p->sizes.body_count; at += 1u << 16) {
-                const uint64_t left = p->sizes.body_count - at;
-                if (!p->simd->finite(x + at, left < 1u << 16 ? (uint32_t)left : 1u << 16)) return 1;
+            for (uint64_t offset = 0; offset < p->sizes.body_count; offset += 1u << 16) {
+                const uint64_t left = p->sizes.body_count - offset;
+                if (!p->simd->finite(x + offset, left < 1u << 16 ? (uint32_t)left : 1u << 16)) return 1;
             }
         }
         if (g->count == 1) return 0; /* several may add up to Inf */
     }
     /* a body of whole numbers holds no NaN: all of it decodes to NaN, or nothing */
     const int alike = p->sizes.body_dtype == SID_I8 && g->count == 1;
-    for (uint64_t at = 0; at < (alike && p->n ? 1 : p->n); at += SID_DECODE_TILE) {
+    for (uint64_t offset = 0; offset < (alike && p->n ? 1 : p->n); offset += SID_DECODE_TILE) {
         SID_LINE float x[SID_DECODE_TILE] = {0};
-        const uint32_t len = p->n - at < SID_DECODE_TILE ? (uint32_t)(p->n - at) : SID_DECODE_TILE;
-        p->codec->decode(g, x, at, len);
+        const uint32_t len = p->n - offset < SID_DECODE_TILE ? (uint32_t)(p->n - offset) : SID_DECODE_TILE;
+        p->codec->decode(g, x, offset, len);
         if (!p->simd->finite(x, len)) return 1;
     }
     return 0;
@@ -83,10 +83,10 @@ static void mean_again(const sid_gather *g, sid_cursor *cursor, uint64_t *next, 
     for (uint32_t r = 0; r < g->count; r++) {
         sid_gather one = {p, g->payloads + r * g->stride, g->stride, 1, 1.0f, cursor + r};
         if (!*next) p->codec->open(&one);
-        for (uint64_t at = *next; at <= from; at += SID_DECODE_TILE) {
-            const uint32_t take = p->n - at < SID_DECODE_TILE ? (uint32_t)(p->n - at) : SID_DECODE_TILE;
+        for (uint64_t offset = *next; offset <= from; offset += SID_DECODE_TILE) {
+            const uint32_t take = p->n - offset < SID_DECODE_TILE ? (uint32_t)(p->n - offset) : SID_DECODE_TILE;
             memset(y, 0, sizeof y);
-            p->codec->decode(&one, y, at, take);
+            p->codec->decode(&one, y, offset, take);
         }
         for (uint32_t i = 0; i < len; i++) sum[i] += (double)y[i];
     }

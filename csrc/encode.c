@@ -29,15 +29,15 @@ static int fit(const sid_plan *p, const sid_step *step) { return !p->sizes.ranks
 static int aligned(const void *p) { return (uintptr_t)p % 64 == 0; }
 
 /* The next `len` elements of the list as floats, at most to the end of a segment; *take says how many. */
-static const float *next_piece(const sid_plan *p, place *at, uint32_t len, uint32_t *take, float *buf) {
-    while (at->off == at->seg->len) {
-        at->seg++;
-        at->off = 0;
+static const float *next_piece(const sid_plan *p, place *from, uint32_t len, uint32_t *take, float *buf) {
+    while (from->off == from->seg->len) {
+        from->seg++;
+        from->off = 0;
     }
-    const uint64_t left = at->seg->len - at->off;
+    const uint64_t left = from->seg->len - from->off;
     *take = left < len ? (uint32_t)left : len;
-    const float *g = sid_load(p->simd, p->dtype, at->seg->ptr, at->off, *take, buf);
-    at->off += *take;
+    const float *g = sid_load(p->simd, p->dtype, from->seg->ptr, from->off, *take, buf);
+    from->off += *take;
     return g;
 }
 
@@ -56,18 +56,18 @@ static uint32_t without_nonfinite(const float *g, float *buf, uint32_t len) {
 static int feedback(const sid_plan *p) { return p->memory->info.traits & SID_FEEDBACK && !p->memory->received; }
 
 /* What the last step left of a tile: vec[0], and what else depends on it. */
-static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uint64_t at, uint32_t len) {
+static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uint64_t offset, uint32_t len) {
     SID_LINE float before[SID_MAX_TILE];
     if (!feedback(p)) return;
     const int tell = p->memory->sent && p->codec->info.traits & SID_SPARSE;
     if (tell) memcpy(before, vec[0], 4ull * len);
-    p->codec->keep(p, s, vec[0], at, len);
+    p->codec->keep(p, s, vec[0], offset, len);
     if (tell) p->memory->sent(p, vec, before, len);
 }
 
 /* One tile of acc from state and gradient; what is returned is what the codec reads. vec: the tile of each of the memory's
  * vectors. clean: no NaN or Inf is in it, as a pass before has found. */
-static const float *make_tile(sid_pass *w, place *from, float *const *vec, uint64_t at, uint32_t len, int clean,
+static const float *make_tile(sid_pass *w, place *from, float *const *vec, uint64_t offset, uint32_t len, int clean,
                               float *half, float *buf, float *raw) {
     const sid_plan *p = w->plan;
     const uint32_t vectors = p->memory->vectors;
@@ -75,8 +75,8 @@ static const float *make_tile(sid_pass *w, place *from, float *const *vec, uint6
     uint32_t sent = SID_KEY_NONE;
     int bad = 0;
     /* a rule that is one threshold is applied in the memory's own pass */
-    if (!(vectors && feedback(p) && p->codec->sent_from && p->codec->sent_from(&w->state->rule, at, len, &sent))) {
-        settle(p, w->state, vec, at, len);
+    if (!(vectors && feedback(p) && p->codec->sent_from && p->codec->sent_from(&w->state->rule, offset, len, &sent))) {
+        settle(p, w->state, vec, offset, len);
         sent = SID_KEY_NONE;
     }
     for (uint32_t pos = 0, take; pos < len; pos += take) {
@@ -109,13 +109,13 @@ static double norm_of(const sid_plan *p, const sid_segment *seg) {
     double sums[SID_SUMS];
     place from = {seg, 0};
     memset(sums, 0, sizeof(double) * sid_sums(p->n));
-    for (uint64_t at = 0; at < p->n; at += SID_TILE) {
-        const uint32_t len = p->n - at < SID_TILE ? (uint32_t)(p->n - at) : SID_TILE;
+    for (uint64_t offset = 0; offset < p->n; offset += SID_TILE) {
+        const uint32_t len = p->n - offset < SID_TILE ? (uint32_t)(p->n - offset) : SID_TILE;
         for (uint32_t pos = 0, take; pos < len; pos += take) {
             const float *g = next_piece(p, &from, len - pos, &take, half);
             without_nonfinite(g, tile + pos, take);
         }
-        sid_sums_add(sums, at, p->simd->sum_squares(tile, len));
+        sid_sums_add(sums, offset, p->simd->sum_squares(tile, len));
     }
     return sqrt(sid_sums_total(sums, p->n));
 }
@@ -130,15 +130,15 @@ static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t t
         here.off -= here.seg->len;
         here.seg++;
     }
-    for (uint64_t at = from; at < to; at += p->tile) {
-        const uint32_t len = to - at < p->tile ? (uint32_t)(to - at) : p->tile;
+    for (uint64_t offset = from; offset < to; offset += p->tile) {
+        const uint32_t len = to - offset < p->tile ? (uint32_t)(to - offset) : p->tile;
         float *vec[SID_MAX_VECTORS];
         for (uint32_t v = 0; v < p->memory->vectors; v++) {
-            vec[v] = sid_vector(p, w->state, v) + at;
-            if (origin != w->state && !stored) memcpy(vec[v], sid_vector(p, origin, v) + at, 4ull * len);
+            vec[v] = sid_vector(p, w->state, v) + offset;
+            if (origin != w->state && !stored) memcpy(vec[v], sid_vector(p, origin, v) + offset, 4ull * len);
         }
-        const float *acc = stored ? vec[0] : make_tile(w, &here, vec, at, len, clean, half, buf, raw);
-        p->codec->tile(w, acc, at, len);
+        const float *acc = stored ? vec[0] : make_tile(w, &here, vec, offset, len, clean, half, buf, raw);
+        p->codec->tile(w, acc, offset, len);
     }
 }
 
@@ -265,11 +265,11 @@ sid_status sid_next_reduction(const sid_plan *p, uint32_t reduction, const sid_s
 void sid_kept_out(const sid_plan *p, const sid_state *s, float *x, uint64_t stride) {
     for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(x + v * stride, sid_vector(p, s, v), 4 * p->n);
     const uint64_t sent = p->memory->vectors && sid_rule_sound(&p->ruling, &s->rule) ? p->n : 0;
-    for (uint64_t at = 0; at < sent; at += p->tile) {
-        const uint32_t len = p->n - at < p->tile ? (uint32_t)(p->n - at) : p->tile;
+    for (uint64_t offset = 0; offset < sent; offset += p->tile) {
+        const uint32_t len = p->n - offset < p->tile ? (uint32_t)(p->n - offset) : p->tile;
         float *vec[SID_MAX_VECTORS];
-        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = x + v * stride + at;
-        settle(p, s, vec, at, len);
+        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = x + v * stride + offset;
+        settle(p, s, vec, offset, len);
     }
 }
 
@@ -310,11 +310,11 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor) {
     sid_state *s = state;
     mend(p, s);
     const float max = 0x1.fffffep127f;
-    for (uint64_t at = 0; at < p->n && p->memory->vectors; at += p->tile) {
-        const uint32_t len = p->n - at < p->tile ? (uint32_t)(p->n - at) : p->tile;
+    for (uint64_t offset = 0; offset < p->n && p->memory->vectors; offset += p->tile) {
+        const uint32_t len = p->n - offset < p->tile ? (uint32_t)(p->n - offset) : p->tile;
         float *vec[SID_MAX_VECTORS];
-        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, s, v) + at;
-        settle(p, s, vec, at, len);
+        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, s, v) + offset;
+        settle(p, s, vec, offset, len);
     }
     for (uint32_t v = 0; v < p->memory->vectors; v++)
         for (uint64_t i = 0; i < p->n; i++) {
@@ -330,15 +330,15 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor) {
 void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg) {
     place from = {seg, 0};
     if (!p->memory->vectors) return;
-    for (uint64_t at = 0; at < p->n;) {
+    for (uint64_t offset = 0; offset < p->n;) {
         SID_LINE float half[SID_TILE], *vec[SID_MAX_VECTORS];
         uint32_t take;
-        const uint64_t left = p->n - at;
+        const uint64_t left = p->n - offset;
         const float *g = next_piece(p, &from, left < SID_TILE ? (uint32_t)left : SID_TILE, &take, half);
-        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, s, v) + at;
+        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, s, v) + offset;
         without_nonfinite(g, half, take);
         p->memory->undo(p, s, vec, half, take);
-        at += take;
+        offset += take;
     }
     p->codec->none(&s->rule);
 }

@@ -44,10 +44,10 @@ SID_HD void sid_philox(uint32_t c[4], uint32_t k0, uint32_t k1) {
     }
 }
 
-/* Block `at` of a stream, four words. */
-SID_HD void sid_draw_block(const sid_draw *d, uint64_t at, uint32_t out[4]) {
-    out[0] = (uint32_t)at;
-    out[1] = (uint32_t)(at >> 32);
+/* Block `block` of a stream, four words. */
+SID_HD void sid_draw_block(const sid_draw *d, uint64_t block, uint32_t out[4]) {
+    out[0] = (uint32_t)block;
+    out[1] = (uint32_t)(block >> 32);
     out[2] = (uint32_t)d->step;
     out[3] = (uint32_t)(d->step >> 32);
     sid_philox(out, d->salt, d->group);

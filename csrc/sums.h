@@ -25,8 +25,8 @@ static inline uint32_t sid_sums(uint64_t n) {
     const uint64_t units = (n + SID_TILE - 1) / SID_TILE;
     return units < SID_SUMS ? (uint32_t)units : (uint32_t)SID_SUMS;
 }
-/* Adds x, the sum of the unit that begins with element `at`. */
-static inline void sid_sums_add(double *sums, uint64_t at, double x) { sums[at / SID_TILE % SID_SUMS] += x; }
+/* Adds x, the sum of the unit that begins with element `offset`. */
+static inline void sid_sums_add(double *sums, uint64_t offset, double x) { sums[offset / SID_TILE % SID_SUMS] += x; }
 /* The total of the running sums, which are overwritten. */
 static inline double sid_sums_total(double *sums, uint64_t n) {
     uint32_t count = sid_sums(n);

@@ -89,12 +89,12 @@ static void begin(sid_pass *w) {
     s->best = w->plan->cap > wanted(w->plan) ? w->plan->cap : wanted(w->plan);
 }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     gauss_work *o = own(w);
     if (!o->fitted) {
         double sum[3];
         sparse_moments(w, acc, len, o->exactly, sum);
-        for (uint32_t i = 0; i < ROWS; i++) sid_sums_add(sparse_sums_of(w, i), at, sum[i]);
+        for (uint32_t i = 0; i < ROWS; i++) sid_sums_add(sparse_sums_of(w, i), offset, sum[i]);
     }
     if (o->probe) {
         double sum[3];
@@ -102,7 +102,7 @@ static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
         sparse_sums(w, acc, len, o->probe, o->probe, sum, count);
         o->count += count[0];
     }
-    sparse_capture(w, acc, at, len);
+    sparse_capture(w, acc, offset, len);
 }
 
 static sid_outcome finish(sid_pass *w) {

@@ -198,11 +198,11 @@ static void prepare(const sid_plan *p, const sid_draw *d, float *columns, const 
         float *x = columns + k * m->cols;
         double length = sqrt(dot(p, x, x, m->cols));
         if (!sid_power_starts(length)) {
-            const uint64_t at = m->q + k * m->cols;
+            const uint64_t offset = m->q + k * m->cols;
             for (uint64_t i = 0; i < m->cols; i++) {
                 uint32_t w[4];
-                sid_draw_block(d, (at + i) / 2, w);
-                const uint32_t half = 2 * ((at + i) % 2);
+                sid_draw_block(d, (offset + i) / 2, w);
+                const uint32_t half = 2 * ((offset + i) % 2);
                 x[i] = (float)(__builtin_popcount(w[half]) + __builtin_popcount(w[half + 1]) - 32);
             }
             length = sqrt(dot(p, x, x, m->cols));
@@ -218,8 +218,8 @@ static void prepare(const sid_plan *p, const sid_draw *d, float *columns, const 
 /* ---- encode ------------------------------------------------------------------------------------------------------- */
 
 static int finite(const sid_plan *p, const float *x, uint64_t n) {
-    for (uint64_t at = 0; at < n; at += 1u << 16)
-        if (!p->simd->finite(x + at, n - at < 1u << 16 ? (uint32_t)(n - at) : 1u << 16)) return 0;
+    for (uint64_t offset = 0; offset < n; offset += 1u << 16)
+        if (!p->simd->finite(x + offset, n - offset < 1u << 16 ? (uint32_t)(n - offset) : 1u << 16)) return 0;
     return 1;
 }
 
@@ -288,13 +288,13 @@ static void add_to_p(const sid_plan *p, const piece *e, const float *x, const fl
 /* The same, times the row of P, in Q. */
 static void add_to_q(const sid_plan *p, const piece *e, const float *x, const float *c, open_sums *s, float *q) {
     const sid_matrix *m = e->m;
-    const uint64_t at = e->row * m->cols + e->col + e->len, row = e->row + 1, n = m->rank * m->cols;
+    const uint64_t offset = e->row * m->cols + e->col + e->len, row = e->row + 1, n = m->rank * m->cols;
     const uint64_t group = (uint64_t)m->height * POWER_GROUP;
     float *part = m->rows <= m->height ? q : s->q; /* the only one is the sum, and so is the only group */
     p->simd->add_rows(x, e->len, c, m->rank, part + e->col, m->cols);
-    if (part == q || (at < m->len && (e->col + e->len < m->cols || row % m->height))) return;
+    if (part == q || (offset < m->len && (e->col + e->len < m->cols || row % m->height))) return;
     pour(part, m->rows <= group ? q : s->group, n);
-    if (m->rows > group && (at == m->len || row % group == 0)) pour(s->group, q, n);
+    if (m->rows > group && (offset == m->len || row % group == 0)) pour(s->group, q, n);
 }
 
 static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {

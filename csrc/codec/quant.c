@@ -141,10 +141,10 @@ static void block_scales(const sid_plan *p, const quant_form *f, const float *x,
         return;
     }
     for (uint32_t b = 0; b < blocks; b++) {
-        const uint32_t at = b * f->block, take = len - at < f->block ? len - at : f->block;
+        const uint32_t offset = b * f->block, take = len - offset < f->block ? len - offset : f->block;
         double sums[SID_MAX_TILE / SID_TILE] = {0};
         for (uint32_t i = 0; i < take; i += SID_TILE)
-            sid_sums_add(sums, i, p->simd->sum_squares(x + at + i, take - i < SID_TILE ? take - i : SID_TILE));
+            sid_sums_add(sums, i, p->simd->sum_squares(x + offset + i, take - i < SID_TILE ? take - i : SID_TILE));
         scale[b] = quant_scale(sqrt(sid_sums_total(sums, take)), f->top);
     }
 }

@@ -124,16 +124,16 @@ static void begin(sid_pass *w) {
     if (!o->settled) memset(sparse_sums_of(w, 0), 0, sizeof(double) * sid_sums(w->plan->n));
 }
 
-static void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len) {
+static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     redsync_work *o = own(w);
     SID_LINE float side[SID_TILE];
     if (quantised(w->plan)) {
         w->plan->simd->one_side(acc, side, len, negative(w));
         acc = side;
     }
-    if (!o->settled) sid_sums_add(sparse_sums_of(w, 0), at, sparse_sum(w, acc, len));
+    if (!o->settled) sid_sums_add(sparse_sums_of(w, 0), offset, sparse_sum(w, acc, len));
     sparse_probing(w, &o->probe, acc, len);
-    sparse_capture(w, acc, at, len);
+    sparse_capture(w, acc, offset, len);
 }
 
 static sid_outcome again(sid_pass *w, uint32_t low) {
@@ -228,11 +228,11 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     return quantised(p) ? sparse_mean_check(p, payload, err) : sparse_check(p, payload, err);
 }
 
-static void decode(sid_gather *g, float *out, uint64_t at, uint32_t len) {
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     if (quantised(g->plan))
-        sparse_mean_decode(g, out, at, len);
+        sparse_mean_decode(g, out, offset, len);
     else
-        sparse_decode(g, out, at, len);
+        sparse_decode(g, out, offset, len);
 }
 
 SPARSE_CODEC(redsync, params, plan, begin, tile, finish, check, decode, .name = "redsync", .memory = "dgc",

@@ -233,10 +233,12 @@ static void begin(sid_pass *w, const family *f) {
     sparse_begin(w, o->low);
 }
 
-static void add(const sid_pass *w, uint32_t row, uint64_t at, double x) { sid_sums_add(sparse_sums_of(w, row), at, x); }
+static void add(const sid_pass *w, uint32_t row, uint64_t offset, double x) {
+    sid_sums_add(sparse_sums_of(w, row), offset, x);
+}
 static double total(const sid_pass *w, uint32_t row) { return sid_sums_total(sparse_sums_of(w, row), w->plan->n); }
 
-static inline void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len, const family *f) {
+static inline void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len, const family *f) {
     sidco_work *o = own(w);
     const sid_simd *v = w->plan->simd;
     const int first = !o->known;
@@ -244,10 +246,10 @@ static inline void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len
         if (f->squares && (!f->logs || o->whole || o->exactly)) {
             double sum[3];
             sparse_moments(w, acc, len, o->exactly, sum);
-            add(w, ALL_SUM, at, sum[0]);
-            add(w, ALL_SQUARES, at, sum[1]);
+            add(w, ALL_SUM, offset, sum[0]);
+            add(w, ALL_SQUARES, offset, sum[1]);
         } else
-            add(w, ALL_SUM, at, sparse_sum(w, acc, len));
+            add(w, ALL_SUM, offset, sparse_sum(w, acc, len));
     }
     for (uint32_t i = 0; i < o->probes; i += 2) { /* in pairs; an exact probe stands alone */
         const uint32_t pair = i + 1 < o->probes;
@@ -256,22 +258,22 @@ static inline void tile(sid_pass *w, const float *acc, uint64_t at, uint32_t len
         if (f->squares) {
             sparse_tails(w, acc, len, o->key[i], o->key[i + pair], o->exactly, five, count);
             sum[0] = five[0], sum[1] = five[2], sum[2] = five[3];
-            add(w, OF_PROBES + 2 * (i + pair) + 1, at, five[4]);
-            if (i == 0 && first) add(w, ALL_SQUARES, at, five[1]);
+            add(w, OF_PROBES + 2 * (i + pair) + 1, offset, five[4]);
+            if (i == 0 && first) add(w, ALL_SQUARES, offset, five[1]);
         } else
             sparse_sums(w, acc, len, o->key[i], o->key[i + pair], sum, count);
         for (uint32_t j = 0; j <= pair; j++) {
             o->count[i + j] += count[j];
-            add(w, OF_PROBES + 2 * (i + j), at, sum[j + 1]);
+            add(w, OF_PROBES + 2 * (i + j), offset, sum[j + 1]);
         }
-        if (i == 0 && first) add(w, ALL_SUM, at, sum[0]);
+        if (i == 0 && first) add(w, ALL_SUM, offset, sum[0]);
     }
     if (f->logs && first) {
         uint32_t count;
-        add(w, ALL_LOGS, at, v->sum_log2(acc, len, &count));
+        add(w, ALL_LOGS, offset, v->sum_log2(acc, len, &count));
         o->all.count += count;
     }
-    sparse_capture(w, acc, at, len);
+    sparse_capture(w, acc, offset, len);
 }
 
 /* Of the candidates with keys from `key` on. */
@@ -411,7 +413,9 @@ static void rescale(const sid_plan *p, sid_state *s, float factor) {
         return plan(p, scratch, &x);                                                                                   \
     }                                                                                                                  \
     static void begin_##x(sid_pass *w) { begin(w, &x); }                                                               \
-    static void tile_##x(sid_pass *w, const float *acc, uint64_t at, uint32_t len) { tile(w, acc, at, len, &x); }      \
+    static void tile_##x(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {                               \
+        tile(w, acc, offset, len, &x);                                                                                 \
+    }                                                                                                                  \
     static sid_outcome finish_##x(sid_pass *w) { return finish(w, &x); }
 
 static const family exponential = {.small = 1 << 20, .first = exponential_first, .later = exponential_later};

@@ -270,24 +270,24 @@ static void finish_expand(sid_exchange_step *t) {
     const uint8_t *counts = counts_of(t, 0);
     if (bad) sid_undo_parts(t);
     t->report->nonfinite = (uint32_t)bad;
-    uint64_t at = 0;
+    uint64_t offset = 0;
     for (uint32_t i = 0; i < t->n_seg; i++)
         for (uint64_t k = 0; k < t->seg[i].len;) {
             const uint64_t left = t->seg[i].len - k;
             const uint32_t take = left < SID_TILE ? (uint32_t)left : SID_TILE;
             SID_LINE float v[SID_TILE];
-            for (uint32_t e = 0; e < take; e++) v[e] = (float)((int)x->world - 2 * (int)counts[at + e]);
+            for (uint32_t e = 0; e < take; e++) v[e] = (float)((int)x->world - 2 * (int)counts[offset + e]);
             p->codec->decide(p, v, take, x->world);
             for (uint32_t e = 0; e < take && bad; e++) v[e] = sid_bits_f32(0x7fc00000u);
             if (told) {
                 float *vec[SID_MAX_VECTORS];
                 for (uint32_t m = 0; m < p->memory->vectors; m++)
-                    vec[m] = sid_vector(p, (sid_state *)(void *)t->state, m) + at;
+                    vec[m] = sid_vector(p, (sid_state *)(void *)t->state, m) + offset;
                 p->memory->received(p, vec, v, take);
             }
             sid_store(p->simd, x->dtype, t->seg[i].ptr, k, take, v);
             k += take;
-            at += take;
+            offset += take;
         }
 }
 

@@ -97,8 +97,8 @@ sid_status sid_slice_plans(const sid_exchange *x, const sid_exchange_config *con
 
 /* Elements [start, start + len) of slice s. */
 static inline uint64_t sid_slice_start(const sid_exchange *x, uint32_t s) {
-    const uint64_t at = s * x->slice;
-    return at < x->n ? at : x->n;
+    const uint64_t offset = s * x->slice;
+    return offset < x->n ? offset : x->n;
 }
 static inline uint64_t sid_slice_len(const sid_exchange *x, uint32_t s) {
     const uint64_t left = x->n - sid_slice_start(x, s);

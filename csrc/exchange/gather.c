@@ -101,8 +101,8 @@ typedef struct piece {
 static piece piece_of(const sid_exchange *x, uint32_t sum, uint32_t s) {
     const sid_slice of = sid_plan_slice(x->plan, sum);
     const uint64_t all = of.count * width(x), each = sid_round_up((all + x->world - 1) / x->world, 64);
-    const uint64_t at = s * each < all ? s * each : all, left = all - at;
-    return (piece){of.offset + at, left < each ? left : each};
+    const uint64_t offset = s * each < all ? s * each : all, left = all - offset;
+    return (piece){of.offset + offset, left < each ? left : each};
 }
 
 static uint64_t framed(piece p) { return p.bytes ? SID_FRAME_BYTES + sid_round_up(p.bytes, 32) : 0; }
@@ -207,15 +207,15 @@ static void sum_pieces(sid_exchange_step *t, uint32_t sum) {
                 own[i] = (uint8_t)(own[i] + frame_of(t, IN, r)[SID_FRAME_BYTES + i]);
         return;
     }
-    for (uint64_t at = 0; at < len; at += SID_TILE) {
-        const uint32_t take = len - at < SID_TILE ? (uint32_t)(len - at) : SID_TILE;
+    for (uint64_t offset = 0; offset < len; offset += SID_TILE) {
+        const uint32_t take = len - offset < SID_TILE ? (uint32_t)(len - offset) : SID_TILE;
         SID_LINE float total[SID_TILE], buf[SID_TILE];
         for (uint32_t r = 0; r < x->world; r++) {
             const uint8_t *from = r == x->rank ? own : frame_of(t, IN, r) + SID_FRAME_BYTES;
-            const float *y = sid_load(v, d, from, at, take, buf);
+            const float *y = sid_load(v, d, from, offset, take, buf);
             for (uint32_t i = 0; i < take; i++) total[i] = r ? total[i] + y[i] : y[i];
         }
-        sid_store(v, d, own, at, take, total);
+        sid_store(v, d, own, offset, take, total);
     }
 }
 

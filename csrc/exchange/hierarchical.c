@@ -114,8 +114,8 @@ static uint32_t dense_messages(const sid_exchange *x, int scatter, int receive, 
         if (l == mine) continue;
         const uint32_t s = scatter == !receive ? l : mine;
         /* scatter: our slice comes from rank l into its place; gather: slice l comes into its own */
-        const uint64_t at = receive ? x->place[IN] + l * x->message : s * x->message;
-        out[count++] = (sid_message){at, SID_FRAME_BYTES + body_of(x, s), first + l, 0};
+        const uint64_t offset = receive ? x->place[IN] + l * x->message : s * x->message;
+        out[count++] = (sid_message){offset, SID_FRAME_BYTES + body_of(x, s), first + l, 0};
     }
     return count;
 }
@@ -176,8 +176,8 @@ static void scatter(sid_exchange_step *t) {
 }
 
 /* As in csrc/decode.c: where the sum of the node's ranks overflows, although their mean may not, that is taken in float64.
- * x: the sums of elements at .. at + len of our slice, and then their means. */
-static void means(sid_exchange_step *t, float *x, uint64_t at, uint32_t len) {
+ * x: the sums of elements offset .. offset + len of our slice, and then their means. */
+static void means(sid_exchange_step *t, float *x, uint64_t offset, uint32_t len) {
     const sid_exchange *e = t->x;
     const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
     const uint32_t mine = local_of(e);
@@ -190,12 +190,12 @@ static void means(sid_exchange_step *t, float *x, uint64_t at, uint32_t len) {
     }
     memset(sum, 0, sizeof sum);
     for (uint32_t l = 0; l < e->word[L]; l++) {
-        const uint32_t segs = l == mine ? sid_cut(t, sid_slice_start(e, mine) + at, len) : 1;
+        const uint32_t segs = l == mine ? sid_cut(t, sid_slice_start(e, mine) + offset, len) : 1;
         uint32_t done = 0;
         for (uint32_t i = 0; i < segs; i++) {
             const uint32_t take = l == mine ? (uint32_t)t->cut[i].len : len;
             const float *y = l == mine ? sid_load(v, e->dtype, t->cut[i].ptr, 0, take, buf)
-                                       : sid_load(v, e->dtype, frame_of(t, IN, l) + SID_FRAME_BYTES, at, take, buf);
+                                       : sid_load(v, e->dtype, frame_of(t, IN, l) + SID_FRAME_BYTES, offset, take, buf);
             for (uint32_t k = 0; k < take; k++) sum[done + k] += (double)y[k];
             done += take;
         }
@@ -217,15 +217,15 @@ static void add_up(sid_exchange_step *t) {
                            x->rank - mine + l, &flags);
     for (uint32_t l = 0; l < x->word[L]; l++) {
         const uint32_t segs = l == mine ? sid_cut(t, sid_slice_start(x, mine), len) : 1;
-        uint64_t at = 0;
+        uint64_t offset = 0;
         for (uint32_t i = 0; i < segs; i++) {
             const sid_segment from = l == mine ? t->cut[i] : (sid_segment){frame_of(t, IN, l) + SID_FRAME_BYTES, len};
             for (uint64_t k = 0; k < from.len; k += SID_TILE) {
                 const uint32_t take = from.len - k < SID_TILE ? (uint32_t)(from.len - k) : SID_TILE;
                 const float *y = sid_load(v, x->dtype, from.ptr, k, take, buf);
-                for (uint32_t e = 0; e < take; e++) sum[at + k + e] = l ? sum[at + k + e] + y[e] : y[e];
+                for (uint32_t e = 0; e < take; e++) sum[offset + k + e] = l ? sum[offset + k + e] + y[e] : y[e];
             }
-            at += from.len;
+            offset += from.len;
         }
     }
     for (uint64_t k = 0; k < len; k += SID_TILE) {
@@ -324,17 +324,17 @@ static void finish(sid_exchange_step *t) {
         const uint32_t segs = sid_cut(t, sid_slice_start(x, s), sid_slice_len(x, s));
         const int own = s == local_of(x);
         const void *from = own ? (const void *)sum_of(t) : (const void *)(frame_of(t, IN, s) + SID_FRAME_BYTES);
-        uint64_t at = 0;
+        uint64_t offset = 0;
         for (uint32_t i = 0; i < segs; i++) {
             for (uint64_t k = 0; k < t->cut[i].len; k += SID_TILE) {
                 const uint64_t left = t->cut[i].len - k;
                 const uint32_t take = left < SID_TILE ? (uint32_t)left : SID_TILE;
                 SID_LINE float x_[SID_TILE], buf[SID_TILE];
-                const float *y = sid_load(v, own ? SID_F32 : x->dtype, from, at + k, take, buf);
+                const float *y = sid_load(v, own ? SID_F32 : x->dtype, from, offset + k, take, buf);
                 for (uint32_t e = 0; e < take; e++) x_[e] = bad ? sid_bits_f32(0x7fc00000u) : y[e];
                 sid_store(v, x->dtype, t->cut[i].ptr, k, take, x_);
             }
-            at += t->cut[i].len;
+            offset += t->cut[i].len;
         }
     }
 }

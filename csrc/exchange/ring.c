@@ -171,9 +171,9 @@ static uint32_t messages(const sid_exchange *x, uint32_t round, int receive, sid
 
 /* ---- merging --------------------------------------------------------------------------------------------------- */
 
-/* own <- (in & M) | (own & ~M), bits of M set with probability a / of, over `blocks` of 128 elements from block `at` on,
- * which is even. */
-static void merge(const sid_simd *v, const sid_draw *d, uint64_t at, uint64_t blocks, uint64_t phase, uint32_t a,
+/* own <- (in & M) | (own & ~M), bits of M set with probability a / of, over `blocks` of 128 elements from block `first`
+ * on, which is even. */
+static void merge(const sid_simd *v, const sid_draw *d, uint64_t first, uint64_t blocks, uint64_t phase, uint32_t a,
                   uint32_t of, const uint8_t *in, uint8_t *own) {
     enum {
         MANY = 64,
@@ -190,7 +190,7 @@ static void merge(const sid_simd *v, const sid_draw *d, uint64_t at, uint64_t bl
             rest *= 2;
             const int one = rest >= of;
             if (one) rest -= of;
-            v->draw32(d, 4 * (at + b + (digit << 40) + (phase << 46)), words, u);
+            v->draw32(d, 4 * (first + b + (digit << 40) + (phase << 46)), words, u);
             undecided = 0;
             if (one)
                 for (uint32_t i = 0; i < words; i++) {

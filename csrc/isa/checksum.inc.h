@@ -15,9 +15,9 @@ INLINE void add_products(const uint32_t *w, const uint64_t *key, vu *even, vu *o
 static uint64_t checksum(const uint32_t *w, uint64_t from, uint64_t count) {
     uint64_t total = 0;
     while (count) {
-        const uint64_t at = from % SID_SUM_BLOCK, room = SID_SUM_BLOCK - at, len = count < room ? count : room;
+        const uint64_t offset = from % SID_SUM_BLOCK, room = SID_SUM_BLOCK - offset, len = count < room ? count : room;
         const uint32_t *const end = w + len;
-        const uint64_t *key = sid_sum_pairs + at / 2;
+        const uint64_t *key = sid_sum_pairs + offset / 2;
         uint64_t evens = 0, odds = 0;
         vu even = {0}, odd = {0};
         for (; end - w >= AT_ONCE * WIDE; w += AT_ONCE * WIDE, key += AT_ONCE * LONGS)

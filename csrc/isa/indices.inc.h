@@ -30,12 +30,12 @@ static uint32_t places_of(uint64_t word, uint32_t base, uint16_t *at) {
     return c;
 }
 
-/* Four fields of b <= 12 bits, from bit `at` on, in 16 bits each. Loads 8 bytes. */
-static uint64_t four_fields(const uint8_t *p, uint64_t at, uint32_t b) {
+/* Four fields of b <= 12 bits, from bit `offset` on, in 16 bits each. Loads 8 bytes. */
+static uint64_t four_fields(const uint8_t *p, uint64_t offset, uint32_t b) {
     const uint64_t mask = (1ull << b) - 1;
     uint64_t x;
-    memcpy(&x, p + at / 8, 8);
-    x >>= at % 8;
+    memcpy(&x, p + offset / 8, 8);
+    x >>= offset % 8;
 #ifdef SID_HAS_AVX2
     return _pdep_u64(x, mask * 0x0001000100010001ull);
 #else

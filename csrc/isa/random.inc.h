@@ -26,14 +26,14 @@ INLINE void interleave(uint8_t *out, vu c0, vu c1, vu c2, vu c3) {
 
 /* Writes 4 * BLOCKS words. Long j of a set is block j / 2, odd ones LONGS / 2 more: then interleaving pairs of longs is
  * the order of memory. */
-INLINE void philox(const sid_draw *d, uint64_t at, void *out) {
+INLINE void philox(const sid_draw *d, uint64_t block, void *out) {
     const vu m0 = (vu){0} + 0xd2511f53u, m1 = (vu){0} + 0xcd9e8d57u;
     vu c0[SETS], c1[SETS], c2[SETS], c3[SETS];
     uint32_t k0 = d->salt, k1 = d->group;
     vu order;
     for (uint32_t j = 0; j < LONGS; j++) order[j] = j / 2 + j % 2 * (LONGS / 2);
     for (int q = 0; q < SETS; q++) {
-        c0[q] = order + (at + (uint32_t)q * LONGS);
+        c0[q] = order + (block + (uint32_t)q * LONGS);
         c1[q] = c0[q] >> 32;
         c2[q] = (vu){0} + d->step;
         c3[q] = c2[q] >> 32;
@@ -59,10 +59,10 @@ INLINE void philox(const sid_draw *d, uint64_t at, void *out) {
     }
 }
 
-static void draw32(const sid_draw *d, uint64_t at, uint32_t len, uint32_t *out) {
-    for (uint32_t i = 0; i < len; i += 4 * BLOCKS) philox(d, (at + i) / 4, out + i);
+static void draw32(const sid_draw *d, uint64_t offset, uint32_t len, uint32_t *out) {
+    for (uint32_t i = 0; i < len; i += 4 * BLOCKS) philox(d, (offset + i) / 4, out + i);
 }
 
-static void draw16(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out) {
-    for (uint32_t i = 0; i < len; i += 8 * BLOCKS) philox(d, (at + i) / 8, out + i); /* the low half is the first */
+static void draw16(const sid_draw *d, uint64_t offset, uint32_t len, uint16_t *out) {
+    for (uint32_t i = 0; i < len; i += 8 * BLOCKS) philox(d, (offset + i) / 8, out + i); /* the low half is the first */
 }

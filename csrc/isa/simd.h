@@ -170,10 +170,10 @@ typedef struct sid_simd {
      * `from` on, a multiple of 16. */
     uint64_t (*checksum)(const uint32_t *w, uint64_t from, uint64_t count);
 
-    /* random.inc.h: random bits (rng.h) of elements at .. at + len of the stream; `at` a multiple of 8, room in out for 512
-     * bytes from any multiple of 512 that it reaches. draw16: 16 bits an element, at half the cost. */
-    void (*draw16)(const sid_draw *d, uint64_t at, uint32_t len, uint16_t *out);
-    void (*draw32)(const sid_draw *d, uint64_t at, uint32_t len, uint32_t *out);
+    /* random.inc.h: random bits (rng.h) of elements offset .. offset + len of the stream; `offset` a multiple of 8, room in
+     * out for 512 bytes from any multiple of 512 that it reaches. draw16: 16 bits an element, at half the cost. */
+    void (*draw16)(const sid_draw *d, uint64_t offset, uint32_t len, uint16_t *out);
+    void (*draw32)(const sid_draw *d, uint64_t offset, uint32_t len, uint32_t *out);
 } sid_simd;
 
 const sid_simd *sid_simd_for(sid_isa isa); /* NULL: this build or processor has it not */

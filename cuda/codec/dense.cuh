@@ -107,9 +107,9 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
     uint32_t bad = 0;
 #pragma unroll 1
     for (uint64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-        const uint64_t at = (chunk * SID_WARPS + sid_warp()) * SID_TILE;
-        const uint32_t len = at < g.n ? sid_tile_len(g.n, at) : 0;
-        float *const first = vectors.first + at;
+        const uint64_t offset = (chunk * SID_WARPS + sid_warp()) * SID_TILE;
+        const uint32_t len = offset < g.n ? sid_tile_len(g.n, offset) : 0;
+        float *const first = vectors.first + offset;
         const float *const origin = first + vectors.origin;
         sid_quads x = {};
         if constexpr (AGAIN && Memory::VECTORS) {
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
             constexpr bool late = Memory::VECTORS > 1 || (Memory::VECTORS && Codec::LATE);
             sid_quads acc = {};
             sid_span s = {};
-            if (len) s = sid_span_of(g, at / SID_TILE);
+            if (len) s = sid_span_of(g, offset / SID_TILE);
             if (Memory::VECTORS)
 #pragma unroll
                 for (uint32_t r = 0; r < SID_ROWS; r++) sid_get_row(origin, r, len, acc[r]);
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
                 sid_fetch_tile(g, s);
             else if (len)
                 sid_get_tile(g, s, x);
-            if (Memory::VECTORS && memory.keeps) codec.keep(shared, rule, drawn, acc, at, len);
+            if (Memory::VECTORS && memory.keeps) codec.keep(shared, rule, drawn, acc, offset, len);
             if (late && len) sid_get_tile(g, s, x);
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
                     for (uint32_t c = 0; c < SID_QUAD; c++) x[r][c] = c < count ? x[r][c] : 0.0f;
             }
         }
-        codec.tile(shared, own, x, at, len);
+        codec.tile(shared, own, x, offset, len);
     }
     codec.end(shared, own, *scratch);
     if (AGAIN) return;

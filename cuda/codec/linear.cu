@@ -130,13 +130,13 @@ template <typename F> __device__ inline void each_tile(uint64_t n, const F &f) {
 struct looker {
     const bodies &b;
     bool bad;
-    template <bool QUICK> __device__ void tile(uint64_t at, uint32_t len) {
+    template <bool QUICK> __device__ void tile(uint64_t offset, uint32_t len) {
         enum {
             DEEP = QUICK ? 4 : 1
         };
         for (uint32_t i = sid_lane() * SID_QUAD; i < len; i += DEEP * SID_ROW) {
             float x[DEEP][SID_QUAD];
-            sum<QUICK>(b, at + i, sid_count4(len, i), x);
+            sum<QUICK>(b, offset + i, sid_count4(len, i), x);
             bad |= nonfinite(x);
         }
     }
@@ -148,12 +148,12 @@ __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
     const bool aligned = quick(b);
     looker look = {b, false};
     const auto one = [&](uint64_t tile) {
-        const uint64_t at = tile * SID_TILE;
-        const uint32_t len = sid_tile_len(n, at);
+        const uint64_t offset = tile * SID_TILE;
+        const uint32_t len = sid_tile_len(n, offset);
         if (aligned && len == SID_TILE)
-            look.tile<true>(at, len);
+            look.tile<true>(offset, len);
         else
-            look.tile<false>(at, len);
+            look.tile<false>(offset, len);
     };
     each_tile(n, one);
     if (look.bad) scratch->nonfinite = 1; /* every writer writes the same */

@@ -197,11 +197,11 @@ __device__ inline const char *base_of(const sid_group &g, const factors &f, uint
     if (hi > g.start[seg + 1]) return nullptr;
     return (const char *)g.seg[seg].ptr + ((int64_t)start - (int64_t)g.start[seg]) * (int64_t)sid_width(g.dtype);
 }
-/* Element `at` of it. */
+/* Element `offset` of it. */
 template <bool QUICK>
-__device__ inline char *place_of(const sid_group &g, const factors &f, const char *base, uint32_t at) {
-    if (QUICK) return (char *)base + (uint64_t)at * sid_width(g.dtype);
-    const uint64_t i = g.before + f.start + at;
+__device__ inline char *place_of(const sid_group &g, const factors &f, const char *base, uint32_t offset) {
+    if (QUICK) return (char *)base + (uint64_t)offset * sid_width(g.dtype);
+    const uint64_t i = g.before + f.start + offset;
     const uint32_t seg = sid_find_segment(g.start, g.n_seg, i);
     return (char *)g.seg[seg].ptr + (i - g.start[seg]) * sid_width(g.dtype);
 }
@@ -294,11 +294,11 @@ __global__ void __launch_bounds__(COLUMN_BLOCK, 1)
                 float *const x = columns + (first + b) * n;
                 double length = sqrt(square[b]);
                 if (!sid_power_starts(length)) {
-                    const uint64_t at = f.q + (first + b) * n;
+                    const uint64_t offset = f.q + (first + b) * n;
                     each_own(n, [&](uint64_t i) {
                         uint32_t w[4];
-                        sid_draw_block(&d, (at + i) / 2, w);
-                        const bool upper = (at + i) % 2;
+                        sid_draw_block(&d, (offset + i) / 2, w);
+                        const bool upper = (offset + i) % 2;
                         const uint32_t ones = __popc(upper ? w[2] : w[0]) + __popc(upper ? w[3] : w[1]);
                         x[i] = (float)((int32_t)ones - 32);
                     });
@@ -402,7 +402,7 @@ template <class Memory, class Shape> struct tensor_pass {
     const factors f;
     uint32_t bad;
 
-    /* What the last step left, in place: elements `at`, of rows from `row` and columns from `col` on. */
+    /* What the last step left, in place: elements `offset`, of rows from `row` and columns from `col` on. */
     __device__ void keep(float (&x)[R][DEEP], uint32_t row, uint32_t end, uint32_t col, uint32_t to) const {
         if (rule.scale == 0) return;
         if (!f.rank) {
@@ -463,11 +463,11 @@ template <class Memory, class Shape> struct tensor_pass {
             for (uint32_t i = 0; i < R; i++)
 #pragma unroll
                 for (uint32_t d = 0; d < DEEP; d++) {
-                    const uint32_t at = (row + i) * f.cols + col + d * LANES;
+                    const uint32_t offset = (row + i) * f.cols + col + d * LANES;
                     const bool is = row + i < stop[d];
-                    x[i][d] = is ? load_once(place_of<QUICK>(g, f, base, at), g.dtype) : 0.0f;
+                    x[i][d] = is ? load_once(place_of<QUICK>(g, f, base, offset), g.dtype) : 0.0f;
                     for (int m = 0; m < (FIRST ? Memory::VECTORS : Memory::VECTORS > 0); m++)
-                        vec[m][i][d] = is ? kept_at[m * vectors.stride + ((uint64_t)f.start + at)] : 0.0f;
+                        vec[m][i][d] = is ? kept_at[m * vectors.stride + ((uint64_t)f.start + offset)] : 0.0f;
                     if (Memory::VECTORS) kept[i][d] = vec[0][i][d];
                 }
             if (FIRST && Memory::VECTORS && memory.keeps) keep(kept, row, end, col, to);
@@ -475,7 +475,7 @@ template <class Memory, class Shape> struct tensor_pass {
             for (uint32_t i = 0; i < R; i++)
 #pragma unroll
                 for (uint32_t d = 0; d < DEEP; d++) {
-                    const uint32_t at = (row + i) * f.cols + col + d * LANES;
+                    const uint32_t offset = (row + i) * f.cols + col + d * LANES;
                     const float raw = x[i][d];
                     const bool finite = sid_key(raw) < SID_KEY_INF, is = row + i < stop[d];
                     if constexpr (FIRST) {
@@ -486,8 +486,8 @@ template <class Memory, class Shape> struct tensor_pass {
                         x[i][d] = !is ? 0.0f : finite ? acc : raw;
                         if (!is) continue;
                         for (int m = 0; m < Memory::VECTORS; m++)
-                            vectors.first[m * vectors.stride + ((uint64_t)f.start + at)] = one[m];
-                        if (!f.rank) c.p[f.p + at] = one_nan(clamped(x[i][d], sid_power_limit(c.scale)) * c.scale);
+                            vectors.first[m * vectors.stride + ((uint64_t)f.start + offset)] = one[m];
+                        if (!f.rank) c.p[f.p + offset] = one_nan(clamped(x[i][d], sid_power_limit(c.scale)) * c.scale);
                     } else if (Memory::VECTORS && finite) {
                         x[i][d] = vec[0][i][d];
                     }
@@ -589,12 +589,12 @@ template <bool STORED, class Shape> struct stripper {
                 float x[DEEP];
 #pragma unroll
                 for (uint32_t d = 0; d < DEEP; d++) {
-                    const uint32_t at = (top + in + d) * f.cols + col;
+                    const uint32_t offset = (top + in + d) * f.cols + col;
                     const bool is = top + in + d < stop;
                     if constexpr (STORED)
-                        x[d] = is ? __ldcs(acc + ((uint64_t)f.start + at)) : 0.0f;
+                        x[d] = is ? __ldcs(acc + ((uint64_t)f.start + offset)) : 0.0f;
                     else
-                        x[d] = is ? load_once(place_of<QUICK>(g, f, base, at), g.dtype) : 0.0f;
+                        x[d] = is ? load_once(place_of<QUICK>(g, f, base, offset), g.dtype) : 0.0f;
                 }
 #pragma unroll
                 for (uint32_t d = 0; d < DEEP; d++) {
@@ -837,8 +837,8 @@ template <class Memory> struct writer {
                 if (!f.rank) {
 #pragma unroll
                     for (uint32_t i = 0; i < DEEP; i++) {
-                        const uint32_t at = (top + i) * f.cols + col;
-                        const float y = top + i < stop ? p[at] : 0.0f;
+                        const uint32_t offset = (top + i) * f.cols + col;
+                        const float y = top + i < stop ? p[offset] : 0.0f;
                         x[i] = r ? x[i] + y : y; /* not 0 + y, which would lose the sign of -0 */
                     }
                     continue;
@@ -865,15 +865,15 @@ template <class Memory> struct writer {
             }
 #pragma unroll
             for (uint32_t i = 0; i < DEEP; i++) {
-                const uint32_t at = (top + i) * f.cols + col;
+                const uint32_t offset = (top + i) * f.cols + col;
                 if (top + i >= stop) continue;
                 bad |= sid_key(x[i]) >= SID_KEY_INF;
                 if (looks) continue;
                 const float y = x[i] * factor;
-                char *const to = place_of<QUICK>(g, f, base, at);
+                char *const to = place_of<QUICK>(g, f, base, offset);
                 if (Memory::VECTORS && (undo || memory.receives)) {
                     float one[Memory::VECTORS + 1];
-                    float *const vec = vectors.first + ((uint64_t)f.start + at);
+                    float *const vec = vectors.first + ((uint64_t)f.start + offset);
                     for (int m = 0; m < Memory::VECTORS; m++) one[m] = vec[m * vectors.stride];
                     if (undo) {
                         const float raw = sid_load1(to, g.dtype);

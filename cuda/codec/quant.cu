@@ -204,7 +204,7 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
         return GROUP ? group : s.of[sid_warp()][sid_lane() / 16][row];
     }
 
-    __device__ void keep(shared &s, const sid_rule &rule, const sid_draw &d, sid_quads &x, uint64_t at,
+    __device__ void keep(shared &s, const sid_rule &rule, const sid_draw &d, sid_quads &x, uint64_t offset,
                          uint32_t) const {
         if (rule.scale == 0) return;
         const scaling group = {rule.scale, inverse_of(rule.scale)};
@@ -213,7 +213,7 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
         for (uint32_t r = 0; r < SID_ROWS; r++) {
             const scaling y = scaling_of(s, r, group);
             uint32_t u[SID_QUAD] = {};
-            g.draws(d, at + sid_place(r), u);
+            g.draws(d, offset + sid_place(r), u);
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++) x[r][c] -= y.scale * g.number(g.code(x[r][c] * y.inverse, u[c]));
             /* The compiler would draw for more rows side by side than stay in registers. */
@@ -222,9 +222,9 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
     }
 
     /* Of the blocks that begin in the tile. */
-    __device__ void put_scales(own &o, float scale, uint64_t at, uint32_t len) const {
+    __device__ void put_scales(own &o, float scale, uint64_t offset, uint32_t len) const {
         const uint32_t row = sid_lane() % 16, in = row * SID_ROW + sid_lane() / 16 * (SID_ROW / 2);
-        const uint64_t i = at + in;
+        const uint64_t i = offset + in;
         if (row >= SID_ROWS || in >= len || (i & (f.block - 1)) || (sid_lane() >= 16 && !blocks.halves)) return;
         const uint64_t place = SID_HEADER_BYTES + 4 * (i >> shift);
         const uint32_t b = sid_f32_bits(scale);
@@ -233,7 +233,7 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
         o.largest = b > o.largest ? b : o.largest;
     }
 
-    __device__ void tile(shared &s, own &o, const sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void tile(shared &s, own &o, const sid_quads &x, uint64_t offset, uint32_t len) const {
         const scaling group = {o.scale, inverse_of(o.scale)};
         const float scale = GROUP ? 0 : scales(s, x);
         uint32_t w[SID_ROWS];
@@ -243,12 +243,12 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
             const float inverse = scaling_of(s, r, group).inverse;
             uint32_t u[SID_QUAD] = {};
             w[r] = 0;
-            g.draws(draw, at + sid_place(r), u);
+            g.draws(draw, offset + sid_place(r), u);
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++) w[r] |= g.field(g.code(x[r][c] * inverse, u[c])) << (f.bits * c);
         }
-        if (!GROUP) put_scales(o, scale, at, len);
-        const uint64_t place = codes_at + at / 8 * f.bits + 4 * sid_lane();
+        if (!GROUP) put_scales(o, scale, offset, len);
+        const uint64_t place = codes_at + offset / 8 * f.bits + 4 * sid_lane();
         sid_word_run run = {place, 0, 0};
         if (f.bits == 8) {
 #pragma unroll
@@ -271,7 +271,7 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
         __syncwarp();
         for (uint32_t j = sid_lane(); j < SID_LANES * f.bits && 32 * j < len * f.bits; j += SID_LANES) {
             const uint32_t word = s.staged[sid_warp()][j];
-            *(uint32_t *)(void *)(payload + codes_at + at / 8 * f.bits + 4 * j) = word;
+            *(uint32_t *)(void *)(payload + codes_at + offset / 8 * f.bits + 4 * j) = word;
             run.add(j - sid_lane(), word);
         }
         run.add_to(o.words);
@@ -285,7 +285,7 @@ template <sid_rounding ROUNDING> struct measure : coder<false, ROUNDING, true> {
     using typename base::own;
     using typename base::shared;
     __device__ void begin(shared &, own &, const sid_scratch &) const {}
-    __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t offset, uint32_t len) const {
         if (!len) return;
         if (this->f.norm != NORM_L2)
 #pragma unroll
@@ -296,8 +296,8 @@ template <sid_rounding ROUNDING> struct measure : coder<false, ROUNDING, true> {
         const double squares = this->f.norm == NORM_MAX ? 0 : sid_tile_squares(x);
         const double plain = this->f.norm == NORM_CLIPPED ? sid_tile_sum<double>(x, [](float v) { return v; }) : 0;
         if (sid_lane()) return;
-        this->sums[at / SID_TILE] = squares;
-        this->sums[at / SID_TILE + this->stride] = plain;
+        this->sums[offset / SID_TILE] = squares;
+        this->sums[offset / SID_TILE + this->stride] = plain;
     }
     __device__ void end(shared &, own &o, sid_scratch &scratch) const { this->keep_largest(o, scratch); }
 };
@@ -364,11 +364,11 @@ template <bool FLOATS> struct body {
         return quant_sound(scale, most_scale) && ((n && !f.block) || scale == most) ? SID_OK : SID_E_CORRUPT;
     }
     /* The scale of this lane's row of a payload (coder::scales); of those that there are. */
-    __device__ float scale_of(const sid_payloads &p, uint32_t r, uint64_t at, uint32_t len) const {
+    __device__ float scale_of(const sid_payloads &p, uint32_t r, uint64_t offset, uint32_t len) const {
         const uint32_t in = sid_lane() % SID_ROWS * SID_ROW + (sid_lane() & 16) * SID_QUAD;
         if (!f.block) return p.head(r).scale;
         const float *const scales = (const float *)(const void *)(p[r] + SID_HEADER_BYTES);
-        return in < len ? scales[(at + in) >> shift] : 0.0f;
+        return in < len ? scales[(offset + in) >> shift] : 0.0f;
     }
     template <bool BYTES> __device__ void add_row(float (&x)[SID_QUAD], float scale, uint32_t d, uint32_t w) const {
         const float s = __shfl_sync(SID_FULL, scale, (int)((sid_lane() & 16) + d));
@@ -378,11 +378,11 @@ template <bool FLOATS> struct body {
         for (uint32_t c = 0; c < SID_QUAD; c++) x[c] += s * y[c];
     }
 
-    __device__ void sum_bytes(const sid_payloads &p, sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void sum_bytes(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
 #pragma unroll 1
         for (uint32_t r = 0; r < p.count; r++) {
-            const uint32_t *const codes = (const uint32_t *)(const void *)(p[r] + codes_at + at + sid_place(0));
-            const float scale = scale_of(p, r, at, len);
+            const uint32_t *const codes = (const uint32_t *)(const void *)(p[r] + codes_at + offset + sid_place(0));
+            const float scale = scale_of(p, r, offset, len);
             uint32_t w[SID_ROWS];
             if (len == SID_TILE)
 #pragma unroll
@@ -396,18 +396,18 @@ template <bool FLOATS> struct body {
     }
     /* Of any width. A row's codes are 4 bits words, so a thread's begin at the same bit of a word in each. `second`: the first
      * of its four elements that reaches into the next word. */
-    __device__ void sum_bits(const sid_payloads &p, sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void sum_bits(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
         const uint32_t bit = sid_place(0) * f.bits, off = bit % 32, room = 32 - off;
         const uint32_t second = room < f.bits       ? 0
                                 : room < 2 * f.bits ? 1
                                 : room < 3 * f.bits ? 2
                                 : room < 4 * f.bits ? 3
                                                     : (uint32_t)SID_TILE;
-        const uint64_t from = codes_at + at / 8 * f.bits + bit / 32 * 4;
+        const uint64_t from = codes_at + offset / 8 * f.bits + bit / 32 * 4;
 #pragma unroll 1
         for (uint32_t r = 0; r < p.count; r++) {
             const uint32_t *codes = (const uint32_t *)(const void *)(p[r] + from);
-            const float scale = scale_of(p, r, at, len);
+            const float scale = scale_of(p, r, offset, len);
 #pragma unroll
             for (uint32_t first = 0; first < SID_ROWS; first += SID_ROWS / 2) {
                 uint32_t low[SID_ROWS / 2], high[SID_ROWS / 2];
@@ -430,13 +430,13 @@ template <bool FLOATS> struct body {
             }
         }
     }
-    __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
         if constexpr (FLOATS)
-            sum_bytes(p, x, at, len);
+            sum_bytes(p, x, offset, len);
         else if (f.bits == 8)
-            sum_bytes(p, x, at, len);
+            sum_bytes(p, x, offset, len);
         else
-            sum_bits(p, x, at, len);
+            sum_bits(p, x, offset, len);
 #pragma unroll
         for (uint32_t d = 0; d < SID_ROWS; d++)
 #pragma unroll

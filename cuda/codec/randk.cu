@@ -45,19 +45,19 @@ __device__ inline bool falls_back(const choice &s, uint32_t i, uint32_t base) {
     }
 }
 
-/* Calls f(entry of the body, index in the part) for what is drawn of the elements at .. at + len, by the whole block;
- * k * n is below 2^64. */
+/* Calls f(entry of the body, index in the part) for what is drawn of the elements offset .. offset + len, by the whole
+ * block; k * n is below 2^64. */
 template <typename F>
-__device__ inline void choose(choice &s, uint64_t n, uint64_t k, const sid_draw &d, uint64_t at, uint32_t len,
+__device__ inline void choose(choice &s, uint64_t n, uint64_t k, const sid_draw &d, uint64_t offset, uint32_t len,
                               const F &f) {
     uint32_t word[4];
     sid_draw_block(&d, OFFSET_AT, word);
-    const uint64_t r = __umul64hi(word[0] | (uint64_t)word[1] << 32, n), first = (k * at + r) / n;
-    const uint32_t count = (uint32_t)((k * (at + len) + r) / n - first);
+    const uint64_t r = __umul64hi(word[0] | (uint64_t)word[1] << 32, n), first = (k * offset + r) / n;
+    const uint32_t count = (uint32_t)((k * (offset + len) + r) / n - first);
     const bool rest = 2 * count > len;
     const uint32_t rounds = rest ? len - count : count, base = len - rounds;
     for (uint32_t q = threadIdx.x; 4 * q < rounds; q += SID_BLOCK) {
-        sid_draw_block(&d, at / 4 + q, word);
+        sid_draw_block(&d, offset / 4 + q, word);
 #pragma unroll
         for (uint32_t c = 0; c < 4; c++) {
             const uint32_t i = 4 * q + c, t = (uint32_t)((uint64_t)word[c] * (base + i + 1) >> 32);
@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     start(s);
 #pragma unroll 1
     for (uint64_t p = blockIdx.x; p < parts; p += gridDim.x) {
-        const uint64_t at = p * PART, tile = at / SID_TILE + sid_warp() / 2;
-        const uint32_t len = g.n - at < PART ? (uint32_t)(g.n - at) : (uint32_t)PART;
+        const uint64_t offset = p * PART, tile = offset / SID_TILE + sid_warp() / 2;
+        const uint32_t len = g.n - offset < PART ? (uint32_t)(g.n - offset) : (uint32_t)PART;
         const uint32_t here = tile * SID_TILE < g.n ? sid_tile_len(g.n, tile * SID_TILE) : 0;
         float *const first = vectors.first + tile * SID_TILE;
         const float *const origin = first + vectors.origin;
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
             for (uint32_t r = 0; r < ROWS; r++)
                 held[mine + r * SID_LANES] = make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
             __syncthreads();
-            choose(s, g.n, o.k, drawn, at, len, [&](uint64_t, uint32_t e) { x[e] -= o.v.sent(x[e], rule); });
+            choose(s, g.n, o.k, drawn, offset, len, [&](uint64_t, uint32_t e) { x[e] -= o.v.sent(x[e], rule); });
         }
         if (late) gradient();
 #pragma unroll
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
             held[mine + r * SID_LANES] = make_float4(y[r][0], y[r][1], y[r][2], y[r][3]);
         }
         __syncthreads();
-        choose(s, g.n, o.k, o.draw, at, len, [&](uint64_t entry, uint32_t e) {
+        choose(s, g.n, o.k, o.draw, offset, len, [&](uint64_t entry, uint32_t e) {
             const float v = o.v.scaled(x[e], o.scale);
             const uint64_t place = SID_HEADER_BYTES + o.v.width() * entry;
             if (o.v.half) {
@@ -302,7 +302,7 @@ struct body {
 };
 
 /* The payloads together over one part, in `out`, which is zero. By the whole block. */
-__device__ inline void add(choice &s, const sid_payloads &p, const body &b, uint64_t at, uint32_t len, float *out) {
+__device__ inline void add(choice &s, const sid_payloads &p, const body &b, uint64_t offset, uint32_t len, float *out) {
     for (uint32_t r = 0; r < p.count; r++) {
         const sid_header &h = p.head(r);
         const sid_draw d = {h.salt, h.group, h.step};
@@ -310,7 +310,7 @@ __device__ inline void add(choice &s, const sid_payloads &p, const body &b, uint
             for (uint32_t i = threadIdx.x; i < len; i += SID_BLOCK) out[i] = sid_bits_f32(0x7fc00000u);
             __syncthreads();
         }
-        choose(s, p.n, b.k, d, at, len, [&](uint64_t entry, uint32_t e) {
+        choose(s, p.n, b.k, d, offset, len, [&](uint64_t entry, uint32_t e) {
             const float v = b.v.load(p[r], entry);
             out[e] = r == 0 && b.linear ? v : out[e] + v; /* not 0 + v, which would lose the sign of -0 */
         });
@@ -326,11 +326,11 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     const uint64_t parts = (p.n + PART - 1) / PART;
     bool bad = false;
     start(s);
-    for (uint64_t at = blockIdx.x * (uint64_t)PART; at < parts * PART; at += gridDim.x * (uint64_t)PART) {
-        const uint32_t len = p.n - at < PART ? (uint32_t)(p.n - at) : (uint32_t)PART;
+    for (uint64_t offset = blockIdx.x * (uint64_t)PART; offset < parts * PART; offset += gridDim.x * (uint64_t)PART) {
+        const uint32_t len = p.n - offset < PART ? (uint32_t)(p.n - offset) : (uint32_t)PART;
         for (uint32_t i = threadIdx.x; i < len; i += SID_BLOCK) out[i] = 0;
         __syncthreads();
-        add(s, p, b, at, len, out);
+        add(s, p, b, offset, len, out);
         for (uint32_t i = threadIdx.x; i < len; i += SID_BLOCK) bad |= sid_key(out[i]) >= SID_KEY_INF;
     }
     if (bad) scratch->nonfinite = 1; /* every writer writes the same */
@@ -353,11 +353,11 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     start(s);
 #pragma unroll 1
     for (uint64_t part = blockIdx.x; part < parts; part += gridDim.x) {
-        const uint64_t at = part * PART, tile = at / SID_TILE + sid_warp() / 2;
-        const uint32_t len = g.n - at < PART ? (uint32_t)(g.n - at) : (uint32_t)PART;
+        const uint64_t offset = part * PART, tile = offset / SID_TILE + sid_warp() / 2;
+        const uint32_t len = g.n - offset < PART ? (uint32_t)(g.n - offset) : (uint32_t)PART;
         for (uint32_t i = threadIdx.x; i < PART; i += SID_BLOCK) out[i] = fill ? sid_bits_f32(0x7fc00000u) : 0.0f;
         __syncthreads();
-        if (!fill) add(s, p, b, at, len, out);
+        if (!fill) add(s, p, b, offset, len, out);
         if (tile * SID_TILE < g.n) {
             const sid_span span = sid_span_of(g, tile);
 #pragma unroll 1
@@ -403,8 +403,8 @@ __global__ void __launch_bounds__(SID_BLOCK)
     for (uint32_t r = 0; r < ROWS; r++) mine[r * SID_LANES] = make_float4(0, 0, 0, 0);
     start(s);
     /* Adds up payloads over a part, which this thread's quads f(row, of them) then take, and which is 0 again. */
-    const auto add_up = [&](const sid_payloads &of, uint64_t at, const auto &f) {
-        add(s, of, b, at, g.n - at < PART ? (uint32_t)(g.n - at) : (uint32_t)PART, (float *)held);
+    const auto add_up = [&](const sid_payloads &of, uint64_t offset, const auto &f) {
+        add(s, of, b, offset, g.n - offset < PART ? (uint32_t)(g.n - offset) : (uint32_t)PART, (float *)held);
         __syncthreads();
 #pragma unroll
         for (uint32_t r = 0; r < ROWS; r++) {
@@ -414,10 +414,10 @@ __global__ void __launch_bounds__(SID_BLOCK)
         __syncthreads();
     };
 #pragma unroll 1
-    for (uint64_t at = blockIdx.x * (uint64_t)PART; at < g.n; at += gridDim.x * (uint64_t)PART) {
+    for (uint64_t offset = blockIdx.x * (uint64_t)PART; offset < g.n; offset += gridDim.x * (uint64_t)PART) {
         float x[ROWS][SID_QUAD];
         double sum[ROWS][SID_QUAD] = {};
-        add_up(p, at, [&](uint32_t r, const float4 &v) {
+        add_up(p, offset, [&](uint32_t r, const float4 &v) {
             x[r][0] = v.x * p.scale, x[r][1] = v.y * p.scale, x[r][2] = v.z * p.scale, x[r][3] = v.w * p.scale;
         });
         if (!__syncthreads_or(sid_overflows(x))) continue;
@@ -426,11 +426,11 @@ __global__ void __launch_bounds__(SID_BLOCK)
             sid_payloads one = p;
             one.first = p[i];
             one.count = 1;
-            add_up(one, at, [&](uint32_t r, const float4 &v) {
+            add_up(one, offset, [&](uint32_t r, const float4 &v) {
                 sum[r][0] += (double)v.x, sum[r][1] += (double)v.y, sum[r][2] += (double)v.z, sum[r][3] += (double)v.w;
             });
         }
-        const uint64_t tile = at / SID_TILE + sid_warp() / 2;
+        const uint64_t tile = offset / SID_TILE + sid_warp() / 2;
         if (tile * SID_TILE >= g.n) continue;
         const sid_span span = sid_span_of(g, tile);
 #pragma unroll

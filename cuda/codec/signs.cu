@@ -65,10 +65,10 @@ struct coder {
             for (uint32_t c = 0; c < SID_QUAD; c++) x[r][c] -= is_negative(x[r][c]) ? rule.inverse : rule.scale;
     }
     /* The bits of a tile, in their own order, go to the payload. */
-    __device__ void write(own &o, uint32_t bits, uint64_t at, uint32_t len) const {
+    __device__ void write(own &o, uint32_t bits, uint64_t offset, uint32_t len) const {
         const uint32_t w = transposed(bits), i = word_of();
         if (32 * i >= len) return;
-        const uint64_t place = SID_HEADER_BYTES + at / 8 + 4 * i;
+        const uint64_t place = SID_HEADER_BYTES + offset / 8 + 4 * i;
         *(uint32_t *)(void *)(payload + place) = w;
         o.words.add(place, w);
         o.negative += (uint32_t)__popc(w);
@@ -81,14 +81,14 @@ struct coder {
 };
 
 template <bool MEANS> struct signs : coder {
-    __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t at, uint32_t len) const {
-        write(o, bits_of([&](uint32_t r, uint32_t c) { return is_negative(x[r][c]); }), at, len);
+    __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t offset, uint32_t len) const {
+        write(o, bits_of([&](uint32_t r, uint32_t c) { return is_negative(x[r][c]); }), offset, len);
         if (!MEANS || !len) return;
         const double above = sid_tile_sum_held(x, [](float v) { return is_negative(v) ? 0.0f : v; });
         const double beneath = sid_tile_sum_held(x, [](float v) { return is_negative(v) ? v : 0.0f; });
         if (sid_lane()) return;
-        sums[at / SID_TILE] = above;
-        sums[at / SID_TILE + stride] = beneath;
+        sums[offset / SID_TILE] = above;
+        sums[offset / SID_TILE + stride] = beneath;
     }
 };
 
@@ -96,14 +96,14 @@ template <bool MEANS> struct signs : coder {
 struct drawing : coder {
     sid_draw draw;
 
-    __device__ uint32_t drawn(const sid_draw &d, const sid_quads &x, float norm, uint64_t at) const {
+    __device__ uint32_t drawn(const sid_draw &d, const sid_quads &x, float norm, uint64_t offset) const {
         const bool small = norm < 0x1p-96f; /* the quotient would overflow */
         const float up = small ? 0x1p64f : 1.0f, chance = 0x1.000004p31f / (small ? norm * 0x1p64f : norm);
         uint32_t w = 0;
 #pragma unroll
         for (uint32_t r = 0; r < SID_ROWS; r++) {
             uint32_t u[SID_QUAD];
-            sid_draws32(d, at + sid_place(r), u);
+            sid_draws32(d, offset + sid_place(r), u);
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++) {
                 const float v = small ? x[r][c] * up : x[r][c], stays = sid_bits_f32(sid_key(v)) * chance;
@@ -113,10 +113,11 @@ struct drawing : coder {
         }
         return w;
     }
-    __device__ void keep(shared &, const sid_rule &rule, const sid_draw &d, sid_quads &x, uint64_t at, uint32_t) const {
+    __device__ void keep(shared &, const sid_rule &rule, const sid_draw &d, sid_quads &x, uint64_t offset,
+                         uint32_t) const {
         const float scale = rule.scale;
         if (scale == 0) return;
-        const uint32_t w = drawn(d, x, scale, at);
+        const uint32_t w = drawn(d, x, scale, offset);
 #pragma unroll
         for (uint32_t r = 0; r < SID_ROWS; r++)
 #pragma unroll
@@ -125,18 +126,18 @@ struct drawing : coder {
     }
 };
 struct measure : drawing { /* the first pass */
-    __device__ void tile(shared &, own &, const sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void tile(shared &, own &, const sid_quads &x, uint64_t offset, uint32_t len) const {
         if (!len) return;
         const double squares = sid_tile_squares(x);
-        if (sid_lane() == 0) sums[at / SID_TILE] = squares;
+        if (sid_lane() == 0) sums[offset / SID_TILE] = squares;
     }
     __device__ void end(shared &, own &, sid_scratch &) const {}
 };
 struct draw_signs : drawing { /* the second */
     __device__ void begin(shared &, own &o, const sid_scratch &scratch) const { o.norm = sid_bits_f32(scratch.key); }
-    __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t offset, uint32_t len) const {
         const uint32_t exist = bits_of([&](uint32_t r, uint32_t c) { return sid_place(r) + c < len; });
-        write(o, o.norm > 0 ? drawn(draw, x, o.norm, at) & exist : 0u, at, len);
+        write(o, o.norm > 0 ? drawn(draw, x, o.norm, offset) & exist : 0u, offset, len);
     }
 };
 
@@ -185,9 +186,9 @@ __global__ void __launch_bounds__(SID_SUMS) sid_sign_seal_kernel(sid_ending e, c
     if (threadIdx.x) return;
     sid_part_sum own = {0};
     if (f.of == MEANS) {
-        const uint64_t at = sid_sign_low_at(n);
-        *(float *)(void *)(e.payload + at) = low;
-        own.add(at, sid_f32_bits(low));
+        const uint64_t offset = sid_sign_low_at(n);
+        *(float *)(void *)(e.payload + offset) = low;
+        own.add(offset, sid_f32_bits(low));
     }
     sid_rule rule = {};
     rule.scale = high;
@@ -213,9 +214,9 @@ struct body {
 
     __device__ bool pair() const { return f.of == MEANS; }
     __device__ uint32_t word(uint64_t i, uint32_t w, uint32_t &) const {
-        const uint64_t at = 32 * (i - SID_HEADER_BYTES / 4);
-        if (at + 32 <= n) return 0;
-        if (at < n) return w >> (n - at) != 0;
+        const uint64_t offset = 32 * (i - SID_HEADER_BYTES / 4);
+        if (offset + 32 <= n) return 0;
+        if (offset < n) return w >> (n - offset) != 0;
         return w != 0 && !(pair() && 4 * i == sid_sign_low_at(n));
     }
     __device__ uint64_t plain_from() const { return SID_HEADER_BYTES; }
@@ -233,13 +234,14 @@ struct body {
     }
 
     /* This thread's bits of payload r. */
-    __device__ uint32_t load(const sid_payloads &p, uint32_t r, uint64_t at, uint32_t len) const {
+    __device__ uint32_t load(const sid_payloads &p, uint32_t r, uint64_t offset, uint32_t len) const {
         const uint32_t i = word_of();
-        return 32 * i < len ? __ldcs((const uint32_t *)(const void *)(p[r] + SID_HEADER_BYTES + at / 8 + 4 * i)) : 0u;
+        return 32 * i < len ? __ldcs((const uint32_t *)(const void *)(p[r] + SID_HEADER_BYTES + offset / 8 + 4 * i))
+                            : 0u;
     }
 
     /* Values, four payloads after another: these are added up first. */
-    __device__ void add(const sid_payloads &p, sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void add(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
         enum {
             FOUR = 4
         };
@@ -250,7 +252,7 @@ struct body {
 #pragma unroll
             for (uint32_t k = 0; k < FOUR; k++) {
                 const bool there = first + k < p.count; /* else its signs stand for 0 */
-                w[k] = there ? load(p, first + k, at, len) : 0u;
+                w[k] = there ? load(p, first + k, offset, len) : 0u;
                 high[k] = there ? p.head(first + k).scale : 0.0f;
                 low[k] = there && pair() ? low_of(p[first + k]) : -high[k];
             }
@@ -274,7 +276,7 @@ struct body {
     }
 
     /* How many signs of each element are negative: bit k of `plane[b]` is bit b of the count of the element in bit k. */
-    __device__ void vote(const sid_payloads &p, sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void vote(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
         enum {
             PLANES = 13 /* SID_MAX_COUNT */
         };
@@ -282,7 +284,7 @@ struct body {
         while (p.count >> planes) planes++;
 #pragma unroll 2
         for (uint32_t r = 0; r < p.count; r++) {
-            uint32_t carry = load(p, r, at, len);
+            uint32_t carry = load(p, r, offset, len);
 #pragma unroll
             for (uint32_t b = 0; b < PLANES; b++) {
                 if (b >= planes) break;
@@ -306,7 +308,7 @@ struct body {
 #pragma unroll
         for (uint32_t r = 0; r < SID_ROWS; r++) {
             uint32_t u[SID_QUAD] = {};
-            if (f.draws) sid_draws16(common, at + sid_place(r), u);
+            if (f.draws) sid_draws16(common, offset + sid_place(r), u);
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++) {
                 const int32_t all = (int32_t)p.count, lead = all - 2 * (int32_t)count[r][c]; /* of the positive ones */
@@ -316,11 +318,11 @@ struct body {
             }
         }
     }
-    __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
         if (f.otherwise)
-            vote(p, x, at, len);
+            vote(p, x, offset, len);
         else
-            add(p, x, at, len);
+            add(p, x, offset, len);
     }
 };
 

@@ -109,9 +109,10 @@ __device__ inline uint64_t entries_before(const uint32_t *count, uint64_t tile) 
 /* The low bits of entry i, of at most cap: all of them together are fewer than n. */
 __device__ inline uint32_t low_of(const payloads &p, const uint8_t *payload, uint32_t i) {
     if (!p.b.low) return 0;
-    const uint32_t at = i * p.b.low;
-    const uint32_t *w = (const uint32_t *)(payload + p.b.index_at) + at / 32; /* the upper bits follow the last one */
-    return (uint32_t)((w[0] | (uint64_t)w[1] << 32) >> at % 32) & ((1u << p.b.low) - 1u);
+    const uint32_t offset = i * p.b.low;
+    /* w[1] may lie past the low bits: the upper bits follow them. */
+    const uint32_t *w = (const uint32_t *)(payload + p.b.index_at) + offset / 32;
+    return (uint32_t)((w[0] | (uint64_t)w[1] << 32) >> offset % 32) & ((1u << p.b.low) - 1u);
 }
 
 /* The upper bits of a payload, by whole warps. Bits of a tile or part are read from `origin` on, where its first run begins;
@@ -409,8 +410,8 @@ struct packed_entries {
     __device__ void turn(uint64_t) const {}
 
     __device__ void add(uint64_t part) const {
-        const uint64_t at = part * PART;
-        const uint32_t len = p.n - at < PART ? (uint32_t)(p.n - at) : (uint32_t)PART, warp = sid_warp();
+        const uint64_t offset = part * PART;
+        const uint32_t len = p.n - offset < PART ? (uint32_t)(p.n - offset) : (uint32_t)PART, warp = sid_warp();
         const uint32_t there = ((len - 1) >> p.b.low) + 1; /* runs */
         for (uint32_t r = 0; r < p.count; r += AHEAD) {
             const uint32_t some = p.count - r < AHEAD ? p.count - r : (uint32_t)AHEAD;
@@ -430,7 +431,7 @@ struct packed_entries {
             bool finds = warp < some;
             const uint32_t mine = finds ? r + warp : r;
             const upper_bits upper(p, p[mine]);
-            const uint64_t origin = (at >> p.b.low) + cursors[mine];
+            const uint64_t origin = (offset >> p.b.low) + cursors[mine];
             uint32_t upto = 0, half = (uint32_t)(origin / 16), done = 0; /* done: added of payload r + a */
             bool more = true;
 #pragma unroll 1

@@ -41,15 +41,15 @@ struct sid_candidates : sid_selection {
     __device__ void each_of(const sid_pass_task &r, uint64_t tile, uint32_t held, const F &f) const {
         const sid_list &l = this->f.list;
         const bool spilled = held > l.slots;
-        const uint64_t at = tile * SID_TILE;
-        const uint32_t upto = spilled ? sid_tile_len(this->f.n, at) : held;
+        const uint64_t offset = tile * SID_TILE;
+        const uint32_t upto = spilled ? sid_tile_len(this->f.n, offset) : held;
         for (uint32_t from = 0; from < upto; from += SID_LANES) {
             const uint32_t i = from + sid_lane();
             bool is = i < upto;
             uint32_t index = i;
             float value = 0;
             if (is && spilled) {
-                value = sid_side(this->f.acc[at + i], r.side);
+                value = sid_side(this->f.acc[offset + i], r.side);
                 is = sid_key(value) >= r.low;
             }
             if (is && !spilled) {
@@ -149,9 +149,9 @@ struct sid_candidates : sid_selection {
     template <class Codec> __device__ void pass_again(const Codec &codec, const typename Codec::task &r) {
         __syncthreads();
         for (uint64_t tile = first + sid_warp(); tile < last; tile += SID_WARPS) {
-            const uint64_t at = tile * SID_TILE;
-            if (at >= f.n) break;
-            const uint32_t len = sid_tile_len(f.n, at);
+            const uint64_t offset = tile * SID_TILE;
+            if (offset >= f.n) break;
+            const uint32_t len = sid_tile_len(f.n, offset);
             typename Codec::unit unit;
             uint32_t held = 0;
             codec.start(r, unit);
@@ -160,7 +160,7 @@ struct sid_candidates : sid_selection {
                 const uint32_t count = sid_count4(len, i);
                 float x[SID_QUAD] = {};
                 if (count) {
-                    const float4 v = *(const float4 *)(f.acc + at + i);
+                    const float4 v = *(const float4 *)(f.acc + offset + i);
                     x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
                 }
 #pragma unroll

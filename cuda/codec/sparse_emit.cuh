@@ -130,10 +130,10 @@ struct sid_crew : sid_candidates {
         seal(sent, side);
     }
 
-    /* A field of less than 32 bits, from bit `bit` on of the array at byte `at`, where nothing was set: in whatever order
-     * others set the rest of its words, they end up the same, and their checksum is that of the fields. */
-    __device__ void set(uint64_t at, uint64_t bit, uint32_t field, sid_part_sum &own) const {
-        const uint64_t both = (uint64_t)field << bit % 32, p = at + bit / 32 * 4;
+    /* A field of less than 32 bits, from bit `bit` on of the array at byte `offset`, where nothing was set: in whatever
+     * order others set the rest of its words, they end up the same, and their checksum is that of the fields. */
+    __device__ void set(uint64_t offset, uint64_t bit, uint32_t field, sid_part_sum &own) const {
+        const uint64_t both = (uint64_t)field << bit % 32, p = offset + bit / 32 * 4;
         uint32_t *words = (uint32_t *)(f.payload + p);
         const uint32_t low = (uint32_t)both, high = (uint32_t)(both >> 32);
         if (low) atomicOr(words, low);

@@ -14,11 +14,11 @@ struct sid_pass_task {
 /* Calls f(c, x) for the elements of a tile once acc is stored, by the same lanes that have shown them to the codec. */
 template <typename F>
 __device__ inline void sid_each_in_tile(const sid_list &l, int32_t side, uint64_t tile, const F &f) {
-    const uint64_t at = tile * SID_TILE;
-    const uint32_t len = sid_tile_len(l.n, at);
+    const uint64_t offset = tile * SID_TILE;
+    const uint32_t len = sid_tile_len(l.n, offset);
     for (uint32_t i = sid_lane() * SID_QUAD; i < len; i += SID_ROW)
         for (uint32_t c = 0; c < SID_QUAD; c++)
-            if (i + c < len) f(c, sid_side(l.acc[at + i + c], side));
+            if (i + c < len) f(c, sid_side(l.acc[offset + i + c], side));
 }
 
 /* The sum of f(x) over them, in float64. */

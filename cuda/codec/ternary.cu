@@ -42,13 +42,14 @@ struct coder {
     double *sums; /* of the tiles: squares, and `stride` further the elements */
     uint64_t stride;
 
-    __device__ void keep(shared &, const sid_rule &rule, const sid_draw &d, sid_quads &x, uint64_t at, uint32_t) const {
+    __device__ void keep(shared &, const sid_rule &rule, const sid_draw &d, sid_quads &x, uint64_t offset,
+                         uint32_t) const {
         if (rule.scale == 0) return;
         const float inverse = inverse_of(rule.scale);
 #pragma unroll
         for (uint32_t r = 0; r < SID_ROWS; r++) {
             uint32_t u[SID_QUAD];
-            sid_draws16(d, at + sid_place(r), u);
+            sid_draws16(d, offset + sid_place(r), u);
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++)
                 x[r][c] -= rule.scale * (float)code_of(x[r][c], rule.inverse, rule.scale, inverse, u[c]);
@@ -60,15 +61,15 @@ struct coder {
         o.scale = sid_bits_f32(scratch.codec[SHARED]);
     }
     __device__ void end(shared &, own &, sid_scratch &) const {}
-    __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t offset, uint32_t len) const {
         const float inverse = inverse_of(o.scale);
         const bool none = o.scale != o.scale;
 #pragma unroll
         for (uint32_t r = 0; r < SID_ROWS; r++) {
             const uint32_t count = sid_count4(len, sid_place(r));
-            uint8_t *const to = codes + at + sid_place(r);
+            uint8_t *const to = codes + offset + sid_place(r);
             uint32_t u[SID_QUAD], w = 0;
-            sid_draws16(draw, at + sid_place(r), u);
+            sid_draws16(draw, offset + sid_place(r), u);
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++)
                 w |= ((uint32_t)code_of(x[r][c], o.clip, o.scale, inverse, u[c]) & 0xffu) << (8 * c);
@@ -84,19 +85,19 @@ struct coder {
 /* Round 0. */
 struct measure : coder {
     __device__ void begin(shared &, own &, const sid_scratch &) const {}
-    __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t at, uint32_t len) const {
+    __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t offset, uint32_t len) const {
         if (!len) return;
 #pragma unroll
         for (uint32_t r = 0; r < SID_ROWS; r++) {
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++)
                 o.largest = sid_key(x[r][c]) > o.largest ? sid_key(x[r][c]) : o.largest;
-            if (sid_place(r) < len) *(uint32_t *)(void *)(codes + at + sid_place(r)) = 0;
+            if (sid_place(r) < len) *(uint32_t *)(void *)(codes + offset + sid_place(r)) = 0;
         }
         const double squares = sid_tile_squares(x), plain = sid_tile_sum<double>(x, [](float v) { return v; });
         if (sid_lane()) return;
-        sums[at / SID_TILE] = squares;
-        sums[at / SID_TILE + stride] = plain;
+        sums[offset / SID_TILE] = squares;
+        sums[offset / SID_TILE + stride] = plain;
     }
     __device__ void end(shared &, own &o, sid_scratch &scratch) const {
         const uint32_t largest = sid_warp_max(o.largest);
@@ -206,10 +207,10 @@ __global__ void __launch_bounds__(SID_BLOCK)
 }
 
 /* The payloads together over a tile, not scaled; whether all of it is finite. */
-__device__ inline bool sum(const sid_payloads &p, const float *units, sid_quads &x, uint64_t at, uint32_t len) {
+__device__ inline bool sum(const sid_payloads &p, const float *units, sid_quads &x, uint64_t offset, uint32_t len) {
 #pragma unroll 1
     for (uint32_t r = 0; r < p.count; r++) {
-        const uint32_t *const codes = (const uint32_t *)(const void *)(p[r] + TERN_CODES_AT + at + sid_place(0));
+        const uint32_t *const codes = (const uint32_t *)(const void *)(p[r] + TERN_CODES_AT + offset + sid_place(0));
         const float unit = units[r];
         uint32_t w[SID_ROWS];
 #pragma unroll
@@ -237,9 +238,9 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
 #pragma unroll 1
     for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < sid_tiles(p.n);
          tile += (uint64_t)gridDim.x * SID_WARPS) {
-        const uint64_t at = tile * SID_TILE;
+        const uint64_t offset = tile * SID_TILE;
         sid_quads x = {};
-        finite &= sum(p, units, x, at, sid_tile_len(p.n, at));
+        finite &= sum(p, units, x, offset, sid_tile_len(p.n, offset));
     }
     if (!finite) scratch->nonfinite = 1; /* every writer writes the same */
 }

@@ -310,11 +310,11 @@ __device__ inline sid_span sid_span_of(const sid_group &g, uint64_t tile) {
     sid_span s;
     s.at = tile * SID_TILE;
     s.len = sid_tile_len(g.n, s.at);
-    const uint64_t at = g.before + s.at;
-    s.seg = sid_find_segment(g.start, g.n_seg, at);
+    const uint64_t offset = g.before + s.at;
+    s.seg = sid_find_segment(g.start, g.n_seg, offset);
     s.base = nullptr;
-    if (s.len == SID_TILE && at + SID_TILE <= g.start[s.seg + 1]) {
-        char *p = (char *)g.seg[s.seg].ptr + (at - g.start[s.seg]) * sid_width(g.dtype);
+    if (s.len == SID_TILE && offset + SID_TILE <= g.start[s.seg + 1]) {
+        char *p = (char *)g.seg[s.seg].ptr + (offset - g.start[s.seg]) * sid_width(g.dtype);
         if (sid_aligned(p, g.dtype)) s.base = p;
     }
     return s;
@@ -323,13 +323,13 @@ __device__ inline sid_span sid_span_of(const sid_group &g, uint64_t tile) {
 /* Calls f(c, address) for the elements i + c of the tile, c from 0 to count - 1. */
 template <typename F>
 __device__ inline void sid_each(const sid_group &g, const sid_span &s, uint32_t i, uint32_t count, F f) {
-    const uint64_t at = g.before + s.at + i;
-    uint32_t seg = s.seg + sid_find_segment(g.start + s.seg, g.n_seg - s.seg, at);
+    const uint64_t offset = g.before + s.at + i;
+    uint32_t seg = s.seg + sid_find_segment(g.start + s.seg, g.n_seg - s.seg, offset);
 #pragma unroll
     for (uint32_t c = 0; c < SID_QUAD; c++) {
         if (c >= count) return;
-        while (g.start[seg + 1] <= at + c) seg++;
-        f(c, (char *)g.seg[seg].ptr + (at + c - g.start[seg]) * sid_width(g.dtype));
+        while (g.start[seg + 1] <= offset + c) seg++;
+        f(c, (char *)g.seg[seg].ptr + (offset + c - g.start[seg]) * sid_width(g.dtype));
     }
 }
 

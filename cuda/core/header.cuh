@@ -9,13 +9,13 @@
 /* This thread's share of a message's checksum. */
 struct sid_part_sum {
     unsigned long long sum;
-    __device__ void add(uint64_t at, uint64_t word) { /* `word` at byte `at`, shifted to its place */
-        sum += word * sid_sum_key(at / 4);
+    __device__ void add(uint64_t offset, uint64_t word) { /* `word` at byte `offset`, shifted to its place */
+        sum += word * sid_sum_key(offset / 4);
     }
-    __device__ void add(uint64_t at, const uint4 &w) { /* at a multiple of 16 */
-        const uint32_t q = (uint32_t)(at % SID_SUM_BYTES) / 8;
+    __device__ void add(uint64_t offset, const uint4 &w) { /* offset: a multiple of 16 */
+        const uint32_t q = (uint32_t)(offset % SID_SUM_BYTES) / 8;
         const uint64_t a = sid_sum_pair(q), b = sid_sum_pair(q + 1);
-        sum += (w.x * a + w.z * b + (w.y * a + w.w * b) * SID_SUM_ODD) * sid_sum_block(at / SID_SUM_BYTES);
+        sum += (w.x * a + w.z * b + (w.y * a + w.w * b) * SID_SUM_ODD) * sid_sum_block(offset / SID_SUM_BYTES);
     }
 };
 

@@ -28,17 +28,17 @@ enum {
 
 SID_HD uint64_t sid_tiles(uint64_t n) { return (n + SID_TILE - 1) / SID_TILE; }
 SID_HD uint64_t sid_chunks(uint64_t n) { return (n + SID_CHUNK - 1) / SID_CHUNK; }
-SID_HD uint32_t sid_tile_len(uint64_t n, uint64_t at) {
-    return n - at < SID_TILE ? (uint32_t)(n - at) : (uint32_t)SID_TILE;
+SID_HD uint32_t sid_tile_len(uint64_t n, uint64_t offset) {
+    return n - offset < SID_TILE ? (uint32_t)(n - offset) : (uint32_t)SID_TILE;
 }
 
-/* start[0 .. n_seg] are the running sums of the lengths. The segment that element `at` < start[n_seg] lies in: the last
- * one that starts at or before it, which is never an empty one. */
-SID_HD uint32_t sid_find_segment(const uint64_t *start, uint32_t n_seg, uint64_t at) {
+/* start[0 .. n_seg] are the running sums of the lengths. The segment that element `offset` < start[n_seg] lies in: the
+ * last one that starts at or before it, which is never an empty one. */
+SID_HD uint32_t sid_find_segment(const uint64_t *start, uint32_t n_seg, uint64_t offset) {
     uint32_t lo = 0, hi = n_seg;
     while (hi - lo > 1) {
         const uint32_t mid = lo + (hi - lo) / 2;
-        if (start[mid] <= at)
+        if (start[mid] <= offset)
             lo = mid;
         else
             hi = mid;
@@ -57,8 +57,8 @@ SID_HD uint32_t sid_slot(uint32_t above, uint32_t equal, uint32_t ties) {
     return above + (equal < ties ? equal : ties);
 }
 
-/* What the 16-bit value at byte `at` of a payload adds to the checksum's weighted sum: u16s pair up in little-endian
- * words. (To the plain sum it adds value << 8 * (at % 4).) */
-SID_HD uint64_t sid_half_word(uint64_t at, uint16_t value) { return (uint64_t)value << (8 * (at & 2)); }
+/* What the 16-bit value at byte `offset` of a payload adds to the checksum's weighted sum: u16s pair up in
+ * little-endian words. (To the plain sum it adds value << 8 * (offset % 4).) */
+SID_HD uint64_t sid_half_word(uint64_t offset, uint16_t value) { return (uint64_t)value << (8 * (offset & 2)); }
 
 #endif

@@ -59,17 +59,17 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_undo_kernel(sid_group g, const 
 
 /* ---- the last round ------------------------------------------------------------------------------------------------ */
 
-/* A frame without a body to all ranks, that of rank r at `at` + 64 (r + 1); own one at `at`. */
-__global__ void __launch_bounds__(SID_LANES) sid_confirm_kernel(sid_frames s, uint64_t at, uint32_t round) {
+/* A frame without a body to all ranks, that of rank r at `offset` + 64 (r + 1); own one at `offset`. */
+__global__ void __launch_bounds__(SID_LANES) sid_confirm_kernel(sid_frames s, uint64_t offset, uint32_t round) {
     sid_follow();
-    if (threadIdx.x == 0) sid_close_frame(s, {at, 0, 0, 0, round, 0, 0}, {0});
+    if (threadIdx.x == 0) sid_close_frame(s, {offset, 0, 0, 0, round, 0, 0}, {0});
 }
 __global__ void __launch_bounds__(SID_LANES)
-    sid_confirmed_kernel(sid_frames s, uint64_t at, uint32_t round, uint32_t world) {
+    sid_confirmed_kernel(sid_frames s, uint64_t offset, uint32_t round, uint32_t world) {
     sid_follow();
     if (threadIdx.x) return;
     for (uint32_t r = 0; r < world; r++) /* in order: of several at fault the first is told */
-        if (r != s.rank) sid_open_frame(s, {at + (r + 1ull) * 64, 0, 0, 0, round, r}, {0});
+        if (r != s.rank) sid_open_frame(s, {offset + (r + 1ull) * 64, 0, 0, 0, round, r}, {0});
 }
 
 sid_status kernels_of(const sid_exchange *x, const sid_cuda_exchange **kind, sid_error *err) {

@@ -47,17 +47,17 @@ struct body_writer {
     uint32_t width;
     sid_part_sum own;
     __device__ void put(uint64_t i, const uint32_t (&bits)[SID_QUAD]) {
-        const uint64_t at = i * width;
+        const uint64_t offset = i * width;
         if (width == 4) {
             const uint4 w = make_uint4(bits[0], bits[1], bits[2], bits[3]);
-            *(uint4 *)(void *)(body + at) = w;
-            own.add(SID_FRAME_BYTES + at, w);
+            *(uint4 *)(void *)(body + offset) = w;
+            own.add(SID_FRAME_BYTES + offset, w);
             return;
         }
         const uint2 w = make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
-        *(uint2 *)(void *)(body + at) = w;
-        own.add(SID_FRAME_BYTES + at, w.x);
-        own.add(SID_FRAME_BYTES + at + 4, w.y);
+        *(uint2 *)(void *)(body + offset) = w;
+        own.add(SID_FRAME_BYTES + offset, w.x);
+        own.add(SID_FRAME_BYTES + offset + 4, w.y);
     }
 };
 

@@ -13,8 +13,8 @@ namespace {
 
 /* ---- a hop -------------------------------------------------------------------------------------------------------- */
 
-/* Bits set with probability votes / (votes + 1), for block `at` of 128 elements. */
-__device__ uint4 mask_of(const sid_draw &d, uint64_t at, uint32_t phase, uint32_t votes) {
+/* Bits set with probability votes / (votes + 1), for block `block` of 128 elements. */
+__device__ uint4 mask_of(const sid_draw &d, uint64_t block, uint32_t phase, uint32_t votes) {
     uint32_t mask[4] = {}, open[4] = {~0u, ~0u, ~0u, ~0u};
     uint64_t rest = votes;
     for (uint64_t digit = 0; rest && (open[0] | open[1] | open[2] | open[3]) && digit < 63; digit++) {
@@ -22,7 +22,7 @@ __device__ uint4 mask_of(const sid_draw &d, uint64_t at, uint32_t phase, uint32_
         rest *= 2;
         const bool one = rest > votes;
         if (one) rest -= votes + 1ull;
-        sid_draw_block(&d, at + (digit << 40) + ((uint64_t)phase << 46), u);
+        sid_draw_block(&d, block + (digit << 40) + ((uint64_t)phase << 46), u);
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
             if (one) mask[i] |= open[i] & ~u[i];

@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(SID_BLOCK)
 /* ---- a step -------------------------------------------------------------------------------------------------------- */
 
 sid_table slice_of(const sid_cuda_exchange_step &t, uint32_t s) {
-    const uint64_t at = sid_slice_start(t.x, s), end = at + sid_slice_len(t.x, s);
-    return {t.table.segs, t.table.n_seg, t.table.dtype, t.table.before + at, t.table.after + t.x->n - end};
+    const uint64_t offset = sid_slice_start(t.x, s), end = offset + sid_slice_len(t.x, s);
+    return {t.table.segs, t.table.n_seg, t.table.dtype, t.table.before + offset, t.table.after + t.x->n - end};
 }
 
 sid_status first_shot(const sid_cuda_exchange_step &t) {

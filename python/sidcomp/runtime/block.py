@@ -32,9 +32,9 @@ class Block:
         self.tensor = raw[skip : skip + nbytes]
         self.ptr = self.tensor.data_ptr()
 
-    def part(self, at: int, nbytes: int) -> "Block":
-        """Returns `nbytes` bytes from offset `at` on."""
+    def part(self, offset: int, nbytes: int) -> "Block":
+        """Returns `nbytes` bytes from byte `offset` on."""
         part = Block.__new__(Block)
-        part.tensor = self.tensor[at : at + nbytes]
-        part.ptr = self.ptr + at
+        part.tensor = self.tensor[offset : offset + nbytes]
+        part.ptr = self.ptr + offset
         return part
