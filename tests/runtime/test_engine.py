@@ -114,8 +114,8 @@ def throws_away(rank: int, world: int) -> None:
     bad = gradients(rank, 2)
     if rank == 1:
         bad["scale"] = torch.tensor(float("inf"))
-    spoiled = door.average(bad)
-    assert not spoiled["scale"].isfinite()
+    averages = door.average(bad)
+    assert not averages["scale"].isfinite()
     after = door.engine.state_dict()
     assert after["step"] == 2
     assert all(torch.equal(after["residuals"][n], r) for n, r in before.items())
@@ -131,7 +131,7 @@ def gives_up(rank: int, world: int) -> tuple[str, bool]:
     door = Named("none", groups="model")
     door.average(gradients(rank, 0))
     futures = [door.engine.ready(0, door.buffers[0])]
-    assert door.engine.within and door.engine.seen(0)
+    assert door.engine.within and door.engine.arrived(0)
     door.engine.abandon(RuntimeError("given up"))
     try:
         futures[0].wait()

@@ -283,7 +283,7 @@ class DDPDoor:
         for bucket in d.buckets if d is not None else ():
             bucket.fail(error)
         if d is not None:
-            self.engine.spoil()
+            self.engine.mark_failed()
 
     def _ddp(self) -> DistributedDataParallel:
         ddp = self.ref()
@@ -297,9 +297,9 @@ class DDPDoor:
         """The hook. It never raises: after an error, this future and all pending ones fail."""
         parameters = bucket.parameters()
         if self._broken is not None:
-            error, seen = self._broken
-            if id(parameters[0]) not in seen:  # the failed step continues
-                seen.add(id(parameters[0]))
+            error, arrived = self._broken
+            if id(parameters[0]) not in arrived:  # the failed step continues
+                arrived.add(id(parameters[0]))
                 if bucket.is_last():
                     self._broken = None
                 return _failed(error)
@@ -308,8 +308,8 @@ class DDPDoor:
             return self._arrive(parameters, bucket.buffer(), bucket.is_last())
         except Exception as e:
             self.engine.report(e)
-            seen = self._abandon(e)
-            self._broken = None if bucket.is_last() else (e, seen | {id(parameters[0])})
+            arrived = self._abandon(e)
+            self._broken = None if bucket.is_last() else (e, arrived | {id(parameters[0])})
             return _failed(e)
 
     def _arrive(
@@ -319,7 +319,7 @@ class DDPDoor:
         joining = self._joining(ddp)
         if self._discovery is None and self._formed:
             index = self._index.get(id(parameters[0]))
-            if index is not None and engine.seen(index):
+            if index is not None and engine.arrived(index):
                 self._abandon(SetupError(UNFINISHED))
             same = self._confirmed if joining else ddp._has_rebuilt_buckets is self._rebuilt
             if (engine.within or same) and index is not None and self._same(index, parameters, buffer):
@@ -419,11 +419,12 @@ class DDPDoor:
     def _abandon(self, error: Exception) -> set[int]:
         """Abandons the step. Returns the ids of the first parameters of the buckets that had arrived."""
         layout = self.engine.layout
-        seen = {id(layout.buckets[i].parameters[0]) for i in self.engine.abandon(error)} if layout else set()
+        indices = self.engine.abandon(error) if layout else []
+        arrived = {id(layout.buckets[i].parameters[0]) for i in indices} if layout else set()
         if self._discovery is not None:
-            seen |= {id(b.parameters[0]) for b in self._discovery.buckets}
+            arrived |= {id(b.parameters[0]) for b in self._discovery.buckets}
         self.reset(error)
-        return seen
+        return arrived
 
 
 def _failed(error: Exception) -> torch.futures.Future[torch.Tensor]:

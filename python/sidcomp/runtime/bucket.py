@@ -18,6 +18,7 @@ class Bucket:
 
     __slots__ = (
         "_lock",
+        "arrived",
         "arrived_at",
         "buffer",
         "done",
@@ -26,7 +27,6 @@ class Bucket:
         "parameters",
         "ptr",
         "remaining",
-        "seen",
         "shapes",
     )
 
@@ -42,7 +42,7 @@ class Bucket:
         self.parameters = tuple(parameters)
         self.buffer = buffer
         self.ptr = buffer.data_ptr()
-        self.seen = False  # it has arrived in this step
+        self.arrived = False  # in this step
         self.arrived_at = 0  # in ns of the host's clock
         self.remaining = 0  # groups and comparisons of checksums that have not ended
         self.done = False  # the future has its value or its error
@@ -62,7 +62,7 @@ class Bucket:
         """Begins a step in which the future waits for `groups` groups. Returns whether the address has
         changed."""
         moved = buffer.data_ptr() != self.ptr
-        self.seen = True
+        self.arrived = True
         self.done = False
         self.remaining = groups
         self.future = future

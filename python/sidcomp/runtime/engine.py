@@ -137,9 +137,9 @@ class Engine:
         """Whether a step is incomplete: some of its buckets have arrived, others have not."""
         return self._arrived > 0
 
-    def seen(self, index: int) -> bool:
+    def arrived(self, index: int) -> bool:
         """Whether the bucket has arrived in the current, incomplete step."""
-        return self.layout is not None and self.layout.buckets[index].seen
+        return self.layout is not None and self.layout.buckets[index].arrived
 
     @property
     def due(self) -> bool:
@@ -224,7 +224,7 @@ class Engine:
         if last:
             self._arrived = 0
             for b in self.layout.buckets:
-                b.seen = False
+                b.arrived = False
         if not bucket.remaining:
             bucket.complete_empty()
         ready = []
@@ -254,20 +254,20 @@ class Engine:
         """Abandons a step that cannot end: its pending futures fail. Returns the indices of its buckets that
         had arrived. telling: tell the other ranks, which wait for this rank's payloads."""
         buckets = self.layout.buckets if self.layout is not None else []
-        seen = [i for i, b in enumerate(buckets) if b.seen]
+        arrived = [i for i, b in enumerate(buckets) if b.arrived]
         if self._arrived and telling:
             self._withdraw(error)
-        for i in seen:
+        for i in arrived:
             buckets[i].fail(error)
-            buckets[i].seen = False
+            buckets[i].arrived = False
         for g in self.groups:
             g.missing = len(g.buckets)
-        if seen:
-            self.spoil()
+        if arrived:
+            self.mark_failed()
         self._arrived = 0
-        return seen
+        return arrived
 
-    def spoil(self) -> None:
+    def mark_failed(self) -> None:
         """Marks the current step, if there is one, as failed."""
         self.current.nonfinite = self.current.failed = True
 
