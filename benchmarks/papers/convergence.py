@@ -70,12 +70,12 @@ class Group:
         """
         plan, world, gathered = self._plan(step), len(self.segments), self.gathered
         if isinstance(plan, MessagePlan):
-            spoiled, sent_by, _ = _core.loopback(
+            nonfinite, sent_by, _ = _core.loopback(
                 [t.core for t in self.trips], self.segments, [s.ptr for s in self.states],
                 [b.ptr for b in self.works], [b.ptr for b in self.wires],
                 step=step, seed=self.settings.seed, group=self.index, carry=carry,
             )  # fmt: skip
-            if spoiled:
+            if nonfinite:
                 raise FloatingPointError
             return max(sent_by)
         at = [gathered.ptr + rank * plan.payload_bytes for rank in range(world)]

@@ -267,7 +267,7 @@ static double moved(party *p, uint32_t r, const float *was) {
 
 static int momentum(const party *p) { return strstr(p->name, "+momentum") || strstr(p->name, "+dgc"); }
 
-static void spoil(party *p, const sid_info *codec) {
+static void nonfinite(party *p, const sid_info *codec) {
     float *x = malloc(4 * (p->n + 1));
     sid_error err;
     sid_report report;
@@ -301,7 +301,7 @@ out:
     free(x);
     (void)codec;
 }
-void test_exchange_nonfinite(void) { walk(spoil, 11); }
+void test_exchange_nonfinite(void) { walk(nonfinite, 11); }
 
 /* ---- faults on the way ----------------------------------------------------------------------------------------- */
 

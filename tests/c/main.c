@@ -28,7 +28,7 @@
     X(linear_sum)                                                                                                      \
     X(reductions)                                                                                                      \
     X(reductions_low_rank)                                                                                             \
-    X(reductions_spoiled)                                                                                              \
+    X(reductions_nonfinite)                                                                                            \
     X(reductions_failed)                                                                                               \
     X(reductions_limit)                                                                                                \
     X(shapes_refused)                                                                                                  \

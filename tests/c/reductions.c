@@ -8,7 +8,7 @@
 
 void test_reductions(void);
 void test_reductions_low_rank(void);
-void test_reductions_spoiled(void);
+void test_reductions_nonfinite(void);
 void test_reductions_failed(void);
 void test_reductions_limit(void);
 void test_shapes_refused(void);
@@ -215,7 +215,7 @@ void test_reductions_low_rank(void) {
 }
 
 /* NaN on one rank: all ranks decode NaN there, nothing of it is kept, and the step after is as if it had not been. */
-void test_reductions_spoiled(void) {
+void test_reductions_nonfinite(void) {
     for (uint32_t i = 0; sid_codec_at(i); i++) {
         if (!(sid_codec_at(i)->traits & SID_SEVERAL_REDUCTIONS)) continue;
         for (uint32_t where = 3; where < N; where += 1111) {

@@ -53,9 +53,9 @@ class Ranks:
         self,
         gradients: Sequence[Array],
         seed: int = 0,
-        spoil: Callable[[int, list[Array]], None] = lambda round, slices: None,
+        change: Callable[[int, list[Array]], None] = lambda round, slices: None,
     ) -> list[Array]:
-        """What every rank decodes. spoil sees each round's slices before they are summed."""
+        """What every rank decodes. change sees each round's slices before they are summed."""
         held = [
             Vector(g, cuts(self.n, "random", np.random.default_rng(i)), i) for i, g in enumerate(gradients)
         ]
@@ -71,7 +71,7 @@ class Ranks:
                         step=a.step, seed=a.seed, group=a.group, rank=a.rank, world=a.world,
                     )  # fmt: skip
                     r.check()
-            spoil(i, [r.payload.data[offset : offset + count] for r in self.ranks])
+            change(i, [r.payload.data[offset : offset + count] for r in self.ranks])
             self.rounds.append(self.payloads())
             if self.world > 1:
                 self.sum(i)
@@ -303,7 +303,7 @@ def test_ranks_that_fail_reach_all_ranks(round: int, world: int) -> None:
                 for part in slices[-many:] if i >= round else []:
                     part[:] = 0xFF
 
-            outs = ranks.exchange(gradients, spoil=fail)
+            outs = ranks.exchange(gradients, change=fail)
             assert all(np.isnan(o).all() for o in outs) and all(ranks.flags)
             for old, now, x in zip(before, ranks.residuals(), gradients, strict=True):
                 assert (np.abs(now - old) <= np.spacing(np.abs(old) + np.abs(x))).all()
@@ -321,7 +321,7 @@ def test_scalers_that_are_none_are_not_taken() -> None:
             if i == 0:
                 slices[1][4:8] = np.frombuffer(np.float32(wrong).tobytes(), np.uint8)
 
-        assert np.isnan(ranks.exchange([x] * 3, spoil=set_slot)).all(), wrong
+        assert np.isnan(ranks.exchange([x] * 3, change=set_slot)).all(), wrong
     ranks = Ranks(3, n)
     largest = np.float32(ref.M_MAX)
 
@@ -329,7 +329,7 @@ def test_scalers_that_are_none_are_not_taken() -> None:
         if i == 0:
             slices[1][4:8] = np.frombuffer(largest.tobytes(), np.uint8)
 
-    assert np.isfinite(ranks.exchange([x] * 3, spoil=most)).all()
+    assert np.isfinite(ranks.exchange([x] * 3, change=most)).all()
 
 
 def test_conserves_over_steps() -> None:

@@ -105,8 +105,8 @@ class Device:
         return struct.unpack("<IIi", self.report.get()[:12])
 
 
-def move(ranks: list[Any], round: int, spoil: tuple[int, ...] | None = None) -> list[bytes]:
-    """The messages of a round; spoil: a receiver, and bytes of what it gets that are changed."""
+def move(ranks: list[Any], round: int, change: tuple[int, ...] | None = None) -> list[bytes]:
+    """The messages of a round; change: a receiver, and bytes of what it gets that are changed."""
     gone = []
     for r, rank in enumerate(ranks):
         for peer, at, size in rank.x.messages(round, True):
@@ -114,8 +114,8 @@ def move(ranks: list[Any], round: int, spoil: tuple[int, ...] | None = None) -> 
             assert source[2] == size
             gone.append((rank, at, bytearray(ranks[peer].read(source[1], size)), r))
     for rank, at, data, r in gone:
-        if spoil is not None and spoil[0] == r:
-            for place in spoil[1:]:
+        if change is not None and change[0] == r:
+            for place in change[1:]:
                 data[place % len(data)] ^= 4
         rank.write(at, bytes(data))
     return [bytes(data) for _, _, data, _ in gone]
@@ -168,16 +168,16 @@ def kept(x: _core.Exchange, state: bytes) -> Array:
     return out.data.view(np.float32)
 
 
-def run(hosts: list[Host], devices: list[Device], step: int, spoil: tuple[int, ...] | None = None) -> None:
-    """A step on both sides. spoil: a round, a receiver, and bytes."""
+def run(hosts: list[Host], devices: list[Device], step: int, change: tuple[int, ...] | None = None) -> None:
+    """A step on both sides. change: a round, a receiver, and bytes."""
     rounds = devices[0].x.rounds
     for round in range(rounds + 1):
         for rank in (*hosts, *devices):
             rank.advance(round, step)
         if round < rounds:
-            spoiled = spoil[1:] if spoil is not None and spoil[0] == round else None
-            theirs, ours = move(hosts, round, spoiled), move(devices, round, spoiled)
-            if spoil is None:
+            changed = change[1:] if change is not None and change[0] == round else None
+            theirs, ours = move(hosts, round, changed), move(devices, round, changed)
+            if change is None:
                 for i, (a, b) in enumerate(zip(theirs, ours, strict=bool(hosts))):
                     assert a == b, f"step {step}, round {round}: message {i} differs"
 
@@ -430,7 +430,7 @@ def all_fail(kind: str, codec: str, world: int, round: int, *places: int) -> Non
     run(hosts, devices, 0)
     before = [d.state.get() for d in devices]
     given = fill(hosts, devices, 2, "float32")
-    run(hosts, devices, 2, spoil=(round, 1, *places))
+    run(hosts, devices, 2, change=(round, 1, *places))
     for r, (h, d) in enumerate(zip(hosts, devices, strict=True)):
         assert h.failure is not None
         assert d.reported() == (0, h.failure.culprit, h.failure.status), f"rank {r}"  # type: ignore[attr-defined]

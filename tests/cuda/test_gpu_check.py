@@ -154,8 +154,8 @@ def test_parts_of_one_day_come_together(tmp_path: Path) -> None:
     ):
         assert words in text
     assert gpu_check.failures(RESULTS) == [] and gpu_check.failures(kept) == ["ddp"]
-    spoiled = RESULTS | {"ranks": {"rows": [], "wrong": ["x"]}, "sanitizers": {"racecheck": "failed (1): y"}}
-    assert gpu_check.failures(spoiled) == ["ranks", "racecheck"]
+    failing = RESULTS | {"ranks": {"rows": [], "wrong": ["x"]}, "sanitizers": {"racecheck": "failed (1): y"}}
+    assert gpu_check.failures(failing) == ["ranks", "racecheck"]
 
 
 def test_only_parts_that_there_are(

@@ -169,13 +169,13 @@ def test_another_world_size_keeps_the_mean_momentum(
 # ---- steps that are not finite -----------------------------------------------------------------------------
 
 
-def spoiled(rank: int, world: int, codec: str) -> None:
+def nonfinite_step(rank: int, world: int, codec: str) -> None:
     more = {"density": 0.05} if codec == "topk" else {}
     r = Velocities(rank, world, codec=codec, candidates=None, groups="model", **more)
     for _ in range(5):
         r.step()
     before = r.state.state_dict()["residuals"]
-    r.step(spoil=rank == 1) if rank == 1 else spoiled_elsewhere(r)
+    r.step(nonfinite=rank == 1) if rank == 1 else nonfinite_elsewhere(r)
     after = r.state.state_dict()["residuals"]
     for n in before:
         torch.testing.assert_close(after[n], before[n], rtol=1e-5, atol=1e-5)
@@ -183,7 +183,7 @@ def spoiled(rank: int, world: int, codec: str) -> None:
     assert r.missing() < 1e-3
 
 
-def spoiled_elsewhere(r: Velocities) -> None:
+def nonfinite_elsewhere(r: Velocities) -> None:
     """The same step on a rank whose own gradient is finite."""
     fed, applied = ({n: t.clone() for n, t in x.items()} for x in (r.fed, r.applied))
     u = {n: t.clone() for n, t in r.u.items()}
@@ -193,4 +193,4 @@ def spoiled_elsewhere(r: Velocities) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "topk"])
 def test_a_step_that_is_not_finite_leaves_velocities_alone(codec: str) -> None:
-    run(spoiled, 2, codec)
+    run(nonfinite_step, 2, codec)

@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank spoils the step on all of them, and nothing else."""
+"""A gradient that is not finite on one rank makes the step not finite on all of them, and does no more."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def poisoned(parameter: str, value: float, culprit: int) -> Any:
         if step == BAD_STEP and rank == culprit:
             module = getattr(model, "module", model)
             p = dict(module.named_parameters())[parameter]
-            p.register_hook(spoil)
+            p.register_hook(replace)
         return out
 
-    def spoil(gradient: Tensor) -> Tensor:
+    def replace(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
         gradient.view(-1)[1] = value
         return gradient
@@ -62,7 +62,7 @@ class Once:
                 p._backward_hooks.clear()
 
 
-def spoiled_step(
+def nonfinite_step(
     rank: int, world: int, codec: str, groups: str | int, memory: str, value: float, half: bool
 ) -> None:
     parameter = "b2" if half else "second.weight"
@@ -83,16 +83,17 @@ def spoiled_step(
     trainer.steps = local.steps = BAD_STEP
     trainer.backward(0, "sync")
     once.clear()
-    spoiled = {n for g in groups_of(state) if parameter in g["names"] for n in g["names"]}
+    nonfinite = {n for g in groups_of(state) if parameter in g["names"] for n in g["names"]}
     got = trainer.gradients()
     bad = {n for n, g in got.items() if g is not None and not g.isfinite().all()}
     assert parameter in bad, f"{bad} on rank {rank}"
-    assert bad <= spoiled, f"{bad - spoiled} is not finite, but of other groups"
+    assert bad <= nonfinite, f"{bad - nonfinite} is not finite, but of other groups"
     everywhere: list[Any] = [None] * world
     dist.all_gather_object(everywhere, {n: bits(g) for n, g in got.items()})
-    assert all(e == everywhere[0] for e in everywhere), "the ranks do not see the same spoiled step"
-    # The memory of the spoiled group is as it was: to one rounding of acc, never farther off than it was from
-    # zero. The other groups forget what they owed, for the step is thrown away and they have one state.
+    assert all(e == everywhere[0] for e in everywhere), "the ranks do not see the same values in this step"
+    # The memory of the group that is not finite is as it was: to one rounding of acc, never farther off than
+    # it was from zero. The other groups forget their residual, for the step is thrown away and they have one
+    # state.
     local.optimizer.zero_grad()
     local.backward(0, "sync")
     after = residuals_of(state)
@@ -104,7 +105,7 @@ def spoiled_step(
         assert now.isfinite().all(), f"{n}: the memory has taken in what is not finite"
         assert p.grad is not None
         gradient = p.grad.float().as_strided((p.numel(),), (1,)).cpu()
-        if n not in spoiled:
+        if n not in nonfinite:
             assert not now.any(), f"{n}: a group that was finite keeps something of this step"
             continue
         near = (now - was).abs() <= (gradient.nan_to_num(0, 0, 0) + was).abs() * 2.0**-23
@@ -127,14 +128,14 @@ def spoiled_step(
 )
 @pytest.mark.parametrize("codec", STEADY)
 def test_one_bad_element_on_one_rank(codec: str, groups: str | int, value: float) -> None:
-    run(spoiled_step, 2, codec, groups, "residual", value, False)
+    run(nonfinite_step, 2, codec, groups, "residual", value, False)
 
 
 @pytest.mark.many
 @pytest.mark.parametrize("memory", PLAIN)
 @pytest.mark.parametrize("codec", STEADY)
 def test_one_bad_element_in_half_precision(codec: str, memory: str) -> None:
-    run(spoiled_step, 3, codec, "bucket", memory, math.inf, True)
+    run(nonfinite_step, 3, codec, "bucket", memory, math.inf, True)
 
 
 # ---- GradScaler --------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def test_the_order_of_arrival_does_not_matter(codec: str, world: int) -> None:
 # ---- faults ------------------------------------------------------------------------------------------------
 
 
-def spoil(rank: int, world: int, codec: str) -> list[Any]:
+def nan_once(rank: int, world: int, codec: str) -> list[Any]:
     """NaN on one rank in the third step: no rank keeps anything of it."""
     trainer = Trainer(WIDE, rank)
     state = make_state("model", trainer.module, codec=codec, memory="residual", **SETTINGS[codec])
@@ -250,7 +250,7 @@ def spoil(rank: int, world: int, codec: str) -> list[Any]:
 
 @EACH
 def test_nan_between_the_rounds(codec: str) -> None:
-    results = run(spoil, 2, codec)
+    results = run(nan_once, 2, codec)
     assert results[0] == results[1]
 
 

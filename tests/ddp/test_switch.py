@@ -53,17 +53,17 @@ class Run:
         self.fed = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in self.module.named_parameters()}
         self.applied = {n: torch.zeros_like(t) for n, t in self.fed.items()}
 
-    def step(self, spoil: bool = False) -> None:
+    def step(self, nonfinite: bool = False) -> None:
         self.module.zero_grad()
         loss = self.ddp(torch.ones(1, 40, dtype=self.dtype)).sum() * 0
         given = {}
         for n, p in self.module.named_parameters():
             given[n] = torch.randn(p.shape, generator=self.rng).to(self.dtype)
-            if spoil:
+            if nonfinite:
                 given[n].view(-1)[0] = float("nan")
             loss = loss + (p * given[n]).sum()
         loss.backward()
-        if spoil:
+        if nonfinite:
             assert any(not p.grad.isfinite().all() for p in self.module.parameters())  # type: ignore[union-attr]
             return
         for n, p in self.module.named_parameters():
@@ -158,7 +158,7 @@ def test_nothing_is_lost_when_groups_change_to_another_exchange(hold: bool) -> N
         assert hold or r["kept"][-1] == 0, "plain DDP keeps nothing"
 
 
-def spoiled_flush(rank: int, world: int) -> dict[str, Any]:
+def nonfinite_flush(rank: int, world: int) -> dict[str, Any]:
     """NaN in exactly the step in which the residual is flushed: it has to come again."""
     r = Run(rank, world)
     r.step(), r.step()
@@ -171,14 +171,14 @@ def spoiled_flush(rank: int, world: int) -> dict[str, Any]:
         c = p.tuner
         assert c is not None
         flushing = any(g.plan.vectors and g.plan.codec == "none" for g in p.layout.groups)  # type: ignore[union-attr]
-        r.step(spoil=flushes < 2)
+        r.step(nonfinite=flushes < 2)
         now = any(g.plan.vectors and g.plan.codec == "none" for g in p.layout.groups)  # type: ignore[union-attr]
         flushes += now or flushing
     return {"before": before, "flushes": flushes, "after": r.kept(), "lost": r.missing()}
 
 
 def test_a_flush_in_a_step_that_is_not_finite_is_repeated() -> None:
-    for r in run(spoiled_flush, 2):
+    for r in run(nonfinite_flush, 2):
         assert r["before"] > 1
         assert r["flushes"] >= 3
         assert r["after"] == 0

@@ -22,28 +22,28 @@ HUGE = 1e30
 
 
 class Run:
-    """A Trainer with a State, whose gradients can be spoiled in single steps."""
+    """A Trainer with a State, whose gradients can be multiplied in single steps."""
 
     def __init__(self, rank: int, case: Case = CASES["cap-small"], **arguments: Any) -> None:
         self.trainer = Trainer(case, rank, lr=0.01)
         self.state = make_state(arguments.pop("groups", None), self.trainer.module, **arguments)
         sidcomp.register(self.trainer.wrapper, self.state)
-        self.spoils: dict[str, float] = {}
+        self.factors: dict[str, float] = {}
         for name, p in self.trainer.named():
-            p.register_hook(lambda g, name=name: g * self.spoils.get(name, 1.0))
+            p.register_hook(lambda g, name=name: g * self.factors.get(name, 1.0))
 
-    def backward(self, **spoils: float) -> None:
+    def backward(self, **factors: float) -> None:
         """A pass without the optimizer's step, in which gradients are multiplied."""
-        self.spoils = {name.replace("__", "."): factor for name, factor in spoils.items()}
+        self.factors = {name.replace("__", "."): factor for name, factor in factors.items()}
         self.trainer.optimizer.zero_grad()
         self.trainer.backward(0, "sync")
-        self.spoils = {}
+        self.factors = {}
 
     def overflow(self, rank: int, which: str = "second.weight") -> None:
         """On `rank` one parameter's gradient is Inf; all others are finite and enormous."""
         names = [n.replace(".", "__") for n, _ in self.trainer.named()]
-        spoils = {n: HUGE for n in names} | {which.replace(".", "__"): 1e300}
-        self.backward(**(spoils if rank == self.trainer.rank else {}))
+        factors = {n: HUGE for n in names} | {which.replace(".", "__"): 1e300}
+        self.backward(**(factors if rank == self.trainer.rank else {}))
 
     def everything(self) -> dict[str, Tensor | None]:
         saved = self.state.state_dict()
@@ -83,9 +83,7 @@ def in_step(
                 ]
                 assert bad, "the overflow went by unnoticed"
                 if len(groups_of(other.state)) > 1:
-                    assert len(bad) < len(list(other.trainer.named())), (
-                        "every group is spoiled: nothing to see"
-                    )
+                    assert len(bad) < len(list(other.trainer.named())), "no group is finite: nothing to see"
             else:
                 other.backward(first__weight=1e12, last__bias=-1e9)
                 other.state.skip()
@@ -186,9 +184,9 @@ def scaled(rank: int, world: int, fused: bool, codec: str, groups: str) -> None:
         r.trainer.optimizer.zero_grad()
         loss = scaler.scale(r.trainer.wrapper(x).pow(2).mean())
         names = [n for n, _ in r.trainer.named()]
-        r.spoils = dict.fromkeys(names, HUGE) | {"second.weight": 1e300} if bad and rank == 1 else {}
+        r.factors = dict.fromkeys(names, HUGE) | {"second.weight": 1e300} if bad and rank == 1 else {}
         loss.backward()
-        r.spoils = {}
+        r.factors = {}
         scaler.step(r.trainer.optimizer)
         scaler.update()
 
@@ -307,7 +305,7 @@ def unlike_torchs(rank: int, world: int, scales: bool) -> None:
                     continue
                 r.trainer.steps = at
                 r.trainer.optimizer.zero_grad()
-                r.spoils = {"first.weight": 1e300} if bad and rank == 0 else {}
+                r.factors = {"first.weight": 1e300} if bad and rank == 0 else {}
                 loss = square(r.trainer.wrapper, torch.full((4, 12), float(at + rank)), at, rank)
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 if scaler is not None:
@@ -315,7 +313,7 @@ def unlike_torchs(rank: int, world: int, scales: bool) -> None:
                     scaler.update(1.0)
                 elif not bad:
                     r.trainer.optimizer.step()
-        r.spoils = {}
+        r.factors = {}
     assert_same(other.everything(), clean.everything(), "the end")
     clean.close()
     other.close()

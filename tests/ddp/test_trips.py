@@ -394,7 +394,7 @@ def test_another_world_size_owes_the_same(name: str, redistribute: str) -> None:
         np.testing.assert_allclose(new[0][parameter], weight * before, atol=1e-5)
 
 
-def spoil_one(rank: int, world: int, settings: Settings) -> None:
+def nonfinite_group(rank: int, world: int, settings: Settings) -> None:
     """One group is not finite: it owes what it did. The others forget, of the ranks and for all."""
     trainer = Trainer(CASES["cap-small"], rank)
     state = make_state("layer", trainer.module, **settings)
@@ -416,14 +416,14 @@ def spoil_one(rank: int, world: int, settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("name", ["twoshot", "hierarchical-twoshot"])
-def test_what_a_spoiled_step_leaves(name: str) -> None:
-    run(spoil_one, 2, ALL[name])
+def test_what_a_nonfinite_step_leaves(name: str) -> None:
+    run(nonfinite_group, 2, ALL[name])
 
 
 # ---- faults ------------------------------------------------------------------------------------------------
 
 
-def spoil(rank: int, world: int, settings: Settings) -> list[Any]:
+def nan_once(rank: int, world: int, settings: Settings) -> list[Any]:
     """NaN on one rank in the fourth step: all ranks get what is not finite, and keep nothing of it."""
     trainer = Trainer(CASES["default"], rank)
     state = make_state("model", trainer.module, **settings)
@@ -459,7 +459,7 @@ def spoil(rank: int, world: int, settings: Settings) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["ring1", "twoshot", "hierarchical"])
 def test_nan_on_one_rank(name: str) -> None:
-    results = run(spoil, 2, ALL[name])
+    results = run(nan_once, 2, ALL[name])
     assert results[0] == results[1]
 
 

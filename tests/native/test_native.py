@@ -205,7 +205,7 @@ def test_full_precision_and_checksums_on_the_device(
         assert [(error, steps) for _, error, steps in got] == [("DivergenceError", 12)] * 2
 
 
-def spoiled(rank: int, world: int, how: str, settings: dict[str, Any]) -> list[list[torch.Tensor]]:
+def nonfinite_steps(rank: int, world: int, how: str, settings: dict[str, Any]) -> list[list[torch.Tensor]]:
     """The third and sixth steps are not finite on the last rank; nobody takes them."""
     r = Run(rank, lane=how != "cpu", transport="native" if how == "native" else "torch", **settings)
     out = []
@@ -234,7 +234,8 @@ def spoiled(rank: int, world: int, how: str, settings: dict[str, Any]) -> list[l
 @pytest.mark.parametrize("how", ["torch", "native"])
 def test_nan_between_rounds(how: str, log: Path) -> None:
     settings = {"codec": "powersgd", "r": 3, "groups": "model"}
-    for a, b in zip(run(spoiled, 2, how, settings), run(spoiled, 2, "cpu", settings), strict=True):
+    got, want = run(nonfinite_steps, 2, how, settings), run(nonfinite_steps, 2, "cpu", settings)
+    for a, b in zip(got, want, strict=True):
         same(a, b)
 
 
@@ -255,7 +256,7 @@ def test_nan_between_rounds(how: str, log: Path) -> None:
 )
 def test_a_step_thrown_away(how: str, settings: dict[str, Any], log: Path) -> None:
     """One group is not finite: the others forget, or go back to the state before it. As on the CPU."""
-    got, want = run(spoiled, 2, how, settings), run(spoiled, 2, "cpu", settings)
+    got, want = run(nonfinite_steps, 2, how, settings), run(nonfinite_steps, 2, "cpu", settings)
     for a, b in zip(got, want, strict=True):
         same(a, b)
 
@@ -446,7 +447,7 @@ def changed(rank: int, world: int, exchange: str, codec: str) -> tuple[str, str]
     r.step()
     real, left = dist.batch_isend_irecv, [rank == 1]
 
-    def spoiled(ops: list[dist.P2POp]) -> list[dist.Work]:
+    def corrupting(ops: list[dist.P2POp]) -> list[dist.Work]:
         works = real(ops)
         for work in works:
             work.wait()
@@ -455,7 +456,7 @@ def changed(rank: int, world: int, exchange: str, codec: str) -> tuple[str, str]
             left[0] = False
         return []
 
-    dist.batch_isend_irecv = spoiled
+    dist.batch_isend_irecv = corrupting
     name, text, _ = r.fails()
     assert not name, f"the host waited for the device: {text}"
     name, text, _ = r.fails()

@@ -150,7 +150,7 @@ def test_sources_use_the_words_of_the_glossary() -> None:
 
 def test_python_uses_the_words_of_the_glossary() -> None:
     """In names and texts of the package, the examples, the benchmarks, their results, and the tests."""
-    gone = "rivals? verdicts? resting"
+    gone = "rivals? verdicts? resting spoil(ed|s)?"
     former = {  # files that read what was saved with a former name
         "python/sidcomp/autotune/controller.py": "resting",
         "tests/ddp/test_auto_resume.py": "resting",
