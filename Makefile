@@ -161,7 +161,7 @@ venv-make:
 # The extension, and beside it the package's own files. What cannot be under a sanitizer, or has nothing of the core, is left out.
 ASANPY   = $(CURDIR)/build/asan-python
 # Some of everything that gets pointers from Python: arrays, payloads, checkpoints, ranks that exchange.
-ASANSOME = $(addprefix tests/,codecs/test_compressor.py codecs/test_wire.py codecs/test_memories.py ddp/test_dense.py ddp/test_trips.py ddp/test_checkpoint.py)
+ASANSOME = $(addprefix tests/,codecs/test_compressor.py codecs/test_wire.py codecs/test_memories.py ddp/test_dense.py ddp/test_reductions.py ddp/test_checkpoint.py)
 ASANALL  = tests $(addprefix --ignore=tests/,package cuda/test_sass.py cuda/test_gpu_check.py)
 asan-python: env ## one in 16 of some Python tests, the core under AddressSanitizer and UBSan; gcc (ALL=1: nearly all; TESTS=..., ARGS=...)
 	@test -e "$$($(CC) -print-file-name=libasan.so)" || { echo "sidcomp: $(CC) has no libasan.so: set CC=gcc CXX=g++"; exit 1; }

@@ -34,7 +34,7 @@ EARLY: dict[str, dict[str, Any]] = {
 }
 EARLY_TO = 1_000_000  # elements: above, a launch is nothing beside its kernel
 COMPILED = ("topk", "sidco-e", "efsignsgd", "int8")
-TRIPS = (("twoshot", "int8"), ("twoshot", "topk"), ("hierarchical", "topk"), ("hierarchical", "fp16"))
+EXCHANGES = (("twoshot", "int8"), ("twoshot", "topk"), ("hierarchical", "topk"), ("hierarchical", "fp16"))
 COLUMNS = 1024  # of the one matrix that a group is to powersgd
 NODES = {"hierarchical": {"ranks_per_node": 2}}
 RANKS = 4  # of an exchange, two of them on a node
@@ -48,7 +48,7 @@ class Size(NamedTuple):
     all: bool  # codecs, not SOME
     baselines: bool
     compiled: bool
-    trips: bool
+    exchanges: bool
 
 
 SIZES = (
@@ -397,9 +397,9 @@ class ExchangeSteps:
         return [struct.unpack("<IIiI", bytes(report[:16].tolist()))[2] for *_, report in self.ranks]
 
 
-def trips(bench: Bench, n: int, limit: Limits) -> None:
+def exchanges(bench: Bench, n: int, limit: Limits) -> None:
     """What rank 0 computes in each round of a step, to the end."""
-    for kind, codec in TRIPS:
+    for kind, codec in EXCHANGES:
         if bench.late(f"{kind} of {codec}"):
             return
         settings = {"density": 0.01} if codec == "topk" else {}
@@ -442,8 +442,8 @@ def measure(bench: Bench, sizes: tuple[Size, ...] = SIZES) -> None:
         limit = limits(bench, gradient)
         codecs(bench, size, gradient, limit)
         early(bench, size, gradient, limit)
-        if size.trips:
-            trips(bench, size.n, limit)
+        if size.exchanges:
+            exchanges(bench, size.n, limit)
             hops(bench, size.n, limit)
         if size.compiled:
             compiled(bench, size, gradient)

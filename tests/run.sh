@@ -4,7 +4,7 @@
 set -u
 cd "$(dirname "$0")/.."
 timed=(tests/package/test_netlab.py)
-other=tests/ddp/test_trips.py # behind the others, so that both halves take as long
+other=tests/ddp/test_reductions.py # behind the others, so that both halves take as long
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 failed=0

@@ -59,7 +59,7 @@ class Group:
         ]
         self.full, self.marks = False, ()
         self.plan: _core.Plan | MessagePlan | None = None
-        self.trips: list[MessagePlan] = []  # of the ranks, where the group travels in messages
+        self.message_plans: list[MessagePlan] = []  # of the ranks, where the group travels in messages
         self.states: list[Block] = []
 
     def exchange(self, step: int, everywhere: bool, carry: float = 1.0) -> int:
@@ -71,7 +71,7 @@ class Group:
         plan, world, gathered = self._plan(step), len(self.segments), self.gathered
         if isinstance(plan, MessagePlan):
             nonfinite, sent_by, _ = _core.loopback(
-                [t.core for t in self.trips], self.segments, [s.ptr for s in self.states],
+                [p.core for p in self.message_plans], self.segments, [s.ptr for s in self.states],
                 [b.ptr for b in self.works], [b.ptr for b in self.wires],
                 step=step, seed=self.settings.seed, group=self.index, carry=carry,
             )  # fmt: skip
@@ -120,10 +120,10 @@ class Group:
                 for rank in range(world)
             ]
             plan = plans[0]
-            before = self.trips or [self.plan] * world
-            self.trips = [p for p in plans if isinstance(p, MessagePlan)]
-            self.works = [Block(t.work_bytes) for t in self.trips]
-            self.wires = [Block(t.wire_bytes) for t in self.trips]
+            before = self.message_plans or [self.plan] * world
+            self.message_plans = [p for p in plans if isinstance(p, MessagePlan)]
+            self.works = [Block(p.work_bytes) for p in self.message_plans]
+            self.wires = [Block(p.wire_bytes) for p in self.message_plans]
             states = [Block(plan.state_bytes) for _ in self.segments]
             for mine, his, old, new in zip(plans, before, self.states, states, strict=False):
                 assert his is not None

@@ -72,7 +72,7 @@ def test_every_kernel_has_its_rows() -> None:
     assert beside == {c["name"] for c in _core.codecs() if c["cuda"]} & set(BASELINES)
     one = next(r for r in bench.rows if r["what"] == "decode topk density=0.01 of 8")
     assert one["torch us"] == 16.0 and one["x faster"] == 8.0, "as many payloads as ours"
-    for kind, codec_name in gpu_time.TRIPS:
+    for kind, codec_name in gpu_time.EXCHANGES:
         rows = [n for n in names if n.startswith(f"{kind} of {codec_name},")]
         assert len(rows) == int(rows[0].split()[-2]) + 1
     assert sum("hop of ring1" in n for n in names) == 2
