@@ -138,7 +138,7 @@ def run(n: int, repeats: int, densities: list[float], baselines: bool, only: str
                     "R+=G ms": str(encode["R += G"]),
                     "encode / limit": encode["encode"].median / encode["R += G"].median,
                     "torch / encode": slow["encode"].median / encode["encode"].median if baseline else "",
-                    "readings": passes,
+                    "passes": passes,
                     "decode ms": str(decode["decode"]),
                     "write ms": str(decode["write"]),
                     "decode / limit": decode["decode"].median / (decode["write"].median * floor),

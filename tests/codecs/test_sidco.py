@@ -318,7 +318,7 @@ def test_the_printed_rule_is_stuck_where_a_turning_one_is_not() -> None:
 @pytest.mark.parametrize("codec", ["sidco-gp", "sidco-p"])
 @pytest.mark.slow
 def test_large_groups_read_once(codec: str) -> None:
-    """Where probes stand in for candidates: their moments are good enough to go without a second reading."""
+    """Where probes stand in for candidates: their moments are good enough to go without a second pass."""
     n = 6_000_000
     rank = Rank(_core.Plan(codec, "none", n, "float32", {"density": 0.001}))
     passes = []
@@ -343,7 +343,7 @@ def test_beside_a_full_residual_it_reads_once(
     codec: str, settings: dict[str, Any], most: int, n: int
 ) -> None:
     """A residual of many steps: more lies beyond the first stages than their ratios say, so that candidates
-    picked by the ratios did not fit, and probes were too far apart for what was left: two readings a step. At
+    picked by the ratios did not fit, and probes were too far apart for what was left: two passes a step. At
     10 % the number of stages goes up and down, and the thresholds with it, by some percent at every step."""
     rng = np.random.default_rng(0)
     gradients = [rng.laplace(size=n).astype(np.float32) for _ in range(3)]

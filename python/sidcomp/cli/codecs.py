@@ -135,7 +135,7 @@ def _costs(measured: dict[str, Any]) -> str:
         ]
         if seen:
             first = 4 if seen["memory"] == "none" else 12
-            moved = first + 4 * (seen["readings"] - 1) + seen["wire bits / element"] / 8
+            moved = first + 4 * (seen["passes"] - 1) + seen["wire bits / element"] / 8
             ratios = [
                 seen[k] for k in ("encode / limit", "torch / encode", "decode / limit", "torch / decode")
             ]
