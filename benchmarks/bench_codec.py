@@ -42,7 +42,8 @@ class Ours:
         self.plan = _core.Plan(codec, memory, n, "float32", settings)
         self.state, self.work = block(self.plan.state_bytes), block(self.plan.work_bytes)
         self.payload = block(self.plan.payload_bytes)
-        self.segments = [_core.Segments([g.ctypes.data], [n]) for g in gradients]
+        places = (self.state.ctypes.data, self.work.ctypes.data, self.payload.ctypes.data)
+        self.buffers = [_core.Buffers(_core.Segments([g.ctypes.data], [n]), *places) for g in gradients]
         self.step = 0
         self.passes = 0
         if self.plan.vectors:
@@ -50,10 +51,8 @@ class Ours:
 
     def encode(self) -> None:
         stats = self.plan.encode(
-            self.segments[self.step % POOL],
-            self.state.ctypes.data, self.work.ctypes.data, self.payload.ctypes.data,
-            step=self.step, seed=0, group=0, rank=0, world=1,
-        )  # fmt: skip
+            self.buffers[self.step % POOL], step=self.step, seed=0, group=0, rank=0, world=1
+        )
         self.step += 1
         self.passes += stats.passes
 
@@ -71,10 +70,10 @@ class Ours:
                 at = rank * self.plan.payload_bytes
                 self.ranks[at : at + self.plan.payload_bytes] = self.payload
             payloads, count = self.ranks, RANKS
-        segments = _core.Segments([out.ctypes.data], [self.plan.n])
+        into = _core.Buffers(_core.Segments([out.ctypes.data], [self.plan.n]))
         self.count = count
         return lambda: self.plan.decode(
-            payloads.ctypes.data, self.plan.payload_bytes, count, 1 / count, segments, 0, step=-1, group=0
+            payloads.ctypes.data, self.plan.payload_bytes, count, 1 / count, into, step=-1, group=0
         )
 
 

@@ -40,10 +40,9 @@ def energy(settings: dict[str, Any], gradients: list[Array]) -> float:
     state, work, payload = block(plan.state_bytes), block(plan.work_bytes), block(plan.payload_bytes)
     for step, gradient in enumerate(gradients):
         acc = gradient + kept
-        where = (state.ctypes.data, work.ctypes.data, payload.ctypes.data)
-        plan.encode(
-            _core.Segments([gradient.ctypes.data], [n]), *where, step=step, seed=0, group=0, rank=0, world=1
-        )
+        segments = _core.Segments([gradient.ctypes.data], [n])
+        buffers = _core.Buffers(segments, state.ctypes.data, work.ctypes.data, payload.ctypes.data)
+        plan.encode(buffers, step=step, seed=0, group=0, rank=0, world=1)
         plan.residual_out(state.ctypes.data, kept.ctypes.data)
         found.append(
             1 - float(np.square(kept, dtype=np.float64).sum() / np.square(acc, dtype=np.float64).sum())

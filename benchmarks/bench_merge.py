@@ -33,7 +33,10 @@ class Ring:
         self.blocks = [
             [_Block(size) for size in (x.state_bytes, x.work_bytes, x.wire_bytes)] for x in self.ranks
         ]
-        self.segments = [_core.Segments([x.ctypes.data], [n]) for x in self.out]
+        self.buffers = [
+            _core.Buffers(_core.Segments([x.ctypes.data], [n]), *(b.ptr for b in blocks))
+            for x, blocks in zip(self.out, self.blocks, strict=True)
+        ]
 
     def step(self) -> None:
         """Milliseconds a rank of its three parts join `parts`."""
@@ -42,8 +45,7 @@ class Ring:
         for i in range(rounds + 1):
             begin = time.perf_counter()
             for r, x in enumerate(self.ranks):
-                state, work, wire = (b.ptr for b in self.blocks[r])
-                x.advance(i, self.segments[r], state, work, wire, step=self.at, seed=0, group=0)
+                x.advance(i, self.buffers[r], step=self.at, seed=0, group=0)
             spent[0 if i == 0 else 2 if i == rounds else 1] += time.perf_counter() - begin
             for r, x in enumerate(self.ranks) if i < rounds else ():
                 for peer, to, size in x.messages(i, True):

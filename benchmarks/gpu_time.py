@@ -180,18 +180,19 @@ class Rank:
         self.state, self.work = block(clock, self.plan.state_bytes), block(clock, self.plan.cuda_work_bytes())
         self.payload, self.report = block(clock, self.plan.payload_bytes), block(clock, 16)
         self.table = table_of(clock, gradient)
+        places = (self.work.data_ptr(), self.payload.data_ptr())
+        self.source = _core.DeviceBuffers(self.table.data_ptr(), 1, self.state.data_ptr(), *places)
+        self.target = _core.DeviceBuffers(self.table.data_ptr(), 1, 0, *places)  # a decode without state
 
     def encode(self) -> None:
         self.plan.cuda_encode(
-            self.table.data_ptr(), 1, self.state.data_ptr(), self.work.data_ptr(), self.payload.data_ptr(),
-            step=0, seed=0, group=0, rank=0, world=1, stats=0, device=self.device,
+            self.source, step=0, seed=0, group=0, rank=0, world=1, stats=0, device=self.device,
             stream=self.clock.stream(),
         )  # fmt: skip
 
     def decode(self, payloads: Any, count: int) -> None:
         self.plan.cuda_decode(
-            payloads.data_ptr(), self.plan.payload_bytes, count, 1.0 / count, self.table.data_ptr(), 1,
-            0, self.work.data_ptr(), step=-1, group=0,
+            payloads.data_ptr(), self.plan.payload_bytes, count, 1.0 / count, self.target, step=-1, group=0,
             report=self.report.data_ptr(), device=self.device, stream=self.clock.stream(),
         )  # fmt: skip
 
@@ -380,9 +381,11 @@ class ExchangeSteps:
             self.ranks.append((x, gradient, table_of(clock, gradient), *blocks))
 
     def advance(self, r: int, round: int) -> None:
-        x, _, table, state, work, wire, report = self.ranks[r]
+        from sidcomp import _core
+
+        x, _, table, *blocks, report = self.ranks[r]
         x.cuda_advance(
-            round, table.data_ptr(), 1, state.data_ptr(), work.data_ptr(), wire.data_ptr(),
+            round, _core.DeviceBuffers(table.data_ptr(), 1, *(b.data_ptr() for b in blocks)),
             step=0, seed=0, group=0, stats=0, report=report.data_ptr(), device=0, stream=self.clock.stream(),
         )  # fmt: skip
 

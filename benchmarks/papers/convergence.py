@@ -71,8 +71,13 @@ class Group:
         plan, world, gathered = self._plan(step), len(self.segments), self.gathered
         if isinstance(plan, MessagePlan):
             nonfinite, sent_by, _ = _core.loopback(
-                [p.core for p in self.message_plans], self.segments, [s.ptr for s in self.states],
-                [b.ptr for b in self.works], [b.ptr for b in self.wires],
+                [p.core for p in self.message_plans],
+                [
+                    _core.Buffers(segments, state.ptr, work.ptr, wire.ptr)
+                    for segments, state, work, wire in zip(
+                        self.segments, self.states, self.works, self.wires, strict=True
+                    )
+                ],
                 step=step, seed=self.settings.seed, group=self.index, carry=carry,
             )  # fmt: skip
             if nonfinite:
@@ -82,12 +87,12 @@ class Group:
         sent = 0 if plan.linear else plan.payload_bytes
         for i in range(plan.reductions):
             for rank, segments in enumerate(self.segments):
-                where = (segments, self.states[rank].ptr, self.work.ptr, at[rank])
+                buffers = _core.Buffers(segments, self.states[rank].ptr, self.work.ptr, at[rank])
                 here = {"seed": self.settings.seed, "group": self.index, "rank": rank, "world": world}
                 if i == 0:
-                    plan.encode(*where, step=step, carry=carry, **here)
+                    plan.encode(buffers, step=step, carry=carry, **here)
                 else:
-                    plan.next_reduction(i, *where, step=step, **here)
+                    plan.next_reduction(i, buffers, step=step, **here)
             if plan.linear:
                 dtype = BODIES[plan.body_dtype]
                 offset, count = plan.slices[i]
@@ -102,7 +107,7 @@ class Group:
             state = self.states[rank].ptr if plan.vectors or plan.extra_bytes else 0
             if plan.decode(
                 gathered.ptr, plan.payload_bytes, 1 if plan.linear else world, 1 / world,
-                self.segments[rank], state, step=step, group=self.index,
+                _core.Buffers(self.segments[rank], state), step=step, group=self.index,
             ):  # fmt: skip
                 raise FloatingPointError
         return sent

@@ -39,10 +39,9 @@ def levels(x: Array, settings: dict[str, Any]) -> Levels:
     n, width, bucket = len(x), int(settings["bits"]), int(settings["bucket"])
     plan = _core.Plan("qsgd", "none", n, "float32", settings)
     state, work, payload = block(plan.state_bytes), block(plan.work_bytes), block(plan.payload_bytes)
-    plan.encode(
-        _core.Segments([x.ctypes.data], [n]), state.ctypes.data, work.ctypes.data, payload.ctypes.data,
-        step=0, seed=0, group=0, rank=0, world=1,
-    )  # fmt: skip
+    segments = _core.Segments([x.ctypes.data], [n])
+    buffers = _core.Buffers(segments, state.ctypes.data, work.ctypes.data, payload.ctypes.data)
+    plan.encode(buffers, step=0, seed=0, group=0, rank=0, world=1)
     scales = -(-n // bucket) if bucket else 0
     fields = np.unpackbits(payload[64 + -(-4 * scales // 8) * 8 :], bitorder="little")[: n * width]
     code = fields.reshape(n, width).astype(np.int64) @ (1 << np.arange(width))

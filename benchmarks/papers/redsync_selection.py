@@ -64,7 +64,10 @@ class Codec:
         self.plan = _core.Plan(codec, "none", n, "float32", {"density": density, **settings})
         self.state, self.work = block(self.plan.state_bytes), block(self.plan.work_bytes)
         self.payload, self.fresh = block(self.plan.payload_bytes), fresh
-        self.segments = itertools.cycle([_core.Segments([v.ctypes.data], [n]) for v in vectors])
+        places = (self.state.ctypes.data, self.work.ctypes.data, self.payload.ctypes.data)
+        self.buffers = itertools.cycle(
+            [_core.Buffers(_core.Segments([v.ctypes.data], [n]), *places) for v in vectors]
+        )
         self.step = 0
         for _ in range(0 if fresh else 24):
             self()
@@ -72,10 +75,7 @@ class Codec:
     def __call__(self) -> None:
         if self.fresh:
             self.state[:] = 0
-        self.plan.encode(
-            next(self.segments), self.state.ctypes.data, self.work.ctypes.data, self.payload.ctypes.data,
-            step=self.step, seed=0, group=0, rank=0, world=1,
-        )  # fmt: skip
+        self.plan.encode(next(self.buffers), step=self.step, seed=0, group=0, rank=0, world=1)
         self.step += 1
 
 

@@ -123,11 +123,9 @@ def ratios(
     plan = _core.Plan(codec, memory, len(gradients[0]), "float32", settings)
     state, work, payload = block(plan.state_bytes), block(plan.work_bytes), block(plan.payload_bytes)
     for step, gradient in enumerate(gradients):
-        stats = plan.encode(
-            _core.Segments([gradient.ctypes.data], [len(gradient)]),
-            state.ctypes.data, work.ctypes.data, payload.ctypes.data,
-            step=step, seed=0, group=0, rank=0, world=1,
-        )  # fmt: skip
+        segments = _core.Segments([gradient.ctypes.data], [len(gradient)])
+        buffers = _core.Buffers(segments, state.ctypes.data, work.ctypes.data, payload.ctypes.data)
+        stats = plan.encode(buffers, step=step, seed=0, group=0, rank=0, world=1)
         yield stats.found / plan.k, stats.stages
 
 

@@ -64,12 +64,28 @@ Segments::Segments(const std::vector<Address> &pointers, const std::vector<uint6
 
 void bind_buffers(py::module_ &m) {
     using py::arg;
-    py::class_<Segments>(m, "Segments", "A list of (pointer, length in elements): the parts of a group.")
+    py::class_<Segments, std::shared_ptr<Segments>>(m, "Segments",
+                                                    "A list of (pointer, length in elements): the parts of a group.")
         .def(py::init<const std::vector<Address> &, const std::vector<uint64_t> &>(), arg("pointers"), arg("lengths"))
         .def_readonly("n", &Segments::n)
         .def("table", [](const Segments &s) {
             return py::bytes(reinterpret_cast<const char *>(s.parts.data()), s.parts.size() * sizeof(sid_segment));
         });
+    py::class_<Buffers>(m, "Buffers", "A group's segments, state, work and payload in the host's memory.")
+        .def(py::init<std::shared_ptr<Segments>, Address, Address, Address>(), arg("segments").none(false),
+             arg("state") = 0, arg("work") = 0, arg("payload") = 0)
+        .def_property_readonly("segments", [](const Buffers &b) { return b.segments; })
+        .def_property_readonly("state", [](const Buffers &b) { return address(b.state); })
+        .def_property_readonly("work", [](const Buffers &b) { return address(b.work); })
+        .def_property_readonly("payload", [](const Buffers &b) { return address(b.payload); });
+    py::class_<DeviceBuffers>(m, "DeviceBuffers", "A group's segments, state, work and payload on a device.")
+        .def(py::init<Address, uint32_t, Address, Address, Address>(), arg("table"), arg("n_segments"),
+             arg("state") = 0, arg("work") = 0, arg("payload") = 0)
+        .def_property_readonly("table", [](const DeviceBuffers &b) { return address(b.segs); })
+        .def_readonly("n_segments", &DeviceBuffers::n_seg)
+        .def_property_readonly("state", [](const DeviceBuffers &b) { return address(b.state); })
+        .def_property_readonly("work", [](const DeviceBuffers &b) { return address(b.work); })
+        .def_property_readonly("payload", [](const DeviceBuffers &b) { return address(b.payload); });
     m.def(
         "checksum",
         [](const Segments &s, const string &dtype) {

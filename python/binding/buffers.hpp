@@ -1,6 +1,8 @@
-// What a call works on: addresses that Python gives as integers, and the one argument that they become here.
+// What a call works on: addresses that Python gives as integers, and the one argument that holds those of a group.
 #ifndef SID_BINDING_BUFFERS_HPP
 #define SID_BINDING_BUFFERS_HPP
+
+#include <utility>
 
 #include "common.hpp"
 
@@ -9,6 +11,8 @@ namespace binding {
 using Address = uintptr_t;
 
 template <class T = void> T *pointer(Address a) { return reinterpret_cast<T *>(a); }
+
+inline Address address(const void *p) { return reinterpret_cast<Address>(p); }
 
 // Raises ArgumentError where nothing is given but `bytes` are needed.
 inline void need(const void *p, uint64_t bytes, const char *what) {
@@ -23,21 +27,27 @@ struct Segments {
     uint32_t count() const { return static_cast<uint32_t>(parts.size()); }
 };
 
-// A group's places in memory, all in the host's or all in the device's.
+// A group in the host's memory. A pointer may be NULL if no call needs it; a call that needs it raises ArgumentError.
 struct Buffers {
+    std::shared_ptr<Segments> segments; // Python may drop its own reference
     const sid_segment *segs;
     uint32_t n_seg;
-    void *state, *work, *payload; // payload: of an exchange of messages its wire block
+    void *state, *work, *payload; // payload: for an exchange, its wire block
 
-    Buffers(const Segments &on_host, Address state_at, Address work_at, Address payload_at)
-        : Buffers(on_host.parts.data(), on_host.count(), state_at, work_at, payload_at) {}
-    // table: a copy of Segments.table() on the device
-    Buffers(Address table, uint32_t n, Address state_at, Address work_at, Address payload_at)
-        : Buffers(pointer<const sid_segment>(table), n, state_at, work_at, payload_at) {}
+    Buffers(std::shared_ptr<Segments> of, Address state_at, Address work_at, Address payload_at)
+        : segments(std::move(of)), segs(segments->parts.data()), n_seg(segments->count()), state(pointer(state_at)),
+          work(pointer(work_at)), payload(pointer(payload_at)) {}
+};
 
-  private:
-    Buffers(const sid_segment *of, uint32_t n, Address state_at, Address work_at, Address payload_at)
-        : segs(of), n_seg(n), state(pointer(state_at)), work(pointer(work_at)), payload(pointer(payload_at)) {}
+// The same in a device's memory. It is another type, so that no call takes addresses of the wrong memory.
+struct DeviceBuffers {
+    const sid_segment *segs; // a copy of Segments.table()
+    uint32_t n_seg;
+    void *state, *work, *payload;
+
+    DeviceBuffers(Address table, uint32_t n, Address state_at, Address work_at, Address payload_at)
+        : segs(pointer<const sid_segment>(table)), n_seg(n), state(pointer(state_at)), work(pointer(work_at)),
+          payload(pointer(payload_at)) {}
 };
 
 // Where a device's call is enqueued.

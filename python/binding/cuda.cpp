@@ -16,29 +16,30 @@ uint64_t work_bytes(const Plan &p) {
     return bytes;
 }
 
-void encode(const Plan &p, const Buffers &b, const sid_step &step, Address stats, Stream to) {
+void encode(const Plan &p, const DeviceBuffers &b, const sid_step &step, Address stats, Stream to) {
     run([&](sid_error *err) {
         return sid_cuda_encode(p.get(), b.segs, b.n_seg, b.state, b.work, &step, b.payload, pointer(stats), to.device,
                                to.get(), err);
     });
 }
 
-void next_reduction(const Plan &p, uint32_t reduction, const Buffers &b, const sid_step &step, Stream to) {
+void next_reduction(const Plan &p, uint32_t reduction, const DeviceBuffers &b, const sid_step &step, Stream to) {
     run([&](sid_error *err) {
         return sid_cuda_next_reduction(p.get(), reduction, b.segs, b.n_seg, b.state, b.work, &step, b.payload,
                                        to.device, to.get(), err);
     });
 }
 
-// b: without a payload
-void decode(const Plan &p, const Payloads &from, const Buffers &b, const Expected &at, Address report, Stream to) {
+// b: the payload is not used
+void decode(const Plan &p, const Payloads &from, const DeviceBuffers &b, const Expected &at, Address report,
+            Stream to) {
     run([&](sid_error *err) {
         return sid_cuda_decode(p.get(), pointer(from.first), from.stride, from.count, from.scale, b.segs, b.n_seg,
                                b.state, b.work, at.get(), pointer(report), to.device, to.get(), err);
     });
 }
 
-void settle(const Plan &p, const Buffers &b, Stream to) {
+void settle(const Plan &p, const DeviceBuffers &b, Stream to) {
     run([&](sid_error *err) {
         return sid_cuda_settle(p.get(), b.segs, b.n_seg, b.state, b.work, b.payload, to.device, to.get(), err);
     });
@@ -48,8 +49,8 @@ void unsend(const Plan &p, Address state, Stream to) {
     run([&](sid_error *err) { return sid_cuda_unsend(p.get(), pointer(state), to.device, to.get(), err); });
 }
 
-// b: without state and payload
-void checksum(const Plan &p, const Buffers &b, Address report, Address sum, Stream to) {
+// b: state and payload are not used
+void checksum(const Plan &p, const DeviceBuffers &b, Address report, Address sum, Stream to) {
     run([&](sid_error *err) {
         return sid_cuda_checksum(p.get(), b.segs, b.n_seg, b.work, pointer(report), pointer(sum), to.device, to.get(),
                                  err);
@@ -65,15 +66,15 @@ uint64_t work_bytes(const Exchange &x) {
     return bytes;
 }
 
-void advance(const Exchange &x, uint32_t round, const Buffers &b, const sid_step &step, Address stats, Address report,
-             Stream to) {
+void advance(const Exchange &x, uint32_t round, const DeviceBuffers &b, const sid_step &step, Address stats,
+             Address report, Stream to) {
     run([&](sid_error *err) {
         return sid_cuda_exchange_advance(x.get(), round, b.segs, b.n_seg, b.state, b.work, &step, b.payload,
                                          pointer(stats), pointer(report), to.device, to.get(), err);
     });
 }
 
-void settle(const Exchange &x, const Buffers &b, Stream to) {
+void settle(const Exchange &x, const DeviceBuffers &b, Stream to) {
     run([&](sid_error *err) {
         return sid_cuda_exchange_settle(x.get(), b.segs, b.n_seg, b.state, b.work, b.payload, to.device, to.get(), err);
     });
@@ -83,34 +84,33 @@ void unsend(const Exchange &x, Address state, Stream to) {
     run([&](sid_error *err) { return sid_cuda_exchange_unsend(x.get(), pointer(state), to.device, to.get(), err); });
 }
 
-void checksum(const Exchange &x, const Buffers &b, Address report, Address sum, Stream to) {
+void checksum(const Exchange &x, const DeviceBuffers &b, Address report, Address sum, Stream to) {
     run([&](sid_error *err) {
         return sid_cuda_exchange_checksum(x.get(), b.segs, b.n_seg, b.work, pointer(report), pointer(sum), to.device,
                                           to.get(), err);
     });
 }
 
-// What a plan's and an exchange's class have alike; payload: what Python calls that block.
-template <class T> void bind_alike(py::class_<T> &c, const char *payload) {
+// What a plan's and an exchange's class have alike.
+template <class T> void bind_alike(py::class_<T> &c) {
     using py::arg;
     c.def("cuda_work_bytes", [](const T &t) { return work_bytes(t); });
     c.def(
         "cuda_settle",
-        [](const T &t, Address segments, uint32_t n_segments, Address state, Address work, Address payload_at,
-           int device,
-           Address stream) { settle(t, {segments, n_segments, state, work, payload_at}, {device, stream}); },
-        arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg(payload), py::kw_only(), arg("device"),
-        arg("stream"));
+        [](const T &t, const DeviceBuffers &buffers, int device, Address stream) {
+            settle(t, buffers, {device, stream});
+        },
+        arg("buffers"), py::kw_only(), arg("device"), arg("stream"));
     c.def(
         "cuda_unsend",
         [](const T &t, Address state, int device, Address stream) { unsend(t, state, {device, stream}); }, arg("state"),
         py::kw_only(), arg("device"), arg("stream"));
     c.def(
         "cuda_checksum",
-        [](const T &t, Address segments, uint32_t n_segments, Address work, Address report, Address sum, int device,
-           Address stream) { checksum(t, {segments, n_segments, 0, work, 0}, report, sum, {device, stream}); },
-        arg("segments"), arg("n_segments"), arg("work"), py::kw_only(), arg("report"), arg("sum"), arg("device"),
-        arg("stream"));
+        [](const T &t, const DeviceBuffers &buffers, Address report, Address sum, int device, Address stream) {
+            checksum(t, buffers, report, sum, {device, stream});
+        },
+        arg("buffers"), py::kw_only(), arg("report"), arg("sum"), arg("device"), arg("stream"));
 }
 
 // ---- a step's end ------------------------------------------------------------------------------------------------
@@ -154,52 +154,43 @@ void bind_cuda(py::module_ &m) {
     m.def("cuda_devices", devices);
 
     py::class_<Plan> plan(m.attr("Plan"));
-    bind_alike(plan, "payload");
+    bind_alike(plan);
     plan.def(
         "cuda_encode",
-        [](const Plan &p, Address segments, uint32_t n_segments, Address state, Address work, Address payload,
-           uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, float carry, int64_t origin,
-           Address stats, int device, Address stream) {
-            encode(p, {segments, n_segments, state, work, payload}, {step, seed, group, rank, world, carry, origin},
-                   stats, {device, stream});
+        [](const Plan &p, const DeviceBuffers &buffers, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank,
+           uint32_t world, float carry, int64_t origin, Address stats, int device, Address stream) {
+            encode(p, buffers, {step, seed, group, rank, world, carry, origin}, stats, {device, stream});
         },
-        arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(), arg("step"),
-        arg("seed"), arg("group"), arg("rank"), arg("world"), arg("carry") = 1.0f, arg("origin") = 0, arg("stats"),
-        arg("device"), arg("stream"));
+        arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"),
+        arg("carry") = 1.0f, arg("origin") = 0, arg("stats"), arg("device"), arg("stream"));
     plan.def(
         "cuda_next_reduction",
-        [](const Plan &p, uint32_t reduction, Address segments, uint32_t n_segments, Address state, Address work,
-           Address payload, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, int device,
-           Address stream) {
-            next_reduction(p, reduction, {segments, n_segments, state, work, payload},
-                           {step, seed, group, rank, world, 1, 0}, {device, stream});
+        [](const Plan &p, uint32_t reduction, const DeviceBuffers &buffers, uint64_t step, uint64_t seed,
+           uint32_t group, uint32_t rank, uint32_t world, int device, Address stream) {
+            next_reduction(p, reduction, buffers, {step, seed, group, rank, world, 1, 0}, {device, stream});
         },
-        arg("reduction"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(),
-        arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"), arg("device"), arg("stream"));
+        arg("reduction"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"),
+        arg("world"), arg("device"), arg("stream"));
     plan.def(
         "cuda_decode",
-        [](const Plan &p, Address payloads, uint64_t stride, uint32_t count, float scale, Address segments,
-           uint32_t n_segments, Address state, Address work, int64_t step, uint32_t group, Address report, int device,
-           Address stream) {
-            decode(p, {payloads, stride, count, scale}, {segments, n_segments, state, work, 0}, {step, group}, report,
-                   {device, stream});
+        [](const Plan &p, Address payloads, uint64_t stride, uint32_t count, float scale, const DeviceBuffers &buffers,
+           int64_t step, uint32_t group, Address report, int device, Address stream) {
+            decode(p, {payloads, stride, count, scale}, buffers, {step, group}, report, {device, stream});
         },
-        arg("payloads"), arg("stride"), arg("count"), arg("scale"), arg("segments"), arg("n_segments"), arg("state"),
-        arg("work"), py::kw_only(), arg("step"), arg("group"), arg("report"), arg("device"), arg("stream"));
+        arg("payloads"), arg("stride"), arg("count"), arg("scale"), arg("buffers"), py::kw_only(), arg("step"),
+        arg("group"), arg("report"), arg("device"), arg("stream"));
 
     py::class_<Exchange> exchange(m.attr("Exchange"));
-    bind_alike(exchange, "wire");
+    bind_alike(exchange);
     exchange.def(
         "cuda_advance",
-        [](const Exchange &x, uint32_t round, Address segments, uint32_t n_segments, Address state, Address work,
-           Address wire, uint64_t step, uint64_t seed, uint32_t group, float carry, int64_t origin, Address stats,
-           Address report, int device, Address stream) {
-            advance(x, round, {segments, n_segments, state, work, wire},
-                    {step, seed, group, x.rank, x.world, carry, origin}, stats, report, {device, stream});
+        [](const Exchange &x, uint32_t round, const DeviceBuffers &buffers, uint64_t step, uint64_t seed,
+           uint32_t group, float carry, int64_t origin, Address stats, Address report, int device, Address stream) {
+            advance(x, round, buffers, {step, seed, group, x.rank, x.world, carry, origin}, stats, report,
+                    {device, stream});
         },
-        arg("round"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(),
-        arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f, arg("origin") = 0, arg("stats"), arg("report"),
-        arg("device"), arg("stream"));
+        arg("round"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f,
+        arg("origin") = 0, arg("stats"), arg("report"), arg("device"), arg("stream"));
 
     m.attr("cuda_report_bytes") = sizeof(ReportWords);
     py::class_<Report>(m, "Report", "What a step has reported to host memory that the device writes.")

@@ -1,6 +1,7 @@
 #include "exchange.hpp"
 
 #include <algorithm>
+#include <functional>
 
 #include "registry.hpp"
 
@@ -99,22 +100,25 @@ void Exchange::rescale(Address state, float factor) const {
 
 namespace {
 
+template <class T> using Each = std::vector<std::reference_wrapper<T>>; // one of each rank; none is None
+
 // One step: whether it was not finite, what each rank sent, and how much of that was control messages.
-py::tuple loopback(const std::vector<Exchange *> &ranks, const std::vector<Buffers> &buffers, sid_step step) {
+py::tuple loopback(const Each<Exchange> &ranks, const Each<Buffers> &buffers, sid_step step) {
     std::vector<sid_rank> all;
     uint32_t most = 0;
     for (size_t r = 0; r < ranks.size(); r++) {
+        Exchange &x = ranks[r];
         const Buffers &b = buffers[r];
         sid_rank one{};
-        one.exchange = ranks[r]->get();
+        one.exchange = x.get();
         one.seg = b.segs;
         one.n_seg = b.n_seg;
-        one.cut = ranks[r]->cut(b.n_seg);
+        one.cut = x.cut(b.n_seg);
         one.state = b.state;
         one.work = b.work;
         one.wire = b.payload;
         all.push_back(one);
-        most = std::max(most, ranks[r]->sizes.messages);
+        most = std::max(most, x.sizes.messages);
     }
     std::vector<sid_message> room(2 * (most + 1));
     step.world = static_cast<uint32_t>(ranks.size());
@@ -158,30 +162,26 @@ void bind_exchange(py::module_ &m) {
         .def("messages", &Exchange::messages, arg("round"), arg("receive"))
         .def(
             "advance",
-            [](Exchange &x, uint32_t round, const Segments &segments, Address state, Address work, Address wire,
-               uint64_t step, uint64_t seed, uint32_t group, float carry, int64_t origin) {
-                return x.advance(round, {segments, state, work, wire},
-                                 {step, seed, group, x.rank, x.world, carry, origin});
+            [](Exchange &x, uint32_t round, const Buffers &buffers, uint64_t step, uint64_t seed, uint32_t group,
+               float carry, int64_t origin) {
+                return x.advance(round, buffers, {step, seed, group, x.rank, x.world, carry, origin});
             },
-            arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(), arg("step"),
-            arg("seed"), arg("group"), arg("carry") = 1.0f, arg("origin") = 0)
+            arg("round"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f,
+            arg("origin") = 0)
         .def_property_readonly("has_meanwhile", &Exchange::has_meanwhile)
         .def(
             "meanwhile",
-            [](Exchange &x, uint32_t round, const Segments &segments, Address state, Address work, Address wire,
-               uint64_t step, uint64_t seed, uint32_t group) { // advance(0) has applied its carry to what is kept
-                x.meanwhile(round, {segments, state, work, wire}, {step, seed, group, x.rank, x.world, 1, 0});
+            [](Exchange &x, uint32_t round, const Buffers &buffers, uint64_t step, uint64_t seed, uint32_t group) {
+                // advance(0) has applied its carry to what is kept
+                x.meanwhile(round, buffers, {step, seed, group, x.rank, x.world, 1, 0});
             },
-            arg("round"), arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(), arg("step"),
-            arg("seed"), arg("group"))
+            arg("round"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"))
         .def(
             "abandon",
-            [](Exchange &x, const Segments &segments, Address state, Address work, Address wire, uint64_t step,
-               uint64_t seed, uint32_t group) {
-                x.abandon({segments, state, work, wire}, {step, seed, group, x.rank, x.world, 1, 0});
+            [](Exchange &x, const Buffers &buffers, uint64_t step, uint64_t seed, uint32_t group) {
+                x.abandon(buffers, {step, seed, group, x.rank, x.world, 1, 0});
             },
-            arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(), arg("step"), arg("seed"),
-            arg("group"))
+            arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"))
         .def("residual_out", &Exchange::residual_out, arg("state"), arg("out"))
         .def("residual_in", &Exchange::residual_in, arg("state"), arg("values"))
         .def("unsend", &Exchange::unsend, arg("state"))
@@ -190,19 +190,13 @@ void bind_exchange(py::module_ &m) {
 
     m.def(
         "loopback",
-        [](const std::vector<Exchange *> &exchanges, const std::vector<Segments *> &segments,
-           const std::vector<Address> &state, const std::vector<Address> &work, const std::vector<Address> &wire,
-           uint64_t step, uint64_t seed, uint32_t group, float carry) {
-            const size_t world = exchanges.size();
-            if (!world || segments.size() != world || state.size() != world || work.size() != world ||
-                wire.size() != world)
-                fail(SID_E_ARG, "a loopback needs at least one rank, and segments, state, work and wire for each rank");
-            std::vector<Buffers> buffers;
-            for (size_t r = 0; r < world; r++) buffers.emplace_back(*segments[r], state[r], work[r], wire[r]);
+        [](const Each<Exchange> &exchanges, const Each<Buffers> &buffers, uint64_t step, uint64_t seed, uint32_t group,
+           float carry) {
+            if (exchanges.empty() || buffers.size() != exchanges.size())
+                fail(SID_E_ARG, "a loopback needs at least one rank, and Buffers for each rank");
             return loopback(exchanges, buffers, {step, seed, group, 0, 1, carry, 0});
         },
-        arg("exchanges"), arg("segments"), arg("state"), arg("work"), arg("wire"), py::kw_only(), arg("step"),
-        arg("seed"), arg("group"), arg("carry") = 1.0f);
+        arg("exchanges"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f);
 }
 
 } // namespace binding

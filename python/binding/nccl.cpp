@@ -104,10 +104,10 @@ class DeviceGroup {
     struct Places { // besides the buffers
         Address incoming, stats, report, shown;
     };
-    DeviceGroup(const Plan &plan, const Buffers &b, const Places &also) : DeviceGroup(b, also) {
+    DeviceGroup(const Plan &plan, const DeviceBuffers &b, const Places &also) : DeviceGroup(b, also) {
         group_.plan = plan.get();
     }
-    DeviceGroup(const Exchange &exchange, const Buffers &b, const Places &also) : DeviceGroup(b, also) {
+    DeviceGroup(const Exchange &exchange, const DeviceBuffers &b, const Places &also) : DeviceGroup(b, also) {
         group_.exchange = exchange.get();
         room_.resize(2 * exchange.sizes.messages + 1);
         group_.room = room_.data();
@@ -126,7 +126,7 @@ class DeviceGroup {
     }
 
   private:
-    DeviceGroup(const Buffers &b, const Places &also) {
+    DeviceGroup(const DeviceBuffers &b, const Places &also) {
         group_.segs_dev = b.segs;
         group_.n_seg = b.n_seg;
         group_.state = b.state;
@@ -171,20 +171,18 @@ void bind_nccl(py::module_ &m) {
         .def("abort", &Communicator::abort, arg("why"));
 
     py::class_<DeviceGroup>(m, "DeviceGroup")
-        .def(py::init([](const Plan &plan, Address segments, uint32_t n_segments, Address state, Address work,
-                         Address payload, Address incoming, Address stats, Address report, Address shown) {
-                 return std::make_unique<DeviceGroup>(plan, Buffers(segments, n_segments, state, work, payload),
+        .def(py::init([](const Plan &plan, const DeviceBuffers &buffers, Address incoming, Address stats,
+                         Address report, Address shown) {
+                 return std::make_unique<DeviceGroup>(plan, buffers,
                                                       DeviceGroup::Places{incoming, stats, report, shown});
              }),
-             arg("plan"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("payload"),
-             arg("incoming"), arg("stats"), arg("report"), arg("shown"), py::keep_alive<1, 2>())
-        .def(py::init([](const Exchange &exchange, Address segments, uint32_t n_segments, Address state, Address work,
-                         Address wire, Address stats, Address report, Address shown) {
-                 return std::make_unique<DeviceGroup>(exchange, Buffers(segments, n_segments, state, work, wire),
-                                                      DeviceGroup::Places{0, stats, report, shown});
+             arg("plan"), arg("buffers"), arg("incoming"), arg("stats"), arg("report"), arg("shown"),
+             py::keep_alive<1, 2>())
+        .def(py::init([](const Exchange &exchange, const DeviceBuffers &buffers, Address stats, Address report,
+                         Address shown) {
+                 return std::make_unique<DeviceGroup>(exchange, buffers, DeviceGroup::Places{0, stats, report, shown});
              }),
-             arg("exchange"), arg("segments"), arg("n_segments"), arg("state"), arg("work"), arg("wire"), arg("stats"),
-             arg("report"), arg("shown"), py::keep_alive<1, 2>())
+             arg("exchange"), arg("buffers"), arg("stats"), arg("report"), arg("shown"), py::keep_alive<1, 2>())
         .def(
             "step",
             [](const DeviceGroup &g, Communicator &c, uint64_t step, uint64_t seed, uint32_t group, float carry,

@@ -61,13 +61,13 @@ void Plan::next_reduction(uint32_t reduction, const Buffers &b, const sid_step &
         [&] { return sid_next_reduction(get(), reduction, b.segs, b.n_seg, b.state, b.work, &step, b.payload); }));
 }
 
-bool Plan::decode(const Payloads &from, const Segments &seg, Address state, const Expected &at) const {
+bool Plan::decode(const Payloads &from, const Buffers &b, const Expected &at) const {
     need(pointer(from.first), from.count ? sizes.payload : 0, "payloads");
     sid_report report{};
     sid_error err{};
     const sid_status s = without_gil([&] {
-        return sid_decode(get(), pointer(from.first), from.stride, from.count, from.scale, seg.parts.data(),
-                          seg.count(), pointer(state), at.get(), &report, &err);
+        return sid_decode(get(), pointer(from.first), from.stride, from.count, from.scale, b.segs, b.n_seg, b.state,
+                          at.get(), &report, &err);
     });
     check(s, err, report.culprit);
     return report.nonfinite != 0;
@@ -136,27 +136,25 @@ void bind_plan(py::module_ &m) {
         .def_property_readonly("vectors", &Plan::vectors)
         .def(
             "encode",
-            [](const Plan &p, const Segments &segments, Address state, Address work, Address payload, uint64_t step,
-               uint64_t seed, uint32_t group, uint32_t rank, uint32_t world, float carry, int64_t origin) {
-                return p.encode({segments, state, work, payload}, {step, seed, group, rank, world, carry, origin});
-            },
-            arg("segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(), arg("step"), arg("seed"),
-            arg("group"), arg("rank"), arg("world"), arg("carry") = 1.0f, arg("origin") = 0)
+            [](const Plan &p, const Buffers &buffers, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank,
+               uint32_t world, float carry,
+               int64_t origin) { return p.encode(buffers, {step, seed, group, rank, world, carry, origin}); },
+            arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"), arg("world"),
+            arg("carry") = 1.0f, arg("origin") = 0)
         .def(
             "next_reduction",
-            [](const Plan &p, uint32_t reduction, const Segments &segments, Address state, Address work,
-               Address payload, uint64_t step, uint64_t seed, uint32_t group, uint32_t rank, uint32_t world) {
-                p.next_reduction(reduction, {segments, state, work, payload}, {step, seed, group, rank, world, 1, 0});
-            },
-            arg("reduction"), arg("segments"), arg("state"), arg("work"), arg("payload"), py::kw_only(), arg("step"),
-            arg("seed"), arg("group"), arg("rank"), arg("world"))
+            [](const Plan &p, uint32_t reduction, const Buffers &buffers, uint64_t step, uint64_t seed, uint32_t group,
+               uint32_t rank,
+               uint32_t world) { p.next_reduction(reduction, buffers, {step, seed, group, rank, world, 1, 0}); },
+            arg("reduction"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("rank"),
+            arg("world"))
         .def(
             "decode",
-            [](const Plan &p, Address payloads, uint64_t stride, uint32_t count, float scale, const Segments &segments,
-               Address state, int64_t step,
-               uint32_t group) { return p.decode({payloads, stride, count, scale}, segments, state, {step, group}); },
-            arg("payloads"), arg("stride"), arg("count"), arg("scale"), arg("segments"), arg("state"), py::kw_only(),
-            arg("step"), arg("group"))
+            [](const Plan &p, Address payloads, uint64_t stride, uint32_t count, float scale, const Buffers &buffers,
+               int64_t step,
+               uint32_t group) { return p.decode({payloads, stride, count, scale}, buffers, {step, group}); },
+            arg("payloads"), arg("stride"), arg("count"), arg("scale"), arg("buffers"), py::kw_only(), arg("step"),
+            arg("group"))
         .def("learn", &Plan::learn, arg("state"), arg("payload"))
         .def(
             "check",

@@ -45,7 +45,7 @@ class Plan {
 
     sid_stats encode(const Buffers &b, const sid_step &step) const;
     void next_reduction(uint32_t reduction, const Buffers &b, const sid_step &step) const;
-    bool decode(const Payloads &from, const Segments &seg, Address state, const Expected &step) const;
+    bool decode(const Payloads &from, const Buffers &b, const Expected &step) const; // b: work and payload are not used
     void learn(Address state, Address payload) const;
     void check_payload(Address payload, uint64_t bytes, const Expected &step) const;
 
@@ -60,7 +60,7 @@ class Plan {
     sid_dtype dtype = SID_F32;
 
   private:
-    void need_all(const Buffers &b) const;
+    void need_all(const Buffers &b) const; // raises if it lacks anything that a step works on
     void *needed(Address state) const;
     uint64_t residual_bytes() const { return n * vectors() * sizeof(float); }
 

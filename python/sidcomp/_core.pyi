@@ -60,6 +60,40 @@ class Segments:
     def table(self) -> bytes:
         """Returns the C array of sid_segment, to be copied to a device."""
 
+class Buffers:
+    """What a call works on: a group's segments, and the addresses of its state, work memory and payload on
+    the host. For an exchange, `payload` is the address of its wire block. An address may be 0 if no call
+    needs it; a call that needs it raises ArgumentError. Buffers keep their segments alive, but not the
+    memory: the caller does that."""
+
+    def __init__(self, segments: Segments, state: int = 0, work: int = 0, payload: int = 0) -> None: ...
+    @property
+    def segments(self) -> Segments: ...
+    @property
+    def state(self) -> int: ...
+    @property
+    def work(self) -> int: ...
+    @property
+    def payload(self) -> int: ...
+
+class DeviceBuffers:
+    """The same on a device. table: the address of a copy of `Segments.table()`; n_segments: the number of its
+    entries."""
+
+    def __init__(
+        self, table: int, n_segments: int, state: int = 0, work: int = 0, payload: int = 0
+    ) -> None: ...
+    @property
+    def table(self) -> int: ...
+    @property
+    def n_segments(self) -> int: ...
+    @property
+    def state(self) -> int: ...
+    @property
+    def work(self) -> int: ...
+    @property
+    def payload(self) -> int: ...
+
 class Stats:
     """The statistics of the last encode: sid_stats in sidcomp.h explains each."""
 
@@ -118,25 +152,19 @@ class Exchange:
     def advance(
         self,
         round: int,
-        segments: Segments,
-        state: int,
-        work: int,
-        wire: int,
+        buffers: Buffers,
         *,
         step: int,
         seed: int,
         group: int,
         carry: float = ...,  # multiplies the residual before the gradient is added
-        origin: int = ...,  # the state that the step reads, in bytes from `state`; 0: it works in place
+        origin: int = ...,  # the state that the step reads, in bytes from the buffers' state; 0: in place
     ) -> bool: ...  # after the last round: whether the step was not finite
     has_meanwhile: bool
     def meanwhile(  # optional work while the messages of `round` travel
         self,
         round: int,
-        segments: Segments,
-        state: int,
-        work: int,
-        wire: int,
+        buffers: Buffers,
         *,
         step: int,
         seed: int,
@@ -148,11 +176,7 @@ class Exchange:
     def cuda_advance(
         self,
         round: int,
-        segments: int,
-        n_segments: int,
-        state: int,
-        work: int,
-        wire: int,
+        buffers: DeviceBuffers,
         *,
         step: int,
         seed: int,
@@ -166,11 +190,7 @@ class Exchange:
     ) -> None: ...
     def cuda_settle(
         self,
-        segments: int,
-        n_segments: int,
-        state: int,
-        work: int,
-        wire: int,
+        buffers: DeviceBuffers,
         *,
         device: int,
         stream: int,
@@ -178,18 +198,14 @@ class Exchange:
     def cuda_unsend(self, state: int, *, device: int, stream: int) -> None: ...
     def cuda_checksum(
         self,
-        segments: int,
-        n_segments: int,
-        work: int,
+        buffers: DeviceBuffers,
         *,
         report: int,
         sum: int,
         device: int,
         stream: int,
     ) -> None: ...
-    def abandon(
-        self, segments: Segments, state: int, work: int, wire: int, *, step: int, seed: int, group: int
-    ) -> None: ...
+    def abandon(self, buffers: Buffers, *, step: int, seed: int, group: int) -> None: ...
     def residual_out(self, state: int, out: int) -> None: ...
     def residual_in(self, state: int, values: int) -> None: ...
     def unsend(self, state: int) -> None: ...
@@ -198,10 +214,7 @@ class Exchange:
 
 def loopback(
     exchanges: Sequence[Exchange],
-    segments: Sequence[Segments],
-    state: Sequence[int],
-    work: Sequence[int],
-    wire: Sequence[int],
+    buffers: Sequence[Buffers],
     *,
     step: int,
     seed: int,
@@ -246,18 +259,14 @@ class Communicator:
     def abort(self, why: str) -> None: ...
 
 class DeviceGroup:
-    """The addresses of a group's buffers on the device. incoming is 0 if the plan is linear, shown if no
-    report is wanted."""
+    """A group's buffers on the device, and further addresses there. incoming is 0 if the plan is linear,
+    shown if no report is wanted."""
 
     @overload
     def __init__(
         self,
         exchange: Exchange,
-        segments: int,
-        n_segments: int,
-        state: int,
-        work: int,
-        wire: int,
+        buffers: DeviceBuffers,
         stats: int,
         report: int,
         shown: int,
@@ -266,11 +275,7 @@ class DeviceGroup:
     def __init__(
         self,
         plan: Plan,
-        segments: int,
-        n_segments: int,
-        state: int,
-        work: int,
-        payload: int,
+        buffers: DeviceBuffers,
         incoming: int,
         stats: int,
         report: int,
@@ -346,10 +351,7 @@ class Plan:
     vectors: int
     def encode(
         self,
-        segments: Segments,
-        state: int,
-        work: int,
-        payload: int,
+        buffers: Buffers,
         *,
         step: int,
         seed: int,
@@ -357,15 +359,12 @@ class Plan:
         rank: int,
         world: int,
         carry: float = ...,  # multiplies the residual before the gradient is added
-        origin: int = ...,  # the state that the step reads, in bytes from `state`; 0: it works in place
+        origin: int = ...,  # the state that the step reads, in bytes from the buffers' state; 0: in place
     ) -> Stats: ...
     def next_reduction(
         self,
         reduction: int,
-        segments: Segments,
-        state: int,
-        work: int,
-        payload: int,
+        buffers: Buffers,
         *,
         step: int,
         seed: int,
@@ -379,14 +378,13 @@ class Plan:
         stride: int,
         count: int,
         scale: float,
-        segments: Segments,
-        state: int,
+        buffers: Buffers,
         *,
         step: int,
         group: int,
     ) -> bool:
-        """Returns whether the step was not finite. state 0: no state. step < 0: any step and group are
-        accepted.
+        """Decodes into the buffers' segments; work and payload are not used. Returns whether the step was not
+        finite. state 0: no state. step < 0: any step and group are accepted.
 
         Raises CorruptPayloadError or MismatchError; their `culprit` is the index of the payload at fault.
         """
@@ -397,15 +395,11 @@ class Plan:
     def unsend(self, state: int) -> None: ...
     def forget(self, state: int) -> None: ...  # clears the residual; momenta start from 0
     def rescale(self, state: int, factor: float) -> None: ...
-    # CUDA: all calls enqueue on `stream` of `device`; segments is a device copy of Segments.table()
+    # CUDA: all calls enqueue on `stream` of `device`
     def cuda_work_bytes(self) -> int: ...
     def cuda_encode(
         self,
-        segments: int,
-        n_segments: int,
-        state: int,
-        work: int,
-        payload: int,
+        buffers: DeviceBuffers,
         *,
         step: int,
         seed: int,
@@ -421,11 +415,7 @@ class Plan:
     def cuda_next_reduction(
         self,
         reduction: int,
-        segments: int,
-        n_segments: int,
-        state: int,
-        work: int,
-        payload: int,
+        buffers: DeviceBuffers,
         *,
         step: int,
         seed: int,
@@ -441,10 +431,7 @@ class Plan:
         stride: int,
         count: int,
         scale: float,
-        segments: int,
-        n_segments: int,
-        state: int,
-        work: int,
+        buffers: DeviceBuffers,
         *,
         step: int,
         group: int,
@@ -454,11 +441,7 @@ class Plan:
     ) -> None: ...
     def cuda_settle(
         self,
-        segments: int,
-        n_segments: int,
-        state: int,
-        work: int,
-        payload: int,
+        buffers: DeviceBuffers,
         *,
         device: int,
         stream: int,
@@ -466,9 +449,7 @@ class Plan:
     def cuda_unsend(self, state: int, *, device: int, stream: int) -> None: ...
     def cuda_checksum(
         self,
-        segments: int,
-        n_segments: int,
-        work: int,
+        buffers: DeviceBuffers,
         *,
         report: int,
         sum: int,

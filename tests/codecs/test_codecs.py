@@ -1192,6 +1192,13 @@ def test_wrong_names_are_named() -> None:
         assert issubclass(e, _core.SidcompError) and e.status == status
 
 
+def in_buffers(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, those that Buffers hold in one."""
+    names = ("segments", "state", "work", "payload")
+    places = {name: given[name] for name in names if name in given}
+    return {"buffers": _core.Buffers(**places), **{k: v for k, v in given.items() if k not in names}}
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_wrong_arguments_change_nothing(codec: str) -> None:
     n = 100
@@ -1210,7 +1217,7 @@ def test_wrong_arguments_change_nothing(codec: str) -> None:
              {"payload": rank.payload.ptr + 4}]  # fmt: skip
     for change in wrong:
         with pytest.raises(_core.ArgumentError):
-            plan.encode(**(base | change))
+            plan.encode(**in_buffers(base | change))
     base = {"payloads": rank.payload.ptr, "stride": plan.payload_bytes, "count": 1, "scale": 1.0,
             "segments": x.segments, "state": rank.state.ptr, "step": 0, "group": 0}  # fmt: skip
     huge = _core.Segments([x.all.ctypes.data, x.all.ctypes.data], [n, 2**63])
@@ -1219,7 +1226,7 @@ def test_wrong_arguments_change_nothing(codec: str) -> None:
              {"count": 2, "stride": 8}, {"stride": plan.payload_bytes + 4}]  # fmt: skip
     for change in wrong:
         with pytest.raises(_core.ArgumentError):
-            plan.decode(**(base | change))
+            plan.decode(**in_buffers(base | change))
     for call in (lambda s: plan.residual_in(s, 64), lambda s: plan.residual_out(s, 64), plan.unsend,
                  lambda s: plan.rescale(s, 2.0)):  # fmt: skip
         with pytest.raises(_core.ArgumentError):

@@ -68,7 +68,8 @@ def test_also_where_the_bucket_is_in_pieces(codec: str) -> None:
     at = -joined.ctypes.data % 64
     joined[at : at + 3 * len(sent[0])] = np.concatenate(sent)
     segments = _core.Segments([p.ctypes.data for p in pieces], [len(p) for p in pieces])
-    every[0].plan.decode(joined.ctypes.data + at, len(sent[0]), 3, 1 / 3, segments, 0, step=-1, group=0)
+    out = _core.Buffers(segments)
+    every[0].plan.decode(joined.ctypes.data + at, len(sent[0]), 3, 1 / 3, out, step=-1, group=0)
     np.testing.assert_array_equal(np.concatenate(pieces).view(np.uint32), whole.view(np.uint32))
 
 

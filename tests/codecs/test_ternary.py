@@ -67,9 +67,8 @@ class Ranks:
                     r.encode(v, a)
                 else:
                     r.plan.next_reduction(
-                        i, v.segments, r.state.ptr, r.work.ptr, r.payload.ptr,
-                        step=a.step, seed=a.seed, group=a.group, rank=a.rank, world=a.world,
-                    )  # fmt: skip
+                        i, r.buffers(v), step=a.step, seed=a.seed, group=a.group, rank=a.rank, world=a.world
+                    )
                     r.check()
             change(i, [r.payload.data[offset : offset + count] for r in self.ranks])
             self.rounds.append(self.payloads())
@@ -353,10 +352,9 @@ def test_a_step_out_of_turn() -> None:
     plan = _core.Plan(CODEC, "none", 100, "float32")
     rank, v = Rank(plan), Vector(np.ones(100, np.float32))
     rank.encode(v, Step(world=2))
-    where: tuple[Any, ...] = (v.segments, rank.state.ptr, rank.work.ptr, rank.payload.ptr)
     for wrong in (0, 2, 7):
         with pytest.raises(_core.ArgumentError):
-            plan.next_reduction(wrong, *where, step=0, seed=0, group=0, rank=0, world=2)
+            plan.next_reduction(wrong, rank.buffers(v), step=0, seed=0, group=0, rank=0, world=2)
     out = Vector(np.zeros(100, np.float32))
     assert rank.decode(
         [rank.payload.data.tobytes()], 0.5, out

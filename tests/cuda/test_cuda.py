@@ -214,6 +214,9 @@ class DeviceVector:
         self.table.put(table)
         self.upload()
 
+    def buffers(self, state: int = 0, work: int = 0, payload: int = 0) -> _core.DeviceBuffers:
+        return _core.DeviceBuffers(self.table.ptr, self.n_segments, state, work, payload)
+
     def upload(self) -> None:
         self.block.put(self.host.raw)
 
@@ -238,10 +241,13 @@ class DeviceRank:
         self.stats = DeviceBlock(40)
         self.report = DeviceBlock(16)
 
+    def buffers(self, vector: DeviceVector, state: bool = True) -> _core.DeviceBuffers:
+        return vector.buffers(self.state.ptr if state else 0, self.work.ptr, self.payload.ptr)
+
     def encode(self, vector: DeviceVector, at: Step) -> None:
         """Enqueues an encode."""
         self.plan.cuda_encode(
-            vector.table.ptr, vector.n_segments, self.state.ptr, self.work.ptr, self.payload.ptr,
+            self.buffers(vector),
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
             carry=at.carry, origin=at.origin, stats=self.stats.ptr, device=self.device, stream=stream(),
         )  # fmt: skip
@@ -258,7 +264,7 @@ class DeviceRank:
     def next_reduction(self, round: int, vector: DeviceVector, at: Step) -> None:
         """Enqueues it."""
         self.plan.cuda_next_reduction(
-            round, vector.table.ptr, vector.n_segments, self.state.ptr, self.work.ptr, self.payload.ptr,
+            round, self.buffers(vector),
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
             device=self.device, stream=stream(),
         )  # fmt: skip
@@ -275,8 +281,7 @@ class DeviceRank:
     def decode(self, payloads: DeviceBlock, stride: int, count: int, scale: float, vector: DeviceVector,
                at: Step | None = None, state: bool = True) -> None:  # fmt: skip
         self.plan.cuda_decode(
-            payloads.ptr, stride, count, scale, vector.table.ptr, vector.n_segments,
-            self.state.ptr if state else 0, self.work.ptr,
+            payloads.ptr, stride, count, scale, self.buffers(vector, state),
             step=-1 if at is None else at.step, group=0 if at is None else at.group,
             report=self.report.ptr, device=self.device, stream=stream(),
         )  # fmt: skip
@@ -551,8 +556,7 @@ def test_settle(codec: str, settings: dict[str, Any], memory: str) -> None:
             x[::7] = np.nan  # whatever is in the segments
             on_device.write(x)
             device.work.data.fill_(0xC3)
-            table = (on_device.table.ptr, on_device.n_segments)
-            device.plan.cuda_settle(*table, device.state.ptr, device.work.ptr, device.payload.ptr, **where)
+            device.plan.cuda_settle(device.buffers(on_device), **where)
             device.check()
             host.plan.rescale(host.state.ptr, 1.0)
         same_state(device, host)
@@ -572,9 +576,8 @@ class Cancelled:
                 at = Step(step=step, group=i)
                 assert device.encoded(on_device, at) == host.encode(on_host, at)
             group = _core.DeviceGroup(
-                device.plan, on_device.table.ptr, 1, device.state.ptr, device.work.ptr, device.payload.ptr, 0,
-                device.stats.ptr, device.report.ptr, 0,
-            )  # fmt: skip
+                device.plan, device.buffers(on_device), 0, device.stats.ptr, device.report.ptr, 0
+            )
             entries.append(group.kept())
         assert {len(e) for e in entries} == {_core.cuda_kept_bytes}
         self.table = DeviceBlock(len(entries) * _core.cuda_kept_bytes)
@@ -916,7 +919,7 @@ def test_checksum(layout: str, dtype: str) -> None:
             before = vector.block.get()
             device.work.data.fill_(0xC3)
             total.data.fill_(0xC3)
-            device.plan.cuda_checksum(vector.table.ptr, vector.n_segments, device.work.ptr, **where)
+            device.plan.cuda_checksum(vector.buffers(work=device.work.ptr), **where)
             assert vector.block.get() == before
             device.check()
             total.check()
@@ -1060,20 +1063,20 @@ def test_arguments() -> None:
     v = DeviceVector(np.ones(100, np.float32), [100])
     good: dict[str, Any] = dict(step=0, seed=0, group=0, rank=0, world=1, stats=0, device=0, stream=stream())
     places = [v.table.ptr, 1, r.state.ptr, r.work.ptr, r.payload.ptr]
-    plan.cuda_encode(*places, **good)
+    plan.cuda_encode(_core.DeviceBuffers(*places), **good)
     for i in (0, 2, 3, 4):
         with pytest.raises(_core.ArgumentError):
-            plan.cuda_encode(*places[:i], 0, *places[i + 1 :], **good)
+            plan.cuda_encode(_core.DeviceBuffers(*places[:i], 0, *places[i + 1 :]), **good)
     for i in (2, 3, 4):
         with pytest.raises(_core.ArgumentError):
-            plan.cuda_encode(*places[:i], places[i] + 8, *places[i + 1 :], **good)
+            plan.cuda_encode(_core.DeviceBuffers(*places[:i], places[i] + 8, *places[i + 1 :]), **good)
     for wrong in ({"world": 0}, {"rank": 1}, {"device": -1}, {"stats": 4}):
         with pytest.raises(_core.ArgumentError):
-            plan.cuda_encode(*places, **(good | wrong))
+            plan.cuda_encode(_core.DeviceBuffers(*places), **(good | wrong))
     with pytest.raises(_core.DeviceError, match="device"):
-        plan.cuda_encode(*places, **(good | {"device": 99}))
+        plan.cuda_encode(_core.DeviceBuffers(*places), **(good | {"device": 99}))
     with pytest.raises(_core.UnsupportedError, match="segments"):
-        plan.cuda_encode(v.table.ptr, 16385, *places[2:], **good)
+        plan.cuda_encode(_core.DeviceBuffers(v.table.ptr, 16385, *places[2:]), **good)
     for c in _core.codecs():
         if not c["cuda"]:
             with pytest.raises(_core.UnsupportedError, match=c["name"]):

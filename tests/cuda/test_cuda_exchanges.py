@@ -61,7 +61,8 @@ class Host:
     def advance(self, round: int, step: int) -> None:
         try:
             self.x.advance(
-                round, self.vector.segments, self.state.ptr, self.work.ptr, self.wire.ptr,
+                round,
+                _core.Buffers(self.vector.segments, self.state.ptr, self.work.ptr, self.wire.ptr),
                 step=step, seed=9, group=3, carry=carry_of(step),
             )  # fmt: skip
         except _core.SidcompError as e:
@@ -83,10 +84,13 @@ class Device:
         self.stats, self.report = DeviceBlock(40), DeviceBlock(16)
         self.vector = DeviceVector(elements, lengths, seed_of(lengths))
 
+    @property
+    def buffers(self) -> _core.DeviceBuffers:
+        return self.vector.buffers(self.state.ptr, self.work.ptr, self.wire.ptr)
+
     def advance(self, round: int, step: int) -> None:
         self.x.cuda_advance(
-            round, self.vector.table.ptr, self.vector.n_segments, self.state.ptr, self.work.ptr,
-            self.wire.ptr, step=step, seed=9, group=3, carry=carry_of(step), origin=self.origin,
+            round, self.buffers, step=step, seed=9, group=3, carry=carry_of(step), origin=self.origin,
             stats=self.stats.ptr, report=self.report.ptr, device=0, stream=stream(),
         )  # fmt: skip
 
@@ -509,12 +513,12 @@ def test_arguments() -> None:
     good: dict[str, Any] = dict(
         step=0, seed=0, group=0, stats=0, report=d.report.ptr, device=0, stream=stream()
     )
-    places = [0, d.vector.table.ptr, 1, d.state.ptr, d.work.ptr, d.wire.ptr]
-    x.cuda_advance(*places, **good)
-    for i in (3, 4, 5):
+    places = [d.vector.table.ptr, 1, d.state.ptr, d.work.ptr, d.wire.ptr]
+    x.cuda_advance(0, _core.DeviceBuffers(*places), **good)
+    for i in (2, 3, 4):
         for wrong in (0, places[i] + 8):
             with pytest.raises(_core.ArgumentError, match="multiples of 64"):
-                x.cuda_advance(*places[:i], wrong, *places[i + 1 :], **good)
+                x.cuda_advance(0, _core.DeviceBuffers(*places[:i], wrong, *places[i + 1 :]), **good)
     for change, text in (
         ({"report": 0}, "report"),
         ({"device": -1}, "device"),
@@ -523,11 +527,11 @@ def test_arguments() -> None:
         ({"carry": float("inf")}, "carry"),
     ):
         with pytest.raises(_core.ArgumentError, match=text):
-            x.cuda_advance(*places, **(good | change))
+            x.cuda_advance(0, d.buffers, **(good | change))
     with pytest.raises(_core.ArgumentError, match="no round 4"):
-        x.cuda_advance(x.rounds + 1, *places[1:], **good)
+        x.cuda_advance(x.rounds + 1, d.buffers, **good)
     with pytest.raises(_core.DeviceError, match="device"):
-        x.cuda_advance(*places, **(good | {"device": 99}))
+        x.cuda_advance(0, d.buffers, **(good | {"device": 99}))
 
 
 def test_what_keeps_slices_does_not_settle() -> None:
@@ -535,7 +539,7 @@ def test_what_keeps_slices_does_not_settle() -> None:
     d = Device(x, np.zeros(100, np.float32), [100])
     where = {"device": 0, "stream": stream()}
     with pytest.raises(_core.UnsupportedError, match="'twoshot' keeps its state in slices"):
-        x.cuda_settle(d.vector.table.ptr, 1, d.state.ptr, d.work.ptr, d.wire.ptr, **where)
+        x.cuda_settle(d.buffers, **where)
     with pytest.raises(_core.UnsupportedError, match="'twoshot' keeps its state in slices"):
         x.cuda_unsend(d.state.ptr, **where)
 
@@ -558,10 +562,7 @@ def test_a_step_in_place_thrown_away(kind: str, codec: str, memory: str) -> None
         fill(hosts, devices, step, "float32")
         run(hosts, devices, step)
     for h, d in zip(hosts, devices, strict=True):
-        group = _core.DeviceGroup(
-            d.x, d.vector.table.ptr, d.vector.n_segments, d.state.ptr, d.work.ptr, d.wire.ptr, d.stats.ptr,
-            d.report.ptr, 0,
-        )  # fmt: skip
+        group = _core.DeviceGroup(d.x, d.buffers, d.stats.ptr, d.report.ptr, 0)
         entries = group.kept()
         table = DeviceBlock(len(entries))
         table.put(entries)
@@ -618,9 +619,7 @@ def test_a_checksum_of_what_was_decoded(kind: str, codec: str) -> None:
     sums = [DeviceBlock(8) for _ in range(4)]
 
     def take(i: int, d: Device) -> None:
-        d.x.cuda_checksum(
-            d.vector.table.ptr, d.vector.n_segments, d.work.ptr, report=d.report.ptr, sum=sums[i].ptr, **where
-        )
+        d.x.cuda_checksum(d.vector.buffers(work=d.work.ptr), report=d.report.ptr, sum=sums[i].ptr, **where)
 
     fill(hosts, devices, 0, "float16")
     run(hosts, devices, 0)
@@ -628,9 +627,7 @@ def test_a_checksum_of_what_was_decoded(kind: str, codec: str) -> None:
         take(i, d)
     plan = _core.Plan("topk", "residual", 1999, "float16")
     work, d = DeviceBlock(plan.cuda_work_bytes()), devices[0]
-    plan.cuda_checksum(
-        d.vector.table.ptr, d.vector.n_segments, work.ptr, report=d.report.ptr, sum=sums[2].ptr, **where
-    )
+    plan.cuda_checksum(d.vector.buffers(work=work.ptr), report=d.report.ptr, sum=sums[2].ptr, **where)
     changed = d.vector.read().copy()
     changed[1700] += np.float16(1)
     d.vector.write(changed)

@@ -271,8 +271,8 @@ def corrupted(rank: int, world: int, codec: str, groups: str) -> None:
     for _ in range(3):
         trainer.step()
 
-    def flip(plan: Any, segments: Any, state_block: int, work: int, payload: int) -> None:
-        byte = ctypes.c_ubyte.from_address(payload + plan.payload_bytes // 2)
+    def flip(plan: Any, buffers: _core.Buffers) -> None:
+        byte = ctypes.c_ubyte.from_address(buffers.payload + plan.payload_bytes // 2)
         byte.value ^= 16
 
     if rank == 1:
@@ -306,8 +306,8 @@ def drift(
     trainer.step()
     assert len(groups_of(state)) > 1
 
-    def flip(plan: Any, payloads: int, stride: int, count: int, scale: float, segments: Any, *_: Any) -> None:
-        pointer, _length = struct.unpack("<QQ", segments.table()[:16])
+    def flip(plan: Any, payloads: int, stride: int, count: int, scale: float, out: _core.Buffers) -> None:
+        pointer, _length = struct.unpack("<QQ", out.segments.table()[:16])
         ctypes.c_ubyte.from_address(pointer).value ^= 1
 
     if rank == culprit:

@@ -707,16 +707,14 @@ def corrupt_once(rank: int, world: int, settings: Settings) -> list[Any]:
     trainer, state = trained(rank, "default", "model", **settings)
     original, calls = MessagePlan.advance, 0
 
-    def changing(
-        self: MessagePlan, round: int, segments: Any, state_: int, work: int, wire: int, **step: Any
-    ) -> bool:
+    def changing(self: MessagePlan, round: int, buffers: _core.Buffers, **step: Any) -> bool:
         nonlocal calls
         calls += round == 1
         if rank == 0 and calls == 3 and round == 1:
             _, offset, size = self.core.messages(0, True)[0]
-            byte = ctypes.c_uint8.from_address(wire + offset + size // 2)
+            byte = ctypes.c_uint8.from_address(buffers.payload + offset + size // 2)
             byte.value ^= 0x10
-        return original(self, round, segments, state_, work, wire, **step)
+        return original(self, round, buffers, **step)
 
     MessagePlan.advance = changing  # type: ignore[method-assign]
     texts: list[Any] = []

@@ -354,6 +354,10 @@ def move(x: Loopback, round: int) -> None:
             ctypes.memmove(x._wire[r].ptr + to, x._wire[peer].ptr + offset, size)
 
 
+def buffers_of(x: Loopback, rank: int, segments: _core.Segments) -> _core.Buffers:
+    return _core.Buffers(segments, x._state[rank].ptr, x._work[rank].ptr, x._wire[rank].ptr)
+
+
 RINGS = [  # world, exchange, its settings
     (1, "ring1", {}),
     *((w, "ring1", {}) for w in (2, 3, 8)),
@@ -375,16 +379,14 @@ def test_signs_taken_beside_a_hop_are_those_taken_before_it(
         for step in range(3):
             vectors = [Vector(g) for g in gradients(world, n, seed=step)]
             at = {"step": step, "seed": 7, "group": 2}
-            places = [
-                (vectors[r].segments, x._state[r].ptr, x._work[r].ptr, x._wire[r].ptr) for r in range(world)
-            ]
+            buffers = [buffers_of(x, r, vectors[r].segments) for r in range(world)]
             for i in range(x.ranks[0].rounds + 1):
                 for r, rank in enumerate(x.ranks):
-                    rank.advance(i, *places[r], **at, carry=0.5)
+                    rank.advance(i, buffers[r], **at, carry=0.5)
                 if i == x.ranks[0].rounds:
                     break
                 for r in busy:
-                    x.ranks[r].meanwhile(i, *places[r], **at)
+                    x.ranks[r].meanwhile(i, buffers[r], **at)
                 move(x, i)
         seen.append(([v.read().copy() for v in vectors], [x.residual(r) for r in range(world)]))
     for other in seen[1:]:
@@ -412,10 +414,10 @@ def test_a_ring_tells_all_ranks_of_nan_in_any_slice(
 
 def test_meanwhile_refuses_what_advance_does() -> None:
     x = Loopback(2, "ring1", "marsit", 1000)
-    v, places = Vector(np.ones(999, F32)), (x._state[0].ptr, x._work[0].ptr, x._wire[0].ptr)
+    v = Vector(np.ones(999, F32))
     for round, segments in ((0, v.segments), (x.ranks[0].rounds, Vector(np.ones(1000, F32)).segments)):
         with pytest.raises(sidcomp.ArgumentError):
-            x.ranks[0].meanwhile(round, segments, *places, step=0, seed=0, group=0)
+            x.ranks[0].meanwhile(round, buffers_of(x, 0, segments), step=0, seed=0, group=0)
     assert not Loopback(2, "twoshot", "int8", 1000).ranks[0].has_meanwhile
 
 
@@ -437,17 +439,17 @@ def test_a_step_that_is_abandoned_leaves_the_memory(exchange: str, settings: dic
         kept = [x.residual(r) for r in range(world)]
         vectors = [Vector(g) for g in gradients(world, n, seed=100 + stop)]
         at = {"step": x.step_number, "seed": 0, "group": 0}
-        blocks = [(x._state[r].ptr, x._work[r].ptr, x._wire[r].ptr) for r in range(world)]
+        buffers = [buffers_of(x, r, vectors[r].segments) for r in range(world)]
         for r, rank in enumerate(x.ranks):
-            rank.abandon(vectors[r].segments, *blocks[r], **at)
+            rank.abandon(buffers[r], **at)
             assert (x.residual(r) == kept[r]).all(), "a step that had ended"
         for i in range(stop):
             for r, rank in enumerate(x.ranks):
-                rank.advance(i, vectors[r].segments, *blocks[r], **at)
+                rank.advance(i, buffers[r], **at)
             move(x, i)
         for r, rank in enumerate(x.ranks):
             for _ in range(2):
-                rank.abandon(vectors[r].segments, *blocks[r], **at)
+                rank.abandon(buffers[r], **at)
         now = [x.residual(r) for r in range(world)]
         if exchange == "hierarchical" and stop >= x.ranks[0].rounds - 1:
             # the nodes' results are there, what went into them is not any more: all is forgotten
@@ -579,8 +581,8 @@ def test_a_transport_of_messages_gives_the_same_bits(exchange: str, codec: str) 
         vectors = [Vector(v, [1000, 0, 1999, 1], seed=r) for r, v in enumerate(g)]
         for i in range(ranks[0].rounds + 1):
             for r in reversed(range(world)):
-                blocks = state[r].ptr, work[r].ptr, wire[r].ptr
-                ranks[r].advance(i, vectors[r].segments, *blocks, step=step, seed=2, group=0)
+                buffers = _core.Buffers(vectors[r].segments, state[r].ptr, work[r].ptr, wire[r].ptr)
+                ranks[r].advance(i, buffers, step=step, seed=2, group=0)
             posted = {}
             for r in range(world) if i < ranks[0].rounds else ():
                 for peer, offset, size in ranks[r].messages(i, receive=False):

@@ -403,9 +403,13 @@ class Device:
         self.stats, self.report, self.seen = Block(40), Block(16), Block(16)
         self.table = filled(vector.segments.table())
         self.group = _core.DeviceGroup(
-            plan, self.table.ptr, len(self.table.data) // 16, self.state.ptr, self.work.ptr, self.payload.ptr,
-            0 if plan.linear else self.incoming.ptr, self.stats.ptr, self.report.ptr, self.seen.ptr,
+            plan, self.buffers(self.work.ptr), 0 if plan.linear else self.incoming.ptr,
+            self.stats.ptr, self.report.ptr, self.seen.ptr,
         )  # fmt: skip
+
+    def buffers(self, work: int) -> _core.DeviceBuffers:
+        n_segments = len(self.table.data) // 16
+        return _core.DeviceBuffers(self.table.ptr, n_segments, self.state.ptr, work, self.payload.ptr)
 
 
 def expected(plan: _core.Plan, hosts: list[Rank], gradients: list[Array], step: int) -> Array:
@@ -487,15 +491,10 @@ def test_step_that_is_refused() -> None:
     def each(c: _core.Communicator) -> None:
         d = Device(plan, Vector(np.ones(N, np.float32)), 1)
         for wrong, text in (({"seed": 0, "group": 0, "step": 0, "stream": 0}, "work must start"),):
-            moved = _core.DeviceGroup(
-                plan, d.table.ptr, 1, d.state.ptr, d.work.ptr + 8, d.payload.ptr, d.incoming.ptr, 0,
-                d.report.ptr, 0,
-            )  # fmt: skip
+            moved = _core.DeviceGroup(plan, d.buffers(d.work.ptr + 8), d.incoming.ptr, 0, d.report.ptr, 0)
             with pytest.raises(_core.ArgumentError, match=text):
                 moved.step(c, **wrong)
-        without = _core.DeviceGroup(
-            plan, d.table.ptr, 1, d.state.ptr, d.work.ptr, d.payload.ptr, 0, 0, d.report.ptr, 0
-        )
+        without = _core.DeviceGroup(plan, d.buffers(d.work.ptr), 0, 0, d.report.ptr, 0)
         with pytest.raises(_core.ArgumentError, match="incoming is NULL"):
             without.step(c, step=0, seed=0, group=0, stream=0)
         d.group.step(c, step=0, seed=0, group=0, stream=0)

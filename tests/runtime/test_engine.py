@@ -156,3 +156,25 @@ def test_a_step_waits_for_what_was_entered() -> None:
     step.leave()
     step.wait()
     assert step.ended_at > 0
+
+
+def keeps_buffers(rank: int, world: int) -> None:
+    """With two states a group has two Buffers, which take turns; it has others where its bucket moves."""
+    door = Named("topk", density=0.2, nonfinite="rollback", groups="model")
+    seen = []
+    for step in range(6):
+        if step == 4:
+            door.buffers = [buffer.clone() for buffer in door.buffers]
+        door.average(gradients(rank, step))
+        assert door.engine.layout is not None
+        (group,) = door.engine.layout.groups
+        assert group.buffers.segments is group.segments and group.buffers.state == group.state.ptr
+        seen.append(group.buffers)
+    assert seen[0] is seen[2] is not seen[1] is seen[3]
+    assert seen[4] not in seen[:4] and seen[5] not in seen[:5]
+    assert [b.state for b in seen[2:4]] == [b.state for b in seen[4:]]
+    door.engine.close()
+
+
+def test_steps_make_no_buffers() -> None:
+    run(keeps_buffers, 2)

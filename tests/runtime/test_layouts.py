@@ -58,8 +58,8 @@ def test_the_lasting_parts_are_the_step_count_and_the_statistics() -> None:
     payload, gradient = Block(plan.payload_bytes), Block(4 * 1000)
     gradient.data.view("float32")[:] = range(1000)
     segments = _core.Segments([gradient.ptr], [1000])
-    where = segments, state.ptr, work.ptr, payload.ptr
-    plan.encode(*where, step=0, seed=0, group=0, rank=0, world=1)
+    buffers = _core.Buffers(segments, state.ptr, work.ptr, payload.ptr)
+    plan.encode(buffers, step=0, seed=0, group=0, rank=0, world=1)
     (first, end), (own, own_end) = _core.state_lasting
     assert int.from_bytes(state.data[first:end], "little") == 1
     assert any(state.data[own:own_end])  # what topk has learned of its threshold

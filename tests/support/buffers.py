@@ -76,12 +76,16 @@ class Rank:
         for block in (self.state, self.work, self.payload):
             block.check()
 
+    def buffers(self, vector: Vector, state: bool = True) -> _core.Buffers:
+        at = self.state.ptr if state else 0
+        return _core.Buffers(vector.segments, at, self.work.ptr, self.payload.ptr)
+
     def encode(self, vector: Vector, at: Step) -> bytes:
         before = vector.raw.copy()
         self.work.data[:] = 0xC3
         self.payload.data[:] = 0x3C
         self.stats = self.plan.encode(
-            vector.segments, self.state.ptr, self.work.ptr, self.payload.ptr,
+            self.buffers(vector),
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
             carry=at.carry, origin=at.origin,
         )  # fmt: skip
@@ -99,7 +103,7 @@ class Rank:
     def next_reduction(self, round: int, vector: Vector, at: Step) -> None:
         before = vector.raw.copy()
         self.plan.next_reduction(
-            round, vector.segments, self.state.ptr, self.work.ptr, self.payload.ptr,
+            round, self.buffers(vector),
             step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
         )  # fmt: skip
         assert (vector.raw == before).all(), "a round wrote into the segments"
@@ -120,7 +124,7 @@ class Rank:
         before = block.raw.copy()
         try:
             return self.plan.decode(
-                block.ptr, stride, len(payloads), scale, vector.segments, self.state.ptr if state else 0,
+                block.ptr, stride, len(payloads), scale, self.buffers(vector, state),
                 step=-1 if at is None else at.step, group=0 if at is None else at.group,
             )  # fmt: skip
         finally:

@@ -137,33 +137,41 @@ class OnCpu:
         self.at = Moment(0, 0, 0, exchange.rank, exchange.world)
         self.segments = source.segments(plan.n)
         self.out = _core.Segments([source.out.data_ptr()], [plan.n])
+        self._prepare(device)
 
     def _work_bytes(self, plan: Any) -> int:
         return int(plan.work_bytes)
 
+    def _prepare(self, device: torch.device) -> None:
+        self.sources = [self.form.buffers(segments, self.state.ptr) for segments in self.segments]
+        self.target = self.form.buffers(self.out, 0)
+
     def encode(self, step: int) -> None:
-        self.form.encode(self.segments[step % _POOL], self.state.ptr, self.at._replace(step=step))
+        self.form.encode(self.sources[step % _POOL], self.at._replace(step=step))
 
     def decode(self) -> None:
-        self.form.decode(self.out, 0, self.at._replace(step=-1))
+        self.form.decode(self.target, self.at._replace(step=-1))
 
 
 class OnCuda(OnCpu):
-    def __init__(self, plan: Any, exchange: Exchange, source: Gradients) -> None:
-        super().__init__(plan, exchange, source)
-        device = source.values.device
+    def _prepare(self, device: torch.device) -> None:
         self.report = Block(64, device)  # nobody reads it
         where = {"device": device.index or 0, "stream": torch.cuda.current_stream(device).cuda_stream}
-        self.calls = []
-        for segments in (*self.segments, self.out):
-            table = torch.frombuffer(bytearray(segments.table()), dtype=torch.uint8).to(device)
-            self.calls.append((table, CudaCollectiveCalls(self.form, table, 1, 0, self.report.ptr, where)))
+        self.calls = CudaCollectiveCalls(self.form, 0, self.report.ptr, where)
+        self.tables: list[torch.Tensor] = []  # DeviceBuffers do not keep them alive
+        self.on_device = [self._on_device(segments, self.state.ptr, device) for segments in self.segments]
+        self.into = self._on_device(self.out, 0, device)
+
+    def _on_device(self, segments: _core.Segments, state: int, device: torch.device) -> _core.DeviceBuffers:
+        table = torch.frombuffer(bytearray(segments.table()), dtype=torch.uint8).to(device)
+        self.tables.append(table)
+        return _core.DeviceBuffers(table.data_ptr(), 1, state, self.form.scratch.ptr, self.form.payload.ptr)
 
     def _work_bytes(self, plan: Any) -> int:
         return int(plan.cuda_work_bytes())
 
     def encode(self, step: int) -> None:
-        self.calls[step % _POOL][1].encode(self.state.ptr, self.at._replace(step=step))
+        self.calls.encode(self.on_device[step % _POOL], self.at._replace(step=step))
 
     def decode(self) -> None:
-        self.calls[-1][1].decode(0, self.at._replace(step=-1))
+        self.calls.decode(self.into, self.at._replace(step=-1))

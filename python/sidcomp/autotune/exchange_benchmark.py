@@ -42,7 +42,7 @@ class Travelling:
         return Messages(exchange)
 
     def _prepare(self) -> None:
-        pass
+        self.buffers = self.form.buffers(self.segments, self.state.ptr)
 
     def load(self) -> None:
         self.vector.copy_(self.source.gradient(self.message_plan.n, self.at.step))
@@ -58,13 +58,13 @@ class Travelling:
         self._compute(self.form.rounds)
 
     def _compute(self, round: int) -> None:
-        self.form.advance(round, self.segments, self.state.ptr, self.at)
+        self.form.advance(round, self.buffers, self.at)
 
     # What the transport calls while it travels.
 
     def meanwhile(self, group: "Travelling", round: int) -> None:
         if self.form.busy:
-            self.form.meanwhile(round, self.segments, self.state.ptr, self.at)
+            self.form.meanwhile(round, self.buffers, self.at)
 
     def advance(self, group: "Travelling", round: int) -> None:
         self._compute(round)
@@ -87,14 +87,17 @@ class DeviceTravelling(Travelling):
         device = self.vector.device
         self.report = Block(64, device)  # nobody reads it
         self.table = torch.frombuffer(bytearray(self.segments.table()), dtype=torch.uint8).to(device)
-        self.calls = CudaMessageCalls(self.form, self.table, 1, 0, self.report.ptr, self._place())
+        self.on_device = _core.DeviceBuffers(
+            self.table.data_ptr(), 1, self.state.ptr, self.form.scratch.ptr, self.form.payload.ptr
+        )
+        self.calls = CudaMessageCalls(self.form, 0, self.report.ptr, self._place())
 
     def _place(self) -> dict[str, int]:
         device = self.vector.device
         return {"device": device.index or 0, "stream": torch.cuda.current_stream(device).cuda_stream}
 
     def _compute(self, round: int) -> None:
-        self.calls.advance(round, self.state.ptr, self.at)
+        self.calls.advance(round, self.on_device, self.at)
 
     def meanwhile(self, group: Travelling, round: int) -> None:
         pass

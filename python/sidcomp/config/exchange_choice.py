@@ -135,10 +135,7 @@ class MessagePlan:
     def advance(
         self,
         round: int,
-        segments: _core.Segments,
-        state: int,
-        work: int,
-        wire: int,
+        buffers: _core.Buffers,
         *,
         step: int,
         seed: int,
@@ -146,8 +143,9 @@ class MessagePlan:
         carry: float = 1.0,
         origin: int = 0,
     ) -> bool:
-        at = {"step": step, "seed": seed, "group": group}
-        return self.core.advance(round, segments, state, work, wire, **at, carry=carry, origin=origin)
+        return self.core.advance(
+            round, buffers, step=step, seed=seed, group=group, carry=carry, origin=origin
+        )
 
     def leaving(self, local: int) -> int:
         """The bytes that this rank sends to other nodes. A node has `local` ranks."""

@@ -131,11 +131,9 @@ class CpuExecutor:
         stage, form = g.stage, g.form
         if stage.unable is None and (stage.error is None or form.continues):
             try:
-                states = g.states
                 if round == 0:
-                    states.begin(form.extra_bytes)
-                state = states.current.ptr
-                if form.advance(round, g.segments, state, stage.moment, stage.carry, states.origin):
+                    g.states.begin(form.extra_bytes)
+                if form.advance(round, g.buffers, stage.moment, stage.carry, g.states.origin):
                     stage.undone = self.step.nonfinite = True
                 if round == 0:
                     stage.sent = form.vectors > 0
@@ -155,7 +153,7 @@ class CpuExecutor:
             return
         begin = perf_counter_ns()
         try:
-            group.form.meanwhile(round, group.segments, group.state.ptr, group.stage.moment)
+            group.form.meanwhile(round, group.buffers, group.stage.moment)
         except Exception as e:  # the thread serves other groups too, and the peers wait for the messages
             group.stage.error = e
         self._count_encoding(group, begin)
@@ -197,7 +195,7 @@ class CpuExecutor:
                 self.step.complete(group)
                 return
             if stage.unable is None:
-                stage.undone |= form.abandon(group.segments, group.state.ptr, stage.moment)
+                stage.undone |= form.abandon(group.buffers, stage.moment)
             self.step.fail(group, failure)
         finally:
             self._leave()

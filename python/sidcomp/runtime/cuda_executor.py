@@ -39,71 +39,64 @@ class Resident:
         self.mark = 0  # step + 1 of the last step that was enqueued
         self.table = torch.empty(0)
         self.placed_for: _core.Segments | None = None
-        self.places: dict[int, _core.DeviceGroup] = {}  # by the address of the state
+        # by the address of the state
+        self.buffers: dict[int, _core.DeviceBuffers] = {}
+        self.places: dict[int, _core.DeviceGroup] = {}
         self.calls: CudaCalls  # of this step
 
 
 class CudaCalls:
     """The calls of a form on a device: the same as on the CPU, but enqueued.
 
-    table: the segments, on the device. stats, report: addresses on the device that the calls write to; stats
-    may be 0.
+    stats, report: addresses on the device that the calls write to; stats may be 0.
     """
 
-    def __init__(
-        self,
-        form: Form,
-        table: torch.Tensor,
-        n_segments: int,
-        stats: int,
-        report: int,
-        where: Mapping[str, int],
-    ) -> None:
+    def __init__(self, form: Form, stats: int, report: int, where: Mapping[str, int]) -> None:
         self.form, self.stats, self.report, self.where = form, stats, report, where
-        self.segments = table.data_ptr(), n_segments
 
-    def advance(self, round: int, state: int, at: Moment, carry: float = 1.0, origin: int = 0) -> None:
+    def advance(
+        self, round: int, buffers: _core.DeviceBuffers, at: Moment, carry: float = 1.0, origin: int = 0
+    ) -> None:
         """Enqueues what computes the bytes of `round` or, after the last round, the result."""
         raise NotImplementedError
 
 
 class CudaCollectiveCalls(CudaCalls):
-    def advance(self, round: int, state: int, at: Moment, carry: float = 1.0, origin: int = 0) -> None:
+    def advance(
+        self, round: int, buffers: _core.DeviceBuffers, at: Moment, carry: float = 1.0, origin: int = 0
+    ) -> None:
         if round == 0:
-            self.encode(state, at, carry, origin)
+            self.encode(buffers, at, carry, origin)
         elif round < self.form.rounds:
-            self.next_reduction(round, state, at)
+            self.next_reduction(round, buffers, at)
         else:
-            self.decode(state, at)
+            self.decode(buffers, at)
 
-    def encode(self, state: int, at: Moment, carry: float = 1.0, origin: int = 0) -> None:
+    def encode(self, buffers: _core.DeviceBuffers, at: Moment, carry: float = 1.0, origin: int = 0) -> None:
         self.form.plan.cuda_encode(
-            *self.segments, state, self.form.scratch.ptr, self.form.payload.ptr,
-            carry=carry, origin=origin, stats=self.stats, **at._asdict(), **self.where,
-        )  # fmt: skip
+            buffers, carry=carry, origin=origin, stats=self.stats, **at._asdict(), **self.where
+        )
 
-    def next_reduction(self, i: int, state: int, at: Moment) -> None:
-        self.form.plan.cuda_next_reduction(
-            i, *self.segments, state, self.form.scratch.ptr, self.form.payload.ptr,
-            **at._asdict(), **self.where,
-        )  # fmt: skip
+    def next_reduction(self, i: int, buffers: _core.DeviceBuffers, at: Moment) -> None:
+        self.form.plan.cuda_next_reduction(i, buffers, **at._asdict(), **self.where)
 
-    def decode(self, state: int, at: Moment) -> None:
+    def decode(self, buffers: _core.DeviceBuffers, at: Moment) -> None:
         form = self.form
         assert isinstance(form, CollectiveForm)
         form.plan.cuda_decode(
-            form.incoming.ptr, form.plan.payload_bytes, form.count, 1.0 / at.world, *self.segments,
-            state, form.scratch.ptr, report=self.report, step=at.step, group=at.group, **self.where,
+            form.incoming.ptr, form.plan.payload_bytes, form.count, 1.0 / at.world, buffers,
+            report=self.report, step=at.step, group=at.group, **self.where,
         )  # fmt: skip
 
 
 class CudaMessageCalls(CudaCalls):
-    def advance(self, round: int, state: int, at: Moment, carry: float = 1.0, origin: int = 0) -> None:
+    def advance(
+        self, round: int, buffers: _core.DeviceBuffers, at: Moment, carry: float = 1.0, origin: int = 0
+    ) -> None:
         if round > self.form.plan.rounds:
             return  # a rank alone: the call before has done everything
         self.form.plan.core.cuda_advance(
-            round, *self.segments, state, self.form.scratch.ptr, self.form.payload.ptr,
-            carry=carry, origin=origin, stats=self.stats, report=self.report,
+            round, buffers, carry=carry, origin=origin, stats=self.stats, report=self.report,
             step=at.step, seed=at.seed, group=at.group, **self.where,
         )  # fmt: skip
 
@@ -239,22 +232,23 @@ class CudaExecutor:
         self._residents = (*(r for r in self._residents if r() is not None), weakref.ref(group.resident))
 
     def _place(self, g: Group, r: Resident) -> None:
-        """Copies the segment table to the device."""
+        """Copies the segment table to the device, and takes the addresses of the group's memory there."""
         with self.current():
             r.table = torch.frombuffer(bytearray(g.segments.table()), dtype=torch.uint8).to(self.device)
         r.placed_for = g.segments
-        r.places = {state.ptr: self._places(g, r, state.ptr) for state in g.states.all}
+        table, form = r.table.data_ptr(), g.form
+        r.buffers = {
+            state.ptr: _core.DeviceBuffers(table, len(g.runs), state.ptr, form.scratch.ptr, form.payload.ptr)
+            for state in g.states.all
+        }
+        r.places = {state: self._places(g, r, buffers) for state, buffers in r.buffers.items()}
 
-    def _places(self, g: Group, r: Resident, state: int) -> _core.DeviceGroup:
+    def _places(self, g: Group, r: Resident, buffers: _core.DeviceBuffers) -> _core.DeviceGroup:
+        reports = r.stats.ptr, r.report.ptr, r.shown.data_ptr()
         if g.in_messages:
-            return _core.DeviceGroup(
-                g.message_plan.core, r.table.data_ptr(), len(g.runs), state, g.form.scratch.ptr,
-                g.form.payload.ptr, r.stats.ptr, r.report.ptr, r.shown.data_ptr(),
-            )  # fmt: skip
-        return _core.DeviceGroup(
-            g.plan, r.table.data_ptr(), len(g.runs), state, g.form.scratch.ptr, g.form.payload.ptr,
-            0 if g.plan.linear else g.form.incoming.ptr, r.stats.ptr, r.report.ptr, r.shown.data_ptr(),
-        )  # fmt: skip
+            return _core.DeviceGroup(g.message_plan.core, buffers, *reports)
+        incoming = 0 if g.plan.linear else g.form.incoming.ptr
+        return _core.DeviceGroup(g.plan, buffers, incoming, *reports)
 
     def keep_two(self, group: Group) -> bool:
         """Makes the group's state two states. False: there are two already."""
@@ -324,7 +318,7 @@ class CudaExecutor:
         all groups, in the same order on all ranks."""
         with self.current():
             kind = CudaMessageCalls if g.in_messages else CudaCollectiveCalls
-            r.calls = kind(g.form, r.table, len(g.runs), r.stats.ptr, r.report.ptr, self.where)
+            r.calls = kind(g.form, r.stats.ptr, r.report.ptr, self.where)
             self.advance(g, 0)
             self._transports[g.form].start(self, g)
             _core.cuda_show(r.report.ptr, (self.step.index + 1) % _MARKS, r.shown.data_ptr(), **self.where)
@@ -337,7 +331,8 @@ class CudaExecutor:
     def advance(self, group: Group, round: int) -> None:
         exchange, step = self._exchange, self.step
         at = Moment(step.index, step.seed, group.index, exchange.rank, exchange.world)
-        group.resident.calls.advance(round, group.state.ptr, at, group.stage.carry, group.states.origin)
+        r: Resident = group.resident
+        r.calls.advance(round, r.buffers[group.state.ptr], at, group.stage.carry, group.states.origin)
 
     def finish(self, group: Group, failure: Exception | None) -> None:
         if failure is not None:
@@ -383,14 +378,7 @@ class CudaExecutor:
         """Subtracts what the last step sent from the group's memory."""
         if g.resident.placed_for is not g.segments:
             self._place(g, g.resident)
-        g.plan.cuda_settle(
-            g.resident.table.data_ptr(),
-            len(g.runs),
-            g.state.ptr,
-            g.form.scratch.ptr,
-            g.form.payload.ptr,
-            **self.where,
-        )
+        g.plan.cuda_settle(g.resident.buffers[g.state.ptr], **self.where)
 
     def unsend(self, g: Group) -> None:
         """Called after the group has changed its plan: nothing remains to be subtracted."""
@@ -398,9 +386,7 @@ class CudaExecutor:
         g.resident.placed_for = None  # its addresses are those of the other plan
 
     def _sum(self, g: Group, r: Resident, place: int) -> None:
-        g.plan.cuda_checksum(
-            r.table.data_ptr(), len(g.runs), g.form.scratch.ptr, report=r.report.ptr, sum=place, **self.where
-        )
+        g.plan.cuda_checksum(r.buffers[g.state.ptr], report=r.report.ptr, sum=place, **self.where)
 
     def compare(self, bucket: Bucket, step: int) -> None:
         """Gathers the checksums on the device, and starts to copy them to the host."""

@@ -32,7 +32,7 @@ class Form:
     """A plan, its buffers, and its calls on the CPU. This base class holds what all exchanges have in common.
     It keeps the properties of the plan that every step reads, because a Plan takes longer to answer.
 
-    segments: those of the group's gradient; state: its address, or 0 if the call needs none.
+    buffers: what the call works on, as the method `buffers` returns them.
     """
 
     rounds = 1
@@ -55,10 +55,13 @@ class Form:
         self.dtype, self.vectors, self.extra_bytes = plan.dtype, plan.vectors, plan.extra_bytes
         self.slices = []
 
+    def buffers(self, segments: _core.Segments, state: int) -> _core.Buffers:
+        """Returns the form's buffers with a group's segments and the address of its state."""
+        return _core.Buffers(segments, state, self.scratch.ptr, self.payload.ptr)
+
     def advance(
-        self, round: int, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0,
-        origin: int = 0,
-    ) -> bool:  # fmt: skip
+        self, round: int, buffers: _core.Buffers, at: Moment, carry: float = 1.0, origin: int = 0
+    ) -> bool:
         """Computes what `round` sends or, after the last round, the result. Returns whether the result is not
         finite."""
         raise NotImplementedError
@@ -68,14 +71,14 @@ class Form:
         sends what makes them fail too, not the payload of the step before."""
         raise NotImplementedError
 
-    def meanwhile(self, round: int, segments: _core.Segments, state: int, at: Moment) -> None:
+    def meanwhile(self, round: int, buffers: _core.Buffers, at: Moment) -> None:
         """Does optional work while `round` is under way."""
 
     def poisoned(self) -> bool:
         """Whether a sum that `advance` has not examined may contain the NaN of a rank that failed."""
         return False
 
-    def abandon(self, segments: _core.Segments, state: int, at: Moment) -> bool:
+    def abandon(self, buffers: _core.Buffers, at: Moment) -> bool:
         """Called when the step cannot continue. Returns whether what it added is out of the memory."""
         return False
 
@@ -105,38 +108,33 @@ class CollectiveForm(Form):
         return self.payload.tensor[offset : offset + count * dtype.itemsize].view(dtype)
 
     def advance(
-        self, round: int, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0,
-        origin: int = 0,
-    ) -> bool:  # fmt: skip
+        self, round: int, buffers: _core.Buffers, at: Moment, carry: float = 1.0, origin: int = 0
+    ) -> bool:
         if round == 0:
-            self.stats = self.encode(segments, state, at, carry, origin)
+            self.stats = self.encode(buffers, at, carry, origin)
         elif round < self.rounds:
-            self.next_reduction(round, segments, state, at)
+            self.next_reduction(round, buffers, at)
         else:
-            return self.decode(segments, state if self.vectors or self.extra_bytes else 0, at)
+            return self.decode(buffers, at)
         return False
 
-    def encode(
-        self, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0, origin: int = 0
-    ) -> _core.Stats:
+    def encode(self, buffers: _core.Buffers, at: Moment, carry: float = 1.0, origin: int = 0) -> _core.Stats:
         stats: _core.Stats = self.plan.encode(
-            segments, state, self.scratch.ptr, self.payload.ptr,
-            step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
+            buffers, step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
             carry=carry, origin=origin,
         )  # fmt: skip
         return stats
 
-    def next_reduction(self, i: int, segments: _core.Segments, state: int, at: Moment) -> None:
+    def next_reduction(self, i: int, buffers: _core.Buffers, at: Moment) -> None:
         """Computes what all-reduce number i of several will sum."""
         self.plan.next_reduction(
-            i, segments, state, self.scratch.ptr, self.payload.ptr,
-            step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world,
-        )  # fmt: skip
+            i, buffers, step=at.step, seed=at.seed, group=at.group, rank=at.rank, world=at.world
+        )
 
-    def decode(self, segments: _core.Segments, state: int, at: Moment) -> bool:
+    def decode(self, buffers: _core.Buffers, at: Moment) -> bool:
         """Decodes into the segments. Returns whether the result is not finite."""
         nonfinite: bool = self.plan.decode(
-            self.incoming.ptr, self.plan.payload_bytes, self.count, 1.0 / at.world, segments, state,
+            self.incoming.ptr, self.plan.payload_bytes, self.count, 1.0 / at.world, buffers,
             step=at.step, group=at.group,
         )  # fmt: skip
         return nonfinite
@@ -160,19 +158,21 @@ class InPlaceForm(Form):
         self._start = self._size = 0
         self.slices = [self._view]
 
+    def buffers(self, segments: _core.Segments, state: int) -> _core.Buffers:
+        return _core.Buffers(segments, state)
+
     def place(self, view: torch.Tensor) -> None:
         """Takes the present place of the group's gradient."""
         self._view, self._start, self._size = view, view.data_ptr(), view.element_size()
         self.bytes_sent = view.numel() * self._size
 
     def advance(
-        self, round: int, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0,
-        origin: int = 0,
-    ) -> bool:  # fmt: skip
+        self, round: int, buffers: _core.Buffers, at: Moment, carry: float = 1.0, origin: int = 0
+    ) -> bool:
         if round == 0:
             self.slices[0] = self._view
             if at.world > 1:
-                _core.scale(segments, self.dtype, 1.0 / at.world)
+                _core.scale(buffers.segments, self.dtype, 1.0 / at.world)
         return False  # `poisoned` examines the sum
 
     def withhold(self, round: int) -> None:
@@ -202,32 +202,24 @@ class MessageForm(Form):
         self.busy = plan.busy and plan.rounds > 0
 
     def advance(
-        self, round: int, segments: _core.Segments, state: int, at: Moment, carry: float = 1.0,
-        origin: int = 0,
-    ) -> bool:  # fmt: skip
+        self, round: int, buffers: _core.Buffers, at: Moment, carry: float = 1.0, origin: int = 0
+    ) -> bool:
         if round > self.plan.rounds:
             return False  # a rank alone: the call before has done everything
         nonfinite: bool = self.plan.advance(
-            round, segments, state, self.scratch.ptr, self.payload.ptr,
-            step=at.step, seed=at.seed, group=at.group, carry=carry, origin=origin,
-        )  # fmt: skip
+            round, buffers, step=at.step, seed=at.seed, group=at.group, carry=carry, origin=origin
+        )
         return nonfinite
 
     def withhold(self, round: int) -> None:
         if round == 0:
             self.payload.tensor.zero_()
 
-    def meanwhile(self, round: int, segments: _core.Segments, state: int, at: Moment) -> None:
-        self.plan.core.meanwhile(
-            round, segments, state, self.scratch.ptr, self.payload.ptr,
-            step=at.step, seed=at.seed, group=at.group,
-        )  # fmt: skip
+    def meanwhile(self, round: int, buffers: _core.Buffers, at: Moment) -> None:
+        self.plan.core.meanwhile(round, buffers, step=at.step, seed=at.seed, group=at.group)
 
-    def abandon(self, segments: _core.Segments, state: int, at: Moment) -> bool:
-        self.plan.core.abandon(
-            segments, state, self.scratch.ptr, self.payload.ptr,
-            step=at.step, seed=at.seed, group=at.group,
-        )  # fmt: skip
+    def abandon(self, buffers: _core.Buffers, at: Moment) -> bool:
+        self.plan.core.abandon(buffers, step=at.step, seed=at.seed, group=at.group)
         return True
 
 

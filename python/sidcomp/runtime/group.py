@@ -135,6 +135,7 @@ class Group:
         if self.direct:
             self.states, self.form = States(0, 0, self.device, 1), InPlaceForm(plan)
         self.segments: _core.Segments
+        self._buffers: dict[tuple[Form, int], _core.Buffers] = {}  # by form and address of the state
         self.place()
         self.stage = Stage()
         self.counters = Counters()
@@ -191,10 +192,21 @@ class Group:
             [self._by_bucket[b].ptr + offset * size for b, offset, _ in self.runs],
             [n for _, _, n in self.runs],
         )
+        self._buffers = {}
         if self.direct:
             assert isinstance(self.form, InPlaceForm)
             b, offset, n = self.runs[0]
             self.form.place(self._by_bucket[b].buffer.view(-1)[offset : offset + n])
+
+    @property
+    def buffers(self) -> _core.Buffers:
+        """What a call on the CPU works on: the segments, the current state and the form's memory. They are
+        made once for each form and state, so steps allocate nothing."""
+        at = self.form, self.states.current.ptr
+        kept = self._buffers.get(at)
+        if kept is None:
+            kept = self._buffers[at] = self.form.buffers(self.segments, at[1])
+        return kept
 
     # ---- memory
     # -------------------------------------------------------------------------------------------------

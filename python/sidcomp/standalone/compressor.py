@@ -222,10 +222,7 @@ class Compressor:
         target, carry = _look(payload, "payload").ptr, _carried(carry)
         with self._turn:
             self._stats = self.plan.encode(
-                _segments(source),
-                self._state.ptr,
-                self._work.ptr,
-                target,
+                _core.Buffers(_segments(source), self._state.ptr, self._work.ptr, target),
                 step=self.step,
                 carry=carry,
                 **self._at,
@@ -251,9 +248,8 @@ class Compressor:
         _apart(view, "payload", (source, "x"))
         with self._turn:
             at = {**self._at, "step": self.step - 1}
-            self.plan.next_reduction(
-                reduction, _segments(source), self._state.ptr, self._work.ptr, view.ptr, **at
-            )
+            buffers = _core.Buffers(_segments(source), self._state.ptr, self._work.ptr, view.ptr)
+            self.plan.next_reduction(reduction, buffers, **at)
         return payload
 
     next_round = next_reduction  # its earlier name
@@ -275,7 +271,8 @@ class Compressor:
         target = self._vector(out, "out", writes=True)
         _apart(target, "out", *((part, f"payloads[{i}]") for i, part in enumerate(parts)))
         ptr, count, kept = self._join(parts)
-        self.plan.decode(ptr, self.payload_bytes, count, scale, _segments(target), 0, step=-1, group=0)
+        into = _core.Buffers(_segments(target))
+        self.plan.decode(ptr, self.payload_bytes, count, scale, into, step=-1, group=0)
         _written(out)
         if self.plan.extra_bytes and count == 1:
             with self._turn:

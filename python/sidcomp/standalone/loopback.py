@@ -94,13 +94,13 @@ class Loopback:
             mine[:] = (source.detach() if _is(g, "torch", "Tensor") else source).reshape(-1)
             out.append(mine)
         segments = [_segments(_look(x, "x")) for x in out]
-        state, work, wire = ([b.ptr for b in each] for each in (self._state, self._work, self._wire))
+        places = zip(segments, self._state, self._work, self._wire, strict=True)
+        buffers = [_core.Buffers(s, state.ptr, work.ptr, wire.ptr) for s, state, work, wire in places]
         carry = _carried(carry)
         with self._turn:
             _, sent, control = _core.loopback(
-                self.ranks, segments, state, work, wire,
-                step=self.step_number, seed=self._seed, group=self._group, carry=carry,
-            )  # fmt: skip
+                self.ranks, buffers, step=self.step_number, seed=self._seed, group=self._group, carry=carry
+            )
             self.step_number += 1
             own = [a - b for a, b in zip(sent, control, strict=True)]
             self.bytes = own
