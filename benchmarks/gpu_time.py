@@ -176,10 +176,16 @@ class Rank:
 
         n = len(gradient)
         self.plan = _core.Plan(codec, "residual", n, "float32", settings, shapes=[(n, COLUMNS)])
-        self.clock, self.gradient, self.device = clock, gradient, 0
+        self.clock, self.device = clock, 0
         self.state, self.work = block(clock, self.plan.state_bytes), block(clock, self.plan.cuda_work_bytes())
         self.payload, self.report = block(clock, self.plan.payload_bytes), block(clock, 16)
-        self.table = table_of(clock, gradient)
+        self.place(gradient)
+
+    def place(self, gradient: Any) -> None:
+        """Takes the gradient that encode reads and decode writes."""
+        from sidcomp import _core
+
+        self.gradient, self.table = gradient, table_of(self.clock, gradient)
         places = (self.work.data_ptr(), self.payload.data_ptr())
         self.source = _core.DeviceBuffers(self.table.data_ptr(), 1, self.state.data_ptr(), *places)
         self.target = _core.DeviceBuffers(self.table.data_ptr(), 1, 0, *places)  # a decode without state
@@ -304,8 +310,7 @@ def one_codec(
     n, count = rank.plan.n, 1 if rank.plan.linear else WORLD
     bench.row(f"{how}encode {name}", n, rank.encode, limit.add, slow[0])
     payloads = rank.payload[: rank.plan.payload_bytes].repeat(count)
-    rank.gradient = rank.gradient.clone()  # what is decoded goes elsewhere
-    rank.table = table_of(bench.clock, rank.gradient)
+    rank.place(rank.gradient.clone())  # what is decoded goes elsewhere
     bench.row(
         f"{how}decode {name} of {count}",
         n,
@@ -373,20 +378,21 @@ class ExchangeSteps:
 
         memory = "compensation" if codec == "marsit" else "residual"
         world = settings.pop("world", RANKS)
-        self.clock, self.ranks = clock, []
+        self.clock, self.ranks, self.buffers = clock, [], []
         for r in range(world):
             x = _core.Exchange(kind, codec, memory, n, "float32", r, world, settings)
             gradient = torch.randn(n, device=clock.device)
             blocks = [block(clock, b) for b in (x.state_bytes, x.cuda_work_bytes(), x.wire_bytes, 64)]
-            self.ranks.append((x, gradient, table_of(clock, gradient), *blocks))
+            table = table_of(clock, gradient)
+            self.ranks.append((x, gradient, table, *blocks))
+            places = (b.data_ptr() for b in blocks[:3])
+            self.buffers.append(_core.DeviceBuffers(table.data_ptr(), 1, *places))
 
     def advance(self, r: int, round: int) -> None:
-        from sidcomp import _core
-
-        x, _, table, *blocks, report = self.ranks[r]
+        x, *_, report = self.ranks[r]
         x.cuda_advance(
-            round, _core.DeviceBuffers(table.data_ptr(), 1, *(b.data_ptr() for b in blocks)),
-            step=0, seed=0, group=0, stats=0, report=report.data_ptr(), device=0, stream=self.clock.stream(),
+            round, self.buffers[r], step=0, seed=0, group=0, stats=0, report=report.data_ptr(), device=0,
+            stream=self.clock.stream(),
         )  # fmt: skip
 
     def move(self, round: int) -> None:
