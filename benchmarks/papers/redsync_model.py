@@ -62,22 +62,19 @@ def sizes_on_this_rank(repeats: int) -> list[dict[str, float]]:
         state, work = block(plan.state_bytes), block(plan.work_bytes)
         mine = torch.from_numpy(block(plan.payload_bytes))
         everyone = torch.from_numpy(block(world * plan.payload_bytes))
-        segments, out = (_core.Segments([t.data_ptr()], [n]) for t in (gradient, other))
-        step = iter(range(10**9))
+        segments, into = (_core.Segments([t.data_ptr()], [n]) for t in (gradient, other))
+        buffers = _core.Buffers(segments, state.ctypes.data, work.ctypes.data, mine.data_ptr())
+        step, out = iter(range(10**9)), _core.Buffers(into, 0, 0, 0)
 
-        def encode(at: Any = (plan, segments, state, work, mine), step: Any = step) -> None:
-            plan, segments, state, work, mine = at
-            plan.encode(
-                segments, state.ctypes.data, work.ctypes.data, mine.data_ptr(),
-                step=next(step), seed=0, group=0, rank=rank, world=world,
-            )  # fmt: skip
+        def encode(plan: Any = plan, buffers: Any = buffers, step: Any = step) -> None:
+            plan.encode(buffers, step=next(step), seed=0, group=0, rank=rank, world=world)
 
         def gather(mine: torch.Tensor = mine, everyone: torch.Tensor = everyone) -> None:
             dist.all_gather(list(everyone.view(world, -1)), mine)
 
         def decode(at: Any = (plan, everyone, out)) -> None:
             plan, everyone, out = at
-            plan.decode(everyone.data_ptr(), plan.payload_bytes, world, 1 / world, out, 0, step=-1, group=0)
+            plan.decode(everyone.data_ptr(), plan.payload_bytes, world, 1 / world, out, step=-1, group=0)
 
         def sparse(parts: Any = (encode, gather, decode)) -> None:
             for part in parts:
