@@ -3,7 +3,7 @@
     python -m benchmarks.papers.claims            # writes the table
     python -m benchmarks.papers.claims --check    # fails if it is not what the results say
 
-A verdict compares one number. "as large": at least 0.9 of the paper's. "smaller": in the paper's direction.
+An outcome compares one number. "as large": at least 0.9 of the paper's. "smaller": in the paper's direction.
 "not here": the other way, or nothing to see.
 """
 
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 class Found(NamedTuple):
     text: str
-    verdict: str
+    outcome: str
 
 
 class Claim(NamedTuple):
@@ -77,7 +77,7 @@ def layer_wise_is_slower(rows: list[Row]) -> Found:
     slower = [row for row in rows if float(row["layer"]) < float(row["plain DDP by layer"])]
     buckets = [row for row in rows if float(row["layer"]) < float(row["plain DDP in buckets"])]
     n = len(rows)
-    verdict = (
+    outcome = (
         "as large"
         if len(slower) > n / 2
         else "smaller"
@@ -87,7 +87,7 @@ def layer_wise_is_slower(rows: list[Row]) -> Found:
     return Found(
         f"slower than an all-reduce of each tensor in {len(slower)} of {n} cases, "
         f"than DDP's buckets in {len(buckets)}",
-        verdict,
+        outcome,
     )
 
 
@@ -152,11 +152,11 @@ def search_times(rows: list[Row]) -> Found:
 def passing(rows: list[Row]) -> Found:
     means = [float(row[c].split()[0]) for row in rows for c in ("sidco-e", "sidco-gp", "sidco-p")]
     inside = [m for m in means if 0.8 <= m <= 1.2]
-    verdict = (
+    outcome = (
         "as large" if len(inside) == len(means) else "smaller" if len(inside) > len(means) / 2 else "not here"
     )
     return Found(
-        f"{len(inside)} of {len(means)} means within 20 %, {min(means):.2f} to {max(means):.2f}", verdict
+        f"{len(inside)} of {len(means)} means within 20 %, {min(means):.2f} to {max(means):.2f}", outcome
     )
 
 
@@ -326,7 +326,7 @@ CLAIMS = [
 
 
 def table() -> str:
-    lines = ["| paper | claim | here | verdict |", "|---|---|---|---|"]
+    lines = ["| paper | claim | here | outcome |", "|---|---|---|---|"]
     for claim in CLAIMS:
         file = RESULTS / f"papers-{claim.file}.json"
         if not file.exists():
@@ -334,7 +334,7 @@ def table() -> str:
             continue
         found = claim.found(json.loads(file.read_text())["rows"])
         link = f"../benchmarks/results/papers-{claim.file}.md"
-        lines.append(f"| {claim.paper} | {claim.says} | [{found.text}]({link}) | {found.verdict} |")
+        lines.append(f"| {claim.paper} | {claim.says} | [{found.text}]({link}) | {found.outcome} |")
     return "\n".join(lines)
 
 
