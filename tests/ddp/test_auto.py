@@ -359,7 +359,7 @@ def searched(rank: int, world: int, Y: int) -> tuple[int, int]:
 
 
 def with_full_steps(rank: int, world: int) -> tuple[int, list[int], list[int]]:
-    """The route that the error names: found groups, given by name to a run with K = 3. How many groups, what
+    """What the error advises: found groups, given by name to a run with K = 3. How many groups, what
     each of seven steps sent, and what their elements take in float32."""
     settings = {"codec": "topk", "density": 0.02}
     with Training(rank, groups="pg", **settings) as t:
