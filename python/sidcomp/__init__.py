@@ -30,9 +30,11 @@ for _old, _of in (("schedule", Schedule), ("profile", Profile), ("registry", Cod
 
 if TYPE_CHECKING:
     from sidcomp.integrations.ddp import hook, register, rewrap
+    from sidcomp.integrations.local_steps import LocalSteps
     from sidcomp.state import State, preset
 
 _LAZY = {
+    "LocalSteps": "sidcomp.integrations.local_steps",
     "State": "sidcomp.state",
     "hook": "sidcomp.integrations.ddp",
     "preset": "sidcomp.state",
@@ -45,6 +47,7 @@ __all__ = [
     "Compute",
     "Compressor",
     "Link",
+    "LocalSteps",
     "Loopback",
     "Parameter",
     "Profile",

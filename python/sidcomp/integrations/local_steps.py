@@ -1,0 +1,244 @@
+"""Local steps: each rank's optimizer steps on its own, and from time to time the ranks average updates."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError
+from sidcomp.integrations.ddp import roles
+from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.engine import Engine, Model
+from sidcomp.state import State
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class LocalSteps:
+    """Averages the ranks' updates in place of their gradients, without DDP.
+
+        steps = sidcomp.LocalSteps(module, optimizer, sidcomp.State("topk", density=0.01), every=8)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss(module(batch)).backward()
+            steps.step()  # in place of optimizer.step()
+
+    Every rank takes `every` steps of its own optimizer, whatever that is, from a common point a to a point
+    x(m). Then the ranks exchange their updates a - x(m), compressed by the State with its error feedback, and
+    all continue from a - mean(a - x(m)). With every=1 this compresses the update of an optimizer with
+    momentum or Adam, where DDP's hook compresses the gradient. With the codec "marsit" it is Algorithm 2 of
+    that paper (Wu et al. 2022), with `eta_s` as the global step size. The optimizer's own state stays local.
+
+    module          any module but DDP; rank 0's parameters and buffers are copied to all ranks here, and rank
+                    0's buffers again after every exchange
+    optimizer       of the module's parameters
+    state           for the updates, with a named codec. `follow` has no meaning here: updates already contain
+                    the learning rate
+    every           [1] steps between two exchanges, at least 1
+    process_group   [None] the ranks to average over; None: the State's, else the default group
+
+    It takes 8 bytes for each float32 parameter (the common point and the update), beside the State's memory.
+    If an update is not finite on any rank, all ranks return to the common point.
+
+    Raises ArgumentError or SetupError, which say what to change.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: State,
+        *,
+        every: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise SetupError("LocalSteps averages updates, DDP gradients: give it the module without DDP")
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ArgumentError(f"every={every!r}: give a number of steps between two exchanges, at least 1")
+        if state.settings.planned:
+            raise SetupError(
+                f"groups={state.settings.groups!r} are planned by DDP's steps: give LocalSteps a State with "
+                'a named codec and fixed groups, such as State("topk", groups="bucket")'
+            )
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if missing := [name for name, p in named.items() if id(p) not in own]:
+            raise SetupError(f"the optimizer does not have {missing[0]!r}, which requires a gradient")
+        if not named:
+            raise SetupError("the module has no parameters that require gradients")
+        if complex_ := [name for name, p in named.items() if p.is_complex()]:
+            raise SetupError(f"parameter {complex_[0]!r} is complex, which no codec takes")
+        self.module, self.optimizer, self.state, self.every = module, optimizer, state, every
+        self.steps = 0  # taken by the optimizer
+        chosen = process_group or state._engine.process_group or dist.group.WORLD
+        assert chosen is not None
+        self._group = chosen
+        self._parts = [_Part(names, named) for names in _buckets(named)]
+        _broadcast([*named.values(), *module.buffers()], self._group)
+        for part in self._parts:
+            part.mark()
+        model = Model(
+            self._group,
+            {name: tuple(p.shape) for name, p in named.items()},
+            {id(p): name for name, p in module.named_parameters()},
+        )
+        if state._door is not None and state._door.open:
+            raise SetupError("this State serves a model already: give every model a State of its own")
+        state._attach(_Door(module, model, state._engine), roles(module))
+        state._engine.connect(model, self._parts[0].update.device, "sidcomp.LocalSteps()")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Calls `optimizer.step(closure)`, and averages if it is time to. Every rank calls it equally often.
+        Returns what the optimizer returns; raises the errors of the exchange."""
+        loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.average()
+        return loss
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Averages now, for example before an evaluation. Every rank calls it at the same point."""
+        self.state._open()
+        engine = self.state._engine
+        if engine.rates is not None:
+            raise SetupError(
+                "state.follow() rescales residuals by the learning rate, which updates already contain: call "
+                "state.follow(None)"
+            )
+        for part in self._parts:
+            part.measure()
+        if engine.layout is None:
+            assert self.state._door is not None
+            engine.form(self.state._door.model, [part.bucket() for part in self._parts])
+        try:
+            futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
+            for future in futures:
+                future.wait()
+        except Exception as e:
+            engine.abandon(e)
+            for part in self._parts:
+                part.restore()
+            raise
+        if all(bool(torch.isfinite(part.update).all()) for part in self._parts):
+            for part in self._parts:
+                part.move()
+        else:  # the engine discards this step: its residuals are those of before
+            for part in self._parts:
+                part.restore()
+        _broadcast(list(self.module.buffers()), self._group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs beside the module's, the optimizer's and the State's own
+        dictionaries: the number of steps and, between two exchanges, the common point by parameter name.
+        Every rank saves all four for itself."""
+        away = self.steps % self.every != 0
+        points = {name: view.clone() for part in self._parts for name, view in part.points()} if away else {}
+        return {"steps": self.steps, "every": self.every, "points": points}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Loads a result of `state_dict`, after the module's and the optimizer's. Raises CheckpointError."""
+        steps, points = saved.get("steps"), saved.get("points")
+        if not isinstance(steps, int) or steps < 0 or not isinstance(points, dict):
+            raise CheckpointError('LocalSteps: the dictionary needs "steps", a number, and "points"')
+        if steps % self.every and not points:
+            raise CheckpointError(
+                f"LocalSteps: the checkpoint was saved after {steps} steps with every={saved.get('every')}, "
+                f"and has no common point, which every={self.every} needs there: resume with the same `every`"
+            )
+        known = dict(pair for part in self._parts for pair in part.points())
+        for name, view in known.items():
+            if points and (name not in points or points[name].shape != view.shape):
+                raise CheckpointError(f"LocalSteps: no common point of the shape of parameter {name!r}")
+        self.steps = steps
+        for part in self._parts:
+            part.mark()
+        if steps % self.every:
+            for name, view in known.items():
+                view.copy_(points[name])
+
+
+class _Part:
+    """Parameters of one dtype and device, the common point, and the update: what they have moved since."""
+
+    def __init__(self, names: list[str], named: dict[str, torch.nn.Parameter]) -> None:
+        self.names = names
+        self.parameters: list[torch.Tensor] = [named[name] for name in names]
+        sizes = [p.numel() for p in self.parameters]
+        first = self.parameters[0]
+        self.point = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.update = torch.zeros_like(self.point)
+        shapes = [p.shape for p in self.parameters]
+        self._point = [x.view(s) for x, s in zip(torch.split(self.point, sizes), shapes, strict=True)]
+        self._update = [x.view(s) for x, s in zip(torch.split(self.update, sizes), shapes, strict=True)]
+
+    def bucket(self) -> Bucket:
+        return Bucket(self.names, [p.shape for p in self.parameters], self.update, self.parameters)
+
+    def points(self) -> list[tuple[str, torch.Tensor]]:
+        return list(zip(self.names, self._point, strict=True))
+
+    @torch.no_grad()
+    def mark(self) -> None:
+        """Takes the present parameters as the common point."""
+        torch._foreach_copy_(self._point, self.parameters)
+
+    def measure(self) -> None:
+        """Takes what the parameters have moved, with the sign of a gradient."""
+        self.update.copy_(self.point)
+        torch._foreach_sub_(self._update, self.parameters)
+
+    def move(self) -> None:
+        """Moves the common point, and the parameters with it."""
+        self.point.sub_(self.update)
+        self.restore()
+
+    def restore(self) -> None:
+        torch._foreach_copy_(self.parameters, self._point)
+
+
+class _Door:
+    def __init__(self, module: torch.nn.Module, model: Model, engine: Engine) -> None:
+        self._module = weakref.ref(module)
+        self.model, self.engine = model, engine
+
+    @property
+    def open(self) -> bool:
+        return self._module() is not None
+
+    def reset(self, error: Exception) -> None: ...
+
+    def before_forward(self, function: Callable[..., None]) -> torch.utils.hooks.RemovableHandle:
+        module = self._module()
+        assert module is not None
+        return module.register_forward_pre_hook(function)
+
+
+def _buckets(named: dict[str, torch.nn.Parameter]) -> list[list[str]]:
+    """Names of parameters of one dtype and device, up to about 25 MB each, the last parameters first."""
+    out: list[list[str]] = []
+    open_: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
+    for name, p in reversed(named.items()):
+        names, nbytes = open_.get((p.dtype, p.device), ([], 0))
+        if not names or nbytes + p.numel() * p.element_size() > BUCKET_BYTES:
+            names, nbytes = [], 0
+            out.append(names)
+        names.append(name)
+        open_[p.dtype, p.device] = names, nbytes + p.numel() * p.element_size()
+    return out
+
+
+@torch.no_grad()
+def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Copies rank 0's tensors to the other ranks, all of one dtype and device in one broadcast."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for x in tensors:
+        kinds.setdefault((x.dtype, x.device), []).append(x)
+    for alike in kinds.values():
+        flat = torch.cat([x.reshape(-1) for x in alike])
+        dist.broadcast(flat, dist.get_global_rank(group, 0), group)
+        for x, part in zip(alike, torch.split(flat, [x.numel() for x in alike]), strict=True):
+            x.copy_(part.view(x.shape))

@@ -1,0 +1,216 @@
+"""LocalSteps: the ranks average updates of their own optimizers, every few steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from harness import run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 12
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+}
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, 12, generator=draw)
+    return x, torch.stack([x[:, :4].sum(1), x[:, 4:8].prod(1), x[:, 8:].amax(1)], 1)
+
+
+def backward(model: nn.Module, rank: int, step: int) -> float:
+    x, y = batch(rank, step)
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def alike(module: nn.Module) -> bool:
+    mine = flat(module)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return all(torch.equal(x, mine) for x in everyone)
+
+
+def beside_ddp(rank: int, world: int) -> float:
+    """One local step of SGD and codec none: what DDP does, up to rounding."""
+    ours, module = network(rank), network(0)  # rank 0's parameters count
+    ddp = DistributedDataParallel(module)
+    theirs = OPTIMIZERS["SGD"](module.parameters())
+    with sidcomp.State("none") as state:
+        steps = sidcomp.LocalSteps(ours, OPTIMIZERS["SGD"](ours.parameters()), state)
+        for step in range(STEPS):
+            for model in (ours, ddp):
+                model.zero_grad()
+                backward(model, rank, step)
+            steps.step()
+            theirs.step()
+            assert alike(ours)
+    return float((flat(ours) - flat(module)).norm() / flat(module).norm())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_one_step_of_sgd_is_ddp(world: int) -> None:
+    assert max(run(beside_ddp, world)) < 1e-5
+
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("momentum", {"codec": "topk", "density": 0.1}),
+    ("Adam", {"codec": "int8"}),
+    ("Adam", {"codec": "topk", "density": 0.1, "exchange": "twoshot", "groups": "layer"}),
+    ("momentum", {"codec": "marsit", "eta_s": 0.03, "exchange": "ring1", "full_every": 2}),
+]
+
+
+def trains(
+    rank: int, world: int, optimizer: str, settings: dict[str, Any], every: int
+) -> tuple[float, float]:
+    """The mean loss of the first and of the last steps."""
+    module, losses = network(rank), []
+    with sidcomp.State(**settings) as state:
+        steps = sidcomp.LocalSteps(module, OPTIMIZERS[optimizer](module.parameters()), state, every=every)
+        for step in range(20 * every):
+            module.zero_grad()
+            losses.append(backward(module, rank, step))
+            steps.step()
+            assert alike(module) is ((step + 1) % every == 0)
+        stats = state.stats()
+    assert stats["steps"] == 20 and 0 < stats["sent_bytes"] < stats["dense_bytes"]
+    return sum(losses[:6]) / 6, sum(losses[-6:]) / 6
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize(("optimizer", "settings"), SETTINGS)
+def test_replicas_meet_and_the_loss_falls(optimizer: str, settings: dict[str, Any], every: int) -> None:
+    for first, last in run(trains, 2, optimizer, settings, every):
+        assert last < 0.9 * first
+
+
+def with_nan(rank: int, world: int, nonfinite: str) -> None:
+    module = network(0)
+    optimizer = OPTIMIZERS["SGD"](module.parameters())
+    with sidcomp.State("topk", density=0.2, nonfinite=nonfinite, groups="layer") as state:
+        steps = sidcomp.LocalSteps(module, optimizer, state)
+        for step in range(6):
+            module.zero_grad()
+            backward(module, rank, step)
+            if step == 3:
+                before = flat(module)
+                kept = copy.deepcopy(state.state_dict()["residuals"])
+                if rank == 1:
+                    next(module.parameters()).grad[0, 0] = float("nan")
+            steps.step()
+            if step == 3:
+                assert torch.equal(flat(module), before)
+                if nonfinite == "rollback":
+                    after = state.state_dict()["residuals"]
+                    assert all(torch.equal(after[name], kept[name]) for name in kept)
+        assert alike(module) and torch.isfinite(flat(module)).all()
+        assert not torch.equal(flat(module), before)
+
+
+@pytest.mark.parametrize("nonfinite", ["drop", "rollback"])
+def test_an_update_that_is_not_finite_is_undone_on_all_ranks(nonfinite: str) -> None:
+    run(with_nan, 2, nonfinite)
+
+
+def resumed(rank: int, world: int, stop: int) -> bool:
+    """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
+
+    def part(module: nn.Module, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
+        optimizer = OPTIMIZERS["Adam"](module.parameters())
+        with sidcomp.State("topk", density=0.1) as state:
+            steps = sidcomp.LocalSteps(module, optimizer, state, every=3)
+            if saved is not None:
+                module.load_state_dict(saved["module"])
+                optimizer.load_state_dict(saved["optimizer"])
+                state.load_state_dict(saved["state"])
+                steps.load_state_dict(saved["steps"])
+            for step in range(first, last):
+                module.zero_grad()
+                backward(module, rank, step)
+                steps.step()
+            parts = {"module": module, "optimizer": optimizer, "state": state, "steps": steps}
+            return {name: copy.deepcopy(x.state_dict()) for name, x in parts.items()}
+
+    whole, first, second = network(0), network(0), network(1)
+    part(whole, 0, STEPS, None)
+    part(second, stop, STEPS, part(first, 0, stop, None))
+    return torch.equal(flat(whole), flat(second))
+
+
+@pytest.mark.parametrize("stop", [6, 7])
+def test_resumes_bit_for_bit_also_between_two_exchanges(stop: int) -> None:
+    assert run(resumed, 2, stop) == [True, True]
+
+
+def buffers_follow(rank: int, world: int) -> list[float]:
+    torch.manual_seed(rank)
+    module = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with sidcomp.State("none") as state:
+        steps = sidcomp.LocalSteps(module, optimizer, state, every=2)
+        for step in range(4):
+            module(batch(rank, step)[0]).sum().backward()
+            steps.step()
+    return module[1].running_mean.tolist()
+
+
+def test_buffers_are_rank_0s() -> None:
+    first, second = run(buffers_follow, 2)
+    assert first == second
+
+
+def refusals(rank: int, world: int) -> None:
+    module = network()
+    optimizer = OPTIMIZERS["SGD"](module.parameters())
+    state = sidcomp.State("none")
+
+    def refused(said: str, error: type[Exception], *given: Any, **more: Any) -> None:
+        with pytest.raises(error, match=said):
+            sidcomp.LocalSteps(*given, **more)
+
+    refused("without DDP", sidcomp.SetupError, DistributedDataParallel(module), optimizer, state)
+    for every in (0, 1.5, True):
+        refused("at least 1", sidcomp.ArgumentError, module, optimizer, state, every=every)
+    refused("planned", sidcomp.SetupError, module, optimizer, sidcomp.State("auto"))
+    other = OPTIMIZERS["SGD"](network().parameters())
+    refused("optimizer does not have '0.weight'", sidcomp.SetupError, module, other, state)
+    refused("no parameters", sidcomp.SetupError, nn.ReLU(), optimizer, state)
+    steps = sidcomp.LocalSteps(module, optimizer, state, every=2)
+    refused("serves a model already", sidcomp.SetupError, module, optimizer, state)
+    for saved, said in (
+        ({}, '"steps"'),
+        ({"steps": 3, "points": {}}, "same `every`"),
+        ({"steps": 3, "points": {"0.weight": torch.zeros(2)}}, "parameter"),
+    ):
+        with pytest.raises(sidcomp.CheckpointError, match=said):
+            steps.load_state_dict(saved)
+    state.follow(optimizer)
+    with pytest.raises(sidcomp.SetupError, match=r"follow\(None\)"):
+        steps.average()
+    state.close()
+    with pytest.raises(sidcomp.SetupError, match="closed"):
+        steps.average()
+
+
+def test_what_cannot_work_is_refused() -> None:
+    run(refusals, 1)
