@@ -1,4 +1,8 @@
-"""An all-reduce that sends bf16 and sums in float32: an all-to-all of slices, a sum, an all-gather."""
+"""An all-reduce that sends bf16 and sums in float32: an all-to-all of slices, a sum, an all-gather.
+
+Both exchanges are point-to-point messages: over a link of 100 Mbit/s, Gloo's own all-to-all takes twice as
+long, because its messages do not travel both ways at once, and its all-gather one and a half times.
+"""
 
 import queue
 import threading
@@ -14,7 +18,7 @@ class Bf16Wire:
 
     def __init__(self) -> None:
         self._group = dist.new_group()  # of its own: plain DDP's broadcasts may run at the same time
-        self._world = dist.get_world_size()
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._blocks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._work: queue.SimpleQueue[tuple[int, torch.Tensor, torch.futures.Future[torch.Tensor]] | None]
         self._work = queue.SimpleQueue()
@@ -44,11 +48,22 @@ class Bf16Wire:
             self._blocks[index] = mine, torch.empty_like(mine)
         mine, received = self._blocks[index]
         mine[:n] = gradient
-        dist.all_to_all_single(received, mine, group=self._group)
-        mean = received.view(world, each).sum(0, dtype=torch.float32).div_(world)
-        dist.all_gather(list(mine.view(world, each)), mean.bfloat16(), group=self._group)
+        out, into = mine.view(world, each), received.view(world, each)
+        into[self._rank] = out[self._rank]
+        self._exchange([(p, out[p], into[p]) for p in range(world)])
+        out[self._rank] = into.sum(0, dtype=torch.float32).div_(world)
+        self._exchange([(p, out[self._rank], out[p]) for p in range(world)])
         gradient.copy_(mine[:n])
         mine[n:] = 0
+
+    def _exchange(self, messages: list[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """Of each other rank: what to send to it, and where to put what it sends."""
+        others = [m for m in messages if m[0] != self._rank]
+        works = [dist.irecv(into, group_src=p, group=self._group) for p, _, into in others]
+        works += [dist.isend(out, group_dst=p, group=self._group) for p, out, _ in others]
+        for work in works:
+            assert work is not None
+            work.wait()
 
     def close(self) -> None:
         self._work.put(None)
