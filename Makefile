@@ -189,6 +189,8 @@ bench-codecs: all ## encode and decode of every codec, beside the limit and torc
 	$(PYTHON) -m benchmarks.bench_codec --n 260000 2600000 25600000 $(ARGS)
 bench: all ## the benchmarks, each with its limit and its baseline
 	$(PYTHON) -m benchmarks $(ARGS)
+papers: all ## the five papers' results again, in small: two hours; goes on where it stopped (ARGS="--only cupcake")
+	$(PYTHON) -m benchmarks.papers $(ARGS)
 bench-planner: all ## how long each algorithm plans six models, and what its plan costs (ARGS="--only speed")
 	$(PYTHON) -m benchmarks.bench_planner $(ARGS)
 bench-plan-real: all ## every plan over real links: hours; goes on where it stopped (ARGS="--rates 1gbit --minutes 20")
@@ -232,7 +234,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real sass gpu-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
+.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real papers sass gpu-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 .SECONDARY:
 -include $(wildcard $(DEPS))

@@ -7,6 +7,7 @@ claims in docs/fidelity.md is written anew from the results (claims.py).
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -17,9 +18,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.papers import claims
 from benchmarks.papers.training import FIGURES
 
-ACCURACY = "convergence --task resnet50 --world 2 --seeds 3 --steps 150"
+# MergeComp's table 4: three seeds of two compressors, by layer and merged
+_FLAGS = [
+    f'--flags "--codec {codec} --groups {groups}"'
+    for codec in ("dgc --density 0.01", "efsignsgd")
+    for groups in ("layer", "even:2")
+]
+GROUPED = f"convergence --task resnet50 --seeds 3 {' '.join(_FLAGS)} --save"
 PARTS: dict[str, list[str]] = {
-    "mergecomp": ["mergecomp_cost --runs 5 --save"],
+    "mergecomp": ["mergecomp_cost --runs 5 --save", GROUPED],
     "cupcake": ["cupcake --save"],
     "sidco": ["sidco_speed --save", "sidco_ratio --save", "sidco_ratio --under --save"],
     "redsync": ["redsync_ratio --save", "redsync_selection --save", "redsync_model --save"],
@@ -62,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             progress.update(bar, description=command.split(" --save")[0])
             if command not in done:
                 begun = time.monotonic()
-                module, *arguments = command.split()
+                module, *arguments = shlex.split(command)
                 run = subprocess.run(
                     [sys.executable, "-m", f"benchmarks.papers.{module}", *arguments],
                     capture_output=True, text=True,

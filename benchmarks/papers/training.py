@@ -4,7 +4,7 @@
     python -m benchmarks.papers.training --only mergecomp-scaling --save
 
 Each figure is some cells of the lab (benchmarks/netlab) and a table. Cells that are done are kept in a file:
-stop it, or give it --minutes; called once more, it goes on. --short measures two hosts only, in fewer turns.
+stop it, or give it --minutes; called once more, it goes on. A table has all cells that are kept.
 """
 
 import argparse
@@ -380,10 +380,8 @@ def plot(key: str, figure: Figure, cells: list[Cell], out: Path) -> None:
     plt.close(fig)
 
 
-def wanted(figure: Figure, short: bool) -> tuple[tuple[Place, ...], Turns]:
-    if not short:
-        return figure.places, figure.turns
-    return figure.places[:1], figure.turns._replace(blocks=2)
+def wanted(figure: Figure, short: bool) -> tuple[Place, ...]:
+    return figure.places[:1] if short else figure.places
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -393,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     add = parser.add_argument
     add("--only", default="", help="figures, or the papers that their names begin with, with commas")
-    add("--short", action="store_true", help="only the first place of each figure, in fewer turns")
+    add("--short", action="store_true", help="measure only the first place of each figure")
     add("--minutes", type=float, default=float("inf"), help="start no cell after so many minutes")
     add("--cells", type=Path, default=Path("build/papers.json"), help="kept there (default %(default)s)")
     add("--again", action="store_true", help="measure cells that are there already")
@@ -406,14 +404,13 @@ def main(argv: list[str] | None = None) -> int:
     chosen = {k: f for k, f in FIGURES.items() if not names or any(k.startswith(n) for n in names)}
     if args.list:
         for key, figure in chosen.items():
-            places = "; ".join(map(str, wanted(figure, args.short)[0]))
+            places = "; ".join(map(str, wanted(figure, args.short)))
             print(f"{key}: {figure.paper}. {len(figure.hooks)} hooks; {places}")
         return 0
 
     kept, started = Kept(args.cells), time.monotonic()
     for key, figure in chosen.items():
-        places, turns = wanted(figure, args.short)
-        given = ",".join(figure.hooks)
+        places, turns, given = wanted(figure, args.short), figure.turns, ",".join(figure.hooks)
         for i, place in enumerate(places):
             name = f"{key}: {place}"
             if kept.get(name, given, turns) and not args.again:
@@ -422,7 +419,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{name}: out of time; call it again to go on")
                 continue
             kept.measure(name, f"cell {i + 1} of {len(places)}", partial(one_cell, *place, given, turns))
-        found = [kept.get(f"{key}: {place}", given, turns) for place in places]
+        found = [kept.get(f"{key}: {place}", given, turns) for place in figure.places]
         cells = [cell for cell in found if cell is not None]
         if cells:
             show(key, figure, cells, turns, RESULTS if args.save else None)
