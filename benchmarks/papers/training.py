@@ -260,7 +260,7 @@ FIGURES: dict[str, Figure] = {
         "MergeComp, tables 2 and 3",
         "Two groups are 1.04 to 1.23 times as fast as one, three and four no faster than two; the search is "
         "1.9 to 5.5 % faster than two groups of as many tensors.",
-        (*at(2, "1gbit", "resnet101"), *at(4, "1gbit", "resnet101")),
+        (*at(2, "1gbit", "resnet50", "resnet101"), *at(4, "1gbit", "resnet50")),
         grid(("fp16", "dgc", "efsignsgd"), "model", "even:2", *(f"mergecomp[Y={y}]" for y in (2, 3, 4))),
         partial(by_codec, ("model", "even:2", *(f"mergecomp[Y={y}]" for y in (4, 3, 2))),
                 ("fp16", "dgc", "efsignsgd")),

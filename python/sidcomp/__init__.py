@@ -16,6 +16,7 @@ from sidcomp._core import version as __version__
 from sidcomp.config.presets import names as presets
 from sidcomp.config.registry import Codec, Parameter, codecs, exchanges, memories
 from sidcomp.config.schedule import Schedule
+from sidcomp.config.step_sizes import StepSizes, marsit_step_sizes
 from sidcomp.errors import *  # noqa: F403
 from sidcomp.integrations.optimizer_check import check_optimizer
 from sidcomp.planner.fusion import evaluate, plan
@@ -54,6 +55,7 @@ __all__ = [
     "Schedule",
     "Simulation",
     "State",
+    "StepSizes",
     "__version__",
     "check_optimizer",
     "codecs",
@@ -61,6 +63,7 @@ __all__ = [
     "evaluate",
     "exchanges",
     "hook",
+    "marsit_step_sizes",
     "memories",
     "plan",
     "preset",
