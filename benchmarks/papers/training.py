@@ -21,6 +21,7 @@ from benchmarks.netlab.cells import Cell, Kept, Turns, one_cell
 from benchmarks.netlab.measure import loss_at, medians, sent
 
 Row = dict[str, Any]
+IMAGES = RESULTS.parents[1] / "docs" / "images"
 USUAL = Turns(blocks=3, steps=6, warmup=6, timeout=1800)
 LONG = Turns(blocks=6, steps=31, warmup=6, timeout=2400)  # for a loss over time
 
@@ -396,7 +397,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--cells", type=Path, default=Path("build/papers.json"), help="kept there (default %(default)s)")
     add("--again", action="store_true", help="measure cells that are there already")
     add("--list", action="store_true", help="say what there is, and stop")
-    add("--save", action="store_true", help="write benchmarks/results/papers-FIGURE.{md,json,png}")
+    add("--save", action="store_true", help="write benchmarks/results/papers-FIGURE.{md,json} and a picture")
     args = parser.parse_args(argv)
     names = [n for n in args.only.split(",") if n]
     if unknown := [n for n in names if not any(key.startswith(n) for key in FIGURES)]:
@@ -440,7 +441,7 @@ def show(key: str, figure: Figure, cells: list[Cell], turns: Turns, out: Path | 
     rows = [row for cell in cells for row in figure.rows(cell)]
     report(f"papers-{key}", f"{figure.paper}: {key}", rows, note, out)
     if out is not None:
-        plot(key, figure, cells, out)
+        plot(key, figure, cells, IMAGES)
 
 
 if __name__ == "__main__":
