@@ -136,6 +136,19 @@ def beside(codec: str) -> Callable[[str, Row], str | None]:
     return lambda hook, row: codec + hook[hook.index("[") :] if "[" in hook else None
 
 
+def at_equal_time(rows: list[Row]) -> Found:
+    """SIDCo's loss at the end of its run, and plain DDP's after as many seconds."""
+    ours = [row for row in rows if sidco(row["hook"])]
+    column = next(name for name in ours[0] if name.startswith("loss at "))
+    pairs = [(float(row[column]), float(row["plain DDP's by then"])) for row in ours]
+    lower = sum(a < b for a, b in pairs)
+    text = ", ".join(f"{row['hook'].split('[')[0]} {a:.2f}" for row, (a, _) in zip(ours, pairs, strict=True))
+    return Found(
+        f"{text}, plain DDP {max(b for _, b in pairs):.2f} ({place(ours[0])})",
+        "as large" if lower == len(pairs) else "smaller" if lower else "not here",
+    )
+
+
 def search_times(rows: list[Row]) -> Found:
     printed = [row for row in rows if row["algorithm"] == "cupcake" and row["search"] == "both prunings"]
     printed = [row for row in printed if row["start"] == "none"]
@@ -291,6 +304,12 @@ CLAIMS = [
         "up to 1.9 times as fast as training with DGC",
         "sidco-training",
         hooks_over(sidco, beside("dgc"), 1.9),
+    ),
+    Claim(
+        "SIDCo, figure 10",
+        "at equal time the loss is lower than without compression",
+        "sidco-loss",
+        at_equal_time,
     ),
     Claim(
         "RedSync, figure 3",

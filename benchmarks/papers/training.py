@@ -200,9 +200,10 @@ def losses_over_time(cell: Cell) -> list[Row]:
     took, until = milliseconds(cell), time_to_loss(cell)
     steps = min(len(run["losses"]) for run in cell["result"]["runs"])
     dense = until["dense"]
+    plain = next(run for run in cell["result"]["runs"] if run["name"] == "dense")
     out = []
     for run in cell["result"]["runs"][1:]:
-        seconds = until[run["name"]]
+        seconds, equal = until[run["name"]], round(steps * took[run["name"]] / took["dense"])
         out.append(
             of(cell)
             | {
@@ -210,6 +211,7 @@ def losses_over_time(cell: Cell) -> list[Row]:
                 "ms a step": str(summary(run["ms"])),
                 "speed / plain DDP": f"{took['dense'] / took[run['name']]:.2f}",
                 f"loss at {steps}": f"{loss_at(run, steps):.4f}",
+                "plain DDP's by then": f"{loss_at(plain, min(steps, equal)):.4f}",
                 "seconds to plain DDP's loss": f"{seconds:.1f}" if seconds else "not reached",
                 "times as soon": f"{dense / seconds:.2f}" if seconds and dense else "",
             }
