@@ -47,8 +47,17 @@ class Hook(NamedTuple):
         """Whether a controller measures and chooses during the first steps."""
         return self.kind == "auto" or self.groups in PLANNED
 
-    def attach(self, module: nn.Module) -> "tuple[nn.Module, sidcomp.State | Bf16Wire | None]":
-        """DDP around `module`, and what must be closed, if there is anything."""
+    def _holds_momentum(self, settings: dict[str, Any]) -> bool:
+        own = next((c.memory for c in sidcomp.codecs() if c.name == self.kind), "residual")
+        memory = settings.get("memory", own)
+        parameters = next(m.parameters for m in sidcomp.memories() if m.name == memory)
+        return any(p.name == "momentum" for p in parameters)
+
+    def attach(
+        self, module: nn.Module, momentum: float
+    ) -> "tuple[nn.Module, sidcomp.State | Bf16Wire | None]":
+        """DDP around `module`, and what must be closed, if there is anything. momentum: the optimizer's,
+        which a memory that holds the momentum takes over."""
         cap = 1024 if self.kind == "powersgd" and not self.ours else self.bucket_mb
         # The smallest cap there is still gives each bucket a tensor.
         buckets: dict[str, Any] = {} if cap is None else {"bucket_cap_mb": max(cap, 2**-20)}
@@ -60,6 +69,8 @@ class Hook(NamedTuple):
             if any(p.name == "density" for p in _parameters(self.kind)):
                 settings["density"] = DENSITY
             settings |= dict(self.arguments)
+            if "momentum" not in settings and self._holds_momentum(settings):
+                settings["momentum"] = momentum
             # warmup changes steps, not what they settle at
             state = sidcomp.State(None if self.kind == "default" else self.kind, warmup=0, **settings)
             sidcomp.register(ddp, state)

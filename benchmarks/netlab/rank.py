@@ -52,10 +52,13 @@ class Run:
         self.module: nn.Module = task.model()
         self.hook = None if name == CEILING else hooks.parse(name)
         self.model, self.attached = (
-            (self.module, None) if self.hook is None else self.hook.attach(self.module)
+            (self.module, None) if self.hook is None else self.hook.attach(self.module, task.momentum)
         )
         self.state = self.attached if isinstance(self.attached, sidcomp.State) else None
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=task.lr, momentum=task.momentum)
+        held = self.state is not None and self.state.settings.momentum  # by the State's memory
+        self.optimizer = torch.optim.SGD(
+            self.module.parameters(), lr=task.lr, momentum=0.0 if held else task.momentum
+        )
         self.carry: torch.Tensor | None = None
         self.losses: list[float] = []
         self.milliseconds: list[float] = []
