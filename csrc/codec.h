@@ -29,7 +29,8 @@ enum {
 /* ---- rule: what was sent of acc --------------------------------------------------------------------------------
  * The codec writes it at the end of an encode, and its keep() reads it in the next one. All-zero is valid beside acc == 0.
  *   sparse         acc[i] was sent if key(acc[i]) > key, or if it is equal and i < cut; of SID_KEY_NONE: nothing was sent
- *   SID_FLAG_MEAN  of these, only the elements with the sign of `scale` were sent, each of them as `scale`
+ *   SID_FLAG_MEAN  of these, only the elements with the sign of `scale` were sent, each of them as `scale`; inverse 1:
+ *                  what the mean leaves of them is dropped, 0: it is kept
  *   SID_FLAG_HALF, LOG8, LOG4: how sparse values were rounded; base and step are the levels (bits.h)
  *   linear         body = round(acc * scale), and body * inverse is what was sent; scale 0: nothing was sent */
 typedef struct sid_rule {

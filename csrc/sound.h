@@ -28,7 +28,8 @@ SID_HD int sid_rule_sound(const sid_ruling *r, const sid_rule *rule) {
                (!inverse || (inverse >= r->inverse[0] && inverse <= r->inverse[1]));
     if (rule->key == SID_KEY_NONE) return 1;
     if (rule->key > SID_KEY_INF) return 0;
-    if (rule->flags == SID_FLAG_MEAN) return rule->key && sid_key(rule->scale) < SID_KEY_INF;
+    if (rule->flags == SID_FLAG_MEAN)
+        return rule->key && sid_key(rule->scale) < SID_KEY_INF && (!inverse || rule->inverse == 1.0f);
     if (rule->flags == SID_FLAG_LOG8) return sid_levels_sound(rule->base, rule->step, 8);
     if (rule->flags == SID_FLAG_LOG4) return sid_levels_sound(rule->base, rule->step, 4);
     return !rule->flags || rule->flags == SID_FLAG_HALF;

@@ -5,7 +5,8 @@
  *     binary    the ratio is bisected in [0, 1] until k to 2 k exceed the threshold, or the interval is no longer than
  *               epsilon; all that exceed it are sent, at most 2 k. The threshold serves `interval` steps
  *     quantised of one sign only, positive and negative in turn: max(acc, 0) or max(-acc, 0) stands for |acc|, and only
- *               indices and the mean of the selected travel, which is subtracted from each of them. Every step searches
+ *               indices and the mean of the selected travel. The mean is subtracted from each of them, which keeps what
+ *               it leaves; Algorithm 4 prints (lines 20 to 25) that all of them is cleared. Every step searches
  * What the print has, and what is meant (the text of the same section):
  *   - Algorithm 2 loops while nnz > k, and uses `threshold` before it is set; meant is: while too few exceed it. Its ratio
  *     starts at .8, the text's at .9. From the mean downwards (a ratio below 0) it may never find k; at -1 all of acc is
@@ -35,7 +36,8 @@ static const sid_bound bounds[] = {
     [REDSYNC_AGE] = {0, REDSYNC_LONGEST, 0, 0},
 };
 
-static const char *const method_names[] = {"trimmed", "binary", NULL}, *const switch_names[] = {"off", "on", NULL};
+static const char *const method_names[] = {"trimmed", "binary", NULL}, *const mean_names[] = {"off", "on", "printed",
+                                                                                              NULL};
 static const sid_param params[] = {
     SPARSE_PARAM_ROWS,
     {.name = "method",
@@ -49,13 +51,14 @@ static const sid_param params[] = {
             "for larger groups)."},
     {.name = "quantised",
      .kind = SID_CHOICE,
-     .dflt = 0,
+     .dflt = REDSYNC_VALUES,
      .min = 0,
-     .max = 1,
+     .max = REDSYNC_MEAN_AND_DROP,
      .unit = "",
-     .choices = switch_names,
+     .choices = mean_names,
      .doc = "on: elements of one sign in each step, and one mean instead of their values (section 5.2.3); not for "
-            "output layers."},
+            "output layers. What the mean leaves of an element stays in the memory. printed: it is dropped, as "
+            "Algorithm 4 prints (lines 20 to 25)."},
     {.name = "trim",
      .kind = SID_REAL,
      .dflt = .2,
@@ -92,7 +95,7 @@ typedef struct redsync_work {
 _Static_assert(sizeof(redsync_work) <= SPARSE_OWN, "SPARSE_OWN is too small");
 
 static redsync_work *own(const sid_pass *w) { return sparse_own(w); }
-static int quantised(const sid_plan *p) { return p->codec_param[REDSYNC_QUANTISED] == 1; }
+static int quantised(const sid_plan *p) { return p->codec_param[REDSYNC_QUANTISED] != REDSYNC_VALUES; }
 static int binary(const sid_plan *p) { return p->codec_param[REDSYNC_METHOD] == REDSYNC_BINARY; }
 static int negative(const sid_pass *w) { return quantised(w->plan) && w->state->steps % 2; }
 static uint64_t *statistics(const sid_pass *w) { return redsync_statistics(w->state->codec, negative(w)); }
@@ -120,6 +123,7 @@ static void begin(sid_pass *w) {
     }
     sparse_work *s = sparse_begin(w, o->low);
     if (quantised(w->plan)) s->mean = negative(w) ? -1 : 1;
+    s->drops = w->plan->codec_param[REDSYNC_QUANTISED] == REDSYNC_MEAN_AND_DROP;
     if (binary(w->plan)) s->best = w->plan->cap + 1; /* one more: whether there are too many */
     if (!o->settled) memset(sparse_sums_of(w, 0), 0, sizeof(double) * sid_sums(w->plan->n));
 }

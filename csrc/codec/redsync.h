@@ -19,6 +19,11 @@ enum {
     REDSYNC_TRIMMED,
     REDSYNC_BINARY
 };
+enum { /* of REDSYNC_QUANTISED */
+    REDSYNC_VALUES,
+    REDSYNC_MEAN,
+    REDSYNC_MEAN_AND_DROP
+};
 /* words of state->codec: key and spread for each sign, the threshold in use, and in how many steps it has been */
 enum {
     REDSYNC_LAST,
@@ -44,7 +49,7 @@ static inline redsync_rule redsync_rule_of(const sid_plan *p) {
                             a[REDSYNC_EPSILON],
                             a[REDSYNC_INTERVAL],
                             a[REDSYNC_METHOD] == REDSYNC_BINARY,
-                            a[REDSYNC_QUANTISED] == 1};
+                            a[REDSYNC_QUANTISED] != REDSYNC_VALUES};
     return r;
 }
 

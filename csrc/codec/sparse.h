@@ -60,6 +60,7 @@ typedef struct sparse_work {
     uint32_t last;        /* captured in the last tile */
     uint32_t compacted;   /* 1: candidates were dropped for lack of room, so `low` is not the one asked for */
     int32_t mean;         /* 1, -1: candidates are magnitudes of that sign, and only the mean of those sent travels */
+    uint32_t drops;       /* 1: what the mean leaves of an element is dropped */
     uint64_t best;        /* how many of the largest are never dropped: the capacity, unless a codec wants more */
     uint32_t *tile, *keys;
     uint16_t *idx;

@@ -73,7 +73,9 @@ static void emit(sid_pass *w, uint32_t key, uint64_t ties, uint32_t flags) {
     h->count = sent;
     h->flags = flags | form | (sparse_packed(p) ? (uint32_t)SID_FLAG_PACKED : 0u);
     h->scale = w->stats.threshold;
-    if (mean) rule->scale = h->scale = sent ? (float)mean * mean_of(w, val, sent) : 0.0f;
+    if (!mean) return;
+    rule->scale = h->scale = sent ? (float)mean * mean_of(w, val, sent) : 0.0f;
+    rule->inverse = s->drops && sent ? 1.0f : 0.0f;
 }
 
 void sparse_emit_from(sid_pass *w, uint32_t key, uint32_t flags) { emit(w, key, SPARSE_ALL, flags); }
@@ -86,7 +88,8 @@ void sparse_emit(sid_pass *w, sparse_pick pick, uint64_t take, uint32_t flags) {
 
 static void keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint32_t len, uint32_t key) {
     if (rule->flags & SID_FLAG_MEAN) {
-        p->simd->subtract_from(acc, len, key, rule->scale);
+        const int drops = rule->inverse > 0;
+        (drops ? p->simd->clear_from : p->simd->subtract_from)(acc, len, key, rule->scale);
         return;
     }
     if (!rule->flags) {

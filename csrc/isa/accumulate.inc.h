@@ -139,3 +139,18 @@ static void subtract_from(float *acc, uint32_t n, uint32_t key, float value) {
         acc[i] -= v >> 31 || v < key ? 0.0f : value;
     }
 }
+
+static void clear_from(float *acc, uint32_t n, uint32_t key, float value) {
+    const uint32_t sign = sid_f32_bits(value) & 0x80000000u;
+    const vi flip = (vi){0} + (int32_t)sign, low = (vi){0} + (int32_t)key;
+    uint32_t i = 0;
+    if (key > 0x7fffffffu) return;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf x = load(acc + i);
+        store(acc + i, (vf)(bits(x) & ~((bits(x) ^ flip) >= low)));
+    }
+    for (; i < n; i++) {
+        const uint32_t v = sid_f32_bits(acc[i]) ^ sign;
+        acc[i] = v >> 31 || v < key ? acc[i] : 0.0f;
+    }
+}

@@ -42,6 +42,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .zero_from = zero_from,
     .one_side = one_side,
     .subtract_from = subtract_from,
+    .clear_from = clear_from,
     .sum_abs = sum_abs,
     .tail_sums = tail_sums,
     .sum_squares = sum_squares,

@@ -75,6 +75,7 @@ typedef struct sid_simd {
     void (*one_side)(const float *x, float *y, uint32_t n, int negative);
     /* acc -= value where acc has value's sign and key(acc) >= key > 0. */
     void (*subtract_from)(float *acc, uint32_t n, uint32_t key, float value);
+    void (*clear_from)(float *acc, uint32_t n, uint32_t key, float value); /* of the same elements, acc = 0 */
 
     /* sums.inc.h: sums over a unit */
     float (*sum_abs)(const float *x, uint32_t n);

@@ -71,7 +71,7 @@ uint64_t run_length(const sid_plan *p) {
 
 sid_sparse_needs needs(const sid_plan *p) {
     const uint64_t length = run_length(p);
-    return {0, 1, p->n / length + 1, false};
+    return {0, 1, p->n / length + 1, false, false};
 }
 
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }

@@ -153,7 +153,7 @@ struct gaussian {
     }
 };
 
-const sid_sparse_needs needs = {ROWS, 1, 0, false};
+const sid_sparse_needs needs = {ROWS, 1, 0, false, false};
 
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs); }
 sid_status encode(sid_cuda_encoding &c) {

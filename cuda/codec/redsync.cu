@@ -126,7 +126,10 @@ struct redsync {
 };
 
 bool quantised(const sid_plan *p) { return redsync_rule_of(p).quantised; }
-sid_sparse_needs needs(const sid_plan *p) { return {1, 1, quantised(p) ? p->cap : 0, quantised(p)}; }
+sid_sparse_needs needs(const sid_plan *p) {
+    const bool drops = p->codec_param[REDSYNC_QUANTISED] == REDSYNC_MEAN_AND_DROP;
+    return {1, 1, quantised(p) ? p->cap : 0, quantised(p), drops};
+}
 
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }
 sid_status encode(sid_cuda_encoding &c) {

@@ -406,7 +406,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
 
 sid_sparse_needs needs(const sid_plan *p) {
     const uint32_t limit = sidco_rule_of(p, 0).limit, probes = limit > 2 ? 2 * (limit - 1) : 2;
-    return {OF_PROBES + 2 * probes, AT_PROBES + probes, 0, false};
+    return {OF_PROBES + 2 * probes, AT_PROBES + probes, 0, false, false};
 }
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }
 template <class Codec> sid_status encode(sid_cuda_encoding &c, int squares) {

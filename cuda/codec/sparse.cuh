@@ -82,6 +82,7 @@ sid_status sid_sparse_encode(sid_cuda_encoding &c, const Codec &codec, const sid
     f.cap = p->cap;
     f.room = p->room;
     f.body = sid_body_of(p, needs.mean);
+    f.body.drops = needs.drops;
     f.head = sid_head_of(p, c.step);
     f.draw = sid_draw_of(p, c.step);
     const uint64_t grid = sid_blocks(c.to, pieces ? pieces : 1, SID_FINISH_GRID);

@@ -182,7 +182,10 @@ struct sid_crew : sid_candidates {
         rule.key = s.key;
         rule.flags = b.form;
         rule.cut = s.all ? f.n : f.scratch->cut;
-        if (b.form & SID_FLAG_MEAN) rule.scale = scale = side < 0 && sent ? -mean : mean;
+        if (b.form & SID_FLAG_MEAN) {
+            rule.scale = scale = side < 0 && sent ? -mean : mean;
+            rule.inverse = b.drops && sent ? 1.0f : 0.0f;
+        }
         sid_seal((sid_header *)f.payload, f.head,
                  s.flags | b.form | b.packed | (f.scratch->nonfinite ? (uint32_t)SID_FLAG_NONFINITE : 0u), sent, scale,
                  f.scratch->sum + own.sum);

@@ -30,6 +30,7 @@ struct sid_sparse_needs {
     uint32_t sums, counts; /* of each tile */
     uint64_t extra;        /* floats */
     bool mean;             /* values travel as their mean, and `extra` has room for them */
+    bool drops;            /* what the mean leaves is dropped */
 };
 
 /* Where a sparse body's arrays lie (csrc/wire.h), in bytes from the payload's start. `form`, `packed`: header flags, of the
@@ -40,6 +41,7 @@ struct sid_body {
     uint32_t form, packed;
     uint32_t low;   /* of packed indices: so many bits lie apart from the upper ones */
     uint32_t width; /* of levels: bits; else 0 */
+    bool drops;     /* sid_sparse_needs */
 };
 
 enum {
@@ -82,7 +84,7 @@ __device__ inline float sid_sparse_keep(const sid_rule &rule, const sid_levels &
     const uint32_t sign = rule.flags & SID_FLAG_MEAN ? sid_f32_bits(rule.scale) & 0x80000000u : 0;
     const uint32_t key = rule.flags & SID_FLAG_MEAN ? sid_f32_bits(acc) ^ sign : sid_key(acc);
     if (key >> 31 || key < rule.key || (key == rule.key && i >= rule.cut)) return acc;
-    if (rule.flags & SID_FLAG_MEAN) return acc - rule.scale;
+    if (rule.flags & SID_FLAG_MEAN) return rule.inverse > 0 ? 0.0f : acc - rule.scale;
     if (rule.flags & (SID_FLAG_LOG8 | SID_FLAG_LOG4)) return acc - sid_sent_level(acc, levels);
     return rule.flags & SID_FLAG_HALF ? acc - sid_sent_half(acc) : 0.0f;
 }

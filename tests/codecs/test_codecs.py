@@ -330,6 +330,8 @@ class Trial:
         """What was sent and what is kept are the gradient and what was kept before: plain error feedback."""
         group = self.group
         plain = all(float(group.memory.number(w, 1)) == 1 for w in ("beta", "gamma"))
+        if getattr(group.codec, "drops", False):  # as Algorithm 4 of RedSync prints
+            return False
         return group.feedback and not group.memory.momentum and plain
 
 

@@ -32,8 +32,10 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
         yield c["name"], base
         for p in c["parameters"]:
             for choice in p.get("choices") or []:
-                # 1 / density times what was chosen is unbiased, and no contraction: it takes no residual
-                if choice != p["default"] and (p["name"], choice) != ("scaling", "unbiased"):
+                # 1 / density times what was chosen is unbiased, and no contraction: it takes no residual.
+                # RedSync's quantised form drops a part of the gradient, as printed.
+                others = (("scaling", "unbiased"), ("quantised", "printed"))
+                if choice != p["default"] and (p["name"], choice) not in others:
                     yield c["name"], base | {p["name"]: choice}
 
 

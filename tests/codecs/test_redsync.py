@@ -67,6 +67,22 @@ def test_quantised_by_hand() -> None:
     assert rank.residual()[0].tolist() == [1, -4.5, 5, 0, 0, -0.5, 1, 4.5, 0, 0.5]
 
 
+def test_quantised_as_printed_drops_what_the_mean_leaves() -> None:
+    """The same payloads as above in the first step; then nothing of what was selected is left."""
+    x = np.float32([1, -10, 5, 0, 0, 6, 1, -1, 0, 7])
+    rank = rank_of(10, "residual", density=0.2, quantised="printed")
+    first = rank.encode(Vector(x), Step())
+    assert decoded(rank, first).tolist() == [0, 0, 0, 0, 0, 6.5, 0, 0, 0, 6.5]
+    assert rank.residual()[0].tolist() == [1, -10, 5, 0, 0, 0, 1, -1, 0, 0]
+    second = rank.encode(Vector(np.zeros(10, np.float32)), Step(step=1))
+    assert decoded(rank, second).tolist() == [0, -5.5, 0, 0, 0, 0, 0, -5.5, 0, 0]
+    assert rank.residual()[0].tolist() == [1, 0, 5, 0, 0, 0, 1, 0, 0, 0]
+    none = rank_of(3, "residual", density=1.0, quantised="printed")
+    for step in range(2):  # the second looks for negative elements, of which there are none
+        none.encode(Vector(np.float32([1, 2, 3]) * (1 - step)), Step(step=step))
+        assert not none.residual().any()
+
+
 @pytest.mark.parametrize("density", [0.001, 0.02, 0.3, 1.0])
 @pytest.mark.parametrize("memory", ["none", "residual"])
 def test_trimmed_top_k_is_top_k(density: float, memory: str) -> None:

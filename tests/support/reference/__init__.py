@@ -107,7 +107,7 @@ class Group:
         with np.errstate(all="ignore"):
             self.memory.take(finite(gradient), self.acc, at)
             self.after = self.memory.vec.copy()
-            self.memory.sent(sent.decoded)
+            self.memory.sent(sent.decoded if sent.left is None else sent.left)
         flags = sent.flags | (0 if np.isfinite(gradient).all() else NONFINITE)
         head = HEADER.pack(
             MAGIC, VERSION, self.codec.wire_id, DTYPE_CODE[self.dtype], flags, self.n, sent.count,

@@ -28,9 +28,10 @@ class Sent:
     count: int
     scale: float
     flags: int
-    decoded: Array  # float32, to be subtracted from acc
+    decoded: Array  # float32
     found: int
     stages: int = 0
+    left: Array | None = None  # what is subtracted from acc, if it is not what was decoded
 
 
 @dataclass

@@ -211,7 +211,8 @@ class RedSync(Sparse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.binary, self.mean = self.settings["method"] == "binary", self.settings["quantised"] == "on"
+        self.binary, self.mean = self.settings["method"] == "binary", self.settings["quantised"] != "off"
+        self.drops = self.settings["quantised"] == "printed"
         self.values = "mean" if self.mean else self.values
         self.cap = min(2 * self.k, self.n) if self.binary else self.k
 
@@ -287,7 +288,10 @@ class RedSync(Sparse):
         decoded[index] = mean
         body = sparse_body(self.n, self.cap, index, acc[index], "mean", self.indices)
         scale = float(mean) if len(index) else 0.0
-        return Sent(body, len(index), scale, flags | self.form, decoded, found, stages)
+        left = decoded.copy()
+        if self.drops:  # Algorithm 4, lines 20 to 25: all that was selected
+            left[index] = acc[index]
+        return Sent(body, len(index), scale, flags | self.form, decoded, found, stages, left)
 
     def read(self, payload: bytes) -> Array:
         if not self.mean:
