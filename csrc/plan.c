@@ -117,6 +117,7 @@ const sid_info *sid_plan_codec(const sid_plan *p) { return &p->codec->info; }
 const sid_info *sid_plan_memory(const sid_plan *p) { return &p->memory->info; }
 const char *sid_plan_isa(const sid_plan *p) { return p->simd->name; }
 uint32_t sid_memory_vectors(const sid_plan *p) { return p->memory->vectors; }
+int sid_plan_conserves(const sid_plan *p) { return !p->drops; }
 uint64_t sid_plan_extra(const sid_plan *p) { return sid_round_up(p->extra * sizeof(float), SID_EXTRA_UNIT); }
 _Static_assert(SID_EXTRA_UNIT == 16 * sizeof(float), "as sizes.state rounds");
 

@@ -56,6 +56,7 @@ struct sid_plan {
     uint64_t extra;          /* floats at the end of the state that are the codec's */
     const sid_shape *shapes; /* while the plan is made; then n_shapes sid_matrix follow the plan */
     uint32_t n_shapes;
+    uint32_t drops; /* 1: the codec drops a part of acc that it neither sends nor keeps */
 };
 /* Where a tensor of a group lies, and its share of a shaped codec's body. */
 typedef struct sid_matrix {

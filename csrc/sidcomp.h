@@ -145,6 +145,8 @@ const sid_info *sid_plan_memory(const sid_plan *p);
 const char *sid_plan_isa(const sid_plan *p);
 /* Bytes at the end of a state that are the codec's own, a multiple of SID_EXTRA_UNIT; a checkpoint takes them along. */
 uint64_t sid_plan_extra(const sid_plan *p);
+/* 0 if the codec, with these parameters, drops a part of the gradient that it neither sends nor keeps. */
+int sid_plan_conserves(const sid_plan *p);
 enum {
     SID_EXTRA_UNIT = 64,
     SID_MAX_VECTORS = 4 /* that a memory keeps (sid_memory_vectors) */

@@ -103,6 +103,7 @@ static uint64_t *statistics(const sid_pass *w) { return redsync_statistics(w->st
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
     (void)err;
     sparse_k(p);
+    p->drops = p->codec_param[REDSYNC_QUANTISED] == REDSYNC_MEAN_AND_DROP;
     p->cap = !binary(p) ? p->k : 2 * p->k < p->n ? 2 * p->k : p->n;
     sparse_plan(p, 0, scratch);
     *scratch = sparse_bytes(p) + sizeof(double) * sid_sums(p->n);
@@ -123,7 +124,7 @@ static void begin(sid_pass *w) {
     }
     sparse_work *s = sparse_begin(w, o->low);
     if (quantised(w->plan)) s->mean = negative(w) ? -1 : 1;
-    s->drops = w->plan->codec_param[REDSYNC_QUANTISED] == REDSYNC_MEAN_AND_DROP;
+    s->drops = w->plan->drops;
     if (binary(w->plan)) s->best = w->plan->cap + 1; /* one more: whether there are too many */
     if (!o->settled) memset(sparse_sums_of(w, 0), 0, sizeof(double) * sid_sums(w->plan->n));
 }

@@ -127,8 +127,7 @@ struct redsync {
 
 bool quantised(const sid_plan *p) { return redsync_rule_of(p).quantised; }
 sid_sparse_needs needs(const sid_plan *p) {
-    const bool drops = p->codec_param[REDSYNC_QUANTISED] == REDSYNC_MEAN_AND_DROP;
-    return {1, 1, quantised(p) ? p->cap : 0, quantised(p), drops};
+    return {1, 1, quantised(p) ? p->cap : 0, quantised(p), p->drops != 0};
 }
 
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }

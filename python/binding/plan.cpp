@@ -129,6 +129,7 @@ void bind_plan(py::module_ &m) {
         .def_property_readonly("body_dtype", [](const Plan &p) { return name_of_body(p.sizes.body_dtype); })
         .def_property_readonly("state_bytes", [](const Plan &p) { return p.sizes.state; })
         .def_property_readonly("work_bytes", [](const Plan &p) { return p.sizes.work; })
+        .def_property_readonly("conserves", [](const Plan &p) { return sid_plan_conserves(p.get()) != 0; })
         .def_property_readonly("extra_bytes", [](const Plan &p) { return sid_plan_extra(p.get()); })
         .def_property_readonly("reductions", [](const Plan &p) { return p.sizes.reductions; })
         .def_property_readonly("ranks", [](const Plan &p) { return p.sizes.ranks; })

@@ -345,6 +345,7 @@ class Plan:
     state_bytes: int
     work_bytes: int
     extra_bytes: int  # the codec's own part of the state, after the vectors
+    conserves: bool  # False: the codec drops a part of the gradient that it neither sends nor keeps
     reductions: int  # linear codecs: how many sums over the ranks a step takes; else 1
     ranks: int  # linear codecs: the maximum number of ranks whose bodies can be summed; 0: no limit
     slices: list[tuple[int, int]]  # linear codecs: offset in bytes and elements, for each reduction

@@ -215,7 +215,7 @@ int setting_at(const sid_info *codec, const sid_info *memory, uint32_t i, sid_se
 
 int conserves(const group *g, const sid_config *c) {
     const sid_info *m = sid_plan_memory(g->plan);
-    if (!(m->traits & SID_FEEDBACK) || m->traits & SID_MOMENTUM) return 0;
+    if (!(m->traits & SID_FEEDBACK) || m->traits & SID_MOMENTUM || !sid_plan_conserves(g->plan)) return 0;
     for (uint32_t i = 0; i < c->n_settings; i++)
         for (uint32_t k = 0; k < m->n_params; k++)
             if (!strcmp(m->params[k].name, c->settings[i].name)) return 0; /* other weights than 1 */
