@@ -318,8 +318,8 @@ FIGURES: dict[str, Figure] = {
     ),
     "redsync-scaling": Figure(
         "RedSync, figures 7 to 10",
-        "RGC trains an LSTM 4.28, 4.72 and 4.12 times as fast as the baseline on 2, 4 and 8 nodes; RGC and its "
-        "quantised form train VGG16 1.42 and 1.71 times as fast on 128. ResNet50 gains nothing.",
+        "RGC trains an LSTM 4.28, 4.72 and 4.12 times as fast as the baseline on 2, 4 and 8 nodes; RGC and "
+        "its quantised form train VGG16 1.42 and 1.71 times as fast on 128. ResNet50 gains nothing.",
         (*at(2, "1gbit", "lstm", "cnn", "resnet50"), *at(4, "1gbit", "lstm", "cnn"), *at(8, "1gbit", "lstm")),
         ("dense", "bf16-sum32", RGC, QUANTISED, "redsync:25MB[density=0.001]", "topk[density=0.001]"),
         each_hook,
