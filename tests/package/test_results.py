@@ -13,6 +13,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import compact_json  # noqa: E402
+from benchmarks.papers import claims  # noqa: E402
 
 ROWS = [{"a": 1, "b": [2.5, "x y"]}, {"a": None, "c": {"d": True}}]
 
@@ -37,3 +38,24 @@ def test_what_is_committed_is_compact_and_has_its_table(file: Path) -> None:
     text = file.read_text()
     assert text == compact_json.dumps(json.loads(text))
     assert file.with_suffix(".md").exists() or file.stem == "sass", "sass: docs/cuda-sass.md"
+
+
+def test_the_table_of_claims_is_what_the_results_say() -> None:
+    assert claims.main(["--check"]) == 0, "run python -m benchmarks.papers.claims"
+    for claim in claims.CLAIMS:
+        for field in (claim.paper, claim.says):
+            assert f"| {field} |" in claims.table()
+
+
+@pytest.mark.parametrize(
+    ("ours", "papers", "outcome"),
+    [
+        (2.0, 2.0, "as large"),
+        (1.9, 2.0, "as large"),
+        (1.8, 2.0, "smaller"),
+        (1.01, 2.0, "not here"),
+        (0.5, 2.0, "not here"),
+    ],
+)
+def test_outcomes(ours: float, papers: float, outcome: str) -> None:
+    assert claims.compare(ours, papers) == outcome
