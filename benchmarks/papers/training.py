@@ -254,7 +254,8 @@ FIGURES: dict[str, Figure] = {
         "Layer by layer most of nine compressors scale worse than no compression at all; merged in two "
         "groups they scale up to 3.83 times as well as layer by layer, and up to 2.91 times as well as none.",
         (*at(2, "1gbit", "resnet50"), *at(4, "1gbit", "resnet50"),
-         *at(2, "1gbit", "resnet101", "transformer"), *at(4, "1gbit", "transformer"), *at(2, "10gbit", "resnet50"), *at(8, "1gbit", "resnet50")),
+         *at(2, "1gbit", "resnet101", "transformer"), *at(4, "1gbit", "transformer"),
+         *at(2, "10gbit", "resnet50"), *at(8, "1gbit", "resnet50")),
         grid(NINE, "layer", "mergecomp"),
         partial(by_codec, ("layer", "mergecomp"), NINE),
         partial(says_scaling, "mergecomp", NINE),
