@@ -126,9 +126,7 @@ struct redsync {
 };
 
 bool quantised(const sid_plan *p) { return redsync_rule_of(p).quantised; }
-sid_sparse_needs needs(const sid_plan *p) {
-    return {1, 1, quantised(p) ? p->cap : 0, quantised(p), p->drops != 0};
-}
+sid_sparse_needs needs(const sid_plan *p) { return {1, 1, quantised(p) ? p->cap : 0, quantised(p), p->drops != 0}; }
 
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }
 sid_status encode(sid_cuda_encoding &c) {
