@@ -363,7 +363,7 @@ def with_full_steps(rank: int, world: int) -> tuple[int, list[int], list[int]]:
     each of seven steps sent, and what their elements take in float32."""
     settings = {"codec": "topk", "density": 0.02}
     with Training(rank, groups="pg", **settings) as t:
-        report = t.until_it_rests()
+        report = t.until_it_settles()
     groups = [g["names"] for g in report["groups"]]
     sent = [0]
     with Training(rank, groups=groups, K=3, **settings) as t:
