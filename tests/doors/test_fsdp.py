@@ -34,8 +34,7 @@ def backward(model: nn.Module, rank: int, step: int, scale: float = 1.0) -> floa
 
 
 def flat(module: nn.Module) -> torch.Tensor:
-    """What this rank holds of the parameters. Not full_tensor(): in torch 2.13 it may hang over Gloo, because
-    it waits with the interpreter's lock for a thread that frees a tensor."""
+    """What this rank holds of the parameters."""
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
     return torch.cat([p.detach().flatten() for p in parts])
 

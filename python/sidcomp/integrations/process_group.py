@@ -16,19 +16,21 @@ differs, and a line says so.
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sidcomp import notices
 from sidcomp.config import specification
 from sidcomp.config.grouping import UNITS
-from sidcomp.errors import ArgumentError, SetupError
+from sidcomp.errors import ArgumentError, ParameterError, SetupError
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.state import State
@@ -38,7 +40,7 @@ VARIABLE = "SIDCOMP"
 # Names of the mesh dimensions over which PyTorch, torchtitan and others average gradients.
 REPLICAS = ("replicate", "dp_replicate", "ddp", "dp", "data_parallel")
 
-_SAME = 2  # a list of calls is compressed once so many backward passes had it
+_MEMORY = 16  # passes for which a list of calls is remembered without having come again
 _PATIENCE = 20  # passes without two that are equal, after which a line says that nothing is compressed
 
 
@@ -92,7 +94,7 @@ def _configuration(
     chosen = Configuration(codec, arguments, groups, min_bytes)
     if codec != "off":
         settings = chosen.state().settings  # raises here, not in backward(), what is wrong with it
-        if settings.planned or settings.groups != "bucket":
+        if settings.planned or settings.groups not in ("bucket", "layer"):
             raise ArgumentError(
                 f"the backend {BACKEND!r} encodes each all-reduce for itself, because its caller may wait "
                 f"for it before the next one, so it cannot have groups={settings.groups!r}: name a codec and "
@@ -110,8 +112,8 @@ def _current() -> Configuration:
         codec, arguments = specification.parse(text)
         groups = tuple(str(arguments.pop("only", "")).split("+")) if "only" in arguments else REPLICAS
         return _configuration(codec, groups, _bytes(arguments.pop("min_bytes", "64KB")), arguments)
-    except ArgumentError as e:
-        raise ArgumentError(f"environment variable {VARIABLE}={text!r}: {e}") from e
+    except (ArgumentError, ParameterError) as e:
+        raise type(e)(f"environment variable {VARIABLE}={text!r}: {e}") from e
 
 
 def _bytes(value: Any) -> Any:
@@ -132,32 +134,60 @@ class Call(NamedTuple):
     average: bool
 
 
+class Place(NamedTuple):
+    """Where the tensor of a call was. storage: does not keep it alive."""
+
+    address: int
+    storage: StorageWeakRef
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Place":
+        return cls(tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+
+    @property
+    def freed(self) -> bool:
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is this tensor's storage: that very one, and not another one at the same address."""
+        return self.address == tensor.data_ptr() and not self.freed
+
+
+class Likeness(IntEnum):
+    """How the tensors of a backward pass compare with those of an earlier one that had the same calls."""
+
+    OTHER = 0  # an earlier one still exists somewhere else: the pass is another model's
+    MOVED = 1  # earlier ones have been freed
+    SAME = 2
+
+
 class Program:
     """The all-reduces of one kind of backward pass, in order, and the State that compresses them.
 
-    storages: the addresses of their tensors, if they have always been the same; DDP's buckets stay where they
-    are. Two models with equal sizes are then told apart. An empty tuple: the tensors move, and only order and
-    size identify them.
+    fixed: its tensors stay where they are, as DDP's buckets do, and so tell its passes from those of other
+    models. Otherwise only order and size do. All ranks agree on it.
     """
 
-    def __init__(self, calls: tuple[Call, ...], storages: tuple[int, ...]) -> None:
-        self.calls = calls
-        self.storages = storages
-        self.seen = 1
+    def __init__(self, calls: list[Call], places: list[Place], last: int) -> None:
+        self.calls, self.places = calls, places
+        self.last = last  # the number of the last pass that had these calls, until they have a State
+        self.fixed = False
         self.state: State | None = None
         self.steps = 0
+        self.holds = False  # the engine still holds the tensors of the last pass
 
-    def meet(self, storages: tuple[int, ...]) -> None:
-        self.seen += 1
-        if storages != self.storages:
-            self.storages = ()
+    def likeness(self, places: Sequence[Place]) -> Likeness:
+        each = [
+            Likeness.MOVED if old.freed else Likeness.SAME if old.address == new.address else Likeness.OTHER
+            for old, new in zip(self.places, places, strict=True)
+        ]
+        return min(each)
 
-    def fits(self, index: int, call: Call, storage: int) -> bool:
-        return (
-            index < len(self.calls)
-            and self.calls[index] == call
-            and (not self.storages or self.storages[index] == storage)
-        )
+    def fits(self, index: int, call: Call, tensor: torch.Tensor) -> bool:
+        """Whether this may be its call number `index`. The same on all ranks."""
+        if index >= len(self.calls) or self.calls[index] != call:
+            return False
+        return not self.fixed or self.places[index].holds(tensor)
 
 
 class _Door:
@@ -261,6 +291,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._compresses: bool | None = None  # not known before the group has its name
         self._told: set[str] = set()
         self._active: Program | None = None  # what the backward pass in progress has been so far
+        self._stopped = False  # the pass in progress is no longer the active program's
         self._clear()
         self._task = -1  # autograd's number of the backward pass in progress
         self._passes = 0  # backward passes that were watched in vain
@@ -351,15 +382,17 @@ class ProcessGroup(dist.ProcessGroup):
             self._end()  # a backward pass that failed has not said that it ended
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        index, storage = len(self._calls), tensor.data_ptr()
-        self._calls.append(call)
-        self._storages.append(storage)
+        index = len(self._calls)
         if index == 0:
-            self._active = self._choose(call, storage)
+            self._let_go(wait=True)
+            self._active = self._choose(call, tensor)
         program = self._active
+        fits = program is not None and program.fits(index, call, tensor)
+        self._calls.append(call)
+        self._places.append(Place.of(tensor))
         if program is None:
             return None
-        if not program.fits(index, call, storage):
+        if not fits:
             self._stop(f"call {index} of a backward pass is {_describe(call)}, not the one of earlier passes")
             return None
         assert program.state is not None
@@ -374,6 +407,7 @@ class ProcessGroup(dist.ProcessGroup):
             flat = tensor.detach().view(-1)
             if not call.average:
                 flat.mul_(self.size())  # the engine averages
+            program.holds = True
             future = engine.ready(index, flat)
         except Exception as e:
             engine.report(e)
@@ -387,58 +421,87 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _clear(self) -> None:
         self._calls: list[Call] = []
-        self._storages: list[int] = []
+        self._places: list[Place] = []
         self._active = None
 
-    def _choose(self, call: Call, storage: int) -> Program | None:
-        """Returns the only known program that begins with this call."""
-        found = [p for p in self.programs if p.state is not None and p.fits(0, call, storage)]
-        if len(found) > 1:
+    def _choose(self, call: Call, tensor: torch.Tensor) -> Program | None:
+        """Returns the only known program that begins with this call. All ranks must choose the same one, so
+        nothing counts here that is not the same on all, such as whether a tensor has been freed already."""
+        found = [p for p in self.programs if p.fits(0, call, tensor)]
+        possible = [p for p in found if p.fixed] or found
+        if len(possible) > 1 and any(p.state is not None for p in possible):
             self._say(
                 "ambiguous",
-                "cannot tell which of several backward passes with equal sizes has begun, and sends it "
-                "uncompressed: give each model a process group of its own",
+                "cannot tell which of several backward passes has begun, and sends it uncompressed: give "
+                "each model a process group of its own",
             )
-        return found[0] if len(found) == 1 else None
+        return possible[0] if len(possible) == 1 and possible[0].state is not None else None
+
+    def _let_go(self, wait: bool = False) -> None:
+        """Drops the tensors of the last pass, which tell by being freed that their calls have others now."""
+        for p in self.programs:
+            if p.state is not None and p.holds:
+                engine = p.state._engine
+                if wait:
+                    engine.quiet()
+                if engine.current.over and not (engine.on_device and not wait):
+                    engine.let_go()
+                    p.holds = False
 
     def _stop(self, why: str) -> None:
         """Ends the use of the active program in this backward pass."""
         program, self._active = self._active, None
         assert program is not None and program.state is not None
         program.state._engine.end_early()
+        self._stopped = True
         self._say("different", f"sends the rest of a backward pass uncompressed: {why}")
 
     def _end(self) -> None:
         """A backward pass has ended."""
-        calls, storages = tuple(self._calls), tuple(self._storages)
-        program = self._active
-        if program is not None and len(calls) < len(program.calls):
-            self._stop(f"it had {len(calls)} all-reduces, earlier passes had {len(program.calls)}")
+        program, stopped = self._active, self._stopped
+        if program is not None and len(self._calls) < len(program.calls):
+            self._stop(f"it had {len(self._calls)} all-reduces, and earlier passes had {len(program.calls)}")
         elif program is not None:
             program.steps += 1
-        elif calls:
-            self._learn(calls, storages)
+        elif self._calls and not stopped:
+            self._learn()
+        self._stopped = False
         self._clear()
+        self._let_go()
         self._task = -1
 
-    def _learn(self, calls: tuple[Call, ...], storages: tuple[int, ...]) -> None:
-        same = [p for p in self.programs if p.calls == calls]
-        known = next((p for p in same if p.state is None or p.storages == storages), None)
-        if known is None:
-            self.programs.append(Program(calls, storages))
-        elif known.state is None:
-            known.meet(storages)
-            if known.seen >= _SAME:
-                known.state = self.configuration.state(self)
-                known.state._attach(_Door(self, known, known.state._engine), {})
-                return
+    def _learn(self) -> None:
+        """Compares a pass that no known program fits with earlier ones. All ranks are here, and agree."""
+        if self._passes >= _PATIENCE and not any(p.state for p in self.programs):
+            return  # it has said that it gives up
         self._passes += 1
+        self.programs = [p for p in self.programs if p.state or p.last > self._passes - _MEMORY]
+        alike = [p for p in self.programs if p.state is None and p.calls == self._calls]
+        likeness = self._agreed([p.likeness(self._places) for p in alike], self._calls[0].device)
+        best = max(likeness, default=Likeness.OTHER)
+        if best is Likeness.OTHER:
+            self.programs.append(Program(self._calls, self._places, self._passes))
+        else:
+            found = alike[likeness.index(best)]
+            found.places, found.fixed = self._places, best is Likeness.SAME
+            found.state = self.configuration.state(self)
+            found.state._attach(_Door(self, found, found.state._engine), {})
         if self._passes == _PATIENCE and not any(p.state for p in self.programs):
             self._say(
                 "nothing",
                 f"has compressed nothing in {_PATIENCE} backward passes, because no two of them had the same "
-                "all-reduces: sidcomp.register or sidcomp.fsdp.compress know the model",
+                "all-reduces, and gives up: sidcomp.register or sidcomp.fsdp.compress know the model",
             )
+
+    def _agreed(self, mine: list[Likeness], device: torch.device) -> list[Likeness]:
+        """The least that any rank says. One rank may have freed a tensor that another one still has."""
+        if not mine:
+            return []
+        least = torch.tensor(mine, dtype=torch.int32, device=device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+        self.inner.allreduce([least], options).wait()
+        return [Likeness(x) for x in least.tolist()]
 
     # ---- what it says
     # ------------------------------------------------------------------------------------------------
@@ -463,6 +526,30 @@ class ProcessGroup(dist.ProcessGroup):
             f"{groups[0].plan.codec}: {sent / 1e6:.2f} MB, 1/{dense / sent:.0f} of it. All else passes "
             f"untouched to {self.inner_config}.",
         )
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def call(self: ProcessGroup, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **named)
+
+    call.__name__ = name
+    call.__doc__ = "Passes the call to the inner group."
+    return call
+
+
+# torch's own versions of these would reach the inner backends too. But for a process group written in Python
+# they hold the interpreter's lock while Gloo waits for a thread that may need it, and hang (torch 2.13).
+_PASSED_ON = (
+    "_allgather_base", "_end_coalescing", "_reduce_scatter_base", "_start_coalescing", "all_gather_single",
+    "all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier",
+    "broadcast", "gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter",
+    "send",
+)  # fmt: skip
+for _name in _PASSED_ON:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(ProcessGroup, _name, _passed_on(_name))
 
 
 def _describe(call: Call) -> str:
