@@ -22,7 +22,7 @@ from sidcomp.config.grouping import shorten
 from sidcomp.errors import SetupError, UnsupportedError
 from sidcomp.integrations.ddp import roles
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.engine import Engine, Model
+from sidcomp.runtime.engine import Model
 from sidcomp.state import State
 
 try:
@@ -48,8 +48,8 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
     replicas    the ranks that hold the same shard, for a model on a mesh of one dimension. Their parameters
                 must be equal; this call does not copy them
 
-    Every rank calls it at the same point, before the first backward pass: the ranks wait for each other. The
-    first backward pass is averaged uncompressed, because the order of the parameter groups is not known yet.
+    Every rank calls it at the same point, before the first backward pass: the ranks wait for each other. In
+    the first backward pass nothing overlaps, because the order of the parameter groups is not known yet.
     Gradients are complete when backward() returns. What accumulates gradients works: several backward passes,
     `set_requires_gradient_sync`, `set_requires_all_reduce`, `set_is_last_backward`; so do CPU offload and
     mixed precision with float32 or bfloat16 as reduce_dtype.
@@ -78,7 +78,7 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
         unit.check(group, given=replicas is not None)
     if state._door is not None and state._door.open:
         raise SetupError("this State serves a model already: give every model a State of its own")
-    door = _Door(module, units, group, state._engine)
+    door = _Door(module, units, group, state)
     state._attach(door, roles(module))
     state._engine.connect(door.model, units[0].device, "sidcomp.fsdp.compress()")
     for index, unit in enumerate(units):
@@ -215,17 +215,19 @@ class _Arrival:
 
     def __init__(self, unit: _Unit, buffer: torch.Tensor, kept: list[torch.Tensor | None]) -> None:
         self.unit, self.buffer, self.kept = unit, buffer, kept
+        self.averaged = True  # False: it is only collected, for a later pass
         self.future: torch.futures.Future[torch.Tensor] | None = None
 
 
 class _Door:
-    """Hands the results of FSDP's reduce-scatters to the engine. It does not keep the model alive."""
+    """Hands the results of FSDP's reduce-scatters to the engine. The model keeps it alive, and with it the
+    State; it does not keep the model alive."""
 
     def __init__(
-        self, module: torch.nn.Module, units: list[_Unit], group: dist.ProcessGroup, engine: Engine
+        self, module: torch.nn.Module, units: list[_Unit], group: dist.ProcessGroup, state: State
     ) -> None:
         self._module = weakref.ref(module)
-        self.units, self.group, self.engine = units, group, engine
+        self.units, self.state, self.engine = units, state, state._engine
         self.model = Model(
             group,
             {name: shape for u in units for name, shape in zip(u.names, u.shapes, strict=True)},
@@ -266,47 +268,52 @@ class _Door:
                 self._error = e
 
     def _take(self, index: int, buffer: torch.Tensor) -> None:
+        self.state._open()
         unit = self.units[index]
         unit.check_step(buffer)
         if self.engine.tuner is None:  # which records with such hooks when a gradient is there
             unit.refuse_hooks()
-        if not unit.group.all_reduce_grads:  # set_requires_all_reduce(False): only collect
+        mine = self._arrived[index] = _Arrival(unit, buffer, unit.set_grads_aside())
+        if not unit.group.all_reduce_grads:  # set_requires_all_reduce(False)
             unit.partial = buffer.clone() if unit.partial is None else unit.partial.add_(buffer)
             buffer.zero_()
-            self._arrived[index] = _Arrival(unit, buffer, unit.set_grads_aside())
+            mine.averaged = False
             return
         if unit.partial is not None:
             buffer.add_(unit.partial)
             unit.partial = None
-        mine = self._arrived[index] = _Arrival(unit, buffer, unit.set_grads_aside())
-        if not self._index:
-            buffer.div_(self.group.size())
-            dist.all_reduce(buffer, group=self.group)
-        elif index not in self._index:
+        if not self._formed:
+            return  # `_finish` makes the groups, when all parameter groups are known
+        if index not in self._index:
             raise UnsupportedError(
                 f"{unit.label()} had no gradient in the first backward pass and has one now: freeze what is "
                 "not used, and call fsdp.compress with a new State when that changes"
             )
-        else:
-            mine.future = self.engine.ready(self._index[index], buffer)
+        mine.future = self.engine.ready(self._index[index], buffer)
+
+    @property
+    def _formed(self) -> bool:
+        return self.engine.layout is not None
 
     def _finish(self) -> None:
         """The end of the backward pass: waits, on the CPU here and on a GPU in its stream."""
         arrived, error = self._arrived, self._error
         self._arrived, self._error = {}, None
-        sent = [i for i, a in arrived.items() if a.future is not None]
+        averaged = {i: a for i, a in arrived.items() if a.averaged}
         try:
             if error is not None:
                 raise error
-            if sent and len(sent) < len(self._index):
-                missing = [self.units[i].label() for i in self._index if i not in arrived]
+            if averaged and not self._formed:
+                self._form(averaged)
+            if averaged and len(averaged) < len(self._index):
+                missing = [self.units[i].label() for i in self._index if i not in averaged]
                 raise UnsupportedError(
                     f"{missing[0]} had a gradient in the first backward pass and has none now: freeze what "
                     "is not used, and call fsdp.compress with a new State when that changes"
                 )
-            for a in arrived.values():
-                if a.future is not None:
-                    a.future.wait()
+            for a in averaged.values():
+                assert a.future is not None
+                a.future.wait()
         except Exception as e:
             self.engine.report(e)
             self.engine.abandon(e)
@@ -314,13 +321,14 @@ class _Door:
         with torch.no_grad():
             for a in arrived.values():
                 a.unit.complete(a.buffer, a.kept)
-        if not self._index and all(a.unit.group.all_reduce_grads for a in arrived.values()):
-            self._form(arrived)
 
     def _form(self, arrived: dict[int, _Arrival]) -> None:
+        """Makes the groups in the order in which gradients came, and sends them."""
         buckets = [
             Bucket(a.unit.names, a.unit.shapes, a.buffer, [p.sharded_param for p in a.unit.parameters])
             for a in arrived.values()
         ]
         self.engine.form(self.model, buckets)
         self._index = {i: bucket for bucket, i in enumerate(arrived)}
+        for i, a in arrived.items():
+            a.future = self.engine.ready(self._index[i], a.buffer)
