@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp.autotune.controller import Controller
 from sidcomp.config.grouping import shorten
 from sidcomp.errors import SetupError, UnsupportedError
+from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.checkpoint_reader import without_wrapper
 from sidcomp.runtime.engine import UNFINISHED, Engine, Model
 from sidcomp.runtime.group import Group
 from sidcomp.state import State
@@ -204,7 +206,7 @@ def refuse_join(ddp: DistributedDataParallel, groups: Sequence[Group]) -> None:
 def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """The parameters that DDP reduces, by name; shared ones occur once, under their first name."""
     return {
-        name: p
+        without_wrapper(name): p
         for name, p in ddp.module.named_parameters()
         if p.requires_grad and name not in ddp.parameters_to_ignore
     }
@@ -212,7 +214,7 @@ def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
 
 def roles(module: torch.nn.Module) -> dict[str, frozenset[str]]:
     """The names of the parameters that are embeddings, and of those of the last layer that has a matrix."""
-    names = {id(p): name for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(module)}
     tables, last = [], []
     for m in module.modules():
         own = list(m.parameters(recurse=False))
@@ -250,7 +252,7 @@ class DDPDoor:
         self.model = Model(
             ddp.process_group,
             {name: tuple(p.shape) for name, p in reduced.items()},
-            {id(p): name for name, p in ddp.module.named_parameters()},
+            {id(p): name for name, p in named_parameters(ddp.module)},
         )
         self.expected = frozenset(map(id, reduced.values()))  # ids of the parameters that DDP reduces
         self.device = list(reduced.values())[-1].device if reduced else torch.device("cpu")
