@@ -27,9 +27,17 @@ _PYTHON_REDUCER = (
     "torch.compile's python reducer does not work with communication hooks: set "
     'torch._dynamo.config.optimize_ddp to True or "ddp_optimizer", or to False'
 )
+_FSDP = (
+    "FullyShardedDataParallel hands a hook single tensors, not buckets, and ignores futures: use "
+    "DistributedDataParallel"
+)
 
 
-def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def hook(
+    state: State,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    *more: torch.Tensor,
+) -> torch.futures.Future[torch.Tensor]:
     """The communication hook: `ddp.register_comm_hook(state, sidcomp.hook)`.
 
     Returns a future whose value is `bucket.buffer()`, flat, in the dtype and on the device of the gradients;
@@ -37,8 +45,11 @@ def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
     would leave DDP's reducer unusable. Instead the future fails, `backward()` raises a RuntimeError with the
     text, and the exception itself is in `state.error` and in the log "sidcomp".
 
-    It raises only with torch.compile's python reducer, which ignores futures: UnsupportedError.
+    It raises only with torch.compile's python reducer and FullyShardedDataParallel, which ignore futures:
+    UnsupportedError. more: what FullyShardedDataParallel passes.
     """
+    if more or isinstance(bucket, torch.Tensor):
+        raise UnsupportedError(_FSDP)
     if not hasattr(bucket, "buffer"):  # the python reducer passes a tuple, and ignores what a hook returns
         raise UnsupportedError(_PYTHON_REDUCER)
     if not isinstance(state, State):
@@ -65,6 +76,7 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
     Raises SetupError or UnsupportedError, which say what to change, and ExchangeError, which names the ranks
     that have ended or did not call it in time.
     """
+    ddp = getattr(ddp, "_orig_mod", ddp)  # torch.compile's wrapper around DDP
     if not isinstance(ddp, DistributedDataParallel):
         raise SetupError(f"register needs a DistributedDataParallel model, not a {type(ddp).__name__}")
     refuse(ddp)
@@ -175,6 +187,10 @@ def refuse(ddp: DistributedDataParallel) -> None:
         if p.is_complex():
             raise UnsupportedError(
                 f"parameter {name!r} is complex: keep its real and imaginary parts as two real ones"
+            )
+        if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):  # importing it takes half a second
+            raise UnsupportedError(
+                f"parameter {name!r} is a DTensor, which DDP does not reduce: give DDP plain tensors"
             )
         if hasattr(p, "_in_backward_optimizers"):
             raise UnsupportedError(
