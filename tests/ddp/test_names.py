@@ -95,10 +95,10 @@ def frozen(rank: int, world: int) -> dict[str, Any]:
         steps(rank, module, state, 0, 4)
         saved = state.state_dict()
 
-    def resumed(names: set[str], given: Any, strict: bool) -> dict[str, Any]:
+    def resumed(names: set[str], given: Any, strict: bool, groups: str = "model") -> dict[str, Any]:
         for n, p in module.named_parameters():
             p.requires_grad_(n in names)
-        with sidcomp.State("topk", density=0.1, groups="model") as state:
+        with sidcomp.State("topk", density=0.1, groups=groups) as state:
             ddp = DistributedDataParallel(module)
             sidcomp.register(ddp, state)
             state.load_state_dict(given, strict=strict)
@@ -113,6 +113,7 @@ def frozen(rank: int, world: int) -> dict[str, Any]:
     part = resumed({"2.weight", "2.bias"}, saved, False)
     out["kept"] = {n: torch.equal(r, saved["residuals"][n]) for n, r in part["before"].items()}
     out["frozen"] = set(part["after"]["residuals"])
+    out["planned"] = set(resumed({"2.weight", "2.bias"}, saved, False, "auto")["after"]["residuals"])
     released = resumed(NAMES, part["after"], False)
     out["again"] = set(released["before"]), set(released["after"]["residuals"])
     other = {**saved, "layout": [{**g, "shapes": [[5], *g["shapes"][1:]]} for g in saved["layout"]]}
@@ -134,7 +135,7 @@ def test_parameters_may_be_frozen_or_released_if_asked_for() -> None:
     for r in run(frozen, 2):
         assert "the model lacks 0.weight" in r["strict"] or "the model lacks 0." in r["strict"]
         assert r["kept"] == {"2.weight": True, "2.bias": True}
-        assert r["frozen"] == {"2.weight", "2.bias"}
+        assert r["frozen"] == r["planned"] == {"2.weight", "2.bias"}
         assert r["again"] == ({"2.weight", "2.bias"}, NAMES)
         assert any("strict=False: dropped" in line for line in r["log"])
         assert any("from zero" in line for line in r["log"])

@@ -73,6 +73,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     class Watcher(transformers.TrainerCallback):
         def __init__(self, compression: Compression) -> None:
             self.compression, self.seen, self.first = compression, {}, -1
+            self.followed: Any = None
             self.logs: list[dict[str, Any]] = []
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -81,6 +82,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
 
         def on_epoch_end(self, *_: Any, model: Any, **__: Any) -> None:
             self.seen = snapshot(model, self.compression.state.state_dict())
+            self.followed = self.compression.state._engine.rates.optimizer
 
         def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
             self.logs.append(dict(logs))
@@ -114,6 +116,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     compression = Compression(**ARGUMENTS)
     trainer, watcher = train(compression, "whole")
     out["whole"], out["closed"], out["logs"] = watcher.seen, compression.state is None, watcher.logs
+    out["followed"] = isinstance(watcher.followed, torch.optim.SGD)
     out["history"] = trainer.state.log_history
     try:
         trainer.train()
@@ -136,7 +139,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_it_trains_the_bits_of_a_plain_loop(results: list[dict[str, Any]]) -> None:
     for r in results:
         same(r["whole"], r["plain"])
-        assert r["closed"]
+        assert r["followed"] and r["closed"]
 
 
 def test_a_resumed_run_has_the_same_bits(results: list[dict[str, Any]]) -> None:

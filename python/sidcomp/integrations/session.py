@@ -41,8 +41,8 @@ class Session:
                 "to it"
             )
         self._codec, self._arguments = codec, arguments
-        if not isinstance(codec, State):
-            State(codec, **arguments)  # a wrong argument is an error here, not in the first step
+        # made here, so that a wrong argument is an error before the run begins
+        self._next: State | None = codec if isinstance(codec, State) else State(codec, **arguments)
         self.state: State | None = None
         self._began = 0  # the State's number of steps at the start
         self._seen = False  # gradients have arrived
@@ -55,7 +55,9 @@ class Session:
     def start(self, ddp: DistributedDataParallel) -> State:
         """Registers with `ddp`. Every rank calls it at the same point."""
         self.close()
-        state = self._codec if isinstance(self._codec, State) else State(self._codec, **self._arguments)
+        state, self._next = self._next, None
+        if state is None:
+            state = self._codec if isinstance(self._codec, State) else State(self._codec, **self._arguments)
         register(ddp, state)
         self.state = state
         self._seen = False
