@@ -3,7 +3,6 @@
 model, optimizer, loader = prepare(accelerator, state, model, optimizer, loader)
 """
 
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ except ModuleNotFoundError as missing:
 
 from torch.nn.parallel import DistributedDataParallel
 
+from sidcomp import notices
 from sidcomp.errors import SetupError
 from sidcomp.integrations import rank_states
 from sidcomp.integrations.ddp import register
@@ -52,10 +52,7 @@ def prepare(accelerator: Accelerator, state: State, *objects: Any) -> Any:
     if not models:
         kind = accelerator.distributed_type.value
         if accelerator.num_processes == 1:
-            warnings.warn(
-                "sidcomp: Accelerate runs one process, so there is nothing to exchange or to compress",
-                stacklevel=2,
-            )
+            notices.warn("Accelerate runs one process, so there is nothing to exchange or to compress")
             return prepared
         raise SetupError(
             f"accelerator.prepare made no DDP model (distributed_type is {kind!r}), and sidcomp compresses "
@@ -73,10 +70,10 @@ def prepare(accelerator: Accelerator, state: State, *objects: Any) -> Any:
     if len(optimizers) == 1:
         state.follow(plain(optimizers[0]), accelerator.scaler)
     elif optimizers:
-        warnings.warn(
-            f"sidcomp: there are {len(optimizers)} optimizers among the objects, and a State follows one: "
-            "call state.follow(optimizer.optimizer, accelerator.scaler)",
-            stacklevel=2,
+        notices.warn(
+            f"there are {len(optimizers)} optimizers among the objects, and a State follows one: call "
+            "state.follow(optimizer.optimizer, accelerator.scaler)",
+            accelerator.process_index,
         )
     run = rank_states.agree_on_run(state)
 

@@ -3,7 +3,6 @@
 trainer = lightning.Trainer(strategy="ddp", callbacks=[Compression("topk", density=0.05)])
 """
 
-import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ except ModuleNotFoundError:
             "sidcomp.integrations.lightning needs Lightning: pip install lightning", name="lightning"
         ) from missing
 
+from sidcomp import notices
 from sidcomp.errors import CheckpointError, SetupError
 from sidcomp.integrations import rank_states
 from sidcomp.integrations.session import Session, ddp_of
@@ -81,10 +81,8 @@ class Compression(Callback):  # type: ignore[misc]
         if ddp is None:
             strategy = type(trainer.strategy).__name__
             if trainer.world_size == 1:
-                warnings.warn(
-                    f"sidcomp: one process trains with {strategy}, so there is nothing to exchange or to "
-                    "compress",
-                    stacklevel=2,
+                notices.warn(
+                    f"one process trains with {strategy}, so there is nothing to exchange or to compress"
                 )
                 return
             raise SetupError(
@@ -133,10 +131,11 @@ class Compression(Callback):  # type: ignore[misc]
             return
         saved = self.state.state_dict() if self.state is not None else self._final
         if self._failed or saved is None:  # after an error the other ranks may not be here
-            warnings.warn(
-                "sidcomp: the checkpoint has no residuals, because it is saved after an error or before a "
-                "call of fit(): a run that is resumed from it starts with empty ones",
-                stacklevel=2,
+            notices.warn(
+                "the checkpoint has no residuals, because it is saved after an error or before a call of "
+                "fit(): a run that is resumed from it starts with empty ones",
+                trainer.global_rank,
+                raises=False,
             )
             return
         assert dist.group.WORLD is not None
@@ -150,10 +149,10 @@ class Compression(Callback):  # type: ignore[misc]
             return
         saved = checkpoint.get(_KEY)
         if saved is None:
-            warnings.warn(
-                "sidcomp: the checkpoint has no residuals: it was saved without Compression, or after an "
-                "error; they start from zero",
-                stacklevel=2,
+            notices.warn(
+                "the checkpoint has no residuals: it was saved without Compression, or after an error; they "
+                "start from zero",
+                trainer.global_rank,
             )
             return
         states = saved.get("states") if isinstance(saved, dict) else None

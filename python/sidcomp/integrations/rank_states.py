@@ -8,7 +8,6 @@ of different runs or steps, and all of them learn that a rank's state is missing
 import io
 import os
 import secrets
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidcomp import notices
 from sidcomp.errors import CheckpointError, SetupError
 from sidcomp.state import State
 
@@ -72,9 +72,7 @@ def read(folder: str | Path, state: State, model: int = 0) -> bool:
     dist.all_gather_object(told, (problem, origins), group)
     problems = [p for p, _ in told if p]
     if problems and not any(o for _, o in told) and all("there is no" in p for p in problems):
-        warnings.warn(
-            f"sidcomp: there are no states in {folder}: the residuals start from zero", stacklevel=3
-        )
+        notices.warn(f"there are no states in {folder}: the residuals start from zero", rank)
         return False
     if problems:
         raise CheckpointError(problems[0])

@@ -1,11 +1,12 @@
 """What the callbacks of the frameworks share: one State in one run of a framework's training loop."""
 
-import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from sidcomp import notices
 from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.integrations.ddp import register
 from sidcomp.state import State
@@ -76,11 +77,11 @@ class Session:
         if len(optimizers) == 1:
             self.state.follow(plain(optimizers[0]), scaler)
         elif optimizers:
-            warnings.warn(
-                f"sidcomp: there are {len(optimizers)} optimizers, and a State follows one: the residuals "
-                "follow neither the learning rate nor the loss scale; call state.follow(optimizer, scaler) "
-                "with the one that steps on most of the parameters",
-                stacklevel=3,
+            notices.warn(
+                f"there are {len(optimizers)} optimizers, and a State follows one: the residuals follow "
+                "neither the learning rate nor the loss scale; call state.follow(optimizer, scaler) with the "
+                "one that steps on most of the parameters",
+                dist.get_rank(),
             )
 
     def check(self) -> None:

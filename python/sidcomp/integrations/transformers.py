@@ -4,7 +4,6 @@ trainer = transformers.Trainer(model, arguments, callbacks=[Compression("topk", 
 """
 
 import gc
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ except ModuleNotFoundError as missing:
         name="transformers",
     ) from missing
 
+from sidcomp import notices
 from sidcomp.errors import SetupError
 from sidcomp.integrations import rank_states
 from sidcomp.integrations.session import Session, ddp_of
@@ -70,10 +70,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
         if ddp is None:
             kind = type(trainer.model_wrapped).__name__
             if args.world_size == 1 and args.n_gpu <= 1:
-                warnings.warn(
-                    "sidcomp: the Trainer runs one process, so there is nothing to exchange or to compress",
-                    stacklevel=2,
-                )
+                notices.warn("the Trainer runs one process, so there is nothing to exchange or to compress")
                 return
             raise SetupError(
                 f"the Trainer trains a {kind}, and sidcomp compresses the gradients of DDP: start one "
