@@ -42,8 +42,9 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.plugins.precision import MixedPrecision
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
     from sidcomp.integrations.lightning import Compression
+    from torch.distributed.fsdp import fully_shard
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -73,7 +74,13 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
             self.seen = snapshot(module, state.state_dict())
             self.scaler = state._engine.watch.scaler
 
-    def fit(compression: Compression, name: str, ckpt: str | None = None, **more: Any) -> tuple[Any, Watcher]:
+    def fit(
+        compression: Compression,
+        name: str,
+        module: type[Module] = Module,
+        ckpt: str | None = None,
+        **more: Any,
+    ) -> tuple[Any, Watcher]:
         watcher = Watcher(compression)
         keep = ModelCheckpoint(Path(room) / name, "{epoch}", every_n_epochs=1, save_top_k=-1)
         given: dict[str, Any] = {"strategy": "ddp", "max_epochs": EPOCHS, **more}
@@ -88,7 +95,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
             use_distributed_sampler=False,
             **given,
         )
-        trainer.fit(Module(), batches(rank, world), ckpt_path=ckpt)
+        trainer.fit(module(), batches(rank, world), ckpt_path=ckpt)
         return trainer, watcher
 
     def error(make: Callable[[], Any]) -> str:
@@ -106,7 +113,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     kept = torch.load(Path(room) / "after.ckpt", weights_only=True)["sidcomp"]["states"]
     out["kept"] = [s["rank"] for s in kept], kept[rank]["step"]
 
-    _, watcher = fit(Compression(**ARGUMENTS), "resumed", str(Path(room) / "whole" / "epoch=0.ckpt"))
+    _, watcher = fit(Compression(**ARGUMENTS), "resumed", ckpt=str(Path(room) / "whole" / "epoch=0.ckpt"))
     out["resumed"], out["first"] = watcher.seen, watcher.first["step"]
 
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -114,13 +121,9 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     _, watcher = fit(Compression(sidcomp.State(**ARGUMENTS)), "scaled", plugins=[plugin], max_epochs=1)
     out["scaler"] = watcher.scaler is scaler
 
-    class Bare(DDPStrategy):
-        """A strategy that does not use DDP."""
-
-        def _setup_model(self, model: nn.Module) -> nn.Module:
-            return model
-
-        def _register_ddp_hooks(self) -> None: ...
+    class Sharded(Module):
+        def configure_model(self) -> None:
+            fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
 
     class Around(DDPStrategy):
         """A strategy that calls the module past DDP."""
@@ -128,7 +131,8 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             return self.lightning_module.training_step(*args, **kwargs)
 
-    out["bare"] = error(lambda: fit(Compression(**ARGUMENTS), "bare", strategy=Bare()))
+    sharded = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    out["sharded"] = error(lambda: fit(Compression(**ARGUMENTS), "sharded", Sharded, strategy=sharded))
     out["around"] = error(lambda: fit(Compression(**ARGUMENTS), "around", strategy=Around()))
     out["both"] = error(lambda: Compression(sidcomp.State("topk"), density=0.1))
     out["unknown"] = error(lambda: Compression("topk", no_such_parameter=1))
@@ -188,7 +192,7 @@ def test_it_follows_the_scaler(results: tuple[list[dict[str, Any]], Path]) -> No
 
 def test_it_is_never_silently_not_in_force(results: tuple[list[dict[str, Any]], Path]) -> None:
     for r in results[0]:
-        assert "Bare" in r["bare"] and "DDP" in r["bare"]
+        assert "ModelParallelStrategy" in r["sharded"] and "DDP" in r["sharded"]
         assert "no gradient came to sidcomp" in r["around"]
         assert r["recipe"] == 0, "Lightning registers the hook on CPUs now: change docs/lightning.md"
 
