@@ -136,9 +136,9 @@ class Compression(TrainerCallback):  # type: ignore[misc]
             if issubclass(type(o), Trainer)
             and any(c is self for c in getattr(getattr(o, "callback_handler", None), "callbacks", ()))
         ]
-        running = [t for t in found if t.is_in_train]
+        running = [t for t in found if t.is_in_train] or found
         if len(running) != 1:
-            raise SetupError("give each Trainer a Compression of its own")
+            raise SetupError(f"{len(running)} Trainers have this Compression: give each one of its own")
         return running[0]
 
     @staticmethod
