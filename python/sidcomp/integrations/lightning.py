@@ -77,6 +77,7 @@ class Compression(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._failed, self._final = False, None
+        loaded, self._loaded = self._loaded, None
         ddp = ddp_of(trainer.strategy.model)
         if ddp is None:
             strategy = type(trainer.strategy).__name__
@@ -91,9 +92,8 @@ class Compression(Callback):  # type: ignore[misc]
             )
         state = self._session.start(ddp)
         self._session.follow(list(trainer.optimizers), getattr(trainer.precision_plugin, "scaler", None))
-        if self._loaded is not None:
-            self._load(state, self._loaded)
-            self._loaded = None
+        if loaded is not None:
+            self._load(state, loaded)
         self._first = -1
 
     def on_train_batch_start(
@@ -127,7 +127,8 @@ class Compression(Callback):  # type: ignore[misc]
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if not self._checkpoint or trainer.world_size == 1:
+        alone = trainer.world_size == 1 and self.state is None and self._final is None
+        if not self._checkpoint or alone:
             return
         saved = self.state.state_dict() if self.state is not None else self._final
         if self._failed or saved is None:  # after an error the other ranks may not be here
@@ -145,7 +146,7 @@ class Compression(Callback):  # type: ignore[misc]
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if not self._checkpoint or trainer.world_size == 1 or trainer.state.fn != TrainerFn.FITTING:
+        if not self._checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return
         saved = checkpoint.get(_KEY)
         if saved is None:
