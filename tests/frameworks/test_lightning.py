@@ -14,7 +14,6 @@ pytest.importorskip("torch")
 
 import sidcomp
 import torch
-from harness import run
 from launched import (
     ARGUMENTS,
     EPOCHS,
@@ -26,6 +25,7 @@ from launched import (
     network,
     optimizer_of,
     plain_loop,
+    run_frameworks,
     same,
     snapshot,
 )
@@ -153,7 +153,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     room = tmp_path_factory.mktemp("lightning")
-    return run(ranks, 2, str(room)), room
+    return run_frameworks(ranks, str(room)), room
 
 
 def test_it_trains_the_bits_of_a_plain_loop(results: tuple[list[dict[str, Any]], Path]) -> None:

@@ -12,7 +12,6 @@ pytest.importorskip("torch")
 
 import sidcomp
 import torch
-from harness import run
 from launched import (
     ARGUMENTS,
     BATCH,
@@ -25,6 +24,7 @@ from launched import (
     network,
     optimizer_of,
     plain_loop,
+    run_frameworks,
     same,
     snapshot,
 )
@@ -133,7 +133,7 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(ranks, 2, str(tmp_path_factory.mktemp("transformers")))
+    return run_frameworks(ranks, str(tmp_path_factory.mktemp("transformers")))
 
 
 def test_it_trains_the_bits_of_a_plain_loop(results: list[dict[str, Any]]) -> None:
