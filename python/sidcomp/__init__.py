@@ -19,6 +19,7 @@ from sidcomp.config.schedule import Schedule
 from sidcomp.config.step_sizes import StepSizes, marsit_step_sizes
 from sidcomp.errors import *  # noqa: F403
 from sidcomp.integrations.optimizer_check import check_optimizer
+from sidcomp.notices import strict
 from sidcomp.planner.fusion import evaluate, plan
 from sidcomp.planner.profile import Profile
 from sidcomp.standalone.compressor import Compressor
@@ -71,6 +72,7 @@ __all__ = [
     "register",
     "rewrap",
     "simulate",
+    "strict",
     *errors.__all__,
 ]
 

@@ -1,4 +1,5 @@
-"""The exceptions that sidcomp raises. All derive from SidcompError; their texts say what to change.
+"""The exceptions that sidcomp raises, and its warning. Exceptions derive from SidcompError; their texts say what
+to change.
 
 Inside `backward()` PyTorch turns an exception in a communication hook into a RuntimeError that keeps only the
 text; the exception itself is in `State.error`.
@@ -28,7 +29,9 @@ __all__ = [
     "RankError",
     "SetupError",
     "SidcompError",
+    "SidcompWarning",
     "SpaceError",
+    "StrictError",
     "UnsupportedError",
 ]
 
@@ -49,6 +52,14 @@ class DivergenceError(SidcompError):
 
     group: int = -1
     rank: int = -1
+
+
+class StrictError(SidcompError):
+    """Something fell back, or is not in force as the program asked for it, and `sidcomp.strict` is on."""
+
+
+class SidcompWarning(UserWarning):
+    """Compression is not in force as the program asked for it; see `sidcomp.strict`."""
 
 
 class CheckpointError(SidcompError, ValueError):

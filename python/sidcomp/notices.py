@@ -1,0 +1,89 @@
+"""What people see without any logging set-up: lines on stderr, and warnings, which `strict` makes errors."""
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from sidcomp.errors import SidcompWarning, StrictError
+
+logger = logging.getLogger("sidcomp")
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_said: set[str] = set()
+
+
+def _set(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
+
+
+_on = _set("SIDCOMP_STRICT")
+
+
+class strict:
+    """Makes every fallback and every warning of sidcomp a StrictError, from this call on.
+
+        sidcomp.strict()        # for the rest of the program
+        with sidcomp.strict():  # until the end of the block
+            ...
+
+    `strict(False)` switches it off; SIDCOMP_STRICT=1 switches it on from the start. Call it on every rank. In
+    backward() the error is a RuntimeError with the same text, as for all errors there. Where nothing can be
+    raised, as when a State is collected, the warning stays a warning. That `State("auto")` chooses plain DDP
+    is what was asked for, and no fallback.
+    """
+
+    def __init__(self, on: bool = True) -> None:
+        global _on
+        self._before, _on = _on, bool(on)
+
+    def __enter__(self) -> "strict":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _on
+        _on = self._before
+
+
+def is_strict() -> bool:
+    return _on
+
+
+def say(text: str, rank: int = 0) -> None:
+    """Prints "sidcomp: " and the text on stderr: once in a process, and only where `rank` is 0. The
+    environment variable SIDCOMP_QUIET=1 silences it."""
+    if rank or text in _said or _set("SIDCOMP_QUIET") or sys.stderr is None:
+        return
+    _said.add(text)
+    start = "\r\033[K" if sys.stderr.isatty() else ""  # replaces a line of progress
+    print(f"{start}sidcomp: {text}", file=sys.stderr, flush=True)
+
+
+def warn(text: str, rank: int = 0, *, raises: bool = True) -> None:
+    """Warns, where `rank` is 0, that compression is not in force as the program asked for it. After `strict`
+    it raises StrictError on every rank instead. raises=False: nothing can be raised here."""
+    if _on and raises:
+        raise StrictError(text)
+    if not rank:
+        warnings.warn(f"sidcomp: {text}", SidcompWarning, stacklevel=_depth())
+
+
+def log(text: str, rank: int = 0) -> None:
+    """As `warn`, but in the log "sidcomp", which a program without any logging set-up sees too."""
+    if _on:
+        raise StrictError(text)
+    if not rank:
+        logger.warning("%s", text)
+
+
+def _depth() -> int:
+    """How many frames above `warn` the program's own code is, so that the warning names its line."""
+    frame: FrameType | None = sys._getframe(1)
+    depth = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, depth = frame.f_back, depth + 1
+    return depth
