@@ -1,5 +1,5 @@
-"""The exceptions that sidcomp raises, and its warning. Exceptions derive from SidcompError; their texts say what
-to change.
+"""The exceptions that sidcomp raises, and its warning. The exceptions derive from SidcompError; their texts
+say what to change.
 
 Inside `backward()` PyTorch turns an exception in a communication hook into a RuntimeError that keeps only the
 text; the exception itself is in `State.error`.
