@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import core as _core
+from sidcomp import notices
 from sidcomp.config.grouping import DENSE, Piece, Spec, shorten
 from sidcomp.config.registry import find_memory
 from sidcomp.config.settings import Settings
@@ -396,7 +397,7 @@ def _compare(settings: Settings, resume: Resume) -> None:
         chosen = {"codec", "parameters", "exchange"} if settings.planned else set()  # what a plan depends on
         if ({"groups", "exclude", "policy"} | chosen) & set(changed):
             resume.layout = []
-        logger.warning(
-            "resuming with other settings (%s): the residuals are taken over, but not bit for bit",
-            ", ".join(f"{k} {saved[k]!r} -> {mine[k]!r}" for k in changed),
+        what = ", ".join(f"{k} {saved[k]!r} -> {mine[k]!r}" for k in changed)
+        notices.log(
+            f"resuming with other settings ({what}): the residuals are taken over, but not bit for bit"
         )
