@@ -1,0 +1,390 @@
+"""Compression is never silently not in force: lines at the first step, warnings, and strict()."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+from cases import CASES, Case, Scrambled, Trainer, square
+from harness import run
+from sidcomp.runtime import engine as engines
+from sidcomp.runtime import optimizer_watch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+SPARSE: dict[str, Any] = {"codec": "topk", "density": 0.05}
+
+
+def said() -> list[str]:
+    """The lines that this process has printed so far on stderr and that begin with sidcomp's name."""
+    sys.stderr.flush()
+    lines = Path(f"/proc/self/fd/{sys.stderr.fileno()}").resolve().read_text().splitlines()
+    return [line.removeprefix("sidcomp: ") for line in lines if line.startswith("sidcomp: ")]
+
+
+def trained(rank: int, arguments: dict[str, Any], steps: int = 3, case: str = "cap-small") -> dict[str, Any]:
+    trainer = Trainer(CASES[case], rank)
+    state = sidcomp.State(**arguments)
+    sidcomp.register(trainer.wrapper, state)
+    for _ in range(steps):
+        trainer.step()
+    stats = state.stats()
+    trainer.close()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state.close()
+    return {"said": said(), "warned": [str(w.message) for w in caught], "stats": stats}
+
+
+def first_line(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return trained(rank, arguments, steps=1)
+
+
+def test_the_first_step_says_what_is_compressed() -> None:
+    numel = sum(p.numel() for p in Scrambled().parameters())
+    ours, other = run(first_line, 2, {**SPARSE, "exclude": "1-D"})
+    assert not other["said"], "only the lowest rank says it"
+    (line,) = ours["said"]
+    matrices = [p for p in Scrambled().parameters() if p.dim() > 1]
+    vectors = [p for p in Scrambled().parameters() if p.dim() < 2]
+    share = sum(p.numel() for p in matrices) / numel
+    assert f"topk density=0.05 compresses {len(matrices)} of {len(matrices) + len(vectors)} tensors" in line
+    assert f"({share:.1%}), by all-gather over 2 ranks" in line
+    assert line.endswith(
+        f"Uncompressed: {len(vectors)} tensors, {4 * sum(p.numel() for p in vectors)} bytes (exclude '1-D')"
+    )
+    sent = re.search(r"a rank sends ([\d.]+) (bytes|KB) a step, plain DDP's all-reduce", line)
+    assert sent is not None
+    stats = ours["stats"]
+    each = float(sent[1]) * {"bytes": 1, "KB": 1000}[sent[2]]
+    assert each == pytest.approx(stats["wire_bytes"] / stats["steps"], rel=0.01)
+
+
+def test_codecs_that_compress_nothing_say_so() -> None:
+    ours, _ = run(first_line, 2, {"codec": "none"})
+    (line,) = ours["said"]
+    assert line.startswith("nothing is compressed: 9 tensors") and "codec 'none'" in line
+
+
+def everything_excluded(rank: int, world: int, strict: bool) -> str:
+    trainer = Trainer(CASES["default"], rank)
+    state = sidcomp.State(**SPARSE, exclude="*")
+    sidcomp.register(trainer.wrapper, state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if strict:
+            with sidcomp.strict(), pytest.raises(RuntimeError, match="nothing is compressed") as failed:
+                trainer.step()
+            assert isinstance(failed.value.__cause__, sidcomp.StrictError)
+            assert isinstance(state.error, sidcomp.StrictError)
+        trainer.step()
+    trainer.close()
+    return "\n".join(str(w.message) for w in caught)
+
+
+def test_a_lossy_codec_that_gets_nothing_warns() -> None:
+    ours, other = run(everything_excluded, 2, False)
+    assert "nothing is compressed" in ours and "exclude '*'" in ours and not other
+    run(everything_excluded, 2, True)
+
+
+def many(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    ddp = DDP(nn.Linear(64, 256, bias=False))
+    state = sidcomp.State(**arguments)
+    sidcomp.register(ddp, state)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        ddp(torch.randn(8, 64, generator=generator)).square().mean().backward()
+    found = {"said": said(), "stats": state.stats(), "mean": ddp.module.weight.grad}
+    del ddp
+    state.close()
+    return found
+
+
+def test_many_ranks_take_the_exchange_of_the_fewest_bytes() -> None:
+    """And the ratio is that of the bytes on the wire, which an all-gather multiplies by the ranks."""
+    n, world = 64 * 256, 6
+    chosen, named, same = (
+        run(many, world, {"codec": "int4", **more})[0]
+        for more in ({}, {"exchange": "allgather"}, {"exchange": "twoshot"})
+    )
+    assert torch.equal(chosen["mean"], same["mean"]) and not torch.equal(chosen["mean"], named["mean"])
+    plain = 2 * (world - 1) * 4 * n / world
+    for found, name in ((chosen, "twoshot"), (named, "all-gather")):
+        (line,) = found["said"]
+        assert f"by {name} over {world} ranks" in line
+        stats = found["stats"]
+        assert stats["dense_wire_bytes"] == round(2 * plain)
+        assert stats["ratio"] == pytest.approx(2 * plain / stats["wire_bytes"], rel=1e-4)
+    payload = named["stats"]["sent_bytes"] // 2
+    assert named["stats"]["wire_bytes"] == 2 * (world - 1) * payload
+    assert 2 * chosen["stats"]["wire_bytes"] < named["stats"]["wire_bytes"]
+    assert "encodes their mean a second time" in chosen["said"][0]
+
+
+def test_where_nothing_helps_the_first_line_says_so() -> None:
+    ours = run(many, 3, {"codec": "topk", "density": 0.5})[0]
+    assert "by all-gather over 3 ranks" in ours["said"][0] and "saves nothing" in ours["said"][0]
+    assert ours["stats"]["ratio"] < 1
+
+
+# ---- the end of a State ------------------------------------------------------------------------------------
+
+
+def unused(rank: int, world: int, how: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = sidcomp.State(**SPARSE)
+        if how == "strict":
+            with sidcomp.strict(), pytest.raises(sidcomp.StrictError, match="0 steps"):
+                state.close()
+        elif how == "closed":
+            state.close()
+            state.close()
+        elif how == "copied":
+            state.__getstate__()
+        elif how == "failed":
+            with pytest.raises(KeyError), state:
+                raise KeyError("an error of the program")
+        del state
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("closed", "was closed after 0 steps"), ("collected", "was collected after 0 steps"), ("strict", ""),
+     ("copied", ""), ("failed", "")],
+)  # fmt: skip
+def test_a_state_that_served_nothing_warns(how: str, words: str) -> None:
+    ours, other = run(unused, 2, how)
+    assert len(ours) == (1 if words else 0) and words in "".join(ours)
+    assert "topk" in "".join(ours) if words else True
+    assert not other or how == "closed", "one rank says it"
+
+
+def undecided(rank: int, world: int) -> dict[str, Any]:
+    return trained(rank, {"codec": "auto"}, steps=3)
+
+
+def test_auto_says_that_it_measures_and_that_it_has_not_decided() -> None:
+    ours, other = run(undecided, 2)
+    assert any("measures during the first steps" in line for line in ours["said"]) and not other["said"]
+    (text,) = ours["warned"]
+    assert "after 3 steps, before it had decided" in text
+    assert not other["warned"]
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+def failing(rank: int, world: int, early: bool) -> tuple[str, str]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    trainer.step()
+    trainer.step()
+    if early:
+        state.close()
+    elif rank == 0:
+
+        def unable(*_: Any) -> None:
+            raise ValueError("boom")
+
+        state._engine.executor._compute = unable  # type: ignore[union-attr,assignment]
+    with pytest.raises(RuntimeError) as caught:
+        trainer.step()
+    error = caught.value
+    assert isinstance(error.__cause__, sidcomp.SidcompError), traceback.format_exception(error)
+    assert str(error.__cause__) == str(error)
+    trainer.close()
+    return type(error).__name__, str(error)
+
+
+def test_backward_raises_our_text_and_nothing_else() -> None:
+    for name, text in run(failing, 2, True):
+        assert (name, text) == (
+            "RuntimeError", "this State is closed: make a new one, and a new DDP around the module"
+        )  # fmt: skip
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"exclude": "lost.*"}, "exclude: rule 'lost.*' fits no parameter"),
+    ({"exclude": "first.wieght"}, "did you mean 'first.weight'?"),
+    ({"exclude": "embeding"}, "did you mean 'embedding'?"),
+    ({"policy": [("norm.bais", "none")]}, "did you mean 'norm.bias'?"),
+    ({"groups": [["first.wieght"]]}, "did you mean 'first.weight'?"),
+    ({"groups": [["first.weight"]]}, "no list names"),
+    ({"process_group": "gloo"}, "process_group='gloo'"),
+]
+
+
+def wrong(rank: int, world: int) -> list[str]:
+    texts = []
+    for arguments, _ in WRONG:
+        trainer = Trainer(CASES["default"], rank)
+        with pytest.raises(sidcomp.SetupError) as caught:
+            sidcomp.register(trainer.wrapper, sidcomp.State(**arguments))
+        texts.append(str(caught.value))
+        trainer.close()
+    return texts
+
+
+def test_wrong_names_are_found_by_register() -> None:
+    for text, (_, words) in zip(run(wrong, 1)[0], WRONG, strict=True):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ({"codec": "topkk"}, "topk"),
+        ({"memory": "residul"}, "residual"),
+        ({"codec": "topk", "densty": 0.1}, "density"),
+        ({"codec": "topk", "exchange": "twoshots"}, "twoshot"),
+        ({"codec": "auto", "densty": 0.1}, "density"),
+        ({"groups": "buckets"}, "bucket"),
+        ({"policy": [("<1KB", {"densty": 0.1})]}, "density"),
+    ],
+)
+def test_unknown_names_get_a_suggestion(arguments: dict[str, Any], meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"did you mean '{meant}'\?"):
+        sidcomp.State(**arguments)
+
+
+def test_an_unknown_preset_gets_a_suggestion() -> None:
+    with pytest.raises(sidcomp.ArgumentError, match=r"did you mean 'redsync'\?"):
+        sidcomp.State.preset("redsinc")
+
+
+# ---- what a program forgets --------------------------------------------------------------------------------
+
+
+def scaled(rank: int, world: int, told: str) -> list[str]:
+    trainer = Trainer(CASES["default"], rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=told != "disabled")
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    if told == "followed":
+        state.follow(trainer.optimizer, scaler)
+    elif told == "unseen":
+        state.follow(trainer.optimizer)
+    elif told == "by hand":
+        state.update_scale(8.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(engines._LOOK_AT + 2):
+            trainer.optimizer.zero_grad()
+            scaler.scale(trainer.wrapper(torch.ones(4, 12)).sum()).backward()
+            scaler.step(trainer.optimizer)
+            scaler.update()
+    trainer.close()
+    state.close()
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("told", ["followed", "by hand", "disabled", "unseen", "nothing"])
+def test_a_gradscaler_that_nobody_named_is_noticed_once(told: str) -> None:
+    ours, other = run(scaled, 2, told)
+    expected = 1 if told in ("unseen", "nothing") else 0
+    assert len([text for text in ours if "GradScaler" in text]) == expected, ours
+    assert not other
+
+
+def followed_adam(rank: int, world: int) -> None:
+    trainer = Trainer(CASES["default"], rank)
+    adam = torch.optim.Adam(trainer.module.parameters())
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    with sidcomp.strict():
+        with pytest.raises(sidcomp.StrictError, match="Adam divides by the size"):
+            state.follow(adam)
+        with pytest.raises(sidcomp.StrictError, match="Adam"):
+            sidcomp.check_optimizer(state, adam)
+    sidcomp.check_optimizer(state, adam)
+    with sidcomp.strict():
+        state.follow(adam)  # the program has been told
+    trainer.close()
+    state.close()
+    doubled = sidcomp.State("topk", memory="dgc")
+    with pytest.raises(sidcomp.SetupError, match="applies momentum"):
+        doubled.follow(trainer.optimizer)
+
+
+def test_follow_checks_the_optimizer() -> None:
+    run(followed_adam, 1)
+
+
+def replaced(rank: int, world: int) -> list[str]:
+    """A framework wraps the module in another DDP, whose hook is torch's own."""
+    trainer = Trainer(CASES["default"], rank)
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    state.follow(trainer.optimizer)
+    trainer.wrapper = DDP(trainer.module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(optimizer_watch._MOST_STEPS + 3):
+            trainer.optimizer.step()
+    trainer.close()
+    return [str(w.message) for w in caught]
+
+
+def test_a_hook_that_is_never_called_is_noticed() -> None:
+    (ours,) = run(replaced, 1)
+    assert len(ours) == 1 and "DDP has not called sidcomp's hook" in ours[0]
+
+
+def changed(rank: int, world: int, how: str) -> list[str]:
+    torch.manual_seed(0)
+    module = Scrambled()
+    if how == "unfrozen":
+        module.norm.bias.requires_grad_(False)
+    ddp = DDP(module)
+    state = sidcomp.State(**SPARSE)
+    if how == "added":
+        module.extra = nn.Parameter(torch.zeros(3))
+        with pytest.raises(sidcomp.SetupError, match="extra, which the module did not have"):
+            sidcomp.register(ddp, state)
+        return []
+    sidcomp.register(ddp, state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            if step == 2 and how == "unfrozen":
+                module.norm.bias.requires_grad_(True)
+            ddp(torch.ones(4, 12)).square().sum().backward()
+    del ddp
+    state.close()
+    return [str(w.message) for w in caught if "DDP" in str(w.message)]
+
+
+def test_a_module_that_changes_after_it_was_wrapped_is_noticed() -> None:
+    run(changed, 1, "added")
+    (ours,) = run(changed, 1, "unfrozen")
+    assert len(ours) == 1 and "norm.bias requires a gradient since" in ours[0]
+    assert not run(changed, 1, "unchanged")[0]
+
+
+def static(rank: int, world: int) -> list[str]:
+    trainer = Trainer(Case(Scrambled, square, ddp={"static_graph": True}), rank)
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with trainer.wrapper.no_sync():
+            trainer.wrapper(torch.ones(4, 12))
+    trainer.close()
+    return [str(w.message) for w in caught]
+
+
+def test_no_sync_in_the_first_iteration_of_a_static_graph_is_noticed() -> None:
+    (ours,) = run(static, 1)
+    assert len(ours) == 1 and "static_graph=True" in ours[0] and "no_sync()" in ours[0]
