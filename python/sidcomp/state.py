@@ -138,11 +138,12 @@ class State:
                     no stages.
     exchange        [None] how payloads travel: a name in `sidcomp.exchanges()`, whose parameters are further
                     keyword arguments. None: the process group's all-reduce for linear codecs, its all-gather
-                    for the others. "ring1" and "torus1" (Marsit's), "twoshot" and "hierarchical" send
-                    point-to-point messages; docs/exchanges.md says which pays when. "hierarchical" takes
-                    ranks_per_node: torchrun's LOCAL_WORLD_SIZE by default, or a DeviceMesh whose last
-                    dimension is the node. codec="auto" takes a name or a list of names as further
-                    candidates; None: "twoshot" and "hierarchical".
+                    for the others or, from five ranks on, "twoshot" where that sends fewer than half the
+                    bytes; it encodes the mean a second time. "ring1" and "torus1" (Marsit's), "twoshot" and
+                    "hierarchical" send point-to-point messages; docs/exchanges.md says which pays when.
+                    "hierarchical" takes ranks_per_node: torchrun's LOCAL_WORLD_SIZE by default, or a
+                    DeviceMesh whose last dimension is the node. codec="auto" takes a name or a list of names
+                    as further candidates; None: "twoshot" and "hierarchical".
     transport       ["torch"] what enqueues the collectives on a GPU: "torch", through its process group,
                     or "native", sidcomp itself through NCCL's C interface, which it finds at run time: one
                     call enqueues a group's whole step (docs/exchanges.md). Nobody has measured yet which is
@@ -169,8 +170,9 @@ class State:
     then DDP rebuilds its buckets, and sidcomp its groups. Residuals move with their parameters.
 
     Errors are those of `sidcomp.errors`; `error` is the last one. The hook logs it under "sidcomp" and fails
-    the futures of its group, so that backward() raises its text on every rank that is affected. The next
-    iteration can run.
+    the futures of its group, so that backward() raises a RuntimeError with its text, and with the error as
+    its cause, on every rank that is affected. The next iteration can run. Warnings are errors after
+    `strict()`.
 
     A non-finite gradient on any rank makes its group non-finite on all ranks, and sidcomp discards the step.
     Do not let the optimizer apply any part of such a step; a GradScaler does not.
@@ -373,8 +375,8 @@ class State:
     # -----------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """Returns a text for people: what this rank measured, what was chosen, and why. Raises SetupError if
-        this State plans nothing."""
+        """Returns a text for people: what is compressed and how, and the bytes and times of each group on
+        this rank; if the State plans, also what it has measured, what it chose, and why."""
         return report.explain(self._engine)
 
     def plan_report(self) -> dict[str, Any]:
@@ -398,11 +400,11 @@ class State:
 
     def timeline(self, path: str | Path) -> None:
         """Writes the predicted and the last measured iteration to a Chrome trace file (chrome://tracing,
-        ui.perfetto.dev)."""
+        ui.perfetto.dev). Nothing is predicted where nothing is planned."""
         report.trace(self._engine, path)
 
     def plot(self, path: str | Path) -> None:
-        """Draws both iterations to an image file. Needs matplotlib."""
+        """Draws the same to an image file. Needs matplotlib. Raises SetupError before the first step."""
         rows = report.timelines(self._engine)
         if not any(rows.values()):
             raise SetupError("there is no iteration to draw yet: train some steps first")

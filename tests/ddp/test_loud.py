@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import traceback
@@ -388,3 +389,44 @@ def static(rank: int, world: int) -> list[str]:
 def test_no_sync_in_the_first_iteration_of_a_static_graph_is_noticed() -> None:
     (ours,) = run(static, 1)
     assert len(ours) == 1 and "static_graph=True" in ours[0] and "no_sync()" in ours[0]
+
+
+# ---- what a State shows ------------------------------------------------------------------------------------
+
+
+def shown(rank: int, world: int, room: str) -> tuple[str, str, dict[str, Any], list[str]]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(**SPARSE, exclude="1-D")
+    before = state.explain()
+    with pytest.raises(sidcomp.SetupError, match="no iteration to draw"):
+        state.plot(f"{room}/early{rank}.png")
+    sidcomp.register(trainer.wrapper, state)
+    for _ in range(4):
+        trainer.step()
+    state.timeline(f"{room}/{rank}.json")
+    state.plot(f"{room}/{rank}.png")
+    found = before, state.explain(), state.stats(), said()
+    trainer.close()
+    state.close()
+    return found
+
+
+def test_a_named_codec_is_explained_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for rank, (before, text, stats, _) in enumerate(run(shown, 2, str(tmp_path))):
+        assert "train some steps first" in before
+        assert "topk density=0.05 compresses 4 of 9 tensors" in text and "4 steps" in text
+        for kind in ("encode", "exchange", "decode"):
+            assert re.search(rf"{kind} +\d+\.\d\d ms a step", text), text
+        for group in stats["groups"]:
+            assert f"{group['n']:,}" in text and f"{group['sent_bytes']:,}" in text
+        assert (tmp_path / f"{rank}.png").stat().st_size > 1000
+        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"measured"}
+        assert len([e for e in events if e.get("dur", 0) > 0]) >= 3 * len(stats["groups"])
+
+
+def test_the_first_line_is_said_once(tmp_path: Path) -> None:
+    """Also where DDP forms its buckets anew, and the groups with them."""
+    ours = run(shown, 2, str(tmp_path))[0]
+    assert len(ours[3]) == 1

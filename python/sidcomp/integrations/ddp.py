@@ -38,7 +38,7 @@ def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
     Returns a future whose value is `bucket.buffer()`, flat, in the dtype and on the device of the gradients;
     it then holds the mean of the decoded gradients of all ranks. The hook does not raise errors, because that
     would leave DDP's reducer unusable. Instead the future fails, `backward()` raises a RuntimeError with the
-    text, and the exception itself is in `state.error` and in the log "sidcomp".
+    text, whose cause is the exception, and that is also in `state.error` and in the log "sidcomp".
 
     It raises only with torch.compile's python reducer, which ignores futures: UnsupportedError.
     """
