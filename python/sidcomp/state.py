@@ -28,6 +28,7 @@ from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.learning_rates import Rates
 from sidcomp.runtime.optimizer_watch import Watch
+from sidcomp.runtime.scalars import Scalars
 from sidcomp.runtime.step import Step
 
 
@@ -229,6 +230,7 @@ class State:
         tuner = Controller(self.settings, profile) if self.settings.planned else None
         self._engine = Engine(self.settings, process_group, tuner)
         self._door: Door | None = None
+        self._scalars = Scalars()
         self._closed: dict[str, Any] | None = None  # the last stats
         self._forward: torch.utils.hooks.RemovableHandle | None = None
         self._checked: Callable[[], object] = lambda: None  # the optimizer that check_optimizer has seen
@@ -346,6 +348,30 @@ class State:
             "state_bytes": sum(len(s.tensor) for g in p.groups if not g.direct for s in g.states.all),
             "groups": groups,
         }
+
+    def log(self, norms: bool = True) -> dict[str, float]:
+        """Returns a flat dictionary of numbers, of the steps since the last call, for a training log. It is
+        empty if there was no step. Call it on any rank, between two steps:
+
+            for name, value in state.log().items():
+                writer.add_scalar(name, value, step)  # TensorBoard
+            wandb.log(state.log(), step=step)  # Weights & Biases
+
+        sidcomp/wire_bytes, sidcomp/dense_wire_bytes, sidcomp/ratio
+                                    a step, as in `stats`
+        sidcomp/density             of the last step
+        sidcomp/encode_ms, sidcomp/wait_ms, sidcomp/decode_ms
+                                    a step, sums over the groups; not on CUDA
+        sidcomp/residual_norm       2-norm of this rank's residual, before the next step
+        sidcomp/gradient_norm       2-norm of the last averaged gradient, as it is in DDP's buckets
+        sidcomp/residual_over_gradient
+                                    their ratio: how many average gradients wait to be sent
+
+        norms=False leaves out the last three, which copy the residual and read the gradient once.
+        """
+        self._open()
+        out = self._scalars.take(self._engine, norms)
+        return {**out, "sidcomp/density": self.stats()["density"]} if out else out
 
     def _group_stats(self, g: Group) -> dict[str, Any]:
         executor = self._engine.executor

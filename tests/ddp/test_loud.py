@@ -15,6 +15,7 @@ import sidcomp
 import torch
 from cases import CASES, Case, Scrambled, Trainer, square
 from harness import run
+from sidcomp.autotune import measurement
 from sidcomp.runtime import engine as engines
 from sidcomp.runtime import optimizer_watch
 from torch import nn
@@ -430,3 +431,97 @@ def test_the_first_line_is_said_once(tmp_path: Path) -> None:
     """Also where DDP forms its buckets anew, and the groups with them."""
     ours = run(shown, 2, str(tmp_path))[0]
     assert len(ours[3]) == 1
+
+
+def logged(rank: int, world: int) -> tuple[list[dict[str, float]], list[float], dict[str, Any]]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    seen = [state.log()]
+    for steps in (3, 2, 0):
+        for _ in range(steps):
+            trainer.step()
+        seen.append(state.log(norms=steps != 2))
+    kept = state.state_dict()["residuals"].values()
+    gradient = torch.cat([p.grad.flatten() for p in trainer.module.parameters()])  # type: ignore[union-attr]
+    trainer.step()
+    seen.append(state.log())
+    norms = [float(torch.cat([v[0] for v in kept]).norm()), float(gradient.norm())]
+    kept = state.state_dict()["residuals"].values()
+    gradient = torch.cat([p.grad.flatten() for p in trainer.module.parameters()])  # type: ignore[union-attr]
+    norms += [float(torch.cat([v[0] for v in kept]).norm()), float(gradient.norm())]
+    stats = state.stats()
+    trainer.close()
+    state.close()
+    return seen, norms, stats
+
+
+def test_a_flat_dictionary_for_training_logs() -> None:
+    seen, norms, stats = run(logged, 2)[0]
+    start, first, second, none, last = seen
+    assert start == {} and none == {}, "no step, no figures"
+    assert all(isinstance(v, float) for v in first.values()) and all(k.startswith("sidcomp/") for k in first)
+    assert set(first) - set(second) == {
+        "sidcomp/residual_norm", "sidcomp/gradient_norm", "sidcomp/residual_over_gradient"
+    }  # fmt: skip
+    wire = 3 * first["sidcomp/wire_bytes"] + 2 * second["sidcomp/wire_bytes"] + last["sidcomp/wire_bytes"]
+    assert wire == pytest.approx(stats["wire_bytes"])
+    assert last["sidcomp/residual_norm"] == pytest.approx(norms[2], rel=1e-5)
+    assert last["sidcomp/gradient_norm"] == pytest.approx(norms[3], rel=1e-5)
+    assert last["sidcomp/residual_over_gradient"] == pytest.approx(norms[2] / norms[3], rel=1e-5)
+    assert all(last[f"sidcomp/{kind}_ms"] > 0 for kind in ("encode", "wait", "decode"))
+
+
+def profiled(rank: int, world: int) -> tuple[set[str], int]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    for _ in range(3):
+        trainer.step()
+    # A group is decoded in a thread of the backend, which the profiler leaves out by default.
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # type: ignore[call-arg]
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, experimental_config=everywhere) as profile:
+        trainer.step()
+        trainer.step()
+    names = {event.name for event in profile.events() if event.name.startswith("sidcomp")}
+    trainer.step()
+    assert not state._engine.current.profiled, "a step without a profiler pays for ranges"
+    groups = len(state.stats()["groups"])
+    trainer.close()
+    state.close()
+    return names, groups
+
+
+def test_the_profiler_shows_encode_exchange_and_decode() -> None:
+    if "profile_all_threads" not in str(torch._C._profiler._ExperimentalConfig.__init__.__doc__):
+        pytest.skip("this torch's profiler cannot show other threads")
+    names, groups = run(profiled, 2)[0]
+    kinds = ("encode", "exchange", "decode")
+    assert names == {f"sidcomp {kind} group {i}" for kind in kinds for i in range(groups)}
+
+
+def test_planned_groups_are_measured_over_the_exchange_that_they_take() -> None:
+    settings = sidcomp.State("int4", groups="auto").settings
+    for world, name in ((2, None), (4, None), (5, "twoshot"), (64, "twoshot")):
+        choice = measurement.measurable(settings, 0, world).choice
+        assert (choice.exchange.name if choice is not None else None) == name
+    settings = sidcomp.State("int4", groups="auto", exchange="allgather").settings
+    assert measurement.measurable(settings, 0, 64).choice is None
+    settings = sidcomp.State("int4", full_every=10).settings  # full-precision steps need the whole vector
+    assert measurement.measurable(settings, 0, 64).choice is None
+
+
+def decided(rank: int, world: int) -> list[str]:
+    import test_auto
+
+    with test_auto.Training(rank, candidates=["topk"], slow=test_auto.SLOW_DENSE) as t:
+        t.until_it_settles()
+    return said()
+
+
+def test_auto_says_once_what_it_has_decided() -> None:
+    ours, other = run(decided, 2)
+    assert not other
+    texts = ["measures during the first steps", "has decided after", "topk compresses"]
+    assert [sum(text in line for line in ours) for text in texts] == [1, 1, 1], ours

@@ -36,7 +36,7 @@ class Kept(NamedTuple):
 Residuals = dict[str, Kept]
 
 
-def _residual(g: Group) -> torch.Tensor:
+def residual_of(g: Group) -> torch.Tensor:
     """Returns the contents of the group's memory: (vectors, n) float32."""
     out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32)
     with g.host_state() as state:
@@ -48,7 +48,7 @@ def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
     kept: Residuals = {}
     for g in groups:
         if g.plan.vectors:
-            parts = torch.split(_residual(g), [p.numel for p in g.spec.pieces], dim=1)
+            parts = torch.split(residual_of(g), [p.numel for p in g.spec.pieces], dim=1)
             how = (g.message_plan.choice.local, g.message_plan.common) if g.in_messages else (1, False)
             kept.update(
                 (p.name, Kept(part.clone(), *how, rates.rate(p.name) if rates is not None else None))

@@ -28,6 +28,7 @@ from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Rates
 from sidcomp.runtime.optimizer_watch import Watch, scaler_in_use
 from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.ranges import profiling
 from sidcomp.runtime.replica_check import ReplicaCheck
 from sidcomp.runtime.step import Step
 
@@ -429,7 +430,8 @@ class Engine:
         self._deferred = self.tuner is not None and self.tuner.deferred
         if self.watch is not None:
             self.watch.begin()
-        if not self.on_device and torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        self.current.profiled = profiling()
+        if self.current.profiled and not self.on_device:
             with suppress(RuntimeError):  # in DDP's join(), outside of backward()
                 torch.autograd.Variable._execution_engine.queue_callback(self.executor.before_exit)
         if self.settings.full(self.step) is not self.layout.full:

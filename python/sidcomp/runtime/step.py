@@ -20,6 +20,7 @@ class Step:
         self.error: Exception | None = None  # the last error
         self.nonfinite = False  # a group was not finite, or failed
         self.failed = False  # a group failed
+        self.profiled = False  # a profiler was on when the step began
         self.ended_at = 0  # when the last group was decoded, in ns of the host's clock
         self.sent = self.received = self.dense = 0  # bytes in all steps
         self.wire = self.plain = 0.0  # bytes that travelled in all steps, and those of plain DDP in float32
