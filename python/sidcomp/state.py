@@ -500,7 +500,8 @@ class State:
         `scaler.step(optimizer)` skips is discarded; nonfinite=None then means "rollback". With or without a
         scaler, all backward() calls since the optimizer's last step are discarded together.
 
-        It also checks the optimizer, as `check_optimizer` does, unless that has already been called with it.
+        It also checks the optimizer, as `check_optimizer` does, but warns of what that refuses; unless that
+        has already been called with it.
         A GradScaler that is in use, but was not given, is found once, in the third step, and named in a
         warning: without it the residuals keep the units of the former scale.
 
@@ -514,9 +515,17 @@ class State:
         p = self._engine
         rates = None if optimizer is None else Rates(optimizer)
         if optimizer is not None and self._checked() is not optimizer:
-            optimizer_check.check(self.settings, optimizer)
+            self._check(optimizer)
         p.follow(rates, None if optimizer is None else Watch(optimizer, scaler))
         self._watch_forward()
+
+    def _check(self, optimizer: "torch.optim.Optimizer") -> None:
+        """Warns of what `check_optimizer` refuses."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        try:
+            optimizer_check.check(self.settings, optimizer, rank=rank)
+        except SetupError as e:
+            notices.warn(str(e), rank)
 
     def _watch_forward(self) -> None:
         if self._forward is not None:

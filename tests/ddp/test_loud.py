@@ -316,8 +316,10 @@ def followed_adam(rank: int, world: int) -> None:
     trainer.close()
     state.close()
     doubled = sidcomp.State("topk", memory="dgc")
-    with pytest.raises(sidcomp.SetupError, match="applies momentum"):
+    with pytest.warns(sidcomp.SidcompWarning, match="applies momentum"):
         doubled.follow(trainer.optimizer)
+    with pytest.raises(sidcomp.SetupError, match="applies momentum"):
+        sidcomp.check_optimizer(doubled, trainer.optimizer)
 
 
 def test_follow_checks_the_optimizer() -> None:

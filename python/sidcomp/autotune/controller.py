@@ -627,7 +627,7 @@ class Controller:
             self._say(f"continues with {self._called(regime)}: {why}")
             notices.say(
                 f"{self._what} has decided after {self.report.steps} steps of search: "
-                f"{self._called(regime)}, because {why}",
+                f"{self._called(regime)} ({why})",
                 0 if self._first() else 1,
             )
             self._count_cost()

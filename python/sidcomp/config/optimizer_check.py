@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from sidcomp.config.settings import Settings
 
 
-def check(settings: "Settings", optimizer: "Optimizer", clip_grad_norm: float | None = None) -> None:
-    """See `sidcomp.check_optimizer`."""
+def check(
+    settings: "Settings", optimizer: "Optimizer", clip_grad_norm: float | None = None, rank: int = 0
+) -> None:
+    """See `sidcomp.check_optimizer`. rank: only rank 0 logs."""
     memory = settings.candidates[0].memory
     kind = type(optimizer).__name__
     sparse = sorted(
@@ -22,7 +24,8 @@ def check(settings: "Settings", optimizer: "Optimizer", clip_grad_norm: float | 
         notices.log(
             f"{kind} divides by the size of the gradients, which codec {sparse[0]!r} makes rare and large: "
             "at 1/40 of the bytes the loss of a language model rose by 3.5 %, with int4 it did not "
-            "(docs/accuracy.md, With Adam)"
+            "(docs/accuracy.md, With Adam)",
+            rank,
         )
     if not memory.momentum:
         return
@@ -41,13 +44,15 @@ def check(settings: "Settings", optimizer: "Optimizer", clip_grad_norm: float | 
         notices.log(
             f"{kind} decays weights after memory {memory.name!r}, so the momentum does not multiply the "
             "decay: to keep its effect, set weight_decay to 1 / (1 - momentum) times the value for the "
-            "optimizer's own momentum"
+            "optimizer's own momentum",
+            rank,
         )
     if clip_grad_norm is not None:
         notices.log(
             f"clip_grad_norm_(max_norm={clip_grad_norm:g}) after memory {memory.name!r} clips velocities, "
             "which are up to 1 / (1 - momentum) times as large as gradients: raise max_norm by that factor, "
-            "or clip before the memory with clip_norm=, or use memory='residual'"
+            "or clip before the memory with clip_norm=, or use memory='residual'",
+            rank,
         )
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def check_optimizer(state: "State", optimizer: "Optimizer", clip_grad_norm: float | None = None) -> None:
     """Raises SetupError if the optimizer would apply momentum a second time; the text says what to change.
 
-    `state.follow(optimizer)` calls it. Call it yourself, before `follow`, if the program does not follow the
-    optimizer, or to give clip_grad_norm: the max_norm that your loop passes to
+    `state.follow(optimizer)` checks the same, and warns. Call this, before `follow`, to have an error, if the
+    program does not follow the optimizer, or to give clip_grad_norm: the max_norm that your loop passes to
     `torch.nn.utils.clip_grad_norm_`; None (default): it does not clip.
 
     If the memory leaves momentum to the optimizer, it accepts any optimizer. It logs a warning under
