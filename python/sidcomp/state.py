@@ -140,11 +140,12 @@ class State:
     exchange        [None] how payloads travel: a name in `sidcomp.exchanges()`, whose parameters are further
                     keyword arguments. None: the process group's all-reduce for linear codecs, its all-gather
                     for the others or, from five ranks on, "twoshot" where that sends fewer than half the
-                    bytes; it encodes the mean a second time. "ring1" and "torus1" (Marsit's), "twoshot" and
-                    "hierarchical" send point-to-point messages; docs/exchanges.md says which pays when.
-                    "hierarchical" takes ranks_per_node: torchrun's LOCAL_WORLD_SIZE by default, or a
-                    DeviceMesh whose last dimension is the node. codec="auto" takes a name or a list of names
-                    as further candidates; None: "twoshot" and "hierarchical".
+                    bytes and the memory keeps a residual; it encodes the mean a second time. "ring1" and
+                    "torus1" (Marsit's), "twoshot" and "hierarchical" send point-to-point messages;
+                    docs/exchanges.md says which pays when. "hierarchical" takes ranks_per_node: torchrun's
+                    LOCAL_WORLD_SIZE by default, or a DeviceMesh whose last dimension is the node.
+                    codec="auto" takes a name or a list of names as further candidates; None: "twoshot" and
+                    "hierarchical".
     transport       ["torch"] what enqueues the collectives on a GPU: "torch", through its process group,
                     or "native", sidcomp itself through NCCL's C interface, which it finds at run time: one
                     call enqueues a group's whole step (docs/exchanges.md). Nobody has measured yet which is

@@ -510,6 +510,9 @@ def test_planned_groups_are_measured_over_the_exchange_that_they_take() -> None:
         assert (choice.exchange.name if choice is not None else None) == name
     settings = sidcomp.State("int4", groups="auto", exchange="allgather").settings
     assert measurement.measurable(settings, 0, 64).choice is None
+    for codec, memory in (("ssdm", None), ("int4", "none"), ("marsit", None), ("randk-own", None)):
+        settings = sidcomp.State(codec, memory=memory).settings
+        assert measurement.measurable(settings, 0, 64).choice is None, "the second encoding would do harm"
     settings = sidcomp.State("int4", full_every=10).settings  # full-precision steps need the whole vector
     assert measurement.measurable(settings, 0, 64).choice is None
 

@@ -336,20 +336,24 @@ class Settings:
         self, candidate: Candidate, plan: _core.Plan, values: Mapping[str, Setting], world: int
     ) -> ExchangeChoice | None:
         """The exchange that a group takes in place of the all-gather, if none was named and this one sends
-        far fewer bytes, by the core's own statements. It is the same on all ranks."""
-        keeps_slices = bool(self.full_every)  # full-precision steps need whole vectors
-        if candidate.choice is not None or plan.linear or self.auto or keeps_slices:
+        far fewer bytes, by the core's own statements, and keeps what the second encoding loses: codecs of
+        great variance, without a memory, would multiply it. It is the same on all ranks."""
+        named = candidate.choice is not None or self.auto
+        # Full-precision steps need whole vectors. An unbiased sparse codec draws the elements at random, and
+        # those of the mean would mostly be zeros.
+        unfit = bool(self.full_every) or {"sparse", "unbiased"} <= candidate.codec.traits
+        if named or plan.linear or unfit:
             return None
         least, best = _FEWER * (world - 1) * plan.payload_bytes, None
         for name in INSTEAD:
             try:
-                sent = _core.Exchange(
+                x = _core.Exchange(
                     name, plan.codec, plan.memory, plan.n, plan.dtype, 0, world, values, self.isa
-                ).sent_bytes
+                )
             except (ParameterError, UnsupportedError):  # it does not take this codec or memory
                 continue
-            if sent < least:
-                least, best = sent, ExchangeChoice(find_exchange(name))
+            if x.sent_bytes < least and x.vectors > plan.vectors:
+                least, best = x.sent_bytes, ExchangeChoice(find_exchange(name))
         return best
 
     def full_plan(self, n: int, dtype: str, candidate: int) -> _core.Plan:
