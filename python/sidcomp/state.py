@@ -235,7 +235,7 @@ class State:
         self._closed: dict[str, Any] | None = None  # the last stats
         self._forward: torch.utils.hooks.RemovableHandle | None = None
         self._checked: Callable[[], object] = lambda: None  # the optimizer that check_optimizer has seen
-        self._ending = _Ending(repr(self).partition(", step")[0] + ")", self._engine.current)
+        self._ending = _Ending(f'State("{codec}")' if codec is not None else "State()", self._engine.current)
         self._ending.controller = tuner
         self._finalizer = weakref.finalize(self, self._ending.collected)
 

@@ -54,8 +54,9 @@ def test_strict_makes_errors_of_warnings(caplog: pytest.LogCaptureFixture) -> No
             for rank in (0, 1):  # on every rank, or the others would wait
                 with pytest.raises(sidcomp.StrictError, match=r"^fell back$"):
                     tell("fell back", rank)
-        with pytest.warns(sidcomp.SidcompWarning):
+        with pytest.warns(sidcomp.SidcompWarning) as caught:
             notices.warn("collected", raises=False)
+        assert caught[0].filename == "sys"
         with sidcomp.strict(False):
             assert not notices.is_strict()
         assert notices.is_strict()
