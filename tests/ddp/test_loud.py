@@ -16,6 +16,7 @@ import torch
 from cases import CASES, Case, Scrambled, Trainer, square
 from harness import run
 from sidcomp.autotune import measurement
+from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.runtime import engine as engines
 from sidcomp.runtime import optimizer_watch
 from torch import nn
@@ -130,6 +131,20 @@ def test_many_ranks_take_the_exchange_of_the_fewest_bytes() -> None:
     assert named["stats"]["wire_bytes"] == 2 * (world - 1) * payload
     assert 2 * chosen["stats"]["wire_bytes"] < named["stats"]["wire_bytes"]
     assert "encodes their mean a second time" in chosen["said"][0]
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "topk", "efsignsgd"])
+def test_the_simulator_agrees_with_the_choice(codec: str) -> None:
+    """It takes the bytes of each round from the core as well, but makes times of them."""
+    n, settings = 1_000_000, sidcomp.State(codec).settings
+    for world in (2, 4, 5, 16, 64):
+        plan = settings.plan(n, "float32", 0, place=(0, world))
+        rows = sidcomp.simulate(n, codec, worlds=[world], exchange=["allgather", "twoshot"])
+        gathered, other = (rows.row(name, world).seconds for name in ("allgather", "twoshot"))
+        if isinstance(plan, MessagePlan):
+            assert plan.choice.exchange.name == "twoshot" and other < 0.6 * gathered
+        else:
+            assert gathered < 2 * other, f"{world} ranks"
 
 
 def test_where_nothing_helps_the_first_line_says_so() -> None:
