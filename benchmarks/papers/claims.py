@@ -108,7 +108,8 @@ def sooner(hook: str, papers: float) -> Callable[[list[Row]], Found]:
 
 def hooks_over(over: Callable[[str], bool], under: Callable[[str, Row], str | None], papers: float,
                ) -> Callable[[list[Row]], Found]:  # fmt: skip
-    """The largest ratio of times of hooks that stand in one table."""
+    """The largest ratio of times of hooks that stand in one table. Where the median is below 1, the largest
+    one is luck, and the outcome is the median's."""
 
     def found(rows: list[Row]) -> Found:
         times = {(place(row), row["hook"]): float(row["ms a step"].split()[0]) for row in rows}
@@ -121,7 +122,7 @@ def hooks_over(over: Callable[[str], bool], under: Callable[[str, Row], str | No
         middle = median(x for x, _ in ratios)
         return Found(
             f"up to {gain:.2f} times ({row['hook']}, {place(row)}), median {middle:.2f}",
-            compare(gain, papers),
+            compare(gain if middle >= 1 else middle, papers),
         )
 
     return found
@@ -321,7 +322,11 @@ CLAIMS = [
         "RedSync, figures 7 to 9",
         "RGC trains an LSTM up to 4.72 times as fast as the baseline",
         "redsync-scaling",
-        hooks_over(lambda hook: hook.startswith("redsync:layer"), lambda hook, row: "dense", 4.72),
+        hooks_over(
+            lambda hook: hook.startswith("redsync:layer"),
+            lambda hook, row: "dense" if row["task"] == "lstm" else None,
+            4.72,
+        ),
     ),
     Claim(
         "Marsit, figure 1b",

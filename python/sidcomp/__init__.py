@@ -31,15 +31,20 @@ for _old, _of in (("schedule", Schedule), ("profile", Profile), ("registry", Cod
     sys.modules[f"sidcomp.{_old}"] = sys.modules[_of.__module__]
 
 if TYPE_CHECKING:
+    from sidcomp.integrations import fsdp
     from sidcomp.integrations.ddp import hook, register, rewrap
     from sidcomp.integrations.local_steps import LocalSteps
+    from sidcomp.integrations.process_group import configure, process_group
     from sidcomp.state import State, preset
 
 _LAZY = {
     "LocalSteps": "sidcomp.integrations.local_steps",
     "State": "sidcomp.state",
+    "configure": "sidcomp.integrations.process_group",
+    "fsdp": "sidcomp.integrations",
     "hook": "sidcomp.integrations.ddp",
     "preset": "sidcomp.state",
+    "process_group": "sidcomp.integrations.process_group",
     "register": "sidcomp.integrations.ddp",
     "rewrap": "sidcomp.integrations.ddp",
 }
@@ -60,15 +65,18 @@ __all__ = [
     "__version__",
     "check_optimizer",
     "codecs",
+    "configure",
     "errors",
     "evaluate",
     "exchanges",
+    "fsdp",
     "hook",
     "marsit_step_sizes",
     "memories",
     "plan",
     "preset",
     "presets",
+    "process_group",
     "register",
     "rewrap",
     "simulate",
@@ -81,7 +89,8 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'sidcomp' has no attribute {name!r}")
     try:
-        value: object = getattr(import_module(_LAZY[name]), name)
+        home = import_module(_LAZY[name])
+        value: object = getattr(home, name, None) or import_module(f"{_LAZY[name]}.{name}")
     except ModuleNotFoundError as e:
         if e.name == "torch":
             raise ImportError(

@@ -77,6 +77,7 @@ def _rank_main(
     arguments: tuple[Any, ...],
     room: str,
     group_timeout: float,
+    backend: Callable[[], str],
     pipe: Connection,
 ) -> None:
     gc.freeze()  # what came with the fork is not ours to collect
@@ -95,7 +96,7 @@ def _rank_main(
     torch.manual_seed(0)
     try:
         dist.init_process_group(
-            "gloo",
+            backend(),
             init_method=f"file://{room}/store",
             rank=rank,
             world_size=world,
@@ -114,6 +115,10 @@ def _rank_main(
     # A forked process ends without finalising the interpreter, so Gloo's threads cannot abort it.
 
 
+def gloo() -> str:
+    return "gloo"
+
+
 def _tail(path: Path, lines: int = 60) -> str:
     if not path.exists():
         return ""
@@ -127,17 +132,19 @@ def run(
     dying: Collection[int] = (),
     hard_limit: float = HARD_LIMIT,
     group_timeout: float = GROUP_TIMEOUT,
+    backend: Callable[[], str] = gloo,
 ) -> list[Any]:
     """What function(rank, world, *arguments) returned on each rank; ranks in `dying` may end without.
+    backend: called on each rank, returns the name of the default group's backend.
 
     On a busy machine a rank that ends last may hang in destroy_process_group(), in the destructor of torch's
     default Gloo group: one of some 2,500 runs did. Then everything runs once more, and must end.
     """
     try:
-        return _run(function, world, arguments, dying, hard_limit, group_timeout)
+        return _run(function, world, arguments, dying, hard_limit, group_timeout, backend)
     except HungAtEnd as e:
         warnings.warn(f"running {function.__name__} again: {e}", stacklevel=2)
-        return _run(function, world, arguments, dying, hard_limit, group_timeout)
+        return _run(function, world, arguments, dying, hard_limit, group_timeout, backend)
 
 
 def _run(
@@ -147,6 +154,7 @@ def _run(
     dying: Collection[int],
     hard_limit: float,
     group_timeout: float,
+    backend: Callable[[], str],
 ) -> list[Any]:
     room = tempfile.mkdtemp(prefix="sidcomp-test-")
     processes: list[BaseProcess] = []
@@ -156,7 +164,7 @@ def _run(
             here, there = context().Pipe()
             process = context().Process(
                 target=_rank_main,
-                args=(function, rank, world, arguments, room, group_timeout, there),
+                args=(function, rank, world, arguments, room, group_timeout, backend, there),
                 daemon=True,
             )
             process.start()

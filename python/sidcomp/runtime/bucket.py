@@ -105,6 +105,16 @@ class Bucket:
         self.ptr = buffer.data_ptr()
         return moved
 
+    def let_go(self) -> None:
+        """Drops the buffer of a step that is over, so that its memory can be freed. The next step has another
+        one."""
+        # Only the size of this one counts.
+        self.buffer = torch.empty(1, dtype=self.buffer.dtype, device=self.buffer.device).expand(
+            self.buffer.numel()
+        )
+        self.ptr = 0
+        self.future = torch.futures.Future()
+
     def complete_empty(self) -> None:
         """Completes the future of a bucket that has nothing to wait for."""
         self.done = True

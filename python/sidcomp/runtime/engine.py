@@ -277,6 +277,24 @@ class Engine:
         self._arrived = 0
         return arrived
 
+    def end_early(self) -> None:
+        """Ends a step whose remaining buckets do not come on any rank. Groups that have been sent stay sent;
+        the others keep their memory. A group must not be in several buckets of which some have come."""
+        assert self.layout is not None
+        self._arrived = 0
+        for b in self.layout.buckets:
+            b.arrived = False
+        for g in self.groups:
+            assert g.missing == len(g.buckets)
+
+    def let_go(self) -> None:
+        """Drops the buffers of the last step, if the door's buffers do not stay where they are. They are kept
+        until then, because exchanges read and write them. Call it after the step, when it is `current.over`."""
+        for b in self.layout.buckets if self.layout is not None else ():
+            b.let_go()
+        for g in self.groups:
+            g.let_go()
+
     def mark_failed(self) -> None:
         """Marks the current step, if there is one, as failed."""
         self.current.nonfinite = self.current.failed = True

@@ -74,6 +74,10 @@ class Form:
     def meanwhile(self, round: int, buffers: _core.Buffers, at: Moment) -> None:
         """Does optional work while `round` is under way."""
 
+    def let_go(self) -> None:
+        """Drops the references to the buckets of a step that is over."""
+        self.work = None
+
     def poisoned(self) -> bool:
         """Whether a sum that `advance` has not examined may contain the NaN of a rank that failed."""
         return False
@@ -165,6 +169,10 @@ class InPlaceForm(Form):
         """Takes the present place of the group's gradient."""
         self._view, self._start, self._size = view, view.data_ptr(), view.element_size()
         self.bytes_sent = view.numel() * self._size
+
+    def let_go(self) -> None:
+        super().let_go()
+        self._view = self.slices[0] = torch.empty(0)
 
     def advance(
         self, round: int, buffers: _core.Buffers, at: Moment, carry: float = 1.0, origin: int = 0

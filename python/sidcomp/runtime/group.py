@@ -211,6 +211,11 @@ class Group:
             b, offset, n = self.runs[0]
             self.form.place(self._by_bucket[b].buffer.view(-1)[offset : offset + n])
 
+    def let_go(self) -> None:
+        """Drops what belongs to the buffers of a step that is over."""
+        for form in self.forms:
+            form.let_go()
+
     @property
     def buffers(self) -> _core.Buffers:
         """What a call on the CPU works on: the segments, the current state and the form's memory. They are

@@ -31,7 +31,15 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | N
     return timeout
 
 
+def _inner_config(group: dist.ProcessGroup) -> str | None:
+    """What torch calls the backends inside a group of the backend "sidcomp", which must not compress the
+    engine's own traffic; None for other groups."""
+    return getattr(group, "inner_config", None)
+
+
 def _backend_of(group: dist.ProcessGroup) -> str:
+    if (inner := _inner_config(group)) is not None:
+        return "gloo" if inner == "cpu:gloo" else inner
     name = str(dist.get_backend(group))
     return name if name in ("gloo", "nccl") else str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
 
@@ -118,7 +126,8 @@ def _has_gloo(group: dist.ProcessGroup) -> bool:
     """Whether the ranks of `group` are connected by Gloo on the CPU. Such a connection closes when its peer's
     process ends, and its readers are told at once."""
     try:
-        return "cpu:gloo" in str(dist.get_backend_config(group)).split(",")
+        config = _inner_config(group) or str(dist.get_backend_config(group))
+        return "cpu:gloo" in config.split(",")
     except ValueError:
         return False
 

@@ -48,6 +48,11 @@ class Step:
             while self._open:
                 self._idle.wait()
 
+    @property
+    def over(self) -> bool:
+        """Whether all groups have ended."""
+        return not self._open
+
     def report(self, error: Exception) -> None:
         self.error = error
         logger.error("step %d: %s: %s", self.number, type(error).__name__, error)

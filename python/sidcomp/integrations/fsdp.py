@@ -1,0 +1,334 @@
+"""FSDP2, HSDP and `replicate`: compresses the average that the replicas of a model take of their gradients.
+
+    fully_shard(model, mesh=mesh)  # a mesh of two dimensions: replicas x shards
+    sidcomp.fsdp.compress(model, sidcomp.State("auto"))
+
+HSDP shards a model over some ranks, usually those of one node, and replicates it over the others, usually
+across the network. In the backward pass, as soon as the gradients of a parameter group are ready, the ranks
+that share a replica reduce-scatter them; then the replicas average their shards. PyTorch does so parameter
+group by parameter group, and the backward pass waits for each. Here the engine averages them: compressed, in
+groups that it may choose itself, while the backward pass continues.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sidcomp.config.grouping import shorten
+from sidcomp.errors import SetupError, UnsupportedError
+from sidcomp.integrations.ddp import roles
+from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.engine import Model
+from sidcomp.state import State
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        DataParallelMeshInfo,
+        DDPMeshInfo,
+        FSDPMeshInfo,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+except ImportError:  # an older torch
+    FSDPState = None  # type: ignore[assignment,misc]
+
+_NEEDS = "sidcomp.fsdp needs PyTorch 2.13 or newer: fully_shard has no all-reduce hook before"
+
+
+def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGroup | None = None) -> None:
+    """Compresses the average over replicas of a model to which `fully_shard` or `replicate` has been applied.
+
+    module      the root module, after fully_shard on a mesh of two dimensions (HSDP), after `replicate`, or
+                after fully_shard on a mesh of one dimension with `replicas`
+    state       its groups are made of whole parameters' shards; "bucket" means one group for each of FSDP's
+                parameter groups. With "auto" it measures, plans across modules, and verifies
+    replicas    the ranks that hold the same shard, for a model on a mesh of one dimension. Their parameters
+                must be equal; this call does not copy them
+
+    Every rank calls it at the same point, before the first backward pass: the ranks wait for each other. In
+    the first backward pass nothing overlaps, because the order of the parameter groups is not known yet.
+    Gradients are complete when backward() returns. What accumulates gradients works: several backward passes,
+    `set_requires_gradient_sync`, `set_requires_all_reduce`, `set_is_last_backward`; so do CPU offload and
+    mixed precision with float32 or bfloat16 as reduce_dtype.
+
+    The residual takes 4 bytes for each element of the rank's shard. Each rank saves its own state_dict.
+
+    Raises SetupError or UnsupportedError, which say what to change.
+    """
+    if FSDPState is None:
+        raise UnsupportedError(_NEEDS)
+    if isinstance(module, DistributedDataParallel):
+        raise SetupError("fsdp.compress is for fully_shard and replicate: use sidcomp.register for DDP")
+    if type(module).__name__ == "FullyShardedDataParallel":
+        raise UnsupportedError(
+            "FullyShardedDataParallel (FSDP1) has no place for compression with a residual: use fully_shard "
+            "(FSDP2)"
+        )
+    units = _units(module)
+    group = replicas or units[0].replicas()
+    if group is None:
+        raise UnsupportedError(
+            "the model is sharded over one mesh dimension, so no two ranks hold the same shard: give "
+            "fully_shard a mesh of two dimensions (replicas x shards), or pass replicas="
+        )
+    for unit in units:
+        unit.check(group, given=replicas is not None)
+    if state._door is not None and state._door.open:
+        raise SetupError("this State serves a model already: give every model a State of its own")
+    door = _Door(module, units, group, state)
+    state._attach(door, roles(module))
+    state._engine.connect(door.model, units[0].device, "sidcomp.fsdp.compress()")
+    for index, unit in enumerate(units):
+        unit.take_over(door, index)
+
+
+def _units(module: torch.nn.Module) -> list["_Unit"]:
+    names = {id(p): name for name, p in module.named_parameters()}
+    found: list[_Unit] = []
+    for m in module.modules():
+        state = _get_module_fsdp_state(m)
+        if state is None or any(state is u.state for u in found):
+            continue
+        groups = state._fsdp_param_groups
+        if len(groups) > 1:
+            raise UnsupportedError(
+                "fully_shard(shard_placement_fn=...) with several meshes in one module is not supported: "
+                "call fully_shard once for each mesh"
+            )
+        found += [_Unit(state, g, names) for g in groups]
+    units = [u for u in found if u.names]
+    if not found:
+        raise SetupError("fsdp.compress: call fully_shard or replicate on the model first")
+    if not units:
+        raise SetupError("fsdp.compress: no parameter of the model requires a gradient")
+    return units
+
+
+class _Unit:
+    """One of FSDP's parameter groups: what one reduce-scatter carries. Of each parameter it holds this rank's
+    shard, padded to the size that all shards have."""
+
+    def __init__(self, state: Any, group: Any, names: dict[int, str]) -> None:
+        self.state, self.group = state, group
+        self.parameters = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        self.names = [names.get(id(p.sharded_param), "") for p in self.parameters]
+        self.shapes = [tuple(p.padded_sharded_param_size) for p in self.parameters]
+        self.sizes = [p.padded_sharded_param_size.numel() for p in self.parameters]
+        self.numel = sum(self.sizes)
+        self.device: torch.device = group.device
+        self.partial: torch.Tensor | None = None  # gradients of passes without an all-reduce
+
+    def label(self) -> str:
+        return shorten(self.names)
+
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that FSDP itself would average over."""
+        info = self.group.mesh_info
+        return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+
+    def check(self, group: dist.ProcessGroup, given: bool) -> None:
+        own = self.replicas()
+        if given and own is not None:
+            raise SetupError(
+                "the model is on a mesh of two dimensions, which names its replicas: leave replicas= out"
+            )
+        ranks = dist.get_process_group_ranks(group)
+        if not given and (own is None or dist.get_process_group_ranks(own) != ranks):
+            raise UnsupportedError(
+                f"{self.label()} is replicated over other ranks than {ranks}: give all modules the same mesh"
+            )
+        if self.group.gradient_divide_factor is not None:
+            raise UnsupportedError(
+                "set_gradient_divide_factor is not supported: replicas are averaged; scale the loss instead"
+            )
+        if self.group.force_sum_reduction_for_comms:
+            raise UnsupportedError("set_force_sum_reduction_for_comms(True) is not supported: leave it out")
+        if any(p.sharded_param.is_complex() for p in self.parameters):
+            raise UnsupportedError(
+                f"{self.label()} has complex parameters: keep real and imaginary parts apart"
+            )
+
+    def take_over(self, door: "_Door", index: int) -> None:
+        """Makes FSDP hand over the result of the reduce-scatter, and not average it over replicas itself."""
+        info = self.group.mesh_info
+        shared = {"mesh": info.mesh, "dp_mesh_dims": info.dp_mesh_dims, "spmd_mesh": info.spmd_mesh}
+        if isinstance(info, DDPMeshInfo):
+            if isinstance(info, FSDPMeshInfo):
+                mine: DataParallelMeshInfo = FSDPMeshInfo(shard_mesh_dim=info.shard_mesh_dim, **shared)
+                mine.reduce_scatter_process_group = info.reduce_scatter_process_group  # type: ignore[attr-defined]
+            else:
+                mine = DataParallelMeshInfo(replicate_mesh_dim=info.replicate_mesh_dim, **shared)
+            self.group.mesh_info = mine
+        self.group._all_reduce_hook = lambda buffer: door.arrive(index, buffer)
+
+    # ---- in a step
+    # ------------------------------------------------------------------------------------------------
+
+    def check_step(self, buffer: torch.Tensor) -> None:
+        if buffer.numel() != self.numel:
+            raise UnsupportedError(
+                f"only some of the parameters {self.label()} had a gradient in this backward pass: call "
+                "set_reduce_scatter_unused_params(True) on the model, or freeze those that are not used"
+            )
+        if buffer.dtype is torch.float16:
+            raise UnsupportedError(
+                "MixedPrecisionPolicy(reduce_dtype=torch.float16) is divided again after the average: use "
+                "bfloat16 or float32"
+            )
+
+    def refuse_hooks(self) -> None:
+        if any(getattr(p.sharded_param, "_post_accumulate_grad_hooks", None) for p in self.parameters):
+            raise UnsupportedError(
+                f"{self.label()} has hooks that run as soon as a gradient is there (an optimizer in the "
+                "backward pass), but gradients are complete only when backward() returns: step after it"
+            )
+
+    def set_grads_aside(self) -> list[torch.Tensor | None]:
+        """Takes the accumulated gradients away, so that FSDP does not add to them what is not averaged
+        yet."""
+        kept = [p.sharded_param.grad for p in self.parameters]
+        for p in self.parameters:
+            p.sharded_param.grad = None
+        return kept
+
+    def complete(self, buffer: torch.Tensor, kept: Sequence[torch.Tensor | None]) -> None:
+        """Puts the averaged shards into the gradients. A gradient that is a view of the buffer has its shard
+        already; FSDP copies it where it converts the dtype or moves it to the CPU."""
+        offset, start = 0, buffer.untyped_storage().data_ptr()
+        for p, size, before in zip(self.parameters, self.sizes, kept, strict=True):
+            grad = p.sharded_param.grad
+            assert grad is not None
+            local = grad._local_tensor
+            if local.untyped_storage().data_ptr() != start:
+                local.copy_(torch.as_strided(buffer, p.sharded_size, p.contiguous_sharded_stride, offset))
+            if before is not None:
+                before._local_tensor += local  # type: ignore[attr-defined]
+                p.sharded_param.grad = before
+            offset += size
+
+
+class _Arrival:
+    """A parameter group whose gradients have come in this backward pass."""
+
+    def __init__(self, unit: _Unit, buffer: torch.Tensor, kept: list[torch.Tensor | None]) -> None:
+        self.unit, self.buffer, self.kept = unit, buffer, kept
+        self.averaged = True  # False: it is only collected, for a later pass
+        self.future: torch.futures.Future[torch.Tensor] | None = None
+
+
+class _Door:
+    """Hands the results of FSDP's reduce-scatters to the engine. The model keeps it alive, and with it the
+    State; it does not keep the model alive."""
+
+    def __init__(
+        self, module: torch.nn.Module, units: list[_Unit], group: dist.ProcessGroup, state: State
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.units, self.state, self.engine = units, state, state._engine
+        self.model = Model(
+            group,
+            {name: shape for u in units for name, shape in zip(u.names, u.shapes, strict=True)},
+            {id(p): name for name, p in module.named_parameters()},
+        )
+        self._index: dict[int, int] = {}  # a unit's bucket, once their order is known
+        self._arrived: dict[int, _Arrival] = {}
+        self._error: Exception | None = None
+        self._task = -1  # autograd's number of the backward pass in progress
+
+    @property
+    def open(self) -> bool:
+        return self._module() is not None
+
+    def before_forward(self, function: Callable[..., None]) -> torch.utils.hooks.RemovableHandle:
+        module = self._module()
+        assert module is not None
+        return module.register_forward_pre_hook(function)
+
+    def reset(self, error: Exception) -> None:
+        self._arrived, self._error = {}, None
+
+    # ---- a backward pass
+    # ------------------------------------------------------------------------------------------------
+
+    def arrive(self, index: int, buffer: torch.Tensor) -> None:
+        """FSDP's all-reduce hook. It does not raise, because that would leave FSDP in the middle of a step;
+        the end of the backward pass does."""
+        task = torch._C._current_graph_task_id()
+        if not self._arrived or (task != -1 and task != self._task):
+            self.reset(SetupError("the backward pass before this one did not finish"))
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if self._error is None:
+            try:
+                self._take(index, buffer)
+            except Exception as e:
+                self._error = e
+
+    def _take(self, index: int, buffer: torch.Tensor) -> None:
+        self.state._open()
+        unit = self.units[index]
+        unit.check_step(buffer)
+        if self.engine.tuner is None:  # which records with such hooks when a gradient is there
+            unit.refuse_hooks()
+        mine = self._arrived[index] = _Arrival(unit, buffer, unit.set_grads_aside())
+        if not unit.group.all_reduce_grads:  # set_requires_all_reduce(False)
+            unit.partial = buffer.clone() if unit.partial is None else unit.partial.add_(buffer)
+            buffer.zero_()
+            mine.averaged = False
+            return
+        if unit.partial is not None:
+            buffer.add_(unit.partial)
+            unit.partial = None
+        if not self._formed:
+            return  # `_finish` makes the groups, when all parameter groups are known
+        if index not in self._index:
+            raise UnsupportedError(
+                f"{unit.label()} had no gradient in the first backward pass and has one now: freeze what is "
+                "not used, and call fsdp.compress with a new State when that changes"
+            )
+        mine.future = self.engine.ready(self._index[index], buffer)
+
+    @property
+    def _formed(self) -> bool:
+        return self.engine.layout is not None
+
+    def _finish(self) -> None:
+        """The end of the backward pass: waits, on the CPU here and on a GPU in its stream."""
+        arrived, error = self._arrived, self._error
+        self._arrived, self._error = {}, None
+        averaged = {i: a for i, a in arrived.items() if a.averaged}
+        try:
+            if error is not None:
+                raise error
+            if averaged and not self._formed:
+                self._form(averaged)
+            if averaged and len(averaged) < len(self._index):
+                missing = [self.units[i].label() for i in self._index if i not in averaged]
+                raise UnsupportedError(
+                    f"{missing[0]} had a gradient in the first backward pass and has none now: freeze what "
+                    "is not used, and call fsdp.compress with a new State when that changes"
+                )
+            for a in averaged.values():
+                assert a.future is not None
+                a.future.wait()
+        except Exception as e:
+            self.engine.report(e)
+            self.engine.abandon(e)
+            raise
+        with torch.no_grad():
+            for a in arrived.values():
+                a.unit.complete(a.buffer, a.kept)
+
+    def _form(self, arrived: dict[int, _Arrival]) -> None:
+        """Makes the groups in the order in which gradients came, and sends them."""
+        buckets = [
+            Bucket(a.unit.names, a.unit.shapes, a.buffer, [p.sharded_param for p in a.unit.parameters])
+            for a in arrived.values()
+        ]
+        self.engine.form(self.model, buckets)
+        self._index = {i: bucket for bucket, i in enumerate(arrived)}
+        for i, a in arrived.items():
+            a.future = self.engine.ready(self._index[i], a.buffer)

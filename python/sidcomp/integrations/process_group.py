@@ -1,0 +1,625 @@
+"""A process group that compresses the gradients that a program all-reduces.
+
+    import sidcomp.integrations.process_group
+    torch.distributed.init_process_group("cpu:sidcomp,cuda:sidcomp")
+
+The rest of the program stays as it is. `SIDCOMP="topk:density=0.05"` in the environment, or `configure(...)`
+before init_process_group, chooses the codec.
+
+Everything goes to the inner group (Gloo on CPUs, NCCL on GPUs) untouched, except all-reduces of gradients: a
+sum or an average of one large floating-point tensor, issued in a backward pass, on the default group or on a
+group of data-parallel replicas. The backend recognizes them by the order in which they come. It watches whole
+backward passes. When it has seen the same calls in two of them, it compresses these calls from the next one
+on, each with a residual of its own. A pass that differs is sent uncompressed from the first call that
+differs, and a line says so.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sidcomp import notices
+from sidcomp.config import specification
+from sidcomp.config.grouping import UNITS
+from sidcomp.errors import ArgumentError, ParameterError, SetupError
+from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.engine import Engine, Model
+from sidcomp.state import State
+
+BACKEND = "sidcomp"
+VARIABLE = "SIDCOMP"
+# Names of the mesh dimensions over which PyTorch, torchtitan and others average gradients.
+REPLICAS = ("replicate", "dp_replicate", "ddp", "dp", "data_parallel")
+
+_MEMORY = 16  # passes for which a list of calls is remembered without having come again
+_PATIENCE = 20  # passes without two that are equal, after which a line says that nothing is compressed
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """codec: None for State's default, or "off"; arguments: of State; groups: names of mesh dimensions whose
+    groups compress; min_bytes: smaller tensors pass uncompressed."""
+
+    codec: str | None
+    arguments: dict[str, Any]
+    groups: tuple[str, ...]
+    min_bytes: int
+
+    def state(self, process_group: dist.ProcessGroup | None = None) -> State:
+        return State(self.codec, process_group=process_group, **self.arguments)
+
+
+_configured: Configuration | None = None
+
+
+def configure(
+    codec: str | None = None,
+    *,
+    groups: Iterable[str] = REPLICAS,
+    min_bytes: int = 64 * 2**10,
+    **arguments: Any,
+) -> None:
+    """Chooses what the backend "sidcomp" does, for groups that are made from here on. It takes precedence
+    over the environment variable SIDCOMP.
+
+    codec, arguments    those of `State`; codec="off": everything passes uncompressed. Each all-reduce is
+                        encoded for itself, so `groups` of a State and the codec "auto", which plan groups,
+                        are refused
+    groups              which groups compress, by the names of their mesh dimensions or their `group_desc`.
+                        The default group always does
+    min_bytes           smaller tensors pass uncompressed
+
+    Raises ArgumentError, which says what to change.
+    """
+    global _configured
+    _configured = _configuration(codec, tuple(groups), min_bytes, arguments)
+
+
+def _configuration(
+    codec: str | None, groups: tuple[str, ...], min_bytes: int, arguments: dict[str, Any]
+) -> Configuration:
+    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
+        raise ArgumentError(f"min_bytes={min_bytes!r}: give a number of bytes, at least 0")
+    if "process_group" in arguments:
+        raise ArgumentError("process_group: the backend compresses on the group that it is; leave it out")
+    chosen = Configuration(codec, arguments, groups, min_bytes)
+    if codec != "off":
+        settings = chosen.state().settings  # raises here, not in backward(), what is wrong with it
+        if settings.planned or settings.groups not in ("bucket", "layer"):
+            raise ArgumentError(
+                f"the backend {BACKEND!r} encodes each all-reduce for itself, because its caller may wait "
+                f"for it before the next one, so it cannot have groups={settings.groups!r}: name a codec and "
+                "leave groups out, or use sidcomp.register (DDP) or sidcomp.fsdp.compress (FSDP2 and HSDP), "
+                "which plan groups"
+            )
+    return chosen
+
+
+def _current() -> Configuration:
+    if _configured is not None:
+        return _configured
+    text = os.environ.get(VARIABLE, "")
+    try:
+        codec, arguments = specification.parse(text)
+        groups = tuple(str(arguments.pop("only", "")).split("+")) if "only" in arguments else REPLICAS
+        return _configuration(codec, groups, _bytes(arguments.pop("min_bytes", "64KB")), arguments)
+    except (ArgumentError, ParameterError) as e:
+        raise type(e)(f"environment variable {VARIABLE}={text!r}: {e}") from e
+
+
+def _bytes(value: Any) -> Any:
+    """A number of bytes, or a text such as 64KB."""
+    text = str(value)
+    for unit in sorted(UNITS, key=len, reverse=True):
+        if text.endswith(unit) and text[: -len(unit)].isdigit():
+            return int(text[: -len(unit)]) * UNITS[unit]
+    return value
+
+
+class Call(NamedTuple):
+    """What an all-reduce of one place in the program has in common from step to step."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    average: bool
+
+
+class Place(NamedTuple):
+    """Where the tensor of a call was. storage: does not keep it alive."""
+
+    address: int
+    storage: StorageWeakRef
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Place":
+        return cls(tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+
+    @property
+    def freed(self) -> bool:
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is this tensor's storage: that very one, and not another one at the same address."""
+        return self.address == tensor.data_ptr() and not self.freed
+
+
+class Likeness(IntEnum):
+    """How the tensors of a backward pass compare with those of an earlier one that had the same calls."""
+
+    OTHER = 0  # an earlier one still exists somewhere else: the pass is another model's
+    MOVED = 1  # earlier ones have been freed
+    SAME = 2
+
+
+class Program:
+    """The all-reduces of one kind of backward pass, in order, and the State that compresses them.
+
+    fixed: its tensors stay where they are, as DDP's buckets do, and so tell its passes from those of other
+    models. Otherwise only order and size do. All ranks agree on it.
+    """
+
+    def __init__(self, calls: list[Call], places: list[Place], last: int) -> None:
+        self.calls, self.places = calls, places
+        self.last = last  # the number of the last pass that had these calls, until they have a State
+        self.fixed = False
+        self.state: State | None = None
+        self.steps = 0
+        self.holds = False  # the engine still holds the tensors of the last pass
+
+    def likeness(self, places: Sequence[Place]) -> Likeness:
+        each = [
+            Likeness.MOVED if old.freed else Likeness.SAME if old.address == new.address else Likeness.OTHER
+            for old, new in zip(self.places, places, strict=True)
+        ]
+        return min(each)
+
+    def fits(self, index: int, call: Call, tensor: torch.Tensor) -> bool:
+        """Whether this may be its call number `index`. The same on all ranks."""
+        if index >= len(self.calls) or self.calls[index] != call:
+            return False
+        return not self.fixed or self.places[index].holds(tensor)
+
+
+class _Door:
+    """Shows the engine one program's calls as buckets."""
+
+    def __init__(self, group: "ProcessGroup", program: Program, engine: Engine) -> None:
+        self.group, self.program, self.engine = group, program, engine
+        self.names = [f"call{i}:{call.numel}" for i, call in enumerate(program.calls)]
+        shapes: dict[str, tuple[int, ...]] = {
+            name: (call.numel,) for name, call in zip(self.names, program.calls, strict=True)
+        }
+        self.model = Model(group, shapes, {})
+
+    open = True
+
+    def reset(self, error: Exception) -> None: ...
+
+    def before_forward(self, function: Any) -> Any:
+        raise SetupError(
+            "a process group knows no parameters and no optimizer, so follow() cannot serve it: use "
+            "sidcomp.register or sidcomp.fsdp.compress, or call update_scale() after each scaler.update()"
+        )
+
+    def form(self) -> None:
+        buckets = []
+        for name, call in zip(self.names, self.program.calls, strict=True):
+            # Only the size counts here; `ready` replaces the buffer.
+            like = torch.empty(1, dtype=call.dtype, device=call.device).expand(call.numel)
+            buckets.append(Bucket([name], [(call.numel,)], like))
+        self.engine.form(self.model, buckets)
+
+
+class _Work(dist._Work):  # type: ignore[misc,name-defined]
+    """The Work of a compressed all-reduce. Its future's value is a list with the tensor, as torch's is."""
+
+    def __init__(
+        self, future: "torch.futures.Future[torch.Tensor]", tensor: torch.Tensor, device: bool
+    ) -> None:
+        super().__init__()
+        self._future, self._tensor, self._device = future, tensor, device
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        seconds = timeout.total_seconds()
+        if seconds > 0 and not self._device and not self._future.done():
+            done = threading.Event()
+            self._future.add_done_callback(lambda _: done.set())
+            if not done.wait(seconds):
+                raise RuntimeError(
+                    f"the compressed all-reduce timed out after {seconds:g} s: a rank has not called it, or "
+                    "hangs"
+                )
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        return self._future.done() and self.exception() is None
+
+    def exception(self) -> Any:
+        if self._future.done():
+            try:
+                self._future.value()
+            except Exception as e:
+                return e
+        return None
+
+    def synchronize(self) -> None:
+        self._future.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return [self._tensor]
+
+    def source_rank(self) -> int:
+        raise RuntimeError("source_rank() is for receives, and this is an all-reduce")
+
+    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
+        tensor = self._tensor
+
+        def value(future: "torch.futures.Future[torch.Tensor]") -> list[torch.Tensor]:
+            future.value()  # raises its error
+            return [tensor]
+
+        return self._future.then(value)
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """The process group of the backend "sidcomp". It holds an inner one, which does everything else.
+
+    inner_config: what torch calls the inner group's backends, such as "cpu:gloo,cuda:nccl".
+    """
+
+    def __init__(
+        self, inner: dist.ProcessGroup, inner_config: str, configuration: Configuration, rank: int, size: int
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.inner, self.inner_config, self.configuration = inner, inner_config, configuration
+        self._name = ""
+        self.programs: list[Program] = []
+        self._compresses: bool | None = None  # not known before the group has its name
+        self._told: set[str] = set()
+        self._active: Program | None = None  # what the backward pass in progress has been so far
+        self._stopped = False  # the pass in progress is no longer the active program's
+        self._clear()
+        self._task = -1  # autograd's number of the backward pass in progress
+        self._passes = 0  # backward passes that were watched in vain
+        for name in ("cpu", "cuda"):
+            device = torch.device(name)
+            try:
+                backend = inner._get_backend(device)
+            except RuntimeError:
+                continue
+            kind = (
+                dist.ProcessGroup.BackendType.NCCL if name == "cuda" else dist.ProcessGroup.BackendType.GLOO
+            )
+            self._register_backend(device, kind, backend)
+
+    # ---- what torch asks a process group written in Python
+    # ------------------------------------------------------------------------------------------------
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+        self.inner._set_group_name(name)  # type: ignore[arg-type]
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def __repr__(self) -> str:
+        return f"sidcomp.ProcessGroup({self._name}, over {self.inner_config}, {self._what()})"
+
+    # ---- all-reduce
+    # ------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, *arguments: Any, **named: Any) -> Any:  # type: ignore[override]
+        call = self._eligible(tensors, *arguments, **named)
+        if call is not None:
+            work = self._reduce(call, tensors[0])
+            if work is not None:
+                return work
+        return self.inner.allreduce(tensors, *arguments, **named)
+
+    def _eligible(self, tensors: Any, *arguments: Any, **named: Any) -> Call | None:
+        """Returns the call if it may be the all-reduce of a gradient."""
+        if self._compresses is False or not isinstance(tensors, list) or len(tensors) != 1:
+            return None
+        x = tensors[0]
+        c = self.configuration
+        if (
+            self.size() == 1
+            or x.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+            or x.layout is not torch.strided
+            or x.device.type not in ("cpu", "cuda")
+            or x.numel() * x.element_size() < max(1, c.min_bytes)
+            or torch._C._current_graph_task_id() == -1
+        ):
+            return None
+        what = arguments[0] if arguments else named.get("opts", named.get("op"))
+        op = getattr(what, "reduceOp", what)
+        average = op == dist.ReduceOp.AVG
+        if not average and op is not None and op != dist.ReduceOp.SUM:
+            return None
+        if not x.is_contiguous():
+            self._say("not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed")
+            return None
+        if not self._allowed():
+            return None
+        return Call(x.numel(), x.dtype, x.device, average)
+
+    def _allowed(self) -> bool:
+        """Whether this group averages gradients, by its name."""
+        if self._compresses is None:
+            c = self.configuration
+            names = {self.group_desc, self.group_desc.removeprefix("mesh_")}
+            whole = self.group_desc in ("default_pg", "mesh_default") and self.size() == dist.get_world_size()
+            self._compresses = c.codec != "off" and (whole or bool(names.intersection(c.groups)))
+            if not self._compresses and c.codec != "off":
+                self._say(
+                    "not chosen",
+                    f"passes its all-reduces uncompressed, because {self.group_desc!r} is not among the "
+                    f"groups to compress ({', '.join(c.groups)}): configure(groups=...) adds it",
+                )
+        return self._compresses
+
+    def _reduce(self, call: Call, tensor: torch.Tensor) -> dist.Work | None:
+        """Compresses the call, or returns None."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._end()  # a backward pass that failed has not said that it ended
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        index = len(self._calls)
+        if index == 0:
+            self._let_go(wait=True)
+            self._active = self._choose(call, tensor)
+        program = self._active
+        fits = program is not None and program.fits(index, call, tensor)
+        self._calls.append(call)
+        self._places.append(Place.of(tensor))
+        if program is None:
+            return None
+        if not fits:
+            self._stop(f"call {index} of a backward pass is {_describe(call)}, not the one of earlier passes")
+            return None
+        assert program.state is not None
+        engine = program.state._engine
+        try:
+            program.state._open()
+            if index == 0 and engine.layout is None:
+                door = program.state._door
+                assert isinstance(door, _Door)
+                door.form()
+                self._announce(program)
+            flat = tensor.detach().view(-1)
+            if not call.average:
+                flat.mul_(self.size())  # the engine averages
+            program.holds = True
+            future = engine.ready(index, flat)
+        except Exception as e:
+            engine.report(e)
+            engine.abandon(e)
+            self._active = None
+            raise
+        return _Work(future, tensor, call.device.type != "cpu")
+
+    # ---- backward passes
+    # ------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        self._calls: list[Call] = []
+        self._places: list[Place] = []
+        self._active = None
+
+    def _choose(self, call: Call, tensor: torch.Tensor) -> Program | None:
+        """Returns the only known program that begins with this call. All ranks must choose the same one, so
+        nothing counts here that is not the same on all, such as whether a tensor has been freed already."""
+        found = [p for p in self.programs if p.fits(0, call, tensor)]
+        possible = [p for p in found if p.fixed] or found
+        if len(possible) > 1 and any(p.state is not None for p in possible):
+            self._say(
+                "ambiguous",
+                "cannot tell which of several backward passes has begun, and sends it uncompressed: give "
+                "each model a process group of its own",
+            )
+        return possible[0] if len(possible) == 1 and possible[0].state is not None else None
+
+    def _let_go(self, wait: bool = False) -> None:
+        """Drops the tensors of the last pass, which tell by being freed that their calls have others now."""
+        for p in self.programs:
+            if p.state is not None and p.holds:
+                engine = p.state._engine
+                if wait:
+                    engine.quiet()
+                if engine.current.over and not (engine.on_device and not wait):
+                    engine.let_go()
+                    p.holds = False
+
+    def _stop(self, why: str) -> None:
+        """Ends the use of the active program in this backward pass."""
+        program, self._active = self._active, None
+        assert program is not None and program.state is not None
+        program.state._engine.end_early()
+        self._stopped = True
+        self._say("different", f"sends the rest of a backward pass uncompressed: {why}")
+
+    def _end(self) -> None:
+        """A backward pass has ended."""
+        program, stopped = self._active, self._stopped
+        if program is not None and len(self._calls) < len(program.calls):
+            self._stop(f"it had {len(self._calls)} all-reduces, and earlier passes had {len(program.calls)}")
+        elif program is not None:
+            program.steps += 1
+        elif self._calls and not stopped:
+            self._learn()
+        self._stopped = False
+        self._clear()
+        self._let_go()
+        self._task = -1
+
+    def _learn(self) -> None:
+        """Compares a pass that no known program fits with earlier ones. All ranks are here, and agree."""
+        if self._passes >= _PATIENCE and not any(p.state for p in self.programs):
+            return  # it has said that it gives up
+        self._passes += 1
+        self.programs = [p for p in self.programs if p.state or p.last > self._passes - _MEMORY]
+        alike = [p for p in self.programs if p.state is None and p.calls == self._calls]
+        likeness = self._agreed([p.likeness(self._places) for p in alike], self._calls[0].device)
+        best = max(likeness, default=Likeness.OTHER)
+        if best is Likeness.OTHER:
+            self.programs.append(Program(self._calls, self._places, self._passes))
+        else:
+            found = alike[likeness.index(best)]
+            found.places, found.fixed = self._places, best is Likeness.SAME
+            found.state = self.configuration.state(self)
+            found.state._attach(_Door(self, found, found.state._engine), {})
+        if self._passes == _PATIENCE and not any(p.state for p in self.programs):
+            self._say(
+                "nothing",
+                f"has compressed nothing in {_PATIENCE} backward passes, because no two of them had the same "
+                "all-reduces, and gives up: sidcomp.register or sidcomp.fsdp.compress know the model",
+            )
+
+    def _agreed(self, mine: list[Likeness], device: torch.device) -> list[Likeness]:
+        """The least that any rank says. One rank may have freed a tensor that another one still has."""
+        if not mine:
+            return []
+        least = torch.tensor(mine, dtype=torch.int32, device=device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+        self.inner.allreduce([least], options).wait()
+        return [Likeness(x) for x in least.tolist()]
+
+    # ---- what it says
+    # ------------------------------------------------------------------------------------------------
+
+    def _say(self, topic: str, text: str) -> None:
+        if topic not in self._told:
+            self._told.add(topic)
+            notices.say(f"process group {self.group_desc!r} {text}", self.rank())
+
+    def _what(self) -> str:
+        states = [p.state for p in self.programs if p.state is not None]
+        return repr(states[0]) if states else "compresses nothing yet"
+
+    def _announce(self, program: Program) -> None:
+        assert program.state is not None
+        groups = program.state._engine.groups
+        sent = sum(g.bytes_sent for g in groups)
+        dense = sum(c.numel * c.dtype.itemsize for c in program.calls)
+        self._say(
+            f"compresses {id(program)}",
+            f"compresses {len(program.calls)} all-reduces of each backward pass ({dense / 1e6:.1f} MB) with "
+            f"{groups[0].plan.codec}: {sent / 1e6:.2f} MB, 1/{dense / sent:.0f} of it. All else passes "
+            f"untouched to {self.inner_config}.",
+        )
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def call(self: ProcessGroup, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **named)
+
+    call.__name__ = name
+    call.__doc__ = "Passes the call to the inner group."
+    return call
+
+
+# torch's own versions of these would reach the inner backends too. But for a process group written in Python
+# they hold the interpreter's lock while Gloo waits for a thread that may need it, and hang (torch 2.13).
+_PASSED_ON = (
+    "_allgather_base", "_end_coalescing", "_reduce_scatter_base", "_start_coalescing", "all_gather_single",
+    "all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier",
+    "broadcast", "gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter",
+    "send",
+)  # fmt: skip
+for _name in _PASSED_ON:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(ProcessGroup, _name, _passed_on(_name))
+
+
+def _describe(call: Call) -> str:
+    return f"{'an average' if call.average else 'a sum'} of {call.numel} x {str(call.dtype)[6:]}"
+
+
+# ---- making one
+# ----------------------------------------------------------------------------------------------------
+
+
+def _make(options: Any, _backend_options: Any) -> ProcessGroup:
+    """What torch calls to make a process group of this backend."""
+    rank, size = options.group_rank, options.group_size
+    if _given is not None:
+        given, configuration = _given
+        return ProcessGroup(given, str(dist.get_backend_config(given)), configuration, rank, size)
+    configuration = _current()
+    inner = dist.ProcessGroup(options.store, rank, size)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", options.store), rank, size, options.timeout)
+    gloo._set_sequence_number_for_group()
+    inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    config = "cpu:gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        settings = dist.ProcessGroupNCCL.Options()
+        settings._timeout = options.timeout
+        settings.global_ranks_in_group = options.global_ranks_in_group
+        settings.group_name = options.group_id
+        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", options.store), rank, size, settings)
+        nccl._set_sequence_number_for_group()
+        inner._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+        inner._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        config += ",cuda:nccl"
+    return ProcessGroup(inner, config, configuration, rank, size)
+
+
+_given: tuple[dist.ProcessGroup, Configuration] | None = None  # for `_make`, in process_group()
+
+
+def process_group(
+    inner: dist.ProcessGroup, codec: str | None = None, *, min_bytes: int = 64 * 2**10, **arguments: Any
+) -> ProcessGroup:
+    """Returns a process group over the ranks of `inner` that compresses gradients as the backend "sidcomp"
+    does, and passes everything else to `inner`. Every rank of `inner` calls it at the same point.
+
+        compressing = sidcomp.process_group(group, "topk", density=0.05)
+        ddp = DistributedDataParallel(module, process_group=compressing)
+
+    codec, min_bytes, arguments: as in `configure`. Raises ArgumentError.
+    """
+    global _given
+    configuration = _configuration(codec, (), min_bytes, arguments)
+    _given = inner, configuration
+    try:
+        made = dist.new_group(
+            dist.get_process_group_ranks(inner),
+            backend=BACKEND,
+            use_local_synchronization=True,
+            group_desc=inner.group_desc,
+        )
+    finally:
+        _given = None
+    assert isinstance(made, ProcessGroup)
+    made._compresses = configuration.codec != "off"
+    return made
+
+
+def _register() -> None:
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
+
+
+_register()

@@ -1,0 +1,494 @@
+"""The backend "sidcomp": a process group that compresses gradients, and passes everything else."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from harness import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 12
+
+
+def compressing(codec: str | None = None, **arguments: Any) -> str:
+    import sidcomp.integrations.process_group as door
+
+    door.configure(codec, min_bytes=1000, **arguments)
+    return "cpu:sidcomp,cuda:sidcomp"
+
+
+def network(seed: int = 0, width: int = 40) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)
+    )
+
+
+def backward(model: nn.Module, rank: int, step: int) -> float:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, 12, generator=draw)
+    y = torch.stack([x[:, :4].sum(1), x[:, 4:8].prod(1), x[:, 8:].amax(1)], 1)
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    """What this rank holds of the parameters."""
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return torch.cat([p.detach().flatten() for p in parts])
+
+
+def alike(module: nn.Module, replicas: Any = None) -> bool:
+    mine = flat(module)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(replicas))]
+    dist.all_gather(everyone, mine, group=replicas)
+    return all(torch.equal(x, mine) for x in everyone)
+
+
+def group() -> Any:
+    return dist.group.WORLD
+
+
+def train(model: nn.Module, rank: int, steps: int = STEPS) -> list[float]:
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        sgd.zero_grad()
+        losses.append(backward(model, rank, step))
+        sgd.step()
+    return losses
+
+
+def ddp_unmodified(rank: int, world: int) -> Any:
+    """What an unmodified DDP program does over this backend."""
+    said = io.StringIO()
+    with redirect_stderr(said):
+        model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
+        losses = train(model, rank)
+    assert alike(model)
+    programs = getattr(group(), "programs", [])
+    stats = [p.state.stats() for p in programs if p.state is not None]
+    return flat(model), losses, [(s["steps"], len(s["groups"]), s["ratio"]) for s in stats], said.getvalue()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ddp_with_codec_none_has_the_bits_of_plain_ddp(world: int) -> None:
+    plain = run(ddp_unmodified, world)
+    ours = run(ddp_unmodified, world, backend=partial(compressing, "none"))
+    for (theirs, _, _, _), (mine, _, stats, _) in zip(plain, ours, strict=True):
+        assert torch.equal(theirs, mine)
+        assert [s[0] for s in stats] == ([STEPS - 3] if world > 1 else [])
+
+
+def hsdp_unmodified(rank: int, world: int) -> Any:
+    said = io.StringIO()
+    with redirect_stderr(said):
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        model = network()
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        losses = train(model, rank)
+    for _ in range(30):  # gathers from C++, on the heels of each other
+        whole = [p.full_tensor() for p in model.parameters()]
+    assert [x.shape for x in whole] == [p.shape for p in model.parameters()]
+    assert alike(model, mesh.get_group("replicate"))
+    replicas, shards = mesh.get_group("replicate"), mesh.get_group("shard")
+    stats = [p.state.stats() for p in getattr(replicas, "programs", []) if p.state is not None]
+    seen = [len(getattr(g, "programs", [])) for g in (shards, group())]
+    return flat(model), losses, [(s["steps"], len(s["groups"])) for s in stats], said.getvalue(), seen
+
+
+def test_hsdp_with_codec_none_has_the_bits_of_plain_hsdp() -> None:
+    plain = run(hsdp_unmodified, 4)
+    ours = run(hsdp_unmodified, 4, backend=partial(compressing, "none"))
+    for (theirs, *_), (mine, _, stats, _, seen) in zip(plain, ours, strict=True):
+        assert torch.equal(theirs, mine)
+        assert stats == [(STEPS - 2, 2)]  # the root's all-reduce is too small
+        assert seen == [0, 0]
+
+
+def test_hsdp_compresses_and_says_so() -> None:
+    plain = run(hsdp_unmodified, 4)
+    ours = run(hsdp_unmodified, 4, backend=partial(compressing, "topk", density=0.2))
+    for rank, ((theirs, their_losses, *_), (mine, losses, stats, said, _)) in enumerate(
+        zip(plain, ours, strict=True)
+    ):
+        assert not torch.equal(theirs, mine)
+        assert losses[:3] == their_losses[:3]  # three passes: two to learn, and the first that is compressed
+        assert losses[-1] == pytest.approx(their_losses[-1], rel=0.2)
+        assert stats == [(STEPS - 2, 2)]
+        assert ("compresses 2 all-reduces of each backward pass" in said) == (rank in (0, 1))
+
+
+# ---- what passes untouched
+
+
+def collectives(rank: int, world: int) -> list[torch.Tensor]:
+    """The results of many collectives, outside of a backward pass and of every kind."""
+    out: list[torch.Tensor] = []
+    draw = torch.Generator().manual_seed(rank)
+    big = torch.randn(5000, generator=draw)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        x = big.clone()
+        dist.all_reduce(x, op=op)
+        out.append(x)
+    for dtype in (torch.int64, torch.float64, torch.uint8):
+        x = (big * 10).abs().to(dtype)
+        dist.all_reduce(x)
+        out.append(x)
+    x = big.clone()
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    assert work.is_completed()
+    out.append(x)
+    x = big.clone()
+    dist.broadcast(x, 1)
+    out.append(x)
+    x = big.clone()
+    dist.reduce(x, 0)
+    out.append(x if rank == 0 else big)
+    everyone = [torch.empty_like(big) for _ in range(world)]
+    dist.all_gather(everyone, big)
+    whole = torch.empty(world * len(big))
+    dist.all_gather_into_tensor(whole, big)
+    out += [*everyone, whole]
+    part = torch.empty(len(big) // world)
+    dist.reduce_scatter_tensor(part, big[: len(part) * world].clone())
+    out.append(part)
+    parts = [torch.empty(7) for _ in range(world)]
+    dist.all_to_all(parts, list(big[: 7 * world].clone().split(7)))
+    out += parts
+    gathered = [torch.empty_like(big) for _ in range(world)] if rank == 0 else None
+    dist.gather(big, gathered)
+    x = torch.empty(9)
+    dist.scatter(x, list(big[: 9 * world].split(9)) if rank == 0 else None)
+    out.append(x)
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, {"rank": rank})
+    assert [o["rank"] for o in objects] == list(range(world))
+    ring = dist.isend(big, (rank + 1) % world)
+    dist.recv(x := torch.empty_like(big), (rank - 1) % world)
+    ring.wait()
+    out.append(x)
+    dist.barrier()
+    many = [big.clone(), 2 * big]
+    dist.all_reduce_coalesced(many)
+    out += many
+    return out
+
+
+def in_backward(rank: int, world: int, function: Any) -> Any:
+    """Runs the function inside of a backward pass."""
+    kept: list[Any] = []
+    x = torch.zeros(1, requires_grad=True)
+    x.register_hook(lambda _: kept.append(function(rank, world)))
+    (2 * x).backward()
+    return kept[0]
+
+
+def both_places(rank: int, world: int) -> list[list[torch.Tensor]]:
+    return [collectives(rank, world), in_backward(rank, world, collectives)]
+
+
+def test_everything_else_passes_untouched() -> None:
+    """Outside of a backward pass, and in one that comes only once."""
+    plain = run(both_places, 3)
+    ours = run(both_places, 3, backend=partial(compressing, "topk", density=0.01))
+    for theirs, mine in zip(plain, ours, strict=True):
+        for a, b in zip(theirs, mine, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) and len(a) == len(b)
+
+
+# ---- which call is which
+
+
+class Averages(torch.autograd.Function):
+    """All-reduces these tensors in its backward pass, as a data-parallel wrapper does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, tensors: list[torch.Tensor], ops: list[Any], to: Any
+    ) -> torch.Tensor:
+        ctx.tensors, ctx.ops, ctx.to = tensors, ops, to
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        works = [
+            dist.all_reduce(x, op=op, async_op=True, group=ctx.to)
+            for x, op in zip(ctx.tensors, ctx.ops, strict=True)
+        ]
+        for work in works:
+            assert work.wait()
+            assert work.is_completed() and work.is_success() and work.exception() is None
+            work.get_future().wait()
+        return grad, None, None, None
+
+
+def averaged(tensors: list[torch.Tensor], ops: list[Any] | None = None, to: Any = None) -> None:
+    x = torch.zeros(1, requires_grad=True)
+    Averages.apply(x, tensors, ops or [dist.ReduceOp.SUM] * len(tensors), to).sum().backward()
+
+
+def steps_of(to: Any = None) -> list[int]:
+    return [p.state.stats()["steps"] for p in (to or group()).programs if p.state is not None]
+
+
+def conserved(rank: int, world: int) -> float:
+    """Sums a constant gradient for many steps: what was received and what is kept is what came in."""
+    n, steps = 4000, 9
+    mine = torch.randn(n, generator=torch.Generator().manual_seed(rank))
+    total = torch.zeros(n)
+    for _ in range(steps):
+        x = mine.clone()
+        averaged([x])
+        total += x
+    state = group().programs[0].state
+    assert steps_of() == [steps - 2]
+    kept = next(iter(state.state_dict()["residuals"].values())).sum(0)
+    whole = mine * steps * 1.0
+    dist.all_reduce(kept)
+    dist.all_reduce(whole)
+    # A residual is in units of a rank's contribution to a mean, as it is behind DDP's hook.
+    return float((total + kept / world - whole).abs().max() / whole.abs().max())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sums_conserve_what_came_in(world: int) -> None:
+    assert max(run(conserved, world, backend=partial(compressing, "topk", density=0.1))) < 1e-5
+
+
+def alternating(rank: int, world: int) -> Any:
+    """Two models take turns, as a generator and its critic do, of the same sizes; a third size comes once."""
+    one, two = torch.zeros(3000), torch.zeros(3000)
+    for step in range(8):
+        for x in (one, two):
+            x.copy_(torch.randn(3000, generator=torch.Generator().manual_seed(10 * step + rank)))
+            averaged([x, x[:1000]])
+        if step == 5:
+            averaged([torch.ones(777)])
+    return steps_of()
+
+
+def test_models_that_take_turns_have_states_of_their_own() -> None:
+    for steps in run(alternating, 2, backend=partial(compressing, "topk", density=0.1)):
+        assert steps == [6, 6]
+
+
+def different(rank: int, world: int) -> Any:
+    """A pass that has other calls, fewer of them, or more: from there on it is uncompressed."""
+    said = io.StringIO()
+    kinds = [torch.zeros(3000), torch.zeros(2000), torch.zeros(1000)]
+    off = []
+    with redirect_stderr(said):
+        for step in range(14):
+            for i, x in enumerate(kinds):
+                x.copy_(
+                    torch.randn(len(x), generator=torch.Generator().manual_seed(100 * step + 10 * i + rank))
+                )
+            sums = [x.clone() for x in kinds]
+            for x in sums:
+                dist.all_reduce(x)
+            calls = kinds
+            if step == 5:
+                calls = kinds[:2]
+            elif step == 8:
+                calls = [kinds[0], kinds[2], kinds[1]]
+            elif step == 11:
+                calls = [*kinds, kinds[0].clone()]
+            averaged(calls)
+            off.append([not torch.equal(x, y) for x, y in zip(kinds, sums, strict=True)])
+    state = group().programs[0].state
+    assert state.error is None
+    return off, steps_of(), said.getvalue()
+
+
+def test_a_pass_that_differs_is_sent_uncompressed_from_there() -> None:
+    for rank, (off, steps, said) in enumerate(run(different, 2, backend=partial(compressing, "int8"))):
+        assert off[0] == off[1] == [False] * 3  # learning
+        assert off[2] == off[4] == off[7] == off[10] == off[13] == [True] * 3
+        assert off[5][:2] == [True] * 2  # the third tensor was not reduced
+        assert off[8] == [True, False, False]
+        assert off[11] == [True] * 3  # the fourth call came on top
+        assert steps == [12]
+        assert ("uncompressed: call 1 of a backward pass" in said) or ("it had 2 all-reduces" in said) or rank
+
+
+def ambiguous(rank: int, world: int, kept: bool, passes: int) -> Any:
+    """Tensors of one size that move, in passes of different lengths: the first call does not tell which."""
+    said = io.StringIO()
+    right, keep = [], []
+    with redirect_stderr(said):
+        for step in range(passes):
+            tensors = [torch.full((2000,), float(rank + i)) for i in range(2 + step % 2)]
+            averaged(tensors)
+            right.append(all(torch.equal(x, torch.full_like(x, 1.0 + 2 * i)) for i, x in enumerate(tensors)))
+            if kept:
+                keep.append(tensors)
+    return right, said.getvalue(), len(group().programs)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_where_it_cannot_tell_it_does_not_compress(kept: bool) -> None:
+    """kept: no tensor is ever freed, so every pass has new ones."""
+    passes = 40 if kept else 12
+    backend = partial(compressing, "topk", density=0.01)
+    for rank, (right, said, programs) in enumerate(run(ambiguous, 2, kept, passes, backend=backend)):
+        assert right == [True] * passes
+        line = "has compressed nothing" if kept else "cannot tell which"
+        assert (line in said) == (rank == 0)
+        assert programs <= 32
+
+
+# ---- groups
+
+
+def rules(rank: int, world: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor"))
+    unnamed = dist.new_group([0, 1, 2, 3])
+    mine = dist.new_group([0, 1, 2, 3], group_desc="mine")
+    out = {}
+    for name, to in {
+        "default": None,
+        "replicate": mesh.get_group("replicate"),
+        "tensor": mesh.get_group("tensor"),
+        "unnamed": unnamed,
+        "mine": mine,
+    }.items():
+        for _ in range(4):
+            averaged([torch.ones(3000)], to=to)
+        out[name] = len(steps_of(to))
+    return out
+
+
+def test_groups_compress_by_the_names_of_their_mesh_dimensions() -> None:
+    (of_all,) = {str(x) for x in run(rules, 4, backend=partial(compressing, "topk", density=0.1))}
+    assert of_all == str({"default": 1, "replicate": 1, "tensor": 0, "unnamed": 0, "mine": 0})
+    (of_some,) = {
+        str(x) for x in run(rules, 4, backend=partial(compressing, "topk", density=0.1, groups=["mine"]))
+    }
+    assert of_some == str({"default": 1, "replicate": 0, "tensor": 0, "unnamed": 0, "mine": 1})
+
+
+def around(rank: int, world: int) -> Any:
+    """A group of one's own, of the last ranks."""
+    members = list(range(1, world))
+    inner = dist.new_group(members)
+    if rank == 0:
+        return None
+    ours = sidcomp.process_group(inner, "topk", density=0.1, min_bytes=1000)
+    model = DistributedDataParallel(network(), process_group=ours)
+    train(model, rank)
+    assert dist.get_process_group_ranks(ours) == members and dist.get_backend(ours) == "sidcomp"
+    mine = flat(model)
+    dist.broadcast(other := mine.clone(), 1, group=inner)
+    return steps_of(ours), torch.equal(mine, other)
+
+
+def test_a_group_around_ones_own() -> None:
+    assert run(around, 3)[1:] == [([STEPS - 2], True)] * 2
+
+
+def failing(rank: int, world: int) -> str:
+    """Rank 1 ends in the middle of training: the other one is told by the Work, as by torch's."""
+    x = torch.ones(3000)
+    for _ in range(4):
+        averaged([x])
+    if rank == 1:
+        import os
+
+        os._exit(0)
+    with pytest.raises(RuntimeError) as e:
+        for _ in range(3):
+            averaged([x])
+    return str(e.value)
+
+
+def test_an_error_of_the_exchange_reaches_wait() -> None:
+    text = run(failing, 2, dying=[1], backend=partial(compressing, "topk", density=0.1))[0]
+    assert "call0:3000" in text or "Connection" in text or "rank" in text
+
+
+def late(rank: int, world: int) -> str:
+    x = torch.ones(3000)
+    for _ in range(4):
+        averaged([x])
+    if rank == 1:
+        import time
+
+        time.sleep(1.5)
+        averaged([x])
+        return ""
+    hold = torch.zeros(1, requires_grad=True)
+    caught = []
+
+    def reduce(_: torch.Tensor) -> None:
+        work = dist.all_reduce(x, async_op=True)
+        assert not work.is_completed()
+        try:
+            work.wait(timedelta(seconds=0.2))
+        except RuntimeError as e:
+            caught.append(str(e))
+        work.wait()
+
+    hold.register_hook(reduce)
+    (2 * hold).backward()
+    return caught[0]
+
+
+def test_a_wait_with_a_timeout() -> None:
+    assert "timed out after 0.2 s" in run(late, 2, backend=partial(compressing, "topk", density=0.1))[0]
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"codec": "auto"}, "encodes each all-reduce for itself"),
+        ({"codec": "topk", "groups": "replicate", "min_bytes": -1}, "min_bytes"),
+        ({"codec": "topk", "density": 2.0}, "density"),
+        ({"codec": "topkk"}, "topkk"),
+    ],
+)
+def test_a_wrong_configuration_is_found_at_once(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises((sidcomp.ArgumentError, sidcomp.ParameterError), match=said):
+        sidcomp.configure(**wrong)
+
+
+def from_environment(rank: int, world: int) -> Any:
+    train(DistributedDataParallel(network()), rank)
+    return [repr(p.state) for p in group().programs if p.state is not None]
+
+
+def environment(text: str) -> str:
+    import os
+
+    import sidcomp.integrations.process_group as door
+
+    os.environ[door.VARIABLE] = text
+    return door.BACKEND
+
+
+def test_the_environment_variable() -> None:
+    for text, said in (
+        ("topk:density=0.05,values=log4,min_bytes=1KB", "topk density=0.05 values=log4"),
+        ("preset:redsync,density=0.02,min_bytes=1KB,full_every=0", "redsync density=0.02"),
+        ("off", None),
+    ):
+        for states in run(from_environment, 2, backend=partial(environment, text)):
+            assert [said in s for s in states] == ([True] if said else [])
+    with pytest.raises(Exception, match=r"SIDCOMP='topk:density'.*key=value"):
+        run(from_environment, 1, backend=partial(environment, "topk:density"))
