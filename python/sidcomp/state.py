@@ -71,8 +71,8 @@ class _Ending:
         steps, c = self._step.number, self.controller
         if not steps and not self.copied:
             notices.warn(
-                f"{self._what} {how} after 0 steps: DDP has not called its hook, and nothing was compressed. "
-                "Register it with the DDP model that trains: sidcomp.register(ddp, state)",
+                f"{self._what} {how} after 0 steps: no gradient has reached it, and nothing was compressed. "
+                "Register it with the model that trains: sidcomp.register(ddp, state)",
                 rank,
                 raises=raises,
             )

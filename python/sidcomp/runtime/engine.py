@@ -122,7 +122,7 @@ class Engine:
         self._arrived = 0  # buckets of this step that have arrived
         self._posted = 0  # groups of this step that have been launched
         self._unable: Exception | None = None  # why this rank cannot encode in this step
-        self._announced = False  # the line that says what is compressed was printed
+        self.announced = False  # the line that says what is compressed was printed
         self._begun = 0  # steps since this engine was made, up to _LOOK_AT
 
     # ---- queries
@@ -288,8 +288,9 @@ class Engine:
             assert g.missing == len(g.buckets)
 
     def let_go(self) -> None:
-        """Drops the buffers of the last step, if the door's buffers do not stay where they are. They are kept
-        until then, because exchanges read and write them. Call it after the step, when it is `current.over`."""
+        """Drops the buffers of the last step, if the door's buffers do not stay where they are. They are
+        kept until then, because exchanges read and write them. Call it after the step, when it is
+        `current.over`."""
         for b in self.layout.buckets if self.layout is not None else ():
             b.let_go()
         for g in self.groups:
@@ -396,15 +397,15 @@ class Engine:
 
     def _announce(self, model: Model, exchange: Exchange) -> None:
         """Says what is compressed, once. A tuner that has chosen plain DDP says so itself."""
-        if self._announced or (self.tuner is not None and not self.tuner.found):
+        if self.announced or (self.tuner is not None and not self.tuner.found):
             return
         if any(map(announcement.compressed, self.groups)):
-            self._announced = True
+            self.announced = True
             notices.say(
                 announcement.line(self.settings, model.shapes, self.groups, exchange.world), exchange.rank
             )
         elif self.tuner is None:
-            self._announced = True
+            self.announced = True
             text = announcement.nothing(self.settings, model.shapes, self.groups)
             if self.settings.lossy:
                 notices.warn(text, exchange.rank)

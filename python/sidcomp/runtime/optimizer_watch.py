@@ -38,7 +38,7 @@ class _Stepped:
         self.unseen += 1
         if self.unseen == _MOST_STEPS:
             notices.warn(
-                f"the optimizer has taken {_MOST_STEPS} steps, and DDP has not called sidcomp's hook: a "
+                f"the optimizer has taken {_MOST_STEPS} steps, and no gradient has reached sidcomp: a "
                 "framework may have wrapped the model in another DDP or replaced the hook, or every backward "
                 "pass runs under no_sync()",
                 dist.get_rank() if dist.is_initialized() else 0,
