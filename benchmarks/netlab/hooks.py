@@ -8,7 +8,8 @@ topk:GROUPS             a codec of sidcomp with its State(groups=GROUPS); topk a
 default:GROUPS          what State() has, its density too: auto's candidate beside dense and fp16
 layer, even:8, mergecomp, cupcake
                         the default with these groups, as their papers choose them
-+EXCHANGE               of a codec of sidcomp: how its payloads travel, as in marsit+ring1, topk:25MB+twoshot
++EXCHANGE               of a codec of sidcomp: how its payloads travel, as in marsit+ring1, topk:25MB+twoshot;
+                        else by all-reduce, or by all-gather where they cannot be summed
 auto                    State("auto"): groups, codecs and exchanges chosen
 [KEY=VALUE;...]         further arguments of State: redsync[density=0.001], dgc:mergecomp[Y=3]@0
 @MB                     DDP's bucket_cap_mb, @0 for a bucket of each tensor; DDP's own default unless given
@@ -93,6 +94,8 @@ class Hook(NamedTuple):
         settings: dict[str, Any] = {} if self.kind == "auto" else {"groups": self.groups}
         if self.exchange is not None:
             settings["exchange"] = self.exchange
+        elif self.kind in ("default", *(c.name for c in sidcomp.codecs() if not c.linear)):
+            settings["exchange"] = "allgather"  # State's own default depends on the number of ranks
         if any(p.name == "density" for p in _parameters(self.kind)):
             settings["density"] = DENSITY
         settings |= dict(self.arguments)

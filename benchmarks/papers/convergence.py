@@ -29,6 +29,7 @@ from sidcomp import _core
 from sidcomp.config import schedule
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import DENSE, Piece, Regime, Spec, form_groups
+from sidcomp.config.registry import find_codec
 from sidcomp.config.settings import Settings
 from sidcomp.integrations.ddp import roles
 from sidcomp.runtime.block import BODIES, Block
@@ -176,9 +177,13 @@ def groups_of(model: torch.nn.Module, settings: Settings, gradients: Sequence[to
 
 
 def settings_of(args: Namespace, seed: int) -> Settings:
+    """Payloads that cannot be summed are gathered, whatever the number of ranks, unless an exchange is
+    named."""
+    summed = args.codec is not None and find_codec(args.codec).linear
+    exchange = args.exchange or (None if summed else "allgather")
     return Settings.parse(
         args.codec, args.parameters, memory=args.memory, groups=args.groups, seed=seed, exclude=args.exclude,
-        policy=args.policy, full_every=args.full_every, exchange=args.exchange,
+        policy=args.policy, full_every=args.full_every, exchange=exchange,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""The exceptions that sidcomp raises, and its warning. Exceptions derive from SidcompError; their texts say what
-to change.
+"""The exceptions that sidcomp raises, and its warning. The exceptions derive from SidcompError; their texts
+say what to change.
 
-Inside `backward()` PyTorch turns an exception in a communication hook into a RuntimeError that keeps only the
-text; the exception itself is in `State.error`.
+`backward()` raises a RuntimeError with the text of an exception in the communication hook. Its cause is the
+exception itself, which is also in `State.error`.
 """
 
 from sidcomp._core import (

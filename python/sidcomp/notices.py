@@ -12,6 +12,7 @@ from sidcomp.errors import SidcompWarning, StrictError
 logger = logging.getLogger("sidcomp")
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
+_NO_LINE = 1000  # more frames than there are: the warning names no file
 _said: set[str] = set()
 
 
@@ -69,7 +70,8 @@ def warn(text: str, rank: int = 0, *, raises: bool = True) -> None:
     if _on and raises:
         raise StrictError(text)
     if not rank:
-        warnings.warn(f"sidcomp: {text}", SidcompWarning, stacklevel=_depth())
+        # Where nothing can be raised, the line of the program that runs is not the one at fault.
+        warnings.warn(f"sidcomp: {text}", SidcompWarning, stacklevel=_depth() if raises else _NO_LINE)
 
 
 def log(text: str, rank: int = 0) -> None:

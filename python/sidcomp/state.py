@@ -1,5 +1,8 @@
 """State: the object that a user registers with a DDP model."""
 
+import os
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -9,10 +12,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from sidcomp import notices
 from sidcomp.autotune import journal, report
 from sidcomp.autotune.controller import Controller, Report
-from sidcomp.config import presets
-from sidcomp.config.grouping import PLANNED, Groups, Regime
+from sidcomp.config import optimizer_check, presets
+from sidcomp.config.grouping import PLANNED, Groups, Regime, check_lists
 from sidcomp.config.policy import Exclude, Rules
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.config.settings import Candidates, Settings
@@ -24,6 +28,8 @@ from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.learning_rates import Rates
 from sidcomp.runtime.optimizer_watch import Watch
+from sidcomp.runtime.scalars import Scalars
+from sidcomp.runtime.step import Step
 
 
 class Door(Protocol):
@@ -41,6 +47,43 @@ class Door(Protocol):
 
     def before_forward(self, function: Callable[..., None]) -> "torch.utils.hooks.RemovableHandle":
         """Calls `function` before each forward pass."""
+
+
+class _Ending:
+    """What is to be said when a State is closed, or was collected. It does not keep the State alive."""
+
+    def __init__(self, what: str, step: Step) -> None:
+        self._what, self._step = what, step
+        self.controller: Controller | None = None
+        self.copied = False  # a copy of the State may be what trains
+
+    def collected(self) -> None:
+        """The State was not closed. Nothing is said in a process that is no rank of several, as in a
+        notebook, or that an error has ended."""
+        here = dist.is_available() and dist.is_initialized()
+        world = dist.get_world_size() if here else int(os.environ.get("WORLD_SIZE", "1"))
+        rank = dist.get_rank() if here else int(os.environ.get("RANK", "0"))
+        if world > 1 and getattr(sys, "last_value", None) is None:
+            self.speak("was collected", rank, raises=False)
+
+    def speak(self, how: str, rank: int, raises: bool = True) -> None:
+        """how: how the State ended."""
+        steps, c = self._step.number, self.controller
+        if not steps and not self.copied:
+            notices.warn(
+                f"{self._what} {how} after 0 steps: no gradient has reached it, and nothing was compressed. "
+                "Register it with the model that trains: sidcomp.register(ddp, state)",
+                rank,
+                raises=raises,
+            )
+        elif steps and c is not None and not c.report.why:
+            notices.warn(
+                f"{self._what} {how} after {steps} steps, before it had decided (it was {c.report.stage}): "
+                "nothing was compressed but in trials. Train for more steps, give it the profile= of an "
+                "earlier run, or name a codec",
+                rank,
+                raises=raises,
+            )
 
 
 class State:
@@ -96,11 +139,13 @@ class State:
                     no stages.
     exchange        [None] how payloads travel: a name in `sidcomp.exchanges()`, whose parameters are further
                     keyword arguments. None: the process group's all-reduce for linear codecs, its all-gather
-                    for the others. "ring1" and "torus1" (Marsit's), "twoshot" and "hierarchical" send
-                    point-to-point messages; docs/exchanges.md says which pays when. "hierarchical" takes
-                    ranks_per_node: torchrun's LOCAL_WORLD_SIZE by default, or a DeviceMesh whose last
-                    dimension is the node. codec="auto" takes a name or a list of names as further
-                    candidates; None: "twoshot" and "hierarchical".
+                    for the others or, from five ranks on, "twoshot" where that sends fewer than half the
+                    bytes and the memory keeps a residual; it encodes the mean a second time. "ring1" and
+                    "torus1" (Marsit's), "twoshot" and "hierarchical" send point-to-point messages;
+                    docs/exchanges.md says which pays when. "hierarchical" takes ranks_per_node: torchrun's
+                    LOCAL_WORLD_SIZE by default, or a DeviceMesh whose last dimension is the node.
+                    codec="auto" takes a name or a list of names as further candidates; None: "twoshot" and
+                    "hierarchical".
     transport       ["torch"] what enqueues the collectives on a GPU: "torch", through its process group,
                     or "native", sidcomp itself through NCCL's C interface, which it finds at run time: one
                     call enqueues a group's whole step (docs/exchanges.md). Nobody has measured yet which is
@@ -128,8 +173,9 @@ class State:
     then DDP rebuilds its buckets, and sidcomp its groups. Residuals move with their parameters.
 
     Errors are those of `sidcomp.errors`; `error` is the last one. The hook logs it under "sidcomp" and fails
-    the futures of its group, so that backward() raises its text on every rank that is affected. The next
-    iteration can run.
+    the futures of its group, so that backward() raises a RuntimeError with its text, and with the error as
+    its cause, on every rank that is affected. The next iteration can run. Warnings are errors after
+    `strict()`.
 
     A non-finite gradient on any rank makes its group non-finite on all ranks, and sidcomp discards the step.
     Do not let the optimizer apply any part of such a step; a GradScaler does not.
@@ -186,8 +232,13 @@ class State:
         tuner = Controller(self.settings, profile) if self.settings.planned else None
         self._engine = Engine(self.settings, process_group, tuner)
         self._door: Door | None = None
+        self._scalars = Scalars()
         self._closed: dict[str, Any] | None = None  # the last stats
         self._forward: torch.utils.hooks.RemovableHandle | None = None
+        self._checked: Callable[[], object] = lambda: None  # the optimizer that check_optimizer has seen
+        self._ending = _Ending(f'State("{codec}")' if codec is not None else "State()", self._engine.current)
+        self._ending.controller = tuner
+        self._finalizer = weakref.finalize(self, self._ending.collected)
 
     @classmethod
     def preset(cls, name: str | Path, **changes: Any) -> "State":
@@ -221,16 +272,25 @@ class State:
         "embedding" fit. Raises SetupError if State and model do not fit together."""
         self._open()
         model = door.model
-        if self._engine.process_group is not None:
-            mine = dist.get_process_group_ranks(self._engine.process_group)
+        if (given := self._engine.process_group) is not None:
+            if not isinstance(given, dist.ProcessGroup):
+                raise SetupError(
+                    f"State(process_group={given!r}) is no process group of which this rank is a member: "
+                    "give one that torch.distributed.new_group returned on a member, or leave it out"
+                )
+            mine = dist.get_process_group_ranks(given)
             its = dist.get_process_group_ranks(model.process_group)
             if mine != its:
                 raise SetupError(
                     f"State(process_group=...) has ranks {mine}, but DDP averages over ranks {its}: give "
                     "both the same process group"
                 )
+        # These raise here, not in backward(), if a rule or a name fits no parameter.
         self.settings.policy.roles = roles
-        self.settings.assign(model.shapes)  # raises here, not in backward(), if a rule fits no parameter
+        self.settings.assign(model.shapes)
+        excluded = self.settings.policy.excluded(model.shapes)
+        if isinstance(self.settings.groups, list):
+            check_lists(self.settings.groups, model.shapes, excluded)
         if self._engine.resume is not None:
             self._engine.resume.check(model.shapes)
         self._door = door
@@ -249,7 +309,12 @@ class State:
         steps, world
         sent_bytes, received_bytes  passed to and received from exchanges: for an all-reduce the payload's
                                     body once each way, for an all-gather one payload out and world - 1 in
-        dense_bytes, ratio          the size of the same gradients in float32; dense_bytes / sent_bytes
+        dense_bytes                 the size of the same gradients in float32
+        wire_bytes                  sent to other ranks, and on average received from them: of an all-gather
+                                    (world - 1) payloads, of an all-reduce 2 (world - 1) / world of the
+                                    payload's body, as in a ring; of messages, all bytes of the messages
+        dense_wire_bytes, ratio     the same of plain DDP, 2 (world - 1) / world of dense_bytes;
+                                    dense_wire_bytes / wire_bytes, and 0 if nothing travelled
         control_bytes               received for checksums and for agreeing on groups
         density                     elements sent / elements, in the last step
         encode_seconds, wait_seconds, decode_seconds
@@ -276,13 +341,39 @@ class State:
             "received_bytes": p.current.received,
             "dense_bytes": p.current.dense,
             "control_bytes": p.control,
-            "ratio": p.current.dense / p.current.sent if p.current.sent else 0.0,
+            "wire_bytes": round(p.current.wire),
+            "dense_wire_bytes": round(p.current.plain),
+            "ratio": p.current.plain / p.current.wire if p.current.wire else 0.0,
             "density": sum(g["count"] for g in groups) / n if n else 0.0,
             **{key: sum(g[key] for g in groups) for key in seconds},
             "allocations": p.allocations,
             "state_bytes": sum(len(s.tensor) for g in p.groups if not g.direct for s in g.states.all),
             "groups": groups,
         }
+
+    def log(self, norms: bool = True) -> dict[str, float]:
+        """Returns a flat dictionary of numbers, of the steps since the last call, for a training log. It is
+        empty if there was no step. Call it on any rank, between two steps:
+
+            for name, value in state.log().items():
+                writer.add_scalar(name, value, step)  # TensorBoard
+            wandb.log(state.log(), step=step)  # Weights & Biases
+
+        sidcomp/wire_bytes, sidcomp/dense_wire_bytes, sidcomp/ratio
+                                    a step, as in `stats`
+        sidcomp/density             of the last step
+        sidcomp/encode_ms, sidcomp/wait_ms, sidcomp/decode_ms
+                                    a step, sums over the groups; not on CUDA
+        sidcomp/residual_norm       2-norm of this rank's residual, before the next step
+        sidcomp/gradient_norm       2-norm of the last averaged gradient, as it is in DDP's buckets
+        sidcomp/residual_over_gradient
+                                    their ratio: how many average gradients wait to be sent
+
+        norms=False leaves out the last three, which copy the residual and read the gradient once.
+        """
+        self._open()
+        out = self._scalars.take(self._engine, norms)
+        return {**out, "sidcomp/density": self.stats()["density"]} if out else out
 
     def _group_stats(self, g: Group) -> dict[str, Any]:
         executor = self._engine.executor
@@ -312,8 +403,8 @@ class State:
     # -----------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """Returns a text for people: what this rank measured, what was chosen, and why. Raises SetupError if
-        this State plans nothing."""
+        """Returns a text for people: what is compressed and how, and the bytes and times of each group on
+        this rank; if the State plans, also what it has measured, what it chose, and why."""
         return report.explain(self._engine)
 
     def plan_report(self) -> dict[str, Any]:
@@ -337,11 +428,11 @@ class State:
 
     def timeline(self, path: str | Path) -> None:
         """Writes the predicted and the last measured iteration to a Chrome trace file (chrome://tracing,
-        ui.perfetto.dev)."""
+        ui.perfetto.dev). Nothing is predicted where nothing is planned."""
         report.trace(self._engine, path)
 
     def plot(self, path: str | Path) -> None:
-        """Draws both iterations to an image file. Needs matplotlib."""
+        """Draws the same to an image file. Needs matplotlib. Raises SetupError before the first step."""
         rows = report.timelines(self._engine)
         if not any(rows.values()):
             raise SetupError("there is no iteration to draw yet: train some steps first")
@@ -411,6 +502,11 @@ class State:
         `scaler.step(optimizer)` skips is discarded; nonfinite=None then means "rollback". With or without a
         scaler, all backward() calls since the optimizer's last step are discarded together.
 
+        It also checks the optimizer, as `check_optimizer` does, but warns of what that refuses; unless that
+        has already been called with it.
+        A GradScaler that is in use, but was not given, is found once, in the third step, and named in a
+        warning: without it the residuals keep the units of the former scale.
+
         Raises ArgumentError if `optimizer` or `scaler` is something else, if the optimizer has none of the
         model's parameters, or if a rate is a tensor on a device, negative or not finite. A rate that becomes
         invalid later makes backward() fail.
@@ -420,8 +516,18 @@ class State:
             raise ArgumentError("follow(None, scaler): give the optimizer whose steps the scaler may skip")
         p = self._engine
         rates = None if optimizer is None else Rates(optimizer)
+        if optimizer is not None and self._checked() is not optimizer:
+            self._check(optimizer)
         p.follow(rates, None if optimizer is None else Watch(optimizer, scaler))
         self._watch_forward()
+
+    def _check(self, optimizer: "torch.optim.Optimizer") -> None:
+        """Warns of what `check_optimizer` refuses."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        try:
+            optimizer_check.check(self.settings, optimizer, rank=rank)
+        except SetupError as e:
+            notices.warn(str(e), rank)
 
     def _watch_forward(self) -> None:
         if self._forward is not None:
@@ -490,6 +596,8 @@ class State:
             (resume.check if strict else resume.adapt)(model.shapes)
         planned = self._resumed(resume, p.tuner.given) if isinstance(p.tuner, Controller) else None
         p.start_from(resume, planned)  # nothing fails from here on
+        if planned is not None:
+            self._ending.controller = planned[0]
 
     def _abandon(self, error: Exception, telling: bool = True) -> None:
         self._engine.abandon(error, telling)
@@ -532,6 +640,10 @@ class State:
         self._door = None
         p.close()
         self._watch_forward()
+        self._finalizer.detach()
+        if sys.exc_info()[0] is None and p.error is None:  # otherwise an error has ended the training
+            rank = p.exchange.rank if p.exchange is not None else 0
+            self._ending.speak("was closed", rank)
 
     def __enter__(self) -> "State":
         return self
@@ -543,6 +655,7 @@ class State:
 
     def __getstate__(self) -> dict[str, Any]:
         p = self._engine
+        self._ending.copied = True
         started = self._closed is None and (p.layout is not None or p.resume is not None)
         memory = self.state_dict() if started else None
         return {"codec": self._codec, "arguments": self._arguments, "memory": memory}

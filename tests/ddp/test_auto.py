@@ -545,7 +545,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         with pytest.raises((sidcomp.ArgumentError, OSError), match=text):
             sidcomp.State(**arguments)  # type: ignore[arg-type]
     with pytest.raises(sidcomp.SetupError, match="nothing is planned"):
-        sidcomp.State("topk").explain()
+        sidcomp.State("topk").plan_report()
 
 
 # ---- checkpoints

@@ -91,7 +91,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], list[str], bool]] = {
         True,
     ),
     "optimizer_in_backward": (optimizer_in_backward, ["optimizer", "backward"], True),
-    "float64": (double_precision, ["float64", "float32", "convert"], False),
+    "float64": (double_precision, ["float64", "float32", "convert"], True),
 }
 
 

@@ -19,6 +19,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from sidcomp import core as _core
+from sidcomp import notices
 from sidcomp.autotune import measurement
 from sidcomp.autotune.journal import Entry, Journal, digest
 from sidcomp.config.grouping import DENSE, Regime
@@ -206,6 +207,10 @@ class Controller:
     def deferred(self) -> bool:
         return self._order.deferred
 
+    @property
+    def found(self) -> bool:
+        return self.report.stage in (*FOUND, COMPARING)
+
     def begin(self, p: Engine) -> None:
         """Called after the groups of the coming iteration have been made."""
         assert p.layout is not None
@@ -313,6 +318,11 @@ class Controller:
         what = "the step in which ranks resume their plans"
         rows = [json.loads(row) for row in p.exchange.tell_texts(json.dumps(mine), what)]
         if not any(row["loaded"] for row in rows):
+            notices.say(
+                f"{self._what} measures during the first steps, whose gradients are sent uncompressed; a "
+                "further line will say what it has decided",
+                p.exchange.rank,
+            )
             return p.regime
         self._p = p
         try:
@@ -414,8 +424,12 @@ class Controller:
 
     def _warn(self, text: str) -> None:
         self.report.log.append(text)
-        if self._first():
-            logger.warning(text)
+        notices.log(text, 0 if self._first() else 1)
+
+    @property
+    def _what(self) -> str:
+        """What plans: the argument of the State."""
+        return 'State("auto")' if self.settings.auto else f"groups={self.settings.groups!r}"
 
     def _first(self) -> bool:
         return self._p is not None and self._p.exchange is not None and self._p.exchange.rank == 0
@@ -611,6 +625,11 @@ class Controller:
             kept, last = None, self._kept
             self.report.stage, self.report.why = WARMING, why
             self._say(f"continues with {self._called(regime)}: {why}")
+            notices.say(
+                f"{self._what} has decided after {self.report.steps} steps of search: "
+                f"{self._called(regime)} ({why})",
+                0 if self._first() else 1,
+            )
             self._count_cost()
             if self._first():
                 _show("\r\033[K")

@@ -17,7 +17,7 @@ from sidcomp.autotune import journal, probe
 from sidcomp.config import schedule
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import DENSE, Piece, Regime
-from sidcomp.config.settings import Candidate, Settings
+from sidcomp.config.settings import Settings
 from sidcomp.errors import ParameterError, SetupError
 from sidcomp.planner.fusion import evaluate
 from sidcomp.planner.profile import Profile, model_digest
@@ -32,6 +32,7 @@ Agree = Callable[[list[int]], list[int]]
 logger = logging.getLogger("sidcomp")
 
 _PS = 1000  # picoseconds in a nanosecond
+_LARGE = 1 << 20  # elements of a group whose exchange is that of all large groups
 _FEWER = 0.9  # an exchange is considered if it sends at most this share of the bytes
 _MOST_STOLEN = 800  # the largest slowdown, per mille
 _SPANS = {"encode": (0, 1), "exchange": (1, 2), "decode": (2, 3)}  # indices into a row of Observed.groups
@@ -211,7 +212,7 @@ def profile(
     if not tensors:
         raise SetupError("every parameter is excluded, so there is nothing to plan: leave exclude= out")
     probed = probe.measure(
-        [measurable(settings.candidates[i]) for i in considered(p, settings)],
+        [measurable(settings, i, p.exchange.world) for i in considered(p, settings)],
         p.exchange,
         sum(t["bytes"] for t in tensors),
         layout.buckets[0].buffer.dtype,
@@ -257,12 +258,15 @@ def _stolen(probed: probe.Measurement, longer: int, sizes: list[int], span: int)
     return max(0, min(_MOST_STOLEN, 1000 - 1_000_000 // max(slower, 1)))
 
 
-def measurable(candidate: Candidate) -> probe.Candidate:
-    """The candidate, as the micro-benchmarks take it."""
+def measurable(settings: Settings, index: int, world: int) -> probe.Candidate:
+    """The candidate, as the micro-benchmarks take it: with the exchange that large groups take here."""
+    candidate = settings.candidates[index]
+    values = schedule.last(candidate.parameters)
     choice = candidate.choice if candidate.in_messages else None
-    return probe.Candidate(
-        candidate.codec.name, candidate.memory.name, schedule.last(candidate.parameters), choice
-    )
+    plan = settings.plan(_LARGE, "float32", index)
+    if choice is None and not isinstance(plan, MessagePlan):
+        choice = settings.instead(candidate, plan, values, world)
+    return probe.Candidate(candidate.codec.name, candidate.memory.name, values, choice)
 
 
 def considered(p: Engine, settings: Settings) -> list[int]:
@@ -302,7 +306,8 @@ def considered(p: Engine, settings: Settings) -> list[int]:
 def lacks(profile: Profile, p: Engine, settings: Settings) -> str | None:
     """Which candidates the profile lacks, as a sentence; None if it has all."""
     known = {m.name for m in profile.methods}
-    names = [measurable(settings.candidates[i]).name for i in considered(p, settings)]
+    assert p.exchange is not None
+    names = [measurable(settings, i, p.exchange.world).name for i in considered(p, settings)]
     missing = [name for name in names if name not in known]
     return f"it lacks the costs of {', '.join(missing)}" if missing else None
 
@@ -310,7 +315,8 @@ def lacks(profile: Profile, p: Engine, settings: Settings) -> str | None:
 def candidates_of(profile: Profile, settings: Settings) -> list[int]:
     """The candidates of an instance's methods, in their order, with dense first if the codec is not fixed."""
     known = {m.name for m in profile.methods}
-    candidates = [i for i, candidate in enumerate(settings.candidates) if measurable(candidate).name in known]
+    own = range(len(settings.candidates))
+    candidates = [i for i in own if measurable(settings, i, profile.world).name in known]
     return [DENSE, *candidates] if settings.auto else candidates
 
 
@@ -321,7 +327,7 @@ def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
     """The instance for the planner. Its methods are those of `candidates_of`."""
     dense = profile.methods[0].name
     names = [
-        dense if i == DENSE else measurable(settings.candidates[i]).name
+        dense if i == DENSE else measurable(settings, i, profile.world).name
         for i in candidates_of(profile, settings)
     ]
     made = profile.instance(buckets, names, contention=contention(profile), copied=True)

@@ -1,4 +1,4 @@
-"""Shows the results of a planned State: a table, a trace for the browser, the data of a picture."""
+"""Shows what a State did, and what was planned: a table, a trace for the browser, the data of a picture."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ from sidcomp.autotune import measurement
 from sidcomp.autotune.controller import Controller
 from sidcomp.config.grouping import DENSE, shorten
 from sidcomp.errors import SetupError
+from sidcomp.runtime import announcement
 from sidcomp.runtime.engine import Engine
 from sidcomp.runtime.group import Group
 
@@ -25,25 +26,7 @@ def report(p: Engine) -> dict[str, Any]:
     c = controller_of(p)
     r, settings = c.report, p.settings
     ours = r.plan if p.regime.rule != "bucket" else None
-    groups = []
-    for g in p.layout.groups if p.layout is not None else []:
-        planned = ours["timeline"][g.index] if ours is not None and g.index < len(ours["timeline"]) else None
-        groups.append(
-            {
-                "names": list(g.names),
-                "elements": g.n,
-                "way": "dense" if g.spec.candidate == DENSE else settings.candidate(g.spec.candidate).label,
-                "exchange": g.message_plan.choice.exchange.name
-                if g.in_messages
-                else "all-reduce"
-                if g.plan.linear
-                else "all-gather",
-                "rounds": g.plan.rounds if g.in_messages else g.plan.reductions,
-                "sent_bytes": g.bytes_sent,
-                "predicted_ps": {k: _length(planned[k]) for k in _KINDS} if planned else None,
-                "measured_ps": _measured(g),
-            }
-        )
+    groups = _groups(p, ours["timeline"] if ours is not None else [])
     rewrapped = None
     if r.profile is not None and ours is not None:
         free = c.plan(measurement.model(r.profile, settings, buckets=False))
@@ -66,6 +49,27 @@ def report(p: Engine) -> dict[str, Any]:
     }
 
 
+def _groups(p: Engine, timeline: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is known of each group. timeline: the plan's prediction, if there is a plan."""
+    rows = []
+    for g in p.groups:
+        planned = timeline[g.index] if g.index < len(timeline) else None
+        dense = g.spec.candidate == DENSE
+        rows.append(
+            {
+                "names": list(g.names),
+                "elements": g.n,
+                "way": "dense" if dense else p.settings.candidate(g.spec.candidate).label,
+                "exchange": announcement.exchange_of(g),
+                "rounds": g.plan.rounds if g.in_messages else g.plan.reductions,
+                "sent_bytes": g.bytes_sent,
+                "predicted_ps": {k: _length(planned[k]) for k in _KINDS} if planned else None,
+                "measured_ps": _measured(g),
+            }
+        )
+    return rows
+
+
 def _length(span: list[int] | None) -> int:
     return span[1] - span[0] if span is not None else 0
 
@@ -79,6 +83,8 @@ def _measured(g: "Group") -> dict[str, int] | None:
 
 def explain(p: Engine) -> str:
     """See State.explain."""
+    if not isinstance(p.tuner, Controller):
+        return _explain_named(p)
     r = report(p)
     if r["stage"] != "settled":
         return "\n".join([f"sidcomp is still {r['stage']}", *("  " + line for line in r["log"])])
@@ -116,6 +122,29 @@ def explain(p: Engine) -> str:
     return "\n".join(lines)
 
 
+def _explain_named(p: Engine) -> str:
+    """What the State does with a codec and groups that the program has named."""
+    if p.exchange is None or p.layout is None:
+        return "sidcomp: there are no groups yet: train some steps first"
+    some = any(map(announcement.compressed, p.groups))
+    shapes = {name: shape for b in p.layout.buckets for name, shape in zip(b.names, b.shapes, strict=True)}
+    lines = [
+        "sidcomp: " + announcement.line(p.settings, shapes, p.groups, p.exchange.world)
+        if some
+        else "sidcomp: " + announcement.nothing(p.settings, shapes, p.groups)
+    ]
+    rows = _groups(p, [])
+    took = [row["measured_ps"] for row in rows if row["measured_ps"] is not None]
+    if took:
+        lines += [
+            "",
+            f"  {p.step} steps; sums over the groups, whose exchanges overlap backward() and one another:",
+        ]
+        for kind in _KINDS:
+            lines.append(f"  {kind:<34}{sum(t[kind] for t in took) * 1e-9:9.2f} ms a step")
+    return "\n".join([*lines, "", *_table(rows)])
+
+
 def _table(groups: list[dict[str, Any]]) -> list[str]:
     head = ["group", "parameters", "elements", "sent as", "exchange", "bytes", *_KINDS]
     rows = [head]
@@ -133,9 +162,10 @@ def _table(groups: list[dict[str, Any]]) -> list[str]:
 
 
 def timelines(p: Engine) -> dict[str, list[dict[str, Any]] | None]:
-    """The predicted and the last measured iteration, in ps, as timelines of `sidcomp.plan`."""
-    c = controller_of(p)
-    predicted = c.report.plan["timeline"] if c.report.plan is not None and p.regime.rule != "bucket" else None
+    """The predicted and the last measured iteration, in ps, as timelines of `sidcomp.plan`. Nothing is
+    predicted where nothing is planned."""
+    plan = p.tuner.report.plan if isinstance(p.tuner, Controller) and p.regime.rule != "bucket" else None
+    predicted = plan["timeline"] if plan is not None else None
     if p.layout is None or p.on_device or not all(s.arrived_at for s in p.layout.buckets):
         return {"predicted": predicted, "measured": None}
     p.quiet()
@@ -153,7 +183,7 @@ def timelines(p: Engine) -> dict[str, list[dict[str, Any]] | None]:
         }
         before = max(before, ready)
         spans = {k: [1000 * (start - zero), 1000 * (end - zero)] for k, (start, end) in moments.items()}
-        rows.append({"group": g.index, "compressed": g.spec.candidate != DENSE, **spans})
+        rows.append({"group": g.index, "compressed": announcement.compressed(g), **spans})
     return {"predicted": predicted, "measured": rows}
 
 

@@ -1,17 +1,15 @@
 """The exchange that a State was given, and the message plan of one group on this rank."""
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sidcomp import core as _core
+from sidcomp import notices
 from sidcomp.config.registry import Codec, find_exchange
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import ArgumentError, ParameterError
-
-logger = logging.getLogger("sidcomp")
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,7 @@ class ExchangeChoice:
         """Logs a warning if this number of ranks makes a torus a ring."""
         rows = any(p.name == "rows" for p in self.exchange.parameters)
         if rows and world > 3 and all(world % i for i in range(2, world)):
-            logger.warning(
-                "%s over %d ranks is a ring, because this number is prime", self.exchange.name, world
-            )
+            notices.log(f"{self.exchange.name} over {world} ranks is a ring, because this number is prime")
 
 
 def _ranks_per_node(mesh: Any) -> int:

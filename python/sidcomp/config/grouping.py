@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError, SetupError
 
 Groups = str | int | Sequence[Sequence[str]]
@@ -15,6 +16,7 @@ Groups = str | int | Sequence[Sequence[str]]
 # with that for one codec, "mergecomp" by its search on measured iterations, "cupcake" as printed or repaired.
 PLANNED = ("auto", "pg", "mergecomp", "cupcake", "cupcake-repaired")
 
+_NAMES = ("bucket", "model", "layer", *PLANNED)
 UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 
 
@@ -91,7 +93,7 @@ def parse_groups(groups: Groups) -> str | int | list[list[str]]:
     """Checks `groups`: "bucket", "model", "layer", "even:N", one of PLANNED, a number of bytes (also "4MB";
     KB, MB, GB are powers of 1024), or lists of names. Raises ArgumentError."""
     if isinstance(groups, str):
-        if groups in ("bucket", "model", "layer", *PLANNED):
+        if groups in _NAMES:
             return groups
         if even := re.fullmatch(r"even:(\d+)", groups):
             if not int(even[1]):
@@ -102,7 +104,7 @@ def parse_groups(groups: Groups) -> str | int | list[list[str]]:
             raise ArgumentError(
                 f'groups={groups!r}: give "auto", "bucket", "model", "layer", "even:8" (eight groups), '
                 '"pg", "mergecomp", "cupcake", "cupcake-repaired", a number of bytes, a size such as "4MB", '
-                "or a list of lists of parameter names"
+                f"or a list of lists of parameter names{suggestion(groups, _NAMES)}"
             )
         groups = int(float(m[1]) * UNITS[m[2].upper() + "B"])
     if isinstance(groups, int) and not isinstance(groups, bool):
@@ -145,6 +147,23 @@ def form_groups(
     return _runs(pieces, regime.rule, candidate, dense, {} if candidate == DENSE else own)
 
 
+def check_lists(
+    lists: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]], dense: set[str]
+) -> None:
+    """Raises SetupError if the lists do not fit the parameters. dense: those that are excluded."""
+    listed = {name for names in lists for name in names}
+    unknown = sorted(listed - shapes.keys())
+    if unknown:
+        there = shorten(list(shapes)) + suggestion(unknown[0], shapes)
+        raise SetupError(f"groups: DDP reduces no parameter named {shorten(unknown)}; there are: {there}")
+    both = sorted(listed & dense)
+    if both:
+        raise SetupError(f"groups and exclude both name {shorten(both)}: remove them from one of the two")
+    missing = [n for n, shape in shapes.items() if 0 not in shape and n not in listed and n not in dense]
+    if missing:
+        raise SetupError(f"groups: no list names {shorten(missing)}; add them to a list, or exclude them")
+
+
 def _even(pieces: Sequence[Piece], dense: set[str], count: int) -> set[str]:
     """The last parameter of each of `count` groups that have equally many parameters."""
     names = [p.name for p in pieces if p.numel and p.name not in dense]
@@ -181,18 +200,7 @@ def _listed(pieces: Sequence[Piece], regime: Regime, dense: set[str], own: Mappi
     assert isinstance(lists, list)
     candidates = regime.candidates if len(regime.candidates) == len(lists) else regime.candidates * len(lists)
     by_name = {p.name: p for p in pieces}
-    listed = {name for names in lists for name in names}
-    unknown = sorted(listed - by_name.keys())
-    if unknown:
-        raise SetupError(
-            f"groups: DDP reduces no parameter named {shorten(unknown)}; there are: {shorten(list(by_name))}"
-        )
-    both = sorted(listed & dense)
-    if both:
-        raise SetupError(f"groups and exclude both name {shorten(both)}: remove them from one of the two")
-    missing = [p.name for p in pieces if p.numel and p.name not in listed and p.name not in dense]
-    if missing:
-        raise SetupError(f"groups: no list names {shorten(missing)}; add them to a list, or exclude them")
+    check_lists(lists, {p.name: p.shape for p in pieces}, dense)
     specs = []
     for i, names in enumerate(lists):
         candidate = candidates[i] if candidates[i] == DENSE else own.get(names[0], candidates[i])

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from sidcomp.config.grouping import UNITS, shorten
+from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError, SetupError
 
 Exclude = str | int | Sequence[str | int]
@@ -46,7 +47,8 @@ def fits(rule: str | int, shapes: Shapes, roles: Mapping[str, frozenset[str]], w
         return {name for name, shape in shapes.items() if compare(_ITEM * prod(shape), bound)}
     found = {name for name in shapes if name == rule or fnmatchcase(name, rule)}
     if not found:
-        raise SetupError(f"{what}: rule {rule!r} fits no parameter; there are: {shorten(list(shapes))}")
+        there = shorten(list(shapes)) + suggestion(rule, [*shapes, *ROLES])
+        raise SetupError(f"{what}: rule {rule!r} fits no parameter; there are: {there}")
     return found
 
 
@@ -65,10 +67,18 @@ class Policy:
 
     def excluded(self, shapes: Shapes) -> set[str]:
         """The names of the parameters that stay dense."""
-        out: set[str] = set()
+        return set(self.excluded_by(shapes))
+
+    def excluded_by(self, shapes: Shapes) -> dict[str, str]:
+        """The same, each with the rule that excludes it."""
+        out = {
+            name: f"policy {self.rules[which[-1]][0]!r}"
+            for name, which in self.matches(shapes).items()
+            if self._ends_dense(which)
+        }
         for rule in self.exclude:
-            out |= fits(rule, shapes, self.roles, "exclude")
-        return out | {name for name, which in self.matches(shapes).items() if self._ends_dense(which)}
+            out |= dict.fromkeys(fits(rule, shapes, self.roles, "exclude"), f"exclude {rule!r}")
+        return out
 
     def _ends_dense(self, which: tuple[int, ...]) -> bool:
         named = [i for i in which if "codec" in self.rules[i][1]]

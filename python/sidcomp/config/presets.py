@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sidcomp.config.schedule import Schedule
+from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError
 
 if sys.version_info >= (3, 11):
@@ -62,6 +63,7 @@ def load(name: str | Path) -> Preset:
     except OSError:
         raise ArgumentError(
             f"preset {str(name)!r}: there is no such file; give a .toml file or one of {', '.join(names())}"
+            f"{suggestion(name, names())}"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ArgumentError(f"preset {path}: it is not TOML: {e}") from None

@@ -6,6 +6,7 @@ from typing import TypeVar
 from sidcomp import core as _core
 from sidcomp.config import schedule
 from sidcomp.config.schedule import Schedule, Setting
+from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ParameterError, UnsupportedError
 
 V = TypeVar("V", Setting, Setting | Schedule)
@@ -110,7 +111,8 @@ def _find(entries: tuple[Codec, ...], name: str, what: str) -> Codec:
     for entry in entries:
         if entry.name == name:
             return entry
-    raise ParameterError(f"unknown {what} {name!r}; there are: {', '.join(e.name for e in entries)}")
+    names = [e.name for e in entries]
+    raise ParameterError(f"unknown {what} {name!r}{suggestion(name, names)}; there are: {', '.join(names)}")
 
 
 def find_codec(name: str) -> Codec:
@@ -134,7 +136,11 @@ def resolve(codec: str, memory: str | None, settings: dict[str, V]) -> tuple[Cod
     known = {p.name for p in (*c.parameters, *m.parameters)}
     unknown = sorted(set(settings) - known)
     if unknown:
-        has = f"they have: {', '.join(sorted(known))}" if known else "they have none"
+        has = (
+            f"they have: {', '.join(sorted(known))}{suggestion(unknown[0], known)}"
+            if known
+            else "they have none"
+        )
         raise ParameterError(
             f"unknown parameter {', '.join(map(repr, unknown))} for codec {codec!r} with memory {m.name!r}; "
             f"{has}"

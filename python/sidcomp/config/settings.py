@@ -10,8 +10,9 @@ from sidcomp.config import schedule
 from sidcomp.config.exchange_choice import ExchangeChoice, MessagePlan
 from sidcomp.config.grouping import DENSE, PLANNED, Groups, Regime, parse_groups
 from sidcomp.config.policy import Exclude, Policy, Rules, Shapes, parse_exclude, parse_rules
-from sidcomp.config.registry import Codec, check_ranks, find_codec, find_memory, resolve
+from sidcomp.config.registry import Codec, check_ranks, find_codec, find_exchange, find_memory, resolve
 from sidcomp.config.schedule import Parameters, Schedule, Setting
+from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError, ParameterError, UnsupportedError
 
 Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
@@ -26,6 +27,12 @@ DEFAULT: tuple[str, Mapping[str, Setting]] = (
 # exchanges are for payloads that an all-gather would take to every rank.
 CANDIDATES = (DEFAULT, "fp16")
 EXCHANGES = ("twoshot", "hierarchical")
+
+# What takes the place of the all-gather where no exchange was named and it would send too much. It gives the
+# mean of the ranks' gradients as the all-gather does, but encodes it a second time and takes a second round,
+# so it must send fewer than half the bytes: it does from five ranks on.
+INSTEAD = ("twoshot",)
+_FEWER = 0.5
 
 TRANSPORTS = ("torch", "native")
 NONFINITE = ("rollback", "drop")
@@ -56,9 +63,14 @@ class Candidate:
         return float(schedule.last(self.parameters).get("density", own))
 
     @property
+    def encoding(self) -> str:
+        """The codec with its parameters."""
+        return " ".join([self.codec.name, *(f"{k}={v}" for k, v in self.parameters.items())])
+
+    @property
     def label(self) -> str:
         over = f" over {self.choice.label}" if self.choice is not None and self.in_messages else ""
-        return " ".join([self.codec.name, *(f"{k}={v}" for k, v in self.parameters.items())]) + over
+        return self.encoding + over
 
     def saved(self) -> dict[str, Any]:
         return {
@@ -218,6 +230,7 @@ class Settings:
                 raise ParameterError(
                     f"policy: {rule!r} sets {', '.join(map(repr, unknown))}, but "
                     f"{', '.join(e.name for e in entries)} have: {', '.join(sorted(known))}"
+                    f"{suggestion(unknown[0], known)}"
                 )
             self.combined((i,))
 
@@ -225,6 +238,11 @@ class Settings:
     def planned(self) -> bool:
         """Whether a controller finds the groups during training."""
         return self.groups in PLANNED
+
+    @property
+    def lossy(self) -> bool:
+        """Whether a codec that compresses was asked for."""
+        return any(not candidate.codec.lossless for candidate in self.candidates)
 
     @property
     def momentum(self) -> bool:
@@ -310,7 +328,33 @@ class Settings:
         plan = _core.Plan(w.codec.name, w.memory.name, n, dtype, values, shapes=shapes, **extra)
         if place is not None:
             check_ranks(plan, place[1])
+            if (choice := self.instead(w, plan, values, place[1])) is not None:
+                return choice.plan(w.codec.name, w.memory.name, n, dtype, values, place, self.isa)
         return plan
+
+    def instead(
+        self, candidate: Candidate, plan: _core.Plan, values: Mapping[str, Setting], world: int
+    ) -> ExchangeChoice | None:
+        """The exchange that a group takes in place of the all-gather, if none was named and this one sends
+        far fewer bytes, by the core's own statements, and keeps what the second encoding loses: codecs of
+        great variance, without a memory, would multiply it. It is the same on all ranks."""
+        named = candidate.choice is not None or self.auto
+        # Full-precision steps need whole vectors. An unbiased sparse codec draws the elements at random, and
+        # those of the mean would mostly be zeros.
+        unfit = bool(self.full_every) or {"sparse", "unbiased"} <= candidate.codec.traits
+        if named or plan.linear or unfit:
+            return None
+        least, best = _FEWER * (world - 1) * plan.payload_bytes, None
+        for name in INSTEAD:
+            try:
+                x = _core.Exchange(
+                    name, plan.codec, plan.memory, plan.n, plan.dtype, 0, world, values, self.isa
+                )
+            except (ParameterError, UnsupportedError):  # it does not take this codec or memory
+                continue
+            if x.sent_bytes < least and x.vectors > plan.vectors:
+                least, best = x.sent_bytes, ExchangeChoice(find_exchange(name))
+        return best
 
     def full_plan(self, n: int, dtype: str, candidate: int) -> _core.Plan:
         """The plan of the full-precision steps, which also send the residual."""
@@ -376,7 +420,11 @@ def _candidates(
         found.append(Candidate(*resolve(name, memory, {**common, **own} if given else {**own, **common})))
     if unknown := sorted(set(parameters) - taken):
         names = ", ".join(w.codec.name for w in found)
-        raise ArgumentError(f"no candidate ({names}) has {', '.join(map(repr, unknown))}: leave it out")
+        there = {p.name for w in found for p in (*w.codec.parameters, *w.memory.parameters)}
+        meant = suggestion(unknown[0], there)
+        raise ArgumentError(
+            f"no candidate ({names}) has {', '.join(map(repr, unknown))}{meant}: leave it out"
+        )
     if len({w.label for w in found}) < len(found):
         raise ArgumentError("candidates: one is listed twice: list each once")
     return tuple(found)

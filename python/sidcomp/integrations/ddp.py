@@ -11,15 +11,20 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from sidcomp import notices
 from sidcomp.autotune.controller import Controller
 from sidcomp.config.grouping import shorten
 from sidcomp.errors import SetupError, UnsupportedError
 from sidcomp.integrations.names import named_parameters
-from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.block import DTYPES
+from sidcomp.runtime.bucket import Bucket, failed
 from sidcomp.runtime.checkpoint_reader import without_wrapper
 from sidcomp.runtime.engine import UNFINISHED, Engine, Model
 from sidcomp.runtime.group import Group
 from sidcomp.state import State
+
+# The steps in which the module's parameters are looked at: 4, 64, 1024, ...
+_FIRST_LOOK, _LATER = 4, 16
 
 # Do not import annotations from __future__ here: DDP compares a hook's annotations with the types themselves.
 
@@ -43,7 +48,7 @@ def hook(
     Returns a future whose value is `bucket.buffer()`, flat, in the dtype and on the device of the gradients;
     it then holds the mean of the decoded gradients of all ranks. The hook does not raise errors, because that
     would leave DDP's reducer unusable. Instead the future fails, `backward()` raises a RuntimeError with the
-    text, and the exception itself is in `state.error` and in the log "sidcomp".
+    text, whose cause is the exception, and that is also in `state.error` and in the log "sidcomp".
 
     It raises only with torch.compile's python reducer and FullyShardedDataParallel, which ignore futures:
     UnsupportedError. more: what FullyShardedDataParallel passes.
@@ -53,17 +58,14 @@ def hook(
     if not hasattr(bucket, "buffer"):  # the python reducer passes a tuple, and ignores what a hook returns
         raise UnsupportedError(_PYTHON_REDUCER)
     if not isinstance(state, State):
-        failed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        error = SetupError(
-            f"sidcomp.hook was registered with a {type(state).__name__}; it needs a sidcomp.State"
+        return failed(
+            SetupError(f"sidcomp.hook was registered with a {type(state).__name__}; it needs a sidcomp.State")
         )
-        failed.set_exception(error)
-        return failed
     try:
         door = _door(state)
     except Exception as e:
         state._engine.report(e)
-        return _failed(e)
+        return failed(e)
     return door.reduce(bucket)
 
 
@@ -183,7 +185,16 @@ def refuse(ddp: DistributedDataParallel) -> None:
     for name, module in ddp.module.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise UnsupportedError(f"module {name!r} has sparse gradients: construct it with sparse=False")
+    if new := _unwrapped(ddp):
+        raise SetupError(
+            f"DDP does not average {shorten(new)}, which the module did not have when it was wrapped: wrap "
+            "the changed module in a new DDP"
+        )
     for name, p in _reduced(ddp).items():
+        if p.dtype not in DTYPES and not p.is_complex():
+            raise UnsupportedError(
+                f"{name} has {p.dtype} gradients, not {', '.join(DTYPES.values())}: convert the module"
+            )
         if p.is_complex():
             raise UnsupportedError(
                 f"parameter {name!r} is complex: keep its real and imaginary parts as two real ones"
@@ -197,6 +208,16 @@ def refuse(ddp: DistributedDataParallel) -> None:
                 f"parameter {name!r} has an optimizer in the backward pass, which takes the only hook that "
                 "DDP has: step the optimizer after backward()"
             )
+
+
+def _unwrapped(ddp: DistributedDataParallel) -> list[str]:
+    """The names of the parameters that the module did not have when it was wrapped, and that require a
+    gradient. DDP does not average them, and says nothing."""
+    wrapped = getattr(ddp, "_module_parameters", None)
+    if wrapped is None:
+        return []
+    known = set(map(id, wrapped))
+    return [name for name, p in _reduced(ddp).items() if id(p) not in known]
 
 
 def refuse_join(ddp: DistributedDataParallel, groups: Sequence[Group]) -> None:
@@ -278,6 +299,10 @@ class DDPDoor:
         self._rebuilt = False  # whether DDP had rebuilt its buckets when the layout was made
         self._confirmed = False  # under join(): the layout's buckets have arrived again
         self._discovery: _Discovery | None = None
+        self._steps = 0  # that this door has seen
+        self._look_at = _FIRST_LOOK  # the step in which the module is compared with the one that was wrapped
+        # A hook on the forward pass of a static graph, until one has run.
+        self._first = ddp.register_forward_pre_hook(self._before_first) if ddp.static_graph else None
         # After a failure, while DDP still runs that step: the error, and the first parameters of the buckets
         # so far.
         self._broken: tuple[Exception, set[int]] | None = None
@@ -303,6 +328,38 @@ class DDPDoor:
         if d is not None:
             self.engine.mark_failed()
 
+    def _before_first(self, ddp: torch.nn.Module, _: Any) -> None:
+        """Names what torch ends with an assertion of its own, or not at all."""
+        if not torch.is_grad_enabled():
+            return
+        assert self._first is not None
+        self._first.remove()
+        if not ddp.require_backward_grad_sync:
+            notices.warn(
+                "DDP(static_graph=True) does not work if its first iteration runs under no_sync(), and never "
+                "averages a gradient: run the first backward pass outside of no_sync()",
+                dist.get_rank(self.model.process_group),
+            )
+
+    def _look(self, ddp: DistributedDataParallel) -> None:
+        """Warns if the module is no longer the one that was wrapped. It looks at every parameter, so only few
+        steps call it."""
+        now = _reduced(ddp)
+        rank = dist.get_rank(self.model.process_group)
+        if new := [name for name, p in now.items() if id(p) not in self.expected]:
+            notices.warn(
+                f"{shorten(new)} requires a gradient since the module was wrapped in DDP, which does not "
+                "average it: wrap the changed module in a new DDP",
+                rank,
+            )
+        here = {id(p) for p in ddp.module.parameters()}
+        if gone := [self.model.names[i] for i in self.expected if i not in here]:
+            notices.warn(
+                f"DDP averages the gradient of the parameter that was {gone[0]} when the module was wrapped, "
+                "and the module has another one now: wrap the changed module in a new DDP",
+                rank,
+            )
+
     def _ddp(self) -> DistributedDataParallel:
         ddp = self.ref()
         assert ddp is not None
@@ -320,7 +377,7 @@ class DDPDoor:
                 arrived.add(id(parameters[0]))
                 if bucket.is_last():
                     self._broken = None
-                return _failed(error)
+                return failed(error)
             self._broken = None
         try:
             return self._arrive(parameters, bucket.buffer(), bucket.is_last())
@@ -328,13 +385,18 @@ class DDPDoor:
             self.engine.report(e)
             arrived = self._abandon(e)
             self._broken = None if bucket.is_last() else (e, arrived | {id(parameters[0])})
-            return _failed(e)
+            return failed(e)
 
     def _arrive(
         self, parameters: list[torch.Tensor], buffer: torch.Tensor, last: bool
     ) -> torch.futures.Future[torch.Tensor]:
         ddp, engine = self._ddp(), self.engine
         joining = self._joining(ddp)
+        if not engine.within and self._discovery is None:
+            self._steps += 1
+            if self._steps == self._look_at:
+                self._look_at *= _LATER
+                self._look(ddp)
         if self._discovery is None and self._formed:
             index = self._index.get(id(parameters[0]))
             if index is not None and engine.arrived(index):
@@ -443,9 +505,3 @@ class DDPDoor:
             arrived |= {id(b.parameters[0]) for b in self._discovery.buckets}
         self.reset(error)
         return arrived
-
-
-def _failed(error: Exception) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_exception(error)  # type: ignore[arg-type]
-    return future

@@ -55,7 +55,10 @@ class Configuration:
     min_bytes: int
 
     def state(self, process_group: dist.ProcessGroup | None = None) -> State:
-        return State(self.codec, process_group=process_group, **self.arguments)
+        made = State(self.codec, process_group=process_group, **self.arguments)
+        made._finalizer.detach()  # the process group says itself what becomes of it
+        made._engine.announced = True
+        return made
 
 
 _configured: Configuration | None = None

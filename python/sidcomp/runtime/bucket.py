@@ -8,6 +8,41 @@ import torch
 Future = torch.futures.Future
 
 
+class _Failure:
+    """The value of a future that has failed.
+
+    DDP does not ask a future for its exception: it converts the value to a tensor and, because that fails, to
+    the text of an error. So the conversion to text raises the error that backward() is to raise.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __str__(self) -> str:
+        raise RuntimeError(str(self.error)) from self.error
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, ("",)  # torch looks for tensors in the value by pickling it
+
+
+def _raise(failure: _Failure) -> None:
+    raise failure.error
+
+
+def fail(future: "Future[torch.Tensor]", error: Exception) -> None:
+    """Completes a future with an error. backward() raises a RuntimeError with its text, whose cause is the
+    error; `future.wait()` raises the error itself."""
+    future._set_unwrap_func(_raise)
+    future.set_result(_Failure(error))  # type: ignore[arg-type]
+
+
+def failed(error: Exception) -> "Future[torch.Tensor]":
+    """Returns a future that has failed."""
+    future: Future[torch.Tensor] = Future()
+    fail(future, error)
+    return future
+
+
 class Bucket:
     """Named gradients, one after the other in a flat `buffer`.
 
@@ -104,4 +139,4 @@ class Bucket:
         with self._lock:
             self.done, done = True, self.done
         if not done and not self.future.done():
-            self.future.set_exception(error)  # type: ignore[arg-type]
+            fail(self.future, error)

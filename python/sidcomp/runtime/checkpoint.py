@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import core as _core
+from sidcomp import notices
 from sidcomp.config.grouping import DENSE, Piece, Spec, shorten
 from sidcomp.config.registry import find_memory
 from sidcomp.config.settings import Settings
@@ -35,7 +36,7 @@ class Kept(NamedTuple):
 Residuals = dict[str, Kept]
 
 
-def _residual(g: Group) -> torch.Tensor:
+def residual_of(g: Group) -> torch.Tensor:
     """Returns the contents of the group's memory: (vectors, n) float32."""
     out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32)
     with g.host_state() as state:
@@ -47,7 +48,7 @@ def _residuals(groups: Iterable[Group], rates: Rates | None) -> Residuals:
     kept: Residuals = {}
     for g in groups:
         if g.plan.vectors:
-            parts = torch.split(_residual(g), [p.numel for p in g.spec.pieces], dim=1)
+            parts = torch.split(residual_of(g), [p.numel for p in g.spec.pieces], dim=1)
             how = (g.message_plan.choice.local, g.message_plan.common) if g.in_messages else (1, False)
             kept.update(
                 (p.name, Kept(part.clone(), *how, rates.rate(p.name) if rates is not None else None))
@@ -445,7 +446,7 @@ def _compare(settings: Settings, resume: Resume) -> None:
         chosen = {"codec", "parameters", "exchange"} if settings.planned else set()  # what a plan depends on
         if ({"groups", "exclude", "policy"} | chosen) & set(changed):
             resume.layout = []
-        logger.warning(
-            "resuming with other settings (%s): the residuals are taken over, but not bit for bit",
-            ", ".join(f"{k} {saved[k]!r} -> {mine[k]!r}" for k in changed),
+        what = ", ".join(f"{k} {saved[k]!r} -> {mine[k]!r}" for k in changed)
+        notices.log(
+            f"resuming with other settings ({what}): the residuals are taken over, but not bit for bit"
         )

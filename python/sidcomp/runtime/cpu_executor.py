@@ -19,6 +19,7 @@ from sidcomp.runtime.form import Form, MessageForm, Moment
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.point_to_point import PointToPoint
 from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.ranges import span
 from sidcomp.runtime.reductions import Reductions
 from sidcomp.runtime.replica_check import ReplicaCheck
 from sidcomp.runtime.step import Step
@@ -113,7 +114,8 @@ class CpuExecutor:
         g.counters.encode_ns += stage.exchanged_at - stage.begun_at
         step.enter()
         try:
-            self._transports[g.form].start(self, g)
+            with span(step.profiled, "exchange", g.index):
+                self._transports[g.form].start(self, g)
         except Exception as e:
             try:
                 step.fail(g, e)
@@ -133,7 +135,10 @@ class CpuExecutor:
             try:
                 if round == 0:
                     g.states.begin(form.extra_bytes)
-                if form.advance(round, g.buffers, stage.moment, stage.carry, g.states.origin):
+                kind = "encode" if round < form.rounds else "decode"
+                with span(self.step.profiled, kind, g.index):
+                    nonfinite = form.advance(round, g.buffers, stage.moment, stage.carry, g.states.origin)
+                if nonfinite:
                     stage.undone = self.step.nonfinite = True
                 if round == 0:
                     stage.sent = form.vectors > 0

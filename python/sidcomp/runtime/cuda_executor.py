@@ -21,6 +21,7 @@ from sidcomp.runtime.group import Group
 from sidcomp.runtime.nccl import Native, Progress, open_library
 from sidcomp.runtime.point_to_point import BatchedMessages
 from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.ranges import span
 from sidcomp.runtime.replica_check import ReplicaCheck
 from sidcomp.runtime.step import Step
 from sidcomp.runtime.transport import Transport
@@ -320,7 +321,8 @@ class CudaExecutor:
             kind = CudaMessageCalls if g.in_messages else CudaCollectiveCalls
             r.calls = kind(g.form, r.stats.ptr, r.report.ptr, self.where)
             self.advance(g, 0)
-            self._transports[g.form].start(self, g)
+            with span(self.step.profiled, "exchange", g.index):  # the decode is enqueued within it
+                self._transports[g.form].start(self, g)
             _core.cuda_show(r.report.ptr, (self.step.index + 1) % _MARKS, r.shown.data_ptr(), **self.where)
 
     # What a transport calls, in the thread that has started it: everything is enqueued.
@@ -332,7 +334,9 @@ class CudaExecutor:
         exchange, step = self._exchange, self.step
         at = Moment(step.index, step.seed, group.index, exchange.rank, exchange.world)
         r: Resident = group.resident
-        r.calls.advance(round, r.buffers[group.state.ptr], at, group.stage.carry, group.states.origin)
+        kind = "encode" if round < group.form.rounds else "decode"
+        with span(step.profiled, kind, group.index):
+            r.calls.advance(round, r.buffers[group.state.ptr], at, group.stage.carry, group.states.origin)
 
     def finish(self, group: Group, failure: Exception | None) -> None:
         if failure is not None:

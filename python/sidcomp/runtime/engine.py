@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from sidcomp import notices
 from sidcomp.config.grouping import Regime
 from sidcomp.config.settings import Settings
 from sidcomp.errors import SetupError
-from sidcomp.runtime import checkpoint, forming
+from sidcomp.runtime import announcement, checkpoint, forming
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.cpu_executor import CpuExecutor
 from sidcomp.runtime.cuda_executor import CudaExecutor
@@ -25,12 +26,15 @@ from sidcomp.runtime.executor import Executor
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Rates
-from sidcomp.runtime.optimizer_watch import Watch
+from sidcomp.runtime.optimizer_watch import Watch, scaler_in_use
 from sidcomp.runtime.process_group import Exchange
+from sidcomp.runtime.ranges import profiling
 from sidcomp.runtime.replica_check import ReplicaCheck
 from sidcomp.runtime.step import Step
 
 Future = torch.futures.Future
+
+_LOOK_AT = 3  # the step in which a GradScaler is looked for: it is made when the first loss is scaled
 
 UNFINISHED = "the backward pass before this one did not finish"
 
@@ -62,6 +66,10 @@ class Tuner(Protocol):
     @property
     def deferred(self) -> bool:
         """Whether the groups of the next step wait for its last bucket, so that backward() runs alone."""
+
+    @property
+    def found(self) -> bool:
+        """Whether it has decided. Until then it tries groups."""
 
     def begin(self, engine: "Engine") -> None:
         """Called after the groups of the next step have been made."""
@@ -114,6 +122,8 @@ class Engine:
         self._arrived = 0  # buckets of this step that have arrived
         self._posted = 0  # groups of this step that have been launched
         self._unable: Exception | None = None  # why this rank cannot encode in this step
+        self.announced = False  # the line that says what is compressed was printed
+        self._begun = 0  # steps since this engine was made, up to _LOOK_AT
 
     # ---- queries
     # -------------------------------------------------------------------------------------------------
@@ -278,8 +288,9 @@ class Engine:
             assert g.missing == len(g.buckets)
 
     def let_go(self) -> None:
-        """Drops the buffers of the last step, if the door's buffers do not stay where they are. They are kept
-        until then, because exchanges read and write them. Call it after the step, when it is `current.over`."""
+        """Drops the buffers of the last step, if the door's buffers do not stay where they are. They are
+        kept until then, because exchanges read and write them. Call it after the step, when it is
+        `current.over`."""
         for b in self.layout.buckets if self.layout is not None else ():
             b.let_go()
         for g in self.groups:
@@ -382,6 +393,24 @@ class Engine:
         self.allocations += sum(g.allocations for g in layout.groups)
         self.layout, self._check, self._model = layout, check, model
         self._revocable = False  # the former states no longer exist
+        self._announce(model, exchange)
+
+    def _announce(self, model: Model, exchange: Exchange) -> None:
+        """Says what is compressed, once. A tuner that has chosen plain DDP says so itself."""
+        if self.announced or (self.tuner is not None and not self.tuner.found):
+            return
+        if any(map(announcement.compressed, self.groups)):
+            self.announced = True
+            notices.say(
+                announcement.line(self.settings, model.shapes, self.groups, exchange.world), exchange.rank
+            )
+        elif self.tuner is None:
+            self.announced = True
+            text = announcement.nothing(self.settings, model.shapes, self.groups)
+            if self.settings.lossy:
+                notices.warn(text, exchange.rank)
+            else:
+                notices.say(text, exchange.rank)
 
     def follow(self, rates: Rates | None, watch: Watch | None) -> None:
         """Follows this optimizer from the next step on; None: no optimizer."""
@@ -406,6 +435,10 @@ class Engine:
         compare = self._check.on
         if self.watch is not None and (scale := self.watch.scale()) is not None:
             self.update_scale(scale)
+        if self._begun < _LOOK_AT:
+            self._begun += 1
+            if self._begun == _LOOK_AT:
+                self._look_for_scaler()
         # Several backward passes may precede the optimizer's step: they are discarded together.
         if self.watch is None or self.watch.over or not self._revocable:
             self._mark = self.step, dict(self.rates.last) if self.rates is not None else {}
@@ -416,7 +449,8 @@ class Engine:
         self._deferred = self.tuner is not None and self.tuner.deferred
         if self.watch is not None:
             self.watch.begin()
-        if not self.on_device and torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        self.current.profiled = profiling()
+        if self.current.profiled and not self.on_device:
             with suppress(RuntimeError):  # in DDP's join(), outside of backward()
                 torch.autograd.Variable._execution_engine.queue_callback(self.executor.before_exit)
         if self.settings.full(self.step) is not self.layout.full:
@@ -437,6 +471,18 @@ class Engine:
         every = self.settings.checksum_every
         self._check.on = every > 0 and self.step % every == 0
         return compare
+
+    def _look_for_scaler(self) -> None:
+        """Warns if the program scales its loss and the residuals are not rescaled with it."""
+        keeps = any(g.plan.vectors for g in self.groups) or self.tuner is not None
+        if self.scale is None and keeps and scaler_in_use():
+            assert self.exchange is not None
+            notices.warn(
+                "a GradScaler scales the loss, and sidcomp has not been told: when its scale changes, the "
+                "residuals keep the unit of the former one. Call state.follow(optimizer, scaler), or "
+                "state.update_scale(1.0) if it scales another model's loss",
+                self.exchange.rank,
+            )
 
     def quiet(self) -> None:
         """Waits for the callbacks of the last step. Then discards that step if it was not finite or failed,

@@ -20,6 +20,12 @@ from sidcomp.runtime.form import Form, InPlaceForm, Moment, make_form
 
 Plan = _core.Plan | MessagePlan
 
+
+def ring_bytes(nbytes: int, world: int) -> float:
+    """What a rank sends in a ring all-reduce of so many bytes, on average over the ranks."""
+    return 2 * (world - 1) * nbytes / world
+
+
 _NEVER = Moment(0, 0, 0, 0, 1)
 
 
@@ -171,6 +177,13 @@ class Group:
     def bytes_sent(self) -> int:
         """Bytes that this rank passes to the exchange in a step."""
         return self.form.bytes_sent
+
+    def wire_bytes(self, world: int) -> float:
+        """Bytes that this rank sends to others in a step, if the process group reduces and gathers in a ring.
+        On average over the ranks it receives as many."""
+        if self.in_messages:
+            return self.bytes_sent
+        return ring_bytes(self.bytes_sent, world) if self.plan.linear else (world - 1) * self.bytes_sent
 
     # ---- place in the buckets
     # -----------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ changes, the residual must be multiplied by the old rate over the new one. Other
 late would move the parameters by less, or more, than it would have done in its own step.
 """
 
-import logging
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sidcomp import notices
 from sidcomp.config.grouping import shorten
 from sidcomp.errors import ArgumentError
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from sidcomp.runtime.group import Group
 
 _LEAST, _MOST = 1e-30, 1e30  # limits of a factor, by which C multiplies float32
-
-logger = logging.getLogger("sidcomp")
 
 
 class Rates:
@@ -99,11 +97,10 @@ class Rates:
         of = [factors.get(i, 1.0) for i in g.rates]
         if len(set(of)) > 1 and not g.warned:
             g.warned = True
-            logger.warning(
-                "%s has parameters whose learning rates change independently; its residual follows the rate "
-                "of most of its elements. Give each of the optimizer's parameter groups its own groups "
-                "(groups=[[names], ...])",
-                shorten(g.names),
+            notices.log(
+                f"{shorten(g.names)} has parameters whose learning rates change independently; its residual "
+                "follows the rate of most of its elements. Give each of the optimizer's parameter groups its "
+                "own groups (groups=[[names], ...])"
             )
         return of[0] if of else 1.0
 

@@ -1,27 +1,48 @@
 """Finds out whether the optimizer took a step, or a GradScaler skipped it (State.follow)."""
 
-import logging
+import gc
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from sidcomp import notices
 from sidcomp.errors import ArgumentError
 
-logger = logging.getLogger("sidcomp")
-
 _MOST_PASSES = 100  # backward passes in one step; after more than these the optimizer is the wrong one
+_MOST_STEPS = 100  # steps without a backward pass of this model; from these on its hook is not in force
+
+
+def scaler_in_use() -> bool:
+    """Whether the program has a GradScaler that has scaled a loss. It asks the garbage collector, which takes
+    some ten milliseconds: not for every step."""
+    return any(
+        issubclass(type(o), torch.amp.GradScaler)
+        and getattr(o, "_enabled", False)
+        and getattr(o, "_scale", None) is not None
+        for o in gc.get_objects()
+    )
 
 
 class _Stepped:
     """Set by the optimizer's hook, which must not keep a State alive."""
 
     def __init__(self) -> None:
+        self.unseen = 0  # steps since the last backward pass that sidcomp has seen
         self.ran = False
         self.found: torch.Tensor | None = None  # not 0 if a fused optimizer skipped its own step
         self.copied: torch.cuda.Event | None = None
 
     def __call__(self, optimizer: Any, *_: Any) -> None:
         self.ran = True
+        self.unseen += 1
+        if self.unseen == _MOST_STEPS:
+            notices.warn(
+                f"the optimizer has taken {_MOST_STEPS} steps, and no gradient has reached sidcomp: a "
+                "framework may have wrapped the model in another DDP or replaced the hook, or every backward "
+                "pass runs under no_sync()",
+                dist.get_rank() if dist.is_initialized() else 0,
+            )
         found = getattr(optimizer, "found_inf", None)  # a scaler sets it during the step of a fused optimizer
         if isinstance(found, torch.Tensor) and found.is_cuda:
             home = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
@@ -71,12 +92,12 @@ class Watch:
         """A backward pass begins."""
         self._passes = 1 if self._dealt else self._passes + 1
         if self._passes == _MOST_PASSES + 1:
-            logger.warning(
-                "follow: the optimizer has not stepped in the last %d backward passes; follow the one that "
-                "steps on this model's gradients. Until then each pass counts as a step",
-                _MOST_PASSES,
+            notices.log(
+                f"follow: the optimizer has not stepped in the last {_MOST_PASSES} backward passes; follow "
+                "the one that steps on this model's gradients. Until then each pass counts as a step"
             )
         self._versions = [p._version for p in self._some]
+        self._stepped.unseen = 0
         self._stepped.ran, self._stepped.found, self._stepped.copied = False, None, None
         if self.scaler is not None:
             # update() replaces the table; this entry then stays as step() has left it

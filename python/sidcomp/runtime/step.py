@@ -5,7 +5,7 @@ import threading
 from time import perf_counter_ns
 
 from sidcomp.errors import ExchangeError, SidcompError
-from sidcomp.runtime.group import Group
+from sidcomp.runtime.group import Group, ring_bytes
 
 logger = logging.getLogger("sidcomp")
 
@@ -20,8 +20,10 @@ class Step:
         self.error: Exception | None = None  # the last error
         self.nonfinite = False  # a group was not finite, or failed
         self.failed = False  # a group failed
+        self.profiled = False  # a profiler was on when the step began
         self.ended_at = 0  # when the last group was decoded, in ns of the host's clock
         self.sent = self.received = self.dense = 0  # bytes in all steps
+        self.wire = self.plain = 0.0  # bytes that travelled in all steps, and those of plain DDP in float32
         self._idle = threading.Condition()
         self._open = 0  # groups and comparisons that have not ended
 
@@ -61,6 +63,8 @@ class Step:
         self.sent += sent
         self.received += sent * (1 if g.plan.linear or g.in_messages else world - 1)
         self.dense += 4 * g.n
+        self.wire += g.wire_bytes(world)
+        self.plain += ring_bytes(4 * g.n, world)
 
     def complete(self, g: Group) -> None:
         for bucket in g.buckets:

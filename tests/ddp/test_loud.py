@@ -1,0 +1,547 @@
+"""Compression is never silently not in force: lines at the first step, warnings, and strict()."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+from cases import CASES, Case, Scrambled, Trainer, square
+from harness import run
+from sidcomp.autotune import measurement
+from sidcomp.config.exchange_choice import MessagePlan
+from sidcomp.runtime import engine as engines
+from sidcomp.runtime import optimizer_watch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+SPARSE: dict[str, Any] = {"codec": "topk", "density": 0.05}
+
+
+def said() -> list[str]:
+    """The lines that this process has printed so far on stderr and that begin with sidcomp's name."""
+    sys.stderr.flush()
+    lines = Path(f"/proc/self/fd/{sys.stderr.fileno()}").resolve().read_text().splitlines()
+    return [line.removeprefix("sidcomp: ") for line in lines if line.startswith("sidcomp: ")]
+
+
+def trained(rank: int, arguments: dict[str, Any], steps: int = 3, case: str = "cap-small") -> dict[str, Any]:
+    trainer = Trainer(CASES[case], rank)
+    state = sidcomp.State(**arguments)
+    sidcomp.register(trainer.wrapper, state)
+    for _ in range(steps):
+        trainer.step()
+    stats = state.stats()
+    trainer.close()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state.close()
+    return {"said": said(), "warned": [str(w.message) for w in caught], "stats": stats}
+
+
+def first_line(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return trained(rank, arguments, steps=1)
+
+
+def test_the_first_step_says_what_is_compressed() -> None:
+    numel = sum(p.numel() for p in Scrambled().parameters())
+    ours, other = run(first_line, 2, {**SPARSE, "exclude": "1-D"})
+    assert not other["said"], "only the lowest rank says it"
+    (line,) = ours["said"]
+    matrices = [p for p in Scrambled().parameters() if p.dim() > 1]
+    vectors = [p for p in Scrambled().parameters() if p.dim() < 2]
+    share = sum(p.numel() for p in matrices) / numel
+    assert f"topk density=0.05 compresses {len(matrices)} of {len(matrices) + len(vectors)} tensors" in line
+    assert f"({share:.1%}), by all-gather over 2 ranks" in line
+    assert line.endswith(
+        f"Uncompressed: {len(vectors)} tensors, {4 * sum(p.numel() for p in vectors)} bytes (exclude '1-D')"
+    )
+    sent = re.search(r"a rank sends ([\d.]+) (bytes|KB) a step, plain DDP's all-reduce", line)
+    assert sent is not None
+    stats = ours["stats"]
+    each = float(sent[1]) * {"bytes": 1, "KB": 1000}[sent[2]]
+    assert each == pytest.approx(stats["wire_bytes"] / stats["steps"], rel=0.01)
+
+
+def test_codecs_that_compress_nothing_say_so() -> None:
+    ours, _ = run(first_line, 2, {"codec": "none"})
+    (line,) = ours["said"]
+    assert line.startswith("nothing is compressed: 9 tensors") and "codec 'none'" in line
+
+
+def everything_excluded(rank: int, world: int, strict: bool) -> str:
+    trainer = Trainer(CASES["default"], rank)
+    state = sidcomp.State(**SPARSE, exclude="*")
+    sidcomp.register(trainer.wrapper, state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if strict:
+            with sidcomp.strict(), pytest.raises(RuntimeError, match="nothing is compressed") as failed:
+                trainer.step()
+            assert isinstance(failed.value.__cause__, sidcomp.StrictError)
+            assert isinstance(state.error, sidcomp.StrictError)
+        trainer.step()
+    trainer.close()
+    return "\n".join(str(w.message) for w in caught)
+
+
+def test_a_lossy_codec_that_gets_nothing_warns() -> None:
+    ours, other = run(everything_excluded, 2, False)
+    assert "nothing is compressed" in ours and "exclude '*'" in ours and not other
+    run(everything_excluded, 2, True)
+
+
+def many(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    ddp = DDP(nn.Linear(64, 256, bias=False))
+    state = sidcomp.State(**arguments)
+    sidcomp.register(ddp, state)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        ddp(torch.randn(8, 64, generator=generator)).square().mean().backward()
+    found = {"said": said(), "stats": state.stats(), "mean": ddp.module.weight.grad}
+    del ddp
+    state.close()
+    return found
+
+
+def test_many_ranks_take_the_exchange_of_the_fewest_bytes() -> None:
+    """And the ratio is that of the bytes on the wire, which an all-gather multiplies by the ranks."""
+    n, world = 64 * 256, 6
+    chosen, named, same = (
+        run(many, world, {"codec": "int4", **more})[0]
+        for more in ({}, {"exchange": "allgather"}, {"exchange": "twoshot"})
+    )
+    assert torch.equal(chosen["mean"], same["mean"]) and not torch.equal(chosen["mean"], named["mean"])
+    plain = 2 * (world - 1) * 4 * n / world
+    for found, name in ((chosen, "twoshot"), (named, "all-gather")):
+        (line,) = found["said"]
+        assert f"by {name} over {world} ranks" in line
+        stats = found["stats"]
+        assert stats["dense_wire_bytes"] == round(2 * plain)
+        assert stats["ratio"] == pytest.approx(2 * plain / stats["wire_bytes"], rel=1e-4)
+    payload = named["stats"]["sent_bytes"] // 2
+    assert named["stats"]["wire_bytes"] == 2 * (world - 1) * payload
+    assert 2 * chosen["stats"]["wire_bytes"] < named["stats"]["wire_bytes"]
+    assert "encodes their mean a second time" in chosen["said"][0]
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "topk", "efsignsgd"])
+def test_the_simulator_agrees_with_the_choice(codec: str) -> None:
+    """It takes the bytes of each round from the core as well, but makes times of them."""
+    n, settings = 1_000_000, sidcomp.State(codec).settings
+    for world in (2, 4, 5, 16, 64):
+        plan = settings.plan(n, "float32", 0, place=(0, world))
+        rows = sidcomp.simulate(n, codec, worlds=[world], exchange=["allgather", "twoshot"])
+        gathered, other = (rows.row(name, world).seconds for name in ("allgather", "twoshot"))
+        if isinstance(plan, MessagePlan):
+            assert plan.choice.exchange.name == "twoshot" and other < 0.6 * gathered
+        else:
+            assert gathered < 2 * other, f"{world} ranks"
+
+
+def test_where_nothing_helps_the_first_line_says_so() -> None:
+    ours = run(many, 3, {"codec": "topk", "density": 0.5})[0]
+    assert "by all-gather over 3 ranks" in ours["said"][0] and "saves nothing" in ours["said"][0]
+    assert ours["stats"]["ratio"] < 1
+
+
+# ---- the end of a State ------------------------------------------------------------------------------------
+
+
+def unused(rank: int, world: int, how: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = sidcomp.State(**SPARSE)
+        if how == "strict":
+            with sidcomp.strict(), pytest.raises(sidcomp.StrictError, match="0 steps"):
+                state.close()
+        elif how == "closed":
+            state.close()
+            state.close()
+        elif how == "copied":
+            state.__getstate__()
+        elif how == "failed":
+            with pytest.raises(KeyError), state:
+                raise KeyError("an error of the program")
+        del state
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("closed", "was closed after 0 steps"), ("collected", "was collected after 0 steps"), ("strict", ""),
+     ("copied", ""), ("failed", "")],
+)  # fmt: skip
+def test_a_state_that_served_nothing_warns(how: str, words: str) -> None:
+    ours, other = run(unused, 2, how)
+    assert len(ours) == (1 if words else 0) and words in "".join(ours)
+    assert "topk" in "".join(ours) if words else True
+    assert not other or how == "closed", "one rank says it"
+
+
+def undecided(rank: int, world: int) -> dict[str, Any]:
+    return trained(rank, {"codec": "auto"}, steps=3)
+
+
+def test_auto_says_that_it_measures_and_that_it_has_not_decided() -> None:
+    ours, other = run(undecided, 2)
+    assert any("measures during the first steps" in line for line in ours["said"]) and not other["said"]
+    (text,) = ours["warned"]
+    assert "after 3 steps, before it had decided" in text
+    assert not other["warned"]
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+def failing(rank: int, world: int, early: bool) -> tuple[str, str]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    trainer.step()
+    trainer.step()
+    if early:
+        state.close()
+    elif rank == 0:
+
+        def unable(*_: Any) -> None:
+            raise ValueError("boom")
+
+        state._engine.executor._compute = unable  # type: ignore[union-attr,assignment]
+    with pytest.raises(RuntimeError) as caught:
+        trainer.step()
+    error = caught.value
+    assert isinstance(error.__cause__, sidcomp.SidcompError), traceback.format_exception(error)
+    assert str(error.__cause__) == str(error)
+    trainer.close()
+    return type(error).__name__, str(error)
+
+
+def test_backward_raises_our_text_and_nothing_else() -> None:
+    for name, text in run(failing, 2, True):
+        assert (name, text) == (
+            "RuntimeError", "this State is closed: make a new one, and a new DDP around the module"
+        )  # fmt: skip
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"exclude": "lost.*"}, "exclude: rule 'lost.*' fits no parameter"),
+    ({"exclude": "first.wieght"}, "did you mean 'first.weight'?"),
+    ({"exclude": "embeding"}, "did you mean 'embedding'?"),
+    ({"policy": [("norm.bais", "none")]}, "did you mean 'norm.bias'?"),
+    ({"groups": [["first.wieght"]]}, "did you mean 'first.weight'?"),
+    ({"groups": [["first.weight"]]}, "no list names"),
+    ({"process_group": "gloo"}, "process_group='gloo'"),
+]
+
+
+def wrong(rank: int, world: int) -> list[str]:
+    texts = []
+    for arguments, _ in WRONG:
+        trainer = Trainer(CASES["default"], rank)
+        with pytest.raises(sidcomp.SetupError) as caught:
+            sidcomp.register(trainer.wrapper, sidcomp.State(**arguments))
+        texts.append(str(caught.value))
+        trainer.close()
+    return texts
+
+
+def test_wrong_names_are_found_by_register() -> None:
+    for text, (_, words) in zip(run(wrong, 1)[0], WRONG, strict=True):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ({"codec": "topkk"}, "topk"),
+        ({"memory": "residul"}, "residual"),
+        ({"codec": "topk", "densty": 0.1}, "density"),
+        ({"codec": "topk", "exchange": "twoshots"}, "twoshot"),
+        ({"codec": "auto", "densty": 0.1}, "density"),
+        ({"groups": "buckets"}, "bucket"),
+        ({"policy": [("<1KB", {"densty": 0.1})]}, "density"),
+    ],
+)
+def test_unknown_names_get_a_suggestion(arguments: dict[str, Any], meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"did you mean '{meant}'\?"):
+        sidcomp.State(**arguments)
+
+
+def test_an_unknown_preset_gets_a_suggestion() -> None:
+    with pytest.raises(sidcomp.ArgumentError, match=r"did you mean 'redsync'\?"):
+        sidcomp.State.preset("redsinc")
+
+
+# ---- what a program forgets --------------------------------------------------------------------------------
+
+
+def scaled(rank: int, world: int, told: str) -> list[str]:
+    trainer = Trainer(CASES["default"], rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=told != "disabled")
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    if told == "followed":
+        state.follow(trainer.optimizer, scaler)
+    elif told == "unseen":
+        state.follow(trainer.optimizer)
+    elif told == "by hand":
+        state.update_scale(8.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(engines._LOOK_AT + 2):
+            trainer.optimizer.zero_grad()
+            scaler.scale(trainer.wrapper(torch.ones(4, 12)).sum()).backward()
+            scaler.step(trainer.optimizer)
+            scaler.update()
+    trainer.close()
+    state.close()
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("told", ["followed", "by hand", "disabled", "unseen", "nothing"])
+def test_a_gradscaler_that_nobody_named_is_noticed_once(told: str) -> None:
+    ours, other = run(scaled, 2, told)
+    expected = 1 if told in ("unseen", "nothing") else 0
+    assert len([text for text in ours if "GradScaler" in text]) == expected, ours
+    assert not other
+
+
+def followed_adam(rank: int, world: int) -> None:
+    trainer = Trainer(CASES["default"], rank)
+    adam = torch.optim.Adam(trainer.module.parameters())
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    with sidcomp.strict():
+        with pytest.raises(sidcomp.StrictError, match="Adam divides by the size"):
+            state.follow(adam)
+        with pytest.raises(sidcomp.StrictError, match="Adam"):
+            sidcomp.check_optimizer(state, adam)
+    sidcomp.check_optimizer(state, adam)
+    with sidcomp.strict():
+        state.follow(adam)  # the program has been told
+    trainer.close()
+    state.close()
+    doubled = sidcomp.State("topk", memory="dgc")
+    with pytest.warns(sidcomp.SidcompWarning, match="applies momentum"):
+        doubled.follow(trainer.optimizer)
+    with pytest.raises(sidcomp.SetupError, match="applies momentum"):
+        sidcomp.check_optimizer(doubled, trainer.optimizer)
+
+
+def test_follow_checks_the_optimizer() -> None:
+    run(followed_adam, 1)
+
+
+def replaced(rank: int, world: int) -> list[str]:
+    """A framework wraps the module in another DDP, whose hook is torch's own."""
+    trainer = Trainer(CASES["default"], rank)
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    state.follow(trainer.optimizer)
+    trainer.wrapper = DDP(trainer.module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(optimizer_watch._MOST_STEPS + 3):
+            trainer.optimizer.step()
+    trainer.close()
+    return [str(w.message) for w in caught]
+
+
+def test_a_hook_that_is_never_called_is_noticed() -> None:
+    (ours,) = run(replaced, 1)
+    assert len(ours) == 1 and "no gradient has reached sidcomp" in ours[0]
+
+
+def changed(rank: int, world: int, how: str) -> list[str]:
+    torch.manual_seed(0)
+    module = Scrambled()
+    if how == "unfrozen":
+        module.norm.bias.requires_grad_(False)
+    ddp = DDP(module)
+    state = sidcomp.State(**SPARSE)
+    if how == "added":
+        module.extra = nn.Parameter(torch.zeros(3))
+        with pytest.raises(sidcomp.SetupError, match="extra, which the module did not have"):
+            sidcomp.register(ddp, state)
+        return []
+    sidcomp.register(ddp, state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            if step == 2 and how == "unfrozen":
+                module.norm.bias.requires_grad_(True)
+            ddp(torch.ones(4, 12)).square().sum().backward()
+    del ddp
+    state.close()
+    return [str(w.message) for w in caught if "DDP" in str(w.message)]
+
+
+def test_a_module_that_changes_after_it_was_wrapped_is_noticed() -> None:
+    run(changed, 1, "added")
+    (ours,) = run(changed, 1, "unfrozen")
+    assert len(ours) == 1 and "norm.bias requires a gradient since" in ours[0]
+    assert not run(changed, 1, "unchanged")[0]
+
+
+def static(rank: int, world: int) -> list[str]:
+    trainer = Trainer(Case(Scrambled, square, ddp={"static_graph": True}), rank)
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with trainer.wrapper.no_sync():
+            trainer.wrapper(torch.ones(4, 12))
+    trainer.close()
+    return [str(w.message) for w in caught]
+
+
+def test_no_sync_in_the_first_iteration_of_a_static_graph_is_noticed() -> None:
+    (ours,) = run(static, 1)
+    assert len(ours) == 1 and "static_graph=True" in ours[0] and "no_sync()" in ours[0]
+
+
+# ---- what a State shows ------------------------------------------------------------------------------------
+
+
+def shown(rank: int, world: int, room: str) -> tuple[str, str, dict[str, Any], list[str]]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(**SPARSE, exclude="1-D")
+    before = state.explain()
+    with pytest.raises(sidcomp.SetupError, match="no iteration to draw"):
+        state.plot(f"{room}/early{rank}.png")
+    sidcomp.register(trainer.wrapper, state)
+    for _ in range(4):
+        trainer.step()
+    state.timeline(f"{room}/{rank}.json")
+    state.plot(f"{room}/{rank}.png")
+    found = before, state.explain(), state.stats(), said()
+    trainer.close()
+    state.close()
+    return found
+
+
+def test_a_named_codec_is_explained_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for rank, (before, text, stats, _) in enumerate(run(shown, 2, str(tmp_path))):
+        assert "train some steps first" in before
+        assert "topk density=0.05 compresses 4 of 9 tensors" in text and "4 steps" in text
+        for kind in ("encode", "exchange", "decode"):
+            assert re.search(rf"{kind} +\d+\.\d\d ms a step", text), text
+        for group in stats["groups"]:
+            assert f"{group['n']:,}" in text and f"{group['sent_bytes']:,}" in text
+        assert (tmp_path / f"{rank}.png").stat().st_size > 1000
+        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"measured"}
+        assert len([e for e in events if e.get("dur", 0) > 0]) >= 3 * len(stats["groups"])
+
+
+def test_the_first_line_is_said_once(tmp_path: Path) -> None:
+    """Also where DDP forms its buckets anew, and the groups with them."""
+    ours = run(shown, 2, str(tmp_path))[0]
+    assert len(ours[3]) == 1
+
+
+def logged(rank: int, world: int) -> tuple[list[dict[str, float]], list[float], dict[str, Any]]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    seen = [state.log()]
+    for steps in (3, 2, 0):
+        for _ in range(steps):
+            trainer.step()
+        seen.append(state.log(norms=steps != 2))
+    kept = state.state_dict()["residuals"].values()
+    gradient = torch.cat([p.grad.flatten() for p in trainer.module.parameters()])  # type: ignore[union-attr]
+    trainer.step()
+    seen.append(state.log())
+    norms = [float(torch.cat([v[0] for v in kept]).norm()), float(gradient.norm())]
+    kept = state.state_dict()["residuals"].values()
+    gradient = torch.cat([p.grad.flatten() for p in trainer.module.parameters()])  # type: ignore[union-attr]
+    norms += [float(torch.cat([v[0] for v in kept]).norm()), float(gradient.norm())]
+    stats = state.stats()
+    trainer.close()
+    state.close()
+    return seen, norms, stats
+
+
+def test_a_flat_dictionary_for_training_logs() -> None:
+    seen, norms, stats = run(logged, 2)[0]
+    start, first, second, none, last = seen
+    assert start == {} and none == {}, "no step, no figures"
+    assert all(isinstance(v, float) for v in first.values()) and all(k.startswith("sidcomp/") for k in first)
+    assert set(first) - set(second) == {
+        "sidcomp/residual_norm", "sidcomp/gradient_norm", "sidcomp/residual_over_gradient"
+    }  # fmt: skip
+    wire = 3 * first["sidcomp/wire_bytes"] + 2 * second["sidcomp/wire_bytes"] + last["sidcomp/wire_bytes"]
+    assert wire == pytest.approx(stats["wire_bytes"])
+    assert last["sidcomp/residual_norm"] == pytest.approx(norms[2], rel=1e-5)
+    assert last["sidcomp/gradient_norm"] == pytest.approx(norms[3], rel=1e-5)
+    assert last["sidcomp/residual_over_gradient"] == pytest.approx(norms[2] / norms[3], rel=1e-5)
+    assert all(last[f"sidcomp/{kind}_ms"] > 0 for kind in ("encode", "wait", "decode"))
+
+
+def profiled(rank: int, world: int) -> tuple[set[str], int]:
+    trainer = Trainer(CASES["cap-small"], rank)
+    state = sidcomp.State(**SPARSE)
+    sidcomp.register(trainer.wrapper, state)
+    for _ in range(3):
+        trainer.step()
+    # A group is decoded in a thread of the backend, which the profiler leaves out by default.
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # type: ignore[call-arg]
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, experimental_config=everywhere) as profile:
+        trainer.step()
+        trainer.step()
+    names = {event.name for event in profile.events() if event.name.startswith("sidcomp")}
+    trainer.step()
+    assert not state._engine.current.profiled, "a step without a profiler pays for ranges"
+    groups = len(state.stats()["groups"])
+    trainer.close()
+    state.close()
+    return names, groups
+
+
+def test_the_profiler_shows_encode_exchange_and_decode() -> None:
+    if "profile_all_threads" not in str(torch._C._profiler._ExperimentalConfig.__init__.__doc__):
+        pytest.skip("this torch's profiler cannot show other threads")
+    names, groups = run(profiled, 2)[0]
+    kinds = ("encode", "exchange", "decode")
+    assert names == {f"sidcomp {kind} group {i}" for kind in kinds for i in range(groups)}
+
+
+def test_planned_groups_are_measured_over_the_exchange_that_they_take() -> None:
+    settings = sidcomp.State("int4", groups="auto").settings
+    for world, name in ((2, None), (4, None), (5, "twoshot"), (64, "twoshot")):
+        choice = measurement.measurable(settings, 0, world).choice
+        assert (choice.exchange.name if choice is not None else None) == name
+    settings = sidcomp.State("int4", groups="auto", exchange="allgather").settings
+    assert measurement.measurable(settings, 0, 64).choice is None
+    for codec, memory in (("ssdm", None), ("int4", "none"), ("marsit", None), ("randk-own", None)):
+        settings = sidcomp.State(codec, memory=memory).settings
+        assert measurement.measurable(settings, 0, 64).choice is None, "the second encoding would do harm"
+    settings = sidcomp.State("int4", full_every=10).settings  # full-precision steps need the whole vector
+    assert measurement.measurable(settings, 0, 64).choice is None
+
+
+def decided(rank: int, world: int) -> list[str]:
+    import test_auto
+
+    with test_auto.Training(rank, candidates=["topk"], slow=test_auto.SLOW_DENSE) as t:
+        t.until_it_settles()
+    return said()
+
+
+def test_auto_says_once_what_it_has_decided() -> None:
+    ours, other = run(decided, 2)
+    assert not other
+    texts = ["measures during the first steps", "has decided after", "topk compresses"]
+    assert [sum(text in line for line in ours) for text in texts] == [1, 1, 1], ours
