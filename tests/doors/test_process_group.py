@@ -358,6 +358,22 @@ def test_where_it_cannot_tell_it_does_not_compress(kept: bool) -> None:
         assert programs <= 32
 
 
+def strictly(rank: int, world: int) -> str:
+    x = [torch.ones(3000), torch.ones(2000)]
+    for _ in range(4):
+        averaged(x)
+    with sidcomp.strict(), pytest.raises((RuntimeError, sidcomp.StrictError)) as e:
+        averaged(x[:1])
+    averaged(x)
+    assert steps_of() == [4]
+    return str(e.value)
+
+
+def test_strict_makes_a_fallback_an_error() -> None:
+    for text in run(strictly, 2, backend=partial(compressing, "topk", density=0.1)):
+        assert "uncompressed: it had 1 all-reduces" in text
+
+
 # ---- groups
 
 

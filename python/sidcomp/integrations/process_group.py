@@ -357,7 +357,7 @@ class ProcessGroup(dist.ProcessGroup):
         if not average and op is not None and op != dist.ReduceOp.SUM:
             return None
         if not x.is_contiguous():
-            self._say("not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed")
+            self._warn("not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed")
             return None
         if not self._allowed():
             return None
@@ -433,7 +433,7 @@ class ProcessGroup(dist.ProcessGroup):
         found = [p for p in self.programs if p.fits(0, call, tensor)]
         possible = [p for p in found if p.fixed] or found
         if len(possible) > 1 and any(p.state is not None for p in possible):
-            self._say(
+            self._warn(
                 "ambiguous",
                 "cannot tell which of several backward passes has begun, and sends it uncompressed: give "
                 "each model a process group of its own",
@@ -457,7 +457,7 @@ class ProcessGroup(dist.ProcessGroup):
         assert program is not None and program.state is not None
         program.state._engine.end_early()
         self._stopped = True
-        self._say("different", f"sends the rest of a backward pass uncompressed: {why}")
+        self._warn("different", f"sends the rest of a backward pass uncompressed: {why}")
 
     def _end(self) -> None:
         """A backward pass has ended."""
@@ -490,7 +490,7 @@ class ProcessGroup(dist.ProcessGroup):
             found.state = self.configuration.state(self)
             found.state._attach(_Door(self, found, found.state._engine), {})
         if self._passes == _PATIENCE and not any(p.state for p in self.programs):
-            self._say(
+            self._warn(
                 "nothing",
                 f"has compressed nothing in {_PATIENCE} backward passes, because no two of them had the same "
                 "all-reduces, and gives up: sidcomp.register or sidcomp.fsdp.compress know the model",
@@ -510,9 +510,16 @@ class ProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------
 
     def _say(self, topic: str, text: str) -> None:
+        """Says a line once."""
         if topic not in self._told:
             self._told.add(topic)
             notices.say(f"process group {self.group_desc!r} {text}", self.rank())
+
+    def _warn(self, topic: str, text: str) -> None:
+        """Warns once that a call is not compressed; an error under strict(). All ranks call it."""
+        if topic not in self._told or notices.is_strict():
+            self._told.add(topic)
+            notices.warn(f"process group {self.group_desc!r} {text}", self.rank())
 
     def _what(self) -> str:
         states = [p.state for p in self.programs if p.state is not None]
