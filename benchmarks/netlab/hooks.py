@@ -13,19 +13,26 @@ layer, even:8, mergecomp, cupcake
 auto                    State("auto"): groups, codecs and exchanges chosen
 [KEY=VALUE;...]         further arguments of State: redsync[density=0.001], dgc:mergecomp[Y=3]@0
 @MB                     DDP's bucket_cap_mb, @0 for a bucket of each tensor; DDP's own default unless given
+DOOR/...                another door than DDP's hook, before any of these: pg/topk is DDP over the backend
+                        "sidcomp", hsdp/dense plain HSDP on two replicas, hsdp/topk:bucket
+                        sidcomp.fsdp.compress, and hsdp-pg/topk HSDP whose replicas average over the backend
 """
 
 import re
 from typing import Any, NamedTuple
 
 import sidcomp
+import torch.distributed as dist
 from sidcomp.config.grouping import PLANNED, parse_groups
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.netlab.bf16_wire import Bf16Wire
 
+DOORS = ("pg", "hsdp", "hsdp-pg")
 OF_TORCH = ("dense", "fp16", "powersgd", "bf16-sum32")  # whose hooks are not sidcomp's
 PAPERS = ("layer", "even", "mergecomp", "cupcake")
 DENSITY = 0.01
@@ -38,6 +45,7 @@ class Hook(NamedTuple):
     bucket_mb: float | None
     exchange: str | None = None  # the process group's own
     arguments: tuple[tuple[str, Any], ...] = ()  # of State
+    door: str = ""  # one of DOORS, or DDP's hook
 
     @property
     def ours(self) -> bool:
@@ -56,27 +64,17 @@ class Hook(NamedTuple):
 
     def attach(
         self, module: nn.Module, momentum: float
-    ) -> "tuple[nn.Module, sidcomp.State | Bf16Wire | None]":
+    ) -> "tuple[nn.Module, sidcomp.State | Bf16Wire | Backend | None]":
         """DDP around `module`, and what must be closed, if there is anything. momentum: the optimizer's,
         which a memory that holds the momentum takes over."""
+        if self.door:
+            return self._through_the_door(module, momentum)
         cap = 1024 if self.kind == "powersgd" and not self.ours else self.bucket_mb
         # The smallest cap there is still gives each bucket a tensor.
         buckets: dict[str, Any] = {} if cap is None else {"bucket_cap_mb": max(cap, 2**-20)}
         ddp = DistributedDataParallel(module, **buckets)
         if self.ours:
-            gathered = [c.name for c in sidcomp.codecs() if not c.linear]
-            settings: dict[str, Any] = {} if self.kind == "auto" else {"groups": self.groups}
-            if self.exchange is not None:
-                settings["exchange"] = self.exchange
-            elif self.kind == "default" or self.kind in gathered:
-                settings["exchange"] = "allgather"  # State's own default depends on the number of ranks
-            if any(p.name == "density" for p in _parameters(self.kind)):
-                settings["density"] = DENSITY
-            settings |= dict(self.arguments)
-            if "momentum" not in settings and self._holds_momentum(settings):
-                settings["momentum"] = momentum
-            # warmup changes steps, not what they settle at
-            state = sidcomp.State(None if self.kind == "default" else self.kind, warmup=0, **settings)
+            state = self._state(momentum)
             sidcomp.register(ddp, state)
             return ddp, state
         if self.kind == "fp16":
@@ -92,6 +90,67 @@ class Hook(NamedTuple):
             return ddp, wire
         return ddp, None
 
+    def _settings(self, momentum: float) -> dict[str, Any]:
+        settings: dict[str, Any] = {} if self.kind == "auto" else {"groups": self.groups}
+        if self.exchange is not None:
+            settings["exchange"] = self.exchange
+        elif self.kind in ("default", *(c.name for c in sidcomp.codecs() if not c.linear)):
+            settings["exchange"] = "allgather"  # State's own default depends on the number of ranks
+        if any(p.name == "density" for p in _parameters(self.kind)):
+            settings["density"] = DENSITY
+        settings |= dict(self.arguments)
+        if "momentum" not in settings and self._holds_momentum(settings):
+            settings["momentum"] = momentum
+        return settings
+
+    @property
+    def _codec(self) -> str | None:
+        return None if self.kind == "default" else self.kind
+
+    def _state(self, momentum: float) -> sidcomp.State:
+        # warmup changes steps, not what they settle at
+        return sidcomp.State(self._codec, warmup=0, **self._settings(momentum))
+
+    def _backend(self, inner: dist.ProcessGroup, momentum: float) -> Any:
+        settings = {**self._settings(momentum), "groups": "bucket"}
+        return sidcomp.process_group(inner, self._codec, min_bytes=1024, **settings)
+
+    def _through_the_door(
+        self, module: nn.Module, momentum: float
+    ) -> "tuple[nn.Module, sidcomp.State | Backend | None]":
+        if self.door == "pg":
+            assert dist.group.WORLD is not None
+            group = self._backend(dist.group.WORLD, momentum)
+            return DistributedDataParallel(module, process_group=group), Backend(group)
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+        group = None
+        if self.door == "hsdp-pg":
+            group = self._backend(mesh.get_group("replicate"), momentum)
+            both = [group, mesh.get_group("shard")]
+            mesh = DeviceMesh.from_group(both, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+        for layer in getattr(module, "blocks", module.children()):
+            if any(p.numel() > 1024 for p in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        if group is not None or not self.ours:
+            return module, Backend(group) if group is not None else None
+        state = self._state(momentum)
+        sidcomp.fsdp.compress(module, state)
+        return module, state
+
+
+class Backend:
+    """A process group of the backend "sidcomp", to be closed."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def close(self) -> None:
+        for program in self.group.programs:
+            if program.state is not None:
+                program.state.close()
+
 
 def _parameters(codec: str) -> Any:
     return next((c.parameters for c in sidcomp.codecs() if c.name == codec), ())
@@ -99,6 +158,16 @@ def _parameters(codec: str) -> Any:
 
 def parse(text: str) -> Hook:
     """Raises ValueError, which says what can be written."""
+    door, slash, rest = text.partition("/")
+    if slash:
+        if door not in DOORS:
+            raise ValueError(f"hook {text!r}: before / comes a door: {', '.join(DOORS)}")
+        inner = parse(rest)
+        if inner.bucket_mb is not None or (
+            inner.kind in OF_TORCH and (inner.kind, door) != ("dense", "hsdp")
+        ):
+            raise ValueError(f"hook {text!r}: {door} takes hsdp/dense or a codec of sidcomp, without @")
+        return inner._replace(name=text, door=door)
     body, at, cap = text.partition("@")
     found = re.fullmatch(r"([^\[\]]*)(?:\[([^\[\]]+)\])?", body)
     if not found:

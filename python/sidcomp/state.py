@@ -166,7 +166,8 @@ class State:
                     of measuring again (`state.profile.save(path)` writes one). One that does not fit is not
                     used.
 
-    Parameter names are those of `ddp.module.named_parameters()`. The averaged gradients replace the local
+    Parameter names are those of `ddp.module.named_parameters()`, without the "_orig_mod." that torch.compile
+    adds, so a compiled module and a plain one have the same names. The averaged gradients replace the local
     ones in DDP's buckets. Groups follow the order in which gradients become ready, as far as DDP's buckets
     show it: in the first step (static graph: two) DDP has one bucket per dtype, in the order of definition;
     then DDP rebuilds its buckets, and sidcomp its groups. Residuals move with their parameters.
@@ -552,7 +553,10 @@ class State:
         return self._engine.state_dict()
 
     def load_state_dict(
-        self, state: "dict[str, Any] | Sequence[dict[str, Any]]", redistribute: str = "sum"
+        self,
+        state: "dict[str, Any] | Sequence[dict[str, Any]]",
+        redistribute: str = "sum",
+        strict: bool = True,
     ) -> None:
         """Loads a result of `state_dict`: this rank's own, or a list of those of all old ranks, in any order.
 
@@ -570,6 +574,11 @@ class State:
         damaged field raises a CheckpointError that names it, and the State does not change. Parameters are
         compared here if the State is bound to its model, otherwise at first use. Call it between two
         iterations.
+
+        strict=False accepts a model in which other parameters have gradients, because some were frozen or
+        released since. Residuals of parameters that are no longer averaged are dropped, new ones start from
+        zero, the groups are made anew, and the log "sidcomp" has a warning. It needs a State that is
+        registered.
         """
         self._open()
         p = self._engine
@@ -578,8 +587,13 @@ class State:
         model = self._door.model if self._door is not None else None
         parent = p.process_group or (model.process_group if model is not None else None)
         resume = checkpoint.load(self.settings, parent, state, redistribute)
+        if model is None and not strict:
+            raise CheckpointError(
+                "load_state_dict(strict=False) compares the checkpoint with the model: register the State "
+                "first"
+            )
         if model is not None:
-            resume.check(model.shapes)
+            (resume.check if strict else resume.adapt)(model.shapes)
         planned = self._resumed(resume, p.tuner.given) if isinstance(p.tuner, Controller) else None
         p.start_from(resume, planned)  # nothing fails from here on
         if planned is not None:

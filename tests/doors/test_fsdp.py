@@ -301,3 +301,38 @@ FP16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 def test_what_is_not_supported_says_what_to_do(case: str, said: str) -> None:
     for text in run(refused, 4, case):
         assert said in text
+
+
+# ---- with the rest of sidcomp
+
+
+def with_everything(rank: int, world: int) -> Any:
+    """A rate that changes, layers by name, clipping by norm, a step that is not finite, zeroed gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh)
+    state = sidcomp.State("topk", density=0.1, exclude=["4.*"], policy=[("0.weight", {"density": 0.5})])
+    sidcomp.fsdp.compress(model, state)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    state.follow(sgd)
+    losses = []
+    for step in range(20):
+        sgd.param_groups[0]["lr"] = 0.2 / (1 + step) ** 0.5
+        sgd.zero_grad(set_to_none=False)
+        losses.append(backward(model, rank, step, float("inf") if step == 4 else 1.0))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if step != 4:
+            sgd.step()
+    kinds = {g["names"][0]: (g["codec"], g["density"]) for g in state.stats()["groups"]}
+    steps = state.stats()["steps"]
+    held = sorted(state.state_dict()["residuals"])
+    same = alike(model, mesh.get_group("replicate"))
+    state.close()
+    return same, losses[-1] < losses[0], kinds, steps, held
+
+
+def test_it_works_with_the_rest_of_sidcomp() -> None:
+    for same, learns, kinds, steps, held in run(with_everything, 4):
+        assert same and learns
+        assert kinds["4.weight"][0] == "none" and kinds["2.weight"][0] == "topk"
+        assert kinds["0.weight"][1] == pytest.approx(0.5, abs=0.01)
+        assert steps == 20 and held == ["0.bias", "0.weight", "2.bias", "2.weight"]

@@ -14,8 +14,12 @@ import torch
 import torch.distributed as dist
 from harness import run
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -492,3 +496,46 @@ def test_the_environment_variable() -> None:
             assert [said in s for s in states] == ([True] if said else [])
     with pytest.raises(Exception, match=r"SIDCOMP='topk:density'.*key=value"):
         run(from_environment, 1, backend=partial(environment, "topk:density"))
+
+
+# ---- programs of torch's own
+
+
+def other_programs(rank: int, world: int, room: str) -> Any:
+    """ZeroRedundancyOptimizer, torch.distributed.checkpoint, `replicate`, plain FSDP2, averages of models."""
+    out = []
+    ddp = DistributedDataParallel(network())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    for step in range(6):
+        zero.zero_grad()
+        backward(ddp, rank, step)
+        zero.step()
+    out.append(flat(ddp))
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    model = fully_shard(network(1), mesh=mesh)
+    train(model, rank, 3)
+    checkpoint.save(model.state_dict(), checkpoint_id=f"{room}/{dist.get_backend()}")
+    again = fully_shard(network(2), mesh=mesh)
+    state = again.state_dict()
+    checkpoint.load(state, checkpoint_id=f"{room}/{dist.get_backend()}")
+    again.load_state_dict(state)
+    out += [flat(model), flat(again)]
+    copies = init_device_mesh("cpu", (world,), mesh_dim_names=("replicate",))
+    model = replicate(network(3), mesh=copies)
+    train(model, rank, 6)
+    out.append(flat(model))
+    average = network(rank)
+    average_parameters(average.parameters(), process_group=dist.group.WORLD)
+    out.append(flat(average))
+    return out, [
+        len(p.calls) for g in dist.distributed_c10d._world.pg_map for p in getattr(g, "programs", [])
+    ]
+
+
+def test_programs_of_torchs_own(tmp_path: Any) -> None:
+    plain = run(other_programs, 2, str(tmp_path))
+    ours = run(other_programs, 2, str(tmp_path), backend=partial(compressing, "none"))
+    for (theirs, _), (mine, calls) in zip(plain, ours, strict=True):
+        assert [torch.equal(a, b) for a, b in zip(theirs, mine, strict=True)] == [True] * len(theirs)
+        assert torch.equal(mine[1], mine[2])
+        assert len(calls) >= 2  # of DDP, and of replicate

@@ -15,8 +15,10 @@ from sidcomp import notices
 from sidcomp.autotune.controller import Controller
 from sidcomp.config.grouping import shorten
 from sidcomp.errors import SetupError, UnsupportedError
+from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket, failed
+from sidcomp.runtime.checkpoint_reader import without_wrapper
 from sidcomp.runtime.engine import UNFINISHED, Engine, Model
 from sidcomp.runtime.group import Group
 from sidcomp.state import State
@@ -30,9 +32,17 @@ _PYTHON_REDUCER = (
     "torch.compile's python reducer does not work with communication hooks: set "
     'torch._dynamo.config.optimize_ddp to True or "ddp_optimizer", or to False'
 )
+_FSDP = (
+    "FullyShardedDataParallel hands a hook single tensors, not buckets, and ignores futures: use "
+    "DistributedDataParallel"
+)
 
 
-def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def hook(
+    state: State,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    *more: torch.Tensor,
+) -> torch.futures.Future[torch.Tensor]:
     """The communication hook: `ddp.register_comm_hook(state, sidcomp.hook)`.
 
     Returns a future whose value is `bucket.buffer()`, flat, in the dtype and on the device of the gradients;
@@ -40,8 +50,11 @@ def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
     would leave DDP's reducer unusable. Instead the future fails, `backward()` raises a RuntimeError with the
     text, whose cause is the exception, and that is also in `state.error` and in the log "sidcomp".
 
-    It raises only with torch.compile's python reducer, which ignores futures: UnsupportedError.
+    It raises only with torch.compile's python reducer and FullyShardedDataParallel, which ignore futures:
+    UnsupportedError. more: what FullyShardedDataParallel passes.
     """
+    if more or isinstance(bucket, torch.Tensor):
+        raise UnsupportedError(_FSDP)
     if not hasattr(bucket, "buffer"):  # the python reducer passes a tuple, and ignores what a hook returns
         raise UnsupportedError(_PYTHON_REDUCER)
     if not isinstance(state, State):
@@ -65,6 +78,7 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
     Raises SetupError or UnsupportedError, which say what to change, and ExchangeError, which names the ranks
     that have ended or did not call it in time.
     """
+    ddp = getattr(ddp, "_orig_mod", ddp)  # torch.compile's wrapper around DDP
     if not isinstance(ddp, DistributedDataParallel):
         raise SetupError(f"register needs a DistributedDataParallel model, not a {type(ddp).__name__}")
     refuse(ddp)
@@ -185,6 +199,10 @@ def refuse(ddp: DistributedDataParallel) -> None:
             raise UnsupportedError(
                 f"parameter {name!r} is complex: keep its real and imaginary parts as two real ones"
             )
+        if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):  # importing it takes half a second
+            raise UnsupportedError(
+                f"parameter {name!r} is a DTensor, which DDP does not reduce: give DDP plain tensors"
+            )
         if hasattr(p, "_in_backward_optimizers"):
             raise UnsupportedError(
                 f"parameter {name!r} has an optimizer in the backward pass, which takes the only hook that "
@@ -225,7 +243,7 @@ def refuse_join(ddp: DistributedDataParallel, groups: Sequence[Group]) -> None:
 def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """The parameters that DDP reduces, by name; shared ones occur once, under their first name."""
     return {
-        name: p
+        without_wrapper(name): p
         for name, p in ddp.module.named_parameters()
         if p.requires_grad and name not in ddp.parameters_to_ignore
     }
@@ -233,7 +251,7 @@ def _reduced(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
 
 def roles(module: torch.nn.Module) -> dict[str, frozenset[str]]:
     """The names of the parameters that are embeddings, and of those of the last layer that has a matrix."""
-    names = {id(p): name for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(module)}
     tables, last = [], []
     for m in module.modules():
         own = list(m.parameters(recurse=False))
@@ -271,7 +289,7 @@ class DDPDoor:
         self.model = Model(
             ddp.process_group,
             {name: tuple(p.shape) for name, p in reduced.items()},
-            {id(p): name for name, p in ddp.module.named_parameters()},
+            {id(p): name for name, p in named_parameters(ddp.module)},
         )
         self.expected = frozenset(map(id, reduced.values()))  # ids of the parameters that DDP reduces
         self.device = list(reduced.values())[-1].device if reduced else torch.device("cpu")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.integrations.ddp import roles
+from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.state import State
@@ -63,7 +64,7 @@ class LocalSteps:
                 f"groups={state.settings.groups!r} are planned by DDP's steps: give LocalSteps a State with "
                 'a named codec and fixed groups, such as State("topk", groups="bucket")'
             )
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in named_parameters(module) if p.requires_grad}
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if missing := [name for name, p in named.items() if id(p) not in own]:
             raise SetupError(f"the optimizer does not have {missing[0]!r}, which requires a gradient")
@@ -83,7 +84,7 @@ class LocalSteps:
         model = Model(
             self._group,
             {name: tuple(p.shape) for name, p in named.items()},
-            {id(p): name for name, p in module.named_parameters()},
+            {id(p): name for name, p in named_parameters(module)},
         )
         if state._door is not None and state._door.open:
             raise SetupError("this State serves a model already: give every model a State of its own")

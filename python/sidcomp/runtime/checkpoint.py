@@ -100,26 +100,58 @@ class Resume:
         self.layout = layout
         self.source = source
         self.same_codec = True  # an unchanged group takes over the codec's statistics
+        self._adapted = False
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises CheckpointError if the parameters of checkpoint and model are not the same."""
+        if self._adapted:
+            return
+        missing, extra, wrong = self._compared(shapes)
+        if extra:
+            wrong.insert(0, f"the model lacks {shorten(extra)}")
+        if missing:
+            wrong.insert(0, f"it lacks {shorten(missing)}")
+        if wrong:
+            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong)}")
+
+    def adapt(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Keeps what fits a model that averages other parameters now, because some were frozen or released.
+        The groups are then made anew. Raises CheckpointError if a shape differs."""
+        missing, extra, wrong = self._compared(shapes)
+        if wrong:
+            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong)}")
+        self._adapted = True
+        if not missing and not extra:
+            return
+        gone = set(extra)
+        kept = {key: _without(self.source.get(key, {}), gone) for key in ("residuals", "shared", "rates")}
+        groups = [_narrowed(g, gone) for g in self.source["layout"]]
+        groups = [g for g in groups if g["names"]]
+        self.source = {**self.source, **kept, "layout": groups, "controller": None}
+        self.residuals, self.layout = _without(self.residuals, gone), []
+        parts = []
+        if extra:
+            parts.append(f"dropped the residuals of {shorten(extra)}, which the model does not average")
+        if missing:
+            parts.append(f"started those of {shorten(missing)} from zero")
+        logger.warning("strict=False: %s; groups are formed anew", ", and ".join(parts))
+
+    def _compared(self, shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], list[str], list[str]]:
+        """Returns the names that the checkpoint lacks, those that the model lacks, and other differences."""
         saved = {
             name: tuple(shape)
             for g in self.source.get("layout", [])
             for name, shape in zip(g["names"], g["shapes"], strict=True)
         }
         if not saved:
-            return
+            return [], [], []
         here = {name: shape for name, shape in shapes.items() if 0 not in shape}
-        wrong = []
-        if missing := [n for n in here if n not in saved]:
-            wrong.append(f"it lacks {shorten(missing)}")
-        if extra := [n for n in saved if n not in here]:
-            wrong.append(f"the model lacks {shorten(extra)}")
-        for n in (n for n in here if n in saved and here[n] != saved[n]):
-            wrong.append(f"{n} is {list(saved[n])} in it and {list(here[n])} in the model")
-        if wrong:
-            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong)}")
+        wrong = [
+            f"{n} is {list(saved[n])} in it and {list(here[n])} in the model"
+            for n in here
+            if n in saved and here[n] != saved[n]
+        ]
+        return [n for n in here if n not in saved], [n for n in saved if n not in here], wrong
 
     def fit(self, layout: Layout) -> None:
         """Raises CheckpointError if a group's memory does not have the saved number of vectors or
@@ -193,6 +225,23 @@ class Resume:
     def rescale(self, factor: float) -> None:
         self.residuals = rescaled(self.residuals, factor)
         self.source = {**self.source, "residuals": {name: r.values for name, r in self.residuals.items()}}
+
+
+def _without(of: dict[str, Any], gone: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in of.items() if name not in gone}
+
+
+def _narrowed(group: dict[str, Any], gone: set[str]) -> dict[str, Any]:
+    """Returns a saved group without some parameters, and without the statistics of the whole group."""
+    kept = [(n, s) for n, s in zip(group["names"], group["shapes"], strict=True) if n not in gone]
+    none = group["header"][:0]
+    return {
+        **group,
+        "names": [n for n, _ in kept],
+        "shapes": [s for _, s in kept],
+        "header": none,
+        "extra": none,
+    }
 
 
 def _fit(g: Group, kept: Kept, world: int) -> torch.Tensor:

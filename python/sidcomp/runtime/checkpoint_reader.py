@@ -34,7 +34,23 @@ _SETTINGS: dict[str, tuple[type, ...]] = {
 def read(given: object, where: str = "") -> dict[str, Any]:
     """Returns a checked copy, with residuals in float32 on the CPU. Raises CheckpointError. where: a name of
     the state, with which errors begin."""
-    return _Reader(where).state(given)
+    return _Reader(where).state(_without_wrapper(given))
+
+
+def without_wrapper(name: str) -> str:
+    """Returns a parameter's name without what torch.compile's wrapper adds to it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _without_wrapper(x: Any) -> Any:
+    """Returns the state with the names of plain modules, where an older version has saved other ones."""
+    if isinstance(x, str):
+        return without_wrapper(x)
+    if isinstance(x, Mapping):
+        return {_without_wrapper(k): _without_wrapper(v) for k, v in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(map(_without_wrapper, x))
+    return x
 
 
 def _shown(x: object) -> str:

@@ -1,0 +1,90 @@
+"""torch.distributed.checkpoint: each rank's State under an entry of its own.
+
+dcp.save({"model": model, "sidcomp": Entries(state)}, checkpoint_id=folder)
+"""
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp.errors import ArgumentError, CheckpointError
+from sidcomp.integrations.rank_states import agree_on_run, check_origins, group_of
+from sidcomp.state import State
+
+
+class Entries:
+    """Saves and loads a State by torch.distributed.checkpoint, which would keep one rank's entry of those
+    that have the same name, and mix the residuals of the ranks.
+
+        entries = Entries(state)  # after register
+        dcp.save({"app": ..., "sidcomp": entries}, checkpoint_id=folder)
+        dcp.load({"app": ..., "sidcomp": entries}, checkpoint_id=folder)
+
+    state       a State that is registered
+    saved_by    [None] for loading: the number of ranks that saved, if it was another one
+
+    dcp.save and dcp.async_save take the State as it is when they are called. Every rank makes its Entries at
+    the same point, and keeps them for as long as it saves.
+
+    dcp.load raises an error on every rank if the state of a rank is missing, or if the states are of
+    different runs or steps: CheckpointError of torch or of sidcomp. Raises SetupError here if the State is
+    not registered.
+    """
+
+    def __init__(self, state: State, saved_by: int | None = None) -> None:
+        if saved_by is not None and saved_by < 1:
+            raise ArgumentError(f"saved_by={saved_by!r}: give the number of ranks that saved")
+        self._state, self._group = state, group_of(state)
+        self._rank, self._world = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._saved_by = saved_by
+        self._run = agree_on_run(state)
+
+    @property
+    def _others(self) -> bool:
+        return self._saved_by is not None and self._saved_by != self._world
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Returns this rank's entry or, to be loaded at another number of ranks, the names of all of them."""
+        if self._others:
+            assert self._saved_by is not None
+            return {f"rank{r}": b"" for r in range(self._saved_by)}
+        buffer = io.BytesIO()
+        torch.save({"run": self._run, "state": self._state.state_dict()}, buffer)
+        return {f"rank{self._rank}": buffer.getvalue()}
+
+    def load_state_dict(self, entries: dict[str, Any]) -> None:
+        """Loads what dcp.load has read. Every rank calls it at the same point."""
+        found: list[dict[str, Any]] = []
+        problem = ""
+        names = range(self._saved_by or 0) if self._others else [self._rank]
+        try:
+            found = [self._read(entries, f"rank{r}") for r in names]
+        except CheckpointError as e:
+            problem = f"rank {self._rank}: {e}"
+        origins = sorted({(f["run"], f["state"]["step"]) for f in found})
+        told: list[Any] = [None] * self._world
+        dist.all_gather_object(told, (problem, origins), self._group)
+        for text, _ in told:
+            if text:
+                raise CheckpointError(text)
+        check_origins([o for _, own in told for o in own], "the checkpoint")
+        states = [f["state"] for f in found]
+        self._state.load_state_dict(states if len(states) > 1 else states[0])
+
+    def _read(self, entries: dict[str, Any], name: str) -> dict[str, Any]:
+        data = entries.get(name)
+        if not isinstance(data, bytes):
+            raise CheckpointError(f"the checkpoint has no entry {name} that Entries has saved")
+        try:
+            saved = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+            world = int(saved["state"]["world"])
+            saved["run"], saved["state"]["step"]
+        except Exception as e:
+            raise CheckpointError(f"the entry {name} is damaged ({type(e).__name__}: {e})") from e
+        if world not in (0, self._saved_by or self._world):
+            raise CheckpointError(
+                f"the entry {name} was saved by {world} ranks: load it with Entries(state, saved_by={world})"
+            )
+        return saved  # type: ignore[no-any-return]

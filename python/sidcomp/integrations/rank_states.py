@@ -1,0 +1,152 @@
+"""The states of all ranks in a framework's checkpoint, where the framework itself saves that of rank 0.
+
+`write` and `read` keep a file for each rank in the checkpoint's folder. `gather` brings all states to rank 0,
+for a checkpoint that is one file. What is read is compared among the ranks, so that all of them refuse states
+of different runs or steps, and all of them learn that a rank's state is missing.
+"""
+
+import io
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import notices
+from sidcomp.errors import CheckpointError, SetupError
+from sidcomp.state import State
+
+_PART = 1 << 26  # bytes of a message of `gather`; a GPU holds no more than one
+
+
+def group_of(state: State) -> dist.ProcessGroup:
+    """Returns the ranks that the State averages over."""
+    state._open()
+    if state._door is None:
+        raise SetupError("the State is not registered with a model: register it before it is saved or loaded")
+    return state._door.model.process_group
+
+
+def agree_on_run(state: State) -> str:
+    """Returns a name of this run, the same on every rank, which distinguishes its checkpoints from others.
+    Every rank calls it at the same point."""
+    group = group_of(state)
+    names = [secrets.token_hex(8)]
+    dist.broadcast_object_list(names, dist.get_global_rank(group, 0), group)
+    return names[0]
+
+
+# ---- a file for each rank
+# -----------------------------------------------------------------------------------------------------------
+
+
+def write(folder: str | Path, state: State, run: str, model: int = 0) -> None:
+    """Writes this rank's file. model: the State's number, if a program has several."""
+    path = file_of(Path(folder), dist.get_rank(group_of(state)), model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    torch.save({"run": run, "state": state.state_dict()}, new)
+    os.replace(new, path)  # a run that ends in between leaves the old file
+
+
+def read(folder: str | Path, state: State, model: int = 0) -> bool:
+    """Loads what `write` has written, also at another number of ranks. Every rank calls it at the same point.
+    Returns False, with a warning, if no rank finds a file: the residuals then start from zero.
+
+    Raises CheckpointError on every rank if some files are missing or damaged, or are of different runs or
+    steps.
+    """
+    folder, group = Path(folder), group_of(state)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    found: list[dict[str, Any]] = []
+    problem = ""
+    try:
+        found = _read(folder, rank, world, model)
+    except Exception as e:
+        problem = f"rank {rank}: {e}"
+    origins = sorted({(str(f["run"]), int(f["state"]["step"])) for f in found})
+    told: list[Any] = [None] * world
+    dist.all_gather_object(told, (problem, origins), group)
+    problems = [p for p, _ in told if p]
+    if problems and not any(o for _, o in told) and all("there is no" in p for p in problems):
+        notices.warn(f"there are no states in {folder}: the residuals start from zero", rank)
+        return False
+    if problems:
+        raise CheckpointError(problems[0])
+    check_origins([o for _, origins in told for o in origins], str(folder))
+    states = [f["state"] for f in found]
+    state.load_state_dict(states if len(states) > 1 else states[0])
+    return True
+
+
+def file_of(folder: Path, rank: int, model: int = 0) -> Path:
+    return folder / f"sidcomp{f'-{model}' if model else ''}-rank{rank}.pt"
+
+
+def _read(folder: Path, rank: int, world: int, model: int) -> list[dict[str, Any]]:
+    """Returns this rank's own file or, if the number of ranks was another one, those of all old ranks."""
+    own = file_of(folder, rank, model)
+    first = _load(own if own.exists() else file_of(folder, 0, model))
+    old = int(first["state"]["world"])
+    if old in (0, world):  # 0: saved before the first step
+        return [first] if own.exists() else [_load(own)]
+    return [_load(file_of(folder, r, model)) for r in range(old)]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise CheckpointError(
+            f"there is no {path}: every rank saves its own state, so save the checkpoint on every rank, and "
+            "where all ranks that load it find it"
+        )
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        saved["run"], saved["state"]["world"], saved["state"]["step"]
+    except Exception as e:
+        raise CheckpointError(f"{path} is damaged, or no state of sidcomp ({type(e).__name__}: {e})") from e
+    return saved  # type: ignore[no-any-return]
+
+
+def check_origins(origins: Sequence[tuple[str, int]], where: str) -> None:
+    """Raises CheckpointError if states are of different runs or steps. origins: the run and step of each."""
+    if len({run for run, _ in origins}) > 1:
+        raise CheckpointError(
+            f"{where} has states of different runs: the ranks' states belong together; load a checkpoint "
+            "that one run has saved"
+        )
+    if len({step for _, step in origins}) > 1:
+        raise CheckpointError(
+            f"{where} has states of different steps, {sorted({s for _, s in origins})}: the ranks' states "
+            "belong together; load a checkpoint that all ranks have saved at the same point"
+        )
+
+
+# ---- one file for all ranks
+# ---------------------------------------------------------------------------------------------------------
+
+
+def gather(saved: dict[str, Any], group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
+    """Returns the states of all ranks on rank 0, and an empty list on the others. Every rank calls it at the
+    same point. device: what the group's backend sends from."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    mine = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64, device=device), group)
+    if rank:
+        for part in torch.split(mine, _PART):
+            dist.send(part.to(device), dist.get_global_rank(group, 0), group)
+        return []
+    states = [saved]
+    for r in range(1, world):
+        whole = torch.empty(int(sizes[r]), dtype=torch.uint8)
+        for part in torch.split(whole, _PART):
+            came = torch.empty(len(part), dtype=torch.uint8, device=device)
+            dist.recv(came, dist.get_global_rank(group, r), group)
+            part.copy_(came)
+        states.append(torch.load(io.BytesIO(whole.numpy().tobytes()), weights_only=True))
+    return states

@@ -1,0 +1,114 @@
+"""What the callbacks of the frameworks share: one State in one run of a framework's training loop."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sidcomp import notices
+from sidcomp.errors import ArgumentError, SetupError
+from sidcomp.integrations.ddp import register
+from sidcomp.state import State
+
+
+def ddp_of(model: object) -> DistributedDataParallel | None:
+    """Returns the DDP model that `model` is, also inside of torch.compile's wrapper; None: it is another."""
+    while not isinstance(model, DistributedDataParallel):
+        model = getattr(model, "_orig_mod", None)
+        if model is None:
+            return None
+    return model
+
+
+def plain(optimizer: Any) -> torch.optim.Optimizer:
+    """Returns the optimizer of torch inside of a framework's wrapper, because a wrapper has no hooks."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer  # type: ignore[no-any-return]
+
+
+class Session:
+    """Registers a State with a framework's DDP model, follows the optimizer, checks that gradients arrive,
+    measures and closes.
+
+    codec, arguments: a State, which serves one run; or those of a State, of which each run makes its own.
+    """
+
+    def __init__(self, codec: State | str | None, arguments: dict[str, Any]) -> None:
+        if isinstance(codec, State) and arguments:
+            raise ArgumentError(
+                f"Compression(state, {', '.join(arguments)}): a State has its arguments already; give them "
+                "to it"
+            )
+        self._codec, self._arguments = codec, arguments
+        # made here, so that a wrong argument is an error before the run begins
+        self._next: State | None = codec if isinstance(codec, State) else State(codec, **arguments)
+        self.state: State | None = None
+        self._began = 0  # the State's number of steps at the start
+        self._seen = False  # gradients have arrived
+        self._last = (0, 0)  # steps and bytes when they were measured last
+
+    @property
+    def running(self) -> bool:
+        return self.state is not None
+
+    def start(self, ddp: DistributedDataParallel) -> State:
+        """Registers with `ddp`. Every rank calls it at the same point."""
+        self.close()
+        state, self._next = self._next, None
+        if state is None:
+            state = self._codec if isinstance(self._codec, State) else State(self._codec, **self._arguments)
+        register(ddp, state)
+        self.state = state
+        self._seen = False
+        self.mark()
+        return state
+
+    def mark(self) -> None:
+        """Begins to count from here: the run begins, or a checkpoint has been loaded."""
+        assert self.state is not None
+        self._began = self.state._engine.step
+        self._last = self._began, self.state._engine.current.sent
+
+    def follow(self, optimizers: list[Any], scaler: Any) -> None:
+        """Follows the only optimizer. A State follows one, so with several it says that it follows none."""
+        assert self.state is not None
+        if len(optimizers) == 1:
+            self.state.follow(plain(optimizers[0]), scaler)
+        elif optimizers:
+            notices.warn(
+                f"there are {len(optimizers)} optimizers, and a State follows one: the residuals follow "
+                "neither the learning rate nor the loss scale; call state.follow(optimizer, scaler) with the "
+                "one that steps on most of the parameters",
+                dist.get_rank(),
+            )
+
+    def check(self) -> None:
+        """Raises SetupError if the optimizer has stepped, but no gradient has come through sidcomp."""
+        if self.state is None or self._seen:
+            return
+        if self.state._engine.step == self._began:
+            raise SetupError(
+                "the optimizer has stepped, but no gradient came to sidcomp: the training step called "
+                "another module than the DDP model, or ran its backward pass under no_sync()"
+            )
+        self._seen = True
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what a logger shows: bytes sent by this rank in a step, on average since the last call; the
+        ratio of the uncompressed bytes to these, over the run; the density of the last step."""
+        assert self.state is not None
+        stats = self.state.stats()
+        steps, sent = stats["steps"] - self._last[0], stats["sent_bytes"] - self._last[1]
+        self._last = stats["steps"], stats["sent_bytes"]
+        return {
+            "sidcomp/bytes_per_step": sent / steps if steps > 0 else 0.0,
+            "sidcomp/ratio": float(stats["ratio"]),
+            "sidcomp/density": float(stats["density"]),
+        }
+
+    def close(self) -> None:
+        if self.state is not None:
+            self.state.close()
+            self.state = None

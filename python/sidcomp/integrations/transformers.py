@@ -1,0 +1,146 @@
+"""Transformers: a callback that compresses the gradients of a Trainer that uses DDP.
+
+trainer = transformers.Trainer(model, arguments, callbacks=[Compression("topk", density=0.05)])
+"""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        "sidcomp.integrations.transformers needs Transformers and Accelerate: "
+        "pip install 'transformers[torch]'",
+        name="transformers",
+    ) from missing
+
+from sidcomp import notices
+from sidcomp.errors import SetupError
+from sidcomp.integrations import rank_states
+from sidcomp.integrations.session import Session, ddp_of
+from sidcomp.state import State
+
+
+class Compression(TrainerCallback):  # type: ignore[misc]
+    """Compresses the gradients of a Transformers Trainer that uses DDP, on CPUs and GPUs.
+
+        trainer = transformers.Trainer(model, arguments, callbacks=[Compression("topk", density=0.05)])
+        trainer.train()
+
+    codec, arguments    those of `sidcomp.State`; or a State
+    checkpoint          [True] writes the State of each rank into each checkpoint's folder, sidcomp-rank0.pt
+                        and so on, and loads them in `train(resume_from_checkpoint=...)`
+    resume_from         [None] the folder of the checkpoint that train() resumes from, if it is not one of the
+                        Trainer's own `output_dir`: the Trainer does not tell a callback
+
+    It registers the State with the Trainer's DDP model before the first step, follows the optimizer and the
+    GradScaler of fp16=True, adds sidcomp/bytes_per_step, sidcomp/ratio and sidcomp/density to what the
+    Trainer logs, and closes the State when train() ends. Make a new Trainer to train again: DDP takes a hook
+    once.
+
+    train() raises SetupError if the Trainer does not use DDP, if DDP has a hook already, or if a step took no
+    gradient through sidcomp; CheckpointError on every rank if states are missing, damaged, or of different
+    runs or steps; and the errors of `sidcomp.register`.
+    """
+
+    def __init__(
+        self,
+        codec: State | str | None = None,
+        *,
+        checkpoint: bool = True,
+        resume_from: str | Path | None = None,
+        **arguments: Any,
+    ) -> None:
+        self._session = Session(codec, arguments)
+        self._checkpoint, self._resume_from = checkpoint, resume_from
+        self._first, self._run = 0, ""
+
+    @property
+    def state(self) -> State | None:
+        """The State while train() runs, else None."""
+        return self._session.state
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = self._trainer()
+        ddp = ddp_of(trainer.model_wrapped)
+        if ddp is None:
+            kind = type(trainer.model_wrapped).__name__
+            if args.world_size == 1 and args.n_gpu <= 1:
+                notices.warn("the Trainer runs one process, so there is nothing to exchange or to compress")
+                return
+            raise SetupError(
+                f"the Trainer trains a {kind}, and sidcomp compresses the gradients of DDP: start one "
+                "process for each GPU by torchrun, without FSDP or DeepSpeed, or leave Compression out"
+            )
+        if ddp._comm_hooks:
+            raise SetupError(
+                "the Trainer's DDP model has a communication hook already, as after an earlier train(), and "
+                "takes only one: make a new Trainer"
+            )
+        own = self._session.start(ddp)
+        self._session.follow([trainer.optimizer], trainer.accelerator.scaler)
+        self._first = state.global_step
+        self._run = rank_states.agree_on_run(own)
+        if state.global_step and self._checkpoint:
+            rank_states.read(self._resume_from or self._folder(args, state), own)
+            self._session.mark()
+        # Before the callbacks that report, so that they see what on_log adds.
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._session.running and state.global_step > self._first:
+            self._session.check()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._session.running and logs is not None and "loss" in logs:
+            metrics = self._session.metrics()
+            logs.update(metrics)
+            if state.log_history:
+                state.log_history[-1].update(metrics)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.state is not None and self._checkpoint:
+            rank_states.write(self._folder(args, state), self.state, self._run)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._session.close()
+
+    # ---- the Trainer
+    # ------------------------------------------------------------------------------------------------
+
+    def _trainer(self) -> Trainer:
+        """Finds the Trainer of this callback. The Trainer passes the model without DDP, and not itself, so
+        this asks the garbage collector."""
+        found = [
+            o
+            for o in gc.get_objects()
+            if issubclass(type(o), Trainer)
+            and any(c is self for c in getattr(getattr(o, "callback_handler", None), "callbacks", ()))
+        ]
+        running = [t for t in found if t.is_in_train] or found
+        if len(running) != 1:
+            raise SetupError(f"{len(running)} Trainers have this Compression: give each one of its own")
+        return running[0]
+
+    @staticmethod
+    def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+        return Path(args.output_dir) / f"checkpoint-{state.global_step}"
