@@ -59,7 +59,7 @@ def test_the_first_step_says_what_is_compressed() -> None:
     vectors = [p for p in Scrambled().parameters() if p.dim() < 2]
     share = sum(p.numel() for p in matrices) / numel
     assert f"topk density=0.05 compresses {len(matrices)} of {len(matrices) + len(vectors)} tensors" in line
-    assert f"({share:.1%}), by all-gather over 2 ranks" in line
+    assert f"({100 * share:.1f} %), by all-gather over 2 ranks" in line
     assert line.endswith(
         f"Uncompressed: {len(vectors)} tensors, {4 * sum(p.numel() for p in vectors)} bytes (exclude '1-D')"
     )
