@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from sidcomp.autotune import measurement
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.runtime import engine as engines
 from sidcomp.runtime import optimizer_watch
+from sidcomp.runtime.cpu_executor import CpuExecutor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -59,7 +59,7 @@ def test_the_first_step_says_what_is_compressed() -> None:
     vectors = [p for p in Scrambled().parameters() if p.dim() < 2]
     share = sum(p.numel() for p in matrices) / numel
     assert f"topk density=0.05 compresses {len(matrices)} of {len(matrices) + len(vectors)} tensors" in line
-    assert f"({share:.1%}), by all-gather over 2 ranks" in line
+    assert f"({100 * share:.1f} %), by all-gather over 2 ranks" in line
     assert line.endswith(
         f"Uncompressed: {len(vectors)} tensors, {4 * sum(p.numel() for p in vectors)} bytes (exclude '1-D')"
     )
@@ -202,34 +202,41 @@ def test_auto_says_that_it_measures_and_that_it_has_not_decided() -> None:
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
-def failing(rank: int, world: int, early: bool) -> tuple[str, str]:
+def failing(rank: int, world: int, when: str) -> tuple[str, str]:
     trainer = Trainer(CASES["cap-small"], rank)
     state = sidcomp.State(**SPARSE)
     sidcomp.register(trainer.wrapper, state)
     trainer.step()
     trainer.step()
-    if early:
+    if when == "closed":
         state.close()
-    elif rank == 0:
+    elif rank == 0:  # it fails where its payload would be sent, and the others where they decode it
+        executor = state._engine.executor
+        assert isinstance(executor, CpuExecutor)
+        compute = executor._compute
 
-        def unable(*_: Any) -> None:
-            raise ValueError("boom")
+        def unable(group: Any, round: int) -> None:
+            group.stage.error = ValueError("boom")
+            compute(group, round)
 
-        state._engine.executor._compute = unable  # type: ignore[union-attr,assignment]
+        executor._compute = unable  # type: ignore[method-assign]
     with pytest.raises(RuntimeError) as caught:
         trainer.step()
     error = caught.value
-    assert isinstance(error.__cause__, sidcomp.SidcompError), traceback.format_exception(error)
+    assert type(error) is RuntimeError and isinstance(error.__cause__, sidcomp.SidcompError)
     assert str(error.__cause__) == str(error)
     trainer.close()
-    return type(error).__name__, str(error)
+    state.close()
+    return type(error.__cause__).__name__, str(error)
 
 
 def test_backward_raises_our_text_and_nothing_else() -> None:
-    for name, text in run(failing, 2, True):
-        assert (name, text) == (
-            "RuntimeError", "this State is closed: make a new one, and a new DDP around the module"
-        )  # fmt: skip
+    for name, text in run(failing, 2, "closed"):
+        assert name == "SetupError"
+        assert text == "this State is closed: make a new one, and a new DDP around the module"
+    (mine, why), (theirs, seen) = run(failing, 2, "sending")
+    assert mine == "ExchangeError" and why.startswith("group ") and why.endswith(": boom")
+    assert theirs == "CorruptPayloadError" and "payload of rank 0" in seen
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

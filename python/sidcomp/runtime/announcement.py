@@ -43,7 +43,7 @@ def line(settings: Settings, shapes: Shapes, groups: Sequence[Group], world: int
     inside, less = _amount(some)
     text = (
         f"{shorten(codecs, 2)} compresses {inside} of {tensors} tensors, {size(less)} of {size(nbytes)} of "
-        f"gradients ({less / nbytes:.1%}), by {' and '.join(exchanges)} over {world} ranks"
+        f"gradients ({100 * less / nbytes:.1f} %), by {' and '.join(exchanges)} over {world} ranks"
     )
     if any(g.in_messages and settings.candidate(g.spec.candidate).choice is None for g in some):
         text += ", which sends fewer bytes than an all-gather here, and encodes their mean a second time"
