@@ -9,7 +9,9 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from sidcomp.integrations.distributed_checkpoint import Entries
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -240,6 +242,34 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
     whole = run(resumed, 4, str(tmp_path), 0, 9)
     again = run(resumed, 4, str(tmp_path), 5, 9)
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def swapped(rank: int, world: int, room: str) -> Any:
+    """States of shards: by torch.distributed.checkpoint each rank gets its own, and none takes another's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, state = sharded(mesh), sidcomp.State("topk", density=0.1)
+    sidcomp.fsdp.compress(model, state)
+    for step in range(3):
+        backward(model, rank, step)
+    entries = Entries(state)
+    checkpoint.save({"sidcomp": entries}, checkpoint_id=room)
+    before = state.state_dict()["residuals"]
+    for step in range(2):
+        backward(model, rank, step)
+    checkpoint.load({"sidcomp": entries}, checkpoint_id=room)
+    after = state.state_dict()["residuals"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, state.state_dict())
+    with pytest.raises(
+        sidcomp.CheckpointError, match=f"state of shard {1 - rank % 2} of 2.*has shard {rank % 2} of 2"
+    ):
+        state.load_state_dict(everyone[rank ^ 1])
+    return True
+
+
+def test_no_rank_takes_the_state_of_another_shard(tmp_path: Any) -> None:
+    assert run(swapped, 4, str(tmp_path)) == [True] * 4
 
 
 # ---- what is refused

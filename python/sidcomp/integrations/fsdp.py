@@ -129,6 +129,13 @@ class _Unit:
         info = self.group.mesh_info
         return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
 
+    def part(self) -> str:
+        """Which shard this rank has."""
+        info = self.group.mesh_info
+        if not isinstance(info, FSDPMeshInfo) or info.shard_mesh_size == 1:
+            return ""
+        return f"shard {info.shard_mesh_rank} of {info.shard_mesh_size}"
+
     def check(self, group: dist.ProcessGroup, given: bool) -> None:
         own = self.replicas()
         if given and own is not None:
@@ -232,6 +239,7 @@ class _Door:
             group,
             {name: shape for u in units for name, shape in zip(u.names, u.shapes, strict=True)},
             {id(p): name for name, p in module.named_parameters()},
+            units[0].part(),
         )
         self._index: dict[int, int] = {}  # a unit's bucket, once their order is known
         self._arrived: dict[int, _Arrival] = {}
