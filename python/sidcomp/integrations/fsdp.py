@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp.config.grouping import shorten
+from sidcomp.config.schedule import Setting
 from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
 from sidcomp.integrations.ddp import roles
+from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Model
 from sidcomp.state import State
@@ -84,6 +86,40 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
     state._engine.connect(door.model, units[0].device, "sidcomp.fsdp.compress()")
     for index, unit in enumerate(units):
         unit.take_over(door, index)
+
+
+def compress_reduce_scatter(
+    module: torch.nn.Module,
+    codec: str = "int8",
+    *,
+    memory: str | None = "none",
+    seed: int = 0,
+    **parameters: Setting,
+) -> list[ReduceScatter]:
+    """Compresses the reduce-scatter inside the replicas of a model to which `fully_shard` has been applied,
+    on a mesh of one dimension or of two. On CPUs only so far.
+
+    codec, memory, parameters
+                as in `State`. The default sends one byte for each element in blocks of their own scale, and
+                keeps nothing. memory="residual" takes 4 bytes for each element of the *whole* model on every
+                rank, which is what sharding saves
+    seed        for codecs that draw random numbers
+
+    Returns an object for each of FSDP's parameter groups, in the order of the modules, with `state_dict`,
+    `load_state_dict`, `sent_bytes` and `dense_bytes`. Gradients travel in one all-to-all, and the owner of a
+    shard sums them in float32. Raises SetupError or UnsupportedError, which say what to change.
+    """
+    if FSDPState is None:
+        raise UnsupportedError(_NEEDS)
+    made: list[ReduceScatter] = []
+    for unit in _units(module):
+        if unit.place()[1] > 1:
+            one = ReduceScatter(codec, memory, parameters, seed, len(made))
+            unit.group._reduce_scatter_comm = one
+            made.append(one)
+    if not made:
+        raise SetupError("the model is not sharded, so it has no reduce-scatter: use fsdp.compress")
+    return made
 
 
 def reshard(states: Sequence[dict[str, Any]], module: torch.nn.Module) -> list[dict[str, Any]]:

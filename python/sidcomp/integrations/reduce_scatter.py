@@ -1,0 +1,146 @@
+"""FSDP2's reduce-scatter, compressed: each rank encodes its gradient of every shard, the ranks exchange the
+payloads in one all-to-all, and the owner of a shard sums what it has received, in float32 and in rank order.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import core as _core
+from sidcomp.config.registry import resolve
+from sidcomp.config.schedule import Setting
+from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
+from sidcomp.runtime.block import DTYPES, Block
+
+
+class ReduceScatter:
+    """What `FSDPModule.set_custom_reduce_scatter` takes, for one parameter group: see
+    `sidcomp.fsdp.compress_reduce_scatter`.
+
+    It keeps one memory for each shard, because it encodes each on its own: with memory="residual" 4 bytes for
+    each element of the whole parameter group, on every rank.
+    """
+
+    def __init__(
+        self, codec: str, memory: str | None, parameters: dict[str, Setting], seed: int, number: int
+    ) -> None:
+        self._codec, self._memory, self._parameters = resolve(codec, memory, parameters)
+        self._seed, self._number = seed, number
+        self.step = 0
+        self.sent_bytes = self.dense_bytes = 0
+        self._plan: Any = None
+        self._waiting: dict[str, Any] | None = None  # a loaded state, until sizes are known
+
+    # ---- what FSDP calls
+    # ------------------------------------------------------------------------------------------------
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        world, rank = group.size(), group.rank()
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise UnsupportedError(
+                f"the reduce-scatter is asked for {op}: leave set_gradient_divide_factor out, and scale the "
+                "loss"
+            )
+        if output_tensor.device.type != "cpu":
+            raise UnsupportedError(
+                "the compressed reduce-scatter runs on CPUs only so far: on GPUs use HSDP and "
+                "sidcomp.fsdp.compress, which compresses the average over replicas"
+            )
+        n = output_tensor.numel()
+        if self._plan is None:
+            self._allocate(n, output_tensor.dtype, world)
+        if (n, output_tensor.dtype, world) != self._of:
+            raise SetupError(
+                "a parameter group changed its size or dtype: parameters that sometimes have no gradient "
+                "need set_reduce_scatter_unused_params(True)"
+            )
+        plan, size = self._plan, self._plan.payload_bytes
+        start, width = input_tensor.data_ptr(), n * input_tensor.element_size()
+        # The owner sums, so a codec whose payloads are summed must not divide by the number of ranks.
+        place = {"rank": 0, "world": 1} if plan.linear else {"rank": rank, "world": world}
+        for shard in range(world):
+            buffers = _core.Buffers(
+                _core.Segments([start + shard * width], [n]),
+                self._states.ptr + shard * self._apart,
+                self._work.ptr,
+                self._sent.ptr + shard * size,
+            )
+            stats = plan.encode(buffers, step=self.step, seed=self._seed, group=self._id(shard), **place)
+            if stats.nonfinite and plan.vectors:
+                plan.forget(self._states.ptr + shard * self._apart)  # or it would send NaN from now on
+        dist.all_to_all_single(self._received.tensor, self._sent.tensor, group=group)
+        scale = 1 / world if op == dist.ReduceOp.AVG else 1.0
+        into = _core.Buffers(_core.Segments([output_tensor.data_ptr()], [n]))
+        at = {"step": self.step, "group": self._id(rank)}
+        plan.decode(self._received.ptr, size, world, scale, into, **at)
+        self.step += 1
+        self.sent_bytes += size * (world - 1)
+        self.dense_bytes += width * (world - 1)
+
+    def _id(self, shard: int) -> int:
+        """Tells the payloads of shards apart, and their random numbers."""
+        return self._number << 12 | shard
+
+    def _allocate(self, n: int, dtype: torch.dtype, world: int) -> None:
+        if dtype not in DTYPES:
+            raise UnsupportedError(f"gradients are {dtype}, not {', '.join(DTYPES.values())}")
+        plan = _core.Plan(self._codec.name, self._memory.name, n, DTYPES[dtype], self._parameters)
+        if plan.linear and plan.reductions > 1:
+            raise UnsupportedError(
+                f"{self._codec.name} takes several all-reduces, and a reduce-scatter has one: choose another"
+            )
+        self._apart = -(-plan.state_bytes // 64) * 64
+        cpu = torch.device("cpu")
+        self._states = Block(world * self._apart, cpu)
+        self._work = Block(plan.work_bytes, cpu)
+        self._sent = Block(world * plan.payload_bytes, cpu)
+        self._received = Block(world * plan.payload_bytes, cpu)
+        self._plan, self._of = plan, (n, dtype, world)
+        if self._waiting is not None:
+            self.load_state_dict(self._waiting)
+
+    # ---- checkpoints
+    # ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's memory, for this rank: float32 of shape (shards, vectors, elements of a shard)."""
+        if self._plan is None:
+            return self._waiting or {"step": 0, "residuals": torch.zeros(0)}
+        n, _, world = self._of
+        out = torch.zeros(world, self._plan.vectors, n)
+        for shard in range(world) if self._plan.vectors else ():
+            self._plan.residual_out(self._states.ptr + shard * self._apart, out[shard].data_ptr())
+        return {"step": self.step, "residuals": out}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Loads a result of `state_dict`. Raises CheckpointError."""
+        if self._plan is None:
+            self._waiting = saved
+            return
+        n, _, world = self._of
+        values, step = saved.get("residuals"), saved.get("step")
+        if not isinstance(values, torch.Tensor) or not isinstance(step, int):
+            raise CheckpointError('the state of a reduce-scatter needs "step" and "residuals"')
+        if values.numel() and values.shape != (world, self._plan.vectors, n):
+            raise CheckpointError(
+                f"residuals have the shape {tuple(values.shape)}, and this reduce-scatter has {world} "
+                f"shards, {self._plan.vectors} vectors and {n} elements: load the state of this rank, this "
+                "mesh and this codec"
+            )
+        values = values.float().contiguous()
+        for shard in range(world) if values.numel() else ():
+            self._plan.residual_in(self._states.ptr + shard * self._apart, values[shard].data_ptr())
+        self.step = step
+        self._waiting = None
