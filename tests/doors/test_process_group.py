@@ -332,6 +332,26 @@ def test_a_pass_that_differs_is_sent_uncompressed_from_there() -> None:
         assert ("uncompressed: call 1 of a backward pass" in said) or ("it had 2 all-reduces" in said) or rank
 
 
+def strictly(rank: int, world: int) -> tuple[list[str], list[int]]:
+    """Passes that differ are errors on every rank, and the next pass is as if they had not been."""
+    kinds = [torch.full((n,), 1.0 + rank) for n in (3000, 2000, 1000)]
+    texts = []
+    with sidcomp.strict():
+        for step in range(9):
+            calls = {4: kinds[:2], 6: [kinds[0], kinds[2], kinds[1]]}.get(step, kinds)
+            try:
+                averaged(calls)
+            except Exception as e:
+                texts.append(f"{step}: {e}")
+    return texts, steps_of()
+
+
+def test_under_strict_a_pass_that_differs_is_an_error_on_every_rank() -> None:
+    for texts, _ in run(strictly, 2, backend=partial(compressing, "int8")):
+        assert [text[:2] for text in texts] == ["4:", "6:"], texts
+        assert "it had 2 all-reduces" in texts[0] and "call 1 of a backward pass" in texts[1]
+
+
 def ambiguous(rank: int, world: int, kept: bool, passes: int) -> Any:
     """Tensors of one size that move, in passes of different lengths: the first call does not tell which."""
     said = io.StringIO()

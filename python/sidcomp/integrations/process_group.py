@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sidcomp import notices
 from sidcomp.config import specification
 from sidcomp.config.grouping import UNITS
-from sidcomp.errors import ArgumentError, ParameterError, SetupError
+from sidcomp.errors import ArgumentError, ParameterError, SetupError, StrictError
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.state import State
@@ -357,7 +357,9 @@ class ProcessGroup(dist.ProcessGroup):
         if not average and op is not None and op != dist.ReduceOp.SUM:
             return None
         if not x.is_contiguous():
-            self._say("not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed")
+            self._fall_back(
+                "not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed"
+            )
             return None
         if not self._allowed():
             return None
@@ -433,7 +435,7 @@ class ProcessGroup(dist.ProcessGroup):
         found = [p for p in self.programs if p.fits(0, call, tensor)]
         possible = [p for p in found if p.fixed] or found
         if len(possible) > 1 and any(p.state is not None for p in possible):
-            self._say(
+            self._fall_back(
                 "ambiguous",
                 "cannot tell which of several backward passes has begun, and sends it uncompressed: give "
                 "each model a process group of its own",
@@ -457,21 +459,24 @@ class ProcessGroup(dist.ProcessGroup):
         assert program is not None and program.state is not None
         program.state._engine.end_early()
         self._stopped = True
-        self._say("different", f"sends the rest of a backward pass uncompressed: {why}")
+        self._fall_back("different", f"sends the rest of a backward pass uncompressed: {why}")
 
     def _end(self) -> None:
         """A backward pass has ended."""
         program, stopped = self._active, self._stopped
-        if program is not None and len(self._calls) < len(program.calls):
-            self._stop(f"it had {len(self._calls)} all-reduces, and earlier passes had {len(program.calls)}")
-        elif program is not None:
-            program.steps += 1
-        elif self._calls and not stopped:
-            self._learn()
-        self._stopped = False
-        self._clear()
-        self._let_go()
-        self._task = -1
+        try:
+            if program is not None and len(self._calls) < len(program.calls):
+                had, expected = len(self._calls), len(program.calls)
+                self._stop(f"it had {had} all-reduces, and earlier passes had {expected}")
+            elif program is not None:
+                program.steps += 1
+            elif self._calls and not stopped:
+                self._learn()
+        finally:
+            self._stopped = False
+            self._clear()
+            self._let_go()
+            self._task = -1
 
     def _learn(self) -> None:
         """Compares a pass that no known program fits with earlier ones. All ranks are here, and agree."""
@@ -490,7 +495,7 @@ class ProcessGroup(dist.ProcessGroup):
             found.state = self.configuration.state(self)
             found.state._attach(_Door(self, found, found.state._engine), {})
         if self._passes == _PATIENCE and not any(p.state for p in self.programs):
-            self._say(
+            self._fall_back(
                 "nothing",
                 f"has compressed nothing in {_PATIENCE} backward passes, because no two of them had the same "
                 "all-reduces, and gives up: sidcomp.register or sidcomp.fsdp.compress know the model",
@@ -508,6 +513,12 @@ class ProcessGroup(dist.ProcessGroup):
 
     # ---- what it says
     # ------------------------------------------------------------------------------------------------
+
+    def _fall_back(self, topic: str, text: str) -> None:
+        """Says that something passes uncompressed, or raises StrictError. All ranks fall back together."""
+        if notices.is_strict():
+            raise StrictError(f"process group {self.group_desc!r} {text}")
+        self._say(topic, text)
 
     def _say(self, topic: str, text: str) -> None:
         if topic not in self._told:
