@@ -332,8 +332,8 @@ def test_a_pass_that_differs_is_sent_uncompressed_from_there() -> None:
         assert ("uncompressed: call 1 of a backward pass" in said) or ("it had 2 all-reduces" in said) or rank
 
 
-def strictly(rank: int, world: int) -> tuple[list[str], list[int]]:
-    """Passes that differ are errors on every rank, and the next pass is as if they had not been."""
+def strict_passes(rank: int, world: int) -> list[str]:
+    """Under strict() passes that differ are errors; the passes after them are none."""
     kinds = [torch.full((n,), 1.0 + rank) for n in (3000, 2000, 1000)]
     texts = []
     with sidcomp.strict():
@@ -343,11 +343,11 @@ def strictly(rank: int, world: int) -> tuple[list[str], list[int]]:
                 averaged(calls)
             except Exception as e:
                 texts.append(f"{step}: {e}")
-    return texts, steps_of()
+    return texts
 
 
-def test_under_strict_a_pass_that_differs_is_an_error_on_every_rank() -> None:
-    for texts, _ in run(strictly, 2, backend=partial(compressing, "int8")):
+def test_the_pass_after_an_error_under_strict_is_compressed_again() -> None:
+    for texts in run(strict_passes, 2, backend=partial(compressing, "int8")):
         assert [text[:2] for text in texts] == ["4:", "6:"], texts
         assert "it had 2 all-reduces" in texts[0] and "call 1 of a backward pass" in texts[1]
 
@@ -376,6 +376,22 @@ def test_where_it_cannot_tell_it_does_not_compress(kept: bool) -> None:
         line = "has compressed nothing" if kept else "cannot tell which"
         assert (line in said) == (rank == 0)
         assert programs <= 32
+
+
+def strictly(rank: int, world: int) -> str:
+    x = [torch.ones(3000), torch.ones(2000)]
+    for _ in range(4):
+        averaged(x)
+    with sidcomp.strict(), pytest.raises((RuntimeError, sidcomp.StrictError)) as e:
+        averaged(x[:1])
+    averaged(x)
+    assert steps_of() == [4]
+    return str(e.value)
+
+
+def test_strict_makes_a_fallback_an_error() -> None:
+    for text in run(strictly, 2, backend=partial(compressing, "topk", density=0.1)):
+        assert "uncompressed: it had 1 all-reduces" in text
 
 
 # ---- groups

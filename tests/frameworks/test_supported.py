@@ -110,6 +110,9 @@ ELSEWHERE = {  # tested by other files
     "torch.distributed.checkpoint",
     "torchrun's restarts",
     "no DDP at all",
+    "HSDP: `fully_shard` on two mesh dimensions",
+    "`replicate`, FSDP2's data parallelism without shards",
+    "a program that stays as it is",
 }
 
 

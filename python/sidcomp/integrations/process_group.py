@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sidcomp import notices
 from sidcomp.config import specification
 from sidcomp.config.grouping import UNITS
-from sidcomp.errors import ArgumentError, ParameterError, SetupError, StrictError
+from sidcomp.errors import ArgumentError, ParameterError, SetupError
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.state import State
@@ -357,9 +357,7 @@ class ProcessGroup(dist.ProcessGroup):
         if not average and op is not None and op != dist.ReduceOp.SUM:
             return None
         if not x.is_contiguous():
-            self._fall_back(
-                "not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed"
-            )
+            self._warn("not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed")
             return None
         if not self._allowed():
             return None
@@ -435,7 +433,7 @@ class ProcessGroup(dist.ProcessGroup):
         found = [p for p in self.programs if p.fits(0, call, tensor)]
         possible = [p for p in found if p.fixed] or found
         if len(possible) > 1 and any(p.state is not None for p in possible):
-            self._fall_back(
+            self._warn(
                 "ambiguous",
                 "cannot tell which of several backward passes has begun, and sends it uncompressed: give "
                 "each model a process group of its own",
@@ -459,20 +457,20 @@ class ProcessGroup(dist.ProcessGroup):
         assert program is not None and program.state is not None
         program.state._engine.end_early()
         self._stopped = True
-        self._fall_back("different", f"sends the rest of a backward pass uncompressed: {why}")
+        self._warn("different", f"sends the rest of a backward pass uncompressed: {why}")
 
     def _end(self) -> None:
         """A backward pass has ended."""
         program, stopped = self._active, self._stopped
+        had = len(self._calls)
         try:
-            if program is not None and len(self._calls) < len(program.calls):
-                had, expected = len(self._calls), len(program.calls)
-                self._stop(f"it had {had} all-reduces, and earlier passes had {expected}")
+            if program is not None and had < len(program.calls):
+                self._stop(f"it had {had} all-reduces, and earlier passes had {len(program.calls)}")
             elif program is not None:
                 program.steps += 1
             elif self._calls and not stopped:
                 self._learn()
-        finally:
+        finally:  # also after an error under strict()
             self._stopped = False
             self._clear()
             self._let_go()
@@ -495,7 +493,7 @@ class ProcessGroup(dist.ProcessGroup):
             found.state = self.configuration.state(self)
             found.state._attach(_Door(self, found, found.state._engine), {})
         if self._passes == _PATIENCE and not any(p.state for p in self.programs):
-            self._fall_back(
+            self._warn(
                 "nothing",
                 f"has compressed nothing in {_PATIENCE} backward passes, because no two of them had the same "
                 "all-reduces, and gives up: sidcomp.register or sidcomp.fsdp.compress know the model",
@@ -514,16 +512,17 @@ class ProcessGroup(dist.ProcessGroup):
     # ---- what it says
     # ------------------------------------------------------------------------------------------------
 
-    def _fall_back(self, topic: str, text: str) -> None:
-        """Says that something passes uncompressed, or raises StrictError. All ranks fall back together."""
-        if notices.is_strict():
-            raise StrictError(f"process group {self.group_desc!r} {text}")
-        self._say(topic, text)
-
     def _say(self, topic: str, text: str) -> None:
+        """Says a line once."""
         if topic not in self._told:
             self._told.add(topic)
             notices.say(f"process group {self.group_desc!r} {text}", self.rank())
+
+    def _warn(self, topic: str, text: str) -> None:
+        """Warns once that a call is not compressed; an error under strict(). All ranks call it."""
+        if topic not in self._told or notices.is_strict():
+            self._told.add(topic)
+            notices.warn(f"process group {self.group_desc!r} {text}", self.rank())
 
     def _what(self) -> str:
         states = [p.state for p in self.programs if p.state is not None]
