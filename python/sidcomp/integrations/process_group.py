@@ -462,19 +462,16 @@ class ProcessGroup(dist.ProcessGroup):
     def _end(self) -> None:
         """A backward pass has ended."""
         program, stopped = self._active, self._stopped
-        had = len(self._calls)
-        try:
-            if program is not None and had < len(program.calls):
-                self._stop(f"it had {had} all-reduces, and earlier passes had {len(program.calls)}")
-            elif program is not None:
-                program.steps += 1
-            elif self._calls and not stopped:
-                self._learn()
-        finally:  # also after an error under strict()
-            self._stopped = False
-            self._clear()
-            self._let_go()
-            self._task = -1
+        if program is not None and len(self._calls) < len(program.calls):
+            self._stop(f"it had {len(self._calls)} all-reduces, and earlier passes had {len(program.calls)}")
+        elif program is not None:
+            program.steps += 1
+        elif self._calls and not stopped:
+            self._learn()
+        self._stopped = False
+        self._clear()
+        self._let_go()
+        self._task = -1
 
     def _learn(self) -> None:
         """Compares a pass that no known program fits with earlier ones. All ranks are here, and agree."""
