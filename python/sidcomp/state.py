@@ -292,6 +292,7 @@ class State:
         if isinstance(self.settings.groups, list):
             check_lists(self.settings.groups, model.shapes, excluded)
         if self._engine.resume is not None:
+            self._engine.resume.check_part(model.part)
             self._engine.resume.check(model.shapes)
         self._door = door
         self._watch_forward()
@@ -593,6 +594,7 @@ class State:
                 "first"
             )
         if model is not None:
+            resume.check_part(model.part)
             (resume.check if strict else resume.adapt)(model.shapes)
         planned = self._resumed(resume, p.tuner.given) if isinstance(p.tuner, Controller) else None
         p.start_from(resume, planned)  # nothing fails from here on

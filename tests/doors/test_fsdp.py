@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from sidcomp.integrations.distributed_checkpoint import Entries
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -240,6 +243,71 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Any) -> None:
     whole = run(resumed, 4, str(tmp_path), 0, 9)
     again = run(resumed, 4, str(tmp_path), 5, 9)
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def swapped(rank: int, world: int, room: str) -> Any:
+    """States of shards: by torch.distributed.checkpoint each rank gets its own, and none takes another's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, state = sharded(mesh), sidcomp.State("topk", density=0.1)
+    sidcomp.fsdp.compress(model, state)
+    for step in range(3):
+        backward(model, rank, step)
+    entries = Entries(state)
+    checkpoint.save({"sidcomp": entries}, checkpoint_id=room)
+    before = state.state_dict()["residuals"]
+    for step in range(2):
+        backward(model, rank, step)
+    checkpoint.load({"sidcomp": entries}, checkpoint_id=room)
+    after = state.state_dict()["residuals"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, state.state_dict())
+    with pytest.raises(
+        sidcomp.CheckpointError, match=f"state of shard {1 - rank % 2} of 2.*has shard {rank % 2} of 2"
+    ):
+        state.load_state_dict(everyone[rank ^ 1])
+    return True
+
+
+def test_no_rank_takes_the_state_of_another_shard(tmp_path: Any) -> None:
+    assert run(swapped, 4, str(tmp_path)) == [True] * 4
+
+
+def on_mesh(rank: int, world: int, shards: int, steps: int, read: str, write: str) -> Any:
+    """Loads the states of another mesh, takes some steps, and saves."""
+    mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+    model, state = sharded(mesh), sidcomp.State("topk", density=0.1)
+    sidcomp.fsdp.compress(model, state)
+    if read:
+        states = [torch.load(p, weights_only=True) for p in sorted(Path(read).glob("*.pt"))]
+        with pytest.raises(
+            sidcomp.CheckpointError, match="is missing" if len(states) > 2 else "is empty|rank"
+        ):
+            state.load_state_dict(sidcomp.fsdp.reshard(states[1:], model) if len(states) > 2 else [])
+        state.load_state_dict(sidcomp.fsdp.reshard(states, model))
+    for step in range(steps):
+        backward(model, rank, step)
+    torch.save(state.state_dict(), f"{write}/{rank}.pt")
+    return state.state_dict()["residuals"], state.stats()["steps"]
+
+
+def test_another_mesh(tmp_path: Any) -> None:
+    """2 x 2, then 2 x 1, where residuals are joined, then 2 x 2 again: every element is where it was."""
+    rooms = [tmp_path / name for name in "abc"]
+    for room in rooms:
+        room.mkdir()
+    first = run(on_mesh, 4, 2, 3, "", str(rooms[0]))
+    joined = run(on_mesh, 2, 1, 0, str(rooms[0]), str(rooms[1]))
+    again = run(on_mesh, 4, 2, 0, str(rooms[1]), str(rooms[2]))
+    for (a, _), (b, _) in zip(first, again, strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    shapes = {n: p.shape for n, p in network().named_parameters()}
+    for replica, (whole, _) in enumerate(joined):
+        for name, shape in shapes.items():
+            parts = [first[2 * replica + i][0][name].view(-(-shape[0] // 2), -1) for i in (0, 1)]
+            assert torch.equal(whole[name].view(shape[0], -1), torch.cat(parts)[: shape[0]])
+            assert bool(whole[name].any())
+    assert [steps for _, steps in run(on_mesh, 4, 2, 2, str(rooms[1]), str(rooms[2]))] == [5] * 4
 
 
 # ---- what is refused

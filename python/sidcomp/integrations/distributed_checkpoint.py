@@ -39,6 +39,8 @@ class Entries:
         self._state, self._group = state, group_of(state)
         self._rank, self._world = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._saved_by = saved_by
+        assert state._door is not None
+        self._part = state._door.model.part.replace(" ", "")  # the ranks of each shard count from 0
         self._run = agree_on_run(state)
 
     @property
@@ -49,10 +51,13 @@ class Entries:
         """Returns this rank's entry or, to be loaded at another number of ranks, the names of all of them."""
         if self._others:
             assert self._saved_by is not None
-            return {f"rank{r}": b"" for r in range(self._saved_by)}
+            return {self._name(r): b"" for r in range(self._saved_by)}
         buffer = io.BytesIO()
         torch.save({"run": self._run, "state": self._state.state_dict()}, buffer)
-        return {f"rank{self._rank}": buffer.getvalue()}
+        return {self._name(self._rank): buffer.getvalue()}
+
+    def _name(self, rank: int) -> str:
+        return f"{self._part}rank{rank}"
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
         """Loads what dcp.load has read. Every rank calls it at the same point."""
@@ -60,7 +65,7 @@ class Entries:
         problem = ""
         names = range(self._saved_by or 0) if self._others else [self._rank]
         try:
-            found = [self._read(entries, f"rank{r}") for r in names]
+            found = [self._read(entries, self._name(r)) for r in names]
         except CheckpointError as e:
             problem = f"rank {self._rank}: {e}"
         origins = sorted({(f["run"], f["state"]["step"]) for f in found})

@@ -10,6 +10,7 @@ group by parameter group, and the backward pass waits for each. Here the engine 
 groups that it may choose itself, while the backward pass continues.
 """
 
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp.config.grouping import shorten
-from sidcomp.errors import SetupError, UnsupportedError
+from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
 from sidcomp.integrations.ddp import roles
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Model
@@ -85,6 +86,74 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
         unit.take_over(door, index)
 
 
+def reshard(states: Sequence[dict[str, Any]], module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Cuts the states that a model was saved with on another mesh for this rank's shard:
+
+        state.load_state_dict(sidcomp.fsdp.reshard(states, model))
+
+    states: those of all ranks that saved, in any order. module: as in `compress`, sharded over the new mesh.
+    Returns a state for each old replica. Residuals are joined and cut as the parameters are, so each element
+    keeps its own; `load_state_dict` distributes them over another number of replicas. What codecs carry over
+    from step to step, and plans of "auto", begin anew.
+
+    Raises CheckpointError if the state of a shard is missing, or if they are of another model.
+    """
+    if FSDPState is None:
+        raise UnsupportedError(_NEEDS)
+    old: dict[int, dict[int, dict[str, Any]]] = {}
+    shards = 1
+    for s in states:
+        found = re.fullmatch(r"shard (\d+) of (\d+)", s.get("part", "") or "shard 0 of 1")
+        if found is None:
+            raise CheckpointError(f"part of a state is {s['part']!r}, not a shard: the checkpoint is damaged")
+        shards = max(shards, int(found[2]))
+        old.setdefault(s["rank"], {})[int(found[1])] = s
+    for rank, own in sorted(old.items()):
+        if missing := [i for i in range(shards) if i not in own]:
+            raise CheckpointError(
+                f"of replica {rank} the state of shard {missing[0]} is missing: pass those of all ranks"
+            )
+    units = _units(module)
+    return [_cut([own[i] for i in range(shards)], units) for _, own in sorted(old.items())]
+
+
+def _cut(parts: Sequence[dict[str, Any]], units: Sequence["_Unit"]) -> dict[str, Any]:
+    """Returns the state of one replica, of whose shards `parts` are the states, for this rank's shard."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    residuals: dict[str, torch.Tensor] = {}
+    for unit in units:
+        for name, shape, p in zip(unit.names, unit.shapes, unit.parameters, strict=True):
+            shapes[name] = shape
+            if any(name not in s["residuals"] for s in parts):
+                continue
+            pieces = [s["residuals"][name] for s in parts]
+            rows, width = p.sharded_param.shape[0], p.sharded_param.shape.numel() // p.sharded_param.shape[0]
+            each = -(-rows // len(parts))
+            if any(x.shape[1] != each * width for x in pieces):
+                raise CheckpointError(f"the states are of another model: {name!r} has another size")
+            whole = torch.cat([x.view(len(x), each, width) for x in pieces], 1)[:, :rows]
+            start = unit.place()[0] * shape[0]
+            own = whole[:, start : start + shape[0]]
+            out = torch.zeros(len(whole), shape[0], width)
+            out[:, : own.shape[1]] = own
+            residuals[name] = out.flatten(1)
+    if gone := [name for s in parts for name in s["residuals"] if name not in shapes]:
+        raise CheckpointError(f"the states are of another model: this one lacks {shorten(gone)}")
+    none = torch.zeros(0, dtype=torch.uint8)
+    layout = [
+        {**g, "shapes": [list(shapes[n]) for n in g["names"]], "header": none, "extra": none}
+        for g in parts[0]["layout"]
+        if all(n in shapes for n in g["names"])
+    ]
+    return {
+        **parts[0],
+        "residuals": residuals,
+        "layout": layout,
+        "controller": None,
+        "part": units[0].part(),
+    }
+
+
 def _units(module: torch.nn.Module) -> list["_Unit"]:
     names = {id(p): name for name, p in module.named_parameters()}
     found: list[_Unit] = []
@@ -128,6 +197,15 @@ class _Unit:
         """The ranks that FSDP itself would average over."""
         info = self.group.mesh_info
         return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+
+    def place(self) -> tuple[int, int]:
+        """The number of this rank's shard, and how many there are."""
+        info = self.group.mesh_info
+        return (info.shard_mesh_rank, info.shard_mesh_size) if isinstance(info, FSDPMeshInfo) else (0, 1)
+
+    def part(self) -> str:
+        rank, shards = self.place()
+        return f"shard {rank} of {shards}" if shards > 1 else ""
 
     def check(self, group: dist.ProcessGroup, given: bool) -> None:
         own = self.replicas()
@@ -232,6 +310,7 @@ class _Door:
             group,
             {name: shape for u in units for name, shape in zip(u.names, u.shapes, strict=True)},
             {id(p): name for name, p in module.named_parameters()},
+            units[0].part(),
         )
         self._index: dict[int, int] = {}  # a unit's bucket, once their order is known
         self._arrived: dict[int, _Arrival] = {}

@@ -102,6 +102,15 @@ class Resume:
         self.same_codec = True  # an unchanged group takes over the codec's statistics
         self._adapted = False
 
+    def check_part(self, part: str) -> None:
+        """Raises CheckpointError if it was saved by a rank that had another part of the model."""
+        saved = self.source.get("part", "")
+        if saved != part:
+            raise CheckpointError(
+                f"this is the state of {saved or 'a whole model'}, but this process has "
+                f"{part or 'a whole model'}: every rank saves and loads its own"
+            )
+
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises CheckpointError if the parameters of checkpoint and model are not the same."""
         if self._adapted:

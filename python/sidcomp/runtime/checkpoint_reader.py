@@ -130,6 +130,8 @@ class _Reader:
             self.wrong("step", s["step"], "a number of steps")
         if not isinstance(self.of(s, "settled"), bool):
             self.wrong("settled", s["settled"], "True or False")
+        if not isinstance(s.get("part", ""), str):
+            self.wrong("part", s["part"], "a text")
         scale = self.of(s, "scale")
         if scale is not None and not (_is_number(scale) and scale > 0):
             self.wrong("scale", scale, "None or a finite number greater than 0")

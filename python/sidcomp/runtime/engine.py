@@ -47,11 +47,13 @@ class Model:
     shapes          the shapes of the parameters whose gradients are averaged, by name
     names           the names of the model's parameters, by id: for the optimizer that is followed. They may
                     include parameters that are in no bucket.
+    part            which part of a sharded model these ranks have, such as "shard 0 of 4"; "" for all of it
     """
 
     process_group: dist.ProcessGroup
     shapes: dict[str, tuple[int, ...]]
     names: dict[int, str]
+    part: str = ""
 
 
 class Tuner(Protocol):
@@ -354,6 +356,7 @@ class Engine:
 
         def make() -> Layout:
             if self.resume is not None:
+                self.resume.check_part(model.part)
                 self.resume.check(model.shapes)
             layout = forming.make_layout(
                 self.settings,
@@ -577,6 +580,7 @@ class Engine:
             "settled": self.settled or isinstance(self.settings.groups, list),
             "controller": self.tuner.saved() if self.tuner is not None else None,
             "scale": self.scale,
+            **({"part": self._model.part} if self._model is not None and self._model.part else {}),
         }
 
     def start_from(self, resume: checkpoint.Resume, planned: tuple[Tuner, Regime] | None) -> None:
