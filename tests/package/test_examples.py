@@ -24,8 +24,8 @@ SCRIPTS = sorted(f.name for f in EXAMPLES.glob("*.py") if f.name not in HELPERS)
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(*args: str | Path) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(*args: str | Path, ranks: int = 2) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run([*command, *map(str, args)], capture_output=True, text=True, env=ENV, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -36,15 +36,15 @@ def test_script(name: str) -> None:
     """Started by the command in its docstring."""
     script = EXAMPLES / name
     command = re.search(
-        r"^(torchrun --standalone --nproc-per-node 2|python) examples/(\S+)$", script.read_text(), re.M
+        r"^(torchrun --standalone --nproc-per-node (\d)|python) examples/(\S+)$", script.read_text(), re.M
     )
-    assert command is not None and command[2] == name
+    assert command is not None and command[3] == name
     if command[1] == "python":
         done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=ENV, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout
     else:
-        assert torchrun(script)
+        assert torchrun(script, ranks=int(command[2]))
 
 
 @pytest.fixture(scope="module")

@@ -402,18 +402,18 @@ class Engine:
         """Says what is compressed, once. A tuner that has chosen plain DDP says so itself."""
         if self.announced or (self.tuner is not None and not self.tuner.found):
             return
+        # The ranks of each shard count from 0, and all would say the same.
+        speaker = exchange.rank if not model.part or model.part.startswith("shard 0 ") else 1
         if any(map(announcement.compressed, self.groups)):
             self.announced = True
-            notices.say(
-                announcement.line(self.settings, model.shapes, self.groups, exchange.world), exchange.rank
-            )
+            notices.say(announcement.line(self.settings, model.shapes, self.groups, exchange.world), speaker)
         elif self.tuner is None:
             self.announced = True
             text = announcement.nothing(self.settings, model.shapes, self.groups)
             if self.settings.lossy:
-                notices.warn(text, exchange.rank)
+                notices.warn(text, speaker)
             else:
-                notices.say(text, exchange.rank)
+                notices.say(text, speaker)
 
     def follow(self, rates: Rates | None, watch: Watch | None) -> None:
         """Follows this optimizer from the next step on; None: no optimizer."""

@@ -1,0 +1,66 @@
+"""All doors lead to one engine: the same model trained through each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+from harness import run
+from test_fsdp import alike, backward, flat, network
+from torch import nn
+from torch.distributed import group
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 24
+
+
+def through(door: str, codec: str, arguments: dict[str, Any], world: int) -> nn.Module:
+    model = network()
+    if door == "plain":
+        return DistributedDataParallel(model)
+    if door == "backend":
+        inside = sidcomp.process_group(group.WORLD, codec, min_bytes=64, **arguments)
+        return DistributedDataParallel(model, process_group=inside)
+    state = sidcomp.State(codec, **arguments)
+    if door == "hook":
+        model = DistributedDataParallel(model)
+        sidcomp.register(model, state)
+    else:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("replicate",))
+        for layer in (model[0], model[2]):
+            replicate(layer, mesh=mesh)
+        replicate(model, mesh=mesh)
+        sidcomp.fsdp.compress(model, state)
+    return model
+
+
+def trained(rank: int, world: int, door: str, codec: str, arguments: dict[str, Any]) -> Any:
+    model = through(door, codec, arguments, world)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        sgd.zero_grad()
+        losses.append(backward(model, rank, step))
+        sgd.step()
+    assert alike(model)
+    return flat(model), sum(losses[-6:]) / 6
+
+
+DOORS = ("plain", "hook", "backend", "fsdp")
+
+
+def test_with_codec_none_all_doors_give_the_same_bits() -> None:
+    plain, *others = [run(trained, 2, door, "none", {}) for door in DOORS]
+    for other in others:
+        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(plain, other, strict=True))
+
+
+@pytest.mark.parametrize("arguments", [{"density": 0.1}])
+def test_with_top_k_all_doors_reach_the_same_loss(arguments: dict[str, Any]) -> None:
+    (plain, *others) = [run(trained, 2, door, "topk", arguments)[0][1] for door in DOORS]
+    assert others == pytest.approx([plain] * 3, rel=0.1)
+    assert len(set(others)) == 3  # none of them was plain DDP
