@@ -332,6 +332,26 @@ def test_a_pass_that_differs_is_sent_uncompressed_from_there() -> None:
         assert ("uncompressed: call 1 of a backward pass" in said) or ("it had 2 all-reduces" in said) or rank
 
 
+def strict_passes(rank: int, world: int) -> list[str]:
+    """Under strict() passes that differ are errors; the passes after them are none."""
+    kinds = [torch.full((n,), 1.0 + rank) for n in (3000, 2000, 1000)]
+    texts = []
+    with sidcomp.strict():
+        for step in range(9):
+            calls = {4: kinds[:2], 6: [kinds[0], kinds[2], kinds[1]]}.get(step, kinds)
+            try:
+                averaged(calls)
+            except Exception as e:
+                texts.append(f"{step}: {e}")
+    return texts
+
+
+def test_the_pass_after_an_error_under_strict_is_compressed_again() -> None:
+    for texts in run(strict_passes, 2, backend=partial(compressing, "int8")):
+        assert [text[:2] for text in texts] == ["4:", "6:"], texts
+        assert "it had 2 all-reduces" in texts[0] and "call 1 of a backward pass" in texts[1]
+
+
 def ambiguous(rank: int, world: int, kept: bool, passes: int) -> Any:
     """Tensors of one size that move, in passes of different lengths: the first call does not tell which."""
     said = io.StringIO()

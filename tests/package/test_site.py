@@ -23,7 +23,7 @@ def test_the_navigation_has_every_page() -> None:
 
 def test_the_api_page_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    shown = set(re.findall(r"^::: sidcomp\.(\w+)$", page, re.M))
+    shown = set(re.findall(r"^::: sidcomp\.(\w+)(?:\.\w+)?$", page, re.M))  # of a module, its functions
     errors = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
     assert errors == set(sidcomp.errors.__all__)
     assert shown | errors == set(sidcomp.__all__) - {"__version__", "errors"}
