@@ -1,0 +1,93 @@
+"""Each door beside its plain rival, over a network: ms a step, and bytes.
+
+    python -m benchmarks.bench_doors                     # 4 ranks, 1 Gbit/s, six minutes
+    python -m benchmarks.bench_doors --rate 100mbit --save
+
+DDP with a hook and over the backend "sidcomp" stand beside plain DDP; HSDP on two replicas with fsdp.compress
+and over the backend stand beside plain HSDP. All train the same model, in turns in the same processes. The
+shards of a replica exchange over the same network here, and what they send is not compressed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import report
+from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
+from benchmarks.netlab.measure import measure, medians, rows
+
+RESULTS = Path(__file__).parent / "results"
+DOORS = {  # the plain one first
+    "DDP": ("dense", "default:bucket", "auto", "pg/default"),
+    "HSDP": ("hsdp/dense", "hsdp/default:bucket", "hsdp/default:pg", "hsdp/auto", "hsdp-pg/default"),
+}
+TITLES = {
+    "dense": "plain",
+    "default:bucket": "register, the default codec",
+    "auto": 'register, "auto"',
+    "pg/default": "the backend, the default codec",
+    "hsdp/dense": "plain",
+    "hsdp/default:bucket": "fsdp.compress, the default codec",
+    "hsdp/default:pg": "fsdp.compress, planned groups",
+    "hsdp/auto": 'fsdp.compress, "auto"',
+    "hsdp-pg/default": "the backend, the default codec",
+}
+
+
+def table(result: dict[str, Any]) -> list[dict[str, Any]]:
+    took = medians(result)
+    found = {row["hook"]: row for row in rows(result)}
+    ceiling = next(iter(found.values()))
+    out = [{"model": "", "door": "no communication", "ms a step": ceiling["ms a step"], "speed / plain": "",
+            "bytes sent a step": ceiling["bytes sent a step"]}]  # fmt: skip
+    for wrapper, hooks in DOORS.items():
+        out += [
+            {
+                "model": wrapper,
+                "door": TITLES[hook],
+                "ms a step": found[hook]["ms a step"],
+                "speed / plain": f"{took[hooks[0]] / took[hook]:.2f}",
+                "bytes sent a step": found[hook]["bytes sent a step"],
+            }
+            for hook in hooks
+        ]
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--hosts", type=int, default=4, help="an even number; one rank on each (default 4)")
+    add("--rate", default="1gbit", help="of each host's link (default 1gbit)")
+    add("--task", default="transformer", help="of examples/tasks.py (default transformer)")
+    add("--blocks", type=int, default=3, help="turns of each door (default 3)")
+    add("--steps", type=int, default=6, help="steps of a turn, the first not timed (default 6)")
+    add("--save", action="store_true", help="write benchmarks/results/doors.{md,json}")
+    args = parser.parse_args(argv)
+    if args.hosts < 2 or args.hosts % 2:
+        parser.error(f"--hosts {args.hosts}: HSDP has two replicas, so give an even number")
+    hooks = [hook for of_one in DOORS.values() for hook in of_one]
+    try:
+        with Lab.build(args.hosts, parse_rate(args.rate)) as lab:
+            lines = lab.introduce()
+            print(*lines, sep="\n", flush=True)
+            result = measure(lab, args.task, hooks, args.blocks, args.steps, 8, 1200)
+    except (LabError, ValueError) as e:
+        print(f"bench_doors: {e}", file=sys.stderr)
+        return 1
+    note = (
+        f"{result['elements']:,} parameters in {result['tensors']} tensors, {args.hosts} ranks of a thread; "
+        f"HSDP on 2 replicas of {args.hosts // 2} shards. Median [quartiles] of "
+        f"{len(result['runs'][0]['ms'])} steps in {args.blocks} turns. Bytes: by the kernel, the most of any rank, with what the shards exchange. "
+        "The default codec is what State() has.\n" + "\n".join(lines)
+    )
+    title = f"Doors: {args.task}, {args.hosts} hosts, {show_rate(parse_rate(args.rate))}"
+    report("doors", title, table(result), note, RESULTS if args.save else None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
