@@ -1,4 +1,4 @@
-"""Each door beside its plain rival, over a network: ms a step, and bytes.
+"""Each door beside what torch does itself, over a network: ms a step, and bytes.
 
     python -m benchmarks.bench_doors                     # 4 ranks, 1 Gbit/s, six minutes
     python -m benchmarks.bench_doors --rate 100mbit --save
@@ -81,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     note = (
         f"{result['elements']:,} parameters in {result['tensors']} tensors, {args.hosts} ranks of a thread; "
         f"HSDP on 2 replicas of {args.hosts // 2} shards. Median [quartiles] of "
-        f"{len(result['runs'][0]['ms'])} steps in {args.blocks} turns. Bytes: by the kernel, the most of any rank, with what the shards exchange. "
+        f"{len(result['runs'][0]['ms'])} steps in {args.blocks} turns. Bytes: by the kernel, the most "
+        "of any rank, with what the shards exchange. "
         "The default codec is what State() has.\n" + "\n".join(lines)
     )
     title = f"Doors: {args.task}, {args.hosts} hosts, {show_rate(parse_rate(args.rate))}"
