@@ -64,3 +64,28 @@ def test_with_top_k_all_doors_reach_the_same_loss(arguments: dict[str, Any]) -> 
     (plain, *others) = [run(trained, 2, door, "topk", arguments)[0][1] for door in DOORS]
     assert others == pytest.approx([plain] * 3, rel=0.1)
     assert len(set(others)) == 3  # none of them was plain DDP
+
+
+def registered(rank: int, world: int) -> Any:
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
+    with sidcomp.State("topk", density=0.1) as state:
+        sidcomp.register(model, state)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            sgd.zero_grad()
+            backward(model, rank, step)
+            sgd.step()
+        steps = state.stats()["steps"]
+    return flat(model), steps, len(getattr(group.WORLD, "programs", []))
+
+
+def over_sidcomp() -> str:
+    sidcomp.configure("signsgd", min_bytes=64)
+    return "cpu:sidcomp,cuda:sidcomp"
+
+
+def test_a_hook_over_the_backend_is_not_compressed_twice() -> None:
+    plain = run(registered, 2)
+    ours = run(registered, 2, backend=over_sidcomp)
+    for (theirs, _, _), (mine, steps, programs) in zip(plain, ours, strict=True):
+        assert torch.equal(theirs, mine) and steps == STEPS and programs == 0

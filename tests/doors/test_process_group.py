@@ -88,7 +88,7 @@ def ddp_unmodified(rank: int, world: int) -> Any:
     return flat(model), losses, [(s["steps"], len(s["groups"]), s["ratio"]) for s in stats], said.getvalue()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ddp_with_codec_none_has_the_bits_of_plain_ddp(world: int) -> None:
     plain = run(ddp_unmodified, world)
     ours = run(ddp_unmodified, world, backend=partial(compressing, "none"))
