@@ -433,6 +433,9 @@ class _Door:
             self.engine.report(e)
             self.engine.abandon(e)
             raise
+        if self.units[0].device.type == "cuda":
+            # FSDP converts and accumulates what is not averaged yet in this stream; `complete` comes after.
+            torch.cuda.current_stream().wait_stream(self.units[0].group.comm_ctx.all_reduce_stream)
         with torch.no_grad():
             for a in arrived.values():
                 a.unit.complete(a.buffer, a.kept)
