@@ -44,18 +44,22 @@ _NEEDS = "sidcomp.fsdp needs PyTorch 2.13 or newer: fully_shard has no all-reduc
 def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGroup | None = None) -> None:
     """Compresses the average over replicas of a model to which `fully_shard` or `replicate` has been applied.
 
+        fully_shard(model, mesh=mesh)  # a mesh of two dimensions: replicas x shards
+        sidcomp.fsdp.compress(model, sidcomp.State("auto"))
+
     module      the root module, after fully_shard on a mesh of two dimensions (HSDP), after `replicate`, or
                 after fully_shard on a mesh of one dimension with `replicas`
-    state       its groups are made of whole parameters' shards; "bucket" means one group for each of FSDP's
-                parameter groups. With "auto" it measures, plans across modules, and verifies
-    replicas    the ranks that hold the same shard, for a model on a mesh of one dimension. Their parameters
-                must be equal; this call does not copy them
+    state       a State that serves no other model. A group has whole shards of parameters; groups="bucket"
+                makes one group of each of FSDP's parameter groups, which are the parameters of one
+                `fully_shard` call. With "auto" it measures, plans across modules, and verifies
+    replicas    [None] a process group of the ranks that hold the same shard, for a model on a mesh of one
+                dimension. Their parameters must be equal; this call does not copy them
 
     Every rank calls it at the same point, before the first backward pass: the ranks wait for each other. In
     the first backward pass nothing overlaps, because the order of the parameter groups is not known yet.
-    Gradients are complete when backward() returns. What accumulates gradients works: several backward passes,
-    `set_requires_gradient_sync`, `set_requires_all_reduce`, `set_is_last_backward`; so do CPU offload and
-    mixed precision with float32 or bfloat16 as reduce_dtype.
+    Gradients are complete when backward() returns. They may be accumulated: by several backward passes,
+    `set_requires_gradient_sync`, `set_requires_all_reduce` and `set_is_last_backward`. Mixed precision works
+    with float32 or bfloat16 as reduce_dtype. CPU offload has not been tried. Needs PyTorch 2.13.
 
     The residual takes 4 bytes for each element of the rank's shard. Each rank saves its own state_dict.
 
@@ -96,18 +100,20 @@ def compress_reduce_scatter(
     seed: int = 0,
     **parameters: Setting,
 ) -> list[ReduceScatter]:
-    """Compresses the reduce-scatter inside the replicas of a model to which `fully_shard` has been applied,
-    on a mesh of one dimension or of two. On CPUs only so far.
+    """Compresses the reduce-scatter of the gradients between the ranks that share a replica, for a model to
+    which `fully_shard` has been applied, on a mesh of one dimension or of two. On CPUs only so far.
 
+    module      the root module
     codec, memory, parameters
-                as in `State`. The default sends one byte for each element in blocks of their own scale, and
-                keeps nothing. memory="residual" takes 4 bytes for each element of the *whole* model on every
-                rank, which is what sharding saves
-    seed        for codecs that draw random numbers
+                as in `State`. The default, "int8", sends one byte for each element, with a scale for each
+                block, and keeps no residual. memory="residual" takes 4 bytes for each element of the *whole*
+                model on every rank, which is the memory that sharding saves
+    seed        [0] for codecs that draw random numbers
 
-    Returns an object for each of FSDP's parameter groups, in the order of the modules, with `state_dict`,
-    `load_state_dict`, `sent_bytes` and `dense_bytes`. Gradients travel in one all-to-all, and the owner of a
-    shard sums them in float32. Raises SetupError or UnsupportedError, which say what to change.
+    Returns an object for each of FSDP's parameter groups, in the order of the modules, with `state_dict` and
+    `load_state_dict` for this rank's residuals, and `sent_bytes` and `dense_bytes`: what this rank has sent,
+    and what it would have sent uncompressed. The payloads of all shards travel in one all-to-all, and the
+    owner of a shard sums them in float32. Raises SetupError or UnsupportedError, which say what to change.
     """
     if FSDPState is None:
         raise UnsupportedError(_NEEDS)
@@ -123,14 +129,15 @@ def compress_reduce_scatter(
 
 
 def reshard(states: Sequence[dict[str, Any]], module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Cuts the states that a model was saved with on another mesh for this rank's shard:
+    """Takes the states that all ranks saved on another mesh, and cuts out what this rank's shard needs:
 
+        sidcomp.fsdp.compress(model, state)
         state.load_state_dict(sidcomp.fsdp.reshard(states, model))
 
-    states: those of all ranks that saved, in any order. module: as in `compress`, sharded over the new mesh.
-    Returns a state for each old replica. Residuals are joined and cut as the parameters are, so each element
-    keeps its own; `load_state_dict` distributes them over another number of replicas. What codecs carry over
-    from step to step, and plans of "auto", begin anew.
+    states: the results of `State.state_dict` of all ranks that saved, in any order. module: as in `compress`,
+    sharded over the new mesh. Returns a list with a state for each old replica. Residuals are joined and cut
+    as the parameters are, so each element keeps its own; `load_state_dict` distributes them if there is now
+    another number of replicas. The codecs' statistics and the plans of "auto" begin anew.
 
     Raises CheckpointError if the state of a shard is missing, or if they are of another model.
     """
