@@ -24,7 +24,8 @@ _on = _set("SIDCOMP_STRICT")
 
 
 class strict:
-    """Makes every fallback and every warning of sidcomp a StrictError, from this call on.
+    """Makes every warning of sidcomp, and every fallback to what is uncompressed, a StrictError from this
+    call on.
 
         sidcomp.strict()        # for the rest of the program
         with sidcomp.strict():  # until the end of the block
@@ -32,8 +33,8 @@ class strict:
 
     `strict(False)` switches it off; SIDCOMP_STRICT=1 switches it on from the start. Call it on every rank. In
     backward() the error is a RuntimeError with the same text, as for all errors there. Where nothing can be
-    raised, as when a State is collected, the warning stays a warning. That `State("auto")` chooses plain DDP
-    is what was asked for, and no fallback.
+    raised, as when Python frees a State that was not closed, the warning stays a warning. It is no fallback
+    that `State("auto")` chooses plain DDP: the program asked it to choose.
     """
 
     def __init__(self, on: bool = True) -> None:

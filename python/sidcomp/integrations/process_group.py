@@ -71,17 +71,21 @@ def configure(
     min_bytes: int = 64 * 2**10,
     **arguments: Any,
 ) -> None:
-    """Chooses what the backend "sidcomp" does, for groups that are made from here on. It takes precedence
-    over the environment variable SIDCOMP.
+    """Chooses what the backend "sidcomp" compresses, and how. Call it before init_process_group: it holds for
+    process groups that are made from here on, and takes precedence over the environment variable SIDCOMP.
 
-    codec, arguments    those of `State`; codec="off": everything passes uncompressed. Each all-reduce is
-                        encoded for itself, so `groups` of a State and the codec "auto", which plan groups,
-                        are refused
-    groups              which groups compress, by the names of their mesh dimensions or their `group_desc`.
-                        The default group always does
-    min_bytes           smaller tensors pass uncompressed
+        sidcomp.configure("topk", density=0.05)
+        torch.distributed.init_process_group("cpu:sidcomp,cuda:sidcomp")
 
-    Raises ArgumentError, which says what to change.
+    codec, arguments    those of `State`; codec="off" compresses nothing. Each all-reduce is encoded for
+                        itself, so the codec "auto", which plans groups, is refused. Tensors are flat and have
+                        no parameter names, so leave `exclude` out
+    groups              ["replicate", "dp_replicate", "ddp", "dp", "data_parallel"] the names of the process
+                        groups that compress: a mesh dimension's name, or a group's `group_desc`. The default
+                        group always does. (This is not `groups` of a State.)
+    min_bytes           [65536] smaller tensors pass uncompressed
+
+    Raises ArgumentError or ParameterError, which say what to change.
     """
     global _configured
     _configured = _configuration(codec, tuple(groups), min_bytes, arguments)
@@ -608,7 +612,9 @@ def process_group(
         compressing = sidcomp.process_group(group, "topk", density=0.05)
         ddp = DistributedDataParallel(module, process_group=compressing)
 
-    codec, min_bytes, arguments: as in `configure`. Raises ArgumentError.
+    inner: any process group, of any backend, of which this rank is a member. codec, min_bytes, arguments: as
+    in `configure`, which it does not read, and neither does it read SIDCOMP. Raises ArgumentError or
+    ParameterError.
     """
     global _given
     configuration = _configuration(codec, (), min_bytes, arguments)
