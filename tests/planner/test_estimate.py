@@ -309,6 +309,7 @@ def test_a_bad_command_line_says_what_to_change(gpt2: Path) -> None:
         ("--step-ms", -1, "give the milliseconds"),
         ("--codec", "int8 block", "is not NAME=VALUE"),
         ("--codec", "inte8", "did you mean 'int8'"),
+        ("--codec", "auto", "always included"),
         ("--device", "tpu", "tpu"),
     ):
         done = run(*(word for pair in {**good, option: value}.items() for word in pair))

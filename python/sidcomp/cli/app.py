@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sidcomp import core as _core
+from sidcomp.cli.bench import bench_command
 from sidcomp.cli.codecs import codecs_command
 from sidcomp.cli.doctor import doctor_command
 from sidcomp.cli.estimate import estimate_command
@@ -40,6 +41,7 @@ def options(
 
 
 for _name, _command in (
+    ("bench", bench_command),
     ("codecs", codecs_command),
     ("doctor", doctor_command),
     ("estimate", estimate_command),

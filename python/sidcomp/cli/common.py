@@ -34,6 +34,8 @@ def codecs_of(texts: Sequence[str] | None) -> list[Spec]:
     found: list[Spec] = []
     for text in texts or ():
         name, *pairs = text.split() or [""]
+        if name == "auto":
+            raise ValueError('--codec auto: what State("auto") chooses from is always included; name a codec')
         found.append((name, settings_of(pairs, f"--codec {text!r}")))
     return found or list(COMPARED)
 

@@ -148,7 +148,7 @@ def estimate(
     if not costs:
         raise ArgumentError(f"no codec can be estimated: {'; '.join(refused.values())}")
     names = [m["name"] for m in costs]
-    instance = _instance(model, step_ms, costs)
+    instance = instance_of(model, step_ms, costs)
     dense = fusion.plan(instance, "bucket", method=DENSE, bytes=BUCKET)["time_ps"] / 1e9
 
     def way(label: str) -> Way:
@@ -189,7 +189,7 @@ def _auto(ranks: int, ranks_per_node: int, n: int) -> dict[str, tuple[Candidate,
     return found
 
 
-def _instance(model: Model, step_ms: float, costs: list[dict[str, Any]]) -> dict[str, Any]:
+def instance_of(model: Model, step_ms: float, costs: list[dict[str, Any]]) -> dict[str, Any]:
     """Planning's instance: gradients become ready in the reverse order of the forward pass."""
     step = round(step_ms * 1e9)
     forward = round(step * FORWARD)
