@@ -130,6 +130,36 @@ def test_a_zoo_that_is_not_installed_is_refused_with_what_to_install(monkeypatch
         read_model("nowhere.json")
 
 
+@pytest.mark.parametrize("zoo, maker", [("torchvision", "get_model"), ("timm", "create_model")])
+def test_a_model_of_a_zoo_is_built_without_numbers(
+    zoo: str, maker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    import sys
+    from types import ModuleType
+
+    made = []
+
+    def make(name: str, **options: Any) -> Any:
+        if name != "small":
+            raise ValueError(f"Unknown model {name}")
+        made.append(
+            torch.nn.Sequential(torch.nn.Conv2d(3, 4, 224), torch.nn.Flatten(), torch.nn.Linear(4, 2))
+        )
+        assert options in ({"weights": None}, {"pretrained": False})
+        return made[-1]
+
+    library = ModuleType("zoo")
+    library.__dict__[maker] = make
+    for name in ("torchvision", "torchvision.models", "timm"):
+        monkeypatch.setitem(sys.modules, name, library)
+    model = read_model(f"{zoo}:small")
+    assert all(p.is_meta for p in made[0].parameters())
+    assert [p.work for p in model.parameters] == [4 * 3 * 224 * 224, 0, 8, 0]
+    with pytest.raises(ArgumentError, match="cannot make a model 'large': Unknown model large"):
+        read_model(f"{zoo}:large")
+
+
 def test_the_work_of_a_module_is_what_its_forward_pass_multiplies() -> None:
     torch = pytest.importorskip("torch")
     with torch.device("meta"):

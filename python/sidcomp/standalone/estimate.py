@@ -132,7 +132,7 @@ def estimate(
         work = {label: compute[candidate.encoding]}
         try:
             found = simulate(
-                n, candidate.codec.name, worlds=[ranks], link=link, exchange=[exchange],
+                n, candidate.codec.name, worlds=[ranks], exchange=[exchange],
                 ranks_per_node=ranks_per_node, **own,
             )  # fmt: skip
             made = methods(
