@@ -17,7 +17,6 @@ from typing import Any
 import sidcomp
 import torch
 import torch.distributed as dist
-from sidcomp.autotune import measurement
 from sidcomp.planner.profile import Profile
 from torch import nn
 
@@ -123,7 +122,7 @@ class Run:
             profile = run.state.profile
             alike = run.hook.bucket_mb == self.hook.bucket_mb
             if profile is not None and (alike or self.hook.bucket_mb == 0):
-                made = profile.instance(buckets=alike, contention=measurement.contention(profile))
+                made = profile.instance(buckets=alike, contention=profile.fitted_contention())
                 if plan := _as_plan(self.state.stats()["groups"], made, profile):
                     return int(sidcomp.evaluate(made, plan)["time_ps"])
         return None

@@ -235,10 +235,7 @@ def use(profile: Profile, path: Path) -> None:
         made["stolen_permille"] = profile.contention.get("stolen_permille", 0)
         found = sidcomp.plan(made, "pg")
         assert sidcomp.evaluate(made, found)["time_ps"] == found["time_ps"]
-    pytest.importorskip("torch")
-    from sidcomp.autotune import measurement
-
-    assert 0 <= measurement.contention(profile) <= 1000
+    assert 0 <= profile.fitted_contention() <= 1000
 
 
 @SHARES

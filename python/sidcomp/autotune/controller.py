@@ -830,7 +830,7 @@ class Controller:
         assert self.report.profile is not None
         if self.settings.auto:
             return self.report.dense_ps
-        ends = measurement.bucket_ends(self.report.profile)
+        ends = self.report.profile.bucket_ends()
         return int(evaluate(costs, {"ends": ends, "methods": [0] * len(ends)})["time_ps"])
 
     def _regime(self, found: dict[str, Any]) -> Regime:

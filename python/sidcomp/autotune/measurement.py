@@ -330,34 +330,7 @@ def model(profile: Profile, settings: Settings, buckets: bool = True) -> Model:
         dense if i == DENSE else measurable(settings, i, profile.world).name
         for i in candidates_of(profile, settings)
     ]
-    made = profile.instance(buckets, names, contention=contention(profile), copied=True)
-    kinds = [t["kind"] for t in profile.tensors]
-    made["cut_before"] = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
-    made["stolen_permille"] = profile.contention.get("stolen_permille", 0)
-    return made
-
-
-def contention(profile: Profile) -> int:
-    """How much overlapping computation slows exchanges down, in per mille from isolated to overlapped: chosen
-    so that the model gives plain DDP its measured time."""
-    ends = bucket_ends(profile)
-    buckets = {"ends": ends, "methods": [0] * len(ends)}
-    low, high = 0, 1000
-    while low < high:
-        middle = (low + high) // 2
-        made = profile.instance(True, [profile.methods[0].name], contention=middle)
-        made["stolen_permille"] = profile.contention.get("stolen_permille", 0)
-        if evaluate(made, buckets)["time_ps"] < profile.dense_ps:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def bucket_ends(profile: Profile) -> list[int]:
-    """The `ends` of a plan whose groups are DDP's buckets."""
-    at = [t["bucket"] for t in profile.tensors]
-    return [*(i for i in range(1, len(at)) if at[i] != at[i - 1]), len(at)]
+    return profile.fitted_instance(buckets, names)
 
 
 def leaves_behind(layout: Layout, unassigned: Iterable[str], target: Regime) -> bool:

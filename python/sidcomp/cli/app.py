@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from sidcomp import core as _core
+from sidcomp.cli.bench import bench_command
 from sidcomp.cli.codecs import codecs_command
 from sidcomp.cli.doctor import doctor_command
+from sidcomp.cli.estimate import estimate_command
 from sidcomp.cli.plan import plan_command
 from sidcomp.cli.simulate import simulate_command
 from sidcomp.errors import SidcompError
@@ -39,8 +41,10 @@ def options(
 
 
 for _name, _command in (
+    ("bench", bench_command),
     ("codecs", codecs_command),
     ("doctor", doctor_command),
+    ("estimate", estimate_command),
     ("plan", plan_command),
     ("simulate", simulate_command),
 ):

@@ -16,8 +16,9 @@ from rich.table import Table
 
 from sidcomp import core as _core
 from sidcomp.cli.common import Json, refuse_folder
-from sidcomp.errors import SidcompError
+from sidcomp.errors import ArgumentError, SidcompError
 from sidcomp.planner import fusion, plan_plot
+from sidcomp.planner.profile import Profile
 
 _OWN = set(inspect.signature(fusion.plan).parameters) - {"options"}
 
@@ -113,6 +114,19 @@ def show_comparison(rows: Sequence[dict[str, Any]]) -> None:
     _console().print(table)
 
 
+def profiled(profile: Profile) -> str:
+    """What the plan from a profile is to be compared with: the profile's own measurements, as text."""
+    buckets = {"ends": profile.bucket_ends(), "methods": [0] * len(profile.bucket_ends())}
+    made = profile.instance(True, [profile.methods[0].name], contention=profile.fitted_contention())
+    made["stolen_permille"] = profile.contention.get("stolen_permille", 0)
+    said = fusion.evaluate(made, buckets)["time_ps"]
+    return (
+        f"profile of {profile.world} ranks, {profile.backend}, {profile.device}: plain DDP took "
+        f"{_ms(profile.dense_ps)} a step ({_ms(said)} by this model), without communication "
+        f"{_ms(profile.compute_ps)}"
+    )
+
+
 def _table(columns: Sequence[str], left: Sequence[str]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for column in columns:
@@ -137,6 +151,12 @@ def plan_command(
     instance: Annotated[
         Path | None, typer.Argument(help="Tensors and costs as JSON (docs/planning.md).")
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="A saved profile, in place of INSTANCE: state.profile.save(), sidcomp bench --save."
+        ),
+    ] = None,
     algorithm: Annotated[str, typer.Option(help="Who plans; --list tells which there are.")] = "pg",
     option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE, an option of the algorithm; may be repeated.")
@@ -148,18 +168,22 @@ def plan_command(
     as_json: Json = False,
     listed: Annotated[bool, typer.Option("--list", help="List the algorithms and their options.")] = False,
 ) -> None:
-    """Plan which tensors travel together, and how, from a file of tensors and costs."""
+    """Plan which tensors travel together, and how, from a file of tensors and costs, or from a profile."""
     if listed:
         print(list_algorithms())
         return
-    if instance is None:
-        raise typer.BadParameter("give a JSON file", param_hint="INSTANCE")
+    if (instance is None) == (profile is None):
+        raise typer.BadParameter(
+            "give one JSON file: an instance (docs/planning.md), or --profile with a saved profile",
+            param_hint="INSTANCE",
+        )
     if every and (option or plot):
         raise typer.BadParameter(
             "it compares defaults: no --option and no --plot with it", param_hint="--all"
         )
     try:
-        loaded = fusion.load(instance)
+        source = Profile.load(profile) if profile is not None else None
+        loaded = fusion.load(source.fitted_instance() if source is not None else _instance(instance))
         if every:
             rows = compare(loaded)
             if as_json:
@@ -170,10 +194,26 @@ def plan_command(
         found = fusion.plan(loaded, algorithm, **options_of(option or []))
         refuse_folder(plot)
         if plot is not None:
-            plan_plot.draw({"predicted": found["timeline"]}, plot, f"{instance.name}, {algorithm}")
+            name = Path(profile or instance or "").name
+            plan_plot.draw({"predicted": found["timeline"]}, plot, f"{name}, {algorithm}")
     except (SidcompError, ValueError, OSError) as e:
         raise typer.BadParameter(str(e)) from None
     if as_json:
         print(json.dumps(found))
     else:
         show(loaded, found)
+        if source is not None:
+            _console().print(escape(profiled(source)))
+
+
+def _instance(path: Path | None) -> Any:
+    """Reads an instance. A profile in its place is refused with the option that takes one."""
+    assert path is not None
+    try:
+        return fusion.load(path)
+    except SidcompError as e:
+        try:
+            Profile.load(path)
+        except (SidcompError, ValueError, OSError):
+            raise e from None
+        raise ArgumentError(f"{path} is a profile: give it as --profile {path}") from None

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sidcomp.cli.common import Json, grid, refuse_folder
+from sidcomp.cli.common import Json, grid, refuse_folder, settings_of
 from sidcomp.errors import SidcompError
 from sidcomp.standalone.simulation import Link, measure, simulate
 
@@ -58,17 +58,8 @@ def simulate_command(
 def _parameters_of(pairs: Sequence[str]) -> dict[str, Any]:
     """["density=0.1", "memory=none"] as keyword arguments of simulate(); raises ValueError."""
     own = set(inspect.signature(simulate).parameters) - {"memory", "parameters"}
-    parameters: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not (name and equals and value):
-            raise ValueError(f"--param {pair!r} is not NAME=VALUE")
-        if name in parameters:
-            raise ValueError(f"--param {name} is given twice")
+    parameters = settings_of(pairs, "--param")
+    for name in parameters:
         if name in own:
             raise ValueError(f"--param {name}: no codec, memory or exchange has it; see --help for options")
-        try:
-            parameters[name] = float(value) if "." in value or "e" in value else int(value)
-        except ValueError:
-            parameters[name] = value
     return parameters

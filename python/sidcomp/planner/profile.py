@@ -268,6 +268,36 @@ class Profile:
             "decode": "side",
         }
 
+    def fitted_instance(self, buckets: bool = True, methods: Sequence[str] | None = None) -> dict[str, Any]:
+        """The instance from which a State plans: with the contention that explains plain DDP's measured time,
+        what exchanges take from computation, and no group of two kinds of tensors. See `instance`."""
+        made = self.instance(buckets, methods, contention=self.fitted_contention(), copied=True)
+        kinds = [t["kind"] for t in self.tensors]
+        made["cut_before"] = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
+        made["stolen_permille"] = self.contention.get("stolen_permille", 0)
+        return made
+
+    def fitted_contention(self) -> int:
+        """How much overlapping computation slows exchanges down, in per mille from isolated to overlapped:
+        chosen so that the model gives plain DDP its measured time."""
+        ends = self.bucket_ends()
+        buckets = {"ends": ends, "methods": [0] * len(ends)}
+        low, high = 0, 1000
+        while low < high:
+            middle = (low + high) // 2
+            made = self.instance(True, [self.methods[0].name], contention=middle)
+            made["stolen_permille"] = self.contention.get("stolen_permille", 0)
+            if fusion.evaluate(made, buckets)["time_ps"] < self.dense_ps:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def bucket_ends(self) -> list[int]:
+        """The `ends` of a plan whose groups are DDP's buckets."""
+        at = [t["bucket"] for t in self.tensors]
+        return [*(i for i in range(1, len(at)) if at[i] != at[i - 1]), len(at)]
+
 
 def model_digest(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
     """A digest of (name, shape, dtype) of each parameter, whatever their order."""

@@ -1,0 +1,54 @@
+"""A profile of costs that were measured and of a model that did not train: its times are assumed."""
+
+from itertools import accumulate
+from typing import Any
+
+from sidcomp.planner import fusion
+from sidcomp.planner.profile import Profile, model_digest
+from sidcomp.standalone.estimate import BUCKET, instance_of
+from sidcomp.standalone.model_shapes import Model
+
+_MOST_STOLEN = 800  # per mille
+
+
+def assumed_profile(model: Model, step_ms: float, world: int, found: dict[str, Any]) -> Profile:
+    """The profile of `model`, whose step computes for step_ms, on CPUs over Gloo.
+
+    found: "methods", "contention", "threads" and "measured_s", as a rank of `sidcomp bench` prints them. The
+    buckets are those of DDP, and plain DDP's step is the one that the planner's model predicts.
+    """
+    dense = {"name": "dense", "encode": None, "exchange": [[0, 0]], "decode": None}
+    instance = instance_of(model, step_ms, [dense])
+    ends = fusion.plan(instance, "bucket", method=0, bytes=BUCKET)["ends"]
+    forward = instance["forward_ps"]
+    ready = [forward + ps for ps in accumulate(t["backward_ps"] for t in instance["tensors"])]
+    bucket_of = [sum(i >= end for end in ends) for i in range(len(ready))]
+    tensors = [
+        {"name": t["name"], "bytes": t["bytes"], "bucket": bucket, "ready_ps": at, "kind": "float32 cpu"}
+        for t, at, bucket in zip(instance["tensors"], ready, bucket_of, strict=True)
+        if t["bytes"]
+    ]
+    slower = int(found["contention"].get("compute_permille", 1000))
+    stolen = max(0, min(_MOST_STOLEN, 1000 - 1_000_000 // max(slower, 1)))
+    plain: dict[str, Any] = {
+        "model": model_digest((p.name, p.shape, "float32") for p in model.parameters if p.elements),
+        "world": world,
+        "device": "cpu",
+        "backend": "gloo",
+        "threads": found["threads"],
+        "tensors": tensors,
+        "forward_ps": min(t["ready_ps"] for t in tensors),
+        "rest_ps": 0,
+        "compute_ps": round(step_ms * 1e9),
+        "dense_ps": round(step_ms * 1e9),
+        "methods": found["methods"],
+        "contention": {**found["contention"], "stolen_permille": stolen},
+        "measured_s": found["measured_s"],
+    }
+    header = {"version": Profile.version, "format": Profile.format}
+    profile = Profile.of({**plain, **header})
+    overlapped = profile.instance(True, [profile.methods[0].name], contention=1000)
+    overlapped["stolen_permille"] = stolen
+    at = profile.bucket_ends()
+    dense_ps = fusion.evaluate(overlapped, {"ends": at, "methods": [0] * len(at)})["time_ps"]
+    return Profile.of({**plain, **header, "dense_ps": dense_ps})

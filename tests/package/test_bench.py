@@ -1,0 +1,129 @@
+"""`sidcomp bench`: ranks of this machine measure, and the profile that is saved can be planned from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sidcomp
+from sidcomp.cli import bench
+from sidcomp.cli.app import app
+from sidcomp.errors import SetupError
+from sidcomp.planner.profile import Profile, model_digest
+from sidcomp.standalone.assumed_profile import assumed_profile
+from sidcomp.standalone.model_shapes import of_json
+from typer.testing import CliRunner
+
+SHAPES = {"first.weight": [512, 256], "first.bias": [512], "empty": [0], "last.weight": [64, 512]}
+
+
+def run(*words: object) -> Any:
+    return CliRunner().invoke(app, ["bench", *map(str, words)])
+
+
+def need_gloo() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no Gloo")
+
+
+def test_two_ranks_measure_and_the_profile_can_be_planned_from(tmp_path: Path) -> None:
+    need_gloo()
+    shapes, saved = tmp_path / "parameters.json", tmp_path / "saved.json"
+    shapes.write_text(json.dumps(SHAPES))
+    own = ("--codec", "topk density=0.05", "--codec", "int8")
+    done = run("--seconds", 0.5, "--model", shapes, "--step-ms", 20, "--save", saved, "--json", *own)
+    assert done.exit_code == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)["methods"]}
+    auto = {c.encoding for c in sidcomp.State("auto").settings.candidates}
+    assert rows.keys() == {"dense", "topk density=0.05", "int8", *auto}
+    assert (rows["dense"]["exchange"], rows["int8"]["exchange"]) == ("allreduce", "allgather")
+    for name, row in rows.items():
+        assert [size["bytes"] for size in row["ms"]] == [2**16, 4 * of_json(SHAPES).elements]
+        for size in row["ms"]:
+            assert size["exchange"] > 0 and (size["encode"] > 0) == (size["decode"] > 0) == (name != "dense")
+    profile = Profile.load(saved)
+    digest = model_digest((n, s, "float32") for n, s in SHAPES.items() if n != "empty")
+    present = {"model": digest, "world": 2, "device": "cpu", "backend": "gloo", "threads": 1}
+    assert profile.stale(**present) is None, "State(profile=) would not take it"
+    planned = CliRunner().invoke(app, ["plan", "--profile", str(saved), "--json"])
+    assert json.loads(planned.stdout)["ends"][-1] == 3
+
+
+FOUND: dict[str, Any] = {
+    "methods": [
+        {
+            "name": name, "codec": codec, "memory": "none", "parameters": {}, "exchange": "allreduce",
+            "encode": encode, "exchange_curve": {"knots": [[0, 10**8], [10**6, 10**9]]}, "decode": encode,
+            "contended": {"knots": [[0, 10**8], [10**6, 2 * 10**9]]},
+        }
+        for name, codec, encode in (
+            ("dense", "none", None),
+            ("fp16", "fp16", {"knots": [[0, 10**6], [10**6, 10**8]]}),
+        )
+    ],
+    "contention": {"exchange_permille": 2000, "compute_permille": 1250},
+    "threads": 1,
+    "measured_s": 0.5,
+}  # fmt: skip
+
+
+def test_a_profile_of_a_model_that_did_not_train_assumes_its_step() -> None:
+    model = of_json({f"layer{i}": [1_000_000] for i in range(20)})
+    profile = assumed_profile(model, 60.0, 4, FOUND)
+    assert [t["name"] for t in profile.tensors] == [f"layer{i}" for i in reversed(range(20))]
+    ready = [t["ready_ps"] / 1e9 for t in profile.tensors]
+    assert ready == pytest.approx([20 + 2 * (i + 1) for i in range(20)], abs=1e-6)
+    assert [t["bucket"] for t in profile.tensors] == [
+        i // 7 for i in range(20)
+    ]  # of 25 MB, in tensors of 4 MB
+    assert profile.contention["stolen_permille"] == 200  # 1.25 times as long: a fifth of the speed is taken
+    # Backward has ended after 60 ms, and each of three buckets takes 2 ms a MB.
+    assert 80 * 2 + 20 < profile.dense_ps / 1e9 < 80 * 2 + 60
+    assert profile.fitted_contention() > 950  # the curve that was measured beside computation
+
+
+def test_the_table_and_the_picture_show_every_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(bench, "measured", lambda *_: FOUND)
+    done = run("--mb", 4, "--save", tmp_path / "p.json")
+    assert done.exit_code == 0, done.stderr
+    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if " allreduce " in line}
+    # 4.194 MB at 0.9 ns a byte and 0.1 ms; fp16 encodes and decodes beside that, at 0.099 ns a byte each
+    assert float(rows["dense"][4]) == pytest.approx(0.1 + 0.9 * 4.194304, abs=2e-3)
+    assert float(rows["fp16"][4]) == pytest.approx(0.102 + 1.098 * 4.194304, abs=2e-3)
+    assert "the model and its step of 100 ms are assumed" in " ".join(done.stdout.split())
+    pytest.importorskip("matplotlib")
+    assert run("--mb", 4, "--plot", tmp_path / "p.png").exit_code == 0
+    assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_ranks_that_fail_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_gloo()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")
+    with pytest.raises(SetupError, match=r"the ranks could not measure: .*nosuchinterface"):
+        bench.measured([], 2, 2**16, 0.1, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--ranks 1", "2 to 64"),
+        ("--seconds 0", "more than 0"),
+        ("--seconds nan", "more than 0"),
+        ("--mb 0", "0.0625 to 1024"),
+        ("--step-ms -1", "more than 0"),
+        ("--codec int88", "did you mean"),
+        ("--codec auto", "always included"),
+        ("--model nowhere.json", "cannot read the model"),
+        ("--plot .", "is a folder"),
+    ],
+)
+def test_a_bad_command_line_says_what_to_change(
+    line: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(bench, "measured", lambda *_: pytest.fail("it has started ranks"))
+    done = run(*line.split())
+    assert done.exit_code == 2
+    assert words in done.stderr

@@ -1,0 +1,348 @@
+"""`sidcomp estimate`: the shapes of models, what is predicted for them, and what it says of wrong input."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sidcomp.cli.app import app
+from sidcomp.cli.common import COMPARED, codecs_of, gbit_of
+from sidcomp.errors import ArgumentError, SetupError
+from sidcomp.standalone.estimate import GPU, Estimate, candidates, estimate
+from sidcomp.standalone.model_shapes import Model, Parameter, of_json, of_module, read_model
+from sidcomp.standalone.simulation import Compute, Link, simulate
+from typer.testing import CliRunner
+
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
+BERT = {
+    "model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072,
+    "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "intermediate_size": 11008, "vocab_size": 32000,
+}  # fmt: skip
+
+
+# ---- models ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, elements",
+    [
+        (GPT2, 124_439_808),
+        (BERT, 109_482_240),
+        (LLAMA, 6_738_415_616),
+        # as published: Mistral 7B v0.1, Qwen2 0.5B (tied), Qwen3 0.6B (tied), RoBERTa base with its pooler
+        (
+            {**LLAMA, "model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8},
+            7_241_732_096,
+        ),
+        (
+            {
+                "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+                "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
+                "tie_word_embeddings": True,
+            },
+            494_032_768,
+        ),
+        (
+            {
+                "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+                "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+                "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True,
+            },
+            596_049_920,
+        ),
+        (
+            {
+                **BERT, "model_type": "roberta", "vocab_size": 50265, "max_position_embeddings": 514,
+                "type_vocab_size": 1,
+            },
+            124_645_632,
+        ),
+    ],
+    ids=lambda x: x["model_type"] if isinstance(x, dict) else str(x),
+)  # fmt: skip
+def test_known_models_have_as_many_parameters_as_published(config: dict[str, Any], elements: int) -> None:
+    model = of_json(config)
+    assert model.elements == elements
+    assert len({p.name for p in model.parameters}) == len(model.parameters)
+
+
+def test_a_tied_output_layer_is_counted_once_and_its_work_stays() -> None:
+    """Tied: the matrix product remains, the second weight does not."""
+    tied, own = (of_json({**LLAMA, "tie_word_embeddings": t}) for t in (True, False))
+    assert own.elements - tied.elements == 32000 * 4096
+    assert sum(p.work for p in own.parameters) == sum(p.work for p in tied.parameters)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"a": [3, 4], "b": []},
+        [{"name": "a", "shape": [3, 4]}, {"name": "b", "shape": []}],
+        [["a", [3, 4]], ["b", []]],
+    ],
+)  # fmt: skip
+def test_parameters_are_read_in_three_forms(data: Any, tmp_path: Path) -> None:
+    path = tmp_path / "parameters.json"
+    path.write_text(json.dumps(data))
+    found = read_model(path).parameters
+    assert [(p.name, p.shape, p.elements) for p in found] == [("a", (3, 4), 12), ("b", (), 1)]
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' are not known here.*named_parameters"),
+        ({"model_type": 3}, "not known here"),
+        ({"hidden_size": 3}, "neither the shapes.*nor a model_type.*named_parameters"),
+        ({}, "neither"),
+        ({k: v for k, v in GPT2.items() if k != "n_embd"}, "lacks 'n_embd', which model_type 'gpt2' needs"),
+        ({**GPT2, "n_layer": -1}, "n_layer must be"),
+        ({**GPT2, "n_embd": "768"}, "n_embd must be an integer"),
+        ({**LLAMA, "tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ({"a": [3, -1]}, r"'a'\[1\] must be"),
+        ({"a": [1.5]}, "integer"),
+        ([["a", [1]], ["a", [2]]], "'a' twice"),
+        ([7], "must be"),
+        (7, "must be a list"),
+        ({"a": [0]}, "0 elements"),
+        ({"a": [2**40, 2**40]}, "elements: 1 to"),
+    ],
+)
+def test_a_wrong_model_is_refused_with_what_to_change(data: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        of_json(data)
+
+
+def test_a_zoo_that_is_not_installed_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for name in ("torchvision", "torchvision.models", "timm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for source in ("torchvision:resnet50", "timm:resnet50"):
+        with pytest.raises(SetupError, match=r"pip install (torchvision|timm), or give the parameters"):
+            read_model(source)
+    with pytest.raises(ArgumentError, match=r"nowhere\.json.*give a file of parameters"):
+        read_model("nowhere.json")
+
+
+@pytest.mark.parametrize("zoo, maker", [("torchvision", "get_model"), ("timm", "create_model")])
+def test_a_model_of_a_zoo_is_built_without_numbers(
+    zoo: str, maker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    import sys
+    from types import ModuleType
+
+    made = []
+
+    def make(name: str, **options: Any) -> Any:
+        if name != "small":
+            raise ValueError(f"Unknown model {name}")
+        made.append(
+            torch.nn.Sequential(torch.nn.Conv2d(3, 4, 224), torch.nn.Flatten(), torch.nn.Linear(4, 2))
+        )
+        assert options in ({"weights": None}, {"pretrained": False})
+        return made[-1]
+
+    library = ModuleType("zoo")
+    library.__dict__[maker] = make
+    for name in ("torchvision", "torchvision.models", "timm"):
+        monkeypatch.setitem(sys.modules, name, library)
+    model = read_model(f"{zoo}:small")
+    assert all(p.is_meta for p in made[0].parameters())
+    assert [p.work for p in model.parameters] == [4 * 3 * 224 * 224, 0, 8, 0]
+    with pytest.raises(ArgumentError, match="cannot make a model 'large': Unknown model large"):
+        read_model(f"{zoo}:large")
+
+
+def test_the_work_of_a_module_is_what_its_forward_pass_multiplies() -> None:
+    torch = pytest.importorskip("torch")
+    with torch.device("meta"):
+        module = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, stride=2, padding=1),
+            torch.nn.Flatten(),
+            torch.nn.Linear(8 * 16 * 16, 10),
+        )
+    found = {p.name: p for p in of_module(module, (1, 3, 32, 32)).parameters}
+    assert {n: p.work for n, p in found.items() if n.endswith("weight")} == {
+        "0.weight": 8 * 3 * 9 * 16 * 16,
+        "2.weight": 8 * 16 * 16 * 10,
+    }
+    assert of_module(module, (1, 3, 8, 8)).parameters[0].work == 8 * 3 * 9  # does not fit: by elements
+
+
+# ---- predictions -------------------------------------------------------------------------------------------
+
+SMALL = of_json({f"layer{i}.weight": [1024, 1024] for i in range(12)})
+FREE = dict.fromkeys(candidates(COMPARED), Compute())
+ON_GPU = dict.fromkeys(candidates(COMPARED), GPU)
+
+
+def predict(
+    gbit: float, model: Model = SMALL, step_ms: float = 100, ranks: int = 8, **changes: Any
+) -> Estimate:
+    arguments = {"compute": ON_GPU, "codecs": COMPARED, **changes}
+    return estimate(model, ranks, step_ms, Link(gbit, 50), **arguments)
+
+
+def test_a_slower_link_never_gains_less() -> None:
+    found = [predict(gbit) for gbit in (400, 100, 25, 10, 2.5, 1, 0.1)]
+    for fast, slow in pairwise(found):
+        assert slow.dense_ms >= fast.dense_ms
+        assert slow.auto.speedup >= 0.99 * fast.auto.speedup
+        assert all(b.step_ms >= a.step_ms for a, b in zip(fast.ways, slow.ways, strict=True))
+    assert not found[0].gains and found[-1].gains
+
+
+def test_nothing_beats_computation_and_auto_nothing_of_its_own_loses() -> None:
+    for gbit in (100, 1, 0.1):
+        found = predict(gbit)
+        assert found.auto.step_ms <= found.dense_ms * 1.0001
+        assert found.ceiling_ms == 100
+        assert min(found.dense_ms, found.auto.step_ms, *(w.step_ms for w in found.ways)) >= 100
+
+
+def test_plain_ddp_takes_what_can_be_computed_by_hand() -> None:
+    """One tensor: nothing overlaps, so the step is the computation and the ring's 2 (W - 1) / W vectors."""
+    found = predict(10, of_json({"w": [25_000_000]}), ranks=8)
+    ring = 2 * 7 / 8 * 25_000_000 * 32 / 10e9 * 1e3 + 14 * 50e-3
+    assert found.dense_ms == pytest.approx(100 + ring, rel=1e-3)
+    assert found.dense_bytes == pytest.approx(2 * 7 / 8 * 25_000_000 * 4, rel=1e-3)
+
+
+def test_the_cost_of_a_codec_is_counted() -> None:
+    slow = dict.fromkeys(ON_GPU, Compute(50.0, 5.0, 0.0))
+    found = predict(10, compute=slow)
+    assert all(a.step_ms > b.step_ms for a, b in zip(found.ways, predict(10, compute=FREE).ways, strict=True))
+    encode_ms = 50e-6 * SMALL.elements
+    assert all(w.step_ms > 100 + encode_ms for w in found.ways)  # an encode stops the backward pass
+    assert found.auto.codec == "dense" and "other groups alone" in found.sentence
+    whole = predict(10, of_json({"w": [10**7]}), compute=slow)  # which cannot be divided
+    assert not whole.gains and "cost as much as it saves: it gains nothing" in whole.sentence
+
+
+def test_bytes_are_those_of_the_simulation_and_exchanges_those_of_a_state() -> None:
+    for ranks, exchange in ((2, "allgather"), (8, "twoshot")):
+        for way in predict(1, ranks=ranks).ways:
+            if way.codec == "int4":
+                assert way.exchange == exchange
+            own = dict(candidates(COMPARED))[way.name][1]
+            row = simulate(SMALL.elements, way.codec, worlds=[ranks], exchange=[way.exchange], **own).rows[-1]
+            assert way.bytes == row.bytes
+
+
+def test_gradients_are_ready_in_reverse_and_embeddings_cost_no_time() -> None:
+    """A gradient that is ready last cannot hide; one that is ready first can."""
+    work, table = Parameter("work", (7000, 1000), 1.0), Parameter("table", (7000, 1000), 0.0)
+    ready_last = predict(10, Model((table, work), ""), step_ms=30).dense_ms
+    ready_first = predict(10, Model((work, table), ""), step_ms=30).dense_ms
+    assert ready_last > ready_first + 10
+
+
+def test_nodes_share_a_link() -> None:
+    alone, shared = (predict(10, ranks=16, ranks_per_node=r) for r in (1, 8))
+    assert shared.ways[0].step_ms > alone.ways[0].step_ms
+    assert shared.dense_ms < alone.dense_ms * 1.01  # the ring crosses the link once
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"ranks": 1}, "ranks=1: 2 to 4096"),
+        ({"step_ms": 0}, "give the milliseconds"),
+        ({"step_ms": float("nan")}, "give the milliseconds"),
+        ({"codecs": [("topkk", {})]}, "did you mean 'topk'"),
+        ({"codecs": [("topk", {"density": 7})]}, "density"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        predict(1, **changes)
+
+
+def test_a_codec_without_such_an_exchange_is_left_out_by_name() -> None:
+    codecs = [("powersgd", {}), ("int8", {})]
+    found = predict(1, codecs=codecs, compute=dict.fromkeys(candidates(codecs), GPU))
+    assert [w.codec for w in found.ways] == ["int8"] and "powersgd" in found.refused
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+
+
+def run(*words: object) -> Any:
+    return CliRunner().invoke(app, ["estimate", *map(str, words)])
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    return path
+
+
+def test_it_answers_in_one_sentence_and_says_what_it_assumes(gpt2: Path) -> None:
+    common = ("--model", gpt2, "--ranks", 8, "--device", "gpu")
+    slow = run(*common, "--link", "10gbit", "--step-ms", 120)
+    assert slow.exit_code == 0, slow.stderr
+    last = slow.stdout.strip().splitlines()[-1]
+    assert last.startswith("At 10 Gbit/s with 8 ranks State(") and "times as fast" in last
+    assert "124,439,808 parameters" in slow.stdout and "not measured" in slow.stdout
+    assert "This is a model, not a measurement" in slow.stdout
+    fast = run(*common, "--link", "400gbit", "--step-ms", 1200).stdout.strip().splitlines()[-1]
+    assert fast == (
+        "At 400 Gbit/s with 8 ranks communication hides behind the backward pass: compression gains nothing."
+    )
+
+
+def test_json_holds_what_the_table_shows_and_cpus_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "parameters.json"
+    path.write_text(json.dumps({"w": [100_000]}))
+    command = ("--model", path, "--link", "100mbit", "--ranks", 2, "--step-ms", 5, "--codec", "int8 block=64")
+    found = json.loads(run(*command, "--json").stdout)
+    assert found["link"]["gbit"] == 0.1 and found["elements"] == 100_000
+    assert [w["codec"] for w in found["ways"]] == ["int8"]
+    assert any("measured" in text and "int8" in text for text in found["assumed"])
+    assert found["sentence"] in run(*command, "--device", "gpu").stdout or found["gains"]
+
+
+@pytest.mark.parametrize(
+    "text, gbit",
+    [
+        ("10gbit", 10),
+        ("100mbit", 0.1),
+        ("2.5 Gbit/s", 2.5),
+        ("25Gbps", 25),
+        ("0.4tbit", 400),
+        ("1g", None),
+        ("fast", None),
+    ],
+)
+def test_links_are_read_with_their_unit(text: str, gbit: float | None) -> None:
+    if gbit is not None:
+        assert gbit_of(text) == pytest.approx(gbit)
+        return
+    with pytest.raises(ValueError, match=r"number and a unit, such as 10gbit"):
+        gbit_of(text)
+
+
+def test_a_bad_command_line_says_what_to_change(gpt2: Path) -> None:
+    good = {"--model": gpt2, "--link": "10gbit", "--ranks": 8, "--step-ms": 120, "--device": "gpu"}
+    for option, value, words in (
+        ("--link", "10", "such as 10gbit"),
+        ("--model", gpt2.parent / "no.json", "cannot read the model"),
+        ("--ranks", 1, "2 to 4096"),
+        ("--step-ms", -1, "give the milliseconds"),
+        ("--codec", "int8 block", "is not NAME=VALUE"),
+        ("--codec", "inte8", "did you mean 'int8'"),
+        ("--codec", "auto", "always included"),
+        ("--device", "tpu", "tpu"),
+    ):
+        done = run(*(word for pair in {**good, option: value}.items() for word in pair))
+        assert done.exit_code == 2, option
+        assert words in done.stderr, done.stderr
+    assert codecs_of(["topk density=0.5"]) == [("topk", {"density": 0.5})]
