@@ -378,6 +378,30 @@ def test_where_it_cannot_tell_it_does_not_compress(kept: bool) -> None:
         assert programs <= 32
 
 
+def nothing_to_compress(rank: int, world: int, kind: str) -> str:
+    said = io.StringIO()
+    model: nn.Module
+    if kind == "sharded":
+        model = network()
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    else:
+        model = DistributedDataParallel(network(width=5))
+    with redirect_stderr(said):
+        for step in range(25):
+            backward(model, rank, step)
+    assert not group().programs
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    "kind, advice", [("sharded", "sidcomp.fsdp.compress_reduce_scatter"), ("small", "min_bytes=1000")]
+)
+def test_it_says_that_nothing_can_be_compressed(kind: str, advice: str) -> None:
+    for rank, said in enumerate(run(nothing_to_compress, 2, kind, backend=partial(compressing, "topk"))):
+        assert said.count("has compressed nothing in 20 backward passes") == (rank == 0)
+        assert (advice in said) == (rank == 0)
+
+
 def strictly(rank: int, world: int) -> str:
     x = [torch.ones(3000), torch.ones(2000)]
     for _ in range(4):
@@ -501,6 +525,8 @@ def test_a_wait_with_a_timeout() -> None:
         ({"codec": "topk", "groups": "replicate", "min_bytes": -1}, "min_bytes"),
         ({"codec": "topk", "density": 2.0}, "density"),
         ({"codec": "topkk"}, "topkk"),
+        ({"codec": "topk", "exclude": ["<128KB", "1-D"]}, "flat tensors.*'1-D'"),
+        ({"codec": "topk", "policy": [("head.*", "none")]}, r"'head\.\*'.*sidcomp.register"),
     ],
 )
 def test_a_wrong_configuration_is_found_at_once(wrong: dict[str, Any], said: str) -> None:

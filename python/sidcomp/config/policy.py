@@ -28,6 +28,11 @@ GRAMMAR = (
 )
 
 
+def by_size(rule: str | int) -> bool:
+    """Whether a rule asks only how large a parameter is, and neither its name nor its shape."""
+    return isinstance(rule, int) or _SIZE.fullmatch(rule) is not None
+
+
 def check_rule(rule: object, what: str) -> None:
     if isinstance(rule, bool) or not isinstance(rule, str | int):
         raise ArgumentError(f"{what}: {rule!r} is not a rule: give {GRAMMAR}")

@@ -30,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sidcomp import notices
 from sidcomp.config import specification
 from sidcomp.config.grouping import UNITS
+from sidcomp.config.policy import by_size
 from sidcomp.errors import ArgumentError, ParameterError, SetupError
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
@@ -79,7 +80,7 @@ def configure(
 
     codec, arguments    those of `State`; codec="off" compresses nothing. Each all-reduce is encoded for
                         itself, so the codec "auto", which plans groups, is refused. Tensors are flat and have
-                        no parameter names, so leave `exclude` out
+                        no parameter names, so rules in `exclude` and `policy` are about sizes only
     groups              ["replicate", "dp_replicate", "ddp", "dp", "data_parallel"] the names of the process
                         groups that compress: a mesh dimension's name, or a group's `group_desc`. The default
                         group always does. (This is not `groups` of a State.)
@@ -108,6 +109,13 @@ def _configuration(
                 "leave groups out, or use sidcomp.register (DDP) or sidcomp.fsdp.compress (FSDP2 and HSDP), "
                 "which plan groups"
             )
+        rules = [*settings.policy.exclude, *(rule for rule, _ in settings.policy.rules)]
+        if not all(map(by_size, rules)):
+            raise ArgumentError(
+                f"the backend {BACKEND!r} sees flat tensors, without the names and the shapes that the rule "
+                f"{next(r for r in rules if not by_size(r))!r} of exclude= or policy= asks for: give sizes, "
+                "such as '<128KB', or use sidcomp.register (DDP) or sidcomp.fsdp.compress (FSDP2 and HSDP)"
+            )
     return chosen
 
 
@@ -130,6 +138,35 @@ def _bytes(value: Any) -> Any:
         if text.endswith(unit) and text[: -len(unit)].isdigit():
             return int(text[: -len(unit)]) * UNITS[unit]
     return value
+
+
+class _Watch:
+    """Notices that the backward passes of this process have no call that can be compressed."""
+
+    def __init__(self) -> None:
+        self.over = False  # there was such a call, or the program has been told
+        self._task, self._passes = -1, 0
+        self._why: set[str] = set()
+
+    def met(self, why: str, group: "ProcessGroup") -> None:
+        """The backward pass in progress has a call that passes uncompressed, and `why` says what it is."""
+        task = torch._C._current_graph_task_id()
+        if self.over or task == -1 or group.configuration.codec == "off" or group.size() == 1:
+            return
+        if task != self._task:
+            self._task = task
+            self._passes += 1
+        self._why.add(why)
+        if self._passes > _PATIENCE:
+            self.over = True
+            notices.warn(
+                f'the backend "{BACKEND}" has compressed nothing in {_PATIENCE} backward passes: '
+                + "; ".join(sorted(self._why)),
+                group.rank(),
+            )
+
+
+_watch = _Watch()
 
 
 class Call(NamedTuple):
@@ -351,7 +388,6 @@ class ProcessGroup(dist.ProcessGroup):
             or x.dtype not in (torch.float32, torch.float16, torch.bfloat16)
             or x.layout is not torch.strided
             or x.device.type not in ("cpu", "cuda")
-            or x.numel() * x.element_size() < max(1, c.min_bytes)
             or torch._C._current_graph_task_id() == -1
         ):
             return None
@@ -360,6 +396,10 @@ class ProcessGroup(dist.ProcessGroup):
         average = op == dist.ReduceOp.AVG
         if not average and op is not None and op != dist.ReduceOp.SUM:
             return None
+        if x.numel() * x.element_size() < max(1, c.min_bytes):
+            _watch.met(f"all-reduces are smaller than min_bytes={c.min_bytes}, which you can lower", self)
+            return None
+        _watch.over = True
         if not x.is_contiguous():
             self._warn("not contiguous", "passes all-reduces of tensors that are not contiguous uncompressed")
             return None
@@ -564,6 +604,24 @@ _PASSED_ON = (
 for _name in _PASSED_ON:
     if hasattr(dist.ProcessGroup, _name):
         setattr(ProcessGroup, _name, _passed_on(_name))
+
+
+def _scatters(passed_on: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: ProcessGroup, *arguments: Any, **named: Any) -> Any:
+        _watch.met(
+            "the model is sharded, so its gradients are reduce-scattered, and the backend compresses only "
+            "all-reduces: use sidcomp.fsdp.compress for HSDP, or sidcomp.fsdp.compress_reduce_scatter",
+            self,
+        )
+        return passed_on(self, *arguments, **named)
+
+    call.__name__, call.__doc__ = passed_on.__name__, passed_on.__doc__
+    return call
+
+
+for _name in ("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single"):
+    if hasattr(ProcessGroup, _name):
+        setattr(ProcessGroup, _name, _scatters(getattr(ProcessGroup, _name)))
 
 
 def _describe(call: Call) -> str:
