@@ -72,7 +72,8 @@ class _Ending:
         if not steps and not self.copied:
             notices.warn(
                 f"{self._what} {how} after 0 steps: no gradient has reached it, and nothing was compressed. "
-                "Register it with the model that trains: sidcomp.register(ddp, state)",
+                "Register it with the model that trains: sidcomp.register(ddp, state), or "
+                "sidcomp.fsdp.compress(model, state)",
                 rank,
                 raises=raises,
             )

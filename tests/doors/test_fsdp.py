@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +358,47 @@ def test_the_reduce_scatter_resumes_with_the_same_bits() -> None:
     arguments = {"memory": "residual", "density": 0.1}
     whole, again = (run(scattered, 3, "topk", arguments, room) for room in ("", "here"))
     assert all(torch.equal(a, b) for (a, _, _), (b, _, _) in zip(whole, again, strict=True))
+
+
+def both(rank: int, world: int, codec: str) -> Any:
+    """HSDP on 2 x 2 ranks with both of its collectives compressed; codec "": as torch does it."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh)
+    state, scatters, said = None, [], io.StringIO()
+    with redirect_stderr(said):
+        if codec:
+            state = sidcomp.State(codec)
+            sidcomp.fsdp.compress(model, state)
+            scatters = sidcomp.fsdp.compress_reduce_scatter(model, codec)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(20):
+            sgd.zero_grad()
+            losses.append(backward(model, rank, step))
+            sgd.step()
+    assert alike(model, mesh.get_group("replicate"))
+    ratio = state.stats()["ratio"] if state is not None else 0.0
+    if state is not None:
+        state.close()
+    return (
+        flat(model),
+        sum(losses[-5:]),
+        ratio,
+        [x.dense_bytes / x.sent_bytes for x in scatters],
+        said.getvalue(),
+    )
+
+
+def test_reduce_scatter_and_average_together() -> None:
+    plain = run(both, 4, "")
+    for (theirs, *_), (mine, *_) in zip(plain, run(both, 4, "none"), strict=True):
+        assert torch.equal(theirs, mine)
+    for rank, ((_, loss, *_), (_, mine, ratio, scatters, said)) in enumerate(
+        zip(plain, run(both, 4, "int8"), strict=True)
+    ):
+        assert mine == pytest.approx(loss, rel=0.1)
+        assert ratio > 2.9 and len(scatters) == 3 and min(scatters) > 1.6
+        assert ("plain HSDP's all-reduce" in said) == (rank == 0)
 
 
 # ---- what is refused

@@ -740,8 +740,8 @@ class Controller:
 
     def _dense_and_alone(self, of: str) -> Generator[Order, Iteration, list[dict[str, Any]]]:
         """Measures steps of plain DDP, and steps that exchange only after backward(), in turns."""
-        self._say("measuring plain DDP, and backward() without communication")
         assert self._p is not None and self._p.layout is not None
+        self._say(f"measuring {self._p.plain}, and backward() without communication")
         sizes = [len(b.names) for b in self._p.layout.buckets]
         buckets, params = len(sizes), sum(sizes)
         e = self._next("turns", of)
@@ -781,7 +781,7 @@ class Controller:
             given, self.given = self.given, None
             reason = given.stale(**self._here()) or measurement.lacks(given, self._p, self.settings)
             if reason is None:
-                times = yield from self._timed("plain DDP", PLAIN, _STEPS)
+                times = yield from self._timed(self._p.plain, PLAIN, _STEPS)
                 reason = given.stale(**self._here(), dense_ps=int(1000 * median(times)))
             if reason is None:
                 self._say("using the profile that was given")
@@ -860,6 +860,6 @@ class Controller:
 
     def _called(self, regime: Regime) -> str:
         if regime == PLAIN:
-            return "plain DDP's dense exchange"
+            return f"{self._p.plain if self._p is not None else 'plain DDP'}'s dense exchange"
         n = len(regime.rule) if isinstance(regime.rule, list) else 0
         return f"a plan of {n} groups" if n else "a group for each bucket"

@@ -89,24 +89,24 @@ def explain(p: Engine) -> str:
     if r["stage"] != "settled":
         return "\n".join([f"sidcomp is still {r['stage']}", *("  " + line for line in r["log"])])
     dense = all(g["way"] == "dense" for g in r["groups"])
-    name = "plain DDP's dense exchange" if dense else f"{len(r['groups'])} groups"
+    name = f"{p.plain}'s dense exchange" if dense else f"{len(r['groups'])} groups"
     lines = [f"sidcomp: {name}. {r['why']}", ""]
 
     def row(what: str, ps: int | None, note: str = "") -> None:
         if ps:
             lines.append(f"  {what:<34}{ps * 1e-9:9.1f} ms a step{'   ' + note if note else ''}")
 
-    row("plain DDP, measured", r["dense_ps"])
+    row(f"{p.plain}, measured", r["dense_ps"])
     row("without communication: the ceiling", r["compute_ps"])
     row("this plan, predicted", r["predicted_ps"])
     m = r["measured_ps"]
     if m:
-        speed = f"{r['dense_ps'] / m:.2f} times plain DDP's speed, {r['compute_ps'] / m:.0%} of the ceiling's"
+        speed = f"{r['dense_ps'] / m:.2f} times {p.plain}'s speed, {r['compute_ps'] / m:.0%} of the ceiling's"
         row("this plan, measured", m, speed if r["dense_ps"] else "")
     for one in r["compared"][-1:]:
         then = f"this plan took {one['measured_ps'] * 1e-9:.1f} ms then"
         row(
-            f"plain DDP, compared in step {one['step']}",
+            f"{p.plain}, compared in step {one['step']}",
             one["against_ps"],
             f"{then}: it {'stayed' if one['kept'] else 'was given up'}",
         )
@@ -129,7 +129,7 @@ def _explain_named(p: Engine) -> str:
     some = any(map(announcement.compressed, p.groups))
     shapes = {name: shape for b in p.layout.buckets for name, shape in zip(b.names, b.shapes, strict=True)}
     lines = [
-        "sidcomp: " + announcement.line(p.settings, shapes, p.groups, p.exchange.world)
+        "sidcomp: " + announcement.line(p.settings, shapes, p.groups, p.exchange.world, p.plain)
         if some
         else "sidcomp: " + announcement.nothing(p.settings, shapes, p.groups)
     ]

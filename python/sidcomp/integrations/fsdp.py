@@ -354,6 +354,7 @@ class _Door:
             {name: shape for u in units for name, shape in zip(u.names, u.shapes, strict=True)},
             {id(p): name for name, p in module.named_parameters()},
             units[0].part(),
+            "plain HSDP" if units[0].part() else "plain replicate",
         )
         self._index: dict[int, int] = {}  # a unit's bucket, once their order is known
         self._arrived: dict[int, _Arrival] = {}

@@ -34,8 +34,9 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
-def line(settings: Settings, shapes: Shapes, groups: Sequence[Group], world: int) -> str:
-    """Describes groups, some of which are compressed. shapes: those of the model's parameters."""
+def line(settings: Settings, shapes: Shapes, groups: Sequence[Group], world: int, plain: str) -> str:
+    """Describes groups, some of which are compressed. shapes: those of the model's parameters. plain: what
+    trains it without sidcomp."""
     some = [g for g in groups if compressed(g)]
     codecs = list(dict.fromkeys(way(settings, g) for g in some))
     exchanges = list(dict.fromkeys(exchange_of(g) for g in some))
@@ -47,7 +48,7 @@ def line(settings: Settings, shapes: Shapes, groups: Sequence[Group], world: int
     )
     if any(g.in_messages and settings.candidate(g.spec.candidate).choice is None for g in some):
         text += ", which sends fewer bytes than an all-gather here, and encodes their mean a second time"
-    text += _traffic(groups, world)
+    text += _traffic(groups, world, plain)
     if left := _left_out(settings, shapes, groups):
         text += f". Uncompressed: {left}"
     return text
@@ -65,15 +66,15 @@ def _amount(groups: Sequence[Group]) -> tuple[int, int]:
     return len(pieces), sum(p.numel * p.itemsize for p in pieces)
 
 
-def _traffic(groups: Sequence[Group], world: int) -> str:
+def _traffic(groups: Sequence[Group], world: int, plain: str) -> str:
     if world < 2:
         return "; one rank sends nothing"
     sent = sum(g.wire_bytes(world) for g in groups)
-    plain = ring_bytes(_WIDTH * sum(g.n for g in groups), world)
-    text = f"; a rank sends {size(sent)} a step, plain DDP's all-reduce in float32 {size(plain)}"
-    if sent >= plain:
-        return text + ": this saves nothing. With this many ranks take another codec, or plain DDP"
-    return text + f" ({plain / sent:.3g} times as much)"
+    dense = ring_bytes(_WIDTH * sum(g.n for g in groups), world)
+    text = f"; a rank sends {size(sent)} a step, {plain}'s all-reduce in float32 {size(dense)}"
+    if sent >= dense:
+        return text + f": this saves nothing. With this many ranks take another codec, or {plain}"
+    return text + f" ({dense / sent:.3g} times as much)"
 
 
 def _left_out(settings: Settings, shapes: Shapes, groups: Sequence[Group]) -> str:

@@ -48,12 +48,14 @@ class Model:
     names           the names of the model's parameters, by id: for the optimizer that is followed. They may
                     include parameters that are in no bucket.
     part            which part of a sharded model these ranks have, such as "shard 0 of 4"; "" for all of it
+    plain           what trains it without sidcomp, in messages
     """
 
     process_group: dist.ProcessGroup
     shapes: dict[str, tuple[int, ...]]
     names: dict[int, str]
     part: str = ""
+    plain: str = "plain DDP"
 
 
 class Tuner(Protocol):
@@ -157,6 +159,11 @@ class Engine:
     def due(self) -> bool:
         """Whether the groups must be made anew before the next step."""
         return self.resume is not None or self.step >= self._change_at
+
+    @property
+    def plain(self) -> str:
+        """What trains the model without sidcomp, in messages."""
+        return self._model.plain if self._model is not None else Model.plain
 
     @property
     def on_device(self) -> bool:
@@ -406,7 +413,8 @@ class Engine:
         speaker = exchange.rank if not model.part or model.part.startswith("shard 0 ") else 1
         if any(map(announcement.compressed, self.groups)):
             self.announced = True
-            notices.say(announcement.line(self.settings, model.shapes, self.groups, exchange.world), speaker)
+            shapes, world = model.shapes, exchange.world
+            notices.say(announcement.line(self.settings, shapes, self.groups, world, model.plain), speaker)
         elif self.tuner is None:
             self.announced = True
             text = announcement.nothing(self.settings, model.shapes, self.groups)
