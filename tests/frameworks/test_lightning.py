@@ -183,7 +183,7 @@ def test_it_logs_bytes_ratio_and_density(results: tuple[list[dict[str, Any]], Pa
     n = sum(p.numel() for p in network().parameters())
     for row in rows:
         assert float(row["sidcomp/density"]) == pytest.approx(0.1, abs=1 / n)
-        assert 0 < float(row["sidcomp/bytes_per_step"]) * float(row["sidcomp/ratio"]) == pytest.approx(4 * n)
+        assert 0 < float(row["sidcomp/wire_bytes"]) * float(row["sidcomp/ratio"]) == pytest.approx(4 * n)
 
 
 def test_it_follows_the_scaler(results: tuple[list[dict[str, Any]], Path]) -> None:

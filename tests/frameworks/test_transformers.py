@@ -157,7 +157,7 @@ def test_it_logs_bytes_ratio_and_density(results: list[dict[str, Any]]) -> None:
     assert len(rows) == EPOCHS * STEPS
     for row in rows:
         assert row["sidcomp/density"] == pytest.approx(0.1, abs=1 / n)
-        assert row["sidcomp/bytes_per_step"] * row["sidcomp/ratio"] == pytest.approx(4 * n)
+        assert row["sidcomp/wire_bytes"] * row["sidcomp/ratio"] == pytest.approx(4 * n)
     kept = [row for row in results[0]["history"] if "loss" in row]
     assert [r["sidcomp/ratio"] for r in kept] == [r["sidcomp/ratio"] for r in rows]
 

@@ -37,7 +37,7 @@ class Compression(Callback):  # type: ignore[misc]
 
     codec, arguments    those of `sidcomp.State`, of which each call of fit() makes one; or a State, for one
                         call of fit()
-    log                 [True] logs sidcomp/bytes_per_step, sidcomp/ratio and sidcomp/density, every
+    log                 [True] logs sidcomp/wire_bytes, sidcomp/ratio and sidcomp/density, every
                         `log_every_n_steps` steps, as the model's own `self.log` does
     checkpoint          [True] saves the states of all ranks in Lightning's checkpoints, under "sidcomp", and
                         loads them with `fit(ckpt_path=...)`. A checkpoint grows by 4 bytes for each parameter

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp import notices
 from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.integrations.ddp import register
+from sidcomp.runtime.scalars import Scalars
 from sidcomp.state import State
 
 
@@ -47,7 +48,7 @@ class Session:
         self.state: State | None = None
         self._began = 0  # the State's number of steps at the start
         self._seen = False  # gradients have arrived
-        self._last = (0, 0)  # steps and bytes when they were measured last
+        self._scalars = Scalars()
 
     @property
     def running(self) -> bool:
@@ -69,7 +70,7 @@ class Session:
         """Begins to count from here: the run begins, or a checkpoint has been loaded."""
         assert self.state is not None
         self._began = self.state._engine.step
-        self._last = self._began, self.state._engine.current.sent
+        self._scalars.take(self.state._engine, norms=False)
 
     def follow(self, optimizers: list[Any], scaler: Any) -> None:
         """Follows the only optimizer. A State follows one, so with several it says that it follows none."""
@@ -96,17 +97,15 @@ class Session:
         self._seen = True
 
     def metrics(self) -> dict[str, float]:
-        """Returns what a logger shows: bytes sent by this rank in a step, on average since the last call; the
-        ratio of the uncompressed bytes to these, over the run; the density of the last step."""
+        """Returns what a logger shows, with the names and meanings of `State.log`: bytes on the wire and the
+        ratio of plain DDP's to them, both of the steps since the last call, and the density of the last step.
+        Without a step since then it returns nothing."""
         assert self.state is not None
-        stats = self.state.stats()
-        steps, sent = stats["steps"] - self._last[0], stats["sent_bytes"] - self._last[1]
-        self._last = stats["steps"], stats["sent_bytes"]
-        return {
-            "sidcomp/bytes_per_step": sent / steps if steps > 0 else 0.0,
-            "sidcomp/ratio": float(stats["ratio"]),
-            "sidcomp/density": float(stats["density"]),
-        }
+        found = self._scalars.take(self.state._engine, norms=False)
+        if not found:
+            return {}
+        names = ("sidcomp/wire_bytes", "sidcomp/ratio")
+        return {**{k: found[k] for k in names}, "sidcomp/density": float(self.state.stats()["density"])}
 
     def close(self) -> None:
         if self.state is not None:

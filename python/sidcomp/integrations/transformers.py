@@ -36,7 +36,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
                         Trainer's own `output_dir`: the Trainer does not tell a callback
 
     It registers the State with the Trainer's DDP model before the first step, follows the optimizer and the
-    GradScaler of fp16=True, adds sidcomp/bytes_per_step, sidcomp/ratio and sidcomp/density to what the
+    GradScaler of fp16=True, adds sidcomp/wire_bytes, sidcomp/ratio and sidcomp/density to what the
     Trainer logs, and closes the State when train() ends. Make a new Trainer to train again: DDP takes a hook
     once.
 
