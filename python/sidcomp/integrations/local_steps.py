@@ -1,20 +1,15 @@
 """Local steps: each rank's optimizer steps on its own, and from time to time the ranks average updates."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import ArgumentError, CheckpointError, SetupError
-from sidcomp.integrations.ddp import roles
-from sidcomp.integrations.names import named_parameters
+from sidcomp.errors import CheckpointError, SetupError
+from sidcomp.integrations.local_parts import broadcast, buckets, check, group_of, serve, trained
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.engine import Engine, Model
 from sidcomp.state import State
-
-BUCKET_BYTES = 25 * 2**20
 
 
 class LocalSteps:
@@ -57,39 +52,16 @@ class LocalSteps:
     ) -> None:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise SetupError("LocalSteps averages updates, DDP gradients: give it the module without DDP")
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ArgumentError(f"every={every!r}: give a number of steps between two exchanges, at least 1")
-        if state.settings.planned:
-            raise SetupError(
-                f"groups={state.settings.groups!r} are planned by DDP's steps: give LocalSteps a State with "
-                'a named codec and fixed groups, such as State("topk", groups="bucket")'
-            )
-        named = {name: p for name, p in named_parameters(module) if p.requires_grad}
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if missing := [name for name, p in named.items() if id(p) not in own]:
-            raise SetupError(f"the optimizer does not have {missing[0]!r}, which requires a gradient")
-        if not named:
-            raise SetupError("the module has no parameters that require gradients")
-        if complex_ := [name for name, p in named.items() if p.is_complex()]:
-            raise SetupError(f"parameter {complex_[0]!r} is complex, which no codec takes")
+        check(every, state, "LocalSteps")
+        named = trained(module, optimizer)
         self.module, self.optimizer, self.state, self.every = module, optimizer, state, every
         self.steps = 0  # taken by the optimizer
-        chosen = process_group or state._engine.process_group or dist.group.WORLD
-        assert chosen is not None
-        self._group = chosen
-        self._parts = [_Part(names, named) for names in _buckets(named)]
-        _broadcast([*named.values(), *module.buffers()], self._group)
+        self._group = group_of(state, process_group)
+        self._parts = [_Part(names, named) for names in buckets(named)]
+        broadcast([*named.values(), *module.buffers()], self._group)
         for part in self._parts:
             part.mark()
-        model = Model(
-            self._group,
-            {name: tuple(p.shape) for name, p in named.items()},
-            {id(p): name for name, p in named_parameters(module)},
-        )
-        if state._door is not None and state._door.open:
-            raise SetupError("this State serves a model already: give every model a State of its own")
-        state._attach(_Door(module, model, state._engine), roles(module))
-        state._engine.connect(model, self._parts[0].update.device, "sidcomp.LocalSteps()")
+        serve(state, module, named, self._group, self._parts[0].update.device, "LocalSteps")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Calls `optimizer.step(closure)`, and averages if it is time to. Every rank calls it equally often.
@@ -130,7 +102,7 @@ class LocalSteps:
         else:  # the engine discards this step: its residuals are those of before
             for part in self._parts:
                 part.restore()
-        _broadcast(list(self.module.buffers()), self._group)
+        broadcast(list(self.module.buffers()), self._group)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs beside the module's, the optimizer's and the State's own
@@ -199,47 +171,3 @@ class _Part:
 
     def restore(self) -> None:
         torch._foreach_copy_(self.parameters, self._point)
-
-
-class _Door:
-    def __init__(self, module: torch.nn.Module, model: Model, engine: Engine) -> None:
-        self._module = weakref.ref(module)
-        self.model, self.engine = model, engine
-
-    @property
-    def open(self) -> bool:
-        return self._module() is not None
-
-    def reset(self, error: Exception) -> None: ...
-
-    def before_forward(self, function: Callable[..., None]) -> torch.utils.hooks.RemovableHandle:
-        module = self._module()
-        assert module is not None
-        return module.register_forward_pre_hook(function)
-
-
-def _buckets(named: dict[str, torch.nn.Parameter]) -> list[list[str]]:
-    """Names of parameters of one dtype and device, up to about 25 MB each, the last parameters first."""
-    out: list[list[str]] = []
-    open_: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
-    for name, p in reversed(named.items()):
-        names, nbytes = open_.get((p.dtype, p.device), ([], 0))
-        if not names or nbytes + p.numel() * p.element_size() > BUCKET_BYTES:
-            names, nbytes = [], 0
-            out.append(names)
-        names.append(name)
-        open_[p.dtype, p.device] = names, nbytes + p.numel() * p.element_size()
-    return out
-
-
-@torch.no_grad()
-def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Copies rank 0's tensors to the other ranks, all of one dtype and device in one broadcast."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for x in tensors:
-        kinds.setdefault((x.dtype, x.device), []).append(x)
-    for alike in kinds.values():
-        flat = torch.cat([x.reshape(-1) for x in alike])
-        dist.broadcast(flat, dist.get_global_rank(group, 0), group)
-        for x, part in zip(alike, torch.split(flat, [x.numel() for x in alike]), strict=True):
-            x.copy_(part.view(x.shape))
