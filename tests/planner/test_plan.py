@@ -684,7 +684,7 @@ def test_command_lists_algorithms_and_options() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a JSON file"),
+        ([], "give one JSON file"),
         (["nosuch.json"], "cannot read the instance nosuch.json"),
         (["--option", "groups"], "'groups' is not NAME=VALUE"),
         (["--algorithm", "nosuch"], "nosuch"),
