@@ -4,8 +4,9 @@
     python -m benchmarks.bench_doors --rate 100mbit --save
 
 DDP with a hook and over the backend "sidcomp" stand beside plain DDP; HSDP on two replicas with fsdp.compress
-and over the backend stand beside plain HSDP. All train the same model, in turns in the same processes. The
-shards of a replica exchange over the same network here, and what they send is not compressed.
+and over the backend stand beside plain HSDP. All train the same model, in turns in the same processes. With
+one rank on each host, the shards of a replica exchange over the same network, and what they send is not
+compressed. With --hosts 2 --ranks-per-host 2 a replica is one host, as HSDP is meant to be used.
 """
 
 import argparse
@@ -60,33 +61,37 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--hosts", type=int, default=4, help="an even number; one rank on each (default 4)")
+    add("--hosts", type=int, default=4, help="an even number (default 4)")
+    add("--ranks-per-host", type=int, default=1, help="ranks of one host, which exchange freely (default 1)")
     add("--rate", default="1gbit", help="of each host's link (default 1gbit)")
     add("--task", default="transformer", help="of examples/tasks.py (default transformer)")
     add("--blocks", type=int, default=3, help="turns of each door (default 3)")
     add("--steps", type=int, default=6, help="steps of a turn, the first not timed (default 6)")
-    add("--save", action="store_true", help="write benchmarks/results/doors.{md,json}")
+    add("--save", metavar="NAME", help="write benchmarks/results/NAME.{md,json}")
     args = parser.parse_args(argv)
     if args.hosts < 2 or args.hosts % 2:
         parser.error(f"--hosts {args.hosts}: HSDP has two replicas, so give an even number")
+    ranks = args.hosts * args.ranks_per_host
     hooks = [hook for of_one in DOORS.values() for hook in of_one]
     try:
         with Lab.build(args.hosts, parse_rate(args.rate)) as lab:
             lines = lab.introduce()
             print(*lines, sep="\n", flush=True)
-            result = measure(lab, args.task, hooks, args.blocks, args.steps, 8, 1200)
+            result = measure(
+                lab, args.task, hooks, args.blocks, args.steps, 8, 1200, ranks_per_host=args.ranks_per_host
+            )
     except (LabError, ValueError) as e:
         print(f"bench_doors: {e}", file=sys.stderr)
         return 1
     note = (
-        f"{result['elements']:,} parameters in {result['tensors']} tensors, {args.hosts} ranks of a thread; "
-        f"HSDP on 2 replicas of {args.hosts // 2} shards. Median [quartiles] of "
+        f"{result['elements']:,} parameters in {result['tensors']} tensors, {ranks} ranks of a thread; "
+        f"HSDP on 2 replicas of {ranks // 2} shards. Median [quartiles] of "
         f"{len(result['runs'][0]['ms'])} steps in {args.blocks} turns. Bytes: by the kernel, the most "
-        "of any rank, with what the shards exchange. "
+        "that any host sends to the others, with what shards on different hosts exchange. "
         "The default codec is what State() has.\n" + "\n".join(lines)
     )
-    title = f"Doors: {args.task}, {args.hosts} hosts, {show_rate(parse_rate(args.rate))}"
-    report("doors", title, table(result), note, RESULTS if args.save else None)
+    title = f"Doors: {args.task}, {ranks} ranks on {args.hosts} hosts, {show_rate(parse_rate(args.rate))}"
+    report(args.save or "doors", title, table(result), note, RESULTS if args.save else None)
     return 0
 
 

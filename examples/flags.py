@@ -11,7 +11,7 @@ from tasks import TASKS
 HERE = Path(__file__).resolve().parent
 DEFAULTS: dict[str, Any] = {
     "task": "lm", "memory": None, "groups": None, "exclude": [], "policy": [], "full_every": 0, "seed": 0,
-    "clip": 1.0, "exchange": None, "follow": True,
+    "clip": None, "exchange": None, "follow": True,
 }  # fmt: skip
 
 
@@ -27,7 +27,8 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     add(
         "--task",
         choices=sorted(TASKS),
-        help="lm: bytes of Python's own library; digits, mlp, cnn: handwritten digits, by 1 to 6 M weights",
+        help="gpt: bytes of Python's own library, by a transformer and AdamW; lm: the same by a GRU and SGD; "
+        "digits, mlp, cnn: handwritten digits, by 1 to 6 M weights; and others",
     )
     add("--steps", type=int, help="optimizer steps of each run; the task's unless given")
     add("--batch", type=int, help="examples for each rank and step; the task's unless given")
@@ -50,7 +51,27 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         type=float,
         metavar="NORM",
         help="clip_grad_norm_ of what sidcomp returns; 1.0, as plain DDP has it, unless given "
-        "(a memory that holds the momentum returns velocities: 1 / (1 - momentum) times that)",
+        "(a memory that holds the momentum returns velocities: 1 / (1 - momentum) times that), and with "
+        "--local-error sqrt(ranks), because a rank's own gradient has more noise",
+    )
+    add(
+        "--local-error",
+        action=argparse.BooleanOptionalAction,
+        help="compress what the optimizer does, not gradients (sidcomp.LocalError); so if the task has AdamW",
+    )
+    add(
+        "--every",
+        type=int,
+        default=1,
+        metavar="H",
+        help="with --local-error: steps between two exchanges; 1 unless given",
+    )
+    add(
+        "--delay",
+        type=int,
+        choices=[0, 1],
+        default=0,
+        help="with --local-error: 1 exchanges beside the next step; 0 unless given",
     )
     add("--groups", help="bucket, model, a size such as 4MB, auto; bucket unless given")
     add(
@@ -141,6 +162,10 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
             marks = [mark.rpartition("@") for mark in value.split(",")]
             parameters[name] = sidcomp.Schedule([(int(step), _number(v)) for v, _, step in marks])
     args.parameters = parameters
+    if args.local_error is None:
+        args.local_error = TASKS[args.task].adamw and args.codec != "auto"
+    if args.clip is None and not args.local_error:
+        args.clip = 1.0
     args.exclude = [_number(rule) for rule in args.exclude]
     return args
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 class Task(Protocol):
     """title: the model in words; metric: what `measure` measures; steps, batch, lr, momentum: good ones;
-    data: what there is."""
+    data: what there is. adamw: trained by AdamW, which has no momentum to choose, and not by SGD."""
 
     title: str
     metric: str
@@ -21,6 +21,7 @@ class Task(Protocol):
     batch: int
     lr: float
     momentum: float
+    adamw: bool
     data: str
     device: torch.device
 
@@ -70,6 +71,7 @@ class LanguageModel:
     # what error feedback sends late, momentum carries on for longer.
     lr = 2.5
     momentum = 0.7
+    adamw = False
 
     TIME = 16
     MAX_BYTES = 4 << 20
@@ -121,6 +123,7 @@ class Digits:
     batch = 32
     lr = 0.05
     momentum = 0.9
+    adamw = False
 
     def __init__(self, rank: int, world: int, batch: int, device: torch.device) -> None:
         try:
@@ -293,6 +296,27 @@ class BertSized(LanguageModel):
         return TransformerLanguageModel().to(self.device)
 
 
+class GPT(LanguageModel):
+    """Predicts the next byte by a transformer that AdamW trains, as most language models are: four layers of
+    width 256, 3.3 million parameters."""
+
+    title = "transformer language model, AdamW"
+    steps = 300
+    batch = 8
+    lr = 0.002
+    adamw = True
+    TIME = 64
+    HELD_OUT = (192, 64)
+
+    def model(self) -> nn.Module:
+        model = TransformerLanguageModel(width=256, layers=4, time=self.TIME)
+        for name, p in model.named_parameters():
+            if p.ndim > 1:  # GPT-2's initialization
+                scale = 0.02 / 8**0.5 if name.endswith(("output.weight", "down.weight")) else 0.02
+                nn.init.normal_(p, std=scale)
+        return model.to(self.device)
+
+
 class LSTMLanguageModel(nn.Module):
     """Two LSTM layers over bytes: (batch, time) uint8 -> logits, and hidden state and cell in one tensor."""
 
@@ -324,5 +348,6 @@ TASKS: dict[str, type[LanguageModel] | type[Digits]] = {
     "resnet50": DigitsByResNet50,
     "resnet101": DigitsByResNet101,
     "transformer": BertSized,
+    "gpt": GPT,
     "lstm": LSTMSized,
 }

@@ -4,7 +4,7 @@
 
 `make train` starts it by launch.py instead, with a link of limited bandwidth between the ranks. It prints a
 table and writes it, with a picture, to --out. What is trained is in tasks.py, how it is shown in report.py.
-What a script needs of sidcomp is in Trainer: a State, register(), state_dict() and close().
+What a script needs of sidcomp is in Trainer: a State, register() or LocalError, state_dict() and close().
 """
 
 import gc
@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -63,9 +64,12 @@ class Trainer:
         self.module = task.model()
         self.model = self.module
         momentum = args.momentum
-        self.clip = args.clip if compress else CLIP
+        local = compress and args.local_error
+        usual = math.sqrt(dist.get_world_size()) if local else CLIP
+        self.clip = args.clip if compress and args.clip is not None else usual
         self.carry: torch.Tensor | None = None  # what the task keeps from step to step
         self.state: sidcomp.State | None = None
+        self.local: sidcomp.LocalError | None = None
         self.run.elements = sum(p.numel() for p in self.module.parameters())
 
         self.file: Path | None = None
@@ -76,7 +80,7 @@ class Trainer:
             saved = torch.load(self.file, map_location=task.device, weights_only=True)
             self.module.load_state_dict(saved["model"])  # before DDP, which takes rank 0's for all
 
-        if ddp:
+        if ddp and not local:
             ids = [task.device] if task.device.type == "cuda" else None
             self.model = DistributedDataParallel(self.module, device_ids=ids)
         if compress:
@@ -91,11 +95,16 @@ class Trainer:
                 seed=args.seed,
                 **args.parameters,
             )
-            sidcomp.register(self.model, self.state)
+            if not local:
+                sidcomp.register(self.model, self.state)
             momentum = 0.0 if self.state.settings.momentum else momentum
             self.run.found = not self.state.settings.planned
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=args.lr, momentum=momentum)
-        if self.state is not None:
+        self.optimizer = self.make_optimizer(momentum)
+        if self.state is not None and local:
+            self.local = sidcomp.LocalError(
+                self.module, self.optimizer, self.state, every=args.every, delay=args.delay
+            )
+        elif self.state is not None:
             sidcomp.check_optimizer(self.state, self.optimizer, clip_grad_norm=self.clip)
             if args.follow:
                 self.state.follow(self.optimizer)
@@ -103,10 +112,22 @@ class Trainer:
             self.optimizer.load_state_dict(saved["optimizer"])
             if self.state is not None:
                 self.state.load_state_dict(saved["state"])
+            if self.local is not None:
+                self.local.load_state_dict(saved["local"])
             self.carry = saved["carry"]
             self.run = Run(**saved["run"])
         self.first = self.run.step
         self.earlier = self.run.stats  # of the run that is resumed
+
+    def make_optimizer(self, momentum: float) -> torch.optim.Optimizer:
+        if not self.task.adamw:
+            return torch.optim.SGD(self.module.parameters(), lr=self.args.lr, momentum=momentum)
+        decayed = [p for p in self.module.parameters() if p.ndim > 1]
+        groups = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": [p for p in self.module.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=self.args.lr, betas=(0.9, 0.95))
 
     def advance(self, until: int, progress: report.Progress) -> None:
         """Steps up to number `until`. The first of a turn is not timed: caches hold the other runs' data."""
@@ -144,18 +165,22 @@ class Trainer:
     def one_step(self, step: int) -> float:
         done = step / self.args.steps
         rate = self.args.lr * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * done))
-        self.optimizer.param_groups[0]["lr"] = rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         loss, self.carry = self.task.loss(self.model, step, self.carry)
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
-        self.optimizer.step()
+        if self.local is not None:
+            self.local.step()
+        else:
+            self.optimizer.step()
         return loss.item()
 
     def evaluate(self) -> None:
         """The task's metric over all that is held out; each rank measures its share."""
         self.module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.local.agreed() if self.local is not None else nullcontext():
             both = torch.tensor(self.task.measure(self.module), dtype=torch.float64, device=self.task.device)
         self.module.train()
         dist.all_reduce(both)
@@ -184,6 +209,7 @@ class Trainer:
                 "model": self.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "state": self.state.state_dict() if self.state is not None else None,
+                "local": self.local.state_dict() if self.local is not None else None,
                 "carry": self.carry,
                 "run": asdict(self.run),
             },
@@ -204,6 +230,8 @@ def train(task: Task, args: Namespace, show: bool) -> list[Run]:
     """Runs of: no communication (some steps only, for their time), plain DDP, sidcomp."""
     settings = "".join(f" {k}={v}" for k, v in args.parameters.items())
     settings += f" groups={args.groups}" if args.groups not in (None, "bucket") else ""
+    settings += ", local error" if args.local_error else ""
+    settings += f" every {args.every} steps" if args.local_error and args.every > 1 else ""
     alone = Trainer("no communication", task, args, ddp=False, compress=False)
     dense = Trainer("plain DDP", task, args, ddp=True, compress=False)
     ours = Trainer(f"{args.codec}{settings}", task, args, ddp=True, compress=True)

@@ -241,17 +241,23 @@ class Lab:
         timeout: float = math.inf,
         env: dict[str, str] | None = None,
         output: Any = None,
+        ranks_per_host: int = 1,
     ) -> None:
-        """Runs one rank of `command` on each host, with torchrun's environment, until all have ended.
+        """Runs ranks of `command` on each host, with torchrun's environment, until all have ended. The ranks
+        of one host reach each other through its loopback, which has no limit.
 
         Rank 0 prints to `output` (as subprocess takes it), the others nothing; all print errors. LabError
         after `timeout` seconds, or when a rank fails.
         """
         port = 29500 if self.emulation == "namespaces" else _free_port()
         ranks = []
-        for r in range(self.hosts):
+        world = self.hosts * ranks_per_host
+        for r in range(world):
+            # With one rank on each, the hosts stand for the ranks of one machine.
+            local = r % ranks_per_host if ranks_per_host > 1 else r
             given = {
-                "RANK": r, "WORLD_SIZE": self.hosts, "LOCAL_RANK": r, "LOCAL_WORLD_SIZE": self.hosts,
+                "RANK": r, "WORLD_SIZE": world, "LOCAL_RANK": local,
+                "LOCAL_WORLD_SIZE": ranks_per_host if ranks_per_host > 1 else world,
                 "MASTER_ADDR": self.address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": self.interface,
                 "NETLAB_INTERFACE": self.interface if self.emulation == "namespaces" else "",
                 "OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1,
@@ -259,7 +265,8 @@ class Lab:
             }  # fmt: skip
             where = {**{k: str(v) for k, v in given.items()}, **(env or {})}
             target = subprocess.DEVNULL if r else output
-            ranks.append(self.start(r, command, where, stdin=subprocess.DEVNULL, stdout=target))
+            host = r // ranks_per_host
+            ranks.append(self.start(host, command, where, stdin=subprocess.DEVNULL, stdout=target))
         end = time.monotonic() + timeout
         try:
             while running := [p for p in ranks if p.poll() is None]:

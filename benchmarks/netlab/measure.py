@@ -23,6 +23,7 @@ def measure(
     timeout: float,
     batch: int | None = None,
     seed: int = 0,
+    ranks_per_host: int = 1,
 ) -> Result:
     """All hooks in the same processes, in turns. LabError if a rank fails, or after `timeout` seconds."""
     spec = {
@@ -31,7 +32,11 @@ def measure(
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
         out = Path(folder) / "result.json"
-        lab.run([sys.executable, "-m", "benchmarks.netlab.rank", json.dumps(spec), str(out)], timeout)
+        lab.run(
+            [sys.executable, "-m", "benchmarks.netlab.rank", json.dumps(spec), str(out)],
+            timeout,
+            ranks_per_host=ranks_per_host,
+        )
         result: Result = json.loads(out.read_text())
     return result
 

@@ -33,11 +33,13 @@ for _old, _of in (("schedule", Schedule), ("profile", Profile), ("registry", Cod
 if TYPE_CHECKING:
     from sidcomp.integrations import fsdp
     from sidcomp.integrations.ddp import hook, register, rewrap
+    from sidcomp.integrations.local_error import LocalError
     from sidcomp.integrations.local_steps import LocalSteps
     from sidcomp.integrations.process_group import configure, process_group
     from sidcomp.state import State, preset
 
 _LAZY = {
+    "LocalError": "sidcomp.integrations.local_error",
     "LocalSteps": "sidcomp.integrations.local_steps",
     "State": "sidcomp.state",
     "configure": "sidcomp.integrations.process_group",
@@ -54,6 +56,7 @@ __all__ = [
     "Compute",
     "Compressor",
     "Link",
+    "LocalError",
     "LocalSteps",
     "Loopback",
     "Parameter",

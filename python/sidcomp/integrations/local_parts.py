@@ -1,5 +1,5 @@
-"""What LocalSteps and LocalError share: each rank's optimizer steps on its own, and the ranks average what the
-optimizers have done."""
+"""What LocalSteps and LocalError share: each rank's optimizer steps on its own, and the ranks average what
+the optimizers have done."""
 
 import weakref
 from collections.abc import Callable

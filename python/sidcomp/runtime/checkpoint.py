@@ -36,9 +36,9 @@ class Kept(NamedTuple):
 Residuals = dict[str, Kept]
 
 
-def residual_of(g: Group) -> torch.Tensor:
-    """Returns the contents of the group's memory: (vectors, n) float32."""
-    out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32)
+def residual_of(g: Group, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the contents of the group's memory: (vectors, n) float32 on the CPU. out: one to fill."""
+    out = torch.empty(g.plan.vectors, g.n, dtype=torch.float32) if out is None else out
     with g.host_state() as state:
         g.plan.residual_out(state, out.data_ptr())
     return out

@@ -1,0 +1,145 @@
+"""What compression does to the loss where AdamW trains, beside the spread of dense seeds.
+
+    python -m benchmarks.bench_adamw                                # 4 ranks, 3 seeds: about an hour
+    python -m benchmarks.bench_adamw --only "local error, int4; gradient" --seeds 1
+    python -m benchmarks.bench_adamw --flags "--local-error --every 8" --label "every 8"
+
+A row is what `examples/train.py` trains with the row's flags: the task "gpt" unless --task says otherwise.
+The ranks are processes that exchange through Gloo. Times are not measured here. With --save it adds to what
+benchmarks/results/adamw-TASK-WORLD.json holds already, and measures only what is missing there.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks import compact_json
+from benchmarks.common import RESULTS, machine, report
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import flags
+from report import Progress
+from tasks import TASKS
+from train import Trainer
+
+DENSE = "dense"
+WAYS = {
+    DENSE: "--codec none --no-local-error",
+    "gradient, default": "--no-local-error",
+    "gradient, int4": "--codec int4 --no-local-error",
+    "local error, default": "--local-error",
+    "local error, default, delay 1": "--local-error --delay 1",
+    "local error, int4": "--codec int4 --local-error",
+    "local error, default, every 4": "--local-error --every 4",
+    "local error, int4, every 4": "--codec int4 --local-error --every 4",
+}
+
+
+def train(rank: int, world: int, file: str, argv: list[str], out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    args = flags.parse("", argv)
+    args.checkpoint = None
+    compress = args.codec != "none"
+    task = TASKS[args.task](rank, world, args.batch, torch.device("cpu"))
+    trainer = Trainer("", task, args, ddp=True, compress=compress)
+    with Progress([trainer.run], args.steps, show=False) as progress:
+        trainer.advance(args.steps, progress)
+    trainer.evaluate()
+    trainer.read_stats()
+    if rank == 0:
+        run = trainer.run
+        sent = run.stats["sent_bytes"] / args.steps if compress else 4.0 * run.elements
+        found = {"loss": run.curve[-1][2], "ratio": 4 * run.elements / sent, "elements": run.elements}
+        Path(out).write_text(json.dumps(found))
+    trainer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(world: int, argv: list[str]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="adamw-") as folder:
+        out = Path(folder) / "out.json"
+        mp.start_processes(train, (world, f"{folder}/store", argv, str(out)), nprocs=world)
+        found: dict[str, float] = json.loads(out.read_text())
+    return found
+
+
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    dense = found[DENSE]["loss"]
+    out = []
+    for label, of in found.items():
+        # Seeds differ more than codecs do, so each is compared with dense's of the same seed.
+        over = [loss / dense[seed] - 1 for seed, loss in of["loss"].items() if seed in dense]
+        out.append(
+            {
+                "way": label,
+                "dense bytes / sent bytes": f"{of['ratio']:.1f}",
+                "validation loss": f"{mean(of['loss'].values()):.4f}",
+                "seeds": ", ".join(f"{x:.4f}" for x in of["loss"].values()),
+                "over dense": f"{100 * mean(over):+.2f} %" if over else "",
+                "each seed": ", ".join(f"{100 * x:+.2f}" for x in over),
+            }
+        )
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--task", default="gpt", help="of examples/tasks.py (default gpt)")
+    add("--world", type=int, default=4, help="ranks (default 4)")
+    add("--seeds", type=int, default=3, help="0, 1, ... (default 3)")
+    add("--only", help="the rows that begin with one of these, separated by semicolons, and dense")
+    add("--flags", help="one more row: flags of examples/train.py")
+    add("--label", help="the name of that row")
+    add("--common", default="", help='flags of all rows, such as "--steps 100"')
+    add("--save", action="store_true", help="keep the results in benchmarks/results")
+    args = parser.parse_args(argv)
+    ways = dict(WAYS)
+    if args.flags:
+        ways = {DENSE: WAYS[DENSE], args.label or args.flags: args.flags}
+    elif args.only:
+        starts = tuple(s.strip() for s in args.only.split(";"))
+        ways = {k: v for k, v in ways.items() if k == DENSE or k.startswith(starts)}
+    name = f"adamw-{args.task}-{args.world}"
+    kept = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(kept.read_text())["found"] if args.save and kept.exists() else {}
+    for seed in map(str, range(args.seeds)):
+        for label, way in ways.items():
+            of = found.setdefault(label, {"flags": way, "ratio": 1.0, "loss": {}})
+            if of["flags"] == way and seed in of["loss"]:
+                continue
+            given = ["--task", args.task, "--seed", seed, *shlex.split(way), *shlex.split(args.common)]
+            one = measure(args.world, given)
+            of["loss"][seed], of["ratio"], of["elements"] = one["loss"], one["ratio"], one["elements"]
+            print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)
+            if args.save:
+                kept.write_text(compact_json.dumps({"found": found, "machine": machine()}))
+    task = TASKS[args.task]
+    note = (
+        f"{task.title}, {int(found[DENSE]['elements']):,} parameters, {args.world} ranks, {task.steps} steps "
+        f"of {args.world} x {task.batch} x {getattr(task, 'TIME', 1)} bytes {args.common}; a row is a set of "
+        "flags of examples/train.py. Over dense: the mean of what each seed loses to dense with that seed."
+    )
+    report(name, "AdamW: loss by bytes", rows(found), note, None)
+    if args.save:
+        table = ["| " + " | ".join(row) + " |" for row in ([*rows(found)[0]], *map(dict.values, rows(found)))]
+        table.insert(1, "|---" * len(rows(found)[0]) + "|")
+        (RESULTS / f"{name}.md").write_text("\n".join([*table, "", note, ""]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,399 @@
+"""Local error: each rank's optimizer steps at once with its own gradient, and the ranks exchange, compressed,
+what the optimizers did. What has not been sent yet stays in the rank's own parameters."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
+from sidcomp.integrations.local_parts import broadcast, buckets, check, group_of, serve, trained
+from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.checkpoint import residual_of
+from sidcomp.runtime.group import Group
+from sidcomp.state import State
+
+_SAVED = ("agreed", "base", "arriving", "own")
+
+
+class LocalError:
+    """Compresses what any optimizer does, AdamW included, and keeps the error in the rank's own parameters.
+
+        local = sidcomp.LocalError(module, optimizer, sidcomp.State("topk", density=0.16))
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss(module(x), y).backward()
+            local.step()  # in place of optimizer.step()
+        local.merge()  # now all ranks have the same parameters
+
+    DDP's hook compresses gradients, and a residual that arrives late meets Adam as a large gradient. Here no
+    gradient is exchanged. Rank r steps its own optimizer with its own gradient. Its error E(r), which is what
+    the optimizer did and the others have not been told, is encoded; the mean of what the ranks sent changes
+    the agreed parameters, which are the same on all ranks; and the rank goes on from
+
+        parameters(r) = agreed - E(r)
+
+    so its own steps are in force for itself at once. This is error reset (CSER, Xie et al. 2020, Algorithm
+    2), with a residual as memory. Evaluate and publish the agreed parameters: see `agreed` and `merge`.
+
+    module          a module without DDP; or a DDP model, whose gradients are then no longer averaged. Rank
+                    0's parameters and buffers are copied to all ranks here, and its buffers again after every
+                    exchange. The parameters are float32
+    optimizer       of the module's parameters. Its state stays local. A rank's own gradient has more noise
+                    than the mean of W ranks, so clip it at about sqrt(W) times the usual norm
+    state           [None] a State with a named codec and a memory that keeps what was not sent; None:
+                    `State()`. `follow` has no meaning here: updates already contain the learning rate
+    every           [1] steps between two exchanges, at least 1
+    delay           [0] 1: an exchange travels during the next forward and backward pass, and its mean is
+                    applied one exchange later
+    process_group   [None] the ranks to average over; None: the State's, else the default group
+
+    It takes 12 bytes for each parameter (the agreed parameters, those after the last exchange, and what is
+    exchanged), beside 4 bytes of the State's residual. On CUDA the residual passes through the host in every
+    exchange, because no kernel gives it out yet; nobody has measured that.
+
+    If what a rank did is not finite, the exchange is discarded, and all ranks lose what they did since the
+    one before. Raises ArgumentError, SetupError or UnsupportedError, which say what to change.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: State | None = None,
+        *,
+        every: int = 1,
+        delay: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if delay not in (0, 1) or isinstance(delay, bool):
+            raise ArgumentError(f"delay={delay!r}: give 0, or 1 to apply each mean one exchange later")
+        self.state = state = state if state is not None else State()
+        check(every, state, "LocalError")
+        for candidate in state.settings.candidates:
+            if not candidate.codec.lossless and "feedback" not in candidate.memory.traits:
+                raise ArgumentError(
+                    f"LocalError needs a memory that keeps what was not sent, and {candidate.label} has "
+                    f'memory={candidate.memory.name!r}: give the State memory="residual"'
+                )
+        if state.settings.momentum:
+            raise ArgumentError(
+                "the State's memory holds the momentum of gradients, but here the optimizer holds its own: "
+                'give the State memory="residual"'
+            )
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            module.require_backward_grad_sync = False
+            module = module.module
+        named = trained(module, optimizer)
+        if other := [name for name, p in named.items() if p.dtype is not torch.float32]:
+            raise UnsupportedError(
+                f"parameter {other[0]!r} is {str(named[other[0]].dtype)[6:]}: LocalError keeps errors in the "
+                "parameters, which takes float32; use autocast for the forward pass"
+            )
+        self.module, self.optimizer, self.every, self.delay = module, optimizer, every, delay
+        self.steps = 0  # taken by the optimizer
+        self._group = group_of(state, process_group)
+        self._parts = [_Part(names, named) for names in buckets(named)]
+        self._futures: list[torch.futures.Future[torch.Tensor]] = []
+        self._arriving = False  # the means of an exchange have not been applied yet
+        self._scratch: dict[int, torch.Tensor] = {}  # residuals of groups, by the group's index
+        broadcast([*named.values(), *module.buffers()], self._group)
+        for part in self._parts:
+            part.start()
+        serve(state, module, named, self._group, self._parts[0].update.device, "LocalError")
+
+    # ---- training
+    # --------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
+        """Calls `optimizer.step(closure)`, or with a GradScaler `scaler.step(optimizer)`, and exchanges if it
+        is time to. A rank whose scaler skips its step exchanges nothing of its own; each rank's scale is its
+        own. Call `scaler.update()` as usual. Every rank calls it equally often. Returns what the optimizer
+        returns; raises the errors of the exchange."""
+        if scaler is not None:
+            loss = scaler.step(self.optimizer)
+        else:
+            loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.exchange()
+        return loss
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Exchanges now. Every rank calls it at the same point; `step` does it when it is time to."""
+        self.state._open()
+        if self.state._engine.rates is not None:
+            raise SetupError(
+                "state.follow() rescales residuals by the learning rate, which updates already contain: call "
+                "state.follow(None)"
+            )
+        if self.delay:
+            self._land()
+        self._launch()
+        if not self.delay:
+            self._land()
+
+    def _launch(self) -> None:
+        engine = self.state._engine
+        for part in self._parts:
+            part.measure()
+        self._form()
+        try:
+            self._futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
+        except Exception as e:
+            engine.abandon(e)
+            self._settle(keep=False)
+            raise
+        for part in self._parts if self.delay else ():  # without delay, `_land` comes before the next step
+            part.mark()
+        self._arriving = True
+
+    def _form(self) -> None:
+        """Makes the groups, if there are none."""
+        engine, door = self.state._engine, self.state._door
+        if engine.layout is None:
+            assert door is not None
+            engine.form(door.model, [part.bucket() for part in self._parts])
+            self._scratch = {}
+            for g in engine.groups:
+                if g.in_messages and g.message_plan.choice.local > 1:
+                    raise UnsupportedError(
+                        "LocalError keeps each rank's error in its own parameters, and this exchange keeps "
+                        'one for several ranks: choose exchange="twoshot", or leave exchange out'
+                    )
+
+    def _land(self) -> None:
+        """Waits for the exchange in flight, and applies its means."""
+        if not self._arriving:
+            return
+        engine = self.state._engine
+        futures, self._futures, self._arriving = self._futures, [], False
+        try:
+            for future in futures:
+                future.wait()
+        except Exception as e:
+            engine.abandon(e)
+            self._settle(keep=False)
+            raise
+        engine.quiet()  # discards the step, if what some rank sent was not finite
+        finite = engine.counts()
+        for part in self._parts if finite else ():
+            part.agreed.sub_(part.update)
+        self._settle(keep=finite and self.delay > 0)
+        broadcast(list(self.module.buffers()), self._group)
+
+    def _settle(self, keep: bool) -> None:
+        """Puts the agreed parameters less this rank's error into the parameters. keep: what its optimizer has
+        done since the last launch stays there."""
+        engine = self.state._engine
+        engine.quiet()
+        for part in self._parts:
+            if keep:
+                part.measure()
+            if not engine.groups:
+                part.base.copy_(part.agreed)
+        for g in engine.groups:
+            error = self._error(g) if g.plan.vectors and not g.direct else None
+            for bucket, offset, n in g.runs:
+                agreed = self._parts[bucket].agreed[offset : offset + n]
+                base = self._parts[bucket].base[offset : offset + n]
+                if error is None:
+                    base.copy_(agreed)
+                else:
+                    torch.sub(agreed, error[:n].to(g.device), out=base)
+                    error = error[n:]
+        for part in self._parts:
+            part.put(part.base)
+            if keep:
+                torch._foreach_sub_(part.parameters, part.update_views)
+
+    def _error(self, g: Group) -> torch.Tensor:
+        """What this rank has not sent of the group: (n,) float32 on the CPU."""
+        if g.index not in self._scratch:
+            self._scratch[g.index] = torch.empty(g.plan.vectors, g.n)
+        return residual_of(g, self._scratch[g.index])[0]
+
+    # ---- the agreed parameters
+    # ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def agreed(self) -> Iterator[torch.nn.Module]:
+        """Puts the agreed parameters, which have the same bits on all ranks, into the module, and this rank's
+        own back afterwards:
+
+            with local.agreed() as module:
+                evaluate(module)
+                torch.save(module.state_dict(), "model.pt")
+
+        Nothing is exchanged, and training is not disturbed. What the last `every` - 1 steps did, and with
+        delay=1 the exchange in flight, is not in them yet. Do not train inside."""
+        own = [[p.detach().clone() for p in part.parameters] for part in self._parts]
+        with torch.no_grad():
+            for part in self._parts:
+                part.put(part.agreed)
+        try:
+            yield self.module
+        finally:
+            with torch.no_grad():
+                for part, kept in zip(self._parts, own, strict=True):
+                    torch._foreach_copy_(part.parameters, kept)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Averages the ranks' own parameters, uncompressed, so that no error is left: at the end of training,
+        or before the number of ranks changes. Every rank calls it at the same point. Then all ranks have the
+        agreed parameters."""
+        self.state._open()
+        self._land()
+        engine = self.state._engine
+        engine.quiet()
+        for part in self._parts:
+            part.update.copy_(part.agreed)
+            torch._foreach_sub_(part.update_views, part.parameters)
+        world = dist.get_world_size(self._group)
+        for g in engine.groups:
+            if g.in_messages and g.message_plan.common:  # what this rank keeps for all of them
+                error = residual_of(g)[-1] * world
+                for bucket, offset, n in g.runs:
+                    self._parts[bucket].update[offset : offset + n].add_(error[:n].to(g.device))
+                    error = error[n:]
+        for part in self._parts:
+            dist.all_reduce(part.update, group=self._group)
+            part.agreed.sub_(part.update.div_(world))
+            part.base.copy_(part.agreed)
+            part.put(part.agreed)
+        for g in engine.groups:
+            if g.plan.vectors and not g.direct:
+                with g.host_state(write=True) as state:
+                    g.plan.forget(state)
+        broadcast(list(self.module.buffers()), self._group)
+
+    # ---- checkpoints
+    # ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs beside the dictionaries of the optimizer and the State: the number
+        of steps and, by parameter name, the agreed parameters, those of this rank after the last exchange
+        ("base"), its present ones ("own", if they are others) and, with delay=1, the means that have arrived
+        and are not applied yet. Call it between two steps. Every rank saves its own three dictionaries; of
+        the module only the buffers are missing."""
+        for future in self._futures:
+            future.wait()
+        engine = self.state._engine
+        engine.quiet()
+        arriving = self._arriving and engine.counts()
+        kinds = [*_SAVED[:2], *(["arriving"] if arriving else []), *(["own"] if self._away else [])]
+        return {
+            "steps": self.steps,
+            "every": self.every,
+            "delay": self.delay,
+            "world": dist.get_world_size(self._group),
+            **{kind: {n: x.clone() for part in self._parts for n, x in part.named(kind)} for kind in kinds},
+        }
+
+    @property
+    def _away(self) -> bool:
+        """Whether the optimizer has stepped since the last launch."""
+        return self.steps % self.every != 0
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Loads a result of `state_dict`, after the optimizer's and the State's, and puts the parameters into
+        the module. Every rank calls it at the same point. With as many ranks as saved it, the run continues
+        with the same bits. With another number any rank may load any rank's dictionary: the State distributes
+        the errors, and what the optimizers did after the last exchange is left out. Raises CheckpointError.
+        """
+        steps, world = saved.get("steps"), saved.get("world")
+        if not isinstance(steps, int) or steps < 0 or not isinstance(world, int):
+            raise CheckpointError('LocalError: the dictionary needs "steps" and "world", which are numbers')
+        if steps >= self.every and not self.state._engine.step:
+            raise CheckpointError("LocalError: call the State's load_state_dict first")
+        if steps % self.every and saved.get("every") != self.every:
+            raise CheckpointError(
+                f"LocalError: the checkpoint was saved after {steps} steps with every={saved.get('every')}, "
+                f"between two exchanges of every={self.every}: resume with the same `every`"
+            )
+        for kind in _SAVED:
+            values = saved.get(kind)
+            if values is None and kind in _SAVED[2:]:
+                continue
+            for part in self._parts:
+                for name, view in part.named(kind):
+                    if not isinstance(values, dict) or name not in values or values[name].shape != view.shape:
+                        raise CheckpointError(
+                            f"LocalError: {kind!r} has nothing of the shape of parameter {name!r}: the "
+                            "dictionary is damaged, or of another model"
+                        )
+        for kind in _SAVED:
+            for name, view in (pair for part in self._parts for pair in part.named(kind)):
+                if kind in saved:
+                    view.copy_(saved[kind][name])
+        self.steps, self._futures = steps, []
+        self._arriving = "arriving" in saved
+        if self.state._engine.step:
+            self._form()  # so that `_settle` finds the errors
+        if world == dist.get_world_size(self._group):
+            if "own" not in saved:
+                for part in self._parts:
+                    part.put(part.base)
+            return
+        for part in self._parts if self._arriving else ():
+            part.agreed.sub_(part.update)
+        self._arriving = False
+        self._settle(keep=False)
+
+
+class _Part:
+    """Parameters of one device, and three vectors over them.
+
+    agreed  the same on all ranks
+    base    this rank's parameters after the last launch: what its optimizer did since is base - parameters
+    update  what is exchanged, and then the mean
+    """
+
+    def __init__(self, names: list[str], named: dict[str, torch.nn.Parameter]) -> None:
+        self.names = names
+        self.parameters: list[torch.Tensor] = [named[name] for name in names]
+        first = self.parameters[0]
+        n = sum(p.numel() for p in self.parameters)
+        self.agreed, self.base, self.update = (torch.zeros(n, device=first.device) for _ in range(3))
+        self._agreed, self._base, self.update_views = map(self._views, (self.agreed, self.base, self.update))
+
+    def _views(self, x: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split(x, [p.numel() for p in self.parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def bucket(self) -> Bucket:
+        return Bucket(self.names, [p.shape for p in self.parameters], self.update, self.parameters)
+
+    def named(self, kind: str) -> list[tuple[str, torch.Tensor]]:
+        """The vector of this name in a checkpoint, by parameter."""
+        views = {
+            "agreed": self._agreed,
+            "base": self._base,
+            "arriving": self.update_views,
+            "own": self.parameters,
+        }
+        return list(zip(self.names, views[kind], strict=True))
+
+    @torch.no_grad()
+    def start(self) -> None:
+        torch._foreach_copy_(self._agreed, self.parameters)
+        self.base.copy_(self.agreed)
+
+    def put(self, x: torch.Tensor) -> None:
+        """Copies a vector into the parameters."""
+        torch._foreach_copy_(self.parameters, self._views(x))
+
+    def measure(self) -> None:
+        """Takes what the optimizer has done since the last launch, with the sign of a gradient."""
+        self.update.copy_(self.base)
+        torch._foreach_sub_(self.update_views, self.parameters)
+
+    def mark(self) -> None:
+        """Takes the present parameters as base."""
+        torch._foreach_copy_(self._base, self.parameters)

@@ -1,0 +1,365 @@
+"""LocalError: what a rank's optimizer did and the others have not been told stays in its own parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from harness import run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 12
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("momentum", {"codec": "topk", "density": 0.1}),
+    ("AdamW", {}),
+    ("AdamW", {"codec": "int4", "groups": "layer"}),
+    ("AdamW", {"codec": "topk", "density": 0.1, "exchange": "twoshot", "groups": "model"}),
+    ("AdamW", {"codec": "sidco-e", "density": 0.2, "groups": "even:2", "exclude": "1-D"}),
+    ("AdamW", {"codec": "efsignsgd"}),
+    ("AdamW", {"codec": "topk", "density": 0.1, "full_every": 4}),
+]
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def backward(model: nn.Module, rank: int, step: int, scale: float = 1.0) -> float:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, 12, generator=draw)
+    y = torch.stack([x[:, :4].sum(1), x[:, 4:8].prod(1), x[:, 8:].amax(1)], 1)
+    loss = (model(x) - y).square().mean()
+    (loss * scale).backward()
+    return loss.item()
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def alike(x: torch.Tensor) -> bool:
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, x)
+    return all(torch.equal(y, x) for y in everyone)
+
+
+def mean(x: torch.Tensor) -> torch.Tensor:
+    total = x.double()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def error_of(state: sidcomp.State, module: nn.Module) -> torch.Tensor:
+    """The memory's contents, in the order of the parameters; what is kept for all ranks is left out."""
+    kept = state.state_dict()["residuals"]
+    parts = [
+        kept[name][0] if name in kept else torch.zeros(p.numel()) for name, p in module.named_parameters()
+    ]
+    return torch.cat(parts)
+
+
+def beside_ddp(rank: int, world: int) -> float:
+    """SGD and codec none: what DDP does, up to rounding."""
+    ours, module = network(rank), network(0)  # rank 0's parameters count
+    ddp = DistributedDataParallel(module)
+    theirs = OPTIMIZERS["SGD"](module.parameters())
+    with sidcomp.State("none") as state:
+        local = sidcomp.LocalError(ours, OPTIMIZERS["SGD"](ours.parameters()), state)
+        for step in range(STEPS):
+            for model in (ours, ddp):
+                model.zero_grad()
+                backward(model, rank, step)
+            local.step()
+            theirs.step()
+            assert alike(flat(ours))
+    return float((flat(ours) - flat(module)).norm() / flat(module).norm())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sgd_without_a_codec_is_ddp(world: int) -> None:
+    assert max(run(beside_ddp, world)) < 1e-5
+
+
+def trains(
+    rank: int, world: int, optimizer: str, settings: dict[str, Any], every: int, delay: int
+) -> tuple[float, float]:
+    """The loss of the agreed parameters at the start and at the end. In between: parameters = agreed - error,
+    and nothing that an optimizer did is lost or told twice."""
+    module = network(rank)
+    with sidcomp.State(**settings) as state:
+        local = sidcomp.LocalError(
+            module, OPTIMIZERS[optimizer](module.parameters()), state, every=every, delay=delay
+        )
+        done = flat(module).double()  # where the optimizers have brought the mean of the ranks
+        losses = []
+        for step in range(30 * every):
+            before = flat(module)
+            module.zero_grad()
+            losses.append(backward(module, rank, step))
+            local.optimizer.step()
+            done += mean(flat(module) - before)
+            local.steps += 1
+            if local.steps % every == 0:
+                local.exchange()
+                for future in local._futures:
+                    future.wait()
+                with local.agreed():
+                    agreed = flat(module)
+                assert alike(agreed)
+                error = error_of(state, module)
+                if not delay:
+                    assert torch.equal(flat(module), agreed - error)
+                if settings.get("exchange") != "twoshot":  # which keeps a second error, for all ranks
+                    flight = mean(flat(module)) if delay else agreed.double() - mean(error)
+                    torch.testing.assert_close(flight, done, rtol=0, atol=2e-5)
+        local.merge()
+        assert alike(flat(module))
+        torch.testing.assert_close(flat(module).double(), done, rtol=0, atol=5e-5)
+        assert not error_of(state, module).any()
+        stats = state.stats()
+    assert stats["steps"] == 30 and 0 < stats["sent_bytes"] < stats["dense_bytes"]
+    return sum(losses[:6]) / 6, sum(losses[-6:]) / 6
+
+
+@pytest.mark.parametrize("every, delay", [(1, 0), (1, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize("optimizer, settings", SETTINGS)
+def test_nothing_is_lost_and_the_loss_falls(
+    optimizer: str, settings: dict[str, Any], every: int, delay: int
+) -> None:
+    for first, last in run(trains, 2, optimizer, settings, every, delay):
+        assert last < 0.8 * first
+
+
+def with_nan(rank: int, world: int, nonfinite: str, delay: int) -> None:
+    module = network(0)
+    optimizer = OPTIMIZERS["SGD"](module.parameters())
+    with sidcomp.State("topk", density=0.2, nonfinite=nonfinite, groups="layer") as state:
+        local = sidcomp.LocalError(module, optimizer, state, delay=delay)
+        for step in range(8):
+            module.zero_grad()
+            backward(module, rank, step)
+            with local.agreed():
+                before = flat(module)
+            if step == 3 and rank == 1:
+                next(module.parameters()).grad[0, 0] = float("nan")
+            local.step()
+            if step == 3 and not delay:
+                assert torch.equal(flat(module), before - error_of(state, module))
+                with local.agreed():
+                    assert torch.equal(flat(module), before)
+        assert torch.isfinite(flat(module)).all()
+        local.merge()
+        assert alike(flat(module)) and torch.isfinite(flat(module)).all()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("nonfinite", ["drop", "rollback"])
+def test_what_is_not_finite_is_discarded_on_all_ranks(nonfinite: str, delay: int) -> None:
+    run(with_nan, 2, nonfinite, delay)
+
+
+def scaled(rank: int, world: int) -> tuple[float, float]:
+    """Each rank has a GradScaler of its own, and one of them skips a step."""
+    module = network(0)
+    optimizer = OPTIMIZERS["AdamW"](module.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + rank))
+    losses = []
+    with sidcomp.State("int4") as state:
+        local = sidcomp.LocalError(module, optimizer, state)
+        for step in range(40):
+            module.zero_grad()
+            losses.append(backward(module, rank, step, scaler.get_scale()))
+            scaler.scale(torch.zeros(()))  # makes its scale, as scaling the loss does
+            if step == 5 and rank == 1:
+                next(module.parameters()).grad[0, 0] = float("inf")
+            local.step(scaler=scaler)
+            scaler.update()
+        local.merge()
+        assert alike(flat(module)) and state.stats()["steps"] == 40
+    return losses[0], scaler.get_scale()
+
+
+def test_each_rank_may_have_a_scaler_of_its_own() -> None:
+    (_, first), (_, second) = run(scaled, 2)
+    assert first == 2.0**10 and second == 2.0**10  # halved once from twice as much
+
+
+def resumed(rank: int, world: int, stop: int, every: int, delay: int) -> bool:
+    """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
+
+    def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
+        module = network(seed)
+        optimizer = OPTIMIZERS["AdamW"](module.parameters())
+        with sidcomp.State("topk", density=0.1) as state:
+            local = sidcomp.LocalError(module, optimizer, state, every=every, delay=delay)
+            if saved is not None:
+                optimizer.load_state_dict(saved["optimizer"])
+                state.load_state_dict(saved["state"])
+                local.load_state_dict(saved["local"])
+            for step in range(first, last):
+                module.zero_grad()
+                backward(module, rank, step)
+                local.step()
+            return copy.deepcopy(
+                {
+                    "own": flat(module),
+                    "optimizer": optimizer.state_dict(),
+                    "state": state.state_dict(),
+                    "local": local.state_dict(),
+                }
+            )
+
+    whole = part(0, 0, STEPS, None)
+    again = part(7, stop, STEPS, part(0, 0, stop, None))  # other parameters until the checkpoint is loaded
+    same = all(torch.equal(whole["local"]["agreed"][n], x) for n, x in again["local"]["agreed"].items())
+    return same and torch.equal(whole["own"], again["own"])
+
+
+@pytest.mark.parametrize("stop, every, delay", [(4, 1, 0), (4, 1, 1), (4, 3, 0), (5, 3, 1), (6, 3, 1)])
+def test_a_resumed_run_has_the_same_bits(stop: int, every: int, delay: int) -> None:
+    assert all(run(resumed, 2, stop, every, delay))
+
+
+def on_ranks(rank: int, world: int, path: str, first: bool, delay: int) -> float:
+    module = network(0)
+    optimizer = OPTIMIZERS["AdamW"](module.parameters())
+    with sidcomp.State("topk", density=0.1) as state:
+        local = sidcomp.LocalError(module, optimizer, state, delay=delay)
+        if not first:
+            files = [torch.load(f"{path}/{r}", weights_only=True) for r in range(2)]
+            state.load_state_dict([f["state"] for f in files])
+            local.load_state_dict(files[rank % 2]["local"])
+            error = mean(error_of(state, module))
+            before = sum(f["error"].double() for f in files) / world
+            torch.testing.assert_close(error, before, rtol=0, atol=1e-6)
+            with local.agreed():
+                agreed = flat(module)
+            assert alike(agreed)
+            torch.testing.assert_close(flat(module), agreed - error_of(state, module), rtol=0, atol=0)
+        losses = []
+        for step in range(40):
+            module.zero_grad()
+            losses.append(backward(module, rank, step))
+            local.step()
+        if first:
+            kept = {
+                "state": state.state_dict(),
+                "local": local.state_dict(),
+                "error": error_of(state, module),
+            }
+            torch.save(kept, f"{path}/{rank}")
+        return sum(losses[:4]) / 4
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_another_number_of_ranks_takes_over(tmp_path: Any, delay: int) -> None:
+    before = run(on_ranks, 2, str(tmp_path), True, delay)
+    after = run(on_ranks, 3, str(tmp_path), False, delay)
+    assert max(after) < 0.7 * min(before)
+
+
+def evaluated(rank: int, world: int, look: bool, delay: int) -> torch.Tensor:
+    module = network(0)
+    with sidcomp.State("topk", density=0.1) as state:
+        local = sidcomp.LocalError(module, OPTIMIZERS["AdamW"](module.parameters()), state, delay=delay)
+        for step in range(STEPS):
+            module.zero_grad()
+            backward(module, rank, step)
+            local.step()
+            if look:
+                own = flat(module)
+                with local.agreed() as m:
+                    assert m is module and not torch.equal(flat(module), own)
+                assert torch.equal(flat(module), own)
+                local.state_dict()
+        return flat(module)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_looking_at_the_agreed_parameters_changes_nothing(delay: int) -> None:
+    for a, b in zip(run(evaluated, 2, False, delay), run(evaluated, 2, True, delay), strict=True):
+        assert torch.equal(a, b)
+
+
+def with_ddp(rank: int, world: int) -> bool:
+    ddp = DistributedDataParallel(network(0))
+    with sidcomp.State("topk", density=0.1) as state:
+        local = sidcomp.LocalError(ddp, OPTIMIZERS["AdamW"](ddp.parameters()), state)
+        for step in range(4):
+            ddp.zero_grad()
+            backward(ddp, rank, step)
+            gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()])
+            local.step()
+    return alike(gradient)
+
+
+def test_a_ddp_model_keeps_its_gradients_to_itself() -> None:
+    assert run(with_ddp, 2) == [False, False]
+
+
+def refused(rank: int, world: int, case: str) -> str:
+    module = network(0)
+    optimizer = OPTIMIZERS["AdamW"](module.parameters())
+    make: dict[str, Any] = {
+        "every": lambda: sidcomp.LocalError(module, optimizer, every=0),
+        "delay": lambda: sidcomp.LocalError(module, optimizer, delay=2),
+        "memory": lambda: sidcomp.LocalError(module, optimizer, sidcomp.State("topk", memory="none")),
+        "momentum": lambda: sidcomp.LocalError(module, optimizer, sidcomp.State("topk", memory="dgc")),
+        "auto": lambda: sidcomp.LocalError(module, optimizer, sidcomp.State("auto")),
+        "bf16": lambda: sidcomp.LocalError(module.bfloat16(), optimizer),
+        "optimizer": lambda: sidcomp.LocalError(module, OPTIMIZERS["SGD"](network(1).parameters())),
+        "damaged": lambda: sidcomp.LocalError(module, optimizer).load_state_dict(
+            {"steps": 0, "world": 2, "every": 1, "agreed": {}, "base": {}}
+        ),
+        "order": lambda: sidcomp.LocalError(module, optimizer).load_state_dict({"steps": 3, "world": 2}),
+    }
+
+    def followed() -> None:
+        state = sidcomp.State()
+        local = sidcomp.LocalError(module, optimizer, state)
+        state.follow(optimizer)
+        local.step()
+
+    def node() -> None:
+        state = sidcomp.State("topk", exchange="hierarchical", ranks_per_node=2)
+        local = sidcomp.LocalError(module, optimizer, state)
+        local.step()
+
+    make |= {"follow": followed, "hierarchical": node}
+    try:
+        make[case]()
+    except sidcomp.errors.SidcompError as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "case, said",
+    [
+        ("every", "at least 1"),
+        ("delay", "delay=2"),
+        ("memory", 'memory="residual"'),
+        ("momentum", 'memory="residual"'),
+        ("auto", "named codec"),
+        ("bf16", "autocast"),
+        ("optimizer", "0.weight"),
+        ("damaged", "4.bias"),
+        ("order", "State's load_state_dict first"),
+        ("follow", "state.follow(None)"),
+        ("hierarchical", "twoshot"),
+    ],
+)
+def test_what_is_wrong_is_said(case: str, said: str) -> None:
+    for text in run(refused, 2, case):
+        assert said in text
