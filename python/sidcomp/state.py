@@ -15,6 +15,7 @@ import torch.distributed as dist
 from sidcomp import notices
 from sidcomp.autotune import journal, report
 from sidcomp.autotune.controller import Controller, Report
+from sidcomp.config import accuracy as accuracy_of
 from sidcomp.config import optimizer_check, presets
 from sidcomp.config.grouping import PLANNED, Groups, Regime, check_lists
 from sidcomp.config.policy import Exclude, Rules
@@ -53,7 +54,7 @@ class _Ending:
     """What is to be said when a State is closed, or was collected. It does not keep the State alive."""
 
     def __init__(self, what: str, step: Step) -> None:
-        self._what, self._step = what, step
+        self.what, self._step = what, step
         self.controller: Controller | None = None
         self.copied = False  # a copy of the State may be what trains
 
@@ -71,7 +72,7 @@ class _Ending:
         steps, c = self._step.number, self.controller
         if not steps and not self.copied:
             notices.warn(
-                f"{self._what} {how} after 0 steps: no gradient has reached it, and nothing was compressed. "
+                f"{self.what} {how} after 0 steps: no gradient has reached it, and nothing was compressed. "
                 "Register it with the model that trains: sidcomp.register(ddp, state), or "
                 "sidcomp.fsdp.compress(model, state)",
                 rank,
@@ -79,7 +80,7 @@ class _Ending:
             )
         elif steps and c is not None and not c.report.why:
             notices.warn(
-                f"{self._what} {how} after {steps} steps, before it had decided (it was {c.report.stage}): "
+                f"{self.what} {how} after {steps} steps, before it had decided (it was {c.report.stage}): "
                 "nothing was compressed but in trials. Train for more steps, give it the profile= of an "
                 "earlier run, or name a codec",
                 rank,
@@ -163,6 +164,11 @@ class State:
     Y, alpha        [None] for groups="mergecomp": the largest number of groups (2), and the gain below which
                     its search adds no more (0.01). Each group beyond two multiplies the number of measured
                     iterations by that of the tensors.
+    accuracy        [None] what sidcomp may choose by itself, if neither the codec nor candidates are named:
+                    "dense" (None), what ended no worse than uncompressed training's seeds; "close", at most
+                    1 % more loss; "any". It depends on the optimizer given to `follow`: beside Adam and
+                    AdamW the default codec is "int4", because a fortieth of the bytes costs 3.5 %
+                    (docs/accuracy.md); `LocalError` goes lower.
     profile         [None] for planned groups: a Profile of an earlier run or the path of its file, in place
                     of measuring again (`state.profile.save(path)` writes one). One that does not fit is not
                     used.
@@ -208,6 +214,7 @@ class State:
         nonfinite: str | None = None,
         Y: int | None = None,
         alpha: float | None = None,
+        accuracy: str | None = None,
         profile: Profile | str | Path | None = None,
         **parameters: Setting | Schedule,
     ) -> None:
@@ -220,6 +227,7 @@ class State:
             "checksum_every": checksum_every, "isa": isa, "candidates": candidates, "policy": policy,
             "full_every": full_every, "warmup": warmup, "exchange": exchange, "transport": transport,
             "nonfinite": nonfinite, "Y": Y, "alpha": alpha,
+            "accuracy": accuracy,
         }  # fmt: skip
         self._codec = codec, parameters
         self.settings = Settings.parse(codec, parameters, **self._arguments)
@@ -518,10 +526,53 @@ class State:
             raise ArgumentError("follow(None, scaler): give the optimizer whose steps the scaler may skip")
         p = self._engine
         rates = None if optimizer is None else Rates(optimizer)
+        if optimizer is not None:
+            self._suit(optimizer)
         if optimizer is not None and self._checked() is not optimizer:
             self._check(optimizer)
         p.follow(rates, None if optimizer is None else Watch(optimizer, scaler))
         self._watch_forward()
+
+    def _suit(self, optimizer: "torch.optim.Optimizer") -> None:
+        """Chooses the default codec, or the candidates of "auto", by the optimizer. Once groups have been
+        made it is too late; then the check of the optimizer says what does not fit."""
+        p, old = self._engine, self.settings
+        adaptive = accuracy_of.adaptive(optimizer)
+        if not old.free or old.adaptive == adaptive or p.layout is not None or p.resume is not None:
+            return
+        self.settings = self._suited(adaptive)
+        tuner = Controller(self.settings, p.tuner.given) if isinstance(p.tuner, Controller) else None
+        p.take(self.settings, tuner)
+        self._ending.controller = tuner
+        names = [candidate.encoding for candidate in self.settings.candidates if not candidate.in_messages]
+        if names != [candidate.encoding for candidate in old.candidates if not candidate.in_messages]:
+            what = (
+                f"{self._ending.what} {'chooses from' if self.settings.auto else 'uses'} {', '.join(names)}"
+            )
+            notices.say(
+                f"beside {type(optimizer).__name__} {what}, to keep the loss (docs/accuracy.md, With Adam). "
+                "sidcomp.LocalError sends fewer bytes",
+                dist.get_rank() if dist.is_initialized() else 0,
+            )
+
+    def _suited(self, adaptive: bool) -> Settings:
+        """The settings beside an optimizer of this kind."""
+        suited = Settings.parse(self._codec[0], {}, **self._arguments, adaptive=adaptive)
+        suited.policy.roles = self.settings.policy.roles
+        if self._door is not None:
+            suited.assign(self._door.model.shapes)
+        return suited
+
+    def _settings_of(self, state: "dict[str, Any] | Sequence[dict[str, Any]]") -> Settings:
+        """Returns those beside Adam if a checkpoint was made beside it and this State has seen no optimizer
+        yet; else its own."""
+        one = state[0] if isinstance(state, Sequence) and state else state
+        if self.settings.free and not self.settings.adaptive and isinstance(one, dict):
+            suited = self._suited(adaptive=True)
+            made = suited.saved()
+            if all(one.get(key) == made[key] for key in ("codec", "parameters")):
+                return suited
+        return self.settings
 
     def _check(self, optimizer: "torch.optim.Optimizer") -> None:
         """Warns of what `check_optimizer` refuses."""
@@ -588,7 +639,8 @@ class State:
         p.quiet()
         model = self._door.model if self._door is not None else None
         parent = p.process_group or (model.process_group if model is not None else None)
-        resume = checkpoint.load(self.settings, parent, state, redistribute)
+        settings = self._settings_of(state)
+        resume = checkpoint.load(settings, parent, state, redistribute)
         if model is None and not strict:
             raise CheckpointError(
                 "load_state_dict(strict=False) compares the checkpoint with the model: register the State "
@@ -597,7 +649,9 @@ class State:
         if model is not None:
             resume.check_part(model.part)
             (resume.check if strict else resume.adapt)(model.shapes)
-        planned = self._resumed(resume, p.tuner.given) if isinstance(p.tuner, Controller) else None
+        given = p.tuner.given if isinstance(p.tuner, Controller) else None
+        planned = self._resumed(settings, resume, given) if isinstance(p.tuner, Controller) else None
+        self.settings = p.settings = settings
         p.start_from(resume, planned)  # nothing fails from here on
         if planned is not None:
             self._ending.controller = planned[0]
@@ -607,10 +661,12 @@ class State:
         if self._door is not None:
             self._door.reset(error)
 
-    def _resumed(self, resume: checkpoint.Resume, given: Profile | None) -> tuple[Controller, Regime]:
+    def _resumed(
+        self, settings: Settings, resume: checkpoint.Resume, given: Profile | None
+    ) -> tuple[Controller, Regime]:
         """Returns a controller that continues where the one in a checkpoint stopped."""
         journal.check(resume.source.get("controller"))
-        controller = Controller(self.settings, given)
+        controller = Controller(settings, given)
         try:
             regime = controller.resume(resume)
             for f in fields(Report):

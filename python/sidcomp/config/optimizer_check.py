@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from sidcomp import notices
+from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import SetupError
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ def check(
     sparse = sorted(
         {candidate.codec.name for candidate in settings.candidates if "sparse" in candidate.codec.traits}
     )
-    if sparse and any(len(group.get("betas") or ()) == 2 for group in optimizer.param_groups):
+    if sparse and settings.accuracy != "any" and adaptive(optimizer):
         notices.log(
             f"{kind} divides by the size of the gradients, which codec {sparse[0]!r} makes rare and large: "
-            "at 1/40 of the bytes the loss of a language model rose by 3.5 %, with int4 it did not "
-            "(docs/accuracy.md, With Adam)",
+            "at 1/40 of the bytes the loss of a language model rose by 3.5 %. sidcomp.LocalError, or "
+            "State('int4'), avoid that (docs/accuracy.md, With Adam)",
             rank,
         )
     if not memory.momentum:

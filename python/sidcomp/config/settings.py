@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sidcomp import core as _core
+from sidcomp.config import accuracy as accuracy_of
 from sidcomp.config import schedule
 from sidcomp.config.exchange_choice import ExchangeChoice, MessagePlan
 from sidcomp.config.grouping import DENSE, PLANNED, Groups, Regime, parse_groups
@@ -17,15 +18,9 @@ from sidcomp.errors import ArgumentError, ParameterError, UnsupportedError
 
 Candidates = Sequence[str | tuple[str, Mapping[str, Setting]]]
 
-# The codec of a State that names none. At a fortieth of the uncompressed bytes it preserved accuracy best
-# (docs/accuracy.md).
-DEFAULT: tuple[str, Mapping[str, Setting]] = (
-    "topk",
-    {"density": 0.084, "values": "log4", "indices": "packed"},
-)
-# What codec="auto" chooses from besides dense: the default codec, and one that changes almost nothing. The
-# exchanges are for payloads that an all-gather would take to every rank.
-CANDIDATES = (DEFAULT, "fp16")
+# The codec of a State that names none, beside SGD.
+DEFAULT = accuracy_of.allowed("dense", of_adaptive=False)[0]
+# For payloads that an all-gather would take to every rank.
 EXCHANGES = ("twoshot", "hierarchical")
 
 # What takes the place of the all-gather where no exchange was named and it would send too much. It gives the
@@ -106,6 +101,9 @@ class Settings:
     transport: str = "torch"  # what enqueues the collectives of CUDA groups
     nonfinite: str | None = None  # see State; None: "drop" until a scaler is followed
     search: tuple[int, float] = MERGECOMP  # Y and alpha of groups="mergecomp"
+    free: bool = False  # the caller named no codec and no candidates, so they may suit the optimizer
+    accuracy: str = "dense"  # which codecs may be chosen then
+    adaptive: bool = False  # they suit Adam and its relatives
     made: list[Candidate] = field(
         default_factory=list
     )  # the policy's combinations, numbered after `candidates`
@@ -131,11 +129,26 @@ class Settings:
         nonfinite: str | None = None,
         Y: int | None = None,
         alpha: float | None = None,
+        accuracy: str | None = None,
+        adaptive: bool = False,
     ) -> "Settings":
-        if codec is None:
-            codec, parameters = DEFAULT[0], {**DEFAULT[1], **parameters}
-        parameters = dict(parameters)
         auto = codec == "auto"
+        free = not parameters and (codec is None or (auto and candidates is None))
+        if accuracy is not None and not free:
+            raise ArgumentError(
+                f"accuracy={accuracy!r} limits what sidcomp chooses by itself, but the codec, its parameters "
+                "or the candidates are named: leave accuracy out"
+            )
+        accuracy = "dense" if accuracy is None else accuracy
+        accuracy_of.check(accuracy)
+        if codec is None:
+            default = accuracy_of.allowed(accuracy, adaptive)[0] if free else DEFAULT
+            codec, parameters = default[0], {**default[1], **parameters}
+        if auto and candidates is None:
+            candidates, ours = accuracy_of.candidates(accuracy, adaptive), True
+        else:
+            ours = False
+        parameters = dict(parameters)
         if not auto and exchange is not None and not isinstance(exchange, str):
             raise ArgumentError(
                 f'exchange={exchange!r}: only codec="auto" takes a list; for {codec!r} name one exchange'
@@ -166,7 +179,8 @@ class Settings:
                 f'codec="auto" finds the groups itself: leave groups={groups!r} out, or name a codec'
             )
         if auto:
-            chosen = _candidates(candidates, memory, parameters)
+            assert candidates is not None
+            chosen = _candidates(candidates, memory, parameters, given=not ours)
             chosen += _over(choices, chosen, named=exchange is not None)
         else:
             chosen = (Candidate(*resolve(codec, memory, parameters), *choices),)
@@ -188,6 +202,9 @@ class Settings:
             transport,
             nonfinite,
             _search(groups, Y, alpha),
+            free,
+            accuracy,
+            adaptive,
         )
         if settings.planned and (
             several := [candidate.codec.name for candidate in chosen if candidate.codec.reductions]
@@ -400,12 +417,12 @@ def _search(groups: Groups, Y: int | None, alpha: float | None) -> tuple[int, fl
 
 
 def _candidates(
-    candidates: Candidates | None, memory: str | None, parameters: Parameters
+    candidates: Candidates, memory: str | None, parameters: Parameters, given: bool
 ) -> tuple[Candidate, ...]:
     """The candidates of codec="auto". They share one memory, because a group may change from one to another.
-    A parameter of the State goes to every candidate that has it; a value in `candidates` overrides it."""
+    A parameter of the State goes to every candidate that has it; a value in `candidates` overrides it, if
+    the caller gave them."""
     memory = "residual" if memory is None else memory
-    given, candidates = candidates is not None, CANDIDATES if candidates is None else candidates
     if isinstance(candidates, str) or not candidates:
         raise ArgumentError(f'candidates={candidates!r}: give a list of codecs, such as ["topk", "fp16"]')
     found, taken = [], set()

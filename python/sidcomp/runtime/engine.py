@@ -176,6 +176,11 @@ class Engine:
         """Uses this executor instead of the one for the buckets' device."""
         self.executor = executor
 
+    def take(self, settings: Settings, tuner: Tuner | None) -> None:
+        """Takes other settings, before the first groups are made."""
+        assert self.layout is None
+        self.settings, self.tuner, self.regime = settings, tuner, settings.start
+
     def prepare(self, device: torch.device) -> Executor:
         """Returns the executor for buckets on this device."""
         if self.executor is None:

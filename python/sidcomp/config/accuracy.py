@@ -1,0 +1,64 @@
+"""Which codecs keep the loss, by the kind of optimizer: what docs/accuracy.md has measured in DDP's hook."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from sidcomp.config.schedule import Setting
+from sidcomp.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+Way = tuple[str, Mapping[str, Setting]]
+
+
+class Measured(NamedTuple):
+    """A codec with its parameters. over: by how much its loss is above that of uncompressed training, in
+    percent of it, on the example language model. within: no worse than the worst seed of uncompressed
+    training."""
+
+    way: Way
+    over: float
+    within: bool
+
+
+# At a fortieth of the uncompressed bytes it preserves accuracy best.
+FORTIETH: Way = ("topk", {"density": 0.084, "values": "log4", "indices": "packed"})
+INT4: Way = ("int4", {})
+FP16: Way = ("fp16", {})
+
+# The fewest bytes first. fp16 was not measured with Adam; its rounding is 2000 times finer than int4's.
+PLAIN = (Measured(FORTIETH, 0.7, True), Measured(FP16, 0.0, True))
+ADAPTIVE = (Measured(FORTIETH, 3.5, False), Measured(INT4, -0.2, True), Measured(FP16, 0.0, True))
+
+LEVELS = ("dense", "close", "any")
+_CLOSE = 1.0  # percent
+
+
+def check(accuracy: object) -> None:
+    if accuracy not in LEVELS:
+        raise ArgumentError(
+            f"accuracy={accuracy!r}: choose one of {', '.join(LEVELS)}: no worse than the seeds of "
+            f"uncompressed training, at most {_CLOSE:g} % more loss, or no limit"
+        )
+
+
+def adaptive(optimizer: "Optimizer") -> bool:
+    """Whether the optimizer divides by the size of its gradients, as Adam and its relatives do."""
+    return any(len(group.get("betas") or ()) == 2 for group in optimizer.param_groups)
+
+
+def allowed(accuracy: str, of_adaptive: bool) -> list[Way]:
+    """What is allowed, with the fewest bytes first."""
+    return [
+        m.way
+        for m in (ADAPTIVE if of_adaptive else PLAIN)
+        if accuracy == "any" or m.within or (accuracy == "close" and m.over <= _CLOSE)
+    ]
+
+
+def candidates(accuracy: str, of_adaptive: bool) -> list[Way]:
+    """What codec="auto" chooses from besides uncompressed: the fewest bytes, and one that changes almost
+    nothing."""
+    found = allowed(accuracy, of_adaptive)
+    return [found[0], found[-1]]
