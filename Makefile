@@ -197,8 +197,8 @@ bench-plan-real: all ## every plan over real links: hours; goes on where it stop
 	$(PYTHON) -m benchmarks.bench_plan_real $(ARGS)
 sass: ## registers, occupancy, instructions and bytes per element of the CUDA kernels; needs nvcc and nvdisasm, no GPU (ARGS=--save)
 	$(PYTHON) -m benchmarks.sass $(ARGS)
-gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network
-	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
+gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network (PART=1 to 4)
+	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
 
 wheel: env ## a wheel for this Python, CPU only, in build/wheel; auditwheel tells where it runs (pip install '.[wheel]')
 	@rm -rf build/wheel build/wheel-raw

@@ -1,7 +1,9 @@
 """`make gpu-check`: builds the CUDA kernels and, where there is a GPU, tests, times and sanitizes them.
 
 Needs no network. Ends with 0 if all went well, 1 if something failed, 77 if there is no GPU (after compiling
-everything). Writes <gpu>-<date>.md and .json to benchmarks/results, or to the folder given by --out.
+everything). Writes <gpu>-<date>.md and .json, after each part, to the folder given by --out, else to $OUT,
+else to benchmarks/results. What hangs is ended with all its processes when its time is over, and costs the
+row that it was in: the next process continues behind it.
 
 The figures. A row is one call on n float32 elements in one segment: median and quartiles in microseconds.
 `graph`: replayed from a CUDA graph; `stream`: enqueued by the host, both with the L2 flushed before each
@@ -21,9 +23,12 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,12 @@ PARTS = {  # in this order; shares of the time that is left
     "tests": 10, "times": 9, "ranks": 3, "models": 4, "bytes": 2, "ddp": 4, "sanitizers": 4
 }  # fmt: skip
 TIME_LIMIT = 450  # seconds of all; what a part has not begun by its share is left out, and said so
+# In calls of at most nine minutes: --part 1, 2, ...
+CALLS = (("times",), ("tests", "sanitizers"), ("ranks", "ddp"), ("models", "bytes"))
+STUCK = 60.0  # seconds without a new row, after which a process is taken for hung
+
+
+folder = ROOT / "benchmarks" / "results"  # for the results
 
 
 def say(text: str) -> None:
@@ -41,22 +52,32 @@ def say(text: str) -> None:
 
 
 def run(command: list[str], limit: float, **env: str) -> tuple[int, str]:
-    """Exit status (124 past the limit) and output."""
+    """Exit status (124 past the limit) and output. Past the limit it ends all processes of the command."""
+    with tempfile.TemporaryFile() as file:
+        process = start(command, file, **env)
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            end(process)
+            status = 124
+        file.seek(0)
+        return status, file.read().decode(errors="replace")
+
+
+def start(command: list[str], output: Any, **env: str) -> "subprocess.Popen[bytes]":
+    """Starts the command in a process group of its own."""
     clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=clean | env,
-            text=True,
-            timeout=limit,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-    except subprocess.TimeoutExpired as e:
-        output = e.stdout or b""
-        return 124, output if isinstance(output, str) else output.decode(errors="replace")
-    return done.returncode, done.stdout
+    return subprocess.Popen(
+        command, cwd=ROOT, env=clean | env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends the command and all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # a process in the driver may not be killable
+        process.wait(5)
 
 
 def build() -> None:
@@ -94,15 +115,25 @@ def python_path() -> str:
 
 
 def run_tests(deadline: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_cuda.py",
-               "tests/cuda/test_cuda_exchanges.py"]  # fmt: skip
-    limit = max(1.0, min(240.0, deadline - time.monotonic()))
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider",
+               "tests/cuda/test_cuda.py", "tests/cuda/test_cuda_exchanges.py"]  # fmt: skip
+    limit = max(1.0, min(330.0, deadline - time.monotonic()))
     status, output = run(command, limit, PYTHONPATH=python_path())
-    last = output.strip().splitlines()[-1] if output.strip() else ""
-    say(f"tests: {last}")
-    if status:
+    found = summary_of(status, output, limit)
+    say(f"tests: {found}")
+    if status not in (0, 124):
         say(output[-6000:])
-    return {"status": status, "summary": last}
+    return {"status": status, "summary": found}
+
+
+def summary_of(status: int, output: str, limit: float) -> str:
+    """pytest's last line, or what it had done when it was ended."""
+    lines = output.strip().splitlines()
+    if status != 124:
+        return lines[-1].strip("= ") if lines else "no output"
+    counts = [f"{output.count(f' {word}')} {word.lower()}" for word in ("PASSED", "FAILED", "SKIPPED")]
+    at = next((line.split()[0] for line in reversed(lines) if line.startswith("tests/")), "")
+    return f"ended after {limit:.0f} s: {', '.join(counts)}; it was at {at}"
 
 
 def run_ddp(deadline: float) -> dict[str, Any]:
@@ -158,10 +189,11 @@ def run_ranks(deadline: float) -> dict[str, Any]:
 
     results: dict[str, Any] = {"rows": [], "wrong": []}
     for world in (2, 3):
-        if time.monotonic() > deadline:
+        left = deadline - time.monotonic()
+        if left < 0:
             say(f"{world} ranks: left out: no time")
             continue
-        got = one_gpu.check(world)
+        got = one_gpu.check(world, limit=min(one_gpu.LIMIT, left))
         results["rows"] += [{"ranks": world, **row} for row in got["rows"]]
         results["wrong"] += got["wrong"]
         for row in got["rows"]:
@@ -177,12 +209,59 @@ def run_ranks(deadline: float) -> dict[str, Any]:
 
 
 def run_times(deadline: float) -> list[dict[str, Any]]:
+    """In processes that write down each row. One that hangs or fails is ended, and the next one continues."""
     sys.path[:0] = [str(ROOT), str(ROOT / "python")]
-    from benchmarks import gpu_time
 
-    bench = gpu_time.Bench(gpu_time.GpuClock(), deadline, say)
-    gpu_time.measure(bench)
-    return bench.rows
+    kept = folder / "gpu-check-times.jsonl"  # remains where this process is ended, too
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.unlink(missing_ok=True)
+    rows = collect([sys.executable, "benchmarks/gpu_time.py"], kept, deadline)
+    kept.unlink()
+    return rows
+
+
+def collect(command: list[str], kept: Path, deadline: float, stuck: float = STUCK) -> list[dict[str, Any]]:
+    """Runs the command with --journal and --seconds until it ends by itself, or the deadline. Returns its
+    rows, and one for each unit in which a process was ended or failed."""
+    from benchmarks.gpu_time import Journal
+
+    kept.touch()
+    while (left := deadline - time.monotonic()) > 0:
+        before = Journal(kept).over
+        process = start(
+            [*command, "--journal", str(kept), "--seconds", f"{left:.0f}"], None, PYTHONPATH=python_path()
+        )
+        why = supervise(process, kept, deadline, stuck)
+        journal = Journal(kept)
+        if not why or time.monotonic() > deadline:
+            break
+        unit = journal.open
+        if unit is None and journal.over == before:
+            say(f"times: {why} before it had measured anything")
+            break
+        if unit is not None:
+            journal.add(failed=unit, why=why)
+            say(f"  {unit}: {why}; continuing behind it")
+    journal = Journal(kept)
+    lost = [{"what": e["failed"], "n": 0, "failed": e["why"]} for e in journal.entries if "failed" in e]
+    return journal.all("row") + lost
+
+
+def supervise(process: "subprocess.Popen[bytes]", kept: Path, deadline: float, stuck: float) -> str:
+    """Waits for a process that writes a journal. Returns why it did not end well, or ""."""
+    size, since = -1, time.monotonic()
+    try:
+        while process.poll() is None:
+            if (now := kept.stat().st_size) != size:
+                size, since = now, time.monotonic()
+            if time.monotonic() - since > stuck:
+                return f"hung for {stuck:.0f} s"
+            if time.monotonic() > deadline + stuck:
+                return "ended at the deadline"
+            time.sleep(0.1)
+    finally:
+        end(process)
+    return f"ended with status {process.returncode}" if process.returncode else ""
 
 
 def run_models(deadline: float) -> list[dict[str, Any]]:
@@ -327,6 +406,7 @@ def write(results: dict[str, Any], folder: Path) -> None:
 
 def failures(results: dict[str, Any]) -> list[str]:
     wrong = [part for part in ("tests", "ddp") if results.get(part, {}).get("status")]
+    wrong += [f"times of {r['what']}" for r in results.get("times", []) if "failed" in r]
     wrong += ["ranks"] if results.get("ranks", {}).get("wrong") else []
     return wrong + [tool for tool, said in results.get("sanitizers", {}).items() if said.startswith("failed")]
 
@@ -335,12 +415,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="gpu-check", description="Build, test, time and sanitize the CUDA kernels."
     )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results"
-    )
+    out = os.environ.get("OUT") or ROOT / "benchmarks" / "results"
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder for the results: %(default)s")
     parser.add_argument("--only", default=",".join(PARTS), help="some of these, with commas: %(default)s")
+    parser.add_argument(
+        "--part",
+        type=int,
+        choices=range(1, len(CALLS) + 1),
+        help="one of the calls into which all is divided: "
+        + "; ".join(f"{i} {', '.join(parts)}" for i, parts in enumerate(CALLS, 1)),
+    )
     args = parser.parse_args()
-    wanted = args.only.split(",")
+    global folder
+    folder = args.out.absolute()
+    wanted = list(CALLS[args.part - 1]) if args.part else args.only.split(",")
     if unknown := [part for part in wanted if part not in PARTS]:
         parser.error(f"--only {unknown[0]}: there are {', '.join(PARTS)}")
     deadline = time.monotonic() + TIME_LIMIT
@@ -360,7 +448,7 @@ def main() -> int:
             time.monotonic() + left * shares[part] / sum(shares.values())
         )
         del shares[part]
-    write(results, args.out)
+        write(results, folder)  # what comes next may hang
     wrong = failures(results)
     say("gpu-check: " + (f"something failed, see above: {', '.join(wrong)}" if wrong else "all went well"))
     return 1 if wrong else 0

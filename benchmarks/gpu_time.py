@@ -2,15 +2,18 @@
 
 `measure` fills a Bench with rows; the clock says on which device, so that the tests run all of it on the
 emulation. By itself, `python benchmarks/gpu_time.py --once topk 25600000` encodes and decodes once, for a
-profiler that counts bytes.
+profiler that counts bytes. `--journal FILE` measures everything and writes down each row, and each unit of
+work before it begins, so that gpu_check.py can end a process that hangs, and another one continues behind it.
 """
 
 import argparse
+import json
 import statistics
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -136,12 +139,61 @@ def quartiles(x: list[float]) -> list[float]:
     return [statistics.median(x), low, high]
 
 
-class Bench:
-    """Rows of a table, said as they are measured, until the deadline."""
+class Journal:
+    """What has been measured, a line of JSON each, written at once: {"begin": unit}, {"row": row},
+    {"end": unit}, and {"failed": unit, "why": text} by whoever ended the process."""
 
-    def __init__(self, clock: Clock, deadline: float, say: Callable[[str], None] = print) -> None:
-        self.clock, self.deadline, self.say = clock, deadline, say
-        self.rows: list[dict[str, Any]] = []
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.entries: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
+
+    def add(self, **entry: Any) -> None:
+        self.entries.append(entry)
+        with self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def all(self, kind: str) -> list[Any]:
+        return [entry[kind] for entry in self.entries if kind in entry]
+
+    @property
+    def over(self) -> set[str]:
+        """The units that need not be measured again."""
+        return {*self.all("end"), *self.all("failed")}
+
+    @property
+    def open(self) -> str | None:
+        """The unit that has begun and not ended."""
+        begun = [unit for unit in self.all("begin") if unit not in self.over]
+        return begun[-1] if begun else None
+
+
+class Bench:
+    """Rows of a table, said as they are measured, until the deadline. journal: where they are kept."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        deadline: float,
+        say: Callable[[str], None] = print,
+        journal: Journal | None = None,
+    ) -> None:
+        self.clock, self.deadline, self.say, self.journal = clock, deadline, say, journal
+        self.rows: list[dict[str, Any]] = journal.all("row") if journal is not None else []
+
+    @contextmanager
+    def unit(self, what: str) -> Iterator[bool]:
+        """Some rows that are measured together. Gives False if an earlier process has measured them, or was
+        ended in them."""
+        if self.journal is None:
+            yield True
+            return
+        if what in self.journal.over:
+            yield False
+            return
+        self.journal.add(begin=what)
+        yield True
+        self.journal.add(end=what)
 
     def late(self, what: str) -> bool:
         if time.monotonic() <= self.deadline:
@@ -163,7 +215,11 @@ class Bench:
         if baseline:
             r["torch us"], r["x faster"] = baseline, baseline / own
             text += f"  torch {baseline:9.1f} us, {r['x faster']:.1f}x"
+        if any((row["what"], row["n"]) == (what, n) for row in self.rows):
+            return own  # an earlier process has it
         self.rows.append(r)
+        if self.journal is not None:
+            self.journal.add(row=r)
         self.say(text)
         return own
 
@@ -281,9 +337,12 @@ def codecs(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
             name = name_of(codec["name"], settings)
             if bench.late(f"{name}, n {size.n:,}"):
                 return
-            slow = baseline(bench, codec["name"], settings, gradient) if size.baselines else (0.0, 0.0)
-            one_codec(bench, name, Rank(bench.clock, codec["name"], settings, gradient), limit, slow)
-            bench.clock.settle()
+            with bench.unit(f"{name}, n {size.n:,}") as new:
+                if not new:
+                    continue
+                slow = baseline(bench, codec["name"], settings, gradient) if size.baselines else (0.0, 0.0)
+                one_codec(bench, name, Rank(bench.clock, codec["name"], settings, gradient), limit, slow)
+                bench.clock.settle()
 
 
 def early(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
@@ -295,13 +354,16 @@ def early(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
         name = name_of(codec, settings)
         if bench.late(f"early: {name}, n {size.n:,}"):
             return
-        rank = Rank(bench.clock, codec, settings, gradient)
-        rank.device |= _core.cuda_early
-        try:
-            one_codec(bench, name, rank, limit, (0.0, 0.0), "early: ")
-        except sidcomp.SidcompError as e:
-            bench.say(f"  early: {name}: {e}")
-        bench.clock.settle()
+        with bench.unit(f"early: {name}, n {size.n:,}") as new:
+            if not new:
+                continue
+            rank = Rank(bench.clock, codec, settings, gradient)
+            rank.device |= _core.cuda_early
+            try:
+                one_codec(bench, name, rank, limit, (0.0, 0.0), "early: ")
+            except sidcomp.SidcompError as e:
+                bench.say(f"  early: {name}: {e}")
+            bench.clock.settle()
 
 
 def one_codec(
@@ -357,13 +419,16 @@ def compiled(bench: Bench, size: Size, gradient: Any) -> None:
             return
         r = Baseline(codec, Job(size.n, size.n // 100), [gradient], torch.zeros_like(gradient), 1)
         plain = BASELINES[codec]
-        try:
-            BASELINES[codec] = (torch.compile(plain[0], dynamic=True), plain[1])
-            bench.row(f"torch.compile, encode {codec}", size.n, r.encode, graph=False)
-        except Exception as e:  # what a compiler may raise has no bounds
-            bench.say(f"  torch.compile, {codec}: {type(e).__name__}: {str(e).splitlines()[0][:200]}")
-        finally:
-            BASELINES[codec] = plain
+        with bench.unit(f"compiled {codec}") as new:
+            if not new:
+                continue
+            try:
+                BASELINES[codec] = (torch.compile(plain[0], dynamic=True), plain[1])
+                bench.row(f"torch.compile, encode {codec}", size.n, r.encode, graph=False)
+            except Exception as e:  # what a compiler may raise has no bounds
+                bench.say(f"  torch.compile, {codec}: {type(e).__name__}: {str(e).splitlines()[0][:200]}")
+            finally:
+                BASELINES[codec] = plain
 
 
 # ---- exchanges -----------------------------------------------------------------------------------
@@ -411,18 +476,21 @@ def exchanges(bench: Bench, n: int, limit: Limits) -> None:
     for kind, codec in EXCHANGES:
         if bench.late(f"{kind} of {codec}"):
             return
-        settings = {"density": 0.01} if codec == "topk" else {}
-        steps = ExchangeSteps(bench.clock, kind, codec, n, settings | NODES.get(kind, {}))
-        rounds = steps.ranks[0][0].rounds
-        for round in range(rounds + 1):
-            for r in range(1, len(steps.ranks)):
-                steps.advance(r, round)
-            what = f"{kind} of {codec}, {len(steps.ranks)} ranks, after {round} of {rounds} rounds"
-            bench.row(what, n, partial(steps.advance, 0, round), limit.add)
-            if round < rounds:
-                steps.move(round)
-        assert not any(steps.reported()), f"{kind} of {codec} reports {steps.reported()}"
-        bench.clock.settle()
+        with bench.unit(f"{kind} of {codec}, n {n:,}") as new:
+            if not new:
+                continue
+            settings = {"density": 0.01} if codec == "topk" else {}
+            steps = ExchangeSteps(bench.clock, kind, codec, n, settings | NODES.get(kind, {}))
+            rounds = steps.ranks[0][0].rounds
+            for round in range(rounds + 1):
+                for r in range(1, len(steps.ranks)):
+                    steps.advance(r, round)
+                what = f"{kind} of {codec}, {len(steps.ranks)} ranks, after {round} of {rounds} rounds"
+                bench.row(what, n, partial(steps.advance, 0, round), limit.add)
+                if round < rounds:
+                    steps.move(round)
+            assert not any(steps.reported()), f"{kind} of {codec} reports {steps.reported()}"
+            bench.clock.settle()
 
 
 def hops(bench: Bench, n: int, limit: Limits) -> None:
@@ -431,13 +499,16 @@ def hops(bench: Bench, n: int, limit: Limits) -> None:
     for world in (3, 8):
         if bench.late(f"hop of ring1, {world} ranks"):
             return
-        steps = ExchangeSteps(bench.clock, "ring1", "marsit", n, {"world": world})
-        for r in range(world):
-            steps.advance(r, 0)
-        bench.clock.settle()
-        steps.ranks[0][5].random_(0, 256)  # that it is no message changes nothing of the work
-        what = f"hop of ring1, {world} ranks"
-        bench.row(what, n, partial(steps.advance, 0, 2), limit.add / (24 * world))
+        with bench.unit(f"hop of ring1, {world} ranks, n {n:,}") as new:
+            if not new:
+                continue
+            steps = ExchangeSteps(bench.clock, "ring1", "marsit", n, {"world": world})
+            for r in range(world):
+                steps.advance(r, 0)
+            bench.clock.settle()
+            steps.ranks[0][5].random_(0, 256)  # that it is no message changes nothing of the work
+            what = f"hop of ring1, {world} ranks"
+            bench.row(what, n, partial(steps.advance, 0, 2), limit.add / (24 * world))
 
 
 def measure(bench: Bench, sizes: tuple[Size, ...] = SIZES) -> None:
@@ -477,10 +548,17 @@ def once(codec: str, n: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--once", nargs=2, metavar=("CODEC", "N"), required=True)
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--once", nargs=2, metavar=("CODEC", "N"))
+    chosen.add_argument("--journal", type=Path, metavar="FILE")
+    parser.add_argument("--seconds", type=float, default=300.0, help="with --journal: begin nothing after")
     args = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "python")]
-    once(args.once[0], int(args.once[1]))
+    if args.once:
+        once(args.once[0], int(args.once[1]))
+        return
+    deadline = time.monotonic() + args.seconds
+    measure(Bench(GpuClock(), deadline, partial(print, flush=True), Journal(args.journal)))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ models' steps on the CPU; reports from figures made up here.
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -79,6 +80,54 @@ def test_every_kernel_has_its_rows() -> None:
     assert sum(n.startswith("early: ") for n in names) == 2 * len(gpu_time.EARLY)
 
 
+def rows_of(journal: gpu_time.Journal) -> dict[str, set[tuple[str, int]]]:
+    """The rows of each unit; "" for those outside of any."""
+    found: dict[str, set[tuple[str, int]]] = {"": set()}
+    unit = ""
+    for entry in journal.entries:
+        unit = entry.get("begin", "" if "end" in entry else unit)
+        if "row" in entry:
+            found.setdefault(unit, set()).add((entry["row"]["what"], entry["row"]["n"]))
+    return found
+
+
+@emulated
+def test_what_was_measured_before_a_process_ended_is_there(tmp_path: Path) -> None:
+    """Four processes are ended at random places. The fifth measures the rest."""
+    sizes = (gpu_time.Size(3000, False, False, False, True),)
+    draw = random.Random(7)
+
+    class Ending(StillClock):
+        left = 10**6
+
+        def measure(self, call: gpu_time.Call, n: int, graph: bool) -> gpu_time.Times:
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+            return super().measure(call, n, graph)
+
+    def process(journal: gpu_time.Journal, left: int) -> None:
+        clock = Ending()
+        clock.left = left
+        gpu_time.measure(gpu_time.Bench(clock, time.monotonic() + 1e6, lambda _: None, journal), sizes)
+
+    process(gpu_time.Journal(tmp_path / "whole"), 10**6)
+    expected = rows_of(gpu_time.Journal(tmp_path / "whole"))
+    kept = tmp_path / "kept"
+    for _ in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            process(gpu_time.Journal(kept), draw.randrange(8, 20))
+        journal = gpu_time.Journal(kept)
+        assert journal.open is not None
+        journal.add(failed=journal.open, why="ended")
+    process(gpu_time.Journal(kept), 10**6)
+    journal = gpu_time.Journal(kept)
+    names = [(r["what"], r["n"]) for r in journal.all("row")]
+    assert len(names) == len(set(names)) and len(journal.all("failed")) == 4
+    for unit, rows in expected.items():
+        assert rows <= set(names) or unit in journal.all("failed")
+
+
 @emulated
 def test_time_and_room_may_run_out() -> None:
     bench, said = bench_of(-1)
@@ -111,6 +160,54 @@ def test_steps_of_models() -> None:
     with torch.device("meta"):
         sizes = [sum(p.numel() for p in m.parameters()) for m in (resnet(), Gpt())]
     assert sizes == [25_557_032, 124_439_808], "the papers' models"
+
+
+UNITS = """
+import sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from benchmarks.gpu_time import Journal
+journal = Journal(Path(sys.argv[sys.argv.index("--journal") + 1]))
+for unit in ("first", "hangs", "second", "fails", "third"):
+    if unit in journal.over:
+        continue
+    journal.add(begin=unit)
+    if unit == "hangs":
+        time.sleep(600)
+    if unit == "fails":
+        sys.exit(3)
+    journal.add(row={{"what": unit, "n": 1}})
+    journal.add(end=unit)
+"""
+
+
+def test_what_hangs_or_fails_costs_its_own_row(tmp_path: Path) -> None:
+    script = tmp_path / "units.py"
+    script.write_text(UNITS.format(root=str(ROOT)))
+    command = [sys.executable, str(script)]
+    rows = gpu_check.collect(command, tmp_path / "journal", time.monotonic() + 60, stuck=2.0)
+    assert [r["what"] for r in rows if "failed" not in r] == ["first", "second", "third"]
+    assert {r["what"]: r["failed"] for r in rows if "failed" in r} == {
+        "hangs": "hung for 2 s",
+        "fails": "ended with status 3",
+    }
+    assert gpu_check.failures({"times": rows}) == ["times of hangs", "times of fails"]
+
+
+def test_a_command_that_is_ended_takes_its_processes_along(tmp_path: Path) -> None:
+    """The grandchild would hold the device."""
+    code = "import subprocess, time; print('begun', flush=True); subprocess.run(['sleep', '600'])"
+    begun = time.monotonic()
+    status, output = gpu_check.run([sys.executable, "-c", code], 3.0)
+    assert (status, output) == (124, "begun\n") and time.monotonic() - begun < 30
+
+
+def test_tests_that_were_ended_say_how_far_they_came() -> None:
+    output = "tests/a.py::x PASSED [1%]\ntests/a.py::y[1] FAILED [2%]\ntests/a.py::z[2] "
+    assert gpu_check.summary_of(124, output, 9) == (
+        "ended after 9 s: 1 passed, 1 failed, 0 skipped; it was at tests/a.py::z[2]"
+    )
+    assert gpu_check.summary_of(0, "...\n==== 3 passed in 1 s ====\n", 9) == "3 passed in 1 s"
 
 
 NCU = """==PROF== Connected to process 7
