@@ -121,6 +121,7 @@ ELSEWHERE = {  # tested by other files
     "Lightning with DDP",
     "Transformers' Trainer with DDP",
     "Accelerate with DDP",
+    "Ray Train with DDP",
     "torch.distributed.checkpoint",
     "torchrun's restarts",
     "no DDP at all",
