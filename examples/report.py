@@ -94,13 +94,10 @@ def summary(run: "Run", world: int) -> Row:
     """Figures of one run. Bytes are what one rank sends in a step; times in milliseconds."""
     steps = run.step
     times = sorted(run.times) or [run.seconds / steps]
-    dense = on_the_wire(4 * run.elements, 4 * run.elements, world)
-    overall = dense
-    if run.stats:
-        of_a_step = (run.stats[f"{way}_bytes"] / run.stats["steps"] for way in ("sent", "received"))
-        overall = on_the_wire(*of_a_step, world)
+    ring = 2 * (world - 1) / world * 4 * run.elements
+    overall = run.stats["wire_bytes"] / run.stats["steps"] if run.stats else ring
     # As what is counted: the median of the turns. A schedule may have sent far more at the beginning.
-    turns = [on_the_wire(*turn, world) for turn in run.payload_bytes]
+    turns = run.wire_bytes
     return {
         "name": run.name,
         "metric": run.curve[-1][2] if run.curve else None,
@@ -116,13 +113,6 @@ def summary(run: "Run", world: int) -> Row:
             for what in ("encode", "wait", "decode")
         },
     }
-
-
-def on_the_wire(sent: float, received: float, world: int) -> float:
-    """Bytes that a rank sends for these bytes of payloads. Those that it gets back once are summed in a ring;
-    those that it gets from each of the others go to each of them."""
-    gathered = (received - sent) / (world - 2) if world > 2 else 0.0
-    return 2 * (world - 1) / world * (sent - gathered) + (world - 1) * gathered
 
 
 def cells(task: Task, alone: Row, rows: list[Row]) -> list[list[str]]:
@@ -158,8 +148,8 @@ def remarks(
         *([] if found else [f"{ours['name']} was still measuring: it needs more steps than these."]),
         args.network,
         "Bytes are what one rank sends in a step. Counted: by the kernel, over rank 0's TCP connections, "
-        "headers left out. Computed: a ring all-reduce of the float32 gradient; for sidcomp, its payloads. "
-        "Both are the median of the turns that were timed.",
+        "headers left out. Computed: a ring all-reduce of the float32 gradient; for sidcomp, what its "
+        "exchange states. Both are the median of the turns that were timed.",
     ]
     if abs(ours["bytes_overall"] / ours["bytes_computed"] - 1) > 0.05:
         notes.append(

@@ -43,9 +43,7 @@ class Run:
     losses: list[float] = field(default_factory=list)  # of each step, on this rank's batch
     curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, seconds, the task's metric
     tcp_bytes: list[float] = field(default_factory=list)  # sent in a step, by the kernel, of each turn
-    payload_bytes: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # sent, received in a step, likewise
+    wire_bytes: list[float] = field(default_factory=list)  # sent in a step, by State.stats(), likewise
     elements: int = 0  # of the model's gradient
     stats: dict[str, float] = field(default_factory=dict)  # State.stats() over all steps
     groups: list[dict[str, Any]] = field(default_factory=list)  # State.stats(), each group
@@ -134,7 +132,7 @@ class Trainer:
         run = self.run
         if self.state is not None and not run.found:
             run.found = self.state.plan_report()["stage"] == "settled"
-        before, sent, payloads = run.step, tcp_bytes_sent(), self.payloads()
+        before, sent, stated = run.step, tcp_bytes_sent(), self.wire_bytes()
         for turn, step in enumerate(range(run.step, until)):
             start = perf_counter()
             loss = self.one_step(step)
@@ -152,15 +150,11 @@ class Trainer:
         if run.found and sent is not None and now is not None:
             run.tcp_bytes.append((now - sent) / steps)
         if run.found and self.state is not None:
-            out, back = (b - a for a, b in zip(payloads, self.payloads(), strict=True))
-            run.payload_bytes.append((out / steps, back / steps))
+            run.wire_bytes.append((self.wire_bytes() - stated) / steps)
 
-    def payloads(self) -> tuple[int, int]:
-        """Bytes of payloads that this rank has sent and received so far."""
-        if self.state is None:
-            return 0, 0
-        stats = self.state.stats()
-        return stats["sent_bytes"], stats["received_bytes"]
+    def wire_bytes(self) -> int:
+        """Bytes that a rank has sent to others so far, by the exchanges' own statements."""
+        return 0 if self.state is None else self.state.stats()["wire_bytes"]
 
     def one_step(self, step: int) -> float:
         done = step / self.args.steps
@@ -190,7 +184,7 @@ class Trainer:
         if self.state is None:
             return
         stats = self.state.stats()
-        sums = ("steps", "sent_bytes", "received_bytes", "encode_seconds", "wait_seconds", "decode_seconds")
+        sums = ("steps", "wire_bytes", "encode_seconds", "wait_seconds", "decode_seconds")
         steps = self.run.step - self.first
         stats["steps"] = steps
         self.run.stats = {k: self.earlier.get(k, 0) + stats[k] for k in sums}

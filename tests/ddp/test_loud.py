@@ -547,8 +547,34 @@ def decided(rank: int, world: int) -> list[str]:
     return said()
 
 
-def test_auto_says_once_what_it_has_decided() -> None:
+def test_auto_says_what_it_is_doing_and_what_it_has_decided() -> None:
+    """Where stderr is no terminal, as here: the stages in their order, in a few plain lines."""
     ours, other = run(decided, 2)
     assert not other
     texts = ["measures during the first steps", "has decided after", "topk compresses"]
     assert [sum(text in line for line in ours) for text in texts] == [1, 1, 1], ours
+    first, measuring, *verifying, last = [line for line in ours if 'State("auto")' in line]
+    assert texts[0] in first and texts[1] in last
+    assert re.search(r'State\("auto"\), step \d+: measuring codecs and exchanges$', measuring)
+    assert 1 <= len(verifying) <= 2
+    for line in verifying:
+        assert re.search(r", step \d+: verifying plan \w+: \d+ groups, predicted .* ms a step against", line)
+
+
+def with_many_stages(rank: int, world: int) -> list[str]:
+    import test_auto
+
+    with test_auto.Training(rank, candidates=["topk"], slow=test_auto.SLOW_DENSE) as t:
+        t.step()
+        controller: Any = t.state._engine.tuner
+        controller._p = t.state._engine  # as during a call of the engine
+        for i in range(9):
+            controller._say(f"stage {i}", stage=True)
+        controller._p = None
+    return said()
+
+
+def test_the_lines_of_progress_end_after_a_few() -> None:
+    ours, other = run(with_many_stages, 2)
+    assert not other
+    assert [line[-7:] for line in ours if ", step " in line] == ["stage 0", "stage 1", "stage 2"]

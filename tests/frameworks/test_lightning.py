@@ -134,6 +134,44 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
     sharded = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     out["sharded"] = error(lambda: fit(Compression(**ARGUMENTS), "sharded", Sharded, strategy=sharded))
     out["around"] = error(lambda: fit(Compression(**ARGUMENTS), "around", strategy=Around()))
+
+    class Two(Module):
+        """Two optimizers, which the module steps by itself."""
+
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = super().training_step(batch, index)
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return [optimizer_of(self.network[i].parameters()) for i in (0, 2)]
+
+    class Choosing(Two):
+        def on_train_start(self) -> None:
+            chosen.state.follow(self.trainer.optimizers[0])
+
+    class Followed(lightning.Callback):
+        """Whether the State follows an optimizer, and how many gradients it has compressed."""
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            state = next(c for c in trainer.callbacks if isinstance(c, Compression)).state
+            out["two"].append((state._engine.rates is not None, state.stats()["steps"]))
+
+    chosen, out["two"] = Compression(**ARGUMENTS), []
+    for module, compression in ((Two, Compression(**ARGUMENTS)), (Choosing, chosen)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lightning.Trainer(
+                accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False,
+                callbacks=[compression, Followed()], enable_progress_bar=False, enable_model_summary=False,
+                enable_checkpointing=False, use_distributed_sampler=False,
+            ).fit(module(), batches(rank, world))  # fmt: skip
+        out["two"].append([str(w.message) for w in caught if "2 optimizers" in str(w.message)])
     out["both"] = error(lambda: Compression(sidcomp.State("topk"), density=0.1))
     out["unknown"] = error(lambda: Compression("topk", no_such_parameter=1))
 
@@ -195,6 +233,16 @@ def test_it_is_never_silently_not_in_force(results: tuple[list[dict[str, Any]], 
         assert "ModelParallelStrategy" in r["sharded"] and "DDP" in r["sharded"]
         assert "no gradient came to sidcomp" in r["around"]
         assert r["recipe"] == 0, "Lightning registers the hook on CPUs now: change docs/lightning.md"
+
+
+def test_with_several_optimizers_it_follows_none_and_says_so(
+    results: tuple[list[dict[str, Any]], Path],
+) -> None:
+    for rank, r in enumerate(results[0]):
+        none, warned, one, again = r["two"]
+        assert none == (False, STEPS) and one == (True, STEPS), "it compresses in both cases"
+        assert len(warned) == len(again) == (rank == 0)
+        assert all("call state.follow(optimizer, scaler)" in text for text in warned)
 
 
 def test_wrong_arguments_are_refused_at_once(results: tuple[list[dict[str, Any]], Path]) -> None:

@@ -88,6 +88,20 @@ def several() -> None:
     train(DDP(network()), own=b)
 
 
+def several_optimizers() -> None:
+    """All of them step; the State follows the one that has most of the parameters."""
+    ddp = DDP(network())
+    small = torch.optim.SGD(ddp.module[2].parameters(), lr=0.1)
+    large = torch.optim.SGD(ddp.module[0].parameters(), lr=0.1)
+    large.register_step_post_hook(lambda *_: small.step())
+    before = ddp.module[2].weight.detach().clone()
+    own = train(ddp, large)
+    assert not torch.equal(before, ddp.module[2].weight)
+    large.param_groups[0]["lr"] = 0.05  # halved: the first layer's residual doubles
+    ddp(torch.ones(4, 8)).square().mean().backward()
+    assert own._engine.rates is not None and own._engine.rates.last == {0: 0.05}
+
+
 WORKS: dict[str, Callable[[], object]] = {
     "torch.compile inside DDP": lambda: train(DDP(torch.compile(network(), backend="eager"))),
     "torch.compile around DDP": lambda: train(torch.compile(DDP(network()), backend="eager")),
@@ -99,14 +113,15 @@ WORKS: dict[str, Callable[[], object]] = {
     "LBFGS": lbfgs,
     "parameters in bfloat16 or float16": half,
     "several models": several,
+    "several optimizers": several_optimizers,
 }
 ELSEWHERE = {  # tested by other files
     "`no_sync`, `static_graph`, `find_unused_parameters`, `gradient_as_bucket_view`, shared parameters",
     "autocast, GradScaler",
-    "several optimizers",
     "Lightning with DDP",
     "Transformers' Trainer with DDP",
     "Accelerate with DDP",
+    "Ray Train with DDP",
     "torch.distributed.checkpoint",
     "torchrun's restarts",
     "no DDP at all",

@@ -49,6 +49,7 @@ _DRIFT = 1.25  # steps this many times as slow, twice in a row, mean that someth
 _FASTER = 1.1  # as do steps this many times as fast: a faster link helps plain DDP more
 _FIRST_PAUSE = 500  # steps before the first comparison; doubled each time the plan stays
 _LONGEST = 16_000  # the most steps without a comparison
+_LINES = 3  # of progress where stderr is no terminal, beside the first line and the decision
 _PROBE_SHARE = 0.01  # of the time of a thousand steps
 # Of the planners. Cupcake searches for as long as the paper lets it, some seconds, and starts from two even
 # groups (its section 4.2).
@@ -137,9 +138,13 @@ def _known(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
     return {name: deepcopy(value) for name, value in values.items() if name in names}
 
 
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def _show(text: str) -> None:
     """Shows a line of progress on a terminal. The next line replaces it."""
-    if sys.stderr.isatty():
+    if _on_terminal():
         print(f"\r\033[Ksidcomp: {text}", end="", file=sys.stderr, flush=True)
 
 
@@ -166,6 +171,7 @@ class Controller:
         self._layout: Callable[[], Layout | None] = lambda: None  # weak: the script keeps this object alive
         self._mark = self._entered = 0
         self._spent = self._counted = 0  # ns of the search; its steps that were counted before
+        self._lines = 0  # of progress that were printed where stderr is no terminal
         self._script = self._whole()
         next(self._script)
 
@@ -414,13 +420,19 @@ class Controller:
         self._p.count_control(exchange.world * len(packed))
         return [max(column) for column in zip(*rows, strict=True)]
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, *, stage: bool = False) -> None:
+        """Logs a line, and shows it on a terminal. stage: a stage of the search begins; the first lines of
+        this kind also reach an stderr that is no terminal, such as the log file of a job."""
         if self._replaying:  # it was logged before the checkpoint
             return
         self.report.log.append(text)
-        if self._first():
-            logger.info(text)
-            _show(text)
+        if self._p is None or not self._first():
+            return
+        logger.info(text)
+        _show(text)
+        if stage and not _on_terminal() and self._lines < _LINES:
+            self._lines += 1
+            notices.say(f"{self._what}, step {self._p.step}: {text}")
 
     def _warn(self, text: str) -> None:
         self.report.log.append(text)
@@ -517,8 +529,9 @@ class Controller:
             regime = self._regime(found)
             r.stage = "verifying"
             self._say(
-                f"plan {plan_hash(found)[:8]}: {len(found['ends'])} groups, predicted "
-                f"{found['time_ps'] * 1e-9:.1f} ms against {to_beat * 1e-9:.1f} ms"
+                f"verifying plan {plan_hash(found)[:8]}: {len(found['ends'])} groups, predicted "
+                f"{found['time_ps'] * 1e-9:.1f} ms a step against {to_beat * 1e-9:.1f} ms",
+                stage=True,
             )
             e = yield from self._verify(model, found, best)
             pairs = e["pairs"]
@@ -789,7 +802,7 @@ class Controller:
             self._say(f"the profile that was given does not fit ({reason}): measuring again")
         turns = yield from self._dense_and_alone(of)
         dense = int(median(self._agree([t["dense"] for t in turns])))
-        self._say("measuring codecs and exchanges")
+        self._say("measuring codecs and exchanges", stage=True)
         budget = max(0.5, _PROBE_SHARE * 1000 * dense * 1e-9)
         assert self._p is not None
         found = measurement.profile(
