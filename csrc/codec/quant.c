@@ -1,4 +1,4 @@
-/* int8, int4, fp8, qsgd, terngrad: every element becomes the code of a number on a grid, times a scale.
+/* int8, int4, int2, fp8, qsgd, terngrad: every element becomes the code of a number on a grid, times a scale.
  *
  *     scale = M / top      l = acc / scale      code = round(l)      sent = scale * code      kept = acc - sent
  *
@@ -10,6 +10,12 @@
  *   - l = acc * inverse, inverse = 1 / scale rounded to float32, one division a block; |l| is cut off at top.
  * Where a block has a scale of its own, keep() finds it again from acc, and with it what was sent, so that nothing is
  * stored beside acc. A scale of the whole group takes a second pass: the first one gathers the norm.
+ *
+ * int2 has a sign and one of two magnitudes, the levels of the Lloyd-Max quantiser of a normal variable. Its scale is not
+ * derived from a norm: a block's mean magnitude says which elements get the higher one, and the scale is the one with the least
+ * squared error for these codes (quant.h). With the root mean square as the scale, a block of a few large elements would
+ * end farther from what it was than zero is, and error feedback could diverge. With the fitted scale what is kept of a
+ * block is always shorter than the block, whatever it holds.
  *
  * QSGD (Alistarh et al. 2017): Q(v_i) = ||v||_2 sign(v_i) xi_i, xi_i one of the levels 0, 1/s .. 1 beside
  * |v_i| / ||v||_2 with E[xi_i] = |v_i| / ||v||_2. MergeComp's 8 bits: sign and s = 127. Fields have a fixed width here;
@@ -78,6 +84,16 @@ static sid_status plan_int8(sid_plan *p, uint64_t *scratch, sid_error *err) { re
 static sid_status plan_int4(sid_plan *p, uint64_t *scratch, sid_error *err) { return plan_int(p, scratch, err, 4); }
 
 enum {
+    INT2_BLOCK
+};
+static sid_status plan_int2(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    const uint32_t block = (uint32_t)p->codec_param[INT2_BLOCK];
+    const sid_status s = is_power(p, "block", block, err);
+    if (s) return s;
+    return settle(p, scratch, (quant_form){block, 2, SID_GRID_FOUR, SID_ROUND_NEAREST, NORM_FITTED, SID_FOUR_HIGH});
+}
+
+enum {
     F8_BLOCK,
     F8_FORMAT,
     F8_ROUNDING
@@ -129,8 +145,40 @@ enum {
 /* Of a tile's blocks, or of the group. */
 typedef struct scale_list {
     uint32_t count;
-    float scale[MOST_BLOCKS], inverse[MOST_BLOCKS];
+    float scale[MOST_BLOCKS], inverse[MOST_BLOCKS], edge[MOST_BLOCKS];
 } scale_list;
+
+static double wide_sum(const float *x, uint32_t len, uint32_t from) {
+    double lane[SID_UNIT_LANES] = {0};
+    for (uint32_t i = 0; i < len; i++) lane[i % SID_UNIT_LANES] += sid_key(x[i]) >= from ? fabs((double)x[i]) : 0;
+    return sid_join(lane);
+}
+/* The sum of a unit's magnitudes from key `from` on, and how many they are: in float32, or where that overflows in float64. */
+static double unit_sum(const sid_plan *p, const float *x, uint32_t len, uint32_t from, uint32_t *count) {
+    const float sum = from ? p->simd->sum_from(x, len, from, count) : p->simd->sum_abs(x, len);
+    return sid_key(sum) < SID_KEY_INF ? (double)sum : wide_sum(x, len, from);
+}
+static double block_sum(const sid_plan *p, const float *x, uint32_t len, uint32_t from, uint32_t *count) {
+    if (len <= SID_TILE) return unit_sum(p, x, len, from, count);
+    double sums[SID_MAX_TILE / SID_TILE] = {0};
+    *count = 0;
+    for (uint32_t i = 0; i < len; i += SID_TILE) {
+        uint32_t some = 0;
+        sid_sums_add(sums, i, unit_sum(p, x + i, len - i < SID_TILE ? len - i : SID_TILE, from, &some));
+        *count += some;
+    }
+    return sid_sums_total(sums, len);
+}
+static void fit_blocks(const sid_plan *p, const quant_form *f, const float *x, uint32_t len, scale_list *s) {
+    for (uint32_t b = 0; b < s->count; b++) {
+        const uint32_t offset = b * f->block, take = len - offset < f->block ? len - offset : f->block;
+        uint32_t count = 0;
+        const double sum = block_sum(p, x + offset, take, 0, &count);
+        s->edge[b] = quant_edge(sum, take);
+        const double above = block_sum(p, x + offset, take, sid_f32_bits(s->edge[b]), &count);
+        s->scale[b] = quant_fit(sum, above, take, count);
+    }
+}
 
 static void block_scales(const sid_plan *p, const quant_form *f, const float *x, uint32_t len, float *scale) {
     const uint32_t blocks = (len + f->block - 1) / f->block;
@@ -153,12 +201,15 @@ static void block_scales(const sid_plan *p, const quant_form *f, const float *x,
 static sid_grid grid_of(const sid_plan *p, const quant_form *f, const float *x, uint32_t len, float group,
                         scale_list *s) {
     s->count = f->block ? (len + f->block - 1) / f->block : 1;
-    if (f->block)
+    if (f->norm == NORM_FITTED)
+        fit_blocks(p, f, x, len, s);
+    else if (f->block)
         block_scales(p, f, x, len, s->scale);
     else
         s->scale[0] = group;
-    for (uint32_t b = 0; b < s->count; b++) s->inverse[b] = s->scale[b] > 0 ? 1.0f / s->scale[b] : 0.0f;
-    return (sid_grid){f->kind, f->rounding, f->top, f->block, s->scale, s->inverse};
+    if (f->norm != NORM_FITTED)
+        for (uint32_t b = 0; b < s->count; b++) s->inverse[b] = s->scale[b] > 0 ? 1.0f / s->scale[b] : 0.0f;
+    return (sid_grid){f->kind, f->rounding, f->top, f->block, s->scale, s->inverse, s->edge};
 }
 
 static float group_scale(const sid_pass *w, const quant_form *f) {
@@ -352,6 +403,7 @@ static const sid_param int_params[] = {
     [INT_BLOCK] = BLOCK_ROW,
     [INT_ROUNDING] = ROUNDING_ROW,
 };
+static const sid_param int2_params[] = {[INT2_BLOCK] = BLOCK_ROW};
 static const sid_param fp8_params[] = {
     [F8_BLOCK] = BLOCK_ROW,
     [F8_FORMAT] = {.name = "format",
@@ -419,6 +471,11 @@ QUANT_CODEC(int8, int_params, .name = "int8", .wire_id = 48, .traits = SID_STOCH
 QUANT_CODEC(int4, int_params, .name = "int4", .wire_id = 49, .traits = SID_STOCHASTIC,
             .paper = "Dettmers et al. 2022 (block-wise quantisation), with even steps",
             .doc = "4-bit integers, -7 to 7, and a scale for each block of elements: the largest magnitude / 7.");
+QUANT_CODEC(int2, int2_params, .name = "int2", .wire_id = 54,
+            .paper = "Max 1960, table I, and Lloyd 1982: the four levels for normally distributed elements",
+            .doc =
+                "2 bits: a sign and one of two magnitudes, and a scale for each block of elements: the one that makes "
+                "the block's squared error smallest.");
 QUANT_CODEC(fp8, fp8_params, .name = "fp8", .wire_id = 50, .traits = SID_STOCHASTIC,
             .paper = "OCP 8-bit Floating Point Specification 1.0; Micikevicius et al. 2022",
             .doc = "8-bit floats and a scale for each block, which brings its largest magnitude to the format's.");

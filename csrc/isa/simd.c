@@ -45,6 +45,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .clear_from = clear_from,
     .sum_abs = sum_abs,
     .tail_sums = tail_sums,
+    .sum_from = sum_from,
     .sum_squares = sum_squares,
     .moments = moments,
     .two_moments = two_moments,

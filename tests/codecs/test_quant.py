@@ -30,6 +30,9 @@ STOCHASTIC: list[tuple[str, dict[str, Any]]] = [
 NEAREST: list[tuple[str, dict[str, Any]]] = [
     ("int8", {}),
     ("int4", {"block": 64}),
+    ("int2", {}),
+    ("int2", {"block": 64}),
+    ("int2", {"block": 4096}),
     ("fp8", {}),
     ("fp8", {"format": "e5m2"}),
 ]
@@ -118,6 +121,32 @@ def test_integers_by_hand() -> None:
     assert payload[72:76] == bytes([0x07, 0xE2, 0x07, 0x00])
 
 
+def test_two_magnitudes_by_hand() -> None:
+    """Elements on the levels of scale 2 come back as they are, and the scale is 2; -0 counts as negative."""
+    low, high = 2 * np.float32(0.45278003), 2 * np.float32(1.5104176)
+    x = np.float32([low, -low, high, low, -low, -high, low, low])
+    got, payload = round_trip(x, "int2", {})
+    assert np.frombuffer(payload, "<f4", 1, 64)[0] == pytest.approx(2, rel=2e-7)
+    assert np.allclose(got, x, rtol=3e-7)
+    assert payload[72:74] == bytes([0b00_01_10_00, 0b00_00_11_10])
+    # the mean is 1.3, the edge 1.2302516 * 1.3 = 1.5993: only 4 is above it
+    x = np.float32([1, -1, 1, 0.0, -0.0, 1.5, -1.5, 4, 1.5, 1.5])
+    low, high = 0.4527800346, 1.5104176085
+    scale = (low * 9 + high * 4) / (9 * low**2 + high**2)
+    got, payload = round_trip(x, "int2", {})
+    level = np.array([low] * 7 + [high] + [low] * 2) * np.where(np.signbit(x), -1, 1)
+    assert np.allclose(got, scale * level, rtol=1e-6)
+
+
+def test_levels_of_a_normal_variable() -> None:
+    """The expected error is 0.1175 of the variance (Max 1960, table I, N = 4), and the scale is sigma."""
+    x = np.random.default_rng(11).normal(0, 3, 1 << 20).astype(np.float32)
+    got, payload = round_trip(x, "int2", {"block": 4096})
+    off = got.astype(np.float64) - x
+    assert (off**2).mean() / 9 == pytest.approx(0.1175, abs=0.0005)
+    assert np.frombuffer(payload, "<f4", len(x) // 4096, 64).mean() == pytest.approx(3, rel=0.002)
+
+
 def test_qsgd_by_hand() -> None:
     """(3, -4), norm 5: of one level 5 with probability 0.6, -5 with 0.8; of 127 within 5/127."""
     x = np.float32([3, -4])
@@ -150,7 +179,8 @@ def test_terngrad_keeps_a_constant_gradient(n: int) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "settings", "bits"),
-    [("int8", {}, 8.125), ("int8", {"block": 4096}, 8 + 1 / 128), ("int4", {}, 4.125), ("fp8", {}, 8.125),
+    [("int8", {}, 8.125), ("int8", {"block": 4096}, 8 + 1 / 128), ("int4", {}, 4.125),
+     ("int2", {}, 2.125), ("int2", {"block": 64}, 2.5), ("fp8", {}, 8.125),
      *[("qsgd", {"bits": b}, b + 1 / 16) for b in range(2, 9)],
      *[("qsgd", {"bits": b, "bucket": 0}, b) for b in range(2, 9)], ("terngrad", {}, 2)],
 )  # fmt: skip
@@ -196,6 +226,28 @@ def test_contraction_of_the_nearest_integers(codec: str, block: int) -> None:
         worst = max(worst, float(((off**2).sum(axis=1) / np.maximum(size, 1e-300)).max()))
     assert worst <= block / (4 * top**2) * (1 + 1e-5)
     assert worst > 0
+
+
+@pytest.mark.parametrize("block", [64, 256, 4096])
+def test_a_fitted_scale_contracts(block: int) -> None:
+    """No scale has a smaller error for the same codes, and what is lost is at most a share of the block.
+
+    With levels l of a scale s the error is |x|^2 - 2 s <x, l> + s^2 |l|^2, least at s = <x, l> / |l|^2. As
+    a larger element never has a smaller level, Chebyshev's inequality, sum |x| l >= |x|_1 sum l / B, and that
+    of Polya and Szego, (sum l)^2 >= 4 low high / (low + high)^2 * B |l|^2, bound it for every x.
+    """
+    low, high = 0.4527800346, 1.5104176085
+    share = 4 * low * high / (low + high) ** 2
+    for kind in ("normal", "heavy", "few", "one", "ramp", "equal", "mostly zero", "laplace"):
+        x = content(kind, 8192, np.random.default_rng(3))
+        got = round_trip(x, "int2", {"block": block})[0].astype(np.float64).reshape(-1, block)
+        wide = x.astype(np.float64).reshape(-1, block)
+        size, lost = (wide**2).sum(axis=1), ((got - wide) ** 2).sum(axis=1)
+        sum_of = np.abs(wide).sum(axis=1)
+        assert (lost <= (size - share * sum_of**2 / block) * (1 + 1e-6)).all(), kind
+        assert (lost[size > 0] < size[size > 0]).all(), kind
+        for factor in (1 - 1e-3, 1 + 1e-3):
+            assert (((factor * got - wide) ** 2).sum(axis=1) >= lost).all(), kind
 
 
 @pytest.mark.parametrize(
@@ -291,7 +343,8 @@ def test_ranks_steps_and_groups_draw_for_themselves(codec: str, settings: dict[s
 
 @pytest.mark.parametrize(
     ("codec", "name", "wrong"),
-    [("int8", "block", [65, 100, 4095, 32, 8192]), ("int4", "block", [96]), ("fp8", "block", [384]),
+    [("int8", "block", [65, 100, 4095, 32, 8192]), ("int4", "block", [96]), ("int2", "block", [96, 32]),
+     ("fp8", "block", [384]),
      ("qsgd", "bucket", [1, 2, 64, 127, 129, 8192])],
 )  # fmt: skip
 def test_blocks_are_powers_of_two(codec: str, name: str, wrong: list[int]) -> None:
