@@ -196,6 +196,14 @@ def _int2(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
     return (level > 1).to(torch.uint8) + 2 * (x < 0).to(torch.uint8), scale
 
 
+def _ternary(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
+    x = _blocks(acc)
+    magnitude = x.abs()
+    high = magnitude >= 0.76703224 * magnitude.mean(1, keepdim=True)
+    scale = (magnitude * high).sum(1, keepdim=True) / high.sum(1, keepdim=True).clamp_min(1)
+    return (x.sign() * high).to(torch.int8), scale
+
+
 def _of_int2(job: Job, payload: tuple[Tensor, ...]) -> Tensor:
     levels = torch.tensor([0.45278003, 1.5104176, -0.45278003, -1.5104176])
     return (levels[payload[0].int()] * payload[1]).view(-1)[: job.n]
@@ -256,6 +264,7 @@ BASELINES: dict[str, tuple[Encode, Decode]] = {
     "int8": (_int(127), _of_blocks),
     "int4": (_int(7), _of_blocks),
     "int2": (_int2, _of_int2),
+    "ternary": (_ternary, _of_blocks),
     "fp8": (_fp8, _of_blocks),
 }
 

@@ -259,6 +259,93 @@ static void pack(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out) 
     }
 }
 
+/* Unit after unit, eight bytes at once: no sum is above 242. */
+static void pack_trits(const uint8_t *code, uint32_t n, uint8_t *out) {
+    uint8_t trit[SID_TRITS * SID_TRIT_BYTES];
+    for (uint32_t at = 0, take; at < n; at += take, out += SID_TRIT_BYTES) {
+        take = n - at < SID_TILE ? n - at : SID_TILE;
+        const uint32_t columns = sid_trit_columns(take);
+        memcpy(trit, code + at, take);
+        memset(trit + take, 0, SID_TRITS * columns - take);
+        for (uint32_t j = 0; j < columns; j += 8) {
+            uint64_t sum = 0, more;
+            for (uint32_t k = SID_TRITS; k--;) {
+                memcpy(&more, trit + k * columns + j, 8);
+                sum = 3 * sum + more;
+            }
+            memcpy(out + j, &sum, 8);
+        }
+    }
+}
+
+/* floor(v / 3) of 0 <= v < 256. */
+INLINE vi third(vi v) {
+#if BYTES == 64
+    return (vi)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi32(171)) >> 9;
+#elif BYTES == 32
+    return (vi)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi32(171)) >> 9;
+#else
+    return (v * 171) >> 9;
+#endif
+}
+/* What trits stand for, times a scale. */
+INLINE vf of_trits(vi trit, float scale) {
+#if BYTES == 64
+    const __m512 table = (__m512)((vf){0, 1, -1} * scale);
+    return (vf)_mm512_permutexvar_ps((__m512i)trit, table);
+#elif BYTES == 32
+    const __m256 table = (__m256)((vf){0, 1, -1} * scale);
+    return (vf)_mm256_permutevar8x32_ps(table, (__m256i)trit);
+#else
+    return to_float((trit & 1) - (trit >> 1)) * scale;
+#endif
+}
+/* WIDE bytes of all payloads from byte `at` on. Their k-th trits belong to the elements from out + k * columns on, of which
+ * have[k] exist, and whose scale is at scale_at[k]. whole: all of them exist. */
+INLINE void add_columns(const sid_codes *from, uint32_t count, float *out, uint32_t at, uint32_t columns,
+                        const uint32_t *have, const uint32_t *scale_at, int whole) {
+    vf sum[SID_TRITS] = {{0}};
+    for (uint32_t k = 0; k < SID_TRITS; k++)
+        if (whole)
+            sum[k] = load(out + k * columns);
+        else if (have[k])
+            memcpy(&sum[k], out + k * columns, 4 * have[k]);
+    for (uint32_t r = 0; r < count; r++) {
+        vi left = load_bytes(from[r].code + at);
+        for (uint32_t k = 0; k < SID_TRITS; k++) {
+            const vi next = third(left);
+            float scale = 0;
+            if (whole || have[k]) memcpy(&scale, from[r].scale + scale_at[k], 4);
+            sum[k] += of_trits(left - next - (next << 1), scale);
+            left = next;
+        }
+    }
+    for (uint32_t k = 0; k < SID_TRITS; k++)
+        if (whole)
+            store(out + k * columns, sum[k]);
+        else if (have[k])
+            memcpy(out + k * columns, &sum[k], 4 * have[k]);
+}
+static void add_trits(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block) {
+    const uint32_t shift = (uint32_t)__builtin_ctz(block);
+    for (uint32_t at = 0; at < n; at += SID_TILE) {
+        const uint32_t take = n - at < SID_TILE ? n - at : SID_TILE, columns = sid_trit_columns(take);
+        for (uint32_t j = 0; j < columns && j < take; j += WIDE) {
+            const uint32_t byte = at / SID_TILE * SID_TRIT_BYTES + j;
+            uint32_t have[SID_TRITS], scale_at[SID_TRITS];
+            for (uint32_t k = 0; k < SID_TRITS; k++) {
+                const uint32_t i = k * columns + j;
+                have[k] = i >= take ? 0 : take - i < WIDE ? take - i : WIDE;
+                scale_at[k] = 4 * ((at + i) >> shift);
+            }
+            if (have[SID_TRITS - 1] == WIDE)
+                add_columns(from, count, out + at + j, byte, columns, have, scale_at, 1);
+            else
+                add_columns(from, count, out + at + j, byte, columns, have, scale_at, 0);
+        }
+    }
+}
+
 /* quantise() to -1, 0 and 1 by 16 bits, and pack() of that. What |l| and u add up to says it by itself: beyond 1 nothing has
  * to be cut off. */
 static void ternary(const float *x, uint32_t n, float inverse, const uint16_t *draws, uint8_t *out) {

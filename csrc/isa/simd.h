@@ -26,7 +26,8 @@ typedef enum sid_grid_kind {
     SID_GRID_INTEGERS, /* -top .. top; the code is two's complement in as many bits as are kept of it */
     SID_GRID_E4M3,
     SID_GRID_E5M2,
-    SID_GRID_FOUR /* of two magnitudes (bits.h) */
+    SID_GRID_FOUR, /* of two magnitudes (bits.h) */
+    SID_GRID_THREE /* of 0 and 1, with a sign */
 } sid_grid_kind;
 typedef enum sid_rounding {
     SID_ROUND_NEAREST, /* ties to even; for integers |x * inverse| < top + 1/2 */
@@ -127,6 +128,9 @@ typedef struct sid_simd {
     void (*add_codes)(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block, sid_grid_kind kind,
                       uint32_t width);
     void (*pack)(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out);
+    void (*pack_trits)(const uint8_t *code, uint32_t n, uint8_t *out); /* codes of SID_GRID_THREE (bits.h) */
+    /* add_codes of these, whose first one begins a unit; block: a power of two. */
+    void (*add_trits)(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block);
     void (*ternary)(const float *x, uint32_t n, float inverse, const uint16_t *draws, uint8_t *out);
 
     /* levels.inc.h: the level of |x|, and above it the sign; and x -= what level and sign stand for where key(x) >= key. */

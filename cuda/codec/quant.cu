@@ -1,4 +1,4 @@
-/* int8, int4, int2, fp8, qsgd, terngrad (csrc/codec/quant.c defines the result). Bytes per float32 element with a residual, b bits:
+/* int8, int4, int2, ternary, fp8, qsgd, terngrad (csrc/codec/quant.c defines the result). Bytes per float32 element with a residual, b bits:
  *     a scale a block    12 + b / 8 + 4 / block   one pass: a block's norm is known while its tile is in registers
  *     one for the group  16 + b / 8               the norm first; without a memory 8 + b / 8
  * What was sent last is found again from acc, by the same norm and the same random bits. Of W payloads W b / 8 to check
@@ -10,12 +10,15 @@ namespace {
 
 /* ---- numbers ----------------------------------------------------------------------------------------------------- */
 
-/* What codes are: integers, 8-bit floats, or a sign and one of two magnitudes. */
+/* What codes are: integers, 8-bit floats, a sign and one of two magnitudes, or trits. */
 enum content {
     INTEGERS,
     FLOATS,
-    FOUR
+    FOUR,
+    THREE
 };
+/* Whether they are of two magnitudes. */
+template <content CODES> constexpr bool has_edge = CODES == FOUR || CODES == THREE;
 
 /* The codes of l = x * inverse, and what they stand for. */
 template <content CODES, sid_rounding ROUNDING> struct grid {
@@ -34,12 +37,14 @@ template <content CODES, sid_rounding ROUNDING> struct grid {
         const int32_t i = ROUNDING == SID_ROUND_DRAW16 ? sid_dither16(a, draw) : sid_dither32(a, draw);
         return (uint32_t)(k == sid_f32_bits(l) ? i : -i);
     }
-    /* FOUR: where the magnitude becomes the high one stands in place of the inverse. */
+    /* FOUR, THREE: where the magnitude becomes the high one stands in place of the inverse. */
     __device__ uint32_t code_of(float x, float inverse, uint32_t draw) const {
+        if (CODES == THREE) return sid_three_code(x, sid_f32_bits(inverse));
         return CODES == FOUR ? sid_four_code(x, sid_f32_bits(inverse)) : code(x * inverse, draw);
     }
     __device__ float number(uint32_t code) const {
         if (CODES == FOUR) return sid_four_number(code);
+        if (CODES == THREE) return sid_three_number(code);
         if (CODES == INTEGERS) return (float)(int32_t)code;
         const float y = finite_number(code << 24);
         const uint32_t k = code & 0x7fu, sign = (code & 0x80u) << 24;
@@ -64,6 +69,9 @@ template <content CODES, sid_rounding ROUNDING> struct grid {
         } else if constexpr (CODES == FOUR) {
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = sid_four_number(w >> (2 * c));
+        } else if constexpr (CODES == THREE) { /* a trit a byte */
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = sid_three_number(w >> (8 * c));
         } else {
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++)
@@ -105,7 +113,7 @@ shape shape_of(uint32_t block) {
 }
 
 struct scaling {          /* of a block */
-    float scale, inverse; /* FOUR: the edge in place of the inverse */
+    float scale, inverse; /* FOUR, THREE: the edge in place of the inverse */
 };
 enum {
     HALVES = 2
@@ -234,7 +242,7 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
         scaling(&of)[SID_ROWS] = s.of[sid_warp()][half];
         scaling y;
         const double sum = sum_block(s, x, [](float v, uint32_t) { return sid_bits_f32(sid_key(v)); });
-        y.inverse = __shfl_sync(SID_FULL, quant_edge(sum, count), last);
+        y.inverse = __shfl_sync(SID_FULL, quant_edge(f.kind, sum, count), last);
         if (sid_lane() % 16 < SID_ROWS) of[own].inverse = y.inverse;
         __syncwarp();
         const auto high = [&](float v, uint32_t r) { return sid_key(v) >= sid_f32_bits(of[r].inverse); };
@@ -242,7 +250,7 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
             sum_block(s, x, [&](float v, uint32_t r) { return high(v, r) ? sid_bits_f32(sid_key(v)) : 0.0f; });
         double number = (double)sum_rows<uint32_t>(x, [&](float v, uint32_t r) { return (uint32_t)high(v, r); });
         if (blocks.rows > SID_ROWS) number = across(s, number);
-        y.scale = __shfl_sync(SID_FULL, quant_fit(sum, above, count, (uint32_t)number), last);
+        y.scale = __shfl_sync(SID_FULL, quant_fit(f.kind, sum, above, count, (uint32_t)number), last);
         if (sid_lane() % 16 < SID_ROWS) of[own].scale = y.scale;
         __syncwarp();
         return y.scale;
@@ -250,7 +258,7 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
 
     /* All to s.of; returns that of the row that is this lane modulo SID_ROWS, and of its half. */
     __device__ float scales(shared &s, const sid_quads &x, uint64_t offset) const {
-        if constexpr (CODES == FOUR)
+        if constexpr (has_edge<CODES>)
             return fitted(s, x, offset);
         else
             return measured(s, x);
@@ -341,13 +349,35 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
             const float inverse = scaling_of(s, r, group).inverse;
             uint32_t u[SID_QUAD] = {};
             w[r] = 0;
+            const uint32_t width = CODES == THREE ? 8 : f.bits; /* trits: a byte each, for now */
             g.draws(draw, offset + sid_place(r), u);
 #pragma unroll
-            for (uint32_t c = 0; c < SID_QUAD; c++) w[r] |= g.field(g.code_of(x[r][c], inverse, u[c])) << (f.bits * c);
+            for (uint32_t c = 0; c < SID_QUAD; c++) w[r] |= g.field(g.code_of(x[r][c], inverse, u[c])) << (width * c);
         }
         if (!GROUP) put_scales(o, scale, offset, len);
-        const uint64_t place = codes_at + offset / 8 * f.bits + 4 * sid_lane();
+        const uint64_t at = CODES == THREE ? quant_code_bytes(&f, offset) : offset / 8 * f.bits;
+        const uint64_t place = codes_at + at + 4 * sid_lane();
         sid_word_run run = {place, 0, 0};
+        if constexpr (CODES == THREE) {
+            uint32_t *const trits = s.staged[sid_warp()];
+            const uint32_t columns = sid_trit_columns(len) / 4; /* words */
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++) trits[sid_place(r) / 4] = w[r];
+            __syncwarp();
+            for (uint32_t j = sid_lane(); j < columns; j += SID_LANES) {
+                uint32_t word = 0;
+#pragma unroll
+                for (uint32_t k = SID_TRITS; k--;) {
+                    const uint32_t i = k * columns + j;
+                    word = 3 * word + (i < SID_TILE / 4 ? trits[i] : 0u);
+                }
+                *(uint32_t *)(void *)(payload + place + 4 * (j - sid_lane())) = word;
+                run.add(j - sid_lane(), word);
+            }
+            run.add_to(o.words);
+            __syncwarp(); /* before the next tile's codes */
+            return;
+        }
         if (f.bits == 8) {
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++)
@@ -421,7 +451,7 @@ __global__ void __launch_bounds__(SEAL_BLOCK) sid_quant_seal_kernel(sid_ending e
     if (!e.scratch->ready) return;
     const uint64_t n = e.head.n, codes = quant_codes_at(n, f.block);
     const uint64_t scales = SID_HEADER_BYTES + 4 * quant_blocks(n, f.block);
-    const uint64_t used = codes + sid_round_up(quant_code_bytes(n, f.bits), 4);
+    const uint64_t used = codes + sid_round_up(quant_code_bytes(&f, n), 4);
     for (uint64_t i = scales + 4 * threadIdx.x; i < codes; i += 4 * SEAL_BLOCK)
         *(uint32_t *)(void *)(e.payload + i) = 0;
     for (uint64_t i = used + 4 * threadIdx.x; i < e.bytes; i += 4 * SEAL_BLOCK)
@@ -448,11 +478,26 @@ template <content CODES> struct body {
             return !quant_sound(w, most_scale);
         }
         if (4 * i < codes_at) return w != 0;
+        if constexpr (CODES == THREE) return wrong_trits(4 * i - codes_at, w);
         const uint64_t bit = 8 * (4 * i - codes_at);
         return bit + 32 <= end ? 0 : bit >= end ? w != 0 : w >> (end - bit) != 0;
     }
     __device__ uint64_t plain_from() const { return codes_at; }
-    __device__ uint64_t plain_to() const { return codes_at + n * f.bits / 64 * 8; }
+    __device__ uint64_t plain_to() const { return CODES == THREE ? codes_at : codes_at + n * f.bits / 64 * 8; }
+    /* 1 if one of the four bytes has a trit of an element that does not exist, or more than five. */
+    __device__ uint32_t wrong_trits(uint64_t at, uint32_t w) const {
+        if (at >= quant_code_bytes(&f, n)) return w != 0;
+        const uint64_t full = n / SID_TILE, unit = at / SID_TRIT_BYTES < full ? at / SID_TRIT_BYTES : full;
+        const uint32_t take = unit < full ? (uint32_t)SID_TILE : (uint32_t)(n % SID_TILE);
+        const uint32_t columns = sid_trit_columns(take), j = (uint32_t)(at - unit * SID_TRIT_BYTES);
+        uint32_t wrong = 0;
+        for (uint32_t c = 0; c < 4; c++) {
+            uint32_t most = 1;
+            for (uint32_t k = 0; k < SID_TRITS; k++) most *= k * columns + j + c < take ? 3u : 1u;
+            wrong |= (w >> (8 * c) & 0xffu) >= most;
+        }
+        return wrong;
+    }
     __device__ uint64_t count() const { return n; }
     __device__ uint32_t form() const { return 0; }
     __device__ bool gathered() const { return true; }
@@ -528,8 +573,34 @@ template <content CODES> struct body {
             }
         }
     }
+    /* Four neighbours have the same digit of four neighbouring bytes. */
+    __device__ void sum_trits(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
+        const uint64_t from = codes_at + quant_code_bytes(&f, offset);
+        /* elements over columns, a quotient that is right below 1024; as registers are few, it is computed for each payload */
+        const uint32_t columns = sid_trit_columns(len), part = len ? (1u << 22) / columns + 1 : 0;
+#pragma unroll 1
+        for (uint32_t r = 0; r < p.count; r++) {
+            const float scale = scale_of(p, r, offset, len);
+#pragma unroll
+            for (uint32_t d = 0; d < SID_ROWS; d++) {
+                const uint32_t i = sid_place(d), k = i * part >> 22;
+                const uint32_t w = i < len ? *(const uint32_t *)(const void *)(p[r] + from + (i - k * columns)) : 0u;
+                /* 2^16 / 3^k, rounded up: the quotients of bytes are right */
+                const uint32_t by = k == 0 ? 65536u : k == 1 ? 21846u : k == 2 ? 7282u : k == 3 ? 2428u : 810u;
+                uint32_t trits = 0;
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++) {
+                    const uint32_t q = (w >> (8 * c) & 0xffu) * by >> 16;
+                    trits |= (q - 3 * (q * 171 >> 9)) << (8 * c);
+                }
+                add_row<true>(x[d], scale, d, trits);
+            }
+        }
+    }
     __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
-        if constexpr (CODES == FLOATS)
+        if constexpr (CODES == THREE)
+            sum_trits(p, x, offset, len);
+        else if constexpr (CODES == FLOATS)
             sum_bytes(p, x, offset, len);
         else if (f.bits == 8)
             sum_bytes(p, x, offset, len);
@@ -600,7 +671,7 @@ template <content CODES> sid_status encode(sid_cuda_encoding &c) {
     double *sums = carve(c.plan, &c.work, f);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s && f.rounding == SID_ROUND_NEAREST) s = pass<CODES, SID_ROUND_NEAREST>(c, f, e, sums);
-    if constexpr (CODES != FOUR)
+    if constexpr (!has_edge<CODES>)
         if (!s && f.rounding == SID_ROUND_DRAW16) s = pass<CODES, SID_ROUND_DRAW16>(c, f, e, sums);
     if constexpr (CODES == INTEGERS)
         if (!s && f.rounding == SID_ROUND_DRAW32) s = pass<INTEGERS, SID_ROUND_DRAW32>(c, f, e, sums);
@@ -625,6 +696,7 @@ extern "C" {
 QUANT(int8, INTEGERS)
 QUANT(int4, INTEGERS)
 QUANT(int2, FOUR)
+QUANT(ternary, THREE)
 QUANT(fp8, FLOATS)
 QUANT(qsgd, INTEGERS)
 QUANT(terngrad, INTEGERS)
