@@ -188,6 +188,27 @@ def _of_blocks(job: Job, payload: tuple[Tensor, ...]) -> Tensor:
     return (payload[0].to(torch.float32) * payload[1]).view(-1)[: job.n]
 
 
+def _int2(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
+    x = _blocks(acc)
+    magnitude = x.abs()
+    level = torch.where(magnitude >= 1.2302517 * magnitude.mean(1, keepdim=True), 1.5104176, 0.45278003)
+    scale = (magnitude * level).sum(1, keepdim=True) / (level * level).sum(1, keepdim=True)
+    return (level > 1).to(torch.uint8) + 2 * (x < 0).to(torch.uint8), scale
+
+
+def _ternary(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
+    x = _blocks(acc)
+    magnitude = x.abs()
+    high = magnitude >= 0.76703224 * magnitude.mean(1, keepdim=True)
+    scale = (magnitude * high).sum(1, keepdim=True) / high.sum(1, keepdim=True).clamp_min(1)
+    return (x.sign() * high).to(torch.int8), scale
+
+
+def _of_int2(job: Job, payload: tuple[Tensor, ...]) -> Tensor:
+    levels = torch.tensor([0.45278003, 1.5104176, -0.45278003, -1.5104176])
+    return (levels[payload[0].int()] * payload[1]).view(-1)[: job.n]
+
+
 def _fp8(job: Job, acc: Tensor) -> tuple[Tensor, ...]:
     x = _blocks(acc)
     scale = x.abs().amax(1, keepdim=True).clamp_min(1e-38) / 448
@@ -242,6 +263,8 @@ BASELINES: dict[str, tuple[Encode, Decode]] = {
     ),  # a hook would agree on the scale by an all-reduce of one number
     "int8": (_int(127), _of_blocks),
     "int4": (_int(7), _of_blocks),
+    "int2": (_int2, _of_int2),
+    "ternary": (_ternary, _of_blocks),
     "fp8": (_fp8, _of_blocks),
 }
 

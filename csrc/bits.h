@@ -119,6 +119,36 @@ SID_HD uint32_t sid_level_of(uint32_t key, const sid_levels *l) {
 }
 SID_HD uint32_t sid_level_key(uint32_t c, const sid_levels *l) { return (l->base + c * l->step) & (c ? ~0u : l->zero); }
 
+/* ---- four numbers: a sign, and one of two magnitudes ----------------------------------------------------------------
+ * The levels of the quantiser with the least mean squared error of a standard normal variable in 2 bits (Max 1960, table I;
+ * Lloyd 1982). Bit 0 of a code is 1 if the magnitude is the high one, bit 1 if the number is negative. */
+#define SID_FOUR_LOW 0.45278003f
+#define SID_FOUR_HIGH 1.5104176f
+SID_HD uint32_t sid_four_code(float x, uint32_t edge) { /* edge: the least key of the high magnitude */
+    return (uint32_t)(sid_key(x) >= edge) | (sid_f32_bits(x) >> 30 & 2u);
+}
+SID_HD float sid_four_number(uint32_t code) {
+    const float magnitude = code & 1u ? SID_FOUR_HIGH : SID_FOUR_LOW;
+    return code & 2u ? -magnitude : magnitude;
+}
+
+/* ---- three numbers: -1, 0, 1, five of them in a byte -------------------------------------------------------------------
+ * A code is a trit: 0, 1, and 2 for -1. Units of SID_TILE elements, and what is left at the end, are packed on their own, in
+ * columns of bytes: trit k of byte j, its digit of 3^k, belongs to element k * columns + j of the unit. So the trits at one
+ * place of neighbouring bytes are neighbours, too, and a vector register of bytes becomes five registers of elements. */
+SID_HD uint32_t sid_three_code(float x, uint32_t edge) { /* edge: the least key of 1 and -1 */
+    const uint32_t some = sid_key(x) >= edge;
+    return some + (some & sid_f32_bits(x) >> 31);
+}
+SID_HD float sid_three_number(uint32_t code) { return (float)((int32_t)(code & 1u) - (int32_t)(code >> 1 & 1u)); }
+/* Bytes of a unit of n elements, at most SID_TILE: a multiple of 16, so that no register has two columns. */
+SID_HD uint32_t sid_trit_columns(uint32_t n) { return (n + 79) / 80 * 16; }
+enum {
+    SID_TRITS = 5,        /* in a byte */
+    SID_TRIT_BYTES = 208, /* of a whole unit */
+    SID_TRIT_MOST = 242   /* five twos */
+};
+
 /* ---- 8-bit floats: sign, exponent, `mantissa` bits (OCP 8-bit Floating Point Specification 1.0) --------------------
  * mantissa 3: E4M3, bias 7, largest 448, no Inf, one NaN. mantissa 2: E5M2, bias 15, largest 57344, Inf and NaN as IEEE. */
 SID_HD float sid_f8_to_f32(uint32_t code, uint32_t mantissa) {

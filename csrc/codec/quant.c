@@ -1,4 +1,4 @@
-/* int8, int4, fp8, qsgd, terngrad: every element becomes the code of a number on a grid, times a scale.
+/* int8, int4, int2, ternary, fp8, qsgd, terngrad: every element becomes the code of a number on a grid, times a scale.
  *
  *     scale = M / top      l = acc / scale      code = round(l)      sent = scale * code      kept = acc - sent
  *
@@ -10,6 +10,13 @@
  *   - l = acc * inverse, inverse = 1 / scale rounded to float32, one division a block; |l| is cut off at top.
  * Where a block has a scale of its own, keep() finds it again from acc, and with it what was sent, so that nothing is
  * stored beside acc. A scale of the whole group takes a second pass: the first one gathers the norm.
+ *
+ * int2 has a sign and one of two magnitudes, the levels of the Lloyd-Max quantiser of a normal variable; ternary has -1, 0 and
+ * 1, five of them in a byte (bits.h). Their scale is not derived from a norm: a block's mean magnitude says which elements
+ * get the higher magnitude, and the scale is the one with the least squared error for these codes (quant.h). With int2's levels
+ * and the root mean square as the scale, a block of one large element and zeros would end farther from what it was than
+ * zero is, and error feedback could diverge. With the fitted scale what is kept of a block is always shorter than the
+ * block, whatever it holds.
  *
  * QSGD (Alistarh et al. 2017): Q(v_i) = ||v||_2 sign(v_i) xi_i, xi_i one of the levels 0, 1/s .. 1 beside
  * |v_i| / ||v||_2 with E[xi_i] = |v_i| / ||v||_2. MergeComp's 8 bits: sign and s = 127. Fields have a fixed width here;
@@ -50,7 +57,7 @@ static sid_status settle_clipped(sid_plan *p, uint64_t *scratch, quant_form f, d
     p->ruling.form = SID_RULES_BY_SCALE;
     p->ruling.scale[0] = sid_f32_bits(f.block ? 1.0f : QUANT_SCALE_MIN);
     p->ruling.scale[1] = sid_f32_bits(f.block ? 1.0f : quant_scale_max(&f));
-    p->sizes.payload = sid_round_up(quant_codes_at(p->n, f.block) + quant_code_bytes(p->n, f.bits), 64);
+    p->sizes.payload = sid_round_up(quant_codes_at(p->n, f.block) + quant_code_bytes(&f, p->n), 64);
     *scratch = totals_bytes(p, f.block);
     return SID_OK;
 }
@@ -76,6 +83,22 @@ static sid_status plan_int(sid_plan *p, uint64_t *scratch, sid_error *err, uint3
 }
 static sid_status plan_int8(sid_plan *p, uint64_t *scratch, sid_error *err) { return plan_int(p, scratch, err, 8); }
 static sid_status plan_int4(sid_plan *p, uint64_t *scratch, sid_error *err) { return plan_int(p, scratch, err, 4); }
+
+enum { /* of int2, ternary */
+    FITTED_BLOCK
+};
+static sid_status plan_fitted(sid_plan *p, uint64_t *scratch, sid_error *err, sid_grid_kind kind, float top) {
+    const uint32_t block = (uint32_t)p->codec_param[FITTED_BLOCK];
+    const sid_status s = is_power(p, "block", block, err);
+    if (s) return s;
+    return settle(p, scratch, (quant_form){block, 2, kind, SID_ROUND_NEAREST, NORM_FITTED, top});
+}
+static sid_status plan_int2(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    return plan_fitted(p, scratch, err, SID_GRID_FOUR, SID_FOUR_HIGH);
+}
+static sid_status plan_ternary(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    return plan_fitted(p, scratch, err, SID_GRID_THREE, 1.0f);
+}
 
 enum {
     F8_BLOCK,
@@ -129,8 +152,40 @@ enum {
 /* Of a tile's blocks, or of the group. */
 typedef struct scale_list {
     uint32_t count;
-    float scale[MOST_BLOCKS], inverse[MOST_BLOCKS];
+    float scale[MOST_BLOCKS], inverse[MOST_BLOCKS], edge[MOST_BLOCKS];
 } scale_list;
+
+static double wide_sum(const float *x, uint32_t len, uint32_t from) {
+    double lane[SID_UNIT_LANES] = {0};
+    for (uint32_t i = 0; i < len; i++) lane[i % SID_UNIT_LANES] += sid_key(x[i]) >= from ? fabs((double)x[i]) : 0;
+    return sid_join(lane);
+}
+/* The sum of a unit's magnitudes from key `from` on, and how many they are: in float32, or where that overflows in float64. */
+static double unit_sum(const sid_plan *p, const float *x, uint32_t len, uint32_t from, uint32_t *count) {
+    const float sum = from ? p->simd->sum_from(x, len, from, count) : p->simd->sum_abs(x, len);
+    return sid_key(sum) < SID_KEY_INF ? (double)sum : wide_sum(x, len, from);
+}
+static double block_sum(const sid_plan *p, const float *x, uint32_t len, uint32_t from, uint32_t *count) {
+    if (len <= SID_TILE) return unit_sum(p, x, len, from, count);
+    double sums[SID_MAX_TILE / SID_TILE] = {0};
+    *count = 0;
+    for (uint32_t i = 0; i < len; i += SID_TILE) {
+        uint32_t some = 0;
+        sid_sums_add(sums, i, unit_sum(p, x + i, len - i < SID_TILE ? len - i : SID_TILE, from, &some));
+        *count += some;
+    }
+    return sid_sums_total(sums, len);
+}
+static void fit_blocks(const sid_plan *p, const quant_form *f, const float *x, uint32_t len, scale_list *s) {
+    for (uint32_t b = 0; b < s->count; b++) {
+        const uint32_t offset = b * f->block, take = len - offset < f->block ? len - offset : f->block;
+        uint32_t count = 0;
+        const double sum = block_sum(p, x + offset, take, 0, &count);
+        s->edge[b] = quant_edge(f->kind, sum, take);
+        const double above = block_sum(p, x + offset, take, sid_f32_bits(s->edge[b]), &count);
+        s->scale[b] = quant_fit(f->kind, sum, above, take, count);
+    }
+}
 
 static void block_scales(const sid_plan *p, const quant_form *f, const float *x, uint32_t len, float *scale) {
     const uint32_t blocks = (len + f->block - 1) / f->block;
@@ -153,12 +208,15 @@ static void block_scales(const sid_plan *p, const quant_form *f, const float *x,
 static sid_grid grid_of(const sid_plan *p, const quant_form *f, const float *x, uint32_t len, float group,
                         scale_list *s) {
     s->count = f->block ? (len + f->block - 1) / f->block : 1;
-    if (f->block)
+    if (f->norm == NORM_FITTED)
+        fit_blocks(p, f, x, len, s);
+    else if (f->block)
         block_scales(p, f, x, len, s->scale);
     else
         s->scale[0] = group;
-    for (uint32_t b = 0; b < s->count; b++) s->inverse[b] = s->scale[b] > 0 ? 1.0f / s->scale[b] : 0.0f;
-    return (sid_grid){f->kind, f->rounding, f->top, f->block, s->scale, s->inverse};
+    if (f->norm != NORM_FITTED)
+        for (uint32_t b = 0; b < s->count; b++) s->inverse[b] = s->scale[b] > 0 ? 1.0f / s->scale[b] : 0.0f;
+    return (sid_grid){f->kind, f->rounding, f->top, f->block, s->scale, s->inverse, s->edge};
 }
 
 static float group_scale(const sid_pass *w, const quant_form *f) {
@@ -215,7 +273,8 @@ static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     }
     draws room;
     const void *d = draw(p, &f, &w->draw, offset, len, &room);
-    SID_LINE uint8_t *body = w->payload + quant_codes_at(p->n, f.block) + offset * f.bits / 8, buf[SID_MAX_TILE];
+    SID_LINE uint8_t *body = w->payload + quant_codes_at(p->n, f.block) + quant_code_bytes(&f, offset),
+                     buf[SID_MAX_TILE];
     uint8_t *code = f.bits == 8 ? body : buf;
     scale_list s;
     const sid_grid g = grid_of(p, &f, acc, len, t->scale, &s);
@@ -228,7 +287,10 @@ static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
         return;
     }
     p->simd->quantise(acc, len, &g, d, code);
-    if (f.bits < 8) p->simd->pack(code, len, f.bits, body);
+    if (f.kind == SID_GRID_THREE)
+        p->simd->pack_trits(code, len, body);
+    else if (f.bits < 8)
+        p->simd->pack(code, len, f.bits, body);
 }
 
 static sid_outcome finish(sid_pass *w) {
@@ -240,7 +302,7 @@ static sid_outcome finish(sid_pass *w) {
         return SID_AGAIN;
     }
     sid_header *h = (sid_header *)(void *)w->payload;
-    const uint64_t codes = quant_codes_at(p->n, f.block), used = codes + quant_code_bytes(p->n, f.bits);
+    const uint64_t codes = quant_codes_at(p->n, f.block), used = codes + quant_code_bytes(&f, p->n);
     const uint64_t scales = SID_HEADER_BYTES + 4 * quant_blocks(p->n, f.block);
     memset(w->payload + scales, 0, codes - scales);
     memset(w->payload + used, 0, p->sizes.payload - used);
@@ -269,12 +331,33 @@ static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
 
 /* ---- decode -------------------------------------------------------------------------------------------------- */
 
+/* 1 if a byte has a trit of an element that does not exist, or more than five. */
+static uint32_t wrong_trits(const uint8_t *code, uint64_t n) {
+    static const uint8_t most[SID_TRITS + 1] = {0, 2, 8, 26, 80, SID_TRIT_MOST};
+    uint32_t wrong = 0;
+    for (uint64_t at = 0; at < n; at += SID_TILE, code += SID_TRIT_BYTES) {
+        const uint32_t take = n - at < SID_TILE ? (uint32_t)(n - at) : SID_TILE, columns = sid_trit_columns(take);
+        for (uint32_t k = 0, first = 0; k <= SID_TRITS && first < columns; k++) { /* bytes of 5 - k trits */
+            const uint32_t trits = SID_TRITS - k, before = trits ? (trits - 1) * columns : 0;
+            const uint32_t end = !trits                    ? columns
+                                 : take < before           ? 0
+                                 : take - before < columns ? take - before
+                                                           : columns;
+            uint8_t over = 0;
+            for (uint32_t j = first; j < end; j++) over = (uint8_t)(over | (code[j] > most[trits]));
+            wrong |= over;
+            first = end > first ? end : first;
+        }
+    }
+    return wrong;
+}
+
 static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     const quant_form f = quant_form_of(p);
     const uint32_t most = sid_f32_bits(quant_scale_max(&f));
     const uint64_t blocks = quant_blocks(p->n, f.block), codes = quant_codes_at(p->n, f.block),
-                   end = codes + quant_code_bytes(p->n, f.bits);
+                   end = codes + quant_code_bytes(&f, p->n);
     uint32_t largest = 0, bad = 0;
     if (h->count != p->n || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
         return sid_fail(err, SID_E_CORRUPT, "count %llu and flags %08x do not belong to a payload of this plan",
@@ -296,7 +379,11 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
                         (double)h->scale);
     for (uint64_t i = SID_HEADER_BYTES + 4 * blocks; i < codes; i++) bad |= payload[i];
     for (uint64_t i = end; i < p->sizes.payload; i++) bad |= payload[i];
-    if (p->n * f.bits % 8) bad |= (uint32_t)payload[end - 1] >> (p->n * f.bits % 8);
+    if (f.kind == SID_GRID_THREE) {
+        if (wrong_trits(payload + codes, p->n))
+            return sid_fail(err, SID_E_CORRUPT, "a byte of the codes has more than its elements' trits");
+    } else if (p->n * f.bits % 8)
+        bad |= (uint32_t)payload[end - 1] >> (p->n * f.bits % 8);
     if (bad) return sid_fail(err, SID_E_CORRUPT, "bytes around the codes are set; they must be 0");
     return SID_OK;
 }
@@ -315,11 +402,14 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
         const uint32_t count = g->count - r < TOGETHER ? g->count - r : TOGETHER;
         for (uint32_t i = 0; i < count; i++) {
             const uint8_t *payload = g->payloads + (r + i) * g->stride;
-            from[i].code = payload + quant_codes_at(p->n, f.block) + offset * f.bits / 8;
+            from[i].code = payload + quant_codes_at(p->n, f.block) + quant_code_bytes(&f, offset);
             from[i].scale =
                 f.block ? payload + SID_HEADER_BYTES + 4 * (offset / f.block) : payload + offsetof(sid_header, scale);
         }
-        p->simd->add_codes(from, count, out, len, f.block, f.kind, f.bits);
+        if (f.kind == SID_GRID_THREE)
+            p->simd->add_trits(from, count, out, len, f.block);
+        else
+            p->simd->add_codes(from, count, out, len, f.block, f.kind, f.bits);
     }
 }
 
@@ -352,6 +442,7 @@ static const sid_param int_params[] = {
     [INT_BLOCK] = BLOCK_ROW,
     [INT_ROUNDING] = ROUNDING_ROW,
 };
+static const sid_param fitted_params[] = {[FITTED_BLOCK] = BLOCK_ROW};
 static const sid_param fp8_params[] = {
     [F8_BLOCK] = BLOCK_ROW,
     [F8_FORMAT] = {.name = "format",
@@ -419,6 +510,16 @@ QUANT_CODEC(int8, int_params, .name = "int8", .wire_id = 48, .traits = SID_STOCH
 QUANT_CODEC(int4, int_params, .name = "int4", .wire_id = 49, .traits = SID_STOCHASTIC,
             .paper = "Dettmers et al. 2022 (block-wise quantisation), with even steps",
             .doc = "4-bit integers, -7 to 7, and a scale for each block of elements: the largest magnitude / 7.");
+QUANT_CODEC(int2, fitted_params, .name = "int2", .wire_id = 54,
+            .paper = "Max 1960, table I, and Lloyd 1982: the four levels for normally distributed elements",
+            .doc =
+                "2 bits: a sign and one of two magnitudes, and a scale for each block of elements: the one that makes "
+                "the block's squared error smallest.");
+QUANT_CODEC(
+    ternary, fitted_params, .name = "ternary", .wire_id = 55,
+    .paper = "Max 1960, table I: the three levels for normally distributed elements; Li and Liu 2016 (ternary weights)",
+    .doc = "-1, 0 or 1, five of them in a byte, and a scale for each block of elements: the one that makes the "
+           "block's squared error smallest.");
 QUANT_CODEC(fp8, fp8_params, .name = "fp8", .wire_id = 50, .traits = SID_STOCHASTIC,
             .paper = "OCP 8-bit Floating Point Specification 1.0; Micikevicius et al. 2022",
             .doc = "8-bit floats and a scale for each block, which brings its largest magnitude to the format's.");

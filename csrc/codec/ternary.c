@@ -79,7 +79,7 @@ static void ternary(const sid_plan *p, const sid_draw *d, const float *acc, uint
     SID_LINE float x[SID_TILE];
     const float inverse = shared > 0 ? 1.0f / shared : 0.0f;
     const quant_form form = ternary_form();
-    const sid_grid g = {form.kind, form.rounding, form.top, 0, &shared, &inverse};
+    const sid_grid g = {form.kind, form.rounding, form.top, 0, &shared, &inverse, NULL};
     p->simd->draw16(d, offset, len, draws);
     if (own < shared) { /* else the grid ends where this rank clips */
         p->simd->clamp(acc, x, len, own);

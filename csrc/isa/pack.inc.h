@@ -108,18 +108,32 @@ INLINE vu nan_codes(const uint8_t *p) {
     return ((x & 0x7f * ones) + ones) & 0x80 * ones;
 }
 
+INLINE int is_float8(sid_grid_kind kind) { return kind == SID_GRID_E4M3 || kind == SID_GRID_E5M2; }
+
 typedef struct adding {
     const sid_codes *from;
     uint32_t count, block, width;
     sid_grid_kind kind;
     spread s;
-    vi number; /* what the fields of up to LOOKED_UP bits stand for */
+    vf number; /* what the fields of up to LOOKED_UP bits stand for */
 } adding;
+
+/* What a field stands for, of integers and of two magnitudes. */
+INLINE float number_of(uint32_t field, sid_grid_kind kind, uint32_t width) {
+    const uint32_t down = 32 - width;
+    return kind == SID_GRID_FOUR ? sid_four_number(field) : (float)((int32_t)(field << down) >> down);
+}
+/* The same of load_fields(). */
+INLINE vf numbers_of(vi c, sid_grid_kind kind) {
+    const vf low = (vf){0} + SID_FOUR_LOW, high = (vf){0} + SID_FOUR_HIGH;
+    if (kind != SID_GRID_FOUR) return to_float(c);
+    return (vf)(either(-(c & 1), bits(high), bits(low)) | (c & INT32_MIN));
+}
 
 /* ABREAST elements of all payloads from the i-th on. halves: by half floats; returns 1, nothing done, where a code is none. */
 INLINE int add_some(const adding *a, float *out, uint32_t i, int halves) {
     const uint32_t width = a->width, b = a->block ? i / a->block : 0;
-    const int integers = a->kind == SID_GRID_INTEGERS, look = integers && width <= LOOKED_UP;
+    const int floats = is_float8(a->kind), look = !floats && width <= LOOKED_UP;
     vf sum[4];
     vu none = {0};
     for (uint32_t q = 0; q < 4; q++) sum[q] = load(out + i + q * WIDE);
@@ -132,13 +146,14 @@ INLINE int add_some(const adding *a, float *out, uint32_t i, int halves) {
             none |= nan_codes(p + i);
             scale *= 0x1p8f;
         }
-        const vf table = to_float(a->number) * scale;
+        const vf table = a->number * scale;
         for (uint32_t q = 0; q < 4; q++) {
             const uint32_t at = i + q * WIDE;
             if (look)
                 sum[q] += look_up(p, at, width, &a->s, table);
-            else if (integers)
-                sum[q] += to_float(width == 8 ? load_signed_bytes(p + at) : load_fields(p, at, &a->s)) * scale;
+            else if (!floats)
+                sum[q] +=
+                    numbers_of(width == 8 ? load_signed_bytes(p + at) : load_fields(p, at, &a->s), a->kind) * scale;
             else if (halves)
                 sum[q] += from_halves(p + at, a->kind) * scale;
             else
@@ -155,12 +170,11 @@ INLINE int add_some(const adding *a, float *out, uint32_t i, int halves) {
 INLINE void add_as(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block, sid_grid_kind kind,
                    uint32_t width) {
     const uint32_t slack = width == 8 || in_words(width) ? 0 : 16 * 8 / width; /* load_fields reads on */
-    const int integers = kind == SID_GRID_INTEGERS;
-    const int32_t down = 32 - (int32_t)width;
+    const int floats = is_float8(kind);
     adding a = {from, count, block, width, kind, spread_of(width), {0}};
     uint32_t i = 0;
-    for (int32_t j = 0; j < WIDE; j++) a.number[j] = (int32_t)((uint32_t)j << down) >> down;
-    if (integers && width <= LOOKED_UP) a.s.up = down - a.s.up;
+    for (uint32_t j = 0; j < WIDE; j++) a.number[j] = number_of(j, kind, width);
+    if (!floats && width <= LOOKED_UP) a.s.up = a.s.down - a.s.up;
     for (; i + ABREAST + slack <= n; i += ABREAST)
         if (add_some(&a, out, i, BYTES >= 32)) (void)add_some(&a, out, i, 0);
     for (uint32_t r = 0; r < count; r++)
@@ -168,7 +182,7 @@ INLINE void add_as(const sid_codes *from, uint32_t count, float *out, uint32_t n
             const uint32_t c = field(from[r].code, j, width);
             float scale;
             memcpy(&scale, from[r].scale + 4 * (block ? j / block : 0), 4);
-            out[j] += scale * (integers ? (float)((int32_t)(c << down) >> down) : sid_f8_to_f32(c, mantissa_of(kind)));
+            out[j] += scale * (floats ? sid_f8_to_f32(c, mantissa_of(kind)) : number_of(c, kind, width));
         }
 }
 static void add_codes(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block, sid_grid_kind kind,
@@ -177,6 +191,8 @@ static void add_codes(const sid_codes *from, uint32_t count, float *out, uint32_
         add_as(from, count, out, n, block, SID_GRID_E4M3, 8);
     else if (kind == SID_GRID_E5M2)
         add_as(from, count, out, n, block, SID_GRID_E5M2, 8);
+    else if (kind == SID_GRID_FOUR)
+        add_as(from, count, out, n, block, SID_GRID_FOUR, 2);
     else if (width == 8)
         add_as(from, count, out, n, block, SID_GRID_INTEGERS, 8);
     else if (width == 4)
@@ -243,6 +259,93 @@ static void pack(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out) 
     }
 }
 
+/* Unit after unit, eight bytes at once: no sum is above 242. */
+static void pack_trits(const uint8_t *code, uint32_t n, uint8_t *out) {
+    uint8_t trit[SID_TRITS * SID_TRIT_BYTES];
+    for (uint32_t at = 0, take; at < n; at += take, out += SID_TRIT_BYTES) {
+        take = n - at < SID_TILE ? n - at : SID_TILE;
+        const uint32_t columns = sid_trit_columns(take);
+        memcpy(trit, code + at, take);
+        memset(trit + take, 0, SID_TRITS * columns - take);
+        for (uint32_t j = 0; j < columns; j += 8) {
+            uint64_t sum = 0, more;
+            for (uint32_t k = SID_TRITS; k--;) {
+                memcpy(&more, trit + k * columns + j, 8);
+                sum = 3 * sum + more;
+            }
+            memcpy(out + j, &sum, 8);
+        }
+    }
+}
+
+/* floor(v / 3) of 0 <= v < 256. */
+INLINE vi third(vi v) {
+#if BYTES == 64
+    return (vi)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi32(171)) >> 9;
+#elif BYTES == 32
+    return (vi)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi32(171)) >> 9;
+#else
+    return (v * 171) >> 9;
+#endif
+}
+/* What trits stand for, times a scale. */
+INLINE vf of_trits(vi trit, float scale) {
+#if BYTES == 64
+    const __m512 table = (__m512)((vf){0, 1, -1} * scale);
+    return (vf)_mm512_permutexvar_ps((__m512i)trit, table);
+#elif BYTES == 32
+    const __m256 table = (__m256)((vf){0, 1, -1} * scale);
+    return (vf)_mm256_permutevar8x32_ps(table, (__m256i)trit);
+#else
+    return to_float((trit & 1) - (trit >> 1)) * scale;
+#endif
+}
+/* WIDE bytes of all payloads from byte `at` on. Their k-th trits belong to the elements from out + k * columns on, of which
+ * have[k] exist, and whose scale is at scale_at[k]. whole: all of them exist. */
+INLINE void add_columns(const sid_codes *from, uint32_t count, float *out, uint32_t at, uint32_t columns,
+                        const uint32_t *have, const uint32_t *scale_at, int whole) {
+    vf sum[SID_TRITS] = {{0}};
+    for (uint32_t k = 0; k < SID_TRITS; k++)
+        if (whole)
+            sum[k] = load(out + k * columns);
+        else if (have[k])
+            memcpy(&sum[k], out + k * columns, 4 * have[k]);
+    for (uint32_t r = 0; r < count; r++) {
+        vi left = load_bytes(from[r].code + at);
+        for (uint32_t k = 0; k < SID_TRITS; k++) {
+            const vi next = third(left);
+            float scale = 0;
+            if (whole || have[k]) memcpy(&scale, from[r].scale + scale_at[k], 4);
+            sum[k] += of_trits(left - next - (next << 1), scale);
+            left = next;
+        }
+    }
+    for (uint32_t k = 0; k < SID_TRITS; k++)
+        if (whole)
+            store(out + k * columns, sum[k]);
+        else if (have[k])
+            memcpy(out + k * columns, &sum[k], 4 * have[k]);
+}
+static void add_trits(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block) {
+    const uint32_t shift = (uint32_t)__builtin_ctz(block);
+    for (uint32_t at = 0; at < n; at += SID_TILE) {
+        const uint32_t take = n - at < SID_TILE ? n - at : SID_TILE, columns = sid_trit_columns(take);
+        for (uint32_t j = 0; j < columns && j < take; j += WIDE) {
+            const uint32_t byte = at / SID_TILE * SID_TRIT_BYTES + j;
+            uint32_t have[SID_TRITS], scale_at[SID_TRITS];
+            for (uint32_t k = 0; k < SID_TRITS; k++) {
+                const uint32_t i = k * columns + j;
+                have[k] = i >= take ? 0 : take - i < WIDE ? take - i : WIDE;
+                scale_at[k] = 4 * ((at + i) >> shift);
+            }
+            if (have[SID_TRITS - 1] == WIDE)
+                add_columns(from, count, out + at + j, byte, columns, have, scale_at, 1);
+            else
+                add_columns(from, count, out + at + j, byte, columns, have, scale_at, 0);
+        }
+    }
+}
+
 /* quantise() to -1, 0 and 1 by 16 bits, and pack() of that. What |l| and u add up to says it by itself: beyond 1 nothing has
  * to be cut off. */
 static void ternary(const float *x, uint32_t n, float inverse, const uint16_t *draws, uint8_t *out) {
@@ -265,7 +368,7 @@ static void ternary(const float *x, uint32_t n, float inverse, const uint16_t *d
     }
 #endif
     for (uint32_t take; i < n; i += take) {
-        const sid_grid g = {SID_GRID_INTEGERS, SID_ROUND_DRAW16, 1.0f, 0, NULL, &inverse};
+        const sid_grid g = {SID_GRID_INTEGERS, SID_ROUND_DRAW16, 1.0f, 0, NULL, &inverse, NULL};
         uint8_t code[SID_TILE];
         take = n - i < SID_TILE ? n - i : SID_TILE;
         quantise_as(x + i, take, &g, draws + i, code, SID_GRID_INTEGERS, SID_ROUND_DRAW16);

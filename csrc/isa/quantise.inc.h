@@ -1,5 +1,5 @@
-/* simd.c: quantisers: x * inverse becomes a number of a grid, integers or 8-bit floats, by rounding to nearest or at random; and what
- * was sent is taken out of x. A loop for each kind of grid and of rounding.
+/* simd.c: quantisers: x * inverse becomes a number of a grid, integers or 8-bit floats, by rounding to nearest or at random; or |x| one
+ * of two magnitudes; and what was sent is taken out of x. A loop for each kind of grid and of rounding.
  *
  * The bits are those of bits.h, whose functions do what is left at the end: l = x * inverse is rounded to float32, cut off at
  * `top`, then rounded to the grid. take_out subtracts scale * number: one product and one difference, each rounded. */
@@ -206,6 +206,43 @@ INLINE void take_out_as(float *x, uint32_t n, const sid_grid *g, const void *dra
     }
 }
 
+/* To a grid of two magnitudes: the block's edge decides, and nothing is multiplied or rounded. */
+INLINE void edge_codes(const float *x, uint32_t n, const sid_grid *g, uint8_t *code, sid_grid_kind kind) {
+    for (uint32_t b = 0, i = 0; i < n; b++) {
+        const uint32_t end = g->block < n - i ? i + g->block : n, edge = sid_f32_bits(g->edge[b]);
+        const vi least = (vi){0} + (int32_t)edge;
+        for (; i + FOUR <= end; i += FOUR) {
+            vi c[4];
+            for (uint32_t q = 0; q < 4; q++) {
+                const vf v = load(x + i + q * WIDE);
+                const vi high = (keys(v) >= least) & 1, minus = (vi)((vn)v >> 31);
+                c[q] = kind == SID_GRID_FOUR ? high | minus << 1 : high + (high & minus);
+            }
+            store_bytes(code + i, c, 0);
+        }
+        for (; i < end; i++)
+            code[i] = (uint8_t)(kind == SID_GRID_FOUR ? sid_four_code(x[i], edge) : sid_three_code(x[i], edge));
+    }
+}
+INLINE void take_edge(float *x, uint32_t n, const sid_grid *g, sid_grid_kind kind) {
+    const int four = kind == SID_GRID_FOUR;
+    for (uint32_t b = 0, i = 0; i < n; b++) {
+        const uint32_t end = g->block < n - i ? i + g->block : n, edge = sid_f32_bits(g->edge[b]);
+        const float scale = g->scale[b];
+        const vf low = (vf){0} + scale * SID_FOUR_LOW, high = (vf){0} + scale * (four ? SID_FOUR_HIGH : 1.0f);
+        const vi least = (vi){0} + (int32_t)edge;
+        for (; i + WIDE <= end; i += WIDE) {
+            const vf v = load(x + i);
+            const vi from_edge = keys(v) >= least, sign = bits(v) & INT32_MIN;
+            store(x + i,
+                  v - (vf)(four ? either(from_edge, bits(high), bits(low)) | sign : from_edge & (bits(high) | sign)));
+        }
+        for (; i < end; i++)
+            x[i] -= scale *
+                    (four ? sid_four_number(sid_four_code(x[i], edge)) : sid_three_number(sid_three_code(x[i], edge)));
+    }
+}
+
 /* One call for each pair that there is. */
 #define EACH_GRID(call)                                                                                                \
     switch (g->kind * 3u + g->rounding) {                                                                              \
@@ -220,10 +257,20 @@ INLINE void take_out_as(float *x, uint32_t n, const sid_grid *g, const void *dra
 
 static void quantise(const float *x, uint32_t n, const sid_grid *g, const void *draws, uint8_t *code) {
 #define QUANTISE(kind, rounding) quantise_as(x, n, g, draws, code, kind, rounding)
-    EACH_GRID(QUANTISE)
+    if (g->kind == SID_GRID_FOUR)
+        edge_codes(x, n, g, code, SID_GRID_FOUR);
+    else if (g->kind == SID_GRID_THREE)
+        edge_codes(x, n, g, code, SID_GRID_THREE);
+    else
+        EACH_GRID(QUANTISE)
 }
 
 static void take_out(float *x, uint32_t n, const sid_grid *g, const void *draws) {
 #define TAKE_OUT(kind, rounding) take_out_as(x, n, g, draws, kind, rounding)
-    EACH_GRID(TAKE_OUT)
+    if (g->kind == SID_GRID_FOUR)
+        take_edge(x, n, g, SID_GRID_FOUR);
+    else if (g->kind == SID_GRID_THREE)
+        take_edge(x, n, g, SID_GRID_THREE);
+    else
+        EACH_GRID(TAKE_OUT)
 }

@@ -20,11 +20,14 @@ typedef struct sid_velocity { /* of add_velocity */
     float carry;              /* of what acc was */
 } sid_velocity;
 
-/* What quantisers round to. An element x becomes the code of x * inverse, which stands for scale times a number of the grid. */
+/* What quantisers round to. An element x becomes the code of x * inverse, which stands for scale times a number of the grid.
+ * Where a grid has two magnitudes, x becomes the code of its sign and of the high one if |x| >= edge. */
 typedef enum sid_grid_kind {
     SID_GRID_INTEGERS, /* -top .. top; the code is two's complement in as many bits as are kept of it */
     SID_GRID_E4M3,
-    SID_GRID_E5M2
+    SID_GRID_E5M2,
+    SID_GRID_FOUR, /* of two magnitudes (bits.h) */
+    SID_GRID_THREE /* of 0 and 1, with a sign */
 } sid_grid_kind;
 typedef enum sid_rounding {
     SID_ROUND_NEAREST, /* ties to even; for integers |x * inverse| < top + 1/2 */
@@ -37,6 +40,7 @@ typedef struct sid_grid {
     float top;      /* the largest number; what lies beyond becomes it */
     uint32_t block; /* elements that share a scale, a multiple of 64; 0: all of them */
     const float *scale, *inverse;
+    const float *edge; /* in place of inverse, where the grid has two magnitudes; above 0 */
 } sid_grid;
 typedef struct sid_codes {
     const uint8_t *code;  /* `width` bits each, from the lowest bit of the first byte on */
@@ -86,6 +90,8 @@ typedef struct sid_simd {
     void (*two_moments)(const float *x, uint32_t n, double sum[2]); /* of x^2, x, in float64 */
     void (*square_sums)(const float *x, uint32_t n,
                         float sum[3]); /* of |x|, x^2, x, in float: may over- and underflow */
+    /* Of |x| over the elements with key(x) >= key, which is below 2^31; *count: how many they are. */
+    float (*sum_from)(const float *x, uint32_t n, uint32_t key, uint32_t *count);
     /* In float: |x|, x^2; |x| - a over key(x) >= a, count[0] of them; |x| - b and its square over >= b, count[1].
      * a and b: keys below 2^31, and their magnitudes. */
     void (*probe_sums)(const float *x, uint32_t n, uint32_t a, uint32_t b, float sum[5], uint32_t count[2]);
@@ -122,6 +128,9 @@ typedef struct sid_simd {
     void (*add_codes)(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block, sid_grid_kind kind,
                       uint32_t width);
     void (*pack)(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out);
+    void (*pack_trits)(const uint8_t *code, uint32_t n, uint8_t *out); /* codes of SID_GRID_THREE (bits.h) */
+    /* add_codes of these, whose first one begins a unit; block: a power of two. */
+    void (*add_trits)(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block);
     void (*ternary)(const float *x, uint32_t n, float inverse, const uint16_t *draws, uint8_t *out);
 
     /* levels.inc.h: the level of |x|, and above it the sign; and x -= what level and sign stand for where key(x) >= key. */

@@ -109,6 +109,29 @@ static void tail_sums(const float *x, uint32_t n, uint32_t a, uint32_t b, float 
     for (int j = 0; j < 3; j++) sum[j] = join_parts(part[j], ROW / SOME / WIDE);
 }
 
+static float sum_from(const float *x, uint32_t n, uint32_t key, uint32_t *count) {
+    const vi least = (vi){0} + (int32_t)key;
+    vf part[ROW / MANY / WIDE];
+    float last[ROW];
+    counts number_above = {0};
+    const uint32_t whole = whole_rows(x, n, last), none = (ROW - n % ROW) % ROW;
+    for (uint32_t c = 0; c < ROW / MANY; c += WIDE) {
+        vf sum[MANY] = {{0}};
+#define ADD(p)                                                                                                         \
+    for (int q = 0; q < MANY; q++) {                                                                                   \
+        const vi k = keys(load((p) + q * (ROW / MANY)));                                                               \
+        const chosen in = from(k, least);                                                                              \
+        sum[q] = plus(sum[q], in, (vf)k);                                                                              \
+        number_above = counted(number_above, in);                                                                      \
+    }
+        DOWN(ADD);
+#undef ADD
+        part[c / WIDE] = FOLD_8(sum);
+    }
+    *count = sum_of(number_above) - (key ? 0 : none);
+    return join_parts(part, ROW / MANY / WIDE);
+}
+
 /* sum + v * v, v once a float: the square is exact, so that one rounding is the same as two. */
 INLINE vd plus_square(vd sum, vd v) {
 #if BYTES == 64

@@ -1,4 +1,4 @@
-/* int8, int4, fp8, qsgd, terngrad (csrc/codec/quant.c defines the result). Bytes per float32 element with a residual, b bits:
+/* int8, int4, int2, ternary, fp8, qsgd, terngrad (csrc/codec/quant.c defines the result). Bytes per float32 element with a residual, b bits:
  *     a scale a block    12 + b / 8 + 4 / block   one pass: a block's norm is known while its tile is in registers
  *     one for the group  16 + b / 8               the norm first; without a memory 8 + b / 8
  * What was sent last is found again from acc, by the same norm and the same random bits. Of W payloads W b / 8 to check
@@ -10,15 +10,25 @@ namespace {
 
 /* ---- numbers ----------------------------------------------------------------------------------------------------- */
 
+/* What codes are: integers, 8-bit floats, a sign and one of two magnitudes, or trits. */
+enum content {
+    INTEGERS,
+    FLOATS,
+    FOUR,
+    THREE
+};
+/* Whether they are of two magnitudes. */
+template <content CODES> constexpr bool has_edge = CODES == FOUR || CODES == THREE;
+
 /* The codes of l = x * inverse, and what they stand for. */
-template <bool FLOATS, sid_rounding ROUNDING> struct grid {
+template <content CODES, sid_rounding ROUNDING> struct grid {
     uint32_t bits, mantissa;
     float top;
 
     __device__ uint32_t code(float l, uint32_t draw) const {
         const uint32_t k = sid_key(l), most = sid_f32_bits(top);
         const float a = sid_bits_f32(k < most ? k : most);
-        if (FLOATS) {
+        if (CODES == FLOATS) {
             const float y = sid_bits_f32(sid_f32_bits(a) | (sid_f32_bits(l) & 0x80000000u));
             return ROUNDING == SID_ROUND_NEAREST ? sid_f32_to_f8_nearest(y, mantissa)
                                                  : sid_f32_to_f8_dithered(y, mantissa, draw);
@@ -27,8 +37,15 @@ template <bool FLOATS, sid_rounding ROUNDING> struct grid {
         const int32_t i = ROUNDING == SID_ROUND_DRAW16 ? sid_dither16(a, draw) : sid_dither32(a, draw);
         return (uint32_t)(k == sid_f32_bits(l) ? i : -i);
     }
+    /* FOUR, THREE: where the magnitude becomes the high one stands in place of the inverse. */
+    __device__ uint32_t code_of(float x, float inverse, uint32_t draw) const {
+        if (CODES == THREE) return sid_three_code(x, sid_f32_bits(inverse));
+        return CODES == FOUR ? sid_four_code(x, sid_f32_bits(inverse)) : code(x * inverse, draw);
+    }
     __device__ float number(uint32_t code) const {
-        if (!FLOATS) return (float)(int32_t)code;
+        if (CODES == FOUR) return sid_four_number(code);
+        if (CODES == THREE) return sid_three_number(code);
+        if (CODES == INTEGERS) return (float)(int32_t)code;
         const float y = finite_number(code << 24);
         const uint32_t k = code & 0x7fu, sign = (code & 0x80u) << 24;
         const bool none = mantissa == 3 ? k == 0x7fu : k >= 0x7cu;
@@ -43,12 +60,18 @@ template <bool FLOATS, sid_rounding ROUNDING> struct grid {
     }
     /* What the codes in a word stand for; BYTES: they have 8 bits. */
     template <bool BYTES> __device__ void numbers(uint32_t w, float (&y)[SID_QUAD]) const {
-        if constexpr (FLOATS) {
+        if constexpr (CODES == FLOATS) {
             const uint32_t none = (w & 0x7f7f7f7fu) + (mantissa == 3 ? 0x01010101u : 0x04040404u);
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = finite_number(w << (24 - 8 * c) & 0xff000000u);
             if (none & 0x80808080u) /* no encoder writes them */
                 for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = number(w >> (8 * c) & 0xffu);
+        } else if constexpr (CODES == FOUR) {
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = sid_four_number(w >> (2 * c));
+        } else if constexpr (CODES == THREE) { /* a trit a byte */
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = sid_three_number(w >> (8 * c));
         } else {
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++)
@@ -89,8 +112,8 @@ shape shape_of(uint32_t block) {
     return s;
 }
 
-struct scaling { /* of a block */
-    float scale, inverse;
+struct scaling {          /* of a block */
+    float scale, inverse; /* FOUR, THREE: the edge in place of the inverse */
 };
 enum {
     HALVES = 2
@@ -98,12 +121,13 @@ enum {
 
 /* A kernel for each kind and rounding, and for scales of blocks and of the GROUP: what is not of its own kind would only be in
  * the way of instructions. */
-template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
+template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
     quant_form f;
-    grid<FLOATS, ROUNDING> g;
+    grid<CODES, ROUNDING> g;
     sid_draw draw;
     uint8_t *payload;
     uint64_t codes_at;
+    uint64_t n;
     uint32_t shift; /* of a block's length */
     shape blocks;
     double *sums; /* of the tiles, where the scale is the group's: squares, and `stride` further the elements */
@@ -156,12 +180,94 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
         return all;
     }
 
+    /* Of what f(element, row) says, the sum over the block that ends in the tile with the row that is this lane modulo
+     * SID_ROWS, or over the half of the row. */
+    template <typename T, typename F> __device__ T sum_rows(const sid_quads &x, const F &f) const {
+        const uint32_t own = sid_lane() % SID_ROWS;
+        T lane[SID_QUAD] = {}, mine = 0;
+#pragma unroll
+        for (uint32_t r = 0; r < SID_ROWS; r++) {
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) lane[c] += (T)f(x[r][c], r);
+            if (!(blocks.ends >> r & 1)) continue;
+            const T all = blocks.halves ? join_half(lane) : sid_join_lanes(lane);
+            mine = r == own ? all : mine;
+            lane[0] = lane[1] = lane[2] = lane[3] = 0;
+        }
+        return mine;
+    }
+    /* sid_join_lanes of the 64 lanes that 16 threads have. */
+    template <typename T> __device__ static T join_half(T (&lane)[SID_QUAD]) {
+#pragma unroll
+        for (uint32_t d = SID_LANES / 4; d; d /= 2)
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) lane[c] += __shfl_xor_sync(SID_FULL, lane[c], d);
+        return (lane[0] + lane[1]) + (lane[2] + lane[3]);
+    }
+    /* The same in float64, which is rare: row by row, in a loop that is not unrolled. */
+    template <typename F> __device__ double sum_wide(const sid_quads &x, const F &f) const {
+        double lane[SID_QUAD] = {}, mine = 0;
+#pragma unroll 1
+        for (uint32_t row = 0; row < SID_ROWS; row++) {
+            float y[SID_QUAD] = {};
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++)
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = r == row ? x[r][c] : y[c];
+            for (uint32_t c = 0; c < SID_QUAD; c++) lane[c] += (double)f(y[c], row);
+            if (!(blocks.ends >> row & 1)) continue;
+            const double all = blocks.halves ? join_half(lane) : sid_join_lanes(lane);
+            mine = row == sid_lane() % SID_ROWS ? all : mine;
+            lane[0] = lane[1] = lane[2] = lane[3] = 0;
+        }
+        return mine;
+    }
+    /* Of magnitudes: in float32, or where that overflows in float64. */
+    template <typename F> __device__ double sum_block(shared &s, const sid_quads &x, const F &f) const {
+        const float sum = sum_rows<float>(x, f);
+        double all = (double)sum;
+        if (__ballot_sync(SID_FULL, sid_key(sum) >= SID_KEY_INF)) {
+            const double wide = sum_wide(x, f);
+            all = sid_key(sum) < SID_KEY_INF ? all : wide;
+        }
+        return blocks.rows > SID_ROWS ? across(s, all) : all;
+    }
+    /* Where a grid has two magnitudes. */
+    __device__ float fitted(shared &s, const sid_quads &x, uint64_t offset) const {
+        const uint32_t own = sid_lane() % SID_ROWS, half = sid_lane() / 16;
+        const int last = (int)((sid_lane() & 16) + own) + __ffs((int)(blocks.ends >> own)) - 1; /* lane of its block */
+        const uint64_t at = offset + own * SID_ROW + (blocks.halves ? half * (SID_ROW / 2) : 0);
+        const uint64_t first = at & ~(uint64_t)(f.block - 1), left = first < n ? n - first : 1;
+        const uint32_t count = left < f.block ? (uint32_t)left : f.block; /* elements of its block */
+        scaling(&of)[SID_ROWS] = s.of[sid_warp()][half];
+        scaling y;
+        const double sum = sum_block(s, x, [](float v, uint32_t) { return sid_bits_f32(sid_key(v)); });
+        y.inverse = __shfl_sync(SID_FULL, quant_edge(f.kind, sum, count), last);
+        if (sid_lane() % 16 < SID_ROWS) of[own].inverse = y.inverse;
+        __syncwarp();
+        const auto high = [&](float v, uint32_t r) { return sid_key(v) >= sid_f32_bits(of[r].inverse); };
+        const double above =
+            sum_block(s, x, [&](float v, uint32_t r) { return high(v, r) ? sid_bits_f32(sid_key(v)) : 0.0f; });
+        double number = (double)sum_rows<uint32_t>(x, [&](float v, uint32_t r) { return (uint32_t)high(v, r); });
+        if (blocks.rows > SID_ROWS) number = across(s, number);
+        y.scale = __shfl_sync(SID_FULL, quant_fit(f.kind, sum, above, count, (uint32_t)number), last);
+        if (sid_lane() % 16 < SID_ROWS) of[own].scale = y.scale;
+        __syncwarp();
+        return y.scale;
+    }
+
     /* All to s.of; returns that of the row that is this lane modulo SID_ROWS, and of its half. */
-    __device__ float scales(shared &s, const sid_quads &x) const {
+    __device__ float scales(shared &s, const sid_quads &x, uint64_t offset) const {
+        if constexpr (has_edge<CODES>)
+            return fitted(s, x, offset);
+        else
+            return measured(s, x);
+    }
+    __device__ float measured(shared &s, const sid_quads &x) const {
         const uint32_t own = sid_lane() % SID_ROWS;
         const int last = (int)((sid_lane() & 16) + own) + __ffs((int)(blocks.ends >> own)) - 1; /* lane of its block */
         scaling y;
-        if (!FLOATS && ROUNDING != SID_ROUND_NEAREST && f.norm == NORM_L2) {
+        if (CODES == INTEGERS && ROUNDING != SID_ROUND_NEAREST && f.norm == NORM_L2) {
             double lane[SID_QUAD] = {}, mine = 0;
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++) {
@@ -208,14 +314,14 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
                          uint32_t) const {
         if (rule.scale == 0) return;
         const scaling group = {rule.scale, inverse_of(rule.scale)};
-        if (!GROUP) scales(s, x);
+        if (!GROUP) scales(s, x, offset);
 #pragma unroll
         for (uint32_t r = 0; r < SID_ROWS; r++) {
             const scaling y = scaling_of(s, r, group);
             uint32_t u[SID_QUAD] = {};
             g.draws(d, offset + sid_place(r), u);
 #pragma unroll
-            for (uint32_t c = 0; c < SID_QUAD; c++) x[r][c] -= y.scale * g.number(g.code(x[r][c] * y.inverse, u[c]));
+            for (uint32_t c = 0; c < SID_QUAD; c++) x[r][c] -= y.scale * g.number(g.code_of(x[r][c], y.inverse, u[c]));
             /* The compiler would draw for more rows side by side than stay in registers. */
             if (GROUP && ROUNDING == SID_ROUND_DRAW32 && r % 2) __syncwarp();
         }
@@ -235,7 +341,7 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
 
     __device__ void tile(shared &s, own &o, const sid_quads &x, uint64_t offset, uint32_t len) const {
         const scaling group = {o.scale, inverse_of(o.scale)};
-        const float scale = GROUP ? 0 : scales(s, x);
+        const float scale = GROUP ? 0 : scales(s, x, offset);
         uint32_t w[SID_ROWS];
         if (!len) return;
 #pragma unroll
@@ -243,13 +349,35 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
             const float inverse = scaling_of(s, r, group).inverse;
             uint32_t u[SID_QUAD] = {};
             w[r] = 0;
+            const uint32_t width = CODES == THREE ? 8 : f.bits; /* trits: a byte each, for now */
             g.draws(draw, offset + sid_place(r), u);
 #pragma unroll
-            for (uint32_t c = 0; c < SID_QUAD; c++) w[r] |= g.field(g.code(x[r][c] * inverse, u[c])) << (f.bits * c);
+            for (uint32_t c = 0; c < SID_QUAD; c++) w[r] |= g.field(g.code_of(x[r][c], inverse, u[c])) << (width * c);
         }
         if (!GROUP) put_scales(o, scale, offset, len);
-        const uint64_t place = codes_at + offset / 8 * f.bits + 4 * sid_lane();
+        const uint64_t at = CODES == THREE ? quant_code_bytes(&f, offset) : offset / 8 * f.bits;
+        const uint64_t place = codes_at + at + 4 * sid_lane();
         sid_word_run run = {place, 0, 0};
+        if constexpr (CODES == THREE) {
+            uint32_t *const trits = s.staged[sid_warp()];
+            const uint32_t columns = sid_trit_columns(len) / 4; /* words */
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++) trits[sid_place(r) / 4] = w[r];
+            __syncwarp();
+            for (uint32_t j = sid_lane(); j < columns; j += SID_LANES) {
+                uint32_t word = 0;
+#pragma unroll
+                for (uint32_t k = SID_TRITS; k--;) {
+                    const uint32_t i = k * columns + j;
+                    word = 3 * word + (i < SID_TILE / 4 ? trits[i] : 0u);
+                }
+                *(uint32_t *)(void *)(payload + place + 4 * (j - sid_lane())) = word;
+                run.add(j - sid_lane(), word);
+            }
+            run.add_to(o.words);
+            __syncwarp(); /* before the next tile's codes */
+            return;
+        }
         if (f.bits == 8) {
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++)
@@ -280,8 +408,8 @@ template <bool FLOATS, sid_rounding ROUNDING, bool GROUP> struct coder {
 };
 
 /* The first pass where the scale is the group's. */
-template <sid_rounding ROUNDING> struct measure : coder<false, ROUNDING, true> {
-    using base = coder<false, ROUNDING, true>;
+template <sid_rounding ROUNDING> struct measure : coder<INTEGERS, ROUNDING, true> {
+    using base = coder<INTEGERS, ROUNDING, true>;
     using typename base::own;
     using typename base::shared;
     __device__ void begin(shared &, own &, const sid_scratch &) const {}
@@ -323,7 +451,7 @@ __global__ void __launch_bounds__(SEAL_BLOCK) sid_quant_seal_kernel(sid_ending e
     if (!e.scratch->ready) return;
     const uint64_t n = e.head.n, codes = quant_codes_at(n, f.block);
     const uint64_t scales = SID_HEADER_BYTES + 4 * quant_blocks(n, f.block);
-    const uint64_t used = codes + sid_round_up(quant_code_bytes(n, f.bits), 4);
+    const uint64_t used = codes + sid_round_up(quant_code_bytes(&f, n), 4);
     for (uint64_t i = scales + 4 * threadIdx.x; i < codes; i += 4 * SEAL_BLOCK)
         *(uint32_t *)(void *)(e.payload + i) = 0;
     for (uint64_t i = used + 4 * threadIdx.x; i < e.bytes; i += 4 * SEAL_BLOCK)
@@ -337,9 +465,9 @@ __global__ void __launch_bounds__(SEAL_BLOCK) sid_quant_seal_kernel(sid_ending e
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
 
-template <bool FLOATS> struct body {
+template <content CODES> struct body {
     quant_form f;
-    grid<FLOATS, SID_ROUND_NEAREST> g; /* decoding rounds nothing */
+    grid<CODES, SID_ROUND_NEAREST> g; /* decoding rounds nothing */
     uint64_t n, codes_at, blocks;
     uint32_t shift, most_scale;
 
@@ -350,11 +478,26 @@ template <bool FLOATS> struct body {
             return !quant_sound(w, most_scale);
         }
         if (4 * i < codes_at) return w != 0;
+        if constexpr (CODES == THREE) return wrong_trits(4 * i - codes_at, w);
         const uint64_t bit = 8 * (4 * i - codes_at);
         return bit + 32 <= end ? 0 : bit >= end ? w != 0 : w >> (end - bit) != 0;
     }
     __device__ uint64_t plain_from() const { return codes_at; }
-    __device__ uint64_t plain_to() const { return codes_at + n * f.bits / 64 * 8; }
+    __device__ uint64_t plain_to() const { return CODES == THREE ? codes_at : codes_at + n * f.bits / 64 * 8; }
+    /* 1 if one of the four bytes has a trit of an element that does not exist, or more than five. */
+    __device__ uint32_t wrong_trits(uint64_t at, uint32_t w) const {
+        if (at >= quant_code_bytes(&f, n)) return w != 0;
+        const uint64_t full = n / SID_TILE, unit = at / SID_TRIT_BYTES < full ? at / SID_TRIT_BYTES : full;
+        const uint32_t take = unit < full ? (uint32_t)SID_TILE : (uint32_t)(n % SID_TILE);
+        const uint32_t columns = sid_trit_columns(take), j = (uint32_t)(at - unit * SID_TRIT_BYTES);
+        uint32_t wrong = 0;
+        for (uint32_t c = 0; c < 4; c++) {
+            uint32_t most = 1;
+            for (uint32_t k = 0; k < SID_TRITS; k++) most *= k * columns + j + c < take ? 3u : 1u;
+            wrong |= (w >> (8 * c) & 0xffu) >= most;
+        }
+        return wrong;
+    }
     __device__ uint64_t count() const { return n; }
     __device__ uint32_t form() const { return 0; }
     __device__ bool gathered() const { return true; }
@@ -430,8 +573,34 @@ template <bool FLOATS> struct body {
             }
         }
     }
+    /* Four neighbours have the same digit of four neighbouring bytes. */
+    __device__ void sum_trits(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
+        const uint64_t from = codes_at + quant_code_bytes(&f, offset);
+        /* elements over columns, a quotient that is right below 1024; as registers are few, it is computed for each payload */
+        const uint32_t columns = sid_trit_columns(len), part = len ? (1u << 22) / columns + 1 : 0;
+#pragma unroll 1
+        for (uint32_t r = 0; r < p.count; r++) {
+            const float scale = scale_of(p, r, offset, len);
+#pragma unroll
+            for (uint32_t d = 0; d < SID_ROWS; d++) {
+                const uint32_t i = sid_place(d), k = i * part >> 22;
+                const uint32_t w = i < len ? *(const uint32_t *)(const void *)(p[r] + from + (i - k * columns)) : 0u;
+                /* 2^16 / 3^k, rounded up: the quotients of bytes are right */
+                const uint32_t by = k == 0 ? 65536u : k == 1 ? 21846u : k == 2 ? 7282u : k == 3 ? 2428u : 810u;
+                uint32_t trits = 0;
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++) {
+                    const uint32_t q = (w >> (8 * c) & 0xffu) * by >> 16;
+                    trits |= (q - 3 * (q * 171 >> 9)) << (8 * c);
+                }
+                add_row<true>(x[d], scale, d, trits);
+            }
+        }
+    }
     __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
-        if constexpr (FLOATS)
+        if constexpr (CODES == THREE)
+            sum_trits(p, x, offset, len);
+        else if constexpr (CODES == FLOATS)
             sum_bytes(p, x, offset, len);
         else if (f.bits == 8)
             sum_bytes(p, x, offset, len);
@@ -470,18 +639,19 @@ Coder coder_of(const sid_cuda_encoding &c, const quant_form &f, const sid_ending
             e.draw,
             c.payload,
             quant_codes_at(n, f.block),
+            n,
             shift_of(f.block),
             shape_of(f.block),
             sums,
             sid_tiles(n)};
 }
 
-template <bool FLOATS, sid_rounding ROUNDING>
+template <content CODES, sid_rounding ROUNDING>
 sid_status pass(const sid_cuda_encoding &c, const quant_form &f, const sid_ending &e, double *sums) {
     if constexpr (ROUNDING != SID_ROUND_DRAW32)
-        if (f.block) return sid_pass_tiles(c, coder_of<coder<FLOATS, ROUNDING, false>>(c, f, e, sums));
-    if constexpr (!FLOATS && ROUNDING != SID_ROUND_NEAREST) {
-        const auto k = coder_of<coder<FLOATS, ROUNDING, true>>(c, f, e, sums);
+        if (f.block) return sid_pass_tiles(c, coder_of<coder<CODES, ROUNDING, false>>(c, f, e, sums));
+    if constexpr (CODES == INTEGERS && ROUNDING != SID_ROUND_NEAREST) {
+        const auto k = coder_of<coder<CODES, ROUNDING, true>>(c, f, e, sums);
         sid_status s = sid_pass_tiles(c, measure<ROUNDING>{k});
         if (s || c.settles) return s;
         s = sid_launch(c.to, "scale", sid_quant_scale_kernel, 1, SID_SUMS, 0, c.scratch, f, (const double *)sums,
@@ -491,7 +661,7 @@ sid_status pass(const sid_cuda_encoding &c, const quant_form &f, const sid_endin
     return SID_E_UNSUPPORTED; /* no plan has it */
 }
 
-template <bool FLOATS> sid_status encode(sid_cuda_encoding &c) {
+template <content CODES> sid_status encode(sid_cuda_encoding &c) {
     const quant_form f = quant_form_of(c.plan);
     sid_ending e = sid_ending_of(c);
     if (f.rounding == SID_ROUND_NEAREST) {
@@ -500,31 +670,34 @@ template <bool FLOATS> sid_status encode(sid_cuda_encoding &c) {
     }
     double *sums = carve(c.plan, &c.work, f);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
-    if (!s && f.rounding == SID_ROUND_NEAREST) s = pass<FLOATS, SID_ROUND_NEAREST>(c, f, e, sums);
-    if (!s && f.rounding == SID_ROUND_DRAW16) s = pass<FLOATS, SID_ROUND_DRAW16>(c, f, e, sums);
-    if constexpr (!FLOATS)
-        if (!s && f.rounding == SID_ROUND_DRAW32) s = pass<false, SID_ROUND_DRAW32>(c, f, e, sums);
+    if (!s && f.rounding == SID_ROUND_NEAREST) s = pass<CODES, SID_ROUND_NEAREST>(c, f, e, sums);
+    if constexpr (!has_edge<CODES>)
+        if (!s && f.rounding == SID_ROUND_DRAW16) s = pass<CODES, SID_ROUND_DRAW16>(c, f, e, sums);
+    if constexpr (CODES == INTEGERS)
+        if (!s && f.rounding == SID_ROUND_DRAW32) s = pass<INTEGERS, SID_ROUND_DRAW32>(c, f, e, sums);
     if (!s && !c.settles) s = sid_launch(c.to, "seal", sid_quant_seal_kernel, 1, SEAL_BLOCK, 0, e, f);
     return s;
 }
 
-template <bool FLOATS> sid_status decode(sid_cuda_decoding &c) {
+template <content CODES> sid_status decode(sid_cuda_decoding &c) {
     const quant_form f = quant_form_of(c.plan);
     const uint64_t n = c.plan->n;
-    return sid_dense_decode(c, body<FLOATS>{f, grid_of<grid<FLOATS, SID_ROUND_NEAREST>>(f), n,
-                                            quant_codes_at(n, f.block), quant_blocks(n, f.block), shift_of(f.block),
-                                            sid_f32_bits(quant_scale_max(&f))});
+    return sid_dense_decode(c, body<CODES>{f, grid_of<grid<CODES, SID_ROUND_NEAREST>>(f), n, quant_codes_at(n, f.block),
+                                           quant_blocks(n, f.block), shift_of(f.block),
+                                           sid_f32_bits(quant_scale_max(&f))});
 }
 
 } // namespace
 
 extern "C" {
-#define QUANT(symbol, floats)                                                                                          \
+#define QUANT(symbol, codes)                                                                                           \
     extern const sid_cuda_codec sid_cuda_codec_##symbol;                                                               \
-    const sid_cuda_codec sid_cuda_codec_##symbol = {work, encode<floats>, decode<floats>};
-QUANT(int8, false)
-QUANT(int4, false)
-QUANT(fp8, true)
-QUANT(qsgd, false)
-QUANT(terngrad, false)
+    const sid_cuda_codec sid_cuda_codec_##symbol = {work, encode<codes>, decode<codes>};
+QUANT(int8, INTEGERS)
+QUANT(int4, INTEGERS)
+QUANT(int2, FOUR)
+QUANT(ternary, THREE)
+QUANT(fp8, FLOATS)
+QUANT(qsgd, INTEGERS)
+QUANT(terngrad, INTEGERS)
 }

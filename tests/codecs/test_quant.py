@@ -6,6 +6,7 @@ import math
 import struct
 from typing import Any
 
+import forged
 import numpy as np
 import pytest
 import reference as ref
@@ -13,7 +14,7 @@ import torch
 from buffers import Rank, Vector, reference_group
 from reference import Array, Step
 from sidcomp import _core
-from test_codecs import KINDS, content
+from test_codecs import ISAS, KINDS, content
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 STOCHASTIC: list[tuple[str, dict[str, Any]]] = [
@@ -30,6 +31,12 @@ STOCHASTIC: list[tuple[str, dict[str, Any]]] = [
 NEAREST: list[tuple[str, dict[str, Any]]] = [
     ("int8", {}),
     ("int4", {"block": 64}),
+    ("int2", {}),
+    ("int2", {"block": 64}),
+    ("int2", {"block": 4096}),
+    ("ternary", {}),
+    ("ternary", {"block": 64}),
+    ("ternary", {"block": 4096}),
     ("fp8", {}),
     ("fp8", {"format": "e5m2"}),
 ]
@@ -118,6 +125,79 @@ def test_integers_by_hand() -> None:
     assert payload[72:76] == bytes([0x07, 0xE2, 0x07, 0x00])
 
 
+def test_two_magnitudes_by_hand() -> None:
+    """Elements on the levels of scale 2 come back as they are, and the scale is 2; -0 counts as negative."""
+    low, high = 2 * np.float32(0.45278003), 2 * np.float32(1.5104176)
+    x = np.float32([low, -low, high, low, -low, -high, low, low])
+    got, payload = round_trip(x, "int2", {})
+    assert np.frombuffer(payload, "<f4", 1, 64)[0] == pytest.approx(2, rel=2e-7)
+    assert np.allclose(got, x, rtol=3e-7)
+    assert payload[72:74] == bytes([0b00_01_10_00, 0b00_00_11_10])
+    # the mean is 1.3, the edge 1.2302516 * 1.3 = 1.5993: only 4 is above it
+    x = np.float32([1, -1, 1, 0.0, -0.0, 1.5, -1.5, 4, 1.5, 1.5])
+    low, high = 0.4527800346, 1.5104176085
+    scale = (low * 9 + high * 4) / (9 * low**2 + high**2)
+    got, payload = round_trip(x, "int2", {})
+    level = np.array([low] * 7 + [high] + [low] * 2) * np.where(np.signbit(x), -1, 1)
+    assert np.allclose(got, scale * level, rtol=1e-6)
+
+
+def test_trits_by_hand() -> None:
+    """Means 1.3047 and 0.1, so edges 1.0007 and 0.0767; the scale is the mean of the magnitudes above."""
+    x = np.zeros(130, np.float32)
+    x[[0, 1, 2, 3]] = [64.0, -19.0, 0.5, -0.0]
+    x[64] = 6.4
+    got, payload = round_trip(x, "ternary", {"block": 64})
+    want = np.zeros(130)
+    want[[0, 1, 64]] = [41.5, -41.5, np.float32(6.4)]
+    assert (got == want.astype(np.float32)).all()
+    assert (np.frombuffer(payload, "<f4", 3, 64) == np.float32([41.5, 6.4, 0])).all()
+    codes = np.frombuffer(payload, np.uint8, 32, 64 + 16)  # columns of 32: element 64 is digit 2 of byte 0
+    assert list(codes) == [1 + 9, 2] + [0] * 30
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_byte_of_trits_is_read(isa: str) -> None:
+    """Nearly all 243 bytes, at every place of a register, in whole units and in the last one."""
+    n = 1024 + 1024 + 700
+    plan = _core.Plan("ternary", "none", n, "float32", {"block": 64}, isa)
+    blank = Rank(plan).encode(Vector(np.zeros(n, np.float32)), Step())
+    blocks = -(-n // 64)
+    scales = np.float32(2.0 ** (np.arange(blocks) % 7))
+    group = reference_group(plan, {"block": 64}).codec
+    for shift in range(0, 243, 40):
+        trits = ((np.arange(n) * 7 + shift) // 3 ** (np.arange(n) % 5)) % 3
+        data = scales.tobytes() + bytes(-4 * blocks % 8) + group.packed(trits)
+        payload = ref.with_header(blank[:64] + data + bytes(-len(data) % 64), False, scale=64.0)
+        out = Vector(np.zeros(n, np.float32))
+        Rank(plan).decode([payload, payload], 1.0, out)
+        want = 2 * np.float32([0, 1, -1])[trits] * np.repeat(scales, 64)[:n]
+        assert (out.read() == want).all()
+
+
+def test_trits_that_no_element_has_are_refused() -> None:
+    seen = []
+    for plan, payload, sound in forged.trits("ternary"):
+        out = Vector(np.zeros(plan.n, np.float32))
+        if sound:
+            Rank(plan).decode([payload], 1.0, out, forged.AT)
+        else:
+            with pytest.raises(_core.CorruptPayloadError, match=r"trits|are set"):
+                Rank(plan).decode([payload], 1.0, out, forged.AT)
+        seen.append(sound)
+    assert 0 < sum(seen) < len(seen)
+
+
+@pytest.mark.parametrize(("codec", "error", "scale"), [("int2", 0.1175, 1), ("ternary", 0.1902, 1.2240)])
+def test_levels_of_a_normal_variable(codec: str, error: float, scale: float) -> None:
+    """The expected error is Max's (1960, table I, N = 4 and 3), and so is the outer level."""
+    x = np.random.default_rng(11).normal(0, 3, 1 << 20).astype(np.float32)
+    got, payload = round_trip(x, codec, {"block": 4096})
+    off = (got.astype(np.float64) - x) ** 2 / 9
+    assert off.mean() == pytest.approx(error, abs=4 * off.std() / math.sqrt(len(x)))
+    assert np.frombuffer(payload, "<f4", len(x) // 4096, 64).mean() == pytest.approx(3 * scale, rel=0.002)
+
+
 def test_qsgd_by_hand() -> None:
     """(3, -4), norm 5: of one level 5 with probability 0.6, -5 with 0.8; of 127 within 5/127."""
     x = np.float32([3, -4])
@@ -150,7 +230,8 @@ def test_terngrad_keeps_a_constant_gradient(n: int) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "settings", "bits"),
-    [("int8", {}, 8.125), ("int8", {"block": 4096}, 8 + 1 / 128), ("int4", {}, 4.125), ("fp8", {}, 8.125),
+    [("int8", {}, 8.125), ("int8", {"block": 4096}, 8 + 1 / 128), ("int4", {}, 4.125),
+     ("int2", {}, 2.125), ("int2", {"block": 64}, 2.5), ("ternary", {}, 1.75), ("fp8", {}, 8.125),
      *[("qsgd", {"bits": b}, b + 1 / 16) for b in range(2, 9)],
      *[("qsgd", {"bits": b, "bucket": 0}, b) for b in range(2, 9)], ("terngrad", {}, 2)],
 )  # fmt: skip
@@ -196,6 +277,30 @@ def test_contraction_of_the_nearest_integers(codec: str, block: int) -> None:
         worst = max(worst, float(((off**2).sum(axis=1) / np.maximum(size, 1e-300)).max()))
     assert worst <= block / (4 * top**2) * (1 + 1e-5)
     assert worst > 0
+
+
+@pytest.mark.parametrize("codec", ["int2", "ternary"])
+@pytest.mark.parametrize("block", [64, 256, 4096])
+def test_a_fitted_scale_contracts(codec: str, block: int) -> None:
+    """No scale has a smaller error for the same codes, and what is lost is at most a share of the block.
+
+    With levels l of a scale s the error is |x|^2 - 2 s <x, l> + s^2 |l|^2, least at s = <x, l> / |l|^2. As
+    a larger element never has a smaller level, Chebyshev's inequality, sum |x| l >= |x|_1 sum l / B, and that
+    of Polya and Szego, (sum l)^2 >= 4 low high / (low + high)^2 * B |l|^2, bound it for every x. Where the
+    levels are 0 and 1, what lies below the edge e, in mean magnitudes, adds up to less than e |x|_1.
+    """
+    low, high = 0.4527800346, 1.5104176085
+    share = 4 * low * high / (low + high) ** 2 if codec == "int2" else (1 - 0.7670322388) ** 2
+    for kind in ("normal", "heavy", "few", "one", "ramp", "equal", "mostly zero", "laplace"):
+        x = content(kind, 8192, np.random.default_rng(3))
+        got = round_trip(x, codec, {"block": block})[0].astype(np.float64).reshape(-1, block)
+        wide = x.astype(np.float64).reshape(-1, block)
+        size, lost = (wide**2).sum(axis=1), ((got - wide) ** 2).sum(axis=1)
+        sum_of = np.abs(wide).sum(axis=1)
+        assert (lost <= (size - share * sum_of**2 / block) * (1 + 1e-6)).all(), kind
+        assert (lost[size > 0] < size[size > 0]).all(), kind
+        for factor in (1 - 1e-3, 1 + 1e-3):
+            assert (((factor * got - wide) ** 2).sum(axis=1) >= lost).all(), kind
 
 
 @pytest.mark.parametrize(
@@ -291,7 +396,8 @@ def test_ranks_steps_and_groups_draw_for_themselves(codec: str, settings: dict[s
 
 @pytest.mark.parametrize(
     ("codec", "name", "wrong"),
-    [("int8", "block", [65, 100, 4095, 32, 8192]), ("int4", "block", [96]), ("fp8", "block", [384]),
+    [("int8", "block", [65, 100, 4095, 32, 8192]), ("int4", "block", [96]), ("int2", "block", [96, 32]),
+     ("ternary", "block", [96]), ("fp8", "block", [384]),
      ("qsgd", "bucket", [1, 2, 64, 127, 129, 8192])],
 )  # fmt: skip
 def test_blocks_are_powers_of_two(codec: str, name: str, wrong: list[int]) -> None:

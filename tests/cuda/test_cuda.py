@@ -1017,6 +1017,16 @@ def test_forged_packed_payloads() -> None:
         assert vector.block.get() == before, name
 
 
+def test_forged_trits() -> None:
+    for plan, payload, sound in forged.trits("ternary"):
+        device = DeviceRank(plan)
+        vector = DeviceVector(np.ones(plan.n, np.float32), [plan.n])
+        before = vector.block.get()
+        got = device.decoded([payload], 1.0, vector, forged.AT)
+        assert got == (0, 0, 0 if sound else _core.CorruptPayloadError.status)
+        assert (vector.block.get() == before) != sound
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_report_keeps_the_first_fault(codec: str) -> None:
     payloads, ranks, gradients = encoded_ranks(codec, {}, "residual", 300, "float32", 3)

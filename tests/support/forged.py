@@ -1,4 +1,4 @@
-"""Packed indices and levels that no encoder writes, each in one way: for the core, the reference and CUDA."""
+"""Packed indices, levels and trits that no encoder writes, each in one way: for core, reference and CUDA."""
 
 from __future__ import annotations
 
@@ -65,3 +65,20 @@ def packed(plan: _core.Plan, good: bytes) -> Iterator[tuple[str, bytes]]:
     yield "denormal levels", wrong(value_at, "I", (1 << 24) - 1)
     yield "levels up to Inf", wrong(value_at, "I", 0x7F800000 - 7)
     yield "levels that wrap around", wrong(value_at, "2I", 0xFFFFFFF0, 3)
+
+
+def trits(codec: str) -> Iterator[tuple[_core.Plan, bytes, bool]]:
+    """Payloads of a unit of 1024 elements and one of 130, each with another byte of codes; is it sound?
+
+    In the whole unit bytes 192 to 207 have four digits; in the last one all have but the first two.
+    """
+    n = 1024 + 130
+    plan = _core.Plan(codec, "residual", n, "float32")
+    group = reference_group(plan, {})
+    good = group.encode(np.random.default_rng(12).normal(0, 1, n).astype(np.float32), AT)
+    codes_at = 64 + -(-4 * len(group.codec.spans()) // 8) * 8
+    for at, most in [(0, 242), (191, 242), (192, 80), (207, 80), (209, 242), (210, 80), (239, 80), (240, 0)]:
+        for value in range(max(most - 1, 0), most + 3):
+            bad = bytearray(good)
+            bad[codes_at + at] = value
+            yield plan, ref.with_header(bytes(bad), False), value <= most

@@ -59,6 +59,8 @@ CODECS: dict[str, Callable[..., Any]] = {
     "randk-own": RandK,
     "int8": integers(8),
     "int4": integers(4),
+    "int2": int2,
+    "ternary": ternary,
     "fp8": fp8,
     "qsgd": qsgd,
     "terngrad": terngrad,

@@ -1,4 +1,4 @@
-"""Codecs that send every element in a few bits: integers, float8, QSGD, TernGrad."""
+"""Codecs that send every element in a few bits: integers, float8, two magnitudes, trits, QSGD, TernGrad."""
 
 from __future__ import annotations
 
@@ -134,17 +134,16 @@ class Quantised(Codec):
             body = _pad(np.array(scales, "<f4").tobytes(), 8) + body
         return Sent(_pad(body, 64), self.n, float(max(scales, default=0)), 0, decoded, self.n)
 
+    def unpacked(self, data: bytes) -> Array:
+        return unpack(data, self.n, self.width)
+
     def read(self, payload: bytes) -> Array:
         scales = np.array([header(payload)["scale"]], np.float32)
         codes_at = HEADER_BYTES
         if self.block:
             scales = np.frombuffer(payload, "<f4", len(self.spans()), HEADER_BYTES)
             codes_at += -(-4 * len(scales) // 8) * 8
-        out = (
-            self.numbers(unpack(payload[codes_at:], self.n, self.width))
-            if self.n
-            else np.zeros(0, np.float32)
-        )
+        out = self.numbers(self.unpacked(payload[codes_at:])) if self.n else np.zeros(0, np.float32)
         for span, scale in zip(self.spans(), scales, strict=False):
             out[span] *= scale
         return out
@@ -177,6 +176,123 @@ def integers(width: int) -> Callable[..., Quantised]:
         )  # fmt: skip
 
     return make
+
+
+class TwoMagnitudes(Quantised):
+    """Levels +-low and +-high for a normal variable; a block's scale makes its squared error smallest.
+
+    Max (1960), table I: the least mean squared error has each level at the mean of what is rounded to it, and
+    the edge in the middle of both levels. Of a normal variable |x| is sqrt(2 / pi) on average.
+    """
+
+    low: np.float32
+    high: np.float32
+    edge: float  # in mean magnitudes
+
+    def fit(self, x: Array) -> tuple[np.float32, Array]:
+        """Scale of a block, and which of its elements get the high magnitude."""
+        a, low, high = np.abs(x), float(self.low), float(self.high)
+        everything = total(a)
+        edge = max(np.float32(min(everything / len(x) * self.edge, M_MAX)), FLT_MIN)
+        up = a >= edge
+        above, count = total(np.where(up, a, np.float32(0))), int(up.sum())
+        products = low * everything + (high - low) * above  # the sum of |x| times its level
+        squares = low * low * len(x) + (high * high - low * low) * count
+        scale = np.float32(min(products / squares, M_MAX / high) if squares else 0)
+        return scale if scale >= FLT_MIN else np.float32(0), up
+
+    def codes(self, up: Array, negative: Array) -> Array:
+        raise NotImplementedError
+
+    def packed(self, code: Array) -> bytes:
+        raise NotImplementedError
+
+    def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        code, decoded = np.zeros(self.n, np.int64), np.zeros(self.n, np.float32)
+        scales = []
+        for span in self.spans():
+            scale, up = self.fit(acc[span])
+            code[span] = self.codes(up, np.signbit(acc[span]))
+            decoded[span] = self.numbers(code[span]) * scale
+            scales.append(scale)
+        body = _pad(np.array(scales, "<f4").tobytes(), 8) + self.packed(code)
+        return Sent(_pad(body, 64), self.n, float(max(scales, default=0)), 0, decoded, self.n)
+
+    def farthest(self, acc: Array, sent: Sent) -> Array:
+        """From the level of its side of the edge."""
+        a, far = np.abs(acc.astype(np.float64)), np.zeros(self.n)
+        for span in self.spans():
+            scale, up = self.fit(acc[span])
+            far[span] = np.abs(a[span] - float(scale) * np.where(up, float(self.high), float(self.low)))
+        return far * (1 + 2.0**-14) + a * 2.0**-22
+
+
+class Int2(TwoMagnitudes):
+    """Four levels, N = 4 in the table: a bit for the magnitude, and above it the sign."""
+
+    low, high = np.float32(0.4527800346364921), np.float32(1.510417608499096)
+    edge = 0.981598821567794 * math.sqrt(math.pi / 2)
+
+    def codes(self, up: Array, negative: Array) -> Array:
+        return up + 2 * negative
+
+    def packed(self, code: Array) -> bytes:
+        return pack(code, 2)
+
+    def numbers(self, code: Array) -> Array:
+        magnitude = np.where(code & 1, self.high, self.low)
+        return np.where(code & 2, -magnitude, magnitude)
+
+
+class Ternary(TwoMagnitudes):
+    """Three levels, N = 3 in the table, in units of the outer one; five trits 0, 1, 2 (for -1) a byte.
+
+    A unit of 1024 elements, or what is left, has its bytes in columns: byte j holds elements j, columns + j,
+    2 * columns + j and so on, as digits of 1, 3, 9, 27 and 81.
+    """
+
+    low, high = np.float32(0), np.float32(1)
+    edge = 0.6120031809624808 * math.sqrt(math.pi / 2)
+
+    def codes(self, up: Array, negative: Array) -> Array:
+        return up * (1 + negative)
+
+    def numbers(self, code: Array) -> Array:
+        return np.float32([0, 1, -1])[code]
+
+    def packed(self, code: Array) -> bytes:
+        out = b""
+        for at in range(0, self.n, 1024):
+            unit = code[at : at + 1024]
+            columns = 16 * math.ceil(len(unit) / 80)
+            trits = np.zeros(5 * columns, np.int64)
+            trits[: len(unit)] = unit
+            out += (
+                (trits.reshape(5, columns) * 3 ** np.arange(5)[:, None])
+                .sum(axis=0)
+                .astype(np.uint8)
+                .tobytes()
+            )
+        return out
+
+    def unpacked(self, data: bytes) -> Array:
+        parts = [np.zeros(0, np.int64)]
+        for at in range(0, self.n, 1024):
+            size = min(1024, self.n - at)
+            columns = 16 * math.ceil(size / 80)
+            byte = np.frombuffer(data, np.uint8, columns, at // 1024 * 208).astype(np.int64)
+            parts.append((byte // 3 ** np.arange(5)[:, None] % 3).ravel()[:size])
+        return np.concatenate(parts)
+
+
+def ternary(wire_id: int, n: int, dtype: str, settings: Settings) -> Ternary:
+    return Ternary(wire_id, n, dtype, settings, block=int(settings["block"]), top=1, grid="three")
+
+
+def int2(wire_id: int, n: int, dtype: str, settings: Settings) -> Int2:
+    return Int2(
+        wire_id, n, dtype, settings, block=int(settings["block"]), width=2, top=float(Int2.high), grid="four"
+    )
 
 
 def fp8(wire_id: int, n: int, dtype: str, settings: Settings) -> Quantised:
