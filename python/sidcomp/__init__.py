@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from sidcomp.integrations.ddp import hook, register, rewrap
     from sidcomp.integrations.local_error import LocalError
     from sidcomp.integrations.local_steps import LocalSteps
+    from sidcomp.integrations.outer import Outer
     from sidcomp.integrations.process_group import configure, process_group
     from sidcomp.state import State, preset
 
 _LAZY = {
     "LocalError": "sidcomp.integrations.local_error",
     "LocalSteps": "sidcomp.integrations.local_steps",
+    "Outer": "sidcomp.integrations.outer",
     "State": "sidcomp.state",
     "configure": "sidcomp.integrations.process_group",
     "fsdp": "sidcomp.integrations",
@@ -59,6 +61,7 @@ __all__ = [
     "LocalError",
     "LocalSteps",
     "Loopback",
+    "Outer",
     "Parameter",
     "Profile",
     "Schedule",

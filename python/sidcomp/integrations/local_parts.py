@@ -41,6 +41,13 @@ def trained(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return named
 
 
+def take_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, scaler: Any) -> Any:
+    """Calls the optimizer's step, by the GradScaler if there is one. Returns what the optimizer returns."""
+    if scaler is not None:
+        return scaler.step(optimizer)
+    return optimizer.step(closure) if closure is not None else optimizer.step()
+
+
 def group_of(state: State, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     chosen = process_group or state._engine.process_group or dist.group.WORLD
     assert chosen is not None

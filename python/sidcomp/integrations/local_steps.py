@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.errors import CheckpointError, SetupError
-from sidcomp.integrations.local_parts import broadcast, buckets, check, group_of, serve, trained
+from sidcomp.integrations.local_parts import broadcast, buckets, check, group_of, serve, take_step, trained
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.state import State
 
@@ -51,8 +51,10 @@ class LocalSteps:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            raise SetupError("LocalSteps averages updates, DDP gradients: give it the module without DDP")
-        check(every, state, "LocalSteps")
+            raise SetupError(
+                f"{type(self).__name__} averages updates, DDP gradients: give it the module without DDP"
+            )
+        check(every, state, type(self).__name__)
         named = trained(module, optimizer)
         self.module, self.optimizer, self.state, self.every = module, optimizer, state, every
         self.steps = 0  # taken by the optimizer
@@ -61,12 +63,13 @@ class LocalSteps:
         broadcast([*named.values(), *module.buffers()], self._group)
         for part in self._parts:
             part.mark()
-        serve(state, module, named, self._group, self._parts[0].update.device, "LocalSteps")
+        serve(state, module, named, self._group, self._parts[0].update.device, type(self).__name__)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Calls `optimizer.step(closure)`, and averages if it is time to. Every rank calls it equally often.
-        Returns what the optimizer returns; raises the errors of the exchange."""
-        loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+    def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
+        """Calls `optimizer.step(closure)`, or with a GradScaler `scaler.step(optimizer)`, and averages if it
+        is time to. Each rank's scale is its own. Every rank calls it equally often. Returns what the
+        optimizer returns; raises the errors of the exchange."""
+        loss = take_step(self.optimizer, closure, scaler)
         self.steps += 1
         if self.steps % self.every == 0:
             self.average()
@@ -98,11 +101,15 @@ class LocalSteps:
             raise
         if all(bool(torch.isfinite(part.update).all()) for part in self._parts):
             for part in self._parts:
+                self._outer(part)
                 part.move()
         else:  # the engine discards this step: its residuals are those of before
             for part in self._parts:
                 part.restore()
         broadcast(list(self.module.buffers()), self._group)
+
+    def _outer(self, part: "_Part") -> None:
+        """Turns the mean update, which the part holds, into that of the common point."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs beside the module's, the optimizer's and the State's own
@@ -140,19 +147,25 @@ class _Part:
     def __init__(self, names: list[str], named: dict[str, torch.nn.Parameter]) -> None:
         self.names = names
         self.parameters: list[torch.Tensor] = [named[name] for name in names]
-        sizes = [p.numel() for p in self.parameters]
         first = self.parameters[0]
-        self.point = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        n = sum(p.numel() for p in self.parameters)
+        self.point = torch.zeros(n, dtype=first.dtype, device=first.device)
         self.update = torch.zeros_like(self.point)
-        shapes = [p.shape for p in self.parameters]
-        self._point = [x.view(s) for x, s in zip(torch.split(self.point, sizes), shapes, strict=True)]
-        self._update = [x.view(s) for x, s in zip(torch.split(self.update, sizes), shapes, strict=True)]
+        self._point, self._update = self._views(self.point), self._views(self.update)
+
+    def _views(self, x: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split(x, [p.numel() for p in self.parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def named(self, x: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """A vector over the parameters, by their names."""
+        return list(zip(self.names, self._views(x), strict=True))
 
     def bucket(self) -> Bucket:
         return Bucket(self.names, [p.shape for p in self.parameters], self.update, self.parameters)
 
     def points(self) -> list[tuple[str, torch.Tensor]]:
-        return list(zip(self.names, self._point, strict=True))
+        return self.named(self.point)
 
     @torch.no_grad()
     def mark(self) -> None:

@@ -1,0 +1,148 @@
+"""Outer: the ranks train on their own, and an outer optimizer moves the common point."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from harness import run
+from test_local_steps import OPTIMIZERS, alike, backward, flat, network
+from torch import nn
+
+EVERY = 4
+
+
+def by_torch(
+    rank: int, world: int, momentum: float, nesterov: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """DiLoCo as torch's own SGD computes it from averaged pseudo-gradients, beside Outer with codec none."""
+
+    def inner(model: nn.Module, first: int) -> None:
+        for step in range(first, first + EVERY):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+
+    point, model = network(0), network(0)
+    optimizer = OPTIMIZERS["Adam"](model.parameters())
+    outer = torch.optim.SGD(point.parameters(), lr=0.7, momentum=momentum, nesterov=nesterov)
+    for exchange in range(6):
+        inner(model, exchange * EVERY)
+        for p, q in zip(point.parameters(), model.parameters(), strict=True):
+            p.grad = p.detach() - q.detach()
+            dist.all_reduce(p.grad)
+            p.grad /= world
+        outer.step()
+        model.load_state_dict(point.state_dict())
+    ours = network(rank)  # rank 0's parameters count
+    adam = OPTIMIZERS["Adam"](ours.parameters())
+    with sidcomp.State("none") as state:
+        steps = sidcomp.Outer(ours, adam, state, every=EVERY, lr=0.7, momentum=momentum, nesterov=nesterov)
+        for step in range(6 * EVERY):
+            ours.zero_grad()
+            backward(ours, rank, step)
+            steps.step()
+    assert alike(ours)
+    return flat(model), flat(ours), flat(network(0))
+
+
+@pytest.mark.parametrize("momentum, nesterov", [(0.9, True), (0.9, False), (0.0, False)])
+def test_without_a_codec_it_is_diloco(momentum: float, nesterov: bool) -> None:
+    for theirs, ours, start in run(by_torch, 2, momentum, nesterov):
+        assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
+
+
+def trained(rank: int, world: int) -> tuple[float, float, float]:
+    module, losses = network(rank), []
+    steps = sidcomp.Outer(module, OPTIMIZERS["Adam"](module.parameters()), every=EVERY, lr=0.5, momentum=0.6)
+    with steps.state as state:
+        for step in range(40 * EVERY):
+            module.zero_grad()
+            losses.append(backward(module, rank, step))
+            steps.step()
+            assert alike(module) is ((step + 1) % EVERY == 0)
+        ratio = state.stats()["ratio"]
+    return sum(losses[:6]), sum(losses[-6:]), ratio
+
+
+def test_the_default_learns_at_few_bytes() -> None:
+    for first, last, ratio in run(trained, 2):
+        assert last < 0.5 * first and ratio > 20
+
+
+def resumed(rank: int, world: int, stop: int) -> bool:
+    """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
+
+    def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
+        module = network(seed)
+        optimizer = OPTIMIZERS["Adam"](module.parameters())
+        outer = sidcomp.Outer(module, optimizer, every=EVERY)
+        with outer.state as state:
+            if saved is not None:
+                module.load_state_dict(saved["module"])
+                optimizer.load_state_dict(saved["optimizer"])
+                state.load_state_dict(saved["state"])
+                outer.load_state_dict(saved["outer"])
+            for step in range(first, last):
+                module.zero_grad()
+                backward(module, rank, step)
+                outer.step()
+            names = {"module": module, "optimizer": optimizer, "state": state, "outer": outer}
+            return copy.deepcopy({name: x.state_dict() for name, x in names.items()})
+
+    whole, again = part(0, 0, 14, None), part(5, stop, 14, part(0, 0, stop, None))
+    return all(torch.equal(whole["module"][name], x) for name, x in again["module"].items())
+
+
+@pytest.mark.parametrize("stop", [6, 8])
+def test_a_resumed_run_has_the_same_bits(stop: int) -> None:
+    assert all(run(resumed, 2, stop))
+
+
+def with_nan(rank: int, world: int) -> None:
+    module = network(0)
+    outer = sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), every=1)
+    with outer.state:
+        for step in range(6):
+            module.zero_grad()
+            backward(module, rank, step)
+            before, momentum = flat(module), outer.state_dict()["momentum"]
+            if step == 3 and rank == 1:
+                next(module.parameters()).grad[0, 0] = float("nan")
+            outer.step()
+            if step == 3:
+                assert torch.equal(flat(module), before)
+                assert all(torch.equal(x, momentum[n]) for n, x in outer.state_dict()["momentum"].items())
+        assert alike(module) and torch.isfinite(flat(module)).all()
+
+
+def test_what_is_not_finite_is_undone() -> None:
+    run(with_nan, 2)
+
+
+def refused(rank: int, world: int, wrong: dict[str, Any]) -> str:
+    module = network(0)
+    try:
+        outer = sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), **wrong)
+        outer.load_state_dict({"steps": 0, "points": {}})
+    except sidcomp.errors.SidcompError as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"every": 0}, "at least 1"),
+        ({"lr": 0}, "greater than 0"),
+        ({"momentum": 1.0}, "below 1"),
+        ({}, "no outer momentum"),
+    ],
+)
+def test_what_is_wrong_is_said(wrong: dict[str, Any], said: str) -> None:
+    for text in run(refused, 2, wrong):
+        assert said in text
