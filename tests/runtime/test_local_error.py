@@ -98,9 +98,8 @@ def trains(
     and nothing that an optimizer did is lost or told twice."""
     module = network(rank)
     with sidcomp.State(**settings) as state:
-        local = sidcomp.LocalError(
-            module, OPTIMIZERS[optimizer](module.parameters()), state, every=every, delay=delay
-        )
+        inner = OPTIMIZERS[optimizer](module.parameters())
+        local = sidcomp.LocalError(module, inner, state, every=every, delay=delay, noise_correction=False)
         done = flat(module).double()  # where the optimizers have brought the mean of the ranks
         losses = []
         for step in range(30 * every):

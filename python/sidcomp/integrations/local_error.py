@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
-from sidcomp.integrations.local_parts import broadcast, buckets, check, group_of, serve, trained
+from sidcomp.integrations.gradient_noise import GradientNoise
+from sidcomp.integrations.local_parts import broadcast, buckets, check, group_of, serve, take_step, trained
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.checkpoint import residual_of
 from sidcomp.runtime.group import Group
@@ -46,6 +48,11 @@ class LocalError:
     state           [None] a State with a named codec and a memory that keeps what was not sent; None:
                     `State()`. `follow` has no meaning here: updates already contain the learning rate
     every           [1] steps between two exchanges, at least 1
+    noise_correction
+                    [None] lengthens each rank's own steps, parameter by parameter, by what the noise of its
+                    own gradient shortens them: Adam divides by the size of the gradient, and a rank's own is
+                    up to sqrt(W) times as large as the mean of W ranks'. None: for optimizers with two betas,
+                    as Adam's
     delay           [0] 1: an exchange travels during the next forward and backward pass, and its mean is
                     applied one exchange later
     process_group   [None] the ranks to average over; None: the State's, else the default group
@@ -66,6 +73,7 @@ class LocalError:
         *,
         every: int = 1,
         delay: int = 0,
+        noise_correction: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if delay not in (0, 1) or isinstance(delay, bool):
@@ -99,6 +107,11 @@ class LocalError:
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._arriving = False  # the means of an exchange have not been applied yet
         self._scratch: dict[int, torch.Tensor] = {}  # residuals of groups, by the group's index
+        if noise_correction is None:
+            noise_correction = adaptive(optimizer)
+        self._noise: GradientNoise | None = None
+        if noise_correction and dist.get_world_size(self._group) > 1:
+            self._noise = GradientNoise([p for part in self._parts for p in part.parameters], self._group)
         broadcast([*named.values(), *module.buffers()], self._group)
         for part in self._parts:
             part.start()
@@ -112,10 +125,7 @@ class LocalError:
         is time to. A rank whose scaler skips its step exchanges nothing of its own; each rank's scale is its
         own. Call `scaler.update()` as usual. Every rank calls it equally often. Returns what the optimizer
         returns; raises the errors of the exchange."""
-        if scaler is not None:
-            loss = scaler.step(self.optimizer)
-        else:
-            loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        loss = take_step(self.optimizer, closure, scaler)
         self.steps += 1
         if self.steps % self.every == 0:
             self.exchange()
@@ -140,6 +150,9 @@ class LocalError:
         engine = self.state._engine
         for part in self._parts:
             part.measure()
+        if self._noise is not None:
+            self._noise.sample()  # and takes in the samples of the exchange before
+            torch._foreach_mul_([x for part in self._parts for x in part.update_views], self._noise.factors)
         self._form()
         try:
             self._futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
@@ -248,6 +261,8 @@ class LocalError:
         agreed parameters."""
         self.state._open()
         self._land()
+        if self._noise is not None:
+            self._noise.land()
         engine = self.state._engine
         engine.quiet()
         for part in self._parts:
@@ -292,6 +307,7 @@ class LocalError:
             "every": self.every,
             "delay": self.delay,
             "world": dist.get_world_size(self._group),
+            "noise": self._noise.state_dict() if self._noise is not None else None,
             **{kind: {n: x.clone() for part in self._parts for n, x in part.named(kind)} for kind in kinds},
         }
 
@@ -328,6 +344,8 @@ class LocalError:
                             f"LocalError: {kind!r} has nothing of the shape of parameter {name!r}: the "
                             "dictionary is damaged, or of another model"
                         )
+        if self._noise is not None:
+            self._noise.load_state_dict(saved.get("noise"))
         for kind in _SAVED:
             for name, view in (pair for part in self._parts for pair in part.named(kind)):
                 if kind in saved:
