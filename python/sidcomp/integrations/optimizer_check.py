@@ -18,9 +18,12 @@ def check_optimizer(state: "State", optimizer: "Optimizer", clip_grad_norm: floa
     program does not follow the optimizer, or to give clip_grad_norm: the max_norm that your loop passes to
     `torch.nn.utils.clip_grad_norm_`; None (default): it does not clip.
 
-    If the memory leaves momentum to the optimizer, it accepts any optimizer. It logs a warning under
+    If the memory leaves momentum to the optimizer, it accepts any optimizer. Rank 0 logs a warning under
     "sidcomp" for Adam with a sparse codec, and for weight decay or clipping after a memory that holds a
     velocity.
     """
-    optimizer_check.check(state.settings, optimizer, clip_grad_norm)
+    import torch.distributed as dist  # this module is imported where there is no torch
+
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    optimizer_check.check(state.settings, optimizer, clip_grad_norm, rank)
     state._checked = weakref.ref(optimizer)
