@@ -33,14 +33,12 @@ from train import Trainer
 
 DENSE = "dense"
 WAYS = {
-    DENSE: "--codec none --no-local-error",
-    "gradient, default": "--no-local-error",
-    "gradient, int4": "--codec int4 --no-local-error",
+    DENSE: "--codec none",
+    "gradient, default": "",
+    "gradient, int4": "--codec int4",
     "local error, default": "--local-error",
-    "local error, default, delay 1": "--local-error --delay 1",
+    "local error, default, not corrected": "--local-error --no-noise-correction",
     "local error, int4": "--codec int4 --local-error",
-    "local error, default, every 4": "--local-error --every 4",
-    "local error, int4, every 4": "--codec int4 --local-error --every 4",
 }
 
 
@@ -58,8 +56,11 @@ def train(rank: int, world: int, file: str, argv: list[str], out: str) -> None:
     trainer.read_stats()
     if rank == 0:
         run = trainer.run
-        sent = run.stats["sent_bytes"] / args.steps if compress else 4.0 * run.elements
-        found = {"loss": run.curve[-1][2], "ratio": 4 * run.elements / sent, "elements": run.elements}
+        ratio = 1.0
+        if trainer.state is not None:
+            ring = 2 * (world - 1) / world * 4 * run.elements
+            ratio = ring * args.steps / trainer.state.stats()["wire_bytes"]
+        found = {"loss": run.curve[-1][2], "ratio": ratio, "elements": run.elements}
         Path(out).write_text(json.dumps(found))
     trainer.close()
     dist.barrier()
@@ -121,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
             of = found.setdefault(label, {"flags": way, "ratio": 1.0, "loss": {}})
             if of["flags"] == way and seed in of["loss"]:
                 continue
-            given = ["--task", args.task, "--seed", seed, *shlex.split(way), *shlex.split(args.common)]
+            given = ["--task", args.task, "--seed", seed, *shlex.split(args.common), *shlex.split(way)]
             one = measure(args.world, given)
             of["loss"][seed], of["ratio"], of["elements"] = one["loss"], one["ratio"], one["elements"]
             print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)

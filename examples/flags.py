@@ -10,7 +10,7 @@ from tasks import TASKS
 
 HERE = Path(__file__).resolve().parent
 DEFAULTS: dict[str, Any] = {
-    "task": "lm", "memory": None, "groups": None, "exclude": [], "policy": [], "full_every": 0, "seed": 0,
+    "task": None, "memory": None, "groups": None, "exclude": [], "policy": [], "full_every": 0, "seed": 0,
     "clip": None, "exchange": None, "follow": True,
 }  # fmt: skip
 
@@ -27,13 +27,19 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     add(
         "--task",
         choices=sorted(TASKS),
-        help="gpt: bytes of Python's own library, by a transformer and AdamW; lm: the same by a GRU and SGD; "
+        help="gpt: bytes of Python's own library, by a transformer and AdamW, unless --config or --codec is "
+        "given; lm: the same by a GRU and SGD, if it is; "
         "digits, mlp, cnn: handwritten digits, by 1 to 6 M weights; and others",
     )
     add("--steps", type=int, help="optimizer steps of each run; the task's unless given")
     add("--batch", type=int, help="examples for each rank and step; the task's unless given")
     add("--lr", type=float, help="peak learning rate; the task's unless given")
     add("--momentum", type=float, help="of the optimizer; the task's unless given")
+    add(
+        "--adamw",
+        action=argparse.BooleanOptionalAction,
+        help="AdamW in place of SGD; the task's unless given, and with --adamw also give --lr",
+    )
     add("--seed", type=int, help="of the weights, and of codecs that draw random numbers; 0 unless given")
     add = p.add_argument_group("how it is compressed").add_argument
     add("--codec", help="auto, or one that `sidcomp codecs` lists; the preset's unless given")
@@ -56,8 +62,8 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     )
     add(
         "--local-error",
-        action=argparse.BooleanOptionalAction,
-        help="compress what the optimizer does, not gradients (sidcomp.LocalError); so if the task has AdamW",
+        action="store_true",
+        help="compress what the optimizer does, not gradients (sidcomp.LocalError)",
     )
     add(
         "--every",
@@ -72,6 +78,11 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         choices=[0, 1],
         default=0,
         help="with --local-error: 1 exchanges beside the next step; 0 unless given",
+    )
+    add(
+        "--noise-correction",
+        action=argparse.BooleanOptionalAction,
+        help="with --local-error: lengthen what the noise of a rank's own gradient shortens; so with AdamW",
     )
     add("--groups", help="bucket, model, a size such as 4MB, auto; bucket unless given")
     add(
@@ -130,6 +141,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     if (args.resume or args.stop_at is not None) and not args.checkpoint:
         p.error("--resume and --stop-at need --checkpoint DIR")
 
+    plain = not args.config and args.codec is None
     args.config = args.config or ("topk-fortieth" if args.codec is None else "topk-1pct")  # its own defaults
     if args.config == "ci":
         args.config = str(HERE / "ci.toml")
@@ -150,7 +162,8 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     for key, value in preset.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
-    for key in ("steps", "batch", "lr", "momentum"):
+    args.task = args.task or ("gpt" if plain else "lm")
+    for key in ("steps", "batch", "lr", "momentum", "adamw"):
         if getattr(args, key) is None:
             setattr(args, key, getattr(TASKS[args.task], key))
     for text in [*args.param, *([] if args.density is None else [f"density={args.density}"])]:
@@ -162,8 +175,6 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
             marks = [mark.rpartition("@") for mark in value.split(",")]
             parameters[name] = sidcomp.Schedule([(int(step), _number(v)) for v, _, step in marks])
     args.parameters = parameters
-    if args.local_error is None:
-        args.local_error = TASKS[args.task].adamw and args.codec != "auto"
     if args.clip is None and not args.local_error:
         args.clip = 1.0
     args.exclude = [_number(rule) for rule in args.exclude]

@@ -100,7 +100,12 @@ class Trainer:
         self.optimizer = self.make_optimizer(momentum)
         if self.state is not None and local:
             self.local = sidcomp.LocalError(
-                self.module, self.optimizer, self.state, every=args.every, delay=args.delay
+                self.module,
+                self.optimizer,
+                self.state,
+                every=args.every,
+                delay=args.delay,
+                noise_correction=args.noise_correction,
             )
         elif self.state is not None:
             sidcomp.check_optimizer(self.state, self.optimizer, clip_grad_norm=self.clip)
@@ -118,7 +123,7 @@ class Trainer:
         self.earlier = self.run.stats  # of the run that is resumed
 
     def make_optimizer(self, momentum: float) -> torch.optim.Optimizer:
-        if not self.task.adamw:
+        if not self.args.adamw:
             return torch.optim.SGD(self.module.parameters(), lr=self.args.lr, momentum=momentum)
         decayed = [p for p in self.module.parameters() if p.ndim > 1]
         groups = [
