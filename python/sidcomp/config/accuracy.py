@@ -1,4 +1,4 @@
-"""Which codecs keep the loss, by the kind of optimizer: what docs/accuracy.md has measured in DDP's hook."""
+"""Which codecs keep the loss with which kind of optimizer, as measured in DDP's hook (docs/accuracy.md)."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,9 +13,9 @@ Way = tuple[str, Mapping[str, Setting]]
 
 
 class Measured(NamedTuple):
-    """A codec with its parameters. over: by how much its loss is above that of uncompressed training, in
-    percent of it, on the example language model. within: no worse than the worst seed of uncompressed
-    training."""
+    """A codec with its parameters, and its loss on the example language model. over: by how many percent the
+    loss is above that of uncompressed training. within: whether the loss is no worse than that of the worst
+    seed of uncompressed training."""
 
     way: Way
     over: float
@@ -49,7 +49,7 @@ def adaptive(optimizer: "Optimizer") -> bool:
 
 
 def allowed(accuracy: str, of_adaptive: bool) -> list[Way]:
-    """What is allowed, with the fewest bytes first."""
+    """The codecs that this level of accuracy allows, with the fewest bytes first."""
     return [
         m.way
         for m in (ADAPTIVE if of_adaptive else PLAIN)
@@ -58,7 +58,7 @@ def allowed(accuracy: str, of_adaptive: bool) -> list[Way]:
 
 
 def candidates(accuracy: str, of_adaptive: bool) -> list[Way]:
-    """What codec="auto" chooses from besides uncompressed: the fewest bytes, and one that changes almost
-    nothing."""
+    """What codec="auto" chooses from, besides uncompressed: the codec with the fewest bytes, and one that
+    changes almost nothing."""
     found = allowed(accuracy, of_adaptive)
     return [found[0], found[-1]]

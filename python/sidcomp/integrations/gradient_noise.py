@@ -15,10 +15,11 @@ _DECAY = 0.9  # of the running sums, in each exchange
 class GradientNoise:
     """Estimates, for each parameter, rho = |mean of the ranks' gradients|^2 / mean of |a rank's gradient|^2.
 
-    Adam divides by the root of its second moment. That of a rank's own gradient is 1 / rho times that of the
-    mean of all ranks, so a rank's own step is sqrt(rho) times as long as it should be; rho lies between 1 / W
-    (W ranks, noise only) and 1. The estimate is from a few elements of each parameter, which the ranks sum in
-    a small all-reduce beside each exchange, and it is used one exchange later. All ranks have the same.
+    Adam divides by the root of the gradient's second moment. The second moment of a rank's own gradient is
+    1 / rho times that of the mean of all ranks, so a rank's own step is sqrt(rho) times as long as it should
+    be. On W ranks rho lies between 1 / W (the gradients are only noise) and 1 (they are equal). The estimate
+    comes from a few elements of each parameter, which the ranks sum in a small all-reduce with each exchange.
+    It is used one exchange later, and it is the same on all ranks.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -52,7 +53,7 @@ class GradientNoise:
         self._work = dist.all_reduce(self._message, group=self._group, async_op=True)
 
     def land(self) -> None:
-        """Waits for the samples that were sent last, and takes them into the estimate."""
+        """Waits for the samples that were sent last, and adds them to the estimate."""
         if self._work is None:
             return
         self._work.wait()
@@ -80,7 +81,7 @@ class GradientNoise:
         return self._sums.clone()
 
     def load_state_dict(self, saved: Any) -> None:
-        """Raises CheckpointError."""
+        """Loads a result of `state_dict`. Raises CheckpointError."""
         if not isinstance(saved, torch.Tensor) or saved.shape != self._sums.shape:
             raise CheckpointError(
                 f"LocalError: 'noise' is no tensor of shape {tuple(self._sums.shape)}: the dictionary is "

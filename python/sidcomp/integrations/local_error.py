@@ -1,5 +1,5 @@
-"""Local error: each rank's optimizer steps at once with its own gradient, and the ranks exchange, compressed,
-what the optimizers did. What has not been sent yet stays in the rank's own parameters."""
+"""Local error: each rank's optimizer steps at once with the rank's own gradient, and the ranks compress and
+exchange what the optimizers did. What has not been sent yet stays in the rank's own parameters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,39 +30,40 @@ class LocalError:
             local.step()  # in place of optimizer.step()
         local.merge()  # now all ranks have the same parameters
 
-    DDP's hook compresses gradients, and a residual that arrives late meets Adam as a large gradient. Here no
-    gradient is exchanged. Rank r steps its own optimizer with its own gradient. Its error E(r), which is what
-    the optimizer did and the others have not been told, is encoded; the mean of what the ranks sent changes
-    the agreed parameters, which are the same on all ranks; and the rank goes on from
+    DDP's hook compresses gradients, and to Adam a residual that arrives late is a large gradient. Here no
+    gradient is exchanged. On rank r the optimizer steps with the rank's own gradient. The error E(r) is what
+    it has done and the other ranks do not know yet. In an exchange each rank encodes its error. The mean of
+    what the ranks sent changes the agreed parameters, which are the same on all ranks. Each rank continues
+    from
 
         parameters(r) = agreed - E(r)
 
-    so its own steps are in force for itself at once. This is error reset (CSER, Xie et al. 2020, Algorithm
+    so its own parameters contain its own steps at once. This is error reset (CSER, Xie et al. 2020, Algorithm
     2), with a residual as memory. Evaluate and publish the agreed parameters: see `agreed` and `merge`.
 
-    module          a module without DDP; or a DDP model, whose gradients are then no longer averaged. Rank
-                    0's parameters and buffers are copied to all ranks here, and its buffers again after every
-                    exchange. The parameters are float32
-    optimizer       of the module's parameters. Its state stays local. A rank's own gradient has more noise
-                    than the mean of W ranks, so clip it at about sqrt(W) times the usual norm
+    module          a module without DDP; or a DDP model, whose gradients are then no longer averaged. The
+                    parameters must be float32. This call copies rank 0's parameters and buffers to all
+                    ranks, and every exchange copies rank 0's buffers again
+    optimizer       of the module's parameters. Its state stays on its rank. A rank's own gradient has more
+                    noise than the mean of W ranks, so clip it at about sqrt(W) times the usual norm
     state           [None] a State with a named codec and a memory that keeps what was not sent; None:
-                    `State()`. `follow` has no meaning here: updates already contain the learning rate
+                    `State()`. `follow` is refused, because updates already contain the learning rate
     every           [1] steps between two exchanges, at least 1
     noise_correction
-                    [None] lengthens each rank's own steps, parameter by parameter, by what the noise of its
-                    own gradient shortens them: Adam divides by the size of the gradient, and a rank's own is
-                    up to sqrt(W) times as large as the mean of W ranks'. None: for optimizers with two betas,
-                    as Adam's
-    delay           [0] 1: an exchange travels during the next forward and backward pass, and its mean is
+                    [None] True: lengthens each rank's own steps, parameter by parameter, by as much as the
+                    noise of its own gradient shortens them. (Adam divides by the size of the gradient, and a
+                    rank's own gradient is up to sqrt(W) times as large as the mean of W ranks.) None: True
+                    for optimizers with two betas, such as Adam
+    delay           [0] 1: an exchange takes place during the next forward and backward pass, and its mean is
                     applied one exchange later
     process_group   [None] the ranks to average over; None: the State's, else the default group
 
     It takes 12 bytes for each parameter (the agreed parameters, those after the last exchange, and what is
-    exchanged), beside 4 bytes of the State's residual. On CUDA the residual passes through the host in every
-    exchange, because no kernel gives it out yet; nobody has measured that.
+    exchanged); the State's residual takes another 4. On CUDA the residual passes through the host in every
+    exchange, because no kernel returns it yet; nobody has measured what that costs.
 
     If what a rank did is not finite, the exchange is discarded, and all ranks lose what they did since the
-    one before. Raises ArgumentError, SetupError or UnsupportedError, which say what to change.
+    previous one. Raises ArgumentError, SetupError or UnsupportedError, which say what to change.
     """
 
     def __init__(
@@ -121,10 +122,10 @@ class LocalError:
     # --------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
-        """Calls `optimizer.step(closure)`, or with a GradScaler `scaler.step(optimizer)`, and exchanges if it
-        is time to. A rank whose scaler skips its step exchanges nothing of its own; each rank's scale is its
-        own. Call `scaler.update()` as usual. Every rank calls it equally often. Returns what the optimizer
-        returns; raises the errors of the exchange."""
+        """Calls `optimizer.step(closure)`, or with a GradScaler `scaler.step(optimizer)`, and exchanges once
+        in `every` steps. Each rank has its own scale. A rank whose scaler skips its step still exchanges
+        what it had not sent before. Call `scaler.update()` as usual. Every rank must call `step` the same
+        number of times. Returns what the optimizer returns; raises the errors of the exchange."""
         loss = take_step(self.optimizer, closure, scaler)
         self.steps += 1
         if self.steps % self.every == 0:
@@ -133,7 +134,7 @@ class LocalError:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchanges now. Every rank calls it at the same point; `step` does it when it is time to."""
+        """Exchanges now. Every rank must call it at the same point; `step` does it once in `every` steps."""
         self.state._open()
         if self.state._engine.rates is not None:
             raise SetupError(
@@ -241,8 +242,9 @@ class LocalError:
                 evaluate(module)
                 torch.save(module.state_dict(), "model.pt")
 
-        Nothing is exchanged, and training is not disturbed. What the last `every` - 1 steps did, and with
-        delay=1 the exchange in flight, is not in them yet. Do not train inside."""
+        Nothing is exchanged, and training continues afterwards as if you had not called it. The agreed
+        parameters do not contain the steps since the last exchange yet, nor, with delay=1, the exchange in
+        flight. Do not train inside."""
         own = [[p.detach().clone() for p in part.parameters] for part in self._parts]
         with torch.no_grad():
             for part in self._parts:
@@ -256,9 +258,9 @@ class LocalError:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Averages the ranks' own parameters, uncompressed, so that no error is left: at the end of training,
-        or before the number of ranks changes. Every rank calls it at the same point. Then all ranks have the
-        agreed parameters."""
+        """Averages the ranks' own parameters, uncompressed, so that no error is left. Call it at the end of
+        training, or before the number of ranks changes, on every rank at the same point. Afterwards all
+        ranks have the agreed parameters."""
         self.state._open()
         self._land()
         if self._noise is not None:
@@ -291,11 +293,11 @@ class LocalError:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs beside the dictionaries of the optimizer and the State: the number
-        of steps and, by parameter name, the agreed parameters, those of this rank after the last exchange
-        ("base"), its present ones ("own", if they are others) and, with delay=1, the means that have arrived
-        and are not applied yet. Call it between two steps. Every rank saves its own three dictionaries; of
-        the module only the buffers are missing."""
+        """Returns what a resumed run needs besides the dictionaries of the optimizer and the State: the
+        number of steps and, by parameter name, the agreed parameters, those of this rank after the last
+        exchange ("base"), its present ones ("own", if they differ from "base") and, with delay=1, the means
+        that have arrived but have not been applied yet. Call it between two steps. Every rank saves its own
+        three dictionaries. They do not contain the module's buffers: save those as well."""
         for future in self._futures:
             future.wait()
         engine = self.state._engine
@@ -319,9 +321,10 @@ class LocalError:
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Loads a result of `state_dict`, after the optimizer's and the State's, and puts the parameters into
-        the module. Every rank calls it at the same point. With as many ranks as saved it, the run continues
-        with the same bits. With another number any rank may load any rank's dictionary: the State distributes
-        the errors, and what the optimizers did after the last exchange is left out. Raises CheckpointError.
+        the module. Every rank must call it at the same point. With the number of ranks that saved it, the run
+        continues with the same bits. With another number any rank may load any rank's dictionary: the State
+        distributes the errors, and what the optimizers did after the last exchange is lost. Raises
+        CheckpointError.
         """
         steps, world = saved.get("steps"), saved.get("world")
         if not isinstance(steps, int) or steps < 0 or not isinstance(world, int):

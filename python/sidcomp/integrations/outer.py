@@ -12,7 +12,7 @@ from sidcomp.state import State
 
 
 class Outer(LocalSteps):
-    """Exchanges once in many steps, and applies the mean with an outer optimizer with momentum.
+    """Exchanges once in many steps. An outer optimizer, SGD with momentum, applies the mean.
 
         outer = sidcomp.Outer(module, optimizer, every=30)
         for x, y in batches:
@@ -20,12 +20,13 @@ class Outer(LocalSteps):
             loss(module(x), y).backward()
             outer.step()  # in place of optimizer.step()
 
-    Every rank takes `every` steps of its own optimizer from a common point a to x(m). The mean of the ranks'
-    a - x(m), compressed with error feedback, is a gradient for the outer optimizer, which is SGD with
-    momentum: u = momentum u + mean, and a moves by -lr (mean + momentum u), or by -lr u without nesterov. All
+    From a common point a, rank m takes `every` steps with its own optimizer, to x(m). The ranks compress
+    a - x(m) with error feedback and exchange it. The outer optimizer takes the mean as its gradient:
+    u = momentum u + mean, and a moves by -lr (mean + momentum u), or by -lr u if nesterov is False. All ranks
     continue from there. With State("none") this is DiLoCo (Douillard et al. 2023). The default State is that
-    of SparseLoCo (Sarfi et al. 2025) but for its values of 4 bits: a 64th of the elements, and a residual
-    that decays by 0.95. lr=1, momentum=0 is plain averaging, as in `LocalSteps`.
+    of SparseLoCo (Sarfi et al. 2025), except that its values have 4 bits: it sends a 64th of the elements,
+    and multiplies the residual by 0.95 in each exchange. lr=1, momentum=0 is plain averaging, as in
+    `LocalSteps`.
 
     module, optimizer, process_group
                     as in `LocalSteps`
@@ -35,9 +36,9 @@ class Outer(LocalSteps):
     lr, momentum, nesterov
                     [0.7, 0.9, True] of the outer optimizer
 
-    It takes 12 bytes for each float32 parameter (the common point, the update, the outer momentum), beside
-    the State's memory. If an update is not finite on any rank, all ranks return to the common point, and the
-    outer momentum stays as it was.
+    It takes 12 bytes for each float32 parameter (the common point, the update, the outer momentum), in
+    addition to the State's memory. If an update is not finite on any rank, all ranks return to the common
+    point, and the outer momentum stays as it was.
 
     Raises ArgumentError or SetupError, which say what to change.
     """
@@ -73,7 +74,7 @@ class Outer(LocalSteps):
         part.update.mul_(self.lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in `LocalSteps`, with the outer momentum by parameter name."""
+        """As in `LocalSteps`, and the outer momentum by parameter name."""
         momenta = {
             name: view.clone() for part in self._parts for name, view in part.named(self._momenta[id(part)])
         }
