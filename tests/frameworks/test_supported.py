@@ -88,6 +88,22 @@ def several() -> None:
     train(DDP(network()), own=b)
 
 
+def adam() -> None:
+    module = network()
+    with state() as mine:
+        local = sidcomp.LocalError(module, torch.optim.AdamW(module.parameters()), mine)
+        for _ in range(2):
+            module(torch.ones(4, 8)).square().mean().backward()
+            local.step()
+        assert mine.stats()["steps"] == 2
+    ddp = DDP(network())
+    with sidcomp.State() as own:
+        sidcomp.register(ddp, own)
+        own.follow(torch.optim.AdamW(ddp.parameters()))
+        ddp(torch.ones(4, 8)).square().mean().backward()
+        assert {g["codec"] for g in own.stats()["groups"]} == {"int4"}
+
+
 def several_optimizers() -> None:
     """All of them step; the State follows the one that has most of the parameters."""
     ddp = DDP(network())
@@ -114,6 +130,7 @@ WORKS: dict[str, Callable[[], object]] = {
     "parameters in bfloat16 or float16": half,
     "several models": several,
     "several optimizers": several_optimizers,
+    "Adam, AdamW": adam,
 }
 ELSEWHERE = {  # tested by other files
     "`no_sync`, `static_graph`, `find_unused_parameters`, `gradient_as_bucket_view`, shared parameters",

@@ -131,7 +131,10 @@ def trains(
     return sum(losses[:6]) / 6, sum(losses[-6:]) / 6
 
 
-@pytest.mark.parametrize("every, delay", [(1, 0), (1, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize(
+    "every, delay",
+    [(1, 0), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(3, 0, marks=pytest.mark.slow), (3, 1)],
+)
 @pytest.mark.parametrize("optimizer, settings", SETTINGS)
 def test_nothing_is_lost_and_the_loss_falls(
     optimizer: str, settings: dict[str, Any], every: int, delay: int
