@@ -61,7 +61,9 @@ INLINE int velocity_each(float *acc, float *u, const float *g, uint32_t n, uint3
         const uint32_t k = sid_key(acc[i]);
         const float x = (ok ? g[i] : 0.0f) * c->factor;
         u[i] = saturated1((k >= mask ? 0.0f : u[i]) * c->momentum + x);
-        acc[i] = saturated1((k >= key ? 0.0f : acc[i]) * c->carry + (plain ? u[i] : u[i] * c->of_u + x * c->of_g));
+        /* The step saturates by itself: what is kept, times the carry, may be the other infinity. */
+        const float step = plain ? u[i] : saturated1(u[i] * c->of_u + x * c->of_g);
+        acc[i] = saturated1((k >= key ? 0.0f : acc[i]) * c->carry + step);
         any |= !ok;
     }
     return any == 0;

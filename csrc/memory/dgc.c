@@ -99,7 +99,7 @@ static void undo(const sid_plan *p, const sid_state *s, float *const *vec, const
     const sid_velocity c = weights(p, s, 1);
     for (uint32_t i = 0; i < len; i++) {
         const float x = g[i] * c.factor, u = vec[1][i];
-        vec[0][i] = saturate(vec[0][i] - (c.of_g == 0 ? u : u * c.of_u + x * c.of_g));
+        vec[0][i] = saturate(vec[0][i] - (c.of_g == 0 ? u : saturate(u * c.of_u + x * c.of_g)));
         vec[1][i] = c.momentum > 0 ? saturate((u - x) / c.momentum) : 0.0f;
     }
 }

@@ -60,7 +60,7 @@ struct sid_memory2 { /* dgc: vec[1] is the velocity */
     sid_memory2 settling() const { return {keeps, false, masks, true, 1, 0, 0, 1}; } /* where the state's factor is 0 */
     sid_memory2 carried(float by) const { return {keeps, receives, masks, adds, momentum, of_u, factor, by}; }
     __device__ void begin(const sid_state *s) { factor = sid_factor_of(s); }
-    __device__ float step(float u, float x) const { return adds ? u * of_u + x : u; }
+    __device__ float step(float u, float x) const { return adds ? sid_saturated(u * of_u + x) : u; }
     __device__ float tile(float *vec, float kept, float g) const {
         const float x = g * factor;
         vec[1] = sid_saturated((masks && kept != vec[0] ? 0.0f : vec[1]) * momentum + x);

@@ -295,6 +295,17 @@ def test_carry_by_hand() -> None:
     assert run.kept() == [[0, -1]]
 
 
+@pytest.mark.parametrize("n", [4, 1000])
+@pytest.mark.parametrize("nesterov", ["on", "redsync"])
+def test_opposite_infinities_leave_no_nan(n: int, nesterov: str) -> None:
+    """What is kept, times the carry, and the step of the velocity may overflow in opposite directions."""
+    most = np.float32(3.4e38)
+    run = Run("topk", "dgc", n, density=0.25, momentum=0.5, nesterov=nesterov, masking="off")
+    run(np.full(n, most))
+    run(np.full(n, -most), carry=2.25)
+    assert np.isfinite(run.kept()).all()
+
+
 @pytest.mark.parametrize("codec", ["topk", "efsignsgd", "int8", "onebit"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_with_the_rates_ratio_it_is_ef_sgd(codec: str, world: int) -> None:

@@ -100,9 +100,9 @@ class Dgc(Memory):
 
     def step(self, u: Array, g: Array) -> Array:
         form = self.settings.get("nesterov", "off")
-        return (
-            u if form == "off" else g + u * (self.number("momentum", 0.9) if form == "on" else np.float32(1))
-        )
+        if form == "off":
+            return u
+        return saturate(g + u * (self.number("momentum", 0.9) if form == "on" else np.float32(1)))
 
     def accumulate(self, gradient: Array, at: Step) -> Array:
         return saturate(self.vec[0] * np.float32(at.carry) + self.parts(gradient, at)[1])
