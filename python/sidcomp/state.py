@@ -102,7 +102,8 @@ class State:
     codec           [None] "auto", or a name in `sidcomp.codecs()`. The codec's parameters (for "topk":
                     density) are further keyword arguments; each may be a Schedule. None: "topk" with
                     density=0.084, values="log4" and indices="packed" unless you give others; these preserved
-                    accuracy best at 1/40 of the bytes (docs/accuracy.md).
+                    accuracy best at 1/40 of the bytes (docs/accuracy.md). If you name nothing and give Adam
+                    to `follow`, it is "int4": see `accuracy`.
     memory          [None] a name in `sidcomp.memories()`; its parameters, too, are further keyword arguments.
                     None: the codec's own, for "auto" and most codecs "residual". A lossless codec uses none,
                     except one that holds the momentum. With that, the optimizer must have no momentum:
@@ -125,7 +126,7 @@ class State:
                     give the same bits. None: $SIDCOMP_ISA, else "auto".
     candidates      [None] for codec="auto": a list of the codecs to choose from, each a name or a pair of a
                     name and a dictionary of parameters. Uncompressed is always a candidate. None: the default
-                    codec (see codec=None), and "fp16".
+                    codec (see codec=None and `accuracy`), and "fp16".
     policy          [()] other settings for some parameters: a list of pairs of a rule as in `exclude` and a
                     codec's name or a dictionary of parameters, which may also hold "codec" and "memory". If
                     several rules fit a parameter, all apply, and later ones override earlier ones:
@@ -512,6 +513,9 @@ class State:
         With a scaler, the residual is rescaled when the loss scale changes, and a step that
         `scaler.step(optimizer)` skips is discarded; nonfinite=None then means "rollback". With or without a
         scaler, all backward() calls since the optimizer's last step are discarded together.
+
+        Before the first step it also chooses the default codec, or the candidates of "auto", by the
+        optimizer: see `accuracy`. A line says what it has chosen.
 
         It also checks the optimizer, as `check_optimizer` does, but warns of what that refuses; unless that
         has already been called with it.

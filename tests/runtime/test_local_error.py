@@ -171,6 +171,26 @@ def test_what_is_not_finite_is_discarded_on_all_ranks(nonfinite: str, delay: int
     run(with_nan, 2, nonfinite, delay)
 
 
+def merged_with_nan(rank: int, world: int) -> None:
+    """One rank's parameters are not finite, between two exchanges."""
+    module = network(0)
+    with sidcomp.State("topk", density=0.2) as state:
+        local = sidcomp.LocalError(module, OPTIMIZERS["SGD"](module.parameters()), state, every=4)
+        for step in range(6):
+            module.zero_grad()
+            backward(module, rank, step)
+            if step == 5 and rank == 1:
+                next(module.parameters()).grad[0, 0] = float("nan")
+            local.step()
+        assert bool(torch.isfinite(flat(module)).all()) == (rank == 0)
+        local.merge()
+        assert alike(flat(module)) and torch.isfinite(flat(module)).all()
+
+
+def test_a_rank_that_is_not_finite_does_not_spoil_the_merge() -> None:
+    run(merged_with_nan, 2)
+
+
 def scaled(rank: int, world: int) -> tuple[float, float]:
     """Each rank has a GradScaler of its own, and one of them skips a step."""
     module = network(0)
@@ -310,6 +330,17 @@ def test_a_ddp_model_keeps_its_gradients_to_itself() -> None:
     assert run(with_ddp, 2) == [False, False]
 
 
+def refused_ddp(rank: int, world: int) -> bool:
+    ddp = DistributedDataParallel(network(0))
+    with pytest.raises(sidcomp.SetupError):
+        sidcomp.LocalError(ddp, OPTIMIZERS["SGD"](network(1).parameters()))
+    return ddp.require_backward_grad_sync
+
+
+def test_a_refusal_leaves_the_ddp_model_as_it_was() -> None:
+    assert run(refused_ddp, 2) == [True, True]
+
+
 def refused(rank: int, world: int, case: str) -> str:
     module = network(0)
     optimizer = OPTIMIZERS["AdamW"](module.parameters())
@@ -335,8 +366,7 @@ def refused(rank: int, world: int, case: str) -> str:
 
     def node() -> None:
         state = sidcomp.State("topk", exchange="hierarchical", ranks_per_node=2)
-        local = sidcomp.LocalError(module, optimizer, state)
-        local.step()
+        sidcomp.LocalError(module, optimizer, state)
 
     make |= {"follow": followed, "hierarchical": node}
     try:

@@ -60,7 +60,8 @@ class LocalError:
 
     It takes 12 bytes for each parameter (the agreed parameters, those after the last exchange, and what is
     exchanged); the State's residual takes another 4. On CUDA the residual passes through the host in every
-    exchange, because no kernel returns it yet; nobody has measured what that costs.
+    exchange, because no kernel returns it yet, and noise_correction waits for the device; nobody has measured
+    what that costs.
 
     If what a rank did is not finite, the exchange is discarded, and all ranks lose what they did since the
     previous one. Raises ArgumentError, SetupError or UnsupportedError, which say what to change.
@@ -92,9 +93,14 @@ class LocalError:
                 "the State's memory holds the momentum of gradients, but here the optimizer holds its own: "
                 'give the State memory="residual"'
             )
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            module.require_backward_grad_sync = False
-            module = module.module
+        if any(c.choice is not None and c.choice.local > 1 for c in state.settings.candidates):
+            raise UnsupportedError(
+                "LocalError keeps each rank's error in its own parameters, and this exchange keeps one for "
+                'several ranks: choose exchange="twoshot", or leave exchange out'
+            )
+        ddp = module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else None
+        if ddp is not None:
+            module = ddp.module
         named = trained(module, optimizer)
         if other := [name for name, p in named.items() if p.dtype is not torch.float32]:
             raise UnsupportedError(
@@ -105,6 +111,7 @@ class LocalError:
         self.steps = 0  # taken by the optimizer
         self._group = group_of(state, process_group)
         self._parts = [_Part(names, named) for names in buckets(named)]
+        self._updates = [x for part in self._parts for x in part.update_views]
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._arriving = False  # the means of an exchange have not been applied yet
         self._scratch: dict[int, torch.Tensor] = {}  # residuals of groups, by the group's index
@@ -117,6 +124,8 @@ class LocalError:
         for part in self._parts:
             part.start()
         serve(state, module, named, self._group, self._parts[0].update.device, "LocalError")
+        if ddp is not None:  # last, so that a refusal leaves the DDP model as it was
+            ddp.require_backward_grad_sync = False
 
     # ---- training
     # --------------------------------------------------------------------------------------------
@@ -153,7 +162,7 @@ class LocalError:
             part.measure()
         if self._noise is not None:
             self._noise.sample()  # and takes in the samples of the exchange before
-            torch._foreach_mul_([x for part in self._parts for x in part.update_views], self._noise.factors)
+            torch._foreach_mul_(self._updates, self._noise.factors)
         self._form()
         try:
             self._futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
@@ -172,12 +181,6 @@ class LocalError:
             assert door is not None
             engine.form(door.model, [part.bucket() for part in self._parts])
             self._scratch = {}
-            for g in engine.groups:
-                if g.in_messages and g.message_plan.choice.local > 1:
-                    raise UnsupportedError(
-                        "LocalError keeps each rank's error in its own parameters, and this exchange keeps "
-                        'one for several ranks: choose exchange="twoshot", or leave exchange out'
-                    )
 
     def _land(self) -> None:
         """Waits for the exchange in flight, and applies its means."""
@@ -220,7 +223,7 @@ class LocalError:
                     torch.sub(agreed, error[:n].to(g.device), out=base)
                     error = error[n:]
         for part in self._parts:
-            part.put(part.base)
+            part.put("base")
             if keep:
                 torch._foreach_sub_(part.parameters, part.update_views)
 
@@ -248,7 +251,7 @@ class LocalError:
         own = [[p.detach().clone() for p in part.parameters] for part in self._parts]
         with torch.no_grad():
             for part in self._parts:
-                part.put(part.agreed)
+                part.put("agreed")
         try:
             yield self.module
         finally:
@@ -260,13 +263,17 @@ class LocalError:
     def merge(self) -> None:
         """Averages the ranks' own parameters, uncompressed, so that no error is left. Call it at the end of
         training, or before the number of ranks changes, on every rank at the same point. Afterwards all
-        ranks have the agreed parameters."""
+        ranks have the agreed parameters. A rank whose parameters are not finite gives those after its last
+        exchange."""
         self.state._open()
         self._land()
         if self._noise is not None:
             self._noise.land()
         engine = self.state._engine
         engine.quiet()
+        if not all(bool(torch.isfinite(p).all()) for part in self._parts for p in part.parameters):
+            for part in self._parts:
+                part.put("base")
         for part in self._parts:
             part.update.copy_(part.agreed)
             torch._foreach_sub_(part.update_views, part.parameters)
@@ -281,7 +288,7 @@ class LocalError:
             dist.all_reduce(part.update, group=self._group)
             part.agreed.sub_(part.update.div_(world))
             part.base.copy_(part.agreed)
-            part.put(part.agreed)
+            part.put("agreed")
         for g in engine.groups:
             if g.plan.vectors and not g.direct:
                 with g.host_state(write=True) as state:
@@ -360,7 +367,7 @@ class LocalError:
         if world == dist.get_world_size(self._group):
             if "own" not in saved:
                 for part in self._parts:
-                    part.put(part.base)
+                    part.put("base")
             return
         for part in self._parts if self._arriving else ():
             part.agreed.sub_(part.update)
@@ -383,6 +390,12 @@ class _Part:
         n = sum(p.numel() for p in self.parameters)
         self.agreed, self.base, self.update = (torch.zeros(n, device=first.device) for _ in range(3))
         self._agreed, self._base, self.update_views = map(self._views, (self.agreed, self.base, self.update))
+        self._by_name = {
+            "agreed": self._agreed,
+            "base": self._base,
+            "arriving": self.update_views,
+            "own": self.parameters,
+        }
 
     def _views(self, x: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(x, [p.numel() for p in self.parameters])
@@ -393,22 +406,16 @@ class _Part:
 
     def named(self, kind: str) -> list[tuple[str, torch.Tensor]]:
         """The vector of this name in a checkpoint, by parameter."""
-        views = {
-            "agreed": self._agreed,
-            "base": self._base,
-            "arriving": self.update_views,
-            "own": self.parameters,
-        }
-        return list(zip(self.names, views[kind], strict=True))
+        return list(zip(self.names, self._by_name[kind], strict=True))
 
     @torch.no_grad()
     def start(self) -> None:
         torch._foreach_copy_(self._agreed, self.parameters)
         self.base.copy_(self.agreed)
 
-    def put(self, x: torch.Tensor) -> None:
-        """Copies a vector into the parameters."""
-        torch._foreach_copy_(self.parameters, self._views(x))
+    def put(self, kind: str) -> None:
+        """Copies a vector, by its name in a checkpoint, into the parameters."""
+        torch._foreach_copy_(self.parameters, self._by_name[kind])
 
     def measure(self) -> None:
         """Takes what the optimizer has done since the last launch, with the sign of a gradient."""
