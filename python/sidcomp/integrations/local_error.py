@@ -9,10 +9,19 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.config.accuracy import adaptive
-from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
+from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
 from sidcomp.integrations.gradient_noise import GradientNoise
-from sidcomp.integrations.local_parts import broadcast, buckets, check, group_of, serve, take_step, trained
-from sidcomp.runtime.bucket import Bucket
+from sidcomp.integrations.local_parts import (
+    Part,
+    broadcast,
+    buckets,
+    check,
+    group_of,
+    open_engine,
+    serve,
+    take_step,
+    trained,
+)
 from sidcomp.runtime.checkpoint import residual_of
 from sidcomp.runtime.group import Group
 from sidcomp.state import State
@@ -144,12 +153,7 @@ class LocalError:
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchanges now. Every rank must call it at the same point; `step` does it once in `every` steps."""
-        self.state._open()
-        if self.state._engine.rates is not None:
-            raise SetupError(
-                "state.follow() rescales residuals by the learning rate, which updates already contain: call "
-                "state.follow(None)"
-            )
+        open_engine(self.state)
         if self.delay:
             self._land()
         self._launch()
@@ -275,8 +279,7 @@ class LocalError:
             for part in self._parts:
                 part.put("base")
         for part in self._parts:
-            part.update.copy_(part.agreed)
-            torch._foreach_sub_(part.update_views, part.parameters)
+            part.measure_from(part.agreed)
         world = dist.get_world_size(self._group)
         for g in engine.groups:
             if g.in_messages and g.message_plan.common:  # what this rank keeps for all of them
@@ -375,34 +378,20 @@ class LocalError:
         self._settle(keep=False)
 
 
-class _Part:
-    """Parameters of one device, and three vectors over them.
-
-    agreed  the same on all ranks
-    base    this rank's parameters after the last launch: what its optimizer did since is base - parameters
-    update  what is exchanged, and then the mean
-    """
+class _Part(Part):
+    """agreed: the same on all ranks. base: this rank's parameters after the last launch; what its optimizer
+    did since is base - parameters."""
 
     def __init__(self, names: list[str], named: dict[str, torch.nn.Parameter]) -> None:
-        self.names = names
-        self.parameters: list[torch.Tensor] = [named[name] for name in names]
-        first = self.parameters[0]
-        n = sum(p.numel() for p in self.parameters)
-        self.agreed, self.base, self.update = (torch.zeros(n, device=first.device) for _ in range(3))
-        self._agreed, self._base, self.update_views = map(self._views, (self.agreed, self.base, self.update))
+        super().__init__(names, named)
+        self.agreed, self.base = self.vector(), self.vector()
+        self._agreed, self._base = self.views(self.agreed), self.views(self.base)
         self._by_name = {
             "agreed": self._agreed,
             "base": self._base,
             "arriving": self.update_views,
             "own": self.parameters,
         }
-
-    def _views(self, x: torch.Tensor) -> list[torch.Tensor]:
-        parts = torch.split(x, [p.numel() for p in self.parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
-
-    def bucket(self) -> Bucket:
-        return Bucket(self.names, [p.shape for p in self.parameters], self.update, self.parameters)
 
     def named(self, kind: str) -> list[tuple[str, torch.Tensor]]:
         """The vector of this name in a checkpoint, by parameter."""
@@ -418,9 +407,8 @@ class _Part:
         torch._foreach_copy_(self.parameters, self._by_name[kind])
 
     def measure(self) -> None:
-        """Takes what the optimizer has done since the last launch, with the sign of a gradient."""
-        self.update.copy_(self.base)
-        torch._foreach_sub_(self.update_views, self.parameters)
+        """Takes what the optimizer has done since the last launch as the update."""
+        self.measure_from(self.base)
 
     def mark(self) -> None:
         """Takes the present parameters as base."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.integrations.ddp import roles
 from sidcomp.integrations.names import named_parameters
+from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.state import State
 
@@ -52,6 +53,48 @@ def group_of(state: State, process_group: dist.ProcessGroup | None) -> dist.Proc
     chosen = process_group or state._engine.process_group or dist.group.WORLD
     assert chosen is not None
     return chosen
+
+
+class Part:
+    """Parameters of one dtype and device, and vectors over them. update: what is exchanged, and then the
+    mean; update_views: its parts, with the parameters' shapes."""
+
+    def __init__(self, names: list[str], named: dict[str, torch.nn.Parameter]) -> None:
+        self.names = names
+        self.parameters: list[torch.Tensor] = [named[name] for name in names]
+        self.update = self.vector()
+        self.update_views = self.views(self.update)
+
+    def vector(self) -> torch.Tensor:
+        """A vector of zeros."""
+        first = self.parameters[0]
+        n = sum(p.numel() for p in self.parameters)
+        return torch.zeros(n, dtype=first.dtype, device=first.device)
+
+    def views(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """A vector's parts, with the parameters' shapes."""
+        parts = torch.split(x, [p.numel() for p in self.parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def bucket(self) -> Bucket:
+        return Bucket(self.names, [p.shape for p in self.parameters], self.update, self.parameters)
+
+    def measure_from(self, x: torch.Tensor) -> None:
+        """Takes what the parameters have moved from `x`, with the sign of a gradient, as the update."""
+        self.update.copy_(x)
+        torch._foreach_sub_(self.update_views, self.parameters)
+
+
+def open_engine(state: State) -> Engine:
+    """Returns the State's engine for an exchange. Raises SetupError if the State is closed, or follows an
+    optimizer."""
+    state._open()
+    if state._engine.rates is not None:
+        raise SetupError(
+            "state.follow() rescales residuals by the learning rate, which updates already contain: call "
+            "state.follow(None)"
+        )
+    return state._engine
 
 
 def serve(

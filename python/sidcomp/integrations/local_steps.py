@@ -7,8 +7,17 @@ import torch
 import torch.distributed as dist
 
 from sidcomp.errors import CheckpointError, SetupError
-from sidcomp.integrations.local_parts import broadcast, buckets, check, group_of, serve, take_step, trained
-from sidcomp.runtime.bucket import Bucket
+from sidcomp.integrations.local_parts import (
+    Part,
+    broadcast,
+    buckets,
+    check,
+    group_of,
+    open_engine,
+    serve,
+    take_step,
+    trained,
+)
 from sidcomp.state import State
 
 
@@ -78,13 +87,7 @@ class LocalSteps:
     @torch.no_grad()
     def average(self) -> None:
         """Averages now, for example before an evaluation. Every rank calls it at the same point."""
-        self.state._open()
-        engine = self.state._engine
-        if engine.rates is not None:
-            raise SetupError(
-                "state.follow() rescales residuals by the learning rate, which updates already contain: call "
-                "state.follow(None)"
-            )
+        engine = open_engine(self.state)
         for part in self._parts:
             part.measure()
         if engine.layout is None:
@@ -141,28 +144,17 @@ class LocalSteps:
                 view.copy_(points[name])
 
 
-class _Part:
-    """Parameters of one dtype and device, the common point, and the update: what they have moved since."""
+class _Part(Part):
+    """point: the common point. update: what the parameters have moved since."""
 
     def __init__(self, names: list[str], named: dict[str, torch.nn.Parameter]) -> None:
-        self.names = names
-        self.parameters: list[torch.Tensor] = [named[name] for name in names]
-        first = self.parameters[0]
-        n = sum(p.numel() for p in self.parameters)
-        self.point = torch.zeros(n, dtype=first.dtype, device=first.device)
-        self.update = torch.zeros_like(self.point)
-        self._point, self._update = self._views(self.point), self._views(self.update)
-
-    def _views(self, x: torch.Tensor) -> list[torch.Tensor]:
-        parts = torch.split(x, [p.numel() for p in self.parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+        super().__init__(names, named)
+        self.point = self.vector()
+        self._point = self.views(self.point)
 
     def named(self, x: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """A vector over the parameters, by their names."""
-        return list(zip(self.names, self._views(x), strict=True))
-
-    def bucket(self) -> Bucket:
-        return Bucket(self.names, [p.shape for p in self.parameters], self.update, self.parameters)
+        return list(zip(self.names, self.views(x), strict=True))
 
     def points(self) -> list[tuple[str, torch.Tensor]]:
         return self.named(self.point)
@@ -173,9 +165,8 @@ class _Part:
         torch._foreach_copy_(self._point, self.parameters)
 
     def measure(self) -> None:
-        """Takes what the parameters have moved, with the sign of a gradient."""
-        self.update.copy_(self.point)
-        torch._foreach_sub_(self._update, self.parameters)
+        """Takes what the parameters have moved as the update."""
+        self.measure_from(self.point)
 
     def move(self) -> None:
         """Moves the common point, and the parameters with it."""
