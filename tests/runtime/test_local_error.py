@@ -187,7 +187,7 @@ def merged_with_nan(rank: int, world: int) -> None:
         assert alike(flat(module)) and torch.isfinite(flat(module)).all()
 
 
-def test_a_rank_that_is_not_finite_does_not_spoil_the_merge() -> None:
+def test_a_rank_that_is_not_finite_leaves_the_merge_finite() -> None:
     run(merged_with_nan, 2)
 
 
