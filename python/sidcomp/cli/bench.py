@@ -18,11 +18,12 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from sidcomp.cli.common import Json, codecs_of, refuse_folder
+from sidcomp.cli.common import Codecs, Json, codecs_of, refuse_folder
+from sidcomp.config.accuracy import Spec
 from sidcomp.errors import ArgumentError, SetupError, SidcompError
 from sidcomp.planner.profile import Method, Profile, format_bytes
 from sidcomp.standalone.assumed_profile import assumed_profile
-from sidcomp.standalone.estimate import Spec, candidates
+from sidcomp.standalone.estimate import candidates
 from sidcomp.standalone.model_shapes import Model, Parameter, read_model
 
 _TENSORS = 16  # of the model that stands for one where none is given
@@ -34,10 +35,7 @@ def bench_command(
     ranks: Annotated[int, typer.Option(help="How many ranks this machine runs, one thread each.")] = 2,
     seconds: Annotated[float, typer.Option(help="How long to measure.")] = 10.0,
     mb: Annotated[float, typer.Option(help="MB of the largest gradient, if no model is given.")] = 16.0,
-    codec: Annotated[
-        list[str] | None,
-        typer.Option(help='A codec and its parameters, as in "topk density=0.01"; may be repeated.'),
-    ] = None,
+    codec: Codecs = None,
     model: Annotated[
         str | None, typer.Option(help="A model as `sidcomp estimate` takes it, for the profile.")
     ] = None,

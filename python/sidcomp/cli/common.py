@@ -7,10 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from sidcomp.config.accuracy import Spec
 from sidcomp.config.settings import DEFAULT
-from sidcomp.standalone.estimate import Spec
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Codecs = Annotated[
+    list[str] | None,
+    typer.Option(help='A codec and its parameters, as in "topk density=0.01"; may be repeated.'),
+]
 
 
 def grid(*rows: Sequence[str]) -> str:

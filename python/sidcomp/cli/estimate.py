@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sidcomp.cli.common import Json, codecs_of, gbit_of
+from sidcomp.cli.common import Codecs, Json, codecs_of, gbit_of
+from sidcomp.config.accuracy import Spec
 from sidcomp.errors import SidcompError
-from sidcomp.standalone.estimate import GPU, Estimate, Spec, Way, candidates, estimate
+from sidcomp.standalone.estimate import GPU, Estimate, Way, candidates, estimate
 from sidcomp.standalone.model_shapes import Model, read_model
 from sidcomp.standalone.simulation import DENSE, Compute, Link, measure
 
@@ -39,10 +40,7 @@ def estimate_command(
     latency_us: Annotated[float, typer.Option(help="Of a round of messages.")] = 50.0,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node's link.")] = 1,
     node_gbit: Annotated[float, typer.Option(help="Gbit/s between ranks of a node.")] = 400.0,
-    codec: Annotated[
-        list[str] | None,
-        typer.Option(help='A codec and its parameters, as in "topk density=0.01"; may be repeated.'),
-    ] = None,
+    codec: Codecs = None,
     device: Annotated[
         Device,
         typer.Option(help="Where codecs run. cpu: their speed is measured here; gpu: it is assumed."),

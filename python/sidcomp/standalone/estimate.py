@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidcomp import core as _core
+from sidcomp.config.accuracy import Spec
 from sidcomp.config.schedule import last
 from sidcomp.config.settings import Candidate, Settings
 from sidcomp.errors import ArgumentError, SidcompError
@@ -22,8 +23,6 @@ GPU = Compute(encode_ns=0.020, decode_ns=0.010, merge_ns=0.010)
 _LEAST = 0.03  # a gain below this share of a step is none
 _MOST_MS = 1e6
 _WORK_LIMIT = 2_000_000  # of the search for a plan: about a second
-
-Spec = tuple[str, Mapping[str, Any]]  # a codec and its parameters
 
 
 @dataclass(frozen=True)
