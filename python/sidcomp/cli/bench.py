@@ -19,7 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from sidcomp.cli.common import Codecs, Json, codecs_of, refuse_folder
-from sidcomp.config.accuracy import Spec
+from sidcomp.config.accuracy import CodecSpec
 from sidcomp.errors import ArgumentError, SetupError, SidcompError
 from sidcomp.planner.profile import Method, Profile, format_bytes
 from sidcomp.standalone.assumed_profile import assumed_profile
@@ -101,7 +101,7 @@ def _stand_in(mb: float) -> Model:
 
 
 def measured(
-    codecs: Sequence[Spec], ranks: int, nbytes: int, seconds: float, tell: Callable[[str, float], None]
+    codecs: Sequence[CodecSpec], ranks: int, nbytes: int, seconds: float, tell: Callable[[str, float], None]
 ) -> dict[str, Any]:
     """What the ranks measure: starts them, and ends them whatever happens. Raises SetupError."""
     request = json.dumps({"codecs": list(codecs), "bytes": nbytes, "seconds": seconds})

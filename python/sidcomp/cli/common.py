@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sidcomp.config.accuracy import Spec
+from sidcomp.config.accuracy import CodecSpec
 from sidcomp.config.settings import DEFAULT
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -30,12 +30,18 @@ def refuse_folder(path: Path | None) -> None:
 
 
 # What `estimate` and `bench` compare where no codec is named: the default, and one of each kind.
-COMPARED: tuple[Spec, ...] = (DEFAULT, ("topk", {"density": 0.01}), ("int4", {}), ("int8", {}), ("fp16", {}))
+COMPARED: tuple[CodecSpec, ...] = (
+    DEFAULT,
+    ("topk", {"density": 0.01}),
+    ("int4", {}),
+    ("int8", {}),
+    ("fp16", {}),
+)
 
 
-def codecs_of(texts: Sequence[str] | None) -> list[Spec]:
+def codecs_of(texts: Sequence[str] | None) -> list[CodecSpec]:
     """["topk density=0.1", "int8"] as codecs and their parameters; raises ValueError."""
-    found: list[Spec] = []
+    found: list[CodecSpec] = []
     for text in texts or ():
         name, *pairs = text.split() or [""]
         if name == "auto":

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sidcomp.cli.common import Codecs, Json, codecs_of, gbit_of
-from sidcomp.config.accuracy import Spec
+from sidcomp.config.accuracy import CodecSpec
 from sidcomp.errors import SidcompError
 from sidcomp.standalone.estimate import GPU, Estimate, Way, candidates, estimate
 from sidcomp.standalone.model_shapes import Model, read_model
@@ -63,7 +63,7 @@ def estimate_command(
         show(model, found, notes)
 
 
-def _compute(needed: dict[str, Spec], device: Device) -> dict[str, Compute]:
+def _compute(needed: dict[str, CodecSpec], device: Device) -> dict[str, Compute]:
     if device is Device.gpu:
         return dict.fromkeys(needed, GPU)
     return {label: measure(name, **parameters) for label, (name, parameters) in needed.items()}

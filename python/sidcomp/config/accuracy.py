@@ -1,15 +1,14 @@
 """Which codecs keep the loss with which kind of optimizer, as measured in DDP's hook (docs/accuracy.md)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sidcomp.config.schedule import Setting
 from sidcomp.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-Spec = tuple[str, Mapping[str, Setting]]  # a codec and its parameters
+CodecSpec = tuple[str, Mapping[str, Any]]  # a codec and its parameters
 
 
 class Measured(NamedTuple):
@@ -17,15 +16,15 @@ class Measured(NamedTuple):
     loss is above that of uncompressed training. within: whether the loss is no worse than that of the worst
     seed of uncompressed training."""
 
-    spec: Spec
+    spec: CodecSpec
     over: float | None
     within: bool
 
 
 # At a fortieth of the uncompressed bytes it preserves accuracy best.
-FORTIETH: Spec = ("topk", {"density": 0.084, "values": "log4", "indices": "packed"})
-INT4: Spec = ("int4", {})
-FP16: Spec = ("fp16", {})
+FORTIETH: CodecSpec = ("topk", {"density": 0.084, "values": "log4", "indices": "packed"})
+INT4: CodecSpec = ("int4", {})
+FP16: CodecSpec = ("fp16", {})
 
 # The fewest bytes first. fp16 was not measured on these runs (None): its rounding is far finer than int4's.
 # The figure of int4 with Adam is one seed.
@@ -49,7 +48,7 @@ def adaptive(optimizer: "Optimizer") -> bool:
     return any(len(group.get("betas") or ()) == 2 for group in optimizer.param_groups)
 
 
-def allowed(accuracy: str, of_adaptive: bool) -> list[Spec]:
+def allowed(accuracy: str, of_adaptive: bool) -> list[CodecSpec]:
     """The codecs that this level of accuracy allows, with the fewest bytes first."""
     return [
         m.spec
@@ -58,7 +57,7 @@ def allowed(accuracy: str, of_adaptive: bool) -> list[Spec]:
     ]
 
 
-def candidates(accuracy: str, of_adaptive: bool) -> list[Spec]:
+def candidates(accuracy: str, of_adaptive: bool) -> list[CodecSpec]:
     """What codec="auto" chooses from, besides uncompressed: the codec with the fewest bytes, and one that
     changes almost nothing."""
     found = allowed(accuracy, of_adaptive)

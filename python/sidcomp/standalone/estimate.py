@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidcomp import core as _core
-from sidcomp.config.accuracy import Spec
+from sidcomp.config.accuracy import CodecSpec
 from sidcomp.config.schedule import last
 from sidcomp.config.settings import Candidate, Settings
 from sidcomp.errors import ArgumentError, SidcompError
@@ -99,7 +99,7 @@ def estimate(
     step_ms: float,
     link: Link,
     compute: Mapping[str, Compute],
-    codecs: Sequence[Spec] = (),
+    codecs: Sequence[CodecSpec] = (),
     ranks_per_node: int = 1,
 ) -> Estimate:
     """Predicts the step of plain DDP, of each of `codecs`, and of State("auto").
@@ -164,9 +164,9 @@ def estimate(
     )  # fmt: skip
 
 
-def candidates(codecs: Sequence[Spec]) -> dict[str, Spec]:
+def candidates(codecs: Sequence[CodecSpec]) -> dict[str, CodecSpec]:
     """The codecs whose speed an estimate needs, by encoding: those given, and those of State("auto")."""
-    found: dict[str, Spec] = {}
+    found: dict[str, CodecSpec] = {}
     for name, parameters in codecs:
         c = Settings.parse(name, dict(parameters)).candidates[0]
         found[c.encoding] = (c.codec.name, last(c.parameters))
