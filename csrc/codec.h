@@ -41,7 +41,8 @@ typedef struct sid_rule {
 } sid_rule;
 
 /* ---- state -----------------------------------------------------------------------------------------------------
- * This header, then memory->vectors vectors of sid_state_stride(n) floats, then the codec's extra floats. */
+ * This header, then memory->vectors vectors of plan->stride bytes, then the codec's extra floats. The vectors' elements are
+ * of dtype plan->kept: float32 or bfloat16. */
 enum {
     SID_WORDS = 16
 };
@@ -50,7 +51,8 @@ typedef struct sid_state {
     sid_rule rule;
     sid_draw draw; /* the random stream of the last encode */
     float factor;  /* what the memory multiplied the last gradient by before it took it in (clipping) */
-    uint32_t spare;
+    uint32_t
+        salt; /* of the random numbers with which vectors of bfloat16 were rounded in the last encode (vectors.h) */
     uint64_t codec[SID_WORDS]; /* bytes 64 to 191: the codec's own statistics */
 } sid_state;
 
@@ -67,6 +69,7 @@ typedef struct sid_pass {
     sid_state *state;
     uint8_t *payload; /* header and body; finish fills the body and header.{count, flags, scale} */
     sid_draw draw;    /* this step's random stream; begin may set it to the ranks' common one */
+    uint32_t salt;    /* of this step's rounding to bfloat16 vectors */
     double norm;      /* of the finite part of the gradient; only where the memory asks for it */
     void *scratch;    /* the codec's part of work */
     uint64_t nonfinite;
@@ -148,6 +151,22 @@ typedef struct sid_memory {
     void (*received)(const sid_plan *p, float *const *vec, const float *x, uint32_t len);
 } sid_memory;
 
+/* The row of a memory's parameter table that says whether the state holds its vectors in float32 or bfloat16 (vectors.h); the
+ * same in all memories. plan.c reads it. */
+#define SID_MEMORY_DTYPE "memory_dtype"
+extern const char *const sid_memory_dtypes[];
+#define SID_MEMORY_DTYPE_ROW                                                                                           \
+    {                                                                                                                  \
+        .name = SID_MEMORY_DTYPE,                                                                                      \
+        .kind = SID_CHOICE,                                                                                            \
+        .dflt = 0,                                                                                                     \
+        .min = 0,                                                                                                      \
+        .max = 1,                                                                                                      \
+        .unit = "",                                                                                                    \
+        .choices = sid_memory_dtypes,                                                                                  \
+        .doc = "What the memory is stored in. bfloat16 takes half the bytes and is rounded at random; CPU only.",      \
+    }
+
 /* ---- helpers --------------------------------------------------------------------------------------------------- */
 /* Writes err->text; returns s. */
 sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
@@ -156,12 +175,14 @@ static inline float sid_carry(const sid_step *step) { return step->carry > 0 ? s
 /* What the memory multiplied the last gradient by. */
 SID_HD float sid_factor_of(const sid_state *s) { return s->factor >= 0 && s->factor <= 1 ? s->factor : 1.0f; }
 SID_HD uint64_t sid_state_stride(uint64_t n) { return sid_round_up(n, 16) + 16; } /* slack: vector loads may run over */
-/* Vector i of a state: n floats. */
-static inline float *sid_vector(const sid_plan *p, const sid_state *s, uint32_t i) {
-    return (float *)(void *)((uint8_t *)(uintptr_t)s + SID_STATE_BYTES) + i * sid_state_stride(p->n);
+/* Vector i of a state: n elements of dtype p->kept. */
+static inline void *sid_vector(const sid_plan *p, const sid_state *s, uint32_t i) {
+    return (uint8_t *)(uintptr_t)s + SID_STATE_BYTES + i * p->stride;
 }
 /* The extra part of a state, which is the codec's own. */
-static inline float *sid_extra(const sid_plan *p, const sid_state *s) { return sid_vector(p, s, p->memory->vectors); }
+static inline float *sid_extra(const sid_plan *p, const sid_state *s) {
+    return (float *)sid_vector(p, s, p->memory->vectors);
+}
 size_t sid_dtype_size(sid_dtype d); /* of a vector's element; 0: no such dtype */
 size_t sid_body_size(sid_dtype d);  /* of a linear body's element */
 /* len elements of dtype d at p, from element `from` on, as floats: p itself where it is float32, else converted to buf. */

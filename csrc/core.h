@@ -16,8 +16,8 @@ const sid_memory *sid_memory_of(const sid_info *i);
 static inline const sid_state *sid_origin(const void *state, const sid_step *step) {
     return (const sid_state *)(const void *)((const uint8_t *)state + step->origin);
 }
-/* Floats of all vectors, slack included. */
-static inline uint64_t sid_kept_floats(const sid_plan *p) { return p->memory->vectors * sid_state_stride(p->n); }
+/* Bytes of all vectors, slack included. */
+static inline uint64_t sid_kept_bytes(const sid_plan *p) { return p->memory->vectors * p->stride; }
 /* sid_residual_out and _in with the memory's vectors `stride` floats apart, and x finite. */
 void sid_kept_out(const sid_plan *p, const sid_state *s, float *x, uint64_t stride);
 void sid_kept_in(const sid_plan *p, sid_state *s, const float *x, uint64_t stride);

@@ -3,6 +3,7 @@
 
 #include "checksum.h"
 #include "core.h"
+#include "vectors.h"
 
 enum {
     STREAM_FROM = 1 << 20
@@ -138,9 +139,7 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
             for (uint32_t i = 0; over && i < len; i++) x[i] = sid_key(x[i]) < SID_KEY_INF ? x[i] : mean[i];
         }
         if (told) {
-            float *vec[SID_MAX_VECTORS];
-            for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, state, v) + from;
-            p->memory->received(p, vec, x, len);
+            sid_receive(p, state, from, len, x);
         }
         const sid_segment *const first = seg;
         const uint64_t first_off = off;

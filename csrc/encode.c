@@ -5,6 +5,7 @@
 #include "checksum.h"
 #include "core.h"
 #include "sound.h"
+#include "vectors.h"
 
 /* Place in a list of segments. */
 typedef struct place {
@@ -63,6 +64,7 @@ static void settle(const sid_plan *p, const sid_state *s, float *const *vec, uin
     if (tell) memcpy(before, vec[0], 4ull * len);
     p->codec->keep(p, s, vec[0], offset, len);
     if (tell) p->memory->sent(p, vec, before, len);
+    sid_vectors_round(p, s, s->salt, SID_ROUNDED_KEPT, offset, len, vec, 1);
 }
 
 /* One tile of acc from state and gradient; what is returned is what the codec reads. vec: the tile of each of the memory's
@@ -96,6 +98,7 @@ static const float *make_tile(sid_pass *w, place *from, float *const *vec, uint6
         if (!bad && !ok && linear && pos) memset(raw, 0, 4ull * pos);
         bad |= !ok;
     }
+    sid_vectors_round(p, w->state, w->salt, SID_ROUNDED_ACC, offset, len, vec, vectors);
     const float *acc = vectors ? vec[0] : buf;
     if (!bad || !linear) return acc;
     for (uint32_t i = 0; i < len; i++) /* a linear body carries NaN and Inf as they are, to be summed */
@@ -120,11 +123,19 @@ static double norm_of(const sid_plan *p, const sid_segment *seg) {
     return sqrt(sid_sums_total(sums, p->n));
 }
 
+static void copy_tile(const sid_plan *p, const sid_state *to, const sid_state *from, uint64_t offset, uint32_t len) {
+    const size_t size = sid_dtype_size(p->kept);
+    for (uint32_t v = 0; v < p->memory->vectors; v++)
+        memcpy((uint8_t *)sid_vector(p, to, v) + offset * size, (const uint8_t *)sid_vector(p, from, v) + offset * size,
+               len * size);
+}
+
 /* Elements [from, to). stored: acc is in the state already; clean: as of make_tile. */
 static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean) {
     const sid_plan *p = w->plan;
     const sid_state *const origin = sid_origin(w->state, w->step);
     SID_LINE float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
+    sid_room room;
     place here = {seg, from};
     while (from < to && here.off >= here.seg->len) {
         here.off -= here.seg->len;
@@ -133,11 +144,10 @@ static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t t
     for (uint64_t offset = from; offset < to; offset += p->tile) {
         const uint32_t len = to - offset < p->tile ? (uint32_t)(to - offset) : p->tile;
         float *vec[SID_MAX_VECTORS];
-        for (uint32_t v = 0; v < p->memory->vectors; v++) {
-            vec[v] = sid_vector(p, w->state, v) + offset;
-            if (origin != w->state && !stored) memcpy(vec[v], sid_vector(p, origin, v) + offset, 4ull * len);
-        }
+        if (origin != w->state && !stored) copy_tile(p, w->state, origin, offset, len);
+        sid_vectors_load(p, w->state, offset, len, &room, vec);
         const float *acc = stored ? vec[0] : make_tile(w, &here, vec, offset, len, clean, half, buf, raw);
+        if (!stored) sid_vectors_store(p, w->state, offset, len, vec);
         p->codec->tile(w, acc, offset, len);
     }
 }
@@ -171,6 +181,7 @@ static sid_status enter(sid_pass *w, const sid_plan *p, const sid_segment *seg, 
     }
     *w = (sid_pass){.plan = p, .step = step, .state = state, .payload = payload, .scratch = work};
     mend(p, w->state);
+    w->salt = sid_vectors_salt(p, step);
     if (p->codec->info.traits & SID_STOCHASTIC)
         w->draw = (sid_draw){sid_salt(step->seed, step->rank), step->group, step->step};
     if (p->memory->wants_norm && p->memory->wants_norm(p)) w->norm = norm_of(p, seg);
@@ -196,6 +207,7 @@ static void leave(sid_pass *w) {
                       .scale = h->scale,
                       .salt = w->draw.salt};
     w->state->draw = w->draw;
+    w->state->salt = w->salt;
     w->state->steps++;
     w->stats.count = h->count;
     w->stats.nonfinite = w->nonfinite;
@@ -262,19 +274,35 @@ sid_status sid_next_reduction(const sid_plan *p, uint32_t reduction, const sid_s
 
 /* ---- what is kept -------------------------------------------------------------------------------------------- */
 
+/* Elements of the tile that begins at `offset`. */
+static uint32_t tile_len(const sid_plan *p, uint64_t offset) {
+    return p->n - offset < p->tile ? (uint32_t)(p->n - offset) : p->tile;
+}
+
 void sid_kept_out(const sid_plan *p, const sid_state *s, float *x, uint64_t stride) {
-    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(x + v * stride, sid_vector(p, s, v), 4 * p->n);
-    const uint64_t sent = p->memory->vectors && sid_rule_sound(&p->ruling, &s->rule) ? p->n : 0;
-    for (uint64_t offset = 0; offset < sent; offset += p->tile) {
-        const uint32_t len = p->n - offset < p->tile ? (uint32_t)(p->n - offset) : p->tile;
+    const int sent = sid_rule_sound(&p->ruling, &s->rule);
+    sid_room room;
+    for (uint64_t offset = 0; offset < p->n && p->memory->vectors; offset += p->tile) {
+        const uint32_t len = tile_len(p, offset);
         float *vec[SID_MAX_VECTORS];
-        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = x + v * stride + offset;
-        settle(p, s, vec, offset, len);
+        sid_vectors_load(p, s, offset, len, &room, vec);
+        for (uint32_t v = 0; v < p->memory->vectors; v++) {
+            memcpy(x + v * stride + offset, vec[v], 4ull * len);
+            vec[v] = x + v * stride + offset;
+        }
+        if (sent) settle(p, s, vec, offset, len);
     }
 }
 
 void sid_kept_in(const sid_plan *p, sid_state *s, const float *x, uint64_t stride) {
-    for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(sid_vector(p, s, v), x + v * stride, 4 * p->n);
+    sid_room room;
+    for (uint64_t offset = 0; offset < p->n && p->memory->vectors; offset += p->tile) {
+        const uint32_t len = tile_len(p, offset);
+        float *vec[SID_MAX_VECTORS];
+        sid_vectors_load(p, s, offset, len, &room, vec);
+        for (uint32_t v = 0; v < p->memory->vectors; v++) memcpy(vec[v], x + v * stride + offset, 4ull * len);
+        sid_vectors_store(p, s, offset, len, vec);
+    }
     p->codec->none(&s->rule);
 }
 
@@ -301,7 +329,7 @@ sid_status sid_unsend(const sid_plan *p, void *state) {
 
 sid_status sid_forget(const sid_plan *p, void *state) {
     if (!p || !state) return SID_E_ARG;
-    memset(sid_vector(p, state, 0), 0, 4 * sid_kept_floats(p));
+    memset(sid_vector(p, state, 0), 0, sid_kept_bytes(p));
     return sid_unsend(p, state);
 }
 
@@ -310,18 +338,19 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor) {
     sid_state *s = state;
     mend(p, s);
     const float max = 0x1.fffffep127f;
+    sid_room room;
     for (uint64_t offset = 0; offset < p->n && p->memory->vectors; offset += p->tile) {
-        const uint32_t len = p->n - offset < p->tile ? (uint32_t)(p->n - offset) : p->tile;
+        const uint32_t len = tile_len(p, offset);
         float *vec[SID_MAX_VECTORS];
-        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, s, v) + offset;
+        sid_vectors_load(p, s, offset, len, &room, vec);
         settle(p, s, vec, offset, len);
+        for (uint32_t v = 0; v < p->memory->vectors; v++)
+            for (uint32_t i = 0; i < len; i++) {
+                const float y = vec[v][i] * factor;
+                vec[v][i] = y > max ? max : y < -max ? -max : y;
+            }
+        sid_vectors_store(p, s, offset, len, vec);
     }
-    for (uint32_t v = 0; v < p->memory->vectors; v++)
-        for (uint64_t i = 0; i < p->n; i++) {
-            float *x = sid_vector(p, s, v) + i;
-            const float y = *x * factor;
-            *x = y > max ? max : y < -max ? -max : y;
-        }
     p->codec->none(&s->rule);
     if (p->codec->rescale) p->codec->rescale(p, s, factor);
     return SID_OK;
@@ -329,15 +358,17 @@ sid_status sid_rescale(const sid_plan *p, void *state, float factor) {
 
 void sid_take_back(const sid_plan *p, sid_state *s, const sid_segment *seg) {
     place from = {seg, 0};
+    sid_room room;
     if (!p->memory->vectors) return;
     for (uint64_t offset = 0; offset < p->n;) {
         SID_LINE float half[SID_TILE], *vec[SID_MAX_VECTORS];
         uint32_t take;
         const uint64_t left = p->n - offset;
         const float *g = next_piece(p, &from, left < SID_TILE ? (uint32_t)left : SID_TILE, &take, half);
-        for (uint32_t v = 0; v < p->memory->vectors; v++) vec[v] = sid_vector(p, s, v) + offset;
+        sid_vectors_load(p, s, offset, take, &room, vec);
         without_nonfinite(g, half, take);
         p->memory->undo(p, s, vec, half, take);
+        sid_vectors_store(p, s, offset, take, vec);
         offset += take;
     }
     p->codec->none(&s->rule);

@@ -25,6 +25,12 @@ static uint64_t as_square(uint64_t n) {
     return c ? c : 1;
 }
 
+static sid_dtype dtype_of_vectors(const sid_info *memory, const double *value) {
+    for (uint32_t i = 0; i < memory->n_params; i++)
+        if (!strcmp(memory->params[i].name, SID_MEMORY_DTYPE) && value[i] > 0) return SID_BF16;
+    return SID_F32;
+}
+
 static sid_status shapes_hold(const sid_config *c, sid_error *err) {
     uint64_t sum = 0;
     for (uint32_t i = 0; i < c->n_shapes; i++) {
@@ -81,6 +87,8 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
             return sid_fail(err, SID_E_PARAM, "neither codec '%s' nor memory '%s' has a parameter '%s'", ci->name,
                             mi->name, c->settings[i].name);
     }
+    p.kept = dtype_of_vectors(mi, p.memory_param);
+    p.stride = sid_round_up(sid_state_stride(p.n) * sid_dtype_size(p.kept), 64);
     const sid_shape whole = {p.n, as_square(p.n)};
     size_t need = sizeof p;
     if (ci->traits & SID_SHAPED) {
@@ -99,8 +107,7 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     if (!s && p.memory->plan) s = p.memory->plan(&p, err);
     if (s) return s;
     p.sizes.k = p.k;
-    p.sizes.state =
-        SID_STATE_BYTES + (p.memory->vectors * sid_state_stride(p.n) + sid_round_up(p.extra, 16)) * sizeof(float);
+    p.sizes.state = SID_STATE_BYTES + sid_kept_bytes(&p) + sid_plan_extra(&p);
     p.sizes.work = sid_round_up(scratch, 64) + 64;
     if (mem) {
         if ((uintptr_t)mem % 64)

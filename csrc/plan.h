@@ -48,6 +48,8 @@ struct sid_plan {
     uint32_t tile;      /* elements of a tile: SID_TILE, unless the codec needs SID_TILE * 2 or * 4 */
     uint64_t room;      /* candidates that a sparse codec can hold during a pass; n, or at least 2 * cap + 4096 */
     sid_dtype dtype;
+    sid_dtype kept;  /* of the memory's vectors in the state: SID_F32 or SID_BF16 */
+    uint64_t stride; /* bytes of such a vector, a multiple of 64 */
     sid_sizes sizes;
     double codec_param[SID_MAX_PARAMS], memory_param[SID_MAX_PARAMS]; /* in the order of the tables */
     uint64_t derived[SID_DERIVED_WORDS]; /* what codec->plan made of the parameters: a struct of the codec's own */

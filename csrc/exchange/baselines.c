@@ -6,6 +6,7 @@
  *               element: the exact vote, or mean. */
 #include <string.h>
 
+#include "../vectors.h"
 #include "exchange.h"
 
 enum {
@@ -279,12 +280,7 @@ static void finish_expand(sid_exchange_step *t) {
             for (uint32_t e = 0; e < take; e++) v[e] = (float)((int)x->world - 2 * (int)counts[offset + e]);
             p->codec->decide(p, v, take, x->world);
             for (uint32_t e = 0; e < take && bad; e++) v[e] = sid_bits_f32(0x7fc00000u);
-            if (told) {
-                float *vec[SID_MAX_VECTORS];
-                for (uint32_t m = 0; m < p->memory->vectors; m++)
-                    vec[m] = sid_vector(p, (sid_state *)(void *)t->state, m) + offset;
-                p->memory->received(p, vec, v, take);
-            }
+            if (told) sid_receive(p, (sid_state *)(void *)t->state, offset, take, v);
             sid_store(p->simd, x->dtype, t->seg[i].ptr, k, take, v);
             k += take;
             offset += take;

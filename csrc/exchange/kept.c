@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "../sidcomp_cuda.h"
+#include "../vectors.h"
 
 uint32_t sid_one_part(const sid_exchange *x) {
     (void)x;
@@ -58,12 +59,18 @@ sid_status sid_exchange_residual_in(const sid_exchange *x, void *state, const fl
     for (uint32_t i = 0; i < x->kind->parts(x) && common; i++) {
         const sid_part part = x->kind->part(x, i);
         if (part.common || !part.plan->memory->vectors) continue;
-        float *own = sid_vector(part.plan, state_of(&part, state), 0);
-        for (uint64_t k = 0; k < part.plan->n; k++) {
-            const uint64_t e = part.start + k;
-            if ((e >= from && e < to) || common[e] == 0) continue;
-            const float sum = own[k] + (float)x->members * common[e];
-            own[k] = sum > max ? max : sum < -max ? -max : sum;
+        sid_room room;
+        float *own[SID_MAX_VECTORS];
+        for (uint64_t at = 0; at < part.plan->n; at += SID_TILE) {
+            const uint32_t len = part.plan->n - at < SID_TILE ? (uint32_t)(part.plan->n - at) : SID_TILE;
+            sid_vectors_load(part.plan, state_of(&part, state), at, len, &room, own);
+            for (uint32_t k = 0; k < len; k++) {
+                const uint64_t e = part.start + at + k;
+                if ((e >= from && e < to) || common[e] == 0) continue;
+                const float sum = own[0][k] + (float)x->members * common[e];
+                own[0][k] = sum > max ? max : sum < -max ? -max : sum;
+            }
+            sid_vectors_store(part.plan, state_of(&part, state), at, len, own);
         }
     }
     return SID_OK;
@@ -100,7 +107,7 @@ sid_status sid_exchange_forget(const sid_exchange *x, void *state) {
 }
 
 static sid_cuda_kept entry_of(const sid_plan *p, void *state, const void *report) {
-    sid_cuda_kept e = {p->memory->vectors ? state : NULL, report, {0}, sid_kept_floats(p)};
+    sid_cuda_kept e = {p->memory->vectors ? state : NULL, report, {0}, sid_kept_bytes(p) / sizeof(float)};
     sid_rule none = {0};
     _Static_assert(sizeof none == sizeof e.none, "a rule fills its place");
     p->codec->none(&none);

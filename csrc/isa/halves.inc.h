@@ -45,6 +45,13 @@ static void bf16_to_f32(const uint16_t *x, float *y, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) y[i] = sid_bf16_to_f32(x[i]);
 }
 
+static void round_bf16(float *x, const uint16_t *u, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t bits = sid_f32_bits(x[i]), up = (bits + u[i]) & 0xffff0000u;
+        x[i] = sid_bits_f32((up & 0x7fffffffu) >= SID_KEY_INF ? (bits & 0x80000000u) | 0x7f7f0000u : up);
+    }
+}
+
 static void scale(const float *x, float *y, uint32_t n, float s) {
     for (uint32_t i = 0; i < n; i++) y[i] = x[i] * s;
 }

@@ -76,6 +76,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .f32_to_bf16 = f32_to_bf16,
     .f16_to_f32 = f16_to_f32,
     .bf16_to_f32 = bf16_to_f32,
+    .round_bf16 = round_bf16,
     .scale = scale,
     .half_body = half_body,
     .half_keep = half_keep,

@@ -153,6 +153,8 @@ typedef struct sid_simd {
     void (*f32_to_bf16)(const float *x, uint16_t *y, uint32_t n);
     void (*f16_to_f32)(const uint16_t *x, float *y, uint32_t n);
     void (*bf16_to_f32)(const uint16_t *x, float *y, uint32_t n);
+    /* x, finite, is rounded to a bfloat16, but not to Inf: away from zero as often as u, 16 random bits an element, says. */
+    void (*round_bf16)(float *x, const uint16_t *u, uint32_t n);
     void (*scale)(const float *x, float *y, uint32_t n, float s); /* y = x * s; may be in place */
     /* half_body: half(clamp(x, max) * s), NaN and Inf as they are. half_keep: x, finite, less inverse * what that became, where
      * key(x) >= key. Half: float16, or bfloat16. */

@@ -60,6 +60,7 @@ static const sid_param params[] = {
      .unit = "",
      .doc = "Local gradient clipping: if the norm of a group's gradient is above clip_norm / sqrt(ranks), the gradient "
             "is scaled down to it. 0: no clipping."},
+    SID_MEMORY_DTYPE_ROW,
 };
 
 static sid_velocity weights(const sid_plan *p, const sid_state *s, float carry) {

@@ -39,6 +39,7 @@ static const sid_param residual_params[] = {
      .unit = "",
      .doc = "Weight of the residual. Below 1 the residual decays, and the decayed part is never sent."},
     {.name = "gamma", .kind = SID_REAL, .dflt = 1, .min = .001, .max = 1, .unit = "", .doc = "Weight of the gradient."},
+    SID_MEMORY_DTYPE_ROW,
 };
 
 static int residual_tile(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
@@ -83,6 +84,7 @@ static const sid_param momentum_params[] = {
      .max = .9999,
      .unit = "",
      .doc = "beta of m = beta m + (1 - beta) g."},
+    SID_MEMORY_DTYPE_ROW,
 };
 
 static int momentum_tile(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
@@ -116,6 +118,10 @@ const sid_memory sid_memory_momentum = {
 /* Marsit, Algorithm 1, in the optimizer's unit: the paper hands eta_l g in and takes the update out whole; here the
  * optimizer multiplies by eta_l afterwards, so g, c and the update are the paper's over eta_l. That is the same while
  * eta_l stays, or where carry tells how it changes; the paper changes it only at full-precision steps, where c becomes 0. */
+static const sid_param compensation_params[] = {
+    SID_MEMORY_DTYPE_ROW,
+};
+
 static int compensation_tile(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from) {
     const float carry = sid_carry(w->step);
     return carry == 1 ? w->plan->simd->add_kept(vec[0], g, len, sent_from)
@@ -140,7 +146,7 @@ const sid_memory sid_memory_compensation = {
              .paper = "Marsit (Wu et al. 2022), section 4.1.3, Algorithm 1: lines 1, 11 and 15",
              .doc = "The difference between this rank's vector and the update of all ranks is added to the next "
                     "gradient, and cleared at every full-precision step.",
-             .params = NULL},
+             SID_PARAMETERS(compensation_params)},
     .vectors = 1,
     .tile = compensation_tile,
     .undo = compensation_undo,

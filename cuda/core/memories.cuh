@@ -112,6 +112,9 @@ inline sid_memory2 dgc(const sid_plan *p) {
 #define MEMORY_1(symbol)                                                                                               \
     if (p->memory == &sid_memory_##symbol) return f(sid_memories::symbol(p));
 template <typename F> sid_status sid_with_memory(const sid_plan *p, sid_error *err, F f) {
+    if (p->memory->vectors && p->kept != SID_F32)
+        return sid_fail(err, SID_E_UNSUPPORTED, "%s 'bfloat16' has no CUDA kernels: leave it out on CUDA",
+                        SID_MEMORY_DTYPE);
 #include "memories.def"
     return sid_fail(err, SID_E_UNSUPPORTED, "memory '%s' has no CUDA kernels: take another on CUDA",
                     p->memory->info.name);

@@ -75,6 +75,10 @@ __global__ void __launch_bounds__(SID_LANES)
 sid_status kernels_of(const sid_exchange *x, const sid_cuda_exchange **kind, sid_error *err) {
     if (!x) return sid_fail(err, SID_E_ARG, "exchange is NULL");
     *kind = sid_cuda_exchange_of(x->kind);
+    for (uint32_t i = 0; *kind && i < x->kind->parts(x); i++) {
+        const sid_status s = sid_with_memory(x->kind->part(x, i).plan, err, [](auto) { return SID_OK; });
+        if (s) return s;
+    }
     if (*kind) return SID_OK;
     return sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' has no CUDA kernels: leave it out on CUDA, or take another",
                     x->kind->info.name);

@@ -396,10 +396,10 @@ struct node_step {
             if (found.count == 1) found.apart = (uint64_t)(state - found.first);
             if (!found.count) {
                 found.first = state;
-                found.floats = sid_kept_floats(part.plan);
+                found.floats = sid_kept_bytes(part.plan) / sizeof(float);
                 part.plan->codec->none(&found.none);
             }
-            found.of_last = sid_kept_floats(part.plan);
+            found.of_last = sid_kept_bytes(part.plan) / sizeof(float);
             found.count++;
         }
         return found;

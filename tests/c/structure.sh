@@ -33,14 +33,14 @@ only csrc/isa/*.inc.h --
 only csrc/codec.h -- '(bits|isa/simd|plan|rng|sums).h'
 only csrc/codec/*.[ch] -- '\.\./(codec|special).h' '[a-z_]+\.h'
 only csrc/memory/*.c -- '\.\./codec.h'
-only csrc/checksum.h csrc/core.h csrc/sound.h -- codec.h
+only csrc/checksum.h csrc/core.h csrc/sound.h csrc/vectors.h -- codec.h
 only csrc/registry.c -- core.h exchange/exchange.h '(codecs|exchanges|memories).def'
-only $(ls csrc/*.c | grep -v registry.c) -- '(checksum|core|sidcomp_cuda|sound).h'
+only $(ls csrc/*.c | grep -v registry.c) -- '(checksum|core|sidcomp_cuda|sound|vectors).h'
 only csrc/fusion.h --
 only csrc/fusion/*.h -- '\.\./fusion.h'
 only csrc/fusion/*.c -- planner.h
 only csrc/exchange/*.h -- '\.\./core.h'
-only csrc/exchange/*.c -- exchange.h '\.\./(checksum|sidcomp_cuda|sidcomp_nccl).h'
+only csrc/exchange/*.c -- exchange.h '\.\./(checksum|sidcomp_cuda|sidcomp_nccl|vectors).h'
 none 'internal.h is for cuda/ and the tests' grep -rn '"\(\.\./\)*internal\.h"' csrc
 only python/binding/*.[ch]pp -- fusion.h 'sidcomp(_cuda|_nccl)?.h' '[a-z]+\.hpp'
 

@@ -330,7 +330,7 @@ class Trial:
         """What was sent and what is kept are the gradient and what was kept before: plain error feedback."""
         group = self.group
         plain = all(float(group.memory.number(w, 1)) == 1 for w in ("beta", "gamma"))
-        if getattr(group.codec, "drops", False):  # as Algorithm 4 of RedSync prints
+        if getattr(group.codec, "drops", False) or group.half:  # as Algorithm 4 of RedSync prints; rounded
             return False
         return group.feedback and not group.memory.momentum and plain
 

@@ -33,9 +33,17 @@ def begin(
     rank: int, name: str | Case, codec: str, groups: str | int, memory: str, **more: Any
 ) -> tuple[Trainer, sidcomp.State]:
     trainer = Trainer(CASES[name] if isinstance(name, str) else name, rank)
-    state = make_state(groups, trainer.module, codec=codec, memory=memory, **SETTINGS.get(codec, {}), **more)
+    state = make_state(
+        groups, trainer.module, codec=codec, **kept_in(memory), **SETTINGS.get(codec, {}), **more
+    )
     sidcomp.register(trainer.wrapper, state)
     return trainer, state
+
+
+def kept_in(memory: str) -> dict[str, Any]:
+    """memory: its name, or "<name> in <dtype>"."""
+    name, _, dtype = memory.partition(" in ")
+    return {"memory": name} | ({"memory_dtype": dtype} if dtype else {})
 
 
 def everything(trainer: Trainer, state: sidcomp.State) -> dict[str, Any]:
@@ -92,7 +100,7 @@ def second_half(
     trainer.module.load_state_dict(saved["model"])
     trainer.optimizer.load_state_dict(saved["optimizer"])
     trainer.steps = steps
-    state = make_state(groups, trainer.module, codec=codec, memory=memory, **SETTINGS.get(codec, {}))
+    state = make_state(groups, trainer.module, codec=codec, **kept_in(memory), **SETTINGS.get(codec, {}))
     if before_registering:
         state.load_state_dict(saved["sidcomp"])
     trainer.wrapper.register_comm_hook(state, sidcomp.hook)
@@ -152,6 +160,11 @@ def test_saved_early(tmp_path: Path, groups: str | int, steps: int) -> None:
     After one step no run has seen the final order yet, which "bucket" and bytes go by: left out.
     """
     check_resume(tmp_path, 2, "default", GATHERED[0], groups, "residual", steps, before=True)
+
+
+@pytest.mark.parametrize(("codec", "memory"), [("topk", "dgc"), ("int4", "residual")])
+def test_a_resumed_run_with_a_memory_of_bfloat16(tmp_path: Path, codec: str, memory: str) -> None:
+    check_resume(tmp_path, 2, "cap-small", codec, "bucket", f"{memory} in bfloat16", 5, before=False)
 
 
 def test_a_resumed_run_of_three_ranks(tmp_path: Path) -> None:

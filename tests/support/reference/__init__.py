@@ -34,7 +34,7 @@ import numpy as np
 
 from reference.codec import *
 from reference.formats import *
-from reference.formats import _pad
+from reference.formats import _32, _pad
 from reference.memories import *
 from reference.powersgd import *
 from reference.quantised import *
@@ -75,6 +75,10 @@ CODECS: dict[str, Callable[..., Any]] = {
 }
 
 
+# What a memory of bfloat16 rounds at random: what the codec left, acc, and what the ranks' update left.
+ROUNDED_KEPT, ROUNDED_ACC, ROUNDED_RECEIVED = range(3)
+
+
 class Group:
     """A codec and a memory over one group of n elements, as one rank sees it."""
 
@@ -85,6 +89,8 @@ class Group:
         self.memory = MEMORIES["none" if idle else memory](self.codec, settings)
         self.codec.feedback = self.memory.feedback or type(self.memory).received is not Memory.received
         self.acc = np.zeros(n, np.float32)
+        self.half = settings.get("memory_dtype") == "bfloat16"
+        self.steps = 0  # encodes so far
         self.after = self.memory.vec  # the last encode's take(): what is kept if nothing of acc was sent
         self.sent: Sent
 
@@ -99,8 +105,12 @@ class Group:
 
     def accumulate(self, gradient: Array, at: Step) -> Array:
         """acc from gradient (float32), NaN and Inf as 0, saturating at the largest float32."""
+        self.salt = (
+            salt_of(at.seed + 0x9E3779B97F4A7C15 & (1 << 64) - 1, at.rank) + at.group * 0x85EBCA6B & _32
+        )
         with np.errstate(all="ignore"):
-            return self.memory.accumulate(finite(gradient), at)
+            acc = self.memory.accumulate(finite(gradient), at)
+        return self.rounded(acc[None], ROUNDED_ACC)[0] if self.memory.vectors else acc
 
     def encode(self, elements: Array, at: Step) -> bytes:
         gradient = to_f32(elements, self.dtype)
@@ -108,8 +118,12 @@ class Group:
         self.sent = sent = self.codec.encode(self.acc, gradient, at)
         with np.errstate(all="ignore"):
             self.memory.take(finite(gradient), self.acc, at)
+            self.memory.vec[1:] = self.rounded(self.memory.vec, ROUNDED_ACC)[1:]
             self.after = self.memory.vec.copy()
             self.memory.sent(sent.decoded if sent.left is None else sent.left)
+        self.steps += 1
+        if self.memory.feedback:
+            self.memory.vec[:1] = self.rounded(self.memory.vec[:1], ROUNDED_KEPT)
         flags = sent.flags | (0 if np.isfinite(gradient).all() else NONFINITE)
         head = HEADER.pack(
             MAGIC, VERSION, self.codec.wire_id, DTYPE_CODE[self.dtype], flags, self.n, sent.count,
@@ -123,6 +137,8 @@ class Group:
         codes, decoded = self.codec.second(self.acc, gradient, self.codec.shared(payload), at)
         with np.errstate(all="ignore"):
             self.memory.sent(decoded)
+        if self.memory.feedback:
+            self.memory.vec[:1] = self.rounded(self.memory.vec[:1], ROUNDED_KEPT)
         return _pad(payload[: self.codec.second_at] + codes, 64)
 
     def total(self, payloads: Sequence[bytes], scale: float) -> Array:
@@ -177,11 +193,14 @@ class Group:
         self.unsend()
         with np.errstate(all="ignore"):
             self.memory.undo(finite(to_f32(elements, self.dtype)))
+        self.memory.vec[:] = self.nearest(self.memory.vec)
 
     def received(self, payloads: Sequence[bytes], scale: float) -> None:
         """The memory sees what the ranks made of the step."""
         with np.errstate(all="ignore"):
             self.memory.received(self.total(payloads, scale))
+        if type(self.memory).received is not Memory.received:
+            self.memory.vec[:] = self.rounded(self.memory.vec, ROUNDED_RECEIVED)
         if len(payloads) == 1 and hasattr(self.codec, "learn"):
             self.codec.learn(payloads[0])
         self.after = self.memory.vec.copy()
@@ -195,5 +214,25 @@ class Group:
 
     def keep(self, vec: Array) -> None:
         """Sets what is kept, vectors x n."""
-        self.memory.vec[:] = vec
+        self.memory.vec[:] = self.nearest(vec)
         self.after = self.memory.vec.copy()
+
+    def nearest(self, vec: Array) -> Array:
+        """As a memory of bfloat16 holds it, at most its largest number."""
+        most = HALF_MAX["bfloat16"]
+        return bf16_to_f32(f32_to_bf16(np.clip(vec, -most, most).astype(np.float32))) if self.half else vec
+
+    def rounded(self, vec: Array, when: int) -> Array:
+        """Each element to one of the two bfloat16 beside it: away from zero with the probability that its
+        distance from the inner one, in units of the distance of the two, states."""
+        out = vec.copy()
+        for i in range(len(vec) if self.half else 0):
+            bits = np.ascontiguousarray(vec[i]).view(np.uint32).astype(np.int64)
+            magnitude = bits & 0x7FFFFFFF
+            inner = magnitude & ~0xFFFF
+            outward = (
+                Stream(self.salt, when * 4 + i, self.steps).draw16(self.n) + (magnitude - inner) > 0xFFFF
+            )
+            magnitude = np.minimum(inner + 0x10000 * outward, 0x7F7F0000)
+            out[i] = (magnitude | bits & 0x80000000).astype(np.uint32).view(np.float32)
+        return out
