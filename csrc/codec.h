@@ -51,8 +51,7 @@ typedef struct sid_state {
     sid_rule rule;
     sid_draw draw; /* the random stream of the last encode */
     float factor;  /* what the memory multiplied the last gradient by before it took it in (clipping) */
-    uint32_t
-        salt; /* of the random numbers with which vectors of bfloat16 were rounded in the last encode (vectors.h) */
+    uint32_t salt; /* with vectors of bfloat16: of the random numbers of the last encode's rounding (vectors.h) */
     uint64_t codec[SID_WORDS]; /* bytes 64 to 191: the codec's own statistics */
 } sid_state;
 

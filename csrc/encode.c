@@ -207,7 +207,7 @@ static void leave(sid_pass *w) {
                       .scale = h->scale,
                       .salt = w->draw.salt};
     w->state->draw = w->draw;
-    w->state->salt = w->salt;
+    if (p->kept != SID_F32) w->state->salt = w->salt;
     w->state->steps++;
     w->stats.count = h->count;
     w->stats.nonfinite = w->nonfinite;
