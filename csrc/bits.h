@@ -79,16 +79,22 @@ SID_HD int32_t sid_dither32(float a, uint32_t draw) {
 /* ---- levels: magnitudes spaced evenly by key, so nearly by logarithm ------------------------------------------------
  * From the smallest magnitude sent to the largest in `top` steps. Where these would be longer than the width's longest step,
  * levels go down from the largest by that, and level 0 stands for zero. So a level is never farther from its magnitude than
- * zero is, and never twice or half of it, which makes their difference exact. */
+ * zero is, and never twice or half of it, which makes their difference exact.
+ *
+ * Two levels, of 2 bits, are the means of the smaller and of the larger magnitudes sent instead, and what is sent is the
+ * nearer one. So the squared error is at most that of sending nothing. */
 typedef struct sid_levels {
     uint32_t base, step, top; /* level c has key base + c * step; of codes with a sign bit beside c, 0 to top */
     uint32_t zero;            /* level 0: ~0, or 0 where it stands for zero */
+    uint32_t origin;          /* the nearest level is the rounded (key - origin) / step */
     float inverse;
 } sid_levels;
 
 #define SID_LEVEL_LEAST 0x1000000u /* the least base: keys below are no logarithms */
 SID_HD uint32_t sid_level_top(uint32_t bits) { return (1u << (bits - 1u)) - 1u; }
-SID_HD uint32_t sid_level_longest(uint32_t bits) { return bits == 8 ? 1u << 20 : 3u << 22; } /* 1/8 and 3/2 octaves */
+SID_HD uint32_t sid_level_longest(uint32_t bits) {
+    return bits == 8 ? 1u << 20 : bits == 4 ? 3u << 22 : 3u << 24;
+} /* 1/8, 3/2 and 6 octaves */
 SID_HD sid_levels sid_levels_from(uint32_t base, uint32_t step, uint32_t bits) {
     sid_levels l;
     l.base = base;
@@ -96,6 +102,11 @@ SID_HD sid_levels sid_levels_from(uint32_t base, uint32_t step, uint32_t bits) {
     l.top = sid_level_top(bits);
     l.zero = step == sid_level_longest(bits) ? 0u : ~0u;
     l.inverse = 1.0f / (float)(int32_t)step;
+    l.origin = base;
+    if (bits == 2) { /* so that the border lies in the middle */
+        const float low = sid_bits_f32(base & l.zero), high = sid_bits_f32(base + step);
+        l.origin = sid_key(0.5f * low + 0.5f * high) - step / 2;
+    }
     return l;
 }
 /* 1 if an encoder may write these levels: all of them are finite, and none is denormal. */
@@ -111,9 +122,24 @@ SID_HD sid_levels sid_levels_between(uint32_t least, uint32_t most, uint32_t bit
     }
     return sid_levels_from(most > SID_LEVEL_LEAST + span ? most - span : SID_LEVEL_LEAST, longest, bits);
 }
+/* Two levels: the key from which on magnitudes belong to the higher one. `count` magnitudes with this sum reach the key
+ * `least`. 1.59362 is t = 2 - t / (e^t - 1), with which the means on both sides of least + t (mean - least) have the least
+ * squared error of an exponential tail (Lloyd 1982). */
+SID_HD uint32_t sid_levels_split(uint32_t least, double sum, uint64_t count) {
+    const double from = (double)sid_bits_f32(least), most = 3.4028234663852886e38;
+    const double over = count ? sum / (double)count - from : 0, split = from + (over > 0 ? 1.59362 * over : 0);
+    return sid_key((float)(split < most ? split : most));
+}
+/* `above`, `many`: of those from the split on. */
+SID_HD sid_levels sid_levels_of_means(uint32_t least, double sum, uint64_t count, double above, uint64_t many) {
+    const double from = (double)sid_bits_f32(least);
+    const double high = many ? above / (double)many : count ? sum / (double)count : 0;
+    const double mean = count > many ? (sum - above) / (double)(count - many) : high, low = mean > from ? mean : from;
+    return sid_levels_between(sid_key((float)(low < high ? low : high)), sid_key((float)high), 2);
+}
 /* Without branches; key below 2^31. */
 SID_HD uint32_t sid_level_of(uint32_t key, const sid_levels *l) {
-    int32_t c = (int32_t)((float)((int32_t)key - (int32_t)l->base) * l->inverse + 0.5f);
+    int32_t c = (int32_t)((float)((int32_t)key - (int32_t)l->origin) * l->inverse + 0.5f);
     c = c < 0 ? 0 : c;
     return (uint32_t)(c > (int32_t)l->top ? (int32_t)l->top : c);
 }

@@ -31,7 +31,7 @@ enum {
  *   sparse         acc[i] was sent if key(acc[i]) > key, or if it is equal and i < cut; of SID_KEY_NONE: nothing was sent
  *   SID_FLAG_MEAN  of these, only the elements with the sign of `scale` were sent, each of them as `scale`; inverse 1:
  *                  what the mean leaves of them is dropped, 0: it is kept
- *   SID_FLAG_HALF, LOG8, LOG4: how sparse values were rounded; base and step are the levels (bits.h)
+ *   SID_FLAG_HALF, LOG8, LOG4, LOG2: how sparse values were rounded; base and step are the levels (bits.h)
  *   linear         body = round(acc * scale), and body * inverse is what was sent; scale 0: nothing was sent */
 typedef struct sid_rule {
     uint32_t key, flags;

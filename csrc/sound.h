@@ -30,8 +30,8 @@ SID_HD int sid_rule_sound(const sid_ruling *r, const sid_rule *rule) {
     if (rule->key > SID_KEY_INF) return 0;
     if (rule->flags == SID_FLAG_MEAN)
         return rule->key && sid_key(rule->scale) < SID_KEY_INF && (!inverse || rule->inverse == 1.0f);
-    if (rule->flags == SID_FLAG_LOG8) return sid_levels_sound(rule->base, rule->step, 8);
-    if (rule->flags == SID_FLAG_LOG4) return sid_levels_sound(rule->base, rule->step, 4);
+    const uint32_t bits = sid_level_bits(rule->flags);
+    if (bits) return sid_levels_sound(rule->base, rule->step, bits);
     return !rule->flags || rule->flags == SID_FLAG_HALF;
 }
 

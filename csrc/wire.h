@@ -27,7 +27,8 @@ enum {                       /* header flags */
     SID_FLAG_MEAN = 8u,      /* sparse, without values: scale is the value of each element */
     SID_FLAG_LOG8 = 16u,     /* sparse values are 8-bit levels, bits.h */
     SID_FLAG_LOG4 = 32u,     /* 4-bit ones */
-    SID_FLAG_PACKED = 64u    /* sparse indices are packed */
+    SID_FLAG_PACKED = 64u,   /* sparse indices are packed */
+    SID_FLAG_LOG2 = 128u     /* sparse values are 2-bit levels */
 };
 
 typedef struct sid_header {
@@ -72,17 +73,23 @@ SID_HD uint64_t sid_packed_high_at(uint64_t n, uint64_t cap) {
 SID_HD uint64_t sid_packed_value_at(uint64_t n, uint64_t cap) {
     return sid_packed_high_at(n, cap) + sid_round_up(sid_packed_bits(n, cap), 64) / 8;
 }
-/* Sparse values: float32, float16, or u32 base, u32 step and codes of 8 or 4 bits. */
+/* Sparse values: float32, float16, or u32 base, u32 step and codes of 8, 4 or 2 bits. */
 enum {
     SID_VALUES_F32,
     SID_VALUES_F16,
     SID_VALUES_LOG8,
-    SID_VALUES_LOG4
+    SID_VALUES_LOG4,
+    SID_VALUES_LOG2
 };
 SID_HD uint64_t sid_sparse_value_bytes(uint64_t count, uint32_t values) {
     return values == SID_VALUES_LOG8   ? 8 + count
            : values == SID_VALUES_LOG4 ? 8 + (count + 1) / 2
+           : values == SID_VALUES_LOG2 ? 8 + (count + 3) / 4
                                        : (values == SID_VALUES_F16 ? 2 : 4) * count;
+}
+/* Of levels with these flags, and no others: bits of a code; else 0. */
+SID_HD uint32_t sid_level_bits(uint32_t flags) {
+    return flags == SID_FLAG_LOG8 ? 8 : flags == SID_FLAG_LOG4 ? 4 : flags == SID_FLAG_LOG2 ? 2 : 0;
 }
 /* Sign body: a bit an element, set where it is negative, in u64 words; then, where the two reconstructed values are not
  * +-header.scale, f32 low, the one of the negative elements, and 4 zero bytes. */

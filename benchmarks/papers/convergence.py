@@ -273,6 +273,8 @@ VARIANTS = {
     "topk log4 one group": f"{LOG4} --density .084 --groups model",
     "topk log4 layerwise": f"{LOG4} --density .084 --groups layer",
     "topk log4 beta .95": f"{LOG4} --density .084 --param beta=.95",
+    "topk log4, bfloat16 memory": f"{LOG4} --density .084 --param memory_dtype=bfloat16",
+    "topk log2": "--codec topk --param values=log2 --param indices=packed --density .112",
     "topk log4 warm-up": f"{LOG4} --param density=0.25@0,0.069@EARLY",
     "topk log8": "--codec topk --param values=log8 --param indices=packed --density .0565",
     "topk 30 %": "--codec topk --density .3",

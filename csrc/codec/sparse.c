@@ -6,7 +6,7 @@
 
 #include "sparse_form.h"
 
-const char *const sparse_value_names[] = {"f32", "f16", "log8", "log4", NULL};
+const char *const sparse_value_names[] = {"f32", "f16", "log8", "log4", "log2", NULL};
 const char *const sparse_index_names[] = {"u16", "packed", NULL};
 
 enum {

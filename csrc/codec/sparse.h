@@ -28,11 +28,12 @@ extern const char *const sparse_value_names[], *const sparse_index_names[];
          .kind = SID_CHOICE,                                                                                           \
          .dflt = SID_VALUES_F32,                                                                                       \
          .min = 0,                                                                                                     \
-         .max = SID_VALUES_LOG4,                                                                                       \
+         .max = SID_VALUES_LOG2,                                                                                       \
          .unit = "",                                                                                                   \
          .choices = sparse_value_names,                                                                                \
          .doc = "Format of the values: log8 and log4 are 8 and 4 bits, levels from the smallest to the largest "       \
-                "magnitude sent. What rounding takes away stays in the residual."},                                    \
+                "magnitude sent; log2 is 2 bits, the sign and one of two magnitudes, the means of the smaller and "    \
+                "of the larger ones. What rounding takes away stays in the residual."},                                \
         {.name = "indices",                                                                                            \
          .kind = SID_CHOICE,                                                                                           \
          .dflt = 0,                                                                                                    \

@@ -134,6 +134,10 @@ static void add_levels(float *out, const uint16_t *idx, uint32_t base, const uin
         return;
     }
     uint32_t i = 0;
+    if (width == 2) {
+        for (; i < n; i++) out[idx[i] - base] += value[code[(first + i) / 4] >> 2 * ((first + i) % 4) & 3];
+        return;
+    }
     code += first / 2;
     if (n && first % 2) out[idx[i++] - base] += value[*code++ >> 4];
     for (; i + 2 <= n; i += 2, code++) {

@@ -23,16 +23,41 @@ static void write_half(const sid_plan *p, float *val, uint64_t sent, uint8_t *ou
     }
 }
 
-/* From the key of the smallest magnitude that may be sent to that of the largest one that is. */
-static void write_levels(const sid_plan *p, const float *val, uint64_t sent, uint32_t key, sid_rule *rule,
-                         uint8_t *out) {
-    const uint32_t width = sparse_width_of(sparse_values_of(p));
+/* The sum of magnitudes with key >= `key`, and how many there are. */
+static double sum_from(const sid_pass *w, const float *val, uint64_t n, uint32_t key, uint64_t *count) {
+    double sums[SID_SUMS], part[3];
+    uint32_t c[2];
+    memset(sums, 0, sizeof(double) * sid_sums(n));
+    *count = 0;
+    for (uint64_t i = 0; i < n; i += SID_TILE) {
+        sparse_sums(w, val + i, n - i < SID_TILE ? (uint32_t)(n - i) : SID_TILE, key, key, part, c);
+        sid_sums_add(sums, i, part[1]);
+        *count += c[0];
+    }
+    return sid_sums_total(sums, n);
+}
+
+/* key: of the smallest magnitude that may be sent. */
+static sid_levels levels_of(const sid_pass *w, const float *val, uint64_t sent, uint32_t key, uint32_t width) {
     uint32_t most = 0;
+    if (width == 2) {
+        uint64_t count, many;
+        const double sum = sum_from(w, val, sent, 0, &count);
+        const double above = sum_from(w, val, sent, sid_levels_split(key, sum, count), &many);
+        return sid_levels_of_means(key, sum, count, above, many);
+    }
     for (uint64_t i = 0; i < sent; i += SID_TILE) {
-        const uint32_t m = p->simd->max_key(val + i, sent - i < SID_TILE ? (uint32_t)(sent - i) : SID_TILE);
+        const uint32_t m = w->plan->simd->max_key(val + i, sent - i < SID_TILE ? (uint32_t)(sent - i) : SID_TILE);
         most = m > most ? m : most;
     }
-    const sid_levels levels = sid_levels_between(key, most, width);
+    return sid_levels_between(key, most, width);
+}
+
+static void write_levels(const sid_pass *w, const float *val, uint64_t sent, uint32_t key, sid_rule *rule,
+                         uint8_t *out) {
+    const sid_plan *p = w->plan;
+    const uint32_t width = sparse_width_of(sparse_values_of(p));
+    const sid_levels levels = levels_of(w, val, sent, key, width);
     rule->base = levels.base;
     rule->step = levels.step;
     memcpy(out, (uint32_t[2]){sent ? levels.base : 0, sent ? levels.step : 0}, 8);
@@ -66,7 +91,7 @@ static void emit(sid_pass *w, uint32_t key, uint64_t ties, uint32_t flags) {
         memset(idx + sent, 0, at_val - at_idx - 2 * sent);
     *rule = (sid_rule){.key = key, .cut = cut, .flags = form};
     if (form == SID_FLAG_HALF) write_half(p, val, sent, w->payload + at_val);
-    if (form == SID_FLAG_LOG8 || form == SID_FLAG_LOG4) write_levels(p, val, sent, key, rule, w->payload + at_val);
+    if (sid_level_bits(form)) write_levels(w, val, sent, key, rule, w->payload + at_val);
     const uint64_t used = mean ? 0 : sid_sparse_value_bytes(sent, values);
     memset(w->payload + at_val + used, 0, p->sizes.payload - at_val - used);
     w->stats.threshold = sid_bits_f32(key);
@@ -100,7 +125,7 @@ static void keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint
         p->simd->half_keep(acc, len, key, 1, 1, SPARSE_HALF_MAX, 0);
         return;
     }
-    const sid_levels levels = sid_levels_from(rule->base, rule->step, rule->flags & SID_FLAG_LOG8 ? 8 : 4);
+    const sid_levels levels = sid_levels_from(rule->base, rule->step, sid_level_bits(rule->flags));
     p->simd->take_levels(acc, len, key, &levels);
 }
 

@@ -9,13 +9,13 @@
 
 static inline uint32_t sparse_values_of(const sid_plan *p) { return (uint32_t)p->codec_param[SPARSE_VALUES]; }
 static inline int sparse_packed(const sid_plan *p) { return p->codec_param[SPARSE_INDICES] == 1; }
-static inline uint32_t sparse_width_of(uint32_t values) { return values == SID_VALUES_LOG8 ? 8 : 4; }
 
 /* The header's flags of a form of values. */
 static inline uint32_t sparse_flag_of(uint32_t values) {
-    static const uint32_t flags[] = {0, SID_FLAG_HALF, SID_FLAG_LOG8, SID_FLAG_LOG4};
+    static const uint32_t flags[] = {0, SID_FLAG_HALF, SID_FLAG_LOG8, SID_FLAG_LOG4, SID_FLAG_LOG2};
     return flags[values];
 }
+static inline uint32_t sparse_width_of(uint32_t values) { return sid_level_bits(sparse_flag_of(values)); }
 
 static inline uint64_t sparse_value_at(const sid_plan *p) {
     return sparse_packed(p) ? sid_packed_value_at(p->n, p->cap) : sid_sparse_value_at(p->n, p->cap);

@@ -1,7 +1,7 @@
-/* simd.c: levels of sparse values: 8 or 4 bits, evenly spaced by key (bits.h).
+/* simd.c: levels of sparse values in 8, 4 or 2 bits (bits.h).
  *
  * The level is bits.h's sid_level_of, in float32 with a product and a sum, each rounded. The difference of a value and its level
- * is exact. */
+ * is exact, but for 2 bits. */
 
 static void to_levels(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code) {
     const sid_levels l = *levels;
@@ -19,7 +19,7 @@ static void take_levels(float *x, uint32_t n, uint32_t key, const sid_levels *le
     if (l.top < 16) { /* what each level stands for in one register */
         uint32_t what[16];
         for (uint32_t c = 0; c < 16; c++) what[c] = sid_level_key(c, &l);
-        const __m512i table = _mm512_loadu_si512(what), base = _mm512_set1_epi32((int)l.base),
+        const __m512i table = _mm512_loadu_si512(what), base = _mm512_set1_epi32((int)l.origin),
                       top = _mm512_set1_epi32((int)l.top), low = _mm512_set1_epi32(from);
         for (; i + 16 <= n; i += 16) {
             const __m512 v = _mm512_loadu_ps(x + i);

@@ -10,7 +10,7 @@ enum {
 sid_body sid_body_of(const sid_plan *p, bool mean) {
     static const struct {
         uint32_t form, width;
-    } values[] = {{0, 0}, {SID_FLAG_HALF, 0}, {SID_FLAG_LOG8, 8}, {SID_FLAG_LOG4, 4}};
+    } values[] = {{0, 0}, {SID_FLAG_HALF, 0}, {SID_FLAG_LOG8, 8}, {SID_FLAG_LOG4, 4}, {SID_FLAG_LOG2, 2}};
     const auto &v = values[(int)p->codec_param[SID_SPARSE_VALUES]];
     sid_body b = {};
     b.index_at = sid_sparse_index_at(p->n);
@@ -36,6 +36,7 @@ static uint32_t slots_of(const sid_plan *p) {
 /* *clear: bytes from scratch on that are to be zeroed. */
 sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const sid_sparse_needs &needs) {
     const uint64_t start = c->at - sizeof(sid_scratch), tiles = sid_chunks(p->n) * SID_WARPS;
+    const bool wants_means = sid_body_of(p, needs.mean).width == 2;
     sid_list l = {};
     l.bins = c->take<uint32_t>(3 * SID_BINS);
     *clear = c->at - start;
@@ -49,7 +50,7 @@ sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const
     l.slot_index = c->take<uint16_t>(tiles * l.slots);
     l.value = c->take<float>(p->room);
     l.index = c->take<uint32_t>(p->room);
-    l.extra = c->take<float>(needs.extra);
+    l.extra = c->take<float>(wants_means && needs.extra < p->cap ? p->cap : needs.extra);
     l.sums = c->take<double>(needs.sums * tiles);
     l.counts = c->take<uint32_t>(needs.counts * tiles);
     l.running = c->take<double>(2 * SID_AT_ONCE * SID_SUMS);
@@ -287,7 +288,7 @@ __device__ inline uint32_t load_value(const payloads &p, const uint8_t *payload,
     const uint8_t *v = payload + p.b.value_at;
     if (p.b.form & SID_FLAG_MEAN) return sid_f32_bits(((const sid_header *)payload)->scale);
     if (p.b.form & SID_FLAG_HALF) return ((const uint16_t *)v)[i];
-    return p.b.width ? v[8 + (p.b.width == 8 ? i : i / 2)] : ((const uint32_t *)v)[i];
+    return p.b.width ? v[8 + (uint64_t)i * p.b.width / 8] : ((const uint32_t *)v)[i];
 }
 __device__ inline float value_of(const payloads &p, const uint8_t *payload, uint32_t i, uint32_t loaded) {
     if (p.b.form & SID_FLAG_HALF) return sid_from_f16((uint16_t)loaded);

@@ -72,13 +72,13 @@ struct sid_crew : sid_candidates {
             mine += key >= what.from ? 1ull << 32 : key + 1 == what.from;
             most = key > most ? key : most;
         }
-        if (b.width) {
+        if (b.width > 2) {
             most = block_max(most);
             if (threadIdx.x == 0) atomicMax(&f.scratch->key, most);
         }
         const sums over = over_blocks(mine);
         const uint32_t sent = sid_slot((uint32_t)(over.total >> 32), (uint32_t)over.total, (uint32_t)what.ties);
-        if (b.width) /* where any is sent, the largest candidate is */
+        if (b.width > 2) /* where any is sent, the largest candidate is */
             lead([&] { s.levels = sid_levels_between(s.key, sent ? f.scratch->key : 0, b.width); });
         unsigned long long at = over.before;
         sid_part_sum own = {0};
@@ -102,7 +102,7 @@ struct sid_crew : sid_candidates {
                     *(uint16_t *)(f.payload + p) = short_index;
                     own.add(p, sid_half_word(p, short_index));
                 }
-                if (b.form & SID_FLAG_MEAN) {
+                if (b.form & (SID_FLAG_MEAN | SID_FLAG_LOG2)) {
                     l.extra[slot] = x;
                 } else if (b.width) {
                     const uint32_t sign = sid_f32_bits(x) >> 31 << (b.width - 1);
@@ -124,10 +124,43 @@ struct sid_crew : sid_candidates {
             at += all;
             __syncthreads(); /* before the next round writes scan */
         }
+        if (b.width == 2) write_pairs(sent, own);
         own = sid_block_sums(own, s.sums);
         if (threadIdx.x == 0) atomicAdd(&f.scratch->sum, own.sum);
         sid_grid_sync();
         seal(sent, side);
+    }
+
+    /* Of those sent, the sum of the magnitudes with key >= from, and how many they are. */
+    __device__ double size_from(uint64_t sent, uint32_t from, uint64_t *count) {
+        unsigned long long many = 0;
+        double sum[1];
+        total(
+            sid_tiles(sent),
+            [&](uint64_t u, double (&x)[1]) { x[0] = sid_size_of(f.list.extra, sent, u, from, &many); }, sum);
+        *count = over_blocks(many).total;
+        return sum[0];
+    }
+
+    /* Values of 2 bits, when all blocks know what is sent: a word of 16 by each thread (csrc/codec/sparse_emit.c, levels_of). */
+    __device__ void write_pairs(uint64_t sent, sid_part_sum &own) {
+        sid_grid_sync();
+        uint64_t count, many;
+        const double sum = size_from(sent, 0, &count);
+        const double above = size_from(sent, sid_levels_split(s.key, sum, count), &many);
+        lead([&] { s.levels = sid_levels_of_means(s.key, sum, count, above, many); });
+        const sid_levels levels = s.levels;
+        const uint64_t at = f.body.value_at + 8, words = (sent + 15) / 16;
+        for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < words;
+             i += (uint64_t)gridDim.x * SID_BLOCK) {
+            uint32_t word = 0;
+            for (uint32_t c = 0; c < 16 && 16 * i + c < sent; c++) {
+                const float x = f.list.extra[16 * i + c];
+                word |= (sid_level_of(sid_key(x), &levels) | sid_f32_bits(x) >> 31 << 1) << 2 * c;
+            }
+            *(uint32_t *)(f.payload + at + 4 * i) = word;
+            own.add(at + 4 * i, word);
+        }
     }
 
     /* A field of less than 32 bits, from bit `bit` on of the array at byte `offset`, where nothing was set: in whatever
@@ -158,9 +191,9 @@ struct sid_crew : sid_candidates {
         const sid_body &b = f.body;
         float scale = s.threshold, mean = 0;
         if (b.form & SID_FLAG_MEAN) {
-            double sum[1];
-            total(sid_tiles(sent), [&](uint64_t u, double (&x)[1]) { x[0] = sid_size_of(f.list.extra, sent, u); }, sum);
-            mean = sent ? (float)(sum[0] / (double)sent) : 0.0f;
+            uint64_t count;
+            const double sum = size_from(sent, 0, &count);
+            mean = sent ? (float)(sum / (double)sent) : 0.0f;
         }
         if (blockIdx.x) return;
         const uint32_t *counts = (const uint32_t *)(f.payload + SID_HEADER_BYTES);

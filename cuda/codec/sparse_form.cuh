@@ -16,7 +16,7 @@ struct sid_list {
     uint16_t *slot_index;      /* from the tile's start on */
     float *value;              /* all candidates in index order */
     uint32_t *index;           /* in the group */
-    float *extra;              /* the codec's own; values that travel as their mean */
+    float *extra;              /* the codec's own; values that travel as their mean, or as one of two */
     double *sums;              /* of each tile: the codec's statistics, one array after the other */
     uint32_t *counts;          /* as well */
     uint64_t stride;           /* of those arrays */
@@ -85,7 +85,7 @@ __device__ inline float sid_sparse_keep(const sid_rule &rule, const sid_levels &
     const uint32_t key = rule.flags & SID_FLAG_MEAN ? sid_f32_bits(acc) ^ sign : sid_key(acc);
     if (key >> 31 || key < rule.key || (key == rule.key && i >= rule.cut)) return acc;
     if (rule.flags & SID_FLAG_MEAN) return rule.inverse > 0 ? 0.0f : acc - rule.scale;
-    if (rule.flags & (SID_FLAG_LOG8 | SID_FLAG_LOG4)) return acc - sid_sent_level(acc, levels);
+    if (rule.flags & (SID_FLAG_LOG8 | SID_FLAG_LOG4 | SID_FLAG_LOG2)) return acc - sid_sent_level(acc, levels);
     return rule.flags & SID_FLAG_HALF ? acc - sid_sent_half(acc) : 0.0f;
 }
 
@@ -105,14 +105,21 @@ __device__ inline void sid_each_in_unit(const float *val, uint64_t count, uint64
             if (i + c < end) f(c, val[i + c]);
 }
 
-/* The sum of its magnitudes (sparse_sum). */
-__device__ inline double sid_size_of(const float *val, uint64_t count, uint64_t u) {
+/* The sum of its magnitudes with key >= from (sparse_sum); *many: so many of them met this thread. */
+__device__ inline double sid_size_of(const float *val, uint64_t count, uint64_t u, uint32_t from,
+                                     unsigned long long *many) {
     float lane[SID_QUAD] = {};
-    sid_each_in_unit(val, count, u, [&](uint32_t c, float x) { lane[c] += sid_bits_f32(sid_key(x)); });
+    sid_each_in_unit(val, count, u, [&](uint32_t c, float x) {
+        const bool in = sid_key(x) >= from;
+        lane[c] += in ? sid_bits_f32(sid_key(x)) : 0.0f;
+        *many += in;
+    });
     const float sum = sid_join_lanes(lane);
     if (sid_key(sum) < SID_KEY_INF) return (double)sum;
     double wide[SID_QUAD] = {};
-    sid_each_in_unit(val, count, u, [&](uint32_t c, float x) { wide[c] += (double)sid_bits_f32(sid_key(x)); });
+    sid_each_in_unit(val, count, u, [&](uint32_t c, float x) {
+        wide[c] += sid_key(x) >= from ? (double)sid_bits_f32(sid_key(x)) : 0.0;
+    });
     return sid_join_lanes(wide);
 }
 

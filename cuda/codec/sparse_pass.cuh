@@ -109,7 +109,8 @@ template <class Codec> struct sid_gathering {
         if (threadIdx.x == 0) {
             const sid_rule &rule = state->rule;
             codec.begin(s.task, state->codec, state->steps);
-            s.levels = sid_levels_from(rule.base, rule.step, rule.flags & SID_FLAG_LOG8 ? 8 : 4);
+            const uint32_t bits = sid_level_bits(rule.flags);
+            if (bits) s.levels = sid_levels_from(rule.base, rule.step, bits);
         }
         __syncthreads();
     }

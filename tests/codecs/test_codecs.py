@@ -544,9 +544,12 @@ def test_topk_of_many_candidates(kind: str, density: float) -> None:
 @pytest.mark.parametrize("n", [0, 1, 63, 1000, 4097, 65536, 140_000])
 def test_every_form_of_a_sparse_body(codec: str, n: int) -> None:
     rng = np.random.default_rng(n)
-    kinds, densities = iter(rng.permutation(KINDS)), iter([1e-5, 0.001, 0.0843, 0.25, 0.5, 0.9, 1.0, 0.03])
+    kinds, densities = (
+        iter(rng.permutation(KINDS)),
+        iter([1e-5, 0.001, 0.0843, 0.25, 0.5, 0.9, 1.0, 0.03, 0.1, 0.01]),
+    )
     for indices in ("u16", "packed"):
-        for values in ("f32", "f16", "log8", "log4"):
+        for values in ("f32", "f16", "log8", "log4", "log2"):
             chosen = {"density": next(densities), "values": values, "indices": indices}
             trial = Trial(codec, "residual", n, "float32", chosen)
             for step, kind in enumerate((str(next(kinds)), "laplace", "few")):
@@ -571,6 +574,44 @@ def test_levels_lie_close_by(values: str, near: float, far: float) -> None:
                 sent = sent[magnitude[sent] > magnitude.max() * 2.0**-9]
             assert (left[sent] <= most * magnitude[sent]).all()
             assert len(sent) > 10 and left[sent].any()
+
+
+def lloyd(magnitude: Array, rounds: int = 200) -> float:
+    """The squared error of the two levels that Lloyd's iteration finds for these magnitudes."""
+    low, high = magnitude.min(), magnitude.max()
+    for _ in range(rounds):
+        larger = magnitude >= (low + high) / 2
+        low, high = magnitude[~larger].mean(), magnitude[larger].mean()
+    return float(np.minimum((magnitude - low) ** 2, (magnitude - high) ** 2).sum())
+
+
+def two_levels(x: Array, density: float, codec: str = "topk") -> tuple[Array, Array]:
+    """What log2 sends of x, in float64: magnitudes, and what stands for them."""
+    rank = Rank(_core.Plan(codec, "none", len(x), "float32", {"density": density, "values": "log2"}))
+    vector, out = Vector(x), Vector(np.zeros_like(x))
+    rank.decode([rank.encode(vector, Step())], 1.0, out, Step())
+    sent = np.argsort(-np.abs(x), kind="stable")[: rank.plan.k]
+    stands = out.read()[sent]
+    assert (np.signbit(stands) == np.signbit(x[sent]))[stands != 0].all()
+    return np.abs(x[sent]).astype(np.float64), np.abs(stands).astype(np.float64)
+
+
+@pytest.mark.parametrize("tail", ["normal", "laplace"])
+@pytest.mark.parametrize("density", [0.005, 0.1, 0.4])
+def test_two_levels_are_nearly_lloyds(tail: str, density: float) -> None:
+    for scale in (2.0**-90, 1.0, 2.0**90):
+        x = (getattr(np.random.default_rng(3), tail)(0, 1, 50_000) * scale).astype(np.float32)
+        magnitude, stands = (of / scale for of in two_levels(x, density))
+        assert len(np.unique(stands)) == 2
+        assert ((magnitude - stands) ** 2).sum() <= 1.05 * lloyd(magnitude)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_levels_are_never_worse_than_nothing(kind: str) -> None:
+    for density in (0.01, 0.3, 1.0):
+        magnitude, stands = two_levels(elements(kind, 3000, "float32", np.random.default_rng(5)), density)
+        magnitude, stands = magnitude / max(1e-300, magnitude.max()), stands / max(1e-300, magnitude.max())
+        assert ((magnitude - stands) ** 2).sum() <= (1 + 1e-6) * (magnitude**2).sum()
 
 
 def test_packed_indices_take_what_elias_and_fano_say() -> None:

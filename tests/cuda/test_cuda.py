@@ -445,6 +445,7 @@ def test_encode_of_contents(codec: str, settings: dict[str, Any], memory: str, k
 LARGE = [
     ("dgc", {}, 1 << 20, ("laplace", "ties")),
     ("topk", {"density": 0.03, "values": "log4", "indices": "packed"}, 1 << 20, ("laplace", "ties")),
+    ("topk", {"density": 0.05, "values": "log2", "indices": "packed"}, 1 << 20, ("laplace", "ties", "huge")),
     ("gaussiank", {"density": 0.001}, 1 << 20, ("laplace", "wide", "equal")),
     ("sidco-e", {"Q": 1, "delta1": 0.6}, 1 << 20, ("wide", "wide", "wide", "laplace")),
     ("sidco-p", {"Q": 1, "delta1": 0.6}, 1 << 21, ("wide", "wide", "wide")),
@@ -452,7 +453,11 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("codec, settings, n, kinds", LARGE, ids=[row[0] for row in LARGE])
+@pytest.mark.parametrize(
+    "codec, settings, n, kinds",
+    LARGE,
+    ids=[" ".join(str(x) for x in (row[0], row[1].get("values", "")) if x) for row in LARGE],
+)
 def test_encode_of_large_groups(codec: str, settings: dict[str, Any], n: int, kinds: Sequence[str]) -> None:
     run_steps(codec, settings, "residual", n + 77, "float32", "one", kinds)
 

@@ -43,6 +43,7 @@ from reference.selection import *
 from reference.signs import *
 from reference.sparse import *
 from reference.streams import *
+from reference.sums import *
 
 CODECS: dict[str, Callable[..., Any]] = {
     "none": lambda *a: Linear(*a, lossless=True),

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from reference.sums import total
+
 Array = npt.NDArray[Any]
 
 Settings = Mapping[str, float | int | str]
@@ -30,7 +32,7 @@ DTYPE_CODE = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 MAGIC, VERSION, HEADER_BYTES, WIRE_TILE = 0x43444953, 2, 64, 65536
 
-NONFINITE, RAISED, HALF, MEAN, LOG8, LOG4, PACKED = 1, 2, 4, 8, 16, 32, 64
+NONFINITE, RAISED, HALF, MEAN, LOG8, LOG4, PACKED, LOG2 = 1, 2, 4, 8, 16, 32, 64, 128
 
 HEADER = struct.Struct("<IHHIIQQQIIfIQ")
 
@@ -140,11 +142,11 @@ def _pad(data: bytes, to: int) -> bytes:
     return data + bytes(-len(data) % to)
 
 
-LEVELS = {"log8": (8, 1 << 20), "log4": (4, 3 << 22)}  # bits, and the longest step
+LEVELS = {"log8": (8, 1 << 20), "log4": (4, 3 << 22), "log2": (2, 3 << 24)}  # bits, and the longest step
 
 LEAST = 1 << 24  # the least key of a level that is not zero
 
-FORMS = {"f32": 0, "f16": HALF, "log8": LOG8, "log4": LOG4, "mean": MEAN}
+FORMS = {"f32": 0, "f16": HALF, "log8": LOG8, "log4": LOG4, "log2": LOG2, "mean": MEAN}
 
 
 def keys(x: Array) -> Array:
@@ -158,13 +160,30 @@ def level_codes(value: Array, least: float, values: str) -> tuple[int, int, Arra
         return 0, 0, np.zeros(0, np.uint8)
     bits, longest = LEVELS[values]
     top, low, high = 2 ** (bits - 1) - 1, int(keys(np.float32([least]))[0]), int(keys(value).max())
+    if values == "log2":
+        low, high = (int(k) for k in keys(np.float32(two_means(np.abs(value), least))))
     step = max(1, (high - low) // top)
     base = min(low, 0x7F7FFFFF - top * step)
     if low < LEAST or high - low >= top * longest:
         base, step = max(LEAST, high - top * longest), longest
-    steps = (keys(value) - base).astype(np.float32) * (np.float32(1) / np.float32(step)) + np.float32(0.5)
+    origin = base
+    if values == "log2":  # the border lies in the middle of both magnitudes
+        both = from_levels(base, step, np.arange(2), values)
+        origin = int(keys(np.float32(0.5) * both[:1] + np.float32(0.5) * both[1:])[0]) - step // 2
+    steps = (keys(value) - origin).astype(np.float32) * (np.float32(1) / np.float32(step)) + np.float32(0.5)
     code = np.clip(np.trunc(steps), 0, top).astype(np.int64)
     return base, step, (code + (top + 1) * np.signbit(value)).astype(np.uint8)
+
+
+def two_means(magnitude: Array, least: float) -> tuple[float, float]:
+    """The means of the smaller and of the larger magnitudes. In an exponential tail from `least` on, their
+    border has the least squared error."""
+    border = least + 1.59362 * max(0.0, total(magnitude) / len(magnitude) - least)
+    larger = magnitude >= np.float32(min(border, float(FLT_MAX)))
+    above = total(np.where(larger, magnitude, np.float32(0)))
+    high = above / larger.sum() if larger.any() else total(magnitude) / len(magnitude)
+    low = (total(magnitude) - above) / (~larger).sum() if not larger.all() else high
+    return min(max(low, least), high), high
 
 
 def from_levels(base: int, step: int, code: Array, values: str) -> Array:
@@ -201,7 +220,9 @@ def index_sizes(n: int, cap: int, indices: str) -> list[int]:
 
 
 def value_size(cap: int, values: str) -> int:
-    return {"f32": 4 * cap, "f16": 2 * cap, "log8": 8 + cap, "log4": 8 + -(-cap // 2), "mean": 0}[values]
+    if values in LEVELS:
+        return 8 + -(-cap * LEVELS[values][0] // 8)
+    return {"f32": 4 * cap, "f16": 2 * cap, "mean": 0}[values]
 
 
 def sparse_body(

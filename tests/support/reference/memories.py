@@ -8,7 +8,7 @@ import numpy as np
 
 from reference.codec import Codec, Step
 from reference.formats import Array, Settings, saturate
-from reference.streams import norm
+from reference.sums import norm
 
 
 class Memory:

@@ -11,7 +11,8 @@ import numpy as np
 
 from reference.codec import Codec, Sent, Step
 from reference.formats import HEADER_BYTES, Array, Settings, _pad, header
-from reference.streams import Stream, salt_of, total
+from reference.streams import Stream, salt_of
+from reference.sums import total
 
 FLT_MIN = np.float32(2.0**-126)
 

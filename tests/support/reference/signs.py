@@ -11,7 +11,8 @@ import numpy as np
 
 from reference.codec import Codec, Sent, Step
 from reference.formats import FLT_MAX, HEADER_BYTES, Array, _pad, header
-from reference.streams import COMMON, Stream, salt_of, total
+from reference.streams import COMMON, Stream, salt_of
+from reference.sums import total
 
 
 @dataclass

@@ -34,7 +34,8 @@ from reference.selection import (
     stage_ratios,
     target_count,
 )
-from reference.streams import Stream, salt_of, total
+from reference.streams import Stream, salt_of
+from reference.sums import total
 
 
 @dataclass
