@@ -38,17 +38,22 @@ typedef struct nccl_id {
     char bytes[SID_NCCL_ID_BYTES];
 } nccl_id;
 
-/* ncclConfig_t of 2.14, the first one. Its size and version tell which fields are set, and a later NCCL takes its defaults
- * for the others: so this is all that is ever needed. It copies `size` bytes, though, the padding of the first form among
- * them, where it has a field of its own: `unset` is what that field has if nobody sets it. */
+/* ncclConfig_t of 2.17. Its size and version tell which fields are set, and a later NCCL takes its defaults for the others.
+ * One before 2.17 is given the first form, of 2.14, alone: without the fields from `cluster` on. */
 typedef struct nccl_config {
     size_t size;
     uint32_t magic, version;
-    int blocking, unset;
+    int blocking, cluster, least_blocks, most_blocks;
+    const char *net;
 } nccl_config;
 #define CONFIG_MAGIC 0xcafebeefu
 #define UNSET (-2147483647 - 1)
-_Static_assert(sizeof(nccl_config) == 24 && offsetof(nccl_config, blocking) == 16, "ncclConfig_t of 2.14");
+enum {
+    CONFIG_WITH_BLOCKS = 21700,
+    /* of a collective: so that those of two communicators leave room for a kernel whose blocks must all run at once */
+    MOST_BLOCKS = 16
+};
+_Static_assert(sizeof(nccl_config) == 40 && offsetof(nccl_config, most_blocks) == 28, "ncclConfig_t of 2.17");
 
 typedef struct ncclComm *nccl_comm;
 
@@ -250,7 +255,7 @@ static sid_status judge(sid_nccl_comm *c, int result, const char *what, sid_erro
 sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uint32_t world, int device,
                          uint32_t limit_ms, void *mem, size_t *bytes, sid_error *err) {
     sid_nccl_comm *c = mem;
-    nccl_config config = {sizeof config, CONFIG_MAGIC, SID_NCCL_LEAST, 0, UNSET};
+    nccl_config config = {24, CONFIG_MAGIC, SID_NCCL_LEAST, 0, UNSET, UNSET, UNSET, NULL};
     nccl_id given;
     int before;
     if (err) err->text[0] = 0;
@@ -271,6 +276,11 @@ sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uin
     c->device = device;
     c->limit_ms = limit_ms;
     memcpy(&given, id, sizeof given);
+    if (lib->version >= CONFIG_WITH_BLOCKS) {
+        config.size = sizeof config;
+        config.version = CONFIG_WITH_BLOCKS;
+        config.most_blocks = MOST_BLOCKS;
+    }
     int result = lib->join(&c->comm, (int)world, given, (int)rank, &config);
     if (c->comm) result = settle(c, result);
     s = judge(c, result, "joining", err);

@@ -223,13 +223,42 @@ static sid_status check_call(const sid_segment *segs, uint32_t n_seg, const void
 
 int sid_cuda_built(void) { return 1; }
 
+bool sid_kernels_wait() {
+    cudaFuncAttributes of = {};
+    const cudaError_t e = cudaFuncGetAttributes(&of, (const void *)sid_sum_kernel);
+    if (e != cudaSuccess) (void)cudaGetLastError();
+    return e == cudaSuccess && of.ptxVersion >= 90;
+}
+
+/* Whether the calling thread has a context; true where the driver cannot be asked. */
+static bool has_context() {
+    void *ask = nullptr, *context = nullptr;
+#if CUDART_VERSION >= 12050
+    const cudaError_t e = cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", &ask, 4000, cudaEnableDefault, nullptr);
+#else
+    const cudaError_t e = cudaGetDriverEntryPoint("cuCtxGetCurrent", &ask, cudaEnableDefault, nullptr);
+#endif
+    if (e != cudaSuccess) (void)cudaGetLastError();
+    return e != cudaSuccess || !ask || ((int (*)(void **))ask)(&context) || context;
+}
+
+sid_status sid_device_of_thread(int *device, sid_error *err) {
+    const cudaError_t e = cudaGetDevice(device);
+    if (e != cudaSuccess) return sid_device_failed(err, "choosing the device", e);
+    if (*device == 0 && !has_context()) *device = -1; /* any other number was set by someone */
+    return SID_OK;
+}
+
 sid_status sid_device_enter(int device, int *before, sid_error *err) {
     device &= ~SID_CUDA_EARLY;
-    cudaError_t e = cudaGetDevice(before);
-    if (e == cudaSuccess && *before != device) e = cudaSetDevice(device);
+    const sid_status s = sid_device_of_thread(before, err);
+    if (s) return s;
+    const cudaError_t e = *before == device ? cudaSuccess : cudaSetDevice(device);
     return e == cudaSuccess ? SID_OK : sid_device_failed(err, "choosing the device", e);
 }
-void sid_device_leave(int before) { (void)cudaSetDevice(before); }
+void sid_device_leave(int before) {
+    if (before >= 0) (void)cudaSetDevice(before);
+}
 
 sid_status sid_cuda_devices(int *count, sid_error *err) {
     if (err) err->text[0] = 0;

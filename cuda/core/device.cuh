@@ -43,24 +43,31 @@ inline sid_status sid_device_failed(sid_error *err, const char *what, cudaError_
     return sid_fail(err, SID_E_DEVICE, "%s: %s", what, cudaGetErrorString(e));
 }
 
+/* A thread's current device; -1 for one that has no context yet, where putting back device 0 would make one there. */
+sid_status sid_device_of_thread(int *device, sid_error *err);
+/* 1 if the kernels wait for the one before them: only code that was compiled for 9.0 or later does, not what the driver has
+ * made of PTX for an older one. Of the current device. */
+bool sid_kernels_wait();
+
 /* Makes `device` the thread's current one and puts the former back at the end. */
 struct sid_device_scope {
-    int before = 0;
+    int before = -1;
     bool set = false;
     sid_status enter(int device, sid_stream *to) {
-        int processors = 0, major = 0;
+        int processors = 0;
         const bool early = (device & SID_CUDA_EARLY) != 0;
         device &= ~SID_CUDA_EARLY;
-        cudaError_t e = cudaGetDevice(&before);
-        if (e == cudaSuccess && before != device) {
+        const sid_status s = sid_device_of_thread(&before, to->err);
+        if (s) return s;
+        cudaError_t e = cudaSuccess;
+        if (before != device) {
             e = cudaSetDevice(device);
-            set = e == cudaSuccess;
+            set = e == cudaSuccess && before >= 0;
         }
         if (e == cudaSuccess) e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-        if (early && e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
         if (e != cudaSuccess) return sid_device_failed(to->err, "choosing the device", e);
         to->processors = (uint32_t)processors;
-        to->early = major >= 9;
+        to->early = early && sid_kernels_wait();
         return SID_OK;
     }
     ~sid_device_scope() {

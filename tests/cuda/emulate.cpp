@@ -50,6 +50,12 @@ const std::function<void()> *body;
 alignas(64) unsigned char shared[TOGETHER / LANES][SHARED + GUARD]; /* dynamic, a block */
 std::mutex one_launch;
 int device;
+thread_local bool chosen; /* a device, by this thread */
+
+int ptx_version() {
+    const char *given = getenv("SID_EMULATED_PTX");
+    return given ? atoi(given) : 90;
+}
 
 void stop(const char *why) {
     fprintf(stderr, "emulated kernel: %s (block %u of %u, thread %u)\n", why, blockIdx.x, gridDim.x, current);
@@ -169,6 +175,9 @@ void *dynamic_shared() { return shared[current / per_block]; }
 void launch(const cudaLaunchConfig_t &c, const std::function<void()> &thread) {
     const std::lock_guard<std::mutex> lock(one_launch);
     const bool together = c.numAttrs && c.attrs->val.cooperative;
+    for (uint32_t i = 0; i < c.numAttrs; i++)
+        if (c.attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization && ptx_version() < 90)
+            stop("launched early, by code that does not wait");
     if (c.blockDim.x % LANES || c.blockDim.x > BLOCK || !c.gridDim.x || c.dynamicSmemBytes > SHARED ||
         (together && (uint64_t)c.gridDim.x * c.blockDim.x > TOGETHER))
         stop("launch of a shape that no device takes");
@@ -197,6 +206,20 @@ cudaError_t cudaGetDevice(int *d) {
 cudaError_t cudaSetDevice(int d) {
     if (d != 0) return cudaErrorInvalidDevice;
     emulate::device = d;
+    emulate::chosen = true;
+    return cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *of, const void *) {
+    of->ptxVersion = emulate::ptx_version();
+    return cudaSuccess;
+}
+/* cuCtxGetCurrent: no thread has a context before its first cudaSetDevice. */
+static int context_of_thread(void **context) {
+    *context = emulate::chosen ? &emulate::chosen : nullptr;
+    return 0;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsigned, unsigned long long, void *) {
+    *function = (void *)context_of_thread;
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr what, int d) {

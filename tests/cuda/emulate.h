@@ -51,6 +51,12 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMajor
 };
 #define CUDART_VERSION 13000
+struct cudaFuncAttributes {
+    int ptxVersion;
+};
+enum {
+    cudaEnableDefault = 0
+};
 enum cudaLaunchAttributeID {
     cudaLaunchAttributeCooperative = 2,
     cudaLaunchAttributeProgrammaticStreamSerialization = 6
@@ -75,6 +81,10 @@ cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaGetDevice(int *device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr what, int device);
+/* SID_EMULATED_PTX, or 90. */
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *of, const void *kernel);
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+                                             unsigned long long flags, void *found);
 
 namespace emulate {
 enum meeting {

@@ -276,7 +276,10 @@ int ncclCommInitRankConfig(ncclComm_t *comm, int world, ncclUniqueId id, int ran
     memcpy(&config, given, size);
     if (config.magic != 0xcafebeef || config.version < 21400 || world > MOST || rank >= world) return INVALID_ARGUMENT;
     if (config.version < 21700) config.cgaClusterSize = config.minCTAs = config.maxCTAs = UNDEFINED;
-    if (config.blocking != 0 || config.cgaClusterSize != UNDEFINED) return INVALID_ARGUMENT;
+    if (config.blocking != 0 || config.cgaClusterSize != UNDEFINED || config.minCTAs != UNDEFINED) return INVALID_ARGUMENT;
+    int version;
+    ncclGetVersion(&version);
+    if (version >= 21700 ? config.maxCTAs < 8 || config.maxCTAs > 16 : given->size > 24) return INVALID_ARGUMENT;
     const int only = number("FAKE_NCCL_RANK");
     const char *joins = getenv("FAKE_NCCL_JOIN");
     const int faulty = only < 0 || only == rank;

@@ -59,11 +59,14 @@ def build() -> Path:
     return OUT
 
 
+def run_path() -> str:
+    return os.pathsep.join(map(str, [build(), ROOT / "tests" / "support"]))
+
+
 def run(share: int, tests: str = "tests/cuda/test_cuda.py") -> None:
-    path = os.pathsep.join(map(str, [build(), ROOT / "tests" / "support"]))
     call(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests],
-        PYTHONPATH=path,
+        PYTHONPATH=run_path(),
         SHARE=str(share),
     )
 
@@ -86,6 +89,13 @@ def test_what_gpu_check_times_on_the_emulation() -> None:
 
 def test_the_native_transport_on_the_emulation() -> None:
     run(share=3, tests="tests/native/test_native.py")
+
+
+def test_code_that_does_not_wait_is_not_launched_early() -> None:
+    """Kernels that the driver compiled from PTX for 8.0 have no wait for the one before them."""
+    with_ptx_of_8_0 = {"SID_EMULATED_PTX": "80", "PYTHONPATH": run_path()}
+    test = "tests/cuda/test_cuda.py::test_launched_early[topk-5000]"
+    call([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test], **with_ptx_of_8_0)
 
 
 @pytest.mark.slow

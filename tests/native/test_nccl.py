@@ -69,6 +69,14 @@ def test_versions(version: int, good: bool) -> None:
                 _core.Nccl(str(fake_nccl.build()))
 
 
+@emulated
+@pytest.mark.parametrize("version", [21400, 21700])
+def test_the_configuration_of_each_version(version: int) -> None:
+    """The library refuses the fields that it does not know, and more than 16 blocks for a collective."""
+    with fake_nccl.faults(VERSION=version):
+        fake_nccl.each_well(fake_nccl.joined(1, 60, lambda c: c.leave()))
+
+
 @pytest.mark.skipif(_core.cuda_built, reason="built with CUDA")
 def test_a_build_without_cuda_cannot_join() -> None:
     library = _core.Nccl(str(fake_nccl.build()))

@@ -148,7 +148,12 @@ class CudaExecutor:
 
     def future(self) -> "torch.futures.Future[torch.Tensor]":
         """Returns a bucket's future. The side stream waits for the gradients, which the current stream
-        computes."""
+        computes. Raises UnsupportedError while a CUDA graph is being captured."""
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a CUDA graph is being captured, which would repeat this step's number and seed: leave the "
+                "backward pass out of the capture"
+            )
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.futures.Future(devices=[self.device])
 
