@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 import reference
 import sidcomp
+from sidcomp.standalone import compressor
 
 Array = npt.NDArray[Any]
 
@@ -452,3 +453,23 @@ def test_threads_share_a_loopback(exchange: str, codec: str) -> None:
     together(*[lambda: got.extend(shared.step(x).tobytes() for _ in range(times))] * threads)
     assert sorted(got) == sorted(right)
     assert all(np.array_equal(shared.residual(r), alone.residual(r)) for r in range(2))
+
+
+def test_payloads_at_even_distances_are_decoded_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, count = 5000, 4
+    ranks = [sidcomp.Compressor("topk", n=n, density=0.1, rank=r, world=count) for r in range(count)]
+    rng = np.random.default_rng(2)
+    payloads = [c.encode(rng.normal(size=n).astype(np.float32)) for c in ranks]
+    want = ranks[0].decode(np.stack(payloads))
+    size = ranks[0].payload_bytes
+    spread = np.zeros((count, 2 * size), np.uint8)
+    spread[:, :size] = payloads
+    backwards = [row[:size] for row in spread][::-1]
+    np.testing.assert_allclose(ranks[0].decode(backwards), want, rtol=1e-5, atol=1e-6)  # which copies
+
+    def no_copy(size: int) -> None:
+        raise AssertionError("the payloads were copied")
+
+    monkeypatch.setattr(compressor, "_Block", no_copy)
+    assert (ranks[0].decode([row[:size] for row in spread]) == want).all()
+    assert (ranks[0].decode(list(np.stack(payloads))) == want).all()

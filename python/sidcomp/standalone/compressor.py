@@ -270,9 +270,9 @@ class Compressor:
             out = _empty(parts[0].holder, self.n, self.dtype)
         target = self._vector(out, "out", writes=True)
         _apart(target, "out", *((part, f"payloads[{i}]") for i, part in enumerate(parts)))
-        ptr, count, kept = self._join(parts)
+        ptr, stride, count, kept = self._join(parts)
         into = _core.Buffers(_segments(target))
-        self.plan.decode(ptr, self.payload_bytes, count, scale, into, step=-1, group=0)
+        self.plan.decode(ptr, stride, count, scale, into, step=-1, group=0)
         _written(out)
         if self.plan.extra_bytes and count == 1:
             with self._turn:
@@ -352,19 +352,25 @@ class Compressor:
             parts.append(part)
         return parts
 
-    def _join(self, parts: list[_View]) -> tuple[int, int, Any]:
-        """Puts the payloads one after the other, without a copy if they already are. Returns their address,
-        their number, and the object that keeps them alive."""
+    def _join(self, parts: list[_View]) -> tuple[int, int, int, Any]:
+        """Copies the payloads one after the other, unless they already lie at even distances, as the rows of
+        a gathered array do. Returns the address of the first, the distance, their number, and the object
+        that keeps them alive."""
         total = sum(part.n for part in parts)
         count = total // self.payload_bytes
-        if len(parts) == 1 and parts[0].ptr % 64 == 0:
-            return parts[0].ptr, count, parts
+        first, apart = parts[0].ptr, self.payload_bytes
+        if len(parts) > 1:
+            apart = parts[1].ptr - first
+        even = all(part.n == self.payload_bytes for part in parts) and apart >= self.payload_bytes
+        even = even and all(part.ptr == first + i * apart for i, part in enumerate(parts))
+        if first % 8 == 0 and (len(parts) == 1 or (even and apart % 8 == 0)):
+            return first, apart, count, parts
         joined = _Block(total)
         at = joined.ptr
         for part in parts:
             ctypes.memmove(at, part.ptr, part.n)
             at += part.n
-        return joined.ptr, count, joined
+        return joined.ptr, self.payload_bytes, count, joined
 
 
 def _segments(view: _View) -> _core.Segments:
