@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from sidcomp import core as _core
 from sidcomp.config import schedule
+from sidcomp.config.ratio import density_of
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ParameterError, UnsupportedError
@@ -130,9 +131,11 @@ def find_exchange(name: str) -> Codec:
 def resolve(codec: str, memory: str | None, settings: dict[str, V]) -> tuple[Codec, Codec, dict[str, V]]:
     """Checks names and parameters against the tables, and returns codec, memory and parameters. memory=None
     is the codec's own. A lossless codec takes memory "none" in place of one that only keeps a residual.
-    Raises ParameterError."""
+    `ratio` stands for the density of a sparse codec. Raises ParameterError."""
     c: Codec = find_codec(codec)
     m: Codec = find_memory(c.memory if memory is None else memory)
+    if "ratio" in settings and any(p.name == "density" for p in c.parameters):
+        settings = _with_density(c, m, settings)
     known = {p.name for p in (*c.parameters, *m.parameters)}
     unknown = sorted(set(settings) - known)
     if unknown:
@@ -151,6 +154,17 @@ def resolve(codec: str, memory: str | None, settings: dict[str, V]) -> tuple[Cod
     for step in schedule.steps(settings):
         _core.Plan(c.name, m.name, 1, "float32", schedule.at(settings, step))  # the core checks the ranges
     return c, m, settings
+
+
+def _with_density(codec: Codec, memory: Codec, settings: dict[str, V]) -> dict[str, V]:
+    others = {name: value for name, value in settings.items() if name != "ratio"}
+    if "density" in others:
+        raise ParameterError("density and ratio: give one of them; the other follows")
+    if changing := [name for name, value in settings.items() if isinstance(value, Schedule)]:
+        raise ParameterError(f"ratio needs fixed parameters, and {changing[0]} is a Schedule: give density")
+    known = {p.name for p in (*codec.parameters, *memory.parameters)}
+    fixed = {name: value for name, value in others.items() if name in known}
+    return {**others, "density": density_of(codec.name, memory.name, settings["ratio"], fixed)}
 
 
 def check_ranks(plan: "_core.Plan", world: int) -> None:

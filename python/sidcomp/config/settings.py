@@ -143,7 +143,8 @@ class Settings:
         accuracy_of.check(accuracy)
         if codec is None:
             default = accuracy_of.allowed(accuracy, adaptive)[0] if free else DEFAULT
-            codec, parameters = default[0], {**default[1], **parameters}
+            given = {k: v for k, v in default[1].items() if k != "density" or "ratio" not in parameters}
+            codec, parameters = default[0], {**given, **parameters}
         if auto and candidates is None:
             candidates, ours = accuracy_of.candidates(accuracy, adaptive), True
         else:
@@ -427,13 +428,17 @@ def _candidates(
         raise ArgumentError(f'candidates={candidates!r}: give a list of codecs, such as ["topk", "fp16"]')
     found, taken = [], set()
     for c in candidates:
-        name, own = (c, {}) if isinstance(c, str) else c
+        name, own = (c, {}) if isinstance(c, str) else (c[0], dict(c[1]))
         codec = find_codec(name)
         if codec.lossless:
             raise ArgumentError(f"candidates: leave {name!r} out; uncompressed is always among the choices")
         known = {p.name for p in (*codec.parameters, *find_memory(memory).parameters)}
+        known |= {"ratio"} & set(parameters) if "density" in known else set()
         common = {k: v for k, v in parameters.items() if k in known}
         taken |= set(common)
+        if "ratio" in common and "density" in own:  # either says how much is sent
+            weaker = common if given else own
+            weaker.pop("ratio" if given else "density")
         found.append(Candidate(*resolve(name, memory, {**common, **own} if given else {**own, **common})))
     if unknown := sorted(set(parameters) - taken):
         names = ", ".join(w.codec.name for w in found)
