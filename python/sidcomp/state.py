@@ -496,11 +496,16 @@ class State:
     # -------------------------------------------------------------------------------------------
 
     def follow(
-        self, optimizer: "torch.optim.Optimizer | None", scaler: "torch.amp.GradScaler | None" = None
+        self,
+        optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None",
+        scaler: "torch.amp.GradScaler | None" = None,
     ) -> None:
         """Lets the residuals follow the learning rate of `optimizer`, which steps on these gradients. If
         `scaler` is given, they also follow the loss scale and the steps that the scaler skips. follow(None)
         ends it.
+
+        Of several optimizers give a list, such as [muon, adamw]: each parameter's residual follows the rate
+        of its own optimizer. A scaler needs a single one.
 
         Without it an element that is sent late is multiplied by the learning rate of the step in which it is
         sent, not by that of its own step: if a schedule lowers the rate, it counts for less. With it each
@@ -524,27 +529,36 @@ class State:
         A GradScaler that is in use, but was not given, is found once, in the third step, and named in a
         warning: without it the residuals keep the units of the former scale.
 
-        Raises ArgumentError if `optimizer` or `scaler` is something else, if the optimizer has none of the
-        model's parameters, or if a rate is a tensor on a device, negative or not finite. A rate that becomes
-        invalid later makes backward() fail.
+        Raises ArgumentError if `optimizer` or `scaler` is something else, if an optimizer has none of the
+        model's parameters, if two have the same one, if the State already follows one of other parameters,
+        or if a rate is a tensor on a device, negative or not finite. A rate that becomes invalid later makes
+        backward() fail.
         """
         self._open()
         if optimizer is None and scaler is not None:
             raise ArgumentError("follow(None, scaler): give the optimizer whose steps the scaler may skip")
         p = self._engine
-        rates = None if optimizer is None else Rates(optimizer)
-        if optimizer is not None:
-            self._suit(optimizer)
-        if optimizer is not None and self._checked() is not optimizer:
-            self._check(optimizer)
-        p.follow(rates, None if optimizer is None else Watch(optimizer, scaler))
+        if optimizer is None:
+            p.follow(None, None)
+            self._watch_forward()
+            return
+        several: Any = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        optimizers: list[torch.optim.Optimizer] = list(several)
+        if not optimizers:
+            raise ArgumentError("follow([]): give the optimizers that step on these gradients, or None")
+        rates = Rates(optimizers)
+        self._suit(optimizers)
+        for each in optimizers:
+            if self._checked() is not each:
+                self._check(each)
+        p.follow(rates, Watch(optimizers, scaler))
         self._watch_forward()
 
-    def _suit(self, optimizer: "torch.optim.Optimizer") -> None:
-        """Chooses the default codec, or the candidates of "auto", by the optimizer. Once groups have been
+    def _suit(self, optimizers: "Sequence[torch.optim.Optimizer]") -> None:
+        """Chooses the default codec, or the candidates of "auto", by the optimizers. Once groups have been
         made it is too late; then the check of the optimizer says what does not fit."""
         p, old = self._engine, self.settings
-        adaptive = accuracy_of.adaptive(optimizer)
+        adaptive = any(map(accuracy_of.adaptive, optimizers))
         if not old.free or old.adaptive == adaptive or p.layout is not None or p.resume is not None:
             return
         self.settings = self._suited(adaptive)
@@ -557,8 +571,8 @@ class State:
                 f"{self._ending.what} {'chooses from' if self.settings.auto else 'uses'} {', '.join(names)}"
             )
             notices.say(
-                f"beside {type(optimizer).__name__} {what}, to keep the loss (docs/accuracy.md, With Adam). "
-                "sidcomp.LocalError sends fewer bytes",
+                f"beside {' and '.join(type(o).__name__ for o in optimizers)} {what}, to keep the loss "
+                "(docs/accuracy.md, With Adam). sidcomp.LocalError sends fewer bytes",
                 dist.get_rank() if dist.is_initialized() else 0,
             )
 

@@ -223,7 +223,7 @@ def test_nothing_is_lost_when_groups_and_rates_change(world: int, park: bool, ex
 # ---- several rates, and what is refused ------------------------------------------------------------
 
 
-def two_rates(rank: int, world: int, apart: bool) -> tuple[list[float], list[str]]:
+def two_rates(rank: int, world: int, apart: bool, optimizers: int = 1) -> tuple[list[float], list[str]]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -234,16 +234,18 @@ def two_rates(rank: int, world: int, apart: bool) -> tuple[list[float], list[str
     state = sidcomp.State("topk", density=0.1, groups=[NAMES[:2], NAMES[2:]] if apart else "model")
     sidcomp.register(ddp, state)
     optimizer = torch.optim.SGD([{"params": module[0].parameters()}, {"params": module[2].parameters()}], 0.1)
-    state.follow(optimizer)
+    both = [torch.optim.SGD(module[2 * i].parameters(), 0.1) for i in range(optimizers)]
+    state.follow(optimizer if optimizers == 1 else both)
+    groups = optimizer.param_groups if optimizers == 1 else [o.param_groups[0] for o in both]
     for first, second in ((0.1, 0.1), (0.1, 0.1), (0.05, 0.2), (0.05, 0.2), (0.1, 0.4)):
-        for group, rate in zip(optimizer.param_groups, (first, second), strict=True):
+        for group, rate in zip(groups, (first, second), strict=True):
             group["lr"] = rate
         ddp(torch.ones(2, 40)).sum().backward()
     assert state._engine.layout is not None
     carries = [g.stage.carry for g in state._engine.layout.groups]
     ddp(torch.ones(2, 40)).sum().backward()
     assert all(g.stage.carry == 1 for g in state._engine.layout.groups)
-    optimizer.param_groups[0]["lr"] = 0.3
+    groups[0]["lr"] = 0.3
     ddp(torch.ones(2, 40)).sum().backward()
     carries += [g.stage.carry for g in state._engine.layout.groups]
     logging.getLogger("sidcomp").removeHandler(handler)
@@ -255,6 +257,7 @@ def test_groups_follow_their_own_rates() -> None:
     ((carries, warned),) = run(two_rates, 1, True)
     assert carries == [0.5, 0.5, 1.0, pytest.approx(1 / 3)]
     assert not warned
+    assert run(two_rates, 1, True, 2) == [(carries, [])], "an optimizer for each layer"
     ((carries, warned),) = run(two_rates, 1, False)
     assert carries == [0.5, pytest.approx(1 / 3)], "most of its elements are those of the first layer"
     assert len(warned) == 1 and "0.weight" in warned[0]
@@ -283,6 +286,23 @@ def refused(rank: int, world: int) -> list[str]:
     trainer.step()
     with pytest.raises(sidcomp.ArgumentError, match="none of the DDP model's"):
         state.follow(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
+    layers = [m for m in trainer.module.modules() if list(m.parameters(recurse=False))]
+    first, second = (torch.optim.SGD(m.parameters(recurse=False), 0.1) for m in layers[:2])
+    scaler = torch.amp.GradScaler("cpu")
+    for given, with_scaler, why in (
+        ([], None, r"follow\(\[\]\)"),
+        ([first, trainer.optimizer], None, "a parameter in common"),
+        ([first, second], scaler, "with a scaler, follow the one that has most"),
+        ([first, torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)], None, "none of the DDP model's"),
+    ):
+        with pytest.raises(sidcomp.ArgumentError, match=why):
+            state.follow(given, with_scaler)
+    assert state._engine.rates is not None and state._engine.rates.optimizers == (trainer.optimizer,)
+    state.follow([first, second])
+    trainer.step()
+    state.follow(first)
+    with pytest.raises(sidcomp.ArgumentError, match=r"in one call, follow\(\[a, b\]\)"):
+        state.follow(second)
     state.follow(None)
     trainer.optimizer.param_groups[0]["lr"] = 0.01
     trainer.step()
@@ -327,10 +347,10 @@ def test_what_cannot_be_followed_is_refused() -> None:
 def test_factors_stay_finite() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([parameter], 0.0)
-    rates = Rates(optimizer)
+    rates = Rates([optimizer])
     found = []
     for rate in (0.0, 1e-300, 1e300, 0.0, 1e300, 1.0, 1e-44):
         optimizer.param_groups[0]["lr"] = rate
-        found.append(rates.advance().get(0, 1.0))
+        found.append(rates.advance().get((0, 0), 1.0))
     assert found == [1.0, 1e-30, 1e-30, 1.0, 1.0, 1e30, 1e30]
-    assert rates.last == {0: 1e-44}
+    assert rates.last == {(0, 0): 1e-44}

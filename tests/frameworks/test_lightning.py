@@ -29,6 +29,7 @@ from launched import (
     same,
     snapshot,
 )
+from sidcomp.integrations.session import Session
 from torch import nn
 
 needs("lightning")
@@ -156,11 +157,11 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
             chosen.state.follow(self.trainer.optimizers[0])
 
     class Followed(lightning.Callback):
-        """Whether the State follows an optimizer, and how many gradients it has compressed."""
+        """How many optimizers the State follows, and how many gradients it has compressed."""
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
             state = next(c for c in trainer.callbacks if isinstance(c, Compression)).state
-            out["two"].append((state._engine.rates is not None, state.stats()["steps"]))
+            out["two"].append((len(state._engine.rates.optimizers), state.stats()["steps"]))
 
     chosen, out["two"] = Compression(**ARGUMENTS), []
     for module, compression in ((Two, Compression(**ARGUMENTS)), (Choosing, chosen)):
@@ -172,6 +173,13 @@ def ranks(rank: int, world: int, room: str) -> dict[str, Any]:
                 enable_checkpointing=False, use_distributed_sampler=False,
             ).fit(module(), batches(rank, world))  # fmt: skip
         out["two"].append([str(w.message) for w in caught if "2 optimizers" in str(w.message)])
+    run = Session(None, {})
+    with sidcomp.State() as run.state, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.follow([optimizer_of(Module().parameters()) for _ in range(2)], torch.amp.GradScaler("cpu"))
+    out["scaler and two"] = (
+        "".join(str(w.message) for w in caught) if rank == 0 else "2 optimizers and a GradScaler"
+    )
     out["both"] = error(lambda: Compression(sidcomp.State("topk"), density=0.1))
     out["unknown"] = error(lambda: Compression("topk", no_such_parameter=1))
 
@@ -235,14 +243,14 @@ def test_it_is_never_silently_not_in_force(results: tuple[list[dict[str, Any]], 
         assert r["recipe"] == 0, "Lightning registers the hook on CPUs now: change docs/lightning.md"
 
 
-def test_with_several_optimizers_it_follows_none_and_says_so(
+def test_it_follows_several_optimizers_unless_told_otherwise(
     results: tuple[list[dict[str, Any]], Path],
 ) -> None:
-    for rank, r in enumerate(results[0]):
-        none, warned, one, again = r["two"]
-        assert none == (False, STEPS) and one == (True, STEPS), "it compresses in both cases"
-        assert len(warned) == len(again) == (rank == 0)
-        assert all("call state.follow(optimizer, scaler)" in text for text in warned)
+    for r in results[0]:
+        both, warned, one, again = r["two"]
+        assert both == (2, STEPS) and one == (1, STEPS)
+        assert not warned and not again
+        assert "2 optimizers and a GradScaler" in r["scaler and two"]
 
 
 def test_wrong_arguments_are_refused_at_once(results: tuple[list[dict[str, Any]], Path]) -> None:

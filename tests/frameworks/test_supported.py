@@ -34,12 +34,14 @@ def state() -> sidcomp.State:
     return sidcomp.State("topk", density=0.1)
 
 
-def train(model: nn.Module, optimizer: Any = None, x: Tensor | None = None, own: Any = None) -> sidcomp.State:
+def train(
+    model: nn.Module, optimizer: Any = None, x: Tensor | None = None, own: Any = None, follows: Any = None
+) -> sidcomp.State:
     """Two steps with sidcomp; the parameters must move and stay finite."""
     own = own or state()
     sidcomp.register(model, own)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    own.follow(optimizer)
+    own.follow(follows or optimizer)
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):
 
@@ -105,17 +107,18 @@ def adam() -> None:
 
 
 def several_optimizers() -> None:
-    """All of them step; the State follows the one that has most of the parameters."""
+    """All of them step, and each parameter follows its own."""
     ddp = DDP(network())
-    small = torch.optim.SGD(ddp.module[2].parameters(), lr=0.1)
-    large = torch.optim.SGD(ddp.module[0].parameters(), lr=0.1)
-    large.register_step_post_hook(lambda *_: small.step())
+    last = torch.optim.SGD(ddp.module[2].parameters(), lr=0.1)
+    first = torch.optim.SGD(ddp.module[0].parameters(), lr=0.2)
+    first.register_step_post_hook(lambda *_: last.step())
     before = ddp.module[2].weight.detach().clone()
-    own = train(ddp, large)
+    own = train(ddp, first, follows=[first, last])
     assert not torch.equal(before, ddp.module[2].weight)
-    large.param_groups[0]["lr"] = 0.05  # halved: the first layer's residual doubles
+    first.param_groups[0]["lr"] = 0.05
     ddp(torch.ones(4, 8)).square().mean().backward()
-    assert own._engine.rates is not None and own._engine.rates.last == {0: 0.05}
+    assert own._engine.rates is not None
+    assert own._engine.rates.rate("0.weight") == 0.05 and own._engine.rates.rate("2.weight") == 0.1
 
 
 WORKS: dict[str, Callable[[], object]] = {
@@ -129,7 +132,7 @@ WORKS: dict[str, Callable[[], object]] = {
     "LBFGS": lbfgs,
     "parameters in bfloat16 or float16": half,
     "several models": several,
-    "several optimizers": several_optimizers,
+    "several optimizers, such as Muon and AdamW": several_optimizers,
     "Adam, AdamW": adam,
 }
 ELSEWHERE = {  # tested by other files

@@ -67,12 +67,12 @@ def prepare(accelerator: Accelerator, state: State, *objects: Any) -> Any:
     ddp = models[0]
     register(ddp, state)
     optimizers = [o for o in results if isinstance(o, AcceleratedOptimizer)]
-    if len(optimizers) == 1:
-        state.follow(plain(optimizers[0]), accelerator.scaler)
+    if len(optimizers) == 1 or (optimizers and accelerator.scaler is None):
+        state.follow([plain(o) for o in optimizers], accelerator.scaler)
     elif optimizers:
         notices.warn(
-            f"there are {len(optimizers)} optimizers among the objects, and a State follows one: call "
-            "state.follow(optimizer.optimizer, accelerator.scaler)",
+            f"there are {len(optimizers)} optimizers among the objects and a GradScaler, and with a scaler a "
+            "State follows one: call state.follow(optimizer.optimizer, accelerator.scaler)",
             accelerator.process_index,
         )
     run = rank_states.agree_on_run(state)

@@ -73,15 +73,16 @@ class Session:
         self._scalars.take(self.state._engine, norms=False)
 
     def follow(self, optimizers: list[Any], scaler: Any) -> None:
-        """Follows the only optimizer. A State follows one, so with several it says that it follows none."""
+        """Follows the optimizers, each parameter its own. With a scaler a State can follow only one; of
+        several it says then that it follows none."""
         assert self.state is not None
-        if len(optimizers) == 1:
-            self.state.follow(plain(optimizers[0]), scaler)
+        if len(optimizers) == 1 or (optimizers and scaler is None):
+            self.state.follow([plain(o) for o in optimizers], scaler)
         elif optimizers:
             notices.warn(
-                f"there are {len(optimizers)} optimizers, and a State follows one: the residuals follow "
-                "neither the learning rate nor the loss scale; call state.follow(optimizer, scaler) with the "
-                "one that steps on most of the parameters",
+                f"there are {len(optimizers)} optimizers and a GradScaler, and with a scaler a State follows "
+                "one optimizer: the residuals follow neither the learning rate nor the loss scale; call "
+                "state.follow(optimizer, scaler) with the one that steps on most of the parameters",
                 dist.get_rank(),
             )
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from sidcomp import notices
 from sidcomp.config.grouping import Regime
 from sidcomp.config.settings import Settings
-from sidcomp.errors import SetupError
+from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.runtime import announcement, checkpoint, forming
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.cpu_executor import CpuExecutor
@@ -25,7 +25,7 @@ from sidcomp.runtime.cuda_executor import CudaExecutor
 from sidcomp.runtime.executor import Executor
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.layout import Layout
-from sidcomp.runtime.learning_rates import Rates
+from sidcomp.runtime.learning_rates import Key, Rates
 from sidcomp.runtime.optimizer_watch import Watch, scaler_in_use
 from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.ranges import profiling
@@ -107,7 +107,7 @@ class Engine:
         self.rollback = settings.nonfinite == "rollback"  # groups have two states
         self.lost = False  # the last step was discarded
         self.unassigned: checkpoint.Residuals = {}  # of parameters whose groups have no memory now
-        self.rates: Rates | None = None  # learning rates of the optimizer that is followed
+        self.rates: Rates | None = None  # learning rates of the optimizers that are followed
         self.watch: Watch | None = None  # what that optimizer does
         self.scale: float | None = None  # AMP's loss scale, if it is known
         self.control = self.allocations = 0
@@ -121,7 +121,7 @@ class Engine:
         self._change_at = 0.0  # the step at which a scheduled parameter changes next
         self._revocable = False  # a step has begun, and has not been discarded
         # number of steps and rates before the first backward pass of the optimizer's current step
-        self._mark: tuple[int, dict[int, float]] = (0, {})
+        self._mark: tuple[int, dict[Key, float]] = (0, {})
         self._deferred = False
         self._arrived = 0  # buckets of this step that have arrived
         self._posted = 0  # groups of this step that have been launched
@@ -429,9 +429,16 @@ class Engine:
                 notices.say(text, speaker)
 
     def follow(self, rates: Rates | None, watch: Watch | None) -> None:
-        """Follows this optimizer from the next step on; None: no optimizer."""
+        """Follows these optimizers from the next step on; None: no optimizer."""
         self.quiet()
+        if rates is not None and self._model is not None:
+            rates.locate(self._model.names)
         if rates is not None and self.rates is not None:
+            if not rates.parameters & self.rates.parameters:
+                raise ArgumentError(
+                    "follow: the State follows an optimizer of other parameters already: give all "
+                    "optimizers in one call, follow([a, b]), or end it with follow(None) first"
+                )
             rates.last = self.rates.last
         if rates is not None and self._model is not None:
             rates.bind(self._model.names, self.groups)

@@ -145,7 +145,9 @@ class Group:
         self.place()
         self.stage = Stage()
         self.counters = Counters()
-        self.rates: list[int] = []  # the optimizer's parameter groups that it belongs to, largest first
+        self.rates: list[
+            tuple[int, int]
+        ] = []  # the optimizers' parameter groups that it belongs to, largest first
         self.warned = False  # a warning that their rates differ was logged
         self._other: Form | None = None  # for full-precision steps; during such a step, the codec's
         self.resident: Any = None  # used by executors: what stays on the device

@@ -1,4 +1,4 @@
-"""The learning rates of an optimizer, which the residuals follow (State.follow).
+"""The learning rates of the optimizers, which the residuals follow (State.follow).
 
 EF-SGD (Karimireddy et al. 2019, Algorithm 1) keeps the residual in the unit of the parameters: p = rate g +
 e. A hook sees only gradients, so it keeps e / rate. This is the same as long as the rate is constant. When it
@@ -7,6 +7,7 @@ late would move the parameters by less, or more, than it would have done in its 
 """
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,30 +19,54 @@ from sidcomp.errors import ArgumentError
 if TYPE_CHECKING:
     from sidcomp.runtime.group import Group
 
+Key = tuple[int, int]  # of a rate: which optimizer, and which of its parameter groups
+_NOBODY: Key = (-1, -1)  # no optimizer has the parameter
+
 _LEAST, _MOST = 1e-30, 1e30  # limits of a factor, by which C multiplies float32
 
 
 class Rates:
-    """last: for each of the optimizer's parameter groups, the last rate that was not 0; 0 if all were 0.
+    """last: for each of the optimizers' parameter groups, the last rate that was not 0; 0 if all were 0.
 
     A step at rate 0 changes no parameter, and its gradient is kept as if it had come at the last rate.
     Gradients before the first rate other than 0 do not count.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        groups = getattr(optimizer, "param_groups", None)
-        if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
-            raise ArgumentError(
-                f"follow({type(optimizer).__name__}): give a torch.optim.Optimizer, which has param_groups"
-            )
-        self.optimizer = optimizer
-        self.last: dict[int, float] = {}
-        self._where: dict[str, int] = {}
-        for i in range(len(groups)):
-            self._read(i)  # raises now what every step would raise
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers:
+            groups = getattr(optimizer, "param_groups", None)
+            if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
+                raise ArgumentError(
+                    f"follow({type(optimizer).__name__}): give a torch.optim.Optimizer, which has "
+                    "param_groups, or a list of them"
+                )
+        self.optimizers = tuple(optimizers)
+        self.last: dict[Key, float] = {}
+        self._where: dict[str, Key] = {}
+        seen: dict[int, int] = {}
+        for key in self._keys():
+            self._read(key)  # raises now what every step would raise
+            for p in self._group(key)["params"]:
+                if seen.setdefault(id(p), key[0]) != key[0]:
+                    raise ArgumentError(
+                        f"follow: optimizers {seen[id(p)]} and {key[0]} of the list have a parameter in "
+                        "common, which would follow two rates: give each parameter to one of them"
+                    )
 
-    def _read(self, i: int) -> float:
-        rate = self.optimizer.param_groups[i].get("lr")
+    def _keys(self) -> list[Key]:
+        return [(o, i) for o, each in enumerate(self.optimizers) for i in range(len(each.param_groups))]
+
+    def _group(self, key: Key) -> dict[str, Any]:
+        group: dict[str, Any] = self.optimizers[key[0]].param_groups[key[1]]
+        return group
+
+    @property
+    def parameters(self) -> set[int]:
+        """The ids of all parameters that the optimizers have."""
+        return {id(p) for key in self._keys() for p in self._group(key)["params"]}
+
+    def _read(self, key: Key) -> float:
+        rate: Any = self._group(key).get("lr")
         if isinstance(rate, torch.Tensor) and rate.is_cuda:
             raise ArgumentError(
                 "follow: the optimizer's lr is a tensor on a device, and every step would wait for it: "
@@ -53,36 +78,39 @@ class Rates:
             value = math.nan
         if not 0 <= value < math.inf:
             raise ArgumentError(
-                f"follow: lr of the optimizer's parameter group {i} is {rate!r}: set it to a finite "
+                f"follow: lr of the optimizer's parameter group {key[1]} is {rate!r}: set it to a finite "
                 "number >= 0"
             )
         return value
 
-    def bind(self, names: dict[int, str], groups: "list[Group]") -> None:
-        """Assigns rates to new groups. names: the names of the model's parameters, by id."""
+    def locate(self, names: dict[int, str]) -> None:
+        """Finds whose each parameter is. names: the names of the model's parameters, by id."""
         self._where = {
-            names[id(p)]: i
-            for i, g in enumerate(self.optimizer.param_groups)
-            for p in g["params"]
-            if id(p) in names
+            names[id(p)]: key for key in self._keys() for p in self._group(key)["params"] if id(p) in names
         }
-        if not self._where:
-            raise ArgumentError(
-                f"follow: the {type(self.optimizer).__name__} has none of the DDP model's parameters: follow "
-                "the one that steps on its gradients"
-            )
+        found = {key[0] for key in self._where.values()}
+        for o, optimizer in enumerate(self.optimizers):
+            if o not in found:
+                raise ArgumentError(
+                    f"follow: the {type(optimizer).__name__} has none of the DDP model's parameters: follow "
+                    "the one that steps on its gradients"
+                )
+
+    def bind(self, names: dict[int, str], groups: "list[Group]") -> None:
+        """The same, and assigns rates to new groups."""
+        self.locate(names)
         for g in groups:
-            size: dict[int, int] = {}
+            size: dict[Key, int] = {}
             for p in g.spec.pieces:
-                i = self._where.get(p.name, -1)
+                i = self._where.get(p.name, _NOBODY)
                 size[i] = size.get(i, 0) + p.numel
             g.rates = sorted(size, key=lambda i: -size[i])
 
-    def advance(self) -> dict[int, float]:
+    def advance(self) -> dict[Key, float]:
         """Begins a step. Returns the factors of the residuals other than 1, by parameter group of the
-        optimizer."""
-        factors: dict[int, float] = {}
-        for i in range(len(self.optimizer.param_groups)):
+        optimizers."""
+        factors: dict[Key, float] = {}
+        for i in self._keys():
             now, last = self._read(i), self.last.get(i)
             if now == 0:
                 self.last.setdefault(i, 0.0)
@@ -92,27 +120,27 @@ class Rates:
                 factors[i] = _factor(last, now)
         return factors
 
-    def carry(self, g: "Group", factors: dict[int, float]) -> float:
+    def carry(self, g: "Group", factors: dict[Key, float]) -> float:
         """Returns a group's factor. If its parameters have several, that of most of its elements is taken."""
         of = [factors.get(i, 1.0) for i in g.rates]
         if len(set(of)) > 1 and not g.warned:
             g.warned = True
             notices.log(
                 f"{shorten(g.names)} has parameters whose learning rates change independently; its residual "
-                "follows the rate of most of its elements. Give each of the optimizer's parameter groups its "
+                "follows the rate of most of its elements. Give each of the optimizers' parameter groups its "
                 "own groups (groups=[[names], ...])"
             )
         return of[0] if of else 1.0
 
     def rate(self, name: str) -> float | None:
         """Returns the rate in whose unit the parameter's residual is; None: unknown."""
-        return self.last.get(self._where.get(name, -1))
+        return self.last.get(self._where.get(name, _NOBODY))
 
     def since(self, name: str, rate: float | None) -> float:
         """Returns the factor for a residual that was saved at `rate`. If there has been no rate since, `rate`
         becomes the last one."""
-        i = self._where.get(name, -1)
-        if rate is None or i < 0:
+        i = self._where.get(name, _NOBODY)
+        if rate is None or i == _NOBODY:
             return 1.0
         last = self.last.setdefault(i, rate)
         return 1.0 if last in (0, rate) else _factor(rate, last)

@@ -1,6 +1,7 @@
 """Finds out whether the optimizer took a step, or a GradScaler skipped it (State.follow)."""
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,35 +54,40 @@ class _Stepped:
 
 
 class Watch:
-    """An optimizer, and the GradScaler that guards it, if one does.
+    """The optimizers, and the GradScaler that guards the only one, if one does.
 
-    Whether the optimizer has stepped is known from its hook or, if it has no hooks, from its parameters'
+    Whether an optimizer has stepped is known from its hook or, if it has no hooks, from its parameters'
     versions. Whether the scaler has been asked for the step is known from the stage that it keeps for each
     optimizer. The host knows all of it without waiting for a device, except whether a fused optimizer skipped
     its step, which only the device knows.
     """
 
-    def __init__(self, optimizer: Any, scaler: Any = None) -> None:
+    def __init__(self, optimizers: Sequence[Any], scaler: Any = None) -> None:
         self.scaler = scaler
-        self._key = id(optimizer)
+        self._key = id(optimizers[0])
         if scaler is not None and not (
             hasattr(scaler, "_per_optimizer_states") and hasattr(scaler, "get_scale")
         ):
             raise ArgumentError(f"follow(scaler={type(scaler).__name__}): give a torch.amp.GradScaler")
+        if scaler is not None and len(optimizers) > 1:
+            raise ArgumentError(
+                "follow: a GradScaler can skip the step of one optimizer and not of another, and a State "
+                "discards a step for all: with a scaler, follow the one that has most of the parameters"
+            )
         self._stepped = _Stepped()
         self._scaler_state: dict[str, Any] = {}
         self._home: torch.Tensor | None = None  # the scale, copied to the host
         self._copied: torch.cuda.Event | None = None
         self._passes = 0  # since the optimizer's last step
-        self._some = [g["params"][0] for g in optimizer.param_groups if g["params"]]
+        self._some = [g["params"][0] for o in optimizers for g in o.param_groups if g["params"]]
         self._versions: list[int] = []
-        register = getattr(optimizer, "register_step_post_hook", None)
-        # None: an object with an optimizer's interface, but no hooks
-        self._hook = register(self._stepped) if register is not None else None
+        # empty: objects with an optimizer's interface, but no hooks
+        known = [getattr(o, "register_step_post_hook", None) for o in optimizers]
+        self._hooks = [register(self._stepped) for register in known if register is not None]
 
     def close(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def on_device(self) -> bool:
@@ -124,7 +130,7 @@ class Watch:
         """Whether the scaler has skipped the step."""
         if not self._offered:
             return False
-        if self._hook is None:
+        if not self._hooks:
             return any(bool(found.item()) for found in self._scaler_state["found_inf_per_device"].values())
         if not self._stepped.ran:
             return True
