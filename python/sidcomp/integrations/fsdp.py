@@ -59,7 +59,7 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
     the first backward pass nothing overlaps, because the order of the parameter groups is not known yet.
     Gradients are complete when backward() returns. They may be accumulated: by several backward passes,
     `set_requires_gradient_sync`, `set_requires_all_reduce` and `set_is_last_backward`. Mixed precision works
-    with float32 or bfloat16 as reduce_dtype. CPU offload has not been tried. Needs PyTorch 2.13.
+    with float32 or bfloat16 as reduce_dtype. CPU offload has not run on a GPU. Needs PyTorch 2.13.
 
     The residual takes 4 bytes for each element of the rank's shard. Each rank saves its own state_dict.
 
