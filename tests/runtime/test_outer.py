@@ -56,6 +56,47 @@ def test_without_a_codec_it_is_diloco(momentum: float, nesterov: bool) -> None:
         assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
 
 
+def delayed(rank: int, world: int, delay: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outer with an exchange in flight during `delay` steps, beside torch's operations."""
+    model, adam = network(0), None
+    adam = OPTIMIZERS["Adam"](model.parameters())
+    point, left, mean = flat(model), flat(model), None
+    u = torch.zeros_like(point)
+    ours = network(rank)
+    of_ours = OPTIMIZERS["Adam"](ours.parameters())
+    with sidcomp.State("none") as state:
+        outer = sidcomp.Outer(ours, of_ours, state, every=EVERY, delay=delay)
+        for step in range(6 * EVERY + delay):
+            for module in (model, ours):
+                module.zero_grad()
+                backward(module, rank, step)
+            adam.step()
+            outer.step()
+            since = (step + 1) % EVERY
+            if mean is not None and since in (delay, 0):
+                u = 0.9 * u + mean
+                point = point - 0.7 * (mean + 0.9 * u)
+                nn.utils.vector_to_parameters(flat(model) - left + point, model.parameters())
+                mean = None
+                own = flat(ours)
+                with outer.common_point() as common:
+                    assert alike(common)
+                    torch.testing.assert_close(flat(common), point, rtol=1e-3, atol=1e-4)
+                assert torch.equal(flat(ours), own)
+            if since == 0:
+                left = flat(model)
+                mean = point - left
+                dist.all_reduce(mean)
+                mean /= world
+    return flat(model), flat(ours), flat(network(0))
+
+
+@pytest.mark.parametrize("delay", [1, EVERY])
+def test_an_exchange_in_flight_loses_no_step(delay: int) -> None:
+    for theirs, ours, start in run(delayed, 2, delay):
+        assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
+
+
 def trained(rank: int, world: int) -> tuple[float, float, float]:
     module, losses = network(rank), []
     steps = sidcomp.Outer(module, OPTIMIZERS["Adam"](module.parameters()), every=EVERY, lr=0.5, momentum=0.6)
@@ -74,13 +115,13 @@ def test_the_default_learns_at_few_bytes() -> None:
         assert last < 0.5 * first and ratio > 20
 
 
-def resumed(rank: int, world: int, stop: int) -> bool:
+def resumed(rank: int, world: int, stop: int, delay: int) -> bool:
     """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
 
     def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
         module = network(seed)
         optimizer = OPTIMIZERS["Adam"](module.parameters())
-        outer = sidcomp.Outer(module, optimizer, every=EVERY)
+        outer = sidcomp.Outer(module, optimizer, every=EVERY, delay=delay)
         with outer.state as state:
             if saved is not None:
                 module.load_state_dict(saved["module"])
@@ -98,9 +139,9 @@ def resumed(rank: int, world: int, stop: int) -> bool:
     return all(torch.equal(whole["module"][name], x) for name, x in again["module"].items())
 
 
-@pytest.mark.parametrize("stop", [6, 8])
-def test_a_resumed_run_has_the_same_bits(stop: int) -> None:
-    assert all(run(resumed, 2, stop))
+@pytest.mark.parametrize("stop, delay", [(6, 0), (8, 0), (6, 3), (8, 3)])
+def test_a_resumed_run_has_the_same_bits(stop: int, delay: int) -> None:
+    assert all(run(resumed, 2, stop, delay))
 
 
 def with_nan(rank: int, world: int) -> None:
@@ -120,8 +161,27 @@ def with_nan(rank: int, world: int) -> None:
         assert alike(module) and torch.isfinite(flat(module)).all()
 
 
+def with_nan_in_flight(rank: int, world: int) -> None:
+    module = network(0)
+    outer = sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), every=2, delay=1)
+    with outer.state:
+        for step in range(8):
+            module.zero_grad()
+            backward(module, rank, step)
+            if step == 3 and rank == 1:
+                next(module.parameters()).grad[0, 0] = float("nan")
+            outer.step()
+            if step == 4:  # the exchange that began with the NaN has ended
+                with outer.common_point() as common:
+                    before = flat(common)
+                assert torch.equal(flat(module), before) and torch.isfinite(before).all()
+        outer.average()
+        assert alike(module) and torch.isfinite(flat(module)).all()
+
+
 def test_what_is_not_finite_is_undone() -> None:
     run(with_nan, 2)
+    run(with_nan_in_flight, 2)
 
 
 def refused(rank: int, world: int, wrong: dict[str, Any]) -> str:
@@ -139,6 +199,8 @@ def refused(rank: int, world: int, wrong: dict[str, Any]) -> str:
     [
         ({"every": 0}, "at least 1"),
         ({"lr": 0}, "greater than 0"),
+        ({"delay": 31}, "from 0 to every=30"),
+        ({"delay": -1}, "from 0 to every=30"),
         ({"momentum": 1.0}, "below 1"),
         ({}, "no outer momentum"),
     ],
@@ -146,3 +208,28 @@ def refused(rank: int, world: int, wrong: dict[str, Any]) -> str:
 def test_what_is_wrong_is_said(wrong: dict[str, Any], said: str) -> None:
     for text in run(refused, 2, wrong):
         assert said in text
+
+
+def misused(rank: int, world: int) -> tuple[str, str]:
+    said = []
+    other = nn.Sequential(nn.Linear(12, 40 + rank), nn.Linear(40 + rank, 3))
+    with pytest.raises(sidcomp.SetupError) as different:
+        sidcomp.Outer(other, OPTIMIZERS["SGD"](other.parameters()), sidcomp.State("none"))
+    said.append(str(different.value))
+    module = network(0)
+    sgd = OPTIMIZERS["SGD"](module.parameters())
+    with sidcomp.State("none") as state:
+        outer = sidcomp.Outer(module, sgd, state, every=2)
+        backward(module, rank, 0)
+        with pytest.raises(sidcomp.SetupError) as alone:
+            sgd.step()
+        outer.step()
+        outer.step()
+    sgd.step()  # the State is closed
+    return said[0], str(alone.value)
+
+
+def test_other_models_and_steps_without_it_are_refused() -> None:
+    for different, alone in run(misused, 2):
+        assert "rank 1 has '0.weight' of float32 [41, 12] where rank 0 has '0.weight'" in different
+        assert "stepped without Outer: call Outer's step()" in alone

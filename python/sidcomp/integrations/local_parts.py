@@ -3,6 +3,7 @@ the optimizers have done."""
 
 import weakref
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -40,6 +41,45 @@ def trained(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     if complex_ := [name for name, p in named.items() if p.is_complex()]:
         raise SetupError(f"parameter {complex_[0]!r} is complex, which no codec takes")
     return named
+
+
+def compare(named: dict[str, torch.nn.Parameter], group: dist.ProcessGroup, what: str) -> None:
+    """Raises SetupError on every rank if the ranks' parameters differ in name, shape or dtype. what: the
+    class, for messages."""
+    mine = [(name, tuple(p.shape), str(p.dtype)[6:]) for name, p in named.items()]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        for a, b in zip_longest(everyone[0], theirs):
+            if a != b:
+                shown = [f"{x[0]!r} of {x[2]} {list(x[1])}" if x else "nothing" for x in (a, b)]
+                raise SetupError(
+                    f"{what}: the ranks train different models: rank {rank} has {shown[1]} where rank 0 has "
+                    f"{shown[0]}; give every rank the same modules, with the same parameters frozen"
+                )
+
+
+class Stray:
+    """Refuses steps of the optimizer that `step` of its owner does not take: the owner would not count them,
+    and the ranks would exchange at different points."""
+
+    def __init__(self, owner: Any, what: str) -> None:
+        self._owner, self._what = weakref.ref(owner), what
+        self.expected = False
+        register = getattr(owner.optimizer, "register_step_post_hook", None)
+        if register is not None:
+            register(self)
+
+    def __call__(self, *_: Any) -> None:
+        owner = self._owner()
+        if owner is None or self.expected or owner.state._closed is not None:
+            return
+        raise SetupError(
+            f"the optimizer has stepped without {self._what}: call {self._what}'s step() in place of "
+            "optimizer.step(), or close its State first"
+        )
 
 
 def take_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, scaler: Any) -> Any:

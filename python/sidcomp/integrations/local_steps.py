@@ -1,17 +1,20 @@
 """Local steps: each rank's optimizer steps on its own, and from time to time the ranks average updates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import CheckpointError, SetupError
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError
 from sidcomp.integrations.local_parts import (
     Part,
+    Stray,
     broadcast,
     buckets,
     check,
+    compare,
     group_of,
     open_engine,
     serve,
@@ -42,12 +45,17 @@ class LocalSteps:
     state           for the updates, with a named codec. `follow` has no meaning here: updates already contain
                     the learning rate
     every           [1] steps between two exchanges, at least 1
+    delay           [0] steps during which an exchange takes place in the background, at most `every`. Its
+                    mean then moves the common point, and the parameters keep what their optimizer has done
+                    since the exchange began: x(m) becomes the new point plus these steps
     process_group   [None] the ranks to average over; None: the State's, else the default group
 
-    It takes 8 bytes for each float32 parameter (the common point and the update), beside the State's memory.
-    If an update is not finite on any rank, all ranks return to the common point.
+    It takes 8 bytes for each float32 parameter (the common point and the update), with a delay 12, beside the
+    State's memory. If an update is not finite on any rank, all ranks return to the common point.
 
-    Raises ArgumentError or SetupError, which say what to change.
+    Raises ArgumentError or SetupError, which say what to change: if `every` or `delay` is out of range, if
+    the ranks' parameters differ in name, shape or dtype, or if the optimizer lacks some. A step of the
+    optimizer that `step` did not take raises a SetupError in that step.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class LocalSteps:
         state: State,
         *,
         every: int = 1,
+        delay: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
@@ -64,11 +73,18 @@ class LocalSteps:
                 f"{type(self).__name__} averages updates, DDP gradients: give it the module without DDP"
             )
         check(every, state, type(self).__name__)
+        if not isinstance(delay, int) or isinstance(delay, bool) or not 0 <= delay <= every:
+            raise ArgumentError(f"delay={delay!r}: give a number of steps from 0 to every={every}")
         named = trained(module, optimizer)
         self.module, self.optimizer, self.state, self.every = module, optimizer, state, every
+        self.delay = delay
         self.steps = 0  # taken by the optimizer
         self._group = group_of(state, process_group)
-        self._parts = [_Part(names, named) for names in buckets(named)]
+        compare(named, self._group, type(self).__name__)
+        self._parts = [_Part(names, named, delay > 0) for names in buckets(named)]
+        self._futures: list[torch.futures.Future[torch.Tensor]] = []
+        self._flying = False  # the means of an exchange have not been applied yet
+        self._stray = Stray(self, type(self).__name__)
         broadcast([*named.values(), *module.buffers()], self._group)
         for part in self._parts:
             part.mark()
@@ -78,29 +94,78 @@ class LocalSteps:
         """Calls `optimizer.step(closure)`, or with a GradScaler `scaler.step(optimizer)`, and averages if it
         is time to. Each rank's scale is its own. Every rank calls it equally often. Returns what the
         optimizer returns; raises the errors of the exchange."""
-        loss = take_step(self.optimizer, closure, scaler)
+        self._stray.expected = True
+        try:
+            loss = take_step(self.optimizer, closure, scaler)
+        finally:
+            self._stray.expected = False
         self.steps += 1
-        if self.steps % self.every == 0:
-            self.average()
+        since = self.steps % self.every
+        if self._flying and (since == self.delay or since == 0):
+            self._land()
+        if since == 0:
+            self._launch()
+            if not self.delay:
+                self._land()
         return loss
 
     @torch.no_grad()
     def average(self) -> None:
-        """Averages now, for example before an evaluation. Every rank calls it at the same point."""
+        """Averages now, for example before the last evaluation, and waits for it. Every rank calls it at the
+        same point."""
+        self._land()
+        self._launch()
+        self._land()
+
+    @contextmanager
+    def common_point(self) -> Iterator[torch.nn.Module]:
+        """Puts the common point, which has the same bits on all ranks, into the module, and this rank's own
+        parameters back afterwards:
+
+            with outer.common_point() as module:
+                evaluate(module)
+                torch.save(module.state_dict(), "model.pt")
+
+        Nothing is exchanged, and training continues afterwards as if you had not called it. The common point
+        contains neither the steps since the last exchange nor an exchange in flight. Do not train inside."""
+        own = [[p.detach().clone() for p in part.parameters] for part in self._parts]
+        with torch.no_grad():
+            for part in self._parts:
+                part.restore()
+        try:
+            yield self.module
+        finally:
+            with torch.no_grad():
+                for part, kept in zip(self._parts, own, strict=True):
+                    torch._foreach_copy_(part.parameters, kept)
+
+    @torch.no_grad()
+    def _launch(self) -> None:
         engine = open_engine(self.state)
         for part in self._parts:
             part.measure()
+            part.leave()
         if engine.layout is None:
             assert self.state._door is not None
             engine.form(self.state._door.model, [part.bucket() for part in self._parts])
         try:
-            futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
+            self._futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
+        except Exception as e:
+            self._fail(e)
+            raise
+        self._flying = True
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """Waits for the exchange in flight, and applies its mean."""
+        if not self._flying:
+            return
+        futures, self._futures, self._flying = self._futures, [], False
+        try:
             for future in futures:
                 future.wait()
         except Exception as e:
-            engine.abandon(e)
-            for part in self._parts:
-                part.restore()
+            self._fail(e)
             raise
         if all(bool(torch.isfinite(part.update).all()) for part in self._parts):
             for part in self._parts:
@@ -111,16 +176,29 @@ class LocalSteps:
                 part.restore()
         broadcast(list(self.module.buffers()), self._group)
 
+    def _fail(self, error: Exception) -> None:
+        self.state._engine.abandon(error)
+        for part in self._parts:
+            part.restore()
+
     def _outer(self, part: "_Part") -> None:
         """Turns the mean update, which the part holds, into that of the common point."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs beside the module's, the optimizer's and the State's own
-        dictionaries: the number of steps and, between two exchanges, the common point by parameter name.
-        Every rank saves all four for itself."""
-        away = self.steps % self.every != 0
+        dictionaries: the number of steps and, by parameter name, the common point between two exchanges and,
+        while an exchange is in flight, its mean and where the parameters were when it began. Waits for that
+        exchange. Every rank saves all four for itself."""
+        for future in self._futures:
+            future.wait()
+        away = self.steps % self.every != 0 or self._flying
         points = {name: view.clone() for part in self._parts for name, view in part.points()} if away else {}
-        return {"steps": self.steps, "every": self.every, "points": points}
+        flying = {
+            kind: {n: v.clone() for part in self._parts for n, v in part.named(getattr(part, kind))}
+            for kind in _IN_FLIGHT
+            if self._flying
+        }
+        return {"steps": self.steps, "every": self.every, "points": points, "in flight": flying}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Loads a result of `state_dict`, after the module's and the optimizer's. Raises CheckpointError."""
@@ -132,25 +210,43 @@ class LocalSteps:
                 f"LocalSteps: the checkpoint was saved after {steps} steps with every={saved.get('every')}, "
                 f"and has no common point, which every={self.every} needs there: resume with the same `every`"
             )
+        flying = saved.get("in flight") or {}
+        if flying and not self.delay:
+            raise CheckpointError(
+                "LocalSteps: the checkpoint was saved while an exchange was in flight, which needs a delay: "
+                "resume with the same `delay`"
+            )
         known = dict(pair for part in self._parts for pair in part.points())
         for name, view in known.items():
-            if points and (name not in points or points[name].shape != view.shape):
-                raise CheckpointError(f"LocalSteps: no common point of the shape of parameter {name!r}")
-        self.steps = steps
+            for values in [points, *(flying.get(kind) for kind in _IN_FLIGHT)] if flying else [points]:
+                if values and (name not in values or values[name].shape != view.shape):
+                    raise CheckpointError(f"LocalSteps: no common point of the shape of parameter {name!r}")
+        self._land()
+        self.steps, self._flying = steps, bool(flying)
         for part in self._parts:
             part.mark()
-        if steps % self.every:
+        if steps % self.every or flying:
             for name, view in known.items():
                 view.copy_(points[name])
+        for kind in _IN_FLIGHT if flying else ():
+            for part in self._parts:
+                for name, view in part.named(getattr(part, kind)):
+                    view.copy_(flying[kind][name])
+
+
+_IN_FLIGHT = "update", "left"  # vectors of a part that an exchange in flight needs
 
 
 class _Part(Part):
-    """point: the common point. update: what the parameters have moved since."""
+    """point: the common point. update: what the parameters have moved since. left: where they were when the
+    last exchange began, if they continue during it."""
 
-    def __init__(self, names: list[str], named: dict[str, torch.nn.Parameter]) -> None:
+    def __init__(self, names: list[str], named: dict[str, torch.nn.Parameter], delayed: bool) -> None:
         super().__init__(names, named)
         self.point = self.vector()
         self._point = self.views(self.point)
+        self.left = self.vector() if delayed else self.point
+        self._left = self.views(self.left) if delayed else None
 
     def named(self, x: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """A vector over the parameters, by their names."""
@@ -168,10 +264,19 @@ class _Part(Part):
         """Takes what the parameters have moved as the update."""
         self.measure_from(self.point)
 
+    def leave(self) -> None:
+        """An exchange begins, during which the parameters may move on."""
+        if self._left is not None:
+            torch._foreach_copy_(self._left, self.parameters)
+
     def move(self) -> None:
-        """Moves the common point, and the parameters with it."""
+        """Moves the common point, and the parameters with it, which keep what they moved since `leave`."""
         self.point.sub_(self.update)
-        self.restore()
+        if self._left is None:
+            self.restore()
+            return
+        torch._foreach_sub_(self.parameters, self._left)
+        torch._foreach_add_(self.parameters, self._point)
 
     def restore(self) -> None:
         torch._foreach_copy_(self.parameters, self._point)

@@ -33,6 +33,7 @@ class Outer(LocalSteps):
     state           [None] for the exchanges; None: State("topk", density=1 / 64, values="log4",
                     indices="packed", beta=0.95)
     every           [30] steps between two exchanges, at least 1
+    delay           [0] steps during which an exchange takes place in the background, as in `LocalSteps`
     lr, momentum, nesterov
                     [0.7, 0.9, True] of the outer optimizer
 
@@ -50,6 +51,7 @@ class Outer(LocalSteps):
         state: State | None = None,
         *,
         every: int = 30,
+        delay: int = 0,
         lr: float = 0.7,
         momentum: float = 0.9,
         nesterov: bool = True,
@@ -61,7 +63,7 @@ class Outer(LocalSteps):
             raise ArgumentError(f"momentum={momentum!r}: give the outer optimizer one from 0 to below 1")
         if state is None:
             state = State("topk", density=1 / 64, values="log4", indices="packed", beta=0.95)
-        super().__init__(module, optimizer, state, every=every, process_group=process_group)
+        super().__init__(module, optimizer, state, every=every, delay=delay, process_group=process_group)
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
         self._momenta = {id(part): torch.zeros_like(part.update) for part in self._parts}
 
