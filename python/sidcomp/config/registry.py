@@ -61,6 +61,11 @@ class Codec:
         return "lossless" in self.traits
 
     @property
+    def whole(self) -> bool:
+        """It sends a value for each element, none of which needs what the others send."""
+        return self.family in ("dense", "quantised") and not self.reductions
+
+    @property
     def shaped(self) -> bool:
         """Its time and its payload depend on the shapes of the tensors, not only on their size."""
         return "shaped" in self.traits

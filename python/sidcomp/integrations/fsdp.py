@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sidcomp.config.grouping import shorten
+from sidcomp.config.policy import Exclude, Policy, parse_exclude
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
+from sidcomp.integrations.all_gather import AllGather
 from sidcomp.integrations.ddp import roles
 from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.runtime.bucket import Bucket
@@ -197,7 +199,66 @@ def _cut(parts: Sequence[dict[str, Any]], units: Sequence["_Unit"]) -> dict[str,
     }
 
 
-def _units(module: torch.nn.Module) -> list["_Unit"]:
+def compress_all_gather(
+    module: torch.nn.Module,
+    codec: str = "int8",
+    *,
+    exclude: Exclude = (),
+    seed: int = 0,
+    **parameters: Setting,
+) -> list[AllGather]:
+    """Compresses the all-gather of the parameters between the ranks that share a replica, for a model to
+    which `fully_shard` has been applied, on a mesh of one dimension or of two. On CPUs only so far.
+
+    module      the root module
+    codec, parameters
+                as in `State`: a dense or quantized codec, because there is no memory for what is not sent.
+                The default, "int8", sends one byte for each element, with a scale for each block
+    exclude     [()] what is gathered as it is, as in `State`: a name, a pattern, "1-D", "embedding", ...
+    seed        [0] for codecs that draw random numbers
+
+    The forward and the backward pass compute with the rounded parameters, which have the same bits on all
+    ranks. The shards stay as they are, and so do optimizers and checkpoints. If a parameter is not finite,
+    all parameters of its `fully_shard` call are NaN on all ranks.
+
+    Returns an object for each of FSDP's parameter groups, in the order of the modules, with `sent_bytes` and
+    `dense_bytes`: what this rank has sent, and what it would have sent uncompressed. Raises SetupError or
+    UnsupportedError, which say what to change.
+    """
+    if FSDPState is None:
+        raise UnsupportedError(_NEEDS)
+    units = [u for u in _found(module) if u.place()[1] > 1]
+    if not units:
+        raise SetupError("the model is not sharded, so it has no all-gather of parameters")
+    names = {id(p): name for name, p in module.named_parameters()}
+    shapes = {
+        names.get(id(p.sharded_param), ""): tuple(p._orig_size) for u in units for p in u.group.fsdp_params
+    }
+    exact = Policy(exclude=parse_exclude(exclude), roles=roles(module)).excluded(shapes)
+    made: list[AllGather] = []
+    for unit in units:
+        own = unit.group.fsdp_params
+        if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in own):
+            raise UnsupportedError(
+                f"{unit.label()} has a tensor subclass that encodes its own all-gather: leave it out here"
+            )
+        parts = [
+            (p.padded_sharded_param_size.numel(), names.get(id(p.sharded_param), "") not in exact)
+            for p in own
+        ]
+        made.append(AllGather(codec, parameters, seed, len(made), parts, _version_of(own)))
+    for unit, one in zip(units, made, strict=True):
+        unit.group._all_gather_comm = one
+    return made
+
+
+def _version_of(parameters: Sequence[Any]) -> Callable[[], int]:
+    """A number that grows with each change in place of the parameters' shards, by an optimizer (which sees
+    DTensors) or of the local tensors."""
+    return lambda: sum(p.sharded_param._version + p._sharded_local_tensor._version for p in parameters)
+
+
+def _found(module: torch.nn.Module) -> list["_Unit"]:
     names = {id(p): name for name, p in module.named_parameters()}
     found: list[_Unit] = []
     for m in module.modules():
@@ -211,9 +272,13 @@ def _units(module: torch.nn.Module) -> list["_Unit"]:
                 "call fully_shard once for each mesh"
             )
         found += [_Unit(state, g, names) for g in groups]
-    units = [u for u in found if u.names]
     if not found:
         raise SetupError("fsdp.compress: call fully_shard or replicate on the model first")
+    return found
+
+
+def _units(module: torch.nn.Module) -> list["_Unit"]:
+    units = [u for u in _found(module) if u.names]
     if not units:
         raise SetupError("fsdp.compress: no parameter of the model requires a gradient")
     return units

@@ -1,0 +1,129 @@
+"""FSDP2's all-gather of parameters, compressed: each rank encodes its shard, the ranks gather the payloads,
+and every rank decodes all of them, its own among them, so that all have the same bits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidcomp import core as _core
+from sidcomp.config.registry import find_codec, resolve
+from sidcomp.config.schedule import Setting
+from sidcomp.errors import UnsupportedError
+from sidcomp.runtime.block import DTYPES, Block
+
+
+class AllGather:
+    """What `FSDPModule.set_custom_all_gather` takes, for one parameter group: see
+    `sidcomp.fsdp.compress_all_gather`.
+
+    parts: for each parameter the elements of its shard, padded as FSDP pads it, and whether it is encoded.
+    version: a number that changes when the parameters do. The forward and the backward pass gather the same
+    parameters, and take the same random numbers for them.
+    """
+
+    def __init__(
+        self,
+        codec: str,
+        parameters: dict[str, Setting],
+        seed: int,
+        number: int,
+        parts: Sequence[tuple[int, bool]],
+        version: Callable[[], int],
+    ) -> None:
+        if not find_codec(codec).whole:
+            raise UnsupportedError(
+                f"codec {codec!r} does not send a rounded value of every element, and parameters have no "
+                'memory for the rest: take a quantized or dense one, such as "int8", "fp8" or "bf16"'
+            )
+        self._codec, _, self._parameters = resolve(codec, "none", parameters)
+        self._seed, self._number, self._version = seed, number, version
+        self._n = sum(n for n, _ in parts)
+        self._runs: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (offset, elements), encoded?
+        at = 0
+        for n, encoded in parts:
+            runs = self._runs[encoded]
+            if runs and sum(runs[-1]) == at:
+                runs[-1] = runs[-1][0], runs[-1][1] + n
+            elif n:
+                runs.append((at, n))
+            at += n
+        self.sent_bytes = self.dense_bytes = 0
+        self._plans: dict[torch.dtype, tuple[Any, Block, Block]] = {}
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        world, n, width = group.size(), input_tensor.numel(), input_tensor.element_size()
+        if output_tensor.device.type != "cpu":
+            raise UnsupportedError("the compressed all-gather runs on CPUs only so far: leave it out on GPUs")
+        coded, exact = self._runs[True], self._runs[False]
+        dense = n * width * (world - 1)
+        self.dense_bytes += dense
+        if n != self._n or not coded:  # after reshard_after_forward=N other shards are gathered, as they are
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+            self.sent_bytes += dense
+            return
+        plan, state, work = self._plan(input_tensor.dtype)
+        size = plan.payload_bytes
+        each = size + -(-sum(m for _, m in exact) * width // 64) * 64
+        sent, received = self._buffer(1, each), self._buffer(world, each)
+        start = input_tensor.data_ptr()
+        plan.encode(
+            _core.Buffers(_segments(start, coded, width), state.ptr, work.ptr, sent.data_ptr()),
+            step=self._version(),
+            seed=self._seed,
+            group=self._number,
+            rank=0 if plan.linear else group.rank(),
+            world=1 if plan.linear else world,
+        )
+        raw = input_tensor.view(torch.uint8)
+        at = size
+        for offset, m in exact:
+            sent[at : at + m * width] = raw[offset * width : (offset + m) * width]
+            at += m * width
+        dist.all_gather_into_tensor(received, sent, group=group)
+        out = output_tensor.view(torch.uint8)
+        for rank in range(world):
+            shard = rank * n * width
+            into = _core.Buffers(_segments(output_tensor.data_ptr() + shard, coded, width))
+            plan.decode(received.data_ptr() + rank * each, size, 1, 1.0, into, step=-1, group=0)
+            at = rank * each + size
+            for offset, m in exact:
+                place = shard + offset * width
+                out[place : place + m * width] = received[at : at + m * width]
+                at += m * width
+        self.sent_bytes += each * (world - 1)
+
+    def _plan(self, dtype: torch.dtype) -> tuple[Any, Block, Block]:
+        if dtype not in self._plans:
+            if dtype not in DTYPES:
+                raise UnsupportedError(
+                    f"the parameters of one fully_shard call are gathered as {dtype}, not as "
+                    f"{', '.join(DTYPES.values())}: give them one dtype"
+                )
+            n = sum(m for _, m in self._runs[True])
+            plan = _core.Plan(self._codec.name, "none", n, DTYPES[dtype], self._parameters)
+            cpu = torch.device("cpu")
+            self._plans[dtype] = plan, Block(plan.state_bytes, cpu), Block(plan.work_bytes, cpu)
+        return self._plans[dtype]
+
+    def _buffer(self, count: int, each: int) -> torch.Tensor:
+        if (count, each) not in self._buffers:
+            self._buffers[count, each] = Block(count * each, torch.device("cpu")).tensor
+        return self._buffers[count, each]
+
+
+def _segments(start: int, runs: Sequence[tuple[int, int]], width: int) -> "_core.Segments":
+    return _core.Segments([start + offset * width for offset, _ in runs], [n for _, n in runs])

@@ -1,0 +1,110 @@
+"""sidcomp.fsdp.compress_all_gather: FSDP2's parameters travel rounded, and stay as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+from harness import run
+from test_fsdp import backward, flat, network, sharded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+STEPS = 12
+
+
+def gathered(model: Any) -> torch.Tensor:
+    """The parameters as forward passes see them."""
+    parts = []
+    for module in (model[0], model[2], model):
+        module.unshard()
+    parts = [p.detach().clone().flatten() for p in model.parameters()]
+    for module in (model[0], model[2], model):
+        module.reshard()
+    return torch.cat(parts)
+
+
+def trained(rank: int, world: int, codec: str, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
+    """codec "": as torch does it. Returns this rank's shards, late losses, what is gathered, and ratios."""
+    model = sharded(init_device_mesh("cpu", (world,)), **options)
+    made = sidcomp.fsdp.compress_all_gather(model, codec, **arguments) if codec else []
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        sgd.zero_grad()
+        losses.append(backward(model, rank, step))
+        sgd.step()
+    assert flat(model).dtype is torch.float32
+    return flat(model), sum(losses[-4:]), gathered(model), [x.dense_bytes / x.sent_bytes for x in made]
+
+
+def test_parameters_travel_rounded() -> None:
+    plain = run(trained, 2, "", {}, {})
+    for codec, arguments, ratio, exact in (
+        ("none", {}, 0.8, True),
+        ("int8", {}, 2.0, False),
+        ("int8", {"exclude": "1-D"}, 1.5, False),
+    ):
+        both = run(trained, 2, codec, arguments, {})
+        assert torch.equal(both[0][2], both[1][2]), "all ranks compute with the same parameters"
+        for (theirs, loss, seen, _), (mine, ours, found, ratios) in zip(plain, both, strict=True):
+            assert torch.equal(theirs, mine) is exact and torch.equal(seen, found) is exact
+            assert ours == pytest.approx(loss, rel=0.05)
+            assert len(ratios) == 3 and max(ratios) > ratio
+
+
+def rounding(rank: int, world: int, options: dict[str, Any]) -> tuple[float, bool, bool, bool]:
+    """How far rounded parameters are from their shards; whether two gathers agree, biases are exact, and a
+    step changes what is drawn."""
+    model = sharded(init_device_mesh("cpu", (world,)), **options)
+    before = gathered(model)
+    sidcomp.fsdp.compress_all_gather(model, "int8", exclude="1-D", rounding="stochastic")
+    first, again = gathered(model), gathered(model)
+    biases = torch.cat([torch.full((p.numel(),), p.ndim == 1) for p in network().parameters()])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.0)
+    return (
+        float((first - before).norm() / before.norm()),
+        torch.equal(first, again),
+        torch.equal(first[biases], before[biases]),
+        torch.equal(first, gathered(model)),
+    )
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_is_rounded(bf16: bool) -> None:
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if bf16 else {}
+    for error, again, biases, after in run(rounding, 3 if bf16 else 2, options):
+        assert 0 < error < 0.01 and again and biases and not after
+
+
+def resharded(rank: int, world: int) -> list[float]:
+    """With shards of another mesh after the forward pass, only the forward pass's gather is compressed."""
+    model = sharded(init_device_mesh("cpu", (world,)), reshard_after_forward=2)
+    made = sidcomp.fsdp.compress_all_gather(model, "int8")
+    backward(model, rank, 0)
+    return [x.dense_bytes / x.sent_bytes for x in made]
+
+
+def test_other_shards_after_the_forward_pass() -> None:
+    for ratios in run(resharded, 4):
+        assert max(ratios) > 1.2
+
+
+def refusals(rank: int, world: int) -> None:
+    model = sharded(init_device_mesh("cpu", (world,)))
+    for codec in ("topk", "signsgd", "powersgd", "terngrad-shared", "efsignsgd"):
+        with pytest.raises(sidcomp.UnsupportedError, match=f"codec '{codec}' does not send a rounded value"):
+            sidcomp.fsdp.compress_all_gather(model, codec)
+    with pytest.raises(sidcomp.SetupError, match=r"rule '\*\.weigth' fits no parameter"):
+        sidcomp.fsdp.compress_all_gather(model, exclude="*.weigth")
+    with pytest.raises(sidcomp.SetupError, match="call fully_shard or replicate"):
+        sidcomp.fsdp.compress_all_gather(network())
+    backward(model, rank, 0)  # as it was
+
+
+def test_what_cannot_be_gathered_is_refused() -> None:
+    run(refusals, 2)
