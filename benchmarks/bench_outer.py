@@ -39,7 +39,7 @@ WAYS: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "averaging, delay 1/3": (("none", {}), {**AVERAGE, "delay": 1 / 3}),
     "DiLoCo": (("none", {}), {}),
     "averaging, top-k": (("topk", {**SPARSE, "beta": 1.0}), AVERAGE),
-    "SparseLoCo": (("topk", SPARSE), {}),
+    "SparseLoCo": (("topk", SPARSE), AVERAGE),
 }
 
 

@@ -147,6 +147,7 @@ def test_a_resumed_run_has_the_same_bits(stop: int, delay: int) -> None:
 def with_nan(rank: int, world: int) -> None:
     module = network(0)
     outer = sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), every=1)
+    assert (outer.lr, outer.momentum) == (1.0, 0.0), "SparseLoCo"
     with outer.state:
         for step in range(6):
             module.zero_grad()
@@ -220,6 +221,7 @@ def misused(rank: int, world: int) -> tuple[str, str]:
     sgd = OPTIMIZERS["SGD"](module.parameters())
     with sidcomp.State("none") as state:
         outer = sidcomp.Outer(module, sgd, state, every=2)
+        assert (outer.lr, outer.momentum) == (0.7, 0.9), "DiLoCo"
         backward(module, rank, 0)
         with pytest.raises(sidcomp.SetupError) as alone:
             sgd.step()

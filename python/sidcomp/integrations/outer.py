@@ -23,10 +23,10 @@ class Outer(LocalSteps):
     From a common point a, rank m takes `every` steps with its own optimizer, to x(m). The ranks compress
     a - x(m) with error feedback and exchange it. The outer optimizer takes the mean as its gradient:
     u = momentum u + mean, and a moves by -lr (mean + momentum u), or by -lr u if nesterov is False. All ranks
-    continue from there. With State("none") this is DiLoCo (Douillard et al. 2023). The default State is that
-    of SparseLoCo (Sarfi et al. 2025), except that its values have 4 bits: it sends a 64th of the elements,
-    and multiplies the residual by 0.95 in each exchange. lr=1, momentum=0 is plain averaging, as in
-    `LocalSteps`.
+    continue from there. With State("none") this is DiLoCo (Douillard et al. 2023). The default is SparseLoCo
+    (Sarfi et al. 2025), except that its values have 4 bits: it sends a 64th of the elements, multiplies the
+    residual by 0.95 in each exchange, which takes the place of the outer momentum, and moves by the mean.
+    lr=1, momentum=0 is plain averaging, as in `LocalSteps`.
 
     module, optimizer, process_group
                     as in `LocalSteps`
@@ -35,7 +35,8 @@ class Outer(LocalSteps):
     every           [30] steps between two exchanges, at least 1
     delay           [0] steps during which an exchange takes place in the background, as in `LocalSteps`
     lr, momentum, nesterov
-                    [0.7, 0.9, True] of the outer optimizer
+                    of the outer optimizer. [0.7, 0.9, True] with a State whose codec is lossless, as in
+                    DiLoCo; with any other [1, 0, True], as in SparseLoCo
 
     It takes 12 bytes for each float32 parameter (the common point, the update, the outer momentum), in
     addition to the State's memory. If an update is not finite on any rank, all ranks return to the common
@@ -52,11 +53,14 @@ class Outer(LocalSteps):
         *,
         every: int = 30,
         delay: int = 0,
-        lr: float = 0.7,
-        momentum: float = 0.9,
+        lr: float | None = None,
+        momentum: float | None = None,
         nesterov: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        lossless = state is not None and not state.settings.lossy
+        lr = (0.7 if lossless else 1.0) if lr is None else lr
+        momentum = (0.9 if lossless else 0.0) if momentum is None else momentum
         if not 0 < lr < float("inf"):
             raise ArgumentError(f"lr={lr!r}: give the outer optimizer a finite rate greater than 0")
         if not 0 <= momentum < 1:
