@@ -20,7 +20,9 @@ from benchmarks.common import RESULTS, race, report
 from benchmarks.papers.sidco_ratio import Array, recorded
 
 SHARE = 40
-FORMS = [{"values": v, "indices": i} for i in ("u16", "packed") for v in ("f32", "f16", "log8", "log4")]
+VALUES = "f32", "f16", "log8", "log4", "log2"
+FORMS = [{"values": v, "indices": i, "memory_dtype": "float32"} for i in ("u16", "packed") for v in VALUES]
+FORMS.append({"values": "log4", "indices": "packed", "memory_dtype": "bfloat16"})
 
 
 def density_for(form: dict[str, Any], n: int) -> float:
@@ -28,7 +30,7 @@ def density_for(form: dict[str, Any], n: int) -> float:
     low, high = 1e-6, 1.0
     while high - low > 1e-4 * low:
         middle = (low + high) / 2
-        plan = _core.Plan("topk", "none", n, "float32", {"density": middle, **form})
+        plan = _core.Plan("topk", "residual", n, "float32", {"density": middle, **form})
         low, high = (middle, high) if SHARE * plan.payload_bytes <= 4 * n else (low, middle)
     return low
 

@@ -39,7 +39,9 @@ WAYS: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "averaging, delay 1/3": (("none", {}), {**AVERAGE, "delay": 1 / 3}),
     "DiLoCo": (("none", {}), {}),
     "averaging, top-k": (("topk", {**SPARSE, "beta": 1.0}), AVERAGE),
+    "averaging, int4": (("int4", {}), AVERAGE),
     "SparseLoCo": (("topk", SPARSE), AVERAGE),
+    "SparseLoCo with DiLoCo's momentum": (("topk", SPARSE), {"lr": 0.7, "momentum": 0.9}),
 }
 
 
