@@ -72,7 +72,7 @@ def run(share: int, tests: str = "tests/cuda/test_cuda.py") -> None:
 
 
 def test_kernels_on_the_emulation() -> None:
-    run(share=10)
+    run(share=13)
 
 
 def test_exchanges_on_the_emulation() -> None:
@@ -88,7 +88,7 @@ def test_what_gpu_check_times_on_the_emulation() -> None:
 
 
 def test_the_native_transport_on_the_emulation() -> None:
-    run(share=3, tests="tests/native/test_native.py")
+    run(share=5, tests="tests/native/test_native.py")
 
 
 def test_code_that_does_not_wait_is_not_launched_early() -> None:

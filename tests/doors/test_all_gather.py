@@ -74,7 +74,7 @@ def rounding(rank: int, world: int, options: dict[str, Any]) -> tuple[float, boo
     )
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_rounded(bf16: bool) -> None:
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if bf16 else {}
     for error, again, biases, after in run(rounding, 3 if bf16 else 2, options):
@@ -89,6 +89,7 @@ def resharded(rank: int, world: int) -> list[float]:
     return [x.dense_bytes / x.sent_bytes for x in made]
 
 
+@pytest.mark.slow
 def test_other_shards_after_the_forward_pass() -> None:
     for ratios in run(resharded, 4):
         assert max(ratios) > 1.2

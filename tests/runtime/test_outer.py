@@ -14,6 +14,7 @@ from test_local_steps import OPTIMIZERS, alike, backward, flat, network
 from torch import nn
 
 EVERY = 4
+SLOW = pytest.mark.slow
 
 
 def by_torch(
@@ -91,7 +92,7 @@ def delayed(rank: int, world: int, delay: int) -> tuple[torch.Tensor, torch.Tens
     return flat(model), flat(ours), flat(network(0))
 
 
-@pytest.mark.parametrize("delay", [1, EVERY])
+@pytest.mark.parametrize("delay", [1, pytest.param(EVERY, marks=SLOW)])
 def test_an_exchange_in_flight_loses_no_step(delay: int) -> None:
     for theirs, ours, start in run(delayed, 2, delay):
         assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
@@ -139,7 +140,9 @@ def resumed(rank: int, world: int, stop: int, delay: int) -> bool:
     return all(torch.equal(whole["module"][name], x) for name, x in again["module"].items())
 
 
-@pytest.mark.parametrize("stop, delay", [(6, 0), (8, 0), (6, 3), (8, 3)])
+@pytest.mark.parametrize(
+    "stop, delay", [(6, 0), pytest.param(8, 0, marks=SLOW), (6, 3), pytest.param(8, 3, marks=SLOW)]
+)
 def test_a_resumed_run_has_the_same_bits(stop: int, delay: int) -> None:
     assert all(run(resumed, 2, stop, delay))
 
