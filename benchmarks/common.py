@@ -55,7 +55,9 @@ def machine() -> dict[str, Any]:
             if line.startswith("model name"):
                 cpu = line.split(":", 1)[1].strip()
                 break
-    versions = {name: sys.modules[name].__version__ for name in ("numpy", "torch") if name in sys.modules}
+    versions: dict[str, Any] = {
+        name: sys.modules[name].__version__ for name in ("numpy", "torch") if name in sys.modules
+    }
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -67,8 +69,16 @@ def machine() -> dict[str, Any]:
     }
 
 
-def report(name: str, title: str, rows: list[dict[str, Any]], note: str, out: Path | None) -> None:
-    """Prints `rows` as a table and, if asked, writes them to `out`/`name`.json and .md."""
+def report(
+    name: str,
+    title: str,
+    rows: list[dict[str, Any]],
+    note: str,
+    out: Path | None,
+    more: dict[str, Any] | None = None,
+) -> None:
+    """Prints `rows` as a table and, if asked, writes them to `out`/`name`.json and .md. more: entries for
+    the JSON file."""
     where = machine()
     table = Table(title=title, caption=escape(note), caption_justify="left")
     for column in rows[0]:
@@ -82,7 +92,7 @@ def report(name: str, title: str, rows: list[dict[str, Any]], note: str, out: Pa
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    record = {"title": title, "note": note, "machine": where, "rows": rows}
+    record = {"title": title, "note": note, "machine": where, **(more or {}), "rows": rows}
     (out / f"{name}.json").write_text(compact_json.dumps(record))
     lines = [f"# {title}", "", note, "", "| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]

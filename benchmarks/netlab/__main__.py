@@ -12,8 +12,9 @@ from benchmarks.common import report
 from benchmarks.netlab import hooks
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure, rows
+from benchmarks.netlab.replay import REPLAYS
 
-TASKS = ("lm", "lstm", "transformer", "resnet50", "resnet101", "cnn", "mlp", "digits")
+TASKS = ("lm", "lstm", "transformer", "resnet50", "resnet101", "cnn", "mlp", "digits", *REPLAYS)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +27,12 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--hosts", type=int, default=2, help="one rank on each (default 2)")
     add("--rate", default="1gbit", help="of each host's link, up and down; none: not shaped (default 1gbit)")
-    add("--task", choices=TASKS, default="lm", help="of examples/tasks.py (default lm)")
+    add(
+        "--task",
+        choices=TASKS,
+        default="lm",
+        help="of examples/tasks.py or replay.py (default lm)",
+    )
     add(
         "--hooks",
         default="dense,fp16,powersgd,topk,auto",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.common import machine
 from benchmarks.netlab.lab import Lab, LabError, parse_rate
 from benchmarks.netlab.measure import measure
 
@@ -36,6 +37,7 @@ def one_cell(hosts: int, rate: str, task: str, hooks: str, turns: Turns) -> Cell
         "turns": list(turns[:3]),
         "emulation": lab.emulation,
         "network": network,
+        "machine": machine(),
         "result": result,
     }
 

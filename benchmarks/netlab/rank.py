@@ -21,6 +21,7 @@ from sidcomp.planner.profile import Profile
 from torch import nn
 
 from benchmarks.netlab import hooks
+from benchmarks.netlab.replay import REPLAYS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -190,6 +191,15 @@ def _as_plan(
     return {"ends": ends[1:], "methods": methods}
 
 
+def task_of(name: str, rank: int, world: int, batch: int | None) -> Task:
+    """One of examples/tasks.py, or of replay.py. batch: None is the task's own."""
+    if name in REPLAYS:
+        replay, small = REPLAYS[name]
+        return replay(rank, world, batch or replay.batch, torch.device("cpu"), TASKS[small])
+    kind = TASKS[name]
+    return kind(rank, world, batch or kind.batch, torch.device("cpu"))
+
+
 def _gather(value: Any) -> list[Any]:
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value)
@@ -205,8 +215,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     rank, world = dist.get_rank(), dist.get_world_size()
-    kind = TASKS[spec["task"]]
-    task = kind(rank, world, spec["batch"] or kind.batch, torch.device("cpu"))
+    task = task_of(spec["task"], rank, world, spec["batch"])
     runs = []
     for name in (CEILING, *spec["hooks"]):
         if rank == 0:

@@ -1,9 +1,11 @@
 """Marsit's tables 1 and 2 and figures 1 and 3, in small, on the example tasks.
 
-    python -m benchmarks.papers.marsit --what rate bytes k --save
+    python -m benchmarks.papers.marsit --what rate layers bytes k --save
 
 rate: Figure 1b: how often a synchronised sign is that of the sum of the gradients. The gradients are those
     of ranks that train the task without compression; every exchange then gets the same ones.
+layers: Figure 1b by the size of a tensor, each a group of its own: the sign of a cascade is drawn with the
+    norm of the whole group, so it is right more often in a small one.
 bytes: Figures 1a and 5: bits that a rank sends for each element, rounds, ms that a rank computes (loopback,
     one thread, all ranks' work over their number), and with them the ms of a synchronisation over a link.
     Elias: the bits that gamma codes of the same counts would take, signs and zigzag included.
@@ -14,6 +16,7 @@ baselines: Tables 1 and 2: the metric at the end, and that of the paper's baseli
 """
 
 import argparse
+import itertools
 import shlex
 import sys
 import time
@@ -77,25 +80,51 @@ def gradients(task: str, world: int, at: list[int], seed: int = 0) -> list[list[
     return out
 
 
+def rate(way: str, world: int, recorded: list[list[Array]]) -> float:
+    """Share of the elements, of those that are not 0 in the sum, whose sign came out right."""
+    exchange, codec, settings = WAYS[way]
+    rates = []
+    for g in recorded:
+        total = np.sum(g, axis=0, dtype=np.float64)
+        got = np.asarray(Loopback(world, exchange, codec, len(total), **settings).step(g))
+        there = total != 0
+        if there.any():
+            # a tie of a vote is right half of the time
+            right = np.where(got[there] == 0, 0.5, np.sign(got[there]) == np.sign(total[there]))
+            rates.append(float(np.mean(right)))
+    return mean(rates) if rates else float("nan")
+
+
+BINS = (1, 32, 64, 128, 256, 1024, 16384, 1 << 30)  # elements of a tensor
+
+
+def matching_by_layer(task: str, world: int, steps: list[int]) -> list[dict[str, Any]]:
+    """The rate of Marsit's ring and of the cascade in each tensor, averaged over tensors of like sizes."""
+    recorded = gradients(task, world, steps)
+    model = TASKS[task](0, world, TASKS[task].batch, torch.device("cpu")).model()
+    ends = np.cumsum([0, *(p.numel() for p in model.parameters())])
+    found: dict[int, list[tuple[float, float]]] = {}
+    for start, end in itertools.pairwise(ends):
+        part = [[g[start:end] for g in ranks] for ranks in recorded]
+        both = rate("Marsit, ring", world, part), rate("SSDM, cascading", world, part)
+        found.setdefault(int(np.searchsorted(BINS, end - start, side="right")), []).append(both)
+    rows = []
+    for i in sorted(found):
+        ring, cascade = (float(np.nanmean([pair[k] for pair in found[i]])) for k in (0, 1))
+        size = f"{BINS[i - 1]} to {BINS[i] - 1:,}" if i < len(BINS) - 1 else f"{BINS[i - 1]:,} and more"
+        row = {"task": task, "ranks": world, "elements": size, "tensors": len(found[i])}
+        rows.append(row | {"Marsit, ring %": 100 * ring, "SSDM, cascading %": 100 * cascade})
+    return rows
+
+
 def matching(task: str, worlds: list[int], steps: list[int]) -> list[dict[str, Any]]:
     """Share of the elements, of those that are not 0 in the sum, whose sign came out right."""
     rows = []
     for world in worlds:
         recorded = gradients(task, world, steps)
-        for name, (exchange, codec, settings) in WAYS.items():
-            rates = []
-            for g in recorded:
-                total = np.sum(g, axis=0, dtype=np.float64)
-                loop = Loopback(world, exchange, codec, len(total), **settings)
-                got = np.asarray(loop.step(g))
-                there = total != 0
-                # a tie of a vote is right half of the time
-                rates.append(
-                    float(
-                        np.mean(np.where(got[there] == 0, 0.5, np.sign(got[there]) == np.sign(total[there])))
-                    )
-                )
-            rows.append({"task": task, "ranks": world, "way": name, "match %": 100 * mean(rates)})
+        for name in WAYS:
+            found = 100 * rate(name, world, recorded)
+            rows.append({"task": task, "ranks": world, "way": name, "match %": found})
     return rows
 
 
@@ -219,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = ["rate", "bytes", "k", "baselines"]
+    what = ["rate", "layers", "bytes", "k", "baselines"]
     parser.add_argument("--what", nargs="+", default=what, choices=what)
     parser.add_argument("--task", default="digits", choices=sorted(TASKS))
     parser.add_argument("--world", type=int, nargs="+", default=[3, 4, 8])
@@ -240,6 +269,11 @@ def main(argv: list[str] | None = None) -> None:
             "Paper: cascading about 56 %.",
             out,
         )
+    if "layers" in args.what:
+        rows = [row for world in args.world for row in matching_by_layer(args.task, world, [10, 50])]
+        note = "Each tensor is a group; means of steps 10 and 50, then over the tensors. Paper: about 56 %."
+        title = "Matching rate by layer (Marsit, figure 1b)"
+        report(f"papers-marsit-layers-{args.task}", title, rows, note, out)
     if "bytes" in args.what:
         rows = costs(args.n, args.world, args.gbit)
         note = f"{args.n:,} elements; compute measured; {args.gbit:g} Gbit/s and 100 us a round, simulated."

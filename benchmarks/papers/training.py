@@ -4,10 +4,12 @@
     python -m benchmarks.papers.training --only mergecomp-scaling --save
 
 Each figure is some cells of the lab (benchmarks/netlab) and a table. Cells that are done are kept in a file:
-stop it, or give it --minutes; called once more, it goes on. A table has all cells that are kept.
+stop it, or give it --minutes; called once more, it goes on. A saved table keeps the rows of places that are
+not measured again, and says on which machine each place was measured.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from benchmarks.common import RESULTS, report, summary
+from benchmarks.common import RESULTS, machine, report, summary
 from benchmarks.netlab.cells import Cell, Kept, Turns, one_cell
 from benchmarks.netlab.measure import loss_at, medians, sent
 
@@ -42,14 +44,14 @@ class Place(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """paper: what it reproduces; claim: what the paper says. says: what was found, from the cells."""
+    """paper: what it reproduces; claim: what the paper says. says: what was found, from the rows."""
 
     paper: str
     claim: str
     places: tuple[Place, ...]
     hooks: tuple[str, ...]
     rows: "Callable[[Cell], list[Row]]"
-    says: "Callable[[list[Cell]], str]"
+    says: "Callable[[list[Row]], str]"
     turns: Turns = USUAL
 
 
@@ -79,7 +81,7 @@ def each_hook(cell: Cell) -> list[Row]:
         row = of(cell) | {
             "hook": run["name"],
             "ms a step": str(summary(run["ms"])),
-            "scaling factor": f"{best / ms:.2f}",
+            "scaling factor": f"{best / ms:.3f}",
             "speed / plain DDP": f"{took['dense'] / ms:.2f}",
             "bytes sent a step": sent(run),
             "groups": str(run["groups"] or ""),
@@ -94,13 +96,13 @@ def each_hook(cell: Cell) -> list[Row]:
 
 
 def by_codec(variants: tuple[str, ...], codecs: tuple[str, ...], cell: Cell) -> list[Row]:
-    """One row for each codec: the scaling factors of its variants, beside plain DDP's."""
+    """One row for each codec: the scaling factors of its variants, beside those without a codec."""
     took, best = milliseconds(cell), ceiling(cell)
     out = []
     for codec in codecs:
         row = of(cell) | {"codec": codec, "no communication, ms": f"{best:.1f}"}
-        row |= {f"plain DDP {how}": f"{best / took[name]:.2f}" for how, name in PLAIN.items()}
-        row |= {v: f"{best / took[f'{codec}:{v}@0']:.2f}" for v in variants}
+        row |= {how: f"{best / took[name]:.3f}" for how, name in PLAIN.items()}
+        row |= {v: f"{best / took[f'{codec}:{v}@0']:.3f}" for v in variants}
         first, last = (took[f"{codec}:{v}@0"] for v in (variants[0], variants[-1]))
         row[f"{variants[-1]} / {variants[0]}"] = f"{first / last:.2f}"
         row[f"{variants[-1]} / plain DDP by layer"] = f"{took['dense@0'] / last:.2f}"
@@ -108,72 +110,83 @@ def by_codec(variants: tuple[str, ...], codecs: tuple[str, ...], cell: Cell) -> 
     return out
 
 
-PLAIN = {"by layer": "dense@0", "in buckets": "dense"}
+PLAIN = {"plain DDP by layer": "dense@0", "plain DDP in buckets": "dense", "bf16 wire": "bf16-sum32"}
 
 
-def gains(over: str, under: str, codecs: tuple[str, ...], cells: list[Cell]) -> list[tuple[float, str]]:
-    """How many times as fast `codec:over@0` is as `under`, where {} is the codec; the largest last."""
+def place_of(row: Row) -> Place:
+    return Place(int(row["hosts"]), row["link"], row["task"])
+
+
+def gains(over: str, under: str, codecs: tuple[str, ...], rows: list[Row]) -> list[tuple[float, str]]:
+    """How many times as fast the column `over` is as the column `under`; the largest last."""
     out = []
-    for cell in cells:
-        took = milliseconds(cell)
-        for codec in codecs:
-            where = f"{codec}, {Place(cell['hosts'], cell['rate'], cell['task'])}"
-            out.append((took[under.format(codec)] / took[f"{codec}:{over}@0"], where))
+    for row in rows:
+        if row["codec"] in codecs and row.get(under) and row.get(over):
+            out.append((float(row[over]) / float(row[under]), f"{row['codec']}, {place_of(row)}"))
     return sorted(out)
 
 
 def spread(name: str, found: list[tuple[float, str]]) -> str:
+    if not found:
+        return f"{name}: not measured."
     middle = found[len(found) // 2][0]
     return f"{name}: {found[0][0]:.2f} to {found[-1][0]:.2f} times ({found[-1][1]}), median {middle:.2f}."
 
 
-def says_scaling(variant: str, codecs: tuple[str, ...], cells: list[Cell]) -> str:
-    over = gains(variant, "{}:layer@0", codecs, cells)
-    plain = gains(variant, "dense@0", codecs, cells)
-    buckets = gains(variant, "dense", codecs, cells)
-    by_layer = [1 / gain for gain, _ in gains("layer", "dense@0", codecs, cells)]
+def says_scaling(variant: str, codecs: tuple[str, ...], rows: list[Row]) -> str:
+    by_layer = [1 / gain for gain, _ in gains("layer", "plain DDP by layer", codecs, rows)]
     behind = sum(x > 1 for x in by_layer)
     return " ".join(
         [
-            spread(f"{variant} over layer-wise compression", over),
-            spread(f"{variant} over plain DDP by layer", plain),
-            spread(f"{variant} over plain DDP in its buckets", buckets),
+            spread(f"{variant} over layer-wise compression", gains(variant, "layer", codecs, rows)),
+            spread(f"{variant} over plain DDP by layer", gains(variant, "plain DDP by layer", codecs, rows)),
+            spread(
+                f"{variant} over plain DDP in its buckets",
+                gains(variant, "plain DDP in buckets", codecs, rows),
+            ),
+            spread(
+                f"{variant} over a bf16 wire with float32 sums", gains(variant, "bf16 wire", codecs, rows)
+            ),
             f"Layer-wise compression is slower than plain DDP by layer in {behind} of {len(by_layer)} cases.",
         ]
     )
 
 
-def says_groups(cells: list[Cell]) -> str:
+def says_groups(rows: list[Row]) -> str:
     out = []
     for codec in ("fp16", "dgc", "efsignsgd"):
         for y in (2, 3, 4):
-            found = gains(f"mergecomp[Y={y}]", "{}:model@0", (codec,), cells)
+            found = gains(f"mergecomp[Y={y}]", "model", (codec,), rows)
             out.append(spread(f"{codec}, Y = {y} over one group", found))
         out.append(spread(f"{codec}, Y = 2 over two even groups",
-                          gains("mergecomp[Y=2]", "{}:even:2@0", (codec,), cells)))  # fmt: skip
+                          gains("mergecomp[Y=2]", "even:2", (codec,), rows)))  # fmt: skip
     return " ".join(out)
 
 
-def says_cupcake(cells: list[Cell]) -> str:
+def says_cupcake(rows: list[Row]) -> str:
     rest = [
-        spread(f"cupcake over {what}", gains("cupcake", under, FOUR, cells))
+        spread(f"cupcake over {what}", gains("cupcake", under, FOUR, rows))
         for what, under in (
-            ("compressing only tensors of 16 KB and more", "{}:layer[exclude=<16KB]@0"),
-            ("two even groups", "{}:even:2@0"),
-            ("the planner pg", "{}:pg@0"),
+            ("compressing only tensors of 16 KB and more", SMALLER),
+            ("two even groups", "even:2"),
+            ("the planner pg", "pg"),
         )
     ]
-    return " ".join([says_scaling("cupcake", FOUR, cells), *rest])
+    return " ".join([says_scaling("cupcake", FOUR, rows), *rest])
 
 
-def says_fastest(cells: list[Cell]) -> str:
+def of_places(rows: list[Row]) -> dict[Place, list[Row]]:
+    out: dict[Place, list[Row]] = {}
+    for row in rows:
+        out.setdefault(place_of(row), []).append(row)
+    return out
+
+
+def says_fastest(rows: list[Row]) -> str:
     out = []
-    for cell in cells:
-        took = milliseconds(cell)
-        names = [run["name"] for run in cell["result"]["runs"][1:]]
-        first = min(names, key=lambda n: took[n])
-        place = Place(cell["hosts"], cell["rate"], cell["task"])
-        out.append(f"{place}: fastest {first}, {took['dense'] / took[first]:.2f} times plain DDP.")
+    for place, some in of_places(rows).items():
+        best = max(some[1:], key=lambda row: float(row["speed / plain DDP"]))
+        out.append(f"{place}: fastest {best['hook']}, {best['speed / plain DDP']} times plain DDP.")
     return " ".join(out)
 
 
@@ -196,6 +209,13 @@ def time_to_loss(cell: Cell, share: float = 1.0) -> dict[str, float | None]:
     return {n: None if i is None else i * took[n] / 1e3 for n, i in reached.items()}
 
 
+def megabytes(run: Row, seconds: float | None, ms: float) -> str:
+    """What a rank has sent, the most of any, when its loss is plain DDP's."""
+    if not seconds or any(b is None for b in run["bytes"]):
+        return ""
+    return f"{max(run['bytes']) * seconds * 1e3 / ms / 1e6:.3g}"
+
+
 def losses_over_time(cell: Cell) -> list[Row]:
     took, until = milliseconds(cell), time_to_loss(cell)
     steps = min(len(run["losses"]) for run in cell["result"]["runs"])
@@ -214,23 +234,24 @@ def losses_over_time(cell: Cell) -> list[Row]:
                 "plain DDP's by then": f"{loss_at(plain, min(steps, equal)):.4f}",
                 "seconds to plain DDP's loss": f"{seconds:.1f}" if seconds else "not reached",
                 "times as soon": f"{dense / seconds:.2f}" if seconds and dense else "",
+                "MB sent by then": megabytes(run, seconds, took[run["name"]]),
             }
         )
     return out
 
 
-def says_losses(cells: list[Cell]) -> str:
+def says_losses(rows: list[Row]) -> str:
     out = []
-    for cell in cells:
-        until = time_to_loss(cell)
-        dense = until["dense"]
-        assert dense is not None
-        rest = {n: s for n, s in until.items() if n not in (cell["result"]["runs"][0]["name"], "dense")}
-        reached = {n: dense / s for n, s in rest.items() if s}
-        missed = [n for n, s in rest.items() if not s]
+    for place, some in of_places(rows).items():
+        rest = [row for row in some if row["hook"] != "dense"]
+        reached = {row["hook"]: float(row["times as soon"]) for row in rest if row["times as soon"]}
+        missed = [row["hook"] for row in rest if not row["times as soon"]]
         best = max(reached, key=lambda n: reached[n], default=None)
-        text = f"{Place(cell['hosts'], cell['rate'], cell['task'])}: "
-        text += f"{best} is there {reached[best]:.2f} times as soon" if best else "no hook gets there"
+        text = (
+            f"{place}: {best} is there {reached[best]:.2f} times as soon"
+            if best
+            else f"{place}: no hook gets there"
+        )
         out.append(text + (f"; {', '.join(missed)} not within these steps." if missed else "."))
     return " ".join(out)
 
@@ -240,7 +261,7 @@ def at(hosts: int, rate: str, *tasks: str) -> tuple[Place, ...]:
 
 
 def grid(codecs: tuple[str, ...], *variants: str) -> tuple[str, ...]:
-    return ("dense", "dense@0", *(f"{c}:{v}@0" for c in codecs for v in variants))
+    return (*PLAIN.values(), *(f"{c}:{v}@0" for c in codecs for v in variants))
 
 
 SMALLER = "layer[exclude=<16KB]"
@@ -254,17 +275,32 @@ FIGURES: dict[str, Figure] = {
         "Layer by layer most of nine compressors scale worse than no compression at all; merged in two "
         "groups they scale up to 3.83 times as well as layer by layer, and up to 2.91 times as well as none.",
         (*at(2, "1gbit", "resnet50"), *at(4, "1gbit", "resnet50"),
-         *at(2, "1gbit", "resnet101", "transformer"), *at(4, "1gbit", "transformer"),
-         *at(2, "10gbit", "resnet50"), *at(8, "1gbit", "resnet50")),
+         *at(2, "1gbit", "resnet101", "transformer")),
         grid(NINE, "layer", "mergecomp"),
         partial(by_codec, ("layer", "mergecomp"), NINE),
         partial(says_scaling, "mergecomp", NINE),
+    ),
+    "mergecomp-ranks": Figure(
+        "MergeComp, figures 4 to 6, eight ranks and a faster link",
+        "Up to 8 GPUs, merged in two groups they scale up to 3.83 times as well as layer by layer.",
+        (*at(8, "1gbit", "resnet50-replay"), *at(2, "10gbit", "resnet50-replay")),
+        grid(("dgc", "efsignsgd"), "layer", "mergecomp"),
+        partial(by_codec, ("layer", "mergecomp"), ("dgc", "efsignsgd")),
+        partial(says_scaling, "mergecomp", ("dgc", "efsignsgd")),
+    ),
+    "mergecomp-sizes": Figure(
+        "MergeComp, figures 4 to 6, and Cupcake, figures 6 and 7: the tensors of the models as published",
+        "Merged, compressors scale up to 3.83 times as well as layer by layer.",
+        at(2, "10gbit", "resnet50-sizes", "resnet101-sizes", "bert-sizes"),
+        (*PLAIN.values(), *(f"topk:{v}@0" for v in ("layer", "mergecomp", "cupcake"))),
+        partial(by_codec, ("layer", "cupcake", "mergecomp"), ("topk",)),
+        partial(says_scaling, "mergecomp", ("topk",)),
     ),
     "mergecomp-groups": Figure(
         "MergeComp, tables 2 and 3",
         "Two groups are 1.04 to 1.23 times as fast as one, three and four no faster than two; the search is "
         "1.9 to 5.5 % faster than two groups of as many tensors.",
-        (*at(2, "1gbit", "resnet50", "resnet101"), *at(4, "1gbit", "resnet50")),
+        (*at(2, "1gbit", "resnet50", "resnet101"), *at(4, "1gbit", "resnet50-replay")),
         grid(("fp16", "dgc", "efsignsgd"), "model", "even:2", *(f"mergecomp[Y={y}]" for y in (2, 3, 4))),
         partial(by_codec, ("model", "even:2", *(f"mergecomp[Y={y}]" for y in (4, 3, 2))),
                 ("fp16", "dgc", "efsignsgd")),
@@ -285,7 +321,7 @@ FIGURES: dict[str, Figure] = {
         "Cupcake is up to 1.72 times as fast as no compression, 2.3 times as fast as layer by layer and 1.64 "
         "times as fast as compressing only large tensors; up to 1.12 times as fast as the best buckets and "
         "1.18 times as fast as the best even groups.",
-        (*at(2, "1gbit", "resnet50", "resnet101", "transformer"), *at(4, "1gbit", "resnet50")),
+        (*at(2, "1gbit", "resnet50", "resnet101", "transformer"), *at(4, "1gbit", "resnet50-replay")),
         grid(FOUR, "layer", SMALLER, "even:2", "even:4", "25MB", "pg", "cupcake"),
         partial(by_codec, ("layer", SMALLER, "even:2", "even:4", "25MB", "pg", "cupcake"), FOUR),
         says_cupcake,
@@ -303,7 +339,7 @@ FIGURES: dict[str, Figure] = {
         "SIDCo, figures 3a, 3b, 5, 6 and 18",
         "Training an LSTM at 0.1 % is up to 41.7 times as fast with SIDCo as without compression, up to 7.5 "
         "times as fast as with top-k and 1.9 times as fast as with DGC.",
-        (*at(2, "100mbit", "lstm"), *at(2, "1gbit", "lstm"), *at(4, "1gbit", "lstm")),
+        (*at(2, "100mbit", "lstm"), *at(2, "1gbit", "lstm"), *at(4, "1gbit", "lstm-replay")),
         ("dense", "fp16", "bf16-sum32", *DENSITIES),
         each_hook,
         says_fastest,
@@ -321,8 +357,10 @@ FIGURES: dict[str, Figure] = {
         "RedSync, figures 7 to 10",
         "RGC trains an LSTM 4.28, 4.72 and 4.12 times as fast as the baseline on 2, 4 and 8 nodes; RGC and "
         "its quantised form train VGG16 1.42 and 1.71 times as fast on 128. ResNet50 gains nothing.",
-        (*at(2, "1gbit", "lstm", "cnn", "resnet50"), *at(4, "1gbit", "lstm", "cnn"), *at(8, "1gbit", "lstm")),
-        ("dense", "bf16-sum32", RGC, QUANTISED, "redsync:25MB[density=0.001]", "topk[density=0.001]"),
+        (*at(2, "1gbit", "lstm", "cnn", "resnet50"), *at(4, "1gbit", "lstm"), *at(8, "1gbit", "lstm"),
+         *(Place(hosts, "1gbit", "lstm-replay") for hosts in (2, 4, 8))),
+        ("dense", "bf16-sum32", RGC, QUANTISED,
+         *(f"{c}:25MB[density=0.001]" for c in ("redsync", "sidco-e", "topk"))),
         each_hook,
         says_fastest,
     ),
@@ -332,7 +370,7 @@ FIGURES: dict[str, Figure] = {
         "their sums grow on the way.",
         (*at(4, "100mbit", "cnn"), *at(4, "1gbit", "cnn")),
         ("dense", "bf16-sum32", "signsgd", "efsignsgd", "onebit", "ssdm", "marsit+ring1", "marsit+torus1",
-         "onebit+twoshot"),
+         "onebit+twoshot", "sidco-e", "redsync"),
         each_hook,
         says_fastest,
     ),
@@ -348,37 +386,71 @@ FIGURES: dict[str, Figure] = {
 }  # fmt: skip
 
 
-def plot(key: str, figure: Figure, cells: list[Cell], out: Path) -> None:
-    """Scaling factors as bars or, of a long run, losses over time; one picture for each place."""
+def plot(key: str, figure: Figure, rows: list[Row], out: Path) -> None:
+    """Scaling factors as bars: of each hook, or of each codec's variants; one picture for each place."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    over_time = figure.turns is LONG
-    width = 4 + 0.16 * len(figure.hooks) if not over_time else 7
-    fig, axes = plt.subplots(len(cells), 1, figsize=(width + 2, 3.4 * len(cells)), layout="constrained",
-                             squeeze=False)  # fmt: skip
-    for ax, cell in zip(axes[:, 0], cells, strict=True):
-        took, best = milliseconds(cell), ceiling(cell)
-        ax.set_title(str(Place(cell["hosts"], cell["rate"], cell["task"])))
-        names = [run["name"] for run in cell["result"]["runs"][1:]]
-        if over_time:
-            for run in cell["result"]["runs"][1:]:
-                curve = smoothed(run["losses"])[10:]
-                ax.plot(
-                    [(i + 10) * took[run["name"]] / 1e3 for i in range(len(curve))], curve, label=run["name"]
-                )
-            ax.set(xlabel="seconds", ylabel="training loss, mean of ten steps")
-            ax.legend(fontsize=7)
-        else:
-            ax.bar(range(len(names)), [best / took[n] for n in names])
-            ax.axhline(best / took["dense"], linestyle="--", color="gray", linewidth=1)
-            ax.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
-            ax.set_ylabel("scaling factor")
-    fig.suptitle(
-        f"{figure.paper} in small; dashed: plain DDP" if not over_time else f"{figure.paper} in small"
+    places = of_places(rows)
+    first = next(iter(places.values()))
+    names = "hook" if "hook" in first[0] else "codec"
+    fixed = ("task", "hosts", "link", "codec", "no communication, ms")
+    series = (
+        ["scaling factor"] if names == "hook" else [c for c in first[0] if c not in fixed and " / " not in c]
     )
+    width = 2 + 0.16 * len(first) * (len(series) + 1)
+    fig, axes = plt.subplots(len(places), 1, figsize=(max(7, width), 3.4 * len(places)), layout="constrained",
+                             squeeze=False)  # fmt: skip
+    for ax, (place, some) in zip(axes[:, 0], places.items(), strict=True):
+        ax.set_title(str(place))
+        if names == "hook":
+            some = some[1:]  # the first is the limit
+            plain = next(row for row in some if row["hook"] == "dense")
+            ax.axhline(float(plain["scaling factor"]), linestyle="--", color="gray", linewidth=1)
+        each = 0.8 / len(series)
+        for i, column in enumerate(series):
+            heights = [float(row.get(column) or 0) for row in some]
+            ax.bar([x + i * each for x in range(len(some))], heights, each, label=column)
+        ax.set_xticks([x + 0.4 for x in range(len(some))], [row[names] for row in some],
+                      rotation=90 if names == "hook" else 0, fontsize=6)  # fmt: skip
+        ax.set_ylabel("scaling factor")
+    if names == "codec":
+        axes[0, 0].legend(fontsize=6, ncols=4)
+    fig.suptitle(f"{figure.paper} in small" + ("; dashed: plain DDP" if names == "hook" else ""))
+    save(fig, key, out)
+
+
+def plot_losses(key: str, figure: Figure, cells: list[Cell], out: Path) -> None:
+    """Losses over time and over the bytes that a rank has sent; a row of pictures for each place."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(
+        len(cells), 2, figsize=(13, 3.6 * len(cells)), layout="constrained", squeeze=False
+    )
+    for (over_time, over_bytes), cell in zip(axes, cells, strict=True):
+        took = milliseconds(cell)
+        over_time.set_title(f"{cell['task']}, {cell['hosts']} ranks, {cell['rate']}")
+        for run in cell["result"]["runs"][1:]:
+            curve = smoothed(run["losses"])[10:]
+            steps = range(10, 10 + len(curve))
+            over_time.plot([i * took[run["name"]] / 1e3 for i in steps], curve, label=run["name"])
+            if all(b is not None for b in run["bytes"]):
+                over_bytes.plot([i * max(run["bytes"]) / 1e6 for i in steps], curve, label=run["name"])
+        over_time.set(xlabel="seconds", ylabel="training loss, mean of ten steps")
+        over_bytes.set(xlabel="MB that a rank has sent", xscale="log")
+        over_time.legend(fontsize=7)
+    fig.suptitle(f"{figure.paper} in small")
+    save(fig, key, out)
+
+
+def save(fig: Any, key: str, out: Path) -> None:
+    import matplotlib.pyplot as plt
+
     out.mkdir(parents=True, exist_ok=True)
     fig.savefig(out / f"papers-{key}.png", dpi=80)
     plt.close(fig)
@@ -408,8 +480,8 @@ def main(argv: list[str] | None = None) -> int:
     chosen = {k: f for k, f in FIGURES.items() if not names or any(k.startswith(n) for n in names)}
     if args.list:
         for key, figure in chosen.items():
-            places = "; ".join(map(str, wanted(figure, args.short)))
-            print(f"{key}: {figure.paper}. {len(figure.hooks)} hooks; {places}")
+            there = "; ".join(map(str, wanted(figure, args.short)))
+            print(f"{key}: {figure.paper}. {len(figure.hooks)} hooks; {there}")
         return 0
 
     kept, started = Kept(args.cells), time.monotonic()
@@ -423,8 +495,8 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{name}: out of time; call it again to go on")
                 continue
             kept.measure(name, f"cell {i + 1} of {len(places)}", partial(one_cell, *place, given, turns))
-        found = [kept.get(f"{key}: {place}", given, turns) for place in figure.places]
-        cells = [cell for cell in found if cell is not None]
+        kept_cells = [kept.get(f"{key}: {place}", given, turns) for place in figure.places]
+        cells = [cell for cell in kept_cells if cell is not None]
         if cells:
             show(key, figure, cells, turns, RESULTS if args.save else None)
     if kept.failed:
@@ -432,19 +504,51 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if kept.failed else 0
 
 
+def described(where: Row) -> str:
+    return ", ".join(f"{k} {where[k]}" for k in ("cpu", "isa", "torch") if k in where)
+
+
+def kept_rows(key: str, figure: Figure, measured: set[Place]) -> tuple[list[Row], dict[str, str]]:
+    """The rows that benchmarks/results has of this figure's other places, and where those were measured."""
+    file = RESULTS / f"papers-{key}.json"
+    if not file.exists():
+        return [], {}
+    record = json.loads(file.read_text())
+    rows = [row for row in record["rows"] if place_of(row) in set(figure.places) - measured]
+    where = record.get("places", {})
+    return rows, {
+        str(place_of(row)): where.get(str(place_of(row)), described(record["machine"])) for row in rows
+    }
+
+
 def show(key: str, figure: Figure, cells: list[Cell], turns: Turns, out: Path | None) -> None:
+    new = {Place(cell["hosts"], cell["rate"], cell["task"]): figure.rows(cell) for cell in cells}
+    old, places = kept_rows(key, figure, set(new))
+    places |= {
+        str(place): described(cell.get("machine", machine())) for place, cell in zip(new, cells, strict=True)
+    }
+    both = of_places(old) | new
+    given = [row for place in figure.places for row in both.get(place, [])]
+    columns = dict.fromkeys(column for some in (*new.values(), old) for column in (some[0] if some else ()))
+    rows = [{column: row.get(column, "") for column in columns} for row in given]
+    machines: dict[str, list[str]] = {}
+    for place, where in places.items():
+        machines.setdefault(where, []).append(place)
     emulation = ", ".join(sorted({cell["emulation"] for cell in cells}))
     note = (
-        f"The paper: {figure.claim} Here: {figure.says(cells)} Medians of {turns.blocks * (turns.steps - 1)} "
+        f"The paper: {figure.claim} Here: {figure.says(rows)} Medians of {turns.blocks * (turns.steps - 1)} "
         f"steps in {turns.blocks} turns, all hooks of a place in the same processes, one thread a rank, two "
-        "cores: four ranks and more wait for a core. The scaling factor is the time of a step without "
-        "communication over the time of the hook's step. @0: each tensor is one of DDP's buckets. "
-        f"Network: {emulation} (benchmarks/netlab)."
+        "cores: four ranks and more wait for a core. -replay, -sizes: recorded gradients, without the time "
+        "of forward and backward (benchmarks/netlab/replay.py). The scaling factor is the time of a step "
+        "without communication over the time of the hook's step. @0: each tensor is one of DDP's buckets. "
+        f"Network: {emulation} (benchmarks/netlab). "
+        + " ".join(f"Measured on {where}: {'; '.join(some)}." for where, some in machines.items())
     )
-    rows = [row for cell in cells for row in figure.rows(cell)]
-    report(f"papers-{key}", f"{figure.paper}: {key}", rows, note, out)
-    if out is not None:
-        plot(key, figure, cells, IMAGES)
+    report(f"papers-{key}", f"{figure.paper}: {key}", rows, note, out, {"places": places})
+    if out is not None and figure.turns is LONG:
+        plot_losses(key, figure, cells, IMAGES)
+    elif out is not None:
+        plot(key, figure, rows, IMAGES)
 
 
 if __name__ == "__main__":
