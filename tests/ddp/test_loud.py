@@ -578,3 +578,37 @@ def test_the_lines_of_progress_end_after_a_few() -> None:
     ours, other = run(with_many_stages, 2)
     assert not other
     assert [line[-7:] for line in ours if ", step " in line] == ["stage 0", "stage 1", "stage 2"]
+
+
+def outgrown(rank: int, world: int, arguments: dict[str, Any], steps: int) -> list[str]:
+    """The warnings about eta_s in a run."""
+    trainer = Trainer(CASES["default"], rank)
+    state = sidcomp.State("marsit", memory="compensation", **arguments)
+    sidcomp.register(trainer.wrapper, state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            trainer.step()
+    trainer.close()
+    state.close()
+    return [str(w.message) for w in caught if "eta_s" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps", "expected"),
+    [
+        ({"eta_s": 1e-7}, 13, 1),  # the 13th looks at what the first 12 have left
+        ({"eta_s": 1e-7}, 12, 0),
+        ({"eta_s": 1e-7, "full_every": 5}, 30, 0),  # nothing accumulates for as long
+        ({"eta_s": 1.0}, 20, 0),
+        ({"eta_s": 1e-7, "exchange": "ring1"}, 20, 1),
+    ],
+)
+def test_signs_too_small_for_the_gradients_are_named(
+    arguments: dict[str, Any], steps: int, expected: int
+) -> None:
+    ours, other = run(outgrown, 2, arguments, steps)
+    assert len(ours) == expected and not other, (ours, other)
+    if expected:
+        growth = re.search(r"grown by (\S+) an element", ours[0])
+        assert growth is not None and float(growth[1]) > 3e-7 and "eta_s=1e-07 is too small" in ours[0]

@@ -24,6 +24,7 @@ from sidcomp.runtime.cpu_executor import CpuExecutor
 from sidcomp.runtime.cuda_executor import CudaExecutor
 from sidcomp.runtime.executor import Executor
 from sidcomp.runtime.group import Group
+from sidcomp.runtime.growth_check import STEPS, outgrown
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Key, Rates
 from sidcomp.runtime.optimizer_watch import Watch, scaler_in_use
@@ -128,6 +129,7 @@ class Engine:
         self._unable: Exception | None = None  # why this rank cannot encode in this step
         self.announced = False  # the line that says what is compressed was printed
         self._begun = 0  # steps since this engine was made, up to _LOOK_AT
+        self._growing = 0  # steps since then, up to STEPS: is a memory growing too fast?
 
     # ---- queries
     # -------------------------------------------------------------------------------------------------
@@ -462,6 +464,8 @@ class Engine:
             self._begun += 1
             if self._begun == _LOOK_AT:
                 self._look_for_scaler()
+        if self._growing <= STEPS:
+            self._look_for_growth()
         # Several backward passes may precede the optimizer's step: they are discarded together.
         if self.watch is None or self.watch.over or not self._revocable:
             self._mark = self.step, dict(self.rates.last) if self.rates is not None else {}
@@ -506,6 +510,15 @@ class Engine:
                 "state.update_scale(1.0) if it scales another model's loss",
                 self.exchange.rank,
             )
+
+    def _look_for_growth(self) -> None:
+        """Warns, once, if what groups keep grows by more than their codec can send."""
+        assert self.layout is not None and self.exchange is not None
+        if self.layout.full:  # the step before has sent everything
+            self._growing = 0
+        if self._growing == STEPS and (text := outgrown(self.settings, self.groups, STEPS)):
+            notices.warn(text, self.exchange.rank)
+        self._growing += 1
 
     def quiet(self) -> None:
         """Waits for the callbacks of the last step. Then discards that step if it was not finite or failed,
