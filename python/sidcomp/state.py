@@ -164,6 +164,12 @@ class State:
                     groups that were not finite remove their gradient again, up to rounding; groups that were
                     finite clear their residual. This takes no second copy and no waiting. None: "drop" until
                     the first call of `follow(optimizer, scaler)` or `update_scale`, "rollback" from then on.
+    clip_gradient   [0] c > 0: scales the gradient of a rank down to the 2-norm c / sqrt(ranks) before it is
+                    compressed, as DGC and RedSync do for recurrent networks. The norm is that of all
+                    parameters, whatever the groups; so groups are sent only when backward() ends. (The memory
+                    "dgc" has clip_norm for the norm of each group, which lets them leave earlier.) With a
+                    GradScaler that `follow` was given, c is in the unscaled unit. Planned groups cannot have
+                    it, and neither can a sharded model. 0: no clipping.
     Y, alpha        [None] for groups="mergecomp": the largest number of groups (2), and the gain below which
                     its search adds no more (0.01). Each group beyond two multiplies the number of measured
                     iterations by that of the tensors.
@@ -216,6 +222,7 @@ class State:
         transport: str = "torch",
         K: int | Schedule | None = None,
         nonfinite: str | None = None,
+        clip_gradient: float = 0.0,
         Y: int | None = None,
         alpha: float | None = None,
         accuracy: str | None = None,
@@ -230,7 +237,7 @@ class State:
             "memory": memory, "groups": groups, "seed": seed, "exclude": exclude,
             "checksum_every": checksum_every, "isa": isa, "candidates": candidates, "policy": policy,
             "full_every": full_every, "warmup": warmup, "exchange": exchange, "transport": transport,
-            "nonfinite": nonfinite, "Y": Y, "alpha": alpha,
+            "nonfinite": nonfinite, "clip_gradient": clip_gradient, "Y": Y, "alpha": alpha,
             "accuracy": accuracy,
         }  # fmt: skip
         self._codec = codec, parameters
@@ -302,6 +309,11 @@ class State:
         self.settings.policy.roles = roles
         self.settings.assign(model.shapes)
         excluded = self.settings.policy.excluded(model.shapes)
+        if self.settings.clip_gradient and not model.gradients:
+            raise SetupError(
+                f"clip_gradient={self.settings.clip_gradient:g} clips what DDP averages, the gradients of a "
+                "whole model: leave it out here, and use torch.nn.utils.clip_grad_norm_"
+            )
         if isinstance(self.settings.groups, list):
             check_lists(self.settings.groups, model.shapes, excluded)
         if self._engine.resume is not None:

@@ -34,7 +34,7 @@ _FOLDER = Path(__file__).parent / "presets"
 _ARGUMENTS = frozenset(
     {
         "codec", "memory", "groups", "seed", "exclude", "checksum_every", "isa", "candidates", "full_every",
-        "warmup", "exchange", "transport", "nonfinite", "Y", "alpha",
+        "warmup", "exchange", "transport", "nonfinite", "clip_gradient", "Y", "alpha",
     }
 )  # fmt: skip
 

@@ -104,6 +104,9 @@ class Settings:
     free: bool = False  # the caller named no codec and no candidates, so they may suit the optimizer
     accuracy: str = "dense"  # which codecs may be chosen then
     adaptive: bool = False  # they suit Adam and its relatives
+    clip_gradient: float = (
+        0.0  # the norm over sqrt(ranks) that a rank's whole gradient is clipped to; 0: never
+    )
     made: list[Candidate] = field(
         default_factory=list
     )  # the policy's combinations, numbered after `candidates`
@@ -131,6 +134,7 @@ class Settings:
         alpha: float | None = None,
         accuracy: str | None = None,
         adaptive: bool = False,
+        clip_gradient: float = 0.0,
     ) -> "Settings":
         auto = codec == "auto"
         free = not parameters and (codec is None or (auto and candidates is None))
@@ -165,6 +169,8 @@ class Settings:
         for _, k in full_every.marks if isinstance(full_every, Schedule) else [(0, full_every)]:
             if not isinstance(k, int) or k < 0:
                 raise ArgumentError(f"full_every={k!r}: give a number of steps, or 0 for never")
+        if not isinstance(clip_gradient, int | float) or not 0 <= clip_gradient < math.inf:
+            raise ArgumentError(f"clip_gradient={clip_gradient!r}: give a norm above 0, or 0 for none")
         if not isinstance(warmup, int) or warmup < 0:
             raise ArgumentError(f"warmup={warmup!r}: give a number of steps, or 0 for none")
         if transport not in TRANSPORTS:
@@ -206,6 +212,7 @@ class Settings:
             free,
             accuracy,
             adaptive,
+            float(clip_gradient),
         )
         if settings.planned and (
             several := [candidate.codec.name for candidate in chosen if candidate.codec.reductions]
@@ -213,6 +220,11 @@ class Settings:
             raise ArgumentError(
                 f"codec {several[0]!r} needs several reductions per step, which "
                 f'groups={settings.groups!r} cannot plan: choose groups="bucket" or another codec'
+            )
+        if clip_gradient and settings.planned:
+            raise ArgumentError(
+                f"clip_gradient does not work with groups={groups!r}: planned groups leave in backward(), "
+                'and this norm is known only after it. Choose groups="bucket" or "model"'
             )
         if full_every and settings.planned:
             raise ArgumentError(

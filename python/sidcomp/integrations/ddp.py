@@ -290,6 +290,7 @@ class DDPDoor:
             ddp.process_group,
             {name: tuple(p.shape) for name, p in reduced.items()},
             {id(p): name for name, p in named_parameters(ddp.module)},
+            gradients=True,
         )
         self.expected = frozenset(map(id, reduced.values()))  # ids of the parameters that DDP reduces
         self.device = list(reduced.values())[-1].device if reduced else torch.device("cpu")

@@ -109,6 +109,11 @@ def _configuration(
                 "leave groups out, or use sidcomp.register (DDP) or sidcomp.fsdp.compress (FSDP2 and HSDP), "
                 "which plan groups"
             )
+        if settings.clip_gradient:
+            raise ArgumentError(
+                f"the backend {BACKEND!r} sees one all-reduce after the other, not a model's gradient: leave "
+                "clip_gradient out, and use torch.nn.utils.clip_grad_norm_"
+            )
         rules = [*settings.policy.exclude, *(rule for rule, _ in settings.policy.rules)]
         if not all(map(by_size, rules)):
             raise ArgumentError(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import sqrt
 from time import perf_counter_ns
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from sidcomp.config.settings import Settings
 from sidcomp.errors import ArgumentError, SetupError
 from sidcomp.runtime import announcement, checkpoint, forming
 from sidcomp.runtime.bucket import Bucket
+from sidcomp.runtime.clipping import clip
 from sidcomp.runtime.cpu_executor import CpuExecutor
 from sidcomp.runtime.cuda_executor import CudaExecutor
 from sidcomp.runtime.executor import Executor
@@ -50,6 +52,7 @@ class Model:
                     include parameters that are in no bucket.
     part            which part of a sharded model these ranks have, such as "shard 0 of 4"; "" for all of it
     plain           what trains it without sidcomp, in messages
+    gradients       the buckets of a step are all gradients of the whole model
     """
 
     process_group: dist.ProcessGroup
@@ -57,6 +60,7 @@ class Model:
     names: dict[int, str]
     part: str = ""
     plain: str = "plain DDP"
+    gradients: bool = False
 
 
 class Tuner(Protocol):
@@ -123,7 +127,8 @@ class Engine:
         self._revocable = False  # a step has begun, and has not been discarded
         # number of steps and rates before the first backward pass of the optimizer's current step
         self._mark: tuple[int, dict[Key, float]] = (0, {})
-        self._deferred = False
+        self._deferred = False  # the groups of this step wait for its last bucket
+        self._timed = False  # and a tuner times backward() alone
         self._arrived = 0  # buckets of this step that have arrived
         self._posted = 0  # groups of this step that have been launched
         self._unable: Exception | None = None  # why this rank cannot encode in this step
@@ -261,15 +266,23 @@ class Engine:
                 ready.append(group)
         if self._deferred:
             ready = self.layout.groups if last else []
-            if last and self.executor.synchronize(everything=True):
+            if last and self._timed and self.executor.synchronize(everything=True):
                 bucket.arrived_at = perf_counter_ns()
+            if last and self.settings.clip_gradient:
+                clip(self.layout.buckets, self._limit())
         for group in ready:
             self._launch(group, self._unable)
         if last:
             self.executor.launched(self.layout.groups, not self.rollback)
-        if self._deferred and last and self.executor.synchronize():
+        if self._timed and last and self.executor.synchronize():
             self.current.ended_at = perf_counter_ns()
         return future
+
+    def _limit(self) -> float:
+        """The largest norm of a rank's gradient, in the unit of the loss scale, if there is one."""
+        assert self.exchange is not None
+        scale = 1.0 if self.scale is None else self.scale
+        return scale * self.settings.clip_gradient / sqrt(self.exchange.world)
 
     def _launch(self, g: Group, unable: Exception | None, withdrawn: bool = False) -> None:
         assert self.executor is not None
@@ -473,7 +486,8 @@ class Engine:
                 if not g.direct:
                     g.states.moved = False
         self._revocable, self.lost = True, False
-        self._deferred = self.tuner is not None and self.tuner.deferred
+        self._timed = self.tuner is not None and self.tuner.deferred
+        self._deferred = self._timed or self.settings.clip_gradient > 0
         if self.watch is not None:
             self.watch.begin()
         self.current.profiled = profiling()

@@ -177,5 +177,6 @@ def header(settings: Settings, exchange: Exchange, step: int) -> str:
         f"sidcomp {_core.version}, world {exchange.world}, step {step}, seed {settings.seed}, "
         f"checksum_every {settings.checksum_every}, {candidates}, "
         f"policy {settings.policy.saved()}, full_every {settings.full_every}, "
-        f"transport {settings.transport}, nonfinite {settings.nonfinite}"
+        f"transport {settings.transport}, nonfinite {settings.nonfinite}, "
+        f"clip_gradient {settings.clip_gradient:g}"
     )
