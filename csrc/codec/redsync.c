@@ -48,7 +48,8 @@ static const sid_param params[] = {
      .unit = "",
      .choices = method_names,
      .doc = "trimmed: trimmed top-k (Algorithm 2, for 128 KB to 4 MB). binary: threshold binary search (Algorithm 3, "
-            "for larger groups)."},
+            "for larger groups), which ends anywhere between k and 2k elements: its payload has room for 2k, twice the "
+            "bytes. trimmed sends exactly k and takes as long here."},
     {.name = "quantised",
      .kind = SID_CHOICE,
      .dflt = REDSYNC_VALUES,
