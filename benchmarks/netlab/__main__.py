@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add(
         "--hooks",
-        default="dense,fp16,powersgd,topk,auto",
+        default="dense,fp16,bf16-sum32,powersgd,topk,sidco-e,redsync,auto",
         help="with commas between them (default %(default)s)",
     )
     add("--batch", type=int, help="examples for each rank and step (default: the task's)")

@@ -24,13 +24,23 @@ _FLAGS = [
     for codec in ("dgc --density 0.01", "efsignsgd")
     for groups in ("layer", "even:2")
 ]
-GROUPED = f"convergence --task resnet50 --seeds 3 {' '.join(_FLAGS)} --save"
+GROUPED = f"convergence --task resnet50 --steps 80 --seeds 3 {' '.join(_FLAGS)} --save"
 PARTS: dict[str, list[str]] = {
     "mergecomp": ["mergecomp_cost --runs 5 --save", GROUPED],
     "cupcake": ["cupcake --save"],
-    "sidco": ["sidco_speed --save", "sidco_ratio --save", "sidco_ratio --under --save"],
-    "redsync": ["redsync_ratio --save", "redsync_selection --save", "redsync_model --save"],
-    "marsit": ["marsit --what bytes --save", "marsit --what rate --save"],
+    "sidco": ["sidco_speed --save", "sidco_ratio --save", "sidco_ratio --under --save", "sidco_fits --save"],
+    "redsync": [
+        "redsync_ratio --save",
+        "redsync_selection --save",
+        "redsync_model --save",
+        "redsync_phases --save",
+        "redsync_accuracy --save",
+    ],
+    "marsit": [
+        "marsit --what bytes --save",
+        "marsit --what rate --save",
+        "marsit --what layers --task resnet50 --world 3 --save",
+    ],
     "others": ["contraction --save", "qsgd_elias --save"],
 }
 

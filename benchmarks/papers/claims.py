@@ -220,6 +220,72 @@ def fewer_bytes(rows: list[Row]) -> Found:
     )
 
 
+def grouping_keeps(rows: list[Row]) -> Found:
+    """Merged beside layer by layer, of the same codec: does the mean fall below the worst seed by layer?"""
+    groups = {row["what"]: row for row in rows if "--groups" in row["what"]}
+    metric = next(name for name in ("accuracy", "validation loss") if name in rows[0])
+    sign = 1 if metric == "accuracy" else -1
+    texts, kept = [], []
+    for what, row in groups.items():
+        merged = groups.get(what.replace("layer", "even:2"))
+        if "layer" not in what or merged is None:
+            continue
+        worst = min(sign * float(x) for x in row["each seed"].split())
+        kept.append(sign * float(merged[metric]) >= worst)
+        texts.append(f"{what.split()[1]} {row[metric]} by layer, {merged[metric]} merged")
+    outcome = "as large" if all(kept) else "smaller" if any(kept) else "not here"
+    dense = next((row[metric] for row in rows if row["what"] == "dense"), "")
+    return Found(f"{metric}: {'; '.join(texts)}; plain DDP {dense}", outcome)
+
+
+def as_good_as_sgd(what: str) -> Callable[[list[Row]], Found]:
+    """RGC and its quantised form beside SGD: no worse than SGD's worst seed, in how many of the rows."""
+
+    def found(rows: list[Row]) -> Found:
+        systems = [name for name in rows[0] if name.startswith("RGC")]
+        fine, texts = 0, []
+        for row in rows:
+            worst = max(float(x) for x in row["SGD"].split("(")[1].rstrip(")").split(", "))
+            means = {name: float(row[name].split()[0]) for name in systems}
+            fine += sum(x <= worst for x in means.values())
+            shown = ", ".join(f"{x:.2f}" for x in means.values())
+            texts.append(f"{row[what]}: SGD {float(row['SGD'].split()[0]):.2f}, RGC {shown}")
+        of = len(rows) * len(systems)
+        outcome = "as large" if fine == of else "smaller" if fine else "not here"
+        return Found(f"within SGD's seeds in {fine} of {of} cases ({'; '.join(texts)})", outcome)
+
+    return found
+
+
+def unpack_grows(rows: list[Row]) -> Found:
+    shares = [(int(row["ranks"]), float(row["unpack %"]), float(row["communicate %"])) for row in rows]
+    fewest, most = min(r for r, _, _ in shares), max(r for r, _, _ in shares)
+    first, last = (max(u for r, u, _ in shares if r == ranks) for ranks in (fewest, most))
+    waits = max(c for r, _, c in shares if r == most)
+    return Found(
+        f"unpack takes at most {first:.0f} % with {fewest} ranks and {last:.0f} % with {most}, "
+        f"communication up to {waits:.0f} %",
+        "as large" if last > 60 else "smaller" if last > first else "not here",
+    )
+
+
+def power_law(rows: list[Row]) -> Found:
+    without, fed = ([float(r["p"]) for r in rows if r["memory"] == m] for m in ("none", "residual"))
+    above = sum(p > 0.5 for p in without)
+    return Found(
+        f"p = {min(without):.2f} to {max(without):.2f} without error feedback, "
+        f"{min(fed):.2f} to {max(fed):.2f} with it",
+        "as large" if min(without) > 0.7 else "smaller" if above else "not here",
+    )
+
+
+def cascading_by_layer(rows: list[Row]) -> Found:
+    rates = [(row["elements"], row["SSDM, cascading %"]) for row in rows]
+    text = ", ".join(f"{rate:.0f} % with {n} elements" for n, rate in (rates[0], rates[-1]))
+    near = any(54 <= rate <= 58 for _, rate in rates)
+    return Found(f"cascading {text}", "as large" if near else "smaller")
+
+
 CLAIMS = [
     Claim(
         "MergeComp, figure 2",
@@ -238,6 +304,24 @@ CLAIMS = [
         "and up to 2.91 times as fast as no compression",
         "mergecomp-scaling",
         largest("mergecomp / plain DDP by layer", 2.91),
+    ),
+    Claim(
+        "MergeComp, figures 4 to 6",
+        "the same with 8 GPUs, and over a fast link",
+        "mergecomp-ranks",
+        largest("mergecomp / layer", 3.83),
+    ),
+    Claim(
+        "MergeComp, figures 4 to 6",
+        "the same on the tensors of ResNet50 and ResNet101",
+        "mergecomp-sizes",
+        largest("mergecomp / layer", 3.83),
+    ),
+    Claim(
+        "MergeComp, table 4",
+        "merging keeps the accuracy of layer-wise compression",
+        "convergence-resnet50",
+        grouping_keeps,
     ),
     Claim(
         "MergeComp, table 2",
@@ -281,6 +365,12 @@ CLAIMS = [
         "the number of elements is within 20 % of the target",
         "sidco-ratio-under",
         passing,
+    ),
+    Claim(
+        "SIDCo, figure 7",
+        "gradients follow a power law with an exponent above 0.7",
+        "sidco-law",
+        power_law,
     ),
     Claim(
         "SIDCo, figures 1b, 12 to 17",
@@ -327,6 +417,30 @@ CLAIMS = [
             lambda hook, row: "dense" if row["task"] == "lstm" else None,
             4.72,
         ),
+    ),
+    Claim(
+        "RedSync, figure 10",
+        "unpacking takes most of the time on many ranks (69 % on 128)",
+        "redsync-phases",
+        unpack_grows,
+    ),
+    Claim(
+        "RedSync, table 1",
+        "RGC and its quantised form end where SGD does",
+        "redsync-networks",
+        as_good_as_sgd("task"),
+    ),
+    Claim(
+        "RedSync, table 2",
+        "and they do so with larger batches",
+        "redsync-batches",
+        as_good_as_sgd("batch, 4 ranks"),
+    ),
+    Claim(
+        "Marsit, figure 1b",
+        "cascading signs match in 56 % of the elements",
+        "marsit-layers-resnet50",
+        cascading_by_layer,
     ),
     Claim(
         "Marsit, figure 1b",

@@ -30,8 +30,8 @@ SYSTEMS = {
     "RGC, quantised, printed": "--config redsync-quantised --param quantised=printed",
     "RGC, quantised, on": "--config redsync-quantised --param quantised=on",
 }
-NETWORKS = {"digits": (4, 300), "lm": (2, 100)}  # task: ranks, steps
-BATCHES = (8, 16, 32, 64, 128)  # examples of a rank
+NETWORKS = {"digits": (4, 300), "lm": (2, 75)}  # task: ranks, steps
+BATCHES = (8, 32, 128)  # examples of a rank
 STEPS = 150  # of the batches
 
 
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     what = ["networks", "batches"]
     parser.add_argument("--what", nargs="+", default=what, choices=what)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/papers-redsync-*")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
