@@ -414,7 +414,7 @@ CLAIMS = [
         "redsync-scaling",
         hooks_over(
             lambda hook: hook.startswith("redsync:layer"),
-            lambda hook, row: "dense" if row["task"] == "lstm" else None,
+            lambda hook, row: "dense" if row["task"].startswith("lstm") else None,
             4.72,
         ),
     ),
