@@ -33,30 +33,41 @@ def call(command: list[str], **env: str) -> None:
         pytest.fail(f"{command[0]} ... ended with {done.returncode}:\n{done.stdout[-6000:]}", pytrace=False)
 
 
-def build() -> Path:
-    """The package with an extension that the C++ compiler built as nvcc; returns its folder."""
+UNDEFINED = "-fsanitize=undefined -fno-sanitize-recover=all"
+# gcc calls the functions of tests/cuda/order.cpp where the kernels touch memory; ThreadSanitizer's library is not there.
+WATCHED = "-fsanitize=thread -g1"
+
+
+def build(watched: bool = False) -> Path:
+    """The package with an extension that the C++ compiler built as nvcc; returns its folder. watched: every access of a
+    kernel is looked at."""
     pybind11 = pytest.importorskip("pybind11")
-    package = OUT / "sidcomp"
+    out = OUT.with_name("watched") if watched else OUT
+    here = out.relative_to(ROOT)
+    package = out / "sidcomp"
     package.mkdir(parents=True, exist_ok=True)
     ours = ROOT / "python" / "sidcomp"
     for source in [*ours.glob("*.py"), *(p.parent for p in ours.glob("*/__init__.py"))]:
         link = package / source.name
         if not link.is_symlink():
             link.symlink_to(os.path.relpath(source, package))
+    built = package / "_core.so"
+    parts = [ROOT / "tests" / "cuda" / name for name in ("emulate.cpp", "order.cpp", "order.h")]
+    if built.exists() and built.stat().st_mtime < max(p.stat().st_mtime for p in parts):
+        built.unlink()  # make knows nothing of them
     make, cxx = TOOLS
-    flags = (
-        "-std=c++17 -O1 -fPIC -ffp-contract=off -fsanitize=undefined -fno-sanitize-recover=all "
-        "-Icsrc -Itests/cuda"
-    )
+    flags = "-std=c++17 -O1 -fPIC -ffp-contract=off -Icsrc -Itests/cuda"
+    kernels = f"{flags} {WATCHED if watched else UNDEFINED} -Wall -Wextra -Wno-unknown-pragmas"
+    device = f"{flags} -O2 {'' if watched else UNDEFINED} tests/cuda/emulate.cpp tests/cuda/order.cpp"
     call([
-        make, f"-j{os.cpu_count()}", "ext", "O=build/emulated", "OUT=build/emulated/sidcomp/_core.so",
+        make, f"-j{os.cpu_count()}", "ext", f"O={here}", f"OUT={built.relative_to(ROOT)}",
         f"PYTHON={sys.executable}",
         f"PYINC=-isystem {sysconfig.get_paths()['include']} -isystem {pybind11.get_include()}",
         f"NVCC={cxx}", "GENCODE=", "ARCH=emulated",
-        f"CU={cxx} -x c++ {flags} -Wall -Wextra -Wno-unknown-pragmas -DSID_EMULATE -DSID_WITH_CUDA",
-        f"LD={cxx} -shared {flags} tests/cuda/emulate.cpp",
+        f"CU={cxx} -x c++ {kernels} -DSID_EMULATE -DSID_WITH_CUDA",
+        f"LD={cxx} -shared {device}",
     ])  # fmt: skip
-    return OUT
+    return out
 
 
 def run_path() -> str:
