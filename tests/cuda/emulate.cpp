@@ -25,7 +25,6 @@ enum {
     STACK = 1 << 17,
     SHARED = 48 << 10,
     GUARD = 64,
-    GARBAGE = 0xa7,
     PATIENCE = 64 /* rounds in which nobody did anything but look at one place again and again */
 };
 enum condition {
@@ -277,6 +276,7 @@ void give_way(bool spins) {
     pause(f);
 }
 
+bool is_dynamic(const void *at) { return (size_t)((const unsigned char *)at - shared[0]) < sizeof shared; }
 bool on_a_stack(const void *at) { return (size_t)((const char *)at - stacks) < (size_t)TOGETHER * STACK; }
 
 void place_of_thread(char *text, size_t room) {

@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include <bitset>
 #include <deque>
 #include <functional>
 #include <map>
@@ -105,7 +106,8 @@ std::vector<launched> launches;
 std::vector<mark> marks;
 uint32_t first_mark = 1; /* those before it come before everything */
 uint32_t shared_since = 1;
-clock_of after; /* of what runs */
+std::map<uintptr_t, std::bitset<PAGE>> touched; /* bytes of static shared memory, by their page */
+clock_of after;                                 /* of what runs */
 range statics, dims, arguments;
 std::map<uintptr_t, std::pair<uintptr_t, place>> given_back;
 uintptr_t looked_at;
@@ -114,12 +116,16 @@ bool runs; /* the last of the launches */
 
 /* The variables of the module that this is in: those of a kernel are in shared memory. */
 int find_statics(dl_phdr_info *info, size_t, void *) {
-    const uintptr_t own = (uintptr_t)&marks;
+    range found, constant;
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const ElfW(Phdr) &p = info->dlpi_phdr[i];
         const range r = {info->dlpi_addr + p.p_vaddr, info->dlpi_addr + p.p_vaddr + p.p_memsz};
-        if (p.p_type == PT_LOAD && p.p_flags & PF_W && r.has(own)) statics = r;
+        if (p.p_type == PT_LOAD && p.p_flags & PF_W && r.has((uintptr_t)&marks)) found = r;
+        if (p.p_type == PT_GNU_RELRO) constant = r;
     }
+    if (!found.to) return 0;
+    statics = found;
+    if (statics.has(constant.from)) statics.from = constant.to; /* which lies at the segment's start */
     return 0;
 }
 
@@ -155,20 +161,21 @@ bool before(uint32_t of) {
 std::string text_of(const place &p) {
     return std::string("\"") + p.what + "\" at " + p.file + ":" + std::to_string(p.line);
 }
-/* Where in the source, if it is compiled with -g and there is an addr2line. */
+/* Where in the source, and whence it is called there, if it is compiled with -g and there is an addr2line. */
 std::string line_of(const void *code) {
     Dl_info info;
     if (!code || !dladdr(code, &info) || !info.dli_fname) return "";
-    char command[1024], line[512] = "";
-    snprintf(command, sizeof command, "addr2line -e '%s' %#lx 2>/dev/null", info.dli_fname,
+    char command[1024], line[512];
+    snprintf(command, sizeof command, "addr2line -i -e '%s' %#lx 2>/dev/null", info.dli_fname,
              (unsigned long)((const char *)code - (const char *)info.dli_fbase - 1));
     FILE *f = popen(command, "r");
-    if (!f) return "";
-    if (!fgets(line, sizeof line, f)) line[0] = 0;
-    pclose(f);
-    std::string out = line;
-    while (!out.empty() && out.back() == '\n') out.pop_back();
-    return out.empty() || out[0] == '?' ? "" : ", " + out;
+    std::string out;
+    while (f && fgets(line, sizeof line, f)) {
+        line[strcspn(line, "\n")] = 0;
+        if (line[0] != '?') out += std::string(out.empty() ? ", " : " < ") + line;
+    }
+    if (f) pclose(f);
+    return out;
 }
 std::string stream_name(uint32_t number) {
     return number ? "stream " + std::to_string(number) : std::string("the default stream");
@@ -196,20 +203,39 @@ std::string stream_name(uint32_t number) {
          text_of(launches.back().from).c_str(), stream_name(launches.back().on).c_str(), text_of(by).c_str());
 }
 
+/* Of shared memory: nothing in this block has written to it, which the shadow says, and what it was filled with is still
+ * there. For the compiler does not tell of all that is written: not where a function returns a struct to it. What no block
+ * before has touched is not filled yet. */
+bool unwritten(uintptr_t at, uint64_t bytes) {
+    bool none = true;
+    for (uint64_t i = 0; i < bytes; i++) {
+        if ((byte_at(at + i).written & MARK) >= shared_since) {
+            none = false;
+            continue;
+        }
+        const bool filled = is_dynamic((const void *)(at + i)) || touched[(at + i) / PAGE][(at + i) % PAGE];
+        if (!filled) touched[(at + i) / PAGE][(at + i) % PAGE] = true;
+        none &= filled && *(const unsigned char *)(at + i) == GARBAGE;
+    }
+    return none;
+}
+
 void see(uintptr_t at, uint64_t bytes, kind how, const void *code) {
     if (!now.mark) now.mark = new_mark();
     const bool is_shared = statics.has(at);
+    if (is_shared && unwritten(at, bytes) && how != WRITE)
+        stop("a read of %llu bytes of shared memory that nothing has written%s", (unsigned long long)bytes,
+             line_of(code).c_str());
     for (uint64_t i = 0; i < bytes; i++) {
         byte &b = byte_at(at + i);
         if (how == READ ? b.read[0] == now.mark || b.read[1] == now.mark
                         : b.written == now.mark && !b.read[0] && how == WRITE)
             continue;
         if (b.written & GIVEN_BACK) use_of_given_back(at + i, code);
-        if (is_shared && (b.written & MARK) < shared_since) b = {0, {0, 0}}; /* another block's */
+        if (is_shared)
+            for (uint32_t *m : {&b.written, b.read, b.read + 1})
+                if ((*m & MARK) < shared_since) *m = 0; /* another block's */
         const uint32_t by = b.written & MARK;
-        if (is_shared && !by && how != WRITE)
-            stop("a read of %llu bytes of shared memory that nothing has written%s", (unsigned long long)bytes,
-                 line_of(code).c_str());
         if (by && !(how == ATOMIC && b.written & BY_ATOMIC) && !before(by)) conflict(how, at, bytes, by, true, code);
         if (how == READ) {
             const int slot = !b.read[0] || before(b.read[0])   ? 0
@@ -358,7 +384,12 @@ uint64_t next_random() {
     return drawn ^= drawn << 17;
 }
 
-void new_shared_memory() { shared_since = first_mark + (uint32_t)marks.size(); }
+void new_shared_memory() {
+    shared_since = first_mark + (uint32_t)marks.size();
+    for (const auto &page : touched)
+        for (uintptr_t i = 0; i < PAGE; i++)
+            if (page.second[i]) *(unsigned char *)(page.first * PAGE + i) = GARBAGE;
+}
 
 void atomic(const void *at, uint64_t bytes) { access(at, bytes, ATOMIC, __builtin_return_address(0)); }
 
@@ -433,7 +464,7 @@ cudaError_t cudaMallocAsync(void **at, size_t bytes, cudaStream_t s, const char 
     LOCKED;
     stream_of(s);
     *at = aligned_alloc(256, (bytes + 511) / 256 * 256);
-    memset(*at, 0xa7, bytes);
+    memset(*at, GARBAGE, bytes);
     emulated_fresh(*at, bytes);
     return *at ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -446,7 +477,7 @@ cudaError_t cudaFreeAsync(void *at, cudaStream_t s, const char *file, int line) 
         see((uintptr_t)at, bytes, WRITE, nullptr);
         for (uint64_t i = 0; i < bytes; i++) byte_at((uintptr_t)at + i).written |= GIVEN_BACK;
         given_back[(uintptr_t)at] = {(uintptr_t)at + bytes, by};
-        memset(at, 0xa7, bytes);
+        memset(at, GARBAGE, bytes);
     });
     return cudaSuccess;
 }

@@ -7,7 +7,8 @@
 namespace emulate {
 
 enum {
-    LANES = 32
+    LANES = 32,
+    GARBAGE = 0xa7 /* what a block's shared memory is full of */
 };
 
 /* The thread of a kernel that runs, or else the one that does a copy; and what it knows of others. An access by another
@@ -32,6 +33,7 @@ void run_kernel(const cudaLaunchConfig_t &c, kernel_call &call);
 void check_shape(const cudaLaunchConfig_t &c, const place &from);
 void give_way(bool spins); /* the thread that runs lets others run */
 bool on_a_stack(const void *at);
+bool is_dynamic(const void *at);               /* shared memory of a launch */
 void place_of_thread(char *text, size_t room); /* "thread 3 of block 1 of 2"; or nothing */
 
 /* order.cpp: what was in shared memory belongs to blocks that have ended. */

@@ -40,7 +40,8 @@ FOUND = {
         ['"copy late"', "cudaMemsetAsync(x, 0, N"],
     ),
     "freed_in_use": (
-        r"no order: a write .*nothing makes it wait for the read on stream 2|is used.* after it was given back",
+        r"no order: a write .*nothing makes it wait for the read on stream 2"
+        r"|is used.* after it was given back",
         ["cudaFreeAsync(x", '"copy from what goes"'],
     ),
     "wrong_mask": (
