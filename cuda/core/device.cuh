@@ -197,7 +197,7 @@ template <typename T> __device__ inline T sid_join_lanes(const T (&lane)[SID_QUA
     return x + __shfl_xor_sync(SID_FULL, x, 16);
 }
 
-/* The units' sums together, by a block of SID_SUMS threads: in thread 0. `part` is shared, free again after the next
+/* The units' sums together, by a block of SID_SUMS threads: in thread 0, and 0 in others. `part` is shared, free again after the next
  * barrier. */
 __device__ inline double sid_total(const double *sums, uint64_t units, double (&part)[SID_SUMS]) {
     double sum = 0;
@@ -207,7 +207,7 @@ __device__ inline double sid_total(const double *sums, uint64_t units, double (&
         __syncthreads();
         if (threadIdx.x < w) part[threadIdx.x] += part[threadIdx.x + w];
     }
-    return part[0];
+    return threadIdx.x ? 0 : part[0]; /* which thread 0 has written after the last barrier */
 }
 
 /* ---- numbers ------------------------------------------------------------------------------------------------- */

@@ -17,6 +17,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 CXX = (os.environ.get("CXX") or "c++").split()
 SEEDS = range(1, 5)
+INCLUDES = [HERE.parents[1] / "csrc", HERE.parents[1] / "cuda", HERE]
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which(CXX[0]), reason="no C++ compiler"),
@@ -87,13 +88,17 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ["-c", "order.cpp", "-o", "order.o"],
         ["-fsanitize=thread", "-c", "broken.cpp", "-o", "watched.o"],
         ["-c", "broken.cpp", "-o", "plain.o"],
-    ]
+        [
+            "-fsanitize=thread", "-DSID_EMULATE", "-Wno-unknown-pragmas", *(f"-I{d}" for d in INCLUDES),
+            "-c", "parts.cpp", "-o", "parts.o",
+        ],
+    ]  # fmt: skip
     running = [
         subprocess.Popen([*base, *(str(HERE / w) if w.endswith("cpp") else w for w in step)], cwd=out)
         for step in steps
     ]
     assert [p.wait() for p in running] == [0] * len(steps)
-    for name in ("watched", "plain"):
+    for name in ("watched", "plain", "parts"):
         subprocess.run([*CXX, f"{name}.o", "emulate.o", "order.o", "-ldl", "-o", name], cwd=out, check=True)
     return out / "watched", out / "plain"
 
@@ -138,6 +143,12 @@ def test_what_is_broken_is_found_in_any_order(programs: tuple[Path, Path], case:
 def test_a_missing_edge_shows_as_wrong_bits(programs: tuple[Path, Path], case: str) -> None:
     """With nobody watching: what is not ordered is done in another order, by some of the seeds."""
     assert 3 in {run(programs[1], case, "broken", seed)[0] for seed in range(1, 21)}
+
+
+def test_what_all_kernels_share(programs: tuple[Path, Path]) -> None:
+    """Sums and scans of cuda/core/device.cuh: no thread reads what another one may still write."""
+    for seed in SEEDS:
+        assert run(programs[0].with_name("parts"), "", "", seed) == (0, "")
 
 
 def test_a_seed_repeats_what_it_has_shown(programs: tuple[Path, Path]) -> None:
