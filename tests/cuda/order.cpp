@@ -181,19 +181,49 @@ std::string stream_name(uint32_t number) {
     return number ? "stream " + std::to_string(number) : std::string("the default stream");
 }
 
-[[noreturn]] void conflict(kind how, uintptr_t at, uint64_t bytes, uint32_t other, bool written, const void *code) {
+void say(const char *text) {
+    char thread[128];
+    place_of_thread(thread, sizeof thread);
+    std::string all = std::string("emulated device: ") + text;
+    if (runs) all += " (" + text_of(launches.back().from) + thread + ")";
+    next_random(); /* has read the seed */
+    all += "; SID_EMULATED_SEED=" + std::to_string(seed) + "\n";
+    fputs(all.c_str(), stderr);
+    const char *name = getenv("SID_EMULATED_REPORT"); /* a file, where the program's output is lost */
+    FILE *f = name ? fopen(name, "a") : nullptr;
+    if (!f) return;
+    fputs(all.c_str(), f);
+    fclose(f);
+}
+
+/* stop; with SID_EMULATED_LIST it says so once for each place in the code, and goes on. */
+__attribute__((format(printf, 2, 3))) void complain(const void *code, const char *format, ...) {
+    static const bool lists = getenv("SID_EMULATED_LIST") != nullptr;
+    static std::set<const void *> known;
+    char text[2048];
+    va_list list;
+    va_start(list, format);
+    vsnprintf(text, sizeof text, format, list);
+    va_end(list);
+    if (!lists) stop("%s", text);
+    if (known.insert(code).second) say(text);
+}
+
+void conflict(kind how, uintptr_t at, uint64_t bytes, uint32_t other, bool written, const void *code) {
     static const char *const names[] = {"a read", "a write", "an atomic operation"};
     const bool is_shared = statics.has(at);
     const mark &m = marks[other - first_mark];
     const launched &l = launches[m.launch], &own = launches.back();
     const std::string here = line_of(code);
-    if (m.launch + 1 == launches.size())
-        stop("race: %s of %llu bytes of %s memory%s, and no barrier after %s by thread %u of block %u", names[how],
-             (unsigned long long)bytes, is_shared ? "shared" : "device", here.c_str(),
-             written ? "the write" : "the read", m.thread % now.per_block, m.thread / now.per_block);
-    stop("no order: %s of %llu bytes%s on %s by %s, and nothing makes it wait for the %s on %s by %s", names[how],
-         (unsigned long long)bytes, here.c_str(), stream_name(own.on).c_str(), text_of(own.from).c_str(),
-         written ? "write" : "read", stream_name(l.on).c_str(), text_of(l.from).c_str());
+    if (m.launch + 1 == launches.size()) {
+        complain(code, "race: %s of %llu bytes of %s memory%s, and no barrier after %s by thread %u of block %u",
+                 names[how], (unsigned long long)bytes, is_shared ? "shared" : "device", here.c_str(),
+                 written ? "the write" : "the read", m.thread % now.per_block, m.thread / now.per_block);
+        return;
+    }
+    complain(code, "no order: %s of %llu bytes%s on %s by %s, and nothing makes it wait for the %s on %s by %s",
+             names[how], (unsigned long long)bytes, here.c_str(), stream_name(own.on).c_str(),
+             text_of(own.from).c_str(), written ? "write" : "read", stream_name(l.on).c_str(), text_of(l.from).c_str());
 }
 
 [[noreturn]] void use_of_given_back(uintptr_t at, const void *code) {
@@ -224,8 +254,8 @@ void see(uintptr_t at, uint64_t bytes, kind how, const void *code) {
     if (!now.mark) now.mark = new_mark();
     const bool is_shared = statics.has(at);
     if (is_shared && unwritten(at, bytes) && how != WRITE)
-        stop("a read of %llu bytes of shared memory that nothing has written%s", (unsigned long long)bytes,
-             line_of(code).c_str());
+        complain(code, "a read of %llu bytes of shared memory that nothing has written%s", (unsigned long long)bytes,
+                 line_of(code).c_str());
     for (uint64_t i = 0; i < bytes; i++) {
         byte &b = byte_at(at + i);
         if (how == READ ? b.read[0] == now.mark || b.read[1] == now.mark
@@ -352,23 +382,12 @@ void wait(stream &s) {
 place::place(const char *w, const char *f, int l) : what(w), file(f), line(l) { next_place = *this; }
 
 void stop(const char *format, ...) {
-    char text[2048], thread[128];
+    char text[2048];
     va_list list;
     va_start(list, format);
     vsnprintf(text, sizeof text, format, list);
     va_end(list);
-    place_of_thread(thread, sizeof thread);
-    std::string all = std::string("emulated device: ") + text;
-    if (runs) all += " (" + text_of(launches.back().from) + thread + ")";
-    next_random(); /* has read the seed */
-    all += "; SID_EMULATED_SEED=" + std::to_string(seed) + "\n";
-    fputs(all.c_str(), stderr);
-    const char *name = getenv("SID_EMULATED_REPORT"); /* a file, where the program's output is lost */
-    FILE *f = name ? fopen(name, "a") : nullptr;
-    if (f) {
-        fputs(all.c_str(), f);
-        fclose(f);
-    }
+    say(text);
     abort();
 }
 
