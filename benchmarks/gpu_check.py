@@ -16,6 +16,7 @@ never waits for the device. A gathered decode takes one payload several times.
 
 import argparse
 import csv
+import ctypes
 import datetime
 import importlib.util
 import json
@@ -45,6 +46,8 @@ STUCK = 60.0  # seconds without a new row, after which a process is taken for hu
 
 
 folder = ROOT / "benchmarks" / "results"  # for the results
+written: list[Path] = []  # journals of what is in the results next
+rehearsed: Path | None = None  # the package's folder with a build for the CPU emulation, in a GPU's place
 
 
 def say(text: str) -> None:
@@ -65,11 +68,14 @@ def run(command: list[str], limit: float, **env: str) -> tuple[int, str]:
 
 
 def start(command: list[str], output: Any, **env: str) -> "subprocess.Popen[bytes]":
-    """Starts the command in a process group of its own."""
+    """Starts the command in a process group of its own, which ends if this process is killed: what is started
+    after it must not find the device busy, or a journal that still grows."""
+    prctl, to_end = ctypes.CDLL(None).prctl, 1  # PR_SET_PDEATHSIG
     clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     return subprocess.Popen(
-        command, cwd=ROOT, env=clean | env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    )
+        command, cwd=ROOT, env=clean | env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        preexec_fn=lambda: prctl(to_end, signal.SIGKILL),
+    )  # fmt: skip
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
@@ -111,6 +117,8 @@ elif not torch.cuda.is_available():
 
 
 def python_path() -> str:
+    if rehearsed is not None:
+        return os.pathsep.join([str(rehearsed), str(ROOT / "tests" / "support")])
     return os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
 
 
@@ -118,7 +126,8 @@ def run_tests(deadline: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider",
                "tests/cuda/test_cuda.py", "tests/cuda/test_cuda_exchanges.py"]  # fmt: skip
     limit = max(1.0, min(330.0, deadline - time.monotonic()))
-    status, output = run(command, limit, PYTHONPATH=python_path())
+    few = {} if rehearsed is None else {"SHARE": "400"}
+    status, output = run(command, limit, PYTHONPATH=python_path(), **few)
     found = summary_of(status, output, limit)
     say(f"tests: {found}")
     if status not in (0, 124):
@@ -143,7 +152,8 @@ def run_ddp(deadline: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ddp/test_dense.py",
                "tests/ddp/test_exchange.py", "tests/ddp/test_nonfinite.py", "-k", chosen]  # fmt: skip
     limit = max(1.0, min(150.0, deadline - time.monotonic()))
-    status, output = run(command, limit, PYTHONPATH=python_path(), SIDCOMP_TEST_DEVICE="cuda")
+    where = {"SIDCOMP_TEST_DEVICE": "cuda"} if rehearsed is None else {"SHARE": "8"}
+    status, output = run(command, limit, PYTHONPATH=python_path(), **where)
     last = output.strip().splitlines()[-1] if output.strip() else ""
     say(f"DDP: {last if status != 124 else f'stopped after {limit:.0f} s'}")
     if status not in (0, 124):
@@ -193,7 +203,14 @@ def run_ranks(deadline: float) -> dict[str, Any]:
         if left < 0:
             say(f"{world} ranks: left out: no time")
             continue
-        got = one_gpu.check(world, limit=min(one_gpu.LIMIT, left))
+        if rehearsed is None:
+            got = one_gpu.check(world, limit=min(one_gpu.LIMIT, left))
+        else:
+            sys.path.insert(0, str(ROOT / "tests" / "support"))
+            import fake_nccl
+
+            library = {"SIDCOMP_NCCL": str(fake_nccl.build()), "PYTHONPATH": python_path()}
+            got = one_gpu.check(world, True, 2, min(one_gpu.LIMIT, left), library)
         results["rows"] += [{"ranks": world, **row} for row in got["rows"]]
         results["wrong"] += got["wrong"]
         for row in got["rows"]:
@@ -209,14 +226,24 @@ def run_ranks(deadline: float) -> dict[str, Any]:
 
 
 def run_times(deadline: float) -> list[dict[str, Any]]:
-    """In processes that write down each row. One that hangs or fails is ended, and the next one continues."""
+    """In processes that write down each row. One that hangs or fails is ended, and the next one continues:
+    also where this process was ended, if the same is measured on the same day."""
     sys.path[:0] = [str(ROOT), str(ROOT / "python")]
+    from benchmarks.gpu_time import Journal
 
     kept = folder / "gpu-check-times.jsonl"  # remains where this process is ended, too
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.unlink(missing_ok=True)
-    rows = collect([sys.executable, "benchmarks/gpu_time.py"], kept, deadline)
-    kept.unlink()
+    now = {"date": datetime.date.today().isoformat(), "machine": machine()}
+    if kept.exists() and Journal(kept).all("of") != [now]:
+        kept.replace(kept.with_suffix(".old.jsonl"))
+        say(f"times: {kept} is of another day, machine or commit; it is now {kept.with_suffix('.old.jsonl')}")
+    if not kept.exists():
+        Journal(kept).add(of=now)
+    elif rows := Journal(kept).all("row"):
+        say(f"times: {len(rows)} rows were measured before; continuing behind them")
+    small = [] if rehearsed is None else ["--small"]
+    rows = collect([sys.executable, "benchmarks/gpu_time.py", *small], kept, deadline)
+    written.append(kept)  # to be removed as soon as the results are there
     return rows
 
 
@@ -267,7 +294,9 @@ def supervise(process: "subprocess.Popen[bytes]", kept: Path, deadline: float, s
 def run_models(deadline: float) -> list[dict[str, Any]]:
     """In a process of its own, so that what it takes of the device's memory is given back."""
     limit = max(1.0, min(150.0, deadline - time.monotonic()))
-    status, output = run([sys.executable, "benchmarks/gpu_model.py"], limit, PYTHONPATH=python_path())
+    small = [] if rehearsed is None else ["--device", "cpu", "--small"]
+    path = os.pathsep.join([python_path(), str(ROOT)])
+    status, output = run([sys.executable, "benchmarks/gpu_model.py", *small], limit, PYTHONPATH=path)
     if status:
         say(f"models: ended with {status}\n{output[-3000:]}")
         return []
@@ -326,6 +355,9 @@ def bytes_of(output: str) -> list[tuple[str, float]]:
 
 def machine() -> dict[str, str]:
     import torch
+
+    if rehearsed is not None:
+        return {"gpu": "none, a rehearsal on the emulation", "torch": torch.__version__}
     from sidcomp import _core
 
     smi, nvcc = shutil.which("nvidia-smi"), shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
@@ -399,8 +431,12 @@ def write(results: dict[str, Any], folder: Path) -> None:
     kept = folder / f"{stem}.json"
     if kept.exists():
         results = json.loads(kept.read_text()) | results
-    kept.write_text(compact_json.dumps(results))
-    (folder / f"{stem}.md").write_text(text_of(results))
+    for path, text in ((kept, compact_json.dumps(results)), (folder / f"{stem}.md", text_of(results))):
+        part = path.with_suffix(path.suffix + ".part")
+        part.write_text(text)
+        part.replace(path)  # whole, or as it was
+    while written:
+        written.pop().unlink(missing_ok=True)
     say(f"written: {folder / stem}.md and .json")
 
 
@@ -425,18 +461,32 @@ def main() -> int:
         help="one of the calls into which all is divided: "
         + "; ".join(f"{i} {', '.join(parts)}" for i, parts in enumerate(CALLS, 1)),
     )
+    parser.add_argument(
+        "--rehearse",
+        type=Path,
+        metavar="FOLDER",
+        help="without a GPU: everything in small on the CPU emulation, of which FOLDER has the package "
+        "(tests/cuda/test_emulated.py builds build/emulated); its figures say nothing",
+    )
     args = parser.parse_args()
-    global folder
+    global folder, rehearsed
     folder = args.out.absolute()
+    if args.rehearse is not None:
+        rehearsed = args.rehearse.absolute()
+        if not (rehearsed / "sidcomp" / "_core.so").exists():
+            parser.error(
+                f"--rehearse {args.rehearse}: no sidcomp/_core.so there; run tests/cuda/test_emulated.py"
+            )
     wanted = list(CALLS[args.part - 1]) if args.part else args.only.split(",")
     if unknown := [part for part in wanted if part not in PARTS]:
         parser.error(f"--only {unknown[0]}: there are {', '.join(PARTS)}")
     deadline = time.monotonic() + TIME_LIMIT
-    build()
+    if rehearsed is None:
+        build()
     if not importlib.util.find_spec("torch"):
         say("gpu-check: skipped: torch is not installed in this Python; everything was compiled")
         return SKIPPED
-    if why := no_gpu():
+    if rehearsed is None and (why := no_gpu()):
         say(f"gpu-check: skipped: {why}; everything was compiled, nothing could be run")
         return SKIPPED
     results: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": machine()}

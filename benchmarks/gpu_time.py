@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -62,6 +62,7 @@ SIZES = (
     Size(110_000_000, True, False, False, False),
     Size(1_000_000_000, False, False, False, False),
 )  # what says most comes first: time may run out
+SMALL = (Size(3000, False, True, False, True),)  # of a rehearsal
 
 
 class Clock(Protocol):
@@ -134,6 +135,29 @@ class GpuClock:
         self.torch.cuda.empty_cache()
 
 
+class HostClock:
+    """The host's, for a rehearsal on the emulation, where a call ends when its work does."""
+
+    device = "cpu"
+
+    def stream(self) -> int:
+        return 0
+
+    def measure(self, call: Call, n: int, graph: bool) -> Times:
+        took = []
+        for _ in range(3):
+            start = time.perf_counter()
+            call()
+            took.append((time.perf_counter() - start) * 1e6)
+        return {"stream": took, **({"graph": took} if graph else {})}
+
+    def room(self) -> int:
+        return 1 << 30
+
+    def settle(self) -> None:
+        pass
+
+
 def quartiles(x: list[float]) -> list[float]:
     low, _, high = statistics.quantiles(x, n=4, method="inclusive")
     return [statistics.median(x), low, high]
@@ -145,13 +169,18 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.entries: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
+        self.entries: list[dict[str, Any]] = []
+        text = path.read_text() if path.exists() else ""
+        self._cut = bool(text) and not text.endswith("\n")  # its writer was ended in the middle of a line
+        for line in text.splitlines():
+            with suppress(json.JSONDecodeError):
+                self.entries.append(json.loads(line))
 
     def add(self, **entry: Any) -> None:
         self.entries.append(entry)
         with self.path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write("\n" * self._cut + json.dumps(entry) + "\n")
+        self._cut = False
 
     def all(self, kind: str) -> list[Any]:
         return [entry[kind] for entry in self.entries if kind in entry]
@@ -552,13 +581,15 @@ def main() -> None:
     chosen.add_argument("--once", nargs=2, metavar=("CODEC", "N"))
     chosen.add_argument("--journal", type=Path, metavar="FILE")
     parser.add_argument("--seconds", type=float, default=300.0, help="with --journal: begin nothing after")
+    parser.add_argument("--small", action="store_true", help="with --journal: a rehearsal on the emulation")
     args = parser.parse_args()
-    sys.path[:0] = [str(ROOT), str(ROOT / "python")]
+    sys.path[:0] = [str(ROOT)] if args.small else [str(ROOT), str(ROOT / "python")]
     if args.once:
         once(args.once[0], int(args.once[1]))
         return
     deadline = time.monotonic() + args.seconds
-    measure(Bench(GpuClock(), deadline, partial(print, flush=True), Journal(args.journal)))
+    clock, sizes = (HostClock(), SMALL) if args.small else (GpuClock(), SIZES)
+    measure(Bench(clock, deadline, partial(print, flush=True), Journal(args.journal)), sizes)
 
 
 if __name__ == "__main__":

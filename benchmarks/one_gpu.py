@@ -34,9 +34,15 @@ NCCL = {
 }  # fmt: skip
 
 
-def check(world: int, emulated: bool = False, steps: int = STEPS, limit: float = LIMIT) -> dict[str, Any]:
+def check(
+    world: int,
+    emulated: bool = False,
+    steps: int = STEPS,
+    limit: float = LIMIT,
+    more: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """{"rows": for each codec, host time in us by transport; "wrong": what differs, [] if all is well}.
-    limit: seconds of all ranks."""
+    limit: seconds of all ranks. more: of the ranks' environment."""
     with tempfile.TemporaryDirectory() as room:
         ranks = [
             subprocess.Popen(
@@ -49,7 +55,7 @@ def check(world: int, emulated: bool = False, steps: int = STEPS, limit: float =
                     str(int(emulated)),
                     str(steps),
                 ],
-                env=os.environ | NCCL | {"NCCL_HOSTID": f"sidcomp-{r}"},
+                env=os.environ | NCCL | {"NCCL_HOSTID": f"sidcomp-{r}"} | (more or {}),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -20,6 +20,13 @@
 
 /* ---- launches ------------------------------------------------------------------------------------------------ */
 
+/* What a launch is called in errors. */
+#ifdef SID_EMULATE
+typedef emulate::place sid_what; /* and where it is written */
+#else
+typedef const char *sid_what;
+#endif
+
 /* One call of the API on its way to the device. */
 struct sid_stream {
     cudaStream_t stream;
@@ -77,7 +84,7 @@ struct sid_device_scope {
 
 /* A failed launch surfaces here; what fails while it runs surfaces at the caller's next synchronisation. */
 template <typename... P, typename... A>
-sid_status sid_launch_as(bool together, const sid_stream &to, const char *what, void (*kernel)(P...), uint64_t grid,
+sid_status sid_launch_as(bool together, const sid_stream &to, sid_what what, void (*kernel)(P...), uint64_t grid,
                          uint32_t block, uint32_t shared, const A &...args) {
     if (!grid) return SID_OK;
     cudaLaunchAttribute how[2] = {};
@@ -100,18 +107,18 @@ sid_status sid_launch_as(bool together, const sid_stream &to, const char *what, 
     const cudaError_t e = cudaLaunchKernelEx(&config, kernel, (P)args...);
     if (e == cudaSuccess) return SID_OK;
     (void)cudaGetLastError();
-    return sid_fail(to.err, SID_E_DEVICE, "%s: %s", what, cudaGetErrorString(e));
+    return sid_fail(to.err, SID_E_DEVICE, "%s: %s", (const char *)what, cudaGetErrorString(e));
 }
 template <typename... P, typename... A>
-sid_status sid_launch(const sid_stream &to, const char *what, void (*kernel)(P...), uint64_t grid, uint32_t block,
+sid_status sid_launch(const sid_stream &to, sid_what what, void (*kernel)(P...), uint64_t grid, uint32_t block,
                       uint32_t shared, const A &...args) {
     return sid_launch_as(false, to, what, kernel, grid, block, shared, args...);
 }
 
 /* All blocks at once, so that they can wait for one another (sid_grid_sync): no more of them than the device holds. */
 template <typename... P, typename... A>
-sid_status sid_launch_together(const sid_stream &to, const char *what, void (*kernel)(P...), uint64_t grid,
-                               uint32_t block, uint32_t shared, const A &...args) {
+sid_status sid_launch_together(const sid_stream &to, sid_what what, void (*kernel)(P...), uint64_t grid, uint32_t block,
+                               uint32_t shared, const A &...args) {
     return sid_launch_as(true, to, what, kernel, grid, block, shared, args...);
 }
 #ifdef SID_EMULATE
@@ -190,7 +197,7 @@ template <typename T> __device__ inline T sid_join_lanes(const T (&lane)[SID_QUA
     return x + __shfl_xor_sync(SID_FULL, x, 16);
 }
 
-/* The units' sums together, by a block of SID_SUMS threads: in thread 0. `part` is shared, free again after the next
+/* The units' sums together, by a block of SID_SUMS threads: in thread 0, and 0 in others. `part` is shared, free again after the next
  * barrier. */
 __device__ inline double sid_total(const double *sums, uint64_t units, double (&part)[SID_SUMS]) {
     double sum = 0;
@@ -200,7 +207,7 @@ __device__ inline double sid_total(const double *sums, uint64_t units, double (&
         __syncthreads();
         if (threadIdx.x < w) part[threadIdx.x] += part[threadIdx.x + w];
     }
-    return part[0];
+    return threadIdx.x ? 0 : part[0]; /* which thread 0 has written after the last barrier */
 }
 
 /* ---- numbers ------------------------------------------------------------------------------------------------- */

@@ -1,28 +1,31 @@
 /* emulate.h's device: two multiprocessors, so that grids are small and every block has more than one piece to do. */
-#include "emulate.h"
-
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
-#include <memory>
-#include <mutex>
 #include <vector>
 
-dim3 threadIdx, blockIdx, blockDim, gridDim;
+#include "order.h"
+
+dim3 threadIdx __attribute__((section("sid_dims"))), blockIdx __attribute__((section("sid_dims")));
+dim3 blockDim __attribute__((section("sid_dims"))), gridDim __attribute__((section("sid_dims")));
 
 namespace emulate {
+
+runner now;
+bool inside;
+
 namespace {
 
 enum {
-    LANES = 32,
-    BLOCK = 1024, /* threads, at most */
-    TOGETHER = 2048,
+    BLOCK = 1024,    /* threads, at most */
+    TOGETHER = 2048, /* that are resident */
     STACK = 1 << 17,
     SHARED = 48 << 10,
     GUARD = 64,
-    GARBAGE = 0xa7
+    PATIENCE = 64 /* rounds in which nobody did anything but look at one place again and again */
 };
 enum condition {
     RUNNING,
@@ -33,39 +36,29 @@ enum condition {
 /* A fiber runs one thread of a block, and then that thread of the next block. It starts once by setcontext; from then on
  * _setjmp and _longjmp switch, which unlike swapcontext make no system call. */
 struct fiber {
-    std::unique_ptr<char[]> stack{new char[STACK]};
-    bool started = false;
+    bool started = false, spins = false;
     jmp_buf place;
     condition is = DONE;
     meeting what;
     uint64_t value, result;
-    uint32_t argument;
+    uint32_t argument, mask;
+    uint32_t mark, block_clock, grid_clock, warp_clock, seen[LANES];
 };
 
 fiber fibers[TOGETHER];
+char *const stacks = (char *)mmap(nullptr, (size_t)TOGETHER *STACK, PROT_READ | PROT_WRITE,
+                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 jmp_buf scheduler;
 uint32_t current, per_block; /* the fiber that runs; threads of a block */
-uint64_t shuffled = 88172645463325252ull;
-const std::function<void()> *body;
+std::vector<uint32_t> blocks_begun;
+kernel_call *body;
 alignas(64) unsigned char shared[TOGETHER / LANES][SHARED + GUARD]; /* dynamic, a block */
-std::mutex one_launch;
 int device;
 thread_local bool chosen; /* a device, by this thread */
 
 int ptx_version() {
     const char *given = getenv("SID_EMULATED_PTX");
     return given ? atoi(given) : 90;
-}
-
-void stop(const char *why) {
-    fprintf(stderr, "emulated kernel: %s (block %u of %u, thread %u)\n", why, blockIdx.x, gridDim.x, current);
-    abort();
-}
-
-uint64_t next_random() {
-    shuffled ^= shuffled << 13;
-    shuffled ^= shuffled >> 7;
-    return shuffled ^= shuffled << 17;
 }
 
 void pause(fiber &f) {
@@ -75,7 +68,7 @@ void pause(fiber &f) {
 void run() {
     fiber &f = fibers[current];
     for (;;) {
-        (*body)();
+        body->thread();
         f.is = DONE;
         pause(f);
     }
@@ -87,11 +80,25 @@ __attribute__((noinline)) void resume(fiber &f) {
     f.started = true;
     ucontext_t start;
     getcontext(&start);
-    start.uc_stack.ss_sp = f.stack.get();
+    start.uc_stack.ss_sp = stacks + (size_t)(&f - fibers) * STACK;
     start.uc_stack.ss_size = STACK;
     start.uc_link = nullptr;
     makecontext(&start, run, 0);
     setcontext(&start);
+}
+
+/* Runs the fiber until it waits, ends or gives way. */
+void take_turn(uint32_t i) {
+    fiber &f = fibers[i];
+    current = i;
+    threadIdx.x = i % per_block;
+    blockIdx.x = blocks_begun[i / per_block];
+    now = {blockIdx.x * per_block + threadIdx.x, per_block, f.block_clock, f.grid_clock, f.warp_clock, f.seen, f.mark};
+    f.spins = false;
+    inside = true;
+    resume(f);
+    inside = false;
+    f.mark = now.mark;
 }
 
 enum {
@@ -100,58 +107,160 @@ enum {
     IN_GRID
 };
 int among(meeting what) { return what < BARRIER ? IN_WARP : what < GRID_BARRIER ? IN_BLOCK : IN_GRID; }
+const char *name_of(meeting what) {
+    static const char *const names[] = {"a shuffle", "a shuffle",  "a shuffle",
+                                        "a vote",    "__syncwarp", "a barrier",
+                                        "a barrier", "a barrier",  "the grid's barrier"};
+    return names[what];
+}
 
-/* The threads from first on, if all of them wait for the same: give each its result. */
+bool waits_in(const fiber &f, int whom) { return f.is == WAITING && among(f.what) == whom; }
+
+/* A group of lanes that all wait for the same: give each its result. Only __syncwarp orders what they do to memory. */
+void release_lanes(fiber *warp, uint32_t mask) {
+    const meeting what = warp[__builtin_ctz(mask)].what;
+    uint64_t all = 0;
+    for (uint32_t l = 0; l < LANES; l++)
+        if (mask >> l & 1) all |= warp[l].value << l;
+    uint32_t seen[LANES] = {};
+    for (uint32_t l = 0; what == SYNC_WARP && l < LANES; l++) {
+        if (mask >> l & 1) seen[l] = warp[l].warp_clock;
+        for (uint32_t k = 0; !(mask >> l & 1) && k < LANES; k++)
+            if (mask >> k & 1 && warp[k].seen[l] > seen[l]) seen[l] = warp[k].seen[l];
+    }
+    for (uint32_t l = 0; l < LANES; l++) {
+        if (!(mask >> l & 1)) continue;
+        fiber &f = warp[l];
+        uint32_t from = l;
+        if (what == SHUFFLE_XOR) from = l ^ f.argument;
+        if (what == SHUFFLE_UP) from = l < f.argument ? l : l - f.argument;
+        if (what == SHUFFLE) from = f.argument;
+        from %= LANES;
+        if (what < BALLOT && !(mask >> from & 1)) {
+            current = (uint32_t)(&f - fibers);
+            stop("wrong lane mask: lane %u shuffles from lane %u, which the mask %08x leaves out", l, from, mask);
+        }
+        f.result = what < BALLOT ? warp[from].value : all;
+        if (what == SYNC_WARP) {
+            memcpy(f.seen, seen, sizeof seen);
+            f.warp_clock++;
+            f.mark = 0;
+        }
+    }
+    for (uint32_t l = 0; l < LANES; l++)
+        if (mask >> l & 1) warp[l].is = RUNNING;
+}
+
+bool release_warp(fiber *warp) {
+    bool moved = false;
+    for (uint32_t l = 0; l < LANES; l++) {
+        if (!waits_in(warp[l], IN_WARP)) continue;
+        const uint32_t mask = warp[l].mask;
+        bool all = true;
+        for (uint32_t k = 0; k < LANES && all; k++)
+            all = !(mask >> k & 1) ||
+                  (waits_in(warp[k], IN_WARP) && warp[k].what == warp[l].what && warp[k].mask == mask);
+        if (all) release_lanes(warp, mask);
+        moved |= all;
+    }
+    return moved;
+}
+
+/* The threads from first on, if all of them wait for the same. */
 bool release(uint32_t first, uint32_t count, int whom) {
     const meeting what = fibers[first].what;
     uint64_t all = 0;
     for (uint32_t i = first; i < first + count; i++) {
-        if (fibers[i].is != WAITING || fibers[i].what != what || among(what) != whom) return false;
-        if (what == BALLOT) all |= fibers[i].value << (i - first);
+        if (!waits_in(fibers[i], whom) || fibers[i].what != what) return false;
         if (what == BARRIER_COUNT) all += fibers[i].value;
         if (what == BARRIER_OR) all |= fibers[i].value;
     }
     for (uint32_t i = first; i < first + count; i++) {
         fiber &f = fibers[i];
-        const uint32_t lane = i - first;
         f.result = all;
-        if (what == SHUFFLE_XOR) f.result = fibers[first + (lane ^ f.argument)].value;
-        if (what == SHUFFLE_UP) f.result = fibers[lane < f.argument ? i : i - f.argument].value;
-        if (what == SHUFFLE) f.result = fibers[first + f.argument % LANES].value;
+        f.block_clock++;
+        f.grid_clock += whom == IN_GRID;
+        f.mark = 0;
         f.is = RUNNING;
     }
     return true;
 }
 
-/* `blocks` of them from `first` on, at the same time. */
-void run_blocks(uint32_t first, uint32_t blocks, size_t dynamic) {
-    const uint32_t threads = blocks * per_block;
+/* Nothing moves any more. */
+[[noreturn]] void name_the_stuck(uint32_t threads, uint32_t left) {
+    for (uint32_t i = 0; i < threads; i++) {
+        fiber &f = fibers[i];
+        if (!waits_in(f, IN_WARP)) continue;
+        for (uint32_t l = 0; l < LANES; l++) {
+            const fiber &other = fibers[i / LANES * LANES + l];
+            if (!(f.mask >> l & 1) || (waits_in(other, IN_WARP) && other.what == f.what && other.mask == f.mask))
+                continue;
+            current = i;
+            blockIdx.x = blocks_begun[i / per_block];
+            if (other.is == WAITING)
+                stop("lane %u waits in %s of mask %08x for lane %u, which waits in %s of mask %08x", i % LANES,
+                     name_of(f.what), f.mask, l, name_of(other.what), other.mask);
+            stop("lane %u waits in %s of mask %08x for lane %u, which has %s", i % LANES, name_of(f.what), f.mask, l,
+                 other.is == DONE ? "ended" : "not come");
+        }
+    }
+    for (uint32_t i = 0; i < threads; i++) {
+        if (!fibers[i].spins) continue;
+        current = i;
+        blockIdx.x = blocks_begun[i / per_block];
+        if (left)
+            stop("a block waits for one that is not resident: it looks at one place again and again, nobody else can "
+                 "do anything, and %u blocks of %u have not begun",
+                 left, gridDim.x);
+        stop("a thread looks at one place again and again, and nobody else can do anything");
+    }
+    for (uint32_t i = 0; i < threads; i++) {
+        if (fibers[i].is != WAITING) continue;
+        current = i;
+        blockIdx.x = blocks_begun[i / per_block];
+        stop("threads wait for one another at different places: this one in %s", name_of(fibers[i].what));
+    }
+    stop("nothing moves");
+}
+
+/* The blocks of blocks_begun, at the same time; `left` others come later. */
+void run_blocks(size_t dynamic, uint32_t left) {
+    const uint32_t blocks = (uint32_t)blocks_begun.size(), threads = blocks * per_block;
     std::vector<uint32_t> order(threads);
+    new_shared_memory();
     for (uint32_t b = 0; b < blocks; b++) memset(shared[b], GARBAGE, sizeof shared[b]);
     for (uint32_t i = 0; i < threads; i++) {
-        fibers[i].is = RUNNING;
+        fiber &f = fibers[i];
+        f.is = RUNNING;
+        f.spins = false;
+        f.mark = f.block_clock = f.grid_clock = 0;
+        f.warp_clock = 1;
+        memset(f.seen, 0, sizeof f.seen);
         order[i] = i;
     }
     uint64_t late = 0; /* warps that sit out until all others wait for them, or for some rounds */
     for (uint32_t done = 0, idle = 0; done < threads;) {
-        bool moved = false;
+        bool moved = false, held = false;
         for (uint32_t i = threads - 1; i; i--) std::swap(order[i], order[next_random() % (i + 1)]);
-        if (next_random() % 16 == 0) late = next_random() & next_random();
+        if (next_random() % 8 == 0) late = next_random() & next_random();
         if (++idle > 1) late = 0;
         for (const uint32_t i : order) {
-            if (fibers[i].is != RUNNING || late >> i / LANES & 1) continue;
-            current = i;
-            threadIdx.x = i % per_block;
-            blockIdx.x = first + i / per_block;
-            resume(fibers[i]);
+            if (fibers[i].is != RUNNING) continue;
+            if (late >> i / LANES % 64 & 1) {
+                held = true;
+                continue;
+            }
+            take_turn(i);
             done += fibers[i].is == DONE;
-            moved = true;
+            moved |= !fibers[i].spins;
         }
-        for (uint32_t i = 0; i < threads; i += LANES) moved |= release(i, LANES, IN_WARP);
+        for (uint32_t i = 0; i < threads; i += LANES) moved |= release_warp(fibers + i);
         for (uint32_t i = 0; i < threads; i += per_block) moved |= release(i, per_block, IN_BLOCK);
         moved |= release(0, threads, IN_GRID);
         if (moved) idle = 0;
-        if (idle > 1 && done < threads) stop("threads wait for one another at different places");
+        bool spins = false;
+        for (uint32_t i = 0; i < threads && !moved; i++) spins |= fibers[i].is == RUNNING;
+        if (!held && idle > (spins ? PATIENCE : 1) && done < threads) name_the_stuck(threads, left);
     }
     for (uint32_t b = 0; b < blocks; b++)
         for (size_t i = dynamic; i < dynamic + GUARD; i++)
@@ -160,11 +269,29 @@ void run_blocks(uint32_t first, uint32_t blocks, size_t dynamic) {
 
 } // namespace
 
-uint64_t meet(meeting what, uint64_t value, uint32_t argument) {
+void give_way(bool spins) {
     fiber &f = fibers[current];
+    f.spins = spins;
+    inside = false;
+    pause(f);
+}
+
+bool is_dynamic(const void *at) { return (size_t)((const unsigned char *)at - shared[0]) < sizeof shared; }
+bool on_a_stack(const void *at) { return (size_t)((const char *)at - stacks) < (size_t)TOGETHER * STACK; }
+
+void place_of_thread(char *text, size_t room) {
+    text[0] = 0;
+    if (body) snprintf(text, room, ", thread %u of block %u of %u", current % per_block, blockIdx.x, gridDim.x);
+}
+
+uint64_t meet(meeting what, uint64_t value, uint32_t argument, uint32_t mask) {
+    fiber &f = fibers[current];
+    if (among(what) == IN_WARP && !(mask >> current % LANES & 1))
+        stop("wrong lane mask: lane %u is in %s whose mask %08x leaves it out", current % LANES, name_of(what), mask);
     f.what = what;
     f.value = value;
     f.argument = argument;
+    f.mask = mask;
     f.is = WAITING;
     pause(f);
     return f.result;
@@ -172,21 +299,35 @@ uint64_t meet(meeting what, uint64_t value, uint32_t argument) {
 
 void *dynamic_shared() { return shared[current / per_block]; }
 
-void launch(const cudaLaunchConfig_t &c, const std::function<void()> &thread) {
-    const std::lock_guard<std::mutex> lock(one_launch);
-    const bool together = c.numAttrs && c.attrs->val.cooperative;
-    for (uint32_t i = 0; i < c.numAttrs; i++)
+void check_shape(const cudaLaunchConfig_t &c, const place &from) {
+    bool together = false;
+    for (uint32_t i = 0; i < c.numAttrs; i++) {
+        together |= c.attrs[i].id == cudaLaunchAttributeCooperative && c.attrs[i].val.cooperative;
         if (c.attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization && ptx_version() < 90)
-            stop("launched early, by code that does not wait");
-    if (c.blockDim.x % LANES || c.blockDim.x > BLOCK || !c.gridDim.x || c.dynamicSmemBytes > SHARED ||
-        (together && (uint64_t)c.gridDim.x * c.blockDim.x > TOGETHER))
-        stop("launch of a shape that no device takes");
-    body = &thread;
+            stop("\"%s\" at %s:%d: launched early, by code that does not wait", from.what, from.file, from.line);
+    }
+    if (c.blockDim.x % LANES || !c.blockDim.x || c.blockDim.x > BLOCK || !c.gridDim.x || c.dynamicSmemBytes > SHARED)
+        stop("\"%s\" at %s:%d: launch of a shape that no device takes", from.what, from.file, from.line);
+    if (together && (uint64_t)c.gridDim.x * c.blockDim.x > TOGETHER)
+        stop("\"%s\" at %s:%d: cooperative launch of %u blocks of %u threads, of which %u at most are resident at once",
+             from.what, from.file, from.line, c.gridDim.x, c.blockDim.x, TOGETHER / c.blockDim.x);
+}
+
+void run_kernel(const cudaLaunchConfig_t &c, kernel_call &call) {
+    const bool together = c.numAttrs && c.attrs->val.cooperative;
+    body = &call;
     gridDim = c.gridDim;
     blockDim = c.blockDim;
     per_block = blockDim.x;
+    std::vector<uint32_t> order(gridDim.x);
+    for (uint32_t i = 0; i < gridDim.x; i++) order[i] = i;
+    for (uint32_t i = gridDim.x - 1; i && !together; i--) std::swap(order[i], order[next_random() % (i + 1)]);
     const uint32_t blocks = together ? gridDim.x : 1;
-    for (uint32_t first = 0; first < gridDim.x; first += blocks) run_blocks(first, blocks, c.dynamicSmemBytes);
+    for (uint32_t first = 0; first < gridDim.x; first += blocks) {
+        blocks_begun.assign(order.begin() + first, order.begin() + first + blocks);
+        run_blocks(c.dynamicSmemBytes, gridDim.x - first - blocks);
+    }
+    body = nullptr;
 }
 
 } // namespace emulate

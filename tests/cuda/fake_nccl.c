@@ -232,6 +232,18 @@ static void note(const char *call, const struct ncclComm *c, uint64_t bytes) {
     fclose(f);
 }
 
+/* The beginning of emulate.h's stream: what is on it is done before a call reads or writes in its name. */
+typedef struct device_stream {
+    void (*drain)(struct device_stream *);
+    void (*touch)(struct device_stream *, const void *at, uint64_t bytes, int writes, const char *who);
+} device_stream;
+static void drain(void *on) {
+    if (on) ((device_stream *)on)->drain(on);
+}
+static void touch(void *on, const void *at, uint64_t bytes, int writes, const char *who) {
+    if (on && bytes) ((device_stream *)on)->touch(on, at, bytes, writes, who);
+}
+
 static int idle(const struct ncclComm *c) { return c && c->state == SUCCESS && !c->finalized; }
 
 static int start(ncclComm_t c, const work *w) {
@@ -341,8 +353,10 @@ int ncclCommAbort(ncclComm_t c) {
 
 int ncclAllGather(const void *in, void *out, size_t count, int type, ncclComm_t c, void *stream) {
     work w = {0};
-    (void)stream;
     const uint64_t bytes = count * width(type);
+    drain(stream);
+    touch(stream, in, bytes, 0, "ncclAllGather");
+    touch(stream, out, c ? (uint64_t)c->world * bytes : 0, 1, "ncclAllGather");
     for (int r = 0; c && r < c->world; r++) {
         if (r == c->rank) continue;
         w.parts[w.n++] = (part){r, 1, (uint8_t *)(uintptr_t)in, bytes};
@@ -373,11 +387,15 @@ static int reduce(int which, const void *in, void *out, size_t count, int type, 
 }
 
 int ncclAllReduce(const void *in, void *out, size_t count, int type, int op, ncclComm_t c, void *stream) {
-    (void)stream;
+    drain(stream);
+    touch(stream, in, count * width(type), 0, "ncclAllReduce");
+    touch(stream, out, count * width(type), 1, "ncclAllReduce");
     return op ? INVALID_ARGUMENT : reduce(1, in, out, count, type, c);
 }
 int ncclReduceScatter(const void *in, void *out, size_t count, int type, int op, ncclComm_t c, void *stream) {
-    (void)stream;
+    drain(stream);
+    touch(stream, in, c ? (uint64_t)c->world * count * width(type) : 0, 0, "ncclReduceScatter");
+    touch(stream, out, count * width(type), 1, "ncclReduceScatter");
     return op ? INVALID_ARGUMENT : reduce(2, in, out, count, type, c);
 }
 
@@ -389,12 +407,14 @@ static int add(int sends, void *at, size_t count, int type, int peer, ncclComm_t
     return SUCCESS;
 }
 int ncclSend(const void *at, size_t count, int type, int peer, ncclComm_t c, void *stream) {
-    (void)stream;
+    drain(stream);
+    touch(stream, at, count * width(type), 0, "ncclSend");
     if (c) note("send", c, count * width(type));
     return add(1, (void *)(uintptr_t)at, count, type, peer, c);
 }
 int ncclRecv(void *at, size_t count, int type, int peer, ncclComm_t c, void *stream) {
-    (void)stream;
+    drain(stream);
+    touch(stream, at, count * width(type), 1, "ncclRecv");
     return add(0, at, count, type, peer, c);
 }
 

@@ -1,14 +1,18 @@
 """test_cuda.py and NCCL's tests without a GPU: cuda/'s kernels, built for the CPU emulation of tests/cuda.
 
-Undefined behaviour stops the run, misaligned 8- and 16-byte accesses among it, which a GPU would refuse.
+Undefined behaviour stops the run, misaligned 8- and 16-byte accesses among it, which a GPU would refuse. In a
+second build every access of a kernel is watched: races, and reads of shared memory that nothing has written.
 """
 
 import os
+import random
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -24,51 +28,73 @@ pytestmark = [
 ]
 
 
-def call(command: list[str], **env: str) -> None:
+def call(command: list[str], report: IO[str] | None = None, **env: str) -> None:
     clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     done = subprocess.run(
         command, cwd=ROOT, env=clean | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     if done.returncode:
-        pytest.fail(f"{command[0]} ... ended with {done.returncode}:\n{done.stdout[-6000:]}", pytrace=False)
+        said = report.read() if report is not None else ""
+        seed = f" (SID_EMULATED_SEED={env['SID_EMULATED_SEED']})" if "SID_EMULATED_SEED" in env else ""
+        text = f"{command[0]} ... ended with {done.returncode}{seed}:\n{said}{done.stdout[-6000:]}"
+        pytest.fail(text, pytrace=False)
 
 
-def build() -> Path:
-    """The package with an extension that the C++ compiler built as nvcc; returns its folder."""
+UNDEFINED = "-fsanitize=undefined -fno-sanitize-recover=all"
+# gcc calls the functions of tests/cuda/order.cpp where the kernels touch memory; ThreadSanitizer's library is
+# not there. No read is moved to where the program makes none.
+WATCHED = (
+    "-fsanitize=thread -g1 -fno-tree-loop-im -fno-tree-loop-optimize -fno-hoist-adjacent-loads "
+    "-fno-code-hoisting"
+)
+
+
+def build(watched: bool = False) -> Path:
+    """The package with an extension that the C++ compiler built as nvcc; returns its folder. watched: every
+    access of a kernel is looked at."""
     pybind11 = pytest.importorskip("pybind11")
-    package = OUT / "sidcomp"
+    out = OUT.with_name("watched") if watched else OUT
+    here = out.relative_to(ROOT)
+    package = out / "sidcomp"
     package.mkdir(parents=True, exist_ok=True)
     ours = ROOT / "python" / "sidcomp"
     for source in [*ours.glob("*.py"), *(p.parent for p in ours.glob("*/__init__.py"))]:
         link = package / source.name
         if not link.is_symlink():
             link.symlink_to(os.path.relpath(source, package))
+    built = package / "_core.so"
+    parts = [ROOT / "tests" / "cuda" / name for name in ("emulate.cpp", "order.cpp", "order.h")]
+    if built.exists() and built.stat().st_mtime < max(p.stat().st_mtime for p in parts):
+        built.unlink()  # make knows nothing of them
     make, cxx = TOOLS
-    flags = (
-        "-std=c++17 -O1 -fPIC -ffp-contract=off -fsanitize=undefined -fno-sanitize-recover=all "
-        "-Icsrc -Itests/cuda"
-    )
+    flags = "-std=c++17 -O1 -fPIC -ffp-contract=off -Icsrc -Itests/cuda"
+    kernels = f"{flags} {WATCHED if watched else UNDEFINED} -Wall -Wextra -Wno-unknown-pragmas"
+    device = f"{flags} -O2 {'' if watched else UNDEFINED} tests/cuda/emulate.cpp tests/cuda/order.cpp"
     call([
-        make, f"-j{os.cpu_count()}", "ext", "O=build/emulated", "OUT=build/emulated/sidcomp/_core.so",
+        make, f"-j{os.cpu_count()}", "ext", f"O={here}", f"OUT={built.relative_to(ROOT)}",
         f"PYTHON={sys.executable}",
         f"PYINC=-isystem {sysconfig.get_paths()['include']} -isystem {pybind11.get_include()}",
         f"NVCC={cxx}", "GENCODE=", "ARCH=emulated",
-        f"CU={cxx} -x c++ {flags} -Wall -Wextra -Wno-unknown-pragmas -DSID_EMULATE -DSID_WITH_CUDA",
-        f"LD={cxx} -shared {flags} tests/cuda/emulate.cpp",
+        f"CU={cxx} -x c++ {kernels} -DSID_EMULATE -DSID_WITH_CUDA",
+        f"LD={cxx} -shared {device}",
     ])  # fmt: skip
-    return OUT
+    return out
 
 
-def run_path() -> str:
-    return os.pathsep.join(map(str, [build(), ROOT / "tests" / "support"]))
+def run_path(watched: bool = False) -> str:
+    return os.pathsep.join(map(str, [build(watched), ROOT / "tests" / "support"]))
 
 
-def run(share: int, tests: str = "tests/cuda/test_cuda.py") -> None:
-    call(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests],
-        PYTHONPATH=run_path(),
-        SHARE=str(share),
-    )
+def run(share: int, tests: str = "tests/cuda/test_cuda.py", watched: bool = False, **env: str) -> None:
+    with tempfile.NamedTemporaryFile("r") as report:  # of what stops the process, whose output pytest holds
+        call(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests],
+            report=report,
+            PYTHONPATH=run_path(watched),
+            SHARE=str(share),
+            SID_EMULATED_REPORT=report.name,
+            **env,
+        )
 
 
 def test_kernels_on_the_emulation() -> None:
@@ -96,6 +122,24 @@ def test_code_that_does_not_wait_is_not_launched_early() -> None:
     with_ptx_of_8_0 = {"SID_EMULATED_PTX": "80", "PYTHONPATH": run_path()}
     test = "tests/cuda/test_cuda.py::test_launched_early[topk-5000]"
     call([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test], **with_ptx_of_8_0)
+
+
+def test_streams_in_any_order_on_the_emulation() -> None:
+    run(share=6, tests="tests/cuda/test_streams.py")
+
+
+WATCHED_TESTS = [
+    ("tests/cuda/test_cuda.py", 60),
+    ("tests/cuda/test_cuda_exchanges.py", 20),
+    ("tests/cuda/test_streams.py", 1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tests, share", WATCHED_TESTS, ids=str)
+def test_every_access_watched(tests: str, share: int) -> None:
+    """In an order that is drawn anew each time; what fails says by which seed."""
+    run(share, tests, watched=True, SID_EMULATED_SEED=str(random.SystemRandom().randrange(1 << 30)))
 
 
 @pytest.mark.slow

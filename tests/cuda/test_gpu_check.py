@@ -7,10 +7,12 @@ models' steps on the CPU; reports from figures made up here.
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,99 @@ def test_steps_of_models() -> None:
     with torch.device("meta"):
         sizes = [sum(p.numel() for p in m.parameters()) for m in (resnet(), Gpt())]
     assert sizes == [25_557_032, 124_439_808], "the papers' models"
+
+
+def rehearse(out: Path, part: int, after: float | None = None) -> str:
+    """gpu-check's part on the emulation, in small; killed after so many seconds."""
+    package = Path(_core.__file__).parent.parent
+    command = [
+        sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--part", str(part), "--out", str(out),
+        "--rehearse", str(package),
+    ]  # fmt: skip
+    done = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"SHARE": "400"},
+    )
+    try:
+        said, _ = done.communicate(timeout=after or 500)
+    except subprocess.TimeoutExpired:
+        done.kill()
+        return done.communicate()[0]
+    assert done.returncode == 0, said[-6000:]
+    return said
+
+
+@emulated
+@pytest.mark.slow
+def test_a_rehearsal_that_is_killed_in_every_part(tmp_path: Path) -> None:
+    """Each part is killed at a random moment, and called again: what was measured before is still there."""
+    draw = random.Random(os.environ.get("SID_EMULATED_SEED", "1"))
+    journal = tmp_path / "gpu-check-times.jsonl"
+
+    def kept() -> dict[str, Any]:
+        results = list(tmp_path.glob("*.json"))
+        assert len(results) < 2 and not list(tmp_path.glob("*.part"))
+        return json.loads(results[0].read_text()) if results else {}
+
+    for part, names in enumerate(gpu_check.CALLS, 1):
+        before = kept()
+        if part == 1:  # until something is measured, and a little more
+            rehearse_until(
+                tmp_path, part, lambda: bool(gpu_time.Journal(journal).all("row")), draw.uniform(0, 3)
+            )
+        else:
+            rehearse(tmp_path, part, draw.uniform(1, 15))
+        middle = kept()
+        assert {k: v for k, v in middle.items() if k in before} == before
+        rows = {(r["what"], r["n"]): r for r in gpu_time.Journal(journal).all("row")}
+        assert rows or part > 1
+        time.sleep(1)
+        size = journal.stat().st_size if journal.exists() else 0
+        time.sleep(2)
+        assert not journal.exists() or journal.stat().st_size == size, "a process lives on"
+        said = rehearse(tmp_path, part)
+        after = kept()
+        assert {k: v for k, v in after.items() if k not in names} == {
+            k: v for k, v in middle.items() if k not in names
+        }
+        assert set(names) <= set(after) and "all went well" in said
+        if part == 1:
+            assert f"{len(rows)} rows were measured before" in said and not journal.exists()
+            found = {(r["what"], r["n"]): r for r in after["times"]}
+            assert len(found) > len(rows) and all(found[k] == r for k, r in rows.items())
+            assert not [r for r in after["times"] if "failed" in r]
+
+
+def rehearse_until(out: Path, part: int, reached: Callable[[], bool], more: float) -> None:
+    """Kills it `more` seconds after something has come about."""
+    package = Path(_core.__file__).parent.parent
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--part", str(part)]
+    process = subprocess.Popen(
+        [*command, "--out", str(out), "--rehearse", str(package)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 120
+    while not reached():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+    time.sleep(more)
+    process.kill()
+    process.wait()
+
+
+def test_a_journal_whose_last_line_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    gpu_time.Journal(path).add(begin="first")
+    with path.open("a") as file:
+        file.write('{"row": {"what": "x", "n": 1}')  # ends as a whole line might
+    again = gpu_time.Journal(path)
+    assert again.entries == [{"begin": "first"}]
+    again.add(end="first")
+    assert gpu_time.Journal(path).entries == [{"begin": "first"}, {"end": "first"}]
 
 
 UNITS = """

@@ -1,0 +1,123 @@
+"""The hook and the CUDA executor over streams that are deferred, in random orders (support/ordered.py).
+
+test_emulated.py runs this file on the emulation. Whatever the order, weights are the CPU's; and where an edge
+is left out, the emulation names what it is missing between.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_nccl
+import pytest
+import sidcomp
+import torch
+from harness import run
+from sidcomp import _core
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.skipif(_core.cuda_archs != "emulated", reason="needs the CPU emulation of CUDA")
+SEEDS = [int(s) for s in os.environ.get("SID_EMULATED_SEEDS", "1").split(",")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def library() -> Iterator[None]:
+    if fake_nccl.can_build():
+        fake_nccl.build()
+    yield
+
+
+def trained(
+    rank: int, world: int, how: str, settings: dict[str, Any], seed: int = 1, kind: str = "", steps: int = 5
+) -> list[list[torch.Tensor]]:
+    """The weights after each step. kind: the executor's class in this module, instead of its own."""
+    os.environ["SID_EMULATED_SEED"] = str(seed)
+    os.environ["SIDCOMP_NCCL"] = str(fake_nccl.LIBRARY)
+    transport = "native" if how == "native" else "torch"
+    if how == "cpu":
+        return steps_of(rank, sidcomp.State(**settings), steps)
+    import ordered
+
+    with ordered.Torch() as torchs:
+        state = sidcomp.State(transport=transport, **settings)
+        ordered.emulate(state, torchs, globals()[kind] if kind else ordered.OrderedExecutor)
+        return steps_of(rank, state, steps)
+
+
+def steps_of(rank: int, state: sidcomp.State, steps: int) -> list[list[torch.Tensor]]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 50), nn.Linear(50, 3))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.008)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sidcomp.register(ddp, state)
+    rng = torch.Generator().manual_seed(100 + rank)
+    out = []
+    for _ in range(steps):
+        x = torch.randn(8, 40, generator=rng)
+        optimizer.zero_grad()
+        (ddp(x) ** 2).sum().backward()
+        optimizer.step()
+        out.append([p.detach().clone() for p in model.parameters()])
+    assert state.stats()["steps"] == steps
+    state.close()
+    return out
+
+
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("torch", 2, {"codec": "topk", "groups": "layer"}),
+    ("torch", 2, {"codec": "powersgd", "r": 2, "full_every": 3}),
+    ("torch", 2, {"codec": "int8", "checksum_every": 2}),
+    ("torch", 3, {"codec": "marsit", "exchange": "ring1"}),
+    ("native", 2, {"codec": "sidco-e", "groups": "layer"}),
+    ("native", 2, {"codec": "topk", "exchange": "twoshot", "checksum_every": 2}),
+    ("native", 2, {"codec": "topk", "groups": "layer", "nonfinite": "rollback"}),
+]
+
+
+@pytest.mark.skipif(not fake_nccl.can_build(), reason="needs a C compiler")
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("how, world, settings", CASES, ids=str)
+def test_the_cpus_bits_in_any_order(how: str, world: int, settings: dict[str, Any], seed: int) -> None:
+    got, want = run(trained, world, how, settings, seed), run(trained, world, "cpu", settings)
+    for a, b in zip(got, want, strict=True):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert all(torch.equal(p, q) for p, q in zip(x, y, strict=True)), f"step {i}, seed {seed}"
+
+
+BROKEN = """
+import os, sys
+sys.path[:0] = {paths!r}
+import torch, torch.distributed as dist, ordered, test_streams
+class Broken(ordered.OrderedExecutor):
+    def {method}(self, *_):
+        pass
+test_streams.Broken = Broken
+dist.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
+test_streams.trained(0, 1, "torch", {settings!r}, 3, "Broken")
+"""
+
+
+def broken(tmp_path: Path, method: str, settings: dict[str, Any]) -> str:
+    """What a process says whose executor lacks a method."""
+    here = Path(__file__).resolve().parent
+    paths = [str(Path(_core.__file__).parent.parent), str(here.parent / "support"), str(here)]
+    script = BROKEN.format(paths=paths, method=method, settings=settings, store=tmp_path / "store")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -6, done.stderr[-3000:]
+    return done.stderr
+
+
+def test_gradients_that_nobody_waits_for_are_found(tmp_path: Path) -> None:
+    said = broken(tmp_path, "wait_for_gradients", {"codec": "topk"})
+    assert "emulated device: no order: " in said and "SID_EMULATED_SEED=3" in said
+
+
+def test_a_result_that_nobody_waits_for_is_found(tmp_path: Path) -> None:
+    said = broken(tmp_path, "_end_of_backward", {"codec": "topk"})
+    assert "emulated device: no order: " in said and "SID_EMULATED_SEED=3" in said
