@@ -190,6 +190,44 @@ def buckets(named: dict[str, torch.nn.Parameter]) -> list[list[str]]:
     return out
 
 
+def cut(named: dict[str, torch.nn.Parameter], parts: int) -> list[dict[str, torch.nn.Parameter]]:
+    """Cuts the parameters into so many runs of about equal size, the last parameters first: the largest run
+    is as small as can be. There must be at least as many parameters."""
+    if parts == 1:
+        return [named]
+    names = list(reversed(named))
+    low, high = max(p.numel() for p in named.values()), sum(p.numel() for p in named.values())
+    while low < high:
+        middle = (low + high) // 2
+        if len(_runs(names, named, middle)) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    runs = _runs(names, named, low)
+    while len(runs) < parts:  # halve the largest that can be
+        i = max((i for i, run in enumerate(runs) if len(run) > 1), key=lambda i: _size(runs[i], named))
+        half = min(
+            range(1, len(runs[i])),
+            key=lambda at: max(_size(runs[i][:at], named), _size(runs[i][at:], named)),
+        )
+        runs[i : i + 1] = [runs[i][:half], runs[i][half:]]
+    return [{name: named[name] for name in reversed(run)} for run in runs]
+
+
+def _size(names: list[str], named: dict[str, torch.nn.Parameter]) -> int:
+    return sum(named[name].numel() for name in names)
+
+
+def _runs(names: list[str], named: dict[str, torch.nn.Parameter], most: int) -> list[list[str]]:
+    """The fewest runs of at most so many elements."""
+    runs: list[list[str]] = []
+    for name in names:
+        if not runs or _size(runs[-1], named) + named[name].numel() > most:
+            runs.append([])
+        runs[-1].append(name)
+    return runs
+
+
 @torch.no_grad()
 def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Copies rank 0's tensors to the other ranks, all of one dtype and device in one broadcast."""

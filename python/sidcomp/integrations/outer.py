@@ -34,6 +34,8 @@ class Outer(LocalSteps):
                     indices="packed", beta=0.95)
     every           [30] steps between two exchanges, at least 1
     delay           [0] steps during which an exchange takes place in the background, as in `LocalSteps`
+    parts           [1] into how many parts the parameters are cut, which are exchanged one after the other,
+                    as in Streaming DiLoCo (Douillard et al. 2025); see `LocalSteps`
     lr, momentum, nesterov
                     of the outer optimizer. [0.7, 0.9, True] with a State whose codec is lossless, as in
                     DiLoCo; with any other [1, 0, True], as in SparseLoCo
@@ -53,6 +55,7 @@ class Outer(LocalSteps):
         *,
         every: int = 30,
         delay: int = 0,
+        parts: int = 1,
         lr: float | None = None,
         momentum: float | None = None,
         nesterov: bool = True,
@@ -67,7 +70,9 @@ class Outer(LocalSteps):
             raise ArgumentError(f"momentum={momentum!r}: give the outer optimizer one from 0 to below 1")
         if state is None:
             state = State("topk", density=1 / 64, values="log4", indices="packed", beta=0.95)
-        super().__init__(module, optimizer, state, every=every, delay=delay, process_group=process_group)
+        super().__init__(
+            module, optimizer, state, every=every, delay=delay, parts=parts, process_group=process_group
+        )
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
         self._momenta = {id(part): torch.zeros_like(part.update) for part in self._parts}
 
