@@ -141,20 +141,23 @@ def serve(
     state: State,
     module: torch.nn.Module,
     named: dict[str, torch.nn.Parameter],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     device: torch.device,
     what: str,
-) -> None:
-    """Makes the State serve the module. what: the class, for messages."""
+) -> Model:
+    """Makes the State serve the module. group: the ranks, which are connected here; None: the caller connects
+    them. what: the class, for messages."""
     model = Model(
-        group,
+        group,  # type: ignore[arg-type]  # nobody reads it then
         {name: tuple(p.shape) for name, p in named.items()},
         {id(p): name for name, p in named_parameters(module)},
     )
     if state._door is not None and state._door.open:
         raise SetupError("this State serves a model already: give every model a State of its own")
     state._attach(Door(module, model, state._engine), roles(module))
-    state._engine.connect(model, device, f"sidcomp.{what}()")
+    if group is not None:
+        state._engine.connect(model, device, f"sidcomp.{what}()")
+    return model
 
 
 class Door:
@@ -228,13 +231,18 @@ def _runs(names: list[str], named: dict[str, torch.nn.Parameter], most: int) -> 
     return runs
 
 
-@torch.no_grad()
-def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Copies rank 0's tensors to the other ranks, all of one dtype and device in one broadcast."""
+def by_kind(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x)
-    for alike in kinds.values():
+    return list(kinds.values())
+
+
+@torch.no_grad()
+def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Copies rank 0's tensors to the other ranks, all of one dtype and device in one broadcast."""
+    for alike in by_kind(tensors):
         flat = torch.cat([x.reshape(-1) for x in alike])
         dist.broadcast(flat, dist.get_global_rank(group, 0), group)
         for x, part in zip(alike, torch.split(flat, [x.numel() for x in alike]), strict=True):

@@ -354,6 +354,13 @@ class _Part(Part):
         """Takes what the parameters have moved as the update."""
         self.measure_from(self.point)
 
+    def measure_departure(self) -> None:
+        """Takes what the parameters had moved when the exchange began as the update."""
+        if self._left is None:
+            self.measure()
+        else:
+            torch.sub(self.point, self.left, out=self.update)
+
     def leave(self) -> None:
         """An exchange begins, during which the parameters may move on."""
         if self._left is not None:
