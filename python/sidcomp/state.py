@@ -668,12 +668,13 @@ class State:
         """
         self._open()
         p = self._engine
+        p.pause()
         self._abandon(SetupError("a checkpoint was loaded before the backward pass had ended"))
         p.quiet()
         model = self._door.model if self._door is not None else None
         parent = p.process_group or (model.process_group if model is not None else None)
         settings = self._settings_of(state)
-        resume = checkpoint.load(settings, parent, state, redistribute)
+        resume = checkpoint.load(settings, parent, state, redistribute, p.place)
         if model is None and not strict:
             raise CheckpointError(
                 "load_state_dict(strict=False) compares the checkpoint with the model: register the State "
@@ -726,6 +727,7 @@ class State:
         if self._closed is not None:
             return
         p = self._engine
+        p.pause()
         p.quiet()
         self._closed = self.stats()
         self._abandon(SetupError("the State was closed"), telling=False)

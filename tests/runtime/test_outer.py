@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -116,13 +117,13 @@ def test_the_default_learns_at_few_bytes() -> None:
         assert last < 0.5 * first and ratio > 20
 
 
-def resumed(rank: int, world: int, stop: int, delay: int) -> bool:
+def resumed(rank: int, world: int, stop: int, delay: int, parts: int = 1) -> bool:
     """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
 
     def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
         module = network(seed)
         optimizer = OPTIMIZERS["Adam"](module.parameters())
-        outer = sidcomp.Outer(module, optimizer, every=EVERY, delay=delay)
+        outer = sidcomp.Outer(module, optimizer, every=EVERY, delay=delay, parts=parts)
         with outer.state as state:
             if saved is not None:
                 module.load_state_dict(saved["module"])
@@ -141,10 +142,18 @@ def resumed(rank: int, world: int, stop: int, delay: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "stop, delay", [(6, 0), pytest.param(8, 0, marks=SLOW), (6, 3), pytest.param(8, 3, marks=SLOW)]
+    "stop, delay, parts",
+    [
+        (6, 0, 1),
+        (6, 3, 1),
+        (7, 2, 2),  # the second part is in flight
+        pytest.param(8, 0, 1, marks=SLOW),
+        pytest.param(8, 3, 1, marks=SLOW),
+        pytest.param(7, 0, 2, marks=SLOW),
+    ],
 )
-def test_a_resumed_run_has_the_same_bits(stop: int, delay: int) -> None:
-    assert all(run(resumed, 2, stop, delay))
+def test_a_resumed_run_has_the_same_bits(stop: int, delay: int, parts: int) -> None:
+    assert all(run(resumed, 2, stop, delay, parts))
 
 
 def with_nan(rank: int, world: int) -> None:
@@ -188,8 +197,122 @@ def test_what_is_not_finite_is_undone() -> None:
     run(with_nan_in_flight, 2)
 
 
+# ---- parts
+
+
+def cut_in(module: nn.Module, parts: int) -> list[list[nn.Parameter]]:
+    """The parameters of each part: the split of the reversed list whose largest run is the smallest."""
+    p = list(reversed(list(module.parameters())))
+    sizes = [x.numel() for x in p]
+    ways = [(0, *at, len(p)) for at in combinations(range(1, len(p)), parts - 1)]
+    best = min(max(sum(sizes[a:b]) for a, b in pairwise(way)) for way in ways)
+    found = [w for w in ways if max(sum(sizes[a:b]) for a, b in pairwise(w)) == best]
+    assert len(found) == 1, "another network, so that the test knows the cut"
+    return [p[a:b] for a, b in pairwise(found[0])]
+
+
+def by_parts(
+    rank: int, world: int, delay: int, parts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outer that exchanges a part at a time, beside torch's operations."""
+    model, ours = network(0), network(rank)
+    adam, of_ours = (OPTIMIZERS["Adam"](m.parameters()) for m in (model, ours))
+    mine = cut_in(model, parts)
+    point = [[p.detach().clone() for p in part] for part in mine]
+    u = [[torch.zeros_like(p) for p in part] for part in mine]
+    flying: tuple[int, list[torch.Tensor], list[torch.Tensor]] | None = None
+    with sidcomp.State("none") as state:
+        outer = sidcomp.Outer(ours, of_ours, state, every=2 * EVERY, delay=delay, parts=parts)
+        for step in range(8 * EVERY + 1):
+            for module in (model, ours):
+                module.zero_grad()
+                backward(module, rank, step)
+            adam.step()
+            outer.step()
+            for i in range(parts):
+                since = (step + 1 - i * 2 * EVERY // parts) % (2 * EVERY)
+                if since == 0 and step + 1 >= i * 2 * EVERY // parts:
+                    left = [p.detach().clone() for p in mine[i]]
+                    mean = [a - b for a, b in zip(point[i], left, strict=True)]
+                    for m in mean:
+                        dist.all_reduce(m)
+                    flying = i, left, [m / world for m in mean]
+                if flying is not None and flying[0] == i and since == delay:
+                    for n, (p, left, m) in enumerate(zip(mine[i], *flying[1:], strict=True)):
+                        u[i][n] = 0.9 * u[i][n] + m
+                        point[i][n] = point[i][n] - 0.7 * (m + 0.9 * u[i][n])
+                        with torch.no_grad():
+                            p.add_(point[i][n] - left)
+                    flying = None
+            with outer.common_point() as common:
+                assert alike(common)
+    assert not alike(ours)
+    return flat(model), flat(ours), flat(network(0))
+
+
+@pytest.mark.parametrize("delay, parts", [(0, 2), (2, 2), pytest.param(1, 3, marks=SLOW)])
+def test_a_part_at_a_time_is_streaming_diloco(delay: int, parts: int) -> None:
+    for theirs, ours, start in run(by_parts, 2, delay, parts):
+        assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
+
+
+def peak(rank: int, world: int, parts: int) -> tuple[list[int], float]:
+    """The bytes that each step sent, and the last losses."""
+    module, sent, losses = network(rank), [], []
+    with sidcomp.State("int4") as state:
+        outer = sidcomp.Outer(
+            module, OPTIMIZERS["Adam"](module.parameters()), state, every=EVERY, parts=parts
+        )
+        for step in range(30 * EVERY):
+            module.zero_grad()
+            losses.append(backward(module, rank, step))
+            before = state.stats()["sent_bytes"]
+            outer.step()
+            sent.append(state.stats()["sent_bytes"] - before)
+        outer.average()
+        assert alike(module)
+    return sent, sum(losses[-6:]) / sum(losses[:6])
+
+
+def test_parts_send_as_much_but_less_at_a_time() -> None:
+    (whole, _), _ = run(peak, 2, 1)
+    (parts, better), _ = run(peak, 2, 4)
+    assert max(parts) < 0.75 * max(whole), "one tensor has nearly three quarters of the parameters"
+    assert all(parts) and sum(map(bool, whole)) == 30
+    assert sum(whole) < sum(parts) < 1.25 * sum(whole), "four headers in place of one"
+    assert better < 0.6
+
+
+def with_nan_in_a_part(rank: int, world: int) -> None:
+    module = network(0)
+    outer = sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), every=4, parts=2)
+    with outer.state:
+        for step in range(12):
+            module.zero_grad()
+            backward(module, rank, step)
+            if step == 5 and rank == 1:
+                for p in module.parameters():
+                    p.grad[:] = float("nan")
+            with outer.common_point() as common:
+                before = flat(common)
+            outer.step()
+            if step == 5:
+                assert torch.equal(flat(module), before), "all parts are undone, or NaN would come back"
+        outer.average()
+        assert alike(module) and torch.isfinite(flat(module)).all()
+
+
+def test_what_is_not_finite_in_one_part_is_undone_in_all() -> None:
+    run(with_nan_in_a_part, 2)
+
+
+# ---- what is refused
+
+
 def refused(rank: int, world: int, wrong: dict[str, Any]) -> str:
     module = network(0)
+    if "state" in wrong:
+        wrong = {**wrong, "state": sidcomp.State(**wrong["state"])}
     try:
         outer = sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), **wrong)
         outer.load_state_dict({"steps": 0, "points": {}})
@@ -206,6 +329,12 @@ def refused(rank: int, world: int, wrong: dict[str, Any]) -> str:
         ({"delay": 31}, "from 0 to every=30"),
         ({"delay": -1}, "from 0 to every=30"),
         ({"momentum": 1.0}, "below 1"),
+        ({"parts": 0}, "from 1 to 6"),
+        ({"parts": 7}, "the model has 6 parameters"),
+        ({"parts": 3, "every": 2, "delay": 1}, "from 1 to 2"),
+        ({"parts": 3, "every": 8, "delay": 3}, "a delay of at most 2"),
+        ({"parts": 2, "state": {"codec": "topk", "groups": "model"}}, "several parts"),
+        ({"parts": 2, "state": {"codec": "topk", "full_every": 3}}, "leave one of the two out"),
         ({}, "no outer momentum"),
     ],
 )

@@ -104,9 +104,8 @@ class Settings:
     free: bool = False  # the caller named no codec and no candidates, so they may suit the optimizer
     accuracy: str = "dense"  # which codecs may be chosen then
     adaptive: bool = False  # they suit Adam and its relatives
-    clip_gradient: float = (
-        0.0  # the norm over sqrt(ranks) that a rank's whole gradient is clipped to; 0: never
-    )
+    clip_gradient: float = 0.0  # over sqrt(ranks): the largest norm of a rank's gradient; 0: any
+    gathers: bool = False  # no exchange takes the place of an all-gather
     made: list[Candidate] = field(
         default_factory=list
     )  # the policy's combinations, numbered after `candidates`
@@ -368,7 +367,7 @@ class Settings:
         """The exchange that a group takes in place of the all-gather, if none was named and this one sends
         far fewer bytes, by the core's own statements, and keeps what the second encoding loses: codecs of
         great variance, without a memory, would multiply it. It is the same on all ranks."""
-        named = candidate.choice is not None or self.auto
+        named = candidate.choice is not None or self.auto or self.gathers
         # Full-precision steps need whole vectors. An unbiased sparse codec draws the elements at random, and
         # those of the mean would mostly be zeros.
         unfit = bool(self.full_every) or {"sparse", "unbiased"} <= candidate.codec.traits

@@ -141,20 +141,23 @@ def serve(
     state: State,
     module: torch.nn.Module,
     named: dict[str, torch.nn.Parameter],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     device: torch.device,
     what: str,
-) -> None:
-    """Makes the State serve the module. what: the class, for messages."""
+) -> Model:
+    """Makes the State serve the module. group: the ranks, which are connected here; None: the caller connects
+    them. what: the class, for messages."""
     model = Model(
-        group,
+        group,  # type: ignore[arg-type]  # nobody reads it then
         {name: tuple(p.shape) for name, p in named.items()},
         {id(p): name for name, p in named_parameters(module)},
     )
     if state._door is not None and state._door.open:
         raise SetupError("this State serves a model already: give every model a State of its own")
     state._attach(Door(module, model, state._engine), roles(module))
-    state._engine.connect(model, device, f"sidcomp.{what}()")
+    if group is not None:
+        state._engine.connect(model, device, f"sidcomp.{what}()")
+    return model
 
 
 class Door:
@@ -190,13 +193,56 @@ def buckets(named: dict[str, torch.nn.Parameter]) -> list[list[str]]:
     return out
 
 
-@torch.no_grad()
-def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Copies rank 0's tensors to the other ranks, all of one dtype and device in one broadcast."""
+def cut(named: dict[str, torch.nn.Parameter], parts: int) -> list[dict[str, torch.nn.Parameter]]:
+    """Cuts the parameters into so many runs of about equal size, the last parameters first: the largest run
+    is as small as can be. There must be at least as many parameters."""
+    if parts == 1:
+        return [named]
+    names = list(reversed(named))
+    low, high = max(p.numel() for p in named.values()), sum(p.numel() for p in named.values())
+    while low < high:
+        middle = (low + high) // 2
+        if len(_runs(names, named, middle)) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    runs = _runs(names, named, low)
+    while len(runs) < parts:  # halve the largest that can be
+        i = max((i for i, run in enumerate(runs) if len(run) > 1), key=lambda i: _size(runs[i], named))
+        half = min(
+            range(1, len(runs[i])),
+            key=lambda at: max(_size(runs[i][:at], named), _size(runs[i][at:], named)),
+        )
+        runs[i : i + 1] = [runs[i][:half], runs[i][half:]]
+    return [{name: named[name] for name in reversed(run)} for run in runs]
+
+
+def _size(names: list[str], named: dict[str, torch.nn.Parameter]) -> int:
+    return sum(named[name].numel() for name in names)
+
+
+def _runs(names: list[str], named: dict[str, torch.nn.Parameter], most: int) -> list[list[str]]:
+    """The fewest runs of at most so many elements."""
+    runs: list[list[str]] = []
+    for name in names:
+        if not runs or _size(runs[-1], named) + named[name].numel() > most:
+            runs.append([])
+        runs[-1].append(name)
+    return runs
+
+
+def by_kind(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x)
-    for alike in kinds.values():
+    return list(kinds.values())
+
+
+@torch.no_grad()
+def broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Copies rank 0's tensors to the other ranks, all of one dtype and device in one broadcast."""
+    for alike in by_kind(tensors):
         flat = torch.cat([x.reshape(-1) for x in alike])
         dist.broadcast(flat, dist.get_global_rank(group, 0), group)
         for x, part in zip(alike, torch.split(flat, [x.numel() for x in alike]), strict=True):

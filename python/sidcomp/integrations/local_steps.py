@@ -15,12 +15,14 @@ from sidcomp.integrations.local_parts import (
     buckets,
     check,
     compare,
+    cut,
     group_of,
     open_engine,
     serve,
     take_step,
     trained,
 )
+from sidcomp.runtime.layout import Layout
 from sidcomp.state import State
 
 
@@ -48,6 +50,10 @@ class LocalSteps:
     delay           [0] steps during which an exchange takes place in the background, at most `every`. Its
                     mean then moves the common point, and the parameters keep what their optimizer has done
                     since the exchange began: x(m) becomes the new point plus these steps
+    parts           [1] into how many parts of about equal size the parameters are cut, at most `every`. Each
+                    is exchanged once in `every` steps, one after the other: part p after s steps, where
+                    s % every == p * every // parts. A delay is then at most every // parts, and one part
+                    travels at a time. No group of the State may be in several parts
     process_group   [None] the ranks to average over; None: the State's, else the default group
 
     It takes 8 bytes for each float32 parameter (the common point and the update), with a delay 12, beside the
@@ -66,6 +72,7 @@ class LocalSteps:
         *,
         every: int = 1,
         delay: int = 0,
+        parts: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
@@ -76,19 +83,31 @@ class LocalSteps:
         if not isinstance(delay, int) or isinstance(delay, bool) or not 0 <= delay <= every:
             raise ArgumentError(f"delay={delay!r}: give a number of steps from 0 to every={every}")
         named = trained(module, optimizer)
+        _check_parts(parts, every, delay, state, len(named))
         self.module, self.optimizer, self.state, self.every = module, optimizer, state, every
         self.delay = delay
         self.steps = 0  # taken by the optimizer
-        self._group = group_of(state, process_group)
-        compare(named, self._group, type(self).__name__)
-        self._parts = [_Part(names, named, delay > 0) for names in buckets(named)]
+        cuts = [buckets(some) for some in cut(named, parts)]
+        self._parts = [_Part(names, named, delay > 0) for names in (names for some in cuts for names in some)]
+        # the indices in `_parts` of what is exchanged together, and the steps at which it is, modulo `every`
+        self._together = [[n for n, at in enumerate(_owners(cuts)) if at == i] for i in range(parts)]
+        self._at = [i * every // parts for i in range(parts)]
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
-        self._flying = False  # the means of an exchange have not been applied yet
+        self._flying: list[int] = []  # of `_together`: their means have not been applied yet
         self._stray = Stray(self, type(self).__name__)
-        broadcast([*named.values(), *module.buffers()], self._group)
+        self._start(named, process_group)
+
+    def _start(self, named: dict[str, torch.nn.Parameter], process_group: dist.ProcessGroup | None) -> None:
+        """Gives all ranks the same parameters, and makes what their exchanges need."""
+        state, what = self.state, type(self).__name__
+        self._group = group_of(state, process_group)
+        compare(named, self._group, what)
+        broadcast([*named.values(), *self.module.buffers()], self._group)
         for part in self._parts:
             part.mark()
-        serve(state, module, named, self._group, self._parts[0].update.device, type(self).__name__)
+        serve(state, self.module, named, self._group, self._parts[0].update.device, what)
+        if len(self._at) > 1:
+            self._form()  # so that groups over several parts are refused here
 
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """Calls `optimizer.step(closure)`, or with a GradScaler `scaler.step(optimizer)`, and averages if it
@@ -100,21 +119,27 @@ class LocalSteps:
         finally:
             self._stray.expected = False
         self.steps += 1
-        since = self.steps % self.every
-        if self._flying and (since == self.delay or since == 0):
-            self._land()
-        if since == 0:
-            self._launch()
+        self._exchange()
+        return loss
+
+    def _exchange(self) -> None:
+        """Begins and ends the exchanges that are due after this step."""
+        due = [i for i, at in enumerate(self._at) if self.steps % self.every == at]
+        if self._flying:
+            since = (self.steps - self._at[self._flying[0]]) % self.every
+            if due or since == self.delay:
+                self._land()
+        if due:
+            self._launch(due)
             if not self.delay:
                 self._land()
-        return loss
 
     @torch.no_grad()
     def average(self) -> None:
         """Averages now, for example before the last evaluation, and waits for it. Every rank calls it at the
         same point."""
         self._land()
-        self._launch()
+        self._launch(list(range(len(self._at))))
         self._land()
 
     @contextmanager
@@ -139,42 +164,70 @@ class LocalSteps:
                 for part, kept in zip(self._parts, own, strict=True):
                     torch._foreach_copy_(part.parameters, kept)
 
+    def _of(self, together: list[int]) -> list[tuple[int, "_Part"]]:
+        """What is exchanged then: indices and parts."""
+        return [(n, self._parts[n]) for i in together for n in self._together[i]]
+
+    def _form(self) -> None:
+        assert self.state._door is not None
+        buckets = [part.bucket() for part in self._parts]
+        open_engine(self.state).form(self.state._door.model, buckets, refuse=self._refuse)
+
+    def _refuse(self, layout: Layout) -> None:
+        """Raises SetupError if a group is in several parts, which travel at different times."""
+        owner = {n: i for i, some in enumerate(self._together) for n in some}
+        for g in layout.groups:
+            if len({owner[bucket] for bucket, _, _ in g.runs}) > 1:
+                raise SetupError(
+                    f"parts={len(self._at)}: groups={self.state.settings.groups!r} make a group of parameters"
+                    ' of several parts: give the State groups="bucket" or "layer"'
+                )
+
     @torch.no_grad()
-    def _launch(self) -> None:
+    def _launch(self, together: list[int]) -> None:
         engine = open_engine(self.state)
-        for part in self._parts:
+        which = self._of(together)
+        for _, part in which:
             part.measure()
             part.leave()
         if engine.layout is None:
-            assert self.state._door is not None
-            engine.form(self.state._door.model, [part.bucket() for part in self._parts])
+            self._form()
         try:
-            self._futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]
+            self._futures = [engine.ready(n, part.update) for n, part in which]
+            if len(which) < len(self._parts):
+                engine.end_early()
         except Exception as e:
             self._fail(e)
             raise
-        self._flying = True
+        self._flying = together
 
     @torch.no_grad()
     def _land(self) -> None:
         """Waits for the exchange in flight, and applies its mean."""
         if not self._flying:
             return
-        futures, self._futures, self._flying = self._futures, [], False
+        futures, self._futures = self._futures, []
+        together, self._flying = self._flying, []
         try:
             for future in futures:
                 future.wait()
         except Exception as e:
             self._fail(e)
             raise
-        if all(bool(torch.isfinite(part.update).all()) for part in self._parts):
-            for part in self._parts:
+        self._apply(together)
+        if 0 in together:
+            broadcast(list(self.module.buffers()), self._group)
+
+    def _apply(self, together: list[int]) -> None:
+        """Applies the means that have arrived."""
+        which = [part for _, part in self._of(together)]
+        if all(bool(torch.isfinite(part.update).all()) for part in which):
+            for part in which:
                 self._outer(part)
                 part.move()
         else:  # the engine discards this step: its residuals are those of before
             for part in self._parts:
                 part.restore()
-        broadcast(list(self.module.buffers()), self._group)
 
     def _fail(self, error: Exception) -> None:
         self.state._engine.abandon(error)
@@ -191,21 +244,22 @@ class LocalSteps:
         exchange. Every rank saves all four for itself."""
         for future in self._futures:
             future.wait()
-        away = self.steps % self.every != 0 or self._flying
+        away = self.steps % self.every != 0 or bool(self._flying) or len(self._at) > 1
         points = {name: view.clone() for part in self._parts for name, view in part.points()} if away else {}
         flying = {
-            kind: {n: v.clone() for part in self._parts for n, v in part.named(getattr(part, kind))}
+            kind: {n: v.clone() for _, p in self._of(self._flying) for n, v in p.named(getattr(p, kind))}
             for kind in _IN_FLIGHT
             if self._flying
         }
-        return {"steps": self.steps, "every": self.every, "points": points, "in flight": flying}
+        cut = {"parts": len(self._at)} if len(self._at) > 1 else {}
+        return {"steps": self.steps, "every": self.every, **cut, "points": points, "in flight": flying}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Loads a result of `state_dict`, after the module's and the optimizer's. Raises CheckpointError."""
         steps, points = saved.get("steps"), saved.get("points")
         if not isinstance(steps, int) or steps < 0 or not isinstance(points, dict):
             raise CheckpointError('LocalSteps: the dictionary needs "steps", a number, and "points"')
-        if steps % self.every and not points:
+        if (steps % self.every or (steps and len(self._at) > 1)) and not points:
             raise CheckpointError(
                 f"LocalSteps: the checkpoint was saved after {steps} steps with every={saved.get('every')}, "
                 f"and has no common point, which every={self.every} needs there: resume with the same `every`"
@@ -216,22 +270,58 @@ class LocalSteps:
                 "LocalSteps: the checkpoint was saved while an exchange was in flight, which needs a delay: "
                 "resume with the same `delay`"
             )
+        if flying and saved.get("parts", 1) != len(self._at):
+            raise CheckpointError(
+                f"LocalSteps: the checkpoint was saved with parts={saved.get('parts', 1)}, while one of them "
+                "was in flight: resume with the same `parts`"
+            )
+        together = [
+            i
+            for i in range(len(self._at))
+            if flying and any(n in flying[_IN_FLIGHT[0]] for _, part in self._of([i]) for n in part.names)
+        ]
+        in_flight = {name for _, part in self._of(together) for name in part.names}
         known = dict(pair for part in self._parts for pair in part.points())
         for name, view in known.items():
-            for values in [points, *(flying.get(kind) for kind in _IN_FLIGHT)] if flying else [points]:
+            needed = [flying.get(kind) for kind in _IN_FLIGHT] if name in in_flight else []
+            for values in [points, *needed]:
                 if values and (name not in values or values[name].shape != view.shape):
                     raise CheckpointError(f"LocalSteps: no common point of the shape of parameter {name!r}")
         self._land()
-        self.steps, self._flying = steps, bool(flying)
+        self.steps, self._flying = steps, together
         for part in self._parts:
             part.mark()
-        if steps % self.every or flying:
+        if points and (steps % self.every or flying or len(self._at) > 1):
             for name, view in known.items():
                 view.copy_(points[name])
         for kind in _IN_FLIGHT if flying else ():
-            for part in self._parts:
+            for _, part in self._of(together):
                 for name, view in part.named(getattr(part, kind)):
                     view.copy_(flying[kind][name])
+
+
+def _check_parts(parts: object, every: int, delay: int, state: State, tensors: int) -> None:
+    """Raises ArgumentError or SetupError."""
+    if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= min(every, tensors):
+        raise ArgumentError(
+            f"parts={parts!r}: give a number from 1 to {min(every, tensors)}: every={every}, and the model "
+            f"has {tensors} parameters"
+        )
+    if parts > 1 and delay > every // parts:
+        raise ArgumentError(
+            f"delay={delay}: with parts={parts} and every={every} a part is exchanged every {every // parts} "
+            f"steps, one at a time: give a delay of at most {every // parts}"
+        )
+    if parts > 1 and state.settings.full_every:
+        raise SetupError(
+            f"parts={parts}: full_every counts exchanges, which are then of single parts: leave one of them "
+            "out"
+        )
+
+
+def _owners(cuts: list[list[list[str]]]) -> list[int]:
+    """For each bucket of each cut the index of the cut."""
+    return [i for i, some in enumerate(cuts) for _ in some]
 
 
 _IN_FLIGHT = "update", "left"  # vectors of a part that an exchange in flight needs
@@ -263,6 +353,13 @@ class _Part(Part):
     def measure(self) -> None:
         """Takes what the parameters have moved as the update."""
         self.measure_from(self.point)
+
+    def measure_departure(self) -> None:
+        """Takes what the parameters had moved when the exchange began as the update."""
+        if self._left is None:
+            self.measure()
+        else:
+            torch.sub(self.point, self.left, out=self.update)
 
     def leave(self) -> None:
         """An exchange begins, during which the parameters may move on."""

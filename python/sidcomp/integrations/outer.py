@@ -1,14 +1,25 @@
 """Outer steps: DiLoCo and SparseLoCo. The ranks train on their own for many steps, and an outer optimizer
 moves the common point by the mean of what they did."""
 
+import hashlib
+import json
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
-from sidcomp.errors import ArgumentError, CheckpointError
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
+from sidcomp.integrations.attendance import Attendance
+from sidcomp.integrations.local_parts import open_engine, serve
 from sidcomp.integrations.local_steps import LocalSteps, _Part
+from sidcomp.runtime.rounds import START_S, Rounds
 from sidcomp.state import State
+
+_runs: Counter[str] = Counter()  # objects with a deadline that this process has made
 
 
 class Outer(LocalSteps):
@@ -34,15 +45,24 @@ class Outer(LocalSteps):
                     indices="packed", beta=0.95)
     every           [30] steps between two exchanges, at least 1
     delay           [0] steps during which an exchange takes place in the background, as in `LocalSteps`
+    parts           [1] into how many parts the parameters are cut, which are exchanged one after the other,
+                    as in Streaming DiLoCo (Douillard et al. 2025); see `LocalSteps`
     lr, momentum, nesterov
                     of the outer optimizer. [0.7, 0.9, True] with a State whose codec is lossless, as in
                     DiLoCo; with any other [1, 0, True], as in SparseLoCo
+    deadline        [None] seconds that an exchange waits for ranks that are late. Then it takes place without
+                    them, and so it does without ranks that have ended. A rank that missed exchanges keeps
+                    what it did and what it has not sent; at the next exchange it continues from the others'
+                    common point. A rank that was started again joins in the same way. CPUs only
+                    (docs/outer.md#late-and-lost-ranks). None: every exchange waits for all ranks
+    stale           [10] with a deadline: a rank that has missed more exchanges drops what it did since its
+                    last one, and keeps only what it has not sent of what it did before
 
     It takes 12 bytes for each float32 parameter (the common point, the update, the outer momentum), in
-    addition to the State's memory. If an update is not finite on any rank, all ranks return to the common
-    point, and the outer momentum stays as it was.
+    addition to the State's memory; with a deadline the State's memory is there twice. If an update is not
+    finite on any rank, all ranks return to the common point, and the outer momentum stays as it was.
 
-    Raises ArgumentError or SetupError, which say what to change.
+    Raises ArgumentError, SetupError or UnsupportedError, which say what to change.
     """
 
     def __init__(
@@ -53,9 +73,12 @@ class Outer(LocalSteps):
         *,
         every: int = 30,
         delay: int = 0,
+        parts: int = 1,
         lr: float | None = None,
         momentum: float | None = None,
         nesterov: bool = True,
+        deadline: float | None = None,
+        stale: int = 10,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         lossless = state is not None and not state.settings.lossy
@@ -67,9 +90,44 @@ class Outer(LocalSteps):
             raise ArgumentError(f"momentum={momentum!r}: give the outer optimizer one from 0 to below 1")
         if state is None:
             state = State("topk", density=1 / 64, values="log4", indices="packed", beta=0.95)
-        super().__init__(module, optimizer, state, every=every, delay=delay, process_group=process_group)
+        if deadline is not None:
+            _check_deadline(deadline, stale, parts, state, module, process_group)
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        self.deadline, self.stale = deadline, stale
+        self._attendance: Attendance | None = None
+        self._since = 0  # steps since this rank last went to a round
+        self._gone = False  # it has gone to one, whose outcome it has not applied yet
+        self._behind = False  # it has missed a round
+        self._late_buffers: list[torch.Tensor] = []  # those that came with the outcome
+        super().__init__(
+            module, optimizer, state, every=every, delay=delay, parts=parts, process_group=process_group
+        )
+
+    def _start(self, named: dict[str, torch.nn.Parameter], process_group: dist.ProcessGroup | None) -> None:
         self._momenta = {id(part): torch.zeros_like(part.update) for part in self._parts}
+        if self.deadline is None:
+            super()._start(named, process_group)
+            return
+        state, engine, what = self.state, self.state._engine, "Outer"
+        store, rank, world = _place()
+        state.settings = engine.settings = replace(state.settings, gathers=True)
+        same = [[name, list(p.shape), str(p.dtype)] for name, p in named.items()]
+        how = [self.every, self.lr, self.momentum, self.nesterov, state.settings.saved()]
+        digest = hashlib.sha256(json.dumps([same, how], default=str).encode()).hexdigest()
+        _runs[what] += 1
+        rounds = Rounds(store, f"sidcomp/outer/{_runs[what]}", rank, world, digest, self.deadline)
+        model = serve(state, self.module, named, None, self._parts[0].update.device, what)
+        engine.guarded()  # so that a round can be undone
+        engine.place = rank, world
+        vectors = [x for part in self._parts for x in (part.point, self._momenta[id(part)])]
+        self._attendance = Attendance(engine, model, self._parts, lambda: vectors, rounds, self.stale)
+        engine.pause, engine.farewell = self._attendance.wait, self._attendance.leave
+        for part in self._parts:
+            part.mark()
+        self._attendance.join(self._buffers(), max(self.deadline, START_S))
+        self._gone = True
+        self._land()
+        self._behind = False
 
     def _outer(self, part: _Part) -> None:
         u = self._momenta[id(part)].mul_(self.momentum).add_(part.update)
@@ -79,21 +137,196 @@ class Outer(LocalSteps):
             part.update.copy_(u)
         part.update.mul_(self.lr)
 
+    # ---- rounds
+    # ------------------------------------------------------------------------------------------------
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [x.detach().clone() for x in self.module.buffers()]
+
+    def _exchange(self) -> None:
+        if self._attendance is None:
+            super()._exchange()
+            return
+        self._since += 1
+        due = self._since >= self.every
+        if self._gone and (due or self._since == self.delay):
+            self._land()
+        if due or (self._behind and not self._gone and self._attendance.rounds.opened()):
+            self._launch([0])
+            if not self.delay:
+                self._land()
+
+    @torch.no_grad()
+    def _launch(self, together: list[int]) -> None:
+        if self._attendance is None:
+            super()._launch(together)
+            return
+        open_engine(self.state)
+        for part in self._parts:
+            part.leave()
+        self._since, self._gone = 0, True
+        self._attendance.begin(self._buffers(), background=self.delay > 0)
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        """Waits for the round in progress, and takes over its common point if this rank's is older."""
+        if self._attendance is None or not self._gone or self._flying:
+            return
+        try:
+            outcome = self._attendance.end()
+        except Exception:
+            self._gone = False
+            raise
+        self._behind = outcome is None
+        if outcome is None:
+            self._gone = False
+            return
+        if outcome.taken is not None:
+            for own, new in zip(self._attendance.vectors(), outcome.taken, strict=True):
+                own.copy_(new)
+        for part in self._parts:
+            if not outcome.exchanged:
+                part.update.zero_()
+            elif outcome.scale != 1:
+                part.update.mul_(outcome.scale)
+        self._late_buffers = outcome.buffers
+        self._flying = [0]
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        if self._attendance is None:
+            super()._land()
+            return
+        self._arrive()
+        self._gone = False
+        if self._flying:
+            together, self._flying = self._flying, []
+            self._apply(together)
+            for own, new in zip(self.module.buffers(), self._late_buffers, strict=True):
+                own.copy_(new)
+            self._late_buffers = []
+
+    # ---- checkpoints
+    # -------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         """As in `LocalSteps`, and the outer momentum by parameter name."""
+        self._arrive()
         momenta = {
             name: view.clone() for part in self._parts for name, view in part.named(self._momenta[id(part)])
         }
-        return {**super().state_dict(), "momentum": momenta}
+        saved = {**super().state_dict(), "momentum": momenta}
+        if self._attendance is not None:
+            saved["points"] = {name: x.clone() for part in self._parts for name, x in part.points()}
+            saved["rounds"] = {
+                "version": self._attendance.version,
+                "since": self._since,
+                "behind": self._behind,
+                "buffers": [x.clone() for x in self._late_buffers],
+            }
+        return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Loads a result of `state_dict`, after the module's and the optimizer's. Raises CheckpointError."""
+        """Loads a result of `state_dict`, after the module's, the optimizer's and the State's. With a
+        deadline: if this rank has taken part in a round since, what the checkpoint had not sent was sent, or
+        is out of date. Then only the number of steps is taken from it, and the State's memory is emptied.
+        Raises CheckpointError."""
         momenta = saved.get("momentum")
         known = dict(pair for part in self._parts for pair in part.named(self._momenta[id(part)]))
         for name, view in known.items():
             if not isinstance(momenta, dict) or name not in momenta or momenta[name].shape != view.shape:
                 raise CheckpointError(f"Outer: no outer momentum of the shape of parameter {name!r}")
-        super().load_state_dict(saved)
         assert momenta is not None
+        if self._attendance is not None and not self._may_load(saved):
+            return
+        super().load_state_dict(saved)
         for name, view in known.items():
             view.copy_(momenta[name])
+
+    @torch.no_grad()
+    def _may_load(self, saved: dict[str, Any]) -> bool:
+        """Takes what only rounds need. Returns whether the rest is to be loaded."""
+        assert self._attendance is not None
+        rounds = saved.get("rounds")
+        if not isinstance(rounds, dict) or not isinstance(rounds.get("version"), int):
+            raise CheckpointError(
+                'Outer: the dictionary has no "rounds": it was saved without a deadline, or is damaged'
+            )
+        self._land()
+        if rounds["version"] < self._attendance.attended_before:
+            self.state._engine.drop_loaded()
+            self.steps = saved["steps"]
+            for part in self._parts:
+                part.restore()
+            return False
+        self._attendance.version = rounds["version"]
+        self._since, self._behind = rounds["since"], rounds["behind"]
+        self._late_buffers = list(rounds["buffers"])
+        self._gone = bool(saved.get("in flight"))
+        return True
+
+
+def _check_deadline(
+    deadline: object,
+    stale: object,
+    parts: int,
+    state: State,
+    module: torch.nn.Module,
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    """Raises ArgumentError, SetupError or UnsupportedError."""
+    number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if not number or not 0 < deadline < float("inf"):  # type: ignore[operator]
+        raise ArgumentError(
+            f"deadline={deadline!r}: give the seconds that an exchange waits for late ranks, more than 0, or "
+            "None to wait for all of them"
+        )
+    if not isinstance(stale, int) or isinstance(stale, bool) or stale < 0:
+        raise ArgumentError(f"stale={stale!r}: give a number of missed exchanges, at least 0")
+    if parts != 1:
+        raise UnsupportedError(
+            f"deadline={deadline}: a rank that was late would miss single parts, which does not work yet: "
+            "leave out parts or deadline"
+        )
+    given = process_group or state._engine.process_group
+    if given is not None and given is not dist.group.WORLD:
+        raise UnsupportedError(
+            f"deadline={deadline}: rounds are between all ranks of the job: leave process_group out"
+        )
+    for name, p in module.named_parameters():
+        if hasattr(p, "placements"):  # a DTensor
+            raise UnsupportedError(
+                f"deadline={deadline}: parameter {name!r} is a shard of FSDP, and a round without its rank "
+                "would lose it: leave deadline out, or give every rank the whole module"
+            )
+        if p.device.type != "cpu":
+            raise UnsupportedError(
+                f"deadline={deadline}: parameter {name!r} is on {p.device}, and rounds exchange over Gloo "
+                "between CPUs: leave deadline out"
+            )
+    for candidate in state.settings.candidates:
+        if candidate.choice is not None:
+            raise UnsupportedError(
+                f"deadline={deadline}: exchange={candidate.choice.exchange.name!r} sends messages in several "
+                "rounds, which cannot be undone yet: leave exchange out"
+            )
+    if state.settings.nonfinite == "drop":
+        raise ArgumentError(
+            f'deadline={deadline}: a round that fails is undone, which takes nonfinite="rollback": give the '
+            "State that, or leave nonfinite out"
+        )
+
+
+def _place() -> tuple[Store, int, int]:
+    """The store of the job, this rank, and the number of ranks."""
+    if dist.is_initialized():
+        store: Store = dist.distributed_c10d._get_default_store()
+        return store, dist.get_rank(), dist.get_world_size()
+    try:
+        found: tuple[Store, int, int] = next(iter(rendezvous("env://")))
+    except ValueError as e:
+        raise SetupError(
+            "deadline: start the program by torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
+            f"or call torch.distributed.init_process_group ({e})"
+        ) from e
+    return found

@@ -332,15 +332,17 @@ def load(
     parent: dist.ProcessGroup | None,
     given: "dict[str, Any] | Sequence[dict[str, Any]]",
     redistribute: str,
+    place: tuple[int, int] | None = None,
 ) -> Resume:
-    """Checks a state, or those of all old ranks. parent: the model's process group; None: the default one."""
+    """Checks a state, or those of all old ranks. parent: the model's process group; None: the default one.
+    place: this rank and the number of ranks, if no process group says so."""
     if redistribute not in ("sum", "mean"):
         raise ArgumentError(f'redistribute={redistribute!r}: give "sum" or "mean"')
-    if not dist.is_initialized():
+    if place is None and not dist.is_initialized():
         raise CheckpointError(
             "load_state_dict needs the process group: call torch.distributed.init_process_group first"
         )
-    world, rank = dist.get_world_size(parent), dist.get_rank(parent)
+    rank, world = place or (dist.get_rank(parent), dist.get_world_size(parent))
     all_given = list(given) if isinstance(given, list | tuple) else [given]
     if not all_given:
         raise CheckpointError("the list of states is empty: pass this rank's state, or all old ranks' states")

@@ -116,6 +116,9 @@ class Engine:
         self.watch: Watch | None = None  # what that optimizer does
         self.scale: float | None = None  # AMP's loss scale, if it is known
         self.control = self.allocations = 0
+        self.place: tuple[int, int] | None = None  # rank and world in checkpoints; None: the exchange's
+        self.pause: Callable[[], None] = lambda: None  # waits until no other thread uses the engine
+        self.farewell: Callable[[], None] = lambda: None  # tells the other ranks that this one leaves
 
         self.current = Step(settings.seed)
         self._check: ReplicaCheck | None = None
@@ -201,6 +204,13 @@ class Engine:
         if self.exchange is None:
             self.exchange = Exchange(self.process_group or model.process_group, device, what)
         return self.exchange
+
+    def move(self, exchange: Exchange) -> None:
+        """Takes another process group. The next `form` makes the groups for it; their memory stays."""
+        self.quiet()
+        if self.exchange is not None:
+            self.exchange.close()
+        self.exchange = exchange
 
     def form(
         self,
@@ -565,6 +575,12 @@ class Engine:
             if not self.current.failed:  # which may be so on some ranks only
                 self.current.number = number
 
+    def take_back(self) -> None:
+        """Discards the last step, unless it has been discarded."""
+        self.quiet()
+        if self._revocable:
+            self.throw_away()
+
     def skip(self) -> None:
         """Discards the last step, which the program has skipped."""
         self.quiet()
@@ -615,14 +631,18 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the State's state_dict. Call it between two steps."""
+        self.pause()
         self.quiet()
         if self.layout is None and self.resume is not None:
             return self.resume.source
         begun = self.exchange is not None and self.step > 0
+        place = (self.exchange.rank, self.exchange.world) if self.exchange is not None and begun else (0, 0)
+        if self.place is not None and begun:
+            place = self.place
         return {
             **checkpoint.save(self.settings, self.groups, self.unassigned, self.rates),
-            "world": self.exchange.world if self.exchange is not None and begun else 0,
-            "rank": self.exchange.rank if self.exchange is not None and begun else 0,
+            "world": place[1],
+            "rank": place[0],
             "step": self.step,
             "settled": self.settled or isinstance(self.settings.groups, list),
             "controller": self.tuner.saved() if self.tuner is not None else None,
@@ -643,8 +663,13 @@ class Engine:
         self.scale = resume.source["scale"]
         self.lost = False
 
+    def drop_loaded(self) -> None:
+        """Forgets what `start_from` took."""
+        self.resume, self._kept_groups = None, []
+
     def close(self) -> None:
         """Frees the groups, the threads and the process groups."""
+        self.farewell()
         self.layout = None
         self.follow(None, None)
         if self.executor is not None:

@@ -83,7 +83,7 @@ def _work() -> None:
 def _drop(box: Box) -> None:
     group = box.pop()
     backends = []
-    for device in group._device_types:
+    for device in getattr(group, "_device_types", ()):  # that of a round is a backend itself
         with suppress(RuntimeError):
             backends.append(group._get_backend(device))
     # Older ProcessGroups hold the GIL as they end (pytorch/pytorch#154976); their backends do not.

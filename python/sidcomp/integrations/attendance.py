@@ -1,0 +1,234 @@
+"""How a rank of `Outer` takes part in rounds: it meets the others, takes over the newest common point if it
+has missed some, exchanges, and takes everything back if the round does not count."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from sidcomp.errors import CorruptPayloadError, ExchangeError, SidcompError, UnsupportedError
+from sidcomp.integrations.local_parts import by_kind
+from sidcomp.runtime.engine import Engine, Model
+from sidcomp.runtime.layout import Layout
+from sidcomp.runtime.rounds import Meeting, Record, RoundExchange, Rounds, Undone
+
+
+class Outcome(NamedTuple):
+    """A round that counts. Everything in it has the same bits on all members.
+
+    members     ranks
+    version     that of the common point which it leads to
+    taken       the vectors of the common point that it started from, if this rank had older ones
+    buffers     those of the member whose common point it was
+    exchanged   the parts' updates hold the mean of the members; if not, none had anything to add
+    scale       what the mean must be multiplied by, so that only those count who had something to add
+    """
+
+    members: list[int]
+    version: int
+    taken: list[torch.Tensor] | None
+    buffers: list[torch.Tensor]
+    exchanged: bool
+    scale: float
+
+
+class Attendance:
+    """rounds: of the run. parts: what is exchanged. vectors: returns the common point and the outer momentum
+    of each part. stale: a rank that has missed more rounds does not send what it did meanwhile."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: Model,
+        parts: list[Any],
+        vectors: Callable[[], list[torch.Tensor]],
+        rounds: Rounds,
+        stale: int,
+    ) -> None:
+        self.engine, self.model, self.parts, self.vectors = engine, model, parts, vectors
+        self.rounds, self.stale = rounds, stale
+        self.version = -1  # of the common point
+        self.attended_before = -1  # that of the last round of a process that was this rank before
+        self._group = ""  # the process group that this rank has
+        self._thread: threading.Thread | None = None
+        self._result: Outcome | Exception | None = None
+
+    # ---- in the caller's thread
+    # ---------------------------------------------------------------------------------------
+
+    def begin(self, buffers: list[torch.Tensor], background: bool, **how: Any) -> None:
+        """Goes to a round; see `_hold`. buffers: copies of the module's."""
+
+        def go() -> None:
+            try:
+                self._result = self._hold(buffers, **how)
+            except Exception as e:
+                self._result = e
+
+        if background:
+            self._thread = threading.Thread(target=go, name="sidcomp round", daemon=True)
+            self._thread.start()
+        else:
+            go()
+
+    def join(self, buffers: list[torch.Tensor], patience: float) -> None:
+        """Goes to the first round of the run or, if there has been one, to the next, and takes over its
+        common point. patience: seconds to wait for the others in the first one."""
+        self.attended_before = self.rounds.attended()
+        while self._result is None:
+            opens = self.rounds.look()["version"] < 0
+            self.begin(buffers, background=False, empty=True, opens=opens, wait=patience)
+            if self._result is None:
+                time.sleep(_PAUSE_S)
+
+    def wait(self) -> None:
+        """Waits until no thread uses the engine."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def end(self) -> Outcome | None:
+        """Waits for the round. None: it took place without this rank. Raises its error."""
+        self.wait()
+        self._thread, result, self._result = None, self._result, None
+        if isinstance(result, Exception):
+            raise result
+        if result is not None:
+            self.version = result.version
+        return result
+
+    def leave(self) -> None:
+        """Tells the others not to wait for this rank, unless nobody can be told any more."""
+        with suppress(ExchangeError):
+            self.rounds.leave()
+
+    # ---- in either thread
+    # ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _hold(
+        self,
+        buffers: list[torch.Tensor],
+        empty: bool = False,
+        opens: bool = True,
+        wait: float | None = None,
+    ) -> Outcome | None:
+        """Takes part in a round, in as many attempts as it takes. empty: this rank has nothing to add. opens,
+        wait: as in `Rounds.meet`."""
+
+        def mine(r: Record) -> dict[str, Any]:
+            behind = r["version"] - self.version > self.stale
+            return {"version": self.version, "empty": empty or behind, "group": self._group}
+
+        attempts = 0
+        error: Exception | None = None
+        while attempts < _ATTEMPTS:
+            attempts += 1
+            try:
+                meeting = self.rounds.meet(mine, wait, opens)
+            except Undone as e:
+                error = e
+                continue
+            if meeting is None:
+                return None
+            outcome = None
+            try:
+                outcome = self._take_part(meeting, buffers)
+            except (Undone, ExchangeError, CorruptPayloadError) as e:
+                error = e
+            except Exception as e:
+                error = e
+                if isinstance(e, SidcompError) or not isinstance(e, RuntimeError):  # not torch's
+                    self._undo(e)
+                    self.rounds.conclude(meeting, False)
+                    raise
+            if outcome is None:
+                assert error is not None
+                self._undo(error)
+            if self.rounds.conclude(meeting, outcome is not None):
+                self.engine.quiet()
+                return outcome
+            if outcome is not None:
+                self._undo(Undone("another rank has given the round up"))
+        raise ExchangeError(
+            f"rank {self.rounds.rank} could not take part in a round in {attempts} attempts; the last one: "
+            f"{error}"
+        ) from error
+
+    def _take_part(self, meeting: Meeting, buffers: list[torch.Tensor]) -> Outcome:
+        engine, since = self.engine, time.monotonic()
+
+        def check() -> None:
+            self.rounds.check(meeting, since)
+
+        # The step's number is that of the common point, the same on all members: payloads name it, and random
+        # numbers depend on it.
+        number = max(meeting.version, 0)
+        if meeting.group != self._group:
+            self._group = ""
+            device = self.parts[0].update.device
+            engine.move(RoundExchange(self.rounds, meeting, device, check))
+            engine.current.number = number
+            engine.form(self.model, [part.bucket() for part in self.parts], refuse=_refuse)
+            self._group = meeting.group
+        exchange = engine.exchange
+        assert isinstance(exchange, RoundExchange)
+        exchange.check = check
+        engine.current.number = number
+
+        newest = max(meeting.versions)
+        source = meeting.versions.index(newest)
+        taken = None
+        if newest < 0 or min(meeting.versions) < newest:
+            copies = [x.clone() for x in self.vectors()]
+            for x in copies:
+                exchange.broadcast(x, source)
+            if newest < 0 or meeting.versions[exchange.rank] < newest:
+                taken = copies
+        agreed = [x.clone() for x in buffers]
+        for alike in by_kind(agreed):
+            flat = torch.cat([x.reshape(-1) for x in alike])
+            exchange.broadcast(flat, source)
+            for x, one in zip(alike, torch.split(flat, [x.numel() for x in alike]), strict=True):
+                x.copy_(one.view(x.shape))
+
+        contributors = meeting.empty.count(False)
+        if contributors:
+            for part in self.parts:
+                if meeting.empty[exchange.rank]:
+                    part.update.zero_()
+                else:
+                    part.measure_departure()
+            for future in [engine.ready(n, part.update) for n, part in enumerate(self.parts)]:
+                exchange.wait(future)
+        return Outcome(
+            meeting.members,
+            meeting.version + 1,
+            taken,
+            agreed,
+            contributors > 0,
+            len(meeting.members) / max(1, contributors),
+        )
+
+    def _undo(self, error: Exception) -> None:
+        """The State's memory is then as before the round."""
+        self._group = ""
+        if isinstance(self.engine.exchange, RoundExchange):
+            self.engine.exchange.give_up(error)
+        self.engine.abandon(error, telling=False)
+        self.engine.take_back()
+
+
+_ATTEMPTS = 20
+_PAUSE_S = 0.02
+
+
+def _refuse(layout: Layout) -> None:
+    for g in layout.groups:
+        if g.in_messages or any(form.rounds > 1 for form in g.forms):
+            raise UnsupportedError(
+                f"deadline: {g.label()} is exchanged in several rounds, which cannot be undone yet: choose a "
+                "codec with a single exchange, such as topk, int4 or none, and leave `exchange` out"
+            )

@@ -1,0 +1,378 @@
+"""Rounds: exchanges between the ranks that are there, where a rank may be late, end, or come back.
+
+The ranks agree in the store on who takes part, outside of any collective, because a collective with a rank
+that has ended breaks the process group of all. Everything that they agree on is one record under one key, and
+every change of it is a compare-and-set. So there is no leader, and no rank can see half of a change:
+
+  open       ranks arrive, each with the version of its common point. Any rank that waits closes the record:
+             when all expected ranks are there, or the deadline after its own arrival
+  closed     those who had arrived are the members. They exchange on a process group of exactly these ranks
+  concluded  each member that has everything says so. When all have, the round counts. Any member whose
+             exchange failed, or who waits too long, says that it does not. What comes first holds for all
+
+A rank that finds the record closed without it is expected in the next round.
+"""
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from sidcomp.errors import ExchangeError, SetupError
+from sidcomp.runtime import reaper
+from sidcomp.runtime.process_group import Exchange
+
+Record = dict[str, Any]
+
+STALLED_S = 30.0  # an exchange may take at least this long
+START_S = 60.0  # ranks of a new run wait at least this long for each other
+LONELY_S = 1800.0  # a rank without parameters waits this long for one that has them
+_PAUSES = 0.001, 0.02  # between looks at a future; at the store
+
+
+class Undone(Exception):
+    """The round does not count, or cannot."""
+
+
+class Meeting(NamedTuple):
+    """A round that has been closed, with this rank among its members.
+
+    number      of the attempt, in the record
+    members     ranks, ascending
+    versions    of their common points
+    empty       whether each has nothing to add
+    version     the newest that any rank has ever had
+    group       the name of the process group: that of an earlier round, if all members have it
+    """
+
+    number: int
+    members: list[int]
+    versions: list[int]
+    empty: list[bool]
+    version: int
+    group: str
+
+
+class Rounds:
+    """The record of a run, in a store that all ranks reach.
+
+    key         of the record in the store
+    model       what must be the same on all ranks, as a digest
+    deadline    seconds that a round waits for ranks that are expected
+    """
+
+    def __init__(self, store: Store, key: str, rank: int, world: int, model: str, deadline: float) -> None:
+        self.store, self.key, self.rank, self.deadline = store, key, rank, deadline
+        self.limit = max(STALLED_S, 5 * deadline)
+        first = {
+            "model": model, "number": 0, "version": -1, "expected": list(range(world)), "next": [],
+            "here": {}, "closed": False, "group": "", "done": [], "last": {},
+        }  # fmt: skip
+        record = self._change(lambda r: False, json.dumps(first))
+        if record["model"] != model:
+            raise SetupError(
+                f"rank {rank} trains another model than the ranks that began, or has other settings: give "
+                "every rank the same parameters, State and arguments of Outer"
+            )
+
+    # ---- the record
+    # ------------------------------------------------------------------------------------------------
+
+    def _change(self, edit: Callable[[Record], bool], first: str | None = None) -> Record:
+        """Changes the record at once, and returns it. edit: changes a copy, or returns False. first: the
+        record, if there is none."""
+        try:
+            if first is not None:
+                self.store.compare_set(self.key, "", first)
+            text = self.store.get(self.key).decode()
+            while True:
+                record: Record = json.loads(text)
+                if not edit(record):
+                    return record
+                wanted = json.dumps(record)
+                now = self.store.compare_set(self.key, text, wanted).decode()
+                if now == wanted:
+                    return record
+                text = now
+        except RuntimeError as e:
+            raise ExchangeError(
+                "the store, in which the ranks agree on their rounds, does not answer: the process that "
+                "serves it has ended (rank 0, or torchrun on the first host) or cannot be reached. The "
+                "parameters of this rank are as its last step left them: save them, and start again "
+                f"({e})"
+            ) from e
+
+    def look(self) -> Record:
+        return self._change(lambda r: False)
+
+    def opened(self) -> bool:
+        """Whether a rank waits for others."""
+        record = self.look()
+        return bool(record["here"]) and not record["closed"]
+
+    def attended(self) -> int:
+        """The version of the last round that this rank, or a process before it, took part in; -1: none."""
+        last = self.look()["last"].get(str(self.rank), [0, -1])
+        return int(last[1])
+
+    def expect(self) -> None:
+        """Says that this rank comes to the next round."""
+
+        def edit(r: Record) -> bool:
+            which = r["next" if r["closed"] else "expected"]
+            if self.rank in which:
+                return False
+            which.append(self.rank)
+            return True
+
+        self._change(edit)
+
+    # ---- a round
+    # -------------------------------------------------------------------------------------------------
+
+    def meet(
+        self, mine: Callable[[Record], dict[str, Any]], wait: float | None = None, opens: bool = True
+    ) -> Meeting | None:
+        """Arrives, and waits until the round is closed. Returns None if it had been closed already; the rank
+        is then expected in the next one. Raises Undone if it is given up before this rank has seen that.
+
+        mine: "version", "empty" and "group" of this rank, given the record. opens: not to wait for another
+        rank to arrive first.
+        """
+        wait, began = self.deadline if wait is None else wait, time.monotonic()
+
+        def arrive(r: Record) -> bool:
+            if not r["closed"] and (opens or r["here"]):
+                r["here"][str(self.rank)] = mine(r)
+                return True
+            which = r["next" if r["closed"] else "expected"]
+            if self.rank in which:
+                return False
+            which.append(self.rank)
+            return True
+
+        record = self._change(arrive)
+        while record["closed"] or str(self.rank) not in record["here"]:
+            if opens:
+                return None
+            if time.monotonic() - began > LONELY_S:
+                raise ExchangeError(
+                    f"rank {self.rank} has no parameters, and no rank that has them has come within "
+                    f"{LONELY_S:.0f} s: start all ranks anew, with a new store"
+                )
+            time.sleep(_PAUSES[1])
+            record = self._change(arrive)
+        number, began = record["number"], time.monotonic()
+        while not record["closed"] and record["number"] == number:
+            late = time.monotonic() - began > wait
+            if late or {str(r) for r in record["expected"]} <= set(record["here"]):
+                record = self._change(lambda r: self._close(r, number))
+            else:
+                time.sleep(_PAUSES[1])
+                record = self.look()
+        if record["number"] != number:
+            raise Undone("another rank has given the round up")
+        members = sorted(map(int, record["here"]))
+        arrived = [record["here"][str(r)] for r in members]
+        versions = [a["version"] for a in arrived]
+        return Meeting(
+            number,
+            members,
+            versions,
+            [a["empty"] for a in arrived],
+            max(record["version"], *versions),
+            record["group"],
+        )
+
+    def _close(self, r: Record, number: int) -> bool:
+        if r["closed"] or r["number"] != number:
+            return False
+        members = ",".join(map(str, sorted(map(int, r["here"]))))
+        groups = {a["group"] for a in r["here"].values()}
+        same = len(groups) == 1 and next(iter(groups)).partition(":")[2] == members
+        r["closed"], r["group"] = True, groups.pop() if same else f"{number}:{members}"
+        return True
+
+    def conclude(self, meeting: Meeting, fine: bool) -> bool:
+        """Says whether this member has everything, and waits for the others. Returns whether the round
+        counts: the same on all members."""
+
+        def say(fine: bool) -> Callable[[Record], bool]:
+            def edit(r: Record) -> bool:
+                if r["number"] != meeting.number:
+                    return False
+                if fine and self.rank not in r["done"]:
+                    r["done"].append(self.rank)
+                if not fine or sorted(r["done"]) == meeting.members:
+                    _advance(r, meeting, fine)
+                return True
+
+            return edit
+
+        record, began = self._change(say(fine)), time.monotonic()
+        while record["number"] == meeting.number:
+            if time.monotonic() - began > self.limit:
+                record = self._change(say(False))
+            else:
+                time.sleep(_PAUSES[1])
+                record = self.look()
+        return bool(record["last"].get(str(self.rank), [-1])[0] == meeting.number)
+
+    def leave(self) -> None:
+        """This rank comes to no further round. Rank 0, whose process may serve the store, waits until the
+        others have left too, at most for the deadline."""
+
+        def edit(r: Record) -> bool:
+            for which in (r["expected"], r["next"]):
+                if self.rank in which:
+                    which.remove(self.rank)
+            return True
+
+        record, began = self._change(edit), time.monotonic()
+        while self.rank == 0 and record["expected"] and time.monotonic() - began < self.deadline:
+            time.sleep(_PAUSES[1])
+            record = self.look()
+
+    def check(self, meeting: Meeting, since: float) -> None:
+        """Raises Undone if the round has been given up, or takes too long."""
+        if self.look()["number"] != meeting.number:
+            raise Undone("another rank has given the round up")
+        if time.monotonic() - since > self.limit:
+            raise Undone(f"no rank has sent anything that ended the exchange within {self.limit:.0f} s")
+
+
+def _advance(r: Record, meeting: Meeting, counts: bool) -> None:
+    if counts:
+        r["version"] = meeting.version + 1
+        for rank in meeting.members:
+            r["last"][str(rank)] = [meeting.number, r["version"]]
+    r["expected"] = sorted({*meeting.members, *r["next"]})
+    r.update(number=r["number"] + 1, here={}, closed=False, group="", done=[], next=[])
+
+
+class RoundExchange(Exchange):
+    """A process group of the members of a round, over Gloo. torch has no table of it, so it needs no default
+    group, and a rank that has come back can be in it.
+
+    An exchange with a rank that has ended may not fail on all others before Gloo's timeout. So whoever waits
+    here looks into the record too, and `give_up` ends what is in progress: its buffers must not be used
+    again.
+
+    check: raises if the round in progress has been given up.
+    """
+
+    def __init__(
+        self, rounds: Rounds, meeting: Meeting, device: torch.device, check: Callable[[], None]
+    ) -> None:
+        self.device, self.backend = device, "gloo"
+        self.rank, self.world = meeting.members.index(rounds.rank), len(meeting.members)
+        self.check = check
+        self.timeout = timedelta(seconds=rounds.limit)
+        self._pool = None
+        self._works: list[_Work] = []
+        self._box: Any = []
+        reaper.start()
+        self._collected = weakref.finalize(self, reaper.collected, self._box, os.getpid())
+        self._collected.atexit = False
+        store = PrefixStore(f"{rounds.key}/{meeting.group}", rounds.store)
+        forming = timedelta(seconds=max(10.0, rounds.deadline))
+        group = dist.ProcessGroupGloo(store, self.rank, self.world, forming)
+        with suppress(AttributeError):  # older versions of torch
+            group._set_default_timeout(self.timeout)
+        self._box.append(group)
+
+    def _guard(self, work: dist.Work) -> "_Work":
+        guarded = _Work(work)
+        self._works = [w for w in self._works if not w.over]
+        self._works.append(guarded)
+        return guarded
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        return cast(dist.Work, self._guard(self.group.allreduce([tensor])))
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+        return cast(dist.Work, self._guard(self.group._allgather_base(out, tensor)))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Waits until the members have the tensor of member `source`."""
+        self.wait(self._guard(self.group.broadcast(tensor, source)).future)
+
+    def wait(self, future: "torch.futures.Future[Any]") -> None:
+        """Waits for one of its works, or for what a callback of one completes. Raises its error, or that of
+        `check`."""
+        next_look = 0.0
+        while not future.done():
+            if (now := time.monotonic()) >= next_look:
+                self.check()
+                next_look = now + _PAUSES[1]
+            time.sleep(_PAUSES[0])
+        future.wait()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        out = torch.empty(self.world * len(data), dtype=torch.uint8)
+        self.wait(cast(_Work, self.all_gather(out, mine)).future)
+        flat = bytes(out.numpy())
+        return [flat[i * len(data) : (i + 1) * len(data)] for i in range(self.world)]
+
+    def tell_all(self, data: bytes, what: str) -> list[bytes]:
+        return self.gather_bytes(data)
+
+    def tell_reasons(self, error: Exception | None, about: int) -> list[str]:
+        return [""] * self.world  # a rank that has failed gives the round up
+
+    def give_up(self, error: Exception) -> None:
+        """Ends what is in progress."""
+        for work in self._works:
+            work.end(error)
+        self._works = []
+
+    def close(self) -> None:
+        self._collected.detach() if self._collected is not None else None
+        reaper.free(self._box)
+
+
+class _Work:
+    """A collective in progress, which can be ended from outside. Its callback holds no process group."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self.over = False
+        self._lock = threading.Lock()
+        self._work: dist.Work | None = work  # must outlive the exchange
+        work.get_future().then(self._ended)
+
+    def _ended(self, exchanged: "torch.futures.Future[Any]") -> None:
+        error: Exception | None = None
+        try:
+            exchanged.value()
+        except Exception as e:
+            error = e
+        self._work = None
+        self.end(error)
+
+    def end(self, error: Exception | None) -> None:
+        with self._lock:
+            over, self.over = self.over, True
+        if over:
+            return
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        return self.future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.future.wait()
+        return True

@@ -1,0 +1,466 @@
+"""Outer with a deadline: ranks that are late, end, or come back.
+
+The ranks are started as torchrun starts them, and the store is served by the test, as torchrun's agent does.
+What must hold of every run: the common point has the same bits on all members, and nothing is lost: what the
+members sent and what they keep add up to what their optimizers did."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import signal
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from harness import context, run
+from sidcomp.runtime import rounds
+from test_local_steps import OPTIMIZERS, alike, backward, flat, network
+from torch import nn
+
+SLOW = pytest.mark.slow
+EVERY = 3
+DEADLINE = 3.0  # longer than what the ranks are apart on a busy machine
+LIMIT = 100.0
+
+
+class Job:
+    """Processes that look as if torchrun had started them, and that may be killed and started again."""
+
+    def __init__(self, world: int, apart: bool = False) -> None:
+        """apart: the store is served by a process of its own."""
+        self.world = world
+        port, self.server = 0, None
+        if apart:
+            here, there = context().Pipe()
+            self.server = context().Process(target=_serve, args=(there,), daemon=True)
+            self.server.start()
+            port = here.recv()
+        self.store = dist.TCPStore("127.0.0.1", port, None, not apart, timedelta(seconds=LIMIT), False)
+        self.processes: dict[int, BaseProcess] = {}
+        self.pipes: dict[int, Connection] = {}
+
+    def start(self, rank: int, **plan: Any) -> None:
+        here, there = context().Pipe()
+        given = rank, self.world, self.store.port, plan, there
+        self.processes[rank] = context().Process(target=_main, args=given, daemon=True)
+        self.processes[rank].start()
+        there.close()
+        self.pipes[rank] = here
+
+    def version(self) -> int:
+        """Of the newest common point; -1: none yet."""
+        key = "/worker/attempt_0/sidcomp/outer/1"
+        return json.loads(self.store.get(key))["version"] if self.store.check([key]) else -1
+
+    def end_store(self) -> None:
+        assert self.server is not None
+        self.server.kill()
+        self.server.join(10)
+
+    def ended(self, rank: int) -> int | None:
+        self.processes[rank].join(LIMIT)
+        return self.processes[rank].exitcode
+
+    def answer(self, rank: int) -> Any:
+        if not self.pipes[rank].poll(LIMIT):
+            os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
+            raise AssertionError(f"rank {rank} does not answer")
+        fine, answer = pickle.loads(self.pipes[rank].recv_bytes())
+        assert fine, f"rank {rank}: {answer}"
+        return answer
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [*self.processes.values(), *([self.server] if self.server is not None else [])]:
+            process.kill()
+            process.join(10)
+
+
+def _serve(pipe: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT), False)
+    pipe.send(store.port)
+    signal.pause()
+
+
+def _main(rank: int, world: int, port: int, plan: dict[str, Any], pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    torch.set_num_threads(1)
+    try:
+        answer = pickle.dumps((True, train(rank, **plan)))
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(answer)
+    os._exit(0)
+
+
+class Round(NamedTuple):
+    """What a rank knows of a round. contributors: members that had something to add. mean: of these. given:
+    by this rank; residual: what it then had not sent of it and of what came before."""
+
+    version: int
+    members: list[int]
+    contributors: float
+    mean: torch.Tensor
+    given: torch.Tensor
+    residual: torch.Tensor
+
+
+def train(
+    rank: int,
+    until: int | None = None,
+    codec: tuple[str, dict[str, Any]] = ("topk", {"density": 0.1}),
+    delay: int = 0,
+    lr: float = 1.0,
+    momentum: float = 0.0,
+    stale: int = 10,
+    joined: int | None = None,
+    pause: float = 0.0,
+    **events: Any,
+) -> dict[str, Any]:
+    """Trains until the common point has version `until`; None: for three rounds after the one in which the
+    third rank came back, which has joined=3.
+
+    events: the versions after which this rank does something: `dies`, `waits` (for the others to go on
+    without it), `dies_sending` or `stops_sending` (inside the next exchange).
+    """
+    rounds.STALLED_S = 4.0
+    module = network(rank)
+    optimizer = OPTIMIZERS["momentum"](module.parameters())
+    with sidcomp.State(codec[0], **codec[1]) as state:
+        outer = sidcomp.Outer(
+            module, optimizer, state, every=EVERY, delay=delay, lr=lr, momentum=momentum,
+            deadline=DEADLINE, stale=stale,
+        )  # fmt: skip
+        attendance = outer._attendance
+        assert attendance is not None
+        start = flat(module)
+        came = attendance.version
+        history: list[Round] = []
+        moved = torch.zeros_like(start)  # by the optimizer, in all steps
+        gave = torch.zeros_like(start)  # to the rounds that counted
+        launched = torch.zeros_like(start)
+        launch, end = outer._launch, attendance.end
+
+        def launches(together: list[int]) -> None:
+            with outer.common_point():
+                point = flat(module)
+            launched.copy_(point - flat(module))
+            launch(together)
+
+        def residual() -> torch.Tensor:
+            found = state.state_dict()["residuals"]
+            return torch.cat(
+                [
+                    found[n][0].flatten() if n in found else torch.zeros(p.numel())
+                    for n, p in module.named_parameters()
+                ]
+            )
+
+        def ends() -> Any:
+            before = attendance.version
+            outcome = end()
+            if outcome is not None:
+                mean = torch.cat([x.flatten() for p in outer._parts for x in p.update_views])
+                given = launched.clone() if outcome.version - 1 - before <= stale else 0 * launched
+                contributors = len(outcome.members) / outcome.scale
+                mean = order(mean, module) * outcome.scale
+                history.append(Round(outcome.version, outcome.members, contributors, mean, given, residual()))
+                gave.add_(given)
+            return outcome
+
+        outer._launch, attendance.end = launches, ends  # type: ignore[method-assign]
+        _arrange(rank, outer, events)
+        if joined is not None:
+            until = came + joined
+        while until is None or attendance.version < until:
+            if pause:
+                time.sleep(pause)
+            if events.get("dies") == attendance.version:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if events.get("waits") == attendance.version and outer._since == EVERY - 1:
+                there = attendance.version
+                while attendance.rounds.look()["version"] < there + events.get("rounds", 1):
+                    time.sleep(0.01)
+            module.zero_grad()
+            backward(module, rank, outer.steps)
+            before = flat(module)
+            optimizer_step = optimizer.step
+            optimizer.step = lambda f=optimizer_step, b=before: (f(), moved.add_(b - flat(module)))[0]  # type: ignore[method-assign]
+            outer.step()
+            optimizer.step = optimizer_step  # type: ignore[method-assign]
+            went = [r.members for r in history]
+            if until is None and rank < 2 and [0, 1] in went and went[-1] == [0, 1, 2]:
+                until = history[-1].version + 3
+        if outer._gone:
+            outer._land()
+        with outer.common_point() as common:
+            point = flat(common)
+            at = [x.clone() for x in attendance.vectors()]
+        return {
+            "rank": rank, "point": point, "vectors": at, "history": history, "moved": moved, "gave": gave,
+            "away": point - flat(module), "version": attendance.version, "came": came,
+        }  # fmt: skip
+
+
+def _arrange(rank: int, outer: sidcomp.Outer, events: dict[str, Any]) -> None:
+    """Lets this rank do something inside an exchange."""
+    attendance = outer._attendance
+    assert attendance is not None
+    gather = rounds.RoundExchange.all_gather
+    left = dict(events)
+
+    def all_gather(self: Any, out: torch.Tensor, tensor: torch.Tensor) -> Any:
+        if outer.steps and tensor.numel() > 40:  # a payload
+            if left.get("dies_sending") == attendance.version:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if left.get("stops_sending") == attendance.version:
+                del left["stops_sending"]
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return gather(self, out, tensor)
+
+    rounds.RoundExchange.all_gather = all_gather  # type: ignore[method-assign]
+
+
+def order(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """A vector over the parts, which have the last parameters first, in the module's order."""
+    sizes = [p.numel() for p in module.parameters()]
+    return torch.cat(list(reversed(torch.split(x, sizes[::-1]))))
+
+
+def examine(answers: list[dict[str, Any]], rounds_of_all: int) -> None:
+    """What must hold of the ranks that are left, also across rounds that failed: all have the same bits. In
+    every round what was sent, and what is kept, is what came in. What an optimizer did is in rounds, or still
+    in the parameters. rounds_of_all: of so many all members are here; the others had one that ended."""
+    first = answers[0]
+    by_version: dict[int, dict[int, Round]] = {}
+    kept: dict[tuple[int, int], torch.Tensor] = {}
+    for a in answers:
+        assert torch.equal(a["point"], first["point"]) and a["version"] == first["version"]
+        assert all(torch.equal(x, y) for x, y in zip(a["vectors"], first["vectors"], strict=True))
+        torch.testing.assert_close(a["moved"], a["gave"] + a["away"], rtol=1e-3, atol=2e-5)
+        before = torch.zeros_like(a["point"])
+        for r in a["history"]:
+            by_version.setdefault(r.version, {})[a["rank"]] = r
+            kept[r.version, a["rank"]], before = before, r.residual
+    complete = 0
+    came = {a["came"]: a["rank"] for a in answers}
+    for version, of_ranks in by_version.items():
+        one = next(iter(of_ranks.values()))
+        assert all(r.members == one.members and torch.equal(r.mean, one.mean) for r in of_ranks.values())
+        there = {*of_ranks, *([came[version]] if version in came else [])}
+        if there != set(one.members):
+            continue
+        complete += 1
+        given = sum(r.given + kept[version, rank] - r.residual for rank, r in of_ranks.items())
+        torch.testing.assert_close(given, one.contributors * one.mean, rtol=1e-3, atol=2e-5)
+    assert complete >= rounds_of_all
+
+
+# ---- nobody is late
+
+
+def beside(rank: int, world: int, codec: str, delay: int) -> bool:
+    """Whether a run with a deadline that nobody misses has the bits of one without."""
+
+    def points(deadline: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        module = nn.Sequential(network(0), nn.BatchNorm1d(3))
+        with sidcomp.State(codec, nonfinite="rollback") as state:
+            adam = OPTIMIZERS["Adam"](module.parameters())
+            outer = sidcomp.Outer(
+                module, adam, state, every=EVERY, delay=delay, lr=0.5, momentum=0.6, deadline=deadline
+            )
+            for step in range(5 * EVERY + 1):
+                module.zero_grad()
+                backward(module, rank, step)
+                outer.step()
+            outer.average()
+            assert alike(module)
+            # With a delay the buffers are those of when the exchange began, not of when it ended.
+            return flat(module), module[1].running_mean.clone() if not delay else torch.zeros(3)
+
+    return all(torch.equal(x, y) for x, y in zip(points(None), points(60.0), strict=True))
+
+
+@pytest.mark.parametrize("codec, delay", [("topk", 0), ("int4", 2), pytest.param("none", 0, marks=SLOW)])
+def test_if_nobody_is_late_a_deadline_changes_no_bit(codec: str, delay: int) -> None:
+    assert all(run(beside, 2, codec, delay))
+
+
+def resumed(rank: int, world: int, stop: int, delay: int) -> bool:
+    """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
+
+    def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> dict[str, Any]:
+        module = network(seed)
+        adam = OPTIMIZERS["Adam"](module.parameters())
+        outer = sidcomp.Outer(module, adam, every=EVERY, delay=delay, deadline=60.0, momentum=0.5)
+        with outer.state as state:
+            if saved is not None:
+                module.load_state_dict(saved["module"])
+                adam.load_state_dict(saved["optimizer"])
+                state.load_state_dict(saved["state"])
+                outer.load_state_dict(saved["outer"])
+            for step in range(first, last):
+                module.zero_grad()
+                backward(module, rank, step)
+                outer.step()
+            names = {"module": module, "optimizer": adam, "state": state, "outer": outer}
+            return copy.deepcopy({name: x.state_dict() for name, x in names.items()})
+
+    whole, again = part(0, 0, 11, None), part(5, stop, 11, part(0, 0, stop, None))
+    same = all(torch.equal(whole["module"][name], x) for name, x in again["module"].items())
+    return same and whole["outer"]["rounds"]["version"] == again["outer"]["rounds"]["version"] == 3
+
+
+@pytest.mark.parametrize("stop, delay", [(5, 0), (7, 2)])
+def test_a_resumed_run_has_the_same_bits(stop: int, delay: int) -> None:
+    assert all(run(resumed, 2, stop, delay))
+
+
+# ---- late and lost ranks
+
+
+def went(answer: dict[str, Any]) -> list[list[int]]:
+    return [r.members for r in answer["history"]]
+
+
+@pytest.mark.parametrize(
+    "event, codec, delay",
+    [
+        ("dies", "none", 0),
+        ("dies_sending", "topk", 0),
+        pytest.param("dies_sending", "int4", 2, marks=SLOW),
+        pytest.param("dies", "topk", 2, marks=SLOW),
+    ],
+)
+def test_a_rank_that_is_killed_costs_its_round(event: str, codec: str, delay: int) -> None:
+    given = {"until": 5, "codec": (codec, {}), "delay": delay}
+    with Job(3) as job:
+        for rank in range(3):
+            job.start(rank, **given, **({event: 2} if rank == 1 else {}))
+        assert job.ended(1) == -signal.SIGKILL
+        answers = [job.answer(rank) for rank in (0, 2)]
+    assert went(answers[0]) == [[0, 1, 2]] * 2 + [[0, 2]] * 3
+    examine(answers, 3)
+    assert answers[0]["history"][-1].contributors == 2, "the mean is that of the members"
+
+
+@pytest.mark.parametrize("delay", [0, pytest.param(2, marks=SLOW)])
+def test_a_late_rank_misses_a_round_and_loses_nothing(delay: int) -> None:
+    with Job(3) as job:
+        for rank in range(3):
+            job.start(rank, until=6, delay=delay, **({"waits": 2} if rank == 2 else {}))
+        answers = [job.answer(rank) for rank in range(3)]
+    of_all = went(answers[0])
+    assert of_all[2] == [0, 1] and of_all[-1] == [0, 1, 2] and len(answers[2]["history"]) < len(of_all)
+    examine(answers, 6)
+
+
+@SLOW
+def test_a_rank_that_is_long_away_drops_what_it_did() -> None:
+    with Job(3) as job:
+        for rank in range(3):
+            late = {"waits": 2, "rounds": 3} if rank == 2 else {"pause": 0.05}
+            job.start(rank, until=9, stale=2, **late)
+        answers = [job.answer(rank) for rank in range(3)]
+    back = answers[2]["history"][2]
+    assert back.version >= 6 and back.contributors == 2 and back.members == [0, 1, 2]
+    lost = answers[2]["moved"] - answers[2]["gave"] - answers[2]["away"]
+    assert lost.norm() > 0
+    answers[2]["gave"] += lost
+    examine(answers, 9)
+
+
+@pytest.mark.parametrize("delay", [0, pytest.param(1, marks=SLOW)])
+def test_a_rank_that_is_started_again_joins(delay: int) -> None:
+    with Job(3) as job:
+        given = {"delay": delay, "lr": 0.5, "momentum": 0.6, "pause": 0.01}
+        for rank in range(3):
+            job.start(rank, **given, **({"dies": 2} if rank == 2 else {}))
+        assert job.ended(2) == -signal.SIGKILL
+        job.start(2, **given, joined=3)
+        answers = [job.answer(rank) for rank in range(3)]
+    assert answers[2]["came"] > 2 and went(answers[2]) == [[0, 1, 2]] * 3
+    examine(answers, 4)
+
+
+@SLOW
+def test_a_rank_that_hangs_in_an_exchange_is_left_out_and_comes_back() -> None:
+    with Job(3) as job:
+        for rank in range(3):
+            job.start(rank, pause=0.01, **({"stops_sending": 2} if rank == 2 else {}))
+        end = time.monotonic() + LIMIT
+        while job.version() < 4:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        os.kill(job.processes[2].pid or 0, signal.SIGCONT)
+        answers = [job.answer(rank) for rank in range(2)]
+    assert went(answers[0])[2] == [0, 1] and went(answers[0])[-1] == [0, 1, 2]
+    examine(answers, 1)
+
+
+def test_without_the_store_an_error_says_so() -> None:
+    with Job(2, apart=True) as job:
+        for rank in range(2):
+            job.start(rank, until=10**6)
+        while job.version() < 2:
+            time.sleep(0.05)
+        job.end_store()
+        for rank in range(2):
+            with pytest.raises(AssertionError, match=r"process that serves it has ended .* save them"):
+                job.answer(rank)
+
+
+# ---- what is refused
+
+
+def refused(rank: int, world: int, wrong: dict[str, Any]) -> str:
+    module = network(0)
+    given = {"deadline": 5.0, **wrong}
+    if "state" in given:
+        given["state"] = sidcomp.State(**given["state"])
+    if given.pop("shard", False):
+        module[0].weight.placements = ()
+    try:
+        sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), **given)
+    except sidcomp.errors.SidcompError as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"deadline": 0}, "more than 0"),
+        ({"deadline": -1.0}, "more than 0"),
+        ({"deadline": float("inf")}, "or None"),
+        ({"deadline": "soon"}, "seconds"),
+        ({"stale": -1}, "at least 0"),
+        ({"parts": 2}, "leave out parts or deadline"),
+        ({"shard": True}, "'0.weight' is a shard of FSDP"),
+        ({"state": {"codec": "topk", "exchange": "twoshot"}}, "exchange='twoshot'"),
+        ({"state": {"codec": "powersgd"}}, "several rounds"),
+        ({"state": {"codec": "topk", "nonfinite": "drop"}}, 'nonfinite="rollback"'),
+    ],
+)
+def test_what_a_deadline_cannot_do_is_refused(wrong: dict[str, Any], said: str) -> None:
+    (text,) = run(refused, 1, wrong)
+    assert said in text
