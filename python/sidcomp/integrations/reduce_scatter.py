@@ -26,6 +26,16 @@ class ReduceScatter:
         self, codec: str, memory: str | None, parameters: dict[str, Setting], seed: int, number: int
     ) -> None:
         self._codec, self._memory, self._parameters = resolve(codec, memory, parameters)
+        if self._codec.linear and self._codec.reductions:
+            raise UnsupportedError(
+                f"{self._codec.name} takes several all-reduces, and a reduce-scatter has one: choose another"
+            )
+        keeps = _core.Plan(self._codec.name, self._memory.name, 1, "float32", self._parameters).vectors
+        if keeps and not self._memory.traits.intersection(("feedback", "momentum")):
+            raise UnsupportedError(
+                f"memory {self._memory.name!r} needs what all ranks received, and a reduce-scatter gives "
+                "each a shard: take memory='residual'"
+            )
         self._seed, self._number = seed, number
         self.step = 0
         self.sent_bytes = self.dense_bytes = 0
@@ -112,10 +122,6 @@ class ReduceScatter:
         if dtype not in DTYPES:
             raise UnsupportedError(f"gradients are {dtype}, not {', '.join(DTYPES.values())}")
         plan = _core.Plan(self._codec.name, self._memory.name, n, DTYPES[dtype], self._parameters)
-        if plan.linear and plan.reductions > 1:
-            raise UnsupportedError(
-                f"{self._codec.name} takes several all-reduces, and a reduce-scatter has one: choose another"
-            )
         self._apart = -(-plan.state_bytes // 64) * 64
         cpu = torch.device("cpu")
         self._states = Block(world * self._apart, cpu)
