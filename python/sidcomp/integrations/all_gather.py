@@ -57,7 +57,6 @@ class AllGather:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    @torch.no_grad()
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -65,16 +64,31 @@ class AllGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        world, n, width = group.size(), input_tensor.numel(), input_tensor.element_size()
         if output_tensor.device.type != "cpu":
             raise UnsupportedError("the compressed all-gather runs on CPUs only so far: leave it out on GPUs")
-        coded, exact = self._runs[True], self._runs[False]
-        dense = n * width * (world - 1)
-        self.dense_bytes += dense
-        if n != self._n or not coded:  # after reshard_after_forward=N other shards are gathered, as they are
-            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+        if not self.fits(input_tensor):
+            dense = input_tensor.nbytes * (group.size() - 1)
+            self.dense_bytes += dense
             self.sent_bytes += dense
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
             return
+        received, sent = self.encode(input_tensor, group.rank(), group.size())
+        dist.all_gather_into_tensor(received, sent, group=group)
+        self.decode(output_tensor, received)
+
+    # ---- its two halves, around the all-gather
+    # ------------------------------------------------------------------------------------------------
+
+    def fits(self, input_tensor: torch.Tensor) -> bool:
+        """Whether these are the shards, and some of them are encoded. After reshard_after_forward=N other
+        shards are gathered, as they are."""
+        return input_tensor.numel() == self._n and bool(self._runs[True])
+
+    @torch.no_grad()
+    def encode(self, input_tensor: torch.Tensor, rank: int, world: int) -> list[torch.Tensor]:
+        """Encodes this rank's shards. Returns two flat tensors of bytes, to receive and to send."""
+        width = input_tensor.element_size()
+        coded, exact = self._runs[True], self._runs[False]
         plan, state, work = self._plan(input_tensor.dtype)
         size = plan.payload_bytes
         each = size + -(-sum(m for _, m in exact) * width // 64) * 64
@@ -85,7 +99,7 @@ class AllGather:
             step=self._version(),
             seed=self._seed,
             group=self._number,
-            rank=0 if plan.linear else group.rank(),
+            rank=0 if plan.linear else rank,
             world=1 if plan.linear else world,
         )
         raw = input_tensor.view(torch.uint8)
@@ -93,7 +107,19 @@ class AllGather:
         for offset, m in exact:
             sent[at : at + m * width] = raw[offset * width : (offset + m) * width]
             at += m * width
-        dist.all_gather_into_tensor(received, sent, group=group)
+        self.sent_bytes += each * (world - 1)
+        self.dense_bytes += input_tensor.nbytes * (world - 1)
+        return [received, sent]
+
+    @torch.no_grad()
+    def decode(self, output_tensor: torch.Tensor, received: torch.Tensor) -> None:
+        """Decodes the shards of all ranks."""
+        n, width = self._n, output_tensor.element_size()
+        world = output_tensor.numel() // n
+        each = received.numel() // world
+        coded, exact = self._runs[True], self._runs[False]
+        plan = self._plan(output_tensor.dtype)[0]
+        size = plan.payload_bytes
         out = output_tensor.view(torch.uint8)
         for rank in range(world):
             shard = rank * n * width
@@ -104,7 +130,6 @@ class AllGather:
                 place = shard + offset * width
                 out[place : place + m * width] = received[at : at + m * width]
                 at += m * width
-        self.sent_bytes += each * (world - 1)
 
     def _plan(self, dtype: torch.dtype) -> tuple[Any, Block, Block]:
         if dtype not in self._plans:
@@ -123,6 +148,30 @@ class AllGather:
         if (count, each) not in self._buffers:
             self._buffers[count, each] = Block(count * each, torch.device("cpu")).tensor
         return self._buffers[count, each]
+
+
+def for_parameters(
+    own: Sequence[Any],
+    encoded: Sequence[bool],
+    codec: str,
+    parameters: dict[str, Setting],
+    seed: int,
+    number: int,
+) -> AllGather:
+    """Returns the all-gather of one of FSDP's parameter groups, whose FSDPParams are `own`."""
+    parts = [(p.padded_sharded_param_size.numel(), it) for p, it in zip(own, encoded, strict=True)]
+    return AllGather(codec, parameters, seed, number, parts, _version_of(own))
+
+
+def encodes_itself(own: Sequence[Any]) -> bool:
+    """Whether a parameter is a tensor subclass that does something of its own before the all-gather."""
+    return any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in own)
+
+
+def _version_of(parameters: Sequence[Any]) -> Callable[[], int]:
+    """A number that grows with each change in place of the parameters' shards, by an optimizer (which sees
+    DTensors) or of the local tensors."""
+    return lambda: sum(p.sharded_param._version + p._sharded_local_tensor._version for p in parameters)
 
 
 def _segments(start: int, runs: Sequence[tuple[int, int]], width: int) -> "_core.Segments":

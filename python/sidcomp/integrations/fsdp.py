@@ -23,7 +23,7 @@ from sidcomp.config.grouping import shorten
 from sidcomp.config.policy import Exclude, Policy, parse_exclude
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
-from sidcomp.integrations.all_gather import AllGather
+from sidcomp.integrations.all_gather import AllGather, encodes_itself, for_parameters
 from sidcomp.integrations.ddp import roles
 from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.runtime.bucket import Bucket
@@ -238,24 +238,15 @@ def compress_all_gather(
     made: list[AllGather] = []
     for unit in units:
         own = unit.group.fsdp_params
-        if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in own):
+        if encodes_itself(own):
             raise UnsupportedError(
                 f"{unit.label()} has a tensor subclass that encodes its own all-gather: leave it out here"
             )
-        parts = [
-            (p.padded_sharded_param_size.numel(), names.get(id(p.sharded_param), "") not in exact)
-            for p in own
-        ]
-        made.append(AllGather(codec, parameters, seed, len(made), parts, _version_of(own)))
+        encoded = [names.get(id(p.sharded_param), "") not in exact for p in own]
+        made.append(for_parameters(own, encoded, codec, parameters, seed, len(made)))
     for unit, one in zip(units, made, strict=True):
         unit.group._all_gather_comm = one
     return made
-
-
-def _version_of(parameters: Sequence[Any]) -> Callable[[], int]:
-    """A number that grows with each change in place of the parameters' shards, by an optimizer (which sees
-    DTensors) or of the local tensors."""
-    return lambda: sum(p.sharded_param._version + p._sharded_local_tensor._version for p in parameters)
 
 
 def _found(module: torch.nn.Module) -> list["_Unit"]:

@@ -12,10 +12,15 @@ group of data-parallel replicas. The backend recognizes them by the order in whi
 backward passes. When it has seen the same calls in two of them, it compresses these calls from the next one
 on, each with a residual of its own. A pass that differs is sent uncompressed from the first call that
 differs, and a line says so.
+
+With reduce_scatter= the same holds for reduce-scatters, such as those of FSDP2. With all_gather= FSDP2's
+gathers of parameters for forward and backward passes are rounded; FSDP2 itself tells which gathers these are
+(parameter_groups.py).
 """
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,8 +35,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sidcomp import notices
 from sidcomp.config import specification
 from sidcomp.config.grouping import UNITS
-from sidcomp.config.policy import by_size
-from sidcomp.errors import ArgumentError, ParameterError, SetupError
+from sidcomp.config.policy import by_size, check_rule, fits
+from sidcomp.config.registry import find_codec
+from sidcomp.errors import ArgumentError, ParameterError, SetupError, UnsupportedError
+from sidcomp.integrations import parameter_groups
+from sidcomp.integrations.all_gather import AllGather, for_parameters
+from sidcomp.integrations.reduce_scatter import ReduceScatter
+from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.state import State
@@ -40,20 +50,51 @@ BACKEND = "sidcomp"
 VARIABLE = "SIDCOMP"
 # Names of the mesh dimensions over which PyTorch, torchtitan and others average gradients.
 REPLICAS = ("replicate", "dp_replicate", "ddp", "dp", "data_parallel")
+# And of those over which they shard a model; the last one is FSDP2's own name for a second group.
+SHARDS = ("shard", "dp_shard", "dp_shard_cp", "fsdp", "fsdp_reduce_scatter")
 
 _MEMORY = 16  # passes for which a list of calls is remembered without having come again
 _PATIENCE = 20  # passes without two that are equal, after which a line says that nothing is compressed
 
 
+class Coding(NamedTuple):
+    """How reduce-scatters, or all-gathers, are compressed. exclude: rules for parameters gathered as they
+    are."""
+
+    codec: str
+    memory: str
+    parameters: dict[str, Any]
+    seed: int
+    exclude: tuple[str | int, ...]
+
+    @property
+    def lossless(self) -> bool:
+        """There is nothing to compress."""
+        codec = find_codec(self.codec)
+        return codec.lossless and codec.linear
+
+    def scatter(self, number: int) -> ReduceScatter:
+        return ReduceScatter(self.codec, self.memory, self.parameters, self.seed, number)
+
+    def gather(self, group: Any, number: int) -> AllGather:
+        """group: one of FSDP2's parameter groups."""
+        shapes = {str(i): tuple(p._orig_size) for i, p in enumerate(group.fsdp_params)}
+        exact = {name for rule in self.exclude for name in fits(rule, shapes, {}, "exclude")}
+        encoded = [name not in exact for name in shapes]
+        return for_parameters(group.fsdp_params, encoded, self.codec, self.parameters, self.seed, number)
+
+
 @dataclass(frozen=True)
 class Configuration:
     """codec: None for State's default, or "off"; arguments: of State; groups: names of mesh dimensions whose
-    groups compress; min_bytes: smaller tensors pass uncompressed."""
+    groups compress, None for the usual ones; min_bytes: smaller tensors pass uncompressed."""
 
     codec: str | None
     arguments: dict[str, Any]
-    groups: tuple[str, ...]
+    groups: tuple[str, ...] | None
     min_bytes: int
+    reduce_scatter: Coding | None = None
+    all_gather: Coding | None = None
 
     def state(self, process_group: dist.ProcessGroup | None = None) -> State:
         made = State(self.codec, process_group=process_group, **self.arguments)
@@ -68,8 +109,10 @@ _configured: Configuration | None = None
 def configure(
     codec: str | None = None,
     *,
-    groups: Iterable[str] = REPLICAS,
+    groups: Iterable[str] | None = None,
     min_bytes: int = 64 * 2**10,
+    reduce_scatter: str | None = None,
+    all_gather: str | None = None,
     **arguments: Any,
 ) -> None:
     """Chooses what the backend "sidcomp" compresses, and how. Call it before init_process_group: it holds for
@@ -81,25 +124,53 @@ def configure(
     codec, arguments    those of `State`; codec="off" compresses nothing. Each all-reduce is encoded for
                         itself, so the codec "auto", which plans groups, is refused. Tensors are flat and have
                         no parameter names, so rules in `exclude` and `policy` are about sizes only
-    groups              ["replicate", "dp_replicate", "ddp", "dp", "data_parallel"] the names of the process
-                        groups that compress: a mesh dimension's name, or a group's `group_desc`. The default
-                        group always does. (This is not `groups` of a State.)
-    min_bytes           [65536] smaller tensors pass uncompressed
+    groups              the names of the process groups that compress: a mesh dimension's name, or a group's
+                        `group_desc`. The default group always does. [None] "replicate", "dp_replicate",
+                        "ddp", "dp" and "data_parallel"; reduce-scatters and all-gathers also on "shard",
+                        "dp_shard", "dp_shard_cp", "fsdp" and "fsdp_reduce_scatter". (This is not `groups` of
+                        a State.)
+    min_bytes           [65536] smaller tensors pass uncompressed: of a reduce-scatter the input, of an
+                        all-gather the output
+    reduce_scatter      [None] a codec for reduce-scatters of gradients, such as "int8", or with parameters,
+                        "topk:density=0.1,memory=residual". Without memory= it keeps no residual, because one
+                        takes 4 bytes for each element of the whole model on every rank
+    all_gather          [None] a dense or quantized codec for FSDP2's all-gathers of parameters in forward and
+                        backward passes, such as "int8" or "int8:exclude=1-D"
+
+    Both are for tensors on the CPU so far, and all_gather needs PyTorch 2.13.
 
     Raises ArgumentError or ParameterError, which say what to change.
     """
     global _configured
-    _configured = _configuration(codec, tuple(groups), min_bytes, arguments)
+    names = None if groups is None else tuple(groups)
+    _configured = _configuration(codec, names, min_bytes, arguments, reduce_scatter, all_gather)
 
 
 def _configuration(
-    codec: str | None, groups: tuple[str, ...], min_bytes: int, arguments: dict[str, Any]
+    codec: str | None,
+    groups: tuple[str, ...] | None,
+    min_bytes: int,
+    arguments: dict[str, Any],
+    reduce_scatter: str | None,
+    all_gather: str | None,
 ) -> Configuration:
     if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
         raise ArgumentError(f"min_bytes={min_bytes!r}: give a number of bytes, at least 0")
     if "process_group" in arguments:
         raise ArgumentError("process_group: the backend compresses on the group that it is; leave it out")
-    chosen = Configuration(codec, arguments, groups, min_bytes)
+    chosen = Configuration(
+        codec,
+        arguments,
+        groups,
+        min_bytes,
+        _coding("reduce_scatter", reduce_scatter),
+        _coding("all_gather", all_gather),
+    )
+    if codec == "off" and (chosen.reduce_scatter or chosen.all_gather):
+        raise ArgumentError(
+            "codec 'off' compresses nothing: leave reduce_scatter and all_gather out, or take the codec "
+            "'none', which leaves all-reduces as they are"
+        )
     if codec != "off":
         settings = chosen.state().settings  # raises here, not in backward(), what is wrong with it
         if settings.planned or settings.groups not in ("bucket", "layer"):
@@ -124,14 +195,60 @@ def _configuration(
     return chosen
 
 
+def _coding(what: str, text: Any) -> Coding | None:
+    """Reads reduce_scatter= or all_gather=; in a text that itself has commas, + stands for them."""
+    if text in (None, "off"):
+        return None
+    try:
+        if not isinstance(text, str):
+            raise ArgumentError("give a text: a codec, and its parameters after a colon")
+        codec, arguments = specification.parse(text.replace("+", ","))
+        if codec is None:
+            raise ArgumentError("name a codec")
+        memory = arguments.pop("memory", None) or "none"
+        seed = arguments.pop("seed", 0)
+        exclude: tuple[Any, ...] = ()
+        if what == "all_gather":
+            if memory != "none":
+                raise ArgumentError("parameters have no memory: leave memory= out")
+            memory, exclude = "none", _exclude(arguments.pop("exclude", None))
+            parameter_groups.check()
+            AllGather(codec, arguments, seed, 0, [], int)
+        else:
+            ReduceScatter(codec, memory, arguments, seed, 0)
+            traits = find_codec(codec).traits
+            if memory == "none" and "sparse" in traits and "unbiased" not in traits:
+                raise ArgumentError(
+                    f"without a memory, what {codec!r} does not send is lost: add memory=residual, which "
+                    "takes 4 bytes for each element of the whole model on every rank"
+                )
+    except (ArgumentError, ParameterError, UnsupportedError) as e:
+        raise type(e)(f"{what}={text!r}: {e}") from e
+    return Coding(codec, memory, arguments, seed, exclude)
+
+
+def _exclude(rule: Any) -> tuple[Any, ...]:
+    if rule is None:
+        return ()
+    check_rule(rule, "exclude")
+    if rule != "1-D" and not by_size(rule):
+        raise ArgumentError(
+            f"exclude={rule!r}: the backend knows sizes and shapes of parameters, not names: give '1-D' or "
+            "a size, such as '<128KB', or use sidcomp.fsdp.compress_all_gather"
+        )
+    return (rule,)
+
+
 def _current() -> Configuration:
     if _configured is not None:
         return _configured
     text = os.environ.get(VARIABLE, "")
     try:
         codec, arguments = specification.parse(text)
-        groups = tuple(str(arguments.pop("only", "")).split("+")) if "only" in arguments else REPLICAS
-        return _configuration(codec, groups, _bytes(arguments.pop("min_bytes", "64KB")), arguments)
+        groups = tuple(str(arguments.pop("only")).split("+")) if "only" in arguments else None
+        min_bytes = _bytes(arguments.pop("min_bytes", "64KB"))
+        others = [arguments.pop(name, None) for name in ("reduce_scatter", "all_gather")]
+        return _configuration(codec, groups, min_bytes, arguments, *others)
     except (ArgumentError, ParameterError) as e:
         raise type(e)(f"environment variable {VARIABLE}={text!r}: {e}") from e
 
@@ -175,12 +292,17 @@ _watch = _Watch()
 
 
 class Call(NamedTuple):
-    """What an all-reduce of one place in the program has in common from step to step."""
+    """What an all-reduce or reduce-scatter of one place in the program has in common from step to step.
+
+    owner: the number of FSDP2's parameter group; -1 if it is not FSDP2's.
+    """
 
     numel: int
     dtype: torch.dtype
     device: torch.device
     average: bool
+    scatters: bool = False
+    owner: int = -1
 
 
 class Place(NamedTuple):
@@ -211,7 +333,8 @@ class Likeness(IntEnum):
 
 
 class Program:
-    """The all-reduces of one kind of backward pass, in order, and the State that compresses them.
+    """The all-reduces and reduce-scatters of one kind of backward pass, in order, and what compresses them: a
+    State the all-reduces, and an object each the reduce-scatters. known: it compresses.
 
     fixed: its tensors stay where they are, as DDP's buckets do, and so tell its passes from those of other
     models. Otherwise only order and size do. All ranks agree on it.
@@ -220,10 +343,32 @@ class Program:
     def __init__(self, calls: list[Call], places: list[Place], last: int) -> None:
         self.calls, self.places = calls, places
         self.last = last  # the number of the last pass that had these calls, until they have a State
-        self.fixed = False
+        self.fixed = self.known = False
         self.state: State | None = None
+        self.buckets: dict[int, int] = {}  # of the calls that are all-reduces
+        self.scatters: dict[int, ReduceScatter] = {}  # by the number of the call
         self.steps = 0
         self.holds = False  # the engine still holds the tensors of the last pass
+
+    def learn(self, configuration: Configuration, group: "ProcessGroup", number: int) -> int:
+        """Makes what compresses it. number: for the next reduce-scatter. Returns the one after."""
+        self.known = True
+        for i, call in enumerate(self.calls):
+            if call.scatters:
+                assert configuration.reduce_scatter is not None
+                self.scatters[i] = configuration.reduce_scatter.scatter(number)
+                number += 1
+            else:
+                self.buckets[i] = len(self.buckets)
+        if self.buckets:
+            self.state = configuration.state(group)
+            self.state._attach(_Door(group, self, self.state._engine), {})
+        return number
+
+    @property
+    def word(self) -> str:
+        """What its calls are called together."""
+        return "calls" if self.scatters else "all-reduces"
 
     def likeness(self, places: Sequence[Place]) -> Likeness:
         each = [
@@ -244,9 +389,10 @@ class _Door:
 
     def __init__(self, group: "ProcessGroup", program: Program, engine: Engine) -> None:
         self.group, self.program, self.engine = group, program, engine
-        self.names = [f"call{i}:{call.numel}" for i, call in enumerate(program.calls)]
+        self.calls = [program.calls[i] for i in program.buckets]
+        self.names = [f"call{i}:{program.calls[i].numel}" for i in program.buckets]
         shapes: dict[str, tuple[int, ...]] = {
-            name: (call.numel,) for name, call in zip(self.names, program.calls, strict=True)
+            name: (call.numel,) for name, call in zip(self.names, self.calls, strict=True)
         }
         self.model = Model(group, shapes, {})
 
@@ -262,7 +408,7 @@ class _Door:
 
     def form(self) -> None:
         buckets = []
-        for name, call in zip(self.names, self.program.calls, strict=True):
+        for name, call in zip(self.names, self.calls, strict=True):
             # Only the size counts here; `ready` replaces the buffer.
             like = torch.empty(1, dtype=call.dtype, device=call.device).expand(call.numel)
             buckets.append(Bucket([name], [(call.numel,)], like))
@@ -324,6 +470,74 @@ class _Work(dist._Work):  # type: ignore[misc,name-defined]
         return self._future.then(value)
 
 
+class _Decoding(dist._Work):  # type: ignore[misc,name-defined]
+    """The Work of a compressed reduce-scatter or all-gather on the CPU: whoever waits for it decodes."""
+
+    def __init__(self, exchange: dist.Work, decode: Callable[[], None], result: torch.Tensor) -> None:
+        super().__init__()
+        self._exchange, self._result = exchange, result
+        self._decode: Callable[[], None] | None = decode
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._decode is not None:
+                decode, self._decode = self._decode, None
+                try:
+                    decode()
+                except Exception as e:
+                    self._error = e
+            if self._error is not None:
+                raise self._error
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if timeout > timedelta(0):
+            self._exchange.wait(timeout)
+        else:
+            self._exchange.wait()
+        self._end()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._decode is None or self._exchange.is_completed()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        if self.is_completed():
+            try:
+                self.wait()
+            except Exception as e:
+                return e
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return [self._result]
+
+    def source_rank(self) -> int:
+        raise RuntimeError("source_rank() is for receives")
+
+    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
+        def value(future: "torch.futures.Future[Any]") -> list[torch.Tensor]:
+            future.value()  # raises its error
+            self._end()
+            return [self._result]
+
+        try:
+            exchanged = self._exchange.get_future()
+        except RuntimeError:  # Gloo's all-to-all has none
+            self.wait()
+            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            done.set_result([self._result])
+            return done
+        return exchanged.then(value)
+
+
 class ProcessGroup(dist.ProcessGroup):
     """The process group of the backend "sidcomp". It holds an inner one, which does everything else.
 
@@ -337,13 +551,23 @@ class ProcessGroup(dist.ProcessGroup):
         self.inner, self.inner_config, self.configuration = inner, inner_config, configuration
         self._name = ""
         self.programs: list[Program] = []
-        self._compresses: bool | None = None  # not known before the group has its name
+        # Whether this group compresses all-reduces, and what shards do; not known before it has its name.
+        self._compresses: bool | None = None
+        self._compresses_shards: bool | None = None
+        self.gathers: weakref.WeakKeyDictionary[Any, AllGather] = weakref.WeakKeyDictionary()
+        self._owners: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._gathered = self._scattered = 0  # numbers of the next ones
+        scatters = configuration.reduce_scatter
+        self._lossless = scatters is not None and scatters.lossless
+        self._works: dict[ReduceScatter, _Decoding] = {}  # reduce-scatters that nobody has waited for
         self._told: set[str] = set()
         self._active: Program | None = None  # what the backward pass in progress has been so far
         self._stopped = False  # the pass in progress is no longer the active program's
         self._clear()
         self._task = -1  # autograd's number of the backward pass in progress
         self._passes = 0  # backward passes that were watched in vain
+        if configuration.reduce_scatter or configuration.all_gather:
+            parameter_groups.watch()
         for name in ("cpu", "cuda"):
             device = torch.device(name)
             try:
@@ -387,22 +611,11 @@ class ProcessGroup(dist.ProcessGroup):
         if self._compresses is False or not isinstance(tensors, list) or len(tensors) != 1:
             return None
         x = tensors[0]
-        c = self.configuration
-        if (
-            self.size() == 1
-            or x.dtype not in (torch.float32, torch.float16, torch.bfloat16)
-            or x.layout is not torch.strided
-            or x.device.type not in ("cpu", "cuda")
-            or torch._C._current_graph_task_id() == -1
-        ):
+        average = self._reduces(x, arguments[0] if arguments else named.get("opts", named.get("op")))
+        if average is None:
             return None
-        what = arguments[0] if arguments else named.get("opts", named.get("op"))
-        op = getattr(what, "reduceOp", what)
-        average = op == dist.ReduceOp.AVG
-        if not average and op is not None and op != dist.ReduceOp.SUM:
-            return None
-        if x.numel() * x.element_size() < max(1, c.min_bytes):
-            _watch.met(f"all-reduces are smaller than min_bytes={c.min_bytes}, which you can lower", self)
+        if x.nbytes < max(1, self.configuration.min_bytes):
+            self._small("all-reduces")
             return None
         _watch.over = True
         if not x.is_contiguous():
@@ -412,23 +625,55 @@ class ProcessGroup(dist.ProcessGroup):
             return None
         return Call(x.numel(), x.dtype, x.device, average)
 
+    def _reduces(self, x: torch.Tensor, what: Any) -> bool | None:
+        """Returns whether a call averages; None: it does not reduce a gradient. what: the call's options."""
+        if (
+            self.size() == 1
+            or x.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+            or x.layout is not torch.strided
+            or x.device.type not in ("cpu", "cuda")
+            or torch._C._current_graph_task_id() == -1
+        ):
+            return None
+        op = getattr(what, "reduceOp", what)
+        average = bool(op == dist.ReduceOp.AVG)
+        if not average and op is not None and op != dist.ReduceOp.SUM:
+            return None
+        return average
+
+    def _small(self, what: str) -> None:
+        least = self.configuration.min_bytes
+        _watch.met(f"{what} are smaller than min_bytes={least}, which you can lower", self)
+
     def _allowed(self) -> bool:
         """Whether this group averages gradients, by its name."""
         if self._compresses is None:
-            c = self.configuration
-            names = {self.group_desc, self.group_desc.removeprefix("mesh_")}
-            whole = self.group_desc in ("default_pg", "mesh_default") and self.size() == dist.get_world_size()
-            self._compresses = c.codec != "off" and (whole or bool(names.intersection(c.groups)))
-            if not self._compresses and c.codec != "off":
-                self._say(
-                    "not chosen",
-                    f"passes its all-reduces uncompressed, because {self.group_desc!r} is not among the "
-                    f"groups to compress ({', '.join(c.groups)}): configure(groups=...) adds it",
-                )
+            self._compresses = self._named(REPLICAS, "all-reduces")
         return self._compresses
 
-    def _reduce(self, call: Call, tensor: torch.Tensor) -> dist.Work | None:
-        """Compresses the call, or returns None."""
+    def _allowed_shards(self) -> bool:
+        """Whether this group is one over which a model is sharded, by its name."""
+        if self._compresses_shards is None:
+            self._compresses_shards = self._named(REPLICAS + SHARDS, "reduce-scatters and all-gathers")
+        return self._compresses_shards
+
+    def _named(self, usual: tuple[str, ...], what: str) -> bool:
+        c = self.configuration
+        groups = usual if c.groups is None else c.groups
+        names = {self.group_desc, self.group_desc.removeprefix("mesh_")}
+        whole = self.group_desc in ("default_pg", "mesh_default") and self.size() == dist.get_world_size()
+        chosen = c.codec != "off" and (whole or bool(names.intersection(groups)))
+        if not chosen and c.codec != "off":
+            self._say(
+                f"not chosen: {what}",
+                f"passes its {what} uncompressed, because {self.group_desc!r} is not among the groups to "
+                f"compress ({', '.join(groups)}): configure(groups=...) adds it",
+            )
+        return chosen
+
+    def _note(self, call: Call, tensor: torch.Tensor) -> tuple[Program, int] | None:
+        """Counts a call of the backward pass in progress. Returns the program whose call it is, and the
+        call's number, if it is to be compressed."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._end()  # a backward pass that failed has not said that it ended
@@ -447,11 +692,19 @@ class ProcessGroup(dist.ProcessGroup):
         if not fits:
             self._stop(f"call {index} of a backward pass is {_describe(call)}, not the one of earlier passes")
             return None
+        return program, index
+
+    def _reduce(self, call: Call, tensor: torch.Tensor) -> dist.Work | None:
+        """Compresses the call, or returns None."""
+        noted = self._note(call, tensor)
+        if noted is None:
+            return None
+        program, index = noted
         assert program.state is not None
         engine = program.state._engine
         try:
             program.state._open()
-            if index == 0 and engine.layout is None:
+            if engine.layout is None:
                 door = program.state._door
                 assert isinstance(door, _Door)
                 door.form()
@@ -460,13 +713,120 @@ class ProcessGroup(dist.ProcessGroup):
             if not call.average:
                 flat.mul_(self.size())  # the engine averages
             program.holds = True
-            future = engine.ready(index, flat)
+            future = engine.ready(program.buckets[index], flat)
         except Exception as e:
             engine.report(e)
             engine.abandon(e)
             self._active = None
             raise
         return _Work(future, tensor, call.device.type != "cpu")
+
+    # ---- reduce-scatter
+    # ------------------------------------------------------------------------------------------------
+
+    def _scatter(self, output: torch.Tensor, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        """Returns the Work of a compressed reduce-scatter, or None if it passes untouched."""
+        coding = self.configuration.reduce_scatter
+        if coding is None:
+            _watch.met(
+                "the model is sharded, so its gradients are reduce-scattered, and the backend compresses "
+                "only all-reduces: ask for reduce_scatter=int8, or use sidcomp.fsdp.compress for HSDP",
+                self,
+            )
+            return None
+        if self._compresses_shards is False or self._lossless:
+            return None
+        average = self._reduces(x, arguments[0] if arguments else named.get("opts", named.get("op")))
+        if average is None or output.dtype != x.dtype or output.numel() * self.size() != x.numel():
+            return None
+        if x.nbytes < max(1, self.configuration.min_bytes):
+            self._small("reduce-scatters")
+            return None
+        _watch.over = True
+        if not x.is_contiguous() or not output.is_contiguous():
+            self._warn(
+                "scatter not contiguous",
+                "passes reduce-scatters of tensors that are not contiguous uncompressed",
+            )
+            return None
+        if not self._allowed_shards():
+            return None
+        self._on_cpu(x, "reduce_scatter")
+        unit = parameter_groups.reducing()
+        owner = -1 if unit is None else self._owners.setdefault(unit, len(self._owners))
+        noted = self._note(Call(x.numel(), x.dtype, x.device, average, True, owner), x)
+        if noted is None:
+            return None
+        program, index = noted
+        one = program.scatters[index]
+        try:
+            if one in self._works:
+                self._works[one].wait()
+            received, sent = one.encode(x, output.numel(), self.rank(), self.size())
+            exchange = self.inner.alltoall_base(received, sent, [], [])
+        except Exception:
+            self._active = None
+            raise
+
+        def decode() -> None:
+            self._works.pop(one, None)
+            one.decode(output, average)
+
+        self._works[one] = work = _Decoding(exchange, decode, output)
+        return work
+
+    def _on_cpu(self, x: torch.Tensor, what: str) -> None:
+        if x.device.type != "cpu":
+            raise UnsupportedError(
+                f"{what}= is for tensors on the CPU so far, and this one is on {x.device}: leave it out"
+            )
+
+    # ---- all-gather
+    # ------------------------------------------------------------------------------------------------
+
+    def _gather(self, output: torch.Tensor, x: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Returns the Work of an all-gather of rounded parameters, or None if it passes untouched."""
+        coding = self.configuration.all_gather
+        if coding is None or self.size() == 1 or self._compresses_shards is False:
+            return None
+        if (
+            output.nbytes < max(1, self.configuration.min_bytes)
+            or output.dtype != x.dtype
+            or not (output.is_contiguous() and x.is_contiguous())
+        ):
+            return None
+        found = parameter_groups.gathering()
+        if found is None and parameter_groups.gathering_exactly():
+            self._say(
+                "gathered",
+                "gathers some parameters as they are, because a forward pass has run on what the program "
+                "itself had gathered by unshard()",
+            )
+        if found is None or not self._allowed_shards():
+            return None
+        if x.dtype not in DTYPES:
+            self._warn(
+                "dtypes",
+                f"gathers parameters as {x.dtype}, as they are: give those of one fully_shard call one dtype",
+            )
+            return None
+        self._on_cpu(x, "all_gather")
+        group, known = found
+        if group not in self.gathers:
+            self.gathers[group] = coding.gather(group, self._gathered)
+            self._gathered += 1
+        one = self.gathers[group]
+        if not one.fits(x):
+            return None
+        self._say(
+            "gathers",
+            f"rounds the parameters that FSDP2 gathers for forward and backward passes to {coding.codec}. "
+            "Shards and checkpoints stay as they are.",
+        )
+        received, sent = one.encode(x, self.rank(), self.size())
+        exchange = getattr(self.inner, _GATHER)(received, sent)
+        known.rounded = True
+        return _Decoding(exchange, lambda: one.decode(output, received), output)
 
     # ---- backward passes
     # ------------------------------------------------------------------------------------------------
@@ -481,13 +841,13 @@ class ProcessGroup(dist.ProcessGroup):
         nothing counts here that is not the same on all, such as whether a tensor has been freed already."""
         found = [p for p in self.programs if p.fits(0, call, tensor)]
         possible = [p for p in found if p.fixed] or found
-        if len(possible) > 1 and any(p.state is not None for p in possible):
+        if len(possible) > 1 and any(p.known for p in possible):
             self._warn(
                 "ambiguous",
                 "cannot tell which of several backward passes has begun, and sends it uncompressed: give "
                 "each model a process group of its own",
             )
-        return possible[0] if len(possible) == 1 and possible[0].state is not None else None
+        return possible[0] if len(possible) == 1 and possible[0].known else None
 
     def _let_go(self, wait: bool = False) -> None:
         """Drops the tensors of the last pass, which tell by being freed that their calls have others now."""
@@ -503,8 +863,9 @@ class ProcessGroup(dist.ProcessGroup):
     def _stop(self, why: str) -> None:
         """Ends the use of the active program in this backward pass."""
         program, self._active = self._active, None
-        assert program is not None and program.state is not None
-        program.state._engine.end_early()
+        assert program is not None
+        if program.state is not None:
+            program.state._engine.end_early()
         self._stopped = True
         self._warn("different", f"sends the rest of a backward pass uncompressed: {why}")
 
@@ -512,9 +873,13 @@ class ProcessGroup(dist.ProcessGroup):
         """A backward pass has ended."""
         program, stopped = self._active, self._stopped
         if program is not None and len(self._calls) < len(program.calls):
-            self._stop(f"it had {len(self._calls)} all-reduces, and earlier passes had {len(program.calls)}")
+            self._stop(
+                f"it had {len(self._calls)} {program.word}, and earlier passes had {len(program.calls)}"
+            )
         elif program is not None:
             program.steps += 1
+            if program.steps == 1 and program.scatters:
+                self._announce_scatters(program)
         elif self._calls and not stopped:
             self._learn()
         self._stopped = False
@@ -524,11 +889,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _learn(self) -> None:
         """Compares a pass that no known program fits with earlier ones. All ranks are here, and agree."""
-        if self._passes >= _PATIENCE and not any(p.state for p in self.programs):
+        if self._passes >= _PATIENCE and not any(p.known for p in self.programs):
             return  # it has said that it gives up
         self._passes += 1
-        self.programs = [p for p in self.programs if p.state or p.last > self._passes - _MEMORY]
-        alike = [p for p in self.programs if p.state is None and p.calls == self._calls]
+        self.programs = [p for p in self.programs if p.known or p.last > self._passes - _MEMORY]
+        alike = [p for p in self.programs if not p.known and p.calls == self._calls]
         likeness = self._agreed([p.likeness(self._places) for p in alike], self._calls[0].device)
         best = max(likeness, default=Likeness.OTHER)
         if best is Likeness.OTHER:
@@ -536,9 +901,8 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             found = alike[likeness.index(best)]
             found.places, found.fixed = self._places, best is Likeness.SAME
-            found.state = self.configuration.state(self)
-            found.state._attach(_Door(self, found, found.state._engine), {})
-        if self._passes == _PATIENCE and not any(p.state for p in self.programs):
+            self._scattered = found.learn(self.configuration, self, self._scattered)
+        if self._passes == _PATIENCE and not any(p.known for p in self.programs):
             self._warn(
                 "nothing",
                 f"has compressed nothing in {_PATIENCE} backward passes, because no two of them had the same "
@@ -578,12 +942,23 @@ class ProcessGroup(dist.ProcessGroup):
         assert program.state is not None
         groups = program.state._engine.groups
         sent = sum(g.bytes_sent for g in groups)
-        dense = sum(c.numel * c.dtype.itemsize for c in program.calls)
+        calls = [program.calls[i] for i in program.buckets]
+        dense = sum(c.numel * c.dtype.itemsize for c in calls)
         self._say(
             f"compresses {id(program)}",
-            f"compresses {len(program.calls)} all-reduces of each backward pass ({dense / 1e6:.1f} MB) with "
+            f"compresses {len(calls)} all-reduces of each backward pass ({dense / 1e6:.1f} MB) with "
             f"{groups[0].plan.codec}: {sent / 1e6:.2f} MB, 1/{dense / sent:.0f} of it. All else passes "
             f"untouched to {self.inner_config}.",
+        )
+
+    def _announce_scatters(self, program: Program) -> None:
+        assert self.configuration.reduce_scatter is not None
+        made = program.scatters.values()
+        sent, dense = (sum(getattr(x, name) for x in made) for name in ("sent_bytes", "dense_bytes"))
+        self._say(
+            f"scatters {id(program)}",
+            f"compresses {len(made)} reduce-scatters of each backward pass ({dense / 1e6:.2f} MB) with "
+            f"{self.configuration.reduce_scatter.codec}: {sent / 1e6:.2f} MB, {sent / dense:.2f} of it.",
         )
 
 
@@ -611,26 +986,30 @@ for _name in _PASSED_ON:
         setattr(ProcessGroup, _name, _passed_on(_name))
 
 
-def _scatters(passed_on: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: ProcessGroup, *arguments: Any, **named: Any) -> Any:
-        _watch.met(
-            "the model is sharded, so its gradients are reduce-scattered, and the backend compresses only "
-            "all-reduces: use sidcomp.fsdp.compress for HSDP, or sidcomp.fsdp.compress_reduce_scatter",
-            self,
-        )
-        return passed_on(self, *arguments, **named)
+def _tried(name: str, compress: Callable[..., Any]) -> Callable[..., Any]:
+    passed_on = _passed_on(name)
 
-    call.__name__, call.__doc__ = passed_on.__name__, passed_on.__doc__
+    def call(self: ProcessGroup, *arguments: Any, **named: Any) -> Any:
+        work = compress(self, *arguments, **named) if len(arguments) > 1 else None
+        return passed_on(self, *arguments, **named) if work is None else work
+
+    call.__name__ = name
+    call.__doc__ = "Compresses the call, or passes it to the inner group."
     return call
 
 
-for _name in ("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_single"):
-    if hasattr(ProcessGroup, _name):
-        setattr(ProcessGroup, _name, _scatters(getattr(ProcessGroup, _name)))
+_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+for _name in ("_reduce_scatter_base", "reduce_scatter_single"):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(ProcessGroup, _name, _tried(_name, ProcessGroup._scatter))
+for _name in ("_allgather_base", "all_gather_single"):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(ProcessGroup, _name, _tried(_name, ProcessGroup._gather))
 
 
 def _describe(call: Call) -> str:
-    return f"{'an average' if call.average else 'a sum'} of {call.numel} x {str(call.dtype)[6:]}"
+    what = f"{'an average' if call.average else 'a sum'} of {call.numel} x {str(call.dtype)[6:]}"
+    return f"a reduce-scatter, {what}" if call.scatters else what
 
 
 # ---- making one
@@ -667,7 +1046,13 @@ _given: tuple[dist.ProcessGroup, Configuration] | None = None  # for `_make`, in
 
 
 def process_group(
-    inner: dist.ProcessGroup, codec: str | None = None, *, min_bytes: int = 64 * 2**10, **arguments: Any
+    inner: dist.ProcessGroup,
+    codec: str | None = None,
+    *,
+    min_bytes: int = 64 * 2**10,
+    reduce_scatter: str | None = None,
+    all_gather: str | None = None,
+    **arguments: Any,
 ) -> ProcessGroup:
     """Returns a process group over the ranks of `inner` that compresses gradients as the backend "sidcomp"
     does, and passes everything else to `inner`. Every rank of `inner` calls it at the same point.
@@ -675,12 +1060,12 @@ def process_group(
         compressing = sidcomp.process_group(group, "topk", density=0.05)
         ddp = DistributedDataParallel(module, process_group=compressing)
 
-    inner: any process group, of any backend, of which this rank is a member. codec, min_bytes, arguments: as
-    in `configure`, which it does not read, and neither does it read SIDCOMP. Raises ArgumentError or
-    ParameterError.
+    inner: any process group, of any backend, of which this rank is a member. codec, min_bytes,
+    reduce_scatter, all_gather, arguments: as in `configure`, which it does not read, and neither does it read
+    SIDCOMP. Raises ArgumentError or ParameterError.
     """
     global _given
-    configuration = _configuration(codec, (), min_bytes, arguments)
+    configuration = _configuration(codec, (), min_bytes, arguments, reduce_scatter, all_gather)
     _given = inner, configuration
     try:
         made = dist.new_group(
@@ -692,7 +1077,7 @@ def process_group(
     finally:
         _given = None
     assert isinstance(made, ProcessGroup)
-    made._compresses = configuration.codec != "off"
+    made._compresses = made._compresses_shards = configuration.codec != "off"
     return made
 
 

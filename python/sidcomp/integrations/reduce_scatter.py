@@ -26,6 +26,16 @@ class ReduceScatter:
         self, codec: str, memory: str | None, parameters: dict[str, Setting], seed: int, number: int
     ) -> None:
         self._codec, self._memory, self._parameters = resolve(codec, memory, parameters)
+        if self._codec.linear and self._codec.reductions:
+            raise UnsupportedError(
+                f"{self._codec.name} takes several all-reduces, and a reduce-scatter has one: choose another"
+            )
+        keeps = _core.Plan(self._codec.name, self._memory.name, 1, "float32", self._parameters).vectors
+        if keeps and not self._memory.traits.intersection(("feedback", "momentum")):
+            raise UnsupportedError(
+                f"memory {self._memory.name!r} needs what all ranks received, and a reduce-scatter gives "
+                "each a shard: take memory='residual'"
+            )
         self._seed, self._number = seed, number
         self.step = 0
         self.sent_bytes = self.dense_bytes = 0
@@ -38,7 +48,6 @@ class ReduceScatter:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    @torch.no_grad()
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -47,7 +56,6 @@ class ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        world, rank = group.size(), group.rank()
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise UnsupportedError(
                 f"the reduce-scatter is asked for {op}: leave set_gradient_divide_factor out, and scale the "
@@ -58,14 +66,26 @@ class ReduceScatter:
                 "the compressed reduce-scatter runs on CPUs only so far: on GPUs use HSDP and "
                 "sidcomp.fsdp.compress, which compresses the average over replicas"
             )
-        n = output_tensor.numel()
+        received, sent = self.encode(input_tensor, output_tensor.numel(), group.rank(), group.size())
+        dist.all_to_all_single(received, sent, group=group)
+        self.decode(output_tensor, op == dist.ReduceOp.AVG)
+
+    # ---- its two halves, around the all-to-all
+    # ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, input_tensor: torch.Tensor, n: int, rank: int, world: int) -> list[torch.Tensor]:
+        """Encodes the gradients of `world` shards of n elements. Returns two flat tensors of bytes, to
+        receive and to send, of which each rank has an equal part."""
+        dtype = input_tensor.dtype
         if self._plan is None:
-            self._allocate(n, output_tensor.dtype, world)
-        if (n, output_tensor.dtype, world) != self._of:
+            self._allocate(n, dtype, world)
+        if (n, dtype, world) != self._of:
             raise SetupError(
                 "a parameter group changed its size or dtype: parameters that sometimes have no gradient "
                 "need set_reduce_scatter_unused_params(True)"
             )
+        self._rank = rank
         plan, size = self._plan, self._plan.payload_bytes
         start, width = input_tensor.data_ptr(), n * input_tensor.element_size()
         # The owner sums, so a codec whose payloads are summed must not divide by the number of ranks.
@@ -80,14 +100,19 @@ class ReduceScatter:
             stats = plan.encode(buffers, step=self.step, seed=self._seed, group=self._id(shard), **place)
             if stats.nonfinite and plan.vectors:
                 plan.forget(self._states.ptr + shard * self._apart)  # or it would send NaN from now on
-        dist.all_to_all_single(self._received.tensor, self._sent.tensor, group=group)
-        scale = 1 / world if op == dist.ReduceOp.AVG else 1.0
-        into = _core.Buffers(_core.Segments([output_tensor.data_ptr()], [n]))
-        at = {"step": self.step, "group": self._id(rank)}
-        plan.decode(self._received.ptr, size, world, scale, into, **at)
-        self.step += 1
         self.sent_bytes += size * (world - 1)
         self.dense_bytes += width * (world - 1)
+        return [self._received.tensor, self._sent.tensor]
+
+    @torch.no_grad()
+    def decode(self, output_tensor: torch.Tensor, average: bool) -> None:
+        """Writes the sum or the average of what has been received to this rank's shard."""
+        n, _, world = self._of
+        scale = 1 / world if average else 1.0
+        into = _core.Buffers(_core.Segments([output_tensor.data_ptr()], [n]))
+        at = {"step": self.step, "group": self._id(self._rank)}
+        self._plan.decode(self._received.ptr, self._plan.payload_bytes, world, scale, into, **at)
+        self.step += 1
 
     def _id(self, shard: int) -> int:
         """Tells the payloads of shards apart, and their random numbers."""
@@ -97,10 +122,6 @@ class ReduceScatter:
         if dtype not in DTYPES:
             raise UnsupportedError(f"gradients are {dtype}, not {', '.join(DTYPES.values())}")
         plan = _core.Plan(self._codec.name, self._memory.name, n, DTYPES[dtype], self._parameters)
-        if plan.linear and plan.reductions > 1:
-            raise UnsupportedError(
-                f"{self._codec.name} takes several all-reduces, and a reduce-scatter has one: choose another"
-            )
         self._apart = -(-plan.state_bytes // 64) * 64
         cpu = torch.device("cpu")
         self._states = Block(world * self._apart, cpu)
