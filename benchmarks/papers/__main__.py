@@ -24,7 +24,7 @@ _FLAGS = [
     for codec in ("dgc --density 0.01", "efsignsgd")
     for groups in ("layer", "even:2")
 ]
-GROUPED = f"convergence --task resnet50 --steps 60 --seeds 3 {' '.join(_FLAGS)} --save"
+GROUPED = f"convergence --task transformer --steps 60 --seeds 3 {' '.join(_FLAGS)} --save"
 PARTS: dict[str, list[str]] = {
     "mergecomp": ["mergecomp_cost --runs 5 --save", GROUPED],
     "cupcake": ["cupcake --save"],

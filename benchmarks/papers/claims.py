@@ -320,7 +320,7 @@ CLAIMS = [
     Claim(
         "MergeComp, table 4",
         "merging keeps the accuracy of layer-wise compression",
-        "convergence-resnet50",
+        "convergence-transformer",
         grouping_keeps,
     ),
     Claim(
