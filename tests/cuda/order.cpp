@@ -213,12 +213,38 @@ bool is_known(const void *code) {
     return !known.insert(code).second;
 }
 
+/* Threads may write the same to one place at once. What a write has done is seen at the access after it. */
+struct {
+    uintptr_t at;
+    uint64_t bytes; /* 0: nothing is in doubt */
+    uint32_t other;
+    const void *code;
+    unsigned char was[16];
+} doubted;
+void settle_doubt() {
+    if (!doubted.bytes) return;
+    const uint64_t bytes = doubted.bytes;
+    doubted.bytes = 0;
+    if (memcmp((const void *)doubted.at, doubted.was, bytes) && !is_known(doubted.code))
+        complain(
+            "race: a write of %llu bytes of %s memory%s, and no barrier after another value was written by thread %u "
+            "of block %u",
+            (unsigned long long)bytes, statics.has(doubted.at) ? "shared" : "device", line_of(doubted.code).c_str(),
+            doubted.other % now.per_block, doubted.other / now.per_block);
+}
+
 void conflict(kind how, uintptr_t at, uint64_t bytes, uint32_t other, bool written, const void *code) {
     static const char *const names[] = {"a read", "a write", "an atomic operation"};
-    if (is_known(code)) return;
     const bool is_shared = statics.has(at);
     const mark &m = marks[other - first_mark];
     const launched &l = launches[m.launch], &own = launches.back();
+    if (m.launch + 1 == launches.size() && how == WRITE && written && bytes <= sizeof doubted.was) {
+        doubted.at = at, doubted.bytes = bytes, doubted.other = m.thread;
+        doubted.code = code;
+        memcpy(doubted.was, (const void *)at, bytes);
+        return;
+    }
+    if (is_known(code)) return;
     const std::string here = line_of(code);
     if (m.launch + 1 == launches.size()) {
         complain("race: %s of %llu bytes of %s memory%s, and no barrier after %s by thread %u of block %u", names[how],
@@ -289,6 +315,7 @@ void see(uintptr_t at, uint64_t bytes, kind how, const void *code) {
 void access(const void *p, uint64_t bytes, kind how, const void *code) {
     const uintptr_t at = (uintptr_t)p;
     if (!inside || on_a_stack(p) || arguments.has(at) || dims.has(at)) return;
+    settle_doubt();
     if (at != looked_at || how == WRITE) {
         looked_at = at;
         looks = 0;
@@ -325,6 +352,7 @@ void run_first(stream &s) {
     looked_at = 0;
     runs = true;
     w.run();
+    settle_doubt();
     runs = false;
     s.done = w.number;
 }
