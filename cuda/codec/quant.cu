@@ -258,6 +258,7 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
 
     /* All to s.of; returns that of the row that is this lane modulo SID_ROWS, and of its half. */
     __device__ float scales(shared &s, const sid_quads &x, uint64_t offset) const {
+        __syncwarp(); /* all lanes have read what is there: a shuffle orders no memory */
         if constexpr (has_edge<CODES>)
             return fitted(s, x, offset);
         else

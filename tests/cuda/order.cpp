@@ -112,7 +112,8 @@ range statics, dims, arguments;
 std::map<uintptr_t, std::pair<uintptr_t, place>> given_back;
 uintptr_t looked_at;
 uint32_t looks;
-bool runs; /* the last of the launches */
+bool runs;    /* the last of the launches */
+bool watched; /* by the calls below */
 
 /* The variables of the module that this is in: those of a kernel are in shared memory. */
 int find_statics(dl_phdr_info *info, size_t, void *) {
@@ -196,17 +197,40 @@ void say(const char *text) {
     fclose(f);
 }
 
-/* stop; with SID_EMULATED_LIST it says so once for each place in the code, and goes on. */
-__attribute__((format(printf, 2, 3))) void complain(const void *code, const char *format, ...) {
-    static const bool lists = getenv("SID_EMULATED_LIST") != nullptr;
-    static std::set<const void *> known;
+/* stop; with SID_EMULATED_LIST it only says so, and goes on. */
+__attribute__((format(printf, 1, 2))) void complain(const char *format, ...) {
     char text[2048];
     va_list list;
     va_start(list, format);
     vsnprintf(text, sizeof text, format, list);
     va_end(list);
-    if (!lists) stop("%s", text);
-    if (known.insert(code).second) say(text);
+    if (!getenv("SID_EMULATED_LIST")) stop("%s", text);
+    say(text);
+}
+/* Whether it has complained of this place in the code before: once is enough. */
+bool is_known(const void *code) {
+    static std::set<const void *> known;
+    return !known.insert(code).second;
+}
+
+/* Threads may write the same to one place at once. What a write has done is seen at the access after it. */
+struct {
+    uintptr_t at;
+    uint64_t bytes; /* 0: nothing is in doubt */
+    uint32_t other;
+    const void *code;
+    unsigned char was[16];
+} doubted;
+void settle_doubt() {
+    if (!doubted.bytes) return;
+    const uint64_t bytes = doubted.bytes;
+    doubted.bytes = 0;
+    if (memcmp((const void *)doubted.at, doubted.was, bytes) && !is_known(doubted.code))
+        complain(
+            "race: a write of %llu bytes of %s memory%s, and no barrier after another value was written by thread %u "
+            "of block %u",
+            (unsigned long long)bytes, statics.has(doubted.at) ? "shared" : "device", line_of(doubted.code).c_str(),
+            doubted.other % now.per_block, doubted.other / now.per_block);
 }
 
 void conflict(kind how, uintptr_t at, uint64_t bytes, uint32_t other, bool written, const void *code) {
@@ -214,16 +238,23 @@ void conflict(kind how, uintptr_t at, uint64_t bytes, uint32_t other, bool writt
     const bool is_shared = statics.has(at);
     const mark &m = marks[other - first_mark];
     const launched &l = launches[m.launch], &own = launches.back();
+    if (m.launch + 1 == launches.size() && how == WRITE && written && bytes <= sizeof doubted.was) {
+        doubted.at = at, doubted.bytes = bytes, doubted.other = m.thread;
+        doubted.code = code;
+        memcpy(doubted.was, (const void *)at, bytes);
+        return;
+    }
+    if (is_known(code)) return;
     const std::string here = line_of(code);
     if (m.launch + 1 == launches.size()) {
-        complain(code, "race: %s of %llu bytes of %s memory%s, and no barrier after %s by thread %u of block %u",
-                 names[how], (unsigned long long)bytes, is_shared ? "shared" : "device", here.c_str(),
+        complain("race: %s of %llu bytes of %s memory%s, and no barrier after %s by thread %u of block %u", names[how],
+                 (unsigned long long)bytes, is_shared ? "shared" : "device", here.c_str(),
                  written ? "the write" : "the read", m.thread % now.per_block, m.thread / now.per_block);
         return;
     }
-    complain(code, "no order: %s of %llu bytes%s on %s by %s, and nothing makes it wait for the %s on %s by %s",
-             names[how], (unsigned long long)bytes, here.c_str(), stream_name(own.on).c_str(),
-             text_of(own.from).c_str(), written ? "write" : "read", stream_name(l.on).c_str(), text_of(l.from).c_str());
+    complain("no order: %s of %llu bytes%s on %s by %s, and nothing makes it wait for the %s on %s by %s", names[how],
+             (unsigned long long)bytes, here.c_str(), stream_name(own.on).c_str(), text_of(own.from).c_str(),
+             written ? "write" : "read", stream_name(l.on).c_str(), text_of(l.from).c_str());
 }
 
 [[noreturn]] void use_of_given_back(uintptr_t at, const void *code) {
@@ -253,8 +284,8 @@ bool unwritten(uintptr_t at, uint64_t bytes) {
 void see(uintptr_t at, uint64_t bytes, kind how, const void *code) {
     if (!now.mark) now.mark = new_mark();
     const bool is_shared = statics.has(at);
-    if (is_shared && unwritten(at, bytes) && how != WRITE)
-        complain(code, "a read of %llu bytes of shared memory that nothing has written%s", (unsigned long long)bytes,
+    if (is_shared && unwritten(at, bytes) && how != WRITE && !is_known(code))
+        complain("a read of %llu bytes of shared memory that nothing has written%s", (unsigned long long)bytes,
                  line_of(code).c_str());
     for (uint64_t i = 0; i < bytes; i++) {
         byte &b = byte_at(at + i);
@@ -284,6 +315,7 @@ void see(uintptr_t at, uint64_t bytes, kind how, const void *code) {
 void access(const void *p, uint64_t bytes, kind how, const void *code) {
     const uintptr_t at = (uintptr_t)p;
     if (!inside || on_a_stack(p) || arguments.has(at) || dims.has(at)) return;
+    settle_doubt();
     if (at != looked_at || how == WRITE) {
         looked_at = at;
         looks = 0;
@@ -320,6 +352,7 @@ void run_first(stream &s) {
     looked_at = 0;
     runs = true;
     w.run();
+    settle_doubt();
     runs = false;
     s.done = w.number;
 }
@@ -564,7 +597,8 @@ SIZED(2)
 SIZED(4)
 SIZED(8)
 SIZED(16)
-void __tsan_init() {}
+void __tsan_init() { watched = true; } /* before main, if anything is compiled so */
+int emulated_watched() { return watched; }
 void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void **, void *) {}

@@ -129,6 +129,7 @@ def test_streams_in_any_order_on_the_emulation() -> None:
 
 
 WATCHED_TESTS = [
+    ("tests/cuda/test_accesses.py", 1),
     ("tests/cuda/test_cuda.py", 60),
     ("tests/cuda/test_cuda_exchanges.py", 20),
     ("tests/cuda/test_streams.py", 1),

@@ -6,6 +6,7 @@ is left out, the emulation names what it is missing between.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -90,6 +91,10 @@ def test_the_cpus_bits_in_any_order(how: str, world: int, settings: dict[str, An
             assert all(torch.equal(p, q) for p, q in zip(x, y, strict=True)), f"step {i}, seed {seed}"
 
 
+def watched() -> bool:
+    return _core.cuda_archs == "emulated" and bool(ctypes.CDLL(_core.__file__).emulated_watched())
+
+
 BROKEN = """
 import os, sys
 sys.path[:0] = {paths!r}
@@ -113,11 +118,16 @@ def broken(tmp_path: Path, method: str, settings: dict[str, Any]) -> str:
     return done.stderr
 
 
+needs_eyes = pytest.mark.skipif(not watched(), reason="needs a build whose accesses are watched")
+
+
+@needs_eyes
 def test_gradients_that_nobody_waits_for_are_found(tmp_path: Path) -> None:
     said = broken(tmp_path, "wait_for_gradients", {"codec": "topk"})
     assert "emulated device: no order: " in said and "SID_EMULATED_SEED=3" in said
 
 
+@needs_eyes
 def test_a_result_that_nobody_waits_for_is_found(tmp_path: Path) -> None:
     said = broken(tmp_path, "_end_of_backward", {"codec": "topk"})
     assert "emulated device: no order: " in said and "SID_EMULATED_SEED=3" in said
