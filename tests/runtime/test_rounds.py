@@ -31,7 +31,7 @@ from torch import nn
 SLOW = pytest.mark.slow
 EVERY = 3
 DEADLINE = 2.5  # longer than what the ranks are apart on a busy machine
-LIMIT = 100.0
+LIMIT = 120.0
 
 
 class Job:
@@ -58,10 +58,17 @@ class Job:
         there.close()
         self.pipes[rank] = here
 
+    def record(self) -> dict[str, Any]:
+        """What the ranks have agreed on."""
+        key = "/worker/attempt_0/sidcomp/outer/1"
+        found: dict[str, Any] = (
+            json.loads(self.store.get(key)) if self.store.check([key]) else {"version": -1}
+        )
+        return found
+
     def version(self) -> int:
         """Of the newest common point; -1: none yet."""
-        key = "/worker/attempt_0/sidcomp/outer/1"
-        return json.loads(self.store.get(key))["version"] if self.store.check([key]) else -1
+        return int(self.record()["version"])
 
     def end_store(self) -> None:
         assert self.server is not None
@@ -74,8 +81,7 @@ class Job:
 
     def answer(self, rank: int) -> Any:
         if not self.pipes[rank].poll(LIMIT):
-            os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
-            raise AssertionError(f"rank {rank} does not answer")
+            raise AssertionError(f"rank {rank} does not answer; the record: {self.record()}")
         fine, answer = pickle.loads(self.pipes[rank].recv_bytes())
         assert fine, f"rank {rank}: {answer}"
         return answer
@@ -413,7 +419,7 @@ def test_a_rank_that_is_long_away_drops_what_it_did() -> None:
 @pytest.mark.parametrize("delay", [0, pytest.param(1, marks=SLOW)])
 def test_a_rank_that_is_started_again_joins(delay: int) -> None:
     with Job(3) as job:
-        given = {"delay": delay, "lr": 0.5, "momentum": 0.6, "pause": 0.01}
+        given = {"delay": delay, "lr": 0.5, "momentum": 0.6, "pause": 0.1}
         for rank in range(3):
             job.start(rank, **given, **({"dies": 2} if rank == 2 else {}))
         assert job.ended(2) == -signal.SIGKILL
@@ -429,9 +435,9 @@ def test_a_checkpoint_from_before_a_rounds_end_is_not_sent_again(saved_at: int, 
     with Job(3) as job:
         for rank in range(3):
             own = {"dies": 2, "saves": saved_at, "file": file} if rank == 2 else {}
-            job.start(rank, pause=0.01, stale=10**6, **own)
+            job.start(rank, pause=0.1, stale=10**6, **own)
         assert job.ended(2) == -signal.SIGKILL
-        job.start(2, joined=3, loads=file, pause=0.01, stale=10**6)
+        job.start(2, joined=3, loads=file, pause=0.1, stale=10**6)
         answers = [job.answer(rank) for rank in range(3)]
     kept = torch.load(file)[2]["residuals"]
     assert any(x.any() for x in kept.values())
@@ -444,7 +450,7 @@ def test_a_checkpoint_from_before_a_rounds_end_is_not_sent_again(saved_at: int, 
 def test_a_rank_that_hangs_in_an_exchange_is_left_out_and_comes_back() -> None:
     with Job(3) as job:
         for rank in range(3):
-            job.start(rank, pause=0.01, stale=10**6, **({"stops_sending": 2} if rank == 2 else {}))
+            job.start(rank, pause=0.1, stale=10**6, **({"stops_sending": 2} if rank == 2 else {}))
         end = time.monotonic() + LIMIT
         while job.version() < 4:
             assert time.monotonic() < end
@@ -458,7 +464,7 @@ def test_a_rank_that_hangs_in_an_exchange_is_left_out_and_comes_back() -> None:
 def test_without_the_store_an_error_says_so() -> None:
     with Job(2, apart=True) as job:
         for rank in range(2):
-            job.start(rank, until=10**6)
+            job.start(rank, until=10**6, pause=0.02)
         while job.version() < 2:
             time.sleep(0.05)
         job.end_store()
