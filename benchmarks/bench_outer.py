@@ -2,11 +2,14 @@
 
     python -m benchmarks.bench_outer                       # 4 ranks, every 5, 10, 30 and 100 steps
     python -m benchmarks.bench_outer --every 30 --seeds 3 --only averaging --save
+    python -m benchmarks.bench_outer --lab --rate 10mbit --latency 50 --save   # times over a slow network
+    python -m benchmarks.bench_outer --lab --rate 10mbit --lose                # and with a rank that ends
 
 Every row takes the same steps on the same batches (equal tokens). The ranks are processes that exchange
 through Gloo. The inner optimizer is AdamW, with a warm-up of 20 steps and a cosine down to a tenth. With
 --save it adds to what benchmarks/results/outer-TASK-WORLD.json holds already, and measures only what is
-missing there. Times are not measured here.
+missing there. Times are measured with --lab only: each host is a network namespace, and the ways take turns
+in the same processes.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import json
 import math
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,7 +28,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import compact_json
-from benchmarks.common import RESULTS, machine, report
+from benchmarks.common import RESULTS, machine, report, summary
+from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
+from benchmarks.netlab.outer import WAYS as IN_LAB
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from tasks import TASKS
@@ -122,6 +128,85 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
+def lab(args: argparse.Namespace) -> int:
+    """Times the ways of benchmarks/netlab/outer.py, or the rounds of a run that loses a rank."""
+    every, world = args.every[0], args.world
+    ways = args.ways or list(IN_LAB)
+    if unknown := [way for way in ways if way not in IN_LAB]:
+        print(
+            f"bench_outer: --ways {unknown[0]!r}: choose from {', '.join(map(repr, IN_LAB))}", file=sys.stderr
+        )
+        return 2
+    spec = {
+        "task": args.task, "seed": 0, "every": every, "ways": ways, "steps": args.lab_steps,
+        "rounds": args.rounds, "lose": args.lose, "deadline": args.deadline,
+    }  # fmt: skip
+    try:
+        with (
+            Lab.build(world, parse_rate(args.rate), latency=args.latency) as hosts,
+            tempfile.TemporaryDirectory(prefix="outer-") as folder,
+        ):
+            lines = hosts.introduce()
+            print(*lines, sep="\n", flush=True)
+            out = Path(folder) / "out.json"
+            command = [sys.executable, "-m", "benchmarks.netlab.outer", json.dumps(spec), str(out)]
+            hosts.run(command, timeout=1800)
+            found = json.loads(out.read_text())
+    except (LabError, ValueError) as e:
+        print(f"bench_outer: {e}", file=sys.stderr)
+        return 1
+    where = f"{TASKS[args.task].title}, {world} hosts of a rank, {show_rate(parse_rate(args.rate))}"
+    where += f", round trip {args.latency:.0f} ms" if args.latency else ""
+    name = f"outer-lab-{args.rate}" + (f"-{args.latency:.0f}ms" if args.latency else "")
+    if args.lose:
+        of_rounds = [
+            {
+                "round": str(i),
+                "members": ", ".join(map(str, b["members"])),
+                "seconds": f"{b['at'] - a['at']:.1f}",
+            }
+            for i, (a, b) in enumerate(pairwise(found), 1)
+        ]
+        note = (
+            f"Outer with its default State, every {every} steps, deadline {args.deadline:.0f} s. "
+            f"Rank {world - 1} ends in the middle of round 3. Seconds: of the steps and the exchange, by "
+            "rank 0's clock.\n"
+        )
+        title = f"Outer, a rank lost: {where}"
+        report(name + "-lost", title, of_rounds, note + "\n".join(lines), RESULTS if args.save else None)
+        return 0
+    table = []
+    for way in found:
+        # A step ends when the last rank has ended it.
+        ends = [max(of_ranks) for of_ranks in zip(*(r["stamps"] for r in way["ranks"]), strict=True)]
+        took = [(b - a) * 1e3 for a, b in pairwise(ends)]
+        mean_ms = (ends[-1] - ends[0]) * 1e3 / way["steps"]
+        sent = [r["bytes"] for r in way["ranks"] if r["bytes"] is not None]
+        table.append(
+            {
+                "way": way["name"],
+                "ms a step, median": str(summary(took)),
+                "mean": f"{mean_ms:.1f}",
+                "slowest step": f"{max(took):.0f}",
+                "KB sent a step": f"{max(sent) / way['steps'] / 1e3:.1f}" if sent else "",
+                "steps": str(way["steps"]),
+            }
+        )
+    note = (
+        f"AdamW; Outer and DiLoCo exchange every {every} steps; a delay is half of them (with 5 parts a "
+        "tenth). Median [quartiles] of single steps, most of which exchange nothing; the mean is over whole "
+        "rounds. KB: by the kernel, the most that any host sends, headers included.\n"
+    )
+    if args.save and (RESULTS / f"{name}.json").exists():  # what was measured in other calls
+        new = {row["way"] for row in table}
+        table += [
+            r for r in json.loads((RESULTS / f"{name}.json").read_text())["rows"] if r["way"] not in new
+        ]
+        table.sort(key=lambda row: list(IN_LAB).index(row["way"]))
+    report(name, f"Outer: {where}", table, note + "\n".join(lines), RESULTS if args.save else None)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -134,7 +219,19 @@ def main(argv: list[str] | None = None) -> int:
     add("--seeds", type=int, default=1, help="0, 1, ... (default 1)")
     add("--only", help="the rows that begin with this, and dense")
     add("--save", action="store_true", help="keep the results in benchmarks/results")
+    add("--lab", action="store_true", help="time steps over an emulated network")
+    add("--rate", default="100mbit", help="of each host's link in the lab (default 100mbit)")
+    add("--latency", type=float, default=0.0, help="ms that a round trip takes in the lab (default 0)")
+    add("--ways", nargs="+", metavar="WAY", help="in the lab (default: all)")
+    add("--rounds", type=int, default=2, help="of Outer in the lab (default 2)")
+    add("--lab-steps", type=int, default=6, help="of DDP in the lab (default 6)")
+    add("--lose", action="store_true", help="a rank ends in the lab")
+    add("--deadline", type=float, default=10.0, help="seconds, of the run that loses a rank (default 10)")
     args = parser.parse_args(argv)
+    if args.lab:
+        if len(args.every) > 1:
+            args.every = [30]
+        return lab(args)
     name = f"outer-{args.task}-{args.world}"
     kept = RESULTS / f"{name}.json"
     found: dict[str, Any] = json.loads(kept.read_text())["found"] if args.save and kept.exists() else {}

@@ -99,8 +99,8 @@ class Lab:
     reasons     why the better ones could not be had, if so
     """
 
-    def __init__(self, hosts: int, rate: int | None, emulation: str) -> None:
-        self.hosts, self.rate, self.emulation = hosts, rate, emulation
+    def __init__(self, hosts: int, rate: int | None, emulation: str, latency: float = 0.0) -> None:
+        self.hosts, self.rate, self.emulation, self.latency = hosts, rate, emulation, latency
         self.reasons: list[str] = []
         self.enter: list[list[str]] = [[] for _ in range(hosts)]  # goes before a command to run it on a host
         self.address, self.interface = "127.0.0.1", "lo"
@@ -118,6 +118,8 @@ class Lab:
                 if self.rate is None
                 else f"{link} up and down, by htb (burst {burst(self.rate)})"
             )
+            if self.latency:
+                shaped += f"; {self.latency / 2:g} ms later at each host's uplink, by netem"
             return f"{self.hosts} hosts, each a network namespace behind one switch; {shaped}"
         if self.emulation == "pacing":
             return (
@@ -130,15 +132,18 @@ class Lab:
     # ---- three ways to build one
 
     @classmethod
-    def build(cls, hosts: int, rate: int | None, loopback: bool = False) -> "Lab":
-        """The best that can be had here; loopback: that, whatever else there is."""
+    def build(cls, hosts: int, rate: int | None, loopback: bool = False, latency: float = 0.0) -> "Lab":
+        """The best that can be had here; loopback: that, whatever else there is. latency: ms that a round
+        trip takes in addition, which only namespaces can have."""
         if not 1 <= hosts <= 200:
             raise ValueError(f"hosts {hosts}: from 1 to 200")
         ways: list[tuple[str, list[str]]] = [("namespaces", ["unshare", "-n"])] if os.geteuid() == 0 else []
         ways += [("namespaces", ["unshare", "-Urn"]), ("pacing", []), ("loopback", [])]
         reasons: list[str] = []
         for emulation, unshare in ways[-1:] if loopback else ways:
-            lab = cls(hosts, rate, emulation)
+            if latency and emulation != "namespaces":
+                raise LabError(f"no latency without network namespaces ({'; '.join(reasons) or 'loopback'})")
+            lab = cls(hosts, rate, emulation, latency)
             try:
                 if emulation == "namespaces":
                     lab._namespaces(unshare)
@@ -183,7 +188,7 @@ class Lab:
                 ["link set lo up", f"addr add 10.77.0.{r + 1}/24 dev eth0", *sizes, "link set eth0 up"],
             )
             if self.rate is not None:
-                _batch(enter, "tc", _shape("eth0", self.rate))
+                _batch(enter, "tc", _shape("eth0", self.rate, self.latency / 2))
                 _batch(into, "tc", _shape(f"p{r}", self.rate))
 
     def _hold(self, command: list[str]) -> int:
@@ -352,12 +357,14 @@ def burst(rate: int) -> str:
     return "4kb" if rate <= 10**9 else "64kb"
 
 
-def _shape(device: str, rate: int) -> list[str]:
+def _shape(device: str, rate: int, delay: float = 0.0) -> list[str]:
+    """Commands of tc. delay: ms that each packet waits in addition."""
     limits = f"rate {rate}bit burst {burst(rate)} cburst {burst(rate)} quantum 65536"
     return [
         f"qdisc add dev {device} root handle 1: htb default 1",
         f"class add dev {device} parent 1: classid 1:1 htb {limits}",
-        f"qdisc add dev {device} parent 1:1 pfifo limit 1000",
+        f"qdisc add dev {device} parent 1:1 "
+        + (f"netem delay {delay:g}ms limit 10000" if delay else "pfifo limit 1000"),
     ]
 
 

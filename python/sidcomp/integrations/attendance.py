@@ -120,7 +120,8 @@ class Attendance:
 
         def mine(r: Record) -> dict[str, Any]:
             behind = r["version"] - self.version > self.stale
-            return {"version": self.version, "empty": empty or behind, "group": self._group}
+            group = self._group if self.engine.layout is not None else ""  # or a checkpoint was loaded
+            return {"version": self.version, "empty": empty or behind, "group": group}
 
         attempts = 0
         error: Exception | None = None
@@ -148,7 +149,7 @@ class Attendance:
                 assert error is not None
                 self._undo(error)
             if self.rounds.conclude(meeting, outcome is not None):
-                self.engine.quiet()
+                self.engine.keep()
                 return outcome
             if outcome is not None:
                 self._undo(Undone("another rank has given the round up"))

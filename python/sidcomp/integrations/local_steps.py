@@ -291,7 +291,7 @@ class LocalSteps:
         self.steps, self._flying = steps, together
         for part in self._parts:
             part.mark()
-        if points and (steps % self.every or flying or len(self._at) > 1):
+        if points:
             for name, view in known.items():
                 view.copy_(points[name])
         for kind in _IN_FLIGHT if flying else ():
@@ -361,6 +361,7 @@ class _Part(Part):
         else:
             torch.sub(self.point, self.left, out=self.update)
 
+    @torch.no_grad()
     def leave(self) -> None:
         """An exchange begins, during which the parameters may move on."""
         if self._left is not None:

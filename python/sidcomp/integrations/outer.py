@@ -124,6 +124,7 @@ class Outer(LocalSteps):
         engine.pause, engine.farewell = self._attendance.wait, self._attendance.leave
         for part in self._parts:
             part.mark()
+            part.leave()
         self._attendance.join(self._buffers(), max(self.deadline, START_S))
         self._gone = True
         self._land()
@@ -142,6 +143,14 @@ class Outer(LocalSteps):
 
     def _buffers(self) -> list[torch.Tensor]:
         return [x.detach().clone() for x in self.module.buffers()]
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Averages now, for example before the last evaluation, and waits for it. Every rank calls it at the
+        same point; with a deadline the ranks that come to it by then."""
+        since = self._since
+        super().average()
+        self._since = since
 
     def _exchange(self) -> None:
         if self._attendance is None:
@@ -242,10 +251,15 @@ class Outer(LocalSteps):
         super().load_state_dict(saved)
         for name, view in known.items():
             view.copy_(momenta[name])
+        if self._attendance is not None:
+            rounds = saved["rounds"]
+            self._attendance.version = rounds["version"]
+            self._since, self._behind = rounds["since"], rounds["behind"]
+            self._late_buffers, self._gone = list(rounds["buffers"]), bool(self._flying)
 
     @torch.no_grad()
     def _may_load(self, saved: dict[str, Any]) -> bool:
-        """Takes what only rounds need. Returns whether the rest is to be loaded."""
+        """Whether a checkpoint is of use. If not, it takes only the number of steps."""
         assert self._attendance is not None
         rounds = saved.get("rounds")
         if not isinstance(rounds, dict) or not isinstance(rounds.get("version"), int):
@@ -259,10 +273,6 @@ class Outer(LocalSteps):
             for part in self._parts:
                 part.restore()
             return False
-        self._attendance.version = rounds["version"]
-        self._since, self._behind = rounds["since"], rounds["behind"]
-        self._late_buffers = list(rounds["buffers"])
-        self._gone = bool(saved.get("in flight"))
         return True
 
 

@@ -575,6 +575,11 @@ class Engine:
             if not self.current.failed:  # which may be so on some ranks only
                 self.current.number = number
 
+    def keep(self) -> None:
+        """The last step stays, unless it was not finite: `take_back` does not discard it any more."""
+        self.quiet()
+        self._revocable = False
+
     def take_back(self) -> None:
         """Discards the last step, unless it has been discarded."""
         self.quiet()

@@ -73,6 +73,7 @@ class Rounds:
     def __init__(self, store: Store, key: str, rank: int, world: int, model: str, deadline: float) -> None:
         self.store, self.key, self.rank, self.deadline = store, key, rank, deadline
         self.limit = max(STALLED_S, 5 * deadline)
+        self._closed = -1, 0.0  # a round that this rank has found closed, and when
         first = {
             "model": model, "number": 0, "version": -1, "expected": list(range(world)), "next": [],
             "here": {}, "closed": False, "group": "", "done": [], "last": {},
@@ -162,12 +163,15 @@ class Rounds:
 
         record = self._change(arrive)
         while record["closed"] or str(self.rank) not in record["here"]:
+            self._unstick(record)
             if opens:
                 return None
-            if time.monotonic() - began > LONELY_S:
+            waited = time.monotonic() - began
+            alone = record["expected"] == [self.rank] and not record["closed"] and waited > wait
+            if alone or waited > LONELY_S:
                 raise ExchangeError(
                     f"rank {self.rank} has no parameters, and no rank that has them has come within "
-                    f"{LONELY_S:.0f} s: start all ranks anew, with a new store"
+                    f"{waited:.0f} s: the others have ended. Start all ranks anew, with a new store"
                 )
             time.sleep(_PAUSES[1])
             record = self._change(arrive)
@@ -193,6 +197,23 @@ class Rounds:
             record["group"],
         )
 
+    def _unstick(self, record: Record) -> None:
+        """Gives up a round that has been closed for so long that all its members must have ended."""
+        number, now = record["number"], time.monotonic()
+        if not record["closed"]:
+            return
+        if self._closed[0] != number:
+            self._closed = number, now
+        elif now - self._closed[1] > 2 * self.limit:
+
+            def edit(r: Record) -> bool:
+                if r["number"] != number:
+                    return False
+                _advance(r, [], 0, False)
+                return True
+
+            self._change(edit)
+
     def _close(self, r: Record, number: int) -> bool:
         if r["closed"] or r["number"] != number:
             return False
@@ -213,7 +234,7 @@ class Rounds:
                 if fine and self.rank not in r["done"]:
                     r["done"].append(self.rank)
                 if not fine or sorted(r["done"]) == meeting.members:
-                    _advance(r, meeting, fine)
+                    _advance(r, meeting.members, meeting.version, fine)
                 return True
 
             return edit
@@ -250,12 +271,13 @@ class Rounds:
             raise Undone(f"no rank has sent anything that ended the exchange within {self.limit:.0f} s")
 
 
-def _advance(r: Record, meeting: Meeting, counts: bool) -> None:
+def _advance(r: Record, members: list[int], version: int, counts: bool) -> None:
+    """The round of these members has ended. Begins the next one."""
     if counts:
-        r["version"] = meeting.version + 1
-        for rank in meeting.members:
-            r["last"][str(rank)] = [meeting.number, r["version"]]
-    r["expected"] = sorted({*meeting.members, *r["next"]})
+        r["version"] = version + 1
+        for rank in members:
+            r["last"][str(rank)] = [r["number"], r["version"]]
+    r["expected"] = sorted({*members, *r["next"]})
     r.update(number=r["number"] + 1, here={}, closed=False, group="", done=[], next=[])
 
 
