@@ -60,11 +60,11 @@ class Job:
 
     def record(self) -> dict[str, Any]:
         """What the ranks have agreed on."""
-        key = "/worker/attempt_0/sidcomp/outer/1"
-        found: dict[str, Any] = (
-            json.loads(self.store.get(key)) if self.store.check([key]) else {"version": -1}
-        )
-        return found
+        for key in ("sidcomp/outer/1", "/worker/attempt_0/sidcomp/outer/1"):  # the latter in older torch
+            if self.store.check([key]):
+                found: dict[str, Any] = json.loads(self.store.get(key))
+                return found
+        return {"version": -1}
 
     def version(self) -> int:
         """Of the newest common point; -1: none yet."""
