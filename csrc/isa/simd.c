@@ -18,6 +18,7 @@
 #include "indices.inc.h"
 #include "quantise.inc.h"
 #include "pack.inc.h"
+#include "fp4.inc.h"
 #include "levels.inc.h"
 #include "rows.inc.h"
 #include "halves.inc.h"
@@ -64,6 +65,10 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .pack_trits = pack_trits,
     .add_trits = add_trits,
     .ternary = ternary,
+    .small_keys = small_keys,
+    .fp4_codes = fp4_codes,
+    .fp4_take = fp4_take,
+    .add_fp4 = add_fp4,
     .to_levels = to_levels,
     .take_levels = take_levels,
     .dots = dots,

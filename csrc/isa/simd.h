@@ -133,6 +133,16 @@ typedef struct sid_simd {
     void (*add_trits)(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block);
     void (*ternary)(const float *x, uint32_t n, float inverse, const uint16_t *draws, uint8_t *out);
 
+    /* fp4.inc.h: 4-bit floats in blocks of 2^shift elements, 16 or 32, with a scale each; draws: 16 bits an element, or NULL:
+     * to nearest. codes: one a byte; take: x -= what codes would send of it; add: out += scale * number of 4-bit codes, for
+     * one of `count` payloads after the other. small_keys: the largest key of each block. */
+    void (*small_keys)(const float *x, uint32_t n, uint32_t block, uint32_t *key);
+    void (*fp4_codes)(const float *x, uint32_t n, uint32_t shift, const float *inverse, const uint16_t *draws,
+                      uint8_t *code);
+    void (*fp4_take)(float *x, uint32_t n, uint32_t shift, const float *scale, const float *inverse,
+                     const uint16_t *draws);
+    void (*add_fp4)(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t shift);
+
     /* levels.inc.h: the level of |x|, and above it the sign; and x -= what level and sign stand for where key(x) >= key. */
     void (*to_levels)(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code);
     void (*take_levels)(float *x, uint32_t n, uint32_t key, const sid_levels *levels);

@@ -36,6 +36,7 @@ from reference.codec import *
 from reference.formats import *
 from reference.formats import _32, _pad
 from reference.memories import *
+from reference.micro import *
 from reference.powersgd import *
 from reference.quantised import *
 from reference.randk import *
@@ -63,6 +64,8 @@ CODECS: dict[str, Callable[..., Any]] = {
     "int2": int2,
     "ternary": ternary,
     "fp8": fp8,
+    "mxfp4": MxFp4,
+    "nvfp4": NvFp4,
     "qsgd": qsgd,
     "terngrad": terngrad,
     "terngrad-shared": terngrad_shared,
