@@ -93,7 +93,8 @@ template <bool TWO, bool DRAWS> struct coder {
             draws(draw, offset + sid_place(r), u);
 #pragma unroll
             for (uint32_t c = 0; c < SID_QUAD; c++) w |= code_of<DRAWS>(x[r][c] * s.inverse, u[c]) << (4 * c);
-            if (!TWO && sid_place(r) < len) o.largest = sid_f32_bits(s.scale) > o.largest ? sid_f32_bits(s.scale) : o.largest;
+            if (!TWO && sid_place(r) < len)
+                o.largest = sid_f32_bits(s.scale) > o.largest ? sid_f32_bits(s.scale) : o.largest;
 #pragma unroll
             for (uint32_t b = 0; b < PER_ROW; b++) {
                 const uint32_t code = __shfl_sync(SID_FULL, s.code, b * (SID_LANES / PER_ROW));
@@ -123,9 +124,9 @@ template <bool DRAWS> struct largest : coder<true, DRAWS> {
     __device__ void end(shared &, own &o, sid_scratch &scratch) const { this->keep_largest(o, scratch); }
 };
 
-__global__ void __launch_bounds__(1) sid_micro_scale_kernel(sid_scratch *scratch) {
+__global__ void __launch_bounds__(SID_LANES) sid_micro_scale_kernel(sid_scratch *scratch) {
     sid_follow();
-    if (!scratch->ready) return;
+    if (!scratch->ready || threadIdx.x) return;
     scratch->key = sid_f32_bits(quant_scale_of(sid_bits_f32(scratch->codec[LARGEST]), MICRO_TOP));
 }
 
@@ -180,7 +181,7 @@ struct body {
     }
     __device__ uint64_t plain_from() const { return codes_at; }
     __device__ uint64_t plain_to() const { return codes_at + n / 16 * 8; }
-    __device__ uint64_t count() const { return n; }
+    __device__ bool counts(uint64_t count) const { return count == n; }
     __device__ uint32_t form() const { return 0; }
     __device__ bool gathered() const { return true; }
     __device__ int32_t header(const sid_header &h, const sid_payloads &, uint32_t, uint32_t most) const {
@@ -225,7 +226,7 @@ sid_status passes(const sid_cuda_encoding &c, const micro_form &f, const sid_end
     else {
         sid_status s = sid_pass_tiles(c, largest<DRAWS>{k});
         if (s || c.settles) return s;
-        s = sid_launch(c.to, "scale", sid_micro_scale_kernel, 1, 1, 0, c.scratch);
+        s = sid_launch(c.to, "scale", sid_micro_scale_kernel, 1, SID_LANES, 0, c.scratch);
         return s ? s : sid_pass_again(c, k);
     }
 }

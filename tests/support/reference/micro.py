@@ -127,7 +127,7 @@ class MxFp4(Micro):
 
 @dataclass
 class NvFp4(Micro):
-    """A float32 for the tensor, so that its largest magnitude is 448 * 6; an E4M3 for a block, so that its is 6."""
+    """A float32 for the tensor makes its largest magnitude 448 * 6; an E4M3 for a block makes its own 6."""
 
     block: int = 16
 

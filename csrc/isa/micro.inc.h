@@ -33,7 +33,8 @@ INLINE vi float4s_of(vf l, sid_rounding rounding, vi draw, int number) {
     }
     const vi up = k + ((draw << 6) + 32), small = k < one;
     const vi low = dither16((vf)(k & small) * 2.0f, draw);
-    const vi what = either(small, number ? bits(to_float(low) * 0.5f) : low, number ? (up >> 22) << 22 : (up >> 22) - 252);
+    const vi what =
+        either(small, number ? bits(to_float(low) * 0.5f) : low, number ? (up >> 22) << 22 : (up >> 22) - 252);
     return what | (number ? sign : (vi)((vn)sign >> 28));
 }
 INLINE uint32_t float4_of(float l, sid_rounding rounding, uint32_t draw) {
@@ -85,12 +86,18 @@ static void fp4_take(float *x, uint32_t n, uint32_t shift, const float *scale, c
 /* What WIDE codes from the i-th on stand for, i a multiple of WIDE. */
 INLINE vf float4s_at(const uint8_t *p, uint32_t i) {
 #if BYTES == 64
-    const __m512 table = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6);
-    uint64_t word;
-    memcpy(&word, p + i / 2, 8);
-    const __m128i half = _mm_cvtsi64_si128((long long)word), low = _mm_set1_epi8(15);
-    const __m128i each = _mm_unpacklo_epi8(_mm_and_si128(half, low), _mm_and_si128(_mm_srli_epi16(half, 4), low));
-    return (vf)_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(each), table);
+    uint32_t half[2];
+    uint8_t each[16];
+    memcpy(half, p + i / 2, 8);
+    for (uint32_t h = 0; h < 2; h++) { /* eight codes become eight bytes */
+        uint64_t x = half[h];
+        x = (x | x << 16) & 0x0000ffff0000ffffull;
+        x = (x | x << 8) & 0x00ff00ff00ff00ffull;
+        x = (x | x << 4) & 0x0f0f0f0f0f0f0f0full;
+        memcpy(each + 8 * h, &x, 8);
+    }
+    const vi c = load_bytes(each), k = c & 7;
+    return (vf)(either(k < 2, bits(to_float(k) * 0.5f), (k << 22) + (126 << 23)) | (c >> 3) << 31);
 #elif BYTES == 32
     const __m256 table = _mm256_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6);
     uint32_t word;
