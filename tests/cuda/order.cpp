@@ -437,6 +437,7 @@ uint64_t next_random() {
 }
 
 void new_shared_memory() {
+    settle_doubt();
     shared_since = first_mark + (uint32_t)marks.size();
     for (const auto &page : touched)
         for (uintptr_t i = 0; i < PAGE; i++)

@@ -124,8 +124,9 @@ def test_code_that_does_not_wait_is_not_launched_early() -> None:
     call([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test], **with_ptx_of_8_0)
 
 
+@pytest.mark.slow
 def test_streams_in_any_order_on_the_emulation() -> None:
-    run(share=6, tests="tests/cuda/test_streams.py")
+    run(share=1, tests="tests/cuda/test_streams.py")
 
 
 WATCHED_TESTS = [

@@ -20,6 +20,9 @@ class EmulatedExecutor(CudaExecutor):
     def future(self) -> torch.futures.Future[torch.Tensor]:
         return torch.futures.Future()
 
+    def _follow(self) -> None:
+        pass
+
     def synchronize(self, everything: bool = False) -> bool:
         return True
 

@@ -175,6 +175,9 @@ class OrderedExecutor(CudaExecutor):
         return torch.futures.Future()
 
     def wait_for_gradients(self) -> None:
+        self._follow()
+
+    def _follow(self) -> None:
         self.side.wait_stream(Stream.current)
 
     def _end_of_backward(self) -> None:

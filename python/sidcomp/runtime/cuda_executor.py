@@ -154,8 +154,12 @@ class CudaExecutor:
                 "a CUDA graph is being captured, which would repeat this step's number and seed: leave the "
                 "backward pass out of the capture"
             )
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._follow()
         return torch.futures.Future(devices=[self.device])
+
+    def _follow(self) -> None:
+        """The side stream waits for what the current stream has been given so far."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def synchronize(self, everything: bool = False) -> bool:
         """Waits for the side stream, or for the whole device."""
@@ -201,6 +205,7 @@ class CudaExecutor:
         check: ReplicaCheck,
     ) -> None:
         self._exchange, self._check = exchange, check
+        self._follow()  # which has zeroed the checksums, after the buckets' gradients
         self._late, self._spare, self._kept_by = [], [], []  # checksums have other addresses from now on
         if settings.transport == "native" and self.native is None:
             assert self._library is not None
