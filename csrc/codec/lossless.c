@@ -29,15 +29,12 @@ typedef struct progress {
 } progress;
 
 static sid_status plan(sid_plan *p, uint64_t *scratch, sid_error *err) {
+    (void)err;
     const uint64_t n = p->n, tiles = lossless_tiles(n);
     const double share = p->codec_param[LOSSLESS_EXCEPTIONS] * (double)n;
     uint64_t cap = (uint64_t)ceil(share) + LOSSLESS_FLOOR;
     cap = cap < n ? cap : n;
-    if (cap > UINT32_MAX)
-        return sid_fail(err, SID_E_PARAM,
-                        "lossless: %llu exceptions are too many for one group: lower exceptions = %g, or make smaller "
-                        "groups",
-                        (unsigned long long)cap, p->codec_param[LOSSLESS_EXCEPTIONS]);
+    cap = cap < UINT32_MAX ? cap : UINT32_MAX; /* the tiles' places in the pool have 32 bits */
     lossless_form f = {.cap = (uint32_t)cap, .dtype = p->dtype, .bits = (uint32_t)p->codec_param[LOSSLESS_BITS]};
     _Static_assert(sizeof f <= sizeof p->derived, "SID_DERIVED_WORDS is too small");
     f.starts = SID_HEADER_BYTES + sid_round_up(lossless_blocks(n), 8);
