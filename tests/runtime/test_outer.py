@@ -334,7 +334,7 @@ def refused(rank: int, world: int, wrong: dict[str, Any]) -> str:
         ({"parts": 3, "every": 2, "delay": 1}, "from 1 to 2"),
         ({"parts": 3, "every": 8, "delay": 3}, "a delay of at most 2"),
         ({"parts": 2, "state": {"codec": "topk", "groups": "model"}}, "several parts"),
-        ({"parts": 2, "state": {"codec": "topk", "full_every": 3}}, "leave one of the two out"),
+        ({"parts": 2, "state": {"codec": "topk", "full_every": 3}}, "leave one of them out"),
         ({}, "no outer momentum"),
     ],
 )
