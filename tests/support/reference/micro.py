@@ -83,7 +83,10 @@ class Micro(Codec):
             code[span] = self.magnitudes(np.abs(level), draw[span]) + 8 * np.signbit(level)
             decoded[span] = self.numbers(code[span]) * scale
         body = _pad(bytes(bytes_), 8) + pack(code, 4)
-        return Sent(_pad(body, 64), self.n, self.headed(scales, group), 0, decoded, self.n)
+        headed = self.headed(scales, group)
+        if headed == 0:  # nothing is sent, and a zero that is kept keeps its sign
+            decoded[:] = 0
+        return Sent(_pad(body, 64), self.n, headed, 0, decoded, self.n)
 
     def read(self, payload: bytes) -> Array:
         group, blocks = np.float32(header(payload)["scale"]), len(self.spans())
