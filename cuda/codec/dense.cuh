@@ -237,20 +237,16 @@ inline sid_ending sid_ending_of(const sid_cuda_encoding &c) {
             c.stats};
 }
 
-/* Header, rule, statistics, by one thread; `own`: what it adds to the body's checksum; count: of the elements sent. */
+/* Header, rule, statistics, by one thread; `own`: what it adds to the body's checksum. */
 __device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t passes,
-                               const sid_part_sum &own, uint64_t count) {
+                               const sid_part_sum &own) {
     const uint32_t bad = e.scratch->nonfinite;
-    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, count, scale,
+    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, e.head.n, scale,
              e.scratch->sum + own.sum);
     e.state->rule = rule;
     e.state->draw = e.draw;
     e.state->steps++;
-    if (e.stats) *e.stats = {count, e.head.n, bad, scale, 0, passes};
-}
-__device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t passes,
-                               const sid_part_sum &own) {
-    sid_end(e, scale, rule, passes, own, e.head.n);
+    if (e.stats) *e.stats = {e.head.n, e.head.n, bad, scale, 0, passes};
 }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
@@ -288,7 +284,7 @@ inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear) {
 /* Blocks r * each to r * each + each - 1 look at payload r. Reads all of it. A Body has
  *     word(i, w, most)     1: word i of a payload may not be w; may raise `most`
  *     plain_from(), plain_to()    bytes between which any word may be anything
- *     counts(count), form()       whether that can be a header's count; what its flags must be
+ *     count(), form()             what a header's count and flags must be
  *     gathered()                  0: bodies are summed on the way
  *     header(h, p, r, most)       a status: what else it must say, or what payload r has beside codes
  *     sum(p, x, at, len)   the payloads together over a tile, scaled */
@@ -328,7 +324,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
         const sid_header h = p.head(r);
         int32_t status = sid_check_header(h, expect, r, f.sum[r]);
         if (status == SID_OK &&
-            (f.bad[r] || !body.counts(h.count) || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) != body.form()))
+            (f.bad[r] || h.count != body.count() || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) != body.form()))
             status = SID_E_CORRUPT;
         if (status == SID_OK) status = body.header(h, p, r, f.most[r]);
         sid_blame(&first, r, status);
@@ -449,10 +445,10 @@ sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Bo
     return s;
 }
 
-template <class Body, typename F> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body, const F &more) {
+template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body) {
     const sid_payloads p = sid_payloads_of(c);
     const sid_vectors vectors = sid_vectors_of(c.plan, c.state);
-    sid_status s = sid_dense_check(c, p, body, more);
+    sid_status s = sid_dense_check(c, p, body, [] { return SID_OK; });
     if (s || c.part == SID_CHECK) return s;
     s = sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_dense_decode_kernel<decltype(memory), Body>,
@@ -465,10 +461,6 @@ template <class Body, typename F> sid_status sid_dense_decode(sid_cuda_decoding 
                           sid_blocks(c.to, sid_chunks(p.n), 1), SID_BLOCK, 0, c.group, (const sid_scratch *)c.scratch,
                           vectors, p, memory, body);
     });
-}
-
-template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body) {
-    return sid_dense_decode(c, body, [] { return SID_OK; });
 }
 
 #endif
