@@ -110,7 +110,7 @@ def test_nccl_on_the_emulation() -> None:
 
 
 def test_what_gpu_check_times_on_the_emulation() -> None:
-    run(share=1, tests="tests/cuda/test_gpu_check.py")
+    run(share=1, tests="tests/cuda/test_gpu_check.py", PYTEST_ADDOPTS="-m 'not slow'")
 
 
 def test_the_native_transport_on_the_emulation() -> None:

@@ -217,9 +217,8 @@ def test_a_rehearsal_that_is_killed_in_every_part(tmp_path: Path) -> None:
         assert not journal.exists() or journal.stat().st_size == size, "a process lives on"
         said = rehearse(tmp_path, part)
         after = kept()
-        assert {k: v for k, v in after.items() if k not in names} == {
-            k: v for k, v in middle.items() if k not in names
-        }
+        others = {k: v for k, v in middle.items() if k not in names}
+        assert {k: v for k, v in after.items() if k in others} == others
         assert set(names) <= set(after) and "all went well" in said
         if part == 1:
             assert f"{len(rows)} rows were measured before" in said and not journal.exists()
