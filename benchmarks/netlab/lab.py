@@ -133,8 +133,8 @@ class Lab:
 
     @classmethod
     def build(cls, hosts: int, rate: int | None, loopback: bool = False, latency: float = 0.0) -> "Lab":
-        """The best that can be had here; loopback: that, whatever else there is. latency: ms that a message and
-        its answer take in addition, which only namespaces can have."""
+        """The best that can be had here; loopback: that, whatever else there is. latency: ms that a
+        message and its answer take in addition, which only namespaces can have."""
         if not 1 <= hosts <= 200:
             raise ValueError(f"hosts {hosts}: from 1 to 200")
         ways: list[tuple[str, list[str]]] = [("namespaces", ["unshare", "-n"])] if os.geteuid() == 0 else []
