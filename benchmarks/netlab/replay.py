@@ -60,7 +60,7 @@ class Replay:
 
     def __init__(self, rank: int, world: int, batch: int, device: torch.device, small: type[Any]) -> None:
         self.device = device
-        recorded = _record(small(rank, world, batch, device), self.pool)
+        recorded = record(small(rank, world, batch, device), STEPS, self.pool)
         self.data = f"recorded gradients of {small.title}"
         if not self.model_name:
             self.gradients = recorded
@@ -89,16 +89,17 @@ class Replay:
         return ""
 
 
-def _record(task: Any, pool: int) -> list[list[Tensor]]:
-    """The gradients of the last `pool` of STEPS steps, flat, in forward order."""
+def record(task: Any, steps: int, pool: int) -> list[list[Tensor]]:
+    """The gradients of the last `pool` of these steps of training, without clipping: a flat tensor of each
+    parameter, in forward order, for each step."""
     torch.manual_seed(0)
     model, carry, out = task.model(), None, []
     optimizer = torch.optim.SGD(model.parameters(), lr=task.lr / 10, momentum=task.momentum)
-    for step in range(STEPS):
+    for step in range(steps):
         loss, carry = task.loss(model, step, carry)
         optimizer.zero_grad()
         loss.backward()
-        if step >= STEPS - pool:
+        if step >= steps - pool:
             out.append([p.grad.flatten().clone() for p in model.parameters() if p.grad is not None])
         optimizer.step()
     return out

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import RESULTS, race, report
+from benchmarks.netlab.replay import record
 from benchmarks.papers.redsync_selection import POOL, Codec, top_k
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -28,20 +29,10 @@ RATIOS = (0.1, 0.01, 0.001)
 
 
 def gradients(task: str, steps: int = 20) -> list[np.ndarray]:
-    """Gradients of the last POOL of these steps of training, without clipping."""
+    """Gradients of the last POOL of these steps of training, without clipping, as flat vectors."""
     kind = TASKS[task]
-    torch.manual_seed(0)
     what = kind(0, 1, kind.batch, torch.device("cpu"))
-    model, carry, out = what.model(), None, []
-    optimizer = torch.optim.SGD(model.parameters(), lr=what.lr / 10, momentum=what.momentum)
-    for step in range(steps):
-        loss, carry = what.loss(model, step, carry)
-        optimizer.zero_grad()
-        loss.backward()
-        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        out = [*out[-POOL + 1 :], torch.cat(grads).numpy()]
-        optimizer.step()
-    return out
+    return [torch.cat(of_step).numpy() for of_step in record(what, steps, POOL)]
 
 
 def run(sizes: dict[str, int], ratios: list[float], repeats: int) -> list[dict[str, str]]:

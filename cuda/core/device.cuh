@@ -197,8 +197,8 @@ template <typename T> __device__ inline T sid_join_lanes(const T (&lane)[SID_QUA
     return x + __shfl_xor_sync(SID_FULL, x, 16);
 }
 
-/* The units' sums together, by a block of SID_SUMS threads: in thread 0, and 0 in others. `part` is shared, free again after the next
- * barrier. */
+/* The units' sums together, by a block of SID_SUMS threads: in thread 0, and 0 in others. `part` is shared, free again
+ * after the next barrier. */
 __device__ inline double sid_total(const double *sums, uint64_t units, double (&part)[SID_SUMS]) {
     double sum = 0;
     for (uint64_t u = threadIdx.x; u < units; u += SID_SUMS) sum += sums[u];

@@ -58,7 +58,7 @@ def test_sizes_are_those_of_the_architecture_and_values_those_that_were_recorded
     sizes = [t.elements for t in next(m for m in MODELS if m.name == "ResNet50").tensors[::-1]]
     (gradients,) = task.gradients
     assert [len(g) for g in gradients] == sizes
-    recorded = replay._record(Small(0, 2, 5, torch.device("cpu")), 1)[0]
+    recorded = replay.record(Small(0, 2, 5, torch.device("cpu")), replay.STEPS, 1)[0]
     assert set(gradients[0].tolist()) <= set(recorded[0].tolist())
     assert set(gradients[-1].tolist()) <= set(recorded[-1].tolist())
 
