@@ -146,6 +146,7 @@ ELSEWHERE = {  # tested by other files
     "torchrun's restarts",
     "no DDP at all",
     "HSDP: `fully_shard` on two mesh dimensions",
+    "plain FSDP2, on one mesh dimension",
     "`replicate`, FSDP2's data parallelism without shards",
     "a program that stays as it is",
 }

@@ -70,6 +70,12 @@ class Job:
         """Of the newest common point; -1: none yet."""
         return int(self.record()["version"])
 
+    def wait_for(self, version: int) -> None:
+        end = time.monotonic() + LIMIT
+        while self.version() < version:
+            assert time.monotonic() < end, f"no version {version}; the record: {self.record()}"
+            time.sleep(0.01)
+
     def end_store(self) -> None:
         assert self.server is not None
         self.server.kill()
@@ -423,6 +429,7 @@ def test_a_rank_that_is_started_again_joins(delay: int) -> None:
         for rank in range(3):
             job.start(rank, **given, **({"dies": 2} if rank == 2 else {}))
         assert job.ended(2) == -signal.SIGKILL
+        job.wait_for(4)  # without it, else it may be back before the round without it is closed
         job.start(2, **given, joined=3)
         answers = [job.answer(rank) for rank in range(3)]
     assert answers[2]["came"] > 2 and went(answers[2]) == [[0, 1, 2]] * 3
@@ -437,6 +444,7 @@ def test_a_checkpoint_from_before_a_rounds_end_is_not_sent_again(saved_at: int, 
             own = {"dies": 2, "saves": saved_at, "file": file} if rank == 2 else {}
             job.start(rank, pause=0.1, stale=10**6, **own)
         assert job.ended(2) == -signal.SIGKILL
+        job.wait_for(4)
         job.start(2, joined=3, loads=file, pause=0.1, stale=10**6)
         answers = [job.answer(rank) for rank in range(3)]
     kept = torch.load(file)[2]["residuals"]
