@@ -40,17 +40,15 @@ class Vector:
             self.gaps[-1] = 0  # a read past the allocation's end is the address sanitizer's to notice
         self.raw = np.full((sum(lengths) + int(self.gaps.sum())) * elements.itemsize, CANARY, np.uint8)
         self.all = self.raw.view(elements.dtype)
-        self.own = np.zeros(len(self.all), bool)
-        at, starts = 0, []
-        for gap, length in zip(self.gaps, lengths, strict=False):
-            at += int(gap)
-            starts.append(at)
-            self.own[at : at + length] = True
-            at += length
+        sizes = np.asarray(lengths, np.int64)
+        starts = np.cumsum(self.gaps[:-1]) + np.cumsum(sizes) - sizes
+        inside = np.zeros(len(self.all) + 1, np.int64)  # +1 where a segment begins, -1 behind it
+        np.add.at(inside, starts, 1)
+        np.add.at(inside, starts + sizes, -1)
+        self.own = np.cumsum(inside[:-1]) > 0
         self.write(elements)
-        self.segments = _core.Segments(
-            [self.all.ctypes.data + s * elements.itemsize for s in starts], lengths
-        )
+        addresses = self.all.ctypes.data + starts * elements.itemsize
+        self.segments = _core.Segments(addresses.tolist(), lengths)
 
     def write(self, elements: Array) -> None:
         self.all[self.own] = elements
