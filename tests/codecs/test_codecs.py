@@ -444,10 +444,10 @@ def one_step(
             if trial.conserves or not trial.plan.vectors:
                 assert (acc == ref.saturate(exact.astype(np.float32))).all()
         # C(x) is never farther from x than 0 is, in any element; or, of a codec that stands on error
-        # feedback, in all of them together.
-        if as_they_are:
-            assert not trial.group.codec.contracts or (np.abs(acc - decoded) <= np.abs(acc)).all()
-        elif "feedback" in INFO[codec]["traits"]:
+        # feedback and of one with two magnitudes, in all of them together.
+        if as_they_are and trial.group.codec.contracts:
+            assert (np.abs(acc - decoded) <= np.abs(acc)).all()
+        elif trial.group.codec.contracts_in_all or "feedback" in INFO[codec]["traits"]:
             top = np.abs(acc).max(initial=1e-300)
             assert (((acc - decoded) / top) ** 2).sum() <= ((acc / top) ** 2).sum() * (1 + 1e-6)
     if not trial.plan.linear:

@@ -45,7 +45,9 @@ class Codec:
     sparse: bool = False
     feedback: bool = False  # the memory subtracts what was sent, or what all ranks made of it
     exact = True  # the difference of acc and what is sent is a float32, unless it overflows a half
+    signed_zeros = False  # the sum of payloads begins with the first of them, not with 0
     contracts = True  # what is sent of an element is never farther from it than 0 is
+    contracts_in_all = False  # not of an element, but of all of them together
 
     def salt(self, at: Step) -> int:
         """The header's: of the stream that is drawn from; 0 where none is."""

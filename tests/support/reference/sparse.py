@@ -83,6 +83,14 @@ class Sparse(Codec):
         out[index] = value
         return out
 
+    @property
+    def contracts(self) -> bool:  # type: ignore[override]
+        return not self.contracts_in_all
+
+    @property
+    def contracts_in_all(self) -> bool:  # type: ignore[override]
+        return self.values == "log2"  # less than half the lower of two magnitudes may become that
+
 
 @dataclass
 class TopK(Sparse):
@@ -219,7 +227,7 @@ class RedSync(Sparse):
 
     @property
     def contracts(self) -> bool:  # type: ignore[override]
-        return not self.mean
+        return not self.mean and super().contracts
 
     @property
     def exact(self) -> bool:  # type: ignore[override]
