@@ -551,4 +551,4 @@ out:
     free(x);
     (void)codec;
 }
-void test_exchange_thrown_away(void) { walk_states(thrown_away, 7, 2); }
+void test_exchange_thrown_away(void) { walk_states(thrown_away, 23, 2); }

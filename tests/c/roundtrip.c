@@ -427,7 +427,7 @@ void test_steady(void) {
         if (sid_codec_at(i)->traits & SID_LINEAR) continue; /* nothing is predicted */
         for (uint32_t k = 0; setting_at(sid_codec_at(i), memory, k, &s, &c.n_settings); k++) {
             group best, base;
-            if (!test_all && k && k % 4 != i % 4) continue;
+            if (!test_all && k && k % 8 != i % 8) continue;
             c.settings = &s;
             c.isa = SID_ISA_AUTO;
             if (!group_open(&best, &c)) continue;

@@ -687,6 +687,7 @@ def many_steps(codec: str, memory: str, dtype: str, data: st.DataObject, steps: 
     trial.residual()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("codec", "memory", "dtype"), COMBOS)
 @few
 @given(data=st.data())
@@ -793,6 +794,7 @@ def shares(
     return out
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("codec", "dtype"), [(c, d) for i, c in enumerate(CODECS) for d in ("float32", DTYPES[1 + i % 2])]
 )
@@ -1050,6 +1052,7 @@ def test_any_body_gives_a_result_or_an_error(codec: str, data: st.DataObject) ->
 # ---- gradients that are not finite ---------------------------------------------------------------
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("codec", "memory", "dtype"), COMBOS)
 @few
 @given(data=st.data())
@@ -1133,6 +1136,7 @@ def test_what_was_not_sent_is_kept(codec: str, memory: str, world: int) -> None:
         trial.residual()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("pair", "factor"),
     shared([p for p in PAIRS if p[1] != "none"], [2.0, 0.5, 3.7, 65536.0, 2.0**-24, 1e-30, 1e30]),

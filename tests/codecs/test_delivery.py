@@ -63,6 +63,7 @@ def share_of(codec: str, settings: dict[str, Any], n: int) -> float:
     return 1 / n if signs else 0.25
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("n", [1, 5, 96])
 @pytest.mark.parametrize(
     "codec, settings", [pytest.param(c, s, id="-".join([c, *map(str, s.values())])) for c, s in variants()]

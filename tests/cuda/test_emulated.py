@@ -98,11 +98,11 @@ def run(share: int, tests: str = "tests/cuda/test_cuda.py", watched: bool = Fals
 
 
 def test_kernels_on_the_emulation() -> None:
-    run(share=13)
+    run(share=29)
 
 
 def test_exchanges_on_the_emulation() -> None:
-    run(share=3, tests="tests/cuda/test_cuda_exchanges.py")
+    run(share=7, tests="tests/cuda/test_cuda_exchanges.py")
 
 
 def test_nccl_on_the_emulation() -> None:
@@ -114,7 +114,7 @@ def test_what_gpu_check_times_on_the_emulation() -> None:
 
 
 def test_the_native_transport_on_the_emulation() -> None:
-    run(share=5, tests="tests/native/test_native.py")
+    run(share=11, tests="tests/native/test_native.py")
 
 
 def test_code_that_does_not_wait_is_not_launched_early() -> None:

@@ -145,17 +145,20 @@ class Rank:
         self.check()
 
 
+CODECS = {c["name"]: c for c in _core.codecs()}
+MEMORIES = {m["name"]: m for m in _core.memories()}
+
+
 def parameters(codec: str) -> list[_core.ParameterInfo]:
-    return next(c for c in _core.codecs() if c["name"] == codec)["parameters"]
+    return CODECS[codec]["parameters"]
 
 
 def memory_parameters(memory: str) -> list[_core.ParameterInfo]:
-    return next(m for m in _core.memories() if m["name"] == memory)["parameters"]
+    return MEMORIES[memory]["parameters"]
 
 
 def reference_group(plan: _core.Plan, settings: ref.Settings) -> ref.Group:
     """The reference's counterpart of a plan: the same settings, the registry's defaults for the rest."""
     rows = [*parameters(plan.codec), *memory_parameters(plan.memory)]
     full = {p["name"]: p["default"] for p in rows} | dict(settings)
-    wire_id = next(c for c in _core.codecs() if c["name"] == plan.codec)["wire_id"]
-    return ref.Group(plan.codec, plan.memory, wire_id, plan.n, plan.dtype, full)
+    return ref.Group(plan.codec, plan.memory, CODECS[plan.codec]["wire_id"], plan.n, plan.dtype, full)
