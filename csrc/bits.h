@@ -207,4 +207,36 @@ SID_HD uint32_t sid_f32_to_f8_dithered(float x, uint32_t mantissa, uint32_t draw
     return (small ? (uint32_t)sid_dither16(a, draw) : high) | (u >> 24 & 0x80u);
 }
 
+/* ---- 4-bit floats: E2M1 (OCP Microscaling Formats Specification 1.0) ------------------------------------------------
+ * 0, 0.5, 1, 1.5, 2, 3, 4 and 6 are the codes 0 to 7; bit 3 is the sign. */
+#define SID_F4_TOP 6.0f
+SID_HD float sid_f4_to_f32(uint32_t code) { /* of its lowest 4 bits */
+    const uint32_t k = code & 7u;
+    return sid_bits_f32((k < 2u ? k * 0x3f000000u : (k << 22) + (126u << 23)) | (code & 8u) << 28);
+}
+/* The code of a finite x, of which what is beyond 6 becomes 6: to nearest, ties to the even code; or as with 8-bit floats. */
+SID_HD uint32_t sid_f32_to_f4_nearest(float x) {
+    const uint32_t u = sid_f32_bits(x), key = u & 0x7fffffffu, top = sid_f32_bits(SID_F4_TOP),
+                   k = key < top ? key : top;
+    const uint32_t power = (k > 0x3f800000u ? k : 0x3f800000u) & 0x7f800000u, big = power + (22u << 23);
+    const uint32_t sum =
+        sid_f32_bits(sid_bits_f32(k) + sid_bits_f32(big)); /* its last bit is the step in which |x| lies */
+    return (sum - big + ((power - 0x3f800000u) >> 22)) | (u >> 28 & 8u);
+}
+SID_HD uint32_t sid_f32_to_f4_dithered(float x, uint32_t draw) {
+    const uint32_t u = sid_f32_bits(x), key = u & 0x7fffffffu, top = sid_f32_bits(SID_F4_TOP),
+                   k = key < top ? key : top;
+    const int small = k < 0x3f800000u;
+    const uint32_t high = ((k + (draw << 6) + 32u) >> 22) - 252u;
+    return (small ? (uint32_t)sid_dither16(sid_bits_f32(small ? k : 0u) * 2.0f, draw) : high) | (u >> 28 & 8u);
+}
+
+/* ---- exponents in few bits (lossless.c) -----------------------------------------------------------------------------
+ * The code of an exponent field e beside the largest one of its block: 0 for e = 0, 1 for the largest, 2 for the next one
+ * below, and so on; `far`, which has all bits, for what is further below, whose exponent is written out. */
+SID_HD uint32_t sid_exponent_code(uint32_t e, uint32_t top, uint32_t far) {
+    const uint32_t below = top - e + 1, code = below < far ? below : far;
+    return e ? code : 0;
+}
+
 #endif

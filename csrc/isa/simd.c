@@ -18,6 +18,8 @@
 #include "indices.inc.h"
 #include "quantise.inc.h"
 #include "pack.inc.h"
+#include "micro.inc.h"
+#include "exponents.inc.h"
 #include "levels.inc.h"
 #include "rows.inc.h"
 #include "halves.inc.h"
@@ -64,6 +66,12 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .pack_trits = pack_trits,
     .add_trits = add_trits,
     .ternary = ternary,
+    .small_keys = small_keys,
+    .fp4_codes = fp4_codes,
+    .fp4_take = fp4_take,
+    .add_fp4 = add_fp4,
+    .split = split,
+    .join = join,
     .to_levels = to_levels,
     .take_levels = take_levels,
     .dots = dots,

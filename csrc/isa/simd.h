@@ -56,6 +56,14 @@ typedef struct sid_packed {
     uint32_t bits; /* of the low part; a run is 2^bits elements */
 } sid_packed;
 
+/* A unit of elements taken apart (lossless.c): the largest exponent of each `block`, a multiple of 64; `planes` planes of a bit
+ * an element, each of whole words of 64 bits: the `bits` of the code, 3 or 4, and if there are more, bits 13 to 15 of the element; sign and
+ * the 7 highest bits of the mantissa; and if low is not NULL, its 16 lowest bits. */
+typedef struct sid_parts {
+    uint8_t *top, *plane, *high, *low;
+    uint32_t block, planes, bits;
+} sid_parts;
+
 typedef struct sid_simd {
     const char *name;
 
@@ -132,6 +140,21 @@ typedef struct sid_simd {
     /* add_codes of these, whose first one begins a unit; block: a power of two. */
     void (*add_trits)(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t block);
     void (*ternary)(const float *x, uint32_t n, float inverse, const uint16_t *draws, uint8_t *out);
+
+    /* micro.inc.h: 4-bit floats in blocks of 2^shift elements, 16 or 32, with a scale each; draws: 16 bits an element, or NULL:
+     * to nearest. codes: one a byte; take: x -= what codes would send of it; add: out += scale * number of 4-bit codes, for
+     * one of `count` payloads after the other. small_keys: the largest key of each block. */
+    void (*small_keys)(const float *x, uint32_t n, uint32_t block, uint32_t *key);
+    void (*fp4_codes)(const float *x, uint32_t n, uint32_t shift, const float *inverse, const uint16_t *draws,
+                      uint8_t *code);
+    void (*fp4_take)(float *x, uint32_t n, uint32_t shift, const float *scale, const float *inverse,
+                     const uint16_t *draws);
+    void (*add_fp4)(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t shift);
+
+    /* exponents.inc.h: a unit taken apart, whose `top` is given, and the exponents that have no code, in order, to far (slack: 16
+     * bytes); returns how many. join is the reverse, stored or added to out; reads up to 16 bytes past them. */
+    uint32_t (*split)(const uint32_t *u, uint32_t n, const sid_parts *to, uint8_t *far);
+    uint32_t (*join)(const sid_parts *from, uint32_t n, const uint8_t *far, int add, float *out);
 
     /* levels.inc.h: the level of |x|, and above it the sign; and x -= what level and sign stand for where key(x) >= key. */
     void (*to_levels)(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code);

@@ -237,16 +237,20 @@ inline sid_ending sid_ending_of(const sid_cuda_encoding &c) {
             c.stats};
 }
 
-/* Header, rule, statistics, by one thread; `own`: what it adds to the body's checksum. */
+/* Header, rule, statistics, by one thread; `own`: what it adds to the body's checksum; count: of the elements sent. */
 __device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t passes,
-                               const sid_part_sum &own) {
+                               const sid_part_sum &own, uint64_t count) {
     const uint32_t bad = e.scratch->nonfinite;
-    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, e.head.n, scale,
+    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, count, scale,
              e.scratch->sum + own.sum);
     e.state->rule = rule;
     e.state->draw = e.draw;
     e.state->steps++;
-    if (e.stats) *e.stats = {e.head.n, e.head.n, bad, scale, 0, passes};
+    if (e.stats) *e.stats = {count, e.head.n, bad, scale, 0, passes};
+}
+__device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t passes,
+                               const sid_part_sum &own) {
+    sid_end(e, scale, rule, passes, own, e.head.n);
 }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
@@ -284,7 +288,7 @@ inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear) {
 /* Blocks r * each to r * each + each - 1 look at payload r. Reads all of it. A Body has
  *     word(i, w, most)     1: word i of a payload may not be w; may raise `most`
  *     plain_from(), plain_to()    bytes between which any word may be anything
- *     count(), form()             what a header's count and flags must be
+ *     counts(count), form()       whether that can be a header's count; what its flags must be
  *     gathered()                  0: bodies are summed on the way
  *     header(h, p, r, most)       a status: what else it must say, or what payload r has beside codes
  *     sum(p, x, at, len)   the payloads together over a tile, scaled */
@@ -312,7 +316,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 template <class Body>
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_dense_check_kernel(sid_scratch *scratch, sid_findings f, sid_payloads p, Body body, sid_expect expect,
-                           sid_cuda_report *report, sid_state *state) {
+                           sid_cuda_report *report, sid_state *state, sid_rule none) {
     sid_follow();
     __shared__ uint32_t first, flagged;
     if (threadIdx.x == 0) {
@@ -324,7 +328,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
         const sid_header h = p.head(r);
         int32_t status = sid_check_header(h, expect, r, f.sum[r]);
         if (status == SID_OK &&
-            (f.bad[r] || h.count != body.count() || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) != body.form()))
+            (f.bad[r] || !body.counts(h.count) || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) != body.form()))
             status = SID_E_CORRUPT;
         if (status == SID_OK) status = body.header(h, p, r, f.most[r]);
         sid_blame(&first, r, status);
@@ -334,7 +338,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
     if (threadIdx.x) return;
     /* Of bodies that are summed the flag counts where a memory is corrected; else the outputs tell, while they are written. */
     sid_end_check(report, scratch, first, (body.gathered() || state) && (flagged || scratch->nonfinite));
-    if (scratch->go && scratch->nonfinite && state) state->rule = sid_rule();
+    if (scratch->go && scratch->nonfinite && state) state->rule = none;
 }
 
 enum {
@@ -439,16 +443,18 @@ sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Bo
         s = sid_launch(c.to, "look", sid_dense_look_kernel<Body>, (uint64_t)each * p.count, SID_BLOCK, 0, f, p, body,
                        each);
     if (!s) s = more();
+    sid_rule none;
+    c.plan->codec->none(&none);
     if (!s)
         s = sid_launch(c.to, "check", sid_dense_check_kernel<Body>, 1, SID_BLOCK, 0, c.scratch, f, p, body,
-                       sid_expect_of(c), c.report, c.state);
+                       sid_expect_of(c), c.report, c.state, none);
     return s;
 }
 
-template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body) {
+template <class Body, typename F> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body, const F &more) {
     const sid_payloads p = sid_payloads_of(c);
     const sid_vectors vectors = sid_vectors_of(c.plan, c.state);
-    sid_status s = sid_dense_check(c, p, body, [] { return SID_OK; });
+    sid_status s = sid_dense_check(c, p, body, more);
     if (s || c.part == SID_CHECK) return s;
     s = sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_dense_decode_kernel<decltype(memory), Body>,
@@ -461,6 +467,10 @@ template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Bo
                           sid_blocks(c.to, sid_chunks(p.n), 1), SID_BLOCK, 0, c.group, (const sid_scratch *)c.scratch,
                           vectors, p, memory, body);
     });
+}
+
+template <class Body> sid_status sid_dense_decode(sid_cuda_decoding &c, const Body &body) {
+    return sid_dense_decode(c, body, [] { return SID_OK; });
 }
 
 #endif

@@ -499,7 +499,7 @@ template <content CODES> struct body {
         }
         return wrong;
     }
-    __device__ uint64_t count() const { return n; }
+    __device__ bool counts(uint64_t count) const { return count == n; }
     __device__ uint32_t form() const { return 0; }
     __device__ bool gathered() const { return true; }
     __device__ int32_t header(const sid_header &h, const sid_payloads &, uint32_t, uint32_t most) const {

@@ -292,7 +292,7 @@ struct body {
     }
     __device__ uint64_t plain_from() const { return SID_HEADER_BYTES; }
     __device__ uint64_t plain_to() const { return SID_HEADER_BYTES + v.width() * k / 8 * 8; }
-    __device__ uint64_t count() const { return k; }
+    __device__ bool counts(uint64_t count) const { return count == k; }
     __device__ bool gathered() const { return !linear; }
     __device__ uint32_t form() const { return v.half ? (uint32_t)SID_FLAG_HALF : 0u; }
     __device__ int32_t header(const sid_header &h, const sid_payloads &p, uint32_t, uint32_t) const {

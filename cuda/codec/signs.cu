@@ -224,7 +224,7 @@ struct body {
     __device__ float low_of(const uint8_t *payload) const {
         return *(const float *)(const void *)(payload + sid_sign_low_at(n));
     }
-    __device__ uint64_t count() const { return n; }
+    __device__ bool counts(uint64_t count) const { return count == n; }
     __device__ uint32_t form() const { return 0; }
     __device__ bool gathered() const { return true; }
     __device__ int32_t header(const sid_header &h, const sid_payloads &p, uint32_t r, uint32_t) const {

@@ -115,7 +115,8 @@ names=$(cat csrc/codec/*.c | grep -Pzo '\.name = "[^"]+",\s*+(?!\.kind)' | tr '\
 none 'knows a codec by name' bash -c \
     'grep -nE "\"($1)\"" csrc/*.[ch] csrc/memory/* csrc/isa/* cuda/*/* python/binding/* |
      grep -vE "^csrc/memory/[^:]*:[0-9]+: *((\.info = )?\{\.name =|static const char \*const [a-z]+\[\] = )" |
-     grep -vE "^python/binding/registry.cpp:[0-9]+:constexpr Name bodies\[\] = "' _ "$names" # a memory, a choice of one, or a body's dtype may bear a codec's name
+     grep -vE "^python/binding/registry.cpp:[0-9]+:(constexpr Name bodies\[\] = | +\{\"[a-z]+\", SID_)" |
+     grep -vE "^python/binding/plan.cpp:[0-9]+: +\.def_property_readonly"' _ "$names" # a memory, a choice of one, a body's dtype or a trait may bear a codec's name
 none 'switches on a codec by name' bash -c \
     'grep -nE "(==|!=|\bin\b|case) *[[(]*[\"'"'"']($1)[\"'"'"']" python/sidcomp/*.py' _ "$names"
 none 'switches on a codec by id' grep -rnE 'wire_id *(==|!=)|switch *\(.*(codec|wire_id)' csrc cuda python/sidcomp --include=*.c --include=*.h --include=*.cu* --include=*.py

@@ -54,6 +54,7 @@ TOLERANT = {c for c in CODECS if hasattr(judge(c, "none", 1, "float32").codec, "
 PAIRS = [(c, m) for c in CODECS for m in MEMORIES if fits(c, m)]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("pair", "n"), [(p, n) for i, p in enumerate(PAIRS) for j, n in enumerate(SIZES) if (i + j) % 3 == 0]
 )
@@ -145,8 +146,10 @@ def test_ways_to_pass_payloads(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_residual_set_and_reset(codec: str) -> None:
-    n = 2000
-    a, b, fresh = (sidcomp.Compressor(codec, n, memory="residual", **settings_of(codec)) for _ in range(3))
+    n, settings = 2000, settings_of(codec)
+    if "exceptions" in settings:  # so little room that something is left over
+        settings |= {"exceptions": 0.0, "bits": 3}
+    a, b, fresh = (sidcomp.Compressor(codec, n, memory="residual", **settings) for _ in range(3))
     assert a.stats == {}
     a.encode(gradient(n, 1))
     if not CODECS[codec].lossless:

@@ -73,6 +73,7 @@ VALUES = {
     "interval": (2, 5),
     "r": (4, 1, 7, 17),
     "min_ratio": (1.0, 30.0),
+    "exceptions": (0.05, 0.0, 1.0),
 }
 
 
@@ -1039,6 +1040,17 @@ def test_forged_packed_payloads() -> None:
 
 def test_forged_trits() -> None:
     for plan, payload, sound in forged.trits("ternary"):
+        device = DeviceRank(plan)
+        vector = DeviceVector(np.ones(plan.n, np.float32), [plan.n])
+        before = vector.block.get()
+        got = device.decoded([payload], 1.0, vector, forged.AT)
+        assert got == (0, 0, 0 if sound else _core.CorruptPayloadError.status)
+        assert (vector.block.get() == before) != sound
+
+
+def test_forged_scales_and_exponents() -> None:
+    every = [*forged.micro(), *((plan, payload, sound) for _, plan, payload, sound in forged.exponents())]
+    for plan, payload, sound in every:
         device = DeviceRank(plan)
         vector = DeviceVector(np.ones(plan.n, np.float32), [plan.n])
         before = vector.block.get()

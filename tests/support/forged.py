@@ -1,4 +1,4 @@
-"""Packed indices, levels and trits that no encoder writes, each in one way: for core, reference and CUDA."""
+"""Payloads that no encoder writes, each in one way: for core, reference and CUDA."""
 
 from __future__ import annotations
 
@@ -82,3 +82,70 @@ def trits(codec: str) -> Iterator[tuple[_core.Plan, bytes, bool]]:
             bad = bytearray(good)
             bad[codes_at + at] = value
             yield plan, ref.with_header(bytes(bad), False), value <= most
+
+
+def changed(plan: _core.Plan, good: bytes, at: int, value: int, **fields: float) -> bytes:
+    """Another byte, another header, a right checksum."""
+    bad = bytearray(good)
+    bad[at] = value
+    return ref.with_header(bytes(bad), False, **fields)
+
+
+def micro() -> Iterator[tuple[_core.Plan, bytes, bool]]:
+    """Scales of mxfp4 and nvfp4 that encoders write, and that they do not; is it sound?"""
+    n = 100
+    x = np.random.default_rng(13).normal(0, 1, n).astype(np.float32)
+    for codec, blocks in (("mxfp4", 4), ("nvfp4", 7)):
+        plan = _core.Plan(codec, "residual", n, "float32")
+        good = reference_group(plan, {}).encode(x, AT)
+        scale = ref.header(good)["scale"]
+        codes = 64 + 8
+        yield plan, good, True
+        yield plan, changed(plan, good, 64 + blocks, 1), False  # behind the scales
+        yield plan, changed(plan, good, codes + n // 2, 1), False  # behind the codes
+        if codec == "mxfp4":
+            for byte in (0, 1, 200, 252):
+                largest = max(byte, *good[65 : 64 + blocks])
+                yield plan, changed(plan, good, 64, byte, scale=2.0 ** (largest - 127)), True
+            yield plan, changed(plan, good, 64, 200), False  # not what header.scale says
+            for byte in (253, 254, 255):
+                yield plan, changed(plan, good, 64, byte, scale=2.0**127), False
+        else:
+            for byte in (0, 1, 0x7E):
+                yield plan, changed(plan, good, 64, byte), True
+            for byte in (0x7F, 0x80, 0xFF):  # NaN, and what has a sign
+                yield plan, changed(plan, good, 64, byte), False
+            yield plan, changed(plan, good, 64, 1, scale=2.0**-118), False  # a scale of 2^-127
+            yield plan, changed(plan, good, 64, good[64], scale=0.0), False
+            yield plan, changed(plan, good, 64, good[64], scale=-scale), False
+            yield plan, changed(plan, good, 64, good[64], scale=float("inf")), False
+
+
+def exponents() -> Iterator[tuple[str, _core.Plan, bytes, bool]]:
+    """Payloads of lossless: what each says, and whether it is sound."""
+    n = 1024 + 130
+    plan = _core.Plan("lossless", "residual", n, "float32", {"bits": 3, "exceptions": 0.0})
+    x = np.random.default_rng(14).uniform(1, 2, n).astype(np.float32)
+    x[[3, 700, 1100]] = 2.0**-20, 2.0**-30, 2.0**-40
+    good = reference_group(plan, {"bits": 3, "exceptions": 0.0}).encode(x, AT)
+    starts, pool, planes = 64 + 16, 64 + 16 + 16, 64 + 16 + 16 + 64
+    top = 127
+    assert good[64:74] == bytes([top] * 10) and good[pool : pool + 4] == bytes([107, 97, 87, 0])
+    yield "as encoded", plan, good, True
+    yield "an exponent that a code has", plan, changed(plan, good, pool, top - 5), False
+    yield "the next one", plan, changed(plan, good, pool, top - 6), True
+    yield "an exponent of 0", plan, changed(plan, good, pool, 0), False
+    yield "exceptions of another tile", plan, changed(plan, good, starts + 4, 1), False
+    yield "more exceptions", plan, changed(plan, good, starts + 8, 4), False
+    yield "more than there is room for", plan, changed(plan, good, starts + 8, 65), False
+    yield "a first one behind others", plan, changed(plan, good, starts, 1), False
+    yield "behind the pool's last", plan, changed(plan, good, pool + 3, 1), False
+    yield "an exception that is none", plan, changed(plan, good, planes, good[planes] & ~8), False
+    yield "Inf", plan, changed(plan, good, 64, 255), False
+    yield "a largest exponent of 254", plan, changed(plan, good, 72, 254), True
+    yield "codes of exponents below 1", plan, changed(plan, good, 65, 0), False
+    yield "behind the blocks", plan, changed(plan, good, 64 + 10, 1), False
+    yield "an element behind the last", plan, changed(plan, good, planes + 3 * 128 + 16, 4), False
+    yield "fewer sent, although there is room", plan, ref.with_header(good, False, count=n - 1), False
+    yield "more sent than there are", plan, ref.with_header(good, False, count=n + 1), False
+    yield "a scale", plan, ref.with_header(good, False, scale=1.0), False

@@ -31,7 +31,7 @@ def codecs_command(
             raise typer.BadParameter(str(e), param_hint="NAME") from None
         print(json.dumps(_as_dict(codec), indent=1) if as_json else codec_page(codec))
     elif markdown:
-        print(markdown_page(_measured(measured)), end="")
+        print(markdown_page(_measured(measured), measured.parent), end="")
     elif as_json:
         every = {"codecs": [_as_dict(c) for c in codecs()], "memories": [_as_dict(m) for m in memories()]}
         print(json.dumps(every, indent=1))
@@ -90,7 +90,7 @@ This page is generated from the registry and from the measurements of `make benc
 
 A codec turns the vector of a group into a payload; a memory keeps what was not sent. Every codec works with
 every memory, for example `sidcomp.State("topk", memory="residual", density=0.01)`, with one exception: codecs
-with the trait feedback need a memory that has it, too. A lossless codec leaves nothing for a memory to keep,
+with the trait feedback need a memory that has it, too. One with the trait lossless leaves nothing to keep,
 so only a memory that holds the momentum has an effect with it ([memories](memories.md)). The payloads of a
 linear codec are summed by an all-reduce. Those of the others travel by all-gather, and every rank decodes all
 of them, in rank order. Which codecs have CUDA kernels depends on the build: `sidcomp codecs` says which.
@@ -150,8 +150,16 @@ def _costs(measured: dict[str, Any]) -> str:
     return _COSTS.format(where=where) + "\n".join(rows)
 
 
-def markdown_page(measured: dict[str, Any]) -> str:
-    """docs/codecs.md: the registry as a page. measured: benchmarks/results/codec.json."""
+def _measured_alone(c: Codec, results: Path) -> list[str]:
+    """A link to the table of a benchmark that measured this codec alone, if there is one."""
+    name = f"codec-{c.name}.md"
+    found = (results / name).exists()
+    return [f"- [Measured on recorded gradients](../benchmarks/results/{name})"] if found else []
+
+
+def markdown_page(measured: dict[str, Any], results: Path) -> str:
+    """docs/codecs.md: the registry as a page. measured: codec.json of `results`, benchmarks/results, which
+    may also hold a table of one codec, codec-NAME.md."""
     lines = [_INTRODUCTION, "| codec | family | exchange | what it does |", "|---|---|---|---|"]
     for c in codecs():
         lines += [f"| [{c.name}](#{c.name}) | {c.family} | {_travels(c)} | {c.doc} |"]
@@ -160,7 +168,7 @@ def markdown_page(measured: dict[str, Any]) -> str:
         lines += ["", f"## {c.name}", "", c.doc, ""]
         lines += [f"- Source: {c.paper}"] if c.paper else []
         lines += [f"- Traits: {', '.join(sorted(c.traits))}"] if c.traits else []
-        lines += [f"- Wire id: {c.wire_id}", *_markdown_parameters(c)]
+        lines += [f"- Wire id: {c.wire_id}", *_measured_alone(c, results), *_markdown_parameters(c)]
     lines += ["", "## Memories", "", "| memory | source | traits | what it does |", "|---|---|---|---|"]
     lines += [f"| {m.name} | {m.paper} | {', '.join(sorted(m.traits))} | {m.doc} |" for m in memories()]
     for m in memories():

@@ -35,7 +35,9 @@ import numpy as np
 from reference.codec import *
 from reference.formats import *
 from reference.formats import _32, _pad
+from reference.lossless import *
 from reference.memories import *
+from reference.micro import *
 from reference.powersgd import *
 from reference.quantised import *
 from reference.randk import *
@@ -49,6 +51,7 @@ CODECS: dict[str, Callable[..., Any]] = {
     "none": lambda *a: Linear(*a, lossless=True),
     "fp16": lambda *a: Linear(*a, body="float16"),
     "bf16": lambda *a: Linear(*a, body="bfloat16"),
+    "lossless": Lossless,
     "powersgd": PowerSgd,
     "topk": TopK,
     "sidco-e": Sidco,
@@ -63,6 +66,8 @@ CODECS: dict[str, Callable[..., Any]] = {
     "int2": int2,
     "ternary": ternary,
     "fp8": fp8,
+    "mxfp4": MxFp4,
+    "nvfp4": NvFp4,
     "qsgd": qsgd,
     "terngrad": terngrad,
     "terngrad-shared": terngrad_shared,
@@ -166,7 +171,9 @@ class Group:
                 total, factor = vote, np.float32(1)
             block: list[Array] = []  # of a sign body's: what is added up before it is added to the total
             for i, payload in enumerate(payloads):
-                if vote is None and getattr(self.codec, "together", 1) == 1:
+                if self.codec.signed_zeros and i == 0:
+                    total = self.codec.read(payload)
+                elif vote is None and getattr(self.codec, "together", 1) == 1:
                     total = total + self.codec.read(payload)
                 elif vote is None:
                     block.append(self.codec.read(payload))

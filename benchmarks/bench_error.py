@@ -1,0 +1,75 @@
+"""The error of one averaged gradient under every codec, beside the mean of the ranks' gradients in float64.
+
+    python -m benchmarks.bench_error --save         # writes benchmarks/results/error-lm.*
+
+The gradients of 2 and of 4 ranks are recorded from the GRU language model's training. Each codec encodes
+them once, with its default parameters and without a memory, so that nothing is added later; what a codec
+leaves for error feedback counts as an error here. error: the Euclidean norm of the difference over that of
+the mean, in percent; cosine: of the angle between both; bits: an element, of one rank's payload. Some
+codecs of signs have no scale of their own, so `scaled` is the error after the factor that makes it smallest.
+PowerSGD, which needs the tensors' shapes, is left out.
+"""
+
+import argparse
+from typing import Any
+
+import numpy as np
+import sidcomp
+import torch
+
+from benchmarks.common import RESULTS, report
+from benchmarks.papers.recorded import Array, recorded
+
+STEP = 10
+
+
+def of(codec: str, x: list[Array], mean: "np.ndarray[Any, np.dtype[np.float64]]") -> dict[str, Any]:
+    entry = sidcomp.config.registry.find_codec(codec)
+    world, n = len(x), len(mean)
+    exchange = "allreduce" if entry.linear else "allgather"
+    memory = "residual" if "feedback" in entry.traits else "none"  # its first step keeps nothing from before
+    loop = sidcomp.Loopback(world, exchange, codec, n, memory=memory)
+    got = np.asarray(loop.step(x)).astype(np.float64)
+    size, along = float(mean @ mean), float(got @ mean)
+    square = float(got @ got)
+    off = got - mean
+    return {
+        "codec": codec,
+        "ranks": world,
+        "bits": 8 * sidcomp.core.Plan(codec, memory, n, "float32").payload_bytes / n,
+        "error %": 100 * (float(off @ off) / size) ** 0.5,
+        "scaled %": 100 * max(0.0, 1 - along**2 / (square * size)) ** 0.5 if square else 100.0,
+        "cosine": along / (square * size) ** 0.5 if square else 0.0,
+    }
+
+
+def run(task: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for world in (2, 4):
+        for _, x in recorded(task, [STEP], world):
+            mean = np.mean([y.astype(np.float64) for y in x], axis=0)
+            rows += [of(c.name, x, mean) for c in sidcomp.codecs() if not c.shaped]
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_error",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--task", default="lm", help="a task of examples/tasks.py")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/error-TASK.*")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    report(
+        f"error-{args.task}",
+        "Error of one averaged gradient",
+        run(args.task),
+        f"Of the {args.task} task's gradients at step {STEP}, beside their mean in float64; no memory.",
+        RESULTS if args.save else None,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,416 @@
+/* lossless (csrc/codec/lossless.c defines the result). Bytes per float32 element with a residual: 12 to count the exceptions of
+ * each tile, then 4 to read acc again and 3.4 to 3.5 to write the payload, because where a tile's exceptions begin follows from
+ * the tiles before it. Of W payloads 3.5 W to check them, of which the codes are read twice, and 3.5 W + 4 to decode. */
+#include "codec/lossless.h"
+#include "dense.cuh"
+
+namespace {
+
+enum {
+    MOST_BITS = 4,
+    PLANES = MOST_BITS + 3, /* at most */
+    BLOCK_ROWS = LOSSLESS_BLOCK / SID_ROW
+};
+
+__device__ inline uint32_t below_lane(uint32_t mask) { return mask & ((1u << sid_lane()) - 1); }
+
+/* Of a row: for each element of the quad whether it is an exception, and where in the order of the elements the quad's first
+ * one comes; all lanes together. */
+struct exceptions {
+    uint32_t mine;   /* bit c: element c is one */
+    uint32_t before; /* in the row, of the lanes below this one */
+    uint32_t row;    /* in all */
+    __device__ explicit exceptions(uint32_t far) : mine(far), before(0), row(0) {
+#pragma unroll
+        for (uint32_t c = 0; c < SID_QUAD; c++) {
+            const uint32_t all = __ballot_sync(SID_FULL, far >> c & 1);
+            before += (uint32_t)__popc(below_lane(all));
+            row += (uint32_t)__popc(all);
+        }
+    }
+    __device__ uint32_t rank(uint32_t c) const { return before + (uint32_t)__popc(mine & ((1u << c) - 1)); }
+};
+
+/* ---- encode ------------------------------------------------------------------------------------------------------ */
+
+/* WRITE: the pass that writes the payload; else the one that counts. */
+template <bool WRITE> struct coder {
+    lossless_form f;
+    uint8_t *payload;
+    uint64_t n;
+    uint64_t *
+        starts; /* of a tile: how many exceptions it has; then how many are before it, and behind the last one all of them */
+
+    enum {
+        LATE = 1
+    };
+    struct shared {
+        sid_part_sum part[SID_WARPS];
+    };
+    struct own {
+        sid_part_sum words;
+        uint64_t cut; /* 0, or 1 more than the first element that there is no room for */
+    };
+
+    __device__ void begin(shared &, own &, const sid_scratch &) const {}
+    __device__ void end(shared &s, own &o, sid_scratch &scratch) const {
+        if (!WRITE) return;
+        sid_add_words(scratch, o.words, s.part);
+        if (o.cut) scratch.cut = o.cut - 1; /* one thread of all has it */
+    }
+
+    __device__ void tops(const sid_quads &x, uint32_t (&top)[LOSSLESS_TOPS]) const {
+#pragma unroll
+        for (uint32_t b = 0; b < LOSSLESS_TOPS; b++) {
+            uint32_t key = 0;
+#pragma unroll
+            for (uint32_t r = b * BLOCK_ROWS; r < (b + 1) * BLOCK_ROWS; r++)
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++) {
+                    const uint32_t k = lossless_bits(x[r][c], f.dtype) & 0x7fffffffu;
+                    key = k > key ? k : key;
+                }
+            top[b] = sid_warp_max(key) >> 23;
+        }
+    }
+    __device__ uint32_t code_of(uint32_t u, uint32_t top) const {
+        return sid_exponent_code(u >> 23 & 255u, top, lossless_far(&f));
+    }
+
+    __device__ void keep(shared &, const sid_rule &rule, const sid_draw &, sid_quads &x, uint64_t offset,
+                         uint32_t) const {
+        if (rule.key == SID_KEY_NONE) return;
+        uint32_t top[LOSSLESS_TOPS];
+        tops(x, top);
+#pragma unroll
+        for (uint32_t r = 0; r < SID_ROWS; r++)
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) {
+                const uint32_t u = lossless_bits(x[r][c], f.dtype);
+                const bool left =
+                    offset + sid_place(r) + c >= rule.cut && code_of(u, top[r / BLOCK_ROWS]) == lossless_far(&f);
+                x[r][c] -= left ? 0.0f : lossless_number(u, f.dtype);
+            }
+    }
+
+    __device__ void put(own &o, uint64_t place, uint32_t word) const {
+        *(uint32_t *)(void *)(payload + place) = word;
+        o.words.add(place, word);
+    }
+    __device__ void put_byte(own &o, uint64_t place, uint32_t byte) const {
+        payload[place] = (uint8_t)byte;
+        o.words.add(place & ~(uint64_t)3, byte << (8 * (place & 3)));
+    }
+
+    __device__ void tile(shared &, own &o, const sid_quads &x, uint64_t offset, uint32_t len) const {
+        uint32_t top[LOSSLESS_TOPS];
+        if (!len) return;
+        tops(x, top);
+        if constexpr (!WRITE) {
+            uint32_t count = 0;
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++)
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++)
+                    count += code_of(lossless_bits(x[r][c], f.dtype), top[r / BLOCK_ROWS]) == lossless_far(&f);
+            count = sid_warp_sum(count);
+            if (sid_lane() == 0) starts[offset / SID_TILE] = count;
+        } else
+            write(o, x, top, offset, len);
+    }
+    __device__ void write(own &o, const sid_quads &x, const uint32_t (&top)[LOSSLESS_TOPS], uint64_t offset,
+                          uint32_t len) const {
+        const uint32_t planes = lossless_planes(&f), stride = lossless_stride(len);
+        uint64_t start = starts[offset / SID_TILE];
+        if (sid_lane() == 0) put(o, f.starts + 4 * (offset / SID_TILE), (uint32_t)(start < f.cap ? start : f.cap));
+#pragma unroll
+        for (uint32_t b = 0; b < LOSSLESS_TOPS; b++)
+            if (sid_lane() == b && b * LOSSLESS_BLOCK < len)
+                put_byte(o, SID_HEADER_BYTES + offset / LOSSLESS_BLOCK + b, top[b]);
+#pragma unroll
+        for (uint32_t r = 0; r < SID_ROWS; r++) {
+            uint32_t u[SID_QUAD], code[SID_QUAD], far = 0, high = 0;
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) {
+                u[c] = lossless_bits(x[r][c], f.dtype);
+                code[c] = code_of(u[c], top[r / BLOCK_ROWS]);
+                far |= (uint32_t)(code[c] == lossless_far(&f)) << c;
+            }
+            const exceptions those(far);
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) {
+                const uint64_t rank = start + those.rank(c);
+                if (!(far >> c & 1)) continue;
+                if (rank < f.cap) {
+                    put_byte(o, f.pool + rank, u[c] >> 23 & 255u);
+                    continue;
+                }
+                if (rank == f.cap) o.cut = offset + sid_place(r) + c + 1;
+                u[c] = code[c] = 0;
+            }
+            start += those.row;
+#pragma unroll
+            for (uint32_t k = 0; k < PLANES; k++) {
+                if (k >= planes) continue;
+                uint32_t w = 0;
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++)
+                    w |= (k < f.bits ? code[c] >> k & 1u : u[c] >> (k - f.bits + 13) & 1u) << c;
+                w <<= SID_QUAD * (sid_lane() % 8);
+                for (uint32_t d = 1; d < 8; d *= 2) w |= __shfl_xor_sync(SID_FULL, w, d);
+                const uint32_t in = r * (SID_ROW / 8) + sid_lane() / 8 * 4;
+                if (sid_lane() % 8 == 0 && in < stride) put(o, f.planes + offset / 8 * planes + k * stride + in, w);
+            }
+            if (sid_place(r) >= len) continue; /* nothing below is done together */
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) high |= ((u[c] >> 16 & 0x7fu) | (u[c] >> 24 & 0x80u)) << (8 * c);
+            put(o, f.high + offset + sid_place(r), high);
+            if (f.dtype != SID_F32) continue;
+            const uint64_t low = f.low + 2 * (offset + sid_place(r));
+            put(o, low, (u[0] & 0xffffu) | u[1] << 16);
+            if (sid_place(r) + 2 < len) put(o, low + 4, (u[2] & 0xffffu) | u[3] << 16);
+        }
+    }
+};
+
+/* Between the passes: where each tile's exceptions begin. By one block. */
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_lossless_starts_kernel(sid_scratch *scratch, uint64_t *starts, uint64_t n) {
+    sid_follow();
+    __shared__ uint64_t sum[SID_BLOCK];
+    if (!scratch->ready) return;
+    const uint64_t tiles = lossless_tiles(n), each = (tiles + SID_BLOCK - 1) / SID_BLOCK;
+    const uint64_t from = threadIdx.x * each < tiles ? threadIdx.x * each : tiles,
+                   to = from + each < tiles ? from + each : tiles;
+    uint64_t own = 0, before = 0;
+    for (uint64_t t = from; t < to; t++) own += starts[t];
+    sum[threadIdx.x] = own;
+    __syncthreads();
+    for (uint32_t i = 0; i < threadIdx.x; i++) before += sum[i];
+    for (uint64_t t = from; t < to; t++) {
+        const uint64_t count = starts[t];
+        starts[t] = before;
+        before += count;
+    }
+    if (threadIdx.x != SID_BLOCK - 1) return;
+    starts[tiles] = before;
+    scratch->cut = n;
+}
+
+enum {
+    SEAL_BLOCK = 256
+};
+__device__ inline void clear(uint8_t *payload, uint64_t from, uint64_t to) {
+    for (uint64_t i = from + threadIdx.x; i < to; i += SEAL_BLOCK) payload[i] = 0;
+}
+__global__ void __launch_bounds__(SEAL_BLOCK)
+    sid_lossless_seal_kernel(sid_ending e, lossless_form f, const uint64_t *starts) {
+    sid_follow();
+    if (!e.scratch->ready) return;
+    const uint64_t n = e.head.n, all = starts[lossless_tiles(n)], last = f.starts + 4 * lossless_tiles(n);
+    const uint32_t used = (uint32_t)(all < f.cap ? all : f.cap);
+    /* words that the pass has written are zero behind the last element */
+    clear(e.payload, SID_HEADER_BYTES + lossless_blocks(n), f.starts);
+    clear(e.payload, last + 4, f.pool);
+    clear(e.payload, f.pool + used, f.planes);
+    if (f.dtype == SID_F32) clear(e.payload, f.high + sid_round_up(n, 4), f.low);
+    clear(e.payload, sid_round_up(f.end, 4), e.bytes);
+    if (threadIdx.x) return;
+    sid_part_sum own = {0};
+    *(uint32_t *)(void *)(e.payload + last) = used;
+    own.add(last, used);
+    sid_rule rule = {};
+    rule.cut = e.scratch->cut;
+    rule.flags = f.dtype == SID_F32 ? 0u : (uint32_t)SID_FLAG_HALF;
+    sid_end(e, 0.0f, rule, 1, own, n - (all - used));
+}
+
+/* ---- decode ------------------------------------------------------------------------------------------------------ */
+
+__device__ inline const uint32_t *words(const uint8_t *payload, uint64_t at) {
+    return (const uint32_t *)(const void *)(payload + at);
+}
+
+struct body {
+    lossless_form f;
+    uint64_t n, bytes;
+
+    /* 1 if byte `at` has to be zero in any payload. */
+    __device__ bool between(uint64_t at) const {
+        return (at >= SID_HEADER_BYTES + lossless_blocks(n) && at < f.starts) ||
+               (at >= f.starts + 4 * (lossless_tiles(n) + 1) && at < f.pool) ||
+               (f.dtype == SID_F32 && at >= f.high + n && at < f.low) || at >= f.end;
+    }
+    __device__ uint32_t word(uint64_t i, uint32_t w, uint32_t &) const {
+        uint32_t wrong = 0;
+        for (uint32_t c = 0; c < 4 && w; c++) wrong |= (w >> (8 * c) & 0xffu) && between(4 * i + c);
+        return wrong;
+    }
+    __device__ uint64_t plain_from() const { return f.planes; }
+    __device__ uint64_t plain_to() const { return f.high + n / 8 * 8; }
+    __device__ bool counts(uint64_t count) const { return count <= n; }
+    __device__ uint32_t form() const { return 0; }
+    __device__ bool gathered() const { return true; }
+    __device__ int32_t header(const sid_header &h, const sid_payloads &p, uint32_t r, uint32_t) const {
+        const uint32_t *const starts = words(p[r], f.starts);
+        const bool sound = !sid_f32_bits(h.scale) && !starts[0] && (h.count == n || starts[lossless_tiles(n)] == f.cap);
+        return sound ? SID_OK : SID_E_CORRUPT;
+    }
+
+    /* What is wrong with a tile of a payload: lane i looks at elements 32 i to 32 i + 31. */
+    __device__ uint32_t wrong_tile(const uint8_t *payload, uint64_t tile) const {
+        const uint64_t offset = tile * SID_TILE;
+        const uint32_t len = sid_tile_len(n, offset), stride = lossless_stride(len), planes = lossless_planes(&f);
+        const uint32_t start = words(payload, f.starts)[tile], next = words(payload, f.starts)[tile + 1];
+        const uint32_t i = 32 * sid_lane(), block = i / LOSSLESS_BLOCK, in = 4 * sid_lane();
+        const uint32_t there = i >= len ? 0u : len - i >= 32 ? 0xffffffffu : (1u << (len - i)) - 1;
+        const uint32_t top = i < len ? payload[SID_HEADER_BYTES + offset / LOSSLESS_BLOCK + block] : 0u;
+        uint32_t p[PLANES] = {}, wrong = next < start || next > f.cap || top > lossless_largest(f.dtype);
+        if (in < stride)
+#pragma unroll
+            for (uint32_t k = 0; k < PLANES; k++)
+                if (k < planes) p[k] = words(payload, f.planes + offset / 8 * planes + k * stride)[sid_lane()];
+#pragma unroll
+        for (uint32_t k = 0; k < PLANES; k++) wrong |= (p[k] & ~there) != 0;
+        uint32_t far = there;
+#pragma unroll
+        for (uint32_t k = 0; k < MOST_BITS; k++) far &= k < f.bits ? p[k] : there;
+        for (uint32_t c = top + 1; c < lossless_far(&f); c++) { /* exponents of 0 and less */
+            uint32_t these = there;
+#pragma unroll
+            for (uint32_t k = 0; k < MOST_BITS; k++) these &= k >= f.bits ? there : c >> k & 1 ? p[k] : ~p[k];
+            wrong |= these != 0;
+        }
+        uint32_t rank = (uint32_t)__popc(far);
+        const uint32_t mine = rank;
+        for (uint32_t d = 1; d < SID_LANES; d *= 2) {
+            const uint32_t other = __shfl_up_sync(SID_FULL, rank, d);
+            rank += sid_lane() >= d ? other : 0;
+        }
+        wrong |= __shfl_sync(SID_FULL, rank, SID_LANES - 1) != next - start;
+        if (__ballot_sync(SID_FULL, wrong != 0)) return 1;
+        for (uint32_t at = start + rank - mine; far; far &= far - 1, at++) {
+            const uint32_t e = payload[f.pool + at];
+            wrong |= !e || e + lossless_far(&f) - 1 > top;
+        }
+        return wrong;
+    }
+
+    __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
+        const uint32_t planes = lossless_planes(&f), stride = lossless_stride(len), shift = SID_QUAD * (sid_lane() % 8);
+#pragma unroll 1
+        for (uint32_t i = 0; i < p.count; i++) {
+            if (!len) break;
+            const uint8_t *const payload = p[i];
+            uint32_t at = words(payload, f.starts)[offset / SID_TILE];
+#pragma unroll
+            for (uint32_t r = 0; r < SID_ROWS; r++) {
+                const uint32_t in = r * (SID_ROW / 8) + sid_lane() / 8 * 4;
+                uint32_t nibble[PLANES] = {};
+                if (in < stride)
+#pragma unroll
+                    for (uint32_t k = 0; k < PLANES; k++)
+                        if (k < planes)
+                            nibble[k] =
+                                *words(payload, f.planes + offset / 8 * planes + k * stride + in) >> shift & 15u;
+                uint32_t far = 15;
+#pragma unroll
+                for (uint32_t k = 0; k < MOST_BITS; k++) far &= k < f.bits ? nibble[k] : 15u;
+                const exceptions those(far);
+                if (sid_place(r) < len) {
+                    const uint32_t top = payload[SID_HEADER_BYTES + (offset + sid_place(r)) / LOSSLESS_BLOCK] + 1u;
+                    const uint32_t high = *words(payload, f.high + offset + sid_place(r));
+                    uint32_t low[2] = {};
+                    if (f.dtype == SID_F32) {
+                        const uint32_t *const w = words(payload, f.low + 2 * (offset + sid_place(r)));
+                        low[0] = w[0], low[1] = w[1];
+                    }
+#pragma unroll
+                    for (uint32_t c = 0; c < SID_QUAD; c++) {
+                        uint32_t code = 0;
+#pragma unroll
+                        for (uint32_t k = 0; k < MOST_BITS; k++) code |= k < f.bits ? (nibble[k] >> c & 1u) << k : 0u;
+                        const uint32_t h = high >> (8 * c);
+                        uint32_t e = code ? top - code : 0;
+                        if (code == lossless_far(&f)) e = payload[f.pool + at + those.rank(c)];
+                        uint32_t u =
+                            (h & 0x80u) << 24 | e << 23 | (h & 0x7fu) << 16 | (low[c / 2] >> (c % 2 * 16) & 0xffffu);
+#pragma unroll
+                        for (uint32_t k = 3; k < PLANES; k++)
+                            u |= k >= f.bits ? (nibble[k] >> c & 1u) << (k - f.bits + 13) : 0u;
+                        const float y = lossless_number(u, f.dtype);
+                        x[r][c] = i ? x[r][c] + y : y; /* not 0 + y, which would lose the sign of -0 */
+                    }
+                }
+                at += those.row;
+            }
+        }
+#pragma unroll
+        for (uint32_t r = 0; r < SID_ROWS; r++)
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) x[r][c] *= p.scale;
+    }
+};
+
+/* The tiles of all payloads, a warp each. */
+__global__ void __launch_bounds__(SID_BLOCK) sid_lossless_look_kernel(sid_findings found, sid_payloads p, body b) {
+    sid_follow();
+    const uint64_t tiles = lossless_tiles(p.n);
+#pragma unroll 1
+    for (uint64_t i = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); i < tiles * p.count;
+         i += (uint64_t)gridDim.x * SID_WARPS) {
+        const uint32_t r = (uint32_t)(i / tiles);
+        const uint64_t tile = i % tiles;
+        uint32_t wrong = b.wrong_tile(p[r], tile);
+        if (tile + 1 == tiles) { /* what the pool has beyond the last exception */
+            const uint32_t used = words(p[r], b.f.starts)[tiles];
+            for (uint64_t at = b.f.pool + (used < b.f.cap ? used : b.f.cap) + sid_lane(); at < b.f.planes;
+                 at += SID_LANES)
+                wrong |= p[r][at] != 0;
+        }
+        if (wrong) atomicOr(&found.bad[r], 1u);
+    }
+}
+
+/* ---- calls ------------------------------------------------------------------------------------------------------- */
+
+uint64_t *carve(const sid_plan *p, sid_carver *c) { return c->take<uint64_t>(lossless_tiles(p->n) + 1); }
+
+uint64_t work(const sid_plan *p) {
+    sid_carver c = {nullptr, 0};
+    carve(p, &c);
+    return c.at > sid_findings_work() ? c.at : sid_findings_work();
+}
+
+sid_status encode(sid_cuda_encoding &c) {
+    const lossless_form f = lossless_form_of(c.plan);
+    const sid_ending e = sid_ending_of(c);
+    uint64_t *const starts = carve(c.plan, &c.work);
+    sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
+    if (!s) s = sid_pass_tiles(c, coder<false>{f, c.payload, c.plan->n, starts});
+    if (s || c.settles) return s;
+    s = sid_launch(c.to, "starts", sid_lossless_starts_kernel, 1, SID_BLOCK, 0, c.scratch, starts, c.plan->n);
+    if (!s) s = sid_pass_again(c, coder<true>{f, c.payload, c.plan->n, starts});
+    if (!s) s = sid_launch(c.to, "seal", sid_lossless_seal_kernel, 1, SEAL_BLOCK, 0, e, f, (const uint64_t *)starts);
+    return s;
+}
+
+sid_status decode(sid_cuda_decoding &c) {
+    const body b = {lossless_form_of(c.plan), c.plan->n, c.plan->sizes.payload};
+    sid_carver same = c.work;
+    uint64_t clear;
+    const sid_findings found = sid_carve_findings(&same, &clear);
+    const sid_payloads p = sid_payloads_of(c);
+    return sid_dense_decode(c, b, [&] {
+        if (!p.n) return SID_OK;
+        return sid_launch(c.to, "exceptions", sid_lossless_look_kernel,
+                          sid_blocks(c.to, sid_chunks(p.n) * p.count, SID_DENSE_BLOCKS), SID_BLOCK, 0, found, p, b);
+    });
+}
+
+} // namespace
+
+extern "C" {
+extern const sid_cuda_codec sid_cuda_codec_lossless;
+const sid_cuda_codec sid_cuda_codec_lossless = {work, encode, decode};
+}
