@@ -19,37 +19,109 @@ INLINE uint32_t far_of(uint64_t codes, uint32_t width) {
     return plane_of(width > 3 ? three & codes >> 3 : three, 0);
 }
 
-/* The code, and above it the bits of the mantissa that have no byte. */
-INLINE void codes_of(const uint32_t *u, uint32_t n, const sid_parts *to, uint8_t *code) {
-    const uint32_t half = to->planes > to->bits, far = (1u << to->bits) - 1;
-    for (uint32_t b = 0, i = 0; i < n; b++) {
-        const uint32_t end = n - i < to->block ? n : i + to->block, top = to->top[b];
-        for (; i < end; i++) {
-            const uint32_t e = u[i] >> 23 & 255, c = sid_exponent_code(e, top, far);
-            code[i] = (uint8_t)(half ? c | (u[i] >> 13 & 7) << to->bits : c);
+#if BYTES >= 32
+enum {
+    PARTED = 32 /* elements at a time: a byte of a register each */
+};
+/* Each half of a register is packed alone; this is the order of elements that were packed twice. */
+INLINE __m256i in_order(__m256i x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+/* Bit k of each byte. */
+INLINE uint32_t bits_k(__m256i bytes, uint32_t k) {
+    return (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 7 - (int)k));
+}
+/* The reverse: `is` in the bytes whose bit is set. */
+INLINE __m256i where_set(const uint8_t *bits, uint32_t is) {
+    uint32_t m;
+    memcpy(&m, bits, 4);
+    const __m256i from = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201ull);
+    const __m256i own = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)m), from), bit);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(own, bit), _mm256_set1_epi8((char)is));
+}
+INLINE __m256i load_32(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE void store_32(void *p, __m256i x) { _mm256_storeu_si256((__m256i *)p, x); }
+
+/* PARTED elements from the i-th on, i a multiple of it, all of one block. Returns how many exponents are written to far. */
+INLINE uint32_t split_some(const uint32_t *u, uint32_t i, uint32_t stride, const sid_parts *to, uint8_t *far,
+                           const uint32_t width, const int half) {
+    __m256i x[4], high[2], low[2], m[4];
+    const __m256i far_code = _mm256_set1_epi8((char)((1u << width) - 1)), words = _mm256_set1_epi32(0xffff);
+    for (int j = 0; j < 4; j++) {
+        x[j] = load_32(u + i + 8 * j);
+        if (half) m[j] = _mm256_and_si256(_mm256_srli_epi32(x[j], 13), _mm256_set1_epi32(7));
+    }
+    for (int j = 0; j < 2; j++) {
+        high[j] = _mm256_packus_epi32(_mm256_srli_epi32(x[2 * j], 16), _mm256_srli_epi32(x[2 * j + 1], 16));
+        low[j] = _mm256_packus_epi32(_mm256_and_si256(x[2 * j], words), _mm256_and_si256(x[2 * j + 1], words));
+    }
+    __m256i e[2], h[2];
+    for (int j = 0; j < 2; j++) {
+        e[j] = _mm256_and_si256(_mm256_srli_epi16(high[j], 7), _mm256_set1_epi16(0xff));
+        h[j] = _mm256_or_si256(_mm256_and_si256(high[j], _mm256_set1_epi16(0x7f)),
+                               _mm256_and_si256(_mm256_srli_epi16(high[j], 8), _mm256_set1_epi16(0x80)));
+    }
+    const __m256i exponent = in_order(_mm256_packus_epi16(e[0], e[1]));
+    const __m256i none = _mm256_cmpeq_epi8(exponent, _mm256_setzero_si256());
+    const __m256i below = _mm256_sub_epi8(_mm256_set1_epi8((char)(to->top[i / to->block] + 1)), exponent);
+    const __m256i code = _mm256_andnot_si256(none, _mm256_min_epu8(below, far_code));
+    store_32(to->high + i, in_order(_mm256_packus_epi16(h[0], h[1])));
+    if (to->low)
+        for (int j = 0; j < 2; j++) store_32(to->low + 2 * i + 32 * j, _mm256_permute4x64_epi64(low[j], 0xd8));
+    for (uint32_t k = 0; k < width; k++) {
+        const uint32_t plane = bits_k(code, k);
+        memcpy(to->plane + k * stride + i / 8, &plane, 4);
+    }
+    if (half) {
+        const __m256i rest =
+            in_order(_mm256_packus_epi16(_mm256_packus_epi32(m[0], m[1]), _mm256_packus_epi32(m[2], m[3])));
+        for (uint32_t k = 0; k < 3; k++) {
+            const uint32_t plane = bits_k(rest, k);
+            memcpy(to->plane + (width + k) * stride + i / 8, &plane, 4);
         }
+    }
+    uint32_t count = 0;
+    for (uint32_t left = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(code, far_code)); left; left &= left - 1)
+        far[count++] = (uint8_t)(u[i + (uint32_t)__builtin_ctz(left)] >> 23);
+    return count;
+}
+#endif
+
+/* The code, and above it the bits of the mantissa that have no byte. */
+INLINE void codes_of(const uint32_t *u, uint32_t n, uint32_t top, const sid_parts *to, uint8_t *code) {
+    const uint32_t half = to->planes > to->bits, far = (1u << to->bits) - 1;
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t c = sid_exponent_code(u[i] >> 23 & 255, top, far);
+        code[i] = (uint8_t)(half ? c | (u[i] >> 13 & 7) << to->bits : c);
     }
 }
 
 INLINE uint32_t split_as(const uint32_t *u, uint32_t n, const sid_parts *to, uint8_t *far, const uint32_t width) {
     const uint32_t stride = (n + 63) / 64 * 8;
-    uint8_t code[SID_TILE + 64];
-    uint32_t count = 0;
-    codes_of(u, n, to, code);
-    memset(code + n, 0, 64);
-    for (uint32_t i = 0; i < n; i++) {
-        to->high[i] = (uint8_t)((u[i] >> 16 & 0x7f) | (u[i] >> 24 & 0x80));
-        if (to->low) {
-            to->low[2 * i] = (uint8_t)u[i];
-            to->low[2 * i + 1] = (uint8_t)(u[i] >> 8);
+    uint32_t count = 0, i = 0;
+#if BYTES >= 32
+    for (; i + PARTED <= n / 64 * 64; i += PARTED)
+        count += to->planes > width ? split_some(u, i, stride, to, far + count, width, 1)
+                                    : split_some(u, i, stride, to, far + count, width, 0);
+#endif
+    for (; i < n; i += 64) {
+        const uint32_t some = n - i < 64 ? n - i : 64;
+        uint8_t code[64];
+        codes_of(u + i, some, to->top[i / to->block], to, code);
+        memset(code + some, 0, 64 - some);
+        for (uint32_t j = i; j < i + some; j++) {
+            to->high[j] = (uint8_t)((u[j] >> 16 & 0x7f) | (u[j] >> 24 & 0x80));
+            if (to->low) {
+                to->low[2 * j] = (uint8_t)u[j];
+                to->low[2 * j + 1] = (uint8_t)(u[j] >> 8);
+            }
         }
-    }
-    for (uint32_t i = 0; i < 8 * stride; i += 8) {
-        uint64_t eight;
-        memcpy(&eight, code + i, 8);
-        for (uint32_t k = 0; k < to->planes; k++) to->plane[k * stride + i / 8] = (uint8_t)plane_of(eight, k);
-        for (uint32_t m = far_of(eight, width); m; m &= m - 1)
-            far[count++] = (uint8_t)(u[i + (uint32_t)__builtin_ctz(m)] >> 23);
+        for (uint32_t j = 0; j < 64; j += 8) {
+            uint64_t eight;
+            memcpy(&eight, code + j, 8);
+            for (uint32_t k = 0; k < to->planes; k++) to->plane[k * stride + (i + j) / 8] = (uint8_t)plane_of(eight, k);
+            for (uint32_t m = far_of(eight, width); m; m &= m - 1)
+                far[count++] = (uint8_t)(u[i + j + (uint32_t)__builtin_ctz(m)] >> 23);
+        }
     }
     return count;
 }
@@ -58,7 +130,65 @@ static uint32_t split(const uint32_t *u, uint32_t n, const sid_parts *to, uint8_
     return to->bits > 3 ? split_as(u, n, to, far, 4) : split_as(u, n, to, far, 3);
 }
 
-/* The bits of elements i to i + n - 1, n up to 64, i a multiple of 64. */
+#if BYTES >= 32
+INLINE __m256i words_at(const uint8_t *p) {
+    return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)p));
+}
+INLINE void put_8(float *out, __m256 x, int add) {
+    _mm256_storeu_ps(out, add ? _mm256_add_ps(_mm256_loadu_ps(out), x) : x);
+}
+/* PARTED elements from the i-th on, stored or added. Returns how many exponents were read from far. */
+INLINE uint32_t join_32(const sid_parts *from, uint32_t stride, uint32_t i, const uint8_t *far, int add, float *out,
+                        const uint32_t width, const int half) {
+    const uint8_t *plane = from->plane + i / 8;
+    __m256i code = where_set(plane, 1), rest = _mm256_setzero_si256();
+    for (uint32_t k = 1; k < width; k++) code = _mm256_or_si256(code, where_set(plane + k * stride, 1u << k));
+    for (uint32_t k = 0; half && k < 3; k++)
+        rest = _mm256_or_si256(rest, where_set(plane + (width + k) * stride, 1u << k));
+    const __m256i none = _mm256_cmpeq_epi8(code, _mm256_setzero_si256());
+    const __m256i top = _mm256_set1_epi8((char)(from->top[i / from->block] + 1));
+    const __m256i all = _mm256_set1_epi8((char)((1u << width) - 1));
+    uint8_t exponent[PARTED], more[PARTED];
+    uint32_t count = 0;
+    store_32(exponent, _mm256_andnot_si256(none, _mm256_sub_epi8(top, code)));
+    if (half) store_32(more, rest);
+    for (uint32_t left = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(code, all)); left; left &= left - 1)
+        exponent[__builtin_ctz(left)] = far[count++];
+    if (half) {
+        for (uint32_t j = 0; j < PARTED; j += 16) {
+            const __m256i h = words_at(from->high + i + j), e = words_at(exponent + j), m = words_at(more + j);
+            const __m256i number =
+                _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(h, _mm256_set1_epi16(0x80)), 8),
+                                                _mm256_slli_epi16(_mm256_and_si256(h, _mm256_set1_epi16(0x7f)), 3)),
+                                _mm256_or_si256(_mm256_slli_epi16(e, 10), m));
+            put_8(out + i + j, _mm256_cvtph_ps(_mm256_castsi256_si128(number)), add);
+            put_8(out + i + j + 8, _mm256_cvtph_ps(_mm256_extracti128_si256(number, 1)), add);
+        }
+        return count;
+    }
+    /* the upper two bytes of each element: the sign and 7 bits of the exponent; its last bit and 7 of the mantissa */
+    const __m256i e = load_32(exponent), h = load_32(from->high + i), sign = _mm256_set1_epi8((char)0x80);
+    const __m256i upper =
+        _mm256_or_si256(_mm256_and_si256(h, sign), _mm256_andnot_si256(sign, _mm256_srli_epi16(e, 1)));
+    const __m256i lower =
+        _mm256_or_si256(_mm256_andnot_si256(sign, h), _mm256_and_si256(sign, _mm256_slli_epi16(e, 7)));
+    __m256i low[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    if (from->low) {
+        const __m256i a = load_32(from->low + 2 * i), b = load_32(from->low + 2 * i + 32);
+        low[0] = _mm256_permute2x128_si256(a, b, 0x20);
+        low[1] = _mm256_permute2x128_si256(a, b, 0x31);
+    }
+    for (uint32_t j = 0; j < 2; j++) { /* each half of a register is interleaved alone: 8 and, 16 farther, another 8 */
+        const __m256i high = j ? _mm256_unpackhi_epi8(lower, upper) : _mm256_unpacklo_epi8(lower, upper);
+        const __m256i a = _mm256_unpacklo_epi16(low[j], high), b = _mm256_unpackhi_epi16(low[j], high);
+        put_8(out + i + 8 * j, _mm256_castsi256_ps(_mm256_permute2x128_si256(a, b, 0x20)), add);
+        put_8(out + i + 8 * j + 16, _mm256_castsi256_ps(_mm256_permute2x128_si256(a, b, 0x31)), add);
+    }
+    return count;
+}
+#endif
+
+/* The bits of elements i to i + n - 1, n up to 64, all of one block; i a multiple of 8. */
 INLINE uint32_t join_some(const sid_parts *from, uint32_t stride, uint32_t i, uint32_t n, const uint8_t *far,
                           uint32_t *u) {
     const uint32_t top = from->top[i / from->block] + 1, all = (1u << from->bits) - 1;
@@ -106,8 +236,14 @@ INLINE uint32_t join_as(const sid_parts *from, uint32_t n, const uint8_t *far, i
                         const uint32_t width) {
     const uint32_t stride = (n + 63) / 64 * 8;
     const int half = from->planes > width;
-    uint32_t count = 0;
-    for (uint32_t i = 0; i < n; i += 64) {
+    uint32_t count = 0, i = 0;
+#if BYTES >= 32
+    for (; i + PARTED <= n; i += PARTED) {
+        count += half ? join_32(from, stride, i, far + count, add, out, width, 1)
+                      : join_32(from, stride, i, far + count, add, out, width, 0);
+    }
+#endif
+    for (; i < n; i += 64) {
         uint32_t u[64];
         const uint32_t take = n - i < 64 ? n - i : 64;
         count += join_some(from, stride, i, take, far + count, u);

@@ -151,8 +151,8 @@ typedef struct sid_simd {
                      const uint16_t *draws);
     void (*add_fp4)(const sid_codes *from, uint32_t count, float *out, uint32_t n, uint32_t shift);
 
-    /* exponents.inc.h: a unit taken apart, whose `top` is given, and the exponents that have no code, in order, to far (slack: 16
-     * bytes); returns how many. join is the reverse, stored or added to out; reads up to 16 bytes past them. */
+    /* exponents.inc.h: a unit taken apart, whose `top` is given, and the exponents that have no code, in order, to
+     * far; returns how many. join is the reverse, stored or added to out. block: a multiple of 64. */
     uint32_t (*split)(const uint32_t *u, uint32_t n, const sid_parts *to, uint8_t *far);
     uint32_t (*join)(const sid_parts *from, uint32_t n, const uint8_t *far, int add, float *out);
 
