@@ -582,7 +582,9 @@ def compile_all(nvcc: str, arch: int, files: list[str]) -> Path:
         f"-j{os.environ.get('MAX_JOBS') or os.cpu_count()}", f"O={out}", f"NVCC={nvcc}",
         f"GENCODE=-arch=sm_{arch}", f"ARCH={arch}", "WERROR=1", *made,
     ]  # fmt: skip
-    clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    clean = {
+        k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "NVCCFLAGS")
+    }
     if subprocess.run(command, env=clean).returncode:
         sys.exit(f"sass: compiling for sm_{arch} failed; the compiler's message is above")
     return out

@@ -131,6 +131,6 @@ static void add_fp4(const sid_codes *from, uint32_t count, float *out, uint32_t 
         for (uint32_t j = i; j < n; j++) {
             float scale;
             memcpy(&scale, from[r].scale + 4 * (j >> shift), 4);
-            out[j] += scale * sid_f4_to_f32(from[r].code[j / 2] >> (j % 2 * 4));
+            out[j] += scale * sid_f4_to_f32((uint32_t)from[r].code[j / 2] >> (j % 2 * 4));
         }
 }
