@@ -24,7 +24,7 @@ COMMON   = $(OPT) -fPIC -fvisibility=hidden -ffp-contract=off $(WARN) $(SANFLAGS
 CUDADEF  = $(if $(NVCC),-DSID_WITH_CUDA '-DSID_CUDA_ARCH="$(ARCH)"')
 C        = $(CC) -std=c11 $(COMMON) -Wpedantic -Wstrict-prototypes -Wmissing-prototypes -Wdouble-promotion $(CUDADEF) $(CFLAGS)
 # -O1: the binding only forwards calls, and pybind11 is slow to compile.
-# Its pointers are looked at under sanitizers, not its arithmetic, which would take most of such a build's time.
+# Under sanitizers it has no UBSan and is not optimized: else it takes most of such a build's time.
 CPP      = $(CXX) -std=c++17 $(subst $(comma)undefined,,$(COMMON)) $(if $(SAN),-O0,-O1) $(CUDADEF) $(CXXFLAGS)
 CU       = $(NVCC) -std=c++17 -O3 -fmad=false -t 0 $(GENCODE) -Icsrc $(CUDADEF) \
            -Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra \

@@ -23,8 +23,6 @@ INLINE uint32_t far_of(uint64_t codes, uint32_t width) {
 enum {
     PARTED = 32 /* elements at a time: a byte of a register each */
 };
-/* Each half of a register is packed alone; this is the order of elements that were packed twice. */
-INLINE __m256i in_order(__m256i x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
 /* Bit k of each byte. */
 INLINE uint32_t bits_k(__m256i bytes, uint32_t k) {
     return (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 7 - (int)k));
@@ -42,8 +40,8 @@ INLINE __m256i load_32(const void *p) { return _mm256_loadu_si256((const __m256i
 INLINE void store_32(void *p, __m256i x) { _mm256_storeu_si256((__m256i *)p, x); }
 
 /* PARTED elements from the i-th on, i a multiple of it, all of one block. Returns how many exponents are written to far. */
-INLINE uint32_t split_some(const uint32_t *u, uint32_t i, uint32_t stride, const sid_parts *to, uint8_t *far,
-                           const uint32_t width, const int half) {
+INLINE uint32_t split_32(const uint32_t *u, uint32_t i, uint32_t stride, const sid_parts *to, uint8_t *far,
+                         const uint32_t width, const int half) {
     __m256i x[4], high[2], low[2], m[4];
     const __m256i far_code = _mm256_set1_epi8((char)((1u << width) - 1)), words = _mm256_set1_epi32(0xffff);
     for (int j = 0; j < 4; j++) {
@@ -100,8 +98,8 @@ INLINE uint32_t split_as(const uint32_t *u, uint32_t n, const sid_parts *to, uin
     uint32_t count = 0, i = 0;
 #if BYTES >= 32
     for (; i + PARTED <= n / 64 * 64; i += PARTED)
-        count += to->planes > width ? split_some(u, i, stride, to, far + count, width, 1)
-                                    : split_some(u, i, stride, to, far + count, width, 0);
+        count += to->planes > width ? split_32(u, i, stride, to, far + count, width, 1)
+                                    : split_32(u, i, stride, to, far + count, width, 0);
 #endif
     for (; i < n; i += 64) {
         const uint32_t some = n - i < 64 ? n - i : 64;

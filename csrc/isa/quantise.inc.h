@@ -24,6 +24,10 @@ INLINE vi load_signed_bytes(const uint8_t *p) {
     return (vi){(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]};
 #endif
 }
+#if BYTES >= 32
+/* Each half of a register is packed alone; this is the order of elements that were packed twice. */
+INLINE __m256i in_order(__m256i x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+#endif
 /* The low 8 bits of 4 * WIDE numbers, each of which fits in 8 bits, with a sign or without. */
 INLINE void store_bytes(uint8_t *p, const vi *v, int with_sign) {
 #if BYTES == 64
@@ -34,11 +38,11 @@ INLINE void store_bytes(uint8_t *p, const vi *v, int with_sign) {
     const __m512i all = with_sign ? _mm512_packs_epi16(a, b) : _mm512_packus_epi16(a, b);
     _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, all));
 #elif BYTES == 32
-    const __m256i *x = (const __m256i *)v, order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i *x = (const __m256i *)v;
     const __m256i a = with_sign ? _mm256_packs_epi32(x[0], x[1]) : _mm256_packus_epi32(x[0], x[1]);
     const __m256i b = with_sign ? _mm256_packs_epi32(x[2], x[3]) : _mm256_packus_epi32(x[2], x[3]);
     const __m256i all = with_sign ? _mm256_packs_epi16(a, b) : _mm256_packus_epi16(a, b);
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm256_permutevar8x32_epi32(all, order));
+    _mm256_storeu_si256((__m256i *)(void *)p, in_order(all));
 #else
     (void)with_sign;
     for (int q = 0; q < 4; q++)
