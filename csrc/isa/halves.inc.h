@@ -87,6 +87,44 @@ static inline __m512 of_half(__m256i h, int bf16) {
     return bf16 ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)) : _mm512_cvtph_ps(h);
 }
 #endif
+#if BYTES == 32
+/* What a finite number becomes, as a float. */
+INLINE vf through_half(vf x, int bf16) {
+    const vi u = bits(x);
+    if (bf16) return (vf)((u + 0x7fff + ((vi)((vn)u >> 16) & 1)) & (int32_t)0xffff0000u);
+    return (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+/* Any number, NaN included. */
+INLINE __m128i to_half8(vf x, int bf16) {
+    const vi u = bits(x);
+    if (!bf16) return _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vi up = bits(through_half(x, 1)), quiet = u | 0x400000;
+    const __m256i h = (__m256i)((vn)either(keys(x) > (int32_t)SID_KEY_INF, quiet, up) >> 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+}
+INLINE uint32_t half_body8(const float *x, uint16_t *y, uint32_t n, float s, float max, const int bf16) {
+    const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
+    uint32_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i);
+        const vi k = keys(v), sign = bits(v) ^ k;
+        const vf c = (vf)(either((k > top) & (k < (int32_t)SID_KEY_INF), top, k) | sign);
+        _mm_storeu_si128((__m128i *)(void *)(y + i), to_half8(c * s, bf16));
+    }
+    return i;
+}
+INLINE uint32_t half_keep8(float *x, uint32_t n, int32_t from, float s, float inverse, float max, const int bf16) {
+    const vi top = (vi){0} + (int32_t)sid_f32_bits(max), low = (vi){0} + from;
+    uint32_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i);
+        const vi k = keys(v), sign = bits(v) ^ k;
+        const vf sent = through_half((vf)(lower(k, top) | sign) * s, bf16) * inverse;
+        store(x + i, v - (vf)(bits(sent) & ~(low > k)));
+    }
+    return i;
+}
+#endif
 enum {
     CHUNK = 64
 }; /* elements between two buffers that stay in registers or close by */
@@ -113,6 +151,8 @@ static void half_body(const float *x, uint16_t *y, uint32_t n, float s, float ma
                                                   : to_half(u, 0);
         _mm256_storeu_si256((__m256i *)(void *)(y + i), half);
     }
+#elif defined(SID_HAS_AVX2)
+    i = bf16 ? half_body8(x, y, n, s, max, 1) : half_body8(x, y, n, s, max, 0);
 #endif
     for (; i < n; i += CHUNK) half_chunk(x + i, y + i, n - i < CHUNK ? n - i : CHUNK, s, max, bf16);
 }
@@ -132,6 +172,8 @@ static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse
         const __mmask16 m = _mm512_cmpge_epi32_mask(keys16(x + i), _mm512_set1_epi32(from));
         _mm512_storeu_ps(x + i, _mm512_mask_sub_ps(v, m, v, sent));
     }
+#elif defined(SID_HAS_AVX2)
+    i = bf16 ? half_keep8(x, n, from, s, inverse, max, 1) : half_keep8(x, n, from, s, inverse, max, 0);
 #endif
     for (; i < n; i += CHUNK) {
         const uint32_t len = n - i < CHUNK ? n - i : CHUNK;
