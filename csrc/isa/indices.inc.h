@@ -17,12 +17,10 @@ static uint32_t places_of(uint64_t word, uint32_t base, uint16_t *at) {
 #elif defined(SID_HAS_AVX2)
     __m128i here = _mm_set1_epi16((short)base);
     for (int j = 0; j < 64; j += 8) {
-        const uint64_t m = word >> j & 0xff;
-        const uint64_t some = _pext_u64(0x0706050403020100ull, _pdep_u64(m, 0x0101010101010101ull) * 0xff);
-        const __m128i places = _mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long)some));
-        _mm_storeu_si128((__m128i *)(void *)(at + c), _mm_add_epi16(places, here));
+        const unsigned m = word >> j & 0xff;
+        _mm_storeu_si128((__m128i *)(void *)(at + c), _mm_add_epi16(_mm_cvtepu8_epi16(left_bytes(m)), here));
         here = _mm_add_epi16(here, _mm_set1_epi16(8));
-        c += (uint32_t)__builtin_popcountll(m);
+        c += (uint32_t)__builtin_popcount(m);
     }
 #else
     for (; word; word &= word - 1) at[c++] = (uint16_t)(base + (uint32_t)__builtin_ctzll(word));
@@ -30,17 +28,38 @@ static uint32_t places_of(uint64_t word, uint32_t base, uint16_t *at) {
     return c;
 }
 
-/* Four fields of b <= 12 bits, from bit `offset` on, in 16 bits each. Loads 8 bytes. */
-static uint64_t four_fields(const uint8_t *p, uint64_t offset, uint32_t b) {
+/* n fields of b <= 12 bits from bit `offset` on, in 16 bits each, and up to 7 more. Loads up to 7 bytes past the last one. */
+static void fields_of(const uint8_t *p, uint64_t offset, uint32_t b, uint32_t n, uint16_t *out) {
     const uint64_t mask = (1ull << b) - 1;
-    uint64_t x;
-    memcpy(&x, p + offset / 8, 8);
-    x >>= offset % 8;
+    const uint32_t off = (uint32_t)(offset % 8);
+    uint32_t i = 0;
+    p += offset / 8;
 #ifdef SID_HAS_AVX2
-    return _pdep_u64(x, mask * 0x0001000100010001ull);
-#else
-    return (x & mask) | (x >> b & mask) << 16 | (x >> 2 * b & mask) << 32 | (x >> 3 * b & mask) << 48;
+    if (b && b < 8) { /* eight fields are b bytes, so that in every round they lie alike in 8 bytes, each in two of them */
+        const __m128i count8 = _mm_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7);
+        const __m128i at = _mm_add_epi16(_mm_set1_epi16((short)off), _mm_mullo_epi16(_mm_set1_epi16((short)b), count8));
+        const __m128i byte = _mm_srli_epi16(at, 3), bit = _mm_and_si128(at, _mm_set1_epi16(7));
+        const __m128i bytes = _mm_or_si128(byte, _mm_slli_epi16(_mm_add_epi16(byte, _mm_set1_epi16(1)), 8));
+        /* what shifts a field to the top of its lane: 2^(16 - b - bit), from a table of 2^(7 - bit) */
+        const __m128i powers = _mm_cvtsi64_si128(0x0102040810204080),
+                      high = _mm_or_si128(_mm_slli_epi16(bit, 8), _mm_set1_epi16(0x80));
+        const __m128i up = _mm_srl_epi16(_mm_shuffle_epi8(powers, high), _mm_cvtsi32_si128((int)b - 1)),
+                      down = _mm_cvtsi32_si128(16 - (int)b);
+        for (; i < n; i += 8, p += b) {
+            const __m128i raw = _mm_loadl_epi64((const __m128i *)(const void *)p);
+            const __m128i x = _mm_srl_epi16(_mm_mullo_epi16(_mm_shuffle_epi8(raw, bytes), up), down);
+            _mm_storeu_si128((__m128i *)(void *)(out + i), x);
+        }
+    }
 #endif
+    for (; i < n; i += 4) {
+        const uint64_t bit = off + (uint64_t)i * b;
+        uint64_t x;
+        memcpy(&x, p + bit / 8, 8);
+        x >>= bit % 8;
+        x = (x & mask) | (x >> b & mask) << 16 | (x >> 2 * b & mask) << 32 | (x >> 3 * b & mask) << 48;
+        memcpy(out + i, &x, 8);
+    }
 }
 
 typedef uint16_t vs __attribute__((vector_size(BYTES)));
@@ -71,10 +90,7 @@ static uint32_t unpack(const sid_packed *from, uint32_t most, uint32_t end, uint
             c += places_of(word, base + 64 * q, idx + i + c);
             there = 64 * (w + 1) - first - i - c >= runs;
         }
-        for (uint32_t j = 0; j < c; j += 4) {
-            const uint64_t four = four_fields(from->low, (from->pos + i + j) * bits, bits);
-            memcpy(low + j, &four, 8);
-        }
+        fields_of(from->low, (from->pos + i) * bits, bits, c, low);
         vs entry = lanes;
         for (uint32_t j = 0; j < c; j += SIDE) {
             vs x, y;
@@ -90,25 +106,28 @@ static uint32_t unpack(const sid_packed *from, uint32_t most, uint32_t end, uint
     return i;
 }
 
+/* The low bits of four entries, side by side: pairs, then both pairs. */
+INLINE uint64_t four_low(const uint16_t *idx, uint32_t b) {
+    const uint64_t one = ((1ull << b) - 1) * 0x0000000100000001ull, two = (1ull << 2 * b) - 1;
+    uint64_t x;
+    memcpy(&x, idx, 8);
+    x = (x & one) | (x >> (16 - b) & one << b);
+    return (x & two) | (x >> (32 - 2 * b) & two << 2 * b);
+}
+
 /* The low bits of entries, one after the other. Stores run over by up to 8 bytes. */
 static uint8_t *pack_low(const uint16_t *idx, uint64_t n, uint32_t bits, uint8_t *out) {
-    const uint64_t mask = (1u << bits) - 1;
     uint64_t held = 0, i = 0;
     uint32_t have = 0;
+    for (; bits < 8 && i + 8 <= n; i += 8, out += bits) { /* whole bytes */
+        const uint64_t eight = four_low(idx + i, bits) | four_low(idx + i + 4, bits) << 4 * bits;
+        memcpy(out, &eight, 8);
+    }
     for (; i < n; i += 4) {
         const uint32_t some = n - i < 4 ? (uint32_t)(n - i) : 4;
-        uint64_t four = 0;
-        if (some == 4) {
-#ifdef SID_HAS_AVX2
-            memcpy(&four, idx + i, 8);
-            four = _pext_u64(four, mask * 0x0001000100010001ull);
-#else
-            four = (idx[i] & mask) | (idx[i + 1] & mask) << bits | (idx[i + 2] & mask) << 2 * bits |
-                   (idx[i + 3] & mask) << 3 * bits;
-#endif
-        } else
-            for (uint32_t j = 0; j < some; j++) four |= (idx[i + j] & mask) << j * bits;
-        held |= four << have; /* at most 7 + 4 * 12 bits */
+        uint16_t last[4] = {0};
+        if (some < 4) memcpy(last, idx + i, 2 * some);
+        held |= four_low(some < 4 ? last : idx + i, bits) << have; /* at most 7 + 4 * 12 bits */
         memcpy(out, &held, 8);
         have += some * bits;
         out += have / 8;

@@ -3,7 +3,8 @@
  * Only comparisons of integers decide, and values are copied, so that nothing is rounded. */
 
 enum {
-    A_FEW = 48 /* of a tile: below, they are taken out one by one */
+    A_FEW = 48, /* of a tile: below, they are taken out one by one */
+    A_LOT = 4   /* one in so many: above, moving all of a register costs less than one value after the other */
 };
 /* Where a hit in FOUR elements is rare, a test skips them; where it is neither rare nor sure, mispredicting the test costs
  * more than writing some entries that may be none. */
@@ -28,6 +29,19 @@ INLINE uint32_t capture_few(const float *x, uint32_t n, uint32_t key, uint16_t b
         }
         c = end;
     }
+    return c;
+}
+
+/* First the places of all hits, then their values. n: a multiple of 64. */
+INLINE uint32_t capture_some(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val) {
+    const vi low = (vi){0} + (int32_t)key;
+    uint32_t c = 0;
+    for (uint32_t i = 0; i < n; i += 64) {
+        uint64_t hits = 0;
+        for (uint32_t q = 0; q < 64 / WIDE; q++) hits |= word_of(from(keys(load(x + i + q * WIDE)), low)) << q * WIDE;
+        c += places_of(hits, base + i, idx + c);
+    }
+    for (uint32_t k = 0; k < c; k++) val[k] = x[(uint16_t)(idx[k] - base)];
     return c;
 }
 
@@ -60,22 +74,17 @@ static uint32_t capture(const float *x, uint32_t n, uint32_t key, uint16_t base,
         }
     }
 #elif defined(SID_HAS_AVX2)
-    const __m256i low = _mm256_set1_epi32((int)key - 1), lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    for (; i + 32 <= n; i += 32) {
-        __m256i in[4];
-        for (int j = 0; j < 4; j++) in[j] = _mm256_cmpgt_epi32(keys8(x + i + 8 * j), low);
-        const __m256i any = _mm256_or_si256(_mm256_or_si256(in[0], in[1]), _mm256_or_si256(in[2], in[3]));
-        if (_mm256_testz_si256(any, any)) continue;
-        for (uint32_t j = 0; j < 4; j++) {
-            const unsigned m = mask8(in[j]);
-            const __m256i left = left8(m);
-            const __m256i at =
-                _mm256_permutevar8x32_epi32(_mm256_add_epi32(lanes, _mm256_set1_epi32((int)(base + i + 8 * j))), left);
-            _mm256_storeu_ps(val + c, _mm256_permutevar8x32_ps(_mm256_loadu_ps(x + i + 8 * j), left));
-            _mm_storeu_si128((__m128i *)(void *)(idx + c),
-                             _mm_packus_epi32(_mm256_castsi256_si128(at), _mm256_extracti128_si256(at, 1)));
-            c += (unsigned)__builtin_popcount(m);
-        }
+    if (!i && expected < n / A_LOT) {
+        i = n / 64 * 64;
+        c = capture_some(x, i, key, base, idx, val);
+    }
+    const __m256i low = _mm256_set1_epi32((int)key - 1);
+    for (; i + 8 <= n; i += 8) {
+        const unsigned m = mask8(_mm256_cmpgt_epi32(keys8(x + i), low));
+        const __m128i at = _mm_add_epi16(_mm_cvtepu8_epi16(left_bytes(m)), _mm_set1_epi16((short)(base + i)));
+        _mm256_storeu_ps(val + c, _mm256_permutevar8x32_ps(_mm256_loadu_ps(x + i), left8(m)));
+        _mm_storeu_si128((__m128i *)(void *)(idx + c), at);
+        c += (unsigned)__builtin_popcount(m);
     }
 #endif
     for (; i < n; i++) {
@@ -105,13 +114,12 @@ static uint64_t filter(const uint16_t *idx, const float *val, uint64_t n, uint32
     const __m256i low = _mm256_set1_epi32((int)key - 1);
     for (; i + 8 <= n && c + 8 <= room; i += 8) {
         const __m256 v = _mm256_loadu_ps(val + i);
+        const __m128i at = _mm_loadu_si128((const __m128i *)(const void *)(idx + i));
         const unsigned m = mask8(_mm256_cmpgt_epi32(keys8(val + i), low));
-        const __m256i left = left8(m);
-        const __m256i at = _mm256_permutevar8x32_epi32(
-            _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)(idx + i))), left);
-        _mm256_storeu_ps(val_out + c, _mm256_permutevar8x32_ps(v, left));
+        const __m128i left = left_bytes(m), pair = _mm_unpacklo_epi8(left, left); /* of a 16-bit lane, both bytes */
+        _mm256_storeu_ps(val_out + c, _mm256_permutevar8x32_ps(v, _mm256_cvtepu8_epi32(left)));
         _mm_storeu_si128((__m128i *)(void *)(idx_out + c),
-                         _mm_packus_epi32(_mm256_castsi256_si128(at), _mm256_extracti128_si256(at, 1)));
+                         _mm_shuffle_epi8(at, _mm_add_epi8(_mm_add_epi8(pair, pair), _mm_set1_epi16(0x100))));
         c += (unsigned)__builtin_popcount(m);
     }
 #endif

@@ -179,9 +179,15 @@ static __m256i keys8(const float *x) {
     return _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x)), _mm256_set1_epi32(0x7fffffff));
 }
 static unsigned mask8(__m256i m) { return (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(m)); }
-/* Lane numbers of the set bits of m, packed to the left. */
-static __m256i left8(unsigned m) {
-    const uint64_t spread = _pdep_u64(m, 0x0101010101010101ull) * 0xff;
-    return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)_pext_u64(0x0706050403020100ull, spread)));
-}
+/* Lane numbers of the set bits of a byte, packed to the left, in a byte each. A table: processors that do pext and pdep in
+ * microcode (AMD's before 2020) take tens of cycles for them. */
+#define LANE(m, j) ((m) >> (j)&1u ? (uint64_t)(j) << 8 * __builtin_popcount((m) & ((1u << (j)) - 1u)) : 0)
+#define LEFT(m)                                                                                                        \
+    (LANE(m, 0) | LANE(m, 1) | LANE(m, 2) | LANE(m, 3) | LANE(m, 4) | LANE(m, 5) | LANE(m, 6) | LANE(m, 7))
+#define LEFT4(m) LEFT(m), LEFT((m) + 1u), LEFT((m) + 2u), LEFT((m) + 3u)
+#define LEFT16(m) LEFT4(m), LEFT4((m) + 4u), LEFT4((m) + 8u), LEFT4((m) + 12u)
+#define LEFT64(m) LEFT16(m), LEFT16((m) + 16u), LEFT16((m) + 32u), LEFT16((m) + 48u)
+static const uint64_t left_of[256] = {LEFT64(0u), LEFT64(64u), LEFT64(128u), LEFT64(192u)};
+static __m128i left_bytes(unsigned m) { return _mm_loadl_epi64((const __m128i *)(const void *)(left_of + m)); }
+static __m256i left8(unsigned m) { return _mm256_cvtepu8_epi32(left_bytes(m)); }
 #endif
