@@ -1,7 +1,7 @@
 /* What a codec and a memory are: the contract to which csrc/codec/ and csrc/memory/ are written (docs/adding-a-codec.md).
  *
  * Encode passes over a group once, a tile at a time:
- *     codec->keep    acc <- what the last step's rule left of it        (if the memory gives feedback; or sent_from)
+ *     codec->keep    acc <- what the last step's rule left of it        (if the memory gives feedback; or sent_from, sent_levels)
  *     memory->tile   acc <- gradient + what is kept
  *     codec->tile    reads acc, gathers statistics and candidates
  * Then codec->finish settles the rule and writes the payload, or asks for another pass over the same acc. A plan of several
@@ -109,6 +109,8 @@ typedef struct sid_codec {
     /* 1 if of these elements the rule sent, whole, exactly those with key(acc) >= *key: a memory can then do keep's work in
      * its own loop. NULL: never. */
     int (*sent_from)(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key);
+    /* The same where the rule sent exactly those, each as its level. NULL: never. */
+    int (*sent_levels)(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key, sid_levels *levels);
     void (*none)(sid_rule *rule); /* the rule that sent nothing */
     /* What the first `bounds` words of state->codec hold; all of them 0 is sound, too. */
     const sid_bound *bound;
@@ -141,6 +143,9 @@ typedef struct sid_memory {
     /* vec[0][0..len) <- acc from g and what is kept. On entry vec[0] holds what is kept, except that elements with
      * key >= sent_from count as 0. NaN and Inf in g count as 0; returns 1 if there were none. */
     int (*tile)(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from);
+    /* tile, where of vec[0] the elements with key >= sent_from were sent as levels. NULL: codec->keep comes before tile. */
+    int (*tile_left)(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from,
+                     const sid_levels *levels);
     /* With a SID_SPARSE codec, where sent_from does not tell: vec[0] has been through codec->keep, `before` is
      * what it was. NULL: the other vectors do not depend on what was sent. */
     void (*sent)(const sid_plan *p, float *const *vec, const float *before, uint32_t len);

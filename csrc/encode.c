@@ -75,11 +75,17 @@ static const float *make_tile(sid_pass *w, place *from, float *const *vec, uint6
     const uint32_t vectors = p->memory->vectors;
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
     uint32_t sent = SID_KEY_NONE;
-    int bad = 0;
+    sid_levels levels;
+    int bad = 0, left = 0;
     /* a rule that is one threshold is applied in the memory's own pass */
-    if (!(vectors && feedback(p) && p->codec->sent_from && p->codec->sent_from(&w->state->rule, offset, len, &sent))) {
-        settle(p, w->state, vec, offset, len);
-        sent = SID_KEY_NONE;
+    const int apply = vectors && feedback(p);
+    if (!(apply && p->codec->sent_from && p->codec->sent_from(&w->state->rule, offset, len, &sent))) {
+        left = apply && p->memory->tile_left && p->kept == SID_F32 && p->codec->sent_levels &&
+               p->codec->sent_levels(&w->state->rule, offset, len, &sent, &levels);
+        if (!left) {
+            settle(p, w->state, vec, offset, len);
+            sent = SID_KEY_NONE;
+        }
     }
     for (uint32_t pos = 0, take; pos < len; pos += take) {
         const float *g = next_piece(p, from, len - pos, &take, half);
@@ -87,7 +93,7 @@ static const float *make_tile(sid_pass *w, place *from, float *const *vec, uint6
         if (vectors) {
             float *piece[SID_MAX_VECTORS];
             for (uint32_t v = 0; v < vectors; v++) piece[v] = vec[v] + pos;
-            ok = p->memory->tile(w, piece, g, take, sent);
+            ok = left ? p->memory->tile_left(w, piece, g, take, sent, &levels) : p->memory->tile(w, piece, g, take, sent);
         } else {
             ok = clean || p->simd->finite(g, take);
             if (ok && take == len) return g; /* the gradient is acc: nothing to copy */

@@ -138,6 +138,7 @@ uint64_t sparse_mean_bytes(const sid_plan *p);
 /* For a sid_codec: by the rule, which also says whether values were sent. */
 void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len);
 int sparse_sent_from(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key);
+int sparse_sent_levels(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key, sid_levels *levels);
 void sparse_none(sid_rule *rule);
 
 /* ---- sparse_decode.c: for a sid_codec, too; `mean`: of payloads without values ------------------------------------ */
@@ -157,6 +158,7 @@ void sparse_mean_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len
                                           .finish = finish_,                                                           \
                                           .keep = sparse_keep,                                                         \
                                           .sent_from = sparse_sent_from,                                               \
+                                          .sent_levels = sparse_sent_levels,                                           \
                                           .none = sparse_none,                                                         \
                                           .rescale = rescale,                                                          \
                                           .bound = bounds,                                                             \

@@ -137,10 +137,23 @@ void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t off
     if (before < len) keep_range(p, rule, acc + before, len - before, rule->key + 1);
 }
 
-int sparse_sent_from(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key) {
-    const int before = offset + len <= rule->cut, after = offset >= rule->cut;
+/* 1 if all of these elements are on the same side of the cut. */
+static int on_one_side(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key) {
+    const int before = offset + len <= rule->cut;
     *key = rule->key == SID_KEY_NONE ? SID_KEY_NONE : rule->key + (uint32_t)!before;
-    return rule->key == SID_KEY_NONE || ((before || after) && !rule->flags);
+    return before || offset >= rule->cut;
+}
+
+int sparse_sent_from(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key) {
+    const int same = on_one_side(rule, offset, len, key);
+    return rule->key == SID_KEY_NONE || (same && !rule->flags);
+}
+
+int sparse_sent_levels(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key, sid_levels *levels) {
+    const uint32_t width = sid_level_bits(rule->flags);
+    if (!width || !on_one_side(rule, offset, len, key)) return 0;
+    *levels = sid_levels_from(rule->base, rule->step, width);
+    return 1;
 }
 
 void sparse_none(sid_rule *rule) { *rule = (sid_rule){.key = SID_KEY_NONE}; }

@@ -11,32 +11,90 @@ static void to_levels(const float *x, uint32_t n, const sid_levels *levels, uint
     }
 }
 
+#if BYTES >= 32
+/* Levels whose keys fit into a register, one a lane. */
+typedef struct few_levels {
+    vi what, base, top, low;
+    float inverse;
+} few_levels;
+INLINE few_levels few_levels_of(const sid_levels *l, int32_t from) {
+    few_levels f = {.base = (vi){0} + (int32_t)l->origin,
+                    .top = (vi){0} + (int32_t)l->top,
+                    .low = (vi){0} + from,
+                    .inverse = l->inverse};
+    for (uint32_t c = 0; c < WIDE; c++) f.what[c] = (int32_t)sid_level_key(c, l);
+    return f;
+}
+/* v less what was sent of it. above: no key from `low` on lies below level 0. */
+INLINE vf left_of_levels(vf v, const few_levels *f, const int above) {
+    const vi k = keys(v), sign = bits(v) ^ k;
+    const vf steps = to_float(k - f->base) * f->inverse + 0.5f;
+#if BYTES == 64
+    const vi rounded = (vi)_mm512_cvttps_epi32((__m512)steps);
+#else
+    const vi rounded = (vi)_mm256_cvttps_epi32((__m256)steps);
+#endif
+    const vi c = lower(above ? rounded : higher(rounded, (vi){0}), f->top);
+#if BYTES == 64
+    const vf sent = (vf)((vi)_mm512_permutexvar_epi32((__m512i)c, (__m512i)f->what) | sign);
+    return (vf)_mm512_mask_sub_ps((__m512)v, from(k, f->low), (__m512)v, (__m512)sent);
+#else
+    const vi sent = (vi)_mm256_permutevar8x32_epi32((__m256i)f->what, (__m256i)c) | sign;
+    return v - (vf)(sent & ~(f->low > k));
+#endif
+}
+INLINE uint32_t take_few(float *x, uint32_t n, const few_levels *f, const int above) {
+    uint32_t i = 0;
+    for (; i + WIDE <= n; i += WIDE) store(x + i, left_of_levels(load(x + i), f, above));
+    return i;
+}
+INLINE uint32_t add_few(float *acc, const float *g, uint32_t n, const few_levels *f, int *ok, const int above) {
+    uint32_t i = 0;
+    for (; i + FOUR <= n; i += FOUR) {
+        vf left[4], sum[4];
+        vi top = {0};
+        for (uint32_t q = 0; q < 4; q++) {
+            left[q] = left_of_levels(load(acc + i + q * WIDE), f, above);
+            sum[q] = left[q] + load(g + i + q * WIDE);
+            top = higher(top, keys(sum[q]));
+        }
+        const int beyond = any_beyond(top);
+        for (uint32_t q = 0; q < 4; q++) store(acc + i + q * WIDE, beyond ? left[q] : sum[q]);
+        if (beyond) *ok &= weighted_each(acc + i, g + i, FOUR, SID_KEY_NONE, 1, 1);
+    }
+    return i;
+}
+#endif
+
+static int32_t signed_key(uint32_t key) { return (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key); }
+
 static void take_levels(float *x, uint32_t n, uint32_t key, const sid_levels *levels) {
     const sid_levels l = *levels;
-    const int32_t from = (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key);
+    const int32_t low = signed_key(key);
     uint32_t i = 0;
-#ifdef SID_HAS_AVX512
-    if (l.top < 16) { /* what each level stands for in one register */
-        uint32_t what[16];
-        for (uint32_t c = 0; c < 16; c++) what[c] = sid_level_key(c, &l);
-        const __m512i table = _mm512_loadu_si512(what), base = _mm512_set1_epi32((int)l.origin),
-                      top = _mm512_set1_epi32((int)l.top), low = _mm512_set1_epi32(from);
-        for (; i + 16 <= n; i += 16) {
-            const __m512 v = _mm512_loadu_ps(x + i);
-            const __m512i k = keys16(x + i);
-            const __m512 steps =
-                _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(k, base)), _mm512_set1_ps(l.inverse));
-            __m512i c = _mm512_cvttps_epi32(_mm512_add_ps(steps, _mm512_set1_ps(0.5f)));
-            c = _mm512_min_epi32(_mm512_max_epi32(c, _mm512_setzero_si512()), top);
-            const __m512i sign = _mm512_xor_si512(_mm512_castps_si512(v), k);
-            const __m512 sent = _mm512_castsi512_ps(_mm512_or_si512(_mm512_permutexvar_epi32(c, table), sign));
-            _mm512_storeu_ps(x + i, _mm512_mask_sub_ps(v, _mm512_cmpge_epi32_mask(k, low), v, sent));
-        }
+#if BYTES >= 32
+    if (l.top < WIDE) {
+        const few_levels f = few_levels_of(&l, low);
+        i = low >= (int32_t)l.origin ? take_few(x, n, &f, 1) : take_few(x, n, &f, 0);
     }
 #endif
     for (; i < n; i++) {
         const uint32_t u = sid_f32_bits(x[i]), k = u & 0x7fffffffu;
         const uint32_t sent = sid_level_key(sid_level_of(k, &l), &l) | (u & 0x80000000u);
-        x[i] -= sid_bits_f32((int32_t)k >= from ? sent : 0u);
+        x[i] -= sid_bits_f32((int32_t)k >= low ? sent : 0u);
     }
+}
+
+static int add_left(float *acc, const float *g, uint32_t n, uint32_t key, const sid_levels *levels) {
+    uint32_t i = 0;
+    int ok = 1;
+#if BYTES >= 32
+    if (levels->top < WIDE) {
+        const int32_t low = signed_key(key);
+        const few_levels f = few_levels_of(levels, low);
+        i = low >= (int32_t)levels->origin ? add_few(acc, g, n, &f, &ok, 1) : add_few(acc, g, n, &f, &ok, 0);
+    }
+#endif
+    take_levels(acc + i, n - i, key, levels);
+    return ok & add_kept(acc + i, g + i, n - i, SID_KEY_NONE);
 }

@@ -74,6 +74,7 @@ const sid_simd GLUE(sid_simd_, SID_ISA) = {
     .join = join,
     .to_levels = to_levels,
     .take_levels = take_levels,
+    .add_left = add_left,
     .dots = dots,
     .add_rows = add_rows,
     .add_outer = add_outer,

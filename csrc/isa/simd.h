@@ -156,9 +156,11 @@ typedef struct sid_simd {
     uint32_t (*split)(const uint32_t *u, uint32_t n, const sid_parts *to, uint8_t *far);
     uint32_t (*join)(const sid_parts *from, uint32_t n, const uint8_t *far, int add, float *out);
 
-    /* levels.inc.h: the level of |x|, and above it the sign; and x -= what level and sign stand for where key(x) >= key. */
+    /* levels.inc.h: the level of |x|, and above it the sign; x -= what level and sign stand for where key(x) >= key; and this,
+     * then add_kept of all that is left. */
     void (*to_levels)(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code);
     void (*take_levels)(float *x, uint32_t n, uint32_t key, const sid_levels *levels);
+    int (*add_left)(float *acc, const float *g, uint32_t n, uint32_t key, const sid_levels *levels);
 
     /* rows.inc.h: matrices of r rows y_k, `stride` floats apart
      * dots: x_i times y_k,i is added to lane (from + i) % 16 of the k-th 16. add_rows: y_k += c[k] * x. add_outer: out +=

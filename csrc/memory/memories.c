@@ -49,6 +49,15 @@ static int residual_tile(const sid_pass *w, float *const *vec, const float *g, u
     return w->plan->simd->add_weighted(vec[0], g, len, sent_from, beta, (float)q[GAMMA]);
 }
 
+static int residual_left(const sid_pass *w, float *const *vec, const float *g, uint32_t len, uint32_t sent_from,
+                         const sid_levels *levels) {
+    const double *q = w->plan->memory_param;
+    if (q[BETA] == 1 && sid_carry(w->step) == 1 && q[GAMMA] == 1)
+        return w->plan->simd->add_left(vec[0], g, len, sent_from, levels);
+    w->plan->simd->take_levels(vec[0], len, sent_from, levels);
+    return residual_tile(w, vec, g, len, SID_KEY_NONE);
+}
+
 /* Weights of 1: two roundings, of acc and of this difference: within one unit in the last place of acc of what was kept.
  * Where g dwarfs it, the result is at most twice as large, since g itself is a candidate of the first rounding: never a
  * stray value. Other weights: 4 units of the larger of acc and g, over beta; with beta 0 what was kept has no effect, and
@@ -71,6 +80,7 @@ const sid_memory sid_memory_residual = {
              .traits = SID_FEEDBACK},
     .vectors = 1,
     .tile = residual_tile,
+    .tile_left = residual_left,
     .undo = residual_undo,
 };
 
