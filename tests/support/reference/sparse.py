@@ -84,6 +84,11 @@ class Sparse(Codec):
         return out
 
     @property
+    def exact(self) -> bool:  # type: ignore[override]
+        # Less than half the lower of two magnitudes may become that, which rounds.
+        return self.values != "log2"
+
+    @property
     def contracts(self) -> bool:  # type: ignore[override]
         return not self.contracts_in_all
 
@@ -231,7 +236,7 @@ class RedSync(Sparse):
 
     @property
     def exact(self) -> bool:  # type: ignore[override]
-        return not self.mean
+        return not self.mean and super().exact
 
     def at_ratio(self, x: Array, ratio: float) -> np.float32:
         mean = total(np.abs(x)) / self.n
