@@ -1,4 +1,4 @@
-"""Encode with error feedback and decode of 8 ranks, against the memory limit and against torch's operations.
+"""Encode with error feedback and decode of 8 or 64 ranks, against the memory limit and torch's operations.
 
 The limit of encode is `R += G` over the same memory (it reads the gradient, reads and writes the residual:
 12 bytes an element); that of decode is one write of the vector, times what else has to be read. The baseline
@@ -6,6 +6,7 @@ is what a hook written with torch's operations does (baselines.py). One thread.
 """
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from sidcomp import _core
+from sidcomp.config.accuracy import FORTIETH
 
 from benchmarks.baselines import BASELINES, Baseline, Job
-from benchmarks.common import RESULTS, race, report
+from benchmarks.common import RESULTS, Timing, race, report, summary
 
 RANKS = 8
+MANY = 64  # ranks, whose payloads are 8 in turn
 POOL = 5  # gradients in turn, so that no step meets the last one's
 WARMUP = 24  # steps before the first timed one: the codec's threshold has settled
+FIRST = 12  # steps from an empty residual on, until it is emptied again
+RESIDUALS = ("filled", "empty")
 
 
 def block(nbytes: int) -> np.ndarray:
@@ -46,6 +51,7 @@ class Ours:
         self.buffers = [_core.Buffers(_core.Segments([g.ctypes.data], [n]), *places) for g in gradients]
         self.step = 0
         self.passes = 0
+        self.first = self.state.copy()  # before anything was kept
         if self.plan.vectors:
             self.plan.residual_in(self.state.ctypes.data, start.ctypes.data)
 
@@ -56,25 +62,46 @@ class Ours:
         self.step += 1
         self.passes += stats.passes
 
-    def floor_bytes(self) -> float:
-        """What a decode has to move: the bodies that were written are read, the vector is written."""
-        return self.count * self.plan.payload_bytes + 4 * self.plan.n
+    def empty(self) -> None:
+        """What training begins with."""
+        self.state[:] = self.first
 
-    def decoder(self, out: np.ndarray) -> Callable[[], object]:
-        if self.plan.linear:
-            payloads, count = self.payload, 1  # arrives summed
-        else:
-            self.ranks = block(RANKS * self.plan.payload_bytes)
-            for rank in range(RANKS):  # another payload for each rank
+    def floor_bytes(self, ranks: int = RANKS) -> float:
+        """What a decode has to move: the bodies that were written are read, the vector is written."""
+        return (1 if self.plan.linear else ranks) * self.plan.payload_bytes + 4 * self.plan.n
+
+    def decoder(self, out: np.ndarray, ranks: int = RANKS) -> Callable[[], object]:
+        count = 1 if self.plan.linear else ranks  # a linear one arrives summed
+        size = self.plan.payload_bytes
+        payloads = block(count * size)
+        for rank in range(count):
+            if rank < RANKS:  # another payload for each rank
                 self.encode()
-                at = rank * self.plan.payload_bytes
-                self.ranks[at : at + self.plan.payload_bytes] = self.payload
-            payloads, count = self.ranks, RANKS
+            at = rank * size
+            payloads[at : at + size] = (
+                self.payload if rank < RANKS else payloads[at % (RANKS * size) :][:size]
+            )
         into = _core.Buffers(_core.Segments([out.ctypes.data], [self.plan.n]))
-        self.count = count
-        return lambda: self.plan.decode(
-            payloads.ctypes.data, self.plan.payload_bytes, count, 1 / count, into, step=-1, group=0
-        )
+        return lambda: self.plan.decode(payloads.ctypes.data, size, count, 1 / count, into, step=-1, group=0)
+
+
+def first_steps(
+    ours: Ours, summed: np.ndarray, gradients: list[np.ndarray], repeats: int
+) -> dict[str, Timing]:
+    """As race() does, of the steps that follow an empty residual; now and then it is emptied again."""
+    times: dict[str, list[float]] = {"encode": [], "R += G": []}
+    for i in range(repeats):
+        if i % FIRST == 0:
+            ours.empty()
+        runners: dict[str, Callable[[], object]] = {
+            "encode": ours.encode,
+            "R += G": lambda i=i: np.add(summed, gradients[i % POOL], out=summed),
+        }
+        for name, run in runners.items():
+            start = time.perf_counter()
+            run()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: summary(t) for name, t in times.items()}
 
 
 def home(codec: str) -> str:
@@ -83,68 +110,128 @@ def home(codec: str) -> str:
     return own if own == "none" else "residual"
 
 
-def run(n: int, repeats: int, densities: list[float], baselines: bool, only: str) -> list[dict[str, Any]]:
-    rng = np.random.default_rng(0)
-    gradients = [rng.laplace(size=n).astype(np.float32) for _ in range(POOL)]
-    start = (20 * rng.laplace(size=n)).astype(np.float32)  # a residual that many steps have filled
+def settings_of(info: dict[str, Any], densities: list[float]) -> list[dict[str, Any]]:
+    """The rows of a codec: at each density, and as State() has it by default."""
+    if not any(p["name"] == "density" for p in info["parameters"]):
+        return [{}]
+    rows: list[dict[str, Any]] = [{"density": d} for d in densities]
+    return [*rows, FORTIETH[1]] if info["name"] == FORTIETH[0] else rows
+
+
+def gradients_of(kind: str, n: int) -> list[np.ndarray]:
+    """POOL gradients: drawn from a Laplace distribution, or the language model's own, over and over."""
+    if kind == "laplace":
+        rng = np.random.default_rng(0)
+        return [rng.laplace(size=n).astype(np.float32) for _ in range(POOL)]
+    from benchmarks.papers.recorded import recorded
+
+    return [np.resize(g, n) for _, (g,) in recorded("lm", range(40, 40 + POOL))]
+
+
+def run(
+    n: int, repeats: int, densities: list[float], baselines: bool, only: str, kind: str, residuals: list[str]
+) -> list[dict[str, Any]]:
+    gradients = gradients_of(kind, n)
+    scale = float(np.sqrt(np.mean(np.square(gradients[0], dtype=np.float64)) / 2))  # Laplace: 1
+    # a residual that many steps have filled
+    start = (20 * scale * np.random.default_rng(1).laplace(size=n)).astype(np.float32)
     summed, out = np.zeros(n, np.float32), np.zeros(n, np.float32)
     rows = []
     for info in _core.codecs():
         if only not in info["name"]:
             continue
-        sparse = any(p["name"] == "density" for p in info["parameters"])
-        for density in densities if sparse else [1.0]:
+        for settings in settings_of(info, densities):
             memory = home(info["name"])
-            ours = Ours(info["name"], n, {"density": density} if sparse else {}, gradients, start, memory)
-            for _ in range(WARMUP):
-                ours.encode()
-            turn = iter(range(10**9))
-            runners: dict[str, Callable[[], object]] = {
-                "encode": ours.encode,
-                "R += G": lambda turn=turn: np.add(summed, gradients[next(turn) % POOL], out=summed),
-            }
-            baseline = None
-            if baselines and info["name"] in BASELINES:
-                job = Job(n, ours.plan.k)
-                baseline = Baseline(
-                    info["name"],
-                    job,
-                    [*map(torch.from_numpy, gradients)],
-                    torch.from_numpy(start.copy()),
-                    1 if ours.plan.linear else RANKS,
-                )
-            ours.passes = 0
-            encode = race(runners, repeats)
-            passes = ours.passes / (repeats + 2)
-            decode = race({"decode": ours.decoder(out), "write": lambda: out.fill(0)}, repeats)
-            floor = ours.floor_bytes() / (4 * n)
-            slow: dict[str, Any] = {}
-            if baseline:  # after ours: what it allocates would push ours out of the caches
-                few = max(3, repeats // 3)
-                slow = race({"encode": baseline.encode}, few, 1)
-                while len(baseline.sent) < baseline.ranks:
-                    baseline.encode()
-                slow["decode"] = race({"decode": baseline.decode}, few, 1)["decode"]
-            per = ours.plan.payload_bytes * 8 / n
-            rows.append(
-                {
-                    "codec": info["name"],
-                    "memory": memory,
-                    "n": n,
-                    "density %": density * 100,
-                    "wire bits / element": per,
-                    "encode ms": str(encode["encode"]),
-                    "R+=G ms": str(encode["R += G"]),
-                    "encode / limit": encode["encode"].median / encode["R += G"].median,
-                    "torch / encode": slow["encode"].median / encode["encode"].median if baseline else "",
-                    "passes": passes,
-                    "decode ms": str(decode["decode"]),
-                    "write ms": str(decode["write"]),
-                    "decode / limit": decode["decode"].median / (decode["write"].median * floor),
-                    "torch / decode": slow["decode"].median / decode["decode"].median if baseline else "",
+            for residual in residuals if memory == "residual" else residuals[:1]:
+                ours = Ours(info["name"], n, settings, gradients, start, memory)
+                filled = residual == "filled"
+                first = filled and residual == residuals[0]
+                for _ in range(WARMUP if filled else 2):
+                    ours.encode()
+                turn = iter(range(10**9))
+                runners: dict[str, Callable[[], object]] = {
+                    "encode": ours.encode,
+                    "R += G": lambda turn=turn: np.add(summed, gradients[next(turn) % POOL], out=summed),
                 }
-            )
+                baseline = None
+                if baselines and first and info["name"] in BASELINES and len(settings) < 2:
+                    baseline = Baseline(
+                        info["name"],
+                        Job(n, ours.plan.k),
+                        [*map(torch.from_numpy, gradients)],
+                        torch.from_numpy(start.copy()),
+                        1 if ours.plan.linear else RANKS,
+                    )
+                ours.passes = 0
+                if filled:
+                    encode = race(runners, repeats)
+                    passes = ours.passes / (repeats + 2)
+                else:
+                    calls = max(repeats, 2 * FIRST)
+                    encode = first_steps(ours, summed, gradients, calls)
+                    passes = ours.passes / calls
+                decode, slow = {}, {}
+                if first:
+                    write: dict[str, Callable[[], object]] = {"write": lambda: out.fill(0)}
+                    decode = race({"decode": ours.decoder(out), **write}, repeats)
+                    decode["many"] = race({"decode": ours.decoder(out, MANY)}, max(3, repeats // 3))["decode"]
+                if baseline:  # after ours: what it allocates would push ours out of the caches
+                    few = max(3, repeats // 3)
+                    slow = race({"encode": baseline.encode}, few, 1)
+                    while len(baseline.sent) < baseline.ranks:
+                        baseline.encode()
+                    slow["decode"] = race({"decode": baseline.decode}, few, 1)["decode"]
+                rows.append(
+                    row_of(ours, info["name"], memory, residual, settings, encode, passes, decode, slow)
+                )
     return rows
+
+
+def row_of(
+    ours: Ours,
+    codec: str,
+    memory: str,
+    residual: str,
+    settings: dict[str, Any],
+    encode: dict[str, Timing],
+    passes: float,
+    decode: dict[str, Timing],
+    slow: dict[str, Timing],
+) -> dict[str, Any]:
+    n = ours.plan.n
+    more = "".join(f" {k}={v}" for k, v in settings.items() if k != "density")
+    row: dict[str, Any] = {
+        "codec": codec + more,
+        "memory": memory,
+        "residual": residual if memory == "residual" else "",
+        "n": n,
+        "density %": settings.get("density", 1.0) * 100,
+        "wire bits / element": ours.plan.payload_bytes * 8 / n,
+        "encode ms": str(encode["encode"]),
+        "R+=G ms": str(encode["R += G"]),
+        "encode / limit": encode["encode"].median / encode["R += G"].median,
+        "torch / encode": slow["encode"].median / encode["encode"].median if slow else "",
+        "passes": passes,
+        "decode ms": "",
+        "write ms": "",
+        "decode / limit": "",
+        f"decode of {MANY} ms": "",
+        "ms an added rank": "",
+        "added rank / its bytes": "",
+        "torch / decode": slow["decode"].median / decode["decode"].median if slow else "",
+    }
+    if not decode:
+        return row
+    write = decode["write"].median / (4 * n)  # ms a byte
+    row["decode ms"] = str(decode["decode"])
+    row["write ms"] = str(decode["write"])
+    row["decode / limit"] = decode["decode"].median / (write * ours.floor_bytes())
+    if not ours.plan.linear:
+        added = (decode["many"].median - decode["decode"].median) / (MANY - RANKS)
+        row[f"decode of {MANY} ms"] = str(decode["many"])
+        row["ms an added rank"] = added
+        row["added rank / its bytes"] = added / (write * ours.plan.payload_bytes)
+    return row
 
 
 def quieter(tables: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -152,17 +239,22 @@ def quieter(tables: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [min(rows, key=lambda r: float(r["encode ms"].split()[0])) for rows in zip(*tables, strict=True)]
 
 
-def save(rows: list[dict[str, Any]], repeats: int, runs: int, out: Path | None) -> None:
+def save(rows: list[dict[str, Any]], repeats: int, runs: int, kind: str, name: str, out: Path | None) -> None:
+    what = "Laplace gradients"
+    if kind == "lm":
+        what = "gradients of the language model, repeated to n elements"
     note = (
-        "float32, one thread, Laplace gradients on a residual that many steps have filled; median "
-        f"[quartiles] of {repeats}. Limits: of encode: R += G, 12 bytes an element, of decode ({RANKS} "
-        "ranks, linear: their sum): the time of one write, times the bytes read and written over those of "
-        "that write. torch: the same written with torch's operations (benchmarks/baselines.py)."
+        f"float32, one thread, {what}. residual: filled by many steps, or the first {FIRST} steps from an "
+        f"empty one; median [quartiles] of {repeats}. Limits: of encode: R += G, 12 bytes an element, of "
+        f"decode ({RANKS} ranks, linear: their sum): the time of one write, times the bytes read and written "
+        f"over those of that write. An added rank: of {MANY} beside {RANKS} (payloads of {RANKS} ranks, in "
+        "turn), and over the time of its payload's bytes at the speed of the write. "
+        "torch: the same written with torch's operations (benchmarks/baselines.py)."
     )
     if runs > 1:
         note += f" Each row from the one of {runs} runs of the table in which its encode took least."
-    report("codec", "Encode and decode", rows, note, out)
-    if out:
+    report(name, "Encode and decode", rows, note, out)
+    if out and name == "codec":
         chart(rows, max(r["n"] for r in rows), out / "codec.png")
 
 
@@ -173,7 +265,7 @@ def chart(rows: list[dict[str, Any]], n: int, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [r for r in rows if r["n"] == n]
+    rows = [r for r in rows if r["n"] == n and r["decode / limit"] != ""]
     names = [r["codec"] + (f" {r['density %']:g} %" if r["density %"] < 100 else "") for r in rows]
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 0.22 * len(rows) + 1.2), sharey=True)
     for axis, what in zip(axes, ("encode", "decode"), strict=True):
@@ -196,6 +288,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each (default 15)")
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01, 0.1], help="fractions")
     parser.add_argument("--only", default="", help="codecs whose names hold this")
+    parser.add_argument("--gradients", choices=("laplace", "lm"), default="laplace", help="(default laplace)")
+    parser.add_argument(
+        "--residual", nargs="+", choices=RESIDUALS, default=["filled"], help="(default filled)"
+    )
     parser.add_argument("--no-baseline", action="store_true", help="leave torch's operations out")
     parser.add_argument(
         "--runs",
@@ -203,15 +299,23 @@ def main(argv: list[str] | None = None) -> None:
         default=1,
         help="of the whole table: row by row the quieter one counts (default 1)",
     )
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/codec.{md,json,png}")
+    parser.add_argument(
+        "--save", action="store_true", help="write benchmarks/results/NAME.{md,json}, a picture"
+    )
+    parser.add_argument("--name", help="(default codec, of other gradients codec-lm)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     baselines = not args.no_baseline
     tables = [
-        [row for n in args.n for row in run(n, args.repeats, args.density, baselines, args.only)]
+        [
+            row
+            for n in args.n
+            for row in run(n, args.repeats, args.density, baselines, args.only, args.gradients, args.residual)
+        ]
         for _ in range(args.runs)
     ]
-    save(quieter(tables), args.repeats, args.runs, RESULTS if args.save else None)
+    name = args.name or ("codec" if args.gradients == "laplace" else f"codec-{args.gradients}")
+    save(quieter(tables), args.repeats, args.runs, args.gradients, name, RESULTS if args.save else None)
 
 
 if __name__ == "__main__":

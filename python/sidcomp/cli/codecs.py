@@ -122,7 +122,9 @@ def _costs(measured: dict[str, Any]) -> str:
     best = {
         row["codec"]: row
         for row in found
-        if row["n"] == largest and (row["density %"] == 100 or 0.5 < row["density %"] < 2)
+        if row["n"] == largest
+        and row.get("residual") != "empty"
+        and (row["density %"] == 100 or 0.5 < row["density %"] < 2)
     }
     for c in codecs():
         bits = 8 * _core.Plan(c.name, c.memory, n, "float32").payload_bytes / n
