@@ -89,10 +89,14 @@ typedef struct sid_gather { /* decode of `count` payloads */
     const sid_plan *plan;
     const uint8_t *payloads;
     uint64_t stride;
+    const void *const *at; /* where each of them is; NULL: from payloads on, `stride` bytes apart */
     uint32_t count;
     float scale;
     sid_cursor *cursor; /* one a payload */
 } sid_gather;
+static inline const uint8_t *sid_payload(const sid_gather *g, uint32_t r) {
+    return g->at ? (const uint8_t *)g->at[r] : g->payloads + r * g->stride;
+}
 
 /* ---- codec ---------------------------------------------------------------------------------------------------- */
 typedef struct sid_codec {

@@ -48,11 +48,11 @@ sid_status sid_check(const sid_plan *p, const void *payload, uint64_t bytes, con
 static int nonfinite(sid_gather *g) {
     const sid_plan *p = g->plan;
     for (uint32_t i = 0; i < g->count; i++)
-        if (((const sid_header *)(const void *)(g->payloads + i * g->stride))->flags & SID_FLAG_NONFINITE) return 1;
+        if (((const sid_header *)(const void *)(sid_payload(g, i)))->flags & SID_FLAG_NONFINITE) return 1;
     if (!(p->codec->info.traits & SID_LINEAR)) return 0;
     if (p->sizes.body_dtype == SID_F32) { /* the body shows it, at less cost than what is made of it */
         for (uint32_t i = 0; i < g->count; i++) {
-            const float *x = (const float *)(const void *)(g->payloads + i * g->stride + p->sizes.body_offset);
+            const float *x = (const float *)(const void *)(sid_payload(g, i) + p->sizes.body_offset);
             for (uint64_t offset = 0; offset < p->sizes.body_count; offset += 1u << 16) {
                 const uint64_t left = p->sizes.body_count - offset;
                 if (!p->simd->finite(x + offset, left < 1u << 16 ? (uint32_t)left : 1u << 16)) return 1;
@@ -82,7 +82,7 @@ static void mean_again(const sid_gather *g, sid_cursor *cursor, uint64_t *next, 
     SID_LINE float y[SID_DECODE_TILE];
     memset(sum, 0, sizeof sum);
     for (uint32_t r = 0; r < g->count; r++) {
-        sid_gather one = {p, g->payloads + r * g->stride, g->stride, 1, 1.0f, cursor + r};
+        sid_gather one = {p, sid_payload(g, r), 0, NULL, 1, 1.0f, cursor + r};
         if (!*next) p->codec->open(&one);
         for (uint64_t offset = *next; offset <= from; offset += SID_DECODE_TILE) {
             const uint32_t take = p->n - offset < SID_DECODE_TILE ? (uint32_t)(p->n - offset) : SID_DECODE_TILE;
@@ -107,11 +107,13 @@ static void mend(const sid_segment *seg, uint64_t off, const float *x, uint32_t 
     }
 }
 
-void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                      const sid_segment *seg, sid_dtype dtype, void *state, sid_report *report) {
+/* The second half of a decode. g: all but its cursors. */
+static void decode_sound(sid_gather g, const sid_segment *seg, sid_dtype dtype, void *state, sid_report *report) {
     sid_cursor cursor[SID_MAX_COUNT], again[SID_MAX_COUNT];
+    const sid_plan *const p = g.plan;
+    const uint32_t count = g.count;
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
-    sid_gather g = {p, payloads, stride, count, scale, cursor};
+    g.cursor = cursor;
     const int memory = state && p->memory->vectors;
     p->codec->open(&g);
     /* A linear sum is looked at beforehand only where a memory would have to be corrected before the write. */
@@ -165,23 +167,19 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
         if (dtype != SID_F32 || !whole) memset(x, 0, 4ull * len);
     }
     if (past && dtype == SID_F32) p->simd->fence();
-    if (p->codec->learn && state && count == 1 && !report->nonfinite) p->codec->learn(p, state, payloads);
+    if (p->codec->learn && state && count == 1 && !report->nonfinite) p->codec->learn(p, state, sid_payload(&g, 0));
 }
 
-sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
-                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *step, sid_report *report,
-                      sid_error *err) {
-    sid_report none;
+void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
+                      const sid_segment *seg, sid_dtype dtype, void *state, sid_report *report) {
+    const sid_gather g = {.plan = p, .payloads = payloads, .stride = stride, .count = count, .scale = scale};
+    decode_sound(g, seg, dtype, state, report);
+}
+
+static sid_status decode(const sid_gather *g, const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *step,
+                         sid_report *report, sid_error *err) {
+    const sid_plan *const p = g->plan;
     uint64_t sum = 0;
-    if (!report) report = &none;
-    *report = (sid_report){0, 0};
-    if (err) err->text[0] = 0;
-    if (!p || !payloads || !count || count > SID_MAX_COUNT || (n_seg && !seg))
-        return sid_fail(err, SID_E_ARG, "plan, payloads or segments is NULL, or count is %u: it must be 1 to %d", count,
-                        SID_MAX_COUNT);
-    if ((uintptr_t)payloads % 8 || stride % 8 || (count > 1 && stride < p->sizes.payload))
-        return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, and at least %llu bytes apart",
-                        (unsigned long long)p->sizes.payload);
     for (uint32_t i = 0; i < n_seg; i++) {
         if ((seg[i].len && !seg[i].ptr) || (uintptr_t)seg[i].ptr % sid_dtype_size(p->dtype))
             return sid_fail(err, SID_E_ARG, "segment %u is NULL, or not aligned to its elements", i);
@@ -194,10 +192,11 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
         return sid_fail(err, SID_E_ARG, "the segments hold %llu elements, the group has %llu", (unsigned long long)sum,
                         (unsigned long long)p->n);
     const int linear = (p->codec->info.traits & SID_LINEAR) != 0;
-    for (uint32_t i = 0; i < count; i++) {
-        const sid_header *h = (const sid_header *)(const void *)((const uint8_t *)payloads + i * stride);
-        sid_status s = check_one(p, (const uint8_t *)h, step, err);
-        if (!s && linear && h->scale != ((const sid_header *)payloads)->scale)
+    const sid_header *const first = (const sid_header *)(const void *)sid_payload(g, 0);
+    for (uint32_t i = 0; i < g->count; i++) {
+        const uint8_t *const payload = sid_payload(g, i);
+        sid_status s = check_one(p, payload, step, err);
+        if (!s && linear && ((const sid_header *)(const void *)payload)->scale != first->scale)
             s = sid_fail(err, SID_E_MISMATCH,
                          "the payloads are of different world sizes: sum those of one step of one process group");
         if (s) {
@@ -205,9 +204,48 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
             return s;
         }
     }
-
-    sid_decode_sound(p, payloads, stride, count, scale, seg, p->dtype, state, report);
+    decode_sound(*g, seg, p->dtype, state, report);
     return SID_OK;
+}
+
+static sid_status refuse(const sid_plan *p, const void *payloads, uint32_t count, const sid_segment *seg,
+                         uint32_t n_seg, sid_error *err) {
+    if (err) err->text[0] = 0;
+    if (p && payloads && count && count <= SID_MAX_COUNT && (!n_seg || seg)) return SID_OK;
+    return sid_fail(err, SID_E_ARG, "plan, payloads or segments is NULL, or count is %u: it must be 1 to %d", count,
+                    SID_MAX_COUNT);
+}
+
+sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
+                      const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *step, sid_report *report,
+                      sid_error *err) {
+    sid_report none;
+    if (!report) report = &none;
+    *report = (sid_report){0, 0};
+    const sid_status s = refuse(p, payloads, count, seg, n_seg, err);
+    if (s) return s;
+    if ((uintptr_t)payloads % 8 || stride % 8 || (count > 1 && stride < p->sizes.payload))
+        return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, and at least %llu bytes apart",
+                        (unsigned long long)p->sizes.payload);
+    const sid_gather g = {.plan = p, .payloads = payloads, .stride = stride, .count = count, .scale = scale};
+    return decode(&g, seg, n_seg, state, step, report, err);
+}
+
+sid_status sid_decode_list(const sid_plan *p, const void *const *payloads, uint32_t count, float scale,
+                           const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *step,
+                           sid_report *report, sid_error *err) {
+    sid_report none;
+    if (!report) report = &none;
+    *report = (sid_report){0, 0};
+    const sid_status s = refuse(p, payloads, count, seg, n_seg, err);
+    if (s) return s;
+    for (uint32_t i = 0; i < count; i++)
+        if (!payloads[i] || (uintptr_t)payloads[i] % 8) {
+            report->culprit = i;
+            return sid_fail(err, SID_E_ARG, "payload %u is NULL, or does not start at a multiple of 8 bytes", i);
+        }
+    const sid_gather g = {.plan = p, .at = payloads, .count = count, .scale = scale};
+    return decode(&g, seg, n_seg, state, step, report, err);
 }
 
 sid_status sid_learn(const sid_plan *p, void *state, const void *payload) {

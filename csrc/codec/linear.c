@@ -95,8 +95,7 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     SID_LINE float buf[SID_DECODE_TILE];
     for (uint32_t r = 0; r < g->count; r++) {
-        const float *x =
-            sid_load(p->simd, body_dtype(p), g->payloads + r * g->stride + SID_HEADER_BYTES, offset, len, buf);
+        const float *x = sid_load(p->simd, body_dtype(p), sid_payload(g, r) + SID_HEADER_BYTES, offset, len, buf);
         if (r == 0)
             memcpy(out, x, 4ull * len); /* not 0 + x, which would lose the sign of -0 */
         else

@@ -26,7 +26,7 @@ static inline sid_status linear_check(const sid_header *h, uint64_t count, sid_e
 
 /* The body already holds the sender's scale, which the caller's replaces: where they are equal, there is nothing to multiply by. */
 static inline void linear_open(sid_gather *g) {
-    const sid_header *h = (const sid_header *)(const void *)g->payloads;
+    const sid_header *h = (const sid_header *)(const void *)sid_payload(g, 0);
     g->scale = g->scale == h->scale ? 1.0f : (float)((double)g->scale * (double)linear_inverse(h->scale));
 }
 

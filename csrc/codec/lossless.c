@@ -256,7 +256,7 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     const lossless_form f = lossless_form_of(p);
     for (uint32_t r = 0; r < g->count; r++) {
-        const uint8_t *payload = g->payloads + r * g->stride;
+        const uint8_t *payload = sid_payload(g, r);
         for (uint32_t at = 0; at < len; at += SID_TILE) {
             const uint32_t take = len - at < SID_TILE ? len - at : SID_TILE;
             const sid_parts t = parts_of(&f, (uint8_t *)(uintptr_t)payload, offset + at);

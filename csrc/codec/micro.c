@@ -187,8 +187,7 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     for (uint32_t r = 0; r < g->count; r += TOGETHER) {
         const uint32_t count = g->count - r < TOGETHER ? g->count - r : TOGETHER;
         for (uint32_t i = 0; i < count; i++) {
-            const uint8_t *payload = g->payloads + (r + i) * g->stride,
-                          *code = payload + SID_HEADER_BYTES + (offset >> f.shift);
+            const uint8_t *payload = sid_payload(g, r + i), *code = payload + SID_HEADER_BYTES + (offset >> f.shift);
             const float group = ((const sid_header *)(const void *)payload)->scale;
             for (uint32_t b = 0; b < blocks; b++) scale[i][b] = micro_number(&f, code[b], group);
             from[i] = (sid_codes){payload + codes, (const uint8_t *)scale[i]};

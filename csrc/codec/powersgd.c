@@ -401,7 +401,7 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     float c[POWER_RANK];
     for (uint32_t r = 0; r < g->count; r++) {
-        const float *body = slice(g->payloads + r * g->stride);
+        const float *body = slice(sid_payload(g, r));
         const sid_matrix *m = at_element(p, offset);
         for (uint32_t pos = 0; pos < len;) {
             const piece e = piece_at(m, offset + pos, len - pos);

@@ -401,7 +401,7 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     for (uint32_t r = 0; r < g->count; r += TOGETHER) {
         const uint32_t count = g->count - r < TOGETHER ? g->count - r : TOGETHER;
         for (uint32_t i = 0; i < count; i++) {
-            const uint8_t *payload = g->payloads + (r + i) * g->stride;
+            const uint8_t *payload = sid_payload(g, r + i);
             from[i].code = payload + quant_codes_at(p->n, f.block) + quant_code_bytes(&f, offset);
             from[i].scale =
                 f.block ? payload + SID_HEADER_BYTES + 4 * (offset / f.block) : payload + offsetof(sid_header, scale);

@@ -212,7 +212,7 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     block b;
     float buf[BLOCK];
     for (uint32_t r = 0; r < g->count; r++) {
-        const uint8_t *payload = g->payloads + r * g->stride, *body = payload + SID_HEADER_BYTES;
+        const uint8_t *payload = sid_payload(g, r), *body = payload + SID_HEADER_BYTES;
         const sid_header *h = (const sid_header *)(const void *)payload;
         const sid_draw draw = {h->salt, h->group, h->step};
         if (is_linear(p)) {

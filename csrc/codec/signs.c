@@ -231,7 +231,7 @@ static void add_all(const sid_gather *g, float *out, uint64_t offset, uint32_t l
     for (uint32_t r = 0; r < g->count;) {
         uint32_t k = 0;
         for (; k < MANY && r < g->count; k++, r++) {
-            const uint8_t *payload = g->payloads + r * g->stride;
+            const uint8_t *payload = sid_payload(g, r);
             const float scale = ((const sid_header *)(const void *)payload)->scale;
             bits[k] = payload + SID_HEADER_BYTES + offset / 8;
             value[k][0] = unit ? 1 : scale;
@@ -263,7 +263,7 @@ static void decide(const sid_plan *p, float *x, uint32_t len, uint32_t count) {
 }
 
 static void decode_merge(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
-    const sid_header *h = (const sid_header *)(const void *)g->payloads;
+    const sid_header *h = (const sid_header *)(const void *)sid_payload(g, 0);
     const sid_draw common = {h->salt, h->group, h->step};
     SID_LINE uint16_t u[SID_DECODE_TILE];
     add_all(g, out, offset, len, 0, otherwise(g->plan));

@@ -92,7 +92,7 @@ static uint32_t entries_below(const uint16_t *idx, uint32_t left, uint32_t end) 
 static const uint16_t *take_indices(sid_gather *g, uint32_t r, uint64_t offset, uint32_t len, uint16_t *buf,
                                     uint64_t *first, uint32_t *here) {
     const sid_plan *p = g->plan;
-    const uint8_t *payload = g->payloads + r * g->stride;
+    const uint8_t *payload = sid_payload(g, r);
     const uint32_t base = (uint32_t)(offset % SID_WIRE_TILE);
     sid_cursor *c = &g->cursor[r];
     if (base == 0) c->left = ((const uint32_t *)(const void *)(payload + SID_HEADER_BYTES))[offset / SID_WIRE_TILE];
@@ -153,7 +153,7 @@ void sparse_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const uint32_t base = (uint32_t)(offset % SID_WIRE_TILE), values = sparse_values_of(p);
     SID_LINE uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
-        const uint8_t *val = g->payloads + r * g->stride + at_val;
+        const uint8_t *val = sid_payload(g, r) + at_val;
         uint64_t first;
         uint32_t here;
         const uint16_t *idx = take_indices(g, r, offset, len, buf, &first, &here);
@@ -171,7 +171,7 @@ void sparse_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
             add_levels(out, idx, base, val + 8, first, here, width, &l);
         }
         const uint64_t next = sid_sparse_value_bytes(first + here, values), more = sid_sparse_value_bytes(here, values);
-        for (uint64_t i = 0; i < more; i += 64) __builtin_prefetch(g->payloads + r * g->stride + at_val + next + i);
+        for (uint64_t i = 0; i < more; i += 64) __builtin_prefetch(sid_payload(g, r) + at_val + next + i);
     }
 }
 
@@ -179,7 +179,7 @@ void sparse_mean_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len
     const uint32_t base = (uint32_t)(offset % SID_WIRE_TILE);
     SID_LINE uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
-        const float mean = ((const sid_header *)(const void *)(g->payloads + r * g->stride))->scale;
+        const float mean = ((const sid_header *)(const void *)(sid_payload(g, r)))->scale;
         uint64_t first;
         uint32_t here;
         const uint16_t *idx = take_indices(g, r, offset, len, buf, &first, &here);

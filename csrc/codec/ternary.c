@@ -157,7 +157,7 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
 static void open_units(sid_gather *g) {
     linear_open(g);
     for (uint32_t r = 0; r < g->count; r++) {
-        const uint8_t *payload = g->payloads + r * g->stride;
+        const uint8_t *payload = sid_payload(g, r);
         const float world = linear_inverse(((const sid_header *)(const void *)payload)->scale);
         const int whole = (float)(int8_t)payload[TERN_CODES_AT + g->plan->n] == world;
         const float unit = whole ? (float)((double)shared_of(payload) / (double)world) : no_number();
@@ -167,8 +167,7 @@ static void open_units(sid_gather *g) {
 
 static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     for (uint32_t r = 0; r < g->count; r++) {
-        const sid_codes from = {g->payloads + r * g->stride + TERN_CODES_AT + offset,
-                                (const uint8_t *)&g->cursor[r].left};
+        const sid_codes from = {sid_payload(g, r) + TERN_CODES_AT + offset, (const uint8_t *)&g->cursor[r].left};
         g->plan->simd->add_codes(&from, 1, out, len, 0, SID_GRID_INTEGERS, 8);
     }
 }

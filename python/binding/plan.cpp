@@ -73,6 +73,22 @@ bool Plan::decode(const Payloads &from, const Buffers &b, const Expected &at) co
     return report.nonfinite != 0;
 }
 
+bool Plan::decode_list(const std::vector<Address> &payloads, float scale, const Buffers &b, const Expected &at) const {
+    std::vector<const void *> places;
+    for (const Address a : payloads) {
+        need(pointer(a), sizes.payload, "payload");
+        places.push_back(pointer(a));
+    }
+    sid_report report{};
+    sid_error err{};
+    const sid_status s = without_gil([&] {
+        return sid_decode_list(get(), places.data(), static_cast<uint32_t>(places.size()), scale, b.segs, b.n_seg,
+                               b.state, at.get(), &report, &err);
+    });
+    check(s, err, report.culprit);
+    return report.nonfinite != 0;
+}
+
 void Plan::learn(Address state, Address payload) const {
     void *const of = needed(state);
     need(pointer(payload), sizes.payload, "payload");
@@ -156,6 +172,11 @@ void bind_plan(py::module_ &m) {
                uint32_t group) { return p.decode({payloads, stride, count, scale}, buffers, {step, group}); },
             arg("payloads"), arg("stride"), arg("count"), arg("scale"), arg("buffers"), py::kw_only(), arg("step"),
             arg("group"))
+        .def(
+            "decode_list",
+            [](const Plan &p, const std::vector<Address> &payloads, float scale, const Buffers &buffers, int64_t step,
+               uint32_t group) { return p.decode_list(payloads, scale, buffers, {step, group}); },
+            arg("payloads"), arg("scale"), arg("buffers"), py::kw_only(), arg("step"), arg("group"))
         .def("learn", &Plan::learn, arg("state"), arg("payload"))
         .def(
             "check",

@@ -46,6 +46,7 @@ class Plan {
     sid_stats encode(const Buffers &b, const sid_step &step) const;
     void next_reduction(uint32_t reduction, const Buffers &b, const sid_step &step) const;
     bool decode(const Payloads &from, const Buffers &b, const Expected &step) const; // b: work and payload are not used
+    bool decode_list(const std::vector<Address> &payloads, float scale, const Buffers &b, const Expected &step) const;
     void learn(Address state, Address payload) const;
     void check_payload(Address payload, uint64_t bytes, const Expected &step) const;
 

@@ -389,6 +389,10 @@ class Plan:
 
         Raises CorruptPayloadError or MismatchError; their `culprit` is the index of the payload at fault.
         """
+    def decode_list(
+        self, payloads: Sequence[int], scale: float, buffers: Buffers, *, step: int, group: int
+    ) -> bool:
+        """As decode, of payloads that lie anywhere, each at a multiple of 8 bytes."""
     def learn(self, state: int, payload: int) -> None: ...
     def check(self, payload: int, nbytes: int, *, step: int = ..., group: int = ...) -> None: ...
     def residual_out(self, state: int, out: int) -> None: ...

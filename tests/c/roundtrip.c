@@ -246,6 +246,13 @@ static void run_gather(const sid_config *c, uint32_t how) {
     CHECK(!sid_decode(g.plan, all.p, stride, WORLD, 1.0f / WORLD, x.seg, x.n_seg, NULL, &at, NULL, &err), "%s",
           err.text);
     vec_get(&x, sent);
+    const void *places[WORLD];
+    for (uint32_t rank = 0; rank < WORLD; rank++) places[rank] = all.p + rank * stride;
+    CHECK(!sid_decode_list(g.plan, places, WORLD, 1.0f / WORLD, x.seg, x.n_seg, NULL, &at, NULL, &err), "%s", err.text);
+    vec_get(&x, before);
+    CHECK(!memcmp(before, sent, 4 * c->n), "%s: a list of payloads decodes to other bits", g.name);
+    places[WORLD - 1] = all.p + 4;
+    CHECK(sid_decode_list(g.plan, places, WORLD, 1, x.seg, x.n_seg, NULL, &at, NULL, &err) == SID_E_ARG, "%s", g.name);
     float bad = 0;
     for (uint64_t i = 0; i < c->n; i++) bad = fabsf(sent[i] - after[i]) > bad ? fabsf(sent[i] - after[i]) : bad;
     const int linear = (sid_plan_codec(g.plan)->traits & SID_LINEAR) != 0; /* these scale before they sum */

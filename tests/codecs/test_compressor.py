@@ -458,21 +458,29 @@ def test_threads_share_a_loopback(exchange: str, codec: str) -> None:
     assert all(np.array_equal(shared.residual(r), alone.residual(r)) for r in range(2))
 
 
-def test_payloads_at_even_distances_are_decoded_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payloads_are_decoded_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     n, count = 5000, 4
     ranks = [sidcomp.Compressor("topk", n=n, density=0.1, rank=r, world=count) for r in range(count)]
     rng = np.random.default_rng(2)
     payloads = [c.encode(rng.normal(size=n).astype(np.float32)) for c in ranks]
     want = ranks[0].decode(np.stack(payloads))
     size = ranks[0].payload_bytes
-    spread = np.zeros((count, 2 * size), np.uint8)
-    spread[:, :size] = payloads
-    backwards = [row[:size] for row in spread][::-1]
-    np.testing.assert_allclose(ranks[0].decode(backwards), want, rtol=1e-5, atol=1e-6)  # which copies
+    odd = [np.zeros(size + 4, np.uint8)[4:] for _ in payloads]  # numpy's memory begins at a multiple of 16
+    for to, payload in zip(odd, payloads, strict=True):
+        to[:] = payload
+    assert all(to.ctypes.data % 8 for to in odd)
+    assert (ranks[0].decode(odd) == want).all()
 
     def no_copy(size: int) -> None:
         raise AssertionError("the payloads were copied")
 
     monkeypatch.setattr(compressor, "_Block", no_copy)
-    assert (ranks[0].decode([row[:size] for row in spread]) == want).all()
-    assert (ranks[0].decode(list(np.stack(payloads))) == want).all()
+    assert (ranks[0].decode(payloads) == want).all()
+    assert (ranks[0].decode([np.stack(payloads[:3]), payloads[3]]) == want).all()
+    spread = np.zeros((count, 2 * size), np.uint8)
+    spread[:, :size] = payloads
+    rows = [row[:size] for row in spread]
+    assert (ranks[0].decode(rows) == want).all()
+    np.testing.assert_allclose(ranks[0].decode(rows[::-1]), want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError, match="were copied"):
+        ranks[0].decode(odd)

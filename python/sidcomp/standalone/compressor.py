@@ -270,13 +270,12 @@ class Compressor:
             out = _empty(parts[0].holder, self.n, self.dtype)
         target = self._vector(out, "out", writes=True)
         _apart(target, "out", *((part, f"payloads[{i}]") for i, part in enumerate(parts)))
-        ptr, stride, count, kept = self._join(parts)
-        into = _core.Buffers(_segments(target))
-        self.plan.decode(ptr, stride, count, scale, into, step=-1, group=0)
+        places, kept = self._places(parts)
+        self.plan.decode_list(places, scale, _core.Buffers(_segments(target)), step=-1, group=0)
         _written(out)
-        if self.plan.extra_bytes and count == 1:
+        if self.plan.extra_bytes and len(places) == 1:
             with self._turn:
-                self.plan.learn(self._state.ptr, ptr)
+                self.plan.learn(self._state.ptr, places[0])
         del kept
         return out
 
@@ -352,25 +351,19 @@ class Compressor:
             parts.append(part)
         return parts
 
-    def _join(self, parts: list[_View]) -> tuple[int, int, int, Any]:
-        """Copies the payloads one after the other, unless they already lie at even distances, as the rows of
-        a gathered array do. Returns the address of the first, the distance, their number, and the object
-        that keeps them alive."""
-        total = sum(part.n for part in parts)
-        count = total // self.payload_bytes
-        first, apart = parts[0].ptr, self.payload_bytes
-        if len(parts) > 1:
-            apart = parts[1].ptr - first
-        even = all(part.n == self.payload_bytes for part in parts) and apart >= self.payload_bytes
-        even = even and all(part.ptr == first + i * apart for i, part in enumerate(parts))
-        if first % 8 == 0 and (len(parts) == 1 or (even and apart % 8 == 0)):
-            return first, apart, count, parts
-        joined = _Block(total)
-        at = joined.ptr
+    def _places(self, parts: list[_View]) -> tuple[list[int], Any]:
+        """The address of each payload, and what keeps copies alive: of parts that do not start at a multiple
+        of 8 bytes."""
+        places: list[int] = []
+        copies: list[_Block] = []
         for part in parts:
-            ctypes.memmove(at, part.ptr, part.n)
-            at += part.n
-        return joined.ptr, self.payload_bytes, count, joined
+            first = part.ptr
+            if first % 8:
+                copies.append(_Block(part.n))
+                first = copies[-1].ptr
+                ctypes.memmove(first, part.ptr, part.n)
+            places += range(first, first + part.n, self.payload_bytes)
+        return places, copies
 
 
 def _segments(view: _View) -> _core.Segments:
