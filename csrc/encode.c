@@ -93,7 +93,8 @@ static const float *make_tile(sid_pass *w, place *from, float *const *vec, uint6
         if (vectors) {
             float *piece[SID_MAX_VECTORS];
             for (uint32_t v = 0; v < vectors; v++) piece[v] = vec[v] + pos;
-            ok = left ? p->memory->tile_left(w, piece, g, take, sent, &levels) : p->memory->tile(w, piece, g, take, sent);
+            ok = left ? p->memory->tile_left(w, piece, g, take, sent, &levels)
+                      : p->memory->tile(w, piece, g, take, sent);
         } else {
             ok = clean || p->simd->finite(g, take);
             if (ok && take == len) return g; /* the gradient is acc: nothing to copy */

@@ -181,9 +181,8 @@ static __m256i keys8(const float *x) {
 static unsigned mask8(__m256i m) { return (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(m)); }
 /* Lane numbers of the set bits of a byte, packed to the left, in a byte each. A table: processors that do pext and pdep in
  * microcode (AMD's before 2020) take tens of cycles for them. */
-#define LANE(m, j) ((m) >> (j)&1u ? (uint64_t)(j) << 8 * __builtin_popcount((m) & ((1u << (j)) - 1u)) : 0)
-#define LEFT(m)                                                                                                        \
-    (LANE(m, 0) | LANE(m, 1) | LANE(m, 2) | LANE(m, 3) | LANE(m, 4) | LANE(m, 5) | LANE(m, 6) | LANE(m, 7))
+#define LANE(m, j) ((m) >> (j) & 1u ? (uint64_t)(j) << 8 * __builtin_popcount((m) & ((1u << (j)) - 1u)) : 0)
+#define LEFT(m) (LANE(m, 0) | LANE(m, 1) | LANE(m, 2) | LANE(m, 3) | LANE(m, 4) | LANE(m, 5) | LANE(m, 6) | LANE(m, 7))
 #define LEFT4(m) LEFT(m), LEFT((m) + 1u), LEFT((m) + 2u), LEFT((m) + 3u)
 #define LEFT16(m) LEFT4(m), LEFT4((m) + 4u), LEFT4((m) + 8u), LEFT4((m) + 12u)
 #define LEFT64(m) LEFT16(m), LEFT16((m) + 16u), LEFT16((m) + 32u), LEFT16((m) + 48u)
