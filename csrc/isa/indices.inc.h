@@ -35,8 +35,8 @@ static void fields_of(const uint8_t *p, uint64_t offset, uint32_t b, uint32_t n,
     uint32_t i = 0;
     p += offset / 8;
 #ifdef SID_HAS_AVX2
-    if (b &&
-        b < 8) { /* eight fields are b bytes, so that in every round they lie alike in 8 bytes, each in two of them */
+    /* Eight fields are b bytes, so that in every round they lie alike in 8 bytes, each in two of them. */
+    if (b && b < 8) {
         const __m128i count8 = _mm_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7);
         const __m128i at = _mm_add_epi16(_mm_set1_epi16((short)off), _mm_mullo_epi16(_mm_set1_epi16((short)b), count8));
         const __m128i byte = _mm_srli_epi16(at, 3), bit = _mm_and_si128(at, _mm_set1_epi16(7));
