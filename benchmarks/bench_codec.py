@@ -6,7 +6,6 @@ is what a hook written with torch's operations does (baselines.py). One thread.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from sidcomp import _core
 from sidcomp.config.accuracy import FORTIETH
 
 from benchmarks.baselines import BASELINES, Baseline, Job
-from benchmarks.common import RESULTS, Timing, race, report, summary
+from benchmarks.common import RESULTS, Timing, race, report
 
 RANKS = 8
 MANY = 64  # ranks, whose payloads are 8 in turn
@@ -62,13 +61,14 @@ class Ours:
         self.step += 1
         self.passes += stats.passes
 
-    def empty(self) -> None:
-        """What training begins with."""
-        self.state[:] = self.first
+    def begin_again(self, turn: int) -> None:
+        """Every FIRST turns the state is what training begins with."""
+        if turn % FIRST == 0:
+            self.state[:] = self.first
 
-    def floor_bytes(self, ranks: int = RANKS) -> float:
+    def floor_bytes(self) -> float:
         """What a decode has to move: the bodies that were written are read, the vector is written."""
-        return (1 if self.plan.linear else ranks) * self.plan.payload_bytes + 4 * self.plan.n
+        return (1 if self.plan.linear else RANKS) * self.plan.payload_bytes + 4 * self.plan.n
 
     def decoder(self, out: np.ndarray, ranks: int = RANKS) -> Callable[[], object]:
         count = 1 if self.plan.linear else ranks  # a linear one arrives summed
@@ -83,25 +83,6 @@ class Ours:
             )
         into = _core.Buffers(_core.Segments([out.ctypes.data], [self.plan.n]))
         return lambda: self.plan.decode(payloads.ctypes.data, size, count, 1 / count, into, step=-1, group=0)
-
-
-def first_steps(
-    ours: Ours, summed: np.ndarray, gradients: list[np.ndarray], repeats: int
-) -> dict[str, Timing]:
-    """As race() does, of the steps that follow an empty residual; now and then it is emptied again."""
-    times: dict[str, list[float]] = {"encode": [], "R += G": []}
-    for i in range(repeats):
-        if i % FIRST == 0:
-            ours.empty()
-        runners: dict[str, Callable[[], object]] = {
-            "encode": ours.encode,
-            "R += G": lambda i=i: np.add(summed, gradients[i % POOL], out=summed),
-        }
-        for name, run in runners.items():
-            start = time.perf_counter()
-            run()
-            times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: summary(t) for name, t in times.items()}
 
 
 def home(codec: str) -> str:
@@ -142,10 +123,9 @@ def run(
             continue
         for settings in settings_of(info, densities):
             memory = home(info["name"])
-            for residual in residuals if memory == "residual" else residuals[:1]:
+            for residual in residuals if memory == "residual" else ["filled"]:
                 ours = Ours(info["name"], n, settings, gradients, start, memory)
                 filled = residual == "filled"
-                first = filled and residual == residuals[0]
                 for _ in range(WARMUP if filled else 2):
                     ours.encode()
                 turn = iter(range(10**9))
@@ -154,7 +134,7 @@ def run(
                     "R += G": lambda turn=turn: np.add(summed, gradients[next(turn) % POOL], out=summed),
                 }
                 baseline = None
-                if baselines and first and info["name"] in BASELINES and len(settings) < 2:
+                if baselines and filled and info["name"] in BASELINES and len(settings) < 2:
                     baseline = Baseline(
                         info["name"],
                         Job(n, ours.plan.k),
@@ -167,11 +147,10 @@ def run(
                     encode = race(runners, repeats)
                     passes = ours.passes / (repeats + 2)
                 else:
-                    calls = max(repeats, 2 * FIRST)
-                    encode = first_steps(ours, summed, gradients, calls)
-                    passes = ours.passes / calls
+                    encode = race(runners, 2 * FIRST, 0, ours.begin_again)
+                    passes = ours.passes / (2 * FIRST)
                 decode, slow = {}, {}
-                if first:
+                if filled:
                     write: dict[str, Callable[[], object]] = {"write": lambda: out.fill(0)}
                     decode = race({"decode": ours.decoder(out), **write}, repeats)
                     decode["many"] = race({"decode": ours.decoder(out, MANY)}, max(3, repeats // 3))["decode"]
@@ -245,8 +224,9 @@ def save(rows: list[dict[str, Any]], repeats: int, runs: int, kind: str, name: s
         what = "gradients of the language model, repeated to n elements"
     note = (
         f"float32, one thread, {what}. residual: filled by many steps, or the first {FIRST} steps from an "
-        f"empty one; median [quartiles] of {repeats}. Limits: of encode: R += G, 12 bytes an element, of "
-        f"decode ({RANKS} ranks, linear: their sum): the time of one write, times the bytes read and written "
+        f"empty one, twice; median [quartiles] of {repeats} (first steps: {2 * FIRST}, decode of {MANY}: "
+        f"{max(3, repeats // 3)}). Limits: of encode: R += G, 12 bytes an element, of decode ({RANKS} ranks, "
+        "linear: their sum): the time of one write, times the bytes read and written "
         f"over those of that write. An added rank: of {MANY} beside {RANKS} (payloads of {RANKS} ranks, in "
         "turn), and over the time of its payload's bytes at the speed of the write. "
         "torch: the same written with torch's operations (benchmarks/baselines.py)."

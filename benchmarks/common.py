@@ -35,10 +35,17 @@ def summary(milliseconds: list[float]) -> Timing:
     return Timing(statistics.median(milliseconds), quartiles[0], quartiles[2])
 
 
-def race(runners: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, Timing]:
-    """Times each runner `repeats` times, in turn, so that what disturbs the machine meets all alike."""
+def race(
+    runners: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warmup: int = 2,
+    before: Callable[[int], object] = lambda turn: None,
+) -> dict[str, Timing]:
+    """Times each runner `repeats` times, in turn, so that what disturbs the machine meets all alike.
+    `before`, which is not timed, is called with the number of each turn."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for i in range(warmup + repeats):
+        before(i)
         for name, run in runners.items():
             start = time.perf_counter()
             run()

@@ -208,8 +208,8 @@ static sid_status decode(const sid_gather *g, const sid_segment *seg, uint32_t n
     return SID_OK;
 }
 
-static sid_status refuse(const sid_plan *p, const void *payloads, uint32_t count, const sid_segment *seg,
-                         uint32_t n_seg, sid_error *err) {
+static sid_status check_arguments(const sid_plan *p, const void *payloads, uint32_t count, const sid_segment *seg,
+                                  uint32_t n_seg, sid_error *err) {
     if (err) err->text[0] = 0;
     if (p && payloads && count && count <= SID_MAX_COUNT && (!n_seg || seg)) return SID_OK;
     return sid_fail(err, SID_E_ARG, "plan, payloads or segments is NULL, or count is %u: it must be 1 to %d", count,
@@ -222,7 +222,7 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
     sid_report none;
     if (!report) report = &none;
     *report = (sid_report){0, 0};
-    const sid_status s = refuse(p, payloads, count, seg, n_seg, err);
+    const sid_status s = check_arguments(p, payloads, count, seg, n_seg, err);
     if (s) return s;
     if ((uintptr_t)payloads % 8 || stride % 8 || (count > 1 && stride < p->sizes.payload))
         return sid_fail(err, SID_E_ARG, "payloads must start at multiples of 8 bytes, and at least %llu bytes apart",
@@ -237,13 +237,11 @@ sid_status sid_decode_list(const sid_plan *p, const void *const *payloads, uint3
     sid_report none;
     if (!report) report = &none;
     *report = (sid_report){0, 0};
-    const sid_status s = refuse(p, payloads, count, seg, n_seg, err);
+    const sid_status s = check_arguments(p, payloads, count, seg, n_seg, err);
     if (s) return s;
     for (uint32_t i = 0; i < count; i++)
-        if (!payloads[i] || (uintptr_t)payloads[i] % 8) {
-            report->culprit = i;
+        if (!payloads[i] || (uintptr_t)payloads[i] % 8)
             return sid_fail(err, SID_E_ARG, "payload %u is NULL, or does not start at a multiple of 8 bytes", i);
-        }
     const sid_gather g = {.plan = p, .at = payloads, .count = count, .scale = scale};
     return decode(&g, seg, n_seg, state, step, report, err);
 }

@@ -218,7 +218,8 @@ sid_status sid_decode(const sid_plan *p, const void *payloads, uint64_t stride, 
                       const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *step, sid_report *report,
                       sid_error *err);
 
-/* The same of payloads that lie anywhere, each at a multiple of 8 bytes; any of them may be given several times. */
+/* The same of payloads that lie anywhere, each at a multiple of 8 bytes (else SID_E_ARG); any of them may be given
+ * several times. */
 sid_status sid_decode_list(const sid_plan *p, const void *const *payloads, uint32_t count, float scale,
                            const sid_segment *seg, uint32_t n_seg, void *state, const sid_step *step,
                            sid_report *report, sid_error *err);

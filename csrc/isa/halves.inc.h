@@ -158,7 +158,7 @@ static void half_body(const float *x, uint16_t *y, uint32_t n, float s, float ma
 }
 
 static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse, float max, int bf16) {
-    const int32_t from = (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key);
+    const int32_t from = signed_key(key);
     uint32_t i = 0;
 #ifdef SID_HAS_AVX512
     const __m512i top = _mm512_set1_epi32((int)sid_f32_bits(max)), upper = _mm512_set1_epi32((int)0xffff0000u);

@@ -66,8 +66,6 @@ INLINE uint32_t add_few(float *acc, const float *g, uint32_t n, const few_levels
 }
 #endif
 
-static int32_t signed_key(uint32_t key) { return (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key); }
-
 static void take_levels(float *x, uint32_t n, uint32_t key, const sid_levels *levels) {
     const sid_levels l = *levels;
     const int32_t low = signed_key(key);

@@ -32,6 +32,7 @@ INLINE uint32_t capture_few(const float *x, uint32_t n, uint32_t key, uint16_t b
     return c;
 }
 
+#if BYTES == 32
 /* First the places of all hits, then their values. n: a multiple of 64. */
 INLINE uint32_t capture_some(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val) {
     const vi low = (vi){0} + (int32_t)key;
@@ -44,6 +45,7 @@ INLINE uint32_t capture_some(const float *x, uint32_t n, uint32_t key, uint16_t 
     for (uint32_t k = 0; k < c; k++) val[k] = x[(uint16_t)(idx[k] - base)];
     return c;
 }
+#endif
 
 static uint32_t capture(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val,
                         uint32_t expected) {

@@ -130,7 +130,8 @@ static inline vf below(vf x, vi key, vi limit) {
     return (vf)(bits(x) & (key < limit));
 #endif
 }
-static inline vi wide_key(uint32_t key) { return (vi){0} + (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key); }
+static inline int32_t signed_key(uint32_t key) { return (int32_t)(key > 0x7fffffffu ? 0x7fffffffu : key); }
+static inline vi wide_key(uint32_t key) { return (vi){0} + signed_key(key); }
 
 enum {
     FOUR = 4 * WIDE
@@ -180,7 +181,7 @@ static __m256i keys8(const float *x) {
 }
 static unsigned mask8(__m256i m) { return (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(m)); }
 /* Lane numbers of the set bits of a byte, packed to the left, in a byte each. A table: processors that do pext and pdep in
- * microcode (AMD's before 2020) take tens of cycles for them. */
+ * microcode (AMD's before Zen 3) take tens of cycles for them. */
 #define LANE(m, j) ((m) >> (j) & 1u ? (uint64_t)(j) << 8 * __builtin_popcount((m) & ((1u << (j)) - 1u)) : 0)
 #define LEFT(m) (LANE(m, 0) | LANE(m, 1) | LANE(m, 2) | LANE(m, 3) | LANE(m, 4) | LANE(m, 5) | LANE(m, 6) | LANE(m, 7))
 #define LEFT4(m) LEFT(m), LEFT((m) + 1u), LEFT((m) + 2u), LEFT((m) + 3u)
