@@ -34,8 +34,10 @@ sid_isa sid_isa_best(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
-        return SID_ISA_AVX512;
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd")) {
+        const int vbmi2 = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
+        return vbmi2 ? SID_ISA_AVX512_VBMI2 : SID_ISA_AVX512;
+    }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
         return SID_ISA_AVX2; /* every processor with these has F16C too */
 #endif
@@ -47,6 +49,7 @@ const sid_simd *sid_simd_for(sid_isa isa) {
     if (isa == SID_ISA_AUTO) isa = best;
     if ((unsigned)isa > (unsigned)best) return NULL;
 #if defined(__x86_64__)
+    if (isa == SID_ISA_AVX512_VBMI2) return &sid_simd_avx512vbmi2;
     if (isa == SID_ISA_AVX512) return &sid_simd_avx512;
     if (isa == SID_ISA_AVX2) return &sid_simd_avx2;
 #endif

@@ -84,7 +84,9 @@ typedef enum sid_isa {
     SID_ISA_AUTO = 0,
     SID_ISA_BASE = 1,
     SID_ISA_AVX2 = 2,
-    SID_ISA_AVX512 = 3
+    SID_ISA_AVX512 = 3,
+    SID_ISA_AVX512_VBMI2 = 4, /* with VBMI and VBMI2: Intel from Ice Lake, AMD from Zen 4 on */
+    SID_ISA_LAST = SID_ISA_AVX512_VBMI2
 } sid_isa;
 
 typedef struct sid_setting {
@@ -141,7 +143,7 @@ sid_slice sid_plan_slice(const sid_plan *p, uint32_t reduction);
 typedef struct sid_info sid_info; /* below: registry */
 const sid_info *sid_plan_codec(const sid_plan *p);
 const sid_info *sid_plan_memory(const sid_plan *p);
-/* The instruction set in use: "base", "avx2" or "avx512". */
+/* The instruction set in use: "base", "avx2", "avx512" or "avx512vbmi2". */
 const char *sid_plan_isa(const sid_plan *p);
 /* Bytes at the end of a state that are the codec's own, a multiple of SID_EXTRA_UNIT; a checkpoint takes them along. */
 uint64_t sid_plan_extra(const sid_plan *p);

@@ -114,39 +114,6 @@ static void add_at(float *out, const uint16_t *idx, uint32_t base, const float *
     for (uint32_t i = 0; i < n; i++) out[idx[i] - base] += v[i];
 }
 
-enum {
-    FEW = 256 /* entries: fewer are decoded one by one, where eight bits have as many codes */
-};
-static float level_of(uint32_t code, const sid_levels *l) {
-    return sid_bits_f32(sid_level_key(code & l->top, l) | (code > l->top ? 0x80000000u : 0));
-}
-/* n entries, from entry `first` on. */
-static void add_levels(float *out, const uint16_t *idx, uint32_t base, const uint8_t *code, uint64_t first, uint32_t n,
-                       uint32_t width, const sid_levels *l) {
-    float value[256];
-    if (width == 8 && n < FEW) {
-        for (uint32_t i = 0; i < n; i++) out[idx[i] - base] += level_of(code[first + i], l);
-        return;
-    }
-    for (uint32_t c = 0; c < 1u << width; c++) value[c] = level_of(c, l);
-    if (width == 8) {
-        for (uint32_t i = 0; i < n; i++) out[idx[i] - base] += value[code[first + i]];
-        return;
-    }
-    uint32_t i = 0;
-    if (width == 2) {
-        for (; i < n; i++) out[idx[i] - base] += value[code[(first + i) / 4] >> 2 * ((first + i) % 4) & 3];
-        return;
-    }
-    code += first / 2;
-    if (n && first % 2) out[idx[i++] - base] += value[*code++ >> 4];
-    for (; i + 2 <= n; i += 2, code++) {
-        out[idx[i] - base] += value[*code & 15];
-        out[idx[i + 1] - base] += value[*code >> 4];
-    }
-    if (i < n) out[idx[i] - base] += value[*code & 15];
-}
-
 void sparse_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     const uint64_t at_val = sparse_value_at(p);
@@ -168,7 +135,7 @@ void sparse_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
             memcpy(v, val, 8);
             const uint32_t width = sparse_width_of(values);
             const sid_levels l = sid_levels_from(v[0], v[1], width);
-            add_levels(out, idx, base, val + 8, first, here, width, &l);
+            p->simd->add_levels(out, idx, base, val + 8, first, here, &l);
         }
         const uint64_t next = sid_sparse_value_bytes(first + here, values), more = sid_sparse_value_bytes(here, values);
         for (uint64_t i = 0; i < more; i += 64) __builtin_prefetch(sid_payload(g, r) + at_val + next + i);

@@ -2,7 +2,21 @@
  *
  * Integers only. Reads run over by up to 8 bytes and writes by more, as simd.h says. */
 
-/* Appends base + the place of each one of a word; may write 16 more. */
+#ifdef SID_HAS_AVX512
+/* One store of 32 places for most words: stores are what takes time here, not compressing. */
+VBMI2 uint32_t places_vbmi2(uint64_t word, uint32_t base, uint16_t *at) {
+    const uint32_t c = (uint32_t)__builtin_popcountll(word);
+    const __m512i from = _mm512_set1_epi16((short)base);
+    const __m512i left = _mm512_maskz_compress_epi8(word, _mm512_loadu_si512(lanes8));
+    const __m256i half = _mm512_castsi512_si256(left);
+    _mm512_storeu_si512(at, _mm512_add_epi16(from, _mm512_cvtepu8_epi16(half)));
+    if (c > 32)
+        _mm512_storeu_si512(at + 32, _mm512_add_epi16(from, _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(left, 1))));
+    return c;
+}
+#endif
+
+/* Appends base + the place of each one of a word; may write 16 more, places_vbmi2 64. */
 static uint32_t places_of(uint64_t word, uint32_t base, uint16_t *at) {
     uint32_t c = 0;
 #if defined(SID_HAS_AVX512)
@@ -26,6 +40,15 @@ static uint32_t places_of(uint64_t word, uint32_t base, uint16_t *at) {
     for (; word; word &= word - 1) at[c++] = (uint16_t)(base + (uint32_t)__builtin_ctzll(word));
 #endif
     return c;
+}
+
+INLINE uint32_t places_by(uint64_t word, uint32_t base, uint16_t *at, const int vbmi2) {
+#ifdef SID_HAS_AVX512
+    if (vbmi2) return places_vbmi2(word, base, at);
+#else
+    (void)vbmi2;
+#endif
+    return places_of(word, base, at);
 }
 
 /* n fields of b <= 12 bits from bit `offset` on, in 16 bits each, and up to 7 more. Loads up to 7 bytes past the last one. */
@@ -63,10 +86,31 @@ static void fields_of(const uint8_t *p, uint64_t offset, uint32_t b, uint32_t n,
     }
 }
 
+#ifdef SID_HAS_AVX512
+/* fields_of, 1 <= b < 8, and up to 31 more. 32 fields are 4 * b bytes, so that in every round they lie alike. */
+VBMI2 void fields_vbmi2(const uint8_t *p, uint64_t offset, uint32_t b, uint32_t n, uint16_t *out) {
+    const uint32_t off = (uint32_t)(offset % 8);
+    const __m512i lanes = _mm512_loadu_si512(lanes16);
+    const __m512i at =
+        _mm512_add_epi16(_mm512_set1_epi16((short)off), _mm512_mullo_epi16(_mm512_set1_epi16((short)b), lanes));
+    const __m512i byte = _mm512_srli_epi16(at, 3), bit = _mm512_and_si512(at, _mm512_set1_epi16(7));
+    const __m512i bytes = _mm512_or_si512(byte, _mm512_slli_epi16(_mm512_add_epi16(byte, _mm512_set1_epi16(1)), 8));
+    const __m512i up = _mm512_sub_epi16(_mm512_set1_epi16((short)(16 - b)), bit);
+    const __m128i down = _mm_cvtsi32_si128(16 - (int)b);
+    p += offset / 8;
+    for (uint32_t i = 0; i < n; i += 32, p += 4 * b) {
+        const uint32_t left = n - i, hold = (off + (left < 32 ? left : 32) * b + 7) / 8; /* bytes */
+        const __m512i raw = _mm512_maskz_loadu_epi8(~0ull >> (64 - hold), p);
+        const __m512i x = _mm512_srl_epi16(_mm512_sllv_epi16(_mm512_permutexvar_epi8(bytes, raw), up), down);
+        _mm512_storeu_si512(out + i, x);
+    }
+}
+#endif
+
 typedef uint16_t vs __attribute__((vector_size(BYTES)));
 
 /* By some words at a time: places, then low bits, then both together, so that no load waits for stores half as wide. */
-static uint32_t unpack(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx) {
+INLINE uint32_t unpack_by(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx, const int vbmi2) {
     enum {
         WORDS = 16,
         SIDE = BYTES / 2
@@ -88,10 +132,15 @@ static uint32_t unpack(const sid_packed *from, uint32_t most, uint32_t end, uint
             uint64_t word = from->high[w] & seen;
             seen = ~0ull;
             if (w == from->stop / 64) word &= (1ull << from->stop % 64) - 1;
-            c += places_of(word, base + 64 * q, idx + i + c);
+            c += places_by(word, base + 64 * q, idx + i + c, vbmi2);
             there = 64 * (w + 1) - first - i - c >= runs;
         }
-        fields_of(from->low, (from->pos + i) * bits, bits, c, low);
+#ifdef SID_HAS_AVX512
+        if (vbmi2 && bits && bits < 8)
+            fields_vbmi2(from->low, (from->pos + i) * bits, bits, c, low);
+        else
+#endif
+            fields_of(from->low, (from->pos + i) * bits, bits, c, low);
         vs entry = lanes;
         for (uint32_t j = 0; j < c; j += SIDE) {
             vs x, y;
@@ -106,6 +155,14 @@ static uint32_t unpack(const sid_packed *from, uint32_t most, uint32_t end, uint
     }
     return i;
 }
+static uint32_t unpack(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx) {
+    return unpack_by(from, most, end, idx, 0);
+}
+#ifdef SID_HAS_AVX512
+VBMI2 uint32_t unpack_vbmi2(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx) {
+    return unpack_by(from, most, end, idx, 1);
+}
+#endif
 
 /* The low bits of four entries, side by side: pairs, then both pairs. */
 INLINE uint64_t four_low(const uint16_t *idx, uint32_t b) {

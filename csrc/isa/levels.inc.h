@@ -1,7 +1,7 @@
 /* simd.c: levels of sparse values in 8, 4 or 2 bits (bits.h).
  *
  * The level is bits.h's sid_level_of, in float32 with a product and a sum, each rounded. The difference of a value and its level
- * is exact, but for 2 bits. */
+ * is exact, but for 2 bits. What levels stand for is looked up, and added without a product. */
 
 static void to_levels(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code) {
     const sid_levels l = *levels;
@@ -95,4 +95,47 @@ static int add_left(float *acc, const float *g, uint32_t n, uint32_t key, const 
 #endif
     take_levels(acc + i, n - i, key, levels);
     return ok & add_kept(acc + i, g + i, n - i, SID_KEY_NONE);
+}
+
+enum {
+    A_BYTE = 256 /* codes of 8 bits: fewer entries are decoded one by one */
+};
+static float level_of(uint32_t code, const sid_levels *l) {
+    return sid_bits_f32(sid_level_key(code & l->top, l) | (code > l->top ? 0x80000000u : 0));
+}
+/* n entries, from entry `first` on. */
+static void add_levels(float *out, const uint16_t *idx, uint32_t base, const uint8_t *code, uint64_t first, uint32_t n,
+                       const sid_levels *levels) {
+    const sid_levels l = *levels;
+    float value[A_BYTE];
+    uint32_t i = 0;
+    if (l.top == 127 && n < A_BYTE) {
+        for (; i < n; i++) out[idx[i] - base] += level_of(code[first + i], &l);
+        return;
+    }
+    for (uint32_t c = 0; c <= 2 * l.top + 1; c++) value[c] = level_of(c, &l);
+    if (l.top == 127) {
+        for (; i < n; i++) out[idx[i] - base] += value[code[first + i]];
+        return;
+    }
+    if (l.top == 1) {
+        for (; i < n; i++) out[idx[i] - base] += value[code[(first + i) / 4] >> 2 * ((first + i) % 4) & 3];
+        return;
+    }
+    code += first / 2;
+    if (n && first % 2) out[idx[i++] - base] += value[*code++ >> 4];
+#if BYTES == 64
+    const vf table = load(value);
+    const spread s = lookup_spread(4);
+    for (; i + WIDE <= n; i += WIDE, code += WIDE / 2) {
+        float v[WIDE];
+        store(v, look_up(code, 0, 4, &s, table));
+        for (uint32_t j = 0; j < WIDE; j++) out[idx[i + j] - base] += v[j];
+    }
+#endif
+    for (; i + 2 <= n; i += 2, code++) {
+        out[idx[i] - base] += value[*code & 15];
+        out[idx[i + 1] - base] += value[*code >> 4];
+    }
+    if (i < n) out[idx[i] - base] += value[*code & 15];
 }

@@ -94,6 +94,13 @@ INLINE vf look_up(const uint8_t *p, uint32_t i, uint32_t width, const spread *s,
 #endif
 }
 
+/* For look_up. */
+INLINE spread lookup_spread(uint32_t width) {
+    spread s = spread_of(width);
+    s.up = s.down - s.up;
+    return s;
+}
+
 enum {
     ABREAST = 4 * WIDE,                                /* elements: at most 64, so all of one block */
     LOOKED_UP = BYTES == 64 ? 4 : BYTES == 32 ? 3 : 0, /* bits: as many numbers as a register has floats */

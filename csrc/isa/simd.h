@@ -157,10 +157,12 @@ typedef struct sid_simd {
     uint32_t (*join)(const sid_parts *from, uint32_t n, const uint8_t *far, int add, float *out);
 
     /* levels.inc.h: the level of |x|, and above it the sign; x -= what level and sign stand for where key(x) >= key; and this,
-     * then add_kept of all that is left. */
+     * then add_kept of all that is left. add_levels: to out[idx[i] - base] comes what code number first + i stands for. */
     void (*to_levels)(const float *x, uint32_t n, const sid_levels *levels, uint8_t *code);
     void (*take_levels)(float *x, uint32_t n, uint32_t key, const sid_levels *levels);
     int (*add_left)(float *acc, const float *g, uint32_t n, uint32_t key, const sid_levels *levels);
+    void (*add_levels)(float *out, const uint16_t *idx, uint32_t base, const uint8_t *code, uint64_t first, uint32_t n,
+                       const sid_levels *levels);
 
     /* rows.inc.h: matrices of r rows y_k, `stride` floats apart
      * dots: x_i times y_k,i is added to lane (from + i) % 16 of the k-th 16. add_rows: y_k += c[k] * x. add_outer: out +=
@@ -214,7 +216,7 @@ typedef struct sid_simd {
 } sid_simd;
 
 const sid_simd *sid_simd_for(sid_isa isa); /* NULL: this build or processor has it not */
-extern const sid_simd sid_simd_base, sid_simd_avx2, sid_simd_avx512;
+extern const sid_simd sid_simd_base, sid_simd_avx2, sid_simd_avx512, sid_simd_avx512vbmi2;
 extern const uint64_t sid_sum_pairs[SID_SUM_PAIRS]; /* checksum.c: wire.h's keys of pairs of words */
 
 #ifdef __cplusplus

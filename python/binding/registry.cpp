@@ -16,8 +16,11 @@ struct Name {
 };
 constexpr Name dtypes[] = {{"float32", SID_F32}, {"float16", SID_F16}, {"bfloat16", SID_BF16}};
 constexpr Name bodies[] = {{"float32", SID_F32}, {"float16", SID_F16}, {"bfloat16", SID_BF16}, {"int8", SID_I8}};
-constexpr Name isas[] = {
-    {"auto", SID_ISA_AUTO}, {"base", SID_ISA_BASE}, {"avx2", SID_ISA_AVX2}, {"avx512", SID_ISA_AVX512}};
+constexpr Name isas[] = {{"auto", SID_ISA_AUTO},
+                         {"base", SID_ISA_BASE},
+                         {"avx2", SID_ISA_AVX2},
+                         {"avx512", SID_ISA_AVX512},
+                         {"avx512vbmi2", SID_ISA_AVX512_VBMI2}};
 constexpr Name traits[] = {{"linear", SID_LINEAR},
                            {"lossless", SID_LOSSLESS},
                            {"stochastic", SID_STOCHASTIC},

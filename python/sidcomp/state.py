@@ -124,8 +124,8 @@ class State:
     checksum_every  [0] k > 0: every k steps the ranks compare checksums of their decoded gradients. If they
                     differ, the next backward() fails (on CUDA the one after it) with a DivergenceError that
                     names group and rank. 0: never.
-    isa             [None] instruction set of the core: "auto" (the best), "base", "avx2" or "avx512". All
-                    give the same bits. None: $SIDCOMP_ISA, else "auto".
+    isa             [None] instruction set of the core: "auto" (the best), "base", "avx2", "avx512" or
+                    "avx512vbmi2". All give the same bits. None: $SIDCOMP_ISA, else "auto".
     candidates      [None] for codec="auto": a list of the codecs to choose from, each a name or a pair of a
                     name and a dictionary of parameters. Uncompressed is always a candidate. None: the default
                     codec (see codec=None and `accuracy`), and "fp16".

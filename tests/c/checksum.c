@@ -88,7 +88,7 @@ void test_checksum_finds(void) {
     static uint32_t w[WORDS];
     rng r = {33};
     for (uint32_t i = 0; i < WORDS; i++) w[i] = (uint32_t)rng_next(&r);
-    for (int isa = SID_ISA_BASE; isa <= SID_ISA_AVX512; isa++) {
+    for (int isa = SID_ISA_BASE; isa <= SID_ISA_LAST; isa++) {
         const sid_simd *v = sid_simd_for((sid_isa)isa);
         for (uint32_t k = 0; v && k < 400; k++) {
             const uint32_t from = k ? 16 * rng_below(&r, WORDS / 16) : 0,

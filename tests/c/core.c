@@ -150,7 +150,7 @@ void test_refusals(void) {
     c.dtype = (sid_dtype)3;
     CHECK(sid_plan_make(&c, NULL, &bytes, &err) == SID_E_ARG && mentions(&err, "dtype"), "%s", err.text);
     c.dtype = SID_F32;
-    c.isa = (sid_isa)4;
+    c.isa = (sid_isa)(SID_ISA_LAST + 1);
     CHECK(sid_plan_make(&c, NULL, &bytes, &err) == SID_E_UNSUPPORTED && err.text[0], "%s", err.text);
     c.isa = SID_ISA_AUTO;
     c.n_settings = 1;

@@ -26,7 +26,7 @@ void test_random(void) {
     static const uint64_t from[] = {0, 128, 4096, (1ull << 34) - 128, (1ull << 40) - 256};
     static const uint32_t lens[] = {1, 3, 64, 100, 128, 129, 1024, 4096};
     const sid_draw draws[] = {{0, 0, 0}, {0xdeadbeef, 7, 1}, {3, 0xffffffff, 0x123456789abcdefull}};
-    for (int isa = SID_ISA_BASE; isa <= SID_ISA_AVX512; isa++) {
+    for (int isa = SID_ISA_BASE; isa <= SID_ISA_LAST; isa++) {
         const sid_simd *v = sid_simd_for((sid_isa)isa);
         if (!v) continue;
         for (size_t d = 0; d < 3; d++)

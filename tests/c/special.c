@@ -77,7 +77,7 @@ void test_moments(void) {
                 if (sid_key(x[i]) >= key) tail += a, tail2 += a * a, above++;
             }
             double first[3] = {0, 0, 0}, first_logs = 0;
-            for (int isa = SID_ISA_BASE; isa <= SID_ISA_AVX512; isa++) {
+            for (int isa = SID_ISA_BASE; isa <= SID_ISA_LAST; isa++) {
                 const sid_simd *v = sid_simd_for((sid_isa)isa);
                 double m[3];
                 uint32_t count = 77, c[2];

@@ -161,7 +161,7 @@ class Compressor:
                     divides by world when it encodes.
     shapes          the shapes of the tensors that make up the vector, such as [(64, 3, 7, 7), (64,)], for
                     codecs that factor matrices. None (default): one matrix, as square as possible.
-    isa             instruction set: "auto" (default), "base", "avx2" or "avx512".
+    isa             instruction set: "auto" (default), "base", "avx2", "avx512" or "avx512vbmi2".
 
     Arrays are contiguous numpy arrays or torch tensors on the CPU, of any shape with n elements. Results are
     of the kind that was passed. Nothing is converted: another dtype or size raises an ArgumentError. A name
