@@ -3,6 +3,7 @@
 dense                   plain DDP, no hook
 fp16, powersgd          torch's own hooks; PowerSGD of rank 4, in one bucket
 bf16-sum32              bf16 on the wire, float32 sums: bf16_wire.py
+torch-topk              top-k of 1 % with error feedback by torch's operations: torch_topk.py
 topk:GROUPS             a codec of sidcomp with its State(groups=GROUPS); topk alone: 25MB. powersgd:GROUPS is
                         ours, in as many buckets as there are. A density is 1 %
 default:GROUPS          what State() has, its density too: auto's candidate beside dense and fp16
@@ -31,9 +32,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.netlab.bf16_wire import Bf16Wire
+from benchmarks.netlab.torch_topk import TorchTopk
 
 DOORS = ("pg", "hsdp", "hsdp-pg")
-OF_TORCH = ("dense", "fp16", "powersgd", "bf16-sum32")  # whose hooks are not sidcomp's
+OF_TORCH = ("dense", "fp16", "powersgd", "bf16-sum32", "torch-topk")  # whose hooks are not sidcomp's
 PAPERS = ("layer", "even", "mergecomp", "cupcake")
 DENSITY = 0.01
 
@@ -64,7 +66,7 @@ class Hook(NamedTuple):
 
     def attach(
         self, module: nn.Module, momentum: float
-    ) -> "tuple[nn.Module, sidcomp.State | Bf16Wire | Backend | None]":
+    ) -> "tuple[nn.Module, sidcomp.State | Bf16Wire | TorchTopk | Backend | None]":
         """DDP around `module`, and what must be closed, if there is anything. momentum: the optimizer's,
         which a memory that holds the momentum takes over."""
         if self.door:
@@ -88,6 +90,10 @@ class Hook(NamedTuple):
             wire = Bf16Wire()
             ddp.register_comm_hook(wire, Bf16Wire.hook)
             return ddp, wire
+        elif self.kind == "torch-topk":
+            topk = TorchTopk(DENSITY)
+            ddp.register_comm_hook(topk, TorchTopk.hook)
+            return ddp, topk
         return ddp, None
 
     def _settings(self, momentum: float) -> dict[str, Any]:

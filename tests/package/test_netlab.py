@@ -261,6 +261,7 @@ def test_a_calibration_that_is_off_says_so() -> None:
         ("topk:4MB+twoshot@1", "topk", "4MB", 1, "twoshot"),
         ("marsit+ring1", "marsit", "25MB", None, "ring1"),
         ("bf16-sum32", "bf16-sum32", "", None),
+        ("torch-topk@4", "torch-topk", "", 4),
         ("dgc:mergecomp[Y=3;alpha=0.5]@0", "dgc", "mergecomp", 0, None, (("Y", 3), ("alpha", 0.5))),
         ("even:2[exclude=<128KB]", "default", "even:2", None, None, (("exclude", "<128KB"),)),
     ],
@@ -387,6 +388,15 @@ def test_bf16_on_the_wire_and_the_error_of_one_mean() -> None:
     assert (
         all(s["encode"] > 0 and s["decode"] > 0 for s in topk["seconds"]) and dense["seconds"] == [None] * 2
     )
+
+
+def test_top_k_by_torch_trains_as_ours_does() -> None:
+    """The same elements are sent and kept: the rival of benchmarks/rivals.py is a fair one."""
+    with Lab.build(2, None, loopback=True) as lab:
+        result = measure(lab, "digits", ["torch-topk", "topk:bucket[density=0.01]"], 1, 6, 4, 60)
+    _, theirs, ours = result["runs"]
+    assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-3)
+    assert theirs["error"] == pytest.approx(ours["error"], rel=1e-2) and theirs["error"] > 0.1
 
 
 @pytest.mark.slow
