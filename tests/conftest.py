@@ -18,13 +18,14 @@ if os.environ.get("CI"):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """SHARE=N: of the tests that differ in their parameters one in N, always the same ones. Where they are
-    marked as many, every other one is slow."""
+    """SHARE=N: of the tests that differ in their parameters one in N; TURN=T: other ones for each T. Where they
+    are marked as many, every other one is slow."""
     for item in items:
         if item.get_closest_marker("many") and zlib.crc32(item.nodeid.encode()) % 2:
             item.add_marker(pytest.mark.slow)
-    share = int(os.environ.get("SHARE", "1"))
-    left = [i for i in items if "[" in i.name and zlib.crc32(i.nodeid.encode()) % share]
+    share, turn = int(os.environ.get("SHARE", "1")), int(os.environ.get("TURN", "0"))
+    # Half of the hash: its last bit says which of many are slow.
+    left = [i for i in items if "[" in i.name and (zlib.crc32(i.nodeid.encode()) // 2 - turn) % share]
     if left:
         config.hook.pytest_deselected(items=left)
         gone = set(left)

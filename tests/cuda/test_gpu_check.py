@@ -176,7 +176,7 @@ def rehearse(out: Path, part: int, after: float | None = None) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"SHARE": "400"},
+        env=os.environ | {"SHARE": "400", "TURN": "0"},
     )
     try:
         said, _ = done.communicate(timeout=after or 500)
