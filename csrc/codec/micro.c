@@ -55,13 +55,40 @@ typedef struct tile_scales {
     float scale[MOST_BLOCKS], inverse[MOST_BLOCKS];
 } tile_scales;
 
+/* The numbers of bytes of E4M3, times the group's scale. */
+static void wide_scales(const sid_plan *p, const uint8_t *code, uint32_t count, float group, float *scale) {
+    const sid_codes one = {code, (const uint8_t *)&group};
+    memset(scale, 0, sizeof *scale * count);
+    p->simd->add_codes(&one, 1, scale, count, 0, SID_GRID_E4M3, 8);
+}
+
+/* micro_nv of all blocks. */
+static void measure_nv(const sid_plan *p, const uint32_t *key, float group, tile_scales *t) {
+    const float sixth = micro_sixth(group);
+    const sid_grid grid = {.kind = SID_GRID_E4M3, .rounding = SID_ROUND_NEAREST, .top = 448.0f, .inverse = &sixth};
+    float top[MOST_BLOCKS];
+    memcpy(top, key, sizeof *key * t->count);
+    p->simd->quantise(top, t->count, &grid, NULL, t->code);
+    wide_scales(p, t->code, t->count, group, t->scale);
+    for (uint32_t b = 0; b < t->count; b++) {
+        const int large = t->scale[b] >= QUANT_SCALE_MIN;
+        const float inverse = 1.0f / (large ? t->scale[b] : 1.0f);
+        t->code[b] = large ? t->code[b] : 0;
+        t->scale[b] = large ? t->scale[b] : 0;
+        t->inverse[b] = large ? inverse : 0;
+    }
+}
+
 static void measure(const sid_plan *p, const micro_form *f, const float *x, uint32_t len, float group, tile_scales *t) {
     uint32_t key[MOST_BLOCKS];
-    const float sixth = micro_sixth(group);
     t->count = (uint32_t)micro_blocks(f, len);
     p->simd->small_keys(x, len, 1u << f->shift, key);
+    if (f->two) {
+        measure_nv(p, key, group, t);
+        return;
+    }
     for (uint32_t b = 0; b < t->count; b++) {
-        const micro_scale s = f->two ? micro_nv(key[b], group, sixth) : micro_mx(key[b]);
+        const micro_scale s = micro_mx(key[b]);
         t->code[b] = (uint8_t)s.code;
         t->scale[b] = s.scale;
         t->inverse[b] = s.inverse;
@@ -153,13 +180,19 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     if (f.two && (!quant_sound(sid_f32_bits(h->scale), p->ruling.scale[1]) || (!p->n && sid_f32_bits(h->scale))))
         return sid_fail(err, SID_E_CORRUPT, "the group's scale is neither 0 nor a number from 2^-126 to %g",
                         (double)sid_bits_f32(p->ruling.scale[1]));
-    uint8_t sound[256];
-    for (uint32_t c = 0; c < 256; c++) sound[c] = (uint8_t)micro_sound(&f, c, h->scale);
+    /* Beside 0 the sound bytes are one run, because a byte stands for more than the one below. */
+    uint32_t low = 1, high = 255;
+    while (low < 255 && !micro_sound(&f, low, h->scale)) low++;
+    while (high > low && !micro_sound(&f, high, h->scale)) high--;
+    const uint8_t from = (uint8_t)low, span = (uint8_t)(high - low), any = (uint8_t)micro_sound(&f, low, h->scale);
+    uint8_t top = 0, wrong = 0;
     for (uint64_t i = 0; i < blocks; i++) {
-        bad |= !sound[scale[i]];
-        most = scale[i] > most ? scale[i] : most;
+        const uint8_t c = scale[i], over = (uint8_t)(c - from);
+        wrong |= (uint8_t)((c != 0) & ((over > span) | !any));
+        top = c > top ? c : top;
     }
-    if (bad) return sid_fail(err, SID_E_CORRUPT, "a block has a scale that no encoder writes");
+    most = top;
+    if (wrong) return sid_fail(err, SID_E_CORRUPT, "a block has a scale that no encoder writes");
     if (!f.two && sid_f32_bits(h->scale) != (blocks ? sid_f32_bits(micro_power(most)) : 0))
         return sid_fail(err, SID_E_CORRUPT, "scale is %g; it must be the largest of the blocks' scales",
                         (double)h->scale);
@@ -189,7 +222,10 @@ static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
         for (uint32_t i = 0; i < count; i++) {
             const uint8_t *payload = sid_payload(g, r + i), *code = payload + SID_HEADER_BYTES + (offset >> f.shift);
             const float group = ((const sid_header *)(const void *)payload)->scale;
-            for (uint32_t b = 0; b < blocks; b++) scale[i][b] = micro_number(&f, code[b], group);
+            if (f.two)
+                wide_scales(p, code, blocks, group, scale[i]);
+            else
+                for (uint32_t b = 0; b < blocks; b++) scale[i][b] = micro_power(code[b]);
             from[i] = (sid_codes){payload + codes, (const uint8_t *)scale[i]};
         }
         p->simd->add_fp4(from, count, out, len, f.shift);

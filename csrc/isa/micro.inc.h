@@ -86,18 +86,9 @@ static void fp4_take(float *x, uint32_t n, uint32_t shift, const float *scale, c
 /* What WIDE codes from the i-th on stand for, i a multiple of WIDE. */
 INLINE vf float4s_at(const uint8_t *p, uint32_t i) {
 #if BYTES == 64
-    uint32_t half[2];
-    uint8_t each[16];
-    memcpy(half, p + i / 2, 8);
-    for (uint32_t h = 0; h < 2; h++) { /* eight codes become eight bytes */
-        uint64_t x = half[h];
-        x = (x | x << 16) & 0x0000ffff0000ffffull;
-        x = (x | x << 8) & 0x00ff00ff00ff00ffull;
-        x = (x | x << 4) & 0x0f0f0f0f0f0f0f0full;
-        memcpy(each + 8 * h, &x, 8);
-    }
-    const vi c = load_bytes(each), k = c & 7;
-    return (vf)(either(k < 2, bits(to_float(k) * 0.5f), (k << 22) + (126 << 23)) | (c >> 3) << 31);
+    const vf numbers = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    const spread s = lookup_spread(4);
+    return look_up(p, i, 4, &s, numbers);
 #elif BYTES == 32
     const __m256 table = _mm256_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6);
     uint32_t word;
