@@ -456,8 +456,8 @@ def save(fig: Any, key: str, out: Path) -> None:
     plt.close(fig)
 
 
-def wanted(figure: Figure, short: bool) -> tuple[Place, ...]:
-    return figure.places[:1] if short else figure.places
+def wanted(figure: Figure, short: bool, place: str) -> tuple[Place, ...]:
+    return tuple(p for p in (figure.places[:1] if short else figure.places) if place in str(p))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -468,6 +468,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--only", default="", help="figures, or the papers that their names begin with, with commas")
     add("--short", action="store_true", help="measure only the first place of each figure")
+    add("--place", default="", help="only places whose words hold this, such as '4 hosts' or bert")
     add("--minutes", type=float, default=float("inf"), help="start no cell after so many minutes")
     add("--cells", type=Path, default=Path("build/papers.json"), help="kept there (default %(default)s)")
     add("--again", action="store_true", help="measure cells that are there already")
@@ -480,13 +481,13 @@ def main(argv: list[str] | None = None) -> int:
     chosen = {k: f for k, f in FIGURES.items() if not names or any(k.startswith(n) for n in names)}
     if args.list:
         for key, figure in chosen.items():
-            there = "; ".join(map(str, wanted(figure, args.short)))
+            there = "; ".join(map(str, wanted(figure, args.short, args.place)))
             print(f"{key}: {figure.paper}. {len(figure.hooks)} hooks; {there}")
         return 0
 
     kept, started = Kept(args.cells), time.monotonic()
     for key, figure in chosen.items():
-        places, turns, given = wanted(figure, args.short), figure.turns, ",".join(figure.hooks)
+        places, turns, given = wanted(figure, args.short, args.place), figure.turns, ",".join(figure.hooks)
         for i, place in enumerate(places):
             name = f"{key}: {place}"
             if kept.get(name, given, turns) and not args.again:
