@@ -1,6 +1,6 @@
 """sidcomp beside what else there is for PyTorch, over a network: ms a step, bytes, and the error of one mean.
 
-    python -m benchmarks.rivals                          # 4 hosts, 1 Gbit/s and 100 Mbit/s: ten minutes
+    python -m benchmarks.rivals --save                   # 4 hosts, 1 Gbit/s and 100 Mbit/s: ten minutes
     python -m benchmarks.rivals --hosts 2 --rates 1gbit --save
 
 The rivals are torch's fp16 and PowerSGD hooks, top-k of 1 % written with torch's operations, and an
@@ -51,6 +51,17 @@ def table(rate: str, result: Result) -> list[dict[str, Any]]:
     ]
 
 
+def search(rate: str, result: Result) -> str:
+    """What auto's search took."""
+    plan = next(run["plan"] for run in result["runs"] if run["name"] == "auto")
+    steps, seconds = plan["finding_steps"], plan["finding_seconds"]
+    thousand = 1000 * (plan["measured_ps"] or plan["dense_ps"]) / 1e12
+    return (
+        f'At {show_rate(parse_rate(rate))} State("auto") searched for {steps} steps, which took '
+        f"{seconds:.1f} s longer than as many later ones: {seconds / thousand:.1%} of the time of a thousand."
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.rivals",
@@ -63,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--task", default="lm", help="of examples/tasks.py (default lm)")
     add("--blocks", type=int, default=4, help="turns of each hook (default 4)")
     add("--steps", type=int, default=9, help="steps of a turn, the first not timed (default 9)")
-    add("--save", action="store_true", help="write benchmarks/results/rivals.{md,json}")
+    add("--save", action="store_true", help="write benchmarks/results/rivals-HOSTS.{md,json}")
     args = parser.parse_args(argv)
     found: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -74,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(*lines[-2:], sep="\n", flush=True)
                 result = measure(lab, args.task, list(HOOKS), args.blocks, args.steps, 8, 1200)
             found += table(rate, result)
+            lines.append(search(rate, result))
     except (LabError, ValueError) as e:
         print(f"rivals: {e}", file=sys.stderr)
         return 1
@@ -84,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         "residual keeps for later counts as error.\n" + "\n".join(lines)
     )
     title = f"sidcomp and its rivals: {args.task}, {args.hosts} hosts"
-    report("rivals", title, found, note, RESULTS if args.save else None)
+    report(f"rivals-{args.hosts}", title, found, note, RESULTS if args.save else None)
     return 0
 
 

@@ -18,8 +18,8 @@ if os.environ.get("CI"):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """SHARE=N: of the tests that differ in their parameters one in N; TURN=T: other ones for each T. Where they
-    are marked as many, every other one is slow."""
+    """SHARE=N: of the tests that differ in their parameters one in N; TURN=T: other ones for each T. Where
+    they are marked as many, every other one is slow."""
     for item in items:
         if item.get_closest_marker("many") and zlib.crc32(item.nodeid.encode()) % 2:
             item.add_marker(pytest.mark.slow)

@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import bench_plan_real
+from benchmarks import bench_plan_real, bench_ranks, rivals
 from benchmarks.netlab import __main__ as cli
 from benchmarks.netlab import hooks
 from benchmarks.netlab.lab import Calibration, Lab, LabError, parse_rate, show_rate
@@ -397,6 +397,32 @@ def test_top_k_by_torch_trains_as_ours_does() -> None:
     _, theirs, ours = result["runs"]
     assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-3)
     assert theirs["error"] == pytest.approx(ours["error"], rel=1e-2) and theirs["error"] > 0.1
+
+
+def test_the_rivals_and_the_ways_of_many_ranks_can_be_run() -> None:
+    for name in rivals.HOOKS:
+        assert hooks.parse(name).name == name
+    for per_host, ways in bench_ranks.CHECKED.items():
+        for way in ways:
+            assert hooks.parse(bench_ranks.hook(way, per_host)).kind == way[0][0]
+
+
+def test_what_a_microsecond_for_each_message_adds() -> None:
+    """A ring has two passes, two-shot two rounds. In a last round of messages each rank confirms to all."""
+    for way, count in (
+        ((bench_ranks.TOPK, "twoshot"), 2 * 7 + 7),
+        ((bench_ranks.NONE, "allreduce"), 2 * 7),
+        ((bench_ranks.TOPK, "allgather"), 7),
+        ((bench_ranks.MARSIT, "ring1"), 2 * 7 + 7),
+    ):
+        assert bench_ranks.messages(way, 100_000, 8, 1) == pytest.approx(count, abs=1e-3), way
+
+
+def test_the_picture_of_many_ranks() -> None:
+    rows = list(bench_ranks.curves(1_000_000, 10.0, {}))
+    assert [row["ranks"] for row in rows] == [2, 4, 8, 16, 32, 64, 128, 256]
+    assert all(row["bf16 wire"] < row["dense"] for row in rows)
+    assert rows[-1]["default by"] == "twoshot", "an all-gather grows with the ranks"
 
 
 @pytest.mark.slow
