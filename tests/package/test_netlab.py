@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import bench_plan_real, bench_ranks, rivals
+from benchmarks import bench_baselines, bench_plan_real, bench_ranks
 from benchmarks.netlab import __main__ as cli
 from benchmarks.netlab import hooks
 from benchmarks.netlab.lab import Calibration, Lab, LabError, parse_rate, show_rate
@@ -391,7 +391,7 @@ def test_bf16_on_the_wire_and_the_error_of_one_mean() -> None:
 
 
 def test_top_k_by_torch_trains_as_ours_does() -> None:
-    """The same elements are sent and kept: the rival of benchmarks/rivals.py is a fair one."""
+    """The same elements are sent and kept: the baseline of bench_baselines.py is a fair one."""
     with Lab.build(2, None, loopback=True) as lab:
         result = measure(lab, "digits", ["torch-topk", "topk:bucket[density=0.01]"], 1, 6, 4, 60)
     _, theirs, ours = result["runs"]
@@ -399,8 +399,8 @@ def test_top_k_by_torch_trains_as_ours_does() -> None:
     assert theirs["error"] == pytest.approx(ours["error"], rel=1e-2) and theirs["error"] > 0.1
 
 
-def test_the_rivals_and_the_ways_of_many_ranks_can_be_run() -> None:
-    for name in rivals.HOOKS:
+def test_the_baselines_and_the_ways_of_many_ranks_can_be_run() -> None:
+    for name in bench_baselines.HOOKS:
         assert hooks.parse(name).name == name
     for per_host, ways in bench_ranks.CHECKED.items():
         for way in ways:

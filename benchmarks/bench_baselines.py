@@ -1,9 +1,9 @@
 """sidcomp beside what else there is for PyTorch, over a network: ms a step, bytes, and the error of one mean.
 
-    python -m benchmarks.rivals --save                   # 4 hosts, 1 Gbit/s and 100 Mbit/s: ten minutes
-    python -m benchmarks.rivals --hosts 2 --rates 1gbit --save
+    python -m benchmarks.bench_baselines --save                   # 4 hosts, 1 Gbit/s and 100 Mbit/s: ten minutes
+    python -m benchmarks.bench_baselines --hosts 2 --rates 1gbit --save
 
-The rivals are torch's fp16 and PowerSGD hooks, top-k of 1 % written with torch's operations, and an
+The baselines are torch's fp16 and PowerSGD hooks, top-k of 1 % written with torch's operations, and an
 all-reduce that sends bf16 and sums in float32. Everything trains the same model, in turns in the same
 processes.
 """
@@ -64,7 +64,7 @@ def search(rate: str, result: Result) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rivals",
+        prog="python -m benchmarks.bench_baselines",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--task", default="lm", help="of examples/tasks.py (default lm)")
     add("--blocks", type=int, default=4, help="turns of each hook (default 4)")
     add("--steps", type=int, default=9, help="steps of a turn, the first not timed (default 9)")
-    add("--save", action="store_true", help="write benchmarks/results/rivals-HOSTS.{md,json}")
+    add("--save", action="store_true", help="write benchmarks/results/baselines-HOSTS.{md,json}")
     args = parser.parse_args(argv)
     found: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
             found += table(rate, result)
             lines.append(search(rate, result))
     except (LabError, ValueError) as e:
-        print(f"rivals: {e}", file=sys.stderr)
+        print(f"bench_baselines: {e}", file=sys.stderr)
         return 1
     note = (
         f"{result['elements']:,} parameters in {result['tensors']} tensors, {args.hosts} ranks of a thread; "
@@ -95,8 +95,8 @@ def main(argv: list[str] | None = None) -> int:
         "kernel, the most of any rank. Error: of the average of one step, from the mean in float64; what a "
         "residual keeps for later counts as error.\n" + "\n".join(lines)
     )
-    title = f"sidcomp and its rivals: {args.task}, {args.hosts} hosts"
-    report(f"rivals-{args.hosts}", title, found, note, RESULTS if args.save else None)
+    title = f"sidcomp beside other hooks: {args.task}, {args.hosts} hosts"
+    report(f"baselines-{args.hosts}", title, found, note, RESULTS if args.save else None)
     return 0
 
 
