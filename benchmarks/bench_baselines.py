@@ -1,6 +1,6 @@
 """sidcomp beside what else there is for PyTorch, over a network: ms a step, bytes, and the error of one mean.
 
-    python -m benchmarks.bench_baselines --save                   # 4 hosts, 1 Gbit/s and 100 Mbit/s: ten minutes
+    python -m benchmarks.bench_baselines --save     # 4 hosts, 1 Gbit/s and 100 Mbit/s: ten minutes
     python -m benchmarks.bench_baselines --hosts 2 --rates 1gbit --save
 
 The baselines are torch's fp16 and PowerSGD hooks, top-k of 1 % written with torch's operations, and an
