@@ -33,8 +33,8 @@ _PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp to True or "ddp_optimizer", or to False'
 )
 _FSDP = (
-    "FullyShardedDataParallel hands a hook single tensors, not buckets, and ignores futures: use "
-    "DistributedDataParallel"
+    "FullyShardedDataParallel hands a hook single tensors, not buckets, and ignores futures: use fully_shard "
+    "with sidcomp.fsdp.compress, or DistributedDataParallel"
 )
 
 
