@@ -1,21 +1,29 @@
 """The decision on interleaved windows: what is faster is found, and noise does not switch plans."""
 
 import random
+from collections.abc import Sequence
+from itertools import combinations
 
 import pytest
-from sidcomp.planner.significance import MARGIN, PAIRS, gain, is_faster, ratios
+from sidcomp.planner.significance import MARGIN, PAIRS, _steps_by_chance, gain, is_faster, ratios
 
 STEPS = 4
 
 
-def run(rng: random.Random, speed: float, noise: float, drift: float = 0.0) -> tuple[bool, int]:
-    """Pairs until the decision; steps of 100 ms with relative noise, and a machine that gets slower."""
-    pairs, at = [], 1.0
+def run(
+    rng: random.Random, speed: float, noise: float, drift: float = 0.0, bursts: float = 0.0
+) -> tuple[bool, int]:
+    """Pairs until the decision; steps of 100 ms with relative noise, and a machine that gets slower. bursts:
+    how often one begins in which 3 to 11 steps take 30 % longer, a step."""
+    pairs, at, slow = [], 1.0, 0
     while (said := is_faster(pairs)) is None:
         windows = {}
         for which in ((True, False), (False, True))[len(pairs) % 2]:
             base = 1e8 * at * (speed if which else 1.0)
-            windows[which] = [int(base * rng.lognormvariate(0, noise)) for _ in range(STEPS)]
+            windows[which] = []
+            for _ in range(STEPS):
+                slow = slow - 1 if slow else rng.randrange(3, 12) if rng.random() < bursts else 0
+                windows[which].append(int(base * rng.lognormvariate(0, noise) * (1.3 if slow else 1)))
             at *= 1 + drift
         pairs.append((windows[True], windows[False]))
     return said, len(pairs)
@@ -27,6 +35,43 @@ def test_noise_alone_rarely_switches(noise: float, drift: float) -> None:
     rng = random.Random(1)
     switched = sum(run(rng, 1.0, noise, drift)[0] for _ in range(2000))
     assert switched / 2000 < 0.05
+
+
+def test_bursts_that_several_steps_share_rarely_switch() -> None:
+    rng = random.Random(1)
+    assert sum(run(rng, 1.0, 0.05, bursts=0.04)[0] for _ in range(2000)) / 2000 < 0.08
+
+
+def test_few_pairs_decide() -> None:
+    """A pair takes ten steps of the search."""
+
+    def pairs(speed: float, noise: float) -> float:
+        rng = random.Random(6)
+        return sum(run(rng, speed, noise)[1] for _ in range(300)) / 300
+
+    assert pairs(0.95, 0.02) < 3 and pairs(0.8, 0.1) < 3.5 and pairs(1.02, 0.01) < 4
+    assert pairs(0.95, 0.05) < 7.5 and pairs(1.0, 0.05) < 7.5
+
+
+def by_hand(tried: tuple[int, ...], other: tuple[int, ...]) -> float:
+    """The share of all assignments of the steps of one pair with as large a U."""
+
+    def u(first: Sequence[int], second: Sequence[int]) -> int:
+        return sum(a < b for a in first for b in second)
+
+    times = [*tried, *other]
+    chosen = list(combinations(range(len(times)), len(tried)))
+    values = [u([times[i] for i in c], [t for i, t in enumerate(times) if i not in c]) for c in chosen]
+    return sum(v >= u(tried, other) for v in values) / len(values)
+
+
+@pytest.mark.parametrize(
+    ("tried", "other"),
+    [((1, 2, 3, 4), (5, 6, 7, 8)), ((1, 2, 4, 6), (3, 5, 7, 8)), ((1, 4, 5), (2, 3, 6, 7))],
+)
+def test_the_test_of_steps_counts_all_assignments(tried: tuple[int, ...], other: tuple[int, ...]) -> None:
+    assert _steps_by_chance([(tried, other)]) == pytest.approx(by_hand(tried, other))
+    assert _steps_by_chance([(other, tried)]) == 1
 
 
 @pytest.mark.parametrize(("speed", "noise"), [(0.5, 0.2), (0.8, 0.1), (0.9, 0.05), (0.95, 0.02)])

@@ -44,6 +44,7 @@ FOUND = (SETTLED, WARMING)
 _TURNS = 6  # steps of plain DDP, and steps with all exchanges after backward()
 _STEPS = 8  # timed steps of a plan that is not verified
 _WINDOW = 4  # timed steps of a window
+_BETTER = 0.97  # share of the time of a plan that has won, below which another one is tried
 _CHECK_EVERY = 50  # steps between two checks of the step time
 _DRIFT = 1.25  # steps this many times as slow, twice in a row, mean that something has changed
 _FASTER = 1.1  # as do steps this many times as fast: a faster link helps plain DDP more
@@ -522,8 +523,10 @@ class Controller:
         best, to_beat = self.base, self._baseline_of(model)
         why = "no plan was predicted to be faster"
         for attempt in range(3):
-            # The model is not exact, so a plan that it predicts to be a little slower is tried once.
-            found = self._choose(model, int(to_beat * (MARGIN if attempt else 1.1)), best)
+            # The model is not exact, so a plan that it predicts to be a little slower is tried once. Beside a
+            # plan that has won, only one is worth its windows that is predicted to be clearly faster.
+            least = 1.1 if not attempt else MARGIN if best == self.base else _BETTER
+            found = self._choose(model, int(to_beat * least), best)
             if found is None:
                 break
             regime = self._regime(found)

@@ -40,7 +40,10 @@ try:
 except ImportError:  # an older torch
     FSDPState = None  # type: ignore[assignment,misc]
 
-_NEEDS = "sidcomp.fsdp needs PyTorch 2.13 or newer: it uses internals of fully_shard that older versions do not have"
+_NEEDS = (
+    "sidcomp.fsdp needs PyTorch 2.13 or newer: it uses internals of fully_shard that older "
+    "versions do not have"
+)
 
 
 def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGroup | None = None) -> None:
