@@ -211,7 +211,7 @@ def plot(rows: list[dict[str, Any]]) -> None:
         axis.set_xlabel("ranks")
     for row in axes:
         row[0].set_ylabel("ms to average a gradient")
-    figure.savefig(RESULTS / "many-ranks.png", dpi=110)
+    figure.savefig(RESULTS.parents[1] / "docs" / "images" / "many-ranks.png", dpi=80)
 
 
 def main(argv: list[str] | None = None) -> int:
