@@ -10,14 +10,12 @@ processes.
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import report
+from benchmarks.common import RESULTS, report
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import Result, measure, medians, rows
 
-RESULTS = Path(__file__).parent / "results"
 HOOKS = {
     "dense": "plain DDP",
     "fp16": "torch's fp16 hook",

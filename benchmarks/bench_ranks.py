@@ -17,29 +17,27 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from sidcomp.config.accuracy import FORTIETH, INT4, CodecSpec
 from sidcomp.config.settings import Settings
 from sidcomp.standalone.estimate import GPU, exchange_of
-from sidcomp.standalone.simulation import Compute, Link, Simulation, measure, simulate
+from sidcomp.standalone.simulation import Compute, Link, Row, measure, simulate
 
 from benchmarks.common import RESULTS, report, summary
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure as run_hooks
 
 TASK, TINY = "lstm-replay", "digits"
-DEFAULT = "topk", {"density": 0.084, "values": "log4", "indices": "packed"}
-INT4: tuple[str, dict[str, Any]] = "int4", {}
-TOPK = "topk", {"density": 0.01}
-MARSIT: tuple[str, dict[str, Any]] = "marsit", {}
-NONE: tuple[str, dict[str, Any]] = "none", {}
-Codec = tuple[str, dict[str, Any]]
-Way = tuple[Codec, str]  # and the exchange
+TOPK: CodecSpec = ("topk", {"density": 0.01})
+MARSIT: CodecSpec = ("marsit", {})
+NONE: CodecSpec = ("none", {})
+Way = tuple[CodecSpec, str]  # and the exchange
 CHECKED: dict[int, tuple[Way, ...]] = {  # by ranks of a host
     1: (
         (NONE, "allreduce"),
         (TOPK, "allgather"),
         (TOPK, "twoshot"),
-        (DEFAULT, "allgather"),
-        (DEFAULT, "twoshot"),
+        (FORTIETH, "allgather"),
+        (FORTIETH, "twoshot"),
         (INT4, "twoshot"),
         (MARSIT, "ring1"),
     ),
@@ -47,16 +45,23 @@ CHECKED: dict[int, tuple[Way, ...]] = {  # by ranks of a host
         (NONE, "allreduce"),
         (TOPK, "twoshot"),
         (TOPK, "hierarchical"),
-        (DEFAULT, "hierarchical"),
+        (FORTIETH, "hierarchical"),
         (INT4, "hierarchical"),
     ),
 }
 NETWORKS = (("100mbit", 8, 1), ("1gbit", 8, 1), ("100mbit", 4, 2))
 WORLDS = tuple(2**i for i in range(1, 9))
+PICTURE: dict[str, tuple[CodecSpec, str | None]] = {  # None: the exchange that a State takes by itself
+    "dense": (NONE, "allreduce"),
+    "bf16 wire": (("bf16", {}), "allreduce"),
+    "default": (FORTIETH, None),
+    "int4": (INT4, None),
+    "marsit, ring1": (MARSIT, "ring1"),
+}
 ELEMENTS = 25_600_000
 
 
-def words(codec: Codec) -> str:
+def words(codec: CodecSpec) -> str:
     return " ".join([codec[0], *(f"{k}={v}" for k, v in codec[1].items())])
 
 
@@ -68,12 +73,13 @@ def hook(way: Way, per_host: int) -> str:
     return f"{name}:model{plus}" + (f"[{listed}]" if listed else "")
 
 
-def predicted(way: Way, n: int, world: int, per_host: int, link: Link, compute: Compute) -> Simulation:
+def predicted(way: Way, n: int, world: int, per_host: int, link: Link, compute: Compute) -> Row:
     (name, parameters), exchange = way
-    return simulate(
+    found = simulate(
         n, name, worlds=[world], link=link, compute=compute, exchange=[exchange], ranks_per_node=per_host,
         **parameters,
     )  # fmt: skip
+    return found.row(exchange, world)
 
 
 def exchange_ms(result: dict[str, Any]) -> dict[str, list[float]]:
@@ -87,7 +93,7 @@ def messages(way: Way, n: int, world: int, per_host: int) -> float:
     """Messages of a step, one after the other: what a microsecond for each adds to the prediction."""
     free = Link(1e6, 0, 0, 1e6, 0)
     one, none = (
-        predicted(way, n, world, per_host, replace(free, message_us=us), Compute()).rows[-1].seconds
+        predicted(way, n, world, per_host, replace(free, message_us=us), Compute()).seconds
         for us in (1.0, 0.0)
     )
     return (one - none) * 1e6
@@ -99,8 +105,8 @@ def check(rate: str, hosts: int, per_host: int, blocks: int) -> tuple[list[dict[
     share = max(1.0, world / (os.cpu_count() or 1))
     names = {hook(way, per_host): way for way in ways}
     with Lab.build(hosts, parse_rate(rate)) as lab:
-        lines = lab.introduce()
         found = lab.calibrate()
+        lines = lab.introduce(found)
         print(*lines, sep="\n", flush=True)
         tiny = run_hooks(lab, TINY, list(names), blocks, 8, 4, 600, ranks_per_host=per_host)
         real = run_hooks(lab, TASK, list(names), blocks, 6, 4, 900, ranks_per_host=per_host)
@@ -112,10 +118,10 @@ def check(rate: str, hosts: int, per_host: int, blocks: int) -> tuple[list[dict[
         alone = measure(codec, real["elements"], **parameters)
         compute = Compute(*(share * x for x in vars(alone).values()))
         count = messages(way, tiny["elements"], world, per_host)
-        rest = predicted(way, tiny["elements"], world, per_host, link, compute).rows[-1].seconds * 1e3
+        rest = predicted(way, tiny["elements"], world, per_host, link, compute).seconds * 1e3
         each = max(0.0, (median(fitted[name]) - rest) / count * 1e3) if count else 0.0
         fit = replace(link, message_us=each)
-        one = predicted(way, real["elements"], world, per_host, fit, compute).rows[-1]
+        one = predicted(way, real["elements"], world, per_host, fit, compute)
         took = summary(exchange_ms(real)[name])
         rows.append(
             {
@@ -134,7 +140,7 @@ def check(rate: str, hosts: int, per_host: int, blocks: int) -> tuple[list[dict[
     return rows, lines
 
 
-def own_exchange(codec: Codec, n: int, world: int) -> str:
+def own_exchange(codec: CodecSpec, n: int, world: int) -> str:
     """What a State takes by itself for this codec and number of ranks."""
     return exchange_of(Settings.parse(codec[0], dict(codec[1])), 0, n, world)
 
@@ -144,30 +150,20 @@ def curves(n: int, gbit: float, compute: dict[str, Compute]) -> Iterable[dict[st
     link = Link(gbit, 20.0)
     for world in WORLDS:
         row: dict[str, Any] = {"Gbit/s": gbit, "ranks": world}
-        for label, codec, fixed in (
-            ("dense", NONE, "allreduce"),
-            ("bf16 wire", ("bf16", {}), "allreduce"),
-            ("default", DEFAULT, None),
-            ("int4", INT4, None),
-            ("marsit, ring1", MARSIT, "ring1"),
-        ):
+        for label, (codec, fixed) in PICTURE.items():
             exchange = fixed or own_exchange(codec, n, world)
             work = compute.get(label, Compute())
-            row[label] = predicted((codec, exchange), n, world, 1, link, work).rows[-1].seconds * 1e3
+            row[label] = predicted((codec, exchange), n, world, 1, link, work).seconds * 1e3
             if fixed is None:
                 row[f"{label} by"] = exchange
         yield row
 
 
-LABELS = ("dense", "bf16 wire", "default", "int4", "marsit, ring1")
-
-
 def picture(n: int, save: bool) -> None:
     here = {
-        "bf16 wire": measure("bf16"),
-        "default": measure(DEFAULT[0], **DEFAULT[1]),
-        "int4": measure("int4"),
-        "marsit, ring1": measure("marsit"),
+        label: measure(name, **parameters)
+        for label, ((name, parameters), _) in PICTURE.items()
+        if label != "dense"
     }
     assumed = dict.fromkeys(here, GPU)
     rows = [
@@ -197,7 +193,7 @@ def plot(rows: list[dict[str, Any]]) -> None:
     for i, where in enumerate(places):
         for j, gbit in enumerate(speeds):
             axis, some = axes[i][j], [r for r in rows if (r["codec on"], r["Gbit/s"]) == (where, gbit)]
-            for label, marker in zip(LABELS, "os^vD", strict=True):
+            for label, marker in zip(PICTURE, "os^vD", strict=True):
                 style: dict[str, Any] = {"color": "black", "ls": "--"} if label == "dense" else {}
                 axis.plot([r["ranks"] for r in some], [r[label] for r in some], marker=marker, ms=4,
                           label=label, **style)  # fmt: skip

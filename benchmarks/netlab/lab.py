@@ -315,9 +315,10 @@ class Lab:
         found["idle"] = dict(zip(IDLE, found["idle"], strict=True))
         return Calibration(rate=self.rate, **found)
 
-    def introduce(self) -> list[str]:
-        """Calibrates. Lines: what is emulated, why nothing better, what the link carries, what is wrong."""
-        found = self.calibrate()
+    def introduce(self, found: Calibration | None = None) -> list[str]:
+        """Lines: what is emulated, why nothing better, what the link carries, what is wrong. found: a
+        calibration; None: it calibrates."""
+        found = found or self.calibrate()
         fault = found.fault()
         return [
             f"Network: {self}.",

@@ -13,21 +13,28 @@ class TorchTopk:
         self.density = density
         self._group = dist.new_group()  # of its own: plain DDP's broadcasts may run at the same time
         self._world = dist.get_world_size()
-        self._residuals: dict[tuple[int, int], torch.Tensor] = {}
+        self._residuals: dict[tuple[int, ...], torch.Tensor] = {}  # by the parameters of a bucket
+        self._of: dict[int, torch.Tensor] = {}  # by parameter: its part of one of these
 
     @staticmethod
     def hook(topk: "TorchTopk", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradient = bucket.buffer()
-        key = bucket.index(), gradient.numel()  # DDP rebuilds its buckets after the first step
-        residual = topk._residuals.get(key)
-        if residual is None:
-            residual = topk._residuals[key] = torch.zeros_like(gradient)
+        residual = topk._residual(bucket.parameters())
         residual += gradient
         k = max(1, round(topk.density * gradient.numel()))
         places = torch.topk(residual.abs(), k, sorted=False).indices
         values = residual[places]
         residual[places] = 0
         return topk._exchanged(gradient, places.int(), values)
+
+    def _residual(self, parameters: list[torch.Tensor]) -> torch.Tensor:
+        """A bucket's. DDP rebuilds its buckets after the first step: each parameter's part moves along."""
+        key = tuple(map(id, parameters))
+        if key not in self._residuals:
+            parts = [self._of.get(id(p), torch.zeros(p.numel())) for p in parameters]
+            self._residuals[key] = whole = torch.cat(parts)
+            self._of |= dict(zip(key, whole.split([p.numel() for p in parameters]), strict=True))
+        return self._residuals[key]
 
     def _exchanged(
         self, gradient: torch.Tensor, places: torch.Tensor, values: torch.Tensor

@@ -77,12 +77,11 @@ def best_of(ratios: list[tuple[float, str, Row]], papers: float, by_median: bool
             continue
         top, name, row = max(some, key=lambda x: x[0])
         middle = median(x for x, _, _ in some)
-        texts.append(f"up to {top:.2f} times ({name}, {place(row)}), median {middle:.2f}")
+        what = "" if computed else "without computing "
+        texts.append(f"{what}up to {top:.2f} times ({name}, {place(row)}), median {middle:.2f}")
         if computed:
             outcome = compare(middle if by_median and middle < 1 else top, papers)
-    if len(texts) == 2:
-        return Found(f"{texts[0]}; without computing {texts[1]}", outcome)
-    return Found(("without computing " if outcome == UPPER else "") + texts[0], outcome)
+    return Found("; ".join(texts), outcome)
 
 
 def ratio(over: str, under: str, papers: float, only: str = "") -> Callable[[list[Row]], Found]:

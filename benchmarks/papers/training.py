@@ -71,6 +71,10 @@ def of(cell: Cell) -> Row:
     return {"task": cell["task"], "hosts": str(cell["hosts"]), "link": cell["rate"]}
 
 
+def error_of(run: Row) -> str:
+    return f"{run['error']:.1e}" if run["error"] is not None else ""
+
+
 def each_hook(cell: Cell) -> list[Row]:
     """One row for each hook."""
     took, best, out = milliseconds(cell), ceiling(cell), []
@@ -90,14 +94,15 @@ def each_hook(cell: Cell) -> list[Row]:
             f"{what} ms": "" if x is None else f"{x:.2f}"
             for what, x in zip(("encode", "wait", "decode"), phases, strict=True)
         }
-        row["error of one mean"] = f"{run['error']:.1e}" if run["error"] is not None else ""
+        row["error of one mean"] = error_of(run)
         out.append(row)
     return out
 
 
 def by_codec(variants: tuple[str, ...], codecs: tuple[str, ...], cell: Cell) -> list[Row]:
-    """One row for each codec: the scaling factors of its variants, beside those without a codec."""
-    took, best = milliseconds(cell), ceiling(cell)
+    """One row for each codec: the scaling factors of its variants, beside those without a codec, and the
+    error of the last variant's average of one step."""
+    runs, took, best = cell["result"]["runs"], milliseconds(cell), ceiling(cell)
     out = []
     for codec in codecs:
         row = of(cell) | {"codec": codec, "no communication, ms": f"{best:.1f}"}
@@ -106,6 +111,7 @@ def by_codec(variants: tuple[str, ...], codecs: tuple[str, ...], cell: Cell) -> 
         first, last = (took[f"{codec}:{v}@0"] for v in (variants[0], variants[-1]))
         row[f"{variants[-1]} / {variants[0]}"] = f"{first / last:.2f}"
         row[f"{variants[-1]} / plain DDP by layer"] = f"{took['dense@0'] / last:.2f}"
+        row["error of one mean"] = error_of(next(r for r in runs if r["name"] == f"{codec}:{variants[-1]}@0"))
         out.append(row)
     return out
 
@@ -396,7 +402,7 @@ def plot(key: str, figure: Figure, rows: list[Row], out: Path) -> None:
     places = of_places(rows)
     first = next(iter(places.values()))
     names = "hook" if "hook" in first[0] else "codec"
-    fixed = ("task", "hosts", "link", "codec", "no communication, ms")
+    fixed = ("task", "hosts", "link", "codec", "no communication, ms", "error of one mean")
     series = (
         ["scaling factor"] if names == "hook" else [c for c in first[0] if c not in fixed and " / " not in c]
     )

@@ -65,7 +65,8 @@ static void wide_scales(const sid_plan *p, const uint8_t *code, uint32_t count, 
 /* micro_nv of all blocks. */
 static void measure_nv(const sid_plan *p, const uint32_t *key, float group, tile_scales *t) {
     const float sixth = micro_sixth(group);
-    const sid_grid grid = {.kind = SID_GRID_E4M3, .rounding = SID_ROUND_NEAREST, .top = 448.0f, .inverse = &sixth};
+    const sid_grid grid = {
+        .kind = SID_GRID_E4M3, .rounding = SID_ROUND_NEAREST, .top = MICRO_E4M3_TOP, .inverse = &sixth};
     float top[MOST_BLOCKS];
     memcpy(top, key, sizeof *key * t->count);
     p->simd->quantise(top, t->count, &grid, NULL, t->code);
@@ -170,7 +171,7 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     const micro_form f = micro_form_of(p);
     const uint64_t blocks = micro_blocks(&f, p->n), codes = micro_codes_at(&f, p->n), end = codes + (p->n + 1) / 2;
     const uint8_t *scale = payload + SID_HEADER_BYTES;
-    uint32_t bad = 0, most = 0;
+    uint32_t bad = 0;
     if (h->count != p->n || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE))
         return sid_fail(err, SID_E_CORRUPT, "count %llu and flags %08x do not belong to a payload of this plan",
                         (unsigned long long)h->count, h->flags);
@@ -185,13 +186,12 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     while (low < 255 && !micro_sound(&f, low, h->scale)) low++;
     while (high > low && !micro_sound(&f, high, h->scale)) high--;
     const uint8_t from = (uint8_t)low, span = (uint8_t)(high - low), any = (uint8_t)micro_sound(&f, low, h->scale);
-    uint8_t top = 0, wrong = 0;
+    uint8_t most = 0, wrong = 0;
     for (uint64_t i = 0; i < blocks; i++) {
         const uint8_t c = scale[i], over = (uint8_t)(c - from);
         wrong |= (uint8_t)((c != 0) & ((over > span) | !any));
-        top = c > top ? c : top;
+        most = c > most ? c : most;
     }
-    most = top;
     if (wrong) return sid_fail(err, SID_E_CORRUPT, "a block has a scale that no encoder writes");
     if (!f.two && sid_f32_bits(h->scale) != (blocks ? sid_f32_bits(micro_power(most)) : 0))
         return sid_fail(err, SID_E_CORRUPT, "scale is %g; it must be the largest of the blocks' scales",

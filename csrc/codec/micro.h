@@ -8,7 +8,8 @@ enum {
     MICRO_MX_MOST = 252, /* E8M0: the scale of a block with an element of 2^127 or more */
     MICRO_E4M3_MOST = 0x7e
 };
-#define MICRO_TOP 2688.0f /* 448 * 6: the largest magnitude in units of the group's scale */
+#define MICRO_E4M3_TOP 448.0f /* the largest E4M3 */
+#define MICRO_TOP 2688.0f     /* 448 * 6: the largest magnitude in units of the group's scale */
 
 typedef struct micro_form { /* in plan->derived */
     uint32_t shift;         /* a block has 2^shift elements */
@@ -44,7 +45,7 @@ SID_HD micro_scale micro_mx(uint32_t key) {
 SID_HD float micro_sixth(float group) { return group > 0 ? 1.0f / (group * SID_F4_TOP) : 0.0f; }
 SID_HD micro_scale micro_nv(uint32_t key, float group, float sixth) {
     const float r = sid_bits_f32(key) * sixth;
-    const uint32_t code = sid_f32_to_f8_nearest(r < 448.0f ? r : 448.0f, 3);
+    const uint32_t code = sid_f32_to_f8_nearest(r < MICRO_E4M3_TOP ? r : MICRO_E4M3_TOP, 3);
     const float scale = sid_f8_to_f32(code, 3) * group;
     micro_scale s = {0, 0, 0};
     if (scale < QUANT_SCALE_MIN) return s;

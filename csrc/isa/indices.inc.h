@@ -3,6 +3,16 @@
  * Integers only. Reads run over by up to 8 bytes and writes by more, as simd.h says. */
 
 #ifdef SID_HAS_AVX512
+/* Of the variant "avx512vbmi2": the variant "avx512", but for functions that compress lanes of 16 bits or permute bytes.
+ * Functions that serve both take a constant vbmi2, and call these only where it is 1. */
+#define VBMI2 __attribute__((target("avx512vbmi,avx512vbmi2"))) static inline
+static const uint16_t lanes16[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                     16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+static const uint8_t lanes8[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                   16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+                                   32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
+                                   48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+
 /* One store of 32 places for most words: stores are what takes time here, not compressing. */
 VBMI2 uint32_t places_vbmi2(uint64_t word, uint32_t base, uint16_t *at) {
     const uint32_t c = (uint32_t)__builtin_popcountll(word);

@@ -109,16 +109,16 @@ static void add_levels(float *out, const uint16_t *idx, uint32_t base, const uin
     const sid_levels l = *levels;
     float value[A_BYTE];
     uint32_t i = 0;
-    if (l.top == 127 && n < A_BYTE) {
+    if (l.top == sid_level_top(8) && n < A_BYTE) {
         for (; i < n; i++) out[idx[i] - base] += level_of(code[first + i], &l);
         return;
     }
     for (uint32_t c = 0; c <= 2 * l.top + 1; c++) value[c] = level_of(c, &l);
-    if (l.top == 127) {
+    if (l.top == sid_level_top(8)) {
         for (; i < n; i++) out[idx[i] - base] += value[code[first + i]];
         return;
     }
-    if (l.top == 1) {
+    if (l.top == sid_level_top(2)) {
         for (; i < n; i++) out[idx[i] - base] += value[code[(first + i) / 4] >> 2 * ((first + i) % 4) & 3];
         return;
     }

@@ -59,3 +59,15 @@ def test_the_table_of_claims_is_what_the_results_say() -> None:
 )
 def test_outcomes(ours: float, papers: float, outcome: str) -> None:
     assert claims.compare(ours, papers) == outcome
+
+
+def test_rows_that_replay_gradients_decide_nothing_beside_rows_that_train() -> None:
+    def row(task: str) -> dict[str, str]:
+        return {"task": task, "hosts": "2", "link": "1gbit"}
+
+    trained, replayed = (1.5, "topk", row("lstm")), (8.0, "topk", row("lstm-replay"))
+    both = claims.best_of([replayed, trained], papers=2.0)
+    assert both.outcome == "smaller"
+    assert both.text.startswith("up to 1.50 times") and "without computing up to 8.00 times" in both.text
+    alone = claims.best_of([replayed], papers=2.0)
+    assert alone.outcome == claims.UPPER and alone.text.startswith("without computing up to 8.00 times")

@@ -74,6 +74,13 @@ def test_the_test_of_steps_counts_all_assignments(tried: tuple[int, ...], other:
     assert _steps_by_chance([(other, tried)]) == 1
 
 
+def test_the_test_of_steps_adds_pairs() -> None:
+    """Windows of two steps: U is 0, 1, 2, 2, 3 or 4. Of 36 assignments one reaches 8, and two more 7."""
+    apart, once = ((1, 2), (3, 4)), ((1, 3), (2, 4))
+    assert _steps_by_chance([apart, apart]) == pytest.approx(1 / 36)
+    assert _steps_by_chance([apart, once]) == pytest.approx(3 / 36)
+
+
 @pytest.mark.parametrize(("speed", "noise"), [(0.5, 0.2), (0.8, 0.1), (0.9, 0.05), (0.95, 0.02)])
 def test_a_plan_that_wins_is_kept(speed: float, noise: float) -> None:
     rng = random.Random(2)
