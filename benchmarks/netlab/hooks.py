@@ -3,7 +3,8 @@
 dense                   plain DDP, no hook
 fp16, powersgd          torch's own hooks; PowerSGD of rank 4, in one bucket
 bf16-sum32              bf16 on the wire, float32 sums: bf16_wire.py
-torch-topk              top-k of 1 % with error feedback by torch's operations: torch_topk.py
+torch-topk              top-k of 1 % with error feedback by torch's operations: torch_topk.py;
+                        torch-topk[density=0.001] another density
 topk:GROUPS             a codec of sidcomp with its State(groups=GROUPS); topk alone: 25MB. powersgd:GROUPS is
                         ours, in as many buckets as there are. A density is 1 %
 default:GROUPS          what State() has, its density too: auto's candidate beside dense and fp16
@@ -91,7 +92,7 @@ class Hook(NamedTuple):
             ddp.register_comm_hook(wire, Bf16Wire.hook)
             return ddp, wire
         elif self.kind == "torch-topk":
-            topk = TorchTopk(DENSITY)
+            topk = TorchTopk(dict(self.arguments).get("density", DENSITY))
             ddp.register_comm_hook(topk, TorchTopk.hook)
             return ddp, topk
         return ddp, None
@@ -181,8 +182,9 @@ def parse(text: str) -> Hook:
     body, arguments = found[1], _arguments(text, found[2])
     body, plus, exchange = body.partition("+")
     kind, colon, groups = body.partition(":")
-    if arguments and kind in OF_TORCH and not colon:
-        raise ValueError(f"hook {text!r}: {kind} takes no arguments")
+    taken = {"density"} if kind == "torch-topk" else set()
+    if kind in OF_TORCH and not colon and (extra := {key for key, _ in arguments} - taken):
+        raise ValueError(f"hook {text!r}: {kind} takes no argument {min(extra)}")
     if at:
         try:
             bucket_mb = float(cap)
@@ -203,7 +205,7 @@ def parse(text: str) -> Hook:
     if kind == "auto" and not colon:
         return Hook(text, "auto", "", bucket_mb, None, arguments)
     if kind in OF_TORCH and not colon:
-        return Hook(text, kind, "", bucket_mb)
+        return Hook(text, kind, "", bucket_mb, None, arguments)
     codecs = [c.name for c in sidcomp.codecs()]
     if kind not in ("default", *codecs):
         known = ", ".join((*OF_TORCH, *PAPERS, "auto", "default"))

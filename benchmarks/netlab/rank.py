@@ -81,6 +81,7 @@ class Run:
         while len(self.losses) < SETTLE and not _agreed(self._settled()):
             for _ in range(5):
                 self.step()
+        self.optimizer.zero_grad()
 
     def _settled(self) -> bool:
         report = self.report()
@@ -110,6 +111,7 @@ class Run:
             self.counted += steps
         ends = [max(of_ranks) for of_ranks in zip(*_gather(stamps), strict=True)]
         self.milliseconds += [(b - a) * 1e3 for a, b in pairwise(ends[1:])]
+        self.optimizer.zero_grad()  # gradients of BERT-base for each hook would not fit
 
     def predicted(self, profiled: "list[Run]") -> int | None:
         """ps of a step, by the model of the planner. Where no plan of this run's own predicts it, a profile
@@ -161,6 +163,7 @@ class Run:
     def result(self, profiled: "list[Run]") -> dict[str, Any]:
         seconds = _gather(self.seconds())  # before a step that is not counted
         error = self.error()
+        self.optimizer.zero_grad()
         losses = [sum(of_ranks) / len(of_ranks) for of_ranks in zip(*_gather(self.losses), strict=True)]
         return {
             "name": self.name,
@@ -195,7 +198,8 @@ def task_of(name: str, rank: int, world: int, batch: int | None) -> Task:
     """One of examples/tasks.py, or of replay.py. batch: None is the task's own."""
     if name in REPLAYS:
         replay, small = REPLAYS[name]
-        return replay(rank, world, batch or replay.batch, torch.device("cpu"), TASKS[small])
+        own = TASKS[small].batch if replay.paced else replay.batch
+        return replay(rank, world, batch or own, torch.device("cpu"), TASKS[small])
     kind = TASKS[name]
     return kind(rank, world, batch or kind.batch, torch.device("cpu"))
 

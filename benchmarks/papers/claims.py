@@ -49,7 +49,8 @@ UPPER = "upper limit"
 
 
 def trained(row: Row) -> bool:
-    """Whether the ranks computed gradients, and did not replay them (benchmarks/netlab/replay.py)."""
+    """Whether the ranks computed gradients, or waited as long, and did not only replay them
+    (benchmarks/netlab/replay.py)."""
     return not row["task"].endswith(("-replay", "-sizes"))
 
 
@@ -61,7 +62,7 @@ def largest(column: str, papers: float, only: str = "") -> Callable[[list[Row]],
     """The largest ratio in a column, where it was, and the median. only: of these codecs."""
 
     def found(rows: list[Row]) -> Found:
-        chosen = [row for row in rows if not only or row["codec"] in only.split(",")]
+        chosen = [row for row in rows if row[column] and (not only or row["codec"] in only.split(","))]
         return best_of([(float(row[column]), row["codec"], row) for row in chosen], papers)
 
     return found
@@ -89,13 +90,14 @@ def ratio(over: str, under: str, papers: float, only: str = "") -> Callable[[lis
 
     def found(rows: list[Row]) -> Found:
         name = f"{over} / {under}"
-        more = [{**row, name: float(row[over]) / float(row[under])} for row in rows]
+        more = [{**row, name: float(row[over]) / float(row[under])} for row in rows if row[over]]
         return largest(name, papers, only)(more)
 
     return found
 
 
 def layer_wise_is_slower(rows: list[Row]) -> Found:
+    rows = [row for row in rows if row["layer"]]
     slower = [row for row in rows if float(row["layer"]) < float(row["plain DDP by layer"])]
     buckets = [row for row in rows if float(row["layer"]) < float(row["plain DDP in buckets"])]
     equal = [row for row in rows if float(row["layer"]) == float(row["plain DDP by layer"])]

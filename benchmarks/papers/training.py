@@ -101,7 +101,7 @@ def each_hook(cell: Cell) -> list[Row]:
 
 def by_codec(variants: tuple[str, ...], codecs: tuple[str, ...], cell: Cell) -> list[Row]:
     """One row for each codec: the scaling factors of its variants, beside those without a codec, and the
-    error of the last variant's average of one step."""
+    error of the last variant's average of one step. Below, one for each of BESIDE, in DDP's buckets."""
     runs, took, best = cell["result"]["runs"], milliseconds(cell), ceiling(cell)
     out = []
     for codec in codecs:
@@ -113,10 +113,18 @@ def by_codec(variants: tuple[str, ...], codecs: tuple[str, ...], cell: Cell) -> 
         row[f"{variants[-1]} / plain DDP by layer"] = f"{took['dense@0'] / last:.2f}"
         row["error of one mean"] = error_of(next(r for r in runs if r["name"] == f"{codec}:{variants[-1]}@0"))
         out.append(row)
+    for name in BESIDE:
+        row = (
+            dict.fromkeys(out[0], "")
+            | of(cell)
+            | {"codec": name, "in DDP's buckets": f"{best / took[name]:.3f}"}
+        )
+        out.append(row | {"error of one mean": error_of(next(r for r in runs if r["name"] == name))})
     return out
 
 
-PLAIN = {"plain DDP by layer": "dense@0", "plain DDP in buckets": "dense", "bf16 wire": "bf16-sum32"}
+PLAIN = {"plain DDP by layer": "dense@0", "plain DDP in buckets": "dense"}
+BESIDE = ("bf16-sum32", "sidco-e", "redsync")  # as they are, in every table
 
 
 def place_of(row: Row) -> Place:
@@ -139,6 +147,13 @@ def spread(name: str, found: list[tuple[float, str]]) -> str:
     return f"{name}: {found[0][0]:.2f} to {found[-1][0]:.2f} times ({found[-1][1]}), median {middle:.2f}."
 
 
+def over_wire(over: str, codecs: tuple[str, ...], rows: list[Row]) -> list[tuple[float, str]]:
+    """gains(), over the wire that stands in rows of its own."""
+    wires = {place_of(row): row["in DDP's buckets"] for row in rows if row["codec"] == "bf16-sum32"}
+    with_wire = [row | {"wire": wires.get(place_of(row), "")} for row in rows]
+    return gains(over, "wire", codecs, with_wire)
+
+
 def says_scaling(variant: str, codecs: tuple[str, ...], rows: list[Row]) -> str:
     by_layer = [1 / gain for gain, _ in gains("layer", "plain DDP by layer", codecs, rows)]
     behind = sum(x > 1 for x in by_layer)
@@ -150,9 +165,7 @@ def says_scaling(variant: str, codecs: tuple[str, ...], rows: list[Row]) -> str:
                 f"{variant} over plain DDP in its buckets",
                 gains(variant, "plain DDP in buckets", codecs, rows),
             ),
-            spread(
-                f"{variant} over a bf16 wire with float32 sums", gains(variant, "bf16 wire", codecs, rows)
-            ),
+            spread(f"{variant} over a bf16 wire with float32 sums", over_wire(variant, codecs, rows)),
             f"Layer-wise compression is slower than plain DDP by layer in {behind} of {len(by_layer)} cases.",
         ]
     )
@@ -267,11 +280,11 @@ def at(hosts: int, rate: str, *tasks: str) -> tuple[Place, ...]:
 
 
 def grid(codecs: tuple[str, ...], *variants: str) -> tuple[str, ...]:
-    return (*PLAIN.values(), *(f"{c}:{v}@0" for c in codecs for v in variants))
+    return (*PLAIN.values(), *BESIDE, *(f"{c}:{v}@0" for c in codecs for v in variants))
 
 
 SMALLER = "layer[exclude=<16KB]"
-DENSITIES = tuple(f"{c}[density={d}]" for d in ("0.1", "0.01", "0.001") for c in SEVEN)
+DENSITIES = tuple(f"{c}[density={d}]" for d in ("0.1", "0.01", "0.001") for c in ("torch-topk", *SEVEN))
 QUANTISED = "redsync:layer[memory=dgc;density=0.001;momentum=0.9;quantised=on;exclude=<128KB]"
 RGC = "redsync:layer[memory=dgc;density=0.001;momentum=0.9;exclude=<128KB]"
 
@@ -280,7 +293,7 @@ FIGURES: dict[str, Figure] = {
         "MergeComp, figures 2 and 4 to 6",
         "Layer by layer most of nine compressors scale worse than no compression at all; merged in two "
         "groups they scale up to 3.83 times as well as layer by layer, and up to 2.91 times as well as none.",
-        (*at(2, "1gbit", "resnet50"), *at(4, "1gbit", "resnet50"),
+        (*at(2, "1gbit", "resnet50"), *at(4, "1gbit", "resnet50-paced"),
          *at(2, "1gbit", "resnet101", "transformer")),
         grid(NINE, "layer", "mergecomp"),
         partial(by_codec, ("layer", "mergecomp"), NINE),
@@ -289,7 +302,7 @@ FIGURES: dict[str, Figure] = {
     "mergecomp-ranks": Figure(
         "MergeComp, figures 4 to 6, eight ranks and a faster link",
         "Up to 8 GPUs, merged in two groups they scale up to 3.83 times as well as layer by layer.",
-        (*at(2, "10gbit", "resnet50-replay"), *at(8, "1gbit", "resnet50-replay")),
+        (*at(2, "10gbit", "resnet50"), *at(8, "1gbit", "resnet50-paced")),
         grid(("dgc", "efsignsgd"), "layer", "mergecomp"),
         partial(by_codec, ("layer", "mergecomp"), ("dgc", "efsignsgd")),
         partial(says_scaling, "mergecomp", ("dgc", "efsignsgd")),
@@ -298,7 +311,7 @@ FIGURES: dict[str, Figure] = {
         "MergeComp, figures 4 to 6, and Cupcake, figures 6 and 7: the tensors of the models as published",
         "Merged, compressors scale up to 3.83 times as well as layer by layer.",
         at(2, "10gbit", "resnet50-sizes", "resnet101-sizes", "bert-sizes"),
-        (*PLAIN.values(), *(f"topk:{v}@0" for v in ("layer", "mergecomp", "cupcake"))),
+        grid(("topk",), "layer", "mergecomp", "cupcake"),
         partial(by_codec, ("layer", "cupcake", "mergecomp"), ("topk",)),
         partial(says_scaling, "mergecomp", ("topk",)),
     ),
@@ -306,7 +319,7 @@ FIGURES: dict[str, Figure] = {
         "MergeComp, tables 2 and 3",
         "Two groups are 1.04 to 1.23 times as fast as one, three and four no faster than two; the search is "
         "1.9 to 5.5 % faster than two groups of as many tensors.",
-        (*at(2, "1gbit", "resnet50", "resnet101"), *at(4, "1gbit", "resnet50-replay")),
+        (*at(2, "1gbit", "resnet50", "resnet101"), *at(4, "1gbit", "resnet50-paced")),
         grid(("fp16", "dgc", "efsignsgd"), "model", "even:2", *(f"mergecomp[Y={y}]" for y in (2, 3, 4))),
         partial(by_codec, ("model", "even:2", *(f"mergecomp[Y={y}]" for y in (4, 3, 2))),
                 ("fp16", "dgc", "efsignsgd")),
@@ -317,7 +330,8 @@ FIGURES: dict[str, Figure] = {
         "Merged, ResNet50 on CIFAR10 with DGC converges 2.27 times as soon as without compression and 3.28 "
         "times as soon as layer by layer.",
         at(2, "1gbit", "resnet50"),
-        ("dense", "dense@0", *(f"{c}:{v}@0" for c in ("dgc", "efsignsgd") for v in ("layer", "mergecomp"))),
+        ("dense", "dense@0", *BESIDE,
+         *(f"{c}:{v}@0" for c in ("dgc", "efsignsgd") for v in ("layer", "mergecomp"))),
         losses_over_time,
         says_losses,
         LONG,
@@ -327,7 +341,7 @@ FIGURES: dict[str, Figure] = {
         "Cupcake is up to 1.72 times as fast as no compression, 2.3 times as fast as layer by layer and 1.64 "
         "times as fast as compressing only large tensors; up to 1.12 times as fast as the best buckets and "
         "1.18 times as fast as the best even groups.",
-        (*at(2, "1gbit", "resnet50", "resnet101", "transformer"), *at(4, "1gbit", "resnet50-replay")),
+        (*at(2, "1gbit", "resnet50", "resnet101", "transformer"), *at(4, "1gbit", "resnet50-paced")),
         grid(FOUR, "layer", SMALLER, "even:2", "even:4", "25MB", "pg", "cupcake"),
         partial(by_codec, ("layer", SMALLER, "even:2", "even:4", "25MB", "pg", "cupcake"), FOUR),
         says_cupcake,
@@ -336,7 +350,8 @@ FIGURES: dict[str, Figure] = {
         "Cupcake, figure 8",
         "With Cupcake a model converges 1.3 to 1.68 times as soon as without compression, and ends as good.",
         at(2, "1gbit", "transformer"),
-        ("dense", "dense@0", *(f"{c}:{v}@0" for c in ("dgc", "randk-own") for v in (SMALLER, "cupcake"))),
+        ("dense", "dense@0", *BESIDE,
+         *(f"{c}:{v}@0" for c in ("dgc", "randk-own") for v in (SMALLER, "cupcake"))),
         losses_over_time,
         says_losses,
         LONG,
@@ -345,7 +360,7 @@ FIGURES: dict[str, Figure] = {
         "SIDCo, figures 3a, 3b, 5, 6 and 18",
         "Training an LSTM at 0.1 % is up to 41.7 times as fast with SIDCo as without compression, up to 7.5 "
         "times as fast as with top-k and 1.9 times as fast as with DGC.",
-        (*at(2, "100mbit", "lstm"), *at(2, "1gbit", "lstm"), *at(4, "1gbit", "lstm-replay")),
+        (*at(2, "100mbit", "lstm"), *at(2, "1gbit", "lstm"), *at(4, "1gbit", "lstm-paced")),
         ("dense", "fp16", "bf16-sum32", *DENSITIES),
         each_hook,
         says_fastest,
@@ -354,7 +369,7 @@ FIGURES: dict[str, Figure] = {
         "SIDCo, figure 10",
         "At equal time the loss with SIDCo is the lowest.",
         at(2, "1gbit", "lstm"),
-        ("dense", *(f"{c}[density=0.01]" for c in SEVEN)),
+        ("dense", "bf16-sum32", *(f"{c}[density=0.01]" for c in SEVEN)),
         losses_over_time,
         says_losses,
         LONG,
@@ -363,8 +378,8 @@ FIGURES: dict[str, Figure] = {
         "RedSync, figures 7 to 10",
         "RGC trains an LSTM 4.28, 4.72 and 4.12 times as fast as the baseline on 2, 4 and 8 nodes; RGC and "
         "its quantised form train VGG16 1.42 and 1.71 times as fast on 128. ResNet50 gains nothing.",
-        (*at(2, "1gbit", "lstm", "cnn", "resnet50"), *at(4, "1gbit", "lstm"), *at(8, "1gbit", "lstm"),
-         *(Place(hosts, "1gbit", "lstm-replay") for hosts in (2, 4, 8))),
+        (*at(2, "1gbit", "lstm", "cnn", "resnet50"),
+         *(Place(hosts, "1gbit", task) for task in ("lstm-paced", "lstm-replay") for hosts in (2, 4, 8))),
         ("dense", "bf16-sum32", RGC, QUANTISED,
          *(f"{c}:25MB[density=0.001]" for c in ("redsync", "sidco-e", "topk"))),
         each_hook,
@@ -384,7 +399,7 @@ FIGURES: dict[str, Figure] = {
         "Marsit, figure 4",
         "ResNet-50 on ImageNet reaches its accuracy 1.5 times as soon as without compression.",
         at(4, "1gbit", "mlp"),
-        ("dense", "signsgd", "efsignsgd", "marsit+ring1[full_every=100]", "marsit+ring1"),
+        ("dense", *BESIDE, "signsgd", "efsignsgd", "marsit+ring1[full_every=100]", "marsit+ring1"),
         losses_over_time,
         says_losses,
         LONG,
@@ -536,7 +551,7 @@ def show(key: str, figure: Figure, cells: list[Cell], turns: Turns, out: Path | 
     }
     both = of_places(old) | new
     given = [row for place in figure.places for row in both.get(place, [])]
-    columns = dict.fromkeys(column for some in (*new.values(), old) for column in (some[0] if some else ()))
+    columns = dict.fromkeys(column for some in (*new.values(), old) for row in some for column in row)
     rows = [{column: row.get(column, "") for column in columns} for row in given]
     machines: dict[str, list[str]] = {}
     for place, where in places.items():
@@ -546,7 +561,8 @@ def show(key: str, figure: Figure, cells: list[Cell], turns: Turns, out: Path | 
         f"The paper: {figure.claim} Here: {figure.says(rows)} Medians of {turns.blocks * (turns.steps - 1)} "
         f"steps in {turns.blocks} turns, all hooks of a place in the same processes, one thread a rank, two "
         "cores: four ranks and more wait for a core. -replay, -sizes: recorded gradients, without the time "
-        "of forward and backward (benchmarks/netlab/replay.py). The scaling factor is the time of a step "
+        "of forward and backward; -paced: they wait as long as two ranks compute "
+        "(benchmarks/netlab/replay.py). The scaling factor is the time of a step "
         "without communication over the time of the hook's step. @0: each tensor is one of DDP's buckets. "
         f"Network: {emulation} (benchmarks/netlab). "
         + " ".join(f"Measured on {where}: {'; '.join(some)}." for where, some in machines.items())

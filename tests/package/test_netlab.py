@@ -282,7 +282,7 @@ def test_hooks(row: tuple[Any, ...]) -> None:
         ("--hooks auto+ring1", "after + comes an exchange"),
         ("--hooks topk[density]", "'density' is not KEY=VALUE"),
         ("--hooks topk[density=0.1]x", "write arguments as in dgc:mergecomp"),
-        ("--hooks dense[K=1]", "dense takes no arguments"),
+        ("--hooks dense[K=1]", "dense takes no argument K"),
         ("--hooks topk@x", "after @ comes a size in MB"),
         ("--hosts 0", "--hosts 1 to 200"),
         ("--steps 2", "--steps 3"),
