@@ -33,9 +33,10 @@ static uint64_t body_of(const sid_exchange *x, uint32_t s) {
     return sid_round_up(sid_slice_len(x, s) * size_of(x), 32);
 }
 
+/* An inner exchange has at most one slice a node, each a group of its own (sid_slice_step): streams of its own here, too. */
 sid_nodes sid_nodes_of(const sid_exchange *x) {
     return (sid_nodes){x->place[OUT], x->place[IN], x->place[WIRE],
-                       x->word[L],    local_of(x),  (0x4001u + local_of(x)) << SID_SUBGROUPS}; /* streams of its own */
+                       x->word[L],    local_of(x),  (0x4001u + local_of(x) * x->word[NODES]) << SID_SUBGROUPS};
 }
 
 static const char *const within[] = {"auto", "allreduce", "allgather", "ring1", "torus1", "twoshot", NULL};

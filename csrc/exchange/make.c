@@ -20,7 +20,8 @@ sid_status sid_sub_plan(const sid_exchange_config *config, uint64_t n, const cha
     c.dtype = dtype;
     c.shapes = NULL;
     c.n_shapes = 0;
-    /* Of the settings, those that are not the exchange's; nor the memory's, where another takes its place. */
+    /* Of the settings, those that are not the exchange's; nor the memory's, where another takes its place: its weights
+     * would be applied a second time. */
     c.settings = settings;
     c.n_settings = 0;
     for (uint32_t i = 0; i < config->group->n_settings; i++) {
@@ -29,7 +30,8 @@ sid_status sid_sub_plan(const sid_exchange_config *config, uint64_t n, const cha
         int known = 0, other = 0;
         if (codec && mem) {
             sid_status bad = sid_set_param(codec, value, s, &known, err);
-            if (!bad) bad = sid_set_param(mem, value, s, &known, err);
+            if (!bad && (!memory || !strcmp(s->name, SID_MEMORY_DTYPE)))
+                bad = sid_set_param(mem, value, s, &known, err);
             if (bad) return bad;
         }
         sid_set_param(sid_exchange_find(config->exchange), value, s, &other, NULL);

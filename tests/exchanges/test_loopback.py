@@ -16,6 +16,7 @@ from buffers import Block, Vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Array
+from reference.formats import MAGIC
 from sidcomp import Loopback, _core
 
 F32 = np.float32
@@ -291,6 +292,19 @@ def test_two_shot_loses_nothing(codec: str, world: int, dtype: str) -> None:
     assert all((k[1] != 0).sum() <= up(n, world * 64) * 64 for k in kept)
 
 
+@pytest.mark.parametrize("memory, settings", [("residual", {"gamma": 0.5}), ("momentum", {"beta": 0.5})])
+def test_two_shot_applies_the_memorys_weights_once(memory: str, settings: dict[str, float]) -> None:
+    """What is kept for all has none: the mean would be weighted a second time."""
+    g = gradients(3, 3001)
+    exchanged = [
+        np.asarray(Loopback(3, how, "int8", 3001, memory=memory, **settings).step(g), np.float64)
+        for how in ("allgather", "twoshot")
+    ]
+    half = 0.5 * np.mean(g, axis=0, dtype=np.float64)
+    for mean in exchanged:
+        assert np.abs(mean - half).max() < 0.03
+
+
 def test_two_shot_is_two_encodings() -> None:
     """Against the composition of its parts: W^2 compressors and W for the means."""
     world, n, size = 3, 500, 192  # slices of 192, 192, 116
@@ -502,6 +516,25 @@ def test_hierarchical_keeps_what_the_nodes_did_not_send(within: str) -> None:
         outside = np.ones(n, bool)
         outside[r % local * each : (r % local + 1) * each] = False
         assert not kept[r][:, outside].any()
+
+
+def test_the_slices_of_a_node_draw_from_streams_of_their_own() -> None:
+    """No rank draws twice for the same (rank, group): else two slices would be rounded alike."""
+    world, local = 8, 2
+    x = Loopback(world, "hierarchical", "qsgd", 4096, ranks_per_node=local, within="twoshot")
+    x.step(gradients(world, 4096))
+    drawn: dict[tuple[int, int, int], bytes] = {}
+    for r, rank in enumerate(x.ranks):
+        node = r // local
+        for round in range(x.rounds):
+            for _, offset, size in rank.messages(round, False):
+                message = ctypes.string_at(x._wire[r].ptr + offset, size)
+                if size < 64 or ref.header(message)["magic"] != MAGIC:
+                    continue
+                h = ref.header(message)
+                key = (node, h["rank"], h["group"])
+                assert drawn.setdefault(key, message) == message, key
+    assert len(drawn) >= world * (world // local - 1)
 
 
 # ---- baselines -----------------------------------------------------------------------------------
