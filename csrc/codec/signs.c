@@ -183,7 +183,8 @@ static void rule_none(sid_rule *rule) { *rule = (sid_rule){0}; }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
 
-static sid_status check_body(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+/* pair: low stands behind the bits. */
+static sid_status check_body(const sid_plan *p, const uint8_t *payload, int pair, sid_error *err) {
     const sid_header *h = (const sid_header *)(const void *)payload;
     const uint64_t low_at = sid_sign_low_at(p->n);
     uint32_t rest = p->n % 8 ? (uint32_t)payload[SID_HEADER_BYTES + p->n / 8] >> p->n % 8 : 0;
@@ -193,8 +194,12 @@ static sid_status check_body(const sid_plan *p, const uint8_t *payload, sid_erro
     if (sid_f32_bits(h->scale) >= SID_KEY_INF)
         return sid_fail(err, SID_E_CORRUPT, "scale is %g; it must be finite and not negative", (double)h->scale);
     for (uint64_t i = SID_HEADER_BYTES + (p->n + 7) / 8; i < p->sizes.payload; i++)
-        if (i < low_at || i >= low_at + 4 || p->sizes.payload != sid_sign_bytes(p->n, 1)) rest |= payload[i];
+        if (!pair || i < low_at || i >= low_at + 4) rest |= payload[i];
     return rest ? sid_fail(err, SID_E_CORRUPT, "bits after the last element are set; they must be 0") : SID_OK;
+}
+
+static sid_status check_one(const sid_plan *p, const uint8_t *payload, sid_error *err) {
+    return check_body(p, payload, 0, err);
 }
 
 static sid_status check_fixed(const sid_plan *p, const uint8_t *payload, sid_error *err) {
@@ -203,7 +208,7 @@ static sid_status check_fixed(const sid_plan *p, const uint8_t *payload, sid_err
         return sid_fail(err, SID_E_CORRUPT,
                         "the payload's signs stand for +-%g, the plan's for +-%g: give all ranks the same settings",
                         (double)h->scale, (double)fixed(p));
-    return check_body(p, payload, err);
+    return check_body(p, payload, 0, err);
 }
 
 static float low_of(const sid_plan *p, const uint8_t *payload) {
@@ -216,7 +221,7 @@ static sid_status check_pair(const sid_plan *p, const uint8_t *payload, sid_erro
     const float low = low_of(p, payload);
     if (sid_f32_bits(low) && (low >= 0 || sid_key(low) >= SID_KEY_INF || low != low))
         return sid_fail(err, SID_E_CORRUPT, "low is %g; it must be 0, or negative and finite", (double)low);
-    return check_body(p, payload, err);
+    return check_body(p, payload, 1, err);
 }
 
 static void open_all(sid_gather *g) { (void)g; }
@@ -352,7 +357,7 @@ const sid_codec sid_codec_efsignsgd = {
     .finish = finish_mean,
     .keep = keep,
     .none = rule_none,
-    .check = check_body,
+    .check = check_one,
     .open = open_all,
     .decode = decode,
 };
@@ -407,7 +412,7 @@ const sid_codec sid_codec_ssdm = {
     .finish = finish_drawn,
     .keep = keep_drawn,
     .none = rule_none,
-    .check = check_body,
+    .check = check_one,
     .open = open_all,
     .decode = decode,
 };

@@ -355,3 +355,19 @@ def test_error_feedback_is_asked_for() -> None:
     for codec in FEEDBACK:
         with pytest.raises(_core.ParameterError, match=f"{codec}.*residual"):
             _core.Plan(codec, "none", 10, "float32")
+
+
+@pytest.mark.parametrize("codec", ["signsgd", "signum", "efsignsgd", "ssdm", "marsit"])
+def test_what_lies_behind_the_bits_is_zero(codec: str) -> None:
+    """onebit alone has a number there."""
+    n = 5
+    plan = _core.Plan(codec, "residual", n, "float32")
+    rank, vector = Rank(plan), Vector(np.array([1, -2, 3, -4, 5], np.float32))
+    good = rank.encode(vector, Step())
+    Rank(plan).decode([good], 1.0, vector, Step())
+    for at in range(72, 76):
+        bad = bytearray(good)
+        bad[at] ^= 1
+        payload = ref.with_header(bytes(bad), False)
+        with pytest.raises(_core.CorruptPayloadError, match="bits after the last element"):
+            Rank(plan).decode([payload], 1.0, vector, Step())
