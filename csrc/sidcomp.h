@@ -302,7 +302,7 @@ uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receiv
 /* seg, state, work, wire and step stay the same through all rounds of a step. cut: room for n_seg segments. step->rank and
  * step->world are the configuration's. Once it has failed, it fails in every round until the end of the step. The memory is
  * then as before the step, except for step->carry (and hierarchical, once the nodes have their means, has set its residual to
- * 0).
+ * 0). With step->origin, what a failed step has written to `state` may be unfinished: go on with the state that was read.
  * report.culprit is the rank at fault, as far as it is known. */
 sid_status sid_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *seg, uint32_t n_seg,
                                 sid_segment *cut, void *state, void *work, const sid_step *step, void *wire,

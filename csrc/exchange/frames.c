@@ -52,7 +52,8 @@ sid_status sid_frame_open(sid_exchange_step *t, const sid_frame *f, uint32_t rou
     else
         *flags = f->flags;
     if (*flags & SID_FRAME_POISON) {
-        culprit = *flags >> SID_FRAME_CULPRIT;
+        const uint32_t named = *flags >> SID_FRAME_CULPRIT;
+        culprit = named < t->x->world ? named : peer;
         s = sid_fail(&e, SID_E_CORRUPT, "rank %u failed, or could not read a message", culprit);
     }
     if (!s) return s;

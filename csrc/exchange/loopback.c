@@ -33,6 +33,16 @@ static sid_status move(sid_rank *ranks, uint32_t world, uint32_t round, sid_mess
     return SID_OK;
 }
 
+/* Undoes what the first `count` ranks have encoded. */
+static void abandon(const sid_rank *ranks, uint32_t count, const sid_step *step) {
+    for (uint32_t r = 0; r < count; r++) {
+        const sid_rank *q = &ranks[r];
+        sid_step own = *step;
+        own.rank = r;
+        sid_exchange_abandon(q->exchange, q->seg, q->n_seg, q->cut, q->state, q->work, &own, q->wire);
+    }
+}
+
 sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *step, sid_report *report, sid_error *err) {
     sid_status first = SID_OK;
     sid_report one, none;
@@ -58,6 +68,7 @@ sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *step
             const sid_status s = sid_exchange_advance(q->exchange, round, q->seg, q->n_seg, q->cut, q->state, q->work,
                                                       &own, q->wire, &one, &text);
             if (s == SID_E_ARG && !round) { /* refused before it began: nobody may go on */
+                abandon(ranks, r, step);
                 if (err) *err = text;
                 return s;
             }
@@ -76,7 +87,10 @@ sid_status sid_loopback(sid_rank *ranks, sid_message *room, const sid_step *step
         }
         if (round < rounds) {
             const sid_status s = move(ranks, world, round, room, most, err);
-            if (s) return s;
+            if (s) {
+                abandon(ranks, world, step);
+                return s;
+            }
         }
     }
     return first;

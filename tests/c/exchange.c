@@ -11,6 +11,7 @@ void test_exchanges(void);
 void test_exchange_configs_refused(void);
 void test_exchange_nonfinite(void);
 void test_exchange_faults(void);
+void test_exchange_refused_late(void);
 void test_exchange_sums_watched(void);
 void test_exchange_thrown_away(void);
 
@@ -399,6 +400,37 @@ static void faults(party *p, const sid_info *codec) {
     (void)codec;
 }
 void test_exchange_faults(void) { walk(faults, 13); }
+
+/* The last rank is refused after the others have encoded: their memories are as before. */
+static void refused_late(party *p, const sid_info *codec) {
+    const uint32_t last = p->world - 1;
+    float *x = malloc(4 * (p->n + 1));
+    float *was[MOST];
+    sid_error err;
+    sid_report report;
+    if (p->world < 2 || !p->n) {
+        free(x);
+        return;
+    }
+    fill(p, 1, DATA_NORMAL, x);
+    CHECK(step_all(p, 0, &report, &err) == SID_OK, "%s: %s", p->name, err.text);
+    for (uint32_t r = 0; r < p->world; r++) was[r] = kept_of(p, r);
+    fill(p, 2, DATA_NORMAL, x);
+    const uint32_t segments = p->rank[last].n_seg;
+    p->rank[last].n_seg = 0;
+    CHECK(step_all(p, 1, &report, &err) == SID_E_ARG, "%s: no segments were taken", p->name);
+    p->rank[last].n_seg = segments;
+    for (uint32_t r = 0; r < p->world; r++) {
+        if (!momentum(p))
+            CHECK(moved(p, r, was[r]) < 1e-5, "%s: rank %u's memory has moved by %g", p->name, r, moved(p, r, was[r]));
+        free(was[r]);
+    }
+    fill(p, 3, DATA_NORMAL, x);
+    CHECK(step_all(p, 2, &report, &err) == SID_OK, "%s: the step after: %s", p->name, err.text);
+    free(x);
+    (void)codec;
+}
+void test_exchange_refused_late(void) { walk(refused_late, 19); }
 
 /* Every rank fails by the name of the rank that sent what changed, and its gradient is as it was. */
 static void all_fail(party *p, uint64_t step, const wound *w) {
