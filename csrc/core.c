@@ -5,6 +5,10 @@
 #include <stdio.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 const char *sid_status_text(int status) {
     switch (status) {
         case SID_OK: return "ok";
@@ -30,16 +34,28 @@ sid_status sid_fail(sid_error *err, sid_status s, const char *fmt, ...) {
     return s;
 }
 
+#if defined(__x86_64__)
+/* What x86-64-v3 has besides, which not every compiler can ask for: every processor with AVX2 has it, but a virtual machine
+ * may hide it. */
+static int has_rest_of_v3(void) {
+    unsigned a, b, c, d;
+    const unsigned movbe = 1u << 22, f16c = 1u << 29, lzcnt = 1u << 5;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & (movbe | f16c)) != (movbe | f16c)) return 0;
+    return __get_cpuid(0x80000001u, &a, &b, &c, &d) && c & lzcnt;
+}
+#endif
+
 sid_isa sid_isa_best(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
+    if (!has_rest_of_v3()) return SID_ISA_BASE;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd")) {
         const int vbmi2 = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
         return vbmi2 ? SID_ISA_AVX512_VBMI2 : SID_ISA_AVX512;
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-        return SID_ISA_AVX2; /* every processor with these has F16C too */
+        return SID_ISA_AVX2;
 #endif
     return SID_ISA_BASE;
 }

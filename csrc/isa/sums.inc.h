@@ -273,7 +273,7 @@ static double sum_log2(const float *x, uint32_t n, uint32_t *count) {
     }
     for (int j = 0; j < WIDE; j++) smallest = (uint32_t)least[j] < smallest ? (uint32_t)least[j] : smallest;
     *count = n;
-    if (smallest < 0x800000) { /* zeros, or denormal ones; what fills up a row is neither */
+    if (smallest < 0x800000) { /* zeros, or denormal ones; what fills up a row is not counted */
         *count = 0;
         for (uint32_t i = 0; i < n; i++) {
             const uint32_t k = sid_key(x[i]), ok = k > 0x7fffff;
