@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from sidcomp.config.grouping import DENSE, Regime
+from sidcomp.config.settings import PLAIN
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 12
@@ -100,6 +105,7 @@ def trains(
     with sidcomp.State(**settings) as state:
         inner = OPTIMIZERS[optimizer](module.parameters())
         local = sidcomp.LocalError(module, inner, state, every=every, delay=delay, noise_correction=False)
+        local._stray.expected = True  # this takes apart what step() does
         done = flat(module).double()  # where the optimizers have brought the mean of the ranks
         losses = []
         for step in range(30 * every):
@@ -141,6 +147,119 @@ def test_nothing_is_lost_and_the_loss_falls(
 ) -> None:
     for first, last in run(trains, 2, optimizer, settings, every, delay):
         assert last < 0.8 * first
+
+
+class Changing:
+    """Takes a controller's place: other groups, dense ones among them, in steps that are known."""
+
+    def __init__(self, module: nn.Module, exchanges: int) -> None:
+        names = [name for name, _ in module.named_parameters()][::-1]
+        one, two = Regime([names], (0,)), Regime([names[:2], names[2:]], (0, 1))
+        half = Regime([names[:3], names[3:]], (DENSE, 0))
+        self._regimes = [PLAIN, one, PLAIN, two, half, one, replace(PLAIN, flush=True), PLAIN]
+        self._each, self._step = exchanges // len(self._regimes), 0
+
+    deferred, found = False, True
+
+    def meet(self, *_: Any) -> Regime:
+        return PLAIN
+
+    def between(self, *_: Any) -> Regime:
+        self._step += 1
+        return self._regimes[min(self._step // self._each, len(self._regimes) - 1)]
+
+    def begin(self, *_: Any) -> None: ...
+
+    def saved(self) -> None: ...
+
+
+def planned(rank: int, world: int, every: int) -> tuple[int, int]:
+    """Parameters are agreed ones less the error, also where errors wait for a group that has a memory."""
+    module = network(rank)
+    waited = 0
+    with sidcomp.State("auto", candidates=[("topk", {"density": 0.1}), "int4"]) as state:
+        inner = OPTIMIZERS["AdamW"](module.parameters())
+        local = sidcomp.LocalError(module, inner, state, every=every, noise_correction=False)
+        local._stray.expected = True
+        state._engine.tuner = Changing(module, 48)
+        done, groups = flat(module).double(), set()
+        for step in range(48 * every):
+            before = flat(module)
+            module.zero_grad()
+            backward(module, rank, step)
+            inner.step()
+            done += mean(flat(module) - before)
+            local.steps += 1
+            if local.steps % every == 0:
+                local.exchange()
+                groups.add(tuple(g.plan.codec for g in state._engine.groups))
+                waited += bool(state._engine.unassigned)
+                with local.agreed():
+                    agreed = flat(module)
+                assert alike(agreed)
+                error = error_of(state, module)
+                assert torch.equal(flat(module), agreed - error)
+                torch.testing.assert_close(agreed.double() - mean(error), done, rtol=0, atol=5e-5)
+            if step == 15 * every:  # errors wait, and are merged
+                assert state._engine.unassigned
+                local.merge()
+                assert alike(flat(module)) and not error_of(state, module).any()
+                torch.testing.assert_close(flat(module).double(), done, rtol=0, atol=5e-5)
+    return len(groups), waited
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_errors_stay_in_the_parameters_while_groups_change(every: int) -> None:
+    for groups, waited in run(planned, 2, every):
+        assert groups >= 4 and waited >= 8
+
+
+def automatic(rank: int, world: int) -> dict[str, Any]:
+    """A search to its end, and the same run taken up again."""
+
+    def train(state: sidcomp.State, saved: dict[str, Any] | None) -> dict[str, Any]:
+        module = network(0)
+        optimizer = OPTIMIZERS["AdamW"](module.parameters())
+        local = sidcomp.LocalError(module, optimizer, state)
+        if saved is not None:
+            optimizer.load_state_dict(saved["optimizer"])
+            state.load_state_dict(saved["state"])
+            local.load_state_dict(saved["local"])
+        for step in range(400):
+            module.zero_grad()
+            backward(module, rank, step)
+            local.step()
+            if step > 2 and state.plan_report()["stage"] in ("settled", "warming up"):
+                break
+        with local.agreed():
+            agreed = flat(module)
+        assert alike(agreed)
+        assert torch.equal(flat(module), agreed - error_of(state, module))
+        return copy.deepcopy(
+            {
+                "optimizer": optimizer.state_dict(),
+                "state": state.state_dict(),
+                "local": local.state_dict(),
+                "report": state.plan_report(),
+                "said": state.explain(),
+                "ready": [t["ready_ps"] for t in state.profile.tensors],
+            }
+        )
+
+    with sidcomp.State("auto") as state:
+        first = train(state, None)
+    with sidcomp.State("auto") as state:
+        again = train(state, first)
+    assert again["report"]["why"] == first["report"]["why"], "it goes on with what it had found"
+    return first
+
+
+def test_auto_finds_a_plan() -> None:
+    for found in run(automatic, 2):
+        report = found["report"]
+        assert report["stage"] in ("settled", "warming up") and report["dense_ps"] > 0
+        assert "uncompressed LocalError" in found["said"]
+        assert found["ready"] and len(set(found["ready"])) == 1, "all parameters are ready together"
 
 
 def with_nan(rank: int, world: int, nonfinite: str, delay: int) -> None:
@@ -349,7 +468,7 @@ def refused(rank: int, world: int, case: str) -> str:
         "delay": lambda: sidcomp.LocalError(module, optimizer, delay=2),
         "memory": lambda: sidcomp.LocalError(module, optimizer, sidcomp.State("topk", memory="none")),
         "momentum": lambda: sidcomp.LocalError(module, optimizer, sidcomp.State("topk", memory="dgc")),
-        "auto": lambda: sidcomp.LocalError(module, optimizer, sidcomp.State("auto")),
+        "planned": lambda: sidcomp.LocalError(module, optimizer, sidcomp.State("auto"), delay=1),
         "bf16": lambda: sidcomp.LocalError(module.bfloat16(), optimizer),
         "optimizer": lambda: sidcomp.LocalError(module, OPTIMIZERS["SGD"](network(1).parameters())),
         "damaged": lambda: sidcomp.LocalError(module, optimizer).load_state_dict(
@@ -364,11 +483,27 @@ def refused(rank: int, world: int, case: str) -> str:
         state.follow(optimizer)
         local.step()
 
+    def alone() -> None:
+        state = sidcomp.State()
+        local = sidcomp.LocalError(module, optimizer, state)
+        backward(module, rank, 0)
+        local.step()
+        optimizer.step()
+
+    def others() -> None:
+        model = nn.Linear(3, 4 + rank)
+        sidcomp.LocalError(model, OPTIMIZERS["SGD"](model.parameters()))
+
+    def shards() -> None:
+        mesh = init_device_mesh("cpu", (world,))
+        fully_shard(module, mesh=mesh)
+        sidcomp.LocalError(module, OPTIMIZERS["SGD"](module.parameters()))
+
     def node() -> None:
         state = sidcomp.State("topk", exchange="hierarchical", ranks_per_node=2)
         sidcomp.LocalError(module, optimizer, state)
 
-    make |= {"follow": followed, "hierarchical": node}
+    make |= {"follow": followed, "hierarchical": node, "alone": alone, "others": others, "shards": shards}
     try:
         make[case]()
     except sidcomp.errors.SidcompError as e:
@@ -383,13 +518,16 @@ def refused(rank: int, world: int, case: str) -> str:
         ("delay", "delay=2"),
         ("memory", 'memory="residual"'),
         ("momentum", 'memory="residual"'),
-        ("auto", "named codec"),
+        ("planned", "leave delay out"),
         ("bf16", "autocast"),
         ("optimizer", "0.weight"),
         ("damaged", "4.bias"),
         ("order", "State's load_state_dict first"),
         ("follow", "state.follow(None)"),
         ("hierarchical", "twoshot"),
+        ("alone", "call LocalError's step()"),
+        ("others", "rank 1 has 'weight' of float32 [5, 3] where rank 0 has 'weight' of float32 [4, 3]"),
+        ("shards", "sidcomp.fsdp.compress"),
     ],
 )
 def test_what_is_wrong_is_said(case: str, said: str) -> None:

@@ -197,6 +197,8 @@ def profile(
         buckets = [max(ready[a:b]) for a, b in pairwise([0, *ends])]
     for j in range(1, len(buckets)):
         buckets[j] = max(buckets[j], buckets[j - 1])
+    if p.updates:  # the optimizer came in between
+        ready = [at for at, bucket in zip(buckets, layout.buckets, strict=True) for _ in bucket.names]
     params = [name for bucket in layout.buckets for name in bucket.names]
     of_param = {name: i for i, name in enumerate(params)}
     tensors: list[dict[str, Any]] = [
@@ -223,8 +225,8 @@ def profile(
         progress,
     )
     sizes = [s.buffer.numel() * s.buffer.element_size() for s in layout.buckets]
-    stolen = 0  # a GPU's exchanges hardly slow down its computation
-    if not p.on_device:
+    stolen = 0  # a GPU's exchanges hardly slow down its computation; those of updates overlap none
+    if not p.on_device and not p.updates:
         stolen = _stolen(probed, longer, sizes, span)
     (stolen,) = agree([stolen])
     contention = {**probed.contention, "stolen_permille": stolen}
@@ -272,7 +274,7 @@ def measurable(settings: Settings, index: int, world: int) -> probe.Candidate:
 def considered(p: Engine, settings: Settings) -> list[int]:
     """The candidates worth measuring here, the same on all ranks: a collective. Exchanges other than the
     process group's own are included only if fewer bytes leave a node with them, and those of nodes only if
-    all nodes have equally many ranks."""
+    all nodes have equally many ranks and the model's ranks need no errors of their own."""
     assert p.layout is not None and p.exchange is not None
     if not settings.auto:
         return list(range(len(settings.candidates)))
@@ -285,6 +287,8 @@ def considered(p: Engine, settings: Settings) -> list[int]:
     for i, candidate in enumerate(settings.candidates):
         if candidate.choice is not None and candidate.in_messages:
             if not even and "ranks_per_node" in candidate.choice.parameters:
+                continue
+            if p.updates and candidate.choice.local > 1:
                 continue
             if p.on_device and not candidate.choice.exchange.cuda:
                 continue

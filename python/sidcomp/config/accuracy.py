@@ -44,7 +44,8 @@ def check(accuracy: object) -> None:
 
 
 def adaptive(optimizer: "Optimizer") -> bool:
-    """Whether the optimizer divides by the size of its gradients, as Adam and its relatives do."""
+    """Whether the optimizer is Adam or a relative of it: those have two betas. RMSprop and Adagrad, which
+    divide by the size of gradients without momentum, were not measured and do not count."""
     return any(len(group.get("betas") or ()) == 2 for group in optimizer.param_groups)
 
 

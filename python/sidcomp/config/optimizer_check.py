@@ -23,9 +23,10 @@ def check(
     )
     if sparse and settings.accuracy != "any" and adaptive(optimizer):
         notices.log(
-            f"{kind} divides by the size of the gradients, which codec {sparse[0]!r} makes rare and large: "
-            "at 1/40 of the bytes the loss of a language model rose by 3.5 %. sidcomp.LocalError, or "
-            "State('int4'), avoid that (docs/accuracy.md, With Adam)",
+            f"{kind} divides by the size of recent gradients, and codec {sparse[0]!r} delivers most of a "
+            "gradient steps later, which is not the same to it: at 1/40 of the bytes the loss of a language "
+            "model rose by 3.5 %. sidcomp.LocalError, or State('int4'), avoid that (docs/accuracy.md, With "
+            "Adam)",
             rank,
         )
     if not memory.momentum:

@@ -13,9 +13,11 @@ from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
 from sidcomp.integrations.gradient_noise import GradientNoise
 from sidcomp.integrations.local_parts import (
     Part,
+    Stray,
     broadcast,
     buckets,
     check,
+    compare,
     group_of,
     open_engine,
     serve,
@@ -39,11 +41,11 @@ class LocalError:
             local.step()  # in place of optimizer.step()
         local.merge()  # now all ranks have the same parameters
 
-    DDP's hook compresses gradients, and to Adam a residual that arrives late is a large gradient. Here no
-    gradient is exchanged. On rank r the optimizer steps with the rank's own gradient. The error E(r) is what
-    it has done and the other ranks do not know yet. In an exchange each rank encodes its error. The mean of
-    what the ranks sent changes the agreed parameters, which are the same on all ranks. Each rank continues
-    from
+    DDP's hook compresses gradients, and what arrives late in a residual has another effect on Adam than it
+    would have had on time. Here no gradient is exchanged. On rank r the optimizer steps with the rank's own
+    gradient. The error E(r) is what it has done and the other ranks do not know yet. In an exchange each rank
+    encodes its error. The mean of what the ranks sent changes the agreed parameters, which are the same on
+    all ranks. Each rank continues from
 
         parameters(r) = agreed - E(r)
 
@@ -55,8 +57,11 @@ class LocalError:
                     ranks, and every exchange copies rank 0's buffers again
     optimizer       of the module's parameters. Its state stays on its rank. A rank's own gradient has more
                     noise than the mean of W ranks, so clip it at about sqrt(W) times the usual norm
-    state           [None] a State with a named codec and a memory that keeps what was not sent; None:
-                    `State()`. `follow` is refused, because updates already contain the learning rate
+    state           [None] a State with a memory that keeps what was not sent; None: `State()`.
+                    `State("auto")` and other planned groups need delay=0: they measure the exchanges of the
+                    first steps, uncompressed ones among them, and "auto" leaves out exchanges that keep one
+                    error for several ranks. `follow` is refused, because updates already contain the learning
+                    rate
     every           [1] steps between two exchanges, at least 1
     noise_correction
                     [None] True: lengthens each rank's own steps, parameter by parameter, by as much as the
@@ -73,7 +78,9 @@ class LocalError:
     what that costs.
 
     If what a rank did is not finite, the exchange is discarded, and all ranks lose what they did since the
-    previous one. Raises ArgumentError, SetupError or UnsupportedError, which say what to change.
+    previous one. Raises ArgumentError, SetupError or UnsupportedError, which say what to change: also if the
+    ranks' parameters differ in name, shape or dtype, or are sharded. A step of the optimizer that `step` did
+    not take raises a SetupError in that step.
     """
 
     def __init__(
@@ -90,7 +97,13 @@ class LocalError:
         if delay not in (0, 1) or isinstance(delay, bool):
             raise ArgumentError(f"delay={delay!r}: give 0, or 1 to apply each mean one exchange later")
         self.state = state = state if state is not None else State()
-        check(every, state, "LocalError")
+        check(every, state, "LocalError", planned=True)
+        if delay and state.settings.planned:
+            raise ArgumentError(
+                f"delay=1 hides exchanges behind the next step, and groups={state.settings.groups!r} are "
+                "planned by what they take: leave delay out, or name groups, such as "
+                'State("topk", groups="bucket")'
+            )
         for candidate in state.settings.candidates:
             if not candidate.codec.lossless and "feedback" not in candidate.memory.traits:
                 raise ArgumentError(
@@ -102,7 +115,9 @@ class LocalError:
                 "the State's memory holds the momentum of gradients, but here the optimizer holds its own: "
                 'give the State memory="residual"'
             )
-        if any(c.choice is not None and c.choice.local > 1 for c in state.settings.candidates):
+        if not state.settings.auto and any(
+            c.choice is not None and c.choice.local > 1 for c in state.settings.candidates
+        ):
             raise UnsupportedError(
                 "LocalError keeps each rank's error in its own parameters, and this exchange keeps one for "
                 'several ranks: choose exchange="twoshot", or leave exchange out'
@@ -129,7 +144,9 @@ class LocalError:
         self._noise: GradientNoise | None = None
         if noise_correction and dist.get_world_size(self._group) > 1:
             self._noise = GradientNoise([p for part in self._parts for p in part.parameters], self._group)
+        compare(named, self._group, "LocalError")
         broadcast([*named.values(), *module.buffers()], self._group)
+        self._stray = Stray(self, "LocalError")
         for part in self._parts:
             part.start()
         serve(state, module, named, self._group, self._parts[0].update.device, "LocalError")
@@ -144,7 +161,11 @@ class LocalError:
         in `every` steps. Each rank has its own scale. A rank whose scaler skips its step still exchanges
         what it had not sent before. Call `scaler.update()` as usual. Every rank must call `step` the same
         number of times. Returns what the optimizer returns; raises the errors of the exchange."""
-        loss = take_step(self.optimizer, closure, scaler)
+        self._stray.expected = True
+        try:
+            loss = take_step(self.optimizer, closure, scaler)
+        finally:
+            self._stray.expected = False
         self.steps += 1
         if self.steps % self.every == 0:
             self.exchange()
@@ -214,7 +235,7 @@ class LocalError:
         for part in self._parts:
             if keep:
                 part.measure()
-            if not engine.groups:
+            if not engine.groups or engine.unassigned:
                 part.base.copy_(part.agreed)
         for g in engine.groups:
             error = self._error(g) if g.plan.vectors and not g.direct else None
@@ -222,10 +243,15 @@ class LocalError:
                 agreed = self._parts[bucket].agreed[offset : offset + n]
                 base = self._parts[bucket].base[offset : offset + n]
                 if error is None:
-                    base.copy_(agreed)
+                    if not engine.unassigned:
+                        base.copy_(agreed)
                 else:
                     torch.sub(agreed, error[:n].to(g.device), out=base)
                     error = error[n:]
+        for part in self._parts if engine.unassigned else ():  # errors that wait for a group with a memory
+            for name, base in part.named("base"):
+                if (kept := engine.unassigned.get(name)) is not None:
+                    base.sub_(kept.values[0].view(base.shape).to(base.device))
         for part in self._parts:
             part.put("base")
             if keep:
@@ -233,8 +259,9 @@ class LocalError:
 
     def _error(self, g: Group) -> torch.Tensor:
         """What this rank has not sent of the group: (n,) float32 on the CPU."""
-        if g.index not in self._scratch:
-            self._scratch[g.index] = torch.empty(g.plan.vectors, g.n)
+        shape = (g.plan.vectors, g.n)
+        if g.index not in self._scratch or self._scratch[g.index].shape != shape:  # a plan has made it anew
+            self._scratch[g.index] = torch.empty(shape)
         return residual_of(g, self._scratch[g.index])[0]
 
     # ---- the agreed parameters
@@ -287,6 +314,12 @@ class LocalError:
                 for bucket, offset, n in g.runs:
                     self._parts[bucket].update[offset : offset + n].add_(error[:n].to(g.device))
                     error = error[n:]
+        for part in self._parts if engine.unassigned else ():
+            for name, update in zip(part.names, part.update_views, strict=True):
+                kept = engine.unassigned.get(name)
+                if kept is not None and kept.common:
+                    update.add_(kept.values[-1].view(update.shape).to(update.device), alpha=world)
+        engine.unassigned = {}
         for part in self._parts:
             dist.all_reduce(part.update, group=self._group)
             part.agreed.sub_(part.update.div_(world))

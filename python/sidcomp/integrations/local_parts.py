@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import ArgumentError, SetupError
+from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.integrations.ddp import roles
 from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.bucket import Bucket
@@ -19,19 +19,20 @@ from sidcomp.state import State
 BUCKET_BYTES = 25 * 2**20
 
 
-def check(every: Any, state: State, what: str) -> None:
-    """Raises ArgumentError or SetupError. what: the class, for messages."""
+def check(every: Any, state: State, what: str, planned: bool = False) -> None:
+    """Raises ArgumentError or SetupError. what: the class, for messages; planned: it takes planned groups."""
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ArgumentError(f"every={every!r}: give a number of steps between two exchanges, at least 1")
-    if state.settings.planned:
+    if state.settings.planned and not planned:
         raise SetupError(
-            f"groups={state.settings.groups!r} are planned by DDP's steps: give {what} a State with "
-            'a named codec and fixed groups, such as State("topk", groups="bucket")'
+            f"groups={state.settings.groups!r} are planned by the steps between exchanges, of which {what} "
+            'has too few: give it a State with a named codec and fixed groups, such as State("topk", '
+            'groups="bucket")'
         )
 
 
 def trained(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
-    """Returns the parameters that the optimizer trains, by name. Raises SetupError."""
+    """Returns the parameters that the optimizer trains, by name. Raises SetupError or UnsupportedError."""
     named = {name: p for name, p in named_parameters(module) if p.requires_grad}
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in named.items() if id(p) not in own]:
@@ -40,6 +41,11 @@ def trained(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
         raise SetupError("the module has no parameters that require gradients")
     if complex_ := [name for name, p in named.items() if p.is_complex()]:
         raise SetupError(f"parameter {complex_[0]!r} is complex, which no codec takes")
+    if sharded := [name for name, p in named.items() if hasattr(p, "to_local")]:
+        raise UnsupportedError(
+            f"parameter {sharded[0]!r} is sharded, and this averages what whole models did: for HSDP use "
+            "sidcomp.fsdp.compress, which compresses the gradients between its replicas"
+        )
     return named
 
 
@@ -146,11 +152,15 @@ def serve(
     what: str,
 ) -> Model:
     """Makes the State serve the module. group: the ranks, which are connected here; None: the caller connects
-    them. what: the class, for messages."""
+    them. what: the class, for messages.
+
+    Plans compare with the same class without a codec."""
     model = Model(
         group,  # type: ignore[arg-type]  # nobody reads it then
         {name: tuple(p.shape) for name, p in named.items()},
         {id(p): name for name, p in named_parameters(module)},
+        plain=f"uncompressed {what}",
+        updates=True,
     )
     if state._door is not None and state._door.open:
         raise SetupError("this State serves a model already: give every model a State of its own")

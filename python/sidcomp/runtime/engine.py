@@ -53,6 +53,8 @@ class Model:
     part            which part of a sharded model these ranks have, such as "shard 0 of 4"; "" for all of it
     plain           what trains it without sidcomp, in messages
     gradients       the buckets of a step are all gradients of the whole model
+    updates         the buckets hold what each rank's own optimizer did. They are all ready when the first one
+                    is, and each rank keeps its own error
     """
 
     process_group: dist.ProcessGroup
@@ -61,6 +63,7 @@ class Model:
     part: str = ""
     plain: str = "plain DDP"
     gradients: bool = False
+    updates: bool = False
 
 
 class Tuner(Protocol):
@@ -174,6 +177,11 @@ class Engine:
     def plain(self) -> str:
         """What trains the model without sidcomp, in messages."""
         return self._model.plain if self._model is not None else Model.plain
+
+    @property
+    def updates(self) -> bool:
+        """Whether the buckets hold what optimizers did, and not gradients."""
+        return self._model is not None and self._model.updates
 
     @property
     def on_device(self) -> bool:
