@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +155,55 @@ def resumed(rank: int, world: int, stop: int, delay: int, parts: int = 1) -> boo
 )
 def test_a_resumed_run_has_the_same_bits(stop: int, delay: int, parts: int) -> None:
     assert all(run(resumed, 2, stop, delay, parts))
+
+
+def on_ranks(rank: int, world: int, path: str, kind: str, delay: int) -> list[float]:
+    """Two ranks save in the middle between exchanges; three take over. Returns the first and last losses."""
+    module = network(7 * rank)
+    optimizer = OPTIMIZERS["Adam"](module.parameters())
+    state = sidcomp.State("topk", density=0.1)
+    make = sidcomp.Outer if kind == "Outer" else sidcomp.LocalSteps
+    more: dict[str, Any] = {"lr": 0.7, "momentum": 0.5} if kind == "Outer" else {}
+    outer = make(module, optimizer, state, every=EVERY, delay=delay, **more)
+    losses = []
+    with state:
+        if world == 3:
+            files = [torch.load(f"{path}/{r}", weights_only=True) for r in range(2)]
+            mine = files[rank % 2]
+            module.load_state_dict(mine["module"])
+            optimizer.load_state_dict(mine["optimizer"])
+            state.load_state_dict([f["state"] for f in files])
+            outer.load_state_dict(mine["outer"])
+            assert outer.steps == 6 and not outer._flying
+            point = {name: x for part in outer._parts for name, x in part.points()}
+            for name, p in module.named_parameters():
+                assert torch.equal(p, point[name]), "the common point"
+                everyone = [torch.empty_like(p) for _ in range(world)]
+                dist.all_gather(everyone, p.detach())
+                assert all(torch.equal(x, p) for x in everyone)
+            if not delay:
+                assert all(torch.equal(mine["outer"]["points"][name], x) for name, x in point.items())
+            kept = torch.cat([x.flatten() for x in state.state_dict()["residuals"].values()]).double()
+            dist.all_reduce(kept)
+            before = sum(
+                torch.cat([x.flatten() for x in f["state"]["residuals"].values()]).double() for f in files
+            )
+            torch.testing.assert_close(kept, before, rtol=0, atol=1e-6)  # the sum of what was not sent
+        for step in range(6 if world == 2 else 40):
+            module.zero_grad()
+            losses.append(backward(module, rank, step))
+            outer.step()
+        names = {"module": module, "optimizer": optimizer, "state": state, "outer": outer}
+        if world == 2:
+            torch.save({name: x.state_dict() for name, x in names.items()}, f"{path}/{rank}")
+    return losses
+
+
+@pytest.mark.parametrize("kind, delay", [("LocalSteps", 0), ("Outer", 0), ("Outer", 3)])
+def test_another_number_of_ranks_takes_over(tmp_path: Path, kind: str, delay: int) -> None:
+    before = run(on_ranks, 2, str(tmp_path), kind, delay)
+    after = run(on_ranks, 3, str(tmp_path), kind, delay)
+    assert max(sum(x[-4:]) for x in after) < 0.8 * min(sum(x[:4]) for x in before)
 
 
 def with_nan(rank: int, world: int) -> None:

@@ -237,6 +237,10 @@ class LocalSteps:
     def _outer(self, part: "_Part") -> None:
         """Turns the mean update, which the part holds, into that of the common point."""
 
+    @property
+    def _world(self) -> int:
+        return dist.get_world_size(self._group)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs beside the module's, the optimizer's and the State's own
         dictionaries: the number of steps and, by parameter name, the common point between two exchanges and,
@@ -252,10 +256,16 @@ class LocalSteps:
             if self._flying
         }
         cut = {"parts": len(self._at)} if len(self._at) > 1 else {}
-        return {"steps": self.steps, "every": self.every, **cut, "points": points, "in flight": flying}
+        numbers = {"steps": self.steps, "every": self.every, "world": self._world}
+        return {**numbers, **cut, "points": points, "in flight": flying}
 
+    @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Loads a result of `state_dict`, after the module's and the optimizer's. Raises CheckpointError."""
+        """Loads a result of `state_dict`, after the module's and the optimizer's. With the number of ranks
+        that saved it, the run continues with the same bits. With another number any rank may load any rank's
+        dictionary: the State distributes what had not been sent, an exchange in flight ends, all ranks
+        continue from the common point, and what the optimizers did after the last exchange is lost. Raises
+        CheckpointError."""
         steps, points = saved.get("steps"), saved.get("points")
         if not isinstance(steps, int) or steps < 0 or not isinstance(points, dict):
             raise CheckpointError('LocalSteps: the dictionary needs "steps", a number, and "points"')
@@ -298,6 +308,16 @@ class LocalSteps:
             for _, part in self._of(together):
                 for name, view in part.named(getattr(part, kind)):
                     view.copy_(flying[kind][name])
+        self._take(saved)
+        if saved.get("world", self._world) != self._world:
+            if together:
+                self._flying = []
+                self._apply(together)
+            for part in self._parts:
+                part.restore()
+
+    def _take(self, saved: dict[str, Any]) -> None:
+        """Takes what a subclass has saved, which it has checked."""
 
 
 def _check_parts(parts: object, every: int, delay: int, state: State, tensors: int) -> None:

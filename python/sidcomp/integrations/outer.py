@@ -48,8 +48,8 @@ class Outer(LocalSteps):
     parts           [1] into how many parts the parameters are cut, which are exchanged one after the other,
                     as in Streaming DiLoCo (Douillard et al. 2025); see `LocalSteps`
     lr, momentum, nesterov
-                    of the outer optimizer. [0.7, 0.9, True] with a State whose codec is lossless, as in
-                    DiLoCo; with any other [1, 0, True], as in SparseLoCo
+                    of the outer optimizer. [0.7, 0.9, True] with State("none"), as in DiLoCo; with any other
+                    [1, 0, True], as in SparseLoCo
     deadline        [None] seconds that an exchange waits for ranks that are late. Then it takes place without
                     them, and so it does without ranks that have ended. A rank that missed exchanges keeps
                     what it did and what it has not sent; at the next exchange it continues from the others'
@@ -245,17 +245,24 @@ class Outer(LocalSteps):
         for name, view in known.items():
             if not isinstance(momenta, dict) or name not in momenta or momenta[name].shape != view.shape:
                 raise CheckpointError(f"Outer: no outer momentum of the shape of parameter {name!r}")
-        assert momenta is not None
         if self._attendance is not None and not self._may_load(saved):
             return
         super().load_state_dict(saved)
-        for name, view in known.items():
-            view.copy_(momenta[name])
         if self._attendance is not None:
             rounds = saved["rounds"]
             self._attendance.version = rounds["version"]
             self._since, self._behind = rounds["since"], rounds["behind"]
             self._late_buffers, self._gone = list(rounds["buffers"]), bool(self._flying)
+
+    def _take(self, saved: dict[str, Any]) -> None:
+        for part in self._parts:
+            for name, view in part.named(self._momenta[id(part)]):
+                view.copy_(saved["momentum"][name])
+
+    @property
+    def _world(self) -> int:
+        place = self.state._engine.place
+        return place[1] if place is not None else super()._world
 
     @torch.no_grad()
     def _may_load(self, saved: dict[str, Any]) -> bool:
