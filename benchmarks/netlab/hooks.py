@@ -17,7 +17,8 @@ auto                    State("auto"): groups, codecs and exchanges chosen
 @MB                     DDP's bucket_cap_mb, @0 for a bucket of each tensor; DDP's own default unless given
 DOOR/...                another door than DDP's hook, before any of these: pg/topk is DDP over the backend
                         "sidcomp", hsdp/dense plain HSDP on two replicas, hsdp/topk:bucket
-                        sidcomp.fsdp.compress, and hsdp-pg/topk HSDP whose replicas average over the backend
+                        sidcomp.fsdp.compress, and hsdp-pg/topk HSDP whose replicas average over the backend.
+                        local/topk is sidcomp.LocalError without DDP, local/none the same uncompressed
 """
 
 import re
@@ -35,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.netlab.bf16_wire import Bf16Wire
 from benchmarks.netlab.torch_topk import TorchTopk
 
-DOORS = ("pg", "hsdp", "hsdp-pg")
+DOORS = ("pg", "hsdp", "hsdp-pg", "local")
 OF_TORCH = ("dense", "fp16", "powersgd", "bf16-sum32", "torch-topk")  # whose hooks are not sidcomp's
 PAPERS = ("layer", "even", "mergecomp", "cupcake")
 DENSITY = 0.01
@@ -129,6 +130,8 @@ class Hook(NamedTuple):
             assert dist.group.WORLD is not None
             group = self._backend(dist.group.WORLD, momentum)
             return DistributedDataParallel(module, process_group=group), Backend(group)
+        if self.door == "local":  # rank.py makes the LocalError, which needs the optimizer
+            return module, self._state(momentum)
         names = ("replicate", "shard")
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
         group = None
