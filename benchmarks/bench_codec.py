@@ -16,7 +16,7 @@ from sidcomp import _core
 from sidcomp.config.accuracy import FORTIETH
 
 from benchmarks.baselines import BASELINES, Baseline, Job
-from benchmarks.common import RESULTS, Timing, race, report
+from benchmarks.common import RESULTS, Timing, race, ratio, report
 
 RANKS = 8
 MANY = 64  # ranks, whose payloads are 8 in turn
@@ -189,11 +189,13 @@ def row_of(
         "encode ms": str(encode["encode"]),
         "R+=G ms": str(encode["R += G"]),
         "encode / limit": encode["encode"].median / encode["R += G"].median,
+        "its quartiles": ratio(encode["encode"], encode["R += G"]),
         "torch / encode": slow["encode"].median / encode["encode"].median if slow else "",
         "passes": passes,
         "decode ms": "",
         "write ms": "",
         "decode / limit": "",
+        "quartiles of that": "",
         f"decode of {MANY} ms": "",
         "ms an added rank": "",
         "added rank / its bytes": "",
@@ -205,6 +207,7 @@ def row_of(
     row["decode ms"] = str(decode["decode"])
     row["write ms"] = str(decode["write"])
     row["decode / limit"] = decode["decode"].median / (write * ours.floor_bytes())
+    row["quartiles of that"] = ratio(decode["decode"], decode["write"], 4 * n / ours.floor_bytes())
     if not ours.plan.linear:
         added = (decode["many"].median - decode["decode"].median) / (MANY - RANKS)
         row[f"decode of {MANY} ms"] = str(decode["many"])

@@ -6,6 +6,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +22,12 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Timing(NamedTuple):
-    """Milliseconds: median, and the first and third quartile."""
+    """Milliseconds: median, the first and third quartile, and each of them in the order of the turns."""
 
     median: float
     low: float
     high: float
+    times: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
@@ -32,7 +35,14 @@ class Timing(NamedTuple):
 
 def summary(milliseconds: list[float]) -> Timing:
     quartiles = statistics.quantiles(milliseconds, n=4, method="inclusive")
-    return Timing(statistics.median(milliseconds), quartiles[0], quartiles[2])
+    return Timing(statistics.median(milliseconds), quartiles[0], quartiles[2], tuple(milliseconds))
+
+
+def ratio(over: Timing, under: Timing, factor: float = 1.0) -> str:
+    """The quartiles of the ratio, turn by turn, of what `race` has timed together."""
+    each = [factor * a / b for a, b in zip(over.times, under.times, strict=True)]
+    low, _, high = statistics.quantiles(each, n=4, method="inclusive")
+    return f"{low:.2f} to {high:.2f}"
 
 
 def race(
@@ -62,9 +72,10 @@ def machine() -> dict[str, Any]:
             if line.startswith("model name"):
                 cpu = line.split(":", 1)[1].strip()
                 break
-    versions: dict[str, Any] = {
-        name: sys.modules[name].__version__ for name in ("numpy", "torch") if name in sys.modules
-    }
+    versions: dict[str, Any] = {}
+    for name in ("numpy", "torch"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
