@@ -57,9 +57,9 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
     (void)report_dev, (void)device, (void)stream;
     return NO_CUDA(err);
 }
-sid_status sid_cuda_exchange_settle(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *state,
-                                    void *work, void *wire, int device, void *stream, sid_error *err) {
-    (void)x, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)wire, (void)device, (void)stream;
+sid_status sid_cuda_exchange_settle(const sid_exchange *x, void *state, void *work, void *wire, int device,
+                                    void *stream, sid_error *err) {
+    (void)x, (void)state, (void)work, (void)wire, (void)device, (void)stream;
     return NO_CUDA(err);
 }
 sid_status sid_cuda_exchange_unsend(const sid_exchange *x, void *state, int device, void *stream, sid_error *err) {
@@ -76,9 +76,9 @@ sid_status sid_device_enter(int device, int *before, sid_error *err) {
     return NO_CUDA(err);
 }
 void sid_device_leave(int before) { (void)before; }
-sid_status sid_cuda_settle(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
-                           void *payload, int device, void *stream, sid_error *err) {
-    (void)p, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)payload, (void)device, (void)stream;
+sid_status sid_cuda_settle(const sid_plan *p, void *state, void *work, void *payload, int device, void *stream,
+                           sid_error *err) {
+    (void)p, (void)state, (void)work, (void)payload, (void)device, (void)stream;
     return NO_CUDA(err);
 }
 sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *stream, sid_error *err) {

@@ -35,10 +35,10 @@ sid_status sid_cuda_next_reduction(const sid_plan *p, uint32_t reduction, const 
 sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
                            const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *step,
                            void *report_dev, int device, void *stream, sid_error *err);
-/* As sid_rescale by 1, except that a -0 may become 0; and as sid_unsend. settle reads the segments, whatever they hold, and
- * leaves garbage in the plan's work and payload. */
-sid_status sid_cuda_settle(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
-                           void *payload, int device, void *stream, sid_error *err);
+/* As sid_rescale by 1, except that a -0 may become 0; and as sid_unsend. settle reads no segments, so the gradients may be
+ * written at the same time, and leaves garbage in the plan's work and payload. */
+sid_status sid_cuda_settle(const sid_plan *p, void *state, void *work, void *payload, int device, void *stream,
+                           sid_error *err);
 sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *stream, sid_error *err);
 /* For comparing what ranks have decoded: writes 64 bits to *sum_dev that depend on the elements alone, however they are cut
  * into segments (not sid_checksum's value), or 0 if the report says that the step was not finite. */
@@ -60,8 +60,8 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
                                      void *report_dev, int device, void *stream, sid_error *err);
 /* As sid_cuda_settle, _unsend and _checksum, between the steps of an exchange. The first two are for exchanges whose state is
  * that of one plan (sid_exchange_share: a single part, of all elements). */
-sid_status sid_cuda_exchange_settle(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *state,
-                                    void *work, void *wire, int device, void *stream, sid_error *err);
+sid_status sid_cuda_exchange_settle(const sid_exchange *x, void *state, void *work, void *wire, int device,
+                                    void *stream, sid_error *err);
 sid_status sid_cuda_exchange_unsend(const sid_exchange *x, void *state, int device, void *stream, sid_error *err);
 sid_status sid_cuda_exchange_checksum(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *work,
                                       const void *report_dev, void *sum_dev, int device, void *stream, sid_error *err);

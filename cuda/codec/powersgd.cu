@@ -194,7 +194,7 @@ __device__ inline const char *base_of(const sid_group &g, const factors &f, uint
     const uint64_t start = g.before + f.start;
     const uint64_t lo = start + (uint64_t)first * f.cols + from, hi = start + (uint64_t)(last - 1) * f.cols + stop;
     const uint32_t seg = sid_find_segment(g.start, g.n_seg, lo);
-    if (hi > g.start[seg + 1]) return nullptr;
+    if (!g.seg || hi > g.start[seg + 1]) return nullptr;
     return (const char *)g.seg[seg].ptr + ((int64_t)start - (int64_t)g.start[seg]) * (int64_t)sid_width(g.dtype);
 }
 /* Element `offset` of it. */
@@ -465,7 +465,8 @@ template <class Memory, class Shape> struct tensor_pass {
                 for (uint32_t d = 0; d < DEEP; d++) {
                     const uint32_t offset = (row + i) * f.cols + col + d * LANES;
                     const bool is = row + i < stop[d];
-                    x[i][d] = is ? load_once(place_of<QUICK>(g, f, base, offset), g.dtype) : 0.0f;
+                    const bool there = is && (QUICK || g.seg);
+                    x[i][d] = there ? load_once(place_of<QUICK>(g, f, base, offset), g.dtype) : 0.0f;
                     for (int m = 0; m < (FIRST ? Memory::VECTORS : Memory::VECTORS > 0); m++)
                         vec[m][i][d] = is ? kept_at[m * vectors.stride + ((uint64_t)f.start + offset)] : 0.0f;
                     if (Memory::VECTORS) kept[i][d] = vec[0][i][d];

@@ -44,7 +44,9 @@ static __global__ void __launch_bounds__(BEGIN_BLOCK)
     for (uint32_t from = 0; from < g.n_seg; from += BEGIN_BLOCK) {
         const uint32_t i = from + threadIdx.x;
         unsigned long long len = 0, total;
-        if (i < g.n_seg) {
+        if (!g.seg) {
+            len = i < g.n_seg ? g.n : 0;
+        } else if (i < g.n_seg) {
             const sid_segment s = g.seg[i];
             len = s.len;
             if (len > SID_CUDA_MAX_N || (len && !s.ptr) || (uintptr_t)s.ptr % sid_width(g.dtype)) {
@@ -318,6 +320,7 @@ sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work) {
     if (s) return s;
     carve(p, codec, work, &start, &c.norms, &c.scratch, &c.work);
     c.group = {t.segs, start, p->n, t.n_seg, t.dtype, t.before, t.after};
+    if (c.settles) c.group.n_seg = 1;                                   /* of zeros */
     if (c.reduction) return c.step.world > 1 ? codec->next(c) : SID_OK; /* the encode has done them all */
     if (c.step.origin) s = start_from(c);
     if (s) return s;
@@ -413,13 +416,13 @@ sid_status sid_cuda_next_reduction(const sid_plan *p, uint32_t reduction, const 
     return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
 }
 
-sid_status sid_cuda_settle(const sid_plan *p, const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work,
-                           void *payload, int device, void *stream, sid_error *err) {
+sid_status sid_cuda_settle(const sid_plan *p, void *state, void *work, void *payload, int device, void *stream,
+                           sid_error *err) {
     sid_cuda_encoding c = {};
     if (err) err->text[0] = 0;
     c.settles = true;
     c.step.world = 1;
-    return encode(c, p, segs_dev, n_seg, state, work, payload, device, stream, err);
+    return encode(c, p, nullptr, 0, state, work, payload, device, stream, err);
 }
 
 sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *stream, sid_error *err) {

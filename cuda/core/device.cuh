@@ -302,7 +302,7 @@ __device__ inline void sid_store_quad(void *p, sid_dtype d, const float (&x)[SID
 /* ---- segments ------------------------------------------------------------------------------------------------ */
 
 /* The group as a kernel sees it: n elements of a table, which may have others before and after them. `start` lies in work,
- * written by sid_begin. */
+ * written by sid_begin. seg: NULL for n zeros, in one segment that nothing reads. */
 struct sid_group {
     const sid_segment *seg;
     const uint64_t *start;
@@ -327,7 +327,7 @@ __device__ inline sid_span sid_span_of(const sid_group &g, uint64_t tile) {
     const uint64_t offset = g.before + s.at;
     s.seg = sid_find_segment(g.start, g.n_seg, offset);
     s.base = nullptr;
-    if (s.len == SID_TILE && offset + SID_TILE <= g.start[s.seg + 1]) {
+    if (g.seg && s.len == SID_TILE && offset + SID_TILE <= g.start[s.seg + 1]) {
         char *p = (char *)g.seg[s.seg].ptr + (offset - g.start[s.seg]) * sid_width(g.dtype);
         if (sid_aligned(p, g.dtype)) s.base = p;
     }
@@ -356,6 +356,7 @@ __device__ inline void sid_get(const sid_group &g, const sid_span &s, uint32_t i
         sid_load_quads(s.base + i * sid_width(g.dtype), g.dtype, x);
     } else {
         x[0][0] = x[0][1] = x[0][2] = x[0][3] = 0;
+        if (!g.seg) return;
         sid_each(g, s, i, count, [&](uint32_t c, const void *p) { x[0][c] = sid_load1(p, g.dtype); });
     }
 }

@@ -177,14 +177,13 @@ static sid_status whole_of(const sid_exchange *x, const sid_plan **p, sid_error 
                     "exchange '%s' keeps its state in slices, which cannot be settled on a device", x->kind->info.name);
 }
 
-sid_status sid_cuda_exchange_settle(const sid_exchange *x, const sid_segment *segs_dev, uint32_t n_seg, void *state,
-                                    void *work, void *wire, int device, void *stream, sid_error *err) {
+sid_status sid_cuda_exchange_settle(const sid_exchange *x, void *state, void *work, void *wire, int device,
+                                    void *stream, sid_error *err) {
     const sid_plan *p;
     if (err) err->text[0] = 0;
     const sid_status s = whole_of(x, &p, err);
     if (s) return s;
-    return sid_cuda_settle(p, segs_dev, n_seg, state, work ? (uint8_t *)work + SID_EXCHANGE_HEAD : nullptr, wire,
-                           device, stream, err);
+    return sid_cuda_settle(p, state, work ? (uint8_t *)work + SID_EXCHANGE_HEAD : nullptr, wire, device, stream, err);
 }
 
 sid_status sid_cuda_exchange_unsend(const sid_exchange *x, void *state, int device, void *stream, sid_error *err) {

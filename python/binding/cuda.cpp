@@ -39,10 +39,9 @@ void decode(const Plan &p, const Payloads &from, const DeviceBuffers &b, const E
     });
 }
 
+// b: the segments are not used
 void settle(const Plan &p, const DeviceBuffers &b, Stream to) {
-    run([&](sid_error *err) {
-        return sid_cuda_settle(p.get(), b.segs, b.n_seg, b.state, b.work, b.payload, to.device, to.get(), err);
-    });
+    run([&](sid_error *err) { return sid_cuda_settle(p.get(), b.state, b.work, b.payload, to.device, to.get(), err); });
 }
 
 void unsend(const Plan &p, Address state, Stream to) {
@@ -76,7 +75,7 @@ void advance(const Exchange &x, uint32_t round, const DeviceBuffers &b, const si
 
 void settle(const Exchange &x, const DeviceBuffers &b, Stream to) {
     run([&](sid_error *err) {
-        return sid_cuda_exchange_settle(x.get(), b.segs, b.n_seg, b.state, b.work, b.payload, to.device, to.get(), err);
+        return sid_cuda_exchange_settle(x.get(), b.state, b.work, b.payload, to.device, to.get(), err);
     });
 }
 
