@@ -42,6 +42,8 @@ COMPARING = "comparing"  # now and then: the plan in turns with the baseline
 FOUND = (SETTLED, WARMING)
 
 _TURNS = 6  # steps of plain DDP, and steps with all exchanges after backward()
+_FEW = 3  # of them, where plain DDP takes _LONG times as long as computing: what overlaps hardly matters then
+_LONG = 3
 _STEPS = 8  # timed steps of a plan that is not verified
 _WINDOW = 4  # timed steps of a window
 _BETTER = 0.97  # share of the time of a plan that has won, below which another one is tried
@@ -51,7 +53,9 @@ _FASTER = 1.1  # as do steps this many times as fast: a faster link helps plain 
 _FIRST_PAUSE = 500  # steps before the first comparison; doubled each time the plan stays
 _LONGEST = 16_000  # the most steps without a comparison
 _LINES = 3  # of progress where stderr is no terminal, beside the first line and the decision
-_PROBE_SHARE = 0.01  # of the time of a thousand steps
+# Of the time of a thousand steps, which lies between that of computing and that of plain DDP: their geometric
+# mean.
+_PROBE_SHARE = 0.01
 # Of the planners. Cupcake searches for as long as the paper lets it, some seconds, and starts from two even
 # groups (its section 4.2).
 _CUPCAKE = {"groups": 2, "work_limit": 400_000_000}
@@ -764,13 +768,14 @@ class Controller:
         turns: list[dict[str, Any]] = e["turns"]
         if any((len(t["buckets"]), len(t["ready"])) != (buckets, params) for t in turns):
             turns.clear()
-        if len(turns) >= _TURNS:
+        enough = self._enough(turns)
+        if len(turns) >= enough:
             return turns
         assert self._p is not None and self._p.layout is not None
         recorder = measurement.Recorder(self._p.layout)
         try:
             yield from self._explore(Order(PLAIN))  # its first gradients were ready before the hooks
-            while len(turns) < _TURNS:
+            while len(turns) < enough:
                 dense, isolated = None, None
                 for deferred in (False, True):
                     it = yield from self._explore(Order(PLAIN, deferred))
@@ -782,9 +787,19 @@ class Controller:
                         dense = it
                 if dense is not None and dense.observed is not None and isolated is not None:
                     turns.append(measurement.turn(dense.interval, dense.observed, isolated))
+                    enough = self._enough(turns)
         finally:
             recorder.close()
         return turns
+
+    def _enough(self, turns: list[dict[str, Any]]) -> int:
+        """How many turns are needed, the same on all ranks: they agree when there are a few."""
+        if len(turns) != _FEW:
+            return _FEW if len(turns) < _FEW else _TURNS
+        dense, sooner = self._agree(
+            [int(median(t["dense"] for t in turns)), -int(median(t["compute"] for t in turns))]
+        )
+        return _FEW if dense > _LONG * -sooner else _TURNS
 
     # ---- parts of the script -------------------------------------------------------------------------------
 
@@ -806,7 +821,8 @@ class Controller:
         turns = yield from self._dense_and_alone(of)
         dense = int(median(self._agree([t["dense"] for t in turns])))
         self._say("measuring codecs and exchanges", stage=True)
-        budget = max(0.5, _PROBE_SHARE * 1000 * dense * 1e-9)
+        compute = max(1, int(median(t["compute"] for t in turns)))
+        budget = max(0.5, _PROBE_SHARE * 1000 * (min(compute, dense) * dense) ** 0.5 * 1e-9)
         assert self._p is not None
         found = measurement.profile(
             self._p, self.settings, turns, dense, budget, self._agree,
