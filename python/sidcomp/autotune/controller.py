@@ -53,8 +53,8 @@ _FASTER = 1.1  # as do steps this many times as fast: a faster link helps plain 
 _FIRST_PAUSE = 500  # steps before the first comparison; doubled each time the plan stays
 _LONGEST = 16_000  # the most steps without a comparison
 _LINES = 3  # of progress where stderr is no terminal, beside the first line and the decision
-# Of the time of a thousand steps, which lies between that of computing and that of plain DDP: their geometric
-# mean.
+# Of the time of a thousand steps, each as long as the geometric mean of a step of plain DDP and of its
+# computing.
 _PROBE_SHARE = 0.01
 # Of the planners. Cupcake searches for as long as the paper lets it, some seconds, and starts from two even
 # groups (its section 4.2).

@@ -25,9 +25,8 @@ def check(every: Any, state: State, what: str, planned: bool = False) -> None:
         raise ArgumentError(f"every={every!r}: give a number of steps between two exchanges, at least 1")
     if state.settings.planned and not planned:
         raise SetupError(
-            f"groups={state.settings.groups!r} are planned by the steps between exchanges, of which {what} "
-            'has too few: give it a State with a named codec and fixed groups, such as State("topk", '
-            'groups="bucket")'
+            f"groups={state.settings.groups!r} are planned by measured exchanges, which {what} does not do: "
+            'give it a State with a named codec and fixed groups, such as State("topk", groups="bucket")'
         )
 
 
