@@ -101,7 +101,7 @@ def each_hook(cell: Cell) -> list[Row]:
 
 def by_codec(variants: tuple[str, ...], codecs: tuple[str, ...], cell: Cell) -> list[Row]:
     """One row for each codec: the scaling factors of its variants, beside those without a codec, and the
-    error of the last variant's average of one step. Below, one for each of BESIDE, in DDP's buckets."""
+    error of the last variant's average of one step. Below, one for each of BESIDE, in groups of 25 MB."""
     runs, took, best = cell["result"]["runs"], milliseconds(cell), ceiling(cell)
     out = []
     for codec in codecs:
@@ -117,7 +117,7 @@ def by_codec(variants: tuple[str, ...], codecs: tuple[str, ...], cell: Cell) -> 
         row = (
             dict.fromkeys(out[0], "")
             | of(cell)
-            | {"codec": name, "in DDP's buckets": f"{best / took[name]:.3f}"}
+            | {"codec": name, "in groups of 25 MB": f"{best / took[name]:.3f}"}
         )
         out.append(row | {"error of one mean": error_of(next(r for r in runs if r["name"] == name))})
     return out
@@ -149,7 +149,7 @@ def spread(name: str, found: list[tuple[float, str]]) -> str:
 
 def over_wire(over: str, codecs: tuple[str, ...], rows: list[Row]) -> list[tuple[float, str]]:
     """gains(), over the wire that stands in rows of its own."""
-    wires = {place_of(row): row["in DDP's buckets"] for row in rows if row["codec"] == "bf16-sum32"}
+    wires = {place_of(row): row["in groups of 25 MB"] for row in rows if row["codec"] == "bf16-sum32"}
     with_wire = [row | {"wire": wires.get(place_of(row), "")} for row in rows]
     return gains(over, "wire", codecs, with_wire)
 

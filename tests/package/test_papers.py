@@ -163,7 +163,7 @@ def test_hooks_that_stand_in_every_table_have_rows_of_their_own() -> None:
     rows = training.by_codec(("layer", "mergecomp"), ("topk",), cell)
     assert [row["codec"] for row in rows] == ["topk", *training.BESIDE]
     wire = rows[1]
-    assert wire["in DDP's buckets"] == "0.250" and wire["error of one mean"] == "5.0e-01"
+    assert wire["in groups of 25 MB"] == "0.250" and wire["error of one mean"] == "5.0e-01"
     assert not wire["layer"] and not wire["mergecomp / layer"]
     assert training.over_wire("mergecomp", ("topk",), rows) == [
         (pytest.approx(0.125 / 0.25, abs=1e-3), "topk, mlp, 2 hosts, 1gbit")
