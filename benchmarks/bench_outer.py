@@ -130,15 +130,17 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def lab(args: argparse.Namespace) -> int:
     """Times the ways of benchmarks/netlab/outer.py, or the rounds of a run that loses a rank."""
-    every, world = args.every[0], args.world
+    world = args.world
     ways = args.ways or list(IN_LAB)
     if unknown := [way for way in ways if way not in IN_LAB]:
         print(
             f"bench_outer: --ways {unknown[0]!r}: choose from {', '.join(map(repr, IN_LAB))}", file=sys.stderr
         )
         return 2
+    cells = [(way, 1) for way in ways if way.startswith("DDP")]
+    cells += [(way, every) for every in args.every for way in ways if not way.startswith("DDP")]
     spec = {
-        "task": args.task, "seed": 0, "every": every, "ways": ways, "steps": args.lab_steps,
+        "task": args.task, "seed": 0, "every": args.every[0], "ways": cells, "steps": args.lab_steps,
         "rounds": args.rounds, "lose": args.lose, "deadline": args.deadline,
     }  # fmt: skip
     try:
@@ -168,7 +170,7 @@ def lab(args: argparse.Namespace) -> int:
             for i, (a, b) in enumerate(pairwise(found), 1)
         ]
         note = (
-            f"Outer with its default State, every {every} steps, deadline {args.deadline:.0f} s. "
+            f"Outer with its default State, every {args.every[0]} steps, deadline {args.deadline:.0f} s. "
             f"Rank {world - 1} ends in the middle of round 3. Seconds: of the steps and the exchange, by "
             "rank 0's clock.\n"
         )
@@ -185,6 +187,7 @@ def lab(args: argparse.Namespace) -> int:
         table.append(
             {
                 "way": way["name"],
+                "every": str(way["every"]),
                 "ms a step, median": str(summary(took)),
                 "mean": f"{mean_ms:.1f}",
                 "slowest step": f"{max(took):.0f}",
@@ -193,16 +196,15 @@ def lab(args: argparse.Namespace) -> int:
             }
         )
     note = (
-        f"AdamW; Outer and DiLoCo exchange every {every} steps; a delay is half of them (with 5 parts a "
+        "AdamW; Outer and DiLoCo exchange every so many steps; a delay is half of them (with 5 parts a "
         "tenth). Median [quartiles] of single steps, most of which exchange nothing; the mean is over whole "
         "rounds. KB: by the kernel, the most that any host sends, headers included.\n"
     )
     if args.save and (RESULTS / f"{name}.json").exists():  # what was measured in other calls
-        new = {row["way"] for row in table}
-        table += [
-            r for r in json.loads((RESULTS / f"{name}.json").read_text())["rows"] if r["way"] not in new
-        ]
-        table.sort(key=lambda row: list(IN_LAB).index(row["way"]))
+        new = {(row["way"], row["every"]) for row in table}
+        old = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+        table += [row for row in old if (row["way"], row["every"]) not in new]
+        table.sort(key=lambda row: (int(row["every"]), list(IN_LAB).index(row["way"])))
     report(name, f"Outer: {where}", table, note + "\n".join(lines), RESULTS if args.save else None)
     return 0
 
@@ -215,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--task", default="lm", choices=sorted(RATES), help="of examples/tasks.py (default lm, the GRU)")
     add("--world", type=int, default=4, help="ranks (default 4)")
     add("--steps", type=int, default=450, help="of each row (default 450)")
-    add("--every", type=int, nargs="+", default=[5, 10, 30, 100], help="steps between two exchanges")
+    add("--every", type=int, nargs="+", help="steps between two exchanges (default 5 10 30 100; --lab: 30)")
     add("--seeds", type=int, default=1, help="0, 1, ... (default 1)")
     add("--only", help="the rows that begin with this, and dense")
     add("--save", action="store_true", help="keep the results in benchmarks/results")
@@ -229,9 +231,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--deadline", type=float, default=10.0, help="seconds, of the run that loses a rank (default 10)")
     args = parser.parse_args(argv)
     if args.lab:
-        if len(args.every) > 1:
-            args.every = [30]
+        args.every = args.every or [30]
         return lab(args)
+    args.every = args.every or [5, 10, 30, 100]
     name = f"outer-{args.task}-{args.world}"
     kept = RESULTS / f"{name}.json"
     found: dict[str, Any] = json.loads(kept.read_text())["found"] if args.save and kept.exists() else {}

@@ -1,7 +1,7 @@
 """What runs on each host for `python -m benchmarks.bench_outer --lab`: a task, trained in several ways one
 after the other, and each step timed.
 
-python -m benchmarks.netlab.outer '{"task": "lm", "ways": ["DDP"], ...}' result.json
+python -m benchmarks.netlab.outer '{"task": "lm", "ways": [["Outer", 30]], ...}' result.json
 """
 
 import datetime
@@ -41,7 +41,7 @@ WAYS: dict[str, tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]] = {
 class Run:
     """One way: its model and optimizer, and the ends of its steps by this rank's clock."""
 
-    def __init__(self, spec: dict[str, Any], name: str, rank: int, world: int) -> None:
+    def __init__(self, spec: dict[str, Any], name: str, every: int, rank: int, world: int) -> None:
         kind = TASKS[spec["task"]]
         self.task = kind(rank, world, kind.batch, torch.device("cpu"))
         torch.manual_seed(spec["seed"])
@@ -61,8 +61,8 @@ class Run:
             state = sidcomp.State(codec[0], **codec[1]) if codec is not None else None
             how = {**how, **spec.get("how", {})}
             if "delay" in how:
-                how["delay"] = round(how["delay"] * spec["every"])
-            self.outer = sidcomp.Outer(self.module, self.optimizer, state, every=spec["every"], **how)
+                how["delay"] = round(how["delay"] * every)
+            self.outer = sidcomp.Outer(self.module, self.optimizer, state, every=every, **how)
             self.state = self.outer.state
         self.clip = 1.0 if self.outer is None else math.sqrt(world)
         self.carry: torch.Tensor | None = None
@@ -92,14 +92,14 @@ class Run:
 def compare(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
     """Every way: the ends of its steps on all ranks, and the bytes that this host sent."""
     out = []
-    for name in spec["ways"]:
-        run = Run(spec, name, rank, world)
+    for name, every in spec["ways"]:
+        run = Run(spec, name, every, rank, world)
         plain = run.outer is None
-        steps = spec["steps"] if plain else spec["rounds"] * spec["every"]
+        steps = spec["steps"] if plain else spec["rounds"] * every
         if run.outer is not None:
             run.timed(WARM)
             run.outer.average()  # makes the groups
-            run.timed(spec["every"] - WARM + run.outer.delay)  # to the end of an exchange
+            run.timed(every - WARM + run.outer.delay)  # to the end of an exchange
         else:
             run.timed(WARM)
         dist.barrier()
@@ -113,16 +113,18 @@ def compare(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]
         gc.collect()
         gathered: list[Any] = [None] * world
         dist.all_gather_object(gathered, mine)
-        out.append({"name": name, "steps": steps, "ranks": gathered})
+        out.append({"name": name, "every": every, "steps": steps, "ranks": gathered})
         if rank == 0:
-            print(f"{name}: {steps} steps in {mine['stamps'][-1] - mine['stamps'][0]:.1f} s", flush=True)
+            took = mine["stamps"][-1] - mine["stamps"][0]
+            print(f"{name}, every {every}: {steps} steps in {took:.1f} s", flush=True)
     return out
 
 
 def lose(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
     """Outer with a deadline, in which the last rank ends in the middle of a round. Returns the end of each
     round, and who took part in it."""
-    run = Run({**spec, "how": {"deadline": spec["deadline"]}}, "Outer, deadline", rank, world)
+    every = spec["every"]
+    run = Run({**spec, "how": {"deadline": spec["deadline"]}}, "Outer, deadline", every, rank, world)
     assert run.outer is not None
     attendance = run.outer._attendance
     assert attendance is not None
@@ -136,10 +138,10 @@ def lose(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
 
     attendance.end = ended  # type: ignore[method-assign]
     while len(ends) <= spec["rounds"]:
-        if rank == world - 1 and len(ends) == 3 and run.steps % spec["every"] == spec["every"] // 2:
+        if rank == world - 1 and len(ends) == 3 and run.steps % every == every // 2:
             os._exit(0)  # without a word to anyone
         run.step()
-        if rank == 0 and run.steps % spec["every"] == 0:
+        if rank == 0 and run.steps % every == 0:
             print(f"round {len(ends) - 1}: {ends[-1]['members']}", flush=True)
     run.close()
     return ends
