@@ -5,12 +5,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checksum.h"
+#include "exchange/exchange.h"
 #include "test.h"
 
 void test_exchanges(void);
 void test_exchange_configs_refused(void);
 void test_exchange_nonfinite(void);
 void test_exchange_faults(void);
+void test_exchange_names_nobody(void);
 void test_exchange_refused_late(void);
 void test_exchange_sums_watched(void);
 void test_exchange_thrown_away(void);
@@ -311,6 +314,7 @@ typedef struct wound {
     uint32_t round, rank, message, count;
     uint64_t place[2];
     uint8_t mask[2];
+    int forged; /* or, if it is a frame: its rank says that one failed which does not exist, 1 + the peer once done */
 } wound;
 
 /* A bit of some message that the rank in the middle gets, if it gets any. */
@@ -325,8 +329,20 @@ static wound some_wound(party *p, uint32_t round, rng *r_) {
     return w;
 }
 
+static void forge(uint8_t *message, uint64_t bytes, uint32_t peer, wound *w) {
+    sid_frame f;
+    if (bytes < SID_FRAME_BYTES) return;
+    memcpy(&f, message, SID_FRAME_BYTES);
+    if (f.magic != SID_FRAME_MAGIC) return;
+    f.flags |= SID_FRAME_POISON | 0xffffu << SID_FRAME_CULPRIT;
+    memcpy(message, &f, SID_FRAME_BYTES);
+    f.checksum = sid_message_checksum(sid_simd_for(SID_ISA_AUTO), message, bytes, offsetof(sid_frame, checksum));
+    memcpy(message, &f, SID_FRAME_BYTES);
+    w->forged = 1 + (int)peer;
+}
+
 /* As sid_loopback, but with a wound. Returns how many ranks failed; failed[r]: 1 + whom rank r names, or 0. */
-static uint32_t hurt(party *p, uint64_t step, const wound *w, uint32_t *failed, sid_error *err) {
+static uint32_t hurt(party *p, uint64_t step, wound *w, uint32_t *failed, sid_error *err) {
     uint32_t count = 0;
     sid_report report;
     for (uint32_t round = 0; round <= p->sizes.rounds; round++) {
@@ -359,6 +375,8 @@ static uint32_t hurt(party *p, uint64_t step, const wound *w, uint32_t *failed, 
                 CHECK(k < sends && out[k].bytes == in[i].bytes, "%s: round %u: unequal ends", p->name, round);
                 memcpy(p->wire[r].p + in[i].offset, p->wire[in[i].peer].p + out[k].offset, in[i].bytes);
             }
+            if (w->forged && round == w->round && r == w->rank && receives)
+                forge(p->wire[r].p + in[w->message].offset, in[w->message].bytes, in[w->message].peer, w);
             for (uint32_t i = 0; i < w->count && round == w->round && r == w->rank; i++)
                 p->wire[r].p[in[w->message].offset + w->place[i]] ^= w->mask[i];
         }
@@ -378,7 +396,7 @@ static void faults(party *p, const sid_info *codec) {
         float *was[MOST];
         for (uint32_t r = 0; r < p->world; r++) was[r] = kept_of(p, r);
         fill(p, 2 + round, DATA_NORMAL, x);
-        const wound w = some_wound(p, round, &r_);
+        wound w = some_wound(p, round, &r_);
         const uint32_t count = hurt(p, 1 + round, &w, failed, &err);
         if (p->sizes.control && w.count) {
             if (round + 1 < p->sizes.rounds)
@@ -400,6 +418,32 @@ static void faults(party *p, const sid_info *codec) {
     (void)codec;
 }
 void test_exchange_faults(void) { walk(faults, 13); }
+
+/* A frame names a rank that does not exist: then the one that sent it is at fault. */
+static void names_nobody(party *p, const sid_info *codec) {
+    rng r_ = {p->n + p->world};
+    float *x = malloc(4 * (p->n + 1));
+    sid_error err;
+    uint32_t failed[MOST];
+    for (uint32_t round = 0; round < p->sizes.rounds && round < 8; round++) {
+        fill(p, 1 + round, DATA_NORMAL, x);
+        wound w = some_wound(p, round, &r_);
+        const int receives = w.count > 0;
+        w.count = 0;
+        w.forged = receives ? -1 : 0;
+        if (!receives) continue;
+        const uint32_t count = hurt(p, round, &w, failed, &err);
+        if (w.forged < 0) continue; /* no frame */
+        CHECK(count >= 1, "%s: round %u: nobody noticed", p->name, round);
+        CHECK(failed[w.rank] == (uint32_t)w.forged, "%s: round %u: rank %u names %d in place of %d", p->name, round,
+              w.rank, (int)failed[w.rank] - 1, w.forged - 1);
+        for (uint32_t r = 0; r < p->world; r++)
+            CHECK(failed[r] <= p->world, "%s: rank %u names %u of %u ranks", p->name, r, failed[r] - 1, p->world);
+    }
+    free(x);
+    (void)codec;
+}
+void test_exchange_names_nobody(void) { walk(names_nobody, 29); }
 
 /* The last rank is refused after the others have encoded: their memories are as before. */
 static void refused_late(party *p, const sid_info *codec) {
@@ -433,7 +477,7 @@ static void refused_late(party *p, const sid_info *codec) {
 void test_exchange_refused_late(void) { walk(refused_late, 19); }
 
 /* Every rank fails by the name of the rank that sent what changed, and its gradient is as it was. */
-static void all_fail(party *p, uint64_t step, const wound *w) {
+static void all_fail(party *p, uint64_t step, wound *w) {
     uint32_t failed[MOST];
     uint64_t was[MOST];
     sid_error err;
@@ -548,7 +592,7 @@ static void thrown_away(party *p, const sid_info *codec) {
                     memcpy(was[r], (uint8_t *)p->rank[r].state + p->origin, p->apart);
                 }
                 if (k == 2) {
-                    const wound w = some_wound(p, 0, &lost);
+                    wound w = some_wound(p, 0, &lost);
                     hurt(p, step, &w, failed, &err);
                 } else {
                     step_all(p, step, &report, &err);

@@ -36,6 +36,7 @@
     X(exchange_configs_refused)                                                                                        \
     X(exchange_nonfinite)                                                                                              \
     X(exchange_faults)                                                                                                 \
+    X(exchange_names_nobody)                                                                                           \
     X(exchange_refused_late)                                                                                           \
     X(exchange_sums_watched)                                                                                           \
     X(exchange_thrown_away)                                                                                            \
