@@ -201,6 +201,10 @@ sass: ## registers, occupancy, instructions and bytes per element of the CUDA ke
 	$(PYTHON) -m benchmarks.sass $(ARGS)
 gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network (PART=1 to 4)
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
+gpu-rehearsal: env ## the four parts of gpu-check without a GPU: in small, on the CPU emulation, which it builds (PART=1 to 4)
+	cd tests/cuda && $(PYTHON) -c 'import test_emulated; test_emulated.build()'
+	for part in $(or $(PART),1 2 3 4); do \
+	    $(PYTHON) benchmarks/gpu_check.py --part $$part --rehearse build/emulated --out build/rehearsal $(ARGS) || exit 1; done
 
 wheel: env ## a wheel for this Python, CPU only, in build/wheel; auditwheel tells where it runs (pip install '.[wheel]')
 	@rm -rf build/wheel build/wheel-raw
@@ -236,7 +240,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 FORCE:
-.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real papers sass gpu-check wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
+.PHONY: all ext commands env venv-make venv-refuse train test test-all bench bench-codecs bench-planner bench-plan-real papers sass gpu-check gpu-rehearsal wheel docs ctest asan tsan asan-python fuzz fuzz-run coverage \
         lint format clean help FORCE
 .SECONDARY:
 -include $(wildcard $(DEPS))

@@ -3,7 +3,9 @@
 Needs no network. Ends with 0 if all went well, 1 if something failed, 77 if there is no GPU (after compiling
 everything). Writes <gpu>-<date>.md and .json, after each part, to the folder given by --out, else to $OUT,
 else to benchmarks/results. What hangs is ended with all its processes when its time is over, and costs the
-row that it was in: the next process continues behind it.
+row that it was in: the next process continues behind it. While a part runs, gpu-check-<part>.log is there
+with what it has said so far; where this process is killed it stays, and the next one puts its end into the
+results.
 
 The figures. A row is one call on n float32 elements in one segment: median and quartiles in microseconds.
 `graph`: replayed from a CUDA graph; `stream`: enqueued by the host, both with the L2 flushed before each
@@ -50,20 +52,28 @@ written: list[Path] = []  # journals of what is in the results next
 rehearsed: Path | None = None  # the package's folder with a build for the CPU emulation, in a GPU's place
 
 
+log: Path | None = None  # of the part that runs
+
+
 def say(text: str) -> None:
     print(text, flush=True)
+    if log is not None:
+        with log.open("a") as file:
+            file.write(text + "\n")
 
 
 def run(command: list[str], limit: float, **env: str) -> tuple[int, str]:
-    """Exit status (124 past the limit) and output. Past the limit it ends all processes of the command."""
-    with tempfile.TemporaryFile() as file:
+    """Exit status (124 past the limit) and output. Past the limit it ends all processes of the command. The
+    output goes to the part's log as it comes."""
+    with tempfile.TemporaryFile() if log is None else log.open("a+b") as file:
+        begun = file.seek(0, os.SEEK_END)
         process = start(command, file, **env)
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
             end(process)
             status = 124
-        file.seek(0)
+        file.seek(begun)
         return status, file.read().decode(errors="replace")
 
 
@@ -140,9 +150,15 @@ def summary_of(status: int, output: str, limit: float) -> str:
     lines = output.strip().splitlines()
     if status != 124:
         return lines[-1].strip("= ") if lines else "no output"
+    return f"ended after {limit:.0f} s: {counts_of(output)}"
+
+
+def counts_of(output: str) -> str:
+    """Of tests that were ended."""
     counts = [f"{output.count(f' {word}')} {word.lower()}" for word in ("PASSED", "FAILED", "SKIPPED")]
-    at = next((line.split()[0] for line in reversed(lines) if line.startswith("tests/")), "")
-    return f"ended after {limit:.0f} s: {', '.join(counts)}; it was at {at}"
+    lines = output.splitlines()
+    at = next((line.split()[0] for line in reversed(lines) if line.startswith("tests/")), "the start")
+    return f"{', '.join(counts)}; it was at {at}"
 
 
 def run_ddp(deadline: float) -> dict[str, Any]:
@@ -297,10 +313,9 @@ def run_models(deadline: float) -> list[dict[str, Any]]:
     small = [] if rehearsed is None else ["--device", "cpu", "--small"]
     path = os.pathsep.join([python_path(), str(ROOT)])
     status, output = run([sys.executable, "benchmarks/gpu_model.py", *small], limit, PYTHONPATH=path)
+    rows: list[dict[str, Any]] = [json.loads(x) for x in output.splitlines() if x.startswith('{"model"')]
     if status:
-        say(f"models: ended with {status}\n{output[-3000:]}")
-        return []
-    rows: list[dict[str, Any]] = json.loads(output.strip().splitlines()[-1])
+        say(f"models: ended with {status} after {len(rows)} rows\n{output[-3000:]}")
     for r in rows:
         say(f"  {r['model']:10} {r['hook']:15} {r['ms'][0]:8.2f} ms, {r['x dense']:.3f} of a dense step")
     return rows
@@ -417,6 +432,7 @@ def text_of(results: dict[str, Any]) -> str:
         for key, what in (("tests", "Tests"), ("ddp", "DDP"))
         if key in results
     ]
+    lines += [f"Killed within {part}: {said}." for part, said in results.get("killed", {}).items()]
     lines += [f"{tool}: {outcome}." for tool, outcome in results.get("sanitizers", {}).items()]
     return "\n".join([*lines, "", ", ".join(f"{k} {v}" for k, v in m.items() if v) + ".", ""])
 
@@ -429,8 +445,11 @@ def write(results: dict[str, Any], folder: Path) -> None:
     stem = re.sub(r"[^a-z0-9]+", "-", results["machine"]["gpu"].lower()).strip("-") + "-" + results["date"]
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / f"{stem}.json"
-    if kept.exists():
-        results = json.loads(kept.read_text()) | results
+    before = json.loads(kept.read_text()) if kept.exists() else {}
+    killed = before.pop("killed", {}) | results.get("killed", {})
+    results = before | {k: v for k, v in results.items() if k != "killed"}
+    if killed := {part: how_far for part, how_far in killed.items() if part not in results}:
+        results["killed"] = killed
     for path, text in ((kept, compact_json.dumps(results)), (folder / f"{stem}.md", text_of(results))):
         part = path.with_suffix(path.suffix + ".part")
         part.write_text(text)
@@ -438,6 +457,24 @@ def write(results: dict[str, Any], folder: Path) -> None:
     while written:
         written.pop().unlink(missing_ok=True)
     say(f"written: {folder / stem}.md and .json")
+
+
+def log_of(part: str) -> Path:
+    return folder / f"gpu-check-{part}.log"
+
+
+def ends_of_logs() -> dict[str, str]:
+    """Of the parts within which a process was killed: how far they had come. `times` has its journal."""
+    found = {}
+    for part in PARTS:
+        if not log_of(part).exists():
+            continue
+        text = log_of(part).read_text(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it had said nothing"]
+        if part != "times":
+            found[part] = counts_of(text) if part == "tests" else lines[-1]
+        log_of(part).unlink()
+    return found
 
 
 def failures(results: dict[str, Any]) -> list[str]:
@@ -469,7 +506,7 @@ def main() -> int:
         "(tests/cuda/test_emulated.py builds build/emulated); its figures say nothing",
     )
     args = parser.parse_args()
-    global folder, rehearsed
+    global folder, rehearsed, log
     folder = args.out.absolute()
     if args.rehearse is not None:
         rehearsed = args.rehearse.absolute()
@@ -489,15 +526,22 @@ def main() -> int:
     if rehearsed is None and (why := no_gpu()):
         say(f"gpu-check: skipped: {why}; everything was compiled, nothing could be run")
         return SKIPPED
-    results: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": machine()}
+    folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(), "machine": machine(), "killed": ends_of_logs()
+    }  # fmt: skip
     shares = {part: share for part, share in PARTS.items() if part in wanted}
     while shares:
         left = deadline - time.monotonic()
         part = next(iter(shares))
+        log = log_of(part)
+        log.touch()
         results[part] = globals()[f"run_{part}"](
             time.monotonic() + left * shares[part] / sum(shares.values())
         )
         del shares[part]
+        written.append(log)
+        log = None
         write(results, folder)  # what comes next may hang
     wrong = failures(results)
     say("gpu-check: " + (f"something failed, see above: {', '.join(wrong)}" if wrong else "all went well"))

@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -170,8 +170,8 @@ def allocated() -> int:
     return int(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0
 
 
-def measure(device: torch.device, small: bool, hooks: tuple[str, ...] = HOOKS) -> list[dict[str, Any]]:
-    rows = []
+def measure(device: torch.device, small: bool, hooks: tuple[str, ...] = HOOKS) -> Iterator[dict[str, Any]]:
+    """The rows of a model as soon as it is done: what comes next may hang."""
     for name in ("resnet-50", "gpt-2"):
         case = Case(name, device, small)
         runs = {hook: Run(hook, case) for hook in hooks}
@@ -181,19 +181,16 @@ def measure(device: torch.device, small: bool, hooks: tuple[str, ...] = HOOKS) -
         dense, size = runs["dense"], sum(p.numel() for p in runs["dense"].model.parameters())
         for hook, run in runs.items():
             low, middle, high = statistics.quantiles(run.ms, n=4, method="inclusive")
-            rows.append(
-                {
-                    "model": name,
-                    "parameters": size,
-                    "hook": hook,
-                    "ms": [middle, low, high],
-                    "x dense": middle / statistics.median(dense.ms),
-                    "bytes more, a parameter": (run.memory - dense.memory) / size,
-                }
-            )
+            yield {
+                "model": name,
+                "parameters": size,
+                "hook": hook,
+                "ms": [middle, low, high],
+                "x dense": middle / statistics.median(dense.ms),
+                "bytes more, a parameter": (run.memory - dense.memory) / size,
+            }
             if run.state is not None:
                 run.state.close()
-    return rows
 
 
 def main() -> None:
@@ -211,10 +208,10 @@ def main() -> None:
             rank=0,
             world_size=1,
         )
-        rows = measure(torch.device(args.device), args.small)
+        for row in measure(torch.device(args.device), args.small):
+            print(json.dumps(row), flush=True)
         dist.barrier()
         dist.destroy_process_group()
-    print(json.dumps(rows), flush=True)
     os._exit(0)  # Gloo's threads may outlive the interpreter
 
 

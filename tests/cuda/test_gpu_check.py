@@ -154,7 +154,7 @@ def test_steps_of_models() -> None:
         env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout.strip().splitlines()[-1])
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"model"')]
     from benchmarks.gpu_model import HOOKS, Gpt, resnet
 
     assert [(r["model"], r["hook"]) for r in rows] == [(m, h) for m in ("resnet-50", "gpt-2") for h in HOOKS]
@@ -164,27 +164,19 @@ def test_steps_of_models() -> None:
     assert sizes == [25_557_032, 124_439_808], "the papers' models"
 
 
-def rehearse(out: Path, part: int, after: float | None = None) -> str:
-    """gpu-check's part on the emulation, in small; killed after so many seconds."""
+def rehearse(out: Path, part: int | str) -> str:
+    """A call of gpu-check, or one of its parts, on the emulation in small."""
     package = Path(_core.__file__).parent.parent
+    which = "--part" if isinstance(part, int) else "--only"
     command = [
-        sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--part", str(part), "--out", str(out),
+        sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), which, str(part), "--out", str(out),
         "--rehearse", str(package),
     ]  # fmt: skip
-    done = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"SHARE": "400", "TURN": "0"},
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=os.environ | {"SHARE": "400", "TURN": "0"}
     )
-    try:
-        said, _ = done.communicate(timeout=after or 500)
-    except subprocess.TimeoutExpired:
-        done.kill()
-        return done.communicate()[0]
-    assert done.returncode == 0, said[-6000:]
-    return said
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
 
 
 @emulated
@@ -199,27 +191,37 @@ def test_a_rehearsal_that_is_killed_in_every_part(tmp_path: Path) -> None:
         assert len(results) < 2 and not list(tmp_path.glob("*.part"))
         return json.loads(results[0].read_text()) if results else {}
 
+    def logs() -> dict[str, str]:
+        return {p.name: p.read_text() for p in tmp_path.glob("gpu-check-*.log")}
+
     for part, names in enumerate(gpu_check.CALLS, 1):
         before = kept()
+        first = f"gpu-check-{names[0]}.log"
         if part == 1:  # until something is measured, and a little more
             rehearse_until(
                 tmp_path, part, lambda: bool(gpu_time.Journal(journal).all("row")), draw.uniform(0, 3)
             )
         else:
-            rehearse(tmp_path, part, draw.uniform(1, 15))
+            rehearse_until(tmp_path, part, lambda first=first: first in logs(), draw.uniform(0, 10))
         middle = kept()
         assert {k: v for k, v in middle.items() if k in before} == before
         rows = {(r["what"], r["n"]): r for r in gpu_time.Journal(journal).all("row")}
         assert rows or part > 1
         time.sleep(1)
-        size = journal.stat().st_size if journal.exists() else 0
+        seen = logs(), journal.stat().st_size if journal.exists() else 0
         time.sleep(2)
-        assert not journal.exists() or journal.stat().st_size == size, "a process lives on"
+        assert seen == (logs(), journal.stat().st_size if journal.exists() else 0), "a process lives on"
+        assert set(names) <= set(middle) or len(logs()) == 1, "the part in which it was has left something"
+        if part > 1 and logs():
+            (lost,) = (name.removeprefix("gpu-check-").removesuffix(".log") for name in logs())
+            rehearse(tmp_path, "bytes")
+            assert set(kept()["killed"]) == {lost} and not logs()
         said = rehearse(tmp_path, part)
         after = kept()
-        others = {k: v for k, v in middle.items() if k not in names}
+        others = {k: v for k, v in middle.items() if k not in (*names, "bytes", "killed")}
         assert {k: v for k, v in after.items() if k in others} == others
         assert set(names) <= set(after) and "all went well" in said
+        assert "killed" not in after and not logs()
         if part == 1:
             assert f"{len(rows)} rows were measured before" in said and not journal.exists()
             found = {(r["what"], r["n"]): r for r in after["times"]}
@@ -235,6 +237,7 @@ def rehearse_until(out: Path, part: int, reached: Callable[[], bool], more: floa
         [*command, "--out", str(out), "--rehearse", str(package)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env=os.environ | {"SHARE": "400", "TURN": "0"},
     )
     end = time.monotonic() + 120
     while not reached():
@@ -347,6 +350,29 @@ def test_parts_of_one_day_come_together(tmp_path: Path) -> None:
     assert gpu_check.failures(RESULTS) == [] and gpu_check.failures(kept) == ["ddp"]
     failing = RESULTS | {"ranks": {"rows": [], "wrong": ["x"]}, "sanitizers": {"racecheck": "failed (1): y"}}
     assert gpu_check.failures(failing) == ["ranks", "racecheck"]
+
+
+def test_a_part_within_which_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had said is in the results of the next call, until the part has been done."""
+    monkeypatch.setattr(gpu_check, "folder", tmp_path)
+    monkeypatch.setattr(gpu_check, "log", gpu_check.log_of("tests"))
+    code = "import time; print('tests/a.py::x PASSED\\ntests/a.py::y ', flush=True); time.sleep(9)"
+    assert gpu_check.run([sys.executable, "-c", code], 2.0) == (124, "tests/a.py::x PASSED\ntests/a.py::y \n")
+    gpu_check.log_of("ranks").write_text("2 ranks: the same\n")
+    killed = gpu_check.ends_of_logs()
+    assert killed == {
+        "tests": "1 passed, 0 failed, 0 skipped; it was at tests/a.py::y", "ranks": "2 ranks: the same"
+    }  # fmt: skip
+    assert not list(tmp_path.iterdir())
+    start = {k: RESULTS[k] for k in ("date", "machine")}
+    gpu_check.write(start | {"killed": killed}, tmp_path)
+    kept = tmp_path / "nvidia-x-2026-01-02.json"
+    assert json.loads(kept.read_text())["killed"] == killed
+    assert "Killed within ranks: 2 ranks: the same." in kept.with_suffix(".md").read_text()
+    gpu_check.write(start | {"tests": {"status": 0, "summary": "9 passed"}}, tmp_path)
+    assert set(json.loads(kept.read_text())["killed"]) == {"ranks"}
+    gpu_check.write(start | {"ranks": {"rows": [], "wrong": []}}, tmp_path)
+    assert "killed" not in json.loads(kept.read_text())
 
 
 def test_only_parts_that_there_are(
