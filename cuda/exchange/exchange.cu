@@ -72,6 +72,42 @@ __global__ void __launch_bounds__(SID_LANES)
         if (r != s.rank) sid_open_frame(s, {offset + (r + 1ull) * 64, 0, 0, 0, round, r}, {0});
 }
 
+/* ---- hops and slices ----------------------------------------------------------------------------------------------- */
+
+__global__ void __launch_bounds__(SID_LANES) sid_hop_end_kernel(sid_frames s, sid_hop h) {
+    sid_follow();
+    if (threadIdx.x) return;
+    if (h.in.frame) sid_open_frame(s, h.in, s.head->in);
+    if (h.out.frame) sid_close_frame(s, h.out, s.head->out);
+    s.head->in = s.head->out = {0};
+}
+
+__global__ void __launch_bounds__(SID_LANES)
+    sid_found_kernel(sid_exchange_head *head, uint32_t first, bool alone, int32_t *closes) {
+    sid_follow();
+    if (threadIdx.x) return;
+    const sid_cuda_report found = head->report;
+    if (found.status) sid_blame_rank(head->fault, found.status, alone ? first : first + found.culprit);
+    if (closes) *closes = found.status;
+    head->report = {0, 0, SID_OK, 0};
+}
+
+/* All ranks have told: what the step has come to. */
+__global__ void __launch_bounds__(SID_BLOCK)
+    sid_slices_end_kernel(sid_exchange_head *head, const uint8_t *payloads, uint64_t apart, uint32_t slices,
+                          sid_cuda_report *report) {
+    sid_follow();
+    int bad = 0;
+    const bool sound = head->fault.status == SID_OK;
+    for (uint32_t s = threadIdx.x; s < slices && sound; s += SID_BLOCK)
+        bad |= ((const sid_header *)(const void *)(payloads + s * apart))->flags & SID_FLAG_NONFINITE;
+    bad = __syncthreads_or(bad);
+    if (threadIdx.x) return;
+    head->nonfinite = bad != 0;
+    if (bad || !sound) head->undo = head->fault.encoded & (SID_OWN | SID_FOR_ALL);
+    sid_tell(*head, report);
+}
+
 sid_status kernels_of(const sid_exchange *x, const sid_cuda_exchange **kind, sid_error *err) {
     if (!x) return sid_fail(err, SID_E_ARG, "exchange is NULL");
     *kind = sid_cuda_exchange_of(x->kind);
@@ -92,6 +128,52 @@ sid_status table_holds(const sid_segment *segs_dev, uint32_t n_seg, sid_error *e
 }
 
 } // namespace
+
+sid_status sid_end_hop(const sid_stream &to, const sid_frames &s, const sid_hop &h) {
+    return sid_launch(to, "end of a hop", sid_hop_end_kernel, 1, SID_LANES, 0, s, h);
+}
+
+sid_status sid_enqueue_found(const sid_cuda_exchange_step &t, uint32_t first, bool alone, int32_t *closes) {
+    return sid_launch(t.to, "found", sid_found_kernel, 1, SID_LANES, 0, t.head, first, alone, closes);
+}
+
+/* Those of whole slices at once, and that of the short one. */
+sid_status sid_check_slices(const sid_cuda_exchange_step &t, const sid_cuda_slices &k) {
+    const sid_exchange *x = t.x;
+    const uint32_t slices = sid_slices(x);
+    for (uint32_t s = 0; s < slices;) {
+        uint32_t count = 1;
+        while (s + count < slices && sid_slice_kind(x, s + count) == sid_slice_kind(x, s)) count++;
+        sid_cuda_decoding c = sid_decoding_of(t, k.of(x, s), sid_slice_step(&t.step, s | k.second, s, x->world),
+                                              k.first + s * k.apart, k.apart, count, 1.0f);
+        c.apart = 1u << SID_SUBGROUPS;
+        c.part = SID_CHECK;
+        sid_status status = sid_enqueue(c, sid_slice_table(t, s), k.work);
+        if (!status) status = sid_enqueue_found(t, k.from < 0 ? s : (uint32_t)k.from, k.from >= 0, nullptr);
+        if (status) return status;
+        s += count;
+    }
+    return SID_OK;
+}
+
+sid_status sid_end_slices(const sid_cuda_exchange_step &t, const sid_cuda_slices &k) {
+    return sid_launch(t.to, "end", sid_slices_end_kernel, 1, SID_BLOCK, 0, t.head, k.first, k.apart, sid_slices(t.x),
+                      t.report);
+}
+
+sid_status sid_write_slices(const sid_cuda_exchange_step &t, const sid_cuda_slices &k) {
+    const sid_exchange *x = t.x;
+    const uint32_t slices = sid_slices(x);
+    sid_status status = SID_OK;
+    for (uint32_t s = 0; s < slices && !status; s++) {
+        sid_cuda_decoding c = sid_decoding_of(t, k.of(x, s), sid_slice_step(&t.step, s | k.second, s, x->world),
+                                              k.first + s * k.apart, k.apart, 1, k.scale);
+        c.part = SID_WRITE;
+        c.nonfinite = &t.head->nonfinite;
+        status = sid_enqueue(c, sid_slice_table(t, s), k.work);
+    }
+    return status;
+}
 
 sid_status sid_enqueue_undo(const sid_cuda_exchange_step &t, uint32_t what, const sid_plan *p, const sid_group &g,
                             const sid_own_parts &parts) {

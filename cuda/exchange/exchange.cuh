@@ -165,6 +165,41 @@ __device__ inline void sid_close_frame(const sid_frames &s, const sid_hop_side &
     *(sid_frame *)(void *)(s.wire + h.frame) = f;
 }
 
+/* After a kernel that has read the body of h.in and written that of h.out, whose sums are in the head: opens the one frame
+ * and closes the other. */
+sid_status sid_end_hop(const sid_stream &to, const sid_frames &s, const sid_hop &h);
+
+/* ---- slices that all ranks have as payloads --------------------------------------------------------------------------- */
+
+struct sid_cuda_slices {
+    const sid_plan *plan; /* three, of sid_slice_kind */
+    const uint8_t *first; /* the payload of slice 0, `apart` bytes from the next */
+    uint64_t apart;
+    uint32_t second; /* of a payload's group: SID_SECOND, or 0 */
+    int64_t from;    /* the rank that a bad one is told of; less than 0: that of the slice */
+    float scale;
+    uint8_t *work; /* the codec's */
+    const sid_plan *of(const sid_exchange *x, uint32_t s) const { return &plan[sid_slice_kind(x, s)]; }
+};
+/* How many slices are not empty, and slice s of the table. */
+inline uint32_t sid_slices(const sid_exchange *x) {
+    uint32_t s = 0;
+    while (s < x->world && sid_slice_len(x, s)) s++;
+    return s;
+}
+inline sid_table sid_slice_table(const sid_cuda_exchange_step &t, uint32_t s) {
+    const uint64_t offset = sid_slice_start(t.x, s), end = offset + sid_slice_len(t.x, s);
+    return {t.table.segs, t.table.n_seg, t.table.dtype, t.table.before + offset, t.table.after + t.x->n - end};
+}
+/* What a codec's call has found in head->report becomes a fault: of rank first + its culprit, or of `first` alone. Where
+ * `closes` is not NULL, its status becomes that. */
+sid_status sid_enqueue_found(const sid_cuda_exchange_step &t, uint32_t first, bool alone, int32_t *closes);
+/* Checks all of them; then tells the report what the step has come to (one that is not finite makes all so); then writes
+ * them to the segments. */
+sid_status sid_check_slices(const sid_cuda_exchange_step &t, const sid_cuda_slices &k);
+sid_status sid_end_slices(const sid_cuda_exchange_step &t, const sid_cuda_slices &k);
+sid_status sid_write_slices(const sid_cuda_exchange_step &t, const sid_cuda_slices &k);
+
 /* ---- the end of a step ------------------------------------------------------------------------------------------- */
 
 /* Parts of a state that lie `apart` bytes from one another, one for each slice of `slice` elements. */

@@ -76,14 +76,6 @@ __global__ void __launch_bounds__(SID_BLOCK, HOP_BLOCKS) sid_hop_kernel(sid_fram
     atomicAdd(&s.head->out.sum, outs.sum);
 }
 
-__global__ void __launch_bounds__(SID_LANES) sid_hop_end_kernel(sid_frames s, sid_hop h) {
-    sid_follow();
-    if (threadIdx.x) return;
-    if (h.in.frame) sid_open_frame(s, h.in, s.head->in);
-    if (h.out.frame) sid_close_frame(s, h.out, s.head->out);
-    s.head->in = s.head->out = {0};
-}
-
 sid_status hop(const sid_stream &to, const sid_frames &s, const sid_hop &h) {
     if (!h.in.frame && !h.out.frame) return SID_OK;
     const bool one = h.in.frame && h.out.frame && h.in.bits == h.out.bits && h.in.bytes == h.out.bytes;
@@ -102,7 +94,7 @@ sid_status hop(const sid_stream &to, const sid_frames &s, const sid_hop &h) {
         status = launch(in, "hop: in");
         if (!status) status = launch(out, "hop: out");
     }
-    return status ? status : sid_launch(to, "end of a hop", sid_hop_end_kernel, 1, SID_LANES, 0, s, h);
+    return status ? status : sid_end_hop(to, s, h);
 }
 
 /* ---- begin and end ------------------------------------------------------------------------------------------------ */

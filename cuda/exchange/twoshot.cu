@@ -15,11 +15,6 @@
 namespace {
 
 const sid_plan *plan_of(const sid_exchange *x, const sid_plan *plan, uint32_t s) { return &plan[sid_slice_kind(x, s)]; }
-uint32_t slices_of(const sid_exchange *x) {
-    uint32_t s = 0;
-    while (s < x->world && sid_slice_len(x, s)) s++;
-    return s;
-}
 
 /* work: the mean of our slice; the codec's. */
 float *mean_of(const sid_cuda_exchange_step &t) { return (float *)(void *)t.work; }
@@ -65,14 +60,6 @@ __global__ void __launch_bounds__(SID_BLOCK)
         head->fault.encoded |= SID_OWN;
 }
 
-/* What a codec's call has found of payloads from rank `first` on. */
-__global__ void __launch_bounds__(SID_LANES) sid_found_kernel(sid_exchange_head *head, uint32_t first) {
-    sid_follow();
-    if (threadIdx.x) return;
-    if (head->report.status) sid_blame_rank(head->fault, head->report.status, first + head->report.culprit);
-    head->report = {0, 0, SID_OK, 0};
-}
-
 /* After the second encode, or where its gate was closed: what goes out is no payload. */
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_second_shot_kernel(sid_exchange_head *head, uint8_t *payload, uint64_t bytes) {
@@ -86,41 +73,26 @@ __global__ void __launch_bounds__(SID_BLOCK)
         ((uint4 *)(void *)payload)[i] = make_uint4(0, 0, 0, 0);
 }
 
-/* All ranks have told: what the step has come to. */
-__global__ void __launch_bounds__(SID_BLOCK)
-    sid_shots_end_kernel(sid_exchange_head *head, const uint8_t *means, uint64_t apart, uint32_t slices,
-                         sid_cuda_report *report) {
-    sid_follow();
-    int bad = 0;
-    const bool sound = head->fault.status == SID_OK;
-    for (uint32_t s = threadIdx.x; s < slices && sound; s += SID_BLOCK)
-        bad |= ((const sid_header *)(const void *)(means + s * apart))->flags & SID_FLAG_NONFINITE;
-    bad = __syncthreads_or(bad);
-    if (threadIdx.x) return;
-    head->nonfinite = bad != 0;
-    if (bad || !sound) head->undo = head->fault.encoded & (SID_OWN | SID_FOR_ALL);
-    sid_tell(*head, report);
-}
-
 /* ---- a step -------------------------------------------------------------------------------------------------------- */
 
-sid_table slice_of(const sid_cuda_exchange_step &t, uint32_t s) {
-    const uint64_t offset = sid_slice_start(t.x, s), end = offset + sid_slice_len(t.x, s);
-    return {t.table.segs, t.table.n_seg, t.table.dtype, t.table.before + offset, t.table.after + t.x->n - end};
+/* The means, which all ranks have. */
+sid_cuda_slices means_of(const sid_cuda_exchange_step &t) {
+    return {t.x->server,  t.wire + sid_shots_of(t.x).means, t.x->server->sizes.payload, SID_SECOND, -1, 1.0f,
+            codec_work(t)};
 }
 
 sid_status first_shot(const sid_cuda_exchange_step &t) {
     const sid_exchange *x = t.x;
     const sid_shots at = sid_shots_of(x);
     const uint64_t apart = x->plan->sizes.payload;
-    const uint32_t slices = slices_of(x);
+    const uint32_t slices = sid_slices(x);
     uint8_t *const own = t.wire + at.theirs + x->rank * apart;
     sid_status status = sid_launch(t.to, "begin", sid_shots_begin_kernel, 1, SID_LANES, 0, t.head, mean_of(t),
                                    sid_slice_len(x, x->rank));
     for (uint32_t s = 0; s < slices && !status; s++) {
         sid_cuda_encoding c = sid_encoding_of(t, plan_of(x, x->plan, s), sid_slice_step(&t.step, s, x->rank, x->world),
                                               t.state + s * at.apart, s == x->rank ? own : t.wire + s * apart);
-        status = sid_enqueue(c, slice_of(t, s), codec_work(t));
+        status = sid_enqueue(c, sid_slice_table(t, s), codec_work(t));
     }
     if (!status)
         status = sid_launch(t.to, "first shot", sid_first_shot_kernel, 1, SID_BLOCK, 0, t.head, t.wire, own, apart,
@@ -140,7 +112,7 @@ sid_status second_shot(const sid_cuda_exchange_step &t) {
         sid_decoding_of(t, plan_of(x, x->plan, s), sid_slice_step(&t.step, s, s, x->world), t.wire + at.theirs,
                         x->plan->sizes.payload, x->world, 1.0f / (float)x->world);
     sid_status status = sid_enqueue(in, mean, codec_work(t));
-    if (!status) status = sid_launch(t.to, "found", sid_found_kernel, 1, SID_LANES, 0, t.head, 0u);
+    if (!status) status = sid_enqueue_found(t, 0, false, nullptr);
     if (status) return status;
     const sid_plan *server = plan_of(x, x->server, s);
     sid_cuda_encoding out =
@@ -154,43 +126,20 @@ sid_status second_shot(const sid_cuda_exchange_step &t) {
                       bytes);
 }
 
-/* The means of whole slices at once, and that of the short one. */
-sid_status check_means(const sid_cuda_exchange_step &t) {
-    const sid_exchange *x = t.x;
-    const sid_shots at = sid_shots_of(x);
-    const uint32_t slices = slices_of(x);
-    const uint64_t apart = x->server->sizes.payload;
-    for (uint32_t s = 0; s < slices;) {
-        uint32_t count = 1;
-        while (s + count < slices && sid_slice_kind(x, s + count) == sid_slice_kind(x, s)) count++;
-        sid_cuda_decoding c =
-            sid_decoding_of(t, plan_of(x, x->server, s), sid_slice_step(&t.step, s | SID_SECOND, s, x->world),
-                            t.wire + at.means + s * apart, apart, count, 1.0f);
-        c.apart = 1u << SID_SUBGROUPS;
-        c.part = SID_CHECK;
-        sid_status status = sid_enqueue(c, slice_of(t, s), codec_work(t));
-        if (!status) status = sid_launch(t.to, "found", sid_found_kernel, 1, SID_LANES, 0, t.head, s);
-        if (status) return status;
-        s += count;
-    }
-    return SID_OK;
-}
-
 sid_status advance(sid_cuda_exchange_step &t, uint32_t round) {
     sid_status status = SID_OK;
     if (!round) status = first_shot(t);
     if (!status && (round == 1 || !t.x->rounds)) status = second_shot(t);
-    return status || round < t.x->rounds ? status : check_means(t);
+    return status || round < t.x->rounds ? status : sid_check_slices(t, means_of(t));
 }
 
 sid_status finish(sid_cuda_exchange_step &t) {
     const sid_exchange *x = t.x;
     const sid_shots at = sid_shots_of(x);
-    const uint32_t slices = slices_of(x), s = x->rank;
-    const uint64_t apart = x->server->sizes.payload, len = sid_slice_len(x, s);
-    const uint8_t *means = t.wire + at.means;
-    sid_status status =
-        sid_launch(t.to, "end", sid_shots_end_kernel, 1, SID_BLOCK, 0, t.head, means, apart, slices, t.report);
+    const uint32_t s = x->rank;
+    const uint64_t len = sid_slice_len(x, s);
+    const sid_cuda_slices means = means_of(t);
+    sid_status status = sid_end_slices(t, means);
     if (!status && x->plan->memory->vectors) { /* while the segments hold the gradient */
         sid_group g;
         sid_scratch *scratch;
@@ -201,15 +150,7 @@ sid_status finish(sid_cuda_exchange_step &t) {
         const sid_group mean = {&t.head->own, t.head->own_start, len, 1, SID_F32, 0, 0};
         status = sid_enqueue_undo(t, SID_FOR_ALL, plan_of(x, x->server, s), mean, {t.state + at.server, 0, len});
     }
-    for (uint32_t i = 0; i < slices && !status; i++) {
-        sid_cuda_decoding c =
-            sid_decoding_of(t, plan_of(x, x->server, i), sid_slice_step(&t.step, i | SID_SECOND, i, x->world),
-                            means + i * apart, apart, 1, 1.0f);
-        c.part = SID_WRITE;
-        c.nonfinite = &t.head->nonfinite;
-        status = sid_enqueue(c, slice_of(t, i), codec_work(t));
-    }
-    return status;
+    return status ? status : sid_write_slices(t, means);
 }
 
 } // namespace

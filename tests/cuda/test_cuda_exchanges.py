@@ -42,6 +42,10 @@ def carry_of(step: int) -> float:
     return 0.75 if step == 1 else 1.0  # of what is owed
 
 
+def memory_of(kind: str) -> str:
+    return "none" if kind == "cascade" else "residual"
+
+
 def seed_of(lengths: list[int]) -> int:
     return 2 if len(lengths) == 1 else 1  # which lets a single segment start at a multiple of 64 bytes
 
@@ -263,6 +267,48 @@ SUMMED = [  # in two rounds, as bytes
     )
 ]
 
+MAJORITY: dict[str, Any] = {"aggregate": "majority", "magnitude": 0.25}
+MEAN: dict[str, Any] = {"aggregate": "mean", "magnitude": 0.3}
+COUNTED = (
+    [  # of all the widths that counts have up to five bits; the mean, the majority, what the memory learns
+        ("expand", world, SIZES[i % 5], codec, list(ref.STORAGE)[i % 3], memory, settings)
+        for i, (world, codec, memory, settings) in enumerate(
+            [
+                (1, "signsgd", "none", MAJORITY),
+                (2, "signum", "momentum", {}),
+                (3, "signsgd", "none", MEAN),
+                (4, "signum", "compensation", MEAN),
+                (7, "signum", "residual", MAJORITY),
+                (8, "signsgd", "none", MAJORITY),
+                (16, "signsgd", "none", MEAN),
+                (1, "signum", "compensation", MAJORITY),
+                (5, "signum", "none", MAJORITY),
+            ]
+        )
+    ]
+    + [
+        ("expand", 3, 0, "signsgd", "float32", "none", {}),
+        ("expand", 2, 70_001, "signum", "float32", "momentum", {}),
+    ]
+)
+CASCADED = [
+    ("cascade", i % 6 + 1, SLICES[i % 5], codec, list(ref.STORAGE)[i % 3], "none", settings)
+    for i, (codec, settings) in enumerate(
+        [
+            ("ssdm", {}),
+            ("qsgd", {}),
+            ("terngrad", {}),
+            ("topk", DENSE),
+            ("int8", {}),
+            ("signsgd", {}),
+            ("fp8", {}),
+            ("sidco-e", {**DENSE, "values": "f16"}),
+            ("randk-own", DENSE),
+        ]
+    )
+    if fits(codec, "none")
+] + [("cascade", 2, 0, "ssdm", "float32", "none", {})]
+
 
 @pytest.mark.parametrize("kind, world, n, codec, dtype", CASES)
 def test_the_cpus_bits(kind: str, world: int, n: int, codec: str, dtype: str) -> None:
@@ -270,7 +316,8 @@ def test_the_cpus_bits(kind: str, world: int, n: int, codec: str, dtype: str) ->
 
 
 @pytest.mark.parametrize(
-    "kind, world, n, codec, dtype, memory, settings", SHOTS + NODED + GATHERED + FRAMED + SUMMED
+    "kind, world, n, codec, dtype, memory, settings",
+    SHOTS + NODED + GATHERED + FRAMED + SUMMED + COUNTED + CASCADED,
 )
 def test_the_cpus_bits_in_slices(
     kind: str, world: int, n: int, codec: str, dtype: str, memory: str, settings: dict[str, Any]
@@ -284,13 +331,22 @@ def test_the_cpus_bits_in_slices(
         ("twoshot", "int8", "float16", {}),
         ("hierarchical", "topk", "float32", {"ranks_per_node": 2}),
         ("hierarchical", "fp16", "bfloat16", {"ranks_per_node": 2}),
+        ("cascade", "ssdm", "float32", {}),
+        ("cascade", "int8", "float16", {}),
+        ("expand", "signum", "bfloat16", {}),
     ],
 )
 def test_the_cpus_bits_in_one_piece(kind: str, codec: str, dtype: str, settings: dict[str, Any]) -> None:
     """Whole tiles that are aligned, some in one slice, some across two."""
-    hosts, devices = pair(kind, codec, 2, 12_000, dtype, "residual", "one", **settings)
+    hosts, devices = pair(kind, codec, 2, 12_000, dtype, memory_of(kind), "one", **settings)
     assert devices[0].vector.block.ptr % 64 == 0 and devices[0].vector.host.gaps[0] == 16
     same_steps(hosts, devices, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [32, 64, 128, 255])
+def test_counts_of_six_to_eight_bits(world: int) -> None:
+    same_steps(*pair("expand", "signsgd", world, 700, "float32", "none", **MAJORITY), "float32")
 
 
 def same_steps(hosts: list[Host], devices: list[Device], dtype: str) -> None:
@@ -320,13 +376,16 @@ LARGE = [  # exchange, codec, ranks, what is between nodes
     ("allreduce", "none", 3, ""),
     ("ring1", "marsit", 3, ""),
     ("torus1", "marsit", 4, ""),
+    ("expand", "signsgd", 3, ""),
+    ("cascade", "ssdm", 3, ""),
 ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind, codec, world, within", LARGE)
 def test_a_sum_that_overflows(kind: str, codec: str, world: int, within: str, dtype: str) -> None:
-    """Near float32's largest number: the ranks' mean is finite, and the CPU's."""
+    """Near float32's largest number: the ranks' mean is finite, and the CPU's. A cascade sends the sum."""
+    bad = int(kind == "cascade")
     assert {row[0] for row in LARGE} == set(KINDS)
     own: dict[str, Any] = {"ranks_per_node": world // 2, "within": within} if within else {}
     memory = "none" if fits(codec, "none") else "residual"
@@ -338,10 +397,10 @@ def test_a_sum_that_overflows(kind: str, codec: str, world: int, within: str, dt
         d.vector.write(ref.from_f32(x * share, dtype))
     run(hosts, devices, 0)
     for h, d in zip(hosts, devices, strict=True):
-        assert h.failure is None and d.reported() == (0, 0, 0)
+        assert h.failure is None and d.reported() == (bad, 0, 0)
         same_output(d.vector.read(), h.vector.read(), dtype)
         same_kept(h, d)
-        assert np.isfinite(ref.to_f32(h.vector.read(), dtype)).all()
+        assert np.isfinite(ref.to_f32(h.vector.read(), dtype)).all() != bad
 
 
 def settings_of(kind: str, codec: str) -> dict[str, Any]:
@@ -364,6 +423,11 @@ def settings_of(kind: str, codec: str) -> dict[str, Any]:
         ("hierarchical", "fp16", "residual", 4),
         ("allreduce", "bf16", "residual", 3),
         ("allreduce", "terngrad-shared", "residual", 4),
+        ("expand", "signum", "momentum", 4),
+        ("expand", "signum", "compensation", 3),
+        ("expand", "signsgd", "none", 1),
+        ("cascade", "ssdm", "none", 4),
+        ("cascade", "qsgd", "none", 1),
     ],
 )
 def test_a_step_that_is_not_finite(kind: str, codec: str, memory: str, world: int) -> None:
@@ -413,6 +477,12 @@ SUMS_CHANGED = [
         ("hierarchical", "marsit", 4, 2, 40),
         ("hierarchical", "int8", 4, 1, 400),
         ("hierarchical", "none", 4, 3, 8),
+        ("expand", "signum", 3, 0, 40),
+        ("expand", "signum", 4, 4, 60),
+        ("expand", "signum", 2, 1, 3),
+        ("cascade", "ssdm", 3, 0, 70),
+        ("cascade", "qsgd", 4, 2, 100),
+        ("cascade", "terngrad", 4, 4, 9),
         *SUMS_CHANGED,
     ],
 )
@@ -428,7 +498,7 @@ def test_two_changed_bits(kind: str, codec: str, world: int, round: int, byte: i
 
 
 def all_fail(kind: str, codec: str, world: int, round: int, *places: int) -> None:
-    hosts, devices = pair(kind, codec, world, 1999, "float32", "residual", **settings_of(kind, codec))
+    hosts, devices = pair(kind, codec, world, 1999, "float32", memory_of(kind), **settings_of(kind, codec))
     assert round < hosts[0].x.rounds - 1
     fill(hosts, devices, 0, "float32")
     run(hosts, devices, 0)
@@ -440,6 +510,8 @@ def all_fail(kind: str, codec: str, world: int, round: int, *places: int) -> Non
         assert d.reported() == (0, h.failure.culprit, h.failure.status), f"rank {r}"  # type: ignore[attr-defined]
         np.testing.assert_array_equal(d.vector.read(), given[r])
         same_kept(h, d)
+        if not h.x.vectors:
+            continue
         if kind != "hierarchical" or kept(h.x, d.state.get()).any():  # where nodes have gone on, it forgets
             np.testing.assert_allclose(kept(h.x, d.state.get()), kept(h.x, before[r]), rtol=0, atol=1e-5)
     # and the next step is one as any, but for the report, which keeps the first fault
@@ -455,7 +527,14 @@ def all_fail(kind: str, codec: str, world: int, round: int, *places: int) -> Non
 
 @pytest.mark.parametrize(
     "kind, codec",
-    [("ring1", "marsit"), ("twoshot", "int8"), ("hierarchical", "int8"), ("allreduce", "fp16")],
+    [
+        ("ring1", "marsit"),
+        ("twoshot", "int8"),
+        ("hierarchical", "int8"),
+        ("allreduce", "fp16"),
+        ("expand", "signum"),
+        ("cascade", "ssdm"),
+    ],
 )
 def test_a_message_of_another_step(kind: str, codec: str) -> None:
     hosts, devices = pair(kind, codec, 2, 600, "float32", **settings_of(kind, codec))
@@ -474,7 +553,8 @@ def test_a_message_of_another_step(kind: str, codec: str) -> None:
 
 def with_a_wrong_table(kind: str, codec: str) -> list[Device]:
     """Three ranks after a step; the segment table of rank 1 does not hold the group."""
-    devices: list[Device] = pair(kind, codec, 3, 600, "float32")[1]
+    own = "none" if kind == "cascade" else None
+    devices: list[Device] = pair(kind, codec, 3, 600, "float32", own)[1]
     for r, d in enumerate(devices):
         d.vector.write(np.full(600, r, np.float32))
     table = np.frombuffer(devices[1].vector.table.get(), np.uint64).copy()
@@ -495,13 +575,17 @@ def with_a_wrong_table(kind: str, codec: str) -> list[Device]:
         ("allgather", "int8"),
         ("allreduce", "fp16"),
         ("allreduce", "terngrad-shared"),
+        ("expand", "signsgd"),
+        ("cascade", "qsgd"),
     ],
 )
 def test_a_table_that_does_not_hold_the_group(kind: str, codec: str) -> None:
-    """One rank's encode is refused on the device: all ranks fail, by its name."""
+    """One rank's encode is refused on the device: all ranks fail, by its name; in a cascade by that of the
+    neighbor that has passed it on."""
     for r, d in enumerate(with_a_wrong_table(kind, codec)):
         nonfinite, culprit, status = d.reported()
-        assert (nonfinite, culprit) == (0, 1) and status == (
+        named = 2 if kind == "cascade" and r == 0 else 1
+        assert (nonfinite, culprit) == (0, named) and status == (
             _core.ArgumentError.status if r == 1 else _core.CorruptPayloadError.status
         )
         assert (d.vector.read() == r).all()
@@ -553,6 +637,8 @@ def test_what_keeps_slices_does_not_settle() -> None:
         ("twoshot", "signsgd", "none"),
         ("hierarchical", "int8", "residual"),
         ("hierarchical", "topk", "residual"),
+        ("expand", "signum", "momentum"),
+        ("cascade", "ssdm", "none"),
     ],
 )
 def test_a_step_in_place_thrown_away(kind: str, codec: str, memory: str) -> None:
@@ -587,6 +673,8 @@ def test_a_step_in_place_thrown_away(kind: str, codec: str, memory: str) -> None
         ("hierarchical", "marsit", "residual"),
         ("allgather", "int8", "residual"),
         ("allreduce", "terngrad-shared", "residual"),
+        ("expand", "signum", "compensation"),
+        ("cascade", "ssdm", "none"),
     ],
 )
 def test_steps_thrown_away(kind: str, codec: str, memory: str) -> None:
@@ -611,7 +699,16 @@ def test_steps_thrown_away(kind: str, codec: str, memory: str) -> None:
             s.reverse()
 
 
-@pytest.mark.parametrize("kind, codec", [("ring1", "marsit"), ("twoshot", "topk"), ("hierarchical", "int8")])
+@pytest.mark.parametrize(
+    "kind, codec",
+    [
+        ("ring1", "marsit"),
+        ("twoshot", "topk"),
+        ("hierarchical", "int8"),
+        ("expand", "signum"),
+        ("cascade", "ssdm"),
+    ],
+)
 def test_a_checksum_of_what_was_decoded(kind: str, codec: str) -> None:
     """The same on all ranks, and as of a plan over all elements; another one where a bit differs."""
     hosts, devices = pair(kind, codec, 2, 1999, "float16", **settings_of(kind, codec))
@@ -637,12 +734,5 @@ def test_a_checksum_of_what_was_decoded(kind: str, codec: str) -> None:
     assert d.reported() == (0, 0, 0)
 
 
-def test_exchanges_without_kernels_are_refused_by_name() -> None:
-    assert KINDS == ["allreduce", "allgather", "ring1", "torus1", "twoshot", "hierarchical"]
-    for kind, codec, memory in (
-        ("cascade", "ssdm", "none"),
-        ("expand", "signsgd", "none"),
-    ):
-        x = _core.Exchange(kind, codec, memory, 100, "float32", 0, 2)
-        with pytest.raises(_core.UnsupportedError, match=f"exchange '{kind}' has no CUDA kernels"):
-            x.cuda_work_bytes()
+def test_every_exchange_has_kernels() -> None:
+    assert [e["name"] for e in _core.exchanges()] == KINDS

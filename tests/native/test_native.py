@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from harness import run
 from sidcomp import _core
 from sidcomp.autotune.codec_benchmark import Candidate, Gradients
 from sidcomp.autotune.exchange_benchmark import DeviceTravelling, Travelling
+from sidcomp.config import exchange_choice
 from sidcomp.config.exchange_choice import ExchangeChoice
 from sidcomp.runtime import nccl
 from sidcomp.runtime.group import Group
@@ -106,7 +108,9 @@ def trained(
     rank: int, world: int, how: str, codec: str, log: str, exchange: str | None = None
 ) -> tuple[list[list[torch.Tensor]], int]:
     """The weights after each of four steps, and the groups of the last."""
-    more = {"ranks_per_node": 2} if exchange == "hierarchical" else {}
+    more: dict[str, Any] = {"hierarchical": {"ranks_per_node": 2}, "cascade": {"memory": "none"}}.get(
+        exchange or "", {}
+    )
     r = Run(
         rank, log, codec=codec, lane=how != "cpu", exchange=exchange,
         transport="native" if how == "native" else "torch", **more,
@@ -309,6 +313,8 @@ def test_a_step_that_is_not_launched_to_its_end(log: Path) -> None:
         ("twoshot", "topk", 3, 2 * 2 + 2),
         ("twoshot", "onebit", 2, 2 * 1 + 1),
         ("hierarchical", "topk", 4, 1 + 1 + 1 + 3),  # scatter, the other node, gather
+        ("expand", "signum", 3, 4 + 2),
+        ("cascade", "qsgd", 2, 2 + 1),
     ],
 )
 def test_exchanges_in_messages(exchange: str, codec: str, world: int, sent: int, log: Path) -> None:
@@ -556,8 +562,10 @@ def refused(rank: int, world: int, how: str) -> tuple[str, str]:
     arguments: dict[str, Any] = {"transport": "native"}
     if how == "one has torch" and rank == 1:
         arguments = {}
-    if how == "cascade":
-        arguments = {"codec": "ssdm", "memory": "none", "exchange": "cascade"}
+    if how == "no kernels":
+        arguments = {"exchange": "twoshot"}
+        known = exchange_choice.find_exchange
+        exchange_choice.find_exchange = lambda name: replace(known(name), cuda=False)
     r = Run(rank, lane=how != "cpu", **({"codec": "topk"} | arguments))
     if how == "no library" and rank == 1:
         os.environ["SIDCOMP_NCCL"] = "/no/libnccl.so.2"
@@ -585,9 +593,12 @@ def test_without_a_library() -> None:
 
 @emulated
 def test_an_exchange_without_kernels() -> None:
-    for name, text in run(refused, 2, "cascade"):
-        assert name == "UnsupportedError" and "exchange='cascade' has no CUDA kernels" in text, text
-        assert "these have: allreduce, allgather, ring1, torus1, twoshot, hierarchical" in text
+    """As one that is being added may be."""
+    for name, text in run(refused, 2, "no kernels"):
+        assert name == "UnsupportedError" and "exchange='twoshot' has no CUDA kernels" in text, text
+        assert (
+            "these have: allreduce, allgather, ring1, torus1, twoshot, hierarchical, cascade, expand" in text
+        )
 
 
 @emulated
