@@ -76,10 +76,17 @@ __device__ inline void sid_get_row(const float *p, uint32_t r, uint32_t len, flo
     for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = c < count ? x[c] : 0.0f;
 }
 
+/* The random stream of another slice, if there is one at all. */
+__device__ inline void sid_move(sid_draw &draw, const sid_several &k, uint32_t slice) {
+    if (draw.salt) draw.group += slice * k.group;
+}
+inline uint64_t sid_blocks_to_end(const sid_cuda_encoding &c) { return c.several.count ? c.several.count : 1; }
+
 /* ---- the pass ---------------------------------------------------------------------------------------------------- */
 
 /* A codec here is an object passed by value with
  *     enum { LATE }               keep() wants registers: the gradient waits in the L2 meanwhile
+ *     enum { SEVERAL }            it heeds sid_several: move(k, slice) makes it that of another slice
  *     struct shared               its shared memory
  *     struct own                  each thread's, through the kernel; all zero at first
  *     begin(shared &, own &, scratch), end(shared &, own &, scratch)   by the whole block
@@ -94,9 +101,19 @@ enum {
 template <class Memory, class Codec, bool AGAIN>
 __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
     sid_tile_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
-                    Codec codec) {
+                    Codec codec, sid_several several) {
     sid_follow();
     __shared__ typename Codec::shared shared;
+    sid_portion share = {0, blockIdx.x, gridDim.x};
+    if constexpr (Codec::SEVERAL)
+        if (several.count) {
+            share = sid_portion_of(several);
+            g.before += share.slice * g.n;
+            scratch = sid_work_of(several, share.slice, scratch);
+            state = sid_state_of(several, share.slice, state);
+            vectors.first = sid_state_of(several, share.slice, vectors.first);
+            codec.move(several, share.slice);
+        }
     if (!scratch->ready) return;
     if (Memory::VECTORS) memory.begin(state);
     typename Codec::own own = {};
@@ -106,7 +123,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
     const uint64_t chunks = sid_chunks(g.n);
     uint32_t bad = 0;
 #pragma unroll 1
-    for (uint64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    for (uint64_t chunk = share.block; chunk < chunks; chunk += share.blocks) {
         const uint64_t offset = (chunk * SID_WARPS + sid_warp()) * SID_TILE;
         const uint32_t len = offset < g.n ? sid_tile_len(g.n, offset) : 0;
         float *const first = vectors.first + offset;
@@ -161,17 +178,17 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
 
 /* The first pass of a call, and further ones. */
 template <class Codec> sid_status sid_pass_tiles(const sid_cuda_encoding &c, const Codec &codec) {
-    const uint64_t grid = sid_blocks(c.to, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
+    const uint64_t grid = sid_blocks(c.to, c.several, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "pass", sid_tile_kernel<decltype(memory), Codec, false>, grid, SID_BLOCK, 0, c.group,
-                          c.scratch, c.state, sid_vectors_of(c), memory, codec);
+                          c.scratch, c.state, sid_vectors_of(c), memory, codec, c.several);
     });
 }
 template <class Codec> sid_status sid_pass_again(const sid_cuda_encoding &c, const Codec &codec) {
-    const uint64_t grid = sid_blocks(c.to, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
+    const uint64_t grid = sid_blocks(c.to, c.several, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
     const auto run = [&](auto memory) {
         return sid_launch(c.to, "pass again", sid_tile_kernel<decltype(memory), Codec, true>, grid, SID_BLOCK, 0,
-                          c.group, c.scratch, c.state, sid_vectors_of(c.plan, c.state), memory, codec);
+                          c.group, c.scratch, c.state, sid_vectors_of(c.plan, c.state), memory, codec, c.several);
     };
     return c.plan->memory->vectors ? run(sid_memory1()) : run(sid_memory0());
 }
@@ -229,12 +246,30 @@ struct sid_ending {
     uint64_t bytes;
     sid_state *state;
     sid_stats *stats; /* or NULL */
+    sid_several several;
+
+    /* A block a slice. Returns which one this block is for. */
+    __device__ uint32_t move() {
+        const uint32_t slice = blockIdx.x;
+        if (!several.count) return 0;
+        scratch = sid_work_of(several, slice, scratch);
+        payload = sid_payload_of(several, slice, payload);
+        state = sid_state_of(several, slice, state);
+        head.group += slice * several.group;
+        sid_move(draw, several, slice);
+        return slice;
+    }
 };
 
 inline sid_ending sid_ending_of(const sid_cuda_encoding &c) {
-    return {c.scratch, sid_head_of(c.plan, c.step), sid_draw_of(c.plan, c.step),
-            c.payload, c.plan->sizes.payload,       c.state,
-            c.stats};
+    return {c.scratch,
+            sid_head_of(c.plan, c.step),
+            sid_draw_of(c.plan, c.step),
+            c.payload,
+            c.plan->sizes.payload,
+            c.state,
+            c.stats,
+            c.several};
 }
 
 /* Header, rule, statistics, by one thread; `own`: what it adds to the body's checksum; count: of the elements sent. */

@@ -42,7 +42,8 @@ template <bool WRITE> struct coder {
         starts; /* of a tile: how many exceptions it has; then how many are before it, and behind the last one all of them */
 
     enum {
-        LATE = 1
+        LATE = 1,
+        SEVERAL = 0
     };
     struct shared {
         sid_part_sum part[SID_WARPS];

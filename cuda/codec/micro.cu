@@ -24,10 +24,15 @@ template <bool TWO, bool DRAWS> struct coder {
 
     enum {
         LATE = 1,
+        SEVERAL = 1,
         SHIFT = TWO ? 4 : 5,
         PER_ROW = SID_ROW >> SHIFT, /* blocks */
         WORDS = PER_ROW / 4         /* of scales, of a row */
     };
+    __device__ void move(const sid_several &k, uint32_t slice) {
+        payload = sid_payload_of(k, slice, payload);
+        sid_move(draw, k, slice);
+    }
     struct shared {
         sid_part_sum part[SID_WARPS];
     };
@@ -124,8 +129,9 @@ template <bool DRAWS> struct largest : coder<true, DRAWS> {
     __device__ void end(shared &, own &o, sid_scratch &scratch) const { this->keep_largest(o, scratch); }
 };
 
-__global__ void __launch_bounds__(SID_LANES) sid_micro_scale_kernel(sid_scratch *scratch) {
+__global__ void __launch_bounds__(SID_LANES) sid_micro_scale_kernel(sid_scratch *scratch, sid_several k) {
     sid_follow();
+    scratch = sid_work_of(k, blockIdx.x, scratch);
     if (!scratch->ready || threadIdx.x) return;
     scratch->key = sid_f32_bits(quant_scale_of(sid_bits_f32(scratch->codec[LARGEST]), MICRO_TOP));
 }
@@ -135,6 +141,7 @@ enum {
 };
 __global__ void __launch_bounds__(SEAL_BLOCK) sid_micro_seal_kernel(sid_ending e, micro_form f) {
     sid_follow();
+    e.move();
     if (!e.scratch->ready) return;
     const uint64_t n = e.head.n, codes = micro_codes_at(&f, n);
     const uint64_t scales = SID_HEADER_BYTES + sid_round_up(micro_blocks(&f, n), 4);
@@ -217,6 +224,7 @@ struct body {
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
 
 uint64_t work(const sid_plan *) { return sid_findings_work(); }
+uint64_t several(const sid_plan *) { return 0; }
 
 template <bool TWO, bool DRAWS>
 sid_status passes(const sid_cuda_encoding &c, const micro_form &f, const sid_ending &e) {
@@ -226,7 +234,7 @@ sid_status passes(const sid_cuda_encoding &c, const micro_form &f, const sid_end
     else {
         sid_status s = sid_pass_tiles(c, largest<DRAWS>{k});
         if (s || c.settles) return s;
-        s = sid_launch(c.to, "scale", sid_micro_scale_kernel, 1, SID_LANES, 0, c.scratch);
+        s = sid_launch(c.to, "scale", sid_micro_scale_kernel, sid_blocks_to_end(c), SID_LANES, 0, c.scratch, c.several);
         return s ? s : sid_pass_again(c, k);
     }
 }
@@ -240,7 +248,8 @@ template <bool TWO> sid_status encode(sid_cuda_encoding &c) {
     }
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s) s = f.draws ? passes<TWO, true>(c, f, e) : passes<TWO, false>(c, f, e);
-    if (!s && !c.settles) s = sid_launch(c.to, "seal", sid_micro_seal_kernel, 1, SEAL_BLOCK, 0, e, f);
+    if (!s && !c.settles)
+        s = sid_launch(c.to, "seal", sid_micro_seal_kernel, sid_blocks_to_end(c), SEAL_BLOCK, 0, e, f);
     return s;
 }
 
@@ -256,7 +265,7 @@ sid_status decode(sid_cuda_decoding &c) {
 extern "C" {
 #define MICRO(symbol, two)                                                                                             \
     extern const sid_cuda_codec sid_cuda_codec_##symbol;                                                               \
-    const sid_cuda_codec sid_cuda_codec_##symbol = {work, encode<two>, decode};
+    const sid_cuda_codec sid_cuda_codec_##symbol = {work, encode<two>, decode, nullptr, several};
 MICRO(mxfp4, false)
 MICRO(nvfp4, true)
 }

@@ -135,8 +135,14 @@ template <content CODES, sid_rounding ROUNDING, bool GROUP> struct coder {
 
     enum {
         LATE = 1,
+        SEVERAL = 1,
         MOST_BITS = 8
     };
+    __device__ void move(const sid_several &k, uint32_t slice) {
+        payload = sid_payload_of(k, slice, payload);
+        sums = sid_work_of(k, slice, sums);
+        sid_move(draw, k, slice);
+    }
     struct shared {
         sid_part_sum part[SID_WARPS];
         double squares[SID_WARPS];
@@ -433,9 +439,12 @@ template <sid_rounding ROUNDING> struct measure : coder<INTEGERS, ROUNDING, true
 
 /* Between the passes: the scale. */
 __global__ void __launch_bounds__(SID_SUMS)
-    sid_quant_scale_kernel(sid_scratch *scratch, quant_form f, const double *sums, uint64_t n, double clip) {
+    sid_quant_scale_kernel(sid_scratch *scratch, quant_form f, const double *sums, uint64_t n, double clip,
+                           sid_several k) {
     sid_follow();
     __shared__ double part[SID_SUMS];
+    scratch = sid_work_of(k, blockIdx.x, scratch);
+    sums = sid_work_of(k, blockIdx.x, sums);
     if (!scratch->ready) return;
     const double squares = sid_total(sums, sid_tiles(n), part);
     __syncthreads();
@@ -449,6 +458,7 @@ enum {
 };
 __global__ void __launch_bounds__(SEAL_BLOCK) sid_quant_seal_kernel(sid_ending e, quant_form f) {
     sid_follow();
+    e.move();
     if (!e.scratch->ready) return;
     const uint64_t n = e.head.n, codes = quant_codes_at(n, f.block);
     const uint64_t scales = SID_HEADER_BYTES + 4 * quant_blocks(n, f.block);
@@ -626,6 +636,12 @@ uint64_t work(const sid_plan *p) {
     return c.at > sid_findings_work() ? c.at : sid_findings_work();
 }
 
+uint64_t several(const sid_plan *p) {
+    sid_carver c = {nullptr, 0};
+    carve(p, &c, quant_form_of(p));
+    return c.at;
+}
+
 uint32_t shift_of(uint32_t block) {
     uint32_t shift = 0;
     while (block >> shift > 1) shift++;
@@ -655,8 +671,8 @@ sid_status pass(const sid_cuda_encoding &c, const quant_form &f, const sid_endin
         const auto k = coder_of<coder<CODES, ROUNDING, true>>(c, f, e, sums);
         sid_status s = sid_pass_tiles(c, measure<ROUNDING>{k});
         if (s || c.settles) return s;
-        s = sid_launch(c.to, "scale", sid_quant_scale_kernel, 1, SID_SUMS, 0, c.scratch, f, (const double *)sums,
-                       c.plan->n, quant_derived_of(c.plan).clip);
+        s = sid_launch(c.to, "scale", sid_quant_scale_kernel, sid_blocks_to_end(c), SID_SUMS, 0, c.scratch, f,
+                       (const double *)sums, c.plan->n, quant_derived_of(c.plan).clip, c.several);
         return s ? s : sid_pass_again(c, k);
     }
     return SID_E_UNSUPPORTED; /* no plan has it */
@@ -676,7 +692,8 @@ template <content CODES> sid_status encode(sid_cuda_encoding &c) {
         if (!s && f.rounding == SID_ROUND_DRAW16) s = pass<CODES, SID_ROUND_DRAW16>(c, f, e, sums);
     if constexpr (CODES == INTEGERS)
         if (!s && f.rounding == SID_ROUND_DRAW32) s = pass<INTEGERS, SID_ROUND_DRAW32>(c, f, e, sums);
-    if (!s && !c.settles) s = sid_launch(c.to, "seal", sid_quant_seal_kernel, 1, SEAL_BLOCK, 0, e, f);
+    if (!s && !c.settles)
+        s = sid_launch(c.to, "seal", sid_quant_seal_kernel, sid_blocks_to_end(c), SEAL_BLOCK, 0, e, f);
     return s;
 }
 
@@ -693,7 +710,7 @@ template <content CODES> sid_status decode(sid_cuda_decoding &c) {
 extern "C" {
 #define QUANT(symbol, codes)                                                                                           \
     extern const sid_cuda_codec sid_cuda_codec_##symbol;                                                               \
-    const sid_cuda_codec sid_cuda_codec_##symbol = {work, encode<codes>, decode<codes>};
+    const sid_cuda_codec sid_cuda_codec_##symbol = {work, encode<codes>, decode<codes>, nullptr, several};
 QUANT(int8, INTEGERS)
 QUANT(int4, INTEGERS)
 QUANT(int2, FOUR)

@@ -45,8 +45,13 @@ struct coder {
     uint64_t stride;
 
     enum {
-        LATE = 0
+        LATE = 0,
+        SEVERAL = 1
     };
+    __device__ void move(const sid_several &k, uint32_t slice) {
+        payload = sid_payload_of(k, slice, payload);
+        sums = sid_work_of(k, slice, sums);
+    }
     struct shared {
         sid_part_sum part[SID_WARPS];
     };
@@ -95,6 +100,10 @@ template <bool MEANS> struct signs : coder {
 /* ssdm: bits are drawn where the norm is known. */
 struct drawing : coder {
     sid_draw draw;
+    __device__ void move(const sid_several &k, uint32_t slice) {
+        coder::move(k, slice);
+        sid_move(draw, k, slice);
+    }
 
     __device__ uint32_t drawn(const sid_draw &d, const sid_quads &x, float norm, uint64_t offset) const {
         const bool small = norm < 0x1p-96f; /* the quotient would overflow */
@@ -142,9 +151,12 @@ struct draw_signs : drawing { /* the second */
 };
 
 /* Between the passes: the norm. */
-__global__ void __launch_bounds__(SID_SUMS) sid_sign_norm_kernel(sid_scratch *scratch, const double *sums, uint64_t n) {
+__global__ void __launch_bounds__(SID_SUMS)
+    sid_sign_norm_kernel(sid_scratch *scratch, const double *sums, uint64_t n, sid_several k) {
     sid_follow();
     __shared__ double part[SID_SUMS];
+    scratch = sid_work_of(k, blockIdx.x, scratch);
+    sums = sid_work_of(k, blockIdx.x, sums);
     const float max = 3.402823466e38f;
     if (!scratch->ready) return;
     const double norm = sqrt(sid_total(sums, sid_tiles(n), part));
@@ -167,6 +179,7 @@ struct forms {
 __global__ void __launch_bounds__(SID_SUMS) sid_sign_seal_kernel(sid_ending e, coder k, forms f) {
     sid_follow();
     __shared__ double part[SID_SUMS];
+    k.sums = sid_work_of(e.several, e.move(), k.sums);
     if (!e.scratch->ready) return;
     const uint64_t n = e.head.n, tiles = sid_tiles(n), used = SID_HEADER_BYTES + 4 * ((n + 31) / 32);
     float high = f.fixed, low;
@@ -339,6 +352,12 @@ template <value OF> uint64_t work(const sid_plan *p) {
     return c.at > sid_findings_work() ? c.at : sid_findings_work();
 }
 
+template <value OF> uint64_t several(const sid_plan *p) {
+    sid_carver c = {nullptr, 0};
+    carve(p, &c, OF);
+    return c.at;
+}
+
 template <value OF, bool DRAWS> sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     const forms f = forms_of(p, OF, DRAWS);
@@ -352,11 +371,13 @@ template <value OF, bool DRAWS> sid_status encode(sid_cuda_encoding &c) {
     else if constexpr (OF == DRAWN) {
         s = sid_pass_tiles(c, measure{{k, e.draw}});
         if (s || c.settles) return s;
-        s = sid_launch(c.to, "norm", sid_sign_norm_kernel, 1, SID_SUMS, 0, c.scratch, (const double *)k.sums, p->n);
+        s = sid_launch(c.to, "norm", sid_sign_norm_kernel, sid_blocks_to_end(c), SID_SUMS, 0, c.scratch,
+                       (const double *)k.sums, p->n, c.several);
         if (!s) s = sid_pass_again(c, draw_signs{{k, e.draw}});
     } else
         s = sid_pass_tiles(c, signs<true>{k});
-    if (!s && !c.settles) s = sid_launch(c.to, "seal", sid_sign_seal_kernel, 1, SID_SUMS, 0, e, k, f);
+    if (!s && !c.settles)
+        s = sid_launch(c.to, "seal", sid_sign_seal_kernel, sid_blocks_to_end(c), SID_SUMS, 0, e, k, f);
     return s;
 }
 
@@ -369,7 +390,8 @@ template <value OF, bool DRAWS> sid_status decode(sid_cuda_decoding &c) {
 extern "C" {
 #define SIGNS(symbol, of, draws)                                                                                       \
     extern const sid_cuda_codec sid_cuda_codec_##symbol;                                                               \
-    const sid_cuda_codec sid_cuda_codec_##symbol = {work<of>, encode<of, draws>, decode<of, draws>};
+    const sid_cuda_codec sid_cuda_codec_##symbol = {work<of>, encode<of, draws>, decode<of, draws>, nullptr,           \
+                                                    several<of>};
 SIGNS(signsgd, FIXED, false)
 SIGNS(signum, FIXED, false)
 SIGNS(marsit, FIXED, true)

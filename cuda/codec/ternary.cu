@@ -30,7 +30,8 @@ __device__ inline float inverse_of(float scale) { return scale > 0 ? 1.0f / scal
 
 struct coder {
     enum {
-        LATE = 1
+        LATE = 1,
+        SEVERAL = 0
     };
     struct shared {};
     struct own {

@@ -31,9 +31,16 @@ static __global__ void __launch_bounds__(BEGIN_BLOCK)
     sid_begin_kernel(sid_group g, uint64_t *start, sid_scratch *scratch, uint64_t clear, sid_beginning b) {
     sid_follow();
     __shared__ unsigned long long part[SID_LANES + 1];
-    if (blockIdx.x) {
-        const uint64_t first = (uint64_t)(blockIdx.x - 1) * BEGIN_BLOCK + threadIdx.x;
-        const uint64_t step = (uint64_t)(gridDim.x - 1) * BEGIN_BLOCK;
+    const sid_portion share = sid_portion_of(b.several);
+    if (share.slice) {
+        scratch = sid_work_of(b.several, share.slice, scratch);
+        if (b.factor) b.factor = sid_state_of(b.several, share.slice, b.factor);
+        if (b.mend.state) b.mend.state = sid_state_of(b.several, share.slice, b.mend.state);
+    }
+    if (b.several.count) b.zero = sid_payload_of(b.several, share.slice, b.zero);
+    if (share.block) {
+        const uint64_t first = (uint64_t)(share.block - 1) * BEGIN_BLOCK + threadIdx.x;
+        const uint64_t step = (uint64_t)(share.blocks - 1) * BEGIN_BLOCK;
         zero_bytes((char *)scratch + sizeof *scratch, clear - sizeof *scratch, first, step);
         zero_bytes(b.zero, b.zero_bytes, first, step);
         return;
@@ -55,11 +62,11 @@ static __global__ void __launch_bounds__(BEGIN_BLOCK)
             }
         }
         const unsigned long long upto = sid_block_scan(len, part, &total);
-        if (i < g.n_seg) start[i] = carry + upto - len;
+        if (i < g.n_seg && !share.slice) start[i] = carry + upto - len; /* those of the table, for all slices */
         carry += total;
         __syncthreads();
     }
-    if (threadIdx.x == 0) start[g.n_seg] = carry;
+    if (threadIdx.x == 0 && !share.slice) start[g.n_seg] = carry;
     bad = __syncthreads_or(bad);
     if (threadIdx.x >= SID_LANES) return;
     const bool ready = !bad && carry == g.before + g.n + g.after && (!b.gate || *b.gate == SID_OK);
@@ -78,7 +85,8 @@ static __global__ void __launch_bounds__(BEGIN_BLOCK)
 sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear, const sid_beginning &b) {
     const uint64_t most = clear > b.zero_bytes ? clear : b.zero_bytes;
     const uint64_t pieces = (most / 16 + BEGIN_BLOCK - 1) / BEGIN_BLOCK;
-    return sid_launch(to, "begin", sid_begin_kernel, 1 + sid_blocks(to, pieces, 2), BEGIN_BLOCK, 0, g,
+    const uint64_t slices = b.several.count ? b.several.count : 1;
+    return sid_launch(to, "begin", sid_begin_kernel, slices * (1 + sid_blocks(to, pieces, 2)), BEGIN_BLOCK, 0, g,
                       (uint64_t *)g.start, s, clear, b);
 }
 
@@ -129,8 +137,9 @@ static __global__ void __launch_bounds__(SID_SUMS)
 sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t zero_bytes) {
     const sid_plan *p = c.plan;
     const bool norm = wants_norm(p) && !c.settles, factor = p->memory->begin && !norm;
-    sid_beginning b = {c.payload, zero_bytes, factor ? &c.state->factor : nullptr, c.settles ? 0.0f : 1.0f, c.gate,
-                       nullptr,   {}};
+    sid_beginning b = {
+        c.payload, zero_bytes, factor ? &c.state->factor : nullptr, c.settles ? 0.0f : 1.0f, c.gate, nullptr,
+        {},        c.several};
     b.mend.state = c.state;
     p->codec->none(&b.mend.none);
     b.mend.ruling = p->ruling;
@@ -199,6 +208,21 @@ static uint64_t carve(const sid_plan *p, const sid_cuda_codec *codec, void *base
     *s = c.take<sid_scratch>(1);
     *rest = c;
     return c.at + codec->work(p);
+}
+
+/* Of several encodes: scratch, and the codec's own. */
+static uint64_t work_of_one(const sid_plan *p, const sid_cuda_codec *codec) {
+    return sizeof(sid_scratch) + sid_round_up(codec->several(p), 64);
+}
+uint64_t sid_several_work(const sid_plan *p, uint32_t count) {
+    const sid_cuda_codec *codec = sid_cuda_codec_of(p->codec);
+    uint64_t *start;
+    sid_scratch *scratch;
+    double *norms;
+    sid_carver rest;
+    if (!codec || !codec->several || wants_norm(p)) return 0;
+    carve(p, codec, nullptr, &start, &norms, &scratch, &rest);
+    return rest.at - sizeof *scratch + count * work_of_one(p, codec);
 }
 
 static sid_status kernels_of(const sid_plan *p, const sid_cuda_codec **codec, sid_error *err) {
@@ -295,10 +319,13 @@ sid_status sid_cuda_work(const sid_plan *p, uint64_t *bytes, sid_error *err) {
 
 /* The header and the codec's own part of a state, where it is to become the one after another: the rest is the pass's. */
 static __global__ void __launch_bounds__(SID_BLOCK)
-    sid_origin_kernel(const uint4 *from, uint4 *to, uint64_t header, uint64_t extra, uint64_t end) {
+    sid_origin_kernel(const uint4 *from, uint4 *to, uint64_t header, uint64_t extra, uint64_t end, sid_several k) {
     sid_follow();
-    for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < header + (end - extra);
-         i += (uint64_t)gridDim.x * SID_BLOCK) {
+    const sid_portion share = sid_portion_of(k);
+    from = sid_state_of(k, share.slice, from);
+    to = sid_state_of(k, share.slice, to);
+    for (uint64_t i = (uint64_t)share.block * SID_BLOCK + threadIdx.x; i < header + (end - extra);
+         i += (uint64_t)share.blocks * SID_BLOCK) {
         const uint64_t k = i < header ? i : extra + (i - header);
         to[k] = from[k];
     }
@@ -307,9 +334,9 @@ static sid_status start_from(const sid_cuda_encoding &c) {
     const uint64_t header = SID_STATE_BYTES / sizeof(uint4), own = sid_plan_extra(c.plan) / sizeof(uint4);
     const uint64_t end = c.plan->sizes.state / sizeof(uint4);
     return sid_launch(c.to, "origin", sid_origin_kernel,
-                      sid_blocks(c.to, (header + own + SID_BLOCK - 1) / SID_BLOCK, NORM_BLOCKS), SID_BLOCK, 0,
-                      (const uint4 *)(const void *)sid_origin(c.state, &c.step), (uint4 *)(void *)c.state, header,
-                      end - own, end);
+                      sid_blocks(c.to, c.several, (header + own + SID_BLOCK - 1) / SID_BLOCK, NORM_BLOCKS), SID_BLOCK,
+                      0, (const uint4 *)(const void *)sid_origin(c.state, &c.step), (uint4 *)(void *)c.state, header,
+                      end - own, end, c.several);
 }
 
 sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work) {
@@ -320,6 +347,7 @@ sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work) {
     if (s) return s;
     carve(p, codec, work, &start, &c.norms, &c.scratch, &c.work);
     c.group = {t.segs, start, p->n, t.n_seg, t.dtype, t.before, t.after};
+    if (c.several.count) c.several.work = work_of_one(p, codec);
     if (c.settles) c.group.n_seg = 1;                                   /* of zeros */
     if (c.reduction) return c.step.world > 1 ? codec->next(c) : SID_OK; /* the encode has done them all */
     if (c.step.origin) s = start_from(c);

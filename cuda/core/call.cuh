@@ -34,6 +34,44 @@ struct sid_carver {
 
 /* ---- one call ------------------------------------------------------------------------------------------------ */
 
+/* Encodes of several slices of a group in the launches of one: slices that follow one another and have the same plan, each
+ * with a state, a payload and work of its own. Every kernel gives each slice the same share of its blocks. What a call has
+ * is the first slice's; the next one's lies so many bytes further. */
+struct sid_several {
+    uint32_t count;                /* of slices; 0: a call as any, of all blocks */
+    uint32_t group;                /* what a slice adds to the group of the one before */
+    uint64_t state, payload, work; /* work: set by sid_enqueue */
+    uint32_t mine;                 /* this slice's payload */
+    int64_t elsewhere;             /* lies so many bytes from its place in their row */
+};
+/* Which slice a block is for, and which of its blocks it is. */
+struct sid_portion {
+    uint32_t slice, block, blocks;
+};
+__device__ inline sid_portion sid_portion_of(const sid_several &k) {
+    if (!k.count) return {0, blockIdx.x, gridDim.x};
+    const uint32_t blocks = gridDim.x / k.count;
+    return {blockIdx.x / blocks, blockIdx.x % blocks, blocks};
+}
+template <typename T> __device__ inline T *sid_moved(T *first, int64_t bytes) {
+    return (T *)(void *)((char *)(void *)first + bytes);
+}
+template <typename T> __device__ inline T *sid_work_of(const sid_several &k, uint32_t slice, T *first) {
+    return sid_moved(first, (int64_t)(slice * k.work));
+}
+template <typename T> __device__ inline T *sid_state_of(const sid_several &k, uint32_t slice, T *first) {
+    return sid_moved(first, (int64_t)(slice * k.state));
+}
+template <typename T> __device__ inline T *sid_payload_of(const sid_several &k, uint32_t slice, T *first) {
+    return sid_moved(first, (int64_t)(slice * k.payload) + (slice == k.mine ? k.elsewhere : 0));
+}
+/* Blocks for `pieces` of work of each slice. */
+inline uint64_t sid_blocks(const sid_stream &to, const sid_several &k, uint64_t pieces, uint32_t per_processor) {
+    if (!k.count) return sid_blocks(to, pieces, per_processor);
+    const uint64_t share = (uint64_t)to.processors * per_processor / k.count, most = share ? share : 1;
+    return k.count * (pieces < 1 ? 1 : pieces < most ? pieces : most);
+}
+
 /* `clear` bytes from scratch on are zeroed at the start of a call: a codec takes what it wants zeroed first. */
 struct sid_cuda_encoding {
     const sid_plan *plan;
@@ -48,6 +86,7 @@ struct sid_cuda_encoding {
     double *norms;       /* of the tiles' gradients, squared; where the memory wants to know */
     sid_carver work;     /* what is left for the codec */
     const int32_t *gate; /* or NULL: on the device; where it is not SID_OK, nothing happens */
+    sid_several several; /* of a codec that has `several`, without stats */
     sid_stream to;
 };
 
@@ -86,12 +125,13 @@ struct sid_cuda_decoding {
 
 /* All functions run on the host and only launch. `encode` and `decode` begin with sid_begin. `next`, of a plan of
  * several reductions, writes the slice of a later one, scratch and work being as the slice before left them; where world is
- * 1, encode calls it itself. */
+ * 1, encode calls it itself. A codec with `several` has an encode that heeds sid_several; all others get one slice a call. */
 struct sid_cuda_codec {
     uint64_t (*work)(const sid_plan *p); /* bytes beyond the head of work */
     sid_status (*encode)(sid_cuda_encoding &c);
     sid_status (*decode)(sid_cuda_decoding &c);
     sid_status (*next)(sid_cuda_encoding &c) = nullptr;
+    uint64_t (*several)(const sid_plan *p) = nullptr; /* bytes beyond scratch that one of several encodes needs */
 };
 
 const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NULL: no kernels */
@@ -113,6 +153,7 @@ struct sid_beginning {
     const int32_t *gate;
     const uint32_t *nonfinite;
     sid_mending mend;
+    sid_several several;
 };
 sid_status sid_begin(const sid_stream &to, const sid_group &g, sid_scratch *s, uint64_t clear,
                      const sid_beginning &b = {});
@@ -120,7 +161,7 @@ sid_status sid_begin_encode(const sid_cuda_encoding &c, uint64_t clear, uint64_t
 inline sid_status sid_begin_decode(const sid_cuda_decoding &c, uint64_t clear) {
     const bool told = c.part == SID_WRITE;
     return sid_begin(c.to, c.group, c.scratch, clear,
-                     {nullptr, 0, nullptr, 0, c.gate, told ? c.nonfinite : nullptr, {}});
+                     {nullptr, 0, nullptr, 0, c.gate, told ? c.nonfinite : nullptr, {}, {}});
 }
 
 /* A call of the library's own, arguments as they should be: of p->n elements of a table, `work` as sid_cuda_work says. What
@@ -132,6 +173,8 @@ struct sid_table {
     uint64_t before, after; /* so many other elements */
 };
 sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work);
+/* Work for `count` encodes in one call, in c.several; 0: the codec has no such call, or the memory wants a norm first. */
+uint64_t sid_several_work(const sid_plan *p, uint32_t count);
 sid_status sid_enqueue(sid_cuda_decoding &c, const sid_table &t, void *work);
 
 /* The group of a call whose work has been through sid_begin: the segments' starts are the first thing there. */

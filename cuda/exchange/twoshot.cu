@@ -1,11 +1,11 @@
 /* Two-shot between the messages (csrc/exchange/twoshot.c defines the result). A rank's step of n elements, W ranks and
  * payloads of P(m) bytes for m elements is the codec's own passes:
- *     shot 1   W encodes of n / W elements, windows of the group's table, each with its own state, one after the other
+ *     shot 1   W encodes of n / W elements, windows of the group's table, each with its own state: in the launches of one
+ *              where the codec has that (sid_several), else one after the other; the short slice by itself
  *     sum      a decode of W payloads of n / W elements into float32 in work
  *     shot 2   an encode of that
  *     end      W P(n / W) read to check the means, before any rank writes; then W decodes of n / W elements
- * so that bytes per element are those of an encode and a decode of n, and of n / W once more. Launches are 3 W and 2 W of
- * them, and a dozen.
+ * so that bytes per element are those of an encode and a decode of n, and of n / W once more.
  *
  * What fails on this rank closes the gate (exchange.cuh) of the second encode, whose payload is then none, and the others
  * fail with it. One slice that is not finite makes all so: that is known when the means have been checked, and the decodes
@@ -20,6 +20,12 @@ const sid_plan *plan_of(const sid_exchange *x, const sid_plan *plan, uint32_t s)
 float *mean_of(const sid_cuda_exchange_step &t) { return (float *)(void *)t.work; }
 uint8_t *codec_work(const sid_cuda_exchange_step &t) { return t.work + sid_round_up(4 * t.x->slice, 64); }
 
+uint32_t whole_slices(const sid_exchange *x) {
+    uint32_t s = 0;
+    while (s < x->world && x->slice && sid_slice_kind(x, s) == 0) s++;
+    return s;
+}
+
 sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
     uint64_t most = 0;
     for (const sid_plan *plan : {x->plan, x->server})
@@ -29,6 +35,8 @@ sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) {
             if (s) return s;
             if (own > most) most = own;
         }
+    const uint64_t several = sid_several_work(x->plan, whole_slices(x));
+    if (several > most) most = several;
     *bytes = sid_round_up(4 * x->slice, 64) + most;
     return SID_OK;
 }
@@ -89,7 +97,14 @@ sid_status first_shot(const sid_cuda_exchange_step &t) {
     uint8_t *const own = t.wire + at.theirs + x->rank * apart;
     sid_status status = sid_launch(t.to, "begin", sid_shots_begin_kernel, 1, SID_LANES, 0, t.head, mean_of(t),
                                    sid_slice_len(x, x->rank));
-    for (uint32_t s = 0; s < slices && !status; s++) {
+    const uint32_t whole = whole_slices(x), together = whole > 1 && sid_several_work(x->plan, whole) ? whole : 0;
+    if (!status && together) {
+        sid_cuda_encoding c =
+            sid_encoding_of(t, x->plan, sid_slice_step(&t.step, 0, x->rank, x->world), t.state, t.wire);
+        c.several = {together, 1u << SID_SUBGROUPS, at.apart, apart, 0, x->rank, (int64_t)at.theirs};
+        status = sid_enqueue(c, sid_slice_table(t, 0), codec_work(t));
+    }
+    for (uint32_t s = together; s < slices && !status; s++) {
         sid_cuda_encoding c = sid_encoding_of(t, plan_of(x, x->plan, s), sid_slice_step(&t.step, s, x->rank, x->world),
                                               t.state + s * at.apart, s == x->rank ? own : t.wire + s * apart);
         status = sid_enqueue(c, sid_slice_table(t, s), codec_work(t));

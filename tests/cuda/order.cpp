@@ -446,11 +446,14 @@ void new_shared_memory() {
 
 void atomic(const void *at, uint64_t bytes) { access(at, bytes, ATOMIC, __builtin_return_address(0)); }
 
+uint64_t launched_so_far;
+
 cudaError_t launch(const cudaLaunchConfig_t &c, kernel_call *call) {
     const std::lock_guard<std::recursive_mutex> lock(one_at_a_time);
     std::shared_ptr<kernel_call> kept(call);
     const place from = next_place;
     next_place = {};
+    launched_so_far++;
     check_shape(c, from);
     std::vector<cudaLaunchAttribute> attributes(c.attrs, c.attrs + c.numAttrs);
     add(stream_of(c.stream), from, [given = c, kept, attributes]() mutable {
@@ -600,6 +603,7 @@ SIZED(8)
 SIZED(16)
 void __tsan_init() { watched = true; } /* before main, if anything is compiled so */
 int emulated_watched() { return watched; }
+uint64_t emulated_launches() { return emulate::launched_so_far; }
 void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void **, void *) {}

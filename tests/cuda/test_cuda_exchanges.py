@@ -5,6 +5,7 @@ Ranks are blocks of one device, and their messages are copied; on the emulation 
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import Any
 
@@ -31,6 +32,7 @@ from test_cuda import (
 KINDS = [e["name"] for e in _core.exchanges() if e["cuda"]]
 RINGS = ["ring1", "torus1"]
 SIGNS = [c["name"] for c in _core.codecs() if "signs" in c["traits"]]
+ALL_SIGNS = [c["name"] for c in _core.codecs() if c["family"] == "sign"]
 ROWS = {4: 2, 6: 3, 8: 4}
 
 
@@ -222,6 +224,31 @@ SHOTS = [
     ("twoshot", i % 8 + 1, SLICES[i % 5], codec, list(ref.STORAGE)[i % 3], memory, settings)
     for i, (codec, memory, settings) in enumerate(SLICED)
 ] + [("twoshot", 2, 0, "topk", "float32", "residual", DENSE)]
+WHOLE = [  # slices that are all whole, or all but the last: encodes in the launches of one
+    ("twoshot", world, n, codec, list(ref.STORAGE)[i % 3], memory, settings)
+    for i, (codec, world, n, memory, settings) in enumerate(
+        [
+            ("int8", 4, 4 * 1344, "residual", {}),
+            ("int4", 5, 9001, "momentum", {}),
+            ("int2", 3, 3 * 2048, "residual", {}),
+            ("ternary", 6, 7001, "residual", {}),
+            ("fp8", 4, 4 * 640, "none", {}),
+            ("qsgd", 3, 8000, "none", {}),
+            ("terngrad", 4, 4096, "none", {}),
+            ("mxfp4", 5, 5 * 704, "residual", {}),
+            ("nvfp4", 3, 7000, "residual", {}),
+            ("signsgd", 4, 5120, "residual", {}),
+            ("signum", 3, 6000, "momentum", {}),
+            ("marsit", 4, 5120, "residual", {}),
+            ("efsignsgd", 5, 6400, "residual", {}),
+            ("onebit", 4, 4 * 1280, "residual", {}),
+            ("ssdm", 4, 5000, "residual", {}),
+            ("int8", 3, 6144, "dgc", {}),
+            ("signsgd", 4, 5120, "dgc", {"clip_norm": 2.0}),
+        ]
+    )
+    if fits(codec, memory)
+]
 NODES = [  # codec, memory, ranks a node, the exchange between nodes
     ("topk", "residual", 2, "twoshot"),
     ("none", "none", 1, "auto"),
@@ -317,7 +344,7 @@ def test_the_cpus_bits(kind: str, world: int, n: int, codec: str, dtype: str) ->
 
 @pytest.mark.parametrize(
     "kind, world, n, codec, dtype, memory, settings",
-    SHOTS + NODED + GATHERED + FRAMED + SUMMED + COUNTED + CASCADED,
+    SHOTS + WHOLE + NODED + GATHERED + FRAMED + SUMMED + COUNTED + CASCADED,
 )
 def test_the_cpus_bits_in_slices(
     kind: str, world: int, n: int, codec: str, dtype: str, memory: str, settings: dict[str, Any]
@@ -360,6 +387,34 @@ def same_steps(hosts: list[Host], devices: list[Device], dtype: str) -> None:
         first = devices[0].vector.read()
         for d in devices[1:]:
             assert (bits(d.vector.read()) == bits(first)).all()
+
+
+def launches_of_first_shot(codec: str, world: int, n: int, **settings: Any) -> int:
+    memory = "residual" if own_memory(codec) == "compensation" else None
+    device: Device = pair("twoshot", codec, world, n, "float32", memory, **settings)[1][0]
+    counter = ctypes.CDLL(_core.__file__).emulated_launches
+    before = counter()
+    device.advance(0, 0)
+    assert device.reported() == (0, 0, 0)
+    return int(counter() - before)
+
+
+@pytest.mark.skipif(not EMULATED, reason="the emulation counts launches")
+@pytest.mark.parametrize(
+    "codec", ["int8", "int4", "int2", "ternary", "fp8", "qsgd", "mxfp4", "nvfp4", *ALL_SIGNS]
+)
+def test_slices_in_the_launches_of_one(codec: str) -> None:
+    """Two-shot's first encodes, for any number of ranks; a short slice is an encode of its own."""
+    few, many = (launches_of_first_shot(codec, world, 64 * 12) for world in (2, 6))
+    assert few == many <= 2 + 5
+    short = launches_of_first_shot(codec, 6, 64 * 12 - 30)
+    assert short == 2 + 2 * (many - 2)
+
+
+@pytest.mark.skipif(not EMULATED, reason="the emulation counts launches")
+def test_sparse_slices_go_one_by_one() -> None:
+    few, many = (launches_of_first_shot("topk", world, 64 * 12, **DENSE) for world in (2, 6))
+    assert many - 2 == 3 * (few - 2)
 
 
 LARGE = [  # exchange, codec, ranks, what is between nodes
@@ -572,6 +627,7 @@ def with_a_wrong_table(kind: str, codec: str) -> list[Device]:
     [
         ("ring1", "marsit"),
         ("twoshot", "topk"),
+        ("twoshot", "int8"),
         ("allgather", "int8"),
         ("allreduce", "fp16"),
         ("allreduce", "terngrad-shared"),
@@ -669,6 +725,7 @@ def test_a_step_in_place_thrown_away(kind: str, codec: str, memory: str) -> None
         ("torus1", "signum", "momentum"),
         ("twoshot", "topk", "residual"),
         ("twoshot", "dgc", "dgc"),
+        ("twoshot", "int8", "residual"),
         ("hierarchical", "sidco-e", "residual"),
         ("hierarchical", "marsit", "residual"),
         ("allgather", "int8", "residual"),
