@@ -2,7 +2,7 @@
 the optimizers have done."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.integrations.ddp import roles
+from sidcomp.integrations.local_shards import is_sharded
 from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
@@ -30,8 +31,11 @@ def check(every: Any, state: State, what: str, planned: bool = False) -> None:
         )
 
 
-def trained(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
-    """Returns the parameters that the optimizer trains, by name. Raises SetupError or UnsupportedError."""
+def trained(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, shards: bool = False
+) -> dict[str, torch.nn.Parameter]:
+    """Returns the parameters that the optimizer trains, by name. shards: they may be sharded. Raises
+    SetupError or UnsupportedError."""
     named = {name: p for name, p in named_parameters(module) if p.requires_grad}
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in named.items() if id(p) not in own]:
@@ -40,7 +44,7 @@ def trained(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
         raise SetupError("the module has no parameters that require gradients")
     if complex_ := [name for name, p in named.items() if p.is_complex()]:
         raise SetupError(f"parameter {complex_[0]!r} is complex, which no codec takes")
-    if sharded := [name for name, p in named.items() if hasattr(p, "to_local")]:
+    if not shards and (sharded := [name for name, p in named.items() if is_sharded(p)]):
         raise UnsupportedError(
             f"parameter {sharded[0]!r} is sharded, and this averages what whole models did: for HSDP use "
             "sidcomp.fsdp.compress, which compresses the gradients between its replicas"
@@ -48,12 +52,19 @@ def trained(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return named
 
 
-def compare(named: dict[str, torch.nn.Parameter], group: dist.ProcessGroup, what: str) -> None:
-    """Raises SetupError on every rank if the ranks' parameters differ in name, shape or dtype. what: the
-    class, for messages."""
+def compare(named: Mapping[str, torch.Tensor], group: dist.ProcessGroup, what: str, part: str = "") -> None:
+    """Raises SetupError on every rank if the ranks' parameters differ in name, shape or dtype, or are other
+    shards. what: the class, for messages; part: which shard, "" for the whole module."""
     mine = [(name, tuple(p.shape), str(p.dtype)[6:]) for name, p in named.items()]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (part, mine), group=group)
+    for rank, (theirs, _) in enumerate(told):
+        if theirs != told[0][0]:
+            raise SetupError(
+                f"{what}: rank {rank} of the process group holds {theirs or 'the whole module'} and rank 0 "
+                f"{told[0][0] or 'the whole module'}: give a process_group of ranks that hold the same shard"
+            )
+    everyone = [theirs for _, theirs in told]
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
             continue
@@ -81,6 +92,9 @@ class Stray:
         owner = self._owner()
         if owner is None or self.expected or owner.state._closed is not None:
             return
+        # Before torch.distributed.checkpoint loads an optimizer's state, it makes one by a step of rate 0.
+        if all("lr" in group and not float(group["lr"]) for group in owner.optimizer.param_groups):
+            return
         raise SetupError(
             f"the optimizer has stepped without {self._what}: call {self._what}'s step() in place of "
             "optimizer.step(), or close its State first"
@@ -104,11 +118,15 @@ class Part:
     """Parameters of one dtype and device, and vectors over them. update: what is exchanged, and then the
     mean; update_views: its parts, with the parameters' shapes."""
 
-    def __init__(self, names: list[str], named: dict[str, torch.nn.Parameter]) -> None:
+    def __init__(self, names: list[str], named: Mapping[str, torch.Tensor]) -> None:
         self.names = names
-        self.parameters: list[torch.Tensor] = [named[name] for name in names]
+        self.take(named)
         self.update = self.vector()
         self.update_views = self.views(self.update)
+
+    def take(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Uses these tensors as its parameters from now on."""
+        self.parameters = [named[name] for name in self.names]
 
     def vector(self) -> torch.Tensor:
         """A vector of zeros."""
@@ -145,19 +163,21 @@ def open_engine(state: State) -> Engine:
 def serve(
     state: State,
     module: torch.nn.Module,
-    named: dict[str, torch.nn.Parameter],
+    named: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
     device: torch.device,
     what: str,
+    part: str = "",
 ) -> Model:
     """Makes the State serve the module. group: the ranks, which are connected here; None: the caller connects
-    them. what: the class, for messages.
+    them. what: the class, for messages; part: which shard these ranks hold.
 
     Plans compare with the same class without a codec."""
     model = Model(
         group,  # type: ignore[arg-type]  # nobody reads it then
         {name: tuple(p.shape) for name, p in named.items()},
         {id(p): name for name, p in named_parameters(module)},
+        part,
         plain=f"uncompressed {what}",
         updates=True,
     )
@@ -188,7 +208,7 @@ class Door:
         return module.register_forward_pre_hook(function)
 
 
-def buckets(named: dict[str, torch.nn.Parameter]) -> list[list[str]]:
+def buckets(named: dict[str, Any]) -> list[list[str]]:
     """Names of parameters of one dtype and device, up to about 25 MB each, the last parameters first."""
     out: list[list[str]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
@@ -202,7 +222,7 @@ def buckets(named: dict[str, torch.nn.Parameter]) -> list[list[str]]:
     return out
 
 
-def cut(named: dict[str, torch.nn.Parameter], parts: int) -> list[dict[str, torch.nn.Parameter]]:
+def cut(named: dict[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
     """Cuts the parameters into so many runs of about equal size, the last parameters first: the largest run
     is as small as can be. There must be at least as many parameters."""
     if parts == 1:
@@ -226,11 +246,11 @@ def cut(named: dict[str, torch.nn.Parameter], parts: int) -> list[dict[str, torc
     return [{name: named[name] for name in reversed(run)} for run in runs]
 
 
-def _size(names: list[str], named: dict[str, torch.nn.Parameter]) -> int:
+def _size(names: list[str], named: dict[str, torch.Tensor]) -> int:
     return sum(named[name].numel() for name in names)
 
 
-def _runs(names: list[str], named: dict[str, torch.nn.Parameter], most: int) -> list[list[str]]:
+def _runs(names: list[str], named: dict[str, torch.Tensor], most: int) -> list[list[str]]:
     """The fewest runs of at most so many elements."""
     runs: list[list[str]] = []
     for name in names:

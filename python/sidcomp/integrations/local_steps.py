@@ -1,6 +1,6 @@
 """Local steps: each rank's optimizer steps on its own, and from time to time the ranks average updates."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from sidcomp.integrations.local_parts import (
     take_step,
     trained,
 )
+from sidcomp.integrations.local_shards import Shards, reshard
 from sidcomp.runtime.layout import Layout
 from sidcomp.state import State
 
@@ -41,8 +42,9 @@ class LocalSteps:
     momentum or Adam, where DDP's hook compresses the gradient. With the codec "marsit" it is Algorithm 2 of
     that paper (Wu et al. 2022), with `eta_s` as the global step size. The optimizer's own state stays local.
 
-    module          any module but DDP; rank 0's parameters and buffers are copied to all ranks here, and rank
-                    0's buffers again after every exchange
+    module          any module but DDP, also one that fully_shard has sharded inside a node; rank 0's
+                    parameters and buffers are copied to all ranks here, and rank 0's buffers again after
+                    every exchange
     optimizer       of the module's parameters
     state           for the updates, with a named codec. `follow` has no meaning here: updates already contain
                     the learning rate
@@ -54,7 +56,8 @@ class LocalSteps:
                     is exchanged once in `every` steps, one after the other: part p after s steps, where
                     s % every == p * every // parts. A delay is then at most every // parts, and one part
                     travels at a time. No group of the State may be in several parts
-    process_group   [None] the ranks to average over; None: the State's, else the default group
+    process_group   [None] the ranks to average over; None: the State's, else the default group. With FSDP2
+                    inside a node: the ranks of all nodes that hold the same shard as this one
 
     It takes 8 bytes for each float32 parameter (the common point and the update), with a delay 12, beside the
     State's memory. If an update is not finite on any rank, all ranks return to the common point.
@@ -82,7 +85,10 @@ class LocalSteps:
         check(every, state, type(self).__name__)
         if not isinstance(delay, int) or isinstance(delay, bool) or not 0 <= delay <= every:
             raise ArgumentError(f"delay={delay!r}: give a number of steps from 0 to every={every}")
-        named = trained(module, optimizer)
+        reshard(module)
+        given = process_group or state._engine.process_group
+        self._shards = Shards(trained(module, optimizer, shards=True), given, type(self).__name__)
+        named = self._shards.local()
         _check_parts(parts, every, delay, state, len(named))
         self.module, self.optimizer, self.state, self.every = module, optimizer, state, every
         self.delay = delay
@@ -97,15 +103,16 @@ class LocalSteps:
         self._stray = Stray(self, type(self).__name__)
         self._start(named, process_group)
 
-    def _start(self, named: dict[str, torch.nn.Parameter], process_group: dist.ProcessGroup | None) -> None:
+    def _start(self, named: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
         """Gives all ranks the same parameters, and makes what their exchanges need."""
         state, what = self.state, type(self).__name__
         self._group = group_of(state, process_group)
-        compare(named, self._group, what)
+        compare(named, self._group, what, self._shards.part)
         broadcast([*named.values(), *self.module.buffers()], self._group)
         for part in self._parts:
             part.mark()
-        serve(state, self.module, named, self._group, self._parts[0].update.device, what)
+        device = self._parts[0].update.device
+        serve(state, self.module, named, self._group, device, what, self._shards.part)
         if len(self._at) > 1:
             self._form()  # so that groups over several parts are refused here
 
@@ -153,6 +160,7 @@ class LocalSteps:
 
         Nothing is exchanged, and training continues afterwards as if you had not called it. The common point
         contains neither the steps since the last exchange nor an exchange in flight. Do not train inside."""
+        self._find()
         own = [[p.detach().clone() for p in part.parameters] for part in self._parts]
         with torch.no_grad():
             for part in self._parts:
@@ -160,9 +168,18 @@ class LocalSteps:
         try:
             yield self.module
         finally:
+            self._find()
             with torch.no_grad():
                 for part, kept in zip(self._parts, own, strict=True):
                     torch._foreach_copy_(part.parameters, kept)
+
+    def _find(self) -> None:
+        """Finds the shards of FSDP where they are now. Call it before they are read or changed."""
+        if self._shards.part:
+            reshard(self.module)
+            own = self._shards.local()
+            for part in self._parts:
+                part.take(own)
 
     def _of(self, together: list[int]) -> list[tuple[int, "_Part"]]:
         """What is exchanged then: indices and parts."""
@@ -187,9 +204,13 @@ class LocalSteps:
     def _launch(self, together: list[int]) -> None:
         engine = open_engine(self.state)
         which = self._of(together)
+        self._find()
         for _, part in which:
             part.measure()
             part.leave()
+        if self._shards.part and not self._shards.all_agree(_finite(part for _, part in which)):
+            for _, part in which:  # so that the ranks of all shards discard it, not only those that have it
+                part.update.fill_(float("nan"))
         if engine.layout is None:
             self._form()
         try:
@@ -214,6 +235,7 @@ class LocalSteps:
         except Exception as e:
             self._fail(e)
             raise
+        self._find()
         self._apply(together)
         if 0 in together:
             broadcast(list(self.module.buffers()), self._group)
@@ -221,7 +243,7 @@ class LocalSteps:
     def _apply(self, together: list[int]) -> None:
         """Applies the means that have arrived."""
         which = [part for _, part in self._of(together)]
-        if all(bool(torch.isfinite(part.update).all()) for part in which):
+        if self._shards.all_agree(_finite(which)):
             for part in which:
                 self._outer(part)
                 part.move()
@@ -255,8 +277,10 @@ class LocalSteps:
             for kind in _IN_FLIGHT
             if self._flying
         }
-        cut = {"parts": len(self._at)} if len(self._at) > 1 else {}
+        cut: dict[str, Any] = {"parts": len(self._at)} if len(self._at) > 1 else {}
         numbers = {"steps": self.steps, "every": self.every, "world": self._world}
+        if self._shards.part:
+            cut["part"] = self._shards.part
         return {**numbers, **cut, "points": points, "in flight": flying}
 
     @torch.no_grad()
@@ -266,6 +290,7 @@ class LocalSteps:
         dictionary: the State distributes what had not been sent, an exchange in flight ends, all ranks
         continue from the common point, and what the optimizers did after the last exchange is lost. Raises
         CheckpointError."""
+        self._check_part(saved)
         steps, points = saved.get("steps"), saved.get("points")
         if not isinstance(steps, int) or steps < 0 or not isinstance(points, dict):
             raise CheckpointError('LocalSteps: the dictionary needs "steps", a number, and "points"')
@@ -298,6 +323,7 @@ class LocalSteps:
                 if values and (name not in values or values[name].shape != view.shape):
                     raise CheckpointError(f"LocalSteps: no common point of the shape of parameter {name!r}")
         self._land()
+        self._find()
         self.steps, self._flying = steps, together
         for part in self._parts:
             part.mark()
@@ -315,6 +341,14 @@ class LocalSteps:
                 self._apply(together)
             for part in self._parts:
                 part.restore()
+
+    def _check_part(self, saved: dict[str, Any]) -> None:
+        if (part := saved.get("part", "")) != self._shards.part:
+            raise CheckpointError(
+                f"LocalSteps: this was saved by a rank that had {part or 'the whole module'}, and this one "
+                f"has {self._shards.part or 'the whole module'}: every rank saves and loads its own, and the "
+                "number of shards must stay"
+            )
 
     def _take(self, saved: dict[str, Any]) -> None:
         """Takes what a subclass has saved, which it has checked."""
@@ -339,6 +373,10 @@ def _check_parts(parts: object, every: int, delay: int, state: State, tensors: i
         )
 
 
+def _finite(parts: Iterable["_Part"]) -> bool:
+    return all(bool(torch.isfinite(part.update).all()) for part in parts)
+
+
 def _owners(cuts: list[list[list[str]]]) -> list[int]:
     """For each bucket of each cut the index of the cut."""
     return [i for i, some in enumerate(cuts) for _ in some]
@@ -351,7 +389,7 @@ class _Part(Part):
     """point: the common point. update: what the parameters have moved since. left: where they were when the
     last exchange began, if they continue during it."""
 
-    def __init__(self, names: list[str], named: dict[str, torch.nn.Parameter], delayed: bool) -> None:
+    def __init__(self, names: list[str], named: dict[str, torch.Tensor], delayed: bool) -> None:
         super().__init__(names, named)
         self.point = self.vector()
         self._point = self.views(self.point)

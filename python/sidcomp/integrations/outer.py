@@ -103,7 +103,7 @@ class Outer(LocalSteps):
             module, optimizer, state, every=every, delay=delay, parts=parts, process_group=process_group
         )
 
-    def _start(self, named: dict[str, torch.nn.Parameter], process_group: dist.ProcessGroup | None) -> None:
+    def _start(self, named: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
         self._momenta = {id(part): torch.zeros_like(part.update) for part in self._parts}
         if self.deadline is None:
             super()._start(named, process_group)
@@ -240,6 +240,7 @@ class Outer(LocalSteps):
         deadline: if this rank has taken part in a round since, what the checkpoint had not sent was sent, or
         is out of date. Then only the number of steps is taken from it, and the State's memory is emptied.
         Raises CheckpointError."""
+        self._check_part(saved)
         momenta = saved.get("momentum")
         known = dict(pair for part in self._parts for pair in part.named(self._momenta[id(part)]))
         for name, view in known.items():

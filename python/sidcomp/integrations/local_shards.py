@@ -1,0 +1,88 @@
+"""Local steps of a module that FSDP2 has sharded: each rank exchanges what it holds of the parameters with
+the ranks of other nodes that hold the same."""
+
+import torch
+import torch.distributed as dist
+
+from sidcomp.errors import SetupError, UnsupportedError
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+except ImportError:  # an older torch
+    FSDPModule = None  # type: ignore[assignment,misc]
+
+
+def is_sharded(p: torch.Tensor) -> bool:
+    return hasattr(p, "to_local")
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Frees what FSDP has gathered and not freed yet, as after a forward pass without a backward pass. It
+    would not follow if the shards are changed."""
+    for m in module.modules():
+        if FSDPModule is not None and isinstance(m, FSDPModule):
+            m.reshard()
+
+
+class Shards:
+    """What a rank holds of a module's parameters; without FSDP all of them.
+
+    named   the parameters, by name, as after `reshard`
+    group   the ranks that hold the same shards; None: the program has not said which
+    what    the class, for messages
+
+    Raises SetupError or UnsupportedError.
+    """
+
+    def __init__(
+        self,
+        named: dict[str, torch.nn.Parameter],
+        group: dist.ProcessGroup | None,
+        what: str,
+    ) -> None:
+        self._named = named
+        self.part = ""  # in messages and checkpoints; "" for the whole module
+        self._mesh = None
+        found = {name: p.device_mesh for name, p in named.items() if is_sharded(p)}  # type: ignore[attr-defined]
+        if not found:
+            return
+        name, self._mesh = next(iter(found.items()))
+        if FSDPModule is None:
+            raise UnsupportedError(f"parameter {name!r} is sharded: {what} then needs a newer PyTorch")
+        if other := [n for n, mesh in found.items() if mesh != self._mesh]:
+            raise UnsupportedError(
+                f"parameters {name!r} and {other[0]!r} are sharded over different meshes: apply fully_shard "
+                "to all modules with the same mesh"
+            )
+        ranks = self._mesh.mesh.flatten().tolist()
+        if group is None:
+            raise SetupError(
+                f"parameter {name!r} is a shard: give {what} as process_group the ranks of all nodes that "
+                'hold the same shard, for example mesh["replicate"].get_group()'
+            )
+        mine = dist.get_rank()
+        if both := set(ranks) & set(dist.get_process_group_ranks(group)) - {mine}:
+            raise SetupError(
+                f"parameter {name!r} is sharded over ranks {ranks}, and process_group has rank {min(both)} "
+                "of them too, with which FSDP averages every gradient: shard inside a node alone, for "
+                f'example fully_shard(module, mesh=mesh["shard"]), and give {what} '
+                'mesh["replicate"].get_group()'
+            )
+        self.part = f"shard {ranks.index(mine)} of {len(ranks)}"
+        if not self.local():
+            raise UnsupportedError(f"{self.part} holds no element of any parameter: use fewer shards")
+
+    def local(self) -> dict[str, torch.Tensor]:
+        """This rank's parts of the parameters, which share their memory; without those of no element."""
+        with torch.no_grad():
+            own = {n: p.to_local() if is_sharded(p) else p for n, p in self._named.items()}  # type: ignore[attr-defined]
+        return {name: x for name, x in own.items() if x.numel()}
+
+    def all_agree(self, yes: bool) -> bool:
+        """Whether it holds on all ranks that share the module with this one."""
+        if self._mesh is None:
+            return yes
+        flag = torch.tensor([int(yes)], device=next(iter(self.local().values())).device)
+        for dim in range(self._mesh.ndim):
+            dist.all_reduce(flag, dist.ReduceOp.MIN, self._mesh.get_group(dim))
+        return bool(flag.item())

@@ -1,0 +1,322 @@
+"""Outer and LocalSteps over the shards of FSDP2: two nodes of two ranks, sharded inside a node, with
+exchanges between the nodes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sidcomp
+import torch
+import torch.distributed as dist
+from harness import run
+from test_local_steps import OPTIMIZERS, backward
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+EVERY = 4
+WHOLE = StateDictOptions(full_state_dict=True)
+SLOW = pytest.mark.slow
+
+
+def whole(seed: int) -> nn.Module:
+    """Some dimensions are odd, so that shards differ in size; of 1 there is a shard on one rank only."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(12, 17), nn.Tanh(), nn.Linear(17, 40), nn.Tanh(), nn.Linear(40, 1), nn.Linear(1, 3)
+    )
+
+
+def meshes() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(mesh: Any, seed: int) -> nn.Module:
+    model = whole(seed)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh["shard"])
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def full(module: nn.Module) -> torch.Tensor:
+    """All parameters, gathered from the shards."""
+    own = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return torch.cat([p.detach().flatten() for p in own])
+
+
+def average(module: nn.Module, group: Any) -> None:
+    """What FSDP does to the gradients of the ranks of a node."""
+    for p in module.parameters():
+        dist.all_reduce(p.grad, group=group)
+        p.grad /= 2
+
+
+def on_all(x: torch.Tensor) -> bool:
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, x)
+    return all(torch.equal(x, other) for other in everyone)
+
+
+def beside(rank: int, world: int, optimizer: str, delay: int, parts: int) -> list[int]:
+    """Outer with codec none over shards, beside Outer over whole models whose gradients a node averages.
+    Returns how many elements this rank holds, and how many there are."""
+    mesh = meshes()
+    others = mesh.get_group("replicate")
+    ours, plain = sharded(mesh, rank // 2), whole(rank // 2)  # node 0's parameters count
+    of_ours, of_plain = (OPTIMIZERS[optimizer](m.parameters()) for m in (ours, plain))
+    with sidcomp.State("none") as state, sidcomp.State("none") as of_whole:
+        how: dict[str, Any] = {"every": EVERY, "delay": delay, "parts": parts, "process_group": others}
+        outer = sidcomp.Outer(ours, of_ours, state, **how)
+        reference = sidcomp.Outer(plain, of_plain, of_whole, **how)
+        assert torch.equal(full(ours), full(plain)) and on_all(full(ours))
+        for step in range(6 * EVERY + 1):
+            for module in (ours, plain):
+                module.zero_grad()
+                backward(module, rank, step)
+            average(plain, mesh.get_group("shard"))
+            outer.step()
+            reference.step()
+            assert torch.equal(full(ours), full(plain)), step
+            with outer.common_point() as common, torch.no_grad():
+                assert on_all(full(common))
+                before = common(torch.ones(1, 12))  # the root stays gathered after this forward pass
+            with reference.common_point() as common, torch.no_grad():
+                assert torch.equal(before, common(torch.ones(1, 12)))
+            assert torch.equal(full(ours), full(plain)), "its own parameters are back"
+        outer.average()
+        reference.average()
+        assert on_all(full(ours)) and torch.equal(full(ours), full(plain))
+        return [sum(x.numel() for part in outer._parts for x in part.parameters), full(ours).numel()]
+
+
+@pytest.mark.parametrize(
+    "optimizer, delay, parts",
+    [("Adam", 0, 1), pytest.param("momentum", 2, 1, marks=SLOW), ("Adam", 1, 2)],
+)
+def test_without_a_codec_it_has_the_bits_of_whole_models(optimizer: str, delay: int, parts: int) -> None:
+    held = run(beside, 4, optimizer, delay, parts)
+    assert held[0][0] + held[1][0] == held[0][1] and held[0][0] != held[1][0] and held[:2] == held[2:]
+
+
+def diloco(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outer over shards, beside DiLoCo as torch's own SGD computes it without shards."""
+    mesh = meshes()
+    ours, theirs, point = sharded(mesh, 0), whole(0), whole(0)
+    of_ours, of_theirs = (OPTIMIZERS["Adam"](m.parameters()) for m in (ours, theirs))
+    sgd = torch.optim.SGD(point.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    with sidcomp.State("none") as state:
+        outer = sidcomp.Outer(ours, of_ours, state, every=EVERY, process_group=mesh.get_group("replicate"))
+        for step in range(6 * EVERY):
+            for module in (ours, theirs):
+                module.zero_grad()
+                backward(module, rank, step)
+            average(theirs, mesh.get_group("shard"))
+            of_theirs.step()
+            outer.step()
+            if (step + 1) % EVERY == 0:
+                for p, q in zip(point.parameters(), theirs.parameters(), strict=True):
+                    p.grad = p.detach() - q.detach()
+                    dist.all_reduce(p.grad)
+                    p.grad /= world
+                sgd.step()
+                theirs.load_state_dict(point.state_dict())
+        assert on_all(full(ours))
+    return full(theirs), full(ours), full(whole(0))
+
+
+def test_without_a_codec_it_is_diloco() -> None:
+    for theirs, ours, start in run(diloco, 4):
+        assert (theirs - ours).norm() < 1e-4 * (theirs - start).norm()
+
+
+def trained(rank: int, world: int, delay: int) -> tuple[float, float, float]:
+    mesh, losses = meshes(), []
+    module = sharded(mesh, rank // 2)
+    optimizer = OPTIMIZERS["Adam"](module.parameters())
+    with sidcomp.State("topk", density=0.1) as state:
+        outer = sidcomp.Outer(
+            module, optimizer, state, every=EVERY, delay=delay, process_group=mesh.get_group("replicate")
+        )
+        for step in range(40 * EVERY):
+            module.zero_grad()
+            losses.append(backward(module, rank, step))
+            outer.step()
+            if not delay:
+                assert on_all(full(module)) is ((step + 1) % EVERY == 0)
+        with outer.common_point() as common:
+            assert on_all(full(common))
+        ratio = state.stats()["ratio"]
+    return sum(losses[:6]), sum(losses[-6:]), ratio
+
+
+@pytest.mark.parametrize("delay", [0, pytest.param(2, marks=SLOW)])
+def test_it_learns_compressed_and_the_nodes_have_the_same_bits(delay: int) -> None:
+    for first, last, ratio in run(trained, 4, delay):
+        assert last < 0.7 * first and ratio > 4
+
+
+def with_nan(rank: int, world: int) -> None:
+    """A NaN in a gradient that one rank's shard alone has."""
+    mesh = meshes()
+    module = sharded(mesh, 0)
+    sgd = OPTIMIZERS["SGD"](module.parameters())
+    with sidcomp.State("topk", density=0.1, nonfinite="rollback") as state:
+        outer = sidcomp.Outer(module, sgd, state, every=1, process_group=mesh.get_group("replicate"))
+        for step in range(6):
+            module.zero_grad()
+            backward(module, rank, step)
+            before = full(module)
+            kept = {n: x.clone() for n, x in state.state_dict()["residuals"].items()}
+            if step == 3 and rank == 1:
+                p = module[0].weight
+                assert isinstance(p, DTensor) and p.grad is not None
+                p.grad.to_local()[0, 0] = float("nan")
+            outer.step()
+            if step == 3:
+                assert torch.equal(full(module), before), "on the ranks of both shards"
+                now = state.state_dict()["residuals"]
+                assert kept and all(torch.equal(x, now[n]) for n, x in kept.items())
+            else:
+                assert not torch.equal(full(module), before)
+        assert on_all(full(module)) and torch.isfinite(full(module)).all()
+
+
+def test_what_is_not_finite_in_one_shard_is_undone_in_all() -> None:
+    run(with_nan, 4)
+
+
+# ---- checkpoints
+
+
+def resumed(rank: int, world: int, stop: int, delay: int, path: str) -> list[str]:
+    """A run that is stopped after `stop` steps and resumed, beside one that is not. Returns what is said of a
+    dictionary of the other shard."""
+
+    def part(seed: int, first: int, last: int, saved: dict[str, Any] | None) -> tuple[dict[str, Any], Any]:
+        mesh = meshes()
+        module = sharded(mesh, seed)
+        optimizer = OPTIMIZERS["Adam"](module.parameters())
+        state = sidcomp.State("topk", density=0.1)
+        outer = sidcomp.Outer(
+            module, optimizer, state, every=EVERY, delay=delay, process_group=mesh.get_group("replicate"),
+            lr=0.7, momentum=0.5,
+        )  # fmt: skip
+        with state:
+            if saved is not None:
+                module.load_state_dict(saved["module"])
+                optimizer.load_state_dict(saved["optimizer"])
+                state.load_state_dict(saved["state"])
+                outer.load_state_dict(saved["outer"])
+            for step in range(first, last):
+                module.zero_grad()
+                backward(module, rank, step)
+                outer.step()
+            names = {"module": module, "optimizer": optimizer, "state": state, "outer": outer}
+            out = copy.deepcopy({name: x.state_dict() for name, x in names.items()})
+            return out, full(module)
+
+    _, end = part(0, 0, 14, None)
+    saved, _ = part(0, 0, stop, None)
+    torch.save({"state": saved["state"], "outer": saved["outer"]}, f"{path}/{rank}")
+    _, again = part(5, stop, 14, saved)
+    assert torch.equal(end, again)
+    dist.barrier()
+    other = torch.load(f"{path}/{rank ^ 1}", weights_only=True)
+    said = []
+    for name in ("state", "outer"):
+        with pytest.raises(sidcomp.errors.CheckpointError) as wrong:
+            part(0, 0, EVERY, {**saved, name: other[name]})
+        said.append(str(wrong.value))
+    return said
+
+
+@pytest.mark.parametrize("stop, delay", [(6, 3), pytest.param(6, 0, marks=SLOW)])
+def test_a_resumed_run_has_the_same_bits(stop: int, delay: int, tmp_path: Path) -> None:
+    for rank, said in enumerate(run(resumed, 4, stop, delay, str(tmp_path))):
+        mine, other = f"shard {rank % 2} of 2", f"shard {1 - rank % 2} of 2"
+        for text in said:
+            assert mine in text and other in text
+
+
+def on_nodes(rank: int, world: int, path: str) -> list[float]:
+    """Two nodes save between two exchanges, one takes over. Returns the losses."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+    module = sharded(mesh, rank // 2)
+    optimizer = OPTIMIZERS["Adam"](module.parameters())
+    state = sidcomp.State("topk", density=0.1)
+    outer = sidcomp.Outer(
+        module, optimizer, state, every=EVERY, process_group=mesh.get_group("replicate"), lr=0.7
+    )
+    losses = []
+    with state:
+        if world == 2:
+            files = [torch.load(f"{path}/{r}", weights_only=True) for r in (rank, rank + 2)]
+            both = {"model_state_dict": files[0]["module"], "optim_state_dict": files[0]["optimizer"]}
+            set_state_dict(module, optimizer, **both, options=WHOLE)
+            state.load_state_dict([f["state"] for f in files])
+            outer.load_state_dict(files[0]["outer"])
+            points = files[0]["outer"]["points"]
+            for name, p in module.named_parameters():
+                assert name not in points or torch.equal(p.to_local(), points[name])
+            for name, x in state.state_dict()["residuals"].items():
+                torch.testing.assert_close(x, sum(f["state"]["residuals"][name] for f in files))
+        for step in range(6 if world == 4 else 120):
+            module.zero_grad()
+            losses.append(backward(module, rank, step))
+            outer.step()
+        if world == 4:
+            own, adam = get_state_dict(module, optimizer, options=WHOLE)
+            names = {
+                "module": own,
+                "optimizer": adam,
+                "state": state.state_dict(),
+                "outer": outer.state_dict(),
+            }
+            torch.save(names, f"{path}/{rank}")
+    return losses
+
+
+def test_another_number_of_nodes_takes_over(tmp_path: Path) -> None:
+    before = run(on_nodes, 4, str(tmp_path))
+    after = run(on_nodes, 2, str(tmp_path))
+    assert max(sum(x[-6:]) for x in after) < 0.8 * min(sum(x[:6]) for x in before)
+
+
+# ---- what is refused
+
+
+def refused(rank: int, world: int) -> list[str]:
+    mesh = meshes()
+    crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][rank in (1, 2)]
+    hsdp = whole(0)
+    fully_shard(hsdp, mesh=mesh)
+    for_each: list[tuple[nn.Module, dict[str, Any]]] = [
+        (sharded(mesh, 0), {}),
+        (sharded(mesh, 0), {"process_group": dist.group.WORLD}),
+        (sharded(mesh, 0), {"process_group": crossed}),
+        (hsdp, {"process_group": mesh.get_group("replicate")}),
+        (sharded(mesh, 0), {"process_group": mesh.get_group("replicate"), "deadline": 5.0}),
+    ]
+    said = []
+    for module, how in for_each:
+        with pytest.raises(sidcomp.errors.SidcompError) as error:
+            sidcomp.Outer(module, OPTIMIZERS["SGD"](module.parameters()), sidcomp.State("none"), **how)
+        said.append(str(error.value))
+    module = sharded(mesh, 0)
+    with pytest.raises(sidcomp.errors.SidcompError) as error:
+        sidcomp.LocalError(module, OPTIMIZERS["SGD"](module.parameters()))
+    return [*said, str(error.value)]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for none, all_, crossed, hsdp, deadline, local_error in run(refused, 4):
+        assert "give Outer as process_group" in none
+        assert "of them too" in all_ and "of them too" in hsdp
+        assert "rank 1 of the process group holds shard" in crossed
+        assert "rounds are between all ranks" in deadline
+        assert "is sharded" in local_error
