@@ -12,8 +12,10 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
+from sidcomp.integrations import local_steps
 from test_local_steps import OPTIMIZERS, alike, backward, flat, network
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 EVERY = 4
 SLOW = pytest.mark.slow
@@ -354,6 +356,55 @@ def with_nan_in_a_part(rank: int, world: int) -> None:
 
 def test_what_is_not_finite_in_one_part_is_undone_in_all() -> None:
     run(with_nan_in_a_part, 2)
+
+
+# ---- in the host's memory
+
+
+def in_host_memory(rank: int, world: int, delay: int) -> bool:
+    """Whether host=True, which on CPUs changes only how it computes, changes no bit."""
+
+    def trains(host: bool) -> torch.Tensor:
+        module = network(rank)
+        adam = OPTIMIZERS["Adam"](module.parameters())
+        outer = sidcomp.Outer(module, adam, every=EVERY, delay=delay, host=host, lr=0.7, momentum=0.5)
+        with outer.state:
+            for step in range(5 * EVERY + 3):
+                module.zero_grad()
+                backward(module, rank, step)
+                outer.step()
+            return flat(module)
+
+    return torch.equal(trains(False), trains(True))
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_in_the_hosts_memory_it_has_the_same_bits(delay: int) -> None:
+    assert all(run(in_host_memory, 2, delay))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_host_keeps_its_vectors_off_a_gpu(delayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's fake tensors, which refuse to compute with tensors of two devices."""
+
+    def refuse(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+        assert not {x.device for x in a} ^ {x.device for x in b}, "fake tensors do not look at lists"
+
+    monkeypatch.setattr(torch, "_foreach_sub_", refuse)
+    monkeypatch.setattr(torch, "_foreach_add_", refuse)
+    with FakeTensorMode(), torch.no_grad():
+        named = {name: torch.zeros(3, n, device="cuda") for name, n in (("a", 2), ("b", 5))}
+        for host in (True, False):
+            part = local_steps._Part(list(named), named, delayed, host)
+            for x in (part.update, part.point, part.left):
+                assert x.device.type == ("cpu" if host else "cuda")
+            part.mark()
+            part.leave()
+            part.measure()
+            part.measure_departure()
+            part.move()
+            part.restore()
+            assert all(p.device.type == "cuda" for p in part.parameters)
 
 
 # ---- what is refused

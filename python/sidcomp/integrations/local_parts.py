@@ -116,10 +116,11 @@ def group_of(state: State, process_group: dist.ProcessGroup | None) -> dist.Proc
 
 class Part:
     """Parameters of one dtype and device, and vectors over them. update: what is exchanged, and then the
-    mean; update_views: its parts, with the parameters' shapes."""
+    mean; update_views: its parts, with the parameters' shapes. host: the vectors are in the host's memory,
+    wherever the parameters are."""
 
-    def __init__(self, names: list[str], named: Mapping[str, torch.Tensor]) -> None:
-        self.names = names
+    def __init__(self, names: list[str], named: Mapping[str, torch.Tensor], host: bool = False) -> None:
+        self.names, self.host = names, host
         self.take(named)
         self.update = self.vector()
         self.update_views = self.views(self.update)
@@ -132,7 +133,9 @@ class Part:
         """A vector of zeros."""
         first = self.parameters[0]
         n = sum(p.numel() for p in self.parameters)
-        return torch.zeros(n, dtype=first.dtype, device=first.device)
+        if not self.host or first.device.type == "cpu":
+            return torch.zeros(n, dtype=first.dtype, device=first.device)
+        return torch.zeros(n, dtype=first.dtype, pin_memory=torch.cuda.is_available())
 
     def views(self, x: torch.Tensor) -> list[torch.Tensor]:
         """A vector's parts, with the parameters' shapes."""
@@ -144,8 +147,8 @@ class Part:
 
     def measure_from(self, x: torch.Tensor) -> None:
         """Takes what the parameters have moved from `x`, with the sign of a gradient, as the update."""
-        self.update.copy_(x)
-        torch._foreach_sub_(self.update_views, self.parameters)
+        torch._foreach_copy_(self.update_views, self.parameters)
+        torch.sub(x, self.update, out=self.update)
 
 
 def open_engine(state: State) -> Engine:

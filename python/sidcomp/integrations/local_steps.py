@@ -24,6 +24,7 @@ from sidcomp.integrations.local_parts import (
 )
 from sidcomp.integrations.local_shards import Shards, reshard
 from sidcomp.runtime.layout import Layout
+from sidcomp.runtime.process_group import has_gloo
 from sidcomp.state import State
 
 
@@ -56,6 +57,8 @@ class LocalSteps:
                     is exchanged once in `every` steps, one after the other: part p after s steps, where
                     s % every == p * every // parts. A delay is then at most every // parts, and one part
                     travels at a time. No group of the State may be in several parts
+    host            [False] for parameters on a GPU. True: the common point, the update and the State's memory
+                    are in the host's memory, which encodes, decodes and exchanges, over Gloo
     process_group   [None] the ranks to average over; None: the State's, else the default group. With FSDP2
                     inside a node: the ranks of all nodes that hold the same shard as this one
 
@@ -76,6 +79,7 @@ class LocalSteps:
         every: int = 1,
         delay: int = 0,
         parts: int = 1,
+        host: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
@@ -94,7 +98,7 @@ class LocalSteps:
         self.delay = delay
         self.steps = 0  # taken by the optimizer
         cuts = [buckets(some) for some in cut(named, parts)]
-        self._parts = [_Part(names, named, delay > 0) for names in (names for some in cuts for names in some)]
+        self._parts = [_Part(names, named, delay > 0, host) for some in cuts for names in some]
         # the indices in `_parts` of what is exchanged together, and the steps at which it is, modulo `every`
         self._together = [[n for n, at in enumerate(_owners(cuts)) if at == i] for i in range(parts)]
         self._at = [i * every // parts for i in range(parts)]
@@ -107,6 +111,12 @@ class LocalSteps:
         """Gives all ranks the same parameters, and makes what their exchanges need."""
         state, what = self.state, type(self).__name__
         self._group = group_of(state, process_group)
+        moved = [part for part in self._parts if part.update.device != part.parameters[0].device]
+        if moved and not has_gloo(self._group):
+            raise SetupError(
+                "host=True exchanges over Gloo, which the process group has not: call "
+                'init_process_group("cpu:gloo,cuda:nccl")'
+            )
         compare(named, self._group, what, self._shards.part)
         broadcast([*named.values(), *self.module.buffers()], self._group)
         for part in self._parts:
@@ -389,8 +399,8 @@ class _Part(Part):
     """point: the common point. update: what the parameters have moved since. left: where they were when the
     last exchange began, if they continue during it."""
 
-    def __init__(self, names: list[str], named: dict[str, torch.Tensor], delayed: bool) -> None:
-        super().__init__(names, named)
+    def __init__(self, names: list[str], named: dict[str, torch.Tensor], delayed: bool, host: bool) -> None:
+        super().__init__(names, named, host)
         self.point = self.vector()
         self._point = self.views(self.point)
         self.left = self.vector() if delayed else self.point
@@ -430,6 +440,11 @@ class _Part(Part):
         self.point.sub_(self.update)
         if self._left is None:
             self.restore()
+            return
+        if self.host:  # the parameters may be on another device
+            torch._foreach_copy_(self.update_views, self.parameters)
+            self.update.sub_(self.left).add_(self.point)
+            torch._foreach_copy_(self.parameters, self.update_views)
             return
         torch._foreach_sub_(self.parameters, self._left)
         torch._foreach_add_(self.parameters, self._point)

@@ -39,8 +39,8 @@ class Outer(LocalSteps):
     residual by 0.95 in each exchange, which takes the place of the outer momentum, and moves by the mean.
     lr=1, momentum=0 is plain averaging, as in `LocalSteps`.
 
-    module, optimizer, process_group
-                    as in `LocalSteps`
+    module, optimizer, host, process_group
+                    as in `LocalSteps`; with host=True the outer momentum, too, is in the host's memory
     state           [None] for the exchanges; None: State("topk", density=1 / 64, values="log4",
                     indices="packed", beta=0.95)
     every           [30] steps between two exchanges, at least 1
@@ -79,6 +79,7 @@ class Outer(LocalSteps):
         nesterov: bool = True,
         deadline: float | None = None,
         stale: int = 10,
+        host: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         lossless = state is not None and not state.settings.lossy
@@ -99,9 +100,8 @@ class Outer(LocalSteps):
         self._gone = False  # it has gone to one, whose outcome it has not applied yet
         self._behind = False  # it has missed a round
         self._late_buffers: list[torch.Tensor] = []  # those that came with the outcome
-        super().__init__(
-            module, optimizer, state, every=every, delay=delay, parts=parts, process_group=process_group
-        )
+        how: dict[str, Any] = {"every": every, "delay": delay, "parts": parts, "host": host}
+        super().__init__(module, optimizer, state, process_group=process_group, **how)
 
     def _start(self, named: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
         self._momenta = {id(part): torch.zeros_like(part.update) for part in self._parts}

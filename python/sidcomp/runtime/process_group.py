@@ -122,7 +122,7 @@ def _lost(ranks: list[int], what: str, cause: Exception) -> ExchangeError:
     return error
 
 
-def _has_gloo(group: dist.ProcessGroup) -> bool:
+def has_gloo(group: dist.ProcessGroup) -> bool:
     """Whether the ranks of `group` are connected by Gloo on the CPU. Such a connection closes when its peer's
     process ends, and its readers are told at once."""
     try:
@@ -188,7 +188,7 @@ def _roll_call(group: dist.ProcessGroup, what: str, timeout: timedelta | None) -
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return
-    if _has_gloo(group):
+    if has_gloo(group):
         tell_all(group, b"sidcomp", what)
         return
     # With NCCL a host cannot wait without a stream, so the ranks report to the store.
@@ -258,13 +258,13 @@ class Exchange:
                 ranks, timeout=forming, backend=backend, use_local_synchronization=self._pool is not None
             )
         except (RuntimeError, ValueError) as e:
-            if _has_gloo(parent):  # raises, and names a rank that has ended since
+            if has_gloo(parent):  # raises, and names a rank that has ended since
                 tell_all(parent, b"failed ", end, forming and min(forming, _PROBE))
             raise ExchangeError(
                 f"torch could not make a process group for {what}; look at the other ranks' output ({e})"
             ) from e
         # Gloo returns when this rank is connected. If it closed its group now, it would cut the others off.
-        if _has_gloo(parent) and b"failed " in (told := tell_all(parent, b"sidcomp", end, forming)):
+        if has_gloo(parent) and b"failed " in (told := tell_all(parent, b"sidcomp", end, forming)):
             rank = told.index(b"failed ")
             error = ExchangeError(
                 f"rank {rank} could not make a process group for {what}; look at its output"
@@ -316,7 +316,7 @@ class Exchange:
 
     def tell_all(self, data: bytes, what: str) -> list[bytes]:
         """As gather_bytes, but an error names the ranks that ended before `what`, or did not reach it."""
-        if _has_gloo(self.group):
+        if has_gloo(self.group):
             return tell_all(self.group, data, what)
         others = [r for r in range(self.world) if r != self.rank]
         with _announced(lambda: _waiting(self.rank, others, what)):
@@ -346,7 +346,7 @@ class Exchange:
         that identifies the call: the same on all ranks, and used by no other call at the same time. With a
         backend other than Gloo it asks nobody, and returns "" for all ranks."""
         mine = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_REASON]
-        if not _has_gloo(self.group):
+        if not has_gloo(self.group):
             return [""] * self.world
         told = tell_all(self.group, mine.ljust(_REASON, b"\0"), "the end of a step", tag=_TAG + 1 + about)
         return [t.rstrip(b"\0").decode(errors="replace") for t in told]
