@@ -367,6 +367,64 @@ def test_a_resumed_run_has_the_same_bits(stop: int, delay: int) -> None:
     assert all(run(resumed, 2, stop, delay))
 
 
+def on_fewer(rank: int, world: int, path: str, delay: int, lost: int) -> list[float]:
+    """Four ranks save between two exchanges, or in one; three take over. lost: of so many there is no file.
+    Returns the losses."""
+    module = nn.Sequential(network(7 * rank), nn.BatchNorm1d(3))
+    adam = OPTIMIZERS["Adam"](module.parameters())
+    outer = sidcomp.Outer(module, adam, every=EVERY, delay=delay, deadline=60.0, lr=0.7, momentum=0.5)
+    losses = []
+    with outer.state as state:
+        if world == 3:
+            files = [torch.load(f"{path}/{r}", weights_only=True) for r in range(lost, 4)]
+            mine = files[rank + 1 - lost]
+            module.load_state_dict(mine["module"])
+            adam.load_state_dict(mine["optimizer"])
+            state.load_state_dict([f["state"] for f in files])
+            outer.load_state_dict(mine["outer"])
+            assert outer.steps == 10 and outer._attendance is not None
+            assert outer._attendance.version == mine["outer"]["rounds"]["version"] == 3
+            with outer.common_point() as common:
+                assert alike(common)
+                assert torch.equal(flat(common), flat(module)), "all continue from there"
+            mean = module[1].running_mean
+            everyone = [torch.empty_like(mean) for _ in range(world)]
+            dist.all_gather(everyone, mean)
+            # between two exchanges each rank's statistics are its own
+            assert all(torch.equal(x, mean) for x in everyone) is (delay > 0)
+            if not delay:
+                assert all(torch.equal(mine["outer"]["points"][n], x) for n, x in outer._parts[0].points())
+            kept, before = (
+                torch.cat([x.flatten() for x in r.values()]).double()
+                for r in (state.state_dict()["residuals"], files[0]["state"]["residuals"])
+            )
+            for f in files[1:]:
+                before += torch.cat([x.flatten() for x in f["state"]["residuals"].values()]).double()
+            dist.all_reduce(kept)
+            assert before.any()
+            torch.testing.assert_close(kept, before, rtol=0, atol=1e-6)  # the sum of what was not sent
+        for step in range(10 if world == 4 else 40):
+            module.zero_grad()
+            losses.append(backward(module, rank, step))
+            outer.step()
+        if world == 4:
+            names = {"module": module, "optimizer": adam, "state": state, "outer": outer}
+            torch.save({name: x.state_dict() for name, x in names.items()}, f"{path}/{rank}")
+            return losses
+        outer.average()
+        assert alike(module) and outer._attendance is not None
+        last = outer._attendance.rounds.look()["last"]
+        assert sorted(last) == ["0", "1", "2"] and len({version for _, version in last.values()}) == 1
+    return losses
+
+
+@pytest.mark.parametrize("delay, lost", [(0, 0), (2, 0), (0, 1)])
+def test_fewer_ranks_take_over_a_checkpoint(delay: int, lost: int, tmp_path: Path) -> None:
+    before = run(on_fewer, 4, str(tmp_path), delay, lost)
+    after = run(on_fewer, 3, str(tmp_path), delay, lost)
+    assert max(sum(x[-4:]) for x in after) < 0.8 * min(sum(x[:4]) for x in before)
+
+
 # ---- late and lost ranks
 
 

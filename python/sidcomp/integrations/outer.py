@@ -211,9 +211,13 @@ class Outer(LocalSteps):
         if self._flying:
             together, self._flying = self._flying, []
             self._apply(together)
-            for own, new in zip(self.module.buffers(), self._late_buffers, strict=True):
-                own.copy_(new)
-            self._late_buffers = []
+            self._take_buffers()
+
+    @torch.no_grad()
+    def _take_buffers(self) -> None:
+        for own, new in zip(self.module.buffers(), self._late_buffers, strict=False):
+            own.copy_(new)
+        self._late_buffers = []
 
     # ---- checkpoints
     # -------------------------------------------------------------------------------------------
@@ -254,6 +258,8 @@ class Outer(LocalSteps):
             self._attendance.version = rounds["version"]
             self._since, self._behind = rounds["since"], rounds["behind"]
             self._late_buffers, self._gone = list(rounds["buffers"]), bool(self._flying)
+            if not self._flying:  # with another number of ranks the exchange in flight has ended
+                self._take_buffers()
 
     def _take(self, saved: dict[str, Any]) -> None:
         for part in self._parts:

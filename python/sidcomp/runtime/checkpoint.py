@@ -335,7 +335,7 @@ def load(
     place: tuple[int, int] | None = None,
 ) -> Resume:
     """Checks a state, or those of all old ranks. parent: the model's process group; None: the default one.
-    place: this rank and the number of ranks, if no process group says so."""
+    place: this rank and the number of ranks, if no process group says so: the run may have lost some."""
     if redistribute not in ("sum", "mean"):
         raise ArgumentError(f'redistribute={redistribute!r}: give "sum" or "mean"')
     if place is None and not dist.is_initialized():
@@ -353,7 +353,7 @@ def load(
         return Resume({}, [], states[0])
     own = [s for s in states if old == world and s["rank"] == rank]
     if len(own) != 1:
-        _check_complete(states, old, world, rank)
+        _check_complete(states, old, world, rank, may_lack=place is not None and several)
         own = [_redistributed(states, world, rank, old if redistribute == "mean" else world)]
         logger.warning("residuals of %d ranks were redistributed over %d (%s)", old, world, redistribute)
     source = own[0]
@@ -393,7 +393,10 @@ def _unsent(name: str) -> int:
     return 1 if "feedback" in memory.traits or not memory.momentum else 0
 
 
-def _check_complete(states: Sequence[dict[str, Any]], old: int, world: int, rank: int) -> None:
+def _check_complete(
+    states: Sequence[dict[str, Any]], old: int, world: int, rank: int, may_lack: bool
+) -> None:
+    """may_lack: some of the old ranks had ended when the others saved, or were late."""
     ranks = sorted(s["rank"] for s in states)
     if old == world and len(states) == 1:
         raise CheckpointError(
@@ -405,14 +408,16 @@ def _check_complete(states: Sequence[dict[str, Any]], old: int, world: int, rank
             f"the states are of different runs, with world sizes {sorted({s['world'] for s in states})}: "
             "pass those of one run"
         )
-    if ranks != list(range(old)):
-        lack = [r for r in range(old) if r not in ranks]
+    lack = [r for r in range(old) if r not in ranks]
+    if may_lack and lack and len(set(ranks)) == len(ranks):
+        logger.warning("the states of old ranks %s are missing: what they had not sent is lost", lack)
+    elif ranks != list(range(old)):
         what = f"those of ranks {lack} are missing" if lack else f"ranks {ranks} are given more than once"
         raise CheckpointError(
             f"the states were saved by {old} ranks and are loaded by {world}: pass load_state_dict a list "
             f"with the states of all {old} ranks ({what})"
         )
-    if len({s["step"] for s in states}) > 1:
+    if len({s["step"] for s in states}) > 1 and not may_lack:
         raise CheckpointError(
             f"the states are of different steps, {sorted({s['step'] for s in states})}: pass those of one "
             "step"
