@@ -21,6 +21,7 @@
 #include "micro.inc.h"
 #include "exponents.inc.h"
 #include "levels.inc.h"
+#include "rans.inc.h"
 #include "rows.inc.h"
 #include "halves.inc.h"
 #include "signs.inc.h"
@@ -76,6 +77,8 @@
     .take_levels = take_levels, \
     .add_left = add_left, \
     .add_levels = add_levels, \
+    .rans_encode = rans_encode, \
+    .rans_decode = rans_decode, \
     .dots = dots, \
     .add_rows = add_rows, \
     .add_outer = add_outer, \

@@ -6,6 +6,7 @@
 #define SID_SIMD_H
 
 #include "../bits.h"
+#include "../rans.h"
 #include "../rng.h"
 #include "../sidcomp.h"
 #include "../sums.h"
@@ -63,6 +64,15 @@ typedef struct sid_parts {
     uint8_t *top, *plane, *high, *low;
     uint32_t block, planes, bits;
 } sid_parts;
+
+/* One stream of rANS (rans.h). */
+typedef struct sid_rans_stream {
+    uint32_t state[SID_RANS_LANES];
+    uint8_t *symbol;
+    uint16_t *words; /* encode: they end here, and are written downward; decode: their begin */
+    uint32_t at,
+        room; /* decode: how many have been read, and how many there are: `at` is larger if there were too few */
+} sid_rans_stream;
 
 typedef struct sid_simd {
     const char *name;
@@ -163,6 +173,12 @@ typedef struct sid_simd {
     int (*add_left)(float *acc, const float *g, uint32_t n, uint32_t key, const sid_levels *levels);
     void (*add_levels)(float *out, const uint16_t *idx, uint32_t base, const uint8_t *code, uint64_t first, uint32_t n,
                        const sid_levels *levels);
+
+    /* rans.inc.h: n symbols of each of 1 to 4 streams; each symbol is below m->symbols. Encode may write 16 bytes below the
+     * words. Decode may read 16 bytes from any word on and from the end of the words, and its symbols are always such. n:
+     * a multiple of SID_RANS_LANES, except in the last call of decode and in the first of encode. */
+    void (*rans_encode)(const sid_rans *m, sid_rans_stream *s, uint32_t count, uint32_t n);
+    void (*rans_decode)(const sid_rans *m, sid_rans_stream *s, uint32_t count, uint32_t n);
 
     /* rows.inc.h: matrices of r rows y_k, `stride` floats apart
      * dots: x_i times y_k,i is added to lane (from + i) % 16 of the k-th 16. add_rows: y_k += c[k] * x. add_outer: out +=

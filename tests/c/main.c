@@ -18,6 +18,8 @@
     X(checksum_finds)                                                                                                  \
     X(scale)                                                                                                           \
     X(random)                                                                                                          \
+    X(rans_division)                                                                                                   \
+    X(rans)                                                                                                            \
     X(special)                                                                                                         \
     X(moments)                                                                                                         \
     X(cuda_absent)                                                                                                     \

@@ -25,9 +25,9 @@ only() { # FILES..., --, the headers of the project that they may include
 only csrc/wire.h csrc/sidcomp.h --
 only csrc/sidcomp_cuda.h -- sidcomp.h
 only csrc/sidcomp_nccl.h -- sidcomp_cuda.h
-only csrc/bits.h csrc/rng.h csrc/special.h csrc/sums.h -- wire.h
+only csrc/bits.h csrc/rans.h csrc/rng.h csrc/special.h csrc/sums.h -- wire.h
 only csrc/plan.h -- sidcomp.h wire.h
-only csrc/isa/simd.h -- '\.\./(bits|rng|sidcomp|sums).h'
+only csrc/isa/simd.h -- '\.\./(bits|rans|rng|sidcomp|sums).h'
 only csrc/isa/simd.c -- '\.\./special.h' simd.h '[a-z]+\.inc\.h'
 only csrc/isa/*.inc.h --
 only csrc/codec.h -- '(bits|isa/simd|plan|rng|sums).h'
