@@ -13,6 +13,7 @@
 #include "bits.h"
 #include "isa/simd.h"
 #include "plan.h"
+#include "rans.h"
 #include "rng.h"
 #include "sums.h"
 
@@ -84,6 +85,7 @@ typedef enum sid_outcome {
 typedef struct sid_cursor {
     uint64_t pos;  /* entries of the payload that have been read */
     uint32_t left; /* how many are left in the current wire tile; or what else open() remembers of a payload */
+    uint32_t state[SID_RANS_LANES]; /* of the coders of an entropy-coded stream */
 } sid_cursor;
 typedef struct sid_gather { /* decode of `count` payloads */
     const sid_plan *plan;

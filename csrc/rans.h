@@ -25,25 +25,33 @@ typedef struct sid_rans {
     uint32_t inverse[SID_RANS_SYMBOLS], plus[SID_RANS_SYMBOLS], shift[SID_RANS_SYMBOLS];
 } sid_rans;
 
-/* freq: of 2 to 16 symbols, each at least 1, SID_RANS_TOTAL in all. */
-SID_HD void sid_rans_model(sid_rans *m, const uint16_t *freq, uint32_t symbols) {
+/* freq: of 2 to 16 symbols, each at least 1, SID_RANS_TOTAL in all. For decode alone this will do. */
+SID_HD void sid_rans_starts(sid_rans *m, const uint16_t *freq, uint32_t symbols) {
     uint32_t start = 0;
     m->symbols = symbols;
     for (uint32_t s = 0; s < SID_RANS_SYMBOLS; s++) {
-        const uint32_t f = s < symbols ? freq[s] : 1;
+        m->freq[s] = s < symbols ? freq[s] : 1;
+        m->start[s] = start;
+        start += s < symbols ? freq[s] : 0;
+    }
+}
+SID_HD void sid_rans_inverses(sid_rans *m) {
+    for (uint32_t s = 0; s < SID_RANS_SYMBOLS; s++) {
+        const uint32_t f = m->freq[s];
         uint32_t shift = 0;
         while (f >> (shift + 1)) shift++;
-        /* 2^32 multiples of a reciprocal that is rounded up are right if it is too large by no more than 2^shift / f units
-         * of itself; else one that is rounded down is, of x + 1 (Robison 2005). */
+        /* 2^(32 + shift) / f rounded up will do if that adds at most 2^shift / f; else it does rounded down, for x + 1
+         * (Robison 2005). */
         const uint64_t whole = 1ull << (32 + shift), up = (whole + f - 1) / f;
         const int rounds_up = up * f - whole <= 1ull << shift && up >> 32 == 0;
-        m->freq[s] = f;
-        m->start[s] = start;
         m->inverse[s] = (uint32_t)(rounds_up ? up : (whole - 1) / f);
         m->plus[s] = !rounds_up;
         m->shift[s] = shift;
-        start += s < symbols ? f : 0;
     }
+}
+SID_HD void sid_rans_model(sid_rans *m, const uint16_t *freq, uint32_t symbols) {
+    sid_rans_starts(m, freq, symbols);
+    sid_rans_inverses(m);
 }
 
 /* Before a symbol is put: 1 if the state's low 16 bits must go to the stream, and the state be shifted down by them. */

@@ -28,7 +28,8 @@ enum {                       /* header flags */
     SID_FLAG_LOG8 = 16u,     /* sparse values are 8-bit levels, bits.h */
     SID_FLAG_LOG4 = 32u,     /* 4-bit ones */
     SID_FLAG_PACKED = 64u,   /* sparse indices are packed */
-    SID_FLAG_LOG2 = 128u     /* sparse values are 2-bit levels */
+    SID_FLAG_LOG2 = 128u,    /* sparse values are 2-bit levels */
+    SID_FLAG_LEVELS = 256u   /* elements are sent as levels that the body has */
 };
 
 typedef struct sid_header {

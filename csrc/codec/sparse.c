@@ -113,11 +113,13 @@ sparse_work *sparse_settle(sid_pass *w) {
     return s;
 }
 
-static double wide_sum(const float *x, uint32_t len, uint32_t key) {
+static double wide_between(const float *x, uint32_t len, uint32_t low, uint32_t high) {
     double lane[SID_UNIT_LANES] = {0};
-    for (uint32_t i = 0; i < len; i++) lane[i % SID_UNIT_LANES] += sid_key(x[i]) >= key ? fabs((double)x[i]) : 0;
+    for (uint32_t i = 0; i < len; i++)
+        lane[i % SID_UNIT_LANES] += sid_key(x[i]) >= low && sid_key(x[i]) <= high ? fabs((double)x[i]) : 0;
     return sid_join(lane);
 }
+static double wide_sum(const float *x, uint32_t len, uint32_t key) { return wide_between(x, len, key, SID_KEY_NONE); }
 
 double sparse_sum(const sid_pass *w, const float *x, uint32_t len) {
     const float sum = w->plan->simd->sum_abs(x, len);
@@ -182,6 +184,21 @@ uint64_t sparse_above(const sid_pass *w, uint32_t key, double *sum) {
     }
     *sum = sid_sums_total(sums, s->count);
     return count;
+}
+
+double sparse_between(const sid_pass *w, uint64_t n, uint32_t low, uint32_t high, uint64_t *count) {
+    const float *val = sparse_of(w)->val;
+    double sums[SID_SUMS];
+    memset(sums, 0, sizeof(double) * sid_sums(n));
+    *count = 0;
+    for (uint64_t i = 0; i < n; i += SID_TILE) {
+        const uint32_t len = n - i < SID_TILE ? (uint32_t)(n - i) : SID_TILE;
+        uint32_t here;
+        const float sum = w->plan->simd->sum_between(val + i, len, low, high, &here);
+        sid_sums_add(sums, i, sid_key(sum) < SID_KEY_INF ? (double)sum : wide_between(val + i, len, low, high));
+        *count += here;
+    }
+    return sid_sums_total(sums, n);
 }
 
 void sparse_probing(const sid_pass *w, sparse_probe *probe, const float *x, uint32_t len) {

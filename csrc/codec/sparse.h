@@ -103,6 +103,8 @@ void sparse_tails(const sid_pass *w, const float *x, uint32_t len, uint32_t a, u
                   double sum[5], uint32_t count[2]);
 /* How many candidates have key >= key, and the sum of their magnitudes in a fixed order. */
 uint64_t sparse_above(const sid_pass *w, uint32_t key, double *sum);
+/* The sum of the magnitudes of those of the first n candidates with low <= key <= high, *count of them, in the same order. */
+double sparse_between(const sid_pass *w, uint64_t n, uint32_t low, uint32_t high, uint64_t *count);
 
 /* How many elements reach a key that is settled after the pass. The candidates tell, if it is not below `low`; else
  * another pass counts, for which sparse_again says what to capture. All-zero before the first pass. */

@@ -22,6 +22,7 @@
 #include "exponents.inc.h"
 #include "levels.inc.h"
 #include "rans.inc.h"
+#include "steps.inc.h"
 #include "rows.inc.h"
 #include "halves.inc.h"
 #include "signs.inc.h"
@@ -77,6 +78,11 @@
     .take_levels = take_levels, \
     .add_left = add_left, \
     .add_levels = add_levels, \
+    .step_codes = step_codes, \
+    .take_steps = take_steps, \
+    .add_steps = add_steps, \
+    .count_symbols = count_symbols, \
+    .sum_between = sum_between, \
     .rans_encode = rans_encode, \
     .rans_decode = rans_decode, \
     .dots = dots, \

@@ -65,6 +65,12 @@ typedef struct sid_parts {
     uint32_t block, planes, bits;
 } sid_parts;
 
+/* Magnitudes in 1 to 8 levels: x is of level i if i of the edges are below key(x). level: keys of what elements are sent as. */
+typedef struct sid_steps {
+    uint32_t count; /* levels */
+    uint32_t edge[8], level[8];
+} sid_steps;
+
 /* One stream of rANS (rans.h). */
 typedef struct sid_rans_stream {
     uint32_t state[SID_RANS_LANES];
@@ -173,6 +179,16 @@ typedef struct sid_simd {
     int (*add_left)(float *acc, const float *g, uint32_t n, uint32_t key, const sid_levels *levels);
     void (*add_levels)(float *out, const uint16_t *idx, uint32_t base, const uint8_t *code, uint64_t first, uint32_t n,
                        const sid_levels *levels);
+
+    /* steps.inc.h: symbol 2 i + 1 for level i, 2 i + 2 where x is negative; and 0 for nothing
+     * take_steps: x -= what level and sign stand for where key(x) >= key. add_steps: out += what symbols stand for.
+     * count_symbols: count[s] += how many are s, from 1 on to before `symbols`, which all of them are below.
+     * sum_between: of |x| where low <= key(x) <= high < 2^31, *count of them, in the order of sums.h. */
+    void (*step_codes)(const float *x, uint64_t n, const sid_steps *steps, uint8_t *symbol);
+    void (*take_steps)(float *x, uint32_t n, uint32_t key, const sid_steps *steps);
+    void (*add_steps)(float *out, const uint8_t *symbol, uint32_t n, const sid_steps *steps);
+    void (*count_symbols)(const uint8_t *symbol, uint32_t n, uint32_t symbols, uint64_t *count);
+    float (*sum_between)(const float *x, uint32_t n, uint32_t low, uint32_t high, uint32_t *count);
 
     /* rans.inc.h: n symbols of each of 1 to 4 streams; each symbol is below m->symbols. Encode may write 16 bytes below the
      * words. Decode may read 16 bytes from any word on and from the end of the words, and its symbols are always such. n:

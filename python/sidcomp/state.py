@@ -103,8 +103,8 @@ class State:
                     density) are further keyword arguments; each may be a Schedule. None: "topk" with
                     density=0.084, values="log4" and indices="packed" unless you give others; these preserved
                     accuracy best at 1/40 of the bytes (docs/accuracy.md). For a sparse codec, ratio=R may
-                    take the place of density: a payload then has at most 1 / R of float32's bytes, whatever
-                    values and indices are. If you name nothing and give Adam
+                    take the place of density, or of bits: a payload then has at most 1 / R of float32's
+                    bytes, whatever values and indices are. If you name nothing and give Adam
                     to `follow`, it is "int4": see `accuracy`.
     memory          [None] a name in `sidcomp.memories()`; its parameters, too, are further keyword arguments.
                     None: the codec's own, for "auto" and most codecs "residual". A lossless codec uses none,

@@ -22,6 +22,7 @@
     X(rans)                                                                                                            \
     X(special)                                                                                                         \
     X(moments)                                                                                                         \
+    X(deadzone_full)                                                                                                   \
     X(cuda_absent)                                                                                                     \
     X(round_trip)                                                                                                      \
     X(settings)                                                                                                        \

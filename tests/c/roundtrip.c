@@ -87,7 +87,7 @@ static void steps(const sid_config *c, cut how, int kind, uint32_t world) {
         max += largest(grad, c->n);
         max = largest(sent, c->n) > max ? largest(sent, c->n) : max; /* such as a sign's magnitude */
         /* elements are sent as they are, or not at all */
-        const uint32_t forms = SID_FLAG_LOG8 | SID_FLAG_LOG4 | SID_FLAG_LOG2 | SID_FLAG_MEAN;
+        const uint32_t forms = SID_FLAG_LOG8 | SID_FLAG_LOG4 | SID_FLAG_LOG2 | SID_FLAG_MEAN | SID_FLAG_LEVELS;
         const uint32_t changed = ((sid_header *)(void *)g.payload.p)->flags & forms;
         const int whole = (traits & (SID_LINEAR | SID_SPARSE)) && !(traits & SID_SEVERAL_REDUCTIONS) && !changed;
         for (uint64_t i = 0; i < c->n; i++) {

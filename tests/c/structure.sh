@@ -30,8 +30,8 @@ only csrc/plan.h -- sidcomp.h wire.h
 only csrc/isa/simd.h -- '\.\./(bits|rans|rng|sidcomp|sums).h'
 only csrc/isa/simd.c -- '\.\./special.h' simd.h '[a-z]+\.inc\.h'
 only csrc/isa/*.inc.h --
-only csrc/codec.h -- '(bits|isa/simd|plan|rng|sums).h'
-only csrc/codec/*.[ch] -- '\.\./(codec|special).h' '[a-z_]+\.h'
+only csrc/codec.h -- '(bits|isa/simd|plan|rans|rng|sums).h'
+only csrc/codec/*.[ch] -- '\.\./(codec|sound|special).h' '[a-z_]+\.h'
 only csrc/memory/*.c -- '\.\./codec.h'
 only csrc/checksum.h csrc/core.h csrc/sound.h csrc/vectors.h -- codec.h
 only csrc/registry.c -- core.h exchange/exchange.h '(codecs|exchanges|memories).def'

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from sidcomp import core as _core
 from sidcomp.config import schedule
-from sidcomp.config.ratio import density_of
+from sidcomp.config.ratio import amount_of
 from sidcomp.config.schedule import Schedule, Setting
 from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ParameterError, UnsupportedError
@@ -59,6 +59,12 @@ class Codec:
     def lossless(self) -> bool:
         """It leaves no residual, so it takes no memory except one that holds the momentum."""
         return "lossless" in self.traits
+
+    @property
+    def amount(self) -> Parameter | None:
+        """The parameter that says how much is sent, which `ratio` may stand for."""
+        has = (p for p in self.parameters if p.name == "density" or (p.name == "bits" and p.kind == "real"))
+        return next(has, None)
 
     @property
     def whole(self) -> bool:
@@ -136,11 +142,11 @@ def find_exchange(name: str) -> Codec:
 def resolve(codec: str, memory: str | None, settings: dict[str, V]) -> tuple[Codec, Codec, dict[str, V]]:
     """Checks names and parameters against the tables, and returns codec, memory and parameters. memory=None
     is the codec's own. A lossless codec takes memory "none" in place of one that only keeps a residual.
-    `ratio` stands for the density of a sparse codec. Raises ParameterError."""
+    `ratio` stands for the codec's `amount`. Raises ParameterError."""
     c: Codec = find_codec(codec)
     m: Codec = find_memory(c.memory if memory is None else memory)
-    if "ratio" in settings and any(p.name == "density" for p in c.parameters):
-        settings = _with_density(c, m, settings)
+    if "ratio" in settings and c.amount:
+        settings = _with_amount(c, m, c.amount, settings)
     known = {p.name for p in (*c.parameters, *m.parameters)}
     unknown = sorted(set(settings) - known)
     if unknown:
@@ -161,15 +167,19 @@ def resolve(codec: str, memory: str | None, settings: dict[str, V]) -> tuple[Cod
     return c, m, settings
 
 
-def _with_density(codec: Codec, memory: Codec, settings: dict[str, V]) -> dict[str, V]:
+def _with_amount(codec: Codec, memory: Codec, amount: Parameter, settings: dict[str, V]) -> dict[str, V]:
     others = {name: value for name, value in settings.items() if name != "ratio"}
-    if "density" in others:
-        raise ParameterError("density and ratio: give one of them; the other follows")
+    if amount.name in others:
+        raise ParameterError(f"{amount.name} and ratio: give one of them; the other follows")
     if changing := [name for name, value in settings.items() if isinstance(value, Schedule)]:
-        raise ParameterError(f"ratio needs fixed parameters, and {changing[0]} is a Schedule: give density")
+        raise ParameterError(
+            f"ratio needs fixed parameters, and {changing[0]} is a Schedule: give {amount.name}"
+        )
     known = {p.name for p in (*codec.parameters, *memory.parameters)}
     fixed = {name: value for name, value in others.items() if name in known}
-    return {**others, "density": density_of(codec.name, memory.name, settings["ratio"], fixed)}
+    ratio, name = settings["ratio"], amount.name
+    found = amount_of(codec.name, memory.name, ratio, fixed, name, amount.min, amount.max)
+    return {**others, name: found}
 
 
 def check_ranks(plan: "_core.Plan", world: int) -> None:

@@ -444,12 +444,13 @@ def _candidates(
         if codec.lossless:
             raise ArgumentError(f"candidates: leave {name!r} out; uncompressed is always among the choices")
         known = {p.name for p in (*codec.parameters, *find_memory(memory).parameters)}
-        known |= {"ratio"} & set(parameters) if "density" in known else set()
+        known |= {"ratio"} & set(parameters) if codec.amount else set()
         common = {k: v for k, v in parameters.items() if k in known}
         taken |= set(common)
-        if "ratio" in common and "density" in own:  # either says how much is sent
+        amount = codec.amount.name if codec.amount else ""
+        if "ratio" in common and amount in own:  # either says how much is sent
             weaker = common if given else own
-            weaker.pop("ratio" if given else "density")
+            weaker.pop("ratio" if given else amount)
         found.append(Candidate(*resolve(name, memory, {**common, **own} if given else {**own, **common})))
     if unknown := sorted(set(parameters) - taken):
         names = ", ".join(w.codec.name for w in found)

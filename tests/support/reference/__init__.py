@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from reference.codec import *
+from reference.deadzone import *
 from reference.formats import *
 from reference.formats import _32, _pad
 from reference.lossless import *
@@ -72,6 +73,7 @@ CODECS: dict[str, Callable[..., Any]] = {
     "terngrad": terngrad,
     "terngrad-shared": terngrad_shared,
     "redsync": RedSync,
+    "deadzone": Deadzone,
     "signsgd": lambda *a: Signs(*a, values="magnitude"),
     "efsignsgd": lambda *a: Signs(*a, values="mean"),
     "onebit": lambda *a: Signs(*a, values="means"),

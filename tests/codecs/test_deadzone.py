@@ -1,0 +1,311 @@
+"""deadzone: the table against its theory, fixed sizes, the error against topk and int2, forged payloads."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import reference as ref
+import sidcomp
+from buffers import Rank, Vector, reference_group
+from reference import Array, Step
+from reference.deadzone import BEST, best_at
+from scipy.optimize import brentq, minimize_scalar
+from sidcomp import _core
+from test_codecs import ISAS
+
+LARGE = 1 << 20
+
+
+def coded(x: Array, bits: float, memory: str = "none", isa: str = "auto") -> tuple[Array, Rank, bytes]:
+    rank = Rank(_core.Plan("deadzone", memory, len(x), "float32", {"bits": bits}, isa))
+    payload = rank.encode(Vector(x), Step())
+    out = Vector(np.zeros_like(x))
+    rank.decode([payload], 1.0, out)
+    return out.read(), rank, payload
+
+
+def drawn(kind: str, n: int, seed: int = 1) -> Array:
+    rng = np.random.default_rng(seed)
+    draw = {
+        "laplace": lambda: rng.laplace(0, 1, n),
+        "normal": lambda: rng.normal(0, 1, n),
+        "heavy": lambda: rng.standard_t(3, n),
+        "uneven": lambda: rng.laplace(0, 1, n) * np.repeat(10.0 ** rng.uniform(-3, 0, -(-n // 500)), 500)[:n],
+        "equal": lambda: np.sign(rng.normal(0, 1, n)) * 0.5,
+        "few": lambda: rng.normal(0, 1, n) * (rng.random(n) < 0.001),
+        "one block": lambda: rng.normal(0, 1, n) * (np.arange(n) < n // 50),
+        "steps": lambda: np.round(rng.normal(0, 2, n)),
+        "zero": lambda: np.zeros(n),
+    }[kind]
+    return draw().astype(np.float32)
+
+
+KINDS = ["laplace", "normal", "heavy", "uneven", "equal", "few", "one block", "steps", "zero"]
+
+
+# ---- the table -----------------------------------------------------------------------------------------
+
+
+def levels_and_stream(bits: float) -> tuple[int, int]:
+    return 4 if bits < 1 else 5, 65536 if bits < 0.5 else 32768 if bits < 1 else 16384
+
+
+def bits_of(density: float, share: float, bits: float, digits: bool = False) -> float:
+    """Of an element: sign, level, what streams take, the slack. digits: by frequencies of 12 bits."""
+    levels, stream = levels_and_stream(bits)
+    level = [density * (1 - share) * share**i for i in range(levels - 1)] + [density * share ** (levels - 1)]
+    each = [1 - density, *(p / 2 for p in level for _ in (0, 1))]
+    expected = each
+    if digits:
+        expected = [max(1, math.floor(4096 * p + 0.5)) / 4096 for p in each[1:]]
+        expected = [1 - sum(expected), *expected]
+    every = -sum(p * math.log2(e) for p, e in zip(each, expected, strict=True) if p > 0)
+    return every * 513 / 512 + (16 + 256) / stream
+
+
+def error_of(density: float, share: float, bits: float) -> float:
+    """The squared error of Laplace elements, of one of variance 1."""
+    levels = levels_and_stream(bits)[0]
+    threshold, step = -math.log(density), -math.log(share)
+    dead = 2 - density * (threshold**2 + 2 * threshold + 2)
+    within = 1 - step**2 * share / (1 - share) ** 2  # the variance in a level; beyond the last edge it is 1
+    top = share ** (levels - 1)
+    return (dead + density * ((1 - top) * within + top)) / 2
+
+
+LEAST_SHARE = 0.05
+
+
+@pytest.mark.parametrize("row", range(len(BEST)))
+def test_the_table_has_the_least_error(row: int) -> None:
+    """Of all densities, with the share that makes up the bits, from LEAST_SHARE on."""
+    bits = (row + 2) / 20
+
+    def share_of(density: float) -> float:
+        def over(share: float) -> float:
+            return bits_of(density, share, bits) - bits
+
+        if over(LEAST_SHARE) > 0:
+            return 0.0
+        most = minimize_scalar(lambda s: -over(s), bounds=(LEAST_SHARE, 0.9), method="bounded").x
+        return most if over(most) < 0 else float(brentq(over, LEAST_SHARE, most))
+
+    def error(density: float) -> float:
+        share = share_of(density)
+        return error_of(density, share, bits) if share else 1.0
+
+    density, share = BEST[row]
+    assert 0.998 * bits <= bits_of(density, share, bits, digits=True) <= bits * 1.0001
+    best = min((error(density * x), density * x) for x in np.linspace(0.85, 1.15, 301))
+    assert best[0] * 0.9999 <= error_of(density, share, bits) <= best[0] * 1.003
+    assert density == pytest.approx(best[1], rel=0.02)
+    assert share >= LEAST_SHARE and error(density * 0.93) > best[0] < error(density * 1.07)
+
+
+def test_what_the_least_share_costs() -> None:
+    """Laplace elements little; elements with heavier tails gain."""
+    for row, (density, share) in enumerate(BEST):
+        bits = (row + 2) / 20
+        if share > LEAST_SHARE:
+            continue
+        other = minimize_scalar(
+            lambda d, bits=bits: error_of(
+                d, float(brentq(lambda s: bits_of(d, s, bits) - bits, 1e-9, 0.3)), bits
+            ),
+            bounds=(density, brentq(lambda d, bits=bits: bits_of(d, 1e-9, bits) - bits, density, 0.3)),
+            method="bounded",
+        ).fun
+        assert other * 0.9999 <= error_of(density, share, bits) <= other * 1.005
+
+
+# ---- sizes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 9, 100, 4096, 16384, 65537, LARGE, 10_000_019])
+def test_the_size_is_that_of_the_page(n: int) -> None:
+    for bits in (0.1, 0.123, 0.5, 0.8, 0.999, 1.0, 1.7, 2.0):
+        plan = _core.Plan("deadzone", "none", n, "float32", {"bits": bits})
+        group = reference_group(plan, {"bits": bits})
+        assert (plan.payload_bytes, plan.k) == (group.codec.payload_bytes, group.codec.k)
+        if n >= LARGE:
+            assert 0.985 * bits <= plan.payload_bytes * 8 / n <= 1.01 * bits + 2000 / n
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [0.1, 0.3, 0.8, 1.0, 2.0])
+def test_all_find_room(kind: str, bits: float) -> None:
+    """Whatever the gradient is like; and little room is left where no value occurs twice."""
+    for n in (1, 7, 64, 1000, 40_000, LARGE):
+        _, rank, payload = coded(drawn(kind, n), bits)
+        assert rank.stats.count == rank.stats.found <= rank.plan.k
+        if kind in ("laplace", "normal", "heavy", "uneven") and n == LARGE:
+            assert rank.stats.count == rank.plan.k == round(best_at(bits)[0] * n)
+            assert len(payload.rstrip(b"\0")) > 0.98 * len(payload)
+
+
+@pytest.mark.parametrize("ratio", [16, 32, 40, 100, 300])
+def test_a_ratio_stands_for_bits(ratio: float) -> None:
+    chosen = sidcomp.State("deadzone", ratio=ratio).settings.candidates[0].parameters
+    plan = _core.Plan("deadzone", "residual", 10_000_000, "float32", chosen)
+    assert ratio * 0.999 <= 4 * plan.n / plan.payload_bytes <= ratio * 1.03
+    with pytest.raises(sidcomp.errors.ParameterError, match="bits and ratio: give one of them"):
+        sidcomp.State("deadzone", ratio=ratio, bits=1)
+
+
+# ---- error ---------------------------------------------------------------------------------------------
+
+
+def squared_error(codec: str, x: Array, chosen: dict[str, Any]) -> tuple[float, float]:
+    """Of its payload: bits an element, and the error in units of the squares of x."""
+    rank = Rank(_core.Plan(codec, "none", len(x), "float32", chosen))
+    out = Vector(np.zeros_like(x))
+    rank.decode([rank.encode(Vector(x), Step())], 1.0, out)
+    wide = x.astype(np.float64)
+    return rank.plan.payload_bytes * 8 / len(x), float(((out.read() - wide) ** 2).sum() / (wide**2).sum())
+
+
+@pytest.mark.parametrize("kind", ["laplace", "normal", "heavy"])
+@pytest.mark.parametrize("bits", [0.1, 0.3, 0.75, 1.0, 1.5, 2.0])
+def test_a_smaller_error_than_that_of_topk(kind: str, bits: float) -> None:
+    """In no more bytes."""
+    x = drawn(kind, LARGE)
+    size, own = squared_error("deadzone", x, {"bits": bits})
+    for values in ("log2", "log4"):
+        chosen = dict(
+            sidcomp.State("topk", ratio=32 / bits, values=values, indices="packed")
+            .settings.candidates[0]
+            .parameters
+        )
+        chosen["density"] *= 1.015  # of three digits, which may be cut off
+        other_size, other = squared_error("topk", x, chosen)
+        assert size <= other_size and own < other, (values, size, other_size, own, other)
+
+
+@pytest.mark.parametrize("kind", ["laplace", "normal", "heavy"])
+def test_a_smaller_error_than_that_of_int2(kind: str) -> None:
+    x = drawn(kind, LARGE)
+    size, own = squared_error("deadzone", x, {"bits": 2.0})
+    other_size, other = squared_error("int2", x, {})
+    assert size <= other_size and own < 0.95 * other, (size, other_size, own, other)
+
+
+def test_levels_are_centroids() -> None:
+    """The mean error of each level is 0."""
+    for kind in ("laplace", "heavy", "steps", "uneven"):
+        x = drawn(kind, 100_000)
+        out = coded(x, 1.2)[0].astype(np.float64)
+        levels = np.unique(np.abs(out[out != 0]))
+        assert 2 <= len(levels) <= 5
+        for level in levels:
+            of = np.abs(out) == level
+            assert np.abs(x[of]).astype(np.float64).mean() == pytest.approx(level, rel=1e-6)
+            assert np.array_equal(np.sign(x[of]), np.sign(out[of]))
+        assert ((x - out) ** 2).sum() == pytest.approx(
+            (x.astype(np.float64) ** 2).sum() - (out**2).sum(), rel=1e-5
+        )
+
+
+# ---- what is kept --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [0.2, 0.8, 2.0])
+def test_nothing_is_lost(kind: str, bits: float) -> None:
+    n = 70_000
+    rank = Rank(_core.Plan("deadzone", "residual", n, "float32", {"bits": bits}))
+    out, given, got = Vector(np.zeros(n, np.float32)), np.zeros(n), np.zeros(n)
+    for step in range(6):
+        x = drawn(kind, n, step)
+        rank.decode([rank.encode(Vector(x), Step(step=step))], 1.0, out)
+        given += x
+        got += out.read()
+        np.testing.assert_allclose(got + rank.residual()[0], given, atol=1e-5 * max(1, np.abs(given).max()))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_several_ranks(isa: str) -> None:
+    """One to nine payloads, whose streams are read four at a time, some of them of zeros alone."""
+    n = 100_000
+    plan = _core.Plan("deadzone", "none", n, "float32", {"bits": 0.8}, isa)
+    group = reference_group(plan, {"bits": 0.8})
+    rank, out = Rank(plan), Vector(np.zeros(n, np.float32))
+    payloads = [rank.encode(Vector(drawn(KINDS[r], n, r)), Step()) for r in range(len(KINDS))]
+    for count in range(1, len(payloads) + 1):
+        rank.decode(payloads[:count], 0.5, out)
+        want = group.decode(payloads[:count], 0.5)
+        assert (out.read().view(np.uint32) == want.view(np.uint32)).all()
+
+
+# ---- forged payloads -----------------------------------------------------------------------------------
+
+
+def test_forged_payloads() -> None:
+    n = 50_000
+    x = drawn("laplace", n)
+    x[32768:] = 0
+    plan = _core.Plan("deadzone", "none", n, "float32", {"bits": 0.8})
+    group = reference_group(plan, {"bits": 0.8})
+    good = Rank(plan).encode(Vector(x), Step())
+    codec = group.codec
+    (words, none) = struct.unpack_from("<2H", good, codec.counts_at)
+    assert words > 16 and none == 0 and codec.levels == 4
+    levels = struct.unpack_from("<4f", good, 64)
+    end = codec.words_at + 2 * words
+
+    def wrong(at: int, fmt: str, *values: Any, **changes: Any) -> bytes:
+        p = bytearray(good)
+        struct.pack_into("<" + fmt, p, at, *values)
+        return ref.with_header(bytes(p), False, **changes)
+
+    count = ref.header(good)["count"]
+    forged = {
+        "levels that descend": wrong(64, "4f", levels[1], levels[0], *levels[2:]),
+        "equal levels": wrong(64, "2f", levels[0], levels[0]),
+        "a negative level": wrong(64, "f", -levels[0]),
+        "a level of zero": wrong(64, "f", 0.0),
+        "an infinite level": wrong(76, "f", math.inf),
+        "NaN": wrong(76, "f", math.nan),
+        "a word less": wrong(codec.counts_at, "H", words - 1),
+        "a word more": wrong(codec.counts_at, "H", words + 1),
+        "no words": wrong(codec.counts_at, "H", 0),
+        "states alone": wrong(codec.counts_at, "H", 16),
+        "less than states": wrong(codec.counts_at, "H", 15),
+        "more words than there is room": wrong(codec.counts_at, "H", 65535),
+        "words in a stream of zeros": wrong(codec.counts_at + 2, "H", 16),
+        "a state below the least": wrong(codec.words_at, "I", 0xFFFF),
+        "another state": wrong(codec.words_at, "I", struct.unpack_from("<I", good, codec.words_at)[0] ^ 1),
+        "another word": wrong(end - 2, "H", struct.unpack_from("<H", good, end - 2)[0] ^ 1),
+        "a word past the end": wrong(end, "H", 1),
+        "the last byte": wrong(len(good) - 1, "B", 1),
+        "another count": wrong(64, "f", levels[0], count=count - 1),
+        "more than k": wrong(64, "f", levels[0], count=plan.k + 1),
+        "a scale": wrong(64, "f", levels[0], scale=1.0),
+        "a flag": wrong(64, "f", levels[0], flags=ref.LEVELLED | ref.LOG4),
+    }
+    # a stream of zeros that has words, and one with too many elements of the highest level
+    states, own = codec.coder.encode(np.zeros(n - 32768, np.int64))
+    zeros = bytearray(good)
+    struct.pack_into("<H", zeros, codec.counts_at + 2, 16 + len(own))
+    zeros[end : end + 32 + 2 * len(own)] = states.astype("<u4").tobytes() + own.astype("<u2").tobytes()
+    forged["words of zeros"] = ref.with_header(bytes(zeros), False)
+    high = np.zeros(32768, np.int64)
+    high[: codec.above(plan.k)[2] + 1] = 7
+    states, own = codec.coder.encode(high)
+    body = np.float32([0, 0, 0, 1]).tobytes() + struct.pack("<4H", 16 + len(own), 0, 0, 0)
+    body += states.astype("<u4").tobytes() + own.astype("<u2").tobytes()
+    body += bytes(len(good) - 64 - len(body))
+    forged["too many of a level"] = ref.with_header(good[:64] + body, False, count=int((high > 0).sum()))
+    out = Vector(np.zeros(n, np.float32))
+    Rank(plan).decode([ref.with_header(good, False)], 1.0, out)
+    for what, payload in forged.items():
+        assert len(payload) == len(good)
+        with pytest.raises(_core.CorruptPayloadError):
+            Rank(plan).decode([payload], 1.0, out)
+            pytest.fail(what)
+        with pytest.raises(ValueError):
+            codec.read(payload)
+            pytest.fail(what)
