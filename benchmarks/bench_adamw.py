@@ -6,7 +6,8 @@
 
 A row is what `examples/train.py` trains with the row's flags: the task "gpt" unless --task says otherwise.
 The ranks are processes that exchange through Gloo. Times are not measured here. With --save it adds to what
-benchmarks/results/adamw-TASK-WORLD.json holds already, and measures only what is missing there.
+benchmarks/results/adamw-TASK-WORLD.json holds already, and measures only what is missing there; --seeds 0
+measures nothing, and writes the table anew.
 """
 
 import argparse
@@ -116,7 +117,11 @@ def main(argv: list[str] | None = None) -> int:
         ways = {k: v for k, v in ways.items() if k == DENSE or k.startswith(starts)}
     name = f"adamw-{args.task}-{args.world}"
     kept = RESULTS / f"{name}.json"
-    found: dict[str, Any] = json.loads(kept.read_text())["found"] if args.save and kept.exists() else {}
+    record: dict[str, Any] = json.loads(kept.read_text()) if args.save and kept.exists() else {}
+    found = record.setdefault("found", {})
+    if record.setdefault("common", args.common) != args.common:
+        print(f"bench_adamw: {kept.name} has --common {record['common']!r}: give that", file=sys.stderr)
+        return 2
     for seed in map(str, range(args.seeds)):
         for label, way in ways.items():
             of = found.setdefault(label, {"flags": way, "ratio": 1.0, "loss": {}})
@@ -126,16 +131,19 @@ def main(argv: list[str] | None = None) -> int:
             one = measure(args.world, given)
             of["loss"][seed], of["ratio"], of["elements"] = one["loss"], one["ratio"], one["elements"]
             print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)
+            record["machine"] = machine()
             if args.save:
-                kept.write_text(compact_json.dumps({"found": found, "machine": machine()}))
-    task = TASKS[args.task]
+                kept.write_text(compact_json.dumps(record))
+    task, asked = TASKS[args.task], flags.parse("", ["--task", args.task, *shlex.split(args.common)])
     note = (
-        f"{task.title}, {int(found[DENSE]['elements']):,} parameters, {args.world} ranks, {task.steps} steps "
-        f"of {args.world} x {task.batch} x {getattr(task, 'TIME', 1)} bytes {args.common}; a row is a set of "
-        "flags of examples/train.py. Over dense: the mean of what each seed loses to dense with that seed."
+        f"{task.title}, {int(found[DENSE]['elements']):,} parameters, {args.world} ranks, {asked.steps} "
+        f"steps of {args.world} x {asked.batch} x {getattr(task, 'TIME', 1)} bytes (flags of all rows: "
+        f"{args.common or 'none'}); a row is a set of flags of examples/train.py. Over dense: the mean of "
+        "what each seed loses to dense with that seed."
     )
     report(name, "AdamW: loss by bytes", rows(found), note, None)
     if args.save:
+        kept.write_text(compact_json.dumps(record))
         table = ["| " + " | ".join(row) + " |" for row in ([*rows(found)[0]], *map(dict.values, rows(found)))]
         table.insert(1, "|---" * len(rows(found)[0]) + "|")
         (RESULTS / f"{name}.md").write_text("\n".join([*table, "", note, ""]))
