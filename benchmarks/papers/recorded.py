@@ -20,6 +20,12 @@ from tasks import TASKS
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
+def shapes(task: str) -> list[tuple[int, ...]]:
+    """Those of the parameters, in the order of `recorded`."""
+    data = TASKS[task](0, 1, TASKS[task].batch, torch.device("cpu"))
+    return [tuple(p.shape) for p in reversed(list(data.model().parameters()))]
+
+
 def recorded(task: str, steps: Sequence[int], world: int = 1) -> Iterator[tuple[int, list[Array]]]:
     """(step, the gradient of each rank as one vector) at each of `steps`; the parameters last to first, as
     DDP has them."""
