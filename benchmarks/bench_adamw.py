@@ -127,7 +127,15 @@ def main(argv: list[str] | None = None) -> int:
             of = found.setdefault(label, {"flags": way, "ratio": 1.0, "loss": {}})
             if of["flags"] == way and seed in of["loss"]:
                 continue
-            given = ["--task", args.task, "--seed", seed, *shlex.split(args.common), *shlex.split(way)]
+            given = [
+                "--task",
+                args.task,
+                "--no-autocast",
+                "--seed",
+                seed,
+                *shlex.split(args.common),
+                *shlex.split(way),
+            ]
             one = measure(args.world, given)
             of["loss"][seed], of["ratio"], of["elements"] = one["loss"], one["ratio"], one["elements"]
             print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import sidcomp
+import torch
 from sidcomp.config import presets
 from tasks import TASKS
 
@@ -39,6 +40,12 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         "--adamw",
         action=argparse.BooleanOptionalAction,
         help="AdamW in place of SGD; the task's unless given, and with --adamw also give --lr",
+    )
+    add(
+        "--autocast",
+        action=argparse.BooleanOptionalAction,
+        help="forward and backward pass in bfloat16, of all runs; unless given, of the transformer where the "
+        "processor computes in bfloat16",
     )
     add("--seed", type=int, help="of the weights, and of codecs that draw random numbers; 0 unless given")
     add = p.add_argument_group("how it is compressed").add_argument
@@ -166,6 +173,8 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     for key in ("steps", "batch", "lr", "momentum", "adamw"):
         if getattr(args, key) is None:
             setattr(args, key, getattr(TASKS[args.task], key))
+    if args.autocast is None:
+        args.autocast = args.task == "gpt" and _computes_in_bfloat16(args.device)
     for text in [*args.param, *([] if args.density is None else [f"density={args.density}"])]:
         name, equals, value = text.partition("=")
         if not equals:
@@ -179,6 +188,14 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         args.clip = 1.0
     args.exclude = [_number(rule) for rule in args.exclude]
     return args
+
+
+def _computes_in_bfloat16(device: str) -> bool:
+    """Whether a product of bfloat16 matrices is faster there than one of float32."""
+    if device == "cuda":
+        return torch.cuda.get_device_capability() >= (8, 0)
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # older torch: not known
+    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def _number(text: str | int) -> int | float | str:

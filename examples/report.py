@@ -143,7 +143,8 @@ def remarks(
     """The table in words. Every number is of this run; what was computed and not measured says so."""
     apart = task.apart(dense["metric"], ours["metric"])
     notes = [
-        f"{task.data}; {args.steps} steps, {world} ranks, seed {args.seed}; {machine()}.",
+        f"{task.data}; {args.steps} steps, {world} ranks, seed {args.seed}; "
+        f"{'forward and backward in bfloat16; ' if args.autocast else ''}{machine()}.",
         f"{task.metric} ({task.unit}): {ours['name']} ends {apart} from plain DDP.",
         *([] if found else [f"{ours['name']} was still measuring: it needs more steps than these."]),
         args.network,

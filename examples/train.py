@@ -166,7 +166,8 @@ class Trainer:
         rate = self.args.lr * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * done))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss, self.carry = self.task.loss(self.model, step, self.carry)
+        with torch.autocast(self.task.device.type, torch.bfloat16, enabled=self.args.autocast):
+            loss, self.carry = self.task.loss(self.model, step, self.carry)
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)

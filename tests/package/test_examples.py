@@ -94,6 +94,22 @@ def test_the_simulated_ranks_train_the_same(digits: tuple[str, Path]) -> None:
     )  # but for the first step's bucket
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_the_transformer_trains_in_bfloat16_where_that_is_native(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    sys.path.insert(0, str(EXAMPLES))
+    flags: Any = importlib.import_module("flags")
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: native, raising=False)
+    assert flags.parse("", []).autocast is native
+    assert flags.parse("", ["--task", "lm"]).autocast is False
+    assert flags.parse("", ["--no-autocast"]).autocast is False
+    assert flags.parse("", ["--task", "lm", "--autocast"]).autocast is True
+
+
 def test_train_starts_both_from_the_same_weights_and_batches(digits: tuple[str, Path]) -> None:
     alone, dense, ours = json.loads((digits[1] / "table.json").read_text())["runs"]
     assert alone["losses"][0] == dense["losses"][0] == ours["losses"][0]
