@@ -202,7 +202,7 @@ sass: ## registers, occupancy, instructions and bytes per element of the CUDA ke
 gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network (PART=1 to 4)
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
 gpu-rehearsal: env ## the four parts of gpu-check without a GPU: in small, on the CPU emulation, which it builds (PART=1 to 4)
-	cd tests/cuda && $(PYTHON) -c 'import test_emulated; test_emulated.build()'
+	PYTHONPATH=tests/cuda $(PYTHON) -c 'import test_emulated; test_emulated.build()'
 	for part in $(or $(PART),1 2 3 4); do \
 	    $(PYTHON) benchmarks/gpu_check.py --part $$part --rehearse build/emulated --out build/rehearsal $(ARGS) || exit 1; done
 

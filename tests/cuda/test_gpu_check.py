@@ -211,11 +211,11 @@ def test_a_rehearsal_that_is_killed_in_every_part(tmp_path: Path) -> None:
         seen = logs(), journal.stat().st_size if journal.exists() else 0
         time.sleep(2)
         assert seen == (logs(), journal.stat().st_size if journal.exists() else 0), "a process lives on"
-        assert set(names) <= set(middle) or len(logs()) == 1, "the part in which it was has left something"
+        assert set(names) & set(middle) or len(logs()) == 1, "the part in which it was has left nothing"
         if part > 1 and logs():
             (lost,) = (name.removeprefix("gpu-check-").removesuffix(".log") for name in logs())
             rehearse(tmp_path, "bytes")
-            assert set(kept()["killed"]) == {lost} and not logs()
+            assert set(kept().get("killed", {})) == {lost} - {"bytes"} and not logs()
         said = rehearse(tmp_path, part)
         after = kept()
         others = {k: v for k, v in middle.items() if k not in (*names, "bytes", "killed")}
