@@ -57,6 +57,13 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
     (void)report_dev, (void)device, (void)stream;
     return NO_CUDA(err);
 }
+sid_status sid_cuda_exchange_meanwhile(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev,
+                                       uint32_t n_seg, void *state, void *work, const sid_step *step, void *wire,
+                                       void *stats_dev, void *report_dev, int device, void *stream, sid_error *err) {
+    (void)x, (void)round, (void)segs_dev, (void)n_seg, (void)state, (void)work, (void)step, (void)wire;
+    (void)stats_dev, (void)report_dev, (void)device, (void)stream;
+    return NO_CUDA(err);
+}
 sid_status sid_cuda_exchange_settle(const sid_exchange *x, void *state, void *work, void *wire, int device,
                                     void *stream, sid_error *err) {
     (void)x, (void)state, (void)work, (void)wire, (void)device, (void)stream;

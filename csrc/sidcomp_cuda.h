@@ -58,6 +58,14 @@ sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_er
 sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
                                      void *state, void *work, const sid_step *step, void *wire, void *stats_dev,
                                      void *report_dev, int device, void *stream, sid_error *err);
+/* Or'ed to the device of sid_cuda_exchange_advance, in every round of a step: the caller also calls the next function. */
+#define SID_CUDA_BESIDE (1 << 17)
+/* As sid_exchange_meanwhile: enqueues, after advance(round), what can be done while the messages of `round` travel; everything
+ * else is as for advance. Without SID_CUDA_BESIDE, advance(0) enqueues all of it. For an exchange that has nothing to do
+ * meanwhile (sid_exchange_has_meanwhile) it enqueues nothing. */
+sid_status sid_cuda_exchange_meanwhile(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev,
+                                       uint32_t n_seg, void *state, void *work, const sid_step *step, void *wire,
+                                       void *stats_dev, void *report_dev, int device, void *stream, sid_error *err);
 /* As sid_cuda_settle, _unsend and _checksum, between the steps of an exchange. The first two are for exchanges whose state is
  * that of one plan (sid_exchange_share: a single part, of all elements). */
 sid_status sid_cuda_exchange_settle(const sid_exchange *x, void *state, void *work, void *wire, int device,

@@ -191,6 +191,9 @@ typedef struct sid_hop {
     uint32_t phase; /* of random bits */
     uint32_t votes; /* what comes in carries so many, own bits stand for one; 0: it replaces them */
 } sid_hop;
+/* Of local signs those that are needed in round i of the first ring for the first time: elements [from, to). Returns how many
+ * such rounds there are. */
+uint32_t sid_signs_of(const sid_exchange *x, uint32_t i, uint64_t *from, uint64_t *to);
 
 /* Two-shot. In wire, each a payload's length apart: from 0 on, what goes to the other ranks; what all ranks have for our
  * slice; the means. In state: from 0 on, the parts of our own slices; then what is kept for all ranks. */

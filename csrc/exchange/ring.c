@@ -280,19 +280,27 @@ static void begin_signs(sid_exchange_step *t) {
     sid_blame(t, bad, x->rank);
 }
 
+uint32_t sid_signs_of(const sid_exchange *x, uint32_t i, uint64_t *from, uint64_t *to) {
+    const ring k = leading(x);
+    const range r = slice_at(&k, i);
+    const uint64_t first = UNIT * r.from, end = UNIT * (r.from + r.len);
+    *from = first < x->n ? first : x->n;
+    *to = end < x->n ? end : x->n;
+    return k.size;
+}
+
 /* Those of the leading ring's first `slices` slices, in the order in which they are merged. */
 static void take_signs(sid_exchange_step *t, uint32_t slices) {
-    const ring k = leading(t->x);
-    const uint64_t n = t->x->n;
+    const uint32_t all = leading(t->x).size;
     signing *s = signing_of(t);
-    if (slices > k.size) slices = k.size;
+    if (slices > all) slices = all;
     if (!(sid_fault_of(t)->encoded & SID_OWN) || s->slices >= slices) return;
     for (; s->slices < slices; s->slices++) {
-        const range r = slice_at(&k, s->slices);
-        const uint64_t from = UNIT * r.from, to = UNIT * (r.from + r.len);
-        sid_take_range(&s->ranges, t->seg, from < n ? from : n, to < n ? to : n);
+        uint64_t from, to;
+        sid_signs_of(t->x, s->slices, &from, &to);
+        sid_take_range(&s->ranges, t->seg, from, to);
     }
-    if (slices == k.size && sid_end_ranges(&s->ranges)) sid_fault_of(t)->flags |= SID_FRAME_NONFINITE;
+    if (slices == all && sid_end_ranges(&s->ranges)) sid_fault_of(t)->flags |= SID_FRAME_NONFINITE;
 }
 
 static sid_status advance(sid_exchange_step *t, uint32_t round) {

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
     sid_follow();
     __shared__ typename Codec::shared shared;
     sid_portion share = {0, blockIdx.x, gridDim.x};
-    if constexpr (Codec::SEVERAL)
+    if constexpr (Codec::SEVERAL && Memory::VECTORS <= SID_SEVERAL_VECTORS)
         if (several.count) {
             share = sid_portion_of(several);
             g.before += share.slice * g.n;
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
 
 /* The first pass of a call, and further ones. */
 template <class Codec> sid_status sid_pass_tiles(const sid_cuda_encoding &c, const Codec &codec) {
-    const uint64_t grid = sid_blocks(c.to, c.several, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
+    const uint64_t grid = sid_blocks(c.to, c.several, sid_chunks(c.group.n), SID_TILE_BLOCKS);
     return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "pass", sid_tile_kernel<decltype(memory), Codec, false>, grid, SID_BLOCK, 0, c.group,
                           c.scratch, c.state, sid_vectors_of(c), memory, codec, c.several);

@@ -363,12 +363,15 @@ template <value OF, bool DRAWS> sid_status encode(sid_cuda_encoding &c) {
     const forms f = forms_of(p, OF, DRAWS);
     sid_ending e = sid_ending_of(c);
     if (DRAWS) e.draw.salt = e.head.salt = sid_salt(c.step.seed, SID_COMMON);
-    coder k = {c.payload, carve(p, &c.work, OF), sid_tiles(p->n)};
-    sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
-    if (s) return s;
-    if constexpr (OF == FIXED)
-        s = sid_pass_tiles(c, signs<false>{k});
-    else if constexpr (OF == DRAWN) {
+    coder k = {c.payload + c.from / 8, carve(p, &c.work, OF), sid_tiles(p->n)};
+    const bool all = c.part == SID_ENCODE;
+    sid_status s = SID_OK;
+    if (all || c.part == SID_OPEN) s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
+    if (s || c.part == SID_OPEN) return s;
+    if constexpr (OF == FIXED) {
+        if (c.part != SID_CLOSE) s = sid_pass_tiles(c, signs<false>{k});
+        if (s || c.part == SID_RANGE) return s;
+    } else if constexpr (OF == DRAWN) {
         s = sid_pass_tiles(c, measure{{k, e.draw}});
         if (s || c.settles) return s;
         s = sid_launch(c.to, "norm", sid_sign_norm_kernel, sid_blocks_to_end(c), SID_SUMS, 0, c.scratch,

@@ -220,7 +220,7 @@ uint64_t sid_several_work(const sid_plan *p, uint32_t count) {
     sid_scratch *scratch;
     double *norms;
     sid_carver rest;
-    if (!codec || !codec->several || wants_norm(p)) return 0;
+    if (!codec || !codec->several || p->memory->vectors > SID_SEVERAL_VECTORS) return 0;
     carve(p, codec, nullptr, &start, &norms, &scratch, &rest);
     return rest.at - sizeof *scratch + count * work_of_one(p, codec);
 }
@@ -350,8 +350,13 @@ sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work) {
     if (c.several.count) c.several.work = work_of_one(p, codec);
     if (c.settles) c.group.n_seg = 1;                                   /* of zeros */
     if (c.reduction) return c.step.world > 1 ? codec->next(c) : SID_OK; /* the encode has done them all */
-    if (c.step.origin) s = start_from(c);
+    if (c.step.origin && c.part <= SID_OPEN) s = start_from(c);
     if (s) return s;
+    if (c.part == SID_RANGE) {
+        c.group.before += c.from;
+        c.group.n = c.until - c.from;
+        c.group.after += p->n - c.until;
+    }
     const bool keeps = p->memory->vectors && p->memory->info.traits & SID_FEEDBACK;
     if (!c.settles || keeps) s = codec->encode(c);
     if (s || !c.settles) return s;

@@ -44,6 +44,9 @@ struct sid_several {
     uint32_t mine;                 /* this slice's payload */
     int64_t elsewhere;             /* lies so many bytes from its place in their row */
 };
+enum {
+    SID_SEVERAL_VECTORS = 1 /* of a memory, at most: with more, passes have no registers left for it */
+};
 /* Which slice a block is for, and which of its blocks it is. */
 struct sid_portion {
     uint32_t slice, block, blocks;
@@ -73,9 +76,19 @@ inline uint64_t sid_blocks(const sid_stream &to, const sid_several &k, uint64_t 
 }
 
 /* `clear` bytes from scratch on are zeroed at the start of a call: a codec takes what it wants zeroed first. */
+enum sid_encoding_part {
+    SID_ENCODE,
+    /* Of codecs whose tiles do not depend on each other (SID_SIGNS), as csrc/core.h's sid_ranges: */
+    SID_OPEN,  /* what comes before the pass */
+    SID_RANGE, /* the pass over elements from .. until, `from` a multiple of 256 */
+    SID_CLOSE  /* the header, without a sound checksum, and the state's */
+};
+
 struct sid_cuda_encoding {
     const sid_plan *plan;
-    bool settles; /* no step: the pass writes to the memory's vectors what the last one left, and that is all */
+    sid_encoding_part part;
+    uint64_t from, until; /* of SID_RANGE */
+    bool settles;         /* no step: the pass writes to the memory's vectors what the last one left, and that is all */
     sid_step step;
     uint32_t reduction; /* whose slice is written: 0 by encode, a later one by next */
     sid_group group;
@@ -173,7 +186,7 @@ struct sid_table {
     uint64_t before, after; /* so many other elements */
 };
 sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work);
-/* Work for `count` encodes in one call, in c.several; 0: the codec has no such call, or the memory wants a norm first. */
+/* Work for `count` encodes in one call, in c.several; 0: codec or memory have no such call. */
 uint64_t sid_several_work(const sid_plan *p, uint32_t count);
 sid_status sid_enqueue(sid_cuda_decoding &c, const sid_table &t, void *work);
 

@@ -18,6 +18,7 @@ inline sid_vectors sid_vectors_of(const sid_plan *p, sid_state *s) {
 /* For the first pass of an encode. */
 inline sid_vectors sid_vectors_of(const sid_cuda_encoding &c) {
     sid_vectors v = sid_vectors_of(c.plan, c.state);
+    if (v.first) v.first += c.from;
     v.origin = c.step.origin / (int64_t)sizeof(float);
     return v;
 }

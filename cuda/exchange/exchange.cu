@@ -199,13 +199,13 @@ sid_status sid_cuda_exchange_work(const sid_exchange *x, uint64_t *bytes, sid_er
     return s;
 }
 
-sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
-                                     void *state, void *work, const sid_step *step, void *wire, void *stats_dev,
-                                     void *report_dev, int device, void *stream, sid_error *err) {
-    const sid_cuda_exchange *kind;
-    sid_device_scope scope;
+/* A step from the arguments of a call, which are checked; the device is entered. */
+static sid_status step_of(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
+                          void *state, void *work, const sid_step *step, void *wire, void *stats_dev, void *report_dev,
+                          int device, void *stream, sid_device_scope *scope, const sid_cuda_exchange **kind,
+                          sid_cuda_exchange_step *t, sid_error *err) {
     if (err) err->text[0] = 0;
-    sid_status status = kernels_of(x, &kind, err);
+    sid_status status = kernels_of(x, kind, err);
     if (status) return status;
     if (!step || round > x->sizes.rounds || step->rank != x->rank || step->world != x->world ||
         step->group >> SID_SUBGROUPS)
@@ -223,17 +223,28 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
         return sid_fail(err, SID_E_ARG, "report is NULL, or does not start at a multiple of 4 bytes");
     if ((uintptr_t)stats_dev % 8) return sid_fail(err, SID_E_ARG, "stats must start at a multiple of 8 bytes");
     if (device < 0) return sid_fail(err, SID_E_ARG, "device is %d: give the number of a GPU, from 0 on", device);
-    sid_cuda_exchange_step t = {x,
-                                {segs_dev, n_seg, x->dtype, 0, 0},
-                                (uint8_t *)state,
-                                (uint8_t *)wire,
-                                (uint8_t *)work + SID_EXCHANGE_HEAD,
-                                (sid_exchange_head *)work,
-                                *step,
-                                (sid_stats *)stats_dev,
-                                (sid_cuda_report *)report_dev,
-                                {(cudaStream_t)stream, 0, err}};
-    status = scope.enter(device, &t.to);
+    *t = {x,
+          {segs_dev, n_seg, x->dtype, 0, 0},
+          (uint8_t *)state,
+          (uint8_t *)wire,
+          (uint8_t *)work + SID_EXCHANGE_HEAD,
+          (sid_exchange_head *)work,
+          *step,
+          (sid_stats *)stats_dev,
+          (sid_cuda_report *)report_dev,
+          {(cudaStream_t)stream, 0, err},
+          (device & SID_CUDA_BESIDE) != 0 && (*kind)->meanwhile};
+    return scope->enter(device & ~SID_CUDA_BESIDE, &t->to);
+}
+
+sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev, uint32_t n_seg,
+                                     void *state, void *work, const sid_step *step, void *wire, void *stats_dev,
+                                     void *report_dev, int device, void *stream, sid_error *err) {
+    const sid_cuda_exchange *kind;
+    sid_device_scope scope;
+    sid_cuda_exchange_step t;
+    sid_status status = step_of(x, round, segs_dev, n_seg, state, work, step, wire, stats_dev, report_dev, device,
+                                stream, &scope, &kind, &t, err);
     if (status) return status;
     const uint64_t confirms = x->confirm_at;
     if (round <= x->rounds) status = kind->advance(t, round);
@@ -243,6 +254,17 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
         status = sid_launch(t.to, "confirmed", sid_confirmed_kernel, 1, SID_LANES, 0, sid_frames_of(t), confirms,
                             x->rounds, x->world);
     return status || round < x->sizes.rounds ? status : kind->finish(t);
+}
+
+sid_status sid_cuda_exchange_meanwhile(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev,
+                                       uint32_t n_seg, void *state, void *work, const sid_step *step, void *wire,
+                                       void *stats_dev, void *report_dev, int device, void *stream, sid_error *err) {
+    const sid_cuda_exchange *kind;
+    sid_device_scope scope;
+    sid_cuda_exchange_step t;
+    const sid_status status = step_of(x, round, segs_dev, n_seg, state, work, step, wire, stats_dev, report_dev,
+                                      device < 0 ? device : device | SID_CUDA_BESIDE, stream, &scope, &kind, &t, err);
+    return status || !t.beside || round >= x->rounds ? status : kind->meanwhile(t, round);
 }
 
 /* ---- between steps ------------------------------------------------------------------------------------------------- */

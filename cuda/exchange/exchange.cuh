@@ -35,6 +35,7 @@ struct sid_cuda_exchange_step {
     sid_stats *stats;        /* or NULL */
     sid_cuda_report *report; /* the caller's */
     sid_stream to;
+    bool beside; /* `meanwhile` is called in every round */
     const int32_t *gate() const { return &head->fault.status; }
 };
 
@@ -44,6 +45,8 @@ struct sid_cuda_exchange {
     sid_status (*advance)(sid_cuda_exchange_step &t, uint32_t round);           /* as of sid_exchange_kind */
     /* Writes the segments; or, after a fault, takes out of the memory what the step has put in. Tells the report. */
     sid_status (*finish)(sid_cuda_exchange_step &t);
+    /* As of sid_exchange_kind, where t.beside; else advance enqueues it all. */
+    sid_status (*meanwhile)(sid_cuda_exchange_step &t, uint32_t round) = nullptr;
 };
 const sid_cuda_exchange *sid_cuda_exchange_of(const sid_exchange_kind *k); /* exchange.cu; NULL: no kernels */
 

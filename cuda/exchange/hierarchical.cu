@@ -324,6 +324,7 @@ struct node_step {
         inner.step.group += at.group;
         inner.stats = nullptr;
         inner.report = &t.head->report;
+        inner.beside = t.beside && kind->meanwhile;
     }
 
     uint32_t each(uint64_t pieces) const { /* blocks of a frame */
@@ -436,6 +437,13 @@ sid_status advance(sid_cuda_exchange_step &t, uint32_t round) {
     return s;
 }
 
+sid_status meanwhile(sid_cuda_exchange_step &t, uint32_t round) {
+    node_step a(t);
+    const uint32_t first = a.at.local > 1;
+    if (!a.inner.beside || round < first || round - first >= a.in->rounds) return SID_OK;
+    return a.kind->meanwhile(a.inner, round - first);
+}
+
 sid_status finish(sid_cuda_exchange_step &t) {
     const node_step a(t);
     sid_group g;
@@ -452,5 +460,5 @@ sid_status finish(sid_cuda_exchange_step &t) {
 
 extern "C" {
 extern const sid_cuda_exchange sid_cuda_exchange_hierarchical;
-const sid_cuda_exchange sid_cuda_exchange_hierarchical = {work, advance, finish};
+const sid_cuda_exchange sid_cuda_exchange_hierarchical = {work, advance, finish, meanwhile};
 }

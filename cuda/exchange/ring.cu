@@ -5,6 +5,9 @@
  * and where the torus turns from rows to columns, whose slices are others, b or 2 b more. At the end n / 8 bytes are read
  * for the payload's checksum, and decoded as any.
  *
+ * Own signs are taken slice by slice while the messages travel, where the caller asks for that (SID_CUDA_BESIDE) and has the
+ * messages on another stream; else all of them before round 0. The bytes are the same.
+ *
  * A fault travels as on the CPU: in the flags of the frames. The host sees it in the report, when it looks there. Slices
  * are merged while their checksum is made: what was merged of a bad one is never used, since all ranks fail. */
 #include "exchange.cuh"
@@ -99,21 +102,27 @@ sid_status hop(const sid_stream &to, const sid_frames &s, const sid_hop &h) {
 
 /* ---- begin and end ------------------------------------------------------------------------------------------------ */
 
-/* After the encode, which leaves no header where the segment table is not the group's: to byte `end` the wire block is the
- * payload, and zero. */
-__global__ void __launch_bounds__(SID_LANES) sid_ring_begin_kernel(sid_frames s, uint64_t payload, uint64_t end) {
+/* After the encode or its first range: from byte `used`, where the signs end, to `end` the wire block is zero. `all`: the
+ * signs are all taken. */
+__global__ void __launch_bounds__(SID_LANES)
+    sid_ring_begin_kernel(sid_frames s, const sid_scratch *scratch, bool all, uint64_t used, uint64_t end) {
     sid_follow();
-    for (uint64_t i = payload + 4 * threadIdx.x; i < end; i += 4 * SID_LANES) *(uint32_t *)(void *)(s.wire + i) = 0;
+    for (uint64_t i = used + 4 * threadIdx.x; i < end; i += 4 * SID_LANES) *(uint32_t *)(void *)(s.wire + i) = 0;
     if (threadIdx.x) return;
-    const sid_header h = *(const sid_header *)(const void *)s.wire;
     sid_enter(*s.head, nullptr, 0);
     sid_fault &f = s.head->fault;
-    if (h.magic != SID_MAGIC) {
+    if (!scratch->ready) { /* the segment table is not the group's */
         sid_blame_rank(f, SID_E_ARG, s.rank);
         return;
     }
     f.encoded = SID_OWN;
-    if (h.flags & SID_FLAG_NONFINITE) f.flags |= SID_FRAME_NONFINITE;
+    if (all && scratch->nonfinite) f.flags |= SID_FRAME_NONFINITE;
+}
+/* After the last range. */
+__global__ void __launch_bounds__(SID_LANES)
+    sid_ring_signed_kernel(sid_exchange_head *head, const sid_scratch *scratch) {
+    sid_follow();
+    if (threadIdx.x == 0 && scratch->ready && scratch->nonfinite) head->fault.flags |= SID_FRAME_NONFINITE;
 }
 
 /* The merged bits are a payload again: their checksum; or, after a fault, they are none, and the report says why. */
@@ -142,6 +151,29 @@ __global__ void __launch_bounds__(SID_LANES) sid_ring_seal_kernel(sid_frames s, 
 
 sid_status work(const sid_exchange *x, uint64_t *bytes, sid_error *err) { return sid_cuda_work(x->plan, bytes, err); }
 
+/* i: which slice of the first ring, of SID_RANGE. */
+sid_status encode_part(const sid_cuda_exchange_step &t, sid_encoding_part part, uint32_t i, sid_cuda_encoding *c) {
+    *c = sid_encoding_of(t, t.x->plan, t.step, t.state, t.wire);
+    c->stats = t.stats;
+    c->part = part;
+    if (part == SID_RANGE) sid_signs_of(t.x, i, &c->from, &c->until);
+    return part == SID_RANGE && c->from == c->until && i ? SID_OK : sid_enqueue(*c, t.table, t.work);
+}
+
+/* Slice round + 1, while slice `round` of the first ring is on its way. */
+sid_status meanwhile(sid_cuda_exchange_step &t, uint32_t round) {
+    sid_cuda_encoding c;
+    uint64_t from, to;
+    const uint32_t slices = sid_signs_of(t.x, 0, &from, &to);
+    if (round + 1 >= slices) return SID_OK;
+    sid_status s = encode_part(t, SID_RANGE, round + 1, &c);
+    if (s || round + 2 < slices) return s;
+    s = encode_part(t, SID_CLOSE, 0, &c);
+    return s ? s
+             : sid_launch(t.to, "signed", sid_ring_signed_kernel, 1, SID_LANES, 0, t.head,
+                          (const sid_scratch *)c.scratch);
+}
+
 sid_status advance(sid_cuda_exchange_step &t, uint32_t round) {
     const sid_plan *p = t.x->plan;
     const sid_frames s = sid_frames_of(t);
@@ -149,12 +181,15 @@ sid_status advance(sid_cuda_exchange_step &t, uint32_t round) {
     sid_hop h = {};
     t.x->kind->hop(t.x, round, &h);
     if (!round) {
-        sid_cuda_encoding c = sid_encoding_of(t, p, t.step, t.state, t.wire);
-        c.stats = t.stats;
-        status = sid_enqueue(c, t.table, t.work);
+        sid_cuda_encoding c;
+        uint64_t none[2];
+        const bool all = !t.beside || sid_signs_of(t.x, 0, &none[0], &none[1]) < 2;
+        status = encode_part(t, all ? SID_ENCODE : SID_OPEN, 0, &c);
+        if (!status && !all) status = encode_part(t, SID_RANGE, 0, &c);
         if (!status)
-            status = sid_launch(t.to, "begin a ring", sid_ring_begin_kernel, 1, SID_LANES, 0, s, p->sizes.payload,
-                                h.out.frame);
+            status =
+                sid_launch(t.to, "begin a ring", sid_ring_begin_kernel, 1, SID_LANES, 0, s,
+                           (const sid_scratch *)c.scratch, all, SID_HEADER_BYTES + 4 * ((p->n + 31) / 32), h.out.frame);
     }
     return status ? status : hop(t.to, s, h);
 }
@@ -179,6 +214,6 @@ sid_status finish(sid_cuda_exchange_step &t) {
 
 extern "C" {
 extern const sid_cuda_exchange sid_cuda_exchange_ring1, sid_cuda_exchange_torus1;
-const sid_cuda_exchange sid_cuda_exchange_ring1 = {work, advance, finish};
-const sid_cuda_exchange sid_cuda_exchange_torus1 = {work, advance, finish};
+const sid_cuda_exchange sid_cuda_exchange_ring1 = {work, advance, finish, meanwhile};
+const sid_cuda_exchange sid_cuda_exchange_torus1 = {work, advance, finish, meanwhile};
 }

@@ -73,6 +73,14 @@ void advance(const Exchange &x, uint32_t round, const DeviceBuffers &b, const si
     });
 }
 
+void meanwhile(const Exchange &x, uint32_t round, const DeviceBuffers &b, const sid_step &step, Address stats,
+               Address report, Stream to) {
+    run([&](sid_error *err) {
+        return sid_cuda_exchange_meanwhile(x.get(), round, b.segs, b.n_seg, b.state, b.work, &step, b.payload,
+                                           pointer(stats), pointer(report), to.device, to.get(), err);
+    });
+}
+
 void settle(const Exchange &x, const DeviceBuffers &b, Stream to) {
     run([&](sid_error *err) {
         return sid_cuda_exchange_settle(x.get(), b.state, b.work, b.payload, to.device, to.get(), err);
@@ -145,6 +153,7 @@ void bind_cuda(py::module_ &m) {
     using py::arg;
     m.attr("cuda_built") = sid_cuda_built() != 0;
     m.attr("cuda_early") = SID_CUDA_EARLY;
+    m.attr("cuda_beside") = SID_CUDA_BESIDE;
 #ifdef SID_WITH_CUDA
     m.attr("cuda_archs") = SID_CUDA_ARCH;
 #else
@@ -187,6 +196,15 @@ void bind_cuda(py::module_ &m) {
            uint32_t group, float carry, int64_t origin, Address stats, Address report, int device, Address stream) {
             advance(x, round, buffers, {step, seed, group, x.rank, x.world, carry, origin}, stats, report,
                     {device, stream});
+        },
+        arg("round"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f,
+        arg("origin") = 0, arg("stats"), arg("report"), arg("device"), arg("stream"));
+    exchange.def(
+        "cuda_meanwhile",
+        [](const Exchange &x, uint32_t round, const DeviceBuffers &buffers, uint64_t step, uint64_t seed,
+           uint32_t group, float carry, int64_t origin, Address stats, Address report, int device, Address stream) {
+            meanwhile(x, round, buffers, {step, seed, group, x.rank, x.world, carry, origin}, stats, report,
+                      {device, stream});
         },
         arg("round"), arg("buffers"), py::kw_only(), arg("step"), arg("seed"), arg("group"), arg("carry") = 1.0f,
         arg("origin") = 0, arg("stats"), arg("report"), arg("device"), arg("stream"));

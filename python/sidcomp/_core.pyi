@@ -6,6 +6,7 @@ from typing import TypedDict, overload
 version: str
 cuda_built: bool
 cuda_early: int  # SID_CUDA_EARLY of sidcomp_cuda.h, to be or'ed to a device number
+cuda_beside: int  # SID_CUDA_BESIDE, likewise, of cuda_advance
 cuda_archs: str
 
 class SidcompError(Exception):
@@ -174,6 +175,21 @@ class Exchange:
         """Raises UnsupportedError if the exchange, codec or memory has no CUDA kernels."""
 
     def cuda_advance(
+        self,
+        round: int,
+        buffers: DeviceBuffers,
+        *,
+        step: int,
+        seed: int,
+        group: int,
+        carry: float = ...,
+        origin: int = ...,
+        stats: int,
+        report: int,
+        device: int,
+        stream: int,
+    ) -> None: ...
+    def cuda_meanwhile(  # where every cuda_advance of the step was given cuda_beside
         self,
         round: int,
         buffers: DeviceBuffers,

@@ -100,7 +100,8 @@ class DeviceTravelling(Travelling):
         self.calls.advance(round, self.on_device, self.at)
 
     def meanwhile(self, group: Travelling, round: int) -> None:
-        pass
+        if self.form.busy:
+            self.calls.meanwhile(round, self.on_device, self.at)
 
 
 class MessageExchanges(Exchanging):

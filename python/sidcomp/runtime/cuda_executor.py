@@ -61,6 +61,11 @@ class CudaCalls:
         """Enqueues what computes the bytes of `round` or, after the last round, the result."""
         raise NotImplementedError
 
+    def meanwhile(
+        self, round: int, buffers: _core.DeviceBuffers, at: Moment, carry: float = 1.0, origin: int = 0
+    ) -> None:
+        """Enqueues what can be computed while the messages of `round` travel."""
+
 
 class CudaCollectiveCalls(CudaCalls):
     def advance(
@@ -96,10 +101,21 @@ class CudaMessageCalls(CudaCalls):
     ) -> None:
         if round > self.form.plan.rounds:
             return  # a rank alone: the call before has done everything
+        # torch's messages travel on a stream of their own, so `meanwhile` is called, and overlaps them.
+        device = self.where["device"] | _core.cuda_beside
         self.form.plan.core.cuda_advance(
             round, buffers, carry=carry, origin=origin, stats=self.stats, report=self.report,
-            step=at.step, seed=at.seed, group=at.group, **self.where,
+            step=at.step, seed=at.seed, group=at.group, **{**self.where, "device": device},
         )  # fmt: skip
+
+    def meanwhile(
+        self, round: int, buffers: _core.DeviceBuffers, at: Moment, carry: float = 1.0, origin: int = 0
+    ) -> None:
+        if round < self.form.plan.rounds:
+            self.form.plan.core.cuda_meanwhile(
+                round, buffers, carry=carry, origin=origin, stats=self.stats, report=self.report,
+                step=at.step, seed=at.seed, group=at.group, **self.where,
+            )  # fmt: skip
 
 
 class CudaExecutor:
@@ -337,12 +353,19 @@ class CudaExecutor:
 
     # What a transport calls, in the thread that has started it: everything is enqueued.
 
+    def _now(self, group: Group) -> Moment:
+        exchange, step = self._exchange, self.step
+        return Moment(step.index, step.seed, group.index, exchange.rank, exchange.world)
+
     def meanwhile(self, group: Group, round: int) -> None:
-        pass
+        if group.form.busy:
+            r: Resident = group.resident
+            r.calls.meanwhile(
+                round, r.buffers[group.state.ptr], self._now(group), group.stage.carry, group.states.origin
+            )
 
     def advance(self, group: Group, round: int) -> None:
-        exchange, step = self._exchange, self.step
-        at = Moment(step.index, step.seed, group.index, exchange.rank, exchange.world)
+        step, at = self.step, self._now(group)
         r: Resident = group.resident
         kind = "encode" if round < group.form.rounds else "decode"
         with span(step.profiled, kind, group.index):
