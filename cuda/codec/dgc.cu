@@ -14,6 +14,7 @@ struct dgc {
     enum {
         PASS_BLOCKS = SID_PASS_BLOCKS
     };
+    typedef sid_crew crew;
     typedef sid_probing task;
     typedef sid_probe_unit unit;
     struct own {

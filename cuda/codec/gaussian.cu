@@ -25,6 +25,7 @@ struct gaussian {
     enum {
         PASS_BLOCKS = 3 /* for its three sums */
     };
+    typedef sid_crew crew;
     struct task : sid_probing {
         uint32_t fitted, exactly;
     };

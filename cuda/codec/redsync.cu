@@ -12,6 +12,7 @@ struct redsync {
     enum {
         PASS_BLOCKS = 3
     };
+    typedef sid_crew crew;
     struct task : sid_probing {
         uint32_t settled, key; /* key: of the threshold, once settled */
     };

@@ -39,6 +39,7 @@ sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const
     const bool wants_means = sid_body_of(p, needs.mean).width == 2;
     sid_list l = {};
     l.bins = c->take<uint32_t>(3 * SID_BINS);
+    l.counted = c->take<uint32_t>(needs.slots ? SID_COUNTED : 0);
     *clear = c->at - start;
     l.slots = slots_of(p);
     l.n = p->n;
@@ -49,7 +50,7 @@ sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const
     l.slot_value = c->take<float>(tiles * l.slots);
     l.slot_index = c->take<uint16_t>(tiles * l.slots);
     l.value = c->take<float>(p->room);
-    l.index = c->take<uint32_t>(p->room);
+    l.index = c->take<uint32_t>(needs.slots ? 0 : p->room);
     l.extra = c->take<float>(wants_means && needs.extra < p->cap ? p->cap : needs.extra);
     l.sums = c->take<double>(needs.sums * tiles);
     l.counts = c->take<uint32_t>(needs.counts * tiles);

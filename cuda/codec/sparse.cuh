@@ -11,6 +11,7 @@
  *     finish    8 d + 10 d    reads them, writes them as a list of 8 bytes; then, in L2 as a rule, 5 d a digit of a
  *               + 6 d         selection or a sum, 10 d twice to write a payload of 6 d; of packed indices and 4-bit values
  *                             each entry sets 2 to 4 bit fields of zeroed words, 4 bytes a field, in L2
+ *     or        5 d + 8 d     without a list (topk): the values once to find the key, both once to write the payload
  *     again     4 + 8 d       a pass over acc where the prediction failed, as in the first step
  *
  * The files, each standing on those before it:
@@ -18,14 +19,16 @@
  *     sparse_pass.cuh        the pass over the group
  *     sparse_select.cuh      selection, counts and sums by all blocks together
  *     sparse_candidates.cuh  what a pass has captured, as one list
- *     sparse_emit.cuh        the payload */
+ *     sparse_emit.cuh        the payload
+ *     sparse_slots.cuh       both for a codec that asks for the largest alone: without a list */
 #ifndef SID_SPARSE_CUH
 #define SID_SPARSE_CUH
 
-#include "sparse_emit.cuh"
+#include "sparse_slots.cuh"
 
 /* What a sparse codec is here, its file in csrc/codec/ over again:
  *     enum { PASS_BLOCKS }        on a multiprocessor: its registers
+ *     typedef crew                sid_crew, or sid_slot_crew
  *     struct task : sid_pass_task; struct own
  *     begin(task &, words, steps)   of the first pass, from the state's words, by one thread
  *     best()                      how many of the largest are never dropped
@@ -46,7 +49,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS) sid_finish_kerne
     SID_DYNAMIC_SHARED(uint4, memory);
     sid_finish_shared<Codec> &s = *(sid_finish_shared<Codec> *)(void *)memory;
     if (!f.scratch->ready) return;
-    sid_crew crew(f, s.crew);
+    typename Codec::crew crew(f, s.crew);
     if (threadIdx.x < 16) s.crew.codec[threadIdx.x] = f.state->codec[threadIdx.x];
     crew.lead([&] {
         s.crew.stages = 0;

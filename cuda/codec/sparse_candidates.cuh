@@ -169,6 +169,7 @@ struct sid_candidates : sid_selection {
                 sid_capture(f.list, tile, i, r.low, x, count, held);
             }
             if (sid_lane() == 0) f.list.held[tile] = held;
+            if constexpr (Codec::crew::COUNTS) sid_fill_quad(f.list, tile, held);
             codec.done(r, unit, f.list, tile);
         }
         passes++;

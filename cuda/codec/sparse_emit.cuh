@@ -6,6 +6,9 @@
 
 /* What a codec's finish() works with. */
 struct sid_crew : sid_candidates {
+    enum {
+        COUNTS = 0 /* the pass counts candidates by their keys */
+    };
     __device__ sid_crew(const sid_finishing &of, sid_crew_shared &shared) : sid_candidates(of, shared) {}
 
     /* sparse_emit_from and sparse_emit: settle what is sent, and the rule. */

@@ -23,6 +23,7 @@ struct sid_list {
     double *running;           /* SID_SUMS of each of SID_AT_ONCE sums, twice */
     unsigned long long *part;  /* a block's, twice */
     uint32_t *bins;            /* SID_BINS, three times, zeroed */
+    uint32_t *counted;         /* SID_COUNTED, zeroed: what the pass has counted, where it does */
 };
 
 /* What a codec takes of work beside candidates. */
@@ -31,6 +32,7 @@ struct sid_sparse_needs {
     uint64_t extra;        /* floats */
     bool mean;             /* values travel as their mean, and `extra` has room for them */
     bool drops;            /* what the mean leaves is dropped */
+    bool slots = false;    /* candidates stay in their tiles' slots: there is no list of them (sparse_slots.cuh) */
 };
 
 /* Where a sparse body's arrays lie (csrc/wire.h), in bytes from the payload's start. `form`, `packed`: header flags, of the
@@ -50,8 +52,9 @@ enum {
     SID_FINISH_CHUNKS = 4,      /* for a block, or more */
     SID_FINISH_MOST = 4 * 1024, /* blocks in all */
     SID_FINISH_SHARED = 14
-        << 10,      /* bytes of shared memory that a block takes, at most: benchmarks/sass.py counts on it */
-    SID_AT_ONCE = 4 /* sums */
+        << 10,              /* bytes of shared memory that a block takes, at most: benchmarks/sass.py counts on it */
+    SID_AT_ONCE = 4,        /* sums */
+    SID_COUNTED = SID_BLOCK /* ranges of keys that a pass counts, the last of them for all of its candidates */
 };
 
 /* Of the codec's parameters, those every sparse codec begins its table with. */

@@ -44,7 +44,7 @@ struct sid_crew_shared {
     uint32_t key, flags;
     bool all; /* no tie is left out: then the rule needs no cut */
     sid_levels levels;
-    uint64_t found;
+    uint64_t found, sent;
     float threshold;
     uint32_t stages;
 };
@@ -169,10 +169,21 @@ struct sid_selection {
         return {key, rank - p.rank, p.in};
     }
 
-    /* Calls f(x) for all values, each by one thread. */
+    /* Calls f(x) for all values, each by one thread: of several all loads go out before the first is used. */
     template <typename F> __device__ void each_value(const float *val, uint64_t n, const F &f) const {
-        for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < n; i += (uint64_t)gridDim.x * SID_BLOCK)
-            f(val[i]);
+        enum {
+            DEEP = 4
+        };
+        const uint64_t step = (uint64_t)gridDim.x * SID_BLOCK;
+#pragma unroll 1
+        for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < n; i += DEEP * step) {
+            float x[DEEP];
+#pragma unroll
+            for (uint32_t k = 0; k < DEEP; k++) x[k] = i + k * step < n ? val[i + k * step] : 0.0f;
+#pragma unroll
+            for (uint32_t k = 0; k < DEEP; k++)
+                if (i + k * step < n) f(x[k]);
+        }
     }
     __device__ sid_pick select_of(const float *val, uint64_t n, uint64_t rank) {
         return select_from([&](const auto &show) { each_value(val, n, [&](float x) { show(sid_key(x)); }); }, n, rank);

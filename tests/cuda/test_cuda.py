@@ -463,6 +463,44 @@ def test_encode_of_large_groups(codec: str, settings: dict[str, Any], n: int, ki
     run_steps(codec, settings, "residual", n + 77, "float32", "one", kinds)
 
 
+STEADY = (
+    ("even", 0.084, "log4", "packed"),
+    ("even", 0.001, "f16", "u16"),
+    ("clusters", 0.01, "log8", "packed"),
+    ("a half", 0.3, "f32", "packed"),
+    ("steps", 0.084, "log2", "packed"),
+    ("equal", 0.01, "f32", "u16"),
+    ("even", 0.9, "log4", "u16"),
+)
+
+
+@pytest.mark.parametrize("kind, density, values, indices", STEADY, ids=str)
+def test_encode_of_steps_alike(kind: str, density: float, values: str, indices: str) -> None:
+    """topk looks for the key where the last step predicts it, unless it is not there or too many are."""
+    n, rng = 40_001, np.random.default_rng(3)
+    settings = {"density": density, "values": values, "indices": indices}
+    for memory in ("residual", "none"):
+        device, host = pair("topk", settings, memory, n, "float32")
+        on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
+        scale = np.exp(1.5 * rng.normal(size=-(-n // 4096))).repeat(4096)[:n].astype(np.float32)
+        for step in range(4):
+            x = rng.laplace(size=n).astype(np.float32)
+            if kind == "clusters":
+                x *= scale
+            elif kind == "a half":
+                x[: n // 2] *= 1e-3
+            elif kind == "steps":
+                x = np.round(8 * x) / 8
+            elif kind == "equal":
+                x[:] = 0.5
+            on_device.write(x)
+            on_host.write(x)
+            at = Step(step=step, group=3, rank=1, world=3, seed=5)
+            want = host.encode(on_host, at)
+            assert device.encoded(on_device, at) == want
+            same_state(device, host)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codec", [c for c in CODECS if c in LINEAR])
 def test_every_half(codec: str, dtype: str) -> None:
