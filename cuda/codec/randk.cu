@@ -122,8 +122,15 @@ struct coder {
     uint8_t *payload;
 };
 
+/* Blocks of a multiprocessor that share its registers: all, or where shared memory holds fewer, those. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define PART_RESIDENT 2
+#else
+#define PART_RESIDENT PART_BLOCKS
+#endif
+
 template <class Memory>
-__global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
+__global__ void __launch_bounds__(SID_BLOCK, PART_RESIDENT)
     sid_randk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
                      coder o) {
     sid_follow();
