@@ -305,6 +305,17 @@ inline sid_payloads sid_payloads_of(const sid_cuda_decoding &c) {
     return {c.payloads, c.stride, c.plan->n, c.plan->sizes.payload, c.count, c.scale, sid_has_means(c)};
 }
 
+/* The same `bytes` of the payload after the r-th, up to a KiB, on their way to the L2 while those of the r-th are added, where
+ * no register has to hold them yet. By the whole warp. */
+__device__ inline void sid_fetch_next(const sid_payloads &p, uint32_t r, uint64_t from, uint32_t bytes) {
+#ifndef SID_EMULATE
+    const uint32_t mine = sid_lane() * 32; /* a sector each */
+    if (r + 1 < p.count && mine < bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(p[r + 1] + from + mine));
+#else
+    (void)p, (void)r, (void)from, (void)bytes;
+#endif
+}
+
 /* What is found out about each payload; zeroed. */
 struct sid_findings {
     unsigned long long *sum;

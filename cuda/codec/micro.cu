@@ -204,6 +204,7 @@ struct body {
             const uint8_t *const scales = p[r] + SID_HEADER_BYTES;
             const uint16_t *const codes = (const uint16_t *)(const void *)(p[r] + codes_at);
             const float group = f.two ? p.head(r).scale : 0.0f;
+            sid_fetch_next(p, r, codes_at + offset / 2, len / 2);
 #pragma unroll
             for (uint32_t d = 0; d < SID_ROWS; d++) {
                 if (sid_place(d) >= len) continue;

@@ -537,6 +537,7 @@ template <content CODES> struct body {
         for (uint32_t r = 0; r < p.count; r++) {
             const uint32_t *const codes = (const uint32_t *)(const void *)(p[r] + codes_at + offset + sid_place(0));
             const float scale = scale_of(p, r, offset, len);
+            sid_fetch_next(p, r, codes_at + offset, len);
             uint32_t w[SID_ROWS];
             if (len == SID_TILE)
 #pragma unroll
@@ -562,6 +563,7 @@ template <content CODES> struct body {
         for (uint32_t r = 0; r < p.count; r++) {
             const uint32_t *codes = (const uint32_t *)(const void *)(p[r] + from);
             const float scale = scale_of(p, r, offset, len);
+            sid_fetch_next(p, r, codes_at + offset / 8 * f.bits, len * f.bits / 8);
 #pragma unroll
             for (uint32_t first = 0; first < SID_ROWS; first += SID_ROWS / 2) {
                 uint32_t low[SID_ROWS / 2], high[SID_ROWS / 2];
@@ -592,6 +594,7 @@ template <content CODES> struct body {
 #pragma unroll 1
         for (uint32_t r = 0; r < p.count; r++) {
             const float scale = scale_of(p, r, offset, len);
+            sid_fetch_next(p, r, from, columns);
 #pragma unroll
             for (uint32_t d = 0; d < SID_ROWS; d++) {
                 const uint32_t i = sid_place(d), k = i * part >> 22;
