@@ -91,6 +91,7 @@ PASSES = (
     Pass(r"sid_sum_kernel", "checksum", QUAD, 4, HALVES),
     Pass(r"linear\.cu sid_look_kernel", "check", QUAD, 4, HALVES),
     Pass(r"sid_(dense_)?look_kernel", "check", r"LDG\.E\.64", 2),
+    Pass(r"quant\.cu sid_dense_decode_kernel<.*body<3>", "decode, each payload", r"LDG?\.E$", -TILE),
     Pass(r"quant\.cu sid_dense_decode_kernel", "decode, each payload", r"LDG\.E\.EF", -TILE),
     Pass(r"signs\.cu sid_dense_decode_kernel", "decode, each payload", r"LDG\.E\.EF", -TILE * PAYLOAD),
     Pass(r"sid_dense_decode_kernel", "decode, the rest", OUT, -TILE, r"ST\.E\.64", r"LDG\.E\.EF", must=OUT),
@@ -540,7 +541,7 @@ def short(name: str) -> str:
     """`void sid_pass_kernel<sid_memory1, (anonymous namespace)::linear>(...)` is
     `sid_pass_kernel<memory1, linear>`."""
     name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
-    name = re.sub(r"\(sid_rounding\)", "", name)
+    name = re.sub(r"\(\w+\)(?=\d)", "", name)  # which enum a number is of
     return re.sub(r"(?<=[<, ])sid_", "", name.split("(")[0])
 
 

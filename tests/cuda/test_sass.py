@@ -142,3 +142,5 @@ def test_names() -> None:
     long = "sid_tile_kernel<sid_memory0, (anonymous namespace)::coder<true, (sid_rounding)1>, false>(x)"
     assert sass.short(long) == "sid_tile_kernel<memory0, coder<true, 1>, false>"
     assert sass.short("(anonymous namespace)::sid_seal_kernel(sid_ending)") == "sid_seal_kernel"
+    long = "sid_look_kernel<(anonymous namespace)::body<((anonymous namespace)::content)3> >(x)"
+    assert sass.short(long) == "sid_look_kernel<body<3> >"
