@@ -33,39 +33,13 @@ static sid_packed tile_of(const sid_plan *p, const uint8_t *payload, uint64_t of
                         .bits = bits};
 }
 
-/* 1 if a bit of from .. stop is set. */
-static int any(const uint64_t *high, uint64_t from, uint64_t stop) {
-    for (; from < stop && from % 64; from++)
-        if (high[from / 64] >> from % 64 & 1) return 1;
-    for (; from + 64 <= stop; from += 64)
-        if (high[from / 64]) return 1;
-    for (; from < stop; from++)
-        if (high[from / 64] >> from % 64 & 1) return 1;
-    return 0;
-}
-
 int packed_sound(const sid_plan *p, const uint8_t *payload, uint64_t t, uint64_t before, uint64_t count,
                  uint64_t size) {
-    enum {
-        SOME = 1024
-    };
     sid_packed tile = tile_of(p, payload, t * SID_WIRE_TILE);
-    uint16_t idx[1 + SOME + PACKED_SLACK];
-    int ascend = 1;
+    tile.pos = before;
     tile.from = tile.runs + before;
     tile.stop = tile.from + count + ((size - 1) >> tile.bits) + 1;
-    if (any(tile.high, tile.stop - 1, tile.stop)) return 0; /* so no entry lies past the last run */
-    for (uint64_t done = 0; done < count;) {
-        const uint32_t most = count - done < SOME ? (uint32_t)(count - done) : SOME;
-        tile.pos = before + done;
-        if (p->simd->unpack(&tile, most, (uint32_t)size, idx + 1) < most) return 0;
-        for (uint32_t i = 1; i < most; i++) ascend &= idx[i] < idx[i + 1];
-        ascend &= !done || idx[0] < idx[1];
-        done += most;
-        idx[0] = idx[most];
-        tile.from = tile.runs + ((uint32_t)idx[0] >> tile.bits) + before + done; /* past the last one's bit */
-    }
-    return ascend && !any(tile.high, tile.from, tile.stop);
+    return p->simd->ascending(&tile, (uint32_t)count, (uint32_t)size);
 }
 
 uint32_t packed_read(const sid_plan *p, const uint8_t *payload, uint64_t pos, uint64_t offset, uint32_t left,

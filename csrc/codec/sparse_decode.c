@@ -118,7 +118,7 @@ void sparse_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const sid_plan *p = g->plan;
     const uint64_t at_val = sparse_value_at(p);
     const uint32_t base = (uint32_t)(offset % SID_WIRE_TILE), values = sparse_values_of(p);
-    SID_LINE uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
+    SID_LINE uint16_t buf[SID_DECODE_TILE + SID_UNPACK_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
         const uint8_t *val = sid_payload(g, r) + at_val;
         uint64_t first;
@@ -144,7 +144,7 @@ void sparse_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
 
 void sparse_mean_decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
     const uint32_t base = (uint32_t)(offset % SID_WIRE_TILE);
-    SID_LINE uint16_t buf[SID_DECODE_TILE + PACKED_SLACK];
+    SID_LINE uint16_t buf[SID_DECODE_TILE + SID_UNPACK_SLACK];
     for (uint32_t r = 0; r < g->count; r++) {
         const float mean = ((const sid_header *)(const void *)(sid_payload(g, r)))->scale;
         uint64_t first;

@@ -6,8 +6,6 @@
 /* Of the variant "avx512vbmi2": the variant "avx512", but for functions that compress lanes of 16 bits or permute bytes.
  * Functions that serve both take a constant vbmi2, and call these only where it is 1. */
 #define VBMI2 __attribute__((target("avx512vbmi,avx512vbmi2"))) static inline
-static const uint16_t lanes16[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
-                                     16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
 static const uint8_t lanes8[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                    16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
                                    32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
@@ -97,22 +95,20 @@ static void fields_of(const uint8_t *p, uint64_t offset, uint32_t b, uint32_t n,
 }
 
 #ifdef SID_HAS_AVX512
-/* fields_of, 1 <= b < 8, and up to 31 more. 32 fields are 4 * b bytes, so that in every round they lie alike. */
-VBMI2 void fields_vbmi2(const uint8_t *p, uint64_t offset, uint32_t b, uint32_t n, uint16_t *out) {
+/* n fields of 1 <= b < 8 bits from bit `offset` on, in a byte each, and up to 63 more. Eight fields are b bytes, so that 64 lie
+ * alike in every round: each eight in a lane of 64 bits, from which each takes its own. */
+VBMI2 void bytes_vbmi2(const uint8_t *p, uint64_t offset, uint32_t b, uint32_t n, uint8_t *out) {
+    const uint64_t ones = 0x0101010101010101, count8 = 0x0706050403020100;
     const uint32_t off = (uint32_t)(offset % 8);
-    const __m512i lanes = _mm512_loadu_si512(lanes16);
-    const __m512i at =
-        _mm512_add_epi16(_mm512_set1_epi16((short)off), _mm512_mullo_epi16(_mm512_set1_epi16((short)b), lanes));
-    const __m512i byte = _mm512_srli_epi16(at, 3), bit = _mm512_and_si512(at, _mm512_set1_epi16(7));
-    const __m512i bytes = _mm512_or_si512(byte, _mm512_slli_epi16(_mm512_add_epi16(byte, _mm512_set1_epi16(1)), 8));
-    const __m512i up = _mm512_sub_epi16(_mm512_set1_epi16((short)(16 - b)), bit);
-    const __m128i down = _mm_cvtsi32_si128(16 - (int)b);
+    const vu lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    const __m512i bytes = (__m512i)(lanes * (b * ones) + count8),
+                  at = _mm512_set1_epi64((long long)(count8 * b + off * ones));
+    const __m512i mask = _mm512_set1_epi8((char)((1u << b) - 1));
     p += offset / 8;
-    for (uint32_t i = 0; i < n; i += 32, p += 4 * b) {
-        const uint32_t left = n - i, hold = (off + (left < 32 ? left : 32) * b + 7) / 8; /* bytes */
-        const __m512i raw = _mm512_maskz_loadu_epi8(~0ull >> (64 - hold), p);
-        const __m512i x = _mm512_srl_epi16(_mm512_sllv_epi16(_mm512_permutexvar_epi8(bytes, raw), up), down);
-        _mm512_storeu_si512(out + i, x);
+    for (uint32_t i = 0; i < n; i += 64, p += 8 * b) {
+        const uint32_t left = n - i, hold = (off + (left < 64 ? left : 64) * b + 7) / 8; /* bytes */
+        const __m512i raw = _mm512_permutexvar_epi8(bytes, _mm512_maskz_loadu_epi8(~0ull >> (64 - hold), p));
+        _mm512_storeu_si512(out + i, _mm512_and_si512(_mm512_multishift_epi64_epi8(at, raw), mask));
     }
 }
 #endif
@@ -145,12 +141,7 @@ INLINE uint32_t unpack_by(const sid_packed *from, uint32_t most, uint32_t end, u
             c += places_by(word, base + 64 * q, idx + i + c, vbmi2);
             there = 64 * (w + 1) - first - i - c >= runs;
         }
-#ifdef SID_HAS_AVX512
-        if (vbmi2 && bits && bits < 8)
-            fields_vbmi2(from->low, (from->pos + i) * bits, bits, c, low);
-        else
-#endif
-            fields_of(from->low, (from->pos + i) * bits, bits, c, low);
+        fields_of(from->low, (from->pos + i) * bits, bits, c, low);
         vs entry = lanes;
         for (uint32_t j = 0; j < c; j += SIDE) {
             vs x, y;
@@ -168,9 +159,150 @@ INLINE uint32_t unpack_by(const sid_packed *from, uint32_t most, uint32_t end, u
 static uint32_t unpack(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx) {
     return unpack_by(from, most, end, idx, 0);
 }
+
+/* 1 if a bit of from .. stop is set. */
+INLINE int any_bit(const uint64_t *high, uint64_t from, uint64_t stop) {
+    for (; from < stop && from % 64; from++)
+        if (high[from / 64] >> from % 64 & 1) return 1;
+    for (; from + 64 <= stop; from += 64)
+        if (high[from / 64]) return 1;
+    for (; from < stop; from++)
+        if (high[from / 64] >> from % 64 & 1) return 1;
+    return 0;
+}
+
+INLINE int ascending_by(const sid_packed *from, uint32_t count, uint32_t size, const int vbmi2) {
+    enum {
+        AT_A_TIME = 1024
+    };
+    sid_packed tile = *from;
+    uint16_t idx[1 + AT_A_TIME + SID_UNPACK_SLACK];
+    int ascend = 1;
+    if (any_bit(tile.high, tile.stop - 1, tile.stop)) return 0; /* so no entry lies past the last run */
+    for (uint32_t done = 0; done < count;) {
+        const uint32_t most = count - done < AT_A_TIME ? count - done : AT_A_TIME;
+        if (unpack_by(&tile, most, size, idx + 1, vbmi2) < most) return 0;
+        for (uint32_t i = 1; i < most; i++) ascend &= idx[i] < idx[i + 1];
+        ascend &= !done || idx[0] < idx[1];
+        done += most;
+        tile.pos += most;
+        idx[0] = idx[most];
+        tile.from = tile.runs + ((uint32_t)idx[0] >> tile.bits) + tile.pos; /* past the last one's bit */
+    }
+    return ascend && !any_bit(tile.high, tile.from, tile.stop);
+}
+static int ascending(const sid_packed *tile, uint32_t count, uint32_t size) {
+    return ascending_by(tile, count, size, 0);
+}
+
 #ifdef SID_HAS_AVX512
+enum {
+    SOME_WORDS = 16 /* of the high bits, between two buffers */
+};
+/* What unpack_vbmi2 computes once. */
+typedef struct low_fields {
+    __m256i bytes, at; /* as in bytes_vbmi2 */
+    __m512i mask;
+    const uint8_t *low, *whole; /* from here on 32 bytes may be more than there are */
+    uint32_t bits;
+} low_fields;
+/* Fields of 32 entries from `bit` on, of which n exist, in 16 bits each, and above them bits of others. */
+VBMI2 __m512i low_of(const low_fields *f, uint64_t bit, uint32_t n) {
+    const uint8_t *const p = f->low + bit / 8;
+    const uint32_t off = (uint32_t)(bit % 8);
+    const __m256i at = _mm256_add_epi8(f->at, _mm256_set1_epi8((char)off));
+    __m256i raw;
+    if (p < f->whole)
+        raw = _mm256_loadu_si256((const __m256i *)(const void *)p);
+    else
+        raw = _mm256_maskz_loadu_epi8(_bzhi_u32(~0u, (off + (n < 32 ? n : 32) * f->bits + 7) / 8), p);
+    return _mm512_cvtepu8_epi16(_mm256_multishift_epi64_epi8(at, _mm256_permutexvar_epi8(f->bytes, raw)));
+}
+
+/* unpack, 1 <= bits < 8, a word of the high bits at a time: no load has to wait for stores. */
 VBMI2 uint32_t unpack_vbmi2(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx) {
-    return unpack_by(from, most, end, idx, 1);
+    const uint32_t bits = from->bits;
+    if (!bits || bits > 7) return unpack_by(from, most, end, idx, 1);
+    const uint64_t ones8 = 0x0101010101010101, count8 = 0x0706050403020100;
+    const vu octets = {0, 1, 2, 3, 4, 5, 6, 7};
+    const __m512i lanes = _mm512_loadu_si512(lanes8);
+    const low_fields f = {.bytes = _mm512_castsi512_si256((__m512i)(octets * (bits * ones8) + count8)),
+                          .at = _mm256_set1_epi64x((long long)(count8 * bits)),
+                          .mask = _mm512_set1_epi16((short)((1u << bits) - 1)),
+                          .low = from->low,
+                          .whole = (const uint8_t *)from->high - 32, /* which come after the low ones */
+                          .bits = bits};
+    const __m128i up = _mm_cvtsi32_si128((int)bits);
+    const uint64_t *const high = from->high;
+    const uint64_t runs = (end + (1ull << bits) - 1) >> bits, stop = from->stop; /* as in unpack_by */
+    uint64_t w = from->from / 64, seen = ~0ull << from->from % 64, bit = from->pos * bits;
+    uint64_t zeros = 64 * w - from->pos - from->runs; /* before this word */
+    uint32_t i = 0;
+    for (int there = from->from >= stop; !there && i < most && 64 * w < stop; w++) {
+        uint64_t word = high[w] & seen;
+        seen = ~0ull;
+        if (64 * w + 63 >= stop) word &= (1ull << stop % 64) - 1;
+        uint32_t ones = (uint32_t)__builtin_popcountll(word);
+        there = zeros + 64 - ones >= runs;
+        if (there) { /* what is before the last zero */
+            word &= _pdep_u64(1ull << (runs - zeros - 1), ~word) - 1;
+            ones = (uint32_t)__builtin_popcountll(word);
+        }
+        const __m512i run = _mm512_sub_epi8(_mm512_maskz_compress_epi8(word, lanes), lanes);
+        const __m512i since = _mm512_set1_epi16((short)zeros);
+        const __m512i first = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(run));
+        /* high | (low & mask) */
+        _mm512_storeu_si512(idx + i, _mm512_ternarylogic_epi64(_mm512_sll_epi16(_mm512_add_epi16(since, first), up),
+                                                               low_of(&f, bit, ones), f.mask, 0xf8));
+        if (ones > 32) {
+            const __m512i rest = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(run, 1));
+            _mm512_storeu_si512(idx + i + 32,
+                                _mm512_ternarylogic_epi64(_mm512_sll_epi16(_mm512_add_epi16(since, rest), up),
+                                                          low_of(&f, bit + 32 * bits, ones - 32), f.mask, 0xf8));
+        }
+        bit += ones * bits;
+        zeros += 64 - ones;
+        i += ones;
+    }
+    if (i > most) i = most;
+    for (; i && idx[i - 1] >= end; i--) continue;
+    return i;
+}
+
+/* ascending, 1 <= bits < 8: where two ones are neighbours, the low bits of the second have to be more. */
+VBMI2 int ascending_vbmi2(const sid_packed *tile, uint32_t count, uint32_t size) {
+    const uint32_t bits = tile->bits;
+    if (!bits || bits > 7) return ascending_by(tile, count, size, 1);
+    uint64_t w = tile->from / 64, seen = ~0ull << tile->from % 64, last = 0, one = 0, wrong = 0;
+    uint8_t buf[64 + 64 * SOME_WORDS + 64], *const low = buf + 64;
+    low[-1] = 0;
+    uint32_t i = 0;
+    if (any_bit(tile->high, tile->stop - 1, tile->stop)) return 0; /* so no entry lies past the last run */
+    while (64 * w < tile->stop) {
+        uint64_t word[SOME_WORDS];
+        uint32_t c = 0, words = 0;
+        for (; words < SOME_WORDS && 64 * w < tile->stop; words++, w++) {
+            uint64_t ones = tile->high[w] & seen;
+            seen = ~0ull;
+            if (w == tile->stop / 64) ones &= (1ull << tile->stop % 64) - 1;
+            if (ones) last = 64 * w + 63 - (uint32_t)__builtin_clzll(ones);
+            word[words] = ones;
+            c += (uint32_t)__builtin_popcountll(ones);
+        }
+        if (c > count - i) return 0;
+        bytes_vbmi2(tile->low, (tile->pos + i) * bits, bits, c, low);
+        const uint8_t *l = low;
+        for (uint32_t q = 0; q < words; q++) {
+            const uint64_t more = _mm512_cmplt_epu8_mask(_mm512_loadu_si512(l - 1), _mm512_loadu_si512(l));
+            wrong |= _pext_u64(word[q] & (word[q] << 1 | one), word[q]) & ~more;
+            one = word[q] >> 63;
+            l += __builtin_popcountll(word[q]);
+        }
+        if (c) low[-1] = l[-1];
+        i += c;
+    }
+    if (wrong || i < count) return 0;
+    return !i || (uint64_t)low[-1] + ((last - tile->pos - (i - 1) - tile->runs) << bits) < size;
 }
 #endif
 

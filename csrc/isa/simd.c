@@ -116,10 +116,12 @@
 const sid_simd GLUE(sid_simd_, SID_ISA) = {
     PRIMITIVES.name = TEXT(SID_ISA),
     .unpack = unpack,
+    .ascending = ascending,
 };
 #ifdef SID_HAS_AVX512
 const sid_simd sid_simd_avx512vbmi2 = {
     PRIMITIVES.name = "avx512vbmi2",
     .unpack = unpack_vbmi2,
+    .ascending = ascending_vbmi2,
 };
 #endif

@@ -56,6 +56,9 @@ typedef struct sid_packed {
     uint64_t runs; /* of all tiles before this one */
     uint32_t bits; /* of the low part; a run is 2^bits elements */
 } sid_packed;
+enum {
+    SID_UNPACK_SLACK = 128
+};
 
 /* A unit of elements taken apart (lossless.c): the largest exponent of each `block`, a multiple of 64; `planes` planes of a bit
  * an element, each of whole words of 64 bits: the `bits` of the code, 3 or 4, and if there are more, bits 13 to 15 of the element; sign and
@@ -135,9 +138,11 @@ typedef struct sid_simd {
 
     /* indices.inc.h: packed indices
      * unpack: offsets in the tile of its entries, at most `most`, and none from the first on that is not below `end`;
-     * returns how many. May write up to 128 past them. pack_low: the low `bits` of each, up to 12, one after the other from
+     * returns how many. May write up to SID_UNPACK_SLACK past them. ascending: 1 if there are `count` entries from there to the
+     * tile's last run, whose zero is before bit `stop`, and they ascend and lie below `size`. pack_low: the low `bits` of each, up to 12, one after the other from
      * the lowest bit of out[0] on, the rest of the last byte zero. Returns what comes after it; may write 8 bytes past that. */
     uint32_t (*unpack)(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx);
+    int (*ascending)(const sid_packed *tile, uint32_t count, uint32_t size);
     uint8_t *(*pack_low)(const uint16_t *idx, uint64_t n, uint32_t bits, uint8_t *out);
 
     /* quantise.inc.h: draws are uint16_t or uint32_t, one an element, as grid->rounding says; NULL for SID_ROUND_NEAREST.
