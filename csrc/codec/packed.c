@@ -7,22 +7,13 @@ static uint32_t low_bits(const sid_plan *p) { return sid_packed_low(p->n, p->cap
 void packed_write(const sid_plan *p, const uint32_t *count, const uint16_t *idx, uint64_t sent, uint8_t *payload) {
     const uint32_t bits = low_bits(p);
     const uint64_t high_at = sid_packed_high_at(p->n, p->cap), tiles = sid_wire_tiles(p->n);
-    uint64_t *high = (uint64_t *)(void *)(payload + high_at), word = 0, held = 0, i = 0;
+    uint64_t *high = (uint64_t *)(void *)(payload + high_at), i = 0;
     /* may run over by 8 bytes: into the high bits, which are 8 bytes at least, and written afterwards */
     uint8_t *const low_end = p->simd->pack_low(idx, sent, bits, payload + sid_sparse_index_at(p->n));
     if (low_end < payload + high_at) memset(low_end, 0, (size_t)(payload + high_at - low_end));
     memset(high, 0, sid_packed_value_at(p->n, p->cap) - high_at);
-    for (uint64_t t = 0; t < tiles; t++)
-        for (const uint64_t end = i + count[t]; i < end; i++) {
-            const uint64_t bit = ((t * SID_WIRE_TILE + idx[i]) >> bits) + i;
-            if (bit / 64 != word) {
-                high[word] = held;
-                held = 0;
-                word = bit / 64;
-            }
-            held |= 1ull << bit % 64;
-        }
-    if (sent) high[word] = held;
+    for (uint64_t t = 0; t < tiles; i += count[t++])
+        p->simd->pack_high(idx + i, count[t], bits, (t * SID_WIRE_TILE >> bits) + i, high);
 }
 
 static sid_packed tile_of(const sid_plan *p, const uint8_t *payload, uint64_t offset) {

@@ -1,4 +1,4 @@
-/* simd.c: packed indices (wire.h): reading the places of the ones of a word and the low bits beside them, and writing the low bits.
+/* simd.c: packed indices (wire.h): reading the places of the ones of a word and the low bits beside them, and writing both.
  *
  * Integers only. Reads run over by up to 8 bytes and writes by more, as simd.h says. */
 
@@ -335,4 +335,53 @@ static uint8_t *pack_low(const uint16_t *idx, uint64_t n, uint32_t bits, uint8_t
         have &= 7;
     }
     return out + (have > 0);
+}
+
+#ifdef SID_HAS_AVX512
+/* 16 entries, whose bits lie in two words: from `low` on, each in a lane of 64 bits, then all lanes together. */
+INLINE void set_16(const uint16_t *idx, uint32_t bits, uint64_t low, uint64_t *first, uint64_t *second) {
+    const __m256i count16 = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m256i run =
+        _mm256_srl_epi16(_mm256_loadu_si256((const __m256i *)(const void *)idx), _mm_cvtsi32_si128((int)bits));
+    const __m256i at = _mm256_add_epi16(_mm256_add_epi16(run, count16), _mm256_set1_epi16((short)low));
+    const __m512i a = _mm512_cvtepu16_epi64(_mm256_castsi256_si128(at)),
+                  b = _mm512_cvtepu16_epi64(_mm256_extracti128_si256(at, 1));
+    const __m512i one = _mm512_set1_epi64(1), word = _mm512_set1_epi64(64); /* shifts from 64 on give 0 */
+    const __m512i here = _mm512_or_si512(_mm512_sllv_epi64(one, a), _mm512_sllv_epi64(one, b));
+    const __m512i next = _mm512_or_si512(_mm512_sllv_epi64(one, _mm512_sub_epi64(a, word)),
+                                         _mm512_sllv_epi64(one, _mm512_sub_epi64(b, word)));
+    const __m512i both = _mm512_or_si512(_mm512_unpacklo_epi64(here, next), _mm512_unpackhi_epi64(here, next));
+    const __m256i half = _mm256_or_si256(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
+    const __m128i all = _mm_or_si128(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    *first |= (uint64_t)_mm_cvtsi128_si64(all);
+    *second |= (uint64_t)_mm_extract_epi64(all, 1);
+}
+#endif
+
+/* Sets bit at + (idx[i] >> bits) + i for each of n entries that ascend. */
+static void pack_high(const uint16_t *idx, uint64_t n, uint32_t bits, uint64_t at, uint64_t *high) {
+    uint64_t i = 0, word = at / 64, held = 0;
+#ifdef SID_HAS_AVX512
+    for (; i + 16 <= n; i += 16) {
+        const uint64_t from = at + i, first = (from + (idx[i] >> bits)) / 64,
+                       last = (from + 15 + (idx[i + 15] >> bits)) / 64;
+        if (last - first < 2)
+            set_16(idx + i, bits, from - 64 * first, high + first, high + last);
+        else
+            for (uint64_t j = i; j < i + 16; j++) {
+                const uint64_t bit = at + (idx[j] >> bits) + j;
+                high[bit / 64] |= 1ull << bit % 64;
+            }
+    }
+#endif
+    for (; i < n; i++) {
+        const uint64_t bit = at + (idx[i] >> bits) + i;
+        if (bit / 64 != word) {
+            high[word] |= held;
+            held = 0;
+            word = bit / 64;
+        }
+        held |= 1ull << bit % 64;
+    }
+    if (held) high[word] |= held;
 }

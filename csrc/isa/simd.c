@@ -61,6 +61,7 @@
     .filter = filter, \
     .band = band, \
     .pack_low = pack_low, \
+    .pack_high = pack_high, \
     .quantise = quantise, \
     .take_out = take_out, \
     .add_codes = add_codes, \

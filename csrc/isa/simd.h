@@ -140,10 +140,12 @@ typedef struct sid_simd {
      * unpack: offsets in the tile of its entries, at most `most`, and none from the first on that is not below `end`;
      * returns how many. May write up to SID_UNPACK_SLACK past them. ascending: 1 if there are `count` entries from there to the
      * tile's last run, whose zero is before bit `stop`, and they ascend and lie below `size`. pack_low: the low `bits` of each, up to 12, one after the other from
-     * the lowest bit of out[0] on, the rest of the last byte zero. Returns what comes after it; may write 8 bytes past that. */
+     * the lowest bit of out[0] on, the rest of the last byte zero. Returns what comes after it; may write 8 bytes past that.
+     * pack_high: sets bit at + (idx[i] >> bits) + i of high for each of n entries that ascend. */
     uint32_t (*unpack)(const sid_packed *from, uint32_t most, uint32_t end, uint16_t *idx);
     int (*ascending)(const sid_packed *tile, uint32_t count, uint32_t size);
     uint8_t *(*pack_low)(const uint16_t *idx, uint64_t n, uint32_t bits, uint8_t *out);
+    void (*pack_high)(const uint16_t *idx, uint64_t n, uint32_t bits, uint64_t at, uint64_t *high);
 
     /* quantise.inc.h: draws are uint16_t or uint32_t, one an element, as grid->rounding says; NULL for SID_ROUND_NEAREST.
      * take_out: x -= what quantise would send of it. */
