@@ -4,7 +4,8 @@
 
 enum {
     A_FEW = 48, /* of a tile: below, they are taken out one by one */
-    A_LOT = 4   /* one in so many: above, moving all of a register costs less than one value after the other */
+    /* one in so many: above, moving all of a register costs less than one value after the other */
+    A_LOT = BYTES == 64 ? 8 : 4
 };
 /* Where a hit in FOUR elements is rare, a test skips them; where it is neither rare nor sure, mispredicting the test costs
  * more than writing some entries that may be none. */
@@ -96,6 +97,42 @@ static uint32_t capture(const float *x, uint32_t n, uint32_t key, uint16_t base,
     }
     return c;
 }
+
+#ifdef SID_HAS_AVX512
+/* Neither few nor many: first the places of all hits, 64 elements at a time, then their values. Stores are what takes time
+ * here, so places are stored by 16, which is mostly all that there are. */
+VBMI2 uint32_t capture_vbmi2(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val,
+                             uint32_t expected) {
+    if (key > 0x7fffffffu || expected < A_FEW || expected > n / A_LOT)
+        return capture(x, n, key, base, idx, val, expected);
+    const __m512i low = _mm512_set1_epi32((int)key - 1), lanes = _mm512_loadu_si512(lanes8);
+    const uint32_t whole = n / 64 * 64;
+    uint32_t c = 0;
+    for (uint32_t i = 0; i < whole; i += 64) {
+        uint64_t hits = 0;
+        for (uint32_t q = 0; q < 64; q += 16)
+            hits |= (uint64_t)number(_mm512_cmpgt_epi32_mask(keys16(x + i + q), low)) << q;
+        const uint32_t some = (uint32_t)__builtin_popcountll(hits);
+        const __m512i left = _mm512_maskz_compress_epi8(hits, lanes);
+        const __m256i from_i = _mm256_set1_epi16((short)(base + i));
+        _mm256_storeu_si256((__m256i *)(void *)(idx + c),
+                            _mm256_add_epi16(from_i, _mm256_cvtepu8_epi16(_mm512_castsi512_si128(left))));
+        if (some > 16) {
+            uint8_t at[64];
+            _mm512_storeu_si512(at, left);
+            for (uint32_t k = 16; k < some; k++) idx[c + k] = (uint16_t)(base + i + at[k]);
+        }
+        c += some;
+    }
+    for (uint32_t k = 0; k < c; k++) val[k] = x[(uint16_t)(idx[k] - base)];
+    for (uint32_t i = whole; i < n; i++) {
+        idx[c] = (uint16_t)(base + i);
+        val[c] = x[i];
+        c += sid_key(x[i]) >= key;
+    }
+    return c;
+}
+#endif
 
 static uint64_t filter(const uint16_t *idx, const float *val, uint64_t n, uint32_t key, uint16_t *idx_out,
                        float *val_out, uint64_t room) {

@@ -57,7 +57,6 @@
     .square_sums = square_sums, \
     .probe_sums = probe_sums, \
     .sum_log2 = sum_log2, \
-    .capture = capture, \
     .filter = filter, \
     .band = band, \
     .pack_low = pack_low, \
@@ -116,12 +115,14 @@
 
 const sid_simd GLUE(sid_simd_, SID_ISA) = {
     PRIMITIVES.name = TEXT(SID_ISA),
+    .capture = capture,
     .unpack = unpack,
     .ascending = ascending,
 };
 #ifdef SID_HAS_AVX512
 const sid_simd sid_simd_avx512vbmi2 = {
     PRIMITIVES.name = "avx512vbmi2",
+    .capture = capture_vbmi2,
     .unpack = unpack_vbmi2,
     .ascending = ascending_vbmi2,
 };
