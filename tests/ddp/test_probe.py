@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from common import CODECS, KINDS
 from harness import run
 from sidcomp import _core
 from sidcomp.autotune import collective_benchmark, probe
-from sidcomp.autotune.collective_benchmark import Series, Wire, wire_of
+from sidcomp.autotune.collective_benchmark import Exchanging, Overlapped, Series, Wait, Wire, wire_of
 from sidcomp.config.exchange_choice import ExchangeChoice
 from sidcomp.errors import ExchangeError
-from sidcomp.planner.profile import Profile
+from sidcomp.planner.cost_curve import Curve, fit
+from sidcomp.planner.profile import Method, Profile
 from sidcomp.runtime import point_to_point
 from sidcomp.runtime.process_group import Exchange
 
@@ -233,6 +235,102 @@ def test_progress_is_told() -> None:
     assert fractions == sorted(fractions) and 0 <= fractions[0] <= fractions[-1] <= 1
     assert "topk, 64 KB" in [what for what, _ in observed]
     assert "all-reduce of float32, 64 KB" in [what for what, _ in observed]
+
+
+# ---- ranks that share processors ---------------------------------------------------------------------------
+
+STARVED = 137  # an exchange is so many times as slow while all ranks compute
+
+
+class Machine:
+    """A clock, and an exchange that hardly travels while the ranks compute on the cores that carry it."""
+
+    def __init__(self) -> None:
+        self.ns = self.left = 0
+        self.done: Callable[[], None] | None = None
+
+    def read(self) -> int:
+        self.ns += 1
+        return self.ns
+
+    def start(self, ns: int, done: Callable[[], None]) -> Wait:
+        self.left, self.done = ns, done
+        return self.rest
+
+    def compute(self, ns: int) -> None:
+        travelling = min(ns, self.left * STARVED)
+        self._travel(travelling, STARVED)
+        self.ns += ns - travelling
+
+    def rest(self) -> None:
+        self._travel(self.left, 1)
+
+    def _travel(self, ns: int, times: int) -> None:
+        self.ns += ns
+        self.left -= ns // times
+        if self.left < 1000 and self.done is not None:
+            done, self.left, self.done = self.done, 0, None
+            done()
+
+
+class Carried(Exchanging):
+    """Takes 10 ns a byte if no rank computes."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__("carried", [2**14, 2**20], 0.0)
+        self.machine = machine
+        self.points = [(nbytes, [[10 * nbytes]]) for nbytes in self.sizes]
+
+    def message(self, nbytes: int) -> int:
+        return 10 * nbytes
+
+    def meet(self, message: int) -> None: ...
+
+    def begin(self, message: int, done: Callable[[], None]) -> Wait:
+        return self.machine.start(message, done)
+
+
+def overlapped_curve(machine: Machine, beside_ns: int | None) -> Curve:
+    series = Overlapped(Carried(machine), [2**14, 2**20], beside_ns)
+    for nbytes in series.sizes:
+        series.take(nbytes, 3)
+    return fit([(nbytes, samples[0]) for nbytes, samples in series.points], 2**20)
+
+
+def test_an_exchange_beside_a_backward_pass_is_not_measured_beside_an_endless_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where ranks share cores, a step computes until its backward pass ends; then the exchange has the cores.
+    The prediction is within a tenth of the step. Beside an endless pass it would be 16 times the step."""
+    machine, backward = Machine(), 50_000_000
+    monkeypatch.setattr(collective_benchmark, "perf_counter_ns", machine.read)
+    monkeypatch.setattr(collective_benchmark.Product, "run", lambda _: machine.compute(500_000))
+    ends: list[int] = []
+    began, wait = machine.ns, machine.start(10 * 2**20, lambda: ends.append(machine.ns))
+    for _ in range(100):
+        machine.compute(backward // 100)
+    wait()
+    step = 1000 * (ends[0] - began)
+
+    def predicted(contended: Curve) -> int:
+        tensors = [
+            {"name": name, "bytes": size, "bucket": i, "ready_ps": 1000 * backward * i, "kind": "float32 cpu"}
+            for i, (name, size) in enumerate([("a", 2**20), ("b", 0)])
+        ]
+        alone = fit([(2**14, [10 * 2**14]), (2**20, [10 * 2**20])], 2**20)
+        dense = Method("dense", "none", "none", {}, "allreduce", None, alone, None, contended)
+        profile = Profile(
+            model="0", world=8, device="cpu", backend="gloo", threads=1, tensors=tensors, forward_ps=0,
+            rest_ps=0, compute_ps=1000 * backward, dense_ps=step, methods=[dense],
+        )  # fmt: skip
+        instance = profile.instance(contention=1000)
+        return int(sidcomp.evaluate(instance, {"ends": [2], "methods": [0]})["time_ps"])
+
+    endless, ended = overlapped_curve(machine, None), overlapped_curve(machine, backward)
+    assert endless.at(2**20) > 16 * step
+    assert ended.at(2**20) == pytest.approx(step, rel=0.1)
+    assert ended.at(2**14) == pytest.approx(endless.at(2**14), rel=0.1)  # ends within the pass
+    assert predicted(ended) <= 1000 * backward + 1.1 * step  # a group of both leaves when the pass has ended
 
 
 # ---- nothing is disturbed ----------------------------------------------------------------------------------

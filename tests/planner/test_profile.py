@@ -469,6 +469,19 @@ def test_contention_never_makes_an_exchange_faster() -> None:
     assert profile.instance(contention=1000)["methods"][0]["exchange"] == line(MS // 4, 8000).knots
 
 
+@pytest.mark.parametrize("stolen, longest", [(0, 10), (500, 20)])
+def test_an_exchange_is_slowed_down_only_while_the_backward_pass_runs(stolen: int, longest: int) -> None:
+    """It runs for 10 ms, and for twice as long if exchanges take half of the processor's speed."""
+    profile = make_profile(contention={"stolen_permille": stolen})
+    alone = profile.methods[0].exchange_curve
+    profile.methods[0] = replace(profile.methods[0], contended=line(MS, 1_000_000))  # 8.4 s for 8 MB
+    table = profile.instance(contention=1000)["methods"][0]["exchange"]
+    assert table == [[0, MS], [8 * MB, alone.at(8 * MB) + longest * MS]]
+    plan = {"ends": [4], "methods": [0]}
+    isolated, overlapped = (sidcomp.evaluate(profile.instance(contention=c), plan) for c in (0, 1000))
+    assert 0 < overlapped["time_ps"] - isolated["time_ps"] <= longest * MS
+
+
 @pytest.mark.parametrize("algorithm", ["pg", "ldp"])
 def test_the_planners_take_it(algorithm: str) -> None:
     for buckets in (True, False):

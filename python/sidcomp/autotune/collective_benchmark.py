@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
+from threading import Event
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -160,14 +161,16 @@ class Exchanges(Exchanging):
 class Overlapped(Series):
     """Samples of an exchange during computation, and of one matrix product of that computation.
 
-    If ranks share processors, an overlapped exchange may take a hundred times as long as an isolated one, so
-    one repeat of the first size comes before any estimate.
+    beside_ns: how long the ranks compute at most; None: until the exchange has ended. If ranks share
+    processors, an exchange may take a hundred times as long while all of them compute. In a step they compute
+    until the backward pass has ended, and then wait, so that what is left of the exchange is as fast as an
+    isolated one. One repeat of the first size comes before any estimate.
     """
 
-    def __init__(self, isolated: Exchanging, sizes: list[int]) -> None:
+    def __init__(self, isolated: Exchanging, sizes: list[int], beside_ns: int | None = None) -> None:
         super().__init__(f"{isolated.name}, computing", sizes, 0.0)
         self.isolated, self.longer_s = isolated, 0.0
-        self.product = Product()
+        self.product = Product(beside_ns)
 
     def _alone_s(self, nbytes: int) -> float:
         return 1e-9 * median(dict(self.isolated.points)[nbytes][self.isolated.which])
@@ -195,10 +198,12 @@ class Overlapped(Series):
 
 
 class Product:
-    """Computation during an exchange: a matrix product stands for the backward pass."""
+    """Computation during an exchange: a matrix product stands for the backward pass, which takes
+    `beside_ns`."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside_ns: int | None = None) -> None:
         self.a, self.b, self.c = (torch.ones(256, 256) for _ in range(3))
+        self.beside_ns = beside_ns
 
     def run(self) -> None:
         torch.mm(self.a, self.b, out=self.c)
@@ -214,12 +219,22 @@ class Product:
     def overlapped(self, begin: Callable[[Callable[[], None]], Wait]) -> tuple[int, int]:
         """The ns of an exchange, up to its callback, and of one product meanwhile."""
         done: list[int] = []
+        ended = Event()
+
+        def end() -> None:
+            done.append(perf_counter_ns())
+            ended.set()
+
         start = perf_counter_ns()
-        wait = begin(lambda: done.append(perf_counter_ns()))
+        wait = begin(end)
         launched, products = perf_counter_ns(), 0
-        while not done:
+        until = None if self.beside_ns is None else launched + self.beside_ns
+        now = launched
+        while not done and (until is None or now < until):
             self.run()
             products += 1
-        product = (perf_counter_ns() - launched) // max(products, 1)
+            now = perf_counter_ns()
+        product = (now - launched) // max(products, 1)
         wait()  # raises the exchange's error
+        ended.wait()  # a Work may be done a moment before its callback
         return done[0] - start, product

@@ -213,6 +213,8 @@ def profile(
     ]
     if not tensors:
         raise SetupError("every parameter is excluded, so there is nothing to plan: leave exclude= out")
+    at_first = min(t["ready_ps"] for t in tensors)
+    beside = max(t["ready_ps"] for t in tensors) - at_first + _PS * max(0, longer)  # beside exchanges
     probed = probe.measure(
         [measurable(settings, i, p.exchange.world) for i in considered(p, settings)],
         p.exchange,
@@ -223,6 +225,7 @@ def profile(
         settings.seed,
         settings.isa,
         progress,
+        beside // _PS,
     )
     sizes = [s.buffer.numel() * s.buffer.element_size() for s in layout.buckets]
     stolen = 0  # a GPU's exchanges hardly slow down its computation; those of updates overlap none
@@ -233,7 +236,7 @@ def profile(
     return Profile(
         **identity(layout.buckets, p.exchange),
         tensors=tensors,
-        forward_ps=min(t["ready_ps"] for t in tensors),
+        forward_ps=at_first,
         rest_ps=0,  # the time after a backward pass counts to the next iteration
         compute_ps=_PS * compute,
         dense_ps=_PS * dense_ns,

@@ -64,12 +64,14 @@ def measure(
     seed: int = 0,
     isa: str | None = None,
     progress: Progress | None = None,
+    beside_ns: int | None = None,
 ) -> Measurement:
     """Measures the curves of dense and of every candidate, for groups of up to total_bytes of gradient.
 
     A collective over `exchange`: every rank calls it at the same point, with no other collective under way.
     budget_s, in seconds of rank 0, limits repeats and sizes, except for one repeat of each size up to 64 KB;
-    curves continue beyond the sizes that were measured. Raises ExchangeError if a collective fails, within
+    curves continue beyond the sizes that were measured. beside_ns: how long a step computes while exchanges
+    are under way, the same on all ranks; None: not known. Raises ExchangeError if a collective fails, within
     the process group's timeout; ArgumentError or UnsupportedError for wrong candidates or dtypes.
     """
     names = [c.name for c in candidates]
@@ -108,7 +110,8 @@ def measure(
         product: list[int] = []
         if device.type == "cpu":
             overlapped = {
-                one: Overlapped(one, _few(one)) for one in (*isolated.values(), *exchanges.values())
+                one: Overlapped(one, _few(one), beside_ns)
+                for one in (*isolated.values(), *exchanges.values())
             }
             product = overlapped[isolated[dense]].product.timed(_PRODUCTS)
             rounds.run(list(overlapped.values()), budget_s)

@@ -237,7 +237,8 @@ class Profile:
         rates       {method: {"encode" | "exchange" | "decode": per mille}}: corrections of the times, from
                     later observations
         contention  per mille: 0: exchanges cost their isolated time, as after the backward pass; 1000: their
-                    overlapped time
+                    overlapped time. This is at most the isolated time and the whole backward pass: an
+                    exchange is not slowed down any more when the pass has ended
         copied      True: dense groups include the copy back, which all but DDP's own buckets need; False:
                     dense has neither encode nor decode, as planners expect
         """
@@ -257,7 +258,11 @@ class Profile:
             ready = max(now, last[t["bucket"] if buckets else i])
             tensors.append({"name": t["name"], "backward_ps": ready - now, "bytes": t["bytes"]})
             now = ready
-        costs = [_costs(m, rates.get(m.name, {}), contention) for m in self.methods if m.name in chosen]
+        # An exchange that slows down the backward pass makes it longer.
+        longer = (now - self.forward_ps) * 1000 // (1000 - self.contention.get("stolen_permille", 0))
+        costs = [
+            _costs(m, rates.get(m.name, {}), contention, longer) for m in self.methods if m.name in chosen
+        ]
         if not copied:
             costs = [{**c, "decode": None} if c["encode"] is None else c for c in costs]
         return {
@@ -305,10 +310,14 @@ def model_digest(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _costs(m: Method, rates: Mapping[str, int], contention: int) -> dict[str, Any]:
+def _costs(m: Method, rates: Mapping[str, int], contention: int, longer: int) -> dict[str, Any]:
+    """longer: the most by which computation makes an exchange take longer."""
     alone, beside = m.exchange_curve, m.contended or m.exchange_curve
     at = sorted({x for curve in (alone, beside) for x, _ in curve.knots})
-    weighed = [[x, (1000 * (a := alone.at(x)) + max(0, beside.at(x) - a) * contention) // 1000] for x in at]
+    more = [min(max(0, beside.at(x) - alone.at(x)), longer) for x in at]
+    weighed = [
+        [x, (1000 * alone.at(x) + extra * contention) // 1000] for x, extra in zip(at, more, strict=True)
+    ]
     encode, decode = (curve and curve.knots for curve in (m.encode, m.decode))
     tables = {"encode": encode, "exchange": weighed, "decode": decode}
     scaled = {k: t and [[x, y * rates.get(k, 1000) // 1000] for x, y in t] for k, t in tables.items()}
