@@ -117,12 +117,31 @@ sid_status sid_exchange_make(const sid_exchange_config *config, void *mem, size_
 
 sid_exchange_sizes sid_exchange_sizes_of(const sid_exchange *x) { return x->sizes; }
 
+static void reverse(sid_message *m, uint32_t count) {
+    for (uint32_t i = 0; i < count / 2; i++) {
+        const sid_message one = m[i];
+        m[i] = m[count - 1 - i];
+        m[count - 1 - i] = one;
+    }
+}
+
+/* Turns a list that is in the order of its peers so that it begins with the first one after this rank. If all ranks sent to
+ * rank 0 first and to the last rank last, one link at a time would have to carry what all of them send. */
+static uint32_t turned(const sid_exchange *x, sid_message *m, uint32_t count) {
+    uint32_t before = 0;
+    while (before < count && m[before].peer < x->rank) before++;
+    reverse(m, before);
+    reverse(m + before, count - before);
+    reverse(m, count);
+    return count;
+}
+
 uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out) {
     if (!x || !out || round >= x->sizes.rounds) return 0;
-    if (round < x->rounds) return x->kind->messages(x, round, receive, out);
+    if (round < x->rounds) return turned(x, out, x->kind->messages(x, round, receive, out));
     uint32_t count = 0;
     for (uint32_t r = 0; r < x->world; r++)
         if (r != x->rank)
             out[count++] = (sid_message){x->confirm_at + (receive ? (r + 1ull) * 64 : 0), SID_FRAME_BYTES, r, 0};
-    return count;
+    return turned(x, out, count);
 }

@@ -169,3 +169,19 @@ def test_every_exchange_states_what_it_computes(exchange: str) -> None:
     x = sidcomp._core.Exchange(exchange, codecs.get(exchange, "topk"), "none", 4096, "float32", 0, 4, {})
     assert x.encoded >= 1 and x.decoded >= 1 and 0 <= x.merged < 1
     assert (x.ring_passes > 0) == (sidcomp.config.registry.find_exchange(exchange).family == "collective")
+
+
+@pytest.mark.parametrize("exchange", [e.name for e in sidcomp.exchanges()])
+def test_ranks_do_not_all_send_to_the_same_one_at_once(exchange: str) -> None:
+    """Their i-th messages go to different ranks: else they would queue for one link, and the others idle."""
+    codecs = {"allreduce": "fp16", "ring1": "marsit", "torus1": "marsit", "expand": "signsgd"}
+    nodes = {"ranks_per_node": 2} if exchange == "hierarchical" else {}
+    codec, several = (codecs.get(exchange, "topk"), "none", 1 << 14, "float32"), 0
+    ranks = [sidcomp._core.Exchange(exchange, *codec, r, 6, nodes) for r in range(6)]
+    for i in range(ranks[0].rounds):
+        for receive in (False, True):
+            peers = [[peer for peer, _, _ in x.messages(i, receive)] for x in ranks]
+            several += len(peers[0]) > 1
+            for at_once in zip(*peers, strict=True):
+                assert len(set(at_once)) == len(ranks), (i, receive, peers)
+    assert several  # of the round in which ranks confirm, if of no other
