@@ -53,6 +53,7 @@ typedef struct sid_exchange_kind {
 
 struct sid_exchange {
     const sid_exchange_kind *kind;
+    const sid_simd *simd; /* sid_simd_for asks the processor, which takes microseconds in a virtual machine */
     uint32_t rank, world;
     uint32_t members; /* how many the mean is over: the ranks of the world, or nodes where each of them has a mean */
     uint64_t n;

@@ -16,8 +16,8 @@ sid_status sid_blame(sid_exchange_step *t, sid_status s, uint32_t culprit) {
     return s;
 }
 
-static uint64_t frame_sum(const sid_frame *f, uint64_t bytes) {
-    return sid_message_checksum(sid_simd_for(SID_ISA_AUTO), f, SID_FRAME_BYTES + bytes, offsetof(sid_frame, checksum));
+static uint64_t frame_sum(const sid_exchange *x, const sid_frame *f, uint64_t bytes) {
+    return sid_message_checksum(x->simd, f, SID_FRAME_BYTES + bytes, offsetof(sid_frame, checksum));
 }
 
 void sid_frame_close(const sid_exchange_step *t, sid_frame *f, uint32_t round, uint32_t flags, uint64_t bytes) {
@@ -27,7 +27,7 @@ void sid_frame_close(const sid_exchange_step *t, sid_frame *f, uint32_t round, u
                      .group = t->step->group,
                      .exchange = t->x->kind->info.wire_id,
                      .round = (uint16_t)round};
-    f->checksum = frame_sum(f, bytes);
+    f->checksum = frame_sum(t->x, f, bytes);
 }
 
 sid_status sid_frame_open(sid_exchange_step *t, const sid_frame *f, uint32_t round, uint64_t bytes, uint32_t peer,
@@ -39,7 +39,7 @@ sid_status sid_frame_open(sid_exchange_step *t, const sid_frame *f, uint32_t rou
     if (f->magic != SID_FRAME_MAGIC)
         s = sid_fail(&e, SID_E_CORRUPT, "what rank %u sent in round %u is no message of sidcomp: it starts with %08x",
                      peer, round, f->magic);
-    else if (f->checksum != frame_sum(f, bytes))
+    else if (f->checksum != frame_sum(t->x, f, bytes))
         s = sid_fail(&e, SID_E_CORRUPT, "the message of rank %u in round %u was changed: its checksum does not match",
                      peer, round);
     else if (f->exchange != t->x->kind->info.wire_id || f->round != (uint16_t)round || f->step != t->step->step ||

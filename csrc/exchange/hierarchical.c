@@ -180,7 +180,7 @@ static void scatter(sid_exchange_step *t) {
  * x: the sums of elements offset .. offset + len of our slice, and then their means. */
 static void means(sid_exchange_step *t, float *x, uint64_t offset, uint32_t len) {
     const sid_exchange *e = t->x;
-    const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
+    const sid_simd *v = e->simd;
     const uint32_t mine = local_of(e);
     const float scale = 1.0f / (float)e->word[L];
     double sum[SID_TILE];
@@ -207,7 +207,7 @@ static void means(sid_exchange_step *t, float *x, uint64_t offset, uint32_t len)
 /* The node's mean of our slice, in the order of its ranks. */
 static void add_up(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
-    const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
+    const sid_simd *v = x->simd;
     const uint32_t mine = local_of(x);
     const uint64_t len = sid_slice_len(x, mine);
     SID_LINE float *sum = sum_of(t), buf[SID_TILE];
@@ -244,7 +244,7 @@ static void spread(sid_exchange_step *t) {
     const uint64_t len = sid_slice_len(x, mine), bytes = len * size_of(x), body = body_of(x, mine);
     for (uint64_t k = 0; k < len; k += SID_TILE) {
         const uint32_t take = len - k < SID_TILE ? (uint32_t)(len - k) : SID_TILE;
-        sid_store(sid_simd_for(SID_ISA_AUTO), x->dtype, frame + SID_FRAME_BYTES, k, take, sum_of(t) + k);
+        sid_store(x->simd, x->dtype, frame + SID_FRAME_BYTES, k, take, sum_of(t) + k);
     }
     memset(frame + SID_FRAME_BYTES + bytes, 0, body - bytes);
     sid_frame_close(t, (sid_frame *)(void *)frame, x->rounds - 1, sid_fault_of(t)->flags, body);
@@ -317,7 +317,7 @@ static void undo(sid_exchange_step *t) {
 
 static void finish(sid_exchange_step *t) {
     const sid_exchange *x = t->x;
-    const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
+    const sid_simd *v = x->simd;
     const int bad = (sid_fault_of(t)->flags & SID_FRAME_NONFINITE) != 0;
     if (bad && sid_fault_of(t)->encoded & SID_SPENT) sid_exchange_forget(sid_within(x), t->state);
     t->report->nonfinite = (uint32_t)bad;

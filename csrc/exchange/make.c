@@ -70,6 +70,7 @@ sid_status sid_exchange_plan(const sid_exchange_config *config, sid_exchange *x,
     if (c->n_settings && !c->settings)
         return sid_fail(err, SID_E_ARG, "settings is NULL, but n_settings is %u", c->n_settings);
     x->kind = sid_kind_of(info);
+    x->simd = sid_simd_for(c->isa);
     x->rank = config->rank;
     x->world = x->members = config->world;
     x->n = c->n;

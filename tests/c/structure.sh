@@ -98,6 +98,9 @@ none 'the core allocates, prints, exits or reads the environment' \
     grep -nE '\b(malloc|calloc|realloc|free|printf|fprintf|puts|exit|abort|getenv|fopen|time|clock)\(' -r csrc
 none 'the core has a global that changes' \
     grep -rnE '^(static )?(_Atomic |volatile )?(unsigned |u?int[0-9]*_t |int |float |double |char |size_t |void \*)[a-z_ ]*(=|;|\[)' csrc --include=*.c
+none 'asks the processor in a step: an exchange has x->simd, a plan p->simd' \
+    bash -c 'grep -nE "sid_simd_for\(" csrc/codec/* csrc/memory/* csrc/exchange/* csrc/encode.c csrc/decode.c csrc/vectors.c |
+             grep -v "^csrc/exchange/make.c:[0-9]*: *x->simd = "'
 none 'a device call waits for the host' \
     grep -rnE 'cuda(DeviceSynchronize|StreamSynchronize|EventSynchronize|Malloc|Free|Memcpy)\(' cuda --include=*.cu --include=*.cuh
 
