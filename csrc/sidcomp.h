@@ -282,9 +282,10 @@ typedef struct sid_exchange_sizes {
     uint32_t rounds, messages;  /* of a step; the most messages that a rank sends or receives in a round */
     uint32_t vectors;           /* of n floats each: the residual (sid_exchange_residual_out) */
     uint64_t k;                 /* as sid_sizes.k */
-    /* For cost models: how many vectors of n elements a rank encodes, decodes and merges as packed signs in a step, and how
-     * often a process group that does the exchange itself sends a vector around a ring of the ranks; 0: it has none. */
-    double encoded, decoded, merged;
+    /* For cost models: how many vectors of n elements a rank encodes, decodes and merges as packed signs in a step, how many
+     * it sends, adds and gets back uncompressed inside its node, and how often a process group that does the exchange itself
+     * sends a vector around a ring of the ranks; 0: it has none. */
+    double encoded, decoded, merged, in_node;
     uint32_t ring_passes, spare;
 } sid_exchange_sizes;
 

@@ -95,6 +95,7 @@ static sid_status plan(sid_exchange *x, const sid_exchange_config *config, sid_e
     x->sizes.vectors = in->sizes.vectors;
     x->sizes.k = in->sizes.k;
     sid_exchange_costs(x, in->sizes.encoded / l, in->sizes.decoded / l, in->sizes.merged / l, 0);
+    x->sizes.in_node = x->word[SCATTER];
     x->sizes.messages = in->sizes.messages > l - 1 ? in->sizes.messages : l - 1;
     for (uint32_t q = 0; q < l && x->word[SCATTER]; q++) {
         uint64_t sent = 0;

@@ -155,6 +155,7 @@ void bind_exchange(py::module_ &m) {
         .def_property_readonly("encoded", [](const Exchange &x) { return x.sizes.encoded; })
         .def_property_readonly("decoded", [](const Exchange &x) { return x.sizes.decoded; })
         .def_property_readonly("merged", [](const Exchange &x) { return x.sizes.merged; })
+        .def_property_readonly("in_node", [](const Exchange &x) { return x.sizes.in_node; })
         .def_property_readonly("ring_passes", [](const Exchange &x) { return x.sizes.ring_passes; })
         .def_property_readonly("rounds", [](const Exchange &x) { return x.sizes.rounds; })
         .def_property_readonly("vectors", [](const Exchange &x) { return x.sizes.vectors; })

@@ -143,6 +143,7 @@ class Exchange:
     encoded: float
     decoded: float
     merged: float
+    in_node: float  # vectors that it sends, adds and gets back uncompressed inside its node
     ring_passes: int  # passes of a vector, if the process group does the exchange in a ring; else 0
     rounds: int
     vectors: int

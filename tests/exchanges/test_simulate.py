@@ -42,6 +42,11 @@ def test_time_is_latency_messages_and_bytes() -> None:
     assert work.row("ring1", 4).compute_seconds == pytest.approx(n * 1e-9 * (1 + 2 + 3))
     assert work.row("allgather", 4).compute_seconds == pytest.approx(n * 1e-9 * (1 + 8))
     assert work.row("dense", 4).compute_seconds == 0
+    nodes, alone = (
+        simulate(n, "topk", worlds=[4], ranks_per_node=k, compute=Compute(node_ns=4.0)) for k in (2, 1)
+    )
+    assert nodes.row("hierarchical", 4).compute_seconds == pytest.approx(4e-9 * n)
+    assert nodes.row("twoshot", 4).compute_seconds == alone.row("hierarchical", 4).compute_seconds == 0
 
 
 def test_a_nodes_ranks_share_its_link() -> None:
@@ -144,7 +149,9 @@ def test_draws_and_prints(tmp_path: Path) -> None:
 def test_measures_this_machine() -> None:
     c = measure("marsit", 1 << 16)
     assert 0 < c.encode_ns < 1000 and 0 < c.decode_ns < 1000 and c.merge_ns >= 0
-    assert measure("topk", 1 << 16, density=0.01).merge_ns == 0
+    topk = measure("topk", 1 << 16, density=0.01)
+    assert topk.merge_ns == 0 <= topk.node_ns < 1000
+    assert measure("powersgd", 1 << 16).node_ns == 0  # which does not go by nodes
 
 
 def test_refusals() -> None:

@@ -94,21 +94,24 @@ class Loopback:
             mine[:] = (source.detach() if _is(g, "torch", "Tensor") else source).reshape(-1)
             out.append(mine)
         segments = [_segments(_look(x, "x")) for x in out]
-        places = zip(segments, self._state, self._work, self._wire, strict=True)
-        buffers = [_core.Buffers(s, state.ptr, work.ptr, wire.ptr) for s, state, work, wire in places]
-        carry = _carried(carry)
-        with self._turn:
-            _, sent, control = _core.loopback(
-                self.ranks, buffers, step=self.step_number, seed=self._seed, group=self._group, carry=carry
-            )
-            self.step_number += 1
-            own = [a - b for a, b in zip(sent, control, strict=True)]
-            self.bytes = own
+        own = self._exchange(segments, _carried(carry))
         sums = [_core.checksum(s, self.dtype) for s in segments]
         if len(set(sums)) > 1:
             rank = next(r for r, s in enumerate(sums) if s != sums[0])
             raise DivergenceError(f"the result of rank {rank} differs from that of rank 0")
         return cast(Array, self._result(out[0], max(own) or self.stated_bytes))
+
+    def _exchange(self, segments: Sequence[_core.Segments], carry: float) -> list[int]:
+        """Replaces the ranks' vectors by their mean. Returns what each rank sent, in bytes."""
+        places = zip(segments, self._state, self._work, self._wire, strict=True)
+        buffers = [_core.Buffers(s, state.ptr, work.ptr, wire.ptr) for s, state, work, wire in places]
+        with self._turn:
+            _, sent, control = _core.loopback(
+                self.ranks, buffers, step=self.step_number, seed=self._seed, group=self._group, carry=carry
+            )
+            self.step_number += 1
+            self.bytes = own = [a - b for a, b in zip(sent, control, strict=True)]
+        return own
 
     def _result(self, x: Any, nbytes: int) -> Any:
         if not _is(x, "torch", "Tensor"):

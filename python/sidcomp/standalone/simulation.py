@@ -1,10 +1,12 @@
 """What exchanges would cost at sizes that nobody has here: bytes and rounds, on links of given speed."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
 from typing import Any
 
 from sidcomp import core as _core
@@ -43,11 +45,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Compute:
-    """Nanoseconds an element that a rank computes: to encode, to decode one payload, to merge signs once."""
+    """Nanoseconds an element that a rank computes: to encode, to decode one payload, to merge signs once, and
+    to copy, add and check what the ranks of a node exchange uncompressed."""
 
     encode_ns: float = 0.0
     decode_ns: float = 0.0
     merge_ns: float = 0.0
+    node_ns: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -214,7 +218,7 @@ def methods(
         c = (compute or {}).get(name)
         encode = decode = None
         if c is not None:
-            after = Compute(0, c.decode_ns, c.merge_ns)
+            after = replace(c, encode_ns=0.0)
             encode = curve([row.compute_seconds for row in seconds(Compute(c.encode_ns))])
             decode = curve([row.compute_seconds for row in seconds(after)])
         rows = [row.seconds for row in seconds(Compute())]
@@ -288,26 +292,17 @@ def _bodies(x: _core.Exchange) -> int:
 
 def _compute(x: _core.Exchange, c: Compute) -> float:
     """Seconds that a rank computes in a step."""
-    return x.n * 1e-9 * (x.encoded * c.encode_ns + x.decoded * c.decode_ns + x.merged * c.merge_ns)
+    codec = x.encoded * c.encode_ns + x.decoded * c.decode_ns
+    return x.n * 1e-9 * (codec + x.merged * c.merge_ns + x.in_node * c.node_ns)
 
 
 def measure(codec: str, n: int = 1 << 20, memory: str | None = None, **parameters: Setting) -> Compute:
-    """What this machine takes: medians over some calls of one thread; for codecs of signs ring1's merging."""
-    import time
-    from statistics import median
-
+    """What this machine takes: medians over some calls of one thread. Merging, for codecs of signs, is that
+    of ring1, and what ranks exchange uncompressed that of hierarchical."""
     import numpy
 
     from sidcomp.standalone.compressor import Compressor
     from sidcomp.standalone.loopback import Loopback
-
-    def of(call: Any) -> float:
-        times = []
-        for _ in range(7):
-            begin = time.perf_counter_ns()
-            call()
-            times.append(time.perf_counter_ns() - begin)
-        return median(times[1:]) / n
 
     own = {p.name for e in exchanges() for p in e.parameters}
     settings: dict[str, Any] = {k: v for k, v in parameters.items() if k not in own}
@@ -315,10 +310,44 @@ def measure(codec: str, n: int = 1 << 20, memory: str | None = None, **parameter
     x = numpy.random.default_rng(0).standard_normal(n).astype(numpy.float32)
     payload = c.encode(x)
     out = numpy.empty(n, numpy.float32)
-    encode, decode = of(lambda: c.encode(x)), of(lambda: c.decode(payload, out))
-    merge = 0.0
-    if "signs" in c.codec.traits:
-        loop = Loopback(4, "ring1", codec, n, memory=memory, **settings)
-        whole = of(lambda: loop.step([x] * 4))
-        merge = max(0.0, (whole / 4 - encode - decode) / 0.75)
-    return Compute(encode, decode, merge)
+    encode, decode = (_median_ns(call) / n for call in (lambda: c.encode(x), lambda: c.decode(payload, out)))
+    copy = _median_ns(lambda: numpy.copyto(out, x)) / n
+
+    def rest(world: int, exchange: str, **more: Any) -> float:
+        """What a rank computes beside encode and decode, by the element; 0 if it does not take the codec."""
+        try:
+            loop = Loopback(world, exchange, codec, n, memory=memory, **settings, **more)
+        except SidcompError:
+            return 0.0
+        whole = _exchange_ns(loop, x) / world / n
+        first = loop.ranks[0]
+        known = first.encoded * encode + first.decoded * decode + copy * loop.bytes_per_rank / x.nbytes
+        return max(0.0, whole - known)
+
+    merge = rest(4, "ring1") / 0.75 if "signs" in c.codec.traits else 0.0
+    return Compute(encode, decode, merge, rest(2, "hierarchical", ranks_per_node=2))
+
+
+def _median_ns(call: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+    """Of some calls; the first one does not count."""
+    times = []
+    for _ in range(7):
+        prepare()
+        begin = perf_counter_ns()
+        call()
+        times.append(perf_counter_ns() - begin)
+    return median(times[1:])
+
+
+def _exchange_ns(loop: Any, x: Any) -> float:
+    """Of a loopback's step, all ranks after each other, without the copies and checks around it."""
+    from sidcomp.standalone.compressor import _look, _segments
+
+    vectors = [x.copy() for _ in range(loop.world)]
+    segments = [_segments(_look(v, "x")) for v in vectors]
+
+    def fill() -> None:
+        for v in vectors:
+            v[:] = x
+
+    return _median_ns(lambda: loop._exchange(segments, 1.0), fill)
