@@ -1,27 +1,37 @@
 """Many ranks: what `sidcomp simulate` predicts beside what eight real ranks take, and a picture up to 256.
 
     python -m benchmarks.bench_ranks            # check: three networks of eight ranks, about five minutes
-    python -m benchmarks.bench_ranks --picture  # no ranks: ms by ranks, at 1, 10 and 100 Gbit/s
+    python -m benchmarks.bench_ranks --picture  # no ranks: ms a step by ranks, at 1, 10 and 100 Gbit/s
 
 The check sends a recorded gradient as one group, so that nothing overlaps: a step less the step without
-communication is encode, exchange and decode. The prediction has the link as it was calibrated, what this
-machine takes to encode and decode, times the ranks that share a core, and a cost for each message, which is
-fitted once, on a gradient of few bytes.
+communication is encode, exchange and decode. The prediction has the link as it was calibrated, what the ranks
+of a node can send to each other at once, what this machine takes to encode and decode, times the ranks that
+share a core, and a cost for each message, which is fitted once, on a gradient of few bytes.
+
+The picture shows steps of ResNet-50: what a rank computes, and what it waits for exchanges.
 """
 
 import argparse
 import os
 import sys
+import tempfile
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from sidcomp.config.accuracy import FORTIETH, INT4, CodecSpec
 from sidcomp.config.settings import Settings
-from sidcomp.standalone.estimate import GPU, exchange_of
-from sidcomp.standalone.simulation import Compute, Link, Row, measure, simulate
+from sidcomp.planner import fusion
+from sidcomp.standalone.estimate import BUCKET, FORWARD, GPU, exchange_of, instance_of
+from sidcomp.standalone.model_shapes import Model, Parameter
+from sidcomp.standalone.simulation import Candidate, Compute, Link, Row, measure, methods, simulate
 
+from benchmarks import models
 from benchmarks.common import RESULTS, report, summary
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure as run_hooks
@@ -58,7 +68,7 @@ PICTURE: dict[str, tuple[CodecSpec, str | None]] = {  # None: the exchange that 
     "int4": (INT4, None),
     "marsit, ring1": (MARSIT, "ring1"),
 }
-ELEMENTS = 25_600_000
+RESNET = next(m for m in models.MODELS if m.name == "ResNet50")
 
 
 def words(codec: CodecSpec) -> str:
@@ -99,6 +109,35 @@ def messages(way: Way, n: int, world: int, per_host: int) -> float:
     return (one - none) * 1e6
 
 
+def in_node(rank: int, world: int, per_host: int, store: str, nbytes: int, seconds: Any) -> None:
+    """A rank of `node_gbit`: sends to the next rank of its node and gets as much from the one before."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    first, own = rank - rank % per_host, rank % per_host
+    sent, got = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+    times = []
+    for _ in range(16):
+        dist.barrier()
+        start = time.perf_counter()
+        before, after = (first + (own + i) % per_host for i in (-1, 1))
+        for work in (dist.irecv(got, before), dist.isend(sent, after)):
+            assert work is not None
+            work.wait()
+        times.append(time.perf_counter() - start)
+    seconds[rank] = median(times[1:])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def node_gbit(world: int, per_host: int, nbytes: int) -> float:
+    """Gbit/s that a rank sends to another one of its node, each way, over the loopback of this machine, while
+    all of `world` ranks do: the cores copy what they send."""
+    with tempfile.TemporaryDirectory() as room, mp.Manager() as manager:
+        seconds = manager.dict()
+        mp.spawn(in_node, (world, per_host, f"{room}/store", nbytes, seconds), nprocs=world)
+        return 8e-9 * nbytes / median(seconds.values())
+
+
 def check(rate: str, hosts: int, per_host: int, blocks: int) -> tuple[list[dict[str, Any]], list[str]]:
     """One network: a row for each codec and exchange."""
     world, ways = hosts * per_host, CHECKED[per_host]
@@ -110,7 +149,10 @@ def check(rate: str, hosts: int, per_host: int, blocks: int) -> tuple[list[dict[
         print(*lines, sep="\n", flush=True)
         tiny = run_hooks(lab, TINY, list(names), blocks, 8, 4, 600, ranks_per_host=per_host)
         real = run_hooks(lab, TASK, list(names), blocks, 6, 4, 900, ranks_per_host=per_host)
-    link = Link(found.goodput / 1e9, found.round_trip / 2 * 1e3, 0, 400, found.round_trip / 2 * 1e3)
+    inside = node_gbit(world, per_host, 4 * real["elements"] // per_host) if per_host > 1 else 400.0
+    if per_host > 1:
+        lines.append(f"Inside a host, all ranks at once: {inside:.2f} Gbit/s a rank, each way.")
+    link = Link(found.goodput / 1e9, found.round_trip / 2 * 1e3, 0, inside, found.round_trip / 2 * 1e3)
     fitted = exchange_ms(tiny)
     rows = []
     for name, way in names.items():
@@ -145,21 +187,36 @@ def own_exchange(codec: CodecSpec, n: int, world: int) -> str:
     return exchange_of(Settings.parse(codec[0], dict(codec[1])), 0, n, world)
 
 
-def curves(n: int, gbit: float, compute: dict[str, Compute]) -> Iterable[dict[str, Any]]:
-    """Rows of the picture: milliseconds to average a gradient, by ranks."""
-    link = Link(gbit, 20.0)
+def resnet() -> Model:
+    """In the order of the forward pass."""
+    tensors = RESNET.tensors[::-1]
+    return Model(tuple(Parameter(t.name, (t.elements,), t.work) for t in tensors), RESNET.name)
+
+
+def curves(
+    model: Model, step_ms: float, gbit: float, compute: dict[str, Compute]
+) -> Iterable[dict[str, Any]]:
+    """Rows of the picture: milliseconds of a step, by ranks, with DDP's buckets as groups."""
+    link, size = Link(gbit, 20.0), BUCKET // 4
     for world in WORLDS:
+        ways: dict[str, Candidate] = {
+            label: (codec[0], exchange or own_exchange(codec, size, world), codec[1])
+            for label, (codec, exchange) in PICTURE.items()
+            if label != "dense"
+        }
+        costs = methods(ways, world, link, compute, most_bytes=8 * model.elements)
+        instance = instance_of(model, step_ms, costs)
         row: dict[str, Any] = {"Gbit/s": gbit, "ranks": world}
-        for label, (codec, fixed) in PICTURE.items():
-            exchange = fixed or own_exchange(codec, n, world)
-            work = compute.get(label, Compute())
-            row[label] = predicted((codec, exchange), n, world, 1, link, work).seconds * 1e3
+        for label, (_, fixed) in PICTURE.items():
+            row[label] = fusion.plan(instance, "bucket", method=label, bytes=BUCKET)["time_ps"] / 1e9
             if fixed is None:
-                row[f"{label} by"] = exchange
+                row[f"{label} by"] = ways[label][1]
         yield row
 
 
-def picture(n: int, save: bool) -> None:
+def picture(save: bool) -> None:
+    model = resnet()
+    step_ms = RESNET.v100_ms / (1 - FORWARD)
     here = {
         label: measure(name, **parameters)
         for label, ((name, parameters), _) in PICTURE.items()
@@ -170,29 +227,34 @@ def picture(n: int, save: bool) -> None:
         {"codec on": where, **row}
         for where, compute in (("one thread here", here), ("a GPU, assumed", assumed))
         for gbit in (1.0, 10.0, 100.0)
-        for row in curves(n, gbit, compute)
+        for row in curves(model, step_ms, gbit, compute)
     ]
     note = (
-        f"Milliseconds to average a gradient of {n:,} float32 elements, by ranks, one on each node, 20 "
-        "microseconds a round; simulated, nothing overlaps. Each codec goes by the exchange that State takes "
-        "by itself. The speed of the codec is that of one thread of this processor, or what `sidcomp "
-        f"estimate` assumes of a GPU (encode {GPU.encode_ns:g} ns an element, decode {GPU.decode_ns:g})."
+        f"Milliseconds of a step of {RESNET.name}, {model.elements:,} parameters in DDP's buckets of 25 MB, "
+        f"by ranks, one on each node, 20 us a round. A rank computes for {step_ms:.0f} ms (assumed, "
+        "two thirds of it the backward pass). The rest is what a step waits for exchanges, encodes and "
+        "decodes, predicted by `simulate`'s costs and the planner's model of a step. Each codec goes by the "
+        "exchange that State takes by itself. The speed of codecs is that of one thread of this processor, "
+        f"or what `sidcomp estimate` assumes of a GPU (encode {GPU.encode_ns:g} ns an element, decode "
+        f"{GPU.decode_ns:g})."
     )
     report("many-ranks", "Many ranks", rows, note, RESULTS if save else None)
     if save:
-        plot(rows)
+        plot(rows, step_ms)
 
 
-def plot(rows: list[dict[str, Any]]) -> None:
+def plot(rows: list[dict[str, Any]], step_ms: float) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    axes = figure.subplots(2, 3, sharex=True)
+    figure = Figure(figsize=(12, 7.5), layout="constrained")
+    axes = figure.subplots(2, 3, sharex=True, sharey="col")
+    ticks = [n * 10**i for i in (1, 2, 3) for n in (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)]
     places = list(dict.fromkeys(row["codec on"] for row in rows))
     speeds = list(dict.fromkeys(row["Gbit/s"] for row in rows))
     for i, where in enumerate(places):
         for j, gbit in enumerate(speeds):
             axis, some = axes[i][j], [r for r in rows if (r["codec on"], r["Gbit/s"]) == (where, gbit)]
+            axis.axhline(step_ms, color="grey", lw=1, ls=":", label="computation alone")
             for label, marker in zip(PICTURE, "os^vD", strict=True):
                 style: dict[str, Any] = {"color": "black", "ls": "--"} if label == "dense" else {}
                 axis.plot([r["ranks"] for r in some], [r[label] for r in some], marker=marker, ms=4,
@@ -200,13 +262,17 @@ def plot(rows: list[dict[str, Any]]) -> None:
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             axis.set_xticks(WORLDS, [str(w) for w in WORLDS])
+            low, high = axis.get_ylim()
+            few = [t for t in ticks if low <= t <= high and (high < 4 * low or str(t)[0] in "1235")]
+            axis.set_yticks(few, [f"{t:g}" for t in few])
+            axis.minorticks_off()
             axis.set_title(f"{gbit:g} Gbit/s; codec on {where}", fontsize=10)
             axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=9)
     for axis in axes[1]:
         axis.set_xlabel("ranks")
     for row in axes:
-        row[0].set_ylabel("ms to average a gradient")
+        row[0].set_ylabel("ms a step")
     figure.savefig(RESULTS.parents[1] / "docs" / "images" / "many-ranks.png", dpi=80)
 
 
@@ -218,12 +284,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--picture", action="store_true", help="only the picture, and the table of its numbers")
-    add("--n", type=int, default=ELEMENTS, help="elements in the picture (default ResNet-50's)")
     add("--blocks", type=int, default=3, help="turns of each way in the check (default 3)")
     add("--save", action="store_true", help="write benchmarks/results/many-ranks*.{md,json} and a picture")
     args = parser.parse_args(argv)
     if args.picture:
-        picture(args.n, args.save)
+        picture(args.save)
         return 0
     rows: list[dict[str, Any]] = []
     lines: list[str] = []

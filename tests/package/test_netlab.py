@@ -20,6 +20,8 @@ pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from sidcomp.standalone.simulation import Compute
+
 from benchmarks import bench_baselines, bench_plan_real, bench_ranks
 from benchmarks.netlab import __main__ as cli
 from benchmarks.netlab import hooks
@@ -419,10 +421,17 @@ def test_what_a_microsecond_for_each_message_adds() -> None:
 
 
 def test_the_picture_of_many_ranks() -> None:
-    rows = list(bench_ranks.curves(1_000_000, 10.0, {}))
+    model, labels = bench_ranks.resnet(), list(bench_ranks.PICTURE)
+    rows = list(bench_ranks.curves(model, 48.0, 10.0, {}))
     assert [row["ranks"] for row in rows] == [2, 4, 8, 16, 32, 64, 128, 256]
-    assert all(row["bf16 wire"] < row["dense"] for row in rows)
+    assert all(48 < row["bf16 wire"] < row["dense"] for row in rows)
     assert rows[-1]["default by"] == "twoshot", "an all-gather grows with the ranks"
+    for label in labels:  # a link that is no limit: a step is its computation
+        assert next(iter(bench_ranks.curves(model, 48.0, 1e6, {})))[label] == pytest.approx(48, rel=1e-2)
+    # What an encode takes comes on top, because it stops the backward pass.
+    slow = dict.fromkeys(labels[1:], Compute(encode_ns=1.0))
+    for row in bench_ranks.curves(model, 48.0, 1e6, slow):
+        assert row["int4"] >= 48 + 1e-6 * model.elements > row["dense"]
 
 
 @pytest.mark.slow
