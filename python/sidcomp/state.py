@@ -174,11 +174,12 @@ class State:
                     its search adds no more (0.01). Each group beyond two multiplies the number of measured
                     iterations by that of the tensors.
     accuracy        [None] which codecs sidcomp may choose by itself, if you name neither the codec nor
-                    candidates. "dense": those whose loss was no worse than the worst seed of uncompressed
-                    training. "close": also those with at most 1 % more loss. "any": all of them. None:
-                    "dense". The choice depends on the optimizer given to `follow`: with Adam and AdamW the
-                    default codec is "int4", because a fortieth of the bytes costs 3.5 % of the loss
-                    (docs/accuracy.md). With `LocalError` you can send fewer bytes.
+                    candidates. "exact": only "lossless", which rounds nothing. "dense": those whose loss was
+                    no worse than the worst seed of uncompressed training. "close": also those with at most
+                    1 % more loss. "any": all of them. None: "dense". The choice depends on the optimizer
+                    given to `follow`: with Adam and AdamW the default codec is "int4", because a fortieth of
+                    the bytes costs 3.5 % of the loss (docs/accuracy.md). With `LocalError` you can send fewer
+                    bytes.
     profile         [None] for planned groups: a Profile of an earlier run or the path of its file, in place
                     of measuring again (`state.profile.save(path)` writes one). One that does not fit is not
                     used.

@@ -35,6 +35,8 @@ def beside(kind: Any, *arguments: Any, **named: Any) -> list[str]:
         (AdamW, {"accuracy": "close"}, [INT4], [INT4, FP16]),
         (AdamW, {"accuracy": "any"}, [FORTIETH], [FORTIETH, FP16]),
         (SGD, {"accuracy": "any"}, [FORTIETH], [FORTIETH, FP16]),
+        (SGD, {"accuracy": "exact"}, ["lossless"], ["lossless"]),
+        (AdamW, {"accuracy": "exact"}, ["lossless"], ["lossless"]),
     ],
 )
 def test_what_is_not_named_suits_the_optimizer(
@@ -66,7 +68,7 @@ def test_it_says_what_it_uses(
 @pytest.mark.parametrize(
     "named, said",
     [
-        ({"accuracy": "best"}, "dense, close, any"),
+        ({"accuracy": "best"}, "exact, dense, close, any"),
         ({"codec": "topk", "accuracy": "any"}, "leave accuracy out"),
         ({"codec": "auto", "candidates": ["topk"], "accuracy": "any"}, "leave accuracy out"),
     ],
@@ -74,6 +76,16 @@ def test_it_says_what_it_uses(
 def test_a_wrong_accuracy_is_refused(named: dict[str, Any], said: str) -> None:
     with pytest.raises(sidcomp.ArgumentError, match=said):
         sidcomp.State(**named)
+
+
+def test_exact_rounds_nothing_and_has_the_most_bytes() -> None:
+    """So where another codec is allowed, it is no candidate: it cannot be the fastest."""
+    n = 100_000
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    exact = sidcomp.Compressor(accuracy.EXACT[0], n, **dict(accuracy.EXACT[1]))
+    assert torch.equal(exact.decode([exact.encode(x)]), x)
+    for (name, own), *_ in (*accuracy.PLAIN, *accuracy.ADAPTIVE):
+        assert sidcomp.Compressor(name, n, **dict(own)).payload_bytes < 0.6 * exact.payload_bytes
 
 
 def test_the_fewest_bytes_come_first() -> None:
