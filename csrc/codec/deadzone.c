@@ -459,16 +459,17 @@ static const sid_param params[] = {
                        .min = .1,
                        .max = 2,
                        .unit = "bits an element",
-                       .doc = "Size of a payload, on average; of groups of few elements it is larger."},
+                       .doc = "Size of a payload in bits for each element. Groups of few elements take more."},
 };
 
 const sid_codec sid_codec_deadzone = {
     .info = {.name = "deadzone",
              .family = "sparse",
-             .paper = "Sullivan 1996 (quantiser with a dead zone, for Laplace elements) and Duda 2013 (rANS)",
+             .paper = "Sullivan 1996 (quantizer with a dead zone, for Laplace elements) and Duda 2013 (rANS)",
              .doc =
-                 "The largest elements, each as the mean of one of 4 or 5 levels, entropy-coded to the given number of "
-                 "bits. In as many bytes a smaller error than topk or int2.",
+                 "The largest elements, each as a sign and one of 4 or 5 magnitudes, entropy-coded to the given number "
+                 "of bits. If elements have similar scales, its error is smaller than that of topk or int2 in as many "
+                 "bytes. Decode is slow. CPU only.",
              SID_PARAMETERS(params),
              .traits = SID_SPARSE,
              .wire_id = 25},
