@@ -298,7 +298,8 @@ typedef struct sid_message {
 
 /* Lists what this rank sends (receive == 0) or receives in a round: writes up to sizes.messages of them, and returns how
  * many. A pair of ranks exchanges at most one message a round each way; both sides state the same bytes. The first message is
- * for the next rank that gets one, so that ranks that send in this order do not all send to the same rank at once. */
+ * for the next rank that gets one, so that ranks that send in this order do not all send to the same rank at once. Post all
+ * messages of a round before you wait for any. */
 uint32_t sid_exchange_messages(const sid_exchange *x, uint32_t round, int receive, sid_message *out);
 
 /* seg, state, work, wire and step stay the same through all rounds of a step. cut: room for n_seg segments. step->rank and

@@ -193,7 +193,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
 def _computes_in_bfloat16(device: str) -> bool:
     """Whether a product of bfloat16 matrices is faster there than one of float32."""
     if device == "cuda":
-        return torch.cuda.get_device_capability() >= (8, 0)
+        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # older torch: not known
     return any(getattr(torch.cpu, name, bool)() for name in names)
 

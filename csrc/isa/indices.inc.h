@@ -141,6 +141,7 @@ INLINE uint32_t unpack_by(const sid_packed *from, uint32_t most, uint32_t end, u
             c += places_by(word, base + 64 * q, idx + i + c, vbmi2);
             there = 64 * (w + 1) - first - i - c >= runs;
         }
+        if (c > most - i) c = most - i; /* before the low bits are read: there may be none of what is beyond */
         fields_of(from->low, (from->pos + i) * bits, bits, c, low);
         vs entry = lanes;
         for (uint32_t j = 0; j < c; j += SIDE) {
@@ -151,7 +152,6 @@ INLINE uint32_t unpack_by(const sid_packed *from, uint32_t most, uint32_t end, u
             memcpy(idx + i + j, &x, sizeof x);
             entry += SIDE;
         }
-        if (c > most - i) c = most - i;
         for (i += c; c && idx[i - 1] >= end; c--, i--) there = 1;
     }
     return i;

@@ -35,8 +35,8 @@ typedef __m256i eight;
 /* Which of 8 lanes are set, in a byte each: the places of set bits, moved to the right; and for every lane, how many set bits
  * there are before it. */
 #define BEFORE(m, j) ((uint64_t)__builtin_popcount((m) & ((1u << (j)) - 1u)))
-#define RIGHT_LANE(m, j)                                                                                               \
-    ((m) >> (j) & 1u ? (uint64_t)(j) << 8 * (8 - __builtin_popcount((m) & 255u) + (int)BEFORE(m, j)) : 0)
+#define RIGHT_LANE(m, j) /* & 63: of a lane that is not set, which a compiler would warn of */                         \
+    ((m) >> (j) & 1u ? (uint64_t)(j) << (8 * (8 - __builtin_popcount((m) & 255u) + (int)BEFORE(m, j)) & 63) : 0)
 #define RIGHT(m)                                                                                                       \
     (RIGHT_LANE(m, 0) | RIGHT_LANE(m, 1) | RIGHT_LANE(m, 2) | RIGHT_LANE(m, 3) | RIGHT_LANE(m, 4) | RIGHT_LANE(m, 5) | \
      RIGHT_LANE(m, 6) | RIGHT_LANE(m, 7))

@@ -174,9 +174,10 @@ class State:
                     its search adds no more (0.01). Each group beyond two multiplies the number of measured
                     iterations by that of the tensors.
     accuracy        [None] which codecs sidcomp may choose by itself, if you name neither the codec nor
-                    candidates. "exact": only "lossless", which rounds nothing. "dense": those whose loss was
-                    no worse than the worst seed of uncompressed training. "close": also those with at most
-                    1 % more loss. "any": all of them. None: "dense". The choice depends on the optimizer
+                    candidates. "exact": only "lossless", which rounds nothing, but may send elements far
+                    smaller than their neighbors a step later. "dense": those whose loss was no worse than
+                    the worst seed of uncompressed training. "close": also those with at most 1 % more loss.
+                    "any": all of them. None: "dense". The choice depends on the optimizer
                     given to `follow`: with Adam and AdamW the default codec is "int4", because a fortieth of
                     the bytes costs 3.5 % of the loss (docs/accuracy.md). With `LocalError` you can send fewer
                     bytes.

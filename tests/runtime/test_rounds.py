@@ -425,6 +425,34 @@ def test_fewer_ranks_take_over_a_checkpoint(delay: int, lost: int, tmp_path: Pat
     assert max(sum(x[-4:]) for x in after) < 0.8 * min(sum(x[:4]) for x in before)
 
 
+def on_as_many(rank: int, world: int, path: str, resumes: bool) -> None:
+    """Four ranks save, and four resume, but rank 0's file is lost: the others keep what they had not sent."""
+    module = network(7 * rank)
+    adam = OPTIMIZERS["Adam"](module.parameters())
+    outer = sidcomp.Outer(module, adam, every=EVERY, deadline=60.0, lr=0.7, momentum=0.5)
+    with outer.state as state:
+        if not resumes:
+            for step in range(2 * EVERY):
+                module.zero_grad()
+                backward(module, rank, step)
+                outer.step()
+            torch.save(state.state_dict(), f"{path}/{rank}")
+            return
+        states = [torch.load(f"{path}/{r}", weights_only=True) for r in range(1, 4)]
+        state.load_state_dict(states)
+        kept, own = (
+            torch.cat([x.flatten() for x in s["residuals"].values()])
+            for s in (state.state_dict(), states[max(rank - 1, 0)])
+        )
+        assert own.any()
+        assert torch.equal(kept, own) if rank else not kept.any()
+
+
+def test_as_many_ranks_without_the_file_of_one(tmp_path: Path) -> None:
+    run(on_as_many, 4, str(tmp_path), False)
+    run(on_as_many, 4, str(tmp_path), True)
+
+
 # ---- late and lost ranks
 
 

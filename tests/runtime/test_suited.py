@@ -130,3 +130,10 @@ def trained(rank: int, world: int, kind: str, stop: int) -> tuple[list[str], boo
 def test_a_run_uses_it_and_resumes_with_the_same_bits(kind: str, codec: str) -> None:
     for codecs, same in run(trained, 2, kind, 3):
         assert set(codecs) == {codec} and same
+
+
+def test_nothing_rounded_needs_a_residual() -> None:
+    with pytest.raises(sidcomp.ArgumentError, match="leave memory out"):
+        sidcomp.State(accuracy="exact", memory="none")
+    state = sidcomp.State(accuracy="exact", memory="residual")
+    assert "lossless" in str(state)

@@ -144,6 +144,11 @@ class Settings:
             )
         accuracy = "dense" if accuracy is None else accuracy
         accuracy_of.check(accuracy)
+        if accuracy == "exact" and memory is not None and "feedback" not in find_memory(memory).traits:
+            raise ArgumentError(
+                f'accuracy="exact" with memory={memory!r}: "lossless" has no room for some small elements in '
+                "some steps, and only a residual sends them later: leave memory out"
+            )
         if codec is None:
             default = accuracy_of.allowed(accuracy, adaptive)[0] if free else DEFAULT
             given = {k: v for k, v in default[1].items() if k != "density" or "ratio" not in parameters}

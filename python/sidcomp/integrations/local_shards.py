@@ -43,12 +43,13 @@ class Shards:
         self._named = named
         self.part = ""  # in messages and checkpoints; "" for the whole module
         self._mesh = None
+        self.least = 0  # parameters of which the smallest shard has elements; 0 without shards
         found = {name: p.device_mesh for name, p in named.items() if is_sharded(p)}  # type: ignore[attr-defined]
         if not found:
             return
         name, self._mesh = next(iter(found.items()))
         if FSDPModule is None:
-            raise UnsupportedError(f"parameter {name!r} is sharded: {what} then needs a newer PyTorch")
+            raise UnsupportedError(f"parameter {name!r} is sharded: {what} then needs PyTorch 2.6 or newer")
         if other := [n for n, mesh in found.items() if mesh != self._mesh]:
             raise UnsupportedError(
                 f"parameters {name!r} and {other[0]!r} are sharded over different meshes: apply fully_shard "
@@ -69,8 +70,9 @@ class Shards:
                 'mesh["replicate"].get_group()'
             )
         self.part = f"shard {ranks.index(mine)} of {len(ranks)}"
-        if not self.local():
-            raise UnsupportedError(f"{self.part} holds no element of any parameter: use fewer shards")
+        self.least = self._smallest(len(self.local()))
+        if not self.least:
+            raise UnsupportedError("a shard holds no element of any parameter: use fewer shards")
 
     def local(self) -> dict[str, torch.Tensor]:
         """This rank's parts of the parameters, which share their memory; without those of no element."""
@@ -80,9 +82,12 @@ class Shards:
 
     def all_agree(self, yes: bool) -> bool:
         """Whether it holds on all ranks that share the module with this one."""
-        if self._mesh is None:
-            return yes
-        flag = torch.tensor([int(yes)], device=next(iter(self.local().values())).device)
+        return yes if self._mesh is None else bool(self._smallest(int(yes)))
+
+    def _smallest(self, number: int) -> int:
+        """Of the numbers that these ranks give."""
+        assert self._mesh is not None
+        smallest = torch.tensor([number], device=self._mesh.device_type)
         for dim in range(self._mesh.ndim):
-            dist.all_reduce(flag, dist.ReduceOp.MIN, self._mesh.get_group(dim))
-        return bool(flag.item())
+            dist.all_reduce(smallest, dist.ReduceOp.MIN, self._mesh.get_group(dim))
+        return int(smallest.item())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import ArgumentError, CheckpointError, SetupError
+from sidcomp.errors import ArgumentError, CheckpointError, ExchangeError, SetupError
 from sidcomp.integrations.local_parts import (
     Part,
     Stray,
@@ -93,7 +93,7 @@ class LocalSteps:
         given = process_group or state._engine.process_group
         self._shards = Shards(trained(module, optimizer, shards=True), given, type(self).__name__)
         named = self._shards.local()
-        _check_parts(parts, every, delay, state, len(named))
+        _check_parts(parts, every, delay, state, self._shards.least or len(named))
         self.module, self.optimizer, self.state, self.every = module, optimizer, state, every
         self.delay = delay
         self.steps = 0  # taken by the optimizer
@@ -221,15 +221,13 @@ class LocalSteps:
         if self._shards.part and not self._shards.all_agree(_finite(part for _, part in which)):
             for _, part in which:  # so that the ranks of all shards discard it, not only those that have it
                 part.update.fill_(float("nan"))
-        if engine.layout is None:
-            self._form()
-        try:
+        with self._of_all_shards():
+            if engine.layout is None:
+                self._form()
+        with self._of_all_shards(self._fail):
             self._futures = [engine.ready(n, part.update) for n, part in which]
             if len(which) < len(self._parts):
                 engine.end_early()
-        except Exception as e:
-            self._fail(e)
-            raise
         self._flying = together
 
     @torch.no_grad()
@@ -239,12 +237,9 @@ class LocalSteps:
             return
         futures, self._futures = self._futures, []
         together, self._flying = self._flying, []
-        try:
+        with self._of_all_shards(self._fail):
             for future in futures:
                 future.wait()
-        except Exception as e:
-            self._fail(e)
-            raise
         self._find()
         self._apply(together)
         if 0 in together:
@@ -261,7 +256,26 @@ class LocalSteps:
             for part in self._parts:
                 part.restore()
 
+    @contextmanager
+    def _of_all_shards(self, fail: Callable[[Exception], None] | None = None) -> Iterator[None]:
+        """What happens inside raises on all ranks of the node, also on those whose own shard is well: else
+        these would wait for the others. fail: called with the error first."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as e:
+            error = e
+        if self._shards.all_agree(error is None):
+            return
+        error = error or ExchangeError(
+            "the exchange of another shard of this node has failed: see the output of its ranks"
+        )
+        if fail is not None:
+            fail(error)
+        raise error
+
     def _fail(self, error: Exception) -> None:
+        self._find()
         self.state._engine.abandon(error)
         for part in self._parts:
             part.restore()
@@ -365,11 +379,11 @@ class LocalSteps:
 
 
 def _check_parts(parts: object, every: int, delay: int, state: State, tensors: int) -> None:
-    """Raises ArgumentError or SetupError."""
+    """tensors: parameters, or those of which each shard has elements. Raises ArgumentError or SetupError."""
     if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= min(every, tensors):
         raise ArgumentError(
             f"parts={parts!r}: give a number from 1 to {min(every, tensors)}: every={every}, and the model "
-            f"has {tensors} parameters"
+            f"(its smallest shard, if it is sharded) has {tensors} parameters"
         )
     if parts > 1 and delay > every // parts:
         raise ArgumentError(

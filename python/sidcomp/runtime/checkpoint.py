@@ -1,6 +1,7 @@
 """state_dict: saves the memories by parameter name, and loads them with the same or another world size."""
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -354,8 +355,11 @@ def load(
     own = [s for s in states if old == world and s["rank"] == rank]
     if len(own) != 1:
         _check_complete(states, old, world, rank, may_lack=place is not None and several)
-        own = [_redistributed(states, world, rank, old if redistribute == "mean" else world)]
-        logger.warning("residuals of %d ranks were redistributed over %d (%s)", old, world, redistribute)
+        if old == world:  # this rank's own is missing, and the others keep theirs
+            own = [_redistributed(states, world, rank, math.inf)]
+        else:
+            own = [_redistributed(states, world, rank, old if redistribute == "mean" else world)]
+            logger.warning("residuals of %d ranks were redistributed over %d (%s)", old, world, redistribute)
     source = own[0]
     resume = Resume(_kept(source), source["layout"], source)
     resume.same_codec = old == world
@@ -368,7 +372,7 @@ def load(
     return resume
 
 
-def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, parts: int) -> dict[str, Any]:
+def _redistributed(states: Sequence[dict[str, Any]], world: int, rank: int, parts: float) -> dict[str, Any]:
     """Returns the state of one new rank: the sum of the old ranks' residuals, in rank order, divided by
     `parts`, and the mean of their momenta."""
     states = sorted(states, key=lambda s: int(s["rank"]))
