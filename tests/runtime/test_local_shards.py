@@ -190,6 +190,38 @@ def test_what_is_not_finite_in_one_shard_is_undone_in_all() -> None:
     run(with_nan, 4)
 
 
+def with_a_failure(rank: int, world: int) -> str:
+    """The exchange of the first shard fails, on both nodes. Returns what each rank says."""
+    mesh = meshes()
+    module = sharded(mesh, 0)
+    optimizer = OPTIMIZERS["Adam"](module.parameters())
+    with sidcomp.State("none") as state:
+        outer = sidcomp.Outer(
+            module, optimizer, state, every=EVERY, delay=2, process_group=mesh.get_group("replicate")
+        )
+        for step in range(EVERY + 2):
+            module.zero_grad()
+            backward(module, rank, step)
+            if step == EVERY and rank % 2 == 0:
+                for future in outer._futures:
+                    future.wait()
+                broken: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+                broken.set_exception(RuntimeError("broken"))
+                outer._futures = [broken]
+            if step < EVERY + 1:
+                outer.step()
+                continue
+            with pytest.raises((RuntimeError, sidcomp.ExchangeError)) as raised:
+                outer.step()
+        assert on_all(full(module)), "all are at the common point, and the node's exchanges are in step"
+        return str(raised.value)
+
+
+def test_what_fails_in_one_shard_is_raised_in_all() -> None:
+    for rank, said in enumerate(run(with_a_failure, 4)):
+        assert ("another shard of this node has failed" if rank % 2 else "broken") in said
+
+
 # ---- checkpoints
 
 
