@@ -99,11 +99,12 @@ def under(task: str, codec: str, settings: dict[str, Any], steps: int) -> list[f
 
 
 def contestants() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Label, codec and settings: every sparse codec, and each way in which it can adapt or select."""
+    """Label, codec and settings: every sparse codec that is given a density, and each way in which it can
+    adapt or select."""
     for c in _core.codecs():
-        if "sparse" not in c["traits"]:
-            continue
         table = {p["name"]: p for p in c["parameters"]}
+        if "sparse" not in c["traits"] or "density" not in table:
+            continue
         settings = {"capacity": AMPLE} if "capacity" in table else {}
         yield c["name"], c["name"], settings
         for name in ("adapt", "method"):
