@@ -93,7 +93,9 @@ class LocalSteps:
         given = process_group or state._engine.process_group
         self._shards = Shards(trained(module, optimizer, shards=True), given, type(self).__name__)
         named = self._shards.local()
-        _check_parts(parts, every, delay, state, self._shards.least or len(named))
+        least = self._shards.least
+        what = "the smallest shard" if least else "the model"
+        _check_parts(parts, every, delay, state, least or len(named), what)
         self.module, self.optimizer, self.state, self.every = module, optimizer, state, every
         self.delay = delay
         self.steps = 0  # taken by the optimizer
@@ -378,12 +380,12 @@ class LocalSteps:
         """Takes what a subclass has saved, which it has checked."""
 
 
-def _check_parts(parts: object, every: int, delay: int, state: State, tensors: int) -> None:
-    """tensors: parameters, or those of which each shard has elements. Raises ArgumentError or SetupError."""
+def _check_parts(parts: object, every: int, delay: int, state: State, tensors: int, what: str) -> None:
+    """tensors: parameters of `what`, the model or its smallest shard. Raises ArgumentError or SetupError."""
     if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= min(every, tensors):
         raise ArgumentError(
-            f"parts={parts!r}: give a number from 1 to {min(every, tensors)}: every={every}, and the model "
-            f"(its smallest shard, if it is sharded) has {tensors} parameters"
+            f"parts={parts!r}: give a number from 1 to {min(every, tensors)}: every={every}, and "
+            f"{what} has {tensors} parameters"
         )
     if parts > 1 and delay > every // parts:
         raise ArgumentError(
