@@ -1,7 +1,9 @@
 /* Payload bytes that no encoder wrote: a result or an error, never a wild read or write, never a partial write. */
+#define _DEFAULT_SOURCE /* MAP_ANONYMOUS */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "test.h"
 
@@ -11,6 +13,7 @@ void test_two_bits(void);
 void test_signed_mutations(void);
 void test_random_bytes(void);
 void test_other_step(void);
+void test_packed_ones(void);
 
 typedef struct victim {
     group g;
@@ -230,3 +233,35 @@ static void other(victim *v) {
     }
 }
 void test_other_step(void) { every(other, 100); }
+
+/* Packed indices whose high bits claim more entries than there are, at the end of what may be read: the low bits of these
+ * entries would lie behind the payload. */
+void test_packed_ones(void) {
+    static const size_t page = 65536; /* or a divisor of it */
+    const uint64_t n = 65536, high = 96, ones = (1ull << 48) - 1;
+    const sid_setting settings[] = {{"density", 17.0 / 65536}, {"values", SID_VALUES_LOG2}, {"indices", 1}};
+    uint8_t *const room = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(room != MAP_FAILED && !mprotect(room + page, page, PROT_NONE), "no page to guard");
+    for (int isa = SID_ISA_AUTO; isa <= SID_ISA_LAST; isa++) {
+        const sid_config c = {.codec = "topk",
+                              .memory = "residual",
+                              .n = n,
+                              .dtype = SID_F32,
+                              .isa = (sid_isa)isa,
+                              .settings = settings,
+                              .n_settings = sizeof settings / sizeof *settings};
+        victim v;
+        sid_error err;
+        if (!victim_open(&v, &c, 0)) continue; /* no such processor */
+        const uint64_t bytes = v.g.sizes.payload;
+        uint8_t *const payload = room + page - bytes;
+        CHECK(bytes == 128, "%s: %llu bytes", v.g.name, (unsigned long long)bytes);
+        memcpy(payload, v.good, bytes);
+        CHECK(!sid_check(v.g.plan, payload, bytes, &v.at, &err), "%s: %s", v.g.name, err.text);
+        memcpy(payload + high, &ones, sizeof ones);
+        payload_sign(payload, bytes, 0);
+        CHECK(sid_check(v.g.plan, payload, bytes, &v.at, &err) == SID_E_CORRUPT, "%s: taken", v.g.name);
+        victim_close(&v);
+    }
+    munmap(room, 2 * page);
+}

@@ -52,6 +52,7 @@
     X(body_flips)                                                                                                      \
     X(two_bits)                                                                                                        \
     X(signed_mutations)                                                                                                \
+    X(packed_ones)                                                                                                     \
     X(random_bytes)                                                                                                    \
     X(other_step)                                                                                                      \
     X(state_edits)                                                                                                     \
