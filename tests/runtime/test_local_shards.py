@@ -3,7 +3,6 @@ exchanges between the nodes."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import sidcomp
 import torch
 import torch.distributed as dist
 from harness import run
-from test_local_steps import OPTIMIZERS, backward
+from test_local_steps import OPTIMIZERS, backward, go_on
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -239,18 +238,8 @@ def resumed(rank: int, world: int, stop: int, delay: int, path: str) -> list[str
             lr=0.7, momentum=0.5,
         )  # fmt: skip
         with state:
-            if saved is not None:
-                module.load_state_dict(saved["module"])
-                optimizer.load_state_dict(saved["optimizer"])
-                state.load_state_dict(saved["state"])
-                outer.load_state_dict(saved["outer"])
-            for step in range(first, last):
-                module.zero_grad()
-                backward(module, rank, step)
-                outer.step()
             names = {"module": module, "optimizer": optimizer, "state": state, "outer": outer}
-            out = copy.deepcopy({name: x.state_dict() for name, x in names.items()})
-            return out, full(module)
+            return go_on(rank, first, last, saved, names), full(module)
 
     _, end = part(0, 0, 14, None)
     saved, _ = part(0, 0, stop, None)

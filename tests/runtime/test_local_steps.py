@@ -132,6 +132,22 @@ def test_an_update_that_is_not_finite_is_undone_on_all_ranks(nonfinite: str) -> 
     run(with_nan, 2, nonfinite)
 
 
+def go_on(
+    rank: int, first: int, last: int, saved: dict[str, Any] | None, parts: dict[str, Any]
+) -> dict[str, Any]:
+    """Loads what was saved, takes steps first to last - 1, and returns what a checkpoint has. parts: what
+    it is of, by name: first the module, and last what takes the steps."""
+    module, *_, steps = parts.values()
+    if saved is not None:
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+    for step in range(first, last):
+        module.zero_grad()
+        backward(module, rank, step)
+        steps.step()
+    return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+
+
 def resumed(rank: int, world: int, stop: int) -> bool:
     """Whether a run that is stopped after `stop` steps and resumed has the bits of one that is not."""
 
@@ -139,17 +155,8 @@ def resumed(rank: int, world: int, stop: int) -> bool:
         optimizer = OPTIMIZERS["Adam"](module.parameters())
         with sidcomp.State("topk", density=0.1) as state:
             steps = sidcomp.LocalSteps(module, optimizer, state, every=3)
-            if saved is not None:
-                module.load_state_dict(saved["module"])
-                optimizer.load_state_dict(saved["optimizer"])
-                state.load_state_dict(saved["state"])
-                steps.load_state_dict(saved["steps"])
-            for step in range(first, last):
-                module.zero_grad()
-                backward(module, rank, step)
-                steps.step()
-            parts = {"module": module, "optimizer": optimizer, "state": state, "steps": steps}
-            return {name: copy.deepcopy(x.state_dict()) for name, x in parts.items()}
+            names = {"module": module, "optimizer": optimizer, "state": state, "steps": steps}
+            return go_on(rank, first, last, saved, names)
 
     whole, first, second = network(0), network(0), network(1)
     part(whole, 0, STEPS, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import run
 from sidcomp.integrations import local_steps
-from test_local_steps import OPTIMIZERS, alike, backward, flat, network
+from test_local_steps import OPTIMIZERS, alike, backward, flat, go_on, network
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -128,17 +127,8 @@ def resumed(rank: int, world: int, stop: int, delay: int, parts: int = 1) -> boo
         optimizer = OPTIMIZERS["Adam"](module.parameters())
         outer = sidcomp.Outer(module, optimizer, every=EVERY, delay=delay, parts=parts)
         with outer.state as state:
-            if saved is not None:
-                module.load_state_dict(saved["module"])
-                optimizer.load_state_dict(saved["optimizer"])
-                state.load_state_dict(saved["state"])
-                outer.load_state_dict(saved["outer"])
-            for step in range(first, last):
-                module.zero_grad()
-                backward(module, rank, step)
-                outer.step()
             names = {"module": module, "optimizer": optimizer, "state": state, "outer": outer}
-            return copy.deepcopy({name: x.state_dict() for name, x in names.items()})
+            return go_on(rank, first, last, saved, names)
 
     whole, again = part(0, 0, 14, None), part(5, stop, 14, part(0, 0, stop, None))
     return all(torch.equal(whole["module"][name], x) for name, x in again["module"].items())

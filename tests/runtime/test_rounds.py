@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from harness import context, run
 from sidcomp.runtime import rounds
-from test_local_steps import OPTIMIZERS, alike, backward, flat, network
+from test_local_steps import OPTIMIZERS, alike, backward, flat, go_on, network
 from torch import nn
 
 SLOW = pytest.mark.slow
@@ -345,17 +345,8 @@ def resumed(rank: int, world: int, stop: int, delay: int) -> bool:
         adam = OPTIMIZERS["Adam"](module.parameters())
         outer = sidcomp.Outer(module, adam, every=EVERY, delay=delay, deadline=60.0, momentum=0.5)
         with outer.state as state:
-            if saved is not None:
-                module.load_state_dict(saved["module"])
-                adam.load_state_dict(saved["optimizer"])
-                state.load_state_dict(saved["state"])
-                outer.load_state_dict(saved["outer"])
-            for step in range(first, last):
-                module.zero_grad()
-                backward(module, rank, step)
-                outer.step()
             names = {"module": module, "optimizer": adam, "state": state, "outer": outer}
-            return copy.deepcopy({name: x.state_dict() for name, x in names.items()})
+            return go_on(rank, first, last, saved, names)
 
     whole, again = part(0, 0, 11, None), part(5, stop, 11, part(0, 0, stop, None))
     same = all(torch.equal(whole["module"][name], x) for name, x in again["module"].items())
