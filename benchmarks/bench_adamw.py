@@ -3,11 +3,12 @@
     python -m benchmarks.bench_adamw                                # 4 ranks, 3 seeds: about an hour
     python -m benchmarks.bench_adamw --only "local error, int4; gradient" --seeds 1
     python -m benchmarks.bench_adamw --flags "--local-error --every 8" --label "every 8"
+    python -m benchmarks.bench_adamw --name long --common "--steps 1200 --autocast" --flags ...
 
 A row is what `examples/train.py` trains with the row's flags: the task "gpt" unless --task says otherwise.
 The ranks are processes that exchange through Gloo. Times are not measured here. With --save it adds to what
-benchmarks/results/adamw-TASK-WORLD.json holds already, and measures only what is missing there; --seeds 0
-measures nothing, and writes the table anew.
+benchmarks/results/adamw-TASK-WORLD.json (or, with --name, adamw-TASK-WORLD-NAME.json) holds already, and
+measures only what is missing there; --seeds 0 measures nothing, and writes the table anew.
 """
 
 import argparse
@@ -107,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--flags", help="one more row: flags of examples/train.py")
     add("--label", help="the name of that row")
     add("--common", default="", help='flags of all rows, such as "--steps 100"')
+    add("--name", help="with --save: keep these results apart, by this name")
     add("--save", action="store_true", help="keep the results in benchmarks/results")
     args = parser.parse_args(argv)
     ways = dict(WAYS)
@@ -115,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     elif args.only:
         starts = tuple(s.strip() for s in args.only.split(";"))
         ways = {k: v for k, v in ways.items() if k == DENSE or k.startswith(starts)}
-    name = f"adamw-{args.task}-{args.world}"
+    name = f"adamw-{args.task}-{args.world}" + (f"-{args.name}" if args.name else "")
     kept = RESULTS / f"{name}.json"
     record: dict[str, Any] = json.loads(kept.read_text()) if args.save and kept.exists() else {}
     found = record.setdefault("found", {})
