@@ -1,8 +1,8 @@
 """Hosts and the links between them.
 
 Where the kernel lets us, each host is a network namespace with one interface, and a namespace of its own is
-the switch. Both ends of every cable are shaped by htb, so that a host's uplink and its downlink each carry
-the rate, and no more.
+the switch: a bridge, or delay.c where links have a latency. Both ends of every cable are shaped by htb, so
+that a host's uplink and its downlink each carry the rate, and no more.
 
 No namespace has a name. A namespace lives as long as a process in it: here `cat`, which reads from a pipe of
 ours. When this process goes, however it goes, the pipe closes, `cat` ends, and the kernel takes interfaces
@@ -119,7 +119,7 @@ class Lab:
                 else f"{link} up and down, by htb (burst {burst(self.rate)})"
             )
             if self.latency:
-                shaped += f"; {self.latency / 2:g} ms later at each host's uplink, by netem"
+                shaped += f"; the switch forwards {self.latency / 2:g} ms later, by a program of ours"
             return f"{self.hosts} hosts, each a network namespace behind one switch; {shaped}"
         if self.emulation == "pacing":
             return (
@@ -171,11 +171,16 @@ class Lab:
         self.enter = [["nsenter", "-t", str(pid), *users, "-n"] for pid in holders]
         self.address, self.interface = "10.77.0.1", "eth0"
 
-        ports = ["link add br0 type bridge forward_delay 0 mcast_snooping 0", "link set br0 up"]
+        bridge = (
+            []
+            if self.latency
+            else ["link add br0 type bridge forward_delay 0 mcast_snooping 0", "link set br0 up"]
+        )
+        ports = bridge[:]
         for r, pid in enumerate(holders):
             ports += [
                 f"link add p{r} type veth peer name eth0 netns {pid}",
-                f"link set p{r} master br0 up",
+                f"link set p{r} {'master br0 ' if bridge else ''}up",
             ]
         _batch(into, "ip", ports)
         for r, enter in enumerate(self.enter):
@@ -188,8 +193,41 @@ class Lab:
                 ["link set lo up", f"addr add 10.77.0.{r + 1}/24 dev eth0", *sizes, "link set eth0 up"],
             )
             if self.rate is not None:
-                _batch(enter, "tc", _shape("eth0", self.rate, self.latency / 2))
+                _batch(enter, "tc", _shape("eth0", self.rate))
                 _batch(into, "tc", _shape(f"p{r}", self.rate))
+        if self.latency:
+            self._delay(into)
+
+    def _delay(self, into: list[str]) -> None:
+        """The switch that takes the bridge's place. Few kernels have netem, which would do this."""
+        program = self._compile("no latency", "delay.c")
+        microseconds = str(round(self.latency * 1e3 / 2))
+        process = subprocess.Popen(
+            [*into, str(program), microseconds, *(f"p{r}" for r in range(self.hosts))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.children.append(process)
+        assert process.stdout is not None and process.stderr is not None
+        if not process.stdout.readline():
+            raise LabError(f"no latency: {_last(process.stderr.read())}")
+
+    def _compile(self, without: str, source: str, *flags: str) -> Path:
+        """What the C file beside this one becomes, in a folder that goes with the lab. without: what there is
+        not, if it cannot be compiled."""
+        self.scratch = self.scratch or Path(tempfile.mkdtemp(prefix="netlab-"))
+        built = self.scratch / Path(source).stem
+        compiler = shutil.which(os.environ.get("CC", "cc"))
+        if compiler is None:
+            raise LabError(f"{without}: no C compiler (Debian: apt-get install build-essential)")
+        command = [compiler, "-O2", str(HERE / source), "-o", str(built), *flags]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise LabError(f"{without}: {_last(done.stderr)}")
+        return built
 
     def _hold(self, command: list[str]) -> int:
         """A new namespace made by `command`; the process that keeps it."""
@@ -215,15 +253,7 @@ class Lab:
                 s.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("@L", self.rate // 8))
         except OSError as e:
             raise LabError(f"no pacing: SO_MAX_PACING_RATE: {e.strerror}") from None
-        self.scratch = Path(tempfile.mkdtemp(prefix="netlab-"))
-        shim = self.scratch / "pace.so"
-        compiler = shutil.which(os.environ.get("CC", "cc"))
-        if compiler is None:
-            raise LabError("no pacing: no C compiler (Debian: apt-get install build-essential)")
-        command = [compiler, "-O2", "-shared", "-fPIC", str(HERE / "pace.c"), "-o", str(shim), "-ldl"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise LabError(f"no pacing: {_last(done.stderr)}")
+        shim = self._compile("no pacing", "pace.c", "-shared", "-fPIC", "-ldl")
         self.environment = {"LD_PRELOAD": str(shim), "NETLAB_BYTES_PER_SECOND": str(self.rate // 8)}
 
     # ---- what runs in it
@@ -358,14 +388,13 @@ def burst(rate: int) -> str:
     return "4kb" if rate <= 10**9 else "64kb"
 
 
-def _shape(device: str, rate: int, delay: float = 0.0) -> list[str]:
-    """Commands of tc. delay: ms that each packet waits in addition."""
+def _shape(device: str, rate: int) -> list[str]:
+    """Commands of tc."""
     limits = f"rate {rate}bit burst {burst(rate)} cburst {burst(rate)} quantum 65536"
     return [
         f"qdisc add dev {device} root handle 1: htb default 1",
         f"class add dev {device} parent 1: classid 1:1 htb {limits}",
-        f"qdisc add dev {device} parent 1:1 "
-        + (f"netem delay {delay:g}ms limit 10000" if delay else "pfifo limit 1000"),
+        f"qdisc add dev {device} parent 1:1 pfifo limit 1000",
     ]
 
 

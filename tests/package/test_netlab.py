@@ -93,6 +93,35 @@ def test_hosts_of_root_and_of_a_user(unshare: list[str]) -> None:
     assert not lab.children
 
 
+@pytest.mark.parametrize("unshare", [["unshare", "-n"], ["unshare", "-Urn"]], ids=" ".join)
+def test_a_latency_delays_every_message_and_not_the_rate(unshare: list[str]) -> None:
+    lab = Lab(3, GBIT // 10, "namespaces", latency=30.0)
+    try:
+        lab._namespaces(unshare)
+    except LabError as e:
+        lab.close()
+        pytest.skip(str(e))
+    with lab:
+        inside = namespaces_of(lab)
+        assert len(users_of(inside)) == 5  # the hosts, the switch, and the program in it
+        found = lab.calibrate()
+        assert found.round_trip >= 30
+        assert found.idle["64 KB"] >= 15 + 0.75 * 5.24 and found.goodput <= GBIT / 10
+        if found.goodput < 0.085 * GBIT:
+            pytest.skip(f"too busy to shape: {found}")
+        # Every pair reaches each other, whichever speaks first.
+        reach = "import os, socket; r = int(os.environ['RANK']); s = socket.create_server(('', 29000)); "
+        reach += (
+            "c = [socket.create_connection((f'10.77.0.{p + 1}', 29000), 30) for p in range(3) if p != r]; "
+        )
+        reach += "[x.sendall(bytes(range(256)) * 256) for x in c]; "
+        reach += "got = [s.accept()[0].recv(1 << 16, socket.MSG_WAITALL) for _ in c]; "
+        reach += "assert got == [bytes(range(256)) * 256] * 2"
+        lab.run([sys.executable, "-c", RETRY + reach], 60)
+    assert not users_of(inside)
+    assert not lab.children
+
+
 # All listen before anyone connects; who comes too early tries again.
 RETRY = """
 import socket, time
