@@ -1,6 +1,6 @@
 """MLS-Bench's gradient compression task: test accuracy at a hundredth of the elements, one worker.
 
-    python -m benchmarks.mls_bench                    # in small: the shipped digits, ResNet-20, 10 epochs
+    python -m benchmarks.mls_bench                    # in small: digits, ResNet-20 and VGG-11-BN, 10 epochs
     python -m benchmarks.mls_bench --data FOLDER      # as the task says: CIFAR, 200 epochs, three networks
 
 The task (mls-bench.com, "optimization-gradient-compression") trains ResNet-20 and ResNet-56 on CIFAR-10 and
@@ -92,17 +92,17 @@ def vgg11(classes: int) -> nn.Module:
 # ---- data ------------------------------------------------------------------------------------------------
 
 
-def digits() -> Data:
-    """scikit-learn's 1797 digits, enlarged to 16 x 16 pixels in three equal channels."""
+def digits(scale: int) -> Data:
+    """scikit-learn's 1797 digits of 8 x 8 pixels, enlarged by `scale`, in three equal channels."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     x = torch.from_numpy(images[order]).float().reshape(-1, 1, 8, 8) / 16
-    x = F.interpolate((x - x.mean()) / x.std(), scale_factor=2).expand(-1, 3, -1, -1).contiguous()
+    x = F.interpolate((x - x.mean()) / x.std(), scale_factor=scale).expand(-1, 3, -1, -1).contiguous()
     y = torch.from_numpy(labels[order]).long()
     cut = len(y) * 4 // 5
-    return Data(x[:cut], y[:cut], x[cut:], y[cut:], 10, 1)
+    return Data(x[:cut], y[:cut], x[cut:], y[cut:], 10, scale // 2)
 
 
 def cifar(folder: Path, classes: int) -> Data:
@@ -202,6 +202,7 @@ WAYS: dict[str, Callable[[], Compressor]] = {
     "topk, 1 % of the elements": lambda: Sidcomp("topk", density=0.01),
     "topk, 1 %, 4 bits, packed indices": lambda: Sidcomp("topk", density=0.01, **FEW_BITS),
     "topk, 3 %, 4 bits, packed indices": lambda: Sidcomp("topk", density=0.03, **FEW_BITS),
+    "deadzone, 0.32 bits": lambda: Sidcomp("deadzone", bits=0.32),
     "powersgd, rank 1": lambda: Sidcomp("powersgd", r=1),
 }
 
@@ -251,6 +252,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, help="200 with --data, else 10")
     parser.add_argument("--seeds", type=int, default=3, help="of 42, 123, 456 (default 3)")
     parser.add_argument("--only", help="the rows that begin with this")
+    parser.add_argument("--task", default="", help="the tasks that begin with this")
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/mls-bench; rows stay until run again"
     )
@@ -258,7 +260,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(torch.get_num_threads() if args.data else 1)
     epochs = args.epochs or (200 if args.data else 10)
     tasks: dict[str, tuple[Callable[[], nn.Module], Callable[[], Data]]] = {
-        "ResNet-20, digits": (lambda: resnet(20, 10), digits)
+        "ResNet-20, digits": (lambda: resnet(20, 10), lambda: digits(2)),
+        "VGG-11-BN, digits": (lambda: vgg11(10), lambda: digits(4)),  # its five poolings need 32 pixels
     }
     if args.data:
         tasks = {
@@ -269,6 +272,8 @@ def main(argv: list[str] | None = None) -> None:
     file = RESULTS / "mls-bench.json"
     rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"] if args.save and file.exists() else []
     for task, (make, load) in tasks.items():
+        if not task.startswith(args.task):
+            continue
         data = load()
         for way in WAYS:
             if args.only and not way.startswith(args.only):
