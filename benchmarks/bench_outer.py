@@ -39,6 +39,7 @@ RATES = {"lm": 0.004, "gpt": 0.003}
 SPARSE = {"ratio": 128, "values": "log2", "indices": "packed", "beta": 0.95}
 AVERAGE = {"lr": 1.0, "momentum": 0.0}
 DENSE = "dense"
+EVERY_STEP = [way for way in IN_LAB if way.startswith(("DDP", "no communication"))]
 # The codec's State, and the outer optimizer.
 WAYS: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "averaging": (("none", {}), AVERAGE),
@@ -137,8 +138,8 @@ def lab(args: argparse.Namespace) -> int:
             f"bench_outer: --ways {unknown[0]!r}: choose from {', '.join(map(repr, IN_LAB))}", file=sys.stderr
         )
         return 2
-    cells = [(way, 1) for way in ways if way.startswith("DDP")]
-    cells += [(way, every) for every in args.every for way in ways if not way.startswith("DDP")]
+    cells = [(way, 1) for way in ways if way in EVERY_STEP]
+    cells += [(way, every) for every in args.every for way in ways if way not in EVERY_STEP]
     spec = {
         "task": args.task, "seed": 0, "every": args.every[0], "ways": cells, "steps": args.lab_steps,
         "rounds": args.rounds, "lose": args.lose, "deadline": args.deadline,
@@ -159,7 +160,8 @@ def lab(args: argparse.Namespace) -> int:
         return 1
     where = f"{TASKS[args.task].title}, {world} hosts of a rank, {show_rate(parse_rate(args.rate))}"
     where += f", round trip {args.latency:.0f} ms" if args.latency else ""
-    name = f"outer-lab-{args.rate}" + (f"-{args.latency:.0f}ms" if args.latency else "")
+    name = "outer-lab" + (f"-{args.task}" if args.task != "lm" else "")
+    name += f"-{args.rate}" + (f"-{args.latency:.0f}ms" if args.latency else "")
     if args.lose:
         of_rounds = [
             {
@@ -196,9 +198,10 @@ def lab(args: argparse.Namespace) -> int:
             }
         )
     note = (
-        "AdamW; Outer and DiLoCo exchange every so many steps; a delay is half of them (with 5 parts a "
-        "tenth). Median [quartiles] of single steps, most of which exchange nothing; the mean is over whole "
-        "rounds. KB: by the kernel, the most that any host sends, headers included.\n"
+        "AdamW; all but DDP exchange every so many steps; a delay of Outer and DiLoCo is half of them (with "
+        "5 parts a tenth), that of LocalError one step. Median [quartiles] of single steps, most of which "
+        "exchange nothing; the mean is over whole rounds. KB: by the kernel, the most that any host sends, "
+        "headers included.\n"
     )
     if args.save and (RESULTS / f"{name}.json").exists():  # what was measured in other calls
         new = {(row["way"], row["every"]) for row in table}

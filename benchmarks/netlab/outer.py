@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from tasks import TASKS
 
 WARM = 3
-# Of Outer: the State, and its further arguments. delay: in parts of `every`.
+# The State, and the further arguments of Outer (delay: in parts of `every`) or LocalError.
 WAYS: dict[str, tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]] = {
+    "no communication": (None, {}),
     "DDP": (None, {}),
     "DDP, default topk": (("topk", {}), {}),
     "DiLoCo": (("none", {}), {}),
@@ -35,6 +36,8 @@ WAYS: dict[str, tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]] = {
     "Outer, delay": (None, {"delay": 0.5}),
     "Outer, parts and delay": (None, {"delay": 0.1, "parts": 5}),
     "Outer, deadline": (None, {"deadline": 60.0}),
+    "LocalError, deadzone": (("deadzone", {"bits": 0.5}), {}),
+    "LocalError, deadzone, delay": (("deadzone", {"bits": 0.5}), {"delay": 1}),
 }
 
 
@@ -50,6 +53,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.004, betas=(0.9, 0.95), weight_decay=0.1)
         self.model: torch.nn.Module = self.module
         self.outer: sidcomp.Outer | None = None
+        self.local: sidcomp.LocalError | None = None
         self.state: sidcomp.State | None = None
         codec, how = WAYS[name]
         if name.startswith("DDP"):
@@ -57,14 +61,18 @@ class Run:
             if codec is not None:
                 self.state = sidcomp.State()
                 sidcomp.register(self.model, self.state)
-        else:
-            state = sidcomp.State(codec[0], **codec[1]) if codec is not None else None
+        elif name != "no communication":
+            self.state = sidcomp.State(codec[0], **codec[1]) if codec is not None else None
             how = {**how, **spec.get("how", {})}
-            if "delay" in how:
-                how["delay"] = round(how["delay"] * every)
-            self.outer = sidcomp.Outer(self.module, self.optimizer, state, every=every, **how)
-            self.state = self.outer.state
-        self.clip = 1.0 if self.outer is None else math.sqrt(world)
+            if name.startswith("LocalError"):
+                assert self.state is not None
+                self.local = sidcomp.LocalError(self.module, self.optimizer, self.state, every=every, **how)
+            else:
+                how["delay"] = round(how.get("delay", 0) * every)
+                self.outer = sidcomp.Outer(self.module, self.optimizer, self.state, every=every, **how)
+                self.state = self.outer.state
+        self.plain = self.local is None and self.outer is None  # every step takes equally long
+        self.clip = 1.0 if self.plain else math.sqrt(world)
         self.carry: torch.Tensor | None = None
         self.steps = 0
 
@@ -74,7 +82,7 @@ class Run:
             loss, self.carry = self.task.loss(self.model, self.steps, self.carry)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        (self.outer or self.optimizer).step()
+        (self.local or self.outer or self.optimizer).step()
         self.steps += 1
 
     def timed(self, steps: int) -> list[float]:
@@ -94,9 +102,10 @@ def compare(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]
     out = []
     for name, every in spec["ways"]:
         run = Run(spec, name, every, rank, world)
-        plain = run.outer is None
-        steps = spec["steps"] if plain else spec["rounds"] * every
-        if run.outer is not None:
+        steps = spec["steps"] if run.plain else spec["rounds"] * every
+        if run.local is not None:
+            run.timed((1 + run.local.delay) * every)  # the first exchange makes the groups
+        elif run.outer is not None:
             run.timed(WARM)
             run.outer.average()  # makes the groups
             run.timed(every - WARM + run.outer.delay)  # to the end of an exchange
