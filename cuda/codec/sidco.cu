@@ -233,8 +233,10 @@ template <bool SQUARES, bool LOGS> struct sidco {
         const sid_list &l = crew.f.list;
         if (r.first) {
             double sum[2] = {}, of_logs[1] = {};
-            crew.total_of_tiles(ALL_SUM, sum, SQUARES ? 2 : 1);
             double count = 0;
+            if (LOGS) crew.post(crew.own_count_of_tiles(NONZERO));
+            crew.total_of_tiles(ALL_SUM, sum, SQUARES ? 2 : 1);
+            if (LOGS) count = (double)crew.posted().total;
             if (LOGS) {
                 crew.total_by(
                     [&](uint32_t, uint64_t u) {
@@ -242,7 +244,6 @@ template <bool SQUARES, bool LOGS> struct sidco {
                         return (double)e + sid_log(l.sums[ALL_REST * l.stride + u]) * 1.4426950408889634074;
                     },
                     of_logs, 1);
-                count = (double)crew.count_of_tiles(NONZERO);
             }
             crew.lead([&] {
                 o.all.count = count;
@@ -254,11 +255,13 @@ template <bool SQUARES, bool LOGS> struct sidco {
         for (uint32_t i = 0; i < r.o.probes; i += 2) {
             double sum[4] = {};
             const uint32_t j = upper(r, i);
+            crew.post(crew.own_count_of_tiles(AT_PROBES + i) << 32 |
+                      (i == j ? 0 : crew.own_count_of_tiles(AT_PROBES + j)));
             crew.total_of_tiles(OF_PROBES + 2 * i, sum, i == j ? 2 : 4);
-            const uint64_t a = crew.count_of_tiles(AT_PROBES + i), b = i == j ? 0 : crew.count_of_tiles(AT_PROBES + j);
+            const unsigned long long counts = crew.posted().total;
             crew.lead([&] {
-                o.probe[i] = {r.o.key[i], (double)a, sum[0], sum[1]};
-                if (j != i) o.probe[j] = {r.o.key[j], (double)b, sum[2], sum[3]};
+                o.probe[i] = {r.o.key[i], (double)(counts >> 32), sum[0], sum[1]};
+                if (j != i) o.probe[j] = {r.o.key[j], (double)(uint32_t)counts, sum[2], sum[3]};
             });
         }
     }
@@ -267,11 +270,10 @@ template <bool SQUARES, bool LOGS> struct sidco {
     __device__ sidco_tail among_candidates(sid_crew &crew, uint32_t key) const {
         const float *val = crew.f.list.value;
         const uint64_t all = crew.count;
-        unsigned long long many = 0;
-        double sum[2];
+        double sum[3]; /* the last one of counts: exact */
         crew.total(
             sid_tiles(all),
-            [&](uint64_t u, double (&x)[2]) {
+            [&](uint64_t u, double (&x)[3]) {
                 pair p;
                 sid_size_unit size;
                 float square[SID_QUAD] = {};
@@ -284,12 +286,12 @@ template <bool SQUARES, bool LOGS> struct sidco {
                         square[c] += v * v;
                     }
                 });
-                many += p.count_b;
                 const uint32_t count = sid_warp_sum(p.count_b);
                 const float b = sid_join_lanes(p.b);
                 const double at = (double)sid_bits_f32(key), cb = count;
                 x[0] = (double)b;
                 x[1] = 0;
+                x[2] = cb;
                 bool held = sid_key(b) < SID_KEY_INF;
                 if (SQUARES) {
                     held = sid_held(sid_join_lanes(size.lane), sid_join_lanes(square));
@@ -309,7 +311,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
                 if (SQUARES) x[1] = sid_join_lanes(wide[1]);
             },
             sum);
-        return {(double)crew.over_blocks(many).total, sum[0], sum[1], 0};
+        return {sum[2], sum[0], sum[1], 0};
     }
 
     /* The magnitudes beyond eta, if this pass knows them. */

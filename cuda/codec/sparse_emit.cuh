@@ -136,12 +136,11 @@ struct sid_crew : sid_candidates {
 
     /* Of those sent, the sum of the magnitudes with key >= from, and how many they are. */
     __device__ double size_from(uint64_t sent, uint32_t from, uint64_t *count) {
-        unsigned long long many = 0;
-        double sum[1];
+        double sum[2]; /* the second one of counts: exact */
         total(
             sid_tiles(sent),
-            [&](uint64_t u, double (&x)[1]) { x[0] = sid_size_of(f.list.extra, sent, u, from, &many); }, sum);
-        *count = over_blocks(many).total;
+            [&](uint64_t u, double (&x)[2]) { x[0] = sid_size_of(f.list.extra, sent, u, from, &x[1]); }, sum);
+        *count = (uint64_t)sum[1];
         return sum[0];
     }
 

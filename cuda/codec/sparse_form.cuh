@@ -108,15 +108,16 @@ __device__ inline void sid_each_in_unit(const float *val, uint64_t count, uint64
             if (i + c < end) f(c, val[i + c]);
 }
 
-/* The sum of its magnitudes with key >= from (sparse_sum); *many: so many of them met this thread. */
-__device__ inline double sid_size_of(const float *val, uint64_t count, uint64_t u, uint32_t from,
-                                     unsigned long long *many) {
+/* The sum of its magnitudes with key >= from (sparse_sum); *many: so many they are. */
+__device__ inline double sid_size_of(const float *val, uint64_t count, uint64_t u, uint32_t from, double *many) {
     float lane[SID_QUAD] = {};
+    uint32_t mine = 0;
     sid_each_in_unit(val, count, u, [&](uint32_t c, float x) {
         const bool in = sid_key(x) >= from;
         lane[c] += in ? sid_bits_f32(sid_key(x)) : 0.0f;
-        *many += in;
+        mine += in;
     });
+    *many = (double)sid_warp_sum(mine);
     const float sum = sid_join_lanes(lane);
     if (sid_key(sum) < SID_KEY_INF) return (double)sum;
     double wide[SID_QUAD] = {};

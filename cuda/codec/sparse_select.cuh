@@ -87,15 +87,23 @@ struct sid_selection {
         return x;
     }
 
-    /* x: a thread's. Over the blocks before this one, and over all; others see what was written before. */
+    /* x: a thread's. Over the blocks before this one, and over all; others see what was written before. In two parts, where
+     * the blocks meet between them anyway. */
     struct sums {
         unsigned long long before, total;
     };
     __device__ sums over_blocks(unsigned long long x) {
+        post(x);
+        sid_grid_sync();
+        return posted();
+    }
+    __device__ void post(unsigned long long x) {
         unsigned long long *part = f.list.part + (part_turn ^= 1) * SID_FINISH_MOST;
         const unsigned long long mine = block_sum(x);
         if (threadIdx.x == 0) part[blockIdx.x] = mine;
-        sid_grid_sync();
+    }
+    __device__ sums posted() {
+        const unsigned long long *part = f.list.part + part_turn * SID_FINISH_MOST;
         unsigned long long before = 0, total = 0;
         for (uint32_t b = threadIdx.x; b < gridDim.x; b += SID_BLOCK) {
             total += part[b];
@@ -257,13 +265,14 @@ struct sid_selection {
         const sid_list &l = f.list;
         total_by([&](uint32_t k, uint64_t u) { return l.sums[(at + k) * l.stride + u]; }, sum, rows);
     }
-    __device__ uint64_t count_of_tiles(uint32_t at) {
+    __device__ unsigned long long own_count_of_tiles(uint32_t at) const { /* this thread's share of it */
         unsigned long long mine = 0;
         for (uint64_t u = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; u < sid_tiles(f.n);
              u += (uint64_t)gridDim.x * SID_BLOCK)
             mine += f.list.counts[at * f.list.stride + u];
-        return over_blocks(mine).total;
+        return mine;
     }
+    __device__ uint64_t count_of_tiles(uint32_t at) { return over_blocks(own_count_of_tiles(at)).total; }
 };
 
 #endif
