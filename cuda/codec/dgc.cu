@@ -1,4 +1,4 @@
-/* csrc/codec/dgc.c defines the result. Bytes per element: 12 + 8 d in the pass; in the finish about 45 d as topk, and 32
+/* csrc/codec/dgc.c defines the result. Bytes per element: 12 + 8 d in the pass; in the finish 13 d and the payload, as topk, and 32
  * bytes, a sector of acc, an element of the sample. */
 #include "codec/fits.h"
 #include "sparse.cuh"
@@ -12,9 +12,9 @@ enum {
 
 struct dgc {
     enum {
-        PASS_BLOCKS = SID_PASS_BLOCKS
+        PASS_BLOCKS = SID_PASS_BLOCKS,
+        RANGES = 0
     };
-    typedef sid_crew crew;
     typedef sid_probing task;
     typedef sid_probe_unit unit;
     struct own {

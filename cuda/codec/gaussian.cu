@@ -1,5 +1,6 @@
 /* csrc/codec/gaussian.c defines the result. Bytes per element: 12 + 12 d in the pass (1.5 k candidates and more), whose
- * three sums cost 24 bytes a tile; in the finish about 65 d, with two selections. */
+ * three sums cost 24 bytes a tile; in the finish 12 d and the payload, 8 d for the selection that the next step starts from, and
+ * 8 d for each threshold that is tried. */
 #include "codec/fits.h"
 #include "sparse.cuh"
 
@@ -23,9 +24,9 @@ enum { /* of the sums */
 
 struct gaussian {
     enum {
-        PASS_BLOCKS = 3 /* for its three sums */
+        PASS_BLOCKS = 3, /* for its three sums */
+        RANGES = 1
     };
-    typedef sid_crew crew;
     struct task : sid_probing {
         uint32_t fitted, exactly;
     };
@@ -48,6 +49,7 @@ struct gaussian {
     __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
         r = {};
         r.low = sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0);
+        r.shift = r.low ? sid_crew::shift_of((uint32_t)c[SPREAD]) : 0;
     }
     __device__ void start(const task &, unit &u) const {
         u.probe.start();
@@ -141,7 +143,7 @@ struct gaussian {
         }
         uint32_t from = key;
         if (crew.count) {
-            const sid_pick pick = crew.select(wanted() < crew.count ? wanted() : crew.count);
+            const sid_pick pick = crew.select_predicted(wanted() < crew.count ? wanted() : crew.count);
             from = pick.key < key ? pick.key : key;
         }
         crew.lead([&] { sid_learn_key(crew.s.codec + LAST, crew.s.codec + SPREAD, from); });

@@ -1,6 +1,6 @@
 /* csrc/codec/redsync.c defines the result, redsync.h its arithmetic. Bytes per element: 12 + 8 d in the pass, whose one
- * sum costs none; in the finish about 40 d as topk, 15 d more for the second key of the binary search; 6 d less in the
- * payload of the quantised form. */
+ * sum costs none; in the finish 13 d and the payload, as topk; the binary search adds 5 d for each of its two keys,
+ * or 20 d where no range holds it, and 5 d for its threshold. The quantised form has 6 d less in its payload. */
 #include "codec/redsync.h"
 #include "sparse.cuh"
 
@@ -10,9 +10,9 @@ static_assert((int)REDSYNC_METHOD == (int)SID_SPARSE_PARAMS, "redsync.h has the 
 
 struct redsync {
     enum {
-        PASS_BLOCKS = 3
+        PASS_BLOCKS = 3,
+        RANGES = 1
     };
-    typedef sid_crew crew;
     struct task : sid_probing {
         uint32_t settled, key; /* key: of the threshold, once settled */
     };
@@ -35,9 +35,11 @@ struct redsync {
         r.side = !rule.quantised ? 0 : redsync_negative(&rule, steps) ? -1 : 1;
         const uint64_t *own = statistics((uint64_t *)c, r);
         r.low = sid_from_last((uint32_t)own[REDSYNC_LAST], (uint32_t)own[REDSYNC_SPREAD], redsync_least(&rule));
+        r.shift = sid_crew::shift_of((uint32_t)own[REDSYNC_SPREAD]);
         if (redsync_reuses(&rule, c)) {
             r.low = r.key = redsync_beyond(sid_bits_f32((uint32_t)c[REDSYNC_THRESHOLD]));
             r.settled = 1;
+            r.shift = 0;
         }
     }
     __device__ void start(const task &, unit &u) const {
@@ -67,7 +69,7 @@ struct redsync {
             crew.lead([&] { crew.s.threshold = 0; });
             return true;
         }
-        const sid_pick pick = crew.select(some);
+        const sid_pick pick = crew.select_predicted(some);
         const uint32_t most = crew.largest();
         crew.lead([&] {
             uint64_t *c = statistics(crew.s.codec, r);
@@ -127,7 +129,9 @@ struct redsync {
 };
 
 bool quantised(const sid_plan *p) { return redsync_rule_of(p).quantised; }
-sid_sparse_needs needs(const sid_plan *p) { return {1, 1, quantised(p) ? p->cap : 0, quantised(p), p->drops != 0}; }
+sid_sparse_needs needs(const sid_plan *p) {
+    return {1, 1, quantised(p) ? p->cap : 0, quantised(p), p->drops != 0, true};
+}
 
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }
 sid_status encode(sid_cuda_encoding &c) {

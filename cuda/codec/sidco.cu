@@ -1,6 +1,7 @@
 /* csrc/codec/sidco.c defines the result, sidco.h its arithmetic. Bytes per element: 12 in the pass, 8 for a candidate,
- * and 8 to 56 a tile for its sums; in the finish 30 d, and 5 for each stage after the first and candidate, of which there
- * are up to an eighth of the elements. Where probes stand in the first pass, exponential fits count at the first pair of
+ * and 8 to 56 a tile for its sums; in the finish 10 for a candidate, and the payload; where stages lie among
+ * candidates, of which there are then up to an eighth of the elements, 8 for a list of their values and 4 for each of these
+ * stages. Where probes stand in the first pass, exponential fits count at the first pair of
  * them as rows pass; for more, and for Pareto fits, whose sums would not stay in registers, each pair reads the tile
  * again, 4 from L2. */
 #include "codec/sidco.h"
@@ -25,9 +26,9 @@ enum { /* of list.counts; one for each probe */
 template <bool SQUARES, bool LOGS> struct sidco {
     enum {
         PASS_BLOCKS = 3,
+        RANGES = 0,
         PASSING = SQUARES ? 0 : 2 /* probes that see rows as they pass */
     };
-    typedef sid_crew crew;
     struct task : sid_pass_task {
         sidco_start o;  /* probes, and how many stages; the codec changes them as it goes */
         uint32_t first; /* all elements are summed up, for the first stage */
@@ -95,6 +96,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
         sidco_begin(&rule, c, &r.o);
         r.low = r.o.low;
         r.side = 0;
+        r.shift = 0;
         r.first = 1;
         r.exact = r.exactly = 0;
     }
@@ -268,7 +270,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
 
     /* Of the candidates with keys from `key` on. */
     __device__ sidco_tail among_candidates(sid_crew &crew, uint32_t key) const {
-        const float *val = crew.f.list.value;
+        const float *val = crew.line_up();
         const uint64_t all = crew.count;
         double sum[3]; /* the last one of counts: exact */
         crew.total(

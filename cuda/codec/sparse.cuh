@@ -1,26 +1,24 @@
 /* What the sparse codecs share (csrc/codec/sparse.c defines the result). An encode is two kernels after sid_begin:
  *     pass      acc from gradient and memory; candidates, all keys from a predicted `low` on, into their tile's slots;
  *               the sums of each tile that the codec asks for
- *     finish    one cooperative launch whose blocks wait for one another: candidates into one list in index order, the
- *               codec's finish() as it stands in csrc/codec/, the payload. Where the codec needs another pass over acc, it
- *               makes it here; nothing is asked of the host.
+ *     finish    one cooperative launch whose blocks wait for one another: the codec's finish() as it stands in csrc/codec/,
+ *               the payload. Where the codec needs another pass over acc, it makes it here; nothing is asked of the host.
  * Counts are integers and sums have the order of sums.h, so that payload and state are those of the CPU.
  *
  * Bytes per element, float32 with a residual, density d, 1.3 d candidates:
  *     pass      12 + 8 d      reads gradient and acc, writes acc: the floor of error feedback; and candidates of 6 bytes
- *     finish    8 d + 10 d    reads them, writes them as a list of 8 bytes; then, in L2 as a rule, 5 d a digit of a
- *               + 6 d         selection or a sum, 10 d twice to write a payload of 6 d; of packed indices and 4-bit values
- *                             each entry sets 2 to 4 bit fields of zeroed words, 4 bytes a field, in L2
- *     or        5 d + 8 d     without a list (topk): the values once to find the key, both once to write the payload
+ *     finish    5 d + 8 d     reads them twice, in L2 as a rule: the values to count or select, then both to write the payload,
+ *               + 6 d         whose words have been zeroed; 5 d for each further question about them, a selection by digits being
+ *                             three; 10 d for a list of values, where sums of them are wanted, and 5 d a sum
  *     again     4 + 8 d       a pass over acc where the prediction failed, as in the first step
  *
  * The files, each standing on those before it:
  *     sparse_form.cuh        where work and body lie
  *     sparse_pass.cuh        the pass over the group
  *     sparse_select.cuh      selection, counts and sums by all blocks together
- *     sparse_candidates.cuh  what a pass has captured, as one list
- *     sparse_emit.cuh        the payload
- *     sparse_slots.cuh       both for a codec that asks for the largest alone: without a list */
+ *     sparse_candidates.cuh  another pass
+ *     sparse_emit.cuh        what is sent, the header, the state
+ *     sparse_slots.cuh       what a pass has captured: counts and selection; the payload */
 #ifndef SID_SPARSE_CUH
 #define SID_SPARSE_CUH
 
@@ -28,7 +26,7 @@
 
 /* What a sparse codec is here, its file in csrc/codec/ over again:
  *     enum { PASS_BLOCKS }        on a multiprocessor: its registers
- *     typedef crew                sid_crew, or sid_slot_crew
+ *     enum { RANGES }             1: the first pass counts candidates in ranges of keys, for crew.select_predicted
  *     struct task : sid_pass_task; struct own
  *     begin(task &, words, steps)   of the first pass, from the state's words, by one thread
  *     best()                      how many of the largest are never dropped
@@ -43,13 +41,14 @@ template <class Codec> struct sid_finish_shared {
 };
 
 template <class Codec>
-__global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS) sid_finish_kernel(sid_finishing f, Codec codec) {
+__global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
+    sid_finish_kernel(const __grid_constant__ sid_finishing f, const __grid_constant__ Codec codec) {
     sid_follow();
     static_assert(sizeof(sid_finish_shared<Codec>) <= SID_FINISH_SHARED, "occupancy");
     SID_DYNAMIC_SHARED(uint4, memory);
     sid_finish_shared<Codec> &s = *(sid_finish_shared<Codec> *)(void *)memory;
     if (!f.scratch->ready) return;
-    typename Codec::crew crew(f, s.crew);
+    sid_crew crew(f, s.crew);
     if (threadIdx.x < 16) s.crew.codec[threadIdx.x] = f.state->codec[threadIdx.x];
     crew.lead([&] {
         s.crew.stages = 0;
@@ -86,6 +85,7 @@ sid_status sid_sparse_encode(sid_cuda_encoding &c, const Codec &codec, const sid
     f.room = p->room;
     f.body = sid_body_of(p, needs.mean);
     f.body.drops = needs.drops;
+    f.largest = needs.largest || f.body.width > 2;
     f.head = sid_head_of(p, c.step);
     f.draw = sid_draw_of(p, c.step);
     const uint64_t grid = sid_blocks(c.to, pieces ? pieces : 1, SID_FINISH_GRID);

@@ -9,21 +9,26 @@
 struct sid_list {
     float *acc; /* the memory's first vector, or where none keeps it a place in work */
     uint64_t n;
-    uint32_t *held;            /* of each tile, how many are candidates: where more than `slots`, acc has them */
-    unsigned long long *pairs; /* of each tile, above a key << 32 | equal to it */
-    uint32_t slots;            /* a tile's, up to SID_TILE */
-    float *slot_value;         /* its candidates in index order */
-    uint16_t *slot_index;      /* from the tile's start on */
-    float *value;              /* all candidates in index order */
-    uint32_t *index;           /* in the group */
-    float *extra;              /* the codec's own; values that travel as their mean, or as one of two */
-    double *sums;              /* of each tile: the codec's statistics, one array after the other */
-    uint32_t *counts;          /* as well */
-    uint64_t stride;           /* of those arrays */
-    double *running;           /* SID_SUMS of each of SID_AT_ONCE sums, twice */
-    unsigned long long *part;  /* a block's, twice */
-    uint32_t *bins;            /* SID_BINS, three times, zeroed */
-    uint32_t *counted;         /* SID_COUNTED, zeroed: what the pass has counted, where it does */
+    uint32_t *held;           /* of each tile, how many are candidates: where more than `slots`, acc has them */
+    uint32_t slots;           /* a tile's, up to SID_TILE */
+    float *slot_value;        /* its candidates in index order */
+    uint16_t *slot_index;     /* from the tile's start on */
+    float *value;             /* some of them, set aside; or all in index order */
+    float *extra;             /* the codec's own; values that travel as their mean, or as one of two */
+    double *sums;             /* of each tile: the codec's statistics, one array after the other */
+    uint32_t *counts;         /* as well */
+    uint64_t stride;          /* of those arrays */
+    double *running;          /* SID_SUMS of each of SID_AT_ONCE sums, twice */
+    unsigned long long *part; /* a block's, twice */
+    uint32_t *bins;           /* SID_BINS, three times, zeroed */
+    uint32_t *counted;        /* SID_COUNTED, zeroed: what the first pass has counted */
+};
+
+/* What a pass is to do; a codec's own adds to it what its statistics need. */
+struct sid_pass_task {
+    uint32_t low;   /* keys from here on are captured */
+    int32_t side;   /* see sid_side */
+    uint32_t shift; /* of a codec with RANGES: see sid_counting; 0: no ranges are counted */
 };
 
 /* What a codec takes of work beside candidates. */
@@ -32,7 +37,7 @@ struct sid_sparse_needs {
     uint64_t extra;        /* floats */
     bool mean;             /* values travel as their mean, and `extra` has room for them */
     bool drops;            /* what the mean leaves is dropped */
-    bool slots = false;    /* candidates stay in their tiles' slots: there is no list of them (sparse_slots.cuh) */
+    bool largest = false;  /* the codec asks for the largest candidate's key */
 };
 
 /* Where a sparse body's arrays lie (csrc/wire.h), in bytes from the payload's start. `form`, `packed`: header flags, of the

@@ -3,15 +3,7 @@
 #ifndef SID_SPARSE_PASS_CUH
 #define SID_SPARSE_PASS_CUH
 
-#include <type_traits>
-
 #include "sparse_form.cuh"
-
-/* What a pass is to do; a codec's own adds to it what its statistics need. */
-struct sid_pass_task {
-    uint32_t low; /* keys from here on are captured */
-    int32_t side; /* see sid_side */
-};
 
 /* Calls f(c, x) for the elements of a tile once acc is stored, by the same lanes that have shown them to the codec. */
 template <typename F>
@@ -97,8 +89,8 @@ __device__ inline void sid_fill_quad(const sid_list &list, uint64_t tile, uint32
     list.slot_index[tile * list.slots + to] = 0;
 }
 
-/* Candidates counted by how far from `low` their keys are: `shift` bits of it make no difference, and what has no range of
- * its own is in the last one alone, which has all of them. */
+/* Candidates counted, and by how far from `low` their keys are: `shift` bits of it make no difference, and what has no range
+ * of its own is in the last one alone, which has all of them. */
 struct sid_counting {
     uint32_t bins[SID_COUNTED];
     __device__ void begin() { bins[threadIdx.x] = 0; }
@@ -118,18 +110,15 @@ struct sid_counting {
         if (mine) atomicAdd(&counted[threadIdx.x], mine);
     }
 };
-struct sid_no_counting {};
-
 /* What the pass (core/pass.cuh) takes for its codec. Codec is a sparse one: see sid_finish_kernel. */
 template <class Codec> struct sid_gathering {
     enum {
         REREADS = 1,
-        RAW = 0,
-        COUNTS = Codec::crew::COUNTS
+        RAW = 0
     };
     struct shared {
         typename Codec::task task;
-        std::conditional_t<COUNTS, sid_counting, sid_no_counting> counting;
+        sid_counting counting;
         sid_levels levels; /* of the last step */
     };
     struct unit {
@@ -147,12 +136,10 @@ template <class Codec> struct sid_gathering {
             const uint32_t bits = sid_level_bits(rule.flags);
             if (bits) s.levels = sid_levels_from(rule.base, rule.step, bits);
         }
-        if constexpr (COUNTS) s.counting.begin();
+        s.counting.begin();
         __syncthreads();
     }
-    __device__ void end(shared &s) const {
-        if constexpr (COUNTS) s.counting.end(list.counted);
-    }
+    __device__ void end(shared &s) const { s.counting.end(list.counted); }
     __device__ float keep(const shared &s, const sid_rule &rule, float acc, uint64_t i) const {
         return sid_sparse_keep(rule, s.levels, acc, i);
     }
@@ -168,15 +155,13 @@ template <class Codec> struct sid_gathering {
         for (uint32_t c = 0; c < SID_QUAD; c++) y[c] = c < count ? sid_side(x[c], s.task.side) : 0.0f;
         codec.row(s.task, u.own, y, count);
         sid_capture(list, tile, (uint32_t)(i % SID_TILE), s.task.low, y, count, u.held);
-        if constexpr (COUNTS)
+        if constexpr (Codec::RANGES)
             if (s.task.shift) s.counting.quad(s.task.low, s.task.shift, y, count);
     }
     __device__ void done(shared &s, unit &u, uint64_t tile) const {
         if (sid_lane() == 0) list.held[tile] = u.held;
-        if constexpr (COUNTS) {
-            sid_fill_quad(list, tile, u.held);
-            s.counting.tile(u.held);
-        }
+        sid_fill_quad(list, tile, u.held);
+        s.counting.tile(u.held);
         codec.done(s.task, u.own, list, tile);
     }
 };

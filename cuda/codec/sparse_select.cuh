@@ -23,6 +23,7 @@ struct sid_finishing {
     uint8_t *payload;
     const float *acc;
     uint64_t n, tiles, k, cap, room;
+    bool largest; /* the largest candidate's key is wanted */
     sid_list list;
     sid_body body;
     sid_head head;
@@ -33,14 +34,30 @@ struct sid_picked {
     uint32_t digit, rank, in; /* the digit of the rank-th largest, its rank among those with that digit, their number */
 };
 
+/* Candidates counted by a key: those above it << 32 | others. */
+struct sid_tally {
+    enum {
+        NOTHING,
+        WARPS, /* of this block's warps */
+        ALL    /* and of all blocks together */
+    };
+    uint32_t key, known;
+    unsigned long long before, total; /* in the blocks before this one; in all */
+    unsigned long long warp[SID_WARPS];
+};
+
 struct sid_crew_shared {
     uint32_t bins[SID_BINS];
     unsigned long long scan[SID_LANES + 1];
     double tree[SID_BLOCK];
     sid_part_sum sums[SID_WARPS];
     sid_picked picked;
-    uint64_t codec[16]; /* the state's words, in the making */
-    sid_chosen chosen;  /* the end: what is sent, the rule, and what the header says */
+    sid_tally tally[2];
+    sid_pass_task passed; /* the last pass */
+    sid_chosen kept;      /* of its candidates, where not all had room */
+    bool lined_up;        /* list.value has all of them */
+    uint64_t codec[16];   /* the state's words, in the making */
+    sid_chosen chosen;    /* the end: what is sent, the rule, and what the header says */
     uint32_t key, flags;
     bool all; /* no tie is left out: then the rule needs no cut */
     sid_levels levels;
@@ -166,13 +183,14 @@ struct sid_selection {
     }
 
     template <typename Each> __device__ sid_pick select_from(const Each &each, uint64_t all, uint64_t rank) {
-        sid_picked p = digit(each, 0, 20, 11, rank, all);
-        uint32_t key = p.digit;
+        sid_picked p = {0, (uint32_t)rank, (uint32_t)all};
+        uint32_t key = 0;
 #pragma unroll 1
-        for (uint32_t shift = 20; shift;) {
-            shift -= 10;
-            p = digit(each, key, shift, 10, p.rank, p.in);
-            key = key << 10 | p.digit;
+        for (uint32_t shift = 31; shift;) { /* one copy of `each`, which may be long */
+            const uint32_t bits = shift == 31 ? 11 : 10;
+            shift -= bits;
+            p = digit(each, key, shift, bits, p.rank, p.in);
+            key = key << bits | p.digit;
         }
         return {key, rank - p.rank, p.in};
     }

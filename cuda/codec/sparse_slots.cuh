@@ -1,9 +1,12 @@
-/* The end of an encode for a codec that asks for the largest candidates and nothing else. They stay where the pass has put
- * them, in their tiles' slots, and are read twice:
- *     select    the pass has counted them in ranges of keys, so that the range of the key is known, and it is narrow: those
- *               in it are set aside while the larger ones are counted, and the key is found among these few
+/* The end of an encode. Candidates stay where the pass has put them, in their tiles' slots. Each question about them is one
+ * reading of their values, which also tells where each warp's entries go, so that no list of them is made:
+ *     above     how many reach a key
+ *     select    the key of the rank-th largest. Where the pass has counted them in ranges of keys, the range of the key is known,
+ *               and it is narrow: those in it are set aside while the larger ones are counted, and the key is found among these
+ *               few. Where no range holds the key, as in the first step, or too many are in it, or the codec has no ranges, it is
+ *               found by digits among all of them
  *     write     each warp packs what its tiles send in shared memory, a word of the payload at a time
- * Where no range holds the key, as in the first step, or too many are in it, it is found by digits among all of them. */
+ * line_up makes a list of their values, for a codec that needs sums of them. */
 #ifndef SID_SPARSE_SLOTS_CUH
 #define SID_SPARSE_SLOTS_CUH
 
@@ -17,23 +20,100 @@ struct sid_slot_quad {
     __device__ uint32_t index_of(uint32_t c) const { return (c < 2 ? index[0] : index[1]) >> c % 2 * 16 & 0xffffu; }
 };
 
-struct sid_slot_crew : sid_crew {
+/* Candidates as they lie in a warp's tiles, from `from` to `to`. By value: what reads all of them is a call, where several copies
+ * of it would leave registers for none; and an address would put the kernel's variables on the stack. */
+struct sid_slots {
     enum {
-        COUNTS = 1,
-        AHEAD = 2,      /* tiles of which candidates are under way at once */
+        AHEAD = 2 /* tiles of which candidates are under way at once */
+    };
+    const float *value, *acc;
+    const uint16_t *index;
+    const uint32_t *in_tile;
+    uint64_t n;
+    uint32_t slots, low;
+    int32_t side;
+    uint32_t from, to;
+
+    __device__ uint32_t held(uint32_t tile) const { return (uint64_t)tile * SID_TILE < n ? in_tile[tile] : 0; }
+
+    /* f(a bit for each that is one, values[4]) by the whole warp, in index order. */
+    template <typename F> __device__ void each_quad(const F &f) const {
+        for (uint32_t group = from; group < to; group += SID_LANES) {
+            const uint32_t own = group + sid_lane() < to ? held(group + sid_lane()) : 0;
+            const uint32_t tiles = to - group < SID_LANES ? (uint32_t)(to - group) : (uint32_t)SID_LANES;
+#pragma unroll 1
+            for (uint32_t t = 0; t < tiles; t += AHEAD) {
+                uint32_t have[AHEAD];
+                float4 v[AHEAD];
+#pragma unroll
+                for (uint32_t a = 0; a < AHEAD; a++) { /* past the last there are none */
+                    have[a] = __shfl_sync(SID_FULL, own, (t + a) % SID_LANES);
+                    v[a] = make_float4(0, 0, 0, 0);
+                    if (have[a] <= slots && sid_lane() * SID_QUAD < have[a])
+                        v[a] = *(const float4 *)(value + (uint64_t)(group + t + a) * slots + sid_lane() * SID_QUAD);
+                }
+#pragma unroll
+                for (uint32_t a = 0; a < AHEAD; a++) {
+                    const float x[SID_QUAD] = {v[a].x, v[a].y, v[a].z, v[a].w};
+                    const bool simple = have[a] <= slots;
+                    if (simple) f(15u >> (SID_QUAD - sid_count4(have[a], sid_lane() * SID_QUAD)), x);
+                    if (simple && have[a] <= SID_ROW) continue;
+                    each_row(group + t + a, have[a], simple ? (uint32_t)SID_ROW : 0,
+                             [&](const sid_slot_quad &q) { f(q.is, q.value); });
+                }
+            }
+        }
+    }
+
+    /* Candidates of a tile from place `at` on, 128 at a time: f(quad) by the whole warp. */
+    template <typename F> __device__ void each_row(uint32_t tile, uint32_t have, uint32_t at, const F &f) const {
+        const uint32_t upto = have > slots ? sid_tile_len(n, (uint64_t)tile * SID_TILE) : have;
+#pragma unroll 1
+        for (; at < upto; at += SID_ROW) f(quad_of(tile, have, at));
+    }
+    __device__ sid_slot_quad quad_of(uint32_t tile, uint32_t have, uint32_t at) const {
+        const uint32_t i = at + sid_lane() * SID_QUAD;
+        sid_slot_quad q = {};
+        if (have > slots) {
+            const uint32_t len = sid_tile_len(n, (uint64_t)tile * SID_TILE), there = sid_count4(len, i);
+            if (!there) return q;
+            const float4 v = *(const float4 *)(acc + (uint64_t)tile * SID_TILE + i);
+            const float x[SID_QUAD] = {v.x, v.y, v.z, v.w};
+            for (uint32_t c = 0; c < SID_QUAD; c++) {
+                q.value[c] = sid_side(x[c], side);
+                q.is |= (uint32_t)(c < there && sid_key(q.value[c]) >= low) << c;
+            }
+            q.index[0] = i | (i + 1) << 16;
+            q.index[1] = (i + 2) | (i + 3) << 16;
+        } else if (i < have) {
+            const float4 v = *(const float4 *)(value + (uint64_t)tile * slots + i);
+            const uint2 at2 = *(const uint2 *)(index + (uint64_t)tile * slots + i);
+            q.value[0] = v.x, q.value[1] = v.y, q.value[2] = v.z, q.value[3] = v.w;
+            q.index[0] = at2.x, q.index[1] = at2.y;
+            q.is = 15u >> (SID_QUAD - sid_count4(have, i));
+        }
+        return q;
+    }
+};
+
+/* What a codec's finish() works with. */
+struct sid_crew : sid_emission {
+    enum {
         ROOM = 256,     /* words of shared memory for a warp, of which it takes for a row of 128 candidates */
         HIGH_AT = 72,   /* 128 of 16 bits before, 128 and 1024 runs behind; */
         VALUE_AT = 112, /* and 128 of 32 bits */
-        WIRE_TILES = SID_WIRE_TILE / SID_TILE
+        WIRE_TILES = SID_WIRE_TILE / SID_TILE,
+        LATER = SID_FLAG_MEAN | SID_FLAG_LOG2 /* values that wait in list.extra for the mean of all */
     };
     static_assert(ROOM * SID_WARPS == SID_BINS, "words lie where bins were");
+    enum {
+        FROM, /* of above(): all from a key on */
+        PICK  /* of select(): above a key, and equal to it */
+    };
 
-    uint32_t from, to;       /* this warp's tiles */
-    unsigned long long mine; /* of their candidates those above the key << 32 | equal to it */
-    uint32_t passed;         /* keys from here on were captured, whatever `low` says now */
+    uint32_t from, to; /* this warp's tiles */
 
-    __device__ sid_slot_crew(const sid_finishing &of, sid_crew_shared &shared)
-        : sid_crew(of, shared), mine(0), passed(0) {
+    __device__ sid_crew(const sid_finishing &of, sid_crew_shared &shared) : sid_emission(of, shared) {
         const uint32_t each = (uint32_t)(last - first) / SID_WARPS;
         from = (uint32_t)first + sid_warp() * each;
         to = from + each;
@@ -46,11 +126,16 @@ struct sid_slot_crew : sid_crew {
         return bits > ranges ? bits + 1 - ranges : 1;
     }
 
-    __device__ bool counted(uint32_t shift) const { return shift && passes == 1; }
-
-    template <class Task> __device__ void settle(const Task &r, uint64_t) {
-        low = passed = r.low;
-        if (counted(r.shift)) {
+    /* The end of a pass. `best`: how many of the largest matter where not all have room; then it is as if there were no others
+     * (sparse_settle). 0: it is for the codec to ask for them. */
+    __device__ void settle(const sid_pass_task &r, uint64_t best) {
+        lead([&] {
+            s.passed = r;
+            s.tally[FROM].known = s.tally[PICK].known = sid_tally::NOTHING;
+            s.lined_up = false;
+        });
+        low = r.low;
+        if (passes == 1) {
             count = f.list.counted[SID_COUNTED - 1];
         } else {
             unsigned long long own = 0;
@@ -58,140 +143,160 @@ struct sid_slot_crew : sid_crew {
             count = over_blocks(own).total;
         }
         compacted = f.room < f.n && count - held(sid_tiles(f.n) - 1) + SID_TILE > f.room;
+        if (!compacted || !best) return;
+        const sid_pick pick = select_all(best);
+        lead([&] { s.kept = {pick.key + 1, best - pick.above}; });
+        count = best;
+        low = pick.key + 1;
     }
 
-    template <class Codec> __device__ void pass_again(const Codec &codec, const typename Codec::task &r) {
-        sid_grid_sync(); /* others may still read what it overwrites */
-        sid_crew::pass_again(codec, r);
+    /* ---- how many they are */
+
+    __device__ sid_slots slots() const {
+        const sid_list &l = f.list;
+        return {l.slot_value, f.acc, l.slot_index, l.held, f.n, l.slots, s.passed.low, s.passed.side, from, to};
     }
 
-    template <class Task> __device__ sid_pick select(const Task &r, uint32_t shift, uint64_t rank) {
-        sid_pick pick;
-        if (!counted(shift) || !select_counted(r, shift, rank, &pick)) {
-            pick = select_from(
-                [&](const auto &show) {
-                    for (uint32_t tile = from; tile < to; tile++)
-                        each_of(r, tile, held(tile), [&](bool is, uint32_t, float x) {
-                            if (is) show(sid_key(x));
-                        });
-                },
-                count, rank);
-            tally(r, pick.key + 1, pick.key, [](bool, float) {});
+    /* This warp's candidates with key >= above, << 32, and the others with key >= least. f(is one of the others, x) by the
+     * whole warp, wherever a lane has any. The largest of all goes to *largest, if anybody asks for it. */
+    template <typename F>
+    __device__ static unsigned long long tally_of(const sid_slots &c, uint32_t above, uint32_t least, uint32_t *largest,
+                                                  const F &f) {
+        uint32_t most = 0, more = 0, same = 0;
+        c.each_quad([&](uint32_t is, const float (&x)[SID_QUAD]) {
+            bool in[SID_QUAD], any = false;
+#pragma unroll
+            for (uint32_t i = 0; i < SID_QUAD; i++) {
+                const uint32_t key = sid_key(x[i]);
+                const bool here = is >> i & 1;
+                in[i] = here && key >= least && key < above;
+                more += here && key >= above;
+                same += in[i];
+                most = here && key > most ? key : most;
+                any |= in[i];
+            }
+            if (__ballot_sync(SID_FULL, any))
+#pragma unroll
+                for (uint32_t i = 0; i < SID_QUAD; i++) f(in[i], x[i]);
+        });
+        if (largest) {
+            most = sid_warp_max(most);
+            if (sid_lane() == 0 && most) atomicMax(largest, most);
         }
-        if (compacted) low = pick.key + 1; /* as if the others had been dropped */
+        return (unsigned long long)sid_warp_sum(more) << 32 | sid_warp_sum(same);
+    }
+    __device__ __noinline__ static unsigned long long tally_of(sid_slots c, uint32_t above, uint32_t least,
+                                                               uint32_t *largest) {
+        return tally_of(c, above, least, largest, [](bool, float) {});
+    }
+    __device__ uint32_t *wanted() const { return f.largest ? &f.scratch->key : nullptr; }
+    __device__ unsigned long long tally(uint32_t above, uint32_t least) const {
+        return tally_of(slots(), above, least, wanted());
+    }
+
+    /* `mine`: this warp's part of a tally by `key`. */
+    __device__ void note(uint32_t which, uint32_t key, unsigned long long mine) {
+        sid_tally &t = s.tally[which];
+        __syncthreads();
+        if (sid_lane() == 0) t.warp[sid_warp()] = mine;
+        if (threadIdx.x == 0) {
+            t.key = key;
+            t.known = sid_tally::WARPS;
+        }
+        __syncthreads();
+    }
+    __device__ bool noted(uint32_t which, uint32_t key) const {
+        return s.tally[which].known != sid_tally::NOTHING && s.tally[which].key == key;
+    }
+    __device__ void sum_up(uint32_t which) {
+        sid_tally &t = s.tally[which];
+        if (t.known == sid_tally::ALL) return;
+        const sums all = over_blocks(sid_lane() == 0 ? t.warp[sid_warp()] : 0);
+        lead([&] {
+            t.before = all.before;
+            t.total = all.total;
+            t.known = sid_tally::ALL;
+        });
+    }
+    /* In all warps before this one. */
+    __device__ unsigned long long before(uint32_t which) const {
+        unsigned long long sum = s.tally[which].before;
+        for (uint32_t w = 0; w < sid_warp(); w++) sum += s.tally[which].warp[w];
+        return sum;
+    }
+
+    __device__ uint64_t above(uint32_t key) { /* candidates with key >= key */
+        if (!noted(FROM, key)) note(FROM, key, tally(key, key));
+        sum_up(FROM);
+        return s.tally[FROM].total >> 32;
+    }
+    __device__ uint32_t largest() { /* candidate's key; 0 of none. Of a codec that needs it */
+        if (s.tally[FROM].known == sid_tally::NOTHING && s.tally[PICK].known == sid_tally::NOTHING)
+            note(FROM, SID_FULL, tally(SID_FULL, SID_FULL));
+        sid_grid_sync();
+        return f.scratch->key;
+    }
+
+    /* ---- where the rank-th largest is */
+
+    /* By digits: what is rare. */
+    __device__ sid_pick select(uint64_t rank) {
+        const sid_pick pick = select_all(rank);
+        note(PICK, pick.key, tally(pick.key + 1, pick.key));
         return pick;
     }
-
-    /* ---- where the key is */
-
-    /* Candidates of this warp's tiles with key >= above, << 32, and those with key >= least: into `mine`. The largest goes to
-     * scratch. f(is one of the others, x) by the whole warp, wherever a lane has any. */
-    template <typename F> __device__ void tally(const sid_pass_task &r, uint32_t above, uint32_t least, const F &f) {
-        const sid_list &l = this->f.list;
-        uint32_t most = 0, more = 0, same = 0;
-        const auto take = [&](bool is, float x) {
-            const uint32_t key = sid_key(x);
-            const bool in = is && key >= least && key < above;
-            more += is && key >= above;
-            same += in;
-            most = is && key > most ? key : most;
-            return in;
-        };
-        for (uint32_t group = from; group < to; group += SID_LANES) {
-            const uint32_t own = group + sid_lane() < to ? held(group + sid_lane()) : 0;
-            const uint32_t tiles = to - group < SID_LANES ? (uint32_t)(to - group) : (uint32_t)SID_LANES;
-#pragma unroll 1
-            for (uint32_t t = 0; t < tiles; t += AHEAD) {
-                uint32_t have[AHEAD];
-                float4 v[AHEAD];
-#pragma unroll
-                for (uint32_t a = 0; a < AHEAD; a++) { /* past the last there are none */
-                    have[a] = __shfl_sync(SID_FULL, own, (t + a) % SID_LANES);
-                    v[a] = make_float4(0, 0, 0, 0);
-                    if (have[a] <= l.slots && sid_lane() * SID_QUAD < have[a])
-                        v[a] = *(const float4 *)(l.slot_value + (uint64_t)(group + t + a) * l.slots +
-                                                 sid_lane() * SID_QUAD);
-                }
-#pragma unroll
-                for (uint32_t a = 0; a < AHEAD; a++) {
-                    const float x[SID_QUAD] = {v[a].x, v[a].y, v[a].z, v[a].w};
-                    const bool simple = have[a] <= l.slots;
-                    bool in[SID_QUAD], any = false;
-#pragma unroll
-                    for (uint32_t c = 0; c < SID_QUAD; c++) {
-                        in[c] = take(simple && sid_lane() * SID_QUAD + c < have[a], x[c]);
-                        any |= in[c];
-                    }
-                    if (__ballot_sync(SID_FULL, any))
-#pragma unroll
-                        for (uint32_t c = 0; c < SID_QUAD; c++) f(in[c], x[c]);
-                    if (simple && have[a] <= SID_ROW) continue;
-                    each_row(r, group + t + a, have[a], simple ? (uint32_t)SID_ROW : 0, [&](const sid_slot_quad &q) {
-#pragma unroll
-                        for (uint32_t c = 0; c < SID_QUAD; c++) {
-                            const bool is = take(q.is >> c & 1, q.value[c]);
-                            f(is, q.value[c]);
-                        }
-                    });
-                }
-            }
-        }
-        mine = (unsigned long long)sid_warp_sum(more) << 32 | sid_warp_sum(same);
-        if (this->f.body.width <= 2) return;
-        most = sid_warp_max(most);
-        if (sid_lane() == 0 && most) atomicMax(&this->f.scratch->key, most);
+    /* Of a codec with RANGES, where the last step predicts it. */
+    __device__ sid_pick select_predicted(uint64_t rank) {
+        sid_pick pick;
+        return s.passed.shift && passes == 1 && select_counted(rank, &pick) ? pick : select(rank);
     }
 
-    /* Candidates of a tile from place `at` on, 128 at a time: f(quad) by the whole warp. */
-    template <typename F>
-    __device__ void each_row(const sid_pass_task &r, uint32_t tile, uint32_t have, uint32_t at, const F &f) const {
-        const uint32_t upto = have > this->f.list.slots ? sid_tile_len(this->f.n, (uint64_t)tile * SID_TILE) : have;
-#pragma unroll 1
-        for (; at < upto; at += SID_ROW) f(quad_of(r, tile, have, at));
+    struct by_digits {
+        sid_pick pick;
+        uint32_t bins_turn;
+    };
+    __device__ sid_pick select_all(uint64_t rank) {
+        const by_digits found = digits_of(slots(), f, s, bins_turn, count, rank);
+        bins_turn = found.bins_turn;
+        return found.pick;
     }
-    __device__ sid_slot_quad quad_of(const sid_pass_task &r, uint32_t tile, uint32_t have, uint32_t at) const {
-        const sid_list &l = f.list;
-        const uint32_t i = at + sid_lane() * SID_QUAD;
-        sid_slot_quad q = {};
-        if (have > l.slots) {
-            const uint32_t len = sid_tile_len(f.n, (uint64_t)tile * SID_TILE), there = sid_count4(len, i);
-            if (!there) return q;
-            const float4 v = *(const float4 *)(f.acc + (uint64_t)tile * SID_TILE + i);
-            const float x[SID_QUAD] = {v.x, v.y, v.z, v.w};
-            for (uint32_t c = 0; c < SID_QUAD; c++) {
-                q.value[c] = sid_side(x[c], r.side);
-                q.is |= (uint32_t)(c < there && sid_key(q.value[c]) >= r.low) << c;
-            }
-            q.index[0] = i | (i + 1) << 16;
-            q.index[1] = (i + 2) | (i + 3) << 16;
-        } else if (i < have) {
-            const float4 v = *(const float4 *)(l.slot_value + (uint64_t)tile * l.slots + i);
-            const uint2 at2 = *(const uint2 *)(l.slot_index + (uint64_t)tile * l.slots + i);
-            q.value[0] = v.x, q.value[1] = v.y, q.value[2] = v.z, q.value[3] = v.w;
-            q.index[0] = at2.x, q.index[1] = at2.y;
-            q.is = 15u >> (SID_QUAD - sid_count4(have, i));
-        }
-        return q;
+    __device__ __noinline__ static by_digits digits_of(sid_slots c, const sid_finishing &f, sid_crew_shared &s,
+                                                       uint32_t bins_turn, uint64_t count, uint64_t rank) {
+        sid_selection all(f, s);
+        all.bins_turn = bins_turn;
+        const sid_pick pick = all.select_from(
+            [&](const auto &show) {
+                c.each_quad([&](uint32_t is, const float (&x)[SID_QUAD]) {
+#pragma unroll
+                    for (uint32_t i = 0; i < SID_QUAD; i++)
+                        if (is >> i & 1) show(sid_key(x[i]));
+                });
+            },
+            count, rank);
+        return {pick, all.bins_turn};
     }
 
     /* False: it has to be found in another way. */
-    __device__ bool select_counted(const sid_pass_task &r, uint32_t shift, uint64_t rank, sid_pick *pick) {
+    __device__ bool select_counted(uint64_t rank, sid_pick *pick) {
+        const uint32_t shift = s.passed.shift;
         const uint32_t range = SID_COUNTED - 2 - threadIdx.x; /* from the highest down; the last thread has none */
         const uint32_t own = threadIdx.x < SID_COUNTED - 1 ? f.list.counted[range] : 0;
         unsigned long long all;
         const unsigned long long upto = sid_block_scan((unsigned long long)own, s.scan, &all);
-        const unsigned long long beyond = count - all, above = beyond + upto - own; /* of the keys beyond any range */
-        if (rank <= beyond) return false;
+        const unsigned long long captured = f.list.counted[SID_COUNTED - 1];
+        const unsigned long long beyond = captured - all,
+                                 above = beyond + upto - own; /* of the keys beyond any range */
+        if (rank <= beyond || rank > captured) return false;
         if (above < rank && rank <= above + own) s.picked = {range, (uint32_t)(rank - above), own};
         __syncthreads();
         const sid_picked in = s.picked;
         __syncthreads();
-        const uint32_t least = low + (in.digit << shift);
+        const uint32_t least = s.passed.low + (in.digit << shift);
         /* what is in the range goes to this warp's part of `value` */
         const uint64_t start = f.room * from / f.tiles, room = f.room * to / f.tiles - start;
         float *const aside = f.list.value + start;
         uint32_t held = 0;
-        tally(r, least + (1u << shift), least, [&](bool is, float x) {
+        unsigned long long mine = tally_of(slots(), least + (1u << shift), least, wanted(), [&](bool is, float x) {
             const uint32_t all = __ballot_sync(SID_FULL, is), place = held + (uint32_t)__popc(all & sid_lanes_below());
             if (is && place < room) aside[place] = x;
             held += (uint32_t)__popc(all);
@@ -220,9 +325,81 @@ struct sid_slot_crew : sid_crew {
             same += sid_key(aside[i]) == key;
         }
         mine = ((mine >> 32) + sid_warp_sum(more)) << 32 | sid_warp_sum(same);
+        note(PICK, key, mine);
         *pick = {key, rank - p.rank, p.in};
         return true;
     }
+
+    /* ---- sums in the order of the list of candidates, which nothing else needs */
+
+    __device__ const float *line_up() {
+        const sid_chosen what = compacted ? s.kept : sid_chosen{s.passed.low, 0};
+        float *const list = f.list.value;
+        unsigned long long mine = 0;
+        if (s.lined_up) return list;
+        if (compacted) {
+            mine = tally(what.from, what.from - 1);
+        } else {
+            for (uint32_t tile = from + sid_lane(); tile < to; tile += SID_LANES) mine += held(tile);
+            mine = sid_warp_sum(mine) << 32;
+        }
+        const sums all = over_blocks(sid_lane() == 0 ? mine : 0);
+        unsigned long long total;
+        const unsigned long long upto = sid_block_scan(sid_lane() == 0 ? mine : 0, s.scan, &total);
+        const unsigned long long at = all.before + __shfl_sync(SID_FULL, upto, 0) - mine;
+        uint32_t more = (uint32_t)(at >> 32), same = (uint32_t)at;
+        slots().each_quad([&](uint32_t is, const float (&x)[SID_QUAD]) {
+            uint32_t pair = 0;
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++)
+                if (is >> c & 1) pair += sid_key(x[c]) >= what.from ? 1u << 16 : sid_key(x[c]) + 1 == what.from;
+            const uint32_t upto = sid_warp_scan(pair), sum = __shfl_sync(SID_FULL, upto, SID_LANES - 1);
+            uint32_t more_here = more + ((upto - pair) >> 16), same_here = same + ((upto - pair) & 0xffffu);
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++) {
+                if (!(is >> c & 1) || sid_key(x[c]) + 1 < what.from) continue;
+                const bool is_more = sid_key(x[c]) >= what.from;
+                if (is_more || same_here < what.ties) list[sid_slot(more_here, same_here, (uint32_t)what.ties)] = x[c];
+                more_here += is_more;
+                same_here += !is_more;
+            }
+            more += sum >> 16;
+            same += sum & 0xffffu;
+        });
+        sid_grid_sync();
+        lead([&] { s.lined_up = true; });
+        return list;
+    }
+
+    /* ---- what is sent */
+
+    /* All that reach the key, `found` of them; or the largest, where that is more than the capacity. */
+    __device__ void send_capped(uint32_t key, uint64_t found) {
+        if (found > f.cap) {
+            const sid_pick pick = select(f.cap);
+            send(pick, f.cap - pick.above, found, SID_FLAG_RAISED);
+        } else
+            send_from(key, found, 0);
+    }
+
+    /* sparse_reach: 0: read again, as r then says. */
+    template <class Task> __device__ bool reach(Task &r, uint32_t key, uint64_t *found) {
+        if (key >= low) {
+            *found = above(key);
+            return true;
+        }
+        if (r.on && r.probe == key) {
+            *found = count_of_tiles(0);
+            return true;
+        }
+        lead([&] {
+            r.on = 1;
+            r.probe = key;
+            r.low = again(key);
+        });
+        return false;
+    }
+    __device__ uint32_t again(uint32_t key) const { return compacted ? low - 1 : key; }
 
     /* ---- the payload */
 
@@ -240,36 +417,36 @@ struct sid_slot_crew : sid_crew {
 
     __device__ void write(int32_t side) {
         const sid_body &b = f.body;
-        const sums over = over_blocks(sid_lane() == 0 ? mine : 0);
-        unsigned long long all;
-        const unsigned long long upto = sid_block_scan(sid_lane() == 0 ? mine : 0, s.scan, &all);
-        const unsigned long long at = over.before + __shfl_sync(SID_FULL, upto, 0) - mine;
+        const uint32_t which = s.all && noted(FROM, s.key) ? FROM : PICK;
+        if (!noted(which, s.key)) note(which, s.key, tally(s.key + 1, s.key));
+        sum_up(which);
+        const unsigned long long at = before(which), all = s.tally[which].total;
         for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK) s.bins[i] = 0;
         lead([&] {
             if (s.all) s.chosen.ties = SID_FULL;
-            s.sent = sid_slot((uint32_t)(over.total >> 32), (uint32_t)over.total, (uint32_t)s.chosen.ties);
+            s.sent = sid_slot((uint32_t)(all >> 32), (uint32_t)all, (uint32_t)s.chosen.ties);
             if (b.width > 2) s.levels = sid_levels_between(s.key, s.sent ? f.scratch->key : 0, b.width);
         });
         packing w = {s.bins + sid_warp() * ROOM,
                      (uint32_t)(at >> 32),
                      (uint32_t)at,
                      b.packed ? b.low : 16u,
-                     b.width == 2             ? 0
+                     b.form & LATER           ? 0
                      : b.width                ? b.width
                      : b.form & SID_FLAG_HALF ? 16u
                                               : 32u,
                      SID_FULL,
                      0,
                      {0}};
+        const sid_slots c = slots();
         uint32_t wire = 0, in_wire = 0; /* sent of a wire tile, as far as this warp knows */
-        const sid_pass_task r = {passed, side};
         for (uint32_t group = from; group < to; group += SID_LANES) {
             const uint32_t have = group + sid_lane() < to ? held(group + sid_lane()) : 0;
             uint32_t left = __ballot_sync(SID_FULL, have != 0);
             sid_slot_quad next = {};
             const auto fetch = [&] {
                 const uint32_t t = left ? (uint32_t)__ffs((int)left) - 1 : 0, of_tile = __shfl_sync(SID_FULL, have, t);
-                if (left) next = quad_of(r, group + t, of_tile, 0);
+                if (left) next = c.quad_of(group + t, of_tile, 0);
             };
             fetch();
 #pragma unroll 1
@@ -286,7 +463,7 @@ struct sid_slot_crew : sid_crew {
                     row(q, tile, w);
                     i += SID_ROW;
                     if (i >= places) break;
-                    q = quad_of(r, tile, of_tile, i);
+                    q = c.quad_of(tile, of_tile, i);
                 }
                 if (tile / WIRE_TILES != wire) {
                     count_in_wire(wire, in_wire);
@@ -356,7 +533,7 @@ struct sid_slot_crew : sid_crew {
                 bits |= 1u << bit % 32;
             } else
                 index |= (uint64_t)(place % SID_WIRE_TILE) << 16 * sent;
-            if (b.width == 2) {
+            if (b.form & LATER) {
                 f.list.extra[slot] = x;
             } else if (b.width) {
                 const uint64_t code = sid_level_of(sid_key(x), &s.levels) | sid_f32_bits(x) >> 31 << (b.width - 1);

@@ -12,34 +12,33 @@ enum {
 
 struct topk {
     enum {
-        PASS_BLOCKS = SID_PASS_BLOCKS
+        PASS_BLOCKS = SID_PASS_BLOCKS,
+        RANGES = 1
     };
-    typedef sid_slot_crew crew;
-    struct task : sid_pass_task {
-        uint32_t shift; /* see sid_counting; 0: the pass counts nothing */
-    };
+    typedef sid_pass_task task;
     struct own {};
     struct unit {};
     uint64_t k;
 
-    __device__ uint64_t best() const { return k; }
+    __device__ uint64_t best() const { return 0; } /* finish() asks for the k largest anyway */
     __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
         r.low = sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0);
         r.side = 0;
-        r.shift = r.low ? sid_slot_crew::shift_of((uint32_t)c[SPREAD]) : 0;
+        r.shift = r.low ? sid_crew::shift_of((uint32_t)c[SPREAD]) : 0;
     }
     __device__ void start(const task &, unit &) const {}
     __device__ void row(const task &, unit &, const float (&)[SID_QUAD], uint32_t) const {}
     __device__ void done(const task &, unit &, const sid_list &, uint64_t) const {}
 
-    __device__ bool finish(sid_slot_crew &crew, task &r, own &) const {
+    __device__ bool finish(sid_crew &crew, task &r, own &) const {
         if (crew.count < k) {
             crew.lead([&] { r.low = 0; });
             return false;
         }
         sid_pick pick = {0, 0, 0};
         if (k) {
-            pick = crew.select(r, r.shift, k);
+            pick = crew.select_predicted(k);
+            if (crew.compacted) crew.low = pick.key + 1; /* as if the others had been dropped */
             crew.lead([&] { sid_learn_key(crew.s.codec + LAST, crew.s.codec + SPREAD, pick.key); });
         }
         crew.send(pick, k - pick.above, k, 0);
@@ -47,7 +46,7 @@ struct topk {
     }
 };
 
-constexpr sid_sparse_needs needs = {0, 0, 0, false, false, true};
+constexpr sid_sparse_needs needs = {0, 0, 0, false, false};
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs); }
 sid_status encode(sid_cuda_encoding &c) { return sid_sparse_encode(c, topk{c.plan->k}, needs); }
 sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, false); }

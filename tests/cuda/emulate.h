@@ -21,6 +21,7 @@
 #define __global__
 #define __launch_bounds__(...)
 #define __noinline__
+#define __grid_constant__
 #define __shared__ static /* what a block leaves is the next one's garbage; not for cooperative launches: dynamic only */
 #define SID_DYNAMIC_SHARED(type, name) type *name = (type *)emulate::dynamic_shared()
 

@@ -474,13 +474,19 @@ STEADY = (
 )
 
 
-@pytest.mark.parametrize("kind, density, values, indices", STEADY, ids=str)
-def test_encode_of_steps_alike(kind: str, density: float, values: str, indices: str) -> None:
-    """topk looks for the key where the last step predicts it, unless it is not there or too many are."""
+SELECTING = [c for c in CODECS if {"density", "values", "indices"} <= {p["name"] for p in parameters(c)}]
+
+
+@pytest.mark.parametrize("codec", SELECTING)
+@pytest.mark.parametrize("i", range(len(STEADY)))
+def test_encode_of_steps_alike(codec: str, i: int) -> None:
+    """Codecs look for keys where the last step predicts them, unless they are not there or too many are."""
+    kind, density, values, indices = STEADY[i]
     n, rng = 40_001, np.random.default_rng(3)
-    settings = {"density": density, "values": values, "indices": indices}
+    own = variants(codec)
+    settings = own[i % len(own)] | {"density": density, "values": values, "indices": indices}
     for memory in ("residual", "none"):
-        device, host = pair("topk", settings, memory, n, "float32")
+        device, host = pair(codec, settings, memory, n, "float32")
         on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
         scale = np.exp(1.5 * rng.normal(size=-(-n // 4096))).repeat(4096)[:n].astype(np.float32)
         for step in range(4):
