@@ -201,16 +201,17 @@ struct body {
     __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
 #pragma unroll 1
         for (uint32_t r = 0; r < p.count; r++) {
-            const uint8_t *const scales = p[r] + SID_HEADER_BYTES;
-            const uint16_t *const codes = (const uint16_t *)(const void *)(p[r] + codes_at);
+            /* this thread's in row 0: that of row d lies a constant further, which takes no register */
+            const uint64_t first = offset + sid_place(0);
+            const uint8_t *const scales = p[r] + SID_HEADER_BYTES + (first >> f.shift);
+            const uint16_t *const codes = (const uint16_t *)(const void *)(p[r] + codes_at) + first / SID_QUAD;
             const float group = f.two ? p.head(r).scale : 0.0f;
             sid_fetch_next(p, r, codes_at + offset / 2, len / 2);
 #pragma unroll
             for (uint32_t d = 0; d < SID_ROWS; d++) {
                 if (sid_place(d) >= len) continue;
-                const uint64_t i = offset + sid_place(d);
-                const uint32_t w = codes[i / SID_QUAD];
-                const float scale = micro_number(&f, scales[i >> f.shift], group);
+                const uint32_t w = codes[d * SID_LANES];
+                const float scale = micro_number(&f, scales[d * (SID_ROW >> f.shift)], group);
 #pragma unroll
                 for (uint32_t c = 0; c < SID_QUAD; c++) x[d][c] += scale * sid_f4_to_f32(w >> (4 * c));
             }

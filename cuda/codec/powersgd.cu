@@ -391,7 +391,7 @@ template <class Memory, class Shape> struct pass_blocks { /* on a multiprocessor
 template <class Memory, class Shape> struct tensor_pass {
     enum {
         R = Shape::R,
-        DEEP = Shape::DEEP,
+        DEEP = Memory::VECTORS > 1 ? 2 : Shape::DEEP, /* with two vectors there are registers for no more */
         LANES = POWER_LANES
     };
     const sid_group &g;
