@@ -108,6 +108,21 @@ void count(uint32_t *x, bool atomics) {
         *x += 1;
 }
 
+/* The last block to come adds up what all have written. */
+void add_up(uint32_t *x, uint32_t *come, uint32_t *sum, bool fence) {
+    __shared__ bool last;
+    x[blockIdx.x * blockDim.x + threadIdx.x] = 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        if (fence) __threadfence();
+        last = atomicAdd(come, 1u) + 1 == gridDim.x;
+        if (fence) __threadfence();
+    }
+    __syncthreads();
+    if (!last || threadIdx.x) return;
+    for (uint32_t i = 0; i < gridDim.x * blockDim.x; i++) *sum += x[i];
+}
+
 /* ---- cases --------------------------------------------------------------------------------------------------- */
 
 uint32_t one(uint32_t) { return 1; }
@@ -201,6 +216,12 @@ bool missing_atomic() {
     launch("count", false, s, 4, WARP, count, x, mended);
     return every(x, 1, [](uint32_t) { return 4u * WARP; });
 }
+bool missing_fence() {
+    const cudaStream_t s = a_stream();
+    uint32_t *x = buffer(4 * WARP, s), *come = buffer(1, s), *sum = buffer(1, s);
+    launch("add up", false, s, 4, WARP, add_up, x, come, sum, mended);
+    return every(sum, 1, [](uint32_t) { return 4u * WARP; });
+}
 
 const struct {
     const char *name;
@@ -210,6 +231,7 @@ const struct {
     CASE(missing_syncwarp),  CASE(missing_event),           CASE(missing_event_to_overwrite), CASE(freed_in_use),
     CASE(wrong_mask),        CASE(mask_without_the_source), CASE(mask_without_oneself),       CASE(not_resident),
     CASE(too_many_together), CASE(missing_barrier),         CASE(unwritten_shared_memory),    CASE(missing_atomic),
+    CASE(missing_fence),
 };
 
 } // namespace

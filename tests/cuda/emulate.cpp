@@ -114,6 +114,8 @@ const char *name_of(meeting what) {
     return names[what];
 }
 
+uint64_t grid_barriers; /* so far */
+
 bool waits_in(const fiber &f, int whom) { return f.is == WAITING && among(f.what) == whom; }
 
 /* A group of lanes that all wait for the same: give each its result. Only __syncwarp orders what they do to memory. */
@@ -183,6 +185,7 @@ bool release(uint32_t first, uint32_t count, int whom) {
         f.mark = 0;
         f.is = RUNNING;
     }
+    grid_barriers += whom == IN_GRID;
     return true;
 }
 
@@ -296,6 +299,8 @@ uint64_t meet(meeting what, uint64_t value, uint32_t argument, uint32_t mask) {
     pause(f);
     return f.result;
 }
+
+uint64_t grid_barriers_so_far() { return grid_barriers; }
 
 void *dynamic_shared() { return shared[current / per_block]; }
 

@@ -153,6 +153,7 @@ enum meeting {
 uint64_t meet(meeting what, uint64_t value, uint32_t argument, uint32_t mask = 0xffffffffu);
 /* Before an atomic operation on it, by the thread that runs. */
 void atomic(const void *at, uint64_t bytes);
+void fence();
 void *dynamic_shared();
 
 /* A kernel with its arguments, which lie in the object itself. */
@@ -205,6 +206,7 @@ inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
     __extension__ typedef unsigned __int128 wide;
     return (uint64_t)((wide)a * b >> 64);
 }
+inline void __threadfence() { emulate::fence(); }
 inline uint32_t __popc(uint32_t x) { return (uint32_t)__builtin_popcount(x); }
 
 #define SID_ATOMIC template <typename T> __attribute__((no_sanitize("thread"))) T

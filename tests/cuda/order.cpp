@@ -148,13 +148,45 @@ uint32_t new_mark() {
     return first_mark + (uint32_t)marks.size() - 1;
 }
 
+/* Blocks that meet at no barrier, but by a counter: a thread that has called __threadfence hands on, with its next atomic
+ * operation, what its block had done up to its last barrier; one that calls it after an atomic operation at the same place has
+ * received that. */
+typedef std::map<uint32_t, uint32_t> clocks; /* of blocks: barriers passed */
+struct {
+    std::set<uint32_t> fenced; /* threads: their next atomic operation hands on */
+    uint32_t thread;           /* of the last atomic operation, */
+    uintptr_t at;              /* and where it was; 0: there was none */
+    std::map<uintptr_t, clocks> handed_on;
+    std::map<uint32_t, clocks> received; /* by blocks */
+} fences;                                /* of the launch that runs */
+
+void take_in(clocks &to, const clocks &from) {
+    for (const auto &c : from) to[c.first] = std::max(to[c.first], c.second);
+}
+bool has_received(uint32_t block, const mark &m) {
+    const auto mine = fences.received.find(block);
+    if (mine == fences.received.end()) return false;
+    const auto other = mine->second.find(m.thread / now.per_block);
+    return other != mine->second.end() && m.block_clock < other->second;
+}
+void hand_on(uintptr_t at) {
+    const uint32_t block = now.thread / now.per_block;
+    fences.thread = now.thread;
+    fences.at = at;
+    if (!fences.fenced.erase(now.thread)) return;
+    clocks &c = fences.handed_on[at];
+    take_in(c, {{block, now.block_clock}});
+    take_in(c, fences.received[block]);
+}
+
 /* Whether what has the mark comes before what runs. */
 bool before(uint32_t of) {
     if (of < first_mark || of == now.mark) return true;
     const mark &m = marks[of - first_mark];
     if (m.launch + 1 != launches.size()) return part(after, launches[m.launch].on) >= launches[m.launch].number;
     if (m.thread == now.thread) return true;
-    if (m.thread / now.per_block != now.thread / now.per_block) return m.grid_clock < now.grid_clock;
+    if (m.thread / now.per_block != now.thread / now.per_block)
+        return m.grid_clock < now.grid_clock || has_received(now.thread / now.per_block, m);
     if (m.block_clock < now.block_clock) return true;
     return m.thread / LANES == now.thread / LANES && m.warp_clock <= now.seen[m.thread % LANES];
 }
@@ -347,6 +379,7 @@ void run_first(stream &s) {
     s.queue.pop_front();
     forget_what_is_settled(w);
     launches.push_back({w.from, s.number, w.number});
+    fences = {};
     after = w.after;
     now = {0, 1, 0, 0, 0, nullptr, 0};
     looked_at = 0;
@@ -444,7 +477,15 @@ void new_shared_memory() {
             if (page.second[i]) *(unsigned char *)(page.first * PAGE + i) = GARBAGE;
 }
 
-void atomic(const void *at, uint64_t bytes) { access(at, bytes, ATOMIC, __builtin_return_address(0)); }
+void atomic(const void *at, uint64_t bytes) {
+    access(at, bytes, ATOMIC, __builtin_return_address(0));
+    hand_on((uintptr_t)at);
+}
+void fence() {
+    fences.fenced.insert(now.thread);
+    if (fences.at && fences.thread == now.thread)
+        take_in(fences.received[now.thread / now.per_block], fences.handed_on[fences.at]);
+}
 
 uint64_t launched_so_far;
 
@@ -604,6 +645,7 @@ SIZED(16)
 void __tsan_init() { watched = true; } /* before main, if anything is compiled so */
 int emulated_watched() { return watched; }
 uint64_t emulated_launches() { return emulate::launched_so_far; }
+uint64_t emulated_grid_barriers() { return emulate::grid_barriers_so_far(); }
 void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void **, void *) {}

@@ -31,6 +31,7 @@ uint64_t next_random();
 /* emulate.cpp: all threads of a launch. */
 void run_kernel(const cudaLaunchConfig_t &c, kernel_call &call);
 void check_shape(const cudaLaunchConfig_t &c, const place &from);
+uint64_t grid_barriers_so_far();
 void give_way(bool spins); /* the thread that runs lets others run */
 bool on_a_stack(const void *at);
 bool is_dynamic(const void *at);               /* shared memory of a launch */

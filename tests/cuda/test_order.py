@@ -68,6 +68,7 @@ FOUND = {
     "missing_barrier": (r"race: .*shared memory|shared memory that nothing has written", ['"reverse"']),
     "unwritten_shared_memory": (r"shared memory that nothing has written", ['"unwritten"']),
     "missing_atomic": (r"race: .*device memory.*no barrier after", ['"count"']),
+    "missing_fence": (r"race: a read .*device memory.*no barrier after the write", ['"add up"']),
 }
 WRONG_BITS = (
     "missing_syncwarp",
