@@ -90,7 +90,7 @@ PASSES = (
     Pass(r"sid_norm_kernel", "clip's norm", QUAD, 4, HALVES),
     Pass(r"sid_sum_kernel", "checksum", QUAD, 4, HALVES),
     Pass(r"linear\.cu sid_look_kernel", "check", QUAD, 4, HALVES),
-    Pass(r"sid_(dense_)?look_kernel", "check", r"LDG\.E\.64", 2),
+    Pass(r"sparse\.cu sid_check_kernel|sid_dense_check_kernel", "check", r"LDG\.E\.64", 2),
     Pass(r"quant\.cu sid_dense_decode_kernel<.*body<3>", "decode, each payload", r"LDG?\.E$", -TILE),
     Pass(r"quant\.cu sid_dense_decode_kernel", "decode, each payload", r"LDG\.E\.EF", -TILE),
     Pass(r"signs\.cu sid_dense_decode_kernel", "decode, each payload", r"LDG\.E\.EF", -TILE * PAYLOAD),

@@ -331,7 +331,7 @@ inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear) {
     return f;
 }
 
-/* Blocks r * each to r * each + each - 1 look at payload r. Reads all of it. A Body has
+/* Looks at all payloads, each by `each` blocks; the last block tells what was found. Reads all of them. A Body has
  *     word(i, w, most)     1: word i of a payload may not be w; may raise `most`
  *     plain_from(), plain_to()    bytes between which any word may be anything
  *     counts(count), form()       whether that can be a header's count; what its flags must be
@@ -339,9 +339,7 @@ inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear) {
  *     header(h, p, r, most)       a status: what else it must say, or what payload r has beside codes
  *     sum(p, x, at, len)   the payloads together over a tile, scaled */
 template <class Body>
-__global__ void __launch_bounds__(SID_BLOCK)
-    sid_dense_look_kernel(sid_findings f, sid_payloads p, Body body, uint32_t each) {
-    sid_follow();
+__device__ inline void sid_dense_look(const sid_findings &f, const sid_payloads &p, const Body &body, uint32_t each) {
     __shared__ sid_part_sum part[SID_WARPS];
     __shared__ uint32_t bad, most;
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
@@ -361,10 +359,12 @@ __global__ void __launch_bounds__(SID_BLOCK)
 
 template <class Body>
 __global__ void __launch_bounds__(SID_BLOCK)
-    sid_dense_check_kernel(sid_scratch *scratch, sid_findings f, sid_payloads p, Body body, sid_expect expect,
-                           sid_cuda_report *report, sid_state *state, sid_rule none) {
+    sid_dense_check_kernel(sid_scratch *scratch, sid_findings f, sid_payloads p, Body body, uint32_t each,
+                           sid_expect expect, sid_cuda_report *report, sid_state *state, sid_rule none) {
     sid_follow();
     __shared__ uint32_t first, flagged;
+    if (p.bytes > SID_HEADER_BYTES) sid_dense_look(f, p, body, each); /* else there is nothing to see */
+    if (!sid_comes_last(scratch, gridDim.x)) return;
     if (threadIdx.x == 0) {
         first = SID_SOUND;
         flagged = 0;
@@ -372,11 +372,11 @@ __global__ void __launch_bounds__(SID_BLOCK)
     __syncthreads();
     for (uint32_t r = threadIdx.x; r < p.count; r += SID_BLOCK) {
         const sid_header h = p.head(r);
-        int32_t status = sid_check_header(h, expect, r, f.sum[r]);
+        int32_t status = sid_check_header(h, expect, r, sid_found(&f.sum[r]));
         if (status == SID_OK &&
-            (f.bad[r] || !body.counts(h.count) || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) != body.form()))
+            (sid_found(&f.bad[r]) || !body.counts(h.count) || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE) != body.form()))
             status = SID_E_CORRUPT;
-        if (status == SID_OK) status = body.header(h, p, r, f.most[r]);
+        if (status == SID_OK) status = body.header(h, p, r, sid_found(&f.most[r]));
         sid_blame(&first, r, status);
         if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
     }
@@ -475,8 +475,7 @@ inline uint64_t sid_findings_work() {
     return c.at - sizeof(sid_scratch);
 }
 
-/* Checks all of the payloads that has not been checked; `more` may launch what else there is to see, before the check
- * ends. */
+/* Checks all of the payloads that has not been checked; `more` may launch what else there is to see, before the check. */
 template <class Body, typename F>
 sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Body &body, const F &more) {
     uint64_t clear;
@@ -485,15 +484,12 @@ sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Bo
     const uint32_t each = (uint32_t)(pieces < 1 ? 1 : pieces < share ? pieces : share);
     sid_status s = sid_begin_decode(c, clear);
     if (c.part == SID_WRITE) return s;
-    if (!s && p.bytes > SID_HEADER_BYTES)
-        s = sid_launch(c.to, "look", sid_dense_look_kernel<Body>, (uint64_t)each * p.count, SID_BLOCK, 0, f, p, body,
-                       each);
     if (!s) s = more();
     sid_rule none;
     c.plan->codec->none(&none);
     if (!s)
-        s = sid_launch(c.to, "check", sid_dense_check_kernel<Body>, 1, SID_BLOCK, 0, c.scratch, f, p, body,
-                       sid_expect_of(c), c.report, c.state, none);
+        s = sid_launch(c.to, "check", sid_dense_check_kernel<Body>, (uint64_t)each * p.count, SID_BLOCK, 0, c.scratch,
+                       f, p, body, each, sid_expect_of(c), c.report, c.state, none);
     return s;
 }
 

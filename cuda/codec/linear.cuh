@@ -90,45 +90,55 @@ inline unsigned long long *sid_carve_covered(sid_carver *c, uint64_t *clear) {
 }
 inline uint64_t sid_covered_work() { return sid_round_up(SID_MAX_COUNT * sizeof(unsigned long long), 64); }
 
-/* Blocks r * each to r * each + each - 1 read payload r, if its checksum covers all of it. */
-static __global__ void __launch_bounds__(SID_BLOCK)
-    sid_covered_kernel(unsigned long long *sums, const uint8_t *payloads, uint64_t stride, uint64_t bytes,
-                       uint32_t each) {
-    sid_follow();
+/* Payloads of which blocks r * each to r * each + each - 1 read the r-th, if its checksum covers all of it. */
+struct sid_covered {
+    unsigned long long *sums;
+    const uint8_t *payloads;
+    uint64_t stride, bytes;
+    uint32_t count, each;
+};
+inline sid_covered sid_covered_of(const sid_cuda_decoding &c, unsigned long long *sums) {
+    const uint64_t bytes = c.plan->sizes.payload, most = sid_cover_blocks(c.to, bytes) / c.count;
+    return {sums, c.payloads, c.stride, bytes, c.count, most ? (uint32_t)most : 1};
+}
+__device__ inline void sid_cover(const sid_covered &k) {
     __shared__ sid_part_sum part[SID_WARPS];
-    const uint32_t r = blockIdx.x / each;
-    const uint8_t *payload = payloads + r * stride;
+    const uint32_t r = blockIdx.x / k.each;
+    const uint8_t *payload = k.payloads + r * k.stride;
     if (((const sid_header *)(const void *)payload)->scale != 1.0f) return;
-    sid_part_sum own =
-        sid_sum_words(payload, bytes, blockIdx.x % each, each, SID_HEADER_BYTES, bytes, [](uint64_t, uint32_t) {});
+    sid_part_sum own = sid_sum_words(payload, k.bytes, blockIdx.x % k.each, k.each, SID_HEADER_BYTES, k.bytes,
+                                     [](uint64_t, uint32_t) {});
     own = sid_block_sums(own, part);
-    if (threadIdx.x == 0) atomicAdd(&sums[r], own.sum);
+    if (threadIdx.x == 0) atomicAdd(&k.sums[r], own.sum);
+}
+static __global__ void __launch_bounds__(SID_BLOCK) sid_covered_kernel(sid_covered k) {
+    sid_follow();
+    sid_cover(k);
 }
 inline sid_status sid_linear_covered(const sid_cuda_decoding &c, unsigned long long *sums) {
-    const uint64_t bytes = c.plan->sizes.payload, most = sid_cover_blocks(c.to, bytes) / c.count;
-    const uint32_t each = most ? (uint32_t)most : 1;
-    return sid_launch(c.to, "cover", sid_covered_kernel, (uint64_t)each * c.count, SID_BLOCK, 0, sums, c.payloads,
-                      c.stride, bytes, each);
+    const sid_covered k = sid_covered_of(c, sums);
+    return sid_launch(c.to, "cover", sid_covered_kernel, (uint64_t)k.each * k.count, SID_BLOCK, 0, k);
 }
 
-/* Whether any payload is at fault. Elements that are not finite have been found before, where a memory is to be corrected;
+/* Whether any payload is at fault: the last block tells. Elements that are not finite have been found before, where a memory is to be corrected;
  * else the outputs tell, while they are written. */
 static __global__ void __launch_bounds__(SID_BLOCK)
-    sid_linear_check_kernel(sid_scratch *scratch, const uint8_t *payloads, uint64_t stride, uint32_t payload_count,
-                            uint64_t count, const unsigned long long *sums, sid_expect expect, sid_cuda_report *report,
-                            sid_state *state) {
+    sid_linear_check_kernel(sid_scratch *scratch, sid_covered k, uint64_t count, sid_expect expect,
+                            sid_cuda_report *report, sid_state *state) {
     sid_follow();
     __shared__ uint32_t first, flagged;
+    sid_cover(k);
+    if (!sid_comes_last(scratch, gridDim.x)) return;
     if (threadIdx.x == 0) {
         first = SID_SOUND;
         flagged = 0;
     }
     __syncthreads();
-    for (uint32_t r = threadIdx.x; r < payload_count; r += SID_BLOCK) {
-        const sid_header h = *(const sid_header *)(payloads + r * stride);
-        int32_t status = sid_check_header(h, expect, r, sums[r]);
+    for (uint32_t r = threadIdx.x; r < k.count; r += SID_BLOCK) {
+        const sid_header h = *(const sid_header *)(k.payloads + r * k.stride);
+        int32_t status = sid_check_header(h, expect, r, sid_found(&k.sums[r]));
         if (status == SID_OK && (h.count != count || (h.flags & ~(uint32_t)SID_FLAG_NONFINITE))) status = SID_E_CORRUPT;
-        if (status == SID_OK) status = sid_check_linear(h, *(const sid_header *)payloads);
+        if (status == SID_OK) status = sid_check_linear(h, *(const sid_header *)k.payloads);
         sid_blame(&first, r, status);
         if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
     }
@@ -139,10 +149,9 @@ static __global__ void __launch_bounds__(SID_BLOCK)
 }
 
 inline sid_status sid_linear_check(const sid_cuda_decoding &c, uint64_t count, unsigned long long *sums) {
-    const sid_status s = sid_linear_covered(c, sums);
-    if (s) return s;
-    return sid_launch(c.to, "check", sid_linear_check_kernel, 1, SID_BLOCK, 0, c.scratch, c.payloads, c.stride, c.count,
-                      count, (const unsigned long long *)sums, sid_expect_of(c), c.report, c.state);
+    const sid_covered k = sid_covered_of(c, sums);
+    return sid_launch(c.to, "check", sid_linear_check_kernel, (uint64_t)k.each * k.count, SID_BLOCK, 0, c.scratch, k,
+                      count, sid_expect_of(c), c.report, c.state);
 }
 
 #endif

@@ -194,11 +194,9 @@ struct upper_bits {
 
 /* ---- checks */
 
-/* Blocks r * each to r * each + each - 1 check payload r: its checksum, and each a run of its wire tiles. Reads all of it; of
+/* By blocks r * each to r * each + each - 1: the checksum of payload r, and each a run of its wire tiles. Reads all of it; of
  * packed indices, of which a warp takes a tile, all bits again, from L2, and the low ones of entries that share a run. */
-template <bool PACKED>
-__global__ void __launch_bounds__(SID_BLOCK) sid_look_kernel(checking check, payloads p, uint32_t each) {
-    sid_follow();
+template <bool PACKED> __device__ inline void look(const checking &check, const payloads &p, uint32_t each) {
     __shared__ sid_part_sum part[SID_WARPS];
     const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
     const uint8_t *payload = p[r];
@@ -226,7 +224,7 @@ __global__ void __launch_bounds__(SID_BLOCK) sid_look_kernel(checking check, pay
         from += held;
     }
     if (b == each - 1) bad |= from != claimed;
-    if (bad) check.bad[r] = 1; /* every writer writes the same */
+    if (bad) atomicOr(&check.bad[r], 1u);
 }
 
 /* Levels that no encoder writes: it has finite ones, none denormal. */
@@ -238,11 +236,15 @@ __device__ inline bool wrong_levels(const payloads &p, const uint8_t *payload, u
            v.x + sid_level_top(p.b.width) * v.y >= SID_KEY_INF;
 }
 
+/* Looks at all payloads; the last block tells what was found. */
+template <bool PACKED>
 __global__ void __launch_bounds__(SID_BLOCK)
-    sid_check_kernel(sid_scratch *scratch, checking check, payloads p, sid_expect expect, sid_cuda_report *report,
-                     sid_state *state) {
+    sid_check_kernel(sid_scratch *scratch, checking check, payloads p, uint32_t each, sid_expect expect,
+                     sid_cuda_report *report, sid_state *state) {
     sid_follow();
     __shared__ uint32_t first, flagged;
+    look<PACKED>(check, p, each);
+    if (!sid_comes_last(scratch, gridDim.x)) return;
     if (threadIdx.x == 0) {
         first = SID_SOUND;
         flagged = 0;
@@ -250,11 +252,11 @@ __global__ void __launch_bounds__(SID_BLOCK)
     __syncthreads();
     for (uint32_t r = threadIdx.x; r < p.count; r += SID_BLOCK) {
         const sid_header h = *(const sid_header *)p[r];
-        int32_t status = sid_check_header(h, expect, r, check.sum[r]);
+        int32_t status = sid_check_header(h, expect, r, sid_found(&check.sum[r]));
         const uint32_t form = h.flags & ~(uint32_t)(SID_FLAG_NONFINITE | SID_FLAG_RAISED);
         const bool no_mean = sid_key(h.scale) >= SID_KEY_INF || (h.scale == 0) != (h.count == 0);
-        if (status == SID_OK && (check.bad[r] || form != (p.b.form | p.b.packed) || (form & SID_FLAG_MEAN && no_mean) ||
-                                 wrong_levels(p, p[r], h.count)))
+        if (status == SID_OK && (sid_found(&check.bad[r]) || form != (p.b.form | p.b.packed) ||
+                                 (form & SID_FLAG_MEAN && no_mean) || wrong_levels(p, p[r], h.count)))
             status = SID_E_CORRUPT;
         sid_blame(&first, r, status);
         if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
@@ -610,13 +612,11 @@ sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean) {
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const uint64_t tiles = sid_wire_tiles(p->n), share = 1 + 4ull * c.to.processors / c.count;
     const uint32_t each = (uint32_t)(tiles < 1 ? 1 : tiles < share ? tiles : share);
-    const auto look = all.b.packed ? sid_look_kernel<true> : sid_look_kernel<false>;
+    const auto check_all = all.b.packed ? sid_check_kernel<true> : sid_check_kernel<false>;
     sid_status s = sid_begin_decode(c, clear);
     if (!s && c.part != SID_WRITE)
-        s = sid_launch(c.to, "look", look, (uint64_t)each * c.count, SID_BLOCK, 0, check, all, each);
-    if (!s && c.part != SID_WRITE)
-        s = sid_launch(c.to, "check", sid_check_kernel, 1, SID_BLOCK, 0, c.scratch, check, all, sid_expect_of(c),
-                       c.report, c.state);
+        s = sid_launch(c.to, "check", check_all, (uint64_t)each * c.count, SID_BLOCK, 0, c.scratch, check, all, each,
+                       sid_expect_of(c), c.report, c.state);
     if (s || c.part == SID_CHECK) return s;
     s = sid_with_memory_of(c, [&](auto memory) {
         const auto decode = [&](auto kernel, uint32_t cursors) {

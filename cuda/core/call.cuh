@@ -16,10 +16,27 @@ struct alignas(64) sid_scratch {
     uint32_t go; /* decode: the payloads are sound */
     uint64_t cut;
     uint32_t codec[3];
-    float former;  /* the state's factor, where the begin has written another one */
-    uint32_t over; /* decode: some sums are not finite, though all payloads are: left to the launch of means */
+    float former;     /* the state's factor, where the begin has written another one */
+    uint32_t over;    /* decode: some sums are not finite, though all payloads are: left to the launch of means */
+    uint32_t arrived; /* blocks: sid_comes_last */
 };
 static_assert(sizeof(sid_scratch) == 64, "codecs carve what they want zeroed directly behind it");
+
+/* Whether this block is the last of so many to come here: it may go on alone with what all of them have found by atomics. Once
+ * in a call. */
+__device__ inline bool sid_comes_last(sid_scratch *scratch, uint32_t blocks) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(&scratch->arrived, 1u) + 1 == blocks;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+/* What others of the same launch have added up. */
+template <typename T> __device__ inline T sid_found(T *p) { return atomicAdd(p, (T)0); }
 
 /* Carves a block; with base == NULL it only counts. One routine gives the sizes and, later, the places. */
 struct sid_carver {
