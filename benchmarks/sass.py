@@ -84,8 +84,8 @@ TILE, PAYLOAD = 32, 4  # elements that a thread has of a tile; payloads at once
 PASSES = (
     Pass(r"linear\.cu sid_pass_kernel", "encode", QUAD, 4, r"LDG\.E\.EF\.64"),
     Pass(r"sid_pass_kernel", "encode", QUAD, 4, HALVES),
-    Pass(r"sid_tile_kernel<.*true>$", "second pass", r"LDG\.E(\.EF)?\.128", 4, HALVES, through=CODES),
-    Pass(r"sid_tile_kernel<.*false>$", "encode", QUAD, 4, HALVES, through=CODES),
+    Pass(r"sid_tile_kernel<.*true, \w+>$", "second pass", r"LDG\.E(\.EF)?\.128", 4, HALVES, through=CODES),
+    Pass(r"sid_tile_kernel<.*false, \w+>$", "encode", QUAD, 4, HALVES, through=CODES),
     Pass(r"sid_randk_kernel", "encode", QUAD, 4, HALVES),
     Pass(r"sid_norm_kernel", "clip's norm", QUAD, 4, HALVES),
     Pass(r"sid_sum_kernel", "checksum", QUAD, 4, HALVES),

@@ -8,6 +8,8 @@
 #ifndef SID_DENSE_CUH
 #define SID_DENSE_CUH
 
+#include <type_traits>
+
 #include "../core/codec.cuh"
 
 /* A thread's part of a tile: row r has elements 128 r + 4 l + c. */
@@ -82,6 +84,61 @@ __device__ inline void sid_move(sid_draw &draw, const sid_several &k, uint32_t s
 }
 inline uint64_t sid_blocks_to_end(const sid_cuda_encoding &c) { return c.several.count ? c.several.count : 1; }
 
+/* ---- the end of an encode ---------------------------------------------------------------------------------------- */
+
+struct sid_ending {
+    sid_scratch *scratch;
+    sid_head head;
+    sid_draw draw;
+    uint8_t *payload;
+    uint64_t bytes;
+    sid_state *state;
+    sid_stats *stats; /* or NULL */
+    sid_several several;
+
+    /* By a block a slice; returns which one this block is for. */
+    __device__ uint32_t move() {
+        const uint32_t slice = several.count ? blockIdx.x : 0;
+        move(slice);
+        return slice;
+    }
+    __device__ void move(uint32_t slice) {
+        if (!several.count) return;
+        scratch = sid_work_of(several, slice, scratch);
+        payload = sid_payload_of(several, slice, payload);
+        state = sid_state_of(several, slice, state);
+        head.group += slice * several.group;
+        sid_move(draw, several, slice);
+    }
+};
+
+inline sid_ending sid_ending_of(const sid_cuda_encoding &c) {
+    return {c.scratch,
+            sid_head_of(c.plan, c.step),
+            sid_draw_of(c.plan, c.step),
+            c.payload,
+            c.plan->sizes.payload,
+            c.state,
+            c.stats,
+            c.several};
+}
+
+/* Header, rule, statistics, by one thread; `own`: what it adds to the body's checksum; count: of the elements sent. */
+__device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t passes,
+                               const sid_part_sum &own, uint64_t count) {
+    const uint32_t bad = sid_found(&e.scratch->nonfinite);
+    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, count, scale,
+             sid_found(&e.scratch->sum) + own.sum);
+    e.state->rule = rule;
+    e.state->draw = e.draw;
+    e.state->steps++;
+    if (e.stats) *e.stats = {count, e.head.n, bad, scale, 0, passes};
+}
+__device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t passes,
+                               const sid_part_sum &own) {
+    sid_end(e, scale, rule, passes, own, e.head.n);
+}
+
 /* ---- the pass ---------------------------------------------------------------------------------------------------- */
 
 /* A codec here is an object passed by value with
@@ -93,15 +150,19 @@ inline uint64_t sid_blocks_to_end(const sid_cuda_encoding &c) { return c.several
  *     keep(shared &, rule, draw, acc, at, len)    in place: what the last step left of a tile
  *     tile(shared &, own &, x, at, len)           reads it; what does not exist is 0
  * The last two are called by all warps of a block together, with len 0 where there is no tile.
- * AGAIN: a further pass, over acc as the memory has stored it, or over the gradient. */
+ * AGAIN: a further pass, over acc as the memory has stored it, or over the gradient.
+ * The last block of a pass may end the encode, in place of a launch for that: by a Seal, an object that all of its threads call
+ * with a sid_ending. What other blocks have found it reads by sid_found. */
+struct sid_no_seal {};
+
 enum {
     SID_TILE_BLOCKS = 2
 }; /* on a multiprocessor: 128 registers a thread, of which a tile takes 64 while gradient and acc are on their way */
 
-template <class Memory, class Codec, bool AGAIN>
+template <class Memory, class Codec, bool AGAIN, class Seal>
 __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
     sid_tile_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
-                    Codec codec, sid_several several) {
+                    Codec codec, sid_several several, sid_ending ending, Seal seal) {
     sid_follow();
     __shared__ typename Codec::shared shared;
     sid_portion share = {0, blockIdx.x, gridDim.x};
@@ -171,26 +232,40 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_TILE_BLOCKS)
         codec.tile(shared, own, x, offset, len);
     }
     codec.end(shared, own, *scratch);
-    if (AGAIN) return;
     bad = sid_warp_sum(bad);
-    if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
+    if (!AGAIN && bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
+    if constexpr (!std::is_same_v<Seal, sid_no_seal>) {
+        if (!ending.scratch || !sid_comes_last(scratch, share.blocks)) return;
+        if constexpr (Codec::SEVERAL) ending.move(share.slice);
+        seal(ending);
+    }
 }
 
-/* The first pass of a call, and further ones. */
-template <class Codec> sid_status sid_pass_tiles(const sid_cuda_encoding &c, const Codec &codec) {
-    const uint64_t grid = sid_blocks(c.to, c.several, sid_chunks(c.group.n), SID_TILE_BLOCKS);
+/* The first pass of a call, and further ones; with e, that of c, the last one ends the encode, unless c.settles. */
+inline uint64_t sid_tile_pieces(uint64_t n, const sid_ending &e) { return n || !e.scratch ? sid_chunks(n) : 1; }
+template <class Codec, class Seal>
+sid_status sid_pass_tiles(const sid_cuda_encoding &c, const Codec &codec, const sid_ending &e, const Seal &seal) {
+    const uint64_t grid = sid_blocks(c.to, c.several, sid_tile_pieces(c.group.n, e), SID_TILE_BLOCKS);
     return sid_with_memory_of(c, [&](auto memory) {
-        return sid_launch(c.to, "pass", sid_tile_kernel<decltype(memory), Codec, false>, grid, SID_BLOCK, 0, c.group,
-                          c.scratch, c.state, sid_vectors_of(c), memory, codec, c.several);
+        return sid_launch(c.to, "pass", sid_tile_kernel<decltype(memory), Codec, false, Seal>, grid, SID_BLOCK, 0,
+                          c.group, c.scratch, c.state, sid_vectors_of(c), memory, codec, c.several, e, seal);
     });
 }
-template <class Codec> sid_status sid_pass_again(const sid_cuda_encoding &c, const Codec &codec) {
-    const uint64_t grid = sid_blocks(c.to, c.several, sid_chunks(c.plan->n), SID_TILE_BLOCKS);
+template <class Codec> sid_status sid_pass_tiles(const sid_cuda_encoding &c, const Codec &codec) {
+    return sid_pass_tiles(c, codec, sid_ending(), sid_no_seal());
+}
+template <class Codec, class Seal>
+sid_status sid_pass_again(const sid_cuda_encoding &c, const Codec &codec, const sid_ending &e, const Seal &seal) {
+    const uint64_t grid = sid_blocks(c.to, c.several, sid_tile_pieces(c.plan->n, e), SID_TILE_BLOCKS);
     const auto run = [&](auto memory) {
-        return sid_launch(c.to, "pass again", sid_tile_kernel<decltype(memory), Codec, true>, grid, SID_BLOCK, 0,
-                          c.group, c.scratch, c.state, sid_vectors_of(c.plan, c.state), memory, codec, c.several);
+        return sid_launch(c.to, "pass again", sid_tile_kernel<decltype(memory), Codec, true, Seal>, grid, SID_BLOCK, 0,
+                          c.group, c.scratch, c.state, sid_vectors_of(c.plan, c.state), memory, codec, c.several, e,
+                          seal);
     };
     return c.plan->memory->vectors ? run(sid_memory1()) : run(sid_memory0());
+}
+template <class Codec> sid_status sid_pass_again(const sid_cuda_encoding &c, const Codec &codec) {
+    return sid_pass_again(c, codec, sid_ending(), sid_no_seal());
 }
 
 /* ---- sums of a tile ---------------------------------------------------------------------------------------------- */
@@ -234,58 +309,6 @@ __device__ inline void sid_add_words(sid_scratch &scratch, sid_part_sum own, sid
     own = sid_block_sums(own, part);
     if (threadIdx.x) return;
     atomicAdd(&scratch.sum, own.sum);
-}
-
-/* ---- the end of an encode ---------------------------------------------------------------------------------------- */
-
-struct sid_ending {
-    sid_scratch *scratch;
-    sid_head head;
-    sid_draw draw;
-    uint8_t *payload;
-    uint64_t bytes;
-    sid_state *state;
-    sid_stats *stats; /* or NULL */
-    sid_several several;
-
-    /* A block a slice. Returns which one this block is for. */
-    __device__ uint32_t move() {
-        const uint32_t slice = blockIdx.x;
-        if (!several.count) return 0;
-        scratch = sid_work_of(several, slice, scratch);
-        payload = sid_payload_of(several, slice, payload);
-        state = sid_state_of(several, slice, state);
-        head.group += slice * several.group;
-        sid_move(draw, several, slice);
-        return slice;
-    }
-};
-
-inline sid_ending sid_ending_of(const sid_cuda_encoding &c) {
-    return {c.scratch,
-            sid_head_of(c.plan, c.step),
-            sid_draw_of(c.plan, c.step),
-            c.payload,
-            c.plan->sizes.payload,
-            c.state,
-            c.stats,
-            c.several};
-}
-
-/* Header, rule, statistics, by one thread; `own`: what it adds to the body's checksum; count: of the elements sent. */
-__device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t passes,
-                               const sid_part_sum &own, uint64_t count) {
-    const uint32_t bad = e.scratch->nonfinite;
-    sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, count, scale,
-             e.scratch->sum + own.sum);
-    e.state->rule = rule;
-    e.state->draw = e.draw;
-    e.state->steps++;
-    if (e.stats) *e.stats = {count, e.head.n, bad, scale, 0, passes};
-}
-__device__ inline void sid_end(const sid_ending &e, float scale, const sid_rule &rule, uint32_t passes,
-                               const sid_part_sum &own) {
-    sid_end(e, scale, rule, passes, own, e.head.n);
 }
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */

@@ -13,8 +13,9 @@ struct linear {
     struct unit {};
     uint8_t *body;
     float scale;
-    sid_dtype dtype; /* of the body */
-    bool clamps;     /* a codec that rounds: what is finite stays so */
+    sid_dtype dtype;          /* of the body */
+    bool clamps;              /* a codec that rounds: what is finite stays so */
+    sid_linear_ending ending; /* without scratch: none */
 
     __device__ float scaled(float x, float s) const {
         if (clamps && sid_key(x) < SID_KEY_INF) {
@@ -28,6 +29,9 @@ struct linear {
 
     __device__ void begin(shared &) const {}
     __device__ void end(shared &) const {}
+    __device__ void close(sid_scratch *scratch) const {
+        if (ending.scratch && sid_comes_last(scratch, gridDim.x)) sid_linear_end(ending);
+    }
     __device__ void start(shared &, unit &) const {}
     __device__ void done(shared &, unit &, uint64_t) const {}
 
@@ -55,16 +59,17 @@ sid_status encode(sid_cuda_encoding &c) {
     const float scale = 1.0f / (float)c.step.world;
     const bool lossless = p->codec->info.traits & SID_LOSSLESS;
     const linear codec = {c.payload + SID_HEADER_BYTES, scale, p->sizes.body_dtype,
-                          p->sizes.body_dtype != SID_F32 && !lossless};
+                          p->sizes.body_dtype != SID_F32 && !lossless,
+                          c.settles ? sid_linear_ending() : sid_linear_ending_of(c, p->n, sid_linear_rule(c.step), 1)};
+    const uint64_t chunks = p->n ? sid_chunks(p->n) : 1;
     const sid_vectors vectors = sid_vectors_of(c);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s)
         s = sid_with_memory_of(c, [&](auto memory) {
             return sid_launch(c.to, "encode", sid_pass_kernel<decltype(memory), linear>,
-                              sid_blocks(c.to, sid_chunks(p->n), SID_PASS_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
-                              c.state, vectors, (float *)nullptr, memory, codec);
+                              sid_blocks(c.to, chunks, SID_PASS_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
+                              vectors, (float *)nullptr, memory, codec);
         });
-    if (!s && !c.settles) s = sid_linear_seal(c, p->n, sid_linear_rule(c.step), 1);
     return s || c.settles ? s : sid_linear_cover(c);
 }
 

@@ -30,33 +30,39 @@ inline sid_rule sid_linear_rule(const sid_step &step) {
     return rule;
 }
 
-static __global__ void __launch_bounds__(SID_SEAL_BLOCK) sid_linear_seal_kernel(sid_linear_ending e) {
-    sid_follow();
-    if (!e.scratch->ready) return;
-    for (uint64_t i = e.used + threadIdx.x; i < e.bytes; i += SID_SEAL_BLOCK) e.payload[i] = 0;
+__device__ inline void sid_linear_end(const sid_linear_ending &e) { /* by a block */
+    for (uint64_t i = e.used + threadIdx.x; i < e.bytes; i += blockDim.x) e.payload[i] = 0;
     if (threadIdx.x) return;
-    const uint32_t bad = e.scratch->nonfinite;
+    const uint32_t bad = sid_found(&e.scratch->nonfinite);
     sid_seal((sid_header *)e.payload, e.head, bad ? (uint32_t)SID_FLAG_NONFINITE : 0u, e.count, e.scale, 0);
     e.state->rule = e.rule;
     e.state->draw = sid_draw();
     e.state->steps++;
     if (e.stats) *e.stats = {e.count, e.count, bad, e.scale, 0, e.passes};
 }
+static __global__ void __launch_bounds__(SID_SEAL_BLOCK) sid_linear_seal_kernel(sid_linear_ending e) {
+    sid_follow();
+    if (e.scratch->ready) sid_linear_end(e);
+}
 
-inline sid_status sid_linear_seal(const sid_cuda_encoding &c, uint64_t count, const sid_rule &rule, uint32_t passes) {
+inline sid_linear_ending sid_linear_ending_of(const sid_cuda_encoding &c, uint64_t count, const sid_rule &rule,
+                                              uint32_t passes) {
     const sid_plan *p = c.plan;
-    const sid_linear_ending e = {c.scratch,
-                                 sid_head_of(p, c.step),
-                                 count,
-                                 1.0f / (float)c.step.world,
-                                 rule,
-                                 c.payload,
-                                 SID_HEADER_BYTES + sid_width(p->sizes.body_dtype) * p->sizes.body_count,
-                                 p->sizes.payload,
-                                 c.state,
-                                 c.stats,
-                                 passes};
-    return sid_launch(c.to, "seal", sid_linear_seal_kernel, 1, SID_SEAL_BLOCK, 0, e);
+    return {c.scratch,
+            sid_head_of(p, c.step),
+            count,
+            1.0f / (float)c.step.world,
+            rule,
+            c.payload,
+            SID_HEADER_BYTES + sid_width(p->sizes.body_dtype) * p->sizes.body_count,
+            p->sizes.payload,
+            c.state,
+            c.stats,
+            passes};
+}
+inline sid_status sid_linear_seal(const sid_cuda_encoding &c, uint64_t count, const sid_rule &rule, uint32_t passes) {
+    return sid_launch(c.to, "seal", sid_linear_seal_kernel, 1, SID_SEAL_BLOCK, 0,
+                      sid_linear_ending_of(c, count, rule, passes));
 }
 
 /* Adds the body to the checksum of a payload that is alone. Reads it. */

@@ -136,26 +136,23 @@ __global__ void __launch_bounds__(SID_LANES) sid_micro_scale_kernel(sid_scratch 
     scratch->key = sid_f32_bits(quant_scale_of(sid_bits_f32(scratch->codec[LARGEST]), MICRO_TOP));
 }
 
-enum {
-    SEAL_BLOCK = 64
+struct sealing {
+    micro_form f;
+    __device__ void operator()(const sid_ending &e) const {
+        const uint64_t n = e.head.n, codes = micro_codes_at(&f, n);
+        const uint64_t scales = SID_HEADER_BYTES + sid_round_up(micro_blocks(&f, n), 4);
+        const uint64_t used = codes + sid_round_up((n + 1) / 2, 4);
+        for (uint64_t i = scales + 4 * threadIdx.x; i < codes; i += 4 * SID_BLOCK)
+            *(uint32_t *)(void *)(e.payload + i) = 0;
+        for (uint64_t i = used + 4 * threadIdx.x; i < e.bytes; i += 4 * SID_BLOCK)
+            *(uint32_t *)(void *)(e.payload + i) = 0;
+        if (threadIdx.x) return;
+        const float scale = sid_bits_f32(f.two ? e.scratch->key : sid_found(&e.scratch->codec[LARGEST]));
+        sid_rule rule = {};
+        rule.scale = f.two ? scale : 1.0f;
+        sid_end(e, scale, rule, f.two ? 2 : 1, {0});
+    }
 };
-__global__ void __launch_bounds__(SEAL_BLOCK) sid_micro_seal_kernel(sid_ending e, micro_form f) {
-    sid_follow();
-    e.move();
-    if (!e.scratch->ready) return;
-    const uint64_t n = e.head.n, codes = micro_codes_at(&f, n);
-    const uint64_t scales = SID_HEADER_BYTES + sid_round_up(micro_blocks(&f, n), 4);
-    const uint64_t used = codes + sid_round_up((n + 1) / 2, 4);
-    for (uint64_t i = scales + 4 * threadIdx.x; i < codes; i += 4 * SEAL_BLOCK)
-        *(uint32_t *)(void *)(e.payload + i) = 0;
-    for (uint64_t i = used + 4 * threadIdx.x; i < e.bytes; i += 4 * SEAL_BLOCK)
-        *(uint32_t *)(void *)(e.payload + i) = 0;
-    if (threadIdx.x) return;
-    const float scale = sid_bits_f32(f.two ? e.scratch->key : e.scratch->codec[LARGEST]);
-    sid_rule rule = {};
-    rule.scale = f.two ? scale : 1.0f;
-    sid_end(e, scale, rule, f.two ? 2 : 1, {0});
-}
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
 
@@ -232,12 +229,12 @@ template <bool TWO, bool DRAWS>
 sid_status passes(const sid_cuda_encoding &c, const micro_form &f, const sid_ending &e) {
     const coder<TWO, DRAWS> k = {f, e.draw, c.payload, c.plan->n, micro_codes_at(&f, c.plan->n)};
     if constexpr (!TWO)
-        return sid_pass_tiles(c, k);
+        return sid_pass_tiles(c, k, c.settles ? sid_ending() : e, sealing{f});
     else {
         sid_status s = sid_pass_tiles(c, largest<DRAWS>{k});
         if (s || c.settles) return s;
         s = sid_launch(c.to, "scale", sid_micro_scale_kernel, sid_blocks_to_end(c), SID_LANES, 0, c.scratch, c.several);
-        return s ? s : sid_pass_again(c, k);
+        return s ? s : sid_pass_again(c, k, e, sealing{f});
     }
 }
 
@@ -250,8 +247,6 @@ template <bool TWO> sid_status encode(sid_cuda_encoding &c) {
     }
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s) s = f.draws ? passes<TWO, true>(c, f, e) : passes<TWO, false>(c, f, e);
-    if (!s && !c.settles)
-        s = sid_launch(c.to, "seal", sid_micro_seal_kernel, sid_blocks_to_end(c), SEAL_BLOCK, 0, e, f);
     return s;
 }
 

@@ -453,26 +453,23 @@ __global__ void __launch_bounds__(SID_SUMS)
     scratch->key = sid_f32_bits(quant_group_scale(&f, scratch->codec[LARGEST], sum, squares, n, clip));
 }
 
-enum {
-    SEAL_BLOCK = 64
+struct sealing {
+    quant_form f;
+    __device__ void operator()(const sid_ending &e) const {
+        const uint64_t n = e.head.n, codes = quant_codes_at(n, f.block);
+        const uint64_t scales = SID_HEADER_BYTES + 4 * quant_blocks(n, f.block);
+        const uint64_t used = codes + sid_round_up(quant_code_bytes(&f, n), 4);
+        for (uint64_t i = scales + 4 * threadIdx.x; i < codes; i += 4 * SID_BLOCK)
+            *(uint32_t *)(void *)(e.payload + i) = 0;
+        for (uint64_t i = used + 4 * threadIdx.x; i < e.bytes; i += 4 * SID_BLOCK)
+            *(uint32_t *)(void *)(e.payload + i) = 0;
+        if (threadIdx.x) return;
+        const float scale = sid_bits_f32(f.block ? sid_found(&e.scratch->codec[LARGEST]) : e.scratch->key);
+        sid_rule rule = {};
+        rule.scale = f.block ? 1.0f : scale;
+        sid_end(e, scale, rule, f.block ? 1 : 2, {0});
+    }
 };
-__global__ void __launch_bounds__(SEAL_BLOCK) sid_quant_seal_kernel(sid_ending e, quant_form f) {
-    sid_follow();
-    e.move();
-    if (!e.scratch->ready) return;
-    const uint64_t n = e.head.n, codes = quant_codes_at(n, f.block);
-    const uint64_t scales = SID_HEADER_BYTES + 4 * quant_blocks(n, f.block);
-    const uint64_t used = codes + sid_round_up(quant_code_bytes(&f, n), 4);
-    for (uint64_t i = scales + 4 * threadIdx.x; i < codes; i += 4 * SEAL_BLOCK)
-        *(uint32_t *)(void *)(e.payload + i) = 0;
-    for (uint64_t i = used + 4 * threadIdx.x; i < e.bytes; i += 4 * SEAL_BLOCK)
-        *(uint32_t *)(void *)(e.payload + i) = 0;
-    if (threadIdx.x) return;
-    const float scale = sid_bits_f32(f.block ? e.scratch->codec[LARGEST] : e.scratch->key);
-    sid_rule rule = {};
-    rule.scale = f.block ? 1.0f : scale;
-    sid_end(e, scale, rule, f.block ? 1 : 2, {0});
-}
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
 
@@ -669,14 +666,16 @@ Coder coder_of(const sid_cuda_encoding &c, const quant_form &f, const sid_ending
 template <content CODES, sid_rounding ROUNDING>
 sid_status pass(const sid_cuda_encoding &c, const quant_form &f, const sid_ending &e, double *sums) {
     if constexpr (ROUNDING != SID_ROUND_DRAW32)
-        if (f.block) return sid_pass_tiles(c, coder_of<coder<CODES, ROUNDING, false>>(c, f, e, sums));
+        if (f.block)
+            return sid_pass_tiles(c, coder_of<coder<CODES, ROUNDING, false>>(c, f, e, sums),
+                                  c.settles ? sid_ending() : e, sealing{f});
     if constexpr (CODES == INTEGERS && ROUNDING != SID_ROUND_NEAREST) {
         const auto k = coder_of<coder<CODES, ROUNDING, true>>(c, f, e, sums);
         sid_status s = sid_pass_tiles(c, measure<ROUNDING>{k});
         if (s || c.settles) return s;
         s = sid_launch(c.to, "scale", sid_quant_scale_kernel, sid_blocks_to_end(c), SID_SUMS, 0, c.scratch, f,
                        (const double *)sums, c.plan->n, quant_derived_of(c.plan).clip, c.several);
-        return s ? s : sid_pass_again(c, k);
+        return s ? s : sid_pass_again(c, k, e, sealing{f});
     }
     return SID_E_UNSUPPORTED; /* no plan has it */
 }
@@ -695,8 +694,6 @@ template <content CODES> sid_status encode(sid_cuda_encoding &c) {
         if (!s && f.rounding == SID_ROUND_DRAW16) s = pass<CODES, SID_ROUND_DRAW16>(c, f, e, sums);
     if constexpr (CODES == INTEGERS)
         if (!s && f.rounding == SID_ROUND_DRAW32) s = pass<INTEGERS, SID_ROUND_DRAW32>(c, f, e, sums);
-    if (!s && !c.settles)
-        s = sid_launch(c.to, "seal", sid_quant_seal_kernel, sid_blocks_to_end(c), SEAL_BLOCK, 0, e, f);
     return s;
 }
 

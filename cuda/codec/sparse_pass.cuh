@@ -139,6 +139,7 @@ template <class Codec> struct sid_gathering {
         s.counting.begin();
         __syncthreads();
     }
+    __device__ void close(sid_scratch *) const {}
     __device__ void end(shared &s) const { s.counting.end(list.counted); }
     __device__ float keep(const shared &s, const sid_rule &rule, float acc, uint64_t i) const {
         return sid_sparse_keep(rule, s.levels, acc, i);

@@ -63,6 +63,7 @@ __device__ inline void sid_store_floats(float *p, uint32_t count, const float (&
  *     struct shared               its shared memory
  *     struct unit                 a thread's own, for one tile
  *     begin(shared &), end(shared &)   by the whole block
+ *     close(scratch)              the same, after all else, `nonfinite` included: for sid_comes_last
  *     keep(shared &, rule, acc, i)     what the rule of the last step left of element i
  *     start(shared &, unit &)     before a tile, and
  *     done(shared &, unit &, tile)     after it, by the whole warp
@@ -158,6 +159,7 @@ __global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
     codec.end(shared);
     const uint32_t bad = sid_warp_sum(pass.bad);
     if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
+    codec.close(scratch);
 }
 
 /* For a decoder, before it overwrites the elements i .. i + count: the gradient that is still there is taken back out of

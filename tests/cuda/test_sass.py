@@ -139,8 +139,9 @@ def test_names() -> None:
     assert sass.short(
         "void sid_pass_kernel<sid_memory1, sid_gathering<(anonymous namespace)::topk> >(int)"
     ) == ("sid_pass_kernel<memory1, gathering<topk> >")
-    long = "sid_tile_kernel<sid_memory0, (anonymous namespace)::coder<true, (sid_rounding)1>, false>(x)"
-    assert sass.short(long) == "sid_tile_kernel<memory0, coder<true, 1>, false>"
+    codec = "(anonymous namespace)::coder<true, (sid_rounding)1>"
+    long = f"sid_tile_kernel<sid_memory0, {codec}, false, sid_no_seal>(x)"
+    assert sass.short(long) == "sid_tile_kernel<memory0, coder<true, 1>, false, no_seal>"
     assert sass.short("(anonymous namespace)::sid_seal_kernel(sid_ending)") == "sid_seal_kernel"
     long = "sid_look_kernel<(anonymous namespace)::body<((anonymous namespace)::content)3> >(x)"
     assert sass.short(long) == "sid_look_kernel<body<3> >"
