@@ -6,10 +6,12 @@ is no GPU, test_emulated.py runs this file on the CPU emulation of tests/cuda, w
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import forged
 import numpy as np
@@ -734,6 +736,56 @@ def test_cancel_refuses_what_is_no_table() -> None:
     ):
         with pytest.raises(_core.ArgumentError, match=text):
             _core.cuda_cancel(place, 1, always=False, device=device, stream=stream())
+
+
+# ---- launches ----------------------------------------------------------------------------------
+
+
+def listed_launches() -> dict[str, tuple[int, ...]]:
+    """The table of docs/cuda.md: of each codec the launches of an encode, the grid barriers in them, and the
+    launches of a decode."""
+    page = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
+    rows = page.split("\n## Launches\n")[1].split("\n## ")[0].split("\n|---")[1].split("\n")[1:]
+    out: dict[str, tuple[int, ...]] = {}
+    for row in rows:
+        if not row.startswith("| `"):
+            break
+        names, *counts = (cell.strip() for cell in row.strip("|").split("|"))
+        for name in names.replace("`", "").split(", "):
+            assert name not in out
+            out[name] = tuple(int(c) if c else 0 for c in counts)
+    return out
+
+
+def counter(name: str) -> Callable[[], int]:
+    """Of the emulation."""
+    return cast("Callable[[], int]", getattr(ctypes.CDLL(_core.__file__), name))
+
+
+@pytest.mark.skipif(not EMULATED, reason="the emulation counts launches")
+@pytest.mark.parametrize("codec", CODECS)
+def test_launches(codec: str) -> None:
+    """In the fifth of steps alike, beside a residual where the codec takes one; decode of three payloads."""
+    n, rng = 40_001, np.random.default_rng(4)
+    memory = "residual" if fits(codec, "residual") else "none"
+    device, _ = pair(codec, {}, memory, n, "float32")
+    vector, _ = both(np.zeros(n, np.float32), [n])
+    launches, barriers = counter("emulated_launches"), counter("emulated_grid_barriers")
+    for step in range(5):
+        vector.write(rng.laplace(size=n).astype(np.float32))
+        before, at = (launches(), barriers()), Step(step=step, world=3)
+        device.encoded(vector, at)
+        device.next_reductions(vector, at)
+        got = launches() - before[0], barriers() - before[1]
+    assert got[0]
+    before = launches(), 0
+    payloads, _, _ = encoded_ranks(codec, {}, memory, n, "float32", 3)
+    assert device.decoded(payloads, 1 / 3, vector, Step(step=1, group=2)) == (0, 0, 0)
+    assert (*got, launches() - before[0]) == listed_launches()[codec]
+
+
+def test_launches_are_listed() -> None:
+    assert sorted(listed_launches()) == sorted(CODECS)
 
 
 # ---- decode ------------------------------------------------------------------------------------

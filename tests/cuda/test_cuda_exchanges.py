@@ -6,7 +6,9 @@ Ranks are blocks of one device, and their messages are copied; on the emulation 
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -461,6 +463,39 @@ def test_slices_in_the_launches_of_one(codec: str) -> None:
     assert few == many <= 2 + 5
     short = launches_of_first_shot(codec, 6, 64 * 12 - 30)
     assert short == 2 + 2 * (many - 2)
+
+
+def listed_steps() -> list[tuple[str, str, str, int]]:
+    """The second table of docs/cuda.md's launches: exchange, codec, memory, launches of a rank in a step."""
+    page = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
+    table = page.split("\n## Launches\n")[1].split("\n## ")[0].split("| exchange |")[1]
+    rows = [re.findall(r"`([\w-]+)`|\| (\d+) \|", row) for row in table.split("\n") if row.startswith("| `")]
+    return [(row[0][0], row[1][0], row[2][0], int(row[3][1])) for row in rows]
+
+
+STEPS_COUNTED = listed_steps()
+
+
+@pytest.mark.skipif(not EMULATED, reason="the emulation counts launches")
+@pytest.mark.parametrize("kind, codec, memory, listed", STEPS_COUNTED)
+def test_launches_of_a_step(kind: str, codec: str, memory: str, listed: int) -> None:
+    settings = {"ranks_per_node": 2} if kind == "hierarchical" else {}
+    devices: list[Device] = pair(kind, codec, 8, 8 * 1280, "float32", memory, **settings)[1]
+    counter = ctypes.CDLL(_core.__file__).emulated_launches
+    launches = 0
+    for round in range(devices[0].x.rounds + 1):
+        for i, device in enumerate(devices):
+            before = counter()
+            device.advance(round, 0)
+            launches += 0 if i else counter() - before
+        if round < devices[0].x.rounds:
+            move(devices, round)
+    assert all(d.reported() == (0, 0, 0) for d in devices)
+    assert launches == listed
+
+
+def test_launches_of_all_exchanges_are_listed() -> None:
+    assert {kind for kind, *_ in STEPS_COUNTED} == set(KINDS)
 
 
 @pytest.mark.skipif(not EMULATED, reason="the emulation counts launches")
