@@ -11,6 +11,7 @@
 
 enum {
     SID_RANS_LANES = 8,
+    SID_RANS_TOGETHER = 8, /* streams that one call takes, at most */
     SID_RANS_SYMBOLS = 16,
     SID_RANS_BITS = 12,
     SID_RANS_TOTAL = 1 << SID_RANS_BITS /* of all frequencies */

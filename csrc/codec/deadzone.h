@@ -12,7 +12,7 @@ enum {
     DEADZONE_STATE_WORDS = 2 * SID_RANS_LANES
 };
 enum { /* on a CPU: streams at once, and how many elements of them at a time */
-    DEADZONE_TOGETHER = 4,
+    DEADZONE_TOGETHER = SID_RANS_TOGETHER,
     DEADZONE_BLOCK = SID_DECODE_TILE
 };
 

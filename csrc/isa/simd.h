@@ -197,9 +197,9 @@ typedef struct sid_simd {
     void (*count_symbols)(const uint8_t *symbol, uint32_t n, uint32_t symbols, uint64_t *count);
     float (*sum_between)(const float *x, uint32_t n, uint32_t low, uint32_t high, uint32_t *count);
 
-    /* rans.inc.h: n symbols of each of 1 to 4 streams; each symbol is below m->symbols. Encode may write 16 bytes below the
-     * words. Decode may read 16 bytes from any word on and from the end of the words, and its symbols are always such. n:
-     * a multiple of SID_RANS_LANES, except in the last call of decode and in the first of encode. */
+    /* rans.inc.h: n symbols of each of 1 to SID_RANS_TOGETHER streams; each symbol is below m->symbols. Encode may write 16
+     * bytes below the words. Decode may read 16 bytes from any word on and from the end of the words, and its symbols are
+     * always such. n: a multiple of SID_RANS_LANES, except in the last call of decode and in the first of encode. */
     void (*rans_encode)(const sid_rans *m, sid_rans_stream *s, uint32_t count, uint32_t n);
     void (*rans_decode)(const sid_rans *m, sid_rans_stream *s, uint32_t count, uint32_t n);
 

@@ -38,7 +38,7 @@ void test_rans_division(void) {
 
 enum {
     MOST = 4 * 4096,
-    STREAMS = 4
+    STREAMS = SID_RANS_TOGETHER
 };
 typedef struct stream {
     block symbols, words, out;
@@ -55,6 +55,17 @@ static void draw_model(rng *r, uint16_t *freq, uint32_t symbols) {
         left -= some;
     }
     freq[0] = (uint16_t)(1 + left);
+}
+
+/* Each symbol takes a share of what is left, as the levels of deadzone do. */
+static void falling_model(uint16_t *freq, uint32_t symbols, uint32_t percent) {
+    uint32_t left = SID_RANS_TOTAL;
+    for (uint32_t s = 0; s + 1 < symbols; s++) {
+        const uint32_t others = symbols - s - 1, share = left * percent / 100;
+        freq[s] = (uint16_t)(share < 1 ? 1 : share > left - others ? left - others : share);
+        left -= freq[s];
+    }
+    freq[symbols - 1] = (uint16_t)left;
 }
 
 /* By rans.h alone. */
@@ -144,11 +155,14 @@ void test_rans(void) {
     rng r = {11};
     stream s[STREAMS];
     for (uint32_t symbols = 2; symbols <= SID_RANS_SYMBOLS; symbols++)
-        for (size_t z = 0; z < sizeof sizes / sizeof *sizes; z++) {
-            const uint32_t n = sizes[z], count = 1 + (uint32_t)(z + symbols) % STREAMS;
+        for (size_t z = 0; z < 2 * sizeof sizes / sizeof *sizes; z++) {
+            const uint32_t n = sizes[z / 2], count = 1 + (uint32_t)(z / 2 + symbols) % STREAMS;
             uint16_t freq[SID_RANS_SYMBOLS];
             sid_rans m;
-            draw_model(&r, freq, symbols);
+            if (z % 2)
+                falling_model(freq, symbols, 30 + (uint32_t)(z * 7 + symbols) % 60);
+            else
+                draw_model(&r, freq, symbols);
             sid_rans_model(&m, freq, symbols);
             for (uint32_t k = 0; k < count; k++) {
                 s[k].symbols = block_new(n, 0);
