@@ -312,23 +312,18 @@ static const uint8_t *word_at(const deadzone_form *f, const uint8_t *payload, ui
     return payload + f->words + 2 * at;
 }
 
-/* What check has seen. */
+/* What check has seen: elements of a level and those above it. */
 typedef struct seen {
-    uint64_t of[SID_RANS_SYMBOLS];
+    uint64_t of[DEADZONE_LEVELS];
     uint32_t wrong;
 } seen;
-
-static uint64_t elements_of(const uint64_t *count, uint32_t symbols) {
-    uint64_t sum = 0;
-    for (uint32_t s = 1; s < symbols; s++) sum += count[s];
-    return sum;
-}
 
 /* `count` streams of `len` elements, each of which has words. */
 static void see_streams(const sid_plan *p, const sid_rans *m, sid_rans_stream *s, uint32_t count, uint32_t len,
                         seen *all) {
+    const uint32_t levels = deadzone_form_of(p).levels;
     SID_LINE uint8_t symbol[DEADZONE_TOGETHER][DEADZONE_BLOCK];
-    uint64_t of[DEADZONE_TOGETHER][SID_RANS_SYMBOLS] = {{0}};
+    uint64_t of[DEADZONE_TOGETHER][DEADZONE_LEVELS] = {{0}};
     for (uint32_t k = 0; k < count; k++) {
         s[k].symbol = symbol[k];
         for (uint32_t j = 0; j < SID_RANS_LANES; j++) all->wrong |= s[k].state[j] < SID_RANS_LEAST;
@@ -336,11 +331,11 @@ static void see_streams(const sid_plan *p, const sid_rans *m, sid_rans_stream *s
     for (uint32_t from = 0; from < len; from += DEADZONE_BLOCK) {
         const uint32_t take = len - from < DEADZONE_BLOCK ? len - from : DEADZONE_BLOCK;
         p->simd->rans_decode(m, s, count, take);
-        for (uint32_t k = 0; k < count; k++) p->simd->count_symbols(symbol[k], take, m->symbols, of[k]);
+        for (uint32_t k = 0; k < count; k++) p->simd->count_levels(symbol[k], take, levels, of[k]);
     }
     for (uint32_t k = 0; k < count; k++) {
-        all->wrong |= !elements_of(of[k], m->symbols) || s[k].at != s[k].room;
-        for (uint32_t i = 1; i < m->symbols; i++) all->of[i] += of[k][i];
+        all->wrong |= !of[k][0] || s[k].at != s[k].room;
+        for (uint32_t i = 0; i < levels; i++) all->of[i] += of[k][i];
         for (uint32_t j = 0; j < SID_RANS_LANES; j++) all->wrong |= s[k].state[j] != SID_RANS_LEAST;
     }
 }
@@ -352,7 +347,7 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
     sid_rans model;
     sid_rans_stream waiting[DEADZONE_TOGETHER];
     uint32_t count = 0, below = 0, bad = 0;
-    uint64_t used = 0, sent = 0;
+    uint64_t used = 0;
     seen all = {.wrong = 0};
     if (h->count > p->k || (h->flags & ~(uint32_t)SID_FLAG_NONFINITE) != SID_FLAG_LEVELS || sid_f32_bits(h->scale))
         return sid_fail(err, SID_E_CORRUPT,
@@ -383,17 +378,14 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
         return sid_fail(err, SID_E_CORRUPT,
                         "a stream begins, ends or is as long as no encoder's is, or has zeros alone");
     /* no more elements above a level than their share of k */
-    for (uint32_t i = f.levels; i-- > 0;) {
-        sent += all.of[2 * i + 1] + all.of[2 * i + 2];
-        bad |= sent > (i ? deadzone_above(&f, p->k, i - 1) : p->k);
-    }
-    if (bad || sent != h->count)
+    for (uint32_t i = 0; i < f.levels; i++) bad |= all.of[i] > (i ? deadzone_above(&f, p->k, i - 1) : p->k);
+    if (bad || all.of[0] != h->count)
         return sid_fail(err, SID_E_CORRUPT, "there are %llu elements, or too many in a level; the header has %llu",
-                        (unsigned long long)sent, (unsigned long long)h->count);
+                        (unsigned long long)all.of[0], (unsigned long long)h->count);
     for (uint32_t i = 0; i < f.levels; i++) {
         uint32_t key;
         memcpy(&key, payload + SID_HEADER_BYTES + 4 * i, 4);
-        if (all.of[2 * i + 1] + all.of[2 * i + 2]) {
+        if (all.of[i] > (i + 1 < f.levels ? all.of[i + 1] : 0)) {
             bad |= key <= below || key >= SID_KEY_INF;
             below = key;
         } else

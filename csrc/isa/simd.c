@@ -81,7 +81,7 @@
     .step_codes = step_codes, \
     .take_steps = take_steps, \
     .add_steps = add_steps, \
-    .count_symbols = count_symbols, \
+    .count_levels = count_levels, \
     .sum_between = sum_between, \
     .rans_encode = rans_encode, \
     .rans_decode = rans_decode, \

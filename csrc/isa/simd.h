@@ -189,12 +189,12 @@ typedef struct sid_simd {
 
     /* steps.inc.h: symbol 2 i + 1 for level i, 2 i + 2 where x is negative; and 0 for nothing
      * take_steps: x -= what level and sign stand for where key(x) >= key. add_steps: out += what symbols stand for.
-     * count_symbols: count[s] += how many are s, from 1 on to before `symbols`, which all of them are below.
+     * count_levels: count[i] += how many are of level i or above it, for each of `levels`, 1 to 8.
      * sum_between: of |x| where low <= key(x) <= high < 2^31, *count of them, in the order of sums.h. */
     void (*step_codes)(const float *x, uint64_t n, const sid_steps *steps, uint8_t *symbol);
     void (*take_steps)(float *x, uint32_t n, uint32_t key, const sid_steps *steps);
     void (*add_steps)(float *out, const uint8_t *symbol, uint32_t n, const sid_steps *steps);
-    void (*count_symbols)(const uint8_t *symbol, uint32_t n, uint32_t symbols, uint64_t *count);
+    void (*count_levels)(const uint8_t *symbol, uint32_t n, uint32_t levels, uint64_t *count);
     float (*sum_between)(const float *x, uint32_t n, uint32_t low, uint32_t high, uint32_t *count);
 
     /* rans.inc.h: n symbols of each of 1 to SID_RANS_TOGETHER streams; each symbol is below m->symbols. Encode may write 16

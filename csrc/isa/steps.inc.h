@@ -13,9 +13,27 @@ static void step_codes(const float *x, uint64_t n, const sid_steps *steps, uint8
     }
 }
 
-#if BYTES >= 32
 /* No branch where nothing was sent: it would be mispredicted more often than it saves work. */
-INLINE uint32_t take_eights(float *x, uint32_t n, int32_t low, const sid_steps *steps, const uint32_t edges) {
+#if BYTES == 64
+INLINE uint32_t take_many(float *x, uint32_t n, int32_t low, const sid_steps *steps, const uint32_t edges) {
+    const __m512i levels = _mm512_castsi256_si512(load_32(steps->level)), sign = _mm512_set1_epi32(INT32_MIN);
+    const __m512i from = _mm512_set1_epi32(low), one = _mm512_set1_epi32(1);
+    __m512i edge[7];
+    uint32_t i = 0;
+    for (uint32_t e = 0; e < edges; e++)
+        edge[e] = _mm512_set1_epi32(e + 1 < steps->count ? (int32_t)steps->edge[e] : INT32_MAX);
+    for (; i + 16 <= n; i += 16) {
+        const __m512i v = _mm512_loadu_si512(x + i), k = _mm512_andnot_si512(sign, v);
+        __m512i c = _mm512_setzero_si512();
+        for (uint32_t e = 0; e < edges; e++) c = _mm512_mask_add_epi32(c, _mm512_cmpgt_epi32_mask(k, edge[e]), c, one);
+        const __m512i sent = _mm512_or_si512(_mm512_permutexvar_epi32(c, levels), _mm512_and_si512(sign, v));
+        _mm512_storeu_ps(x + i, _mm512_mask_sub_ps(_mm512_castsi512_ps(v), _mm512_cmpge_epi32_mask(k, from),
+                                                   _mm512_castsi512_ps(v), _mm512_castsi512_ps(sent)));
+    }
+    return i;
+}
+#elif BYTES == 32
+INLINE uint32_t take_many(float *x, uint32_t n, int32_t low, const sid_steps *steps, const uint32_t edges) {
     const eight levels = load_32(steps->level), sign = _mm256_set1_epi32((int32_t)0x80000000u);
     const eight from = _mm256_set1_epi32(low - 1);
     eight edge[7];
@@ -37,7 +55,7 @@ static void take_steps(float *x, uint32_t n, uint32_t key, const sid_steps *step
     const int32_t low = signed_key(key);
     uint32_t i = 0;
 #if BYTES >= 32
-    i = steps->count <= 5 ? take_eights(x, n, low, steps, 4) : take_eights(x, n, low, steps, 7);
+    i = steps->count <= 5 ? take_many(x, n, low, steps, 4) : take_many(x, n, low, steps, 7);
 #endif
     for (; i < n; i++) {
         const uint32_t u = sid_f32_bits(x[i]), k = u & 0x7fffffffu;
@@ -66,27 +84,34 @@ static void add_steps(float *out, const uint8_t *symbol, uint32_t n, const sid_s
     for (; i < n; i++) out[i] += sid_bits_f32(value[symbol[i]]);
 }
 
-/* count[s] += symbols s, from 1 on to before `symbols`. */
-static void count_symbols(const uint8_t *symbol, uint32_t n, uint32_t symbols, uint64_t *count) {
+/* count[i] += symbols of level i and those above it. */
+static void count_levels(const uint8_t *symbol, uint32_t n, uint32_t levels, uint64_t *count) {
     uint32_t i = 0;
 #if BYTES >= 32
     enum {
         MOST = 255 * 32 /* a byte counts no more */
     };
-    for (uint32_t s = 1; s < symbols; s++) {
-        const eight is = _mm256_set1_epi8((char)s);
+    for (uint32_t first = 0; first < levels; first += 5) {
+        const uint32_t some = levels - first < 5 ? levels - first : 5;
         for (i = 0; i + 32 <= n;) {
             const uint32_t to = n - i < MOST ? n / 32 * 32 : i + MOST;
-            eight here = _mm256_setzero_si256();
-            for (; i < to; i += 32) here = _mm256_sub_epi8(here, _mm256_cmpeq_epi8(load_32(symbol + i), is));
-            uint64_t part[4];
-            store_32(part, _mm256_sad_epu8(here, _mm256_setzero_si256()));
-            count[s] += part[0] + part[1] + part[2] + part[3];
+            eight here[5];
+            for (uint32_t k = 0; k < 5; k++) here[k] = _mm256_setzero_si256();
+            for (; i < to; i += 32) {
+                const eight s = load_32(symbol + i);
+                for (uint32_t k = 0; k < 5; k++) /* symbols are small, and signs do not matter */
+                    here[k] = _mm256_sub_epi8(here[k], _mm256_cmpgt_epi8(s, _mm256_set1_epi8((char)(2 * (first + k)))));
+            }
+            for (uint32_t k = 0; k < some; k++) {
+                uint64_t part[4];
+                store_32(part, _mm256_sad_epu8(here[k], _mm256_setzero_si256()));
+                count[first + k] += part[0] + part[1] + part[2] + part[3];
+            }
         }
     }
 #endif
     for (; i < n; i++)
-        if (symbol[i] && symbol[i] < symbols) count[symbol[i]]++;
+        for (uint32_t k = 0; k < levels; k++) count[k] += symbol[i] > 2 * k;
 }
 
 static float sum_between(const float *x, uint32_t n, uint32_t low, uint32_t high, uint32_t *count) {
