@@ -107,6 +107,63 @@ static void mend(const sid_segment *seg, uint64_t off, const float *x, uint32_t 
     }
 }
 
+/* A place among the segments. */
+typedef struct place {
+    const sid_segment *seg;
+    uint64_t off;
+} place;
+static void settle(place *at) {
+    while (at->off >= at->seg->len) {
+        at->off -= at->seg->len;
+        at->seg++;
+    }
+}
+
+/* What a decode makes of its tiles. */
+typedef struct sink {
+    sid_gather *g;
+    sid_dtype dtype; /* of the segments */
+    void *state;     /* that is told, or NULL */
+    sid_report *report;
+    sid_cursor *again; /* of mean_again */
+    uint64_t next;
+    int watch, summed, past; /* watch: a linear sum may be the first to show NaN or Inf */
+} sink;
+
+/* Scales a tile and writes it at *at, which it moves on. x: zeros after it. */
+static void put_tile(sink *s, float *x, uint64_t from, uint32_t len, place *at) {
+    sid_gather *const g = s->g;
+    const sid_plan *const p = g->plan;
+    if (s->watch && !p->simd->finite(x, len)) s->report->nonfinite = 1;
+    if (s->dtype != SID_F32 || s->state) {
+        const int over = s->summed && !p->simd->finite(x, len);
+        SID_LINE float mean[SID_DECODE_TILE];
+        if (over) mean_again(g, s->again, &s->next, mean, from, len);
+        p->simd->scale(x, x, len, g->scale);
+        for (uint32_t i = 0; over && i < len; i++) x[i] = sid_key(x[i]) < SID_KEY_INF ? x[i] : mean[i];
+    }
+    if (s->state) sid_receive(p, s->state, from, len, x);
+    const place first = *at;
+    int whole = 1;
+    for (uint32_t pos = 0; pos < len;) {
+        settle(at);
+        const uint64_t left = at->seg->len - at->off;
+        const uint32_t take = left < len - pos ? (uint32_t)left : len - pos;
+        if (s->dtype == SID_F32)
+            whole &=
+                p->simd->drain(x + pos, (float *)at->seg->ptr + at->off, take, s->state ? 1.0f : g->scale, s->past);
+        else
+            sid_store(p->simd, s->dtype, at->seg->ptr, at->off, take, x + pos);
+        at->off += take;
+        pos += take;
+    }
+    if (!whole && s->summed && !s->state) { /* drain looks at what it stores anyway */
+        mean_again(g, s->again, &s->next, x, from, len);
+        mend(first.seg, first.off, x, len);
+    }
+    if (s->dtype != SID_F32 || !whole) memset(x, 0, 4ull * len);
+}
+
 /* The second half of a decode. g: all but its cursors. */
 static void decode_sound(sid_gather g, const sid_segment *seg, sid_dtype dtype, void *state, sid_report *report) {
     sid_cursor cursor[SID_MAX_COUNT], again[SID_MAX_COUNT];
@@ -122,51 +179,21 @@ static void decode_sound(sid_gather g, const sid_segment *seg, sid_dtype dtype, 
 
     const int fill = report->nonfinite && !linear;
     const int told = memory && p->memory->received && !report->nonfinite;
-    const int summed = count > 1 && !fill && !linear && !(p->codec->info.traits & SID_VOTE);
-    const int past = p->n >= STREAM_FROM;
+    sink s = {.g = &g, .dtype = dtype, .state = told ? state : NULL, .report = report, .again = again};
+    s.watch = linear && !memory;
+    s.summed = count > 1 && !fill && !linear && !(p->codec->info.traits & SID_VOTE);
+    s.past = p->n >= STREAM_FROM;
     SID_LINE float x[SID_DECODE_TILE] = {0};
-    uint64_t off = 0, next = 0;
+    place at = {seg, 0};
     for (uint64_t from = 0; from < p->n; from += SID_DECODE_TILE) {
         const uint32_t len = p->n - from < SID_DECODE_TILE ? (uint32_t)(p->n - from) : SID_DECODE_TILE;
         if (fill)
             for (uint32_t i = 0; i < len; i++) x[i] = sid_bits_f32(0x7fc00000u);
         else
             p->codec->decode(&g, x, from, len);
-        if (linear && !memory && !p->simd->finite(x, len)) report->nonfinite = 1;
-        if (dtype != SID_F32 || told) {
-            const int over = summed && !p->simd->finite(x, len);
-            SID_LINE float mean[SID_DECODE_TILE];
-            if (over) mean_again(&g, again, &next, mean, from, len);
-            p->simd->scale(x, x, len, g.scale);
-            for (uint32_t i = 0; over && i < len; i++) x[i] = sid_key(x[i]) < SID_KEY_INF ? x[i] : mean[i];
-        }
-        if (told) {
-            sid_receive(p, state, from, len, x);
-        }
-        const sid_segment *const first = seg;
-        const uint64_t first_off = off;
-        int whole = 1;
-        for (uint32_t pos = 0; pos < len;) {
-            while (off == seg->len) {
-                seg++;
-                off = 0;
-            }
-            const uint64_t left = seg->len - off;
-            const uint32_t take = left < len - pos ? (uint32_t)left : len - pos;
-            if (dtype == SID_F32)
-                whole &= p->simd->drain(x + pos, (float *)seg->ptr + off, take, told ? 1.0f : g.scale, past);
-            else
-                sid_store(p->simd, dtype, seg->ptr, off, take, x + pos);
-            off += take;
-            pos += take;
-        }
-        if (!whole && summed && !told) { /* drain looks at what it stores anyway */
-            mean_again(&g, again, &next, x, from, len);
-            mend(first, first_off, x, len);
-        }
-        if (dtype != SID_F32 || !whole) memset(x, 0, 4ull * len);
+        put_tile(&s, x, from, len, &at);
     }
-    if (past && dtype == SID_F32) p->simd->fence();
+    if (s.past && dtype == SID_F32) p->simd->fence();
     if (p->codec->learn && state && count == 1 && !report->nonfinite) p->codec->learn(p, state, sid_payload(&g, 0));
 }
 
