@@ -24,7 +24,8 @@ extern "C" {
 enum {
     SID_MAX_PASSES = 64,
     SID_STATE_BYTES = 256,
-    SID_DECODE_TILE = 4096
+    SID_DECODE_TILE = 4096,
+    SID_DECODE_PARTS = 8
 };
 
 /* ---- rule: what was sent of acc --------------------------------------------------------------------------------
@@ -94,7 +95,8 @@ typedef struct sid_gather { /* decode of `count` payloads */
     const void *const *at; /* where each of them is; NULL: from payloads on, `stride` bytes apart */
     uint32_t count;
     float scale;
-    sid_cursor *cursor; /* one a payload */
+    sid_cursor *cursor; /* one a payload; in decode_parts, one of each payload for every part */
+    uint64_t first;     /* where decode begins: 0, or with decode_parts a multiple of a part */
 } sid_gather;
 static inline const uint8_t *sid_payload(const sid_gather *g, uint32_t r) {
     return g->at ? (const uint8_t *)g->at[r] : g->payloads + r * g->stride;
@@ -129,6 +131,13 @@ typedef struct sid_codec {
     /* Sum of the payloads over elements offset .. offset + len, unscaled, into out, which holds zeros; called with
      * ascending offsets, SID_DECODE_TILE apart. */
     void (*decode)(sid_gather *g, float *out, uint64_t offset, uint32_t len);
+    /* For codecs whose payloads have parts of equal length that are decoded faster side by side: elements of such a part, a
+     * multiple of SID_DECODE_TILE, and in *parts how many parts of `count` payloads to take at once, up to SID_DECODE_PARTS. 1,
+     * or NULL: decode takes them all. */
+    uint64_t (*part)(const sid_plan *p, uint32_t count, uint32_t *parts);
+    /* decode of a whole tile of each of `parts` parts, the first one at `offset`, to out[0] and so on. The offsets ascend
+     * through the first part, then through the first one after the last. decode goes on where the parts end. */
+    void (*decode_parts)(sid_gather *g, float *const *out, uint64_t offset, uint32_t parts);
     /* With SID_SIGNS: x, sums of `count` ranks' signs, becomes what the ranks make of them. NULL: they are drawn. */
     void (*decide)(const sid_plan *p, float *x, uint32_t len, uint32_t count);
     /* The step is over, and finite: s->codec and the extra part of the state may learn from the summed payload. NULL:

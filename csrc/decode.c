@@ -73,18 +73,20 @@ static int nonfinite(sid_gather *g) {
 
 /* Near float32's largest number the sum of the payloads may overflow although their mean, which is asked for, does not:
  * plain DDP divides before it adds. So where an element of a tile is not finite although every gradient was, the mean is
- * taken again, in float64, and rounded once. The first time, the tiles before this one are decoded again: `next` is the
+ * taken again, in float64, and rounded once. The first time, the tiles from `start` to this one are decoded again: `next` is the
  * first element that the cursors, one a payload, have not come to. */
-static void mean_again(const sid_gather *g, sid_cursor *cursor, uint64_t *next, float *out, uint64_t from,
-                       uint32_t len) {
+static void mean_again(const sid_gather *g, sid_cursor *cursor, uint64_t *next, uint64_t start, float *out,
+                       uint64_t from, uint32_t len) {
     const sid_plan *p = g->plan;
+    const int anew = *next <= start || *next > from;
     double sum[SID_DECODE_TILE];
     SID_LINE float y[SID_DECODE_TILE];
     memset(sum, 0, sizeof sum);
     for (uint32_t r = 0; r < g->count; r++) {
-        sid_gather one = {p, sid_payload(g, r), 0, NULL, 1, 1.0f, cursor + r};
-        if (!*next) p->codec->open(&one);
-        for (uint64_t offset = *next; offset <= from; offset += SID_DECODE_TILE) {
+        sid_gather one = {.plan = p, .payloads = sid_payload(g, r), .count = 1, .scale = 1, .first = start};
+        one.cursor = cursor + r;
+        if (anew) p->codec->open(&one);
+        for (uint64_t offset = anew ? start : *next; offset <= from; offset += SID_DECODE_TILE) {
             const uint32_t take = p->n - offset < SID_DECODE_TILE ? (uint32_t)(p->n - offset) : SID_DECODE_TILE;
             memset(y, 0, sizeof y);
             p->codec->decode(&one, y, offset, take);
@@ -130,15 +132,15 @@ typedef struct sink {
     int watch, summed, past; /* watch: a linear sum may be the first to show NaN or Inf */
 } sink;
 
-/* Scales a tile and writes it at *at, which it moves on. x: zeros after it. */
-static void put_tile(sink *s, float *x, uint64_t from, uint32_t len, place *at) {
+/* Scales a tile and writes it at *at, which it moves on. x: zeros after it. start: as of mean_again. */
+static void put_tile(sink *s, float *x, uint64_t start, uint64_t from, uint32_t len, place *at) {
     sid_gather *const g = s->g;
     const sid_plan *const p = g->plan;
     if (s->watch && !p->simd->finite(x, len)) s->report->nonfinite = 1;
     if (s->dtype != SID_F32 || s->state) {
         const int over = s->summed && !p->simd->finite(x, len);
         SID_LINE float mean[SID_DECODE_TILE];
-        if (over) mean_again(g, s->again, &s->next, mean, from, len);
+        if (over) mean_again(g, s->again, &s->next, start, mean, from, len);
         p->simd->scale(x, x, len, g->scale);
         for (uint32_t i = 0; over && i < len; i++) x[i] = sid_key(x[i]) < SID_KEY_INF ? x[i] : mean[i];
     }
@@ -158,10 +160,37 @@ static void put_tile(sink *s, float *x, uint64_t from, uint32_t len, place *at) 
         pos += take;
     }
     if (!whole && s->summed && !s->state) { /* drain looks at what it stores anyway */
-        mean_again(g, s->again, &s->next, x, from, len);
+        mean_again(g, s->again, &s->next, start, x, from, len);
         mend(first.seg, first.off, x, len);
     }
     if (s->dtype != SID_F32 || !whole) memset(x, 0, 4ull * len);
+}
+
+/* Decodes parts side by side, as long as there are two of them; returns where they end, and moves *at there. Not a part of
+ * decode_sound, because its tiles take 128 KB of stack. */
+static __attribute__((noinline)) uint64_t decode_parts(sink *s, uint64_t part, uint32_t parts, place *at) {
+    const sid_plan *const p = s->g->plan;
+    SID_LINE float x[SID_DECODE_PARTS][SID_DECODE_TILE];
+    float *out[SID_DECODE_PARTS];
+    uint64_t from = 0;
+    memset(x, 0, sizeof x);
+    for (uint32_t i = 0; i < parts; i++) out[i] = x[i];
+    for (; 2 * part <= p->n - from; from += parts * part) {
+        place of[SID_DECODE_PARTS];
+        const uint64_t left = (p->n - from) / part;
+        if (left < parts) parts = (uint32_t)left;
+        for (uint32_t i = 0; i < parts; i++) {
+            of[i] = *at;
+            at->off += part;
+            if (from + (i + 1) * part < p->n) settle(at);
+        }
+        for (uint64_t here = from; here < from + part; here += SID_DECODE_TILE) {
+            p->codec->decode_parts(s->g, out, here, parts);
+            for (uint32_t i = 0; i < parts; i++)
+                put_tile(s, x[i], from + i * part, here + i * part, SID_DECODE_TILE, &of[i]);
+        }
+    }
+    return from;
 }
 
 /* The second half of a decode. g: all but its cursors. */
@@ -185,13 +214,16 @@ static void decode_sound(sid_gather g, const sid_segment *seg, sid_dtype dtype, 
     s.past = p->n >= STREAM_FROM;
     SID_LINE float x[SID_DECODE_TILE] = {0};
     place at = {seg, 0};
-    for (uint64_t from = 0; from < p->n; from += SID_DECODE_TILE) {
+    uint32_t parts = 1;
+    const uint64_t part = p->codec->part && !fill ? p->codec->part(p, count, &parts) : 0;
+    uint64_t from = parts > 1 ? decode_parts(&s, part, parts, &at) : 0;
+    for (; from < p->n; from += SID_DECODE_TILE) {
         const uint32_t len = p->n - from < SID_DECODE_TILE ? (uint32_t)(p->n - from) : SID_DECODE_TILE;
         if (fill)
             for (uint32_t i = 0; i < len; i++) x[i] = sid_bits_f32(0x7fc00000u);
         else
             p->codec->decode(&g, x, from, len);
-        put_tile(&s, x, from, len, &at);
+        put_tile(&s, x, part ? from / part * part : 0, from, len, &at);
     }
     if (s.past && dtype == SID_F32) p->simd->fence();
     if (p->codec->learn && state && count == 1 && !report->nonfinite) p->codec->learn(p, state, sid_payload(&g, 0));

@@ -400,46 +400,73 @@ static sid_status check(const sid_plan *p, const uint8_t *payload, sid_error *er
 }
 
 static void open_all(sid_gather *g) {
-    for (uint32_t r = 0; r < g->count; r++) g->cursor[r] = (sid_cursor){.left = 0};
+    const deadzone_form f = deadzone_form_of(g->plan);
+    for (uint32_t r = 0; r < g->count; r++) {
+        uint64_t words = 0;
+        for (uint64_t t = 0; t < g->first / f.stream; t++) words += count_of(&f, sid_payload(g, r), t);
+        g->cursor[r] = (sid_cursor){.pos = words};
+    }
 }
 
-/* A cursor: pos, the next word; left, 1 where the current stream has words; state, the lanes' states. */
-static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
+static uint64_t stream_length(const sid_plan *p, uint32_t count, uint32_t *parts) {
+    *parts = count < DEADZONE_TOGETHER ? DEADZONE_TOGETHER / count : 1;
+    return deadzone_form_of(p).stream;
+}
+
+/* A tile of each of `parts` streams, one after the other, of each payload. A cursor, of payload r and stream i at place
+ * r + i * g->count: pos, the next word; left, 1 where the stream has words; state, the lanes' states. */
+static void decode_streams(sid_gather *g, float *const *out, uint64_t offset, uint32_t parts, uint32_t len) {
     const sid_plan *p = g->plan;
     const deadzone_form f = deadzone_form_of(p);
     sid_rans model;
     SID_LINE uint8_t symbol[DEADZONE_TOGETHER][DEADZONE_BLOCK];
     deadzone_starts(&f, &model);
-    for (uint32_t r = 0; r < g->count;) {
-        sid_rans_stream s[DEADZONE_TOGETHER];
-        uint32_t from[DEADZONE_TOGETHER], count = 0;
-        for (; r < g->count && count < DEADZONE_TOGETHER; r++) {
-            sid_cursor *c = &g->cursor[r];
+    if (offset % f.stream == 0)
+        for (uint32_t r = 0; r < g->count; r++) {
             const uint8_t *payload = sid_payload(g, r);
-            if (offset % f.stream == 0) {
-                c->left = count_of(&f, payload, offset / f.stream) > 0;
-                if (c->left) {
-                    memcpy(c->state, word_at(&f, payload, c->pos), sizeof c->state);
+            uint64_t pos = g->cursor[r].pos;
+            for (uint32_t i = 0; i < parts; i++) {
+                sid_cursor *c = &g->cursor[r + i * g->count];
+                const uint32_t words = count_of(&f, payload, offset / f.stream + i);
+                *c = (sid_cursor){.pos = pos, .left = words > 0};
+                if (words) {
+                    memcpy(c->state, word_at(&f, payload, pos), sizeof c->state);
                     c->pos += DEADZONE_STATE_WORDS;
                 }
+                pos += words;
             }
+        }
+    for (uint32_t at = 0; at < parts * g->count;) {
+        sid_rans_stream s[DEADZONE_TOGETHER];
+        uint32_t from[DEADZONE_TOGETHER], count = 0;
+        for (; at < parts * g->count && count < DEADZONE_TOGETHER; at++) {
+            sid_cursor *c = &g->cursor[at];
             if (!c->left) continue;
-            s[count] = (sid_rans_stream){.symbol = symbol[count],
-                                         .words = (uint16_t *)(uintptr_t)word_at(&f, payload, c->pos),
-                                         .room = UINT32_MAX};
+            s[count] =
+                (sid_rans_stream){.symbol = symbol[count],
+                                  .words = (uint16_t *)(uintptr_t)word_at(&f, sid_payload(g, at % g->count), c->pos),
+                                  .room = UINT32_MAX};
             memcpy(s[count].state, c->state, sizeof c->state);
-            from[count++] = r;
+            from[count++] = at;
         }
         if (count) p->simd->rans_decode(&model, s, count, len);
         for (uint32_t k = 0; k < count; k++) {
             sid_cursor *c = &g->cursor[from[k]];
             sid_steps steps = {.count = f.levels};
-            memcpy(steps.level, sid_payload(g, from[k]) + SID_HEADER_BYTES, 4ull * f.levels);
-            p->simd->add_steps(out, symbol[k], len, &steps);
+            memcpy(steps.level, sid_payload(g, from[k] % g->count) + SID_HEADER_BYTES, 4ull * f.levels);
+            p->simd->add_steps(out[from[k] / g->count], symbol[k], len, &steps);
             memcpy(c->state, s[k].state, sizeof c->state);
             c->pos += s[k].at;
         }
     }
+    if ((offset + len) % f.stream == 0)
+        for (uint32_t r = 0; r < g->count; r++) g->cursor[r].pos = g->cursor[r + (parts - 1) * g->count].pos;
+}
+static void decode(sid_gather *g, float *out, uint64_t offset, uint32_t len) {
+    decode_streams(g, &out, offset, 1, len);
+}
+static void decode_parts(sid_gather *g, float *const *out, uint64_t offset, uint32_t parts) {
+    decode_streams(g, out, offset, parts, SID_DECODE_TILE);
 }
 
 /* ---- registry ------------------------------------------------------------------------------------------------ */
@@ -477,4 +504,6 @@ const sid_codec sid_codec_deadzone = {
     .check = check,
     .open = open_all,
     .decode = decode,
+    .part = stream_length,
+    .decode_parts = decode_parts,
 };

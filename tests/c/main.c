@@ -23,6 +23,7 @@
     X(special)                                                                                                         \
     X(moments)                                                                                                         \
     X(deadzone_full)                                                                                                   \
+    X(deadzone_parts)                                                                                                  \
     X(cuda_absent)                                                                                                     \
     X(round_trip)                                                                                                      \
     X(settings)                                                                                                        \
