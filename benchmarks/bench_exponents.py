@@ -3,11 +3,14 @@
     python -m benchmarks.bench_exponents --save               # writes benchmarks/results/codec-lossless.*
     python -m benchmarks.bench_exponents --recorded FOLDER    # only looks at the files TASK_STEP.npy there
 
-A gradient is one group, as with groups="model". entropy: of its exponents, bits an element, which no code of
-single exponents of the whole group goes below. exceptions: elements whose exponent has no code of `bits`.
-needed: what a payload with room for just these exceptions would have, in percent of the elements' bytes;
-sent: what the default has; left: elements that the default leaves for the next step. bfloat16 and float16:
-the float32 gradients, rounded (float16 times 1024, as with loss scaling).
+A gradient is one group, as with groups="model". Four entropies in bits an element. entropy: of the
+exponents, which no code of single exponents of the whole group goes below. below: of what `lossless` has in
+their place, how far an exponent is below the largest of 128. by top: the same with a table for each value
+of that largest one. nearby: of exponents, where the mean of the 16 before is known. coded: what a payload
+would have with `by top` bits for each exponent and the largest of each 128, in percent of the elements'
+bytes. exceptions: elements whose exponent has no code of `bits`. needed: what a payload with room for just
+these exceptions would have; sent: what the default has; left: elements that the default leaves for the next
+step. bfloat16 and float16: the float32 gradients, rounded (float16 times 1024, as with loss scaling).
 """
 
 import argparse
@@ -27,9 +30,33 @@ TASKS = ("lm", "gpt", "cnn")
 STEPS = (2, 10, 40, 100)
 
 
-def entropy(exponent: "np.ndarray[Any, np.dtype[np.int64]]") -> float:
+Exponents = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def entropy(exponent: Exponents) -> float:
     share = np.unique(exponent, return_counts=True)[1] / len(exponent)
     return float(-(share * np.log2(share)).sum())
+
+
+def conditional(exponent: Exponents, on: Exponents) -> float:
+    return entropy(on * 512 + exponent) - entropy(on)
+
+
+def below_largest(exponent: Exponents, block: int = 128) -> tuple[Exponents, Exponents]:
+    """How far each is below the largest of its block, 256 for 0; and that largest one."""
+    whole = np.pad(exponent, (0, -len(exponent) % block)).reshape(-1, block)
+    top = np.broadcast_to(whole.max(axis=1, keepdims=True), whole.shape)
+    code = np.where(whole > 0, top - whole, 256)
+    return code.reshape(-1)[: len(exponent)], top.reshape(-1)[: len(exponent)]
+
+
+def mean_before(exponent: Exponents, count: int = 16) -> Exponents:
+    """Twice the mean of the `count` before each, rounded down; of fewer at the start."""
+    total = np.concatenate([[0], np.cumsum(exponent)])
+    at = np.arange(len(exponent))
+    first = np.maximum(at - count, 0)
+    mean: Exponents = 2 * (total[at] - total[first]) // np.maximum(at - first, 1)
+    return mean
 
 
 def looked_at(x: Array, dtype: str, bits: int) -> dict[str, float]:
@@ -39,6 +66,8 @@ def looked_at(x: Array, dtype: str, bits: int) -> dict[str, float]:
     word = given.view(torch.int32 if width == 32 else torch.int16).numpy().astype(np.int64)
     mantissa = {"float32": 23, "float16": 10, "bfloat16": 7}[dtype]
     exponent = (word & (1 << width - 1) - 1) >> mantissa
+    code, top = below_largest(exponent)
+    by_top = conditional(code, top)
     whole = sidcomp.Compressor("lossless", n, kind, bits=bits, exceptions=1.0)
     tables = -(-n // 128) + 7 & ~7, -(-n // 1024)
     payload = torch.as_tensor(whole.encode(given)).numpy()
@@ -47,6 +76,10 @@ def looked_at(x: Array, dtype: str, bits: int) -> dict[str, float]:
     default.encode(given)
     return {
         "entropy": entropy(exponent),
+        "below": entropy(code),
+        "by top": by_top,
+        "nearby": conditional(exponent, mean_before(exponent)),
+        "coded %": 100 * (1 + mantissa + by_top + 8 / 128) / width,
         "exceptions %": 100 * used / n,
         "needed %": 100 * (whole.plan.payload_bytes - n + used) / (n * width / 8),
         "sent %": 100 * default.plan.payload_bytes / (n * width / 8),
@@ -88,8 +121,10 @@ def main(argv: list[str] | None = None) -> None:
         "codec-lossless",
         "What recorded gradients need",
         run(args.recorded),
-        "Entropy of the exponents in bits an element. needed, sent: of the elements' bytes, with room for "
-        "the exceptions that there are, and for as many as the default has; left: elements without room.",
+        "Entropies in bits an element: of the exponents, of how far each is below the largest of 128, of "
+        "the same with a table for each largest one, and of exponents where the mean of the 16 before is "
+        "known. coded: bytes with the third of these. needed, sent: with room for the exceptions that "
+        "there are, and for as many as the default has; left: elements without room.",
         RESULTS if args.save else None,
     )
 
