@@ -49,6 +49,22 @@ def test_time_is_latency_messages_and_bytes() -> None:
     assert nodes.row("twoshot", 4).compute_seconds == alone.row("hierarchical", 4).compute_seconds == 0
 
 
+def test_connections_that_are_used_at_once_share_less_than_the_link() -> None:
+    n, half = 1 << 20, Link(1.0, 0.0, 0.0, 1e6, 0.0, together=0.5)
+    whole, shared = (
+        simulate(n, "signsgd", worlds=[2, 8], link=link) for link in (Link(1.0, 0.0, 0.0, 1e6, 0.0), half)
+    )
+    ways = [(r.exchange, r.world) for r in whole.rows if r.exchange in ("twoshot", "allgather", "ring1")]
+    assert {exchange for exchange, _ in ways} == {"twoshot", "allgather", "ring1"}
+    for exchange, world in ways:
+        before, after = whole.row(exchange, world), shared.row(exchange, world)
+        # with two ranks there is one connection; rings have one at a time, but in the round that confirms
+        slower = {"twoshot": 2.0, "allgather": 1.0, "ring1": 1.0}[exchange] if world > 2 else 1.0
+        assert after.seconds / before.seconds == pytest.approx(slower, abs=0.02), (exchange, world)
+    nodes = simulate(n, "topk", worlds=[4], link=half, ranks_per_node=2).row("hierarchical", 4)
+    assert nodes.seconds > 8 * nodes.node_bytes / 1e9 * 1.9  # each rank of a node has a connection
+
+
 def test_a_nodes_ranks_share_its_link() -> None:
     n = 1 << 20
     one, four = (
@@ -159,6 +175,8 @@ def test_refusals() -> None:
         Link(1.0, -1.0)
     with pytest.raises(sidcomp.ArgumentError, match="gbit"):
         Link(0.0)
+    with pytest.raises(sidcomp.ArgumentError, match="together"):
+        Link(together=1.5)
     with pytest.raises(sidcomp.ArgumentError, match="5000"):
         simulate(10, "topk", worlds=[5000])
     with pytest.raises(sidcomp.ArgumentError, match="twoshot"):

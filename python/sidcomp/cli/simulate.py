@@ -21,6 +21,9 @@ def simulate_command(
     message_us: Annotated[float, typer.Option(help="Of each message, at its sender.")] = 0.0,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node's link.")] = 1,
     node_gbit: Annotated[float, typer.Option(help="Gbit/s between ranks of a node.")] = 400.0,
+    together: Annotated[
+        float, typer.Option(help="Share of the link for messages to several nodes at once.")
+    ] = 1.0,
     param: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE of codec, memory or exchange; may be repeated.")
     ] = None,
@@ -34,7 +37,7 @@ def simulate_command(
     try:
         parameters = _parameters_of(param or [])
         refuse_folder(plot)
-        link = Link(gbit, latency_us, message_us, node_gbit)
+        link = Link(gbit, latency_us, message_us, node_gbit, together=together)
         compute = measure(codec, **parameters) if measured else None
         found = simulate(
             elements, codec, link=link, compute=compute, ranks_per_node=ranks_per_node, **parameters

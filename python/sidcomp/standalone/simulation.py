@@ -28,6 +28,9 @@ class Link:
     message_us      what each message costs its sender beside that (software).
     node_gbit, node_latency_us
                     the same inside a node.
+    together        share of `gbit` that a node gets while it exchanges messages with several ranks of other
+                    nodes at once: TCP divides the link unevenly, and the connections that end last do not
+                    fill it. 1: all of it. Rings use one connection at a time and always get all of it.
     """
 
     gbit: float = 1.0
@@ -35,12 +38,15 @@ class Link:
     message_us: float = 0.0
     node_gbit: float = 400.0
     node_latency_us: float = 10.0
+    together: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             least = 0.0 if name.endswith("_us") else 1e-6
             if not least <= value < math.inf:
                 raise ArgumentError(f"Link: {name}={value}: a finite number from {least:g} on")
+        if self.together > 1:
+            raise ArgumentError(f"Link: together={self.together}: a share of the link, at most 1")
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,8 @@ def simulate(
     """Bytes, rounds and time of a group of n float32 elements, by exchange and number of ranks.
 
     Bytes and rounds are the core's own statements, which its tests compare with counted bytes; the time of a
-    round is that of the first node's ranks: latency, messages, and bytes over the link. "dense" is float32 by
+    round is that of the first node's ranks: latency, messages, and bytes over the link, or over the share of
+    it that simultaneous connections get. "dense" is float32 by
     the process group's ring all-reduce; where a codec goes by all-reduce or all-gather, that is a ring, too.
     exchange: names, None for all that take the codec. A world that an exchange does not take is left out.
     """
@@ -266,16 +273,18 @@ def _row(
         return Row(name, world, sent, round(over * steps), steps, seconds + spent, spent)
     seconds, crossing = 0.0, 0
     for i in range(first.rounds):
-        over = inside = count = 0
+        over = inside = count = crossings = 0
         for rank, x in enumerate(ranks):
             messages = x.messages(i, False)
             count = max(count, len(messages))
+            crossings += sum(peer // local > 0 for peer, _, _ in messages)
             over += sum(size for peer, _, size in messages if peer // local)
             inside = max(
                 inside, sum(size for peer, _, size in messages if not peer // local and peer != rank)
             )
+        share = link.together if crossings > 1 else 1.0
         seconds += count * link.message_us * 1e-6 + max(
-            over * 8 / (link.gbit * 1e9) + (link.latency_us * 1e-6 if over else 0),
+            over * 8 / (share * link.gbit * 1e9) + (link.latency_us * 1e-6 if over else 0),
             inside * 8 / (link.node_gbit * 1e9) + (link.node_latency_us * 1e-6 if inside else 0),
         )
         crossing += over
