@@ -44,6 +44,8 @@ class Ours:
         memory: str = "residual",
     ) -> None:
         self.plan = _core.Plan(codec, memory, n, "float32", settings)
+        # A body that is summed with others has no checksum. A codec that waits for a sum is alone.
+        self.world = RANKS if self.plan.linear and self.plan.reductions == 1 else 1
         self.state, self.work = block(self.plan.state_bytes), block(self.plan.work_bytes)
         self.payload = block(self.plan.payload_bytes)
         places = (self.state.ctypes.data, self.work.ctypes.data, self.payload.ctypes.data)
@@ -56,7 +58,7 @@ class Ours:
 
     def encode(self) -> None:
         stats = self.plan.encode(
-            self.buffers[self.step % POOL], step=self.step, seed=0, group=0, rank=0, world=1
+            self.buffers[self.step % POOL], step=self.step, seed=0, group=0, rank=0, world=self.world
         )
         self.step += 1
         self.passes += stats.passes
@@ -228,7 +230,8 @@ def save(rows: list[dict[str, Any]], repeats: int, runs: int, kind: str, name: s
     note = (
         f"float32, one thread, {what}. residual: filled by many steps, or the first {FIRST} steps from an "
         f"empty one, twice; median [quartiles] of {repeats} (first steps: {2 * FIRST}, decode of {MANY}: "
-        f"{max(3, repeats // 3)}). Limits: of encode: R += G, 12 bytes an element, of decode ({RANKS} ranks, "
+        f"{max(3, repeats // 3)}). A linear codec encodes as one of {RANKS} ranks. "
+        f"Limits: of encode: R += G, 12 bytes an element, of decode ({RANKS} ranks, "
         "linear: their sum): the time of one write, times the bytes read and written "
         f"over those of that write. An added rank: of {MANY} beside {RANKS} (payloads of {RANKS} ranks, in "
         "turn), and over the time of its payload's bytes at the speed of the write. "
