@@ -22,6 +22,21 @@ uint64_t sid_payload_checksum(const sid_plan *p, const uint8_t *payload) {
                                 offsetof(sid_header, checksum));
 }
 
+void sid_payload_sum(const sid_plan *p, const uint8_t *payload, uint64_t end, sid_summed *known) {
+    const uint64_t to = end / SID_SUM_BYTES * SID_SUM_BYTES;
+    const uint32_t *w = (const uint32_t *)(const void *)payload;
+    if (to <= known->to) return;
+    known->sum += p->simd->checksum(w + known->to / 4, known->to / 4, (to - known->to) / 4);
+    known->to = to;
+}
+
+uint64_t sid_payload_checksum_of(const sid_plan *p, const uint8_t *payload, const sid_summed *known) {
+    const uint32_t *w = (const uint32_t *)(const void *)payload;
+    if (known->to == known->from) return sid_payload_checksum(p, payload);
+    return sid_message_checksum(p->simd, payload, known->from, offsetof(sid_header, checksum)) + known->sum +
+           p->simd->checksum(w + known->to / 4, known->to / 4, (p->sizes.payload - known->to) / 4);
+}
+
 uint64_t sid_checksum(const sid_segment *seg, uint32_t n_seg, sid_dtype dtype) {
     const sid_simd *v = sid_simd_for(SID_ISA_AUTO);
     const size_t size = sid_dtype_size(dtype);

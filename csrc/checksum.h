@@ -13,6 +13,10 @@ uint64_t sid_message_checksum(const sid_simd *v, const void *message, uint64_t b
 /* Of a payload. Of its header alone where the body is linear and is summed with others: there header.scale, which is 1 / world,
  * is not 1. */
 uint64_t sid_payload_checksum(const sid_plan *p, const uint8_t *payload);
+/* Takes the payload's bytes from known->to to before `end` into the sum, as far as they are whole blocks of SID_SUM_BYTES. */
+void sid_payload_sum(const sid_plan *p, const uint8_t *payload, uint64_t end, sid_summed *known);
+/* The checksum of a payload of which some bytes have been summed. */
+uint64_t sid_payload_checksum_of(const sid_plan *p, const uint8_t *payload, const sid_summed *known);
 
 #ifdef __cplusplus
 }

@@ -64,6 +64,12 @@ typedef struct sid_bound {
 } sid_bound;
 
 /* ---- a pass over the tiles ------------------------------------------------------------------------------------- */
+
+/* Payload bytes whose share of the checksum is known; `from` is a multiple of 64, and so is `to`. */
+typedef struct sid_summed {
+    uint64_t from, to, sum;
+} sid_summed;
+
 typedef struct sid_pass {
     const sid_plan *plan;
     const sid_step *step;
@@ -77,6 +83,7 @@ typedef struct sid_pass {
     uint32_t passes;    /* so far, this one included */
     uint32_t reduction; /* 0 to sizes.reductions - 1 */
     sid_stats stats;
+    sid_summed summed;
 } sid_pass;
 typedef enum sid_outcome {
     SID_DONE = 0,
@@ -111,6 +118,10 @@ typedef struct sid_codec {
     void (*begin)(sid_pass *w);                      /* before each pass */
     void (*tile)(sid_pass *w, const float *acc, uint64_t offset, uint32_t len);
     sid_outcome (*finish)(sid_pass *w);
+    /* Bytes written(w, 0) to before written(w, offset) of the payload are final once this pass has seen the elements before
+     * `offset`, where a tile or the group ends: encode adds them to the checksum while a cache holds them. NULL: finish may
+     * still change any byte. */
+    uint64_t (*written)(const sid_pass *w, uint64_t offset);
     /* In place: acc -> what s->rule left of it (s->draw: what was drawn for it). Element i of acc is element offset + i of
      * the group; a whole tile, or the last one. */
     void (*keep)(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len);

@@ -137,8 +137,9 @@ static void copy_tile(const sid_plan *p, const sid_state *to, const sid_state *f
                len * size);
 }
 
-/* Elements [from, to). stored: acc is in the state already; clean: as of make_tile. */
-static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean) {
+/* Elements [from, to). stored: acc is in the state already; clean: as of make_tile; summed: what is written is added to the
+ * checksum. */
+static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean, int summed) {
     const sid_plan *p = w->plan;
     const sid_state *const origin = sid_origin(w->state, w->step);
     SID_LINE float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
@@ -156,6 +157,7 @@ static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t t
         const float *acc = stored ? vec[0] : make_tile(w, &here, vec, offset, len, clean, half, buf, raw);
         if (!stored) sid_vectors_store(p, w->state, offset, len, vec);
         p->codec->tile(w, acc, offset, len);
+        if (summed) sid_payload_sum(p, w->payload, p->codec->written(w, offset + len), &w->summed);
     }
 }
 
@@ -164,7 +166,12 @@ static void make_pass(sid_pass *w, const sid_segment *seg) {
     const int stored = w->plan->memory->vectors && again;
     w->nonfinite = stored ? w->nonfinite : 0;
     w->plan->codec->begin(w);
-    tiles(w, seg, 0, w->plan->n, stored, clean);
+    const int summed = w->plan->codec->written != NULL;
+    if (summed) {
+        const uint64_t first = sid_round_up(w->plan->codec->written(w, 0), 64);
+        w->summed = (sid_summed){first, first, 0};
+    }
+    tiles(w, seg, 0, w->plan->n, stored, clean, summed);
 }
 
 /* What the header has that no encode has left there counts as absent. */
@@ -237,7 +244,7 @@ sid_status sid_encode(const sid_plan *p, const sid_segment *seg, uint32_t n_seg,
             p->codec->finish(&w);
         }
     leave(&w);
-    ((sid_header *)payload)->checksum = sid_payload_checksum(p, payload);
+    ((sid_header *)payload)->checksum = sid_payload_checksum_of(p, payload, &w.summed);
     if (stats) *stats = w.stats;
     return SID_OK;
 }
@@ -254,7 +261,7 @@ sid_status sid_begin_ranges(sid_ranges *r, const sid_plan *p, const sid_segment 
 }
 
 void sid_take_range(sid_ranges *r, const sid_segment *seg, uint64_t from, uint64_t to) {
-    tiles(&r->pass, seg, from, to, 0, 0);
+    tiles(&r->pass, seg, from, to, 0, 0, 0);
 }
 
 int sid_end_ranges(sid_ranges *r) {

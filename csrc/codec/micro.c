@@ -131,6 +131,12 @@ static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     p->simd->pack(code, len, 4, w->payload + micro_codes_at(&f, p->n) + offset / 2);
 }
 
+static uint64_t written(const sid_pass *w, uint64_t offset) {
+    const micro_form f = micro_form_of(w->plan);
+    const int writes = !f.two || w->passes > 1;
+    return micro_codes_at(&f, w->plan->n) + (writes ? (offset + 1) / 2 : 0);
+}
+
 static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     const micro_form f = micro_form_of(p);
@@ -257,6 +263,7 @@ static const sid_param params[] = {
                                           .begin = begin,                                                              \
                                           .tile = tile,                                                                \
                                           .finish = finish,                                                            \
+                                          .written = written,                                                          \
                                           .keep = keep,                                                                \
                                           .none = rule_none,                                                           \
                                           .check = check,                                                              \

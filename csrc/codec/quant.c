@@ -293,6 +293,12 @@ static void tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
         p->simd->pack(code, len, f.bits, body);
 }
 
+static uint64_t written(const sid_pass *w, uint64_t offset) {
+    const quant_form f = quant_form_of(w->plan);
+    const int writes = f.block || w->passes > 1;
+    return quant_codes_at(w->plan->n, f.block) + (writes ? quant_code_bytes(&f, offset) : 0);
+}
+
 static sid_outcome finish(sid_pass *w) {
     const sid_plan *p = w->plan;
     const quant_form f = quant_form_of(p);
@@ -498,6 +504,7 @@ static const sid_param terngrad_params[] = {
                                           .begin = begin,                                                              \
                                           .tile = tile,                                                                \
                                           .finish = finish,                                                            \
+                                          .written = written,                                                          \
                                           .keep = keep,                                                                \
                                           .none = rule_none,                                                           \
                                           .check = check,                                                              \
