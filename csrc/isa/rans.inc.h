@@ -264,16 +264,22 @@ INLINE eight look_up_8(const pairs *t, eight symbol, const int many) {
     return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(low), high, is_high));
 }
 
-INLINE void encode_as(const sid_rans *m, sid_rans_stream *s, const uint32_t count, uint32_t n, const int many) {
-    uint32_t full[SID_RANS_SYMBOLS], rest[SID_RANS_SYMBOLS];
+/* A symbol's numbers in two words: the inverse, and start, frequency, plus and shift from the lowest bit on. */
+INLINE void encode_as(const sid_rans *m, sid_rans_stream *s, const uint32_t count, uint32_t n) {
+    enum {
+        FREQ_AT = SID_RANS_BITS + 1, /* a start may be SID_RANS_TOTAL */
+        PLUS_AT = FREQ_AT + SID_RANS_BITS,
+        SHIFT_AT = 28
+    };
+    _Static_assert(PLUS_AT < SHIFT_AT && SID_RANS_BITS <= 16, "the numbers of a symbol do not fit");
+    const eight total = _mm256_set1_epi32(SID_RANS_TOTAL), one = _mm256_set1_epi32(1);
+    const eight below = _mm256_set1_epi32(SID_RANS_TOTAL - 1), of_start = _mm256_set1_epi32((1 << FREQ_AT) - 1);
+    uint32_t number_of[SID_RANS_SYMBOLS];
     eight x[4];
     uint16_t *words[4];
-    for (uint32_t i = 0; i < SID_RANS_SYMBOLS; i++) {
-        full[i] = m->freq[i] << 20;
-        rest[i] = SID_RANS_TOTAL - m->freq[i];
-    }
-    const pairs fulls = pairs_of(full), rests = pairs_of(rest), starts = pairs_of(m->start),
-                inverses = pairs_of(m->inverse), pluses = pairs_of(m->plus), shifts = pairs_of(m->shift);
+    for (uint32_t i = 0; i < SID_RANS_SYMBOLS; i++)
+        number_of[i] = m->start[i] | m->freq[i] << FREQ_AT | m->plus[i] << PLUS_AT | m->shift[i] << SHIFT_AT;
+    const pairs numbers = pairs_of(number_of), inverses = pairs_of(m->inverse);
     for (uint32_t k = 0; k < count; k++) {
         x[k] = load_32(s[k].state);
         words[k] = s[k].words;
@@ -283,22 +289,22 @@ INLINE void encode_as(const sid_rans *m, sid_rans_stream *s, const uint32_t coun
         for (uint32_t k = 0; k < count; k++) {
             const eight symbol =
                 _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(s[k].symbol + i)));
-            const eight most = look_up_8(&fulls, symbol, many);
-            const eight is_over = _mm256_cmpeq_epi32(_mm256_max_epu32(x[k], most), x[k]);
-            const uint32_t over = (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(is_over));
+            const eight own = look_up_8(&numbers, symbol, 1), inverse = look_up_8(&inverses, symbol, 1);
+            const eight freq = _mm256_and_si256(_mm256_srli_epi32(own, FREQ_AT), below);
+            const eight fits = _mm256_cmpgt_epi32(freq, _mm256_srli_epi32(x[k], 20));
+            const uint32_t over = 255u & ~(uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(fits));
             const eight low = _mm256_and_si256(x[k], _mm256_set1_epi32(0xffff));
             const eight moved = _mm256_permutevar8x32_epi32(low, eight_bytes(right_of + over));
             const eight halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(moved, moved), 0x08);
             _mm_storeu_si128((__m128i *)(void *)(words[k] - 8), _mm256_castsi256_si128(halves));
-            eight v = _mm256_blendv_epi8(x[k], _mm256_srli_epi32(x[k], 16), is_over);
             words[k] -= __builtin_popcount(over);
-            const eight plus = _mm256_add_epi32(v, look_up_8(&pluses, symbol, many)),
-                        inverse = look_up_8(&inverses, symbol, many);
+            eight v = _mm256_blendv_epi8(_mm256_srli_epi32(x[k], 16), x[k], fits);
+            const eight plus = _mm256_add_epi32(v, _mm256_and_si256(_mm256_srli_epi32(own, PLUS_AT), one));
             const eight even = _mm256_srli_epi64(_mm256_mul_epu32(plus, inverse), 32);
             const eight odd = _mm256_mul_epu32(_mm256_srli_epi64(plus, 32), _mm256_srli_epi64(inverse, 32));
-            const eight q = _mm256_srlv_epi32(_mm256_blend_epi32(even, odd, 0xaa), look_up_8(&shifts, symbol, many));
-            v = _mm256_add_epi32(v, look_up_8(&starts, symbol, many));
-            x[k] = _mm256_add_epi32(v, _mm256_mullo_epi32(q, look_up_8(&rests, symbol, many)));
+            const eight q = _mm256_srlv_epi32(_mm256_blend_epi32(even, odd, 0xaa), _mm256_srli_epi32(own, SHIFT_AT));
+            v = _mm256_add_epi32(v, _mm256_and_si256(own, of_start));
+            x[k] = _mm256_add_epi32(v, _mm256_mullo_epi32(q, _mm256_sub_epi32(total, freq)));
         }
     }
     for (uint32_t k = 0; k < count; k++) {
@@ -307,20 +313,14 @@ INLINE void encode_as(const sid_rans *m, sid_rans_stream *s, const uint32_t coun
     }
 }
 
-INLINE void encode_up_to(const sid_rans *m, sid_rans_stream *s, uint32_t count, uint32_t n, const int many) {
-    if (count == 4) encode_as(m, s, 4, n, many);
-    if (count == 3) encode_as(m, s, 3, n, many);
-    if (count == 2) encode_as(m, s, 2, n, many);
-    if (count == 1) encode_as(m, s, 1, n, many);
+INLINE void encode_up_to(const sid_rans *m, sid_rans_stream *s, uint32_t count, uint32_t n) {
+    if (count == 4) encode_as(m, s, 4, n);
+    if (count == 3) encode_as(m, s, 3, n);
+    if (count == 2) encode_as(m, s, 2, n);
+    if (count == 1) encode_as(m, s, 1, n);
 }
 static void encode_some(const sid_rans *m, sid_rans_stream *s, uint32_t count, uint32_t n) {
-    for (uint32_t k = 0; k < count; k += 4) {
-        const uint32_t some = count - k < 4 ? count - k : 4;
-        if (m->symbols > 8)
-            encode_up_to(m, s + k, some, n, 1);
-        else
-            encode_up_to(m, s + k, some, n, 0);
-    }
+    for (uint32_t k = 0; k < count; k += 4) encode_up_to(m, s + k, count - k < 4 ? count - k : 4, n);
 }
 
 /* edges: how many starts a slot is compared with. The slots of two streams are compared at once, in halves of words. */
