@@ -82,7 +82,6 @@ static inline __m512i rounded_bf16(__m512i u) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     return _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
 }
-static inline int any_over(const float *x, __m512i top) { return _mm512_cmpgt_epi32_mask(keys16(x), top) != 0; }
 static inline __m512 of_half(__m256i h, int bf16) {
     return bf16 ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)) : _mm512_cvtph_ps(h);
 }
@@ -139,18 +138,60 @@ static void half_chunk(const float *x, uint16_t *y, uint32_t n, float s, float m
         f32_to_f16(buf, y, n);
 }
 
-/* What is beyond max, and no finite number, is rare: the rest takes half the instructions. */
+#ifdef SID_HAS_AVX512
+/* What is beyond max, and no finite number, is rare: it is looked for 64 elements at a time, and the rest takes half the
+ * instructions. */
+INLINE int over_64(const float *x, __m512i top) {
+    const __m512i a = _mm512_max_epi32(keys16(x), keys16(x + 16)), b = _mm512_max_epi32(keys16(x + 32), keys16(x + 48));
+    return _mm512_cmpgt_epi32_mask(_mm512_max_epi32(a, b), top) != 0;
+}
+INLINE void body_16(const float *x, uint16_t *y, float s, float max, const int bf16, const int over) {
+    const __m512i u = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(s)));
+    const __m256i half = over   ? to_half(clamped(x, max, s), bf16)
+                         : bf16 ? _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bf16(u), 16))
+                                : to_half(u, 0);
+    _mm256_storeu_si256((__m256i *)(void *)y, half);
+}
+INLINE uint32_t half_body64(const float *x, uint16_t *y, uint32_t n, float s, float max, const int bf16) {
+    const __m512i top = _mm512_set1_epi32((int)sid_f32_bits(max));
+    const uint32_t whole = n / 64 * 64;
+    for (const float *const end = x + whole; x < end; x += 64, y += 64)
+        if (over_64(x, top))
+            for (int q = 0; q < 64; q += 16) body_16(x + q, y + q, s, max, bf16, 1);
+        else
+            for (int q = 0; q < 64; q += 16) body_16(x + q, y + q, s, max, bf16, 0);
+    return whole;
+}
+/* all: every element was sent, whatever its key. */
+INLINE void keep_16(float *x, __m512i from, float s, float inverse, float max, const int bf16, const int over,
+                    const int all) {
+    const __m512 v = _mm512_loadu_ps(x);
+    const __m512i u = _mm512_castps_si512(_mm512_mul_ps(v, _mm512_set1_ps(s)));
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+    const __m512 half = over   ? of_half(to_half(clamped(x, max, s), bf16), bf16)
+                        : bf16 ? _mm512_castsi512_ps(_mm512_and_si512(rounded_bf16(u), upper))
+                               : of_half(to_half(u, 0), 0);
+    const __m512 sent = _mm512_mul_ps(half, _mm512_set1_ps(inverse));
+    const __mmask16 m = all ? 0xffff : _mm512_cmpge_epi32_mask(keys16(x), from);
+    _mm512_storeu_ps(x, _mm512_mask_sub_ps(v, m, v, sent));
+}
+INLINE uint32_t half_keep64(float *x, uint32_t n, int32_t from, float s, float inverse, float max, const int bf16,
+                            const int all) {
+    const __m512i top = _mm512_set1_epi32((int)sid_f32_bits(max)), low = _mm512_set1_epi32(from);
+    const uint32_t whole = n / 64 * 64;
+    for (float *const end = x + whole; x < end; x += 64)
+        if (over_64(x, top))
+            for (int q = 0; q < 64; q += 16) keep_16(x + q, low, s, inverse, max, bf16, 1, all);
+        else
+            for (int q = 0; q < 64; q += 16) keep_16(x + q, low, s, inverse, max, bf16, 0, all);
+    return whole;
+}
+#endif
+
 static void half_body(const float *x, uint16_t *y, uint32_t n, float s, float max, int bf16) {
     uint32_t i = 0;
 #ifdef SID_HAS_AVX512
-    const __m512i top = _mm512_set1_epi32((int)sid_f32_bits(max));
-    for (; i + 16 <= n; i += 16) {
-        const __m512i u = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(s)));
-        const __m256i half = any_over(x + i, top) ? to_half(clamped(x + i, max, s), bf16)
-                             : bf16               ? _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bf16(u), 16))
-                                                  : to_half(u, 0);
-        _mm256_storeu_si256((__m256i *)(void *)(y + i), half);
-    }
+    i = bf16 ? half_body64(x, y, n, s, max, 1) : half_body64(x, y, n, s, max, 0);
 #elif defined(SID_HAS_AVX2)
     i = bf16 ? half_body8(x, y, n, s, max, 1) : half_body8(x, y, n, s, max, 0);
 #endif
@@ -161,17 +202,10 @@ static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse
     const int32_t from = signed_key(key);
     uint32_t i = 0;
 #ifdef SID_HAS_AVX512
-    const __m512i top = _mm512_set1_epi32((int)sid_f32_bits(max)), upper = _mm512_set1_epi32((int)0xffff0000u);
-    for (; i + 16 <= n; i += 16) {
-        const __m512 v = _mm512_loadu_ps(x + i);
-        const __m512i u = _mm512_castps_si512(_mm512_mul_ps(v, _mm512_set1_ps(s)));
-        const __m512 half = any_over(x + i, top) ? of_half(to_half(clamped(x + i, max, s), bf16), bf16)
-                            : bf16               ? _mm512_castsi512_ps(_mm512_and_si512(rounded_bf16(u), upper))
-                                                 : of_half(to_half(u, 0), 0);
-        const __m512 sent = _mm512_mul_ps(half, _mm512_set1_ps(inverse));
-        const __mmask16 m = _mm512_cmpge_epi32_mask(keys16(x + i), _mm512_set1_epi32(from));
-        _mm512_storeu_ps(x + i, _mm512_mask_sub_ps(v, m, v, sent));
-    }
+    if (from <= 0)
+        i = bf16 ? half_keep64(x, n, from, s, inverse, max, 1, 1) : half_keep64(x, n, from, s, inverse, max, 0, 1);
+    else
+        i = bf16 ? half_keep64(x, n, from, s, inverse, max, 1, 0) : half_keep64(x, n, from, s, inverse, max, 0, 0);
 #elif defined(SID_HAS_AVX2)
     i = bf16 ? half_keep8(x, n, from, s, inverse, max, 1) : half_keep8(x, n, from, s, inverse, max, 0);
 #endif

@@ -193,12 +193,15 @@ INLINE void take_out_as(float *x, uint32_t n, const sid_grid *g, const void *dra
     for (uint32_t b = 0, i = 0; i < n; b++) {
         const uint32_t end = g->block && g->block < n - i ? i + g->block : n;
         const float inverse = g->inverse[b], scale = g->scale[b];
-        for (; i + WIDE <= end; i += WIDE) {
-            const vf v = load(x + i), l = v * inverse;
-            const vi draw = load_draws(draws, i, rounding);
-            store(x + i, v - (kind == SID_GRID_INTEGERS ? whole_of(l, top, rounding, draw)
-                                                        : (vf)float8s_of(l, top, kind, rounding, draw, 1)) *
-                                 scale);
+        for (; i + FOUR <= end; i += FOUR) {
+            float *const here = x + i; /* the rest of the address is a constant then */
+            for (uint32_t q = 0; q < 4; q++) {
+                const vf v = load(here + q * WIDE), l = v * inverse;
+                const vi draw = load_draws(draws, i + q * WIDE, rounding);
+                const vf number = kind == SID_GRID_INTEGERS ? whole_of(l, top, rounding, draw)
+                                                            : (vf)float8s_of(l, top, kind, rounding, draw, 1);
+                store(here + q * WIDE, v - number * scale);
+            }
         }
         for (; i < end; i++) {
             const float l = x[i] * inverse;
