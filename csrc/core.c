@@ -60,6 +60,15 @@ sid_isa sid_isa_best(void) {
     return SID_ISA_BASE;
 }
 
+int sid_prefetches(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel") != 0;
+#else
+    return 0;
+#endif
+}
+
 const sid_simd *sid_simd_for(sid_isa isa) {
     const sid_isa best = sid_isa_best();
     if (isa == SID_ISA_AUTO) isa = best;

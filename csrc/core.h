@@ -12,6 +12,11 @@ extern "C" {
 const sid_codec *sid_codec_of(const sid_info *i);
 const sid_memory *sid_memory_of(const sid_info *i);
 
+/* ---- core.c ------------------------------------------------------------------------------------------------------ */
+/* 1 where encode is faster if it asks for the next tile's elements while it computes. On Intel's Sapphire Rapids it is;
+ * on AMD's EPYC it was slower (docs/benchmarks.md). */
+int sid_prefetches(void);
+
 /* ---- encode.c: the state a step starts from, and what it keeps --------------------------------------------------- */
 static inline const sid_state *sid_origin(const void *state, const sid_step *step) {
     return (const sid_state *)(const void *)((const uint8_t *)state + step->origin);

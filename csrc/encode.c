@@ -137,11 +137,32 @@ static void copy_tile(const sid_plan *p, const sid_state *to, const sid_state *f
                len * size);
 }
 
+/* ---- ahead ---------------------------------------------------------------------------------------------------
+ * While the codec's loops over a tile run in the first-level cache, the begin of the next tile comes from memory; the rest of
+ * what is kept of it is asked for when that tile's turn has come, and of the gradient the processor's own prefetch. */
+enum {
+    AHEAD = 2048
+}; /* bytes of each vector */
+static void ask_for(const void *first, uint64_t bytes) {
+    const char *const x = first;
+    for (uint64_t i = 0; i < bytes && i < AHEAD; i += 64) __builtin_prefetch(x + i);
+}
+static void ask_for_kept(const sid_plan *p, const sid_state *s, uint64_t offset, uint64_t from) {
+    const uint64_t size = sid_dtype_size(p->kept), bytes = (p->n - offset) * size;
+    for (uint32_t v = 0; v < p->memory->vectors && from < bytes; v++)
+        ask_for((const uint8_t *)sid_vector(p, s, v) + offset * size + from, bytes - from);
+}
+static void ask_for_gradient(const sid_plan *p, const place *here) {
+    const uint64_t size = sid_dtype_size(p->dtype);
+    ask_for((const uint8_t *)here->seg->ptr + here->off * size, (here->seg->len - here->off) * size);
+}
+
 /* Elements [from, to). stored: acc is in the state already; clean: as of make_tile; summed: what is written is added to the
  * checksum. */
 static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t to, int stored, int clean, int summed) {
     const sid_plan *p = w->plan;
-    const sid_state *const origin = sid_origin(w->state, w->step);
+    const sid_state *const origin = sid_origin(w->state, w->step), *const source = stored ? w->state : origin;
+    const int ahead = p->ahead && p->memory->vectors;
     SID_LINE float half[SID_MAX_TILE], buf[SID_MAX_TILE], raw[SID_MAX_TILE];
     sid_room room;
     place here = {seg, from};
@@ -152,10 +173,15 @@ static void tiles(sid_pass *w, const sid_segment *seg, uint64_t from, uint64_t t
     for (uint64_t offset = from; offset < to; offset += p->tile) {
         const uint32_t len = to - offset < p->tile ? (uint32_t)(to - offset) : p->tile;
         float *vec[SID_MAX_VECTORS];
+        if (ahead) ask_for_kept(p, source, offset, AHEAD);
         if (origin != w->state && !stored) copy_tile(p, w->state, origin, offset, len);
         sid_vectors_load(p, w->state, offset, len, &room, vec);
         const float *acc = stored ? vec[0] : make_tile(w, &here, vec, offset, len, clean, half, buf, raw);
         if (!stored) sid_vectors_store(p, w->state, offset, len, vec);
+        if (ahead && offset + len < to) {
+            ask_for_kept(p, source, offset + len, 0);
+            if (!stored) ask_for_gradient(p, &here);
+        }
         p->codec->tile(w, acc, offset, len);
         if (summed) sid_payload_sum(p, w->payload, p->codec->written(w, offset + len), &w->summed);
     }

@@ -73,6 +73,7 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     p.n = c->n;
     p.dtype = c->dtype;
     p.simd = sid_simd_for(c->isa);
+    p.ahead = sid_prefetches();
     if (!p.simd)
         return sid_fail(err, SID_E_UNSUPPORTED,
                         "this build or this processor lacks instruction set %d: take SID_ISA_AUTO", (int)c->isa);
