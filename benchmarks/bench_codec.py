@@ -112,7 +112,13 @@ def gradients_of(kind: str, n: int) -> list[np.ndarray]:
 
 
 def run(
-    n: int, repeats: int, densities: list[float], baselines: bool, only: str, kind: str, residuals: list[str]
+    n: int,
+    repeats: int,
+    densities: list[float],
+    baselines: bool,
+    only: list[str],
+    kind: str,
+    residuals: list[str],
 ) -> list[dict[str, Any]]:
     gradients = gradients_of(kind, n)
     scale = float(np.sqrt(np.mean(np.square(gradients[0], dtype=np.float64)) / 2))  # Laplace: 1
@@ -121,7 +127,7 @@ def run(
     summed, out = np.zeros(n, np.float32), np.zeros(n, np.float32)
     rows = []
     for info in _core.codecs():
-        if only not in info["name"]:
+        if not any(part in info["name"] for part in only):
             continue
         for settings in settings_of(info, densities):
             memory = home(info["name"])
@@ -273,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each (default 15)")
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01, 0.1], help="fractions")
-    parser.add_argument("--only", default="", help="codecs whose names hold this")
+    parser.add_argument("--only", nargs="+", default=[""], help="codecs whose names hold one of these")
     parser.add_argument("--gradients", choices=("laplace", "lm"), default="laplace", help="(default laplace)")
     parser.add_argument(
         "--residual", nargs="+", choices=RESIDUALS, default=["filled"], help="(default filled)"
