@@ -3,15 +3,17 @@
     python -m benchmarks.bench_ranks            # check: three networks of eight ranks, about five minutes
     python -m benchmarks.bench_ranks --picture  # no ranks: ms a step by ranks, at 1, 10 and 100 Gbit/s
 
-The check sends a recorded gradient as one group, so that nothing overlaps: a step less the step without
-communication is encode, exchange and decode. The prediction has the link as it was calibrated, what the ranks
-of a node can send to each other at once, what this machine takes to encode and decode, times the ranks that
-share a core, and a cost for each message, which is fitted once, on a gradient of few bytes.
+The check sends a recorded gradient as one group, so that nothing overlaps: a step less the step of a hook
+that exchanges nothing is encode, exchange and decode. The prediction has the link as it was calibrated, the
+share of it that a rank gets while it exchanges messages of that size with several others, what the ranks of a
+node can send to each other at once, what this machine takes to encode and decode, times the ranks that share
+a core, and a cost for each message, which is fitted once, on a gradient of few bytes.
 
 The picture shows steps of ResNet-50: what a rank computes, and what it waits for exchanges.
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -24,7 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from sidcomp import core
 from sidcomp.config.accuracy import FORTIETH, INT4, CodecSpec
+from sidcomp.config.registry import find_codec, find_memory
 from sidcomp.config.settings import Settings
 from sidcomp.planner import fusion
 from sidcomp.standalone.estimate import BUCKET, FORWARD, GPU, exchange_of, instance_of
@@ -35,8 +39,9 @@ from benchmarks import models
 from benchmarks.common import RESULTS, report, summary
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.measure import measure as run_hooks
+from benchmarks.netlab.together import share_of
 
-TASK, TINY = "lstm-replay", "digits"
+TASK, TINY, IDLE = "lstm-replay", "digits", "nothing"
 TOPK: CodecSpec = ("topk", {"density": 0.01})
 MARSIT: CodecSpec = ("marsit", {})
 NONE: CodecSpec = ("none", {})
@@ -59,6 +64,7 @@ CHECKED: dict[int, tuple[Way, ...]] = {  # by ranks of a host
         (INT4, "hierarchical"),
     ),
 }
+CHECK = "many-ranks-check"  # the table of the check
 NETWORKS = (("100mbit", 8, 1), ("1gbit", 8, 1), ("100mbit", 4, 2))
 WORLDS = tuple(2**i for i in range(1, 9))
 PICTURE: dict[str, tuple[CodecSpec, str | None]] = {  # None: the exchange that a State takes by itself
@@ -93,8 +99,9 @@ def predicted(way: Way, n: int, world: int, per_host: int, link: Link, compute: 
 
 
 def exchange_ms(result: dict[str, Any]) -> dict[str, list[float]]:
-    """By hook: the milliseconds of its steps, less the median of those without communication."""
-    first, *rest = result["runs"]
+    """By hook: the milliseconds of its steps, less the median of those of DDP that exchange nothing."""
+    _, first, *rest = result["runs"]
+    assert first["name"] == IDLE
     ceiling = median(first["ms"])
     return {run["name"]: [ms - ceiling for ms in run["ms"]] for run in rest}
 
@@ -138,17 +145,57 @@ def node_gbit(world: int, per_host: int, nbytes: int) -> float:
         return 8e-9 * nbytes / median(seconds.values())
 
 
-def check(rate: str, hosts: int, per_host: int, blocks: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """One network: a row for each codec and exchange."""
-    world, ways = hosts * per_host, CHECKED[per_host]
+def crossing_messages(way: Way, n: int, world: int, per_host: int) -> tuple[list[int], int, int]:
+    """Of the round of the largest messages: how many places after rank 0 the ranks are to which it sends,
+    how many of these are on other hosts, and bytes of a message. No ranks: rings use one connection."""
+    (codec, parameters), exchange = way
+    own = {**parameters, **({"ranks_per_node": per_host} if exchange == "hierarchical" else {})}
+    memory = find_memory(find_codec(codec).memory).name
+    x = core.Exchange(exchange, codec, memory, n, "float32", 0, world, own)
+    found: tuple[list[int], int, int] = [], 0, 0
+    for i in () if x.ring_passes else range(x.rounds):
+        peers = [(peer, size) for peer, _, size in x.messages(i, False)]
+        others = [size for peer, size in peers if peer >= per_host]
+        if others and max(others) > found[2]:
+            found = [peer for peer, _ in peers], len(others), max(others)
+    return found if found[1] > 1 else ([], 0, 0)
+
+
+def shares(
+    lab: Lab, goodput: float, ways: Iterable[Way], sizes: Iterable[int], world: int, per_host: int
+) -> dict[tuple[str, int], float]:
+    """The share of the link that each way gets for a gradient of each size."""
+    asked = {(str(w), n): (w, n, crossing_messages(w, n, world, per_host)) for w in ways for n in sizes}
+    patterns: dict[tuple[tuple[int, ...], int], set[int]] = {}
+    for _, _, (offsets, crossing, size) in asked.values():
+        if offsets:
+            patterns.setdefault((tuple(offsets), crossing), set()).add(size)
+    measured = {
+        pattern: share_of(lab, goodput, list(pattern[0]), pattern[1], sorted(each), per_host)
+        for pattern, each in patterns.items()
+    }
+    return {
+        (hook(way, per_host), n): measured[tuple(offsets), crossing][size] if offsets else 1.0
+        for way, n, (offsets, crossing, size) in asked.values()
+    }
+
+
+def check(
+    rate: str, hosts: int, per_host: int, blocks: int, exchange: str | None = None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """One network: a row for each codec and exchange, or of one exchange."""
+    world, ways = hosts * per_host, [way for way in CHECKED[per_host] if exchange in (None, way[1])]
     share = max(1.0, world / (os.cpu_count() or 1))
     names = {hook(way, per_host): way for way in ways}
+    asked = [IDLE, *names]
     with Lab.build(hosts, parse_rate(rate)) as lab:
         found = lab.calibrate()
         lines = lab.introduce(found)
         print(*lines, sep="\n", flush=True)
-        tiny = run_hooks(lab, TINY, list(names), blocks, 8, 4, 600, ranks_per_host=per_host)
-        real = run_hooks(lab, TASK, list(names), blocks, 6, 4, 900, ranks_per_host=per_host)
+        tiny = run_hooks(lab, TINY, asked, blocks, 8, 4, 600, ranks_per_host=per_host)
+        real = run_hooks(lab, TASK, asked, blocks, 6, 4, 900, ranks_per_host=per_host)
+        sizes = tiny["elements"], real["elements"]
+        together = shares(lab, found.goodput, ways, sizes, world, per_host)
     inside = node_gbit(world, per_host, 4 * real["elements"] // per_host) if per_host > 1 else 400.0
     if per_host > 1:
         lines.append(f"Inside a host, all ranks at once: {inside:.2f} Gbit/s a rank, each way.")
@@ -159,10 +206,11 @@ def check(rate: str, hosts: int, per_host: int, blocks: int) -> tuple[list[dict[
         codec, parameters = way[0]
         alone = measure(codec, real["elements"], **parameters)
         compute = Compute(*(share * x for x in vars(alone).values()))
+        small, large = (replace(link, together=together[name, n]) for n in sizes)
         count = messages(way, tiny["elements"], world, per_host)
-        rest = predicted(way, tiny["elements"], world, per_host, link, compute).seconds * 1e3
+        rest = predicted(way, tiny["elements"], world, per_host, small, compute).seconds * 1e3
         each = max(0.0, (median(fitted[name]) - rest) / count * 1e3) if count else 0.0
-        fit = replace(link, message_us=each)
+        fit = replace(large, message_us=each)
         one = predicted(way, real["elements"], world, per_host, fit, compute)
         took = summary(exchange_ms(real)[name])
         rows.append(
@@ -176,6 +224,7 @@ def check(rate: str, hosts: int, per_host: int, blocks: int) -> tuple[list[dict[
                 "error": f"{one.seconds * 1e3 / took.median - 1:+.1%}",
                 "of it codec": f"{one.compute_seconds / one.seconds:.0%}",
                 "bytes sent": f"{one.bytes:,}",
+                "share of the link": f"{large.together:.0%}",
                 "us a message": f"{each:.0f}",
             }
         )
@@ -276,6 +325,18 @@ def plot(rows: list[dict[str, Any]], step_ms: float) -> None:
     figure.savefig(RESULTS.parents[1] / "docs" / "images" / "many-ranks.png", dpi=80)
 
 
+def _called(network: tuple[str, int, int]) -> str:
+    rate, hosts, per_host = network
+    return f"{hosts} x {per_host}, {rate}"
+
+
+def _saved(name: str) -> dict[str, Any]:
+    """The networks of a saved table."""
+    path = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()).get("networks", {}) if path.exists() else {}
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.bench_ranks",
@@ -284,28 +345,44 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--picture", action="store_true", help="only the picture, and the table of its numbers")
+    add(
+        "--network",
+        type=int,
+        default=0,
+        choices=range(len(NETWORKS) + 1),
+        help="only one of the three networks, beside what the saved table has of the others",
+    )
+    add(
+        "--exchange",
+        choices=sorted({w[1] for ways in CHECKED.values() for w in ways}),
+        help="only this one, in a table of its own",
+    )
     add("--blocks", type=int, default=3, help="turns of each way in the check (default 3)")
     add("--save", action="store_true", help="write benchmarks/results/many-ranks*.{md,json} and a picture")
     args = parser.parse_args(argv)
     if args.picture:
         picture(args.save)
         return 0
-    rows: list[dict[str, Any]] = []
-    lines: list[str] = []
+    name = f"{CHECK}-{args.exchange}" if args.exchange else CHECK
+    known = _saved(name) if args.network else {}
     try:
-        for network in NETWORKS:
-            some, said = check(*network, args.blocks)
-            rows, lines = rows + some, lines + said
+        for i, network in enumerate(NETWORKS, 1):
+            if args.network in (0, i):
+                rows, lines = check(*network, args.blocks, args.exchange)
+                known[_called(network)] = {"rows": rows, "lines": lines}
     except LabError as e:
         print(f"bench_ranks: {e}", file=sys.stderr)
         return 1
+    parts = [known[key] for key in map(_called, NETWORKS) if key in known]
+    rows, lines = [r for p in parts for r in p["rows"]], [line for p in parts for line in p["lines"]]
     errors = [abs(float(row["error"].strip("%+"))) for row in rows]
     note = (
-        "Encode, exchange and decode of one recorded gradient in one group: a step less the step without "
-        f"communication; median [quartiles]. {sum(e <= 10 for e in errors)} of {len(errors)} predictions "
-        f"are within 10 %, the median error is {median(errors):.1f} %.\n" + "\n".join(lines)
+        "Encode, exchange and decode of one recorded gradient in one group: a step less the step of a "
+        f"hook that exchanges nothing; median [quartiles]. {sum(e <= 10 for e in errors)} of {len(errors)} "
+        f"predictions are within 10 %, the median error is {median(errors):.1f} %.\n" + "\n".join(lines)
     )
-    report("many-ranks-check", "simulate beside eight real ranks", rows, note, RESULTS if args.save else None)
+    out = RESULTS if args.save else None
+    report(name, "simulate beside eight real ranks", rows, note, out, {"networks": known})
     return 0
 
 

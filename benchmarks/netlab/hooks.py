@@ -1,6 +1,7 @@
 """What is compared: NAME[:GROUPS][+EXCHANGE][[KEY=VALUE;...]][@MB], and how each is attached to a model.
 
 dense                   plain DDP, no hook
+nothing                 DDP whose hook exchanges nothing: what DDP itself takes, its copies among them
 fp16, powersgd          torch's own hooks; PowerSGD of rank 4, in one bucket
 bf16-sum32              bf16 on the wire, float32 sums: bf16_wire.py
 torch-topk              top-k of 1 % with error feedback by torch's operations: torch_topk.py;
@@ -25,6 +26,7 @@ import re
 from typing import Any, NamedTuple
 
 import sidcomp
+import torch
 import torch.distributed as dist
 from sidcomp.config.grouping import PLANNED, parse_groups
 from torch import nn
@@ -37,7 +39,8 @@ from benchmarks.netlab.bf16_wire import Bf16Wire
 from benchmarks.netlab.torch_topk import TorchTopk
 
 DOORS = ("pg", "hsdp", "hsdp-pg", "local")
-OF_TORCH = ("dense", "fp16", "powersgd", "bf16-sum32", "torch-topk")  # whose hooks are not sidcomp's
+# whose hooks are not sidcomp's
+OF_TORCH = ("dense", "fp16", "powersgd", "bf16-sum32", "torch-topk", "nothing")
 PAPERS = ("layer", "even", "mergecomp", "cupcake")
 DENSITY = 0.01
 
@@ -81,7 +84,9 @@ class Hook(NamedTuple):
             state = self._state(momentum)
             sidcomp.register(ddp, state)
             return ddp, state
-        if self.kind == "fp16":
+        if self.kind == "nothing":
+            ddp.register_comm_hook(None, _nothing)
+        elif self.kind == "fp16":
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif self.kind == "powersgd":
             # One bucket: its hook waits for a second all-reduce inside a callback, and two buckets then
@@ -160,6 +165,12 @@ class Backend:
         for program in self.group.programs:
             if program.state is not None:
                 program.state.close()
+
+
+def _nothing(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def _parameters(codec: str) -> Any:

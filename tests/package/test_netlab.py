@@ -292,6 +292,7 @@ def test_a_calibration_that_is_off_says_so() -> None:
         ("topk:4MB+twoshot@1", "topk", "4MB", 1, "twoshot"),
         ("marsit+ring1", "marsit", "25MB", None, "ring1"),
         ("bf16-sum32", "bf16-sum32", "", None),
+        ("nothing", "nothing", "", None),
         ("torch-topk@4", "torch-topk", "", 4),
         ("dgc:mergecomp[Y=3;alpha=0.5]@0", "dgc", "mergecomp", 0, None, (("Y", 3), ("alpha", 0.5))),
         ("even:2[exclude=<128KB]", "default", "even:2", None, None, (("exclude", "<128KB"),)),
@@ -447,6 +448,18 @@ def test_what_a_microsecond_for_each_message_adds() -> None:
         ((bench_ranks.MARSIT, "ring1"), 2 * 7 + 7),
     ):
         assert bench_ranks.messages(way, 100_000, 8, 1) == pytest.approx(count, abs=1e-3), way
+
+
+def test_which_messages_share_a_link() -> None:
+    """Those of two-shot, and of the ranks of a node in hierarchical; a ring uses one connection."""
+    found = {
+        way[1]: bench_ranks.crossing_messages(way, 100_000, 8, per_host)[:2]
+        for per_host, ways in bench_ranks.CHECKED.items()
+        for way in ways
+        if per_host == 1 or way[1] == "hierarchical"
+    }
+    rings = dict.fromkeys(("allreduce", "allgather", "ring1"), ([], 0))
+    assert found == {**rings, "twoshot": ([1, 2, 3, 4, 5, 6, 7], 7), "hierarchical": ([2, 4, 6], 3)}
 
 
 def test_the_picture_of_many_ranks() -> None:
