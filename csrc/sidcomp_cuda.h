@@ -35,8 +35,10 @@ sid_status sid_cuda_next_reduction(const sid_plan *p, uint32_t reduction, const 
 sid_status sid_cuda_decode(const sid_plan *p, const void *payloads, uint64_t stride, uint32_t count, float scale,
                            const sid_segment *segs_dev, uint32_t n_seg, void *state, void *work, const sid_step *step,
                            void *report_dev, int device, void *stream, sid_error *err);
-/* As sid_rescale by 1, except that a -0 may become 0; and as sid_unsend. settle reads no segments, so the gradients may be
- * written at the same time, and leaves garbage in the plan's work and payload. */
+/* settle takes what the last step sent out of the memory, as sid_rescale by 1 does. The state's vectors, which follow its
+ * header, then are what sid_residual_out writes, bit for bit, and the steps after it have the same bits as without it. (With
+ * memory dgc a -0 may become 0.) It reads no segments, so the gradients may be written at the same time, and leaves garbage in
+ * the plan's work and payload. unsend: as sid_unsend. */
 sid_status sid_cuda_settle(const sid_plan *p, void *state, void *work, void *payload, int device, void *stream,
                            sid_error *err);
 sid_status sid_cuda_unsend(const sid_plan *p, void *state, int device, void *stream, sid_error *err);
@@ -66,8 +68,8 @@ sid_status sid_cuda_exchange_advance(const sid_exchange *x, uint32_t round, cons
 sid_status sid_cuda_exchange_meanwhile(const sid_exchange *x, uint32_t round, const sid_segment *segs_dev,
                                        uint32_t n_seg, void *state, void *work, const sid_step *step, void *wire,
                                        void *stats_dev, void *report_dev, int device, void *stream, sid_error *err);
-/* As sid_cuda_settle, _unsend and _checksum, between the steps of an exchange. The first two are for exchanges whose state is
- * that of one plan (sid_exchange_share: a single part, of all elements). */
+/* As sid_cuda_settle, _unsend and _checksum, between the steps of an exchange. settle: every part of the state
+ * (sid_exchange_share). unsend is for exchanges whose state is that of one plan: a single part, of all elements. */
 sid_status sid_cuda_exchange_settle(const sid_exchange *x, void *state, void *work, void *wire, int device,
                                     void *stream, sid_error *err);
 sid_status sid_cuda_exchange_unsend(const sid_exchange *x, void *state, int device, void *stream, sid_error *err);

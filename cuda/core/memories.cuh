@@ -36,7 +36,7 @@ struct sid_memory1 { /* residual, momentum, compensation: acc = beta kept + gamm
     bool receives; /* what the ranks' step leaves of acc */
     bool forgets;  /* nothing, after this one */
     float beta, gamma;
-    sid_memory1 settling() const { return {keeps, false, false, 1, 0}; } /* acc = kept, but that -0 becomes 0 */
+    sid_memory1 settling() const { return {keeps, false, false, 1, -0.0f}; } /* acc = kept + -0, and so of a -0, too */
     sid_memory1 carried(float carry) const {
         return {keeps, receives, forgets, keeps || receives ? beta * carry : beta, gamma};
     }
@@ -57,7 +57,8 @@ struct sid_memory2 { /* dgc: vec[1] is the velocity */
     bool keeps, receives;
     bool masks, adds; /* adds: acc takes of the gradient besides */
     float momentum, of_u, factor, carry;
-    sid_memory2 settling() const { return {keeps, false, masks, true, 1, 0, 0, 1}; } /* where the state's factor is 0 */
+    /* where the state's factor is 0; -0 becomes 0 */
+    sid_memory2 settling() const { return {keeps, false, masks, true, 1, 0, 0, 1}; }
     sid_memory2 carried(float by) const { return {keeps, receives, masks, adds, momentum, of_u, factor, by}; }
     __device__ void begin(const sid_state *s) { factor = sid_factor_of(s); }
     __device__ float step(float u, float x) const { return adds ? sid_saturated(u * of_u + x) : u; }

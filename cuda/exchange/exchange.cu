@@ -277,17 +277,30 @@ static sid_status whole_of(const sid_exchange *x, const sid_plan **p, sid_error 
     const sid_part part = x->kind->part(x, 0);
     *p = part.plan;
     if (x->kind->parts(x) == 1 && !part.state && !part.start && part.plan->n == x->n) return SID_OK;
-    return sid_fail(err, SID_E_UNSUPPORTED,
-                    "exchange '%s' keeps its state in slices, which cannot be settled on a device", x->kind->info.name);
+    return sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' keeps its state in slices, which a device cannot unsend",
+                    x->kind->info.name);
 }
 
 sid_status sid_cuda_exchange_settle(const sid_exchange *x, void *state, void *work, void *wire, int device,
                                     void *stream, sid_error *err) {
-    const sid_plan *p;
+    const sid_cuda_exchange *kind;
+    uint64_t room = 0;
     if (err) err->text[0] = 0;
-    const sid_status s = whole_of(x, &p, err);
-    if (s) return s;
-    return sid_cuda_settle(p, state, work ? (uint8_t *)work + SID_EXCHANGE_HEAD : nullptr, wire, device, stream, err);
+    sid_status s = kernels_of(x, &kind, err);
+    if (!s) s = kind->work(x, &room, err);
+    if (!s && (!state || !work || !wire)) s = sid_fail(err, SID_E_ARG, "state, work or wire is NULL");
+    for (uint32_t i = 0; !s && i < x->kind->parts(x); i++) {
+        const sid_part part = x->kind->part(x, i);
+        uint64_t needed = 0;
+        s = sid_cuda_work(part.plan, &needed, err);
+        if (!s && (needed > room || part.plan->sizes.payload > x->sizes.wire))
+            s = sid_fail(err, SID_E_UNSUPPORTED, "exchange '%s' has no room to settle its state on a device",
+                         x->kind->info.name);
+        if (!s)
+            s = sid_cuda_settle(part.plan, (uint8_t *)state + part.state, (uint8_t *)work + SID_EXCHANGE_HEAD, wire,
+                                device, stream, err);
+    }
+    return s;
 }
 
 sid_status sid_cuda_exchange_unsend(const sid_exchange *x, void *state, int device, void *stream, sid_error *err) {

@@ -609,7 +609,6 @@ def test_settle(codec: str, settings: dict[str, Any], memory: str) -> None:
     rng = np.random.default_rng(17)
     device, host = pair(codec, settings, memory, n, "float32")
     on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
-    where = {"device": 0, "stream": stream()}
     for step in range(4):
         x = content("laplace", n, rng)
         on_device.write(x)
@@ -617,15 +616,66 @@ def test_settle(codec: str, settings: dict[str, Any], memory: str) -> None:
         at = Step(step=step)
         assert device.encoded(on_device, at) == host.encode(on_host, at)
         if step == 3:
-            device.plan.cuda_unsend(device.state.ptr, **where)
+            device.plan.cuda_unsend(device.state.ptr, device=0, stream=stream())
             host.plan.unsend(host.state.ptr)
         elif step:
-            device.work.data.fill_(0xC3)
-            nowhere = _core.DeviceBuffers(0, 0, device.state.ptr, device.work.ptr, device.payload.ptr)
-            device.plan.cuda_settle(nowhere, **where)  # the gradients may have been freed
-            device.check()
+            settle(device)  # the gradients may have been freed
             host.plan.rescale(host.state.ptr, 1.0)
         same_state(device, host)
+
+
+def vectors_of(state: bytes, n: int, vectors: int) -> Array:
+    """The vectors that follow a state's header: vectors x n."""
+    floats = np.frombuffer(state, np.float32)[_core.state_header_bytes // 4 :]
+    stride = -(-n // 16) * 16 + 16
+    return np.stack([floats[v * stride : v * stride + n] for v in range(vectors)])
+
+
+def settle(device: DeviceRank) -> None:
+    """Between canaries, over garbage, without segments."""
+    device.work.data.fill_(0xC3)
+    device.payload.data.fill_(0x3C)
+    nowhere = _core.DeviceBuffers(0, 0, device.state.ptr, device.work.ptr, device.payload.ptr)
+    device.plan.cuda_settle(nowhere, device=0, stream=stream())
+    device.check()
+
+
+KEEPING = [case for case in CASES if _core.Plan(case[0], case[2], 1, "float32").vectors]
+
+
+@pytest.mark.parametrize("codec, settings, memory", KEEPING, ids=case_id)
+def test_the_residual_where_it_lies(codec: str, settings: dict[str, Any], memory: str) -> None:
+    """After settle the vectors in the state are what residual_out gives on the CPU, -0 among them; after each
+    of several steps, one of which was not finite. The CPU's side never settles, and sends the same bytes."""
+    n = (1, 31, 1025, 3000, 8193)[KEEPING.index((codec, settings, memory)) % 5]
+    rng = np.random.default_rng(n)
+    device, host = pair(codec, settings, memory, n, "float32")
+    vectors, signed = host.plan.vectors, memory != "dgc"  # which turns a -0 into 0
+    zero = np.float32(-0.0 if signed else 0.0)
+    first = content("ties", n * vectors, rng)
+    first[first == 0] = zero
+    host.set_residual(first.reshape(vectors, n))
+    device.state.put(host.state.data)
+    on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
+    for step, kind in enumerate(("ties", "laplace", "wide", "laplace", "equal")):
+        x = content(kind, n, rng)
+        x[x == 0] = zero
+        if step == 3:
+            x[n // 2] = np.nan
+        on_device.write(x)
+        on_host.write(x)
+        at = Step(step=step, world=2)
+        assert device.encoded(on_device, at) == host.encode(on_host, at)
+        payload = host.next_reductions(on_host, at)
+        assert device.next_reductions(on_device, at) == payload
+        if step != 1:  # between encode and decode it is the same
+            device.decoded([payload], 0.5, on_device, at)
+            host.decode([payload], 0.5, on_host, at)
+        settle(device)
+        got, want = vectors_of(device.state.get(), n, vectors), host.residual()
+        if signed:
+            got, want = bits(got), bits(want)
+        np.testing.assert_array_equal(got, want)
 
 
 class Cancelled:

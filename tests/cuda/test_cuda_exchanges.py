@@ -29,6 +29,7 @@ from test_cuda import (
     same_output,
     stream,
     two_states,
+    vectors_of,
 )
 
 KINDS = [e["name"] for e in _core.exchanges() if e["cuda"]]
@@ -761,12 +762,45 @@ def test_arguments() -> None:
         x.cuda_advance(0, d.buffers, **(good | {"device": 99}))
 
 
-def test_what_keeps_slices_does_not_settle() -> None:
+RINGED: list[tuple[Any, ...]] = [
+    ("ring1", 3, 1999, "marsit", "float32", "residual", {}),
+    ("torus1", 4, 700, "signum", "float32", "momentum", {}),
+    ("hierarchical", 4, 1999, "topk", "float32", "residual", {}),
+    ("hierarchical", 4, 9001, "int8", "float32", "residual", {}),
+]
+
+
+@pytest.mark.parametrize("kind, world, n, codec, dtype, memory, settings", SHOTS + RINGED, ids=str)
+def test_the_residual_where_it_lies(
+    kind: str, world: int, n: int, codec: str, dtype: str, memory: str, settings: dict[str, Any]
+) -> None:
+    """After settle each part of the state holds what residual_out gives on the CPU, whose side never settles;
+    the messages that follow are the CPU's."""
+    settings = settings or settings_of(kind, codec)
+    hosts, devices = pair(kind, codec, world, n, dtype, memory, **settings)
+    for step in range(4):
+        fill(hosts, devices, step, dtype, bad=world - 1 if step == 2 else -1)
+        run(hosts, devices, step)
+        for h, d in zip(hosts, devices, strict=True):
+            d.work.data.fill_(0xC3)
+            d.wire.data.fill_(0x3C)
+            d.x.cuda_settle(
+                _core.DeviceBuffers(0, 0, d.state.ptr, d.work.ptr, d.wire.ptr), device=0, stream=stream()
+            )
+            d.reported()
+            want = kept(h.x, h.state.data.tobytes()).reshape(max(1, h.x.vectors), h.x.n)
+            state = d.state.get()
+            for at, start, m, common in h.x.shares:
+                vectors = range(h.own_vectors, h.x.vectors) if common else range(h.own_vectors)
+                got = vectors_of(state[at:], m, len(vectors)) if vectors else ()
+                for v, values in zip(vectors, got, strict=True):
+                    np.testing.assert_array_equal(values, want[v, start : start + m])
+
+
+def test_what_keeps_slices_does_not_unsend() -> None:
     x = _core.Exchange("twoshot", "topk", "residual", 100, "float32", 0, 2)
     d = Device(x, np.zeros(100, np.float32), [100])
     where = {"device": 0, "stream": stream()}
-    with pytest.raises(_core.UnsupportedError, match="'twoshot' keeps its state in slices"):
-        x.cuda_settle(d.buffers, **where)
     with pytest.raises(_core.UnsupportedError, match="'twoshot' keeps its state in slices"):
         x.cuda_unsend(d.state.ptr, **where)
 
