@@ -36,7 +36,7 @@ class GradientNoise:
         self._message = torch.zeros(len(self._of) + count, device=device)
         self._sums = torch.zeros(2, count, device=device)  # of squares: the means', the ranks' own
         self._work: Any = None
-        self.factors = [1.0] * count  # 1 / sqrt(rho)
+        self._find()
 
     def sample(self) -> None:
         """Starts to exchange samples of the present gradients. Every rank calls it at the same point."""
@@ -61,9 +61,8 @@ class GradientNoise:
         n = len(self._of)
         mean = self._message / self._world
         new = torch.stack((self._squares(mean[:n]), mean[n:]))
-        if not bool(torch.isfinite(new).all()):
-            return  # as on all ranks
-        self._sums.mul_(_DECAY).add_(new)
+        # What is not finite does not count, on any rank. The device decides, so that the host need not wait.
+        self._sums = torch.where(torch.isfinite(new).all(), self._sums * _DECAY + new, self._sums)
         self._find()
 
     def _squares(self, samples: torch.Tensor) -> torch.Tensor:
@@ -73,7 +72,7 @@ class GradientNoise:
     def _find(self) -> None:
         means, own = self._sums
         rho = torch.where(own > 0, means / own, torch.ones_like(own)).clamp_(1 / self._world, 1)
-        self.factors = rho.rsqrt().tolist()
+        self.factors = list(rho.rsqrt().unbind())  # on the device: 1 / sqrt(rho) of each parameter
 
     def state_dict(self) -> torch.Tensor:
         """The running sums, (2, parameters) float32."""
