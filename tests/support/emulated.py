@@ -23,6 +23,9 @@ class EmulatedExecutor(CudaExecutor):
     def _follow(self) -> None:
         pass
 
+    def _lead(self) -> None:
+        pass
+
     def synchronize(self, everything: bool = False) -> bool:
         return True
 

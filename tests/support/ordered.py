@@ -180,6 +180,9 @@ class OrderedExecutor(CudaExecutor):
     def _follow(self) -> None:
         self.side.wait_stream(Stream.current)
 
+    def _lead(self) -> None:
+        Stream.current.wait_stream(self.side)
+
     def _end_of_backward(self) -> None:
         """DDP waits for the futures on its stream: for what the side stream had when they were completed."""
         self._begun = False

@@ -24,7 +24,6 @@ from sidcomp.integrations.local_parts import (
     take_step,
     trained,
 )
-from sidcomp.runtime.checkpoint import residual_of
 from sidcomp.runtime.group import Group
 from sidcomp.state import State
 
@@ -73,9 +72,8 @@ class LocalError:
     process_group   [None] the ranks to average over; None: the State's, else the default group
 
     It takes 12 bytes for each parameter (the agreed parameters, those after the last exchange, and what is
-    exchanged); the State's residual takes another 4. On CUDA the residual passes through the host in every
-    exchange, because no kernel returns it yet, and noise_correction waits for the device; nobody has measured
-    what that costs.
+    exchanged); the State's residual takes another 4. On CUDA everything stays on the device. The host waits
+    once in each exchange, for the report that says whether it was finite. None of this has run on a GPU.
 
     If what a rank did is not finite, the exchange is discarded, and all ranks lose what they did since the
     previous one. Raises ArgumentError, SetupError or UnsupportedError, which say what to change: also if the
@@ -138,7 +136,6 @@ class LocalError:
         self._updates = [x for part in self._parts for x in part.update_views]
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._arriving = False  # the means of an exchange have not been applied yet
-        self._scratch: dict[int, torch.Tensor] = {}  # residuals of groups, by the group's index
         if noise_correction is None:
             noise_correction = adaptive(optimizer)
         self._noise: GradientNoise | None = None
@@ -205,7 +202,6 @@ class LocalError:
         if engine.layout is None:
             assert door is not None
             engine.form(door.model, [part.bucket() for part in self._parts])
-            self._scratch = {}
 
     def _land(self) -> None:
         """Waits for the exchange in flight, and applies its means."""
@@ -238,16 +234,14 @@ class LocalError:
             if not engine.groups or engine.unassigned:
                 part.base.copy_(part.agreed)
         for g in engine.groups:
-            error = self._error(g) if g.plan.vectors and not g.direct else None
-            for bucket, offset, n in g.runs:
-                agreed = self._parts[bucket].agreed[offset : offset + n]
-                base = self._parts[bucket].base[offset : offset + n]
-                if error is None:
-                    if not engine.unassigned:
-                        base.copy_(agreed)
-                else:
-                    torch.sub(agreed, error[:n].to(g.device), out=base)
-                    error = error[n:]
+            if g.plan.vectors and not g.direct:
+                for bucket, own, error in self._errors(g):
+                    part = self._parts[bucket]
+                    torch.sub(part.agreed[own], error, out=part.base[own])
+            elif not engine.unassigned:
+                for bucket, offset, n in g.runs:
+                    part = self._parts[bucket]
+                    part.base[offset : offset + n].copy_(part.agreed[offset : offset + n])
         for part in self._parts if engine.unassigned else ():  # errors that wait for a group with a memory
             for name, base in part.named("base"):
                 if (kept := engine.unassigned.get(name)) is not None:
@@ -257,12 +251,20 @@ class LocalError:
             if keep:
                 torch._foreach_sub_(part.parameters, part.update_views)
 
-    def _error(self, g: Group) -> torch.Tensor:
-        """What this rank has not sent of the group: (n,) float32 on the CPU."""
-        shape = (g.plan.vectors, g.n)
-        if g.index not in self._scratch or self._scratch[g.index].shape != shape:  # a plan has made it anew
-            self._scratch[g.index] = torch.empty(shape)
-        return residual_of(g, self._scratch[g.index])[0]
+    def _errors(self, g: Group, common: bool = False) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        """Yields what this rank has not sent of the group, or (common) what it keeps for all ranks, piece by
+        piece: the bucket, the piece's place in it, and the values."""
+        executor = self.state._engine.executor
+        assert executor is not None
+        parts = [part for part in executor.residual(g) if part.common is common]
+        first = 0  # of a run, in the group
+        for bucket, offset, n in g.runs:
+            for start, values, _ in parts:
+                begin, end = max(first, start), min(first + n, start + len(values))
+                if begin < end:
+                    own = slice(offset + begin - first, offset + end - first)
+                    yield bucket, own, values[begin - start : end - start]
+            first += n
 
     # ---- the agreed parameters
     # ------------------------------------------------------------------------------------------------
@@ -302,7 +304,8 @@ class LocalError:
             self._noise.land()
         engine = self.state._engine
         engine.quiet()
-        if not all(bool(torch.isfinite(p).all()) for part in self._parts for p in part.parameters):
+        finite = [torch.stack([torch.isfinite(p).all() for p in part.parameters]) for part in self._parts]
+        if not all(bool(x.all()) for x in finite):
             for part in self._parts:
                 part.put("base")
         for part in self._parts:
@@ -310,10 +313,8 @@ class LocalError:
         world = dist.get_world_size(self._group)
         for g in engine.groups:
             if g.in_messages and g.message_plan.common:  # what this rank keeps for all of them
-                error = residual_of(g)[-1] * world
-                for bucket, offset, n in g.runs:
-                    self._parts[bucket].update[offset : offset + n].add_(error[:n].to(g.device))
-                    error = error[n:]
+                for bucket, own, error in self._errors(g, common=True):
+                    self._parts[bucket].update[own].add_(error * world)
         for part in self._parts if engine.unassigned else ():
             for name, update in zip(part.names, part.update_views, strict=True):
                 kept = engine.unassigned.get(name)
@@ -327,8 +328,8 @@ class LocalError:
             part.put("agreed")
         for g in engine.groups:
             if g.plan.vectors and not g.direct:
-                with g.host_state(write=True) as state:
-                    g.plan.forget(state)
+                assert engine.executor is not None
+                engine.executor.clear(g)
         broadcast(list(self.module.buffers()), self._group)
 
     # ---- checkpoints

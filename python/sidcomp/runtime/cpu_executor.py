@@ -16,7 +16,7 @@ from sidcomp.errors import ExchangeError, UnsupportedError
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.collectives import SingleCollective
 from sidcomp.runtime.form import Form, MessageForm, Moment
-from sidcomp.runtime.group import Group
+from sidcomp.runtime.group import Group, Residual
 from sidcomp.runtime.point_to_point import PointToPoint
 from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.ranges import span
@@ -95,6 +95,19 @@ class CpuExecutor:
         group.plan.rescale(group.state.ptr, 1.0)
         group.change_form()
         group.plan.unsend(group.state.ptr)
+
+    def residual(self, group: Group) -> Sequence[Residual]:
+        plan = group.plan
+        if group.shown is None:
+            group.shown = torch.empty(plan.vectors, group.n)
+        plan.residual_out(group.state.ptr, group.shown.data_ptr())
+        parts = [Residual(0, group.shown[0], False)]
+        if group.in_messages and group.message_plan.common:
+            parts.append(Residual(0, group.shown[-1], True))
+        return parts
+
+    def clear(self, group: Group) -> None:
+        group.plan.forget(group.state.ptr)
 
     # ---- a step
     # ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from sidcomp.runtime.block import Block
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.collectives import Collectives
 from sidcomp.runtime.form import CollectiveForm, Form, MessageForm, Moment
-from sidcomp.runtime.group import Group
+from sidcomp.runtime.group import Group, Residual
 from sidcomp.runtime.nccl import Native, Progress, open_library
 from sidcomp.runtime.point_to_point import BatchedMessages
 from sidcomp.runtime.process_group import Exchange
@@ -177,6 +177,10 @@ class CudaExecutor:
         """The side stream waits for what the current stream has been given so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
+    def _lead(self) -> None:
+        """The current stream waits for what the side stream has been given so far."""
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
     def synchronize(self, everything: bool = False) -> bool:
         """Waits for the side stream, or for the whole device."""
         if everything:
@@ -293,6 +297,23 @@ class CudaExecutor:
         self.settle(group)
         group.change_form()
         self.unsend(group)
+
+    def residual(self, g: Group) -> Sequence[Residual]:
+        # It subtracts what was sent in place: then the vectors in the state are the residual.
+        self._follow()  # behind whoever has read them before
+        self.settle(g)
+        self._lead()
+        header, state = _core.state_header_bytes, g.state.tensor
+        return [
+            Residual(start, state[at + header : at + header + 4 * n].view(torch.float32), common)
+            for at, start, n, common in _shares(g)
+        ]
+
+    def clear(self, g: Group) -> None:
+        self.residual(g)  # leaves nothing to be subtracted
+        starts = [at for at, *_ in _shares(g)]
+        for at, end in zip(starts, [*starts[1:], g.states.codec_bytes.start], strict=True):
+            g.state.tensor[at + _core.state_header_bytes : end].zero_()
 
     # ---- a step
     # ------------------------------------------------------------------------------------------------
@@ -448,6 +469,12 @@ class CudaExecutor:
         """Returns the statistics of the last encode. Waits for the device."""
         self.synchronize()
         return _core.read_stats(bytes(g.resident.stats.tensor.tolist()))
+
+
+def _shares(g: Group) -> Sequence[tuple[int, int, int, bool]]:
+    """The parts of a group's state: first byte, first element, number of elements, whether it is kept for all
+    ranks."""
+    return g.message_plan.shares if g.in_messages else [(0, 0, g.n, False)]
 
 
 def _progress(ref: "weakref.ref[CudaExecutor]") -> Progress | None:

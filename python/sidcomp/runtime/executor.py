@@ -9,7 +9,7 @@ import torch.distributed as dist
 from sidcomp import core as _core
 from sidcomp.config.settings import Settings
 from sidcomp.runtime.bucket import Bucket
-from sidcomp.runtime.group import Group
+from sidcomp.runtime.group import Group, Residual
 from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.replica_check import ReplicaCheck
 
@@ -50,6 +50,14 @@ class Executor(Protocol):
 
     def turn(self, group: Group) -> None:
         """Switches the group between the codec's steps and full-precision steps."""
+
+    def residual(self, group: Group) -> Sequence[Residual]:
+        """Returns the first vector of the group's memory, on the group's device, in one or several parts. The
+        values are valid until the next call, or the next step. On CUDA they are the memory itself, and what
+        is enqueued on the current stream comes after what computes them. Call it between steps."""
+
+    def clear(self, group: Group) -> None:
+        """Sets the group's memory to 0. Call it between steps."""
 
     # ---- a step
 

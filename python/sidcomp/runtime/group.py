@@ -7,7 +7,7 @@ holds its progress in the current step.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -117,6 +117,14 @@ class Counters:
     decode_ns: int = 0
 
 
+class Residual(NamedTuple):
+    """What a rank has not sent of a group, from element `start` on. common: it is kept for all ranks."""
+
+    start: int
+    values: torch.Tensor
+    common: bool
+
+
 class Group:
     """One group on this rank. An executor allocates its memory, except for a group that is reduced in
     place."""
@@ -151,6 +159,7 @@ class Group:
         self.warned = False  # a warning that their rates differ was logged
         self._other: Form | None = None  # for full-precision steps; during such a step, the codec's
         self.resident: Any = None  # used by executors: what stays on the device
+        self.shown: torch.Tensor | None = None  # used by executors: room for what the memory holds
 
     # ---- description
     # --------------------------------------------------------------------------------------------
