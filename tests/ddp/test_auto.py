@@ -161,6 +161,38 @@ def test_compression_is_kept_where_dense_exchanges_are_slow() -> None:
     )
 
 
+def plain_steps(rank: int, world: int, slow: Costs) -> tuple[dict[str, Any], int]:
+    """What auto found, and how many of the steps of its search exchanged as plain DDP does."""
+    real, plain = controller.Controller._explore, []
+
+    def spy(self: controller.Controller, order: controller.Order) -> Any:
+        plain.append(order.regime == controller.PLAIN)
+        return real(self, order)
+
+    controller.Controller._explore = spy  # type: ignore[method-assign]
+    try:
+        return found(rank, world, {"slow": slow, "candidates": ["topk"]}), sum(plain)
+    finally:
+        controller.Controller._explore = real  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("slow", "most"),
+    [
+        # a step with the plan takes less than a tenth of one of plain DDP: a first step, two turns of two
+        # steps, and two windows of two, beside the first step of the two that come together
+        (SLOW_DENSE, 1 + 2 * 2 + 2 * 2 + 1),
+        # about half: four turns of two, and windows of four
+        ({"all_reduce": 1e-8}, 1 + 4 * 2 + 2 * 4 + 1),
+    ],
+)
+def test_a_search_takes_few_steps_of_plain_ddp_where_they_are_long(slow: Costs, most: int) -> None:
+    for report, plain in run(plain_steps, 2, slow):
+        check(report)
+        assert report["tried"][0]["kept"] and report["tried"][0]["pairs"] == 2, report["explain"]
+        assert plain == most, report["explain"]
+
+
 # Seconds of a call, and of a byte or an element. The deep model computes 2.8 ms a step; 447 kB in 4 buckets.
 WORLDS: dict[str, Costs] = {
     "a slow link": {"all_reduce": (1e-4, 2e-8), "all_gather": (1e-4, 4e-8)},
@@ -671,6 +703,7 @@ def test_the_harness_would_notice_a_failure() -> None:
 
 def steps_of(rank: int, world: int, plain: bool) -> list[float]:
     brisk()
+    controller._FEW = controller._TURNS  # on a busy machine plain DDP takes long, and is measured less
     torch.manual_seed(0)
     ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.08)
     state = sidcomp.State("auto", candidates=["topk"])

@@ -8,20 +8,29 @@ import pytest
 from sidcomp.planner.significance import MARGIN, PAIRS, _steps_by_chance, gain, is_faster, ratios
 
 STEPS = 4
+Sizes = tuple[int, int]
+EVEN: Sizes = (STEPS, STEPS)
+UNEVEN: list[Sizes] = [(8, 2), (2, 8)]  # where one plan is expected to take several times as long
 
 
 def run(
-    rng: random.Random, speed: float, noise: float, drift: float = 0.0, bursts: float = 0.0
+    rng: random.Random,
+    speed: float,
+    noise: float,
+    drift: float = 0.0,
+    bursts: float = 0.0,
+    first: Sizes = EVEN,
 ) -> tuple[bool, int]:
     """Pairs until the decision; steps of 100 ms with relative noise, and a machine that gets slower. bursts:
-    how often one begins in which 3 to 11 steps take 30 % longer, a step."""
+    how often one begins in which 3 to 11 steps take 30 % longer, a step. first: steps of both windows of the
+    first two pairs."""
     pairs, at, slow = [], 1.0, 0
     while (said := is_faster(pairs)) is None:
         windows = {}
         for which in ((True, False), (False, True))[len(pairs) % 2]:
             base = 1e8 * at * (speed if which else 1.0)
             windows[which] = []
-            for _ in range(STEPS):
+            for _ in range((first if len(pairs) < 2 else EVEN)[not which]):
                 slow = slow - 1 if slow else rng.randrange(3, 12) if rng.random() < bursts else 0
                 windows[which].append(int(base * rng.lognormvariate(0, noise) * (1.3 if slow else 1)))
             at *= 1 + drift
@@ -31,15 +40,17 @@ def run(
 
 @pytest.mark.parametrize("noise", [0.01, 0.05, 0.2])
 @pytest.mark.parametrize("drift", [0.0, 0.02])
-def test_noise_alone_rarely_switches(noise: float, drift: float) -> None:
+@pytest.mark.parametrize("first", [EVEN, *UNEVEN])
+def test_noise_alone_rarely_switches(noise: float, drift: float, first: Sizes) -> None:
     rng = random.Random(1)
-    switched = sum(run(rng, 1.0, noise, drift)[0] for _ in range(2000))
+    switched = sum(run(rng, 1.0, noise, drift, first=first)[0] for _ in range(2000))
     assert switched / 2000 < 0.05
 
 
-def test_bursts_that_several_steps_share_rarely_switch() -> None:
+@pytest.mark.parametrize("first", [EVEN, *UNEVEN])
+def test_bursts_that_several_steps_share_rarely_switch(first: Sizes) -> None:
     rng = random.Random(1)
-    assert sum(run(rng, 1.0, 0.05, bursts=0.04)[0] for _ in range(2000)) / 2000 < 0.08
+    assert sum(run(rng, 1.0, 0.05, bursts=0.04, first=first)[0] for _ in range(2000)) / 2000 < 0.08
 
 
 def test_few_pairs_decide() -> None:
@@ -97,6 +108,9 @@ def test_what_is_plain_needs_two_pairs_and_never_more_than_ten() -> None:
     rng = random.Random(4)
     assert {run(rng, 0.5, 0.02)[1] for _ in range(100)} == {2}
     assert {run(rng, 2.0, 0.02)[1] for _ in range(100)} == {2}
+    for first in UNEVEN:  # and few steps of what takes long
+        assert {run(rng, 0.3, 0.1, first=first) for _ in range(100)} == {(True, 2)}
+        assert {run(rng, 3.0, 0.1, first=first) for _ in range(100)} == {(False, 2)}
     assert max(run(rng, 1.0, 0.05)[1] for _ in range(1000)) <= PAIRS
 
 

@@ -42,10 +42,13 @@ COMPARING = "comparing"  # now and then: the plan in turns with the baseline
 FOUND = (SETTLED, WARMING)
 
 _TURNS = 6  # steps of plain DDP, and steps with all exchanges after backward()
-_FEW = 3  # of them, where plain DDP takes _LONG times as long as computing: what overlaps hardly matters then
+_FEW = 2  # of them, where plain DDP takes _LONG times as long as computing: what overlaps hardly matters then
 _LONG = 3
 _STEPS = 8  # timed steps of a plan that is not verified
 _WINDOW = 4  # timed steps of a window
+# Timed steps of the faster and of the slower one in the first two pairs, where one is expected to take _LONG
+# times as long as the other. Two such pairs decide if no steps overlap: by chance 1 time in 45^2.
+_UNEVEN = 8, 2
 _BETTER = 0.97  # share of the time of a plan that has won, below which another one is tried
 _CHECK_EVERY = 50  # steps between two checks of the step time
 _DRIFT = 1.25  # steps this many times as slow, twice in a row, mean that something has changed
@@ -540,7 +543,7 @@ class Controller:
                 f"{found['time_ps'] * 1e-9:.1f} ms a step against {to_beat * 1e-9:.1f} ms",
                 stage=True,
             )
-            e = yield from self._verify(model, found, best)
+            e = yield from self._verify(model, found, best, found["time_ps"] / to_beat)
             pairs = e["pairs"]
             won = bool(is_faster(pairs))
             tried, other = (int(1000 * median(median(p[i]) for p in pairs)) for i in (0, 1))
@@ -578,9 +581,10 @@ class Controller:
         return found
 
     def _verify(
-        self, model: measurement.Model, found: dict[str, Any], other: Regime
+        self, model: measurement.Model, found: dict[str, Any], other: Regime, expected: float
     ) -> Generator[Order, Iteration, Entry]:
-        """Alternates between a plan and the best one before it."""
+        """Alternates between a plan and the best one before it. expected: the time of the plan over the
+        other's."""
         e, regime, groups = self._next("pairs", plan_hash(found)), self._regime(found), len(found["ends"])
         width = 3 * groups + 1
 
@@ -590,22 +594,31 @@ class Controller:
                 e["rows"].append(measurement.took(model, found, it.observed))
 
         if not e["done"]:
-            yield from self._turns(regime, other, e["pairs"], note)
+            yield from self._turns(regime, other, e["pairs"], expected, note)
             rows = [row for row in e["rows"] if len(row) == width]
             e["took"] = self._agree([int(median(c)) for c in zip(*rows, strict=True)]) if rows else []
             e["rows"], e["done"] = [], True
         return {**e, "took": e["took"] if len(e["took"]) == width else []}
 
     def _turns(
-        self, tried: Regime, other: Regime, pairs: list[Pair], note: Callable[[Iteration], None] | None = None
+        self,
+        tried: Regime,
+        other: Regime,
+        pairs: list[Pair],
+        expected: float = 1.0,
+        note: Callable[[Iteration], None] | None = None,
     ) -> Script:
         """Adds pairs of windows of two regimes until they decide. A pair counts only if both of its windows
-        were measured one after the other: a pair that a checkpoint interrupted is measured again."""
+        were measured one after the other: a pair that a checkpoint interrupted is measured again. expected:
+        the time of a step of the first regime over one of the second; the same on all ranks."""
         while is_faster(pairs) is None:
+            size = dict.fromkeys((True, False), _WINDOW)
+            if len(pairs) < 2 and not 1 / _LONG < expected < _LONG:
+                size[expected < 1], size[expected > 1] = _UNEVEN
             windows = {}
             for which in ((True, False), (False, True))[len(pairs) % 2]:
                 times: list[int] = []
-                while len(times) < _WINDOW:
+                while len(times) < size[which]:
                     it = yield from self._explore(Order(tried if which else other, hold=True))
                     if it.clean:
                         times.append(it.interval)
@@ -613,7 +626,7 @@ class Controller:
                             note(it)
                 windows[which] = times
             both = self._agree(windows[True] + windows[False])
-            pairs.append([both[:_WINDOW], both[_WINDOW:]])
+            pairs.append([both[: size[True]], both[size[True] :]])
 
     def _mergecomp(self) -> Generator[Order, Iteration, tuple[Regime, str]]:
         """Runs MergeComp's Algorithm 2 as published: on measured iterations, at the start of training."""
