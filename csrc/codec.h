@@ -125,11 +125,12 @@ typedef struct sid_codec {
     /* In place: acc -> what s->rule left of it (s->draw: what was drawn for it). Element i of acc is element offset + i of
      * the group; a whole tile, or the last one. */
     void (*keep)(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len);
-    /* 1 if of these elements the rule sent, whole, exactly those with key(acc) >= *key: a memory can then do keep's work in
+    /* 1 if of these elements s->rule sent, whole, exactly those with key(acc) >= *key: a memory can then do keep's work in
      * its own loop. NULL: never. */
-    int (*sent_from)(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key);
+    int (*sent_from)(const sid_plan *p, const sid_state *s, uint64_t offset, uint32_t len, uint32_t *key);
     /* The same where the rule sent exactly those, each as its level. NULL: never. */
-    int (*sent_levels)(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key, sid_levels *levels);
+    int (*sent_levels)(const sid_plan *p, const sid_state *s, uint64_t offset, uint32_t len, uint32_t *key,
+                       sid_levels *levels);
     void (*none)(sid_rule *rule); /* the rule that sent nothing */
     /* What the first `bounds` words of state->codec hold; all of them 0 is sound, too. */
     const sid_bound *bound;

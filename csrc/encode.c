@@ -79,9 +79,9 @@ static const float *make_tile(sid_pass *w, place *from, float *const *vec, uint6
     int bad = 0, left = 0;
     /* a rule that is one threshold is applied in the memory's own pass */
     const int apply = vectors && feedback(p);
-    if (!(apply && p->codec->sent_from && p->codec->sent_from(&w->state->rule, offset, len, &sent))) {
+    if (!(apply && p->codec->sent_from && p->codec->sent_from(p, w->state, offset, len, &sent))) {
         left = apply && p->memory->tile_left && p->kept == SID_F32 && p->codec->sent_levels &&
-               p->codec->sent_levels(&w->state->rule, offset, len, &sent, &levels);
+               p->codec->sent_levels(p, w->state, offset, len, &sent, &levels);
         if (!left) {
             settle(p, w->state, vec, offset, len);
             sent = SID_KEY_NONE;

@@ -175,7 +175,9 @@ static void keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t off
     for (uint32_t i = 0; i < len; i++) acc[i] -= sent[i];
 }
 
-static int sent_from(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key) {
+static int sent_from(const sid_plan *p, const sid_state *s, uint64_t offset, uint32_t len, uint32_t *key) {
+    const sid_rule *rule = &s->rule;
+    (void)p;
     *key = rule->key;
     return rule->key == SID_KEY_NONE || (!rule->flags && rule->cut >= offset + len);
 }

@@ -139,8 +139,9 @@ void sparse_emit(sid_pass *w, sparse_pick pick, uint64_t take, uint32_t flags);
 uint64_t sparse_mean_bytes(const sid_plan *p);
 /* For a sid_codec: by the rule, which also says whether values were sent. */
 void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t offset, uint32_t len);
-int sparse_sent_from(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key);
-int sparse_sent_levels(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key, sid_levels *levels);
+int sparse_sent_from(const sid_plan *p, const sid_state *s, uint64_t offset, uint32_t len, uint32_t *key);
+int sparse_sent_levels(const sid_plan *p, const sid_state *s, uint64_t offset, uint32_t len, uint32_t *key,
+                       sid_levels *levels);
 void sparse_none(sid_rule *rule);
 
 /* ---- sparse_decode.c: for a sid_codec, too; `mean`: of payloads without values ------------------------------------ */

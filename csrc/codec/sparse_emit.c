@@ -144,12 +144,17 @@ static int on_one_side(const sid_rule *rule, uint64_t offset, uint32_t len, uint
     return before || offset >= rule->cut;
 }
 
-int sparse_sent_from(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key) {
+int sparse_sent_from(const sid_plan *p, const sid_state *s, uint64_t offset, uint32_t len, uint32_t *key) {
+    const sid_rule *rule = &s->rule;
+    (void)p;
     const int same = on_one_side(rule, offset, len, key);
     return rule->key == SID_KEY_NONE || (same && !rule->flags);
 }
 
-int sparse_sent_levels(const sid_rule *rule, uint64_t offset, uint32_t len, uint32_t *key, sid_levels *levels) {
+int sparse_sent_levels(const sid_plan *p, const sid_state *s, uint64_t offset, uint32_t len, uint32_t *key,
+                       sid_levels *levels) {
+    const sid_rule *rule = &s->rule;
+    (void)p;
     const uint32_t width = sid_level_bits(rule->flags);
     if (!width || !on_one_side(rule, offset, len, key)) return 0;
     *levels = sid_levels_from(rule->base, rule->step, width);
