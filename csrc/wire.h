@@ -29,7 +29,8 @@ enum {                       /* header flags */
     SID_FLAG_LOG4 = 32u,     /* 4-bit ones */
     SID_FLAG_PACKED = 64u,   /* sparse indices are packed */
     SID_FLAG_LOG2 = 128u,    /* sparse values are 2-bit levels */
-    SID_FLAG_LEVELS = 256u   /* elements are sent as levels that the body has */
+    SID_FLAG_LEVELS = 256u,  /* elements are sent as levels that the body has */
+    SID_FLAG_BLOCKS = 512u   /* sparse, by blocks of a fixed number of elements each (codec/blocks.h) */
 };
 
 typedef struct sid_header {

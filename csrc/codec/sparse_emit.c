@@ -37,8 +37,7 @@ static double sum_from(const sid_pass *w, const float *val, uint64_t n, uint32_t
     return sid_sums_total(sums, n);
 }
 
-/* key: of the smallest magnitude that may be sent. */
-static sid_levels levels_of(const sid_pass *w, const float *val, uint64_t sent, uint32_t key, uint32_t width) {
+sid_levels sparse_levels_of(const sid_pass *w, const float *val, uint64_t sent, uint32_t key, uint32_t width) {
     uint32_t most = 0;
     if (width == 2) {
         uint64_t count, many;
@@ -57,7 +56,7 @@ static void write_levels(const sid_pass *w, const float *val, uint64_t sent, uin
                          uint8_t *out) {
     const sid_plan *p = w->plan;
     const uint32_t width = sparse_width_of(sparse_values_of(p));
-    const sid_levels levels = levels_of(w, val, sent, key, width);
+    const sid_levels levels = sparse_levels_of(w, val, sent, key, width);
     rule->base = levels.base;
     rule->step = levels.step;
     memcpy(out, (uint32_t[2]){sent ? levels.base : 0, sent ? levels.step : 0}, 8);
@@ -111,7 +110,7 @@ void sparse_emit(sid_pass *w, sparse_pick pick, uint64_t take, uint32_t flags) {
     emit(w, pick.key, take == pick.ties && !dropped ? SPARSE_ALL : take, flags);
 }
 
-static void keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint32_t len, uint32_t key) {
+void sparse_keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint32_t len, uint32_t key) {
     if (rule->flags & SID_FLAG_MEAN) {
         const int drops = rule->inverse > 0;
         (drops ? p->simd->clear_from : p->simd->subtract_from)(acc, len, key, rule->scale);
@@ -133,8 +132,8 @@ void sparse_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t off
     const sid_rule *rule = &s->rule;
     const uint32_t before = rule->cut <= offset ? 0 : rule->cut - offset < len ? (uint32_t)(rule->cut - offset) : len;
     if (rule->key == SID_KEY_NONE) return;
-    if (before) keep_range(p, rule, acc, before, rule->key);
-    if (before < len) keep_range(p, rule, acc + before, len - before, rule->key + 1);
+    if (before) sparse_keep_range(p, rule, acc, before, rule->key);
+    if (before < len) sparse_keep_range(p, rule, acc + before, len - before, rule->key + 1);
 }
 
 /* 1 if all of these elements are on the same side of the cut. */

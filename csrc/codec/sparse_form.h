@@ -26,4 +26,9 @@ static inline uint64_t sparse_value_at(const sid_plan *p) {
 uint64_t sparse_keep_best(const sid_pass *w, uint32_t key, uint64_t ties, uint32_t *count, uint16_t *idx, float *val,
                           uint64_t room, uint64_t *cut);
 
+/* sparse_emit.c: the levels of what is sent, of which `key` is that of the smallest; and as sparse_keep of elements on one side of
+ * the cut, of which those with key(acc) >= key were sent. */
+sid_levels sparse_levels_of(const sid_pass *w, const float *val, uint64_t sent, uint32_t key, uint32_t width);
+void sparse_keep_range(const sid_plan *p, const sid_rule *rule, float *acc, uint32_t len, uint32_t key);
+
 #endif

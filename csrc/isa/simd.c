@@ -16,6 +16,7 @@
 #include "sums.inc.h"
 #include "indices.inc.h"
 #include "select.inc.h"
+#include "blocks.inc.h"
 #include "quantise.inc.h"
 #include "pack.inc.h"
 #include "micro.inc.h"
@@ -59,6 +60,8 @@
     .sum_log2 = sum_log2, \
     .filter = filter, \
     .band = band, \
+    .kth_key = kth_key, \
+    .fields = fields, \
     .pack_low = pack_low, \
     .pack_high = pack_high, \
     .quantise = quantise, \

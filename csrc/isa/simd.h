@@ -136,6 +136,11 @@ typedef struct sid_simd {
                        float *val_out, uint64_t room);
     uint64_t (*band)(const float *val, uint64_t n, uint32_t lo, uint32_t hi, uint32_t *out, uint64_t *above);
 
+    /* blocks.inc.h: kth_key: the rank-th largest key of n values, at most SID_MAX_TILE of them, rank or more of which have
+     * key >= low; *above: how many are larger. fields: n fields of 8 to 12 bits from the lowest bit of p[0] on, and up to 7 more; reads up to 7 bytes past the last one. */
+    uint32_t (*kth_key)(const float *val, uint32_t n, uint32_t rank, uint32_t low, uint32_t *above);
+    void (*fields)(const uint8_t *p, uint32_t bits, uint32_t n, uint16_t *out);
+
     /* indices.inc.h: packed indices
      * unpack: offsets in the tile of its entries, at most `most`, and none from the first on that is not below `end`;
      * returns how many. May write up to SID_UNPACK_SLACK past them. ascending: 1 if there are `count` entries from there to the

@@ -7,7 +7,7 @@ enum {
     UPTO = 4          /* and no more where a quarter of the group or more are candidates: acc is as good to read */
 };
 
-sid_body sid_body_of(const sid_plan *p, bool mean) {
+sid_body sid_body_of(const sid_plan *p, bool mean, const blocks_form &blocks) {
     static const struct {
         uint32_t form, width;
     } values[] = {{0, 0}, {SID_FLAG_HALF, 0}, {SID_FLAG_LOG8, 8}, {SID_FLAG_LOG4, 4}, {SID_FLAG_LOG2, 2}};
@@ -18,6 +18,10 @@ sid_body sid_body_of(const sid_plan *p, bool mean) {
     b.bytes = p->sizes.payload;
     b.form = mean ? (uint32_t)SID_FLAG_MEAN : v.form;
     b.width = mean ? 0 : v.width;
+    if (blocks.size) {
+        b.blocks = SID_FLAG_BLOCKS;
+        b.value_at = blocks.value_at;
+    }
     if (p->codec_param[SID_SPARSE_INDICES] == 0) return b;
     b.packed = SID_FLAG_PACKED;
     b.high_at = sid_packed_high_at(p->n, p->cap);
@@ -75,12 +79,19 @@ checking carve_checking(sid_carver *c, uint64_t *clear) {
 
 } // namespace
 
+uint64_t sid_sparse_decode_work() {
+    uint64_t clear;
+    sid_carver c = {nullptr, sizeof(sid_scratch)};
+    carve_checking(&c, &clear);
+    return c.at - sizeof(sid_scratch);
+}
+
 uint64_t sid_sparse_work(const sid_plan *p, const sid_sparse_needs &needs) {
     uint64_t clear;
-    sid_carver a = {nullptr, sizeof(sid_scratch)}, b = a;
-    sid_carve_list(p, &a, &clear, needs);
-    carve_checking(&b, &clear);
-    return (a.at > b.at ? a.at : b.at) - sizeof(sid_scratch);
+    sid_carver c = {nullptr, sizeof(sid_scratch)};
+    sid_carve_list(p, &c, &clear, needs);
+    const uint64_t encode = c.at - sizeof(sid_scratch), decode = sid_sparse_decode_work();
+    return encode > decode ? encode : decode;
 }
 
 namespace {
@@ -94,6 +105,7 @@ struct payloads {
     float scale;
     bool means; /* sid_has_means */
     sid_body b;
+    blocks_form f; /* size 0: not in blocks */
     __device__ const uint8_t *operator[](uint32_t r) const { return first + r * stride; }
 };
 
@@ -227,9 +239,62 @@ template <bool PACKED> __device__ inline void look(const checking &check, const 
     if (bad) atomicOr(&check.bad[r], 1u);
 }
 
+/* Field i of log2 B bits of a block's indices. */
+__device__ inline uint32_t place_of(const payloads &p, const uint8_t *payload, uint64_t block, uint32_t i) {
+    const uint8_t *at = payload + blocks_index_at(&p.f, block) + i * p.f.shift / 8;
+    const uint32_t three = at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16; /* values come after them */
+    return three >> i * p.f.shift % 8 & (p.f.size - 1);
+}
+
+/* blocks_check of one block. Of packed indices, whose tiles are sound: as many bits as it sends, and the zero that ends its runs. */
+__device__ inline bool broken_block(const payloads &p, const uint8_t *payload, uint64_t block) {
+    const uint64_t start = block << p.f.shift;
+    const uint32_t k = blocks_k(&p.f, block), size = p.n - start < p.f.size ? (uint32_t)(p.n - start) : p.f.size;
+    bool bad = false;
+    if (p.b.packed) {
+        const uint64_t from = (start >> p.b.low) + block * p.f.k, to = from + k + ((size - 1) >> p.b.low) + 1;
+        const uint32_t *words = (const uint32_t *)(const void *)(payload + p.b.high_at);
+        uint32_t held = 0;
+        for (uint64_t w = from / 32; 32 * w < to; w++) {
+            uint32_t bits = words[w];
+            if (32 * w < from) bits &= SID_FULL << from % 32;
+            if (to - 32 * w < 32) bits &= SID_FULL >> (32 - (uint32_t)(to - 32 * w));
+            held += (uint32_t)__popc(bits);
+        }
+        bad = held != k || words[(to - 1) / 32] >> (to - 1) % 32 & 1;
+    } else {
+        uint32_t last = place_of(p, payload, block, 0);
+        for (uint32_t i = 1; i < k; i++) {
+            const uint32_t next = place_of(p, payload, block, i);
+            bad |= next <= last;
+            last = next;
+        }
+        bad |= last >= size;
+    }
+    if (!p.b.width) return bad;
+    return bad ||
+           !blocks_levels_sound(*(const uint32_t *)(const void *)(payload + p.b.value_at + 4 * block), p.b.width);
+}
+
+/* As look, of the blocks of payloads: a thread each. sums: nothing else reads the payload. */
+__device__ inline void look_at_blocks(const checking &check, const payloads &p, uint32_t each, bool sums) {
+    __shared__ sid_part_sum part[SID_WARPS];
+    const uint32_t r = blockIdx.x / each, b = blockIdx.x % each;
+    if (sums) {
+        sid_part_sum own =
+            sid_sum_words(p[r], p.b.bytes, b, each, SID_HEADER_BYTES, p.b.bytes, [](uint64_t, uint32_t) {});
+        own = sid_block_sums(own, part);
+        if (threadIdx.x == 0) atomicAdd(&check.sum[r], own.sum);
+    }
+    bool bad = false;
+    for (uint64_t block = (uint64_t)b * SID_BLOCK + threadIdx.x; block < p.f.count; block += (uint64_t)each * SID_BLOCK)
+        bad |= broken_block(p, p[r], block);
+    if (bad) atomicOr(&check.bad[r], 1u);
+}
+
 /* Levels that no encoder writes: it has finite ones, none denormal. */
 __device__ inline bool wrong_levels(const payloads &p, const uint8_t *payload, uint64_t count) {
-    if (!p.b.width) return false;
+    if (!p.b.width || p.b.blocks) return false;
     const uint2 v = *(const uint2 *)(payload + p.b.value_at);
     if (!count) return v.x || v.y;
     return !v.y || v.y > sid_level_longest(p.b.width) || v.x < SID_LEVEL_LEAST || v.x >= SID_KEY_INF ||
@@ -237,13 +302,14 @@ __device__ inline bool wrong_levels(const payloads &p, const uint8_t *payload, u
 }
 
 /* Looks at all payloads; the last block tells what was found. */
-template <bool PACKED>
+template <bool PACKED, bool BLOCKS>
 __global__ void __launch_bounds__(SID_BLOCK)
     sid_check_kernel(sid_scratch *scratch, checking check, payloads p, uint32_t each, sid_expect expect,
                      sid_cuda_report *report, sid_state *state) {
     sid_follow();
     __shared__ uint32_t first, flagged;
-    look<PACKED>(check, p, each);
+    if constexpr (PACKED || !BLOCKS) look<PACKED>(check, p, each);
+    if constexpr (BLOCKS) look_at_blocks(check, p, each, !PACKED);
     if (!sid_comes_last(scratch, gridDim.x)) return;
     if (threadIdx.x == 0) {
         first = SID_SOUND;
@@ -253,10 +319,11 @@ __global__ void __launch_bounds__(SID_BLOCK)
     for (uint32_t r = threadIdx.x; r < p.count; r += SID_BLOCK) {
         const sid_header h = *(const sid_header *)p[r];
         int32_t status = sid_check_header(h, expect, r, sid_found(&check.sum[r]));
-        const uint32_t form = h.flags & ~(uint32_t)(SID_FLAG_NONFINITE | SID_FLAG_RAISED);
+        const uint32_t form = h.flags & ~(uint32_t)(SID_FLAG_NONFINITE | (p.b.blocks ? 0 : SID_FLAG_RAISED));
         const bool no_mean = sid_key(h.scale) >= SID_KEY_INF || (h.scale == 0) != (h.count == 0);
-        if (status == SID_OK && (sid_found(&check.bad[r]) || form != (p.b.form | p.b.packed) ||
-                                 (form & SID_FLAG_MEAN && no_mean) || wrong_levels(p, p[r], h.count)))
+        if (status == SID_OK &&
+            (sid_found(&check.bad[r]) || form != (p.b.form | p.b.packed | p.b.blocks) ||
+             (p.b.blocks && h.count != p.cap) || (form & SID_FLAG_MEAN && no_mean) || wrong_levels(p, p[r], h.count)))
             status = SID_E_CORRUPT;
         sid_blame(&first, r, status);
         if (h.flags & SID_FLAG_NONFINITE) atomicOr(&flagged, 1u);
@@ -289,13 +356,24 @@ __device__ inline uint32_t load_value(const payloads &p, const uint8_t *payload,
     const uint8_t *v = payload + p.b.value_at;
     if (p.b.form & SID_FLAG_MEAN) return sid_f32_bits(((const sid_header *)payload)->scale);
     if (p.b.form & SID_FLAG_HALF) return ((const uint16_t *)v)[i];
+    if (p.b.width && p.b.blocks) {
+        const uint32_t block = i / p.f.k;
+        return payload[blocks_code_at(&p.f, block) + (i - block * p.f.k) * p.b.width / 8];
+    }
     return p.b.width ? v[8 + (uint64_t)i * p.b.width / 8] : ((const uint32_t *)v)[i];
 }
 __device__ inline float value_of(const payloads &p, const uint8_t *payload, uint32_t i, uint32_t loaded) {
     if (p.b.form & SID_FLAG_HALF) return sid_from_f16((uint16_t)loaded);
     if (!p.b.width) return sid_bits_f32(loaded);
-    const uint2 v = *(const uint2 *)(payload + p.b.value_at);
-    const sid_levels l = sid_levels_from(v.x, v.y, p.b.width);
+    sid_levels l;
+    if (p.b.blocks) {
+        const uint32_t block = i / p.f.k;
+        l = blocks_levels_from(*(const uint32_t *)(payload + p.b.value_at + 4 * (uint64_t)block), p.b.width);
+        i -= block * p.f.k;
+    } else {
+        const uint2 v = *(const uint2 *)(payload + p.b.value_at);
+        l = sid_levels_from(v.x, v.y, p.b.width);
+    }
     const uint32_t code = loaded >> i * p.b.width % 8;
     return sid_bits_f32(sid_level_key(code & l.top, &l) | (code & (l.top + 1) ? 0x80000000u : 0u));
 }
@@ -488,6 +566,43 @@ struct packed_entries {
     }
 };
 
+/* Entries of whole blocks, which lie at fixed places: nothing is searched for. */
+struct block_entries {
+    const payloads &p;
+    float *out;
+    __device__ block_entries(const payloads &of, float *part) : p(of), out(part) {}
+    static uint32_t bytes(uint32_t) { return 0; }
+    __device__ void begin(uint32_t, uint64_t) const {}
+    __device__ void turn(uint64_t) const {}
+
+    __device__ void add(uint64_t part) const {
+        const uint64_t first = part * (PART >> p.f.shift), last = first + (PART >> p.f.shift);
+        const uint64_t entry = first * p.f.k, most = last * p.f.k, end = most < p.cap ? most : p.cap;
+        const uint32_t count = (uint32_t)(end - entry);
+        for (uint32_t r = 0; r < p.count; r += AHEAD) {
+            uint32_t place[AHEAD], value[AHEAD];
+            const auto fetch = [&](uint32_t a, uint32_t i) {
+                if (i >= count) return;
+                const uint32_t block = i / p.f.k;
+                place[a] = (block << p.f.shift) + place_of(p, p[r + a], first + block, i - block * p.f.k);
+                value[a] = load_value(p, p[r + a], (uint32_t)entry + i);
+            };
+#pragma unroll
+            for (uint32_t a = 0; a < AHEAD; a++) /* of several payloads at once, to wait for memory once */
+                if (r + a < p.count) fetch(a, threadIdx.x);
+#pragma unroll
+            for (uint32_t a = 0; a < AHEAD; a++) {
+                if (r + a >= p.count) break;
+                for (uint32_t i = threadIdx.x; i < count; i += PART_BLOCK) {
+                    if (i != threadIdx.x) fetch(a, i);
+                    out[place[a]] += value_of(p, p[r + a], (uint32_t)entry + i, value[a]);
+                }
+                __syncthreads();
+            }
+        }
+    }
+};
+
 /* Blocks of a multiprocessor that share its registers: all, or where shared memory holds fewer and code takes more, those. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 #define PART_RESIDENT 5
@@ -604,15 +719,18 @@ __global__ void __launch_bounds__(PART_BLOCK)
 
 } // namespace
 
-sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean) {
+sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean, const blocks_form &blocks) {
     const sid_plan *p = c.plan;
     uint64_t clear;
     const checking check = carve_checking(&c.work, &clear);
-    const payloads all = {c.payloads, c.stride, p->n, p->cap, c.count, c.scale, sid_has_means(c), sid_body_of(p, mean)};
+    const payloads all = {
+        c.payloads, c.stride, p->n, p->cap, c.count, c.scale, sid_has_means(c), sid_body_of(p, mean, blocks), blocks};
     const sid_vectors vectors = sid_vectors_of(p, c.state);
     const uint64_t tiles = sid_wire_tiles(p->n), share = 1 + 4ull * c.to.processors / c.count;
     const uint32_t each = (uint32_t)(tiles < 1 ? 1 : tiles < share ? tiles : share);
-    const auto check_all = all.b.packed ? sid_check_kernel<true> : sid_check_kernel<false>;
+    const auto check_all = all.b.blocks
+                               ? (all.b.packed ? sid_check_kernel<true, true> : sid_check_kernel<false, true>)
+                               : (all.b.packed ? sid_check_kernel<true, false> : sid_check_kernel<false, false>);
     sid_status s = sid_begin_decode(c, clear);
     if (!s && c.part != SID_WRITE)
         s = sid_launch(c.to, "check", check_all, (uint64_t)each * c.count, SID_BLOCK, 0, c.scratch, check, all, each,
@@ -626,6 +744,8 @@ sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean) {
         };
         if (all.b.packed)
             return decode(sid_decode_kernel<decltype(memory), packed_entries>, packed_entries::bytes(c.count));
+        if (all.b.blocks)
+            return decode(sid_decode_kernel<decltype(memory), block_entries>, block_entries::bytes(c.count));
         return decode(sid_decode_kernel<decltype(memory), plain_entries>, plain_entries::bytes(c.count));
     });
     if (s) return s;
@@ -637,6 +757,8 @@ sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean) {
         };
         if (all.b.packed)
             return means(sid_sparse_mean_kernel<decltype(memory), packed_entries>, packed_entries::bytes(c.count));
+        if (all.b.blocks)
+            return means(sid_sparse_mean_kernel<decltype(memory), block_entries>, block_entries::bytes(c.count));
         return means(sid_sparse_mean_kernel<decltype(memory), plain_entries>, plain_entries::bytes(c.count));
     });
 }

@@ -3,6 +3,7 @@
 #define SID_SPARSE_FORM_CUH
 
 #include "../core/codec.cuh"
+#include "codec/blocks.h"
 
 /* ---- work ------------------------------------------------------------------------------------------------------ */
 
@@ -46,9 +47,10 @@ struct sid_body {
     uint64_t index_at, value_at, bytes;
     uint64_t high_at; /* of packed indices: the upper bits, up to value_at */
     uint32_t form, packed;
-    uint32_t low;   /* of packed indices: so many bits lie apart from the upper ones */
-    uint32_t width; /* of levels: bits; else 0 */
-    bool drops;     /* sid_sparse_needs */
+    uint32_t low;    /* of packed indices: so many bits lie apart from the upper ones */
+    uint32_t width;  /* of levels: bits; else 0 */
+    uint32_t blocks; /* SID_FLAG_BLOCKS, or 0 */
+    bool drops;      /* sid_sparse_needs */
 };
 
 enum {
@@ -71,9 +73,11 @@ enum {
 };
 
 sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const sid_sparse_needs &needs);
-sid_body sid_body_of(const sid_plan *p, bool mean);
+/* blocks: of topk, where it has them. */
+sid_body sid_body_of(const sid_plan *p, bool mean, const blocks_form &blocks = {});
 uint64_t sid_sparse_work(const sid_plan *p, const sid_sparse_needs &needs);
-sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean);
+uint64_t sid_sparse_decode_work(); /* bytes beyond scratch */
+sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean, const blocks_form &blocks = {});
 
 /* ---- elements --------------------------------------------------------------------------------------------------- */
 

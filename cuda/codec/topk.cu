@@ -1,5 +1,6 @@
 /* csrc/codec/topk.c defines the result. Bytes per element: 12 + 8 d in the pass, and in the finish 13 d and the payload, which
  * has been zeroed, once more (sparse_slots.cuh). */
+#include "blocks.cuh"
 #include "codec/fits.h"
 #include "sparse.cuh"
 
@@ -47,9 +48,13 @@ struct topk {
 };
 
 constexpr sid_sparse_needs needs = {0, 0, 0, false, false};
-uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs); }
-sid_status encode(sid_cuda_encoding &c) { return sid_sparse_encode(c, topk{c.plan->k}, needs); }
-sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, false); }
+uint64_t work(const sid_plan *p) {
+    return blocks_form_of(p).size ? sid_sparse_decode_work() : sid_sparse_work(p, needs);
+}
+sid_status encode(sid_cuda_encoding &c) {
+    return blocks_form_of(c.plan).size ? sid_block_encode(c) : sid_sparse_encode(c, topk{c.plan->k}, needs);
+}
+sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, false, blocks_form_of(c.plan)); }
 
 } // namespace
 

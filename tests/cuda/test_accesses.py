@@ -36,6 +36,9 @@ def cases() -> list[tuple[str, str, dict[str, Any]]]:
             forms = [
                 {"norm": v} for p in parameters(codec["name"]) if p["name"] == "norm" for v in p["choices"]
             ]
+        if "values" in has and "block" in has:
+            forms = forms + [{**f, "block": b} for f, b in zip(FORMS, (4096, 256, 2048), strict=True)]
+            forms.append({"values": "log2", "block": 1024})
         if "density" in has:
             forms = [{"density": 0.05, **f} for f in forms]
         out += [(codec["name"], str(codec["memory"]), form) for form in forms]

@@ -60,7 +60,7 @@ VALUES = {
     "clip_norm": (0.0, 20.0),
     "magnitude": (1.0, 0.037),
     "eta_s": (1e-3,),
-    "block": (64, 256, 1024, 4096),
+    "block": (0, 64, 256, 1024, 4096),
     "bits": (2, 3, 4, 5, 7, 8),
     "bucket": (0, 128, 512, 2048),
     "clip": (2.5, 0.3),
@@ -79,14 +79,17 @@ VALUES = {
 }
 
 
-def variants_of(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def variants_of(
+    table: list[dict[str, Any]], accepts: Callable[[str, Any], bool] = lambda name, value: True
+) -> list[dict[str, Any]]:
     """Settings that take a codec or a memory through its cases: every choice, every class of numbers."""
     axes = []
     for p in table:
         if p["name"] == "memory_dtype":  # bfloat16 is refused: see test_memories_of_bfloat16_are_refused
             continue
         values = p["choices"] if p["kind"] == "choice" else VALUES.get(p["name"], ())
-        if values := [v for v in values if p["kind"] == "choice" or p["min"] <= v <= p["max"]]:
+        values = [v for v in values if p["kind"] == "choice" or p["min"] <= v <= p["max"]]
+        if values := [v for v in values if accepts(p["name"], v)]:
             axes.append([(p["name"], v) for v in values])
     return [dict(v) for v in covering(axes)]
 
@@ -107,7 +110,16 @@ def covering(axes: list[list[Any]]) -> list[tuple[Any, ...]]:
 
 def variants(codec: str) -> list[dict[str, Any]]:
     more = [{"density": d} for d in (0.4, 0.7)] if codec.startswith("randk") else []  # draws what it leaves
-    return variants_of(parameters(codec)) + more
+    return variants_of(parameters(codec), lambda name, value: allowed(codec, name, value)) + more
+
+
+def allowed(codec: str, name: str, value: Any) -> bool:
+    """A range may have numbers that the codec refuses."""
+    memory = next(m for m in MEMORIES if fits(codec, m))
+    try:
+        return bool(_core.Plan(codec, memory, 1, "float32", {name: value}).n)
+    except _core.ParameterError:
+        return False
 
 
 Case = tuple[str, dict[str, Any], str]
@@ -449,6 +461,7 @@ LARGE = [
     ("dgc", {}, 1 << 20, ("laplace", "ties")),
     ("topk", {"density": 0.03, "values": "log4", "indices": "packed"}, 1 << 20, ("laplace", "ties")),
     ("topk", {"density": 0.05, "values": "log2", "indices": "packed"}, 1 << 20, ("laplace", "ties", "huge")),
+    ("topk", {"density": 1 / 64, "values": "log2", "block": 4096}, 1 << 19, ("laplace", "ties", "huge")),
     ("gaussiank", {"density": 0.001}, 1 << 20, ("laplace", "wide", "equal")),
     ("sidco-e", {"Q": 1, "delta1": 0.6}, 1 << 20, ("wide", "wide", "wide", "laplace")),
     ("sidco-p", {"Q": 1, "delta1": 0.6}, 1 << 21, ("wide", "wide", "wide")),
@@ -459,7 +472,7 @@ LARGE = [
 @pytest.mark.parametrize(
     "codec, settings, n, kinds",
     LARGE,
-    ids=[" ".join(str(x) for x in (row[0], row[1].get("values", "")) if x) for row in LARGE],
+    ids=[" ".join(str(x) for x in (row[0], row[1].get("values"), row[1].get("block")) if x) for row in LARGE],
 )
 def test_encode_of_large_groups(codec: str, settings: dict[str, Any], n: int, kinds: Sequence[str]) -> None:
     run_steps(codec, settings, "residual", n + 77, "float32", "one", kinds)
@@ -474,19 +487,34 @@ STEADY = (
     ("equal", 0.01, "f32", "u16"),
     ("even", 0.9, "log4", "u16"),
 )
+BLOCKWISE = (
+    ("even", 1 / 64, "log2", "u16", 4096),
+    ("clusters", 0.01, "f32", "u16", 4096),
+    ("a half", 0.1, "log4", "packed", 2048),
+    ("steps", 0.01, "log8", "packed", 1024),
+    ("clusters", 0.05, "f16", "u16", 512),
+    ("equal", 0.03, "log2", "packed", 256),
+    ("even", 1.0, "f32", "packed", 4096),
+)
 
 
 SELECTING = [c for c in CODECS if {"density", "values", "indices"} <= {p["name"] for p in parameters(c)}]
 
 
-@pytest.mark.parametrize("codec", SELECTING)
-@pytest.mark.parametrize("i", range(len(STEADY)))
-def test_encode_of_steps_alike(codec: str, i: int) -> None:
+def steady() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for codec in SELECTING:
+        own = [{k: v for k, v in settings.items() if k != "block"} for settings in variants(codec)]
+        for i, (kind, density, values, indices) in enumerate(STEADY):
+            sparse = {"density": density, "values": values, "indices": indices}
+            yield codec, kind, own[i % len(own)] | sparse
+    for kind, density, values, indices, block in BLOCKWISE:
+        yield "topk", kind, {"density": density, "values": values, "indices": indices, "block": block}
+
+
+@pytest.mark.parametrize("codec, kind, settings", [*steady()], ids=str)
+def test_encode_of_steps_alike(codec: str, kind: str, settings: dict[str, Any]) -> None:
     """Codecs look for keys where the last step predicts them, unless they are not there or too many are."""
-    kind, density, values, indices = STEADY[i]
     n, rng = 40_001, np.random.default_rng(3)
-    own = variants(codec)
-    settings = own[i % len(own)] | {"density": density, "values": values, "indices": indices}
     for memory in ("residual", "none"):
         device, host = pair(codec, settings, memory, n, "float32")
         on_device, on_host = both(np.zeros(n, np.float32), lengths_of("some", n, rng))
@@ -792,8 +820,8 @@ def test_cancel_refuses_what_is_no_table() -> None:
 
 
 def listed_launches() -> dict[str, tuple[int, ...]]:
-    """The table of docs/cuda.md: of each codec the launches of an encode, the grid barriers in them, and the
-    launches of a decode."""
+    """The table of docs/cuda.md: of each row's codecs the launches of an encode, the grid barriers in them,
+    and the launches of a decode."""
     page = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
     rows = page.split("\n## Launches\n")[1].split("\n## ")[0].split("\n|---")[1].split("\n")[1:]
     out: dict[str, tuple[int, ...]] = {}
@@ -812,13 +840,18 @@ def counter(name: str) -> Callable[[], int]:
     return cast("Callable[[], int]", getattr(ctypes.CDLL(_core.__file__), name))
 
 
+COUNTED: dict[str, tuple[str, dict[str, Any]]] = {codec: (codec, {}) for codec in CODECS}
+COUNTED["topk with block"] = "topk", {"block": 4096}
+
+
 @pytest.mark.skipif(not EMULATED, reason="the emulation counts launches")
-@pytest.mark.parametrize("codec", CODECS)
-def test_launches(codec: str) -> None:
+@pytest.mark.parametrize("row", COUNTED)
+def test_launches(row: str) -> None:
     """In the fifth of steps alike, beside a residual where the codec takes one; decode of three payloads."""
+    codec, settings = COUNTED[row]
     n, rng = 40_001, np.random.default_rng(4)
     memory = "residual" if fits(codec, "residual") else "none"
-    device, _ = pair(codec, {}, memory, n, "float32")
+    device, _ = pair(codec, settings, memory, n, "float32")
     vector, _ = both(np.zeros(n, np.float32), [n])
     launches, barriers = counter("emulated_launches"), counter("emulated_grid_barriers")
     for step in range(5):
@@ -829,13 +862,13 @@ def test_launches(codec: str) -> None:
         got = launches() - before[0], barriers() - before[1]
     assert got[0]
     before = launches(), 0
-    payloads, _, _ = encoded_ranks(codec, {}, memory, n, "float32", 3)
+    payloads, _, _ = encoded_ranks(codec, settings, memory, n, "float32", 3)
     assert device.decoded(payloads, 1 / 3, vector, Step(step=1, group=2)) == (0, 0, 0)
-    assert (*got, launches() - before[0]) == listed_launches()[codec]
+    assert (*got, launches() - before[0]) == listed_launches()[row]
 
 
 def test_launches_are_listed() -> None:
-    assert sorted(listed_launches()) == sorted(CODECS)
+    assert sorted(listed_launches()) == sorted(COUNTED)
 
 
 # ---- decode ------------------------------------------------------------------------------------
@@ -1180,6 +1213,16 @@ def test_forged_packed_payloads() -> None:
         device.report.data.fill_(0)
         got = device.decoded([good, good, bad], 1.0, vector, at)
         assert got == (0, 2, _core.CorruptPayloadError.status), name
+        assert vector.block.get() == before, name
+
+
+def test_forged_blocks() -> None:
+    for name, _, plan, bad in forged.blocks():
+        device = DeviceRank(plan)
+        vector = DeviceVector(np.ones(plan.n, np.float32), [plan.n])
+        before = vector.block.get()
+        got = device.decoded([bad], 1.0, vector, forged.AT)
+        assert got == (0, 0, _core.CorruptPayloadError.status), name
         assert vector.block.get() == before, name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import reference as ref
@@ -149,3 +150,58 @@ def exponents() -> Iterator[tuple[str, _core.Plan, bytes, bool]]:
     yield "fewer sent, although there is room", plan, ref.with_header(good, False, count=n - 1), False
     yield "more sent than there are", plan, ref.with_header(good, False, count=n + 1), False
     yield "a scale", plan, ref.with_header(good, False, scale=1.0), False
+
+
+def blocks() -> Iterator[tuple[str, dict[str, Any], _core.Plan, bytes]]:
+    """Payloads of topk by blocks that no encoder writes, by what is wrong with them."""
+    n, size = 3 * 256 + 100, 256
+    x = np.random.default_rng(8).normal(0, 1, n).astype(np.float32)
+    for values in ("f32", "log4"):
+        settings: dict[str, Any] = {"density": 0.05, "values": values, "block": size}
+        plan = _core.Plan("topk", "residual", n, "float32", settings)
+        group = reference_group(plan, settings)
+        good, counts = group.encode(x, AT), group.codec.counts.tolist()
+        assert counts == [13, 13, 13, 5]
+        Rank(plan).decode([good], 1.0, Vector(np.zeros(n, np.float32)), AT)
+        flags, last = ref.header(good)["flags"], 64 + 3 * 13
+        order = bytearray(good)
+        order[64], order[65] = order[65], order[64]
+        yield (
+            f"{values}: an index before the one before it",
+            settings,
+            plan,
+            ref.with_header(bytes(order), False),
+        )
+        yield f"{values}: an index twice", settings, plan, changed(plan, good, 65, good[64])
+        yield f"{values}: an index past the last block", settings, plan, changed(plan, good, last + 4, 100)
+        yield f"{values}: an entry less", settings, plan, ref.with_header(good, False, count=43)
+        yield f"{values}: an entry more", settings, plan, ref.with_header(good, False, count=45)
+        yield (
+            f"{values}: not in blocks",
+            settings,
+            plan,
+            ref.with_header(good, False, flags=flags & ~ref.BLOCKS),
+        )
+        yield (
+            f"{values}: a raised threshold",
+            settings,
+            plan,
+            ref.with_header(good, False, flags=flags | ref.RAISED),
+        )
+        yield f"{values}: packed", settings, plan, ref.with_header(good, False, flags=flags | ref.PACKED)
+        if values == "log4":
+            at = 64 + -(-44 // 8) * 8 + 4 * 3  # the last block's levels
+            for base, units in ((0x00FF, 1), (0x7F80, 1), (0x7F7F, 0xFFFF), (0x3F80, 3 << 14), (0xFFFF, 0)):
+                bad = bytearray(good)
+                struct.pack_into("<HH", bad, at, base, units)
+                yield f"levels {base:x} {units:x}", settings, plan, ref.with_header(bytes(bad), False)
+    settings = {"density": 0.05, "values": "f16", "block": size, "indices": "packed"}
+    plan = _core.Plan("topk", "residual", n, "float32", settings)
+    group = reference_group(plan, settings)
+    good, cap = group.encode(x, AT), group.codec.cap
+    index = np.flatnonzero(group.codec.read(good))
+    gone, new = index[12], next(i for i in range(size, n) if i not in index)
+    other = np.sort(np.append(index[index != gone], new))
+    assert (np.diff(index) > 0).all() and len(index) == len(other) == cap
+    body = ref.sparse_body(n, cap, other, np.ones(cap, np.float32), "f16", "packed")
+    yield "packed: an entry of another block", settings, plan, ref.with_header(good[:64] + body, False)

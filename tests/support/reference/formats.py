@@ -32,7 +32,7 @@ DTYPE_CODE = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 MAGIC, VERSION, HEADER_BYTES, WIRE_TILE = 0x43444953, 2, 64, 65536
 
-NONFINITE, RAISED, HALF, MEAN, LOG8, LOG4, PACKED, LOG2, LEVELLED = 1, 2, 4, 8, 16, 32, 64, 128, 256
+NONFINITE, RAISED, HALF, MEAN, LOG8, LOG4, PACKED, LOG2, LEVELLED, BLOCKS = (2**i for i in range(10))
 
 HEADER = struct.Struct("<IHHIIQQQIIfIQ")
 
@@ -166,13 +166,18 @@ def level_codes(value: Array, least: float, values: str) -> tuple[int, int, Arra
     base = min(low, 0x7F7FFFFF - top * step)
     if low < LEAST or high - low >= top * longest:
         base, step = max(LEAST, high - top * longest), longest
-    origin = base
+    return base, step, nearest_levels(value, base, step, values)
+
+
+def nearest_levels(value: Array, base: int, step: int, values: str) -> Array:
+    """The codes of the levels nearest to each value."""
+    top, origin = 2 ** (LEVELS[values][0] - 1) - 1, base
     if values == "log2":  # the border lies in the middle of both magnitudes
         both = from_levels(base, step, np.arange(2), values)
         origin = int(keys(np.float32(0.5) * both[:1] + np.float32(0.5) * both[1:])[0]) - step // 2
     steps = (keys(value) - origin).astype(np.float32) * (np.float32(1) / np.float32(step)) + np.float32(0.5)
     code = np.clip(np.trunc(steps), 0, top).astype(np.int64)
-    return base, step, (code + (top + 1) * np.signbit(value)).astype(np.uint8)
+    return (code + (top + 1) * np.signbit(value)).astype(np.uint8)
 
 
 def two_means(magnitude: Array, least: float) -> tuple[float, float]:
@@ -298,6 +303,98 @@ def read_sparse_body(
         return index, from_levels(base, step, from_fields(body[value_at + 8 :], count, bits), values)
     value = np.frombuffer(body, "<f2" if values == "f16" else "<f4", count, value_at).astype(np.float32)
     return index, value
+
+
+UNITS = {"log8": 16, "log4": 256, "log2": 1024}  # of a block's step
+
+
+def block_levels(value: Array, values: str) -> tuple[int, int]:
+    """Base and step of a block's levels, as 16 bits each tell them."""
+    base, step, _ = level_codes(value, float(np.abs(value).min()), values)
+    bits, _ = LEVELS[values]
+    units = max(1, step // UNITS[values])
+    last = 0x7F7FFFFF - (2 ** (bits - 1) - 1) * units * UNITS[values]
+    return min(base, last) >> 16 << 16, units * UNITS[values]
+
+
+def in_bytes(each: list[Array], bits: int) -> bytes:
+    """Fields of every block, which begin at a byte."""
+    out = b""
+    for numbers in each:
+        out += fields(numbers, bits)[: -(-len(numbers) * bits // 8)]
+    return _pad(out, 8)
+
+
+def block_sizes(n: int, counts: Array, size: int, values: str, indices: str) -> tuple[list[int], int]:
+    """Bytes of the parts up to the values, and of the values."""
+    cap, bits = int(counts.sum()), size.bit_length() - 1
+    if indices == "packed":
+        parts = index_sizes(n, cap, indices)
+    else:
+        parts = [-(-sum(-(-int(k) * bits // 8) for k in counts) // 8) * 8]
+    if values not in LEVELS:
+        return parts, value_size(cap, values)
+    code = sum(-(-int(k) * LEVELS[values][0] // 8) for k in counts)
+    return parts, -(-4 * len(counts) // 8) * 8 + code
+
+
+def block_body(
+    n: int, counts: Array, size: int, index: Array, value: Array, values: str, indices: str
+) -> bytes:
+    """The body of blocks of `size` elements, of which each sends so many as `counts` says."""
+    ends = np.cumsum(counts)[:-1]
+    if indices == "packed":
+        whole = sparse_body(n, len(index), index, value, "mean", indices)
+        data = whole[: sum(index_sizes(n, len(index), indices))]
+    else:
+        data = in_bytes(np.split(index % size, ends) if len(counts) else [], size.bit_length() - 1)
+    if values not in LEVELS:
+        data += (from_f32_saturating(value, "float16") if values == "f16" else value).tobytes()
+        return _pad(data, 64)
+    codes, words = [], b""
+    for part in np.split(value, ends) if len(counts) else []:
+        base, step = block_levels(part, values)
+        words += struct.pack("<HH", base >> 16, step // UNITS[values] - 1)
+        codes.append(nearest_levels(part, base, step, values))
+    return _pad(data + _pad(words, 8) + in_bytes(codes, LEVELS[values][0]), 64)
+
+
+def read_block_body(
+    body: bytes, n: int, counts: Array, size: int, count: int, values: str, indices: str
+) -> tuple[Array, Array]:
+    """As read_sparse_body."""
+    parts, value_bytes = block_sizes(n, counts, size, values, indices)
+    value_at, cap, bits = sum(parts), int(counts.sum()), size.bit_length() - 1
+    if len(body) != -(-(value_at + value_bytes) // 64) * 64:
+        raise ValueError("length")
+    if count != cap:
+        raise ValueError("count")
+    block = np.repeat(np.arange(len(counts)), counts)
+    if indices == "packed":
+        whole = _pad(body[:value_at], 64)
+        index, _ = read_sparse_body(whole, n, cap, count, "mean", indices)
+    else:
+        each, at = [np.zeros(0, np.int64)], 0
+        for k in counts.tolist():
+            each.append(from_fields(body[at:], k, bits))
+            at += -(-k * bits // 8)
+        index = np.concatenate(each) + block * size
+    if (np.diff(index) <= 0).any() or (index >= n).any() or (index // size != block).any():
+        raise ValueError("indices")
+    if values not in LEVELS:
+        return index, np.frombuffer(body, "<f2" if values == "f16" else "<f4", count, value_at).astype(
+            np.float32
+        )
+    (width, longest), decoded = LEVELS[values], [np.zeros(0, np.float32)]
+    at = value_at + -(-4 * len(counts) // 8) * 8
+    for b, k in enumerate(counts.tolist()):
+        high, units = struct.unpack_from("<HH", body, value_at + 4 * b)
+        base, step = high << 16, (units + 1) * UNITS[values]
+        if not LEAST <= base <= base + (2 ** (width - 1) - 1) * step < 0x7F800000 or step > longest:
+            raise ValueError("levels")
+        decoded.append(from_levels(base, step, from_fields(body[at:], k, width), values))
+        at += -(-k * width // 8)
+    return index, np.concatenate(decoded)
 
 
 _32 = (1 << 32) - 1

@@ -14,6 +14,12 @@ def target_count(n: int, density: float) -> int:
     return min(n, max(1, math.floor(density * n + 0.5)))
 
 
+def block_counts(n: int, size: int, density: float) -> Array:
+    """How many elements each block sends."""
+    lengths = [min(size, n - at) for at in range(0, n, size)]
+    return np.array([target_count(length, density) for length in lengths], np.int64)
+
+
 def largest(acc: Array, k: int) -> Array:
     """Ascending indices of the k largest magnitudes; among equals the lowest index wins."""
     order = np.argsort(-np.abs(acc.astype(np.float64)), kind="stable")

@@ -10,6 +10,7 @@ import numpy as np
 
 from reference.codec import Codec, Sent, Step
 from reference.formats import (
+    BLOCKS,
     FORMS,
     HEADER_BYTES,
     LEVELS,
@@ -17,15 +18,20 @@ from reference.formats import (
     PACKED,
     RAISED,
     Array,
+    block_body,
+    block_levels,
     from_f32_saturating,
     from_levels,
     header,
     level_codes,
+    nearest_levels,
+    read_block_body,
     read_sparse_body,
     sparse_body,
     to_f32,
 )
 from reference.selection import (
+    block_counts,
     exponential_quantile,
     gamma_quantile,
     largest,
@@ -99,12 +105,58 @@ class Sparse(Codec):
 
 @dataclass
 class TopK(Sparse):
-    """Exactly k elements: the largest magnitudes, ties by the lowest index."""
+    """Exactly k elements: the largest magnitudes, ties by the lowest index. `block`: of every block."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.block = int(self.settings["block"])
+        if self.block:
+            self.counts = block_counts(self.n, self.block, float(self.settings["density"]))
+            self.k = self.cap = int(self.counts.sum())
+
+    @property
+    def form(self) -> int:
+        return super().form | (BLOCKS if self.block else 0)
 
     def encode(self, acc: Array, gradient: Array, at: Step) -> Sent:
+        if self.block:
+            return self.encode_blocks(acc)
         index = largest(acc, self.k)
         threshold = float(np.abs(acc[index]).min()) if self.k else 0.0
         return self.send(acc, index, threshold, 0, self.k)
+
+    def encode_blocks(self, acc: Array) -> Sent:
+        decoded, where = np.zeros(self.n, np.float32), [np.zeros(0, np.int64)]
+        for b, k in enumerate(self.counts):
+            start = b * self.block
+            index = start + largest(acc[start : start + self.block], k)
+            value = acc[index]
+            if self.values in LEVELS:
+                base, step = block_levels(value, self.values)
+                codes = nearest_levels(value, base, step, self.values)
+                decoded[index] = from_levels(base, step, codes, self.values)
+            elif self.values == "f16":
+                decoded[index] = to_f32(from_f32_saturating(value, "float16"), "float16")
+            else:
+                decoded[index] = value
+            where.append(index)
+        index = np.concatenate(where)
+        body = block_body(self.n, self.counts, self.block, index, acc[index], self.values, self.indices)
+        threshold = float(np.abs(acc[index]).min()) if self.k else 0.0
+        return Sent(body, self.k, threshold, self.form, decoded, self.k, 0)
+
+    def read(self, payload: bytes) -> Array:
+        if not self.block:
+            return super().read(payload)
+        h = header(payload)
+        if h["flags"] & ~NONFINITE != self.form:
+            raise ValueError("flags")
+        index, value = read_block_body(
+            payload[HEADER_BYTES:], self.n, self.counts, self.block, h["count"], self.values, self.indices
+        )
+        out = np.zeros(self.n, np.float32)
+        out[index] = value
+        return out
 
 
 @dataclass
