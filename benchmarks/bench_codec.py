@@ -94,10 +94,13 @@ def home(codec: str) -> str:
 
 
 def settings_of(info: dict[str, Any], densities: list[float]) -> list[dict[str, Any]]:
-    """The rows of a codec: at each density, and as State() has it by default."""
+    """The rows of a codec: at each density, of the group and of blocks; and as State() has it."""
     if not any(p["name"] == "density" for p in info["parameters"]):
         return [{}]
     rows: list[dict[str, Any]] = [{"density": d} for d in densities]
+    for p in info["parameters"]:
+        if p["name"] == "block":  # so that a block sends one element or more
+            rows += [{"density": d, "block": p["max"]} for d in densities if d * p["max"] >= 1]
     return [*rows, FORTIETH[1]] if info["name"] == FORTIETH[0] else rows
 
 
