@@ -3,22 +3,26 @@
 #include "packed.h"
 #include "sparse_form.h"
 
+enum {
+    SLACK = SID_UNPACK_SLACK
+};
 /* In scratch; then the indices of what is sent, where they are to be packed. */
 typedef struct blocks_work {
     uint64_t sent;
-    uint32_t least; /* the smallest key sent */
+    uint32_t least;     /* the smallest key sent */
+    uint32_t low, held; /* of the block that the pass is in: captured are `held` keys from `low` on, */
+    uint32_t few;       /* so many of them in the last tile */
+    SID_LINE float val[BLOCKS_MOST + SLACK];
+    SID_LINE uint16_t idx[BLOCKS_MOST + SLACK]; /* in the block */
 } blocks_work;
-enum {
-    INDICES_AT = 64,
-    SLACK = SID_UNPACK_SLACK
-};
-_Static_assert(sizeof(blocks_work) <= INDICES_AT, "indices overlap with what comes before them");
 _Static_assert(sizeof(blocks_form) <= sizeof((sid_plan *)0)->derived, "SID_DERIVED_WORDS is too small");
 _Static_assert(sizeof(blocks_rule) == BLOCKS_WORDS * sizeof(float), "as the plan asks for");
 _Static_assert((int)SID_DECODE_TILE % (int)BLOCKS_MOST == 0, "decode sees whole blocks");
 
-static uint16_t *indices_of(const sid_pass *w) { return (uint16_t *)(void *)((uint8_t *)w->scratch + INDICES_AT); }
+static uint16_t *indices_of(const sid_pass *w) { return (uint16_t *)(void *)((blocks_work *)w->scratch + 1); }
 static blocks_rule *rules_of(const sid_plan *p, const sid_state *s) { return (blocks_rule *)(void *)sid_extra(p, s); }
+
+static int stored(const sid_plan *p) { return p->memory->vectors && p->kept == SID_F32; }
 
 sid_status blocks_plan(sid_plan *p, double size, uint64_t *scratch, sid_error *err) {
     const double density = p->codec_param[SPARSE_DENSITY];
@@ -41,26 +45,32 @@ sid_status blocks_plan(sid_plan *p, double size, uint64_t *scratch, sid_error *e
                                  : f.value_at + sid_sparse_value_bytes(p->cap, sparse_values_of(p));
     memcpy(p->derived, &f, sizeof f);
     p->ruling = (sid_ruling){.form = SID_RULES_BY_KEY};
-    if (f.size > p->tile) p->tile = f.size;
+    /* Tiles of the plain length, whose arithmetic and loads overlap. But where a block captured too little, it is read again, and only a
+     * vector of floats in the state has it by then. */
+    if (f.size > p->tile && !stored(p)) p->tile = f.size;
     p->extra = f.count * BLOCKS_WORDS;
     p->sizes.payload = sid_round_up(end, 64);
-    *scratch = INDICES_AT + (f.packed ? 2 * p->cap + SLACK : 0);
+    *scratch = sizeof(blocks_work) + (f.packed ? 2 * p->cap + SLACK : 0);
     return SID_OK;
 }
 
 /* ---- encode -------------------------------------------------------------------------------------------------- */
 
-void blocks_begin(sid_pass *w) { *(blocks_work *)w->scratch = (blocks_work){0, SID_KEY_NONE}; }
+void blocks_begin(sid_pass *w) {
+    blocks_work *own = w->scratch;
+    own->sent = 0;
+    own->least = SID_KEY_NONE;
+    own->few = SID_TILE;
+}
 
-/* The block's elements with key >= low. Their number in one block is nearly that in the next. */
-static uint32_t capture(const sid_simd *v, const float *acc, uint32_t len, uint32_t low, uint32_t expected,
-                        uint16_t *idx, float *val) {
-    uint32_t c = 0;
+/* Of elements from `inside` on in their block. */
+static void capture(const sid_simd *v, blocks_work *own, const float *acc, uint32_t inside, uint32_t len) {
     for (uint32_t i = 0; i < len; i += SID_TILE) {
         const uint32_t some = len - i < SID_TILE ? len - i : SID_TILE;
-        c += v->capture(acc + i, some, low, (uint16_t)i, idx + c, val + c, expected);
+        own->few = v->capture(acc + i, some, own->low, (uint16_t)(inside + i), own->idx + own->held,
+                              own->val + own->held, own->few);
+        own->held += own->few;
     }
-    return c;
 }
 
 /* The k-th largest key of candidates from `low` on. Of many, first those near the last step's key are set apart. */
@@ -86,30 +96,31 @@ static uint32_t kth_of(const sid_simd *v, const float *val, uint32_t count, uint
 }
 
 /* The k largest, of equal ones the first; the rule is settled. */
-static void select_block(const sid_simd *v, const float *acc, uint32_t len, uint32_t k, blocks_rule *r, uint16_t *idx,
-                         float *val) {
-    uint32_t last, spread, c, above;
+static void select_block(const sid_simd *v, blocks_work *own, const float *acc, uint32_t len, uint32_t k,
+                         blocks_rule *r) {
+    uint32_t last, spread, above;
     blocks_predict(r, &last, &spread);
-    uint32_t low = sid_from_last(last, spread, 0), expected = (uint32_t)(1.3 * k * SID_TILE / len), step = spread;
-    while ((c = capture(v, acc, len, low, expected, idx, val)) < k) { /* of all there are `len` */
+    for (uint32_t step = spread; own->held < k;) { /* the prediction was wrong; of all there are `len` */
         step += step < SID_KEY_INF ? step : 0;
-        low = low > step ? low - step : 0;
-        expected = low ? 2 * expected : SID_TILE;
+        own->low = own->low > step ? own->low - step : 0;
+        own->held = 0;
+        capture(v, own, acc, 0, len);
     }
-    const uint32_t key = kth_of(v, val, c, k, low, spread ? last + spread : 0, &above);
+    const uint32_t key = kth_of(v, own->val, own->held, k, own->low, spread ? last + spread : 0, &above);
     uint32_t take = k - above, end = 0; /* ties; end: candidates before the last of them that is sent */
     *r = (blocks_rule){.key = key, .cut = len, .spread = sid_spread(spread, last, key)};
-    c = (uint32_t)v->filter(idx, val, c, key, idx, val, c);
+    const uint32_t c = (uint32_t)v->filter(own->idx, own->val, own->held, key, own->idx, own->val, own->held);
     if (c == k) return;
-    while (take) take -= sid_key(val[end++]) == key;
-    r->cut = (uint32_t)idx[end - 1] + 1;
-    v->filter(idx + end, val + end, c - end, key + 1, idx + end, val + end, c - end);
+    while (take) take -= sid_key(own->val[end++]) == key;
+    r->cut = (uint32_t)own->idx[end - 1] + 1;
+    v->filter(own->idx + end, own->val + end, c - end, key + 1, own->idx + end, own->val + end, c - end);
 }
 
-static void write_block(sid_pass *w, const blocks_form *f, uint64_t b, uint32_t k, blocks_rule *r, uint16_t *idx,
-                        float *val) {
+static void write_block(sid_pass *w, const blocks_form *f, uint64_t b, uint32_t k, blocks_rule *r) {
     const sid_plan *p = w->plan;
     blocks_work *own = w->scratch;
+    const uint16_t *const idx = own->idx;
+    float *const val = own->val;
     const uint64_t first = b * f->k;
     if (f->packed) {
         const uint16_t at = (uint16_t)(b * f->size % SID_WIRE_TILE);
@@ -144,14 +155,24 @@ static void write_block(sid_pass *w, const blocks_form *f, uint64_t b, uint32_t 
 void blocks_tile(sid_pass *w, const float *acc, uint64_t offset, uint32_t len) {
     const sid_plan *p = w->plan;
     const blocks_form f = blocks_form_of(p);
-    SID_LINE float val[BLOCKS_MOST + SLACK];
-    SID_LINE uint16_t idx[BLOCKS_MOST + SLACK];
-    for (uint32_t i = 0; i < len; i += f.size) {
-        const uint64_t b = (offset + i) / f.size;
-        const uint32_t k = blocks_k(&f, b);
+    blocks_work *own = w->scratch;
+    for (uint32_t i = 0, some; i < len; i += some) {
+        const uint64_t b = (offset + i) / f.size, start = b * f.size;
+        const uint32_t inside = (uint32_t)(offset + i - start), k = blocks_k(&f, b);
+        const uint32_t size = p->n - start < f.size ? (uint32_t)(p->n - start) : f.size;
         blocks_rule *r = rules_of(p, w->state) + b;
-        select_block(p->simd, acc + i, len - i < f.size ? len - i : f.size, k, r, idx, val);
-        write_block(w, &f, b, k, r, idx, val);
+        some = size - inside < len - i ? size - inside : len - i;
+        if (!inside) {
+            uint32_t last, spread;
+            blocks_predict(r, &last, &spread);
+            own->low = sid_from_last(last, spread, 0);
+            own->held = 0;
+        }
+        capture(p->simd, own, acc + i, inside, some);
+        if (inside + some < size) continue;
+        const float *whole = inside ? (const float *)sid_vector(p, w->state, 0) + start : acc + i;
+        select_block(p->simd, own, whole, size, k, r);
+        write_block(w, &f, b, k, r);
     }
 }
 
@@ -188,11 +209,16 @@ sid_outcome blocks_finish(sid_pass *w) {
 
 /* ---- what is kept -------------------------------------------------------------------------------------------- */
 
-/* As sparse_keep of one block. */
-static void keep_block(const sid_plan *p, const blocks_form *f, const sid_rule *rule, const blocks_rule *r, float *acc,
-                       uint32_t len) {
+/* Elements of a block, the first of which is number `inside` of it, that come before the cut. */
+static uint32_t before_cut(const blocks_rule *r, uint32_t inside, uint32_t len) {
+    return r->cut <= inside ? 0 : r->cut - inside < len ? r->cut - inside : len;
+}
+
+/* As sparse_keep, of a part of one block. */
+static void keep_part(const sid_plan *p, const blocks_form *f, const sid_rule *rule, const blocks_rule *r, float *acc,
+                      uint32_t inside, uint32_t len) {
     sid_rule own = {.flags = rule->flags};
-    const uint32_t key = r->key < SID_KEY_INF ? r->key : SID_KEY_INF, before = r->cut < len ? r->cut : len;
+    const uint32_t key = r->key < SID_KEY_INF ? r->key : SID_KEY_INF, before = before_cut(r, inside, len);
     if (f->width) {
         if (!blocks_levels_sound(r->levels, f->width)) return; /* of a damaged checkpoint */
         own.base = blocks_levels_base(r->levels);
@@ -208,19 +234,24 @@ void blocks_keep(const sid_plan *p, const sid_state *s, float *acc, uint64_t off
         sparse_keep(p, s, acc, offset, len);
         return;
     }
-    for (uint32_t i = 0; i < len; i += f.size)
-        keep_block(p, &f, &s->rule, rules_of(p, s) + (offset + i) / f.size, acc + i,
-                   len - i < f.size ? len - i : f.size);
+    for (uint32_t i = 0, some; i < len; i += some) {
+        const uint64_t b = (offset + i) / f.size;
+        const uint32_t inside = (uint32_t)(offset + i - b * f.size);
+        some = f.size - inside < len - i ? f.size - inside : len - i;
+        keep_part(p, &f, &s->rule, rules_of(p, s) + b, acc + i, inside, some);
+    }
 }
 
-/* The rule of all of these elements, if they are of one block whose ties were all sent. */
+/* The rule of all of these elements, if they are of one block and on one side of its cut. */
 static const blocks_rule *one_rule(const sid_plan *p, const sid_state *s, uint64_t offset, uint32_t len,
                                    uint32_t *key) {
     const blocks_form f = blocks_form_of(p);
     const blocks_rule *r = rules_of(p, s) + offset / f.size;
-    if (len > f.size || r->cut < len || r->key > SID_KEY_INF) return NULL;
-    *key = r->key;
-    return r;
+    const uint32_t inside = (uint32_t)(offset % f.size);
+    if (inside + len > f.size || r->key > SID_KEY_INF) return NULL;
+    const uint32_t before = before_cut(r, inside, len);
+    *key = r->key + !before;
+    return before == 0 || before == len ? r : NULL;
 }
 
 int blocks_sent_from(const sid_plan *p, const sid_state *s, uint64_t offset, uint32_t len, uint32_t *key) {
