@@ -147,3 +147,27 @@ def test_a_compressor_sends_a_194th() -> None:
     payload = compressor.encode(x)
     assert 4 * len(x) / len(payload) > 192  # SparseLoCo's 14 bits are a 146th
     assert np.count_nonzero(compressor.decode(payload)) == 244 * 64 + share(1 / 64, 1_000_000 % 4096)
+
+
+def test_a_density_that_changes() -> None:
+    """The state goes on from one density to the next, and each step sends the largest of what it holds."""
+    n, block = 3 * 1024 + 100, 1024
+    density = sidcomp.Schedule({0: 0.25, 2: 0.01, 4: 0.1})
+    settings = sidcomp.State("topk", memory="residual", density=density, block=block).settings
+    kept, rng, rank = np.zeros(n, np.float32), np.random.default_rng(4), None
+    for step in range(6):
+        plan = settings.plan(n, "float32", 0, step=step)
+        before, rank = rank, Rank(plan)
+        if before is not None:
+            rank.state = before.state
+        x = elements("laplace", n, "float32", rng)
+        out = Vector(np.zeros(n, np.float32))
+        rank.decode([rank.encode(Vector(x), Step(step=step))], 1.0, out, Step(step=step))
+        acc, sent = kept + x, out.read()
+        want = np.zeros_like(acc)
+        for at in range(0, n, block):
+            part = acc[at : at + block]
+            index = np.argsort(-np.abs(part), kind="stable")[: share(density.at(step), len(part))]
+            want[at + index] = part[index]
+        kept = acc - want
+        assert (sent == want).all() and (rank.residual()[0] == kept).all()

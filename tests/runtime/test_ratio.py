@@ -27,6 +27,19 @@ def test_a_payload_has_the_bytes(codec: str, ratio: float) -> None:
     assert ratio * 0.93 <= 4 * c.n / c.payload_bytes <= most * ratio  # header and counts
 
 
+@pytest.mark.parametrize(("block", "ratio"), [(4096, 8), (4096, 146), (1024, 40), (256, 8)])
+@pytest.mark.parametrize("indices", ["u16", "packed"])
+def test_blocks_send_whole_elements(block: int, ratio: float, indices: str) -> None:
+    """The payload has the bytes that were asked for, and one more element of each block would be too many."""
+    c = sidcomp.Compressor("topk", 4096 * 1000, ratio=ratio, block=block, values="log2", indices=indices)
+    most = 4 * c.n / ratio
+    density = c.parameters["density"]
+    more = sidcomp.Compressor(
+        "topk", c.n, density=density + 1 / block, block=block, values="log2", indices=indices
+    )
+    assert c.payload_bytes <= most * 1.001 < more.payload_bytes * 1.02
+
+
 def test_with_other_parameters() -> None:
     def of(**given: Any) -> dict[str, Any]:
         return dict(sidcomp.State(**given).settings.candidates[0].parameters)
