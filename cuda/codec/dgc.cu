@@ -15,6 +15,7 @@ struct dgc {
         PASS_BLOCKS = SID_PASS_BLOCKS,
         RANGES = 0
     };
+    typedef sid_crew crew;
     typedef sid_probing task;
     typedef sid_probe_unit unit;
     struct own {

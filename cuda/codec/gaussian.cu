@@ -27,6 +27,7 @@ struct gaussian {
         PASS_BLOCKS = 3, /* for its three sums */
         RANGES = 1
     };
+    typedef sid_crew crew;
     struct task : sid_probing {
         uint32_t fitted, exactly;
     };

@@ -13,6 +13,7 @@ struct redsync {
         PASS_BLOCKS = 3,
         RANGES = 1
     };
+    typedef sid_crew crew;
     struct task : sid_probing {
         uint32_t settled, key; /* key: of the threshold, once settled */
     };

@@ -29,6 +29,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
         RANGES = 0,
         PASSING = SQUARES ? 0 : 2 /* probes that see rows as they pass */
     };
+    typedef sid_crew crew;
     struct task : sid_pass_task {
         sidco_start o;  /* probes, and how many stages; the codec changes them as it goes */
         uint32_t first; /* all elements are summed up, for the first stage */

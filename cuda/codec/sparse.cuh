@@ -26,6 +26,7 @@
 
 /* What a sparse codec is here, its file in csrc/codec/ over again:
  *     enum { PASS_BLOCKS }        on a multiprocessor: its registers
+ *     typedef crew                sid_crew, or what stands on it; its `keeping` says what a step left of an element
  *     enum { RANGES }             1: the first pass counts candidates in ranges of keys, for crew.select_predicted
  *     struct task : sid_pass_task; struct own
  *     begin(task &, words, steps)   of the first pass, from the state's words, by one thread
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
     SID_DYNAMIC_SHARED(uint4, memory);
     sid_finish_shared<Codec> &s = *(sid_finish_shared<Codec> *)(void *)memory;
     if (!f.scratch->ready) return;
-    sid_crew crew(f, s.crew);
+    typename Codec::crew crew(f, s.crew);
     if (threadIdx.x < 16) s.crew.codec[threadIdx.x] = f.state->codec[threadIdx.x];
     crew.lead([&] {
         s.crew.stages = 0;

@@ -110,6 +110,20 @@ struct sid_counting {
         if (mine) atomicAdd(&counted[threadIdx.x], mine);
     }
 };
+
+/* What the rule of the last step left of an element of acc. A crew has such a type, for its codec. */
+struct sid_body_keeping {
+    sid_levels levels;                                                                    /* of the last step */
+    template <class Codec> __device__ void begin(const Codec &, const sid_state &state) { /* by one thread */
+        const sid_rule &rule = state.rule;
+        const uint32_t bits = sid_level_bits(rule.flags);
+        if (bits) levels = sid_levels_from(rule.base, rule.step, bits);
+    }
+    __device__ float keep(const sid_rule &rule, float acc, uint64_t i) const {
+        return sid_sparse_keep(rule, levels, acc, i);
+    }
+};
+
 /* What the pass (core/pass.cuh) takes for its codec. Codec is a sparse one: see sid_finish_kernel. */
 template <class Codec> struct sid_gathering {
     enum {
@@ -119,7 +133,7 @@ template <class Codec> struct sid_gathering {
     struct shared {
         typename Codec::task task;
         sid_counting counting;
-        sid_levels levels; /* of the last step */
+        typename Codec::crew::keeping keeping;
     };
     struct unit {
         typename Codec::unit own;
@@ -131,10 +145,8 @@ template <class Codec> struct sid_gathering {
 
     __device__ void begin(shared &s) const {
         if (threadIdx.x == 0) {
-            const sid_rule &rule = state->rule;
             codec.begin(s.task, state->codec, state->steps);
-            const uint32_t bits = sid_level_bits(rule.flags);
-            if (bits) s.levels = sid_levels_from(rule.base, rule.step, bits);
+            s.keeping.begin(codec, *state);
         }
         s.counting.begin();
         __syncthreads();
@@ -142,7 +154,7 @@ template <class Codec> struct sid_gathering {
     __device__ void close(sid_scratch *) const {}
     __device__ void end(shared &s) const { s.counting.end(list.counted); }
     __device__ float keep(const shared &s, const sid_rule &rule, float acc, uint64_t i) const {
-        return sid_sparse_keep(rule, s.levels, acc, i);
+        return s.keeping.keep(rule, acc, i);
     }
 
     __device__ void start(shared &s, unit &u) const {

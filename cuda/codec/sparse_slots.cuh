@@ -98,6 +98,7 @@ struct sid_slots {
 
 /* What a codec's finish() works with. */
 struct sid_crew : sid_emission {
+    typedef sid_body_keeping keeping;
     enum {
         ROOM = 256,     /* words of shared memory for a warp, of which it takes for a row of 128 candidates */
         HIGH_AT = 72,   /* 128 of 16 bits before, 128 and 1024 runs behind; */

@@ -16,6 +16,7 @@ struct topk {
         PASS_BLOCKS = SID_PASS_BLOCKS,
         RANGES = 1
     };
+    typedef sid_crew crew;
     typedef sid_pass_task task;
     struct own {};
     struct unit {};
