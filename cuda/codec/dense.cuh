@@ -343,13 +343,15 @@ __device__ inline void sid_fetch_next(const sid_payloads &p, uint32_t r, uint64_
 struct sid_findings {
     unsigned long long *sum;
     uint32_t *bad, *most;
+    uint32_t *own; /* a codec's, so many a payload */
 };
-inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear) {
+inline sid_findings sid_carve_findings(sid_carver *c, uint64_t *clear, uint32_t own = 0) {
     const uint64_t start = c->at - sizeof(sid_scratch);
     sid_findings f;
     f.sum = c->take<unsigned long long>(SID_MAX_COUNT);
     f.bad = c->take<uint32_t>(SID_MAX_COUNT);
     f.most = c->take<uint32_t>(SID_MAX_COUNT);
+    f.own = c->take<uint32_t>(own * (uint64_t)SID_MAX_COUNT);
     *clear = c->at - start;
     return f;
 }
@@ -491,18 +493,20 @@ __global__ void __launch_bounds__(SID_BLOCK, 1)
     }
 }
 
-inline uint64_t sid_findings_work() {
+inline uint64_t sid_findings_work(uint32_t own = 0) {
     uint64_t clear;
     sid_carver c = {nullptr, sizeof(sid_scratch)};
-    sid_carve_findings(&c, &clear);
+    sid_carve_findings(&c, &clear, own);
     return c.at - sizeof(sid_scratch);
 }
 
-/* Checks all of the payloads that has not been checked; `more` may launch what else there is to see, before the check. */
+/* Checks all of the payloads that has not been checked; `more` may launch what else there is to see, before the check.
+ * own: of sid_findings. */
 template <class Body, typename F>
-sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Body &body, const F &more) {
+sid_status sid_dense_check(sid_cuda_decoding &c, const sid_payloads &p, const Body &body, const F &more,
+                           uint32_t own = 0) {
     uint64_t clear;
-    const sid_findings f = sid_carve_findings(&c.work, &clear);
+    const sid_findings f = sid_carve_findings(&c.work, &clear, own);
     const uint64_t pieces = p.bytes / (32 * SID_BLOCK), share = 1 + 8ull * c.to.processors / p.count;
     const uint32_t each = (uint32_t)(pieces < 1 ? 1 : pieces < share ? pieces : share);
     sid_status s = sid_begin_decode(c, clear);
