@@ -54,12 +54,14 @@ REGISTERS = 64 << 10  # of a multiprocessor, in four parts
 PER_WARP = 256  # registers are given to warps in such pieces
 GRANULE = {75: 256}  # bytes of shared memory; 128 from 8.0 on
 
-# Dynamic shared memory, which the machine code does not show: cuda/ asserts the first, the others are PART
-# floats and the cursors of a decode of 8, with packed indices the runs of four payloads as well.
+# Dynamic shared memory, which the machine code does not show: cuda/ asserts the first, the next two are PART
+# floats and the cursors of a decode of 8, with packed indices the runs of four payloads as well. The last is
+# a table, and symbols of 4 bits and the levels of a decode of 8.
 DYNAMIC = {
     "sid_finish_kernel": 14 << 10,
     "packed_entries": (16 << 10) + 4 * (2048 + 8) + 32,
     "plain_entries": (16 << 10) + 64,
+    "sid_deadzone_decode_kernel": 4 * (4096 + 8 * 4 * 128 + 8 * 16),
 }
 
 

@@ -2,7 +2,8 @@
 #include "sparse_form.cuh"
 
 enum {
-    SLOTS = 4,        /* times what a tile holds where all are alike, */
+    SLOTS = 4,        /* times what a tile holds where all are alike, or */
+    OFTEN_SLOTS = 2,  /* where they are read often and may be many, */
     LEAST_SLOTS = 64, /* at least so many, */
     UPTO = 4          /* and no more where a quarter of the group or more are candidates: acc is as good to read */
 };
@@ -30,10 +31,11 @@ sid_body sid_body_of(const sid_plan *p, bool mean, const blocks_form &blocks) {
     return b;
 }
 
-static uint32_t slots_of(const sid_plan *p) {
+static uint32_t slots_of(const sid_plan *p, bool often) {
     if (p->n < 1 << 21 && p->room == p->n) return SID_TILE;
-    if (p->room > p->n / UPTO) return LEAST_SLOTS;
-    const uint64_t want = sid_round_up(SLOTS * SID_TILE * p->room / p->n, LEAST_SLOTS);
+    if (p->room > p->n / UPTO && !often) return LEAST_SLOTS;
+    const uint64_t times = often ? OFTEN_SLOTS : SLOTS,
+                   want = sid_round_up(times * SID_TILE * p->room / p->n, LEAST_SLOTS);
     return want < LEAST_SLOTS ? (uint32_t)LEAST_SLOTS : want < SID_TILE ? (uint32_t)want : (uint32_t)SID_TILE;
 }
 
@@ -45,7 +47,7 @@ sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const
     l.bins = c->take<uint32_t>(3 * SID_BINS);
     l.counted = c->take<uint32_t>(SID_COUNTED);
     *clear = c->at - start;
-    l.slots = slots_of(p);
+    l.slots = slots_of(p, needs.often);
     l.n = p->n;
     l.stride = tiles;
     l.acc = c->take<float>(p->memory->vectors ? 0 : sid_round_up(p->n, SID_QUAD));

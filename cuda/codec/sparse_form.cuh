@@ -39,6 +39,7 @@ struct sid_sparse_needs {
     bool mean;             /* values travel as their mean, and `extra` has room for them */
     bool drops;            /* what the mean leaves is dropped */
     bool largest = false;  /* the codec asks for the largest candidate's key */
+    bool often = false;    /* candidates are read so often that they have slots, however many they are */
 };
 
 /* Where a sparse body's arrays lie (csrc/wire.h), in bytes from the payload's start. `form`, `packed`: header flags, of the

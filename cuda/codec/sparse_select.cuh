@@ -133,11 +133,11 @@ struct sid_selection {
     /* ---- selection by digits */
 
     /* `rank` from 1; what no counted digit reaches has digit 0, which is not counted: `all` are there with any. */
-    __device__ sid_picked pick_digit(const uint32_t *bins, uint64_t rank, uint64_t all) {
+    template <uint32_t BINS> __device__ sid_picked pick_digit(const uint32_t *bins, uint64_t rank, uint64_t all) {
         enum {
-            EACH = SID_BINS / SID_BLOCK
+            EACH = BINS / SID_BLOCK
         };
-        const uint32_t top = SID_BINS - 1 - threadIdx.x * EACH; /* this thread's bins: EACH from top down */
+        const uint32_t top = BINS - 1 - threadIdx.x * EACH; /* this thread's bins: EACH from top down */
         uint32_t own[EACH];
         unsigned long long mine = 0, total;
 #pragma unroll
@@ -158,18 +158,12 @@ struct sid_selection {
         return p;
     }
 
-    /* One digit, of `bits` from bit `shift` on: of the keys that `each` shows to its argument those whose higher digits are
-     * `prefix`. */
-    template <typename Each>
-    __device__ sid_picked digit(const Each &each, uint32_t prefix, uint32_t shift, uint32_t bits, uint64_t rank,
-                                uint64_t all) {
+    /* How many times `each` shows each bin to its argument; they stay there until the next but one. */
+    template <typename Each> __device__ const uint32_t *count_bins(const Each &each) {
         uint32_t *bins = f.list.bins + bins_turn * SID_BINS;
         for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK) s.bins[i] = 0;
         __syncthreads();
-        each([&](uint32_t key) {
-            const uint32_t d = key >> shift, b = d & ((1u << bits) - 1u);
-            if (d >> bits == prefix && b) atomicAdd(&s.bins[b], 1u);
-        });
+        each([&](uint32_t bin) { atomicAdd(&s.bins[bin], 1u); });
         __syncthreads();
         for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK)
             if (s.bins[i]) atomicAdd(&bins[i], s.bins[i]);
@@ -179,7 +173,21 @@ struct sid_selection {
             uint32_t *old = f.list.bins + (bins_turn + 1) % 3 * SID_BINS;
             for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK) old[i] = 0;
         }
-        return pick_digit(bins, rank, all);
+        return bins;
+    }
+
+    /* One digit, of `bits` from bit `shift` on: of the keys that `each` shows to its argument those whose higher digits are
+     * `prefix`. */
+    template <typename Each>
+    __device__ sid_picked digit(const Each &each, uint32_t prefix, uint32_t shift, uint32_t bits, uint64_t rank,
+                                uint64_t all) {
+        const uint32_t *bins = count_bins([&](const auto &add) {
+            each([&](uint32_t key) {
+                const uint32_t d = key >> shift, b = d & ((1u << bits) - 1u);
+                if (d >> bits == prefix && b) add(b);
+            });
+        });
+        return pick_digit<SID_BINS>(bins, rank, all);
     }
 
     template <typename Each> __device__ sid_pick select_from(const Each &each, uint64_t all, uint64_t rank) {
@@ -193,6 +201,45 @@ struct sid_selection {
             key = key << bits | p.digit;
         }
         return {key, rank - p.rank, p.in};
+    }
+
+    /* The same of several ranks at once: the first digit is common to them, of 11 bits; those of 8, 8 and 4 after it have bins
+     * of their own. */
+    template <uint32_t MANY, typename Each>
+    __device__ void select_from(const Each &each, uint64_t all, const uint64_t (&rank)[MANY], sid_pick (&pick)[MANY]) {
+        static_assert(MANY * SID_BLOCK <= SID_BINS, "bins for all");
+        sid_picked p[MANY];
+        uint32_t key[MANY];
+        const uint32_t *bins = count_bins([&](const auto &add) {
+            each([&](uint32_t of) {
+                if (of >> 20) add(of >> 20);
+            });
+        });
+#pragma unroll
+        for (uint32_t i = 0; i < MANY; i++) {
+            p[i] = pick_digit<SID_BINS>(bins, rank[i], all);
+            key[i] = p[i].digit;
+        }
+#pragma unroll 1
+        for (uint32_t shift = 20; shift;) {
+            const uint32_t bits = shift > 4 ? 8 : 4, mask = (1u << bits) - 1u;
+            shift -= bits;
+            bins = count_bins([&](const auto &add) {
+                each([&](uint32_t of) {
+                    const uint32_t d = of >> shift;
+#pragma unroll
+                    for (uint32_t i = 0; i < MANY; i++)
+                        if (d >> bits == key[i] && d & mask) add(i * SID_BLOCK + (d & mask));
+                });
+            });
+#pragma unroll
+            for (uint32_t i = 0; i < MANY; i++) {
+                p[i] = pick_digit<SID_BLOCK>(bins + i * SID_BLOCK, p[i].rank, p[i].in);
+                key[i] = key[i] << bits | p[i].digit;
+            }
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < MANY; i++) pick[i] = {key[i], rank[i] - p[i].rank, p[i].in};
     }
 
     /* Calls f(x) for all values, each by one thread: of several all loads go out before the first is used. */

@@ -61,7 +61,7 @@ VALUES = {
     "magnitude": (1.0, 0.037),
     "eta_s": (1e-3,),
     "block": (0, 64, 256, 1024, 4096),
-    "bits": (2, 3, 4, 5, 7, 8),
+    "bits": (0.3, 0.8, 2, 3, 4, 5, 7, 8),
     "bucket": (0, 128, 512, 2048),
     "clip": (2.5, 0.3),
     "sample": (0.01, 0.002),
@@ -931,6 +931,15 @@ def test_decode_of_many_payloads(codec: str, settings: dict[str, Any], memory: s
     compare_decode(codec, settings, memory, 700, "float32", 37, "some")
 
 
+@pytest.mark.parametrize("world", [2, 5, 8, 9, 13, 17, 31, 32, 33, 40])
+def test_decode_of_streams(world: int) -> None:
+    """Streams of several payloads are read side by side, more of them where there are fewer payloads; and
+    of more than 32 payloads one after the other."""
+    compare_decode(
+        "deadzone", {"bits": 1.5}, "residual", 35_000 if world < 20 else 17_000, "float32", world, "some"
+    )
+
+
 def near_the_largest(n: int, world: int, rng: np.random.Generator) -> list[Array]:
     """Gradients of ranks that agree on signs: of several the sum overflows, the mean does not. Some elements
     are small, and some are small on all ranks but one."""
@@ -1236,8 +1245,9 @@ def test_forged_trits() -> None:
         assert (vector.block.get() == before) != sound
 
 
-def test_forged_scales_and_exponents() -> None:
-    every = [*forged.micro(), *((plan, payload, sound) for _, plan, payload, sound in forged.exponents())]
+def test_forged_scales_exponents_and_streams() -> None:
+    named = [*forged.exponents(), *forged.streams()]
+    every = [*forged.micro(), *((plan, payload, sound) for _, plan, payload, sound in named)]
     for plan, payload, sound in every:
         device = DeviceRank(plan)
         vector = DeviceVector(np.ones(plan.n, np.float32), [plan.n])

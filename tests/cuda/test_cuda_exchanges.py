@@ -231,6 +231,7 @@ SLICED: list[tuple[str, str, dict[str, Any]]] = [  # what two-shot takes: codec,
     ("gaussiank", "residual", DENSE),
     ("int4", "momentum", {}),
     ("sidco-p", "residual", {**DENSE, "values": "log4"}),
+    ("deadzone", "residual", {"bits": 1.5}),
 ]
 SLICES = (9001, 3, 1999, 257, 700)
 SHOTS = [
@@ -275,6 +276,7 @@ NODES = [  # codec, memory, ranks a node, the exchange between nodes
     ("randk", "residual", 2, "auto"),
     ("onebit", "residual", 2, "twoshot"),
     ("none", "none", 2, "auto"),
+    ("deadzone", "dgc", 2, "twoshot"),
 ]
 NODED = [
     ("hierarchical", local * (i % 4 + 1 if local < 3 else 2 - i % 2), SLICES[i % 5], codec,

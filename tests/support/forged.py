@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -205,3 +206,74 @@ def blocks() -> Iterator[tuple[str, dict[str, Any], _core.Plan, bytes]]:
     assert (np.diff(index) > 0).all() and len(index) == len(other) == cap
     body = ref.sparse_body(n, cap, other, np.ones(cap, np.float32), "f16", "packed")
     yield "packed: an entry of another block", settings, plan, ref.with_header(good[:64] + body, False)
+
+
+STREAMS = {"bits": 0.8}
+
+
+def streams() -> Iterator[tuple[str, _core.Plan, bytes, bool]]:
+    """What is wrong with a payload of entropy-coded streams, a plan, the payload, and whether it is sound.
+
+    There are two streams, and the second one has zeros alone.
+    """
+    n, stream = 50_000, 32_768
+    x = np.random.default_rng(4).laplace(size=n).astype(np.float32)
+    x[stream:] = 0
+    plan = _core.Plan("deadzone", "none", n, "float32", STREAMS)
+    good = Rank(plan).encode(Vector(x), AT)
+    codec = reference_group(plan, STREAMS).codec
+    (words, none) = struct.unpack_from("<2H", good, codec.counts_at)
+    assert words > 16 and none == 0 and codec.levels == 4
+    levels = struct.unpack_from("<4f", good, 64)
+    end = codec.words_at + 2 * words
+
+    def wrong(at: int, fmt: str, *values: Any, **changes: Any) -> bytes:
+        p = bytearray(good)
+        struct.pack_into("<" + fmt, p, at, *values)
+        return ref.with_header(bytes(p), False, **changes)
+
+    count = ref.header(good)["count"]
+    first_state = struct.unpack_from("<I", good, codec.words_at)[0]
+    last_word = struct.unpack_from("<H", good, end - 2)[0]
+    yield "nothing", plan, ref.with_header(good, False), True
+    broken = {
+        "levels that descend": wrong(64, "4f", levels[1], levels[0], *levels[2:]),
+        "equal levels": wrong(64, "2f", levels[0], levels[0]),
+        "a negative level": wrong(64, "f", -levels[0]),
+        "a level of zero": wrong(64, "f", 0.0),
+        "an infinite level": wrong(76, "f", math.inf),
+        "NaN": wrong(76, "f", math.nan),
+        "a word less": wrong(codec.counts_at, "H", words - 1),
+        "a word more": wrong(codec.counts_at, "H", words + 1),
+        "no words": wrong(codec.counts_at, "H", 0),
+        "states alone": wrong(codec.counts_at, "H", 16),
+        "less than states": wrong(codec.counts_at, "H", 15),
+        "more words than there is room": wrong(codec.counts_at, "H", 65535),
+        "words in a stream of zeros": wrong(codec.counts_at + 2, "H", 16),
+        "a number after the last stream": wrong(codec.counts_at + 4, "H", 1),
+        "a state below the least": wrong(codec.words_at, "I", 0xFFFF),
+        "another state": wrong(codec.words_at, "I", first_state ^ 1),
+        "another word": wrong(end - 2, "H", last_word ^ 1),
+        "a word past the end": wrong(end, "H", 1),
+        "the last byte": wrong(len(good) - 1, "B", 1),
+        "another count": wrong(64, "f", levels[0], count=count - 1),
+        "more than k": wrong(64, "f", levels[0], count=plan.k + 1),
+        "a scale": wrong(64, "f", levels[0], scale=1.0),
+        "a flag": wrong(64, "f", levels[0], flags=ref.LEVELLED | ref.LOG4),
+    }
+    # a stream of zeros that has words, and one with too many elements of the highest level
+    states, own = codec.coder.encode(np.zeros(n - stream, np.int64))
+    zeros = bytearray(good)
+    struct.pack_into("<H", zeros, codec.counts_at + 2, 16 + len(own))
+    zeros[end : end + 32 + 2 * len(own)] = states.astype("<u4").tobytes() + own.astype("<u2").tobytes()
+    broken["words of zeros"] = ref.with_header(bytes(zeros), False)
+    high = np.zeros(stream, np.int64)
+    high[: codec.above(plan.k)[2] + 1] = 7
+    states, own = codec.coder.encode(high)
+    body = np.float32([0, 0, 0, 1]).tobytes() + struct.pack("<4H", 16 + len(own), 0, 0, 0)
+    body += states.astype("<u4").tobytes() + own.astype("<u2").tobytes()
+    body += bytes(len(good) - 64 - len(body))
+    broken["too many of a level"] = ref.with_header(good[:64] + body, False, count=int((high > 0).sum()))
+    for what, payload in broken.items():
+        assert len(payload) == len(good)
+        yield what, plan, payload, False
