@@ -258,6 +258,7 @@ struct sid_block_coder {
                     if (!size) break;
                     const uint32_t k = blocks_k(&f, block), last = first + rows;
                     search q(k, rules[block]);
+                    __syncwarp(); /* all have read the rule before a lane writes the next one */
                     while (q.open()) {
                         const uint32_t middle = q.next();
                         q.learn(middle, reach(x, first, last, middle));
