@@ -5,6 +5,7 @@ test_emulated.py runs this file there.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import sidcomp
 import torch
 from harness import run
 from sidcomp import _core
+from sidcomp.runtime.cuda_executor import CudaCollectiveCalls
 from sidcomp.runtime.group import Group
 from torch import nn
 
@@ -136,3 +138,38 @@ def test_after_a_step_that_is_discarded(nonfinite: str | None) -> None:
     got, want = (run(trained, 2, x, settings, {}, 3) for x in ("device", "cpu"))
     for a, b in zip(got, want, strict=True):
         assert all(torch.equal(x, y) and bool(torch.isfinite(x).all()) for x, y in zip(a, b, strict=True))
+
+
+def with_a_flipped_bit(rank: int, world: int) -> None:
+    """Rank 1's payload: the exchange is not applied, and the next one says whose it was."""
+    state = sidcomp.State("topk", density=0.1, groups="model")
+    emulated.emulate(state)
+    module = network()
+    local = sidcomp.LocalError(module, torch.optim.AdamW(module.parameters(), lr=0.01), state)
+
+    def step() -> torch.Tensor:
+        local.optimizer.zero_grad()
+        (module(torch.ones(8, 12)) ** 2).mean().backward()
+        local.step()
+        with local.agreed():
+            return parameters(module).clone()
+
+    def decode(self: Any, *arguments: Any) -> None:
+        size = self.form.plan.payload_bytes
+        ctypes.c_ubyte.from_address(self.form.incoming.ptr + size + size // 2).value ^= 16
+        plain(self, *arguments)
+
+    before, after = step(), step()
+    assert not torch.equal(before, after)
+    plain, CudaCollectiveCalls.decode = CudaCollectiveCalls.decode, decode  # type: ignore[method-assign]
+    try:
+        assert torch.equal(step(), after)
+    finally:
+        CudaCollectiveCalls.decode = plain  # type: ignore[method-assign]
+    with pytest.raises(sidcomp.CorruptPayloadError, match="rank 1"):
+        step()
+    state.close()
+
+
+def test_an_invalid_payload_is_not_applied() -> None:
+    run(with_a_flipped_bit, 2)

@@ -633,10 +633,11 @@ class Engine:
         self.scale = scale
 
     def counts(self) -> bool:
-        """Whether the last step was not discarded. Waits for the device. Call it after quiet()."""
+        """Whether the last step was not discarded, and no payload of it was invalid: on a device the
+        next step reports that. Waits for the device. Call it after quiet()."""
         if self.on_device and self.layout is not None:
             assert self.executor is not None
-            self.lost = self.lost or self.executor.outcome(self.groups)[0]
+            self.lost = self.lost or any(self.executor.outcome(self.groups))
         return not self.lost
 
     # ---- checkpoints
