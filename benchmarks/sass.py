@@ -154,6 +154,7 @@ class Block:
 
 LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@(!?U?P[T\d]+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 LABEL = re.compile(r"`?\((\.L_x?_?\w+)\)")
+TARGETS = re.compile(r"(?:BRANCH_TARGETS |,)(\.L_\w+)")
 
 
 def functions(listing: str) -> Iterator[tuple[str, list[str]]]:
@@ -205,7 +206,11 @@ def blocks_of(lines: Iterable[str]) -> list[Block]:
             jumps.append((here, target[1]))
             if i.guard or "," in i.operands:  # "BRA P0, (label)": a second condition
                 falls.add(here)
-        elif op in ("EXIT", "RET", "BRX", "KILL"):
+        elif op == "BRX":  # through a table, whose labels nvdisasm names
+            jumps += [(here, label) for label in TARGETS.findall(line)]
+            if i.guard:
+                falls.add(here)
+        elif op in ("EXIT", "RET", "KILL"):
             if i.guard:
                 falls.add(here)
         else:

@@ -114,6 +114,12 @@ def test_loops_within_loops() -> None:
     assert sass.innermost(blocks, sass.loops_of(blocks), r"LDG\.E") == sass.Loop(2, frozenset({2}))
 
 
+def test_a_jump_table() -> None:
+    code = ["/*00*/ LDC R2, c[0x2][R1] ;", '/*10*/ BRX R2 -0x10 (*"BRANCH_TARGETS .L_x_1,.L_x_2,.L_x_1"*);',
+            ".L_x_1:", "/*20*/ EXIT ;", ".L_x_2:", "/*30*/ EXIT ;"]  # fmt: skip
+    assert [sorted(set(b.to)) for b in sass.blocks_of(code)[:3]] == [[1, 2], [], []]
+
+
 def test_what_ptxas_says() -> None:
     none = {"shared": 0, "stack": 0, "spilled": 0, "refilled": 0}
     assert sass.resources_of(LOG) == {
