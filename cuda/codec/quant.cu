@@ -596,8 +596,9 @@ template <content CODES> struct body {
             for (uint32_t d = 0; d < SID_ROWS; d++) {
                 const uint32_t i = sid_place(d), k = i * part >> 22;
                 const uint32_t w = i < len ? *(const uint32_t *)(const void *)(p[r] + from + (i - k * columns)) : 0u;
-                /* 2^16 / 3^k, rounded up: the quotients of bytes are right */
-                const uint32_t by = k == 0 ? 65536u : k == 1 ? 21846u : k == 2 ? 7282u : k == 3 ? 2428u : 810u;
+                /* 2^16 / 3^k, rounded up: the quotients of bytes are right. Four numbers of 16 bits, because the
+                 * compiler made a jump table of a choice among five. Behind the tile's end w is 0. */
+                const uint32_t by = k ? (uint16_t)(0x032a097c1c725556ull >> 16 * ((k - 1) & 3)) : 65536u;
                 uint32_t trits = 0;
 #pragma unroll
                 for (uint32_t c = 0; c < SID_QUAD; c++) {

@@ -123,7 +123,7 @@ struct coder {
 };
 
 /* Blocks of a multiprocessor that share its registers: all, or where shared memory holds fewer, those. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 #define PART_RESIDENT 2
 #else
 #define PART_RESIDENT PART_BLOCKS
@@ -141,7 +141,6 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_RESIDENT)
     if (!scratch->ready) return;
     if (Memory::VECTORS) memory.begin(state);
     const sid_rule rule = state->rule;
-    const sid_draw drawn = state->draw;
     const uint64_t parts = (g.n + PART - 1) / PART;
     const uint32_t row = sid_warp() % 2 * ROWS, mine = (sid_warp() / 2 * SID_ROWS + row) * SID_LANES + sid_lane();
     sid_part_sum words = {0};
@@ -183,7 +182,8 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_RESIDENT)
             for (uint32_t r = 0; r < ROWS; r++)
                 held[mine + r * SID_LANES] = make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
             __syncthreads();
-            choose(s, g.n, o.k, drawn, offset, len, [&](uint64_t, uint32_t e) { x[e] -= o.v.sent(x[e], rule); });
+            /* The draw is read here, and not kept: registers are few. */
+            choose(s, g.n, o.k, state->draw, offset, len, [&](uint64_t, uint32_t e) { x[e] -= o.v.sent(x[e], rule); });
         }
         if (late) gradient();
 #pragma unroll
