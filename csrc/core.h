@@ -13,8 +13,8 @@ const sid_codec *sid_codec_of(const sid_info *i);
 const sid_memory *sid_memory_of(const sid_info *i);
 
 /* ---- core.c ------------------------------------------------------------------------------------------------------ */
-/* 1 where encode is faster if it asks for the next tile's elements while it computes. On Intel's Sapphire Rapids it is;
- * on AMD's EPYC it was slower (docs/benchmarks.md). */
+/* 1 where encode is faster if it asks for the next tile's elements while it computes, and reads what it has written of a
+ * payload at once, for the checksum. On Intel's Sapphire Rapids it is; on AMD's EPYC both were slower (docs/benchmarks.md). */
 int sid_prefetches(void);
 
 /* ---- encode.c: the state a step starts from, and what it keeps --------------------------------------------------- */

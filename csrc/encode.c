@@ -192,7 +192,7 @@ static void make_pass(sid_pass *w, const sid_segment *seg) {
     const int stored = w->plan->memory->vectors && again;
     w->nonfinite = stored ? w->nonfinite : 0;
     w->plan->codec->begin(w);
-    const int summed = w->plan->codec->written != NULL;
+    const int summed = w->plan->sums_tiles && w->plan->codec->written != NULL;
     if (summed) {
         const uint64_t first = sid_round_up(w->plan->codec->written(w, 0), 64);
         w->summed = (sid_summed){first, first, 0};

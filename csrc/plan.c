@@ -74,6 +74,7 @@ sid_status sid_plan_make(const sid_config *c, void *mem, size_t *bytes, sid_erro
     p.dtype = c->dtype;
     p.simd = sid_simd_for(c->isa);
     p.ahead = sid_prefetches();
+    p.sums_tiles = p.ahead || p.simd == sid_simd_for(SID_ISA_BASE); /* base: so that tests see it on any processor */
     if (!p.simd)
         return sid_fail(err, SID_E_UNSUPPORTED,
                         "this build or this processor lacks instruction set %d: take SID_ISA_AUTO", (int)c->isa);

@@ -44,7 +44,8 @@ struct sid_plan {
     const struct sid_codec *codec;
     const struct sid_memory *memory;
     const struct sid_simd *simd;
-    int ahead;          /* 1: this processor gains from prefetch instructions in encode (core.c) */
+    int ahead;      /* 1: this processor gains from prefetch instructions in encode (core.c) */
+    int sums_tiles; /* 1: encode adds up a payload's checksum while it writes the tiles, else when all are written */
     uint64_t n, k, cap; /* cap: elements that a sparse payload can hold */
     uint32_t tile;      /* elements of a tile: SID_TILE, unless the codec needs SID_TILE * 2 or * 4 */
     uint64_t room;      /* candidates that a sparse codec can hold during a pass; n, or at least 2 * cap + 4096 */
