@@ -6,14 +6,6 @@ else to benchmarks/results. What hangs is ended with all its processes when its 
 row that it was in: the next process continues behind it. While a part runs, gpu-check-<part>.log is there
 with what it has said so far; where this process is killed it stays, and the next one puts its end into the
 results.
-
-The figures. A row is one call on n float32 elements in one segment: median and quartiles in microseconds.
-`graph`: replayed from a CUDA graph; `stream`: enqueued by the host, both with the L2 flushed before each
-call; `warm`: replayed, not flushed. The limit of an encode with a residual is one pass of R += G over the
-same memory (12 bytes an element), that of a decode one write of the vector (4 bytes), both measured in the
-same run by torch's kernels, that of a hop of a ring what its bytes are of the former. `torch`: the same in
-torch's operations, as today's communication hooks do it (benchmarks/baselines.py), from a graph where it
-never waits for the device. A gathered decode takes one payload several times.
 """
 
 import argparse
@@ -36,6 +28,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks import compact_json, one_gpu  # noqa: E402
+from benchmarks.gpu_report import N_COUNTED, failures, text_of  # noqa: E402
+from benchmarks.gpu_time import Journal  # noqa: E402
+
 SKIPPED = 77
 DDP_MODES = ("default", "no-sync", "static-tiny", "unused-odd", "mixed", "shapes")
 PARTS = {  # in this order; shares of the time that is left
@@ -98,7 +95,6 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 def build() -> None:
     """Compiles for this machine's GPU, or for all default architectures where there is none."""
-    sys.path.insert(0, str(ROOT))
     from setup import own_archs
 
     asked = os.environ.get("SIDCOMP_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
@@ -210,9 +206,6 @@ def run_sanitizers(deadline: float) -> dict[str, Any]:
 
 def run_ranks(deadline: float) -> dict[str, Any]:
     """Two and three ranks on this GPU, with torch's collectives and with our own."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks import one_gpu
-
     results: dict[str, Any] = {"rows": [], "wrong": []}
     for world in (2, 3):
         left = deadline - time.monotonic()
@@ -244,9 +237,6 @@ def run_ranks(deadline: float) -> dict[str, Any]:
 def run_times(deadline: float) -> list[dict[str, Any]]:
     """In processes that write down each row. One that hangs or fails is ended, and the next one continues:
     also where this process was ended, if the same is measured on the same day."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "python")]
-    from benchmarks.gpu_time import Journal
-
     kept = folder / "gpu-check-times.jsonl"  # remains where this process is ended, too
     kept.parent.mkdir(parents=True, exist_ok=True)
     now = {"date": datetime.date.today().isoformat(), "machine": machine()}
@@ -266,8 +256,6 @@ def run_times(deadline: float) -> list[dict[str, Any]]:
 def collect(command: list[str], kept: Path, deadline: float, stuck: float = STUCK) -> list[dict[str, Any]]:
     """Runs the command with --journal and --seconds until it ends by itself, or the deadline. Returns its
     rows, and one for each unit in which a process was ended or failed."""
-    from benchmarks.gpu_time import Journal
-
     kept.touch()
     while (left := deadline - time.monotonic()) > 0:
         before = Journal(kept).over
@@ -322,7 +310,6 @@ def run_models(deadline: float) -> list[dict[str, Any]]:
 
 
 COUNTED = ("topk", "sidco-e", "dgc", "efsignsgd", "int8", "fp16")
-N_COUNTED = 25_600_000
 
 
 def run_bytes(deadline: float) -> list[dict[str, Any]]:
@@ -373,6 +360,7 @@ def machine() -> dict[str, str]:
 
     if rehearsed is not None:
         return {"gpu": "none, a rehearsal on the emulation", "torch": torch.__version__}
+    sys.path.insert(1, str(ROOT / "python"))
     from sidcomp import _core
 
     smi, nvcc = shutil.which("nvidia-smi"), shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
@@ -393,55 +381,8 @@ def machine() -> dict[str, str]:
     }
 
 
-def cell(x: Any) -> str:
-    if isinstance(x, list):
-        return f"{x[0]:.1f} [{x[1]:.1f}, {x[2]:.1f}]"
-    return f"{x:.2f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else str(x)
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown; a column for each key of any row."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    return lines + ["| " + " | ".join(cell(r.get(c, "")) for c in columns) + " |" for r in rows]
-
-
-def text_of(results: dict[str, Any]) -> str:
-    m = results["machine"]
-    lines = [
-        f"# CUDA kernels on one {m['gpu']}, {results['date']}",
-        "",
-        (__doc__ or "").split("\n\n", 2)[2].strip(),
-    ]
-    if rows := results.get("times"):
-        lines += ["", "## Kernels", "", *table(rows)]
-    if rows := results.get("models"):
-        lines += ["", "## Steps of models, one rank (benchmarks/gpu_model.py)", "", *table(rows)]
-    if rows := results.get("bytes"):
-        lines += ["", f"## Bytes that Nsight Compute counts, n {N_COUNTED:,}", "", *table(rows)]
-    if rows := results.get("ranks", {}).get("rows"):
-        lines += [
-            "",
-            "## The host's time to enqueue a group's step (benchmarks/one_gpu.py)",
-            "",
-            *table(rows),
-        ]
-    lines += ["", *(f"Ranks on this GPU: {w}" for w in results.get("ranks", {}).get("wrong", []))]
-    lines += [
-        f"{what}: {results[key]['summary']}."
-        for key, what in (("tests", "Tests"), ("ddp", "DDP"))
-        if key in results
-    ]
-    lines += [f"Killed within {part}: {said}." for part, said in results.get("killed", {}).items()]
-    lines += [f"{tool}: {outcome}." for tool, outcome in results.get("sanitizers", {}).items()]
-    return "\n".join([*lines, "", ", ".join(f"{k} {v}" for k, v in m.items() if v) + ".", ""])
-
-
 def write(results: dict[str, Any], folder: Path) -> None:
     """Parts that were measured before, on the same day, stay."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks import compact_json
-
     stem = re.sub(r"[^a-z0-9]+", "-", results["machine"]["gpu"].lower()).strip("-") + "-" + results["date"]
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / f"{stem}.json"
@@ -475,13 +416,6 @@ def ends_of_logs() -> dict[str, str]:
             found[part] = counts_of(text) if part == "tests" else lines[-1]
         log_of(part).unlink()
     return found
-
-
-def failures(results: dict[str, Any]) -> list[str]:
-    wrong = [part for part in ("tests", "ddp") if results.get(part, {}).get("status")]
-    wrong += [f"times of {r['what']}" for r in results.get("times", []) if "failed" in r]
-    wrong += ["ranks"] if results.get("ranks", {}).get("wrong") else []
-    return wrong + [tool for tool, said in results.get("sanitizers", {}).items() if said.startswith("failed")]
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from sidcomp import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks import gpu_check, gpu_time  # noqa: E402
+from benchmarks import gpu_check, gpu_report, gpu_time  # noqa: E402
 
 torch = pytest.importorskip("torch")
 emulated = pytest.mark.skipif(_core.cuda_archs != "emulated", reason="the device is the CPU emulation")
@@ -288,7 +288,7 @@ def test_what_hangs_or_fails_costs_its_own_row(tmp_path: Path) -> None:
         "hangs": "hung for 2 s",
         "fails": "ended with status 3",
     }
-    assert gpu_check.failures({"times": rows}) == ["times of hangs", "times of fails"]
+    assert gpu_report.failures({"times": rows}) == ["times of hangs", "times of fails"]
 
 
 def test_a_command_that_is_ended_takes_its_processes_along(tmp_path: Path) -> None:
@@ -347,9 +347,9 @@ def test_parts_of_one_day_come_together(tmp_path: Path) -> None:
         "memcheck: ok.",
     ):
         assert words in text
-    assert gpu_check.failures(RESULTS) == [] and gpu_check.failures(kept) == ["ddp"]
+    assert gpu_report.failures(RESULTS) == [] and gpu_check.failures(kept) == ["ddp"]
     failing = RESULTS | {"ranks": {"rows": [], "wrong": ["x"]}, "sanitizers": {"racecheck": "failed (1): y"}}
-    assert gpu_check.failures(failing) == ["ranks", "racecheck"]
+    assert gpu_report.failures(failing) == ["ranks", "racecheck"]
 
 
 def test_a_part_within_which_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
