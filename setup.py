@@ -176,6 +176,23 @@ def distribution():
     return WithoutMetadata
 
 
+def make_command(objects, library, nvcc, gencode, names):
+    """What calls make; a target comes behind it. objects: a folder; library: the file that is built."""
+    import pybind11
+
+    variables = {
+        "O": objects,
+        "OUT": os.path.abspath(library),
+        "PYTHON": sys.executable,
+        "PYINC": f"-isystem {sysconfig.get_paths()['include']} -isystem {pybind11.get_include()}",
+        "NVCC": nvcc,
+        "GENCODE": gencode,
+        "ARCH": names,
+    }
+    make = [env("MAKE") or "make", "-C", ROOT, "--no-print-directory"]
+    return [*make, *(f"{k}={v}" for k, v in variables.items())]
+
+
 class Build(build_ext):
     def build_extension(self, ext):
         import pybind11
@@ -187,17 +204,7 @@ class Build(build_ext):
         progress.say(f"CUDA kernels for {names}, by {nvcc}, {why}" if nvcc else why)
         # The folder names pybind11's version, not its path: under build isolation the path is new each time.
         out = f"build/{sys.implementation.cache_tag}-pb{pybind11.__version__}-{'cuda' if nvcc else 'cpu'}"
-        variables = {
-            "O": out,
-            "OUT": os.path.abspath(self.get_ext_fullpath(ext.name)),
-            "PYTHON": sys.executable,
-            "PYINC": f"-isystem {sysconfig.get_paths()['include']} -isystem {pybind11.get_include()}",
-            "NVCC": nvcc,
-            "GENCODE": gencode,
-            "ARCH": names,
-        }
-        make = [env("MAKE") or "make", "-C", ROOT, "--no-print-directory"]
-        make += [f"{k}={v}" for k, v in variables.items()]
+        make = make_command(out, self.get_ext_fullpath(ext.name), nvcc, gencode, names)
         clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
 
         # How many files will be compiled: make says it once the commands are in their files.
