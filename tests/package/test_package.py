@@ -97,7 +97,8 @@ def test_the_wheel_works_where_nothing_else_of_sidcomp_is(wheel: Path, tmp_path:
     run(sys.executable, "-m", "pip", "-q", "--python", python, "install", "--no-deps", "--no-index", wheel)
     ours = [path for path in sys.path if path.endswith("-packages")]
     (packages / "dependencies.pth").write_text("\n".join(ours))
-    assert "30 codecs encode and decode" in run(python, ROOT / "tests" / "package" / "wheel.py")
+    codecs = f"{len(sidcomp.codecs())} codecs encode and decode"
+    assert codecs in run(python, ROOT / "tests" / "package" / "wheel.py")
     assert "topk" in run(tmp_path / "bin" / "sidcomp", "codecs")
     assert "License-Expression: BSD-3-Clause" in next(packages.glob("sidcomp-*/METADATA")).read_text()
     installed = {str(f.relative_to(packages)) for f in (packages / "sidcomp").rglob("*")}
