@@ -199,7 +199,7 @@ bench-plan-real: all ## every plan over real links: hours; goes on where it stop
 	$(PYTHON) -m benchmarks.bench_plan_real $(ARGS)
 sass: ## registers, occupancy, instructions and bytes per element of the CUDA kernels; needs nvcc and nvdisasm, no GPU (ARGS=--save)
 	$(PYTHON) -m benchmarks.sass $(ARGS)
-gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network (PART=1 to 4)
+gpu-check: ## on a machine with a GPU: build, test and time the CUDA kernels; needs no network (PART=1 to 4, one call each)
 	$(or $(OFFLINE),$(PYTHON)) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(ARGS) || [ $$? = 77 ] # 77: no GPU here, said so
 gpu-rehearsal: env ## the four parts of gpu-check without a GPU: in small, on the CPU emulation, which it builds (PART=1 to 4)
 	PYTHONPATH=tests/cuda $(PYTHON) -c 'import test_emulated; test_emulated.build()'

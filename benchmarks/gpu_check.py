@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from contextlib import suppress
@@ -29,18 +30,23 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import compact_json, one_gpu  # noqa: E402
+from benchmarks import compact_json, gpu_edges, one_gpu  # noqa: E402
 from benchmarks.gpu_report import N_COUNTED, failures, text_of  # noqa: E402
 from benchmarks.gpu_time import Journal  # noqa: E402
 
 SKIPPED = 77
 DDP_MODES = ("default", "no-sync", "static-tiny", "unused-odd", "mixed", "shapes")
 PARTS = {  # in this order; shares of the time that is left
-    "tests": 10, "times": 9, "ranks": 3, "models": 4, "bytes": 2, "ddp": 4, "sanitizers": 4
+    "preflight": 8, "first": 3, "tests": 8, "sanitizers": 6, "ptx": 4, "edges": 5, "ranks": 3, "ddp": 4,
+    "times": 9, "models": 4, "bytes": 2,
 }  # fmt: skip
 TIME_LIMIT = 450  # seconds of all; what a part has not begun by its share is left out, and said so
 # In calls of at most nine minutes: --part 1, 2, ...
-CALLS = (("times",), ("tests", "sanitizers"), ("ranks", "ddp"), ("models", "bytes"))
+CALLS = (
+    ("preflight", "first"), ("tests", "sanitizers", "ptx"), ("edges", "ranks", "ddp"),
+    ("times", "models", "bytes"),
+)  # fmt: skip
+TIMED = ("first", "times")  # have a journal, behind which another call continues
 STUCK = 60.0  # seconds without a new row, after which a process is taken for hung
 
 
@@ -59,15 +65,19 @@ def say(text: str) -> None:
             file.write(text + "\n")
 
 
-def run(command: list[str], limit: float, **env: str) -> tuple[int, str]:
-    """Exit status (124 past the limit) and output. Past the limit it ends all processes of the command. The
-    output goes to the part's log as it comes."""
+def run(command: list[str], limit: float, grace: float = 0, **env: str) -> tuple[int, str]:
+    """Exit status (124 past the limit) and output. Past the limit it ends all processes of the command, after
+    it has had `grace` seconds to end by itself. The output goes to the part's log as it comes."""
     with tempfile.TemporaryFile() if log is None else log.open("a+b") as file:
         begun = file.seek(0, os.SEEK_END)
         process = start(command, file, **env)
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
+            if grace:
+                with suppress(subprocess.TimeoutExpired):
+                    process.send_signal(signal.SIGINT)
+                    process.wait(grace)
             end(process)
             status = 124
         file.seek(begun)
@@ -78,10 +88,15 @@ def start(command: list[str], output: Any, **env: str) -> "subprocess.Popen[byte
     """Starts the command in a process group of its own, which ends if this process is killed: what is started
     after it must not find the device busy, or a journal that still grows."""
     prctl, to_end = ctypes.CDLL(None).prctl, 1  # PR_SET_PDEATHSIG
+
+    def prepare() -> None:
+        prctl(to_end, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+
     clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     return subprocess.Popen(
         command, cwd=ROOT, env=clean | env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        preexec_fn=lambda: prctl(to_end, signal.SIGKILL),
+        preexec_fn=prepare,
     )  # fmt: skip
 
 
@@ -128,17 +143,152 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
 
 
+# ---- preflight -----------------------------------------------------------------------------------
+
+
+def lean(arguments: list[str], limit: float, package: Path | None = None, tool: list[str] | None = None,
+         **env: str) -> tuple[list[dict[str, Any]], str]:  # fmt: skip
+    """A process of gpu_lean.py: its rows, and what went wrong with the process itself."""
+    command = [*(tool or []), sys.executable, "benchmarks/gpu_lean.py", *arguments]
+    path = python_path() if package is None else str(package)
+    status, output = run(command, limit, PYTHONPATH=path, **env)
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
+    if status == 124:
+        return rows, f"hung for {limit:.0f} s"
+    if status and not any(r["wrong"] for r in rows):
+        return rows, f"ended with status {status}: {' '.join(output.strip().splitlines()[-1:])[:300]}"
+    return rows, ""
+
+
+HELD = (32, 44, 48, 64)  # multiprocessors
+TURNS = 2000  # of two cooperative launches on two streams
+
+
+def run_preflight(deadline: float) -> dict[str, Any]:
+    """What there is; whether each codec has the CPU's bytes; cooperative launches with other work beside."""
+    results: dict[str, Any] = {"facts": facts(), "rows": []}
+    for name, fact in results["facts"].items():
+        say(f"  {name}: {fact}")
+
+    def check(what: str, limit: float, *arguments: str) -> None:
+        if time.monotonic() + limit > deadline + STUCK:
+            say(f"  {what}: left out, no time")
+            return
+        rows, why = lean(list(arguments), limit)
+        if why:
+            rows.append({"check": what, "wrong": why})
+        results["rows"] += rows
+        for row in rows:
+            say(f"  {row['check']}: {row['wrong'] or 'as on the CPU'}")
+
+    for codec in cuda_codecs():
+        check(codec, 20, "codecs", codec)
+    check("early launches", 30, "early")
+    kernel = folder / "hold.ptx"
+    why = "" if rehearsed is not None else compile_hold(kernel)
+    if why:
+        results["rows"].append({"check": "beside held multiprocessors", "wrong": why})
+        say(f"  hold.cu: {why}")
+    for held in () if why else HELD if rehearsed is None else (1,):
+        check(f"beside {held} held multiprocessors", 30, "beside", str(held), "--hold", str(kernel))
+    kernel.unlink(missing_ok=True)
+    check("two streams", 60, "streams", "--turns", str(TURNS if rehearsed is None else 10))
+    return results
+
+
+def facts() -> dict[str, str]:
+    """What the other parts need. A "no" costs a part, or a part of it."""
+    include, tool = Path(sysconfig.get_paths()["include"]), sanitizer()
+    code = (
+        "import torch; print(torch.__version__, 'for CUDA', torch.version.cuda); "
+        "print('.'.join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else 'no')"
+    )
+    status, output = run([sys.executable, "-c", code], 120)
+    torchs, nccl = output.split("\n")[:2] if status == 0 else ("no", "no")
+    with suppress(SystemExit):  # nvcc was asked for and is not there
+        from setup import find_nvcc
+
+        nvcc = find_nvcc()
+    return {
+        "Python.h": "yes" if (include / "Python.h").exists() else f"no, not in {include}",
+        "nvcc": nvcc or "no",
+        "torch": torchs,
+        "NCCL of torch": nccl,
+        **{name: "yes" if importlib.util.find_spec(name) else "no" for name in TEST_PACKAGES},
+        "compute-sanitizer": tool or "no",
+        "ncu": profiler() or "no",
+    }
+
+
+def cuda_codecs() -> list[str]:
+    code = "from sidcomp import _core; print(*(c['name'] for c in _core.codecs() if c['cuda']))"
+    status, output = run([sys.executable, "-c", code], 60, PYTHONPATH=python_path())
+    return output.split() if status == 0 else []
+
+
+def compile_hold(kernel: Path) -> str:
+    """Compiles hold.cu. Returns what is wrong."""
+    from setup import find_nvcc
+
+    command = [find_nvcc(), "-ptx", "-arch=compute_75", "benchmarks/hold.cu", "-o", str(kernel)]
+    status, output = run(command, 60)
+    return f"nvcc: {output.strip()[-300:]}" if status else ""
+
+
+def run_first(deadline: float) -> list[dict[str, Any]]:
+    """The times that say most, in case no other call follows."""
+    return timed("first", deadline)
+
+
+# ---- tests -----------------------------------------------------------------------------------------
+
+TEST_PACKAGES = ("pytest", "hypothesis", "xdist", "pytest_timeout")
+WORKERS, EACH = 6, 60  # processes that share the device; seconds that a test may take
+SHARE = 3  # one test in so many; which ones depends on the day
+
+
 def run_tests(deadline: float) -> dict[str, Any]:
+    """A part of the CUDA tests, in several processes if pytest-xdist is there. A test that hangs or makes the
+    device unusable costs its process, which is replaced."""
+    drawn = {"SHARE": str(SHARE), "TURN": str(datetime.date.today().toordinal())}
+    if rehearsed is not None:
+        drawn = {"SHARE": "400", "TURN": "0"}
+    drawn = {name: os.environ.get(name, value) for name, value in drawn.items()}
+    junit = folder / "gpu-check-tests.xml"
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider",
-               "tests/cuda/test_cuda.py", "tests/cuda/test_cuda_exchanges.py"]  # fmt: skip
-    limit = max(1.0, min(330.0, deadline - time.monotonic()))
-    few = {} if rehearsed is None else {"SHARE": "400"}
-    status, output = run(command, limit, PYTHONPATH=python_path(), **few)
+               f"--junitxml={junit}", *many_processes(), "tests/cuda/test_cuda.py",
+               "tests/cuda/test_cuda_exchanges.py"]  # fmt: skip
+    limit = max(1.0, min(330.0, deadline - time.monotonic() - GRACE))
+    status, output = run(command, limit, GRACE, PYTHONPATH=tests_path(), **drawn)
     found = summary_of(status, output, limit)
     say(f"tests: {found}")
     if status not in (0, 124):
         say(output[-6000:])
-    return {"status": status, "summary": found}
+    what = f"one in {drawn['SHARE']} (TURN={drawn['TURN']})"
+    return {"status": status, "summary": f"{found}; {what}", "failed": failed_in(output)}
+
+
+GRACE = 10.0  # seconds in which pytest may write its report after it was interrupted
+
+
+def many_processes() -> list[str]:
+    """pytest's arguments."""
+    out = []
+    if importlib.util.find_spec("xdist"):
+        out += ["-n", str(min(WORKERS, os.cpu_count() or 1)), "--max-worker-restart", "40"]
+        out += ["-p", "lost_device"]
+    if importlib.util.find_spec("pytest_timeout"):
+        out += [f"--timeout={EACH}", "--timeout-method=thread"]  # ends the process: a kernel cannot be ended
+    return out
+
+
+def tests_path() -> str:
+    return os.pathsep.join([python_path(), str(ROOT / "tests" / "support")])
+
+
+def failed_in(output: str) -> list[str]:
+    """The tests that failed or ended their process."""
+    return sorted(set(re.findall(r"(?:FAILED|crashed while running '?)\s*(tests/[^\s']+)", output)))
 
 
 def summary_of(status: int, output: str, limit: float) -> str:
@@ -152,8 +302,7 @@ def summary_of(status: int, output: str, limit: float) -> str:
 def counts_of(output: str) -> str:
     """Of tests that were ended."""
     counts = [f"{output.count(f' {word}')} {word.lower()}" for word in ("PASSED", "FAILED", "SKIPPED")]
-    lines = output.splitlines()
-    at = next((line.split()[0] for line in reversed(lines) if line.startswith("tests/")), "the start")
+    at = (re.findall(r"\btests/\S+::\S+", output) or ["the start"])[-1]
     return f"{', '.join(counts)}; it was at {at}"
 
 
@@ -173,35 +322,114 @@ def run_ddp(deadline: float) -> dict[str, Any]:
     return {"status": 0 if status == 124 else status, "summary": last}
 
 
-def run_sanitizers(deadline: float) -> dict[str, Any]:
-    """compute-sanitizer over a short subset of the tests; only sidcomp's kernels are looked at."""
+SANITIZERS = ("racecheck", "synccheck", "memcheck", "initcheck")
+
+
+def sanitizer() -> str | None:
     places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer"]
-    tool = next((p for p in places if p and os.access(p, os.X_OK)), None)
+    return next((p for p in places if p and os.access(p, os.X_OK)), None)
+
+
+def run_sanitizers(deadline: float) -> dict[str, Any]:
+    """compute-sanitizer over every codec (gpu_lean.py); only sidcomp's kernels are looked at."""
+    tool, results = sanitizer(), {}
     if not tool:
-        say("sanitizers: compute-sanitizer was not found")
-        return {}
-    subset = "layouts and tiny and float32 or sizes and 8193 or half or many_payloads"
-    results = {}
-    for check in ("memcheck", "racecheck", "initcheck", "synccheck"):
-        if time.monotonic() > deadline:
+        rows, why = lean(["codecs"], 60)
+        wrong = [f"{r['check']}: {r['wrong']}" for r in rows if r["wrong"]]
+        results["without a sanitizer"] = (
+            f"failed: {why or wrong[0]}" if why or wrong else f"{len(rows)} checks were well"
+        )
+        say(f"sanitizers: compute-sanitizer was not found; {results['without a sanitizer']}")
+        return results
+    for i, check in enumerate(SANITIZERS):
+        if (left := deadline - time.monotonic()) < 5:
             results[check] = "left out: no time"
             continue
-        command = [tool, "--tool", check, "--kernel-name", "kernel_substring=sid_", "--error-exitcode", "99",
-                   sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-                   "tests/cuda/test_cuda.py", "-k", subset]  # fmt: skip
-        status, output = run(command, 60, PYTHONPATH=python_path(), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        found = re.findall(r"=+ (?:ERROR|RACECHECK) SUMMARY: (.*)", output)
-        results[check] = (
-            "ok" if status == 0 else f"failed ({status}): {(found or output.splitlines()[-1:] or [''])[-1]}"
-        )
-        if "Device not supported" in output:
-            results[check] = "not possible on this machine: Device not supported"
-        elif status == 124:
-            results[check] = "stopped after 60 s, nothing found until then"
-        elif status:
-            say(output[-3000:])
+        limit = left / (len(SANITIZERS) - i)
+        asked = [tool, "--tool", check, "--kernel-name", "kernel_substring=sid_", "--error-exitcode", "99"]
+        rows, why = lean(["codecs"], limit, tool=asked)
+        results[check] = said_of(rows, why, limit)
         say(f"{check}: {results[check]}")
     return results
+
+
+def said_of(rows: list[dict[str, Any]], why: str, limit: float) -> str:
+    """Of a sanitizer's run."""
+    if "Device not supported" in why:
+        return "not possible on this machine: Device not supported"
+    if wrong := [r for r in rows if r["wrong"]]:
+        return f"failed: {wrong[0]['check']}: {wrong[0]['wrong']}"
+    if why.startswith("hung"):
+        return f"stopped after {limit:.0f} s and {len(rows)} checks, nothing found until then"
+    return f"failed: {why}" if why else f"ok, {len(rows)} checks"
+
+
+# ---- a build that the driver compiles --------------------------------------------------------------
+
+PTX_CODECS = ("topk", "int8", "efsignsgd")  # the driver takes long
+
+
+def run_ptx(deadline: float) -> dict[str, Any]:
+    """The build for machines without a GPU, 8.0 and its PTX, of which the driver makes this GPU's code. Such
+    code does not wait for the kernel before it, so that a launch before that one's end must be refused."""
+    if rehearsed is not None:
+        package, why, env = rehearsed, "", {"SID_EMULATED_PTX": "80"}
+    else:
+        package, env = ROOT / "build" / "ptx", {}
+        begun = time.monotonic()
+        why = build_ptx(package, max(1.0, deadline - time.monotonic()))
+        say(why or f"built for 8.0 and PTX in {time.monotonic() - begun:.0f} s")
+    results: dict[str, Any] = {"rows": [], "wrong": [why] if why else []}
+    for arguments in () if why else (["codecs", *PTX_CODECS], ["early"]):
+        if (left := deadline - time.monotonic()) < 5:
+            say(f"ptx, {arguments[0]}: left out, no time")
+            continue
+        rows, why = lean(arguments, left, package, **env)
+        results["rows"] += rows
+        results["wrong"] += [f"{r['check']}: {r['wrong']}" for r in rows if r["wrong"]]
+        results["wrong"] += [f"{arguments[0]}: {why}"] if why else []
+        for row in rows:
+            say(f"  ptx, {row['check']}: {row['wrong'] or 'as on the CPU'}, after {row['ms']:.0f} ms")
+    return results
+
+
+def build_ptx(package: Path, limit: float) -> str:
+    """The package in a folder of its own. Returns why there is none."""
+    from setup import ANY_GPU, archs, find_nvcc, make_command
+
+    nvcc = find_nvcc()
+    make = make_command(package / "objects", package / "sidcomp" / "_core.so", nvcc, *archs(nvcc, ANY_GPU))
+    link_package(package)
+    status, output = run([*make, f"-j{os.cpu_count()}", "ext"], limit)
+    if status == 124:
+        return f"the build for {ANY_GPU} was not done after {limit:.0f} s"
+    return f"the build for {ANY_GPU} failed: {output[-1000:]}" if status else ""
+
+
+def link_package(folder: Path) -> Path:
+    """The Python files of the package in that folder, by links, without an extension. Returns where."""
+    package, ours = folder / "sidcomp", ROOT / "python" / "sidcomp"
+    package.mkdir(parents=True, exist_ok=True)
+    for source in [*ours.glob("*.py"), *(p.parent for p in ours.glob("*/__init__.py"))]:
+        link = package / source.name
+        if not link.is_symlink():
+            link.symlink_to(os.path.relpath(source, package))
+    return package
+
+
+def run_edges(deadline: float) -> dict[str, Any]:
+    """DDP steps under whatever moves work in time: the same weights?"""
+    return gpu_edges.check(deadline, run, rehearsed is not None, say, **ranks_environment())
+
+
+def ranks_environment() -> dict[str, str]:
+    """Of processes with a process group; in a rehearsal they have an NCCL that stands in for it."""
+    if rehearsed is None:
+        return {}
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    import fake_nccl
+
+    return {"SIDCOMP_NCCL": str(fake_nccl.build()), "PYTHONPATH": python_path()}
 
 
 def run_ranks(deadline: float) -> dict[str, Any]:
@@ -215,11 +443,7 @@ def run_ranks(deadline: float) -> dict[str, Any]:
         if rehearsed is None:
             got = one_gpu.check(world, limit=min(one_gpu.LIMIT, left))
         else:
-            sys.path.insert(0, str(ROOT / "tests" / "support"))
-            import fake_nccl
-
-            library = {"SIDCOMP_NCCL": str(fake_nccl.build()), "PYTHONPATH": python_path()}
-            got = one_gpu.check(world, True, 2, min(one_gpu.LIMIT, left), library)
+            got = one_gpu.check(world, True, 2, min(one_gpu.LIMIT, left), ranks_environment())
         results["rows"] += [{"ranks": world, **row} for row in got["rows"]]
         results["wrong"] += got["wrong"]
         for row in got["rows"]:
@@ -235,20 +459,25 @@ def run_ranks(deadline: float) -> dict[str, Any]:
 
 
 def run_times(deadline: float) -> list[dict[str, Any]]:
+    return timed("times", deadline)
+
+
+def timed(part: str, deadline: float) -> list[dict[str, Any]]:
     """In processes that write down each row. One that hangs or fails is ended, and the next one continues:
     also where this process was ended, if the same is measured on the same day."""
-    kept = folder / "gpu-check-times.jsonl"  # remains where this process is ended, too
+    kept = folder / f"gpu-check-{part}.jsonl"  # remains where this process is ended, too
     kept.parent.mkdir(parents=True, exist_ok=True)
     now = {"date": datetime.date.today().isoformat(), "machine": machine()}
     if kept.exists() and Journal(kept).all("of") != [now]:
         kept.replace(kept.with_suffix(".old.jsonl"))
-        say(f"times: {kept} is of another day, machine or commit; it is now {kept.with_suffix('.old.jsonl')}")
+        say(f"{part}: {kept} is of another day, machine or commit, and gets the suffix .old.jsonl")
     if not kept.exists():
         Journal(kept).add(of=now)
     elif rows := Journal(kept).all("row"):
-        say(f"times: {len(rows)} rows were measured before; continuing behind them")
-    small = [] if rehearsed is None else ["--small"]
-    rows = collect([sys.executable, "benchmarks/gpu_time.py", *small], kept, deadline)
+        say(f"{part}: {len(rows)} rows were measured before; continuing behind them")
+    flags = ["--first"] if part == "first" else []
+    flags += [] if rehearsed is None else ["--small"]
+    rows = collect([sys.executable, "benchmarks/gpu_time.py", *flags], kept, deadline)
     written.append(kept)  # to be removed as soon as the results are there
     return rows
 
@@ -312,9 +541,14 @@ def run_models(deadline: float) -> list[dict[str, Any]]:
 COUNTED = ("topk", "sidco-e", "dgc", "efsignsgd", "int8", "fp16")
 
 
+def profiler() -> str | None:
+    """Nsight Compute."""
+    return shutil.which("ncu") or next(iter(map(str, Path("/opt/nvidia/nsight-compute").glob("*/ncu"))), None)
+
+
 def run_bytes(deadline: float) -> list[dict[str, Any]]:
     """Bytes that each kernel moves to and from the device's memory, where Nsight Compute may count."""
-    tool = shutil.which("ncu") or next(iter(map(str, Path("/opt/nvidia/nsight-compute").glob("*/ncu"))), None)
+    tool = profiler()
     if not tool:
         say("bytes: Nsight Compute (ncu) was not found")
         return []
@@ -323,12 +557,12 @@ def run_bytes(deadline: float) -> list[dict[str, Any]]:
         if time.monotonic() > deadline:
             say(f"bytes of {codec}: left out: no time")
             continue
-        status, output = run(
-            [tool, "--csv", "--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", "--kernel-name",
-             "regex:sid_", "--print-units", "base", sys.executable, "benchmarks/gpu_time.py", "--once", codec,
-             str(N_COUNTED)],
-            60, PYTHONPATH=python_path(),
-        )  # fmt: skip
+        # Clocks stay as they are. Caches too: what one kernel leaves in the L2 the next one finds there.
+        command = [tool, "--csv", "--clock-control", "none", "--cache-control", "none",
+                   "--profile-from-start", "off", "--print-units", "base", "--kernel-name", "regex:sid_",
+                   "--metrics", "dram__bytes_read.sum,dram__bytes_write.sum",
+                   sys.executable, "benchmarks/gpu_time.py", "--once", codec, str(N_COUNTED)]  # fmt: skip
+        status, output = run(command, 60, PYTHONPATH=python_path())
         found = bytes_of(output)
         if status or not found:
             why = re.search(r"==(?:ERROR|WARNING)== (.*)", output)
@@ -405,14 +639,14 @@ def log_of(part: str) -> Path:
 
 
 def ends_of_logs() -> dict[str, str]:
-    """Of the parts within which a process was killed: how far they had come. `times` has its journal."""
+    """Of the parts within which a process was killed: how far they had come."""
     found = {}
     for part in PARTS:
         if not log_of(part).exists():
             continue
         text = log_of(part).read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it had said nothing"]
-        if part != "times":
+        if part not in TIMED:
             found[part] = counts_of(text) if part == "tests" else lines[-1]
         log_of(part).unlink()
     return found

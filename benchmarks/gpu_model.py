@@ -37,7 +37,8 @@ OURS: dict[str, dict[str, Any]] = {  # State's arguments
     "fp16": {"codec": "fp16"},
     "powersgd": {"codec": "powersgd"},
 }
-HOOKS = ("dense", "torch fp16", "torch PowerSGD", *OURS)
+HIGH = ", high priority"  # of the side stream
+HOOKS = ("dense", "torch fp16", "torch PowerSGD", *OURS, f"default{HIGH}", f"topk 1 %{HIGH}")
 WARM, TURNS, STEPS = 8, 4, 6  # the first of a turn is not timed
 
 
@@ -135,8 +136,10 @@ class Run:
         )  # two buckets deadlock (benchmarks/netlab)
         self.model = DistributedDataParallel(case.make().to(case.device), device_ids=ids, **cap)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
-        if name in OURS:
-            self.state = sidcomp.State(**OURS[name])
+        ours = name.removesuffix(HIGH)
+        os.environ["SIDCOMP_STREAM_PRIORITY"] = "0" if ours == name else "-1"
+        if ours in OURS:
+            self.state = sidcomp.State(**OURS[ours])
             sidcomp.register(self.model, self.state)
         elif name == "torch fp16":
             self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)

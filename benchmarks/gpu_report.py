@@ -11,6 +11,11 @@ never waits for the device. A gathered decode takes one payload several times.
 
 from typing import Any
 
+CHECKS = {
+    "preflight": "Before all else (benchmarks/gpu_lean.py)",
+    "ptx": "The build for 8.0 and PTX (benchmarks/gpu_lean.py)",
+    "edges": "Steps under whatever moves work in time (benchmarks/gpu_edges.py)",
+}
 N_COUNTED = 25_600_000  # elements of the encodes whose bytes Nsight Compute counts
 
 
@@ -34,8 +39,14 @@ def text_of(results: dict[str, Any]) -> str:
         "",
         (__doc__ or "").split("\n\n", 1)[1].strip(),
     ]
-    if rows := results.get("times"):
-        lines += ["", "## Kernels", "", *table(rows)]
+    preflight = results.get("preflight", {})
+    lines += ["", *(f"- {name}: {fact}" for name, fact in preflight.get("facts", {}).items())]
+    for part, title in CHECKS.items():
+        if rows := results.get(part, {}).get("rows"):
+            lines += ["", f"## {title}", "", *table(rows)]
+    for part, title in (("first", "The kernels that say most"), ("times", "Kernels")):
+        if rows := results.get(part):
+            lines += ["", f"## {title}", "", *table(rows)]
     if rows := results.get("models"):
         lines += ["", "## Steps of models, one rank (benchmarks/gpu_model.py)", "", *table(rows)]
     if rows := results.get("bytes"):
@@ -47,12 +58,15 @@ def text_of(results: dict[str, Any]) -> str:
             "",
             *table(rows),
         ]
-    lines += ["", *(f"Ranks on this GPU: {w}" for w in results.get("ranks", {}).get("wrong", []))]
+    for part, what in (("ranks", "Ranks on this GPU"), ("edges", "Edges"), ("ptx", "8.0 and PTX")):
+        lines += ["", *(f"{what}: {w}" for w in results.get(part, {}).get("wrong", []))]
     lines += [
         f"{what}: {results[key]['summary']}."
         for key, what in (("tests", "Tests"), ("ddp", "DDP"))
         if key in results
     ]
+    if failed := results.get("tests", {}).get("failed"):
+        lines += ["", "Tests that failed:", "", *(f"- {name}" for name in failed), ""]
     lines += [f"Killed within {part}: {said}." for part, said in results.get("killed", {}).items()]
     lines += [f"{tool}: {outcome}." for tool, outcome in results.get("sanitizers", {}).items()]
     return "\n".join([*lines, "", ", ".join(f"{k} {v}" for k, v in m.items() if v) + ".", ""])
@@ -60,6 +74,9 @@ def text_of(results: dict[str, Any]) -> str:
 
 def failures(results: dict[str, Any]) -> list[str]:
     wrong = [part for part in ("tests", "ddp") if results.get(part, {}).get("status")]
-    wrong += [f"times of {r['what']}" for r in results.get("times", []) if "failed" in r]
-    wrong += ["ranks"] if results.get("ranks", {}).get("wrong") else []
+    preflight = results.get("preflight", {}).get("rows", [])
+    wrong += [f"preflight of {r['check']}" for r in preflight if r["wrong"]]
+    for part in ("first", "times"):
+        wrong += [f"times of {r['what']}" for r in results.get(part, []) if "failed" in r]
+    wrong += [part for part in ("edges", "ptx", "ranks") if results.get(part, {}).get("wrong")]
     return wrong + [tool for tool, said in results.get("sanitizers", {}).items() if said.startswith("failed")]

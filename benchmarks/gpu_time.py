@@ -52,6 +52,7 @@ class Size(NamedTuple):
     baselines: bool
     compiled: bool
     exchanges: bool
+    only: tuple[str, ...] = ()  # of the codecs with their settings, these alone
 
 
 SIZES = (
@@ -62,6 +63,12 @@ SIZES = (
     Size(110_000_000, True, False, False, False),
     Size(1_000_000_000, False, False, False, False),
 )  # what says most comes first: time may run out
+FIRST = tuple(  # if there is time for little else
+    Size(n, True, False, False, False, (
+        "topk density=0.01", "topk density=0.084 values=log4 indices=packed", "sidco-e density=0.01", "int8"
+    ))
+    for n in (1_000_000, 25_600_000, 110_000_000)
+)  # fmt: skip
 SMALL = (Size(3000, False, True, False, True),)  # of a rehearsal
 
 
@@ -364,6 +371,8 @@ def codecs(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
             continue
         for settings in forms_of(codec, size):
             name = name_of(codec["name"], settings)
+            if size.only and name not in size.only:
+                continue
             if bench.late(f"{name}, n {size.n:,}"):
                 return
             with bench.unit(f"{name}, n {size.n:,}") as new:
@@ -379,7 +388,7 @@ def early(bench: Bench, size: Size, gradient: Any, limit: Limits) -> None:
     import sidcomp
     from sidcomp import _core
 
-    for codec, settings in EARLY.items() if size.n <= EARLY_TO else ():
+    for codec, settings in EARLY.items() if size.n <= EARLY_TO and not size.only else ():
         name = name_of(codec, settings)
         if bench.late(f"early: {name}, n {size.n:,}"):
             return
@@ -563,16 +572,27 @@ def measure(bench: Bench, sizes: tuple[Size, ...] = SIZES) -> None:
 # ---- bytes, by a profiler --------------------------------------------------------------------------
 
 
+STEADY = 3  # encodes before the one that a profiler looks at: what a first step does differs
+
+
 def once(codec: str, n: int) -> None:
+    """An encode and a decode between the calls that start and stop a profiler."""
+    import torch
+
     clock = GpuClock()
     rank = Rank(
         clock, codec, {"density": 0.01} if codec in ("topk", "sidco-e", "dgc") else {}, laplace(clock, n)
     )
-    rank.encode()
-    clock.settle()
+    for _ in range(STEADY):
+        rank.encode()
     count = 1 if rank.plan.linear else WORLD
-    rank.decode(rank.payload[: rank.plan.payload_bytes].repeat(count), count)
+    payloads = rank.payload[: rank.plan.payload_bytes].repeat(count)
     clock.settle()
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+    rank.encode()
+    rank.decode(payloads, count)
+    clock.settle()
+    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
 def main() -> None:
@@ -582,13 +602,17 @@ def main() -> None:
     chosen.add_argument("--journal", type=Path, metavar="FILE")
     parser.add_argument("--seconds", type=float, default=300.0, help="with --journal: begin nothing after")
     parser.add_argument("--small", action="store_true", help="with --journal: a rehearsal on the emulation")
+    parser.add_argument("--first", action="store_true", help="with --journal: the rows that say most")
     args = parser.parse_args()
     sys.path[:0] = [str(ROOT)] if args.small else [str(ROOT), str(ROOT / "python")]
     if args.once:
         once(args.once[0], int(args.once[1]))
         return
     deadline = time.monotonic() + args.seconds
-    clock, sizes = (HostClock(), SMALL) if args.small else (GpuClock(), SIZES)
+    sizes = FIRST if args.first else SIZES
+    if args.small:
+        sizes = (FIRST[0]._replace(n=SMALL[0].n),) if args.first else SMALL
+    clock = HostClock() if args.small else GpuClock()
     measure(Bench(clock, deadline, partial(print, flush=True), Journal(args.journal)), sizes)
 
 

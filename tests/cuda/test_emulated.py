@@ -17,6 +17,9 @@ from typing import IO
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks.gpu_check import link_package  # noqa: E402
+
 OUT = ROOT / "build" / "emulated"
 TOOLS = [os.environ.get("MAKE") or "make", os.environ.get("CXX") or "c++"]
 
@@ -56,14 +59,7 @@ def build(watched: bool = False) -> Path:
     pybind11 = pytest.importorskip("pybind11")
     out = OUT.with_name("watched") if watched else OUT
     here = out.relative_to(ROOT)
-    package = out / "sidcomp"
-    package.mkdir(parents=True, exist_ok=True)
-    ours = ROOT / "python" / "sidcomp"
-    for source in [*ours.glob("*.py"), *(p.parent for p in ours.glob("*/__init__.py"))]:
-        link = package / source.name
-        if not link.is_symlink():
-            link.symlink_to(os.path.relpath(source, package))
-    built = package / "_core.so"
+    built = link_package(out) / "_core.so"
     parts = [ROOT / "tests" / "cuda" / name for name in ("emulate.cpp", "order.cpp", "order.h")]
     if built.exists() and built.stat().st_mtime < max(p.stat().st_mtime for p in parts):
         built.unlink()  # make knows nothing of them
@@ -116,6 +112,11 @@ def test_nccl_on_the_emulation() -> None:
 
 def test_what_gpu_check_times_on_the_emulation() -> None:
     run(share=1, tests="tests/cuda/test_gpu_check.py", PYTEST_ADDOPTS="-m 'not slow'")
+
+
+@pytest.mark.slow
+def test_steps_under_whatever_moves_work_in_time() -> None:
+    run(share=1, tests="tests/cuda/test_gpu_edges.py")
 
 
 def test_the_native_transport_on_the_emulation() -> None:

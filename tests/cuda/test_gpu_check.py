@@ -21,7 +21,7 @@ from sidcomp import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks import gpu_check, gpu_report, gpu_time  # noqa: E402
+from benchmarks import gpu_check, gpu_device, gpu_lean, gpu_report, gpu_time  # noqa: E402
 
 torch = pytest.importorskip("torch")
 emulated = pytest.mark.skipif(_core.cuda_archs != "emulated", reason="the device is the CPU emulation")
@@ -184,7 +184,6 @@ def rehearse(out: Path, part: int | str) -> str:
 def test_a_rehearsal_that_is_killed_in_every_part(tmp_path: Path) -> None:
     """Each part is killed at a random moment, and called again: what was measured before is still there."""
     draw = random.Random(os.environ.get("SID_EMULATED_SEED", "1"))
-    journal = tmp_path / "gpu-check-times.jsonl"
 
     def kept() -> dict[str, Any]:
         results = list(tmp_path.glob("*.json"))
@@ -194,39 +193,46 @@ def test_a_rehearsal_that_is_killed_in_every_part(tmp_path: Path) -> None:
     def logs() -> dict[str, str]:
         return {p.name: p.read_text() for p in tmp_path.glob("gpu-check-*.log")}
 
-    for part, names in enumerate(gpu_check.CALLS, 1):
-        before = kept()
-        first = f"gpu-check-{names[0]}.log"
-        if part == 1:  # until something is measured, and a little more
-            rehearse_until(
-                tmp_path, part, lambda: bool(gpu_time.Journal(journal).all("row")), draw.uniform(0, 3)
-            )
-        else:
-            rehearse_until(tmp_path, part, lambda first=first: first in logs(), draw.uniform(0, 10))
+    def measured(part: str) -> dict[tuple[str, int], Any]:
+        journal = gpu_time.Journal(tmp_path / f"gpu-check-{part}.jsonl")
+        return {(r["what"], r["n"]): r for r in journal.all("row")}
+
+    def journals() -> list[int]:
+        return [p.stat().st_size for p in sorted(tmp_path.glob("gpu-check-*.jsonl"))]
+
+    for call, names in enumerate(gpu_check.CALLS, 1):
+        before, inside = kept(), draw.choice(names)
+        timed = inside in gpu_check.TIMED  # until something is measured, and a little more
+        rehearse_until(
+            tmp_path, call,
+            lambda inside=inside, timed=timed: (
+                bool(measured(inside)) if timed else f"gpu-check-{inside}.log" in logs()
+            ),
+            draw.uniform(0, 3 if timed else 10),
+        )  # fmt: skip
         middle = kept()
         assert {k: v for k, v in middle.items() if k in before} == before
-        rows = {(r["what"], r["n"]): r for r in gpu_time.Journal(journal).all("row")}
-        assert rows or part > 1
         time.sleep(1)
-        seen = logs(), journal.stat().st_size if journal.exists() else 0
+        seen = logs(), journals()
         time.sleep(2)
-        assert seen == (logs(), journal.stat().st_size if journal.exists() else 0), "a process lives on"
+        assert seen == (logs(), journals()), "a process lives on"
         assert set(names) & set(middle) or len(logs()) == 1, "the part in which it was has left nothing"
-        if part > 1 and logs():
+        rows = {part: measured(part) for part in gpu_check.TIMED}
+        if logs():
             (lost,) = (name.removeprefix("gpu-check-").removesuffix(".log") for name in logs())
             rehearse(tmp_path, "bytes")
-            assert set(kept().get("killed", {})) == {lost} - {"bytes"} and not logs()
-        said = rehearse(tmp_path, part)
+            assert set(kept().get("killed", {})) == {lost} - {"bytes", *gpu_check.TIMED} and not logs()
+        said = rehearse(tmp_path, call)
         after = kept()
         others = {k: v for k, v in middle.items() if k not in (*names, "bytes", "killed")}
         assert {k: v for k, v in after.items() if k in others} == others
         assert set(names) <= set(after) and "all went well" in said
-        assert "killed" not in after and not logs()
-        if part == 1:
-            assert f"{len(rows)} rows were measured before" in said and not journal.exists()
-            found = {(r["what"], r["n"]): r for r in after["times"]}
-            assert len(found) > len(rows) and all(found[k] == r for k, r in rows.items())
-            assert not [r for r in after["times"] if "failed" in r]
+        assert "killed" not in after and not logs() and not journals()
+        for part in set(names) & set(gpu_check.TIMED):
+            found = {(r["what"], r["n"]): r for r in after[part]}
+            assert found and not [r for r in after[part] if "failed" in r]
+            assert all(found[k] == r for k, r in rows[part].items())
+            assert not rows[part] or f"{part}: {len(rows[part])} rows were measured before" in said
 
 
 def rehearse_until(out: Path, part: int, reached: Callable[[], bool], more: float) -> None:
@@ -299,12 +305,140 @@ def test_a_command_that_is_ended_takes_its_processes_along(tmp_path: Path) -> No
     assert (status, output) == (124, "begun\n") and time.monotonic() - begun < 30
 
 
+def test_a_command_may_write_its_report_first() -> None:
+    code = """
+import time
+print("begun", flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("written", flush=True)
+    time.sleep({more})
+"""
+    command = [sys.executable, "-c", code.format(more=0)]
+    assert gpu_check.run(command, 3.0, 20.0) == (124, "begun\nwritten\n")
+    begun = time.monotonic()
+    assert gpu_check.run([*command[:2], code.format(more=600)], 3.0, 1.0) == (124, "begun\nwritten\n")
+    assert time.monotonic() - begun < 30
+
+
 def test_tests_that_were_ended_say_how_far_they_came() -> None:
     output = "tests/a.py::x PASSED [1%]\ntests/a.py::y[1] FAILED [2%]\ntests/a.py::z[2] "
     assert gpu_check.summary_of(124, output, 9) == (
         "ended after 9 s: 1 passed, 1 failed, 0 skipped; it was at tests/a.py::z[2]"
     )
     assert gpu_check.summary_of(0, "...\n==== 3 passed in 1 s ====\n", 9) == "3 passed in 1 s"
+    several = "[gw0] [ 1%] PASSED tests/a.py::x[1] \n[gw1] node down\n[gw1] [ 2%] FAILED tests/a.py::y[2] \n"
+    assert gpu_check.counts_of(several) == "1 passed, 1 failed, 0 skipped; it was at tests/a.py::y[2]"
+    summary = "FAILED tests/a.py::z - assert 0\nworker 'gw1' crashed while running 'tests/a.py::y[2]'\n"
+    assert gpu_check.failed_in(several + summary) == ["tests/a.py::y[2]", "tests/a.py::z"]
+
+
+def test_a_worker_whose_device_is_lost_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lost_device
+
+    ended: list[int] = []
+    monkeypatch.setattr(lost_device.os, "_exit", ended.append)
+    monkeypatch.setattr(lost_device, "lost", lambda: True)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+
+    def test(failed: bool) -> int:
+        for outcome in (False, failed):
+            report: Any = type("Report", (), {"failed": outcome})()
+            lost_device.pytest_runtest_logreport(report)
+        lost_device.pytest_runtest_logfinish()
+        return len(ended)
+
+    assert test(True) == 0, "not a worker"
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    assert [test(False), test(True)] == [0, 1]
+    monkeypatch.setattr(lost_device, "_failed", False)  # where the process goes on: only here
+    monkeypatch.setattr(lost_device, "lost", lambda: False)
+    assert [test(True), test(False)] == [1, 1]
+
+
+LEAN = """
+import json, sys, time
+print(json.dumps({{"check": "topk", "ms": 1.0, "wrong": ""}}), flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    "then, why, said",
+    [
+        ("", "", "ok, 1 checks"),
+        ("time.sleep(600)", "hung for 3 s", "stopped after 3 s and 1 checks, nothing found until then"),
+        ("sys.exit('no device')", "ended with status 1: no device", "failed: ended with status 1: no device"),
+        (
+            "print(json.dumps({'check': 'int8', 'ms': 1.0, 'wrong': 'byte 3'})); sys.exit(1)",
+            "",
+            "failed: int8: byte 3",
+        ),
+        (
+            "sys.exit('Error: Device not supported')",
+            "ended with status 1: Error: Device not supported",
+            "not possible on this machine: Device not supported",
+        ),
+    ],
+)
+def test_what_a_lean_process_says(
+    then: str, why: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "gpu_lean.py").write_text(LEAN.format(then=then))
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    rows, found = gpu_check.lean(["codecs"], 3.0)
+    assert rows[0] == {"check": "topk", "ms": 1.0, "wrong": ""} and found == why
+    assert gpu_check.said_of(rows, found, 3.0) == said
+
+
+def test_a_byte_that_differs_is_named() -> None:
+    gpu_lean.differs("payload", b"abcd", b"abcd")
+    with pytest.raises(AssertionError, match="payload: byte 2 of 4 is not the CPU's"):
+        gpu_lean.differs("payload", b"abXd", b"abcd")
+
+
+def test_lean_checks_every_codec_that_has_kernels() -> None:
+    names = {case.codec for case in gpu_lean.cases([])}
+    assert names == {c["name"] for c in _core.codecs() if c["cuda"]} and len(names) >= 25
+    with pytest.raises(SystemExit, match="no codec 'nosuch' has CUDA kernels"):
+        gpu_lean.cases(["nosuch"])
+    assert sum(gpu_lean.LENGTHS) == gpu_lean.N and any(n % 2 for n in gpu_lean.LENGTHS)
+
+
+@emulated
+def test_a_write_outside_of_a_block_is_found() -> None:
+    device = gpu_device.open_device()
+    block = gpu_lean.Block(device, 100)
+    assert block.get() == bytes(100)
+    device.fill(block.ptr + 100, 1, 7)
+    with pytest.raises(AssertionError, match="outside of its block"):
+        block.get()
+
+
+def test_a_kernel_that_holds_multiprocessors_compiles(tmp_path: Path) -> None:
+    from setup import find_nvcc
+
+    if not find_nvcc():
+        pytest.skip("needs nvcc")
+    assert gpu_check.compile_hold(tmp_path / "hold.ptx") == ""
+    assert ".entry hold(" in (tmp_path / "hold.ptx").read_text()
+
+
+def test_every_part_is_in_one_call() -> None:
+    named = [part for call in gpu_check.CALLS for part in call]
+    assert sorted(named) == sorted(gpu_check.PARTS) and named[0] == "preflight"
+    assert all(callable(getattr(gpu_check, f"run_{part}")) for part in named)
+    assert {size.n for size in gpu_time.FIRST} == {1_000_000, 25_600_000, 110_000_000}
+
+
+@emulated
+def test_the_first_rows() -> None:
+    bench, _ = bench_of()
+    gpu_time.measure(bench, (gpu_time.FIRST[0]._replace(n=3000),))
+    encodes = [r["what"].removeprefix("encode ") for r in bench.rows if r["what"].startswith("encode")]
+    assert encodes == list(gpu_time.FIRST[0].only)
 
 
 NCU = """==PROF== Connected to process 7
@@ -348,8 +482,21 @@ def test_parts_of_one_day_come_together(tmp_path: Path) -> None:
     ):
         assert words in text
     assert gpu_report.failures(RESULTS) == [] and gpu_check.failures(kept) == ["ddp"]
-    failing = RESULTS | {"ranks": {"rows": [], "wrong": ["x"]}, "sanitizers": {"racecheck": "failed (1): y"}}
-    assert gpu_report.failures(failing) == ["ranks", "racecheck"]
+    checks = {"rows": [{"check": "topk", "ms": 1.0, "wrong": ""}, {"check": "int8", "wrong": "byte 3"}]}
+    failing = RESULTS | {
+        "ranks": {"rows": [], "wrong": ["x"]},
+        "edges": {"rows": [], "wrong": ["y"]},
+        "ptx": {"rows": [], "wrong": ["z"]},
+        "preflight": {"facts": {"nvcc": "no"}, **checks},
+        "first": [{"what": "encode topk", "n": 0, "failed": "hung"}],
+        "sanitizers": {"racecheck": "failed: y"},
+    }
+    assert gpu_report.failures(failing) == [
+        "preflight of int8", "times of encode topk", "edges", "ptx", "ranks", "racecheck"
+    ]  # fmt: skip
+    text = gpu_report.text_of(failing)
+    for words in ("- nvcc: no", "| int8 |  | byte 3 |", "Edges: y", "8.0 and PTX: z", "Ranks on this GPU: x"):
+        assert words in text
 
 
 def test_a_part_within_which_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,4 +528,4 @@ def test_only_parts_that_there_are(
     monkeypatch.setattr(sys, "argv", ["gpu-check", "--only", "tests,nosuch"])
     with pytest.raises(SystemExit):
         gpu_check.main()
-    assert "nosuch: there are tests" in capsys.readouterr().err
+    assert "nosuch: there are preflight, first, tests" in capsys.readouterr().err

@@ -154,7 +154,9 @@ class CudaExecutor:
     # The following methods need torch's CUDA; the tests replace them.
 
     def _enter(self) -> None:
-        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        # Higher is less, as CUDA counts. 0 is the priority of the gradients' stream.
+        priority = int(os.environ.get("SIDCOMP_STREAM_PRIORITY", "0"))
+        self.stream = torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         early = _core.cuda_early if os.environ.get("SIDCOMP_LAUNCH_EARLY") == "1" else 0
         self.where = {"device": self.stream.device.index | early, "stream": self.stream.cuda_stream}
 
