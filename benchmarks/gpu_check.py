@@ -375,10 +375,9 @@ def run_ptx(deadline: float) -> dict[str, Any]:
     if rehearsed is not None:
         package, why, env = rehearsed, "", {"SID_EMULATED_PTX": "80"}
     else:
-        package, env = ROOT / "build" / "ptx", {}
-        begun = time.monotonic()
-        why = build_ptx(package, max(1.0, deadline - time.monotonic()))
-        say(why or f"built for 8.0 and PTX in {time.monotonic() - begun:.0f} s")
+        package, env = PTX, {}
+        why = end_ptx(max(1.0, deadline - time.monotonic()))
+        say(why or "built for 8.0 and PTX")
     results: dict[str, Any] = {"rows": [], "wrong": [why] if why else []}
     for arguments in () if why else (["codecs", *PTX_CODECS], ["early"]):
         if (left := deadline - time.monotonic()) < 5:
@@ -393,17 +392,34 @@ def run_ptx(deadline: float) -> dict[str, Any]:
     return results
 
 
-def build_ptx(package: Path, limit: float) -> str:
-    """The package in a folder of its own. Returns why there is none."""
+PTX = ROOT / "build" / "ptx"  # that build's package
+building: "subprocess.Popen[bytes] | None" = None  # of PTX, beside the parts before `ptx`
+
+
+def begin_ptx() -> None:
+    """Starts the build: it takes a minute or more of processors that the parts before it hardly use."""
+    global building
     from setup import ANY_GPU, archs, find_nvcc, make_command
 
     nvcc = find_nvcc()
-    make = make_command(package / "objects", package / "sidcomp" / "_core.so", nvcc, *archs(nvcc, ANY_GPU))
-    link_package(package)
-    status, output = run([*make, f"-j{os.cpu_count()}", "ext"], limit)
-    if status == 124:
-        return f"the build for {ANY_GPU} was not done after {limit:.0f} s"
-    return f"the build for {ANY_GPU} failed: {output[-1000:]}" if status else ""
+    make = make_command(PTX / "objects", PTX / "sidcomp" / "_core.so", nvcc, *archs(nvcc, ANY_GPU))
+    link_package(PTX)
+    with (PTX / "log").open("wb") as file:
+        building = start([*make, f"-j{os.cpu_count()}", "ext"], file)
+
+
+def end_ptx(limit: float) -> str:
+    """Waits for the build. Returns why there is none."""
+    if building is None:
+        begin_ptx()
+    assert building is not None
+    try:
+        status = building.wait(limit)
+    except subprocess.TimeoutExpired:
+        end(building)
+        return f"the build for 8.0 and PTX was not done after another {limit:.0f} s"
+    said = (PTX / "log").read_text(errors="replace")[-1000:]
+    return f"the build for 8.0 and PTX failed: {said}" if status else ""
 
 
 def link_package(folder: Path) -> Path:
@@ -694,6 +710,8 @@ def main() -> int:
     if rehearsed is None and (why := no_gpu()):
         say(f"gpu-check: skipped: {why}; everything was compiled, nothing could be run")
         return SKIPPED
+    if "ptx" in wanted and rehearsed is None:
+        begin_ptx()
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "date": datetime.date.today().isoformat(), "machine": machine(), "killed": ends_of_logs()
