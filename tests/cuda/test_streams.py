@@ -132,3 +132,72 @@ def test_gradients_that_nobody_waits_for_are_found(tmp_path: Path) -> None:
 def test_a_result_that_nobody_waits_for_is_found(tmp_path: Path) -> None:
     said = broken(tmp_path, "_end_of_backward", {"codec": "topk"})
     assert "emulated device: no order: " in said and "SID_EMULATED_SEED=3" in said
+
+
+GROUPS = 6
+
+
+def interrupted(rank: int, world: int, where: str, broken: str = "") -> str:
+    """A group cannot be launched, or the step is abandoned; then the program uses the others' gradients.
+    broken: a method of the executor that does nothing."""
+    os.environ["SID_EMULATED_SEED"] = "3"
+    import ordered
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 50), nn.Linear(50, 3))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.008, gradient_as_bucket_view=True)
+    with ordered.Torch() as torchs:
+        state = sidcomp.State("topk", groups="layer")  # of each parameter
+        executor = ordered.emulate(state, torchs)
+        if broken:
+            setattr(executor, broken, lambda *_: None)
+        sidcomp.register(ddp, state)
+        launch, ready = executor._launch, state._engine.ready
+        launched: list[Any] = []
+
+        def failing(g: Any) -> None:
+            launched.append(g)
+            if len(launched) == {"first": 1, "middle": 3, "last": GROUPS}.get(where):
+                raise ValueError("no more")
+            launch(g)
+
+        def broken_off(index: int, *rest: Any) -> Any:
+            layout = state._engine.layout
+            if where == "abandoned" and layout is not None and index == len(layout.buckets) - 1 > 0:
+                raise ValueError("no more")
+            return ready(index, *rest)
+
+        said = ""
+        for step in range(3):
+            if step == 2:
+                executor._launch = failing  # type: ignore[method-assign]
+                state._engine.ready = broken_off  # type: ignore[method-assign]
+            try:
+                (ddp(torch.randn(8, 40)) ** 2).sum().backward()
+            except RuntimeError as e:
+                assert step == 2
+                said = str(e)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(0.5)
+        return said
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last", "abandoned"])
+def test_gradients_after_a_group_that_could_not_be_launched(where: str) -> None:
+    """Whoever catches the error may use or free them: the other groups' work comes first."""
+    assert all("no more" in said for said in run(interrupted, 1, where))
+
+
+@needs_eyes
+@pytest.mark.parametrize("where", ["first", "middle", "last", "abandoned"])
+def test_gradients_that_nobody_waits_for_after_a_failure_are_found(where: str, tmp_path: Path) -> None:
+    script = BROKEN.rsplit("class Broken", 1)[0] + (
+        "dist.init_process_group('gloo', init_method='file://{store}', rank=0, world_size=1)\n"
+        "test_streams.interrupted(0, 1, {where!r}, 'lead')\n"
+    )
+    here = Path(__file__).resolve().parent
+    paths = [str(Path(_core.__file__).parent.parent), str(here.parent / "support"), str(here)]
+    text = script.format(paths=paths, store=tmp_path / "store", where=where)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -6 and "emulated device: no order: " in done.stderr, done.stderr[-3000:]

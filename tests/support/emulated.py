@@ -23,7 +23,7 @@ class EmulatedExecutor(CudaExecutor):
     def _follow(self) -> None:
         pass
 
-    def _lead(self) -> None:
+    def lead(self) -> None:
         pass
 
     def synchronize(self, everything: bool = False) -> bool:

@@ -180,13 +180,15 @@ class OrderedExecutor(CudaExecutor):
     def _follow(self) -> None:
         self.side.wait_stream(Stream.current)
 
-    def _lead(self) -> None:
+    def lead(self) -> None:
         Stream.current.wait_stream(self.side)
 
     def _end_of_backward(self) -> None:
-        """DDP waits for the futures on its stream: for what the side stream had when they were completed."""
+        """DDP waits for the futures on its stream: for what the side stream had when they were completed. It
+        waits for none behind the first that has failed, here for none at all."""
         self._begun = False
-        Stream.current.wait_stream(self.side)
+        if not self.step.failed:
+            Stream.current.wait_stream(self.side)
 
     def synchronize(self, everything: bool = False) -> bool:
         if everything:

@@ -235,6 +235,9 @@ class CpuExecutor:
     # ---- between steps
     # -----------------------------------------------------------------------------------------
 
+    def lead(self) -> None:
+        pass  # `launch` has done the group's work on this thread, or a future says when it is done
+
     def before_exit(self) -> None:
         """Waits until the profiling records of all collectives have ended. A thread of Gloo completes the
         future, which runs our callback and completes the buckets' futures, and only then ends the profiler's

@@ -179,7 +179,7 @@ class CudaExecutor:
         """The side stream waits for what the current stream has been given so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def _lead(self) -> None:
+    def lead(self) -> None:
         """The current stream waits for what the side stream has been given so far."""
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
@@ -304,7 +304,7 @@ class CudaExecutor:
         # It subtracts what was sent in place: then the vectors in the state are the residual.
         self._follow()  # behind whoever has read them before
         self.settle(g)
-        self._lead()
+        self.lead()
         header, state = _core.state_header_bytes, g.state.tensor
         return [
             Residual(start, state[at + header : at + header + 4 * n].view(torch.float32), common)
@@ -332,6 +332,7 @@ class CudaExecutor:
                 self.step.complete(g)
         except Exception as e:
             self.step.fail(g, e)
+            self.lead()
 
     def _launch(self, g: Group) -> None:
         r: Resident = g.resident
@@ -362,6 +363,8 @@ class CudaExecutor:
     def launched(self, groups: Sequence[Group], in_place: bool) -> None:
         if in_place and len(groups) > 1 and all(g.stage.sent for g in groups):
             self.cancel(groups)
+        if not all(g.stage.sent for g in groups):
+            self.lead()
 
     def _step(self, g: Group, r: Resident) -> None:
         """Enqueues a group's step with torch's collectives or point-to-point calls. One thread does so for

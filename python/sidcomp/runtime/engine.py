@@ -321,6 +321,8 @@ class Engine:
             g.missing = len(g.buckets)
         if arrived:
             self.mark_failed()
+            if self.executor is not None:
+                self.executor.lead()
         self._arrived = 0
         return arrived
 
@@ -425,6 +427,7 @@ class Engine:
         check = ReplicaCheck(layout.groups, exchange)
         parent = self.process_group or model.process_group
         executor.connect(self.settings, layout.groups, exchange, parent, check)
+        executor.lead()  # what has cleared the residuals of a step that was discarded comes first
         kept = self.resume or (checkpoint.carry(self.layout, self.rates) if self.layout else None)
         if self.rates is not None:
             self.rates.bind(model.names, layout.groups)
@@ -653,6 +656,8 @@ class Engine:
         place = (self.exchange.rank, self.exchange.world) if self.exchange is not None and begun else (0, 0)
         if self.place is not None and begun:
             place = self.place
+        if self.executor is not None:
+            self.executor.lead()
         return {
             **checkpoint.save(self.settings, self.groups, self.unassigned, self.rates),
             "world": place[1],
