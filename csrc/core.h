@@ -53,6 +53,8 @@ void sid_decode_sound(const sid_plan *p, const void *payloads, uint64_t stride, 
 /* Makes `device` the thread's own; *before: what it was, to be put back. */
 sid_status sid_device_enter(int device, int *before, sid_error *err);
 void sid_device_leave(int before);
+/* Multiprocessors; 0 if that cannot be known. */
+int sid_device_processors(int device);
 
 #ifdef __cplusplus
 }

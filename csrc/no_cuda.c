@@ -83,6 +83,10 @@ sid_status sid_device_enter(int device, int *before, sid_error *err) {
     return NO_CUDA(err);
 }
 void sid_device_leave(int before) { (void)before; }
+int sid_device_processors(int device) {
+    (void)device;
+    return 0;
+}
 sid_status sid_cuda_settle(const sid_plan *p, void *state, void *work, void *payload, int device, void *stream,
                            sid_error *err) {
     (void)p, (void)state, (void)work, (void)payload, (void)device, (void)stream;

@@ -50,8 +50,12 @@ typedef struct nccl_config {
 #define UNSET (-2147483647 - 1)
 enum {
     CONFIG_WITH_BLOCKS = 21700,
-    /* of a collective: so that those of two communicators leave room for a kernel whose blocks must all run at once */
-    MOST_BLOCKS = 16
+    /* of a collective */
+    LEAST_BLOCKS = 4,
+    MOST_BLOCKS = 16,
+    /* Collectives of two communicators leave two thirds of the device to a kernel whose blocks must all run at once: finish
+     * asks for two of the three blocks that fit on a multiprocessor (cuda/codec/sparse_form.cuh). */
+    PROCESSORS_A_BLOCK = 6
 };
 _Static_assert(sizeof(nccl_config) == 40 && offsetof(nccl_config, most_blocks) == 28, "ncclConfig_t of 2.17");
 
@@ -252,10 +256,10 @@ static sid_status judge(sid_nccl_comm *c, int result, const char *what, sid_erro
     return end(c, status_of(result), err);
 }
 
-sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uint32_t world, int device,
+sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uint32_t world, int device, int blocking,
                          uint32_t limit_ms, void *mem, size_t *bytes, sid_error *err) {
     sid_nccl_comm *c = mem;
-    nccl_config config = {24, CONFIG_MAGIC, SID_NCCL_LEAST, 0, UNSET, UNSET, UNSET, NULL};
+    nccl_config config = {24, CONFIG_MAGIC, SID_NCCL_LEAST, blocking != 0, UNSET, UNSET, UNSET, NULL};
     nccl_id given;
     int before;
     if (err) err->text[0] = 0;
@@ -279,7 +283,8 @@ sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uin
     if (lib->version >= CONFIG_WITH_BLOCKS) {
         config.size = sizeof config;
         config.version = CONFIG_WITH_BLOCKS;
-        config.most_blocks = MOST_BLOCKS;
+        const int share = sid_device_processors(device) / PROCESSORS_A_BLOCK;
+        config.most_blocks = share < LEAST_BLOCKS ? LEAST_BLOCKS : share > MOST_BLOCKS ? MOST_BLOCKS : share;
     }
     int result = lib->join(&c->comm, (int)world, given, (int)rank, &config);
     if (c->comm) result = settle(c, result);

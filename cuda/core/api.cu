@@ -286,6 +286,14 @@ void sid_device_leave(int before) {
     if (before >= 0) (void)cudaSetDevice(before);
 }
 
+int sid_device_processors(int device) {
+    int found = 0;
+    const cudaError_t e = cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device & ~SID_CUDA_EARLY);
+    if (e == cudaSuccess) return found;
+    (void)cudaGetLastError();
+    return 0;
+}
+
 sid_status sid_cuda_devices(int *count, sid_error *err) {
     if (err) err->text[0] = 0;
     *count = 0;

@@ -250,10 +250,19 @@ class Nccl:
 
 class Communicator:
     """One rank's end of an NCCL communicator. A call that fails, or that takes longer than `limit` seconds,
-    ends it: every later call raises the same ExchangeError. Calls may come from several threads."""
+    ends it: every later call raises the same ExchangeError. Calls may come from several threads. blocking:
+    NCCL works in the calling thread; joining then has no limit."""
 
     def __init__(
-        self, nccl: Nccl, id: bytes, rank: int, world: int, *, device: int, limit: float
+        self,
+        nccl: Nccl,
+        id: bytes,
+        rank: int,
+        world: int,
+        *,
+        device: int,
+        limit: float,
+        blocking: bool = False,
     ) -> None: ...
     rank: int
     world: int
