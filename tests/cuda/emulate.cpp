@@ -341,17 +341,24 @@ const char *cudaGetErrorString(cudaError_t e) {
     return e == cudaErrorInvalidDevice ? "invalid device ordinal" : "no error";
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
+static int devices() { /* SID_EMULATED_DEVICES, or 1 */
+    const char *given = getenv("SID_EMULATED_DEVICES");
+    return given ? atoi(given) : 1;
+}
 cudaError_t cudaGetDeviceCount(int *count) {
-    *count = 1;
+    *count = devices();
     return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int *d) {
     *d = emulate::device;
     return cudaSuccess;
 }
+static int contexts; /* a bit for each device that has one */
+int emulated_contexts() { return contexts; }
 cudaError_t cudaSetDevice(int d) {
-    if (d != 0) return cudaErrorInvalidDevice;
+    if (d < 0 || d >= devices()) return cudaErrorInvalidDevice;
     emulate::device = d;
+    contexts |= 1 << d;
     emulate::chosen = true;
     return cudaSuccess;
 }
@@ -370,5 +377,5 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsi
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr what, int d) {
     *value = what == cudaDevAttrMultiProcessorCount ? 2 : 9;
-    return d == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+    return d >= 0 && d < devices() ? cudaSuccess : cudaErrorInvalidDevice;
 }

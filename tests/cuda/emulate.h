@@ -126,6 +126,8 @@ cudaError_t cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stre
 void emulated_touch(cudaStream_t stream, const void *at, uint64_t bytes, int writes, const char *who);
 void emulated_give_back(cudaStream_t stream, const void *at, uint64_t bytes, const char *who);
 void emulated_fresh(const void *at, uint64_t bytes);
+/* The devices that a thread has chosen, which gives each a context: a bit for each. */
+int emulated_contexts();
 }
 
 namespace emulate {

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -170,6 +173,32 @@ def case_id(x: Any) -> str:
     if isinstance(x, dict):
         return "-".join(str(v) for v in x.values()) or "default"
     return "-".join(map(str, x)) if isinstance(x, tuple) else str(x)
+
+
+CONTEXTS = """
+import ctypes, threading
+from sidcomp import _core
+contexts = ctypes.CDLL(_core.__file__).emulated_contexts
+plan = _core.Plan("topk", "residual", 100, "float32")
+state = (ctypes.c_char * (plan.state_bytes + 64))()
+at = ctypes.addressof(state) + -ctypes.addressof(state) % 64
+def call():
+    plan.cuda_unsend(at, device=1, stream=0)
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+print(contexts())
+"""
+
+
+@pytest.mark.skipif(not EMULATED, reason="asks the emulation")
+def test_a_thread_without_a_context_gets_none_on_device_0() -> None:
+    """A call for another device puts back what the thread had: nothing."""
+    environment = os.environ | {"SID_EMULATED_DEVICES": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", CONTEXTS], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "2", done.stdout + done.stderr
 
 
 def test_memories_without_kernels_are_refused() -> None:
