@@ -10,7 +10,6 @@ results.
 
 import argparse
 import csv
-import ctypes
 import datetime
 import importlib.util
 import json
@@ -32,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks import compact_json, gpu_edges, one_gpu  # noqa: E402
 from benchmarks.gpu_report import N_COUNTED, failures, text_of  # noqa: E402
-from benchmarks.gpu_time import Journal  # noqa: E402
+from benchmarks.gpu_time import COUNTED, Journal  # noqa: E402
+from benchmarks.processes import end, start  # noqa: E402
 
 SKIPPED = 77
 DDP_MODES = ("default", "no-sync", "static-tiny", "unused-odd", "mixed", "shapes")
@@ -82,30 +82,6 @@ def run(command: list[str], limit: float, grace: float = 0, **env: str) -> tuple
             status = 124
         file.seek(begun)
         return status, file.read().decode(errors="replace")
-
-
-def start(command: list[str], output: Any, **env: str) -> "subprocess.Popen[bytes]":
-    """Starts the command in a process group of its own, which ends if this process is killed: what is started
-    after it must not find the device busy, or a journal that still grows."""
-    prctl, to_end = ctypes.CDLL(None).prctl, 1  # PR_SET_PDEATHSIG
-
-    def prepare() -> None:
-        prctl(to_end, signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
-
-    clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=clean | env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        preexec_fn=prepare,
-    )  # fmt: skip
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the command and all that it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # a process in the driver may not be killable
-        process.wait(5)
 
 
 def build() -> None:
@@ -464,8 +440,8 @@ def run_ranks(deadline: float) -> dict[str, Any]:
         results["wrong"] += got["wrong"]
         for row in got["rows"]:
             say(
-                f"  {world} ranks, {row['codec']:10} host's time a group: torch {row['torch us']:7.1f} us, "
-                f"native {row['native us']:7.1f} us"
+                f"  {world} ranks, {row['codec']:10} host's time a group: "
+                + ", ".join(f"{t} {row[f'{t} us']:7.1f} us" for t in one_gpu.TRANSPORTS)
             )
         say(f"{world} ranks: " + ("; ".join(got["wrong"]) or "the same weights on all, either way"))
     return results
@@ -552,9 +528,6 @@ def run_models(deadline: float) -> list[dict[str, Any]]:
     for r in rows:
         say(f"  {r['model']:10} {r['hook']:15} {r['ms'][0]:8.2f} ms, {r['x dense']:.3f} of a dense step")
     return rows
-
-
-COUNTED = ("topk", "sidco-e", "dgc", "efsignsgd", "int8", "fp16")
 
 
 def profiler() -> str | None:
@@ -654,8 +627,8 @@ def log_of(part: str) -> Path:
     return folder / f"gpu-check-{part}.log"
 
 
-def ends_of_logs() -> dict[str, str]:
-    """Of the parts within which a process was killed: how far they had come."""
+def ends_of_logs() -> dict[str, list[str]]:
+    """Of the parts within which a process was killed: what they had said. Tests are counted."""
     found = {}
     for part in PARTS:
         if not log_of(part).exists():
@@ -663,9 +636,12 @@ def ends_of_logs() -> dict[str, str]:
         text = log_of(part).read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it had said nothing"]
         if part not in TIMED:
-            found[part] = counts_of(text) if part == "tests" else lines[-1]
+            found[part] = [counts_of(text)] if part == "tests" else lines[-MOST_LINES:]
         log_of(part).unlink()
     return found
+
+
+MOST_LINES = 200  # of a part that was killed
 
 
 def main() -> int:

@@ -67,7 +67,8 @@ def text_of(results: dict[str, Any]) -> str:
     ]
     if failed := results.get("tests", {}).get("failed"):
         lines += ["", "Tests that failed:", "", *(f"- {name}" for name in failed), ""]
-    lines += [f"Killed within {part}: {said}." for part, said in results.get("killed", {}).items()]
+    for part, said in results.get("killed", {}).items():
+        lines += ["", f"Killed within {part}, which had said:", "", *(f"    {line}" for line in said), ""]
     lines += [f"{tool}: {outcome}." for tool, outcome in results.get("sanitizers", {}).items()]
     return "\n".join([*lines, "", ", ".join(f"{k} {v}" for k, v in m.items() if v) + ".", ""])
 

@@ -575,14 +575,19 @@ def measure(bench: Bench, sizes: tuple[Size, ...] = SIZES) -> None:
 STEADY = 3  # encodes before the one that a profiler looks at: what a first step does differs
 
 
-def once(codec: str, n: int) -> None:
+COUNTED: dict[str, tuple[str, dict[str, Any]]] = {  # by the names that --once takes
+    "default": ("topk", FORMS["topk"][1]),
+    **{codec: (codec, {"density": 0.01}) for codec in ("topk", "sidco-e", "dgc")},
+    **{codec: (codec, {}) for codec in ("efsignsgd", "int8", "fp16")},
+}
+
+
+def once(name: str, n: int) -> None:
     """An encode and a decode between the calls that start and stop a profiler."""
     import torch
 
-    clock = GpuClock()
-    rank = Rank(
-        clock, codec, {"density": 0.01} if codec in ("topk", "sidco-e", "dgc") else {}, laplace(clock, n)
-    )
+    clock, (codec, settings) = GpuClock(), COUNTED[name]
+    rank = Rank(clock, codec, settings, laplace(clock, n))
     for _ in range(STEADY):
         rank.encode()
     count = 1 if rank.plan.linear else WORLD

@@ -1,7 +1,8 @@
-"""Both transports of a State on a GPU that several ranks share: the same bits? And what does the host pay?
+"""The transports of a State on a GPU that several ranks share: the same bits? And what does the host pay?
 
 `check(world)` starts the ranks; gpu_check.py calls it. Each trains a small model of several groups with
-either transport, from the same start. Gathered payloads must give all ranks the same weights, whatever the
+torch's transport, with NCCL called by sidcomp, and with NCCL called so that it starts no thread of its own,
+from the same start. Gathered payloads must give all ranks the same weights, whatever the
 transport, and so must sums of two ranks. The host's time is that of enqueueing a group's step
 (`_launch`), the device idle before each step; the median over groups and steps, of rank 0. While it
 enqueues, waiting for the device is an error (torch's sync debug mode), and nothing may be allocated. Ranks on
@@ -23,7 +24,12 @@ from time import monotonic, perf_counter_ns
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks.processes import end, start  # noqa: E402
+
 CODECS = ("topk", "sidco-e", "int8", "efsignsgd", "fp16")
+BLOCKING = "blocking"  # native, but NCCL works in the calling thread (SIDCOMP_NCCL_BLOCKING)
+TRANSPORTS = ("torch", "native", BLOCKING)
 STEPS, WARM = 15, 3
 LIMIT = 150.0  # seconds of all ranks
 NCCL = {
@@ -44,33 +50,24 @@ def check(
     """{"rows": for each codec, host time in us by transport; "wrong": what differs, [] if all is well}.
     limit: seconds of all ranks. more: of the ranks' environment."""
     with tempfile.TemporaryDirectory() as room:
-        ranks = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    str(r),
-                    str(world),
-                    f"{room}/store",
-                    str(int(emulated)),
-                    str(steps),
-                ],
-                env=os.environ | NCCL | {"NCCL_HOSTID": f"sidcomp-{r}"} | (more or {}),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for r in range(world)
-        ]
-        texts = []
+        command = [sys.executable, __file__]
+        outputs = [Path(room) / f"rank-{r}" for r in range(world)]
+        ranks = []
+        for r, output in enumerate(outputs):
+            arguments = str(r), str(world), f"{room}/store", str(int(emulated)), str(steps)
+            with output.open("wb") as file:
+                env = NCCL | {"NCCL_HOSTID": f"sidcomp-{r}"} | (more or {})
+                ranks.append(start([*command, *arguments], file, **env))
         try:
             until = monotonic() + limit
-            texts = [p.communicate(timeout=max(0.0, until - monotonic()))[0] for p in ranks]
+            for p in ranks:
+                p.wait(max(0.0, until - monotonic()))
         except subprocess.TimeoutExpired:
             return {"rows": [], "wrong": [f"{world} ranks were not done within {limit:.0f} s"]}
         finally:
             for p in ranks:
-                p.kill()
+                end(p)
+        texts = [output.read_text(errors="replace") for output in outputs]
     wrong = [
         f"rank {r} ended with {p.returncode}: {text[-1500:]}"
         for r, (p, text) in enumerate(zip(ranks, texts, strict=True))
@@ -89,10 +86,10 @@ def compare(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
                 wrong.append(f"{codec} over {transport}: the ranks have different weights")
             if grown := max(r[codec][transport]["allocations"] for r in ranks):
                 wrong.append(f"{codec} over {transport}: {grown} allocations after the first steps")
-        torch, native = (ranks[0][codec][t] for t in ("torch", "native"))
-        if torch["weights"] != native["weights"] and not (torch["sums"] and len(ranks) > 2):
+        of = ranks[0][codec]
+        if len({x["weights"] for x in of.values()}) > 1 and not (of["torch"]["sums"] and len(ranks) > 2):
             wrong.append(f"{codec}: the transports give different weights")
-        rows.append({"codec": codec, "torch us": torch["host us"], "native us": native["host us"]})
+        rows.append({"codec": codec, **{f"{transport} us": x["host us"] for transport, x in of.items()}})
     return {"rows": rows, "wrong": wrong}
 
 
@@ -109,7 +106,9 @@ def train(rank: int, codec: str, transport: str, emulated: bool, steps: int) -> 
         model, device_ids=None if emulated else [0], bucket_cap_mb=4 * width * width / 2**20
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    state = sidcomp.State(codec, transport=transport)
+    # Read where the communicator is made, in the first step.
+    os.environ["SIDCOMP_NCCL_BLOCKING"] = str(int(transport == BLOCKING))
+    state = sidcomp.State(codec, transport="torch" if transport == "torch" else "native")
     if emulated:
         from emulated import emulate
 
@@ -182,7 +181,7 @@ def main() -> None:
     dist.init_process_group(
         "gloo" if emulated else "nccl", init_method=f"file://{store}", rank=rank, world_size=world
     )
-    out = {c: {t: train(rank, c, t, bool(emulated), steps) for t in ("torch", "native")} for c in CODECS}
+    out = {c: {t: train(rank, c, t, bool(emulated), steps) for t in TRANSPORTS} for c in CODECS}
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

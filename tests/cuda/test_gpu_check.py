@@ -507,17 +507,19 @@ def test_a_part_within_which_it_was_killed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(gpu_check, "log", gpu_check.log_of("tests"))
     code = "import time; print('tests/a.py::x PASSED\\ntests/a.py::y ', flush=True); time.sleep(9)"
     assert gpu_check.run([sys.executable, "-c", code], 2.0) == (124, "tests/a.py::x PASSED\ntests/a.py::y \n")
-    gpu_check.log_of("ranks").write_text("2 ranks: the same\n")
+    gpu_check.log_of("ranks").write_text("2 ranks: the same\n3 ranks: the same\n")
     killed = gpu_check.ends_of_logs()
     assert killed == {
-        "tests": "1 passed, 0 failed, 0 skipped; it was at tests/a.py::y", "ranks": "2 ranks: the same"
+        "tests": ["1 passed, 0 failed, 0 skipped; it was at tests/a.py::y"],
+        "ranks": ["2 ranks: the same", "3 ranks: the same"],
     }  # fmt: skip
     assert not list(tmp_path.iterdir())
     start = {k: RESULTS[k] for k in ("date", "machine")}
     gpu_check.write(start | {"killed": killed}, tmp_path)
     kept = tmp_path / "nvidia-x-2026-01-02.json"
     assert json.loads(kept.read_text())["killed"] == killed
-    assert "Killed within ranks: 2 ranks: the same." in kept.with_suffix(".md").read_text()
+    text = kept.with_suffix(".md").read_text()
+    assert "Killed within ranks, which had said:\n\n    2 ranks: the same\n    3 ranks: the same\n" in text
     gpu_check.write(start | {"tests": {"status": 0, "summary": "9 passed"}}, tmp_path)
     assert set(json.loads(kept.read_text())["killed"]) == {"ranks"}
     gpu_check.write(start | {"ranks": {"rows": [], "wrong": []}}, tmp_path)
@@ -547,3 +549,15 @@ def test_a_build_that_goes_on_beside_other_parts(tmp_path: Path, monkeypatch: py
     building("import time; time.sleep(600)")
     assert gpu_check.end_ptx(1.0) == "the build for 8.0 and PTX was not done after another 1 s"
     assert gpu_check.building is not None and gpu_check.building.poll() is not None
+
+
+@emulated
+def test_what_a_profiler_counts_can_be_encoded() -> None:
+    """State's own default among it, whose bytes docs/cuda.md counts by hand."""
+    assert gpu_time.COUNTED["default"] == ("topk", {"density": 0.084, "values": "log4", "indices": "packed"})
+    clock = StillClock()
+    for codec, settings in gpu_time.COUNTED.values():
+        rank = gpu_time.Rank(clock, codec, settings, gpu_time.laplace(clock, 3000))
+        rank.encode()
+        rank.decode(rank.payload[: rank.plan.payload_bytes], 1)
+        assert rank.reported() == 0
