@@ -411,7 +411,7 @@ def link_package(folder: Path) -> Path:
 
 def run_edges(deadline: float) -> dict[str, Any]:
     """DDP steps under whatever moves work in time: the same weights?"""
-    return gpu_edges.check(deadline, run, rehearsed is not None, say, **ranks_environment())
+    return gpu_edges.check(deadline, start, end, rehearsed is not None, ranks_environment(), say)
 
 
 def ranks_environment() -> dict[str, str]:

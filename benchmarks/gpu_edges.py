@@ -1,141 +1,183 @@
 """DDP steps on one GPU under whatever moves work in time: are the weights the same?
 
-`check(...)` starts a process for each case; gpu_check.py calls it. Each trains a model of four equal layers,
-hence of four buckets, by DDP over NCCL with one rank, and once for each setting of SETTINGS. The weights that
-it ends with must be those of the case `plain`, bit for bit: an edge that is missing between two streams shows
-where one of them is slowed down, where each launch waits for the one before, or where freed memory goes back
-to the driver. World 1 is enough: encode, collective and decode are enqueued as in any other world.
+`check(...)` starts a process for each case; gpu_check.py calls it. A process trains a model of four equal
+layers, hence of four buckets, by DDP over NCCL with one rank, once for each of the case's settings. The
+weights and residuals that it ends with must be those of another run, bit for bit: mostly those of the case
+"plain". Where one stream does not wait for another, that shows when one of the two is slow, or when freed
+memory goes back to the driver. One rank is enough: encode, collective and decode are enqueued as in any other
+world.
 
-In a rehearsal (--emulated) the CPU emulation does work on streams in a random order among those that events
-allow, so that a case is another seed there (tests/support/ordered.py).
+    python benchmarks/gpu_edges.py CASE [SETTING ...] [--device emulated]
+
+runs a case, or some of its settings. Each setting begins with a line {"begin": ...} and ends with a line
+{"setting": ..., "weights": ..., "residuals": ..., "steps": ..., "seconds": ..., "error": ...}.
+
+A rehearsal (--device emulated) needs the CPU emulation and tests/support in PYTHONPATH. There a stream does
+its work in a random order among those that events allow, and each case draws another one; "launch blocking"
+does all work at once. Sleeps, the allocator and the kernels of cuBLAS have no meaning there.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
+import importlib.util
 import json
 import os
 import random
+import shutil
+import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS, WIDTH, BATCH, STEPS = 4, 512, 16, 20
 SMALL_WIDTH, SMALL_STEPS = 40, 4  # of a rehearsal
-PLAIN_DDP, NONE = "plain DDP", "none"
-SETTINGS: dict[str, dict[str, Any]] = {  # State's arguments
-    "default": {},
-    "int8": {"codec": "int8"},
-    "efsignsgd": {"codec": "efsignsgd"},
-    "default, full_every=3": {"full_every": 3},
-    "default, checksum_every=1": {"checksum_every": 1},
-}
-CHECKSUMS = ", checksum_every=1"  # change nothing
+STUCK = 60.0  # seconds without a line, after which a process is taken for hung
+LONGEST = 2.0  # milliseconds of a random sleep
+BLOCKED = 500.0  # milliseconds for which the side stream is behind when the State is closed
+LIMIT = 2.0  # seconds without progress after which the watcher aborts
+
 PLAIN = "plain"
-ENVIRONMENT: dict[str, dict[str, str]] = {  # of a case's process
-    "launch blocking": {"CUDA_LAUNCH_BLOCKING": "1"},
-    "no caching allocator": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+BLOCKING = "launch blocking"
+ON_COMPUTE, ON_SIDE = "sleeps on the compute stream", "sleeps on the side stream"
+USERS = "forward on a user's stream"
+UNCACHED = "no caching allocator"
+NATIVE = "native transport"
+CLOSE, ABORT, COMPILE = "close with work in flight", "the watcher's abort", "torch.compile"
+CASES = (PLAIN, ON_SIDE, ON_COMPUTE, USERS, BLOCKING, UNCACHED, NATIVE, CLOSE, ABORT, COMPILE)
+
+DEFAULT, FULL, CHECKED = "default", "default, full_every=3", "default, checksum_every=1"
+PLAIN_DDP, NONE = "plain DDP", "none"
+SETTINGS: dict[str, dict[str, Any] | None] = {  # State's arguments; None: no hook
+    DEFAULT: {},
+    "int8": {"codec": "int8", "memory": "residual"},
+    "efsignsgd": {"codec": "efsignsgd"},
+    FULL: {"full_every": 3},
+    CHECKED: {"checksum_every": 1},
+    PLAIN_DDP: None,
+    NONE: {"codec": "none"},
+}
+LOSSY = (DEFAULT, "int8", "efsignsgd", FULL, CHECKED)
+ENVIRONMENT = {  # of a case's process
+    BLOCKING: {"CUDA_LAUNCH_BLOCKING": "1"},
+    UNCACHED: {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    COMPILE: {"TORCHINDUCTOR_COMPILE_THREADS": "1"},  # no more processes
 }
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-CASES = (
-    PLAIN, "launch blocking", "sleeps on the compute stream", "sleeps on the side stream",
-    "forward on a user's stream", "no caching allocator", "native transport", "torch.compile",
-    "close with work in flight", "the watcher's abort",
-)  # fmt: skip
-LONGEST = 2.0  # milliseconds of a random sleep
-LIMIT = 2.0  # seconds without progress after which the watcher aborts
-EACH = 60.0  # seconds of a case
+WAITED = ", after a wait"
+TRANSPORTS: dict[str, dict[str, Any]] = {"default": {}, "native": {"transport": "native"}}
+ABORTED = "made no progress"
 
 
-class Device:
-    """A GPU, or the emulation in its place."""
+class Pair(NamedTuple):
+    """A setting of a case, and the run whose weights it must have. case "": its error must have the words
+    `like` instead."""
 
-    def __init__(self, case: str, emulated: bool) -> None:
+    setting: str
+    case: str
+    like: str
+
+
+def pairs_of(case: str) -> list[Pair]:
+    if case == PLAIN:
+        return [Pair(CHECKED, PLAIN, DEFAULT), Pair(NONE, PLAIN, PLAIN_DDP)]
+    if case == CLOSE:
+        return [Pair(t, CLOSE, t + WAITED) for t in TRANSPORTS]
+    if case == ABORT:
+        return [Pair("native", "", ABORTED)]
+    same = [Pair(s, PLAIN, s) for s in (*LOSSY, NONE)]
+    if case == COMPILE:
+        same += [Pair(f"{NONE}, {b}", COMPILE, f"{PLAIN_DDP}, {b}") for b in ("aot_eager", "inductor")]
+    return same
+
+
+def settings_of(case: str, emulated: bool) -> list[str]:
+    """In the order in which the case's process runs them: what others are compared with comes first."""
+    pairs = pairs_of(case)
+    settings = [p.like for p in pairs if p.case == case] + [p.setting for p in pairs]
+    if case == PLAIN:
+        settings = list(SETTINGS)
+    if emulated:
+        settings = [s for s in settings if not s.endswith("inductor")]
+    return list(dict.fromkeys(settings))
+
+
+# ---- the process of a case -------------------------------------------------------------------------
+
+
+class Gpu:
+    """Where a case runs, and what it does there to the streams."""
+
+    backend, width, steps = "nccl", WIDTH, STEPS
+
+    def __init__(self, case: str) -> None:
         import torch
 
-        self.case, self.emulated = case, emulated
-        self.device = torch.device("cpu") if emulated else torch.device("cuda", 0)
+        self.case = case
         self.random = random.Random(case)
-        self._cycles = 0.0
-        if emulated:
-            os.environ["SID_EMULATED_SEED"] = str(1 + CASES.index(case))
+        self.device = self._device()
+        torch.use_deterministic_algorithms(True)
+        self._cycles = self._cycles_a_ms()
 
-    @contextmanager
-    def streams(self) -> Iterator[Any]:
-        """Streams that take their time; gives what a State is emulated by."""
-        if not self.emulated or self.case in ("torch.compile", "the watcher's abort"):
-            yield None
-            return
-        import ordered
-
-        with ordered.Torch() as torchs:
-            yield torchs
-
-    def prepare(self, state: Any, torchs: Any) -> None:
-        if not self.emulated:
-            return
-        if torchs is None:
-            import emulated
-
-            emulated.emulate(state)
-        else:
-            import ordered
-
-            ordered.emulate(state, torchs)
-
-    def of_user(self) -> AbstractContextManager[object]:
-        """A stream that the program has made itself."""
-        if self.case != "forward on a user's stream":
-            return nullcontext()
-        return self._entered()
-
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _device(self) -> Any:
         import torch
 
-        if self.emulated:
-            import ordered
-
-            before, stream = ordered.Stream.current, ordered.Stream()
-            stream.wait_stream(before)
-            with stream.entered():
-                yield
-            before.wait_stream(stream)
-            return
-        before, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream):
-            yield
-        before.wait_stream(stream)
-
-    def sleep(self, ms: float) -> None:
-        """On the current stream. The emulation's streams are late without it."""
-        import torch
-
-        if self.emulated:
-            return
-        if not self._cycles:
-            self._cycles = self._cycles_a_ms()
-        torch.cuda._sleep(int(ms * self._cycles))  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
 
     def _cycles_a_ms(self) -> float:
+        """How many cycles of `_sleep` take a millisecond."""
         import torch
 
-        cycles = 50_000_000
-        for _ in range(2):  # the first one is for the clock to rise
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()  # type: ignore[no-untyped-call]
+        cycles, ms = 20_000_000, 0.0
+        for _ in range(3):  # the clock rises during the first
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-            end.record()  # type: ignore[no-untyped-call]
+            end.record()
             torch.cuda.synchronize()
-        return cycles / float(start.elapsed_time(end))  # type: ignore[no-untyped-call]
+            ms = begin.elapsed_time(end)
+        return cycles / ms
+
+    def ids(self) -> list[int] | None:
+        return [0]
+
+    def streams(self) -> AbstractContextManager[object]:
+        """A setting runs within it."""
+        return nullcontext()
+
+    def take(self, state: Any) -> None:
+        """The State's groups are processed here."""
+
+    def stream(self) -> Any:
+        """A stream of the program's own."""
+        import torch
+
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def current(self) -> Any:
+        import torch
+
+        return torch.cuda.current_stream()
+
+    def entered(self, stream: Any) -> AbstractContextManager[object]:
+        import torch
+
+        return torch.cuda.stream(stream)
+
+    def sleep(self, ms: float) -> None:
+        """Holds up the current stream."""
+        import torch
+
+        torch.cuda._sleep(int(ms * self._cycles))  # type: ignore[no-untyped-call]
 
     def nap(self, *_: Any) -> None:
         self.sleep(self.random.uniform(0, LONGEST))
@@ -143,80 +185,225 @@ class Device:
     def synchronize(self) -> None:
         import torch
 
-        if not self.emulated:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
+
+
+class Emulation(Gpu):
+    """The CPU in the GPU's place. What is on a stream is done when somebody waits for it."""
+
+    backend, width, steps = "gloo", SMALL_WIDTH, SMALL_STEPS
+
+    def __init__(self, case: str) -> None:
+        import fake_nccl
+        import torch
+
+        os.environ["SID_EMULATED_SEED"] = str(1 + CASES.index(case))
+        if "SIDCOMP_NCCL" not in os.environ:
+            os.environ["SIDCOMP_NCCL"] = str(fake_nccl.build())
+        torch.set_num_threads(1)
+        self.ordered = case not in (BLOCKING, COMPILE)  # the compiler cannot look into a dispatch mode
+        # The compiler splits the model's graph as DDP does its gradients, but refuses buckets below this.
+        setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 4 * self.width * self.width)  # noqa: B010
+        super().__init__(case)
+
+    def _device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    def _cycles_a_ms(self) -> float:
+        return 0.0
+
+    def ids(self) -> list[int] | None:
+        return None
+
+    @contextmanager
+    def streams(self) -> Iterator[None]:
+        if not self.ordered:
+            yield
+            return
+        import ordered
+        import torch
+        import torch.distributed as dist
+        from sidcomp.runtime.process_group import Exchange
+
+        # ordered.emulate replaces these for one State.
+        places: list[tuple[Any, str]] = [
+            (Exchange, "all_gather"), (Exchange, "all_reduce"), (dist, "batch_isend_irecv"),
+            (torch, "frombuffer"),
+        ]  # fmt: skip
+        kept = [getattr(at, name) for at, name in places]
+        with ordered.Torch() as self.torchs:
+            try:
+                yield
+            finally:
+                for (at, name), value in zip(places, kept, strict=True):
+                    setattr(at, name, value)
+
+    def take(self, state: Any) -> None:
+        if self.ordered:
+            import ordered
+
+            ordered.emulate(state, self.torchs)
+        else:
+            import emulated
+
+            emulated.emulate(state)
+
+    def stream(self) -> Any:
+        import ordered
+
+        return ordered.Stream()
+
+    def current(self) -> Any:
+        import ordered
+
+        return ordered.Stream.current
+
+    def entered(self, stream: Any) -> AbstractContextManager[object]:
+        entered: AbstractContextManager[object] = stream.entered()
+        return entered
+
+    def sleep(self, ms: float) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        """Reading a tensor waits for it."""
 
 
 class Training:
-    """A model of four buckets, its optimizer, and a State unless it is plain DDP."""
+    """A model of four buckets, its optimizer and, unless it is plain DDP, its State."""
 
     def __init__(
-        self, on: Device, torchs: Any, settings: dict[str, Any] | None, backend: str | None = None
+        self, on: Gpu, settings: Mapping[str, Any] | None, backend: str = "", views: bool = False
     ) -> None:
+        """backend: of torch.compile. views: gradients are views of the buckets, so that the end of backward()
+        enqueues nothing behind the side stream."""
         import sidcomp
         import torch
-        import torch.distributed as dist
         from torch import nn
 
         torch.manual_seed(3)
-        self.on, self.width = on, SMALL_WIDTH if on.emulated else WIDTH
-        cap = 4 * self.width * self.width  # bytes: a layer's weights
-        dist._DEFAULT_FIRST_BUCKET_BYTES = cap  # 1 MiB, as it is, on a GPU
-        layers = [nn.Sequential(nn.Linear(self.width, self.width), nn.ReLU()) for _ in range(LAYERS)]
-        self.model = nn.Sequential(*layers).to(on.device)
-        self.ddp: Any = nn.parallel.DistributedDataParallel(
-            self.model, device_ids=None if on.emulated else [0],
-            bucket_cap_mb=cap / 2**20,
+        self.on = on
+        width = on.width
+
+        class Layers(nn.Module):  # the compiler does not begin within torch's own modules
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+
+            def forward(self, x: Any) -> Any:
+                for layer in self.layers:
+                    x = torch.relu(layer(x))
+                return x
+
+        self.model = Layers().to(on.device)
+        self.ddp = nn.parallel.DistributedDataParallel(
+            self.model, device_ids=on.ids(), bucket_cap_mb=4 * width * width / 2**20,
+            gradient_as_bucket_view=views,
         )  # fmt: skip
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.state: Any = None
         if settings is not None:
             self.state = sidcomp.State(**settings)
-            on.prepare(self.state, torchs)
+            on.take(self.state)
             sidcomp.register(self.ddp, self.state)
         self.forward: Callable[[Any], Any] = self.ddp
-        if backend is not None:
+        if backend:
             self.forward = torch.compile(self.ddp, backend=backend)
-        if on.case == "sleeps on the compute stream":
+        self.stream: Any = on.stream() if on.case == USERS else None
+        self.slow = on.case in (ON_COMPUTE, USERS)
+        if self.slow:
             for p in self.model.parameters():
-                p.register_hook(on.nap)  # between two gradients
-        self.rng = torch.Generator().manual_seed(50)
+                # after the gradient, before the bucket has it
+                p.register_hook(on.nap)  # type: ignore[no-untyped-call]
+        # All inputs are there before the first step: a copy from the host may wait for the stream.
+        rng = torch.Generator().manual_seed(50)
+        self.inputs = torch.randn(on.steps + 4, BATCH, width, generator=rng).to(on.device)
+        self.done = 0
+        on.synchronize()
+
+    @property
+    def executor(self) -> Any:
+        return self.state._engine.executor
+
+    def loss(self) -> Any:
+        x = self.inputs[self.done]
+        self.done += 1
+        return self.forward(x).square().mean()
 
     def backward(self) -> None:
-        import torch
-
-        x = torch.randn(BATCH, self.width, generator=self.rng).to(self.on.device)
         self.optimizer.zero_grad()
-        self.forward(x).square().mean().backward()
+        self.loss().backward()
 
     def step(self) -> None:
         self.backward()
-        if self.on.case == "sleeps on the compute stream":
+        if self.slow:
             self.on.nap()
         self.optimizer.step()
 
-    def run(self, steps: int) -> str:
-        with self.on.of_user():
-            for _ in range(steps):
-                self.step()
-        if self.state is not None:
-            buckets = len(self.state.stats()["groups"])
-            assert buckets == LAYERS, f"{buckets} groups, not {LAYERS}"
-        return self.close()
+    def step_on_a_stream(self) -> None:
+        """Of every two steps, the first is on the program's stream as a whole, the second with its forward
+        alone."""
+        on, before = self.on, self.on.current()
+        self.optimizer.zero_grad()
+        self.stream.wait_stream(before)
+        with on.entered(self.stream):
+            on.nap()
+            loss = self.loss()
+            if whole := self.done % 2 == 1:
+                loss.backward()
+                self.optimizer.step()
+        before.wait_stream(self.stream)
+        if not whole:
+            loss.backward()
+            on.nap()
+            self.optimizer.step()
 
-    def close(self) -> str:
+    def run(self) -> None:
+        for _ in range(self.on.steps):
+            if self.stream is None:
+                self.step()
+            else:
+                self.step_on_a_stream()
+
+    def outcome(self) -> dict[str, Any]:
+        """Digests of what the steps have left."""
+        out = {"weights": self.weights(), "residuals": "", "steps": self.done}
         if self.state is not None:
+            stats = self.state.stats()
+            assert stats["steps"] == self.done, f"{stats['steps']} steps, not {self.done}"
+            assert len(stats["groups"]) == LAYERS, f"{len(stats['groups'])} groups, not {LAYERS}"
+            out["residuals"] = self.residuals()
             self.state.close()
-        return self.weights()
+        return out
 
     def weights(self) -> str:
-        self.on.synchronize()
-        raw = b"".join(p.detach().cpu().numpy().tobytes() for p in self.model.parameters())
-        return hashlib.sha256(raw).hexdigest()
+        return digest(p.detach() for p in self.model.parameters())
+
+    def residuals(self) -> str:
+        kept: dict[str, Any] = self.state.state_dict()["residuals"]
+        return digest(kept[name] for name in sorted(kept)) if kept else ""
 
 
-def slow_launches(on: Device) -> None:
-    """The side stream sleeps before each group's step."""
+def digest(tensors: Iterator[Any]) -> str:
+    raw = b"".join(t.cpu().contiguous().numpy().tobytes() for t in tensors)
+    return hashlib.sha256(raw).hexdigest()
+
+
+def trained(on: Gpu, setting: str) -> dict[str, Any]:
+    arguments = SETTINGS[setting]
+    if on.case == NATIVE and arguments is not None:
+        arguments = arguments | {"transport": "native"}
+    training = Training(on, arguments)
+    with slow_launches(on) if on.case == ON_SIDE else nullcontext():
+        training.run()
+        return training.outcome()
+
+
+@contextmanager
+def slow_launches(on: Gpu) -> Iterator[None]:
+    """The side stream sleeps before and after each group's step."""
     from sidcomp.runtime.cuda_executor import CudaExecutor
 
     launch = CudaExecutor._launch
@@ -225,179 +412,267 @@ def slow_launches(on: Device) -> None:
         with self.current():
             on.nap()
         launch(self, group)
+        with self.current():
+            on.nap()
 
-    CudaExecutor._launch = late  # type: ignore[method-assign]
-
-
-def trained(on: Device, steps: int) -> Iterator[tuple[str, str]]:
-    """Each setting and the weights it ends with."""
-    more: dict[str, Any] = {"transport": "native"} if on.case == "native transport" else {}
-    if on.case == "sleeps on the side stream":
-        slow_launches(on)
-    settings: dict[str, dict[str, Any] | None] = {k: v | more for k, v in SETTINGS.items()}
-    if on.case == PLAIN:
-        settings |= {PLAIN_DDP: None, NONE: {"codec": "none"}}
-    for label, arguments in settings.items():
-        with on.streams() as torchs:
-            yield label, Training(on, torchs, arguments).run(steps)
+    CudaExecutor._launch = late  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        CudaExecutor._launch = launch  # type: ignore[method-assign]
 
 
-def compiled(on: Device, steps: int) -> Iterator[tuple[str, str]]:
-    """By a backend whose operations are those of eager mode; then, on a GPU, by Inductor, whose are not."""
-    for label, arguments in (*SETTINGS.items(), (NONE, {"codec": "none"})):
-        yield label, Training(on, None, arguments, "eager").run(steps)
-    if on.emulated:
-        return
-    yield f"{PLAIN_DDP}, Inductor", Training(on, None, None, "inductor").run(steps)
-    yield f"{NONE}, Inductor", Training(on, None, {"codec": "none"}, "inductor").run(steps)
+def compiled(on: Gpu, setting: str) -> dict[str, Any]:
+    """The backend "eager" runs the operations of the eager mode, so that the weights are those of "plain".
+    Those of the other backends may differ, and are compared with plain DDP under the same backend."""
+    import torch
+
+    name, _, backend = setting.rpartition(", ")
+    if backend not in ("aot_eager", "inductor"):
+        name, backend = setting, "eager"
+    if backend == "inductor" and (lacks := lack_of_inductor()):
+        return {"left out": f"{lacks} is not there"}
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    training = Training(on, SETTINGS[name], backend)
+    training.run()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs, "nothing was compiled"
+    return training.outcome()
 
 
-def closed(on: Device, steps: int) -> Iterator[tuple[str, str]]:
-    """The State is closed while the side stream is behind; the optimizer steps after it."""
-    for label, waits in (("default, in flight", False), ("default, after it", True)):
-        with on.streams() as torchs:
-            t = Training(on, torchs, {})
-            for _ in range(steps):
-                t.step()
-            with t.state._engine.executor.current():
-                on.sleep(500)
-            t.backward()
-            if waits:
-                on.synchronize()
-            t.state.close()
-            t.optimizer.step()
-            yield label, t.weights()
+def lack_of_inductor() -> str:
+    """What is missing, of what Inductor needs to compile for a GPU."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "cc", "clang")), "")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    needs = {
+        "triton": importlib.util.find_spec("triton"), "a C compiler": compiler, "Python.h": header.exists()
+    }  # fmt: skip
+    return next((name for name, has in needs.items() if not has), "")
 
 
-def aborted(on: Device, steps: int) -> Iterator[tuple[str, str]]:
-    """The device makes no progress for longer than the limit. The watcher aborts; the next step says why."""
-    import sidcomp
-    import sidcomp.runtime.cuda_executor
+def closed(on: Gpu, setting: str) -> dict[str, Any]:
+    """The State is closed while the side stream is behind. Two more steps are not compressed."""
+    waits = setting.endswith(WAITED)
+    training = Training(on, TRANSPORTS[setting.removesuffix(WAITED)], views=True)
+    training.run()
+    with training.executor.current():
+        on.sleep(BLOCKED)
+    training.backward()
+    assert training.executor.progress()[0], "the step has ended before the State is closed"
+    if waits:
+        on.synchronize()
+        training.executor.synchronize()
+    training.state.close()
+    training.optimizer.step()
+    for _ in range(2):
+        with training.ddp.no_sync():
+            training.step()
+    return {"weights": training.weights(), "residuals": "", "steps": training.done}
+
+
+def aborted(on: Gpu, setting: str) -> dict[str, Any]:
+    """The device makes no progress for longer than the limit: a GPU because the side stream sleeps, the
+    emulation because nobody waits. The watcher aborts; the next step says so."""
     from sidcomp.runtime import nccl
 
-    def limited(library: Any, exchange: Any, *rest: Any) -> nccl.Native:
-        exchange.timeout = timedelta(seconds=LIMIT)
-        return nccl.Native(library, exchange, *rest)
+    watch = nccl._watch
 
-    sidcomp.runtime.cuda_executor.Native = limited  # type: ignore[misc, assignment]
-    t = Training(on, None, {"transport": "native"})
-    for _ in range(steps):
-        t.step()
-    executor = t.state._engine.executor
-    on.synchronize()
-    if on.emulated:  # as if the device had not come to the end of the step
-        t.state._engine.layout.groups[0].resident.mark += 1
-    else:
-        with executor.current():
-            on.sleep(3e3 * LIMIT)
-        t.step()
-    executor.native._thread.join(10 * LIMIT)
+    def strict(communicator: Any, stop: Any, progress: Any, limit: float) -> None:
+        watch(communicator, stop, progress, min(limit, LIMIT))
+
+    nccl._watch = strict  # joining, and each call of NCCL, keep the process group's limit
+    training = Training(on, TRANSPORTS[setting], views=True)
+    training.run()
+    executor = training.executor
+    assert executor.native is not None
+    executor.synchronize()
+    with executor.current():
+        on.sleep(3e3 * LIMIT)
+    training.backward()
+    executor.native._thread.join(20 * LIMIT)
+    assert not executor.native._thread.is_alive(), "the watcher has not ended"
     said = "no error"
     try:
-        t.step()
-        on.synchronize()
-        t.step()
-    except RuntimeError as e:  # an ExchangeError, or what autograd or DDP made of it
-        found = isinstance(t.state.error, sidcomp.ExchangeError)
-        said = "aborted" if found and "the device has made no progress" in str(e) else str(e)
-    yield "native transport", said
+        training.backward()
+    except RuntimeError as e:
+        said = f"{type(training.state.error).__name__}: {e}"
+    training.state.close()
+    return {"weights": "", "residuals": "", "steps": training.done, "error": said}
+
+
+WAYS: dict[str, Callable[[Gpu, str], dict[str, Any]]] = {CLOSE: closed, ABORT: aborted, COMPILE: compiled}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("setting", nargs="*", help="some of the case's settings; without one: all of them")
+    parser.add_argument("--device", choices=("cuda", "emulated"), default="cuda")
+    args = parser.parse_args(arguments)
+    emulated = args.device == "emulated"
+    there = settings_of(args.case, emulated)
+    if unknown := [s for s in args.setting if s not in there]:
+        parser.error(f"{unknown[0]}: {args.case} has {'; '.join(there)}")
+    os.environ.update(DETERMINISTIC | ENVIRONMENT.get(args.case, {}))  # before torch is loaded
+    if not emulated:
+        sys.path.insert(0, str(ROOT / "python"))
+    import torch.distributed as dist
+
+    on = Emulation(args.case) if emulated else Gpu(args.case)
+    run = WAYS.get(args.case, trained)
+    with tempfile.TemporaryDirectory() as room:
+        dist.init_process_group(on.backend, init_method=f"file://{room}/store", rank=0, world_size=1)
+        for setting in args.setting or there:
+            print(json.dumps({"begin": setting}), flush=True)
+            begun = time.perf_counter()
+            with on.streams():
+                out = {"setting": setting, "error": "", **run(on, setting)}
+            out["seconds"] = round(time.perf_counter() - begun, 2)
+            gc.collect()
+            print(json.dumps(out), flush=True)
+        dist.destroy_process_group()
+
+
+# ---- all cases -------------------------------------------------------------------------------------
+
+
+class Report:
+    """Compares each run with its like as soon as both are there."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.rows: list[dict[str, Any]] = []
+        self.wrong: list[str] = []
+        self._runs: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def fail(self, text: str) -> None:
+        self.wrong.append(text)
+        self.say(f"  {text}")
+
+    def add(self, case: str, run: dict[str, Any]) -> None:
+        setting: str = run["setting"]
+        if "left out" in run:
+            self.say(f"  {case}, {setting}: left out: {run['left out']}")
+            return
+        self._runs[case, setting] = run
+        for pair in pairs_of(case):
+            if pair.setting == setting:
+                self._compare(case, pair, run)
+
+    def _compare(self, case: str, pair: Pair, run: dict[str, Any]) -> None:
+        like, name = f"{pair.case}, {pair.like}", f"{case}, {pair.setting}"
+        if not pair.case:
+            like = f'an ExchangeError: "{pair.like}"'
+            equal = run["error"].startswith("ExchangeError: ") and pair.like in run["error"]
+            why = f"{name}: {run['error']}, and not {like}"
+        elif (other := self._runs.get((pair.case, pair.like))) is None:
+            return self.fail(f"{name}: there is nothing to compare it with: {like} has not ended")
+        else:
+            differ = [x for x in ("weights", "residuals") if run[x] != other[x]]
+            if not run["weights"]:
+                differ.append("error")
+            equal = not differ
+            why = f"{name}: not the {' and '.join(differ)} of {like}"
+        self.rows.append(
+            {"case": case, "codec": pair.setting, "as": like, "equal": equal, "seconds": run["seconds"]}
+        )
+        if not equal:
+            return self.fail(why)
+        self.say(f"  {name}: as {like}, {run['seconds']:.1f} s")
 
 
 def check(
     deadline: float,
-    run: Callable[..., tuple[int, str]],
+    start: Callable[..., subprocess.Popen[bytes]],
+    end: Callable[[subprocess.Popen[bytes]], None],
     emulated: bool = False,
+    environment: Mapping[str, str] | None = None,
     say: Callable[[str], None] = print,
-    cases: tuple[str, ...] = CASES,
-    **environment: str,
+    *,
+    cases: Sequence[str] = CASES,
+    command: Sequence[str] = (sys.executable, str(Path(__file__).resolve())),
+    stuck: float = STUCK,
 ) -> dict[str, Any]:
-    """{"rows": for each case and setting whether the weights are those of `plain`; "wrong": texts}.
+    """{"rows": [{"case", "codec", "as", "equal", "seconds"}], "wrong": texts, [] if all is well}.
 
-    run: gpu_check.run, which ends a command with all its processes. A case that hangs or fails costs its own
-    rows. environment: of the processes."""
-    found: dict[str, dict[str, str]] = {}
-    rows: list[dict[str, Any]] = []
-    wrong: list[str] = []
+    A run that hangs or ends its process costs its own row: another process continues behind it. After the
+    deadline, by time.monotonic(), nothing begins, and what runs is ended and left out.
+    start, end: gpu_check's, which start a command in a process group of its own, and end all of the group.
+    environment: more variables of the processes."""
+    report = Report(say)
+    flags = ["--device", "emulated"] if emulated else []
     for case in cases:
-        if (left := deadline - time.monotonic()) < 0:
-            say(f"  {case}: left out, no time")
-            continue
-        more = [] if not emulated else ["--emulated"]
-        begun = time.monotonic()
-        status, output = run(
-            [sys.executable, str(Path(__file__).resolve()), case, *more], min(EACH, left),
-            **environment, **DETERMINISTIC, **ENVIRONMENT.get(case, {}),
-        )  # fmt: skip
-        lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"setting"')]
-        found[case] = {line["setting"]: line["weights"] for line in lines}
-        took = round(time.monotonic() - begun, 1)
-        if status:
-            how = f"hung for {took:.0f} s" if status == 124 else f"ended with status {status}"
-            at = f"{case}: {how} after {len(lines)} settings"
-            last = [line for line in output.strip().splitlines() if not line.startswith('{"setting"')][-1:]
-            wrong.append(f"{at}: {last[0][:300]}" if last and status != 124 else at)
-            say(f"  {wrong[-1]}")
-        for setting, same_as, equal in compare(case, found):
-            rows.append({"case": case, "setting": setting, "as": same_as, "equal": equal})
-            if not equal:
-                wrong.append(f"{case}, {setting}: not the weights of {same_as}")
-        own, asked = [r for r in rows if r["case"] == case], len(expected(case, emulated))
-        say(f"  {case}: {sum(r['equal'] for r in own)} of {asked} as they must be, {took} s")
-        if not status and len(own) < asked:
-            wrong.append(f"{case}: {asked - len(own)} settings are missing")
-    return {"rows": rows, "wrong": wrong}
+        left = settings_of(case, emulated)
+        while left and time.monotonic() < deadline:
+            with tempfile.TemporaryFile() as output:
+                env = {**(environment or {}), **DETERMINISTIC, **ENVIRONMENT.get(case, {})}
+                process = start([*command, case, *left, *flags], output, **env)
+                try:
+                    over, at, why = follow(process, output, deadline, stuck, lambda r: report.add(case, r))  # noqa: B023
+                finally:
+                    end(process)
+                last = last_line(output)
+            left = [s for s in left if s not in over]
+            if why == LATE:
+                break
+            if not why and not left:
+                break
+            text = f"{why or 'ended'}: {last}" if last else why or "ended"
+            if at not in left:  # not within a setting
+                when = f"after {over[-1]}" if over else "before it began"
+                report.fail(f"{case}: {text} ({when})")
+                left = []
+                break
+            report.fail(f"{case}, {at}: {text}")
+            left.remove(at)
+        if left:
+            say(f"  {case}: no time for {'; '.join(left)}")
+    return {"rows": report.rows, "wrong": report.wrong}
 
 
-def expected(case: str, emulated: bool) -> list[tuple[str, str, str]]:
-    """The settings of a case whose weights are looked at, and the case and setting they must be equal to; or
-    "" and a text."""
-    if case == "the watcher's abort":
-        return [("native transport", "", "aborted")]
-    if case == "close with work in flight":
-        return [("default, in flight", case, "default, after it")]
-    if case == PLAIN:
-        return [(NONE, PLAIN, PLAIN_DDP), (f"default{CHECKSUMS}", PLAIN, "default")]
-    out = [(label, PLAIN, label) for label in SETTINGS]
-    if case == "torch.compile":
-        out.append((NONE, PLAIN, PLAIN_DDP))
-        if not emulated:
-            out.append((f"{NONE}, Inductor", case, f"{PLAIN_DDP}, Inductor"))
-    return out
+LATE = "ended at the deadline"
 
 
-def compare(case: str, found: dict[str, dict[str, str]]) -> Iterator[tuple[str, str, bool]]:
-    for setting, other, like in expected(case, False):
-        if setting not in found[case]:
-            continue
-        want = found.get(other, {}).get(like) if other else like
-        named = f"{other}, {like}" if other else like
-        yield setting, named, found[case][setting] == want
+def follow(
+    process: subprocess.Popen[bytes],
+    output: IO[bytes],
+    deadline: float,
+    stuck: float,
+    take: Callable[[dict[str, Any]], None],
+) -> tuple[list[str], str, str]:
+    """Passes on each run of the process as soon as it is there. Returns the settings that are over, the last
+    one that was begun, and why the process did not end well, or ""."""
+    over: list[str] = []
+    at, seen, since = "", 0, time.monotonic()
+    while True:
+        status = process.poll()  # all that it has said by now is read below
+        now = time.monotonic()
+        said = os.pread(output.fileno(), 1 << 24, seen)  # the process shares the file's position
+        lines = said[: said.rfind(b"\n") + 1]
+        seen += len(lines)
+        for line in lines.decode(errors="replace").splitlines():
+            if line.startswith('{"begin"'):
+                at, since = json.loads(line)["begin"], now
+            elif line.startswith('{"setting"'):
+                run = json.loads(line)
+                over.append(run["setting"])
+                since = now
+                take(run)
+        if status is not None:
+            return over, at, f"ended with status {status}" if status else ""
+        if now > deadline:
+            return over, at, LATE
+        if now - since > stuck:
+            return over, at, f"hung for {stuck:.0f} s"
+        time.sleep(0.05)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=CASES)
-    parser.add_argument("--emulated", action="store_true", help="on the CPU emulation, in small")
-    args = parser.parse_args()
-    if not args.emulated:
-        sys.path.insert(0, str(ROOT / "python"))
-    import torch
-    import torch.distributed as dist
-
-    on = Device(args.case, args.emulated)
-    torch.use_deterministic_algorithms(True)
-    ways: dict[str, Callable[[Device, int], Iterator[tuple[str, str]]]] = {
-        "torch.compile": compiled, "close with work in flight": closed, "the watcher's abort": aborted
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as room:
-        if not args.emulated:
-            torch.cuda.set_device(0)
-        dist.init_process_group(
-            "gloo" if args.emulated else "nccl", init_method=f"file://{room}/store", rank=0, world_size=1
-        )
-        for setting, weights in ways.get(args.case, trained)(on, SMALL_STEPS if args.emulated else STEPS):
-            print(json.dumps({"setting": setting, "weights": weights}), flush=True)
-    os._exit(0)  # a communicator that was aborted, or Gloo's threads, may outlive the interpreter
+def last_line(output: IO[bytes]) -> str:
+    """The last one that is no result: that of a traceback."""
+    output.seek(0)
+    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines()]
+    return next((x[:300] for x in reversed(lines) if x and not x.startswith(('{"begin"', '{"setting"'))), "")
 
 
 if __name__ == "__main__":
