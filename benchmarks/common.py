@@ -1,12 +1,12 @@
 """What the benchmarks share: calls timed in turn, a table, a JSON file that says where it was measured."""
 
+import importlib
 import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +64,18 @@ def race(
     return {name: summary(t) for name, t in times.items()}
 
 
+def version(name: str) -> str:
+    """The version of a package, whether or not this process has imported it: ranks may be other processes."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # a source tree on the path, or nothing
+        pass
+    try:
+        return str(importlib.import_module(name).__version__)
+    except ImportError:
+        return "not installed"
+
+
 def machine() -> dict[str, Any]:
     """The machine in words, without its name, and the versions."""
     cpu = platform.machine()
@@ -72,10 +84,6 @@ def machine() -> dict[str, Any]:
             if line.startswith("model name"):
                 cpu = line.split(":", 1)[1].strip()
                 break
-    versions: dict[str, Any] = {}
-    for name in ("numpy", "torch"):
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -83,7 +91,7 @@ def machine() -> dict[str, Any]:
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
         "sidcomp": _core.version,
-        **versions,
+        **{name: version(name) for name in ("numpy", "torch")},
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import compact_json  # noqa: E402
+from benchmarks import common, compact_json  # noqa: E402
 from benchmarks.papers import claims  # noqa: E402
 
 ROWS = [{"a": 1, "b": [2.5, "x y"]}, {"a": None, "c": {"d": True}}]
@@ -38,6 +39,27 @@ def test_what_is_committed_is_compact_and_has_its_table(file: Path) -> None:
     text = file.read_text()
     assert text == compact_json.dumps(json.loads(text))
     assert file.with_suffix(".md").exists() or file.stem == "sass", "sass: docs/cuda-sass.md"
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_every_table_names_the_version_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a process that has not imported it, as where the ranks are other processes."""
+    try:
+        expected = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{name} is not installed, or is a source tree")
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert common.machine()[name] == expected and name not in sys.modules
+
+
+def test_a_version_is_found_in_a_source_tree_and_its_absence_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sourcetree.py").write_text("__version__ = '1.2'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert common.version("sourcetree") == "1.2"
+    assert common.version("sidcomp_has_no_such_package") == "not installed"
+    sys.modules.pop("sourcetree")
 
 
 def test_the_table_of_claims_is_what_the_results_say() -> None:
