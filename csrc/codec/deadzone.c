@@ -488,7 +488,7 @@ const sid_codec sid_codec_deadzone = {
              .doc =
                  "The largest elements, each as a sign and one of 4 or 5 magnitudes, entropy-coded to the given number "
                  "of bits. If elements have similar scales, its error is smaller than that of topk or int2 in as many "
-                 "bytes. Decode is slow.",
+                 "bytes, but the loss in training is not always lower. Decode is slow.",
              SID_PARAMETERS(params),
              .traits = SID_SPARSE,
              .wire_id = 25},
