@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import compact_json
-from benchmarks.common import RESULTS, machine, report
+from benchmarks.common import RESULTS, machine, report, with_note
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import flags
@@ -154,9 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     report(name, "AdamW: loss by bytes", rows(found), note, None)
     if args.save:
         kept.write_text(compact_json.dumps(record))
-        table = ["| " + " | ".join(row) + " |" for row in ([*rows(found)[0]], *map(dict.values, rows(found)))]
-        table.insert(1, "|---" * len(rows(found)[0]) + "|")
-        (RESULTS / f"{name}.md").write_text("\n".join([*table, "", note, ""]))
+        (RESULTS / f"{name}.md").write_text(with_note(rows(found), note))
     return 0
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import compact_json
-from benchmarks.common import RESULTS, machine, report, summary
+from benchmarks.common import RESULTS, machine, report, summary, with_note
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
 from benchmarks.netlab.outer import WAYS as IN_LAB
 
@@ -266,9 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     report(name, "Outer: loss at equal tokens", rows(found), note, None)
     if args.save:
-        table = ["| " + " | ".join(row) + " |" for row in ([*rows(found)[0]], *map(dict.values, rows(found)))]
-        table.insert(1, "|---" * len(rows(found)[0]) + "|")
-        kept.with_suffix(".md").write_text("\n".join([*table, "", note, ""]))
+        kept.with_suffix(".md").write_text(with_note(rows(found), note))
     return 0
 
 

@@ -6,7 +6,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +95,27 @@ def machine() -> dict[str, Any]:
     }
 
 
+def cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """The table of what a JSON file holds: its title, note, rows and machine."""
+    rows = record["rows"]
+    lines = [f"# {record['title']}", "", record["note"], ""]
+    lines += ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
+    lines += ["| " + " | ".join(cell(v).replace("|", "\\|") for v in row.values()) + " |" for row in rows]
+    lines += ["", ", ".join(f"{k} {v}" for k, v in record["machine"].items()), ""]
+    return "\n".join(lines)
+
+
+def with_note(rows: Sequence[Mapping[str, str]], note: str) -> str:
+    """A table of texts, and the note below it."""
+    lines = ["| " + " | ".join(row) + " |" for row in (rows[0], *(row.values() for row in rows))]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    return "\n".join([*lines, "", note, ""])
+
+
 def report(
     name: str,
     title: str,
@@ -109,9 +130,8 @@ def report(
     table = Table(title=title, caption=escape(note), caption_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
-    cells = [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    for row in cells:
-        table.add_row(*map(escape, row))
+    for row in rows:
+        table.add_row(*map(escape, map(cell, row.values())))
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(table)
     console.print(", ".join(f"{k} {v}" for k, v in where.items()), highlight=False)
@@ -120,7 +140,4 @@ def report(
     out.mkdir(parents=True, exist_ok=True)
     record = {"title": title, "note": note, "machine": where, **(more or {}), "rows": rows}
     (out / f"{name}.json").write_text(compact_json.dumps(record))
-    lines = [f"# {title}", "", note, "", "| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
-    lines += ["", ", ".join(f"{k} {v}" for k, v in where.items()), ""]
-    (out / f"{name}.md").write_text("\n".join(lines))
+    (out / f"{name}.md").write_text(markdown(record))
