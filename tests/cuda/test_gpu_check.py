@@ -246,7 +246,7 @@ def rehearse_until(out: Path, part: int, reached: Callable[[], bool], more: floa
         stderr=subprocess.DEVNULL,
         env=os.environ | {"SHARE": "400", "TURN": "0"},
     )
-    end = time.monotonic() + 120
+    end = time.monotonic() + 500
     while not reached():
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.1)
