@@ -28,7 +28,7 @@ from sidcomp.runtime import checkpoint
 from sidcomp.runtime.engine import Engine, Model
 from sidcomp.runtime.group import Group
 from sidcomp.runtime.learning_rates import Rates
-from sidcomp.runtime.optimizer_watch import Watch
+from sidcomp.runtime.optimizer_watch import Unfollowed, Watch
 from sidcomp.runtime.scalars import Scalars
 from sidcomp.runtime.step import Step
 
@@ -179,8 +179,8 @@ class State:
                     the worst seed of uncompressed training. "close": also those with at most 1 % more loss.
                     "any": all of them. None: "dense". The choice depends on the optimizer
                     given to `follow`: with Adam and AdamW the default codec is "int4", because a fortieth of
-                    the bytes costs 3.5 % of the loss (docs/accuracy.md). With `LocalError` you can send fewer
-                    bytes.
+                    the bytes costs 3.5 % of the loss (docs/accuracy.md). If one of them steps on the model
+                    and is not followed, a warning says so once. With `LocalError` you can send fewer bytes.
     profile         [None] for planned groups: a Profile of an earlier run or the path of its file, in place
                     of measuring again (`state.profile.save(path)` writes one). One that does not fit is not
                     used.
@@ -258,6 +258,7 @@ class State:
         self._closed: dict[str, Any] | None = None  # the last stats
         self._forward: torch.utils.hooks.RemovableHandle | None = None
         self._checked: Callable[[], object] = lambda: None  # the optimizer that check_optimizer has seen
+        self._warned = False  # of an optimizer that should be followed
         self._ending = _Ending(f'State("{codec}")' if codec is not None else "State()", self._engine.current)
         self._ending.controller = tuner
         self._finalizer = weakref.finalize(self, self._ending.collected)
@@ -323,6 +324,7 @@ class State:
             self._engine.resume.check(model.shapes)
         self._door = door
         self._watch_forward()
+        self._look_for_optimizer(model)
 
     def _open(self) -> None:
         if self._closed is not None:
@@ -590,6 +592,32 @@ class State:
                 dist.get_rank() if dist.is_initialized() else 0,
             )
 
+    def _look_for_optimizer(self, model: Model) -> None:
+        """Has `_unsuited` called if Adam steps on the model and the program does not follow it."""
+        p, own = self._engine, self.settings
+        p.stop_looking()
+        costs = own.free and not own.adaptive and accuracy_of.costly(own.accuracy, own.auto) is not None
+        if costs and p.rates is None and not self._warned and model.names and not model.updates:
+            p.unfollowed = Unfollowed(self._unsuited, model.names.keys())
+
+    def _unsuited(self, optimizer: "torch.optim.Optimizer") -> None:
+        """Warns of what the codec that nobody named costs with this optimizer."""
+        own = self.settings
+        codec = accuracy_of.costly(own.accuracy, own.auto)
+        if codec is None or own.adaptive or self._checked() is optimizer:  # or a checkpoint has suited it
+            return
+        self._warned = True
+        now, then = ("may choose", "chooses from") if own.auto else ("uses", "uses")
+        suited = self._suited(adaptive=True).candidates
+        names = ", ".join(c.encoding for c in suited if not c.in_messages)
+        notices.warn(
+            f"{type(optimizer).__name__} steps on this model, and {self._ending.what} {now} "
+            f"{own.candidates[0].encoding}, which beside Adam raised the loss of a language model by "
+            f"{codec.over:g} % or more: call state.follow(optimizer) before the first step, and it {then} "
+            f'{names}; or accept the loss with accuracy="any" (docs/accuracy.md, With Adam)',
+            self._engine.speaker,
+        )
+
     def _suited(self, adaptive: bool) -> Settings:
         """The settings beside an optimizer of this kind."""
         suited = Settings.parse(self._codec[0], {}, **self._arguments, adaptive=adaptive)
@@ -732,6 +760,7 @@ class State:
         p.pause()
         p.quiet()
         self._closed = self.stats()
+        p.stop_looking()
         self._abandon(SetupError("the State was closed"), telling=False)
         self._door = None
         p.close()

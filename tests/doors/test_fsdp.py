@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,24 @@ def own_replicas(rank: int, world: int) -> Any:
 def test_replicas_of_ones_own() -> None:
     for (theirs, *_), mine in zip(run(hybrid, 4, None, {}, {}), run(own_replicas, 4), strict=True):
         assert torch.equal(theirs, mine)
+
+
+def unfollowed(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught, sidcomp.State() as state:
+        warnings.simplefilter("always")
+        sidcomp.fsdp.compress(model, state)
+        for step in range(3):
+            backward(model, rank, step)
+            adam.step()
+    return [str(w.message) for w in caught if "call state.follow(optimizer)" in str(w.message)]
+
+
+def test_adam_that_nobody_follows_is_named_by_one_rank_of_all_shards() -> None:
+    first, *others = run(unfollowed, 4)
+    assert len(first) == 1 and "AdamW steps on this model" in first[0] and not any(others)
 
 
 def found(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> Any:

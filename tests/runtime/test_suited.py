@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from sidcomp import notices
 from sidcomp.config import accuracy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 FORTIETH, INT4, FP16 = ("topk density=0.084 values=log4 indices=packed", "int4", "fp16")
@@ -137,3 +141,188 @@ def test_nothing_rounded_needs_a_residual() -> None:
         sidcomp.State(accuracy="exact", memory="none")
     state = sidcomp.State(accuracy="exact", memory="residual")
     assert "lossless" in str(state)
+
+
+# ---- an optimizer that nobody follows
+
+MODEL: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 1))  # noqa: E731
+
+
+class Wrapper:
+    """What a framework makes of an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def unfollowed(rank: int, world: int, how: str, named: dict[str, Any]) -> list[str]:
+    """The warnings of some steps, of which none comes after the hook has gone."""
+    ddp = DistributedDataParallel(MODEL())
+    kinds: dict[str, Any] = {"SGD": SGD, "RMSprop": torch.optim.RMSprop}
+    optimizer = kinds.get(how, AdamW)(ddp.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    steps: list[Any] = [Wrapper(optimizer) if how == "wrapped" else optimizer]
+    if how == "two":
+        both = list(ddp.parameters())
+        steps = [SGD(both[:2], lr=0.01), Adam(both[2:], lr=0.01)]
+    other = Adam([torch.zeros(3, requires_grad=True)])
+    other.param_groups[0]["params"][0].grad = torch.ones(3)
+    state = sidcomp.State(**named)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sidcomp.register(ddp, state)
+        if how == "followed":
+            state.follow(optimizer)
+        if how == "checked":
+            sidcomp.check_optimizer(state, optimizer)
+        for _ in range(4):
+            ddp(torch.randn(8, 20)).square().mean().backward()
+            other.step()
+            for step in steps if how != "other" else []:
+                step.step()
+            if how not in ("two", "other"):
+                scheduler.step()
+        looks = bool(_global_optimizer_pre_hooks)
+        assert looks is (how in ("SGD", "RMSprop", "other")), "the hook goes with the first match"
+    del ddp, scheduler
+    state.close()
+    assert not _global_optimizer_pre_hooks
+    return [str(w.message) for w in caught if issubclass(w.category, sidcomp.SidcompWarning)]
+
+
+@pytest.mark.parametrize("how", ["plain", "wrapped", "two"])
+def test_adam_that_nobody_follows_is_named_once(how: str) -> None:
+    first, second = run(unfollowed, 2, how, {})
+    assert len(first) == 1 and not second, "rank 0 says it, once"
+    kind = "Adam" if how == "two" else "AdamW"
+    (cost,) = (m.over for m in accuracy.ADAPTIVE if m.spec == accuracy.FORTIETH)
+    assert f"{kind} steps on this model, and State() uses {FORTIETH}, which" in first[0]
+    assert f"by {cost:g} % or more" in first[0] and "\n" not in first[0]
+    assert "call state.follow(optimizer) before the first step, and it uses int4; or" in first[0]
+
+
+def test_auto_is_named_as_well() -> None:
+    first, second = run(unfollowed, 2, "plain", {"codec": "auto", "warmup": 1})
+    text = next(text for text in first if "AdamW steps on this model" in text)
+    assert 'State("auto") may choose topk' in text and "chooses from int4, fp16" in text
+    assert not second
+
+
+@pytest.mark.parametrize(
+    "how, named",
+    [
+        ("SGD", {}),
+        ("RMSprop", {}),
+        ("other", {}),
+        ("followed", {}),
+        ("checked", {}),
+        ("plain", {"accuracy": "any"}),
+        ("plain", {"accuracy": "exact"}),
+        ("plain", {"codec": "topk", "density": 0.05}),
+    ],
+)
+def test_where_the_loss_is_kept_or_was_accepted_nothing_is_said(how: str, named: dict[str, Any]) -> None:
+    for said in run(unfollowed, 2, how, named):
+        assert not said
+
+
+def later(rank: int, world: int) -> int:
+    """The model is wrapped anew after the warning, and a State takes over a checkpoint made beside Adam.
+    Returns how many warnings there were."""
+    ddp = DistributedDataParallel(MODEL())
+    adam = AdamW(ddp.parameters(), lr=0.01)
+
+    def step(model: nn.Module) -> None:
+        model(torch.ones(8, 20)).square().mean().backward()
+        adam.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with sidcomp.State() as state:
+            sidcomp.register(ddp, state)
+            step(ddp)
+            ddp = sidcomp.rewrap(ddp, state)
+            assert not _global_optimizer_pre_hooks
+            step(ddp)
+        with sidcomp.State() as state:
+            ddp = DistributedDataParallel(ddp.module)
+            sidcomp.register(ddp, state)
+            state.follow(adam)
+            step(ddp)
+            saved = state.state_dict()
+        with sidcomp.State() as state:
+            ddp = DistributedDataParallel(ddp.module)
+            sidcomp.register(ddp, state)
+            state.load_state_dict(saved)
+            step(ddp)
+            assert {g["codec"] for g in state.stats()["groups"]} == {"int4"}
+    return len([w for w in caught if "AdamW steps" in str(w.message)])
+
+
+def test_nothing_is_said_twice_or_where_a_checkpoint_has_chosen() -> None:
+    assert run(later, 2) == [1, 0]
+
+
+def strictly(rank: int, world: int) -> None:
+    ddp = DistributedDataParallel(MODEL())
+    adam = AdamW(ddp.parameters(), lr=0.01)
+    state = sidcomp.State()
+    sidcomp.register(ddp, state)
+    ddp(torch.ones(8, 20)).square().mean().backward()
+    before = [p.detach().clone() for p in ddp.parameters()]
+    with sidcomp.strict(), pytest.raises(sidcomp.StrictError, match=r"state\.follow"):
+        adam.step()
+    assert all(torch.equal(p, q) for p, q in zip(ddp.parameters(), before, strict=True))
+    adam.step()  # the program has been told
+    assert not any(torch.equal(p, q) for p, q in zip(ddp.parameters(), before, strict=True))
+    state.close()
+
+
+def test_strict_refuses_it_before_the_parameters_move() -> None:
+    run(strictly, 2)
+
+
+def collected(rank: int, world: int) -> None:
+    """A State that nobody closed: the hook keeps neither it nor an optimizer, and the next State's removes
+    it."""
+    ddp = DistributedDataParallel(MODEL())
+    state = sidcomp.State()
+    sidcomp.register(ddp, state)
+    ddp(torch.ones(8, 20)).square().mean().backward()
+    alive = state._finalizer
+    sgd = SGD(ddp.parameters(), lr=0.01)
+    sgd.step()
+    (hook,) = _global_optimizer_pre_hooks.values()
+    gone = hook._seen[id(sgd)]
+    del ddp, state, sgd
+    gc.collect()
+    assert not alive.alive and gone() is None
+    Adam(MODEL().parameters()).step()
+    other = DistributedDataParallel(MODEL())
+    with sidcomp.State() as state:
+        sidcomp.register(other, state)
+        assert hook not in _global_optimizer_pre_hooks.values() and len(_global_optimizer_pre_hooks) == 1
+        other(torch.ones(8, 20)).square().mean().backward()
+
+
+def test_it_keeps_nothing_alive() -> None:
+    run(collected, 1)
+
+
+def beside_updates(rank: int, world: int) -> None:
+    module = MODEL()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        local = sidcomp.LocalError(module, AdamW(module.parameters(), lr=0.01))
+        assert not _global_optimizer_pre_hooks
+        for _ in range(2):
+            module(torch.ones(8, 20)).square().mean().backward()
+            local.step()
+        local.state.close()
+
+
+def test_local_error_is_what_it_advises() -> None:
+    run(beside_updates, 2)

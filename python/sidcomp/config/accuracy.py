@@ -67,3 +67,11 @@ def candidates(accuracy: str, of_adaptive: bool) -> list[CodecSpec]:
     changes almost nothing."""
     found = allowed(accuracy, of_adaptive)
     return [found[0], found[-1]] if len(found) > 1 else found
+
+
+def costly(accuracy: str, of_auto: bool) -> Measured | None:
+    """What sidcomp chooses by itself where it knows no optimizer, or may choose (of_auto), and beside Adam
+    costs more than this level of accuracy allows. None: nothing does."""
+    chosen = candidates(accuracy, False) if of_auto else allowed(accuracy, False)[:1]
+    suited = allowed(accuracy, True)
+    return next((m for m in ADAPTIVE if m.spec in chosen and m.spec not in suited), None)

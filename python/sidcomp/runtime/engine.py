@@ -29,7 +29,7 @@ from sidcomp.runtime.group import Group
 from sidcomp.runtime.growth_check import STEPS, outgrown
 from sidcomp.runtime.layout import Layout
 from sidcomp.runtime.learning_rates import Key, Rates
-from sidcomp.runtime.optimizer_watch import Watch, scaler_in_use
+from sidcomp.runtime.optimizer_watch import Unfollowed, Watch, scaler_in_use
 from sidcomp.runtime.process_group import Exchange
 from sidcomp.runtime.ranges import profiling
 from sidcomp.runtime.replica_check import ReplicaCheck
@@ -117,6 +117,7 @@ class Engine:
         self.unassigned: checkpoint.Residuals = {}  # of parameters whose groups have no memory now
         self.rates: Rates | None = None  # learning rates of the optimizers that are followed
         self.watch: Watch | None = None  # what that optimizer does
+        self.unfollowed: Unfollowed | None = None  # looks for one that should be followed
         self.scale: float | None = None  # AMP's loss scale, if it is known
         self.control = self.allocations = 0
         self.place: tuple[int, int] | None = None  # rank and world in checkpoints; None: the exchange's
@@ -177,6 +178,13 @@ class Engine:
     def plain(self) -> str:
         """What trains the model without sidcomp, in messages."""
         return self._model.plain if self._model is not None else Model.plain
+
+    @property
+    def speaker(self) -> int:
+        """0 on the rank that speaks for all. The ranks of each shard count from 0: those of one speak."""
+        part = self._model.part if self._model is not None else ""
+        rank = self.exchange.rank if self.exchange is not None else 0
+        return rank if not part or part.startswith("shard 0 ") else 1
 
     @property
     def updates(self) -> bool:
@@ -450,8 +458,7 @@ class Engine:
         """Says what is compressed, once. A tuner that has chosen plain DDP says so itself."""
         if self.announced or (self.tuner is not None and not self.tuner.found):
             return
-        # The ranks of each shard count from 0, and all would say the same.
-        speaker = exchange.rank if not model.part or model.part.startswith("shard 0 ") else 1
+        speaker = self.speaker
         if any(map(announcement.compressed, self.groups)):
             self.announced = True
             shapes, world = model.shapes, exchange.world
@@ -480,9 +487,16 @@ class Engine:
             rates.bind(self._model.names, self.groups)
         if self.watch is not None:
             self.watch.close()
+        self.stop_looking()
         self.rates, self.watch = rates, watch
         if watch is not None and watch.scaler is not None:
             self.guarded()
+
+    def stop_looking(self) -> None:
+        """Looks no longer for an optimizer that should be followed."""
+        if self.unfollowed is not None:
+            self.unfollowed.remove()
+            self.unfollowed = None
 
     # ---- a step
     # -------------------------------------------------------------------------------------------------
@@ -498,6 +512,8 @@ class Engine:
             self._begun += 1
             if self._begun == _LOOK_AT:
                 self._look_for_scaler()
+        if self.unfollowed is not None and self.unfollowed.over:
+            self.stop_looking()
         if self._growing <= STEPS:
             self._look_for_growth()
         # Several backward passes may precede the optimizer's step: they are discarded together.

@@ -1,13 +1,17 @@
-"""Finds out whether the optimizer took a step, or a GradScaler skipped it (State.follow)."""
+"""Finds out whether the optimizer took a step, or a GradScaler skipped it (State.follow), and whether an
+optimizer steps that should be followed and is not."""
 
 import gc
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sidcomp import notices
+from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError
 
 _MOST_PASSES = 100  # backward passes in one step; after more than these the optimizer is the wrong one
@@ -161,3 +165,46 @@ class Watch:
             self._copied.synchronize()
             return float(self._home.item())
         return float(self.scaler.get_scale())
+
+
+class Unfollowed:
+    """Watches for Adam, or a relative of it, that steps on a model's parameters and is not followed.
+
+    It is a hook before the step of every optimizer, and looks at the parameters of each only once. A hook
+    must not remove itself, because torch iterates over its hooks: call `remove` when `over`.
+    """
+
+    _all: ClassVar["weakref.WeakSet[Unfollowed]"] = weakref.WeakSet()
+
+    def __init__(self, tell: Callable[[Any], None], parameters: Collection[int]) -> None:
+        """tell: a method, whose object is not kept alive. It is called once, with the optimizer, before the
+        parameters move. parameters: their ids."""
+        for other in [x for x in self._all if x.over]:  # whose States were collected
+            other.remove()
+        self._tell, self._parameters = weakref.WeakMethod(tell), parameters
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._told = False
+        self._hook = register_optimizer_step_pre_hook(self)
+        self._all.add(self)
+
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        if self._told or torch.compiler.is_compiling():
+            return
+        seen = self._seen.get(id(optimizer))
+        if seen is not None and seen() is optimizer:
+            return
+        self._seen[id(optimizer)] = weakref.ref(optimizer)
+        tell = self._tell()
+        if tell is None or not adaptive(optimizer):
+            return
+        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+            self._told = True
+            tell(optimizer)
+
+    @property
+    def over(self) -> bool:
+        return self._told or self._tell() is None
+
+    def remove(self) -> None:
+        self._hook.remove()
+        self._all.discard(self)
