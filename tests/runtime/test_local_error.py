@@ -488,7 +488,11 @@ def refused(rank: int, world: int, case: str) -> str:
         local = sidcomp.LocalError(module, optimizer, state)
         backward(module, rank, 0)
         local.step()
-        optimizer.step()
+        before = flat(module)
+        try:
+            optimizer.step()
+        finally:
+            assert torch.equal(flat(module), before), "nothing is lost"
 
     def others() -> None:
         model = nn.Linear(3, 4 + rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -441,13 +442,15 @@ def misused(rank: int, world: int) -> tuple[str, str]:
         sidcomp.Outer(other, OPTIMIZERS["SGD"](other.parameters()), sidcomp.State("none"))
     said.append(str(different.value))
     module = network(0)
-    sgd = OPTIMIZERS["SGD"](module.parameters())
+    sgd = OPTIMIZERS["momentum"](module.parameters())
     with sidcomp.State("none") as state:
         outer = sidcomp.Outer(module, sgd, state, every=2)
         assert (outer.lr, outer.momentum) == (0.7, 0.9), "DiLoCo"
         backward(module, rank, 0)
+        before, kept = flat(module), copy.deepcopy(sgd.state_dict())
         with pytest.raises(sidcomp.SetupError) as alone:
             sgd.step()
+        assert torch.equal(flat(module), before) and str(sgd.state_dict()) == str(kept), "nothing is lost"
         outer.step()
         outer.step()
     sgd.step()  # the State is closed
@@ -457,4 +460,4 @@ def misused(rank: int, world: int) -> tuple[str, str]:
 def test_other_models_and_steps_without_it_are_refused() -> None:
     for different, alone in run(misused, 2):
         assert "rank 1 has '0.weight' of float32 [41, 12] where rank 0 has '0.weight'" in different
-        assert "stepped without Outer: call Outer's step()" in alone
+        assert "would step without Outer: call Outer's step()" in alone

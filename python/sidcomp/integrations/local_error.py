@@ -78,7 +78,7 @@ class LocalError:
     If what a rank did is not finite, the exchange is discarded, and all ranks lose what they did since the
     previous one. Raises ArgumentError, SetupError or UnsupportedError, which say what to change: also if the
     ranks' parameters differ in name, shape or dtype, or are sharded. A step of the optimizer that `step` did
-    not take raises a SetupError in that step.
+    not take raises a SetupError before it moves a parameter.
     """
 
     def __init__(

@@ -79,12 +79,12 @@ def compare(named: Mapping[str, torch.Tensor], group: dist.ProcessGroup, what: s
 
 class Stray:
     """Refuses steps of the optimizer that `step` of its owner does not take: the owner would not count them,
-    and the ranks would exchange at different points."""
+    and the ranks would exchange at different points. It refuses them before a parameter has moved."""
 
     def __init__(self, owner: Any, what: str) -> None:
         self._owner, self._what = weakref.ref(owner), what
         self.expected = False
-        register = getattr(owner.optimizer, "register_step_post_hook", None)
+        register = getattr(owner.optimizer, "register_step_pre_hook", None)
         if register is not None:
             register(self)
 
@@ -96,8 +96,8 @@ class Stray:
         if all("lr" in group and not float(group["lr"]) for group in owner.optimizer.param_groups):
             return
         raise SetupError(
-            f"the optimizer has stepped without {self._what}: call {self._what}'s step() in place of "
-            "optimizer.step(), or close its State first"
+            f"the optimizer would step without {self._what}: call {self._what}'s step() in place of "
+            "optimizer.step(), or close its State first. No parameter has moved"
         )
 
 

@@ -67,7 +67,7 @@ class LocalSteps:
 
     Raises ArgumentError or SetupError, which say what to change: if `every` or `delay` is out of range, if
     the ranks' parameters differ in name, shape or dtype, or if the optimizer lacks some. A step of the
-    optimizer that `step` did not take raises a SetupError in that step.
+    optimizer that `step` did not take raises a SetupError before it moves a parameter.
     """
 
     def __init__(
