@@ -537,3 +537,57 @@ def refused(rank: int, world: int, case: str) -> str:
 def test_what_is_wrong_is_said(case: str, said: str) -> None:
     for text in run(refused, 2, case):
         assert said in text
+
+
+# ---- several optimizers
+
+
+def split(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    """An optimizer without betas for the matrices, as Muon is, and AdamW for the vectors."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return [OPTIMIZERS[kind](matrices), OPTIMIZERS["AdamW"](vectors)]
+
+
+def two_optimizers(rank: int, world: int, make: str, kind: str) -> tuple[float, float, int]:
+    """The list does what its optimizers do one after the other, and only Adam's parameters are corrected."""
+    module, alone = network(0), network(0)
+    both, own = split(module, kind), split(alone, kind)
+    losses = []
+    with sidcomp.State("none") as state:
+        more: dict[str, Any] = {"lr": 1, "momentum": 0} if make == "Outer" else {}
+        local = getattr(sidcomp, make)(module, both, state, every=2, **more)
+        backward(module, rank, 0)
+        for optimizer in both:
+            with pytest.raises(sidcomp.SetupError, match="step"):
+                optimizer.step()
+        alone.load_state_dict(module.state_dict())
+        with pytest.raises(sidcomp.ArgumentError, match="leave the closure out"):
+            local.step(lambda: torch.zeros(()))
+        with pytest.raises(sidcomp.ArgumentError, match="leave the closure out"):
+            local.step(lambda: torch.zeros(()), scaler=torch.amp.GradScaler("cpu"))
+        assert local.steps == 0 and torch.equal(flat(module), flat(alone))
+        for step in range(40):
+            for model in (module, alone):
+                model.zero_grad()
+                losses.append(backward(model, rank, step))
+            local.step()
+            if step == 0:
+                for optimizer in own:
+                    optimizer.step()
+                assert torch.equal(flat(module), flat(alone)), "before the first exchange"
+        noise = getattr(local, "_noise", None)
+        corrected = len(noise._parameters) if noise is not None else 0
+    assert alike(flat(module))
+    return losses[0], losses[-2], corrected
+
+
+@pytest.mark.parametrize("make", ["LocalError", "LocalSteps", "Outer"])
+def test_a_list_of_optimizers_steps_one_after_the_other(make: str) -> None:
+    for first, last, corrected in run(two_optimizers, 2, make, "momentum"):
+        assert last < 0.7 * first
+        assert corrected == (3 if make == "LocalError" else 0), "the three vectors, which Adam has"
+
+
+def test_all_parameters_are_corrected_where_adam_has_them() -> None:
+    assert [corrected for *_, corrected in run(two_optimizers, 2, "LocalError", "AdamW")] == [6, 6]

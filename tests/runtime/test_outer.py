@@ -435,6 +435,86 @@ def test_what_is_wrong_is_said(wrong: dict[str, Any], said: str) -> None:
         assert said in text
 
 
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("Outer", {"lr": "x"}, "lr='x': give the outer optimizer a finite rate"),
+    ("Outer", {"lr": True}, "lr=True: give the outer optimizer a finite rate"),
+    ("Outer", {"lr": float("nan")}, "lr=nan"),
+    ("Outer", {"momentum": "x"}, "momentum='x': give the outer optimizer one from 0"),
+    ("Outer", {"momentum": False}, "momentum=False"),
+    ("Outer", {"nesterov": "no"}, "nesterov='no': give True or False"),
+    ("Outer", {"stale": -5}, "stale=-5: give a number of missed exchanges"),
+    ("Outer", {"stale": "x", "deadline": 1.0}, "stale='x'"),
+    ("Outer", {"state": "topk"}, "state='topk': give a sidcomp.State"),
+    ("LocalSteps", {"state": None}, "state=None: give a sidcomp.State"),
+    ("LocalError", {"state": "topk"}, "state='topk': give a sidcomp.State"),
+    ("LocalError", {"noise_correction": "no"}, "noise_correction='no': give True or False"),
+    *((kind, wrong, said) for kind in ("Outer", "LocalSteps") for wrong, said in [
+        ({"host": "yes"}, "host='yes': give True or False"),
+        ({"delay": True}, "delay=True"),
+    ]),
+    *((kind, wrong, said) for kind in ("Outer", "LocalSteps", "LocalError") for wrong, said in [
+        ({"process_group": 3}, "process_group=3 is no process group"),
+        ({"process_group": 0}, "process_group=0 is no process group"),
+        ({"module": "net"}, "module='net': give the torch.nn.Module"),
+        ({"optimizer": "adam"}, "optimizer='adam': give a torch.optim.Optimizer"),
+        ({"optimizer": []}, "optimizer=[]: give the optimizer"),
+        ({"optimizer": "part"}, "no optimizer of the list has '4.weight', which requires"),
+        ({"optimizer": "twice"}, "optimizers 0 and 1 of the list have parameter '4.weight': give each"),
+    ]),
+]  # fmt: skip
+
+
+def wrong_arguments(rank: int, world: int) -> list[str]:
+    """Every wrong argument alone, beside good ones; the last line has all good."""
+    module = network(rank)
+    before, texts = flat(module), []
+    parameters = list(module.parameters())
+    lists = {"part": [parameters[:2], parameters[2:4]], "twice": [parameters, parameters[4:]]}
+    for kind, wrong, _ in [*WRONG, ("Outer", {}, "")]:
+        chosen: Any = wrong.get("optimizer")
+        if chosen in ("part", "twice"):
+            wrong = {"optimizer": [OPTIMIZERS["Adam"](some) for some in lists[chosen]]}
+        adam = OPTIMIZERS["Adam"](parameters)
+        given = {"module": module, "optimizer": adam, "state": sidcomp.State("topk"), **wrong}
+        try:
+            made = getattr(sidcomp, kind)(**given)
+        except (sidcomp.ArgumentError, sidcomp.SetupError) as e:
+            texts.append(str(e))
+            assert torch.equal(flat(module), before) and not adam._optimizer_step_pre_hooks
+        else:
+            texts.append("")
+            made.state.close()
+    return texts
+
+
+def test_a_wrong_argument_is_named_and_nothing_is_changed() -> None:
+    for texts in run(wrong_arguments, 2):
+        for text, (kind, wrong, said) in zip(texts, [*WRONG, ("Outer", {}, "")], strict=True):
+            assert said in text and bool(said) is bool(text), (kind, wrong)
+
+
+def without_a_memory(rank: int, world: int, codec: dict[str, Any]) -> tuple[float, float]:
+    """What is not sent is lost, but the ranks meet; LocalError has no place for it, and refuses."""
+    module, losses = network(rank), []
+    adam = OPTIMIZERS["Adam"](module.parameters())
+    with pytest.raises(sidcomp.ArgumentError, match="memory that keeps what was not sent"):
+        sidcomp.LocalError(module, adam, sidcomp.State(**codec, memory="none"))
+    with sidcomp.State(**codec, memory="none") as state:
+        outer = sidcomp.Outer(module, adam, state, every=EVERY)
+        for step in range(30 * EVERY):
+            module.zero_grad()
+            losses.append(backward(module, rank, step))
+            outer.step()
+            assert alike(module) is ((step + 1) % EVERY == 0)
+    return sum(losses[:6]), sum(losses[-6:])
+
+
+@pytest.mark.parametrize("codec", [{"codec": "qsgd"}, {"codec": "topk", "density": 0.3}])
+def test_without_a_memory_the_ranks_meet(codec: dict[str, Any]) -> None:
+    for first, last in run(without_a_memory, 2, codec):
+        assert last < 0.8 * first
+
+
 def misused(rank: int, world: int) -> tuple[str, str]:
     said = []
     other = nn.Sequential(nn.Linear(12, 40 + rank), nn.Linear(40 + rank, 3))

@@ -12,12 +12,16 @@ from sidcomp.config.accuracy import adaptive
 from sidcomp.errors import ArgumentError, CheckpointError, UnsupportedError
 from sidcomp.integrations.gradient_noise import GradientNoise
 from sidcomp.integrations.local_parts import (
+    Optimizers,
     Part,
     Stray,
     broadcast,
     buckets,
     check,
+    check_flag,
+    check_state,
     compare,
+    each,
     group_of,
     open_engine,
     serve,
@@ -54,8 +58,9 @@ class LocalError:
     module          a module without DDP; or a DDP model, whose gradients are then no longer averaged. The
                     parameters must be float32. This call copies rank 0's parameters and buffers to all
                     ranks, and every exchange copies rank 0's buffers again
-    optimizer       of the module's parameters. Its state stays on its rank. A rank's own gradient has more
-                    noise than the mean of W ranks, so clip it at about sqrt(W) times the usual norm
+    optimizer       of the module's parameters, or a list of optimizers, such as [muon, adamw]. Its state
+                    stays on its rank. A rank's own gradient has more noise than the mean of W ranks, so clip
+                    it at about sqrt(W) times the usual norm
     state           [None] a State with a memory that keeps what was not sent; None: `State()`.
                     `State("auto")` and other planned groups need delay=0: they measure the exchanges of the
                     first steps, uncompressed ones among them, and "auto" leaves out exchanges that keep one
@@ -65,8 +70,8 @@ class LocalError:
     noise_correction
                     [None] True: lengthens each rank's own steps, parameter by parameter, by as much as the
                     noise of its own gradient shortens them. (Adam divides by the size of the gradient, and a
-                    rank's own gradient is up to sqrt(W) times as large as the mean of W ranks.) None: True
-                    for optimizers with two betas, such as Adam
+                    rank's own gradient is up to sqrt(W) times as large as the mean of W ranks.) None: the
+                    parameters of optimizers with two betas, such as Adam
     delay           [0] 1: an exchange takes place during the next forward and backward pass, and its mean is
                     applied one exchange later
     process_group   [None] the ranks to average over; None: the State's, else the default group
@@ -84,7 +89,7 @@ class LocalError:
     def __init__(
         self,
         module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         state: State | None = None,
         *,
         every: int = 1,
@@ -94,8 +99,11 @@ class LocalError:
     ) -> None:
         if delay not in (0, 1) or isinstance(delay, bool):
             raise ArgumentError(f"delay={delay!r}: give 0, or 1 to apply each mean one exchange later")
+        if noise_correction is not None:
+            check_flag("noise_correction", noise_correction)
         self.state = state = state if state is not None else State()
-        check(every, state, "LocalError", planned=True)
+        check_state(state)
+        check(module, every, state, "LocalError", planned=True)
         if delay and state.settings.planned:
             raise ArgumentError(
                 f"delay=1 hides exchanges behind the next step, and groups={state.settings.groups!r} are "
@@ -123,7 +131,8 @@ class LocalError:
         ddp = module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else None
         if ddp is not None:
             module = ddp.module
-        named = trained(module, optimizer)
+        self._optimizers = each(optimizer)
+        named = trained(module, self._optimizers)
         if other := [name for name, p in named.items() if p.dtype is not torch.float32]:
             raise UnsupportedError(
                 f"parameter {other[0]!r} is {str(named[other[0]].dtype)[6:]}: LocalError keeps errors in the "
@@ -133,17 +142,28 @@ class LocalError:
         self.steps = 0  # taken by the optimizer
         self._group = group_of(state, process_group)
         self._parts = [_Part(names, named) for names in buckets(named)]
-        self._updates = [x for part in self._parts for x in part.update_views]
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._arriving = False  # the means of an exchange have not been applied yet
-        if noise_correction is None:
-            noise_correction = adaptive(optimizer)
+        shortened = {
+            id(p)
+            for o in self._optimizers
+            if noise_correction or (noise_correction is None and adaptive(o))
+            for group in o.param_groups
+            for p in group["params"]
+        }
+        corrected = [
+            (p, update)
+            for part in self._parts
+            for p, update in zip(part.parameters, part.update_views, strict=True)
+            if id(p) in shortened
+        ]
+        self._corrected = [update for _, update in corrected]
         self._noise: GradientNoise | None = None
-        if noise_correction and dist.get_world_size(self._group) > 1:
-            self._noise = GradientNoise([p for part in self._parts for p in part.parameters], self._group)
+        if corrected and dist.get_world_size(self._group) > 1:
+            self._noise = GradientNoise([p for p, _ in corrected], self._group)
         compare(named, self._group, "LocalError")
         broadcast([*named.values(), *module.buffers()], self._group)
-        self._stray = Stray(self, "LocalError")
+        self._stray = Stray(self, self._optimizers, "LocalError")
         for part in self._parts:
             part.start()
         serve(state, module, named, self._group, self._parts[0].update.device, "LocalError")
@@ -157,10 +177,11 @@ class LocalError:
         """Calls `optimizer.step(closure)`, or with a GradScaler `scaler.step(optimizer)`, and exchanges once
         in `every` steps. Each rank has its own scale. A rank whose scaler skips its step still exchanges
         what it had not sent before. Call `scaler.update()` as usual. Every rank must call `step` the same
-        number of times. Returns what the optimizer returns; raises the errors of the exchange."""
+        number of times. Of several optimizers it calls each one's, in order; these, and a GradScaler, take
+        no closure. Returns what the last one returns; raises the errors of the exchange."""
         self._stray.expected = True
         try:
-            loss = take_step(self.optimizer, closure, scaler)
+            loss = take_step(self._optimizers, closure, scaler)
         finally:
             self._stray.expected = False
         self.steps += 1
@@ -184,7 +205,7 @@ class LocalError:
             part.measure()
         if self._noise is not None:
             self._noise.sample()  # and takes in the samples of the exchange before
-            torch._foreach_mul_(self._updates, self._noise.factors)
+            torch._foreach_mul_(self._corrected, self._noise.factors)
         self._form()
         try:
             self._futures = [engine.ready(i, part.update) for i, part in enumerate(self._parts)]

@@ -2,7 +2,7 @@
 the optimizers have done."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -19,9 +19,23 @@ from sidcomp.state import State
 
 BUCKET_BYTES = 25 * 2**20
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-def check(every: Any, state: State, what: str, planned: bool = False) -> None:
+
+def check_state(state: object) -> None:
+    if not isinstance(state, State):
+        raise ArgumentError(f'state={state!r}: give a sidcomp.State, such as sidcomp.State("topk")')
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name}={value!r}: give True or False")
+
+
+def check(module: object, every: Any, state: State, what: str, planned: bool = False) -> None:
     """Raises ArgumentError or SetupError. what: the class, for messages; planned: it takes planned groups."""
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"module={module!r}: give the torch.nn.Module that the optimizer trains")
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ArgumentError(f"every={every!r}: give a number of steps between two exchanges, at least 1")
     if state.settings.planned and not planned:
@@ -31,15 +45,39 @@ def check(every: Any, state: State, what: str, planned: bool = False) -> None:
         )
 
 
+def each(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers of a list, or the only one. Raises ArgumentError."""
+    given: Any = optimizer
+    optimizers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    for one in optimizers:
+        groups = getattr(one, "param_groups", None)
+        if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
+            raise ArgumentError(
+                f"optimizer={one!r}: give a torch.optim.Optimizer, which has param_groups, or a list of them"
+            )
+    if not optimizers:
+        raise ArgumentError(f"optimizer={given!r}: give the optimizer of the module's parameters")
+    return optimizers
+
+
 def trained(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer, shards: bool = False
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], shards: bool = False
 ) -> dict[str, torch.nn.Parameter]:
-    """Returns the parameters that the optimizer trains, by name. shards: they may be sharded. Raises
-    SetupError or UnsupportedError."""
+    """Returns the parameters that the optimizers train, by name. shards: they may be sharded. Raises
+    ArgumentError, SetupError or UnsupportedError."""
     named = {name: p for name, p in named_parameters(module) if p.requires_grad}
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own: dict[int, int] = {}
+    for i, one in enumerate(optimizers):
+        for p in (p for group in one.param_groups for p in group["params"]):
+            if own.setdefault(id(p), i) != i:
+                which = next((repr(name) for name, q in named.items() if q is p), "in common")
+                raise ArgumentError(
+                    f"optimizers {own[id(p)]} and {i} of the list have parameter {which}: give each "
+                    "parameter to one of them"
+                )
     if missing := [name for name, p in named.items() if id(p) not in own]:
-        raise SetupError(f"the optimizer does not have {missing[0]!r}, which requires a gradient")
+        who = "the optimizer does not have" if len(optimizers) == 1 else "no optimizer of the list has"
+        raise SetupError(f"{who} {missing[0]!r}, which requires a gradient")
     if not named:
         raise SetupError("the module has no parameters that require gradients")
     if complex_ := [name for name, p in named.items() if p.is_complex()]:
@@ -78,22 +116,23 @@ def compare(named: Mapping[str, torch.Tensor], group: dist.ProcessGroup, what: s
 
 
 class Stray:
-    """Refuses steps of the optimizer that `step` of its owner does not take: the owner would not count them,
-    and the ranks would exchange at different points. It refuses them before a parameter has moved."""
+    """Refuses steps of the optimizers that `step` of their owner does not take: the owner would not count
+    them, and the ranks would exchange at different points. It refuses them before a parameter has moved."""
 
-    def __init__(self, owner: Any, what: str) -> None:
+    def __init__(self, owner: Any, optimizers: Sequence[torch.optim.Optimizer], what: str) -> None:
         self._owner, self._what = weakref.ref(owner), what
         self.expected = False
-        register = getattr(owner.optimizer, "register_step_pre_hook", None)
-        if register is not None:
-            register(self)
+        for optimizer in optimizers:
+            register = getattr(optimizer, "register_step_pre_hook", None)
+            if register is not None:
+                register(self)
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, optimizer: Any, *_: Any) -> None:
         owner = self._owner()
         if owner is None or self.expected or owner.state._closed is not None:
             return
         # Before torch.distributed.checkpoint loads an optimizer's state, it makes one by a step of rate 0.
-        if all("lr" in group and not float(group["lr"]) for group in owner.optimizer.param_groups):
+        if all("lr" in group and not float(group["lr"]) for group in optimizer.param_groups):
             return
         raise SetupError(
             f"the optimizer would step without {self._what}: call {self._what}'s step() in place of "
@@ -101,15 +140,41 @@ class Stray:
         )
 
 
-def take_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, scaler: Any) -> Any:
-    """Calls the optimizer's step, by the GradScaler if there is one. Returns what the optimizer returns."""
-    if scaler is not None:
-        return scaler.step(optimizer)
-    return optimizer.step(closure) if closure is not None else optimizer.step()
+def take_step(
+    optimizers: Sequence[torch.optim.Optimizer], closure: Callable[[], Any] | None, scaler: Any
+) -> Any:
+    """Calls the optimizers' steps, by the GradScaler if there is one. Returns what the last one returns."""
+    if closure is not None and (scaler is not None or len(optimizers) > 1):
+        who = "a GradScaler takes no closure" if scaler is not None else "each optimizer would evaluate it"
+        raise ArgumentError(
+            f"step(closure): {who}: call backward() before step(), and leave the closure out. Nothing has "
+            "stepped"
+        )
+    out = None
+    for optimizer in optimizers:
+        if scaler is not None:
+            out = scaler.step(optimizer)
+        else:
+            out = optimizer.step(closure) if closure is not None else optimizer.step()
+    return out
+
+
+def named_group(state: State, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Returns the process group that the program has given, if it has."""
+    given: Any = process_group if process_group is not None else state._engine.process_group
+    if given is not None and not isinstance(given, dist.ProcessGroup):
+        raise SetupError(
+            f"process_group={given!r} is no process group of which this rank is a member: give one that "
+            "torch.distributed.new_group returned on a member, or leave it out"
+        )
+    return given
 
 
 def group_of(state: State, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    chosen = process_group or state._engine.process_group or dist.group.WORLD
+    given = named_group(state, process_group)
+    if given is None and not dist.is_initialized():
+        raise SetupError("there is no process group: call torch.distributed.init_process_group first")
+    chosen = given if given is not None else dist.group.WORLD
     assert chosen is not None
     return chosen
 

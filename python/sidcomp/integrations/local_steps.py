@@ -9,14 +9,19 @@ import torch.distributed as dist
 
 from sidcomp.errors import ArgumentError, CheckpointError, ExchangeError, SetupError
 from sidcomp.integrations.local_parts import (
+    Optimizers,
     Part,
     Stray,
     broadcast,
     buckets,
     check,
+    check_flag,
+    check_state,
     compare,
     cut,
+    each,
     group_of,
+    named_group,
     open_engine,
     serve,
     take_step,
@@ -46,9 +51,10 @@ class LocalSteps:
     module          any module but DDP, also one that fully_shard has sharded inside a node; rank 0's
                     parameters and buffers are copied to all ranks here, and rank 0's buffers again after
                     every exchange
-    optimizer       of the module's parameters
-    state           for the updates, with a named codec. `follow` has no meaning here: updates already contain
-                    the learning rate
+    optimizer       of the module's parameters, or a list of optimizers, such as [muon, adamw]
+    state           for the updates, with a named codec. Any memory is accepted: all ranks continue from the
+                    same point, so what memory="none" does not keep is lost, but on all ranks alike. `follow`
+                    has no meaning here: updates already contain the learning rate
     every           [1] steps between two exchanges, at least 1
     delay           [0] steps during which an exchange takes place in the background, at most `every`. Its
                     mean then moves the common point, and the parameters keep what their optimizer has done
@@ -73,7 +79,7 @@ class LocalSteps:
     def __init__(
         self,
         module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         state: State,
         *,
         every: int = 1,
@@ -86,12 +92,15 @@ class LocalSteps:
             raise SetupError(
                 f"{type(self).__name__} averages updates, DDP gradients: give it the module without DDP"
             )
-        check(every, state, type(self).__name__)
+        check_state(state)
+        check(module, every, state, type(self).__name__)
+        check_flag("host", host)
         if not isinstance(delay, int) or isinstance(delay, bool) or not 0 <= delay <= every:
             raise ArgumentError(f"delay={delay!r}: give a number of steps from 0 to every={every}")
+        given = named_group(state, process_group)
+        self._optimizers = each(optimizer)
         reshard(module)
-        given = process_group or state._engine.process_group
-        self._shards = Shards(trained(module, optimizer, shards=True), given, type(self).__name__)
+        self._shards = Shards(trained(module, self._optimizers, shards=True), given, type(self).__name__)
         named = self._shards.local()
         least = self._shards.least
         what = "the smallest shard" if least else "the model"
@@ -106,7 +115,7 @@ class LocalSteps:
         self._at = [i * every // parts for i in range(parts)]
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
         self._flying: list[int] = []  # of `_together`: their means have not been applied yet
-        self._stray = Stray(self, type(self).__name__)
+        self._stray = Stray(self, self._optimizers, type(self).__name__)
         self._start(named, process_group)
 
     def _start(self, named: dict[str, torch.Tensor], process_group: dist.ProcessGroup | None) -> None:
@@ -130,11 +139,12 @@ class LocalSteps:
 
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """Calls `optimizer.step(closure)`, or with a GradScaler `scaler.step(optimizer)`, and averages if it
-        is time to. Each rank's scale is its own. Every rank calls it equally often. Returns what the
-        optimizer returns; raises the errors of the exchange."""
+        is time to. Each rank's scale is its own. Every rank calls it equally often. Of several optimizers it
+        calls each one's, in order; these, and a GradScaler, take no closure. Returns what the last one
+        returns; raises the errors of the exchange."""
         self._stray.expected = True
         try:
-            loss = take_step(self.optimizer, closure, scaler)
+            loss = take_step(self._optimizers, closure, scaler)
         finally:
             self._stray.expected = False
         self.steps += 1

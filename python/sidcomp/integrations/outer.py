@@ -14,7 +14,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.integrations.attendance import Attendance
-from sidcomp.integrations.local_parts import open_engine, serve
+from sidcomp.integrations.local_parts import (
+    Optimizers,
+    check_flag,
+    check_state,
+    named_group,
+    open_engine,
+    serve,
+)
 from sidcomp.integrations.local_steps import LocalSteps, _Part
 from sidcomp.runtime.rounds import START_S, Rounds
 from sidcomp.state import State
@@ -68,7 +75,7 @@ class Outer(LocalSteps):
     def __init__(
         self,
         module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         state: State | None = None,
         *,
         every: int = 30,
@@ -82,17 +89,22 @@ class Outer(LocalSteps):
         host: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if state is not None:
+            check_state(state)
         lossless = state is not None and not state.settings.lossy
         lr = (0.7 if lossless else 1.0) if lr is None else lr
         momentum = (0.9 if lossless else 0.0) if momentum is None else momentum
-        if not 0 < lr < float("inf"):
+        if not _is_number(lr) or not 0 < lr < float("inf"):
             raise ArgumentError(f"lr={lr!r}: give the outer optimizer a finite rate greater than 0")
-        if not 0 <= momentum < 1:
+        if not _is_number(momentum) or not 0 <= momentum < 1:
             raise ArgumentError(f"momentum={momentum!r}: give the outer optimizer one from 0 to below 1")
+        check_flag("nesterov", nesterov)
+        if not isinstance(stale, int) or isinstance(stale, bool) or stale < 0:
+            raise ArgumentError(f"stale={stale!r}: give a number of missed exchanges, at least 0")
         if state is None:
             state = State("topk", density=1 / 64, values="log4", indices="packed", beta=0.95)
         if deadline is not None:
-            _check_deadline(deadline, stale, parts, state, module, process_group)
+            _check_deadline(deadline, parts, state, module, process_group)
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
         self.deadline, self.stale = deadline, stale
         self._attendance: Attendance | None = None
@@ -290,29 +302,29 @@ class Outer(LocalSteps):
         return True
 
 
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
 def _check_deadline(
     deadline: object,
-    stale: object,
     parts: int,
     state: State,
     module: torch.nn.Module,
     process_group: dist.ProcessGroup | None,
 ) -> None:
     """Raises ArgumentError, SetupError or UnsupportedError."""
-    number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
-    if not number or not 0 < deadline < float("inf"):  # type: ignore[operator]
+    if not _is_number(deadline) or not 0 < deadline < float("inf"):  # type: ignore[operator]
         raise ArgumentError(
             f"deadline={deadline!r}: give the seconds that an exchange waits for late ranks, more than 0, or "
             "None to wait for all of them"
         )
-    if not isinstance(stale, int) or isinstance(stale, bool) or stale < 0:
-        raise ArgumentError(f"stale={stale!r}: give a number of missed exchanges, at least 0")
     if parts != 1:
         raise UnsupportedError(
             f"deadline={deadline}: a rank that was late would miss single parts, which does not work yet: "
             "leave out parts or deadline"
         )
-    given = process_group or state._engine.process_group
+    given = named_group(state, process_group)
     if given is not None and given is not dist.group.WORLD:
         raise UnsupportedError(
             f"deadline={deadline}: rounds are between all ranks of the job: leave process_group out"
