@@ -11,6 +11,7 @@ results.
 import argparse
 import csv
 import datetime
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -25,7 +26,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,6 +41,7 @@ PARTS = {  # in this order; shares of the time that is left
     "preflight": 8, "first": 3, "tests": 8, "sanitizers": 6, "ptx": 4, "edges": 5, "ranks": 3, "ddp": 4,
     "times": 9, "models": 4, "bytes": 2,
 }  # fmt: skip
+BUILD_LIMIT = 300  # seconds, of those that follow
 TIME_LIMIT = 450  # seconds of all; what a part has not begun by its share is left out, and said so
 # In calls of at most nine minutes: --part 1, 2, ...
 CALLS = (
@@ -91,7 +93,7 @@ def build() -> None:
     asked = os.environ.get("SIDCOMP_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
     env = {"SIDCOMP_CUDA": "1", "SIDCOMP_CUDA_ARCHS": asked or own_archs() or "all"}
     start = time.perf_counter()
-    status, output = run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], 600, **env)
+    status, output = run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], BUILD_LIMIT, **env)
     if status:
         say(output[-4000:])
         sys.exit("gpu-check: the build failed; is nvcc there (CUDA toolkit), or in SIDCOMP_NVCC?")
@@ -99,18 +101,26 @@ def build() -> None:
 
 
 def no_gpu() -> str:
-    """Why nothing can be run here; empty if it can."""
-    code = """
-from sidcomp import _core
-import torch
-count, why = _core.cuda_devices()
-if not count:
-    print(why)
-elif not torch.cuda.is_available():
-    print("torch", torch.__version__, "sees no GPU")
-"""
+    """Why nothing can be run here; empty if it can. A build that does not load is no reason: it ends this."""
+    code = "from sidcomp import _core; count, why = _core.cuda_devices(); print('' if count else why)"
     status, output = run([sys.executable, "-c", code], 120, PYTHONPATH=python_path())
-    return output.strip() if status == 0 else f"asking for devices failed: {output[-400:]}"
+    if status:
+        sys.exit(f"gpu-check: the build does not load (status {status}): {output[-400:]}")
+    return output.strip()
+
+
+WITHOUT_TORCH = ("preflight", "sanitizers", "ptx")
+
+
+def no_torch() -> str:
+    """Why the other parts cannot be run; empty if they can."""
+    if not importlib.util.find_spec("torch"):
+        return "torch is not installed in this Python"
+    if rehearsed is not None:
+        return ""
+    code = "import torch as t; print('' if t.cuda.is_available() else f'torch {t.__version__} sees no GPU')"
+    status, output = run([sys.executable, "-c", code], 120)
+    return (output.strip().splitlines() or [""])[-1] if status == 0 else f"torch fails: {output[-400:]}"
 
 
 def python_path() -> str:
@@ -122,18 +132,31 @@ def python_path() -> str:
 # ---- preflight -----------------------------------------------------------------------------------
 
 
+class Lean(NamedTuple):
+    """What a process of gpu_lean.py has said."""
+
+    rows: list[dict[str, Any]]
+    why: str  # what went wrong with the process itself
+    found: str  # the first finding of a sanitizer
+
+
+FINDING = re.compile(r"^=+ (?:Invalid|Misaligned|Program hit|Error: |Warning: Race|Race|Uninitialized|"
+                     r"Barrier error|Leaked|.*hazard).*$", re.M)  # fmt: skip
+
+
 def lean(arguments: list[str], limit: float, package: Path | None = None, tool: list[str] | None = None,
-         **env: str) -> tuple[list[dict[str, Any]], str]:  # fmt: skip
-    """A process of gpu_lean.py: its rows, and what went wrong with the process itself."""
+         **env: str) -> Lean:  # fmt: skip
     command = [*(tool or []), sys.executable, "benchmarks/gpu_lean.py", *arguments]
     path = python_path() if package is None else str(package)
     status, output = run(command, limit, PYTHONPATH=path, **env)
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
+    finding = FINDING.search(output)
+    why = ""
     if status == 124:
-        return rows, f"hung for {limit:.0f} s"
-    if status and not any(r["wrong"] for r in rows):
-        return rows, f"ended with status {status}: {' '.join(output.strip().splitlines()[-1:])[:300]}"
-    return rows, ""
+        why = f"hung for {limit:.0f} s"
+    elif status and not any(r["wrong"] for r in rows):
+        why = f"ended with status {status}: {' '.join(output.strip().splitlines()[-1:])[:300]}"
+    return Lean(rows, why, finding[0].strip("= ")[:300] if finding else "")
 
 
 HELD = (32, 44, 48, 64)  # multiprocessors
@@ -150,7 +173,7 @@ def run_preflight(deadline: float) -> dict[str, Any]:
         if time.monotonic() + limit > deadline + STUCK:
             say(f"  {what}: left out, no time")
             return
-        rows, why = lean(list(arguments), limit)
+        rows, why, _ = lean(list(arguments), limit)
         if why:
             rows.append({"check": what, "wrong": why})
         results["rows"] += rows
@@ -160,7 +183,7 @@ def run_preflight(deadline: float) -> dict[str, Any]:
     for codec in cuda_codecs():
         check(codec, 20, "codecs", codec)
     check("early launches", 30, "early")
-    kernel = folder / "hold.ptx"
+    kernel = folder / "hold.cubin"
     why = "" if rehearsed is not None else compile_hold(kernel)
     if why:
         results["rows"].append({"check": "beside held multiprocessors", "wrong": why})
@@ -180,7 +203,8 @@ def facts() -> dict[str, str]:
         "print('.'.join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else 'no')"
     )
     status, output = run([sys.executable, "-c", code], 120)
-    torchs, nccl = output.split("\n")[:2] if status == 0 else ("no", "no")
+    torchs, nccl = output.strip().splitlines()[-2:] if status == 0 else ("no", "no")
+    nvcc = ""
     with suppress(SystemExit):  # nvcc was asked for and is not there
         from setup import find_nvcc
 
@@ -204,9 +228,10 @@ def cuda_codecs() -> list[str]:
 
 def compile_hold(kernel: Path) -> str:
     """Compiles hold.cu. Returns what is wrong."""
-    from setup import find_nvcc
+    from setup import find_nvcc, own_archs
 
-    command = [find_nvcc(), "-ptx", "-arch=compute_75", "benchmarks/hold.cu", "-o", str(kernel)]
+    arch = (own_archs() or "8.0").split()[0].replace(".", "")  # the driver may be too old for nvcc's PTX
+    command = [find_nvcc(), "-cubin", f"-arch=sm_{arch}", "benchmarks/hold.cu", "-o", str(kernel)]
     status, output = run(command, 60)
     return f"nvcc: {output.strip()[-300:]}" if status else ""
 
@@ -310,7 +335,7 @@ def run_sanitizers(deadline: float) -> dict[str, Any]:
     """compute-sanitizer over every codec (gpu_lean.py); only sidcomp's kernels are looked at."""
     tool, results = sanitizer(), {}
     if not tool:
-        rows, why = lean(["codecs"], 60)
+        rows, why, _ = lean(["codecs"], 60)
         wrong = [f"{r['check']}: {r['wrong']}" for r in rows if r["wrong"]]
         results["without a sanitizer"] = (
             f"failed: {why or wrong[0]}" if why or wrong else f"{len(rows)} checks were well"
@@ -323,21 +348,22 @@ def run_sanitizers(deadline: float) -> dict[str, Any]:
             continue
         limit = left / (len(SANITIZERS) - i)
         asked = [tool, "--tool", check, "--kernel-name", "kernel_substring=sid_", "--error-exitcode", "99"]
-        rows, why = lean(["codecs"], limit, tool=asked)
-        results[check] = said_of(rows, why, limit)
+        results[check] = said_of(lean(["codecs"], limit, tool=asked), limit)
         say(f"{check}: {results[check]}")
     return results
 
 
-def said_of(rows: list[dict[str, Any]], why: str, limit: float) -> str:
+def said_of(got: Lean, limit: float) -> str:
     """Of a sanitizer's run."""
-    if "Device not supported" in why:
+    if "Device not supported" in got.why:
         return "not possible on this machine: Device not supported"
-    if wrong := [r for r in rows if r["wrong"]]:
+    if wrong := [r for r in got.rows if r["wrong"]]:
         return f"failed: {wrong[0]['check']}: {wrong[0]['wrong']}"
-    if why.startswith("hung"):
-        return f"stopped after {limit:.0f} s and {len(rows)} checks, nothing found until then"
-    return f"failed: {why}" if why else f"ok, {len(rows)} checks"
+    if got.found:
+        return f"failed: {got.found}, after {len(got.rows)} checks"
+    if got.why.startswith("hung"):
+        return f"stopped after {limit:.0f} s and {len(got.rows)} checks, nothing found until then"
+    return f"failed: {got.why}" if got.why else f"ok, {len(got.rows)} checks"
 
 
 # ---- a build that the driver compiles --------------------------------------------------------------
@@ -353,13 +379,13 @@ def run_ptx(deadline: float) -> dict[str, Any]:
     else:
         package, env = PTX, {}
         why = end_ptx(max(1.0, deadline - time.monotonic()))
-        say(why or "built for 8.0 and PTX")
-    results: dict[str, Any] = {"rows": [], "wrong": [why] if why else []}
+        say(why or "built for 8.0 and PTX")  # what had no time is no failure
+    results: dict[str, Any] = {"rows": [], "wrong": [why] if why and not why.startswith(LATE) else []}
     for arguments in () if why else (["codecs", *PTX_CODECS], ["early"]):
         if (left := deadline - time.monotonic()) < 5:
             say(f"ptx, {arguments[0]}: left out, no time")
             continue
-        rows, why = lean(arguments, left, package, **env)
+        rows, why, _ = lean(arguments, left, package, **env)
         results["rows"] += rows
         results["wrong"] += [f"{r['check']}: {r['wrong']}" for r in rows if r["wrong"]]
         results["wrong"] += [f"{arguments[0]}: {why}"] if why else []
@@ -368,6 +394,7 @@ def run_ptx(deadline: float) -> dict[str, Any]:
     return results
 
 
+LATE = "ptx: left out, no time"
 PTX = ROOT / "build" / "ptx"  # that build's package
 building: "subprocess.Popen[bytes] | None" = None  # of PTX, beside the parts before `ptx`
 
@@ -393,7 +420,7 @@ def end_ptx(limit: float) -> str:
         status = building.wait(limit)
     except subprocess.TimeoutExpired:
         end(building)
-        return f"the build for 8.0 and PTX was not done after another {limit:.0f} s"
+        return f"{LATE}: not built after another {limit:.0f} s"
     said = (PTX / "log").read_text(errors="replace")[-1000:]
     return f"the build for 8.0 and PTX failed: {said}" if status else ""
 
@@ -424,12 +451,15 @@ def ranks_environment() -> dict[str, str]:
     return {"SIDCOMP_NCCL": str(fake_nccl.build()), "PYTHONPATH": python_path()}
 
 
+LEAST = 20  # seconds, in which ranks can begin
+
+
 def run_ranks(deadline: float) -> dict[str, Any]:
     """Two and three ranks on this GPU, with torch's collectives and with our own."""
     results: dict[str, Any] = {"rows": [], "wrong": []}
     for world in (2, 3):
         left = deadline - time.monotonic()
-        if left < 0:
+        if left < LEAST:
             say(f"{world} ranks: left out: no time")
             continue
         if rehearsed is None:
@@ -462,7 +492,7 @@ def timed(part: str, deadline: float) -> list[dict[str, Any]]:
     now = {"date": datetime.date.today().isoformat(), "machine": machine()}
     if kept.exists() and Journal(kept).all("of") != [now]:
         kept.replace(kept.with_suffix(".old.jsonl"))
-        say(f"{part}: {kept} is of another day, machine or commit, and gets the suffix .old.jsonl")
+        say(f"{part}: {kept} is from another day, machine or commit: renamed to ...old.jsonl")
     if not kept.exists():
         Journal(kept).add(of=now)
     elif rows := Journal(kept).all("row"):
@@ -551,7 +581,8 @@ def run_bytes(deadline: float) -> list[dict[str, Any]]:
                    "--profile-from-start", "off", "--print-units", "base", "--kernel-name", "regex:sid_",
                    "--metrics", "dram__bytes_read.sum,dram__bytes_write.sum",
                    sys.executable, "benchmarks/gpu_time.py", "--once", codec, str(N_COUNTED)]  # fmt: skip
-        status, output = run(command, 60, PYTHONPATH=python_path())
+        limit = min(60.0, deadline + 30 - time.monotonic())
+        status, output = run(command, limit, PYTHONPATH=python_path())
         found = bytes_of(output)
         if status or not found:
             why = re.search(r"==(?:ERROR|WARNING)== (.*)", output)
@@ -579,25 +610,28 @@ def bytes_of(output: str) -> list[tuple[str, float]]:
 
 
 def machine() -> dict[str, str]:
-    import torch
-
+    try:
+        torchs = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torchs = "none"
     if rehearsed is not None:
-        return {"gpu": "none, a rehearsal on the emulation", "torch": torch.__version__}
+        return {"gpu": "none, a rehearsal on the emulation", "torch": torchs}
     sys.path.insert(1, str(ROOT / "python"))
     from sidcomp import _core
 
     smi, nvcc = shutil.which("nvidia-smi"), shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    driver = run([smi, "--query-gpu=driver_version", "--format=csv,noheader"], 30)[1].strip() if smi else ""
+    asked = [smi or "", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    name, _, driver = run(asked, 30)[1].partition("\n")[0].partition(", ") if smi else ("GPU", "", "")
     release = (
         re.search(r"release (\S+),", run([nvcc, "--version"], 30)[1]) if os.access(nvcc, os.X_OK) else None
     )
     commit = run(["git", "rev-parse", "--short", "HEAD"], 30) if shutil.which("git") else (1, "")
     return {
-        "gpu": torch.cuda.get_device_name(0),
-        "driver": driver.splitlines()[0] if driver else "",
+        "gpu": name.strip(),
+        "driver": driver.strip(),
         "nvcc": release[1] if release else "",
         "archs": _core.cuda_archs,
-        "torch": torch.__version__,
+        "torch": torchs,
         "python": platform.python_version(),
         "sidcomp": _core.version,
         "commit": commit[1].strip() if commit[0] == 0 else "",
@@ -680,12 +714,12 @@ def main() -> int:
     deadline = time.monotonic() + TIME_LIMIT
     if rehearsed is None:
         build()
-    if not importlib.util.find_spec("torch"):
-        say("gpu-check: skipped: torch is not installed in this Python; everything was compiled")
-        return SKIPPED
     if rehearsed is None and (why := no_gpu()):
         say(f"gpu-check: skipped: {why}; everything was compiled, nothing could be run")
         return SKIPPED
+    if why := no_torch():
+        say(f"gpu-check: {why}: only {', '.join(WITHOUT_TORCH)} can be run")
+        wanted = [part for part in wanted if part in WITHOUT_TORCH]
     if "ptx" in wanted and rehearsed is None:
         begin_ptx()
     folder.mkdir(parents=True, exist_ok=True)
@@ -705,6 +739,8 @@ def main() -> int:
         written.append(log)
         log = None
         write(results, folder)  # what comes next may hang
+    if building is not None:
+        end(building)  # where its part had no time
     wrong = failures(results)
     say("gpu-check: " + (f"something failed, see above: {', '.join(wrong)}" if wrong else "all went well"))
     return 1 if wrong else 0

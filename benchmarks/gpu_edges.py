@@ -4,8 +4,8 @@
 layers, hence of four buckets, by DDP over NCCL with one rank, once for each of the case's settings. The
 weights and residuals that it ends with must be those of another run, bit for bit: mostly those of the case
 "plain". Where one stream does not wait for another, that shows when one of the two is slow, or when freed
-memory goes back to the driver. One rank is enough: encode, collective and decode are enqueued as in any other
-world.
+memory goes back to the driver. Encode, collective and decode are enqueued as in any other world, but with
+one rank NCCL has hardly anything to do.
 
     python benchmarks/gpu_edges.py CASE [SETTING ...] [--device emulated]
 

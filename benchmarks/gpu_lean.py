@@ -248,6 +248,10 @@ def check_beside(device: Any, held: int, kernel: Path) -> Iterator[tuple[str, st
         side.upload()
         at = Step(step=0, group=3, rank=1, world=WORLD, seed=5)
         want = host.encode(side.vector, at)
+        # The first launch of a kernel may load it, or grow local memory, which waits for the device.
+        side.begin(at)
+        device.wait(side.stream)
+        side.state.fill(0)
         holding = device.hold(kernel, held, HELD)
         begun = time.perf_counter()
         side.begin(at)
@@ -293,7 +297,7 @@ def main() -> int:
     )
     parser.add_argument("check", choices=("codecs", "early", "beside", "streams"))
     parser.add_argument("what", nargs="*", help="codecs, or numbers of multiprocessors")
-    parser.add_argument("--hold", type=Path, default=Path("hold.ptx"), help="hold.cu, compiled by nvcc")
+    parser.add_argument("--hold", type=Path, default=Path("hold.cubin"), help="hold.cu, compiled by nvcc")
     parser.add_argument("--turns", type=int, default=2000)
     args = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]

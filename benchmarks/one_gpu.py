@@ -1,8 +1,8 @@
 """The transports of a State on a GPU that several ranks share: the same bits? And what does the host pay?
 
 `check(world)` starts the ranks; gpu_check.py calls it. Each trains a small model of several groups with
-torch's transport, with NCCL called by sidcomp, and with NCCL called so that it starts no thread of its own,
-from the same start. Gathered payloads must give all ranks the same weights, whatever the
+torch's transport, with NCCL called by sidcomp, and with NCCL called so that it starts no thread for each
+call, from the same start. Gathered payloads must give all ranks the same weights, whatever the
 transport, and so must sums of two ranks. The host's time is that of enqueueing a group's step
 (`_launch`), the device idle before each step; the median over groups and steps, of rank 0. While it
 enqueues, waiting for the device is an error (torch's sync debug mode), and nothing may be allocated. Ranks on

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def start(command: list[str], output: Any, **env: str) -> "subprocess.Popen[bytes]":
-    """Starts the command in a process group of its own, which ends if this process is killed: what is started
-    after it must not find the device busy, or a journal that still grows."""
+    """Starts the command in a process group of its own. The command ends if this process is killed (what it
+    has started itself may not), so that the next one finds no busy device and no journal that grows."""
     prctl, to_end = ctypes.CDLL(None).prctl, 1  # PR_SET_PDEATHSIG
 
     def prepare() -> None:

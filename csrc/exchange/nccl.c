@@ -53,8 +53,8 @@ enum {
     /* of a collective */
     LEAST_BLOCKS = 4,
     MOST_BLOCKS = 16,
-    /* Collectives of two communicators leave two thirds of the device to a kernel whose blocks must all run at once: finish
-     * asks for two of the three blocks that fit on a multiprocessor (cuda/codec/sparse_form.cuh). */
+    /* Collectives of two communicators leave two thirds of the device to a kernel whose blocks must all run at once, if it has
+     * 24 multiprocessors or more: finish asks for two of the three blocks that fit on each (cuda/codec/sparse_form.cuh). */
     PROCESSORS_A_BLOCK = 6
 };
 _Static_assert(sizeof(nccl_config) == 40 && offsetof(nccl_config, most_blocks) == 28, "ncclConfig_t of 2.17");
@@ -283,8 +283,10 @@ sid_status sid_nccl_join(const sid_nccl *lib, const void *id, uint32_t rank, uin
     if (lib->version >= CONFIG_WITH_BLOCKS) {
         config.size = sizeof config;
         config.version = CONFIG_WITH_BLOCKS;
-        const int share = sid_device_processors(device) / PROCESSORS_A_BLOCK;
-        config.most_blocks = share < LEAST_BLOCKS ? LEAST_BLOCKS : share > MOST_BLOCKS ? MOST_BLOCKS : share;
+        const int processors = sid_device_processors(device), share = processors / PROCESSORS_A_BLOCK;
+        config.most_blocks = !processors || share > MOST_BLOCKS ? MOST_BLOCKS
+                             : share < LEAST_BLOCKS             ? LEAST_BLOCKS
+                                                                : share;
     }
     int result = lib->join(&c->comm, (int)world, given, (int)rank, &config);
     if (c->comm) result = settle(c, result);

@@ -179,7 +179,7 @@ class State:
                     the worst seed of uncompressed training. "close": also those with at most 1 % more loss.
                     "any": all of them. None: "dense". The choice depends on the optimizer
                     given to `follow`: with Adam and AdamW the default codec is "int4", because a fortieth of
-                    the bytes costs 3.5 % of the loss (docs/accuracy.md). If one of them steps on the model
+                    the bytes costs 3.5 % of the loss (docs/accuracy.md). If the model is trained with one
                     and is not followed, a warning says so once. With `LocalError` you can send fewer bytes.
     profile         [None] for planned groups: a Profile of an earlier run or the path of its file, in place
                     of measuring again (`state.profile.save(path)` writes one). One that does not fit is not
@@ -611,9 +611,9 @@ class State:
         suited = self._suited(adaptive=True).candidates
         names = ", ".join(c.encoding for c in suited if not c.in_messages)
         notices.warn(
-            f"{type(optimizer).__name__} steps on this model, and {self._ending.what} {now} "
-            f"{own.candidates[0].encoding}, which beside Adam raised the loss of a language model by "
-            f"{codec.over:g} % or more: call state.follow(optimizer) before the first step, and it {then} "
+            f"this model is trained with {type(optimizer).__name__}, and {self._ending.what} {now} "
+            f"{own.candidates[0].encoding}, which raised the loss of a language model by {codec.over:g} % "
+            f"with Adam: call state.follow(optimizer) before the first step of your program, and it {then} "
             f'{names}; or accept the loss with accuracy="any" (docs/accuracy.md, With Adam)',
             self._engine.speaker,
         )

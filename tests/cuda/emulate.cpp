@@ -376,6 +376,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsi
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr what, int d) {
-    *value = what == cudaDevAttrMultiProcessorCount ? 2 : 9;
+    const char *processors = getenv("SID_EMULATED_PROCESSORS");
+    *value = what != cudaDevAttrMultiProcessorCount ? 9 : processors ? atoi(processors) : 2;
     return d >= 0 && d < devices() ? cudaSuccess : cudaErrorInvalidDevice;
 }

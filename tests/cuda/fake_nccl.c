@@ -301,7 +301,11 @@ int ncclCommInitRankConfig(ncclComm_t *comm, int world, ncclUniqueId id, int ran
         return INVALID_ARGUMENT;
     int version;
     ncclGetVersion(&version);
-    if (version >= 21700 ? config.maxCTAs < 4 || config.maxCTAs > 16 : given->size > 24) return INVALID_ARGUMENT;
+    if (version >= 21700
+            ? config.maxCTAs < 4 || (number("FAKE_NCCL_BLOCKS") >= 0 && config.maxCTAs != number("FAKE_NCCL_BLOCKS")) ||
+                  config.maxCTAs > 16
+            : given->size > 24)
+        return INVALID_ARGUMENT;
     const int only = number("FAKE_NCCL_RANK");
     const char *joins = getenv("FAKE_NCCL_JOIN");
     const int faulty = only < 0 || only == rank;

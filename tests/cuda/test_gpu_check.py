@@ -21,7 +21,7 @@ from sidcomp import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks import gpu_check, gpu_device, gpu_lean, gpu_report, gpu_time  # noqa: E402
+from benchmarks import gpu_check, gpu_device, gpu_lean, gpu_report, gpu_time, processes  # noqa: E402
 
 torch = pytest.importorskip("torch")
 emulated = pytest.mark.skipif(_core.cuda_archs != "emulated", reason="the device is the CPU emulation")
@@ -377,6 +377,16 @@ print(json.dumps({{"check": "topk", "ms": 1.0, "wrong": ""}}), flush=True)
             "failed: int8: byte 3",
         ),
         (
+            "print('========= Invalid __global__ read of size 4', flush=True); time.sleep(600)",
+            "hung for 3 s",
+            "failed: Invalid __global__ read of size 4, after 1 checks",
+        ),
+        (
+            "print('========= Error: Race reported between Write and Read', flush=True)",
+            "",
+            "failed: Error: Race reported between Write and Read, after 1 checks",
+        ),
+        (
             "sys.exit('Error: Device not supported')",
             "ended with status 1: Error: Device not supported",
             "not possible on this machine: Device not supported",
@@ -388,10 +398,10 @@ def test_what_a_lean_process_says(
 ) -> None:
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "gpu_lean.py").write_text(LEAN.format(then=then))
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    rows, found = gpu_check.lean(["codecs"], 3.0)
-    assert rows[0] == {"check": "topk", "ms": 1.0, "wrong": ""} and found == why
-    assert gpu_check.said_of(rows, found, 3.0) == said
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    got = gpu_check.lean(["codecs"], 3.0)
+    assert got.rows[0] == {"check": "topk", "ms": 1.0, "wrong": ""} and got.why == why
+    assert gpu_check.said_of(got, 3.0) == said
 
 
 def test_a_byte_that_differs_is_named() -> None:
@@ -424,8 +434,8 @@ def test_a_kernel_that_holds_multiprocessors_compiles(tmp_path: Path) -> None:
 
     if not find_nvcc():
         pytest.skip("needs nvcc")
-    assert gpu_check.compile_hold(tmp_path / "hold.ptx") == ""
-    assert ".entry hold(" in (tmp_path / "hold.ptx").read_text()
+    assert gpu_check.compile_hold(tmp_path / "hold.cubin") == ""
+    assert (tmp_path / "hold.cubin").read_bytes().startswith(b"\x7fELF")
 
 
 def test_every_part_is_in_one_call() -> None:
@@ -547,7 +557,7 @@ def test_a_build_that_goes_on_beside_other_parts(tmp_path: Path, monkeypatch: py
     building("import sys; sys.exit('no such architecture')")
     assert gpu_check.end_ptx(60.0) == "the build for 8.0 and PTX failed: no such architecture\n"
     building("import time; time.sleep(600)")
-    assert gpu_check.end_ptx(1.0) == "the build for 8.0 and PTX was not done after another 1 s"
+    assert gpu_check.end_ptx(1.0) == "ptx: left out, no time: not built after another 1 s"
     assert gpu_check.building is not None and gpu_check.building.poll() is not None
 
 

@@ -207,7 +207,7 @@ def unfollowed(rank: int, world: int) -> list[str]:
 
 def test_adam_that_nobody_follows_is_named_by_one_rank_of_all_shards() -> None:
     first, *others = run(unfollowed, 4)
-    assert len(first) == 1 and "AdamW steps on this model" in first[0] and not any(others)
+    assert len(first) == 1 and "this model is trained with AdamW" in first[0] and not any(others)
 
 
 def found(rank: int, world: int, codec: str, arguments: dict[str, Any]) -> Any:

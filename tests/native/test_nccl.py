@@ -78,6 +78,20 @@ def test_the_configuration_of_each_version(version: int) -> None:
         fake_nccl.each_well(fake_nccl.joined(2, 60, lambda c: c.leave(), blocking=True))
 
 
+@emulated
+@pytest.mark.parametrize("processors, blocks", [(132, 16), (72, 12), (40, 6), (20, 4), (0, 16)])
+def test_a_collective_takes_a_sixth_of_the_device(
+    processors: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0: the device does not say how many multiprocessors it has."""
+    monkeypatch.setenv("SID_EMULATED_PROCESSORS", str(processors))
+    with fake_nccl.faults(BLOCKS=blocks):
+        fake_nccl.each_well(fake_nccl.joined(1, 60, lambda c: c.leave()))
+    with fake_nccl.faults(BLOCKS=blocks + 1):
+        (refused,) = fake_nccl.joined(1, 60, lambda c: c.leave())
+        assert "invalid argument" in str(refused)
+
+
 @pytest.mark.skipif(_core.cuda_built, reason="built with CUDA")
 def test_a_build_without_cuda_cannot_join() -> None:
     library = _core.Nccl(str(fake_nccl.build()))

@@ -199,14 +199,14 @@ def test_adam_that_nobody_follows_is_named_once(how: str) -> None:
     assert len(first) == 1 and not second, "rank 0 says it, once"
     kind = "Adam" if how == "two" else "AdamW"
     (cost,) = (m.over for m in accuracy.ADAPTIVE if m.spec == accuracy.FORTIETH)
-    assert f"{kind} steps on this model, and State() uses {FORTIETH}, which" in first[0]
-    assert f"by {cost:g} % or more" in first[0] and "\n" not in first[0]
-    assert "call state.follow(optimizer) before the first step, and it uses int4; or" in first[0]
+    assert f"this model is trained with {kind}, and State() uses {FORTIETH}, which" in first[0]
+    assert f"by {cost:g} % with Adam:" in first[0] and "\n" not in first[0]
+    assert "call state.follow(optimizer) before the first step of your program, and it uses int4; or" in first[0]
 
 
 def test_auto_is_named_as_well() -> None:
     first, second = run(unfollowed, 2, "plain", {"codec": "auto", "warmup": 1})
-    text = next(text for text in first if "AdamW steps on this model" in text)
+    text = next(text for text in first if "this model is trained with AdamW" in text)
     assert 'State("auto") may choose topk' in text and "chooses from int4, fp16" in text
     assert not second
 
@@ -259,7 +259,7 @@ def later(rank: int, world: int) -> int:
             state.load_state_dict(saved)
             step(ddp)
             assert {g["codec"] for g in state.stats()["groups"]} == {"int4"}
-    return len([w for w in caught if "AdamW steps" in str(w.message)])
+    return len([w for w in caught if "trained with AdamW" in str(w.message)])
 
 
 def test_nothing_is_said_twice_or_where_a_checkpoint_has_chosen() -> None:

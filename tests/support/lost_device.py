@@ -1,7 +1,8 @@
 """A plugin of pytest for gpu-check: ends a worker of pytest-xdist whose device a test has made unusable.
 
 After an illegal access every further call of CUDA fails in that process, so that all later tests would. A new
-worker takes its place; the test that was at fault has failed already.
+worker takes its place. The test that was at fault has failed already; pytest-xdist says of it, too, that its
+worker crashed.
 """
 
 from __future__ import annotations

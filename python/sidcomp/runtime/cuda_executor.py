@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 
 import torch
@@ -154,7 +154,7 @@ class CudaExecutor:
     # The following methods need torch's CUDA; the tests replace them.
 
     def _enter(self) -> None:
-        # Higher is less, as CUDA counts. 0 is the priority of the gradients' stream.
+        # As in CUDA, a lower number is a higher priority. 0 is that of the gradients' stream.
         priority = int(os.environ.get("SIDCOMP_STREAM_PRIORITY", "0"))
         self.stream = torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         early = _core.cuda_early if os.environ.get("SIDCOMP_LAUNCH_EARLY") == "1" else 0
@@ -181,6 +181,8 @@ class CudaExecutor:
 
     def lead(self) -> None:
         """The current stream waits for what the side stream has been given so far."""
+        if torch.cuda.is_current_stream_capturing():
+            return  # it must not wait for what is not captured; `future` refuses the step
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def synchronize(self, everything: bool = False) -> bool:
@@ -332,7 +334,6 @@ class CudaExecutor:
                 self.step.complete(g)
         except Exception as e:
             self.step.fail(g, e)
-            self.lead()
 
     def _launch(self, g: Group) -> None:
         r: Resident = g.resident
@@ -364,7 +365,8 @@ class CudaExecutor:
         if in_place and len(groups) > 1 and all(g.stage.sent for g in groups):
             self.cancel(groups)
         if not all(g.stage.sent for g in groups):
-            self.lead()
+            with suppress(RuntimeError):  # a device that is lost refuses this too; the first error is the one
+                self.lead()
 
     def _step(self, g: Group, r: Resident) -> None:
         """Enqueues a group's step with torch's collectives or point-to-point calls. One thread does so for

@@ -327,11 +327,12 @@ class Engine:
             buckets[i].arrived = False
         for g in self.groups:
             g.missing = len(g.buckets)
+        self._arrived = 0
         if arrived:
             self.mark_failed()
             if self.executor is not None:
-                self.executor.lead()
-        self._arrived = 0
+                with suppress(RuntimeError):  # of a device that is lost; `error` says what happened
+                    self.executor.lead()
         return arrived
 
     def end_early(self) -> None:
