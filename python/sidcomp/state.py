@@ -50,6 +50,18 @@ class Door(Protocol):
         """Calls `function` before each forward pass."""
 
 
+def _above_zero(x: Any) -> float | None:
+    """Returns a number as a float, also if it is a tensor's or numpy's; None if it is none that is finite and
+    greater than 0."""
+    if isinstance(x, str | bytes | bool):
+        return None
+    try:
+        value = float(x)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return value if 0 < value < float("inf") else None
+
+
 class _Ending:
     """What is to be said when a State is closed, or was collected. It does not keep the State alive."""
 
@@ -479,9 +491,10 @@ class State:
 
     def rescale(self, factor: float) -> None:
         """Multiplies the memory's contents by `factor` > 0. Call it on every rank, between two iterations."""
-        if not 0 < factor < float("inf"):
-            raise ArgumentError(f"rescale({factor}): give a finite factor greater than 0")
-        self._engine.rescale(factor)
+        value = _above_zero(factor)
+        if value is None:
+            raise ArgumentError(f"rescale(factor={factor!r}): give a finite number greater than 0")
+        self._engine.rescale(value)
 
     def update_scale(self, scale: float) -> None:
         """Sets the loss scale: call `state.update_scale(scaler.get_scale())` after each `scaler.update()`.
@@ -490,11 +503,15 @@ class State:
         Residuals are in units of scaled gradients: when the scale changes, they are multiplied by new / old.
         From the first call on, nonfinite=None means "rollback".
         """
-        if not 0 < scale < float("inf"):
-            raise ArgumentError(f"update_scale({scale}): give a finite scale greater than 0")
+        value = _above_zero(scale)
+        if value is None:
+            raise ArgumentError(
+                f"update_scale(scale={scale!r}): give a finite number greater than 0, such as "
+                "scaler.get_scale()"
+            )
         self._engine.quiet()
         self._engine.guarded()
-        self._engine.update_scale(scale)
+        self._engine.update_scale(value)
 
     def skip(self) -> None:
         """Tells the State that the program skips the optimizer's step for a reason of its own, such as an

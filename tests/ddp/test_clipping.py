@@ -73,6 +73,7 @@ def test_a_step_that_is_not_finite_stays_so_and_the_next_one_is_clean() -> None:
     [
         ({"clip_gradient": -1.0}, "clip_gradient=-1.0: give a norm above 0"),
         ({"clip_gradient": float("inf")}, "give a norm above 0"),
+        ({"clip_gradient": True}, "clip_gradient=True: give a norm above 0"),
         ({"codec": "auto", "clip_gradient": 1.0}, 'Choose groups="bucket" or "model"'),
         ({"groups": "pg", "clip_gradient": 1.0}, "does not work with groups='pg'"),
     ],

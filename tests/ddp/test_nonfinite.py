@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -208,11 +209,16 @@ def rescaled(rank: int, world: int, codec: str) -> None:
     assert all(torch.equal(r, kept[n]) for n, r in residuals_of(state).items())
     state.update_scale(512.0)
     assert all(torch.equal(r, kept[n] * 0.5) for n, r in residuals_of(state).items())
-    for wrong in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(sidcomp.ArgumentError):
+    wrong: Any
+    for wrong in (0.0, -1.0, math.inf, math.nan, "x", "2", None, True, [2.0], torch.ones(2)):
+        with pytest.raises(sidcomp.ArgumentError, match=re.escape(f"rescale(factor={wrong!r}): give a")):
             state.rescale(wrong)
-        with pytest.raises(sidcomp.ArgumentError):
+        with pytest.raises(sidcomp.ArgumentError, match=re.escape(f"update_scale(scale={wrong!r}): give a")):
             state.update_scale(wrong)
+    kept = residuals_of(state)
+    state.rescale(torch.tensor(2.0))  # type: ignore[arg-type]  # a number, too
+    state.update_scale(torch.tensor(256.0))  # type: ignore[arg-type]
+    assert all(torch.equal(r, kept[n]) for n, r in residuals_of(state).items())
     trainer.step()
     trainer.close()
     state.close()

@@ -222,6 +222,12 @@ def wrong_objects(rank: int, world: int) -> None:
     with pytest.raises(sidcomp.SetupError, match="DistributedDataParallel"):
         sidcomp.register(module, sidcomp.State())  # type: ignore[arg-type]
     ddp = DDP(module)
+    for state, codec in (("int4", "int4"), (None, "topk"), (sidcomp.State, "topk")):
+        with pytest.raises(sidcomp.ArgumentError) as caught:
+            sidcomp.register(ddp, state)  # type: ignore[arg-type]
+        assert f'state={state!r}: make a State: register(ddp, sidcomp.State("{codec}"))' in str(caught.value)
+        with pytest.raises(sidcomp.ArgumentError, match="give rewrap the State"):
+            sidcomp.rewrap(ddp, state)  # type: ignore[arg-type]
     ddp.register_comm_hook(None, sidcomp.hook)
     with pytest.raises(RuntimeError, match=r"sidcomp\.State"):
         ddp(torch.randn(4, 12)).sum().backward()
@@ -281,6 +287,18 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"seed": -1}, ["seed", "-1"]),
     ({"checksum_every": -1}, ["checksum_every", "-1"]),
     ({"isa": "mmx"}, ["mmx"]),
+    ({"isa": 3}, ["isa=3: give the name", "avx2"]),
+    ({"codec": "auto", "warmup": True}, ["warmup=True: give a number of steps"]),
+    ({"codec": "auto", "warmup": "x"}, ["warmup='x': give a number of steps"]),
+    *(
+        ({"seed": wrong}, [f"seed={wrong!r}: give a whole number from 0"])
+        for wrong in ("x", 1.5, True, 2**64)
+    ),
+    *(
+        ({name: wrong}, [f"{name}={wrong!r}: give a number of steps"])
+        for name in ("checksum_every", "full_every")
+        for wrong in ("x", 1.5, True, None)
+    ),
 ]
 for _codec in CODECS.values():
     for _p in _codec.parameters:

@@ -166,16 +166,21 @@ class Settings:
             EXCHANGES if auto and exchange is None else [exchange] if isinstance(exchange, str) else exchange
         )
         choices = ExchangeChoice.parse(names or (), parameters)
-        if not 0 <= seed < 2**64:
-            raise ArgumentError(f"seed={seed}: give a number from 0 to 2**64 - 1")
-        if checksum_every < 0:
-            raise ArgumentError(f"checksum_every={checksum_every}: give a number of steps, or 0 for never")
+        if not _is_count(seed) or seed >= 2**64:
+            raise ArgumentError(f"seed={seed!r}: give a whole number from 0 to 2**64 - 1")
+        if not _is_count(checksum_every):
+            raise ArgumentError(f"checksum_every={checksum_every!r}: give a number of steps, or 0 for never")
+        if isa is not None and not isinstance(isa, str):
+            raise ArgumentError(
+                f'isa={isa!r}: give the name of an instruction set, such as "avx2", or "auto" for the best'
+            )
         for _, k in full_every.marks if isinstance(full_every, Schedule) else [(0, full_every)]:
-            if not isinstance(k, int) or k < 0:
+            if not _is_count(k):
                 raise ArgumentError(f"full_every={k!r}: give a number of steps, or 0 for never")
-        if not isinstance(clip_gradient, int | float) or not 0 <= clip_gradient < math.inf:
+        norm = isinstance(clip_gradient, int | float) and not isinstance(clip_gradient, bool)
+        if not norm or not 0 <= clip_gradient < math.inf:
             raise ArgumentError(f"clip_gradient={clip_gradient!r}: give a norm above 0, or 0 for none")
-        if not isinstance(warmup, int) or warmup < 0:
+        if not _is_count(warmup):
             raise ArgumentError(f"warmup={warmup!r}: give a number of steps, or 0 for none")
         if transport not in TRANSPORTS:
             raise ArgumentError(f"transport={transport!r}: choose one of {', '.join(TRANSPORTS)}")
@@ -420,6 +425,10 @@ class Settings:
             "exchange": None if self.auto else first["exchange"],
             "full_every": self.full_every.plain if isinstance(self.full_every, Schedule) else self.full_every,
         }
+
+
+def _is_count(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
 def _search(groups: Groups, Y: int | None, alpha: float | None) -> tuple[int, float]:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp import notices
 from sidcomp.autotune.controller import Controller
 from sidcomp.config.grouping import shorten
-from sidcomp.errors import SetupError, UnsupportedError
+from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
 from sidcomp.integrations.names import named_parameters
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket, failed
@@ -75,12 +75,15 @@ def register(ddp: DistributedDataParallel, state: State) -> None:
     each other and make sidcomp's process group. On Gloo, if a rank ends later, the others are then told at
     once.
 
-    Raises SetupError or UnsupportedError, which say what to change, and ExchangeError, which names the ranks
-    that have ended or did not call it in time.
+    Raises ArgumentError, SetupError or UnsupportedError, which say what to change, and ExchangeError, which
+    names the ranks that have ended or did not call it in time.
     """
     ddp = getattr(ddp, "_orig_mod", ddp)  # torch.compile's wrapper around DDP
     if not isinstance(ddp, DistributedDataParallel):
         raise SetupError(f"register needs a DistributedDataParallel model, not a {type(ddp).__name__}")
+    if not isinstance(state, State):
+        codec = state if isinstance(state, str) else "topk"
+        raise ArgumentError(f'state={state!r}: make a State: register(ddp, sidcomp.State("{codec}"))')
     refuse(ddp)
     if ddp._comm_hooks:
         raise SetupError(
@@ -102,6 +105,8 @@ def rewrap(ddp: DistributedDataParallel, state: State) -> DistributedDataParalle
     Raises SetupError if `ddp` is not the model that the State is registered with, and the errors of
     `register`.
     """
+    if not isinstance(state, State):
+        raise ArgumentError(f"state={state!r}: give rewrap the State that the model is registered with")
     if not isinstance(state._door, DDPDoor) or state._door.ref() is not ddp:
         raise SetupError("rewrap: pass the DDP model that this State is registered with")
     state._engine.quiet()
