@@ -269,7 +269,7 @@ class State:
         self._scalars = Scalars()
         self._closed: dict[str, Any] | None = None  # the last stats
         self._forward: torch.utils.hooks.RemovableHandle | None = None
-        self._checked: Callable[[], object] = lambda: None  # the optimizer that check_optimizer has seen
+        self._checked: list[Callable[[], object]] = []  # the optimizers that check_optimizer has seen
         self._warned = False  # of an optimizer that should be followed
         self._ending = _Ending(f'State("{codec}")' if codec is not None else "State()", self._engine.current)
         self._ending.controller = tuner
@@ -582,7 +582,7 @@ class State:
         rates = Rates(optimizers)
         self._suit(optimizers)
         for each in optimizers:
-            if self._checked() is not each:
+            if not self._has_checked(each):
                 self._check(each)
         p.follow(rates, Watch(optimizers, scaler))
         self._watch_forward()
@@ -621,7 +621,7 @@ class State:
         """Warns of what the codec that nobody named costs with this optimizer."""
         own = self.settings
         codec = accuracy_of.costly(own.accuracy, own.auto)
-        if codec is None or own.adaptive or self._checked() is optimizer:  # or a checkpoint has suited it
+        if codec is None or own.adaptive or self._has_checked(optimizer):  # or a checkpoint has suited it
             return
         self._warned = True
         now, then = ("may choose", "chooses from") if own.auto else ("uses", "uses")
@@ -653,6 +653,9 @@ class State:
             if all(one.get(key) == made[key] for key in ("codec", "parameters")):
                 return suited
         return self.settings
+
+    def _has_checked(self, optimizer: "torch.optim.Optimizer") -> bool:
+        return any(seen() is optimizer for seen in self._checked)
 
     def _check(self, optimizer: "torch.optim.Optimizer") -> None:
         """Warns of what `check_optimizer` refuses."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import sidcomp
+from sidcomp.config import accuracy
 
 torch = pytest.importorskip("torch")
 
@@ -70,6 +71,37 @@ def test_every_group_of_parameters_is_looked_at() -> None:
     groups[1]["params"] = [torch.ones(1, requires_grad=True)]
     with pytest.raises(sidcomp.SetupError, match=r"momentum=0\.9"):
         sidcomp.check_optimizer(sidcomp.State("topk", memory="dgc"), SGD(groups, lr=0.1))
+
+
+def test_every_optimizer_of_a_list_is_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    plain, heavy = optimizer(SGD), optimizer(SGD, momentum=0.9)
+    for several in ([plain, heavy], (heavy, plain)):
+        with pytest.raises(sidcomp.SetupError, match=r"momentum=0\.9"):
+            sidcomp.check_optimizer(sidcomp.State("topk", memory="dgc"), several)
+    adam = optimizer(Adam)
+    state = sidcomp.State("topk")
+    with caplog.at_level(logging.WARNING, "sidcomp"):
+        sidcomp.check_optimizer(state, [plain, adam])
+        assert len(caplog.records) == 1
+        state.follow([plain, adam])  # both have been checked
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("wrong", ["x", None, 3, [], [None], "list"])
+def test_what_is_no_optimizer_is_named(wrong: Any) -> None:
+    state = sidcomp.State("topk")
+    wrong, one = ([optimizer(SGD), "x"], "x") if wrong == "list" else (wrong, wrong)
+    one = None if wrong == [None] else one
+    with pytest.raises(sidcomp.ArgumentError) as caught:
+        sidcomp.check_optimizer(state, wrong)
+    assert f"optimizer={one!r}: give " in str(caught.value)
+
+
+def test_what_is_no_state_is_named() -> None:
+    for wrong in ("topk", None, sidcomp.State):
+        with pytest.raises(sidcomp.ArgumentError) as caught:
+            sidcomp.check_optimizer(wrong, optimizer(SGD))  # type: ignore[arg-type]
+        assert f"state={wrong!r}: give a sidcomp.State" in str(caught.value)
 
 
 def test_what_fights_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -154,3 +186,15 @@ def test_adam_beside_a_sparse_codec_is_told_of(
         sidcomp.check_optimizer(state, optimizer(kind))
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == told and all("With Adam" in s and s.startswith(kind.__name__) for s in said)
+
+
+def test_the_loss_beside_adam_is_the_measured_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tuple(m._replace(over=4.25) if m.spec == accuracy.FORTIETH else m for m in accuracy.ADAPTIVE)
+    for table, figure in ((accuracy.ADAPTIVE, "3.5"), (other, "4.25")):
+        caplog.clear()
+        monkeypatch.setattr(accuracy, "ADAPTIVE", table)
+        with caplog.at_level(logging.WARNING, logger="sidcomp"):
+            sidcomp.check_optimizer(sidcomp.State("topk"), optimizer(Adam))
+        assert [f"rose by {figure} %." in r.getMessage() for r in caplog.records] == [True]

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from sidcomp import notices
-from sidcomp.config.accuracy import adaptive
+from sidcomp.config import accuracy
 from sidcomp.errors import SetupError
 
 if TYPE_CHECKING:
@@ -21,12 +21,13 @@ def check(
     sparse = sorted(
         {candidate.codec.name for candidate in settings.candidates if "sparse" in candidate.codec.traits}
     )
-    if sparse and settings.accuracy != "any" and adaptive(optimizer):
+    if sparse and settings.accuracy != "any" and accuracy.adaptive(optimizer):
+        measured = next(m for m in accuracy.ADAPTIVE if m.spec == accuracy.FORTIETH)
         notices.log(
             f"{kind} divides by the size of recent gradients, and codec {sparse[0]!r} delivers most of a "
             "gradient steps later, which is not the same to it: at 1/40 of the bytes the loss of a language "
-            "model rose by 3.5 %. sidcomp.LocalError, or State('int4'), avoid that (docs/accuracy.md, With "
-            "Adam)",
+            f"model rose by {measured.over:g} %. sidcomp.LocalError, or State('int4'), avoid that "
+            "(docs/accuracy.md, With Adam)",
             rank,
         )
     if not memory.momentum:

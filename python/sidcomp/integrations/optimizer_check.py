@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING
 from sidcomp.config import optimizer_check
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
+    from sidcomp.integrations.local_parts import Optimizers
     from sidcomp.state import State
 
 
-def check_optimizer(state: "State", optimizer: "Optimizer", clip_grad_norm: float | None = None) -> None:
+def check_optimizer(state: "State", optimizer: "Optimizers", clip_grad_norm: float | None = None) -> None:
     """Raises SetupError if the optimizer would apply momentum a second time; the text says what to change.
+    Raises ArgumentError if an argument is something else.
 
     `state.follow(optimizer)` checks the same, and warns. Call this, before `follow`, to have an error, if the
     program does not follow the optimizer, or to give clip_grad_norm: the max_norm that your loop passes to
-    `torch.nn.utils.clip_grad_norm_`; None (default): it does not clip.
+    `torch.nn.utils.clip_grad_norm_`; None (default): it does not clip. Of several optimizers give a list,
+    such as [muon, adamw].
 
     If the memory leaves momentum to the optimizer, it accepts any optimizer. Rank 0 logs a warning under
     "sidcomp" for Adam with a sparse codec, and for weight decay or clipping after a memory that holds a
@@ -24,6 +25,11 @@ def check_optimizer(state: "State", optimizer: "Optimizer", clip_grad_norm: floa
     """
     import torch.distributed as dist  # this module is imported where there is no torch
 
+    from sidcomp.integrations.local_parts import check_state, each
+
+    check_state(state)
+    optimizers = each(optimizer)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    optimizer_check.check(state.settings, optimizer, clip_grad_norm, rank)
-    state._checked = weakref.ref(optimizer)
+    for one in optimizers:
+        optimizer_check.check(state.settings, one, clip_grad_norm, rank)
+    state._checked = [weakref.ref(one) for one in optimizers]
