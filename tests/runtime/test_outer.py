@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -577,6 +578,66 @@ def test_a_wrong_argument_is_named_and_nothing_is_changed() -> None:
     for texts in run(wrong_arguments, 2):
         for text, (kind, wrong, said) in zip(texts, [*WRONG, ("Outer", {}, "")], strict=True):
             assert said in text and bool(said) is bool(text), (kind, wrong)
+
+
+def wrong_steps_and_checkpoints(rank: int, world: int, kind: str) -> None:
+    """What is wrong is named, and neither an optimizer nor the object has changed."""
+    module = network(rank)
+    adam = OPTIMIZERS["Adam"](module.parameters())
+    more: dict[str, Any] = {"delay": 2} if kind != "LocalError" else {}
+    with sidcomp.State("topk", density=0.1) as state:
+        outer = getattr(sidcomp, kind)(module, adam, state, every=3, **more)
+        for _ in range(4):  # between two exchanges, with one in flight
+            backward(module, rank, 0)
+            outer.step()
+        saved = outer.state_dict()
+        before = flat(module)
+
+        def refused(error: type[Exception], said: str, call: Any, *given: Any, **named: Any) -> None:
+            with pytest.raises(error, match=re.escape(said)):
+                call(*given, **named)
+            assert torch.equal(flat(module), before) and outer.steps == 4
+
+        wrong: Any
+        for wrong in ("x", 3, adam):
+            refused(
+                sidcomp.ArgumentError,
+                f"step(scaler={wrong!r}): give a torch.amp.Grad",
+                outer.step,
+                scaler=wrong,
+            )
+        scaler = torch.amp.GradScaler("cpu")
+        for wrong in ("x", 3, scaler):
+            refused(sidcomp.ArgumentError, f"step(closure={wrong!r}): give a function", outer.step, wrong)
+        refused(sidcomp.ArgumentError, "by name, step(scaler=scaler)", outer.step, scaler)
+        for wrong in ("x", None, [saved]):
+            refused(sidcomp.CheckpointError, f"{kind}.load_state_dict(", outer.load_state_dict, wrong)
+        refused(
+            sidcomp.CheckpointError, f"('x'): give the dictionary that {kind}", outer.load_state_dict, "x"
+        )
+        name, p = "0.weight", module[0].weight
+        kinds = {"Outer": ["momentum", "points"], "LocalSteps": ["points"], "LocalError": ["agreed", "own"]}
+        for what in kinds[kind]:
+            for wrong, found in ((3, "3"), (None, "None"), (torch.ones(2), "a tensor of shape (2,)")):
+                damaged = {**saved, what: {**saved[what], name: wrong}}
+                said = f"{name!r}, {tuple(p.shape)}, but {found}: the dictionary is damaged"
+                refused(sidcomp.CheckpointError, said, outer.load_state_dict, damaged)
+        if kind == "LocalError":
+            damaged = {**saved, "own": None}
+            refused(sidcomp.CheckpointError, "but None: the dictionary is", outer.load_state_dict, damaged)
+        else:
+            for wrong in ("x", {"update": {}}, {**saved["in flight"], "left": 3}):
+                damaged = {**saved, "in flight": wrong}
+                refused(sidcomp.CheckpointError, '"in flight" is', outer.load_state_dict, damaged)
+            damaged = {**saved, "in flight": {**saved["in flight"], "left": {}}}
+            refused(sidcomp.CheckpointError, "but nothing: the dictionary", outer.load_state_dict, damaged)
+        outer.load_state_dict(saved)
+        outer.step()
+
+
+@pytest.mark.parametrize("kind", ["Outer", "LocalSteps", "LocalError"])
+def test_a_wrong_step_or_checkpoint_is_named_and_nothing_is_changed(kind: str) -> None:
+    run(wrong_steps_and_checkpoints, 2, kind)
 
 
 def without_a_memory(rank: int, world: int, codec: dict[str, Any]) -> tuple[float, float]:

@@ -372,6 +372,12 @@ def on_fewer(rank: int, world: int, path: str, delay: int, lost: int) -> list[fl
             module.load_state_dict(mine["module"])
             adam.load_state_dict(mine["optimizer"])
             state.load_state_dict([f["state"] for f in files])
+            for key, wrong in (("version", "x"), ("since", None), ("behind", "x"), ("buffers", 3)):
+                damaged = {**mine["outer"], "rounds": {**mine["outer"]["rounds"], key: wrong}}
+                with pytest.raises(sidcomp.CheckpointError, match='"rounds"'):
+                    outer.load_state_dict(damaged)
+            with pytest.raises(sidcomp.CheckpointError, match='"steps" is None'):
+                outer.load_state_dict({**mine["outer"], "steps": None})
             outer.load_state_dict(mine["outer"])
             assert outer.steps == 10 and outer._attendance is not None
             assert outer._attendance.version == mine["outer"]["rounds"]["version"] == 3

@@ -19,10 +19,12 @@ from sidcomp.integrations.local_parts import (
     buckets,
     check,
     check_flag,
+    check_saved,
     check_state,
     compare,
     each,
     group_of,
+    lacks,
     open_engine,
     serve,
     take_step,
@@ -391,6 +393,7 @@ class LocalError:
         distributes the errors, and what the optimizers did after the last exchange is lost. Raises
         CheckpointError.
         """
+        check_saved(saved, "LocalError")
         steps, world = saved.get("steps"), saved.get("world")
         if not isinstance(steps, int) or steps < 0 or not isinstance(world, int):
             raise CheckpointError('LocalError: the dictionary needs "steps" and "world", which are numbers')
@@ -403,14 +406,15 @@ class LocalError:
             )
         for kind in _SAVED:
             values = saved.get(kind)
-            if values is None and kind in _SAVED[2:]:
+            if kind not in saved and kind in _SAVED[2:]:
                 continue
             for part in self._parts:
                 for name, view in part.named(kind):
-                    if not isinstance(values, dict) or name not in values or values[name].shape != view.shape:
+                    if found := lacks(values, name, view):
                         raise CheckpointError(
-                            f"LocalError: {kind!r} has nothing of the shape of parameter {name!r}: the "
-                            "dictionary is damaged, or of another model"
+                            f"LocalError: {kind!r} has nothing of the shape of parameter {name!r}, "
+                            f"{tuple(view.shape)}, but {found}: the dictionary is damaged, or of another "
+                            "model"
                         )
         if self._noise is not None:
             self._noise.load_state_dict(saved.get("noise"))

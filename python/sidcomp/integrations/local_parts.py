@@ -1,6 +1,7 @@
 """What LocalSteps and LocalError share: each rank's optimizer steps on its own, and the ranks average what
 the optimizers have done."""
 
+import reprlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidcomp.errors import ArgumentError, SetupError, UnsupportedError
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.integrations.ddp import roles
 from sidcomp.integrations.local_shards import is_sharded
 from sidcomp.integrations.names import named_parameters
@@ -143,7 +144,17 @@ class Stray:
 def take_step(
     optimizers: Sequence[torch.optim.Optimizer], closure: Callable[[], Any] | None, scaler: Any
 ) -> Any:
-    """Calls the optimizers' steps, by the GradScaler if there is one. Returns what the last one returns."""
+    """Calls the optimizers' steps, by the GradScaler if there is one. Returns what the last one returns.
+    Raises ArgumentError before anything has stepped."""
+    if closure is not None and not callable(closure):
+        raise ArgumentError(
+            f"step(closure={closure!r}): give a function that computes the gradients and returns the loss, "
+            "or leave it out; a GradScaler is given by name, step(scaler=scaler). Nothing has stepped"
+        )
+    if scaler is not None and not all(callable(getattr(scaler, f, None)) for f in ("step", "get_scale")):
+        raise ArgumentError(
+            f"step(scaler={scaler!r}): give a torch.amp.GradScaler, or leave it out. Nothing has stepped"
+        )
     if closure is not None and (scaler is not None or len(optimizers) > 1):
         who = "a GradScaler takes no closure" if scaler is not None else "each optimizer would evaluate it"
         raise ArgumentError(
@@ -157,6 +168,27 @@ def take_step(
         else:
             out = optimizer.step(closure) if closure is not None else optimizer.step()
     return out
+
+
+def check_saved(saved: object, what: str) -> None:
+    """Raises CheckpointError if it cannot be what `state_dict` returned. what: the class."""
+    if not isinstance(saved, dict):
+        raise CheckpointError(
+            f"{what}.load_state_dict({reprlib.repr(saved)}): give the dictionary that {what}.state_dict() "
+            "returned, as torch.load reads it"
+        )
+
+
+def lacks(values: object, name: str, like: torch.Tensor) -> str:
+    """Returns what a checkpoint has in place of a parameter's values, for messages; "" if it has them."""
+    if not isinstance(values, dict):
+        return reprlib.repr(values)
+    if name not in values:
+        return "nothing"
+    x = values[name]
+    if not isinstance(x, torch.Tensor):
+        return reprlib.repr(x)
+    return f"a tensor of shape {tuple(x.shape)}" if x.shape != like.shape else ""
 
 
 def named_group(state: State, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

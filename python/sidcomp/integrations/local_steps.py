@@ -1,5 +1,6 @@
 """Local steps: each rank's optimizer steps on its own, and from time to time the ranks average updates."""
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +17,13 @@ from sidcomp.integrations.local_parts import (
     buckets,
     check,
     check_flag,
+    check_saved,
     check_state,
     compare,
     cut,
     each,
     group_of,
+    lacks,
     named_group,
     open_engine,
     serve,
@@ -336,6 +339,13 @@ class LocalSteps:
                 f"and has no common point, which every={self.every} needs there: resume with the same `every`"
             )
         flying = saved.get("in flight") or {}
+        if flying and not (
+            isinstance(flying, dict) and all(isinstance(flying.get(kind), dict) for kind in _IN_FLIGHT)
+        ):
+            raise CheckpointError(
+                f'LocalSteps: "in flight" is {reprlib.repr(flying)}, and needs dictionaries '
+                f"{' and '.join(map(repr, _IN_FLIGHT))}: the dictionary is damaged"
+            )
         if flying and not self.delay:
             raise CheckpointError(
                 "LocalSteps: the checkpoint was saved while an exchange was in flight, which needs a delay: "
@@ -354,10 +364,13 @@ class LocalSteps:
         in_flight = {name for _, part in self._of(together) for name in part.names}
         known = dict(pair for part in self._parts for pair in part.points())
         for name, view in known.items():
-            needed = [flying.get(kind) for kind in _IN_FLIGHT] if name in in_flight else []
-            for values in [points, *needed]:
-                if values and (name not in values or values[name].shape != view.shape):
-                    raise CheckpointError(f"LocalSteps: no common point of the shape of parameter {name!r}")
+            needed = [flying[kind] for kind in _IN_FLIGHT] if name in in_flight else []
+            for values in [*([points] if points else []), *needed]:
+                if found := lacks(values, name, view):
+                    raise CheckpointError(
+                        f"LocalSteps: no common point of the shape of parameter {name!r}, "
+                        f"{tuple(view.shape)}, but {found}: the dictionary is damaged, or of another model"
+                    )
         self._land()
         self._find()
         self.steps, self._flying = steps, together
@@ -379,6 +392,7 @@ class LocalSteps:
                 part.restore()
 
     def _check_part(self, saved: dict[str, Any]) -> None:
+        check_saved(saved, type(self).__name__)
         if (part := saved.get("part", "")) != self._shards.part:
             raise CheckpointError(
                 f"LocalSteps: this was saved by a rank that had {part or 'the whole module'}, and this one "

@@ -3,6 +3,7 @@ moves the common point by the mean of what they did."""
 
 import hashlib
 import json
+import reprlib
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from sidcomp.integrations.local_parts import (
     Optimizers,
     check_flag,
     check_state,
+    lacks,
     named_group,
     open_engine,
     serve,
@@ -260,8 +262,11 @@ class Outer(LocalSteps):
         momenta = saved.get("momentum")
         known = dict(pair for part in self._parts for pair in part.named(self._momenta[id(part)]))
         for name, view in known.items():
-            if not isinstance(momenta, dict) or name not in momenta or momenta[name].shape != view.shape:
-                raise CheckpointError(f"Outer: no outer momentum of the shape of parameter {name!r}")
+            if found := lacks(momenta, name, view):
+                raise CheckpointError(
+                    f"Outer: no outer momentum of the shape of parameter {name!r}, {tuple(view.shape)}, but "
+                    f"{found}: the dictionary is damaged, or not of an Outer of this model"
+                )
         if self._attendance is not None and not self._may_load(saved):
             return
         super().load_state_dict(saved)
@@ -291,6 +296,17 @@ class Outer(LocalSteps):
         if not isinstance(rounds, dict) or not isinstance(rounds.get("version"), int):
             raise CheckpointError(
                 'Outer: the dictionary has no "rounds": it was saved without a deadline, or is damaged'
+            )
+        for key, kind in (("since", int), ("behind", bool), ("buffers", list)):
+            if not isinstance(rounds.get(key), kind):
+                raise CheckpointError(
+                    f'Outer: {key!r} of "rounds" is {reprlib.repr(rounds.get(key))}, and should be of type '
+                    f"{kind.__name__}: the dictionary is damaged"
+                )
+        if not isinstance(saved.get("steps"), int):
+            raise CheckpointError(
+                f'Outer: "steps" is {reprlib.repr(saved.get("steps"))}, and should be a number: the '
+                "dictionary is damaged"
             )
         self._land()
         if rounds["version"] < self._attendance.attended_before:
