@@ -626,6 +626,47 @@ def test_over_one_bit_rings_the_error_stays_in_the_parameters(exchange: str, wor
         assert last < 0.5 * first
 
 
+def balance(rank: int, world: int) -> list[float]:
+    """How far each exchange moves the mean of the ranks' parameters. Where all that they sent arrives, it
+    stays where the optimizers have brought it."""
+    moved = []
+    for settings, _ in BALANCE:
+        module, left = network(rank), []
+        with sidcomp.State(**{"memory": "residual", **settings}) as state:
+            sgd = OPTIMIZERS["SGD"](module.parameters())
+            local = sidcomp.LocalError(module, sgd, state)
+            sgd.register_step_post_hook(lambda *_, m=module, left=left: left.append(mean(flat(m))))
+            far = []
+            for step in range(6):
+                module.zero_grad()
+                backward(module, rank, step)
+                local.step()
+                far.append(float((mean(flat(module)) - left[-1]).abs().max()))
+        moved.append(max(far))
+    return moved
+
+
+# settings, and whether nothing is lost (docs/local-error.md)
+BALANCE: list[tuple[dict[str, Any], bool]] = [
+    ({"codec": "marsit", "eta_s": 0.01}, False),
+    ({"codec": "marsit", "eta_s": 0.01, "aggregate": "mean"}, True),
+    ({"codec": "marsit", "eta_s": 0.01, "aggregate": "mean", "exchange": "ring1"}, False),
+    ({"codec": "signsgd", "magnitude": 0.01}, True),
+    ({"codec": "signsgd", "magnitude": 0.01, "exchange": "ring1"}, False),
+    ({"codec": "signsgd", "magnitude": 0.01, "aggregate": "majority"}, False),
+    ({"codec": "signum", "magnitude": 0.01}, False),
+    ({"codec": "onebit"}, True),
+    ({"codec": "redsync", "density": 0.1, "quantised": "on"}, True),
+    ({"codec": "redsync", "density": 0.1, "quantised": "printed"}, False),
+]
+
+
+def test_what_the_ranks_sent_arrives_unless_a_sign_is_drawn_or_voted() -> None:
+    for moved in run(balance, 3):
+        for far, (settings, exact) in zip(moved, BALANCE, strict=True):
+            assert far < 1e-6 if exact else far > 1e-3, (settings, far)
+
+
 def in_bfloat16(rank: int, world: int) -> tuple[float, float, float]:
     """Autocast computes in bfloat16 with float32 parameters, as DDP does; and the default codec trains."""
     ours, module, third = network(0), network(0), network(0)
