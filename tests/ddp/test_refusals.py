@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cases
+import numpy as np
 import pytest
 import sidcomp
 import torch
@@ -367,3 +368,7 @@ def mixed_list(rank: int, world: int) -> str:
 def test_an_explicit_group_has_one_dtype() -> None:
     for text in run(mixed_list, 2):
         assert "dtype" in text and "bfloat16" in text, text
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    sidcomp.State(seed=np.int64(3), checksum_every=np.int32(2), full_every=np.int64(4)).close()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 from sidcomp import core as _core
@@ -428,7 +429,7 @@ class Settings:
 
 
 def _is_count(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+    return isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= 0  # numpy's too
 
 
 def _search(groups: Groups, Y: int | None, alpha: float | None) -> tuple[int, float]:
