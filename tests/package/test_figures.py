@@ -79,7 +79,7 @@ def test_the_seeds_of_local_error() -> None:
         "`LocalError`, 1/200": "local error, 1/200",
         "`LocalError` without noise correction": "local error, default, not corrected",
     }
-    assert len(rows) == 5
+    assert len(rows) == 6
     for model, ranks, *cells in rows:
         name = f"adamw-{TASKS[model.split(',')[0]]}-{ranks}"
         for column, cell in zip(head[2:], cells, strict=True):
@@ -208,7 +208,7 @@ def test_the_sentences_of_local_error() -> None:
     figures: list[Figure] = []
     for pattern, name, label in (
         (
-            r"is (\d\.\d) % above plain DDP's\nwith the default codec and two-shot",
+            r"loss is (\d\.\d) % above plain DDP's\nwith the default codec and two-shot",
             "adamw-gpt-8",
             "local error, default",
         ),
@@ -219,17 +219,42 @@ def test_the_sentences_of_local_error() -> None:
             "local error, default, all-gather",
         ),
         (r"the GRU ends (\d\.\d) % above plain DDP \(seed 0", "adamw-lm-2", "local error, log4, 1/100"),
-        (r"at least\n(\d\.\d) % at a fortieth", "adamw-lm-2", "gradient, default"),
     ):
         match = re.search(pattern, LOCAL)
         assert match, pattern
         figures.append((match[1], over(name, label)[0]))
-    codecs = re.search(r"2 bits `topk` ends at (.*?): two of four are higher", LOCAL, re.S)
+    least = re.search(r"at least\n(\d\.\d) % at a fortieth", LOCAL)
+    assert least
+    check([least[1]], [min(over("adamw-lm-2", "gradient, default"))], "the hook beside Adam")
+    codecs = re.search(
+        r"2 bits `topk` ends at (.*?)\. In two of the four cases `deadzone` ends higher", LOCAL, re.S
+    )
     assert codecs
     settings = [("lm", "1/100"), ("lm", "1/200"), ("gpt", "1/100"), ("gpt", "1/200")]
     for kind, quoted in zip(("", "deadzone, "), codecs[1].split("where `deadzone`"), strict=True):
         check(signed(quoted), [over(f"adamw-{t}-2", f"local error, {kind}{s}")[0] for t, s in settings], kind)
     check([text for text, _ in figures], [figure for _, figure in figures], "the text")
+
+
+def test_int4_in_the_hook() -> None:
+    _, *rows = table(ACCURACY, "model | ranks | `int4` in the hook")
+    assert len(rows) == 5
+    for model, ranks, cell in rows:
+        check(
+            signed(cell), over(f"adamw-{TASKS[model]}-{ranks}", "gradient, int4"), f"{model}, {ranks} ranks"
+        )
+
+
+def test_eight_ranks() -> None:
+    """The means that several pages quote."""
+    means = {label: mean(over("adamw-gpt-8", label)) for label in ("local error, default", "gradient, int4")}
+    for text in (LOCAL, ACCURACY):
+        quoted = re.search(r"(\d\.\d) % above plain DDP(?:'s \(three seeds\)| at a fortieth)", text)
+        assert quoted
+        check([quoted[1]], [means["local error, default"]], "eight ranks")
+    below = re.search(r"\[(\d\.\d) % below plain DDP\]", LOCAL)
+    assert below
+    check([f"-{below[1]}"], [means["gradient, int4"]], "int4 on eight ranks")
 
 
 def test_the_goals_for_speed() -> None:
