@@ -49,10 +49,13 @@ PLAIN = "plain"
 BLOCKING = "launch blocking"
 ON_COMPUTE, ON_SIDE = "sleeps on the compute stream", "sleeps on the side stream"
 USERS = "forward on a user's stream"
-UNCACHED = "no caching allocator"
+UNCACHED = "no caching allocator"  # which waits for the device where memory is freed
+OVERWRITTEN = "freed memory is overwritten"  # so that this finds more of what is freed too early
 NATIVE = "native transport"
 CLOSE, ABORT, COMPILE = "close with work in flight", "the watcher's abort", "torch.compile"
-CASES = (PLAIN, ON_SIDE, ON_COMPUTE, USERS, BLOCKING, UNCACHED, NATIVE, CLOSE, ABORT, COMPILE)
+CASES = (
+    PLAIN, ON_SIDE, ON_COMPUTE, USERS, BLOCKING, UNCACHED, OVERWRITTEN, NATIVE, CLOSE, ABORT, COMPILE
+)  # fmt: skip
 
 DEFAULT, FULL, CHECKED = "default", "default, full_every=3", "default, checksum_every=1"
 PLAIN_DDP, NONE = "plain DDP", "none"
@@ -178,6 +181,14 @@ class Gpu:
         import torch
 
         torch.cuda._sleep(int(ms * self._cycles))  # type: ignore[no-untyped-call]
+
+    def overwrite(self) -> None:
+        """Takes free memory of many sizes, fills it on the current stream, and frees it again."""
+        import torch
+
+        sizes = [512 << i for i in range(14) for _ in range(4)]
+        kept = [torch.empty(size, dtype=torch.uint8, device=self.device).fill_(0xFF) for size in sizes]
+        del kept
 
     def nap(self, *_: Any) -> None:
         self.sleep(self.random.uniform(0, LONGEST))
@@ -338,6 +349,8 @@ class Training:
 
     def step(self) -> None:
         self.backward()
+        if self.on.case == OVERWRITTEN:
+            self.on.overwrite()
         if self.slow:
             self.on.nap()
         self.optimizer.step()
@@ -396,7 +409,7 @@ def trained(on: Gpu, setting: str) -> dict[str, Any]:
     if on.case == NATIVE and arguments is not None:
         arguments = arguments | {"transport": "native"}
     training = Training(on, arguments)
-    with slow_launches(on) if on.case == ON_SIDE else nullcontext():
+    with slow_launches(on) if on.case in (ON_SIDE, OVERWRITTEN) else nullcontext():
         training.run()
         return training.outcome()
 

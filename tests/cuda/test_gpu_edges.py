@@ -30,6 +30,7 @@ NAMED = {  # the issue's words, and the cases
     "and on the side stream": ON_SIDE,
     "forward on a user's stream": gpu_edges.USERS,
     "the caching allocator off": gpu_edges.UNCACHED,
+    "beside it": gpu_edges.OVERWRITTEN,
     "torch.compile(ddp)": gpu_edges.COMPILE,
     "close with work in flight": gpu_edges.CLOSE,
     "the watcher's abort": gpu_edges.ABORT,
