@@ -5,11 +5,13 @@ Here it is the fake one of tests/cuda, on the CPU emulation; test_emulated.py ru
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,7 +24,7 @@ import sidcomp
 import sidcomp.runtime.cuda_executor
 import torch
 import torch.distributed as dist
-from emulated import emulate
+from emulated import EmulatedExecutor, emulate
 from harness import run
 from sidcomp import _core
 from sidcomp.autotune.codec_benchmark import Candidate, Gradients
@@ -693,3 +695,30 @@ def _timeout(rank: int, world: int) -> bool:
     good = exchange.timeout is not None and exchange.timeout.total_seconds() == 77
     exchange.close()
     return good
+
+
+def let_go(rank: int, world: int) -> list[list[bool]]:
+    """Drops a State without close(). Returns whether each group's pinned memory was there, for each wait."""
+    shown: list[weakref.ref[torch.Tensor]] = []
+    waited: list[list[bool]] = []
+
+    def waiting(executor: EmulatedExecutor) -> Callable[[], object]:
+        return lambda: waited.append([x() is not None for x in shown])
+
+    EmulatedExecutor._waiting = waiting  # type: ignore[method-assign]
+    run = Run(rank)
+    run.step()
+    assert run.lane is not None
+    shown += [weakref.ref(x) for x in run.lane._kept]
+    lane = weakref.ref(run.lane)
+    del run
+    gc.collect()
+    assert lane() is None
+    assert all(x() is None for x in shown)
+    return waited
+
+
+@emulated
+def test_a_state_that_is_dropped_keeps_its_pinned_memory_until_the_device_is_done() -> None:
+    (waited,) = run(let_go, 1)
+    assert len(waited) == 1 and waited[0] and all(waited[0])

@@ -29,6 +29,9 @@ class EmulatedExecutor(CudaExecutor):
     def synchronize(self, everything: bool = False) -> bool:
         return True
 
+    def _waiting(self) -> Callable[[], object]:
+        return lambda: None
+
     def _shown(self) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)
 

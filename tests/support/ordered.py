@@ -197,6 +197,9 @@ class OrderedExecutor(CudaExecutor):
             self.side.synchronize()
         return True
 
+    def _waiting(self) -> Callable[[], object]:
+        return self.side.synchronize
+
     def _shown(self) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)
 

@@ -150,6 +150,8 @@ class CudaExecutor:
         self._kept_table = torch.empty(0)  # for `cancel`
         self._kept_by: list[_core.DeviceGroup] = []
         self._enter()
+        # A State that is dropped without close() may leave a step on the device, which writes to that memory.
+        weakref.finalize(self, _release, self._waiting(), self._kept).atexit = False
 
     # The following methods need torch's CUDA; the tests replace them.
 
@@ -192,6 +194,11 @@ class CudaExecutor:
         else:
             self.stream.synchronize()
         return True
+
+    def _waiting(self) -> Callable[[], object]:
+        """Returns a function that waits for the side stream, and keeps nothing else alive."""
+        wait: Callable[[], object] = self.stream.synchronize
+        return wait
 
     def _shown(self) -> torch.Tensor:
         return torch.zeros(_core.cuda_report_bytes, dtype=torch.uint8, pin_memory=True)
@@ -482,6 +489,12 @@ def _shares(g: Group) -> Sequence[tuple[int, int, int, bool]]:
     """The parts of a group's state: first byte, first element, number of elements, whether it is kept for all
     ranks."""
     return g.message_plan.shares if g.in_messages else [(0, 0, g.n, False)]
+
+
+def _release(wait: Callable[[], object], kept: list[torch.Tensor]) -> None:
+    with suppress(RuntimeError):  # a device that is lost writes nothing more
+        wait()
+    kept.clear()
 
 
 def _progress(ref: "weakref.ref[CudaExecutor]") -> Progress | None:
