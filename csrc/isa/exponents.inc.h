@@ -84,6 +84,62 @@ INLINE uint32_t split_32(const uint32_t *u, uint32_t i, uint32_t stride, const s
 }
 #endif
 
+#ifdef SID_HAS_NEON
+enum {
+    PARTED = 16 /* elements at a time: a byte of a register each */
+};
+/* Bits 0 to 3 of each of 16 bytes, 16 bits for each k. */
+INLINE uint64_t planes_of(uint8x16_t bytes) {
+    uint8x16_t is[4];
+    for (int k = 0; k < 4; k++) is[k] = vtstq_u8(bytes, vdupq_n_u8((uint8_t)(1u << k)));
+    return word_of_bytes(is);
+}
+/* The reverse: `is` in the bytes whose bit is set. */
+INLINE uint8x16_t where_set(const uint8_t *bits, uint32_t is) {
+    const uint8x16_t own = vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
+    return vandq_u8(vtstq_u8(own, bit_weights()), vdupq_n_u8((uint8_t)is));
+}
+/* Four bits for each byte of a mask. */
+INLINE uint64_t nibbles_of(uint8x16_t m) {
+    return vget_lane_u64(vreinterpret_u64_u8(vshrn_n_u16(vreinterpretq_u16_u8(m), 4)), 0);
+}
+
+/* As split_32. */
+INLINE uint32_t split_16(const uint32_t *u, uint32_t i, uint32_t stride, const sid_parts *to, uint8_t *far,
+                         const uint32_t width, const int half) {
+    uint16x8_t x[4], high[2];
+    const uint8x16_t far_code = vdupq_n_u8((uint8_t)((1u << width) - 1));
+    for (int j = 0; j < 4; j++) x[j] = vreinterpretq_u16_u32(vld1q_u32(u + i + 4 * j));
+    for (int j = 0; j < 2; j++) high[j] = vuzp2q_u16(x[2 * j], x[2 * j + 1]);
+    const uint8x16_t a = vreinterpretq_u8_u16(high[0]), b = vreinterpretq_u8_u16(high[1]);
+    const uint8x16_t exponent = vcombine_u8(vshrn_n_u16(high[0], 7), vshrn_n_u16(high[1], 7));
+    const uint8x16_t below = vsubq_u8(vdupq_n_u8((uint8_t)(to->top[i / to->block] + 1)), exponent);
+    const uint8x16_t code = vbicq_u8(vminq_u8(below, far_code), vceqzq_u8(exponent));
+    vst1q_u8(to->high + i, vbslq_u8(vdupq_n_u8(0x80), vuzp2q_u8(a, b), vuzp1q_u8(a, b)));
+    if (to->low)
+        for (int j = 0; j < 2; j++)
+            vst1q_u8(to->low + 2 * i + 16 * j, vreinterpretq_u8_u16(vuzp1q_u16(x[2 * j], x[2 * j + 1])));
+    const uint64_t planes = planes_of(code);
+    for (uint32_t k = 0; k < width; k++) {
+        const uint16_t plane = (uint16_t)(planes >> 16 * k);
+        memcpy(to->plane + k * stride + i / 8, &plane, 2);
+    }
+    if (half) { /* the lowest bits of a float16's mantissa, which are bits 13 to 15 */
+        uint8x8_t m[2];
+        for (int j = 0; j < 2; j++) m[j] = vshrn_n_u16(vshrq_n_u16(vuzp1q_u16(x[2 * j], x[2 * j + 1]), 5), 8);
+        const uint64_t rest = planes_of(vcombine_u8(m[0], m[1]));
+        for (uint32_t k = 0; k < 3; k++) {
+            const uint16_t plane = (uint16_t)(rest >> 16 * k);
+            memcpy(to->plane + (width + k) * stride + i / 8, &plane, 2);
+        }
+    }
+    uint32_t count = 0;
+    for (uint64_t left = nibbles_of(vceqq_u8(code, far_code)) & 0x1111111111111111u; left; left &= left - 1)
+        far[count++] = (uint8_t)(u[i + (uint32_t)__builtin_ctzll(left) / 4] >> 23);
+    return count;
+}
+#endif
+
 /* The code, and above it the bits of the mantissa that have no byte. */
 INLINE void codes_of(const uint32_t *u, uint32_t n, uint32_t top, const sid_parts *to, uint8_t *code) {
     const uint32_t half = to->planes > to->bits, far = (1u << to->bits) - 1;
@@ -100,6 +156,10 @@ INLINE uint32_t split_as(const uint32_t *u, uint32_t n, const sid_parts *to, uin
     for (; i + PARTED <= n / 64 * 64; i += PARTED)
         count += to->planes > width ? split_32(u, i, stride, to, far + count, width, 1)
                                     : split_32(u, i, stride, to, far + count, width, 0);
+#elif defined(SID_HAS_NEON)
+    for (; i + PARTED <= n / 64 * 64; i += PARTED)
+        count += to->planes > width ? split_16(u, i, stride, to, far + count, width, 1)
+                                    : split_16(u, i, stride, to, far + count, width, 0);
 #endif
     for (; i < n; i += 64) {
         const uint32_t some = n - i < 64 ? n - i : 64;
@@ -186,6 +246,49 @@ INLINE uint32_t join_32(const sid_parts *from, uint32_t stride, uint32_t i, cons
 }
 #endif
 
+#ifdef SID_HAS_NEON
+INLINE void put_4(float *out, float32x4_t x, int add) { vst1q_f32(out, add ? vaddq_f32(vld1q_f32(out), x) : x); }
+/* As join_32. */
+INLINE uint32_t join_16(const sid_parts *from, uint32_t stride, uint32_t i, const uint8_t *far, int add, float *out,
+                        const uint32_t width, const int half) {
+    const uint8_t *plane = from->plane + i / 8;
+    uint8x16_t code = where_set(plane, 1), rest = vdupq_n_u8(0);
+    for (uint32_t k = 1; k < width; k++) code = vorrq_u8(code, where_set(plane + k * stride, 1u << k));
+    for (uint32_t k = 0; half && k < 3; k++) rest = vorrq_u8(rest, where_set(plane + (width + k) * stride, 1u << k));
+    const uint8x16_t top = vdupq_n_u8((uint8_t)(from->top[i / from->block] + 1));
+    const uint8x16_t all = vdupq_n_u8((uint8_t)((1u << width) - 1)), sign = vdupq_n_u8(0x80);
+    uint8x16_t exponent = vbicq_u8(vsubq_u8(top, code), vceqzq_u8(code));
+    uint32_t count = 0;
+    uint64_t left = nibbles_of(vceqq_u8(code, all)) & 0x1111111111111111u;
+    if (left) {
+        uint8_t each[PARTED];
+        vst1q_u8(each, exponent);
+        for (; left; left &= left - 1) each[__builtin_ctzll(left) / 4] = far[count++];
+        exponent = vld1q_u8(each);
+    }
+    const uint8x16_t h = vld1q_u8(from->high + i), minus = vandq_u8(h, sign), mantissa = vbicq_u8(h, sign);
+    const uint8x8_t m[2] = {vget_low_u8(mantissa), vget_high_u8(mantissa)};
+    const uint8x8_t e[2] = {vget_low_u8(exponent), vget_high_u8(exponent)};
+    const uint16x8_t s[2] = {vshll_n_u8(vget_low_u8(minus), 8), vshll_n_u8(vget_high_u8(minus), 8)};
+    for (uint32_t j = 0; j < 2; j++) {
+        float *const to = out + i + 8 * j;
+        if (half) {
+            const uint8x8_t r = j ? vget_high_u8(rest) : vget_low_u8(rest);
+            const uint16x8_t number = vorrq_u16(vorrq_u16(s[j], vshlq_n_u16(vmovl_u8(m[j]), 3)),
+                                                vorrq_u16(vshlq_n_u16(vmovl_u8(e[j]), 10), vmovl_u8(r)));
+            put_4(to, vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(number))), add);
+            put_4(to + 4, vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(number))), add);
+            continue;
+        }
+        const uint16x8_t high = vorrq_u16(vaddw_u8(s[j], m[j]), vshlq_n_u16(vmovl_u8(e[j]), 7));
+        const uint16x8_t low = from->low ? vreinterpretq_u16_u8(vld1q_u8(from->low + 2 * i + 16 * j)) : vdupq_n_u16(0);
+        put_4(to, vreinterpretq_f32_u16(vzip1q_u16(low, high)), add);
+        put_4(to + 4, vreinterpretq_f32_u16(vzip2q_u16(low, high)), add);
+    }
+    return count;
+}
+#endif
+
 /* The bits of elements i to i + n - 1, n up to 64, all of one block; i a multiple of 8. */
 INLINE uint32_t join_some(const sid_parts *from, uint32_t stride, uint32_t i, uint32_t n, const uint8_t *far,
                           uint32_t *u) {
@@ -240,6 +343,10 @@ INLINE uint32_t join_as(const sid_parts *from, uint32_t n, const uint8_t *far, i
         count += half ? join_32(from, stride, i, far + count, add, out, width, 1)
                       : join_32(from, stride, i, far + count, add, out, width, 0);
     }
+#elif defined(SID_HAS_NEON)
+    for (; i + PARTED <= n; i += PARTED)
+        count += half ? join_16(from, stride, i, far + count, add, out, width, 1)
+                      : join_16(from, stride, i, far + count, add, out, width, 0);
 #endif
     for (; i < n; i += 64) {
         uint32_t u[64];

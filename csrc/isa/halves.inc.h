@@ -24,6 +24,8 @@ static void f32_to_f16(const float *x, uint16_t *y, uint32_t n) {
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128((__m128i *)(void *)(y + i),
                          _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(SID_HAS_NEON)
+    for (; i + 4 <= n; i += 4) vst1_u16(y + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + i))));
 #endif
     for (; i < n; i++) y[i] = sid_f32_to_f16(x[i]);
 }
@@ -33,6 +35,8 @@ static void f16_to_f32(const uint16_t *x, float *y, uint32_t n) {
 #if defined(SID_HAS_AVX2) || defined(SID_HAS_AVX512)
     for (; i + 8 <= n; i += 8)
         _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(x + i))));
+#elif defined(SID_HAS_NEON)
+    for (; i + 4 <= n; i += 4) vst1q_f32(y + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + i))));
 #endif
     for (; i < n; i++) y[i] = sid_f16_to_f32(x[i]);
 }
@@ -86,33 +90,42 @@ static inline __m512 of_half(__m256i h, int bf16) {
     return bf16 ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)) : _mm512_cvtph_ps(h);
 }
 #endif
-#if BYTES == 32
+#if BYTES == 32 || defined(SID_HAS_NEON)
 /* What a finite number becomes, as a float. */
 INLINE vf through_half(vf x, int bf16) {
     const vi u = bits(x);
     if (bf16) return (vf)((u + 0x7fff + ((vi)((vn)u >> 16) & 1)) & (int32_t)0xffff0000u);
+#ifdef SID_HAS_NEON
+    return (vf)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x));
+#else
     return (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#endif
 }
 /* Any number, NaN included. */
-INLINE __m128i to_half8(vf x, int bf16) {
-    const vi u = bits(x);
-    if (!bf16) return _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const vi up = bits(through_half(x, 1)), quiet = u | 0x400000;
-    const __m256i h = (__m256i)((vn)either(keys(x) > (int32_t)SID_KEY_INF, quiet, up) >> 16);
-    return _mm_packus_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+INLINE void store_half(uint16_t *y, vf x, int bf16) {
+    const vi up = bits(through_half(x, 1)), quiet = bits(x) | 0x400000;
+    const vn h = (vn)either(keys(x) > (int32_t)SID_KEY_INF, quiet, up) >> 16;
+#ifdef SID_HAS_NEON
+    vst1_u16(y, bf16 ? vmovn_u32((uint32x4_t)h) : vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
+#else
+    const __m128i bfloats =
+        _mm_packus_epi32(_mm256_castsi256_si128((__m256i)h), _mm256_extracti128_si256((__m256i)h, 1));
+    _mm_storeu_si128((__m128i *)(void *)y,
+                     bf16 ? bfloats : _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#endif
 }
-INLINE uint32_t half_body8(const float *x, uint16_t *y, uint32_t n, float s, float max, const int bf16) {
+INLINE uint32_t half_body_wide(const float *x, uint16_t *y, uint32_t n, float s, float max, const int bf16) {
     const vi top = (vi){0} + (int32_t)sid_f32_bits(max);
     uint32_t i = 0;
     for (; i + WIDE <= n; i += WIDE) {
         const vf v = load(x + i);
         const vi k = keys(v), sign = bits(v) ^ k;
         const vf c = (vf)(either((k > top) & (k < (int32_t)SID_KEY_INF), top, k) | sign);
-        _mm_storeu_si128((__m128i *)(void *)(y + i), to_half8(c * s, bf16));
+        store_half(y + i, c * s, bf16);
     }
     return i;
 }
-INLINE uint32_t half_keep8(float *x, uint32_t n, int32_t from, float s, float inverse, float max, const int bf16) {
+INLINE uint32_t half_keep_wide(float *x, uint32_t n, int32_t from, float s, float inverse, float max, const int bf16) {
     const vi top = (vi){0} + (int32_t)sid_f32_bits(max), low = (vi){0} + from;
     uint32_t i = 0;
     for (; i + WIDE <= n; i += WIDE) {
@@ -192,8 +205,8 @@ static void half_body(const float *x, uint16_t *y, uint32_t n, float s, float ma
     uint32_t i = 0;
 #ifdef SID_HAS_AVX512
     i = bf16 ? half_body64(x, y, n, s, max, 1) : half_body64(x, y, n, s, max, 0);
-#elif defined(SID_HAS_AVX2)
-    i = bf16 ? half_body8(x, y, n, s, max, 1) : half_body8(x, y, n, s, max, 0);
+#elif defined(SID_HAS_AVX2) || defined(SID_HAS_NEON)
+    i = bf16 ? half_body_wide(x, y, n, s, max, 1) : half_body_wide(x, y, n, s, max, 0);
 #endif
     for (; i < n; i += CHUNK) half_chunk(x + i, y + i, n - i < CHUNK ? n - i : CHUNK, s, max, bf16);
 }
@@ -206,8 +219,8 @@ static void half_keep(float *x, uint32_t n, uint32_t key, float s, float inverse
         i = bf16 ? half_keep64(x, n, from, s, inverse, max, 1, 1) : half_keep64(x, n, from, s, inverse, max, 0, 1);
     else
         i = bf16 ? half_keep64(x, n, from, s, inverse, max, 1, 0) : half_keep64(x, n, from, s, inverse, max, 0, 0);
-#elif defined(SID_HAS_AVX2)
-    i = bf16 ? half_keep8(x, n, from, s, inverse, max, 1) : half_keep8(x, n, from, s, inverse, max, 0);
+#elif defined(SID_HAS_AVX2) || defined(SID_HAS_NEON)
+    i = bf16 ? half_keep_wide(x, n, from, s, inverse, max, 1) : half_keep_wide(x, n, from, s, inverse, max, 0);
 #endif
     for (; i < n; i += CHUNK) {
         const uint32_t len = n - i < CHUNK ? n - i : CHUNK;

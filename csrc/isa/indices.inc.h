@@ -44,6 +44,15 @@ static uint32_t places_of(uint64_t word, uint32_t base, uint16_t *at) {
         here = _mm_add_epi16(here, _mm_set1_epi16(8));
         c += (uint32_t)__builtin_popcount(m);
     }
+#elif defined(SID_HAS_NEON)
+    /* byte j: how many ones there are in bytes 0 to j */
+    const uint64_t ones = vget_lane_u64(vreinterpret_u64_u8(vcnt_u8(vcreate_u8(word))), 0) * 0x0101010101010101u;
+    uint16x8_t here = vdupq_n_u16((uint16_t)base);
+    for (int j = 0; j < 64; j += 8) {
+        vst1q_u16(at + c, vaddw_u8(here, vcreate_u8(left_of[word >> j & 0xff])));
+        here = vaddq_u16(here, vdupq_n_u16(8));
+        c = (uint32_t)(ones >> j & 0xff);
+    }
 #else
     for (; word; word &= word - 1) at[c++] = (uint16_t)(base + (uint32_t)__builtin_ctzll(word));
 #endif

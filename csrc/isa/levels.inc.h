@@ -11,10 +11,14 @@ static void to_levels(const float *x, uint32_t n, const sid_levels *levels, uint
     }
 }
 
-#if BYTES >= 32
-/* Levels whose keys fit into a register, one a lane. */
+#if BYTES >= 32 || defined(SID_HAS_NEON)
+enum {
+    HELD = WIDE < 8 ? 8 : WIDE, /* levels: NEON looks up in two registers */
+    HOLDING = HELD / WIDE
+};
+/* Levels whose keys fit into registers, one a lane. */
 typedef struct few_levels {
-    vi what, base, top, low;
+    vi what[HOLDING], base, top, low;
     float inverse;
 } few_levels;
 INLINE few_levels few_levels_of(const sid_levels *l, int32_t from) {
@@ -22,7 +26,7 @@ INLINE few_levels few_levels_of(const sid_levels *l, int32_t from) {
                     .top = (vi){0} + (int32_t)l->top,
                     .low = (vi){0} + from,
                     .inverse = l->inverse};
-    for (uint32_t c = 0; c < WIDE; c++) f.what[c] = (int32_t)sid_level_key(c, l);
+    for (uint32_t c = 0; c < HELD; c++) f.what[c / WIDE][c % WIDE] = (int32_t)sid_level_key(c, l);
     return f;
 }
 /* v less what was sent of it. above: no key from `low` on lies below level 0. */
@@ -31,15 +35,22 @@ INLINE vf left_of_levels(vf v, const few_levels *f, const int above) {
     const vf steps = to_float(k - f->base) * f->inverse + 0.5f;
 #if BYTES == 64
     const vi rounded = (vi)_mm512_cvttps_epi32((__m512)steps);
+#elif BYTES == 16
+    const vi rounded = to_int(steps);
 #else
     const vi rounded = (vi)_mm256_cvttps_epi32((__m256)steps);
 #endif
     const vi c = lower(above ? rounded : higher(rounded, (vi){0}), f->top);
 #if BYTES == 64
-    const vf sent = (vf)((vi)_mm512_permutexvar_epi32((__m512i)c, (__m512i)f->what) | sign);
+    const vf sent = (vf)((vi)_mm512_permutexvar_epi32((__m512i)c, (__m512i)f->what[0]) | sign);
     return (vf)_mm512_mask_sub_ps((__m512)v, from(k, f->low), (__m512)v, (__m512)sent);
 #else
-    const vi sent = (vi)_mm256_permutevar8x32_epi32((__m256i)f->what, (__m256i)c) | sign;
+#if BYTES == 32
+    const vi sent = (vi)_mm256_permutevar8x32_epi32((__m256i)f->what[0], (__m256i)c) | sign;
+#else
+    const uint8x16x2_t what = {{(uint8x16_t)f->what[0], (uint8x16_t)f->what[1]}};
+    const vi sent = (vi)vqtbl2q_u8(what, (uint8x16_t)(c * 0x04040404 + 0x03020100)) | sign;
+#endif
     return v - (vf)(sent & ~(f->low > k));
 #endif
 }
@@ -70,8 +81,8 @@ static void take_levels(float *x, uint32_t n, uint32_t key, const sid_levels *le
     const sid_levels l = *levels;
     const int32_t low = signed_key(key);
     uint32_t i = 0;
-#if BYTES >= 32
-    if (l.top < WIDE) {
+#if BYTES >= 32 || defined(SID_HAS_NEON)
+    if (l.top < HELD) {
         const few_levels f = few_levels_of(&l, low);
         i = low >= (int32_t)l.origin ? take_few(x, n, &f, 1) : take_few(x, n, &f, 0);
     }
@@ -86,8 +97,8 @@ static void take_levels(float *x, uint32_t n, uint32_t key, const sid_levels *le
 static int add_left(float *acc, const float *g, uint32_t n, uint32_t key, const sid_levels *levels) {
     uint32_t i = 0;
     int ok = 1;
-#if BYTES >= 32
-    if (levels->top < WIDE) {
+#if BYTES >= 32 || defined(SID_HAS_NEON)
+    if (levels->top < HELD) {
         const int32_t low = signed_key(key);
         const few_levels f = few_levels_of(levels, low);
         i = low >= (int32_t)levels->origin ? add_few(acc, g, n, &f, &ok, 1) : add_few(acc, g, n, &f, &ok, 0);

@@ -13,6 +13,8 @@ static void small_keys(const float *x, uint32_t n, uint32_t block, uint32_t *key
         uint32_t max = 0;
 #if BYTES == 64
         max = (uint32_t)_mm512_reduce_max_epi32((__m512i)top);
+#elif defined(SID_HAS_NEON)
+        max = (uint32_t)vmaxvq_s32((int32x4_t)top);
 #else
         for (int j = 0; j < WIDE; j++) max = (uint32_t)top[j] > max ? (uint32_t)top[j] : max;
 #endif
@@ -96,6 +98,15 @@ INLINE vf float4s_at(const uint8_t *p, uint32_t i) {
     const __m256i c = _mm256_srlv_epi32(_mm256_set1_epi32((int)word), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
     const __m256 sign = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(c, 3), 31));
     return (vf)_mm256_xor_ps(_mm256_permutevar8x32_ps(table, c), sign); /* it reads the lowest 3 bits */
+#elif defined(SID_HAS_NEON)
+    static const uint8_t upper[16] = {
+        0,    0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46, /* of half floats, whose lower bytes are 0 */
+        0x80, 0xb8, 0xbc, 0xbe, 0xc0, 0xc2, 0xc4, 0xc6};
+    uint16_t four;
+    memcpy(&four, p + i / 2, 2);
+    const uint8x8_t both = vcreate_u8(four), c = vzip1_u8(vand_u8(both, vdup_n_u8(15)), vshr_n_u8(both, 4));
+    const uint16x8_t half = vshll_n_u8(vqtbl1_u8(vld1q_u8(upper), c), 8);
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(half)));
 #else
     const uint8_t *q = p + i / 2;
     const vi c = {q[0] & 15, q[0] >> 4, q[1] & 15, q[1] >> 4}, k = c & 7;

@@ -55,6 +55,13 @@ INLINE vi load_fields(const uint8_t *p, uint32_t i, const spread *s) {
     return (vi)_mm256_sllv_epi32((__m256i)holding(p, i, width, s), (__m256i)s->up) >> s->down;
 #else
     vi v;
+#ifdef SID_HAS_NEON
+    if (in_words(width)) { /* WIDE fields are one byte, or two */
+        p += i * width / 8;
+        v = (vi){0} + (width == 2 ? p[0] : p[0] | p[1] << 8);
+        return (vi)vshlq_s32((int32x4_t)v, (int32x4_t)s->up) >> s->down;
+    }
+#endif
     for (uint32_t j = 0; j < WIDE; j++) v[j] = (int32_t)(field(p, i + j, width) << s->down);
     return v >> s->down;
 #endif
@@ -75,6 +82,13 @@ INLINE vf from_halves(const uint8_t *p, sid_grid_kind kind) {
     h = kind == SID_GRID_E4M3 ? _mm_and_si128(_mm_slli_epi16(h, 7), _mm_set1_epi16((short)0xbfff))
                               : _mm_slli_epi16(h, 8);
     return (vf)_mm256_cvtph_ps(h);
+#elif defined(SID_HAS_NEON)
+    uint32_t four;
+    memcpy(&four, p, 4);
+    const uint16x8_t raw = kind == SID_GRID_E4M3 ? (uint16x8_t)vmovl_s8(vcreate_s8(four)) : vmovl_u8(vcreate_u8(four));
+    const uint16x8_t h =
+        kind == SID_GRID_E4M3 ? vandq_u16(vshlq_n_u16(raw, 7), vdupq_n_u16(0xbfff)) : vshlq_n_u16(raw, 8);
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(h)));
 #else
     return from_float8s(load_bytes(p), kind);
 #endif
@@ -101,6 +115,11 @@ INLINE spread lookup_spread(uint32_t width) {
     return s;
 }
 
+#if BYTES >= 32 || defined(SID_HAS_NEON)
+#define HALVES 1 /* there are instructions for half floats */
+#else
+#define HALVES 0
+#endif
 enum {
     ABREAST = 4 * WIDE,                                /* elements: at most 64, so all of one block */
     LOOKED_UP = BYTES == 64 ? 4 : BYTES == 32 ? 3 : 0, /* bits: as many numbers as a register has floats */
@@ -183,7 +202,7 @@ INLINE void add_as(const sid_codes *from, uint32_t count, float *out, uint32_t n
     for (uint32_t j = 0; j < WIDE; j++) a.number[j] = number_of(j, kind, width);
     if (!floats && width <= LOOKED_UP) a.s.up = a.s.down - a.s.up;
     for (; i + ABREAST + slack <= n; i += ABREAST)
-        if (add_some(&a, out, i, BYTES >= 32)) (void)add_some(&a, out, i, 0);
+        if (add_some(&a, out, i, HALVES)) (void)add_some(&a, out, i, 0);
     for (uint32_t r = 0; r < count; r++)
         for (uint32_t j = i; j < n; j++) {
             const uint32_t c = field(from[r].code, j, width);
@@ -232,6 +251,17 @@ INLINE void pack_words(vu x, uint32_t width, uint8_t *out) {
         _mm_storel_epi64((__m128i *)(void *)out, _mm_packus_epi16(bytes, bytes));
 #endif
 }
+#elif defined(SID_HAS_NEON)
+INLINE void pack_words(vu x, uint32_t width, uint8_t *out) {
+    const uint8x16_t b = (uint8x16_t)x, even = vuzp1q_u8(b, b), odd = vuzp2q_u8(b, b);
+    if (width == 4) {
+        vst1_u8(out, vsli_n_u8(vget_low_u8(even), vget_low_u8(odd), 4));
+    } else {
+        const uint8x8_t y = vsli_n_u8(vget_low_u8(even), vget_low_u8(odd), 2);
+        const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vsli_n_u8(vuzp1_u8(y, y), vuzp2_u8(y, y), 4)), 0);
+        memcpy(out, &four, 4);
+    }
+}
 #endif
 
 /* Eight fields, one a byte, move together: in pairs, in pairs of pairs, and once more. */
@@ -247,7 +277,7 @@ static void pack(const uint8_t *code, uint32_t n, uint32_t width, uint8_t *out) 
         else
             memcpy(&x, code + i, take);
         x &= mask;
-#if BYTES >= 32
+#if BYTES >= 32 || defined(SID_HAS_NEON)
         if (take == 8 * LONGS && in_words(width)) { /* neighbours, and their neighbours, joined by products */
             pack_words(x, width, out + i * width / 8);
             continue;

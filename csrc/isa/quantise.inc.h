@@ -11,6 +11,10 @@ INLINE vi load_bytes(const uint8_t *p) {
     return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
 #elif BYTES == 32
     return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+#elif defined(SID_HAS_NEON)
+    uint32_t four;
+    memcpy(&four, p, 4);
+    return (vi)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 #else
     return (vi){p[0], p[1], p[2], p[3]};
 #endif
@@ -20,6 +24,10 @@ INLINE vi load_signed_bytes(const uint8_t *p) {
     return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
 #elif BYTES == 32
     return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+#elif defined(SID_HAS_NEON)
+    uint32_t four;
+    memcpy(&four, p, 4);
+    return (vi)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four))));
 #else
     return (vi){(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]};
 #endif
@@ -43,6 +51,11 @@ INLINE void store_bytes(uint8_t *p, const vi *v, int with_sign) {
     const __m256i b = with_sign ? _mm256_packs_epi32(x[2], x[3]) : _mm256_packus_epi32(x[2], x[3]);
     const __m256i all = with_sign ? _mm256_packs_epi16(a, b) : _mm256_packus_epi16(a, b);
     _mm256_storeu_si256((__m256i *)(void *)p, in_order(all));
+#elif defined(SID_HAS_NEON)
+    (void)with_sign;
+    const uint16x8_t a = vuzp1q_u16((uint16x8_t)v[0], (uint16x8_t)v[1]);
+    const uint16x8_t b = vuzp1q_u16((uint16x8_t)v[2], (uint16x8_t)v[3]);
+    vst1q_u8(p, vuzp1q_u8((uint8x16_t)a, (uint8x16_t)b));
 #else
     (void)with_sign;
     for (int q = 0; q < 4; q++)
@@ -59,6 +72,8 @@ INLINE vi load_draws(const void *draws, uint32_t i, sid_rounding rounding) {
         v = (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p));
 #elif BYTES == 32
         v = (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+#elif defined(SID_HAS_NEON)
+        v = (vi)vmovl_u16(vld1_u16(p));
 #else
         v = (vi){p[0], p[1], p[2], p[3]};
 #endif
@@ -105,6 +120,8 @@ INLINE vi nearest(vf l) {
     return (vi)_mm512_cvtps_epi32((__m512)l);
 #elif BYTES == 32
     return (vi)_mm256_cvtps_epi32((__m256)l);
+#elif defined(SID_HAS_NEON)
+    return (vi)vcvtnq_s32_f32((float32x4_t)l);
 #else
     return (vi)(l + 0x1.8p23f) - 0x4b400000;
 #endif

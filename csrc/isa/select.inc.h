@@ -7,6 +7,7 @@ enum {
     /* one in so many: above, moving all of a register costs less than one value after the other */
     A_LOT = BYTES == 64 ? 8 : 4
 };
+#ifndef SID_HAS_NEON
 /* Where a hit in FOUR elements is rare, a test skips them; where it is neither rare nor sure, mispredicting the test costs
  * more than writing some entries that may be none. */
 INLINE uint32_t capture_few(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val,
@@ -32,6 +33,7 @@ INLINE uint32_t capture_few(const float *x, uint32_t n, uint32_t key, uint16_t b
     }
     return c;
 }
+#endif
 
 #if BYTES == 32
 /* First the places of all hits, then their values. n: a multiple of 64. */
@@ -48,10 +50,33 @@ INLINE uint32_t capture_some(const float *x, uint32_t n, uint32_t key, uint16_t 
 }
 #endif
 
+#ifdef SID_HAS_NEON
+/* n: a multiple of 64. */
+INLINE uint32_t capture_64(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val) {
+    const vi low = (vi){0} + (int32_t)key;
+    uint32_t c = 0;
+    for (uint32_t i = 0; i < n; i += 64) {
+        vi m[16];
+        for (uint32_t q = 0; q < 16; q++) m[q] = keys(load(x + i + q * WIDE)) >= low;
+        for (uint64_t hits = word_of_masks(m); hits; hits &= hits - 1) {
+            const uint32_t j = i + (uint32_t)__builtin_ctzll(hits);
+            idx[c] = (uint16_t)(base + j);
+            val[c++] = x[j];
+        }
+    }
+    return c;
+}
+#endif
+
 static uint32_t capture(const float *x, uint32_t n, uint32_t key, uint16_t base, uint16_t *idx, float *val,
                         uint32_t expected) {
     uint32_t c = 0, i = 0;
     if (key > 0x7fffffffu) return 0;
+#ifdef SID_HAS_NEON
+    (void)expected;
+    i = n / 64 * 64;
+    c = capture_64(x, i, key, base, idx, val);
+#else
     if (expected < A_FEW) {
         i = n / FOUR * FOUR;
         if (expected < 4)
@@ -61,6 +86,7 @@ static uint32_t capture(const float *x, uint32_t n, uint32_t key, uint16_t base,
         else
             c = capture_few(x, i, key, base, idx, val, FOUR / 16, 0);
     }
+#endif
 #ifdef SID_HAS_AVX512
     const __m512i low = _mm512_set1_epi32((int)key - 1), step = _mm512_set1_epi32(16);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -19,8 +19,14 @@ static inline uint32_t is_negative1(float x) { return sid_f32_bits(x) > 0x800000
 static uint32_t signs(const float *x, uint32_t n, uint8_t *bit) {
     uint32_t i = 0, count = 0;
     for (; i + 64 <= n; i += 64) {
+#ifdef SID_HAS_NEON
+        vi m[16];
+        for (uint32_t j = 0; j < 16; j++) m[j] = is_negative(load(x + i + j * WIDE));
+        const uint64_t w = word_of_masks(m);
+#else
         uint64_t w = 0;
         for (uint32_t j = 0; j < 64; j += WIDE) w |= negative_mask(load(x + i + j)) << j;
+#endif
         memcpy(bit + i / 8, &w, 8);
         count += (uint32_t)__builtin_popcountll(w);
     }
@@ -39,12 +45,23 @@ static void draw_signs(const float *x, const uint32_t *u, uint32_t n, float chan
     uint32_t i = 0;
     for (; i + 64 <= n; i += 64) {
         uint64_t w = 0;
+#ifdef SID_HAS_NEON
+        vi m[16];
+#endif
         for (uint32_t j = 0; j < 64; j += WIDE) {
             vi drawn;
             memcpy(&drawn, u + i + j, sizeof drawn);
             const vf v = load(x + i + j), least = -.5f - (vf)lower(bits((vf)keys(v) * chance), always);
-            w |= (negative_mask(v) ^ mask_of(drawn < __builtin_convertvector(least, vi))) << j;
+            const vi other = drawn < __builtin_convertvector(least, vi);
+#ifdef SID_HAS_NEON
+            m[j / WIDE] = is_negative(v) ^ other;
+#else
+            w |= (negative_mask(v) ^ mask_of(other)) << j;
+#endif
         }
+#ifdef SID_HAS_NEON
+        w = word_of_masks(m);
+#endif
         memcpy(bit + i / 8, &w, 8);
     }
     for (; i < n; i += 8) {
@@ -143,6 +160,29 @@ static void sum_block(float *out, uint32_t n, const uint8_t *const *bit, const f
             const __m256 sum = _mm256_add_ps(_mm256_add_ps(_mm256_add_ps(x[0], x[1]), x[2]), x[3]);
             _mm256_storeu_ps(out + i + j, _mm256_add_ps(_mm256_loadu_ps(out + i + j), sum));
             top = _mm256_sub_epi32(top, _mm256_set1_epi32(8));
+        }
+    }
+#elif defined(SID_HAS_NEON)
+    const uint8_t *p[4];
+    float32x4_t high[4], low[4];
+    for (uint32_t r = 0; r < 4; r++) {
+        p[r] = bit[r < ranks ? r : 0];
+        high[r] = vdupq_n_f32(r < ranks ? value[r][0] : 0);
+        low[r] = vdupq_n_f32(r < ranks ? value[r][1] : 0);
+    }
+    for (; i + 32 <= n; i += 32) {
+        uint32x4_t w[4], own = (uint32x4_t){1, 2, 4, 8};
+        for (int r = 0; r < 4; r++) {
+            uint32_t word;
+            memcpy(&word, p[r] + i / 8, 4);
+            w[r] = vdupq_n_u32(word);
+        }
+        for (int j = 0; j < 32; j += 4) {
+            float32x4_t x[4];
+            for (int r = 0; r < 4; r++) x[r] = vbslq_f32(vtstq_u32(w[r], own), low[r], high[r]);
+            const float32x4_t sum = vaddq_f32(vaddq_f32(vaddq_f32(x[0], x[1]), x[2]), x[3]);
+            vst1q_f32(out + i + j, vaddq_f32(vld1q_f32(out + i + j), sum));
+            own = vshlq_n_u32(own, 4);
         }
     }
 #endif

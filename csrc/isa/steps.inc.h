@@ -50,11 +50,29 @@ INLINE uint32_t take_many(float *x, uint32_t n, int32_t low, const sid_steps *st
     }
     return i;
 }
+#elif defined(SID_HAS_NEON)
+INLINE uint32_t take_many(float *x, uint32_t n, int32_t low, const sid_steps *steps, const uint32_t edges) {
+    const uint8x16x2_t levels = {{(uint8x16_t)vld1q_u32(steps->level), (uint8x16_t)vld1q_u32(steps->level + 4)}};
+    const vi least = (vi){0} + low;
+    vi edge[7];
+    uint32_t i = 0;
+    for (uint32_t e = 0; e < edges; e++)
+        edge[e] = (vi){0} + (e + 1 < steps->count ? (int32_t)steps->edge[e] : INT32_MAX);
+    for (; i + WIDE <= n; i += WIDE) {
+        const vf v = load(x + i);
+        const vi k = keys(v);
+        vi c = {0};
+        for (uint32_t e = 0; e < edges; e++) c -= k > edge[e];
+        const vi sent = (vi)vqtbl2q_u8(levels, (uint8x16_t)(c * 0x04040404 + 0x03020100)) | (bits(v) ^ k);
+        store(x + i, v - (vf)(sent & (k >= least)));
+    }
+    return i;
+}
 #endif
 static void take_steps(float *x, uint32_t n, uint32_t key, const sid_steps *steps) {
     const int32_t low = signed_key(key);
     uint32_t i = 0;
-#if BYTES >= 32
+#if BYTES >= 32 || defined(SID_HAS_NEON)
     i = steps->count <= 5 ? take_many(x, n, low, steps, 4) : take_many(x, n, low, steps, 7);
 #endif
     for (; i < n; i++) {
@@ -108,6 +126,20 @@ static void count_levels(const uint8_t *symbol, uint32_t n, uint32_t levels, uin
                 count[first + k] += part[0] + part[1] + part[2] + part[3];
             }
         }
+    }
+#elif defined(SID_HAS_NEON)
+    enum {
+        MOST = 255 * 16 /* a byte counts no more */
+    };
+    while (i + 16 <= n) {
+        const uint32_t to = n - i < MOST ? n / 16 * 16 : i + MOST;
+        uint8x16_t here[8];
+        for (uint32_t k = 0; k < 8; k++) here[k] = vdupq_n_u8(0);
+        for (; i < to; i += 16) {
+            const uint8x16_t s = vld1q_u8(symbol + i);
+            for (uint32_t k = 0; k < 8; k++) here[k] = vsubq_u8(here[k], vcgtq_u8(s, vdupq_n_u8((uint8_t)(2 * k))));
+        }
+        for (uint32_t k = 0; k < levels; k++) count[k] += vaddlvq_u8(here[k]);
     }
 #endif
     for (; i < n; i++)

@@ -13,6 +13,9 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#ifndef __AARCH64EB__
+#define SID_HAS_NEON 1
+#endif
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -79,6 +82,8 @@ static inline vi lower(vi a, vi b) {
     return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b);
 #elif BYTES == 32
     return (vi)_mm256_min_epi32((__m256i)a, (__m256i)b);
+#elif defined(SID_HAS_NEON)
+    return (vi)vminq_s32((int32x4_t)a, (int32x4_t)b);
 #else
     return either(a < b, a, b);
 #endif
@@ -88,6 +93,8 @@ static inline vi higher(vi a, vi b) {
     return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
 #elif BYTES == 32
     return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#elif defined(SID_HAS_NEON)
+    return (vi)vmaxq_s32((int32x4_t)a, (int32x4_t)b);
 #else
     return either(a > b, a, b);
 #endif
@@ -115,12 +122,37 @@ static inline uint64_t mask_of(vi m) {
     return (uint64_t)_mm256_movemask_ps((__m256)m);
 #elif defined(__SSE2__)
     return (uint64_t)_mm_movemask_ps((__m128)m);
+#elif defined(SID_HAS_NEON)
+    return vaddvq_u32((uint32x4_t)(m & (vi){1, 2, 4, 8}));
 #else
     uint64_t bit = 0;
     for (int j = 0; j < WIDE; j++) bit |= (uint64_t)(m[j] & 1) << j;
     return bit;
 #endif
 }
+
+#ifdef SID_HAS_NEON
+/* Bit k of byte j: bit 8 j + k of the word, as a byte of all ones or zeros. */
+INLINE uint8x16_t bit_weights(void) { return vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201u)); }
+/* The 16 bits of each of four masks of bytes. */
+INLINE uint64_t word_of_bytes(const uint8x16_t m[4]) {
+    uint8x16_t own[4];
+    for (int q = 0; q < 4; q++) own[q] = vandq_u8(m[q], bit_weights());
+    const uint8x16_t four = vpaddq_u8(vpaddq_u8(own[0], own[1]), vpaddq_u8(own[2], own[3]));
+    return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(four, four)), 0);
+}
+/* Bit j: element j of 16 masks is set. */
+INLINE uint64_t word_of_masks(const vi m[16]) {
+    uint8x16_t bytes[4];
+    for (int q = 0; q < 4; q++) {
+        const vi *const p = m + 4 * q;
+        const uint16x8_t a = vuzp1q_u16((uint16x8_t)p[0], (uint16x8_t)p[1]);
+        const uint16x8_t b = vuzp1q_u16((uint16x8_t)p[2], (uint16x8_t)p[3]);
+        bytes[q] = vuzp1q_u8((uint8x16_t)a, (uint8x16_t)b);
+    }
+    return word_of_bytes(bytes);
+}
+#endif
 
 /* x where key < limit, else 0. */
 static inline vf below(vf x, vi key, vi limit) {
@@ -180,6 +212,8 @@ static __m256i keys8(const float *x) {
     return _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x)), _mm256_set1_epi32(0x7fffffff));
 }
 static unsigned mask8(__m256i m) { return (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(m)); }
+#endif
+#if (defined(SID_HAS_AVX2) && !defined(SID_HAS_AVX512)) || defined(SID_HAS_NEON)
 /* Lane numbers of the set bits of a byte, packed to the left, in a byte each. A table: processors that do pext and pdep in
  * microcode (AMD's before Zen 3) take tens of cycles for them. */
 #define LANE(m, j) ((m) >> (j) & 1u ? (uint64_t)(j) << 8 * __builtin_popcount((m) & ((1u << (j)) - 1u)) : 0)
@@ -188,6 +222,8 @@ static unsigned mask8(__m256i m) { return (unsigned)_mm256_movemask_ps(_mm256_ca
 #define LEFT16(m) LEFT4(m), LEFT4((m) + 4u), LEFT4((m) + 8u), LEFT4((m) + 12u)
 #define LEFT64(m) LEFT16(m), LEFT16((m) + 16u), LEFT16((m) + 32u), LEFT16((m) + 48u)
 static const uint64_t left_of[256] = {LEFT64(0u), LEFT64(64u), LEFT64(128u), LEFT64(192u)};
+#endif
+#if defined(SID_HAS_AVX2) && !defined(SID_HAS_AVX512)
 static __m128i left_bytes(unsigned m) { return _mm_loadl_epi64((const __m128i *)(const void *)(left_of + m)); }
 static __m256i left8(unsigned m) { return _mm256_cvtepu8_epi32(left_bytes(m)); }
 #endif
