@@ -261,7 +261,7 @@ class State:
                 f'profile= needs codec="auto" or groups in {PLANNED}; groups={groups!r} plans nothing: leave '
                 "profile out"
             )
-        if isinstance(profile, str | Path):
+        if profile is not None and not isinstance(profile, Profile):
             profile = Profile.load(profile)
         tuner = Controller(self.settings, profile) if self.settings.planned else None
         self._engine = Engine(self.settings, process_group, tuner)
@@ -716,6 +716,8 @@ class State:
         zero, the groups are made anew, and the log "sidcomp" has a warning. It needs a State that is
         registered.
         """
+        if not isinstance(strict, bool):
+            raise ArgumentError(f"strict={strict!r}: give True or False")
         self._open()
         p = self._engine
         p.pause()

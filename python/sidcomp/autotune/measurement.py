@@ -1,7 +1,6 @@
 """What the controller measures of an iteration: when gradients became ready, and how long groups took."""
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from sidcomp.autotune import journal, probe
 from sidcomp.config import schedule
 from sidcomp.config.exchange_choice import MessagePlan
 from sidcomp.config.grouping import DENSE, Piece, Regime
+from sidcomp.config.kinds import from_environment
 from sidcomp.config.settings import Settings
 from sidcomp.errors import ParameterError, SetupError
 from sidcomp.planner.fusion import evaluate
@@ -283,7 +283,7 @@ def considered(p: Engine, settings: Settings) -> list[int]:
         return list(range(len(settings.candidates)))
     n = max(1, sum(x.numel for x in _pieces(p.layout)))
     world = p.exchange.world
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = from_environment("LOCAL_WORLD_SIZE", 1)
     even = len(set(p.exchange.gather_bytes(local.to_bytes(4, "little")))) == 1
     local = local if even and world % local == 0 and local < world else 1
     candidates = []

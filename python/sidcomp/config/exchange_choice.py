@@ -1,12 +1,12 @@
 """The exchange that a State was given, and the message plan of one group on this rank."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sidcomp import core as _core
 from sidcomp import notices
+from sidcomp.config.kinds import from_environment
 from sidcomp.config.registry import Codec, find_exchange
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import ArgumentError, ParameterError
@@ -41,7 +41,7 @@ class ExchangeChoice:
                     f"{name}: {key}={value!r}: give a number or a name, because it cannot change"
                 )
         if any(p.name == "ranks_per_node" for p in exchange.parameters) and "ranks_per_node" not in own:
-            own["ranks_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            own["ranks_per_node"] = from_environment("LOCAL_WORLD_SIZE", 1)
         return cls(exchange, own)
 
     @property

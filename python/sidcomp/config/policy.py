@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from sidcomp.config.grouping import UNITS, shorten
+from sidcomp.config.kinds import is_list
 from sidcomp.config.suggestion import suggestion
 from sidcomp.errors import ArgumentError, SetupError
 
@@ -99,6 +100,8 @@ class Policy:
 
 
 def parse_exclude(exclude: Exclude) -> tuple[str | int, ...]:
+    if not isinstance(exclude, str | int) and not is_list(exclude):
+        raise ArgumentError(f"exclude={exclude!r}: give a rule or a list of rules: {GRAMMAR}")
     rules = (exclude,) if isinstance(exclude, str | int) else tuple(exclude)
     for rule in rules:
         check_rule(rule, "exclude")
@@ -107,10 +110,10 @@ def parse_exclude(exclude: Exclude) -> tuple[str | int, ...]:
 
 def parse_rules(rules: Rules) -> tuple[tuple[str | int, dict[str, Any]], ...]:
     out = []
-    if isinstance(rules, str | Mapping):
+    if not is_list(rules):
         raise ArgumentError(f"policy={rules!r}: give a list of pairs (rule, settings)")
     for pair in rules:
-        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ArgumentError(f"policy: {pair!r} is not a pair (rule, settings)")
         rule, settings = pair
         check_rule(rule, "policy")

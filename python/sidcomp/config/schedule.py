@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+from sidcomp.config.kinds import is_list, is_whole
 from sidcomp.errors import ArgumentError
 
 Setting = float | int | str
@@ -23,21 +25,28 @@ class Schedule:
     marks: tuple[tuple[int, Setting], ...]
 
     def __init__(self, values: Mapping[int, Setting] | Iterable[tuple[int, Setting]], every: int = 1) -> None:
-        pairs = [tuple(pair) for pair in (values.items() if isinstance(values, Mapping) else values)]
-        if not isinstance(every, int) or every < 1:
+        given = values.items() if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping) and not is_list(values):
+            raise ArgumentError(
+                f"Schedule: {values!r}: give a dictionary {{step: value}}, or a list of pairs (step, value)"
+            )
+        pairs: list[Any] = [tuple(pair) if is_list(pair) else pair for pair in given]
+        if not is_whole(every) or every < 1:
             raise ArgumentError(f"Schedule: every={every!r} must be a number of steps, 1 or more")
         for pair in pairs:
-            if len(pair) != 2 or not isinstance(pair[0], int) or isinstance(pair[1], bool):
+            if not isinstance(pair, tuple) or len(pair) != 2 or not is_whole(pair[0]):
                 raise ArgumentError(f"Schedule: {pair!r} is not a pair of a step and a value")
-            if not isinstance(pair[1], float | int | str):
+            if isinstance(pair[1], bool) or not isinstance(pair[1], float | int | str):
                 raise ArgumentError(f"Schedule: step {pair[0]} has {pair[1]!r}: give a number or a name")
         steps = [step for step, _ in pairs]
         if not steps or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)):
             raise ArgumentError(f"Schedule: its steps are {steps}, but must start at 0 and increase")
-        object.__setattr__(self, "marks", tuple((step * every, value) for step, value in pairs))
+        object.__setattr__(self, "marks", tuple((int(step) * int(every), value) for step, value in pairs))
 
     def at(self, step: int) -> Setting:
         """The value in iteration `step`, counted from 0."""
+        if not is_whole(step):
+            raise ArgumentError(f"Schedule: step={step!r}: give a whole number")
         return [value for since, value in self.marks if since <= max(step, 0)][-1]
 
     @property

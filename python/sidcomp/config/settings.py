@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any
 
 from sidcomp import core as _core
@@ -11,6 +10,7 @@ from sidcomp.config import accuracy as accuracy_of
 from sidcomp.config import schedule
 from sidcomp.config.exchange_choice import ExchangeChoice, MessagePlan
 from sidcomp.config.grouping import DENSE, PLANNED, Groups, Regime, parse_groups
+from sidcomp.config.kinds import is_list, is_number, is_whole
 from sidcomp.config.policy import Exclude, Policy, Rules, Shapes, parse_exclude, parse_rules
 from sidcomp.config.registry import Codec, check_ranks, find_codec, find_exchange, find_memory, resolve
 from sidcomp.config.schedule import Parameters, Schedule, Setting
@@ -163,6 +163,10 @@ class Settings:
             raise ArgumentError(
                 f'exchange={exchange!r}: only codec="auto" takes a list; for {codec!r} name one exchange'
             )
+        if exchange is not None and not isinstance(exchange, str) and not is_list(exchange):
+            raise ArgumentError(
+                f"exchange={exchange!r}: give a name, or a list of names, that sidcomp.exchanges() has"
+            )
         names = (
             EXCHANGES if auto and exchange is None else [exchange] if isinstance(exchange, str) else exchange
         )
@@ -178,8 +182,7 @@ class Settings:
         for _, k in full_every.marks if isinstance(full_every, Schedule) else [(0, full_every)]:
             if not _is_count(k):
                 raise ArgumentError(f"full_every={k!r}: give a number of steps, or 0 for never")
-        norm = isinstance(clip_gradient, int | float) and not isinstance(clip_gradient, bool)
-        if not norm or not 0 <= clip_gradient < math.inf:
+        if not is_number(clip_gradient) or not 0 <= clip_gradient < math.inf:
             raise ArgumentError(f"clip_gradient={clip_gradient!r}: give a norm above 0, or 0 for none")
         if not _is_count(warmup):
             raise ArgumentError(f"warmup={warmup!r}: give a number of steps, or 0 for none")
@@ -429,7 +432,7 @@ class Settings:
 
 
 def _is_count(x: object) -> bool:
-    return isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= 0  # numpy's too
+    return is_whole(x) and int(x) >= 0  # type: ignore[call-overload,no-any-return,unused-ignore]
 
 
 def _search(groups: Groups, Y: int | None, alpha: float | None) -> tuple[int, float]:
@@ -438,7 +441,7 @@ def _search(groups: Groups, Y: int | None, alpha: float | None) -> tuple[int, fl
         raise ArgumentError(f'Y and alpha are for groups="mergecomp"; groups={groups!r}: leave them out')
     if Y is not None and (not isinstance(Y, int) or isinstance(Y, bool) or Y < 1):
         raise ArgumentError(f"Y={Y!r}: give the largest number of groups, at least 1")
-    if alpha is not None and not 0 <= alpha < 1:
+    if alpha is not None and not (is_number(alpha) and 0 <= alpha < 1):
         raise ArgumentError(f"alpha={alpha!r}: give the least gain of a further group, from 0 to 1")
     return MERGECOMP[0] if Y is None else Y, MERGECOMP[1] if alpha is None else float(alpha)
 
@@ -450,10 +453,17 @@ def _candidates(
     A parameter of the State goes to every candidate that has it; a value in `candidates` overrides it, if
     the caller gave them."""
     memory = "residual" if memory is None else memory
-    if isinstance(candidates, str) or not candidates:
+    listed = list(candidates) if is_list(candidates) else []
+    if not listed:
         raise ArgumentError(f'candidates={candidates!r}: give a list of codecs, such as ["topk", "fp16"]')
     found, taken = [], set()
-    for c in candidates:
+    for c in listed:
+        pair = isinstance(c, list | tuple) and len(c) == 2 and isinstance(c[1], Mapping)
+        if not isinstance(c, str) and not pair:
+            raise ArgumentError(
+                f"candidates: {c!r} is neither a codec's name nor a pair of a name and a dictionary, such as "
+                '("topk", {"density": 0.05})'
+            )
         name, own = (c, {}) if isinstance(c, str) else (c[0], dict(c[1]))
         codec = find_codec(name)
         if codec.lossless:

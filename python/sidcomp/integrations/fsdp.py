@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sidcomp.config.grouping import shorten
 from sidcomp.config.policy import Exclude, Policy, parse_exclude
 from sidcomp.config.schedule import Setting
-from sidcomp.errors import CheckpointError, SetupError, UnsupportedError
+from sidcomp.errors import ArgumentError, CheckpointError, SetupError, UnsupportedError
 from sidcomp.integrations.all_gather import AllGather, encodes_itself, for_parameters
 from sidcomp.integrations.ddp import roles
 from sidcomp.integrations.reduce_scatter import ReduceScatter
@@ -79,7 +79,13 @@ def compress(module: torch.nn.Module, state: State, *, replicas: dist.ProcessGro
             "FullyShardedDataParallel (FSDP1) has no place for compression with a residual: use fully_shard "
             "(FSDP2)"
         )
+    if not isinstance(state, State):
+        raise ArgumentError(f'state={state!r}: give a sidcomp.State, such as sidcomp.State("topk")')
     units = _units(module)
+    if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
+        raise ArgumentError(
+            f"replicas={replicas!r}: give a process group of which this rank is a member, or leave it out"
+        )
     group = replicas or units[0].replicas()
     if group is None:
         raise UnsupportedError(
@@ -148,6 +154,8 @@ def reshard(states: Sequence[dict[str, Any]], module: torch.nn.Module) -> list[d
     """
     if FSDPState is None:
         raise UnsupportedError(_NEEDS)
+    if not isinstance(states, list | tuple) or not all(isinstance(s, dict) and "rank" in s for s in states):
+        raise ArgumentError("states: give a list of what State.state_dict() returned on each rank that saved")
     old: dict[int, dict[int, dict[str, Any]]] = {}
     shards = 1
     for s in states:
@@ -253,6 +261,8 @@ def compress_all_gather(
 
 
 def _found(module: torch.nn.Module) -> list["_Unit"]:
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"module={module!r}: give the torch.nn.Module that fully_shard was called with")
     names = {id(p): name for name, p in module.named_parameters()}
     found: list[_Unit] = []
     for m in module.modules():

@@ -4,6 +4,8 @@ import weakref
 from typing import TYPE_CHECKING
 
 from sidcomp.config import optimizer_check
+from sidcomp.config.kinds import is_number
+from sidcomp.errors import ArgumentError
 
 if TYPE_CHECKING:
     from sidcomp.integrations.local_parts import Optimizers
@@ -28,6 +30,10 @@ def check_optimizer(state: "State", optimizer: "Optimizers", clip_grad_norm: flo
     from sidcomp.integrations.local_parts import check_state, each
 
     check_state(state)
+    if clip_grad_norm is not None and not is_number(clip_grad_norm):
+        raise ArgumentError(
+            f"clip_grad_norm={clip_grad_norm!r}: give the max_norm that the program clips at, or None"
+        )
     optimizers = each(optimizer)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     for one in optimizers:

@@ -35,6 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sidcomp import notices
 from sidcomp.config import specification
 from sidcomp.config.grouping import UNITS
+from sidcomp.config.kinds import is_list
 from sidcomp.config.policy import by_size, check_rule, fits
 from sidcomp.config.registry import find_codec
 from sidcomp.errors import ArgumentError, ParameterError, SetupError, UnsupportedError
@@ -109,7 +110,7 @@ _configured: Configuration | None = None
 def configure(
     codec: str | None = None,
     *,
-    groups: Iterable[str] | None = None,
+    groups: str | Iterable[str] | None = None,
     min_bytes: int = 64 * 2**10,
     reduce_scatter: str | None = None,
     all_gather: str | None = None,
@@ -142,7 +143,10 @@ def configure(
     Raises ArgumentError or ParameterError, which say what to change.
     """
     global _configured
-    names = None if groups is None else tuple(groups)
+    given: Any = (groups,) if isinstance(groups, str) else groups
+    names = tuple(given) if is_list(given) else None
+    if given is not None and (names is None or not all(isinstance(name, str) for name in names)):
+        raise ArgumentError(f"groups={groups!r}: give a list of names of process groups, such as ['dp']")
     _configured = _configuration(codec, names, min_bytes, arguments, reduce_scatter, all_gather)
 
 
@@ -1065,6 +1069,8 @@ def process_group(
     SIDCOMP. Raises ArgumentError or ParameterError.
     """
     global _given
+    if not isinstance(inner, dist.ProcessGroup):
+        raise ArgumentError(f"inner={inner!r}: give a process group of which this rank is a member")
     configuration = _configuration(codec, (), min_bytes, arguments, reduce_scatter, all_gather)
     _given = inner, configuration
     try:

@@ -42,6 +42,8 @@ def plan(
     (for each group {"group", "backward", "encode", "exchange", "decode"}: [start, end] in ps from the start
     of the iteration, or None)}. Raises ArgumentError, which names the field at fault.
     """
+    if not isinstance(algorithm, str):
+        raise ArgumentError(f"algorithm={algorithm!r}: give a name that `sidcomp plan --list` has")
     loaded = load(instance)
     settings: dict[str, int | list[int]] = {}
     for name, value in options.items():

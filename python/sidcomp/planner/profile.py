@@ -100,6 +100,8 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
         """Loads a profile from a file. Raises ArgumentError, which names the file and the field at fault."""
+        if not isinstance(path, str | Path):
+            raise ArgumentError(f"profile {path!r}: give the path of a file that Profile.save has written")
         try:
             data = fusion.parse_json(Path(path).read_text(), "it")
             if isinstance(data, dict) and "format" in data and data["format"] != FORMAT:

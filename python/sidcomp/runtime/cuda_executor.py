@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sidcomp import core as _core
+from sidcomp.config.kinds import from_environment
 from sidcomp.config.registry import find_codec
 from sidcomp.config.settings import Settings
 from sidcomp.errors import CorruptPayloadError, UnsupportedError
@@ -157,7 +158,7 @@ class CudaExecutor:
 
     def _enter(self) -> None:
         # As in CUDA, a lower number is a higher priority. 0 is that of the gradients' stream.
-        priority = int(os.environ.get("SIDCOMP_STREAM_PRIORITY", "0"))
+        priority = from_environment("SIDCOMP_STREAM_PRIORITY", 0)
         self.stream = torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         early = _core.cuda_early if os.environ.get("SIDCOMP_LAUNCH_EARLY") == "1" else 0
         self.where = {"device": self.stream.device.index | early, "stream": self.stream.cuda_stream}

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from sidcomp import core as _core
+from sidcomp.config.kinds import is_list, is_number, is_whole
 from sidcomp.config.registry import check_ranks, resolve
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import ArgumentError
@@ -121,14 +122,23 @@ def _apart(out: _View, what: str, *others: tuple[_View, str]) -> None:
 
 def _numbered(seed: int, group: int) -> None:
     for what, number, bits in (("seed", seed, 64), ("group", group, 32)):
-        if not 0 <= number < 2**bits:
-            raise ArgumentError(f"{what}={number}: give a number from 0 to 2**{bits} - 1")
+        if not is_whole(number) or not 0 <= number < 2**bits:
+            raise ArgumentError(f"{what}={number!r}: give a whole number from 0 to 2**{bits} - 1")
+
+
+def _sized(n: int, isa: str | None) -> None:
+    if not is_whole(n) or not 0 <= n < 2**64:
+        raise ArgumentError(f"n={n!r}: give the number of elements of the vectors, a whole number")
+    if isa is not None and not isinstance(isa, str):
+        raise ArgumentError(
+            f'isa={isa!r}: give the name of an instruction set, such as "avx2", or "auto" for the best'
+        )
 
 
 def _carried(carry: float) -> float:
-    if not 0 < carry < math.inf:
+    if not is_number(carry) or not 0 < carry < math.inf:
         raise ArgumentError(f"carry={carry!r}: give a finite factor greater than 0")
-    return carry
+    return float(carry)
 
 
 def _empty(like: Any, n: int, dtype: str) -> Any:
@@ -187,20 +197,27 @@ class Compressor:
         isa: str | None = None,
         **parameters: Setting,
     ) -> None:
-        if world < 1 or not 0 <= rank < world:
-            raise ArgumentError(f"rank={rank}, world={world}: rank must be 0 to world - 1")
+        if not (is_whole(rank) and is_whole(world) and 0 <= rank < world):
+            raise ArgumentError(
+                f"rank={rank!r}, world={world!r}: give whole numbers; rank must be 0 to world - 1"
+            )
         _numbered(seed, group)
+        _sized(n, isa)
         self.codec, self.memory, self.parameters = resolve(codec, memory, parameters)
         name = getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
         extra: dict[str, Any] = {} if isa is None else {"isa": isa}
         if shapes is not None:
+            if not is_list(shapes) or not all(is_list(s) and all(map(is_whole, s)) for s in shapes):
+                raise ArgumentError(
+                    f"shapes={shapes!r}: give the shapes of the tensors, such as [(64, 3, 7, 7), (64,)]"
+                )
             extra["shapes"] = [(math.prod(s), math.prod(s[1:]) if len(s) > 1 else 1) for s in shapes]
-        self.plan = _core.Plan(self.codec.name, self.memory.name, n, name, self.parameters, **extra)
+        self.plan = _core.Plan(self.codec.name, self.memory.name, int(n), name, self.parameters, **extra)
         check_ranks(self.plan, world)
-        self.n = n
+        self.n = int(n)
         self.dtype = name
         self.step = 0
-        self._at = {"seed": seed, "group": group, "rank": rank, "world": world}
+        self._at = {"seed": int(seed), "group": int(group), "rank": int(rank), "world": int(world)}
         self._state = _Block(self.plan.state_bytes)
         self._work = _Block(self.plan.work_bytes)
         self._stats: _core.Stats | None = None
@@ -241,6 +258,8 @@ class Compressor:
 
         `payload` is what `encode(x)` returned, after the ranks have summed the slice before this one in it.
         For world > 1 only."""
+        if not is_whole(reduction) or reduction < 1:
+            raise ArgumentError(f"reduction={reduction!r}: give the number of the reduction, 1 or more")
         source = self._vector(x, "x")
         view = _look(payload, "payload", writes=True)
         if view.dtype != "uint8" or view.n != self.payload_bytes or view.ptr % 64:
@@ -265,13 +284,15 @@ class Compressor:
         Raises CorruptPayloadError or MismatchError, whose `culprit` is the index of the payload at fault; out
         is then unchanged.
         """
+        if not is_number(scale):
+            raise ArgumentError(f"scale={scale!r}: give a number, such as 1 / world for the mean")
         parts = self._parts(payloads)
         if out is None:
             out = _empty(parts[0].holder, self.n, self.dtype)
         target = self._vector(out, "out", writes=True)
         _apart(target, "out", *((part, f"payloads[{i}]") for i, part in enumerate(parts)))
         places, kept = self._places(parts)
-        self.plan.decode_list(places, scale, _core.Buffers(_segments(target)), step=-1, group=0)
+        self.plan.decode_list(places, float(scale), _core.Buffers(_segments(target)), step=-1, group=0)
         _written(out)
         if self.plan.extra_bytes and len(places) == 1:
             with self._turn:

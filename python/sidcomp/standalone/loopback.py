@@ -5,10 +5,21 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from sidcomp import core as _core
+from sidcomp.config.kinds import is_list, is_whole
 from sidcomp.config.registry import find_codec, find_exchange, find_memory
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import ArgumentError, DivergenceError
-from sidcomp.standalone.compressor import Array, _Block, _carried, _empty, _is, _look, _numbered, _segments
+from sidcomp.standalone.compressor import (
+    Array,
+    _Block,
+    _carried,
+    _empty,
+    _is,
+    _look,
+    _numbered,
+    _segments,
+    _sized,
+)
 
 
 class Loopback:
@@ -43,9 +54,10 @@ class Loopback:
         isa: str | None = None,
         **parameters: Setting,
     ) -> None:
-        if not 1 <= world <= 4096:
-            raise ArgumentError(f"world={world}: give 1 to 4096 ranks")
+        if not is_whole(world) or not 1 <= world <= 4096:
+            raise ArgumentError(f"world={world!r}: give 1 to 4096 ranks")
         _numbered(seed, group)
+        _sized(n, isa)
         self.exchange = find_exchange(exchange)
         self.codec = find_codec(codec)
         self.memory = find_memory(self.codec.memory if memory is None else memory)
@@ -80,6 +92,8 @@ class Loopback:
         `rounds`. Raises the errors that the ranks would raise, such as CorruptPayloadError, and
         DivergenceError if their results differ.
         """
+        if not hasattr(gradients, "__len__") or not is_list(gradients):
+            raise ArgumentError(f"gradients={gradients!r}: pass a list with an array for each rank")
         if len(gradients) != self.world:
             raise ArgumentError(f"gradients: {len(gradients)} for {self.world} ranks; pass one for each rank")
         out = []
@@ -124,12 +138,17 @@ class Loopback:
         x.bytes_per_rank, x.rounds = nbytes, self.rounds
         return x
 
+    def _rank(self, rank: int) -> _core.Exchange:
+        if not is_whole(rank) or not 0 <= rank < self.world:
+            raise ArgumentError(f"rank={rank!r}: give a rank from 0 to {self.world - 1}")
+        return self.ranks[rank]
+
     def residual(self, rank: int) -> Any:
         """A rank's memory: float32, numpy, shape (vectors, n). With two-shot the last vector is what the rank
         keeps for all ranks, in the elements that it sums."""
         import numpy
 
-        x = self.ranks[rank]
+        x = self._rank(rank)
         out = numpy.zeros((max(x.vectors, 1), self.n), dtype=numpy.float32)
         with self._turn:
             x.residual_out(self._state[rank].ptr, out.ctypes.data)
@@ -138,7 +157,7 @@ class Loopback:
     def set_residual(self, rank: int, values: Any) -> None:
         """Sets a rank's memory to float32 values as `residual` returns them. What the last vector holds for
         elements that another rank sums is added to the rank's own residual, so the ranks' total is kept."""
-        view, x = _look(values, "values"), self.ranks[rank]
+        view, x = _look(values, "values"), self._rank(rank)
         n = max(x.vectors, 1) * self.n
         if view.dtype != "float32" or view.n != n:
             raise ArgumentError(f"values: has {view.n} elements of {view.dtype}; pass {n} of float32")

@@ -10,6 +10,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from sidcomp import core as _core
+from sidcomp.config.kinds import is_list, is_number, is_whole
 from sidcomp.config.registry import exchanges, find_codec, find_exchange, find_memory
 from sidcomp.config.schedule import Setting
 from sidcomp.errors import ArgumentError, SetupError, SidcompError
@@ -43,8 +44,8 @@ class Link:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             least = 0.0 if name.endswith("_us") else 1e-6
-            if not least <= value < math.inf:
-                raise ArgumentError(f"Link: {name}={value}: a finite number from {least:g} on")
+            if not is_number(value) or not least <= value < math.inf:
+                raise ArgumentError(f"Link: {name}={value!r}: a finite number from {least:g} on")
         if self.together > 1:
             raise ArgumentError(f"Link: together={self.together}: a share of the link, at most 1")
 
@@ -58,6 +59,11 @@ class Compute:
     decode_ns: float = 0.0
     merge_ns: float = 0.0
     node_ns: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not is_number(value) or not 0 <= value < math.inf:
+                raise ArgumentError(f"Compute: {name}={value!r}: a finite number from 0 on")
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,10 @@ class Simulation:
 
     def best(self, world: int) -> Row:
         """The fastest over `world` ranks, dense among them."""
-        return min((r for r in self.rows if r.world == world), key=lambda r: r.seconds)
+        rows = [r for r in self.rows if r.world == world]
+        if not rows:
+            raise ArgumentError(f"no row over {world!r} ranks: there are {self.worlds}")
+        return min(rows, key=lambda r: r.seconds)
 
     def crossover(self, exchange: str, other: str = DENSE) -> int | None:
         """The smallest world from which on `other` is faster; None: never within what was simulated."""
@@ -168,17 +177,25 @@ def simulate(
     the process group's ring all-reduce; where a codec goes by all-reduce or all-gather, that is a ring, too.
     exchange: names, None for all that take the codec. A world that an exchange does not take is left out.
     """
-    link, compute = link or Link(), compute or Compute()
-    if not 0 <= n <= 2**40:
-        raise ArgumentError(f"n={n}: 0 to 2**40 elements")
-    if not 1 <= ranks_per_node <= 256:
-        raise ArgumentError(f"ranks_per_node={ranks_per_node}: 1 to 256")
+    link = Link() if link is None else link
+    compute = Compute() if compute is None else compute
+    for what, given, kind in (("link", link, Link), ("compute", compute, Compute)):
+        if not isinstance(given, kind):
+            raise ArgumentError(f"{what}={given!r}: give a sidcomp.{kind.__name__}, or leave it out")
+    if not is_whole(n) or not 0 <= n <= 2**40:
+        raise ArgumentError(f"n={n!r}: 0 to 2**40 elements")
+    if not is_whole(ranks_per_node) or not 1 <= ranks_per_node <= 256:
+        raise ArgumentError(f"ranks_per_node={ranks_per_node!r}: 1 to 256")
+    if exchange is not None and not is_list(exchange):
+        raise ArgumentError(f"exchange={exchange!r}: give a list of names, or None for all")
+    if not is_list(worlds):
+        raise ArgumentError(f"worlds={worlds!r}: give a list of numbers of ranks")
     names = [e.name for e in exchanges()] if exchange is None else [find_exchange(e).name for e in exchange]
     m = find_memory(find_codec(codec).memory if memory is None else memory).name
     rows, refused = [], ""
     for world in worlds:
-        if not 1 <= world <= 4096:
-            raise ArgumentError(f"worlds: {world}: 1 to 4096 ranks")
+        if not is_whole(world) or not 1 <= world <= 4096:
+            raise ArgumentError(f"worlds: {world!r}: 1 to 4096 ranks")
         rows.append(_row(DENSE, "none", "none", n, world, {}, link, Compute(), ranks_per_node))
         for name in names:
             try:
