@@ -627,12 +627,10 @@ class State:
         now, then = ("may choose", "chooses from") if own.auto else ("uses", "uses")
         suited = self._suited(adaptive=True).candidates
         names = ", ".join(c.encoding for c in suited if not c.in_messages)
+        uses = f"{now} {own.candidates[0].encoding}"
+        instead = f"call state.follow(optimizer) before the first step of your program, and it {then} {names}"
         notices.warn(
-            f"this model is trained with {type(optimizer).__name__}, and {self._ending.what} {now} "
-            f"{own.candidates[0].encoding}, which raised the loss of a language model by {codec.over:g} % "
-            f"with Adam: call state.follow(optimizer) before the first step of your program, and it {then} "
-            f'{names}; or accept the loss with accuracy="any" (docs/accuracy.md, With Adam)',
-            self._engine.speaker,
+            accuracy_of.warning(optimizer, self._ending.what, uses, codec, instead), self._engine.speaker
         )
 
     def _suited(self, adaptive: bool) -> Settings:

@@ -75,3 +75,12 @@ def costly(accuracy: str, of_auto: bool) -> Measured | None:
     chosen = candidates(accuracy, False) if of_auto else allowed(accuracy, False)[:1]
     suited = allowed(accuracy, True)
     return next((m for m in ADAPTIVE if m.spec in chosen and m.spec not in suited), None)
+
+
+def warning(optimizer: "Optimizer", who: str, uses: str, costs: Measured, instead: str) -> str:
+    """What to say of a codec that nobody named, beside Adam. who: uses it; instead: what to do."""
+    return (
+        f"this model is trained with {type(optimizer).__name__}, and {who} {uses}, which raised the loss of "
+        f"a language model by {costs.over:g} % with Adam: {instead}; or accept the loss with "
+        'accuracy="any" (docs/accuracy.md, With Adam)'
+    )
