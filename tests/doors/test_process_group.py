@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from contextlib import redirect_stderr
 from datetime import timedelta
 from functools import partial
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 STEPS = 12
 
@@ -556,6 +558,76 @@ def test_the_environment_variable() -> None:
             assert [said in s for s in states] == ([True] if said else [])
     with pytest.raises(Exception, match=r"SIDCOMP='topk:density'.*key=value"):
         run(from_environment, 1, backend=partial(environment, "topk:density"))
+
+
+# ---- an optimizer that the codec does not suit
+
+
+def trained(rank: int, world: int, how: str) -> list[str]:
+    """The warnings of some steps. how: what averages, or what steps."""
+    kinds: dict[str, Any] = {"SGD": torch.optim.SGD}
+    kind = kinds.get(how, torch.optim.AdamW)
+    module, second = network(), network(1, 50)
+    if how == "hsdp":
+        mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+        fully_shard(module, mesh=mesh)
+    if how == "hooks":
+        for p in module.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    view = how == "view"
+    ddp = how not in ("hsdp", "hooks")
+    model = DistributedDataParallel(module, gradient_as_bucket_view=view) if ddp else module
+    others = DistributedDataParallel(second) if how in ("second", "later") else second
+    mine = kind(model.parameters(), lr=0.01)
+    its = torch.optim.Adam(others.parameters(), lr=0.01)
+    if how in ("other", "later"):
+        mine = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught, sidcomp.strict(how == "strict"):
+        warnings.simplefilter("always")
+        raised = []
+        for step in range(10):
+            backward(model, rank, step)
+            before = flat(model)
+            try:
+                mine.step()
+            except sidcomp.StrictError as e:
+                raised.append(str(e))
+                assert torch.equal(flat(model), before)
+            mine.zero_grad()
+            if how in ("other", "second", "later"):
+                if how != "later" or step > 4:  # its optimizer has stepped before its gradients come
+                    backward(others, rank, step)
+                its.step()
+                its.zero_grad()
+    assert any(p.state is not None and p.steps > 2 for p in group().programs)
+    looks = len(_global_optimizer_pre_hooks)
+    assert looks == (1 if how in ("SGD", "other") else 0)
+    return raised + [str(w.message) for w in caught if issubclass(w.category, sidcomp.SidcompWarning)]
+
+
+@pytest.mark.parametrize("how", ["plain", "view", "hooks", "hsdp", "second", "later", "strict"])
+def test_adam_beside_a_codec_that_nobody_named_is_named_once(how: str) -> None:
+    first, other = run(trained, 2, how, backend=compressing)
+    assert len(first) == 1 and len(other) == (1 if how == "strict" else 0)
+    kind = "Adam" if how == "later" else "AdamW"
+    assert f"this model is trained with {kind}, and process group" in first[0]
+    assert "uses topk density=0.084" in first[0] and "3.5 % with Adam" in first[0]
+    assert "name a codec, SIDCOMP=int4 in the environment, or in configure() or process_group()" in first[0]
+
+
+@pytest.mark.parametrize(
+    "how, named",
+    [
+        ("SGD", {}),
+        ("other", {}),
+        ("named", {"codec": "int4"}),
+        ("named", {"density": 0.05}),
+        ("named", {"accuracy": "any"}),
+    ],
+)
+def test_nothing_is_said_of_an_optimizer_that_the_codec_suits(how: str, named: dict[str, Any]) -> None:
+    for said in run(trained, 2, how, backend=partial(compressing, **named)):
+        assert not said
 
 
 # ---- programs of torch's own

@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sidcomp import notices
+from sidcomp.config import accuracy as accuracy_of
 from sidcomp.config import specification
 from sidcomp.config.grouping import UNITS
 from sidcomp.config.kinds import is_list
@@ -45,6 +46,7 @@ from sidcomp.integrations.reduce_scatter import ReduceScatter
 from sidcomp.runtime.block import DTYPES
 from sidcomp.runtime.bucket import Bucket
 from sidcomp.runtime.engine import Engine, Model
+from sidcomp.runtime.optimizer_watch import Unfollowed
 from sidcomp.state import State
 
 BACKEND = "sidcomp"
@@ -102,6 +104,14 @@ class Configuration:
         made._finalizer.detach()  # the process group says itself what becomes of it
         made._engine.announced = True
         return made
+
+    def costs(self) -> accuracy_of.Measured | None:
+        """The codec, if nobody named it and it costs more beside Adam than the accuracy that was asked for
+        allows."""
+        if self.codec == "off":
+            return None
+        own = self.state().settings
+        return accuracy_of.costly(own.accuracy, own.auto) if own.free else None
 
 
 _configured: Configuration | None = None
@@ -293,6 +303,19 @@ class _Watch:
 
 
 _watch = _Watch()
+
+
+def _trained() -> list[int]:
+    """The ids of some parameters, at least one, of the model whose gradients the current call carries; none
+    if it cannot be told. DDP and hooks of gradients issue it from the node that accumulates a parameter's
+    gradient; of FSDP2's calls the parameter group is known, if `parameter_groups.watch` could begin."""
+    if (unit := parameter_groups.reducing()) is not None:
+        return [id(p.sharded_param) for p in unit.fsdp_params]
+    variable = getattr(_node(), "variable", None)
+    return [] if variable is None else [id(variable)]
+
+
+_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
 class Call(NamedTuple):
@@ -565,12 +588,16 @@ class ProcessGroup(dist.ProcessGroup):
         self._lossless = scatters is not None and scatters.lossless
         self._works: dict[ReduceScatter, _Decoding] = {}  # reduce-scatters that nobody has waited for
         self._told: set[str] = set()
+        # Of Adam, beside a codec that nobody named: the ids of parameters whose gradients were compressed.
+        self._costs = configuration.costs()
+        self._trained: set[int] = set()
+        self._unfollowed: Unfollowed | None = None
         self._active: Program | None = None  # what the backward pass in progress has been so far
         self._stopped = False  # the pass in progress is no longer the active program's
         self._clear()
         self._task = -1  # autograd's number of the backward pass in progress
         self._passes = 0  # backward passes that were watched in vain
-        if configuration.reduce_scatter or configuration.all_gather:
+        if configuration.reduce_scatter or configuration.all_gather or self._costs:
             parameter_groups.watch()
         for name in ("cpu", "cuda"):
             device = torch.device(name)
@@ -717,6 +744,8 @@ class ProcessGroup(dist.ProcessGroup):
             if not call.average:
                 flat.mul_(self.size())  # the engine averages
             program.holds = True
+            if self._costs is not None and not program.steps:
+                self._look_for_adam(index == 0)
             future = engine.ready(program.buckets[index], flat)
         except Exception as e:
             engine.report(e)
@@ -875,6 +904,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _end(self) -> None:
         """A backward pass has ended."""
+        if self._unfollowed is not None and self._unfollowed.over:
+            self._stop_looking()
         program, stopped = self._active, self._stopped
         if program is not None and len(self._calls) < len(program.calls):
             self._stop(
@@ -922,6 +953,40 @@ class ProcessGroup(dist.ProcessGroup):
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         self.inner.allreduce([least], options).wait()
         return [Likeness(x) for x in least.tolist()]
+
+    # ---- Adam
+    # ------------------------------------------------------------------------------------------------
+
+    def _look_for_adam(self, first: bool) -> None:
+        """Looks for an optimizer that the codec does not suit. first: the call is the first of a program that
+        has not been compressed yet, so optimizers that were of no interest may be its own."""
+        self._trained.update(_trained())
+        if (first or self._unfollowed is None) and self._trained:
+            self._stop_looking()
+            self._unfollowed = Unfollowed(self._unsuited, self._trained)
+
+    def _stop_looking(self) -> None:
+        if self._unfollowed is not None:
+            self._unfollowed.remove()
+            self._unfollowed = None
+
+    def _unsuited(self, optimizer: torch.optim.Optimizer) -> None:
+        costs, self._costs = self._costs, None
+        if costs is None:
+            return
+        own = next(p.state.settings for p in self.programs if p.state is not None)
+        (codec, parameters), *_ = accuracy_of.allowed(own.accuracy, of_adaptive=True)
+        name = ":".join([codec, ",".join(f"{k}={v}" for k, v in parameters.items())]).rstrip(":")
+        notices.warn(
+            accuracy_of.warning(
+                optimizer,
+                f"process group {self.group_desc!r} of the backend {BACKEND!r}",
+                f"uses {own.candidates[0].encoding}",
+                costs,
+                f"name a codec, SIDCOMP={name} in the environment, or in configure() or process_group()",
+            ),
+            self.rank(),
+        )
 
     # ---- what it says
     # ------------------------------------------------------------------------------------------------
