@@ -187,9 +187,10 @@ class State:
                     iterations by that of the tensors.
     accuracy        [None] which codecs sidcomp may choose by itself, if you name neither the codec nor
                     candidates. "exact": only "lossless", which rounds nothing, but may send elements far
-                    smaller than their neighbors a step later. "dense": those whose loss was no worse than
-                    the worst seed of uncompressed training. "close": also those with at most 1 % more loss.
-                    "any": all of them. None: "dense". The choice depends on the optimizer
+                    smaller than their neighbors some steps later. "dense": those whose loss was above that of
+                    uncompressed training by no more than its seeds differ, on each model and number of ranks
+                    that was measured. "close": also those with at most 1 % more loss on all of them; at
+                    present none. "any": all of them. None: "dense". The choice depends on the optimizer
                     given to `follow`: with Adam and AdamW the default codec is "int4", because a fortieth of
                     the bytes costs 3.5 % of the loss (docs/accuracy.md). If the model is trained with one
                     and is not followed, a warning says so once. With `LocalError` you can send fewer bytes.

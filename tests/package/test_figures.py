@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from sidcomp.config import accuracy
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL, ACCURACY, OUTER = (
@@ -238,11 +239,62 @@ def test_the_sentences_of_local_error() -> None:
 
 def test_int4_in_the_hook() -> None:
     _, *rows = table(ACCURACY, "model | ranks | `int4` in the hook")
-    assert len(rows) == 5
+    assert len(rows) == 6
     for model, ranks, cell in rows:
         check(
             signed(cell), over(f"adamw-{TASKS[model]}-{ranks}", "gradient, int4"), f"{model}, {ranks} ranks"
         )
+
+
+CODECS = {
+    "`topk`, the default with SGD": "default",
+    "`ternary`": "ternary",
+    "`deadzone`, `bits=2`": "deadzone, 2 bits",
+    "`int2`": "int2",
+    "`int4`": "int4",
+}
+
+
+def spread(name: str) -> float:
+    """Percent that the worst seed without compression is above the best."""
+    dense = found(name)["dense"]["loss"].values()
+    return 100 * (max(dense) / min(dense) - 1)
+
+
+def test_the_codecs_in_the_hook() -> None:
+    head, *rows = table(ACCURACY, "codec | bytes, 2 ranks | GRU, 2 ranks")
+    assert {row[0] for row in rows[:-1]} == set(CODECS)
+    names = []
+    for column in head[2:]:
+        model, ranks = column.split(", ")
+        names.append(f"adamw-{TASKS[model]}-{ranks.split()[0]}")
+    for codec, fraction, *cells in rows[:-1]:
+        label = f"gradient, {CODECS[codec]}"
+        assert abs(int(fraction.removeprefix("1/")) - found("adamw-lm-2")[label]["ratio"]) <= 0.5
+        for name, cell in zip(names, cells, strict=True):
+            if cell == "not measured":
+                assert label not in found(name), f"{codec}, {name}: there are figures"
+            else:
+                check(signed(cell), [mean(over(name, label))], f"{codec}, {name}")
+    for name, cell in zip(names, rows[-1][2:], strict=True):
+        if cell == "one seed":
+            assert len(found(name)["dense"]["loss"]) == 1
+        else:
+            check([cell.removesuffix(" %")], [spread(name)], name)
+
+
+def test_the_codecs_that_may_be_chosen() -> None:
+    """The table in the code: every model and number of ranks that was measured, and no other."""
+    labels = {"topk": "default", "deadzone": "deadzone, 2 bits"}
+    names = {(model, ranks): f"adamw-{task}-{ranks}" for model, task in TASKS.items() for ranks in (2, 4, 8)}
+    for (codec, _), figures, seeds in accuracy.ADAPTIVE:
+        label = f"gradient, {labels.get(codec, codec)}"
+        assert set(figures) == {run for run, name in names.items() if label in found(name)}
+        for run, figure in figures.items():
+            check([f"{figure}"], [mean(over(names[run], label))], f"{codec}, {run}")
+        assert set(seeds) == {run for run, name in names.items() if len(found(name)["dense"]["loss"]) > 1}
+        for run, figure in seeds.items():
+            check([f"{figure}"], [spread(names[run])], f"{run}")
 
 
 def test_eight_ranks() -> None:

@@ -25,9 +25,9 @@ def check(
         measured = next(m for m in accuracy.ADAPTIVE if m.spec == accuracy.FORTIETH)
         notices.log(
             f"{kind} divides by the size of recent gradients, and codec {sparse[0]!r} delivers most of a "
-            "gradient steps later, which is not the same to it: at 1/40 of the bytes the loss of a language "
-            f"model rose by {measured.over:g} %. sidcomp.LocalError, or State('int4'), avoid that "
-            "(docs/accuracy.md, With Adam)",
+            "gradient steps later, which is not the same to it: with payloads of 1/40 the loss of a "
+            f"language model rose by up to {measured.worst:g} %. sidcomp.LocalError, or State('int4'), avoid "
+            "that (docs/accuracy.md, With Adam)",
             rank,
         )
     if not memory.momentum:
