@@ -14,7 +14,6 @@ in the same processes.
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 from itertools import pairwise
@@ -22,7 +21,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import sidcomp
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -30,75 +28,28 @@ import torch.multiprocessing as mp
 from benchmarks import compact_json
 from benchmarks.common import RESULTS, machine, report, summary, with_note
 from benchmarks.netlab.lab import Lab, LabError, parse_rate, show_rate
-from benchmarks.netlab.outer import WAYS as IN_LAB
+from benchmarks.netlab.outer import RATES, WAYS, learn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from tasks import TASKS
 
-RATES = {"lm": 0.004, "gpt": 0.003}
-SPARSE = {"ratio": 128, "values": "log2", "indices": "packed", "beta": 0.95}
-AVERAGE = {"lr": 1.0, "momentum": 0.0}
 DENSE = "dense"
-EVERY_STEP = [way for way in IN_LAB if way.startswith(("DDP", "no communication"))]
-# The codec's State, and the outer optimizer.
-WAYS: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
-    "averaging": (("none", {}), AVERAGE),
-    "averaging, delay 1/3": (("none", {}), {**AVERAGE, "delay": 1 / 3}),
-    "DiLoCo": (("none", {}), {}),
-    "averaging, top-k": (("topk", {**SPARSE, "beta": 1.0}), AVERAGE),
-    "averaging, int4": (("int4", {}), AVERAGE),
-    "SparseLoCo": (("topk", SPARSE), AVERAGE),
-    "SparseLoCo with DiLoCo's momentum": (("topk", SPARSE), {"lr": 0.7, "momentum": 0.9}),
-}
+FOR_LOSS = (
+    "averaging", "averaging, delay 1/3", "DiLoCo", "averaging, top-k", "averaging, int4", "SparseLoCo",
+    "SparseLoCo with DiLoCo's momentum",
+)  # fmt: skip
+IN_LAB = (
+    "no communication", "DDP", "DDP, default topk", "DiLoCo", "DiLoCo, delay", "Outer", "Outer, delay",
+    "Outer, parts and delay", "Outer, deadline", "LocalError, deadzone", "LocalError, deadzone, delay",
+)  # fmt: skip
 
 
-def train(
-    rank: int, world: int, file: str, task: str, steps: int, every: int, way: str, seed: int, out: str
-) -> None:
+def train(rank: int, world: int, file: str, spec: dict[str, Any], out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    data = TASKS[task](rank, world, TASKS[task].batch, torch.device("cpu"))
-    torch.manual_seed(seed)
-    model = data.model()
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=RATES[task], betas=(0.9, 0.95), weight_decay=0.1)
-    codec, given = WAYS.get(way, (("none", {}), {}))
-    outer, state = None, None
-    if way != DENSE:
-        state = sidcomp.State(codec[0], **codec[1])
-        how = {**given, "delay": round(given.get("delay", 0) * every)}
-        outer = sidcomp.Outer(model, optimizer, state, every=every, **how)
-    carry = None
-    for step in range(steps):
-        rate = RATES[task] * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss, carry = data.loss(model, 1000 * seed + step, carry)
-        loss.backward()
-        if outer is None:
-            grads = torch.cat([p.grad.flatten() for p in parameters])  # type: ignore[union-attr]
-            dist.all_reduce(grads)
-            for p, g in zip(parameters, (grads / world).split([p.numel() for p in parameters]), strict=True):
-                p.grad = g.view_as(p)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0 if outer is None else math.sqrt(world))
-        if outer is None:
-            optimizer.step()
-        else:
-            outer.step()
-    sent = 1.0
-    if outer is not None and state is not None:
-        outer.average()
-        n = sum(p.numel() for p in parameters)
-        dense = 2 * (world - 1) / world * 4 * n * steps
-        sent = dense / state.stats()["wire_bytes"]
-        state.close()
-    model.eval()
-    with torch.no_grad():
-        total = torch.tensor(data.measure(model), dtype=torch.float64)
-    dist.all_reduce(total)
+    found = learn(spec, rank, world)
     if rank == 0:
-        Path(out).write_text(json.dumps({"loss": float(total[0] / total[1]), "ratio": sent}))
+        Path(out).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -106,10 +57,18 @@ def train(
 def measure(args: argparse.Namespace, every: int, way: str, seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="outer-") as folder:
         out = Path(folder) / "out.json"
-        given = (args.world, f"{folder}/store", args.task, args.steps, every, way, seed, str(out))
-        mp.start_processes(train, given, nprocs=args.world)
+        spec = {
+            "task": args.task, "steps": args.steps, "every": every, "way": way, "seed": seed, "average": True,
+        }  # fmt: skip
+        mp.start_processes(train, (args.world, f"{folder}/store", spec, str(out)), nprocs=args.world)
         found: dict[str, float] = json.loads(out.read_text())
     return found
+
+
+def in_order(cell: tuple[str, int]) -> tuple[int, int]:
+    """Of a way and how many steps are between two exchanges: those with more exchanges first."""
+    way, every = cell
+    return every, list(WAYS).index(way)
 
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -138,8 +97,7 @@ def lab(args: argparse.Namespace) -> int:
             f"bench_outer: --ways {unknown[0]!r}: choose from {', '.join(map(repr, IN_LAB))}", file=sys.stderr
         )
         return 2
-    cells = [(way, 1) for way in ways if way in EVERY_STEP]
-    cells += [(way, every) for every in args.every for way in ways if way not in EVERY_STEP]
+    cells = sorted({(way, WAYS[way].every or h) for h in args.every for way in ways}, key=in_order)
     spec = {
         "task": args.task, "seed": 0, "every": args.every[0], "ways": cells, "steps": args.lab_steps,
         "rounds": args.rounds, "lose": args.lose, "deadline": args.deadline,
@@ -207,7 +165,7 @@ def lab(args: argparse.Namespace) -> int:
         new = {(row["way"], row["every"]) for row in table}
         old = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
         table += [row for row in old if (row["way"], row["every"]) not in new]
-        table.sort(key=lambda row: (int(row["every"]), list(IN_LAB).index(row["way"])))
+        table.sort(key=lambda row: in_order((row["way"], int(row["every"]))))
     report(name, f"Outer: {where}", table, note + "\n".join(lines), RESULTS if args.save else None)
     return 0
 
@@ -242,7 +200,10 @@ def main(argv: list[str] | None = None) -> int:
     found: dict[str, Any] = json.loads(kept.read_text())["found"] if args.save and kept.exists() else {}
     cells = [(DENSE, DENSE, 1)]
     cells += [
-        (f"{way}, every {h}", way, h) for h in args.every for way in WAYS if way.startswith(args.only or "")
+        (f"{way}, every {h}", way, h)
+        for h in args.every
+        for way in FOR_LOSS
+        if way.startswith(args.only or "")
     ]
     if other := [of["steps"] for of in found.values() if of["steps"] != args.steps]:
         print(

@@ -1,9 +1,10 @@
-"""What runs on each host for `python -m benchmarks.bench_outer --lab`: a task, trained in several ways one
-after the other, and each step timed.
+"""The ways of benchmarks/bench_outer.py to train, and what runs on each host with --lab: a task, trained in
+several ways one after the other, and each step timed.
 
 python -m benchmarks.netlab.outer '{"task": "lm", "ways": [["Outer", 30]], ...}' result.json
 """
 
+import contextlib
 import datetime
 import gc
 import json
@@ -11,8 +12,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import sidcomp
 import torch
@@ -25,19 +28,56 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from tasks import TASKS
 
 WARM = 3
-# The State, and the further arguments of Outer (delay: in parts of `every`) or LocalError.
-WAYS: dict[str, tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]] = {
-    "no communication": (None, {}),
-    "DDP": (None, {}),
-    "DDP, default topk": (("topk", {}), {}),
-    "DiLoCo": (("none", {}), {}),
-    "DiLoCo, delay": (("none", {}), {"delay": 0.5}),
-    "Outer": (None, {}),
-    "Outer, delay": (None, {"delay": 0.5}),
-    "Outer, parts and delay": (None, {"delay": 0.1, "parts": 5}),
-    "Outer, deadline": (None, {"deadline": 60.0}),
-    "LocalError, deadzone": (("deadzone", {"bits": 0.5}), {}),
-    "LocalError, deadzone, delay": (("deadzone", {"bits": 0.5}), {"delay": 1}),
+RATES = {"lm": 0.004, "gpt": 0.003}
+
+
+class Way(NamedTuple):
+    """door: "nothing" (no communication), "all-reduce" (of the gradients), "DDP", "Outer" or "LocalError".
+    state: makes the State, where it is not the door's own. how: further arguments of Outer (delay: in parts
+    of `every`) or LocalError. every: steps between two exchanges; None: as many as the caller says."""
+
+    door: str
+    state: Callable[[], sidcomp.State] | None = None
+    how: Mapping[str, Any] = MappingProxyType({})
+    every: int | None = None
+
+
+def uncompressed() -> sidcomp.State:
+    return sidcomp.State("none")
+
+
+def sparse(beta: float = 0.95) -> sidcomp.State:
+    return sidcomp.State("topk", ratio=128, values="log2", indices="packed", beta=beta)
+
+
+def deadzone() -> sidcomp.State:
+    return sidcomp.State("deadzone", bits=0.5)
+
+
+AVERAGE = {"lr": 1.0, "momentum": 0.0}
+WAYS = {
+    "dense": Way("all-reduce", every=1),
+    "averaging": Way("Outer", uncompressed, AVERAGE),
+    "averaging, delay 1/3": Way("Outer", uncompressed, {**AVERAGE, "delay": 1 / 3}),
+    "averaging, top-k": Way("Outer", lambda: sparse(beta=1.0), AVERAGE),
+    "averaging, int4": Way("Outer", lambda: sidcomp.State("int4"), AVERAGE),
+    "SparseLoCo": Way("Outer", sparse),
+    "SparseLoCo with DiLoCo's momentum": Way("Outer", sparse, {"lr": 0.7, "momentum": 0.9}),
+    "no communication": Way("nothing", every=1),
+    "DDP": Way("DDP", every=1),
+    # State() before it follows an optimizer. Beside AdamW one that does takes int4.
+    "DDP, default topk": Way("DDP", lambda: sidcomp.preset("topk-fortieth"), every=1),
+    "DDP, int4": Way("DDP", lambda: sidcomp.State("int4"), every=1),
+    "DiLoCo": Way("Outer", uncompressed),
+    "DiLoCo, delay": Way("Outer", uncompressed, {"delay": 0.5}),
+    "Outer": Way("Outer"),
+    "Outer, delay": Way("Outer", None, {"delay": 0.5}),
+    "Outer, parts and delay": Way("Outer", None, {"delay": 0.1, "parts": 5}),
+    "Outer, deadline": Way("Outer", None, {"deadline": 60.0}),
+    "Outer, preset sparseloco": Way("Outer", lambda: sidcomp.preset("sparseloco")),
+    "LocalError": Way("LocalError", every=1),
+    "LocalError, deadzone": Way("LocalError", deadzone),
+    "LocalError, deadzone, delay": Way("LocalError", deadzone, {"delay": 1}),
 }
 
 
@@ -47,30 +87,31 @@ class Run:
     def __init__(self, spec: dict[str, Any], name: str, every: int, rank: int, world: int) -> None:
         kind = TASKS[spec["task"]]
         self.task = kind(rank, world, kind.batch, torch.device("cpu"))
-        torch.manual_seed(spec["seed"])
+        self.seed, self.world = spec["seed"], world
+        torch.manual_seed(self.seed)
         self.module = self.task.model()
         self.parameters = list(self.module.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.004, betas=(0.9, 0.95), weight_decay=0.1)
+        self.rate = rate = RATES[spec["task"]]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
         self.model: torch.nn.Module = self.module
         self.outer: sidcomp.Outer | None = None
         self.local: sidcomp.LocalError | None = None
-        self.state: sidcomp.State | None = None
-        codec, how = WAYS[name]
-        if name.startswith("DDP"):
+        way = WAYS[name]
+        self.state = way.state() if way.state is not None else None
+        self.reduces = way.door == "all-reduce"
+        how = {**way.how, **spec.get("how", {})}
+        if way.door == "DDP":
             self.model = DistributedDataParallel(self.module)
-            if codec is not None:
-                self.state = sidcomp.State()
+            if self.state is not None:
                 sidcomp.register(self.model, self.state)
-        elif name != "no communication":
-            self.state = sidcomp.State(codec[0], **codec[1]) if codec is not None else None
-            how = {**how, **spec.get("how", {})}
-            if name.startswith("LocalError"):
-                assert self.state is not None
-                self.local = sidcomp.LocalError(self.module, self.optimizer, self.state, every=every, **how)
-            else:
-                how["delay"] = round(how.get("delay", 0) * every)
-                self.outer = sidcomp.Outer(self.module, self.optimizer, self.state, every=every, **how)
-                self.state = self.outer.state
+                self.state.follow(self.optimizer)
+        elif way.door == "LocalError":
+            self.local = sidcomp.LocalError(self.module, self.optimizer, self.state, every=every, **how)
+            self.state = self.local.state
+        elif way.door == "Outer":
+            how["delay"] = round(how.get("delay", 0) * every)
+            self.outer = sidcomp.Outer(self.module, self.optimizer, self.state, every=every, **how)
+            self.state = self.outer.state
         self.plain = self.local is None and self.outer is None  # every step takes equally long
         self.clip = 1.0 if self.plain else math.sqrt(world)
         self.carry: torch.Tensor | None = None
@@ -79,11 +120,39 @@ class Run:
     def step(self) -> None:
         self.optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss, self.carry = self.task.loss(self.model, self.steps, self.carry)
+            loss, self.carry = self.task.loss(self.model, 1000 * self.seed + self.steps, self.carry)
         loss.backward()
+        if self.reduces:
+            grads = torch.cat([p.grad.flatten() for p in self.parameters])  # type: ignore[union-attr]
+            dist.all_reduce(grads)
+            means = (grads / self.world).split([p.numel() for p in self.parameters])
+            for p, g in zip(self.parameters, means, strict=True):
+                p.grad = g.view_as(p)
         torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         (self.local or self.outer or self.optimizer).step()
         self.steps += 1
+
+    def train(self, steps: int) -> None:
+        """All steps, with a warm-up and a cosine down to a tenth."""
+        warm = min(20, max(1, steps // 10))
+        for step in range(steps):
+            scale = min(1.0, (step + 1) / warm) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+            self.optimizer.param_groups[0]["lr"] = self.rate * scale
+            self.step()
+
+    def evaluate(self) -> float:
+        """The loss on all that is held out, of what the ranks agree on; each rank measures its share."""
+        with contextlib.ExitStack() as stack:
+            if self.local is not None:
+                stack.enter_context(self.local.agreed())
+            elif self.outer is not None:
+                stack.enter_context(self.outer.common_point())
+            self.module.eval()
+            with torch.no_grad():
+                total = torch.tensor(self.task.measure(self.module), dtype=torch.float64)
+            self.module.train()
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
 
     def timed(self, steps: int) -> list[float]:
         stamps = [time.perf_counter()]
@@ -95,6 +164,25 @@ class Run:
     def close(self) -> None:
         if self.state is not None:
             self.state.close()
+
+
+def learn(spec: dict[str, Any], rank: int, world: int) -> dict[str, float]:
+    """Trains one way: its loss, how many times fewer bytes than an all-reduce it has sent, and the seconds
+    of its steps by this rank's clock."""
+    run = Run(spec, spec["way"], spec["every"], rank, world)
+    dist.barrier()
+    start = time.perf_counter()
+    run.train(spec["steps"])
+    took = time.perf_counter() - start
+    if run.outer is not None and spec["average"]:
+        run.outer.average()
+    ratio = 1.0
+    if run.state is not None:
+        all_reduce = 2 * (world - 1) / world * 4 * sum(p.numel() for p in run.parameters)
+        ratio = all_reduce * spec["steps"] / run.state.stats()["wire_bytes"]
+    loss = run.evaluate()
+    run.close()
+    return {"loss": loss, "ratio": ratio, "seconds": took}
 
 
 def compare(spec: dict[str, Any], rank: int, world: int) -> list[dict[str, Any]]:
