@@ -4,12 +4,16 @@
     python -m benchmarks.bench_outer --every 30 --seeds 3 --only averaging --save
     python -m benchmarks.bench_outer --lab --rate 10mbit --latency 50 --save   # times over a slow network
     python -m benchmarks.bench_outer --lab --rate 10mbit --lose                # and with a rank that ends
+    python -m benchmarks.bench_outer --equal-time 90 --times outer-lab-100mbit --save
+    python -m benchmarks.bench_outer --equal-time 60 --times outer-lab-100mbit --lab --ways Outer --every 30
 
-Every row takes the same steps on the same batches (equal tokens). The ranks are processes that exchange
-through Gloo. The inner optimizer is AdamW, with a warm-up of 20 steps and a cosine down to a tenth. With
---save it adds to what benchmarks/results/outer-TASK-WORLD.json holds already, and measures only what is
-missing there. Times are measured with --lab only: each host is a network namespace, and the ways take turns
-in the same processes.
+Every row takes the same steps on the same batches (equal tokens), or, with --equal-time, as many steps as it
+makes in so many seconds by the times that --lab has saved, so that the losses do not depend on how fast this
+machine is now. The ranks are processes that exchange through Gloo; with --lab as well they train over the
+emulated network. The inner optimizer is AdamW, with a warm-up of 20 steps, at most a tenth of all, and a
+cosine down to a tenth. With --save it adds to what the file in benchmarks/results holds already, and measures
+only what is missing there. Times are measured with --lab only: each host is a network namespace, and the ways
+take turns in the same processes.
 """
 
 import argparse
@@ -33,7 +37,7 @@ from benchmarks.netlab.outer import RATES, WAYS, learn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from tasks import TASKS
 
-DENSE = "dense"
+DENSE, DDP = "dense", "DDP"
 FOR_LOSS = (
     "averaging", "averaging, delay 1/3", "DiLoCo", "averaging, top-k", "averaging, int4", "SparseLoCo",
     "SparseLoCo with DiLoCo's momentum",
@@ -42,6 +46,9 @@ IN_LAB = (
     "no communication", "DDP", "DDP, default topk", "DiLoCo", "DiLoCo, delay", "Outer", "Outer, delay",
     "Outer, parts and delay", "Outer, deadline", "LocalError, deadzone", "LocalError, deadzone, delay",
 )  # fmt: skip
+AT_EQUAL_TIME = ("DDP", "DDP, default topk", "DiLoCo", "Outer", "Outer, delay", "LocalError, deadzone")
+# Label, way, steps between two exchanges, and what else the row says of itself, such as its steps.
+Cells = list[tuple[str, str, int, dict[str, Any]]]
 
 
 def train(rank: int, world: int, file: str, spec: dict[str, Any], out: str) -> None:
@@ -54,13 +61,17 @@ def train(rank: int, world: int, file: str, spec: dict[str, Any], out: str) -> N
     dist.destroy_process_group()
 
 
-def measure(args: argparse.Namespace, every: int, way: str, seed: int) -> dict[str, float]:
+def measure(args: argparse.Namespace, spec: dict[str, Any]) -> dict[str, float]:
+    """What `learn` says: in processes of this host, or over the emulated network of --lab."""
     with tempfile.TemporaryDirectory(prefix="outer-") as folder:
         out = Path(folder) / "out.json"
-        spec = {
-            "task": args.task, "steps": args.steps, "every": every, "way": way, "seed": seed, "average": True,
-        }  # fmt: skip
-        mp.start_processes(train, (args.world, f"{folder}/store", spec, str(out)), nprocs=args.world)
+        if args.lab:
+            with Lab.build(args.world, parse_rate(args.rate), latency=args.latency) as hosts:
+                print(*hosts.introduce(), sep="\n", flush=True)
+                command = [sys.executable, "-m", "benchmarks.netlab.outer", json.dumps(spec), str(out)]
+                hosts.run(command, timeout=1800)
+        else:
+            mp.start_processes(train, (args.world, f"{folder}/store", spec, str(out)), nprocs=args.world)
         found: dict[str, float] = json.loads(out.read_text())
     return found
 
@@ -88,36 +99,54 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
-def lab(args: argparse.Namespace) -> int:
+def where(args: argparse.Namespace) -> str:
+    text = f"{TASKS[args.task].title}, {args.world} hosts of a rank, {show_rate(parse_rate(args.rate))}"
+    return text + (f", round trip {args.latency:.0f} ms" if args.latency else "")
+
+
+def rows_at_equal_time(found: dict[str, Any]) -> list[dict[str, Any]]:
+    out = []
+    for of in sorted(found.values(), key=lambda of: (of["seconds"], *in_order((of["way"], of["every"])))):
+        ddp = next(
+            (o["loss"] for o in found.values() if (o["way"], o["seconds"]) == (DDP, of["seconds"])), {}
+        )
+        over = [loss / ddp[seed] - 1 for seed, loss in of["loss"].items() if seed in ddp]
+        row = {
+            "way": of["way"],
+            "every": str(of["every"]),
+            "seconds": f"{of['seconds']:g}",
+            "ms a step": f"{of['ms']:.1f}",
+            "steps": str(of["steps"]),
+            "dense bytes / sent bytes": f"{of['ratio']:.1f}",
+            "validation loss": f"{mean(of['loss'].values()):.4f}",
+            "seeds": ", ".join(f"{x:.4f}" for x in of["loss"].values()),
+            "over DDP": f"{100 * mean(over):+.2f} %" if over else "",
+        }
+        if "took" in of:
+            row["seconds taken"] = ", ".join(f"{x:.1f}" for x in of["took"].values())
+        out.append(row)
+    return out
+
+
+def lab(args: argparse.Namespace) -> None:
     """Times the ways of benchmarks/netlab/outer.py, or the rounds of a run that loses a rank."""
     world = args.world
     ways = args.ways or list(IN_LAB)
-    if unknown := [way for way in ways if way not in IN_LAB]:
-        print(
-            f"bench_outer: --ways {unknown[0]!r}: choose from {', '.join(map(repr, IN_LAB))}", file=sys.stderr
-        )
-        return 2
-    cells = sorted({(way, WAYS[way].every or h) for h in args.every for way in ways}, key=in_order)
+    cells = sorted({(way, WAYS[way].every or h) for h in args.every or [30] for way in ways}, key=in_order)
     spec = {
-        "task": args.task, "seed": 0, "every": args.every[0], "ways": cells, "steps": args.lab_steps,
-        "rounds": args.rounds, "lose": args.lose, "deadline": args.deadline,
+        "task": args.task, "seed": 0, "every": (args.every or [30])[0], "ways": cells,
+        "steps": args.lab_steps, "rounds": args.rounds, "lose": args.lose, "deadline": args.deadline,
     }  # fmt: skip
-    try:
-        with (
-            Lab.build(world, parse_rate(args.rate), latency=args.latency) as hosts,
-            tempfile.TemporaryDirectory(prefix="outer-") as folder,
-        ):
-            lines = hosts.introduce()
-            print(*lines, sep="\n", flush=True)
-            out = Path(folder) / "out.json"
-            command = [sys.executable, "-m", "benchmarks.netlab.outer", json.dumps(spec), str(out)]
-            hosts.run(command, timeout=1800)
-            found = json.loads(out.read_text())
-    except (LabError, ValueError) as e:
-        print(f"bench_outer: {e}", file=sys.stderr)
-        return 1
-    where = f"{TASKS[args.task].title}, {world} hosts of a rank, {show_rate(parse_rate(args.rate))}"
-    where += f", round trip {args.latency:.0f} ms" if args.latency else ""
+    with (
+        Lab.build(world, parse_rate(args.rate), latency=args.latency) as hosts,
+        tempfile.TemporaryDirectory(prefix="outer-") as folder,
+    ):
+        lines = hosts.introduce()
+        print(*lines, sep="\n", flush=True)
+        out = Path(folder) / "out.json"
+        command = [sys.executable, "-m", "benchmarks.netlab.outer", json.dumps(spec), str(out)]
+        hosts.run(command, timeout=1800)
+        found = json.loads(out.read_text())
     name = "outer-lab" + (f"-{args.task}" if args.task != "lm" else "")
     name += f"-{args.rate}" + (f"-{args.latency:.0f}ms" if args.latency else "")
     if args.lose:
@@ -130,13 +159,13 @@ def lab(args: argparse.Namespace) -> int:
             for i, (a, b) in enumerate(pairwise(found), 1)
         ]
         note = (
-            f"Outer with its default State, every {args.every[0]} steps, deadline {args.deadline:.0f} s. "
+            f"Outer with its default State, every {spec['every']} steps, deadline {args.deadline:.0f} s. "
             f"Rank {world - 1} ends in the middle of round 3. Seconds: of the steps and the exchange, by "
             "rank 0's clock.\n"
         )
-        title = f"Outer, a rank lost: {where}"
+        title = f"Outer, a rank lost: {where(args)}"
         report(name + "-lost", title, of_rounds, note + "\n".join(lines), RESULTS if args.save else None)
-        return 0
+        return
     table = []
     for way in found:
         # A step ends when the last rank has ended it.
@@ -166,8 +195,96 @@ def lab(args: argparse.Namespace) -> int:
         old = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
         table += [row for row in old if (row["way"], row["every"]) not in new]
         table.sort(key=lambda row: in_order((row["way"], int(row["every"]))))
-    report(name, f"Outer: {where}", table, note + "\n".join(lines), RESULTS if args.save else None)
-    return 0
+    report(name, f"Outer: {where(args)}", table, note + "\n".join(lines), RESULTS if args.save else None)
+
+
+def fill(args: argparse.Namespace, name: str, head: dict[str, Any], cells: Cells) -> dict[str, Any]:
+    """Measures what is missing in the file of this name, and returns what it then has. head: what the
+    file has beside rows. Raises ValueError if it has such a row of, say, other steps."""
+    kept = RESULTS / f"{name}.json"
+    record = {**head, "found": {}}
+    if args.save and kept.exists():
+        record = json.loads(kept.read_text())
+    found: dict[str, Any] = record["found"]
+    for label, _, _, says in cells:
+        of = found.get(label, says)
+        if other := [f"{key} {of[key]}" for key in says if of[key] != says[key]]:
+            raise ValueError(f"{kept.name} has {label!r} with {', '.join(other)}: give that")
+    for seed in range(args.seeds):
+        for label, way, every, says in cells:
+            of = found.setdefault(label, {"ratio": 1.0, **says, "loss": {}})
+            if str(seed) in of["loss"]:
+                continue
+            whole = "seconds" in says  # the steps are whole rounds, so the last exchange has just begun
+            spec = {"task": args.task, "way": way, "steps": of["steps"], "every": every, "seed": seed}
+            one = measure(args, {**spec, "average": not whole})
+            of["loss"][str(seed)], of["ratio"] = one["loss"], one["ratio"]
+            if args.lab:
+                of.setdefault("took", {})[str(seed)] = one["seconds"]
+            print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)
+            record["machine"] = machine()
+            if args.save:
+                kept.write_text(compact_json.dumps(record))
+    return found
+
+
+def show(args: argparse.Namespace, name: str, title: str, table: list[dict[str, Any]], note: str) -> None:
+    report(name, title, table, note, None)
+    if args.save:
+        (RESULTS / f"{name}.md").write_text(with_note(table, note))
+
+
+def at_equal_tokens(args: argparse.Namespace) -> None:
+    name = f"outer-{args.task}-{args.world}"
+    ways = args.ways or [way for way in FOR_LOSS if way.startswith(args.only or "")]
+    cells: Cells = [(DENSE, DENSE, 1, {"steps": args.steps})]
+    for h in args.every or [5, 30]:
+        for way in ways:
+            label = way if WAYS[way].every else f"{way}, every {h}"
+            cells.append((label, way, WAYS[way].every or h, {"steps": args.steps}))
+    found = fill(args, name, {}, cells)
+    note = (
+        f"{TASKS[args.task].title}, AdamW, {args.world} ranks, {args.steps} steps of all ranks (--task "
+        f"{args.task} --world {args.world} --steps {args.steps}). Over dense: "
+        "the mean of what each seed loses to an all-reduce in every step with that seed."
+    )
+    show(args, name, "Outer: loss at equal tokens", rows(found), note)
+
+
+def at_equal_time(args: argparse.Namespace) -> None:
+    """Each way for as many steps, in whole rounds, as it makes in --equal-time seconds, by times of --lab."""
+    file = RESULTS / f"{args.times}.json"
+    if not file.exists():
+        raise ValueError(f"--times {args.times}: there is no {file.name} in {RESULTS.name}")
+    times = json.loads(file.read_text())
+    title = f"Outer: {where(args)}" if args.lab else f"Outer: {TASKS[args.task].title}, {args.world} hosts"
+    if not times["title"].startswith(title):
+        raise ValueError(f"{file.name} has {times['title']!r}, not {title!r}: give its --task and --world")
+    ways = args.ways or [way for way in AT_EQUAL_TIME if way.startswith(args.only or "")]
+    cells: Cells = []
+    for row in times["rows"]:
+        way, every, ms = row["way"], int(row["every"]), float(row["mean"])
+        if way not in ways or every not in (WAYS[way].every, *(args.every or [every])):
+            continue
+        steps = int(1000 * args.equal_time / ms) // every * every
+        if steps == 0:
+            raise ValueError(
+                f"--equal-time {args.equal_time:g}: {way} takes {every * ms / 1000:.0f} s a round"
+            )
+        label = f"{way}, every {every}, {args.equal_time:g} s"
+        says = {"way": way, "every": every, "seconds": args.equal_time, "ms": ms, "steps": steps}
+        cells.append((label, way, every, says))
+    if missing := set(args.ways or []) - {way for _, way, _, _ in cells}:
+        raise ValueError(f"{file.name} has no time of {', '.join(sorted(missing))}")
+    name = f"outer-time-{file.stem.removeprefix('outer-lab-')}" + ("-run" if args.lab else "")
+    found = fill(args, name, {"times": file.stem}, cells)
+    note = (
+        f"{TASKS[args.task].title}, AdamW, {args.world} ranks (--task {args.task} --equal-time T --times "
+        f"{file.stem}). Steps: whole rounds that fit in these seconds, at the mean ms a step of that file. "
+        "The warm-up is a tenth of the steps, at most 20, and the cosine ends with the steps. Over DDP: the "
+        "mean of what each seed loses to plain DDP in the same time with that seed."
+    )
+    show(args, name, f"Outer: loss at equal time, {times['title']}", rows_at_equal_time(found), note)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -185,49 +302,24 @@ def main(argv: list[str] | None = None) -> int:
     add("--lab", action="store_true", help="time steps over an emulated network")
     add("--rate", default="100mbit", help="of each host's link in the lab (default 100mbit)")
     add("--latency", type=float, default=0.0, help="ms that a round trip takes in the lab (default 0)")
-    add("--ways", nargs="+", metavar="WAY", help="in the lab (default: all)")
+    add("--ways", nargs="+", metavar="WAY", help="of benchmarks/netlab/outer.py (default: most)")
+    add("--equal-time", type=float, metavar="SECONDS", help="each way for so long, by --times")
+    add("--times", metavar="NAME", help="of a file that --lab has saved: the ms of a step")
     add("--rounds", type=int, default=2, help="of Outer in the lab (default 2)")
     add("--lab-steps", type=int, default=6, help="of DDP in the lab (default 6)")
     add("--lose", action="store_true", help="a rank ends in the lab")
     add("--deadline", type=float, default=10.0, help="seconds, of the run that loses a rank (default 10)")
     args = parser.parse_args(argv)
-    if args.lab:
-        args.every = args.every or [30]
-        return lab(args)
-    args.every = args.every or [5, 30]
-    name = f"outer-{args.task}-{args.world}"
-    kept = RESULTS / f"{name}.json"
-    found: dict[str, Any] = json.loads(kept.read_text())["found"] if args.save and kept.exists() else {}
-    cells = [(DENSE, DENSE, 1)]
-    cells += [
-        (f"{way}, every {h}", way, h)
-        for h in args.every
-        for way in FOR_LOSS
-        if way.startswith(args.only or "")
-    ]
-    if other := [of["steps"] for of in found.values() if of["steps"] != args.steps]:
-        print(
-            f"bench_outer: {kept.name} has rows of {other[0]} steps: give --steps {other[0]}", file=sys.stderr
-        )
-        return 2
-    for seed in range(args.seeds):
-        for label, way, every in cells:
-            of = found.setdefault(label, {"ratio": 1.0, "steps": args.steps, "loss": {}})
-            if str(seed) in of["loss"]:
-                continue
-            one = measure(args, every, way, seed)
-            of["loss"][str(seed)], of["ratio"] = one["loss"], one["ratio"]
-            print(f"{label}, seed {seed}: {one['loss']:.4f}, 1/{one['ratio']:.1f}", flush=True)
-            if args.save:
-                kept.write_text(compact_json.dumps({"found": found, "machine": machine()}))
-    note = (
-        f"{TASKS[args.task].title}, AdamW, {args.world} ranks, {args.steps} steps of all ranks (--task "
-        f"{args.task} --world {args.world} --steps {args.steps}). Over dense: "
-        "the mean of what each seed loses to an all-reduce in every step with that seed."
-    )
-    report(name, "Outer: loss at equal tokens", rows(found), note, None)
-    if args.save:
-        kept.with_suffix(".md").write_text(with_note(rows(found), note))
+    if unknown := [way for way in args.ways or [] if way not in WAYS]:
+        parser.error(f"--ways {unknown[0]!r}: choose from {', '.join(map(repr, WAYS))}")
+    if (args.equal_time is None) != (args.times is None):
+        parser.error("--equal-time and --times go together")
+    bench = at_equal_time if args.times else lab if args.lab else at_equal_tokens
+    try:
+        bench(args)
+    except (LabError, ValueError) as e:
+        print(f"bench_outer: {e}", file=sys.stderr)
+        return 1 if isinstance(e, LabError) else 2
     return 0
 
 

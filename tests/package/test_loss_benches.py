@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import bench_adamw, bench_error, bench_outer, compact_json  # noqa: E402
+from benchmarks.netlab import outer  # noqa: E402
 
 BENCHES = [bench_outer, bench_adamw]
 COMMON = "--adamw --lr 0.004 --steps 2 --batch 4"
@@ -51,6 +52,21 @@ def test_it_trains(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.Monkey
     assert SAYS[bench] in table
 
 
+@pytest.mark.slow
+def test_every_door_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_outer, "RESULTS", tmp_path)
+    ways = ["DDP", "DDP, int4", "LocalError", "LocalError, deadzone", "Outer, delay"]
+    given = ["--world", "2", "--steps", "4", "--every", "2", "--ways", *ways, "--save"]
+    assert bench_outer.main(given) == 0
+    found = json.loads((tmp_path / "outer-lm-2.json").read_text())["found"]
+    assert len(found) == 6
+    dense = found.pop("dense")["loss"]["0"]
+    assert found["DDP"]["loss"]["0"] == pytest.approx(dense, rel=1e-3)
+    ratios = {label: of["ratio"] for label, of in found.items()}
+    assert ratios["DDP"] == 1 and 7.5 < ratios["DDP, int4"] < 8 and 30 < ratios["LocalError"] < 45
+    assert all(2 < of["loss"]["0"] < 6 for of in found.values())
+
+
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda b: b.__name__)
 def test_it_measures_what_is_missing(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -78,6 +94,130 @@ def test_it_measures_what_is_missing(
     assert bench.main([*other, "--seeds", "3", "--save"]) == 2 and len(measured) == 4
     assert "give" in capsys.readouterr().err
     assert files(tmp_path) == (record, table), "rows of other lengths are not mixed"
+
+
+TIMES = {
+    "title": "Outer: GRU language model, 2 hosts of a rank, 100 Mbit/s",
+    "rows": [
+        {"way": "DDP", "every": "1", "mean": "1400.0"},
+        {"way": "Outer", "every": "5", "mean": "190.0"},
+        {"way": "Outer", "every": "30", "mean": "160.0"},
+        {"way": "no communication", "every": "1", "mean": "150.0"},
+    ],
+}
+
+
+@pytest.fixture
+def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What bench_outer measures, with a measurement that only counts, beside saved times of a step."""
+    specs: list[dict[str, Any]] = []
+
+    def measure(args: Any, spec: dict[str, Any]) -> dict[str, float]:
+        specs.append(spec)
+        return {"loss": 1.0 + len(specs), "ratio": 8.0, "seconds": 9.0}
+
+    (tmp_path / "outer-lab-100mbit.json").write_text(json.dumps(TIMES))
+    monkeypatch.setattr(bench_outer, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_outer, "measure", measure)
+    return specs
+
+
+def equal_time(seconds: str, *more: str) -> int:
+    return bench_outer.main(
+        ["--world", "2", "--equal-time", seconds, "--times", "outer-lab-100mbit", "--save", *more]
+    )
+
+
+def test_at_equal_time_each_way_takes_the_steps_that_fit(timed: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert equal_time("15", "--every", "30") == 0
+    assert [(spec["way"], spec["every"], spec["steps"]) for spec in timed] == [
+        ("DDP", 1, 10),  # 10.7 steps
+        ("Outer", 30, 90),  # 93.8: whole rounds
+    ]
+    assert not any(spec["average"] for spec in timed), "no exchange that takes no time"
+    assert equal_time("30", "--ways", "DDP", "--seeds", "2") == 0
+    assert [(spec["steps"], spec["seed"]) for spec in timed[2:]] == [(21, 0), (21, 1)]
+    assert equal_time("15", "--seeds", "2") == 0
+    assert [(spec["way"], spec["every"], spec["seed"]) for spec in timed[4:]] == [
+        ("Outer", 5, 0),
+        ("DDP", 1, 1),
+        ("Outer", 5, 1),
+        ("Outer", 30, 1),
+    ]
+    record = json.loads((tmp_path / "outer-time-100mbit.json").read_text())
+    assert record["times"] == "outer-lab-100mbit"
+    lines = (tmp_path / "outer-time-100mbit.md").read_text().splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:2] == "| "]
+    assert [(row[0], row[2], row[4]) for row in table[1:]] == [
+        ("DDP", "15", "10"),
+        ("Outer", "15", "75"),
+        ("Outer", "15", "90"),
+        ("DDP", "30", "21"),
+    ]
+    # seeds 0 and 1 of DDP in 15 seconds: 2 and 7; of Outer, every 30 steps: 3 and 9
+    assert table[3][7:] == ["3.0000, 9.0000", "+39.29 %"]
+    assert table[4][8] == "+0.00 %", "beside DDP in 30 seconds"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["15", "--task", "gpt"], "has 'Outer: GRU"),
+        (["15", "--world", "4"], "has 'Outer: GRU"),
+        (["15", "--ways", "DiLoCo"], "has no time of DiLoCo"),
+        (["1", "--every", "30"], "DDP takes 1 s a round"),
+        (["15", "--times", "other"], "there is no other.json"),
+        (["15", "--lab", "--rate", "10mbit"], "10 Mbit/s"),
+    ],
+)
+def test_at_equal_time_the_times_must_fit(
+    given: list[str], says: str, timed: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert equal_time(*given) == 2 and not timed
+    assert says in capsys.readouterr().err
+
+
+def test_other_times_are_not_mixed(
+    timed: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert equal_time("15", "--ways", "DDP") == 0
+    changed = json.dumps(TIMES).replace("1400.0", "700.0")
+    (tmp_path / "outer-lab-100mbit.json").write_text(changed)
+    assert equal_time("15", "--ways", "DDP", "--seeds", "2") == 2 and len(timed) == 1
+    assert "ms 1400.0" in capsys.readouterr().err
+
+
+def test_ways_of_every_step_have_one_row(timed: list[dict[str, Any]], tmp_path: Path) -> None:
+    given = ["--world", "2", "--ways", "DDP, int4", "Outer", "--every", "10", "100", "--save"]
+    assert bench_outer.main(given) == 0
+    assert list(json.loads((tmp_path / "outer-lm-2.json").read_text())["found"]) == [
+        "dense",
+        "DDP, int4",
+        "Outer, every 10",
+        "Outer, every 100",
+    ]
+    assert [spec["every"] for spec in timed] == [1, 1, 10, 100]
+    assert all(spec["average"] for spec in timed)
+
+
+@pytest.mark.parametrize("steps, warm", [(300, 20), (150, 15), (11, 1), (6, 1)])
+def test_the_rate_fits_the_steps(steps: int, warm: int) -> None:
+    """A short run must not end in its warm-up."""
+
+    class Rates(outer.Run):
+        def __init__(self) -> None:
+            self.rate, self.optimizer = 2.0, torch.optim.SGD([torch.zeros(1)])
+            self.had: list[float] = []
+
+        def step(self) -> None:
+            self.had.append(self.optimizer.param_groups[0]["lr"] / self.rate)
+
+    run = Rates()
+    run.train(steps)
+    rates = np.array(run.had)
+    assert len(rates) == steps and rates.argmax() == warm - 1
+    assert rates[0] == pytest.approx(1 / warm) and rates[-1] < 0.1 + 0.45 * (np.pi / steps) ** 2
+    assert (np.diff(rates[warm - 1 :]) < 0).all()
 
 
 @pytest.mark.parametrize("codec, memory", [("powersgd", "residual"), ("none", "none"), ("int8", "residual")])
