@@ -179,29 +179,108 @@ def test_the_goals_of_adamw() -> None:
             over("adamw-lm-2", deadzone)[0],
             *short,
             100 * (outer[sparse]["loss"]["0"] / outer["dense"]["loss"]["0"] - 1),
+            *over("outer-lm-4", "LocalError, deadzone, every 16"),
         ],
     }
     for row, figures in expected.items():
         check(signed(rows[row]), figures, " ".join(row))
 
 
+FEW_EXCHANGES = {
+    "averaging": "averaging",
+    "averaging, with a delay of a third of the steps": "averaging, delay 1/3",
+    "averaging, `int4`": "averaging, int4",
+    "averaging, top-k of 1/128 of the bytes": "averaging, top-k",
+    "SparseLoCo: the same, and the residual decays": "SparseLoCo",
+    "DiLoCo": "DiLoCo",
+    "DiLoCo's momentum over that top-k": "SparseLoCo with DiLoCo's momentum",
+}
+
+
 def test_the_losses_of_outer_steps() -> None:
-    labels = {
-        "averaging": "averaging",
-        "averaging, with a delay of a third of the steps": "averaging, delay 1/3",
-        "averaging, `int4`": "averaging, int4",
-        "averaging, top-k of 1/128 of the bytes": "averaging, top-k",
-        "SparseLoCo: the same, and the residual decays": "SparseLoCo",
-        "DiLoCo": "DiLoCo",
-        "DiLoCo's momentum over that top-k": "SparseLoCo with DiLoCo's momentum",
-    }
     _, *rows = table(OUTER, "| every 5 steps | bytes")
-    assert {row[0] for row in rows} == set(labels)
+    assert {row[0] for row in rows} == set(FEW_EXCHANGES)
     for way, *cells in rows:
         for every, loss, fraction in ((5, *cells[:2]), (30, *cells[2:])):
-            label = f"{labels[way]}, every {every}"
+            label = f"{FEW_EXCHANGES[way]}, every {every}"
             check(signed(loss), over("outer-lm-4", label), label)
             assert rounds_to(fraction.removeprefix("1/"), found("outer-lm-4")[label]["ratio"]), label
+
+
+WAYS = {  # of benchmarks/netlab/outer.py
+    "plain DDP": "DDP",
+    'DDP\'s hook, `preset("topk-fortieth")`': "DDP, default topk",
+    'DDP\'s hook, `State("int4")`': "DDP, int4",
+    "`LocalError`": "LocalError",
+    "`LocalError`, `deadzone` of 0.5 bits": "LocalError, deadzone",
+    "DiLoCo, uncompressed": "DiLoCo",
+    "Outer": "Outer",
+    'Outer, `preset("sparseloco")`': "Outer, preset sparseloco",
+    "averaging": "averaging",
+}
+
+
+def steps_between(text: str) -> int:
+    return 1 if text == "step" else int(text.removesuffix(" steps"))
+
+
+def test_the_losses_of_what_users_get() -> None:
+    """The second table at equal tokens: every row of the file that is not in the first one."""
+    _, *rows = table(OUTER, "the same 300 steps |")
+    shown = set()
+    for way, every, loss, fraction in rows:
+        label = WAYS[way] if every == "step" else f"{WAYS[way]}, every {steps_between(every)}"
+        shown.add(label)
+        check(signed(loss), over("outer-lm-4", label), label)
+        assert rounds_to(fraction.removeprefix("1/"), found("outer-lm-4")[label]["ratio"]), label
+    first = {f"{way}, every {every}" for way in FEW_EXCHANGES.values() for every in (5, 30)}
+    assert shown == set(found("outer-lm-4")) - first - {"dense"}
+
+
+@pytest.mark.parametrize(
+    ("head", "links"),
+    [
+        ("the GRU after 90 s", {"steps at 100 Mbit/s": "100mbit", "steps at 10 Mbit/s": "10mbit"}),
+    ],
+)
+def test_the_losses_at_equal_time(head: str, links: dict[str, str]) -> None:
+    seconds = int(head.split()[-2])
+    names, *rows = table(OUTER, head)
+    assert names[2::2] == list(links)
+    for way, every, *cells in rows:
+        for link, (steps, loss) in zip(
+            links.values(), zip(cells[::2], cells[1::2], strict=True), strict=True
+        ):
+            label = f"{WAYS[way]}, every {steps_between(every)}, {seconds} s"
+            of = found(f"outer-time-{link}").get(label)
+            if loss == "not measured":
+                assert of is None, f"{label}: there are figures"
+            else:
+                assert of and int(steps) == of["steps"], label
+                check([loss], [mean(of["loss"].values())], label)
+    assert {row[0] for row in rows} >= {"plain DDP"}
+
+
+def test_the_sentences_at_equal_time() -> None:
+    slow = found("outer-time-10mbit")
+    later = re.findall(r"at (\d\.\d+) after (\d00) s \((\d+) steps\)", OUTER)
+    assert len(later) == 2
+    for quoted, seconds, steps in later:
+        of = slow[f"DDP, every 1, {seconds} s"]
+        assert int(steps) == of["steps"]
+        check([quoted], [mean(of["loss"].values())], f"{seconds} s")
+    below = re.search(r"Its loss is (\d+) % below the hook's", OUTER)
+    ours, hook = (
+        slow[f"{way}, 90 s"]["loss"]["0"] for way in ("Outer, every 30", "DDP, default topk, every 1")
+    )
+    assert below and rounds_to(below[1], 100 * (1 - ours / hook))
+    for pattern, page in (
+        (r"it costs (\d\.\d) % here", OUTER),
+        (r"the GRU ends \[(\d\.\d) % above\]", LOCAL),
+    ):
+        match = re.search(pattern, page)
+        assert match
+        check([match[1]], over("outer-lm-4", "LocalError, deadzone, every 16"), pattern)
 
 
 def test_the_sentences_of_local_error() -> None:
