@@ -241,6 +241,7 @@ def test_the_losses_of_what_users_get() -> None:
     ("head", "links"),
     [
         ("the GRU after 90 s", {"steps at 100 Mbit/s": "100mbit", "steps at 10 Mbit/s": "10mbit"}),
+        ("the transformer after 120 s", {"steps at 100 Mbit/s": "gpt-100mbit"}),
     ],
 )
 def test_the_losses_at_equal_time(head: str, links: dict[str, str]) -> None:
