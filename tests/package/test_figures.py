@@ -275,6 +275,13 @@ def test_the_sentences_at_equal_time() -> None:
         slow[f"{way}, 90 s"]["loss"]["0"] for way in ("Outer, every 30", "DDP, default topk, every 1")
     )
     assert below and rounds_to(below[1], 100 * (1 - ours / hook))
+    here, there = (found(f"outer-time-100mbit{x}")["Outer, every 30, 20 s"] for x in ("", "-run"))
+    assert here["loss"] == there["loss"]
+    said = re.search(
+        r"\((\d+) steps, 3 exchanges\) it is at (\d\.\d+)\..*?It took (\S+) s there", OUTER, re.S
+    )
+    assert said and int(said[1]) == here["steps"] == 3 * here["every"]
+    check([said[2], said[3]], [here["loss"]["0"], there["took"]["0"]], "the same run in the lab")
     for pattern, page in (
         (r"it costs (\d\.\d) % here", OUTER),
         (r"the GRU ends \[(\d\.\d) % above\]", LOCAL),
