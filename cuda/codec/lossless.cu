@@ -8,7 +8,8 @@ namespace {
 
 enum {
     MOST_BITS = 4,
-    PLANES = MOST_BITS + 3, /* at most */
+    HALF_PLANES = 3,
+    PLANES = MOST_BITS + HALF_PLANES, /* at most */
     BLOCK_ROWS = LOSSLESS_BLOCK / SID_ROW
 };
 
@@ -297,53 +298,70 @@ struct body {
         return wrong;
     }
 
+    /* Each lane reads a word of 32 elements of every plane, all that a tile has, and row r takes its bits from lanes 4 r to
+     * 4 r + 3. */
     __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
-        const uint32_t planes = lossless_planes(&f), stride = lossless_stride(len), shift = SID_QUAD * (sid_lane() % 8);
+        const uint32_t stride = lossless_stride(len), shift = SID_QUAD * (sid_lane() % 8);
+        const bool four = f.bits == MOST_BITS, half = f.dtype == SID_F16;
 #pragma unroll 1
         for (uint32_t i = 0; i < p.count; i++) {
             if (!len) break;
             const uint8_t *const payload = p[i];
-            uint32_t at = words(payload, f.starts)[offset / SID_TILE];
+            const uint2 tops = *(const uint2 *)(const void *)(payload + SID_HEADER_BYTES + offset / LOSSLESS_BLOCK);
+            const uint8_t *const high = payload + f.high + offset + sid_place(0);
+            const uint8_t *const low = payload + f.low + 2 * (offset + sid_place(0));
+            uint32_t code[MOST_BITS] = {}, mantissa[HALF_PLANES] = {};
+            if (4 * sid_lane() < stride) {
+                const uint8_t *plane = payload + f.planes + offset / 8 * lossless_planes(&f) + 4 * sid_lane();
+#pragma unroll
+                for (uint32_t k = 0; k < MOST_BITS; k++)
+                    if (k < MOST_BITS - 1 || four) code[k] = *(const uint32_t *)(const void *)(plane + k * stride);
+                plane += f.bits * stride;
+                if (half)
+#pragma unroll
+                    for (uint32_t k = 0; k < HALF_PLANES; k++)
+                        mantissa[k] = *(const uint32_t *)(const void *)(plane + k * stride);
+            }
+            const uint32_t far = code[0] & code[1] & code[2] & (four ? code[3] : SID_FULL);
+            const uint32_t held = (uint32_t)__popc(far);
+            const uint32_t before = words(payload, f.starts)[offset / SID_TILE] + sid_warp_scan(held) - held;
 #pragma unroll
             for (uint32_t r = 0; r < SID_ROWS; r++) {
-                const uint32_t in = r * (SID_ROW / 8) + sid_lane() / 8 * 4;
-                uint32_t nibble[PLANES] = {};
-                if (in < stride)
+                const uint32_t from = r * (SID_ROW / 32) + sid_lane() / 8;
+                const uint32_t beyond = __shfl_sync(SID_FULL, far, from);
+                uint32_t rank = __shfl_sync(SID_FULL, before, from) + (uint32_t)__popc(beyond & ((1u << shift) - 1));
+                uint32_t own[MOST_BITS], more[HALF_PLANES] = {};
 #pragma unroll
-                    for (uint32_t k = 0; k < PLANES; k++)
-                        if (k < planes)
-                            nibble[k] =
-                                *words(payload, f.planes + offset / 8 * planes + k * stride + in) >> shift & 15u;
-                uint32_t far = 15;
+                for (uint32_t k = 0; k < MOST_BITS; k++) own[k] = __shfl_sync(SID_FULL, code[k], from) >> shift;
+                if (half)
 #pragma unroll
-                for (uint32_t k = 0; k < MOST_BITS; k++) far &= k < f.bits ? nibble[k] : 15u;
-                const exceptions those(far);
+                    for (uint32_t k = 0; k < HALF_PLANES; k++)
+                        more[k] = __shfl_sync(SID_FULL, mantissa[k], from) >> shift;
                 if (sid_place(r) < len) {
-                    const uint32_t top = payload[SID_HEADER_BYTES + (offset + sid_place(r)) / LOSSLESS_BLOCK] + 1u;
-                    const uint32_t high = *words(payload, f.high + offset + sid_place(r));
-                    uint32_t low[2] = {};
-                    if (f.dtype == SID_F32) {
-                        const uint32_t *const w = words(payload, f.low + 2 * (offset + sid_place(r)));
-                        low[0] = w[0], low[1] = w[1];
-                    }
+                    const uint32_t top = (r < 4 ? tops.x : tops.y) >> 8 * (r % 4) & 0xffu;
+                    const uint32_t h4 = *(const uint32_t *)(const void *)(high + r * SID_ROW);
+                    uint2 l4 = make_uint2(0, 0);
+                    if (f.dtype == SID_F32) l4 = *(const uint2 *)(const void *)(low + 2 * r * SID_ROW);
 #pragma unroll
                     for (uint32_t c = 0; c < SID_QUAD; c++) {
-                        uint32_t code = 0;
+                        uint32_t below = 0;
 #pragma unroll
-                        for (uint32_t k = 0; k < MOST_BITS; k++) code |= k < f.bits ? (nibble[k] >> c & 1u) << k : 0u;
-                        const uint32_t h = high >> (8 * c);
-                        uint32_t e = code ? top - code : 0;
-                        if (code == lossless_far(&f)) e = payload[f.pool + at + those.rank(c)];
-                        uint32_t u =
-                            (h & 0x80u) << 24 | e << 23 | (h & 0x7fu) << 16 | (low[c / 2] >> (c % 2 * 16) & 0xffffu);
+                        for (uint32_t k = 0; k < MOST_BITS; k++) below |= (own[k] >> c & 1u) << k;
+                        const uint32_t h = h4 >> (8 * c), l = c < 2 ? l4.x : l4.y;
+                        uint32_t e = below ? top + 1 - below : 0;
+                        if (beyond >> shift >> c & 1) e = payload[f.pool + rank++];
+                        const uint32_t u = (h & 0x80u) << 24 | e << 23 | (h & 0x7fu) << 16;
+                        float y;
+                        if (half) {
+                            uint32_t m = 0;
 #pragma unroll
-                        for (uint32_t k = 3; k < PLANES; k++)
-                            u |= k >= f.bits ? (nibble[k] >> c & 1u) << (k - f.bits + 13) : 0u;
-                        const float y = lossless_number(u, f.dtype);
+                            for (uint32_t k = 0; k < HALF_PLANES; k++) m |= (more[k] >> c & 1u) << k;
+                            y = sid_from_f16((uint16_t)((u >> 16 & 0x8000u) | (u >> 13 & 0x7fffu) | m));
+                        } else
+                            y = sid_bits_f32(u | (l >> (c % 2 * 16) & 0xffffu));
                         x[r][c] = i ? x[r][c] + y : y; /* not 0 + y, which would lose the sign of -0 */
                     }
                 }
-                at += those.row;
             }
         }
 #pragma unroll
