@@ -301,18 +301,24 @@ struct body {
     /* Each lane reads a word of 32 elements of every plane, all that a tile has, and row r takes its bits from lanes 4 r to
      * 4 r + 3. */
     __device__ void sum(const sid_payloads &p, sid_quads &x, uint64_t offset, uint32_t len) const {
-        const uint32_t stride = lossless_stride(len), shift = SID_QUAD * (sid_lane() % 8);
+        const uint32_t planes = lossless_planes(&f), stride = lossless_stride(len), shift = SID_QUAD * (sid_lane() % 8);
         const bool four = f.bits == MOST_BITS, half = f.dtype == SID_F16;
 #pragma unroll 1
         for (uint32_t i = 0; i < p.count; i++) {
             if (!len) break;
             const uint8_t *const payload = p[i];
+            sid_fetch_next(p, i, f.planes + offset / 8 * planes, planes * stride);
+            sid_fetch_next(p, i, f.high + offset, len);
+            if (f.dtype == SID_F32) { /* up to two KiB */
+                sid_fetch_next(p, i, f.low + 2 * offset, 2 * len);
+                sid_fetch_next(p, i, f.low + 2 * offset + SID_TILE, len > SID_TILE / 2 ? 2 * len - SID_TILE : 0);
+            }
             const uint2 tops = *(const uint2 *)(const void *)(payload + SID_HEADER_BYTES + offset / LOSSLESS_BLOCK);
             const uint8_t *const high = payload + f.high + offset + sid_place(0);
             const uint8_t *const low = payload + f.low + 2 * (offset + sid_place(0));
             uint32_t code[MOST_BITS] = {}, mantissa[HALF_PLANES] = {};
             if (4 * sid_lane() < stride) {
-                const uint8_t *plane = payload + f.planes + offset / 8 * lossless_planes(&f) + 4 * sid_lane();
+                const uint8_t *plane = payload + f.planes + offset / 8 * planes + 4 * sid_lane();
 #pragma unroll
                 for (uint32_t k = 0; k < MOST_BITS; k++)
                     if (k < MOST_BITS - 1 || four) code[k] = *(const uint32_t *)(const void *)(plane + k * stride);
