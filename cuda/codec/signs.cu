@@ -295,9 +295,11 @@ struct body {
         };
         uint32_t plane[PLANES] = {}, planes = 0;
         while (p.count >> planes) planes++;
+        uint32_t next = load(p, 0, offset, len);
 #pragma unroll 2
         for (uint32_t r = 0; r < p.count; r++) {
-            uint32_t carry = load(p, r, offset, len);
+            uint32_t carry = next;
+            if (r + 1 < p.count) next = load(p, r + 1, offset, len);
 #pragma unroll
             for (uint32_t b = 0; b < PLANES; b++) {
                 if (b >= planes) break;
