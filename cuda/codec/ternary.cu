@@ -213,6 +213,7 @@ __device__ inline bool sum(const sid_payloads &p, const float *units, sid_quads 
     for (uint32_t r = 0; r < p.count; r++) {
         const uint32_t *const codes = (const uint32_t *)(const void *)(p[r] + TERN_CODES_AT + offset + sid_place(0));
         const float unit = units[r];
+        sid_fetch_next(p, r, TERN_CODES_AT + offset, len);
         uint32_t w[SID_ROWS];
 #pragma unroll
         for (uint32_t d = 0; d < SID_ROWS; d++) w[d] = sid_place(d) < len ? __ldcs(codes + SID_LANES * d) : 0u;
