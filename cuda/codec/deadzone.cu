@@ -65,7 +65,8 @@ struct step_keeping {
 /* The codec's finish() writes the payload, so that nothing is left to do. */
 struct coding_crew : sid_crew {
     typedef step_keeping keeping;
-    __device__ coding_crew(const sid_finishing &of, sid_crew_shared &shared) : sid_crew(of, shared) {}
+    __device__ coding_crew(const sid_finishing &of, sid_crew_shared &shared, const sid_member &member)
+        : sid_crew(of, shared, member) {}
     template <uint32_t MANY> __device__ void select_ranks(const uint64_t (&rank)[MANY], sid_pick (&pick)[MANY]) {
         const sid_slots c = slots();
         select_from(
@@ -131,18 +132,18 @@ struct deadzone {
             w.lead([&] { r.low = 1; });
             return false;
         }
-        clear();
+        clear(w);
         select(w, o);
         place(w, o);
-        sid_grid_sync();
-        code(o);
-        sid_grid_sync();
+        w.meet();
+        code(w, o);
+        w.meet();
         write(w, o);
         return true;
     }
 
-    __device__ void clear() const {
-        const uint64_t first = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x, step = (uint64_t)gridDim.x * SID_BLOCK;
+    __device__ void clear(const crew &w) const {
+        const uint64_t first = (uint64_t)w.block * SID_BLOCK + threadIdx.x, step = (uint64_t)w.blocks * SID_BLOCK;
         for (uint64_t t = first; t < streams; t += step) room.held[t] = 0;
         if (first < DEADZONE_LEVELS) room.many[first] = 0;
     }
@@ -253,11 +254,11 @@ struct deadzone {
     }
 
     /* Each warp codes four streams, from their ends on. */
-    __device__ void code(const own &o) const {
+    __device__ void code(const crew &w, const own &o) const {
         const uint32_t lane = lane_of_stream(), mine = stream_of_warp();
 #pragma unroll 1
-        for (uint64_t first = STREAMS * ((uint64_t)sid_warp() * gridDim.x + blockIdx.x); first < streams;
-             first += (uint64_t)STREAMS * SID_WARPS * gridDim.x) {
+        for (uint64_t first = STREAMS * ((uint64_t)sid_warp() * w.blocks + w.block); first < streams;
+             first += (uint64_t)STREAMS * SID_WARPS * w.blocks) {
             const uint64_t t = first + mine, offset = t * form.stream;
             const uint32_t held = t < streams ? room.held[t] : 0;
             unsigned long long before = 0;
@@ -318,7 +319,7 @@ struct deadzone {
             upto += all;
             __syncthreads();
             for (uint32_t i = sid_warp(); i < SID_BLOCK && from + i < streams; i += SID_WARPS)
-                if ((from + i) % gridDim.x == blockIdx.x && w.s.bins[i] != SID_FULL)
+                if ((from + i) % w.blocks == w.block && w.s.bins[i] != SID_FULL)
                     copy(w.f.payload, from + i, w.s.bins[i], own);
             __syncthreads();
         }
@@ -340,7 +341,7 @@ struct deadzone {
         };
         w.total(sid_tiles(sent), of(0), sum);
         if (form.levels > LOWER) w.total(sid_tiles(sent), of(LOWER), last);
-        if (blockIdx.x || threadIdx.x) return;
+        if (w.block || threadIdx.x) return;
         const double all[DEADZONE_LEVELS] = {sum[0], sum[1], sum[2], sum[3], last[0]};
         seal(w, o, sent, all);
     }

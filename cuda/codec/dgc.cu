@@ -43,8 +43,8 @@ struct dgc {
         const uint64_t runs = (f.n + length - 1) / length;
         const uint64_t taken = drawn(f.draw, runs - 1) < f.n ? runs : runs - 1; /* the last run may be shorter */
         /* each thread will read what it has written here: each_value goes the same way */
-        for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < taken;
-             i += (uint64_t)gridDim.x * SID_BLOCK)
+        for (uint64_t i = (uint64_t)crew.block * SID_BLOCK + threadIdx.x; i < taken;
+             i += (uint64_t)crew.blocks * SID_BLOCK)
             f.list.extra[i] = f.acc[drawn(f.draw, i)];
         const double rank = ceil((double)taken * (double)k / (double)f.n);
         return crew.select_of(f.list.extra, taken, rank < (double)taken ? (uint64_t)rank : taken).key;

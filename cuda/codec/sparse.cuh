@@ -49,9 +49,11 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
     SID_DYNAMIC_SHARED(uint4, memory);
     sid_finish_shared<Codec> &s = *(sid_finish_shared<Codec> *)(void *)memory;
     if (!f.scratch->ready) return;
-    typename Codec::crew crew(f, s.crew);
+    const sid_member member = {blockIdx.x, gridDim.x, nullptr};
+    typename Codec::crew crew(f, s.crew, member);
     if (threadIdx.x < 16) s.crew.codec[threadIdx.x] = f.state->codec[threadIdx.x];
     crew.lead([&] {
+        s.crew.member = member;
         s.crew.stages = 0;
         s.own = {};
         codec.begin(s.task, s.crew.codec, f.state->steps);

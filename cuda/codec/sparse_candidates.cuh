@@ -11,14 +11,14 @@ struct sid_candidates : sid_selection {
     bool compacted; /* or of those the best alone, for want of room */
     uint32_t passes;
 
-    __device__ sid_candidates(const sid_finishing &of, sid_crew_shared &shared)
-        : sid_selection(of, shared), count(0), low(0), compacted(false), passes(1) {}
+    __device__ sid_candidates(const sid_finishing &of, sid_crew_shared &shared, const sid_member &member)
+        : sid_selection(of, shared, member), count(0), low(0), compacted(false), passes(1) {}
 
     __device__ uint32_t held(uint64_t tile) const { return tile * SID_TILE < f.n ? f.list.held[tile] : 0; }
 
     /* Another pass, over acc as it is stored. */
     template <class Codec> __device__ void pass_again(const Codec &codec, const typename Codec::task &r) {
-        sid_grid_sync(); /* others may still read what it overwrites */
+        meet(); /* others may still read what it overwrites */
         for (uint64_t tile = first + sid_warp(); tile < last; tile += SID_WARPS) {
             const uint64_t offset = tile * SID_TILE;
             if (offset >= f.n) break;

@@ -1,5 +1,5 @@
 /* What all blocks of the finish do together: exact selection by digits of the keys, counts, and sums in the order of the
- * CPU's. Blocks meet at sid_grid_sync, so the launch is a cooperative one. */
+ * CPU's. Blocks meet, so the launch is a cooperative one. */
 #ifndef SID_SPARSE_SELECT_CUH
 #define SID_SPARSE_SELECT_CUH
 
@@ -46,7 +46,14 @@ struct sid_tally {
     unsigned long long warp[SID_WARPS];
 };
 
+/* This block among those of its crew. */
+struct sid_member {
+    uint32_t block, blocks;
+    uint32_t *arrived; /* of sid_meet; NULL: they are all of the grid */
+};
+
 struct sid_crew_shared {
+    sid_member member;
     uint32_t bins[SID_BINS];
     unsigned long long scan[SID_LANES + 1];
     double tree[SID_BLOCK];
@@ -66,20 +73,31 @@ struct sid_crew_shared {
     uint32_t stages;
 };
 
-/* All blocks of the finish, or one thread's view of it. What is computed here is the same in every block, each call is
+/* All blocks of a finish, or one thread's view of it. What is computed here is the same in every block, each call is
  * made by all threads of all of them. */
 struct sid_selection {
     const sid_finishing &f;
     sid_crew_shared &s;
+    const uint32_t block, blocks; /* sid_member */
+    uint32_t *const arrived;
     uint32_t bins_turn, part_turn,
         running_turn;     /* which of several buffers is next: others may still read the last one */
     uint64_t first, last; /* this block's tiles, whole chunks */
 
-    __device__ sid_selection(const sid_finishing &of, sid_crew_shared &shared)
-        : f(of), s(shared), bins_turn(0), part_turn(0), running_turn(0) {
+    __device__ sid_selection(const sid_finishing &of, sid_crew_shared &shared, const sid_member &member)
+        : f(of), s(shared), block(member.block), blocks(member.blocks), arrived(member.arrived), bins_turn(0),
+          part_turn(0), running_turn(0) {
         const uint64_t chunks = f.tiles / SID_WARPS;
-        first = chunks * blockIdx.x / gridDim.x * SID_WARPS;
-        last = chunks * (blockIdx.x + 1) / gridDim.x * SID_WARPS;
+        first = chunks * block / blocks * SID_WARPS;
+        last = chunks * (block + 1) / blocks * SID_WARPS;
+    }
+
+    /* Waits for the other blocks: then each sees what all of them have written. */
+    __device__ void meet() const {
+        if (arrived)
+            sid_meet(arrived, blocks);
+        else
+            sid_grid_sync();
     }
 
     /* f by one thread of each block. */
@@ -111,20 +129,20 @@ struct sid_selection {
     };
     __device__ sums over_blocks(unsigned long long x) {
         post(x);
-        sid_grid_sync();
+        meet();
         return posted();
     }
     __device__ void post(unsigned long long x) {
         unsigned long long *part = f.list.part + (part_turn ^= 1) * SID_FINISH_MOST;
         const unsigned long long mine = block_sum(x);
-        if (threadIdx.x == 0) part[blockIdx.x] = mine;
+        if (threadIdx.x == 0) part[block] = mine;
     }
     __device__ sums posted() {
         const unsigned long long *part = f.list.part + part_turn * SID_FINISH_MOST;
         unsigned long long before = 0, total = 0;
-        for (uint32_t b = threadIdx.x; b < gridDim.x; b += SID_BLOCK) {
+        for (uint32_t b = threadIdx.x; b < blocks; b += SID_BLOCK) {
             total += part[b];
-            before += b < blockIdx.x ? part[b] : 0;
+            before += b < block ? part[b] : 0;
         }
         before = block_sum(before);
         return {before, block_sum(total)};
@@ -167,9 +185,9 @@ struct sid_selection {
         __syncthreads();
         for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK)
             if (s.bins[i]) atomicAdd(&bins[i], s.bins[i]);
-        sid_grid_sync();
+        meet();
         bins_turn = (bins_turn + 1) % 3;
-        if (blockIdx.x == 0) { /* of the digit before: all have read it */
+        if (block == 0) { /* of the digit before: all have read it */
             uint32_t *old = f.list.bins + (bins_turn + 1) % 3 * SID_BINS;
             for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK) old[i] = 0;
         }
@@ -247,9 +265,9 @@ struct sid_selection {
         enum {
             DEEP = 4
         };
-        const uint64_t step = (uint64_t)gridDim.x * SID_BLOCK;
+        const uint64_t step = (uint64_t)blocks * SID_BLOCK;
 #pragma unroll 1
-        for (uint64_t i = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; i < n; i += DEEP * step) {
+        for (uint64_t i = (uint64_t)block * SID_BLOCK + threadIdx.x; i < n; i += DEEP * step) {
             float x[DEEP];
 #pragma unroll
             for (uint32_t k = 0; k < DEEP; k++) x[k] = i + k * step < n ? val[i + k * step] : 0.0f;
@@ -274,7 +292,7 @@ struct sid_selection {
     __device__ void total(uint64_t units, const Unit &unit, double (&sum)[SUMS]) {
         double *running = next_running<SUMS>();
         const uint32_t used = units < SID_SUMS ? (uint32_t)units : (uint32_t)SID_SUMS;
-        for (uint32_t j = blockIdx.x * SID_WARPS + sid_warp(); j < used; j += gridDim.x * SID_WARPS) {
+        for (uint32_t j = block * SID_WARPS + sid_warp(); j < used; j += blocks * SID_WARPS) {
             double own[SUMS] = {};
             for (uint64_t u = j; u < units; u += SID_SUMS) {
                 double x[SUMS];
@@ -284,7 +302,7 @@ struct sid_selection {
             if (sid_lane() == 0)
                 for (uint32_t k = 0; k < SUMS; k++) running[k * SID_SUMS + j] = own[k];
         }
-        sid_grid_sync();
+        meet();
         for (uint32_t k = 0; k < SUMS; k++) sum[k] = tree(running + k * SID_SUMS, used);
     }
 
@@ -313,13 +331,13 @@ struct sid_selection {
         double *running = next_running<SUMS>();
         const uint64_t units = sid_tiles(f.n);
         const uint32_t used = units < SID_SUMS ? (uint32_t)units : (uint32_t)SID_SUMS;
-        for (uint32_t i = blockIdx.x * SID_BLOCK + threadIdx.x; i < rows * SID_SUMS; i += gridDim.x * SID_BLOCK) {
+        for (uint32_t i = block * SID_BLOCK + threadIdx.x; i < rows * SID_SUMS; i += blocks * SID_BLOCK) {
             const uint32_t k = i / SID_SUMS;
             double own = 0;
             for (uint64_t u = i % SID_SUMS; u < units; u += SID_SUMS) own += value(k, u);
             running[i] = own;
         }
-        sid_grid_sync();
+        meet();
 #pragma unroll
         for (uint32_t k = 0; k < SUMS; k++)
             if (k < rows) sum[k] = tree(running + k * SID_SUMS, used);
@@ -332,8 +350,8 @@ struct sid_selection {
     }
     __device__ unsigned long long own_count_of_tiles(uint32_t at) const { /* this thread's share of it */
         unsigned long long mine = 0;
-        for (uint64_t u = (uint64_t)blockIdx.x * SID_BLOCK + threadIdx.x; u < sid_tiles(f.n);
-             u += (uint64_t)gridDim.x * SID_BLOCK)
+        for (uint64_t u = (uint64_t)block * SID_BLOCK + threadIdx.x; u < sid_tiles(f.n);
+             u += (uint64_t)blocks * SID_BLOCK)
             mine += f.list.counts[at * f.list.stride + u];
         return mine;
     }

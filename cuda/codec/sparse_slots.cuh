@@ -114,7 +114,8 @@ struct sid_crew : sid_emission {
 
     uint32_t from, to; /* this warp's tiles */
 
-    __device__ sid_crew(const sid_finishing &of, sid_crew_shared &shared) : sid_emission(of, shared) {
+    __device__ sid_crew(const sid_finishing &of, sid_crew_shared &shared, const sid_member &member)
+        : sid_emission(of, shared, member) {
         const uint32_t each = (uint32_t)(last - first) / SID_WARPS;
         from = (uint32_t)first + sid_warp() * each;
         to = from + each;
@@ -234,7 +235,7 @@ struct sid_crew : sid_emission {
     __device__ uint32_t largest() { /* candidate's key; 0 of none. Of a codec that needs it */
         if (s.tally[FROM].known == sid_tally::NOTHING && s.tally[PICK].known == sid_tally::NOTHING)
             note(FROM, SID_FULL, tally(SID_FULL, SID_FULL));
-        sid_grid_sync();
+        meet();
         return f.scratch->key;
     }
 
@@ -263,7 +264,7 @@ struct sid_crew : sid_emission {
     }
     __device__ __noinline__ static by_digits digits_of(sid_slots c, const sid_finishing &f, sid_crew_shared &s,
                                                        uint32_t bins_turn, uint64_t count, uint64_t rank) {
-        sid_selection all(f, s);
+        sid_selection all(f, s, s.member);
         all.bins_turn = bins_turn;
         const sid_pick pick = all.select_from(
             [&](const auto &show) {
@@ -367,7 +368,7 @@ struct sid_crew : sid_emission {
             more += sum >> 16;
             same += sum & 0xffffu;
         });
-        sid_grid_sync();
+        meet();
         lead([&] { s.lined_up = true; });
         return list;
     }
@@ -479,7 +480,7 @@ struct sid_crew : sid_emission {
         if (b.width == 2) write_pairs(s.sent, w.own);
         w.own = sid_block_sums(w.own, s.sums);
         if (threadIdx.x == 0) atomicAdd(&f.scratch->sum, w.own.sum);
-        sid_grid_sync();
+        meet();
         seal(s.sent, side);
     }
 

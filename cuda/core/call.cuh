@@ -35,6 +35,18 @@ __device__ inline bool sid_comes_last(sid_scratch *scratch, uint32_t blocks) {
     __syncthreads();
     return last;
 }
+/* The blocks that share a counter, all of them resident: each waits until all have come. The counter is 0 at first. */
+__device__ inline void sid_meet(uint32_t *arrived, uint32_t blocks) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        const uint32_t upto = (atomicAdd(arrived, 1u) / blocks + 1) * blocks;
+        while (atomicAdd(arrived, 0u) < upto) {
+        }
+        __threadfence();
+    }
+    __syncthreads();
+}
 /* What others of the same launch have added up. */
 template <typename T> __device__ inline T sid_found(T *p) { return atomicAdd(p, (T)0); }
 
