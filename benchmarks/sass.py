@@ -59,6 +59,7 @@ GRANULE = {75: 256}  # bytes of shared memory; 128 from 8.0 on
 # a table, and symbols of 4 bits and the levels of a decode of 8.
 DYNAMIC = {
     "sid_finish_kernel": 14 << 10,
+    "sid_several_finish_kernel": 14 << 10,
     "packed_entries": (16 << 10) + 4 * (2048 + 8) + 32,
     "plain_entries": (16 << 10) + 64,
     "sid_deadzone_decode_kernel": 4 * (4096 + 8 * 4 * 128 + 8 * 16),

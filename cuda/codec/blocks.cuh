@@ -52,7 +52,6 @@ struct sid_block_coder {
     uint64_t n;
     bool idle; /* the memory is to be settled, and that is all */
 
-    __device__ void move(const sid_several &, uint32_t) {}
     __device__ void begin(shared &, own &, const sid_scratch &) const {}
     __device__ void end(shared &s, own &o, sid_scratch &scratch) const {
         if (idle) return;
@@ -388,6 +387,17 @@ struct sid_block_coder {
     }
 };
 
+/* Of several slices: apart, as the pass over one has no registers left for it. */
+struct sid_block_coder_of_slices : sid_block_coder {
+    enum {
+        SEVERAL = 1
+    };
+    __device__ void move(const sid_several &k, uint32_t slice) {
+        rules = sid_state_of(k, slice, rules);
+        payload = sid_payload_of(k, slice, payload);
+    }
+};
+
 /* Counts, header, rule and statistics. */
 struct sid_block_sealing {
     blocks_form f;
@@ -432,8 +442,10 @@ inline sid_status sid_block_encode(sid_cuda_encoding &c) {
     blocks_rule *const rules = (blocks_rule *)(void *)sid_extra(p, c.state);
     const sid_status s = sid_begin_encode(c, sizeof *c.scratch, p->sizes.payload);
     if (s) return s;
-    return sid_pass_tiles(c, sid_block_coder{f, b, rules, c.payload, p->n, c.settles},
-                          c.settles ? sid_ending() : sid_ending_of(c), sid_block_sealing{f, b.form, b.packed, p->cap});
+    const sid_block_coder coder = {f, b, rules, c.payload, p->n, c.settles};
+    const sid_block_sealing sealing = {f, b.form, b.packed, p->cap};
+    if (c.several.count) return sid_pass_tiles(c, sid_block_coder_of_slices{coder}, sid_ending_of(c), sealing);
+    return sid_pass_tiles(c, coder, c.settles ? sid_ending() : sid_ending_of(c), sealing);
 }
 
 #endif

@@ -65,8 +65,8 @@ struct step_keeping {
 /* The codec's finish() writes the payload, so that nothing is left to do. */
 struct coding_crew : sid_crew {
     typedef step_keeping keeping;
-    __device__ coding_crew(const sid_finishing &of, sid_crew_shared &shared, const sid_member &member)
-        : sid_crew(of, shared, member) {}
+    __device__ coding_crew(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
+        : sid_crew(of, shared, is_apart) {}
     template <uint32_t MANY> __device__ void select_ranks(const uint64_t (&rank)[MANY], sid_pick (&pick)[MANY]) {
         const sid_slots c = slots();
         select_from(
@@ -94,6 +94,15 @@ struct coding_room {
     uint16_t *words;
     uint32_t zero, more; /* bits of an element, and how many more of one that is sent, in units of 2^-16, at most */
 
+    __device__ void move(const sid_several &k, uint32_t slice) {
+        symbols = sid_work_of(k, slice, symbols);
+        held = sid_work_of(k, slice, held);
+        count = sid_work_of(k, slice, count);
+        start = sid_work_of(k, slice, start);
+        state = sid_work_of(k, slice, state);
+        many = sid_work_of(k, slice, many);
+        words = sid_work_of(k, slice, words);
+    }
     /* How many words `all` elements have, `sent` of which are sent, at most. A coder divides a state by the frequency, and the
      * quotient is at least 16: the rounding adds less than log2(17/16) bits, for which there is an eighth. */
     __host__ __device__ uint64_t most(uint64_t sent, uint64_t all) const { return (sent * more + all * zero) >> 20; }
@@ -117,6 +126,7 @@ struct deadzone {
     coding_room room;
     uint4 coder[MOST_SYMBOLS]; /* frequency << 20, 4096 - frequency, inverse, start | shift << 12 | plus << 16 */
 
+    __device__ void move(const sid_several &of, uint32_t slice) { room.move(of, slice); }
     __device__ uint64_t best() const { return 0; } /* finish() asks for the k largest anyway */
     __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
         r.low = sid_from_last((uint32_t)c[DEADZONE_LAST], (uint32_t)c[DEADZONE_SPREAD], 1);
@@ -143,7 +153,7 @@ struct deadzone {
     }
 
     __device__ void clear(const crew &w) const {
-        const uint64_t first = (uint64_t)w.block * SID_BLOCK + threadIdx.x, step = (uint64_t)w.blocks * SID_BLOCK;
+        const uint64_t first = (uint64_t)w.block() * SID_BLOCK + threadIdx.x, step = (uint64_t)w.blocks() * SID_BLOCK;
         for (uint64_t t = first; t < streams; t += step) room.held[t] = 0;
         if (first < DEADZONE_LEVELS) room.many[first] = 0;
     }
@@ -257,8 +267,8 @@ struct deadzone {
     __device__ void code(const crew &w, const own &o) const {
         const uint32_t lane = lane_of_stream(), mine = stream_of_warp();
 #pragma unroll 1
-        for (uint64_t first = STREAMS * ((uint64_t)sid_warp() * w.blocks + w.block); first < streams;
-             first += (uint64_t)STREAMS * SID_WARPS * w.blocks) {
+        for (uint64_t first = STREAMS * ((uint64_t)sid_warp() * w.blocks() + w.block()); first < streams;
+             first += (uint64_t)STREAMS * SID_WARPS * w.blocks()) {
             const uint64_t t = first + mine, offset = t * form.stream;
             const uint32_t held = t < streams ? room.held[t] : 0;
             unsigned long long before = 0;
@@ -319,7 +329,7 @@ struct deadzone {
             upto += all;
             __syncthreads();
             for (uint32_t i = sid_warp(); i < SID_BLOCK && from + i < streams; i += SID_WARPS)
-                if ((from + i) % w.blocks == w.block && w.s.bins[i] != SID_FULL)
+                if ((from + i) % w.blocks() == w.block() && w.s.bins[i] != SID_FULL)
                     copy(w.f.payload, from + i, w.s.bins[i], own);
             __syncthreads();
         }
@@ -341,7 +351,7 @@ struct deadzone {
         };
         w.total(sid_tiles(sent), of(0), sum);
         if (form.levels > LOWER) w.total(sid_tiles(sent), of(LOWER), last);
-        if (w.block || threadIdx.x) return;
+        if (w.block() || threadIdx.x) return;
         const double all[DEADZONE_LEVELS] = {sum[0], sum[1], sum[2], sum[3], last[0]};
         seal(w, o, sent, all);
     }
@@ -788,6 +798,12 @@ uint64_t work(const sid_plan *p) {
     return c.at > least ? c.at : least;
 }
 
+uint64_t several(const sid_plan *p) {
+    sid_carver c = {nullptr, sid_sparse_encode_work(p, needs_of(p))};
+    carve(p, &c);
+    return c.at;
+}
+
 sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     const sid_sparse_needs needs = needs_of(p);
@@ -844,5 +860,5 @@ sid_status decode(sid_cuda_decoding &c) {
 
 extern "C" {
 extern const sid_cuda_codec sid_cuda_codec_deadzone;
-const sid_cuda_codec sid_cuda_codec_deadzone = {work, encode, decode};
+const sid_cuda_codec sid_cuda_codec_deadzone = {work, encode, decode, nullptr, several, SID_FINISH_GRID};
 }

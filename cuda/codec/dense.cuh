@@ -78,10 +78,6 @@ __device__ inline void sid_get_row(const float *p, uint32_t r, uint32_t len, flo
     for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = c < count ? x[c] : 0.0f;
 }
 
-/* The random stream of another slice, if there is one at all. */
-__device__ inline void sid_move(sid_draw &draw, const sid_several &k, uint32_t slice) {
-    if (draw.salt) draw.group += slice * k.group;
-}
 inline uint64_t sid_blocks_to_end(const sid_cuda_encoding &c) { return c.several.count ? c.several.count : 1; }
 
 /* ---- the end of an encode ---------------------------------------------------------------------------------------- */

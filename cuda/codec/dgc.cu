@@ -23,6 +23,7 @@ struct dgc {
     };
     uint64_t k, cap, length; /* length: L, of the runs that an element each is drawn from */
 
+    __device__ void move(const sid_several &, uint32_t) {}
     __device__ uint64_t best() const { return cap; }
     __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
         r = {};
@@ -43,8 +44,8 @@ struct dgc {
         const uint64_t runs = (f.n + length - 1) / length;
         const uint64_t taken = drawn(f.draw, runs - 1) < f.n ? runs : runs - 1; /* the last run may be shorter */
         /* each thread will read what it has written here: each_value goes the same way */
-        for (uint64_t i = (uint64_t)crew.block * SID_BLOCK + threadIdx.x; i < taken;
-             i += (uint64_t)crew.blocks * SID_BLOCK)
+        for (uint64_t i = (uint64_t)crew.block() * SID_BLOCK + threadIdx.x; i < taken;
+             i += (uint64_t)crew.blocks() * SID_BLOCK)
             f.list.extra[i] = f.acc[drawn(f.draw, i)];
         const double rank = ceil((double)taken * (double)k / (double)f.n);
         return crew.select_of(f.list.extra, taken, rank < (double)taken ? (uint64_t)rank : taken).key;
@@ -77,6 +78,7 @@ sid_sparse_needs needs(const sid_plan *p) {
 }
 
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }
+uint64_t several(const sid_plan *p) { return sid_sparse_encode_work(p, needs(p)); }
 sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     return sid_sparse_encode(c, dgc{p->k, p->cap, run_length(p)}, needs(p));
@@ -87,5 +89,5 @@ sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, false); }
 
 extern "C" {
 extern const sid_cuda_codec sid_cuda_codec_dgc;
-const sid_cuda_codec sid_cuda_codec_dgc = {work, encode, decode};
+const sid_cuda_codec sid_cuda_codec_dgc = {work, encode, decode, nullptr, several, SID_FINISH_GRID};
 }

@@ -45,6 +45,7 @@ struct gaussian {
     double tail; /* z */
 
     __device__ uint64_t wanted() const { return k + k / 2 + 1; }
+    __device__ void move(const sid_several &, uint32_t) {}
     __device__ uint64_t best() const { return cap > wanted() ? cap : wanted(); }
 
     __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
@@ -160,6 +161,7 @@ struct gaussian {
 const sid_sparse_needs needs = {ROWS, 1, 0, false, false};
 
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs); }
+uint64_t several(const sid_plan *p) { return sid_sparse_encode_work(p, needs); }
 sid_status encode(sid_cuda_encoding &c) {
     const sid_plan *p = c.plan;
     const double tail = p->n ? sid_normal_tail((double)p->k / (double)p->n / 2) : 0;
@@ -174,5 +176,5 @@ sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, false); }
 
 extern "C" {
 extern const sid_cuda_codec sid_cuda_codec_gaussiank;
-const sid_cuda_codec sid_cuda_codec_gaussiank = {work, encode, decode};
+const sid_cuda_codec sid_cuda_codec_gaussiank = {work, encode, decode, nullptr, several, SID_FINISH_GRID};
 }

@@ -34,8 +34,8 @@ struct exceptions {
 
 /* ---- encode ------------------------------------------------------------------------------------------------------ */
 
-/* WRITE: the pass that writes the payload; else the one that counts. */
-template <bool WRITE> struct coder {
+/* WRITE: the pass that writes the payload; else the one that counts. SLICES: of several; apart, as registers are few. */
+template <bool WRITE, bool SLICES> struct coder {
     lossless_form f;
     uint8_t *payload;
     uint64_t n;
@@ -44,8 +44,12 @@ template <bool WRITE> struct coder {
 
     enum {
         LATE = 1,
-        SEVERAL = 0
+        SEVERAL = SLICES
     };
+    __device__ void move(const sid_several &k, uint32_t slice) {
+        payload = sid_payload_of(k, slice, payload);
+        starts = sid_work_of(k, slice, starts);
+    }
     struct shared {
         sid_part_sum part[SID_WARPS];
     };
@@ -175,11 +179,13 @@ template <bool WRITE> struct coder {
     }
 };
 
-/* Between the passes: where each tile's exceptions begin. By one block. */
+/* Between the passes: where each tile's exceptions begin. By one block a slice. */
 __global__ void __launch_bounds__(SID_BLOCK)
-    sid_lossless_starts_kernel(sid_scratch *scratch, uint64_t *starts, uint64_t n) {
+    sid_lossless_starts_kernel(sid_scratch *scratch, uint64_t *starts, uint64_t n, sid_several k) {
     sid_follow();
     __shared__ uint64_t sum[SID_BLOCK];
+    scratch = sid_work_of(k, blockIdx.x, scratch);
+    starts = sid_work_of(k, blockIdx.x, starts);
     if (!scratch->ready) return;
     const uint64_t tiles = lossless_tiles(n), each = (tiles + SID_BLOCK - 1) / SID_BLOCK;
     const uint64_t from = threadIdx.x * each < tiles ? threadIdx.x * each : tiles,
@@ -208,6 +214,7 @@ __device__ inline void clear(uint8_t *payload, uint64_t from, uint64_t to) {
 __global__ void __launch_bounds__(SEAL_BLOCK)
     sid_lossless_seal_kernel(sid_ending e, lossless_form f, const uint64_t *starts) {
     sid_follow();
+    starts = sid_work_of(e.several, e.move(), starts);
     if (!e.scratch->ready) return;
     const uint64_t n = e.head.n, all = starts[lossless_tiles(n)], last = f.starts + 4 * lossless_tiles(n);
     const uint32_t used = (uint32_t)(all < f.cap ? all : f.cap);
@@ -407,18 +414,29 @@ uint64_t work(const sid_plan *p) {
     return c.at > sid_findings_work() ? c.at : sid_findings_work();
 }
 
-sid_status encode(sid_cuda_encoding &c) {
+uint64_t several(const sid_plan *p) {
+    sid_carver c = {nullptr, 0};
+    carve(p, &c);
+    return c.at;
+}
+
+template <bool SLICES> sid_status encode_as(sid_cuda_encoding &c) {
     const lossless_form f = lossless_form_of(c.plan);
     const sid_ending e = sid_ending_of(c);
     uint64_t *const starts = carve(c.plan, &c.work);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
-    if (!s) s = sid_pass_tiles(c, coder<false>{f, c.payload, c.plan->n, starts});
+    if (!s) s = sid_pass_tiles(c, coder<false, SLICES>{f, c.payload, c.plan->n, starts});
     if (s || c.settles) return s;
-    s = sid_launch(c.to, "starts", sid_lossless_starts_kernel, 1, SID_BLOCK, 0, c.scratch, starts, c.plan->n);
-    if (!s) s = sid_pass_again(c, coder<true>{f, c.payload, c.plan->n, starts});
-    if (!s) s = sid_launch(c.to, "seal", sid_lossless_seal_kernel, 1, SEAL_BLOCK, 0, e, f, (const uint64_t *)starts);
+    s = sid_launch(c.to, "starts", sid_lossless_starts_kernel, sid_blocks_to_end(c), SID_BLOCK, 0, c.scratch, starts,
+                   c.plan->n, c.several);
+    if (!s) s = sid_pass_again(c, coder<true, SLICES>{f, c.payload, c.plan->n, starts});
+    if (!s)
+        s = sid_launch(c.to, "seal", sid_lossless_seal_kernel, sid_blocks_to_end(c), SEAL_BLOCK, 0, e, f,
+                       (const uint64_t *)starts);
     return s;
 }
+
+sid_status encode(sid_cuda_encoding &c) { return c.several.count ? encode_as<true>(c) : encode_as<false>(c); }
 
 sid_status decode(sid_cuda_decoding &c) {
     const body b = {lossless_form_of(c.plan), c.plan->n, c.plan->sizes.payload};
@@ -437,5 +455,5 @@ sid_status decode(sid_cuda_decoding &c) {
 
 extern "C" {
 extern const sid_cuda_codec sid_cuda_codec_lossless;
-const sid_cuda_codec sid_cuda_codec_lossless = {work, encode, decode};
+const sid_cuda_codec sid_cuda_codec_lossless = {work, encode, decode, nullptr, several};
 }

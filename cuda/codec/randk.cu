@@ -129,15 +129,26 @@ struct coder {
 #define PART_RESIDENT PART_BLOCKS
 #endif
 
-template <class Memory>
+/* SLICES: several.count of them. */
+template <class Memory, bool SLICES>
 __global__ void __launch_bounds__(SID_BLOCK, PART_RESIDENT)
     sid_randk_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, Memory memory,
-                     coder o) {
+                     coder o, sid_several several) {
     sid_follow();
     __shared__ choice s;
     __shared__ float4 held[PART / SID_QUAD];
     __shared__ sid_part_sum part[SID_WARPS];
     float *const x = (float *)held;
+    sid_portion share = {0, blockIdx.x, gridDim.x};
+    if constexpr (SLICES) {
+        share = sid_portion_of(several);
+        g.before += share.slice * g.n;
+        scratch = sid_work_of(several, share.slice, scratch);
+        state = sid_state_of(several, share.slice, state);
+        vectors.first = sid_state_of(several, share.slice, vectors.first);
+        o.payload = sid_payload_of(several, share.slice, o.payload);
+        sid_move(o.draw, several, share.slice);
+    }
     if (!scratch->ready) return;
     if (Memory::VECTORS) memory.begin(state);
     const sid_rule rule = state->rule;
@@ -147,7 +158,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_RESIDENT)
     uint32_t bad = 0;
     start(s);
 #pragma unroll 1
-    for (uint64_t p = blockIdx.x; p < parts; p += gridDim.x) {
+    for (uint64_t p = share.block; p < parts; p += share.blocks) {
         const uint64_t offset = p * PART, tile = offset / SID_TILE + sid_warp() / 2;
         const uint32_t len = g.n - offset < PART ? (uint32_t)(g.n - offset) : (uint32_t)PART;
         const uint32_t here = tile * SID_TILE < g.n ? sid_tile_len(g.n, tile * SID_TILE) : 0;
@@ -240,6 +251,7 @@ enum {
 };
 __global__ void __launch_bounds__(SEAL_BLOCK) sid_randk_seal_kernel(sid_ending e, coder o, float inverse) {
     sid_follow();
+    e.move();
     if (!e.scratch->ready) return;
     for (uint64_t i = SID_HEADER_BYTES + o.v.width() * o.k + threadIdx.x; i < e.bytes; i += SEAL_BLOCK)
         e.payload[i] = 0;
@@ -273,16 +285,21 @@ sid_status encode(sid_cuda_encoding &c) {
     if (linear) e.draw.salt = e.head.salt = sid_salt(c.step.seed, SID_COMMON);
     const float world = linear ? (float)c.step.world : 1.0f;
     const coder o = {values_of(p), e.draw, p->k, 1.0f / world, linear, c.payload};
-    const uint64_t grid = sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS);
+    const uint64_t grid = sid_blocks(c.to, c.several, (p->n + PART - 1) / PART, PART_BLOCKS);
     sid_status s = sid_begin_encode(c, sizeof *c.scratch, SID_HEADER_BYTES);
     if (!s)
         s = sid_with_memory_of(c, [&](auto memory) {
-            return sid_launch(c.to, "pass", sid_randk_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group, c.scratch,
-                              c.state, sid_vectors_of(c), memory, o);
+            const auto pass = [&](auto kernel) {
+                return sid_launch(c.to, "pass", kernel, grid, SID_BLOCK, 0, c.group, c.scratch, c.state,
+                                  sid_vectors_of(c), memory, o, c.several);
+            };
+            if constexpr (decltype(memory)::VECTORS <= SID_SEVERAL_VECTORS)
+                if (c.several.count) return pass(sid_randk_kernel<decltype(memory), true>);
+            return pass(sid_randk_kernel<decltype(memory), false>);
         });
     if (s || c.settles) return s;
     if (linear) s = sid_launch(c.to, "nonfinite", sid_randk_nonfinite_kernel, grid, SID_BLOCK, 0, c.scratch, o);
-    if (!s) s = sid_launch(c.to, "seal", sid_randk_seal_kernel, 1, SEAL_BLOCK, 0, e, o, world);
+    if (!s) s = sid_launch(c.to, "seal", sid_randk_seal_kernel, sid_blocks_to_end(c), SEAL_BLOCK, 0, e, o, world);
     return s || !linear ? s : sid_linear_cover(c);
 }
 
@@ -454,6 +471,7 @@ __global__ void __launch_bounds__(SID_BLOCK)
 }
 
 uint64_t work(const sid_plan *) { return sid_findings_work(); }
+uint64_t several(const sid_plan *) { return 0; } /* beyond scratch */
 
 sid_status decode(sid_cuda_decoding &c) {
     const sid_plan *p = c.plan;
@@ -487,5 +505,5 @@ sid_status decode(sid_cuda_decoding &c) {
 extern "C" {
 extern const sid_cuda_codec sid_cuda_codec_randk, sid_cuda_codec_randk_own;
 const sid_cuda_codec sid_cuda_codec_randk = {work, encode, decode};
-const sid_cuda_codec sid_cuda_codec_randk_own = {work, encode, decode};
+const sid_cuda_codec sid_cuda_codec_randk_own = {work, encode, decode, nullptr, several};
 }

@@ -28,6 +28,7 @@ struct redsync {
     redsync_rule rule;
     uint64_t cap;
 
+    __device__ void move(const sid_several &, uint32_t) {}
     __device__ uint64_t best() const { return cap + rule.binary; } /* one more: whether there are too many */
     __device__ static uint64_t *statistics(uint64_t *c, const task &r) { return redsync_statistics(c, r.side < 0); }
 
@@ -135,6 +136,7 @@ sid_sparse_needs needs(const sid_plan *p) {
 }
 
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }
+uint64_t several(const sid_plan *p) { return sid_sparse_encode_work(p, needs(p)); }
 sid_status encode(sid_cuda_encoding &c) {
     return sid_sparse_encode(c, redsync{redsync_rule_of(c.plan), c.plan->cap}, needs(c.plan));
 }
@@ -144,5 +146,5 @@ sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, quantised(
 
 extern "C" {
 extern const sid_cuda_codec sid_cuda_codec_redsync;
-const sid_cuda_codec sid_cuda_codec_redsync = {work, encode, decode};
+const sid_cuda_codec sid_cuda_codec_redsync = {work, encode, decode, nullptr, several, SID_FINISH_GRID};
 }

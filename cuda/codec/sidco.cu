@@ -92,6 +92,7 @@ template <bool SQUARES, bool LOGS> struct sidco {
     sidco_rule rule;
     uint64_t cap;
 
+    __device__ void move(const sid_several &, uint32_t) {}
     __device__ uint64_t best() const { return cap; }
     __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
         sidco_begin(&rule, c, &r.o);
@@ -415,6 +416,7 @@ sid_sparse_needs needs(const sid_plan *p) {
     return {OF_PROBES + 2 * probes, AT_PROBES + probes, 0, false, false};
 }
 uint64_t work(const sid_plan *p) { return sid_sparse_work(p, needs(p)); }
+uint64_t several(const sid_plan *p) { return sid_sparse_encode_work(p, needs(p)); }
 template <class Codec> sid_status encode(sid_cuda_encoding &c, int squares) {
     const sid_plan *p = c.plan;
     Codec codec;
@@ -431,7 +433,7 @@ sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, false); }
 
 extern "C" {
 extern const sid_cuda_codec sid_cuda_codec_sidco_e, sid_cuda_codec_sidco_gp, sid_cuda_codec_sidco_p;
-const sid_cuda_codec sid_cuda_codec_sidco_e = {work, encode_e, decode};
-const sid_cuda_codec sid_cuda_codec_sidco_gp = {work, encode_gp, decode};
-const sid_cuda_codec sid_cuda_codec_sidco_p = {work, encode_p, decode};
+const sid_cuda_codec sid_cuda_codec_sidco_e = {work, encode_e, decode, nullptr, several, SID_FINISH_GRID};
+const sid_cuda_codec sid_cuda_codec_sidco_gp = {work, encode_gp, decode, nullptr, several, SID_FINISH_GRID};
+const sid_cuda_codec sid_cuda_codec_sidco_p = {work, encode_p, decode, nullptr, several, SID_FINISH_GRID};
 }

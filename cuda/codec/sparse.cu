@@ -46,6 +46,7 @@ sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const
     sid_list l = {};
     l.bins = c->take<uint32_t>(3 * SID_BINS);
     l.counted = c->take<uint32_t>(SID_COUNTED);
+    l.arrived = c->take<uint32_t>(1);
     *clear = c->at - start;
     l.slots = slots_of(p, needs.often);
     l.n = p->n;
@@ -88,11 +89,15 @@ uint64_t sid_sparse_decode_work() {
     return c.at - sizeof(sid_scratch);
 }
 
-uint64_t sid_sparse_work(const sid_plan *p, const sid_sparse_needs &needs) {
+uint64_t sid_sparse_encode_work(const sid_plan *p, const sid_sparse_needs &needs) {
     uint64_t clear;
     sid_carver c = {nullptr, sizeof(sid_scratch)};
     sid_carve_list(p, &c, &clear, needs);
-    const uint64_t encode = c.at - sizeof(sid_scratch), decode = sid_sparse_decode_work();
+    return c.at - sizeof(sid_scratch);
+}
+
+uint64_t sid_sparse_work(const sid_plan *p, const sid_sparse_needs &needs) {
+    const uint64_t encode = sid_sparse_encode_work(p, needs), decode = sid_sparse_decode_work();
     return encode > decode ? encode : decode;
 }
 

@@ -29,6 +29,7 @@
  *     typedef crew                sid_crew, or what stands on it; its `keeping` says what a step left of an element
  *     enum { RANGES }             1: the first pass counts candidates in ranges of keys, for crew.select_predicted
  *     struct task : sid_pass_task; struct own
+ *     move(several, slice)        what of it is in work becomes another slice's
  *     begin(task &, words, steps)   of the first pass, from the state's words, by one thread
  *     best()                      how many of the largest are never dropped
  *     struct unit; start(task, unit &); row(task, unit &, x[4], count); done(task, unit &, list, tile)
@@ -42,18 +43,11 @@ template <class Codec> struct sid_finish_shared {
 };
 
 template <class Codec>
-__global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
-    sid_finish_kernel(const __grid_constant__ sid_finishing f, const __grid_constant__ Codec codec) {
-    sid_follow();
-    static_assert(sizeof(sid_finish_shared<Codec>) <= SID_FINISH_SHARED, "occupancy");
-    SID_DYNAMIC_SHARED(uint4, memory);
-    sid_finish_shared<Codec> &s = *(sid_finish_shared<Codec> *)(void *)memory;
+__device__ inline void sid_finish(const sid_finishing &f, const Codec &codec, sid_finish_shared<Codec> &s, bool apart) {
     if (!f.scratch->ready) return;
-    const sid_member member = {blockIdx.x, gridDim.x, nullptr};
-    typename Codec::crew crew(f, s.crew, member);
+    typename Codec::crew crew(f, s.crew, apart);
     if (threadIdx.x < 16) s.crew.codec[threadIdx.x] = f.state->codec[threadIdx.x];
     crew.lead([&] {
-        s.crew.member = member;
         s.crew.stages = 0;
         s.own = {};
         codec.begin(s.task, s.crew.codec, f.state->steps);
@@ -64,6 +58,41 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
         crew.pass_again(codec, s.task);
     }
     crew.write(s.task.side);
+}
+
+template <class Codec>
+__global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
+    sid_finish_kernel(const __grid_constant__ sid_finishing f, const __grid_constant__ Codec codec) {
+    sid_follow();
+    static_assert(sizeof(sid_finish_shared<Codec>) <= SID_FINISH_SHARED, "occupancy");
+    SID_DYNAMIC_SHARED(uint4, memory);
+    sid_finish(f, codec, *(sid_finish_shared<Codec> *)(void *)memory, false);
+}
+
+/* Of several slices, each of which has a crew of its own. What all threads read of a slice lies in shared memory. */
+template <class Codec> struct sid_several_shared {
+    sid_finish_shared<Codec> one;
+    sid_finishing f;
+    Codec codec;
+};
+template <class Codec>
+__global__ void __launch_bounds__(SID_BLOCK, SID_FINISH_BLOCKS)
+    sid_several_finish_kernel(const __grid_constant__ sid_finishing first, const __grid_constant__ Codec codec,
+                              sid_several several) {
+    sid_follow();
+    static_assert(sizeof(sid_several_shared<Codec>) <= SID_FINISH_SHARED, "occupancy");
+    SID_DYNAMIC_SHARED(uint4, memory);
+    sid_several_shared<Codec> &s = *(sid_several_shared<Codec> *)(void *)memory;
+    const sid_portion mine = sid_portion_of(several);
+    if (threadIdx.x == 0) {
+        s.f = first;
+        s.codec = codec;
+        s.f.move(several, mine.slice);
+        s.codec.move(several, mine.slice);
+        s.one.crew.member = {mine.block, mine.blocks, s.f.list.arrived};
+    }
+    __syncthreads();
+    sid_finish(s.f, s.codec, s.one, true);
 }
 
 template <class Codec>
@@ -79,7 +108,8 @@ sid_status sid_sparse_encode(sid_cuda_encoding &c, const Codec &codec, const sid
     f.stats = c.stats;
     f.payload = c.payload;
     float *stored = f.list.acc;
-    if (p->memory->vectors) f.list.acc = vectors.first;
+    f.list.kept = p->memory->vectors != 0;
+    if (f.list.kept) f.list.acc = vectors.first;
     f.acc = f.list.acc;
     f.n = p->n;
     f.tiles = chunks * SID_WARPS;
@@ -91,13 +121,26 @@ sid_status sid_sparse_encode(sid_cuda_encoding &c, const Codec &codec, const sid
     f.largest = needs.largest || f.body.width > 2;
     f.head = sid_head_of(p, c.step);
     f.draw = sid_draw_of(p, c.step);
-    const uint64_t grid = sid_blocks(c.to, pieces ? pieces : 1, SID_FINISH_GRID);
+    const uint64_t grid = sid_blocks(c.to, c.several, pieces ? pieces : 1, SID_FINISH_GRID);
     sid_status s = sid_begin_encode(c, clear, p->sizes.payload);
+    const sid_gathering<Codec> gathering = {codec, f.list, c.state};
+    if (!s && c.several.count) {
+        s = sid_with_memory_of(c, [&](auto memory) {
+            if constexpr (decltype(memory)::VECTORS <= SID_SEVERAL_VECTORS)
+                return sid_launch(c.to, "pass", sid_several_pass_kernel<decltype(memory), sid_gathering<Codec>>,
+                                  sid_blocks(c.to, c.several, chunks, Codec::PASS_BLOCKS), SID_BLOCK, 0, c.group,
+                                  c.scratch, c.state, vectors, stored, memory, gathering, c.several);
+            return SID_OK; /* sid_several_at_once has refused */
+        });
+        if (s) return s;
+        return sid_launch_together(c.to, "finish", sid_several_finish_kernel<Codec>, grid, SID_BLOCK,
+                                   (uint32_t)sizeof(sid_several_shared<Codec>), f, codec, c.several);
+    }
     if (!s)
         s = sid_with_memory_of(c, [&](auto memory) {
             return sid_launch(c.to, "pass", sid_pass_kernel<decltype(memory), sid_gathering<Codec>>,
                               sid_blocks(c.to, chunks, Codec::PASS_BLOCKS), SID_BLOCK, 0, c.group, c.scratch, c.state,
-                              vectors, stored, memory, sid_gathering<Codec>{codec, f.list, c.state});
+                              vectors, stored, memory, gathering);
         });
     if (!s && !c.settles)
         s = sid_launch_together(c.to, "finish", sid_finish_kernel<Codec>,

@@ -11,8 +11,8 @@ struct sid_candidates : sid_selection {
     bool compacted; /* or of those the best alone, for want of room */
     uint32_t passes;
 
-    __device__ sid_candidates(const sid_finishing &of, sid_crew_shared &shared, const sid_member &member)
-        : sid_selection(of, shared, member), count(0), low(0), compacted(false), passes(1) {}
+    __device__ sid_candidates(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
+        : sid_selection(of, shared, is_apart), count(0), low(0), compacted(false), passes(1) {}
 
     __device__ uint32_t held(uint64_t tile) const { return tile * SID_TILE < f.n ? f.list.held[tile] : 0; }
 

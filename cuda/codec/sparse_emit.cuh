@@ -5,8 +5,8 @@
 #include "sparse_candidates.cuh"
 
 struct sid_emission : sid_candidates { /* sparse_slots.cuh stands on it */
-    __device__ sid_emission(const sid_finishing &of, sid_crew_shared &shared, const sid_member &member)
-        : sid_candidates(of, shared, member) {}
+    __device__ sid_emission(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
+        : sid_candidates(of, shared, is_apart) {}
 
     /* sparse_emit_from and sparse_emit: settle what is sent, and the rule. */
     __device__ void send_from(uint32_t key, uint64_t found, uint32_t flags) {
@@ -50,7 +50,7 @@ struct sid_emission : sid_candidates { /* sparse_slots.cuh stands on it */
         lead([&] { s.levels = sid_levels_of_means(s.key, sum, count, above, many); });
         const sid_levels levels = s.levels;
         const uint64_t at = f.body.value_at + 8, words = (sent + 15) / 16;
-        for (uint64_t i = (uint64_t)block * SID_BLOCK + threadIdx.x; i < words; i += (uint64_t)blocks * SID_BLOCK) {
+        for (uint64_t i = (uint64_t)block() * SID_BLOCK + threadIdx.x; i < words; i += (uint64_t)blocks() * SID_BLOCK) {
             uint32_t word = 0;
             for (uint32_t c = 0; c < 16 && 16 * i + c < sent; c++) {
                 const float x = f.list.extra[16 * i + c];
@@ -70,7 +70,7 @@ struct sid_emission : sid_candidates { /* sparse_slots.cuh stands on it */
             const double sum = size_from(sent, 0, &count);
             mean = sent ? (float)(sum / (double)sent) : 0.0f;
         }
-        if (block) return;
+        if (block()) return;
         const uint32_t *counts = (const uint32_t *)(f.payload + SID_HEADER_BYTES);
         sid_part_sum own = {0};
         for (uint64_t t = threadIdx.x; t < sid_wire_tiles(f.n); t += SID_BLOCK)

@@ -23,6 +23,24 @@ struct sid_list {
     unsigned long long *part; /* a block's, twice */
     uint32_t *bins;           /* SID_BINS, three times, zeroed */
     uint32_t *counted;        /* SID_COUNTED, zeroed: what the first pass has counted */
+    uint32_t *arrived;        /* zeroed: sid_meet */
+    bool kept;                /* acc is the memory's */
+
+    __device__ void move(const sid_several &k, uint32_t slice) {
+        acc = kept ? sid_state_of(k, slice, acc) : sid_work_of(k, slice, acc);
+        held = sid_work_of(k, slice, held);
+        slot_value = sid_work_of(k, slice, slot_value);
+        slot_index = sid_work_of(k, slice, slot_index);
+        value = sid_work_of(k, slice, value);
+        extra = sid_work_of(k, slice, extra);
+        sums = sid_work_of(k, slice, sums);
+        counts = sid_work_of(k, slice, counts);
+        running = sid_work_of(k, slice, running);
+        part = sid_work_of(k, slice, part);
+        bins = sid_work_of(k, slice, bins);
+        counted = sid_work_of(k, slice, counted);
+        arrived = sid_work_of(k, slice, arrived);
+    }
 };
 
 /* What a pass is to do; a codec's own adds to it what its statistics need. */
@@ -77,7 +95,8 @@ sid_list sid_carve_list(const sid_plan *p, sid_carver *c, uint64_t *clear, const
 /* blocks: of topk, where it has them. */
 sid_body sid_body_of(const sid_plan *p, bool mean, const blocks_form &blocks = {});
 uint64_t sid_sparse_work(const sid_plan *p, const sid_sparse_needs &needs);
-uint64_t sid_sparse_decode_work(); /* bytes beyond scratch */
+uint64_t sid_sparse_encode_work(const sid_plan *p, const sid_sparse_needs &needs); /* bytes beyond scratch */
+uint64_t sid_sparse_decode_work();                                                 /* bytes beyond scratch */
 sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean, const blocks_form &blocks = {});
 
 /* ---- elements --------------------------------------------------------------------------------------------------- */

@@ -143,6 +143,11 @@ template <class Codec> struct sid_gathering {
     sid_list list;
     const sid_state *state;
 
+    __device__ void move(const sid_several &k, uint32_t slice) {
+        codec.move(k, slice);
+        list.move(k, slice);
+        state = sid_state_of(k, slice, state);
+    }
     __device__ void begin(shared &s) const {
         if (threadIdx.x == 0) {
             codec.begin(s.task, state->codec, state->steps);

@@ -28,6 +28,16 @@ struct sid_finishing {
     sid_body body;
     sid_head head;
     sid_draw draw;
+
+    __device__ void move(const sid_several &k, uint32_t slice) {
+        scratch = sid_work_of(k, slice, scratch);
+        state = sid_state_of(k, slice, state);
+        payload = sid_payload_of(k, slice, payload);
+        list.move(k, slice);
+        acc = list.acc;
+        head.group += slice * k.group;
+        sid_move(draw, k, slice);
+    }
 };
 
 struct sid_picked {
@@ -46,10 +56,10 @@ struct sid_tally {
     unsigned long long warp[SID_WARPS];
 };
 
-/* This block among those of its crew. */
+/* This block among those of its crew, where they are not all of the grid. */
 struct sid_member {
     uint32_t block, blocks;
-    uint32_t *arrived; /* of sid_meet; NULL: they are all of the grid */
+    uint32_t *arrived; /* of sid_meet */
 };
 
 struct sid_crew_shared {
@@ -78,24 +88,24 @@ struct sid_crew_shared {
 struct sid_selection {
     const sid_finishing &f;
     sid_crew_shared &s;
-    const uint32_t block, blocks; /* sid_member */
-    uint32_t *const arrived;
+    const bool apart; /* the crew is a part of the grid: s.member. Constant where it is read, but in calls */
     uint32_t bins_turn, part_turn,
         running_turn;     /* which of several buffers is next: others may still read the last one */
     uint64_t first, last; /* this block's tiles, whole chunks */
 
-    __device__ sid_selection(const sid_finishing &of, sid_crew_shared &shared, const sid_member &member)
-        : f(of), s(shared), block(member.block), blocks(member.blocks), arrived(member.arrived), bins_turn(0),
-          part_turn(0), running_turn(0) {
+    __device__ sid_selection(const sid_finishing &of, sid_crew_shared &shared, bool is_apart)
+        : f(of), s(shared), apart(is_apart), bins_turn(0), part_turn(0), running_turn(0) {
         const uint64_t chunks = f.tiles / SID_WARPS;
-        first = chunks * block / blocks * SID_WARPS;
-        last = chunks * (block + 1) / blocks * SID_WARPS;
+        first = chunks * block() / blocks() * SID_WARPS;
+        last = chunks * (block() + 1) / blocks() * SID_WARPS;
     }
 
+    __device__ uint32_t block() const { return apart ? s.member.block : blockIdx.x; }
+    __device__ uint32_t blocks() const { return apart ? s.member.blocks : gridDim.x; }
     /* Waits for the other blocks: then each sees what all of them have written. */
     __device__ void meet() const {
-        if (arrived)
-            sid_meet(arrived, blocks);
+        if (apart)
+            sid_meet(s.member.arrived, s.member.blocks);
         else
             sid_grid_sync();
     }
@@ -135,14 +145,14 @@ struct sid_selection {
     __device__ void post(unsigned long long x) {
         unsigned long long *part = f.list.part + (part_turn ^= 1) * SID_FINISH_MOST;
         const unsigned long long mine = block_sum(x);
-        if (threadIdx.x == 0) part[block] = mine;
+        if (threadIdx.x == 0) part[block()] = mine;
     }
     __device__ sums posted() {
         const unsigned long long *part = f.list.part + part_turn * SID_FINISH_MOST;
         unsigned long long before = 0, total = 0;
-        for (uint32_t b = threadIdx.x; b < blocks; b += SID_BLOCK) {
+        for (uint32_t b = threadIdx.x; b < blocks(); b += SID_BLOCK) {
             total += part[b];
-            before += b < block ? part[b] : 0;
+            before += b < block() ? part[b] : 0;
         }
         before = block_sum(before);
         return {before, block_sum(total)};
@@ -187,7 +197,7 @@ struct sid_selection {
             if (s.bins[i]) atomicAdd(&bins[i], s.bins[i]);
         meet();
         bins_turn = (bins_turn + 1) % 3;
-        if (block == 0) { /* of the digit before: all have read it */
+        if (block() == 0) { /* of the digit before: all have read it */
             uint32_t *old = f.list.bins + (bins_turn + 1) % 3 * SID_BINS;
             for (uint32_t i = threadIdx.x; i < SID_BINS; i += SID_BLOCK) old[i] = 0;
         }
@@ -265,9 +275,9 @@ struct sid_selection {
         enum {
             DEEP = 4
         };
-        const uint64_t step = (uint64_t)blocks * SID_BLOCK;
+        const uint64_t step = (uint64_t)blocks() * SID_BLOCK;
 #pragma unroll 1
-        for (uint64_t i = (uint64_t)block * SID_BLOCK + threadIdx.x; i < n; i += DEEP * step) {
+        for (uint64_t i = (uint64_t)block() * SID_BLOCK + threadIdx.x; i < n; i += DEEP * step) {
             float x[DEEP];
 #pragma unroll
             for (uint32_t k = 0; k < DEEP; k++) x[k] = i + k * step < n ? val[i + k * step] : 0.0f;
@@ -292,7 +302,7 @@ struct sid_selection {
     __device__ void total(uint64_t units, const Unit &unit, double (&sum)[SUMS]) {
         double *running = next_running<SUMS>();
         const uint32_t used = units < SID_SUMS ? (uint32_t)units : (uint32_t)SID_SUMS;
-        for (uint32_t j = block * SID_WARPS + sid_warp(); j < used; j += blocks * SID_WARPS) {
+        for (uint32_t j = block() * SID_WARPS + sid_warp(); j < used; j += blocks() * SID_WARPS) {
             double own[SUMS] = {};
             for (uint64_t u = j; u < units; u += SID_SUMS) {
                 double x[SUMS];
@@ -331,7 +341,7 @@ struct sid_selection {
         double *running = next_running<SUMS>();
         const uint64_t units = sid_tiles(f.n);
         const uint32_t used = units < SID_SUMS ? (uint32_t)units : (uint32_t)SID_SUMS;
-        for (uint32_t i = block * SID_BLOCK + threadIdx.x; i < rows * SID_SUMS; i += blocks * SID_BLOCK) {
+        for (uint32_t i = block() * SID_BLOCK + threadIdx.x; i < rows * SID_SUMS; i += blocks() * SID_BLOCK) {
             const uint32_t k = i / SID_SUMS;
             double own = 0;
             for (uint64_t u = i % SID_SUMS; u < units; u += SID_SUMS) own += value(k, u);
@@ -350,8 +360,8 @@ struct sid_selection {
     }
     __device__ unsigned long long own_count_of_tiles(uint32_t at) const { /* this thread's share of it */
         unsigned long long mine = 0;
-        for (uint64_t u = (uint64_t)block * SID_BLOCK + threadIdx.x; u < sid_tiles(f.n);
-             u += (uint64_t)blocks * SID_BLOCK)
+        for (uint64_t u = (uint64_t)block() * SID_BLOCK + threadIdx.x; u < sid_tiles(f.n);
+             u += (uint64_t)blocks() * SID_BLOCK)
             mine += f.list.counts[at * f.list.stride + u];
         return mine;
     }

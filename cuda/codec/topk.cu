@@ -22,6 +22,7 @@ struct topk {
     struct unit {};
     uint64_t k;
 
+    __device__ void move(const sid_several &, uint32_t) {}
     __device__ uint64_t best() const { return 0; } /* finish() asks for the k largest anyway */
     __device__ void begin(task &r, const uint64_t *c, uint64_t) const {
         r.low = sid_from_last((uint32_t)c[LAST], (uint32_t)c[SPREAD], 0);
@@ -52,6 +53,7 @@ constexpr sid_sparse_needs needs = {0, 0, 0, false, false};
 uint64_t work(const sid_plan *p) {
     return blocks_form_of(p).size ? sid_sparse_decode_work() : sid_sparse_work(p, needs);
 }
+uint64_t several(const sid_plan *p) { return blocks_form_of(p).size ? 0 : sid_sparse_encode_work(p, needs); }
 sid_status encode(sid_cuda_encoding &c) {
     return blocks_form_of(c.plan).size ? sid_block_encode(c) : sid_sparse_encode(c, topk{c.plan->k}, needs);
 }
@@ -61,5 +63,5 @@ sid_status decode(sid_cuda_decoding &c) { return sid_sparse_decode(c, false, blo
 
 extern "C" {
 extern const sid_cuda_codec sid_cuda_codec_topk;
-const sid_cuda_codec sid_cuda_codec_topk = {work, encode, decode};
+const sid_cuda_codec sid_cuda_codec_topk = {work, encode, decode, nullptr, several, SID_FINISH_GRID};
 }

@@ -214,15 +214,26 @@ static uint64_t carve(const sid_plan *p, const sid_cuda_codec *codec, void *base
 static uint64_t work_of_one(const sid_plan *p, const sid_cuda_codec *codec) {
     return sizeof(sid_scratch) + sid_round_up(codec->several(p), 64);
 }
+/* Of so many encodes those that a call may have, where no device limits them. */
+static uint32_t several_of(const sid_plan *p, const sid_cuda_codec *codec, uint32_t count) {
+    if (!codec || !codec->several || p->memory->vectors > SID_SEVERAL_VECTORS) return 0;
+    return codec->meeting && count > SID_SEVERAL_MEETING ? (uint32_t)SID_SEVERAL_MEETING : count;
+}
+uint32_t sid_several_at_once(const sid_plan *p, uint32_t count, const sid_stream &to) {
+    const sid_cuda_codec *codec = sid_cuda_codec_of(p->codec);
+    const uint32_t most = several_of(p, codec, count), blocks = most ? to.processors * codec->meeting : 0;
+    return blocks && blocks < most ? blocks : most;
+}
 uint64_t sid_several_work(const sid_plan *p, uint32_t count) {
     const sid_cuda_codec *codec = sid_cuda_codec_of(p->codec);
+    const uint32_t most = several_of(p, codec, count);
     uint64_t *start;
     sid_scratch *scratch;
     double *norms;
     sid_carver rest;
-    if (!codec || !codec->several || p->memory->vectors > SID_SEVERAL_VECTORS) return 0;
+    if (!most) return 0;
     carve(p, codec, nullptr, &start, &norms, &scratch, &rest);
-    return rest.at - sizeof *scratch + count * work_of_one(p, codec);
+    return rest.at - sizeof *scratch + most * work_of_one(p, codec);
 }
 
 static sid_status kernels_of(const sid_plan *p, const sid_cuda_codec **codec, sid_error *err) {

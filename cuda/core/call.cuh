@@ -74,7 +74,8 @@ struct sid_several {
     int64_t elsewhere;             /* lies so many bytes from its place in their row */
 };
 enum {
-    SID_SEVERAL_VECTORS = 1 /* of a memory, at most: with more, passes have no registers left for it */
+    SID_SEVERAL_VECTORS = 1, /* of a memory, at most: with more, passes have no registers left for it */
+    SID_SEVERAL_MEETING = 64 /* slices whose blocks meet, at most: each has sums and counters of its own in work */
 };
 /* Which slice a block is for, and which of its blocks it is. */
 struct sid_portion {
@@ -96,6 +97,10 @@ template <typename T> __device__ inline T *sid_state_of(const sid_several &k, ui
 }
 template <typename T> __device__ inline T *sid_payload_of(const sid_several &k, uint32_t slice, T *first) {
     return sid_moved(first, (int64_t)(slice * k.payload) + (slice == k.mine ? k.elsewhere : 0));
+}
+/* The random stream of another slice, if there is one at all. */
+__device__ inline void sid_move(sid_draw &draw, const sid_several &k, uint32_t slice) {
+    if (draw.salt) draw.group += slice * k.group;
 }
 /* Blocks for `pieces` of work of each slice. */
 inline uint64_t sid_blocks(const sid_stream &to, const sid_several &k, uint64_t pieces, uint32_t per_processor) {
@@ -174,6 +179,7 @@ struct sid_cuda_codec {
     sid_status (*decode)(sid_cuda_decoding &c);
     sid_status (*next)(sid_cuda_encoding &c) = nullptr;
     uint64_t (*several)(const sid_plan *p) = nullptr; /* bytes beyond scratch that one of several encodes needs */
+    uint32_t meeting = 0; /* blocks on a multiprocessor of which an encode has all at once; 0: of any number */
 };
 
 const sid_cuda_codec *sid_cuda_codec_of(const sid_codec *c); /* registry.cu; NULL: no kernels */
@@ -215,7 +221,9 @@ struct sid_table {
     uint64_t before, after; /* so many other elements */
 };
 sid_status sid_enqueue(sid_cuda_encoding &c, const sid_table &t, void *work);
-/* Work for `count` encodes in one call, in c.several; 0: codec or memory have no such call. */
+/* Of `count` encodes as many as one call may have, in c.several; 0: codec or memory have no such call. */
+uint32_t sid_several_at_once(const sid_plan *p, uint32_t count, const sid_stream &to);
+/* Work for calls that have as many, on any device. */
 uint64_t sid_several_work(const sid_plan *p, uint32_t count);
 sid_status sid_enqueue(sid_cuda_decoding &c, const sid_table &t, void *work);
 

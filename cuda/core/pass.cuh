@@ -134,19 +134,18 @@ template <class Codec> struct sid_pass_blocks {
     };
 };
 
+/* By one of `blocks`. */
 template <class Memory, class Codec>
-__global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
-    sid_pass_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
-                    Memory memory, Codec codec) {
-    sid_follow();
+__device__ inline void sid_pass_over(const sid_group &g, sid_scratch *scratch, const sid_state *state,
+                                     const sid_vectors &vectors, float *acc, Memory memory, const Codec &codec,
+                                     uint32_t block, uint32_t blocks) {
     __shared__ typename Codec::shared shared;
     if (!scratch->ready) return;
     memory.begin(state);
     codec.begin(shared);
     sid_tile_pass<Memory, Codec> pass = {g, vectors, memory, acc, codec, shared, state->rule, 0};
     const uint64_t tiles = sid_tiles(g.n);
-    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
-         tile += (uint64_t)gridDim.x * SID_WARPS) {
+    for (uint64_t tile = (uint64_t)block * SID_WARPS + sid_warp(); tile < tiles; tile += (uint64_t)blocks * SID_WARPS) {
         const sid_span s = sid_span_of(g, tile);
         typename Codec::unit unit;
         codec.start(shared, unit);
@@ -160,6 +159,28 @@ __global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
     const uint32_t bad = sid_warp_sum(pass.bad);
     if (bad && sid_lane() == 0) atomicAdd(&scratch->nonfinite, bad);
     codec.close(scratch);
+}
+
+template <class Memory, class Codec>
+__global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
+    sid_pass_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
+                    Memory memory, Codec codec) {
+    sid_follow();
+    sid_pass_over(g, scratch, state, vectors, acc, memory, codec, blockIdx.x, gridDim.x);
+}
+
+/* Of several slices; acc: in work, as scratch. move(k, slice) makes the codec that of another slice. */
+template <class Memory, class Codec>
+__global__ void __launch_bounds__(SID_BLOCK, sid_pass_blocks<Codec>::N)
+    sid_several_pass_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors, float *acc,
+                            Memory memory, Codec codec, sid_several several) {
+    sid_follow();
+    const sid_portion mine = sid_portion_of(several);
+    g.before += mine.slice * g.n;
+    vectors.first = sid_state_of(several, mine.slice, vectors.first);
+    codec.move(several, mine.slice);
+    sid_pass_over(g, sid_work_of(several, mine.slice, scratch), sid_state_of(several, mine.slice, state), vectors,
+                  sid_work_of(several, mine.slice, acc), memory, codec, mine.block, mine.blocks);
 }
 
 /* For a decoder, before it overwrites the elements i .. i + count: the gradient that is still there is taken back out of

@@ -1,7 +1,8 @@
 /* Two-shot between the messages (csrc/exchange/twoshot.c defines the result). A rank's step of n elements, W ranks and
  * payloads of P(m) bytes for m elements is the codec's own passes:
  *     shot 1   W encodes of n / W elements, windows of the group's table, each with its own state: in the launches of one
- *              where the codec has that (sid_several), else one after the other; the short slice by itself
+ *              where the codec has that (sid_several), of as many at once as the device has room for; else one after the
+ *              other; the short slice by itself
  *     sum      a decode of W payloads of n / W elements into float32 in work
  *     shot 2   an encode of that
  *     end      W P(n / W) read to check the means, before any rank writes; then W decodes of n / W elements
@@ -97,14 +98,18 @@ sid_status first_shot(const sid_cuda_exchange_step &t) {
     uint8_t *const own = t.wire + at.theirs + x->rank * apart;
     sid_status status = sid_launch(t.to, "begin", sid_shots_begin_kernel, 1, SID_LANES, 0, t.head, mean_of(t),
                                    sid_slice_len(x, x->rank));
-    const uint32_t whole = whole_slices(x), together = whole > 1 && sid_several_work(x->plan, whole) ? whole : 0;
-    if (!status && together) {
-        sid_cuda_encoding c =
-            sid_encoding_of(t, x->plan, sid_slice_step(&t.step, 0, x->rank, x->world), t.state, t.wire);
-        c.several = {together, 1u << SID_SUBGROUPS, at.apart, apart, 0, x->rank, (int64_t)at.theirs};
-        status = sid_enqueue(c, sid_slice_table(t, 0), codec_work(t));
+    const uint32_t whole = whole_slices(x), most = whole ? sid_several_at_once(x->plan, whole, t.to) : 0;
+    uint32_t s = 0;
+    while (most > 1 && whole - s > 1 &&
+           !status) { /* the first of `count` is s; others than these have no slice x->rank */
+        const uint32_t count = whole - s < most ? whole - s : most;
+        sid_cuda_encoding c = sid_encoding_of(t, x->plan, sid_slice_step(&t.step, s, x->rank, x->world),
+                                              t.state + s * at.apart, t.wire + s * apart);
+        c.several = {count, 1u << SID_SUBGROUPS, at.apart, apart, 0, x->rank - s, (int64_t)at.theirs};
+        status = sid_enqueue(c, sid_slice_table(t, s), codec_work(t));
+        s += count;
     }
-    for (uint32_t s = together; s < slices && !status; s++) {
+    for (; s < slices && !status; s++) {
         sid_cuda_encoding c = sid_encoding_of(t, plan_of(x, x->plan, s), sid_slice_step(&t.step, s, x->rank, x->world),
                                               t.state + s * at.apart, s == x->rank ? own : t.wire + s * apart);
         status = sid_enqueue(c, sid_slice_table(t, s), codec_work(t));
