@@ -627,16 +627,14 @@ struct waiting { /* of one stream; at 0: it has no words */
     uint32_t x[LANES], at;
 };
 
-/* MEANS: only what the decode has left, in float64. */
-template <class Memory, bool MEANS>
-__global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
-    sid_deadzone_decode_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
-                               sid_payloads p, Memory memory, deadzone_form f, sharing by, waiting *room) {
-    sid_follow();
+/* The streams of this block. MEANS: only what was left before, in float64; else returns whether something is. */
+template <bool MEANS, class Memory>
+__device__ inline bool add_streams(const sid_group &g, const sid_vectors &vectors, const sid_payloads &p,
+                                   const Memory &memory, const deadzone_form &f, const sharing &by, waiting *room,
+                                   bool fill) {
     SID_DYNAMIC_SHARED(uint4, shared);
-    if (MEANS ? !scratch->over : !scratch->go) return;
-    if (Memory::VECTORS) memory.begin(state);
-    const bool fill = !MEANS && scratch->nonfinite, several = p.count > by.payloads;
+    const bool several = p.count > by.payloads;
+    bool leaves = false;
     uint32_t *const slots = (uint32_t *)(void *)shared, *const symbols = slots + SID_RANS_TOTAL;
     float *const value = (float *)(void *)(symbols + by.payloads * by.streams * TILE_WORDS);
     const uint64_t streams = deadzone_streams(p.n, f.stream);
@@ -745,7 +743,7 @@ __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
 #pragma unroll
                     for (uint32_t c = 0; c < SID_QUAD; c++) x[c] *= p.scale;
                     const bool over = !fill && p.means && sid_overflows(x);
-                    if (over && !MEANS) scratch->over = 1; /* every writer writes the same */
+                    leaves |= over;
                     if (over != MEANS || !count) continue;
 #pragma unroll
                     for (uint32_t c = 0; c < SID_QUAD; c++)
@@ -765,6 +763,18 @@ __global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
             }
         }
     }
+    return leaves;
+}
+
+template <class Memory>
+__global__ void __launch_bounds__(SID_BLOCK, DECODE_BLOCKS)
+    sid_deadzone_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
+                               sid_payloads p, Memory memory, deadzone_form f, sharing by, waiting *room) {
+    sid_follow();
+    if (!scratch->go) return;
+    if (Memory::VECTORS) memory.begin(state);
+    const bool leaves = add_streams<false>(g, vectors, p, memory, f, by, room, scratch->nonfinite);
+    if (__syncthreads_or(leaves)) add_streams<true>(g, vectors, p, memory, f, by, room, false);
 }
 
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
@@ -845,15 +855,10 @@ sid_status decode(sid_cuda_decoding &c) {
     const uint64_t pieces = (streams + by.streams - 1) / by.streams,
                    waits = (work(plan) - found_bytes) / (sizeof(waiting) * p.count),
                    most = p.count > by.payloads && waits < pieces ? waits : pieces;
-    const auto sum = [&](auto memory, auto kernel) {
-        return sid_launch(c.to, "decode", kernel, sid_blocks(c.to, most, 16), by.block, by.shared, c.group, c.scratch,
-                          c.state, vectors, p, memory, f, by, room);
-    };
-    s = sid_with_memory_of(
-        c, [&](auto memory) { return sum(memory, sid_deadzone_decode_kernel<decltype(memory), false>); });
-    if (s) return s;
-    return sid_with_means(c,
-                          [&](auto memory) { return sum(memory, sid_deadzone_decode_kernel<decltype(memory), true>); });
+    return sid_with_memory_of(c, [&](auto memory) {
+        return sid_launch(c.to, "decode", sid_deadzone_decode_kernel<decltype(memory)>, sid_blocks(c.to, most, 16),
+                          by.block, by.shared, c.group, c.scratch, c.state, vectors, p, memory, f, by, room);
+    });
 }
 
 } // namespace

@@ -412,13 +412,62 @@ enum {
     SID_DENSE_BLOCKS = 3
 }; /* on a multiprocessor: 80 registers a thread */
 
+/* The tiles of this warp in which a sum has overflowed, once more: what is not finite of them is averaged in float64, payload by
+ * payload. Rare, so it adds up all payloads again for each row, which takes no more registers than the decode has. */
+template <class Memory, class Body>
+__device__ inline void sid_dense_means(const sid_group &g, const sid_vectors &vectors, const sid_payloads &p,
+                                       const Memory &memory, const Body &body) {
+    const uint64_t tiles = sid_tiles(g.n);
+#pragma unroll 1
+    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
+         tile += (uint64_t)gridDim.x * SID_WARPS) {
+        const sid_span s = sid_span_of(g, tile);
+        {
+            sid_quads x = {};
+            body.sum(p, x, s.at, s.len);
+            if (!__ballot_sync(SID_FULL, sid_overflows(x))) continue;
+        }
+#pragma unroll 1
+        for (uint32_t row = 0; row < SID_ROWS; row++) {
+            float x[SID_QUAD] = {};
+            double sum[SID_QUAD] = {};
+#pragma unroll 1
+            for (uint32_t i = 0; i <= p.count; i++) { /* each payload, then all together */
+                const bool all = i == p.count;
+                sid_payloads of = p;
+                if (!all) {
+                    of.first = p[i];
+                    of.count = 1;
+                    of.scale = 1;
+                }
+                sid_quads y = {};
+                body.sum(of, y, s.at, s.len);
+#pragma unroll
+                for (uint32_t r = 0; r < SID_ROWS; r++)
+#pragma unroll
+                    for (uint32_t c = 0; c < SID_QUAD; c++) x[c] = r == row ? y[r][c] : x[c];
+#pragma unroll
+                for (uint32_t c = 0; c < SID_QUAD; c++) sum[c] += all ? 0 : (double)x[c];
+            }
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++)
+                x[c] = sid_key(x[c]) < SID_KEY_INF ? x[c] : sid_mean(sum[c], p.scale);
+            const uint32_t count = sid_count4(s.len, sid_place(row));
+            if (memory.receives) sid_receive(memory, vectors, s.at + sid_place(row), count, x);
+            sid_put<false>(g, s, sid_place(row), count, x);
+        }
+    }
+}
+
 template <class Memory, class Body>
 __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
-    sid_dense_decode_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
+    sid_dense_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
                             sid_payloads p, Memory memory, Body body) {
     sid_follow();
+    __shared__ bool over[SID_WARPS]; /* the warp has left a tile whose sum overflows */
     if (!scratch->go) return;
     if (Memory::VECTORS) memory.begin(state);
+    if (sid_lane() == 0) over[sid_warp()] = false;
     const bool fill = scratch->nonfinite;
     const uint64_t tiles = sid_tiles(g.n);
 #pragma unroll 1
@@ -429,7 +478,7 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
         if (!fill) {
             body.sum(p, x, s.at, s.len);
             if (p.means && __ballot_sync(SID_FULL, sid_overflows(x))) {
-                scratch->over = 1; /* every writer writes the same */
+                if (sid_lane() == 0) over[sid_warp()] = true;
                 continue;
             }
         } else
@@ -445,48 +494,8 @@ __global__ void __launch_bounds__(SID_BLOCK, SID_DENSE_BLOCKS)
                 sid_receive(memory, vectors, s.at + sid_place(r), sid_count4(s.len, sid_place(r)), x[r]);
         sid_put_tile(g, s, x);
     }
-}
-
-/* The tiles that the decode has left: what is not finite of them is averaged in float64, payload by payload. */
-template <class Memory, class Body>
-__global__ void __launch_bounds__(SID_BLOCK, 1)
-    sid_dense_mean_kernel(sid_group g, const sid_scratch *scratch, sid_vectors vectors, sid_payloads p, Memory memory,
-                          Body body) {
-    sid_follow();
-    if (!scratch->over) return;
-    const uint64_t tiles = sid_tiles(g.n);
-#pragma unroll 1
-    for (uint64_t tile = (uint64_t)blockIdx.x * SID_WARPS + sid_warp(); tile < tiles;
-         tile += (uint64_t)gridDim.x * SID_WARPS) {
-        const sid_span s = sid_span_of(g, tile);
-        sid_quads x = {};
-        body.sum(p, x, s.at, s.len);
-        if (!__ballot_sync(SID_FULL, sid_overflows(x))) continue;
-        double sum[SID_ROWS][SID_QUAD] = {};
-#pragma unroll 1
-        for (uint32_t i = 0; i < p.count; i++) {
-            sid_payloads one = p;
-            one.first = p[i];
-            one.count = 1;
-            one.scale = 1;
-            sid_quads y = {};
-            body.sum(one, y, s.at, s.len);
-#pragma unroll
-            for (uint32_t r = 0; r < SID_ROWS; r++)
-#pragma unroll
-                for (uint32_t c = 0; c < SID_QUAD; c++) sum[r][c] += (double)y[r][c];
-        }
-#pragma unroll
-        for (uint32_t r = 0; r < SID_ROWS; r++)
-#pragma unroll
-            for (uint32_t c = 0; c < SID_QUAD; c++)
-                x[r][c] = sid_key(x[r][c]) < SID_KEY_INF ? x[r][c] : sid_mean(sum[r][c], p.scale);
-        if (memory.receives)
-#pragma unroll
-            for (uint32_t r = 0; r < SID_ROWS; r++)
-                sid_receive(memory, vectors, s.at + sid_place(r), sid_count4(s.len, sid_place(r)), x[r]);
-        sid_put_tile(g, s, x);
-    }
+    __syncwarp();
+    if (over[sid_warp()]) sid_dense_means(g, vectors, p, memory, body);
 }
 
 inline uint64_t sid_findings_work(uint32_t own = 0) {
@@ -521,16 +530,10 @@ template <class Body, typename F> sid_status sid_dense_decode(sid_cuda_decoding 
     const sid_vectors vectors = sid_vectors_of(c.plan, c.state);
     sid_status s = sid_dense_check(c, p, body, more);
     if (s || c.part == SID_CHECK) return s;
-    s = sid_with_memory_of(c, [&](auto memory) {
+    return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_dense_decode_kernel<decltype(memory), Body>,
                           sid_blocks(c.to, sid_chunks(p.n), SID_DENSE_BLOCKS), SID_BLOCK, 0, c.group, c.scratch,
                           c.state, vectors, p, memory, body);
-    });
-    if (s) return s;
-    return sid_with_means(c, [&](auto memory) {
-        return sid_launch(c.to, "means", sid_dense_mean_kernel<decltype(memory), Body>,
-                          sid_blocks(c.to, sid_chunks(p.n), 1), SID_BLOCK, 0, c.group, (const sid_scratch *)c.scratch,
-                          vectors, p, memory, body);
     });
 }
 

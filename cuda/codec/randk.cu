@@ -360,12 +360,65 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     if (bad) scratch->nonfinite = 1; /* every writer writes the same */
 }
 
+/* The quads of this block that the decode has left: what is not finite of them is averaged in float64, payload by payload. Rare,
+ * so it adds up all payloads again for each row, which takes no more registers than the decode has. */
+template <class Memory>
+__device__ inline void sid_randk_means(choice &s, float4 (&held)[PART / SID_QUAD], const sid_group &g,
+                                       const sid_vectors &vectors, const sid_payloads &p, const Memory &memory,
+                                       const body &b) {
+    const uint32_t from = sid_warp() % 2 * ROWS * SID_ROW + sid_lane() * SID_QUAD; /* of this thread in its tile */
+    float4 *const mine = held + (sid_warp() / 2 * SID_TILE + from) / SID_QUAD;
+    for (uint32_t r = 0; r < ROWS; r++) mine[r * SID_LANES] = make_float4(0, 0, 0, 0);
+    __syncthreads();
+#pragma unroll 1
+    for (uint64_t offset = blockIdx.x * (uint64_t)PART; offset < g.n; offset += gridDim.x * (uint64_t)PART) {
+        const uint64_t tile = offset / SID_TILE + sid_warp() / 2;
+        const uint32_t len = g.n - offset < PART ? (uint32_t)(g.n - offset) : (uint32_t)PART;
+        sid_span span = {};
+        if (tile * SID_TILE < g.n) span = sid_span_of(g, tile);
+#pragma unroll 1
+        for (uint32_t row = 0; row < ROWS; row++) {
+            float x[SID_QUAD] = {};
+            double sum[SID_QUAD] = {};
+            bool over = false;
+#pragma unroll 1
+            for (uint32_t i = 0; i <= p.count; i++) { /* all payloads together, then each */
+                sid_payloads of = p;
+                if (i) {
+                    of.first = p[i - 1];
+                    of.count = 1;
+                }
+                add(s, of, b, offset, len, (float *)held);
+                __syncthreads();
+                const float4 v = mine[row * SID_LANES];
+                for (uint32_t r = 0; r < ROWS; r++) mine[r * SID_LANES] = make_float4(0, 0, 0, 0);
+                __syncthreads();
+                if (i) {
+                    sum[0] += (double)v.x, sum[1] += (double)v.y, sum[2] += (double)v.z, sum[3] += (double)v.w;
+                    continue;
+                }
+                x[0] = v.x * p.scale, x[1] = v.y * p.scale, x[2] = v.z * p.scale, x[3] = v.w * p.scale;
+                over = sid_overflows(x);
+                if (!__syncthreads_or(over)) break;
+            }
+            const uint32_t at = from + row * SID_ROW, count = sid_count4(span.len, at);
+            if (!count || !over) continue;
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++)
+                x[c] = sid_key(x[c]) < SID_KEY_INF ? x[c] : sid_mean(sum[c], p.scale);
+            if (memory.receives) sid_receive(memory, vectors, span.at + at, count, x);
+            sid_put<false>(g, span, at, count, x);
+        }
+    }
+}
+
 template <class Memory>
 __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
-    sid_randk_decode_kernel(sid_group g, sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
+    sid_randk_decode_kernel(sid_group g, const sid_scratch *scratch, const sid_state *state, sid_vectors vectors,
                             sid_payloads p, Memory memory, body b, sid_cuda_report *report) {
     sid_follow();
     __shared__ choice s;
+    __shared__ bool over; /* a quad is left whose sum overflows */
     __shared__ float4 held[PART / SID_QUAD];
     float *const out = (float *)held;
     if (!scratch->go) return;
@@ -375,6 +428,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
     const uint64_t parts = (g.n + PART - 1) / PART;
     bool bad = false;
     start(s);
+    if (threadIdx.x == 0) over = false;
 #pragma unroll 1
     for (uint64_t part = blockIdx.x; part < parts; part += gridDim.x) {
         const uint64_t offset = part * PART, tile = offset / SID_TILE + sid_warp() / 2;
@@ -395,7 +449,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
                     y[c] *= scale;
                 }
                 if (!fill && p.means && sid_overflows(y)) {
-                    scratch->over = 1; /* every writer writes the same */
+                    over = true; /* every writer writes the same */
                     continue;
                 }
                 if (undo)
@@ -411,63 +465,7 @@ __global__ void __launch_bounds__(SID_BLOCK, PART_BLOCKS)
         __syncthreads(); /* before the next part takes the place of this one */
     }
     if (b.linear && bad) report->nonfinite = 1; /* every writer writes the same */
-}
-
-/* The quads that the decode has left: what is not finite of them is averaged in float64, payload by payload. */
-template <class Memory>
-__global__ void __launch_bounds__(SID_BLOCK)
-    sid_randk_mean_kernel(sid_group g, const sid_scratch *scratch, sid_vectors vectors, sid_payloads p, Memory memory,
-                          body b) {
-    sid_follow();
-    __shared__ choice s;
-    __shared__ float4 held[PART / SID_QUAD];
-    if (!scratch->over) return;
-    const uint32_t first = sid_warp() % 2 * ROWS * SID_ROW + sid_lane() * SID_QUAD; /* of this thread in its tile */
-    float4 *const mine = held + (sid_warp() / 2 * SID_TILE + first) / SID_QUAD;
-    for (uint32_t r = 0; r < ROWS; r++) mine[r * SID_LANES] = make_float4(0, 0, 0, 0);
-    start(s);
-    /* Adds up payloads over a part, which this thread's quads f(row, of them) then take, and which is 0 again. */
-    const auto add_up = [&](const sid_payloads &of, uint64_t offset, const auto &f) {
-        add(s, of, b, offset, g.n - offset < PART ? (uint32_t)(g.n - offset) : (uint32_t)PART, (float *)held);
-        __syncthreads();
-#pragma unroll
-        for (uint32_t r = 0; r < ROWS; r++) {
-            f(r, mine[r * SID_LANES]);
-            mine[r * SID_LANES] = make_float4(0, 0, 0, 0);
-        }
-        __syncthreads();
-    };
-#pragma unroll 1
-    for (uint64_t offset = blockIdx.x * (uint64_t)PART; offset < g.n; offset += gridDim.x * (uint64_t)PART) {
-        float x[ROWS][SID_QUAD];
-        double sum[ROWS][SID_QUAD] = {};
-        add_up(p, offset, [&](uint32_t r, const float4 &v) {
-            x[r][0] = v.x * p.scale, x[r][1] = v.y * p.scale, x[r][2] = v.z * p.scale, x[r][3] = v.w * p.scale;
-        });
-        if (!__syncthreads_or(sid_overflows(x))) continue;
-#pragma unroll 1
-        for (uint32_t i = 0; i < p.count; i++) {
-            sid_payloads one = p;
-            one.first = p[i];
-            one.count = 1;
-            add_up(one, offset, [&](uint32_t r, const float4 &v) {
-                sum[r][0] += (double)v.x, sum[r][1] += (double)v.y, sum[r][2] += (double)v.z, sum[r][3] += (double)v.w;
-            });
-        }
-        const uint64_t tile = offset / SID_TILE + sid_warp() / 2;
-        if (tile * SID_TILE >= g.n) continue;
-        const sid_span span = sid_span_of(g, tile);
-#pragma unroll
-        for (uint32_t r = 0; r < ROWS; r++) {
-            const uint32_t i = first + r * SID_ROW, count = sid_count4(span.len, i);
-            if (!count || !sid_overflows(x[r])) continue;
-#pragma unroll
-            for (uint32_t c = 0; c < SID_QUAD; c++)
-                x[r][c] = sid_key(x[r][c]) < SID_KEY_INF ? x[r][c] : sid_mean(sum[r][c], p.scale);
-            if (memory.receives) sid_receive(memory, vectors, span.at + i, count, x[r]);
-            sid_put<false>(g, span, i, count, x[r]);
-        }
-    }
+    if (p.means && over) sid_randk_means(s, held, g, vectors, p, memory, b);
 }
 
 uint64_t work(const sid_plan *) { return sid_findings_work(); }
@@ -489,14 +487,9 @@ sid_status decode(sid_cuda_decoding &c) {
     });
     if (s || c.part == SID_CHECK) return s;
     const sid_vectors vectors = sid_vectors_of(p, c.state);
-    s = sid_with_memory_of(c, [&](auto memory) {
+    return sid_with_memory_of(c, [&](auto memory) {
         return sid_launch(c.to, "decode", sid_randk_decode_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
                           c.scratch, c.state, vectors, all, memory, b, c.report);
-    });
-    if (s) return s;
-    return sid_with_means(c, [&](auto memory) {
-        return sid_launch(c.to, "means", sid_randk_mean_kernel<decltype(memory)>, grid, SID_BLOCK, 0, c.group,
-                          (const sid_scratch *)c.scratch, vectors, all, memory, b);
     });
 }
 

@@ -617,12 +617,64 @@ struct block_entries {
 #define PART_RESIDENT PART_BLOCKS
 #endif
 
+/* The quads of parts first .. last that the decode has left: what is not finite of them is averaged in float64, payload by
+ * payload. Rare, so it adds up all payloads again for each row, which takes no more registers than the decode has. */
+template <class Memory, class Entries>
+__device__ inline void sid_sparse_means(const sid_group &g, const payloads &p, const sid_vectors &vectors,
+                                        const Memory &own, uint64_t first, uint64_t last) {
+    SID_DYNAMIC_SHARED(float4, memory);
+    float4 *const mine = memory + sid_warp() * (SID_TILE / SID_QUAD) + sid_lane();
+#pragma unroll 1
+    for (uint64_t part = first; part < last; part++) {
+        const uint64_t tile = part * (PART / SID_TILE) + sid_warp();
+        sid_span s = {};
+        if (tile * SID_TILE < p.n) s = sid_span_of(g, tile);
+#pragma unroll 1
+        for (uint32_t row = 0; row < SID_ROWS; row++) {
+            float x[SID_QUAD] = {};
+            double sum[SID_QUAD] = {};
+            bool over = false;
+#pragma unroll 1
+            for (uint32_t i = 0; i <= p.count; i++) { /* all payloads together, then each */
+                payloads of = p;
+                if (i) {
+                    of.first = p[i - 1];
+                    of.count = 1;
+                }
+                const Entries entries(of, (float *)memory);
+                for (uint32_t r = sid_warp(); r < of.count; r += PART_BLOCK / SID_LANES) entries.begin(r, part);
+                __syncthreads();
+                entries.add(part);
+                __syncthreads();
+                const float4 v = mine[row * SID_LANES];
+                for (uint32_t r = 0; r < SID_ROWS; r++) mine[r * SID_LANES] = make_float4(0, 0, 0, 0);
+                __syncthreads();
+                if (i) {
+                    sum[0] += (double)v.x, sum[1] += (double)v.y, sum[2] += (double)v.z, sum[3] += (double)v.w;
+                    continue;
+                }
+                x[0] = v.x * p.scale, x[1] = v.y * p.scale, x[2] = v.z * p.scale, x[3] = v.w * p.scale;
+                over = sid_overflows(x);
+                if (!__syncthreads_or(over)) break;
+            }
+            const uint32_t at = row * SID_ROW + sid_lane() * SID_QUAD, count = sid_count4(s.len, at);
+            if (!count || !over) continue;
+#pragma unroll
+            for (uint32_t c = 0; c < SID_QUAD; c++)
+                x[c] = sid_key(x[c]) < SID_KEY_INF ? x[c] : sid_mean(sum[c], p.scale);
+            if (own.receives) sid_receive(own, vectors, s.at + at, count, x);
+            sid_put<false>(g, s, at, count, x);
+        }
+    }
+}
+
 template <class Memory, class Entries>
 __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
-    sid_decode_kernel(sid_group g, sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own,
+    sid_decode_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own,
                       const sid_state *state) {
     sid_follow();
     SID_DYNAMIC_SHARED(float4, memory);
+    __shared__ bool over; /* a quad is left whose sum overflows */
     float *out = (float *)memory;
     const Entries entries(p, out);
     if (!scratch->go) return;
@@ -631,6 +683,7 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
     const uint64_t parts = (p.n + PART - 1) / PART;
     const uint64_t first = parts * blockIdx.x / gridDim.x, last = parts * (blockIdx.x + 1) / gridDim.x;
     for (uint32_t i = threadIdx.x; i < PART; i += PART_BLOCK) out[i] = 0;
+    if (threadIdx.x == 0) over = false;
     if (!fill && first < last)
         for (uint32_t r = sid_warp(); r < p.count; r += PART_BLOCK / SID_LANES) entries.begin(r, first);
     __syncthreads();
@@ -648,7 +701,7 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
                 float x[SID_QUAD] = {mine->x * p.scale, mine->y * p.scale, mine->z * p.scale, mine->w * p.scale};
                 *mine = make_float4(0, 0, 0, 0);
                 if (!fill && p.means && sid_overflows(x)) {
-                    scratch->over = 1; /* every writer writes the same */
+                    over = true; /* every writer writes the same */
                     continue;
                 }
                 if (fill) {
@@ -664,64 +717,7 @@ __global__ void __launch_bounds__(PART_BLOCK, PART_RESIDENT)
         }
         __syncthreads(); /* before the next part adds up where this one was read */
     }
-}
-
-/* The quads that the decode has left: what is not finite of them is averaged in float64, payload by payload. */
-template <class Memory, class Entries>
-__global__ void __launch_bounds__(PART_BLOCK)
-    sid_sparse_mean_kernel(sid_group g, const sid_scratch *scratch, payloads p, sid_vectors vectors, Memory own) {
-    sid_follow();
-    SID_DYNAMIC_SHARED(float4, memory);
-    float *out = (float *)memory;
-    if (!scratch->over) return;
-    float4 *const mine = memory + sid_warp() * (SID_TILE / SID_QUAD) + sid_lane();
-    for (uint32_t i = threadIdx.x; i < PART; i += PART_BLOCK) out[i] = 0;
-    __syncthreads();
-    /* Adds up payloads over a part, which this thread's quads f(row, of them) then take, and which is 0 again. */
-    const auto add_up = [&](const payloads &of, uint64_t part, const auto &f) {
-        const Entries entries(of, out);
-        for (uint32_t r = sid_warp(); r < of.count; r += PART_BLOCK / SID_LANES) entries.begin(r, part);
-        __syncthreads();
-        entries.add(part);
-        __syncthreads();
-#pragma unroll
-        for (uint32_t r = 0; r < SID_ROWS; r++) {
-            f(r, mine[r * SID_LANES]);
-            mine[r * SID_LANES] = make_float4(0, 0, 0, 0);
-        }
-        __syncthreads();
-    };
-#pragma unroll 1
-    for (uint64_t part = blockIdx.x; part < (p.n + PART - 1) / PART; part += gridDim.x) {
-        float x[SID_ROWS][SID_QUAD];
-        double sum[SID_ROWS][SID_QUAD] = {};
-        add_up(p, part, [&](uint32_t r, const float4 &v) {
-            x[r][0] = v.x * p.scale, x[r][1] = v.y * p.scale, x[r][2] = v.z * p.scale, x[r][3] = v.w * p.scale;
-        });
-        if (!__syncthreads_or(sid_overflows(x))) continue;
-#pragma unroll 1
-        for (uint32_t i = 0; i < p.count; i++) {
-            payloads one = p;
-            one.first = p[i];
-            one.count = 1;
-            add_up(one, part, [&](uint32_t r, const float4 &v) {
-                sum[r][0] += (double)v.x, sum[r][1] += (double)v.y, sum[r][2] += (double)v.z, sum[r][3] += (double)v.w;
-            });
-        }
-        const uint64_t tile = part * (PART / SID_TILE) + sid_warp();
-        if (tile * SID_TILE >= p.n) continue;
-        const sid_span s = sid_span_of(g, tile);
-#pragma unroll
-        for (uint32_t r = 0; r < SID_ROWS; r++) {
-            const uint32_t i = r * SID_ROW + sid_lane() * SID_QUAD, count = sid_count4(s.len, i);
-            if (!count || !sid_overflows(x[r])) continue;
-#pragma unroll
-            for (uint32_t c = 0; c < SID_QUAD; c++)
-                x[r][c] = sid_key(x[r][c]) < SID_KEY_INF ? x[r][c] : sid_mean(sum[r][c], p.scale);
-            if (own.receives) sid_receive(own, vectors, s.at + i, count, x[r]);
-            sid_put<false>(g, s, i, count, x[r]);
-        }
-    }
+    if (over) sid_sparse_means<Memory, Entries>(g, p, vectors, own, first, last);
 }
 
 } // namespace
@@ -743,7 +739,7 @@ sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean, const blocks_form 
         s = sid_launch(c.to, "check", check_all, (uint64_t)each * c.count, SID_BLOCK, 0, c.scratch, check, all, each,
                        sid_expect_of(c), c.report, c.state);
     if (s || c.part == SID_CHECK) return s;
-    s = sid_with_memory_of(c, [&](auto memory) {
+    return sid_with_memory_of(c, [&](auto memory) {
         const auto decode = [&](auto kernel, uint32_t cursors) {
             return sid_launch(c.to, "decode", kernel, sid_blocks(c.to, (p->n + PART - 1) / PART, PART_BLOCKS),
                               PART_BLOCK, (uint32_t)(PART * sizeof(float)) + cursors, c.group, c.scratch, all, vectors,
@@ -754,18 +750,5 @@ sid_status sid_sparse_decode(sid_cuda_decoding &c, bool mean, const blocks_form 
         if (all.b.blocks)
             return decode(sid_decode_kernel<decltype(memory), block_entries>, block_entries::bytes(c.count));
         return decode(sid_decode_kernel<decltype(memory), plain_entries>, plain_entries::bytes(c.count));
-    });
-    if (s) return s;
-    return sid_with_means(c, [&](auto memory) {
-        const auto means = [&](auto kernel, uint32_t cursors) {
-            return sid_launch(c.to, "means", kernel, sid_blocks(c.to, (p->n + PART - 1) / PART, 2), PART_BLOCK,
-                              (uint32_t)(PART * sizeof(float)) + cursors, c.group, (const sid_scratch *)c.scratch, all,
-                              vectors, memory);
-        };
-        if (all.b.packed)
-            return means(sid_sparse_mean_kernel<decltype(memory), packed_entries>, packed_entries::bytes(c.count));
-        if (all.b.blocks)
-            return means(sid_sparse_mean_kernel<decltype(memory), block_entries>, block_entries::bytes(c.count));
-        return means(sid_sparse_mean_kernel<decltype(memory), plain_entries>, plain_entries::bytes(c.count));
     });
 }

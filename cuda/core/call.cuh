@@ -17,7 +17,7 @@ struct alignas(64) sid_scratch {
     uint64_t cut;
     uint32_t codec[3];
     float former;     /* the state's factor, where the begin has written another one */
-    uint32_t over;    /* decode: some sums are not finite, though all payloads are: left to the launch of means */
+    uint32_t over;    /* encode: sparse_slots.cuh */
     uint32_t arrived; /* blocks: sid_comes_last */
 };
 static_assert(sizeof(sid_scratch) == 64, "codecs carve what they want zeroed directly behind it");

@@ -213,19 +213,9 @@ __device__ inline void sid_receive(const Memory &memory, const sid_vectors &v, u
     if (Memory::VECTORS) sid_store_floats(v.first + i, count, vec[0]);
 }
 
-/* Where a sum of payloads may overflow although the mean is finite, that is taken in float64 (csrc/decode.c): by one launch
- * more, which ends at once where the decode has left it nothing. */
+/* Where a sum of payloads may overflow although the mean is finite, that is taken in float64 (csrc/decode.c): by the decode
+ * itself, once it has written the rest. */
 inline bool sid_has_means(const sid_cuda_decoding &c) {
     return c.count > 1 && !(c.plan->codec->info.traits & (SID_LINEAR | SID_VOTE));
 }
-/* f: makes that launch with the memory, where it learns from what is received; others need not know. */
-template <typename F> sid_status sid_with_means(const sid_cuda_decoding &c, F f) {
-    if (!sid_has_means(c)) return SID_OK;
-    return sid_with_memory_of(c, [&](auto memory) {
-        if constexpr (decltype(memory)::VECTORS == 1)
-            if (memory.receives) return f(memory);
-        return f(sid_memory0());
-    });
-}
-
 #endif
